@@ -5,9 +5,9 @@ checkpoints.
 
 Trains an FSDP2 model with AdamW on 4 gloo processes, with the `Stateful` AppState of PyTorch's
 recipe. Saves once with `torch.distributed.checkpoint` and once, asynchronously, with
-`distckpt.dcp`, and continues. Then 2 processes resume
-from each checkpoint through `distckpt.dcp`: both must reproduce the losses of the first run, up to
-the order of additions, and end with bitwise equal models.
+`distckpt.dcp`, and continues. Then 2 processes resume from each checkpoint through `distckpt.dcp`:
+both must reproduce the losses of the first run, up to the order of additions, and end with bitwise
+equal models.
 """
 
 from __future__ import annotations

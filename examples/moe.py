@@ -5,10 +5,9 @@ parallel 2.
 
 Each of the 4 ranks trains 2 of the 8 experts of a layer. After loading, 2 ranks each train one half
 of 4 experts, and the other 2 ranks the halves of the other 4. This works because a checkpoint
-numbers the experts globally and stores the
-parts of a fused SwiGLU weight separately: see `MoE` and `SwiGLU` in `_tiny_experts.py`. After
-loading, all values, including Adam's moments, must be bitwise equal, and the losses equal up to the
-order of additions.
+numbers the experts globally and stores the parts of a fused SwiGLU weight separately: see `MoE` and
+`SwiGLU` in `_tiny_experts.py`. After loading, all values, including Adam's moments, must be bitwise
+equal, and the losses equal up to the order of additions.
 """
 
 from __future__ import annotations

@@ -1,13 +1,12 @@
 """Save a tensor parallel layer on 4 processes and load it on 2 and on 1 with the same values.
 
-    torchrun --standalone --nproc-per-node 4 examples/tensor_parallel_reshard.py --work-dir
-    /tmp/tensor_parallel_reshard
+    torchrun --standalone --nproc-per-node 4 examples/tensor_parallel_reshard.py \
+        --work-dir /tmp/tensor_parallel_reshard
 
 Each process only describes the part of each global tensor that it holds. `up` is sharded by output
-features, `down` by
-input features, and `norm` is replicated: each process writes a part of it. A load may request any
-other parts. (`train_reshard_resume.py` does this in a complete training program, with pipeline and
-data parallelism.)
+features, `down` by input features, and `norm` is replicated: each process writes a part of it. A
+load may request any other parts. (`train_reshard_resume.py` does this in a complete training
+program, with pipeline and data parallelism.)
 """
 
 from __future__ import annotations

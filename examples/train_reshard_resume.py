@@ -1,8 +1,8 @@
 """Train a language model on 4 processes, save it, resume training under three other layouts, and
 export it.
 
-    torchrun --standalone --nproc-per-node 4 examples/train_reshard_resume.py --work-dir
-    /tmp/reshard
+    torchrun --standalone --nproc-per-node 4 examples/train_reshard_resume.py \
+        --work-dir /tmp/reshard
 
 1. Train at tensor parallel 2 x pipeline parallel 2; save halfway, and continue to the end.
 2. Load at tensor parallel 4 and resume.

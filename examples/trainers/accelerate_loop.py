@@ -1,7 +1,7 @@
 """Resume a loop with accelerate with any number of processes.
 
-    torchrun --standalone --nproc-per-node 2 examples/trainers/accelerate_loop.py --work-dir
-    /tmp/accelerated
+    torchrun --standalone --nproc-per-node 2 examples/trainers/accelerate_loop.py \
+        --work-dir /tmp/accelerated
 
 On accelerators the model is divided by FSDP2; on CPUs accelerate has data parallelism only. The
 lines that save and load are the same.

@@ -1,7 +1,7 @@
 """Resume DistributedDataParallel and ZeroRedundancyOptimizer with any number of processes.
 
-    torchrun --standalone --nproc-per-node 2 examples/trainers/ddp_zero_redundancy.py --work-dir
-    /tmp/ddp
+    torchrun --standalone --nproc-per-node 2 examples/trainers/ddp_zero_redundancy.py \
+        --work-dir /tmp/ddp
 
 The states of the optimizer are spread over the processes; in a checkpoint they are as if they were
 not.

@@ -1,7 +1,7 @@
 """Resume FSDP2 over tensor parallelism with any number of processes.
 
-    torchrun --standalone --nproc-per-node 2 examples/trainers/fsdp2_tensor_parallel.py --work-dir
-    /tmp/fsdp2
+    torchrun --standalone --nproc-per-node 2 examples/trainers/fsdp2_tensor_parallel.py \
+        --work-dir /tmp/fsdp2
 
 Saved by two processes, each with a part of every layer, it goes on in one, with the same losses.
 """

@@ -1,7 +1,7 @@
 """Resume Lightning Fabric with any number of processes.
 
-    torchrun --standalone --nproc-per-node 2 examples/trainers/lightning_fabric.py --work-dir
-    /tmp/fabric
+    torchrun --standalone --nproc-per-node 2 examples/trainers/lightning_fabric.py \
+        --work-dir /tmp/fabric
 
 Fabric's wrappers of the model and the optimizer are passed as they are.
 """

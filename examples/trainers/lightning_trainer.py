@@ -1,7 +1,7 @@
 """Resume Lightning's Trainer with any number of processes.
 
-    torchrun --standalone --nproc-per-node 2 examples/trainers/lightning_trainer.py --work-dir
-    /tmp/lightning
+    torchrun --standalone --nproc-per-node 2 examples/trainers/lightning_trainer.py \
+        --work-dir /tmp/lightning
 
 The callback is what a program adds. The loop of the Trainer has the numbers of epochs and steps; an
 epoch here has one step.

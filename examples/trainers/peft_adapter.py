@@ -1,7 +1,7 @@
 """Save and resume the adapter of a PEFT model, and export it for `PeftModel.from_pretrained`.
 
-    torchrun --standalone --nproc-per-node 2 examples/trainers/peft_adapter.py --work-dir
-    /tmp/adapter
+    torchrun --standalone --nproc-per-node 2 examples/trainers/peft_adapter.py \
+        --work-dir /tmp/adapter
 
 The checkpoint has the adapter and its optimizer only. At the end the exported adapter is opened
 with PEFT, and must give what the trained model gives.

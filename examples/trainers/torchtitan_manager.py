@@ -1,7 +1,7 @@
 """Resume torchtitan with any number of processes: a checkpoint manager for its Trainer.
 
-    torchrun --standalone --nproc-per-node 2 examples/trainers/torchtitan_manager.py --work-dir
-    /tmp/torchtitan
+    torchrun --standalone --nproc-per-node 2 examples/trainers/torchtitan_manager.py \
+        --work-dir /tmp/torchtitan
 
 `Checkpoints.Config(enable=True)` is what a program gives as `checkpoint` in the config of
 torchtitan's Trainer. The loop here uses optimizers and schedulers of torchtitan, without its

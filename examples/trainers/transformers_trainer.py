@@ -1,8 +1,8 @@
 """Resume transformers.Trainer with any number of processes: its counters, its order of data, and
 all tensors.
 
-    torchrun --standalone --nproc-per-node 2 examples/trainers/transformers_trainer.py --work-dir
-    /tmp/trainer
+    torchrun --standalone --nproc-per-node 2 examples/trainers/transformers_trainer.py \
+        --work-dir /tmp/trainer
 
 Trainer keeps its own directories `checkpoint-<step>` with its state; distckpt writes the model, the
 optimizer and the scheduler into them. Each device has a part of one global batch, so that another

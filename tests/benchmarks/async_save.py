@@ -1,19 +1,19 @@
 """What saving in the background costs training: seconds it waits, and how much slower it is
 meanwhile.
 
-    python tests/benchmarks/async_save.py [--gb 2] [--ranks 2] [--runs 5] [--dir DIR] [--only NAME
-    ...]
+    python tests/benchmarks/async_save.py [--gb 2] [--ranks 2] [--runs 5] [--dir DIR]
+        [--only NAME ...]
 
-Distckpt's `async_save` beside DCP's and Megatron Core's. The state is that
-of save_load.py. All figures are those of the rank that took longest, medians over the runs:
+Distckpt's `async_save` beside DCP's and Megatron Core's. The state is that of save_load.py. All
+figures are those of the rank that took longest, medians over the runs:
 
 - blocked, first / later: seconds from the call to the return. The first call also allocates memory,
   unless that was reserved.
 - x copy: the later ones divided by the time of one copy (`numpy.copyto`, one thread) of a rank's
-    tensors.
+  tensors.
 - x save: the later ones divided by the time of the same library's blocking save.
 - step: how much longer a step takes while a save goes on; a step is a product of matrices on one
-    thread.
+  thread.
 - Python: how much slower a loop in pure Python counts meanwhile. This holds the interpreter's lock
   all the time, so what is lost is the share of time in which the background holds it, plus what
   processors and memory are shared for.
@@ -105,7 +105,10 @@ def main() -> None:
     report = Report(arguments)
     with tempfile.TemporaryDirectory(dir=arguments.dir, prefix="distckpt-benchmark-") as folder:
         rows, num_bytes, copy_seconds = run_ranks(run_rank, arguments.ranks, arguments, folder)
-    report.about = f"{num_bytes / 1e9:.2f} GB on {arguments.ranks} gloo ranks; one copy takes {copy_seconds:.3f} s."
+    report.about = (
+        f"{num_bytes / 1e9:.2f} GB on {arguments.ranks} gloo ranks; "
+        f"one copy takes {copy_seconds:.3f} s."
+    )
     report.add(["", "first s", "later s", "x copy", "x save", "step", "Python", "on disk s"], rows)
     report.finish()
 

@@ -2,13 +2,13 @@
 import by slices.
 
     python tests/benchmarks/consolidation.py [--runs 5] [--scale 1] [--dir DIR] [--automodel DIR]
-    [--only WORD ...]
+        [--only WORD ...]
 
-Automodel takes part when its wheel was unpacked before, which needs none of its
-dependencies: `pip install --no-deps --target DIR nemo-automodel`. Input files are in the page
-cache. Every run is a fresh process, whose peak of memory is measured, too; contestants take turns,
-and what they wrote is compared with what the shards were made of. A round before the first is not
-counted. Medians over the runs.
+Automodel takes part when its wheel was unpacked before, which needs none of its dependencies:
+`pip install --no-deps --target DIR nemo-automodel`. Input files are in the page cache. Every run is
+a fresh process, whose peak of memory is measured, too; contestants take turns, and what they wrote
+is compared with what the shards were made of. A round before the first is not counted. Medians over
+the runs.
 """
 
 from __future__ import annotations

@@ -3,9 +3,9 @@
     python tests/benchmarks/import_time.py [--runs 11]
 
 Every import happens in a fresh process; statements take turns. What is added is measured in the
-process that has just
-imported torch. A round before the first is not counted: it compiles all modules to byte code, in a
-folder of its own, and puts files into the page cache. Medians over the runs.
+process that has just imported torch. A round before the first is not counted: it compiles all
+modules to byte code, in a folder of its own, and puts files into the page cache. Medians over the
+runs.
 """
 
 from __future__ import annotations

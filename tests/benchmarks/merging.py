@@ -1,8 +1,7 @@
 """Merge checkpoints beside reading and writing as many bytes in the same run.
 
     python tests/benchmarks/merging.py [--gigabytes 0.5] [--checkpoints 3] [--dtype bfloat16]
-    [--cold] [--runs 5]
-        [--dir DIR]
+        [--cold] [--runs 5] [--dir DIR]
 
 Inputs are in the page cache, or, with --cold, on disk. The floor reads all of them and writes as
 much as one of them, with as many threads and the same functions, and does no arithmetic. Every run

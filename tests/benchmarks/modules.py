@@ -33,7 +33,10 @@ def main() -> None:
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     report = Report(arguments)
-    report.about = f"Seconds of CPU time for {arguments.tensors:,} parameters, the least of {arguments.runs} runs."
+    report.about = (
+        f"Seconds of CPU time for {arguments.tensors:,} parameters, "
+        f"the least of {arguments.runs} runs."
+    )
 
     rows, slowest = [], 0.0
     module = torch.nn.ModuleList([torch.nn.Linear(4, 4) for _ in range(arguments.tensors // 2)])

@@ -1,7 +1,7 @@
 """Save to and load from an object store, beside s3fs's own transfers of the same bytes.
 
-    python tests/benchmarks/object_storage.py [--mib 256] [--files 1] [--runs 5] [--url
-    s3://bucket/place]
+    python tests/benchmarks/object_storage.py [--mib 256] [--files 1] [--runs 5]
+        [--url s3://bucket/place]
 
 Without --url an S3 server (moto) runs in a process of its own on this machine. It is slow, and
 shares the processors: what counts is the ratio. As it comes, it reads the whole object for every

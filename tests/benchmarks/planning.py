@@ -1,9 +1,8 @@
 """What planning costs at scale: seconds, memory and bytes of rank 0 and of others, by layout and
 number of ranks.
 
-    python tests/benchmarks/planning.py [--layouts 3d fsdp2 ep] [--ranks 256 512 1024] [--tensors
-    1000]
-        [--chunks 1000000] [--profile] [--json FILE]
+    python tests/benchmarks/planning.py [--layouts 3d fsdp2 ep] [--ranks 256 512 1024]
+        [--tensors 1000] [--chunks 1000000] [--profile] [--json FILE]
 
 One process makes up the descriptions of all ranks, without tensor data, and calls what rank 0 calls
 between gathering them and sending plans. Seconds are of CPU time, so that other programs hardly
@@ -11,10 +10,10 @@ matter. With several numbers of ranks, the last column is the exponent e of the 
 fits best.
 
 - 3d: TP8 x PP16, and as many replicas as it takes; norms are replicated over TP too, embeddings are
-    on two stages.
+  on two stages.
 - fsdp2: every rank has a part of the rows of every tensor, none of some where there are not enough.
 - ep: experts, each under keys of its own, divided over 64 ranks; their rows over the others, other
-    tensors as in fsdp2.
+  tensors as in fsdp2.
 """
 
 from __future__ import annotations
@@ -296,7 +295,8 @@ def expert_parallel(num_ranks: int, num_tensors: int) -> Iterator[ShardTable]:
                     ("down_proj", 0, (HIDDEN, 1536)),
                 )
             ]
-            wholes = [] if rank == 0 else wholes  # noqa: F821 - one for each expert rank, made in the first round
+            # One for each expert rank, made in the first round.
+            wholes = [] if rank == 0 else wholes  # noqa: F821
             wholes.append(_whole([], others + experts, num_tensors))
         whole = wholes[expert_rank]
         is_expert = np.array([".experts." in key for key in whole.keys])

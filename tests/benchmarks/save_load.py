@@ -1,13 +1,13 @@
 """Save and load a Llama with the moments of Adam, divided by tensor parallelism, beside the other
 ways to do it.
 
-    python tests/benchmarks/save_load.py [--dir DIR] [--gb 2] [--ranks 2] [--runs 5] [--only NAME
-    ...] [--cases ...]
+    python tests/benchmarks/save_load.py [--dir DIR] [--gb 2] [--ranks 2] [--runs 5]
+        [--only NAME ...] [--cases ...]
 
-Every contestant saves and loads in turn, round after round, in another order
-each time; medians count, a first round does not, in which what is loaded is compared with what was
-saved. Seconds go from a barrier to the end of the last rank. Raw is as many bytes in requests of 16
-MiB, read straight into the tensors. `--dir` may be a URL such as s3://bucket/prefix. The cases:
+Every contestant saves and loads in turn, round after round, in another order each time; medians
+count, a first round does not, in which what is loaded is compared with what was saved. Seconds go
+from a barrier to the end of the last rank. Raw is as many bytes in requests of 16 MiB, read
+straight into the tensors. `--dir` may be a URL such as s3://bucket/prefix. The cases:
 
 - save: until all data is on disk. DCP calls fsync itself; the files of its Hugging Face writer and
   of save_file are synced within the time measured. Megatron writes in forked processes, whose
@@ -15,7 +15,7 @@ MiB, read straight into the tensors. `--dir` may be a URL such as s3://bucket/pr
 - save_unsynced: until the operating system has the data.
 - warm_load: the same layout, files in the page cache, into tensors that are there already.
 - cold_load: the same, files dropped from the page cache: with posix_fadvise, or, as root,
-    drop_caches.
+  drop_caches.
 - reshard_axis: tensors that were divided along axis 0, divided along axis 1.
 - reshard_one: rank 0 alone loads whole tensors.
 

@@ -1,8 +1,8 @@
 """What sharing reads saves or costs: ranks that load the same tensors, from local files and from a
 slow store.
 
-    python tests/benchmarks/shared_reads.py [--ranks 2] [--gb 1] [--runs 5] [--stores 200:0.02 ...]
-    [--dir DIR]
+    python tests/benchmarks/shared_reads.py [--ranks 2] [--gb 1] [--runs 5]
+        [--stores 200:0.02 ...] [--dir DIR]
 
 All ranks load all tensors, as data-parallel replicas do, with `parallel_load` off, on and auto by
 turns. Local files are in the page cache. A slow store, say 200:0.02, has the same files and makes

@@ -2,8 +2,7 @@
 bytes.
 
     python tests/benchmarks/small_tensors.py [--tensors 20000] [--kib 16] [--runs 5] [--dir DIR]
-    [--only NAME ...]
-        [--profile]
+        [--only NAME ...] [--profile]
 
 Every rank holds a row block of each tensor. Measured as in save_load.py, in one process and on two
 ranks. With --profile, the main thread of rank 0 is profiled while distckpt saves and loads once
@@ -46,7 +45,10 @@ def main() -> None:
     parser.add_argument("--profile", action="store_true")
     arguments = parser.parse_args()
     report = Report(arguments)
-    report.about = f"{arguments.tensors:,} tensors of {arguments.kib} KiB on each rank, medians of {arguments.runs} rounds."
+    report.about = (
+        f"{arguments.tensors:,} tensors of {arguments.kib} KiB on each rank, "
+        f"medians of {arguments.runs} rounds."
+    )
     for num_ranks in (1, 2):
         with tempfile.TemporaryDirectory(dir=arguments.dir, prefix="distckpt-benchmark-") as folder:
             figures: list[Figure] = run_ranks(run_rank, num_ranks, arguments, folder)

@@ -1,8 +1,8 @@
 """Verification, statistics and comparisons of all values of a checkpoint, beside raw reads of the
 same files.
 
-    python tests/benchmarks/values.py [--gigabytes 1] [--kib 0] [--dtype float32] [--runs 5] [--dir
-    DIR]
+    python tests/benchmarks/values.py [--gigabytes 1] [--kib 0] [--dtype float32] [--runs 5]
+        [--dir DIR]
 
 Warm: files are in the page cache; cold: they were dropped from it before. Raw reads take as many
 threads. Contestants take turns in one process, which has imported everything. With --kib, tensors

@@ -3,9 +3,8 @@ NEW_DIRECTORY`.
 
 What lies there was written when that format was released and is never written again:
 `tests/unit/format/test_golden.py` shows that it stays readable. For a new format, run this with the
-code that writes
-it, into a directory of its own. Values are made by numpy: `format-1/expected.npz` holds the bits of
-each tensor, as unsigned integers; `COMMON` below is what the objects are made of.
+code that writes it, into a directory of its own. Values are made by numpy: `format-1/expected.npz`
+holds the bits of each tensor, as unsigned integers; `COMMON` below is what the objects are made of.
 """
 
 from __future__ import annotations

@@ -38,11 +38,17 @@ def load_in(rank, folder, axis):
     replica_id = rank if axis is None else 0
     shards = {
         str(number): ShardedTensor(
-            str(number), torch.zeros(shape, dtype=torch.int32), torch.int32, tuple(shape), (ROWS, COLUMNS),
-            tuple(offset), None, replica_id,
+            str(number),
+            torch.zeros(shape, dtype=torch.int32),
+            torch.int32,
+            tuple(shape),
+            (ROWS, COLUMNS),
+            tuple(offset),
+            None,
+            replica_id,
         )
         for number in range(NUM_TENSORS)
-    }  # fmt: skip
+    }
     with counted_disk_reads() as reads:
         loaded = distckpt.load(shards, folder, validate_access_integrity=False)
     for number in range(NUM_TENSORS):

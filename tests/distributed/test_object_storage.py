@@ -109,9 +109,12 @@ def race(rank, server, location):
             values = table(10 * attempt + number, 256)
             torch.distributed.barrier()
             error = error_of(
-                distckpt.save, state(rank % 2, 2, values), f"{location}/{attempt}", process_group=group,
+                distckpt.save,
+                state(rank % 2, 2, values),
+                f"{location}/{attempt}",
+                process_group=group,
                 overwrite=attempt > 1,
-            )  # fmt: skip
+            )
             errors: list = [None] * 4
             torch.distributed.all_gather_object(errors, type(error))
             # With overwrite both may win, one after the other.
@@ -122,7 +125,7 @@ def race(rank, server, location):
             assert len(winners) == 1 if attempt <= 1 else winners
             loaded = distckpt.load(
                 state(rank, 4, torch.zeros(256, 1024)), f"{location}/{attempt}", verify="full"
-            )["t"]  # fmt: skip
+            )["t"]
             found = [
                 torch.equal(loaded, table(10 * attempt + n, 256).chunk(4)[rank]) for n in winners
             ]
@@ -187,8 +190,11 @@ def save_within(rank, server, location):
     values = torch.ones(96 << 20, dtype=torch.uint8)
     process, peak, done = psutil.Process(), [0], threading.Event()
     with reached_at(server):
-        distckpt.save({"t": ShardedTensor.from_rank_offsets("t", values[: 17 << 20])}, f"{location}-0",
-                      max_inflight_bytes=1)  # fmt: skip
+        distckpt.save(
+            {"t": ShardedTensor.from_rank_offsets("t", values[: 17 << 20])},
+            f"{location}-0",
+            max_inflight_bytes=1,
+        )
         before = process.memory_info().rss
 
         def watch():

@@ -26,15 +26,25 @@ pytestmark = pytest.mark.skipif(
 )
 
 HARMLESS = {
-    "access", "close", "faccessat", "faccessat2", "fadvise64", "fcntl", "flock", "fstat", "fstatfs", "getdents64",
-    "ioctl", "lseek", "lstat", "mmap", "newfstatat", "readlink", "stat", "statfs", "statx",
+    "access", "close", "faccessat", "faccessat2", "fadvise64", "fcntl", "flock", "fstat",
+    "fstatfs", "getdents64", "ioctl", "lseek", "lstat", "mmap", "newfstatat", "readlink",
+    "stat", "statfs", "statx",
 }  # fmt: skip
 """System calls that neither change files nor read their contents."""
 ONE_NAME = {
-    "linkat": "link", "mkdirat": "mkdir", "openat": "open", "pread64": "pread", "preadv2": "preadv",
-    "pwrite64": "pwrite", "pwritev2": "pwritev", "remove": "unlink", "renameat": "rename", "replace": "rename",
-    "symlinkat": "symlink", "unlinkat": "unlink",
-}  # fmt: skip
+    "linkat": "link",
+    "mkdirat": "mkdir",
+    "openat": "open",
+    "pread64": "pread",
+    "preadv2": "preadv",
+    "pwrite64": "pwrite",
+    "pwritev2": "pwritev",
+    "remove": "unlink",
+    "renameat": "rename",
+    "replace": "rename",
+    "symlinkat": "symlink",
+    "unlinkat": "unlink",
+}
 """Calls by another name that do the same."""
 
 
@@ -139,8 +149,8 @@ def test_no_call_escapes(tmp_path):
     assert seen == real
     kinds = {name for name, _ in seen}
     assert kinds >= {
-        "open", "write", "pwrite", "pwritev", "fallocate", "fsync", "read", "readv", "preadv", "mkdir", "rename",
-        "renameat2", "unlink", "rmdir",
+        "open", "write", "pwrite", "pwritev", "fallocate", "fsync", "read", "readv", "preadv",
+        "mkdir", "rename", "renameat2", "unlink", "rmdir",
     }  # fmt: skip
 
 

@@ -2,9 +2,8 @@
 makes, is there, whole.
 
 Real processes are killed (`SIGKILL`) before a call, after it, or in the middle of a write. A call
-that changes nothing
-leaves what the one before it left: the default run takes the others, and a sample of them where
-    several ranks work.
+that changes nothing leaves what the one before it left: the default run takes the others, and a
+sample of them where several ranks work.
 """
 
 from __future__ import annotations

@@ -151,9 +151,15 @@ def to_nothing_but_size(file):
 NO_FILES = {
     function.__name__: function
     for function in (
-        to_pipe, to_endless_device, to_terminal, to_directory, to_socket, to_link_to_itself, to_nothing_but_size
+        to_pipe,
+        to_endless_device,
+        to_terminal,
+        to_directory,
+        to_socket,
+        to_link_to_itself,
+        to_nothing_but_size,
     )
-}  # fmt: skip
+}
 
 
 def turned(path, file, turn):
@@ -718,8 +724,8 @@ PICKLES = {
     "import of a module": b"\x80\x02chostile_module\nf\n.",
     "dots in a name": b"\x80\x04\x8c\x08builtins\x8c\x09exec.copy\x93.",
     "torch.load": b"\x80\x02ctorch\nload\nX\x04\0\0\0harm\x85R.",
-    "class of PyTorch with a state": b"\x80\x02ctorch.distributed.checkpoint.metadata\nMetadata\n)\x81}"
-    b"X\x0c\0\0\0__setstate__cos\nsystem\nsb.",
+    "class of PyTorch with a state": b"\x80\x02ctorch.distributed.checkpoint.metadata\nMetadata\n"
+    b")\x81}X\x0c\0\0\0__setstate__cos\nsystem\nsb.",
     "instance": b"(S'touch harm'\nios\nsystem\n.",
     "object": b"(cos\nsystem\nS'touch harm'\no.",
     "extension code": b"\x80\x02\x82\x01.",

@@ -41,12 +41,13 @@ WALL_SECONDS = 240
 """A process that waits for a pipe or a device takes no CPU time."""
 
 _NEVER = (
-    "pickle.", "exec", "compile", "import", "marshal.", "os.system", "os.exec", "os.fork", "os.posix_spawn", "os.kill",
-    "os.putenv", "subprocess.", "socket.", "urllib.", "webbrowser.", "ctypes.dlopen",
+    "pickle.", "exec", "compile", "import", "marshal.", "os.system", "os.exec", "os.fork",
+    "os.posix_spawn", "os.kill", "os.putenv", "subprocess.", "socket.", "urllib.",
+    "webbrowser.", "ctypes.dlopen",
 )  # fmt: skip
 _OF_FILES = (
-    "open", "os.listdir", "os.scandir", "os.remove", "os.rename", "os.mkdir", "os.rmdir", "os.link", "os.symlink",
-    "os.truncate", "os.chmod", "shutil.",
+    "open", "os.listdir", "os.scandir", "os.remove", "os.rename", "os.mkdir", "os.rmdir",
+    "os.link", "os.symlink", "os.truncate", "os.chmod", "shutil.",
 )  # fmt: skip
 
 

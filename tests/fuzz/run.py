@@ -92,7 +92,9 @@ def _run(target: str, runs: int, seed: int) -> int:
 def _fuzz(name: str, runs: int, seed: int, folder: Path) -> None:
     """Fuzz in this process; libFuzzer ends it."""
     import atheris
-    import torch.distributed.checkpoint  # noqa: F401  (before the hook, which would slow its import down)
+
+    # Before the hook, which would slow its import down.
+    import torch.distributed.checkpoint  # noqa: F401
 
     with atheris.instrument_imports(include=["distckpt"]):
         from tests.fuzz.contained import limit_memory

@@ -323,7 +323,10 @@ def _marker(folder: Path) -> tuple[list[bytes], Run]:
     save_example(folder / "c")
     path = folder / "c" / core.CONFIG_FNAME
     marker = path.read_bytes()
-    megatron = b'{"sharded_backend": "torch_dist", "sharded_backend_version": 1, "common_backend": "torch"}'
+    megatron = (
+        b'{"sharded_backend": "torch_dist", "sharded_backend_version": 1, '
+        b'"common_backend": "torch"}'
+    )
 
     def run(data: bytes) -> None:
         path.write_bytes(data)
@@ -342,13 +345,29 @@ def _marker(folder: Path) -> tuple[list[bytes], Run]:
 def example_object() -> dict[str, Any]:
     """Make an object of many of the types that the codec knows."""
     return {
-        "step": 7, "lr": 1e-3, "text": "\ud800", "none": None, 3: (1, 2), "inf": float("inf"), "big": 2**70,
-        "set": {1, "a"}, "frozen": frozenset({2}), "bytes": b"abc", "long": bytearray(300), "complex": 1j,
-        "tensor": torch.arange(6).view(2, 3), "array": np.arange(4.0), "scalar": np.float32(1.5),
-        "dtype": torch.bfloat16, "size": torch.Size([1, 2]), "device": torch.device("cpu"),
-        "path": Path("/tmp"), "range": range(3),
-        "slice": slice(1, None), "text scalar": np.str_("x"),
-    }  # fmt: skip
+        "step": 7,
+        "lr": 1e-3,
+        "text": "\ud800",
+        "none": None,
+        3: (1, 2),
+        "inf": float("inf"),
+        "big": 2**70,
+        "set": {1, "a"},
+        "frozen": frozenset({2}),
+        "bytes": b"abc",
+        "long": bytearray(300),
+        "complex": 1j,
+        "tensor": torch.arange(6).view(2, 3),
+        "array": np.arange(4.0),
+        "scalar": np.float32(1.5),
+        "dtype": torch.bfloat16,
+        "size": torch.Size([1, 2]),
+        "device": torch.device("cpu"),
+        "path": Path("/tmp"),
+        "range": range(3),
+        "slice": slice(1, None),
+        "text scalar": np.str_("x"),
+    }
 
 
 def _codec_blob(folder: Path) -> tuple[list[bytes], Run]:
@@ -383,14 +402,23 @@ def _codec_tree(folder: Path) -> tuple[list[bytes], Run]:
             assert codec.encode(codec.decode(again)) == again
 
     tags = [
-        '{"$tensor":["float32",[2,3],3]}', '{"$ndarray":["<f8",[1],2]}', '{"$bytes":0}',
+        '{"$tensor":["float32",[2,3],3]}',
+        '{"$ndarray":["<f8",[1],2]}',
+        '{"$bytes":0}',
         '{"$tuple":[1,{"$set":[1,2]}]}',
-        '{"$datetime":{"fields":[2020,1,1,0,0,0,0],"fold":0,"tzinfo":null}}', '{"$dict":[1,2,{"$tuple":[1]},3]}',
-        '{"$numpy":["<U4",{"$bytes":"YQAAAA=="}]}', '{"$object":["a.b",{"x":1}]}', '{"$int":"0x123456789abcdef01"}',
-        '{"$defaultdict":["list",{"a":[1]}]}', '{"$timezone":[{"$timedelta":[0,3600,0]}]}',
+        '{"$datetime":{"fields":[2020,1,1,0,0,0,0],"fold":0,"tzinfo":null}}',
+        '{"$dict":[1,2,{"$tuple":[1]},3]}',
+        '{"$numpy":["<U4",{"$bytes":"YQAAAA=="}]}',
+        '{"$object":["a.b",{"x":1}]}',
+        '{"$int":"0x123456789abcdef01"}',
+        '{"$defaultdict":["list",{"a":[1]}]}',
+        '{"$timezone":[{"$timedelta":[0,3600,0]}]}',
         '{"$path":["PosixPath","/a"]}',
-        '{"$SimpleNamespace":{"a":1}}', '{"$float":"7ff8000000000000"}', '{"$range":[0,3,1]}', '{"$slice":[1,2,null]}',
-    ]  # fmt: skip
+        '{"$SimpleNamespace":{"a":1}}',
+        '{"$float":"7ff8000000000000"}',
+        '{"$range":[0,3,1]}',
+        '{"$slice":[1,2,null]}',
+    ]
     return [metadata["tree"].encode("utf-8", "surrogatepass"), *(tag.encode() for tag in tags)], run
 
 

@@ -2,9 +2,8 @@
 memory.
 
 In host memory everything runs as on a GPU but `distckpt._base.device`. With made-up devices this
-runs as well, or what
-calls it: the copies of one are done late, the other has streams and events that take what those of
-    CUDA take.
+runs as well, or what calls it: the copies of one are done late, the other has streams and events
+that take what those of CUDA take.
 """
 
 from __future__ import annotations

@@ -178,8 +178,10 @@ def test_a_model_and_its_optimizer_go_on_as_before(place, tmp_path):
     expected, found = (
         step(*pair, 2)[0].state_dict() for pair in ((model, optimizer), (other, its_optimizer))
     )
-    assert all(torch.equal(found[key], value) and value.device.type == place.device.type
-               for key, value in expected.items())  # fmt: skip
+    assert all(
+        torch.equal(found[key], value) and value.device.type == place.device.type
+        for key, value in expected.items()
+    )
 
 
 def test_a_manager_saves_and_resumes(place, tmp_path):

@@ -131,7 +131,10 @@ def round_trip(device, folder):
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_memory_of_expandable_segments(device, tmp_path):
-    program = f"from tests.gpu.test_processes import round_trip; round_trip({device!r}, {str(tmp_path)!r})"
+    program = (
+        "from tests.gpu.test_processes import round_trip; "
+        f"round_trip({device!r}, {str(tmp_path)!r})"
+    )
     environment = {
         **os.environ,
         "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True",

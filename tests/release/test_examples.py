@@ -225,7 +225,10 @@ CHECKS = {
 def test_an_example_prints_what_its_page_shows(name, tmp_path):
     work_dir = tmp_path / "work"
     output = (run_command if name in BY_COMMAND else run_preloaded)(name, work_dir)
-    form = rf"^## {re.escape(name)}\n\n[^`#]*(?:`[^`\n]+`[^`#]*)*```sh\n(.*?)\n```\n\n```text\n(.*?)^```"
+    form = (
+        rf"^## {re.escape(name)}\n\n[^`#]*(?:`[^`\n]+`[^`#]*)*"
+        r"```sh\n(.*?)\n```\n\n```text\n(.*?)^```"
+    )
     ((command, shown),) = re.findall(form, PAGE, re.M | re.S)
     assert command == command_of(name)
     documented_dir = shlex.split(command)[-1]

@@ -194,7 +194,10 @@ def test_a_source_distribution_holds_all_sources_and_nothing_else(built):
 PROGRAM_THAT_SAVES = """
 import distckpt, torch
 assert "venv" in distckpt.__file__, distckpt.__file__
-distckpt.save({"w": distckpt.ShardedTensor.from_rank_offsets("w", torch.arange(4.0)), "step": 3}, "checkpoint")
+distckpt.save(
+    {"w": distckpt.ShardedTensor.from_rank_offsets("w", torch.arange(4.0)), "step": 3},
+    "checkpoint",
+)
 state = {"w": distckpt.ShardedTensor.from_rank_offsets("w", torch.zeros(4))}
 state = distckpt.load(state, "checkpoint")
 print(state["step"], state["w"].tolist(), distckpt.__version__)
@@ -212,7 +215,9 @@ def test_what_the_wheel_declares_is_all_that_its_modules_need(installed, built, 
     assert "No broken requirements" in run_pip(installed, "check")
     program = """
 import importlib, importlib.util, sys
-assert not any(map(importlib.util.find_spec, ("shtab", "obstore", "psutil", "pytest"))), "more than it declares"
+assert not any(
+    map(importlib.util.find_spec, ("shtab", "obstore", "psutil", "pytest"))
+), "more than it declares"
 for name in sys.argv[1:]:
     importlib.import_module(name)
 """

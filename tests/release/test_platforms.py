@@ -12,7 +12,14 @@ ROOT = Path(__file__).parents[2]
 WITHOUT_LINUX = """
 import builtins, ctypes, os, sys, sysconfig
 import torch
-for name in ("O_DIRECT", "RWF_NOWAIT", "posix_fadvise", "posix_fallocate", "sched_getaffinity", "eventfd"):
+for name in (
+    "O_DIRECT",
+    "RWF_NOWAIT",
+    "posix_fadvise",
+    "posix_fallocate",
+    "sched_getaffinity",
+    "eventfd",
+):
     delattr(os, name)
 sysconfig.get_config_vars()  # while it looks for those of Linux
 sys.platform = "darwin"

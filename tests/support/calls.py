@@ -32,7 +32,8 @@ import pytest
 Moment: TypeAlias = Literal["before", "after"]
 
 BY_PATH = (
-    "open", "mkdir", "unlink", "remove", "rmdir", "truncate", "chmod", "chown", "listdir", "scandir", "stat", "lstat",
+    "open", "mkdir", "unlink", "remove", "rmdir", "truncate", "chmod", "chown", "listdir",
+    "scandir", "stat", "lstat",
 )  # fmt: skip
 BY_TWO_PATHS = ("rename", "replace", "link", "symlink")
 READS = ("read", "pread", "readv", "preadv")

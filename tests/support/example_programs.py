@@ -37,7 +37,8 @@ def docstring_of(name: str) -> str:
 def command_of(name: str) -> str:
     """Return the command that the docstring of an example shows."""
     (command,) = re.findall(r"^    ((?:python|torchrun) .*)$", docstring_of(name), re.M)
-    return command
+    # A long one goes on in a second, indented line of the source.
+    return " ".join(command.split())
 
 
 def run_command(name: str, work_dir: Path) -> str:
@@ -114,7 +115,8 @@ def _run_program(
     warnings.resetwarnings()
     os.dup2(os.open(output, os.O_CREAT | os.O_WRONLY | os.O_APPEND), 1)
     sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
-    multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]  # some start processes
+    # Some start processes.
+    multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]
     torch.multiprocessing.spawn = functools.partial(
         torch.multiprocessing.start_processes, start_method="fork"
     )

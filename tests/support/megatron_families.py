@@ -197,15 +197,27 @@ def make_megatron(config, mtp_layers=None):
     """Make the model that a configuration of transformers describes, without sensible values."""
     c = config
     settings = {
-        "num_layers": c.num_hidden_layers, "hidden_size": c.hidden_size, "num_attention_heads": c.num_attention_heads,
-        "num_query_groups": c.num_key_value_heads, "kv_channels": c.head_dim,
+        "num_layers": c.num_hidden_layers,
+        "hidden_size": c.hidden_size,
+        "num_attention_heads": c.num_attention_heads,
+        "num_query_groups": c.num_key_value_heads,
+        "kv_channels": c.head_dim,
         "ffn_hidden_size": getattr(c, "intermediate_size", None) or c.moe_intermediate_size,
-        "gated_linear_unit": True, "activation_func": torch.nn.functional.silu, "add_bias_linear": False,
-        "normalization": "RMSNorm", "attention_dropout": 0.0,
-        "hidden_dropout": 0.0, "use_cpu_initialization": True, "bias_activation_fusion": False,
-        "masked_softmax_fusion": False, "bias_dropout_fusion": False, "apply_rope_fusion": False,
-        "gradient_accumulation_fusion": False, "perform_initialization": False, "persist_layer_norm": False,
-    }  # fmt: skip
+        "gated_linear_unit": True,
+        "activation_func": torch.nn.functional.silu,
+        "add_bias_linear": False,
+        "normalization": "RMSNorm",
+        "attention_dropout": 0.0,
+        "hidden_dropout": 0.0,
+        "use_cpu_initialization": True,
+        "bias_activation_fusion": False,
+        "masked_softmax_fusion": False,
+        "bias_dropout_fusion": False,
+        "apply_rope_fusion": False,
+        "gradient_accumulation_fusion": False,
+        "perform_initialization": False,
+        "persist_layer_norm": False,
+    }
     settings["layernorm_epsilon"] = (
         c.layer_norm_epsilon if c.model_type == "nemotron_h" else c.rms_norm_eps
     )
@@ -240,10 +252,19 @@ def make_megatron(config, mtp_layers=None):
                 own.enorm = own.hnorm = own.layer_norm = ZeroCenteredNorm
         options = options | {"mtp_block_spec": mtp_spec}
     model = megatron(".models.gpt.gpt_model").GPTModel(
-        megatron_config, spec, vocab_size=c.vocab_size + 8, max_sequence_length=64, position_embedding_type="rope",
+        megatron_config,
+        spec,
+        vocab_size=c.vocab_size + 8,
+        max_sequence_length=64,
+        position_embedding_type="rope",
         share_embeddings_and_output_weights=c.tie_word_embeddings,
-        **({"rotary_base": c.rope_parameters["rope_theta"]} if "rope_theta" in c.rope_parameters else {}) | options,
-    )  # fmt: skip
+        **(
+            {"rotary_base": c.rope_parameters["rope_theta"]}
+            if "rope_theta" in c.rope_parameters
+            else {}
+        )
+        | options,
+    )
     if c.model_type == "gemma3_text":
         model.embedding.register_forward_hook(
             lambda module, given, result: result * c.hidden_size**0.5
@@ -257,11 +278,14 @@ def _dense(c):
 
 def _gpt_oss(c):
     return _moe(c)[0] | {
-        "add_bias_linear": True, "softmax_type": "learnable", "window_size": (c.sliding_window - 1, 0),
+        "add_bias_linear": True,
+        "softmax_type": "learnable",
+        "window_size": (c.sliding_window - 1, 0),
         "window_attn_skip_freq": [int(kind == "sliding_attention") for kind in c.layer_types],
-        "activation_func": megatron(".fusions.fused_bias_geglu").quick_gelu, "activation_func_clamp_value": 7.0,
+        "activation_func": megatron(".fusions.fused_bias_geglu").quick_gelu,
+        "activation_func_clamp_value": 7.0,
         "glu_linear_offset": 1.0,
-    }, {}  # fmt: skip
+    }, {}
 
 
 def _qwen2(c):
@@ -270,10 +294,12 @@ def _qwen2(c):
 
 def _gemma3(c):
     return {
-        "qk_layernorm": True, "activation_func": functools.partial(torch.nn.functional.gelu, approximate="tanh"),
-        "window_size": (c.sliding_window - 1, 0), "softmax_scale": c.query_pre_attn_scalar**-0.5,
+        "qk_layernorm": True,
+        "activation_func": functools.partial(torch.nn.functional.gelu, approximate="tanh"),
+        "window_size": (c.sliding_window - 1, 0),
+        "softmax_scale": c.query_pre_attn_scalar**-0.5,
         "window_attn_skip_freq": [int(kind == "sliding_attention") for kind in c.layer_types],
-    }, {"rotary_base": c.rope_parameters["full_attention"]["rope_theta"]}  # fmt: skip
+    }, {"rotary_base": c.rope_parameters["full_attention"]["rope_theta"]}
 
 
 def _olmoe(c):
@@ -282,8 +308,10 @@ def _olmoe(c):
 
 def _minimax_m2(c):
     return _moe(c)[0] | {
-        "qk_layernorm": True, "moe_router_score_function": "sigmoid", "moe_router_enable_expert_bias": True,
-    }, {"rotary_percent": c.rope_parameters.get("partial_rotary_factor", 1.0)}  # fmt: skip
+        "qk_layernorm": True,
+        "moe_router_score_function": "sigmoid",
+        "moe_router_enable_expert_bias": True,
+    }, {"rotary_percent": c.rope_parameters.get("partial_rotary_factor", 1.0)}
 
 
 def _qwen3(c):
@@ -294,9 +322,11 @@ def _moe(c):
     return {
         "num_moe_experts": getattr(c, "num_local_experts", None) or c.num_experts,
         "moe_router_topk": c.num_experts_per_tok,
-        "moe_ffn_hidden_size": getattr(c, "intermediate_size", 0), "moe_grouped_gemm": False,
-        "moe_token_dispatcher_type": "allgather", "moe_router_load_balancing_type": "none",
-    }, {}  # fmt: skip
+        "moe_ffn_hidden_size": getattr(c, "intermediate_size", 0),
+        "moe_grouped_gemm": False,
+        "moe_token_dispatcher_type": "allgather",
+        "moe_router_load_balancing_type": "none",
+    }, {}
 
 
 def _qwen3_moe(c):
@@ -307,61 +337,87 @@ def _qwen3_moe(c):
 
 def _qwen2_moe(c):
     return _moe(c)[0] | {
-        "add_qkv_bias": True, "moe_ffn_hidden_size": c.moe_intermediate_size, "moe_shared_expert_gate": True,
+        "add_qkv_bias": True,
+        "moe_ffn_hidden_size": c.moe_intermediate_size,
+        "moe_shared_expert_gate": True,
         "moe_shared_expert_intermediate_size": c.shared_expert_intermediate_size,
-    }, {}  # fmt: skip
+    }, {}
 
 
 def _qwen3_next(c):
     kinds = [int(kind == "linear_attention") for kind in c.layer_types]
     sparse = {} if c.model_type == "qwen3_5_text" else _qwen2_moe(c)[0]
     return sparse | {
-        "add_qkv_bias": False, "qk_layernorm": True, "attention_output_gate": True, "deterministic_mode": True,
-        "experimental_attention_variant": "gated_delta_net", "linear_attention_freq": kinds,
-        "linear_conv_kernel_dim": c.linear_conv_kernel_dim, "linear_key_head_dim": c.linear_key_head_dim,
-        "linear_value_head_dim": c.linear_value_head_dim, "linear_num_key_heads": c.linear_num_key_heads,
-        "linear_num_value_heads": c.linear_num_value_heads, "hetereogenous_dist_checkpoint": True,
-    }, {"rotary_percent": c.rope_parameters["partial_rotary_factor"]}  # fmt: skip
+        "add_qkv_bias": False,
+        "qk_layernorm": True,
+        "attention_output_gate": True,
+        "deterministic_mode": True,
+        "experimental_attention_variant": "gated_delta_net",
+        "linear_attention_freq": kinds,
+        "linear_conv_kernel_dim": c.linear_conv_kernel_dim,
+        "linear_key_head_dim": c.linear_key_head_dim,
+        "linear_value_head_dim": c.linear_value_head_dim,
+        "linear_num_key_heads": c.linear_num_key_heads,
+        "linear_num_value_heads": c.linear_num_value_heads,
+        "hetereogenous_dist_checkpoint": True,
+    }, {"rotary_percent": c.rope_parameters["partial_rotary_factor"]}
 
 
 def _after_dense(c):
     kinds = getattr(c, "mlp_layer_types", [])
     num_dense = kinds.count("dense") if kinds else c.first_k_dense_replace
     return _moe(c)[0] | {
-        "moe_ffn_hidden_size": c.moe_intermediate_size, "moe_router_score_function": "sigmoid",
+        "moe_ffn_hidden_size": c.moe_intermediate_size,
+        "moe_router_score_function": "sigmoid",
         "moe_layer_freq": [0] * num_dense + [1] * (c.num_hidden_layers - num_dense),
         "moe_shared_expert_intermediate_size": c.moe_intermediate_size * c.n_shared_experts,
-        "moe_router_enable_expert_bias": True, "moe_router_num_groups": c.n_group,
+        "moe_router_enable_expert_bias": True,
+        "moe_router_num_groups": c.n_group,
         "moe_router_group_topk": c.topk_group,
         "moe_router_topk_scaling_factor": c.routed_scaling_factor,
-    }  # fmt: skip
+    }
 
 
 def _deepseek_v3(c):
     return _after_dense(c) | {
-        "multi_latent_attention": True, "q_lora_rank": c.q_lora_rank, "kv_lora_rank": c.kv_lora_rank,
-        "qk_head_dim": c.qk_nope_head_dim, "qk_pos_emb_head_dim": c.qk_rope_head_dim, "v_head_dim": c.v_head_dim,
-        "rope_type": "rope", "rotary_base": c.rope_parameters["rope_theta"], "qk_layernorm": True,
-    }, {}  # fmt: skip
+        "multi_latent_attention": True,
+        "q_lora_rank": c.q_lora_rank,
+        "kv_lora_rank": c.kv_lora_rank,
+        "qk_head_dim": c.qk_nope_head_dim,
+        "qk_pos_emb_head_dim": c.qk_rope_head_dim,
+        "v_head_dim": c.v_head_dim,
+        "rope_type": "rope",
+        "rotary_base": c.rope_parameters["rope_theta"],
+        "qk_layernorm": True,
+    }, {}
 
 
 def _nemotron_h(c):
     return _moe(c)[0] | {
-        "gated_linear_unit": False, "activation_func": megatron(".activations").squared_relu, "is_hybrid_model": True,
-        "moe_ffn_hidden_size": c.moe_intermediate_size, "moe_router_score_function": "sigmoid",
+        "gated_linear_unit": False,
+        "activation_func": megatron(".activations").squared_relu,
+        "is_hybrid_model": True,
+        "moe_ffn_hidden_size": c.moe_intermediate_size,
+        "moe_router_score_function": "sigmoid",
         "moe_shared_expert_intermediate_size": c.moe_shared_expert_intermediate_size,
-        "moe_latent_size": c.moe_latent_size, "moe_router_enable_expert_bias": True,
-        "mamba_state_dim": c.ssm_state_size, "mamba_head_dim": c.mamba_head_dim,
-        "mamba_num_groups": c.n_groups, "mamba_num_heads": c.mamba_num_heads, "use_mamba_mem_eff_path": False,
-    }, {}  # fmt: skip
+        "moe_latent_size": c.moe_latent_size,
+        "moe_router_enable_expert_bias": True,
+        "mamba_state_dim": c.ssm_state_size,
+        "mamba_head_dim": c.mamba_head_dim,
+        "mamba_num_groups": c.n_groups,
+        "mamba_num_heads": c.mamba_num_heads,
+        "use_mamba_mem_eff_path": False,
+    }, {}
 
 
 def _glm5(c):
     extra, options = _deepseek_v3(c)
     return extra | {
-        "experimental_attention_variant": "dsa", "dsa_indexer_n_heads": c.index_n_heads,
-        "dsa_indexer_head_dim": c.index_head_dim, "dsa_indexer_topk": c.index_topk,
-    }, options  # fmt: skip
+        "experimental_attention_variant": "dsa",
+        "dsa_indexer_n_heads": c.index_n_heads,
+        "dsa_indexer_head_dim": c.index_head_dim,
+        "dsa_indexer_topk": c.index_topk,
+    }, options
 
 
 def _dots1(c):
@@ -370,11 +426,16 @@ def _dots1(c):
 
 def _llama4(c):
     return _moe(c)[0] | {
-        "ffn_hidden_size": c.intermediate_size_mlp, "moe_ffn_hidden_size": c.intermediate_size, "qk_l2_norm": True,
+        "ffn_hidden_size": c.intermediate_size_mlp,
+        "moe_ffn_hidden_size": c.intermediate_size,
+        "qk_l2_norm": True,
         "moe_layer_freq": [int(n in c.moe_layers) for n in range(c.num_hidden_layers)],
-        "moe_shared_expert_intermediate_size": c.intermediate_size, "moe_router_score_function": "sigmoid",
-        "moe_apply_probs_on_input": True, "rotary_interleaved": True, "no_rope_freq": _no_rope(c),
-    }, {}  # fmt: skip
+        "moe_shared_expert_intermediate_size": c.intermediate_size,
+        "moe_router_score_function": "sigmoid",
+        "moe_apply_probs_on_input": True,
+        "rotary_interleaved": True,
+        "no_rope_freq": _no_rope(c),
+    }, {}
 
 
 def _no_rope(c):

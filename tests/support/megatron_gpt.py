@@ -45,15 +45,29 @@ def make_model(tp, pp):
     state.initialize_model_parallel(tp, pp)
     specs = megatron(".models.gpt.gpt_layer_specs")
     config = megatron(".transformer.transformer_config").TransformerConfig(
-        num_layers=4, hidden_size=16, num_attention_heads=4, num_query_groups=2, kv_channels=4, ffn_hidden_size=24,
-        use_cpu_initialization=True, gated_linear_unit=True, add_bias_linear=False, pipeline_dtype=torch.float32,
-        tensor_model_parallel_size=tp, pipeline_model_parallel_size=pp, perform_initialization=False,
-    )  # fmt: skip
+        num_layers=4,
+        hidden_size=16,
+        num_attention_heads=4,
+        num_query_groups=2,
+        kv_channels=4,
+        ffn_hidden_size=24,
+        use_cpu_initialization=True,
+        gated_linear_unit=True,
+        add_bias_linear=False,
+        pipeline_dtype=torch.float32,
+        tensor_model_parallel_size=tp,
+        pipeline_model_parallel_size=pp,
+        perform_initialization=False,
+    )
     return megatron(".models.gpt.gpt_model").GPTModel(
-        config, specs.get_gpt_layer_local_spec(), vocab_size=40, max_sequence_length=8,
-        pre_process=state.is_pipeline_first_stage(), post_process=state.is_pipeline_last_stage(),
+        config,
+        specs.get_gpt_layer_local_spec(),
+        vocab_size=40,
+        max_sequence_length=8,
+        pre_process=state.is_pipeline_first_stage(),
+        post_process=state.is_pipeline_last_stage(),
         share_embeddings_and_output_weights=False,
-    )  # fmt: skip
+    )
 
 
 def leaves(tree):

@@ -129,7 +129,10 @@ def make_hybrid(c, config, spec):
             megatron(".transformer.moe.moe_layer"), "TELinear", WholeLinear, raising=False
         )
         return model.MambaModel(
-            config, specs.ModuleSpec(block.MambaStack, submodules=stack), c.vocab_size + 8, 64,
+            config,
+            specs.ModuleSpec(block.MambaStack, submodules=stack),
+            c.vocab_size + 8,
+            64,
             hybrid_override_pattern="".join(symbols[kind] for kind in c.layers_block_type),
             share_embeddings_and_output_weights=c.tie_word_embeddings,
-        )  # fmt: skip
+        )

@@ -102,10 +102,13 @@ def _make_llava(c, language_model):
     """
     v, specs = c.vision_config, megatron(".models.vision.vit_layer_specs")
     tower = _config_of_layers(
-        num_layers=range(v.num_hidden_layers + 1)[c.vision_feature_layer], hidden_size=v.hidden_size,
-        num_attention_heads=v.num_attention_heads, ffn_hidden_size=v.intermediate_size, layernorm_epsilon=1e-5,
+        num_layers=range(v.num_hidden_layers + 1)[c.vision_feature_layer],
+        hidden_size=v.hidden_size,
+        num_attention_heads=v.num_attention_heads,
+        ffn_hidden_size=v.intermediate_size,
+        layernorm_epsilon=1e-5,
         activation_func=megatron(".fusions.fused_bias_geglu").quick_gelu,
-    )  # fmt: skip
+    )
     tower.vision_model_type = "clip"
     layer = specs.get_vit_layer_with_local_spec()
     layer.submodules.self_attention.params = {
@@ -126,30 +129,49 @@ def _make_llava(c, language_model):
         patch.setattr(torch.Tensor, "cuda", lambda tensor: tensor)
         patch.setattr(llava, "CLIPViTModel", clip)
         made = llava.LLaVAModel(
-            language_model.config, text_layer, language_model.vocab_size, 64, tower, layer,
-            drop_vision_class_token=True, vision_projection_config=projector,
-            vision_projection_layer_spec=layer.submodules.mlp.submodules, img_h=v.image_size, img_w=v.image_size,
-            patch_dim=v.patch_size, image_token_index=c.image_token_index,
-        )  # fmt: skip
+            language_model.config,
+            text_layer,
+            language_model.vocab_size,
+            64,
+            tower,
+            layer,
+            drop_vision_class_token=True,
+            vision_projection_config=projector,
+            vision_projection_layer_spec=layer.submodules.mlp.submodules,
+            img_h=v.image_size,
+            img_w=v.image_size,
+            patch_dim=v.patch_size,
+            image_token_index=c.image_token_index,
+        )
     made.language_model = language_model
     return made.eval()
 
 
 def _config_of_layers(**settings):
     return megatron(".transformer.transformer_config").TransformerConfig(
-        use_cpu_initialization=True, hidden_dropout=0.0, attention_dropout=0.0, bias_activation_fusion=False,
-        bias_dropout_fusion=False, masked_softmax_fusion=False, gradient_accumulation_fusion=False,
-        persist_layer_norm=False, perform_initialization=False, **settings,
-    )  # fmt: skip
+        use_cpu_initialization=True,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        bias_activation_fusion=False,
+        bias_dropout_fusion=False,
+        masked_softmax_fusion=False,
+        gradient_accumulation_fusion=False,
+        persist_layer_norm=False,
+        perform_initialization=False,
+        **settings,
+    )
 
 
 def _make_block(c):
     """Make Megatron's layers of a vision tower, in which every token sees all."""
     config = _config_of_layers(
-        num_layers=c.depth, hidden_size=c.hidden_size, num_attention_heads=c.num_heads, layernorm_epsilon=1e-6,
+        num_layers=c.depth,
+        hidden_size=c.hidden_size,
+        num_attention_heads=c.num_heads,
+        layernorm_epsilon=1e-6,
         ffn_hidden_size=c.intermediate_size,
         activation_func=functools.partial(torch.nn.functional.gelu, approximate="tanh"),
-    )  # fmt: skip
+    )
     spec = megatron(".models.gpt.gpt_layer_specs").get_gpt_layer_local_spec()
     spec.submodules.self_attention.params = {
         "attn_mask_type": megatron(".transformer.enums").AttnMaskType.no_mask

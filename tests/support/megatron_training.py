@@ -103,9 +103,16 @@ def arguments_of_megatron_lm(folder, tp, pp):
     Megatron-LM.
     """
     options = {
-        "num-layers": 4, "hidden-size": 16, "num-attention-heads": 4, "seq-length": 8, "max-position-embeddings": 8,
-        "micro-batch-size": 1, "save": folder, "load": folder, "ckpt-format": "torch_dist",
-    }  # fmt: skip
+        "num-layers": 4,
+        "hidden-size": 16,
+        "num-attention-heads": 4,
+        "seq-length": 8,
+        "max-position-embeddings": 8,
+        "micro-batch-size": 1,
+        "save": folder,
+        "load": folder,
+        "ckpt-format": "torch_dist",
+    }
     own, sys.argv = sys.argv, ["train", *(f"--{name}={value}" for name, value in options.items())]
     try:
         args = importlib.import_module("megatron.training.arguments").parse_args()
@@ -280,10 +287,17 @@ def arguments(folder, tp, pp):
         megatron(".rerun_state_machine").RerunMode,
     )
     return Namespace(
-        save=folder, load=folder, tensor_model_parallel_size=tp, pipeline_model_parallel_size=pp, rank=dist.get_rank(),
-        world_size=dist.get_world_size(), params_dtype=torch.bfloat16, attention_backend=backend,
-        rerun_mode=mode.VALIDATE_RESULTS, adam_betas=(0.9, 0.95),
-    )  # fmt: skip
+        save=folder,
+        load=folder,
+        tensor_model_parallel_size=tp,
+        pipeline_model_parallel_size=pp,
+        rank=dist.get_rank(),
+        world_size=dist.get_world_size(),
+        params_dtype=torch.bfloat16,
+        attention_backend=backend,
+        rerun_mode=mode.VALIDATE_RESULTS,
+        adam_betas=(0.9, 0.95),
+    )
 
 
 def with_distributed_optimizer(model):

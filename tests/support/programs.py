@@ -136,7 +136,8 @@ def _become(
     os.environ.update(environment)
     sys.path[:0] = filter(None, environment.get("PYTHONPATH", "").split(os.pathsep))
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]  # some start processes
+    # Some start processes.
+    multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]
     warnings.resetwarnings()
     if arguments[0] == "-W":
         warnings.simplefilter("error")

@@ -237,7 +237,16 @@ def nvfp4_experts() -> Model:
 MODELS: dict[str, Callable[[], Model]] = {
     make.__name__: make
     for make in (
-        fp8_block, fp8_ue8m0, fp8_tensor, fp8_channel, int8_channel, mxfp4, mxfp4_packed, int4, nvfp4, nvfp4_packed,
+        fp8_block,
+        fp8_ue8m0,
+        fp8_tensor,
+        fp8_channel,
+        int8_channel,
+        mxfp4,
+        mxfp4_packed,
+        int4,
+        nvfp4,
+        nvfp4_packed,
         nvfp4_experts,
     )
-}  # fmt: skip
+}

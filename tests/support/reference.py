@@ -17,9 +17,15 @@ import torch.distributed.checkpoint
 
 OLD_SAFETENSORS = tuple(int(part) for part in safetensors.__version__.split(".")[:2]) < (0, 8)
 NEW_DTYPES = {
-    "C64": "complex64", "F8_E4M3FNUZ": "float8_e4m3fnuz", "F8_E5M2FNUZ": "float8_e5m2fnuz", "F8_E8M0": "float8_e8m0fnu",
-    "F4": "float4_e2m1fn_x2", "U16": "uint16", "U32": "uint32", "U64": "uint64",
-}  # fmt: skip
+    "C64": "complex64",
+    "F8_E4M3FNUZ": "float8_e4m3fnuz",
+    "F8_E5M2FNUZ": "float8_e5m2fnuz",
+    "F8_E8M0": "float8_e8m0fnu",
+    "F4": "float4_e2m1fn_x2",
+    "U16": "uint16",
+    "U32": "uint32",
+    "U64": "uint64",
+}
 """The dtypes that safetensors reads and writes since 0.8, or a release shortly before, by their
 names in files.
 """
@@ -37,7 +43,8 @@ fsdp2_trains = pytest.mark.skipif(
 )
 lost_ranks_are_named = pytest.mark.skipif(
     not hasattr(torch.distributed.ProcessGroup, "get_group_store"),
-    reason=f"torch {torch.__version__} does not give away the store of a group, so that no lost rank is named",
+    reason=f"torch {torch.__version__} does not give away the store of a group, "
+    "so that no lost rank is named",
 )
 
 

@@ -60,8 +60,13 @@ def new_bucket(url: str) -> str:
 
 def client(url: str):
     """Return a client that has nothing to do with s3fs."""
-    return boto3.client("s3", endpoint_url=url, region_name="us-east-1", aws_access_key_id="testing",
-                        aws_secret_access_key="testing")  # fmt: skip
+    return boto3.client(
+        "s3",
+        endpoint_url=url,
+        region_name="us-east-1",
+        aws_access_key_id="testing",
+        aws_secret_access_key="testing",
+    )
 
 
 def keys_in(url: str, prefix: str) -> list[str]:
@@ -177,7 +182,10 @@ class EqualPartsProxy(FaultyProxy):
         if method == "POST" and "uploadId" in query:
             *others, last = [size for _, size in sorted(self.parts[query["uploadId"]].items())]
             if len(set(others)) > 1 or last > max(others, default=last):
-                text = b"<Error><Code>InvalidPart</Code><Message>parts have several sizes</Message></Error>"
+                text = (
+                    b"<Error><Code>InvalidPart</Code>"
+                    b"<Message>parts have several sizes</Message></Error>"
+                )
                 return 400, [("Content-Type", "application/xml")], text
         return super().forward(method, path, headers, body)
 

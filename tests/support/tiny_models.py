@@ -12,19 +12,43 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 transformers = pytest.importorskip("transformers")
 
 _SIZES = {
-    "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "head_dim": 8, "vocab_size": 40, "max_position_embeddings": 64, "pad_token_id": 0,
-    "bos_token_id": 1, "eos_token_id": 2, "moe_intermediate_size": 16, "num_experts_per_tok": 2,
-}  # fmt: skip
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "vocab_size": 40,
+    "max_position_embeddings": 64,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "moe_intermediate_size": 16,
+    "num_experts_per_tok": 2,
+}
 
 _DEEPSEEK = {
-    "num_hidden_layers": 3, "n_routed_experts": 4, "n_group": 2, "topk_group": 1, "first_k_dense_replace": 1,
-    "q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 4, "head_dim": 4, "qk_nope_head_dim": 8, "v_head_dim": 8,
+    "num_hidden_layers": 3,
+    "n_routed_experts": 4,
+    "n_group": 2,
+    "topk_group": 1,
+    "first_k_dense_replace": 1,
+    "q_lora_rank": 16,
+    "kv_lora_rank": 16,
+    "qk_rope_head_dim": 4,
+    "head_dim": 4,
+    "qk_nope_head_dim": 8,
+    "v_head_dim": 8,
     "num_key_value_heads": 4,
-}  # fmt: skip
+}
 
-_QWEN3_5 = {"linear_num_value_heads": 4, "linear_num_key_heads": 2, "linear_key_head_dim": 8,
-            "linear_value_head_dim": 8, "layer_types": ["linear_attention", "full_attention"]}  # fmt: skip
+_QWEN3_5 = {
+    "linear_num_value_heads": 4,
+    "linear_num_key_heads": 2,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+    "layer_types": ["linear_attention", "full_attention"],
+}
 _QWEN3_NEXT = _QWEN3_5 | {"num_experts": 4, "shared_expert_intermediate_size": 24}
 
 OVERRIDES = {
@@ -39,36 +63,96 @@ OVERRIDES = {
     "qwen3_5_text": _QWEN3_5,
     "qwen3_5_moe_text": _QWEN3_NEXT,
     "deepseek_v3": _DEEPSEEK,
-    "dots1": {"n_routed_experts": 4, "n_shared_experts": 1, "n_group": 2, "topk_group": 1, "first_k_dense_replace": 1,
-              "norm_topk_prob": True},
+    "dots1": {
+        "n_routed_experts": 4,
+        "n_shared_experts": 1,
+        "n_group": 2,
+        "topk_group": 1,
+        "first_k_dense_replace": 1,
+        "norm_topk_prob": True,
+    },
     "glm4_moe_lite": _DEEPSEEK | {"mlp_layer_types": ["dense", "sparse", "sparse"]},
-    "llama4_text": {"num_local_experts": 4, "intermediate_size_mlp": 40, "moe_layers": [1], "no_rope_layers": [1, 1],
-                    "intermediate_size": 16, "num_experts_per_tok": 1, "attn_temperature_tuning": False},
+    "llama4_text": {
+        "num_local_experts": 4,
+        "intermediate_size_mlp": 40,
+        "moe_layers": [1],
+        "no_rope_layers": [1, 1],
+        "intermediate_size": 16,
+        "num_experts_per_tok": 1,
+        "attn_temperature_tuning": False,
+    },
     "ministral": {},
-    "ministral3": {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "llama_4_scaling_beta": 0.1,
-                                       "original_max_position_embeddings": 64}},
+    "ministral3": {
+        "rope_parameters": {
+            "rope_type": "default",
+            "rope_theta": 10000.0,
+            "llama_4_scaling_beta": 0.1,
+            "original_max_position_embeddings": 64,
+        }
+    },
     "seed_oss": {},
     "smollm3": {"no_rope_layers": [1, 0], "tie_word_embeddings": True},
-    "glm4_moe": {"num_hidden_layers": 3, "n_routed_experts": 4, "n_group": 1, "topk_group": 1,
-                 "first_k_dense_replace": 1, "use_qk_norm": True, "attention_bias": True},
+    "glm4_moe": {
+        "num_hidden_layers": 3,
+        "n_routed_experts": 4,
+        "n_group": 1,
+        "topk_group": 1,
+        "first_k_dense_replace": 1,
+        "use_qk_norm": True,
+        "attention_bias": True,
+    },
     "glm_moe_dsa": _DEEPSEEK | {"index_n_heads": 2, "index_head_dim": 16, "index_topk": 4},
-    "gpt_oss": {"num_local_experts": 4, "intermediate_size": 32, "sliding_window": 4,
-                "layer_types": ["sliding_attention", "full_attention"],
-                "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}},
-    "gemma3_text": {"tie_word_embeddings": True, "query_pre_attn_scalar": 6, "sliding_window": 4,
-                    "layer_types": ["sliding_attention", "full_attention"],
-                    "rope_parameters": {kind: {"rope_type": "default", "rope_theta": 10000.0}
-                                        for kind in ("sliding_attention", "full_attention")}},
+    "gpt_oss": {
+        "num_local_experts": 4,
+        "intermediate_size": 32,
+        "sliding_window": 4,
+        "layer_types": ["sliding_attention", "full_attention"],
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+    },
+    "gemma3_text": {
+        "tie_word_embeddings": True,
+        "query_pre_attn_scalar": 6,
+        "sliding_window": 4,
+        "layer_types": ["sliding_attention", "full_attention"],
+        "rope_parameters": {
+            kind: {"rope_type": "default", "rope_theta": 10000.0}
+            for kind in ("sliding_attention", "full_attention")
+        },
+    },
     "minimax_m2": {"num_local_experts": 4},
-    "granitemoe": {"num_local_experts": 4, "attention_multiplier": 8**-0.5, "tie_word_embeddings": True},
+    "granitemoe": {
+        "num_local_experts": 4,
+        "attention_multiplier": 8**-0.5,
+        "tie_word_embeddings": True,
+    },
     "olmoe": {"num_experts": 4},
-    "ernie4_5_moe": {"moe_num_experts": 4, "moe_k": 2, "moe_layer_start_index": 1, "moe_intermediate_size": 16},
-    "jamba": {"num_experts": 4, "expert_layer_offset": 1, "expert_layer_period": 2, "attn_layer_offset": 1,
-              "attn_layer_period": 2, "mamba_d_state": 4, "mamba_dt_rank": 4, "use_mamba_kernels": False},
-    "nemotron_h": {"num_hidden_layers": 5, "layers_block_type": ["mamba", "moe", "attention", "mlp", "mamba"],
-                   "mamba_num_heads": 4, "mamba_head_dim": 8, "ssm_state_size": 4, "n_groups": 2,
-                   "n_routed_experts": 4, "moe_shared_expert_intermediate_size": 16},
-}  # fmt: skip
+    "ernie4_5_moe": {
+        "moe_num_experts": 4,
+        "moe_k": 2,
+        "moe_layer_start_index": 1,
+        "moe_intermediate_size": 16,
+    },
+    "jamba": {
+        "num_experts": 4,
+        "expert_layer_offset": 1,
+        "expert_layer_period": 2,
+        "attn_layer_offset": 1,
+        "attn_layer_period": 2,
+        "mamba_d_state": 4,
+        "mamba_dt_rank": 4,
+        "use_mamba_kernels": False,
+    },
+    "nemotron_h": {
+        "num_hidden_layers": 5,
+        "layers_block_type": ["mamba", "moe", "attention", "mlp", "mamba"],
+        "mamba_num_heads": 4,
+        "mamba_head_dim": 8,
+        "ssm_state_size": 4,
+        "n_groups": 2,
+        "n_routed_experts": 4,
+        "moe_shared_expert_intermediate_size": 16,
+    },
+}
 """What the configuration of each family says besides its sizes."""
 
 VARIANTS = {
@@ -91,8 +175,14 @@ _VISION = {
     "num_heads": 2,
     "intermediate_size": 32,
 }
-_CLIP = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2,
-         "image_size": 28, "patch_size": 14}  # fmt: skip
+_CLIP = {
+    "hidden_size": 16,
+    "intermediate_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "image_size": 28,
+    "patch_size": 14,
+}
 
 _ROTATED_BY_PLACE = {
     "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 1, 1]}

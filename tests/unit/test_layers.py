@@ -249,7 +249,10 @@ def test_tests_of_one_process_need_no_servers_and_no_models_of_others():
     """What they cost, one does not want to wait for while working on the code: tests/integration
     has such tests.
     """
-    heavy = r"\b(tiny_models|megatron_(gpt|families|towers|mamba)|s3_server|cloud_servers|compressed_tensors)\b"
+    heavy = (
+        r"\b(tiny_models|megatron_(gpt|families|towers|mamba)|s3_server|cloud_servers|"
+        r"compressed_tensors)\b"
+    )
     fixtures = (
         r"\bdef \w+\(.*\b(server|bucket)\b|getfixturevalue\(.(server|bucket)|^import transformers"
     )

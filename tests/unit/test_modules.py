@@ -275,8 +275,10 @@ def test_parts_hold_the_indices_that_torch_gives_them(mesh_shape):
         _StridedShard(0, split_factor=2),
         _StridedShard(0, split_factor=3),
     ]
-    for size, placements in itertools.product(range(0, 12, 2 if len(mesh_shape) > 2 else 1),
-                                              itertools.product(kinds, repeat=len(mesh_shape))):  # fmt: skip
+    for size, placements in itertools.product(
+        range(0, 12, 2 if len(mesh_shape) > 2 else 1),
+        itertools.product(kinds, repeat=len(mesh_shape)),
+    ):
         splits = tuple(dtensor._splits("key", placements, mesh_shape))
         for coordinate in itertools.product(*map(range, mesh_shape)):
             runs, _ = dtensor._possible_runs((size, 4), splits, coordinate)[-1]
@@ -315,8 +317,16 @@ class Group:
 
 
 def facts(value):
-    names = ("key", "replica_id", "local_shape", "global_shape", "global_offset", "axis_fragmentations",
-             "prepend_axis_num", "allow_shape_mismatch")  # fmt: skip
+    names = (
+        "key",
+        "replica_id",
+        "local_shape",
+        "global_shape",
+        "global_offset",
+        "axis_fragmentations",
+        "prepend_axis_num",
+        "allow_shape_mismatch",
+    )
     return {name: getattr(value, name, None) for name in names} | {"data": id(value.data)}
 
 

@@ -403,7 +403,10 @@ def test_a_rule_that_does_not_fit_is_refused(rule, message):
 
 
 def test_a_rule_must_match_something_and_as_often_as_it_says():
-    message = r"Rename\(pattern='norm.weihgt', to='x'\) matches no tensor \(did you mean 'norm.weight'\?\)"
+    message = (
+        r"Rename\(pattern='norm.weihgt', to='x'\) matches no tensor "
+        r"\(did you mean 'norm.weight'\?\)"
+    )
     with pytest.raises(LoadMismatchError, match=message) as caught:
         apply_rules([Rename("norm.weihgt", "x")], {"norm.weight": B["a"]})
     assert caught.value.unexpected == {"norm.weihgt"}

@@ -39,8 +39,13 @@ REQUEST_BYTES = 16 << 20
 RAW_THREADS = 4
 
 SAVE, SAVE_UNSYNCED, WARM, COLD, ACROSS, ALONE = (
-    "save", "save_unsynced", "warm_load", "cold_load", "reshard_axis", "reshard_one"
-)  # fmt: skip
+    "save",
+    "save_unsynced",
+    "warm_load",
+    "cold_load",
+    "reshard_axis",
+    "reshard_one",
+)
 """The cases: what is measured."""
 CASES = (SAVE, SAVE_UNSYNCED, WARM, COLD, ACROSS, ALONE)
 
@@ -81,9 +86,12 @@ def contestants(left_out: dict[str, str] | None = None) -> Iterator[Contestant]:
     yield torch_contestant("DCP FileSystemWriter", dcp.FileSystemWriter, dcp.FileSystemReader)
     if hasattr(dcp, "HuggingFaceStorageWriter"):
         yield Contestant(
-            "DCP HuggingFaceStorageWriter", dtensors, _save_hugging_face, _load_hugging_face,
+            "DCP HuggingFaceStorageWriter",
+            dtensors,
+            _save_hugging_face,
+            _load_hugging_face,
             load_alone=_load_hugging_face_alone,
-        )  # fmt: skip
+        )
     else:
         reasons["DCP HuggingFaceStorageWriter"] = f"torch {torch.__version__} has none"
     yield Contestant(
@@ -132,9 +140,14 @@ def ours() -> Iterator[Contestant]:
     prepare = _sharded(distckpt.ShardedTensor)
     yield Contestant("distckpt", prepare, distckpt.save, distckpt.load, load_alone=_load_alone)
     yield Contestant(
-        "distckpt, verify=none", prepare, distckpt.save, _load_unverified, True, (WARM, COLD, ACROSS),
+        "distckpt, verify=none",
+        prepare,
+        distckpt.save,
+        _load_unverified,
+        True,
+        (WARM, COLD, ACROSS),
         _load_alone_unverified,
-    )  # fmt: skip
+    )
     if "durable" in inspect.signature(distckpt.save).parameters:
         yield Contestant(
             "distckpt, durable=False",

@@ -110,9 +110,15 @@ def run_rank(rank: int, sizes: Sizes, only: Sequence[str] | None, settings: Sett
     figures.sort(key=lambda figure: settings.cases.index(figure.case))
     place = os.path.dirname(settings.folder) if is_local else settings.folder
     return Outcome(
-        machine_facts(place), sizes.num_bytes, dist.get_world_size(), settings.num_runs, not is_local, cold, figures,
+        machine_facts(place),
+        sizes.num_bytes,
+        dist.get_world_size(),
+        settings.num_runs,
+        not is_local,
+        cold,
+        figures,
         left_out,
-    )  # fmt: skip
+    )
 
 
 def make_targets(state: State, cases: Sequence[str]) -> Targets:

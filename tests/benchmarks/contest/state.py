@@ -91,8 +91,10 @@ def llama_state(sizes: Sizes) -> dict[str, Part]:
     own, common = (torch.Generator().manual_seed(seed) for seed in (dist.get_rank() + 1, 0))
     state: dict[str, Part] = {}
     for prefix, dtype in (
-        ("model.", torch.bfloat16), ("optimizer.exp_avg.", torch.float32), ("optimizer.exp_avg_sq.", torch.float32)
-    ):  # fmt: skip
+        ("model.", torch.bfloat16),
+        ("optimizer.exp_avg.", torch.float32),
+        ("optimizer.exp_avg_sq.", torch.float32),
+    ):
         for name, (shape, axis) in sizes.weights().items():
             local_shape = [size // num_ranks if i == axis else size for i, size in enumerate(shape)]
             generator = common if axis is None else own

@@ -20,9 +20,15 @@ def draw(outcome: Outcome) -> str:
     y = 28.0
     parts = [
         heading(_LEFT, y, "Gigabytes per second: a longer bar is better"),
-        text(_LEFT, y + 22, f"{outcome.num_bytes / 1e9:.2f} GB on {outcome.num_ranks} ranks, median of "
-             f"{outcome.num_runs}. Dashed: raw storage.", "soft", "start"),
-    ]  # fmt: skip
+        text(
+            _LEFT,
+            y + 22,
+            f"{outcome.num_bytes / 1e9:.2f} GB on {outcome.num_ranks} ranks, median of "
+            f"{outcome.num_runs}. Dashed: raw storage.",
+            "soft",
+            "start",
+        ),
+    ]
     y += 54
     for case in _CASES:
         figures = [
@@ -45,7 +51,8 @@ def _case(figures: Sequence[Figure], top: float) -> list[str]:
     if raw:
         at = _LEFT + _BAR_WIDTH * raw.gb_per_second / fastest
         parts.append(
-            f'<path d="M{at:.1f} {top + 4}V{top + _ROW * len(figures)}" stroke="var(--raw)" stroke-dasharray="4 3"/>'
+            f'<path d="M{at:.1f} {top + 4}V{top + _ROW * len(figures)}" '
+            'stroke="var(--raw)" stroke-dasharray="4 3"/>'
         )
     for row, figure in enumerate(figures):
         y = top + row * _ROW
@@ -54,7 +61,8 @@ def _case(figures: Sequence[Figure], top: float) -> list[str]:
         weight = "bold" if is_own(figure) else ""
         parts += [
             text(_LEFT, y + 18, figure.name, weight, "start"),
-            f'<rect x="{_LEFT}" y="{y + 23:g}" width="{width:.1f}" height="{_BAR}" rx="2" fill="var(--{colour})"/>',
+            f'<rect x="{_LEFT}" y="{y + 23:g}" width="{width:.1f}" height="{_BAR}" '
+            f'rx="2" fill="var(--{colour})"/>',
             text(
                 _LEFT + width + 8,
                 y + 34,

@@ -11,10 +11,14 @@ from collections.abc import Sequence
 from xml.sax.saxutils import escape
 
 WIDTH = 460
-_LIGHT = "--ink:#1d2733;--soft:#4d5a68;--line:#8a97a6;--panel:#f1f4f8;--page:#ffffff;" \
-    "--a:#cfe3f8;--b:#d3eed8;--c:#fbe3bf;--d:#e8d8f5;--own:#2f6fb2;--other:#a9b4c0;--raw:#c98f1f"  # fmt: skip
-_DARK = "--ink:#e6eaf2;--soft:#aab4c3;--line:#6b7890;--panel:#262c3c;--page:#1e2129;" \
-    "--a:#1f4a78;--b:#1f5a38;--c:#6a4c13;--d:#54357a;--own:#5aa0ea;--other:#6b7686;--raw:#d9a441"  # fmt: skip
+_LIGHT = (
+    "--ink:#1d2733;--soft:#4d5a68;--line:#8a97a6;--panel:#f1f4f8;--page:#ffffff;"
+    "--a:#cfe3f8;--b:#d3eed8;--c:#fbe3bf;--d:#e8d8f5;--own:#2f6fb2;--other:#a9b4c0;--raw:#c98f1f"
+)
+_DARK = (
+    "--ink:#e6eaf2;--soft:#aab4c3;--line:#6b7890;--panel:#262c3c;--page:#1e2129;"
+    "--a:#1f4a78;--b:#1f5a38;--c:#6a4c13;--d:#54357a;--own:#5aa0ea;--other:#6b7686;--raw:#d9a441"
+)
 _STYLE = f"""\
 <style>
 .distckpt-picture{{{_LIGHT};max-width:100%;height:auto}}
@@ -33,7 +37,8 @@ _FONT = "system-ui, -apple-system, Segoe UI, Helvetica, Arial, sans-serif"
 def document(title: str, height: float, parts: Sequence[str]) -> str:
     """Return a picture as a file."""
     head = (
-        f'<svg xmlns="http://www.w3.org/2000/svg" class="distckpt-picture" role="img" viewBox="0 0 {WIDTH} {height:g}" '
+        '<svg xmlns="http://www.w3.org/2000/svg" class="distckpt-picture" role="img" '
+        f'viewBox="0 0 {WIDTH} {height:g}" '
         f'width="600" height="{600 * height / WIDTH:.0f}" font-family="{_FONT}" font-size="14">'
     )
     background = '<rect width="100%" height="100%" rx="6" fill="var(--page)"/>'
@@ -47,7 +52,10 @@ def text(
 ) -> str:
     """Return a line of text; `y` is its base line."""
     of_class = f' class="{classes}"' if classes else ""
-    return f'<text x="{x:g}" y="{y:g}" text-anchor="{anchor}" font-size="{size:g}"{of_class}>{escape(content)}</text>'
+    return (
+        f'<text x="{x:g}" y="{y:g}" text-anchor="{anchor}" font-size="{size:g}"{of_class}>'
+        f"{escape(content)}</text>"
+    )
 
 
 def heading(x: float, y: float, content: str) -> str:
@@ -60,8 +68,8 @@ def rect(
 ) -> str:
     """Return a rectangle in one of the colours."""
     return (
-        f'<rect x="{x:g}" y="{y:g}" width="{width:g}" height="{height:g}" rx="{radius:g}" fill="var(--{fill})" '
-        'stroke="var(--line)"/>'
+        f'<rect x="{x:g}" y="{y:g}" width="{width:g}" height="{height:g}" rx="{radius:g}" '
+        f'fill="var(--{fill})" stroke="var(--line)"/>'
     )
 
 
@@ -79,5 +87,11 @@ def arrow(x1: float, y1: float, x2: float, y2: float) -> str:
     """Return an arrow along one axis."""
     dx, dy = (x2 > x1) - (x2 < x1), (y2 > y1) - (y2 < y1)
     back_x, back_y = x2 - 8 * dx, y2 - 8 * dy
-    tip = f"M{back_x - 4 * dy:g} {back_y - 4 * dx:g}L{x2:g} {y2:g}L{back_x + 4 * dy:g} {back_y + 4 * dx:g}"
-    return f'<path d="M{x1:g} {y1:g}L{x2:g} {y2:g}{tip}" stroke="var(--soft)" stroke-width="1.6" fill="none"/>'
+    tip = (
+        f"M{back_x - 4 * dy:g} {back_y - 4 * dx:g}L{x2:g} {y2:g}"
+        f"L{back_x + 4 * dy:g} {back_y + 4 * dx:g}"
+    )
+    return (
+        f'<path d="M{x1:g} {y1:g}L{x2:g} {y2:g}{tip}" '
+        'stroke="var(--soft)" stroke-width="1.6" fill="none"/>'
+    )

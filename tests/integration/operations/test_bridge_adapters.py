@@ -19,10 +19,15 @@ from tests.support.tiny_models import make_config, make_model
 
 RANK, SCALING, TOKENS = 3, 1.5, torch.tensor([[3, 1, 39, 7, 20]])
 PEFT = {
-    "peft_type": "LORA", "task_type": "CAUSAL_LM", "r": RANK, "lora_alpha": RANK * SCALING, "target_modules": [],
-    "target_parameters": ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"], "init_lora_weights": True,
+    "peft_type": "LORA",
+    "task_type": "CAUSAL_LM",
+    "r": RANK,
+    "lora_alpha": RANK * SCALING,
+    "target_modules": [],
+    "target_parameters": ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"],
+    "init_lora_weights": True,
     "peft_version": "0.21.2",
-}  # fmt: skip
+}
 FC1, FC2 = (
     "decoder.layers.mlp.experts.experts.linear_fc1.adapter.",
     "decoder.layers.mlp.experts.experts.linear_fc2.adapter.",
@@ -43,9 +48,11 @@ def experts(tmp_path_factory):
     model.save_pretrained(folder / "saved")
     torch.manual_seed(0)
     lora = {
-        f"{FC1}linear_in.weight": random(2, 4, RANK, 32), f"{FC1}linear_out.weight": random(2, 4, 32, RANK),
-        f"{FC2}linear_in.weight": random(2, 4, RANK, 16), f"{FC2}linear_out.weight": random(2, 4, 32, RANK),
-    }  # fmt: skip
+        f"{FC1}linear_in.weight": random(2, 4, RANK, 32),
+        f"{FC1}linear_out.weight": random(2, 4, 32, RANK),
+        f"{FC2}linear_in.weight": random(2, 4, RANK, 16),
+        f"{FC2}linear_out.weight": random(2, 4, 32, RANK),
+    }
     save_checkpoint(folder / "lora", lora)
     distckpt.consolidate(
         folder / "lora", folder / "adapter", family=folder / "saved", keys="*.adapter.*"
@@ -74,7 +81,10 @@ def test_matrices_of_experts_have_the_layout_of_peft(experts):
     found = load_file(folder / "adapter/adapter_model.safetensors")
     assert len(found) == 8
     for name, delta in added.items():
-        module = f"base_model.model.{name.rpartition('.')[0]}{'.base_layer' * name.endswith('gate_up_proj')}"
+        module = (
+            f"base_model.model.{name.rpartition('.')[0]}"
+            f"{'.base_layer' * name.endswith('gate_up_proj')}"
+        )
         a, b = (found[f"{module}.lora_{letter}.weight"] for letter in "AB")
         a, b = a.reshape(4, RANK, -1), b.reshape(-1, RANK, 4)
         torch.testing.assert_close(SCALING * torch.einsum("ore,eri->eoi", b, a), delta)
@@ -139,9 +149,14 @@ def test_an_adapter_of_other_experts_is_refused(experts, tmp_path):
 
 
 LLAMA = {
-    "model_type": "llama", "num_hidden_layers": 1, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 4,
-    "hidden_size": 16, "vocab_size": 8,
-}  # fmt: skip
+    "model_type": "llama",
+    "num_hidden_layers": 1,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 4,
+    "hidden_size": 16,
+    "vocab_size": 8,
+}
 QKV, MLP = (
     "decoder.layers.0.self_attention.linear_qkv.adapter.",
     "decoder.layers.0.mlp.linear_fc1.adapter.",

@@ -94,8 +94,12 @@ def test_one_mistake_is_found(model, tmp_path):
     square = SQUARES.get(model.config.model_type, "model.visual.blocks.*.attn.proj.weight")
     survivors = survivors_of(
         mutants(rules, square),
-        rules, trained, tmp_path / "saved", tmp_path / "checkpoint", lambda: agrees(trained, model),
-    )  # fmt: skip
+        rules,
+        trained,
+        tmp_path / "saved",
+        tmp_path / "checkpoint",
+        lambda: agrees(trained, model),
+    )
     assert not survivors, "\n".join(survivors)
 
 

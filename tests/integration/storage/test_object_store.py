@@ -108,8 +108,11 @@ def whole(key: str, tensor: torch.Tensor) -> ShardedTensor:
 
 
 def state(seed: float = 1.0, count: int = 1000) -> dict:
-    return {"w": whole("w", numbers(count, int(seed))), "half": whole("half", numbers(64).to(torch.bfloat16)[::2]),
-            "step": seed}  # fmt: skip
+    return {
+        "w": whole("w", numbers(count, int(seed))),
+        "half": whole("half", numbers(64).to(torch.bfloat16)[::2]),
+        "step": seed,
+    }
 
 
 def loaded(location: str, count: int = 1000, **options) -> dict:
@@ -258,9 +261,14 @@ MIB = 1 << 20
 
 @pytest.mark.parametrize(
     ("num_bytes", "max_part_bytes", "expected"),
-    [(20 * MIB, 1 << 40, 16 * MIB), (64 * 40 * MIB, 1 << 40, 40 * MIB), (1 << 40, 1 << 40, 128 * MIB),
-     (1 << 40, 50 * MIB, 50 * MIB), (1 << 40, 0, 16 * MIB)],
-)  # fmt: skip
+    [
+        (20 * MIB, 1 << 40, 16 * MIB),
+        (64 * 40 * MIB, 1 << 40, 40 * MIB),
+        (1 << 40, 1 << 40, 128 * MIB),
+        (1 << 40, 50 * MIB, 50 * MIB),
+        (1 << 40, 0, 16 * MIB),
+    ],
+)
 def test_parts_grow_with_the_file_within_the_memory_there_is(num_bytes, max_part_bytes, expected):
     assert part_bytes_of(num_bytes, max_part_bytes) == expected
 

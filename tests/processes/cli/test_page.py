@@ -161,7 +161,10 @@ def test_long_keys_much_common_state_many_ranks_and_no_tensors_have_pages(tmp_pa
     distckpt.save({"step": 1, "seeds": torch.zeros(5000, dtype=torch.uint8)}, tmp_path / "none")
     for name in ("many", "none"):
         call(capsys, "inspect", tmp_path / name, "--html", tmp_path / f"{name}.html")
-    tiles = "[...document.querySelectorAll('.tile')].map((tile) => tile.innerText.replace(/\\s+/g, ' '))"
+    tiles = (
+        "[...document.querySelectorAll('.tile')]"
+        ".map((tile) => tile.innerText.replace(/\\s+/g, ' '))"
+    )
     shown = "document.getElementById('modules').checkVisibility()"
     with browser_page(tmp_path / "browser") as page:
         for width in (1440, 390):

@@ -152,7 +152,13 @@ def test_a_save_that_is_lost_at_the_end_of_the_process_shows_in_its_exit_code(pr
     body = f"""
 import atexit
 atexit.register(lambda: print('other exit functions run'))
-distckpt.async_save(state, 'c', progress=lambda num_bytes: {problem}, exit_timeout=0.1, durable=False)
+distckpt.async_save(
+    state,
+    'c',
+    progress=lambda num_bytes: {problem},
+    exit_timeout=0.1,
+    durable=False,
+)
 threading._register_atexit(lambda: threading.Timer(0.5, gate.set).start())
 """
     done = run_script(body, tmp_path)
@@ -165,7 +171,14 @@ threading._register_atexit(lambda: threading.Timer(0.5, gate.set).start())
 def test_a_save_by_an_exit_function_is_not_lost(fails, tmp_path):
     body = f"""
 import atexit
-atexit.register(lambda: distckpt.async_save(state, 'c', progress=lambda num_bytes: 1 / (not {fails}), durable=False))
+atexit.register(
+    lambda: distckpt.async_save(
+        state,
+        'c',
+        progress=lambda num_bytes: 1 / (not {fails}),
+        durable=False,
+    )
+)
 if {fails}:
     distckpt.save(state, 'earlier', durable=False)
 """

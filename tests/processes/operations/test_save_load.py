@@ -30,18 +30,28 @@ def note(event, args):
 sys.addaudithook(note)
 def load(path):
     loaded = distckpt.load(
-        {"w": ShardedTensor.from_rank_offsets("w", torch.zeros(4)), "o": ShardedObject("o", None, (1,), (0,))},
+        {
+            "w": ShardedTensor.from_rank_offsets("w", torch.zeros(4)),
+            "o": ShardedObject("o", None, (1,), (0,)),
+        },
         path,
         verify="full",
     )
-    assert loaded["w"].tolist() == [1, 1, 1, 1] and loaded["o"] == {"a": (1, 2.5)} and loaded["args"]["lr"] == 0.1
+    assert (
+        loaded["w"].tolist() == [1, 1, 1, 1]
+        and loaded["o"] == {"a": (1, 2.5)}
+        and loaded["args"]["lr"] == 0.1
+    )
     distckpt.load_common_state_dict(path), distckpt.load_plain_tensors(path)
     distckpt.load_sharded_metadata(path)
 
 # First in a process that has saved nothing.
 load(sys.argv[1])
 tensor, value = torch.ones(4), {"a": (1, 2.5)}
-state = {"w": ShardedTensor.from_rank_offsets("w", tensor), "o": ShardedObject("o", value, (1,), (0,))}
+state = {
+    "w": ShardedTensor.from_rank_offsets("w", tensor),
+    "o": ShardedObject("o", value, (1,), (0,)),
+}
 distckpt.save({**state, "args": {"lr": 0.1, "rng": torch.get_rng_state()}}, sys.argv[2])
 load(sys.argv[2])
 assert events == [], events

@@ -12,7 +12,9 @@ from tests.support.programs import Program
 MEET = """
 import os, sys, threading, torch, distckpt, torch.distributed as dist
 rank = int(os.environ["RANK"])
-dist.init_process_group("gloo", init_method="file://" + os.environ["MEETING"], rank=rank, world_size=2)
+dist.init_process_group(
+    "gloo", init_method="file://" + os.environ["MEETING"], rank=rank, world_size=2
+)
 state = {"w": distckpt.ShardedTensor.from_rank_offsets("w", torch.ones(10), (0, rank, 2))}
 """
 LOAD_AND_END = """

@@ -245,59 +245,169 @@ RANK_1, MODEL = "zero_pp_rank_1_mp_rank_00_optim_states.pt", "mp_rank_00_model_s
 MODEL_1 = f"zero_pp_rank_1_{MODEL}"
 UNIVERSAL = "zero2_universal/global_step3_universal"
 DAMAGES = {
-    "rank missing": ("zero2", remove(f"{ZERO_2}/{RANK_1}"), "saved by 3 ranks, but .*zero_pp_rank_2.*restore"),
+    "rank missing": (
+        "zero2",
+        remove(f"{ZERO_2}/{RANK_1}"),
+        "saved by 3 ranks, but .*zero_pp_rank_2.*restore",
+    ),
     "last rank missing": ("zero3", remove(f"{ZERO_3}/bf16_{RANK_1}"), "saved by 2 ranks"),
     "all ranks missing": ("zero2", remove(f"{ZERO_2}/*optim*"), r"no \*_optim_states.pt"),
     "model missing": ("zero2", remove(f"{ZERO_2}/{MODEL}"), "no mp_rank_00_model_states.pt"),
-    "model of a rank missing": ("zero3", remove(f"{ZERO_3}/zero_pp_rank_1_{MODEL}"), "saved by 2 ranks"),
-    "rank too many": ("zero2", copy(f"{ZERO_2}/{RANK_1}", f"{ZERO_2}/{RANK_1}".replace("_1_", "_3_")), "by 3 ranks"),
+    "model of a rank missing": (
+        "zero3",
+        remove(f"{ZERO_3}/zero_pp_rank_1_{MODEL}"),
+        "saved by 2 ranks",
+    ),
+    "rank too many": (
+        "zero2",
+        copy(f"{ZERO_2}/{RANK_1}", f"{ZERO_2}/{RANK_1}".replace("_1_", "_3_")),
+        "by 3 ranks",
+    ),
     "other number of ranks": ("zero2", of_two_ranks, "rank_1.*was saved by 2 ranks"),
     "other step": ("zero2", of_other_step, "different saves"),
-    "of two saves": ("zero2", copy(f"{ZERO_2}/{RANK_1}", f"{ZERO_2}/bf16_{RANK_1}"), "of different saves: remove"),
-    "elastic": ("zero2", of_an_elastic_save, "elastic"),
-    "other shapes": ("zero2", with_a_longer_parameter, "group 0 has 125 elements, its parameters 143"),
-    "cut off": ("zero2", cut(f"{ZERO_2}/{RANK_1}"), f"{RANK_1}' is damaged"),
-    "no such folder": ("zero2", write("zero2/latest", "global_step9"), "latest' names 'global_step9'"),
-    "folder elsewhere": ("zero2", write("zero2/latest", "../zero1/global_step3"), "there is no such folder"),
-    "tensor parallel": ("zero2", copy(f"{ZERO_2}/{MODEL}", f"{ZERO_2}/mp_rank_01_model_states.pt"), "ds_to_universal"),
-    "pipeline": ("zero2", copy(f"{ZERO_2}/{MODEL}", f"{ZERO_2}/layer_01-{MODEL}"), "layer_01.*pipeline"),
-    "experts": ("zero2", copy(f"{ZERO_2}/{MODEL}", f"{ZERO_2}/layer_0_expert_1_{MODEL}"), "experts are not read"),
-    "no weights": ("zero2_universal", remove(f"{UNIVERSAL}/zero/up.weight/fp32.pt"), "up.weight/fp32.pt' is missing"),
-    "no state": ("zero2_universal", remove(f"{UNIVERSAL}/zero/up.weight/exp_avg.pt"), "up.weight.*other states"),
-    "a tensor parallel rank": ("zero2", changed(f"{ZERO_2}/{MODEL}", mp_world_size=2), "among 2 .*copy"),
-    "one of two stages": (
-        "zero3", changed(f"{ZERO_3}/{MODEL_1}", checkpoint_parallel_dimensions={"pp_degree": 2}), "among 2 "
+    "of two saves": (
+        "zero2",
+        copy(f"{ZERO_2}/{RANK_1}", f"{ZERO_2}/bf16_{RANK_1}"),
+        "of different saves: remove",
     ),
-    "universal of one of two": ("zero2_universal", changed(f"{UNIVERSAL}/{MODEL}", mp_world_size=2), "among 2 "),
+    "elastic": ("zero2", of_an_elastic_save, "elastic"),
+    "other shapes": (
+        "zero2",
+        with_a_longer_parameter,
+        "group 0 has 125 elements, its parameters 143",
+    ),
+    "cut off": ("zero2", cut(f"{ZERO_2}/{RANK_1}"), f"{RANK_1}' is damaged"),
+    "no such folder": (
+        "zero2",
+        write("zero2/latest", "global_step9"),
+        "latest' names 'global_step9'",
+    ),
+    "folder elsewhere": (
+        "zero2",
+        write("zero2/latest", "../zero1/global_step3"),
+        "there is no such folder",
+    ),
+    "tensor parallel": (
+        "zero2",
+        copy(f"{ZERO_2}/{MODEL}", f"{ZERO_2}/mp_rank_01_model_states.pt"),
+        "ds_to_universal",
+    ),
+    "pipeline": (
+        "zero2",
+        copy(f"{ZERO_2}/{MODEL}", f"{ZERO_2}/layer_01-{MODEL}"),
+        "layer_01.*pipeline",
+    ),
+    "experts": (
+        "zero2",
+        copy(f"{ZERO_2}/{MODEL}", f"{ZERO_2}/layer_0_expert_1_{MODEL}"),
+        "experts are not read",
+    ),
+    "no weights": (
+        "zero2_universal",
+        remove(f"{UNIVERSAL}/zero/up.weight/fp32.pt"),
+        "up.weight/fp32.pt' is missing",
+    ),
+    "no state": (
+        "zero2_universal",
+        remove(f"{UNIVERSAL}/zero/up.weight/exp_avg.pt"),
+        "up.weight.*other states",
+    ),
+    "a tensor parallel rank": (
+        "zero2",
+        changed(f"{ZERO_2}/{MODEL}", mp_world_size=2),
+        "among 2 .*copy",
+    ),
+    "one of two stages": (
+        "zero3",
+        changed(f"{ZERO_3}/{MODEL_1}", checkpoint_parallel_dimensions={"pp_degree": 2}),
+        "among 2 ",
+    ),
+    "universal of one of two": (
+        "zero2_universal",
+        changed(f"{UNIVERSAL}/{MODEL}", mp_world_size=2),
+        "among 2 ",
+    ),
     "weights of another": (
-        "zero2_universal", copy(f"{UNIVERSAL}/zero/up.bias/fp32.pt", f"{UNIVERSAL}/zero/up.weight/fp32.pt"),
+        "zero2_universal",
+        copy(f"{UNIVERSAL}/zero/up.bias/fp32.pt", f"{UNIVERSAL}/zero/up.weight/fp32.pt"),
         r"up.weight/fp32.pt.*'up.weight' has shape \(9,\) there, elsewhere \(9, 5\)",
     ),
-    "copied rank": ("zero2", copy(f"{ZERO_2}/{RANK_0}", f"{ZERO_2}/{RANK_1}"), f"{RANK_1}' is not the file of its"),
-    "swapped ranks": ("zero1", swap(f"{ZERO_1}/bf16_{RANK_0}", f"{ZERO_1}/bf16_{RANK_1}"), "not the file of its rank"),
-    "other order": ("zero2", with_field(f"{ZERO_2}/{MODEL}", "param_shapes", reverse), "not the file of its rank"),
-    "other model step": ("zero3", changed(f"{ZERO_3}/{MODEL_1}", global_steps=2), "saves .*global_steps is 2 and 3"),
-    "other version": ("zero3", changed(f"{ZERO_3}/bf16_{RANK_1}", ds_version="0.3"), "ds_version is '0.3'"),
+    "copied rank": (
+        "zero2",
+        copy(f"{ZERO_2}/{RANK_0}", f"{ZERO_2}/{RANK_1}"),
+        f"{RANK_1}' is not the file of its",
+    ),
+    "swapped ranks": (
+        "zero1",
+        swap(f"{ZERO_1}/bf16_{RANK_0}", f"{ZERO_1}/bf16_{RANK_1}"),
+        "not the file of its rank",
+    ),
+    "other order": (
+        "zero2",
+        with_field(f"{ZERO_2}/{MODEL}", "param_shapes", reverse),
+        "not the file of its rank",
+    ),
+    "other model step": (
+        "zero3",
+        changed(f"{ZERO_3}/{MODEL_1}", global_steps=2),
+        "saves .*global_steps is 2 and 3",
+    ),
+    "other version": (
+        "zero3",
+        changed(f"{ZERO_3}/bf16_{RANK_1}", ds_version="0.3"),
+        "ds_version is '0.3'",
+    ),
     "transposed": (
-        "zero1", with_field(f"{ZERO_1}/{MODEL}", "param_shapes", transpose), r"'embed.weight' has .*\(7, 5\) in the mod"
+        "zero1",
+        with_field(f"{ZERO_1}/{MODEL}", "param_shapes", transpose),
+        r"'embed.weight' has .*\(7, 5\) in the mod",
     ),
-    "no buffer": ("zero1", with_field(f"{ZERO_1}/{MODEL}", "module", lambda m: m.pop("scale")), "lacks 'scale'"),
-    "tied to nothing": ("zero2", changed(f"{ZERO_2}/{MODEL}", shared_params={"head.weight": "no"}), "ties 'head.wei"),
-    "no fragment": ("zero3", changed(f"{ZERO_3}/{MODEL_1}", frozen_param_fragments={}), "rank_1.* lacks .*frozen.weig"),
+    "no buffer": (
+        "zero1",
+        with_field(f"{ZERO_1}/{MODEL}", "module", lambda m: m.pop("scale")),
+        "lacks 'scale'",
+    ),
+    "tied to nothing": (
+        "zero2",
+        changed(f"{ZERO_2}/{MODEL}", shared_params={"head.weight": "no"}),
+        "ties 'head.wei",
+    ),
+    "no fragment": (
+        "zero3",
+        changed(f"{ZERO_3}/{MODEL_1}", frozen_param_fragments={}),
+        "rank_1.* lacks .*frozen.weig",
+    ),
     "parameter missing": (
-        "zero2", with_field(f"{ZERO_2}/{MODEL}", "param_shapes", lambda s: s[0].popitem()), "has 3 parameters, .* 2"
+        "zero2",
+        with_field(f"{ZERO_2}/{MODEL}", "param_shapes", lambda s: s[0].popitem()),
+        "has 3 parameters, .* 2",
     ),
-    "16 bits on a rank": ("zero3", of_16_bits_on_one_rank, "rank_1.*'embed.weight' as torch.float16"),
+    "16 bits on a rank": (
+        "zero3",
+        of_16_bits_on_one_rank,
+        "rank_1.*'embed.weight' as torch.float16",
+    ),
     "no state of the only one": (
-        "zero3_universal", remove("zero3_universal/*/zero/down.weight/exp_avg.pt"), "down.weight' has other states"
+        "zero3_universal",
+        remove("zero3_universal/*/zero/down.weight/exp_avg.pt"),
+        "down.weight' has other states",
     ),
     "no step": (
-        "zero2_universal", copy(f"{UNIVERSAL}/zero/up.bias/fp32.pt", f"{UNIVERSAL}/zero/up.bias/step.pt"),
+        "zero2_universal",
+        copy(f"{UNIVERSAL}/zero/up.bias/fp32.pt", f"{UNIVERSAL}/zero/up.bias/step.pt"),
         r"up.bias/step.pt' is damaged or of an unknown form \(no step",
     ),
-    "model of two ranks": ("zero2", changed(f"{ZERO_2}/{MODEL}", dp_world_size=2), f"{MODEL}' was saved by 2 ranks"),
-    "no options": ("zero2_universal", remove(f"{UNIVERSAL}/zero/optimizer_state.pt"), "optimizer_state.pt' is missing"),
-}  # fmt: skip
+    "model of two ranks": (
+        "zero2",
+        changed(f"{ZERO_2}/{MODEL}", dp_world_size=2),
+        f"{MODEL}' was saved by 2 ranks",
+    ),
+    "no options": (
+        "zero2_universal",
+        remove(f"{UNIVERSAL}/zero/optimizer_state.pt"),
+        "optimizer_state.pt' is missing",
+    ),
+}
 
 
 @pytest.mark.parametrize("damage", DAMAGES)

@@ -152,8 +152,10 @@ def test_questions_about_a_dcp_directory(saved):
         key: shard.global_shape for key, shard in distckpt.load_sharded_metadata(saved).items()
     } == {key: tuple(tensor.shape) for key, tensor in KEYS.items()}
     assert distckpt.load_common_state_dict(saved) == {
-        **VALUES, "optimizer": {"groups": [{"lr": 0.1}, {"lr": 0.2}]}, "mixed": [8],
-    }  # fmt: skip
+        **VALUES,
+        "optimizer": {"groups": [{"lr": 0.1}, {"lr": 0.2}]},
+        "mixed": [8],
+    }
     plain = distckpt.load_plain_tensors(saved)
     assert [key for key, tensor in KEYS.items() if not same(plain[key], tensor)] == []
     assert distckpt.load_content_metadata(saved) is None
@@ -355,9 +357,14 @@ def test_arrays_tensors_and_files_in_memory_come_back(tmp_path, protocol):
     }
     scalars = [np.float32(1.5), np.int64(3), np.bool_(True)]
     obj = {
-        **arrays, "scalars": scalars, "weight": weight, "view": weight.detach()[1:3], "file": io.BytesIO(b"abc"),
-        "transposed": torch.arange(6).view(2, 3).t(), "module": torch.nn.Linear(2, 1).state_dict(),
-    }  # fmt: skip
+        **arrays,
+        "scalars": scalars,
+        "weight": weight,
+        "view": weight.detach()[1:3],
+        "file": io.BytesIO(b"abc"),
+        "transposed": torch.arange(6).view(2, 3).t(),
+        "module": torch.nn.Linear(2, 1).state_dict(),
+    }
     folder = megatron_folder(tmp_path / "c", common=archive_of(obj, pickle_protocol=protocol))
     loaded = distckpt.load_common_state_dict(folder)
     for name, array in arrays.items():
@@ -653,10 +660,14 @@ HOSTILE = {
     "eval": (pickle.dumps(reducing(eval, "1")), r"builtins\.eval"),
     "getattr": (pickle.dumps(reducing(getattr, "", "join")), r"builtins\.getattr"),
     "dotted path in a module that is admitted": (
-        opcodes(named("torch", "os.system"), text("exit 1"), b"\x85R"), r"torch\.os\.system",
+        opcodes(named("torch", "os.system"), text("exit 1"), b"\x85R"),
+        r"torch\.os\.system",
     ),
     "attribute of a class that is admitted": (
-        opcodes(named("torch.distributed.checkpoint.metadata", "Metadata.__init__.__globals__"), b")R"), "__globals__",
+        opcodes(
+            named("torch.distributed.checkpoint.metadata", "Metadata.__init__.__globals__"), b")R"
+        ),
+        "__globals__",
     ),
     "module that is imported by being named": (opcodes(named("antigravity", "x")), "antigravity"),
     "torch.load": (opcodes(named("torch", "load"), text("file"), b"\x85R"), r"torch\.load"),
@@ -666,25 +677,34 @@ HOSTILE = {
     "extension code of four bytes": (opcodes(b"\x84\x01\x00\x00\x00"), "instruction"),
     "persistent id": (opcodes(text("x"), b"Q"), "persistent"),
     "state for a class": (
-        opcodes(named("torch.distributed.checkpoint.metadata", "Metadata"), b"}", text("make"), b"Nsb"),
+        opcodes(
+            named("torch.distributed.checkpoint.metadata", "Metadata"), b"}", text("make"), b"Nsb"
+        ),
         "a state for a",
     ),
     "state for a dict": (opcodes(b"}}", text("__setstate__"), b"Nsb"), "a state for a dict"),
     "call of a value": (opcodes(text("x"), b")R"), "a call of a str"),
     "call of a record": (
-        opcodes(named("torch.distributed.checkpoint.metadata", "Metadata"), b")\x81)R"), "a call of a Record",
+        opcodes(named("torch.distributed.checkpoint.metadata", "Metadata"), b")\x81)R"),
+        "a call of a Record",
     ),
     "a memo that takes all memory": (opcodes(b"Nr\xff\xff\xff\xff"), "holds no Metadata"),
-    "a text longer than the file": (opcodes(b"\x8d\xff\xff\xff\xff\xff\xff\xff\x7f"), "only 1 remain"),
+    "a text longer than the file": (
+        opcodes(b"\x8d\xff\xff\xff\xff\xff\xff\xff\x7f"),
+        "only 1 remain",
+    ),
     "bytes longer than the file": (opcodes(b"B\xff\xff\xff\xff"), "only 1 remain"),
     "a memo that is empty": (opcodes(b"h\x05"), "KeyError"),
     "an empty stack": (opcodes(b"R"), "IndexError"),
     "no mark": (opcodes(b"t"), "IndexError"),
     "a list as a key": (opcodes(b"}]Ns"), "a key made of list"),
-    "deeply nested tuples as a key": (opcodes(b"})" + b"\x85" * 100_000 + b"Ns"), "a key made of tuple"),
+    "deeply nested tuples as a key": (
+        opcodes(b"})" + b"\x85" * 100_000 + b"Ns"),
+        "a key made of tuple",
+    ),
     "deeply nested lists": (opcodes(b"]" * 100_000 + b"a" * 99_999), "holds no Metadata"),
     "a shape made of texts": (opcodes(named("torch", "Size"), text("ab"), b"\x85R"), "torch.Size"),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", HOSTILE)
@@ -757,14 +777,22 @@ ARCHIVE_BOMBS = {
 
 SIZE_BOMBS = {
     "a file in memory of a number": opcodes(named("_io", "BytesIO"), b")R(J\xff\xff\xff\x7fK\0Ntb"),
-    "a list of lists of lists": opcodes(b"]\x94", *(b"0](" + (b"h" + bytes([i])) * 10 + b"e\x94" for i in range(30))),
+    "a list of lists of lists": opcodes(
+        b"]\x94", *(b"0](" + (b"h" + bytes([i])) * 10 + b"e\x94" for i in range(30))
+    ),
     "a list that contains itself": opcodes(b"]\x94h\x00a"),
     "bytes of a number": opcodes(named("builtins", "bytearray"), b"J\xff\xff\xff\x7f\x85R"),
     "an array of a size": opcodes(
-        named("numpy._core.numeric", "_frombuffer"), b"(C\x01a", named("numpy", "dtype"), text("f8"), b"\x85R",
-        b"J\xff\xff\xff\x7f\x85", text("C"), b"tR",
+        named("numpy._core.numeric", "_frombuffer"),
+        b"(C\x01a",
+        named("numpy", "dtype"),
+        text("f8"),
+        b"\x85R",
+        b"J\xff\xff\xff\x7f\x85",
+        text("C"),
+        b"tR",
     ),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", SIZE_BOMBS)

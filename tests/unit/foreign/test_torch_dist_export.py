@@ -53,16 +53,32 @@ class Point(NamedTuple):
 
 
 VALUES = {
-    "none": None, "bools": [True, False], "ints": [0, 1, -1, 255, 256, -129, 2**40, -(2**63), 2**100],
-    "floats": [0.0, -0.5, math.inf, 1e300], "texts": ["", "a", "\u00e4\U0001f600", "x" * 300],
-    "bytes": [b"", bytes(range(256)), bytearray(b"ab")], "tuple": (1, (2,), ()), "keys": {1: "a", "b": {}, (1, 2): 3},
-    "sets": [{1, 2}, frozenset("a")], "complex": 1 - 2j, "slices": [slice(1, None, 2), range(1, 9, 3)],
-    "ordered": collections.OrderedDict(b=1, a=2), "args": argparse.Namespace(lr=0.1, betas=(0.9, 0.95)),
-    "space": types.SimpleNamespace(a=1), "dtypes": [torch.bfloat16, torch.device("cpu"), torch.Size([2, 3])],
-    "path": pathlib.PosixPath("/a/b"), "enum": Mode.FAST, "config": Config(Mode.FAST, 2.0), "point": Point(3),
-    "times": [datetime.date(2026, 1, 2), datetime.datetime(2026, 1, 2, 3, 4, 5, 6), datetime.timedelta(1, 2, 3),
-              datetime.datetime(2026, 1, 2, tzinfo=datetime.timezone(datetime.timedelta(hours=1)))],
-}  # fmt: skip
+    "none": None,
+    "bools": [True, False],
+    "ints": [0, 1, -1, 255, 256, -129, 2**40, -(2**63), 2**100],
+    "floats": [0.0, -0.5, math.inf, 1e300],
+    "texts": ["", "a", "\u00e4\U0001f600", "x" * 300],
+    "bytes": [b"", bytes(range(256)), bytearray(b"ab")],
+    "tuple": (1, (2,), ()),
+    "keys": {1: "a", "b": {}, (1, 2): 3},
+    "sets": [{1, 2}, frozenset("a")],
+    "complex": 1 - 2j,
+    "slices": [slice(1, None, 2), range(1, 9, 3)],
+    "ordered": collections.OrderedDict(b=1, a=2),
+    "args": argparse.Namespace(lr=0.1, betas=(0.9, 0.95)),
+    "space": types.SimpleNamespace(a=1),
+    "dtypes": [torch.bfloat16, torch.device("cpu"), torch.Size([2, 3])],
+    "path": pathlib.PosixPath("/a/b"),
+    "enum": Mode.FAST,
+    "config": Config(Mode.FAST, 2.0),
+    "point": Point(3),
+    "times": [
+        datetime.date(2026, 1, 2),
+        datetime.datetime(2026, 1, 2, 3, 4, 5, 6),
+        datetime.timedelta(1, 2, 3),
+        datetime.datetime(2026, 1, 2, tzinfo=datetime.timezone(datetime.timedelta(hours=1))),
+    ],
+}
 ARRAYS = {
     "rng": np.arange(6, dtype=np.uint32).reshape(2, 3),
     "big": np.array([1.5], ">f8"),
@@ -103,12 +119,17 @@ def source(tmp_path_factory):
     ]
     others = {str(d): torch.ones(2, 3).to(d) for d in dtypes}
     state = {
-        "w": parts, "layers": layers, "objects": objects,
+        "w": parts,
+        "layers": layers,
+        "objects": objects,
         "empty": ShardedTensor.from_rank_offsets("empty", torch.empty(0, 3)),
         "others": [ShardedTensor.from_rank_offsets(key, value) for key, value in others.items()],
         "scalar": ShardedTensor.from_rank_offsets("scalar", torch.tensor(7.0)),
-        **VALUES, "arrays": ARRAYS, "tensors": TENSORS, "memory": io.BytesIO(b"abc"),
-    }  # fmt: skip
+        **VALUES,
+        "arrays": ARRAYS,
+        "tensors": TENSORS,
+        "memory": io.BytesIO(b"abc"),
+    }
     distckpt.save(state, path, content_metadata={"layout": "plain"})
     return path, weight, others
 

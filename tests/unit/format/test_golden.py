@@ -240,7 +240,10 @@ READERS = {
     "remove_sharded_tensors": lambda path: distckpt.remove_sharded_tensors(path, "bias"),
     "consolidate": lambda path: distckpt.consolidate(path, path.parent / "export"),
 }
-REFUSAL = rf"needs a reader of format version {READER_VERSION + 1}; .* reads up to {READER_VERSION}. Install a newer release"
+REFUSAL = (
+    rf"needs a reader of format version {READER_VERSION + 1}; "
+    rf".* reads up to {READER_VERSION}. Install a newer release"
+)
 
 
 @pytest.mark.parametrize("reader", READERS)

@@ -175,8 +175,10 @@ def test_index_is_written_as_hugging_face_does():
         "ä": "x",
     }
     expected = (
-        '{\n  "metadata": {\n    "total_parameters": 7,\n    "total_size": 28\n  },\n  "weight_map": {\n'
-        '    "b.10": "model-00002-of-00002.safetensors",\n    "b.2": "model-00001-of-00002.safetensors",\n'
+        '{\n  "metadata": {\n    "total_parameters": 7,\n    "total_size": 28\n  },\n'
+        '  "weight_map": {\n'
+        '    "b.10": "model-00002-of-00002.safetensors",\n'
+        '    "b.2": "model-00001-of-00002.safetensors",\n'
         '    "\\u00e4": "x"\n  }\n}\n'
     )
     assert index_json(weight_map, 28, 7) == expected.encode()

@@ -332,31 +332,35 @@ def test_files_in_memory_are_compared_by_content(tmp_path):
 
 
 IMPORTS = {
-    "": "ShardedTensor ShardedObject LocalNonpersistentObject save load load_common_state_dict load_content_metadata "
-    "load_plain_tensors load_tensors_metadata remove_sharded_tensors "
+    "": "ShardedTensor ShardedObject LocalNonpersistentObject save load load_common_state_dict "
+    "load_content_metadata load_plain_tensors load_tensors_metadata remove_sharded_tensors "
     "check_is_distributed_checkpoint",
     ".core": "CheckpointingException CheckpointingConfig maybe_load_config save_config",
-    ".dict_utils": "dict_list_map_inplace nested_values extract_matching_values diff merge map_reduce",
-    ".mapping": "LocalNonpersistentObject ReplicaId ShardedObject ShardedStateDict ShardedTensor ShardedTensorFactory "
-    "StateDict ShardedBase apply_factories apply_factory_merges is_main_replica",
+    ".dict_utils": "dict_list_map_inplace nested_values extract_matching_values diff merge "
+    "map_reduce",
+    ".mapping": "LocalNonpersistentObject ReplicaId ShardedObject ShardedStateDict ShardedTensor "
+    "ShardedTensorFactory StateDict ShardedBase apply_factories apply_factory_merges "
+    "is_main_replica",
     ".optimizer": "KEEP_VARS_HINT get_optim_param_to_id_map get_param_id_to_sharded_param_map "
     "make_sharded_optimizer_tensor optim_state_to_sharding_state",
-    ".utils": "_clean_metadata_for_serialization add_prefix_for_sharding apply_prefix_mapping extract_sharded_tensors "
-    "extract_sharded_tensors_and_factories replace_prefix_for_sharding",
-    ".validation": "StrictHandling parse_strict_flag adjust_non_strict_load maybe_report_missing_and_unexpected_keys "
-    "save_integrity_manifest verify_integrity_manifest",
-    ".serialization": "load load_common_state_dict save get_default_load_sharded_strategy StateDict "
-    "get_default_save_sharded_strategy CkptShardedMetadata",
+    ".utils": "_clean_metadata_for_serialization add_prefix_for_sharding apply_prefix_mapping "
+    "extract_sharded_tensors extract_sharded_tensors_and_factories replace_prefix_for_sharding",
+    ".validation": "StrictHandling parse_strict_flag adjust_non_strict_load "
+    "maybe_report_missing_and_unexpected_keys save_integrity_manifest verify_integrity_manifest",
+    ".serialization": "load load_common_state_dict save get_default_load_sharded_strategy "
+    "StateDict get_default_save_sharded_strategy CkptShardedMetadata",
     ".state_dict_utils": "save_preprocess load_preprocess filter_out_empty_flatten_tensor",
-    ".strategies.fully_parallel": "FullyParallelSaveStrategyWrapper FullyParallelLoadStrategyWrapper",
-    ".strategies.base": "LoadShardedStrategy SaveShardedStrategy AsyncSaveShardedStrategy StrategyAction "
-    "get_default_strategy",
-    ".strategies.torch": "TorchDistSaveShardedStrategy TorchDistLoadShardedStrategy get_async_strategy",
+    ".strategies.fully_parallel": "FullyParallelSaveStrategyWrapper "
+    "FullyParallelLoadStrategyWrapper",
+    ".strategies.base": "LoadShardedStrategy SaveShardedStrategy AsyncSaveShardedStrategy "
+    "StrategyAction get_default_strategy",
+    ".strategies.torch": "TorchDistSaveShardedStrategy TorchDistLoadShardedStrategy "
+    "get_async_strategy",
     ".strategies.common": "load_common save_common TorchCommonLoadStrategy TorchCommonSaveStrategy",
     ".strategies.filesystem_async": "_results_queue get_write_results_queue",
     ".strategies.tensorstore": "",
-    ".strategies.async_utils": "AsyncRequest AsyncCallsQueue AsyncCaller TemporalAsyncCaller PersistentAsyncCaller "
-    "_disable_gc _set_process_qos",
+    ".strategies.async_utils": "AsyncRequest AsyncCallsQueue AsyncCaller TemporalAsyncCaller "
+    "PersistentAsyncCaller _disable_gc _set_process_qos",
 }
 
 
@@ -449,8 +453,12 @@ def test_integrity_of_a_checkpoint(tmp_path):
 
 def test_preparation_of_state_dicts():
     def state():
-        return {"w": tensor("w", torch.ones(2)), "f": swiglu("f", torch.ones(4, 2)), "n": 1,
-                "local": LocalNonpersistentObject(5)}  # fmt: skip
+        return {
+            "w": tensor("w", torch.ones(2)),
+            "f": swiglu("f", torch.ones(4, 2)),
+            "n": 1,
+            "local": LocalNonpersistentObject(5),
+        }
 
     given = state()
     sharded, common = state_dict_utils.save_preprocess(given)

@@ -2,7 +2,7 @@
 optimizer, ...})`.
 
 The oracle is torch: training that was not interrupted, and its own `state_dict` and
-    `load_state_dict`.
+`load_state_dict`.
 """
 
 from __future__ import annotations

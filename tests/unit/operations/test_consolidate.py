@@ -49,8 +49,10 @@ NEW_DTYPES = [
 ]
 DTYPES = [
     torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.complex64, torch.bool,
-    torch.uint8, torch.int8, torch.uint16, torch.int16, torch.uint32, torch.int32, torch.uint64, torch.int64,
-    torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz, *NEW_DTYPES,
+    torch.uint8, torch.int8, torch.uint16, torch.int16,
+    torch.uint32, torch.int32, torch.uint64, torch.int64,
+    torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz,
+    *NEW_DTYPES,
 ]  # fmt: skip
 
 

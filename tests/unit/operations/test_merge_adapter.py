@@ -179,13 +179,20 @@ def test_a_quantised_base_becomes_values(tmp_path):
 
 
 LLAMA = {
-    "model_type": "llama", "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 4,
-    "hidden_size": 16, "vocab_size": 8,
-}  # fmt: skip
+    "model_type": "llama",
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 4,
+    "hidden_size": 16,
+    "vocab_size": 8,
+}
 SHAPES = {
-    "self_attention.linear_qkv": (32, 16), "self_attention.linear_proj": (16, 16),
-    "mlp.linear_fc1": (12, 16), "mlp.linear_fc2": (16, 6),
-}  # fmt: skip
+    "self_attention.linear_qkv": (32, 16),
+    "self_attention.linear_proj": (16, 16),
+    "mlp.linear_fc1": (12, 16),
+    "mlp.linear_fc2": (16, 6),
+}
 
 
 @pytest.mark.parametrize("stacked", [False, True])
@@ -400,45 +407,153 @@ CONFIGURED = {
     # name: the model, what the adapter has, its configuration, and what the message says (None: it
     # is merged)
     "complete": (LAYERS, HELD, {"target_modules": QV}, None),
-    "a layer is missing": (LAYERS, HELD[:6], {"target_modules": QV}, INCOMPLETE.format(r"layers\.3\.self_attn")),
-    "a module of one layer": (LAYERS, HELD[:-1], {"target_modules": QV}, INCOMPLETE.format(r"'model\.layers\.3.*v_p")),
-    "a listed name": (LAYERS, EVERY_Q, {"target_modules": QV}, INCOMPLETE.format(r"\{0\.\.3\}\.self_attn\.v_proj")),
-    "a name of a pattern": (LAYERS, EVERY_Q, {"target_modules": r".*\.[qv]_proj"}, INCOMPLETE.format("v_proj")),
-    "all linear": (LAYERS, HELD[:6], {"target_modules": "all-linear"}, INCOMPLETE.format(r"layers\.3\.self_attn")),
+    "a layer is missing": (
+        LAYERS,
+        HELD[:6],
+        {"target_modules": QV},
+        INCOMPLETE.format(r"layers\.3\.self_attn"),
+    ),
+    "a module of one layer": (
+        LAYERS,
+        HELD[:-1],
+        {"target_modules": QV},
+        INCOMPLETE.format(r"'model\.layers\.3.*v_p"),
+    ),
+    "a listed name": (
+        LAYERS,
+        EVERY_Q,
+        {"target_modules": QV},
+        INCOMPLETE.format(r"\{0\.\.3\}\.self_attn\.v_proj"),
+    ),
+    "a name of a pattern": (
+        LAYERS,
+        EVERY_Q,
+        {"target_modules": r".*\.[qv]_proj"},
+        INCOMPLETE.format("v_proj"),
+    ),
+    "all linear": (
+        LAYERS,
+        HELD[:6],
+        {"target_modules": "all-linear"},
+        INCOMPLETE.format(r"layers\.3\.self_attn"),
+    ),
     "no targets": (LAYERS, HELD[:6], {}, INCOMPLETE.format(r"layers\.3\.self_attn.*every layer")),
     "all that is linear may be less": (LAYERS, EVERY_Q, {"target_modules": "all-linear"}, None),
     "names that no module has": (LAYERS, HELD, {"target_modules": [*QV, "w1"]}, None),
     "full names": (LAYERS, HELD[:6], {"target_modules": HELD[:6]}, None),
-    "a full name": (LAYERS, HELD[:6], {"target_modules": HELD[:7]}, INCOMPLETE.format(r"layers\.3\.self_attn\.q")),
-    "some layers": (LAYERS, HELD[:6], {"target_modules": QV, "layers_to_transform": [0, 1, 2]}, None),
-    "one layer": (LAYERS, HELD[6:], {"target_modules": QV, "layers_to_transform": 3, "layers_pattern": "layers"}, None),
-    "fewer than the layers": (
-        LAYERS, HELD[:4], {"target_modules": QV, "layers_to_transform": [0, 1, 2]}, INCOMPLETE.format("layers.2"),
+    "a full name": (
+        LAYERS,
+        HELD[:6],
+        {"target_modules": HELD[:7]},
+        INCOMPLETE.format(r"layers\.3\.self_attn\.q"),
     ),
-    "other layers": (LAYERS, HELD, {"target_modules": QV, "layers_to_transform": [0, 1, 2]}, OTHERS.format("layers.3")),
+    "some layers": (
+        LAYERS,
+        HELD[:6],
+        {"target_modules": QV, "layers_to_transform": [0, 1, 2]},
+        None,
+    ),
+    "one layer": (
+        LAYERS,
+        HELD[6:],
+        {"target_modules": QV, "layers_to_transform": 3, "layers_pattern": "layers"},
+        None,
+    ),
+    "fewer than the layers": (
+        LAYERS,
+        HELD[:4],
+        {"target_modules": QV, "layers_to_transform": [0, 1, 2]},
+        INCOMPLETE.format("layers.2"),
+    ),
+    "other layers": (
+        LAYERS,
+        HELD,
+        {"target_modules": QV, "layers_to_transform": [0, 1, 2]},
+        OTHERS.format("layers.3"),
+    ),
     "layers of another name": (
-        LAYERS, HELD, {"target_modules": QV, "layers_to_transform": [0, 1, 2, 3], "layers_pattern": ["h"]},
+        LAYERS,
+        HELD,
+        {"target_modules": QV, "layers_to_transform": [0, 1, 2, 3], "layers_pattern": ["h"]},
         OTHERS.format(r"'layers_pattern'|layers_pattern=\['h'\]"),
     ),
-    "excluded": (LAYERS, HELD[:6], {"target_modules": QV, "exclude_modules": r".*layers\.3\..*"}, None),
-    "excluded names": (LAYERS, EVERY_Q, {"target_modules": QV, "exclude_modules": ["self_attn.v_proj"]}, None),
-    "excluded and there": (LAYERS, HELD, {"target_modules": QV, "exclude_modules": ["v_proj"]}, OTHERS.format("v_p")),
-    "not listed": (LAYERS, HELD, {"target_modules": ["q_proj"]}, OTHERS.format(r"\{0\.\.3\}\.self_attn\.v_proj")),
-    "not in the pattern": (LAYERS, HELD, {"target_modules": r".*\.q_proj"}, OTHERS.format("v_proj")),
+    "excluded": (
+        LAYERS,
+        HELD[:6],
+        {"target_modules": QV, "exclude_modules": r".*layers\.3\..*"},
+        None,
+    ),
+    "excluded names": (
+        LAYERS,
+        EVERY_Q,
+        {"target_modules": QV, "exclude_modules": ["self_attn.v_proj"]},
+        None,
+    ),
+    "excluded and there": (
+        LAYERS,
+        HELD,
+        {"target_modules": QV, "exclude_modules": ["v_proj"]},
+        OTHERS.format("v_p"),
+    ),
+    "not listed": (
+        LAYERS,
+        HELD,
+        {"target_modules": ["q_proj"]},
+        OTHERS.format(r"\{0\.\.3\}\.self_attn\.v_proj"),
+    ),
+    "not in the pattern": (
+        LAYERS,
+        HELD,
+        {"target_modules": r".*\.q_proj"},
+        OTHERS.format("v_proj"),
+    ),
     "nothing": (LAYERS, HELD, {"target_modules": []}, OTHERS.format(r"target_modules=\[\]")),
     "a tower": (LAYERS + TOWER, HELD, {"target_modules": QV}, None),
-    "half of a tower": (LAYERS + TOWER, HELD + TOWER[:2], {"target_modules": QV}, INCOMPLETE.format("visual")),
-    "prediction of tokens": ([*LAYERS, "mtp.layers.0.self_attn.q_proj", "mtp.fc"], HELD, {"target_modules": QV}, None),
+    "half of a tower": (
+        LAYERS + TOWER,
+        HELD + TOWER[:2],
+        {"target_modules": QV},
+        INCOMPLETE.format("visual"),
+    ),
+    "prediction of tokens": (
+        [*LAYERS, "mtp.layers.0.self_attn.q_proj", "mtp.fc"],
+        HELD,
+        {"target_modules": QV},
+        None,
+    ),
     "prediction in a layer": (
-        [*LAYERS, *layered(layers=[4]), "model.layers.4.eh_proj"], HELD, {"target_modules": QV}, None,
+        [*LAYERS, *layered(layers=[4]), "model.layers.4.eh_proj"],
+        HELD,
+        {"target_modules": QV},
+        None,
     ),
     "experts in memory": (EXPERTS, HELD, {"target_modules": QVD}, None),
     "experts one by one": (EXPERTS, EXPERTS, {"target_modules": QVD}, None),
-    "an expert is missing": (EXPERTS, EXPERTS[:-1], {"target_modules": QVD}, INCOMPLETE.format(r"experts\.1\.down")),
-    "text for a list": (LAYERS, HELD, {"target_modules": 3}, "says target_modules=3: write a list of str"),
-    "no numbers": (LAYERS, HELD, {"layers_to_transform": ["3"]}, r"layers_to_transform=\['3'\]: write a list of int"),
-    "no pattern": (LAYERS, HELD, {"target_modules": "(q"}, r"pattern that is none .*target_modules='\(q'"),
-}  # fmt: skip
+    "an expert is missing": (
+        EXPERTS,
+        EXPERTS[:-1],
+        {"target_modules": QVD},
+        INCOMPLETE.format(r"experts\.1\.down"),
+    ),
+    "text for a list": (
+        LAYERS,
+        HELD,
+        {"target_modules": 3},
+        "says target_modules=3: write a list of str",
+    ),
+    "no numbers": (
+        LAYERS,
+        HELD,
+        {"layers_to_transform": ["3"]},
+        r"layers_to_transform=\['3'\]: write a list of int",
+    ),
+    "no pattern": (
+        LAYERS,
+        HELD,
+        {"target_modules": "(q"},
+        r"pattern that is none .*target_modules='\(q'",
+    ),
+}
 
 
 @pytest.mark.parametrize("case", CONFIGURED)
@@ -577,12 +692,15 @@ def test_the_rule_is_that_of_peft():
 KINDS = {
     "some modules": {"target_modules": ["q_proj", "v_proj", "down_proj"]},
     "patterns": {
-        "target_modules": "all-linear", "use_rslora": True, "modules_to_save": ["lm_head"],
-        "rank_pattern": {"q_proj": 2, "layers.1.mlp.up_proj": 8}, "alpha_pattern": {"q_proj": 3, "1.mlp.up_proj": 5},
+        "target_modules": "all-linear",
+        "use_rslora": True,
+        "modules_to_save": ["lm_head"],
+        "rank_pattern": {"q_proj": 2, "layers.1.mlp.up_proj": 8},
+        "alpha_pattern": {"q_proj": 3, "1.mlp.up_proj": 5},
     },
     "embedding": {"target_modules": ["embed_tokens", "k_proj"]},
     "GPT-2": {"target_modules": ["c_attn", "c_proj"], "fan_in_fan_out": True},
-}  # fmt: skip
+}
 
 
 @pytest.mark.slow

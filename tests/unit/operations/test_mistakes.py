@@ -51,14 +51,17 @@ def root(tmp_path_factory):
 
 
 LOCATIONS = {
-    "run": r"run' is a directory of checkpoints \('step_00000100', 'step_00000200'\): give one of them",
+    "run": r"run' is a directory of checkpoints \('step_00000100', 'step_00000200'\): "
+    r"give one of them",
     "run/step_0000100": r"does not exist \(did you mean 'step_00000100'",
     "run/final": r"final' does not exist\. Beside it: 'step_00000100', 'step_00000200'\.",
     "nowhere/step_1": r"does not exist, and neither does '.*/nowhere'",
     "bare/metadata.json": r"is a file of a checkpoint: give the directory, '.*/bare'",
     "bare/manifest.safetensors": r"is a file of a checkpoint: give the directory, '.*/bare'",
-    "pickles": r"holds files of torch\.save \('pytorch_model\.bin'\), .*torch\.load\(path, weights_only=True\)",
-    "pickles/pytorch_model.bin": r"is a file of torch\.save, .*torch\.load\(path, weights_only=True\)",
+    "pickles": r"holds files of torch\.save \('pytorch_model\.bin'\), "
+    r".*torch\.load\(path, weights_only=True\)",
+    "pickles/pytorch_model.bin": r"is a file of torch\.save, "
+    r".*torch\.load\(path, weights_only=True\)",
     "unfinished": r"has no metadata\.json, so a save did not finish here",
     "torch": r"has no \.metadata, so a save did not finish here",
     "deepspeed": r"has no metadata\.json, nor files of another format at its top level",

@@ -137,8 +137,10 @@ def test_experts_of_gpt_oss(tmp_path):
     distckpt.consolidate(tmp_path / "checkpoint", tmp_path / "export", quantize="mxfp4")
     found = read_export(tmp_path / "export")
     assert {k: tuple(t.shape) for k, t in found.items()} == {
-        f"{key}_blocks": (3, 64, 2, 16), f"{key}_scales": (3, 64, 2), f"{key}_bias": (64, 64),
-    }  # fmt: skip
+        f"{key}_blocks": (3, 64, 2, 16),
+        f"{key}_scales": (3, 64, 2),
+        f"{key}_bias": (64, 64),
+    }
     assert (
         json.loads((tmp_path / "export/config.json").read_text())["quantization_config"][
             "quant_method"
@@ -182,9 +184,12 @@ def test_the_config_names_what_was_kept(tmp_path, name):
     (tmp_path / "model/hf_quant_config.json").write_text("{}")
     (tmp_path / "model/tokenizer.json").write_text("{}")
     distckpt.consolidate(
-        tmp_path / "checkpoint", tmp_path / "export",
-        quantize=name, extra_files_from=tmp_path / "model", dtype=torch.bfloat16,
-    )  # fmt: skip
+        tmp_path / "checkpoint",
+        tmp_path / "export",
+        quantize=name,
+        extra_files_from=tmp_path / "model",
+        dtype=torch.bfloat16,
+    )
     names = {path.name for path in (tmp_path / "export").iterdir()}
     assert names == {"model.safetensors", "config.json", "tokenizer.json"}
     config = json.loads((tmp_path / "export/config.json").read_text())
@@ -260,10 +265,12 @@ def test_shapes_are_compared_as_those_of_values(tmp_path, name):
 def test_patterns_choose_formats_under_new_names(tmp_path):
     source(tmp_path, (40, 96))
     distckpt.consolidate(
-        tmp_path / "checkpoint", tmp_path / "export",
-        rules=[Rename("l.up.weight", "e.0.weight")], unmatched="keep",
+        tmp_path / "checkpoint",
+        tmp_path / "export",
+        rules=[Rename("l.up.weight", "e.0.weight")],
+        unmatched="keep",
         quantize={"e.*": "mxfp4-packed", "*.gate.weight": "fp8-block-ue8m0"},
-    )  # fmt: skip
+    )
     found = read_export(tmp_path / "export")
     assert {"e.0.scale", "l.mlp.gate.weight_scale_inv"} < found.keys()
     config = json.loads((tmp_path / "export/config.json").read_text())["quantization_config"]

@@ -38,32 +38,82 @@ DIRECTORIES = {
     ),
     "hqq": (
         {"l.W_q": torch.zeros(4, 8, dtype=torch.uint8), "norm": torch.rand(8)},
-        {"config.json": {"text_config": {"quantization_config": {"quant_method": "hqq"}}, "limit": float("inf")}},
+        {
+            "config.json": {
+                "text_config": {"quantization_config": {"quant_method": "hqq"}},
+                "limit": float("inf"),
+            }
+        },
         "l.W_q",
         "config.json",
     ),
-    "hqq without a config": ({"l.W_q": BYTES.view(torch.uint8), "l.zero": torch.rand(4)}, {}, "l.W_q", "'l.W_q'"),
-    "awq without a config": ({"l.qweight": WORDS, "l.scales": torch.rand(1, 8).half()}, {}, "l.qweight", "'l.scales'"),
-    "awq without scales": ({"l.qweight": WORDS, "norm": torch.rand(8)}, {}, "l.qweight", "'l.qweight'"),
-    "mistral": ({"l.weight": CODES, "l.qscale_weight": torch.rand(1)}, {}, "l.weight", "'l.qscale_weight'"),
-    "quanto": ({"l.weight._data": BYTES, "l.weight._scale": torch.rand(4, 1)}, {}, "l.weight._data", "._scale'"),
+    "hqq without a config": (
+        {"l.W_q": BYTES.view(torch.uint8), "l.zero": torch.rand(4)},
+        {},
+        "l.W_q",
+        "'l.W_q'",
+    ),
+    "awq without a config": (
+        {"l.qweight": WORDS, "l.scales": torch.rand(1, 8).half()},
+        {},
+        "l.qweight",
+        "'l.scales'",
+    ),
+    "awq without scales": (
+        {"l.qweight": WORDS, "norm": torch.rand(8)},
+        {},
+        "l.qweight",
+        "'l.qweight'",
+    ),
+    "mistral": (
+        {"l.weight": CODES, "l.qscale_weight": torch.rand(1)},
+        {},
+        "l.weight",
+        "'l.qscale_weight'",
+    ),
+    "quanto": (
+        {"l.weight._data": BYTES, "l.weight._scale": torch.rand(4, 1)},
+        {},
+        "l.weight._data",
+        "._scale'",
+    ),
     "torchao": (
-        {"l._weight_qdata": BYTES, "l._weight_scale": torch.rand(4, 1)}, {}, "l._weight_qdata", "'l._weight_scale'",
+        {"l._weight_qdata": BYTES, "l._weight_scale": torch.rand(4, 1)},
+        {},
+        "l._weight_qdata",
+        "'l._weight_scale'",
     ),
     "without its scale": (
-        {"l.weight": CODES, "k.weight": CODES.clone(), "k.weight_scale": SCALES}, {}, "l.weight", "'k.weight_scale'",
+        {"l.weight": CODES, "k.weight": CODES.clone(), "k.weight_scale": SCALES},
+        {},
+        "l.weight",
+        "'k.weight_scale'",
     ),
     "of a tower": (
-        {"l.weight": CODES}, {"config.json": {"llm_config": {"quantization_config": {"quant_method": "fp8"}}}},
-        "l.weight", "config.json",
+        {"l.weight": CODES},
+        {"config.json": {"llm_config": {"quantization_config": {"quant_method": "fp8"}}}},
+        "l.weight",
+        "config.json",
     ),
     "rotated": (
         {"l.weight": CODES, "l.weight_scale": SCALES},
-        {"config.json": {"quantization_config": {"transform_config": {"config_groups": {"u": {"type": "hadamard"}}}}}},
-        "l.weight", "transform_config",
+        {
+            "config.json": {
+                "quantization_config": {
+                    "transform_config": {"config_groups": {"u": {"type": "hadamard"}}}
+                }
+            }
+        },
+        "l.weight",
+        "transform_config",
     ),
-    "absmax": ({"l.weight": BYTES.view(torch.uint8), "l.weight.absmax": torch.rand(1)}, {}, "l.weight", "absmax"),
-}  # fmt: skip
+    "absmax": (
+        {"l.weight": BYTES.view(torch.uint8), "l.weight.absmax": torch.rand(1)},
+        {},
+        "l.weight",
+        "absmax",
+    ),
+}
 
 
 @pytest.fixture(params=DIRECTORIES)
@@ -93,8 +143,11 @@ def test_load_refuses(directory, dtype, allow):
     state = request(key, tensors[key], dtype)
     refused(
         lambda: distckpt.load(state, path, allow_dtype_cast=allow),
-        repr(key), str(tensors[key].dtype), str(dtype), named,
-    )  # fmt: skip
+        repr(key),
+        str(tensors[key].dtype),
+        str(dtype),
+        named,
+    )
     assert (state["it"].data == 7).all()
 
 
@@ -240,12 +293,20 @@ PACKED = {
 }
 NOT_DECODED = {
     "zero points": (
-        {**PACKED, "l.weight_zero_point": WORDS}, packed(symmetric=False),
-        ["'l.weight_packed' with 'l.weight_scale', 'l.weight_zero_point'", "config.json says symmetric: false and num"],
+        {**PACKED, "l.weight_zero_point": WORDS},
+        packed(symmetric=False),
+        [
+            "'l.weight_packed' with 'l.weight_scale', 'l.weight_zero_point'",
+            "config.json says symmetric: false and num",
+        ],
     ),
     "other bits": (PACKED, packed(num_bits=3), ["'l.weight_packed'", "num_bits: 3"]),
-    "AWQ": ({"l.qweight": WORDS, "l.scales": torch.rand(1, 8)}, {}, ["'l.qweight' with 'l.scales': codes of a form"]),
-}  # fmt: skip
+    "AWQ": (
+        {"l.qweight": WORDS, "l.scales": torch.rand(1, 8)},
+        {},
+        ["'l.qweight' with 'l.scales': codes of a form"],
+    ),
+}
 
 
 @pytest.mark.parametrize("form", NOT_DECODED)

@@ -17,5 +17,8 @@ def test_ranks_in_different_calls_are_named_and_late_ones_are_not():
         log.record("save")
     assert (logs[0].late_ranks(), logs[0].different_calls()) == ([3], "")
     logs[3].record("the background save to /a b")
-    expected = "; all ranks must make the same calls, but rank 0 calls save, rank 3 calls the background save to /a b"
+    expected = (
+        "; all ranks must make the same calls, but rank 0 calls save, "
+        "rank 3 calls the background save to /a b"
+    )
     assert (logs[0].late_ranks(), logs[0].different_calls()) == ([], expected)

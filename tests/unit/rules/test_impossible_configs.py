@@ -10,10 +10,21 @@ from distckpt import CheckpointingException, families
 from distckpt.rules import TensorInfo, Trim, apply_rules
 
 MODEL = {
-    "model_type": "llama", "num_hidden_layers": 2, "num_attention_heads": 4, "hidden_size": 16, "vocab_size": 32,
-    "num_experts": 4, "num_local_experts": 4, "n_routed_experts": 4, "moe_layers": [1], "qk_nope_head_dim": 4,
-    "qk_rope_head_dim": 4, "v_head_dim": 4, "kv_lora_rank": 4, "n_shared_experts": 1,
-}  # fmt: skip
+    "model_type": "llama",
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "hidden_size": 16,
+    "vocab_size": 32,
+    "num_experts": 4,
+    "num_local_experts": 4,
+    "n_routed_experts": 4,
+    "moe_layers": [1],
+    "qk_nope_head_dim": 4,
+    "qk_rope_head_dim": 4,
+    "v_head_dim": 4,
+    "kv_lora_rank": 4,
+    "n_shared_experts": 1,
+}
 IMPOSSIBLE = [
     {"num_hidden_layers": 10**12},
     {"num_hidden_layers": "many"},
@@ -88,9 +99,15 @@ def megatron_tensors(heads, groups, size, vocabulary=64):
 
 
 QWEN3 = {
-    "model_type": "qwen3", "num_hidden_layers": 1, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16,
-    "hidden_size": 64, "vocab_size": 64, "tie_word_embeddings": True,
-}  # fmt: skip
+    "model_type": "qwen3",
+    "num_hidden_layers": 1,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "hidden_size": 64,
+    "vocab_size": 64,
+    "tie_word_embeddings": True,
+}
 
 
 @pytest.mark.parametrize(

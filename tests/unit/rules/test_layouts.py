@@ -15,9 +15,14 @@ LAYERS, HEADS, GROUPS, HEAD_DIM, HIDDEN, FFN, VOCABULARY, EXPERTS = 3, 6, 2, 4, 
 
 def rules_of(model_type, **values):
     config = {
-        "model_type": model_type, "num_hidden_layers": LAYERS, "num_attention_heads": HEADS,
-        "num_key_value_heads": GROUPS, "head_dim": HEAD_DIM, "vocab_size": VOCABULARY, "num_local_experts": EXPERTS,
-    }  # fmt: skip
+        "model_type": model_type,
+        "num_hidden_layers": LAYERS,
+        "num_attention_heads": HEADS,
+        "num_key_value_heads": GROUPS,
+        "head_dim": HEAD_DIM,
+        "vocab_size": VOCABULARY,
+        "num_local_experts": EXPERTS,
+    }
     return families.rules(config | values, "megatron")
 
 
