@@ -24,8 +24,8 @@ if TYPE_CHECKING:
         RankFailedError,
         UnsupportedObjectError,
     )
+    from distckpt._base.options import ExportOptions, LoadOptions, SaveOptions
     from distckpt._format.codec import UnknownObject, register_object_type
-    from distckpt._format.marker import CheckpointingConfig, check_is_distributed_checkpoint
     from distckpt._manager.manager import (
         CheckpointInfo,
         CheckpointManager,
@@ -38,23 +38,15 @@ if TYPE_CHECKING:
         ShardedTensor,
         ShardedTensorFactory,
     )
-    from distckpt._megatron.validation import StrictHandling
     from distckpt._models.per_rank import PerRank
     from distckpt._models.random_state import RngState
     from distckpt._operations.async_save import async_save, reserve_staging_memory
     from distckpt._operations.background_save import SaveHandle, release_staging_memory
+    from distckpt._operations.checkpoint import Checkpoint, TensorInfo, open
     from distckpt._operations.consolidate import ExportReport, consolidate
     from distckpt._operations.diff import DiffReport, diff
     from distckpt._operations.load import load
     from distckpt._operations.merge import merge
-    from distckpt._operations.queries import (
-        load_common_state_dict,
-        load_content_metadata,
-        load_plain_tensors,
-        load_sharded_metadata,
-        load_tensors_metadata,
-        remove_sharded_tensors,
-    )
     from distckpt._operations.reshard import ReshardReport, reshard
     from distckpt._operations.save import save
     from distckpt._operations.verify import VerifyReport, verify
@@ -69,17 +61,19 @@ if _sys.platform == "win32":
 __version__ = "0.1.0"
 
 __all__ = [
+    "Checkpoint",
     "CheckpointExistsError",
     "CheckpointInfo",
     "CheckpointManager",
     "CheckpointNotFoundError",
-    "CheckpointingConfig",
     "CheckpointingException",
     "CorruptCheckpointError",
     "DiffReport",
+    "ExportOptions",
     "ExportReport",
     "InvalidShardingError",
     "LoadMismatchError",
+    "LoadOptions",
     "LoadReport",
     "LocalNonpersistentObject",
     "PerRank",
@@ -88,67 +82,83 @@ __all__ = [
     "ReshardReport",
     "RngState",
     "SaveHandle",
+    "SaveOptions",
     "SaveReport",
     "ShardedObject",
     "ShardedTensor",
     "ShardedTensorFactory",
-    "StrictHandling",
+    "TensorInfo",
     "UnknownObject",
     "UnsupportedObjectError",
     "VerifyReport",
     "async_save",
-    "check_is_distributed_checkpoint",
     "consolidate",
     "diff",
     "list_checkpoints",
     "load",
-    "load_common_state_dict",
-    "load_content_metadata",
-    "load_plain_tensors",
-    "load_sharded_metadata",
-    "load_tensors_metadata",
     "merge",
+    "open",
     "register_object_type",
     "release_staging_memory",
-    "remove_sharded_tensors",
     "reserve_staging_memory",
     "reshard",
     "save",
     "verify",
 ]
 
-_HOMES = (
-    "_base.errors",
-    "_format.marker",
-    "mapping",
-    "_format.codec",
-    "_models.per_rank",
-    "_models.random_state",
-    "_operations.save",
-    "_operations.load",
-    "_operations.async_save",
-    "_operations.background_save",
-    "_operations.consolidate",
-    "_operations.merge",
-    "_operations.queries",
-    "_operations.verify",
-    "_state.strictness",
-    "manager",
-    "_operations.diff",
-    "_operations.reshard",
-)
-"""Modules that define public names, from low to high: to import one is to have imported most of
-those before it.
-"""
+_HOMES = {
+    "CheckpointExistsError": "_base.errors",
+    "CheckpointNotFoundError": "_base.errors",
+    "CheckpointingException": "_base.errors",
+    "CorruptCheckpointError": "_base.errors",
+    "InvalidShardingError": "_base.errors",
+    "LoadMismatchError": "_base.errors",
+    "RankFailedError": "_base.errors",
+    "UnsupportedObjectError": "_base.errors",
+    "ExportOptions": "_base.options",
+    "LoadOptions": "_base.options",
+    "SaveOptions": "_base.options",
+    "UnknownObject": "_format.codec",
+    "register_object_type": "_format.codec",
+    "CheckpointInfo": "_manager.manager",
+    "CheckpointManager": "_manager.manager",
+    "PreemptionGuard": "_manager.manager",
+    "list_checkpoints": "_manager.manager",
+    "LocalNonpersistentObject": "_mapping.wrappers",
+    "ShardedObject": "_mapping.wrappers",
+    "ShardedTensor": "_mapping.wrappers",
+    "ShardedTensorFactory": "_mapping.wrappers",
+    "PerRank": "_models.per_rank",
+    "RngState": "_models.random_state",
+    "async_save": "_operations.async_save",
+    "reserve_staging_memory": "_operations.async_save",
+    "SaveHandle": "_operations.background_save",
+    "release_staging_memory": "_operations.background_save",
+    "Checkpoint": "_operations.checkpoint",
+    "TensorInfo": "_operations.checkpoint",
+    "open": "_operations.checkpoint",
+    "ExportReport": "_operations.consolidate",
+    "consolidate": "_operations.consolidate",
+    "DiffReport": "_operations.diff",
+    "diff": "_operations.diff",
+    "load": "_operations.load",
+    "merge": "_operations.merge",
+    "ReshardReport": "_operations.reshard",
+    "reshard": "_operations.reshard",
+    "save": "_operations.save",
+    "VerifyReport": "_operations.verify",
+    "verify": "_operations.verify",
+    "LoadReport": "_ranks.report",
+    "SaveReport": "_ranks.report",
+}
+"""The module that defines each public name, imported when the name is first used."""
 
 if not TYPE_CHECKING:  # else a type checker believes that the package has every name
 
     def __getattr__(name: str) -> Any:
-        if name in __all__:
-            modules = (importlib.import_module(f"{__name__}.{home}") for home in _HOMES)
-            globals()[name] = value = next(
-                getattr(module, name) for module in modules if hasattr(module, name)
-            )
+        if name in _HOMES:
+            module = importlib.import_module(f"{__name__}.{_HOMES[name]}")
+            globals()[name] = value = getattr(module, name)
             importlib.import_module("distckpt._base.public").give_home(value, __name__)
             return value
         full_name = f"{__name__}.{name}"

@@ -17,6 +17,9 @@ if TYPE_CHECKING:
 Progress = Callable[[int, int], object]
 """Called with the bytes done so far and the bytes there are, on this rank, by one thread at a time."""
 
+ParallelLoad = Literal["auto", "on", "off"]
+"""How ranks read what several of them request, see `LoadOptions`."""
+
 _Options = TypeVar("_Options", "SaveOptions", "LoadOptions", "ExportOptions")
 
 
@@ -70,13 +73,18 @@ class LoadOptions:
             `(backend, version)` of a registered one. None for what the checkpoint was saved with.
         validate_access_integrity: with several ranks, check first that the main replicas of all
             ranks cover each requested tensor exactly once, which finds mistakes in offsets.
-        verify: compare the checksum of every block of which a byte is loaded.
+        verify: compare the checksum of every block of 256 KiB of which a byte is loaded.
         allow_dtype_cast: convert tensors to the requested dtype even when that loses information.
-            Lossless conversions (bf16 to fp32) are always made.
+            Lossless conversions (bf16 to fp32) are always made. Where values are infinite or NaN
+            afterwards, in a floating point dtype of a smaller range (fp32 to fp16), a warning names
+            the tensors.
         parallel_load: how to read what several ranks request: on one of them, which sends it to the
             others, or on each. "auto" shares what is large where a sample shows that storage is
             slow, but not when ranks of one machine read a local path, since they share its cache.
             "on" always shares, "off" never does. Tensors are the same in each case.
+        materialize: a device; modules of the state dict that are on the meta device get memory
+            there, tied parameters stay tied, and buffers that no checkpoint holds are computed by
+            the `reset_parameters` of their modules. Create the optimizer after that.
         max_inflight_bytes: memory for data on its way from storage, on each rank. At least one
             window of 8 MiB is used.
         progress: called with the bytes read so far and the bytes this rank will read.
@@ -87,7 +95,8 @@ class LoadOptions:
     validate_access_integrity: bool = True
     verify: bool = True
     allow_dtype_cast: bool = False
-    parallel_load: Literal["auto", "on", "off"] = "auto"
+    parallel_load: ParallelLoad = "auto"
+    materialize: str | torch.device | None = None
     max_inflight_bytes: int = DEFAULT_INFLIGHT_BYTES
     progress: Progress | None = None
     on_report: Callable[[Any], object] | None = None

@@ -46,5 +46,3 @@ class PreparedSave(ABC):
         After `stage` this runs in a background thread, and must use no other process group than
         that of `ranks`.
         """
-
-

@@ -48,7 +48,6 @@ from distckpt._state.shards import Shard, ShardTable, describe, merge_tables, re
 from distckpt._state.validation import replica_weights, validate_shards
 from distckpt._storage import locations
 
-
 _PLANS = PlanCache()
 
 

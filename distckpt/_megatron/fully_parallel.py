@@ -12,13 +12,13 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, TypeVar
 
-from distckpt._megatron.async_requests import AsyncRequest
 from distckpt._mapping.wrappers import (
     ShardedObject,
     ShardedStateDict,
     ShardedTensor,
     StateDict,
 )
+from distckpt._megatron.async_requests import AsyncRequest
 from distckpt._megatron.forwarding import installed, refuse_own_objects
 from distckpt._operations.save import save
 from distckpt.strategies.base import (

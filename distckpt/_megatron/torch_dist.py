@@ -8,8 +8,8 @@ import os
 from typing import Any
 
 from distckpt._base.errors import CheckpointingException
-from distckpt._megatron.async_requests import AsyncCallsQueue, AsyncRequest
 from distckpt._mapping.wrappers import ShardedObject, ShardedStateDict, ShardedTensor
+from distckpt._megatron.async_requests import AsyncCallsQueue, AsyncRequest
 from distckpt._megatron.forwarding import installed
 from distckpt._operations.load import load
 from distckpt._operations.save import save

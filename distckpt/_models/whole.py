@@ -27,14 +27,14 @@ class Parts(NamedTuple):
     """Keys of a checkpoint: those that a rank requests, and those that it leaves out of modules and
     optimizers.
 
-    `of_nobody` are tensors that may be of the module at `model`: the checkpoint does not say what
-    that was saved with.
+    `unclaimed` tensors may belong to the module at `model`: the checkpoint does not say with which
+    module it was saved.
     """
 
     taken: set[str]
     of_modules: set[str]
     of_optimizers: set[str]
-    of_nobody: set[str]
+    unclaimed: set[str]
 
 
 def refuse_parts(
@@ -66,7 +66,7 @@ def refuse_parts(
             raise LoadMismatchError(
                 f"The checkpoint {location!r} holds {summarize_keys(missing)}, which the objects "
                 f"of the state dict do not have{besides}: was a larger model saved? Create the "
-                "objects that were saved; to leave the rest out, pass strict='raise_unexpected'.",
+                "objects that were saved; to leave the rest out, pass strict='report'.",
                 missing,
                 absent,
             )
@@ -124,9 +124,9 @@ def parts_of(
         }
     of_optimizers = {key for key in left if key.startswith(below[OPTIMIZER])}
     own = {key for key in left if key.startswith(with_path) or first_name(key) in beginnings}
-    of_nobody: set[str] = set()
+    unclaimed: set[str] = set()
     if has_model and not names:
-        of_nobody = {
+        unclaimed = {
             key for key in left if entries[key].dtype is not None and not key.startswith("optim")
         } - own
-    return Parts(taken, own - of_optimizers, of_optimizers, of_nobody)
+    return Parts(taken, own - of_optimizers, of_optimizers, unclaimed)

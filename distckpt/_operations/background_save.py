@@ -21,13 +21,11 @@ import weakref
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import Any, TypeAlias
 
 from distckpt._base.errors import CheckpointingException, RankFailedError
 from distckpt._base.interrupts import run_operation
 from distckpt._io import background
-from distckpt._megatron.async_requests import AsyncRequest
 from distckpt._io.staging import Staging, shared_memory, threads_to_copy_with
 from distckpt._operations.planned_save import PlannedSave, SaveRequest, write_and_commit
 from distckpt._ranks import exchanges

@@ -5,31 +5,91 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import replace
-from typing import Any, NamedTuple
+from dataclasses import dataclass, field
+from typing import Any, get_args
 
-from distckpt._base.dtypes import FROM_NAME, TO_NAME
+from distckpt._base.messages import check_choice, check_num_bytes
+from distckpt._base.options import LoadOptions, ParallelLoad
+from distckpt._checkpoint.opening import FoundCheckpoint
 from distckpt._format.marker import names_of_module
-from distckpt._mapping.wrappers import ShardedStateDict, ShardedTensor, StateDict
+from distckpt._mapping.wrappers import ShardedTensor, StateDict
 from distckpt._models import objects
 from distckpt._models.optimizer.shards import StoredEntry
 from distckpt._models.whole import Parts, parts_of, refuse_parts
+from distckpt._operations.shard_source import ShardSource, source_of
 from distckpt._plan.translate import stored_names
 from distckpt._ranks.collectives import Ranks
 from distckpt._rules.families import config_for, rules_for
 from distckpt._rules.rules import Assemble, Rule
 from distckpt._state import flatten
-from distckpt._state.common_state import COMMON_KEY
 from distckpt._state.shards import Shard, ShardTable, describe, find_ties, merge_tables
 from distckpt._state.strictness import StrictHandling, handle_mismatch
 from distckpt._state.validation import validate_shards
-from distckpt.strategies.base import LoadShardedStrategy, Options
-from distckpt.strategies.defaults import load_strategy
-from distckpt.strategies.safetensors import SafetensorsLoadStrategy
+
+_MODES_WITH_RULES = (StrictHandling.ASSUME_OK_UNEXPECTED, StrictHandling.RAISE_UNEXPECTED)
+_MODES_OF_ALL = (*_MODES_WITH_RULES, StrictHandling.RAISE_ALL)
+"""Modes in which nothing that is requested may be left out."""
 
 
-class LoadRequest(NamedTuple):
-    """What this rank wants of a checkpoint, and how it is read.
+@dataclass(frozen=True, kw_only=True)
+class LoadRequest:
+    """One call that loads.
+
+    Attributes:
+        state_dict: of the caller.
+        path: of the checkpoint.
+        mode: how keys that only the checkpoint or only the request has are handled.
+        rules: how the requested tensors are made from those of the checkpoint.
+        family: afterwards, the rules of the model's family.
+        process_group: the ranks that load together.
+        options: of the caller.
+    """
+
+    state_dict: Any
+    path: str | os.PathLike[str]
+    mode: StrictHandling = StrictHandling.ASSUME_OK_UNEXPECTED
+    rules: Sequence[Rule] = ()
+    family: str | os.PathLike[str] | None = None
+    process_group: Any = None
+    options: LoadOptions = field(default_factory=LoadOptions)
+
+    @property
+    def asks_for_all(self) -> bool:
+        """Tell whether nothing that is requested may be left out."""
+        return self.mode in _MODES_OF_ALL
+
+    def check(self) -> None:
+        """Check the options.
+
+        Raises:
+            TypeError: a size is no number of bytes.
+            ValueError: an option is not one of its values.
+        """
+        options = self.options
+        check_choice("verify", options.verify, (True, False))
+        check_num_bytes("max_inflight_bytes", options.max_inflight_bytes)
+        check_choice("parallel_load", options.parallel_load, get_args(ParallelLoad))
+        has_rules = bool(self.rules) or self.family is not None
+        if has_rules and self.mode not in _MODES_WITH_RULES:
+            raise ValueError(
+                "With rules, strict can be 'assume_ok_unexpected' or 'raise_unexpected' only."
+            )
+
+    def of_all_ranks(self) -> dict[str, object]:
+        """Return what must be the same on all ranks."""
+        options = self.options
+        return {
+            "strategy": options.strategy,
+            "strict": self.mode,
+            "verify": options.verify,
+            "parallel_load": options.parallel_load,
+            "validate_access_integrity": options.validate_access_integrity,
+        }
+
+
+@dataclass(frozen=True)
+class Targets:
+    """What this rank wants of a checkpoint.
 
     Attributes:
         described: the state dict with its objects described.
@@ -39,7 +99,6 @@ class LoadRequest(NamedTuple):
         stored: those that the request is compared with.
         ties: shards that are not stored, and the numbers of those whose values they get.
         table: its shards, without data.
-        strategy: reads it.
         rules: from the keys of the request to those of the checkpoint.
     """
 
@@ -50,87 +109,147 @@ class LoadRequest(NamedTuple):
     stored: Mapping[str, StoredEntry]
     ties: Mapping[int, int]
     table: ShardTable
-    strategy: LoadShardedStrategy
     rules: Sequence[Rule]
 
+    @property
+    def requested(self) -> set[str]:
+        """Keys of the shards that are looked for in the checkpoint."""
+        return {s.key for number, s in enumerate(self.split.shards) if number not in self.ties}
 
-def describe_request(
-    ranks: Ranks,
-    sharded_state_dict: ShardedStateDict,
-    location: str,
-    marker: Mapping[str, Any],
-    sharded_strategy: LoadShardedStrategy | tuple[str, int] | None,
-    mode: StrictHandling,
-    materialize: Any,
-    options: Options,
-    family: str | os.PathLike[str] | None,
-) -> LoadRequest:
-    """Describe the targets of a load. Collective operation: all ranks must call it."""
+    @property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Global shapes of the tensors by key."""
+        tensors = (shard for shard in self.split.shards if isinstance(shard, ShardedTensor))
+        return {tensor.key: tuple(tensor.global_shape) for tensor in tensors}
+
+
+@dataclass(frozen=True)
+class Differences:
+    """Keys that only the checkpoint or only the request has.
+
+    Attributes:
+        missing: only the checkpoint has them; the same on all ranks.
+        unexpected: this rank requests them.
+        unexpected_of_all: some rank requests them.
+    """
+
+    missing: frozenset[str] = frozenset()
+    unexpected: frozenset[str] = frozenset()
+    unexpected_of_all: frozenset[str] = frozenset()
+
+
+def describe_targets(
+    ranks: Ranks, request: LoadRequest, location: str, found: FoundCheckpoint
+) -> tuple[ShardSource, Targets]:
+    """Describe what a load fills, and choose what it is read from.
+
+    Collective operation: all ranks must call it.
+    """
     with ranks.phase("flatten the state dict") as vote:
-        described = objects.describe(ranks, sharded_state_dict, loads=True, materialize=materialize)
-        split = flatten.split(described.state_dict)
-        if family is not None:
-            keys = [shard.key for shard in split.shards if isinstance(shard, ShardedTensor)]
-            on_disk = options.stored and options.stored.manifest.shapes_by_key
-            made = rules_for(config_for(family, location), keys, on_disk)
-            options = replace(options, rules=(*options.rules, *made))
-        strategy = load_strategy(sharded_strategy, marker, location).configure(options)
-        compares = StrictHandling.requires_explicit_ckpt_mismatch_check(mode)
-        ties = {} if options.rules else find_ties(split.shards)
-        has_ties = any(
-            split.shards[tie].key != split.shards[first].key for tie, first in ties.items()
+        source = source_of(ranks, location, found, request.options, request.process_group)
+        described = objects.describe(
+            ranks, request.state_dict, loads=True, materialize=request.options.materialize
         )
-        vote.number = objects.needs_stored(described) or compares or has_ties
+        split = flatten.split(described.state_dict)
+        rules = (*request.rules, *_rules_of_family(request.family, location, split.shards, source))
+        vote.number = _how_much_is_needed(described, split.shards, rules, request.mode)
     needed = vote.largest
-    entries = stored_entries(ranks, strategy, location) if needed else {}
-    settings: StateDict = {}
-    if needed > 1:
-        with ranks.phase("read the settings of optimizers"):
-            settings = strategy.load(objects.settings_of(described, entries), location)
+    entries = source.entries() if needed else {}
+    settings = _stored_settings(ranks, source, described, entries) if needed > 1 else {}
     with ranks.phase("describe the targets"):
         resolved = objects.resolve(ranks.rank, described, entries, settings)
-        # A state of another number of ranks is neither loaded nor missing.
-        skipped = {p.name for p in described.places} - {p.name for p in resolved.places}
-        stored = {key: entry for key, entry in entries.items() if key not in skipped}
         if resolved.state_dict is not described.state_dict:
             split = flatten.split(resolved.state_dict)
+        stored = _without_skipped(entries, described, resolved)
+        ties = _absent_ties(split.shards, stored) if not rules else {}
         table = describe(split.shards)
-        ties = _absent_ties(split.shards, stored) if not options.rules else {}
-    return LoadRequest(
-        described, resolved, split, entries, stored, ties, table, strategy, options.rules
-    )
+    return source, Targets(described, resolved, split, entries, stored, ties, table, rules)
 
 
-def check_request(
-    ranks: Ranks,
-    request: LoadRequest,
-    mode: StrictHandling,
-    validates: bool,
-    marker: Mapping[str, Any],
+def _rules_of_family(
+    family: str | os.PathLike[str] | None,
     location: str,
-) -> tuple[set[str], set[str]]:
-    """Refuse requests that contradict each other or ask for parts of objects; return missing and
-    unexpected keys.
+    shards: Sequence[Shard],
+    source: ShardSource,
+) -> Sequence[Rule]:
+    if family is None:
+        return ()
+    keys = [shard.key for shard in shards if isinstance(shard, ShardedTensor)]
+    return rules_for(config_for(family, location), keys, source.shapes())
+
+
+def _how_much_is_needed(
+    described: objects.Described,
+    shards: Sequence[Shard],
+    rules: Sequence[Rule],
+    mode: StrictHandling,
+) -> int:
+    """Return 0 when the keys of the checkpoint need not be known, 2 when stored settings are needed
+    as well.
     """
-    requested = {shard.key for i, shard in enumerate(request.split.shards) if i not in request.ties}
-    validates = validates and ranks.size > 1
-    messages = ranks.gather_once(request.table.to_messages()) if validates else []
+    of_objects = objects.needs_stored(described)
+    compares = StrictHandling.requires_explicit_ckpt_mismatch_check(mode)
+    return of_objects or compares or (not rules and _has_ties_of_other_keys(shards))
+
+
+def _has_ties_of_other_keys(shards: Sequence[Shard]) -> bool:
+    ties = find_ties(shards)
+    return any(shards[tie].key != shards[first].key for tie, first in ties.items())
+
+
+def _stored_settings(
+    ranks: Ranks,
+    source: ShardSource,
+    described: objects.Described,
+    entries: Mapping[str, StoredEntry],
+) -> StateDict:
+    with ranks.phase("read the settings of optimizers"):
+        wanted = objects.settings_of(described, entries)
+        values = source.read_objects(list(wanted.values()))
+    return dict(zip(wanted, values, strict=True))
+
+
+def _without_skipped(
+    entries: Mapping[str, StoredEntry], described: objects.Described, resolved: objects.Described
+) -> dict[str, StoredEntry]:
+    """Leave out states of another number of ranks, which are neither loaded nor missing."""
+    skipped = {place.name for place in described.places}
+    skipped -= {place.name for place in resolved.places}
+    return {key: entry for key, entry in entries.items() if key not in skipped}
+
+
+def check_targets(
+    ranks: Ranks, request: LoadRequest, location: str, source: ShardSource, targets: Targets
+) -> Differences:
+    """Refuse requests that contradict each other or ask for parts of objects; compare keys.
+
+    Collective operation: all ranks must call it.
+
+    Raises:
+        InvalidShardingError: the requests of the ranks contradict each other.
+        LoadMismatchError: keys differ, and the mode of the request raises.
+    """
+    validates = request.options.validate_access_integrity and ranks.size > 1
+    messages = ranks.gather_once(targets.table.to_messages()) if validates else []
+    requested = targets.requested
     with ranks.phase("check the requested shards", decision=True) as vote:
         if validates and ranks.is_coordinator:
             validate_shards(merge_tables(ShardTable.all_from_messages(*messages)))
-        compared = request.stored if mode is StrictHandling.ASSUME_OK_UNEXPECTED else ()
-        parts = _parts(request, requested, compared, names_of_module(marker))
-        vote.number = len(parts.of_modules | parts.of_optimizers | parts.of_nobody)
-    missing, unexpected = set[str](), set[str]()
-    if not request.rules:
-        missing, unexpected = _compare_keys(ranks, mode, requested, request.stored, location)
+        is_lenient = request.mode is StrictHandling.ASSUME_OK_UNEXPECTED
+        compared = targets.stored if is_lenient else ()
+        parts = _parts(targets, requested, compared, names_of_module(source.marker))
+        vote.number = len(parts.of_modules | parts.of_optimizers | parts.unclaimed)
+    differences = Differences()
+    compares = StrictHandling.requires_explicit_ckpt_mismatch_check(request.mode)
+    if compares and not targets.rules:
+        differences = _compare_keys(ranks, request.mode, requested, targets.stored, location)
     if vote.largest:
-        refuse_parts(ranks, parts, request.entries, location)
-    return missing, unexpected
+        refuse_parts(ranks, parts, targets.entries, location)
+    return differences
 
 
 def _parts(
-    request: LoadRequest,
+    targets: Targets,
     requested: Collection[str],
     compared: Collection[str],
     names: Collection[str],
@@ -138,23 +257,17 @@ def _parts(
     """Find what the objects leave out; through rules, what they surely should have is what a
     configuration says.
     """
-    rules = request.rules
+    rules = targets.rules
     if not rules or not compared:
-        return parts_of(request.resolved, requested, request.entries, compared, names)
-    shapes = {
-        s.key: tuple(s.global_shape) for s in request.split.shards if isinstance(s, ShardedTensor)
-    }
-    of_config = {
-        key: shape
-        for rule in rules
-        if isinstance(rule, Assemble)
-        for key, shape in rule.sources.items()
-    }
-    parts = parts_of(
-        request.resolved, stored_names(rules, shapes), request.entries, compared, names
-    )
+        return parts_of(targets.resolved, requested, targets.entries, compared, names)
+    of_config: dict[str, tuple[int, ...]] = {}
+    for rule in rules:
+        if isinstance(rule, Assemble):
+            of_config.update(rule.sources)
+    taken = stored_names(rules, targets.shapes)
+    parts = parts_of(targets.resolved, taken, targets.entries, compared, names)
     known = stored_names(rules, of_config) & parts.of_modules
-    return parts._replace(of_modules=known, of_nobody=parts.of_nobody | (parts.of_modules - known))
+    return parts._replace(of_modules=known, unclaimed=parts.unclaimed | (parts.of_modules - known))
 
 
 def _absent_ties(shards: Sequence[Shard], stored: Mapping[str, StoredEntry]) -> dict[int, int]:
@@ -166,8 +279,10 @@ def _absent_ties(shards: Sequence[Shard], stored: Mapping[str, StoredEntry]) -> 
         by_first.setdefault(first, [first]).append(tie)
     absent: dict[int, int] = {}
     for group in by_first.values():
-        there = [i for i in group if shards[i].key in stored]
-        absent |= {i: there[0] for i in group if there and shards[i].key not in stored}
+        stored_ones = [number for number in group if shards[number].key in stored]
+        if stored_ones:
+            others = (number for number in group if shards[number].key not in stored)
+            absent.update(dict.fromkeys(others, stored_ones[0]))
     return absent
 
 
@@ -177,59 +292,24 @@ def _compare_keys(
     requested: set[str],
     entries: Mapping[str, StoredEntry],
     location: str,
-) -> tuple[set[str], set[str]]:
-    """Find missing keys (the same on all ranks) and this rank's unexpected keys, and do what the
-    mode says.
-    """
-    if not StrictHandling.requires_explicit_ckpt_mismatch_check(mode):
-        return set(), set()
-    stored = set(entries)
-    requested_by_all = [
-        set(json.loads(text)) for text in ranks.all_gather(json.dumps(sorted(requested)).encode())
-    ]
-    unexpected = requested - stored
+) -> Differences:
+    """Find keys that differ, and do what the mode says."""
+    sent = json.dumps(sorted(requested)).encode()
     # Every rank compares the keys of all, so that all raise the same error.
-    of_all = set().union(*requested_by_all)
-    unexpected_of_all = of_all - stored
-    missing: set[str] = set()
+    of_all = frozenset[str]().union(*map(json.loads, ranks.all_gather(sent)))
+    stored = frozenset(entries)
+    missing = frozenset[str]()
     if StrictHandling.requires_global_app_metadata(mode):
-        missing = stored - of_all - {part for key in of_all & stored for part in entries[key].parts}
-        # What is only computed is not missing: its parts are.
-        missing -= {key for key, entry in entries.items() if entry.parts and key not in entry.parts}
-    handle_mismatch(mode, missing, unexpected_of_all, stored, location)
-    return missing, unexpected
+        missing = _missing(entries, of_all)
+    handle_mismatch(mode, missing, of_all - stored, stored, location)
+    return Differences(missing, frozenset(requested - stored), of_all - stored)
 
 
-def stored_entries(
-    ranks: Ranks, strategy: LoadShardedStrategy, location: str
-) -> dict[str, StoredEntry]:
-    """Return dtypes and shapes of the tensors and objects in a checkpoint, without common state, by
-    key.
-
-    Collective operation: all ranks must call it; rank 0 reads.
-    """
-
-    def read() -> list[tuple[str, str | None, tuple[int, ...], tuple[str, ...]]]:
-        shards = {shard.key: shard for shard in strategy.load_sharded_metadata(location).values()}
-        parts = strategy.load_quantized_metadata(location)
-        shards.update((key, shard) for key, (shard, _) in parts.items())
-        return [
-            (
-                key,
-                TO_NAME[shard.dtype] if isinstance(shard, ShardedTensor) else None,
-                tuple(shard.global_shape),
-                parts[key][1] if key in parts else (),
-            )
-            for key, shard in shards.items()
-            if key != COMMON_KEY
-        ]
-
-    if isinstance(strategy, SafetensorsLoadStrategy) and strategy.options.stored is not None:
-        with ranks.phase("read the keys of the checkpoint"):
-            found = read()
-    else:
-        found = ranks.decide_json("read the keys of the checkpoint", read)
-    return {
-        key: StoredEntry(None if dtype is None else FROM_NAME[dtype], tuple(shape), tuple(parts))
-        for key, dtype, shape, parts in found
-    }
+def _missing(entries: Mapping[str, StoredEntry], requested: frozenset[str]) -> frozenset[str]:
+    """Return the stored keys that no rank requests, neither themselves nor as parts of others."""
+    taken = set(requested)
+    for key in requested & entries.keys():
+        taken.update(entries[key].parts)
+    # What is only computed from its parts is not missing: they are.
+    of_their_own = (key for key, entry in entries.items() if not entry.parts or key in entry.parts)
+    return frozenset(of_their_own) - taken

@@ -23,6 +23,7 @@ from distckpt._storage import locations
 
 logger = logging.getLogger(__name__)
 
+
 @dataclass(frozen=True, kw_only=True)
 class SaveRequest:
     """One call that saves.
@@ -46,7 +47,7 @@ class SaveRequest:
     process_group: Any = None
     overwrite: bool = False
     content_metadata: dict[str, Any] | None = None
-    options: SaveOptions = SaveOptions()
+    options: SaveOptions = field(default_factory=SaveOptions)
     preprocess_common: Callable[[CommonStateDict], StateDict] | None = None
     notes: Mapping[str, Any] = field(default_factory=dict)
     verb: str = "save"

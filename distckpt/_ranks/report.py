@@ -7,7 +7,7 @@ import json
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -71,27 +71,11 @@ class LoadReport(_Report):
     and objects). `num_bytes` counts what each rank requested.
     """
 
+    missing: frozenset[str] = frozenset()
+    """Keys that the checkpoint has and no rank requested, where `strict` compares keys."""
+    unexpected: frozenset[str] = frozenset()
+    """Keys that some rank requested and the checkpoint does not have: left out."""
     _verb = "loaded"
-
-
-def counting(
-    progress: Callable[[int, int], object] | None, total_bytes: int
-) -> Callable[[int], None] | None:
-    """Return a function that adds up moved bytes, from several threads, and calls `progress` with
-    the sum and total.
-    """
-    if progress is None:
-        return None
-    lock = threading.Lock()
-    done = 0
-
-    def add(num_bytes: int) -> None:
-        nonlocal done
-        with lock:
-            done += num_bytes
-            progress(done, total_bytes)
-
-    return add
 
 
 events = logging.getLogger("distckpt.events")

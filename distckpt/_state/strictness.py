@@ -5,7 +5,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from enum import Enum
 
 from distckpt._base.errors import LoadMismatchError
@@ -78,8 +78,10 @@ def parse_strict_flag(strict: str | StrictHandling) -> StrictHandling:
         names = [mode.value for mode in StrictHandling]
         meant = f" (torch's {strict} is {'raise_all' if strict else 'log_all'!r} here)"
         hint = meant if isinstance(strict, bool) else did_you_mean(str(strict), names)
-        text = f"Invalid strict flag: {strict!r}{hint}. Use a StrictHandling or one of {', '.join(map(repr, names))}."
-        raise ValueError(text) from None
+        raise ValueError(
+            f"Invalid strict flag: {strict!r}{hint}. Use a StrictHandling or one of "
+            f"{', '.join(map(repr, names))}."
+        ) from None
 
 
 def _mismatch_message(
@@ -98,17 +100,13 @@ def _mismatch_message(
         lines.append(
             f"Missing keys (in the checkpoint, requested by no rank): {summarize_keys(missing)}."
         )
-    way_out = (
-        "'log_all' to go on nevertheless" if unexpected else "'raise_unexpected' to load a part"
-    )
-    lines.append(f"Correct the sharded state dict, or pass strict={way_out}.")
     return " ".join(lines)
 
 
 def handle_mismatch(
     strict: StrictHandling,
-    missing: set[str],
-    unexpected: set[str],
+    missing: Collection[str],
+    unexpected: Collection[str],
     known: Iterable[str],
     location: str,
 ) -> None:
@@ -116,11 +114,15 @@ def handle_mismatch(
     says.
     """
     if strict in (StrictHandling.RAISE_UNEXPECTED, StrictHandling.LOG_UNEXPECTED):
-        missing = set()
+        missing = ()
     if not (missing or unexpected):
         return
     if strict in (StrictHandling.RAISE_ALL, StrictHandling.RAISE_UNEXPECTED):
         message = _mismatch_message(missing, unexpected, known, location)
-        raise LoadMismatchError(message, missing=missing, unexpected=unexpected)
+        way_out = (
+            "Correct the sharded state dict, or pass strict='report' to load what both have "
+            "(StrictHandling.LOG_ALL in distckpt.megatron)."
+        )
+        raise LoadMismatchError(f"{message} {way_out}", missing=missing, unexpected=unexpected)
     if strict in (StrictHandling.LOG_ALL, StrictHandling.LOG_UNEXPECTED):
         logger.warning(_mismatch_message(missing, unexpected, known, location))

@@ -10,10 +10,10 @@ from __future__ import annotations
 import importlib
 from abc import ABC, abstractmethod
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum
-from typing import Any, Literal, TypeVar
+from typing import Any, TypeVar
 
 from distckpt._base.errors import CheckpointingException
 from distckpt._base.options import LoadOptions, SaveOptions
@@ -25,8 +25,8 @@ from distckpt._mapping.wrappers import (
     ShardedTensor,
     StateDict,
 )
-from distckpt._ranks.collectives import Ranks
 from distckpt._plan.cache import PlanCache
+from distckpt._ranks.collectives import Ranks
 
 __all__ = [
     "ConsolidationStrategy",
@@ -172,17 +172,6 @@ class LoadShardedStrategy(StrategyBase):
         """Describe every stored tensor, by key, and every object, by unique key. Not a collective
         operation.
         """
-
-    def load_quantized_metadata(
-        self, checkpoint_dir: str
-    ) -> dict[str, tuple[ShardedTensor, tuple[str, ...]]]:
-        """Describe the tensors that can be loaded but are stored as codes and scales, with the keys
-        of these, by key.
-
-        Not a collective operation. The default knows none.
-        """
-        del checkpoint_dir
-        return {}
 
     def remove_sharded_tensors(self, checkpoint_dir: str, key_prefix: str) -> None:
         """Remove the tensors whose keys begin with a prefix. Called by one rank."""

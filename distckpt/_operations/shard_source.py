@@ -1,0 +1,182 @@
+"""Where a load gets shards from: a checkpoint that is open, or a strategy of the user."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from distckpt._base.dtypes import FROM_NAME, TO_NAME
+from distckpt._base.errors import CheckpointingException
+from distckpt._base.options import LoadOptions
+from distckpt._checkpoint.opening import FoundCheckpoint
+from distckpt._checkpoint.removal import noticing_removal
+from distckpt._checkpoint.shards import describe_quantized, load_shards
+from distckpt._checkpoint.stored_values import load_objects
+from distckpt._format.manifest import OBJECT
+from distckpt._format.stored_checkpoint import StoredCheckpoint
+from distckpt._io.load_shards import ReadSettings
+from distckpt._mapping.wrappers import ShardedObject, ShardedTensor
+from distckpt._models.optimizer.shards import StoredEntry
+from distckpt._ranks.collectives import Ranks
+from distckpt._rules.rules import Rule
+from distckpt._state.common_state import COMMON_KEY
+from distckpt._state.shards import Shard
+from distckpt.strategies.base import (
+    EngineSettings,
+    LoadShardedStrategy,
+    StrategyAction,
+    choose_strategy,
+)
+
+
+class ShardSource(ABC):
+    """A checkpoint that shards are read from.
+
+    Attributes:
+        marker: the fields of its marker.
+    """
+
+    marker: Mapping[str, Any]
+
+    @abstractmethod
+    def entries(self) -> dict[str, StoredEntry]:
+        """Return what is stored, without common state, by key.
+
+        Collective operation: all ranks must call it.
+        """
+
+    @abstractmethod
+    def read(self, shards: Sequence[Shard], rules: Sequence[Rule]) -> list[Any]:
+        """Fill tensors in place and decode objects; return both in the order of the shards.
+
+        Collective operation: all ranks must call it.
+        """
+
+    @abstractmethod
+    def read_objects(self, shards: Sequence[ShardedObject]) -> list[Any]:
+        """Decode objects, the same ones on all ranks, which must all call it."""
+
+    def shapes(self) -> Mapping[str, tuple[int, ...]] | None:
+        """Return the shapes of what is stored by key, where they are known without reading."""
+        return None
+
+
+def source_of(
+    ranks: Ranks,
+    location: str,
+    found: FoundCheckpoint,
+    options: LoadOptions,
+    process_group: Any,
+) -> ShardSource:
+    """Return what a load reads the checkpoint at a location from.
+
+    Raises:
+        CheckpointingException: what `options.strategy` gives is no strategy, or none that reads
+            this checkpoint is registered.
+    """
+    strategy, engine = _choose(location, options.strategy, found.marker)
+    if strategy is not None:
+        configured = strategy.configure(options, process_group)
+        return _UserStrategy(ranks, configured, location, found.marker)
+    if found.stored is None:
+        raise CheckpointingException(
+            f"{location!r} was written by the strategy {found.marker['sharded_backend']!r}, which "
+            "the built-in one does not read: pass that strategy."
+        )
+    return _OpenCheckpoint(ranks, found.stored, options, engine)
+
+
+def _choose(
+    location: str, given: Any, marker: Mapping[str, Any]
+) -> tuple[LoadShardedStrategy | None, EngineSettings]:
+    if given is None:
+        given = (marker["sharded_backend"], marker.get("sharded_backend_version", 1))
+    try:
+        return choose_strategy(LoadShardedStrategy, StrategyAction.LOAD_SHARDED, given)
+    except CheckpointingException as error:
+        raise CheckpointingException(f"Cannot read {location!r}: {error}") from error
+
+
+@dataclass(frozen=True)
+class _OpenCheckpoint(ShardSource):
+    """A checkpoint of distckpt, or of a format that has a reader."""
+
+    ranks: Ranks
+    stored: StoredCheckpoint
+    options: LoadOptions
+    engine: EngineSettings
+
+    @property
+    def marker(self) -> Mapping[str, Any]:  # type: ignore[override]
+        return self.stored.marker
+
+    def entries(self) -> dict[str, StoredEntry]:
+        with self.ranks.phase("read the keys of the checkpoint"):
+            return _entries_of(self.stored)
+
+    def read(self, shards: Sequence[Shard], rules: Sequence[Rule]) -> list[Any]:
+        settings = ReadSettings(self.options, rules, self.engine.exchange_group)
+        with noticing_removal(self.ranks, self.stored.location):
+            return load_shards(self.ranks, self.stored, shards, settings)
+
+    def read_objects(self, shards: Sequence[ShardedObject]) -> list[Any]:
+        with noticing_removal(self.ranks, self.stored.location):
+            return load_objects(self.stored, shards)
+
+    def shapes(self) -> Mapping[str, tuple[int, ...]]:
+        return self.stored.manifest.shapes_by_key
+
+
+def _entries_of(stored: StoredCheckpoint) -> dict[str, StoredEntry]:
+    manifest = stored.manifest
+    entries = {}
+    for key, number in manifest.key_index.items():
+        dtype = manifest.dtypes[number]
+        tensor_dtype = None if dtype == OBJECT else FROM_NAME[dtype]
+        entries[key] = StoredEntry(tensor_dtype, manifest.global_shapes[number])
+    entries.pop(COMMON_KEY, None)
+    for key, (shard, parts) in describe_quantized(stored).items():
+        entries[key] = StoredEntry(shard.dtype, tuple(shard.global_shape), parts)
+    return entries
+
+
+@dataclass(frozen=True)
+class _UserStrategy(ShardSource):
+    """A checkpoint that a strategy of the user reads."""
+
+    ranks: Ranks
+    strategy: LoadShardedStrategy
+    location: str
+    marker: Mapping[str, Any]
+
+    def entries(self) -> dict[str, StoredEntry]:
+        found = self.ranks.decide_json("read the keys of the checkpoint", self._listed_entries)
+        return {
+            key: StoredEntry(None if dtype is None else FROM_NAME[dtype], tuple(shape))
+            for key, dtype, shape in found
+        }
+
+    def _listed_entries(self) -> list[tuple[str, str | None, tuple[int, ...]]]:
+        shards = self.strategy.load_sharded_metadata(self.location).values()
+        by_key = {shard.key: shard for shard in shards if shard.key != COMMON_KEY}
+        return [(key, _dtype_name(shard), shard.global_shape) for key, shard in by_key.items()]
+
+    def read(self, shards: Sequence[Shard], rules: Sequence[Rule]) -> list[Any]:
+        if rules:
+            raise CheckpointingException(
+                f"{type(self.strategy).__name__} reads {self.location!r}: rules and families work "
+                "with the built-in strategy only."
+            )
+        by_name = {str(number): shard for number, shard in enumerate(shards)}
+        with noticing_removal(self.ranks, self.location):
+            values = self.strategy.load(dict(by_name), self.location)
+        return [values[name] for name in by_name]
+
+    def read_objects(self, shards: Sequence[ShardedObject]) -> list[Any]:
+        return self.read(shards, ())
+
+
+def _dtype_name(shard: Shard) -> str | None:
+    return TO_NAME[shard.dtype] if isinstance(shard, ShardedTensor) else None
