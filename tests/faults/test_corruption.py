@@ -193,8 +193,8 @@ def test_every_flipped_bit_of_the_marker_is_found(checkpoint):
             assert str(file) in str(error_of(lambda: read_marker(checkpoint)))
     for read in (
         load,
-        distckpt.megatron.serialization.load_plain_tensors,
-        distckpt.megatron.serialization.load_common_state_dict,
+        distckpt.megatron.load_plain_tensors,
+        distckpt.megatron.load_common_state_dict,
     ):
         with pytest.raises(CorruptCheckpointError, match=re.escape(str(file))):
             read(checkpoint)

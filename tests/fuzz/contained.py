@@ -70,8 +70,8 @@ def _cli(*arguments: str) -> None:
 VERBS: dict[str, Callable[[str], object]] = {
     "check": distckpt.check_is_distributed_checkpoint,
     "load": _load,
-    "load_plain_tensors": distckpt.megatron.serialization.load_plain_tensors,
-    "load_common_state_dict": distckpt.megatron.serialization.load_common_state_dict,
+    "load_plain_tensors": distckpt.megatron.load_plain_tensors,
+    "load_common_state_dict": distckpt.megatron.load_common_state_dict,
     "load_sharded_metadata": distckpt.megatron.serialization.load_sharded_metadata,
     "inspect": lambda path: _cli("inspect", path),
     "inspect a key": lambda path: _cli("inspect", path, "--key", "w"),

@@ -173,7 +173,8 @@ def test_a_tensor_inside_of_an_object_is_no_tensor_of_its_own(tmp_path):
     torch_dcp.save({"list": [torch.ones(2), 1]}, checkpoint_id=tmp_path / "saved", planner=planner)
     state = {"list": [torch.zeros(2), 0]}
     with pytest.raises(
-        LoadMismatchError, match=r"'list\.0' is part of an object .*distckpt\.open\(path\)\.common_state"
+        LoadMismatchError,
+        match=r"'list\.0' is part of an object .*distckpt\.open\(path\)\.common_state",
     ):
         dcp.load(state, checkpoint_id=tmp_path / "saved")
     assert same(state, {"list": [torch.zeros(2), 0]})

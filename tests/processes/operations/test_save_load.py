@@ -42,7 +42,7 @@ def load(path):
         and loaded["o"] == {"a": (1, 2.5)}
         and loaded["args"]["lr"] == 0.1
     )
-    distckpt.megatron.serialization.load_common_state_dict(path), distckpt.megatron.serialization.load_plain_tensors(path)
+    distckpt.megatron.load_common_state_dict(path), distckpt.megatron.load_plain_tensors(path)
     distckpt.megatron.serialization.load_sharded_metadata(path)
 
 # First in a process that has saved nothing.

@@ -292,7 +292,7 @@ def test_the_key_of_common_state_is_reserved(toy, tmp_path):
     index["pieces"][-1]["key"] = "distckpt.common_state"
     (toy / "index.toy.json").write_text(json.dumps(index))
     for read in (
-        distckpt.megatron.serialization.load_plain_tensors,
+        distckpt.megatron.load_plain_tensors,
         lambda path: distckpt.reshard(path, tmp_path / "resharded"),
     ):
         with pytest.raises(

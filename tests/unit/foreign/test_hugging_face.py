@@ -59,9 +59,7 @@ def consolidated_as_torch_does(folder):
 
 
 DOORS = [
-    pytest.param(
-        distckpt.megatron.serialization.load_plain_tensors, CorruptCheckpointError, id="load"
-    ),
+    pytest.param(distckpt.megatron.load_plain_tensors, CorruptCheckpointError, id="load"),
     pytest.param(consolidated, CorruptCheckpointError, id="consolidate"),
     pytest.param(consolidated_as_torch_does, ValueError, id="torch's name"),
 ]
@@ -518,7 +516,7 @@ def test_an_index_that_does_not_fit(tmp_path, text, match, door, error):
 
 @pytest.mark.parametrize(
     "door",
-    [distckpt.megatron.serialization.load_plain_tensors, consolidated, consolidated_as_torch_does],
+    [distckpt.megatron.load_plain_tensors, consolidated, consolidated_as_torch_does],
 )
 def test_a_folder_without_safetensors_files(tmp_path, door):
     (tmp_path / "config.json").write_text("{}")

@@ -554,7 +554,7 @@ def test_every_cut_and_every_changed_byte_of_metadata_gives_an_error_of_ours_or_
         (copy / ".metadata").write_bytes(
             bytes(damaged[: rng.integers(len(damaged))] if rng.random() < 0.3 else damaged)
         )
-        error = error_of(distckpt.megatron.serialization.load_tensors_metadata, copy)
+        error = error_of(distckpt.megatron.load_tensors_metadata, copy)
         assert error is None or (
             isinstance(error, CheckpointingException) and str(copy) in str(error)
         ), error

@@ -231,9 +231,9 @@ READERS = {
     "load": lambda path: distckpt.load(
         {"b": ShardedTensor.from_rank_offsets("bias", torch.zeros(4, 3))}, path
     ),
-    "load_plain_tensors": distckpt.megatron.serialization.load_plain_tensors,
-    "load_common_state_dict": distckpt.megatron.serialization.load_common_state_dict,
-    "load_tensors_metadata": distckpt.megatron.serialization.load_tensors_metadata,
+    "load_plain_tensors": distckpt.megatron.load_plain_tensors,
+    "load_common_state_dict": distckpt.megatron.load_common_state_dict,
+    "load_tensors_metadata": distckpt.megatron.load_tensors_metadata,
     "load_sharded_metadata": distckpt.megatron.serialization.load_sharded_metadata,
     "remove_sharded_tensors": lambda path: distckpt.remove_sharded_tensors(path, "bias"),
     "consolidate": lambda path: distckpt.consolidate(path, path.parent / "export"),

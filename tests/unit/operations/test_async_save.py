@@ -281,7 +281,7 @@ def test_a_third_save_waits_for_memory(tmp_path, gate):
     "read",
     [
         lambda path: distckpt.load({"v": whole("v", torch.zeros(3))}, path),
-        distckpt.megatron.serialization.load_plain_tensors,
+        distckpt.megatron.load_plain_tensors,
     ],
 )
 def test_loading_waits_for_the_save_of_that_path(read, tmp_path, gate):

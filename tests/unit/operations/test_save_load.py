@@ -83,11 +83,11 @@ def test_only_scalars(tmp_path):
 def test_nothing_to_load_from(tmp_path):
     for function in (
         lambda path: distckpt.load({}, path),
-        distckpt.megatron.serialization.load_common_state_dict,
-        distckpt.megatron.serialization.load_plain_tensors,
-        distckpt.megatron.serialization.load_tensors_metadata,
+        distckpt.megatron.load_common_state_dict,
+        distckpt.megatron.load_plain_tensors,
+        distckpt.megatron.load_tensors_metadata,
         distckpt.megatron.serialization.load_sharded_metadata,
-        distckpt.megatron.serialization.load_content_metadata,
+        distckpt.megatron.load_content_metadata,
     ):
         with pytest.raises(CheckpointNotFoundError, match="does not exist"):
             function(tmp_path / "none")
@@ -101,7 +101,7 @@ def test_a_checkpoint_without_its_marker_is_none(tmp_path):
     assert not distckpt.check_is_distributed_checkpoint(tmp_path / "c")
     for function in (
         lambda path: distckpt.load({}, path),
-        distckpt.megatron.serialization.load_plain_tensors,
+        distckpt.megatron.load_plain_tensors,
     ):
         with pytest.raises(CheckpointNotFoundError, match=r"no metadata\.json"):
             function(tmp_path / "c")
@@ -365,13 +365,11 @@ def test_content_metadata_are_kept_apart(tmp_path):
     assert "dp_cp_group" in metadata
     assert distckpt.open(tmp_path / "c").metadata == kept
     common = distckpt.open(tmp_path / "c").common_state
-    assert (
-        distckpt.megatron.serialization.load_content_metadata(preloaded_state_dict=common) == kept
-    )
+    assert distckpt.megatron.load_content_metadata(preloaded_state_dict=common) == kept
     distckpt.save({"step": 1}, tmp_path / "d")
     assert distckpt.open(tmp_path / "d").metadata is None
     with pytest.raises(ValueError, match="checkpoint_dir or preloaded_state_dict"):
-        distckpt.megatron.serialization.load_content_metadata()
+        distckpt.megatron.load_content_metadata()
 
 
 def test_an_entry_of_that_name_is_not_overwritten(tmp_path):

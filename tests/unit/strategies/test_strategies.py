@@ -176,7 +176,7 @@ def test_a_checkpoint_of_an_unknown_backend_is_named(tmp_path, backend, version)
     (tmp_path / "c" / "metadata.json").write_text(json.dumps(marker))
     for function in (
         lambda path: distckpt.load(asked(), path),
-        distckpt.megatron.serialization.load_plain_tensors,
+        distckpt.megatron.load_plain_tensors,
     ):
         with pytest.raises(
             CheckpointingException, match=rf"{tmp_path}/c'.* backend '{backend}' version {version}"
