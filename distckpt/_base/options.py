@@ -15,7 +15,10 @@ if TYPE_CHECKING:
     import torch
 
 Progress = Callable[[int, int], object]
-"""Called with the bytes done so far and the bytes there are, on this rank, by one thread at a time."""
+"""Called with the bytes done so far and the bytes there are, on this rank.
+
+One thread calls at a time.
+"""
 
 ParallelLoad = Literal["auto", "on", "off"]
 """How ranks read what several of them request, see `LoadOptions`."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -36,6 +37,11 @@ class StoredTensor(NamedTuple):
     def dtype(self) -> str:
         """Return the safetensors name of its dtype."""
         return self.stored.dtype_name(self.key)
+
+    @property
+    def num_bytes(self) -> int:
+        """Return the size of its data."""
+        return math.prod(self.shape) * FROM_NAME[self.dtype].itemsize
 
     def read(self, region: Region) -> torch.Tensor:
         """Read a region, and nothing else."""

@@ -41,7 +41,7 @@ def check_planner(planner: Any, name: str) -> None:
             f"planner is a {type(planner).__name__}, which distckpt does not follow: it must be "
             f"None or PyTorch's own {name}. Change keys and tensors in the state dict instead; "
             "distckpt.load takes rules for other names and shapes, and "
-            "distckpt.load_plain_tensors loads everything."
+            "distckpt.open(path).read_tensors() loads everything."
         )
 
 

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Sequence
-from functools import cache, partial
-from typing import Any, NamedTuple
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
 
 import torch
 
@@ -14,19 +15,23 @@ from distckpt._base.errors import CheckpointingException, LoadMismatchError
 from distckpt._base.interrupts import operation
 from distckpt._base.memory import paused_garbage_collection
 from distckpt._base.messages import did_you_mean, summarize_keys
+from distckpt._base.options import LoadOptions
+from distckpt._checkpoint.consistent_read import read_attempts
+from distckpt._checkpoint.opening import open_checkpoint
+from distckpt._checkpoint.removal import noticing_removal
+from distckpt._checkpoint.shards import describe_quantized, load_shards
+from distckpt._checkpoint.stored_values import load_common_state
 from distckpt._dcp_api import arguments, shards, tree
 from distckpt._format.codec import HOLE, refuse_unknown
-from distckpt._mapping.wrappers import ShardedBase, ShardedObject
+from distckpt._format.stored_checkpoint import StoredCheckpoint
+from distckpt._io.load_shards import ReadSettings
+from distckpt._mapping.wrappers import ShardedBase
 from distckpt._models.dtensor import local_part
-from distckpt._operations.consistent_read import find_checkpoint, noticing_removal, read_unchanged
-from distckpt._operations.load_request import stored_entries
 from distckpt._ranks.collectives import Ranks
 from distckpt._ranks.exchanges import lone_group
 from distckpt._state import flatten
 from distckpt._state.common_state import COMMON_KEY
 from distckpt._storage import locations
-from distckpt.strategies.base import Options
-from distckpt.strategies.defaults import load_strategy
 
 
 @operation
@@ -82,9 +87,10 @@ def load(
         leaves = tree.leaves(target)
     # 2. Compare it with the checkpoint; fill the tensors.
     is_strict = not getattr(planner, "allow_partial_load", False)
-    others = read_unchanged(
-        ranks, location, partial(_read, ranks, group, location, leaves, is_strict)
-    )
+    for attempt in read_attempts(ranks, location):
+        with attempt:
+            stored = open_checkpoint(ranks, location, marker=attempt.marker)
+            others = _read(ranks, stored, leaves, is_strict)
     # 3. Put the other values in their places; nothing can fail any more.
     for path, value in others.items():
         tree.put(target, path, value)
@@ -96,101 +102,114 @@ def load(
 
 
 def _read(
-    ranks: Ranks,
-    process_group: Any,
-    location: str,
-    leaves: Sequence[tree.Leaf],
-    is_strict: bool,
-    found: dict[str, Any] | None,
+    ranks: Ranks, stored: StoredCheckpoint, leaves: Sequence[tree.Leaf], is_strict: bool
 ) -> dict[tree.Path, Any]:
     """Fill the tensors among some leaves from a checkpoint, and return the other values, by path.
 
     Collective operation: all ranks must call it.
     """
-    marker, opened = find_checkpoint(ranks, location, found, "read")
-    options = Options(process_group, allow_dtype_cast=True, stored=opened)
-    strategy = load_strategy(None, marker, location).configure(options)
-    stored = set(stored_entries(ranks, strategy, location))
-    with ranks.phase("read common state"):
-        common = strategy.load({"common": ShardedObject(COMMON_KEY, None, (1,), (0,))}, location)[
-            "common"
-        ]
+    with ranks.phase("read common state"), noticing_removal(ranks, stored.location):
+        content = _Content.of(stored)
     with ranks.phase("compare with the checkpoint"):
-        request = _make_request(leaves, stored, common, ranks.rank, location)
+        request = _make_request(leaves, content, ranks.rank)
     if is_strict:
-        _refuse_missing(ranks, request.missing, stored, location)
-    with ranks.phase("load"), noticing_removal(ranks, location):
+        _refuse_missing(ranks, request.missing, content)
+    settings = ReadSettings(LoadOptions(allow_dtype_cast=True))
+    with ranks.phase("load"), noticing_removal(ranks, stored.location):
         tensors, _, _ = flatten.split({"tensors": request.tensors})
         requested: list[Any] = [*request.objects.values(), *tensors]
-        values = strategy.load({str(i): shard for i, shard in enumerate(requested)}, location)
-    return {**request.common, **{path: values[str(i)] for i, path in enumerate(request.objects)}}
+        values = load_shards(ranks, stored, requested, settings)
+    return {**request.common, **dict(zip(request.objects, values, strict=False))}
 
 
-class _Request(NamedTuple):
+@dataclass(frozen=True)
+class _Content:
+    """What a checkpoint holds: keys of tensors and objects, and the common state."""
+
+    location: str
+    keys: Collection[str]
+    common: Mapping[Any, Any]
+
+    @staticmethod
+    def of(stored: StoredCheckpoint) -> _Content:
+        keys = {*stored.manifest.key_index, *describe_quantized(stored)} - {COMMON_KEY}
+        return _Content(stored.location, keys, load_common_state(stored))
+
+    @cached_property
+    def common_by_key(self) -> dict[str, Any]:
+        return tree.by_key(self.common)
+
+    def find_in_common(self, leaf: tree.Leaf) -> Any:
+        """Return the value of common state that a leaf asks for, `HOLE` when there is none."""
+        found = tree.find(self.common, leaf.path)
+        return self.common_by_key.get(leaf.key, HOLE) if found is HOLE else found
+
+
+@dataclass(frozen=True)
+class _Request:
     """The request of one rank: shards to fill, objects to read and values of common state by path,
     and missing keys.
     """
 
-    tensors: list[ShardedBase]
-    objects: dict[tree.Path, ShardedBase]
-    common: dict[tree.Path, Any]
-    missing: list[str]
+    tensors: list[ShardedBase] = field(default_factory=list)
+    objects: dict[tree.Path, ShardedBase] = field(default_factory=dict)
+    common: dict[tree.Path, Any] = field(default_factory=dict)
+    missing: list[str] = field(default_factory=list)
 
 
-def _make_request(
-    leaves: Sequence[tree.Leaf], stored: set[str], common: Any, rank: int, location: str
-) -> _Request:
-    request = _Request([], {}, {}, [])
-    by_key = cache(lambda: tree.by_key(common))
-    for key, path, value in leaves:
-        is_tensor = isinstance(value, torch.Tensor)
-        if key in stored and is_tensor:
-            if local_part(value).is_meta:
-                raise CheckpointingException(
-                    f"{key!r} is on the meta device, which has no memory to load into: call "
-                    "model.to_empty(device=...) first."
-                )
-            request.tensors.extend(shards.shards_of(key, value, rank))
-            continue
-        if key in stored:
-            (request.objects[path],) = shards.shards_of(key, None, rank)
-            continue
-        in_common = tree.find(common, path)
-        if in_common is HOLE:
-            in_common = by_key().get(key, HOLE)
-        if in_common is HOLE:
-            request.missing.append(key)
+def _make_request(leaves: Sequence[tree.Leaf], content: _Content, rank: int) -> _Request:
+    request = _Request()
+    for leaf in leaves:
+        is_tensor = isinstance(leaf.value, torch.Tensor)
+        if leaf.key not in content.keys:
+            _request_of_common_state(request, leaf, content)
         elif is_tensor:
-            kind = (
-                "part of an object"
-                if isinstance(in_common, torch.Tensor)
-                else f"of type {type(in_common).__name__}"
-            )
-            raise LoadMismatchError(
-                f"Key {key!r} is {kind} in {location!r} but a tensor was requested. Request it as "
-                "it was saved; distckpt.load_common_state_dict shows what is not stored as "
-                "tensors.",
-                unexpected=[key],
-            )
+            _refuse_meta(leaf)
+            request.tensors.extend(shards.shards_of(leaf.key, leaf.value, rank))
         else:
-            refuse_unknown(in_common)
-            request.common[path] = in_common
+            (request.objects[leaf.path],) = shards.shards_of(leaf.key, None, rank)
     return request
 
 
-def _refuse_missing(ranks: Ranks, missing: Sequence[str], stored: set[str], location: str) -> None:
+def _request_of_common_state(request: _Request, leaf: tree.Leaf, content: _Content) -> None:
+    value = content.find_in_common(leaf)
+    if value is HOLE:
+        request.missing.append(leaf.key)
+    elif isinstance(leaf.value, torch.Tensor):
+        kind = f"of type {type(value).__name__}"
+        if isinstance(value, torch.Tensor):
+            kind = "part of an object"
+        raise LoadMismatchError(
+            f"Key {leaf.key!r} is {kind} in {content.location!r} but a tensor was requested. "
+            "Request it as it was saved; distckpt.open(path).common_state shows what is not stored "
+            "as tensors.",
+            unexpected=[leaf.key],
+        )
+    else:
+        refuse_unknown(value)
+        request.common[leaf.path] = value
+
+
+def _refuse_meta(leaf: tree.Leaf) -> None:
+    if local_part(leaf.value).is_meta:
+        raise CheckpointingException(
+            f"{leaf.key!r} is on the meta device, which has no memory to load into: call "
+            "model.to_empty(device=...) first."
+        )
+
+
+def _refuse_missing(ranks: Ranks, missing: Sequence[str], content: _Content) -> None:
     """Raise the same error on all ranks when any of them requests keys that are not stored.
 
     Collective operation: all ranks must call it.
     """
     if ranks.all_equal(len(missing)) and not missing:
         return
-    requested = sorted(
-        set().union(*map(json.loads, ranks.all_gather(json.dumps(missing).encode())))
-    )
+    of_all = map(json.loads, ranks.all_gather(json.dumps(missing).encode()))
+    requested = sorted(set().union(*of_all))
     raise LoadMismatchError(
-        f"Not in the checkpoint {location!r}: "
-        f"{summarize_keys(requested)}{did_you_mean(requested[0], stored)}. Correct the state "
+        f"Not in the checkpoint {content.location!r}: "
+        f"{summarize_keys(requested)}{did_you_mean(requested[0], content.keys)}. Correct the state "
         "dict, or pass planner=DefaultLoadPlanner(allow_partial_load=True), which leaves them as "
         "they are.",
         unexpected=requested,

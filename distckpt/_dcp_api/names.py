@@ -18,11 +18,14 @@ _TORCH_NAMES = (
     "HuggingFaceStorageReader",
 )
 _TORCH_MODULES = ("default_planner", "filesystem", "state_dict", "stateful")
-_FOLLOWS_NO_PLANNER = "custom planners are not supported: change the state dict, or use distckpt.load, which takes rules"
+_FOLLOWS_NO_PLANNER = (
+    "custom planners are not supported: change the state dict, or use distckpt.load, which takes "
+    "rules"
+)
 _FOLLOWS_NO_STORAGE = (
     "storage classes are not supported: pass checkpoint_id, a path or any fsspec URL"
 )
-_HAS_NO_METADATA = "use distckpt.load_tensors_metadata(path); save returns a SaveReport"
+_HAS_NO_METADATA = "use distckpt.open(path).tensors; save returns a SaveReport"
 _INSTEAD = {
     "BytesStorageMetadata": _HAS_NO_METADATA,
     "ChunkStorageMetadata": _HAS_NO_METADATA,
@@ -38,13 +41,20 @@ _INSTEAD = {
     "StorageWriter": _FOLLOWS_NO_STORAGE,
     "TensorStorageMetadata": _HAS_NO_METADATA,
     "WriteItem": _FOLLOWS_NO_PLANNER,
-    "format_utils": "use distckpt.load_plain_tensors(path) or distckpt.consolidate(path, output_dir)",
-    "load_sharded_optimizer_state_dict": "use load with the state dicts of state_dict.get_state_dict",
+    "format_utils": (
+        "use distckpt.open(path).read_tensors() or distckpt.consolidate(path, output_dir)"
+    ),
+    "load_sharded_optimizer_state_dict": (
+        "use load with the state dicts of state_dict.get_state_dict"
+    ),
     "load_state_dict": "use load(state_dict, storage_reader=reader)",
     "save_state_dict": "use save(state_dict, storage_writer=writer)",
     "staging": "leave async_stager out: async_save copies tensors before it returns",
     "state_dict_loader": "use load",
-    "state_dict_saver": "use save and async_save; the latter takes AsyncCheckpointerType, and does the same with each",
+    "state_dict_saver": (
+        "use save and async_save; the latter takes AsyncCheckpointerType, and does the same with "
+        "each"
+    ),
 }
 """Names that do not exist here, and what to use in their place."""
 

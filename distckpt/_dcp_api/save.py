@@ -63,9 +63,7 @@ def save(
     given = _save_arguments(
         state_dict, checkpoint_id, storage_writer, process_group, no_dist, use_collectives
     )
-    reports: list[SaveReport] = []
-    save_now(**given, on_report=reports.append)
-    return reports[0]
+    return save_now(**given)
 
 
 @operation
@@ -137,8 +135,8 @@ def _save_arguments(
         location = arguments.location_in(checkpoint_id, storage_writer, "storage_writer")
         values = tree.unwrap_stateful(state_dict)
     return {
-        "sharded_state_dict": shards.sharded(values, ranks),
-        "checkpoint_dir": location,
+        "state_dict": shards.sharded(values, ranks),
+        "path": location,
         "overwrite": getattr(storage_writer, "overwrite", True),
         "durable": getattr(storage_writer, "sync_files", True),
         "process_group": group,

@@ -8,18 +8,20 @@ import functools
 import math
 import os
 import time
-from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from distckpt._base.dtypes import FROM_NAME, as_integers, to_numpy
+from distckpt._base.dtypes import as_integers, to_numpy
 from distckpt._base.errors import CheckpointingException, LoadMismatchError
 from distckpt._base.interrupts import operation
 from distckpt._base.messages import natural_order
+from distckpt._base.options import Progress
+from distckpt._base.progress import ProgressCounter
 from distckpt._checkpoint.opening import open_checkpoint
 from distckpt._checkpoint.stored_values import (
     StoredTensor,
@@ -40,14 +42,15 @@ from distckpt._operations.windows import (
     window_regions,
 )
 from distckpt._plan.export import check_all_match, check_patterns, matches, renamed
-from distckpt._ranks.report import counting
+from distckpt._ranks.collectives import Ranks
 from distckpt._storage import locations
 
 _NOTHING = ("", None)
 _MAX_TEXT, _MAX_BITS = 60, 128
 
 
-class TensorDifference(NamedTuple):
+@dataclass(frozen=True)
+class TensorDifference:
     """A tensor that is not the same on both sides.
 
     Attributes:
@@ -68,11 +71,11 @@ class TensorDifference(NamedTuple):
     key: str
     shapes: tuple[tuple[int, ...], tuple[int, ...]]
     dtypes: tuple[str, str]
-    num_elements: int
-    num_different: int
-    max_difference: float
-    first_index: tuple[int, ...] | None
-    region: str | None
+    num_elements: int = 0
+    num_different: int = 0
+    max_difference: float = 0.0
+    first_index: tuple[int, ...] | None = None
+    region: str | None = None
     norms: tuple[float, float] = (0.0, 0.0)
     difference_norm: float = 0.0
 
@@ -86,7 +89,8 @@ class TensorDifference(NamedTuple):
         return self.difference_norm / self.norms[1]
 
 
-class ObjectDifference(NamedTuple):
+@dataclass(frozen=True)
+class ObjectDifference:
     """A place in an object, or in common state, that is not the same on both sides.
 
     Attributes:
@@ -148,7 +152,7 @@ def diff(
     rename: Mapping[str, str] | None = None,
     atol: float = 0.0,
     rtol: float = 0.0,
-    progress: Callable[[int, int], object] | None = None,
+    progress: Progress | None = None,
 ) -> DiffReport:
     """Compare two checkpoints: keys, shapes, dtypes, the value of each element, objects and common
     state.
@@ -171,7 +175,7 @@ def diff(
         rename: old beginnings of A's keys -> those that B has.
         atol: values differ when they are further apart than `atol + rtol * abs(value in B)`.
         rtol: see `atol`.
-        progress: called with the bytes compared so far and the bytes to compare, now and then.
+        progress: called with the bytes compared so far and the bytes to compare.
 
     Returns:
         What differs. A difference does not raise.
@@ -184,63 +188,85 @@ def diff(
     """
     started = time.perf_counter()
     check_patterns(keys)
-    back = {new: old for old, new in (rename or {}).items()}
-    first, of_a = _open(a, lambda name: keys is None or matches(name, keys), rename or {})
-    second, of_b = _open(b, lambda name: keys is None or matches(renamed(name, back), keys), {})
-    if keys is not None and not (of_a or of_b):
-        raise LoadMismatchError(
-            f"No tensor of {first.location!r} or {second.location!r} matches {keys!r}."
-        )
-    names = {name for name in first.manifest.key_index if not first.is_object(name)}
-    check_all_match(names, rename=rename or {}, where=f" of {first.location!r}")
-    check_all_match(names | {renamed(name, back) for name in of_b}, keys)
+    first, second = _open(a), _open(b)
+    of_a, of_b = _tensors_to_compare(first, second, keys, rename or {})
     common = sorted(of_a.keys() & of_b.keys(), key=natural_order)
-    comparable = [key for key in common if of_a[key].shape == of_b[key].shape]
-    num_bytes = sum(
-        math.prod(tensor.shape) * FROM_NAME[tensor.dtype].itemsize
-        for key in comparable
-        for tensor in (of_a[key], of_b[key])
-    )
-    count = counting(progress, num_bytes)
-    compute = functools.partial(_compare_window, atol=atol, rtol=rtol)
-    found = map_windows([[of[key] for key in comparable] for of in (of_a, of_b)], compute, count)
-    windows: dict[str, list[_Change | None]] = dict(zip(comparable, found, strict=True))
-    differences = [_join(key, of_a[key], of_b[key], windows.get(key)) for key in common]
+    pairs = {key: (of_a[key], of_b[key]) for key in common}
+    comparable = {key: (x, y) for key, (x, y) in pairs.items() if x.shape == y.shape}
+    num_bytes = sum(x.num_bytes + y.num_bytes for x, y in comparable.values())
+    windows = _compare_values(comparable, atol, rtol, ProgressCounter(progress, num_bytes))
     objects_compared = keys is None and holds_objects(first) and holds_objects(second)
     return DiffReport(
         first.location,
         second.location,
-        tuple(sorted(of_a.keys() - of_b.keys(), key=natural_order)),
-        tuple(sorted(of_b.keys() - of_a.keys(), key=natural_order)),
-        tuple(difference for difference in differences if difference is not None),
-        tuple(_diff_objects(first, second)) if objects_compared else (),
-        objects_compared,
-        len(comparable),
-        num_bytes,
-        time.perf_counter() - started,
+        only_in_a=tuple(sorted(of_a.keys() - of_b.keys(), key=natural_order)),
+        only_in_b=tuple(sorted(of_b.keys() - of_a.keys(), key=natural_order)),
+        tensors=tuple(_differences(pairs, windows)),
+        objects=tuple(_diff_objects(first, second)) if objects_compared else (),
+        objects_compared=objects_compared,
+        num_compared=len(comparable),
+        num_bytes=num_bytes,
+        seconds=time.perf_counter() - started,
     )
 
 
-def _open(
-    checkpoint_dir: str | os.PathLike[str],
-    is_wanted: Callable[[str], bool],
-    rename: Mapping[str, str],
-) -> tuple[StoredCheckpoint, dict[str, StoredTensor]]:
-    """Open a checkpoint; return it with the tensors to compare, by their names after renaming."""
+def _open(checkpoint_dir: str | os.PathLike[str]) -> StoredCheckpoint:
     location = locations.normalize(checkpoint_dir)
     background.wait_for_location(location)
-    stored = open_checkpoint(location)
-    tensors: dict[str, StoredTensor] = {}
-    for name in stored.manifest.key_index:
-        new = renamed(name, rename)
-        if stored.is_object(name) or not is_wanted(name):
+    return open_checkpoint(Ranks.alone(), location)
+
+
+_Tensors: TypeAlias = dict[str, StoredTensor]
+"""By the names that they have in B."""
+
+
+def _tensors_to_compare(
+    first: StoredCheckpoint,
+    second: StoredCheckpoint,
+    keys: str | Sequence[str] | None,
+    rename: Mapping[str, str],
+) -> tuple[_Tensors, _Tensors]:
+    """Return the tensors of A and of B that are to be compared.
+
+    Raises:
+        LoadMismatchError: a pattern matches nothing.
+    """
+    back = {new: old for old, new in rename.items()}
+    names_in_a = {name: name for name in _tensor_names(first)}
+    names_of_b = {name: renamed(name, back) for name in _tensor_names(second)}
+    of_a = _chosen(first, names_in_a, keys, rename)
+    of_b = _chosen(second, names_of_b, keys, {})
+    if keys is not None and not (of_a or of_b):
+        raise LoadMismatchError(
+            f"No tensor of {first.location!r} or {second.location!r} matches {keys!r}."
+        )
+    check_all_match(names_in_a, rename=rename, where=f" of {first.location!r}")
+    check_all_match({*names_in_a, *(names_of_b[name] for name in of_b)}, keys)
+    return of_a, of_b
+
+
+def _tensor_names(stored: StoredCheckpoint) -> list[str]:
+    return [name for name in stored.manifest.key_index if not stored.is_object(name)]
+
+
+def _chosen(
+    stored: StoredCheckpoint,
+    names_in_a: Mapping[str, str],
+    keys: str | Sequence[str] | None,
+    rename: Mapping[str, str],
+) -> _Tensors:
+    """Return the tensors of one side whose names in A match, by their names after renaming."""
+    tensors: _Tensors = {}
+    for name, name_in_a in names_in_a.items():
+        if keys is not None and not matches(name_in_a, keys):
             continue
+        new = renamed(name, rename)
         if new in tensors:
             raise CheckpointingException(
                 f"{name!r} and {tensors[new].key!r} would both be {new!r}: change rename."
             )
         tensors[new] = StoredTensor(stored, name)
-    return stored, tensors
+    return tensors
 
 
 # --- Tensors --------------------------------------------------------------------------------------
@@ -262,35 +288,74 @@ class _Change(NamedTuple):
     norms: tuple[float, ...]
 
 
+def _compare_values(
+    pairs: Mapping[str, tuple[StoredTensor, StoredTensor]],
+    atol: float,
+    rtol: float,
+    counter: ProgressCounter,
+) -> dict[str, list[_Change | None]]:
+    """Compare the values of tensors; return what is different in each of their windows."""
+    sides = list(zip(*pairs.values(), strict=True)) or [(), ()]
+    compute = functools.partial(_compare_window, atol=atol, rtol=rtol)
+    return dict(zip(pairs, map_windows(sides, compute, counter), strict=True))
+
+
+def _differences(
+    pairs: Mapping[str, tuple[StoredTensor, StoredTensor]],
+    windows: Mapping[str, Sequence[_Change | None]],
+) -> Iterator[TensorDifference]:
+    for key, (a, b) in pairs.items():
+        difference = _join(key, a, b, windows.get(key))
+        if difference is not None:
+            yield difference
+
+
 def _join(
     key: str, a: StoredTensor, b: StoredTensor, windows: Sequence[_Change | None] | None
 ) -> TensorDifference | None:
     """Join what was found in the windows of a tensor; they are None when the shapes differ."""
     shapes, dtypes = (a.shape, b.shape), (a.dtype, b.dtype)
     if windows is None:
-        return TensorDifference(key, shapes, dtypes, 0, 0, 0.0, None, None)
+        return TensorDifference(key, shapes, dtypes)
     num_elements = math.prod(a.shape)
     changes = [change for change in windows if change is not None and change.num_different]
     if not changes:
-        cast = TensorDifference(key, shapes, dtypes, num_elements, 0, 0.0, None, None)
+        cast = TensorDifference(key, shapes, dtypes, num_elements)
         return None if a.dtype == b.dtype else cast
-    spans = [
-        (min(axis)[0], max(stop for _, stop in axis))
-        for axis in zip(*(c.spans for c in changes), strict=True)
-    ]
-    region = Region(
-        tuple(start for start, _ in spans), tuple(stop - start for start, stop in spans)
+    norm_a, norm_b, distance = _norms(a, windows)
+    return TensorDifference(
+        key,
+        shapes,
+        dtypes,
+        num_elements,
+        num_different=sum(change.num_different for change in changes),
+        max_difference=max(change.max_difference for change in changes),
+        first_index=changes[0].first_index,
+        region=str(_hull([change.spans for change in changes])),
+        norms=(norm_a, norm_b),
+        difference_norm=distance,
     )
-    norms = [change.norms for change in windows if change is not None]
-    for change, equal in zip(windows, window_regions(a.shape), strict=True):
-        if change is None:
-            size = math.hypot(*(norm(real_numbers(block)) for block in blocks_of(a.read(equal))))
+
+
+def _hull(regions: Sequence[Sequence[tuple[int, int]]]) -> Region:
+    """Return the smallest region that holds all of these, each given as spans along the axes."""
+    axes = list(zip(*regions, strict=True))
+    starts = [min(start for start, _ in axis) for axis in axes]
+    stops = [max(stop for _, stop in axis) for axis in axes]
+    sizes = [stop - start for start, stop in zip(starts, stops, strict=True)]
+    return Region(tuple(starts), tuple(sizes))
+
+
+def _norms(a: StoredTensor, windows: Sequence[_Change | None]) -> list[float]:
+    """Return the norms of A, of B and of the difference; equal windows of A are read once more."""
+    norms = []
+    for change, region in zip(windows, window_regions(a.shape), strict=True):
+        if change is not None:
+            norms.append(change.norms)
+        else:
+            size = math.hypot(*(norm(real_numbers(block)) for block in blocks_of(a.read(region))))
             norms.append((size, size, 0.0))
-    norm_a, norm_b, distance = (math.hypot(*column) for column in zip(*norms, strict=True))
-    num_different = sum(change.num_different for change in changes)
-    largest = max(change.max_difference for change in changes)
-    found = (num_different, largest, changes[0].first_index, str(region))
-    return TensorDifference(key, shapes, dtypes, num_elements, *found, (norm_a, norm_b), distance)
+    return [math.hypot(*column) for column in zip(*norms, strict=True)]
 
 
 def _compare_window(
@@ -417,6 +482,8 @@ def _short_text(value: object) -> str:
     if value is None or isinstance(value, bool | int | float | str | dict | list):
         text = repr(value[:_MAX_TEXT] if isinstance(value, str) else value)
         return f"{text[: _MAX_TEXT - 3]}..." if len(text) > _MAX_TEXT else text
+    kind = type(value).__name__
     if isinstance(value, torch.Tensor | np.ndarray):
-        return f"<{str(value.dtype).removeprefix('torch.')} {type(value).__name__} of shape {tuple(value.shape)}>"
-    return f"<{type(value).__name__}>"
+        dtype = str(value.dtype).removeprefix("torch.")
+        return f"<{dtype} {kind} of shape {tuple(value.shape)}>"
+    return f"<{kind}>"

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
@@ -14,6 +15,8 @@ import torch
 from distckpt._base.dtypes import item_values
 from distckpt._base.errors import LoadMismatchError
 from distckpt._base.messages import natural_order, summarize_keys
+from distckpt._base.options import Progress
+from distckpt._base.progress import ProgressCounter
 from distckpt._checkpoint.stored_values import StoredTensor
 from distckpt._format.stored_checkpoint import StoredCheckpoint
 from distckpt._operations.windows import (
@@ -31,7 +34,8 @@ _NUM_SAMPLED = 1000
 NUM_BINS = 8
 
 
-class TensorStats(NamedTuple):
+@dataclass(frozen=True)
+class TensorStats:
     """Statistics of one tensor; of finite values only, but for the counts. A complex number counts
     as two.
 
@@ -71,59 +75,95 @@ class _Part(NamedTuple):
     high: float
 
 
+class _WindowStats(NamedTuple):
+    """Of a window: its blocks, and a sample of its values."""
+
+    parts: list[_Part]
+    sample: npt.NDArray[np.float64]
+
+
 def compute_stats(
-    stored: StoredCheckpoint, keys: Sequence[str] | None, count: Callable[[int], None] | None
+    stored: StoredCheckpoint,
+    keys: Sequence[str] | None = None,
+    progress: Progress | None = None,
 ) -> Iterator[TensorStats]:
-    """Yield the statistics of each tensor that matches; `count` is called with numbers of bytes
-    that were read.
+    """Yield the statistics of each tensor that matches; `progress` is called with the bytes read
+    so far and the bytes to read.
 
     Raises:
         LoadMismatchError: no tensor matches.
     """
-    names = sorted(
-        (key for key in stored.manifest.key_index if not stored.is_object(key)), key=natural_order
-    )
-    chosen = [name for name in names if keys is None or matches(name, keys)]
+    tensors = [StoredTensor(stored, name) for name in _chosen_names(stored, keys)]
+    counter = ProgressCounter(progress, sum(tensor.num_bytes for tensor in tensors))
+    strides = [max(1, math.prod(tensor.shape) // _NUM_SAMPLED) for tensor in tensors]
+
+    def compute(window: Window, values: torch.Tensor) -> _WindowStats:
+        sample = real_numbers(values.view(-1)[:: strides[window.tensor]])
+        wide = sample.to(torch.float64, copy=True).numpy()
+        return _WindowStats([_part(block) for block in blocks_of(values)], wide)
+
+    for tensor, found in zip(tensors, map_windows([tensors], compute, counter), strict=True):
+        yield _join(tensor, found)
+
+
+def _chosen_names(stored: StoredCheckpoint, keys: Sequence[str] | None) -> list[str]:
+    """Return the names of the tensors that match, in natural order."""
+    names = [key for key in stored.manifest.key_index if not stored.is_object(key)]
     if not names:
         raise LoadMismatchError(
             f"{stored.location!r} has no tensors, only common state and objects."
         )
+    names.sort(key=natural_order)
+    if keys is None:
+        return names
+    chosen = [name for name in names if matches(name, keys)]
     if not chosen:
-        patterns, there = ", ".join(map(repr, keys or ())), summarize_keys(names)
+        patterns, there = ", ".join(map(repr, keys)), summarize_keys(names)
         raise LoadMismatchError(
             f"No tensor of {stored.location!r} matches {patterns}; there are {there}."
         )
-    tensors = [StoredTensor(stored, name) for name in chosen]
-
-    def compute(
-        window: Window, values: torch.Tensor
-    ) -> tuple[list[_Part], npt.NDArray[np.float64]]:
-        stride = max(1, math.prod(tensors[window.tensor].shape) // _NUM_SAMPLED)
-        sample = real_numbers(values.view(-1)[::stride]).to(torch.float64, copy=True).numpy()
-        return [_part(block) for block in blocks_of(values)], sample
-
-    for tensor, found in zip(tensors, map_windows([tensors], compute, count), strict=True):
-        yield _join(
-            tensor, [part for parts, _ in found for part in parts], [sample for _, sample in found]
-        )
+    return chosen
 
 
-def _join(
-    tensor: StoredTensor, parts: Sequence[_Part], samples: Sequence[npt.NDArray[np.float64]]
-) -> TensorStats:
-    counts = [sum(column) for column in itertools.islice(zip(*parts, strict=True), 4)]
-    finite = [part for part in parts if part.num_finite]
-    low, high = (
-        min((p.low for p in finite), default=math.nan),
-        max((p.high for p in finite), default=math.nan),
+def _join(tensor: StoredTensor, windows: Sequence[_WindowStats]) -> TensorStats:
+    whole = _put_together([part for window in windows for part in window.parts])
+    histogram: tuple[int, ...] = ()
+    if whole.num_finite:
+        sample = np.concatenate([window.sample for window in windows])
+        histogram = _histogram(sample, whole.low, whole.high)
+    return TensorStats(
+        tensor.key,
+        tensor.dtype,
+        tensor.shape,
+        num_elements=math.prod(tensor.shape),
+        num_nan=whole.num_nan,
+        num_infinite=whole.num_infinite,
+        num_zero=whole.num_zero,
+        norm=whole.norm,
+        min=whole.low,
+        max=whole.high,
+        mean=whole.mean,
+        histogram=histogram,
     )
+
+
+def _put_together(parts: Sequence[_Part]) -> _Part:
+    """Return the figures of all parts together; NaN where there is no finite number."""
+    columns = itertools.islice(zip(*parts, strict=True), 4)
+    num_finite, num_nan, num_infinite, num_zero = map(sum, columns)
+    finite = [part for part in parts if part.num_finite]
     # Sums of large numbers would overflow.
-    mean = sum(part.mean * (part.num_finite / counts[0]) for part in finite) if finite else math.nan
-    length = math.hypot(*(part.norm for part in finite))
-    place = (tensor.key, tensor.dtype, tensor.shape, math.prod(tensor.shape))
-    _, num_nan, num_infinite, num_zero = counts
-    histogram = _histogram(np.concatenate(samples), low, high) if finite else ()
-    return TensorStats(*place, num_nan, num_infinite, num_zero, length, low, high, mean, histogram)
+    mean = sum(part.mean * (part.num_finite / num_finite) for part in finite)
+    return _Part(
+        num_finite,
+        num_nan,
+        num_infinite,
+        num_zero,
+        mean=mean if finite else math.nan,
+        norm=math.hypot(*(part.norm for part in finite)),
+        low=min((part.low for part in finite), default=math.nan),
+        high=max((part.high for part in finite), default=math.nan),
+    )
 
 
 def _histogram(sample: npt.NDArray[np.float64], low: float, high: float) -> tuple[int, ...]:
@@ -145,24 +185,23 @@ def _part(values: torch.Tensor) -> _Part:
         numbers = numbers[numbers.isfinite()]
         low, high = extremes(numbers)
     num_finite, largest = numbers.numel(), max(abs(low), abs(high))
-    num_zero = int(np.count_nonzero(numbers.numpy() == 0)) if low <= 0 <= high else 0
-    # Sums of large numbers would overflow.
-    total = (
-        float(numbers.sum())
-        if largest < 1e30
-        else largest * float((numbers.double() / largest).sum())
-    )
-    mean = total / max(1, num_finite)
     return _Part(
         num_finite,
         num_nan,
-        num_all - num_nan - num_finite,
-        num_zero,
-        mean,
-        norm(numbers, largest),
-        low,
-        high,
+        num_infinite=num_all - num_nan - num_finite,
+        num_zero=int(np.count_nonzero(numbers.numpy() == 0)) if low <= 0 <= high else 0,
+        mean=_sum(numbers, largest) / max(1, num_finite),
+        norm=norm(numbers, largest),
+        low=low,
+        high=high,
     )
+
+
+def _sum(numbers: torch.Tensor, largest: float) -> float:
+    """Return the sum of finite numbers, that of large ones by way of smaller ones."""
+    if largest < 1e30:
+        return float(numbers.sum())
+    return largest * float((numbers.double() / largest).sum())
 
 
 def _part_of_codes(values: torch.Tensor) -> _Part:
@@ -170,21 +209,19 @@ def _part_of_codes(values: torch.Tensor) -> _Part:
     all.
     """
     codes = values.view(torch.uint8)
-    table, times = (
-        item_values(values.dtype).astype(np.float64),
-        torch.bincount(codes, minlength=256).numpy(),
-    )
+    table = item_values(values.dtype).astype(np.float64)
+    times = torch.bincount(codes, minlength=256).numpy()
     is_there = np.isfinite(table) & (times > 0)
     numbers, weights = table[is_there], times[is_there]
     num_finite, num_nan = int(weights.sum()), int(times[np.isnan(table)].sum())
-    counts = (
+    low, high = extremes(torch.from_numpy(numbers))
+    return _Part(
         num_finite,
         num_nan,
-        len(codes) - num_finite - num_nan,
-        int(weights[numbers == 0].sum()),
+        num_infinite=len(codes) - num_finite - num_nan,
+        num_zero=int(weights[numbers == 0].sum()),
+        mean=float(np.dot(numbers, weights)) / max(1, num_finite),
+        norm=math.sqrt(float(np.dot(numbers**2, weights))),
+        low=low,
+        high=high,
     )
-    mean, squares = (
-        float(np.dot(numbers, weights)) / max(1, num_finite),
-        float(np.dot(numbers**2, weights)),
-    )
-    return _Part(*counts, mean, math.sqrt(squares), *extremes(torch.from_numpy(numbers)))

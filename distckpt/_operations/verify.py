@@ -6,8 +6,8 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal, NamedTuple
 
@@ -22,8 +22,11 @@ from distckpt._base.errors import (
 from distckpt._base.interrupts import operation
 from distckpt._base.memory import Bytes, bounce_buffer
 from distckpt._base.messages import check_choice
+from distckpt._base.options import Progress
+from distckpt._base.progress import ProgressCounter
 from distckpt._base.threads import Pool
-from distckpt._checkpoint import opening
+from distckpt._checkpoint.consistent_read import read_attempts
+from distckpt._checkpoint.opening import identify, open_checkpoint
 from distckpt._commit.conditional_put import stray_files
 from distckpt._format.checksum import checksum
 from distckpt._format.manifest import Manifest, is_manifest_name
@@ -31,18 +34,17 @@ from distckpt._format.marker import CONFIG_FNAME, file_size
 from distckpt._format.stored_checkpoint import StoredCheckpoint
 from distckpt._geometry.region import IntArray
 from distckpt._io.direct_reads import unread_files
-from distckpt._operations.consistent_read import read_unchanged
 from distckpt._ranks.collectives import Ranks
 from distckpt._ranks.report import PhaseTimer
 from distckpt._storage import locations
 from distckpt._storage.open_files import OpenFiles, read_into
-from distckpt.strategies.defaults import load_strategy
 
 UNIT_BYTES = 8 << 20
 """One thread reads this much at a time, at least one checksum block."""
 
 
-class Problem(NamedTuple):
+@dataclass(frozen=True)
+class Problem:
     """Something that is not as it was saved.
 
     Attributes:
@@ -106,7 +108,7 @@ def verify(
     mode: Literal["fast", "full"] = "full",
     *,
     num_threads: int = 8,
-    progress: Callable[[int, int], object] | None = None,
+    progress: Progress | None = None,
 ) -> VerifyReport:
     """Compare a checkpoint with the checksums that were computed while it was saved.
 
@@ -122,8 +124,7 @@ def verify(
         mode: "fast" looks at the marker, the manifest, the sizes of all files and their headers;
             "full" also reads every byte once and compares all checksums.
         num_threads: number of threads that read, each with `UNIT_BYTES` of memory.
-        progress: called with the bytes read so far and the bytes to read, now and then, from one
-            thread.
+        progress: called with the bytes read so far and the bytes to read, from one thread.
 
     Returns:
         What was found. Damage does not raise: it is listed in `problems`.
@@ -134,57 +135,41 @@ def verify(
     """
     check_choice("mode", mode, ("fast", "full"))
     location = locations.normalize(checkpoint_dir)
-    return read_unchanged(
-        Ranks.alone(), location, partial(_verify, location, mode, num_threads, progress)
-    )
+    for attempt in read_attempts(Ranks.alone(), location):
+        with attempt:
+            report = _verify(location, attempt.marker, mode, num_threads, progress)
+    return report
 
 
 def _verify(
     location: str,
+    marker: dict[str, Any] | None,
     mode: str,
     num_threads: int,
-    progress: Callable[[int, int], object] | None,
-    marker: dict[str, Any] | None,
+    progress: Progress | None,
 ) -> VerifyReport:
     started = time.perf_counter()
     timer = PhaseTimer("verify", 0, location)
     with timer.phase("plan"):
         stored = _open(location, marker)
     if isinstance(stored, Problem):
-        return VerifyReport(
-            location, mode, (stored,), True, 0, 0, 0, 0, time.perf_counter() - started
-        )
+        seconds = time.perf_counter() - started
+        return VerifyReport(location, mode, (stored,), True, 0, 0, 0, 0, seconds)
     manifest = stored.manifest
-    open_files = OpenFiles(direct=unread_files(stored) if mode == "full" else ())
-    stored = stored.with_files(open_files)
-    # An interrupt ends the iteration, which cancels what has not begun.
-    with (
-        timer.phase("read") as details,
-        open_files,
-        Pool(num_threads, thread_name_prefix="distckpt-verify") as pool,
-    ):
-        # 1. Files are there, have their sizes, and begin with the headers that were written.
-        checked = pool.map(partial(_check_file, stored), range(len(manifest.files)))
-        problems = [problem for problem in checked if problem is not None]
-        num_bytes = sum(file.header_bytes for file in manifest.files)
-
-        # 2. Blocks have their checksums.
-        if mode == "full":
-            found, num_read = _check_blocks(stored, pool, progress)
-            problems += found
-            num_bytes += num_read
+    with timer.phase("read") as details:
+        problems, num_bytes = _check_content(stored, mode, num_threads, progress)
         details["bytes"] = num_bytes
     return VerifyReport(
         location,
         mode,
-        tuple(problems),
-        manifest.has_checksums,
-        len(manifest.keys) + len(manifest.aliases),
-        len(manifest.files),
-        len(manifest.key_ids),
-        num_bytes,
-        time.perf_counter() - started,
-        tuple(stray_files(location, {file.name for file in manifest.files})),
+        problems=tuple(problems),
+        has_checksums=manifest.has_checksums,
+        num_keys=len(manifest.keys) + len(manifest.aliases),
+        num_files=len(manifest.files),
+        num_chunks=len(manifest.key_ids),
+        num_bytes=num_bytes,
+        seconds=time.perf_counter() - started,
+        strays=tuple(stray_files(location, {file.name for file in manifest.files})),
     )
 
 
@@ -192,61 +177,83 @@ def _open(location: str, marker: dict[str, Any] | None) -> StoredCheckpoint | Pr
     """Open what is at a location, or return which of the files that describe it is damaged."""
     file = locations.join(location, CONFIG_FNAME)
     try:
-        marker = opening.identify(location, marker)
-        load_strategy(None, marker, location)
-        named = marker.get("manifest", {})
-        if named is None:
-            # Files of other formats describe themselves.
-            file = location
-        elif isinstance(named, dict) and is_manifest_name(named.get("name")):
-            file = locations.join(location, named["name"])
-        return opening.decode_manifest(location, opening.manifest_bytes(location, marker))
+        fields = identify(location, marker)
+        file = _describing_file(location, fields)
+        return open_checkpoint(Ranks.alone(), location, marker=fields)
     except CheckpointNotFoundError:
         raise
     except CheckpointingException as error:
         return Problem(file, str(error))
 
 
+def _describing_file(location: str, marker: Mapping[str, Any]) -> str:
+    """Return the location of what says where everything is."""
+    named = marker.get("manifest", {})
+    if named is None:
+        # Files of other formats describe themselves.
+        return location
+    if isinstance(named, dict) and is_manifest_name(named.get("name")):
+        return locations.join(location, named["name"])
+    return locations.join(location, CONFIG_FNAME)
+
+
+def _check_content(
+    stored: StoredCheckpoint, mode: str, num_threads: int, progress: Progress | None
+) -> tuple[list[Problem], int]:
+    """Check the files of a checkpoint; return what is wrong, and the bytes read."""
+    files = stored.manifest.files
+    open_files = OpenFiles(direct=unread_files(stored) if mode == "full" else ())
+    stored = stored.with_files(open_files)
+    # An interrupt ends the iteration, which cancels what has not begun.
+    with open_files, Pool(num_threads, thread_name_prefix="distckpt-verify") as pool:
+        # 1. Files are there, have their sizes, and begin with the headers that were written.
+        checked = pool.map(partial(_check_file, stored), range(len(files)))
+        problems = [problem for problem in checked if problem is not None]
+        num_bytes = sum(file.header_bytes for file in files)
+        if mode == "fast":
+            return problems, num_bytes
+        # 2. Blocks have their checksums.
+        found, num_read = _check_blocks(stored, pool, progress)
+        return problems + found, num_bytes + num_read
+
+
 def _check_file(stored: StoredCheckpoint, file_id: int) -> Problem | None:
     expected, path = stored.manifest.files[file_id], stored.path_of_file(file_id)
     try:
         num_bytes = file_size(path)
-        header = (
-            locations.read_range(path, 0, expected.header_bytes)
-            if num_bytes == expected.num_bytes
-            else b""
-        )
+        if num_bytes != expected.num_bytes:
+            return _wrong_size(path, num_bytes, expected.num_bytes)
+        header = locations.read_range(path, 0, expected.header_bytes)
     except FileNotFoundError:
         return Problem(path, "the file is missing")
     except CorruptCheckpointError as error:
         return Problem(path, str(error))
     except OSError as error:
         return Problem(path, f"cannot be read: {error.strerror or error}")
-    if num_bytes != expected.num_bytes:
-        how = "cut off" if num_bytes < expected.num_bytes else "extended or replaced"
-        message = f"the file was {how}: it has {num_bytes} bytes, {expected.num_bytes} were saved"
-        return Problem(
-            path, message, None, None, min(num_bytes, expected.num_bytes), expected.num_bytes
-        )
     if stored.manifest.has_checksums and checksum(header) != expected.header_checksum:
-        return Problem(
-            path, "checksum mismatch in the header", None, None, 0, expected.header_bytes
-        )
+        text = "checksum mismatch in the header"
+        return Problem(path, text, first_byte=0, stop_byte=expected.header_bytes)
     return None
 
 
+def _wrong_size(path: str, num_bytes: int, expected: int) -> Problem:
+    how = "cut off" if num_bytes < expected else "extended or replaced"
+    message = f"the file was {how}: it has {num_bytes} bytes, {expected} were saved"
+    return Problem(path, message, first_byte=min(num_bytes, expected), stop_byte=expected)
+
+
 def _check_blocks(
-    stored: StoredCheckpoint, pool: Pool, progress: Callable[[int, int], object] | None
+    stored: StoredCheckpoint, pool: Pool, progress: Progress | None
 ) -> tuple[list[Problem], int]:
     """Compare the checksums of all blocks; return what is wrong, and the bytes read."""
     blocks = _list_blocks(stored.manifest)
-    bad: list[tuple[int, str]] = []
-    num_read, num_to_read = 0, int((blocks.stops - blocks.starts).sum())
+    counter = ProgressCounter(progress, int((blocks.stops - blocks.starts).sum()))
+    bad: list[_BadBlock] = []
+    num_read = 0
     for found, num_of_unit in pool.map(partial(_check_unit, stored, blocks), _units(blocks)):
         bad += found
         num_read += num_of_unit
-        if progress is not None:
-            progress(num_read, num_to_read)
+        counter.add(num_of_unit)
     return _describe(stored, blocks, bad), num_read
 
 
@@ -277,13 +284,18 @@ def _list_blocks(manifest: Manifest) -> _Blocks:
     )
 
 
+class _BadBlock(NamedTuple):
+    """A block that is not as it was saved, by its number, and what is wrong with it."""
+
+    number: int
+    message: str
+
+
 def _units(blocks: _Blocks) -> Iterator[range]:
     """Cut the blocks into ranges that are near each other in one file and fit one read."""
-    file_ids, starts, stops = (
-        blocks.file_ids.tolist(),
-        blocks.starts.tolist(),
-        blocks.stops.tolist(),
-    )
+    file_ids = blocks.file_ids.tolist()
+    starts = blocks.starts.tolist()
+    stops = blocks.stops.tolist()
     first = 0
     for index in range(1, len(starts) + 1):
         ends = (
@@ -298,45 +310,59 @@ def _units(blocks: _Blocks) -> Iterator[range]:
 
 def _check_unit(
     stored: StoredCheckpoint, blocks: _Blocks, unit: range
-) -> tuple[list[tuple[int, str]], int]:
-    """Read some blocks at once; return the bad ones, each with a message, and the bytes read."""
+) -> tuple[list[_BadBlock], int]:
+    """Read some blocks at once; return the bad ones and the bytes read."""
     path = stored.path_of_file(int(blocks.file_ids[unit[0]]))
     begin, end = int(blocks.starts[unit[0]]), int(blocks.stops[unit[-1]])
     try:
         data = _read(stored, path, begin, end)
     except (CorruptCheckpointError, FileNotFoundError):
-        return [], 0  # what is wrong with the file is reported already
+        # What is wrong with the file is reported already.
+        return [], 0
     except OSError as error:
-        if len(unit) == 1:
-            return [(unit[0], f"a chunk cannot be read: {error.strerror or error}")], 0
-        # Narrow it down: one by one.
-        parts = [_check_unit(stored, blocks, range(index, index + 1)) for index in unit]
-        return [entry for found, _ in parts for entry in found], sum(
-            num_read for _, num_read in parts
-        )
+        if len(unit) > 1:
+            return _check_one_by_one(stored, blocks, unit)
+        return [_BadBlock(unit[0], f"a chunk cannot be read: {error.strerror or error}")], 0
+    return _compare(blocks, unit, data), len(data)
+
+
+def _check_one_by_one(
+    stored: StoredCheckpoint, blocks: _Blocks, unit: range
+) -> tuple[list[_BadBlock], int]:
+    """Find out which blocks cannot be read."""
+    bad: list[_BadBlock] = []
+    num_read = 0
+    for number in unit:
+        found, num_of_block = _check_unit(stored, blocks, range(number, number + 1))
+        bad += found
+        num_read += num_of_block
+    return bad, num_read
+
+
+def _compare(blocks: _Blocks, unit: range, data: Bytes) -> list[_BadBlock]:
+    """Compare blocks, whose bytes follow each other from the first on, with their checksums."""
+    begin = int(blocks.starts[unit[0]])
     bad = []
-    for index in unit:
-        start, stop = int(blocks.starts[index]) - begin, int(blocks.stops[index]) - begin
+    for number in unit:
+        start, stop = int(blocks.starts[number]) - begin, int(blocks.stops[number]) - begin
         if stop > len(data):
-            bad.append((index, "a chunk was cut off"))
-        elif len(blocks.expected) and checksum(data[start:stop]) != int(blocks.expected[index]):
-            bad.append((index, "checksum mismatch in a chunk"))
-    return bad, len(data)
+            bad.append(_BadBlock(number, "a chunk was cut off"))
+        elif len(blocks.expected) and checksum(data[start:stop]) != int(blocks.expected[number]):
+            bad.append(_BadBlock(number, "checksum mismatch in a chunk"))
+    return bad
 
 
-def _describe(
-    stored: StoredCheckpoint, blocks: _Blocks, bad: Sequence[tuple[int, str]]
-) -> list[Problem]:
+def _describe(stored: StoredCheckpoint, blocks: _Blocks, bad: Sequence[_BadBlock]) -> list[Problem]:
     """Say which chunks are concerned, one problem for blocks of a chunk that follow each other."""
     problems: list[Problem] = []
-    for index, message in bad:
-        chunk = int(blocks.chunks[index])
-        start, stop = int(blocks.starts[index]), int(blocks.stops[index])
+    for number, message in bad:
+        chunk = int(blocks.chunks[number])
+        start, stop = int(blocks.starts[number]), int(blocks.stops[number])
         region = str(stored.manifest.chunk_region(chunk))
         problem = Problem(stored.path_of(chunk), message, stored.key_of(chunk), region, start, stop)
-        follows = bool(problems) and problems[-1].stop_byte == start
-        if follows and problems[-1]._replace(first_byte=start, stop_byte=stop) == problem:
-            problems[-1] = problems[-1]._replace(stop_byte=stop)
+        last = problems[-1] if problems else None
+        if last and last == replace(problem, first_byte=last.first_byte, stop_byte=start):
+            problems[-1] = replace(problem, first_byte=last.first_byte)
         else:
             problems.append(problem)
     return problems

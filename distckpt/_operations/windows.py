@@ -14,6 +14,7 @@ import numpy as np
 import torch
 
 from distckpt._base.dtypes import FROM_NAME, item_values
+from distckpt._base.progress import ProgressCounter
 from distckpt._base.threads import NUM_REQUESTS, NUM_THREADS, run_threads
 from distckpt._checkpoint.stored_values import StoredTensor
 from distckpt._geometry.region import Region, cut_region, whole
@@ -49,20 +50,19 @@ class Window(NamedTuple):
 def map_windows(
     sides: Sequence[Sequence[StoredTensor]],
     compute: Callable[..., _Result],
-    count: Callable[[int], None] | None = None,
+    counter: ProgressCounter,
 ) -> Iterator[list[_Result]]:
     """Yield for each tensor the results of `compute(window, *values)` for its windows, in order.
 
     Each side has tensors of one checkpoint, the first of them of the same shape as the first of the
-    other side, and so on. `values`, of each side, are in memory that is used again. `count` is
-    called with numbers of bytes.
+    other side, and so on. `values`, of each side, are in memory that is used again.
     """
     windows = (
         Window(number, region)
         for number, tensor in enumerate(sides[0])
         for region in window_regions(tensor.shape)
     )
-    results = _results(sides, _batches(windows), compute, count)
+    results = _results(sides, _batches(windows), compute, counter)
     for _, found in itertools.groupby(results, operator.itemgetter(0)):
         yield [result for _, result in found]
 
@@ -95,7 +95,7 @@ def _results(
     sides: Sequence[Sequence[StoredTensor]],
     batches: Iterator[list[Window]],
     compute: Callable[..., _Result],
-    count: Callable[[int], None] | None,
+    counter: ProgressCounter,
 ) -> Iterator[tuple[int, _Result]]:
     while group := list(itertools.islice(batches, _GROUP_BATCHES)):
         found: dict[int, list[_Result]] = {}
@@ -104,8 +104,7 @@ def _results(
             number, batch = item
             values = [_read(f"side {side}", tensors, batch) for side, tensors in enumerate(sides)]
             found[number] = [compute(*arguments) for arguments in zip(batch, *values, strict=True)]
-            if count is not None:
-                count(sum(part.nbytes for part in itertools.chain(*values)))
+            counter.add(sum(part.nbytes for part in itertools.chain(*values)))
 
         is_local = all(locations.is_local(tensors[0].stored.location) for tensors in sides)
         run_threads(work, enumerate(group), NUM_THREADS if is_local else NUM_REQUESTS)

@@ -229,7 +229,7 @@ def ways_in(tensors: Tensors, device: torch.device, place: Path, is_cold: bool) 
     ways: dict[str, Callable[[], Any]] = {
         "read and copy": read_and_copy,
         "distckpt": load,
-        "distckpt, verify=none": lambda: load(verify="none"),
+        "distckpt, verify=none": lambda: load(verify=False),
         "safetensors load_file": lambda: load_file(path, device=str(device)),
     }
     if importlib.util.find_spec("fastsafetensors"):

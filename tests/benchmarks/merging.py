@@ -124,7 +124,7 @@ def run_once(function, paths: list[str], target: str, cold: bool) -> tuple[float
 
 def merge(paths: list[str], target: str) -> None:
     """Merge without verification."""
-    distckpt.merge(paths, target, verify="none")
+    distckpt.merge(paths, target, verify=False)
 
 
 def merge_verified(paths: list[str], target: str) -> None:

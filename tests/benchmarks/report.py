@@ -17,7 +17,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from measure import machine_facts, markdown_table
+from measure import machine_facts
+from tables import markdown_table
 
 MAX_NOISE = 0.3
 """A figure is marked when the middle half of its runs spans more than this fraction of their

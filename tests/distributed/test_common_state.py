@@ -119,7 +119,7 @@ def test_no_warning_where_none_is_wanted(how, tmp_path):
         outcomes = launch.outcomes()
     assert [outcome.error for outcome in outcomes] == [None] * 4
     assert [outcome.warnings_logged for outcome in outcomes] == [[], [], [], []]
-    common = distckpt.load_common_state_dict(path)
+    common = distckpt.open(path).common_state
     # The function that prepares the comparison removed it from what is compared, not from what is
     # saved.
     assert (common["seen"], common["lr"]) == (0, 1e-3)
@@ -128,7 +128,7 @@ def test_no_warning_where_none_is_wanted(how, tmp_path):
 def save_content_metadata(rank, path):
     metadata = {"optimizer": "fully sharded", "dp_cp_group": object()}
     distckpt.save({"w": shard(rank)}, path, content_metadata=metadata)
-    return distckpt.load_content_metadata(path), sorted(metadata)
+    return distckpt.open(path).metadata, sorted(metadata)
 
 
 def test_content_metadata(tmp_path):
@@ -159,9 +159,9 @@ def test_classes_that_the_reader_does_not_know_are_in_nobodys_way(tmp_path, caps
     assert torch.equal(loaded["w"], torch.ones(3))
     assert loaded["args"]["lr"] == 0.5
     assert isinstance(loaded["args"]["mode"], distckpt.UnknownObject)
-    (position,) = distckpt.load_common_state_dict(path)["where"]
+    (position,) = distckpt.open(path).common_state["where"]
     assert (position.name, position.state.epoch) == ("trainer.Position", 3)
-    assert list(distckpt.load_plain_tensors(path, keys=["b"])) == ["b"]
+    assert list(distckpt.open(path).read_tensors(["b"])) == ["b"]
 
     # What is asked for cannot be had, whatever is asked with.
     object_of_it = ShardedObject("object", None, (1,), (0,))
@@ -174,7 +174,7 @@ def test_classes_that_the_reader_does_not_know_are_in_nobodys_way(tmp_path, caps
         distckpt.dcp.load({"args": {"mode": 0}}, checkpoint_id=path)
 
     # Saved again, it is what it was.
-    distckpt.save(distckpt.load_common_state_dict(path), again)
+    distckpt.save(distckpt.open(path).common_state, again)
     assert {difference.key for difference in distckpt.diff(path, again).objects} == {"object"}
     assert "registered as 'trainer.Mode'" in call(capsys, "cat", path)
     assert "registered as 'trainer.Mode'" in call(capsys, "cat", path, "object")

@@ -131,7 +131,7 @@ def test_what_torch_wrote_is_exported_and_loaded(num_ranks, tmp_path):
         assert len(files) == (1 if mapping is None else 3)
         for place in ("out", "every", "alone"):
             assert same_bytes(read_export(tmp_path / name / place), expected)
-        assert same_bytes(distckpt.load_plain_tensors(tmp_path / name / "sharded"), expected)
+        assert same_bytes(distckpt.open(tmp_path / name / "sharded").read_tensors(), expected)
 
 
 def save_twice_with_torch(rank, folder):

@@ -298,7 +298,7 @@ def test_mixed_state_and_what_only_some_ranks_have(tmp_path, size):
 def test_entries_of_one_rank_are_no_difference_in_common_state(tmp_path):
     with launched(save_mixed, 2, OURS, str(tmp_path / "saved"), 2) as launch:
         assert [outcome.warnings_logged for outcome in launch.outcomes()] == [[], []]
-    common = distckpt.load_common_state_dict(tmp_path / "saved")
+    common = distckpt.open(tmp_path / "saved").common_state
     assert common["objects"] == {"numbers": [1, 2, 3], "none": None, "nested": {"flag": True}}
     assert "loader" not in common
 
@@ -321,10 +321,10 @@ def save_in_halves(rank, path):
 def test_a_part_of_the_ranks_saves_its_copy(tmp_path):
     assert run(save_in_halves, 4, str(tmp_path)) == [4] * 4
     for half in (0, 1):
-        tensors = distckpt.load_plain_tensors(tmp_path / str(half))
+        tensors = distckpt.open(tmp_path / str(half)).read_tensors()
         assert torch.equal(tensors["weight"], numbered(5, 2))
         assert torch.equal(tensors["plain"], numbered(3))
-        assert distckpt.load_common_state_dict(tmp_path / str(half)) == {"half": half}
+        assert distckpt.open(tmp_path / str(half)).common_state == {"half": half}
 
 
 def save_and_load_without_the_others(rank, path):
@@ -370,7 +370,7 @@ def test_sharded_tensors_of_fsdp1(tmp_path):
     for rank, tensors in enumerate(run(save_and_load_torch_sharded, 2, str(tmp_path))):
         expected = numbered(5, 4)[:3] if rank == 0 else numbered(5, 4)[3:]
         assert all(torch.equal(tensor, expected) for tensor in tensors)
-    assert torch.equal(distckpt.load_plain_tensors(tmp_path / "ours")["rows"], numbered(5, 4))
+    assert torch.equal(distckpt.open(tmp_path / "ours").read_tensors()["rows"], numbered(5, 4))
 
 
 # ---- asynchronous saves
@@ -395,10 +395,10 @@ def save_and_change_at_once(rank, path):
 def test_what_changes_after_an_async_save_has_returned_is_saved_as_it_was(tmp_path):
     path = str(tmp_path / "saved")
     assert run(save_and_change_at_once, 2, path) == [(path, True, None)] * 2
-    tensors = distckpt.load_plain_tensors(path)
+    tensors = distckpt.open(path).read_tensors()
     assert torch.equal(tensors["w.divided"], numbered(6, 3))
     assert torch.equal(tensors["w.whole"], numbered(4))
-    assert distckpt.load_common_state_dict(path) == {"values": [1, 2, 3]}
+    assert distckpt.open(path).common_state == {"values": [1, 2, 3]}
 
 
 def fail_in_the_background(rank, path):

@@ -100,7 +100,7 @@ def test_one_large_replicated_tensor_is_sliced_over_its_replicas(run, kind, tmp_
     assert sum(written.values()) == math.prod(LARGE) * 4
     assert sorted(written) == [0, 1, 2, 3]
     assert max(written.values()) / (sum(written.values()) / 4) <= 1.05, written
-    loaded = distckpt.load_plain_tensors(str(path))["large"].reshape(LARGE)
+    loaded = distckpt.open(str(path)).read_tensors()["large"].reshape(LARGE)
     assert np.array_equal(bytes_of(loaded), global_bytes("large", LARGE, torch.float32))
 
 
@@ -162,7 +162,7 @@ def test_copies_of_flat_shards_are_written_once(run, tmp_path):
     assert [written[rank] for rank in range(4)] == pytest.approx(
         [13_007 * 2, 16_993 * 2, 13_007 * 2, 16_993 * 2], abs=4096
     )
-    loaded = distckpt.load_plain_tensors(str(path))["flat"]
+    loaded = distckpt.open(str(path)).read_tensors()["flat"]
     assert np.array_equal(bytes_of(loaded), global_bytes("flat", (60, 500), torch.float32))
 
 
@@ -182,7 +182,7 @@ def test_tied_tensors_are_written_once(run, tmp_path):
     path = tmp_path / "checkpoint"
     run(save_tied, 2, str(path))
     assert sum(data_bytes_by_rank(path).values()) == 20_000 * 4
-    loaded = distckpt.load_plain_tensors(str(path))
+    loaded = distckpt.open(str(path)).read_tensors()
     for key in ("embedding", "output.weight"):
         assert torch.equal(loaded[key], torch.arange(20_000.0).reshape(200, 100)), key
 
@@ -208,7 +208,7 @@ def test_the_fully_parallel_wrapper_keeps_sharing_inside_its_group(run, tmp_path
     assert [written[rank] for rank in range(4)] == pytest.approx(
         [160_000, 80_000, 160_000, 80_000], abs=4096
     )
-    loaded = distckpt.load_plain_tensors(str(path))
+    loaded = distckpt.open(str(path)).read_tensors()
     assert torch.equal(loaded["shared"], torch.ones(400, 100))
     assert torch.equal(
         loaded["halves"], torch.arange(2.0).repeat_interleave(400)[:, None].expand(800, 100)

@@ -95,7 +95,7 @@ def load_fused(rank, layout, path):
 def test_fused_layers_and_their_flat_moments_load_under_every_other_layout(run, saved, tmp_path):
     path = str(tmp_path / "checkpoint")
     run(save_fused, saved.num_ranks, saved, path)
-    stored = distckpt.load_plain_tensors(path)
+    stored = distckpt.open(path).read_tensors()
     assert {key for key in stored if not key.startswith("moment.")} == set(STORED)
     for key, whole in STORED.items():
         assert np.array_equal(stored[key].numpy(), whole), key
@@ -206,7 +206,7 @@ def load_experts(rank, way, layout, path):
 def test_experts_load_under_every_other_layout_and_held_in_other_ways(run, way, saved, tmp_path):
     path = str(tmp_path / "checkpoint")
     run(save_experts, saved.num_ranks, way, saved, path)
-    stored = distckpt.load_plain_tensors(path)
+    stored = distckpt.open(path).read_tensors()
     assert np.array_equal(stored.pop("experts.linear_fc1.weight").numpy(), FC1)
     assert np.array_equal(stored.pop("experts.linear_fc2.weight").numpy(), FC2)
     assert stored == {}

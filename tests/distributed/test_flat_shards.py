@@ -154,7 +154,7 @@ def test_flat_shards_load_under_every_other_layout(run, saved, tmp_path):
         assert run(function, 1, Layout(), path, backend=None) == [[]], (
             "a process without a process group"
         )
-    everything = distckpt.load_plain_tensors(path)
+    everything = distckpt.open(path).read_tensors()
     for key, (shape, _) in MOMENTS.items():
         assert np.array_equal(bytes_of(everything[key]), global_bytes(key, shape, torch.float32)), (
             key

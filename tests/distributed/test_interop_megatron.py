@@ -203,7 +203,7 @@ def load_what_megatron_saved(rank, path):
         args.mode.name,
         (type(args.config).__name__, args.config.lr),
     )
-    return loaded, distckpt.load_content_metadata(path), refused
+    return loaded, distckpt.megatron.load_content_metadata(path), refused
 
 
 WHAT_MEGATRON_SAVED = {
@@ -253,22 +253,22 @@ def convert_together(rank, source, target):
 def test_conversion_by_two_ranks(run, saved_by_megatron, tmp_path):
     target = str(tmp_path / "converted")
     assert run(convert_together, 2, saved_by_megatron, target) == [WHAT_MEGATRON_SAVED] * 2
-    assert distckpt.load_sharded_metadata(target) == distckpt.load_sharded_metadata(
-        saved_by_megatron
-    )
-    converted = distckpt.load_plain_tensors(target)
+    assert distckpt.megatron.serialization.load_sharded_metadata(
+        target
+    ) == distckpt.megatron.serialization.load_sharded_metadata(saved_by_megatron)
+    converted = distckpt.megatron.load_plain_tensors(target)
     assert [
         key
         for key, tensor in converted.items()
         if not torch.equal(tensor, whole(key, tensor.shape))
     ] == []
-    assert converted.keys() == distckpt.load_tensors_metadata(saved_by_megatron).keys()
+    assert converted.keys() == distckpt.megatron.load_tensors_metadata(saved_by_megatron).keys()
 
 
 def test_consolidation_of_what_megatron_saved(saved_by_megatron, tmp_path):
     distckpt.consolidate(saved_by_megatron, str(tmp_path / "hf"))
     exported = load_file(tmp_path / "hf" / "model.safetensors")
-    assert exported.keys() == distckpt.load_tensors_metadata(saved_by_megatron).keys()
+    assert exported.keys() == distckpt.megatron.load_tensors_metadata(saved_by_megatron).keys()
     assert [
         key for key, tensor in exported.items() if not torch.equal(tensor, whole(key, tensor.shape))
     ] == []

@@ -70,7 +70,7 @@ def load_in_another_layout(rank, path, num_ranks):
         for key, (tensor, _) in WEIGHTS.items()
     }
     asked = {"model": {key: shard for key, (shard, _) in parts.items()}}
-    loaded = distckpt.load(asked, path, strict="raise_all")
+    loaded = distckpt.load(asked, path, strict="raise")
     wrong = [
         key
         for key, (_, expected) in parts.items()
@@ -102,13 +102,13 @@ def convert(rank, source, target):
 def test_conversion_by_some_ranks(saved, tmp_path, num_ranks):
     target = str(tmp_path / "converted")
     assert run(convert, num_ranks, saved, target) == [target] * num_ranks
-    plain = distckpt.load_plain_tensors(target)
+    plain = distckpt.open(target).read_tensors()
     assert [
         key
         for key, (tensor, _) in WEIGHTS.items()
         if not torch.equal(plain[f"model.{key}"], tensor)
     ] == []
-    assert distckpt.load_common_state_dict(target) == distckpt.load_common_state_dict(saved)
+    assert distckpt.open(target).common_state == distckpt.open(saved).common_state
 
 
 def errors_of_loading(rank, path):

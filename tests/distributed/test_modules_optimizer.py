@@ -131,7 +131,7 @@ def full_states(net: Net, optimizer: torch.optim.Optimizer) -> dict[str, dict[st
 
 def resume(layout, optimizer_name: str, path: str) -> tuple[dict, list[float]]:
     net, optimizer = make(layout, optimizer_name, seed=2)
-    loaded = distckpt.load(describe(net, optimizer), path, strict="raise_all")
+    loaded = distckpt.load(describe(net, optimizer), path, strict="raise")
     load_sharded_state_dict(net, loaded["model"])
     load_sharded_optimizer_state_dict(optimizer, loaded["optimizer"])
     return full_states(net, optimizer), train(net, optimizer, range(3, 6))

@@ -34,7 +34,7 @@ def save_and_load(rank, server, location):
         distckpt.save(state(rank, 2, table(1)), location)
         distckpt.save(state(rank, 2, table(2)), location, overwrite=True)
         loaded = distckpt.load(
-            state(rank, 2, torch.zeros(ROWS, 1024), axis=1), location, verify="full"
+            state(rank, 2, torch.zeros(ROWS, 1024), axis=1), location, verify=True
         )
         distckpt.consolidate(location, f"{location}-hf", max_file_bytes=6 << 20)
         return torch.equal(loaded["t"], table(2).chunk(2, 1)[rank]), loaded["step"]
@@ -124,7 +124,7 @@ def race(rank, server, location):
             winners = [n for n in (0, 1) if errors[2 * n] is type(None)]
             assert len(winners) == 1 if attempt <= 1 else winners
             loaded = distckpt.load(
-                state(rank, 4, torch.zeros(256, 1024)), f"{location}/{attempt}", verify="full"
+                state(rank, 4, torch.zeros(256, 1024)), f"{location}/{attempt}", verify=True
             )["t"]
             found = [
                 torch.equal(loaded, table(10 * attempt + n, 256).chunk(4)[rank]) for n in winners
@@ -165,7 +165,7 @@ def test_all_ranks_say_that_another_program_has_saved(server, bucket):
         assert total == 2
     assert uploads_in(server, bucket) == []
     with reached_at(server):
-        assert distckpt.load_common_state_dict(f"{bucket}/c") == {"step": 6}
+        assert distckpt.open(f"{bucket}/c").common_state == {"step": 6}
 
 
 def manage(rank, server, root):

@@ -116,7 +116,7 @@ def test_modules_of_one_s_own_save_and_load_under_every_layout(tmp_path, run):
     pairs = [((2, 2, 1), (1, 2, 2)), ((2, 1, 2), (4, 1, 1))]
     assert run(save_and_load, 4, str(tmp_path), pairs) == [0] * 4
     for saved, _ in pairs:
-        stored = distckpt.load_plain_tensors(tmp_path / str(saved))
+        stored = distckpt.open(tmp_path / str(saved)).read_tensors()
         layers = {
             "layers.up.weight": (NUM_LAYERS, FEATURES, WIDTH),
             "layers.norm.weight": (NUM_LAYERS, WIDTH),
@@ -129,8 +129,9 @@ def test_modules_of_one_s_own_save_and_load_under_every_layout(tmp_path, run):
             assert tuple(stored[name].shape) == shape
         assert torch.equal(stored["layers.up.weight"][3], full("up3", FEATURES, WIDTH))
         assert {f"ordinary.stage{i}.weight" in stored for i in range(saved[1])} == {True}
-        assert "counter._extra_state/shard_0_1" in distckpt.load_sharded_metadata(
-            tmp_path / str(saved)
+        assert (
+            "counter._extra_state/shard_0_1"
+            in distckpt.megatron.serialization.load_sharded_metadata(tmp_path / str(saved))
         )
 
 

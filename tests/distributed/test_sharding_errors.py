@@ -224,7 +224,7 @@ def test_validate_replicas_names_the_ranks_and_the_key(run, tmp_path):
     assert totals == (6, 6, 6, 6)
     assert left == ([], [], [], [])
     # Not compared, it was saved.
-    assert distckpt.load_plain_tensors(str(tmp_path / "checkpoint"))["w"].shape == (100, 4)
+    assert distckpt.open(str(tmp_path / "checkpoint")).read_tensors()["w"].shape == (100, 4)
 
 
 def save_equal_replicas(rank, path):

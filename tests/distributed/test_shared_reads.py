@@ -300,7 +300,7 @@ def load_flat(rank, path):
         "w", flat, (1, NUM_ELEMENTS), flattened_range=part, replica_id=rank % 2
     )
     with reads_of_tensors() as spans:
-        distckpt.load({"w": shard}, f"hooked://{path}", parallel_load="on", verify="none")
+        distckpt.load({"w": shard}, f"hooked://{path}", parallel_load="on", verify=False)
     return bool((flat == torch.arange(part.start, part.stop)).all()), sum(
         stop - start for _, start, stop in spans
     )

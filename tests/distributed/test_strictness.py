@@ -164,7 +164,7 @@ def load_every_part(rank, path):
     del rank
     parts = {
         name: shard
-        for name, shard in distckpt.load_sharded_metadata(path).items()
+        for name, shard in distckpt.megatron.serialization.load_sharded_metadata(path).items()
         if isinstance(shard, ShardedObject)
     }
     return distckpt.load(parts, path)

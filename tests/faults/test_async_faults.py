@@ -105,7 +105,7 @@ def resume(rank, root):
     with CheckpointManager(root) as manager:
         found = (
             manager.latest(),
-            values_in(manager.load(state_of(-1, rank, NUM_RANKS), verify="full")),
+            values_in(manager.load(state_of(-1, rank, NUM_RANKS))),
         )
         manager.save(2, state_of(3, rank, NUM_RANKS)).result(PATIENCE)
         return found, values_in(manager.load(state_of(-1, rank, NUM_RANKS)))

@@ -65,7 +65,7 @@ def let_them_meet(launch, rounds):
 
 def value_in(path):
     """Return the value that all of a checkpoint holds."""
-    loaded = distckpt.load(many_tensors(-1), path, verify="full")
+    loaded = distckpt.load(many_tensors(-1), path)
     values = {
         loaded["value"],
         *torch.cat([tensor.flatten() for tensor in loaded["tensors"]]).tolist(),
@@ -136,17 +136,17 @@ def read_all(path, **options):
     """Load everything and return all distinct values; checksums are left out, so that they cannot
     tell.
     """
-    loaded = distckpt.load(scattered(-1), path, verify="none", **options)
+    loaded = distckpt.load(scattered(-1), path, verify=False, **options)
     return {*torch.cat(loaded["columns"]).flatten().tolist(), loaded["object"], loaded["value"]}
 
 
 def read_tensors(path):
-    return set(distckpt.load_plain_tensors(path)["w"].flatten().tolist())
+    return set(distckpt.open(path).read_tensors()["w"].flatten().tolist())
 
 
 def read_common_state(path):
-    assert "w" in distckpt.load_sharded_metadata(path)
-    return {distckpt.load_common_state_dict(path)["value"]}
+    assert "w" in distckpt.megatron.serialization.load_sharded_metadata(path)
+    return {distckpt.open(path).common_state["value"]}
 
 
 def read_to_verify(path):
@@ -220,7 +220,7 @@ def load_while_overwritten(rank, path):
         "columns": halves["columns"][rank * NUM_FILES // 2 : (rank + 1) * NUM_FILES // 2],
     }
     mine["object"] = ShardedObject("object", None, (1,), (0,), replica_id=rank)
-    loaded = distckpt.load(mine, path, verify="none", progress=overwrite if rank == 1 else None)
+    loaded = distckpt.load(mine, path, verify=False, progress=overwrite if rank == 1 else None)
     return {*torch.cat(loaded["columns"]).flatten().tolist(), loaded["object"], loaded["value"]}
 
 
@@ -237,7 +237,7 @@ def test_an_export_that_is_overtaken_is_not_committed(tmp_path):
     with pytest.raises(
         CheckpointingException, match=r"overwritten while it was exported|damaged or replaced"
     ):
-        distckpt.consolidate(path, tmp_path / "export", verify="none", progress=overwrite)
+        distckpt.consolidate(path, tmp_path / "export", verify=False, progress=overwrite)
     assert os.listdir(tmp_path) == ["checkpoint"]
 
 
@@ -363,6 +363,6 @@ def test_two_groups_save_to_one_path(tmp_path):
     (winner,) = [group for group in (0, 1) if errors[2 * group : 2 * group + 2] == [None, None]]
     for error in errors[2 - 2 * winner : 4 - 2 * winner]:
         assert isinstance(error, CheckpointExistsError)
-    assert distckpt.load_common_state_dict(path) == {"who": winner}
-    assert set(distckpt.load_plain_tensors(path)["w"].flatten().tolist()) == {float(winner)}
+    assert distckpt.open(path).common_state == {"who": winner}
+    assert set(distckpt.open(path).read_tensors()["w"].flatten().tolist()) == {float(winner)}
     assert os.listdir(tmp_path) == ["checkpoint"]

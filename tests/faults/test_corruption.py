@@ -67,7 +67,7 @@ def load(path, verify="full"):
         for key, value in TENSORS.items()
     }
     asked |= {f"o{i}": ShardedObject("o", None, (2,), (i,)) for i in range(2)}
-    loaded = distckpt.load(asked, path, verify=verify, strict="raise_all")
+    loaded = distckpt.load(asked, path, verify=verify, strict="raise")
     assert all(torch.equal(loaded.pop(key), value) for key, value in TENSORS.items())
     assert torch.equal(loaded.pop("rng"), COMMON["rng"])
     assert [loaded.pop(f"o{i}")["rank"] for i in range(2)] == [0, 1]
@@ -191,7 +191,11 @@ def test_every_flipped_bit_of_the_marker_is_found(checkpoint):
             flipped[position] ^= 1 << bit
             file.write_bytes(flipped)
             assert str(file) in str(error_of(lambda: read_marker(checkpoint)))
-    for read in (load, distckpt.load_plain_tensors, distckpt.load_common_state_dict):
+    for read in (
+        load,
+        distckpt.megatron.load_plain_tensors,
+        distckpt.megatron.load_common_state_dict,
+    ):
         with pytest.raises(CorruptCheckpointError, match=re.escape(str(file))):
             read(checkpoint)
     assert [problem.file for problem in distckpt.verify(checkpoint, "fast").problems] == [str(file)]
@@ -246,9 +250,9 @@ def test_checks_may_be_left_out(checkpoint):
     data[-1] ^= 1
     file.write_bytes(data)
     with pytest.raises(AssertionError):
-        load(checkpoint, verify="none")
+        load(checkpoint, verify=False)
     with pytest.raises(CorruptCheckpointError):
-        load(checkpoint, verify="read")
+        load(checkpoint)
 
 
 def test_the_old_name_of_full_verification(checkpoint):
@@ -262,7 +266,7 @@ def test_the_old_name_of_full_verification(checkpoint):
     data = bytearray(file.read_bytes())
     data[entries_of(file)["w"][-1]] ^= 1
     file.write_bytes(data)
-    assert distckpt.load(shard, checkpoint, verify="none")["w"].tolist() == [0, 1]
+    assert distckpt.load(shard, checkpoint, verify=False)["w"].tolist() == [0, 1]
     with pytest.raises(CorruptCheckpointError):
         distckpt.load(shard, checkpoint, verify_integrity=True)
 
@@ -402,7 +406,7 @@ def test_tensors_are_removed_from_a_checkpoint_with_blocks_of_another_size(tmp_p
     # The file is written anew, under the name that stays.
     distckpt.remove_sharded_tensors(tmp_path / "c", "w")
     assert distckpt.verify(tmp_path / "c").is_whole
-    assert torch.equal(distckpt.load_plain_tensors(tmp_path / "c")["tied"], values)
+    assert torch.equal(distckpt.open(tmp_path / "c").read_tensors()["tied"], values)
 
 
 # ---- what verification says, and what loads give
@@ -450,13 +454,13 @@ def test_verify_says_what_a_flipped_bit_concerns(checkpoint, name):
                 assert "header" in problem.message
                 # Where data lie is read from the manifest, so a header is of no account for
                 # distckpt itself.
-                load(checkpoint, verify="read")
+                load(checkpoint)
                 continue
             assert problem.key == key
             assert problem.region is not None
             assert (problem.first_byte, problem.stop_byte) == (span[0], span[-1] + 1)
             with pytest.raises(CorruptCheckpointError) as caught:
-                load(checkpoint, verify="read")
+                load(checkpoint)
             assert str(file) in str(caught.value)
             assert name_of(key) in str(caught.value)
     file.write_bytes(original)
@@ -565,7 +569,7 @@ def test_files_that_changed_places_are_found(tmp_path):
     with pytest.raises(
         CorruptCheckpointError, match=f"Checksum mismatch in '({first}|{second})'.*key 'v'"
     ):
-        distckpt.load_plain_tensors(tmp_path / "c")
+        distckpt.open(tmp_path / "c").read_tensors()
 
 
 @pytest.mark.parametrize("name", FILES[:4])
@@ -735,9 +739,9 @@ def test_a_giant_tensor_without_chunks_is_not_allocated(checkpoint):
         columns["key_ndims"] = np.append(columns["key_ndims"], 2)
 
     forge(checkpoint, enlarge)
-    assert distckpt.load_tensors_metadata(checkpoint)["zz"].global_shape == (2**30, 2**31)
+    assert distckpt.open(checkpoint).tensors["zz"].global_shape == (2**30, 2**31)
     with pytest.raises(LoadMismatchError, match="of key 'zz' is not stored completely"):
-        distckpt.load_plain_tensors(checkpoint)
+        distckpt.open(checkpoint).read_tensors()
 
 
 def test_positions_on_top_of_each_other_are_found_by_their_checksums(checkpoint):
@@ -785,7 +789,7 @@ def test_a_mutated_manifest_does_not_lead_to_other_errors(template, tmp_path_fac
     asked |= {f"o{i}": ShardedObject("o", None, (2,), (i,)) for i in range(2)}
     errors = [
         error_of(lambda: distckpt.load(asked, path)),
-        error_of(lambda: distckpt.load_plain_tensors(path)),
+        error_of(lambda: distckpt.open(path).read_tensors()),
     ]
     shutil.rmtree(path)
     for error in errors:
@@ -811,7 +815,7 @@ def test_damage_that_checksums_were_not_asked_to_find_is_found_when_decoding(
     data[span[math.floor(position * len(span))]] ^= 1 << bit
     file.write_bytes(data)
     error = error_of(
-        lambda: distckpt.load({"o": ShardedObject("o", None, (2,), (0,))}, path, verify="none")
+        lambda: distckpt.load({"o": ShardedObject("o", None, (2,), (0,))}, path, verify=False)
     )
     shutil.rmtree(path)
     assert error is None or isinstance(error, CorruptCheckpointError)
@@ -828,6 +832,6 @@ def test_no_flipped_byte_gives_wrong_values(checkpoint, name):
     for position in range(len(original)):
         flip(file, original, position, random)
         problems = distckpt.verify(checkpoint).problems
-        error = error_of(lambda: load(checkpoint, verify="read"))
+        error = error_of(lambda: load(checkpoint))
         assert problems or error is None
         assert problems or name == FILES[4], f"byte {position} is not found"

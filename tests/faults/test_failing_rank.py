@@ -345,7 +345,7 @@ def test_a_target_that_is_taken_when_the_save_is_to_be_committed(run, appears, t
         assert total == 6
         assert left == ["checkpoint", "other"], "what appeared stays, what was written goes"
     if appears is a_whole_checkpoint:
-        assert distckpt.load_common_state_dict(str(tmp_path / "checkpoint")) == {"value": 1}
+        assert distckpt.open(str(tmp_path / "checkpoint")).common_state == {"value": 1}
 
 
 def save_over_another(rank, folder):
@@ -419,7 +419,7 @@ def test_a_manifest_that_cannot_be_written(run, tmp_path):
         assert "manifest" in str(error)
         assert os.strerror(errno.EFBIG) in str(error)
         assert (total, left) == (1, [])
-    assert len(distckpt.load_tensors_metadata(str(tmp_path / "checkpoint"))) == 1500
+    assert len(distckpt.open(str(tmp_path / "checkpoint")).tensors) == 1500
 
 
 def save_below_a_file(rank, folder):

@@ -36,7 +36,7 @@ def save(rank, folder):
 
 
 def load(rank, folder):
-    distckpt.load(state_of(-1, rank, NUM_RANKS), f"{folder}/checkpoint", strict="raise_all")
+    distckpt.load(state_of(-1, rank, NUM_RANKS), f"{folder}/checkpoint", strict="raise")
 
 
 def load_sharing_reads(rank, folder):
@@ -148,9 +148,9 @@ def check_losses(losses, template, folder):
 def value_in(path):
     """Return the value that all of a checkpoint holds."""
     assert distckpt.verify(path).is_whole
-    tensors = distckpt.load_plain_tensors(path).values()
+    tensors = distckpt.open(path).read_tensors().values()
     values = torch.cat([tensor.flatten() for tensor in tensors]).tolist()
-    (value,) = {distckpt.load_common_state_dict(path)["value"], *values}
+    (value,) = {distckpt.open(path).common_state["value"], *values}
     return value
 
 

@@ -88,7 +88,7 @@ def resharded(path, random):
 
 
 def plain(path, random):
-    loaded = distckpt.load_plain_tensors(path)
+    loaded = distckpt.open(path).read_tensors()
     assert loaded.keys() == SHAPES.keys()
     return {key: (key, (), tensor.numpy()) for key, tensor in loaded.items()}
 

@@ -27,7 +27,7 @@ TIMEOUT = 60.0
 
 
 def value_in(path):
-    return value_of(distckpt.load(state_of(-1), path, verify="full"))
+    return value_of(distckpt.load(state_of(-1), path))
 
 
 def use_every_door(folder):
@@ -369,9 +369,9 @@ def test_a_save_waits_for_what_is_seen_late(tmp_path):
     )
     assert all("shard-00002" in path or "rank-00002" in path for path in own_files[1])
     assert distckpt.verify(tmp_path / "checkpoint").is_whole
-    assert set(distckpt.load_plain_tensors(tmp_path / "checkpoint")["rows"].flatten().tolist()) == {
-        7
-    }
+    assert set(
+        distckpt.open(tmp_path / "checkpoint").read_tensors()["rows"].flatten().tolist()
+    ) == {7}
 
 
 def load_half_blind(rank, folder):

@@ -332,7 +332,7 @@ def save_large(folder, rank, num_ranks):
 
 def judge_large(folder):
     assert distckpt.verify(folder / "checkpoint").is_whole
-    assert torch.equal(distckpt.load_plain_tensors(folder / "checkpoint")["w"], large_tensor(NEW))
+    assert torch.equal(distckpt.open(folder / "checkpoint").read_tensors()["w"], large_tensor(NEW))
     return "new"
 
 

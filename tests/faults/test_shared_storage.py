@@ -153,7 +153,7 @@ def test_ranks_with_stores_of_their_own(is_same_url, message):
 def check_value(path, value):
     """Check a checkpoint that two ranks have saved."""
     assert distckpt.verify(path).is_whole
-    assert distckpt.load_common_state_dict(path)["value"] == value
+    assert distckpt.open(path).common_state["value"] == value
 
 
 # --- Storage that is shared all the same ----------------------------------------------------------
@@ -259,7 +259,7 @@ def load_plainly(rank, folder):
     assert (
         value_of(
             distckpt.load(
-                state, folder / "checkpoint", verify="none", validate_access_integrity=False
+                state, folder / "checkpoint", verify=False, validate_access_integrity=False
             )
         )
         == 1
@@ -268,7 +268,7 @@ def load_plainly(rank, folder):
 
 def export_own(rank, folder):
     distckpt.consolidate(
-        folder / "checkpoint", folder.parent / "export", verify="none", overwrite=True
+        folder / "checkpoint", folder.parent / "export", verify=False, overwrite=True
     )
 
 

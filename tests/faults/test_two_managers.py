@@ -31,7 +31,7 @@ def value_at(manager, step):
     is not there.
     """
     try:
-        return value_of(distckpt.load(state_of(-1), manager.location(step), verify="full"))
+        return value_of(distckpt.load(state_of(-1), manager.location(step)))
     except CheckpointNotFoundError:
         return None
 

@@ -55,7 +55,7 @@ def _load(path: str) -> object:
     asked: dict[str, Any] = {"w": ShardedTensor.from_rank_offsets("w", torch.full((4, 6), -1.0))}
     if os.path.exists(os.path.join(path, "objects")):
         asked["o"] = ShardedObject("o", None, (1,), (0,))
-    loaded = distckpt.load(asked, path, verify="full")
+    loaded = distckpt.load(asked, path)
     assert torch.equal(loaded["w"], torch.arange(24.0).view(4, 6)), "wrong values, and no error"
     return loaded
 
@@ -70,9 +70,9 @@ def _cli(*arguments: str) -> None:
 VERBS: dict[str, Callable[[str], object]] = {
     "check": distckpt.check_is_distributed_checkpoint,
     "load": _load,
-    "load_plain_tensors": distckpt.load_plain_tensors,
-    "load_common_state_dict": distckpt.load_common_state_dict,
-    "load_sharded_metadata": distckpt.load_sharded_metadata,
+    "load_plain_tensors": distckpt.megatron.load_plain_tensors,
+    "load_common_state_dict": distckpt.megatron.load_common_state_dict,
+    "load_sharded_metadata": distckpt.megatron.serialization.load_sharded_metadata,
     "inspect": lambda path: _cli("inspect", path),
     "inspect a key": lambda path: _cli("inspect", path, "--key", "w"),
     "verify --fast": lambda path: distckpt.verify(path, "fast"),

@@ -281,7 +281,7 @@ def _hf_file(folder: Path) -> tuple[list[bytes], Run]:
     def run(data: bytes) -> None:
         (folder / "model.safetensors").write_bytes(data)
         with documented_errors(folder):
-            tensors = distckpt.load_plain_tensors(folder)
+            tensors = distckpt.open(folder).read_tensors()
             assert sum(tensor.nbytes for tensor in tensors.values()) <= len(data)
 
     return _safetensors_seeds(), run
@@ -333,7 +333,7 @@ def _marker(folder: Path) -> tuple[list[bytes], Run]:
         with documented_errors(folder):
             distckpt.check_is_distributed_checkpoint(folder / "c")
             assert opening.open_checkpoint(str(folder / "c")).manifest.keys
-            assert distckpt.load_common_state_dict(folder / "c") == {"step": 7}
+            assert distckpt.open(folder / "c").common_state == {"step": 7}
 
     return [
         marker,
@@ -471,7 +471,7 @@ def _dcp_directory(folder: Path) -> tuple[list[bytes], Run]:
         path.write_bytes(data)
         with documented_errors(folder):
             assert TorchDistReader().manifest(str(folder / "dcp")).keys
-            distckpt.load_common_state_dict(folder / "dcp")
+            _ = distckpt.open(folder / "dcp").common_state
 
     return [data], run
 

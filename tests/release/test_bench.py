@@ -283,8 +283,10 @@ def test_all_scripts_run(tmp_path, run_script):
 
 
 BENCHMARKS = ROOT / "tests" / "benchmarks"
+FOR_DEVELOPERS = {"structure", "structure_calls"}
 SCRIPTS = {path.stem for path in BENCHMARKS.glob("*.py") if "\nif __name__" in path.read_text()} - {
-    "run_all"
+    "run_all",
+    *FOR_DEVELOPERS,
 }
 
 
@@ -295,6 +297,7 @@ def test_every_script_is_run_by_the_one_that_runs_all_and_is_described(monkeypat
     } == SCRIPTS
     readme = (BENCHMARKS / "README.md").read_text()
     assert set(re.findall(r"^\| `python tests/benchmarks/(\w+)\.py", readme, re.M)) == SCRIPTS
+    assert all(f"{name}.py" in readme for name in FOR_DEVELOPERS)
     page = (ROOT / "docs" / "performance.md").read_text()
     assert set(re.findall(r"<!-- figures/(\w+)\.json -->", page)) == SCRIPTS - {"optimizers"}
 
@@ -441,3 +444,86 @@ def test_a_benchmark_that_fails_leaves_older_figures_and_others_go_on(tmp_path, 
     assert ended.value.code == 1
     assert (tmp_path / "figures" / "values.json").read_text() == old
     assert re.search(r"^\| plain +\| ", (tmp_path / "performance.md").read_text(), re.M)
+
+
+# --- The scripts for work on the package ----------------------------------------------------------
+
+COMPLEX = '''"""A module,
+whose docstring does not count."""
+
+LIMIT = 3
+"""Nor does this."""
+
+
+def decide(values, limit=LIMIT):  # 1
+    def inner(value):  # for itself: 2
+        return 1 if value else 0
+
+    assert values  # 2
+    with open("x"):
+        pass
+    try:
+        if values and limit and inner(1):  # 5
+            return [a for a in values for b in a if b if a]  # 9
+        elif limit:  # 10
+            pass
+    except ValueError:  # 11
+        pass
+    for value in values:  # 12
+        while value or limit:  # 14
+            match value:
+                case 1:  # 15
+                    value = """a
+                    string"""
+                case _:  # 16
+                    return lambda: 1 if value else 2  # 17
+'''
+
+
+@pytest.fixture
+def checkout(tmp_path):
+    """A folder with a package of one module, which has a function of complexity 17."""
+    (tmp_path / "checkout" / "distckpt").mkdir(parents=True)
+    (tmp_path / "checkout" / "distckpt" / "module.py").write_text(COMPLEX)
+    return tmp_path / "checkout"
+
+
+def test_the_source_is_counted_as_described(checkout, monkeypatch):
+    monkeypatch.syspath_prepend(BENCHMARKS)
+    source = importlib.import_module("structure_source").read_source(checkout / "distckpt")
+    assert [(one.complexity, one.place, one.name) for one in source.functions] == [
+        (17, "distckpt/module.py:8", "decide"),
+        (2, "distckpt/module.py:9", "inner"),
+    ]
+    numbers = [int(line.place.rpartition(":")[2]) for line in source.lines]
+    assert numbers == [4, 8, 9, 10, *range(12, 30)]
+
+
+def test_the_check_of_the_source_names_what_is_too_complex_or_too_wide(
+    checkout, capsys, run_script
+):
+    module = checkout / "distckpt" / "module.py"
+    module.write_text(f"{COMPLEX}\nWIDE = '{'a' * 93}'\n")
+    with pytest.raises(SystemExit) as ended:
+        run_script("structure.py", "--check", checkout)
+    assert ended.value.code == 1
+    assert capsys.readouterr().out.splitlines() == [
+        "distckpt/module.py:31: 102 columns (at most 100)",
+        "distckpt/module.py:8: decide has complexity 17 (at most 15)",
+    ]
+    module.write_text("FITS = 1\n")
+    with pytest.raises(SystemExit) as ended:
+        run_script("structure.py", "--check", checkout)
+    assert ended.value.code == 0
+
+
+def test_the_structure_of_this_checkout_has_all_figures(capsys, run_script):
+    with pytest.raises(SystemExit) as ended:
+        run_script("structure.py", "--json", ROOT)
+    assert ended.value.code == 0
+    (figures,) = json.loads(capsys.readouterr().out).values()
+    assert figures["functions"] > figures["high_functions"]
+    assert 1 < figures["files_of_save"] <= figures["changes_of_file"] + 1
+    assert figures["frames_of_load"] > 0
+    assert figures["imports"]["save"]["modules"] > 1
+    assert figures["parameters"].keys() == {"save", "load", "consolidate"}

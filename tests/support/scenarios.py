@@ -118,13 +118,15 @@ def verdict_on(path: Path, without: tuple[str, ...] = ()) -> Verdict:
     report = distckpt.verify(path)
     assert report.is_whole, report.problems
     objects = {
-        name: o for name, o in distckpt.load_sharded_metadata(path).items() if o.key == "rng"
+        name: o
+        for name, o in distckpt.megatron.serialization.load_sharded_metadata(path).items()
+        if o.key == "rng"
     }
-    loaded = distckpt.load({**objects}, path, verify="full")
+    loaded = distckpt.load({**objects}, path)
     value = loaded.pop("value")
     assert all(rng["value"] == value for rng in loaded.values()), "objects of another save"
     expected = {key: tensor for key, tensor in tensors_of(value).items() if key not in without}
-    check_same(distckpt.load_plain_tensors(path), expected)
+    check_same(distckpt.open(path).read_tensors(), expected)
     check_same(assembled(path), expected)
     return {OLD: "old", NEW: "new"}[value]
 
@@ -243,7 +245,7 @@ def judge_without_exchange(folder: Path) -> Verdict:
 
 
 def judge_removal(folder: Path) -> Verdict:
-    has_columns = "columns" in distckpt.load_tensors_metadata(folder / "checkpoint")
+    has_columns = "columns" in distckpt.open(folder / "checkpoint").tensors
     assert verdict_on(folder / "checkpoint", () if has_columns else ("columns",)) == "old"
     return "old" if has_columns else "new"
 

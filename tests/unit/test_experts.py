@@ -147,7 +147,7 @@ def test_experts_load_under_other_layouts_and_in_other_ways(way, tmp_path):
         distckpt.save(
             {rank: way.state(rank, tensors_of(way, rank)) for rank in ranks_of(*layout)}, path
         )
-        stored = distckpt.load_plain_tensors(path)
+        stored = distckpt.open(path).read_tensors()
         assert stored.keys() == set(KEYS)
         assert all(
             np.array_equal(stored[key].numpy(), whole)
@@ -192,7 +192,7 @@ def test_flat_optimizer_states_of_experts_load_under_other_layouts(way, tmp_path
     ]:
         path = tmp_path / f"{saved}"
         distckpt.save(state(saved, num_saved, False)[0], path)
-        assert np.array_equal(distckpt.load_plain_tensors(path)[KEYS[0]].numpy(), FC1)
+        assert np.array_equal(distckpt.open(path).read_tensors()[KEYS[0]].numpy(), FC1)
         described, checks = state(wanted, num_wanted, True)
         loaded = distckpt.load(described, path)
         assert [name for name, values in checks if not torch.equal(loaded[name], values)] == []
@@ -217,7 +217,7 @@ def test_layers_in_front_and_biases_without_other_axes(tmp_path):
         for rank in ranks_of(4)
     }
     distckpt.save(described, tmp_path / "c")
-    assert torch.equal(distckpt.load_plain_tensors(tmp_path / "c")["bias"], biases)
+    assert torch.equal(distckpt.open(tmp_path / "c").read_tensors()["bias"], biases)
     loaded = distckpt.load({"e": state(torch.zeros(4, 2), 1, Rank(1, 2))}, tmp_path / "c")["e"]
     assert torch.equal(torch.stack([expert["bias"] for expert in loaded]), biases[1, 4:])
     stacked = ShardedTensor.from_rank_offsets(

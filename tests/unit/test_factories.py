@@ -194,7 +194,7 @@ def check_any_division_loads_into_any_other(data):
     ]
     with tempfile.TemporaryDirectory() as directory:
         distckpt.save({"all": state}, f"{directory}/c")
-        stored = distckpt.load_plain_tensors(f"{directory}/c")
+        stored = distckpt.open(f"{directory}/c").read_tensors()
         loaded = distckpt.load({"all": asked}, f"{directory}/c")["all"]
     for key, tensor in fused.stored("w").items():
         assert np.array_equal(
@@ -341,7 +341,7 @@ def test_optimizer_states_take_the_form_of_their_parameters(tmp_path):
     )
     assert all(isinstance(state["state"][i]["exp_avg"], ShardedTensorFactory) for i in range(2))
     distckpt.save({"optimizer": state}, tmp_path / "c")
-    moments = distckpt.load_plain_tensors(tmp_path / "c")["optimizer.state.exp_avg.fc1"]
+    moments = distckpt.open(tmp_path / "c").read_tensors()["optimizer.state.exp_avg.fc1"]
     (whole,) = fused.stored("w").values()
     assert np.allclose(moments.numpy(), 0.1 * whole / 10)
 
@@ -358,7 +358,7 @@ def test_a_factory_serves_flat_optimizer_states_of_any_dtype_by_replacing_its_fi
         for run in runs
     ]
     distckpt.save({"state": state}, tmp_path / "c")
-    stored = distckpt.load_plain_tensors(tmp_path / "c")["exp_avg.fc1"]
+    stored = distckpt.open(tmp_path / "c").read_tensors()["exp_avg.fc1"]
     assert stored.dtype == torch.float64
     assert np.array_equal(stored.numpy(), torch.from_numpy(whole).double().numpy() / 3)
 

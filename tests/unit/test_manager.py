@@ -90,7 +90,7 @@ def test_steps_come_back(async_save, tmp_path):
 def test_arguments_are_passed_on(tmp_path):
     with CheckpointManager(tmp_path) as manager:
         manager.save(1, state_of(1), content_metadata={"kind": "test"}).result(PATIENCE)
-        assert distckpt.load_content_metadata(manager.location(1)) == {"kind": "test"}
+        assert distckpt.open(manager.location(1)).metadata == {"kind": "test"}
         loaded, missing, unexpected = manager.load(
             {"x": state_of(0)["rows"]}, 1, strict="return_all"
         )

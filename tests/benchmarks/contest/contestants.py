@@ -177,7 +177,7 @@ def _save_unsynced(sharded: dict[str, Any], folder: str) -> None:
 
 
 def _load_unverified(sharded: dict[str, Any], folder: str) -> None:
-    distckpt.load(sharded, folder, verify="none")
+    distckpt.load(sharded, folder, verify=False)
 
 
 def _load_alone(tensors: Tensors, folder: str, group: Any) -> None:
@@ -185,7 +185,7 @@ def _load_alone(tensors: Tensors, folder: str, group: Any) -> None:
 
 
 def _load_alone_unverified(tensors: Tensors, folder: str, group: Any) -> None:
-    distckpt.load(_whole(tensors), folder, process_group=group, verify="none")
+    distckpt.load(_whole(tensors), folder, process_group=group, verify=False)
 
 
 def _whole(tensors: Tensors) -> dict[str, Any]:

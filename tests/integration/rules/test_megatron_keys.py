@@ -328,7 +328,7 @@ def test_norms_of_other_layers_and_keys_with_a_prefix(family, pretrained, tmp_pa
     distckpt.load(trained.sharded_state_dict(), saved, family="auto")
     distckpt.save(trained.sharded_state_dict(), tmp_path / "local")
     state = {}
-    for key, tensor in distckpt.load_plain_tensors(tmp_path / "local").items():
+    for key, tensor in distckpt.megatron.load_plain_tensors(tmp_path / "local").items():
         name = key
         for old, new in TE_NAMES.items():
             is_latent = "layernorm." in old and family == "qwen3"

@@ -35,7 +35,7 @@ def run_script(body, tmp_path):
 def test_the_process_ends_when_the_save_is_done(tmp_path):
     done = run_script("distckpt.async_save(state, 'c', progress=progress)\nsys.exit(3)", tmp_path)
     assert done.returncode == 3, done.stderr
-    assert distckpt.load_plain_tensors(tmp_path / "c")["v"].unique().tolist() == [1]
+    assert distckpt.open(tmp_path / "c").read_tensors()["v"].unique().tolist() == [1]
     assert os.listdir(tmp_path) == ["c"]
 
 
@@ -121,7 +121,7 @@ def work_without_threads(rank, folder):
     assert distckpt.verify(f"{folder}/0").is_whole
     distckpt.consolidate(f"{folder}/0", f"{folder}/export")
     paths = ["memory://without/threads", *(f"{folder}/{name}" for name in (0, 1, "export"))]
-    return [distckpt.load_plain_tensors(path)["b"].unique().tolist() for path in paths]
+    return [distckpt.open(path).read_tensors()["b"].unique().tolist() for path in paths]
 
 
 def test_where_no_thread_can_be_started_the_calling_one_does_the_work(tmp_path):
@@ -140,7 +140,7 @@ threading._register_atexit(lambda: (start_no_more_threads(), gate.set()))
     done = run_script(body, tmp_path)
     assert done.returncode == 0, done.stderr
     for name in ("c", "d"):
-        loaded = distckpt.load_plain_tensors(tmp_path / name)
+        loaded = distckpt.open(tmp_path / name).read_tensors()
         assert {key: tensor.unique().tolist() for key, tensor in loaded.items()} == {
             "v": [1],
             "w": [1],

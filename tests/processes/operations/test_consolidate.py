@@ -24,7 +24,7 @@ def export_with_few_files(rank, folder):
     limit = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     resource.setrlimit(resource.RLIMIT_NOFILE, (256, limit))
     distckpt.consolidate(f"{folder}/in", f"{folder}/out")
-    return same_bytes(distckpt.load_plain_tensors(f"{folder}/in"), read_export(f"{folder}/out"))
+    return same_bytes(distckpt.open(f"{folder}/in").read_tensors(), read_export(f"{folder}/out"))
 
 
 def test_more_shard_files_than_may_be_open(tmp_path):

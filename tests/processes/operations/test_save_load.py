@@ -42,8 +42,8 @@ def load(path):
         and loaded["o"] == {"a": (1, 2.5)}
         and loaded["args"]["lr"] == 0.1
     )
-    distckpt.load_common_state_dict(path), distckpt.load_plain_tensors(path)
-    distckpt.load_sharded_metadata(path)
+    distckpt.megatron.load_common_state_dict(path), distckpt.megatron.load_plain_tensors(path)
+    distckpt.megatron.serialization.load_sharded_metadata(path)
 
 # First in a process that has saved nothing.
 load(sys.argv[1])

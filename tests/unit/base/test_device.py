@@ -45,7 +45,7 @@ def test_tensors_are_copied_into_pinned_memory_and_waited_for(
     assert num_bytes <= device.num_copied_bytes < num_bytes + 4096
     assert sum(high - low for low, high, _ in device.pinned) < 64 << 20
     monkeypatch.undo()
-    loaded = distckpt.load_plain_tensors(tmp_path / "c")
+    loaded = distckpt.open(tmp_path / "c").read_tensors()
     assert loaded.keys() == expected.keys()
     for key, array in expected.items():
         np.testing.assert_array_equal(loaded[key].numpy(), array)

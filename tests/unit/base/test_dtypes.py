@@ -101,7 +101,7 @@ def test_bits_of_every_dtype_survive_resharding(tmp_path, dtype):
     }
     asked |= one("scalar", random_bits((), dtype, 7))
     asked |= one("none", torch.empty((0, 3), dtype=dtype))
-    loaded = distckpt.load(asked, tmp_path / "c", verify="full")
+    loaded = distckpt.load(asked, tmp_path / "c")
     assert b"".join(map(bits_of, targets)) == bits_of(tensor)
     assert bits_of(loaded["scalar"]) == bits_of(state["scalar"].data)
     assert (loaded["none"].shape, loaded["none"].dtype) == ((0, 3), dtype)
@@ -145,7 +145,7 @@ def test_padding_of_every_dtype_is_zero(tmp_path, dtype):
 def test_views_of_every_dtype_are_saved_as_what_they_show(tmp_path, dtype, view):
     data = view(random_bits((6, 8), dtype))
     distckpt.save(one("w", data), tmp_path / "c")
-    assert bits_of(distckpt.load_plain_tensors(tmp_path / "c")["w"]) == bits_of(data)
+    assert bits_of(distckpt.open(tmp_path / "c").read_tensors()["w"]) == bits_of(data)
 
 
 # ---- views that are more than strides
@@ -163,7 +163,7 @@ def test_conjugate_and_negative_views_are_resolved(tmp_path):
     distckpt.save(
         {k: ShardedTensor.from_rank_offsets(k, v) for k, v in views.items()}, tmp_path / "c"
     )
-    loaded = distckpt.load_plain_tensors(tmp_path / "c")
+    loaded = distckpt.open(tmp_path / "c").read_tensors()
     assert all(
         torch.equal(loaded[key], view.resolve_conj().resolve_neg()) for key, view in views.items()
     )
@@ -191,7 +191,7 @@ def test_parameters_are_saved_and_filled_in_place(tmp_path):
     assert target.requires_grad
     assert target.is_leaf
     assert torch.equal(target, parameter)
-    assert torch.equal(distckpt.load_plain_tensors(tmp_path / "c")["hidden"], hidden)
+    assert torch.equal(distckpt.open(tmp_path / "c").read_tensors()["hidden"], hidden)
 
 
 # ---- tensors that share memory
@@ -214,7 +214,7 @@ def test_tied_tensors_are_stored_once_and_both_come_back(tmp_path):
     assert torch.equal(loaded["embedding"], weight)
     assert torch.equal(loaded["output"], weight)
     assert loaded["embedding"] is not loaded["output"]
-    assert distckpt.load_tensors_metadata(tmp_path / "c").keys() == {"embedding", "output", "other"}
+    assert distckpt.open(tmp_path / "c").tensors.keys() == {"embedding", "output", "other"}
     half = ShardedTensor.from_rank_offsets("output", torch.zeros(64, 256), (1, 1, 2))
     assert torch.equal(distckpt.load({"w": half}, tmp_path / "c")["w"], weight[:, 256:])
 
@@ -228,7 +228,7 @@ def test_tied_shards_of_several_ranks_are_stored_once(tmp_path):
     }
     distckpt.save(state, tmp_path / "c")
     assert sum(len(safetensors.torch.load_file(file)) for file in files_of(tmp_path / "c")) == 1
-    loaded = distckpt.load_plain_tensors(tmp_path / "c")
+    loaded = distckpt.open(tmp_path / "c").read_tensors()
     assert torch.equal(loaded["embedding"], weight)
     assert torch.equal(loaded["output"], weight)
 
@@ -245,7 +245,7 @@ def test_tensors_that_share_only_storage_are_stored_each(tmp_path):
     distckpt.save(
         {k: ShardedTensor.from_rank_offsets(k, v) for k, v in views.items()}, tmp_path / "c"
     )
-    loaded = distckpt.load_plain_tensors(tmp_path / "c")
+    loaded = distckpt.open(tmp_path / "c").read_tensors()
     assert all(torch.equal(loaded[key], view) for key, view in views.items())
 
 

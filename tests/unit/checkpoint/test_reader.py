@@ -40,11 +40,11 @@ def test_load_gives_any_region_objects_and_common_state(toy):
     assert torch.equal(state["half"], WEIGHT[:, 2:6])
     assert state["sampler"] == SAMPLER
     assert state["step"] == 7
-    assert distckpt.load_common_state_dict(toy) == {"step": 7}
-    plain = distckpt.load_plain_tensors(toy)
+    assert distckpt.open(toy).common_state == {"step": 7}
+    plain = distckpt.open(toy).read_tensors()
     assert torch.equal(plain["w"], WEIGHT)
     assert torch.equal(plain["bias"], BIAS)
-    described = distckpt.load_sharded_metadata(toy)
+    described = distckpt.megatron.serialization.load_sharded_metadata(toy)
     assert {shard.key for shard in described.values()} == {"w", "bias", "sampler"}
 
 
@@ -56,7 +56,7 @@ def test_consolidate_and_reshard(toy, tmp_path):
     distckpt.reshard(toy, tmp_path / "resharded", num_ranks=2, grids={"w": (2, 1)})
     assert distckpt.verify(tmp_path / "resharded").has_checksums
     assert distckpt.diff(toy, tmp_path / "resharded").is_same
-    assert distckpt.load_common_state_dict(tmp_path / "resharded") == {"step": 7}
+    assert distckpt.open(tmp_path / "resharded").common_state == {"step": 7}
 
 
 def test_verify_and_diff(toy, tmp_path):
@@ -68,7 +68,7 @@ def test_verify_and_diff(toy, tmp_path):
     assert [(d.key, d.path) for d in differences.objects] == [("sampler", "seen[1]")]
     os.truncate(toy / "b.bin", 30)
     with pytest.raises(CorruptCheckpointError, match=r"b\.bin"):
-        distckpt.load_plain_tensors(toy)
+        distckpt.open(toy).read_tensors()
 
 
 def test_the_command_line(toy, capsys):
@@ -136,7 +136,7 @@ def test_a_marker_cannot_name_just_any_reader(tmp_path, name):
     }
     (tmp_path / "metadata.json").write_text(json.dumps(marker))
     with pytest.raises(CheckpointingException, match="no reader is registered"):
-        distckpt.load_plain_tensors(tmp_path)
+        distckpt.open(tmp_path).read_tensors()
 
 
 # --- Readers with mistakes ------------------------------------------------------------------------
@@ -269,7 +269,7 @@ def test_a_save_leaves_what_a_reader_reads_as_it_is(toy):
     distckpt.save({"step": 2}, toy, overwrite=True)
     assert {name: (toy / name).read_bytes() for name in before} == before
     assert os.listdir(toy.parent) == ["toy"]
-    assert distckpt.load_common_state_dict(toy) == {"step": 2}
+    assert distckpt.open(toy).common_state == {"step": 2}
 
 
 def test_a_reader_is_not_asked_about_what_does_not_exist(tmp_path, greedy):
@@ -282,9 +282,9 @@ def test_a_reader_that_takes_what_it_cannot_read_is_named(tmp_path, greedy):
     with pytest.raises(
         FileNotFoundError, match=r"in the reader of 'greedy', for '.*index\.toy\.json"
     ):
-        distckpt.load_plain_tensors(tmp_path)
+        distckpt.open(tmp_path).read_tensors()
     distckpt.save({"step": 3}, tmp_path / "ours")
-    assert distckpt.load_common_state_dict(tmp_path / "ours") == {"step": 3}
+    assert distckpt.open(tmp_path / "ours").common_state == {"step": 3}
 
 
 def test_the_key_of_common_state_is_reserved(toy, tmp_path):
@@ -292,7 +292,7 @@ def test_the_key_of_common_state_is_reserved(toy, tmp_path):
     index["pieces"][-1]["key"] = "distckpt.common_state"
     (toy / "index.toy.json").write_text(json.dumps(index))
     for read in (
-        distckpt.load_plain_tensors,
+        distckpt.megatron.load_plain_tensors,
         lambda path: distckpt.reshard(path, tmp_path / "resharded"),
     ):
         with pytest.raises(

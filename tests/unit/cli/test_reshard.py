@@ -57,11 +57,11 @@ def assert_holds_everything(location):
     assert distckpt.verify(location).is_whole
     expected = tensors()
     expected["model.head"] = expected["model.up"]
-    loaded = distckpt.load_plain_tensors(location)
+    loaded = distckpt.open(location).read_tensors()
     assert loaded.keys() == expected.keys()
     for key, value in expected.items():
         assert (loaded[key].dtype, bits(loaded[key])) == (value.dtype, bits(value)), key
-    assert distckpt.load_common_state_dict(location) == {"step": 7, "args": {"lr": 0.5}}
+    assert distckpt.open(location).common_state == {"step": 7, "args": {"lr": 0.5}}
     state = distckpt.load(
         {"rng": [ShardedObject("rng", None, (3,), (i,)) for i in range(3)]}, location
     )
@@ -169,8 +169,8 @@ def test_what_torch_saved(tmp_path, capsys):
         dcp.save(state, checkpoint_id=str(tmp_path / "dcp"))
     call(capsys, "reshard", tmp_path / "dcp", tmp_path / "r", "--ranks", 2, "--grid", "model.w=1x2")
     assert distckpt.verify(tmp_path / "r").has_checksums
-    assert torch.equal(distckpt.load_plain_tensors(tmp_path / "r")["model.w"], state["model"]["w"])
-    assert distckpt.load_common_state_dict(tmp_path / "r") == {"step": 3, "list": [1, {"a": None}]}
+    assert torch.equal(distckpt.open(tmp_path / "r").read_tensors()["model.w"], state["model"]["w"])
+    assert distckpt.open(tmp_path / "r").common_state == {"step": 3, "list": [1, {"a": None}]}
 
 
 def test_import_of_a_hugging_face_directory(tmp_path, capsys):
@@ -191,13 +191,13 @@ def test_import_of_a_hugging_face_directory(tmp_path, capsys):
     report = call_json(capsys, "import", tmp_path / "hf", tmp_path / "c", *arguments)
     assert (report["num_tensors"], report["overflows"]) == (5, {})
     assert distckpt.verify(tmp_path / "c").has_checksums
-    loaded = distckpt.load_plain_tensors(tmp_path / "c")
+    loaded = distckpt.open(tmp_path / "c").read_tensors()
     for key, value in values.items():
         expected = value.bfloat16() if key == "model.up" else value
         assert bits(loaded[key.replace("model.", "net.")]) == bits(expected)
-    assert distckpt.load_common_state_dict(tmp_path / "c") == {}
+    assert distckpt.open(tmp_path / "c").common_state == {}
     call(capsys, "import", tmp_path / "hf", tmp_path / "few", "--keys", "*.up", "--keys", "model.s")
-    assert distckpt.load_plain_tensors(tmp_path / "few").keys() == {"model.up", "model.scalar"}
+    assert distckpt.open(tmp_path / "few").read_tensors().keys() == {"model.up", "model.scalar"}
 
 
 def test_conversions_that_lose_values_are_told(tmp_path, capsys):
@@ -212,7 +212,7 @@ def test_conversions_that_lose_values_are_told(tmp_path, capsys):
 def test_rules_change_shapes(checkpoint, tmp_path):
     split = rules.Split("model.up", to=("a", "b"), axis=1, sizes=(30, 60))
     distckpt.reshard(checkpoint, tmp_path / "r", num_ranks=2, rules=[split], grids={"b": (3, 1)})
-    loaded = distckpt.load_plain_tensors(tmp_path / "r")
+    loaded = distckpt.open(tmp_path / "r").read_tensors()
     assert torch.equal(torch.cat([loaded["a"], loaded["b"]], 1), tensors()["model.up"])
     assert torch.equal(loaded["model.head"], tensors()["model.up"])
     assert distckpt.verify(tmp_path / "r").is_whole

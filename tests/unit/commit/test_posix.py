@@ -27,7 +27,7 @@ def state(value=1.0, size=4):
 
 
 def loaded_value(path, size=4):
-    loaded = distckpt.load(state(0.0, size), path, verify="full")
+    loaded = distckpt.load(state(0.0, size), path)
     assert bool((loaded["w"] == loaded["step"]).all())
     return loaded["step"]
 
@@ -89,7 +89,7 @@ def test_an_overwritten_checkpoint_is_gone_entirely(tmp_path):
     assert len(names(tmp_path / "c" / "tensors")) == 1
     assert names(tmp_path) == ["c"]
     assert loaded_value(tmp_path / "c") == 2.0
-    assert "old" not in distckpt.load_common_state_dict(tmp_path / "c")
+    assert "old" not in distckpt.open(tmp_path / "c").common_state
 
 
 def test_overwriting_nothing_is_a_save(tmp_path):
@@ -192,7 +192,7 @@ def test_directories_have_any_names(tmp_path, name):
     distckpt.save(state(2.0), f"{tmp_path}/{name}/", overwrite=True)
     assert names(tmp_path) == [name]
     assert loaded_value(tmp_path / name) == 2.0
-    assert distckpt.load_plain_tensors(str(tmp_path / name))["w"].tolist() == [2.0] * 4
+    assert distckpt.open(str(tmp_path / name)).read_tensors()["w"].tolist() == [2.0] * 4
 
 
 def test_relative_paths_and_path_objects(tmp_path, monkeypatch):
@@ -304,7 +304,7 @@ def test_many_files_need_few_descriptors(tmp_path):
     resource.setrlimit(resource.RLIMIT_NOFILE, (len(os.listdir("/proc/self/fd")) + 40, hard))
     try:
         distckpt.save(columns, tmp_path / "c")
-        loaded = distckpt.load_plain_tensors(tmp_path / "c")["w"]
+        loaded = distckpt.open(tmp_path / "c").read_tensors()["w"]
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
     assert len(names(tmp_path / "c" / "tensors")) == 200

@@ -57,7 +57,7 @@ def same(found, expected):
 
 @pytest.mark.parametrize("name", RUNS)
 def test_tensors_are_those_that_deepspeed_finds(made, name):
-    found = distckpt.load_plain_tensors(made / name)
+    found = distckpt.open(made / name).read_tensors()
     assert same(found, expected_of(made / name))
     # DeepSpeed's own tool loses the frozen parameters of ZeRO-1.
     assert set(found) - set(expected_of(made / name)) == (
@@ -126,14 +126,14 @@ def test_verbs(made, tmp_path, capsys):
     assert '"iteration": 3' in call(capsys, "cat", made / "zero3")
     assert "up.weight" in call(capsys, "cat", made / "zero3", "up.weight")
     torch_dist.export(made / "zero1", tmp_path / "exported")
-    assert same(distckpt.load_plain_tensors(tmp_path / "exported"), expected_of(made / "zero1"))
+    assert same(distckpt.open(tmp_path / "exported").read_tensors(), expected_of(made / "zero1"))
 
 
 def test_urls(made, memory):
     import fsspec
 
     fsspec.filesystem("memory").put(str(made / "zero2"), "/bucket/zero2", recursive=True)
-    assert same(distckpt.load_plain_tensors(f"{memory}/zero2"), expected_of(made / "zero2"))
+    assert same(distckpt.open(f"{memory}/zero2").read_tensors(), expected_of(made / "zero2"))
 
 
 # ---- refusals
@@ -415,7 +415,7 @@ def test_damage_is_named(copied, damage):
     name, apply, text = DAMAGES[damage]
     apply(copied)
     with pytest.raises(CheckpointingException, match=text):
-        distckpt.load_plain_tensors(copied / name)
+        distckpt.open(copied / name).read_tensors()
 
 
 def test_classes_of_others_are_refused_where_they_are_asked_for(copied):
@@ -424,7 +424,7 @@ def test_classes_of_others_are_refused_where_they_are_asked_for(copied):
         lambda content: content.update(sampler=random.Random(1), call=Call(copied / "ran")),
     )
     # Tensors are there.
-    assert same(distckpt.load_plain_tensors(copied / "zero2"), expected_of(copied / "zero2"))
+    assert same(distckpt.open(copied / "zero2").read_tensors(), expected_of(copied / "zero2"))
     with pytest.raises(distckpt.UnsupportedObjectError, match=r"'sampler' in .*random\.Random"):
         distckpt.load({}, copied / "zero2")
     assert not (copied / "ran").exists()
@@ -454,7 +454,7 @@ def test_flipped_bytes_are_errors_of_ours_or_change_values_only(copied, seeds):
             content[generator.randrange(len(content))] = generator.randrange(256)
         path.write_bytes(content)
         try:
-            distckpt.load_plain_tensors(copied / name)
+            distckpt.open(copied / name).read_tensors()
             distckpt.load({}, copied / name)
         except CheckpointingException:
             pass
@@ -526,7 +526,7 @@ def test_the_optimizer_of_deepspeed(tmp_path):
         options,
         param_alignment_paddings=[[2, 2]],
     )
-    found = distckpt.load_plain_tensors(tmp_path / "c")
+    found = distckpt.open(tmp_path / "c").read_tensors()
     expected = {"w": flat[:15].view(3, 5), "b": flat[17], "frozen": wide.T, "view": wide[1:, 2:4]}
     assert [key for key, tensor in expected.items() if not torch.equal(found[key], tensor)] == []
     model = torch.nn.ParameterDict({"w": torch.zeros(3, 5), "b": torch.zeros(())})
@@ -593,7 +593,7 @@ def test_a_universal_checkpoint_of_tensor_parallel_ranks(copied, caplog):
             folder / f"mp_rank_0{rank}_model_states.pt",
             lambda c, n=rows: c["param_shapes"][0].update({"up.weight": (n, 5)}),
         )
-    found, expected = distckpt.load_plain_tensors(folder), expected_of(copied / "zero2_universal")
+    found, expected = distckpt.open(folder).read_tensors(), expected_of(copied / "zero2_universal")
     left = {"frozen.weight", "frozen.bias", "scale", "count", "head.weight"}
     assert same(found, {key: tensor for key, tensor in expected.items() if key not in left})
     assert not left & found.keys()
@@ -607,4 +607,4 @@ def test_what_deepspeed_writes_now(tmp_path):
 
     make_deepspeed.make(tmp_path)
     for name in RUNS:
-        assert same(distckpt.load_plain_tensors(tmp_path / name), expected_of(tmp_path / name))
+        assert same(distckpt.open(tmp_path / name).read_tensors(), expected_of(tmp_path / name))

@@ -59,7 +59,7 @@ def consolidated_as_torch_does(folder):
 
 
 DOORS = [
-    pytest.param(distckpt.load_plain_tensors, CorruptCheckpointError, id="load"),
+    pytest.param(distckpt.megatron.load_plain_tensors, CorruptCheckpointError, id="load"),
     pytest.param(consolidated, CorruptCheckpointError, id="consolidate"),
     pytest.param(consolidated_as_torch_does, ValueError, id="torch's name"),
 ]
@@ -87,24 +87,24 @@ def folder(tmp_path):
 
 def test_a_folder_of_shards_reads_as_whole_tensors(folder):
     assert same_bytes(
-        distckpt.load_plain_tensors(folder),
+        distckpt.open(folder).read_tensors(),
         {"rows": ROWS, "columns": COLUMNS, "norm": NORM, "step": STEP},
     )
-    described = distckpt.load_tensors_metadata(folder)
+    described = distckpt.open(folder).tensors
     assert {key: (shard.dtype, shard.global_shape) for key, shard in described.items()} == {
         "rows": (torch.float32, (12, 5)),
         "columns": (torch.bfloat16, (4, 6)),
         "norm": (torch.float32, (7,)),
         "step": (torch.int64, ()),
     }
-    assert distckpt.load_common_state_dict(folder) == {}
+    assert distckpt.open(folder).common_state == {}
 
 
 def test_several_files_and_chunks_of_a_rank(tmp_path):
     write_shard(tmp_path, 1, {"rows": ((0, 0), ROWS[:3])}, 1, 2)
     write_shard(tmp_path, 1, {"rows": ((9, 0), ROWS[9:])}, 2, 2)
     write_shard(tmp_path, 2, {"rows": ((3, 0), ROWS[3:9])}, 2, 2)
-    assert same_bytes(distckpt.load_plain_tensors(tmp_path), {"rows": ROWS})
+    assert same_bytes(distckpt.open(tmp_path).read_tensors(), {"rows": ROWS})
 
 
 @settings(deadline=None, max_examples=100, suppress_health_check=[HealthCheck.too_slow])
@@ -134,10 +134,10 @@ def test_a_plain_directory_with_an_index_and_one_with_a_single_file(tmp_path):
     }
     tensors = {"a": ROWS, "b": NORM, "c": STEP}
     assert same_bytes(
-        distckpt.load_plain_tensors(write_indexed(tmp_path / "several", files)), tensors
+        distckpt.open(write_indexed(tmp_path / "several", files)).read_tensors(), tensors
     )
     write_plain(tmp_path / "one" / "model.safetensors", tensors)
-    assert same_bytes(distckpt.load_plain_tensors(tmp_path / "one"), tensors)
+    assert same_bytes(distckpt.open(tmp_path / "one").read_tensors(), tensors)
 
 
 def test_what_the_index_does_not_name_is_left_out_with_a_warning(tmp_path, caplog):
@@ -145,7 +145,7 @@ def test_what_the_index_does_not_name_is_left_out_with_a_warning(tmp_path, caplo
     write_plain(tmp_path / "model-00001-of-00001.safetensors", {"a": ROWS, "layers.0.b": NORM})
     write_plain(tmp_path / "consolidated.safetensors", {"a": ROWS + 1})
     with caplog.at_level(logging.WARNING, "distckpt"):
-        assert same_bytes(distckpt.load_plain_tensors(tmp_path), {"a": ROWS})
+        assert same_bytes(distckpt.open(tmp_path).read_tensors(), {"a": ROWS})
     assert "'layers.0.b'" in caplog.text
 
 
@@ -155,7 +155,7 @@ def test_a_header_longer_than_what_is_read_at_first(tmp_path):
     }
     (path,) = write_folder(tmp_path, tensors, 0, 1)
     assert struct.unpack("<Q", path.read_bytes()[:8])[0] > 2 << 20
-    assert same_bytes(distckpt.load_plain_tensors(tmp_path), tensors)
+    assert same_bytes(distckpt.open(tmp_path).read_tensors(), tensors)
 
 
 # ---- what is refused: shards that do not belong together
@@ -285,13 +285,13 @@ def test_our_shard_files_carry_the_global_shape(tmp_path):
     distckpt.save({"rows": ShardedTensor.from_rank_offsets("rows", ROWS)}, tmp_path / "checkpoint")
     (path,) = (tmp_path / "checkpoint" / "tensors").iterdir()
     assert split_file(path)[0]["__metadata__"]["distckpt_global_shapes"] == '{"rows":[12,5]}'
-    assert same_bytes(distckpt.load_plain_tensors(path.parent), {"rows": ROWS})
+    assert same_bytes(distckpt.open(path.parent).read_tensors(), {"rows": ROWS})
 
 
 @pytest.mark.parametrize(("door", "error"), DOORS)
 @pytest.mark.parametrize("missing", [1, 2, 3])
 def test_any_of_our_shard_files_that_is_missing_is_noticed(own_folder, missing, door, error):
-    assert same_bytes(distckpt.load_plain_tensors(own_folder), {"rows": ROWS})
+    assert same_bytes(distckpt.open(own_folder).read_tensors(), {"rows": ROWS})
     (own_folder / shard_name(missing)).unlink()
     with pytest.raises(
         error,
@@ -448,7 +448,7 @@ def test_no_header_makes_reading_fail_in_an_unknown_way(data):
             )
             path.write_bytes(damaged)
         with contextlib.suppress(CheckpointingException):
-            distckpt.load_plain_tensors(directory)
+            distckpt.open(directory).read_tensors()
 
 
 # ---- what is refused: indexes
@@ -458,15 +458,15 @@ def test_a_numbered_file_is_missing(tmp_path):
     files = {f"model-{i:05}-of-00003.safetensors": {f"layers.{i}": ROWS} for i in (1, 2, 3)}
     write_indexed(tmp_path, files)
     (tmp_path / INDEX).unlink()
-    assert len(distckpt.load_plain_tensors(tmp_path)) == 3
+    assert len(distckpt.open(tmp_path).read_tensors()) == 3
     (tmp_path / "model-00002-of-00003.safetensors").unlink()
     assert (
         "holds 2 of the 3 files 'model-*-of-00003.safetensors'"
         in distckpt.verify(tmp_path).problems[0].message
     )
     with pytest.raises(CorruptCheckpointError, match="copy the others"):
-        distckpt.load_plain_tensors(tmp_path)
-    assert set(distckpt.load_plain_tensors(tmp_path / "model-00003-of-00003.safetensors")) == {
+        distckpt.open(tmp_path).read_tensors()
+    assert set(distckpt.open(tmp_path / "model-00003-of-00003.safetensors").read_tensors()) == {
         "layers.3"
     }
 
@@ -475,10 +475,10 @@ def test_an_index_beside_a_single_file(tmp_path):
     write_indexed(tmp_path, {"model-00001-of-00001.safetensors": {"rows": ROWS}})
     write_plain(tmp_path / "model.safetensors", {"rows": -ROWS})
     with pytest.raises(CorruptCheckpointError, match=r"of two exports.*remove one"):
-        distckpt.load_plain_tensors(tmp_path)
-    assert torch.equal(distckpt.load_plain_tensors(tmp_path / "model.safetensors")["rows"], -ROWS)
+        distckpt.open(tmp_path).read_tensors()
+    assert torch.equal(distckpt.open(tmp_path / "model.safetensors").read_tensors()["rows"], -ROWS)
     write_indexed(tmp_path, {"model.safetensors": {"rows": ROWS}})
-    assert torch.equal(distckpt.load_plain_tensors(tmp_path)["rows"], ROWS)
+    assert torch.equal(distckpt.open(tmp_path).read_tensors()["rows"], ROWS)
 
 
 INDEXES = {
@@ -515,7 +515,8 @@ def test_an_index_that_does_not_fit(tmp_path, text, match, door, error):
 
 
 @pytest.mark.parametrize(
-    "door", [distckpt.load_plain_tensors, consolidated, consolidated_as_torch_does]
+    "door",
+    [distckpt.megatron.load_plain_tensors, consolidated, consolidated_as_torch_does],
 )
 def test_a_folder_without_safetensors_files(tmp_path, door):
     (tmp_path / "config.json").write_text("{}")
@@ -532,7 +533,7 @@ def test_a_folder_without_safetensors_files(tmp_path, door):
 )
 def test_unusual_paths(tmp_path, name):
     write_folder(tmp_path / name / "in", {"w": ROWS, "n": NORM}, 0, 3)
-    assert same_bytes(distckpt.load_plain_tensors(tmp_path / name / "in"), {"w": ROWS, "n": NORM})
+    assert same_bytes(distckpt.open(tmp_path / name / "in").read_tensors(), {"w": ROWS, "n": NORM})
     assert same_bytes(
-        distckpt.load_plain_tensors(f"file://{tmp_path / name / 'in'}"), {"w": ROWS, "n": NORM}
+        distckpt.open(f"file://{tmp_path / name / 'in'}").read_tensors(), {"w": ROWS, "n": NORM}
     )

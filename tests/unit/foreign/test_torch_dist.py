@@ -115,7 +115,7 @@ def whole(key, like):
 
 def test_every_kind_of_tensor_loads(saved):
     loaded = distckpt.load(
-        {key: whole(key, tensor) for key, tensor in KEYS.items()}, saved, strict="raise_all"
+        {key: whole(key, tensor) for key, tensor in KEYS.items()}, saved, strict="raise"
     )
     assert [key for key, tensor in KEYS.items() if not same(loaded[key], tensor)] == []
 
@@ -149,16 +149,17 @@ def test_parts_load(saved, name):
 
 def test_questions_about_a_dcp_directory(saved):
     assert {
-        key: shard.global_shape for key, shard in distckpt.load_sharded_metadata(saved).items()
+        key: shard.global_shape
+        for key, shard in distckpt.megatron.serialization.load_sharded_metadata(saved).items()
     } == {key: tuple(tensor.shape) for key, tensor in KEYS.items()}
-    assert distckpt.load_common_state_dict(saved) == {
+    assert distckpt.open(saved).common_state == {
         **VALUES,
         "optimizer": {"groups": [{"lr": 0.1}, {"lr": 0.2}]},
         "mixed": [8],
     }
-    plain = distckpt.load_plain_tensors(saved)
+    plain = distckpt.open(saved).read_tensors()
     assert [key for key, tensor in KEYS.items() if not same(plain[key], tensor)] == []
-    assert distckpt.load_content_metadata(saved) is None
+    assert distckpt.open(saved).metadata is None
 
 
 def test_a_missing_key_is_named(saved):
@@ -186,11 +187,11 @@ def test_conversion(saved, tmp_path):
     loaded = distckpt.load(
         {key: whole(key, tensor) for key, tensor in KEYS.items()},
         target,
-        strict="raise_all",
-        verify="full",
+        strict="raise",
+        verify=True,
     )
     assert [key for key, tensor in KEYS.items() if not same(loaded[key], tensor)] == []
-    assert distckpt.load_common_state_dict(target) == distckpt.load_common_state_dict(saved)
+    assert distckpt.open(target).common_state == distckpt.open(saved).common_state
     with pytest.raises(CheckpointingException, match="already"):
         torch_dist.convert(target, str(tmp_path / "again"))
 
@@ -204,15 +205,15 @@ def test_conversion_of_a_remote_source(saved, tmp_path):
         torch_dist.convert("memory://dcp_source", str(tmp_path / "converted"))
     finally:
         memory.rm("/dcp_source", recursive=True)
-    plain = distckpt.load_plain_tensors(str(tmp_path / "converted"))
+    plain = distckpt.open(str(tmp_path / "converted")).read_tensors()
     assert [key for key, tensor in KEYS.items() if not same(plain[key], tensor)] == []
 
 
 def test_conversion_from_the_command_line(saved, tmp_path, capsys):
     assert main(["convert", saved, str(tmp_path / "converted")]) == 0
     assert str(tmp_path / "converted") in capsys.readouterr().out
-    assert distckpt.load_tensors_metadata(tmp_path / "converted").keys() == KEYS.keys()
-    assert distckpt.load_common_state_dict(tmp_path / "converted")["step"] == 5
+    assert distckpt.open(tmp_path / "converted").tensors.keys() == KEYS.keys()
+    assert distckpt.open(tmp_path / "converted").common_state["step"] == 5
     arguments = [
         "convert",
         saved,
@@ -223,7 +224,7 @@ def test_conversion_from_the_command_line(saved, tmp_path, capsys):
     ]
     assert main(arguments) == 0
     assert json.loads(capsys.readouterr().out)["location"] == str(tmp_path / "converted")
-    assert distckpt.load_common_state_dict(tmp_path / "converted") == {}
+    assert distckpt.open(tmp_path / "converted").common_state == {}
     assert main(["convert", saved, str(tmp_path / "converted")]) == 1
 
 
@@ -232,7 +233,7 @@ def test_conversion_with_other_common_state(tmp_path):
     with pytest.raises(UnsupportedObjectError, match="Odd"):
         torch_dist.convert(source, str(tmp_path / "converted"))
     torch_dist.convert(source, str(tmp_path / "converted"), common_state={"step": 1})
-    assert distckpt.load_common_state_dict(str(tmp_path / "converted")) == {"step": 1}
+    assert distckpt.open(str(tmp_path / "converted")).common_state == {"step": 1}
 
 
 # ---- values that are not tensors
@@ -318,7 +319,7 @@ def megatron_folder(path, objects=None, common=None):
 @pytest.mark.parametrize("protocol", [2, 4, 5])
 def test_plain_objects_come_back(tmp_path, protocol):
     folder = megatron_folder(tmp_path / "c", common=archive_of(PLAIN, pickle_protocol=protocol))
-    assert distckpt.load_common_state_dict(folder) == PLAIN
+    assert distckpt.open(folder).common_state == PLAIN
 
 
 @pytest.mark.parametrize("protocol", [2, 5])
@@ -333,7 +334,7 @@ def test_what_several_places_share_comes_back_in_all_of_them(tmp_path, protocol)
         "the same": file,
     }
     folder = megatron_folder(tmp_path / "c", common=archive_of(obj, pickle_protocol=protocol))
-    loaded = distckpt.load_common_state_dict(folder)
+    loaded = distckpt.open(folder).common_state
     assert [loaded[name].tolist() for name in ("first", "again", "other")] == [
         [*range(6)],
         [*range(6)],
@@ -366,7 +367,7 @@ def test_arrays_tensors_and_files_in_memory_come_back(tmp_path, protocol):
         "module": torch.nn.Linear(2, 1).state_dict(),
     }
     folder = megatron_folder(tmp_path / "c", common=archive_of(obj, pickle_protocol=protocol))
-    loaded = distckpt.load_common_state_dict(folder)
+    loaded = distckpt.open(folder).common_state
     for name, array in arrays.items():
         assert (loaded[name].dtype, loaded[name].tolist()) == (array.dtype, array.tolist())
     assert [(type(value), value) for value in loaded["scalars"]] == [
@@ -383,11 +384,11 @@ def test_classes_are_admitted_by_registering_them(tmp_path):
     common = {"colour": Colour.RED, "point": Point(1, 2), "settings": Settings(0.5)}
     folder = megatron_folder(tmp_path / "c", common=archive_of(common))
     with pytest.raises(UnsupportedObjectError, match=r"common\.pt.*Colour.*register_object_type"):
-        distckpt.load_common_state_dict(folder)
+        _ = distckpt.open(folder).common_state
     distckpt.register_object_type(Colour)
     distckpt.register_object_type(Point)
     distckpt.register_object_type(Settings)
-    loaded = distckpt.load_common_state_dict(folder)
+    loaded = distckpt.open(folder).common_state
     assert loaded == common
     assert loaded["settings"].lr_text == "0.5"
 
@@ -426,8 +427,8 @@ def test_common_state_of_later_megatron(tmp_path):
     folder = megatron_folder(
         tmp_path / "c", {"common_state/shard_0_1": archive_of([{"iteration": 3}])}
     )
-    assert distckpt.load_common_state_dict(folder) == {"iteration": 3}
-    assert distckpt.load_sharded_metadata(folder) == {}
+    assert distckpt.open(folder).common_state == {"iteration": 3}
+    assert distckpt.megatron.serialization.load_sharded_metadata(folder) == {}
 
 
 # ---- flattened tensors of Megatron Core up to 0.15
@@ -488,7 +489,7 @@ def test_a_checkpoint_that_megatron_core_0_14_wrote(tmp_path):
     }
     asked = {key: whole(key, tensor) for key, tensor in full.items()}
     asked["o"] = ShardedObject("o", None, (2,), (1,))
-    loaded = distckpt.load(asked, tmp_path / "c", ("torch_dist", 1), strict="raise_all")
+    loaded = distckpt.load(asked, tmp_path / "c", ("torch_dist", 1), strict="raise")
     assert [key for key, tensor in full.items() if not torch.equal(loaded[key], tensor)] == []
     assert (loaded["o"], loaded["it"]) == ({"r": 1}, 3)
     flat = ShardedTensor.from_rank_offsets_flat(
@@ -504,7 +505,7 @@ def test_a_checkpoint_that_megatron_core_0_14_wrote(tmp_path):
         distckpt.load({"x": flat}, tmp_path / "c")["x"], full["exp_avg"][1, 3:].flatten()[3:23]
     )
     torch_dist.convert(tmp_path / "c", tmp_path / "converted")
-    plain = distckpt.load_plain_tensors(tmp_path / "converted")
+    plain = distckpt.open(tmp_path / "converted").read_tensors()
     assert [key for key, tensor in full.items() if not torch.equal(plain[key], tensor)] == []
 
 
@@ -553,7 +554,7 @@ def test_every_cut_and_every_changed_byte_of_metadata_gives_an_error_of_ours_or_
         (copy / ".metadata").write_bytes(
             bytes(damaged[: rng.integers(len(damaged))] if rng.random() < 0.3 else damaged)
         )
-        error = error_of(distckpt.load_tensors_metadata, copy)
+        error = error_of(distckpt.megatron.load_tensors_metadata, copy)
         assert error is None or (
             isinstance(error, CheckpointingException) and str(copy) in str(error)
         ), error
@@ -745,7 +746,7 @@ def test_hostile_common_state_is_refused(name, tmp_path, monkeypatch):
     with pytest.raises(
         (CorruptCheckpointError, UnsupportedObjectError), match=f"common.pt.*{named_there}"
     ):
-        distckpt.load_common_state_dict(folder)
+        _ = distckpt.open(folder).common_state
     assert "DISTCKPT_HOSTILE" not in os.environ
 
 
@@ -799,7 +800,7 @@ SIZE_BOMBS = {
 def test_small_pickles_of_large_objects_are_refused(name, tmp_path):
     folder = megatron_folder(tmp_path / "c", common=archive_with(SIZE_BOMBS[name]))
     with pytest.raises(CorruptCheckpointError, match=r"common\.pt"):
-        distckpt.load_common_state_dict(folder)
+        _ = distckpt.open(folder).common_state
 
 
 @pytest.mark.parametrize("name", ARCHIVE_BOMBS)
@@ -808,7 +809,7 @@ def test_small_archives_of_large_objects_are_refused(name, tmp_path):
     with pytest.raises(
         CorruptCheckpointError, match=r"common\.pt.*(amounts to more than|take more room)"
     ):
-        distckpt.load_common_state_dict(folder)
+        _ = distckpt.open(folder).common_state
 
 
 def one_list_for_many_keys(metadata):
@@ -855,7 +856,7 @@ def a_list_with_a_far_end(metadata):
 def test_small_metadata_of_large_checkpoints_is_refused(copy, change, problem):
     change_metadata(copy, change)
     with pytest.raises(CorruptCheckpointError, match=problem):
-        distckpt.load_common_state_dict(copy)
+        _ = distckpt.open(copy).common_state
 
 
 @pytest.mark.parametrize(
@@ -870,7 +871,7 @@ def test_small_metadata_of_large_checkpoints_is_refused(copy, change, problem):
 def test_files_that_are_no_archives_are_refused(blob, problem, tmp_path):
     folder = megatron_folder(tmp_path / "c", common=blob)
     with pytest.raises(CorruptCheckpointError, match=problem):
-        distckpt.load_common_state_dict(folder)
+        _ = distckpt.open(folder).common_state
 
 
 def test_hostile_tensor_archives_are_refused(copy):

@@ -196,15 +196,15 @@ def test_torch_loads_tensors_and_objects(source, exported):
 
 
 def test_distckpt_reads_it_back(source, exported, tmp_path):
-    original = distckpt.load_plain_tensors(source[0])
-    found = distckpt.load_plain_tensors(exported)
+    original = distckpt.open(source[0]).read_tensors()
+    found = distckpt.open(exported).read_tensors()
     assert found.keys() == original.keys()
     assert {key: bits(value) for key, value in found.items()} == {
         key: bits(value) for key, value in original.items()
     }
-    check_values(distckpt.load_common_state_dict(exported))
+    check_values(distckpt.open(exported).common_state)
     torch_dist.convert(exported, tmp_path / "again")
-    assert distckpt.load_sharded_metadata(tmp_path / "again").keys() >= {
+    assert distckpt.megatron.serialization.load_sharded_metadata(tmp_path / "again").keys() >= {
         "w",
         "a/rng/shard_0_2",
         "a/rng/shard_1_2",

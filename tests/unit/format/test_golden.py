@@ -85,7 +85,7 @@ def test_it_is_whole(golden, name):
 @pytest.mark.parametrize("name", ["grid", "flat", "dtypes", "new_dtypes"])
 def test_tensors_keep_their_bits(golden, name):
     needs_dtypes(name)
-    tensors = distckpt.load_plain_tensors(golden / name)
+    tensors = distckpt.open(golden / name).read_tensors()
     expected = expected_in(name)
     assert tensors.keys() == expected.keys()
     for key, bits in expected.items():
@@ -95,7 +95,7 @@ def test_tensors_keep_their_bits(golden, name):
 
 
 def test_tensors_of_odd_shapes_keep_their_bits(golden):
-    tensors = distckpt.load_plain_tensors(golden / "odd")
+    tensors = distckpt.open(golden / "odd").read_tensors()
     expected = expected_in("odd")
     expected["alias"] = expected["tied"]
     assert tensors.keys() == expected.keys()
@@ -129,7 +129,7 @@ def test_another_layout_is_filled(golden, verify):
     assert_bits(loaded["rows"], expected["rows"][:, 3:4])
     assert_bits(loaded["layer"], expected["stack"][2])
     assert loaded["step"] == 7
-    assert distckpt.load_content_metadata(golden / "grid") == {"layout": "tp2"}
+    assert distckpt.open(golden / "grid").metadata == {"layout": "tp2"}
 
 
 def test_a_part_of_a_flattened_tensor_is_filled(golden):
@@ -159,7 +159,7 @@ def described(value):
 
 
 def test_common_state_of_every_kind(golden):
-    loaded = distckpt.load_common_state_dict(golden / "objects")
+    loaded = distckpt.open(golden / "objects").common_state
     assert loaded.keys() == COMMON.keys()
     for key, value in COMMON.items():
         assert described(loaded[key]) == described(value), key
@@ -216,9 +216,7 @@ def test_other_readers_open_the_files(golden):
 
 def test_all_dtypes_and_kinds_are_there(golden):
     """What the format page lists is what these checkpoints hold."""
-    stored = {
-        str(shard.dtype) for shard in distckpt.load_tensors_metadata(golden / "dtypes").values()
-    }
+    stored = {str(shard.dtype) for shard in distckpt.open(golden / "dtypes").tensors.values()}
     assert stored == {f"torch.{name}" for name in DTYPES}
 
 
@@ -233,10 +231,10 @@ READERS = {
     "load": lambda path: distckpt.load(
         {"b": ShardedTensor.from_rank_offsets("bias", torch.zeros(4, 3))}, path
     ),
-    "load_plain_tensors": distckpt.load_plain_tensors,
-    "load_common_state_dict": distckpt.load_common_state_dict,
-    "load_tensors_metadata": distckpt.load_tensors_metadata,
-    "load_sharded_metadata": distckpt.load_sharded_metadata,
+    "load_plain_tensors": distckpt.megatron.load_plain_tensors,
+    "load_common_state_dict": distckpt.megatron.load_common_state_dict,
+    "load_tensors_metadata": distckpt.megatron.load_tensors_metadata,
+    "load_sharded_metadata": distckpt.megatron.serialization.load_sharded_metadata,
     "remove_sharded_tensors": lambda path: distckpt.remove_sharded_tensors(path, "bias"),
     "consolidate": lambda path: distckpt.consolidate(path, path.parent / "export"),
 }
@@ -286,7 +284,7 @@ def test_a_version_that_is_none_is_refused(golden, value, tmp_path):
     path = copy_of(golden / "grid", tmp_path)
     change_marker(path, min_reader_version=value)
     with pytest.raises(CorruptCheckpointError, match="needs a reader of format version"):
-        distckpt.load_plain_tensors(path)
+        distckpt.open(path).read_tensors()
 
 
 def test_a_newer_format_that_this_reader_may_read_is_read(golden, tmp_path):
@@ -297,7 +295,7 @@ def test_a_newer_format_that_this_reader_may_read_is_read(golden, tmp_path):
     change_marker(path, format_version=READER_VERSION + 5, new_field={"a": [1]}, another="x")
     assert distckpt.verify(path).is_whole
     for key, bits in expected_in("grid").items():
-        assert_bits(distckpt.load_plain_tensors(path)[key], bits)
+        assert_bits(distckpt.open(path).read_tensors()[key], bits)
 
 
 def test_a_newer_encoding_of_objects_is_refused_with_what_to_do():

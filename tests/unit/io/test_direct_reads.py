@@ -114,7 +114,7 @@ def test_changes_that_are_in_memory_only_are_seen(to_change):
         for position in range(1 << 20, len(content), 3_000_017):
             content[position : position + 7] = b"changed"
             os.pwrite(opened.fileno(), b"changed", position)
-    loaded = load(to_change, verify="none")
+    loaded = load(to_change, verify=False)
     assert not is_in_memory(file, len(content) // 5)
     for key, value in loaded.items():
         begin, end = entries[key]["data_offsets"]

@@ -236,8 +236,8 @@ def test_padding_that_differs(tmp_path):
 def test_containers_of_other_classes(tmp_path):
     state = collections.OrderedDict(a=collections.OrderedDict(w=tensor("w", torch.ones(2))), b=1)
     distckpt.save(state, tmp_path / "c")
-    assert distckpt.load_sharded_metadata(tmp_path / "c").keys() == {"w"}
-    assert distckpt.load_common_state_dict(tmp_path / "c") == {"b": 1}
+    assert distckpt.megatron.serialization.load_sharded_metadata(tmp_path / "c").keys() == {"w"}
+    assert distckpt.megatron.load_common_state_dict(tmp_path / "c") == {"b": 1}
 
 
 class Tagged(torch.Tensor):

@@ -307,7 +307,7 @@ def test_shards_without_elements_are_fine(tmp_path):
         ),
     }
     distckpt.save(state, tmp_path / "c")
-    loaded = distckpt.load_plain_tensors(tmp_path / "c")
+    loaded = distckpt.megatron.load_plain_tensors(tmp_path / "c")
     assert {key: tuple(tensor.shape) for key, tensor in loaded.items()} == {
         "empty": (0, 3),
         "uneven": (4, 3),
@@ -356,7 +356,7 @@ def test_copies_with_other_strides_are_equal(tmp_path):
         ShardedTensor.from_rank_offsets("z", torch.tensor([1 - 2j, 3 + 4j]).conj(), replica_id=1),
     ]
     distckpt.save(dict(enumerate(shards)), tmp_path / "c", validate_replicas=True)
-    assert torch.equal(distckpt.load_plain_tensors(tmp_path / "c")["w"], base)
+    assert torch.equal(distckpt.megatron.load_plain_tensors(tmp_path / "c")["w"], base)
 
 
 # ---- what cannot be saved

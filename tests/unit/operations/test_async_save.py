@@ -217,7 +217,7 @@ def test_objects_and_common_state_are_copied(tmp_path, gate):
     assert loaded["lists"] == [1, [2]]
     assert loaded["array"].tolist() == [0, 1, 2, 3, 4]
     assert loaded["tensor"].tolist() == [0, 1, 2, 3]
-    assert distckpt.load_content_metadata(tmp_path / "c") == {"lists": [1, [2]]}
+    assert distckpt.open(tmp_path / "c").metadata == {"lists": [1, [2]]}
 
 
 def test_the_same_bytes_as_a_blocking_save(tmp_path):
@@ -281,7 +281,7 @@ def test_a_third_save_waits_for_memory(tmp_path, gate):
     "read",
     [
         lambda path: distckpt.load({"v": whole("v", torch.zeros(3))}, path),
-        distckpt.load_plain_tensors,
+        distckpt.megatron.load_plain_tensors,
     ],
 )
 def test_loading_waits_for_the_save_of_that_path(read, tmp_path, gate):

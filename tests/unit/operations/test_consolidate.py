@@ -317,7 +317,7 @@ def test_options_that_make_no_export(tmp_path, options, match):
         distckpt.consolidate(source, tmp_path / "out", **options)
     assert not (tmp_path / "out").exists()
     distckpt.consolidate(source, tmp_path / "out", dtype={"model.embed.weight": torch.int8})
-    assert distckpt.load_plain_tensors(tmp_path / "out")["model.embed.weight"].dtype == torch.int8
+    assert distckpt.open(tmp_path / "out").read_tensors()["model.embed.weight"].dtype == torch.int8
 
 
 @pytest.mark.parametrize("door", [distckpt.consolidate, distckpt.reshard])
@@ -328,7 +328,7 @@ def test_a_tied_name_can_be_renamed(tmp_path, door):
     tied["head"].weight = tied["embed"].weight
     distckpt.save({"model": tied}, tmp_path / "in")
     door(tmp_path / "in", tmp_path / "out", rename={"embed.": "wte.", "head.": "lm_head."})
-    names = distckpt.load_tensors_metadata(tmp_path / "out").keys()
+    names = distckpt.open(tmp_path / "out").tensors.keys()
     assert names == {"wte.weight"} | ({"lm_head.weight"} if door is distckpt.reshard else set())
 
 
@@ -890,7 +890,7 @@ def test_the_output_may_lie_in_the_checkpoint(tmp_path):
     source = save_checkpoint(tmp_path / "in", model(1))
     distckpt.consolidate(source, source / "hf")
     assert same_bytes(read_export(source / "hf"), model(1))
-    assert same_bytes(distckpt.load_plain_tensors(source), model(1))
+    assert same_bytes(distckpt.open(source).read_tensors(), model(1))
 
 
 @pytest.mark.parametrize("place", [".", "tensors"])
@@ -916,7 +916,7 @@ def test_a_checkpoint_stays_whole_when_something_is_exported_into_its_directory(
     assert {
         name: content for name, content in tree_of(other).items() if name != "model.safetensors"
     } == before
-    assert same_bytes(distckpt.load_plain_tensors(other), model(2))
+    assert same_bytes(distckpt.open(other).read_tensors(), model(2))
 
 
 def test_a_file_is_in_the_place_of_the_output_directory(tmp_path):
@@ -978,7 +978,7 @@ def test_urls(tmp_path, memory_url, save):
         folder = target if isinstance(target, Path) else download(target, tmp_path / str(number))
         assert len(list(folder.iterdir())) > 2
         assert same_bytes(read_export(folder), model(2))
-        assert same_bytes(distckpt.load_plain_tensors(target), model(2))
+        assert same_bytes(distckpt.open(target).read_tensors(), model(2))
     with pytest.raises(CheckpointExistsError, match="already holds an export"):
         distckpt.consolidate(source, f"{memory_url}/out", overwrite=True)
     assert not Path("memory:").exists()

@@ -487,7 +487,7 @@ def test_the_same_checkpoint_twice_and_an_output_in_its_place(tmp_path):
     path = save_checkpoint(tmp_path / "a", {"w": torch.randn(4, 6)})
     other = save_checkpoint(tmp_path / "b", {"w": torch.randn(4, 6)})
     distckpt.merge([path, path, path], tmp_path / "out")
-    assert torch.equal(read_export(tmp_path / "out")["w"], distckpt.load_plain_tensors(path)["w"])
+    assert torch.equal(read_export(tmp_path / "out")["w"], distckpt.open(path).read_tensors()["w"])
     for place in (
         other,
         other / "tensors",
@@ -532,7 +532,7 @@ def test_an_output_that_was_forgotten(tmp_path, capsys):
             distckpt.merge(paths[:2], place)
     assert {path: path.is_file() and path.read_bytes() for path in tmp_path.rglob("*")} == before
     assert cli.main(["merge", *paths, "--output", exports[1], "--overwrite"]) == 0
-    mean = expected([distckpt.load_plain_tensors(path)["w"] for path in paths], (1 / 3,) * 3)
+    mean = expected([distckpt.open(path).read_tensors()["w"] for path in paths], (1 / 3,) * 3)
     assert torch.equal(read_export(exports[1])["w"], mean)
 
 

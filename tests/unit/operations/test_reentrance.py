@@ -40,7 +40,7 @@ CALLS = {
     "save": lambda folder: distckpt.save(state(7), f"{folder}/other"),
     "async_save": lambda folder: distckpt.async_save(state(7), f"{folder}/other"),
     "load": lambda folder: distckpt.load(state(0), f"{folder}/there"),
-    "load_plain_tensors": lambda folder: distckpt.load_plain_tensors(f"{folder}/there"),
+    "load_plain_tensors": lambda folder: distckpt.open(f"{folder}/there").read_tensors(),
     "verify": lambda folder: distckpt.verify(f"{folder}/there"),
     # Through a function of this package.
     "consolidate": lambda folder: HuggingFaceConsolidationStrategy().consolidate(
@@ -78,7 +78,7 @@ def test_a_call_by_a_signal_handler_is_refused(name, folder):
         )
     assert len(errors) >= 2
     assert sorted(os.listdir(folder)) == ["c", "d", "there"]
-    assert torch.equal(distckpt.load_plain_tensors(folder / "d")["numbers"], NUMBERS.t())
+    assert torch.equal(distckpt.open(folder / "d").read_tensors()["numbers"], NUMBERS.t())
 
 
 @pytest.mark.parametrize("name", ["save", "load"])
@@ -135,7 +135,7 @@ def test_handlers_that_try_to_save_all_the_time(tmp_path):
             signal.setitimer(signal.ITIMER_REAL, 0)
             assert torch.equal(loaded["numbers"], NUMBERS.t())
             assert torch.equal(
-                distckpt.load_plain_tensors(tmp_path / str(attempt))["numbers"], NUMBERS.t()
+                distckpt.open(tmp_path / str(attempt)).read_tensors()["numbers"], NUMBERS.t()
             )
     assert num_refused
 
@@ -150,7 +150,7 @@ def test_a_handler_may_come_just_before_and_just_after_a_call(tmp_path):
 
     def handle(number, frame):
         try:
-            distckpt.load_plain_tensors(tmp_path / "there")
+            distckpt.open(tmp_path / "there").read_tensors()
             came["made"] += 1
         except CheckpointingException:
             came["refused"] += 1
@@ -170,7 +170,7 @@ def test_a_handler_may_come_just_before_and_just_after_a_call(tmp_path):
             line = 0
             sys.settrace(trace)
             try:
-                loaded = distckpt.load_plain_tensors(tmp_path / "there")
+                loaded = distckpt.open(tmp_path / "there").read_tensors()
             finally:
                 sys.settrace(before)
             assert torch.equal(loaded["x"], torch.ones(3))

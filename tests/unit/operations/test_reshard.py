@@ -185,7 +185,7 @@ def check_any_layout_loads_into_any_other(data):
         loaded = distckpt.load(
             state, f"{directory}/ckpt", verify=data.draw(st.sampled_from(["none", "read", "full"]))
         )
-        whole = distckpt.load_plain_tensors(f"{directory}/ckpt")
+        whole = distckpt.open(f"{directory}/ckpt").read_tensors()
     assert loaded.keys() == expected.keys()
     for name, (values, target, base, untouched) in expected.items():
         assert loaded[name] is target
@@ -310,7 +310,7 @@ def test_a_rank_may_hold_several_shards_of_one_key(tmp_path):
         for j in range(2)
     }
     distckpt.save(state, tmp_path / "c")
-    assert torch.equal(distckpt.load_plain_tensors(tmp_path / "c")["w"], tensor)
+    assert torch.equal(distckpt.open(tmp_path / "c").read_tensors()["w"], tensor)
 
 
 # ---- tensors of other shapes
@@ -495,7 +495,7 @@ def test_large_tensors_with_other_strides_are_saved_in_parts(tmp_path):
         "expanded": ShardedTensor.from_rank_offsets("expanded", base[0].expand(1000, 3000)),
     }
     distckpt.save(state, tmp_path / "c")
-    loaded = distckpt.load_plain_tensors(tmp_path / "c")
+    loaded = distckpt.open(tmp_path / "c").read_tensors()
     assert torch.equal(loaded["transposed"], base.t())
     assert torch.equal(loaded["part"], base[:, 1:2999])
     assert torch.equal(loaded["expanded"], base[0].expand(1000, 3000))
@@ -508,7 +508,7 @@ def test_a_part_of_a_tensor_is_read_without_the_rest(large):
         before = int(file.readline().split()[1])
     target = torch.zeros(1, 5, 1000)
     piece = Piece((0, 0, 500_000), (1, 5, 1000))
-    distckpt.load({"w": piece.shard(str(shape), target, shape)}, path, verify="none")
+    distckpt.load({"w": piece.shard(str(shape), target, shape)}, path, verify=False)
     with open("/proc/self/io") as file:
         read = int(file.readline().split()[1]) - before
     assert np.array_equal(target.numpy(), tensors[str(shape)][:, :, 500_000:501_000])

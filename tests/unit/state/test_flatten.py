@@ -127,7 +127,7 @@ def test_shards_inside_tuples_and_named_tuples_are_seen(tmp_path):
         loaded,
         {"pair": Pair(torch.ones(3), torch.full((3,), 2.0)), "tuple": (torch.full((3,), 3.0),)},
     )
-    assert distckpt.load_common_state_dict(tmp_path / "c") == {}
+    assert distckpt.open(tmp_path / "c").common_state == {}
 
 
 def test_named_tuples_may_mix_shards_and_plain_values(tmp_path):
@@ -268,7 +268,7 @@ def test_objects_have_keys_with_slashes_and_dots(tmp_path):
     asked = {name: shard.without_data() for name, shard in state.items()}
     loaded, missing, unexpected = distckpt.load(asked, tmp_path / "c", strict="return_all")
     assert (loaded, missing, unexpected) == ({"a": [1], "b": [2]}, set(), set())
-    assert distckpt.load_sharded_metadata(tmp_path / "c").keys() == {
+    assert distckpt.megatron.serialization.load_sharded_metadata(tmp_path / "c").keys() == {
         "x/y.z/shard_0_1",
         "x/y.z/shard_0_1/shard_0_1",
     }
@@ -367,7 +367,7 @@ def swiglu(key, data, size=4):
 def test_factories_store_what_they_build_and_merge_what_was_loaded(tmp_path):
     fused = torch.arange(8.0).view(4, 2)
     distckpt.save({"mlp": [swiglu("fc1", fused), 3]}, tmp_path / "c")
-    stored = distckpt.load_plain_tensors(tmp_path / "c")
+    stored = distckpt.open(tmp_path / "c").read_tensors()
     assert torch.equal(stored["fc1.gate"], fused[:2])
     assert torch.equal(stored["fc1.up"], fused[2:])
     loaded = distckpt.load({"mlp": [swiglu("fc1", torch.zeros(4, 2))]}, tmp_path / "c")
@@ -419,7 +419,7 @@ def test_factories_may_build_factories_and_plain_values(tmp_path):
     assert torch.equal(
         distckpt.load({"w": outer(torch.zeros(4))}, tmp_path / "c")["w"], torch.full((4,), 2.0)
     )
-    assert distckpt.load_common_state_dict(tmp_path / "c") == {}
+    assert distckpt.open(tmp_path / "c").common_state == {}
 
 
 @pytest.mark.parametrize(
@@ -469,7 +469,7 @@ def test_local_objects_are_not_saved_and_come_back_as_they_are(tmp_path):
         "list": [LocalNonpersistentObject(1), 2, tensor("a", 1)],
     }
     distckpt.save(saved, tmp_path / "c")
-    assert distckpt.load_common_state_dict(tmp_path / "c") == {"list": [2]}
+    assert distckpt.open(tmp_path / "c").common_state == {"list": [2]}
     mine = object()
     asked = {
         "handle": LocalNonpersistentObject(mine),

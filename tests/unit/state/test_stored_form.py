@@ -47,7 +47,7 @@ def test_complex_numbers_are_stored_as_pairs_and_reshard(tmp_path, dtype):
         dtype,
         real[2:].tolist(),
     )
-    assert torch.equal(distckpt.load_plain_tensors(tmp_path / "c")["w"], real)
+    assert torch.equal(distckpt.open(tmp_path / "c").read_tensors()["w"], real)
 
 
 def test_a_conjugate_view_is_saved_and_filled(tmp_path):
@@ -113,7 +113,7 @@ def test_inner_tensors_are_stored_and_filled_under_another_layout(tmp_path):
     assert loaded["w"] is whole
     assert torch.equal(whole.codes, torch.cat([half.codes for half in halves]))
     assert torch.equal(whole.scale, torch.cat([half.scale for half in halves]))
-    assert set(distckpt.load_plain_tensors(tmp_path / "c")) == {"w.codes", "w.scale"}
+    assert set(distckpt.open(tmp_path / "c").read_tensors()) == {"w.codes", "w.scale"}
 
 
 def test_what_belongs_to_it_must_be_the_same(tmp_path):
