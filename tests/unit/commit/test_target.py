@@ -92,7 +92,7 @@ def test_files_that_others_write_during_a_save_stay(is_there, tmp_path):
     path = WritesAmongOthers.path = tmp_path / "iter_0000010"
     if is_there:
         distckpt.save(state_of(1), path)
-    distckpt.save(state_of(2), path, stopping(WritesAmongOthers), overwrite=True)
+    distckpt.save(state_of(2), path, strategy=stopping(WritesAmongOthers), overwrite=True)
     assert value_in(path) == 2
     assert others_at(path) == WritesAmongOthers.others
     assert os.listdir(tmp_path) == ["iter_0000010"]
@@ -305,7 +305,7 @@ def access_of(path):
 
 
 def save_and_look(folder, path):
-    distckpt.save(state_of(2), path, stopping(LooksAtAccess), overwrite=True)
+    distckpt.save(state_of(2), path, strategy=stopping(LooksAtAccess), overwrite=True)
     assert LooksAtAccess.found == access_of(path)
 
 
