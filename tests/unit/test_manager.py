@@ -143,7 +143,7 @@ def test_wait_raises_what_nobody_has_asked_for_once(tmp_path):
     manager = CheckpointManager(tmp_path)
     gate = threading.Event()
     first = distckpt.async_save(
-        state_of(0), tmp_path / "step_00000000", progress=lambda n: gate.wait(PATIENCE)
+        state_of(0), tmp_path / "step_00000000", progress=lambda done, total: gate.wait(PATIENCE)
     )
     manager.save(1, state_of(1))
     in_the_way(tmp_path, 1)
@@ -185,7 +185,9 @@ def test_a_failure_in_the_background_is_logged_when_the_job_goes_on(tmp_path):
     gate = threading.Event()
     with CheckpointManager(tmp_path, on_failure="log") as manager:
         distckpt.async_save(
-            state_of(0), tmp_path / "step_00000000", progress=lambda n: gate.wait(PATIENCE)
+            state_of(0),
+            tmp_path / "step_00000000",
+            progress=lambda done, total: gate.wait(PATIENCE),
         )
         manager.save(1, state_of(1))
         in_the_way(tmp_path, 1)
@@ -201,7 +203,9 @@ def test_an_error_in_the_block_is_not_replaced(tmp_path):
     gate = threading.Event()
     with pytest.raises(ZeroDivisionError), CheckpointManager(tmp_path) as manager:  # noqa: PT012
         distckpt.async_save(
-            state_of(0), tmp_path / "step_00000000", progress=lambda n: gate.wait(PATIENCE)
+            state_of(0),
+            tmp_path / "step_00000000",
+            progress=lambda done, total: gate.wait(PATIENCE),
         )
         manager.save(1, state_of(1))
         in_the_way(tmp_path, 1)
@@ -386,7 +390,7 @@ def test_a_step_that_does_not_fit_or_is_not_at_fault_is_not_passed_over(tmp_path
     with pytest.raises(LoadMismatchError):
         manager.load({"x": ShardedTensor.from_rank_offsets("x", torch.zeros(3))})
 
-    def progress(num_bytes):
+    def progress(num_bytes, total_bytes):
         raise FileNotFoundError(2, "No such file", "/my/own/file")
 
     with pytest.raises(FileNotFoundError):
@@ -607,7 +611,7 @@ def test_leftovers_of_interrupted_saves_and_removals_are_cleared(tmp_path):
 def test_the_directory_of_a_running_save_is_no_leftover(tmp_path, capsys):
     started, gate = threading.Event(), threading.Event()
 
-    def progress(num_bytes):
+    def progress(num_bytes, total_bytes):
         started.set()
         assert gate.wait(PATIENCE)
 
