@@ -25,9 +25,9 @@ from distckpt._base.threads import (
 from distckpt._format import codec
 from distckpt._format.columns import pack, unpack
 from distckpt._format.manifest import MANIFEST_NAME, ChunkTable, Manifest, marker_fields
+from distckpt._io.host_copies import HostCopies
 from distckpt._io.prepared_save import PreparedSave
 from distckpt._io.replicas import add_digests, weighted_digest
-from distckpt._io.staging import Staging
 from distckpt._io.write import NewFile, WriteSettings, file_of_tensors, in_folder, write_files
 from distckpt._mapping.base import OpenReplicaId
 from distckpt._mapping.wrappers import ShardedObject, ShardedTensor, is_main_replica
@@ -161,9 +161,9 @@ class ShardSave(PreparedSave):
     folder_suffix: str = ""
     written: Sequence[tuple[str, int]] = ()
 
-    def stage(self, staging: Staging) -> ShardSave:
+    def stage(self, copies: HostCopies) -> ShardSave:
         # Objects are copies already, encoded ones.
-        staged = staging.copy(self.make_tensor_files())
+        staged = copies.copy(self.make_tensor_files())
         return replace(self, make_tensor_files=lambda: staged)
 
     def write(self, checkpoint_dir: str, ranks: Ranks) -> Mapping[str, Any]:

@@ -40,8 +40,10 @@ def find(stored: StoredCheckpoint) -> dict[str, QuantizedTensor]:
 
 
 def decoded(stored: StoredCheckpoint) -> StoredCheckpoint:
-    """Return a view of a checkpoint with its quantised tensors as they are in the model."""
-    found = find(stored)
+    """Return a view of a checkpoint with its quantised tensors as they are in the model; a view
+    stays as it is.
+    """
+    found = {} if stored.quantized else find(stored)
     if not found:
         return stored
     manifest, tensors = stored.manifest, list(found.values())

@@ -183,7 +183,7 @@ def test_consolidation_to_hugging_face(saved, tmp_path):
 def test_conversion(saved, tmp_path):
     target = str(tmp_path / "converted")
     torch_dist.convert(saved, target)
-    assert distckpt.check_is_distributed_checkpoint(target)
+    assert distckpt.megatron.check_is_distributed_checkpoint(target)
     loaded = distckpt.load(
         {key: whole(key, tensor) for key, tensor in KEYS.items()},
         target,
@@ -489,7 +489,7 @@ def test_a_checkpoint_that_megatron_core_0_14_wrote(tmp_path):
     }
     asked = {key: whole(key, tensor) for key, tensor in full.items()}
     asked["o"] = ShardedObject("o", None, (2,), (1,))
-    loaded = distckpt.load(asked, tmp_path / "c", ("torch_dist", 1), strict="raise")
+    loaded = distckpt.load(asked, tmp_path / "c", strategy=("torch_dist", 1), strict="raise")
     assert [key for key, tensor in full.items() if not torch.equal(loaded[key], tensor)] == []
     assert (loaded["o"], loaded["it"]) == ({"r": 1}, 3)
     flat = ShardedTensor.from_rank_offsets_flat(

@@ -103,7 +103,7 @@ def asked():
 
 
 def test_a_strategy_that_is_given_is_used(tmp_path):
-    distckpt.save(state(), tmp_path / "c", SaveText())
+    distckpt.save(state(), tmp_path / "c", strategy=SaveText())
     assert (tmp_path / "c" / "all.json").exists()
     assert not (tmp_path / "c" / "manifest.safetensors").exists()
     marker = read_marker(tmp_path / "c")
@@ -112,14 +112,14 @@ def test_a_strategy_that_is_given_is_used(tmp_path):
         3,
         2,
     )
-    loaded = distckpt.load(asked(), tmp_path / "c", LoadText())
+    loaded = distckpt.load(asked(), tmp_path / "c", strategy=LoadText())
     assert (loaded["w"].tolist(), loaded["step"]) == ([0, 1, 2], 4)
 
 
 def test_a_registered_strategy_is_found_by_name_and_by_checkpoint(tmp_path, registered):
-    distckpt.save(state(), tmp_path / "c", ("text", 3))
+    distckpt.save(state(), tmp_path / "c", strategy=("text", 3))
     for strategy in (None, ("text", 3)):
-        assert distckpt.load(asked(), tmp_path / "c", strategy)["w"].tolist() == [0, 1, 2]
+        assert distckpt.load(asked(), tmp_path / "c", strategy=strategy)["w"].tolist() == [0, 1, 2]
     assert distckpt.open(tmp_path / "c").common_state == {"step": 4}
     assert distckpt.open(tmp_path / "c").read_tensors()["w"].tolist() == [0, 1, 2]
     assert distckpt.open(tmp_path / "c").tensors.keys() == {"w"}
@@ -132,7 +132,7 @@ def test_a_registered_strategy_is_found_by_name_and_by_checkpoint(tmp_path, regi
 
 
 def test_what_a_strategy_cannot_do_is_said(tmp_path, registered):
-    distckpt.save(state(), tmp_path / "c", SaveText())
+    distckpt.save(state(), tmp_path / "c", strategy=SaveText())
     with pytest.raises(CheckpointingException, match="LoadText cannot remove tensors"):
         distckpt.remove_sharded_tensors(tmp_path / "c", "w")
 
@@ -144,7 +144,7 @@ def test_what_is_no_saving_strategy_is_refused(tmp_path, strategy):
     with pytest.raises(
         CheckpointingException, match="sharded_strategy must be a SaveShardedStrategy"
     ):
-        distckpt.save(state(), tmp_path / "c", strategy)
+        distckpt.save(state(), tmp_path / "c", strategy=strategy)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -156,17 +156,17 @@ def test_what_is_no_loading_strategy_is_refused(tmp_path, strategy):
     with pytest.raises(
         CheckpointingException, match="sharded_strategy must be a LoadShardedStrategy"
     ):
-        distckpt.load(asked(), tmp_path / "c", strategy)
+        distckpt.load(asked(), tmp_path / "c", strategy=strategy)
 
 
 @pytest.mark.parametrize("name", [("zarr", 1), ("safetensors", 99)])
 def test_an_unknown_backend_is_an_error_that_lists_the_known_ones(tmp_path, name):
     problem = rf"backend '{name[0]}' version {name[1]} \(there is: .*'safetensors' version 1"
     with pytest.raises(CheckpointingException, match=problem):
-        distckpt.save(state(), tmp_path / "c", name)
+        distckpt.save(state(), tmp_path / "c", strategy=name)
     distckpt.save(state(), tmp_path / "c")
     with pytest.raises(CheckpointingException, match=problem):
-        distckpt.load(asked(), tmp_path / "c", name)
+        distckpt.load(asked(), tmp_path / "c", strategy=name)
 
 
 @pytest.mark.parametrize(("backend", "version"), [("zarr", 1), ("safetensors", 99)])
@@ -228,12 +228,12 @@ def test_wrappers_do_what_they_wrap(tmp_path, caplog):
     saving = FullyParallelSaveStrategyWrapper(
         get_default_save_sharded_strategy("safetensors", 1), None, True
     )
-    distckpt.save(state(), tmp_path / "c", saving)
+    distckpt.save(state(), tmp_path / "c", strategy=saving)
     assert (saving.backend, saving.version) == ("safetensors", 1)
     loading = FullyParallelLoadStrategyWrapper(
         get_default_load_sharded_strategy(tmp_path / "c"), None, True, "broadcast"
     )
-    loaded = distckpt.load(asked(), tmp_path / "c", loading, strict="raise")
+    loaded = distckpt.load(asked(), tmp_path / "c", strategy=loading, strict="raise")
     assert (loaded["w"].tolist(), loaded["step"]) == ([0, 1, 2], 4)
     assert loading.load_tensors_metadata(str(tmp_path / "c")).keys() == {"w"}
     assert "w" in loading.load_sharded_metadata(str(tmp_path / "c"))
@@ -250,15 +250,17 @@ def test_wrappers_hand_settings_on(tmp_path):
         distckpt.save(
             dict(enumerate(twice)),
             tmp_path / "c",
-            FullyParallelSaveStrategyWrapper(get_default_save_sharded_strategy()),
+            strategy=FullyParallelSaveStrategyWrapper(get_default_save_sharded_strategy()),
             validate_replicas=True,
         )
     distckpt.save(state(), tmp_path / "c")
     half = {"w": ShardedTensor.from_rank_offsets("w", torch.zeros(3, dtype=torch.float16))}
     loading = FullyParallelLoadStrategyWrapper(get_default_load_sharded_strategy())
     with pytest.raises(distckpt.LoadMismatchError, match="allow_dtype_cast"):
-        distckpt.load(half, tmp_path / "c", loading)
-    assert distckpt.load(half, tmp_path / "c", loading, allow_dtype_cast=True)["w"].tolist() == [
+        distckpt.load(half, tmp_path / "c", strategy=loading)
+    assert distckpt.load(half, tmp_path / "c", strategy=loading, allow_dtype_cast=True)[
+        "w"
+    ].tolist() == [
         0,
         1,
         2,
@@ -293,7 +295,9 @@ def test_a_load_names_tensors_that_do_not_fit_their_new_range(tmp_path, caplog):
 
 
 def test_wrappers_of_strategies_of_others(tmp_path):
-    distckpt.save(state(), tmp_path / "c", FullyParallelSaveStrategyWrapper(SaveText()))
+    distckpt.save(state(), tmp_path / "c", strategy=FullyParallelSaveStrategyWrapper(SaveText()))
     assert read_marker(tmp_path / "c")["sharded_backend"] == "text"
-    loaded = distckpt.load(asked(), tmp_path / "c", FullyParallelLoadStrategyWrapper(LoadText()))
+    loaded = distckpt.load(
+        asked(), tmp_path / "c", strategy=FullyParallelLoadStrategyWrapper(LoadText())
+    )
     assert loaded["w"].tolist() == [0, 1, 2]
