@@ -113,7 +113,7 @@ def verdict_on(path: Path, without: tuple[str, ...] = ()) -> Verdict:
     its keys.
     """
     if not path.exists():
-        assert not distckpt.check_is_distributed_checkpoint(path)
+        assert not distckpt.megatron.check_is_distributed_checkpoint(path)
         return "absent"
     report = distckpt.verify(path)
     assert report.is_whole, report.problems
@@ -189,7 +189,7 @@ def save_without_exchange(folder: Path, rank: int, num_ranks: int) -> None:
 
 
 def remove_columns(folder: Path, rank: int, num_ranks: int) -> None:
-    distckpt.remove_sharded_tensors(folder / "checkpoint", "columns")
+    distckpt.megatron.remove_sharded_tensors(folder / "checkpoint", "columns")
 
 
 def nothing(folder: Path) -> None:

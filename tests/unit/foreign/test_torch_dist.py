@@ -169,7 +169,7 @@ def test_a_missing_key_is_named(saved):
 
 def test_nothing_is_removed_from_a_checkpoint_of_others(saved):
     with pytest.raises(CheckpointingException, match="convert"):
-        distckpt.remove_sharded_tensors(saved, "model")
+        distckpt.megatron.remove_sharded_tensors(saved, "model")
 
 
 def test_consolidation_to_hugging_face(saved, tmp_path):
@@ -183,7 +183,7 @@ def test_consolidation_to_hugging_face(saved, tmp_path):
 def test_conversion(saved, tmp_path):
     target = str(tmp_path / "converted")
     torch_dist.convert(saved, target)
-    assert distckpt.check_is_distributed_checkpoint(target)
+    assert distckpt.megatron.check_is_distributed_checkpoint(target)
     loaded = distckpt.load(
         {key: whole(key, tensor) for key, tensor in KEYS.items()},
         target,
