@@ -15,8 +15,8 @@ import torch
 
 import distckpt
 from distckpt import CheckpointExistsError, CheckpointNotFoundError, ShardedTensor
-from distckpt.megatron.serialization import get_default_save_sharded_strategy
 from distckpt.strategies.base import SaveShardedStrategy
+from distckpt.strategies.safetensors import SafetensorsSaveStrategy
 
 
 def state(value=1.0, size=4):
@@ -40,11 +40,11 @@ class FailsAfterWriting(SaveShardedStrategy):
     """Writes everything that there is to write, and then fails."""
 
     def __init__(self, strategy=None):
-        self.strategy = strategy or get_default_save_sharded_strategy()
+        self.strategy = strategy or SafetensorsSaveStrategy()
         self.backend, self.version = self.strategy.backend, self.strategy.version
 
-    def configure(self, options):
-        return FailsAfterWriting(self.strategy.configure(options))
+    def configure(self, options, process_group):
+        return FailsAfterWriting(self.strategy.configure(options, process_group))
 
     def save(self, sharded_state_dict, checkpoint_dir):
         self.strategy.save(sharded_state_dict, checkpoint_dir)
