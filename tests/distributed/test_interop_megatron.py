@@ -20,7 +20,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
 import distckpt
-from distckpt import StrictHandling, torch_dist
+from distckpt import torch_dist
+from distckpt.megatron.validation import StrictHandling
 from distckpt.megatron.interop import register_types
 from tests.support import harness
 from tests.support.harness import error_of
