@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 
 from distckpt._base.errors import CheckpointingException
 from distckpt._base.options import LoadOptions, SaveOptions
+from distckpt._base.public import set_public_home
 from distckpt._checkpoint.opening import FOREIGN_NAMES
 from distckpt._io.prepared_save import PreparedSave
 from distckpt._mapping.wrappers import (
@@ -41,6 +42,8 @@ __all__ = [
     "get_default_strategy",
     "register_default_strategy",
 ]
+
+set_public_home(globals())
 
 _Strategy = TypeVar("_Strategy", bound="StrategyBase")
 
