@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 
 from distckpt._base.errors import CheckpointingException
 from distckpt._base.options import LoadOptions, SaveOptions
+from distckpt._base.public import set_public_home
 from distckpt._checkpoint.opening import FOREIGN_NAMES
 from distckpt._io.prepared_save import PreparedSave
 from distckpt._mapping.wrappers import (
@@ -41,6 +42,8 @@ __all__ = [
     "get_default_strategy",
     "register_default_strategy",
 ]
+
+set_public_home(globals())
 
 _Strategy = TypeVar("_Strategy", bound="StrategyBase")
 
@@ -218,22 +221,21 @@ def get_default_strategy(action: StrategyAction, backend: str, version: int) -> 
     """
     strategy = _registry[action].get((backend, version)) or _built_in(action, backend, version)
     if strategy is None:
-        known = (
-            ", ".join(f"{name!r} version {number}" for name, number in sorted(_registry[action]))
-            or "none"
-        )
+        names = {*_registry[action], *((name, 1) for name in _BUILT_IN_NAMES.get(action, ()))}
+        known = ", ".join(f"{name!r} version {number}" for name, number in sorted(names))
         raise CheckpointingException(
             f"No strategy for {action.value} with backend {backend!r} version {version} (there is: "
-            f"{known}). Register one with register_default_strategy, or pass a strategy object."
+            f"{known or 'none'}). Register one with register_default_strategy, or pass a strategy "
+            "object."
         )
     return strategy
 
 
 BUILT_IN = "safetensors"
 """Backend of the built-in format, in version 1."""
-_OTHER_NAMES = {
-    StrategyAction.SAVE_SHARDED: ("torch_dist",),
-    StrategyAction.LOAD_SHARDED: FOREIGN_NAMES,
+_BUILT_IN_NAMES = {
+    StrategyAction.SAVE_SHARDED: (BUILT_IN, "torch_dist"),
+    StrategyAction.LOAD_SHARDED: (BUILT_IN, *FOREIGN_NAMES),
 }
 """Programs name the format of what they load; those for Megatron Core also pass the name of its
 format to a save.
@@ -242,7 +244,7 @@ format to a save.
 
 def is_built_in(action: StrategyAction, backend: str, version: int) -> bool:
     """Tell whether a name stands for the built-in strategy."""
-    return version == 1 and backend in (BUILT_IN, *_OTHER_NAMES.get(action, ()))
+    return version == 1 and backend in _BUILT_IN_NAMES.get(action, ())
 
 
 def _built_in(action: StrategyAction, backend: str, version: int) -> StrategyBase | None:

@@ -82,7 +82,7 @@ def use_everything(root):
     streaming.save_safetensors_streaming_sharded(
         tensors.items(), f"{root}/many", meta, max_file_bytes=12
     )
-    distckpt.remove_sharded_tensors(path, "w")
+    distckpt.megatron.remove_sharded_tensors(path, "w")
 
 
 def use_everything_recorded(root, report):

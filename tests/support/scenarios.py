@@ -189,7 +189,7 @@ def save_without_exchange(folder: Path, rank: int, num_ranks: int) -> None:
 
 
 def remove_columns(folder: Path, rank: int, num_ranks: int) -> None:
-    distckpt.remove_sharded_tensors(folder / "checkpoint", "columns")
+    distckpt.megatron.remove_sharded_tensors(folder / "checkpoint", "columns")
 
 
 def nothing(folder: Path) -> None:

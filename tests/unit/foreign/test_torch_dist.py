@@ -169,7 +169,7 @@ def test_a_missing_key_is_named(saved):
 
 def test_nothing_is_removed_from_a_checkpoint_of_others(saved):
     with pytest.raises(CheckpointingException, match="convert"):
-        distckpt.remove_sharded_tensors(saved, "model")
+        distckpt.megatron.remove_sharded_tensors(saved, "model")
 
 
 def test_consolidation_to_hugging_face(saved, tmp_path):
