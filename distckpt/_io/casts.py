@@ -83,8 +83,6 @@ def _limit_of(dtype: torch.dtype) -> float:
 def _count_outside_integers(values: torch.Tensor, limits: torch.iinfo) -> int:
     if values.dtype.is_floating_point:
         doubles = values.double().trunc()
-        inside = (doubles >= limits.min) & (doubles < limits.max + 1.0)
-    else:
-        integers = values.numpy()
-        inside = (integers >= limits.min) & (integers <= limits.max)
-    return len(values) - int(inside.sum())
+        return int((~((doubles >= limits.min) & (doubles < limits.max + 1.0))).sum())
+    integers = values.numpy()
+    return int(((integers < limits.min) | (integers > limits.max)).sum())

@@ -9,8 +9,7 @@ import json
 import logging
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from types import MappingProxyType
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -44,7 +43,7 @@ class ExtraFiles:
     """Locations of files to copy, and the content of others by name."""
 
     copied: Sequence[str] = ()
-    written: Mapping[str, bytes] = MappingProxyType({})
+    written: Mapping[str, bytes] = field(default_factory=dict)
 
 
 def list_extra_files(directory: str, with_code: bool) -> list[str]:

@@ -195,8 +195,8 @@ def _check_equal(
     for source, values in zip(stored[1:], others, strict=True):
         for request, one, other in zip(requests, first, values, strict=True):
             if not torch.equal(one, other):
+                dtype = source.dtype_name(request.key)
                 raise CheckpointingException(
-                    f"Key {request.key!r} is {source.dtype_name(request.key)}, of which there is no "
-                    f"sum, and its values in {source.location!r} differ from those in "
-                    f"{stored[0].location!r}: leave the key out with `keys`."
+                    f"Key {request.key!r} is {dtype}, of which there is no sum, and its values in "
+                    f"{source.location!r} differ from those in {stored[0].location!r}: leave the key out with `keys`."
                 )

@@ -135,7 +135,7 @@ def _dtypes_by_pattern(
     return dtype
 
 
-def _check_rename(rename: object) -> None:
+def _check_rename(rename: Mapping[str, str]) -> None:
     is_dict = isinstance(rename, Mapping)
     if not is_dict or not all(isinstance(name, str) for pair in rename.items() for name in pair):
         raise TypeError(
@@ -247,7 +247,7 @@ def check_codes(
     Raises:
         LoadMismatchError: an output is one of these.
     """
-    casts = {}
+    casts: dict[str, torch.dtype] = {}
     for output in outputs:
         if output.name in computed:
             casts |= {part.key: torch.float32 for part in output.mapped.parts}
