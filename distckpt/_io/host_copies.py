@@ -229,20 +229,21 @@ class HostCopies:
 
         The rest is copied when its turn to be written comes; after that `staged` is set.
         """
-        device = next((file.device for file in files if file.device is not None), None)
+        device = _device_of(files)
         chosen = _choose([file.chunk_bytes for file in files], self._max_bytes)
-        parts = [_Part.of(file, chunks, device) for file, chunks in zip(files, chosen, strict=True)]
+        parts = [_Part.of(*pair, device) for pair in zip(files, chosen, strict=True)]
         self.needed = [size for part in parts for size in part.buffer_bytes], device
         if self._only_measures:
             return list(files)
         self._buffers = self._memory.take(*self.needed, self._timeout)
-        buffers = iter(self._buffers)
-        copies = [part.copies_in(buffers) for part in parts]
         self._num_uncopied = sum(part.num_left_out for part in parts)
-        copied = [self._copied_file(part, held) for part, held in zip(parts, copies, strict=True)]
-        units = [
-            unit for part, held in zip(parts, copies, strict=True) for unit in part.units_into(held)
-        ]
+        buffers = iter(self._buffers)
+        units: list[_Unit] = []
+        copied: list[NewFile] = []
+        for part in parts:
+            copies = part.copies_in(buffers)
+            units.extend(part.units_into(copies))
+            copied.append(self._copied_file(part, copies))
         run_threads(_Unit.copy, units, self._num_threads)
         if not self._num_uncopied:
             self.staged.set()
@@ -271,6 +272,10 @@ class HostCopies:
             self._num_uncopied -= num_bytes
             if not self._num_uncopied:
                 self.staged.set()
+
+
+def _device_of(files: Sequence[NewFile]) -> DeviceLayer | None:
+    return next((file.device for file in files if file.device is not None), None)
 
 
 def _choose(sizes: Sequence[Sequence[int]], max_bytes: int | None) -> list[list[int]]:

@@ -307,8 +307,8 @@ class FinishedByAnother(SafetensorsSaveStrategy):
         self.appears = appears
         self.target = target
 
-    def configure(self, options):
-        self.options = options
+    def configure(self, options, process_group):
+        self.options, self.process_group = options, process_group
         return self
 
     def save(self, sharded_state_dict, checkpoint_dir):

@@ -67,7 +67,7 @@ def _cli(*arguments: str) -> None:
 
 
 VERBS: dict[str, Callable[[str], object]] = {
-    "check": distckpt.check_is_distributed_checkpoint,
+    "check": distckpt.megatron.check_is_distributed_checkpoint,
     "load": _load,
     "load_plain_tensors": distckpt.megatron.load_plain_tensors,
     "load_common_state_dict": distckpt.megatron.load_common_state_dict,

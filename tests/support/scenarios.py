@@ -112,7 +112,7 @@ def verdict_on(path: Path, without: tuple[str, ...] = ()) -> Verdict:
     its keys.
     """
     if not path.exists():
-        assert not distckpt.check_is_distributed_checkpoint(path)
+        assert not distckpt.megatron.check_is_distributed_checkpoint(path)
         return "absent"
     report = distckpt.verify(path)
     assert report.is_whole, report.problems

@@ -14,7 +14,6 @@ import numpy as np
 import pytest
 import safetensors.torch
 import torch
-from distckpt.strategies.defaults import get_default_save_sharded_strategy
 
 import distckpt
 from distckpt import CheckpointManager, ShardedTensor
@@ -26,6 +25,7 @@ from distckpt.megatron.core import (
     CorruptCheckpointError,
 )
 from distckpt.strategies.base import SaveShardedStrategy
+from distckpt.strategies.safetensors import SafetensorsSaveStrategy
 from distckpt.streaming import save_safetensors_streaming_sharded
 from tests.support.other_program import as_another_program
 from tests.support.s3_server import (
@@ -136,12 +136,12 @@ class FailsAfterWriting(SaveShardedStrategy):
     """Writes everything like the built-in strategy, and then fails."""
 
     def __init__(self, strategy=None, error=None):
-        self.strategy = strategy or get_default_save_sharded_strategy()
+        self.strategy = strategy or SafetensorsSaveStrategy()
         self.error = error or OSError(5, "the power is out", "somewhere")
         self.backend, self.version = self.strategy.backend, self.strategy.version
 
-    def configure(self, options):
-        return FailsAfterWriting(self.strategy.configure(options), self.error)
+    def configure(self, options, process_group):
+        return FailsAfterWriting(self.strategy.configure(options, process_group), self.error)
 
     def prepare(self, sharded_state_dict):
         prepared = self.strategy.prepare(sharded_state_dict)
@@ -169,7 +169,7 @@ def test_save_load_and_verify(store, count):
     report = distckpt.verify(location)
     assert report.is_whole
     assert report.num_bytes > 4 * count
-    assert distckpt.check_is_distributed_checkpoint(location)
+    assert distckpt.megatron.check_is_distributed_checkpoint(location)
     assert distckpt.open(location).common_state["step"] == 1.0
     assert set(distckpt.open(location).tensors) == {"w", "half"}
     assert store.uploads() == []
@@ -458,7 +458,7 @@ class Wrapped(SaveShardedStrategy):
     """A strategy that knows nothing of folders."""
 
     def __init__(self):
-        self.strategy = get_default_save_sharded_strategy()
+        self.strategy = SafetensorsSaveStrategy()
         self.backend, self.version = self.strategy.backend, self.strategy.version
 
     def save(self, sharded_state_dict, checkpoint_dir):
@@ -616,7 +616,7 @@ def test_a_missing_bucket_is_no_empty_run(server):
     with pytest.raises(OSError, match="bucket or container does not exist"):
         CheckpointManager("s3://no-such-bucket/run").latest()
     with pytest.raises(OSError, match="bucket or container does not exist"):
-        distckpt.check_is_distributed_checkpoint("s3://no-such-bucket/run/step_1")
+        distckpt.megatron.check_is_distributed_checkpoint("s3://no-such-bucket/run/step_1")
 
 
 @pytest.mark.parametrize(

@@ -15,8 +15,8 @@ import torch
 
 import distckpt
 from distckpt import CheckpointExistsError, CheckpointNotFoundError, ShardedTensor
-from distckpt.megatron.serialization import get_default_save_sharded_strategy
 from distckpt.strategies.base import SaveShardedStrategy
+from distckpt.strategies.safetensors import SafetensorsSaveStrategy
 
 
 def state(value=1.0, size=4):
@@ -40,11 +40,11 @@ class FailsAfterWriting(SaveShardedStrategy):
     """Writes everything that there is to write, and then fails."""
 
     def __init__(self, strategy=None):
-        self.strategy = strategy or get_default_save_sharded_strategy()
+        self.strategy = strategy or SafetensorsSaveStrategy()
         self.backend, self.version = self.strategy.backend, self.strategy.version
 
-    def configure(self, options):
-        return FailsAfterWriting(self.strategy.configure(options))
+    def configure(self, options, process_group):
+        return FailsAfterWriting(self.strategy.configure(options, process_group))
 
     def save(self, sharded_state_dict, checkpoint_dir):
         self.strategy.save(sharded_state_dict, checkpoint_dir)
@@ -325,7 +325,7 @@ def test_a_save_to_an_object_store_and_back(memory, tmp_path, monkeypatch):
     assert loaded_value(f"{memory}/run/c") == 2.0
     rows = ShardedTensor.from_rank_offsets("wide", torch.zeros(10, 50_000), (0, 2, 4))
     assert torch.equal(distckpt.load({"w": rows}, f"{memory}/run/c")["w"], wide[20:30])
-    assert distckpt.check_is_distributed_checkpoint(f"{memory}/run/c")
+    assert distckpt.megatron.check_is_distributed_checkpoint(f"{memory}/run/c")
     # The URL did not become a directory.
     assert names(tmp_path) == []
 

@@ -14,7 +14,7 @@ import pytest
 import distckpt
 from distckpt import CheckpointExistsError, CheckpointManager, CheckpointNotFoundError
 from distckpt._commit import running
-from distckpt.strategies.safetensors import SafetensorsSave
+from distckpt.strategies.safetensors import ShardSave
 from distckpt.streaming import save_safetensors_streaming_sharded
 from tests.support.disk import tree_of
 from tests.support.disks import overlay, small_disk
@@ -78,7 +78,7 @@ def test_files_of_others_stay(verb, tmp_path, caplog):
     assert set(os.listdir(tmp_path)) <= {"iter_0000010", "source"}
 
 
-class WritesAmongOthers(SafetensorsSave):
+class WritesAmongOthers(ShardSave):
     """Another program puts files where the checkpoint is going to be, while it is written."""
 
     def write(self, checkpoint_dir, ranks):
@@ -291,7 +291,7 @@ def test_a_directory_of_a_lower_layer_is_refused_before_data_is_written(verb, tm
 # --- Access ---------------------------------------------------------------------------------------
 
 
-class LooksAtAccess(SafetensorsSave):
+class LooksAtAccess(ShardSave):
     """Notes who may access the directory that is written into."""
 
     def write(self, checkpoint_dir, ranks):

@@ -182,7 +182,7 @@ def test_consolidation_to_hugging_face(saved, tmp_path):
 def test_conversion(saved, tmp_path):
     target = str(tmp_path / "converted")
     distckpt.reshard(saved, target)
-    assert distckpt.check_is_distributed_checkpoint(target)
+    assert distckpt.megatron.check_is_distributed_checkpoint(target)
     loaded = distckpt.load(
         {key: whole(key, tensor) for key, tensor in KEYS.items()},
         target,

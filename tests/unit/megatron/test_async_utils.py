@@ -43,7 +43,7 @@ def test_a_save_through_the_queue(tmp_path):
     queue, path, seen, reports = AsyncCallsQueue(persistent=True), tmp_path / "c", [], []
     state = state_of(1)
     request = distckpt.save(state, path, async_sharded_save=True, on_report=reports.append)
-    request.add_finalize_fn(lambda: seen.append(distckpt.check_is_distributed_checkpoint(path)))
+    request.add_finalize_fn(lambda: seen.append(distckpt.megatron.check_is_distributed_checkpoint(path)))
     assert not path.exists()
     assert queue.schedule_async_request(request) == 0
     state["rows"].data.zero_()

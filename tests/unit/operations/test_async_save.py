@@ -301,7 +301,7 @@ def test_blocking_saves_and_background_saves_side_by_side(tmp_path, gate):
         {"v": whole("v", torch.ones(3))}, tmp_path / "a", progress=gate.progress
     )
     distckpt.save({"v": whole("v", torch.zeros(3))}, tmp_path / "b")
-    assert distckpt.check_is_distributed_checkpoint(tmp_path / "b")
+    assert distckpt.megatron.check_is_distributed_checkpoint(tmp_path / "b")
     assert not handle.done()
     gate.open()
     handle.result(PATIENCE)

@@ -98,7 +98,7 @@ def test_nothing_to_load_from(tmp_path):
 def test_a_checkpoint_without_its_marker_is_none(tmp_path):
     distckpt.save({"a": tensor("a"), "step": 1}, tmp_path / "c")
     (tmp_path / "c" / "metadata.json").unlink()
-    assert not distckpt.check_is_distributed_checkpoint(tmp_path / "c")
+    assert not distckpt.megatron.check_is_distributed_checkpoint(tmp_path / "c")
     for function in (
         lambda path: distckpt.load({}, path),
         distckpt.megatron.load_plain_tensors,
