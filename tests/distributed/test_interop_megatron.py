@@ -247,7 +247,7 @@ def test_objects_and_common_state_that_megatron_saved_load(saved_by_megatron):
 def convert_together(rank, source, target):
     warnings.simplefilter("ignore")
     register_types()
-    torch_dist.convert(source, target)
+    distckpt.reshard(source, target)
     return load_what_megatron_saved(rank, target)[0]
 
 

@@ -28,7 +28,6 @@ from distckpt import (
     CheckpointNotFoundError,
     ShardedObject,
     ShardedTensor,
-    torch_dist,
 )
 from distckpt._storage import locations
 from distckpt.streaming import save_safetensors_streaming, save_safetensors_streaming_sharded
@@ -262,7 +261,7 @@ def checkpoint_of_torch(folder: Path) -> None:
 
 def convert(folder: Path, rank: int, num_ranks: int, *, overwrite: bool = False) -> None:
     common = {"value": NEW}
-    torch_dist.convert(
+    distckpt.reshard(
         folder / "dcp", folder / "checkpoint", common_state=common, overwrite=overwrite
     )
 
