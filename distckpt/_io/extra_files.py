@@ -164,8 +164,8 @@ def _read_config(path: str | None) -> dict[str, Any]:
 
 def _forget_quantization(config: Mapping[str, Any]) -> None:
     for part in parts_of(config):
-        for field in FIELDS:
-            part.pop(field, None)
+        for name in FIELDS:
+            part.pop(name, None)
 
 
 def _common_dtype(outputs: Sequence[OutputTensor]) -> torch.dtype | None:
@@ -178,6 +178,6 @@ def _common_dtype(outputs: Sequence[OutputTensor]) -> torch.dtype | None:
 def _name_dtype(config: Mapping[str, Any], dtype: torch.dtype) -> None:
     """Put a dtype into a configuration, wherever it names one."""
     for part in parts_of(config):
-        for field in ("dtype", "torch_dtype"):
-            if field in part:
-                part[field] = str(dtype).removeprefix("torch.")
+        for name in ("dtype", "torch_dtype"):
+            if name in part:
+                part[name] = str(dtype).removeprefix("torch.")

@@ -42,15 +42,7 @@ from distckpt._mapping.wrappers import CommonStateDict, ShardedObject, ShardedTe
 from distckpt._operations.planned_save import PlannedSave, SaveRequest, write_and_commit
 from distckpt._plan.cache import SavePlan
 from distckpt._plan.decoded import decoded, hidden_keys
-from distckpt._plan.export import (
-    OutputTensor,
-    check_codes,
-    is_for_all,
-    matches,
-    plan_tensors,
-    renamed,
-    select_tensors,
-)
+from distckpt._plan.export import OutputTensor, check_codes, is_for_all, plan_tensors
 from distckpt._plan.layout import (
     PlannedChunk,
     PlannedFile,
@@ -59,6 +51,7 @@ from distckpt._plan.layout import (
     manifest_of_keys,
 )
 from distckpt._plan.save import plan_owners
+from distckpt._plan.selection import matches, renamed, select_tensors
 from distckpt._ranks.collectives import Ranks
 from distckpt._ranks.report import PhaseTimer
 from distckpt._rules.mapped import crop

@@ -21,8 +21,8 @@ from torch.distributed.tensor import DTensor, Shard
 
 import distckpt
 from distckpt import torch_dist
-from distckpt.megatron.validation import StrictHandling
 from distckpt.megatron.interop import register_types
+from distckpt.megatron.validation import StrictHandling
 from tests.support import harness
 from tests.support.harness import error_of
 from tests.support.megatron_gpt import (
