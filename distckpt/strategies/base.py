@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 from distckpt._base.errors import CheckpointingException
 from distckpt._base.options import LoadOptions, SaveOptions
 from distckpt._base.public import set_public_home
-from distckpt._checkpoint.opening import FOREIGN_NAMES
+from distckpt._checkpoint.formats import READERS
 from distckpt._io.prepared_save import PreparedSave
 from distckpt._mapping.wrappers import (
     ShardedObject,
@@ -235,7 +235,7 @@ BUILT_IN = "safetensors"
 """Backend of the built-in format, in version 1."""
 _BUILT_IN_NAMES = {
     StrategyAction.SAVE_SHARDED: (BUILT_IN, "torch_dist"),
-    StrategyAction.LOAD_SHARDED: (BUILT_IN, *FOREIGN_NAMES),
+    StrategyAction.LOAD_SHARDED: (BUILT_IN, *READERS),
 }
 """Programs name the format of what they load; those for Megatron Core also pass the name of its
 format to a save.
