@@ -15,7 +15,7 @@ from distckpt._cli.page import write_page
 from distckpt._cli.selection import given
 from distckpt._geometry.region import whole
 from distckpt._operations.diff import DiffReport, ObjectDifference, TensorDifference, diff
-from distckpt._plan.export import matches, renamed
+from distckpt._plan.selection import matches, renamed
 from distckpt._state.common_state import COMMON_KEY
 
 _HEADS = ("tensor", "differs", "max", "rel L2", "where")
