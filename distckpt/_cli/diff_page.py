@@ -11,7 +11,7 @@ from distckpt._cli.output import count_text
 from distckpt._cli.page import write_page
 from distckpt._format.stored_checkpoint import StoredCheckpoint
 from distckpt._operations.diff import DiffReport, TensorDifference
-from distckpt._plan.export import matches, renamed
+from distckpt._plan.selection import matches, renamed
 from distckpt._ranks.collectives import Ranks
 
 

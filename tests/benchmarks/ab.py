@@ -8,7 +8,7 @@ alike. Ranks are processes of a gloo group; loads are warm, saves on disk when t
 is processor time. Medians over the rounds.
 
 The verdict is that of a sign test over the pairs of runs: "faster" or "slower" where chance alone
-would make as many rounds agree in fewer than 1 of 20 comparisons. That takes at least 6 rounds.
+would make as many rounds agree in fewer than 1 of 20 comparisons. Fewer than 6 rounds are too few.
 """
 
 from __future__ import annotations
@@ -231,6 +231,8 @@ def row_of(result: Result) -> list[str]:
 
 def verdict(old: Sequence[float], new: Sequence[float]) -> str:
     """Say what a sign test says about the pairs of runs."""
+    if chance_of(len(old), len(old)) > MAX_CHANCE:
+        return "too few rounds"
     num_faster = sum(b < a for a, b in zip(old, new, strict=True))
     num_slower = sum(b > a for a, b in zip(old, new, strict=True))
     if chance_of(max(num_faster, num_slower), num_faster + num_slower) > MAX_CHANCE:

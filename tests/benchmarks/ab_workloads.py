@@ -48,9 +48,9 @@ class Workload(NamedTuple):
 WORKLOADS = (
     Workload("save_small", "save {size} x 16 KiB, 2 ranks", "save", "small", 20_000, 4_000, 2),
     Workload("load_small", "load {size} x 16 KiB, 2 ranks", "load", "small", 20_000, 4_000, 2, 2),
-    Workload("save_large", "save {size} GB, 2 ranks", "save", "llama", 2.18, 0.256, 2),
-    Workload("load_large", "load {size} GB, 2 ranks", "load", "llama", 2.18, 0.256, 2, 2),
-    Workload("load_whole", "load {size} GB, TP2 to TP1", "load", "llama", 2.18, 0.256, 1, 2),
+    Workload("save_large", "save about {size} GB, 2 ranks", "save", "llama", 2.2, 0.3, 2),
+    Workload("load_large", "load about {size} GB, 2 ranks", "load", "llama", 2.2, 0.3, 2, 2),
+    Workload("load_whole", "load about {size} GB, TP2 to TP1", "load", "llama", 2.2, 0.3, 1, 2),
     Workload(
         "load_planning", "load {size} x 4 KiB, 1 rank (CPU)", "load", "tiny", 5_000, 5_000,
         is_processor_time=True,

@@ -44,7 +44,7 @@ def load_strictly(rank, path, strict):
     error = None
     result = None
     try:
-        result = distckpt.load(request_of(rank), path, strict=strict)
+        result = distckpt.megatron.load(request_of(rank), path, strict=strict)
     except CheckpointingException as caught:
         error = caught
     total = sum_over_ranks(rank)

@@ -267,7 +267,7 @@ def test_the_old_name_of_full_verification(checkpoint):
     file.write_bytes(data)
     assert distckpt.load(shard, checkpoint, verify=False)["w"].tolist() == [0, 1]
     with pytest.raises(CorruptCheckpointError):
-        distckpt.load(shard, checkpoint, verify_integrity=True)
+        distckpt.megatron.load(shard, checkpoint, verify_integrity=True)
 
 
 # ---- which blocks of a large chunk are checked
@@ -402,7 +402,7 @@ def test_tensors_are_removed_from_a_checkpoint_with_blocks_of_another_size(tmp_p
     with_blocks_of(tmp_path / "c", 16 << 20)
     forge(tmp_path / "c", lambda fields, columns: fields["aliases"].update(tied="w"))
     # The file is written anew, under the name that stays.
-    distckpt.remove_sharded_tensors(tmp_path / "c", "w")
+    distckpt.megatron.remove_sharded_tensors(tmp_path / "c", "w")
     assert distckpt.verify(tmp_path / "c").is_whole
     assert torch.equal(distckpt.open(tmp_path / "c").read_tensors()["tied"], values)
 

@@ -104,7 +104,7 @@ def preprocessing_raises(rank, path):
             raise RuntimeError("no such entry on rank 2")
         return common
 
-    distckpt.save(
+    distckpt.megatron.save(
         good_state(rank, 5),
         path,
         preprocess_common_before_consistancy_check=preprocess,

@@ -154,7 +154,7 @@ def test_killed_coordinator(run, victims, target, saved, folder):
     assert staging.startswith("."), (
         "nobody was left to clean up; what is left is hidden and no checkpoint"
     )
-    assert not distckpt.check_is_distributed_checkpoint(str(folder / staging))
+    assert not distckpt.megatron.check_is_distributed_checkpoint(str(folder / staging))
     check_that_saving_goes_on(run, saved, folder, path)
 
 

@@ -333,7 +333,7 @@ def _marker(folder: Path) -> tuple[list[bytes], Run]:
     def run(data: bytes) -> None:
         path.write_bytes(data)
         with documented_errors(folder):
-            distckpt.check_is_distributed_checkpoint(folder / "c")
+            distckpt.megatron.check_is_distributed_checkpoint(folder / "c")
             assert opening.open_checkpoint(str(folder / "c")).manifest.keys
             assert distckpt.open(folder / "c").common_state == {"step": 7}
 

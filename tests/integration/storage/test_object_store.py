@@ -169,7 +169,7 @@ def test_save_load_and_verify(store, count):
     report = distckpt.verify(location)
     assert report.is_whole
     assert report.num_bytes > 4 * count
-    assert distckpt.check_is_distributed_checkpoint(location)
+    assert distckpt.megatron.check_is_distributed_checkpoint(location)
     assert distckpt.open(location).common_state["step"] == 1.0
     assert set(distckpt.open(location).tensors) == {"w", "half"}
     assert store.uploads() == []
@@ -449,7 +449,7 @@ def test_a_copy_on_a_local_disk_is_a_checkpoint(store, tmp_path):
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(store.read(f"c/{name}"))
     assert holds(tmp_path / "c", 2.0)
-    assert distckpt.remove_sharded_tensors(tmp_path / "c", "w") is None
+    assert distckpt.megatron.remove_sharded_tensors(tmp_path / "c", "w") is None
     assert set(distckpt.open(tmp_path / "c").tensors) == {"half"}
     assert distckpt.verify(tmp_path / "c").is_whole
 
@@ -616,7 +616,7 @@ def test_a_missing_bucket_is_no_empty_run(server):
     with pytest.raises(OSError, match="bucket or container does not exist"):
         CheckpointManager("s3://no-such-bucket/run").latest()
     with pytest.raises(OSError, match="bucket or container does not exist"):
-        distckpt.check_is_distributed_checkpoint("s3://no-such-bucket/run/step_1")
+        distckpt.megatron.check_is_distributed_checkpoint("s3://no-such-bucket/run/step_1")
 
 
 @pytest.mark.parametrize(

@@ -325,7 +325,7 @@ def test_a_save_to_an_object_store_and_back(memory, tmp_path, monkeypatch):
     assert loaded_value(f"{memory}/run/c") == 2.0
     rows = ShardedTensor.from_rank_offsets("wide", torch.zeros(10, 50_000), (0, 2, 4))
     assert torch.equal(distckpt.load({"w": rows}, f"{memory}/run/c")["w"], wide[20:30])
-    assert distckpt.check_is_distributed_checkpoint(f"{memory}/run/c")
+    assert distckpt.megatron.check_is_distributed_checkpoint(f"{memory}/run/c")
     # The URL did not become a directory.
     assert names(tmp_path) == []
 

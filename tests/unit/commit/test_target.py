@@ -268,7 +268,7 @@ def test_mounts_are_found_before_anything_is_written(verb, mount, tmp_path):
 
 
 def remove_tensors(folder, path):
-    distckpt.remove_sharded_tensors(path, "rows")
+    distckpt.megatron.remove_sharded_tensors(path, "rows")
 
 
 @pytest.mark.parametrize("verb", [overwrite, export, stream, remove_tensors])

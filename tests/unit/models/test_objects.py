@@ -547,7 +547,7 @@ def test_a_value_that_the_checkpoint_lacks_is_an_error(tmp_path):
         with pytest.raises(distckpt.LoadMismatchError, match="no value for 'epoch'") as caught:
             distckpt.load({"model": model, **request}, tmp_path / name)
         assert caught.value.unexpected == {"epoch"}
-        assert "epoch" not in distckpt.load(
+        assert "epoch" not in distckpt.megatron.load(
             {"model": model, **request}, tmp_path / name, strict="log_unexpected"
         )
     assert "epoch" not in distckpt.load({"model": model, "epoch": None}, tmp_path / "saved")

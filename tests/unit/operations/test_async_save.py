@@ -301,7 +301,7 @@ def test_blocking_saves_and_background_saves_side_by_side(tmp_path, gate):
         {"v": whole("v", torch.ones(3))}, tmp_path / "a", progress=gate.progress
     )
     distckpt.save({"v": whole("v", torch.zeros(3))}, tmp_path / "b")
-    assert distckpt.check_is_distributed_checkpoint(tmp_path / "b")
+    assert distckpt.megatron.check_is_distributed_checkpoint(tmp_path / "b")
     assert not handle.done()
     gate.open()
     handle.result(PATIENCE)
@@ -443,7 +443,7 @@ def test_what_changes_after_memory_was_reserved_is_saved_as_it_is(tmp_path):
         }
         distckpt.async_save(state, tmp_path / "c", overwrite=True).result(PATIENCE)
         assert torch.equal(stored(tmp_path / "c")["t"], torch.arange(size) + 0.5)
-        assert distckpt.load({}, tmp_path / "c", strict="ignore_all")["step"] == size
+        assert distckpt.megatron.load({}, tmp_path / "c", strict="ignore_all")["step"] == size
     assert os.listdir(tmp_path) == ["c"], "to reserve memory writes nothing"
 
 

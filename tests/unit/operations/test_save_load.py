@@ -98,7 +98,7 @@ def test_nothing_to_load_from(tmp_path):
 def test_a_checkpoint_without_its_marker_is_none(tmp_path):
     distckpt.save({"a": tensor("a"), "step": 1}, tmp_path / "c")
     (tmp_path / "c" / "metadata.json").unlink()
-    assert not distckpt.check_is_distributed_checkpoint(tmp_path / "c")
+    assert not distckpt.megatron.check_is_distributed_checkpoint(tmp_path / "c")
     for function in (
         lambda path: distckpt.load({}, path),
         distckpt.megatron.load_plain_tensors,
@@ -249,7 +249,7 @@ def test_every_mode_does_with_differing_keys_what_it_says(stored, mode, as_enum,
     caplog.set_level(logging.WARNING)
     if raises_unexpected:
         with pytest.raises(LoadMismatchError) as caught:
-            distckpt.load(asked_for(), stored, strict=strict)
+            distckpt.megatron.load(asked_for(), stored, strict=strict)
         named = caught.value.unexpected
         # Without a comparison of keys, tensors or objects that are not there are found first.
         assert named == raises_unexpected or (
@@ -258,7 +258,7 @@ def test_every_mode_does_with_differing_keys_what_it_says(stored, mode, as_enum,
         assert caught.value.missing == (raises_missing or set())
         assert all(repr(key) in str(caught.value) for key in named | (raises_missing or set()))
         return
-    result = distckpt.load(asked_for(), stored, strict=strict)
+    result = distckpt.megatron.load(asked_for(), stored, strict=strict)
     if returns is not None:
         result, *differing = result
         assert tuple(differing) == returns
@@ -273,7 +273,7 @@ def test_every_mode_does_with_differing_keys_what_it_says(stored, mode, as_enum,
 def test_every_mode_accepts_equal_keys(stored, mode, caplog):
     caplog.set_level(logging.WARNING)
     asked = {"a": tensor("a", 0), "left": tensor("left", 0), "o": obj("o"), "lo": obj("left/o")}
-    result = distckpt.load(asked, stored, strict=mode)
+    result = distckpt.megatron.load(asked, stored, strict=mode)
     if mode.startswith("return"):
         result, missing, unexpected = result
         assert (missing, unexpected) == (set(), set())
@@ -286,7 +286,7 @@ def test_every_mode_accepts_equal_keys(stored, mode, caplog):
 )
 def test_missing_keys_are_ignored_where_only_unexpected_ones_count(stored, mode, caplog):
     caplog.set_level(logging.WARNING)
-    result = distckpt.load({"a": tensor("a", 0)}, stored, strict=mode)
+    result = distckpt.megatron.load({"a": tensor("a", 0)}, stored, strict=mode)
     if mode == "return_unexpected":
         assert result[1:] == (set(), set())
     assert caplog.text == ""
@@ -393,7 +393,7 @@ def test_tensors_of_other_item_sizes_stay_where_the_manifest_says_when_one_is_re
     distckpt.save(
         {**state, "gone": ShardedTensor.from_rank_offsets("gone", torch.zeros(3))}, tmp_path / "c"
     )
-    distckpt.remove_sharded_tensors(tmp_path / "c", "gone")
+    distckpt.megatron.remove_sharded_tensors(tmp_path / "c", "gone")
     loaded = distckpt.open(tmp_path / "c").read_tensors()
     assert loaded.keys() == tensors.keys()
     assert all(torch.equal(loaded[key], tensors[key]) for key in tensors)
@@ -416,7 +416,7 @@ def test_removed_tensors_are_gone_and_the_others_whole(tmp_path):
     }
     distckpt.save({**state, **moments}, tmp_path / "c")
     before = sum(file.stat().st_size for file in Path(tmp_path, "c").rglob("*.*"))
-    distckpt.remove_sharded_tensors(tmp_path / "c", "optimizer.")
+    distckpt.megatron.remove_sharded_tensors(tmp_path / "c", "optimizer.")
     after = sum(file.stat().st_size for file in Path(tmp_path, "c").rglob("*.*"))
     assert before - after >= 2 * weight.nbytes
     assert distckpt.megatron.serialization.load_sharded_metadata(tmp_path / "c").keys() == {
@@ -446,7 +446,7 @@ def test_a_tied_tensor_stays_under_its_other_name(tmp_path):
     state = {name: ShardedTensor.from_rank_offsets(name, weight) for name in ("a.w", "b.w")}
     for prefix, left in (("a.", "b.w"), ("b.", "a.w")):
         distckpt.save(state, tmp_path / prefix)
-        distckpt.remove_sharded_tensors(tmp_path / prefix, prefix)
+        distckpt.megatron.remove_sharded_tensors(tmp_path / prefix, prefix)
         loaded = distckpt.open(tmp_path / prefix).read_tensors()
         assert loaded.keys() == {left}
         assert torch.equal(loaded[left], weight)
@@ -514,7 +514,7 @@ def test_tied_targets_with_equal_values_are_no_reason_to_warn(tmp_path, caplog):
 def test_removing_nothing_leaves_the_checkpoint_alone(tmp_path, caplog):
     distckpt.save({"a": tensor("a")}, tmp_path / "c")
     before = {path: path.stat().st_mtime_ns for path in Path(tmp_path, "c").rglob("*")}
-    distckpt.remove_sharded_tensors(tmp_path / "c", "optimizer.")
+    distckpt.megatron.remove_sharded_tensors(tmp_path / "c", "optimizer.")
     assert {path: path.stat().st_mtime_ns for path in Path(tmp_path, "c").rglob("*")} == before
     assert "'optimizer.': nothing removed" in caplog.text
 
@@ -523,8 +523,10 @@ def test_removing_nothing_leaves_the_checkpoint_alone(tmp_path, caplog):
 
 
 def test_arguments_have_megatrons_order(tmp_path):
-    distckpt.save({"a": tensor("a")}, str(tmp_path / "c"), None, True, False, None, {"m": 1})
-    result = distckpt.load(
+    distckpt.megatron.save(
+        {"a": tensor("a")}, str(tmp_path / "c"), None, True, False, None, {"m": 1}
+    )
+    result = distckpt.megatron.load(
         {"a": tensor("a", 0)}, str(tmp_path / "c"), None, True, "return_all", True
     )
     assert result[0]["a"].tolist() == [1] * 4
@@ -534,10 +536,10 @@ def test_arguments_have_megatrons_order(tmp_path):
 @pytest.mark.parametrize("common_strategy", [None, ("torch", 1)])
 def test_arguments_have_the_order_of_megatron_up_to_0_18_too(tmp_path, common_strategy):
     state = {"a": tensor("a")}
-    distckpt.save(
+    distckpt.megatron.save(
         state, tmp_path / "c", ("torch_dist", 1), common_strategy, True, False, None, {"m": 1}
     )
-    result = distckpt.load(
+    result = distckpt.megatron.load(
         {"a": tensor("a", 0)},
         tmp_path / "c",
         ("torch_dist", 1),
@@ -553,19 +555,19 @@ def test_arguments_have_the_order_of_megatron_up_to_0_18_too(tmp_path, common_st
     )
     gap = ShardedTensor.from_rank_offsets("a", torch.ones(4), (0, 0, 2))
     with pytest.raises(distckpt.InvalidShardingError):
-        distckpt.save(
+        distckpt.megatron.save(
             {"a": gap}, tmp_path / "d", None, common_strategy, validate_access_integrity=True
         )
 
 
 def test_what_is_not_available_is_refused(tmp_path):
     with pytest.raises(CheckpointingException, match="common_strategy must be None"):
-        distckpt.save({}, tmp_path / "c", common_strategy=("zarr", 1))
-    distckpt.save(
+        distckpt.megatron.save({}, tmp_path / "c", common_strategy=("zarr", 1))
+    distckpt.megatron.save(
         {}, tmp_path / "c", common_strategy=None, async_strategy="nvrx", verify_integrity=True
     )
     with pytest.raises(CheckpointingException, match="common_strategy must be None"):
-        distckpt.load({}, tmp_path / "c", common_strategy=("zarr", 1))
+        distckpt.megatron.load({}, tmp_path / "c", common_strategy=("zarr", 1))
 
 
 def test_a_process_group_needs_torch_distributed(tmp_path):
@@ -578,7 +580,9 @@ def test_errors_of_one_process_are_raised_as_they_are(tmp_path):
         raise KeyError("mine")
 
     with pytest.raises(KeyError, match="mine") as caught:
-        distckpt.save({}, tmp_path / "c", preprocess_common_before_consistancy_check=explode)
+        distckpt.megatron.save(
+            {}, tmp_path / "c", preprocess_common_before_consistancy_check=explode
+        )
     assert not isinstance(caught.value, RankFailedError)
     assert list(tmp_path.iterdir()) == []
 

@@ -167,10 +167,10 @@ def test_the_interface_of_torch(model, folder):
 
 def test_strict_loads_miss_neither_scales_nor_codes(model, folder):
     state = {key: request(key, values.shape) for key, values in model.values.items()}
-    _, missing, unexpected = distckpt.load(dict(state), folder, strict="return_all")
+    _, missing, unexpected = distckpt.megatron.load(dict(state), folder, strict="return_all")
     assert (missing, unexpected) == (set(), set())
     key, _ = state.popitem()
-    _, missing, unexpected = distckpt.load(
+    _, missing, unexpected = distckpt.megatron.load(
         {**state, "x": request("x", (1,))}, folder, strict="return_all"
     )
     assert missing
