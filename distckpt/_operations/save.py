@@ -169,7 +169,7 @@ def _describe_state(ranks: Ranks, request: SaveRequest) -> _DescribedState:
     """Describe the objects of a state dict and flatten it; compare what ranks must agree on."""
     compares = request.options.validate_access_integrity and ranks.size > 1 and request.has_target
     with ranks.phase("flatten the state dict") as vote:
-        with_objects = objects.describe(ranks, request.state_dict)
+        with_objects = objects.describe_objects(ranks, request.state_dict)
         described = _flatten(with_objects, request, compares)
         own = with_objects.digest() if ranks.size > 1 else 0
         vote.number = described.digest ^ own
