@@ -37,6 +37,7 @@ from distckpt._io.save_shards import (
     object_file_of,
     ready_to_save,
 )
+from distckpt._io.tensor_source import TensorSource
 from distckpt._io.write import NewFile, WriteSettings
 from distckpt._mapping.wrappers import CommonStateDict, ShardedObject, ShardedTensor
 from distckpt._operations.planned_save import PlannedSave, SaveRequest, write_and_commit
@@ -516,7 +517,7 @@ def _tensor_file(
     overflows: dict[str, int],
 ) -> NewFile:
     tensors = [_cropped(outputs[chunk.key], chunk) for chunk in file.chunks]
-    fill = filling(stored, tensors, overflows)
+    fill = filling(TensorSource(stored), tensors, overflows)
     return NewFile(file.name, file.header, file.chunk_bytes, fill)
 
 
@@ -524,6 +525,4 @@ def _cropped(output: OutputTensor, chunk: PlannedChunk) -> OutputTensor:
     """Return the part of an output tensor that a chunk holds."""
     is_whole = chunk.region == whole(output.mapped.shape)
     mapped = output.mapped if is_whole else crop(output.mapped, chunk.region)
-    return OutputTensor(
-        output.name, output.dtype, chunk.region.num_elements, chunk.num_bytes, mapped
-    )
+    return output._replace(shape=chunk.region.shape, num_bytes=chunk.num_bytes, mapped=mapped)

@@ -29,8 +29,7 @@ from distckpt.strategies.base import (
     BUILT_IN,
     EngineSettings,
     SaveShardedStrategy,
-    StrategyAction,
-    choose_strategy,
+    choose_save_strategy,
     prepare_save,
 )
 
@@ -158,9 +157,7 @@ def _check_target(ranks: Ranks, request: SaveRequest, timer: PhaseTimer) -> _Tar
     with ranks.phase("check the arguments", decision=True, same=request.of_all_ranks()):
         request.check()
         location = timer.location = posix.resolve(request.path) if request.has_target else ""
-        strategy, engine = choose_strategy(
-            SaveShardedStrategy, StrategyAction.SAVE_SHARDED, request.options.strategy
-        )
+        strategy, engine = choose_save_strategy(request.options.strategy)
         if strategy is not None:
             strategy = strategy.configure(request.options, request.process_group)
         if ranks.is_coordinator and request.has_target:
