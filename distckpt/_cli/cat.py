@@ -25,7 +25,8 @@ from distckpt._cli.output import Output
 from distckpt._format import codec
 from distckpt._format.codec import UnknownObject
 from distckpt._format.stored_checkpoint import StoredCheckpoint
-from distckpt._geometry.region import Region, cut_region
+from distckpt._geometry.region import Region
+from distckpt._geometry.units import cut_region
 from distckpt._state.common_state import COMMON_KEY
 from distckpt._storage import locations
 

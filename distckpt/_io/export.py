@@ -18,10 +18,11 @@ from distckpt._base.memory import Bytes, bounce_buffer
 from distckpt._base.threads import NUM_THREADS, UNIT_BYTES
 from distckpt._format import safetensors_file
 from distckpt._format.stored_checkpoint import StoredCheckpoint
-from distckpt._geometry.region import Region, cut_region, flat_range_regions, intersect, whole
+from distckpt._geometry.region import Region, flat_range_regions, intersect, whole
+from distckpt._geometry.units import Span, cut_region, units_of
 from distckpt._io.read import read_chunks_into
 from distckpt._io.sums import read_requests, round_once
-from distckpt._io.write import Fill, NewFile, Span, WriteSettings, units_of, write_files
+from distckpt._io.write import Fill, NewFile, WriteSettings, write_files
 from distckpt._plan.export import Change, OutputFile, OutputTensor
 from distckpt._plan.load import Request
 from distckpt._quantization.encode import encode, needs_maximum, regions_to_encode

@@ -21,12 +21,13 @@ from typing import NamedTuple
 
 import numpy as np
 
-from distckpt._base.device import DeviceLayer
 from distckpt._base.errors import CheckpointingException
 from distckpt._base.interrupts import run_handlers
-from distckpt._base.memory import Bytes
+from distckpt._base.memory import Bytes, DeviceLayer
 from distckpt._base.threads import NUM_THREADS, SIGNAL_SECONDS, UNIT_BYTES, run_threads
-from distckpt._io.write import Fill, NewFile, Span, copy_into, units_of
+from distckpt._format.checksum import BLOCK_BYTES
+from distckpt._geometry.units import Span, units_of
+from distckpt._io.write import Fill, NewFile, copy_into
 
 MAX_SETS = 2
 """So many saves may have staged data at the same time; the next one waits."""
@@ -221,7 +222,7 @@ class Staging:
             ends = [0, *itertools.accumulate(buffer_bytes)]
             copies = _Copies(starts, list(itertools.islice(buffers, len(buffer_bytes))), ends)
             start = 0
-            for unit in units_of(chunk_bytes):
+            for unit in units_of(chunk_bytes, UNIT_BYTES, BLOCK_BYTES):
                 spans = [span._replace(chunk=chunks[span.chunk]) for span in unit]
                 num_bytes = sum(span.num_bytes for span in spans)
                 (window,) = copies.between(start, start + num_bytes)
@@ -300,7 +301,7 @@ def _buffer_bytes(chunk_bytes: Sequence[int], device: DeviceLayer | None) -> lis
     """Return the sizes of the buffers for some chunks. No unit is in two of them."""
     if device is None:
         return [sum(chunk_bytes)]
-    units = [sum(span.num_bytes for span in unit) for unit in units_of(chunk_bytes)]
+    units = [sum(span.num_bytes for span in unit) for unit in units_of(chunk_bytes, UNIT_BYTES, BLOCK_BYTES)]
     return [sum(units[i : i + PINNED_UNITS]) for i in range(0, len(units), PINNED_UNITS)]
 
 

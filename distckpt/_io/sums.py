@@ -15,7 +15,7 @@ from distckpt._base.errors import CheckpointingException
 from distckpt._base.memory import bounce_buffer
 from distckpt._base.threads import UNIT_BYTES
 from distckpt._format.stored_checkpoint import StoredCheckpoint
-from distckpt._geometry.region import cut_region
+from distckpt._geometry.units import cut_region
 from distckpt._io.read_values import read_values
 from distckpt._plan.load import Request, plan_load
 from distckpt._quantization.numbers import scratch

@@ -16,6 +16,7 @@ from distckpt._base.errors import CheckpointingException, CheckpointNotFoundErro
 from distckpt._base.interrupts import operation
 from distckpt._base.memory import paused_garbage_collection
 from distckpt._base.messages import check_choice
+from distckpt._base.reports import SaveReport
 from distckpt._commit import posix
 from distckpt._commit.presence import absence
 from distckpt._io import background
@@ -35,7 +36,6 @@ from distckpt._operations.planned_save import (
 )
 from distckpt._operations.save import plan_save
 from distckpt._ranks.collectives import Ranks
-from distckpt._ranks.report import SaveReport
 from distckpt._storage import locations
 from distckpt.strategies.base import SaveShardedStrategy
 

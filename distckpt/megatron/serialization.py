@@ -5,6 +5,7 @@
 from typing import TypeAlias
 
 from distckpt._base.public import set_public_home
+from distckpt._base.reports import LoadReport, SaveReport
 from distckpt._mapping.wrappers import (
     CommonStateDict,
     ShardedObject,
@@ -26,7 +27,6 @@ from distckpt._operations.queries import (
     remove_sharded_tensors,
 )
 from distckpt._operations.save import save
-from distckpt._ranks.report import LoadReport, SaveReport
 from distckpt.strategies.base import ParallelLoad, Verify
 from distckpt.strategies.defaults import (
     get_default_load_sharded_strategy,
