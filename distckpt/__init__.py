@@ -44,8 +44,9 @@ if TYPE_CHECKING:
     from distckpt._operations.async_save import async_save, reserve_staging_memory
     from distckpt._operations.background_save import SaveHandle, release_staging_memory
     from distckpt._operations.checkpoint import Checkpoint, TensorInfo, open
-    from distckpt._operations.consolidate import ExportReport, consolidate
+    from distckpt._operations.consolidate import consolidate
     from distckpt._operations.diff import DiffReport, diff
+    from distckpt._operations.export_write import ExportReport
     from distckpt._operations.load import load
     from distckpt._operations.merge import merge
     from distckpt._operations.reshard import ReshardReport, reshard
@@ -137,7 +138,7 @@ _HOMES = {
     "Checkpoint": "_operations.checkpoint",
     "TensorInfo": "_operations.checkpoint",
     "open": "_operations.checkpoint",
-    "ExportReport": "_operations.consolidate",
+    "ExportReport": "_operations.export_write",
     "consolidate": "_operations.consolidate",
     "DiffReport": "_operations.diff",
     "diff": "_operations.diff",

@@ -1,5 +1,4 @@
-"""Train on two processes, save in the background, lose a process, and resume from the newest
-complete checkpoint.
+"""Train on two processes, save in the background, lose a process, and resume.
 
     python examples/async_training.py --work-dir /tmp/async_training
 

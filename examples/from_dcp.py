@@ -1,5 +1,4 @@
-"""A torch.distributed.checkpoint program that changes one import and resumes from its old
-checkpoints.
+"""A program of torch.distributed.checkpoint changes one import and resumes from old checkpoints.
 
     python examples/from_dcp.py --work-dir /tmp/from_dcp
 

@@ -1,5 +1,4 @@
-"""Save an FSDP2 model and its optimizer on 4 processes, resume on 2 and on 1, and export to Hugging
-Face.
+"""Save an FSDP2 model and its optimizer on 4 processes, resume on 2 and on 1, and export it.
 
     python examples/fsdp2.py --work-dir /tmp/fsdp2
 

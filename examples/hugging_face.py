@@ -1,5 +1,4 @@
-"""Load a Hugging Face model into FSDP2 on 2 processes, train it, save it, and export it to Hugging
-Face again.
+"""Load a Hugging Face model into FSDP2 on 2 processes, train, save, and export it again.
 
     torchrun --standalone --nproc-per-node 2 examples/hugging_face.py --work-dir /tmp/hugging_face
 

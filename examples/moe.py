@@ -1,5 +1,4 @@
-"""Save a mixture of experts at expert parallel 4, and load it at expert parallel 2 x tensor
-parallel 2.
+"""Save a mixture of experts at expert parallel 4, load it at expert parallel 2 x tensor parallel 2.
 
     torchrun --standalone --nproc-per-node 4 examples/moe.py --work-dir /tmp/moe
 

@@ -1,5 +1,4 @@
-"""Save to an object store, replace a checkpoint atomically, race two writers, export, and prune old
-steps.
+"""Save to an object store, replace a checkpoint in one step, race two writers, export, and prune.
 
     python examples/object_storage.py                  # in memory
     python examples/object_storage.py --local-server   # a real S3 server (moto) on this machine

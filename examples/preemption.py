@@ -1,5 +1,4 @@
-"""Stop on a signal: SIGTERM reaches one of 2 processes, both save at the same step, and a new job
-resumes.
+"""Stop on a signal: SIGTERM reaches one of 2 processes, both save the same step, a new job resumes.
 
     python examples/preemption.py --work-dir /tmp/preemption
 

@@ -1,5 +1,4 @@
-"""Train a language model on 4 processes, save it, resume training under three other layouts, and
-export it.
+"""Train a language model on 4 processes, save it, resume under three other layouts, and export it.
 
     torchrun --standalone --nproc-per-node 4 examples/train_reshard_resume.py \
         --work-dir /tmp/reshard

@@ -1,5 +1,4 @@
-"""Save the flattened, bucketed shards of a distributed optimizer (ZeRO-1), and load them under
-another layout.
+"""Save the flattened shards of a distributed optimizer (ZeRO-1), and load them in another layout.
 
     torchrun --standalone --nproc-per-node 4 examples/zero1.py --work-dir /tmp/zero1
 

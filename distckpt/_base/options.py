@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from typing import TYPE_CHECKING, Any, Literal, TypeVar
+from typing import Any, Literal, TypeVar
+
+import torch
 
 from distckpt._base.messages import did_you_mean
 from distckpt._base.threads import DEFAULT_INFLIGHT_BYTES
 
-if TYPE_CHECKING:
-    import os
-
-    import torch
-
 Progress = Callable[[int, int], object]
-"""Called with the bytes done so far and the bytes there are, on this rank, by one thread at a time."""
+"""Called with the bytes done so far and the bytes there are, on this rank.
+
+One thread calls at a time.
+"""
 
 ParallelLoad = Literal["auto", "on", "off"]
 """How ranks read what several of them request, see `LoadOptions`."""

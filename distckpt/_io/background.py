@@ -1,8 +1,8 @@
-"""Run tasks one after the other in the background thread of this process, also when the process
-ends.
+"""Run tasks one after the other in the background thread of this process, including those that are
+unfinished when the process ends.
 
-A thread and not a process: memory is shared, nothing lies in /dev/shm, and moving bytes holds the
-interpreter's lock for next to none of the time.
+A thread rather than a process: it shares memory, leaves nothing in /dev/shm, and hardly ever holds
+the interpreter's lock while it moves bytes.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from distckpt._commit import posix
 logger = logging.getLogger(__name__)
 
 STOP_SECONDS = 5.0
-"""How long an abandoned task may take to notice."""
+"""How long the end of the process waits for abandoned tasks to stop."""
 
 _Result = TypeVar("_Result")
 
@@ -33,9 +33,11 @@ class Task(concurrent.futures.Future[_Result]):
     """Something that the background thread does, and the future of its result, which cannot be
     cancelled.
 
-    The end of the process waits `exit_timeout` seconds for it; with 0 it is abandoned then.
-    `is_abandoned` is set when it is to stop as soon as it can. `location` is that of the checkpoint
-    that it writes, if any.
+    Attributes:
+        name: what messages call it.
+        location: of the checkpoint that it writes, if any.
+        exit_timeout: seconds that the end of the process waits for it; with 0 it is abandoned then.
+        is_abandoned: set when it should stop as soon as it can.
     """
 
     def __init__(
@@ -53,8 +55,8 @@ class Task(concurrent.futures.Future[_Result]):
         self.is_abandoned = is_abandoned or threading.Event()
 
     def disown(self) -> None:
-        """In a forked process, forget what the parent's thread does, and its locks, which may have
-        been held.
+        """In a forked process, forget what the parent's thread does, and the locks that it may
+        hold.
         """
         super().__init__()
         self.set_running_or_notify_cancel()
@@ -93,7 +95,7 @@ class Task(concurrent.futures.Future[_Result]):
 
 
 def _clear_frames(error: BaseException | None) -> None:
-    """Clear the variables in the frames of tracebacks: they would keep everything alive that was
+    """Clear the variables in the frames of tracebacks, which would keep alive all that the task
     worked on.
     """
     while error is not None:
@@ -123,14 +125,14 @@ class _Worker:
                 _exit_code.is_failure = True
 
     def close(self) -> None:
-        """From now on, do tasks in the threads that submit them: nothing waits any more for this
-        one.
+        """From now on, do tasks in the threads that submit them: nobody waits for the background
+        thread any more.
         """
         with self.lock:
             self.is_closed = True
 
     def _start_thread(self) -> bool:
-        # A daemon: the process must be able to end without it.
+        # As a daemon it does not keep the process from ending.
         thread = threading.Thread(target=self._work, name="distckpt-background", daemon=True)
         try:
             thread.start()
@@ -168,7 +170,7 @@ def run_in_order(function: Callable[[], _Result], name: str, location: str | Non
 
 
 def pending_tasks() -> list[Task[Any]]:
-    """Return the tasks that have not ended, in order; none in the background thread, which cannot
+    """Return the unfinished tasks in order; an empty list in the background thread, which cannot
     wait for itself.
     """
     if threading.current_thread() is _worker.thread:
@@ -189,10 +191,10 @@ def wait_for_all() -> None:
 
 
 class _ExitCode:
-    """Makes the exit code of the process 1 when it is destroyed, if a save was lost.
+    """Makes the exit code of the process 1 if a save was lost.
 
-    That is when Python clears its modules, after all exit functions; those of other libraries are
-    not skipped.
+    It does so when it is destroyed: Python clears its modules after all exit functions, so those of
+    other libraries have run.
     """
 
     is_failure = False
@@ -224,14 +226,14 @@ def _at_exit() -> None:
     finally:
         abandoned = pending_tasks()
         for task in abandoned:
-            # The others are no saves, and nothing is lost with them.
+            # Nothing is lost with the others, which are not saves.
             if task.exit_timeout > 0 or task.location is not None:
                 logger.warning(
                     "the process ends: %s is abandoned, nothing of it is committed", task.name
                 )
             task.is_abandoned.set()
         concurrent.futures.wait(abandoned, STOP_SECONDS)
-        # Who waits for 0 s wants it to be abandoned.
+        # An exit_timeout of 0 asks for the save to be abandoned.
         waited_for = [task for task in tasks if task.exit_timeout > 0]
         _exit_code.is_failure |= any(not task.done() or task.exception() for task in waited_for)
 
@@ -245,8 +247,8 @@ def _forget_after_fork() -> None:
     _exit_code.is_failure = False
 
 
-# When ordinary exit functions run, thread pools refuse work already. This one must run before pools
-# are closed: functions registered later run earlier, and the import of concurrent.futures.thread
+# Thread pools refuse work by the time that ordinary exit functions run, so this one must run before
+# pools are closed. Functions registered later run earlier, and importing concurrent.futures.thread
 # has registered the closing.
 try:
     getattr(threading, "_register_atexit", atexit.register)(_at_exit)

@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from distckpt._io.staging import Staging
+from distckpt._io.host_copies import HostCopies
 from distckpt._ranks.collectives import Ranks
 
 
@@ -29,14 +29,14 @@ class PreparedSave(ABC):
     folder_suffix: str | None = None
     written: Sequence[tuple[str, int]] = ()
 
-    def stage(self, staging: Staging) -> PreparedSave | None:
-        """Return the same save with copies of all that it writes, so that the caller's tensors may
-        change.
+    def stage(self, copies: HostCopies) -> PreparedSave | None:
+        """Return the same save with everything it writes in copies, so that the caller's tensors
+        may change.
 
         Not a collective operation. The default returns None: `async_save` finishes such a save
         before it returns.
         """
-        del staging
+        del copies
         return None
 
     @abstractmethod

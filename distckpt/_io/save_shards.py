@@ -25,9 +25,9 @@ from distckpt._base.threads import (
 from distckpt._format import codec
 from distckpt._format.columns import pack, unpack
 from distckpt._format.manifest import MANIFEST_NAME, ChunkTable, Manifest, marker_fields
+from distckpt._io.host_copies import HostCopies
 from distckpt._io.prepared_save import PreparedSave
 from distckpt._io.replicas import add_digests, weighted_digest
-from distckpt._io.staging import Staging
 from distckpt._io.write import NewFile, WriteSettings, file_of_tensors, in_folder, write_files
 from distckpt._mapping.base import OpenReplicaId
 from distckpt._mapping.wrappers import ShardedObject, ShardedTensor, is_main_replica
@@ -69,11 +69,20 @@ class ShardSettings:
     direct_io: bool | None = None
     plans: PlanCache = _PLANS
 
-    @property
-    def max_inflight_bytes(self) -> int:
-        """Memory for data on its way to storage."""
+    def for_writing(self, num_bytes: int) -> WriteSettings:
+        """Return how files of so many bytes are written."""
         limit = self.options.max_inflight_bytes
-        return DEFAULT_INFLIGHT_BYTES if limit is None else limit
+        limit = DEFAULT_INFLIGHT_BYTES if limit is None else limit
+        num_requests = num_requests_within(limit)
+        progress = self.options.progress
+        return WriteSettings(
+            durable=self.options.durable,
+            direct=self.direct_io,
+            num_threads=num_threads_within(limit),
+            num_requests=num_requests,
+            max_part_bytes=limit // num_requests - UNIT_BYTES,
+            progress=ProgressCounter(progress, num_bytes).add if progress else None,
+        )
 
 
 def prepare_shards(ranks: Ranks, shards: Sequence[Shard], settings: ShardSettings) -> ShardSave:
@@ -87,13 +96,14 @@ def prepare_shards(ranks: Ranks, shards: Sequence[Shard], settings: ShardSetting
     """
     ready, plan, is_reused = _find_or_make_plan(ranks, shards, settings)
     encoded = encoded_objects(plan.objects, ready)
-    tensor_bytes = sum(sum(file.chunk_bytes) for file in plan.files)
+    num_bytes = sum(sum(file.chunk_bytes) for file in plan.files)
+    num_bytes += sum(map(len, encoded.values()))
     return ShardSave(
         make_tensor_files=tensor_files_of(plan.files, ready),
         plan=plan,
         encoded=encoded,
-        settings=settings,
-        num_bytes=tensor_bytes + sum(map(len, encoded.values())),
+        settings=settings.for_writing(num_bytes),
+        num_bytes=num_bytes,
         plan_reused=is_reused,
     )
 
@@ -155,15 +165,15 @@ class ShardSave(PreparedSave):
     make_tensor_files: Callable[[], Sequence[NewFile]]
     plan: SavePlan
     encoded: Mapping[str, bytes]
-    settings: ShardSettings
+    settings: WriteSettings
     num_bytes: int
     plan_reused: bool = False
     folder_suffix: str = ""
     written: Sequence[tuple[str, int]] = ()
 
-    def stage(self, staging: Staging) -> ShardSave:
+    def stage(self, copies: HostCopies) -> ShardSave:
         # Objects are copies already, encoded ones.
-        staged = staging.copy(self.make_tensor_files())
+        staged = copies.copy(self.make_tensor_files())
         return replace(self, make_tensor_files=lambda: staged)
 
     def write(self, checkpoint_dir: str, ranks: Ranks) -> Mapping[str, Any]:
@@ -181,30 +191,16 @@ class ShardSave(PreparedSave):
                 object_table = chunk_table([planned])
                 files.append(object_file)
             placed = [file.below(checkpoint_dir, suffix) for file in files]
-            checksums = write_files(placed, self._write_settings())
+            checksums = write_files(placed, self.settings)
             written = object_table._replace(block_checksums=checksums).to_bytes()
         gathered = [ChunkTable.from_bytes(data) for data in ranks.gather(written)]
         if plan.manifest is None:
             return {}
         tables = list(itertools.chain(*zip(plan.tables, gathered, strict=True)))
-        durable = self.settings.options.durable
         fields, self.written = write_manifest(
-            checkpoint_dir, plan.manifest, tables, suffix, durable
+            checkpoint_dir, plan.manifest, tables, suffix, self.settings.durable
         )
         return fields
-
-    def _write_settings(self) -> WriteSettings:
-        limit = self.settings.max_inflight_bytes
-        num_requests = num_requests_within(limit)
-        progress = self.settings.options.progress
-        return WriteSettings(
-            durable=self.settings.options.durable,
-            direct=self.settings.direct_io,
-            num_threads=num_threads_within(limit),
-            num_requests=num_requests,
-            max_part_bytes=limit // num_requests - UNIT_BYTES,
-            progress=ProgressCounter(progress, self.num_bytes).add if progress else None,
-        )
 
 
 def ready_to_save(shard: Shard, encode_copies: bool) -> Shard:

@@ -1,4 +1,4 @@
-"""Which errors a manager goes on after, on all ranks alike."""
+"""The errors that a manager continues after, on all ranks alike."""
 
 from __future__ import annotations
 
@@ -14,16 +14,17 @@ from distckpt._ranks.collectives import Ranks
 
 
 def all_find(ranks: Ranks, error: BaseException, judge: Callable[[BaseException], bool]) -> bool:
-    """Tell whether all ranks have raised an error together and judge it alike. Collective operation
-    if they have.
+    """Tell whether all ranks have raised an error together and judge it alike.
+
+    Collective operation if they have raised it together.
     """
-    # One that was interrupted has an error of its own, and comes too.
+    # A rank that was interrupted has an error of its own, and comes here as well.
     is_judged = isinstance(error, Exception) and judge(error)
     return ranks.are_in_step_after(error) and bool(ranks.all_gather_numbers([is_judged]).all())
 
 
 def is_of_the_storage(error: BaseException) -> bool:
-    """Tell whether a later save may succeed: not after invalid arguments or shards, nor after a
+    """Tell whether a later save may succeed, as it cannot after invalid arguments or shards, or a
     lost rank.
     """
     if isinstance(error, RankFailedError):
@@ -34,11 +35,10 @@ def is_of_the_storage(error: BaseException) -> bool:
 
 
 def is_damage_of(location: str, error: BaseException) -> bool:
-    """Tell whether a checkpoint is damaged or gone: another one may load, where a request that does
-    not fit would not.
+    """Tell whether a checkpoint is damaged or gone, so that another one may load.
 
-    Errors of the disk that say no such thing may be temporary, and callbacks of users fail for
-    reasons of their own.
+    Other errors of the disk may be temporary, callbacks of users fail for reasons of their own, and
+    a request that does not fit this checkpoint does not fit another one, either.
     """
     if isinstance(error, RankFailedError):
         return bool(error.failures) and _is_each(error, lambda each: is_damage_of(location, each))

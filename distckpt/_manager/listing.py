@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping
-from typing import Any, NamedTuple
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
 
 from distckpt._base.errors import (
     CheckpointingException,
@@ -17,26 +18,28 @@ from distckpt._commit import posix
 from distckpt._commit.presence import absence
 from distckpt._format.marker import CONFIG_FNAME, read_marker
 from distckpt._manager import steps
+from distckpt._ranks.collectives import Ranks
 from distckpt._storage import locations
 
 
-class CheckpointInfo(NamedTuple):
+@dataclass(frozen=True)
+class CheckpointInfo:
     """A checkpoint in a directory of checkpoints.
 
     Attributes:
         name: name of its directory.
         location: its path or URL.
         step: the step that a manager saved, or the number at the end of the name, if any.
-        num_bytes: the size of its files; 0 where that cannot be read.
+        num_bytes: the size of its files; 0 if that cannot be read.
         saved_at: when it was committed, in seconds since 1970, by the clock of the storage; None
-            where that is unknown.
+            if that is unknown.
         metrics: the metrics that were given to `CheckpointManager.save`.
         pinned: whether managers never remove it.
-        problem: why it cannot be loaded; None when marker, manifest, and the sizes and headers of
-            all files are right.
-        is_newest: whether it has the highest step of those without a problem, the one that
-            `CheckpointManager.latest` returns; or, where no manager saves, the highest number, or
-            where none has a number, whether it was saved last.
+        problem: why it cannot be loaded; None if the marker, the manifest, and the sizes and
+            headers of all files are right.
+        is_newest: whether it is the one that `CheckpointManager.latest` returns, which has the
+            highest step of those without a problem. If no manager saves there, the one with the
+            highest number, or if none has a number, the one that was saved last.
     """
 
     name: str
@@ -51,8 +54,8 @@ class CheckpointInfo(NamedTuple):
 
 
 def list_checkpoints(root: str | os.PathLike[str]) -> list[CheckpointInfo]:
-    """List the checkpoints in a directory, those of a `CheckpointManager` or others, by step; those
-    without one first.
+    """List the checkpoints in a directory, whether a `CheckpointManager` saved them or not, by
+    step; those without one come first.
 
         newest = next(info for info in distckpt.list_checkpoints("checkpoints") if info.is_newest)
         distckpt.load(state, newest.location)
@@ -66,47 +69,94 @@ def list_checkpoints(root: str | os.PathLike[str]) -> list[CheckpointInfo]:
     """
     root = posix.resolve(root)
     names = [name for name in steps.list_root(root) if not name.startswith(".")]
-    found = [info for name in names if (info := _describe(root, name)) is not None]
-    are_parts = all(info.name in posix.SUBDIRECTORIES and info.saved_at is None for info in found)
-    if (not names and not locations.isdir(root)) or ("tensors" in names and are_parts):
+    described = [_describe(root, name) for name in names]
+    found = [info for info in described if info is not None]
+    if _is_unfinished(names, found) or not (names or locations.isdir(root)):
         raise CheckpointNotFoundError(absence(root))
-    found.sort(key=lambda info: (info.step is not None, info.step or 0, _time(info), info.name))
-    whole = [info for info in found if info.problem is None]
-    # Others are no steps for a manager, whatever their number.
-    whole = [info for info in whole if steps.parse_step(info.name) is not None] or whole
-    return [info._replace(is_newest=bool(whole) and info is whole[-1]) for info in found]
+    return _naming_newest(sorted(found, key=_order))
 
 
-def _time(info: CheckpointInfo) -> float:
-    return info.saved_at or 0.0 if info.step is None else 0.0
+def _is_unfinished(names: Sequence[str], found: Sequence[CheckpointInfo]) -> bool:
+    """Tell whether what is in a directory are parts of a checkpoint without a marker."""
+    if "tensors" not in names:
+        return False
+    return all(info.name in posix.SUBDIRECTORIES and info.saved_at is None for info in found)
+
+
+def _order(info: CheckpointInfo) -> tuple[bool, int, float, str]:
+    if info.step is None:
+        return False, 0, info.saved_at or 0.0, info.name
+    return True, info.step, 0.0, info.name
+
+
+def _naming_newest(ordered: Sequence[CheckpointInfo]) -> list[CheckpointInfo]:
+    whole = [info for info in ordered if info.problem is None]
+    # To a manager other names are not steps, whatever their number.
+    of_managers = [info for info in whole if steps.parse_step(info.name) is not None]
+    newest = (of_managers or whole)[-1:]
+    return [replace(info, is_newest=info in newest) for info in ordered]
+
+
+@dataclass(frozen=True)
+class _Files:
+    """What the files of a checkpoint say: the content of its marker, their size, and a problem."""
+
+    marker: Mapping[str, Any] | None
+    num_bytes: int
+    problem: str | None
+
+    @property
+    def noted_step(self) -> Any:
+        """The step that the marker says a manager saved, if any."""
+        note = (self.marker or {}).get(steps.NOTE)
+        return note.get("step") if isinstance(note, dict) else None
 
 
 def _describe(root: str, name: str) -> CheckpointInfo | None:
-    location, step = locations.join(root, name), steps.parse_step(name)
+    """Describe what has a name; return None if it is not a checkpoint."""
+    location = locations.join(root, name)
+    files = _look(location, steps.parse_step(name))
+    if files is None:
+        return None
+    noted = files.noted_step
+    saved = steps.saved_at(location, noted) if isinstance(noted, int) else None
+    return CheckpointInfo(
+        name=name,
+        location=location,
+        step=_number_in(name) if saved is None else saved.step,
+        num_bytes=files.num_bytes,
+        saved_at=_time_of(location) if files.marker is not None else None,
+        metrics={} if saved is None else saved.metrics,
+        pinned=saved is not None and saved.pinned,
+        problem=files.problem,
+        is_newest=False,
+    )
+
+
+def _look(location: str, step: int | None) -> _Files | None:
+    """Look at the files at a location, named after a step or not; return None if they are not a
+    checkpoint.
+    """
     marker: dict[str, Any] | None = None
     try:
         marker = read_marker(location)
-        stored = open_checkpoint(location)
-        num_bytes, problem = sum(file.num_bytes for file in stored.manifest.files), None
-        is_foreign = stored.manifest.origin is not None and marker is None
+        manifest = open_checkpoint(Ranks.alone(), location).manifest
     except (CheckpointingException, OSError) as error:
-        if marker is None and step is None and not isinstance(error, CorruptCheckpointError):
+        is_ours = marker is not None or step is not None
+        if not is_ours and not isinstance(error, CorruptCheckpointError):
             return None
-        num_bytes, problem, is_foreign = 0, f"{type(error).__name__}: {error}", False
-    note = (marker or {}).get(steps.NOTE)
-    noted = note.get("step") if isinstance(note, dict) else None
-    if not is_foreign:
-        problem = problem or steps.problem_at(location, noted if step is None else step)
-    saved = steps.saved_at(location, noted) if isinstance(noted, int) else None
+        return _Files(marker, 0, f"{type(error).__name__}: {error}")
+    files = _Files(marker, sum(file.num_bytes for file in manifest.files), None)
+    if manifest.origin is not None and marker is None:
+        return files
+    expected = files.noted_step if step is None else step
+    return replace(files, problem=steps.problem_at(location, expected))
+
+
+def _number_in(name: str) -> int | None:
     digits = re.search(r"\d{1,18}$", name)
-    return CheckpointInfo(
-        name,
-        location,
-        noted if saved else int(digits[0]) if digits else None,
-        num_bytes,
-        locations.modified_time(locations.join(location, CONFIG_FNAME)) if marker else None,
-        saved.metrics if saved else {},
-        saved.pinned if saved else False,
-        problem,
-        False,
-    )
+    return None if digits is None else int(digits[0])
+
+
+def _time_of(location: str) -> float | None:
+    return locations.modified_time(locations.join(location, CONFIG_FNAME))

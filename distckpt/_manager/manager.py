@@ -3,41 +3,39 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import logging
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 from functools import partial
-from typing import Any, Literal, NoReturn, cast
+from typing import Any, Literal, NoReturn
 
 from distckpt._base.errors import CheckpointingException, CheckpointNotFoundError
 from distckpt._base.interrupts import operation
 from distckpt._base.memory import paused_garbage_collection
 from distckpt._base.messages import check_choice
+from distckpt._base.options import LoadOptions, SaveOptions, with_changes
 from distckpt._base.reports import SaveReport
 from distckpt._commit import posix
 from distckpt._commit.presence import absence
 from distckpt._io import background
-from distckpt._manager import failures, retention, steps
+from distckpt._manager import failures, removal, steps
 from distckpt._manager.listing import CheckpointInfo, list_checkpoints
 from distckpt._manager.preemption import PreemptionGuard
+from distckpt._manager.retention import Retention, surplus
+from distckpt._manager.seen_steps import SeenSteps
+from distckpt._manager.step_notes import encode_note, united_note
 from distckpt._mapping.wrappers import ShardedStateDict, StateDict
 from distckpt._operations import background_save
+from distckpt._operations.async_save import reserve_for
 from distckpt._operations.background_save import SaveHandle, release_staging_memory
-from distckpt._operations.load import load
-from distckpt._operations.planned_save import (
-    DEFAULT_EXIT_TIMEOUT,
-    DEFAULT_TIMEOUT,
-    PlannedSave,
-    SaveSettings,
-    write_and_commit,
-)
+from distckpt._operations.load import Strict, load
+from distckpt._operations.planned_save import PlannedSave, SaveRequest, write_and_commit
 from distckpt._operations.save import plan_save
 from distckpt._ranks.collectives import Ranks
+from distckpt._rules.rules import Rule
 from distckpt._storage import locations
-from distckpt.strategies.base import SaveShardedStrategy
 
 __all__ = ["CheckpointInfo", "CheckpointManager", "PreemptionGuard", "list_checkpoints"]
 
@@ -59,10 +57,10 @@ class CheckpointManager:
     `save` and `load` are collective operations: all ranks must make the same calls in the same
     order. Rank 0 decides for all, so all load the same step. The other methods need no other rank.
 
-    A step is kept when it is one of the newest, a multiple of `keep_every`, pinned, one of the
-    best, or chosen by `keep`. Others are removed in the background after the next save has been
-    committed, but only if a manager has
-    saved them, and no other program meanwhile: everything else in the directory is left alone.
+    A step is kept if it is one of the newest, a multiple of `keep_every`, pinned, one of the best,
+    or chosen by `keep`. The others are removed in the background once the next save has been
+    committed, but only if a manager has saved them and no other program has meanwhile. Everything
+    else in the directory is left alone.
 
     Args:
         root: a path or fsspec URL; it need not exist yet.
@@ -71,13 +69,16 @@ class CheckpointManager:
         keep: keep steps for which this returns True. Called on rank 0, in the background.
         best_metric: keep the checkpoints with the best values of this metric, see `save`. As long
             as steps have other metrics only, none is removed.
-        best_mode: "min" when small values are good, "max" when large ones are.
+        best_mode: "min" if small values are good, "max" if large ones are.
         keep_best: number of best checkpoints to keep.
-        on_failure: "log" lets the job go on when a step cannot be saved, because of a full disk,
-            say: the error is logged, is in `failures`, and only the handle of that save raises it.
-            Invalid arguments and shards, and a lost rank, are raised always.
-        async_save: save in the background; False saves before `save` returns. All further arguments
-            are those of `distckpt.async_save`.
+        on_failure: "log" lets the job go on if a step cannot be saved, because of a full disk, say.
+            The error is logged, is in `failures`, and only the handle of that save raises it.
+            Invalid arguments and shards, and a lost rank, are always raised.
+        async_save: save in the background; with False a save is complete when `save` returns.
+        process_group: the ranks that save and load together; None for the default group, or for
+            this process alone when torch.distributed is not initialized.
+        options: options of all saves.
+        changes: options by keyword, such as `durable=False`; see `SaveOptions` for all of them.
 
     Attributes:
         skipped: the problem of each step that the last `latest` or `load` passed over, by step.
@@ -98,12 +99,8 @@ class CheckpointManager:
         on_failure: Literal["raise", "log"] = "raise",
         async_save: bool = True,
         process_group: Any = None,
-        sharded_strategy: SaveShardedStrategy | tuple[str, int] | None = None,
-        validate_replicas: bool | None = None,
-        max_inflight_bytes: int | None = None,
-        durable: bool = True,
-        timeout: float = DEFAULT_TIMEOUT,
-        exit_timeout: float = DEFAULT_EXIT_TIMEOUT,
+        options: SaveOptions | None = None,
+        **changes: Any,
     ) -> None:
         self.root = posix.resolve(root)
         self.skipped: dict[int, str] = {}
@@ -111,27 +108,24 @@ class CheckpointManager:
         self.not_removed: dict[int, str] = {}
         check_choice("on_failure", on_failure, ("raise", "log"))
         self._logs_failures = on_failure == "log"
-        self._policy = retention.Retention(
-            keep_last, keep_every, keep, best_metric, best_mode, keep_best
-        )
         self._is_async = async_save
-        self._settings = SaveSettings(
+        self._policy = Retention(keep_last, keep_every, keep, best_metric, best_mode, keep_best)
+        self._request = SaveRequest(
+            state_dict=None,
+            path=self.root,
             process_group=process_group,
-            sharded_strategy=sharded_strategy,
-            validate_replicas=validate_replicas,
-            durable=durable,
-            background_bytes=max_inflight_bytes,
-            timeout=timeout,
-            exit_timeout=exit_timeout,
+            options=with_changes("CheckpointManager", SaveOptions, options, changes),
+            verb="async_save" if async_save else "save",
         )
-        self._settings.check()
+        self._request.check()
         self._of_all_ranks = {
             **vars(self._policy),
             "on_failure": on_failure,
             "async_save": async_save,
         }
         # A save in which nothing happens for longer has lost a rank, and fails.
-        self._looks = retention.Looks(2 * timeout, removes_steps=keep_last is not None)
+        patience = 2 * self._request.options.timeout
+        self._seen = SeenSteps(self.root, patience, removes_steps=keep_last is not None)
         self._handles: list[SaveHandle] = []
         self._named_newer: set[int] = set()
         self._is_closed = False
@@ -140,15 +134,17 @@ class CheckpointManager:
         """Return where a step is saved, whether it is there or not."""
         return locations.join(self.root, steps.step_name(step))
 
+    # --- Save
+
     @operation
     @paused_garbage_collection()
     def save(
         self,
         step: int,
-        sharded_state_dict: ShardedStateDict,
+        state_dict: ShardedStateDict,
+        *,
         metrics: Mapping[str, float] | None = None,
         pinned: bool = False,
-        *,
         overwrite: bool = False,
         content_metadata: dict[str, Any] | None = None,
     ) -> SaveHandle:
@@ -159,12 +155,12 @@ class CheckpointManager:
 
         Args:
             step: number of the step, 0 or more.
-            sharded_state_dict: see `distckpt.save`.
+            state_dict: see `distckpt.save`.
             metrics: numbers that belong to the step, such as the loss, kept with the checkpoint.
-                One rank that has them is enough; of several values, that of the lowest rank counts.
-                One that is NaN or infinite does not count. Where a `best_metric` is not measured at
-                every step, give NaN for it or no metrics at all: a dict without it is an error
-                unless an earlier step has it.
+                One rank that has them is enough; if several do, the value of the lowest rank
+                counts. A value that is NaN or infinite does not count. If a `best_metric` is not
+                measured at every step, give NaN for it or no metrics at all: a dict without it is
+                an error unless an earlier step has it.
             pinned: never remove this checkpoint, if any rank says so.
             overwrite: replace a complete checkpoint of this step; the earlier one stays until the
                 new one is complete.
@@ -182,28 +178,19 @@ class CheckpointManager:
         if self._is_closed:
             raise CheckpointingException(f"The manager of {self.root!r} is closed: make a new one.")
         ranks = self._ranks()
-        background_save.raise_pending_errors(ranks, self._settings.process_group)
+        background_save.raise_pending_errors(ranks, self._request.process_group)
         self._handles = [handle for handle in self._handles if not handle.done()]
-        settings = replace(self._settings, overwrite=overwrite, content_metadata=content_metadata)
-        with ranks.phase(
-            "check the step", same={"step": step, "overwrite": overwrite, **self._of_all_ranks}
-        ):
-            metrics = metrics or {}
-            own = json.dumps(
-                [steps.finite_numbers(metrics), list(map(str, metrics)), bool(pinned)]
-            ).encode()
-            location = self.location(step)
-        try:
-            handle = self._start(ranks, step, sharded_state_dict, own, settings)
-        except BaseException as error:
-            if not (
-                self._logs_failures and failures.all_find(ranks, error, failures.is_of_the_storage)
-            ):
-                raise
-            logger.error(
-                "step %d is not saved to %s: %s: %s", step, self.root, type(error).__name__, error
+        same = {"step": step, "overwrite": overwrite, **self._of_all_ranks}
+        with ranks.phase("check the step", same=same):
+            note = encode_note(metrics or {}, pinned)
+            request = replace(
+                self._request,
+                state_dict=state_dict,
+                path=self.location(step),
+                overwrite=overwrite,
+                content_metadata=content_metadata,
             )
-            handle = background_save.finished_handle(location, partial(_raise, error))
+        handle = self._start_or_log(ranks, step, note, request)
         handle.was_asked = handle.was_asked or self._logs_failures
         handle.add_done_callback(partial(self._note_failure, step))
         self._handles.append(handle)
@@ -211,61 +198,58 @@ class CheckpointManager:
 
     @operation
     @paused_garbage_collection()
-    def reserve_staging_memory(self, sharded_state_dict: ShardedStateDict) -> Future[int]:
-        """Prepare the first `save`, see `distckpt.reserve_staging_memory`, with the settings of
-        this manager.
+    def reserve_staging_memory(self, state_dict: ShardedStateDict) -> Future[int]:
+        """Prepare the first `save`, see `distckpt.reserve_staging_memory`, with the options of this
+        manager.
 
         Collective operation: all ranks must call it. Pointless with `async_save=False`.
         """
-        ranks = self._ranks()
-        return background_save.reserve(
-            ranks,
-            self._settings,
-            partial(plan_save, ranks, sharded_state_dict, "", has_target=False),
-        )
+        return reserve_for(replace(self._request, state_dict=state_dict))
 
-    def _start(
-        self,
-        ranks: Ranks,
-        step: int,
-        sharded_state_dict: ShardedStateDict,
-        own: bytes,
-        settings: SaveSettings,
+    def _start_or_log(
+        self, ranks: Ranks, step: int, note: bytes, request: SaveRequest
     ) -> SaveHandle:
-        note: dict[str, Any] = {}
-        location = self.location(step)
-        given = [json.loads(text) for text in ranks.gather(own)]
+        try:
+            return self._start(ranks, step, note, request)
+        except BaseException as error:
+            if not self._logs_failures:
+                raise
+            if not failures.all_find(ranks, error, failures.is_of_the_storage):
+                raise
+            logger.error(
+                "step %d is not saved to %s: %s: %s", step, self.root, type(error).__name__, error
+            )
+            return background_save.finished_handle(os.fspath(request.path), partial(_raise, error))
+
+    def _start(self, ranks: Ranks, step: int, note: bytes, request: SaveRequest) -> SaveHandle:
+        notes = ranks.gather(note)
         with ranks.phase("check the target step", decision=True):
             if ranks.is_coordinator:
-                # What the coordinator finds counts.
-                self._warn_about_newer(step)
-                finite: dict[str, float] = {}
-                names: set[str] = set()
-                for numbers, of_rank, _ in reversed(given):
-                    finite |= numbers
-                    names.update(of_rank)
-                name = self._looks.begin_save(self.root, step, names, self._policy.best_metric)
-                note = {
-                    "step": step,
-                    "save": name,
-                    "metrics": finite,
-                    "pinned": any(pin for *_, pin in given),
-                }
-                settings = replace(
-                    settings, overwrite=settings.overwrite or steps.must_replace(self.root, step)
-                )
-        settings = replace(settings, notes={steps.NOTE: note})
-        plan = partial(plan_save, ranks, sharded_state_dict, location)
+                # Its findings count for all ranks.
+                request = self._begin(step, notes, request)
         write = partial(self._write, step)
         if self._is_async:
-            return background_save.start(
-                ranks, background_save.prepare(ranks, settings, plan, write)
-            )
-        report = write(ranks, plan(settings))
-        return background_save.finished_handle(location, lambda: report)
+            in_background = background_save.in_background(request)
+            planned = plan_save(ranks, in_background.request)
+            save = background_save.prepare(ranks, in_background, planned, write)
+            return background_save.start(ranks, save)
+        report = write(ranks, plan_save(ranks, request))
+        return background_save.finished_handle(report.location, lambda: report)
+
+    def _begin(self, step: int, notes: Sequence[bytes], request: SaveRequest) -> SaveRequest:
+        """Return the request with the notes of all ranks, after a look at what is there."""
+        self._warn_about_newer(step)
+        note = united_note(notes)
+        name = self._seen.begin_save(step, note.names, self._policy.best_metric)
+        fields = {"step": step, "save": name, "metrics": note.metrics, "pinned": note.pinned}
+        return replace(
+            request,
+            notes={steps.NOTE: fields},
+            overwrite=request.overwrite or steps.must_replace(self.root, step),
+        )
 
     def _warn_about_newer(self, step: int) -> None:
-        """Name, once, the steps that a restart would prefer to one that is going to be saved."""
+        """Name, once, the steps that a restart would prefer to one that is about to be saved."""
         there = map(steps.parse_step, steps.list_root(self.root))
         newer = {other for other in there if other is not None and other > step}
         if newer - self._named_newer:
@@ -273,97 +257,140 @@ class CheckpointManager:
             logger.warning(
                 "step %d is saved to %s beside newer steps %s, of which a restart loads the "
                 "newest: to go on from step %d for good, remove those (%s, ...)",
-                step, self.root, sorted(newer), step, self.location(min(newer)),
-            )  # fmt: skip
+                step,
+                self.root,
+                sorted(newer),
+                step,
+                self.location(min(newer)),
+            )
 
     def _note_failure(self, step: int, handle: Future[SaveReport]) -> None:
-        error = Future.exception(handle)  # that of handles counts as asking
+        # `exception` of the handle itself would count as asking.
+        error = Future.exception(handle)
         if error is not None:
             self.failures[step] = f"{type(error).__name__}: {error}"
 
     def _write(self, step: int, ranks: Ranks, save: PlannedSave) -> SaveReport:
         if ranks.is_coordinator:
             with _only_logging(f"clear up in {self.root}"):
-                retention.clear_leftovers(self.root, self._looks)
+                removal.clear_leftovers(self.root, self._seen)
         report = write_and_commit(ranks, save)
         if ranks.is_coordinator:
             self._after_commit(step)
         return report
 
+    def _after_commit(self, step: int) -> None:
+        """Update the tracker file and remove what is not kept. An error here does not fail the
+        save.
+        """
+        with _only_logging(f"write {steps.TRACKER}"):
+            steps.write_tracker(self.root, step, self._request.options.durable)
+        with _only_logging(f"remove old checkpoints from {self.root}"):
+            saved = steps.own_steps(self.root) if self._policy.keep_last is not None else []
+            found = surplus(self.root, self._policy, saved, step)
+            known = [old for old in found if self._seen.knows(old)]
+            self.not_removed = removal.remove_steps(self.root, known)
+
+    # --- Load
+
     @operation
     def load(
-        self, sharded_state_dict: ShardedStateDict, step: int | None = None, **options: Any
+        self,
+        state_dict: ShardedStateDict,
+        step: int | None = None,
+        *,
+        strict: Strict = "complete",
+        rules: Sequence[Rule] = (),
+        family: str | os.PathLike[str] | None = None,
+        options: LoadOptions | None = None,
+        **changes: Any,
     ) -> StateDict:
-        """Load a step, the newest one that loads when none is given. Waits first for the saves in
-        progress.
+        """Load a step, or the newest one that loads. Waits first for the saves in progress.
 
         Without `step`, one that turns out to be damaged or is removed while it is read is passed
-        over on all ranks, as `latest` passes over those whose damage shows from outside; `skipped`
-        and the log have the reasons. All other
-        errors are raised: a step that does not match the request is not passed over.
+        over on all ranks, as `latest` passes over those whose damage shows from outside. The log
+        and `skipped` have the reasons. All other errors are raised: a step that does not match the
+        request is not passed over.
 
         Args:
-            sharded_state_dict: see `distckpt.load`. A step that is passed over may have been read
-                partly; the one that is loaded overwrites all that it holds.
+            state_dict: see `distckpt.load`. A step that is passed over may have been read partly;
+                the one that is loaded overwrites all that it holds.
             step: None for the newest one that loads.
-            options: further arguments of `distckpt.load`, whose result is returned.
+            strict: this and all others as in `distckpt.load`.
+            rules: how the requested tensors are made from those of the checkpoint.
+            family: afterwards, the rules of the model's family.
+            options: further options.
+            changes: options by keyword; see `LoadOptions` for all of them.
+
+        Returns:
+            What `distckpt.load` returns.
 
         Raises:
             CheckpointNotFoundError: the step is not there, or no step can be loaded, with the
                 problem of each.
             CheckpointingException: as `distckpt.load` does.
         """
+        options = with_changes("load", LoadOptions, options, changes)
         background.wait_for_all()
-        ranks, group = self._ranks(), self._settings.process_group
+        ranks = self._ranks()
         if ranks.is_coordinator:
             with _only_logging(f"look into {self.root}"):
-                self._looks.look(self.root)
-
-        def read(step: int) -> StateDict:
-            # A tuple in some modes of `strict`, as `options` say.
-            return cast(
-                StateDict,
-                load(sharded_state_dict, self.location(step), process_group=group, **options),
-            )
-
+                self._seen.look()
         with ranks.phase("check the step", same={"step": step}):
             if step is not None:
                 steps.step_name(step)
-        if step is not None:
-            return read(step)
-        self.skipped, advice = {}, ""
+
+        def read(step: int) -> StateDict:
+            return load(
+                state_dict,
+                self.location(step),
+                strict=strict,
+                rules=rules,
+                family=family,
+                process_group=self._request.process_group,
+                options=options,
+            )
+
+        return self._load_newest(ranks, read) if step is None else read(step)
+
+    def _load_newest(self, ranks: Ranks, read: Callable[[int], StateDict]) -> StateDict:
+        self.skipped = {}
+        is_partly_filled = False
         while True:
             newest, skipped = ranks.decide_json("find the latest checkpoint", self._find_newest)
             self.skipped |= dict(skipped)
             if newest is None:
-                reasons = "".join(f"\n  {name}: {reason}" for name, reason in self.skipped.items())
-                if not locations.exists(self.root):
-                    advice = f" {absence(self.root)}"
-                raise CheckpointNotFoundError(
-                    f"No step in {self.root!r} can be loaded.{advice}{reasons}"
-                )
+                raise self._nothing_to_load(is_partly_filled)
+            judge = partial(failures.is_damage_of, self.location(newest))
             try:
                 return read(newest)
             except BaseException as error:
-                if not failures.all_find(
-                    ranks, error, partial(failures.is_damage_of, self.location(newest))
-                ):
+                if not failures.all_find(ranks, error, judge):
                     raise
                 self.skipped[newest] = f"{type(error).__name__}: {error}"
-            advice = " What the given tensors hold now is undefined: some were filled before the damage was found."
+            is_partly_filled = True
             if ranks.is_coordinator:
-                logger.warning(
-                    "step %d in %s is passed over: %s", newest, self.root, self.skipped[newest]
-                )
+                self._log_skipped(newest, self.skipped[newest])
+
+    def _nothing_to_load(self, is_partly_filled: bool) -> CheckpointNotFoundError:
+        advice = ""
+        if not locations.exists(self.root):
+            advice = f" {absence(self.root)}"
+        elif is_partly_filled:
+            advice = (
+                " What the given tensors hold now is undefined: some were filled before the damage "
+                "was found."
+            )
+        reasons = "".join(f"\n  {step}: {reason}" for step, reason in self.skipped.items())
+        return CheckpointNotFoundError(f"No step in {self.root!r} can be loaded.{advice}{reasons}")
 
     def latest(self) -> int | None:
-        """Return the newest complete step, None when there is none; `skipped` gets the problems of
+        """Return the newest complete step, None if there is none; `skipped` gets the problems of
         newer ones.
 
-        Marker, manifest, and the sizes and headers of all files are checked. Saves in progress do
-        not count. Each rank
-        looks for itself: in a job, let one rank call this, or just call `load`, which all ranks
-            decide together.
+        Checks the marker, the manifest, and the sizes and headers of all files. Saves in progress
+        do not count. Each rank looks for itself: in a job, let one rank call this, or just call
+        `load`, which decides for all ranks.
         """
         self.skipped = {}
         newest, skipped = self._find_newest()
@@ -377,14 +404,19 @@ class CheckpointManager:
         newest, problems = steps.newest_complete_step(self.root, self.skipped)
         for step, problem in problems.items():
             if step not in self.skipped:
-                logger.warning("step %d in %s is passed over: %s", step, self.root, problem)
+                self._log_skipped(step, problem)
         return newest, list(problems.items())
+
+    def _log_skipped(self, step: int, reason: str) -> None:
+        logger.warning("step %d in %s is passed over: %s", step, self.root, reason)
 
     def steps(self) -> list[int]:
         """Return the steps that were committed and are still there, in ascending order, without
         checking them.
         """
         return steps.committed_steps(self.root)
+
+    # --- End
 
     def wait(self) -> None:
         """Wait until all saves have ended and old checkpoints are removed.
@@ -398,9 +430,7 @@ class CheckpointManager:
         background_save.raise_unseen_error(self._handles)
 
     def close(self) -> None:
-        """Wait as `wait` does, and free the memory that saves used. Calling it again does
-        nothing.
-        """
+        """Wait as `wait` does, and free the memory that saves used. Further calls do nothing."""
         if self._is_closed:
             return
         self._is_closed = True
@@ -414,7 +444,7 @@ class CheckpointManager:
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        """Close the manager. An error of the block is not replaced by one of a save."""
+        """Close the manager. An error of a save does not replace one of the block."""
         if error is None:
             self.close()
             return
@@ -422,22 +452,7 @@ class CheckpointManager:
             self.close()
 
     def _ranks(self) -> Ranks:
-        return Ranks(self._settings.process_group)
-
-    def _after_commit(self, step: int) -> None:
-        """Update the tracker file and remove what is not kept. An error here does not fail the
-        save.
-        """
-        with _only_logging(f"write {steps.TRACKER}"):
-            steps.write_tracker(self.root, step, self._settings.durable)
-        with _only_logging(f"remove old checkpoints from {self.root}"):
-            saved = steps.own_steps(self.root) if self._policy.keep_last is not None else []
-            surplus = [
-                old
-                for old in retention.surplus(self.root, self._policy, saved, step)
-                if self._looks.knows(old)
-            ]
-            self.not_removed = retention.remove_steps(self.root, surplus)
+        return Ranks(self._request.process_group)
 
 
 @contextlib.contextmanager

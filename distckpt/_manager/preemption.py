@@ -23,7 +23,7 @@ class PreemptionGuard:
                     break
 
     Args:
-        signals: numbers of the signals; schedulers send SIGTERM some time before they kill.
+        signals: numbers of the signals. Schedulers send SIGTERM some time before they kill.
         process_group: the ranks that stop together; None for the default group, or this process
             alone.
     """
@@ -37,7 +37,7 @@ class PreemptionGuard:
         self._before: dict[int, Any] = {}
 
     def __enter__(self) -> PreemptionGuard:
-        """Install handlers for the signals, which Python allows in the main thread only."""
+        """Install handlers for the signals, which Python allows only in the main thread."""
         for number in self._signals:
             self._before[number] = signal.signal(number, self._note)
         return self
@@ -45,7 +45,7 @@ class PreemptionGuard:
     def __exit__(self, *error: object) -> None:
         """Restore the previous handlers."""
         for number, handler in self._before.items():
-            # None is a handler that was not set by Python, which cannot be restored.
+            # None stands for a handler that Python has not set, and cannot restore.
             if handler is not None:
                 signal.signal(number, handler)
 
@@ -53,12 +53,12 @@ class PreemptionGuard:
     def should_stop(self) -> bool:
         """Return True, on all ranks alike, when any rank has received a signal.
 
-        Collective operation: all ranks must call it. It exchanges one number, so calling it at
-        every step is fine.
+        Collective operation: all ranks must call it. It exchanges one number, so it can be called
+        at every step.
         """
         own = int(self.received)
         stops = not Ranks(self._process_group).all_equal(own) or bool(own)
-        # Not before the exchange: the others would wait for it.
+        # Raised after the exchange, which the others would wait for.
         if not self._before:
             raise CheckpointingException(
                 "No signal is caught: use the PreemptionGuard in a `with` statement."
@@ -66,7 +66,8 @@ class PreemptionGuard:
         return stops
 
     def _note(self, number: int, frame: FrameType | None) -> None:
-        # A handler runs between any two instructions: no logging, whose locks may be held.
+        # A handler runs between any two instructions, and so must not log: the locks of loggers
+        # may be held.
         self.received = True
         before = self._before.get(number)
         if callable(before) and isinstance(getattr(before, "__self__", None), PreemptionGuard):

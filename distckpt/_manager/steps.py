@@ -9,14 +9,15 @@ import os
 import re
 import secrets
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any
 
 from distckpt._base.errors import CheckpointingException
+from distckpt._checkpoint.consistent_read import marker_of
 from distckpt._checkpoint.opening import BACKEND
 from distckpt._commit import posix
 from distckpt._foreign.hugging_face import INDEX_NAME
 from distckpt._format.marker import CONFIG_FNAME, parse_config, read_marker
-from distckpt._operations.consistent_read import marker_of
 from distckpt._operations.verify import verify
 from distckpt._storage import locations
 
@@ -35,8 +36,16 @@ _LEFTOVER = re.compile(
 _REPLACED = re.compile(r"\.step_(\d{8,})\.old-[0-9a-f]{16}")
 
 
-class Saved(NamedTuple):
-    """A step that a manager has saved; `metrics` are finite numbers, `save` names the save."""
+@dataclass(frozen=True)
+class Saved:
+    """A step that a manager has saved.
+
+    Attributes:
+        step: its number.
+        save: names the save.
+        metrics: finite numbers.
+        pinned: whether it is never removed.
+    """
 
     step: int
     save: str
@@ -57,34 +66,37 @@ def step_name(step: int) -> str:
 
 
 def parse_step(name: str) -> int | None:
-    """Return the step of a directory, None when it has another kind of name."""
+    """Return the step of a directory, None if it has another kind of name."""
     match = _STEP.fullmatch(name)
-    # Others may have written more zeros than a step has.
-    return int(match[1]) if match and step_name(int(match[1])) == name else None
+    if match is None:
+        return None
+    step = int(match[1])
+    # Other programs may write more zeros.
+    return step if step_name(step) == name else None
 
 
 def is_leftover(name: str) -> bool:
-    """Return True for the name of a directory that an interrupted save or removal has left."""
+    """Tell whether an interrupted save or removal has left a directory of this name."""
     return _LEFTOVER.fullmatch(name) is not None
 
 
 def replaced_step(name: str) -> int | None:
-    """Return the step of a directory that holds an earlier checkpoint while that is being
-    overwritten.
+    """Return the step of a directory that holds a checkpoint that is being overwritten, None for
+    any other.
     """
     match = _REPLACED.fullmatch(name)
     return None if match is None else int(match[1])
 
 
 def step_in(name: str) -> int | None:
-    """Return the step of a directory, also of one that is being overwritten or removed."""
+    """Return the step of a directory, even if it is being overwritten or removed."""
     step = parse_step(name)
     return replaced_step(name) if step is None else step
 
 
 def is_free_to_remove(name: str) -> bool:
-    """Return True for the name of a leftover that is no directory of a save, which may be
-    running.
+    """Tell whether a leftover of this name can be removed: it is not a directory of a save, which
+    may be running.
     """
     return is_leftover(name) and ".tmp-" not in name
 
@@ -100,8 +112,10 @@ def write_tracker(root: str, step: int, durable: bool) -> None:
 
 
 def list_root(root: str) -> list[str]:
-    """Return the sorted names in the root, none when it is not there; refuse a root that is a
-    checkpoint itself.
+    """Return the sorted names in the root, which need not exist.
+
+    Raises:
+        CheckpointingException: the root is a checkpoint itself.
     """
     try:
         names = locations.list_names(root)
@@ -137,28 +151,24 @@ def _may_be_committed(location: str) -> bool:
 
 
 def problem_with(root: str, step: int) -> str | None:
-    """Check marker, manifest, and sizes and headers of the files of a step; return the problem,
-    None without one.
+    """Check the marker, the manifest, and the sizes and headers of the files of a step; return the
+    problem, if any.
     """
     location = locations.join(root, step_name(step))
     while True:
         before = marker_of(location)
         problem = problem_at(location, step)
-        # Another program may have replaced it meanwhile, so that parts of two checkpoints were
-        # seen.
+        # If another program has replaced it meanwhile, parts of two checkpoints were checked.
         if problem is None or marker_of(location) == before:
             return problem
 
 
 def problem_at(location: str, step: int | None) -> str | None:
-    """Check the checkpoint of a step at a location that need not be its own."""
+    """Check the checkpoint of a step at a location, which need not be its own."""
     try:
         marker = read_marker(location)
         if marker is None:
-            aside = posix.left_aside(location)
-            if aside is not None:
-                return f"its overwriting was interrupted: the next save renames {aside!r}, which is its content"
-            return f"there is no {CONFIG_FNAME}: the save was not finished"
+            return _why_unfinished(location)
         backend = parse_config(marker, location).sharded_backend
         noted = marker.get(NOTE)
         if isinstance(noted, dict) and noted.get("step") != step:
@@ -172,9 +182,16 @@ def problem_at(location: str, step: int | None) -> str | None:
     return f"{problems[0].file}: {problems[0].message}{more}"
 
 
+def _why_unfinished(location: str) -> str:
+    aside = posix.left_aside(location)
+    if aside is None:
+        return f"there is no {CONFIG_FNAME}: the save was not finished"
+    return f"its overwriting was interrupted: the next save renames {aside!r}, which is its content"
+
+
 def must_replace(root: str, step: int) -> bool:
-    """Move a damaged checkpoint of a step aside; True when it can only be replaced, on an object
-    store.
+    """Move a damaged checkpoint of a step aside; return True if it can only be replaced, on an
+    object store.
     """
     location = locations.join(root, step_name(step))
     if not locations.exists(locations.join(location, CONFIG_FNAME)):
@@ -191,7 +208,7 @@ def must_replace(root: str, step: int) -> bool:
     with contextlib.suppress(FileNotFoundError):  # another program has removed it
         locations.rename(location, aside)
         if problem_at(aside, step) is None:
-            # Another program has saved the step since we looked: back with it.
+            # Another program has saved the step since we looked: put it back.
             locations.rename(aside, location)
         else:
             logger.warning("%s is incomplete (%s): moved to %s", location, problem, aside)
@@ -201,9 +218,7 @@ def must_replace(root: str, step: int) -> bool:
 def newest_complete_step(
     root: str, known_problems: Mapping[int, str]
 ) -> tuple[int | None, dict[int, str]]:
-    """Return the newest complete step, None when there is none, and the problem of each newer
-    one.
-    """
+    """Return the newest complete step, if there is one, and the problem of each newer step."""
     skipped: dict[int, str] = {}
     for step in reversed(all_steps(root)):
         problem = known_problems.get(step) or problem_with(root, step)
@@ -214,43 +229,41 @@ def newest_complete_step(
 
 
 def own_steps(root: str) -> list[Saved]:
-    """Return the steps that a manager has saved here, in ascending order.
+    """Return the steps that a manager has saved, in ascending order.
 
-    Only those whose marker says so count: not links, not what other programs have put there.
+    Only those whose marker says so count, so links and what other programs have put there do not.
     """
     found = (saved_at(locations.join(root, step_name(step)), step) for step in all_steps(root))
     return [saved for saved in found if saved is not None]
 
 
+# --- What the marker notes ------------------------------------------------------------------------
+
+
 def finite_numbers(metrics: Mapping[str, Any]) -> dict[str, float]:
-    """Return the metrics that JSON has numbers for; without them a step is never the best one."""
+    """Return the metrics that JSON has numbers for. A step without them is never the best one."""
     if not isinstance(metrics, Mapping):
         raise TypeError(f"Metrics are a dict of numbers, got {metrics!r:.100}")
-    finite = {}
-    for name, value in metrics.items():
-        try:
-            number = float(value)
-        except OverflowError:
-            continue
-        except (TypeError, ValueError) as error:
-            raise TypeError(f"The metric {name!r} is no number: {value!r:.100}") from error
-        if math.isfinite(number):
-            finite[str(name)] = number
-    return finite
+    numbers = {str(name): _number(name, value) for name, value in metrics.items()}
+    return {name: number for name, number in numbers.items() if math.isfinite(number)}
+
+
+def _number(name: object, value: Any) -> float:
+    try:
+        return float(value)
+    except OverflowError:
+        return math.inf
+    except (TypeError, ValueError) as error:
+        raise TypeError(f"The metric {name!r} is no number: {value!r:.100}") from error
 
 
 def saved_at(location: str, step: int) -> Saved | None:
-    """Return what the marker at a location says about a step, None when no manager has saved it."""
-    if locations.is_local(location) and os.path.islink(location):
+    """Return what the marker at a location says about a step, None if no manager has saved it."""
+    noted = _note_at(location)
+    if noted.get("step") != step:
         return None
-    try:
-        marker = read_marker(location) or {}
-    except (CheckpointingException, OSError):
-        return None
-    noted = marker.get(NOTE)
-    if not isinstance(noted, dict) or noted.get("step") != step:
-        return None
-    metrics, numbers = noted.get("metrics", {}), {}
+    metrics = noted.get("metrics", {})
+    numbers: dict[str, float] = {}
     with contextlib.suppress(TypeError):
         numbers = finite_numbers(metrics)
     is_odd = not isinstance(metrics, dict) or len(numbers) < len(metrics)
@@ -261,7 +274,17 @@ def saved_at(location: str, step: int) -> Saved | None:
             location,
             metrics,
         )
+    pinned = is_odd or noted.get("pinned", False) is not False
     # Earlier versions gave saves no names.
-    return Saved(
-        step, str(noted.get("save")), numbers, is_odd or noted.get("pinned", False) is not False
-    )
+    return Saved(step, str(noted.get("save")), numbers, pinned)
+
+
+def _note_at(location: str) -> dict[str, Any]:
+    if locations.is_local(location) and os.path.islink(location):
+        return {}
+    try:
+        marker = read_marker(location) or {}
+    except (CheckpointingException, OSError):
+        return {}
+    noted = marker.get(NOTE)
+    return noted if isinstance(noted, dict) else {}

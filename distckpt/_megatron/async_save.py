@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 from distckpt._base.errors import CheckpointingException
 from distckpt._io import background
 from distckpt._megatron.async_requests import AsyncRequest
+from distckpt._operations import background_save
 from distckpt._operations.background_save import BackgroundSave
+from distckpt._operations.planned_save import PlannedSave, SaveRequest
+from distckpt._operations.save import plan_save
 from distckpt._ranks.collectives import Ranks
 
 _OTHER_QUEUE = (
@@ -20,16 +24,30 @@ _OTHER_QUEUE = (
 )
 
 
-def async_request(ranks: Ranks, save: BackgroundSave) -> AsyncRequest:
-    """Return a request that Megatron's queue of asynchronous calls can schedule."""
+def request_of(ranks: Ranks, request: SaveRequest) -> AsyncRequest:
+    """Plan a save, and return a request that Megatron's queue of asynchronous calls can schedule.
+
+    Collective operation: all ranks must call it.
+    """
+    in_background = background_save.in_background(replace(request, verb="async_save"))
+    planned = _without_limit_on_copies(plan_save(ranks, in_background.request))
+    save = background_save.prepare(ranks, in_background, planned)
     finalize: list[Callable[[], Any]] = [partial(_check_written, save)]
     return AsyncRequest(
-        _write_request,
-        (save, None, os.getpid()),
-        finalize,
-        {},
-        partial(_stage_request, save, ranks),
+        async_fn=_write_request,
+        async_fn_args=(save, None, os.getpid()),
+        finalize_fns=finalize,
+        async_fn_kwargs={},
+        preload_fn=partial(_stage_request, save, ranks),
     )
+
+
+def _without_limit_on_copies(planned: PlannedSave) -> PlannedSave:
+    """Let everything be copied while the request is scheduled: programs change tensors after that,
+    since a queue has nothing like `SaveHandle.staged`.
+    """
+    options = replace(planned.request.options, max_inflight_bytes=None)
+    return replace(planned, request=replace(planned.request, options=options))
 
 
 def _stage_request(save: BackgroundSave, ranks: Ranks) -> bool:

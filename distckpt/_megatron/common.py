@@ -8,17 +8,20 @@ import os
 from typing import Any, NoReturn
 
 from distckpt._base.errors import CheckpointingException
-from distckpt._mapping.wrappers import (
-    CommonStateDict,
-    ShardedObject,
-    ShardedTensor,
-    StateDict,
+from distckpt._mapping.wrappers import CommonStateDict, StateDict
+from distckpt._megatron.queries import (
+    CkptShardedMetadata,
+    load_common_state_dict,
+    load_sharded_metadata,
 )
-from distckpt._operations.queries import load_common_state_dict, load_sharded_metadata
+from distckpt._megatron.strategy_classes import LoadCommonStrategy, SaveCommonStrategy
+
+COMMON_STATE_FNAME = "common.pt"
+"""The file in which Megatron Core before 0.19 stores common state."""
 
 
 def load_common(checkpoint_dir: str | os.PathLike[str]) -> CommonStateDict:
-    """Load common state, as `distckpt.load_common_state_dict` does."""
+    """Load common state, as `load_common_state_dict` does."""
     return load_common_state_dict(checkpoint_dir)
 
 
@@ -31,22 +34,25 @@ def save_common(common_state_dict: StateDict, checkpoint_dir: str | os.PathLike[
     )
 
 
-class TorchCommonLoadStrategy:
+class TorchCommonLoadStrategy(LoadCommonStrategy):
     """Load common state, and descriptions of what is stored."""
 
     def load_common(self, checkpoint_dir: str | os.PathLike[str]) -> CommonStateDict:
-        """Load common state, as `distckpt.load_common_state_dict` does."""
+        """Load common state, as `load_common_state_dict` does."""
         return load_common(checkpoint_dir)
 
-    def load_sharded_metadata(
-        self, checkpoint_dir: str | os.PathLike[str]
-    ) -> dict[str, ShardedTensor | ShardedObject]:
-        """Describe what is stored, as `distckpt.load_sharded_metadata` does."""
+    def load_sharded_metadata(self, checkpoint_dir: str | os.PathLike[str]) -> CkptShardedMetadata:
+        """Describe what is stored, as `load_sharded_metadata` does."""
         return load_sharded_metadata(checkpoint_dir)
 
 
-class TorchCommonSaveStrategy:
+class TorchCommonSaveStrategy(SaveCommonStrategy):
     """Refuse to save common state on its own."""
 
     def __init__(self, *args: Any) -> None:
         save_common({}, "a directory of its own")
+
+    def save_common(
+        self, common_state_dict: CommonStateDict, checkpoint_dir: str | os.PathLike[str]
+    ) -> NoReturn:
+        save_common(common_state_dict, checkpoint_dir)

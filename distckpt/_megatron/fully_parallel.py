@@ -12,6 +12,8 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, TypeVar
 
+from distckpt._base.errors import CheckpointingException
+from distckpt._base.options import LoadOptions, SaveOptions
 from distckpt._mapping.wrappers import (
     ShardedObject,
     ShardedStateDict,
@@ -19,21 +21,22 @@ from distckpt._mapping.wrappers import (
     StateDict,
 )
 from distckpt._megatron.async_requests import AsyncRequest
+from distckpt._megatron.default_strategies import get_default_save_sharded_strategy
 from distckpt._megatron.forwarding import installed, refuse_own_objects
-from distckpt._operations.save import save
+from distckpt._megatron.serialization import save
+from distckpt._megatron.strategy_classes import AsyncSaveShardedStrategy
 from distckpt.strategies.base import (
+    EngineSettings,
     LoadShardedStrategy,
-    Options,
     PreparedSave,
     SaveShardedStrategy,
     prepare_save,
 )
-from distckpt.strategies.defaults import save_strategy
 
 __all__ = ["FullyParallelLoadStrategyWrapper", "FullyParallelSaveStrategyWrapper"]
 
 
-class FullyParallelSaveStrategyWrapper(SaveShardedStrategy):
+class FullyParallelSaveStrategyWrapper(AsyncSaveShardedStrategy):
     """Let replicas share writing only with the ranks of a group.
 
     Args:
@@ -55,15 +58,24 @@ class FullyParallelSaveStrategyWrapper(SaveShardedStrategy):
         pg_cache_create: bool = False,
     ) -> None:
         del backend, version, validate_access_integrity, pg_cache_path, pg_cache_create
-        self.base_strategy = save_strategy(strategy)
-        self.parallelization_group, self.do_cache_distribution = (
-            parallelization_group,
-            do_cache_distribution,
-        )
-        self.backend, self.version = self.base_strategy.backend, self.base_strategy.version
+        self.base_strategy = get_default_save_sharded_strategy() if strategy is None else strategy
+        if not isinstance(self.base_strategy, SaveShardedStrategy):
+            raise CheckpointingException(
+                "strategy must be a SaveShardedStrategy or None, got "
+                f"{type(self.base_strategy).__name__}."
+            )
+        self.parallelization_group = parallelization_group
+        self.do_cache_distribution = do_cache_distribution
+        self.backend = self.base_strategy.backend
+        self.version = self.base_strategy.version
 
-    def configure(self, options: Options) -> FullyParallelSaveStrategyWrapper:
-        return _configured(self, options)
+    def configure(
+        self, options: SaveOptions | LoadOptions, process_group: Any
+    ) -> FullyParallelSaveStrategyWrapper:
+        return _configured(self, options, process_group)
+
+    def engine_settings(self) -> EngineSettings | None:
+        return _engine_within_group(self, FullyParallelSaveStrategyWrapper)
 
     def prepare(self, sharded_state_dict: ShardedStateDict) -> PreparedSave:
         return prepare_save(self.base_strategy, sharded_state_dict)
@@ -78,17 +90,14 @@ class FullyParallelSaveStrategyWrapper(SaveShardedStrategy):
         sharded_state_dict: ShardedStateDict,
         checkpoint_dir: str | os.PathLike[str],
         async_strategy: str = "nvrx",
-    ) -> AsyncRequest | None:
+    ) -> AsyncRequest:
         """Return a request that saves a state dict. Collective operation: all ranks must call
         it.
         """
-        return save(
-            sharded_state_dict,
-            checkpoint_dir,
-            self,
-            async_sharded_save=True,
-            async_strategy=async_strategy,
-        )
+        del async_strategy
+        request = save(sharded_state_dict, checkpoint_dir, self, async_sharded_save=True)
+        assert request is not None
+        return request
 
     def apply_saving_parallelization(self, sharded_state_dict: ShardedStateDict) -> None:
         """Give the shards in a state dict of Megatron's objects the replica ids of Megatron's
@@ -124,15 +133,20 @@ class FullyParallelLoadStrategyWrapper(LoadShardedStrategy):
         pg_cache_create: bool = False,
     ) -> None:
         del per_rank_object_load, pg_cache_path, pg_cache_create
-        self.base_strategy, self.exchange_algo = strategy, exchange_algo
-        self.parallelization_group, self.do_cache_distribution = (
-            parallelization_group,
-            do_cache_distribution,
-        )
-        self.backend, self.version = strategy.backend, strategy.version
+        self.base_strategy = strategy
+        self.parallelization_group = parallelization_group
+        self.do_cache_distribution = do_cache_distribution
+        self.exchange_algo = exchange_algo
+        self.backend = strategy.backend
+        self.version = strategy.version
 
-    def configure(self, options: Options) -> FullyParallelLoadStrategyWrapper:
-        return _configured(self, options)
+    def configure(
+        self, options: SaveOptions | LoadOptions, process_group: Any
+    ) -> FullyParallelLoadStrategyWrapper:
+        return _configured(self, options, process_group)
+
+    def engine_settings(self) -> EngineSettings | None:
+        return _engine_within_group(self, FullyParallelLoadStrategyWrapper)
 
     def load(
         self, sharded_state_dict: ShardedStateDict, checkpoint_dir: str | os.PathLike[str]
@@ -166,14 +180,24 @@ class FullyParallelLoadStrategyWrapper(LoadShardedStrategy):
 _Wrapper = TypeVar("_Wrapper", FullyParallelSaveStrategyWrapper, FullyParallelLoadStrategyWrapper)
 
 
-def _configured(wrapper: _Wrapper, options: Options) -> _Wrapper:
-    """Return a copy whose strategy has the options, and shares work only within the group of the
-    wrapper.
-    """
+def _configured(
+    wrapper: _Wrapper, options: SaveOptions | LoadOptions, process_group: Any
+) -> _Wrapper:
+    """Return a copy whose strategy is configured."""
     configured = copy.copy(wrapper)
-    options = replace(options, exchange_group=wrapper.parallelization_group)
-    configured.base_strategy = wrapper.base_strategy.configure(options)
+    configured.base_strategy = wrapper.base_strategy.configure(options, process_group)
     return configured
+
+
+def _engine_within_group(wrapper: _Wrapper, kind: type[_Wrapper]) -> EngineSettings | None:
+    """Return how the engine shares work within the group only, if the wrapped strategy uses it.
+
+    None for a class derived from a wrapper: its methods are to be called.
+    """
+    engine = wrapper.base_strategy.engine_settings()
+    if engine is None or type(wrapper) is not kind:
+        return None
+    return replace(engine, exchange_group=wrapper.parallelization_group)
 
 
 def _theirs(wrapper: Any, sharded_state_dict: ShardedStateDict, strategy: Any) -> Any:

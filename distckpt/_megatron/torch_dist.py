@@ -8,12 +8,20 @@ import os
 from typing import Any
 
 from distckpt._base.errors import CheckpointingException
+from distckpt._base.options import LoadOptions, SaveOptions
 from distckpt._mapping.wrappers import ShardedObject, ShardedStateDict, ShardedTensor
 from distckpt._megatron.async_requests import AsyncCallsQueue, AsyncRequest
 from distckpt._megatron.forwarding import installed
-from distckpt._operations.load import load
-from distckpt._operations.save import save
-from distckpt.strategies.base import LoadShardedStrategy, Options, SaveShardedStrategy
+from distckpt._megatron.queries import remove_sharded_tensors
+from distckpt._megatron.serialization import load, save
+from distckpt._megatron.strategy_classes import AsyncSaveShardedStrategy
+from distckpt.strategies.base import (
+    BUILT_IN,
+    EngineSettings,
+    LoadShardedStrategy,
+    StrategyAction,
+    is_built_in,
+)
 from distckpt.strategies.safetensors import SafetensorsLoadStrategy, SafetensorsSaveStrategy
 
 _FORWARDED = {
@@ -24,7 +32,7 @@ _FORWARDED = {
 }
 
 
-class TorchDistSaveShardedStrategy(SaveShardedStrategy):
+class TorchDistSaveShardedStrategy(AsyncSaveShardedStrategy):
     """Save in distckpt's format. The arguments are Megatron's, and none is needed.
 
     Args:
@@ -45,18 +53,26 @@ class TorchDistSaveShardedStrategy(SaveShardedStrategy):
         separation_hint: str | None = None,
         cpu_shm_mode: bool = False,
     ) -> None:
-        self._strategy = SafetensorsSaveStrategy()
-        self.backend, self.version = self._strategy.backend, self._strategy.version
-        if backend not in ("torch_dist", self.backend) or version != 1:
+        if not is_built_in(StrategyAction.SAVE_SHARDED, backend, version):
             raise CheckpointingException(
                 f"There is no strategy that saves {backend!r} version {version}."
             )
-        self.keep_only_main_replica, self.thread_count = keep_only_main_replica, thread_count
-        self.use_cached_ckpt_structure, self.cached_global_metadata = cached_metadata, None
-        self.separation_hint, self.cpu_shm_mode = separation_hint, cpu_shm_mode
+        self.backend = BUILT_IN
+        self.version = 1
+        self.keep_only_main_replica = keep_only_main_replica
+        self.thread_count = thread_count
+        self.use_cached_ckpt_structure = cached_metadata
+        self.cached_global_metadata = None
+        self.separation_hint = separation_hint
+        self.cpu_shm_mode = cpu_shm_mode
 
-    def configure(self, options: Options) -> SafetensorsSaveStrategy:  # type: ignore[override]
-        return self._strategy.configure(options)
+    def configure(  # type: ignore[override]
+        self, options: SaveOptions | LoadOptions, process_group: Any
+    ) -> SafetensorsSaveStrategy:
+        return SafetensorsSaveStrategy().configure(options, process_group)
+
+    def engine_settings(self) -> EngineSettings:
+        return EngineSettings()
 
     def save(
         self, sharded_state_dict: ShardedStateDict, checkpoint_dir: str | os.PathLike[str]
@@ -71,17 +87,14 @@ class TorchDistSaveShardedStrategy(SaveShardedStrategy):
         sharded_state_dict: ShardedStateDict,
         checkpoint_dir: str | os.PathLike[str],
         async_strategy: str = "nvrx",
-    ) -> AsyncRequest | None:
+    ) -> AsyncRequest:
         """Return a request that saves a state dict. Collective operation: all ranks must call
         it.
         """
-        return save(
-            sharded_state_dict,
-            checkpoint_dir,
-            self,
-            async_sharded_save=True,
-            async_strategy=async_strategy,
-        )
+        del async_strategy
+        request = save(sharded_state_dict, checkpoint_dir, self, async_sharded_save=True)
+        assert request is not None
+        return request
 
 
 class TorchDistLoadShardedStrategy(LoadShardedStrategy):
@@ -95,13 +108,20 @@ class TorchDistLoadShardedStrategy(LoadShardedStrategy):
         stream_ckpt_dequant: bool = True,
         checkpoint_name: str | None = None,
     ) -> None:
-        self._strategy = SafetensorsLoadStrategy()
-        self.backend, self.version = self._strategy.backend, self._strategy.version
-        self.cache_metadata, self.stream_ckpt_dequant = cache_metadata, stream_ckpt_dequant
-        self.checkpoint_name, self.cached_global_metadata = checkpoint_name, None
+        self.backend = BUILT_IN
+        self.version = 1
+        self.cache_metadata = cache_metadata
+        self.stream_ckpt_dequant = stream_ckpt_dequant
+        self.checkpoint_name = checkpoint_name
+        self.cached_global_metadata = None
 
-    def configure(self, options: Options) -> SafetensorsLoadStrategy:  # type: ignore[override]
-        return self._strategy.configure(options)
+    def configure(  # type: ignore[override]
+        self, options: SaveOptions | LoadOptions, process_group: Any
+    ) -> SafetensorsLoadStrategy:
+        return SafetensorsLoadStrategy().configure(options, process_group)
+
+    def engine_settings(self) -> EngineSettings:
+        return EngineSettings()
 
     def load(
         self,
@@ -119,17 +139,17 @@ class TorchDistLoadShardedStrategy(LoadShardedStrategy):
         self, checkpoint_dir: str | os.PathLike[str], metadata: None = None
     ) -> dict[str, ShardedTensor]:
         del metadata
-        return self._strategy.load_tensors_metadata(checkpoint_dir)
+        return SafetensorsLoadStrategy().load_tensors_metadata(checkpoint_dir)
 
     def load_sharded_metadata(
         self, checkpoint_dir: str | os.PathLike[str]
     ) -> dict[str, ShardedTensor | ShardedObject]:
-        return self._strategy.load_sharded_metadata(checkpoint_dir)
+        return SafetensorsLoadStrategy().load_sharded_metadata(checkpoint_dir)
 
     def remove_sharded_tensors(
         self, checkpoint_dir: str | os.PathLike[str], key_prefix: str
     ) -> None:
-        self._strategy.remove_sharded_tensors(checkpoint_dir, key_prefix)
+        remove_sharded_tensors(checkpoint_dir, key_prefix)
 
 
 class _AsyncModules(dict[str, Any]):

@@ -2,14 +2,14 @@
 
 plan     in the caller's thread: decide who writes what (`save.plan_save`)
   |
-stage    copy what this rank writes into memory that saves share; training may go on
+stage    copy what this rank writes (`_io.host_copies`); training can go on
   |
 queue    one background thread in each process takes the saves in order (`_io.background`)
   |
-write    shard files and manifest, then commit, with a process group of its own
-(`planned_save.write_and_commit`)
+write    shard files and manifest, then commit, with a process group that nothing else uses
+  |      (`planned_save.write_and_commit`)
   |
-report   from `SaveHandle.result`; an error that nobody asked for is raised by the next save
+report   from `SaveHandle.result`; the next save raises an error that nobody asked for
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from distckpt._base.errors import CheckpointingException, RankFailedError
 from distckpt._base.interrupts import run_operation
 from distckpt._base.reports import SaveReport
 from distckpt._io import background
-from distckpt._io.staging import Staging, shared_memory, threads_to_copy_with
+from distckpt._io.host_copies import HostCopies, shared_memory, threads_to_copy_with
 from distckpt._operations.planned_save import PlannedSave, SaveRequest, write_and_commit
 from distckpt._ranks import exchanges
 from distckpt._ranks.attendance import ABANDONED
@@ -40,16 +40,16 @@ Write: TypeAlias = Callable[[Ranks, PlannedSave], SaveReport]
 
 
 class SaveHandle(background.Task[SaveReport]):
-    """A save in the background: a `concurrent.futures.Future` of its `SaveReport`. It cannot be
+    """A save in the background: a `concurrent.futures.Future` of its `SaveReport`, which cannot be
     cancelled.
 
-    Not a collective operation: each rank may wait alone and gets the same outcome.
+    Not a collective operation: each rank may wait alone, and all get the same outcome.
 
     Attributes:
-        location: location of the checkpoint.
-        staged: a `threading.Event`, set when the tensors that are being saved may change. Without
+        location: where the checkpoint is saved.
+        staged: a `threading.Event`, set once the saved tensors may change. Without
             `max_inflight_bytes` it is set from the beginning.
-        was_asked: True once the caller has seen how the save ended; until then the next save raises
+        was_asked: whether the caller has seen how the save ended; until then the next save raises
             its error.
     """
 
@@ -77,7 +77,7 @@ class SaveHandle(background.Task[SaveReport]):
             TimeoutError: the save has not ended yet, and goes on.
             RankFailedError: the save failed on a rank, or a rank died or did not come in time;
                 nothing is committed.
-            CheckpointExistsError: another program has saved to this place meanwhile.
+            CheckpointExistsError: another program has saved to this location meanwhile.
         """
         try:
             return super().result(timeout)
@@ -85,28 +85,24 @@ class SaveHandle(background.Task[SaveReport]):
             self.was_asked = self.was_asked or self.done()
 
     def exception(self, timeout: float | None = None) -> BaseException | None:
-        """Wait for the end of the save and return its error, None without one."""
+        """Wait for the end of the save and return its error; None if it succeeded."""
         try:
             return super().exception(timeout)
         finally:
             self.was_asked = self.was_asked or self.done()
 
     def error(self) -> BaseException | None:
-        """Wait for the end of the save and return its error, None without one. Does not count as
-        asking.
-        """
+        """Do the same as `exception`, without counting as asking."""
         return super().exception()
 
     def disown(self) -> None:
-        """In a forked process, forget the save: it is the parent's, and so is its error."""
+        """In a forked process, forget the save: it belongs to the parent, and so does its error."""
         super().disown()
         self.was_asked = True
 
 
 def raise_unseen_error(handles: list[SaveHandle]) -> None:
-    """Wait for saves, take them from the list, and raise the first error that nobody has asked
-    for.
-    """
+    """Wait for saves, empty the list, and raise the first error that nobody has asked for."""
     unasked = [handle for handle in handles if not handle.was_asked]
     handles.clear()
     for error in [handle.exception() for handle in unasked]:
@@ -133,10 +129,9 @@ class _GroupSaves:
     """The background saves of one process group.
 
     Attributes:
-        ranks: by timeout, each with a process group that only the background thread uses.
+        ranks: by timeout; each has a process group that only the background thread uses.
         unreported: saves that failed, or may fail, and whose result nobody has asked for.
-        state: `_FINE`, `_FAILED` or `_OUT_OF_STEP` (a rank was lost): the worst since ranks last
-            compared it.
+        state: the worst since ranks last compared it; `_OUT_OF_STEP` after a rank was lost.
     """
 
     ranks: dict[float, Ranks] = field(default_factory=dict)
@@ -145,8 +140,8 @@ class _GroupSaves:
 
 
 _saves_of_groups: weakref.WeakKeyDictionary[Any, _GroupSaves] = weakref.WeakKeyDictionary()
-"""By process group of the caller; when that is destroyed, its background goes too, which other
-ranks notice.
+"""By process group of the caller. When that is destroyed, so are the groups that its background
+saves use, which other ranks notice.
 """
 
 if hasattr(os, "register_at_fork"):
@@ -161,9 +156,9 @@ def _owner_of(process_group: Any) -> Any:
 def raise_pending_errors(ranks: Ranks, process_group: Any) -> None:
     """Raise the error of an earlier background save of these ranks, unless it was asked for.
 
-    Collective operation: all ranks must call it. It exchanges one number, and nothing where there
-    were no background saves. When a save has failed on any rank, all wait for those that are
-    unfinished, and all raise.
+    Collective operation: all ranks must call it. It exchanges one number, and nothing if there were
+    no background saves. If a save has failed on any rank, all ranks wait for their unfinished
+    saves, and all raise.
     """
     saves = _saves_of_groups.get(_owner_of(process_group))
     if saves is None:
@@ -184,94 +179,24 @@ def raise_pending_errors(ranks: Ranks, process_group: Any) -> None:
 # --- One save -------------------------------------------------------------------------------------
 
 
-@dataclass
-class BackgroundSave:
-    """A planned save: `stage` copies what it writes, then `write` may run in the background, with
-    `ranks`.
-    """
-
-    location: str
-    exit_timeout: float
-    saves: _GroupSaves
-    ranks: Ranks
-    planned: PlannedSave | None
-    staging: Staging
-    is_abandoned: threading.Event
-    write_planned: Write
-
-    def stage(self, ranks: Ranks) -> bool:
-        """Copy what this rank writes; return False when the strategy cannot do this.
-
-        Collective operation: all ranks of the caller's group must call it.
-        """
-        assert self.planned is not None
-        try:
-            with self.planned.timer.phase("stage") as details, ranks.phase("stage tensors"):
-                details["bytes"] = self.planned.prepared.num_bytes
-                staged = self.planned.prepared.stage(self.staging)
-        except BaseException:
-            self.staging.release()
-            raise
-        if staged is not None:
-            self.planned = replace(self.planned, prepared=staged)
-        return staged is not None
-
-    def write(self) -> SaveReport:
-        """Write and commit. Runs in the background thread."""
-        ranks = self.ranks
-        ranks.stop = self.is_abandoned
-        try:
-            if self.saves.state == _OUT_OF_STEP:
-                raise RankFailedError(
-                    {}, message="Not started: an earlier background save lost contact with a rank."
-                )
-            return run_operation(
-                f"the background save to {self.location}", [partial(self.write_now, ranks)]
-            )
-        except BaseException as error:
-            state = _FAILED if ranks.are_in_step_after(error) else _OUT_OF_STEP
-            self.saves.state = max(self.saves.state, state)
-            logger.error(
-                "rank %d: the background save to %s failed: %s: %s",
-                ranks.rank, self.location, type(error).__name__, error,
-            )  # fmt: skip
-            raise
-        finally:
-            self.planned = None
-            self.staging.release()
-
-    def write_now(self, ranks: Ranks) -> SaveReport:
-        """Write and commit in this thread. Collective operation: all given ranks must call it."""
-        planned, self.planned = self.planned, None
-        assert planned is not None
-        try:
-            return self.write_planned(ranks, planned)
-        finally:
-            # The staged copies must be unused when their memory is given back.
-            del planned
-            self.staging.release()
-
-
 @dataclass(frozen=True)
 class BackgroundRequest:
     """A save that is to be written in the background.
 
     Attributes:
-        request: what is planned.
-        staging_bytes: memory for copies; None without a limit.
-        is_abandoned: set when the end of the process waits no longer.
+        request: what to plan.
+        is_abandoned: set once the end of the process no longer waits for it.
     """
 
     request: SaveRequest
-    staging_bytes: int | None
     is_abandoned: threading.Event
 
 
 def in_background(request: SaveRequest) -> BackgroundRequest:
-    """Return the request of a save that is to be written in the background.
+    """Return the request for a save in the background.
 
-    Half of its memory is for copies, half for data that is being written. It stops where it reports
-    its progress once it is abandoned.
+    Half of its memory is for copies, the other half for data that is being written. Once abandoned,
+    the save stops the next time that it reports progress.
     """
     options, is_abandoned = request.options, threading.Event()
 
@@ -282,34 +207,121 @@ def in_background(request: SaveRequest) -> BackgroundRequest:
             options.progress(done, total)
 
     limit = options.max_inflight_bytes
-    # What is no number is refused with the other arguments, on all ranks.
+    # Anything else is refused with the other arguments, on all ranks.
     half = limit // 2 if isinstance(limit, int) else limit
-    background_options = replace(options, progress=check_progress, max_inflight_bytes=half)
-    background = replace(request, options=background_options)
-    return BackgroundRequest(background, half, is_abandoned)
+    options_of_write = replace(options, progress=check_progress, max_inflight_bytes=half)
+    return BackgroundRequest(replace(request, options=options_of_write), is_abandoned)
+
+
+@dataclass
+class BackgroundSave:
+    """A planned save: `stage` copies what it writes, then `write` can run in the background.
+
+    Attributes:
+        location: where the checkpoint is saved.
+        exit_timeout: see `SaveOptions`.
+        saves: of the same process group.
+        ranks: those that write together, in the background.
+        planned: None once it is being written.
+        copies: what is written.
+        is_abandoned: set once the end of the process no longer waits for it.
+        write_planned: writes and commits.
+    """
+
+    location: str
+    exit_timeout: float
+    saves: _GroupSaves
+    ranks: Ranks
+    planned: PlannedSave | None
+    copies: HostCopies
+    is_abandoned: threading.Event
+    write_planned: Write
+
+    def stage(self, ranks: Ranks) -> bool:
+        """Copy what this rank writes; return False if the strategy cannot do this.
+
+        Collective operation: all ranks of the caller's group must call it.
+        """
+        assert self.planned is not None
+        prepared = self.planned.prepared
+        try:
+            with self.planned.timer.phase("stage") as details, ranks.phase("stage tensors"):
+                details["bytes"] = prepared.num_bytes
+                staged = prepared.stage(self.copies)
+        except BaseException:
+            self.copies.release()
+            raise
+        if staged is not None:
+            self.planned = replace(self.planned, prepared=staged)
+        return staged is not None
+
+    def write(self) -> SaveReport:
+        """Write and commit, in the background thread."""
+        self.ranks.stop = self.is_abandoned
+        try:
+            if self.saves.state == _OUT_OF_STEP:
+                raise RankFailedError(
+                    {}, message="Not started: an earlier background save lost contact with a rank."
+                )
+            verb = f"the background save to {self.location}"
+            return run_operation(verb, [partial(self.write_now, self.ranks)])
+        except BaseException as error:
+            self._note_failure(error)
+            raise
+        finally:
+            self.planned = None
+            self.copies.release()
+
+    def write_now(self, ranks: Ranks) -> SaveReport:
+        """Write and commit in this thread. Collective operation: all given ranks must call it."""
+        planned, self.planned = self.planned, None
+        assert planned is not None
+        try:
+            return self.write_planned(ranks, planned)
+        finally:
+            # Nothing may refer to the copies any more when their memory is given back.
+            del planned
+            self.copies.release()
+
+    def _note_failure(self, error: BaseException) -> None:
+        state = _FAILED if self.ranks.are_in_step_after(error) else _OUT_OF_STEP
+        self.saves.state = max(self.saves.state, state)
+        logger.error(
+            "rank %d: the background save to %s failed: %s: %s",
+            self.ranks.rank,
+            self.location,
+            type(error).__name__,
+            error,
+        )
 
 
 def prepare(
     ranks: Ranks,
-    request: BackgroundRequest,
+    background_request: BackgroundRequest,
     planned: PlannedSave,
     write: Write = write_and_commit,
     only_measures: bool = False,
 ) -> BackgroundSave:
-    """Prepare a planned save to be written in the background; with `only_measures`, one that is not
-    to be written at all.
+    """Prepare a planned save to be written in the background.
 
-    Collective operation: all ranks must call it; for the first save it makes the process group of
-    the background.
+    Collective operation: all ranks must call it. The first save makes the process group for the
+    background.
+
+    Args:
+        ranks: of the caller's group.
+        background_request: what was planned.
+        planned: the plan.
+        write: writes and commits.
+        only_measures: find out how much memory the copies take, and copy nothing.
     """
-    # They were compared when the save was planned.
+    # Ranks compared them when they planned the save.
     options, process_group = planned.request.options, planned.request.process_group
     saves = _saves_of_groups.setdefault(_owner_of(process_group), _GroupSaves())
     if options.timeout not in saves.ranks:
         saves.ranks[options.timeout] = Ranks.in_background(process_group, options.timeout)
-    staging = Staging(
+    copies = HostCopies(
         shared_memory,
-        request.staging_bytes,
+        options.max_inflight_bytes,
         options.timeout,
         threads_to_copy_with(ranks.size),
         only_measures,
@@ -320,8 +332,8 @@ def prepare(
         saves=saves,
         ranks=saves.ranks[options.timeout],
         planned=planned,
-        staging=staging,
-        is_abandoned=request.is_abandoned,
+        copies=copies,
+        is_abandoned=background_request.is_abandoned,
         write_planned=write,
     )
 
@@ -336,27 +348,31 @@ def start(ranks: Ranks, save: BackgroundSave) -> SaveHandle:
         report = save.write_now(ranks)
         return finished_handle(save.location, lambda: report)
     handle = SaveHandle(
-        save.write, save.location, save.staging.staged, save.exit_timeout, save.is_abandoned
+        save.write, save.location, save.copies.staged, save.exit_timeout, save.is_abandoned
     )
-    # Those that went well are forgotten.
-    unreported = [
-        h for h in save.saves.unreported if not h.was_asked and not (h.done() and h.error() is None)
-    ]
-    save.saves.unreported = [*unreported, handle]
+    save.saves.unreported = [*filter(_may_be_reported, save.saves.unreported), handle]
     background.submit(handle)
     return handle
 
 
-def reserve(ranks: Ranks, request: BackgroundRequest, planned: PlannedSave) -> Future[int]:
-    """Reserve the memory that the copies of a planned save take, in the background; the result is
-    how much that is.
+def _may_be_reported(handle: SaveHandle) -> bool:
+    if handle.was_asked:
+        return False
+    return not handle.done() or handle.error() is not None
+
+
+def reserve(
+    ranks: Ranks, background_request: BackgroundRequest, planned: PlannedSave
+) -> Future[int]:
+    """Reserve the memory for the copies of a planned save, in the background; the result is its
+    size.
 
     Collective operation: all ranks must call it.
     """
-    save = prepare(ranks, request, planned, only_measures=True)
+    save = prepare(ranks, background_request, planned, only_measures=True)
     with ranks.phase("measure what is to be staged"):
-        planned.prepared.stage(save.staging)
-    sizes, device = save.staging.needed
+        planned.prepared.stage(save.copies)
+    sizes, device = save.copies.needed
     is_abandoned = threading.Event()
 
     def allocate() -> int:

@@ -4,16 +4,15 @@ compared between ranks.
 
 from __future__ import annotations
 
-import functools
 import json
 import logging
 from collections import OrderedDict
 from collections.abc import Callable
-from typing import Any, ParamSpec, TypeVar
+from typing import Any
 
 import torch
 
-from distckpt._base.errors import CheckpointingException, InvalidShardingError
+from distckpt._base.errors import InvalidShardingError
 from distckpt._base.messages import summarize_keys
 from distckpt._format import codec
 from distckpt._format.checksum import checksum
@@ -28,40 +27,10 @@ COMMON_KEY = "distckpt.common_state"
 CONTENT_METADATA = "content_metadata"
 """Entry of common state that describes the content of a checkpoint."""
 
-_Parameters = ParamSpec("_Parameters")
-_Result = TypeVar("_Result")
-
 
 def object_text(key: str) -> str:
     """Name an object at the beginning of a message."""
     return "Common state" if key == COMMON_KEY else f"The object {key!r:.300}"
-
-
-def take_common_strategy(
-    function: Callable[_Parameters, _Result],
-) -> Callable[_Parameters, _Result]:
-    """Let the fourth positional argument be `common_strategy`, which it was in Megatron Core up to
-    0.18.
-
-    It is told from `validate_access_integrity`, which has that place since then, by its type.
-    """
-
-    @functools.wraps(function)
-    def call(*args: Any, **kwargs: Any) -> _Result:
-        if len(args) > 3 and not isinstance(args[3], bool | int):
-            kwargs["common_strategy"], args = args[3], args[:3] + args[4:]
-        return function(*args, **kwargs)
-
-    return call
-
-
-def check_common_strategy(common_strategy: object) -> None:
-    """Refuse a strategy for common state, which Megatron's programs may pass."""
-    if common_strategy not in (None, ("torch", 1)):
-        raise CheckpointingException(
-            "common_strategy must be None or ('torch', 1), Megatron's default: common state is "
-            "stored with the sharded objects by the sharded strategy."
-        )
 
 
 def comparable(

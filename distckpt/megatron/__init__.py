@@ -3,11 +3,10 @@ them.
 
 A program for Megatron Core changes one import and nothing else:
 
-    from distckpt import megatron as dist_checkpointing  # was: from megatron.core import
-    dist_checkpointing
+    # was: from megatron.core import dist_checkpointing
+    from distckpt import megatron as dist_checkpointing
 
-    dist_checkpointing.save(sharded_state_dict, checkpoint_dir, sharded_strategy,
-    async_sharded_save=True)
+    dist_checkpointing.save(sharded_state_dict, checkpoint_dir, async_sharded_save=True)
 """
 
 from distckpt.mapping import LocalNonpersistentObject, ShardedObject, ShardedTensor

@@ -3,8 +3,8 @@ itself is not needed.
 
 `distckpt.save` and `distckpt.load` take sharded state dicts of Megatron as they are:
 
-    distckpt.save({"model": gpt_model.sharded_state_dict(), "iteration": 100},
-    "checkpoints/iter_100")
+    state = {"model": gpt_model.sharded_state_dict(), "iteration": 100}
+    distckpt.save(state, "checkpoints/iter_100")
 
 The functions here are for the rest: working on such a state dict with other functions of distckpt,
 and storing the arguments of a training run, in which there are values of Megatron's own Enum

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from distckpt._base.options import LoadOptions, SaveOptions
+from distckpt._base.public import set_public_home
 from distckpt._checkpoint.opening import open_checkpoint
 from distckpt._checkpoint.shards import describe_objects, describe_tensors, load_shards
 from distckpt._format.stored_checkpoint import StoredCheckpoint
@@ -31,6 +32,8 @@ from distckpt.strategies.base import (
 )
 
 __all__ = ["SafetensorsLoadStrategy", "SafetensorsSaveStrategy", "ShardSave"]
+
+set_public_home(globals())
 
 
 @dataclass

@@ -122,9 +122,7 @@ def loading(
             drop_from_page_cache(str(checkpoint))
         else:
             fill_cache(str(checkpoint))
-        return lambda: distckpt.load(
-            dict(targets), checkpoint, verify="read" if verifies else "none"
-        )
+        return lambda: distckpt.load(dict(targets), checkpoint, verify=verifies)
 
     return prepared
 

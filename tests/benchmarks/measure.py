@@ -1,4 +1,8 @@
-"""Clocks, peak memory, the page cache, and what figures depend on."""
+"""Clocks, peak memory, the page cache, and what figures depend on.
+
+`ab.py` uses clocks and page cache with other versions of distckpt, which may lack what other
+functions here need: these import it themselves.
+"""
 
 from __future__ import annotations
 
@@ -14,9 +18,6 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
-
-from distckpt._cli.storage_speed import drop_from_page_cache
-from distckpt._storage import locations
 
 _T = TypeVar("_T")
 
@@ -82,6 +83,8 @@ def at_rest(folder: str, settle_seconds: float = MAX_SETTLE_SECONDS) -> None:
         settle_seconds: time to give deleted blocks back to the disk, which goes on in the
             background.
     """
+    from distckpt._storage import locations
+
     gc.collect()  # nobody pays for what others left behind
     dist.barrier()
     if dist.get_rank() == 0 and locations.is_local(folder):
@@ -99,6 +102,8 @@ def empty_cache(folder: str) -> str:
         How: "posix_fadvise" or, as root, "drop_caches" (which empties the whole cache); empty when
             they stay.
     """
+    from distckpt._cli.storage_speed import drop_from_page_cache
+
     if drop_from_page_cache(folder):
         return "posix_fadvise"
     with contextlib.suppress(OSError):
@@ -137,6 +142,8 @@ def _files(folder: str) -> Iterator[str]:
 
 def machine_facts(folder: str | None) -> str:
     """Describe in one line what figures depend on; `folder` is where files go, a path or URL."""
+    from distckpt._storage import locations
+
     memory_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     facts = [f"{os.cpu_count()} cores", f"{memory_bytes / 2**30:.0f} GiB memory"]
     if folder:

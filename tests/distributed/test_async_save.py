@@ -46,7 +46,7 @@ def train_while_saving(rank, num_ranks, folder):
     """
     may_write = threading.Event()
 
-    def progress(num_bytes):
+    def progress(num_bytes, total_bytes):
         assert rank != 0 or may_write.wait(PATIENCE)
 
     handles, sums = [], []
@@ -146,7 +146,7 @@ def test_an_error_of_one_rank_is_raised_on_all_and_training_goes_on(asks, tmp_pa
 def destroy_the_group(rank, folder, destroyers):
     may_write = threading.Event()
     handle = distckpt.async_save(
-        state_of(1, rank, 2), f"{folder}/0", progress=lambda _: may_write.wait(PATIENCE)
+        state_of(1, rank, 2), f"{folder}/0", progress=lambda done, total: may_write.wait(PATIENCE)
     )
     if rank in destroyers:
         dist.destroy_process_group()
@@ -169,7 +169,7 @@ def lose_a_race(rank, folder):
     """Another program commits its checkpoint while ours is being written."""
     may_write = threading.Event()
     handle = distckpt.async_save(
-        state_of(1, rank, 2), f"{folder}/c", progress=lambda n: may_write.wait(PATIENCE)
+        state_of(1, rank, 2), f"{folder}/c", progress=lambda done, total: may_write.wait(PATIENCE)
     )
     if rank == 0:
         os.makedirs(f"{folder}/c")
@@ -192,7 +192,7 @@ def save_through_a_queue(rank, folder):
     queue, seen = AsyncCallsQueue(), []
     for value in range(2):
         state = state_of(value, rank, 2)
-        request = distckpt.save(state, f"{folder}/{value}", async_sharded_save=True)
+        request = distckpt.megatron.save(state, f"{folder}/{value}", async_sharded_save=True)
         request.add_finalize_fn(lambda value=value: seen.append((value, sum_over_ranks(value))))
         queue.schedule_async_request(request)
         overwrite(state)
@@ -201,7 +201,7 @@ def save_through_a_queue(rank, folder):
     while queue.get_num_unfinalized_calls():
         finalized += queue.maybe_finalize_async_calls()
     queue.close()
-    request = distckpt.save(state_of(2, rank, 2), f"{folder}/2", async_sharded_save=True)
+    request = distckpt.megatron.save(state_of(2, rank, 2), f"{folder}/2", async_sharded_save=True)
     request.execute_sync()
     return finalized, seen, [values_in(rank, 2, f"{folder}/{value}") for value in range(3)]
 
@@ -221,7 +221,7 @@ def stage_in_waves(rank, folder):
         state,
         f"{folder}/c",
         max_inflight_bytes=16 << 20,
-        progress=lambda n: may_write.wait(PATIENCE),
+        progress=lambda done, total: may_write.wait(PATIENCE),
     )
     was_staged = handle.staged.is_set()
     sum_over_ranks(0)

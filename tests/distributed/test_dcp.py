@@ -413,7 +413,7 @@ def fail_in_the_background(rank, path):
 def test_the_future_of_a_failing_save_has_its_error(tmp_path):
     (tmp_path / "file").write_text("no directory")
     assert run(fail_in_the_background, 2, str(tmp_path)) == [["RankFailedError"] * 2] * 2
-    assert distckpt.check_is_distributed_checkpoint(str(tmp_path / "saved"))
+    assert distckpt.megatron.check_is_distributed_checkpoint(str(tmp_path / "saved"))
 
 
 # ---- errors

@@ -194,7 +194,7 @@ def save_within_groups(rank, path, groups):
     shared = ShardedTensor.from_rank_offsets("shared", torch.ones(400, 100), replica_id=rank)
     half = torch.full((400, 100), float(rank % 2))
     halves = ShardedTensor.from_rank_offsets("halves", half, (0, rank % 2, 2), replica_id=rank // 2)
-    distckpt.save({"shared": shared, "halves": halves}, path, strategy)
+    distckpt.save({"shared": shared, "halves": halves}, path, strategy=strategy)
 
 
 def test_the_fully_parallel_wrapper_keeps_sharing_inside_its_group(run, tmp_path):

@@ -43,7 +43,7 @@ def train(rank, num_ranks, root):
             state["rows"].data.fill_(step)
             state["value"] = step
             # Rank 0's loss is the one that counts.
-            manager.save(step, state, {"loss": abs(step - 2) if rank == 0 else -step})
+            manager.save(step, state, metrics={"loss": abs(step - 2) if rank == 0 else -step})
             assert sum_over_ranks(step) == num_ranks * step
         manager.wait()
         sum_over_ranks(0)

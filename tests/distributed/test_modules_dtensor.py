@@ -122,10 +122,10 @@ def check_loaded(net: Net, reference: Net) -> None:
     assert net.scaled.calls == reference.scaled.calls
 
 
-def load_into(layout: Callable[[Net], None], path: str, strict: str = "raise_all") -> Net:
+def load_into(layout: Callable[[Net], None], path: str) -> Net:
     net = Net(seed=2)
     layout(net)
-    state = distckpt.load({"model": sharded_state_dict(net)}, path, strict=strict)
+    state = distckpt.load({"model": sharded_state_dict(net)}, path, strict="raise")
     assert load_sharded_state_dict(net, state["model"]) == (set(), set())
     assert net.head.weight is net.embedding.weight
     return net

@@ -57,7 +57,7 @@ LARGE_ROWS = 9 << 10
 
 
 def fail_on_rank_1(rank, server, location):
-    def progress(num_bytes):
+    def progress(num_bytes, total_bytes):
         if rank == 1:
             raise OSError(5, "the cable is out", "eth0")
 
@@ -79,7 +79,7 @@ def test_a_failing_rank_leaves_nothing(server, bucket):
 
 
 def wait_in_the_middle(rank, server, location):
-    def progress(num_bytes):
+    def progress(num_bytes, total_bytes):
         if rank == 1:
             ask_parent()
 
@@ -146,7 +146,7 @@ def save_while_another_program_saves(rank, server, location):
     alone = [torch.distributed.new_group([number]) for number in range(2)][rank]
     others = iter([1] * rank)
 
-    def progress(num_bytes):
+    def progress(num_bytes, total_bytes):
         if next(others, None):
             as_another_program(distckpt.save, {"step": 6}, location, process_group=alone)
 

@@ -185,8 +185,16 @@ def test_a_tensor_that_no_longer_fits_its_description_is_refused(tmp_path):
 def test_not_durable_and_with_progress(tmp_path):
     seen = []
     state = {"w": ShardedTensor.from_rank_offsets("w", torch.arange(3_000_000.0)), "step": 3}
-    report = saved(state, tmp_path / "c", durable=False, progress=seen.append, max_inflight_bytes=1)
-    assert sum(seen) == report.num_bytes > 12_000_000
+    report = saved(
+        state,
+        tmp_path / "c",
+        durable=False,
+        progress=lambda done, total: seen.append((done, total)),
+        max_inflight_bytes=1,
+    )
+    assert seen == sorted(seen)
+    assert seen[-1] == (report.num_bytes, report.num_bytes)
+    assert report.num_bytes > 12_000_000
     assert set(report.phases) == {"describe", "plan", "write", "commit"}
     assert f"{tmp_path}/c" in str(report)
     assert distckpt.load(state, tmp_path / "c")["step"] == 3

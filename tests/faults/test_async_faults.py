@@ -18,7 +18,7 @@ import torch
 
 import distckpt
 from distckpt import CheckpointManager, RankFailedError
-from distckpt.strategies.safetensors import SafetensorsSave
+from distckpt.strategies.safetensors import ShardSave
 from tests.support.disk import tree_of
 from tests.support.disks import small_disk
 from tests.support.harness import ask_parent, error_of, launched, run, sum_over_ranks
@@ -267,7 +267,7 @@ def test_a_rank_that_is_stopped_is_named(run, saved, tmp_path):
 
 def go_on_without_background(rank, root):
     """A rank whose background hangs does not keep the trainer from its own exchanges."""
-    strategy = stopping(StopsBefore if rank == 1 else SafetensorsSave)
+    strategy = stopping(StopsBefore if rank == 1 else ShardSave)
     manager = CheckpointManager(root, sharded_strategy=strategy, timeout=TIMEOUT)
     handle = manager.save(1, state_of(1, rank, NUM_RANKS))
     sums = [sum_over_ranks(step) for step in range(50)]

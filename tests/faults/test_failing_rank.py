@@ -104,7 +104,7 @@ def preprocessing_raises(rank, path):
             raise RuntimeError("no such entry on rank 2")
         return common
 
-    distckpt.save(
+    distckpt.megatron.save(
         good_state(rank, 5),
         path,
         preprocess_common_before_consistancy_check=preprocess,
@@ -154,15 +154,15 @@ class WithoutFiles(SafetensorsSaveStrategy):
 
 
 def too_many_open_files(rank, path):
-    distckpt.save(good_state(rank, 5), path, WithoutFiles(), overwrite=True)
+    distckpt.save(good_state(rank, 5), path, strategy=WithoutFiles(), overwrite=True)
 
 
 def strategy_raises_before(rank, path):
-    distckpt.save(good_state(rank, 5), path, RaisesBefore(), overwrite=True)
+    distckpt.save(good_state(rank, 5), path, strategy=RaisesBefore(), overwrite=True)
 
 
 def strategy_raises_after(rank, path):
-    distckpt.save(good_state(rank, 5), path, RaisesAfter(), overwrite=True)
+    distckpt.save(good_state(rank, 5), path, strategy=RaisesAfter(), overwrite=True)
 
 
 SAVES = {
@@ -307,8 +307,8 @@ class FinishedByAnother(SafetensorsSaveStrategy):
         self.appears = appears
         self.target = target
 
-    def configure(self, options):
-        self.options = options
+    def configure(self, options, process_group):
+        self.options, self.process_group = options, process_group
         return self
 
     def save(self, sharded_state_dict, checkpoint_dir):
@@ -330,7 +330,8 @@ def find_target_taken(rank, folder, appears):
     path = f"{folder}/checkpoint"
     distckpt.save(good_state(rank, 1), f"{folder}/other")
     sum_over_ranks(0)
-    error = error_of(distckpt.save, good_state(rank, 2), path, FinishedByAnother(appears, path))
+    taken = FinishedByAnother(appears, path)
+    error = error_of(distckpt.save, good_state(rank, 2), path, strategy=taken)
     total = sum_over_ranks(rank)
     return error, total, sorted(os.listdir(folder))
 
@@ -479,11 +480,11 @@ def build_fn_raises_while_loading(rank, path):
 
 
 def strategy_does_not_read(rank, path):
-    distckpt.load(good_state(rank, -1), path, ReadsNotBefore())
+    distckpt.load(good_state(rank, -1), path, strategy=ReadsNotBefore())
 
 
 def strategy_loses_what_it_read(rank, path):
-    distckpt.load(good_state(rank, -1), path, ReadsNotAfter())
+    distckpt.load(good_state(rank, -1), path, strategy=ReadsNotAfter())
 
 
 def no_files_to_read_with(rank, path):

@@ -54,7 +54,7 @@ def state(seed: int) -> dict:
     return {"w": ShardedTensor.from_rank_offsets("w", numbers(seed)), "step": seed}
 
 
-def load(verify: str = "full") -> dict:
+def load(verify: bool = True) -> dict:
     target = {"w": ShardedTensor.from_rank_offsets("w", torch.zeros(LARGE))}
     return distckpt.load(target, LOCATION, verify=verify)
 

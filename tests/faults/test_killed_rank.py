@@ -56,11 +56,13 @@ def stops_while_taking_apart(rank, path):
 
 
 def stops_before_writing(rank, path):
-    distckpt.save(state_of(2, rank, NUM_RANKS), path, stopping(StopsBefore), overwrite=True)
+    distckpt.save(
+        state_of(2, rank, NUM_RANKS), path, strategy=stopping(StopsBefore), overwrite=True
+    )
 
 
 def stops_after_writing(rank, path):
-    distckpt.save(state_of(2, rank, NUM_RANKS), path, stopping(StopsAfter), overwrite=True)
+    distckpt.save(state_of(2, rank, NUM_RANKS), path, strategy=stopping(StopsAfter), overwrite=True)
 
 
 def save_and_be_killed(rank, stop, path):
@@ -152,7 +154,7 @@ def test_killed_coordinator(run, victims, target, saved, folder):
     assert staging.startswith("."), (
         "nobody was left to clean up; what is left is hidden and no checkpoint"
     )
-    assert not distckpt.check_is_distributed_checkpoint(str(folder / staging))
+    assert not distckpt.megatron.check_is_distributed_checkpoint(str(folder / staging))
     check_that_saving_goes_on(run, saved, folder, path)
 
 
@@ -160,8 +162,8 @@ def save_and_stop_within(rank, path):
     """Save 20 MB; the first thread that has written something waits for the test."""
     is_first = threading.Lock()
 
-    def stop(num_bytes):
-        del num_bytes
+    def stop(num_bytes, total_bytes):
+        del num_bytes, total_bytes
         if is_first.acquire(blocking=False):
             ask_parent()
 

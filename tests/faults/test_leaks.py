@@ -83,7 +83,7 @@ class Job:
         background.
         """
 
-        def stop(num_bytes):
+        def stop(num_bytes, total_bytes):
             raise OSError(28, "No space left on device")
 
         shard = ShardedTensor.from_rank_offsets("w", torch.ones(3), (0, 0, 2))

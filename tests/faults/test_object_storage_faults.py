@@ -230,7 +230,7 @@ def test_a_marker_that_is_refused_after_an_answer_was_lost_may_have_been_put(ser
 def test_the_loser_of_a_race_is_told_so_though_its_answer_was_lost(server, bucket):
     location, others = f"{bucket}/c", iter([1])
 
-    def progress(num_bytes):
+    def progress(num_bytes, total_bytes):
         if next(others, None):
             as_another_program(distckpt.save, state(3), location)
 
@@ -249,7 +249,7 @@ def test_the_loser_of_a_race_is_told_so_though_its_answer_was_lost(server, bucke
 def test_a_save_whose_upload_the_winner_of_a_race_aborts_is_told_so(server, bucket):
     location, others = f"{bucket}/c", iter([1])
 
-    def progress(num_bytes):
+    def progress(num_bytes, total_bytes):
         if next(others, None):
             as_another_program(distckpt.save, state(3), location)
 
@@ -317,7 +317,7 @@ def test_without_conditional_writes_a_marker_that_is_seen_to_change_still_wins(s
     location, others = f"{bucket}/c", iter([1])
     distckpt.save(state(1), location)
 
-    def progress(num_bytes):
+    def progress(num_bytes, total_bytes):
         if next(others, None):
             as_another_program(distckpt.save, state(3), location, overwrite=True)
 

@@ -18,7 +18,7 @@ import distckpt
 from distckpt import CheckpointingException, CheckpointManager, RankFailedError
 from distckpt._commit import staging
 from distckpt._ranks.exchanges import lone_group
-from distckpt.strategies.safetensors import SafetensorsSave
+from distckpt.strategies.safetensors import ShardSave
 from tests.support.harness import error_of, run, sum_over_ranks
 from tests.support.states import state_of, value_of
 from tests.support.stopping import stopping
@@ -202,7 +202,7 @@ def test_a_view_that_lags_behind_is_waited_for(tmp_path):
 # --- Files that vanish while they are saved -------------------------------------------------------
 
 
-class Cleaned(SafetensorsSave):
+class Cleaned(ShardSave):
     """Another program removes or cuts off a file when everything is written."""
 
     def write(self, checkpoint_dir, ranks):
@@ -217,7 +217,7 @@ def save_while_cleaned(rank, path, pattern, change):
     impatient()
     Cleaned.damage = pattern, change
     return error_of(
-        distckpt.save, state_of(2, rank, 2, 50), path, stopping(Cleaned), overwrite=True
+        distckpt.save, state_of(2, rank, 2, 50), path, strategy=stopping(Cleaned), overwrite=True
     )
 
 

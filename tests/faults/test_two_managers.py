@@ -71,7 +71,7 @@ def save_by_chance(rank, root, server, seed, rounds, shares_steps):
 
 
 def test_a_save_whose_directory_another_program_removes(tmp_path):
-    def remove_once(num_bytes):
+    def remove_once(num_bytes, total_bytes):
         for staging in tmp_path.glob(".step_00000001.tmp-*"):
             shutil.rmtree(staging)
 

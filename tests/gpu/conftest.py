@@ -1,7 +1,7 @@
 """Where the tests of this folder put tensors: the GPU, if there is one, and in any case host
 memory.
 
-In host memory everything runs as on a GPU but `distckpt._base.device`. With made-up devices this
+In host memory everything runs as on a GPU but the second half of `distckpt._base.memory`. With made-up devices this
 runs as well, or what calls it: the copies of one are done late, the other has streams and events
 that take what those of CUDA take.
 """

@@ -12,6 +12,7 @@ import runpy
 import shutil
 import signal
 import statistics
+import subprocess
 import sys
 from pathlib import Path
 
@@ -283,7 +284,7 @@ def test_all_scripts_run(tmp_path, run_script):
 
 
 BENCHMARKS = ROOT / "tests" / "benchmarks"
-FOR_DEVELOPERS = {"structure", "structure_calls"}
+FOR_DEVELOPERS = {"structure", "structure_calls", "ab", "ab_run"}
 SCRIPTS = {path.stem for path in BENCHMARKS.glob("*.py") if "\nif __name__" in path.read_text()} - {
     "run_all",
     *FOR_DEVELOPERS,
@@ -527,3 +528,60 @@ def test_the_structure_of_this_checkout_has_all_figures(capsys, run_script):
     assert figures["frames_of_load"] > 0
     assert figures["imports"]["save"]["modules"] > 1
     assert figures["parameters"].keys() == {"save", "load", "consolidate"}
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "verdict"),
+    [
+        ([2.0] * 9, [1.0] * 8 + [3.0], "faster"),
+        ([2.0] * 9, [1.0] * 7 + [3.0] * 2, "no difference seen"),
+        ([2.0] * 9, [3.0] * 9, "slower"),
+        ([2.0] * 5, [1.0] * 5, "too few rounds"),
+        ([2.0] * 9, [2.0] * 9, "no difference seen"),
+    ],
+)
+def test_two_commits_differ_where_most_rounds_agree(monkeypatch, old, new, verdict):
+    monkeypatch.syspath_prepend(BENCHMARKS)
+    assert importlib.import_module("ab").verdict(old, new) == verdict
+
+
+@pytest.fixture
+def repository(tmp_path, monkeypatch):
+    """A repository whose package takes long to import, but not in its last commit."""
+    monkeypatch.syspath_prepend(BENCHMARKS)
+    root = tmp_path / "repository"
+    (root / "distckpt").mkdir(parents=True)
+    git = ["git", "-C", str(root), "-c", "user.name=A", "-c", "user.email=a@example.org"]
+    subprocess.run([*git, "init", "-q"], check=True)
+    for source in ("sum(range(30_000_000))\n", ""):
+        (root / "distckpt" / "__init__.py").write_text(source)
+        subprocess.run([*git, "add", "."], check=True)
+        subprocess.run([*git, "commit", "-q", "-m", "A commit"], check=True)
+    monkeypatch.setattr(importlib.import_module("ab"), "ROOT", root)
+    return git
+
+
+def test_two_commits_take_turns_and_leave_nothing(tmp_path, monkeypatch, capsys, repository):
+    (tmp_path / "files").mkdir()
+    options = ["--only", "import", "--rounds", "1", "--dir", str(tmp_path / "files")]
+    monkeypatch.setattr(sys, "argv", ["ab.py", "HEAD~1", "HEAD", *options])
+    importlib.import_module("ab").main()
+    (row,) = re.findall(r"^\| import distckpt .*", capsys.readouterr().out, re.M)
+    _, _, old, new, ratio, _, _ = row.split("|")
+    assert float(new) < float(old)
+    assert float(ratio) == pytest.approx(float(new) / float(old), abs=0.01)
+    assert list((tmp_path / "files").iterdir()) == []
+    listed = subprocess.run([*repository, "worktree", "list"], stdout=subprocess.PIPE, check=True)
+    assert len(listed.stdout.splitlines()) == 1
+
+
+def test_a_run_that_fails_ends_the_comparison_and_leaves_nothing(
+    tmp_path, monkeypatch, capfd, repository
+):
+    (tmp_path / "files").mkdir()
+    options = ["--only", "save_small", "--quick", "--dir", str(tmp_path / "files")]
+    monkeypatch.setattr(sys, "argv", ["ab.py", "HEAD", "HEAD", *options])
+    with pytest.raises(SystemExit, match="a run has failed"):
+        importlib.import_module("ab").main()
+    assert "ShardedTensor" in capfd.readouterr().err
+    assert list((tmp_path / "files").iterdir()) == []

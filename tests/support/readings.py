@@ -62,7 +62,7 @@ def wide() -> torch.Tensor:
 def load_columns(folder: Path, rank: int, num_ranks: int) -> None:
     part = wide().chunk(2, 1)[rank]
     target = ShardedTensor.from_rank_offsets("wide", torch.zeros_like(part), (1, rank, 2))
-    options = {"verify": "none", "validate_access_integrity": num_ranks == 2}
+    options = {"verify": False, "validate_access_integrity": num_ranks == 2}
     assert torch.equal(
         distckpt.load({"wide": target}, folder / "checkpoint", **options)["wide"], part
     )

@@ -4,11 +4,11 @@ background.
 
 from __future__ import annotations
 
-from distckpt.strategies.safetensors import SafetensorsSave, SafetensorsSaveStrategy
+from distckpt.strategies.safetensors import SafetensorsSaveStrategy, ShardSave
 from tests.support.harness import ask_parent
 
 
-class StopsBefore(SafetensorsSave):
+class StopsBefore(ShardSave):
     """Waits for the test before anything is written."""
 
     def write(self, checkpoint_dir, ranks):
@@ -16,7 +16,7 @@ class StopsBefore(SafetensorsSave):
         return super().write(checkpoint_dir, ranks)
 
 
-class StopsWithin(SafetensorsSave):
+class StopsWithin(ShardSave):
     """Waits for the test when its own files are written, and those of others perhaps."""
 
     def write(self, checkpoint_dir, ranks):
@@ -33,7 +33,7 @@ class StopsWithin(SafetensorsSave):
         return written(checkpoint_dir, Stopping())
 
 
-class StopsAfter(SafetensorsSave):
+class StopsAfter(ShardSave):
     """Waits for the test when everything is written, before it is committed."""
 
     def write(self, checkpoint_dir, ranks):
@@ -42,13 +42,13 @@ class StopsAfter(SafetensorsSave):
         return fields
 
 
-def stopping(kind: type[SafetensorsSave]) -> SafetensorsSaveStrategy:
+def stopping(kind: type[ShardSave]) -> SafetensorsSaveStrategy:
     """Return a strategy whose saves are of this kind."""
     return type("Stopping", (_Stopping,), {"kind": kind})()
 
 
 class _Stopping(SafetensorsSaveStrategy):
-    kind: type[SafetensorsSave]
+    kind: type[ShardSave]
 
     def prepare(self, sharded_state_dict):
         prepared = super().prepare(sharded_state_dict)

@@ -143,7 +143,7 @@ def test_wait_raises_what_nobody_has_asked_for_once(tmp_path):
     manager = CheckpointManager(tmp_path)
     gate = threading.Event()
     first = distckpt.async_save(
-        state_of(0), tmp_path / "step_00000000", progress=lambda n: gate.wait(PATIENCE)
+        state_of(0), tmp_path / "step_00000000", progress=lambda done, total: gate.wait(PATIENCE)
     )
     manager.save(1, state_of(1))
     in_the_way(tmp_path, 1)
@@ -185,7 +185,9 @@ def test_a_failure_in_the_background_is_logged_when_the_job_goes_on(tmp_path):
     gate = threading.Event()
     with CheckpointManager(tmp_path, on_failure="log") as manager:
         distckpt.async_save(
-            state_of(0), tmp_path / "step_00000000", progress=lambda n: gate.wait(PATIENCE)
+            state_of(0),
+            tmp_path / "step_00000000",
+            progress=lambda done, total: gate.wait(PATIENCE),
         )
         manager.save(1, state_of(1))
         in_the_way(tmp_path, 1)
@@ -201,7 +203,9 @@ def test_an_error_in_the_block_is_not_replaced(tmp_path):
     gate = threading.Event()
     with pytest.raises(ZeroDivisionError), CheckpointManager(tmp_path) as manager:  # noqa: PT012
         distckpt.async_save(
-            state_of(0), tmp_path / "step_00000000", progress=lambda n: gate.wait(PATIENCE)
+            state_of(0),
+            tmp_path / "step_00000000",
+            progress=lambda done, total: gate.wait(PATIENCE),
         )
         manager.save(1, state_of(1))
         in_the_way(tmp_path, 1)
@@ -386,7 +390,7 @@ def test_a_step_that_does_not_fit_or_is_not_at_fault_is_not_passed_over(tmp_path
     with pytest.raises(LoadMismatchError):
         manager.load({"x": ShardedTensor.from_rank_offsets("x", torch.zeros(3))})
 
-    def progress(num_bytes):
+    def progress(num_bytes, total_bytes):
         raise FileNotFoundError(2, "No such file", "/my/own/file")
 
     with pytest.raises(FileNotFoundError):
@@ -434,7 +438,7 @@ def test_what_is_kept(settings, kept, tmp_path):
     losses[2], losses[5] = 1, float("nan")
     with CheckpointManager(tmp_path, durable=False, **settings) as manager:
         for step, loss in enumerate(losses):
-            manager.save(step, state_of(step), {"loss": loss})
+            manager.save(step, state_of(step), metrics={"loss": loss})
         manager.wait()
         assert manager.steps() == kept
         assert directories_in(tmp_path) == [f"step_{step:08d}" for step in kept]
@@ -449,9 +453,9 @@ def test_a_best_metric_that_no_save_has_given_is_an_error(tmp_path):
         with pytest.raises(
             ValueError, match=r"best_metric 'los', only \['loss'\] \(did you mean 'loss'\?\)"
         ):
-            manager.save(2, state_of(2), {"loss": 1.0})
-        manager.save(2, state_of(2), {"loss": 1.0, "los": float("nan")})
-        manager.save(3, state_of(3), {"loss": 1.0})
+            manager.save(2, state_of(2), metrics={"loss": 1.0})
+        manager.save(2, state_of(2), metrics={"loss": 1.0, "los": float("nan")})
+        manager.save(3, state_of(3), metrics={"loss": 1.0})
     assert CheckpointManager(tmp_path).steps() == [1, 2, 3]
 
 
@@ -459,7 +463,7 @@ def test_steps_whose_best_is_not_known_stay(tmp_path, caplog):
     losses = {0: 1.0, 1: 3.0, 2: 2.0}
     with CheckpointManager(tmp_path, async_save=False) as manager:
         for step, loss in losses.items():
-            manager.save(step, state_of(step), {"loss": loss})
+            manager.save(step, state_of(step), metrics={"loss": loss})
     with CheckpointManager(tmp_path, keep_last=1, best_metric="los", async_save=False) as manager:
         manager.save(3, state_of(3))
         assert manager.steps() == [0, 1, 2, 3]
@@ -472,7 +476,7 @@ def test_steps_whose_best_is_not_known_stay(tmp_path, caplog):
 def test_a_step_with_odd_metrics_stays_and_stops_nothing(odd, tmp_path, caplog, capsys):
     with CheckpointManager(tmp_path, async_save=False) as manager:
         for step in range(3):
-            manager.save(step, state_of(step), {"loss": 3.0 - step})
+            manager.save(step, state_of(step), metrics={"loss": 3.0 - step})
     marker = read_marker(tmp_path / "step_00000001")
     marker["manager"]["metrics"] = odd if odd == [1] else {"loss": odd}
     write_marker(tmp_path / "step_00000001", marker)
@@ -490,7 +494,7 @@ def test_metrics_are_numbers(metric, tmp_path):
         CheckpointManager(tmp_path) as manager,
         pytest.raises(TypeError, match="'loss' is no number"),
     ):
-        manager.save(1, state_of(1), {"loss": metric})
+        manager.save(1, state_of(1), metrics={"loss": metric})
 
 
 def test_numbers_of_other_libraries_are_metrics(tmp_path):
@@ -524,10 +528,10 @@ def test_a_step_that_cannot_be_removed_stops_nothing(tmp_path, caplog, capsys):
 def test_pinned_steps_stay_for_later_managers(tmp_path):
     with CheckpointManager(tmp_path, keep_last=1) as manager:
         manager.save(1, state_of(1), pinned=True)
-        manager.save(2, state_of(2), {"loss": 0.5})
+        manager.save(2, state_of(2), metrics={"loss": 0.5})
     with CheckpointManager(tmp_path, keep_last=1, best_metric="loss") as manager:
         for step in (3, 4):
-            manager.save(step, state_of(step), {"loss": 1.5})
+            manager.save(step, state_of(step), metrics={"loss": 1.5})
         manager.wait()
         assert manager.steps() == [1, 2, 4]
         assert value_of(manager.load(state_of(-1), 1)) == 1
@@ -607,7 +611,7 @@ def test_leftovers_of_interrupted_saves_and_removals_are_cleared(tmp_path):
 def test_the_directory_of_a_running_save_is_no_leftover(tmp_path, capsys):
     started, gate = threading.Event(), threading.Event()
 
-    def progress(num_bytes):
+    def progress(num_bytes, total_bytes):
         started.set()
         assert gate.wait(PATIENCE)
 

@@ -1,6 +1,34 @@
-"""The classes of Megatron Core's `dist_checkpointing.strategies.base`, which are those of
-`distckpt.strategies.base`.
+"""The classes of Megatron Core's `dist_checkpointing.strategies.base`: those of
+`distckpt.strategies.base`, and those that only programs for Megatron use.
 """
 
-from distckpt.strategies.base import *  # noqa: F403
-from distckpt.strategies.base import __all__ as __all__
+from distckpt._base.public import set_public_home
+from distckpt._megatron.strategy_classes import (
+    AsyncSaveShardedStrategy,
+    LoadCommonStrategy,
+    SaveCommonStrategy,
+)
+from distckpt.strategies.base import (
+    LoadShardedStrategy,
+    LoadStrategyBase,
+    SaveShardedStrategy,
+    SaveStrategyBase,
+    StrategyAction,
+    get_default_strategy,
+    register_default_strategy,
+)
+
+__all__ = [
+    "AsyncSaveShardedStrategy",
+    "LoadCommonStrategy",
+    "LoadShardedStrategy",
+    "LoadStrategyBase",
+    "SaveCommonStrategy",
+    "SaveShardedStrategy",
+    "SaveStrategyBase",
+    "StrategyAction",
+    "get_default_strategy",
+    "register_default_strategy",
+]
+
+set_public_home(globals())

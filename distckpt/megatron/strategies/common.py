@@ -2,12 +2,19 @@
 
 from distckpt._base.public import set_public_home
 from distckpt._megatron.common import (
+    COMMON_STATE_FNAME,
     TorchCommonLoadStrategy,
     TorchCommonSaveStrategy,
     load_common,
     save_common,
 )
 
-__all__ = ["TorchCommonLoadStrategy", "TorchCommonSaveStrategy", "load_common", "save_common"]
+__all__ = [
+    "COMMON_STATE_FNAME",
+    "TorchCommonLoadStrategy",
+    "TorchCommonSaveStrategy",
+    "load_common",
+    "save_common",
+]
 
 set_public_home(globals())

@@ -1,6 +1,7 @@
 """Megatron's wrappers that parallelise saving and loading within a group."""
 
 from distckpt._base.public import set_public_home
+from distckpt._megatron.forwarding import forward
 from distckpt._megatron.fully_parallel import (
     FullyParallelLoadStrategyWrapper,
     FullyParallelSaveStrategyWrapper,
@@ -9,3 +10,7 @@ from distckpt._megatron.fully_parallel import (
 __all__ = ["FullyParallelLoadStrategyWrapper", "FullyParallelSaveStrategyWrapper"]
 
 set_public_home(globals())
+
+__getattr__ = forward(
+    "strategies.fully_parallel", "distribute_main_replicas_with_precomputed_distribution"
+)

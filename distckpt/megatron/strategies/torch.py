@@ -15,6 +15,13 @@ __all__ = ["TorchDistLoadShardedStrategy", "TorchDistSaveShardedStrategy", "get_
 set_public_home(globals())
 
 __getattr__ = forward(
-    "strategies.torch", "MCoreLoadPlanner", "MCoreSavePlanner", "_get_filesystem_reader", "flatten_state_dict",
-    "mcore_to_pyt_state_dict", "sharded_tensor_to_torch_sharded_tensor",
-)  # fmt: skip
+    "strategies.torch",
+    "MCoreLoadPlanner",
+    "MCoreMetadata",
+    "MCoreSavePlan",
+    "MCoreSavePlanner",
+    "_get_filesystem_reader",
+    "flatten_state_dict",
+    "mcore_to_pyt_state_dict",
+    "sharded_tensor_to_torch_sharded_tensor",
+)

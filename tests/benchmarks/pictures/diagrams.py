@@ -158,15 +158,12 @@ def architecture() -> str:
     layers: Sequence[tuple[str, str, Sequence[str]]] = [
         ("What users import", "a", ["save, load, manager, modules, hf, dcp, cli ..."]),
         ("Interfaces", "panel", ["_cli", "_dcp_api", "_megatron", "_manager"]),
-        ("Verbs", "b", ["_operations", "_objects", "_models"]),
-        ("Moving bytes", "c", ["_io", "_foreign"]),
-        ("Planning", "d", ["_plan", "_families", "_quantization", "_state"]),
-        (
-            "Format, commit, storage, communication",
-            "panel",
-            ["_format", "_commit", "_storage", "_ranks"],
-        ),
-        ("Foundations", "panel", ["_geometry", "_mapping", "_base"]),
+        ("Verbs, and what a state dict holds", "b", ["_operations", "_models"]),
+        ("Checkpoints of any format", "c", ["_checkpoint", "_foreign"]),
+        ("Moving bytes, and planning it", "d", ["_io", "_plan", "_state"]),
+        ("Commit, format, shards", "panel", ["_commit", "_mapping", "_format"]),
+        ("Values", "panel", ["_quantization", "_rules", "_geometry"]),
+        ("Foundations", "panel", ["_ranks", "_storage", "_base"]),
     ]
     parts = [heading(14, 28, "The folders of distckpt: imports point down")]
     for row, (title, colour, names) in enumerate(layers):
@@ -193,8 +190,8 @@ def which_call() -> str:
     load = [
         ("into a model and optimizer", "load"),
         ("into tensors that I shard", "load, ShardedTensor"),
-        ("tensors by key, no model", "load_plain_tensors"),
-        ("the step, arguments", "load_common_state_dict"),
+        ("tensors by key, no model", "open"),
+        ("the step, arguments", "open"),
     ]
     convert = [
         ("for Hugging Face", "consolidate"),

@@ -112,7 +112,7 @@ def test_of_two_savers_at_once_one_wins(place, overwrite):
     if overwrite:
         distckpt.save({"step": 1}, location)
 
-    def progress(num_bytes):
+    def progress(num_bytes, total_bytes):
         if next(others, None):
             as_another_program(distckpt.save, {"step": 3}, location, overwrite=overwrite)
 

@@ -23,7 +23,7 @@ import os, sys, threading, torch, distckpt
 from distckpt import ShardedTensor
 gate = threading.Event()
 state = {"v": ShardedTensor.from_rank_offsets("v", torch.ones(12 << 20))}
-def progress(num_bytes):
+def progress(num_bytes, total_bytes):
     gate.wait(0.3)
 """
 
@@ -43,7 +43,7 @@ def test_the_process_ends_without_the_save(tmp_path):
     # A thread that writes is waited for: long enough for the program to end first, on a busy
     # machine too.
     body = (
-        "distckpt.async_save(state, 'c', progress=lambda num_bytes: gate.wait(1), exit_timeout=0)"
+        "distckpt.async_save(state, 'c', progress=lambda done, total: gate.wait(1), exit_timeout=0)"
     )
     done = run_script(body, tmp_path)
     assert done.returncode == 0, done.stderr
@@ -74,7 +74,7 @@ def fork_while_saving(rank, folder):
     gate, state = threading.Event(), {"v": ShardedTensor.from_rank_offsets("v", torch.ones(1000))}
     manager = CheckpointManager(f"{folder}/run")
     first = distckpt.async_save(
-        state, f"{folder}/first", progress=lambda num_bytes: gate.wait() and 1 / 0
+        state, f"{folder}/first", progress=lambda done, total: gate.wait() and 1 / 0
     )
     second = manager.save(1, state)
     child = os.fork()
@@ -133,7 +133,7 @@ def test_a_save_at_the_end_of_the_process_finds_no_new_thread(tmp_path):
     body = f"""
 {inspect.getsource(start_no_more_threads)}
 state = {{key: ShardedTensor.from_rank_offsets(key, torch.ones(5 << 20)) for key in 'vw'}}
-distckpt.async_save(state, 'c', progress=lambda num_bytes: gate.wait(), durable=False)
+distckpt.async_save(state, 'c', progress=lambda done, total: gate.wait(), durable=False)
 distckpt.async_save(state, 'd')
 threading._register_atexit(lambda: (start_no_more_threads(), gate.set()))
 """
@@ -155,7 +155,7 @@ atexit.register(lambda: print('other exit functions run'))
 distckpt.async_save(
     state,
     'c',
-    progress=lambda num_bytes: {problem},
+    progress=lambda done, total: {problem},
     exit_timeout=0.1,
     durable=False,
 )
@@ -175,7 +175,7 @@ atexit.register(
     lambda: distckpt.async_save(
         state,
         'c',
-        progress=lambda num_bytes: 1 / (not {fails}),
+        progress=lambda done, total: 1 / (not {fails}),
         durable=False,
     )
 )

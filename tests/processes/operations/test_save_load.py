@@ -35,7 +35,7 @@ def load(path):
             "o": ShardedObject("o", None, (1,), (0,)),
         },
         path,
-        verify="full",
+        verify=True,
     )
     assert (
         loaded["w"].tolist() == [1, 1, 1, 1]

@@ -25,7 +25,7 @@ distckpt.load(state, "checkpoint")
 """
 END_ALONE = """
 has_written, never = threading.Event(), threading.Event()
-progress = (lambda _: has_written.set()) if rank == 0 else (lambda _: never.wait())
+progress = (lambda *_: has_written.set()) if rank == 0 else (lambda *_: never.wait())
 distckpt.async_save(state, "checkpoint", progress=progress, exit_timeout=0)
 (has_written if rank == 0 else never).wait()
 """

@@ -18,7 +18,8 @@ import torch.distributed.checkpoint
 import distckpt
 from distckpt import CheckpointNotFoundError, ShardedObject, ShardedTensor
 from distckpt._cli import arguments
-from distckpt._cli.output import Output, table_lines
+from distckpt._cli.output import Output
+from distckpt._cli.table import table_lines
 from distckpt._quantization.formats import FORMATS
 from distckpt.cli import main
 from tests.support.cli_command import ROOT, call, call_error, call_json, call_usage_error

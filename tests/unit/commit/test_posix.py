@@ -15,8 +15,8 @@ import torch
 
 import distckpt
 from distckpt import CheckpointExistsError, CheckpointNotFoundError, ShardedTensor
-from distckpt.megatron.serialization import get_default_save_sharded_strategy
 from distckpt.strategies.base import SaveShardedStrategy
+from distckpt.strategies.safetensors import SafetensorsSaveStrategy
 
 
 def state(value=1.0, size=4):
@@ -40,11 +40,11 @@ class FailsAfterWriting(SaveShardedStrategy):
     """Writes everything that there is to write, and then fails."""
 
     def __init__(self, strategy=None):
-        self.strategy = strategy or get_default_save_sharded_strategy()
+        self.strategy = strategy or SafetensorsSaveStrategy()
         self.backend, self.version = self.strategy.backend, self.strategy.version
 
-    def configure(self, options):
-        return FailsAfterWriting(self.strategy.configure(options))
+    def configure(self, options, process_group):
+        return FailsAfterWriting(self.strategy.configure(options, process_group))
 
     def save(self, sharded_state_dict, checkpoint_dir):
         self.strategy.save(sharded_state_dict, checkpoint_dir)
@@ -241,7 +241,7 @@ def test_links_to_directories_stay_links(tmp_path):
 
 def test_a_failed_save_leaves_nothing(tmp_path):
     with pytest.raises(OSError, match="No space left on device: 'somewhere'"):
-        distckpt.save(state(), tmp_path / "c", FailsAfterWriting())
+        distckpt.save(state(), tmp_path / "c", strategy=FailsAfterWriting())
     assert names(tmp_path) == []
     distckpt.save(state(), tmp_path / "c")
     assert loaded_value(tmp_path / "c") == 1.0
@@ -250,7 +250,7 @@ def test_a_failed_save_leaves_nothing(tmp_path):
 def test_a_failed_save_leaves_the_earlier_checkpoint(tmp_path):
     distckpt.save(state(1.0), tmp_path / "c")
     with pytest.raises(OSError, match="No space left on device"):
-        distckpt.save(state(2.0), tmp_path / "c", FailsAfterWriting(), overwrite=True)
+        distckpt.save(state(2.0), tmp_path / "c", strategy=FailsAfterWriting(), overwrite=True)
     assert names(tmp_path) == ["c"]
     assert loaded_value(tmp_path / "c") == 1.0
 
@@ -287,7 +287,7 @@ def test_no_file_stays_open(tmp_path):
         distckpt.save(state(float(value)), tmp_path / "c", overwrite=True)
         loaded_value(tmp_path / "c")
         with pytest.raises(OSError, match="No space"):
-            distckpt.save(state(), tmp_path / "d", FailsAfterWriting())
+            distckpt.save(state(), tmp_path / "d", strategy=FailsAfterWriting())
     (file,) = Path(tmp_path, "c", "tensors").iterdir()
     file.write_bytes(file.read_bytes()[:-1] + b"\xff")
     with pytest.raises(distckpt.CorruptCheckpointError):
@@ -325,7 +325,7 @@ def test_a_save_to_an_object_store_and_back(memory, tmp_path, monkeypatch):
     assert loaded_value(f"{memory}/run/c") == 2.0
     rows = ShardedTensor.from_rank_offsets("wide", torch.zeros(10, 50_000), (0, 2, 4))
     assert torch.equal(distckpt.load({"w": rows}, f"{memory}/run/c")["w"], wide[20:30])
-    assert distckpt.check_is_distributed_checkpoint(f"{memory}/run/c")
+    assert distckpt.megatron.check_is_distributed_checkpoint(f"{memory}/run/c")
     # The URL did not become a directory.
     assert names(tmp_path) == []
 
@@ -357,7 +357,7 @@ def test_files_of_an_unfinished_save_on_an_object_store_are_in_nobodys_way(memor
 
 def test_a_failed_save_leaves_nothing_on_an_object_store(memory):
     with pytest.raises(OSError, match="No space left on device"):
-        distckpt.save(state(), f"{memory}/c", FailsAfterWriting())
+        distckpt.save(state(), f"{memory}/c", strategy=FailsAfterWriting())
     assert fsspec.filesystem("memory").find("/bucket") == []
     distckpt.save(state(3.0), f"{memory}/c")
     assert loaded_value(f"{memory}/c") == 3.0

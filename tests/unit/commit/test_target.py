@@ -14,7 +14,7 @@ import pytest
 import distckpt
 from distckpt import CheckpointExistsError, CheckpointManager, CheckpointNotFoundError
 from distckpt._commit import running
-from distckpt.strategies.safetensors import SafetensorsSave
+from distckpt.strategies.safetensors import ShardSave
 from distckpt.streaming import save_safetensors_streaming_sharded
 from tests.support.disk import tree_of
 from tests.support.disks import overlay, small_disk
@@ -78,7 +78,7 @@ def test_files_of_others_stay(verb, tmp_path, caplog):
     assert set(os.listdir(tmp_path)) <= {"iter_0000010", "source"}
 
 
-class WritesAmongOthers(SafetensorsSave):
+class WritesAmongOthers(ShardSave):
     """Another program puts files where the checkpoint is going to be, while it is written."""
 
     def write(self, checkpoint_dir, ranks):
@@ -92,7 +92,7 @@ def test_files_that_others_write_during_a_save_stay(is_there, tmp_path):
     path = WritesAmongOthers.path = tmp_path / "iter_0000010"
     if is_there:
         distckpt.save(state_of(1), path)
-    distckpt.save(state_of(2), path, stopping(WritesAmongOthers), overwrite=True)
+    distckpt.save(state_of(2), path, strategy=stopping(WritesAmongOthers), overwrite=True)
     assert value_in(path) == 2
     assert others_at(path) == WritesAmongOthers.others
     assert os.listdir(tmp_path) == ["iter_0000010"]
@@ -268,7 +268,7 @@ def test_mounts_are_found_before_anything_is_written(verb, mount, tmp_path):
 
 
 def remove_tensors(folder, path):
-    distckpt.remove_sharded_tensors(path, "rows")
+    distckpt.megatron.remove_sharded_tensors(path, "rows")
 
 
 @pytest.mark.parametrize("verb", [overwrite, export, stream, remove_tensors])
@@ -291,7 +291,7 @@ def test_a_directory_of_a_lower_layer_is_refused_before_data_is_written(verb, tm
 # --- Access ---------------------------------------------------------------------------------------
 
 
-class LooksAtAccess(SafetensorsSave):
+class LooksAtAccess(ShardSave):
     """Notes who may access the directory that is written into."""
 
     def write(self, checkpoint_dir, ranks):
@@ -305,7 +305,7 @@ def access_of(path):
 
 
 def save_and_look(folder, path):
-    distckpt.save(state_of(2), path, stopping(LooksAtAccess), overwrite=True)
+    distckpt.save(state_of(2), path, strategy=stopping(LooksAtAccess), overwrite=True)
     assert LooksAtAccess.found == access_of(path)
 
 

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import distckpt
-from distckpt import InvalidShardingError, ShardedObject, ShardedTensor, StrictHandling
+from distckpt import InvalidShardingError, ShardedObject, ShardedTensor
 from distckpt._geometry.region import Region
 from distckpt._state.shards import describe, merge_tables
 from distckpt._state.validation import validate_shards
@@ -25,6 +25,7 @@ from distckpt.megatron.core import (
     write_marker,
 )
 from distckpt.megatron.validation import (
+    StrictHandling,
     determine_global_metadata,
     parse_strict_flag,
     validate_integrity_and_strict_load,

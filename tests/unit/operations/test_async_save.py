@@ -36,7 +36,7 @@ class Gate:
         self.reached = threading.Event()
         self._open = threading.Event()
 
-    def progress(self, num_bytes):
+    def progress(self, num_bytes, total_bytes):
         self.reached.set()
         assert self._open.wait(PATIENCE)
 
@@ -301,7 +301,7 @@ def test_blocking_saves_and_background_saves_side_by_side(tmp_path, gate):
         {"v": whole("v", torch.ones(3))}, tmp_path / "a", progress=gate.progress
     )
     distckpt.save({"v": whole("v", torch.zeros(3))}, tmp_path / "b")
-    assert distckpt.check_is_distributed_checkpoint(tmp_path / "b")
+    assert distckpt.megatron.check_is_distributed_checkpoint(tmp_path / "b")
     assert not handle.done()
     gate.open()
     handle.result(PATIENCE)
@@ -338,7 +338,7 @@ def test_a_limit_that_is_large_enough_stages_at_once(tmp_path, gate):
 
 
 def test_staged_is_set_when_a_save_fails(tmp_path):
-    def progress(num_bytes):
+    def progress(num_bytes, total_bytes):
         raise ValueError("no more of this")
 
     state = {"v": whole("v", torch.ones(8 << 20))}
@@ -443,7 +443,7 @@ def test_what_changes_after_memory_was_reserved_is_saved_as_it_is(tmp_path):
         }
         distckpt.async_save(state, tmp_path / "c", overwrite=True).result(PATIENCE)
         assert torch.equal(stored(tmp_path / "c")["t"], torch.arange(size) + 0.5)
-        assert distckpt.load({}, tmp_path / "c", strict="ignore_all")["step"] == size
+        assert distckpt.megatron.load({}, tmp_path / "c", strict="ignore_all")["step"] == size
     assert os.listdir(tmp_path) == ["c"], "to reserve memory writes nothing"
 
 
@@ -578,7 +578,7 @@ def test_what_is_wrong_with_the_state_dict_is_raised_at_once(tmp_path):
 def failing_save(path):
     """Start a save that finds something in its way when it is to be committed."""
 
-    def progress(num_bytes):
+    def progress(num_bytes, total_bytes):
         path.mkdir(exist_ok=True)
         (path / "metadata.json").write_text("of another program")
 
@@ -622,7 +622,7 @@ def test_an_error_that_nobody_asked_for_surfaces_once(verb, tmp_path):
 
 @pytest.mark.parametrize("error", [SystemExit, KeyboardInterrupt, MemoryError])
 def test_whatever_ends_the_work_in_the_background_is_raised(error, tmp_path):
-    def progress(num_bytes):
+    def progress(num_bytes, total_bytes):
         raise error
 
     handle = distckpt.async_save(
@@ -647,7 +647,9 @@ class OwnFormat(SaveShardedStrategy):
 
 
 def test_a_strategy_that_cannot_stage_is_done_on_return(tmp_path, caplog):
-    handle = distckpt.async_save({"v": whole("v", torch.ones(3))}, tmp_path / "c", OwnFormat())
+    handle = distckpt.async_save(
+        {"v": whole("v", torch.ones(3))}, tmp_path / "c", strategy=OwnFormat()
+    )
     assert handle.done()
     assert handle.staged.is_set()
     assert handle.result().location == str(tmp_path / "c")

@@ -1,92 +1,73 @@
-"""The settings of a save have one name and one default, and reach the strategy from each function
-that takes them.
+"""Options of a save have one name and one default, and reach the strategy from each function that
+takes them.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import inspect
 
 import pytest
 import torch
 
 import distckpt
-from distckpt import CheckpointingException, CheckpointManager, ShardedTensor
-from distckpt._operations.planned_save import SaveSettings
+from distckpt import CheckpointingException, CheckpointManager, SaveOptions, ShardedTensor
 from distckpt.strategies.safetensors import SafetensorsSaveStrategy
-
-# Named otherwise in the settings: limits what is copied, too.
-RENAMED = {"max_inflight_bytes": "background_bytes"}
 
 
 class Recording(SafetensorsSaveStrategy):
-    """Keeps the settings that it is configured with."""
+    """Keeps the options that it is configured with."""
 
-    def configure(self, options):
+    def configure(self, options, process_group):
         self.seen = options
-        return super().configure(options)
+        return super().configure(options, process_group)
 
 
 def state():
     return {"w": ShardedTensor.from_rank_offsets("w", torch.arange(3.0)), "step": 4}
 
 
-@pytest.mark.parametrize(
-    ("function", "renamed"),
-    [
-        (distckpt.save, {}),
-        (distckpt.async_save, RENAMED),
-        (CheckpointManager, RENAMED),
-        (CheckpointManager.save, {}),
-    ],
-    ids=["save", "async_save", "manager", "manager_save"],
-)
-def test_defaults_are_those_of_the_settings(function, renamed):
-    known = {field.name: field.default for field in dataclasses.fields(SaveSettings)}
-    parameters = inspect.signature(function).parameters
-    defaults = {
-        renamed.get(name, name): parameter.default for name, parameter in parameters.items()
-    }
-    shared = known.keys() & defaults.keys()
-    assert "overwrite" in shared or "durable" in shared
-    assert {name: defaults[name] for name in shared} == {name: known[name] for name in shared}
-
-
-OPTIONS = {
-    "durable": False,
-    "validate_replicas": True,
-    "validate_access_integrity": False,
-    "overwrite": True,
+SAVES = {
+    "save": lambda path, **given: distckpt.save(state(), path, **given),
+    "async_save": lambda path, **given: distckpt.async_save(state(), path, **given).result(100),
+    "manager": lambda path, **given: CheckpointManager(path, **given).save(1, state()).result(100),
 }
-CASES = {
-    "save": (
-        lambda path, **kwargs: distckpt.save(state(), path, **kwargs),
-        OPTIONS | {"max_inflight_bytes": 9 << 20},
-    ),
-    "async_save": (
-        lambda path, **kwargs: distckpt.async_save(state(), path, **kwargs).result(100),
-        OPTIONS | {"timeout": 50.0, "exit_timeout": 40.0},
-    ),
-    "manager": (
-        lambda path, **kwargs: CheckpointManager(path, **kwargs).save(1, state()).result(100),
-        {"durable": False, "timeout": 50.0, "exit_timeout": 40.0},
-    ),
-}
+CHANGES = {"durable": False, "validate_replicas": True, "timeout": 50.0, "exit_timeout": 40.0}
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_settings_reach_the_strategy(name, tmp_path):
-    save, settings = CASES[name]
+@pytest.mark.parametrize("way", ["by keyword", "as a value", "both"])
+@pytest.mark.parametrize("name", SAVES)
+def test_options_reach_the_strategy(name, way, tmp_path):
     strategy = Recording()
-    save(tmp_path / "c", sharded_strategy=strategy, **settings)
-    assert {key: getattr(strategy.seen, key) for key in settings} == settings
+    options = None if way == "by keyword" else SaveOptions(**CHANGES)
+    changes = CHANGES if way == "by keyword" else {}
+    if way == "both":
+        options = dataclasses.replace(options, durable=True, strategy=strategy)
+        changes = {"durable": False}
+    SAVES[name](
+        tmp_path / "c",
+        **({} if way == "both" else {"strategy": strategy}),
+        options=options,
+        **changes,
+    )
+    assert {key: getattr(strategy.seen, key) for key in CHANGES} == CHANGES
 
 
-@pytest.mark.parametrize(("name", "given"), [("async_save", 32 << 20), ("manager", 32 << 20)])
-def test_half_of_the_memory_of_a_background_save_is_for_writing(name, given, tmp_path):
+@pytest.mark.parametrize("name", ["save", "async_save"])
+def test_an_option_that_there_is_not_is_named(name, tmp_path):
+    with pytest.raises(
+        TypeError, match=rf"{name}\(\) has no option 'durabel' \(did you mean 'durable'"
+    ):
+        SAVES[name](tmp_path / "c", durabel=False)
+    with pytest.raises(TypeError, match=f"options of {name} is a SaveOptions, got LoadOptions"):
+        SAVES[name](tmp_path / "c", options=distckpt.LoadOptions())
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("name", ["async_save", "manager"])
+def test_half_of_the_memory_of_a_background_save_is_for_writing(name, tmp_path):
     strategy = Recording()
-    CASES[name][0](tmp_path / "c", sharded_strategy=strategy, max_inflight_bytes=given)
-    assert (strategy.seen.background_bytes, strategy.seen.max_inflight_bytes) == (given, given // 2)
+    SAVES[name](tmp_path / "c", strategy=strategy, max_inflight_bytes=32 << 20)
+    assert strategy.seen.max_inflight_bytes == 16 << 20
 
 
 def test_a_checkpoint_whose_manifest_no_reader_would_accept_is_refused(tmp_path):

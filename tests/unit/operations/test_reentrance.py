@@ -72,9 +72,11 @@ def test_a_call_by_a_signal_handler_is_refused(name, folder):
         return common
 
     with handling(signal.SIGUSR1, handle):
-        distckpt.save(state(), folder / "c", preprocess_common_before_consistancy_check=preprocess)
+        distckpt.megatron.save(
+            state(), folder / "c", preprocess_common_before_consistancy_check=preprocess
+        )
         distckpt.save(
-            state(), folder / "d", progress=lambda num_bytes: signal.raise_signal(signal.SIGUSR1)
+            state(), folder / "d", progress=lambda done, total: signal.raise_signal(signal.SIGUSR1)
         )
     assert len(errors) >= 2
     assert sorted(os.listdir(folder)) == ["c", "d", "there"]
@@ -86,17 +88,17 @@ def test_a_callback_in_another_thread_is_refused(name, folder):
     large = {"large": ShardedTensor.from_rank_offsets("large", torch.ones(12 << 20))}
     with pytest.raises(CheckpointingException, match=f"^{name} was called in the middle of save"):
         distckpt.save(
-            large, folder / "c", progress=lambda num_bytes: CALLS[name](folder), durable=False
+            large, folder / "c", progress=lambda done, total: CALLS[name](folder), durable=False
         )
     handle = distckpt.async_save(
-        large, folder / "c", progress=lambda num_bytes: CALLS[name](folder)
+        large, folder / "c", progress=lambda done, total: CALLS[name](folder)
     )
     with pytest.raises(
         CheckpointingException, match=f"{name} was called in the middle of the background save to"
     ):
         handle.result()
     with pytest.raises(CheckpointingException, match=f"^{name} was called in the middle of load"):
-        distckpt.load(state(0), folder / "there", progress=lambda num_bytes: CALLS[name](folder))
+        distckpt.load(state(0), folder / "there", progress=lambda done, total: CALLS[name](folder))
     assert os.listdir(folder) == ["there"]
 
 
@@ -109,7 +111,7 @@ def test_what_a_handler_raises_ends_the_save_cleanly(folder):
         pytest.raises(CheckpointingException, match="Let it set a flag"),
     ):
         distckpt.save(
-            state(), folder / "c", progress=lambda num_bytes: signal.raise_signal(signal.SIGUSR1)
+            state(), folder / "c", progress=lambda done, total: signal.raise_signal(signal.SIGUSR1)
         )
     assert os.listdir(folder) == ["there"]
 
@@ -182,6 +184,6 @@ def test_a_handler_may_come_just_before_and_just_after_a_call(tmp_path):
 def test_a_preemption_guard_notes_a_signal_during_a_save(folder):
     with PreemptionGuard([signal.SIGUSR1]) as guard:
         distckpt.save(
-            state(), folder / "c", progress=lambda num_bytes: signal.raise_signal(signal.SIGUSR1)
+            state(), folder / "c", progress=lambda done, total: signal.raise_signal(signal.SIGUSR1)
         )
         assert guard.should_stop()

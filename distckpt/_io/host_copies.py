@@ -1,0 +1,426 @@
+"""Copies in host memory of what a background save writes, so that training can go on meanwhile.
+
+The next save of the same structure uses the memory of the copies again. None of its pages are new
+then, and a copy costs no more than moving the bytes. New pages cost several times as much, so the
+memory can be reserved before the first save. Whatever does not fit is copied while files are being
+written.
+"""
+
+from __future__ import annotations
+
+import bisect
+import itertools
+import math
+import mmap
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+
+from distckpt._base.errors import CheckpointingException
+from distckpt._base.interrupts import run_handlers
+from distckpt._base.memory import Bytes, DeviceLayer
+from distckpt._base.threads import NUM_THREADS, SIGNAL_SECONDS, UNIT_BYTES, run_threads
+from distckpt._geometry.units import Span, units_of
+from distckpt._io.write import Fill, NewFile, copy_into
+
+MAX_SETS = 2
+"""How many saves may hold copies at the same time; the next one waits."""
+PINNED_UNITS = 4
+"""Units in a buffer of page-locked memory. Torch rounds the size of each buffer up to a power of
+two.
+"""
+
+# --- Memory ---------------------------------------------------------------------------------------
+
+
+class _Set(NamedTuple):
+    """The buffers of one save; `is_pinned` if they are page-locked, for tensors on a device."""
+
+    buffers: list[Bytes]
+    is_pinned: bool
+
+
+class HostMemory:
+    """Buffers for copies, kept for the next save of the same structure."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._idle: list[_Set] = []
+        self._num_used = 0
+        self._num_waiting = 0
+        self._is_reserving = False
+
+    def take(
+        self, sizes: Sequence[int], layer: DeviceLayer | None = None, timeout: float | None = None
+    ) -> list[Bytes]:
+        """Return a buffer of each size; wait up to `timeout` seconds while `MAX_SETS` are in use.
+
+        Memory that a device copies to is allocated by its layer. Buffers kept from an earlier save
+        are freed if they do not fit, because the structure has changed.
+        """
+        with self._changed:
+            self._wait_for_turn(timeout)
+            self._num_used += 1
+            fitting = self._fitting(sizes, layer)
+            self._idle = fitting[1:]
+        if fitting:
+            return fitting[0].buffers
+        try:
+            return _allocate(sizes, layer)
+        except BaseException:
+            self._end_use()
+            raise
+
+    def _wait_for_turn(self, timeout: float | None) -> None:
+        deadline = time.monotonic() + (math.inf if timeout is None else timeout)
+        while not self._wait_for(lambda: not self._is_reserving and self._num_used < MAX_SETS):
+            run_handlers()
+            if time.monotonic() >= deadline:
+                raise CheckpointingException(
+                    f"{MAX_SETS} saves are being written in the background, and neither was done "
+                    f"within {timeout} s: save less often, or look for what blocks writing."
+                )
+
+    def reserve(
+        self, sizes: Sequence[int], layer: DeviceLayer | None, is_abandoned: threading.Event
+    ) -> None:
+        """Keep a buffer of each size for the next save, with its pages in memory. Takes a while: it
+        is meant for a background thread.
+
+        Does nothing if a save is using memory, which the next one can have, or if fitting buffers
+        are kept already. Ends early when someone takes or frees memory meanwhile; the buffers are
+        then kept as they are.
+        """
+        with self._changed:
+            if self._num_used or self._num_waiting or self._fitting(sizes, layer):
+                return
+            self._idle = []
+            self._is_reserving = True
+        buffers: list[Bytes] | None = None
+        try:
+            buffers = _allocate(sizes, layer)
+            if layer is None:
+                self._touch_pages(buffers, is_abandoned)
+        finally:
+            with self._changed:
+                self._idle = [] if buffers is None else [_Set(buffers, layer is not None)]
+                self._is_reserving = False
+                self._changed.notify_all()
+
+    def _touch_pages(self, buffers: list[Bytes], is_abandoned: threading.Event) -> None:
+        """Write to every page, which is when the system provides it."""
+        for buffer in buffers:
+            for start in range(0, len(buffer), UNIT_BYTES):
+                if self._num_waiting or is_abandoned.is_set():
+                    return
+                np.copyto(buffer[start : start + UNIT_BYTES : mmap.PAGESIZE], 0)
+
+    def give_back(self, buffers: list[Bytes], layer: DeviceLayer | None) -> None:
+        """Keep buffers for the next save; `layer` is the one they were taken for."""
+        with self._changed:
+            self._idle.append(_Set(buffers, layer is not None))
+        self._end_use()
+
+    def free(self) -> None:
+        """Free what is not in use."""
+        with self._changed:
+            while not self._wait_for(lambda: not self._is_reserving):
+                run_handlers()
+            self._idle = []
+
+    def _fitting(self, sizes: Sequence[int], layer: DeviceLayer | None) -> list[_Set]:
+        wanted = list(sizes), layer is not None
+        return [
+            kept
+            for kept in self._idle
+            if ([len(buffer) for buffer in kept.buffers], kept.is_pinned) == wanted
+        ]
+
+    def _wait_for(self, condition: Callable[[], bool]) -> bool:
+        """Wait a moment for a condition; a reservation in progress ends."""
+        self._num_waiting += 1
+        try:
+            return self._changed.wait_for(condition, SIGNAL_SECONDS)
+        finally:
+            self._num_waiting -= 1
+
+    def _end_use(self) -> None:
+        with self._changed:
+            # In a forked process, what its parent uses does not count.
+            self._num_used = max(0, self._num_used - 1)
+            self._changed.notify_all()
+
+
+def _allocate(sizes: Sequence[int], layer: DeviceLayer | None) -> list[Bytes]:
+    # numpy asks for huge pages, and the system gets such large blocks back when they are freed.
+    if layer is None:
+        return [np.empty(size, np.uint8) for size in sizes]
+    return [layer.pinned_memory(size).numpy() for size in sizes]
+
+
+shared_memory = HostMemory()
+"""For all saves of this process."""
+
+if hasattr(os, "register_at_fork"):
+    # The parent's background thread may have held the lock, and goes on using the buffers.
+    os.register_at_fork(after_in_child=shared_memory.__init__)  # type: ignore[misc]
+
+
+def threads_to_copy_with(num_ranks: int) -> int:
+    """Return how many threads each rank may copy with if all ranks of this machine copy at once.
+
+    Counts all ranks of the group as ranks of this machine, unless the launcher says how many are.
+    """
+    if hasattr(os, "sched_getaffinity"):
+        num_processors = len(os.sched_getaffinity(0))
+    else:
+        num_processors = os.cpu_count() or 1
+    local = os.environ.get("LOCAL_WORLD_SIZE", "")
+    num_local = int(local) if local.isdigit() else 0
+    return max(1, min(NUM_THREADS, num_processors // (num_local or num_ranks)))
+
+
+# --- Copies ---------------------------------------------------------------------------------------
+
+
+class HostCopies:
+    """The copies of one save.
+
+    Attributes:
+        staged: set once the save no longer needs the original tensors.
+        needed: what the copies take: the sizes of their buffers, and what allocates them.
+    """
+
+    def __init__(
+        self,
+        memory: HostMemory,
+        max_bytes: int | None = None,
+        timeout: float | None = None,
+        num_threads: int = NUM_THREADS,
+        only_measures: bool = False,
+    ) -> None:
+        """Make no copies yet, see `copy`.
+
+        Args:
+            memory: holds the copies.
+            max_bytes: how much of it they may take; None for no limit.
+            timeout: seconds to wait for memory that other saves use.
+            num_threads: how many threads copy.
+            only_measures: set `needed`, and copy nothing.
+        """
+        self.staged = threading.Event()
+        self.needed: tuple[list[int], DeviceLayer | None] = [], None
+        self._memory = memory
+        self._max_bytes = max_bytes
+        self._timeout = timeout
+        self._num_threads = num_threads
+        self._only_measures = only_measures
+        self._buffers: list[Bytes] | None = None
+        self._lock = threading.Lock()
+        self._num_uncopied = 0
+
+    def copy(self, files: Sequence[NewFile]) -> list[NewFile]:
+        """Return the same files with their bytes in copies, as far as there is room.
+
+        The rest is copied when its turn to be written comes; after that `staged` is set.
+        """
+        device = _device_of(files)
+        chosen = _choose([file.chunk_bytes for file in files], self._max_bytes)
+        parts = [_Part.of(*pair, device) for pair in zip(files, chosen, strict=True)]
+        self.needed = [size for part in parts for size in part.buffer_bytes], device
+        if self._only_measures:
+            return list(files)
+        self._buffers = self._memory.take(*self.needed, self._timeout)
+        self._num_uncopied = sum(part.num_left_out for part in parts)
+        buffers = iter(self._buffers)
+        units: list[_Unit] = []
+        copied: list[NewFile] = []
+        for part in parts:
+            copies = part.copies_in(buffers)
+            units.extend(part.units_into(copies))
+            copied.append(self._copied_file(part, copies))
+        run_threads(_Unit.copy, units, self._num_threads)
+        if not self._num_uncopied:
+            self.staged.set()
+        return copied
+
+    def _copied_file(self, part: _Part, copies: _Copies) -> NewFile:
+        if part.num_left_out:
+            fill = _fill_with_rest(copies, part.file.fill, self._note_copied)
+            return part.file._replace(fill=fill)
+        # This refers to nothing of the original, which can be freed.
+        return part.file._replace(fill=_fill_from(copies), device=None)
+
+    def release(self) -> None:
+        """Give the memory back, once everything is written or the save is given up."""
+        buffers, self._buffers = self._buffers, None
+        if buffers is not None:
+            self._memory.give_back(buffers, self.needed[1])
+        self.staged.set()
+
+    def __del__(self) -> None:
+        # The save was given up before it began.
+        self.release()
+
+    def _note_copied(self, num_bytes: int) -> None:
+        with self._lock:
+            self._num_uncopied -= num_bytes
+            if not self._num_uncopied:
+                self.staged.set()
+
+
+def _device_of(files: Sequence[NewFile]) -> DeviceLayer | None:
+    return next((file.device for file in files if file.device is not None), None)
+
+
+def _choose(sizes: Sequence[Sequence[int]], max_bytes: int | None) -> list[list[int]]:
+    """Choose the chunks of each file to copy at once: as many as there is room for, from the end.
+
+    Files are written from the beginning, so the chunks that have room are those whose turn would
+    come last.
+    """
+    if max_bytes is None:
+        return [list(range(len(chunks))) for chunks in sizes]
+    chosen: list[list[int]] = []
+    room = max_bytes
+    for chunks in reversed(sizes):
+        taken: list[int] = []
+        for index in range(len(chunks) - 1, -1, -1):
+            if chunks[index] <= room:
+                room -= chunks[index]
+                taken.append(index)
+        chosen.append(taken[::-1])
+    return chosen[::-1]
+
+
+@dataclass(frozen=True)
+class _Part:
+    """The chunks of a file that are copied at once, one after the other into buffers.
+
+    Attributes:
+        file: the file.
+        chunks: their numbers.
+        chunk_bytes: their sizes.
+        buffer_bytes: the sizes of the buffers. No unit is in two of them.
+    """
+
+    file: NewFile
+    chunks: Sequence[int]
+    chunk_bytes: Sequence[int]
+    buffer_bytes: Sequence[int]
+
+    @staticmethod
+    def of(file: NewFile, chunks: Sequence[int], device: DeviceLayer | None) -> _Part:
+        """Return the part of a file that consists of some of its chunks."""
+        chunk_bytes = [file.chunk_bytes[chunk] for chunk in chunks]
+        return _Part(file, chunks, chunk_bytes, _buffer_bytes(chunk_bytes, device))
+
+    @property
+    def num_left_out(self) -> int:
+        """The bytes of the file that are not copied at once."""
+        return sum(self.file.chunk_bytes) - sum(self.chunk_bytes)
+
+    def copies_in(self, buffers: Iterator[Bytes]) -> _Copies:
+        """Return the copies of the chunks, in the next buffers."""
+        starts = itertools.accumulate(self.chunk_bytes, initial=0)
+        return _Copies(
+            starts=dict(zip(self.chunks, starts, strict=False)),
+            buffers=list(itertools.islice(buffers, len(self.buffer_bytes))),
+            ends=[0, *itertools.accumulate(self.buffer_bytes)],
+        )
+
+    def units_into(self, copies: _Copies) -> Iterator[_Unit]:
+        """Yield the units to copy, each with the memory that it goes to."""
+        start = 0
+        for unit in units_of(self.chunk_bytes, UNIT_BYTES, BLOCK_BYTES):
+            spans = [span._replace(chunk=self.chunks[span.chunk]) for span in unit]
+            stop = start + sum(span.num_bytes for span in spans)
+            (window,) = copies.between(start, stop)
+            yield _Unit(self.file.fill, spans, window)
+            start = stop
+
+
+class _Unit(NamedTuple):
+    """What one thread copies at a time."""
+
+    fill: Fill
+    spans: Sequence[Span]
+    window: Bytes
+
+    def copy(self) -> None:
+        copy_into(self.window, self.fill(self.spans, self.window))
+
+
+def _buffer_bytes(chunk_bytes: Sequence[int], device: DeviceLayer | None) -> list[int]:
+    if device is None:
+        return [sum(chunk_bytes)]
+    units = [
+        sum(span.num_bytes for span in unit)
+        for unit in units_of(chunk_bytes, UNIT_BYTES, BLOCK_BYTES)
+    ]
+    return [sum(units[i : i + PINNED_UNITS]) for i in range(0, len(units), PINNED_UNITS)]
+
+
+class _Copies(NamedTuple):
+    """Copies of chunks, one after the other in buffers.
+
+    Attributes:
+        starts: where each chunk begins.
+        buffers: the buffers.
+        ends: 0, and where each buffer ends.
+    """
+
+    starts: Mapping[int, int]
+    buffers: list[Bytes]
+    ends: list[int]
+
+    def between(self, start: int, stop: int) -> list[Bytes]:
+        """Return the bytes from start to stop, which must not be equal."""
+        index = bisect.bisect_right(self.ends, start) - 1
+        begin, end = self.ends[index : index + 2]
+        found = self.buffers[index][start - begin : stop - begin]
+        return [found] if stop <= end else [found, *self.between(end, stop)]
+
+    def of_span(self, span: Span) -> list[Bytes]:
+        """Return the bytes of a span of a chunk that was copied."""
+        start = self.starts[span.chunk]
+        return self.between(start + span.start, start + span.stop)
+
+
+def _fill_from(copies: _Copies) -> Fill:
+    """Return what gives the bytes of chunks that are all copied."""
+
+    def fill(unit: Sequence[Span], scratch: Bytes) -> list[Bytes]:
+        del scratch
+        return [part for span in unit for part in copies.of_span(span)]
+
+    return fill
+
+
+def _fill_with_rest(copies: _Copies, rest: Fill, note_copied: Callable[[int], None]) -> Fill:
+    """Return what gives the bytes of chunks: from their copies, or else copied from `rest`.
+
+    `note_copied` is called with the number of bytes that were copied.
+    """
+
+    def fill(unit: Sequence[Span], scratch: Bytes) -> list[Bytes]:
+        buffers: list[Bytes] = []
+        begin = 0
+        for span in unit:
+            # Where the span goes in the end, so that nothing overwrites it until then.
+            window = scratch[begin : begin + span.num_bytes]
+            begin += span.num_bytes
+            if span.chunk in copies.starts:
+                buffers += copies.of_span(span)
+                continue
+            copy_into(window, rest([span], window))
+            note_copied(len(window))
+            buffers.append(window)
+        return buffers
+
+    return fill

@@ -1,0 +1,132 @@
+"""Remove steps, and what interrupted saves and removals have left."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import logging
+import os
+import secrets
+from collections.abc import Callable, Sequence
+
+from distckpt._commit import conditional_put, posix, running
+from distckpt._manager import steps
+from distckpt._manager.seen_steps import SeenSteps
+from distckpt._manager.steps import Saved, step_name
+from distckpt._storage import locations
+
+logger = logging.getLogger(__name__)
+
+# --- Steps ----------------------------------------------------------------------------------------
+
+
+def remove_steps(root: str, surplus: Sequence[Saved]) -> dict[int, str]:
+    """Remove steps; return the reason why one is still there, by step."""
+    problems = {}
+    for saved in surplus:
+        step = saved.step
+        try:
+            if remove_step(root, step, saved.save):
+                logger.info("removed step %d from %s", step, root)
+            else:
+                problems[step] = "another program has replaced it"
+        except OSError as error:
+            problems[step] = f"{type(error).__name__}: {error}"
+            logger.warning("step %d cannot be removed from %s: %s", step, root, error)
+    return problems
+
+
+def remove_step(root: str, step: int, save: str) -> bool:
+    """Remove a step, which is never half deleted under its name; return False if it is not from
+    this save.
+    """
+    location = locations.join(root, step_name(step))
+
+    def is_that_save(place: str) -> bool:
+        found = steps.saved_at(place, step)
+        return found is not None and found.save == save
+
+    if not locations.is_local(root):
+        return conditional_put.remove_checkpoint(location, is_that_save)
+    _check_removable(location)
+    # If this is interrupted, the next manager puts a directory of this name back; other programs do
+    # not remove it.
+    aside = locations.join(root, f".{step_name(step)}.old-{secrets.token_hex(8)}")
+    try:
+        locations.rename(location, aside, durable=False)
+    except FileNotFoundError:
+        return True
+    try:
+        if not is_that_save(aside):
+            return False
+        _discard(aside)
+    finally:
+        posix.put_back(location)
+    return True
+
+
+def _check_removable(directory: str) -> None:
+    """Raise PermissionError if this user may not remove all files in a directory, before any is
+    removed.
+    """
+    for inner, _, _ in os.walk(directory):
+        if not os.access(inner, os.W_OK | os.X_OK, effective_ids=True):
+            raise PermissionError(errno.EACCES, "its files cannot be removed by this user", inner)
+
+
+def _discard(directory: str) -> None:
+    """Remove a local directory beside the steps; under its name it disappears in one step."""
+    parent, name = locations.split(directory)
+    trash = locations.join(parent, f"{name.rpartition('.')[0]}.trash-{secrets.token_hex(8)}")
+    with contextlib.suppress(FileNotFoundError):  # another program was faster
+        locations.rename(directory, trash)
+        locations.remove_tree(trash)
+    if locations.exists(trash):
+        raise OSError(errno.ENOTEMPTY, "not all of it can be removed", trash)
+
+
+# --- Leftovers ------------------------------------------------------------------------------------
+
+
+def clear_leftovers(root: str, seen: SeenSteps) -> None:
+    """Remove what interrupted saves and removals of earlier runs have left, and give a lost step
+    its name back.
+    """
+    for name in steps.list_root(root):
+        replaced = steps.replaced_step(name)
+        if replaced is not None:
+            posix.put_back(locations.join(root, step_name(replaced)))
+            clear_leftover(root, name, locations.exists)
+        elif steps.is_leftover(name):
+            clear_leftover(root, name, seen.is_abandoned)
+    if not locations.is_local(root):
+        _clear_unfinished_objects(root, seen)
+
+
+def clear_leftover(root: str, name: str, is_abandoned: Callable[[str], bool]) -> bool:
+    """Remove a leftover of an interrupted save or removal; return False if it is still there.
+
+    `is_abandoned` is asked about saves that may be running on other machines.
+    """
+    location = locations.join(root, name)
+    try:
+        if steps.is_free_to_remove(name):
+            locations.remove_tree(location)
+            return not locations.exists(location)
+        with running.claimed(location) as has_ended:
+            is_dead = is_abandoned(location) if has_ended is None else has_ended
+            if is_dead:
+                logger.info("removing %s, which an interrupted save has left in %s", name, root)
+                _discard(location)
+        return is_dead
+    except OSError as error:
+        logger.warning("a leftover of an interrupted save cannot be removed: %s", error)
+        return False
+
+
+def _clear_unfinished_objects(root: str, seen: SeenSteps) -> None:
+    for step in set(steps.all_steps(root)).difference(steps.committed_steps(root)):
+        location = locations.join(root, step_name(step))
+        if seen.is_abandoned(location):
+            logger.info("removing what an interrupted save of step %d has left in %s", step, root)
+            conditional_put.remove_unfinished(location)

@@ -1,0 +1,102 @@
+"""What a manager has seen in its directory."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import time
+from collections.abc import Collection
+
+from distckpt._commit import conditional_put
+from distckpt._manager import steps
+from distckpt._manager.retention import metric_names, unknown_metric
+from distckpt._manager.steps import Saved
+from distckpt._storage import locations
+
+
+class SeenSteps:
+    """What a manager has seen in its directory. It removes nothing else, since other programs may
+    save there, too.
+    """
+
+    def __init__(self, root: str, patience: float, removes_steps: bool) -> None:
+        """Look at nothing yet.
+
+        Args:
+            root: the directory.
+            patience: seconds without a change after which an unfinished save counts as abandoned.
+            removes_steps: whether the manager needs to know the steps that are there.
+        """
+        self._root = root
+        self._saves: set[tuple[int, str]] | None = None if removes_steps else set()
+        self._metrics: set[str] = set()
+        self._patience = patience
+        self._unfinished: dict[str, tuple[object, float]] = {}
+
+    def look(self) -> set[tuple[int, str]]:
+        """Return the known saves. The first look remembers those that are there."""
+        if self._saves is None:
+            saved = _saved_in(self._root)
+            self._saves = {(item.step, item.save) for item in saved}
+            self._metrics.update(metric_names(saved))
+        return self._saves
+
+    def begin_save(self, step: int, metrics: Collection[str], best_metric: str | None) -> str:
+        """Return a name for a save of this manager.
+
+        Raises:
+            ValueError: neither this step nor an earlier one has the metric.
+        """
+        saves = self.look()
+        self._metrics.update(metrics)
+        if metrics and (problem := unknown_metric(best_metric, self._metrics)):
+            raise ValueError(
+                f"{problem}. Where it is not measured at every step, give NaN for it, or no "
+                "metrics at all."
+            )
+        name = secrets.token_hex(8)
+        saves.add((step, name))
+        return name
+
+    def knows(self, saved: Saved) -> bool:
+        """Tell whether a step was there at the first look, or saved by this manager. All others may
+        be in use.
+        """
+        return (saved.step, saved.save) in (self._saves or ())
+
+    def is_abandoned(self, location: str) -> bool:
+        """Tell whether an unfinished save has not changed since a look long ago, by the clock of
+        this process.
+        """
+        found, now = changes_in(location), time.monotonic()
+        before, since = self._unfinished.get(location, (None, now))
+        if before != found:
+            self._unfinished[location] = found, now
+            return False
+        return now - since >= self._patience
+
+
+def _saved_in(root: str) -> list[Saved]:
+    """Return the saves in a directory, with those that are being overwritten or removed."""
+    found = []
+    for name in steps.list_root(root):
+        step = steps.step_in(name)
+        if step is not None:
+            found.append(steps.saved_at(locations.join(root, name), step))
+    return [saved for saved in found if saved is not None]
+
+
+def changes_in(location: str) -> dict[str, tuple[int, float]]:
+    """Return the size and the time of the last change of each file and directory of a save, by
+    path.
+    """
+    if not locations.is_local(location):
+        return dict.fromkeys(conditional_put.unfinished_files(location), (0, 0.0))
+    found = {}
+    for directory, _, names in os.walk(location):
+        for path in (directory, *(os.path.join(directory, name) for name in names)):
+            with contextlib.suppress(FileNotFoundError):
+                status = os.lstat(path)
+                found[path] = status.st_size, status.st_mtime
+    return found

@@ -1,0 +1,50 @@
+"""The strategies that Megatron's programs ask for by the name of a format or a checkpoint."""
+
+from __future__ import annotations
+
+import os
+
+from distckpt._checkpoint.opening import find_checkpoint
+from distckpt._megatron.queries import registered_strategy
+from distckpt._megatron.torch_dist import TorchDistLoadShardedStrategy, TorchDistSaveShardedStrategy
+from distckpt._ranks.collectives import Ranks
+from distckpt._storage import locations
+from distckpt.strategies.base import (
+    BUILT_IN,
+    LoadShardedStrategy,
+    SaveShardedStrategy,
+    choose_save_strategy,
+)
+
+
+def get_default_save_sharded_strategy(
+    backend: str = BUILT_IN, version: int = 1
+) -> SaveShardedStrategy:
+    """Return the strategy that saves in a format: distckpt's, which Megatron's "torch_dist" stands
+    for, too, or one that is registered.
+
+    Raises:
+        CheckpointingException: there is none of this name and version.
+    """
+    name = (backend, version)
+    strategy, _ = choose_save_strategy(name)
+    return strategy or TorchDistSaveShardedStrategy()
+
+
+def get_default_load_sharded_strategy(
+    checkpoint_dir: str | os.PathLike[str] | None = None,
+) -> LoadShardedStrategy:
+    """Return the strategy that reads a checkpoint, or the one for distckpt's format if none is
+    given.
+
+    Raises:
+        CheckpointNotFoundError: no complete checkpoint is there.
+        CheckpointingException: the strategy that wrote it is not registered.
+    """
+    if checkpoint_dir is None:
+        return TorchDistLoadShardedStrategy()
+    location = locations.normalize(checkpoint_dir)
+    found = find_checkpoint(Ranks.alone(), location)
+    if found.stored is not None:
+        return TorchDistLoadShardedStrategy()
+    return registered_strategy(location, found.marker)

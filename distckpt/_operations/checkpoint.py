@@ -1,0 +1,286 @@
+"""A checkpoint that is open for reading, without a state dict. Any rank may read, alone."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+
+from distckpt._base.dtypes import FROM_NAME
+from distckpt._base.errors import CheckpointingException, LoadMismatchError
+from distckpt._base.interrupts import operation
+from distckpt._base.messages import nearest_names, summarize_keys
+from distckpt._base.options import LoadOptions
+from distckpt._base.threads import NUM_REQUESTS, run_threads
+from distckpt._checkpoint.consistent_read import marker_of, read_attempts
+from distckpt._checkpoint.opening import open_checkpoint
+from distckpt._checkpoint.removal import noticing_removal
+from distckpt._checkpoint.stored_values import load_common_state
+from distckpt._format.stored_checkpoint import StoredCheckpoint
+from distckpt._geometry.region import Region, whole
+from distckpt._io.load_shards import ReadSettings, load_tensors
+from distckpt._mapping.wrappers import ShardedTensor, StateDict
+from distckpt._plan.codes import AS_STORED
+from distckpt._plan.decoded import decoded
+from distckpt._ranks.collectives import Ranks
+from distckpt._state import flatten
+from distckpt._state.common_state import COMMON_KEY, CONTENT_METADATA
+from distckpt._storage import locations
+
+
+@dataclass(frozen=True)
+class TensorInfo:
+    """A tensor of a checkpoint.
+
+    Attributes:
+        key: its name.
+        shape: its global shape.
+        dtype: that it is stored in; of a quantized tensor, that of its values.
+    """
+
+    key: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+class Checkpoint:
+    """A checkpoint that is open for reading, see `distckpt.open`.
+
+    It stays on the checkpoint that it has opened: when that one is replaced or removed, reads raise
+    an error.
+
+    Attributes:
+        location: path or URL.
+        tensors: of each tensor its name, shape and dtype, by key.
+        objects: the number of parts along each axis of each sharded object, by key.
+        common_state: everything that was saved without being sharded. An object of a class that is
+            not registered is an `UnknownObject`.
+        metadata: the `content_metadata` that was given to `save`, None without any.
+    """
+
+    def __init__(self, stored: StoredCheckpoint) -> None:
+        self.location = stored.location
+        self._stored = stored
+        self._times = _times_of_files(stored)
+
+    def __repr__(self) -> str:
+        """Name the location, and count what is there."""
+        counts = f"{len(self.tensors)} tensors, {len(self.objects)} sharded objects"
+        return f"<Checkpoint {self.location!r}: {counts}>"
+
+    @cached_property
+    def tensors(self) -> Mapping[str, TensorInfo]:
+        """Describe each tensor, by key."""
+        stored = self._stored
+        return {
+            key: TensorInfo(key, stored.global_shape(key), FROM_NAME[stored.dtype_name(key)])
+            for key in stored.manifest.key_index
+            if not (stored.is_object(key) or key.endswith(AS_STORED))
+        }
+
+    @cached_property
+    def objects(self) -> Mapping[str, tuple[int, ...]]:
+        """Return the number of parts along each axis of each sharded object, by key."""
+        stored = self._stored
+        keys = filter(stored.is_object, stored.manifest.key_index)
+        return {key: stored.global_shape(key) for key in keys if key != COMMON_KEY}
+
+    @cached_property
+    def common_state(self) -> StateDict:
+        """Return everything that was saved without being sharded; read once."""
+        with self._reading():
+            compacted: StateDict = flatten.compact(load_common_state(self._stored))
+        return compacted
+
+    @property
+    def metadata(self) -> dict[str, Any] | None:
+        """Return the `content_metadata` that was given to `save`, None without any."""
+        return self.common_state.get(CONTENT_METADATA)
+
+    def read(self, key: str, region: tuple[slice, ...] | None = None) -> torch.Tensor:
+        """Read a tensor, or a region of it, onto the CPU. Nothing else is read.
+
+            checkpoint = distckpt.open("checkpoints/step_100")
+            rows = checkpoint.read("embedding.weight", (slice(0, 8),))
+
+        Args:
+            key: of the tensor.
+            region: a slice without a step for each of the first axes; the others are read whole.
+                Negative numbers count from the end, as usual. None for the whole tensor.
+
+        Raises:
+            LoadMismatchError: there is no tensor of this key, or it does not have the region.
+            CheckpointingException: the checkpoint was replaced after it was opened.
+            CorruptCheckpointError: files are missing, cut off or changed.
+        """
+        tensor = self._find([key])[0]
+        return self._read([_requested(tensor, _region_of(self.location, tensor, region))])[0]
+
+    def read_tensors(self, keys: Collection[str] | None = None) -> dict[str, torch.Tensor]:
+        """Read tensors whole onto the CPU, all of them in one pass over the files.
+
+            weights = distckpt.open("checkpoints/step_100").read_tensors()
+
+        Args:
+            keys: of the tensors; None for all.
+
+        Raises:
+            LoadMismatchError: there are no tensors of some keys.
+            CheckpointingException: the checkpoint was replaced after it was opened.
+            CorruptCheckpointError: files are missing, cut off or changed.
+        """
+        _check_keys(keys)
+        tensors = list(self.tensors.values()) if keys is None else self._find(keys)
+        values = self._read([_requested(tensor, whole(tensor.shape)) for tensor in tensors])
+        return {tensor.key: value for tensor, value in zip(tensors, values, strict=True)}
+
+    def _find(self, keys: Collection[str]) -> list[TensorInfo]:
+        unknown = [key for key in keys if key not in self.tensors]
+        if unknown:
+            hint = nearest_names(unknown, self.tensors)
+            if unknown[0] in self.objects:
+                hint = f" ({unknown[0]!r} is a sharded object)"
+            raise LoadMismatchError(
+                f"There are no tensors of these keys in {self.location!r}: "
+                f"{summarize_keys(unknown)}{hint}",
+                unexpected=unknown,
+            )
+        return [self.tensors[key] for key in keys]
+
+    @operation
+    def _read(self, shards: Sequence[ShardedTensor]) -> list[torch.Tensor]:
+        settings = ReadSettings(LoadOptions())
+        with self._reading():
+            loaded = load_tensors(Ranks.alone(), self._stored, shards, settings)
+        return [tensor for tensor in loaded if tensor is not None]
+
+    @contextlib.contextmanager
+    def _reading(self) -> Iterator[None]:
+        """Refuse what is read, and report what goes wrong otherwise, when the checkpoint was
+        replaced.
+        """
+        try:
+            with noticing_removal(Ranks.alone(), self.location):
+                yield
+        except (CheckpointingException, OSError) as error:
+            if self._was_replaced():
+                raise self._replaced() from error
+            raise
+        # What agrees with checksums is of this checkpoint.
+        if not self._stored.verifies and self._was_replaced():
+            raise self._replaced()
+
+    def _was_replaced(self) -> bool:
+        if not self._stored.manifest.has_checksums:
+            return _times_of_files(self._stored) != self._times
+        marker = marker_of(self.location)
+        return marker is not None and marker != self._stored.marker
+
+    def _replaced(self) -> CheckpointingException:
+        return CheckpointingException(
+            f"{self.location!r} was replaced after it was opened: open it again."
+        )
+
+
+@operation
+def open(path: str | os.PathLike[str], *, as_stored: bool = False) -> Checkpoint:
+    """Open a checkpoint to look at what it holds, and to read tensors of it without a state dict.
+
+        checkpoint = distckpt.open("checkpoints/step_100")
+        checkpoint.tensors["embedding.weight"].shape
+        checkpoint.common_state["step"]
+        rows = checkpoint.read("embedding.weight", (slice(0, 8),))
+
+    Any rank may call, alone. Nothing but the manifest is read at first, and there is nothing to
+    close.
+
+    Args:
+        path: a path or fsspec URL of whatever `distckpt.load` reads.
+        as_stored: with True, quantized tensors are the codes and scales that they are stored as,
+            else values.
+
+    Raises:
+        CheckpointNotFoundError: no complete checkpoint is there.
+        CheckpointingException: it was saved with a strategy of your own, which `distckpt.load`
+            takes.
+        CorruptCheckpointError: the manifest is missing or damaged.
+    """
+    location = locations.normalize(path)
+    for attempt in read_attempts(Ranks.alone(), location):
+        with attempt:
+            stored = open_checkpoint(Ranks.alone(), location, marker=attempt.marker)
+            checkpoint = Checkpoint(stored if as_stored else decoded(stored))
+    return checkpoint
+
+
+def _check_keys(keys: Collection[str] | None) -> None:
+    if keys is None:
+        return
+    is_listed = isinstance(keys, Collection) and not isinstance(keys, str)
+    if not is_listed or any(not isinstance(key, str) for key in keys):
+        hint = f"; for one tensor, keys={[keys]!r}" if isinstance(keys, str) else ""
+        raise TypeError(f"keys is a list of whole keys, not of patterns, got {keys!r:.200}{hint}.")
+
+
+def _requested(tensor: TensorInfo, region: Region) -> ShardedTensor:
+    return ShardedTensor(
+        tensor.key, None, tensor.dtype, region.shape, tensor.shape, region.offset, None
+    )
+
+
+def _region_of(location: str, tensor: TensorInfo, slices: tuple[slice, ...] | None) -> Region:
+    """Convert slices to a region of a tensor."""
+    given = _checked_slices(slices)
+    shape = tensor.shape
+    if len(given) > len(shape) or not all(map(_is_within, given, shape)):
+        raise LoadMismatchError(
+            f"Key {tensor.key!r} in {location!r} has the shape {shape}: it has no region "
+            f"[{', '.join(map(_text_of, given))}].",
+            unexpected=[tensor.key],
+        )
+    of_others = [slice(None)] * (len(shape) - len(given))
+    ranges = [range(size)[each] for each, size in zip((*given, *of_others), shape, strict=True)]
+    return Region(tuple(each.start for each in ranges), tuple(map(len, ranges)))
+
+
+def _checked_slices(given: object) -> tuple[slice, ...]:
+    if given is None:
+        return ()
+    if isinstance(given, tuple) and all(isinstance(each, slice) for each in given):
+        return given
+    raise TypeError(f"region is a tuple of slices, got {given!r:.200}.")
+
+
+def _is_within(each: slice, size: int) -> bool:
+    """Tell whether an axis of a size has all indices that a slice names, and it has no step."""
+    selected = range(size)[each]
+    ends = [end for end in (each.start, each.stop) if end is not None]
+    is_inside = all(-size <= end <= size for end in ends)
+    return is_inside and selected.step == 1 and selected.start <= selected.stop
+
+
+def _text_of(each: slice) -> str:
+    ends = [each.start, each.stop] if each.step is None else [each.start, each.stop, each.step]
+    return ":".join("" if end is None else str(end) for end in ends)
+
+
+def _times_of_files(stored: StoredCheckpoint) -> dict[str, float | None]:
+    """Return when each file was written. Without checksums, this tells that one was replaced."""
+    if stored.manifest.has_checksums:
+        return {}
+    files = {stored.path_of_file(number) for number in range(len(stored.manifest.files))}
+    if locations.isdir(stored.location):
+        names = locations.list_names(stored.location)
+        files.update(locations.join(stored.location, name) for name in names)
+    times: dict[str, float | None] = {}
+
+    def look_at(file: str) -> None:
+        times[file] = locations.modified_time(file)
+
+    run_threads(look_at, files, NUM_REQUESTS)
+    return times
