@@ -11,14 +11,14 @@ from typing import Any
 
 from distckpt._base.messages import check_num_bytes
 from distckpt._base.options import SaveOptions
+from distckpt._base.reports import SaveReport
 from distckpt._commit import posix
 from distckpt._commit.conditional_put import Transaction, folder_suffix, naming_winner
 from distckpt._commit.staging import check_files, choose_staging, make_staging
 from distckpt._format.marker import CheckpointingConfig, save_config
 from distckpt._io.prepared_save import PreparedSave
 from distckpt._mapping.wrappers import CommonStateDict, StateDict
-from distckpt._ranks.collectives import Ranks
-from distckpt._ranks.report import PhaseTimer, SaveReport
+from distckpt._ranks.collectives import PhaseTimer, Ranks
 from distckpt._storage import locations
 
 logger = logging.getLogger(__name__)

@@ -53,8 +53,7 @@ from distckpt._plan.layout import (
 )
 from distckpt._plan.save import plan_owners
 from distckpt._plan.selection import matches, renamed, select_tensors
-from distckpt._ranks.collectives import Ranks
-from distckpt._ranks.report import PhaseTimer
+from distckpt._ranks.collectives import PhaseTimer, Ranks
 from distckpt._rules.mapped import crop
 from distckpt._rules.rules import Rule
 from distckpt._state.common_state import COMMON_KEY

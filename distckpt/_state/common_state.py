@@ -14,6 +14,7 @@ import torch
 
 from distckpt._base.errors import InvalidShardingError
 from distckpt._base.messages import summarize_keys
+from distckpt._base.tree import copied
 from distckpt._format import codec
 from distckpt._format.checksum import checksum
 from distckpt._format.codec import HOLE
@@ -41,18 +42,7 @@ def comparable(
     """
     if preprocess is None:
         return common
-    copied: CommonStateDict = _copy_containers(common)
-    return preprocess(copied)
-
-
-def _copy_containers(node: Any) -> Any:
-    if isinstance(node, dict):
-        return {key: _copy_containers(value) for key, value in node.items()}
-    if isinstance(node, list):
-        return [_copy_containers(value) for value in node]
-    if type(node) is tuple:
-        return tuple(_copy_containers(value) for value in node)
-    return node
+    return preprocess(copied(common))
 
 
 def digest(common: CommonStateDict) -> int:

@@ -226,7 +226,7 @@ def save_in_two_threads(rank, size, folder):
     def start_the_other(common):
         if not threads:
             thread = threading.Thread(
-                target=distckpt.save, args=(state(rank, size), f"{folder}/b"), kwargs=other
+                target=distckpt.megatron.save, args=(state(rank, size), f"{folder}/b"), kwargs=other
             )
             threads.append(thread)
             thread.start()

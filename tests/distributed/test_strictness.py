@@ -131,7 +131,7 @@ def load_objects(rank, path, num_ranks, strict):
         "rng": ShardedObject("rng_state", None, (num_ranks,), (rank,)),
         "w": whole("w", rank),
     }
-    error = error_of(distckpt.load, request, path, strict=strict)
+    error = error_of(distckpt.megatron.load, request, path, strict=strict)
     total = sum_over_ranks(1)
     del request["rng"]
     return error, total, bool((distckpt.load(request, path)["w"] == 0).all())

@@ -48,7 +48,7 @@ def save_many_times(rank, folder, overwrite, rounds):
             distckpt.save,
             many_tensors(rank),
             f"{folder}/round_{i}",
-            stopping(StopsAfter),
+            strategy=stopping(StopsAfter),
             overwrite=overwrite,
         )
         for i in range(rounds)

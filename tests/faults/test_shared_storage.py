@@ -217,7 +217,7 @@ def save_while_cleaned(rank, path, pattern, change):
     impatient()
     Cleaned.damage = pattern, change
     return error_of(
-        distckpt.save, state_of(2, rank, 2, 50), path, stopping(Cleaned), overwrite=True
+        distckpt.save, state_of(2, rank, 2, 50), path, strategy=stopping(Cleaned), overwrite=True
     )
 
 

@@ -125,7 +125,7 @@ def test_background_saves_and_managers_take_objects(tmp_path):
     distckpt.async_save(saved, tmp_path / "background").result()
     with distckpt.CheckpointManager(tmp_path / "run") as manager:
         manager.save(2, {**saved, "step": 2})
-    for load in (partial(distckpt.load, checkpoint_dir=tmp_path / "background"), manager.load):
+    for load in (partial(distckpt.load, path=tmp_path / "background"), manager.load):
         resumed = make(2)
         load(resumed)
         assert_same(resumed["optimizer"].state_dict(), saved["optimizer"].state_dict())
