@@ -74,9 +74,7 @@ def test_a_file_where_a_directory_should_be(tmp_path):
 
 
 def save_and_lose_a_rank(rank, root, kind):
-    manager = CheckpointManager(
-        root, strategy=stopping(kind), timeout=TIMEOUT, exit_timeout=0
-    )
+    manager = CheckpointManager(root, strategy=stopping(kind), timeout=TIMEOUT, exit_timeout=0)
     handle = manager.save(2, state_of(2, rank, NUM_RANKS))
     error = error_of(handle.result, PATIENCE)
     return error, error_of(handle.result, PATIENCE) is error
