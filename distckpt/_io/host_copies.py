@@ -25,6 +25,7 @@ from distckpt._base.errors import CheckpointingException
 from distckpt._base.interrupts import run_handlers
 from distckpt._base.memory import Bytes, DeviceLayer
 from distckpt._base.threads import NUM_THREADS, SIGNAL_SECONDS, UNIT_BYTES, run_threads
+from distckpt._format.checksum import BLOCK_BYTES
 from distckpt._geometry.units import Span, units_of
 from distckpt._io.write import Fill, NewFile, copy_into
 
