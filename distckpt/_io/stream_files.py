@@ -12,12 +12,13 @@ from typing import Any, NamedTuple
 import torch
 
 from distckpt._base.dtypes import FROM_NAME, TO_NAME
+from distckpt._base.libc import write_all
 from distckpt._base.memory import Bytes, tensor_bytes
 from distckpt._base.messages import did_you_mean, summarize_keys
 from distckpt._base.threads import UNIT_BYTES
 from distckpt._format.safetensors_file import Entry, build_header, layout_order
 from distckpt._io.tensors import chunk_tensor_by_memory, to_plain_memory
-from distckpt._io.write import create_file, write_all
+from distckpt._io.write import create_file
 from distckpt._storage import locations as storage_locations
 from distckpt._storage import object_store
 

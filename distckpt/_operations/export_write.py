@@ -23,8 +23,7 @@ from distckpt._io.extra_files import write_extra_files
 from distckpt._operations.export_plan import ExportPlan
 from distckpt._operations.export_request import ExportRequest
 from distckpt._plan.export import OutputFile, assign_files
-from distckpt._ranks.collectives import Ranks
-from distckpt._ranks.report import PhaseTimer
+from distckpt._ranks.collectives import PhaseTimer, Ranks
 from distckpt._storage import locations
 from distckpt._storage.open_files import OpenFiles
 

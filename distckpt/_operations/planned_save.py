@@ -11,14 +11,14 @@ from typing import Any
 from distckpt._base.errors import CheckpointingException
 from distckpt._base.messages import check_num_bytes
 from distckpt._base.options import SaveOptions
+from distckpt._base.reports import SaveReport
 from distckpt._checkpoint.consistent_read import marker_of
 from distckpt._commit import posix
 from distckpt._commit.output import OutputSettings, new_output
 from distckpt._format.marker import CheckpointingConfig
 from distckpt._io.prepared_save import PreparedSave
 from distckpt._mapping.wrappers import CommonStateDict, StateDict
-from distckpt._ranks.collectives import Ranks
-from distckpt._ranks.report import PhaseTimer, SaveReport
+from distckpt._ranks.collectives import PhaseTimer, Ranks
 
 logger = logging.getLogger(__name__)
 

@@ -53,12 +53,11 @@ from distckpt._plan.layout import (
 )
 from distckpt._plan.save import plan_owners
 from distckpt._plan.selection import matches, renamed, select_tensors
-from distckpt._ranks.collectives import Ranks
-from distckpt._ranks.report import PhaseTimer
+from distckpt._ranks.collectives import PhaseTimer, Ranks
 from distckpt._rules.mapped import crop
 from distckpt._rules.rules import Rule
 from distckpt._state.common_state import COMMON_KEY
-from distckpt._state.shards import GlobalTable, Shard, describe, merge_tables
+from distckpt._state.shards import GlobalTable, Shard, merge_tables, shard_table
 from distckpt._storage import locations
 from distckpt._storage.open_files import OpenFiles
 
@@ -428,7 +427,7 @@ def _lay_out(content: _Content, division: _Division) -> _Layout:
     """Give every byte an owner among the new ranks, and a place in one of its files."""
     held = [*_hold_tensors(content.outputs, division), *_hold_objects(content.objects, division)]
     shards = [each.shard for each in held]
-    described = describe(shards)
+    described = shard_table(shards)
     table = _held_by(merge_tables([described]), [each.ranks for each in held])
     manifest = manifest_of_keys(table, {})
     manifest.aliases.update(content.aliases)

@@ -8,7 +8,6 @@ pass through here: see `_io`.
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import errno
 import os
 import re
@@ -19,10 +18,9 @@ from collections.abc import Callable, Iterator
 
 import numpy as np
 
+from distckpt._base.libc import swap_names
 from distckpt._storage import object_store
 
-_AT_FDCWD = -100
-_RENAME_EXCHANGE = 2
 _MAX_NAME_BYTES = 255
 _BROKEN_URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/(?:[^/]|/*$)")
 _SCHEME = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
@@ -422,10 +420,10 @@ def exchange(first: str, second: str, durable: bool = True) -> bool:
 
     Returns False where the file system cannot.
     """
-    if not _exchange(first, second):
+    if not swap_names(first, second):
         return False
     if durable:
-        with undone_by(lambda: _exchange(first, second)):
+        with undone_by(lambda: swap_names(first, second)):
             sync_directory(os.path.dirname(first))
     return True
 
@@ -439,17 +437,3 @@ def undone_by(undo: Callable[[], object]) -> Iterator[None]:
         with contextlib.suppress(OSError):
             undo()
         raise
-
-
-def _exchange(first: str, second: str) -> bool:
-    libc = ctypes.CDLL(None, use_errno=True)
-    renameat2 = getattr(libc, "renameat2", None)
-    if renameat2 is None:
-        return False
-    paths = (os.fsencode(first), os.fsencode(second))
-    if renameat2(_AT_FDCWD, paths[0], _AT_FDCWD, paths[1], _RENAME_EXCHANGE) != 0:
-        code = ctypes.get_errno()
-        if code in (errno.EINVAL, errno.ENOSYS, errno.ENOTSUP):
-            return False
-        raise OSError(code, os.strerror(code), first, None, second)
-    return True
