@@ -25,6 +25,7 @@ if TYPE_CHECKING:
         UnsupportedObjectError,
     )
     from distckpt._base.options import ExportOptions, LoadOptions, SaveOptions
+    from distckpt._base.reports import LoadReport, SaveReport
     from distckpt._format.codec import UnknownObject, register_object_type
     from distckpt._manager.manager import (
         CheckpointInfo,
@@ -51,7 +52,6 @@ if TYPE_CHECKING:
     from distckpt._operations.reshard import ReshardReport, reshard
     from distckpt._operations.save import save
     from distckpt._operations.verify import VerifyReport, verify
-    from distckpt._ranks.report import LoadReport, SaveReport
 
 if _sys.platform == "win32":
     raise ImportError(
@@ -149,8 +149,8 @@ _HOMES = {
     "save": "_operations.save",
     "VerifyReport": "_operations.verify",
     "verify": "_operations.verify",
-    "LoadReport": "_ranks.report",
-    "SaveReport": "_ranks.report",
+    "LoadReport": "_base.reports",
+    "SaveReport": "_base.reports",
 }
 """The module that defines each public name, imported when the name is first used."""
 

@@ -25,7 +25,8 @@ from distckpt._cli.plain import plain
 from distckpt._cli.tensor_index import Selection, parse_index
 from distckpt._format import codec
 from distckpt._format.stored_checkpoint import StoredCheckpoint
-from distckpt._geometry.region import Region, cut_region
+from distckpt._geometry.region import Region
+from distckpt._geometry.units import cut_region
 from distckpt._ranks.collectives import Ranks
 from distckpt._state.common_state import COMMON_KEY
 from distckpt._storage import locations

@@ -10,7 +10,8 @@ import torch
 
 from distckpt._base.dtypes import FROM_NAME
 from distckpt._base.errors import CheckpointingException
-from distckpt._geometry.region import Region, cut_region, intersect, whole
+from distckpt._geometry.region import Region, intersect, whole
+from distckpt._geometry.units import cut_region
 from distckpt._io.tensor_source import TensorSource, Wanted
 from distckpt._plan.export import OutputTensor
 from distckpt._plan.quantize import EncodedPart

@@ -13,11 +13,12 @@ from distckpt._base.errors import LoadMismatchError
 from distckpt._base.memory import Bytes, bounce_buffer
 from distckpt._base.threads import NUM_THREADS, UNIT_BYTES
 from distckpt._format import safetensors_file
-from distckpt._geometry.region import cut_region, flat_range_regions, whole
+from distckpt._geometry.region import flat_range_regions, whole
+from distckpt._geometry.units import Span, cut_region, units_of
 from distckpt._io.casts import are_finite, cast_and_count
 from distckpt._io.read import read_chunks_into
 from distckpt._io.tensor_source import TensorSource, Wanted
-from distckpt._io.write import Fill, NewFile, Span, WriteSettings, units_of, write_files
+from distckpt._io.write import Fill, NewFile, WriteSettings, write_files
 from distckpt._plan.export import OutputFile, OutputTensor
 from distckpt._quantization.numbers import scratch
 

@@ -13,7 +13,7 @@ from distckpt._base.errors import CheckpointingException
 from distckpt._base.memory import bounce_buffer
 from distckpt._base.threads import UNIT_BYTES
 from distckpt._format.stored_checkpoint import StoredCheckpoint
-from distckpt._geometry.region import cut_region
+from distckpt._geometry.units import cut_region
 from distckpt._io.casts import round_once
 from distckpt._io.read_values import read_values
 from distckpt._io.tensor_source import TensorSource

@@ -13,8 +13,7 @@ from distckpt._base.options import ExportOptions, with_changes
 from distckpt._operations.export_plan import ExportPlan, plan_export, stored_source
 from distckpt._operations.export_request import check_options, check_request, open_sources
 from distckpt._operations.export_write import ExportReport, write_and_commit
-from distckpt._ranks.collectives import Ranks
-from distckpt._ranks.report import PhaseTimer
+from distckpt._ranks.collectives import PhaseTimer, Ranks
 from distckpt._storage import locations
 
 

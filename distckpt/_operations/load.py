@@ -15,6 +15,7 @@ from distckpt._base.interrupts import operation
 from distckpt._base.memory import paused_garbage_collection
 from distckpt._base.messages import did_you_mean
 from distckpt._base.options import LoadOptions, with_changes
+from distckpt._base.reports import LoadReport
 from distckpt._checkpoint.consistent_read import read_attempts
 from distckpt._checkpoint.opening import find_checkpoint
 from distckpt._format.codec import HOLE
@@ -29,8 +30,7 @@ from distckpt._operations.load_request import (
     describe_targets,
 )
 from distckpt._operations.shard_source import ShardSource
-from distckpt._ranks.collectives import Ranks
-from distckpt._ranks.report import LoadReport, PhaseTimer
+from distckpt._ranks.collectives import PhaseTimer, Ranks
 from distckpt._rules.rules import Rule
 from distckpt._state import flatten
 from distckpt._state.common_state import COMMON_KEY

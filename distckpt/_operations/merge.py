@@ -21,8 +21,7 @@ from distckpt._operations.export_plan import plan_export
 from distckpt._operations.export_request import check_request, open_sources
 from distckpt._operations.export_write import ExportReport, write_and_commit
 from distckpt._plan.merged import merged
-from distckpt._ranks.collectives import Ranks
-from distckpt._ranks.report import PhaseTimer
+from distckpt._ranks.collectives import PhaseTimer, Ranks
 from distckpt._storage import locations
 
 

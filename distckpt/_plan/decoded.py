@@ -17,7 +17,8 @@ import torch
 from distckpt._base.dtypes import FROM_NAME
 from distckpt._format.manifest import OBJECT, ChunkTable, Manifest
 from distckpt._format.stored_checkpoint import StoredCheckpoint
-from distckpt._geometry.region import Region, cut_region
+from distckpt._geometry.region import Region
+from distckpt._geometry.units import cut_region
 from distckpt._plan.codes import AS_STORED
 from distckpt._plan.load import Copy, Request, plan_load
 from distckpt._quantization.detect import find_quantized

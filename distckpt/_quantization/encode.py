@@ -8,7 +8,8 @@ from collections.abc import Iterator
 import torch
 
 from distckpt._base.dtypes import FROM_NAME
-from distckpt._geometry.region import Region, cut_region, whole
+from distckpt._geometry.region import Region, whole
+from distckpt._geometry.units import cut_region
 from distckpt._quantization.numbers import NUMBERS, pack_exponents, unpack_exponents
 from distckpt._quantization.quantized import (
     E8M0,
