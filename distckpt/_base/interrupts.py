@@ -123,7 +123,7 @@ def hold(lock: threading.Lock) -> None:
     of.
     """
     locks = getattr(_thread, "locks", None)
-    if locks is not None and lock not in locks:
+    if locks is not None and _names() and lock not in locks:
         lock.acquire()
         locks.append(lock)
 
