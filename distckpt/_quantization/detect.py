@@ -106,11 +106,14 @@ def _find(
     names = {"codes": key, **{role: stem + ending for role, ending in naming.others.items()}}
     parts = {role: _part(name, tensors[name]) for role, name in names.items() if name in tensors}
     quantized = _describe(parts, settings)
-    if quantized is None:
-        return None
+    return quantized and replace(quantized, companions=_companions(key, tensors))
+
+
+def _companions(key: str, tensors: Collection[str]) -> tuple[str, ...]:
+    """Return the keys of the scales of activations in the module of codes."""
     module = key.rpartition(".")[0]
-    of_activations = [f"{module}.{each}" for each in _OF_ACTIVATIONS]
-    return replace(quantized, companions=tuple(n for n in of_activations if n in tensors))
+    names = [f"{module}.{each}" for each in _OF_ACTIVATIONS]
+    return tuple(name for name in names if name in tensors)
 
 
 def _is_unknown(key: str, stem: str, tensors: Collection[str]) -> bool:
