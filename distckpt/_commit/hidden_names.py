@@ -49,6 +49,14 @@ def nonce_of(directory: str) -> str:
     return hidden.nonce
 
 
+def target_of(directory: str) -> str:
+    """Return the output that a directory is beside, which `beside` has named."""
+    parent, name = locations.split(directory)
+    hidden = parse(name)
+    assert hidden is not None, directory
+    return locations.join(parent, hidden.name)
+
+
 def left_beside(location: str, kind: Kind) -> list[str]:
     """Return the directories of a kind that are beside a local output."""
     parent, name = locations.split(location)

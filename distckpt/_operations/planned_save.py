@@ -8,9 +8,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from distckpt._base.errors import CheckpointingException
 from distckpt._base.messages import check_num_bytes
 from distckpt._base.options import SaveOptions
 from distckpt._base.reports import SaveReport
+from distckpt._checkpoint.consistent_read import marker_of
 from distckpt._commit import posix
 from distckpt._commit.output import OutputSettings, new_output
 from distckpt._format.marker import CheckpointingConfig
@@ -84,8 +86,15 @@ def check_seconds(name: str, seconds: object) -> None:
 
 @dataclass(frozen=True)
 class PlannedSave:
-    """A save of which everything is decided, on all ranks, and nothing written; `config` names the
-    format.
+    """A save of which everything is decided, on all ranks, and nothing written.
+
+    Attributes:
+        location: where it is to appear.
+        request: of the caller.
+        config: names the format.
+        prepared: writes it.
+        timer: of the call.
+        source: marker of the checkpoint that it is made of, where it takes the place of that one.
     """
 
     location: str
@@ -93,6 +102,7 @@ class PlannedSave:
     config: CheckpointingConfig
     prepared: PreparedSave
     timer: PhaseTimer
+    source: Mapping[str, Any] | None = None
 
 
 def write_and_commit(ranks: Ranks, save: PlannedSave) -> SaveReport:
@@ -110,9 +120,19 @@ def write_and_commit(ranks: Ranks, save: PlannedSave) -> SaveReport:
                 output.sync()
         with timer.phase("commit"), ranks.phase("commit", decision=True):
             if ranks.is_coordinator:
+                _check_source(save)
                 marker = {**save.request.notes, **(own_fields or {}), **asdict(save.config)}
                 output.commit(marker, prepared.written)
     return _report(ranks, save)
+
+
+def _check_source(save: PlannedSave) -> None:
+    """Refuse to replace another checkpoint than the one that this one is made of."""
+    if save.source is not None and marker_of(save.location) != save.source:
+        raise CheckpointingException(
+            f"{save.location!r} was overwritten or removed while it was read: that stays as it is. "
+            "Try again."
+        )
 
 
 def _output_settings(save: PlannedSave) -> OutputSettings:
