@@ -25,6 +25,7 @@ if TYPE_CHECKING:
         UnsupportedObjectError,
     )
     from distckpt._base.options import ExportOptions, LoadOptions, SaveOptions
+    from distckpt._base.reports import LoadReport, SaveReport
     from distckpt._format.codec import UnknownObject, register_object_type
     from distckpt._manager.manager import (
         CheckpointInfo,
@@ -43,14 +44,14 @@ if TYPE_CHECKING:
     from distckpt._operations.async_save import async_save, reserve_staging_memory
     from distckpt._operations.background_save import SaveHandle, release_staging_memory
     from distckpt._operations.checkpoint import Checkpoint, TensorInfo, open
-    from distckpt._operations.consolidate import ExportReport, consolidate
+    from distckpt._operations.consolidate import consolidate
     from distckpt._operations.diff import DiffReport, diff
+    from distckpt._operations.export_write import ExportReport
     from distckpt._operations.load import load
     from distckpt._operations.merge import merge
     from distckpt._operations.reshard import ReshardReport, reshard
     from distckpt._operations.save import save
     from distckpt._operations.verify import VerifyReport, verify
-    from distckpt._ranks.report import LoadReport, SaveReport
 
 if _sys.platform == "win32":
     raise ImportError(
@@ -137,7 +138,7 @@ _HOMES = {
     "Checkpoint": "_operations.checkpoint",
     "TensorInfo": "_operations.checkpoint",
     "open": "_operations.checkpoint",
-    "ExportReport": "_operations.consolidate",
+    "ExportReport": "_operations.export_write",
     "consolidate": "_operations.consolidate",
     "DiffReport": "_operations.diff",
     "diff": "_operations.diff",
@@ -148,8 +149,8 @@ _HOMES = {
     "save": "_operations.save",
     "VerifyReport": "_operations.verify",
     "verify": "_operations.verify",
-    "LoadReport": "_ranks.report",
-    "SaveReport": "_ranks.report",
+    "LoadReport": "_base.reports",
+    "SaveReport": "_base.reports",
 }
 """The module that defines each public name, imported when the name is first used."""
 

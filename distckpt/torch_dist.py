@@ -7,19 +7,13 @@ ranks wrote them:
     state = distckpt.load({"model": model.sharded_state_dict()}, "megatron/iter_0001000")
     distckpt.consolidate("fsdp/step_1000", "exported")
 
-Nothing in their pickles is ever run: see `docs/migrating-from-megatron.md`. `convert` makes
-distckpt checkpoints of them, which have checksums and open faster; `export` is the way back.
+Nothing in their pickles is ever run: see `docs/migrating-from-megatron.md`. `distckpt.reshard`
+makes distckpt checkpoints of them, which have checksums and open faster; `export` is the way back.
 """
 
 from distckpt._base.public import set_public_home
-from distckpt._operations.torch_dist import (
-    convert,
-    export,
-)
+from distckpt._operations.torch_dist import export
 
-__all__ = [
-    "convert",
-    "export",
-]
+__all__ = ["export"]
 
 set_public_home(globals())

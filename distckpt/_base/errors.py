@@ -2,39 +2,25 @@
 
 from __future__ import annotations
 
-import contextlib
 import sys
 from collections.abc import Iterable, Mapping
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 _MAX_LISTED_RANKS = 8
-_MEGATRON = "megatron.core.dist_checkpointing.core"
 
-_Error = TypeVar("_Error", bound="CheckpointingException")
-
-
-class _Base(Exception):
-    """What `CheckpointingException` is derived from: a class of the layout of Megatron's, which can
-    take its place.
-    """
+if TYPE_CHECKING:
+    _Base = Exception
+else:
+    _megatron = sys.modules.get("megatron.core.dist_checkpointing.core")
+    _Base = getattr(_megatron, "CheckpointingException", Exception)
 
 
 class CheckpointingException(_Base):
     """Base class of the errors of distckpt.
 
-    Where Megatron Core is imported, it is derived from that package's class of the same name, so
-    that programs that catch one catch the other.
+    Programs that import Megatron Core before distckpt can catch it as that package's class of the
+    same name.
     """
-
-    def __new__(cls: type[_Error], *args: Any, **kwargs: Any) -> _Error:
-        theirs: Any = getattr(
-            sys.modules.get(_MEGATRON), "CheckpointingException", CheckpointingException
-        )
-        # The module may be another name for distckpt's own.
-        if CheckpointingException.__bases__ == (_Base,) and theirs is not CheckpointingException:
-            with contextlib.suppress(TypeError):  # Not a class, or not one of this layout.
-                CheckpointingException.__bases__ = (theirs,)
-        return super().__new__(cls, *args, **kwargs)
 
 
 class InvalidShardingError(CheckpointingException, ValueError):

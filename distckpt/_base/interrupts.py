@@ -1,10 +1,10 @@
 """What interrupts an operation: signals, and calls in the middle of it.
 
 Python runs the handlers of signals between any two instructions of the main thread. An exception
-that one raised there, such as KeyboardInterrupt, could leave this rank outside of an exchange that
-the others wait in. So while several ranks work together, handlers run at points at which all ranks
-learn of their exceptions: at the ends of phases, and where threads move bytes within one. A call
-that a handler makes would find the operation in the middle of its work: refused.
+raised there, such as KeyboardInterrupt, could take this rank out of an exchange in which the others
+wait. So while several ranks work together, handlers run only where all ranks learn of their
+exceptions: at the ends of phases, and while threads move bytes within a phase. A call that a
+handler makes would find the operation in the middle of its work, so it is refused.
 """
 
 from __future__ import annotations
@@ -15,14 +15,15 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 from types import FrameType
-from typing import Any, ParamSpec, TypeAlias, TypeVar
+from typing import ParamSpec, TypeAlias, TypeVar
 
 from distckpt._base.errors import CheckpointingException
 
 INSISTING_SECONDS = 1.0
-"""A signal that comes again after so long is handled at once. Launchers pass on what the terminal
-has sent already.
+"""A signal that comes again after this time is handled at once. Sooner ones do not count: launchers
+pass on what the terminal has already sent.
 """
 
 _SIGNALS = tuple(signal.valid_signals())
@@ -45,31 +46,32 @@ _thread = threading.local()
 
 
 def operation(function: Callable[_Parameters, _Result]) -> Callable[_Parameters, _Result]:
-    """Make a function an operation: it cannot be called in the middle of another one in the same
+    """Make a function an operation, which cannot be called in the middle of another one in the same
     thread.
 
-    Operations of this package are made of each other nevertheless. With `defer_signals` in it,
-    handlers of signals wait for `run_handlers`, or for its end.
+    Operations of this package may nevertheless consist of others. After `defer_signals` in an
+    operation, the handlers of signals wait for `run_handlers`, or for its end.
     """
 
     @functools.wraps(function)
     def call(*args: _Parameters.args, **kwargs: _Parameters.kwargs) -> _Result:
+        name, work = function.__qualname__, [partial(function, *args, **kwargs)]
         running = running_operation()
         if running is not None:
             if not _is_own_call(sys._getframe(1)):
                 raise CheckpointingException(
-                    f"{function.__qualname__} was called in the middle of {running}, in the same "
-                    "thread: by a signal handler, or by a callback. Let it set a flag, and call "
-                    "when the other call has returned; see distckpt.PreemptionGuard for signals."
+                    f"{name} was called in the middle of {running}, in the same thread: by a "
+                    "signal handler, or by a callback. Let it set a flag, and call when the other "
+                    "call has returned; see distckpt.PreemptionGuard for signals."
                 )
-            return run_operation(function.__qualname__, function, *args, **kwargs)
+            return run_operation(name, work)
         # A signal handler may have come just before the first step of another call, or just after
         # its last one: what that one holds, or is going to hold, stays.
         is_first = not hasattr(_thread, "locks")
         locks: list[threading.Lock] = _thread.__dict__.setdefault("locks", [])
         num_held = len(locks)
         try:
-            return run_operation(function.__qualname__, function, *args, **kwargs)
+            return run_operation(name, work)
         finally:
             while len(locks) > num_held:
                 locks.pop().release()
@@ -81,26 +83,20 @@ def operation(function: Callable[_Parameters, _Result]) -> Callable[_Parameters,
     return call
 
 
-def run_operation(
-    name: str, function: Callable[..., _Result], /, *args: Any, **kwargs: Any
-) -> _Result:
-    """Call a function. What it calls finds the name on the stack, whatever exceptions a signal
-    handler raises.
+def run_operation(name: str, work: list[partial[_Result]]) -> _Result:
+    """Call the one function in a list. What it calls finds the name on the stack, whatever
+    exceptions a signal handler raises.
     """
-    return _run_named(name, [functools.partial(function, *args, **kwargs)])
-
-
-def _run_named(name: str, work: list[Callable[[], _Result]]) -> _Result:
-    # Before Python 3.13, what is in a frame when somebody looks at its variables stays as long as a
-    # traceback has it.
+    # It leaves the list: before Python 3.13, what is in a frame when somebody looks at its
+    # variables stays as long as a traceback has the frame.
     return work.pop()()
 
 
 def _is_own_call(caller: FrameType | None) -> bool:
-    """Tell whether nothing but this package lies between a caller and the operation it is in the
+    """Tell whether only this package lies between a caller and the operation that it is in the
     middle of.
     """
-    while caller is not None and caller.f_code is not _run_named.__code__:
+    while caller is not None and caller.f_code is not run_operation.__code__:
         if not f"{caller.f_globals.get('__name__')}.".startswith(("distckpt.", "contextlib.")):
             return False
         caller = caller.f_back
@@ -108,13 +104,13 @@ def _is_own_call(caller: FrameType | None) -> bool:
 
 
 def running_operation() -> str | None:
-    """Return the name of the operation that this thread is in the middle of, None when there is
+    """Return the name of the operation that this thread is in the middle of; None if there is
     none.
     """
     frame: FrameType | None = sys._getframe(1)
     name = None
     while frame is not None:
-        if frame.f_code is _run_named.__code__:
+        if frame.f_code is run_operation.__code__:
             name = str(frame.f_locals["name"])
         frame = frame.f_back
     return name
@@ -154,7 +150,7 @@ def run_handlers() -> None:
 
 
 def is_forced() -> bool:
-    """Return whether a signal that came again has ended what this thread was doing, wherever that
+    """Tell whether a signal that came again has ended what this thread was doing, wherever it
     was.
     """
     return _is_forced and _is_main_thread()

@@ -1,29 +1,29 @@
-"""Host memory: tensors as bytes, scratch buffers, and how much is left."""
+"""Memory: the bytes of tensors, scratch memory, and copies between it and accelerators.
+
+Copies run beside what an accelerator is computing. Every thread that moves bytes has page-locked
+memory and a stream of its own, so one thread's copy runs while another one's bytes are written or
+read.
+"""
 
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import gc
 import math
-import mmap
-import os
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from distckpt._base.device import DeviceLayer
+from distckpt._base.libc import ALIGNMENT, ask_for_huge_pages
 from distckpt._base.threads import UNIT_BYTES
 
-ALIGNMENT = 4096
-"""Direct I/O needs addresses, positions and lengths in multiples of this."""
-
 HUGE_PAGE_BYTES = 2 << 20
-"""Scratch memory begins at a multiple of this: a disk is faster where one of its requests is few
-pages.
+"""Scratch memory begins at a multiple of this: a disk is faster if one of its requests consists of
+few pages.
 """
 
 Bytes = npt.NDArray[np.uint8]
@@ -33,12 +33,13 @@ _local = threading.local()
 
 def tensor_bytes(tensor: torch.Tensor) -> Bytes:
     """View the memory of a contiguous CPU tensor as bytes."""
-    return run_bytes(tensor, 0) if tensor.numel() else np.empty(0, np.uint8)
+    num_bytes = tensor.nbytes
+    return np.asarray(_Memory(tensor, (num_bytes,), (1,))) if num_bytes else np.empty(0, np.uint8)
 
 
 def run_bytes(tensor: torch.Tensor, num_outer: int) -> Bytes:
-    """View the memory of a CPU tensor as bytes, contiguous behind its first `num_outer` axes, which
-    the result has.
+    """View the memory of a CPU tensor as bytes. It is contiguous behind its first `num_outer` axes,
+    which the result has.
     """
     num_bytes = math.prod(tensor.shape[num_outer:]) * tensor.itemsize
     strides = (*(step * tensor.itemsize for step in tensor.stride()[:num_outer]), 1)
@@ -53,21 +54,20 @@ class _Memory:
     def __init__(self, tensor: torch.Tensor, shape: Sequence[int], strides: Sequence[int]) -> None:
         self._tensor = tensor
         self.__array_interface__ = {
-            "shape": shape, "strides": strides, "typestr": "|u1", "data": (tensor.data_ptr(), False), "version": 3
-        }  # fmt: skip
+            "shape": shape,
+            "strides": strides,
+            "typestr": "|u1",
+            "data": (tensor.data_ptr(), False),
+            "version": 3,
+        }
 
 
 def in_huge_pages(tensor: torch.Tensor) -> torch.Tensor:
     """Return a new tensor after asking for huge pages for its memory, which is filled three times
     as fast then.
     """
-    if tensor.is_cpu and tensor.nbytes >= 2 * HUGE_PAGE_BYTES and hasattr(mmap, "MADV_HUGEPAGE"):
-        # From page to page, as numpy does: tensors beside each other remain one mapping.
-        start = tensor.data_ptr() // mmap.PAGESIZE * mmap.PAGESIZE
-        length = tensor.data_ptr() + tensor.nbytes - start
-        ctypes.CDLL(None).madvise(
-            ctypes.c_void_p(start), ctypes.c_size_t(length), mmap.MADV_HUGEPAGE
-        )
+    if tensor.is_cpu and tensor.nbytes >= 2 * HUGE_PAGE_BYTES:
+        ask_for_huge_pages(tensor.data_ptr(), tensor.nbytes)
     return tensor
 
 
@@ -82,10 +82,9 @@ def may_overlap(tensor: torch.Tensor) -> bool:
     """
     if tensor.is_contiguous():
         return False
+    strides = zip(tensor.stride(), tensor.shape, strict=True)
     reach = 0
-    for stride, size in sorted(
-        (stride, n) for stride, n in zip(tensor.stride(), tensor.shape, strict=True) if n > 1
-    ):
+    for stride, size in sorted(pair for pair in strides if pair[1] > 1):
         if stride <= reach:
             return True
         reach += stride * (size - 1)
@@ -102,12 +101,11 @@ def bounce_buffer(purpose: str, num_bytes: int, device: DeviceLayer | None = Non
     buffer: Bytes | None = getattr(_local, purpose, None)
     if buffer is None or len(buffer) < num_bytes:
         size, alignment = max(num_bytes, UNIT_BYTES), ALIGNMENT if device else HUGE_PAGE_BYTES
-        # numpy asks for huge pages. What is skipped at the beginning takes no memory.
-        memory = (
-            device.pinned_memory(size + alignment).numpy()
-            if device
-            else np.empty(size + alignment, np.uint8)
-        )
+        if device:
+            memory: Bytes = device.pinned_memory(size + alignment).numpy()
+        else:
+            # numpy asks for huge pages. What is skipped at the beginning takes no memory.
+            memory = np.empty(size + alignment, np.uint8)
         buffer = memory[-memory.ctypes.data % alignment :]
         setattr(_local, purpose, buffer)
     return buffer[:num_bytes]
@@ -129,65 +127,123 @@ def paused_garbage_collection() -> Iterator[None]:
             gc.enable()
 
 
-def estimate_available_memory(*, proc: str = "/proc", cgroups: str = "/sys/fs/cgroup") -> int:
-    """Estimate how many bytes of host memory this process can still take without swapping or being
-    killed.
+# --- Accelerators ---------------------------------------------------------------------------------
 
-    The smaller of what the machine has available and what the memory limits of this process's
-    control groups (of containers and batch jobs; version 1 and 2) leave. File cache that the kernel
-    drops on demand counts as available.
 
-    Args:
-        proc: directory of the proc file system.
-        cgroups: directory of the control groups.
+class DeviceLayer:
+    """The operations of a device that moving bytes takes, for every kind that torch has streams for:
+    cuda, xpu, ...
     """
-    free = [*_machine_memory(proc), *_cgroup_memory(proc, cgroups)]
-    if not free:
-        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    return max(0, min(free))
+
+    def __init__(self, device: torch.device) -> None:
+        self._module = torch.get_device_module(device)
+        self._device = device
+        self._local = threading.local()
+        self._idle_streams: list[Any] = []
+
+    def pinned_memory(self, num_bytes: int) -> torch.Tensor:
+        """Return new page-locked uint8 memory, which the device reaches by itself."""
+        return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
+
+    def mark(self) -> Any:
+        """Mark the work that the calling thread has queued on the device so far."""
+        with self._module.device(self._device):
+            event = self._module.Event()
+            event.record(self._module.current_stream(self._device))
+        return event
+
+    def wait_for_queued(self) -> None:
+        """Return when the work is done that the calling thread has queued on the device so far."""
+        self.mark().synchronize()
+
+    def copy(self, target: torch.Tensor, source: torch.Tensor, after: Any) -> None:
+        """Queue a copy behind the work that was marked, on a stream of this thread; it is done when
+        `wait` returns.
+        """
+        own = self._local.__dict__
+        if "stream" not in own:
+            own["stream"], own["sources"] = self._take_stream(), []
+        own["stream"].wait_event(after)
+        # The device first: else leaving the stream would make device 0 the current one, and start a
+        # context on it.
+        with self._module.device(self._device), self._module.stream(own["stream"]):
+            # Not by copy_: in host memory it would conjugate before the bytes have come, and let go
+            # of what is made contiguous before the device has read it.
+            source = source.resolve_conj().resolve_neg().contiguous()
+            own["sources"].append(source)
+            target.copy_(source, non_blocking=True)
+
+    def wait(self) -> None:
+        """Return when all copies of this thread are done."""
+        own = self._local.__dict__
+        stream = own.pop("stream", None)
+        if stream is not None:
+            # Not `stream.synchronize`: a program that looks for its own by `set_sync_debug_mode`
+            # would find this.
+            stream.record_event().synchronize()
+            del own["sources"]
+            self._idle_streams.append(stream)
+
+    def _take_stream(self) -> Any:
+        # Of an earlier thread, since the memory that torch allocates for copies on a stream stays
+        # with the stream.
+        try:
+            return self._idle_streams.pop()
+        except IndexError:
+            return self._module.Stream(device=self._device)
 
 
-def _machine_memory(proc: str) -> Iterator[int]:
-    for line in _lines(os.path.join(proc, "meminfo")):
-        name, _, value = line.partition(":")
-        if name == "MemAvailable":
-            yield int(value.split()[0]) * 1024
+_layers: dict[torch.device, DeviceLayer] = {}
 
 
-def _cgroup_memory(proc: str, cgroups: str) -> Iterator[int]:
-    """Yield what each memory limit that applies leaves: a process is also bound by those of the
-    groups around its.
+def layer_of(tensor: torch.Tensor) -> DeviceLayer | None:
+    """Return the device that a tensor is on; None when it is in host memory."""
+    if tensor.device.type == "cpu":
+        return None
+    return _layers.setdefault(tensor.device, DeviceLayer(tensor.device))
+
+
+class Copier:
+    """Copies between host memory and the devices that some tensors are on.
+
+    Make it in the thread that computes: work that it has queued on a device is done before bytes
+    are copied.
+
+    Attributes:
+        layer: the device that provides page-locked memory; None if all tensors are in host memory.
     """
-    for line in _lines(os.path.join(proc, "self", "cgroup")):
-        _, controllers, path = line.split(":", 2)
-        if not controllers:
-            for root in (cgroups, os.path.join(cgroups, "unified")):
-                yield from _memory_upward(
-                    root, path, "memory.max", "memory.current", "inactive_file"
-                )
-        elif "memory" in controllers.split(","):
-            root = os.path.join(cgroups, "memory")
-            names = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
-            yield from _memory_upward(root, path, *names)
 
+    def __init__(self, tensors: Iterable[torch.Tensor]) -> None:
+        one_of_each = {tensor.device: tensor for tensor in tensors}
+        layers = {device: layer_of(tensor) for device, tensor in one_of_each.items()}
+        self._layers = {device: layer for device, layer in layers.items() if layer is not None}
+        self._marks = {device: layer.mark() for device, layer in self._layers.items()}
+        self.layer = next(iter(self._layers.values()), None)
 
-def _memory_upward(
-    root: str, path: str, limit_name: str, usage_name: str, cache_name: str
-) -> Iterator[int]:
-    # In a container the root may be the group itself, and the path one that is seen outside only.
-    parts = [part for part in path.split("/") if part not in ("", "..")]
-    for depth in range(len(parts), -1, -1):
-        group = os.path.join(root, *parts[:depth])
-        limit = "".join(_lines(os.path.join(group, limit_name)))
-        usage = "".join(_lines(os.path.join(group, usage_name)))
-        if limit.isdigit() and usage.isdigit():
-            stat = dict(line.split(" ", 1) for line in _lines(os.path.join(group, "memory.stat")))
-            yield int(limit) - int(usage) + int(stat.get(cache_name, 0))
+    def is_away(self, tensor: torch.Tensor) -> bool:
+        """Tell whether a tensor is not in host memory."""
+        return self.layer is not None and tensor.device in self._layers
 
+    def is_plain(self, tensor: torch.Tensor) -> bool:
+        """Tell whether the values of a tensor are exactly its bytes in host memory, in row-major
+        order.
+        """
+        return is_plain_memory(tensor) and not self.is_away(tensor)
 
-def _lines(path: str) -> Sequence[str]:
-    try:
-        with open(path, encoding="ascii", errors="replace") as file:
-            return file.read().splitlines()
-    except OSError:
-        return ()
+    def wait_for_queued(self) -> None:
+        """Return when the work is done that the calling thread has queued on the devices so far."""
+        for layer in self._layers.values():
+            layer.wait_for_queued()
+
+    def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        """Copy values; between host and device this is done only when `wait` returns."""
+        for device in (source.device, target.device):
+            if device in self._layers:
+                self._layers[device].copy(target, source, self._marks[device])
+                return
+        target.copy_(source)
+
+    def wait(self) -> None:
+        """Return when all copies of this thread are done."""
+        for layer in self._layers.values():
+            layer.wait()

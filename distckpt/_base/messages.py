@@ -155,7 +155,7 @@ def check_num_bytes(name: str, value: object) -> None:
         raise TypeError(f"{name} is a number of bytes, got {value!r}")
 
 
-def check_choice(name: str, value: str, choices: Sequence[str]) -> None:
+def check_choice(name: str, value: object, choices: Sequence[object]) -> None:
     """Raise ValueError when an argument is none of its choices."""
     if value not in choices:
         raise ValueError(

@@ -5,14 +5,13 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
+from functools import partial
 from typing import Any, TypeVar
 
 from distckpt._base.interrupts import run_handlers, run_operation, running_operation
 
 UNIT_BYTES = 8 << 20
 """One thread moves this much at a time; bounce buffers have this size."""
-MAX_BUFFERS = 512
-"""Buffers per vectored call, below every system's IOV_MAX."""
 NUM_THREADS = max(2, min(4, os.cpu_count() or 1))
 """Enough to keep a disk busy while bytes are hashed; more threads than cores would only take
 turns.
@@ -20,22 +19,22 @@ turns.
 DEFAULT_INFLIGHT_BYTES = 256 << 20
 """Memory for data that is being moved, unless the caller says otherwise."""
 NUM_DIRECT_THREADS = 4
-"""So many read past the page cache: they wait for the disk, which is faster the more it is asked
-for at once.
+"""That read past the page cache: they wait for the disk, which is faster the more it is asked for
+at once.
 """
 NUM_REQUESTS = 10
 """Requests to an object store at the same time: they wait for the network, not for a processor."""
 SIGNAL_SECONDS = 0.2
-"""How long the handler of a signal may wait while threads work."""
+"""How long the handler of a signal may have to wait while threads work."""
 
 _Item = TypeVar("_Item")
 
 
 class Pool(ThreadPoolExecutor):
-    """A pool in which the calling thread does the work that finds no new thread.
+    """A pool in which the calling thread does the work for which no thread can be started.
 
-    No thread starts beyond the limits on processes and memory, nor, in some versions of Python,
-    while the interpreter shuts down, when background saves still go on.
+    None starts beyond the limits on processes and memory, nor, in some versions of Python, while
+    the interpreter shuts down, when background saves still go on.
     """
 
     def submit(
@@ -56,7 +55,9 @@ class Pool(ThreadPoolExecutor):
             if not future.set_running_or_notify_cancel():
                 return
             try:
-                future.set_result(run_operation(operation, function, *arguments, **options))
+                future.set_result(
+                    run_operation(operation, [partial(function, *arguments, **options)])
+                )
             except BaseException as error:
                 # Without the frame of this function, which refers to the future.
                 future.set_exception(
@@ -126,7 +127,7 @@ def num_threads_within(max_inflight_bytes: int, num_threads: int = NUM_THREADS) 
 
 
 def num_requests_within(max_inflight_bytes: int) -> int:
-    """Return how many requests of an object store may be under way, each with the memory of three
+    """Return how many requests to an object store may be under way, each with the memory of three
     units.
     """
     return max(1, min(NUM_REQUESTS, max_inflight_bytes // (3 * UNIT_BYTES)))

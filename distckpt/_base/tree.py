@@ -1,38 +1,136 @@
-"""Pure functions over nested dicts and lists.
+"""Nested dicts, lists and tuples: walking through them, changing and comparing them.
 
-Dicts and lists (and their subclasses) are containers, which these functions walk through.
-Everything else is a leaf, tuples included. A *position* is the tuple of dict keys and list indices
-that leads to a leaf.
+A *position* is the tuple of dict keys and indices that leads to a value. Dicts, lists and tuples
+are containers, and everything else is a leaf. `is_container` arguments narrow that down.
+
+For the functions with Megatron's names, below, tuples are leaves too.
 """
 
 from __future__ import annotations
 
 import itertools
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 
-__all__ = [
-    "DiffResult",
-    "Position",
-    "dict_list_map_inplace",
-    "dict_list_map_outplace",
-    "dict_map",
-    "dict_map_with_key",
-    "diff",
-    "extract_matching_values",
-    "inspect_types",
-    "map_reduce",
-    "merge",
-    "nested_items_iter",
-    "nested_values",
-]
-
 Position = tuple[Any, ...]
 DiffResult = tuple[list[Any], list[Any], list[Any]]
+
+CONTAINERS = (dict, list, tuple)
+
+
+def is_container(node: object) -> bool:
+    """Tell whether a value is a dict, list or tuple, or of a class derived from them."""
+    return isinstance(node, CONTAINERS)
+
+
+def is_plain_container(node: object) -> bool:
+    """Tell whether a value is a dict, list or tuple itself."""
+    return type(node) in CONTAINERS
+
+
+def dotted(position: Position) -> str:
+    """Write a position as text, such as `model.layers.0.weight`."""
+    return ".".join(map(str, position))
+
+
+# --- Walking --------------------------------------------------------------------------------------
+
+
+def children_of(container: Any) -> Iterable[tuple[Any, Any]]:
+    """Return the values in a container with their keys or indices."""
+    return container.items() if isinstance(container, dict) else enumerate(container)
+
+
+def leaves(
+    tree: Any, is_container: Callable[[Any], bool] = is_container, position: Position = ()
+) -> Iterator[tuple[Position, Any]]:
+    """Yield the leaves with their positions, which begin with `position`."""
+    if not is_container(tree):
+        yield position, tree
+        return
+    for key, child in children_of(tree):
+        yield from leaves(child, is_container, (*position, key))
+
+
+def on_the_way(tree: Any, position: Position) -> Iterator[Any]:
+    """Yield the tree, and what is at each step towards a position, as far as there is something."""
+    yield tree
+    for key in position:
+        is_there = isinstance(tree, CONTAINERS) and (
+            key in tree if isinstance(tree, dict) else key in range(len(tree))
+        )
+        if not is_there:
+            return
+        tree = tree[key]
+        yield tree
+
+
+def at(tree: Any, position: Position, default: Any = None) -> Any:
+    """Return the value at a position, `default` if there is none."""
+    found = list(on_the_way(tree, position))
+    return found[-1] if len(found) > len(position) else default
+
+
+# --- Changing -------------------------------------------------------------------------------------
+
+
+def rebuilt(container: Any, children: Sequence[Any]) -> Any:
+    """Return a container with other children: a dict, a list, or a tuple of the same class.
+
+    An instance of another class (OrderedDict, torch.Size) is kept if its children are the same.
+    """
+    if not is_plain_container(container):
+        own = container.values() if isinstance(container, dict) else container
+        if all(old is new for old, new in zip(own, children, strict=True)):
+            return container
+    if isinstance(container, dict):
+        return dict(zip(container, children, strict=True))
+    if isinstance(container, list):
+        return list(children)
+    has_fields = hasattr(container, "_fields")
+    return type(container)(*children) if has_fields else tuple(children)
+
+
+def copied(tree: Any) -> Any:
+    """Copy the dicts and lists of a tree, but not its leaves."""
+    if isinstance(tree, dict):
+        return {key: copied(child) for key, child in tree.items()}
+    if isinstance(tree, list):
+        return [copied(child) for child in tree]
+    return rebuilt(tree, [copied(child) for child in tree]) if isinstance(tree, tuple) else tree
+
+
+def map_leaves(
+    function: Callable[[Position, Any], Any],
+    tree: Any,
+    is_container: Callable[[Any], bool] = is_container,
+    position: Position = (),
+) -> Any:
+    """Return a tree with `function(position, leaf)` in the place of each leaf, see `rebuilt`."""
+    if not is_container(tree):
+        return function(position, tree)
+    children = [
+        map_leaves(function, child, is_container, (*position, key))
+        for key, child in children_of(tree)
+    ]
+    return rebuilt(tree, children)
+
+
+def replaced(tree: Any, position: Position, value: Any) -> Any:
+    """Return a tree with another value at a position; the containers on the way are copied."""
+    if not position:
+        return value
+    first, *below = position
+    children = dict(children_of(tree))
+    children[first] = replaced(children[first], tuple(below), value)
+    return rebuilt(tree, list(children.values()))
+
+
+# --- Megatron's functions -------------------------------------------------------------------------
 
 
 def extract_matching_values(
@@ -56,52 +154,53 @@ def extract_matching_values(
         raise ValueError(f"expected a dict or a list at the top, got {type(x).__name__}")
     matching: dict[Any, Any] = {}
     other: dict[Any, Any] = {}
-    for key, value in x.items() if isinstance(x, dict) else enumerate(x):
-        if isinstance(value, dict | list) and (value or isinstance(x, dict)):
-            inner_matching, inner_other = extract_matching_values(
-                value, predicate, return_lists_as_dicts
-            )
-            if inner_matching:
-                matching[key] = inner_matching
-            if inner_other or not value:
-                other[key] = inner_other
-        else:
+    for key, value in children_of(x):
+        if not _is_split(value, x):
             (matching if predicate(value) else other)[key] = value
-    if isinstance(x, dict) or return_lists_as_dicts:
-        return matching, other
-    return list(matching.values()), list(other.values())
+            continue
+        below = extract_matching_values(value, predicate, return_lists_as_dicts)
+        if below[0]:
+            matching[key] = below[0]
+        if below[1] or not value:
+            other[key] = below[1]
+    if isinstance(x, list) and not return_lists_as_dicts:
+        return list(matching.values()), list(other.values())
+    return matching, other
+
+
+def _is_split(value: Any, container: dict[Any, Any] | list[Any]) -> bool:
+    return isinstance(value, dict | list) and (bool(value) or isinstance(container, dict))
 
 
 def diff(x1: Any, x2: Any, prefix: Position = ()) -> DiffResult:
     """Compare two nested values, and list where they differ.
 
-    Unlike above, tuples and numpy arrays are walked element by element here. Tensors are compared
-    by shape and value, whatever their dtype and device. Of two objects with a `replica_id` only
-    their `data` is compared. Equality is that of `!=`, so NaN differs from NaN.
+    Here tuples and numpy arrays are walked through as well. Tensors are compared by shape and
+    value, whatever their dtype and device. Of two objects with a `replica_id` only their `data` is
+    compared. Values are equal unless `!=` says otherwise, so NaN differs from NaN.
 
     Returns:
-        Three lists: the positions found only on the left, those found only on the right, and one
-            tuple per
-        differing leaf: (position, type on the left, type on the right), for tensors of one shape
-        followed by the number of differing elements, the shape and the indices of those elements,
-        for other tensors followed by both shapes. All are empty when the values are equal.
+        Three lists, all empty when the values are equal: the positions found only on the left,
+        those found only on the right, and one tuple per differing leaf, `(position, type on the
+        left, type on the right)`. For tensors of one shape it goes on with the number of differing
+        elements, the shape, and the indices of those elements; for other tensors with both shapes.
         Positions begin with `prefix`.
     """
     if isinstance(x1, dict) and isinstance(x2, dict):
-        only_left = [(*prefix, key) for key in x1 if key not in x2]
-        only_right = [(*prefix, key) for key in x2 if key not in x1]
-        return _diff_common(
-            only_left, only_right, [(key, x1[key], x2[key]) for key in x1 if key in x2], prefix
-        )
-    if type(x1) is type(x2) and _is_sequence(x1) and _is_sequence(x2):
-        return _diff_sequences(x1, x2, prefix)
-    if type(x1) is type(x2) and hasattr(x1, "replica_id") and hasattr(x2, "replica_id"):
-        return diff(x1.data, x2.data, (*prefix, type(x1)))
-    kinds = (prefix, type(x1), type(x2))
-    if isinstance(x1, torch.Tensor) and isinstance(x2, torch.Tensor):
-        details = _diff_tensors(x1, x2)
-        return [], [], [] if details is None else [kinds + details]
-    return [], [], [kinds] if _differ(x1, x2) else []
+        return _diff_dicts(x1, x2, prefix)
+    if type(x1) is type(x2):
+        if _is_sequence(x1) and _is_sequence(x2):
+            return _diff_sequences(x1, x2, prefix)
+        if hasattr(x1, "replica_id") and hasattr(x2, "replica_id"):
+            return diff(x1.data, x2.data, (*prefix, type(x1)))
+    return [], [], _diff_leaves(x1, x2, prefix)
+
+
+def _diff_dicts(x1: dict[Any, Any], x2: dict[Any, Any], prefix: Position) -> DiffResult:
+    only_left = [(*prefix, key) for key in x1 if key not in x2]
+    only_right = [(*prefix, key) for key in x2 if key not in x1]
+    common = [(key, x1[key], x2[key]) for key in x1 if key in x2]
+    return _diff_common(only_left, only_right, common, prefix)
 
 
 def _diff_common(
@@ -110,7 +209,7 @@ def _diff_common(
     common: Iterable[tuple[Any, Any, Any]],
     prefix: Position,
 ) -> DiffResult:
-    """Add the differences of values that both sides have, given as (key, left, right), to those
+    """Add the differences between values on both sides, given as (key, left, right), to those
     found before.
     """
     mismatch: list[Any] = []
@@ -132,6 +231,14 @@ def _diff_sequences(x1: Any, x2: Any, prefix: Position) -> DiffResult:
     only_left = [(*prefix, i) for i in range(len(x1) - 1, len(x2) - 1, -1)]
     only_right = [(*prefix, i) for i in range(len(x2) - 1, len(x1) - 1, -1)]
     return _diff_common(only_left, only_right, zip(itertools.count(), x1, x2, strict=False), prefix)
+
+
+def _diff_leaves(x1: Any, x2: Any, prefix: Position) -> list[tuple[Any, ...]]:
+    kinds = (prefix, type(x1), type(x2))
+    if isinstance(x1, torch.Tensor) and isinstance(x2, torch.Tensor):
+        details = _diff_tensors(x1, x2)
+        return [] if details is None else [kinds + details]
+    return [kinds] if _differ(x1, x2) else []
 
 
 def _diff_tensors(x1: torch.Tensor, x2: torch.Tensor) -> tuple[Any, ...] | None:
@@ -160,12 +267,12 @@ def _differ(x1: Any, x2: Any) -> bool:
 
 
 def inspect_types(x: Any, prefix: Position = (), indent: int = 4) -> None:
-    """Print the nesting of a value, with the type of each leaf, `indent` spaces further for each
-    item of `prefix`.
+    """Print the nesting of a value and the types of its leaves, indented by `indent` spaces for
+    each item of `prefix`.
     """
     if isinstance(x, (dict, list)):
         print()
-        for key, value in x.items() if isinstance(x, dict) else enumerate(x):
+        for key, value in children_of(x):
             bullet = ">" if isinstance(x, dict) else "-"
             print(f"{' ' * (indent * len(prefix))}{bullet} {key}: ", end="")
             inspect_types(value, (*prefix, key), indent)
@@ -183,10 +290,10 @@ def nested_values(x: dict[Any, Any] | list[Any]) -> Iterator[Any]:
 
 
 def nested_items_iter(x: dict[Any, Any] | list[Any]) -> Iterator[tuple[Any, Any, Any]]:
-    """Yield `(container, key, leaf)` for the leaves of nested dicts and lists, which may be
-    replaced meanwhile.
+    """Yield `(container, key, leaf)` for the leaves of nested dicts and lists. They may be replaced
+    during the iteration.
     """
-    for key, value in x.items() if isinstance(x, dict) else enumerate(x):
+    for key, value in children_of(x):
         if isinstance(value, (dict, list)):
             yield from nested_items_iter(value)
         else:
@@ -208,8 +315,8 @@ def dict_map_with_key(f: Callable[[Any, Any], Any], d: dict[Any, Any]) -> None:
 
 
 def dict_list_map_inplace(f: Callable[[Any], Any], x: Any) -> Any:
-    """Replace each leaf of nested dicts and lists by `f(leaf)`, in place; what `f` returns is not
-    walked again.
+    """Replace each leaf of nested dicts and lists by `f(leaf)`, in place. What `f` returns is not
+    walked through.
 
     Returns:
         `x` itself when it is a container, else `f(x)`.
@@ -225,8 +332,8 @@ def dict_list_map_inplace(f: Callable[[Any], Any], x: Any) -> Any:
 
 
 def dict_list_map_outplace(f: Callable[[Any], Any], x: Any) -> Any:
-    """Build a copy of nested plain dicts and lists in which each leaf is `f(leaf)`; `f(x)` when `x`
-    is a leaf.
+    """Copy nested dicts and lists, as plain ones, with `f(leaf)` in the place of each leaf; `f(x)`
+    when `x` is a leaf.
     """
     if isinstance(x, dict):
         return {key: dict_list_map_outplace(f, value) for key, value in x.items()}
@@ -238,7 +345,7 @@ def dict_list_map_outplace(f: Callable[[Any], Any], x: Any) -> Any:
 def merge(x1: Any, x2: Any, key: Position = ()) -> Any:
     """Merge nested dicts and lists into `x1`, in place.
 
-    Dicts are united. Lists must have one length and are merged element by element, so their
+    Dicts are united. Lists must have the same length and are merged element by element, so their
     elements must be containers. A leaf may be on one side only, even if both are equal. `x2` is not
     changed, but its containers may become part of `x1`, which is returned. `key` is the position of
     both, for error messages.

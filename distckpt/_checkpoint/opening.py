@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from distckpt._base.errors import CheckpointingException, CorruptCheckpointError
+from distckpt._checkpoint.formats import READERS
 from distckpt._checkpoint.reader import Reader
 from distckpt._checkpoint.removal import noticing_removal
 from distckpt._commit.presence import check_marker
@@ -28,23 +29,14 @@ from distckpt._storage import locations
 BACKEND = "safetensors"
 VERSION = 1
 
-_BUILT_IN = {
-    "deepspeed": ("distckpt._foreign.deepspeed.reader", "DeepSpeedReader"),
-    "torch_dist": ("distckpt._foreign.torch_dist.reader", "TorchDistReader"),
-    "huggingface": ("distckpt._foreign.hugging_face", "HuggingFaceReader"),
-}
-"""Module and class of each built-in reader by name, imported when a location is not a checkpoint of
-distckpt.
-"""
-FOREIGN_NAMES = tuple(_BUILT_IN)
 REGISTERED: dict[str, Reader] = {}
 """Readers of users by name, the one that was registered last at the end."""
-_RESERVED_NAMES = {*_BUILT_IN, BACKEND, "distckpt"}
+_RESERVED_NAMES = {*READERS, BACKEND, "distckpt"}
 
 
 @functools.cache
 def _built_in(name: str) -> Reader:
-    module, reader = _BUILT_IN[name]
+    module, reader = READERS[name]
     made: Reader = getattr(importlib.import_module(module), reader)()
     return made
 
@@ -54,7 +46,7 @@ def _readers() -> Iterator[Reader]:
     latest before all.
     """
     yield from reversed(list(REGISTERED.values()))
-    yield from map(_built_in, reversed(FOREIGN_NAMES))
+    yield from map(_built_in, reversed(READERS))
 
 
 def register_reader(reader: Reader) -> None:
@@ -143,7 +135,7 @@ def find_reader(stored: StoredCheckpoint) -> Reader | None:
 
 def _reader_named(name: Any, location: str) -> Reader:
     reader = REGISTERED.get(name) if isinstance(name, str) else None
-    if reader is None and name in FOREIGN_NAMES:
+    if reader is None and name in READERS:
         reader = _built_in(name)
     if reader is None:
         raise CheckpointingException(

@@ -1,7 +1,7 @@
 """The arguments of all verbs, and their types.
 
-Nothing here imports torch or numpy, so that help, mistakes in arguments and completion take no
-time.
+Nothing here imports torch or numpy, so that help, completion and messages about mistakes come at
+once.
 """
 
 from __future__ import annotations
@@ -13,7 +13,17 @@ from argparse import ArgumentParser, ArgumentTypeError, Namespace
 from collections.abc import Callable
 from typing import Any
 
-FORMATS = "fp8-block, fp8-block-ue8m0, fp8-tensor, fp8-channel, int8-channel, mxfp4, mxfp4-packed, int4, nvfp4"
+FORMATS = (
+    "fp8-block",
+    "fp8-block-ue8m0",
+    "fp8-tensor",
+    "fp8-channel",
+    "int8-channel",
+    "mxfp4",
+    "mxfp4-packed",
+    "int4",
+    "nvfp4",
+)
 _SHORT_DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "fp64": "float64"}
 _UNITS = {
     "": 1,
@@ -61,7 +71,8 @@ def cat(parser: ArgumentParser) -> None:
         "key",
         metavar="KEY[SLICE]",
         nargs="?",
-        help="a tensor, or part of it as in 'up.weight[0:4, :, 3]', or an object (default: common state)",
+        help="a tensor, or part of it as in 'up.weight[0:4, :, 3]', or an object (default: common "
+        "state)",
     )
     parser.add_argument(
         "--npy", metavar="FILE", help="save all values of the tensor as a numpy file"
@@ -118,7 +129,10 @@ def consolidate(parser: ArgumentParser) -> None:
 
 
 def merge(parser: ArgumentParser) -> None:
-    paths = "checkpoints of any format, then the output directory unless --output names it: paths or URLs"
+    paths = (
+        "checkpoints of any format, then the output directory unless --output names it: paths or "
+        "URLs"
+    )
     parser.add_argument("checkpoints", nargs="+", metavar="PATH", help=paths)
     output = "the output directory; --overwrite needs it here, not behind the checkpoints"
     parser.add_argument("-o", "--output", dest="output_dir", metavar="DIR", help=output)
@@ -132,9 +146,7 @@ def merge(parser: ArgumentParser) -> None:
 
 
 def contradiction(arguments: Namespace) -> str:
-    """Say what is wrong with arguments of which each one is right; an empty text where nothing
-    is.
-    """
+    """Say what is wrong with arguments that are right one by one; an empty text if nothing is."""
     if "checkpoints" not in arguments:
         return ""
     count = len(arguments.checkpoints) - (arguments.output_dir is None)
@@ -144,7 +156,10 @@ def contradiction(arguments: Namespace) -> str:
         return f"--weights has {len(arguments.weights)} numbers for {count} checkpoints"
     if arguments.overwrite and arguments.output_dir is None:
         last = arguments.checkpoints[-1]
-        return f"with --overwrite, --output must name the output directory: {last!r} could be a checkpoint to merge"
+        return (
+            f"with --overwrite, --output must name the output directory: {last!r} could be a "
+            "checkpoint to merge"
+        )
     return ""
 
 
@@ -155,7 +170,8 @@ def _add_export(parser: ArgumentParser) -> None:
     parser.add_argument(
         "--family",
         metavar="auto|PATH",
-        help="convert names and shapes of Megatron Core or transformers, by the config.json of --like, or at PATH",
+        help="convert names and shapes of Megatron Core or transformers, by the config.json of "
+        "--like, or at PATH",
     )
     tied = "leave out or write tied copies of a tensor (default: drop)"
     parser.add_argument("--tied", choices=("drop", "write"), default="drop", help=tied)
@@ -170,7 +186,8 @@ def _add_export(parser: ArgumentParser) -> None:
         action="append",
         type=_format,
         metavar="[PATTERN=]FORMAT",
-        help=f"quantize what models usually quantize, or tensors by pattern, to one of {FORMATS}; can be repeated",
+        help="quantize what models usually quantize, or tensors by pattern, to one of "
+        f"{', '.join(FORMATS)}; can be repeated",
     )
     parser.add_argument(
         "--merge-adapter", metavar="DIR", help="add the LoRA that PEFT saved there to the weights"
@@ -211,7 +228,10 @@ def convert(parser: ArgumentParser) -> None:
         help="a checkpoint, a directory with a .metadata file, or a Hugging Face directory",
     )
     parser.add_argument("checkpoint", help="the new checkpoint: a path or URL")
-    to = "format of the new checkpoint; torch_dist is that of Megatron Core, which PyTorch reads as well"
+    to = (
+        "format of the new checkpoint; torch_dist is that of Megatron Core, which PyTorch reads as "
+        "well"
+    )
     parser.add_argument("--to", choices=("distckpt", "torch_dist"), default="distckpt", help=to)
     parser.add_argument("--overwrite", action="store_true", help="replace an existing checkpoint")
     parser.add_argument(
@@ -336,11 +356,9 @@ def add_writing(parser: ArgumentParser) -> None:
 
 
 def add_verify(parser: ArgumentParser) -> None:
-    """Declare `--verify`."""
-    modes = ("none", "read", "full")
-    parser.add_argument(
-        "--verify", choices=modes, default="full", help="checksums to compare (default: full)"
-    )
+    """Declare `--no-verify`."""
+    help_text = "do not compare checksums"
+    parser.add_argument("--no-verify", action="store_false", dest="verify", help=help_text)
 
 
 def pair(text: str) -> tuple[str, str]:
@@ -410,8 +428,9 @@ def _decay(text: str) -> float:
 
 def _format(text: str) -> tuple[str, str]:
     pattern, _, name = text.rpartition("=")
-    if name not in FORMATS.split(", "):
-        raise ArgumentTypeError(f"{name!r} is no format: choose from {FORMATS}")
+    if name not in FORMATS:
+        choices = ", ".join(FORMATS)
+        raise ArgumentTypeError(f"{name!r} is no format: choose from {choices}")
     return pattern, name
 
 

@@ -12,8 +12,8 @@ from argparse import Namespace
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from distckpt._base.available_memory import estimate_available_memory
 from distckpt._base.errors import CheckpointingException
-from distckpt._base.memory import estimate_available_memory
 from distckpt._cli.output import Output, count_text, size_text
 from distckpt._cli.storage_speed import TENSOR_BYTES, Task, measure
 from distckpt._ranks.processes import run_ranks

@@ -5,13 +5,12 @@ from __future__ import annotations
 import errno
 import io
 import json
-import math
 import os
 import re
 import secrets
 from argparse import Namespace
-from collections.abc import Iterator, Mapping
-from typing import Any, NamedTuple, TypeGuard
+from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 import torch
@@ -22,39 +21,26 @@ from distckpt._base.messages import did_you_mean
 from distckpt._checkpoint.opening import open_checkpoint
 from distckpt._checkpoint.stored_values import StoredTensor, holds_objects, read_encoded
 from distckpt._cli.output import Output
+from distckpt._cli.plain import plain
+from distckpt._cli.tensor_index import Selection, parse_index
 from distckpt._format import codec
-from distckpt._format.codec import UnknownObject
 from distckpt._format.stored_checkpoint import StoredCheckpoint
-from distckpt._geometry.region import Region, cut_region
+from distckpt._geometry.region import Region
+from distckpt._geometry.units import cut_region
+from distckpt._ranks.collectives import Ranks
 from distckpt._state.common_state import COMMON_KEY
 from distckpt._storage import locations
 
 _SUMMARIZED = 1000
-"""Of more elements only those at the edges are read and printed, as numpy prints them."""
+"""Of tensors with more elements only the edges are read and printed, as numpy prints them."""
 _EDGE = 3
 _WINDOW_ELEMENTS = 4 << 20
 _WIDTH = 120
-_MAX_DECIMAL_BITS = 1 << 12
-"""Python prints longer integers as decimals slowly, and those over 4300 digits not at all; they are
-shown in hex.
-"""
-
-
-class Selection(NamedTuple):
-    """Part of a tensor: its region, and the axes that an index (not a slice) removes."""
-
-    region: Region
-    dropped: tuple[int, ...]
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """Return the shape without the dropped axes."""
-        return tuple(n for axis, n in enumerate(self.region.shape) if axis not in self.dropped)
 
 
 def run(arguments: Namespace, output: Output) -> int:
     """Print or save values."""
-    stored = open_checkpoint(locations.normalize(arguments.path))
+    stored = open_checkpoint(Ranks.alone(), locations.normalize(arguments.path))
     key, index = split_key(stored, arguments.key or COMMON_KEY)
     if key == COMMON_KEY or stored.is_object(key):
         if arguments.npy or index is not None:
@@ -79,7 +65,7 @@ def run(arguments: Namespace, output: Output) -> int:
 
 
 def split_key(stored: StoredCheckpoint, text: str) -> tuple[str, str | None]:
-    """Divide `key[slice]` into the key and what is between the brackets; keys may hold brackets
+    """Divide `key[slice]` into the key and what is between the brackets. Keys may contain brackets
     themselves.
     """
     known = stored.manifest.key_index
@@ -96,51 +82,16 @@ def split_key(stored: StoredCheckpoint, text: str) -> tuple[str, str | None]:
     return key, match[2] if match else None
 
 
-def parse_index(text: str, shape: tuple[int, ...]) -> Selection:
-    """Parse what stands between the brackets as numpy would, without steps."""
-    items = [item.strip() for item in text.split(",")] if text.strip() else []
-    if items.count("...") > 1 or len(items) - items.count("...") > len(shape):
-        raise ValueError(
-            f"[{text}] has more indices than the tensor has axes: its shape is {shape}"
-        )
-    if "..." in items:
-        place = items.index("...")
-        items[place : place + 1] = [":"] * (len(shape) - len(items) + 1)
-    items += [":"] * (len(shape) - len(items))
-    offset, extent, dropped = [], [], []
-    for axis, (item, size) in enumerate(zip(items, shape, strict=True)):
-        match = re.fullmatch(r"(-?\d+)|(-?\d+)?\s*:\s*(-?\d+)?", item)
-        if match is None:
-            raise ValueError(
-                f"[{text}]: {item!r} is neither an index nor start:stop (steps are not supported)"
-            )
-        if match[1] is None:
-            start, stop, _ = slice(
-                *(None if n is None else int(n) for n in (match[2], match[3]))
-            ).indices(size)
-        else:
-            start = int(match[1]) + (size if int(match[1]) < 0 else 0)
-            stop = start + 1
-            dropped.append(axis)
-            if not 0 <= start < size:
-                raise ValueError(
-                    f"[{text}]: {match[1]} is out of range for axis {axis} of size {size}"
-                )
-        offset.append(start)
-        extent.append(max(0, stop - start))
-    return Selection(Region(tuple(offset), tuple(extent)), tuple(dropped))
-
-
 # --- Tensors --------------------------------------------------------------------------------------
 
 
 def printed(tensor: StoredTensor, selection: Selection) -> str:
-    """Print values as numpy does; of a large tensor only what is printed is read."""
+    """Print values as numpy does, reading only what is printed."""
     region = selection.region
     if region.num_elements <= _SUMMARIZED:
         array = to_numpy(tensor.read(region)).reshape(selection.shape)
         return np.array2string(array, separator=", ", max_line_width=_WIDTH)
-    # Along each long axis the first and the last indices, and one in between for all others.
+    # Along each long axis the first and the last indices, and one in between for the others.
     short = tuple(min(size, 2 * _EDGE + 1) for size in region.shape)
     array = np.zeros(short, _numpy_dtype(tensor.dtype))
     for source, place in _corners(region, short):
@@ -249,34 +200,3 @@ def _show_object(stored: StoredCheckpoint, key: str, output: Output) -> None:
         if len(values) > 1:
             output.line(f"{key}{list(offset)}:")
         output.line(json.dumps(value, indent=2, ensure_ascii=False))
-
-
-def plain(value: Any) -> Any:
-    """Convert an object to JSON values: other types become text, tensors and arrays a summary."""
-    if isinstance(value, Mapping):
-        return {
-            key if isinstance(key, str) else _text(key): plain(item) for key, item in value.items()
-        }
-    if isinstance(value, UnknownObject):
-        return {repr(value): plain(value.state)}
-    if isinstance(value, list | tuple | set | frozenset):
-        return [plain(item) for item in value]
-    if isinstance(value, torch.Tensor | np.ndarray):
-        listed = plain(value.tolist()) if math.prod(value.shape) <= _SUMMARIZED else None
-        return {
-            "dtype": str(value.dtype).removeprefix("torch."),
-            "shape": list(value.shape),
-            "values": listed,
-        }
-    if isinstance(value, np.generic):
-        return plain(value.item())
-    is_json = value is None or isinstance(value, str | bool | int | float)
-    return value if is_json and not _is_long(value) else _text(value)
-
-
-def _text(value: object) -> str:
-    return hex(value) if _is_long(value) else repr(value)
-
-
-def _is_long(value: object) -> TypeGuard[int]:
-    return isinstance(value, int) and value.bit_length() > _MAX_DECIMAL_BITS

@@ -34,7 +34,8 @@ def script_for(parser: ArgumentParser, shell: str) -> str:
     for action in _actions(parser):
         takes_file = not action.option_strings or action.metavar in ("FILE", "DIR")
         if takes_file and action.choices is None:
-            action.complete = shtab.FILE  # type: ignore[attr-defined]  # where the library looks for it
+            # Where the library looks for it.
+            action.complete = shtab.FILE  # type: ignore[attr-defined]
     return str(shtab.complete(parser, shell=shell))
 
 

@@ -10,6 +10,7 @@ from distckpt._base.errors import CheckpointingException
 from distckpt._cli.output import Output, size_text
 from distckpt._megatron import interop as megatron
 from distckpt._operations import torch_dist
+from distckpt._operations.reshard import reshard
 
 
 def run(arguments: Namespace, output: Output) -> int:
@@ -20,7 +21,7 @@ def run(arguments: Namespace, output: Output) -> int:
         return _export(arguments, output)
     common_state: dict[str, object] | None = {} if arguments.without_common_state else None
     with output.progress("converting") as progress:
-        report = torch_dist.convert(
+        report = reshard(
             arguments.source,
             arguments.checkpoint,
             common_state=common_state,

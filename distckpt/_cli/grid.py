@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from dataclasses import dataclass
 
-import numpy as np
-
-from distckpt._cli.output import count_text, printable, swatch
-from distckpt._format.manifest import Manifest
+from distckpt._cli.output import printable, swatch
+from distckpt._cli.writers import owner_of, rank_of_file
 from distckpt._format.stored_checkpoint import StoredCheckpoint
 
 _LETTERS = "0123456789abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ"
 _TEXT_WIDTH, _TEXT_HEIGHT = 64, 16
 
 
-class Chunk(NamedTuple):
+@dataclass(frozen=True)
+class Chunk:
     """A piece of a tensor on disk; `owner` is the rank that wrote it, or the file if its name
     contains no rank.
     """
@@ -31,57 +29,6 @@ class Chunk(NamedTuple):
     num_bytes: int
 
 
-def rank_of_file(name: str) -> int | None:
-    """Return the rank that wrote a file, from its name; None if that does not contain it."""
-    match = re.fullmatch(r"(?:.*/)?(?:shard|rank)-(\d+)(?:-model-\d+-of-\d+)?\.safetensors", name)
-    return int(match[1]) - 1 if match else None
-
-
-def list_files(manifest: Manifest) -> list[dict[str, Any]]:
-    """List the files, with the rank in the name of each (None without one) and the bytes of its
-    data.
-    """
-    data_bytes = np.zeros(len(manifest.files), np.int64)
-    np.add.at(data_bytes, manifest.file_ids, manifest.num_bytes)
-    return [
-        {
-            "name": file.name,
-            "rank": rank_of_file(file.name),
-            "bytes": file.num_bytes,
-            "data_bytes": int(size),
-        }
-        for file, size in zip(manifest.files, data_bytes, strict=True)
-    ]
-
-
-def list_writers(files: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Sum up files by the rank that wrote them; a file without a rank in its name is listed
-    itself.
-    """
-    writers: dict[Any, dict[str, Any]] = {}
-    for file in files:
-        rank = file["rank"]
-        name = file["name"] if rank is None else None
-        found = writers.setdefault(
-            name if rank is None else rank,
-            {"rank": rank, "file": name, "num_files": 0, "data_bytes": 0},
-        )
-        found["num_files"] += 1
-        found["data_bytes"] += file["data_bytes"]
-    return sorted(
-        writers.values(), key=lambda writer: (writer["rank"] is None, writer["rank"] or 0)
-    )
-
-
-def balance_text(writers: Sequence[dict[str, Any]]) -> str:
-    """Compare the bytes of ranks in a sentence; an empty string for fewer than two."""
-    sizes = [writer["data_bytes"] for writer in writers if writer["rank"] is not None]
-    if len(sizes) < 2 or not sum(sizes):
-        return ""
-    ratio = max(sizes) * len(sizes) / sum(sizes)
-    return f"{count_text(len(sizes), 'rank')} wrote; the largest share is {ratio:.3f} x the mean"
-
-
 def chunks_of(stored: StoredCheckpoint, key: str) -> list[Chunk]:
     """List the chunks of a key."""
     manifest = stored.manifest
@@ -90,15 +37,23 @@ def chunks_of(stored: StoredCheckpoint, key: str) -> list[Chunk]:
         region = manifest.chunk_region(row)
         file = manifest.files[int(manifest.file_ids[row])].name
         rank = rank_of_file(file)
-        owner = file if rank is None else f"rank {rank}"
-        place = (int(manifest.first_bytes[row]), int(manifest.num_bytes[row]))
-        found.append(Chunk(region.offset, region.shape, owner, rank, file, *place))
+        found.append(
+            Chunk(
+                offset=region.offset,
+                shape=region.shape,
+                owner=owner_of(rank, file),
+                rank=rank,
+                file=file,
+                first_byte=int(manifest.first_bytes[row]),
+                num_bytes=int(manifest.num_bytes[row]),
+            )
+        )
     return found
 
 
 def drawn_axes(shape: tuple[int, ...], chunks: Sequence[Chunk]) -> tuple[int, ...] | None:
-    """Choose the axes of a picture: those that the tensor is divided along; None if there are more
-    than two.
+    """Choose the axes of a picture, which the tensor is divided along; None if it is divided along
+    more than two.
     """
     if not chunks or math.prod(shape) == 0:
         return None
@@ -117,9 +72,9 @@ def drawn_axes(shape: tuple[int, ...], chunks: Sequence[Chunk]) -> tuple[int, ..
 
 
 def text_picture(
-    shape: tuple[int, ...], chunks: Sequence[Chunk], axes: tuple[int, ...], in_colour: bool
+    shape: tuple[int, ...], chunks: Sequence[Chunk], axes: tuple[int, ...], in_color: bool
 ) -> Iterator[str]:
-    """Yield the lines of a picture: one character or coloured cell per part of the tensor, and a
+    """Yield the lines of a picture: one character or colored cell per part of the tensor, and a
     legend.
     """
     owners = _owners(chunks)
@@ -132,16 +87,16 @@ def text_picture(
             _owner_at(rectangles, at_row, (2 * i + 1) * columns // (2 * width))
             for i in range(width)
         ]
-        yield "".join(_cell(owner, in_colour) for owner in cells)
+        yield "".join(_cell(owner, in_color) for owner in cells)
     for owner, index in owners.items():
-        yield f"{_cell(index, in_colour)} {printable(owner)}"
+        yield f"{_cell(index, in_color)} {printable(owner)}"
     if len(shape) > 1:
         yield f"down: axis {axes[0]}, across: axis {axes[1]}"
 
 
 def _owners(chunks: Sequence[Chunk]) -> dict[str, int]:
-    """Return the number of each owner: its rank, or where files tell no ranks, one after the
-    other.
+    """Return the number of each owner: its rank, or its place if the names of files contain no
+    ranks.
     """
     owners = sorted(
         {chunk.owner: chunk.rank for chunk in chunks}.items(),
@@ -173,8 +128,8 @@ def _owner_at(
     return None
 
 
-def _cell(owner: int | None, in_colour: bool) -> str:
+def _cell(owner: int | None, in_color: bool) -> str:
     if owner is None:
         return "."  # not stored
     letter = _LETTERS[owner % len(_LETTERS)]
-    return swatch(owner, letter) if in_colour else letter
+    return swatch(owner, letter) if in_color else letter

@@ -12,7 +12,7 @@ from distckpt._manager.listing import CheckpointInfo, list_checkpoints
 def run(arguments: Namespace, output: Output) -> int:
     """Print a line for each checkpoint, and why some are not whole."""
     found = list_checkpoints(arguments.root)
-    output.json([{**info._asdict(), "metrics": dict(info.metrics)} for info in found])
+    output.json([vars(info) for info in found])
     if not found:
         output.line(f"there are no checkpoints in {arguments.root}")
         return 0
@@ -41,9 +41,9 @@ def time_text(seconds: float | None) -> str:
 
 
 def _state(info: CheckpointInfo) -> str:
-    words = (
-        ["not whole"] * (info.problem is not None)
-        + ["newest"] * info.is_newest
-        + ["pinned"] * info.pinned
-    )
-    return ", ".join(words)
+    words = {
+        "not whole": info.problem is not None,
+        "newest": info.is_newest,
+        "pinned": info.pinned,
+    }
+    return ", ".join(word for word, applies in words.items() if applies)

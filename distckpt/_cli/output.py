@@ -1,4 +1,4 @@
-"""Print results to stdout and everything else to stderr, in colour on terminals."""
+"""Print results to stdout and everything else to stderr, in color on terminals."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import itertools
 import json
 import math
 import os
-import re
 import shutil
 import sys
 import textwrap
@@ -15,15 +14,17 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
+from distckpt._cli.table import table_lines
+
 MAX_LISTED = 50
 """Findings that a verb lists without --json."""
 
-DIM, BOLD, GREEN, RED = "2", "1", "32", "31"
+DIM, BOLD, RED = "2", "1", "31"
 """Styles, see `Output.styled`."""
 
 _SECONDS_BETWEEN = 0.2
 _BAR_WIDTH = 30
-COLOURS = (
+COLORS = (
     "#4e79a7",
     "#f28e2b",
     "#59a14f",
@@ -35,18 +36,18 @@ COLOURS = (
     "#ff9da7",
     "#86bcb6",
 )
-"""Of ranks, in pictures as on terminals."""
+"""The colors of ranks, on pages as on terminals."""
 _MAX_SWATCHES = 16
 
 
 class Output:
-    """Prints the results and messages of a verb; with `as_json` the result is one JSON value
-    only.
+    """Prints the results and messages of a verb; with `as_json` the result is just one JSON
+    value.
     """
 
     def __init__(self, as_json: bool = False) -> None:
         self.as_json = as_json
-        self.in_colour = sys.stdout.isatty() and "NO_COLOR" not in os.environ
+        self.in_color = sys.stdout.isatty() and "NO_COLOR" not in os.environ
 
     def json(self, value: Any) -> None:
         """Print the result as JSON if requested."""
@@ -62,7 +63,7 @@ class Output:
             print(self.styled(text, style) if style else text)
 
     def picture(self, lines: Iterable[str]) -> None:
-        """Print lines that contain colours and no names."""
+        """Print lines that contain colors, and no names from a checkpoint."""
         for line in lines:
             print(line)
 
@@ -74,12 +75,18 @@ class Output:
         drop: str = "",
         swatches: Sequence[Sequence[int]] = (),
     ) -> None:
-        """Print a table of the result: the first `num_text` columns hold text, the others numbers,
-        aligned right.
+        """Print a table of the result.
 
-        On a terminal that is too narrow, names in the first column are broken at dots, and when
-        they would have less than 2/5 of the width, the columns named in `drop` are left out, one
-        after the other. In colour, each row ends with the colours of the ranks in its `swatches`.
+        On a terminal that is too narrow, names in the first column are broken at dots. If they
+        would get less than 2/5 of the width, the columns named in `drop` are left out, one after
+        the other.
+
+        Args:
+            heads: names of the columns.
+            rows: their cells.
+            num_text: the first columns that hold text; the others hold numbers, aligned right.
+            drop: names of columns, separated by spaces.
+            swatches: for each row the ranks whose colors it ends with, if the result has colors.
         """
         if self.as_json:
             return
@@ -87,14 +94,14 @@ class Output:
         shown = [[printable(cell) for cell in row] for row in rows]
         head, rule, *lines = table_lines(heads, shown, num_text, drop.split(), width)
         print(self.styled(head, DIM), self.styled(rule, DIM), sep="\n")
-        for line, ranks in itertools.zip_longest(lines, swatches if self.in_colour else ()):
+        for line, ranks in itertools.zip_longest(lines, swatches if self.in_color else ()):
             first, *more = line.split("\n")
-            colours = "  " + "".join(map(swatch, ranks[:_MAX_SWATCHES])) if ranks else ""
-            print(first.ljust(len(rule)) + colours if colours else first, *more, sep="\n")
+            colors = "  " + "".join(map(swatch, ranks[:_MAX_SWATCHES])) if ranks else ""
+            print(first.ljust(len(rule)) + colors if colors else first, *more, sep="\n")
 
     def styled(self, text: str, style: str) -> str:
-        """Return text in a style where the result has colours."""
-        return f"\x1b[{style}m{text}\x1b[0m" if self.in_colour else text
+        """Return text in a style, if the result has colors."""
+        return f"\x1b[{style}m{text}\x1b[0m" if self.in_color else text
 
     def message(self, text: str) -> None:
         """Print a message to stderr."""
@@ -103,16 +110,14 @@ class Output:
     def error(self, text: str) -> None:
         """Print an error as one line."""
         line = "error: " + printable(" ".join(text.split()))
-        self.message(
-            f"\x1b[31m{line}\x1b[0m"
-            if sys.stderr.isatty() and "NO_COLOR" not in os.environ
-            else line
-        )
+        if sys.stderr.isatty() and "NO_COLOR" not in os.environ:
+            line = f"\x1b[{RED}m{line}\x1b[0m"
+        self.message(line)
 
     @contextlib.contextmanager
     def progress(self, label: str) -> Iterator[Callable[[int, int], object]]:
-        """Show progress on a terminal; yield a function to call with the bytes done and the bytes
-        in total.
+        """Show progress on a terminal; yield a function to call with the bytes done and their
+        total.
         """
         if not sys.stderr.isatty():
             yield lambda done, total: None
@@ -139,27 +144,28 @@ class _Progress:
         rate = done / max(now - self._started, 1e-9)
         left = f"{(total - done) / rate:.0f} s" if rate else "unknown"
         text = f"{size_text(done)} of {size_text(total)}, {size_text(rate)}/s, {left} left"
-        room = min(
-            _BAR_WIDTH, shutil.get_terminal_size().columns - len(self._label) - len(text) - 3
-        )
-        bar = (
-            ("\u2501" * (room * done // max(total, 1))).ljust(room, "\u2500") + " "
-            if room > 4
-            else ""
-        )
+        room = shutil.get_terminal_size().columns - len(self._label) - len(text) - 3
+        bar = _bar(done / max(total, 1), min(_BAR_WIDTH, room))
         print(f"\r{self._label} {bar}{text}\x1b[K", end="", file=sys.stderr, flush=True)
 
 
+def _bar(fraction: float, width: int) -> str:
+    """Draw a bar, if there is room for one, and a space."""
+    if width <= 4:
+        return ""
+    return ("\u2501" * int(fraction * width)).ljust(width, "\u2500") + " "
+
+
 def swatch(rank: int, letter: str = " ") -> str:
-    """Return a cell in the colour of a rank, for terminals."""
-    colour = COLOURS[rank % len(COLOURS)]
-    red, green, blue = (int(colour[i : i + 2], 16) for i in (1, 3, 5))
+    """Return a cell in the color of a rank, for terminals."""
+    color = COLORS[rank % len(COLORS)]
+    red, green, blue = (int(color[i : i + 2], 16) for i in (1, 3, 5))
     return f"\x1b[48;2;{red};{green};{blue}m\x1b[38;2;255;255;255m{letter}\x1b[0m"
 
 
 def printable(text: str) -> str:
-    """Escape characters that control a terminal or cannot be printed: names come from files that
-    others wrote.
+    """Escape characters that control a terminal or cannot be printed, since names come from files
+    that others wrote.
     """
     if text.isprintable():
         return text
@@ -179,49 +185,6 @@ def finite(value: Any) -> Any:
     return value
 
 
-def table_lines(
-    heads: Sequence[str],
-    rows: Sequence[Sequence[str]],
-    num_text: int,
-    drop: Sequence[str] = (),
-    width: int | None = None,
-) -> list[str]:
-    """Lay out a table as lines whose columns are separated by two spaces; see `Output.table` for a
-    `width`.
-
-    The line of a row whose first cell is broken has several lines.
-    """
-    columns = list(zip(heads, *rows, strict=True))
-    widths = {column[0]: max(map(len, column)) for column in columns}
-    if width is not None:
-        most = widths[heads[0]]
-        least = min(
-            most,
-            max(2 * width // 5, *(len(line) for cell in columns[0] for line in _broken(cell, 1))),
-        )
-        for head in drop:
-            if sum(widths.values()) - most + least + 2 * len(widths) - 2 > width:
-                widths.pop(head, None)
-        room = width - (sum(widths.values()) - most + 2 * len(widths) - 2)
-        widths[heads[0]] = min(most, max(least, room))
-    names = [_broken(cell, widths[heads[0]]) for cell in columns[0][1:]]
-    columns[0] = (heads[0], *(lines[0] for lines in names))
-    shown = [
-        [
-            cell.ljust(widths[head]) if i < num_text else cell.rjust(widths[head])
-            for cell in (head, "-" * widths[head], *cells)
-        ]
-        for i, (head, *cells) in enumerate(columns)
-        if head in widths
-    ]
-    head, rule, *lines = ["  ".join(line).rstrip() for line in zip(*shown, strict=True)]
-    return [
-        head,
-        rule,
-        *("\n".join([line, *name[1:]]) for line, name in zip(lines, names, strict=True)),
-    ]
-
-
 def _wrapped(text: str, width: int) -> str:
     """Break a line between words."""
     if len(text) <= width:
@@ -229,19 +192,6 @@ def _wrapped(text: str, width: int) -> str:
     return textwrap.fill(
         text, width, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False
     )
-
-
-def _broken(name: str, width: int) -> list[str]:
-    """Break a name after dots into lines of at most this width, or one part; `{0..3}` stays
-    whole.
-    """
-    indent = " " * (len(name) - len(name.lstrip()) + 2)
-    lines = [""]
-    for part in re.split(r"(?<=[^.]\.)(?=[^.])", name):
-        if lines[-1].strip() and len(lines[-1]) + len(part) > width:
-            lines.append(indent)
-        lines[-1] += part
-    return lines
 
 
 def shape_text(shape: Sequence[int]) -> str:

@@ -1,8 +1,8 @@
-"""One page of HTML about a checkpoint, or about the differences of two; `page.html` is its
-template.
+"""A page of HTML about a checkpoint, or about the differences between two, from the template
+`page.html`.
 
-All that comes from a checkpoint is in one compressed block of JSON, which no text in it can leave,
-and which the page shows as text.
+All that comes from a checkpoint is in one compressed block of JSON, which its texts cannot break
+out of, and which the page shows as text.
 """
 
 from __future__ import annotations
@@ -16,8 +16,9 @@ from typing import Any
 
 from distckpt._base.errors import CheckpointingException
 from distckpt._base.messages import natural_order
-from distckpt._cli.grid import balance_text, chunks_of, list_files, list_writers
+from distckpt._cli.grid import chunks_of
 from distckpt._cli.output import finite
+from distckpt._cli.writers import balance_text, list_files, list_writers, owner_of
 from distckpt._format.stored_checkpoint import StoredCheckpoint
 
 _MAX_TEXT = 200_000
@@ -37,18 +38,16 @@ def write_page(
         path: of the file.
         stored: the checkpoint.
         names: the tensors to show, as name on the page -> key.
-        head: what is said of the whole: `title`, `lines` (pairs of a label and a text), `tiles`
-            (pairs of a number and what it counts), `common` (a text); of a comparison also `same`,
-            and `objects` (place, value in A, in B).
-        changes: of a comparison the differences by name: `text`, `rate` (rel L2, None where no
-            values differ), and for those `max`, `different`, `elements` and `where`.
-        other: the checkpoint it is compared with, and the keys that it alone has.
+        head: about the whole: `title`, `lines` (pairs of a label and a text), `tiles` (pairs of a
+            number and what it counts), `common` (a text); for a comparison also `same`, and
+            `objects` (place, value in A, in B).
+        changes: for a comparison the differences by name: `text`, `rate` (rel L2, None if no values
+            differ), and if some do, `max`, `different`, `elements` and `where`.
+        other: for a comparison the other checkpoint, and the keys that it alone has.
     """
     files = list_files(stored.manifest)
     writers = list_writers(files)
-    owners = [
-        writer["file"] if writer["rank"] is None else f"rank {writer['rank']}" for writer in writers
-    ]
+    owners = [owner_of(writer["rank"], writer["file"]) for writer in writers]
     places = {owner: place for place, owner in enumerate(owners)}
     tensors = [_describe(stored, name, key, places, changes or {}) for name, key in names.items()]
     if other is not None:

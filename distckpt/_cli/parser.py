@@ -8,31 +8,33 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
-from typing import NamedTuple
+from dataclasses import dataclass
 
 from distckpt import __version__
 from distckpt._base.messages import did_you_mean
 from distckpt._cli import arguments
 
 _EXAMPLES = """examples:
-  distckpt inspect checkpoints/step_100                       what is in a checkpoint, and who wrote it
-  distckpt diff checkpoints/step_100 checkpoints/step_200     which tensors differ, and by how much
-  distckpt export checkpoints/step_100 exports/step_100       one Hugging Face directory of all shards
+  distckpt inspect checkpoints/step_100                     what is in it, and who wrote it
+  distckpt diff checkpoints/step_100 checkpoints/step_200   which tensors differ, and by how much
+  distckpt export checkpoints/step_100 exports/step_100     one Hugging Face directory of all shards
 
 `distckpt VERB --help` lists the options of a verb."""
 
 
-class Verb(NamedTuple):
+@dataclass(frozen=True)
+class Verb:
     """A verb of the command line.
 
     Attributes:
+        name: its name.
         summary: one line for the help.
         module: of `distckpt._cli`, whose `run` returns the exit code; an exception is printed as
             one line.
         aliases: further names.
         error_code: the exit code for exceptions; 2 for checks, whose 1 means that the check failed.
-        arguments: the function in `arguments.py` that declares them, if it has another name than
-            the module.
+        arguments: the function in `arguments.py` that declares them, unless it has the name of the
+            module.
     """
 
     name: str
@@ -91,25 +93,34 @@ VERBS = (
 
 
 def parse(words: Sequence[str]) -> argparse.Namespace | None:
-    """Parse the command line; None when help was printed, since there are no words."""
+    """Parse the command line; without any words print help and return None."""
     parser = make_parser()
     if not words:
         parser.print_help()
         return None
-    verbs = [name for verb in VERBS for name in (verb.name, *verb.aliases)]
-    if not words[0].startswith("-") and words[0] not in verbs:
-        near = did_you_mean(words[0], verbs) or f": choose from {', '.join(verbs)}"
-        parser.error(f"there is no verb {words[0]!r}{near}")
+    _check_verb(parser, words[0])
     parsed, unknown = parser.parse_known_args(words)
-    one = getattr(parsed, "parser", parser)
+    parser_of_verb = getattr(parsed, "parser", parser)
     if unknown:
-        options = [option for action in one._actions for option in action.option_strings]
-        near = did_you_mean(unknown[0], options) or f": see {one.prog} --help"
-        kind = "has no option" if unknown[0].startswith("-") else "does not take"
-        one.error(f"{one.prog.rpartition(' ')[2]} {kind} {unknown[0]!r}{near}")
+        _refuse(parser_of_verb, unknown[0])
     if text := arguments.contradiction(parsed):
-        one.error(text)
+        parser_of_verb.error(text)
     return parsed
+
+
+def _check_verb(parser: argparse.ArgumentParser, word: str) -> None:
+    verbs = [name for verb in VERBS for name in (verb.name, *verb.aliases)]
+    if not word.startswith("-") and word not in verbs:
+        near = did_you_mean(word, verbs) or f": choose from {', '.join(verbs)}"
+        parser.error(f"there is no verb {word!r}{near}")
+
+
+def _refuse(parser: argparse.ArgumentParser, word: str) -> None:
+    options = [option for action in parser._actions for option in action.option_strings]
+    near = did_you_mean(word, options) or f": see {parser.prog} --help"
+    kind = "has no option" if word.startswith("-") else "does not take"
+    verb = parser.prog.rpartition(" ")[2]
+    parser.error(f"{verb} {kind} {word!r}{near}")
 
 
 def make_parser() -> argparse.ArgumentParser:

@@ -9,89 +9,115 @@ import os
 import tempfile
 import time
 from argparse import Namespace
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
 
 from distckpt._base.errors import CheckpointNotFoundError
 from distckpt._cli.output import Output
 from distckpt._commit import posix, running
-from distckpt._manager.retention import (
-    Retention,
-    changes_in,
-    clear_leftover,
-    metric_names,
-    remove_steps,
-    surplus,
-    unknown_metric,
-)
-from distckpt._manager.steps import (
-    Saved,
-    is_free_to_remove,
-    is_leftover,
-    list_root,
-    own_steps,
-    problem_with,
-    step_name,
-)
+from distckpt._manager import removal, steps
+from distckpt._manager.retention import Retention, metric_names, surplus, unknown_metric
+from distckpt._manager.seen_steps import changes_in
+from distckpt._manager.steps import Saved, step_name
 from distckpt._storage import locations
+
+
+@dataclass(frozen=True)
+class _Pruning:
+    """What is removed from a directory, and what is kept.
+
+    Attributes:
+        root: the directory.
+        saved: all steps that a manager has saved.
+        surplus: those to remove.
+        leftovers: names of what interrupted saves and removals have left.
+        live: names of what a save may still be writing.
+    """
+
+    root: str
+    saved: Sequence[Saved]
+    surplus: Sequence[Saved]
+    leftovers: Sequence[str]
+    live: Sequence[str]
+
+    @property
+    def names(self) -> list[str]:
+        """The names of all that is to be removed."""
+        return [*(step_name(item.step) for item in self.surplus), *self.leftovers]
 
 
 def run(arguments: Namespace, output: Output) -> int:
     """Remove checkpoints and leftovers, and print what was removed."""
-    conditions = ("keep_last", "keep_every", "best_metric", "best_mode", "keep_best")
-    policy = Retention(**{name: getattr(arguments, name) for name in conditions})
-    root = posix.resolve(arguments.root)
-    if not locations.isdir(root):
-        raise CheckpointNotFoundError(f"{root!r} is not a directory")
-    saved = own_steps(root)
-    if problem := unknown_metric(policy.best_metric, metric_names(saved)):
-        raise ValueError(f"{root}: {problem}")
-    surplus_steps = _removable(root, saved, policy)
-    leftovers, live = _leftovers(root, arguments.abandoned_after)
-    names = [*(step_name(item.step) for item in surplus_steps), *leftovers]
-    problems = {} if arguments.dry_run else _remove(root, surplus_steps, leftovers)
+    pruning = _plan(arguments)
+    problems = {} if arguments.dry_run else _remove(pruning)
     doing = "would remove" if arguments.dry_run else "removed"
-    for name in names:
-        what = f"{name}, left by an interrupted save or removal" if name in leftovers else name
-        output.line(
-            f"cannot remove {what}: {problems[name]}" if name in problems else f"{doing} {what}"
-        )
-    for name in live:
+    for name in pruning.names:
+        is_left = name in pruning.leftovers
+        what = f"{name}, left by an interrupted save or removal" if is_left else name
+        problem = problems.get(name)
+        output.line(f"{doing} {what}" if problem is None else f"cannot remove {what}: {problem}")
+    for name in pruning.live:
         output.line(f"kept {name}: a save may still be writing it")
-    removed = [item.step for item in surplus_steps if step_name(item.step) not in problems]
-    kept = [item.step for item in saved if item.step not in removed]
-    output.json(
-        {
-            "root": root,
-            "dry_run": arguments.dry_run,
-            "kept": kept,
-            "removed": removed,
-            "not_removed": problems,
-            "leftovers_removed": [name for name in leftovers if name not in problems],
-            "leftovers_kept": live,
-        }
-    )
-    output.line(f"{len(kept)} of {len(saved)} checkpoints kept in {root}")
+    outcome = _outcome(pruning, problems)
+    output.json({"root": pruning.root, "dry_run": arguments.dry_run, **outcome})
+    num_kept, num_saved = len(outcome["kept"]), len(pruning.saved)
+    output.line(f"{num_kept} of {num_saved} checkpoints kept in {pruning.root}")
     return 1 if problems else 0
 
 
-def _remove(root: str, surplus_steps: list[Saved], leftovers: list[str]) -> dict[str, str]:
+def _plan(arguments: Namespace) -> _Pruning:
+    policy = Retention(
+        keep_last=arguments.keep_last,
+        keep_every=arguments.keep_every,
+        best_metric=arguments.best_metric,
+        best_mode=arguments.best_mode,
+        keep_best=arguments.keep_best,
+    )
+    root = posix.resolve(arguments.root)
+    if not locations.isdir(root):
+        raise CheckpointNotFoundError(f"{root!r} is not a directory")
+    saved = steps.own_steps(root)
+    if problem := unknown_metric(policy.best_metric, metric_names(saved)):
+        raise ValueError(f"{root}: {problem}")
+    leftovers, live = _leftovers(root, arguments.abandoned_after)
+    return _Pruning(root, saved, _removable(root, saved, policy), leftovers, live)
+
+
+def _remove(pruning: _Pruning) -> dict[str, str]:
     """Remove steps and leftovers; return why some could not be removed, by name."""
-    problems = {step_name(step): why for step, why in remove_steps(root, surplus_steps).items()}
-    still_there = [name for name in leftovers if not clear_leftover(root, name, locations.exists)]
-    return problems | dict.fromkeys(still_there, "it is still there")
+    root = pruning.root
+    problems = removal.remove_steps(root, pruning.surplus)
+    still_there = [
+        name
+        for name in pruning.leftovers
+        if not removal.clear_leftover(root, name, locations.exists)
+    ]
+    by_name = {step_name(step): problem for step, problem in problems.items()}
+    return by_name | dict.fromkeys(still_there, "it is still there")
+
+
+def _outcome(pruning: _Pruning, problems: dict[str, str]) -> dict[str, Any]:
+    steps_to_remove = [item.step for item in pruning.surplus]
+    removed = [step for step in steps_to_remove if step_name(step) not in problems]
+    return {
+        "kept": [item.step for item in pruning.saved if item.step not in removed],
+        "removed": removed,
+        "not_removed": problems,
+        "leftovers_removed": [name for name in pruning.leftovers if name not in problems],
+        "leftovers_kept": pruning.live,
+    }
 
 
 def _removable(root: str, saved: list[Saved], policy: Retention) -> list[Saved]:
-    """Return the steps to remove; none as long as no step is complete."""
+    """Return the steps to remove, if any of them all is complete."""
     if policy.keep_last is None:
         return []
-
-    newest = next(
-        (item.step for item in reversed(saved) if problem_with(root, item.step) is None), None
-    )
+    complete = (item.step for item in reversed(saved) if not steps.problem_with(root, item.step))
+    newest = next(complete, None)
     if newest is None:
         return []
-    # Steps newer than the newest complete one are damaged; whether to repair them is for the user
-    # to decide.
+    # Steps newer than the newest complete one are damaged. It is up to the user to repair them.
     return surplus(root, policy, [item for item in saved if item.step <= newest], newest)
 
 
@@ -99,20 +125,20 @@ def _leftovers(root: str, abandoned_after: int) -> tuple[list[str], list[str]]:
     """Return the leftovers of interrupted saves and removals, and those that a save may still be
     writing.
     """
-    names = [name for name in list_root(root) if is_leftover(name)]
+    names = [name for name in steps.list_root(root) if steps.is_leftover(name)]
     latest = _clock_of(root) - 60 * abandoned_after
-
-    def is_dead(name: str) -> bool:
-        location = locations.join(root, name)
-        with running.claimed(location) as has_ended:
-            if has_ended is None:
-                return (
-                    max((time for _, time in changes_in(location).values()), default=0.0) < latest
-                )
-            return has_ended
-
-    dead = [name for name in names if is_free_to_remove(name) or is_dead(name)]
+    dead = [name for name in names if steps.is_free_to_remove(name) or _is_dead(root, name, latest)]
     return dead, [name for name in names if name not in dead]
+
+
+def _is_dead(root: str, name: str, latest: float) -> bool:
+    """Tell whether a save has ended: on this machine, or by having changed nothing since a time."""
+    location = locations.join(root, name)
+    with running.claimed(location) as has_ended:
+        if has_ended is not None:
+            return has_ended
+        times = [time for _, time in changes_in(location).values()]
+        return max(times, default=0.0) < latest
 
 
 def _clock_of(root: str) -> float:

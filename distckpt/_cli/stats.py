@@ -10,20 +10,19 @@ from distckpt._base.dtypes import FROM_NAME
 from distckpt._checkpoint.opening import open_checkpoint
 from distckpt._cli.output import Output, count_text, size_text
 from distckpt._operations.stats import TensorStats, compute_stats
-from distckpt._ranks.report import counting
+from distckpt._ranks.collectives import Ranks
 from distckpt._storage import locations
 
 _BARS = "\u2581\u2582\u2583\u2584\u2585\u2586\u2587\u2588"
 
 
 def run(arguments: Namespace, output: Output) -> int:
-    """Print a line for each tensor, return 1 if there is a NaN."""
+    """Print a line for each tensor; return 1 if there is a NaN."""
     started = time.perf_counter()
-    stored = open_checkpoint(locations.normalize(arguments.path))
-    total = int(stored.manifest.num_bytes.sum())
+    stored = open_checkpoint(Ranks.alone(), locations.normalize(arguments.path))
     with output.progress("reading") as progress:
-        found = list(compute_stats(stored, arguments.keys, counting(progress, total)))
-    output.json({"location": stored.location, "tensors": [tensor._asdict() for tensor in found]})
+        found = list(compute_stats(stored, arguments.keys, progress))
+    output.json({"location": stored.location, "tensors": [vars(tensor) for tensor in found]})
     heads = ["tensor", "norm", "mean", "min", "max", "zeros", "NaN", "Inf", "values"]
     output.table(heads, [_cells(tensor) for tensor in found], drop="values zeros mean Inf min max")
     num_bytes = sum(math.prod(tensor.shape) * FROM_NAME[tensor.dtype].itemsize for tensor in found)

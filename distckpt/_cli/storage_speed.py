@@ -14,12 +14,12 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
+from distckpt._base.libc import cached_fraction
 from distckpt._mapping.wrappers import ShardedTensor
 from distckpt._operations.load import load
 from distckpt._operations.save import save
 from distckpt._ranks.collectives import Ranks
 from distckpt._storage import locations
-from distckpt._storage.page_cache import cached_fraction
 
 REQUEST_BYTES = 16 << 20
 OBJECT_BYTES = 64 << 20

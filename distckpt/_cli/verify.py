@@ -18,7 +18,7 @@ def run(arguments: Namespace, output: Output) -> int:
     mode: Literal["fast", "full"] = "fast" if arguments.fast else "full"
     with output.progress("verifying") as progress:
         report = verify(arguments.path, mode, num_threads=arguments.jobs, progress=progress)
-    problems = [problem._asdict() for problem in report.problems]
+    problems = [vars(problem) for problem in report.problems]
     output.json({**vars(report), "is_whole": report.is_whole, "problems": problems})
     for problem in report.problems[:MAX_LISTED]:
         output.line(f"BAD  {describe(problem)}")
@@ -46,22 +46,23 @@ def describe(problem: Problem) -> str:
 
 
 def strays_text(strays: Sequence[str]) -> str:
-    """Format the files that do not belong to a checkpoint as one line."""
+    """Name the files that do not belong to a checkpoint in one line."""
     names = ", ".join([*strays[:_MAX_NAMED], *["..."] * (len(strays) > _MAX_NAMED)])
-    return f"note: {len(strays)} more files, left by interrupted saves or being written by a save in progress: {names}"
+    return (
+        f"note: {len(strays)} more files, left by interrupted saves or being written by a save in "
+        f"progress: {names}"
+    )
 
 
 def summary(report: VerifyReport) -> str:
     """Format the outcome as one line."""
-    verdict = (
-        "OK" if report.is_whole else f"DAMAGED ({count_text(len(report.problems), 'problem')})"
-    )
-    rate = f", {size_text(report.num_bytes / report.seconds)}/s" if report.mode == "full" else ""
-    note = (
-        ""
-        if report.has_checksums
-        else "; these files have no checksums: only their structure was checked"
-    )
+    verdict, rate, note = "OK", "", ""
+    if not report.is_whole:
+        verdict = f"DAMAGED ({count_text(len(report.problems), 'problem')})"
+    if report.mode == "full":
+        rate = f", {size_text(report.num_bytes / report.seconds)}/s"
+    if not report.has_checksums:
+        note = "; these files have no checksums: only their structure was checked"
     keys, files = count_text(report.num_keys, "key"), count_text(report.num_files, "file")
     return (
         f"{verdict}: {report.location}, {keys} in {files}, {report.mode}: "

@@ -9,12 +9,12 @@ from typing import Any
 
 from distckpt._base.errors import CheckpointingException
 from distckpt._base.interrupts import operation
+from distckpt._base.reports import SaveReport
 from distckpt._dcp_api import arguments, shards, tree
 from distckpt._operations.async_save import async_save as save_in_background
 from distckpt._operations.save import save as save_now
 from distckpt._ranks.collectives import Ranks
 from distckpt._ranks.exchanges import lone_group
-from distckpt._ranks.report import SaveReport
 
 
 @operation

@@ -12,7 +12,7 @@ import logging
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 from distckpt._base.errors import CheckpointNotFoundError, CorruptCheckpointError
 from distckpt._base.messages import did_you_mean, natural_order, summarize_keys
@@ -20,7 +20,8 @@ from distckpt._checkpoint.reader import Reader
 from distckpt._checkpoint.stored_pieces import StoredPiece, build_manifest
 from distckpt._format import safetensors_file
 from distckpt._format.manifest import MAX_TABLE_BYTES, Manifest, ShardFile, is_manifest_name
-from distckpt._format.marker import file_size, read_file
+from distckpt._format.marker import read_file
+from distckpt._format.read_header import read_header
 from distckpt._geometry.region import Region, whole
 from distckpt._plan.codes import CONFIG_NAMES
 from distckpt._quantization.detect import settings_of
@@ -35,17 +36,7 @@ SINGLE_NAME = "model.safetensors"
 
 _NUMBERED = re.compile(r"(.*-)\d+(-of-0*(\d+)\.safetensors)", re.ASCII)
 _MAX_CONFIG_BYTES = 64 << 20
-_HEADER_GUESS_BYTES = 1 << 17
 _MAX_ELEMENTS = 1 << 62
-
-
-class Header(NamedTuple):
-    """The size of a file, that of its header, and the header's content."""
-
-    num_bytes: int
-    header_bytes: int
-    metadata: dict[str, str]
-    entries: list[safetensors_file.Entry]
 
 
 class HuggingFaceReader(Reader):
@@ -190,25 +181,16 @@ def _read_index(location: str) -> dict[str, str] | None:
     return dict(weight_map)
 
 
-def read_header(path: str) -> Header:
-    """Read the header of a safetensors file; raise ValueError where it is damaged."""
-    size = file_size(path)
-    head = locations.read_range(path, 0, min(size, _HEADER_GUESS_BYTES))
-    header_bytes = safetensors_file.header_length(head, size)
-    if header_bytes > len(head):
-        head += locations.read_range(path, len(head), header_bytes)
-    return Header(size, header_bytes, *safetensors_file.parse_header(head[:header_bytes], size))
-
-
 def _read_file(location: str, name: str) -> tuple[ShardFile, bool, list[StoredPiece]]:
     path = locations.join(location, name)
     try:
-        size, header_bytes, metadata, entries = read_header(path)
+        header = read_header(path)
+        metadata = header.metadata
         has_info = safetensors_file.SHARDING_INFO in metadata
         info = json.loads(metadata[safetensors_file.SHARDING_INFO]) if has_info else {}
         shapes = json.loads(metadata.get(safetensors_file.GLOBAL_SHAPES, "{}"))
         pieces = []
-        for entry in entries:
+        for entry in header.entries:
             if has_info:
                 region = Region(_counts(entry, info[entry.name]["saved_offsets"]), entry.shape)
                 shape = _counts(entry, shapes[entry.name]) if entry.name in shapes else None
@@ -229,7 +211,7 @@ def _read_file(location: str, name: str) -> tuple[ShardFile, bool, list[StoredPi
             f"{path!r} is not a complete safetensors file ({type(error).__name__}: {error}): "
             "restore it from a copy."
         ) from error
-    return ShardFile(name, size, header_bytes, 0), has_info, pieces
+    return ShardFile(name, header.num_bytes, header.header_bytes, 0), has_info, pieces
 
 
 def _counts(entry: safetensors_file.Entry, values: Any) -> tuple[int, ...]:

@@ -27,8 +27,6 @@ class StoredCheckpoint(NamedTuple):
         marker: the fields of the marker; of another format, those that its marker would need.
         quantized: chunks of a view that are not stored but computed from others, see
             `_plan.decoded`.
-        sources: of a view in which every tensor is the sum of theirs, each times a weight, see
-            `_plan.merged`.
         files: that stay open from one read to the next; None where every read opens its own.
     """
 
@@ -37,13 +35,11 @@ class StoredCheckpoint(NamedTuple):
     verify: bool = True
     marker: Mapping[str, Any] = MappingProxyType({})
     quantized: Mapping[int, QuantizedTensor] = MappingProxyType({})
-    sources: tuple[tuple[StoredCheckpoint, float], ...] = ()
     files: OpenFiles | None = None
 
     def with_files(self, files: OpenFiles) -> StoredCheckpoint:
-        """Return the checkpoint, and its sources, with files that stay open."""
-        sources = tuple((source.with_files(files), weight) for source, weight in self.sources)
-        return self._replace(files=files, sources=sources)
+        """Return the checkpoint with files that stay open."""
+        return self._replace(files=files)
 
     @property
     def verifies(self) -> bool:

@@ -195,41 +195,6 @@ def covering_elements(shape: tuple[int, ...], region: Region) -> int:
     return flat_start(shape, last) - flat_start(shape, region) + 1
 
 
-def cut_region(
-    region: Region, max_elements: int, *, shape: tuple[int, ...] | None = None, multiple: int = 1
-) -> Iterator[Region]:
-    """Cut a region across its leading axes into pieces of at most `max_elements`, in row-major
-    order.
-
-    Pieces are runs of rows; only rows that are larger than the limit are cut along later axes. The
-    edges lie at multiples of a number of rows that depends on the shape alone, so that regions
-    which overlap share most of them.
-
-    With `multiple`, a piece begins only where its first element's flat index in the row-major
-    tensor of `shape` is a multiple of it. Pieces may then be larger.
-    """
-    if region.num_elements <= max_elements:
-        yield region
-        return
-    axis = next(i for i, n in enumerate(region.shape) if n > 1)
-    first, end = region.offset[axis], region.offset[axis] + region.shape[axis]
-    num_rows, can_cut = 1, True
-    if shape is not None:
-        stride = math.prod(shape[axis + 1 :])
-        num_rows = math.lcm(stride, multiple) // stride
-        can_cut = (flat_start(shape, region) - first * stride) % multiple == 0
-    step = max(1, max_elements // (math.prod(region.shape[axis + 1 :]) * num_rows)) * num_rows
-    edges = [first, *(range((first // step + 1) * step, end, step) if can_cut else ()), end]
-    for low, high in itertools.pairwise(edges):
-        piece = Region(
-            with_item(region.offset, axis, low), with_item(region.shape, axis, high - low)
-        )
-        if high - low == 1:
-            yield from cut_region(piece, max_elements, shape=shape, multiple=multiple)
-        else:
-            yield piece
-
-
 def step_over(region: Region, num_axes: int) -> Iterator[Region]:
     """Cut a region into pieces with a single index along each of its first axes, in row-major
     order.

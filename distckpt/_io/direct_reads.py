@@ -14,7 +14,7 @@ from distckpt._io.shared_read import host_number
 from distckpt._plan.load import Copy
 from distckpt._ranks.collectives import Ranks
 from distckpt._storage import locations
-from distckpt._storage.page_cache import may_be_read_directly
+from distckpt._storage.open_files import may_be_read_directly
 
 _SAMPLE = 32
 """Chunks by which ranks of a machine find out whether they read the same ones."""

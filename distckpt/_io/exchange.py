@@ -12,7 +12,8 @@ import torch
 
 from distckpt._base.dtypes import as_integers
 from distckpt._base.memory import is_plain_memory
-from distckpt._geometry.region import cut_region, whole
+from distckpt._geometry.region import whole
+from distckpt._geometry.units import cut_region
 from distckpt._ranks.collectives import Ranks
 from distckpt._ranks.exchanges import Transfer
 

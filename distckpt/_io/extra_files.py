@@ -9,8 +9,8 @@ import json
 import logging
 import os
 from collections.abc import Mapping, Sequence
-from types import MappingProxyType
-from typing import Any, NamedTuple
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
@@ -38,26 +38,35 @@ _WEIGHT_SUFFIXES = (
 )
 
 
-class ExtraFiles(NamedTuple):
+@dataclass(frozen=True)
+class ExtraFiles:
     """Locations of files to copy, and the content of others by name."""
 
     copied: Sequence[str] = ()
-    written: Mapping[str, bytes] = MappingProxyType({})
+    written: Mapping[str, bytes] = field(default_factory=dict)
 
 
 def list_extra_files(directory: str, with_code: bool) -> list[str]:
-    """Return the locations of the files to copy; raise for a file that must not be copied."""
-    names = [name for name in locations.list_names(directory) if not name.startswith(".")]
-    code = [name for name in names if name.endswith(".py") and not with_code]
-    if code:
-        logger.warning(
-            "%s: left out, as extra_code is not set: %s", directory, summarize_keys(code)
-        )
-    names = [name for name in names if not name.endswith(_WEIGHT_SUFFIXES) and name not in code]
-    paths = [path for name in names if not locations.isdir(path := locations.join(directory, name))]
-    for path in paths:
+    """Return the locations of the files to copy.
+
+    Raises:
+        CheckpointingException: a file must not be copied.
+    """
+    names = [name for name in locations.list_names(directory) if _is_beside_weights(name)]
+    code = [name for name in names if name.endswith(".py")]
+    if code and not with_code:
+        left_out = summarize_keys(code)
+        logger.warning("%s: left out, as extra_code is not set: %s", directory, left_out)
+        names = [name for name in names if name not in code]
+    paths = [locations.join(directory, name) for name in names]
+    files = [path for path in paths if not locations.isdir(path)]
+    for path in files:
         _check(path, directory)
-    return paths
+    return files
+
+
+def _is_beside_weights(name: str) -> bool:
+    return not name.startswith(".") and not name.endswith(_WEIGHT_SUFFIXES)
 
 
 def _check(path: str, directory: str) -> None:
@@ -113,46 +122,62 @@ def adapt_config(
     Args:
         paths: of the files to copy.
         outputs: tensors of the export.
-        quantization: the `quantization_config` of tensors that are quantised now.
+        quantization: the `quantization_config` of tensors that are quantized now.
         dtype: of all other tensors, where one was given; else it follows the tensors, if they have
             one in common.
+
+    Raises:
+        CheckpointingException: tensors are quantized, and the configuration is no JSON object.
     """
     by_name = {locations.split(path)[1]: path for path in paths}
-    name = CONFIG_NAMES[0]
     try:
-        content = (
-            dict(json.loads(locations.read_bytes(by_name[name], _MAX_BYTES)))
-            if name in by_name
-            else {}
-        )
+        content = _read_config(by_name.get(CONFIG_NAMES[0]))
     except (ValueError, TypeError) as error:
         if quantization is None:
             return ExtraFiles(paths)
         raise CheckpointingException(
-            f"{by_name[name]!r} is no JSON object ({error}): correct it."
+            f"{by_name[CONFIG_NAMES[0]]!r} is no JSON object ({error}): correct it."
         ) from error
     before = json.dumps(content)
-    parts = parts_of(content)
-    stays_quantized = quantization is None and any(may_be_codes(output.dtype) for output in outputs)
-    if not stays_quantized:
+    has_codes = quantization is None and any(may_be_codes(output.dtype) for output in outputs)
+    if not has_codes:
         by_name.pop(CONFIG_NAMES[1], None)
-        for part in parts:
-            for field in FIELDS:
-                part.pop(field, None)
+        _forget_quantization(content)
     if quantization is not None:
         content["quantization_config"] = quantization
-    dtype = dtype.get("*") if isinstance(dtype, Mapping) else dtype
-    floats = {
-        FROM_NAME[output.dtype] for output in outputs if FROM_NAME[output.dtype].is_floating_point
-    }
-    if dtype is None and len(floats) == 1 and quantization is None and not stays_quantized:
-        (dtype,) = floats
-    for part in parts if dtype else ():
-        for field in ("dtype", "torch_dtype"):
-            if field in part:
-                part[field] = str(dtype).removeprefix("torch.")
+    chosen = dtype.get("*") if isinstance(dtype, Mapping) else dtype
+    if chosen is None and quantization is None and not has_codes:
+        chosen = _common_dtype(outputs)
+    if chosen is not None:
+        _name_dtype(content, chosen)
     if json.dumps(content) == before:
         return ExtraFiles([*by_name.values()])
-    by_name.pop(name, None)
+    by_name.pop(CONFIG_NAMES[0], None)
     changed = json.dumps(content, indent=2, ensure_ascii=False).encode() + b"\n"
-    return ExtraFiles([*by_name.values()], {name: changed})
+    return ExtraFiles([*by_name.values()], {CONFIG_NAMES[0]: changed})
+
+
+def _read_config(path: str | None) -> dict[str, Any]:
+    """Read the configuration; an empty one where there is none."""
+    return {} if path is None else dict(json.loads(locations.read_bytes(path, _MAX_BYTES)))
+
+
+def _forget_quantization(config: Mapping[str, Any]) -> None:
+    for part in parts_of(config):
+        for name in FIELDS:
+            part.pop(name, None)
+
+
+def _common_dtype(outputs: Sequence[OutputTensor]) -> torch.dtype | None:
+    """Return the dtype of all tensors of floating point numbers, if they have the same."""
+    dtypes = {FROM_NAME[name] for name in {output.dtype for output in outputs}}
+    floats = [dtype for dtype in dtypes if dtype.is_floating_point]
+    return floats[0] if len(floats) == 1 else None
+
+
+def _name_dtype(config: Mapping[str, Any], dtype: torch.dtype) -> None:
+    """Put a dtype into a configuration, wherever it names one."""
+    for part in parts_of(config):
+        for name in ("dtype", "torch_dtype"):
+            if name in part:
+                part[name] = str(dtype).removeprefix("torch.")

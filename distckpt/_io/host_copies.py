@@ -21,12 +21,13 @@ from typing import NamedTuple
 
 import numpy as np
 
-from distckpt._base.device import DeviceLayer
 from distckpt._base.errors import CheckpointingException
 from distckpt._base.interrupts import run_handlers
-from distckpt._base.memory import Bytes
+from distckpt._base.memory import Bytes, DeviceLayer
 from distckpt._base.threads import NUM_THREADS, SIGNAL_SECONDS, UNIT_BYTES, run_threads
-from distckpt._io.write import Fill, NewFile, Span, copy_into, units_of
+from distckpt._format.checksum import BLOCK_BYTES
+from distckpt._geometry.units import Span, units_of
+from distckpt._io.write import Fill, NewFile, copy_into
 
 MAX_SETS = 2
 """How many saves may hold copies at the same time; the next one waits."""
@@ -337,7 +338,7 @@ class _Part:
     def units_into(self, copies: _Copies) -> Iterator[_Unit]:
         """Yield the units to copy, each with the memory that it goes to."""
         start = 0
-        for unit in units_of(self.chunk_bytes):
+        for unit in units_of(self.chunk_bytes, UNIT_BYTES, BLOCK_BYTES):
             spans = [span._replace(chunk=self.chunks[span.chunk]) for span in unit]
             stop = start + sum(span.num_bytes for span in spans)
             (window,) = copies.between(start, stop)
@@ -359,7 +360,10 @@ class _Unit(NamedTuple):
 def _buffer_bytes(chunk_bytes: Sequence[int], device: DeviceLayer | None) -> list[int]:
     if device is None:
         return [sum(chunk_bytes)]
-    units = [sum(span.num_bytes for span in unit) for unit in units_of(chunk_bytes)]
+    units = [
+        sum(span.num_bytes for span in unit)
+        for unit in units_of(chunk_bytes, UNIT_BYTES, BLOCK_BYTES)
+    ]
     return [sum(units[i : i + PINNED_UNITS]) for i in range(0, len(units), PINNED_UNITS)]
 
 

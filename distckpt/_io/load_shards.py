@@ -8,8 +8,7 @@ from typing import Any
 
 import torch
 
-from distckpt._base.device import Copier
-from distckpt._base.memory import in_huge_pages, may_overlap
+from distckpt._base.memory import Copier, in_huge_pages, may_overlap
 from distckpt._base.options import LoadOptions
 from distckpt._base.progress import ProgressCounter
 from distckpt._base.threads import (
@@ -33,8 +32,7 @@ from distckpt._ranks.collectives import Ranks
 from distckpt._rules.rules import Rule
 from distckpt._state.shards import region_view, shard_regions
 from distckpt._storage import locations
-from distckpt._storage.open_files import OpenFiles
-from distckpt._storage.page_cache import MIN_DIRECT_BYTES
+from distckpt._storage.open_files import MIN_DIRECT_BYTES, OpenFiles
 
 
 @dataclass(frozen=True)

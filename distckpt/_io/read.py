@@ -1,46 +1,56 @@
-"""Reading chunks: grouped by file, in file order, straight into the target where its memory has the
-same layout.
-"""
+"""Reading chunks in file order: straight into the memory of targets, or through scratch memory."""
 
 from __future__ import annotations
 
 import contextlib
 import itertools
 import math
-import os
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
 import torch
 
-from distckpt._base.device import Copier
 from distckpt._base.dtypes import as_integers
 from distckpt._base.errors import CorruptCheckpointError
-from distckpt._base.memory import Bytes, bounce_buffer, is_plain_memory, run_bytes
-from distckpt._base.threads import MAX_BUFFERS, NUM_REQUESTS, NUM_THREADS, UNIT_BYTES, run_threads
+from distckpt._base.libc import copy_bytes, fetch, read_into
+from distckpt._base.memory import (
+    Bytes,
+    Copier,
+    bounce_buffer,
+    is_plain_memory,
+    run_bytes,
+    tensor_bytes,
+)
+from distckpt._base.threads import NUM_REQUESTS, NUM_THREADS, UNIT_BYTES, run_threads
 from distckpt._format.checksum import block_checksums
 from distckpt._format.marker import file_size
 from distckpt._format.stored_checkpoint import StoredCheckpoint
-from distckpt._geometry.region import flat_start, num_outer_axes, run_starts
-from distckpt._io.read_parts import (
-    READ_UNIT_BYTES,
-    ReadPart,
-    direct_parts,
-    divide_copy,
-    regions_within,
+from distckpt._geometry.region import (
+    IntArray,
+    Region,
+    flat_range_regions,
+    flat_start,
+    intersect,
+    num_outer_axes,
+    run_starts,
 )
+from distckpt._geometry.units import Span, units_of
+from distckpt._io.read_parts import NOT_PLAIN, READ_UNIT_BYTES, ReadPart, parts_of
 from distckpt._plan.load import Copy
 from distckpt._state.common_state import COMMON_KEY
 from distckpt._storage import locations, object_store
-from distckpt._storage.open_files import OpenFiles, read_into
+from distckpt._storage.open_files import OpenFiles
 
 REQUEST_BYTES = 16 << 20
-"""Size of a request of an object store: enough that its answer takes longer than the way there."""
+"""Size of a request to an object store: enough that its answer takes longer than the way there."""
 DIRECT_BYTES = 1 << 20
 """Less is not read past the page cache: there the system would fetch it with what is beside it."""
 FETCH_PITCH_BYTES = 64 << 10
-"""When runs are closer than this, a disk delivers them faster with the gaps than one by one."""
+"""If runs are closer than this, a disk delivers them faster with the gaps than one by one."""
+SMALL_BYTES = 16 << 10
+"""Less goes to its target by way of scratch memory: a copy costs less than a buffer of its own."""
 
 
 def read_copies(
@@ -59,15 +69,16 @@ def read_copies(
     with numbers of bytes, from several threads. `with_check=False` leaves `check_files` to the
     caller. Damage raises CorruptCheckpointError, which names file, key, region and bytes.
     """
-    # Checksums are of blocks: where there are some to verify, what lies between the runs is needed
-    # as well.
+    # Checksums are of blocks: to verify them, what lies between the runs is needed as well.
     exact = locations.is_local(stored.location) and not stored.verifies
-    copier = Copier(targets)
     unit_bytes = _unit_bytes(stored.location)
+    copier = Copier(targets)
     parts = [
         part
         for copy in copies
-        for part in divide_copy(stored, copy, targets[copy.request], exact, copier, unit_bytes)
+        for part in parts_of(
+            stored, copy, targets[copy.request], copier, exact=exact, unit_bytes=unit_bytes
+        )
     ]
     if with_check:
         check_files(stored, [part.chunk for part in parts])
@@ -96,11 +107,9 @@ def read_chunks_into(
     """Read complete chunks into memory of their size."""
     if with_check:
         check_files(stored, chunks)
-    block, pairs = stored.manifest.block_bytes, zip(chunks, memories, strict=True)
     parts = [
-        part
-        for chunk, memory in pairs
-        for part in direct_parts(chunk, 0, memory, (0, len(memory)), block)
+        ReadPart(chunk, 0, len(memory), torch.from_numpy(memory), lead=0)
+        for chunk, memory in zip(chunks, memories, strict=True)
     ]
     _read_parts(stored, parts, Copier(()), num_threads)
 
@@ -109,12 +118,7 @@ def _unit_bytes(location: str) -> int:
     return READ_UNIT_BYTES if locations.is_local(location) else REQUEST_BYTES
 
 
-class _Reading(NamedTuple):
-    """Values shared by all threads that read parts."""
-
-    stored: StoredCheckpoint
-    copier: Copier
-    files: OpenFiles
+# --- Units ----------------------------------------------------------------------------------------
 
 
 def _read_parts(
@@ -124,183 +128,244 @@ def _read_parts(
     num_threads: int = NUM_THREADS,
     progress: Callable[[int], None] | None = None,
 ) -> None:
-    manifest = stored.manifest
-    chunks = np.array([part.chunk for part in parts], np.int64)
-    files = manifest.file_ids[chunks]
-    positions = manifest.first_bytes[chunks] + np.array([part.start for part in parts], np.int64)
-    order = np.lexsort((positions, files))
-    in_order = [parts[i] for i in order.tolist()]
+    in_order = _in_file_order(stored, parts)
     with contextlib.nullcontext(stored.files) if stored.files else OpenFiles() as open_files:
-        reading = _Reading(stored, copier, open_files)
-        candidates = set(files.tolist()) if open_files.direct else ()
-        direct = {file for file in candidates if stored.path_of_file(file) in open_files.direct}
-        units = _units(
-            in_order,
-            files[order].tolist(),
-            positions[order].tolist(),
-            _unit_bytes(stored.location),
-            direct,
-        )
-
-        def read_unit(unit: list[ReadPart]) -> None:
-            if int(manifest.file_ids[unit[0].chunk]) not in direct or unit[0].sparse:
-                _read_unit(reading, unit)
-            elif not _read_directly(reading, unit):
-                for part in unit:
-                    _read_unit(reading, [part])
-            if progress is not None:
-                progress(sum(_useful_bytes(stored, part) for part in unit))
-
-        run_threads(read_unit, units, num_threads)
+        files = set(in_order.files.tolist()) if open_files.direct else ()
+        direct = {file for file in files if stored.path_of_file(file) in open_files.direct}
+        reading = _Reading(stored, in_order.parts, copier, open_files, direct, progress)
+        run_threads(reading.read, _units(stored, in_order, direct), num_threads)
 
 
-def _useful_bytes(stored: StoredCheckpoint, part: ReadPart) -> int:
-    if part.memory is not None:
-        return len(part.memory)
-    item = stored.dtype_of(part.chunk).itemsize
-    return sum(region.num_elements for region in regions_within(stored, part)) * item
+class _PartsInOrder(NamedTuple):
+    """Parts in the order of their files, and as columns the file of each, and its position
+    there.
+    """
+
+    parts: list[ReadPart]
+    files: IntArray
+    positions: IntArray
+
+
+def _in_file_order(stored: StoredCheckpoint, parts: Sequence[ReadPart]) -> _PartsInOrder:
+    chunks = np.array([part.chunk for part in parts], np.int64)
+    starts = np.array([part.start for part in parts], np.int64)
+    files, positions = (
+        stored.manifest.file_ids[chunks],
+        stored.manifest.first_bytes[chunks] + starts,
+    )
+    order = np.lexsort((positions, files))
+    return _PartsInOrder([parts[i] for i in order.tolist()], files[order], positions[order])
 
 
 def _units(
-    parts: Sequence[ReadPart],
-    files: Sequence[int],
-    positions: Sequence[int],
-    unit_bytes: int,
-    direct: Collection[int],
-) -> Iterator[list[ReadPart]]:
-    """Join parts that follow one another in a file: one call reads them all.
+    stored: StoredCheckpoint, in_order: _PartsInOrder, direct: set[int]
+) -> Iterator[list[Span]]:
+    """Divide parts that follow one another in a file into units: one call reads each of them.
 
-    Those that go straight to memory, and all that are read past the page cache, of `direct` files.
+    Their spans have the numbers of parts, and positions in them. A sparse part is a unit.
     """
-    unit: list[ReadPart] = []
-    room, next_file, next_position = 0, -1, -1
-    for part, file, position in zip(parts, files, positions, strict=True):
-        num_bytes = part.stop - part.start
-        follows = file == next_file and position == next_position and num_bytes <= room
-        may_join = part.memory is not None or (file in direct and not part.sparse)
-        # A part has three buffers at most, see `_runs_of`.
-        if not (follows and may_join and (file in direct or len(unit) < MAX_BUFFERS // 3)):
-            if unit:
-                yield unit
-            # Nothing joins a part that goes through a bounce buffer.
-            unit, room = [], (UNIT_BYTES if file in direct else unit_bytes) if may_join else 0
-        unit.append(part)
-        room -= num_bytes
-        next_file, next_position = file, position + num_bytes
-    if unit:
-        yield unit
+    parts, files, positions = in_order
+    sizes = [part.stop - part.start for part in parts]
+    is_sparse = np.array([part.is_sparse for part in parts], np.bool_)
+    begins_run = np.ones(len(parts), np.bool_)
+    begins_run[1:] = (
+        (files[1:] != files[:-1])
+        | (positions[1:] != (positions + sizes)[:-1])
+        | is_sparse[1:]
+        | is_sparse[:-1]
+    )
+    for first, end in itertools.pairwise([*np.flatnonzero(begins_run).tolist(), len(parts)]):
+        if parts[first].is_sparse:
+            yield [Span(first, 0, sizes[first])]
+            continue
+        unit_bytes = UNIT_BYTES if int(files[first]) in direct else _unit_bytes(stored.location)
+        yield from units_of(sizes[first:end], unit_bytes, stored.manifest.block_bytes, first)
 
 
-def _read_directly(reading: _Reading, unit: list[ReadPart]) -> bool:
-    """Read parts past the page cache; False where they are to be read through it."""
-    stored, copier, files = reading
-    num_bytes = sum(part.stop - part.start for part in unit)
-    if num_bytes < DIRECT_BYTES:
-        return False
-    start = int(stored.manifest.first_bytes[unit[0].chunk]) + unit[0].start
-    content = files.read_directly(stored.path_of(unit[0].chunk), start, num_bytes, copier.layer)
-    if content is None:
-        return False
-    for part in unit:
-        run, content = content[: part.stop - part.start], content[part.stop - part.start :]
-        if stored.verifies:
-            _verify(stored, part, [run])
-        if part.memory is None:
-            _deliver(stored, part, run, copier)
+@dataclass(frozen=True)
+class _Reading:
+    """The reads of one call, shared by all threads; files with numbers in `direct` are read past the
+    page cache.
+    """
+
+    stored: StoredCheckpoint
+    parts: Sequence[ReadPart]
+    copier: Copier
+    files: OpenFiles
+    direct: set[int]
+    progress: Callable[[int], None] | None
+
+    def read(self, unit: list[Span]) -> None:
+        """Read a unit, compare it with its checksums, and bring it to its targets."""
+        part = self.parts[unit[0].chunk]
+        if part.is_sparse:
+            _read_runs(self, part)
         else:
-            np.copyto(part.memory, run[part.lead : part.lead + len(part.memory)])
-    return True
+            content = self._read_directly(unit) or self._read_through_cache(unit)
+            if self.stored.verifies:
+                _verify(self, unit, content.buffers)
+            try:
+                for span, place in content.scattered:
+                    _deliver(self, span, content.scratch, place)
+            finally:
+                # Also after an error: the buffer is used again.
+                self.copier.wait()
+        if self.progress is not None:
+            self.progress(sum(_useful_bytes(self, span) for span in unit))
+
+    def _read_directly(self, unit: list[Span]) -> _Content | None:
+        """Read a unit past the page cache; None if it is to be read through it."""
+        part, num_bytes = self.parts[unit[0].chunk], sum(span.num_bytes for span in unit)
+        manifest = self.stored.manifest
+        if num_bytes < DIRECT_BYTES or int(manifest.file_ids[part.chunk]) not in self.direct:
+            return None
+        path, position = self._place_of(unit)
+        window = self.files.read_directly(path, position, num_bytes, self.copier.layer)
+        if window is None:
+            return None
+        places = itertools.accumulate((span.num_bytes for span in unit), initial=0)
+        return _Content([window], window, list(zip(unit, places, strict=False)))
+
+    def _read_through_cache(self, unit: list[Span]) -> _Content:
+        content = _content_for(self, unit)
+        path, position = self._place_of(unit)
+        if locations.is_local(path):
+            with self.files.open(path) as fd:
+                num_read = read_into(fd, content.buffers, position)
+        else:
+            num_read = object_store.at(path).read_into(position, content.buffers)
+        if num_read < sum(span.num_bytes for span in unit):
+            raise _cut_off(self, unit, position, num_read)
+        return content
+
+    def _place_of(self, unit: list[Span]) -> tuple[str, int]:
+        """Return the file of a unit, and its position there."""
+        part, manifest = self.parts[unit[0].chunk], self.stored.manifest
+        position = int(manifest.first_bytes[part.chunk]) + part.start + unit[0].start
+        return self.stored.path_of(part.chunk), position
 
 
-def _read_unit(reading: _Reading, unit: list[ReadPart]) -> None:
-    stored, copier, _ = reading
-    first = unit[0]
-    if first.sparse:
-        _read_sparse(reading, first)
+class _Content(NamedTuple):
+    """The memory that a unit is read into: `buffers` in order, among them pieces of `scratch`. Of
+    these, `scattered` has spans that go elsewhere, and where they begin.
+    """
+
+    buffers: list[Bytes]
+    scratch: Bytes
+    scattered: list[tuple[Span, int]]
+
+
+def _content_for(reading: _Reading, unit: list[Span]) -> _Content:
+    """Choose the memory for a unit: that of large plain targets, and scratch memory."""
+    scratch = bounce_buffer("read", sum(span.num_bytes for span in unit), reading.copier.layer)
+    content = _Content([], scratch, [])
+    # What lies between these in `scratch` is not among the buffers yet.
+    first = end = 0
+    for span in unit:
+        part = reading.parts[span.chunk]
+        low, high = _bytes_of_target(part, span)
+        if part.lead == NOT_PLAIN or high - low < SMALL_BYTES:
+            content.scattered.append((span, end))
+            end += span.num_bytes
+            continue
+        end += part.lead + low - span.start
+        content.buffers.extend([scratch[first:end], tensor_bytes(part.target)[low:high]])
+        first, end = end, end + span.stop - part.lead - high
+    content.buffers.append(scratch[first:end])
+    content.buffers[:] = [buffer for buffer in content.buffers if len(buffer)]
+    return content
+
+
+def _bytes_of_target(part: ReadPart, span: Span) -> tuple[int, int]:
+    """Return which bytes of the plain target of a part a span holds."""
+    size = part.target.nbytes
+    return min(max(span.start - part.lead, 0), size), min(max(span.stop - part.lead, 0), size)
+
+
+def _deliver(reading: _Reading, span: Span, scratch: Bytes, place: int) -> None:
+    """Bring a span, which begins at a place in scratch memory, to the target of its part."""
+    part = reading.parts[span.chunk]
+    if part.lead == NOT_PLAIN:
+        _deliver_values(reading, span, scratch[place : place + span.num_bytes])
         return
-    runs = _runs_of(unit, copier)
-    _read_into(reading, first, list(itertools.chain(*runs)))
-    for part, runs_of_part in zip(unit, runs, strict=True):
-        if stored.verifies:
-            _verify(stored, part, runs_of_part)
-        if part.memory is None:
-            _deliver(stored, part, runs_of_part[0], copier)
+    low, high = _bytes_of_target(part, span)
+    place += part.lead + low - span.start
+    if high - low < SMALL_BYTES:
+        copy_bytes(part.target.data_ptr() + low, scratch.ctypes.data + place, high - low)
+    else:
+        np.copyto(tensor_bytes(part.target)[low:high], scratch[place : place + high - low])
 
 
-def _runs_of(unit: list[ReadPart], copier: Copier) -> list[list[Bytes]]:
-    """Return the memory that the bytes of each part are read to: scratch memory for those that go
-    nowhere else.
+def _deliver_values(reading: _Reading, span: Span, content: Bytes) -> None:
+    """Copy what a span holds of the region of its part to where it belongs."""
+    part = reading.parts[span.chunk]
+    shape = reading.stored.manifest.chunk_region(part.chunk).shape
+    dtype = reading.stored.dtype_of(part.chunk)
+    strides = [math.prod(shape[axis + 1 :]) for axis in range(len(shape))]
+    values = torch.from_numpy(content).view(dtype)
+    first = (part.start + span.start) // dtype.itemsize
+    for region in _regions_within(reading, span):
+        place = region.relative_to(part.region.offset).slices()
+        source = values.as_strided(region.shape, strides, flat_start(shape, region) - first)
+        _copy(source, part.target[place] if shape else part.target, reading.copier)
+
+
+def _regions_within(reading: _Reading, span: Span) -> Iterator[Region]:
+    """Yield what of the region of a part lies in a span of it."""
+    part = reading.parts[span.chunk]
+    shape = reading.stored.manifest.chunk_region(part.chunk).shape
+    item = reading.stored.dtype_of(part.chunk).itemsize
+    start, stop = (part.start + span.start) // item, (part.start + span.stop) // item
+    for run in flat_range_regions(shape, start, stop):
+        region = intersect(run, part.region)
+        if region is not None:
+            yield region
+
+
+def _useful_bytes(reading: _Reading, span: Span) -> int:
+    """Count what was requested of a span."""
+    part = reading.parts[span.chunk]
+    if part.lead != NOT_PLAIN:
+        low, high = _bytes_of_target(part, span)
+        return high - low
+    item = reading.stored.dtype_of(part.chunk).itemsize
+    if part.is_sparse:
+        return part.region.num_elements * item
+    return sum(region.num_elements for region in _regions_within(reading, span)) * item
+
+
+def _read_runs(reading: _Reading, part: ReadPart) -> None:
+    """Read a sparse part run by run, straight to where the runs belong if their memory is
+    contiguous there.
     """
-    if unit[0].memory is None:
-        return [[bounce_buffer("read", unit[0].stop - unit[0].start, copier.layer)]]
-    others = [part.stop - part.start - len(part.memory) for part in unit if part.memory is not None]
-    scratch = bounce_buffer("read", sum(others)) if any(others) else np.empty(0, np.uint8)
-    runs: list[list[Bytes]] = []
-    for part, num_others in zip(unit, others, strict=True):
-        assert part.memory is not None
-        before, after, scratch = (
-            scratch[: part.lead],
-            scratch[part.lead : num_others],
-            scratch[num_others:],
-        )
-        runs.append([run for run in (before, part.memory, after) if len(run)])
-    return runs
-
-
-def _read_sparse(reading: _Reading, part: ReadPart) -> None:
-    """Read a part run by run, straight to where the runs belong if their memory is contiguous
-    there.
-    """
-    stored, copier, files = reading
+    stored, copier = reading.stored, reading.copier
     region, target = part.region, part.target
     shape = stored.manifest.chunk_region(part.chunk).shape
     dtype, outer = stored.dtype_of(part.chunk), num_outer_axes(shape, region)
     goal = target
     has_runs = target.dtype == dtype and is_plain_memory(target[(0,) * outer])
     if not has_runs or copier.is_away(target):
-        values = torch.from_numpy(
-            bounce_buffer("read", region.num_elements * dtype.itemsize, copier.layer)
-        )
-        goal = values.view(dtype).view(region.shape)
+        scratch = bounce_buffer("read", region.num_elements * dtype.itemsize, copier.layer)
+        goal = torch.from_numpy(scratch).view(dtype).view(region.shape)
     memory = run_bytes(goal, outer)
-    path, first_byte = stored.path_of(part.chunk), int(stored.manifest.first_bytes[part.chunk])
+    first_byte = int(stored.manifest.first_bytes[part.chunk])
     positions = (first_byte + run_starts(shape, region) * dtype.itemsize).tolist()
     num_bytes = part.stop - part.start
-    with files.open(path) as fd:
-        if num_bytes < len(positions) * FETCH_PITCH_BYTES and hasattr(os, "posix_fadvise"):
-            os.posix_fadvise(fd, positions[0], num_bytes, os.POSIX_FADV_WILLNEED)
+    with reading.files.open(stored.path_of(part.chunk)) as fd:
+        if num_bytes < len(positions) * FETCH_PITCH_BYTES:
+            fetch(fd, positions[0], num_bytes)
         for position, index in zip(positions, np.ndindex(memory.shape[:-1]), strict=True):
             run = memory[index]
             num_read = read_into(fd, [run], position)
             if num_read < len(run):
-                raise _cut_off(stored, part, position + num_read)
+                raise _file_ends(stored, part.chunk, position + num_read)
     if goal is not target:
         _copy(goal, target, copier)
         copier.wait()
 
 
-def _deliver(stored: StoredCheckpoint, part: ReadPart, buffer: Bytes, copier: Copier) -> None:
-    """Copy what a part holds of its region to where it belongs."""
-    shape = stored.manifest.chunk_region(part.chunk).shape
-    dtype = stored.dtype_of(part.chunk)
-    strides = [math.prod(shape[axis + 1 :]) for axis in range(len(shape))]
-    values = torch.from_numpy(buffer).view(dtype)
-    try:
-        for region in regions_within(stored, part):
-            begin = flat_start(shape, region) - part.start // dtype.itemsize
-            target = (
-                part.target[region.relative_to(part.region.offset).slices()]
-                if shape
-                else part.target
-            )
-            _copy(values.as_strided(region.shape, strides, begin), target, copier)
-    finally:
-        # Also after an error: the buffer is used again.
-        copier.wait()
-
-
 def _copy(source: torch.Tensor, target: torch.Tensor, copier: Copier) -> None:
-    """Copy values out of scratch memory, converting the dtype where it differs; it is done after
+    """Copy values out of scratch memory, converting the dtype if it differs; it is done after
     `copier.wait`.
     """
     if target.dtype == source.dtype and not (target.is_conj() or target.is_neg()):
@@ -308,43 +373,54 @@ def _copy(source: torch.Tensor, target: torch.Tensor, copier: Copier) -> None:
     copier.copy(target, source)
 
 
-def _verify(stored: StoredCheckpoint, part: ReadPart, runs: Sequence[Bytes]) -> None:
-    """Compare the blocks of a part, which holds whole ones, with their checksums."""
-    manifest, chunk = stored.manifest, part.chunk
-    block, size = manifest.block_bytes, part.stop - part.start
-    first_block = int(manifest.block_starts[chunk]) + part.start // block
-    expected = manifest.block_checksums[first_block : first_block - (-size // block)].tolist()
-    found = block_checksums([size], runs, block)
-    for low, digest, other in zip(range(0, size, block), found, expected, strict=True):
-        if digest != other:
-            start = int(manifest.first_bytes[chunk]) + part.start + low
-            key = stored.key_of(chunk)
-            name = "common state" if key == COMMON_KEY else f"key {key!r}"
-            raise CorruptCheckpointError(
-                f"Checksum mismatch in {stored.path_of(chunk)!r}, bytes {start} to "
-                f"{start + min(block, size - low)}: chunk {manifest.chunk_region(chunk)} of {name} "
-                "was damaged or replaced after the save. Restore the file from a copy or load "
-                "another checkpoint."
-            )
+# --- Damage ---------------------------------------------------------------------------------------
 
 
-def _read_into(reading: _Reading, first: ReadPart, buffers: list[Bytes]) -> None:
-    stored = reading.stored
-    path = stored.path_of(first.chunk)
-    position = int(stored.manifest.first_bytes[first.chunk]) + first.start
-    if locations.is_local(path):
-        with reading.files.open(path) as fd:
-            num_read = read_into(fd, buffers, position)
-    else:
-        num_read = object_store.at(path).read_into(position, buffers)
-    if num_read != sum(len(buffer) for buffer in buffers):
-        raise _cut_off(stored, first, position + num_read)
+def _verify(reading: _Reading, unit: list[Span], buffers: Sequence[Bytes]) -> None:
+    """Compare the blocks of a unit with their checksums."""
+    manifest = reading.stored.manifest
+    block = manifest.block_bytes
+    blocks: list[int] = []
+    for span in unit:
+        part = reading.parts[span.chunk]
+        first = int(manifest.block_starts[part.chunk]) + (part.start + span.start) // block
+        blocks.extend(range(first, first - (-span.num_bytes // block)))
+    found = block_checksums([span.num_bytes for span in unit], buffers, block)
+    expected = manifest.block_checksums[blocks].tolist()
+    if found != expected:
+        pairs = zip(blocks, found, expected, strict=True)
+        raise _mismatch(reading.stored, next(block for block, a, b in pairs if a != b))
 
 
-def _cut_off(stored: StoredCheckpoint, part: ReadPart, end: int) -> CorruptCheckpointError:
+def _mismatch(stored: StoredCheckpoint, number: int) -> CorruptCheckpointError:
+    """Return the error about the block of a number."""
+    manifest = stored.manifest
+    chunk = int(np.searchsorted(manifest.block_starts, number, "right")) - 1
+    first = int(manifest.first_bytes[chunk])
+    start = first + (number - int(manifest.block_starts[chunk])) * manifest.block_bytes
+    stop = min(start + manifest.block_bytes, first + int(manifest.num_bytes[chunk]))
+    key = stored.key_of(chunk)
+    name = "common state" if key == COMMON_KEY else f"key {key!r}"
     return CorruptCheckpointError(
-        f"{stored.path_of(part.chunk)!r} ends at byte {end}, but the manifest says that key "
-        f"{stored.key_of(part.chunk)!r} goes on after it: the file was cut off. Restore it from a "
+        f"Checksum mismatch in {stored.path_of(chunk)!r}, bytes {start} to {stop}: chunk "
+        f"{manifest.chunk_region(chunk)} of {name} was damaged or replaced after the save. Restore "
+        "the file from a copy or load another checkpoint."
+    )
+
+
+def _cut_off(
+    reading: _Reading, unit: list[Span], position: int, num_read: int
+) -> CorruptCheckpointError:
+    """Return the error about a file that ends within a unit, which begins at a position."""
+    ends = itertools.accumulate(span.num_bytes for span in unit)
+    span = next(span for span, end in zip(unit, ends, strict=True) if end > num_read)
+    return _file_ends(reading.stored, reading.parts[span.chunk].chunk, position + num_read)
+
+
+def _file_ends(stored: StoredCheckpoint, chunk: int, end: int) -> CorruptCheckpointError:
+    return CorruptCheckpointError(
+        f"{stored.path_of(chunk)!r} ends at byte {end}, but the manifest says that key "
+        f"{stored.key_of(chunk)!r} goes on after it: the file was cut off. Restore it from a "
         "copy or load another checkpoint."
     )
 
@@ -353,12 +429,11 @@ def check_files(stored: StoredCheckpoint, chunks: Sequence[int]) -> None:
     """Check that the files of some chunks have the sizes that the manifest says."""
     # On an object store each takes a request.
     num_threads = 1 if locations.is_local(stored.location) else NUM_REQUESTS
+    file_ids = stored.manifest.file_ids[np.array(chunks, np.int64)]
     # np.unique would import a part of numpy, at a time when perhaps no file can be opened any more.
-    file_ids = np.flatnonzero(
-        np.bincount(stored.manifest.file_ids[np.array(chunks, np.int64)])
-    ).tolist()
+    different = np.flatnonzero(np.bincount(file_ids)).tolist()
     check = _check_file if stored.files is None else _check_file_once
-    run_threads(lambda file_id: check(stored, file_id), file_ids, num_threads)
+    run_threads(lambda file_id: check(stored, file_id), different, num_threads)
 
 
 def _check_file_once(stored: StoredCheckpoint, file_id: int) -> None:

@@ -14,7 +14,8 @@ from distckpt._base.errors import CorruptCheckpointError
 from distckpt._base.messages import summarize_keys
 from distckpt._base.threads import NUM_THREADS, run_threads
 from distckpt._format.stored_checkpoint import StoredCheckpoint
-from distckpt._geometry.region import Region, covering, cut_region, whole
+from distckpt._geometry.region import Region, covering, whole
+from distckpt._geometry.units import cut_region
 from distckpt._io.read import check_files, read_copies
 from distckpt._plan.decoded import PIECE_ELEMENTS, Piece, plan_decoding, target_of
 from distckpt._plan.load import Copy, Request, plan_load

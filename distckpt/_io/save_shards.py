@@ -44,7 +44,7 @@ from distckpt._plan.save import Pieces, find_aliases, plan_owners
 from distckpt._ranks import exchanges
 from distckpt._ranks.collectives import Ranks
 from distckpt._state.common_state import object_text
-from distckpt._state.shards import Shard, ShardTable, describe, merge_tables, region_view
+from distckpt._state.shards import Shard, ShardTable, merge_tables, region_view, shard_table
 from distckpt._state.validation import replica_weights, validate_shards
 from distckpt._storage import locations
 
@@ -69,11 +69,20 @@ class ShardSettings:
     direct_io: bool | None = None
     plans: PlanCache = _PLANS
 
-    @property
-    def max_inflight_bytes(self) -> int:
-        """Memory for data on its way to storage."""
+    def for_writing(self, num_bytes: int) -> WriteSettings:
+        """Return how files of so many bytes are written."""
         limit = self.options.max_inflight_bytes
-        return DEFAULT_INFLIGHT_BYTES if limit is None else limit
+        limit = DEFAULT_INFLIGHT_BYTES if limit is None else limit
+        num_requests = num_requests_within(limit)
+        progress = self.options.progress
+        return WriteSettings(
+            durable=self.options.durable,
+            direct=self.direct_io,
+            num_threads=num_threads_within(limit),
+            num_requests=num_requests,
+            max_part_bytes=limit // num_requests - UNIT_BYTES,
+            progress=ProgressCounter(progress, num_bytes).add if progress else None,
+        )
 
 
 def prepare_shards(ranks: Ranks, shards: Sequence[Shard], settings: ShardSettings) -> ShardSave:
@@ -87,13 +96,14 @@ def prepare_shards(ranks: Ranks, shards: Sequence[Shard], settings: ShardSetting
     """
     ready, plan, is_reused = _find_or_make_plan(ranks, shards, settings)
     encoded = encoded_objects(plan.objects, ready)
-    tensor_bytes = sum(sum(file.chunk_bytes) for file in plan.files)
+    num_bytes = sum(sum(file.chunk_bytes) for file in plan.files)
+    num_bytes += sum(map(len, encoded.values()))
     return ShardSave(
         make_tensor_files=tensor_files_of(plan.files, ready),
         plan=plan,
         encoded=encoded,
-        settings=settings,
-        num_bytes=tensor_bytes + sum(map(len, encoded.values())),
+        settings=settings.for_writing(num_bytes),
+        num_bytes=num_bytes,
         plan_reused=is_reused,
     )
 
@@ -109,7 +119,7 @@ def _find_or_make_plan(
     ready: list[Shard] = []
 
     def described() -> ShardTable:
-        table = describe(ready)._replace(exchange_group=group)
+        table = shard_table(ready)._replace(exchange_group=group)
         if compares:
             add_digests(table, ready, of_samples=not compares_all)
         return table
@@ -155,7 +165,7 @@ class ShardSave(PreparedSave):
     make_tensor_files: Callable[[], Sequence[NewFile]]
     plan: SavePlan
     encoded: Mapping[str, bytes]
-    settings: ShardSettings
+    settings: WriteSettings
     num_bytes: int
     plan_reused: bool = False
     folder_suffix: str = ""
@@ -181,30 +191,16 @@ class ShardSave(PreparedSave):
                 object_table = chunk_table([planned])
                 files.append(object_file)
             placed = [file.below(checkpoint_dir, suffix) for file in files]
-            checksums = write_files(placed, self._write_settings())
+            checksums = write_files(placed, self.settings)
             written = object_table._replace(block_checksums=checksums).to_bytes()
         gathered = [ChunkTable.from_bytes(data) for data in ranks.gather(written)]
         if plan.manifest is None:
             return {}
         tables = list(itertools.chain(*zip(plan.tables, gathered, strict=True)))
-        durable = self.settings.options.durable
         fields, self.written = write_manifest(
-            checkpoint_dir, plan.manifest, tables, suffix, durable
+            checkpoint_dir, plan.manifest, tables, suffix, self.settings.durable
         )
         return fields
-
-    def _write_settings(self) -> WriteSettings:
-        limit = self.settings.max_inflight_bytes
-        num_requests = num_requests_within(limit)
-        progress = self.settings.options.progress
-        return WriteSettings(
-            durable=self.settings.options.durable,
-            direct=self.settings.direct_io,
-            num_threads=num_threads_within(limit),
-            num_requests=num_requests,
-            max_part_bytes=limit // num_requests - UNIT_BYTES,
-            progress=ProgressCounter(progress, self.num_bytes).add if progress else None,
-        )
 
 
 def ready_to_save(shard: Shard, encode_copies: bool) -> Shard:

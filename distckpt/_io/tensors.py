@@ -18,11 +18,13 @@ import numpy as np
 import torch
 
 from distckpt._base.arrays import as_torch_dtype, estimate_array_nbytes
+from distckpt._base.available_memory import estimate_available_memory
 from distckpt._base.interrupts import operation
-from distckpt._base.memory import estimate_available_memory, is_plain_memory, tensor_bytes
+from distckpt._base.memory import is_plain_memory, tensor_bytes
 from distckpt._base.messages import did_you_mean, summarize_keys
 from distckpt._base.tree import Position
-from distckpt._geometry.region import cut_region, whole
+from distckpt._geometry.region import whole
+from distckpt._geometry.units import cut_region
 from distckpt._ranks.collectives import Ranks
 
 __all__ = [

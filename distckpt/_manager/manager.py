@@ -16,6 +16,7 @@ from distckpt._base.interrupts import operation
 from distckpt._base.memory import paused_garbage_collection
 from distckpt._base.messages import check_choice
 from distckpt._base.options import LoadOptions, SaveOptions, with_changes
+from distckpt._base.reports import SaveReport
 from distckpt._commit import posix
 from distckpt._commit.presence import absence
 from distckpt._io import background
@@ -33,7 +34,6 @@ from distckpt._operations.load import Strict, load
 from distckpt._operations.planned_save import PlannedSave, SaveRequest, write_and_commit
 from distckpt._operations.save import plan_save
 from distckpt._ranks.collectives import Ranks
-from distckpt._ranks.report import SaveReport
 from distckpt._rules.rules import Rule
 from distckpt._storage import locations
 

@@ -13,8 +13,7 @@ from distckpt.strategies.base import (
     BUILT_IN,
     LoadShardedStrategy,
     SaveShardedStrategy,
-    StrategyAction,
-    choose_strategy,
+    choose_save_strategy,
 )
 
 
@@ -28,7 +27,7 @@ def get_default_save_sharded_strategy(
         CheckpointingException: there is none of this name and version.
     """
     name = (backend, version)
-    strategy, _ = choose_strategy(SaveShardedStrategy, StrategyAction.SAVE_SHARDED, name)
+    strategy, _ = choose_save_strategy(name)
     return strategy or TorchDistSaveShardedStrategy()
 
 

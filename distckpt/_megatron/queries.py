@@ -32,8 +32,7 @@ from distckpt._storage import locations
 from distckpt.strategies.base import (
     BUILT_IN,
     LoadShardedStrategy,
-    StrategyAction,
-    choose_strategy,
+    choose_load_strategy,
 )
 
 logger = logging.getLogger(__name__)
@@ -224,7 +223,7 @@ def _strategy_that_reads(
     """Return the strategy to ask about a checkpoint: the caller's, or the one that wrote it."""
     found = find_checkpoint(Ranks.alone(), location, marker=marker)
     if given is not None:
-        strategy, _ = choose_strategy(LoadShardedStrategy, StrategyAction.LOAD_SHARDED, given)
+        strategy, _ = choose_load_strategy(given)
         if strategy is not None:
             return strategy
     if found.stored is not None:
@@ -240,7 +239,7 @@ def registered_strategy(location: str, marker: Mapping[str, Any]) -> LoadSharded
     """
     name = (marker["sharded_backend"], marker.get("sharded_backend_version", 1))
     try:
-        strategy, _ = choose_strategy(LoadShardedStrategy, StrategyAction.LOAD_SHARDED, name)
+        strategy, _ = choose_load_strategy(name)
     except CheckpointingException as error:
         raise CheckpointingException(f"Cannot read {location!r}: {error}") from error
     if strategy is None:

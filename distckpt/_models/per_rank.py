@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from typing import Any
 
@@ -9,6 +10,8 @@ from distckpt._base.errors import CheckpointingException
 from distckpt._mapping.base import OpenReplicaId
 from distckpt._mapping.wrappers import ShardedObject
 from distckpt._ranks.collectives import Ranks
+
+logger = logging.getLogger(__name__)
 
 
 class PerRank:
@@ -87,3 +90,16 @@ def cell_of(node: Any, key: str, ranks: Ranks, meshes: list[str], loads: bool) -
     place = zip(*axes.values(), strict=True)
     offset, shape = place
     return ShardedObject(key, data, shape, offset, OpenReplicaId((0, ranks.rank)))
+
+
+def warn_of_skipped(cell: ShardedObject, saved: str, own: str) -> None:
+    """Warn, once for all copies, of a value that was saved under another layout."""
+    if not any(cell.replica_id):  # type: ignore[arg-type]  # Of rank 0.
+        logger.warning(
+            "%r is not restored: each rank has its own, and it was saved under the %s, while "
+            "this load has the %s. A data loader begins anew, random numbers go on from where "
+            "they are.",
+            cell.key,
+            saved,
+            own,
+        )

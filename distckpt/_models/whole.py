@@ -3,27 +3,21 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import NamedTuple
 
 import numpy as np
 
 from distckpt._base.errors import LoadMismatchError
 from distckpt._base.messages import summarize_keys
-from distckpt._models.objects import (
-    MODULE,
-    OPTIMIZER,
-    STATEFUL,
-    Described,
-    first_name,
-)
+from distckpt._models.objects import Described, Kind, Place, first_name
 from distckpt._models.optimizer.shards import StoredEntry
 from distckpt._ranks.collectives import Ranks
 
 logger = logging.getLogger(__name__)
 
 
-class Parts(NamedTuple):
+class Coverage(NamedTuple):
     """Keys of a checkpoint: those that a rank requests, and those that it leaves out of modules and
     optimizers.
 
@@ -37,8 +31,62 @@ class Parts(NamedTuple):
     unclaimed: set[str]
 
 
-def refuse_parts(
-    ranks: Ranks, parts: Parts, entries: Mapping[str, StoredEntry], location: str
+def coverage_of(
+    described: Described,
+    requested: Collection[str],
+    entries: Mapping[str, StoredEntry],
+    wanted: Collection[str],
+    names: Collection[str],
+) -> Coverage:
+    """Find what a rank leaves out of its objects, of the keys that are `wanted`: not left out on
+    purpose.
+
+    Keys begin with the path of the object. The module at `model` has no path in its keys: they are
+    those whose first name is among `names`, which it was saved with, or that begin like a requested
+    one, as `layers.9.weight` does like `layers.0.weight`.
+    """
+    taken = set(requested)
+    for key in entries.keys() & taken:
+        taken.update(entries[key].parts)
+    left = {key for key in wanted if key not in taken and _is_stored(key, entries[key])}
+    of_optimizers = _below(_prefixes(described, Kind.OPTIMIZER), left)
+    prefixes = _prefixes(described, Kind.MODULE, Kind.STATEFUL, Kind.OPTIMIZER)
+    own = _below(prefixes, left)
+    unclaimed: set[str] = set()
+    if any(place.is_model for place in described.places):
+        of_model = set(requested) - _below(prefixes, requested)
+        beginnings = {*names, *map(first_name, of_model)}
+        own |= {key for key in left if first_name(key) in beginnings}
+        unclaimed = set() if names else _model_tensors(left, entries) - own
+    return Coverage(taken, own - of_optimizers, of_optimizers, unclaimed)
+
+
+def _is_stored(key: str, entry: StoredEntry) -> bool:
+    """Tell whether a key is stored itself, and not only computed from its parts."""
+    return not entry.parts or key in entry.parts
+
+
+def _prefixes(described: Described, *kinds: Kind) -> tuple[str, ...]:
+    """Return what the keys of objects of some kinds begin with."""
+
+    def has_prefix(place: Place) -> bool:
+        return place.kind in kinds and bool(place.prefix)
+
+    return tuple(f"{place.prefix}." for place in filter(has_prefix, described.places))
+
+
+def _below(prefixes: tuple[str, ...], keys: Iterable[str]) -> set[str]:
+    return {key for key in keys if key.startswith(prefixes)}
+
+
+def _model_tensors(keys: Iterable[str], entries: Mapping[str, StoredEntry]) -> set[str]:
+    """Return the keys of tensors that are not an optimizer's."""
+    tensors = (key for key in keys if entries[key].dtype is not None)
+    return {key for key in tensors if not key.startswith("optim")}
+
+
+def refuse_left_out(
+    ranks: Ranks, coverage: Coverage, entries: Mapping[str, StoredEntry], location: str
 ) -> None:
     """Refuse a load that leaves out a part of what is stored for a module; warn of what else it
     leaves out.
@@ -46,87 +94,47 @@ def refuse_parts(
     Collective operation: all ranks must call it. What one rank leaves out another may request.
     """
     keys = sorted(entries)
-    bits = np.array([[key in some for key in keys] for some in parts], np.bool_)
+    bits = np.array([[key in some for key in keys] for some in coverage], np.bool_)
     gathered = ranks.gather(np.packbits(bits).tobytes())
     with ranks.phase("compare the keys of objects", decision=True):
         if not ranks.is_coordinator:
             return
         of_all = np.bitwise_or.reduce([np.frombuffer(sent, np.uint8) for sent in gathered])
-        is_taken, *is_own = (
-            np.unpackbits(of_all, count=bits.size).reshape(bits.shape).astype(np.bool_)
-        )
-        missing, without, others = (
+        unpacked = np.unpackbits(of_all, count=bits.size).reshape(bits.shape)
+        is_taken, *is_own = unpacked.astype(np.bool_)
+        of_modules, of_optimizers, unclaimed = (
             [keys[i] for i in np.flatnonzero(has & ~is_taken)] for has in is_own
         )
-        if missing:
-            absent = sorted(parts.taken - entries.keys())
-            besides = (
-                f", and does not hold {summarize_keys(absent)}, which they have" if absent else ""
-            )
-            raise LoadMismatchError(
-                f"The checkpoint {location!r} holds {summarize_keys(missing)}, which the objects "
-                f"of the state dict do not have{besides}: was a larger model saved? Create the "
-                "objects that were saved; to leave the rest out, pass strict='report'.",
-                missing,
-                absent,
-            )
-        if without:
-            logger.warning(
-                "the checkpoint %r holds %s, for parameters that the optimizer does not have: "
-                "left out",
-                location, summarize_keys(without),
-            )  # fmt: skip
-        if others:
-            logger.warning(
-                "the checkpoint %r holds %s, which no module of the state dict has: was a larger "
-                "model saved?",
-                location, summarize_keys(others),
-            )  # fmt: skip
+        if of_modules:
+            absent = sorted(coverage.taken - entries.keys())
+            raise _left_out_of_modules(of_modules, absent, location)
+        _warn_of_left_out(of_optimizers, unclaimed, location)
 
 
-def parts_of(
-    described: Described,
-    requested: Collection[str],
-    entries: Mapping[str, StoredEntry],
-    wanted: Collection[str],
-    names: Collection[str],
-) -> Parts:
-    """Find what a rank leaves out of its objects, of the keys that are `wanted`: not left out on
-    purpose.
+def _left_out_of_modules(
+    left_out: list[str], absent: list[str], location: str
+) -> LoadMismatchError:
+    besides = f", and does not hold {summarize_keys(absent)}, which they have" if absent else ""
+    return LoadMismatchError(
+        f"The checkpoint {location!r} holds {summarize_keys(left_out)}, which the objects of the "
+        f"state dict do not have{besides}: was a larger model saved? Create the objects that were "
+        "saved; to leave the rest out, pass strict='report'.",
+        left_out,
+        absent,
+    )
 
-    Keys begin with the path of the object. The module at `model` has no path in its keys: those
-    belong to it whose first name is among `names`, those it was saved with, or that begin like a
-    requested one, as `layers.9.weight` does like `layers.0.weight`.
-    """
-    taken = {
-        *requested,
-        *(part for key in requested if key in entries for part in entries[key].parts),
-    }
-    # What is only computed from its parts is not stored.
-    left = [
-        key
-        for key in wanted
-        if key not in taken and (not entries[key].parts or key in entries[key].parts)
-    ]
-    below = {
-        kind: tuple(
-            f"{place.prefix}." for place in described.places if place.kind == kind and place.prefix
+
+def _warn_of_left_out(of_optimizers: list[str], unclaimed: list[str], location: str) -> None:
+    if of_optimizers:
+        logger.warning(
+            "the checkpoint %r holds %s, for parameters that the optimizer does not have: left out",
+            location,
+            summarize_keys(of_optimizers),
         )
-        for kind in (MODULE, STATEFUL, OPTIMIZER)
-    }
-    with_path = (*below[MODULE], *below[STATEFUL], *below[OPTIMIZER])
-    beginnings: set[str] = set()
-    has_model = any(place.kind == MODULE and not place.prefix for place in described.places)
-    if has_model:
-        beginnings = {
-            *names,
-            *(first_name(key) for key in requested if not key.startswith(with_path)),
-        }
-    of_optimizers = {key for key in left if key.startswith(below[OPTIMIZER])}
-    own = {key for key in left if key.startswith(with_path) or first_name(key) in beginnings}
-    unclaimed: set[str] = set()
-    if has_model and not names:
-        unclaimed = {
-            key for key in left if entries[key].dtype is not None and not key.startswith("optim")
-        } - own
-    return Parts(taken, own - of_optimizers, of_optimizers, unclaimed)
+    if unclaimed:
+        logger.warning(
+            "the checkpoint %r holds %s, which no module of the state dict has: was a larger "
+            "model saved?",
+            location,
+            summarize_keys(unclaimed),
+        )

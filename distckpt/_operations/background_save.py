@@ -21,17 +21,18 @@ import weakref
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, TypeAlias
 
 from distckpt._base.errors import CheckpointingException, RankFailedError
 from distckpt._base.interrupts import run_operation
+from distckpt._base.reports import SaveReport
 from distckpt._io import background
 from distckpt._io.host_copies import HostCopies, shared_memory, threads_to_copy_with
 from distckpt._operations.planned_save import PlannedSave, SaveRequest, write_and_commit
 from distckpt._ranks import exchanges
 from distckpt._ranks.attendance import ABANDONED
 from distckpt._ranks.collectives import Ranks
-from distckpt._ranks.report import SaveReport
 
 logger = logging.getLogger(__name__)
 
@@ -263,7 +264,7 @@ class BackgroundSave:
                     {}, message="Not started: an earlier background save lost contact with a rank."
                 )
             verb = f"the background save to {self.location}"
-            return run_operation(verb, self.write_now, self.ranks)
+            return run_operation(verb, [partial(self.write_now, self.ranks)])
         except BaseException as error:
             self._note_failure(error)
             raise

@@ -41,7 +41,7 @@ from distckpt._operations.windows import (
     real_numbers,
     window_regions,
 )
-from distckpt._plan.export import check_all_match, check_patterns, matches, renamed
+from distckpt._plan.selection import check_all_match, check_patterns, matches, renamed
 from distckpt._ranks.collectives import Ranks
 from distckpt._storage import locations
 

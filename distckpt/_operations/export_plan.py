@@ -5,245 +5,318 @@ to.
 from __future__ import annotations
 
 import logging
-import os
-from collections.abc import Mapping, Sequence
-from typing import Any, Literal, NamedTuple
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
-from distckpt._base.dtypes import FROM_NAME
-from distckpt._base.errors import CheckpointingException, CheckpointNotFoundError
-from distckpt._base.messages import check_choice, summarize_keys
-from distckpt._foreign import hugging_face
-from distckpt._format.marker import CONFIG_FNAME
+from distckpt._base.errors import CheckpointingException
+from distckpt._base.messages import summarize_keys
+from distckpt._base.options import ExportOptions
 from distckpt._format.stored_checkpoint import StoredCheckpoint
-from distckpt._plan.adapter import CONFIG_NAME, merge_adapter
+from distckpt._io.export import check_tied
+from distckpt._io.extra_files import ExtraFiles, adapt_config, list_extra_files
+from distckpt._io.tensor_source import TensorSource
+from distckpt._operations.on_demand import on_demand
 from distckpt._plan.codes import CONFIG_NAMES
 from distckpt._plan.decoded import decoded, find, hidden_keys
 from distckpt._plan.export import (
+    OutputFile,
     OutputTensor,
     check_codes,
     is_for_all,
     keep_precise,
+    plan_files,
     plan_tensors,
-    quantize_outputs,
-    select_tensors,
 )
-from distckpt._plan.peft_names import with_peft_names
-from distckpt._quantization.formats import FORMATS
+from distckpt._plan.selection import select_tensors
+from distckpt._quantization.quantized import QuantizedTensor
+from distckpt._ranks.collectives import Ranks
 from distckpt._rules.families import config_for, read_config, rules_for
 from distckpt._rules.rules import Rule, TensorInfo, Tie
 from distckpt._storage import locations
 
 logger = logging.getLogger(__name__)
 
-_MAX_PROBED = 100
-"""So many entries of a directory that is no adapter are looked at, for adapters in them."""
+_OF_LORA = ".adapter."
+"""In the keys of LoRA of Megatron Bridge."""
+
+Pairs = Sequence[tuple[OutputTensor, OutputTensor]]
 
 
-class Selection(NamedTuple):
-    """What is exported, and as what: arguments of `consolidate`, which describes them."""
+@dataclass(frozen=True)
+class PlannedTensors:
+    """The tensors of an export, and where their values come from.
 
-    keys: str | Sequence[str] | None = None
-    rules: Sequence[Rule] = ()
-    family: str | os.PathLike[str] | None = None
-    rename: Mapping[str, str] | None = None
-    dtype: torch.dtype | Mapping[str, torch.dtype] | None = None
-    quantize: str | Mapping[str, str] | None = None
-    tied: Literal["drop", "write"] = "drop"
-    unmatched: Literal["error", "keep"] = "error"
-    like: str | os.PathLike[str] | None = None
+    Attributes:
+        source: reads the values.
+        outputs: the tensors, with the regions that they are made of.
+        made_of: names of those that are computed, and of the tensors that they are computed from.
+        quantization: the `quantization_config` of what is quantized.
+    """
 
-    @property
-    def formats(self) -> dict[str, str]:
-        """Formats of quantised tensors by pattern; the empty one is for what models usually
-        quantise.
-        """
-        return {"": self.quantize} if isinstance(self.quantize, str) else dict(self.quantize or {})
-
-    def check(self) -> None:
-        """Raise ValueError for an argument that is none of its choices."""
-        check_choice("tied", self.tied, ("drop", "write"))
-        check_choice("unmatched", self.unmatched, ("error", "keep"))
-        for name in self.formats.values():
-            check_choice("quantize", name, tuple(FORMATS))
-            for dtype in (FORMATS[name].codes_dtype, FORMATS[name].scale_dtype):
-                if dtype not in FROM_NAME:
-                    raise ValueError(
-                        f"quantize={name!r} needs the dtype {dtype}, which torch "
-                        f"{torch.__version__} lacks."
-                    )
+    source: TensorSource
+    outputs: Sequence[OutputTensor]
+    made_of: Mapping[str, str] = field(default_factory=dict)
+    quantization: Mapping[str, Any] | None = None
 
 
-class ExportPlan(NamedTuple):
+@dataclass(frozen=True)
+class ExportPlan:
     """What an export will hold.
 
     Attributes:
-        stored: the view of the checkpoint to read.
-        tensors: the tensors of it that were selected.
-        outputs: the tensors of the export, with the regions that they are made of.
-        numbers: of the files that tensors go to by name, where they were given.
-        quantization: the `quantization_config` of what is quantised.
+        source: reads the values of its tensors.
+        outputs: its tensors, with the regions of stored tensors that they are made of.
+        files: its files with tensors.
+        selected: the stored tensors that were selected.
         tied: tensors that are stored and left out, with those of which the configuration says that
             they are the same.
+        extra_files: its other files; on the coordinator.
     """
 
-    stored: StoredCheckpoint
-    tensors: Mapping[str, TensorInfo]
-    outputs: list[OutputTensor]
-    numbers: Mapping[str, int] | None
-    quantization: Mapping[str, Any] | None
-    tied: Sequence[tuple[OutputTensor, OutputTensor]]
+    source: TensorSource
+    outputs: Sequence[OutputTensor]
+    files: Sequence[OutputFile]
+    selected: Mapping[str, TensorInfo]
+    tied: Pairs = ()
+    extra_files: ExtraFiles = field(default_factory=ExtraFiles)
 
     @property
     def left_out(self) -> list[str]:
         """Keys that were selected and of which nothing is exported."""
         used = {part.key for output in self.outputs for part in output.mapped.parts}
-        return [
-            key for key, info in self.tensors.items() if key not in used and 0 not in info.shape
-        ]
+        stored = [key for key, info in self.selected.items() if 0 not in info.shape]
+        return [key for key in stored if key not in used]
+
+
+def stored_source(stored: StoredCheckpoint, options: ExportOptions) -> TensorSource:
+    """Return the source of what one checkpoint stores; of values, where options change tensors."""
+    has_rules = bool(options.rules) or options.family is not None
+    changes = options.quantize or options.merge_adapter is not None or is_for_all(options.dtype)
+    return TensorSource(decoded(stored) if has_rules or changes else stored)
 
 
 def plan_export(
-    stored: StoredCheckpoint,
-    selection: Selection,
-    is_speaker: bool = True,
+    ranks: Ranks,
+    source: TensorSource,
+    options: ExportOptions,
     adapter: StoredCheckpoint | None = None,
 ) -> ExportPlan:
-    """Decide what is exported, with an adapter merged into it."""
-    keys, rules, family, rename, dtype, _, tied, unmatched, like = selection
-    formats = selection.formats
-    if rules or family is not None or formats or is_for_all(dtype) or adapter is not None:
-        stored = decoded(stored)
-    tensors = select_tensors(stored.manifest, keys, tied == "write", hidden_keys(stored))
-    reference, directory = None, None
-    if like is not None:
-        directory = locations.normalize(like)
-        reference = StoredCheckpoint(directory, hugging_face.read_directory(directory))
-    config = config_for(family, directory)
-    made = rules_for(config, tensors, reference and reference.manifest.shapes_by_key)
-    stored_twice = _stored_twice(stored, tensors, rules, made)
-    rules = [*rules, *with_peft_names(made, tensors, config)]
-    outputs = plan_tensors(
-        tensors,
-        rules,
-        rename or {},
-        dtype,
-        keep_unmatched=unmatched == "keep",
-        tied=stored.manifest.aliases,
-    )
-    if family is not None and isinstance(dtype, torch.dtype):
-        outputs = [keep_precise(output) for output in outputs]
+    """Decide what is exported, with an adapter merged into it.
+
+    Collective operation: all ranks must call it.
+
+    Raises:
+        LoadMismatchError: `keys` or a rule matches nothing, or no rule matches some tensor.
+        CheckpointingException: names, dtypes, shapes or extra files are not as they must be.
+    """
+    with ranks.phase("plan the export"):
+        plan = _plan(source, options, adapter, ranks.is_coordinator)
+    with ranks.phase("compare what is tied"):
+        check_tied(source, plan.tied if ranks.is_coordinator else ())
+    return plan
+
+
+def _plan(
+    source: TensorSource,
+    options: ExportOptions,
+    adapter: StoredCheckpoint | None,
+    is_coordinator: bool,
+) -> ExportPlan:
+    stored, writes_tied = source.stored, options.tied == "write"
+    aliases = stored.manifest.aliases
+    selected = select_tensors(stored.manifest, options.keys, writes_tied, hidden_keys(stored))
+    model = _model(options, selected)
+    outputs = _outputs(options, selected, model, aliases)
+    planned = PlannedTensors(source, outputs)
     if adapter is not None:
-        settings = read_config(locations.join(adapter.location, CONFIG_NAME))
-        model = config or _config_beside(directory or stored.location)
-        shared = () if tied == "write" else set(stored.manifest.aliases.values())
-        outputs = merge_adapter(outputs, adapter, settings, model, shared)
-    quantization: Mapping[str, Any] | None = None
-    values = outputs
-    if formats:
-        outputs, quantization = quantize_outputs(
-            outputs, formats, set(find(reference)) if reference else None
-        )
-    check_codes(stored, outputs)
-    numbers = None if reference is None else _file_numbers(reference, values, outputs, is_speaker)
-    return ExportPlan(stored, tensors, outputs, numbers, quantization, stored_twice)
+        config = model.config or _config_beside(model.reference or stored)
+        tied = set() if writes_tied else set(aliases.values())
+        planned = on_demand("merge_adapter").adapted(planned, adapter, config, tied)
+    if options.quantize:
+        planned = on_demand("quantize").quantized(planned, options.quantize, model.reference)
+    check_codes(stored, planned.outputs, planned.made_of)
+    numbers = options.fqn_to_index_mapping
+    if model.reference is not None:
+        numbers = _file_numbers(model.reference, outputs, planned, is_coordinator)
+    files = plan_files(planned.outputs, options.max_file_bytes, numbers)
+    tied_pairs = _stored_twice(stored, selected, options.rules, model.rules)
+    extra_files = _extra_files(options, planned) if is_coordinator else ExtraFiles()
+    return ExportPlan(planned.source, planned.outputs, files, selected, tied_pairs, extra_files)
+
+
+# --- The model ------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Model:
+    """What is known of the model that is exported.
+
+    Attributes:
+        reference: the directory that the export is to be like.
+        config: the configuration of the family.
+        rules: those of the family.
+    """
+
+    reference: StoredCheckpoint | None
+    config: dict[str, Any] | None
+    rules: Sequence[Rule]
+
+
+def _model(options: ExportOptions, selected: Mapping[str, TensorInfo]) -> _Model:
+    reference = None
+    if options.like is not None:
+        directory = locations.normalize(options.like)
+        manifest = on_demand("hugging_face").read_directory(directory)
+        reference = StoredCheckpoint(directory, manifest)
+    config = config_for(options.family, reference and reference.location)
+    rules = rules_for(config, selected, reference and reference.manifest.shapes_by_key)
+    return _Model(reference, config, rules)
+
+
+def _config_beside(stored: StoredCheckpoint) -> dict[str, Any] | None:
+    """Read the configuration of a model in its directory, None where there is none."""
+    path = locations.join(stored.location, CONFIG_NAMES[0])
+    return read_config(path) if locations.exists(path) else None
+
+
+# --- Tensors --------------------------------------------------------------------------------------
+
+
+def _outputs(
+    options: ExportOptions,
+    selected: Mapping[str, TensorInfo],
+    model: _Model,
+    aliases: Mapping[str, str],
+) -> list[OutputTensor]:
+    """Return the tensors of the export with the values that are stored."""
+    of_model = model.rules
+    if any(_OF_LORA in key for key in selected):
+        of_model = on_demand("peft_names").with_peft_names(of_model, selected, model.config)
+    outputs = plan_tensors(
+        selected,
+        [*options.rules, *of_model],
+        options.rename or {},
+        options.dtype,
+        keep_unmatched=options.unmatched == "keep",
+        tied=aliases,
+    )
+    if options.family is not None and isinstance(options.dtype, torch.dtype):
+        return [keep_precise(output) for output in outputs]
+    return outputs
 
 
 def _stored_twice(
     stored: StoredCheckpoint,
-    tensors: Mapping[str, TensorInfo],
+    selected: Mapping[str, TensorInfo],
     rules: Sequence[Rule],
-    made: Sequence[Rule],
-) -> list[tuple[OutputTensor, OutputTensor]]:
-    """Return tensors under both of their names, where `made` takes them for one and a checkpoint
-    holds two.
+    of_model: Sequence[Rule],
+) -> Pairs:
+    """Return tensors under both of their names, where the rules of the model take them for one and
+    a checkpoint holds two.
 
     `rules` are those that come before.
     """
-    ties = [rule for rule in made if isinstance(rule, Tie)]
-    named = (
-        {each.name: each for each in plan_tensors(tensors, rules, {}, None, keep_unmatched=True)}
-        if ties
-        else {}
-    )
-    pairs = [
-        (named[tie.key], named[tie.to]) for tie in ties if tie.key in named and tie.to in named
-    ]
+    ties = [rule for rule in of_model if isinstance(rule, Tie)]
+    if not ties:
+        return ()
+    outputs = plan_tensors(selected, rules, {}, None, keep_unmatched=True)
+    named = {output.name: output for output in outputs}
+    there = [tie for tie in ties if tie.key in named and tie.to in named]
+    pairs = [(named[tie.key], named[tie.to]) for tie in there]
     index = stored.manifest.key_index
-    return [
-        pair
-        for pair in pairs
-        if len({index[part.key] for each in pair for part in each.mapped.parts}) > 1
-    ]
+    return [pair for pair in pairs if len(_key_ids(pair, index)) > 1]
 
 
-def check_is_adapter(location: str) -> None:
-    """Refuse what is there and lacks the files of an adapter."""
-    names = locations.list_names(location) if locations.isdir(location) else []
-    has_tensors = CONFIG_FNAME in names or any(name.endswith(hugging_face.SUFFIX) for name in names)
-    if (has_tensors and CONFIG_NAME in names) or not locations.exists(location):
-        return
-    lacks = [] if has_tensors else ["adapter_model.safetensors"]
-    lacks += [] if CONFIG_NAME in names else [CONFIG_NAME]
-    advice = "give the directory that save_pretrained of PEFT wrote"
-    inside = [
-        name
-        for name in names[:_MAX_PROBED]
-        if locations.exists(locations.join(location, name, CONFIG_NAME))
-    ]
-    if inside:
-        advice = f"give one of the adapters in it, {', '.join(map(repr, inside))}"
-    elif "adapter_model.bin" in names:
-        advice = "adapter_model.bin is a pickle, which can run code: open it with PEFT and save it as safetensors"
-    raise CheckpointNotFoundError(
-        f"{location!r} is no adapter of PEFT, it has no {' and no '.join(lacks)}: {advice}."
-    )
+def _key_ids(outputs: Iterable[OutputTensor], index: Mapping[str, int]) -> set[int]:
+    return {index[part.key] for output in outputs for part in output.mapped.parts}
 
 
-def _config_beside(directory: str) -> dict[str, Any] | None:
-    """Read the configuration of a model in a directory, None where there is none."""
-    path = locations.join(directory, CONFIG_NAMES[0])
-    return read_config(path) if locations.exists(path) else None
+# --- A directory that the export is to be like ----------------------------------------------------
 
 
 def _file_numbers(
-    stored: StoredCheckpoint,
+    reference: StoredCheckpoint,
     values: Sequence[OutputTensor],
-    outputs: Sequence[OutputTensor],
+    planned: PlannedTensors,
     is_speaker: bool,
 ) -> dict[str, int]:
     """Number the files of a reference directory, after checking that it holds tensors of the same
     shapes.
 
-    Where the reference or the export is quantised and the other is not, codes and scales go where
-    the values are. The export's `values` are those before they are quantised.
+    Where the reference or the export is quantized and the other is not, codes and scales go where
+    the values are. The export's `values` are those before they are quantized.
     """
-    reference, like = stored.manifest, stored.location
-    numbers = {
-        key: int(reference.file_ids[reference.chunk_rows(key_id).start]) + 1
-        for key, key_id in reference.key_index.items()
-    }
-    quantized = find(stored)
-    numbers = {key: numbers[each.parts["codes"].key] for key, each in quantized.items()} | numbers
-    name_of = {id(tensor.mapped): tensor.name for tensor in values}
-    for tensor in outputs:
-        if tensor.name not in numbers and name_of[id(tensor.mapped)] in numbers:
-            numbers[tensor.name] = numbers[name_of[id(tensor.mapped)]]
-    exported = {tensor.name for tensor in (*values, *outputs)}
-    exported |= {key for name, each in quantized.items() if name in exported for key in each.keys}
-    absent = set(reference.keys) - exported
-    if absent and is_speaker:
-        logger.warning("%s holds tensors that are not exported: %s", like, summarize_keys(absent))
+    quantized = find(reference)
+    numbers = _numbers_of(reference, quantized)
+    for tensor in planned.outputs:
+        origin = planned.made_of.get(tensor.name)
+        if tensor.name not in numbers and origin in numbers:
+            numbers[tensor.name] = numbers[origin]
+    if is_speaker:
+        names = {tensor.name for tensor in (*values, *planned.outputs)}
+        _warn_of_absent(reference, quantized, names)
     for tensor in values:
-        each, expected = quantized.get(tensor.name), reference.shapes_by_key.get(tensor.name)
-        if each is not None and (
-            expected is None or tensor.mapped.dtype != stored.dtype_name(tensor.name)
-        ):
-            expected = each.model_shape
+        expected = _expected_shape(reference, quantized, tensor)
         if expected not in (None, tensor.shape):
             raise CheckpointingException(
-                f"Tensor {tensor.name!r} would be exported with shape {tensor.shape}; in {like!r} "
-                f"it has {expected}. A shard may be missing, or rules are needed."
+                f"Tensor {tensor.name!r} would be exported with shape {tensor.shape}; in "
+                f"{reference.location!r} it has {expected}. A shard may be missing, or rules are "
+                "needed."
             )
     return numbers
+
+
+def _numbers_of(
+    reference: StoredCheckpoint, quantized: Mapping[str, QuantizedTensor]
+) -> dict[str, int]:
+    """Return the number of the file of each tensor, and of the values of quantized ones."""
+    manifest = reference.manifest
+    numbers = {}
+    for key, key_id in manifest.key_index.items():
+        numbers[key] = int(manifest.file_ids[manifest.chunk_rows(key_id).start]) + 1
+    return {key: numbers[each.parts["codes"].key] for key, each in quantized.items()} | numbers
+
+
+def _warn_of_absent(
+    reference: StoredCheckpoint, quantized: Mapping[str, QuantizedTensor], names: Collection[str]
+) -> None:
+    """Warn of tensors of the reference directory that are not exported."""
+    absent = set(reference.manifest.keys).difference(names)
+    for name, each in quantized.items():
+        if name in names:
+            absent.difference_update(each.keys)
+    if absent:
+        where = reference.location
+        logger.warning("%s holds tensors that are not exported: %s", where, summarize_keys(absent))
+
+
+def _expected_shape(
+    reference: StoredCheckpoint, quantized: Mapping[str, QuantizedTensor], tensor: OutputTensor
+) -> tuple[int, ...] | None:
+    """Return the shape of a tensor in the reference directory: that of the values, where only these
+    can be meant.
+    """
+    shape = reference.manifest.shapes_by_key.get(tensor.name)
+    if tensor.name not in quantized:
+        return shape
+    is_code = shape is not None and tensor.mapped.dtype == reference.dtype_name(tensor.name)
+    return shape if is_code else quantized[tensor.name].model_shape
+
+
+# --- Other files ----------------------------------------------------------------------------------
+
+
+def _extra_files(options: ExportOptions, planned: PlannedTensors) -> ExtraFiles:
+    """Choose the files that go beside the tensors: those of a directory, with a configuration that
+    fits the export.
+    """
+    directory = options.extra_files_from
+    if directory is None and options.family is not None:
+        directory = options.like
+    taken = []
+    if directory is not None:
+        taken = list_extra_files(locations.normalize(directory), options.extra_code)
+    return adapt_config(taken, planned.outputs, planned.quantization, options.dtype)

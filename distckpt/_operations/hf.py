@@ -13,7 +13,10 @@ from typing import Any
 
 from distckpt._base.errors import CorruptCheckpointError
 from distckpt._base.memory import paused_garbage_collection
+from distckpt._base.options import ExportOptions, with_changes
+from distckpt._checkpoint.opening import decode_manifest
 from distckpt._commit import posix
+from distckpt._foreign.hugging_face import read_directory
 from distckpt._format.hf_names import (
     derive_base_prefix_from_path,
     group_keys_by_shard_size,
@@ -23,8 +26,12 @@ from distckpt._format.hf_names import (
     output_filenames,
     shard_filename,
 )
-from distckpt._operations.consolidate import ExportReport, consolidate, open_source, write_export
-from distckpt._plan.export import plan_files, plan_tensors, select_tensors
+from distckpt._format.stored_checkpoint import StoredCheckpoint
+from distckpt._io.tensor_source import TensorSource
+from distckpt._operations.consolidate import consolidate
+from distckpt._operations.export_plan import plan_export
+from distckpt._operations.export_request import ExportRequest, check_target
+from distckpt._operations.export_write import ExportReport, write_and_commit
 from distckpt._ranks.collectives import Ranks
 from distckpt._storage import locations
 from distckpt.strategies.base import ConsolidationStrategy
@@ -43,22 +50,43 @@ __all__ = [
 ]
 
 
+_UNLIMITED = 2**63
+
+
 class HuggingFaceConsolidationStrategy(ConsolidationStrategy):
     """Consolidation as a strategy, for programs that choose strategies by configuration.
 
     Args:
-        options: the keyword arguments of `distckpt.consolidate`.
+        overwrite: replace an export that is there.
+        process_group: the ranks that work together, see `distckpt.consolidate`.
+        options: further options.
+        changes: options by keyword, see `ExportOptions`.
     """
 
     backend = "huggingface"
     version = 1
 
-    def __init__(self, **options: Any) -> None:
-        self._options = options
+    def __init__(
+        self,
+        *,
+        overwrite: bool = False,
+        process_group: Any = None,
+        options: ExportOptions | None = None,
+        **changes: Any,
+    ) -> None:
+        self._overwrite = overwrite
+        self._process_group = process_group
+        self._options = with_changes(type(self).__name__, ExportOptions, options, changes)
 
     def consolidate(self, checkpoint_dir: str, output_dir: str) -> ExportReport:
         """Do as `distckpt.consolidate` does. Collective operation: all ranks must call it."""
-        return consolidate(checkpoint_dir, output_dir, **self._options)
+        return consolidate(
+            checkpoint_dir,
+            output_dir,
+            overwrite=self._overwrite,
+            process_group=self._process_group,
+            options=self._options,
+        )
 
 
 def consolidate_safetensors_files(
@@ -116,17 +144,26 @@ def _consolidate(
     file_numbers: Mapping[str, int] | None,
     num_threads: int,
 ) -> None:
-    with ranks.phase("check the arguments"):
+    options = ExportOptions(max_file_bytes=_UNLIMITED, fqn_to_index_mapping=file_numbers)
+    with ranks.phase("check the arguments", decision=True):
         location, target = locations.normalize(input_dir), posix.resolve(output_dir)
+        if ranks.is_coordinator:
+            check_target([location], target, overwrite=True)
+    request = ExportRequest([location], target, options, max(1, num_threads))
     try:
-        source, data = open_source(
-            ranks, location, target, overwrite=True, verify="full", require_sharding_info=True
-        )
-        with ranks.phase("plan the export"):
-            outputs = plan_tensors(
-                select_tensors(source.manifest, None, write_tied=False), (), {}, None
-            )
-            files = plan_files(outputs, 2**63, file_numbers)
-        write_export(ranks, source, [(source, data)], files, target, max(1, num_threads))
+        stored = _open_shards(ranks, location)
+        plan = plan_export(ranks, TensorSource(stored), options)
+        write_and_commit(ranks, request, [stored], plan)
     except CorruptCheckpointError as error:
         raise ValueError(str(error)) from error
+
+
+def _open_shards(ranks: Ranks, location: str) -> StoredCheckpoint:
+    """Open a folder all of whose files must be shards, of which positions are known."""
+
+    def read() -> bytes:
+        return read_directory(location, require_sharding_info=True).to_bytes()
+
+    data = ranks.decide("open the checkpoint", read)
+    with ranks.phase("open the checkpoint"):
+        return decode_manifest(location, data)

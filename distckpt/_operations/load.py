@@ -15,11 +15,12 @@ from distckpt._base.interrupts import operation
 from distckpt._base.memory import paused_garbage_collection
 from distckpt._base.messages import did_you_mean
 from distckpt._base.options import LoadOptions, with_changes
+from distckpt._base.reports import LoadReport
 from distckpt._checkpoint.consistent_read import read_attempts
 from distckpt._checkpoint.opening import find_checkpoint
 from distckpt._format.codec import HOLE
 from distckpt._mapping.wrappers import ShardedObject, ShardedStateDict, StateDict
-from distckpt._models import objects
+from distckpt._models.restore import restore_objects
 from distckpt._operations.absent_values import refuse_absent_values, tensor_paths
 from distckpt._operations.load_request import (
     Differences,
@@ -29,8 +30,7 @@ from distckpt._operations.load_request import (
     describe_targets,
 )
 from distckpt._operations.shard_source import ShardSource
-from distckpt._ranks.collectives import Ranks
-from distckpt._ranks.report import LoadReport, PhaseTimer
+from distckpt._ranks.collectives import PhaseTimer, Ranks
 from distckpt._rules.rules import Rule
 from distckpt._state import flatten
 from distckpt._state.common_state import COMMON_KEY
@@ -176,7 +176,7 @@ def run_load(ranks: Ranks, request: LoadRequest) -> Loaded:
                 loaded = flatten.put_together(targets.split.skeleton, values, common)
                 _refuse_absent(request, targets, loaded, location)
     with ranks.phase("restore the objects of the state dict"):
-        state_dict = objects.restore(targets.resolved, loaded, request.asks_for_all)
+        state_dict = restore_objects(targets.resolved, loaded, request.asks_for_all)
     report = LoadReport(
         location,
         *timer.summarize(ranks, num_bytes, "read"),

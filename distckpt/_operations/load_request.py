@@ -15,14 +15,14 @@ from distckpt._format.marker import names_of_module
 from distckpt._mapping.wrappers import ShardedTensor, StateDict
 from distckpt._models import objects
 from distckpt._models.optimizer.shards import StoredEntry
-from distckpt._models.whole import Parts, parts_of, refuse_parts
+from distckpt._models.whole import Coverage, coverage_of, refuse_left_out
 from distckpt._operations.shard_source import ShardSource, source_of
 from distckpt._plan.translate import stored_names
 from distckpt._ranks.collectives import Ranks
 from distckpt._rules.families import config_for, rules_for
 from distckpt._rules.rules import Assemble, Rule
 from distckpt._state import flatten
-from distckpt._state.shards import Shard, ShardTable, describe, find_ties, merge_tables
+from distckpt._state.shards import Shard, ShardTable, find_ties, merge_tables, shard_table
 from distckpt._state.strictness import StrictHandling, handle_mismatch
 from distckpt._state.validation import validate_shards
 
@@ -147,7 +147,7 @@ def describe_targets(
     """
     with ranks.phase("flatten the state dict") as vote:
         source = source_of(ranks, location, found, request.options, request.process_group)
-        described = objects.describe(
+        described = objects.describe_objects(
             ranks, request.state_dict, loads=True, materialize=request.options.materialize
         )
         split = flatten.split(described.state_dict)
@@ -162,7 +162,7 @@ def describe_targets(
             split = flatten.split(resolved.state_dict)
         stored = _without_skipped(entries, described, resolved)
         ties = _absent_ties(split.shards, stored) if not rules else {}
-        table = describe(split.shards)
+        table = shard_table(split.shards)
     return source, Targets(described, resolved, split, entries, stored, ties, table, rules)
 
 
@@ -237,37 +237,37 @@ def check_targets(
             validate_shards(merge_tables(ShardTable.all_from_messages(*messages)))
         is_lenient = request.mode is StrictHandling.ASSUME_OK_UNEXPECTED
         compared = targets.stored if is_lenient else ()
-        parts = _parts(targets, requested, compared, names_of_module(source.marker))
-        vote.number = len(parts.of_modules | parts.of_optimizers | parts.unclaimed)
+        coverage = _coverage(targets, requested, compared, names_of_module(source.marker))
+        vote.number = len(coverage.of_modules | coverage.of_optimizers | coverage.unclaimed)
     differences = Differences()
     compares = StrictHandling.requires_explicit_ckpt_mismatch_check(request.mode)
     if compares and not targets.rules:
         differences = _compare_keys(ranks, request.mode, requested, targets.stored, location)
     if vote.largest:
-        refuse_parts(ranks, parts, targets.entries, location)
+        refuse_left_out(ranks, coverage, targets.entries, location)
     return differences
 
 
-def _parts(
+def _coverage(
     targets: Targets,
     requested: Collection[str],
     compared: Collection[str],
     names: Collection[str],
-) -> Parts:
+) -> Coverage:
     """Find what the objects leave out; through rules, what they surely should have is what a
     configuration says.
     """
     rules = targets.rules
     if not rules or not compared:
-        return parts_of(targets.resolved, requested, targets.entries, compared, names)
+        return coverage_of(targets.resolved, requested, targets.entries, compared, names)
     of_config: dict[str, tuple[int, ...]] = {}
     for rule in rules:
         if isinstance(rule, Assemble):
             of_config.update(rule.sources)
     taken = stored_names(rules, targets.shapes)
-    parts = parts_of(targets.resolved, taken, targets.entries, compared, names)
-    known = stored_names(rules, of_config) & parts.of_modules
-    return parts._replace(of_modules=known, unclaimed=parts.unclaimed | (parts.of_modules - known))
+    found = coverage_of(targets.resolved, taken, targets.entries, compared, names)
+    known = stored_names(rules, of_config) & found.of_modules
+    return found._replace(of_modules=known, unclaimed=found.unclaimed | (found.of_modules - known))
 
 
 def _absent_ties(shards: Sequence[Shard], stored: Mapping[str, StoredEntry]) -> dict[int, int]:

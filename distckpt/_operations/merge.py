@@ -6,50 +6,37 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal
-
-import torch
+from collections.abc import Sequence
+from typing import Any
 
 from distckpt._base.errors import CheckpointExistsError, CheckpointingException
 from distckpt._base.interrupts import operation
+from distckpt._base.memory import paused_garbage_collection
+from distckpt._base.options import ExportOptions, with_changes
 from distckpt._checkpoint.opening import holds_checkpoint
 from distckpt._commit import posix
-from distckpt._operations.consolidate import ExportReport, consolidate
-from distckpt._plan.export import DEFAULT_MAX_FILE_BYTES
-from distckpt._plan.merged import Merge
-from distckpt._ranks.collectives import Ranks
-from distckpt._rules.rules import Rule
+from distckpt._format.stored_checkpoint import StoredCheckpoint
+from distckpt._io.summed_source import SummedSource
+from distckpt._operations.export_plan import plan_export
+from distckpt._operations.export_request import check_request, open_sources
+from distckpt._operations.export_write import ExportReport, write_and_commit
+from distckpt._plan.merged import merged
+from distckpt._ranks.collectives import PhaseTimer, Ranks
 from distckpt._storage import locations
-from distckpt.strategies.base import Verify
 
 
 @operation
+@paused_garbage_collection()
 def merge(
     checkpoints: Sequence[str | os.PathLike[str]],
     output_dir: str | os.PathLike[str],
     *,
     weights: Sequence[float] | None = None,
     ema: float | None = None,
-    keys: str | Sequence[str] | None = None,
-    rules: Sequence[Rule] = (),
-    family: str | os.PathLike[str] | None = None,
-    rename: Mapping[str, str] | None = None,
-    dtype: torch.dtype | Mapping[str, torch.dtype] | None = None,
-    tied: Literal["drop", "write"] = "drop",
-    unmatched: Literal["error", "keep"] = "error",
-    max_file_bytes: int = DEFAULT_MAX_FILE_BYTES,
-    fqn_to_index_mapping: Mapping[str, int] | None = None,
-    quantize: str | Mapping[str, str] | None = None,
-    like: str | os.PathLike[str] | None = None,
-    merge_adapter: str | os.PathLike[str] | None = None,
-    extra_files_from: str | os.PathLike[str] | None = None,
-    extra_code: bool = False,
     overwrite: bool = False,
-    verify: Verify = "full",
-    max_inflight_bytes: int = 256 << 20,
     process_group: Any = None,
-    progress: Callable[[int, int], object] | None = None,
+    options: ExportOptions | None = None,
+    **changes: Any,
 ) -> ExportReport:
     """Merge the tensors of several checkpoints into a Hugging Face checkpoint: their average,
     unless weights are given.
@@ -65,7 +52,7 @@ def merge(
 
     Args:
         checkpoints: two or more that `consolidate` reads. Tensors that `keys` selects must be in
-            all, with the same shapes; those without floating point numbers must be equal. Quantised
+            all, with the same shapes; those without floating point numbers must be equal. Quantized
             ones become values first.
         output_dir: see `consolidate`; neither a checkpoint nor inside one of those.
         weights: one for each checkpoint; any numbers, whatever their sum: (1, 1, -1) adds the
@@ -73,8 +60,13 @@ def merge(
         ema: instead, an exponential moving average of checkpoints from the oldest to the newest: it
             begins with the first, and each further one makes it `ema * average + (1 - ema) *
             checkpoint`.
-        dtype: see `consolidate`, as for all others. Without it a tensor keeps its dtype; one with
-            different dtypes gets one that holds the values of all.
+        overwrite: replace an export that is there.
+        process_group: the ranks that work together; None for the default group, or for this process
+            alone when torch.distributed is not initialized.
+        options: further options. Without a dtype, a tensor keeps its own; one with different dtypes
+            gets one that holds the values of all.
+        changes: options by keyword, such as `dtype=torch.bfloat16`; see `ExportOptions` for all of
+            them.
 
     Returns:
         The content of the export, see `consolidate`.
@@ -90,68 +82,76 @@ def merge(
         RankFailedError: raised on all ranks when any rank failed; nothing is committed.
     """
     ranks = Ranks(process_group)
-    with ranks.phase("check the arguments"):
-        if isinstance(checkpoints, str | os.PathLike):
-            raise TypeError(f"merge takes a list of checkpoints, got {checkpoints!r}.")
-        places = tuple(locations.normalize(checkpoint) for checkpoint in checkpoints)
-        if len(places) < 2:
-            raise ValueError(
-                f"merge takes two checkpoints or more, got {places} only: `consolidate` exports "
-                "one."
-            )
-        what = Merge(places, _weights(len(places), weights, ema))
-        for place in places:
-            if f"{posix.resolve(output_dir)}/".startswith(f"{posix.resolve(place)}/"):
-                raise CheckpointingException(
-                    f"The export cannot replace its own source {place!r}, nor be inside it."
-                )
-        if ranks.is_coordinator and holds_checkpoint(target := posix.resolve(output_dir)):
-            raise CheckpointExistsError(
-                f"{target!r} is a checkpoint: choose a directory of its own for the export."
-            )
-    return consolidate(
-        what,
-        output_dir,
-        keys=keys,
-        rules=rules,
-        family=family,
-        rename=rename,
-        dtype=dtype,
-        tied=tied,
-        unmatched=unmatched,
-        max_file_bytes=max_file_bytes,
-        fqn_to_index_mapping=fqn_to_index_mapping,
-        quantize=quantize,
-        like=like,
-        merge_adapter=merge_adapter,
-        extra_files_from=extra_files_from,
-        extra_code=extra_code,
-        overwrite=overwrite,
-        verify=verify,
-        max_inflight_bytes=max_inflight_bytes,
-        process_group=process_group,
-        progress=progress,
-    )
+    chosen = with_changes("merge", ExportOptions, options, changes)
+    with ranks.phase("check the weights", decision=True, same={"weights": weights, "ema": ema}):
+        sources = _sources(checkpoints)
+        factors = _factors(len(sources), weights, ema)
+        if ranks.is_coordinator:
+            _check_is_apart(output_dir, sources)
+    request = check_request(ranks, sources, output_dir, overwrite, chosen)
+    with PhaseTimer("consolidate", ranks.rank, request.target).phase("plan"):
+        opened = open_sources(ranks, request.sources, chosen)
+        source = _sum(ranks, opened.checkpoints, factors, chosen)
+        plan = plan_export(ranks, source, chosen, opened.adapter)
+    return write_and_commit(ranks, request, opened.all, plan)
 
 
-def _weights(count: int, weights: Sequence[float] | None, ema: float | None) -> tuple[float, ...]:
+def _sum(
+    ranks: Ranks,
+    checkpoints: Sequence[StoredCheckpoint],
+    factors: Sequence[float],
+    options: ExportOptions,
+) -> SummedSource:
+    with ranks.phase("compare the checkpoints"):
+        view = merged(checkpoints, options.keys, options.tied == "write")
+    return SummedSource(view.stored, view.terms, factors)
+
+
+def _sources(checkpoints: Sequence[str | os.PathLike[str]]) -> list[str]:
+    """Return the locations of the checkpoints."""
+    if isinstance(checkpoints, str | os.PathLike):
+        raise TypeError(f"merge takes a list of checkpoints, got {checkpoints!r}.")
+    sources = [locations.normalize(checkpoint) for checkpoint in checkpoints]
+    if len(sources) < 2:
+        raise ValueError(
+            f"merge takes two checkpoints or more, got {sources} only: `consolidate` exports one."
+        )
+    return sources
+
+
+def _check_is_apart(output_dir: str | os.PathLike[str], sources: Sequence[str]) -> None:
+    """Refuse a target that is a checkpoint, or inside one of those that are merged."""
+    target = posix.resolve(output_dir)
+    for source in sources:
+        if f"{target}/".startswith(f"{posix.resolve(source)}/"):
+            raise CheckpointingException(
+                f"The export cannot replace its own source {source!r}, nor be inside it."
+            )
+    if holds_checkpoint(target):
+        raise CheckpointExistsError(
+            f"{target!r} is a checkpoint: choose a directory of its own for the export."
+        )
+
+
+def _factors(count: int, weights: Sequence[float] | None, ema: float | None) -> list[float]:
+    """Return the number that each checkpoint is multiplied with."""
     try:
-        if (
-            ema is not None
-            and weights is None
-            and 0 <= (decay := float(ema)) <= 1
-            and not isinstance(ema, str)
-        ):
-            return (
-                decay ** (count - 1),
-                *((1 - decay) * decay ** (count - 1 - index) for index in range(1, count)),
-            )
-        chosen = tuple(map(float, weights)) if weights is not None else (1 / count,) * count
+        chosen = _factors_of_average(count, ema) if weights is None else [*map(float, weights)]
     except (TypeError, ValueError, OverflowError):
-        chosen = ()
-    if ema is not None or len(chosen) != count or not all(map(math.isfinite, chosen)):
+        chosen = []
+    is_one_too_many = weights is not None and ema is not None
+    if is_one_too_many or len(chosen) != count or not all(map(math.isfinite, chosen)):
         raise ValueError(
             f"{count} checkpoints, weights={weights!r:.200}, ema={ema!r:.200}: give a finite "
             "weight for each, or an ema from 0 to 1, or neither."
         )
     return chosen
+
+
+def _factors_of_average(count: int, ema: float | None) -> list[float]:
+    if ema is None:
+        return [1 / count] * count
+    if isinstance(ema, str) or not 0 <= ema <= 1:
+        return []
+    decay = float(ema)
+    return [decay ** (count - 1), *((1 - decay) * decay**age for age in reversed(range(count - 1)))]

@@ -1,15 +1,15 @@
-"""Rewriting a checkpoint as other ranks would have saved it, in one process and within bounded
-memory.
-"""
+"""Rewriting a checkpoint as other ranks would have saved it, within bounded memory."""
 
 from __future__ import annotations
 
 import itertools
+import json
 import os
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -18,36 +18,32 @@ from distckpt._base.dtypes import FROM_NAME
 from distckpt._base.errors import CheckpointingException
 from distckpt._base.interrupts import operation
 from distckpt._base.memory import paused_garbage_collection
+from distckpt._base.options import Progress
+from distckpt._base.progress import ProgressCounter
 from distckpt._checkpoint.opening import BACKEND, VERSION, open_checkpoint
 from distckpt._checkpoint.stored_values import object_keys, read_encoded
 from distckpt._commit import posix
+from distckpt._format.checksum import checksum
 from distckpt._format.manifest import OBJECT, Manifest
-from distckpt._format.marker import (
-    CheckpointingConfig,
-    names_of_module,
-    note_of_module,
-    read_marker,
-)
+from distckpt._format.marker import CheckpointingConfig, names_of_module, note_of_module
 from distckpt._format.stored_checkpoint import StoredCheckpoint
 from distckpt._geometry.region import Region, whole
 from distckpt._io import background
 from distckpt._io.direct_reads import unread_files
 from distckpt._io.export import filling, num_export_threads
-from distckpt._io.save_shards import encoded_objects, object_file_of
+from distckpt._io.save_shards import (
+    ShardSave,
+    encoded_objects,
+    object_file_of,
+    ready_to_save,
+)
+from distckpt._io.tensor_source import TensorSource
 from distckpt._io.write import NewFile, WriteSettings
-from distckpt._mapping.wrappers import ShardedObject, ShardedTensor
-from distckpt._operations.planned_save import PlannedSave, SaveSettings, write_and_commit
+from distckpt._mapping.wrappers import CommonStateDict, ShardedObject, ShardedTensor
+from distckpt._operations.planned_save import PlannedSave, SaveRequest, write_and_commit
 from distckpt._plan.cache import SavePlan
 from distckpt._plan.decoded import decoded, hidden_keys
-from distckpt._plan.export import (
-    OutputTensor,
-    check_codes,
-    is_for_all,
-    matches,
-    plan_tensors,
-    renamed,
-    select_tensors,
-)
+from distckpt._plan.export import OutputTensor, check_codes, is_for_all, plan_tensors
 from distckpt._plan.layout import (
     PlannedChunk,
     PlannedFile,
@@ -56,15 +52,14 @@ from distckpt._plan.layout import (
     manifest_of_keys,
 )
 from distckpt._plan.save import plan_owners
-from distckpt._ranks.collectives import Ranks
-from distckpt._ranks.report import PhaseTimer, counting
+from distckpt._plan.selection import matches, renamed, select_tensors
+from distckpt._ranks.collectives import PhaseTimer, Ranks
 from distckpt._rules.mapped import crop
 from distckpt._rules.rules import Rule
 from distckpt._state.common_state import COMMON_KEY
-from distckpt._state.shards import GlobalTable, Shard, describe, merge_tables
+from distckpt._state.shards import GlobalTable, Shard, merge_tables, shard_table
 from distckpt._storage import locations
 from distckpt._storage.open_files import OpenFiles
-from distckpt.strategies.safetensors import SafetensorsSave
 
 
 @dataclass(frozen=True)
@@ -99,43 +94,58 @@ def reshard(
     source_dir: str | os.PathLike[str],
     checkpoint_dir: str | os.PathLike[str],
     *,
-    num_ranks: int = 1,
+    num_ranks: int | None = None,
     grids: Mapping[str, Sequence[int]] | None = None,
     keys: str | Sequence[str] | None = None,
     rules: Sequence[Rule] = (),
     rename: Mapping[str, str] | None = None,
     dtype: torch.dtype | Mapping[str, torch.dtype] | None = None,
+    common_state: CommonStateDict | None = None,
     overwrite: bool = False,
-    verify: Literal["none", "read", "full"] = "full",
+    verify: bool = True,
     max_inflight_bytes: int = 256 << 20,
-    progress: Callable[[int, int], object] | None = None,
+    process_group: Any = None,
+    progress: Progress | None = None,
 ) -> ReshardReport:
     """Rewrite a checkpoint as other ranks would have saved it: in fewer files, or on another grid.
 
     A load needs none of this: it takes any division. Rewriting makes few files of many, lets a job
-    of another layout read whole chunks, and makes a checkpoint with checksums of a Hugging Face
-    directory. Objects and common state are kept. The new checkpoint appears in one step; memory is
-    bounded whatever the size of a tensor.
+    of another layout read whole chunks, and makes a checkpoint of distckpt, which has checksums and
+    opens faster, of what another program wrote. Objects and common state are kept. The new
+    checkpoint appears in one step; memory is bounded whatever the size of a tensor.
 
         distckpt.reshard("checkpoints/step_100", "resharded/step_100", num_ranks=8,
         grids={"*.up.weight": (4, 1)})
 
-    One process calls, alone. Arguments that are not described here are those of `consolidate`.
+    In its own place, it changes a checkpoint of distckpt, without the state of an optimizer for
+    example:
+
+        distckpt.reshard("checkpoints/step_100", "checkpoints/step_100", keys="!optimizer.",
+        overwrite=True)
+
+    Collective operation: all ranks must call it; each writes whole files. Works in one process as
+    well. Arguments that are not described here are those of `consolidate`.
 
     Args:
         source_dir: what `load` reads: a checkpoint of distckpt, a Hugging Face directory, and those
             of others.
-        checkpoint_dir: location of the new checkpoint, not that of the source.
+        checkpoint_dir: location of the new checkpoint.
         num_ranks: as many ranks' files are written, each with the same share of the bytes as far as
-            grids allow.
+            grids allow. None for as many ranks as call.
         grids: pattern of new keys -> into how many parts each axis is divided. Part i (row-major)
             goes to rank i, from the first rank again after the last; with more ranks than parts,
             several share it as replicas do. The first pattern that fits counts. Other tensors are
             held by all ranks.
         rules: as in `consolidate`; what no rule matches is kept as it is.
+        common_state: stored in the place of the source's, which is not read then: for sources whose
+            common state is refused.
         overwrite: replace a checkpoint that is there.
+        verify: compare the checksums of a source that has some.
         max_inflight_bytes: memory for data on its way; at least one window of 32 MiB is used.
             Objects are in memory whole.
+        process_group: the ranks that work together; None for the default group, or for this process
+            alone when torch.distributed is not initialized.
+        progress: called with the bytes this rank has written so far and the bytes it will have.
 
     Returns:
         What was written.
@@ -146,100 +156,215 @@ def reshard(
         CheckpointingException: a grid fits no tensor, or not the one it is for.
         CorruptCheckpointError: the source is damaged. Nothing is committed.
         LoadMismatchError: `keys` or a rule matches nothing.
+        UnsupportedObjectError: an object, or common state, needs a class that is not read from
+            pickles.
+        RankFailedError: raised on all ranks when any rank failed; nothing is committed.
     """
     started = time.perf_counter()
-    if num_ranks < 1:
-        raise ValueError(f"num_ranks must be at least 1, got {num_ranks!r}")
-    location, target = locations.normalize(source_dir), posix.resolve(os.fspath(checkpoint_dir))
-    if target == posix.resolve(location):
-        raise CheckpointingException(
-            f"A checkpoint cannot be rewritten in its own place {location!r}."
-        )
-    background.wait_for_location(location)
-    posix.check_target(target, overwrite, os.fspath(checkpoint_dir))
+    ranks = Ranks(process_group)
+    selection = _Selection(keys, tuple(rules), rename or {}, dtype)
+    division = _Division(ranks.size if num_ranks is None else num_ranks, grids or {})
+    same = {**vars(selection), **vars(division), "overwrite": overwrite, "verify": verify}
+    with ranks.phase("check the arguments", decision=True, same=same):
+        division.check()
+        location, target = locations.normalize(source_dir), posix.resolve(checkpoint_dir)
+        background.wait_for_location(location)
+        if ranks.is_coordinator:
+            posix.check_target(target, overwrite, os.fspath(checkpoint_dir))
 
-    # 1. What is written.
-    stored = open_checkpoint(location, verify)
-    if rules or is_for_all(dtype):
-        stored = decoded(stored)
-    outputs = _outputs(stored, keys, rules, rename or {}, dtype)
-    aliases = {} if rules else _aliases(stored, keys, rename or {})
-    objects = _read_objects(stored)
+    # 1. What is written, and who writes it.
+    timer = PhaseTimer("reshard", ranks.rank, target)
+    with timer.phase("plan"):
+        stored = open_checkpoint(ranks, location, verify=verify)
+        plan = _plan(ranks, stored, target, selection, division, common_state)
 
-    # 2. Who writes it.
-    shards, holders = _divide(outputs, objects, num_ranks, grids or {})
-    new_manifest, planned, object_files = _lay_out(shards, holders, num_ranks, aliases)
-    if not stored.quantized:
-        new_manifest.quantization = stored.manifest.quantization
-
-    # 3. Write beside the target, and commit.
-    num_bytes = sum(output.num_bytes for output in outputs) + sum(
-        len(shard.data) for shard in objects
+    # 2. Write beside the target, and commit.
+    request = SaveRequest(
+        state_dict={}, path=target, overwrite=overwrite, notes=_notes(stored, selection)
     )
-    num_threads = num_export_threads(max_inflight_bytes)
-    settings = WriteSettings(num_threads=num_threads, progress=counting(progress, num_bytes))
+    source = stored.marker if target == posix.resolve(location) else None
     overflows: dict[str, int] = {}
-    open_files = OpenFiles.for_many_reads(unread_files(stored))
-    files = _files_of(stored.with_files(open_files), outputs, planned, object_files, overflows)
-    chunks = chunk_table(planned)
-    new_manifest.check_size([chunks])
-    rewrite = SafetensorsSave(
-        lambda: files, SavePlan(0, [], [], new_manifest, [chunks]), {}, settings, num_bytes
-    )
-    timer = PhaseTimer("reshard", 0, target)
-    names = [] if rules or rename else names_of_module(read_marker(location) or {})
-    save_settings = SaveSettings(overwrite=overwrite, notes=note_of_module(names))
-    config = CheckpointingConfig(BACKEND, VERSION)
-    with open_files:
-        write_and_commit(Ranks.alone(), PlannedSave(target, save_settings, config, rewrite, timer))
-    num_objects = len({shard.key for shard in objects} - {COMMON_KEY})
-    num_chunks, seconds = len(chunks.key_ids) - len(objects), time.perf_counter() - started
+    with OpenFiles.for_many_reads(unread_files(stored)) as open_files:
+        files = _files_of_rank(ranks, plan, open_files, overflows)
+        prepared = _prepare(ranks, plan.layout, files, max_inflight_bytes, progress)
+        config = CheckpointingConfig(BACKEND, VERSION)
+        write_and_commit(ranks, PlannedSave(target, request, config, prepared, timer, source))
+    return _report(target, plan, _sums(ranks, overflows), time.perf_counter() - started)
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """What is written, from which checkpoint (or view of one), and where to."""
+
+    stored: StoredCheckpoint
+    content: _Content
+    layout: _Layout
+
+
+def _plan(
+    ranks: Ranks,
+    stored: StoredCheckpoint,
+    target: str,
+    selection: _Selection,
+    division: _Division,
+    common_state: CommonStateDict | None,
+) -> _Plan:
+    """Plan the same on all ranks, which must all call it."""
+    with ranks.phase("plan the new checkpoint") as vote:
+        _check_place(stored, target)
+        if selection.is_of_values:
+            stored = decoded(stored)
+        content = _content_of(stored, selection, common_state)
+        layout = _lay_out(content, division)
+        vote.number = layout.digest()
+    if not vote.are_equal:
+        raise CheckpointingException(
+            f"{stored.location!r} was changed while it was read: nothing was written, try again."
+        )
+    return _Plan(stored, content, layout)
+
+
+def _report(
+    target: str, plan: _Plan, overflows: Mapping[str, int], seconds: float
+) -> ReshardReport:
+    content, files = plan.content, plan.layout.all_files
     return ReshardReport(
-        target, len(outputs), num_objects, num_chunks, len(planned), num_bytes, overflows, seconds
+        target,
+        num_tensors=len(content.outputs),
+        num_objects=len({shard.key for shard in content.objects} - {COMMON_KEY}),
+        num_chunks=sum(len(file.chunks) for file in files) - len(content.objects),
+        num_files=len(files),
+        num_bytes=sum(map(_num_bytes, files)),
+        overflows=overflows,
+        seconds=seconds,
     )
+
+
+def _num_bytes(file: PlannedFile) -> int:
+    return sum(file.chunk_bytes)
+
+
+def _check_place(stored: StoredCheckpoint, target: str) -> None:
+    """Refuse to rewrite files of other programs in their own place, where they would stay."""
+    is_foreign = not stored.manifest.has_checksums
+    if is_foreign and target == posix.resolve(stored.location):
+        raise CheckpointingException(
+            f"A checkpoint of another format cannot be rewritten in its own place "
+            f"{stored.location!r}."
+        )
+
+
+def _notes(stored: StoredCheckpoint, selection: _Selection) -> dict[str, Any]:
+    if selection.rules or selection.rename:
+        return {}
+    return note_of_module(names_of_module(stored.marker))
+
+
+def _sums(ranks: Ranks, counts: Mapping[str, int]) -> dict[str, int]:
+    """Return the counts of all ranks together, by name."""
+    total: Counter[str] = Counter()
+    for text in ranks.all_gather(json.dumps(counts).encode()):
+        total.update(json.loads(text))
+    return dict(total)
 
 
 # --- What is written ------------------------------------------------------------------------------
 
 
-def _outputs(
-    stored: StoredCheckpoint,
-    keys: str | Sequence[str] | None,
-    rules: Sequence[Rule],
-    rename: Mapping[str, str],
-    dtype: torch.dtype | Mapping[str, torch.dtype] | None,
-) -> list[OutputTensor]:
+@dataclass(frozen=True)
+class _Selection:
+    """What of a checkpoint is written, and as what: arguments of `reshard`."""
+
+    keys: str | Sequence[str] | None
+    rules: Sequence[Rule]
+    rename: Mapping[str, str]
+    dtype: torch.dtype | Mapping[str, torch.dtype] | None
+
+    @property
+    def is_of_values(self) -> bool:
+        """Tell whether quantized tensors become values."""
+        return bool(self.rules) or is_for_all(self.dtype)
+
+    def includes(self, key: str) -> bool:
+        """Tell whether a key was chosen."""
+        return self.keys is None or matches(key, self.keys)
+
+
+@dataclass(frozen=True)
+class _Content:
+    """The content of the new checkpoint.
+
+    Attributes:
+        outputs: its tensors.
+        aliases: further keys of tied tensors, and which of the tensors each is.
+        objects: encoded, common state among them.
+        quantization: what configurations say of it.
+    """
+
+    outputs: Sequence[OutputTensor]
+    aliases: Mapping[str, str]
+    objects: Sequence[ShardedObject]
+    quantization: Mapping[str, Any] | None
+
+
+def _content_of(
+    stored: StoredCheckpoint, selection: _Selection, common_state: CommonStateDict | None
+) -> _Content:
+    return _Content(
+        outputs=_outputs(stored, selection),
+        aliases={} if selection.rules else _aliases(stored, selection),
+        objects=_read_objects(stored, common_state),
+        quantization=None if stored.quantized else stored.manifest.quantization,
+    )
+
+
+def _outputs(stored: StoredCheckpoint, selection: _Selection) -> list[OutputTensor]:
     """Return the tensors of the new checkpoint; one of objects alone has none."""
-    manifest = stored.manifest
-    if keys is None and all(name == OBJECT for name in manifest.dtypes):
+    manifest, rules = stored.manifest, selection.rules
+    if selection.keys is None and all(name == OBJECT for name in manifest.dtypes):
         return []
     # Rules may make different tensors of tied ones, which are written one by one then.
-    tensors = select_tensors(manifest, keys, bool(rules), hidden_keys(stored))
+    tensors = select_tensors(manifest, selection.keys, bool(rules), hidden_keys(stored))
     outputs = plan_tensors(
-        tensors, rules, rename, dtype, keep_unmatched=True, tied=manifest.aliases
+        tensors,
+        rules,
+        selection.rename,
+        selection.dtype,
+        keep_unmatched=True,
+        tied=manifest.aliases,
     )
     check_codes(stored, outputs)
     return outputs
 
 
-def _aliases(
-    stored: StoredCheckpoint, keys: str | Sequence[str] | None, rename: Mapping[str, str]
-) -> dict[str, str]:
+def _aliases(stored: StoredCheckpoint, selection: _Selection) -> dict[str, str]:
     """Return the tied keys of the new checkpoint, under their new names."""
-    manifest, hidden = stored.manifest, hidden_keys(stored)
-    chosen = select_tensors(manifest, keys, False, hidden) if manifest.aliases else {}
+    manifest, rename = stored.manifest, selection.rename
+    if not manifest.aliases:
+        return {}
+    hidden = hidden_keys(stored)
+    chosen = select_tensors(manifest, selection.keys, False, hidden)
     names = {manifest.key_index[name]: name for name in chosen}
+    left_out = hidden.union(chosen)
     return {
         renamed(alias, rename): renamed(names[manifest.key_index[alias]], rename)
         for alias in manifest.aliases
-        if alias not in chosen and alias not in hidden and (keys is None or matches(alias, keys))
+        if alias not in left_out and selection.includes(alias)
     }
 
 
-def _read_objects(stored: StoredCheckpoint) -> list[ShardedObject]:
+def _read_objects(
+    stored: StoredCheckpoint, common_state: CommonStateDict | None
+) -> list[ShardedObject]:
     """Read the encoded objects; there is common state in any case."""
     shards = []
-    for key in object_keys(stored):
+    keys = object_keys(stored)
+    if common_state is not None:
+        keys.remove(COMMON_KEY)
+        given = ready_to_save(ShardedObject(COMMON_KEY, common_state, (1,), (0,)), False)
+        assert isinstance(given, ShardedObject)
+        shards.append(given)
+    for key in keys:
         shape = (1,) if key == COMMON_KEY else stored.global_shape(key)
         cells = read_encoded(stored, key)
         shards += [ShardedObject(key, data, shape, offset) for offset, data in cells.items()]
@@ -249,17 +374,80 @@ def _read_objects(stored: StoredCheckpoint) -> list[ShardedObject]:
 # --- Who writes it --------------------------------------------------------------------------------
 
 
-def _divide(
-    outputs: Iterable[OutputTensor],
-    objects: Iterable[ShardedObject],
-    num_ranks: int,
-    grids: Mapping[str, Sequence[int]],
-) -> tuple[list[Shard], list[range]]:
-    """Return the shards that the ranks would hold, without data for tensors, and for each of them
-    its ranks.
+@dataclass(frozen=True)
+class _Division:
+    """How tensors are divided among the ranks that would save them: arguments of `reshard`."""
+
+    num_ranks: int
+    grids: Mapping[str, Sequence[int]]
+
+    def check(self) -> None:
+        """Raise ValueError when there is no rank."""
+        if self.num_ranks < 1:
+            raise ValueError(f"num_ranks must be at least 1, got {self.num_ranks!r}")
+
+
+class _Held(NamedTuple):
+    """A shard, without data for a tensor, and the new ranks that would hold it."""
+
+    shard: Shard
+    ranks: range
+
+
+@dataclass(frozen=True)
+class _Layout:
+    """Where everything is written.
+
+    Attributes:
+        manifest: of the new checkpoint, without chunks.
+        files: of each of the new ranks.
+        objects: the files of objects among them, by name.
     """
-    shards: list[Shard] = []
-    holders: list[range] = []
+
+    manifest: Manifest
+    files: Sequence[Sequence[PlannedFile]]
+    objects: Mapping[str, NewFile]
+
+    @property
+    def all_files(self) -> list[PlannedFile]:
+        """The files of all new ranks."""
+        return list(itertools.chain(*self.files))
+
+    def share(self, rank: int, num_ranks: int) -> list[PlannedFile]:
+        """Return the files that one of the ranks that work together writes."""
+        return list(itertools.chain(*self.files[rank::num_ranks]))
+
+    def digest(self) -> int:
+        """Return a number that is the same on all ranks that have planned the same."""
+        content = [(file.name, file.chunk_bytes) for file in self.all_files]
+        return checksum(json.dumps([self.manifest.keys, content]).encode()) >> 3
+
+
+def _lay_out(content: _Content, division: _Division) -> _Layout:
+    """Give every byte an owner among the new ranks, and a place in one of its files."""
+    held = [*_hold_tensors(content.outputs, division), *_hold_objects(content.objects, division)]
+    shards = [each.shard for each in held]
+    described = shard_table(shards)
+    table = _held_by(merge_tables([described]), [each.ranks for each in held])
+    manifest = manifest_of_keys(table, {})
+    manifest.aliases.update(content.aliases)
+    manifest.quantization = content.quantization
+    files: list[list[PlannedFile]] = []
+    object_files: dict[str, NewFile] = {}
+    for rank, pieces in enumerate(plan_owners(table, division.num_ranks, {})):
+        of_rank, objects = lay_out_files(rank, described, pieces)
+        if objects:
+            planned, new_file = object_file_of(rank, objects, encoded_objects(objects, shards))
+            of_rank.append(planned)
+            object_files[planned.name] = new_file
+        files.append(of_rank)
+    manifest.check_size([chunk_table(list(itertools.chain(*files)))])
+    return _Layout(manifest, files, object_files)
+
+
+def _hold_tensors(outputs: Iterable[OutputTensor], division: _Division) -> Iterator[_Held]:
+    """Divide tensors as their grids say."""
+    num_ranks, grids = division.num_ranks, division.grids
     used: set[str] = set()
     for output in outputs:
         shape, dtype = output.mapped.shape, FROM_NAME[output.dtype]
@@ -269,19 +457,23 @@ def _divide(
             used.add(pattern)
             regions = _grid_regions(output.name, shape, tuple(grids[pattern]))
         for index, region in enumerate(regions):
-            shards.append(
-                ShardedTensor(output.name, None, dtype, region.shape, shape, region.offset, None)
+            shard = ShardedTensor(
+                output.name, None, dtype, region.shape, shape, region.offset, None
             )
-            holders.append(range(index % num_ranks, num_ranks, min(len(regions), num_ranks)))
+            step = min(len(regions), num_ranks)
+            yield _Held(shard, range(index % num_ranks, num_ranks, step))
     unused = sorted(grids.keys() - used)
     if unused:
         raise CheckpointingException(
             f"The grids for {unused} fit no tensor: no key matches, or an earlier one does."
         )
+
+
+def _hold_objects(objects: Iterable[ShardedObject], division: _Division) -> Iterator[_Held]:
+    """Give each object to one rank."""
     for index, shard in enumerate(objects):
-        shards.append(shard)
-        holders.append(range(index % num_ranks, index % num_ranks + 1))
-    return shards, holders
+        first = index % division.num_ranks
+        yield _Held(shard, range(first, first + 1))
 
 
 def _grid_regions(key: str, shape: tuple[int, ...], grid: tuple[int, ...]) -> list[Region]:
@@ -303,29 +495,7 @@ def _grid_regions(key: str, shape: tuple[int, ...], grid: tuple[int, ...]) -> li
     ]
 
 
-def _lay_out(
-    shards: Sequence[Shard], holders: Sequence[range], num_ranks: int, aliases: Mapping[str, str]
-) -> tuple[Manifest, list[PlannedFile], dict[str, NewFile]]:
-    """Give every byte an owner; returns the manifest without chunks, the files of all ranks, and
-    those of objects.
-    """
-    described = describe(shards)
-    table = _hold(merge_tables([described]), holders)
-    manifest = manifest_of_keys(table, {})
-    manifest.aliases.update(aliases)
-    planned: list[PlannedFile] = []
-    object_files: dict[str, NewFile] = {}
-    for rank, pieces in enumerate(plan_owners(table, num_ranks, {})):
-        of_tensors, objects = lay_out_files(rank, described, pieces)
-        planned += of_tensors
-        if objects:
-            of_objects, new_file = object_file_of(rank, objects, encoded_objects(objects, shards))
-            planned.append(of_objects)
-            object_files[of_objects.name] = new_file
-    return manifest, planned, object_files
-
-
-def _hold(table: GlobalTable, holders: Sequence[range]) -> GlobalTable:
+def _held_by(table: GlobalTable, holders: Sequence[range]) -> GlobalTable:
     """Give the shards of one rank to the ranks that are to hold them; the first is the main
     replica.
     """
@@ -344,32 +514,53 @@ def _hold(table: GlobalTable, holders: Sequence[range]) -> GlobalTable:
 # --- Writing it -----------------------------------------------------------------------------------
 
 
-def _files_of(
-    stored: StoredCheckpoint,
-    outputs: Sequence[OutputTensor],
-    planned: Sequence[PlannedFile],
-    object_files: Mapping[str, NewFile],
-    overflows: dict[str, int],
+def _prepare(
+    ranks: Ranks,
+    layout: _Layout,
+    files: Sequence[NewFile],
+    max_inflight_bytes: int,
+    progress: Progress | None,
+) -> ShardSave:
+    """Prepare the share of this rank as a save."""
+    shares = [layout.share(rank, ranks.size) for rank in range(ranks.size)]
+    num_bytes = sum(map(_num_bytes, shares[ranks.rank]))
+    counter = ProgressCounter(progress, num_bytes)
+    settings = WriteSettings(
+        num_threads=num_export_threads(max_inflight_bytes), progress=counter.add
+    )
+    plan = SavePlan(0, [], [], None, [])
+    if ranks.is_coordinator:
+        plan = plan._replace(manifest=layout.manifest, tables=list(map(chunk_table, shares)))
+    return ShardSave(lambda: files, plan, {}, settings, num_bytes)
+
+
+def _files_of_rank(
+    ranks: Ranks, plan: _Plan, open_files: OpenFiles, overflows: dict[str, int]
 ) -> list[NewFile]:
-    """Return the files to write; `overflows` gets, while they are written, the numbers of values
-    that do not fit.
+    """Return the files that this rank writes; `overflows` gets, while they are written, the numbers
+    of values that do not fit.
     """
-    by_name = {output.name: output for output in outputs}
-    files: list[NewFile] = []
-    for file in planned:
-        if file.name in object_files:
-            files.append(object_files[file.name])
-        else:
-            tensors = [_cropped(by_name[chunk.key], chunk) for chunk in file.chunks]
-            fill = filling(stored, tensors, overflows)
-            files.append(NewFile(file.name, file.header, file.chunk_bytes, fill))
-    return files
+    stored, objects = plan.stored.with_files(open_files), plan.layout.objects
+    outputs = {output.name: output for output in plan.content.outputs}
+    return [
+        objects.get(file.name) or _tensor_file(stored, outputs, file, overflows)
+        for file in plan.layout.share(ranks.rank, ranks.size)
+    ]
+
+
+def _tensor_file(
+    stored: StoredCheckpoint,
+    outputs: Mapping[str, OutputTensor],
+    file: PlannedFile,
+    overflows: dict[str, int],
+) -> NewFile:
+    tensors = [_cropped(outputs[chunk.key], chunk) for chunk in file.chunks]
+    fill = filling(TensorSource(stored), tensors, overflows)
+    return NewFile(file.name, file.header, file.chunk_bytes, fill)
 
 
 def _cropped(output: OutputTensor, chunk: PlannedChunk) -> OutputTensor:
     """Return the part of an output tensor that a chunk holds."""
     is_whole = chunk.region == whole(output.mapped.shape)
     mapped = output.mapped if is_whole else crop(output.mapped, chunk.region)
-    return OutputTensor(
-        output.name, output.dtype, chunk.region.num_elements, chunk.num_bytes, mapped
-    )
+    return output._replace(shape=chunk.region.shape, num_bytes=chunk.num_bytes, mapped=mapped)

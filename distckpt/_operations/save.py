@@ -11,6 +11,7 @@ from distckpt._base.errors import CheckpointingException, InvalidShardingError
 from distckpt._base.interrupts import operation
 from distckpt._base.memory import paused_garbage_collection
 from distckpt._base.options import SaveOptions, with_changes
+from distckpt._base.reports import SaveReport
 from distckpt._commit import posix
 from distckpt._format.marker import CheckpointingConfig, note_of_module
 from distckpt._io.prepared_save import PreparedSave
@@ -20,8 +21,7 @@ from distckpt._mapping.wrappers import CommonStateDict, ShardedObject, ShardedSt
 from distckpt._models import objects
 from distckpt._operations import background_save
 from distckpt._operations.planned_save import PlannedSave, SaveRequest, write_and_commit
-from distckpt._ranks.collectives import Ranks
-from distckpt._ranks.report import PhaseTimer, SaveReport
+from distckpt._ranks.collectives import PhaseTimer, Ranks
 from distckpt._state import common_state, flatten
 from distckpt._state.common_state import COMMON_KEY, CONTENT_METADATA
 from distckpt._state.shards import Shard
@@ -29,8 +29,7 @@ from distckpt.strategies.base import (
     BUILT_IN,
     EngineSettings,
     SaveShardedStrategy,
-    StrategyAction,
-    choose_strategy,
+    choose_save_strategy,
     prepare_save,
 )
 
@@ -158,9 +157,7 @@ def _check_target(ranks: Ranks, request: SaveRequest, timer: PhaseTimer) -> _Tar
     with ranks.phase("check the arguments", decision=True, same=request.of_all_ranks()):
         request.check()
         location = timer.location = posix.resolve(request.path) if request.has_target else ""
-        strategy, engine = choose_strategy(
-            SaveShardedStrategy, StrategyAction.SAVE_SHARDED, request.options.strategy
-        )
+        strategy, engine = choose_save_strategy(request.options.strategy)
         if strategy is not None:
             strategy = strategy.configure(request.options, request.process_group)
         if ranks.is_coordinator and request.has_target:
@@ -172,7 +169,7 @@ def _describe_state(ranks: Ranks, request: SaveRequest) -> _DescribedState:
     """Describe the objects of a state dict and flatten it; compare what ranks must agree on."""
     compares = request.options.validate_access_integrity and ranks.size > 1 and request.has_target
     with ranks.phase("flatten the state dict") as vote:
-        with_objects = objects.describe(ranks, request.state_dict)
+        with_objects = objects.describe_objects(ranks, request.state_dict)
         described = _flatten(with_objects, request, compares)
         own = with_objects.digest() if ranks.size > 1 else 0
         vote.number = described.digest ^ own

@@ -26,8 +26,7 @@ from distckpt._state.shards import Shard
 from distckpt.strategies.base import (
     EngineSettings,
     LoadShardedStrategy,
-    StrategyAction,
-    choose_strategy,
+    choose_load_strategy,
 )
 
 
@@ -94,7 +93,7 @@ def _choose(
     if given is None:
         given = (marker["sharded_backend"], marker.get("sharded_backend_version", 1))
     try:
-        return choose_strategy(LoadShardedStrategy, StrategyAction.LOAD_SHARDED, given)
+        return choose_load_strategy(given)
     except CheckpointingException as error:
         raise CheckpointingException(f"Cannot read {location!r}: {error}") from error
 

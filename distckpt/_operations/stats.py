@@ -27,7 +27,7 @@ from distckpt._operations.windows import (
     norm,
     real_numbers,
 )
-from distckpt._plan.export import matches
+from distckpt._plan.selection import matches
 
 _NUM_SAMPLED = 1000
 """Values of a tensor that its histogram is made of, at most twice as many."""

@@ -20,6 +20,7 @@ from distckpt._base.errors import (
     CorruptCheckpointError,
 )
 from distckpt._base.interrupts import operation
+from distckpt._base.libc import read_into
 from distckpt._base.memory import Bytes, bounce_buffer
 from distckpt._base.messages import check_choice
 from distckpt._base.options import Progress
@@ -34,10 +35,9 @@ from distckpt._format.marker import CONFIG_FNAME, file_size
 from distckpt._format.stored_checkpoint import StoredCheckpoint
 from distckpt._geometry.region import IntArray
 from distckpt._io.direct_reads import unread_files
-from distckpt._ranks.collectives import Ranks
-from distckpt._ranks.report import PhaseTimer
+from distckpt._ranks.collectives import PhaseTimer, Ranks
 from distckpt._storage import locations
-from distckpt._storage.open_files import OpenFiles, read_into
+from distckpt._storage.open_files import OpenFiles
 
 UNIT_BYTES = 8 << 20
 """One thread reads this much at a time, at least one checksum block."""

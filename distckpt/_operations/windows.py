@@ -17,7 +17,8 @@ from distckpt._base.dtypes import FROM_NAME, item_values
 from distckpt._base.progress import ProgressCounter
 from distckpt._base.threads import NUM_REQUESTS, NUM_THREADS, run_threads
 from distckpt._checkpoint.stored_values import StoredTensor
-from distckpt._geometry.region import Region, cut_region, whole
+from distckpt._geometry.region import Region, whole
+from distckpt._geometry.units import cut_region
 from distckpt._io.read import read_copies
 from distckpt._plan.load import Request, plan_load
 from distckpt._quantization.numbers import scratch

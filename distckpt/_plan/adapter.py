@@ -6,7 +6,8 @@ import collections
 import itertools
 import math
 import re
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from distckpt._base.dtypes import FROM_NAME, is_summed
@@ -14,98 +15,370 @@ from distckpt._base.errors import CheckpointingException, LoadMismatchError
 from distckpt._base.messages import did_you_mean, summarize_keys
 from distckpt._format.stored_checkpoint import StoredCheckpoint
 from distckpt._plan.adapter_targets import FIELDS, check_targets, ends_with
-from distckpt._plan.export import Change, OutputTensor
+from distckpt._plan.export import OutputTensor
 from distckpt._plan.peft_names import OF_EXPERTS, PREFIX, names_in_memory
 
 CONFIG_NAME = "adapter_config.json"
-_MATRIX = re.compile(r"(.+)\.lora_(embedding_)?([AB])((?:\.default)?(?:\.weight)?)")
+_MATRIX = re.compile(
+    r"(?P<module>.+)\.lora_(?P<kind>embedding_)?(?P<letter>[AB])"
+    r"(?P<ending>(?:\.default)?(?:\.weight)?)"
+)
 _PLAIN_STARTS = (True, False, None, "gaussian", "orthogonal", "eva")
 """Values of `init_lora_weights` with which the other weights of the model stay as they are."""
 _OTHER_ARITHMETIC = (
-    "use_dora", "use_qalora", "use_bdlora", "layer_replication", "alora_invocation_tokens", "lora_bias",
+    "use_dora",
+    "use_qalora",
+    "use_bdlora",
+    "layer_replication",
+    "alora_invocation_tokens",
+    "lora_bias",
     "trainable_token_indices",
-)  # fmt: skip
+)
+_FIRST_VERSION = (0, 19)
+"""PEFT had some matrices of experts transposed before."""
+
+Shapes = Mapping[str, tuple[int, ...]]
 
 
-def merge_adapter(
+@dataclass(frozen=True)
+class Adapter:
+    """An adapter of PEFT: its tensors, and what its `adapter_config.json` says."""
+
+    stored: StoredCheckpoint
+    config: Mapping[str, Any]
+
+    @property
+    def location(self) -> str:
+        """Where it is."""
+        return self.stored.location
+
+    def names_of(self, field: str) -> Any:
+        """Return the names, or the pattern, that a field of the configuration lists."""
+        return self.config.get(field) or ()
+
+
+@dataclass(frozen=True)
+class Product:
+    """Two matrices whose product `scaling * b @ a` is added to a tensor.
+
+    Attributes:
+        b: key of the one with the rows of the tensor,
+        a: and of the one with its columns.
+        scaling: the factor.
+        transposed: whether the product is to be transposed.
+        expert: if the matrices are those of several experts, as PEFT has them, which of them.
+        num_experts: the number of experts; 0 without. The rows of `a` are those of one after
+            another, and the columns of `b` take turns.
+        first_row: the row of `b` that is the first one of the tensor.
+    """
+
+    b: str
+    a: str
+    scaling: float
+    transposed: bool = False
+    expert: int = 0
+    num_experts: int = 0
+    first_row: int = 0
+
+
+@dataclass(frozen=True)
+class Change:
+    """What an adapter changes in a tensor: the one at the key `replacement` takes its place, and a
+    product is added.
+    """
+
+    replacement: str | None = None
+    product: Product | None = None
+
+    @property
+    def keys(self) -> list[str]:
+        """All keys of the adapter that it is made of."""
+        product = self.product
+        keys = [self.replacement, *([product.a, product.b] if product else [])]
+        return [key for key in keys if key is not None]
+
+
+def plan_changes(
+    adapter: Adapter,
     outputs: Sequence[OutputTensor],
-    adapter: StoredCheckpoint,
-    config: Mapping[str, Any],
     model: Mapping[str, Any] | None = None,
     tied: Collection[str] = (),
-) -> list[OutputTensor]:
-    """Return the outputs with what an adapter changes in them, which has their names or those of
-    transformers.
+) -> dict[str, Change]:
+    """Return what an adapter changes in the tensors of an export, by name.
 
-    `config` is the adapter's; `model`, where it is known, that of the model. Of the keys in `tied`,
-    other names are not exported.
+    Args:
+        adapter: it has the names of the export, or those of transformers in memory.
+        outputs: tensors of the export.
+        model: the configuration of the model, where it is known.
+        tied: stored keys whose other names are not exported.
+
+    Raises:
+        CheckpointingException: the adapter is not one of which products are added, its
+            configuration contradicts its tensors, or it is not complete.
+        LoadMismatchError: it changes what is not exported.
     """
-    _check_config(adapter, config)
+    _check_config(adapter)
+    by_name = _by_name_in_memory(adapter, outputs, model)
+    shapes = {name: output.shape for name, output in by_name.items()}
+    changes = _changes(adapter, shapes)
+    _check_saved(adapter, changes, shapes)
+    _check_are_exported(adapter, changes, shapes)
+    _check_tied(adapter, changes, by_name, model or {}, tied)
+    _check_parameters(adapter, changes)
+    modules = [_module_of(name) for name, shape in shapes.items() if _is_weight(name, shape)]
+    adapted = {_module_of(name) for name, change in changes.items() if change.product}
+    check_targets(adapter.location, adapter.config, adapted, modules, model)
+    for name, change in changes.items():
+        _check_shape(adapter, by_name[name], change)
+    return {by_name[name].name: change for name, change in changes.items()}
+
+
+def _module_of(name: str) -> str:
+    return name.removesuffix(".weight")
+
+
+def _is_weight(name: str, shape: Sequence[int]) -> bool:
+    return len(shape) > 1 and name.endswith(".weight")
+
+
+# --- The configuration ----------------------------------------------------------------------------
+
+
+def _check_config(adapter: Adapter) -> None:
+    """Refuse configurations of other methods, and fields that are not what PEFT writes."""
+    config = adapter.config
+    unknown = {name: config[name] for name in _OTHER_ARITHMETIC if config.get(name)}
+    if config.get("init_lora_weights") not in _PLAIN_STARTS:
+        unknown["init_lora_weights"] = config["init_lora_weights"]
+    if config.get("peft_type") != "LORA" or unknown:
+        said = unknown or {"peft_type": config.get("peft_type")}
+        raise CheckpointingException(
+            f"The adapter {adapter.location!r} cannot be merged here, since its {CONFIG_NAME} says "
+            f"{said}: only products of LoRA are added to weights. Use merge_and_unload of PEFT."
+        )
+    for field in ("use_rslora", "fan_in_fan_out"):
+        if config.get(field) not in (True, False, None):
+            raise _says(adapter, f"{field}={config[field]!r}", "true or false")
+    for field, kind in FIELDS.items():
+        if not _is_list_of(config.get(field), field, kind):
+            raise _says(adapter, f"{field}={config[field]!r:.200}", f"a list of {kind.__name__}")
+
+
+def _says(adapter: Adapter, said: str, expected: str) -> CheckpointingException:
+    return CheckpointingException(
+        f"The {CONFIG_NAME} of {adapter.location!r} says {said}: write {expected} there."
+    )
+
+
+def _is_list_of(value: Any, field: str, kind: type) -> bool:
+    """Tell whether a field of a configuration is a list, or one value in the place of a list."""
+    if value is None:
+        return True
+    if isinstance(value, list):
+        return all(type(item) is kind for item in value)
+    return type(value) is kind and field not in ("modules_to_save", "target_parameters")
+
+
+# --- What it changes ------------------------------------------------------------------------------
+
+
+def _by_name_in_memory(
+    adapter: Adapter, outputs: Sequence[OutputTensor], model: Mapping[str, Any] | None
+) -> dict[str, OutputTensor]:
+    """Return the outputs by the names that the adapter has for them."""
     shapes = {output.name: output.shape for output in outputs}
-    found = names_in_memory(model, shapes) if model and not _has_modules(shapes, adapter) else {}
-    names = {name: found.get(name, name) for name in shapes}
-    shapes = {names[name]: shape for name, shape in shapes.items()}
-    changes = _changes(adapter, config, shapes)
-    _check_saved(adapter, config, changes, shapes)
-    unmatched = changes.keys() - shapes.keys()
+    found: Mapping[str, str] = {}
+    if model and not _has_modules(shapes, adapter):
+        found = names_in_memory(model, shapes)
+    return {found.get(output.name, output.name): output for output in outputs}
+
+
+def _has_modules(names: Iterable[str], adapter: Adapter) -> bool:
+    """Tell whether tensors of those names are the ones that an adapter is for; experts are one
+    parameter for it.
+    """
+    modules = {_module_of(name.removesuffix(".0.down_proj.weight")) for name in names}
+    keys = [_without_wrappers(key) for key in adapter.stored.manifest.key_index]
+    matrices = filter(None, map(_MATRIX.fullmatch, keys))
+    return all(found["module"] in modules for found in matrices)
+
+
+def _without_wrappers(key: str) -> str:
+    return key.removeprefix(PREFIX).replace(".base_layer", "")
+
+
+def _changes(adapter: Adapter, exported: Shapes) -> dict[str, Change]:
+    """Return the changes by the name of the tensor; a matrix without its partner, or of another
+    kind, is no name.
+    """
+    changes: dict[str, Change] = {}
+    keys = adapter.stored.manifest.key_index
+    for key in keys:
+        found = _MATRIX.fullmatch(key)
+        if found is None or _partner(found) not in keys:
+            # PEFT saves the weight itself of an embedding beside its matrices.
+            name = key.removeprefix(PREFIX).replace(".base_layer.", ".")
+            changes[name] = replace(changes.get(name, Change()), replacement=key)
+        elif found["letter"] == "B":
+            for name, product in _products(adapter, found, exported):
+                changes[name] = replace(changes.get(name, Change()), product=product)
+    return changes
+
+
+def _partner(matrix: re.Match[str]) -> str:
+    """Return the key of the other matrix of a product."""
+    other = "B" if matrix["letter"] == "A" else "A"
+    return f"{matrix['module']}.lora_{matrix['kind'] or ''}{other}{matrix['ending']}"
+
+
+def _products(
+    adapter: Adapter, matrix: re.Match[str], exported: Shapes
+) -> Iterable[tuple[str, Product]]:
+    """Return the products of a second matrix with its partner, by the name of the tensor."""
+    module = matrix["module"].removeprefix(PREFIX)
+    block = module.replace(".base_layer", "")
+    parameters = adapter.names_of("target_parameters")
+    b, a = matrix.string, _partner(matrix)
+    if parameters and f"{block}.weight" not in exported:
+        return _expert_products(adapter, block, b, a, exported)
+    weight = f"{module}.weight"
+    scaled = weight if ends_with(weight, parameters) else module
+    scaling = _scaling(adapter, scaled, adapter.stored.global_shape(a)[0])
+    transposed = bool(matrix["kind"] or adapter.config.get("fan_in_fan_out"))
+    return [(weight, Product(b, a, scaling, transposed))]
+
+
+def _expert_products(
+    adapter: Adapter, block: str, b: str, a: str, exported: Shapes
+) -> Iterator[tuple[str, Product]]:
+    """Yield the products of experts, of which PEFT has the matrices of all in one; their shapes
+    tell for what.
+    """
+    num_experts = _count_experts(block, exported)
+    if num_experts == 0:
+        raise CheckpointingException(
+            f"The adapter {adapter.location!r} has matrices for {block!r}, and the export has no "
+            "gate_proj, up_proj and down_proj of each expert there: merge it with "
+            "merge_and_unload of PEFT."
+        )
+    shape_b, (rank, columns) = (adapter.stored.global_shape(key) for key in (b, a))
+    known = _rows_of_parameters(block, columns, exported)
+    fitting = [parameter for parameter, rows in known.items() if shape_b == (rows, rank)]
+    if not fitting or rank % num_experts != 0:
+        raise CheckpointingException(
+            f"The adapter {adapter.location!r} has matrices of shapes {shape_b} and "
+            f"{(rank, columns)} for {block!r}, and the export {num_experts} experts with "
+            "projections of other shapes: it is of another model."
+        )
+    parameter = fitting[0]
+    names = OF_EXPERTS[parameter]
+    rows = shape_b[0] // len(names)
+    if shape_b[0] == columns:
+        _check_version(adapter, block, parameter)
+    scaling = _scaling(adapter, f"{block}.{parameter}", rank // num_experts)
+    product = Product(b, a, scaling, num_experts=num_experts)
+    for (index, name), expert in itertools.product(enumerate(names), range(num_experts)):
+        own = replace(product, first_row=index * rows, expert=expert)
+        yield f"{block}.{expert}.{name}.weight", own
+
+
+def _count_experts(block: str, exported: Shapes) -> int:
+    numbers = itertools.count()
+    return next(n for n in numbers if f"{block}.{n}.down_proj.weight" not in exported)
+
+
+def _rows_of_parameters(block: str, columns: int, exported: Shapes) -> dict[str, int]:
+    """Return the rows of the parameters of experts that have so many columns, by name."""
+    rows = {}
+    for parameter, names in OF_EXPERTS.items():
+        shape = exported.get(f"{block}.0.{names[0]}.weight", ())
+        if shape[1:] == (columns,):
+            rows[parameter] = shape[0] * len(names)
+    return rows
+
+
+def _check_version(adapter: Adapter, block: str, parameter: str) -> None:
+    """Refuse matrices that fit either way, of a PEFT that had them transposed."""
+    version = re.match(r"(\d+)\.(\d+)", str(adapter.config.get("peft_version")))
+    if version is None or tuple(map(int, version.groups())) < _FIRST_VERSION:
+        raise CheckpointingException(
+            f"The matrices of {block!r} for {parameter} fit either way, and PEFT before 0.19 had "
+            f"them transposed. The {CONFIG_NAME} of {adapter.location!r} must say a peft_version "
+            "of 0.19 or newer."
+        )
+
+
+def _scaling(adapter: Adapter, module: str, rank: int) -> float:
+    """Return the factor of a product: as PEFT does, by the first patterns that the module
+    matches.
+    """
+    config = adapter.config
+    try:
+        r = _value_for(module, config.get("rank_pattern"), config.get("r"))
+        alpha = _value_for(module, config.get("alpha_pattern"), config.get("lora_alpha"))
+        scaling: float = alpha / (math.sqrt(rank) if config.get("use_rslora") else rank)
+        if r == rank and math.isfinite(scaling):
+            return scaling
+    except (re.error, AttributeError, TypeError, ArithmeticError):
+        pass
+    names = ("r", "rank_pattern", "lora_alpha", "alpha_pattern")
+    fields = {name: config.get(name) for name in names}
+    raise CheckpointingException(
+        f"The {CONFIG_NAME} of the adapter {adapter.location!r} contradicts its matrices of rank "
+        f"{rank} for {module!r}, or does not say how to scale them: {fields}. Correct it."
+    )
+
+
+def _value_for(module: str, by_pattern: Mapping[str, Any] | None, default: Any) -> Any:
+    for pattern, value in (by_pattern or {}).items():
+        if re.match(rf"(.*\.)?({pattern})$", module):
+            return value
+    return default
+
+
+# --- Whether the export has it --------------------------------------------------------------------
+
+
+def _check_saved(adapter: Adapter, changes: Mapping[str, Change], exported: Shapes) -> None:
+    """Refuse an adapter without tensors, or without those of modules to save that the export
+    has.
+    """
+    if not changes:
+        raise _incomplete(adapter, "target_modules", adapter.config.get("target_modules"))
+    listed = adapter.names_of("modules_to_save")
+    saved = [name for name, change in changes.items() if change.replacement is not None]
+    absent = [each for each in listed if not _is_in(each, saved)]
+    # PEFT adds names for classifiers, of which a model has one.
+    has_none = bool(listed) and len(absent) == len(listed)
+    if has_none or any(_is_in(each, exported) for each in absent):
+        raise _incomplete(adapter, "modules_to_save", absent)
+
+
+def _incomplete(adapter: Adapter, field: str, value: object) -> CheckpointingException:
+    return CheckpointingException(
+        f"The adapter {adapter.location!r} has no tensors for {field}={value!r} of its "
+        f"{CONFIG_NAME}: the file is not complete."
+    )
+
+
+def _is_in(module: str, names: Iterable[str]) -> bool:
+    return any(f".{module}." in f".{name}" for name in names)
+
+
+def _check_are_exported(adapter: Adapter, changes: Mapping[str, Change], exported: Shapes) -> None:
+    unmatched = changes.keys() - exported.keys()
     if unmatched:
-        near = did_you_mean(min(unmatched), list(shapes))
+        near = did_you_mean(min(unmatched), list(exported))
         raise LoadMismatchError(
             f"The adapter {adapter.location!r} changes {summarize_keys(unmatched)}, not tensors "
             f"of the export{near}. Use `rules`, `family` or `rename` so that the export has the "
             "names of the model that the adapter is of, or use merge_and_unload of PEFT.",
             missing=unmatched,
         )
-    _check_tied(
-        adapter, changes, {names[output.name]: output for output in outputs}, model or {}, tied
-    )
-    _check_parameters(adapter, config, changes)
-    adapted = {
-        name.removesuffix(".weight") for name, change in changes.items() if change.b is not None
-    }
-    matrices = [
-        name for name, shape in shapes.items() if len(shape) > 1 and name.endswith(".weight")
-    ]
-    check_targets(
-        adapter.location,
-        config,
-        adapted,
-        [name.removesuffix(".weight") for name in matrices],
-        model,
-    )
-    return [_changed(output, changes.get(names[output.name])) for output in outputs]
-
-
-def _check_parameters(
-    adapter: StoredCheckpoint, config: Mapping[str, Any], changes: Mapping[str, Change]
-) -> None:
-    """Refuse an adapter without matrices for a parameter that it lists."""
-    for wanted in config.get("target_parameters") or ():
-        first = OF_EXPERTS.get(wanted.rpartition(".")[2], (wanted,))[0]
-        if not any(
-            (change.num_experts and f".{first}." in name) or ends_with(name, [wanted])
-            for name, change in changes.items()
-        ):
-            raise CheckpointingException(
-                f"The adapter {adapter.location!r} has no tensors for {wanted!r}, of "
-                f"target_parameters in its {CONFIG_NAME}: it is not complete, or they are no "
-                "experts that can be merged here."
-            )
-
-
-def _has_modules(names: Iterable[str], adapter: StoredCheckpoint) -> bool:
-    """Tell whether tensors of those names are the ones that an adapter is for; experts are one
-    parameter for it.
-    """
-    modules = {name.removesuffix(".0.down_proj.weight").removesuffix(".weight") for name in names}
-    keys = (
-        key.removeprefix(PREFIX).replace(".base_layer", "") for key in adapter.manifest.key_index
-    )
-    return all(found[1] in modules for key in keys if (found := _MATRIX.fullmatch(key)))
 
 
 def _check_tied(
-    adapter: StoredCheckpoint,
+    adapter: Adapter,
     changes: Mapping[str, Change],
     outputs: Mapping[str, OutputTensor],
     model: Mapping[str, Any],
@@ -114,20 +387,11 @@ def _check_tied(
     """Refuse what takes the place of an embedding that is the output layer as well, which PEFT
     leaves as it is.
     """
-    text = inner if isinstance(inner := model.get("text_config"), dict) else model
-    may_be_tied = model.get("tie_word_embeddings", text.get("tie_word_embeddings")) is not False
-    shapes = collections.Counter(output.shape for output in outputs.values())
+    embeddings = _possible_embeddings(outputs, model)
     for name, change in changes.items():
-        if change.replacement is None or change.b is not None:
+        if change.replacement is None or change.product is not None:
             continue
-        shape = outputs[name].shape
-        is_only = (
-            may_be_tied
-            and len(shape) == 2
-            and shape[0] == text.get("vocab_size")
-            and shapes[shape] == 1
-        )
-        if is_only or any(part.key in tied for part in outputs[name].mapped.parts):
+        if name in embeddings or any(part.key in tied for part in outputs[name].mapped.parts):
             raise CheckpointingException(
                 f"The adapter {adapter.location!r} has a {name!r} of its own, which is the model's "
                 "output layer, too: PEFT leaves that as it was, so both are no longer one tensor. "
@@ -137,200 +401,57 @@ def _check_tied(
             )
 
 
-def _check_config(adapter: StoredCheckpoint, config: Mapping[str, Any]) -> None:
-    """Refuse configurations of other methods, and fields that are not what PEFT writes."""
-    unknown = {name: config[name] for name in _OTHER_ARITHMETIC if config.get(name)}
-    if config.get("init_lora_weights") not in _PLAIN_STARTS:
-        unknown["init_lora_weights"] = config["init_lora_weights"]
-    if config.get("peft_type") != "LORA" or unknown:
-        raise CheckpointingException(
-            f"The adapter {adapter.location!r} cannot be merged here, since its {CONFIG_NAME} says "
-            f"{unknown or {'peft_type': config.get('peft_type')}}: only products of LoRA are added to weights. Use "
-            "merge_and_unload of PEFT."
-        )
-    for field in ("use_rslora", "fan_in_fan_out"):
-        if config.get(field) not in (True, False, None):
-            text = f"The {CONFIG_NAME} of {adapter.location!r} says {field}={config[field]!r}: write true or false there."
-            raise CheckpointingException(text)
-    for field, kind in FIELDS.items():
-        value = config.get(field)
-        is_one = type(value) is kind and field not in ("modules_to_save", "target_parameters")
-        if not (
-            value is None
-            or is_one
-            or (isinstance(value, list) and all(type(item) is kind for item in value))
-        ):
-            text = f"The {CONFIG_NAME} of {adapter.location!r} says {field}={value!r:.200}"
-            raise CheckpointingException(f"{text}: write a list of {kind.__name__} there.")
-
-
-def _check_saved(
-    adapter: StoredCheckpoint,
-    config: Mapping[str, Any],
-    changes: Mapping[str, Change],
-    exported: Mapping[str, tuple[int, ...]],
-) -> None:
-    """Refuse an adapter without tensors, or without those of modules to save that the export
-    has.
-    """
-    listed = config.get("modules_to_save") or ()
-    saved = [name for name, change in changes.items() if change.replacement is not None]
-    absent = [each for each in listed if not _is_in(each, saved)]
-    # PEFT adds names for classifiers, of which a model has one.
-    if (
-        not changes
-        or any(_is_in(each, exported) for each in absent)
-        or (listed and len(absent) == len(listed))
-    ):
-        field, value = (
-            ("modules_to_save", absent)
-            if changes
-            else ("target_modules", config.get("target_modules"))
-        )
-        raise CheckpointingException(
-            f"The adapter {adapter.location!r} has no tensors for {field}={value!r} of its "
-            f"{CONFIG_NAME}: the file is not complete."
-        )
-
-
-def _is_in(module: str, names: Iterable[str]) -> bool:
-    return any(f".{module}." in f".{name}" for name in names)
-
-
-def _changes(
-    adapter: StoredCheckpoint, config: Mapping[str, Any], exported: Mapping[str, tuple[int, ...]]
-) -> dict[str, Change]:
-    """Return the changes by the name of the tensor; a matrix without its partner, or of another
-    kind, is no name.
-    """
-    changes: dict[str, Change] = {}
-    keys = adapter.manifest.key_index
-    for key in keys:
-        found = _MATRIX.fullmatch(key)
-        partner = found and f"{found[1]}.lora_{found[2] or ''}{'AB'[found[3] == 'A']}{found[4]}"
-        if found is None or partner not in keys:
-            # PEFT saves the weight itself of an embedding beside its matrices.
-            name = key.removeprefix(PREFIX).replace(".base_layer.", ".")
-            changes[name] = changes.get(name, Change(adapter))._replace(replacement=key)
-        elif found[3] == "B":
-            module = found[1].removeprefix(PREFIX)
-            block = module.replace(".base_layer", "")
-            if config.get("target_parameters") and f"{block}.weight" not in exported:
-                changes |= _expert_changes(
-                    block, Change(adapter, b=key, a=partner), config, exported
-                )
-                continue
-            weight = f"{module}.weight"
-            is_parameter = ends_with(weight, config.get("target_parameters") or ())
-            changes[weight] = changes.get(weight, Change(adapter))._replace(
-                b=key,
-                a=partner,
-                scaling=_scaling(
-                    weight if is_parameter else module,
-                    adapter.global_shape(partner)[0],
-                    adapter,
-                    config,
-                ),
-                transposed=bool(found[2] or config.get("fan_in_fan_out")),
-            )
-    return changes
-
-
-def _expert_changes(
-    block: str, change: Change, config: Mapping[str, Any], exported: Mapping[str, tuple[int, ...]]
-) -> dict[str, Change]:
-    """Return the changes of experts, of which PEFT has the matrices of all in one; their shapes
-    tell for what.
-    """
-    num = next(
-        number
-        for number in itertools.count()
-        if f"{block}.{number}.down_proj.weight" not in exported
-    )
-    if num == 0:
-        raise CheckpointingException(
-            f"The adapter {change.adapter.location!r} has matrices for {block!r}, and the export "
-            "has no gate_proj, up_proj and down_proj of each expert there: merge it with "
-            "merge_and_unload of PEFT."
-        )
-    b, (inner, columns) = (
-        change.adapter.global_shape(change.b or ""),
-        change.adapter.global_shape(change.a),
-    )
-    for parameter, names in OF_EXPERTS.items():
-        shape = exported[f"{block}.0.{names[0]}.weight"]
-        if (*b, columns, inner % num) == (shape[0] * len(names), inner, shape[1], 0):
-            version = re.match(r"(\d+)\.(\d+)", str(config.get("peft_version")))
-            if b[0] == columns and (version is None or tuple(map(int, version.groups())) < (0, 19)):
-                raise CheckpointingException(
-                    f"The matrices of {block!r} for {parameter} fit either way, and PEFT before "
-                    f"0.19 had them transposed. The {CONFIG_NAME} of {change.adapter.location!r} "
-                    "must say a peft_version of 0.19 or newer."
-                )
-            scaling = _scaling(f"{block}.{parameter}", inner // num, change.adapter, config)
-            return {
-                f"{block}.{number}.{name}.weight": change._replace(
-                    scaling=scaling, first_row=index * shape[0], expert=number, num_experts=num
-                )
-                for index, name in enumerate(names)
-                for number in range(num)
-            }
-    raise CheckpointingException(
-        f"The adapter {change.adapter.location!r} has matrices of shapes {b} and "
-        f"{(inner, columns)} for {block!r}, and the export {num} experts with projections of other "
-        "shapes: it is of another model."
-    )
-
-
-def _scaling(module: str, rank: int, adapter: StoredCheckpoint, config: Mapping[str, Any]) -> float:
-    """Return the factor of a product: as PEFT does, by the first patterns that the module
-    matches.
-    """
-    fields: dict[str, Any] = {
-        name: config.get(name) for name in ("r", "rank_pattern", "lora_alpha", "alpha_pattern")
+def _possible_embeddings(outputs: Mapping[str, OutputTensor], model: Mapping[str, Any]) -> set[str]:
+    """Return the names of what may be an embedding that is the output layer as well."""
+    text = inner if isinstance(inner := model.get("text_config"), dict) else model
+    if model.get("tie_word_embeddings", text.get("tie_word_embeddings")) is False:
+        return set()
+    counts = collections.Counter(output.shape for output in outputs.values())
+    vocabulary = text.get("vocab_size")
+    matrices = {name: each.shape for name, each in outputs.items() if len(each.shape) == 2}
+    return {
+        name for name, shape in matrices.items() if shape[0] == vocabulary and counts[shape] == 1
     }
-    try:
-        r, alpha = (
-            next(
-                (
-                    v
-                    for p, v in (fields[patterns] or {}).items()
-                    if re.match(rf"(.*\.)?({p})$", module)
-                ),
-                fields[name],
+
+
+def _check_parameters(adapter: Adapter, changes: Mapping[str, Change]) -> None:
+    """Refuse an adapter without matrices for a parameter that it lists."""
+    for wanted in adapter.names_of("target_parameters"):
+        first = OF_EXPERTS.get(wanted.rpartition(".")[2], (wanted,))[0]
+        if not any(_is_for(wanted, first, name, change) for name, change in changes.items()):
+            raise CheckpointingException(
+                f"The adapter {adapter.location!r} has no tensors for {wanted!r}, of "
+                f"target_parameters in its {CONFIG_NAME}: it is not complete, or they are no "
+                "experts that can be merged here."
             )
-            for name, patterns in (("r", "rank_pattern"), ("lora_alpha", "alpha_pattern"))
-        )
-        scaling: float = alpha / (math.sqrt(rank) if config.get("use_rslora") else rank)
-        if r == rank and math.isfinite(scaling):
-            return scaling
-    except (re.error, AttributeError, TypeError, ArithmeticError):
-        pass
-    raise CheckpointingException(
-        f"The {CONFIG_NAME} of the adapter {adapter.location!r} contradicts its matrices of rank "
-        f"{rank} for {module!r}, or does not say how to scale them: {fields}. Correct it."
-    )
 
 
-def _changed(output: OutputTensor, change: Change | None) -> OutputTensor:
-    if change is None:
-        return output
+def _is_for(wanted: str, first: str, name: str, change: Change) -> bool:
+    """Tell whether a change of a tensor is that of a parameter, whose `first` part is known for
+    experts.
+    """
+    is_of_experts = change.product is not None and change.product.num_experts > 0
+    return (is_of_experts and f".{first}." in name) or ends_with(name, [wanted])
+
+
+def _check_shape(adapter: Adapter, output: OutputTensor, change: Change) -> None:
     shapes = set()
     if change.replacement is not None:
-        shapes.add(change.adapter.global_shape(change.replacement))
-    if change.num_experts:
-        shapes.add(output.shape)
-    elif change.b is not None:
-        (*rows, rank), (inner, *columns) = (
-            change.adapter.global_shape(change.b),
-            change.adapter.global_shape(change.a),
-        )
-        shape = (*rows, *columns) if rank == inner else (*rows, rank, inner, *columns)
-        shapes.add(shape[::-1] if change.transposed else shape)
+        shapes.add(adapter.stored.global_shape(change.replacement))
+    if change.product is not None:
+        shapes.add(_shape_of(adapter, output, change.product))
     if shapes != {output.shape} or not is_summed(FROM_NAME[output.mapped.dtype]):
         raise CheckpointingException(
-            f"The adapter {change.adapter.location!r} is for {output.name!r} of shape "
+            f"The adapter {adapter.location!r} is for {output.name!r} of shape "
             f"{' or '.join(map(str, shapes))}, and the export has {output.mapped.dtype} of "
             f"{output.shape}: it is of another model."
         )
-    return output._replace(change=change)
+
+
+def _shape_of(adapter: Adapter, output: OutputTensor, product: Product) -> tuple[int, ...]:
+    if product.num_experts:
+        # Those of experts have been compared.
+        return output.shape
+    (*rows, rank), (inner, *columns) = map(adapter.stored.global_shape, (product.b, product.a))
+    shape = (*rows, *columns) if rank == inner else (*rows, rank, inner, *columns)
+    return shape[::-1] if product.transposed else shape

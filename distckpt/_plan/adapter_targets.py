@@ -5,7 +5,7 @@ matrices for.
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from distckpt._base.errors import CheckpointingException, LoadMismatchError
@@ -13,12 +13,19 @@ from distckpt._base.messages import summarize_keys, without_numbers
 from distckpt._plan.peft_names import OF_EXPERTS
 
 FIELDS: dict[str, type] = {
-    "target_modules": str, "exclude_modules": str, "modules_to_save": str, "target_parameters": str,
-    "layers_pattern": str, "layers_to_transform": int,
-}  # fmt: skip
+    "target_modules": str,
+    "exclude_modules": str,
+    "modules_to_save": str,
+    "target_parameters": str,
+    "layers_pattern": str,
+    "layers_to_transform": int,
+}
+"""Fields of the configuration that are lists, and of what."""
 _ALL_LINEAR = "all-linear"
 _EXPERT = re.compile(r"(?P<block>(.+\.)?experts)\.(\d+\.)?(?P<leaf>.+)")
 _MTP = re.compile(r"(.+\.)?mtp[^.]*\..+")
+_PREDICTING = "eh_proj"
+_KEYS_AND_VALUES = (".self_attn.k_proj", ".self_attn.v_proj")
 _LAYER = re.compile(r".*?\.[^.]*\.(?P<number>\d+)\.")
 
 
@@ -36,9 +43,8 @@ def check_targets(
     where the adapter has matrices for the same one of another layer, or none at all for what the
     configuration lists. `model` is the model's configuration.
     """
-    said = ", ".join(
-        f"{field}={config[field]!r:.300}" for field in FIELDS if config.get(field) is not None
-    )
+    given = {field: config[field] for field in FIELDS if config.get(field) is not None}
+    said = ", ".join(f"{field}={value!r:.300}" for field, value in given.items())
     try:
         others = [module for module in adapted if not is_target(module, config)]
         targets = [module for module in modules if is_target(module, config)]
@@ -54,9 +60,9 @@ def check_targets(
             "configuration, or save the adapter again.",
             unexpected=others,
         )
-    missing = _missing(
-        config.get("target_modules"), targets, adapted, _not_loaded(modules, model or {})
-    )
+    not_loaded = _not_loaded(modules, model or {})
+    without = [each for each in targets if each not in adapted and each not in not_loaded]
+    missing = _missing(without, targets, config.get("target_modules"), adapted)
     if missing:
         raise LoadMismatchError(
             f"The adapter {location!r} has no matrices for {summarize_keys(missing)}, which its "
@@ -71,93 +77,120 @@ def is_target(module: str, config: Mapping[str, Any]) -> bool:
     """Tell whether a configuration is for a module, as PEFT does; experts may be parameters that it
     names.
     """
-    if (expert := _EXPERT.fullmatch(module)) and config.get("target_parameters"):
-        leaf = next(
-            (name for name, parts in OF_EXPERTS.items() if expert["leaf"] in parts), expert["leaf"]
-        )
-        if ends_with(f"{expert['block']}.{leaf}", config["target_parameters"]):
-            return True
-    if ends_with(f"{module}.weight", config.get("target_parameters") or ()):
+    parameters = config.get("target_parameters") or ()
+    if parameters and _is_parameter(module, parameters):
         return True
-    targets, excluded = config.get("target_modules"), config.get("exclude_modules") or ()
-    if re.fullmatch(excluded, module) if isinstance(excluded, str) else ends_with(module, excluded):
+    if _is_excluded(module, config):
         return False
-    if any(
-        re.match(rf"(^|.*\.){name}($|\..*)", module) for name in config.get("modules_to_save") or ()
-    ):
-        return False
+    targets = config.get("target_modules")
     if targets is None:
-        return not config.get("target_parameters") and _is_in_layers(module, config)
+        return not parameters and _is_in_layers(module, config)
     if isinstance(targets, str):
         is_named = targets.lower() == _ALL_LINEAR or re.fullmatch(targets, module)
         return bool(is_named) and _is_in_layers(module, config)
     return module in targets or (ends_with(module, targets) and _is_in_layers(module, config))
 
 
+def _is_parameter(module: str, parameters: Collection[str]) -> bool:
+    """Tell whether the weight of a module is a parameter that a configuration names, or is in
+    one.
+    """
+    if expert := _EXPERT.fullmatch(module):
+        leaf = expert["leaf"]
+        wholes = [whole for whole, parts in OF_EXPERTS.items() if leaf in parts]
+        if ends_with(f"{expert['block']}.{next(iter(wholes), leaf)}", parameters):
+            return True
+    return ends_with(f"{module}.weight", parameters)
+
+
+def _is_excluded(module: str, config: Mapping[str, Any]) -> bool:
+    excluded = config.get("exclude_modules") or ()
+    if isinstance(excluded, str):
+        is_excluded = re.fullmatch(excluded, module) is not None
+    else:
+        is_excluded = ends_with(module, excluded)
+    saved = config.get("modules_to_save") or ()
+    return is_excluded or any(re.match(rf"(^|.*\.){name}($|\..*)", module) for name in saved)
+
+
 def _is_in_layers(module: str, config: Mapping[str, Any]) -> bool:
-    layers, patterns = config.get("layers_to_transform"), config.get("layers_pattern")
+    layers = config.get("layers_to_transform")
     if layers is None or layers == []:
         return True
-    patterns = [patterns] if isinstance(patterns, str) and patterns else patterns
-    found = [
-        re.match(rf"(?:^|.*?\.){pattern}\.(?P<number>\d+)\.", module) for pattern in patterns or ()
-    ]
-    match = next(filter(None, found), None) if patterns else _LAYER.match(module)
-    return match is not None and int(match["number"]) in (
-        layers if isinstance(layers, list) else [layers]
-    )
+    match = _layer_of(module, config.get("layers_pattern"))
+    numbers = layers if isinstance(layers, list) else [layers]
+    return match is not None and int(match["number"]) in numbers
+
+
+def _layer_of(module: str, patterns: str | list[str] | None) -> re.Match[str] | None:
+    """Return the match of a module with the names that lists of layers have; None outside of
+    them.
+    """
+    if not patterns:
+        return _LAYER.match(module)
+    for name in [patterns] if isinstance(patterns, str) else patterns:
+        if match := re.match(rf"(?:^|.*?\.){name}\.(?P<number>\d+)\.", module):
+            return match
+    return None
 
 
 def _missing(
-    listed: str | list[str] | None,
+    without: Sequence[str],
     targets: Collection[str],
+    listed: str | list[str] | None,
     adapted: Collection[str],
-    not_loaded: Collection[str],
 ) -> list[str]:
-    """Return the targets that an adapter should have matrices for and has not."""
-    if isinstance(listed, str):
-        # Of a pattern, the last names of what it matches stand for the list.
-        listed = (
-            []
-            if listed.lower() == _ALL_LINEAR
-            else list({name.rpartition(".")[2] for name in targets})
-        )
+    """Return which of the targets without matrices should have some."""
     forms = {without_numbers(module) for module in adapted}
-    absent = [
-        name for name in listed or () if not any(ends_with(module, [name]) for module in adapted)
-    ]
-    return [
-        module
-        for module in targets
-        if module not in adapted
-        and module not in not_loaded
-        and (
-            without_numbers(module) in forms
-            or (ends_with(module, absent) and not _EXPERT.fullmatch(module))
-        )
-    ]
+    names = [name for name in _names(listed, targets) if not _ends_any(adapted, name)]
+    missing = []
+    for module in without:
+        is_absent = ends_with(module, names) and not _EXPERT.fullmatch(module)
+        if is_absent or without_numbers(module) in forms:
+            missing.append(module)
+    return missing
+
+
+def _names(listed: str | list[str] | None, targets: Collection[str]) -> Collection[str]:
+    """Return the names that a configuration lists; of a pattern, the last names of what it
+    matches.
+    """
+    if not isinstance(listed, str):
+        return listed or ()
+    if listed.lower() == _ALL_LINEAR:
+        return ()
+    return {name.rpartition(".")[2] for name in targets}
+
+
+def _ends_any(modules: Collection[str], name: str) -> bool:
+    return any(ends_with(module, [name]) for module in modules)
 
 
 def _not_loaded(modules: Collection[str], model: Mapping[str, Any]) -> set[str]:
     """Return the modules that models of transformers do not have: of token prediction, and keys and
     values shared.
     """
-    text = inner if isinstance(inner := model.get("text_config"), dict) else model
-    sizes = [text.get(name) for name in ("num_hidden_layers", "num_kv_shared_layers")]
-    first_shared = (
-        sizes[0] - sizes[1] if all(type(size) is int for size in sizes) and sizes[1] else None
-    )
-    predicting = tuple(
-        module.removesuffix("eh_proj") for module in modules if module.endswith(".eh_proj")
-    )
+    heads = [module for module in modules if module.endswith(f".{_PREDICTING}")]
+    predicting = tuple(module.removesuffix(_PREDICTING) for module in heads)
+    first_shared = _first_shared_layer(model)
     found = set()
     for module in modules:
-        layer = _LAYER.match(module)
-        is_shared = layer and first_shared is not None and int(layer["number"]) >= first_shared
-        is_kv = module.endswith((".self_attn.k_proj", ".self_attn.v_proj"))
-        if _MTP.fullmatch(module) or module.startswith(predicting) or (is_shared and is_kv):
+        if _MTP.fullmatch(module) or module.startswith(predicting):
             found.add(module)
+        elif first_shared is not None and module.endswith(_KEYS_AND_VALUES):
+            layer = _LAYER.match(module)
+            if layer and int(layer["number"]) >= first_shared:
+                found.add(module)
     return found
+
+
+def _first_shared_layer(model: Mapping[str, Any]) -> int | None:
+    """Return the first layer that has the keys and values of an earlier one."""
+    text = inner if isinstance(inner := model.get("text_config"), dict) else model
+    num_layers, num_shared = text.get("num_hidden_layers"), text.get("num_kv_shared_layers")
+    if type(num_layers) is int and type(num_shared) is int and num_shared:
+        return num_layers - num_shared
+    return None
 
 
 def ends_with(module: str, names: Collection[str]) -> bool:

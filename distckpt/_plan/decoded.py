@@ -1,13 +1,13 @@
-"""Planning reads of quantised tensors: a view of the checkpoint with them, and which parts a region
+"""Planning reads of quantized tensors: a view of the checkpoint with them, and which parts a region
 is made of.
 
-In the view each quantised tensor is one chunk under the key of the model. What it is stored as has
+In the view each quantized tensor is one chunk under the key of the model. What it is stored as has
 other names there.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -17,7 +17,8 @@ import torch
 from distckpt._base.dtypes import FROM_NAME
 from distckpt._format.manifest import OBJECT, ChunkTable, Manifest
 from distckpt._format.stored_checkpoint import StoredCheckpoint
-from distckpt._geometry.region import Region, cut_region
+from distckpt._geometry.region import Region
+from distckpt._geometry.units import cut_region
 from distckpt._plan.codes import AS_STORED
 from distckpt._plan.load import Copy, Request, plan_load
 from distckpt._quantization.detect import find_quantized
@@ -30,7 +31,7 @@ PIECE_ELEMENTS = 8 << 20
 
 
 def find(stored: StoredCheckpoint) -> dict[str, QuantizedTensor]:
-    """Find the quantised tensors of a checkpoint, by the key of the model."""
+    """Find the quantized tensors of a checkpoint, by the key of the model."""
     manifest = stored.manifest
     if not any(map(may_be_codes, manifest.dtypes)):
         return {}
@@ -40,7 +41,7 @@ def find(stored: StoredCheckpoint) -> dict[str, QuantizedTensor]:
 
 
 def decoded(stored: StoredCheckpoint) -> StoredCheckpoint:
-    """Return a view of a checkpoint with its quantised tensors as they are in the model; a view
+    """Return a view of a checkpoint with its quantized tensors as they are in the model; a view
     stays as it is.
     """
     found = {} if stored.quantized else find(stored)
@@ -53,34 +54,33 @@ def decoded(stored: StoredCheckpoint) -> StoredCheckpoint:
         [*manifest.dtypes, *(each.dtype for each in tensors)],
         [*manifest.global_shapes, *(each.model_shape for each in tensors)],
         _with_chunks(manifest, tensors),
-        {
-            **{
-                alias: key
-                for alias, key in manifest.aliases.items()
-                if key in found or key not in names
-            },
-            **{
-                alias + AS_STORED: names[key]
-                for alias, key in manifest.aliases.items()
-                if key in names
-            },
-        },
+        _aliases_in_view(manifest.aliases, found, names),
         manifest.block_bytes,
         manifest.has_checksums,
         manifest.origin,
         manifest.quantization,
     )
-    renamed = [
-        replace(
-            each,
-            parts={role: replace(part, key=names[part.key]) for role, part in each.parts.items()},
-            companions=tuple(names[key] for key in each.companions),
-        )
-        for each in tensors
-    ]
-    return stored._replace(
-        manifest=view, quantized=dict(enumerate(renamed, len(manifest.chunks.key_ids)))
-    )
+    renamed = [_with_names(each, names) for each in tensors]
+    quantized = dict(enumerate(renamed, len(manifest.chunks.key_ids)))
+    return stored._replace(manifest=view, quantized=quantized)
+
+
+def _aliases_in_view(
+    aliases: Mapping[str, str], found: Collection[str], names: Mapping[str, str]
+) -> dict[str, str]:
+    """Return the aliases of a view, which has `names` for what is stored under other ones."""
+    in_view = {alias: key for alias, key in aliases.items() if key in found or key not in names}
+    for alias, key in aliases.items():
+        if key in names:
+            in_view[alias + AS_STORED] = names[key]
+    return in_view
+
+
+def _with_names(quantized: QuantizedTensor, names: Mapping[str, str]) -> QuantizedTensor:
+    """Return a quantized tensor whose parts have other keys."""
+    parts = {role: replace(part, key=names[part.key]) for role, part in quantized.parts.items()}
+    companions = tuple(names[key] for key in quantized.companions)
+    return replace(quantized, parts=parts, companions=companions)
 
 
 def _with_chunks(manifest: Manifest, tensors: Sequence[QuantizedTensor]) -> ChunkTable:
@@ -117,13 +117,13 @@ def name_in_view(view: StoredCheckpoint, key: str, dtype: torch.dtype) -> str:
 
 
 def hidden_keys(view: StoredCheckpoint) -> set[str]:
-    """Return the keys of a view that are stored only for its quantised tensors."""
+    """Return the keys of a view that are stored only for its quantized tensors."""
     hidden = {key for quantized in view.quantized.values() for key in quantized.keys}
     return hidden | {alias for alias, key in view.manifest.aliases.items() if key in hidden}
 
 
 class Piece(NamedTuple):
-    """Values to compute: a region of a quantised tensor as it is stored, of which request, and what
+    """Values to compute: a region of a quantized tensor as it is stored, of which request, and what
     it is made of.
 
     `parts` has for each part its role, the stored region, and the copies of which it consists;
@@ -139,7 +139,7 @@ class Piece(NamedTuple):
 
 
 def plan_decoding(view: StoredCheckpoint, copies: Sequence[Copy]) -> list[Piece]:
-    """Divide copies out of quantised tensors into pieces, and find the parts that each piece is
+    """Divide copies out of quantized tensors into pieces, and find the parts that each piece is
     made of.
     """
     pieces: list[Piece] = []

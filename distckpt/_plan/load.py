@@ -69,7 +69,7 @@ def check_keys(stored: StoredCheckpoint, keys: Iterable[str], has_rules: bool = 
         return
     prefix = other_prefix(absent, known)
     hint = prefix or _smaller_model(absent, known) or did_you_mean(absent[0], known)
-    advice = "Correct the keys, or leave such keys out with strict='log_unexpected'."
+    advice = "Correct the keys, or leave such keys out with strict='report'."
     if prefix:
         advice = "Correct the prefix: a module at 'model' of the state dict has none, one at another place its path."
     if not (hint or has_rules) and (stored.manifest.origin or {}).get("format") == "huggingface":

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 
@@ -15,91 +15,109 @@ from distckpt._format.manifest import ChunkTable, Manifest
 from distckpt._format.stored_checkpoint import StoredCheckpoint
 from distckpt._plan.codes import check_scales_cast
 from distckpt._plan.decoded import decoded, hidden_keys
-from distckpt._plan.export import select_tensors
+from distckpt._plan.selection import select_tensors
 
 
-class Merge(NamedTuple):
-    """Checkpoints to merge: their locations, and the weight of each."""
+@dataclass(frozen=True)
+class MergedView:
+    """Several checkpoints as one.
 
-    locations: tuple[str, ...]
-    weights: tuple[float, ...]
+    Attributes:
+        stored: describes the sums. It has no chunks: only exports read it.
+        terms: the checkpoints, with quantized tensors as values.
+    """
+
+    stored: StoredCheckpoint
+    terms: Sequence[StoredCheckpoint]
 
 
 def merged(
-    sources: Sequence[StoredCheckpoint],
-    weights: Sequence[float],
-    keys: str | Sequence[str] | None,
-    write_tied: bool,
-) -> StoredCheckpoint:
+    checkpoints: Sequence[StoredCheckpoint], keys: str | Sequence[str] | None, write_tied: bool
+) -> MergedView:
     """Return the view of the tensors that match `keys`, which must be in all checkpoints, with the
     same shapes.
 
-    Quantised tensors become values. Names are tied that are tied in all. It has no chunks: only
-    exports read it.
+    Names are tied that are tied in all.
+
+    Raises:
+        LoadMismatchError: a tensor is missing in one of the checkpoints, or has another shape
+            there.
+        CheckpointingException: there is no sum of the dtypes of a tensor.
     """
-    sources = [decoded(source) for source in sources]
-    ids = [_select(source, keys) for source in sources]
-    common = dict.fromkeys(name for name in ids[0] if all(name in others for others in ids))
-    for here, source in zip(ids, sources, strict=True):
-        held = {here[name] for name in common}
-        # A name that is only tied to another one may be absent elsewhere, as in Hugging Face
-        # directories.
-        absent = [
-            name for name in here if name not in common and (write_tied or here[name] not in held)
-        ]
-        if absent:
-            where = next(
-                s.location for s, names in zip(sources, ids, strict=True) if absent[0] not in names
-            )
-            raise LoadMismatchError(
-                f"Merging needs the same tensors in all checkpoints: {summarize_keys(absent)} of "
-                f"{source.location!r} cannot be found in {where!r}. Leave them out with `keys`, "
-                "or convert one of the checkpoints (`consolidate` with rules) so that their "
-                "names agree.",
-                missing=absent,
-            )
+    terms = [decoded(checkpoint) for checkpoint in checkpoints]
+    ids = [_select(term, keys) for term in terms]
+    common = [name for name in ids[0] if all(name in others for others in ids)]
+    _check_all_are_common(terms, ids, common, write_tied)
     firsts: dict[tuple[int, ...], str] = {}
     tied = {name: firsts.setdefault(tuple(names[name] for names in ids), name) for name in common}
     names = list(firsts.values())
-    dtypes = [_dtype_of_sum(name, sources) for name in names]
-    shapes = [sources[0].global_shape(name) for name in names]
+    dtypes = [_dtype_of_sum(name, terms) for name in names]
+    shapes = [terms[0].global_shape(name) for name in names]
     aliases = {alias: name for alias, name in tied.items() if alias != name}
     manifest = Manifest(names, dtypes, shapes, ChunkTable.empty(), aliases, has_checksums=False)
-    return StoredCheckpoint(
-        sources[0].location, manifest, sources=tuple(zip(sources, weights, strict=True))
-    )
+    return MergedView(StoredCheckpoint(terms[0].location, manifest), terms)
 
 
-def _select(source: StoredCheckpoint, keys: str | Sequence[str] | None) -> dict[str, int]:
+def _select(stored: StoredCheckpoint, keys: str | Sequence[str] | None) -> dict[str, int]:
     """Return the index of each name that matches, tied ones included."""
-    tensors = select_tensors(source.manifest, keys, True, hidden_keys(source))
-    check_scales_cast(
-        source,
-        {key: torch.float64 for key, info in tensors.items() if is_summed(FROM_NAME[info.dtype])},
+    tensors = select_tensors(stored.manifest, keys, True, hidden_keys(stored))
+    summed = [key for key, info in tensors.items() if is_summed(FROM_NAME[info.dtype])]
+    check_scales_cast(stored, dict.fromkeys(summed, torch.float64))
+    manifest = stored.manifest
+    names = (*manifest.keys, *manifest.aliases)
+    return {name: manifest.key_index[name] for name in names if name in tensors}
+
+
+def _check_all_are_common(
+    terms: Sequence[StoredCheckpoint],
+    ids: Sequence[Mapping[str, int]],
+    common: Sequence[str],
+    write_tied: bool,
+) -> None:
+    for term, own in zip(terms, ids, strict=True):
+        absent = set(own).difference(common)
+        if not write_tied:
+            # A name that is only tied to another one may be absent elsewhere, as in Hugging Face
+            # directories.
+            held = {own[name] for name in common}
+            absent = {name for name in absent if own[name] not in held}
+        if absent:
+            raise _not_found_everywhere(term, [name for name in own if name in absent], terms, ids)
+
+
+def _not_found_everywhere(
+    term: StoredCheckpoint,
+    absent: Sequence[str],
+    terms: Sequence[StoredCheckpoint],
+    ids: Sequence[Mapping[str, int]],
+) -> LoadMismatchError:
+    lacking = [other for other, names in zip(terms, ids, strict=True) if absent[0] not in names]
+    return LoadMismatchError(
+        f"Merging needs the same tensors in all checkpoints: {summarize_keys(absent)} of "
+        f"{term.location!r} cannot be found in {lacking[0].location!r}. Leave them out with "
+        "`keys`, or convert one of the checkpoints (`consolidate` with rules) so that their names "
+        "agree.",
+        missing=absent,
     )
-    index = source.manifest.key_index
-    return {
-        key: index[key]
-        for key in (*source.manifest.keys, *source.manifest.aliases)
-        if key in tensors
-    }
 
 
-def _dtype_of_sum(name: str, sources: Sequence[StoredCheckpoint]) -> str:
+def _dtype_of_sum(name: str, terms: Sequence[StoredCheckpoint]) -> str:
     """Return the dtype of a merged tensor: one that holds the values of all, 8-bit floats beside
     others aside.
     """
-    shapes = {source.location: source.global_shape(name) for source in sources}
+    shapes = {term.location: term.global_shape(name) for term in terms}
     if len(set(shapes.values())) > 1:
         raise LoadMismatchError(
             f"Key {name!r} has different shapes: {shapes}. Leave it out with `keys`."
         )
-    dtypes = {source.location: FROM_NAME[source.dtype_name(name)] for source in sources}
+    dtypes = {term.location: FROM_NAME[term.dtype_name(name)] for term in terms}
     different = set(dtypes.values())
+    if len(different) == 1:
+        return TO_NAME[different.pop()]
     # Float16 has all values of 8-bit floats.
     wide = {dtype for dtype in different if dtype.itemsize > 1} or {torch.float16}
-    of_sum = functools.reduce(torch.promote_types, wide if len(different) > 1 else different)
-    if len(different) > 1 and not (all(map(is_summed, different)) and of_sum in TO_NAME):
+    of_sum = functools.reduce(torch.promote_types, wide)
+    if of_sum not in TO_NAME or not all(map(is_summed, different)):
         raise CheckpointingException(
             f"Key {name!r} has dtypes of which there is no sum: {dtypes}. Leave it out with "
             "`keys`, or convert one of the checkpoints first."

@@ -5,8 +5,8 @@ from __future__ import annotations
 import logging
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
-from typing import Any, NamedTuple
+from dataclasses import dataclass, replace
+from typing import Any
 
 from distckpt._base.errors import CheckpointingException, LoadMismatchError
 from distckpt._rules import families
@@ -29,7 +29,9 @@ from distckpt._rules.rules import (
 )
 
 _IN, _OUT = ".linear_in.weight", ".linear_out.weight"
-_BRIDGE = re.compile(r"(.+)\.adapter(?:\.adapter_(q|k|v|gate|up))?\.linear_out\.weight")
+_BRIDGE = re.compile(
+    r"(?P<module>.+)\.adapter(?:\.adapter_(?P<part>q|k|v|gate|up))?\.linear_out\.weight"
+)
 _READ_HIDDEN = (
     "linear_qkv",
     "linear_fc1",
@@ -39,7 +41,7 @@ _READ_HIDDEN = (
     "in_proj",
 )
 _WRITE_HIDDEN = ("linear_proj", "linear_fc2", "out_proj")
-_EXPERT = re.compile(r"(.+\.experts)\.(\d+)\.(.+)")
+_EXPERT = re.compile(r"(?P<block>.+\.experts)\.(?P<expert>\d+)\.(?P<leaf>.+)")
 OF_EXPERTS = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
 """What transformers has for all experts of a layer, in the order in which PEFT wraps it, and what
 it is made of.
@@ -49,11 +51,39 @@ PREFIX = "base_model.model."
 logger = logging.getLogger(__name__)
 
 
-class Pair(NamedTuple):
+@dataclass(frozen=True)
+class Pair:
     """Both matrices of LoRA for a module of the Hugging Face model; the product is `b @ a`."""
 
     a: MappedTensor
     b: MappedTensor
+
+
+@dataclass(frozen=True)
+class _Module:
+    """A module of Megatron with LoRA.
+
+    Attributes:
+        name: of the module.
+        keys: what the keys of its matrices begin with, by part of the module ("q", "gate"); None
+            stands for the whole module.
+    """
+
+    name: str
+    keys: Mapping[str | None, str]
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether one pair of matrices is for the whole module."""
+        return None in self.keys
+
+    @property
+    def leaf(self) -> str:
+        """The last part of its name."""
+        return self.name.rpartition(".")[2]
+
+
+# --- Names in memory ------------------------------------------------------------------------------
 
 
 def names_in_memory(
@@ -73,21 +103,32 @@ def names_in_memory(
     assert isinstance(assembled, Assemble)
     names = {}
     for name, mapped in assembled.tensors.items():
-        part = mapped.parts[0] if len(mapped.parts) == 1 else None
-        if part and part.order == tuple(range(len(part.order))):
-            block, _, leaf = part.key.rpartition(".")
-            if mapped.shape == assembled.sources[part.key]:
-                names[name] = part.key
-            elif leaf in OF_EXPERTS and len(part.order) == 3:
-                expert, row, _ = part.source.offset
-                names[name] = f"{block}.{expert}.{OF_EXPERTS[leaf][row // mapped.shape[0]]}.weight"
-    forms = forms_on_disk(Config(model), on_disk)
-    renamed = apply_rules(
-        forms, {name: TensorInfo(assembled.tensors[name].shape, "F32") for name in names}
-    )
-    return {
-        new: names[mapped.parts[0].key] for new, mapped in renamed.items() if len(mapped.parts) == 1
-    }
+        in_memory = _name_in_memory(mapped, assembled.sources)
+        if in_memory is not None:
+            names[name] = in_memory
+    infos = {name: TensorInfo(assembled.tensors[name].shape, "F32") for name in names}
+    renamed = apply_rules(forms_on_disk(Config(model), on_disk), infos)
+    whole = {new: mapped.parts[0].key for new, mapped in renamed.items() if len(mapped.parts) == 1}
+    return {new: names[key] for new, key in whole.items()}
+
+
+def _name_in_memory(mapped: MappedTensor, sources: Mapping[str, tuple[int, ...]]) -> str | None:
+    """Return the name of what a tensor is made of, or of the piece of experts that it is."""
+    if len(mapped.parts) != 1:
+        return None
+    part = mapped.parts[0]
+    if part.order != tuple(range(len(part.order))):
+        return None
+    if mapped.shape == sources[part.key]:
+        return part.key
+    block, _, leaf = part.key.rpartition(".")
+    if leaf not in OF_EXPERTS or len(part.order) != 3:
+        return None
+    expert, row, _ = part.source.offset
+    return f"{block}.{expert}.{OF_EXPERTS[leaf][row // mapped.shape[0]]}.weight"
+
+
+# --- LoRA of Megatron Bridge ----------------------------------------------------------------------
 
 
 def with_peft_names(
@@ -97,111 +138,153 @@ def with_peft_names(
 ) -> Sequence[Rule]:
     """Return the rules for LoRA of Megatron Bridge, where that is exported, given those for the
     weights it is for.
+
+    Raises:
+        LoadMismatchError: matrices do not fit each other, or the configuration.
+        CheckpointingException: no layout of PEFT is known for them.
     """
-    found = {key: match for key in tensors if (match := _BRIDGE.fullmatch(key))}
-    found = {key: match for key, match in found.items() if key.removesuffix(_OUT) + _IN in tensors}
-    if not found:
+    modules = _modules_with_lora(tensors)
+    if not modules:
         return rules
     pairs: dict[str, Pair] = {}
-    for module in dict.fromkeys(match[1] for match in found.values()):
-        keys = {
-            match[2]: key.removesuffix(_OUT) for key, match in found.items() if match[1] == module
-        }
-        for key in keys.values():
-            _check_widths(
-                key, module, tensors[key + _IN].shape, tensors[key + _OUT].shape, config or {}
-            )
-        pairs |= _pairs(module, keys, rules, tensors)
-    own = names_in_memory(config, {}) if config and "vision_config" in config else {}
-    own = {name.removesuffix(".weight"): to.removesuffix(".weight") for name, to in own.items()}
-    joined = _with_wrapped_experts({own.get(name, name): pair for name, pair in pairs.items()})
+    for module in modules:
+        _check_widths(module, tensors, config or {})
+        pairs |= _pairs(module, rules, tensors)
+    joined = _with_wrapped_experts(_in_memory(pairs, config))
     made = {f"{PREFIX}{name}.lora_A.weight": pair.a for name, pair in joined.items()}
     made |= {f"{PREFIX}{name}.lora_B.weight": pair.b for name, pair in joined.items()}
-    used = [key for out in found for key in (out, out.removesuffix(_OUT) + _IN)]
+    stems = [stem for module in modules for stem in module.keys.values()]
+    used = [stem + end for stem in stems for end in (_OUT, _IN)]
     return [Assemble(made, {key: tensors[key].shape for key in used})]
 
 
+def _modules_with_lora(tensors: Mapping[str, TensorInfo]) -> list[_Module]:
+    modules: dict[str, dict[str | None, str]] = {}
+    for key in tensors:
+        match = _BRIDGE.fullmatch(key)
+        stem = key.removesuffix(_OUT)
+        if match and stem + _IN in tensors:
+            modules.setdefault(match["module"], {})[match["part"]] = stem
+    return [_Module(name, keys) for name, keys in modules.items()]
+
+
+def _in_memory(pairs: dict[str, Pair], config: Mapping[str, Any] | None) -> dict[str, Pair]:
+    """Give modules of models with a vision tower the names that they have in memory."""
+    if not config or "vision_config" not in config:
+        return pairs
+    own = {
+        name.removesuffix(".weight"): other.removesuffix(".weight")
+        for name, other in names_in_memory(config, {}).items()
+    }
+    return {own.get(name, name): pair for name, pair in pairs.items()}
+
+
 def _check_widths(
-    key: str, module: str, a: tuple[int, ...], b: tuple[int, ...], config: Mapping[str, Any]
+    module: _Module, tensors: Mapping[str, TensorInfo], config: Mapping[str, Any]
 ) -> None:
     """Refuse matrices that do not fit each other, or the configuration."""
-    if a[-2:-1] != b[-1:]:
-        raise LoadMismatchError(
-            f"The ranks of {key + _OUT!r} and linear_in.weight beside it differ: {b} and {a}."
-        )
     hidden = (config.get("text_config") or config).get("hidden_size")
-    leaf = module.rpartition(".")[2]
-    size = {**dict.fromkeys(_READ_HIDDEN, a[-1]), **dict.fromkeys(_WRITE_HIDDEN, b[-2])}.get(
-        leaf, hidden
-    )
-    is_other = (".experts." in module and config.get("moe_latent_size")) or module.startswith(
-        "vision_"
-    )
-    if hidden is not None and size != hidden and not is_other:
-        raise LoadMismatchError(
-            f"{key!r} has matrices of shapes {a} and {b}, for a model whose hidden states have "
-            f"{size} numbers; the configuration says hidden_size {hidden}: it is of another model."
-        )
+    is_latent = ".experts." in module.name and config.get("moe_latent_size")
+    is_other = is_latent or module.name.startswith("vision_")
+    for key in module.keys.values():
+        a, b = tensors[key + _IN].shape, tensors[key + _OUT].shape
+        if a[-2:-1] != b[-1:]:
+            raise LoadMismatchError(
+                f"The ranks of {key + _OUT!r} and linear_in.weight beside it differ: {b} and {a}."
+            )
+        size = hidden
+        if module.leaf in _READ_HIDDEN:
+            size = a[-1]
+        elif module.leaf in _WRITE_HIDDEN:
+            size = b[-2]
+        if hidden is not None and size != hidden and not is_other:
+            raise LoadMismatchError(
+                f"{key!r} has matrices of shapes {a} and {b}, for a model whose hidden states "
+                f"have {size} numbers; the configuration says hidden_size {hidden}: it is of "
+                "another model."
+            )
 
 
 def _pairs(
-    module: str,
-    keys: Mapping[str | None, str],
-    rules: Sequence[Rule],
-    tensors: Mapping[str, TensorInfo],
+    module: _Module, rules: Sequence[Rule], tensors: Mapping[str, TensorInfo]
 ) -> dict[str, Pair]:
     """Return the pairs by names of Hugging Face for a module of Megatron, with one adapter or one
     for each part.
     """
-    first = keys.get(None) or next(iter(keys.values()))
-    a_info, b_info = tensors[first + _IN], tensors[first + _OUT]
-    rows = b_info.shape[-2]
-    if None not in keys:
-        split = next((rule for rule in rules if isinstance(rule, SplitQKV)), None)
-        if "linear_qkv" in module and split is None:
-            raise CheckpointingException(
-                f"Parts of {module!r} are not known: its family has no plain q, k and v."
-            )
-        is_qkv = split is not None and "linear_qkv" in module
-        rows = (
-            (split.num_heads + 2 * split.num_kv_heads) * split.head_dim
-            if split and is_qkv
-            else 2 * rows
-        )
-    weight = TensorInfo((*b_info.shape[:-2], rows, a_info.shape[-1]), b_info.dtype)
-    rules = [replace(rule, optional=True, count=None) for rule in rules]
+    optional = [replace(rule, optional=True, count=None) for rule in rules]
+    weight = _weight_of(module, rules, tensors)
     pairs: dict[str, Pair] = {}
     used: set[str | None] = set()
-    for name, mapped in apply_rules(rules, {f"{module}.weight": weight}, strict=True).items():
-        is_transposed = any(part.order[-1] != len(part.order) - 1 for part in mapped.parts)
-        if is_transposed or mapped.shape[1:] != a_info.shape[-1:] or not name.endswith(".weight"):
-            raise CheckpointingException(
-                f"LoRA of {module!r} is for {name!r}, for which no layout of PEFT is known. Merge "
-                "it in Megatron."
-            )
+    for name, mapped in apply_rules(
+        optional, {f"{module.name}.weight": weight}, strict=True
+    ).items():
+        _check_is_plain(module, name, mapped, weight)
         name = name.removesuffix(".weight")
-        part = None if None in keys else name.rpartition(".")[2].removesuffix("_proj")
-        if part not in keys:
-            continue
-        place = mapped.parts[0].source.offset[:-2]
-        a, b = (_inside(keys[part] + end, tensors[keys[part] + end], place) for end in (_IN, _OUT))
-        if part is None:
-            # The rows of the second matrix become those of the weight.
-            rows_of = crop_axis(mapped, 1, 0, a.shape[0])
-            b = replace(
-                rows_of, parts=tuple(p._replace(key=keys[part] + _OUT) for p in rows_of.parts)
-            )
-        elif b.shape[0] != mapped.shape[0]:
-            raise LoadMismatchError(
-                f"{keys[part] + _OUT!r} has {b.shape[0]} rows; {name!r} has {mapped.shape[0]}."
-            )
-        pairs[name] = Pair(a, b)
-        used.add(part)
-    if used != keys.keys():
+        part = None if module.is_whole else name.rpartition(".")[2].removesuffix("_proj")
+        if part in module.keys:
+            pairs[name] = _pair(module.keys[part], name, mapped, tensors, module.is_whole)
+            used.add(part)
+    if used != module.keys.keys():
         raise CheckpointingException(
-            f"LoRA of {', '.join(keys.values())} has no place in {module!r}: it would be lost."
+            f"LoRA of {', '.join(module.keys.values())} has no place in {module.name!r}: it would "
+            "be lost."
         )
     return pairs
+
+
+def _weight_of(
+    module: _Module, rules: Sequence[Rule], tensors: Mapping[str, TensorInfo]
+) -> TensorInfo:
+    """Describe the weight that LoRA is for."""
+    first = module.keys.get(None) or next(iter(module.keys.values()))
+    a, b = tensors[first + _IN], tensors[first + _OUT]
+    rows = b.shape[-2]
+    if not module.is_whole:
+        rows = _rows_of_qkv(module, rules) if "linear_qkv" in module.name else 2 * rows
+    return TensorInfo((*b.shape[:-2], rows, a.shape[-1]), b.dtype)
+
+
+def _rows_of_qkv(module: _Module, rules: Sequence[Rule]) -> int:
+    for rule in rules:
+        if isinstance(rule, SplitQKV):
+            return (rule.num_heads + 2 * rule.num_kv_heads) * rule.head_dim
+    raise CheckpointingException(
+        f"Parts of {module.name!r} are not known: its family has no plain q, k and v."
+    )
+
+
+def _check_is_plain(module: _Module, name: str, mapped: MappedTensor, weight: TensorInfo) -> None:
+    """Refuse weights that are not those of a linear layer with the columns of the module's."""
+    is_transposed = any(part.order[-1] != len(part.order) - 1 for part in mapped.parts)
+    is_linear = name.endswith(".weight") and mapped.shape[1:] == weight.shape[-1:]
+    if is_transposed or not is_linear:
+        raise CheckpointingException(
+            f"LoRA of {module.name!r} is for {name!r}, for which no layout of PEFT is known. Merge "
+            "it in Megatron."
+        )
+
+
+def _pair(
+    key: str,
+    name: str,
+    mapped: MappedTensor,
+    tensors: Mapping[str, TensorInfo],
+    is_whole: bool,
+) -> Pair:
+    """Return the matrices for a weight of the Hugging Face model, which is `mapped` to that of the
+    module.
+    """
+    place = mapped.parts[0].source.offset[:-2]
+    a, b = (_inside(key + end, tensors[key + end], place) for end in (_IN, _OUT))
+    if is_whole:
+        # The rows of the second matrix become those of the weight.
+        rows = crop_axis(mapped, 1, 0, a.shape[0])
+        b = replace(rows, parts=tuple(part._replace(key=key + _OUT) for part in rows.parts))
+    elif b.shape[0] != mapped.shape[0]:
+        raise LoadMismatchError(
+            f"{key + _OUT!r} has {b.shape[0]} rows; {name!r} has {mapped.shape[0]}."
+        )
+    return Pair(a, b)
 
 
 def _inside(key: str, info: TensorInfo, place: Sequence[int]) -> MappedTensor:
@@ -214,25 +297,34 @@ def _inside(key: str, info: TensorInfo, place: Sequence[int]) -> MappedTensor:
 
 def _with_wrapped_experts(pairs: Mapping[str, Pair]) -> dict[str, Pair]:
     """Join the pairs of all experts of a layer, as PEFT has them for a parameter of three axes."""
-    joined = {name: pair for name, pair in pairs.items() if not _EXPERT.fullmatch(name)}
+    joined: dict[str, Pair] = {}
     blocks: dict[str, dict[str, dict[int, Pair]]] = {}
     for name, pair in pairs.items():
         if found := _EXPERT.fullmatch(name):
-            blocks.setdefault(found[1], {}).setdefault(found[3], {})[int(found[2])] = pair
-    for block, parts in blocks.items():
-        wrapped = [names for names in OF_EXPERTS.values() if parts.keys() >= set(names)]
-        if {name for names in wrapped for name in names} != parts.keys():
-            raise CheckpointingException(
-                f"LoRA for {block!r} changes {', '.join(sorted(parts))}. PEFT's layout is known "
-                "for gate_proj and up_proj together, and for down_proj."
-            )
-        for depth, names in enumerate(reversed(wrapped)):
-            first, *_ = of_parts = [
-                [parts[name][number] for number in sorted(parts[name])] for name in names
-            ]
-            b = [
-                join([pair.b for pair in of_expert], 0) for of_expert in zip(*of_parts, strict=True)
-            ]
-            pair = Pair(join([pair.a for pair in first], 0), interleave(join(b, 1), 1, len(b)))
-            joined[block + ".base_layer" * depth] = pair
+            block = blocks.setdefault(found["block"], {})
+            block.setdefault(found["leaf"], {})[int(found["expert"])] = pair
+        else:
+            joined[name] = pair
+    for name, parts in blocks.items():
+        for depth, names in enumerate(reversed(_wrapped(name, parts))):
+            joined[name + ".base_layer" * depth] = _joined([parts[part] for part in names])
     return joined
+
+
+def _wrapped(block: str, parts: Mapping[str, object]) -> list[tuple[str, ...]]:
+    """Return the names of the parts of each parameter of a block of experts."""
+    wrapped = [names for names in OF_EXPERTS.values() if parts.keys() >= set(names)]
+    if {name for names in wrapped for name in names} != parts.keys():
+        raise CheckpointingException(
+            f"LoRA for {block!r} changes {', '.join(sorted(parts))}. PEFT's layout is known for "
+            "gate_proj and up_proj together, and for down_proj."
+        )
+    return wrapped
+
+
+def _joined(parts: Sequence[Mapping[int, Pair]]) -> Pair:
+    """Join the pairs of all experts, of which each part of a parameter has those by number."""
+    first, *_ = of_parts = [[part[number] for number in sorted(part)] for part in parts]
+    of_experts = list(zip(*of_parts, strict=True))
+    b = [join([pair.b for pair in of_expert], 0) for of_expert in of_experts]
+    return Pair(join([pair.a for pair in first], 0), interleave(join(b, 1), 1, len(b)))

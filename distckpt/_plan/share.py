@@ -25,12 +25,12 @@ from distckpt._format.manifest import Manifest
 from distckpt._geometry.region import (
     IntArray,
     Region,
-    cut_region,
     num_outer_axes,
     regions_to_arrays,
     row_hashes,
     widen,
 )
+from distckpt._geometry.units import cut_region
 from distckpt._plan.load import Copy
 from distckpt._plan.save import even_shares, lines
 

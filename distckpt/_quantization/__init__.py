@@ -1,1 +1,1 @@
-"""Quantised tensors: values that are stored as codes with scales."""
+"""Quantized tensors: values that are stored as codes with scales."""

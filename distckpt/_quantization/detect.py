@@ -1,4 +1,4 @@
-"""Finding quantised tensors among stored ones: by names, dtypes and shapes, and by the
+"""Finding quantized tensors among stored ones: by names, dtypes and shapes, and by the
 configuration beside them.
 """
 
@@ -47,7 +47,7 @@ _OF_ACTIVATIONS = (
 """Scales of a module that belong to none of its weights."""
 _BLOCKS = [128, 32]
 FIELDS = ("quantization_config", "compression_config", "quantization")
-"""Of a configuration, for what it says of quantised tensors."""
+"""Of a configuration, for what it says of quantized tensors."""
 _MODEL_DTYPES = {
     str(dtype).removeprefix("torch."): name
     for dtype, name in TO_NAME.items()
@@ -62,14 +62,14 @@ _MAX_AXES = 4
 def find_quantized(
     tensors: Mapping[str, TensorInfo], quantization: Mapping[str, Any] | None
 ) -> dict[str, QuantizedTensor]:
-    """Find the quantised tensors among stored ones.
+    """Find the quantized tensors among stored ones.
 
     Args:
         tensors: all stored tensors.
         quantization: what `settings_of` returns; None without a configuration.
 
     Returns:
-        Quantised tensors by the key that they have in the model.
+        Quantized tensors by the key that they have in the model.
     """
     settings = quantization or {}
     found: dict[str, QuantizedTensor] = {}
@@ -128,7 +128,7 @@ def parts_of(config: Mapping[str, Any]) -> list[Any]:
 
 
 def settings_of(configs: Mapping[str, Mapping[str, Any]]) -> dict[str, Any] | None:
-    """Return what configurations say about quantised tensors, wherever in them; None for nothing.
+    """Return what configurations say about quantized tensors, wherever in them; None for nothing.
 
     Args:
         configs: by the name of the file.

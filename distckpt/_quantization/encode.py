@@ -1,4 +1,4 @@
-"""Quantising: from values to codes and scales, block by block."""
+"""Quantizing: from values to codes and scales, block by block."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from collections.abc import Iterator
 import torch
 
 from distckpt._base.dtypes import FROM_NAME
-from distckpt._geometry.region import Region, cut_region, whole
+from distckpt._geometry.region import Region, whole
+from distckpt._geometry.units import cut_region
 from distckpt._quantization.numbers import NUMBERS, pack_exponents, unpack_exponents
 from distckpt._quantization.quantized import (
     E8M0,
@@ -28,7 +29,7 @@ def needs_maximum(quantized: QuantizedTensor) -> bool:
 
 
 def cell(quantized: QuantizedTensor) -> tuple[int, ...]:
-    """Return the shape of the smallest regions that can be quantised by themselves."""
+    """Return the shape of the smallest regions that can be quantized by themselves."""
     block = (1,) * len(quantized.shape) if math.prod(quantized.grid) == 1 else quantized.block
     return (*block[:-1], math.lcm(block[-1], quantized.pack))
 
@@ -65,7 +66,7 @@ def regions_to_encode(
 def encode(
     quantized: QuantizedTensor, values: torch.Tensor, region: Region, maximum: float
 ) -> dict[str, torch.Tensor]:
-    """Quantise a region of whole cells.
+    """Quantize a region of whole cells.
 
     Args:
         quantized: the tensor.

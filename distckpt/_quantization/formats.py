@@ -1,4 +1,4 @@
-"""The formats that exports are quantised to: names, blocks and dtypes of the parts, and what
+"""The formats that exports are quantized to: names, blocks and dtypes of the parts, and what
 config.json says.
 """
 
@@ -17,11 +17,11 @@ NOT_QUANTIZED = (
     "*embed*", "*lm_head*", "*output_layer*", "*norm*", "*router*", "*.gate.weight", "*shared_expert_gate*", "*conv1d*",
     "wte.*", "wpe.*", "*.wte.*", "*.wpe.*", "*score*", "*classifier*", "*vision*", "*visual*", "*patch*",
 )  # fmt: skip
-"""Weights that models with quantised ones keep as they are."""
+"""Weights that models with quantized ones keep as they are."""
 
 
 class Format(NamedTuple):
-    """A form of quantised tensors.
+    """A form of quantized tensors.
 
     Attributes:
         number: the number format of codes.
@@ -100,7 +100,7 @@ FORMATS: dict[str, Format] = {
 
 
 def takes(form: Format, name: str, shape: Sequence[int]) -> bool:
-    """Tell whether a tensor can be quantised to a format: by its name, its axes, and whole groups
+    """Tell whether a tensor can be quantized to a format: by its name, its axes, and whole groups
     of columns.
     """
     if 0 in shape:
@@ -113,7 +113,7 @@ def takes(form: Format, name: str, shape: Sequence[int]) -> bool:
 
 
 def quantized_as(form: Format, name: str, shape: tuple[int, ...], dtype: str) -> QuantizedTensor:
-    """Describe a tensor that the format takes, of a shape and dtype in the model, in its quantised
+    """Describe a tensor that the format takes, of a shape and dtype in the model, in its quantized
     form.
     """
     stem = name if form.experts else name.removesuffix("weight")
@@ -157,7 +157,7 @@ def quantized_as(form: Format, name: str, shape: tuple[int, ...], dtype: str) ->
 
 def quantization_config(formats: Collection[Format], kept: Sequence[str]) -> dict[str, Any] | None:
     """Return the `quantization_config` of a model, given the names of the weights that are not
-    quantised.
+    quantized.
 
     None where no configuration can describe the formats together.
     """

@@ -1,4 +1,4 @@
-"""A quantised tensor as one value: which stored tensors hold its codes and scales, and how values
+"""A quantized tensor as one value: which stored tensors hold its codes and scales, and how values
 come from them.
 
 All functions are over the tensor as it is stored: its codes are packed along the last axis. Where
@@ -50,7 +50,7 @@ class QuantizedTensor:
             shape.
         transposed: whether the model has the last two axes the other way round.
         divided: whether the global scale divides instead of multiplying.
-        companions: keys of what only programs for quantised models need beside it, such as scales
+        companions: keys of what only programs for quantized models need beside it, such as scales
             of activations.
     """
 

@@ -1,5 +1,5 @@
-"""Count the exchanges that each rank of a process group has reached, so that errors can name a lost
-rank.
+"""Counting the exchanges that each rank of a process group has reached, so that errors can name a
+lost rank.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any
 from distckpt._base.errors import RankFailedError
 
 LATE_SECONDS = 2.0
-"""How late a rank may reach an exchange that another one has found broken, and not count as
+"""How late a rank may reach an exchange that another one has found broken without being called
 absent.
 """
 
@@ -30,9 +30,9 @@ class AttendanceLog:
     """The number of exchanges that each rank has reached, kept in the store through which the ranks
     found each other.
 
-    A count is sent and not waited for, which takes some microseconds. A store that is gone, since
-    the process that held
-    it is dead, perhaps, raises no error: absent ranks are unknown then, as without a store.
+    A count is sent without waiting for an answer, which takes some microseconds. A store that is
+    gone, perhaps because the process that held it is dead, raises no error: then absent ranks are
+    unknown, as they are without a store.
     """
 
     def __init__(self, store: Any, rank: int, size: int) -> None:
@@ -56,10 +56,10 @@ class AttendanceLog:
         """Return the ranks that have reached fewer exchanges than others, after one has just failed
         here.
 
-        A broken connection shows at once: ranks that are only late get some time.
+        A broken connection shows at once, so ranks that are only late get some time.
         """
-        # A rank that finds the exchange broken leaves it, and counts it. So ranks that died during
-        # it are behind.
+        # A rank that finds the exchange broken leaves it, and counts once more. So ranks that died
+        # during it are behind.
         self.record()
         deadline = time.monotonic() + LATE_SECONDS
         while True:
@@ -73,7 +73,7 @@ class AttendanceLog:
             time.sleep(0.02)
 
     def lost_contact(self, name: str, error: RuntimeError) -> RankFailedError:
-        """Return the error about an exchange that has just failed here: it names the ranks that did
+        """Return the error for an exchange that has just failed here; it names the ranks that did
         not reach it.
         """
         absent = self.absent_ranks()
@@ -86,9 +86,7 @@ class AttendanceLog:
         )
 
     def wait_for_all(self) -> None:
-        """Wait until all ranks have reached an exchange, with the timeout of the store; for the
-        first one.
-        """
+        """Wait until all ranks have reached their first exchange, with the timeout of the store."""
         if self._store is not None:
             self._store.wait(self._names)
 
@@ -98,18 +96,12 @@ class AttendanceLog:
 
     def describe_wait(self, name: str) -> str:
         """Return in words which ranks this one waits for in an exchange."""
-        late = self.late_ranks()
-        who = (
-            f"ranks {', '.join(map(str, late))}"
-            if len(late) > 1
-            else f"rank {late[0]}"
-            if late
-            else "others"
-        )
+        late = ", ".join(map(str, self.late_ranks()))
+        who = f"rank{'s' if ',' in late else ''} {late}" if late else "others"
         return f"still waiting for {who} in {name!r}{self.different_calls()}"
 
     def different_calls(self) -> str:
-        """Return in words that ranks which have come this far are in different calls; empty when
+        """Return in words that the ranks which have come this far are in different calls; empty if
         they are not.
         """
         first_ranks: dict[str, int] = {}

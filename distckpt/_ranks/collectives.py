@@ -1,13 +1,17 @@
-"""Phases of several ranks: no phase ends before every rank has the outcome of every other one."""
+"""Phases of several ranks: no phase ends before every rank knows the outcome of all others."""
 
 from __future__ import annotations
 
 import contextlib
 import json
 import logging
+import threading
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn, TypeAlias
+
+import numpy as np
 
 from distckpt._base import interrupts
 from distckpt._base.errors import CheckpointingException
@@ -22,13 +26,19 @@ from distckpt._ranks.outcomes import (
 
 logger = logging.getLogger(__name__)
 
+events = logging.getLogger("distckpt.events")
+"""The journal: one line of JSON for each phase on each rank. Only handlers that are added to this
+logger receive it.
+"""
+events.propagate = False
+
 _Settings: TypeAlias = Mapping[str, object] | None
 
 
 @dataclass
 class Vote:
-    """What each rank says at the end of a phase: a number below 2**62 in size. Then: what all ranks
-    have said.
+    """What a rank says at the end of a phase, a number between -2**62 and 2**62; afterwards, what
+    all ranks have said.
     """
 
     number: int = 0
@@ -41,21 +51,19 @@ class Ranks(Exchanges):
 
     @classmethod
     def alone(cls) -> Ranks:
-        """Return this process as one rank of one, whatever process groups there are."""
-        ranks = cls.__new__(cls)
-        ranks._group, ranks.rank, ranks.size = None, 0, 1
-        return ranks
+        """Return this process as the only rank, whatever process groups there are."""
+        return cls.__new__(cls)
 
     @classmethod
     def in_background(cls, process_group: Any, timeout: float) -> Ranks:
         """Return the same ranks with a gloo group of their own, for use in another thread.
 
-        Collective operation: all ranks must call it. In the new group they wait `timeout` seconds
-        for each other.
+        Collective operation: all ranks must call it. In the new group they wait up to `timeout`
+        seconds for each other.
         """
         ranks = cls(process_group)
         if ranks.size > 1:
-            # Making a group waits for all, and does not notice that one of them is dead.
+            # Making a group waits for all ranks, and does not notice that one of them is dead.
             with ranks.phase("meet to save in the background"):
                 pass
             ranks.use_new_group(timeout)
@@ -66,19 +74,25 @@ class Ranks(Exchanges):
         """Run the body, then exchange its outcome and vote; no rank leaves before all have reached
         the end.
 
-        The body holds no exchange that a failing rank could miss. `name` says in messages what the
-        ranks are doing; a `decision` is a body that works on the coordinator on behalf of all. A
-        CheckpointingException is raised as it is on every rank when it was the coordinator's
-        decision or all ranks failed with the same; any other failure is a RankFailedError on every
-        rank, when there are several. Ranks that are in different calls or phases, or have different
-        values for settings that must be the `same`, all raise the same CheckpointingException.
+        The body must not contain an exchange that a failing rank could miss. `name` says in
+        messages what the ranks are doing; a `decision` is a body that works on the coordinator on
+        behalf of all. A CheckpointingException is raised as it is on every rank if it was the
+        coordinator's decision or all ranks failed with the same one; any other failure is a
+        RankFailedError on every rank, if there are several. Ranks that are in different calls or
+        phases, or have different values for settings that must be the `same`, all raise the same
+        CheckpointingException.
         """
-        error: BaseException | None = None
         vote = Vote()
+        if self.size == 1:
+            yield vote
+            vote.largest = vote.number
+            return
+        error: BaseException | None = None
         try:
             yield vote
             if not decision:
-                # What was done for all, a commit perhaps, must not be reported as a failure.
+                # After a decision, what was done for all (perhaps a commit) must not be reported as
+                # a failure.
                 interrupts.run_handlers()
         except BaseException as caught:
             error = caught
@@ -86,7 +100,7 @@ class Ranks(Exchanges):
         vote.are_equal, vote.largest = self._agree(error, name, decision, same, vote.number)
 
     def _log(self, error: BaseException, name: str) -> None:
-        if self.size > 1 and not self.is_known_to_all(error):
+        if not self.is_known_to_all(error):
             logger.error(
                 "rank %d failed during %r: %s: %s", self.rank, name, type(error).__name__, error
             )
@@ -99,23 +113,17 @@ class Ranks(Exchanges):
         same: _Settings = None,
         number: int = 0,
     ) -> tuple[bool, int]:
-        """Raise on all ranks when one has failed, or they do not do the same.
+        """Raise on all ranks if one has failed, or they are not doing the same.
 
         Return whether their numbers are equal, and the largest one.
-
-        What is exchanged always has the same size, so that ranks in different calls understand each
-        other.
         """
-        # An error that all ranks have raised together already, in a phase inside this one, is not
-        # exchanged again.
-        if self.size == 1 or (
-            error is not None and (self.is_known_to_all(error) or interrupts.is_forced())
-        ):
-            if error is not None:
-                raise error
-            return True, number
+        if error is not None and (self.is_known_to_all(error) or interrupts.is_forced()):
+            # All ranks have raised it together already, in a phase inside this one; or this rank
+            # leaves the others.
+            raise error
         call = describe_call(interrupts.running_operation(), name, same or {})
         code = number_of(call)
+        # Always of the same size, so that ranks in different calls understand each other.
         figures = [error is not None, number, -number, code, -code]
         has_failed, largest, negated_smallest, last, negated_first = self.all_reduce_max(
             figures, name
@@ -124,9 +132,11 @@ class Ranks(Exchanges):
             return largest == -negated_smallest, largest
         told = self.all_gather(json.dumps([call, describe_error(error)]).encode())
         calls, outcomes = zip(*map(json.loads, told), strict=True)
-        agreed: BaseException = CheckpointingException(describe_difference(calls))
+        agreed: BaseException
         if has_failed and len({each["call"] for each in calls}) == 1:
             agreed = error_to_raise(error, self.rank, outcomes, name, decision)
+        else:
+            agreed = CheckpointingException(describe_difference(calls))
         self._raise_together(agreed, error)
 
     def decide(self, name: str, function: Callable[[], bytes]) -> bytes:
@@ -135,44 +145,101 @@ class Ranks(Exchanges):
 
         The ranks must be in the same call already: what is exchanged differs from other phases.
         """
-        return self._decide(name, lambda: [function()], lambda sent: self.broadcast(sent[0], name))
+        if self.size == 1:
+            return function()
+        (sent, *_), error = self._attempt(name, lambda: [function()])
+        return self._result(self.broadcast(sent, name), name, error)
 
     def decide_each(self, name: str, function: Callable[[], Sequence[bytes]]) -> bytes:
-        """Do as `decide` does, with a result for each rank."""
-        return self._decide(name, function, lambda sent: self.scatter(sent, name))
-
-    def _decide(
-        self,
-        name: str,
-        function: Callable[[], Sequence[bytes]],
-        send: Callable[[Sequence[bytes]], bytes],
-    ) -> bytes:
-        error: BaseException | None = None
-        sent = [b""] * self.size
-        if self.is_coordinator:
-            try:
-                sent = [b"+" + payload for payload in function()]
-            except BaseException as caught:
-                error = caught
-                self._log(error, name)
-                if self.size == 1 or interrupts.is_forced():
-                    raise
-                sent = [json.dumps(describe_error(error)).encode()] * self.size
-        received = send(sent)
-        if received[:1] == b"+":
-            return received[1:]
-        outcomes = [json.loads(received), *[None] * (self.size - 1)]
-        self._raise_together(error_to_raise(error, self.rank, outcomes, name, True), error)
+        """Like `decide`, with a result for each rank."""
+        if self.size == 1:
+            return function()[0]
+        sent, error = self._attempt(name, function)
+        return self._result(self.scatter(sent, name), name, error)
 
     def decide_json(self, name: str, function: Callable[[], Any]) -> Any:
-        """Do as `decide` does, for what JSON can hold."""
+        """Like `decide`, for values that JSON can hold."""
         return json.loads(self.decide(name, lambda: json.dumps(function()).encode()))
 
+    def _attempt(
+        self, name: str, function: Callable[[], Sequence[bytes]]
+    ) -> tuple[list[bytes], BaseException | None]:
+        """Return a message for each rank, with the coordinator's result or error; and the error."""
+        if not self.is_coordinator:
+            return [b""] * self.size, None
+        try:
+            return [b"+" + payload for payload in function()], None
+        except BaseException as error:
+            self._log(error, name)
+            if interrupts.is_forced():
+                raise
+            return [json.dumps(describe_error(error)).encode()] * self.size, error
+
+    def _result(self, message: bytes, name: str, error: BaseException | None) -> bytes:
+        """Return the result in a message of `_attempt`, or raise its error."""
+        if message[:1] == b"+":
+            return message[1:]
+        outcomes = [json.loads(message), *[None] * (self.size - 1)]
+        self._raise_together(error_to_raise(error, self.rank, outcomes, name, True), error)
+
     def all_equal(self, number: int) -> bool:
-        """Return True when every rank gave the same number, which must be below 2**62 in size."""
-        return self._agree(None, "compare a number", number=number)[0]
+        """Tell whether every rank gave the same number, between -2**62 and 2**62."""
+        return self.size == 1 or self._agree(None, "compare a number", number=number)[0]
 
     def _raise_together(self, agreed: BaseException, error: BaseException | None) -> NoReturn:
         if mark_known(agreed, self._group) is error:
             raise agreed
         raise agreed from error
+
+
+class PhaseTimer:
+    """Measures the phases of one call on this rank, and logs each to `events`."""
+
+    def __init__(self, verb: str, rank: int, location: str) -> None:
+        self._started = time.perf_counter()
+        self._verb, self._rank, self.location = verb, rank, location
+        self.phases: dict[str, float] = {}
+
+    @contextlib.contextmanager
+    def phase(self, name: str) -> Iterator[dict[str, Any]]:
+        """Add the time that the body takes to a phase; yield further fields of its event, which the
+        body may add to.
+        """
+        start, started = time.time(), time.perf_counter()
+        details: dict[str, Any] = {}
+        try:
+            yield details
+            self.phases[name] = self.phases.get(name, 0.0) + time.perf_counter() - started
+        except BaseException as error:
+            details["error"] = type(error).__name__
+            raise
+        finally:
+            if events.handlers and events.isEnabledFor(logging.INFO):
+                event = {
+                    "verb": self._verb,
+                    "phase": name,
+                    "rank": self._rank,
+                    "checkpoint": self.location,
+                    "start": start,
+                    "seconds": time.perf_counter() - started,
+                    "thread": threading.current_thread().name,
+                    **details,
+                }
+                events.info("%s", json.dumps(event))
+
+    def summarize(
+        self, ranks: Ranks, num_bytes: int, moving: str
+    ) -> tuple[int, float, dict[str, float], int, int]:
+        """Return the fields of a report that follow the location, from the figures of all ranks.
+
+        Collective operation: all ranks must call it. The slowest rank is the one that took longest
+        in the phase `moving`.
+        """
+        seconds = time.perf_counter() - self._started
+        if ranks.size == 1:
+            return num_bytes, seconds, self.phases, 0, 1
+        own = np.array([num_bytes, seconds, *self.phases.values()])
+        figures = np.stack([np.frombuffer(data) for data in ranks.all_gather(own.tobytes())])
+        longest = dict(zip(self.phases, figures[:, 2:].max(axis=0).tolist(), strict=True))
+        slowest = int(figures[:, 2 + list(self.phases).index(moving)].argmax())
+        return int(figures[:, 0].sum()), float(figures[:, 1].max()), longest, slowest, ranks.size

@@ -1,7 +1,7 @@
-"""Exchanges of byte strings, numbers and tensors over gloo. Only this module imports
+"""Exchanges of byte strings, numbers and tensors over gloo; only this module imports
 torch.distributed.
 
-No payload is pickled, and an exchange that breaks names the rank that was lost.
+No payload is pickled, and the error of a broken exchange names the rank that was lost.
 """
 
 from __future__ import annotations
@@ -33,19 +33,19 @@ from distckpt._ranks.lent_tensors import lent
 logger = logging.getLogger(__name__)
 
 WAITING_LOG_SECONDS = 30.0
-"""How long a rank waits for others before it logs whom it waits for."""
+"""How long a rank waits for others before it logs which ones it waits for."""
 
 _POLL = timedelta(seconds=0.5)
-"""How long a wait may keep Python from handling signals."""
+"""How long waiting may keep Python from handling signals."""
 
 _cpu_groups: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
-"""Process group of the caller -> gloo group with the same ranks, for groups that cannot move CPU
+"""Process group of the caller -> gloo group of the same ranks, for groups that cannot move CPU
 tensors.
 """
 
 _turns: weakref.WeakKeyDictionary[Any, threading.Lock] = weakref.WeakKeyDictionary()
-"""By process group of the caller: held by the thread that uses it. Exchanges of two threads could
-not be told apart.
+"""By process group of the caller: held by the thread that uses it, since exchanges of two threads
+could not be told apart.
 """
 
 _lone_groups: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
@@ -63,17 +63,21 @@ class Transfer(NamedTuple):
 
 
 class Exchanges:
-    """What the processes of a group send each other; a process without a process group is one rank
-    of one.
+    """What the processes of a group send each other; a process without a process group is the only
+    rank.
 
-    `process_group` None is the default group, or this process alone when torch.distributed is not
-    initialized. A thread that waits for others gives up when `stop` is set.
+    `process_group` None is the default group, or this process alone if torch.distributed is not
+    initialized. A thread that waits for others gives up when `stop` is set. The coordinator is the
+    rank that plans and commits for all, rank 0 of the group.
     """
 
+    _group: Any = None
+    rank = 0
+    size = 1
+    is_coordinator = True
+
     def __init__(self, process_group: Any = None) -> None:
-        self._group: Any = None
         self.stop = threading.Event()
-        self.rank, self.size = 0, 1
         if not (dist.is_available() and dist.is_initialized()):
             if process_group is not None:
                 raise CheckpointingException(
@@ -88,20 +92,16 @@ class Exchanges:
                 f"Global rank {dist.get_rank()} is not a member of the given process_group: only "
                 "its members may call."
             )
+        self.is_coordinator = self.rank == 0
         if self.size > 1:
             # From here on the others wait for this rank.
             interrupts.defer_signals()
             interrupts.hold(_turns.setdefault(group, threading.Lock()))
             self._group = _cpu_group(group)
 
-    @property
-    def is_coordinator(self) -> bool:
-        """Return True on the rank that plans and commits for all, rank 0 of the group."""
-        return self.rank == 0
-
     def use_new_group(self, timeout: float) -> None:
-        """Go on in a gloo group of their own, in which the same ranks wait `timeout` seconds for
-        each other.
+        """Go on in a new gloo group of the same ranks, which wait up to `timeout` seconds for each
+        other there.
         """
         members, limit = dist.get_process_group_ranks(self._group), timedelta(seconds=timeout)
         with _contact(self._group, "make a process group"):
@@ -110,21 +110,19 @@ class Exchanges:
             )
 
     def is_known_to_all(self, error: BaseException) -> bool:
-        """Return True when all ranks have raised this error, or one of the same cause, together."""
+        """Tell whether all ranks have raised this error, or one with the same cause, together."""
         return (
             self._group is not None and getattr(error, "known_in", None) == self._group.group_name
         )
 
     def are_in_step_after(self, error: BaseException) -> bool:
-        """Return True when ranks may go on together after an error: all have raised it, and none
-        was lost.
-        """
+        """Tell whether ranks may go on together after an error: all have raised it, none was lost."""
         return self.size == 1 or (
             self.is_known_to_all(error) and not getattr(error, "is_lost_contact", False)
         )
 
     def gather(self, payload: bytes) -> list[bytes]:
-        """Send a payload to the coordinator; return all of them by rank there, an empty list
+        """Send a payload to the coordinator; return those of all ranks there, an empty list
         elsewhere.
         """
         if self.size == 1:
@@ -134,21 +132,15 @@ class Exchanges:
             return self._gather(payload, sizes)
 
     def gather_once(self, payloads: Sequence[bytes]) -> list[list[bytes]]:
-        """Gather several payloads, as many from each rank; of ranks with the same one, only the
-        first sends it.
+        """Gather several payloads, the same number from each rank; of ranks with an equal one, only
+        the first sends it.
 
-        Return for each of them all ranks' payloads on the coordinator, an empty list elsewhere.
+        Return for each of them the payloads of all ranks on the coordinator, an empty list
+        elsewhere.
         """
         if self.size == 1:
             return [[payload] for payload in payloads]
-        digests = [
-            np.frombuffer(hashlib.blake2b(payload, digest_size=16).digest(), np.int64)
-            for payload in payloads
-        ]
-        own = [
-            [*digest.tolist(), len(payload)]
-            for digest, payload in zip(digests, payloads, strict=True)
-        ]
+        own = [_digest_and_size(payload) for payload in payloads]
         with _contact(self._group, "gather"):
             # By rank and payload: two numbers of its digest, and its size.
             table = torch.stack(self._all_gather(torch.tensor(own), "gather")).numpy()
@@ -157,9 +149,8 @@ class Exchanges:
             )
             sends = senders == np.arange(self.size)[:, None]
             sizes = np.where(sends, table[:, :, 2], 0)
-            joined = self._gather(
-                b"".join(itertools.compress(payloads, sends[self.rank])), sizes.sum(axis=1).tolist()
-            )
+            sent = b"".join(itertools.compress(payloads, sends[self.rank]))
+            joined = self._gather(sent, sizes.sum(axis=1).tolist())
         if not joined:
             return [[] for _ in payloads]
         stops = sizes.cumsum(axis=1)
@@ -176,19 +167,18 @@ class Exchanges:
         if not self.is_coordinator:
             self._send(payload, 0)
             return []
-        return [
-            payload,
-            *(self._receive(size, rank) for rank, size in enumerate(sizes[1:], start=1)),
-        ]
+        others = [self._receive(size, rank) for rank, size in enumerate(sizes[1:], start=1)]
+        return [payload, *others]
 
     def scatter(self, payloads: Sequence[bytes], name: str = "scatter") -> bytes:
-        """Hand every rank its payload from the coordinator's list (ignored elsewhere)."""
+        """Hand every rank its payload from the coordinator's list; the argument is ignored
+        elsewhere.
+        """
         if self.size == 1:
             return payloads[0]
         with _contact(self._group, name):
-            sizes = torch.tensor(
-                [len(p) for p in payloads] if self.is_coordinator else [0] * self.size
-            )
+            own_sizes = [len(payload) for payload in payloads]
+            sizes = torch.tensor(own_sizes if self.is_coordinator else [0] * self.size)
             self._broadcast(sizes, 0, name)
             if not self.is_coordinator:
                 return self._receive(int(sizes[self.rank]), 0)
@@ -197,20 +187,20 @@ class Exchanges:
             return payloads[0]
 
     def broadcast(self, payload: bytes, name: str = "broadcast") -> bytes:
-        """Return the coordinator's payload on every rank (the argument is ignored elsewhere)."""
+        """Return the coordinator's payload on every rank; the argument is ignored elsewhere."""
         if self.size == 1:
             return payload
         with _contact(self._group, name):
             size = torch.tensor([len(payload)])
             self._broadcast(size, 0, name)
-            content = (
-                _as_tensor(payload)
-                if self.is_coordinator
-                else torch.empty(int(size), dtype=torch.uint8)
-            )
-            if len(content):
-                self._broadcast(content, 0, name)
-            return payload if self.is_coordinator else content.numpy().tobytes()
+            if not size:
+                return b""
+            if self.is_coordinator:
+                self._broadcast(_as_tensor(payload), 0, name)
+                return payload
+            content = torch.empty(int(size), dtype=torch.uint8)
+            self._broadcast(content, 0, name)
+            return content.numpy().tobytes()
 
     def all_gather(self, payload: bytes) -> list[bytes]:
         """Return every rank's payload, by rank, on every rank."""
@@ -218,19 +208,19 @@ class Exchanges:
             return [payload]
         with _contact(self._group, "all_gather"):
             sizes = torch.cat(self._all_gather(torch.tensor([len(payload)]), "all_gather")).tolist()
+            if not any(sizes):
+                return [b""] * self.size
             padded = torch.zeros(max(sizes), dtype=torch.uint8)
             padded[: len(payload)] = _as_tensor(payload)
-            gathered = (
-                self._all_gather(padded, "all_gather") if max(sizes) else [padded] * self.size
-            )
+            gathered = self._all_gather(padded, "all_gather")
             return [
                 tensor[:size].numpy().tobytes()
                 for tensor, size in zip(gathered, sizes, strict=True)
             ]
 
     def all_gather_numbers(self, numbers: Sequence[int]) -> IntArray:
-        """Return every rank's numbers, as many from each, on every rank; of shape (ranks,
-        numbers).
+        """Return the numbers of every rank, the same count from each, on every rank; of shape
+        (ranks, numbers).
         """
         own = torch.tensor(numbers, dtype=torch.int64)
         if self.size == 1:
@@ -239,7 +229,7 @@ class Exchanges:
             return torch.stack(self._all_gather(own, "all_gather_numbers")).numpy()
 
     def all_reduce_max(self, numbers: Sequence[int], name: str) -> list[int]:
-        """Return the largest of the numbers that the ranks gave at each place, on every rank."""
+        """Return the largest number that any rank gave at each place, on every rank."""
         largest = torch.tensor(numbers, dtype=torch.int64)
         with _contact(self._group, name):
             work = dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=self._group, async_op=True)
@@ -247,8 +237,8 @@ class Exchanges:
         return largest.tolist()
 
     def start_transfer(self, memory: torch.Tensor, peer: int, tag: int, is_sent: bool) -> Transfer:
-        """Start to send contiguous bytes, or to fill them with what a rank sends under the same
-        tag; see `finish`.
+        """Start to send contiguous bytes, or to fill them with those that a rank sends under the
+        same tag; see `finish`.
         """
         with _contact(self._group, "exchange of tensors", of_all=False):
             start = dist.isend if is_sent else dist.irecv
@@ -261,7 +251,9 @@ class Exchanges:
             transfer.work.wait()
 
     def broadcast_into(self, memory: npt.NDArray[np.uint8], src: int) -> None:
-        """Fill memory, of the same size on every rank, with what it holds on rank `src`."""
+        """Fill memory, of the same size on every rank, with the bytes that it holds on rank
+        `src`.
+        """
         if self.size > 1 and len(memory):
             with _contact(self._group, "broadcast of a tensor"):
                 self._broadcast(torch.from_numpy(memory), src, "broadcast of a tensor")
@@ -289,7 +281,7 @@ class Exchanges:
         return gathered
 
     def _complete(self, work: Any, name: str, tensors: Sequence[torch.Tensor]) -> None:
-        """Wait for a collective; log once which ranks have not come to it for long."""
+        """Wait for a collective; after a while, log once which ranks have not come to it."""
         log_at: float = time.monotonic() + WAITING_LOG_SECONDS
         with lent(self._group, work, tensors):
             while not work.is_completed():
@@ -309,9 +301,9 @@ class Exchanges:
 
 @contextlib.contextmanager
 def _contact(group: Any, name: str, *, of_all: bool = True) -> Iterator[None]:
-    """Turn a broken exchange, when a rank died or timed out, into an error that names the rank.
+    """Turn a broken exchange, after a rank died or timed out, into an error that names the rank.
 
-    Of what all ranks exchange (`of_all`), each keeps count.
+    Every rank counts the exchanges that all take part in (`of_all`).
     """
     log = _attendance_log_of(group)
     if of_all:
@@ -322,6 +314,11 @@ def _contact(group: Any, name: str, *, of_all: bool = True) -> Iterator[None]:
         raise mark_known(log.lost_contact(name, error), group) from error
 
 
+def _digest_and_size(payload: bytes) -> list[int]:
+    digest = np.frombuffer(hashlib.blake2b(payload, digest_size=16).digest(), np.int64)
+    return [*digest.tolist(), len(payload)]
+
+
 def _first_of_same(rows: IntArray) -> IntArray:
     """Return for each row the index of the first one that equals it."""
     _, firsts, same = np.unique(rows, axis=0, return_index=True, return_inverse=True)
@@ -329,7 +326,7 @@ def _first_of_same(rows: IntArray) -> IntArray:
 
 
 def mark_known(error: BaseException, group: Any) -> BaseException:
-    """Note that the ranks of a group have raised an error together, or cannot any more."""
+    """Note that the ranks of a group have raised an error together, or no longer can."""
     error.known_in = group.group_name  # type: ignore[attr-defined]
     return error
 
@@ -339,9 +336,8 @@ def gloo_group(rank: int, num_ranks: int, rendezvous: str) -> Iterator[None]:
     """Make the default process group of processes of this machine that meet in the file
     `rendezvous`.
     """
-    os.environ.setdefault(
-        "GLOO_SOCKET_IFNAME", "lo"
-    )  # whatever the name of this machine resolves to
+    # Whatever the name of this machine resolves to.
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     dist.init_process_group(
         "gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=num_ranks
     )

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import ctypes
 import itertools
 import time
 import weakref
@@ -17,6 +16,8 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
+
+from distckpt._base.libc import keep_for_ever
 
 SECONDS_TO_LET_GO = 5.0
 """How long the exit waits, at most."""
@@ -35,12 +36,12 @@ def lent(group: Any, work: Any, tensors: Sequence[torch.Tensor]) -> Iterator[Non
             _lent[group] = [*filter(_is_held, _lent.get(group, ())), *tensors]
         else:
             # It goes on without us. As long as the work is here, no thread of gloo is the last to
-            # let go of tensors; the end of the group would wait for the thread.
-            ctypes.pythonapi.Py_IncRef(ctypes.py_object([group, work, *tensors]))
+            # let go of tensors. The end of the group would wait for that thread.
+            keep_for_ever([group, work, *tensors])
 
 
 def _is_held(tensor: torch.Tensor) -> bool:
-    """Tell whether anybody but Python holds a tensor, as far as this version of torch says."""
+    """Tell whether anything but Python holds a tensor, as far as this version of torch says."""
     return bool(getattr(tensor, "_use_count", lambda: 1)() > 1)
 
 

@@ -1,29 +1,41 @@
-"""What ranks tell each other at the end of a phase, as values: the call that each is in, and its
+"""What ranks tell each other at the end of a phase, as plain values: which call each is in, and its
 exception.
 
-What another rank sent is never unpickled.
+Nothing that another rank sends is ever unpickled.
 """
 
 from __future__ import annotations
 
-import builtins
 import hashlib
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeAlias
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, TypeAlias, TypeGuard
 
 from distckpt._base import errors
 from distckpt._base.errors import CheckpointingException, LoadMismatchError, RankFailedError
 
 Call: TypeAlias = dict[str, str]
-"""The "call" and "phase" that a rank is in, and its settings by name."""
+"""The "call" and "phase" that a rank is in, and the values of its settings by name."""
 
 _ADDRESS = re.compile(r" at 0x[0-9a-f]+")
+_PLAIN_ERRORS: dict[str, type[Exception]] = {
+    error.__name__: error
+    for error in (
+        ValueError,
+        TypeError,
+        KeyError,
+        RuntimeError,
+        MemoryError,
+        NotImplementedError,
+        AssertionError,
+    )
+}
+"""Those of Python that are made again from their message."""
 
 
 def describe_call(operation: str | None, phase: str, settings: Mapping[str, object]) -> Call:
-    """Describe what a rank does in words that are the same on all ranks that do the same."""
+    """Describe what a rank is doing, in words that are equal on all ranks that do the same."""
     # The location of a background save is left out: nodes may mount one file system in different
     # places.
     call = (operation or "").partition(" to ")[0]
@@ -38,23 +50,31 @@ def number_of(call: Call) -> int:
 
 def describe_difference(calls: Sequence[Call]) -> str:
     """Return the message about calls, by rank, that are not the same."""
-    name = next(
-        (name for name in ("call", *calls[0]) if len({call.get(name) for call in calls}) > 1),
-        "phase",
-    )
+    name = _first_difference(calls)
     if name == "call":
-        return f"All ranks must make the same calls, but {_by_rank(calls, lambda call: f'calls {call[name] or None}')}."
+        made = _by_rank(f"calls {call[name] or None}" for call in calls)
+        return f"All ranks must make the same calls, but {made}."
     where = f" in {calls[0]['call']!r}" if calls[0]["call"] else ""
     if name == "phase":
-        return f"The ranks are out of step{where}: {_by_rank(calls, lambda call: f'is at {call[name]!r}')}."
-    given = _by_rank(calls, lambda call: f"gives {call.get(name):.100}")
+        reached = _by_rank(f"is at {call[name]!r}" for call in calls)
+        return f"The ranks are out of step{where}: {reached}."
+    given = _by_rank(f"gives {call.get(name):.100}" for call in calls)
     return f"All ranks must give the same {name}{where}, but {given}."
 
 
-def _by_rank(calls: Sequence[Call], describe: Callable[[Call], str]) -> str:
+def _first_difference(calls: Sequence[Call]) -> str:
+    """Return the name of what differs between calls: the call itself before anything else."""
+    for name in ("call", *calls[0]):
+        if len({call.get(name) for call in calls}) > 1:
+            return name
+    return "phase"
+
+
+def _by_rank(texts: Iterable[str]) -> str:
+    """List the different texts, each with the first rank that it is about."""
     first_ranks: dict[str, int] = {}
-    for rank, call in enumerate(calls):
-        first_ranks.setdefault(describe(call), rank)
+    for rank, text in enumerate(texts):
+        first_ranks.setdefault(text, rank)
     return ", ".join(f"rank {rank} {text}" for text, rank in first_ranks.items())
 
 
@@ -67,26 +87,21 @@ def error_to_raise(
 ) -> BaseException:
     """Return what this rank raises after a phase in which it or others failed, see `Ranks.phase`.
 
-    `error` is its own, `outcomes` are the descriptions of all.
+    `error` is its own, `outcomes` are the descriptions of those of all ranks.
     """
     if error is not None and not isinstance(error, Exception):
-        # KeyboardInterrupt and its like keep their meaning for this process; for the others this
+        # KeyboardInterrupt and its like keep their meaning for this process; for the others, this
         # rank has failed.
         return error
-    failures = {
-        number: _rebuild_error(outcome)
-        for number, outcome in enumerate(outcomes)
-        if outcome is not None
-    }
+    failed = {number: outcome for number, outcome in enumerate(outcomes) if outcome is not None}
+    failures = {number: _rebuild_error(outcome) for number, outcome in failed.items()}
     if error is not None:
         failures[rank] = error
-    is_same_everywhere = None not in outcomes and all(
-        outcome == outcomes[0] for outcome in outcomes
-    )
-    if is_same_everywhere or (decision and list(failures) == [0]):
-        first = min(failures)
-        if (outcomes[first] or {})["is_ours"]:
-            return failures.get(rank, failures[first])
+    first = min(failures)
+    is_decided = decision and list(failures) == [0]
+    is_same_everywhere = all(outcome == outcomes[0] for outcome in outcomes)
+    if failed[first]["is_ours"] and (is_decided or is_same_everywhere):
+        return failures.get(rank, failures[first])
     return RankFailedError(failures, phase=phase)
 
 
@@ -101,19 +116,20 @@ def describe_error(error: BaseException | None) -> dict[str, Any] | None:
     }
     if isinstance(error, LoadMismatchError):
         described.update(missing=sorted(error.missing), unexpected=sorted(error.unexpected))
-    elif (
-        isinstance(error, OSError)
-        and error.errno is not None
-        and not isinstance(error, CheckpointingException)
-    ):
+    elif _is_of_system(error):
         described.update(
             errno=error.errno, strerror=error.strerror, filename=str(error.filename or "")
         )
     return described
 
 
+def _is_of_system(error: BaseException) -> TypeGuard[OSError]:
+    is_numbered = isinstance(error, OSError) and error.errno is not None
+    return is_numbered and not isinstance(error, CheckpointingException)
+
+
 def _rebuild_error(described: dict[str, Any]) -> BaseException:
-    """Make an exception of the same kind as another rank has described."""
+    """Make an exception like the one that another rank has described."""
     name, message = described["type"], described["message"]
     ours = getattr(errors, name, None)
     if ours is LoadMismatchError:
@@ -126,15 +142,6 @@ def _rebuild_error(described: dict[str, Any]) -> BaseException:
         return ours(message)
     if "errno" in described:
         return OSError(described["errno"], described["strerror"], described["filename"] or None)
-    known = getattr(builtins, name, None)
-    if known in (
-        ValueError,
-        TypeError,
-        KeyError,
-        RuntimeError,
-        MemoryError,
-        NotImplementedError,
-        AssertionError,
-    ):
-        return known(message)  # type: ignore[no-any-return]
+    if name in _PLAIN_ERRORS:
+        return _PLAIN_ERRORS[name](message)
     return CheckpointingException(f"{name}: {message}" if message else name)

@@ -9,13 +9,24 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from distckpt._base.errors import (
     CheckpointingException,
     InvalidShardingError,
     UnsupportedObjectError,
+)
+from distckpt._base.tree import (
+    CONTAINERS,
+    Position,
+    dotted,
+    is_container,
+    leaves,
+    map_leaves,
+    on_the_way,
+    rebuilt,
 )
 from distckpt._format.codec import HOLE, refuse_unknown
 from distckpt._mapping.wrappers import (
@@ -30,23 +41,29 @@ from distckpt._state.shards import Shard
 from distckpt._state.stored_form import stored_form
 
 
-class _Slot(NamedTuple):
+@dataclass(slots=True)
+class _Slot:
     """The place of a shard in a skeleton."""
 
     number: int
 
 
-class _Local(NamedTuple):
+@dataclass(slots=True)
+class _Local:
     """The place of a local non-persistent object."""
 
     value: Any
 
 
-class _Merge(NamedTuple):
+@dataclass(slots=True)
+class _Merge:
     """The place of a factory: `merge_fn` makes its value from the filled `built`."""
 
     factory: ShardedTensorFactory
     built: Any
+
+
+_MARKS = (_Slot, _Local, _Merge)
 
 
 class SplitState(NamedTuple):
@@ -62,6 +79,9 @@ class SplitState(NamedTuple):
     skeleton: Any
 
 
+# --- Taking a state dict apart --------------------------------------------------------------------
+
+
 def split(state_dict: Any) -> SplitState:
     """Flatten a sharded state dict into its shards, its common state and its structure."""
     if not isinstance(state_dict, dict):
@@ -70,33 +90,72 @@ def split(state_dict: Any) -> SplitState:
             f"{type(state_dict).__name__}."
         )
     shards: list[Shard] = []
-
-    def skeleton_of(node: Any, inside_factory: bool = False) -> Any:
-        # By far the most frequent type first; isinstance is slow for an abstract class.
-        if type(node) is not ShardedTensor:
-            node = adopt(node)
-        if isinstance(node, ShardedTensor):
-            node = stored_form(node)
-        if type(node) is ShardedTensor or isinstance(node, ShardedTensor | ShardedObject):
-            shards.append(node)
-            return _Slot(len(shards) - 1)
-        if isinstance(node, ShardedTensorFactory):
-            return _Merge(node, skeleton_of(node.build(), True))
-        if isinstance(node, ShardedBase):
-            raise UnsupportedObjectError(
-                f"Key {node.key!r} is a {type(node).__name__}: only ShardedTensor, ShardedObject "
-                "and ShardedTensorFactory can be saved and loaded."
-            )
-        if isinstance(node, LocalNonpersistentObject):
-            return _Local(node.unwrap())
-        if _is_container(node):
-            return _map_container(node, lambda child: skeleton_of(child, inside_factory))
-        # What a factory builds besides shards is there again when it builds for loading.
-        return _Local(node) if inside_factory else HOLE
-
-    skeleton = skeleton_of(state_dict)
-    common = prune(_common_of(state_dict, skeleton))
+    skeleton, common = _take_apart(state_dict, shards, inside_factory=False)
     return SplitState(shards, {} if common is HOLE else common, skeleton)
+
+
+def _take_apart(node: Any, shards: list[Shard], inside_factory: bool) -> tuple[Any, Any]:
+    """Return the skeleton and the common state of a part of a state dict; add its shards to a
+    list.
+    """
+    # By far the most frequent type first; isinstance is slow for an abstract class.
+    if type(node) is not ShardedTensor:
+        node = adopt(node)
+    if isinstance(node, ShardedTensor):
+        node = stored_form(node)
+    if type(node) is ShardedTensor or isinstance(node, ShardedTensor | ShardedObject):
+        shards.append(node)
+        return _Slot(len(shards) - 1), HOLE
+    if isinstance(node, ShardedTensorFactory):
+        built, _ = _take_apart(node.build(), shards, inside_factory=True)
+        return _Merge(node, built), HOLE
+    if isinstance(node, ShardedBase):
+        raise UnsupportedObjectError(
+            f"Key {node.key!r} is a {type(node).__name__}: only ShardedTensor, ShardedObject "
+            "and ShardedTensorFactory can be saved and loaded."
+        )
+    if isinstance(node, LocalNonpersistentObject):
+        return _Local(node.unwrap()), HOLE
+    if _is_walked(node):
+        return _take_container_apart(node, shards, inside_factory)
+    # What a factory builds besides shards is there again when it builds for loading.
+    return (_Local(node), HOLE) if inside_factory else (HOLE, node)
+
+
+def _take_container_apart(
+    container: Any, shards: list[Shard], inside_factory: bool
+) -> tuple[Any, Any]:
+    children = container.values() if isinstance(container, dict) else container
+    parts = [_take_apart(child, shards, inside_factory) for child in children]
+    skeleton = rebuilt(container, [part for part, _ in parts])
+    return skeleton, _common_of(container, [part for _, part in parts])
+
+
+def _common_of(container: Any, children: list[Any]) -> Any:
+    if _are_holes(children):
+        return HOLE
+    if isinstance(container, dict):
+        return _without_holes(dict(zip(container, children, strict=True)))
+    # A named tuple becomes a plain one: its class need not be known to whoever reads the common
+    # state.
+    return tuple(children) if isinstance(container, tuple) else children
+
+
+def _is_walked(node: Any) -> bool:
+    """Tell whether a value is a container here. Instances of subclasses (OrderedDict, named tuple)
+    are plain values unless they hold shards.
+    """
+    if type(node) in CONTAINERS:
+        return True
+    return is_container(node) and any(_is_part(leaf) for _, leaf in leaves(node))
+
+
+def _is_part(leaf: Any) -> bool:
+    is_marked = leaf is HOLE or type(leaf) in _MARKS
+    return is_marked or isinstance(leaf, ShardedBase | LocalNonpersistentObject) or is_foreign(leaf)
+
+
+# --- Checking -------------------------------------------------------------------------------------
 
 
 def check_keys_are_different(state_dict: Any, shards: Sequence[Shard]) -> None:
@@ -104,55 +163,35 @@ def check_keys_are_different(state_dict: Any, shards: Sequence[Shard]) -> None:
     models of one class.
     """
     counts = Counter(shard.key for shard in shards)
-    seen: dict[Any, ShardedTensor] = {}
+    first_pointers: dict[Any, int] = {}
     for shard in shards:
         if counts[shard.key] > 1 and isinstance(shard, ShardedTensor) and shard.data is not None:
-            flat = str(shard.flattened_range)
-            place = (
-                shard.key,
-                shard.replica_id,
-                tuple(shard.global_offset),
-                tuple(shard.local_shape),
-                flat,
-            )
-            first = seen.setdefault(place, shard)
-            if (
-                first is not shard
-                and first.data is not None
-                and first.data.data_ptr() != shard.data.data_ptr()
-            ):
-                names = _paths_of(state_dict, shard.key)
-                raise InvalidShardingError(
-                    f"The same key twice: {shard.key!r} is the key of several tensors, at "
-                    f"{' and at '.join(names)} of the state dict. Give one of the modules another "
-                    "prefix: sharded_state_dict(module, prefix='ema.'). Modules that are in the "
-                    "state dict themselves have their path as prefix, without positions in lists, "
-                    "since a list may hold the stages of a pipeline: put several models into a "
-                    f"dict, {{'first': module, 'second': other}}."
-                )
+            pointer = shard.data.data_ptr()
+            if first_pointers.setdefault(_place_of(shard), pointer) != pointer:
+                raise _same_key_twice(state_dict, shard.key)
 
 
-def _paths_of(node: Any, key: str, path: str = "") -> Iterator[str]:
-    if isinstance(node, ShardedBase) and node.key == key:
-        yield repr(path.removeprefix("."))
-    elif isinstance(node, dict | list | tuple):
-        for name, child in node.items() if isinstance(node, dict) else enumerate(node):
-            yield from _paths_of(child, key, f"{path}.{name}")
+def _place_of(shard: ShardedTensor) -> tuple[Any, ...]:
+    offset, shape = tuple(shard.global_offset), tuple(shard.local_shape)
+    return shard.key, shard.replica_id, offset, shape, str(shard.flattened_range)
 
 
-def _common_of(node: Any, skeleton: Any) -> Any:
-    if type(skeleton) in (_Slot, _Local, _Merge):
-        return HOLE
-    if skeleton is HOLE:
-        return node
-    if isinstance(node, dict):
-        return {key: _common_of(node[key], child) for key, child in skeleton.items()}
-    # A named tuple becomes a plain one: its class need not be known to whoever reads the common
-    # state.
-    pairs = list(zip(node, skeleton, strict=True))
-    return _map_container(
-        pairs, lambda pair: _common_of(*pair), like=() if isinstance(node, tuple) else []
+def _same_key_twice(state_dict: Any, key: str) -> InvalidShardingError:
+    names = [
+        repr(dotted(position))
+        for position, leaf in leaves(state_dict)
+        if isinstance(leaf, ShardedBase) and leaf.key == key
+    ]
+    return InvalidShardingError(
+        f"The same key twice: {key!r} is the key of several tensors, at {' and at '.join(names)} "
+        "of the state dict. Give one of the modules another prefix: "
+        "sharded_state_dict(module, prefix='ema.'). Modules that are in the state dict themselves "
+        "have their path as prefix, without positions in lists, since a list may hold the stages "
+        "of a pipeline: put several models into a dict, {'first': module, 'second': other}."
     )
+
+
+# --- Putting a state dict together ----------------------------------------------------------------
 
 
 def put_together(skeleton: Any, values: Sequence[Any], common: Any) -> dict[Any, Any]:
@@ -162,73 +201,49 @@ def put_together(skeleton: Any, values: Sequence[Any], common: Any) -> dict[Any,
     Places that nothing fills are dropped; the items of a list move together. What only `common` has
     is added. Objects of unknown classes are an error where the skeleton has a value.
     """
-    refuse_unknown(common, lambda path: _asks_for(skeleton, path))
+    refuse_unknown(common, lambda position: _asks_for(skeleton, position))
     filled = _fill(skeleton, values, common)
     return {} if filled is HOLE else filled
 
 
-def _asks_for(skeleton: Any, path: Sequence[Any]) -> bool:
-    for step in path:
-        is_there = step in skeleton if isinstance(skeleton, dict) else step in range(len(skeleton))
-        if not is_there:
-            return False
-        skeleton = skeleton[step]
-        if not _is_container(skeleton):
-            break
-    return skeleton is HOLE
+def _asks_for(skeleton: Any, position: Position) -> bool:
+    return any(node is HOLE for node in on_the_way(skeleton, position))
 
 
 def _fill(skeleton: Any, values: Sequence[Any], common: Any) -> Any:
-    if isinstance(skeleton, _Slot | _Local | _Merge):
+    if type(skeleton) in _MARKS:
         value = _value_at(skeleton, values)
         return _compact(common) if value is HOLE else value
     if skeleton is HOLE:
         return _compact(common)
     if isinstance(skeleton, dict):
-        below = common if isinstance(common, dict) else {}
-        keys = {**below, **skeleton}
-        filled = _close_up(
-            {key: _fill(skeleton.get(key, HOLE), values, below.get(key, HOLE)) for key in keys}
-        )
+        filled = _filled_dict(skeleton, values, common if isinstance(common, dict) else {})
     else:
         items = common if isinstance(common, list | tuple) else ()
         pairs = itertools.zip_longest(skeleton, items, fillvalue=HOLE)
-        filled = _close_up([_fill(above, values, below) for above, below in pairs], like=skeleton)
+        filled = _closed_up([_fill(above, values, below) for above, below in pairs], skeleton)
     # Stored empty, it is empty, whatever was in the requested one.
     return _compact(common) if filled is HOLE else filled
 
 
-def _value_at(leaf: _Slot | _Local | _Merge, values: Sequence[Any]) -> Any:
-    if isinstance(leaf, _Slot):
-        return values[leaf.number]
-    if isinstance(leaf, _Local):
-        return leaf.value
-    built = _fill_built(leaf.built, values)
-    # A factory that lacks a part cannot be merged.
-    return HOLE if _has_hole(built) else leaf.factory.merge_fn(built)
-
-
-def _fill_built(skeleton: Any, values: Sequence[Any]) -> Any:
-    if isinstance(skeleton, _Slot | _Local | _Merge):
-        return _value_at(skeleton, values)
-    return _map_container(skeleton, lambda child: _fill_built(child, values))
-
-
-def prune(tree: Any) -> Any:
-    """Drop holes from dicts; containers that held nothing but holes become holes. Holes in mixed
-    lists stay.
-    """
-    if not _is_container(tree):
-        return tree
-    if isinstance(tree, dict):
-        kept = {
-            key: value
-            for key, value in ((k, prune(v)) for k, v in tree.items())
-            if value is not HOLE
+def _filled_dict(skeleton: dict[Any, Any], values: Sequence[Any], common: dict[Any, Any]) -> Any:
+    return _without_holes(
+        {
+            key: _fill(skeleton.get(key, HOLE), values, common.get(key, HOLE))
+            for key in {**common, **skeleton}
         }
-        return HOLE if tree and not kept else kept
-    items = _map_container(tree, prune)
-    return HOLE if items and all(item is HOLE for item in items) else items
+    )
+
+
+def _value_at(mark: _Slot | _Local | _Merge, values: Sequence[Any]) -> Any:
+    if isinstance(mark, _Slot):
+        return values[mark.number]
+    if isinstance(mark, _Local):
+        return mark.value
+    built = map_leaves(lambda _, inner: _value_at(inner, values), mark.built)
+    # A factory that lacks a part cannot be merged.
+    is_complete = all(value is not HOLE for _, value in leaves(built))
+    return mark.factory.merge_fn(built) if is_complete else HOLE
 
 
 def compact(tree: dict[Any, Any]) -> dict[Any, Any]:
@@ -238,64 +253,30 @@ def compact(tree: dict[Any, Any]) -> dict[Any, Any]:
 
 
 def _compact(tree: Any) -> Any:
-    return _close_up(_map_container(tree, _compact), like=tree) if _is_container(tree) else tree
+    if not _is_walked(tree):
+        return tree
+    if isinstance(tree, dict):
+        return _without_holes({key: _compact(child) for key, child in tree.items()})
+    return _closed_up([_compact(child) for child in tree], tree)
 
 
-def _close_up(children: Any, like: Any = None) -> Any:
-    """Drop holes from a dict or list; one that held nothing else becomes a hole. A list becomes a
-    tuple like `like`.
-    """
-    if isinstance(children, dict):
-        kept = {key: child for key, child in children.items() if child is not HOLE}
-        return HOLE if children and not kept else kept
-    items = [child for child in children if child is not HOLE]
-    if children and not items:
+def _without_holes(children: dict[Any, Any]) -> Any:
+    """Drop the holes from a dict; `HOLE` if there is nothing else."""
+    if _are_holes(children.values()):
+        return HOLE
+    return {key: child for key, child in children.items() if child is not HOLE}
+
+
+def _closed_up(items: list[Any], like: Any) -> Any:
+    """Drop the holes among the new items of a list or tuple; `HOLE` if there is nothing else."""
+    if _are_holes(items):
         return HOLE
     if hasattr(like, "_fields"):
         # A named tuple has a place for each of its fields, and for nothing else.
-        return type(like)(*(None if child is HOLE else child for child in children[: len(like)]))
-    return tuple(items) if isinstance(like, tuple) else items
+        return type(like)(*(None if item is HOLE else item for item in items[: len(like)]))
+    kept = [item for item in items if item is not HOLE]
+    return tuple(kept) if isinstance(like, tuple) else kept
 
 
-def _is_container(node: Any) -> bool:
-    # A slot is a tuple too, but a leaf; so is a torch.Size.
-    return type(node) in (dict, list, tuple) or (
-        isinstance(node, dict | list | tuple)
-        and not isinstance(node, _Slot | _Local | _Merge)
-        and _holds_shards(node)
-    )
-
-
-def _holds_shards(node: Any) -> bool:
-    """Tell whether a subclass of a container (OrderedDict, named tuple) must be walked: the others
-    are plain values.
-    """
-    children = node.values() if isinstance(node, dict) else node
-    return any(
-        isinstance(child, ShardedBase | LocalNonpersistentObject | _Slot | _Local | _Merge)
-        or child is HOLE
-        or is_foreign(child)
-        or (isinstance(child, dict | list | tuple) and _holds_shards(child))
-        for child in children
-    )
-
-
-def _has_hole(tree: Any) -> bool:
-    if isinstance(tree, dict):
-        return any(_has_hole(child) for child in tree.values())
-    if isinstance(tree, list | tuple):
-        return any(_has_hole(child) for child in tree)
-    return tree is HOLE
-
-
-def _map_container(container: Any, function: Callable[[Any], Any], like: Any = None) -> Any:
-    """Apply a function to the items of a container; the result is a dict, a list, or a tuple of the
-    type of `like`.
-    """
-    like = container if like is None else like
-    if isinstance(container, dict):
-        return {key: function(value) for key, value in container.items()}
-    items = [function(item) for item in container]
-    if isinstance(like, tuple):
-        return type(like)(*items) if hasattr(like, "_fields") else tuple(items)
-    return items
+def _are_holes(values: Collection[Any]) -> bool:
+    return len(values) > 0 and all(value is HOLE for value in values)

@@ -8,7 +8,6 @@ pass through here: see `_io`.
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import errno
 import os
 import re
@@ -19,10 +18,9 @@ from collections.abc import Callable, Iterator
 
 import numpy as np
 
+from distckpt._base.libc import swap_names
 from distckpt._storage import object_store
 
-_AT_FDCWD = -100
-_RENAME_EXCHANGE = 2
 _MAX_NAME_BYTES = 255
 _BROKEN_URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/(?:[^/]|/*$)")
 _SCHEME = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
@@ -243,8 +241,7 @@ def write_bytes(location: str, data: bytes, durable: bool = True) -> None:
     if not is_local(location):
         object_store.at(location).write(data)
         return
-    parent, name = os.path.split(location)
-    temporary = os.path.join(parent, f".{name}.{secrets.token_hex(8)}")
+    temporary = temporary_beside(location)
     try:
         with naming(location), open(temporary, "xb") as file:
             file.write(data)
@@ -257,7 +254,15 @@ def write_bytes(location: str, data: bytes, durable: bool = True) -> None:
             os.unlink(temporary)
         raise
     if durable:
-        sync_directory(parent)
+        sync_directory(os.path.dirname(location))
+
+
+def temporary_beside(location: str) -> str:
+    """Return the path that a local file is written at before it gets its name: a hidden one beside
+    it.
+    """
+    parent, name = os.path.split(location)
+    return os.path.join(parent, f".{name}.{secrets.token_hex(8)}")
 
 
 def create_bytes(location: str, data: bytes, durable: bool = True) -> bool:
@@ -415,10 +420,10 @@ def exchange(first: str, second: str, durable: bool = True) -> bool:
 
     Returns False where the file system cannot.
     """
-    if not _exchange(first, second):
+    if not swap_names(first, second):
         return False
     if durable:
-        with undone_by(lambda: _exchange(first, second)):
+        with undone_by(lambda: swap_names(first, second)):
             sync_directory(os.path.dirname(first))
     return True
 
@@ -432,17 +437,3 @@ def undone_by(undo: Callable[[], object]) -> Iterator[None]:
         with contextlib.suppress(OSError):
             undo()
         raise
-
-
-def _exchange(first: str, second: str) -> bool:
-    libc = ctypes.CDLL(None, use_errno=True)
-    renameat2 = getattr(libc, "renameat2", None)
-    if renameat2 is None:
-        return False
-    paths = (os.fsencode(first), os.fsencode(second))
-    if renameat2(_AT_FDCWD, paths[0], _AT_FDCWD, paths[1], _RENAME_EXCHANGE) != 0:
-        code = ctypes.get_errno()
-        if code in (errno.EINVAL, errno.ENOSYS, errno.ENOTSUP):
-            return False
-        raise OSError(code, os.strerror(code), first, None, second)
-    return True

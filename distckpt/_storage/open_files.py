@@ -1,27 +1,26 @@
 """Local files: kept open for reading, since opening one costs a round trip on a network file
-system.
+system; and which of them are read past the page cache.
 """
 
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import errno
 import os
 import resource
+import stat
 import threading
 from collections.abc import Callable, Collection, Iterator
 from types import TracebackType
 
-from distckpt._base.device import DeviceLayer
-from distckpt._base.memory import ALIGNMENT, Bytes, bounce_buffer
+from distckpt._base.libc import ALIGNMENT, DIRECT, cached_fraction, fetch, read_aligned
+from distckpt._base.memory import Bytes, DeviceLayer, bounce_buffer
 from distckpt._storage.locations import naming
-from distckpt._storage.page_cache import cached_fraction, mark_as_read
 
 MAX_OPEN = 16
-"""So many unused files are kept open at most; a checkpoint may have more than a process may have
-open.
-"""
+"""Unused files that are kept open; a checkpoint may have more files than a process may open."""
+MIN_DIRECT_BYTES = 32 << 20
+"""Smaller files go through the page cache, as does a load of which no rank reads as much."""
 _MOST_OPEN = 1024
 
 
@@ -48,16 +47,13 @@ class OpenFiles:
 
     @classmethod
     def for_many_reads(cls, direct: Collection[str] = ()) -> OpenFiles:
-        """Return files for many reads that come back to the same ones: more of them stay open, if
-        the system allows.
+        """Return files for many reads that come back to the same ones: more of them stay open, as
+        far as the system allows.
         """
         limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-        most = (
-            _MOST_OPEN
-            if limit == resource.RLIM_INFINITY
-            else max(MAX_OPEN, min(limit // 4, _MOST_OPEN))
-        )
-        return cls(most, direct)
+        if limit == resource.RLIM_INFINITY:
+            return cls(_MOST_OPEN, direct)
+        return cls(max(MAX_OPEN, min(limit // 4, _MOST_OPEN)), direct)
 
     def __enter__(self) -> OpenFiles:
         return self
@@ -73,7 +69,7 @@ class OpenFiles:
         self._opened.clear()
 
     def check_once(self, file: str, check: Callable[[], None]) -> None:
-        """Check a file, a remote one perhaps, unless that has been done; others wait for the thread
+        """Check a file, perhaps a remote one, unless that has been done; others wait for the thread
         that does it.
         """
         with self._lock:
@@ -105,8 +101,8 @@ class OpenFiles:
         """Read past the page cache into this thread's scratch memory for reads (see
         `bounce_buffer`), and return it.
 
-        None for other files than `direct`, and where it is better to read as usual: when the bytes
-        are in memory, or for the error.
+        None for files that are not `direct`, and where it is better to read as usual: if the bytes
+        are in memory, or if that will raise an error.
         """
         if file not in self.direct:
             return None
@@ -116,12 +112,11 @@ class OpenFiles:
             with self.open(file) as fd:
                 if cached_fraction(fd, position, num_bytes) > 0.5:
                     return None
-            with self.open(file, os.O_DIRECT) as fd:
-                window = bounce_buffer(
-                    "read", -(-(lead + num_bytes) // ALIGNMENT) * ALIGNMENT, device
-                )
-                # The system writes to disk first what was changed in memory.
-                num_read = os.preadv(fd, [window], first)
+            with self.open(file, DIRECT) as fd:
+                size = -(-(lead + num_bytes) // ALIGNMENT) * ALIGNMENT
+                window = bounce_buffer("read", size, device)
+                # The system first writes to disk what was changed in memory.
+                num_read = read_aligned(fd, window, first)
         except OSError:
             return None
         return window[lead : lead + num_bytes] if num_read >= lead + num_bytes else None
@@ -136,20 +131,18 @@ class OpenFiles:
                 raise
             fd = os.open(file, flags)
         if file in self.direct:
-            mark_as_read(fd)
+            _mark_as_read(fd)
         return fd
 
     def _close_unused(self, max_closed: int) -> int:
         """Close files that were used longest ago, and return how many there were."""
-        # Mostly there is nothing to do, and there may be many files.
-        unused = (
-            [name for name, other in self._opened.items() if not other.num_users]
-            if max_closed
-            else []
-        )
-        for name in unused[:max_closed]:
+        if not max_closed:
+            # Mostly; and there may be many files.
+            return 0
+        unused = [name for name, other in self._opened.items() if not other.num_users][:max_closed]
+        for name in unused:
             _close(self._opened.pop(name).fd)
-        return len(unused[:max_closed])
+        return len(unused)
 
 
 def _close(fd: int) -> None:
@@ -158,37 +151,35 @@ def _close(fd: int) -> None:
         os.close(fd)
 
 
-def read_into(fd: int, buffers: list[Bytes], position: int) -> int:
-    """Fill buffers from a position of a file on; returns how many bytes there were."""
-    wanted = sum(map(len, buffers))
-    got = more = os.preadv(fd, buffers, position)
-    while got < wanted and more:
-        # A short read: a signal or a network file system; go on until the bytes or the file end.
-        more = os.preadv(fd, _after(buffers, got), position + got)
-        got += more
-    return got
+# --- Past the page cache --------------------------------------------------------------------------
 
 
-def _after(buffers: list[Bytes], num_bytes: int) -> list[Bytes]:
-    """Return what is left of some buffers when the first bytes are filled."""
-    rest = []
-    for buffer in buffers:
-        if len(buffer) > num_bytes:
-            rest.append(buffer[num_bytes:])
-        num_bytes = max(0, num_bytes - len(buffer))
-    return rest
+def may_be_read_directly(path: str) -> bool:
+    """Tell whether a large file on a disk of this machine was not read yet, as far as the page
+    cache remembers.
 
-
-def allocate(fd: int, num_bytes: int) -> None:
-    """Reserve disk space for a file, so that a full disk is found before anything is written.
-
-    Uses the system call and not posix_fallocate, which writes zeros where the file system cannot
-    reserve.
+    Reading such a file past the page cache leaves a mark in the cache, so that the file goes
+    through it when it is read a second time, and comes from memory the third time.
     """
-    libc = ctypes.CDLL(None, use_errno=True)
-    if num_bytes == 0 or not hasattr(libc, "fallocate"):
-        return
-    if libc.fallocate(fd, 0, ctypes.c_int64(0), ctypes.c_int64(num_bytes)) != 0:
-        code = ctypes.get_errno()
-        if code in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
-            raise OSError(code, os.strerror(code))
+    try:
+        status = os.stat(path)
+        if not _is_large_on_disk(status):
+            return False
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    except OSError:
+        return False
+    try:
+        return not cached_fraction(fd, status.st_size // 2, 1)
+    finally:
+        os.close(fd)
+
+
+def _is_large_on_disk(status: os.stat_result) -> bool:
+    # File systems without a block device below them are network file systems, or in memory.
+    is_on_disk = stat.S_ISREG(status.st_mode) and os.major(status.st_dev) != 0
+    return bool(DIRECT and is_on_disk and status.st_size >= MIN_DIRECT_BYTES)
+
+
+def _mark_as_read(fd: int) -> None:
+    """Bring the page in the middle of a file into the page cache."""
+    fetch(fd, os.fstat(fd).st_size // 2, 1)

@@ -2,5 +2,6 @@
 `distckpt.mapping`.
 """
 
+from distckpt._base.errors import CheckpointingException as CheckpointingException
 from distckpt.mapping import *  # noqa: F403
 from distckpt.mapping import __all__ as __all__

@@ -17,7 +17,8 @@ from typing import Any, TypeVar
 
 from distckpt._base.errors import CheckpointingException
 from distckpt._base.options import LoadOptions, SaveOptions
-from distckpt._checkpoint.opening import FOREIGN_NAMES
+from distckpt._base.public import set_public_home
+from distckpt._checkpoint.formats import READERS
 from distckpt._io.prepared_save import PreparedSave
 from distckpt._mapping.wrappers import (
     ShardedObject,
@@ -41,6 +42,8 @@ __all__ = [
     "get_default_strategy",
     "register_default_strategy",
 ]
+
+set_public_home(globals())
 
 _Strategy = TypeVar("_Strategy", bound="StrategyBase")
 
@@ -218,22 +221,21 @@ def get_default_strategy(action: StrategyAction, backend: str, version: int) -> 
     """
     strategy = _registry[action].get((backend, version)) or _built_in(action, backend, version)
     if strategy is None:
-        known = (
-            ", ".join(f"{name!r} version {number}" for name, number in sorted(_registry[action]))
-            or "none"
-        )
+        names = {*_registry[action], *((name, 1) for name in _BUILT_IN_NAMES.get(action, ()))}
+        known = ", ".join(f"{name!r} version {number}" for name, number in sorted(names))
         raise CheckpointingException(
             f"No strategy for {action.value} with backend {backend!r} version {version} (there is: "
-            f"{known}). Register one with register_default_strategy, or pass a strategy object."
+            f"{known or 'none'}). Register one with register_default_strategy, or pass a strategy "
+            "object."
         )
     return strategy
 
 
 BUILT_IN = "safetensors"
 """Backend of the built-in format, in version 1."""
-_OTHER_NAMES = {
-    StrategyAction.SAVE_SHARDED: ("torch_dist",),
-    StrategyAction.LOAD_SHARDED: FOREIGN_NAMES,
+_BUILT_IN_NAMES = {
+    StrategyAction.SAVE_SHARDED: (BUILT_IN, "torch_dist"),
+    StrategyAction.LOAD_SHARDED: (BUILT_IN, *READERS),
 }
 """Programs name the format of what they load; those for Megatron Core also pass the name of its
 format to a save.
@@ -242,7 +244,7 @@ format to a save.
 
 def is_built_in(action: StrategyAction, backend: str, version: int) -> bool:
     """Tell whether a name stands for the built-in strategy."""
-    return version == 1 and backend in (BUILT_IN, *_OTHER_NAMES.get(action, ()))
+    return version == 1 and backend in _BUILT_IN_NAMES.get(action, ())
 
 
 def _built_in(action: StrategyAction, backend: str, version: int) -> StrategyBase | None:
@@ -254,22 +256,41 @@ def _built_in(action: StrategyAction, backend: str, version: int) -> StrategyBas
     return made
 
 
-def choose_strategy(
-    kind: type[_Strategy], action: StrategyAction, given: Any
-) -> tuple[_Strategy | None, EngineSettings]:
+def choose_save_strategy(given: Any) -> tuple[SaveShardedStrategy | None, EngineSettings]:
     """Return the strategy that a caller gave, as one or by `(backend, version)`; None for the
     built-in engine, which is to be used with the settings.
 
     Raises:
-        CheckpointingException: it is no strategy of the kind, or none has this name.
+        CheckpointingException: it is no strategy that saves, or none has this name.
     """
-    if given is None or (isinstance(given, tuple) and given[1:] == (1,) and given[0] == BUILT_IN):
+    strategy = _named(StrategyAction.SAVE_SHARDED, given)
+    if strategy is None:
         return None, EngineSettings()
-    strategy = get_default_strategy(action, *given) if isinstance(given, tuple) else given
-    if not isinstance(strategy, kind):
-        raise CheckpointingException(
-            f"strategy must be a {kind.__name__}, (backend, version) or None, got "
-            f"{type(given).__name__}."
-        )
+    if not isinstance(strategy, SaveShardedStrategy):
+        raise _not_a("SaveShardedStrategy", given)
     engine = strategy.engine_settings()
     return (strategy, EngineSettings()) if engine is None else (None, engine)
+
+
+def choose_load_strategy(given: Any) -> tuple[LoadShardedStrategy | None, EngineSettings]:
+    """Do as `choose_save_strategy` does, for a strategy that loads."""
+    strategy = _named(StrategyAction.LOAD_SHARDED, given)
+    if strategy is None:
+        return None, EngineSettings()
+    if not isinstance(strategy, LoadShardedStrategy):
+        raise _not_a("LoadShardedStrategy", given)
+    engine = strategy.engine_settings()
+    return (strategy, EngineSettings()) if engine is None else (None, engine)
+
+
+def _named(action: StrategyAction, given: Any) -> Any:
+    """Return the strategy of a name, and anything else as it is; None for the built-in one."""
+    if given == (BUILT_IN, 1):
+        return None
+    return get_default_strategy(action, *given) if isinstance(given, tuple) else given
+
+
+def _not_a(kind: str, given: Any) -> CheckpointingException:
+    return CheckpointingException(
+        f"strategy must be a {kind}, (backend, version) or None, got {type(given).__name__}."
+    )

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from distckpt._base.options import LoadOptions, SaveOptions
+from distckpt._base.public import set_public_home
 from distckpt._checkpoint.opening import open_checkpoint
 from distckpt._checkpoint.shards import describe_objects, describe_tensors, load_shards
 from distckpt._format.stored_checkpoint import StoredCheckpoint
@@ -31,6 +32,8 @@ from distckpt.strategies.base import (
 )
 
 __all__ = ["SafetensorsLoadStrategy", "SafetensorsSaveStrategy", "ShardSave"]
+
+set_public_home(globals())
 
 
 @dataclass
@@ -142,7 +145,8 @@ class SafetensorsLoadStrategy(LoadShardedStrategy):
         """
         ranks = Ranks(self.process_group) if self._is_configured else Ranks.alone()
         location = locations.normalize(checkpoint_dir)
-        stored = open_checkpoint(ranks, location, verify=self.options.verify)
+        # Each rank opens it alone: while one may have failed, ranks can vote, but not send data.
+        stored = open_checkpoint(Ranks.alone(), location, verify=self.options.verify)
         settings = ReadSettings(self.options, (), self.exchange_group)
         values = load_shards(ranks, stored, list(sharded_state_dict.values()), settings)
         return dict(zip(sharded_state_dict, values, strict=True))

@@ -38,7 +38,9 @@ from distckpt import ShardedTensor
 from distckpt._base.memory import bounce_buffer
 from distckpt._base.threads import UNIT_BYTES, run_threads
 from distckpt._cli.bench import scratch_folder
-from distckpt._io.write import file_of_tensors, units_of
+from distckpt._format.checksum import BLOCK_BYTES
+from distckpt._geometry.units import units_of
+from distckpt._io.write import file_of_tensors
 
 TENSOR_BYTES = 64 << 20
 IDLE_STEPS = 50
@@ -152,7 +154,7 @@ def ways_out(tensors: Tensors, device: torch.device, folder: str) -> dict[str, W
 
     def ring() -> None:
         file = file_of_tensors("", b"", [[tensor] for tensor in tensors.values()])
-        units = list(units_of(file.chunk_bytes))
+        units = list(units_of(file.chunk_bytes, UNIT_BYTES, BLOCK_BYTES))
         run_threads(
             lambda unit: file.fill(unit, bounce_buffer("ring", UNIT_BYTES, file.device)), units
         )

@@ -192,7 +192,7 @@ def save_through_a_queue(rank, folder):
     queue, seen = AsyncCallsQueue(), []
     for value in range(2):
         state = state_of(value, rank, 2)
-        request = distckpt.save(state, f"{folder}/{value}", async_sharded_save=True)
+        request = distckpt.megatron.save(state, f"{folder}/{value}", async_sharded_save=True)
         request.add_finalize_fn(lambda value=value: seen.append((value, sum_over_ranks(value))))
         queue.schedule_async_request(request)
         overwrite(state)
@@ -201,7 +201,7 @@ def save_through_a_queue(rank, folder):
     while queue.get_num_unfinalized_calls():
         finalized += queue.maybe_finalize_async_calls()
     queue.close()
-    request = distckpt.save(state_of(2, rank, 2), f"{folder}/2", async_sharded_save=True)
+    request = distckpt.megatron.save(state_of(2, rank, 2), f"{folder}/2", async_sharded_save=True)
     request.execute_sync()
     return finalized, seen, [values_in(rank, 2, f"{folder}/{value}") for value in range(3)]
 

@@ -102,7 +102,7 @@ def save_quietly(rank, path, how):
     if how == "not validated":
         distckpt.save(state, path, validate_access_integrity=False)
     elif how == "preprocessed":
-        distckpt.save(state, path, preprocess_common_before_consistancy_check=without_seen)
+        distckpt.megatron.save(state, path, preprocess_common_before_consistancy_check=without_seen)
     else:
         distckpt.save({**state, "seen": 0, "nan": float("nan"), "set": {"b", "a", str(how)}}, path)
 

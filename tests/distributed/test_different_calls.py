@@ -14,8 +14,8 @@ from distckpt import (
     dcp,
     load,
     merge,
+    reshard,
     save,
-    torch_dist,
 )
 from tests.support.harness import error_of, sum_over_ranks
 from tests.support.states import state_of, value_of
@@ -45,7 +45,7 @@ def make_different_calls(rank, root):
             {"a": 1}, checkpoint_id=f"{root}/new" if is_first else None
         ),
         "location: dcp.load": lambda: dcp.load({"a": 1}, checkpoint_id=whole if is_first else None),
-        "location: convert": lambda: torch_dist.convert(whole if is_first else None, f"{root}/new"),
+        "location: reshard": lambda: reshard(whole if is_first else None, f"{root}/new"),
         "location: a choice instead": lambda: consolidate(
             whole, f"{root}/out", tied="drop" if is_first else "path"
         ),
@@ -56,9 +56,7 @@ def make_different_calls(rank, root):
             state, f"{root}/new", validate_access_integrity=is_first
         ),
         "setting: timeout": lambda: async_save(state, f"{root}/new", timeout=60 + rank),
-        "setting: strict": lambda: load(
-            state, whole, strict="raise_all" if is_first else "ignore_all"
-        ),
+        "setting: strict": lambda: load(state, whole, strict="raise" if is_first else "report"),
         "setting: parallel_load": lambda: load(
             state, whole, parallel_load="on" if is_first else "off"
         ),

@@ -20,8 +20,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
 import distckpt
-from distckpt import StrictHandling, torch_dist
+from distckpt import torch_dist
 from distckpt.megatron.interop import register_types
+from distckpt.megatron.validation import StrictHandling
 from tests.support import harness
 from tests.support.harness import error_of
 from tests.support.megatron_gpt import (
@@ -69,7 +70,7 @@ def load_into(rank, path, tp, pp):
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.fill_(float("nan"))
-    loaded, missing, unexpected = distckpt.load(
+    loaded, missing, unexpected = distckpt.megatron.load(
         request_of(model), path, strict=StrictHandling.RETURN_ALL
     )
     model.load_state_dict(loaded["model"])
@@ -168,7 +169,7 @@ def test_directories_of_megatron_fsdp_load_by_their_names(run, tmp_path):
     moments = distckpt.ShardedTensor.from_rank_offsets(
         "optimizer.state.module.w.exp_avg", torch.zeros(8, 3)
     )
-    loaded = distckpt.load({"parts": parts, "moments": moments}, path, strict="raise_all")
+    loaded = distckpt.megatron.load({"parts": parts, "moments": moments}, path, strict="raise_all")
     assert torch.equal(torch.cat(loaded["parts"]), ROWS)
     assert torch.equal(loaded["moments"], -ROWS)
     assert (loaded["iteration"], loaded["args"].dtype) == (7, torch.bfloat16)
@@ -246,7 +247,7 @@ def test_objects_and_common_state_that_megatron_saved_load(saved_by_megatron):
 def convert_together(rank, source, target):
     warnings.simplefilter("ignore")
     register_types()
-    torch_dist.convert(source, target)
+    distckpt.reshard(source, target)
     return load_what_megatron_saved(rank, target)[0]
 
 

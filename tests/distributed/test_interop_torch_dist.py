@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 import distckpt
-from distckpt import CorruptCheckpointError, RankFailedError, ShardedTensor, torch_dist
+from distckpt import CorruptCheckpointError, RankFailedError, ShardedTensor
 from tests.support.harness import error_of, run
 from tests.support.states import numbered
 
@@ -95,7 +95,7 @@ def test_consolidation_of_what_two_ranks_wrote(saved, tmp_path):
 
 
 def convert(rank, source, target):
-    return torch_dist.convert(source, target).location
+    return distckpt.reshard(source, target).location
 
 
 @pytest.mark.parametrize("num_ranks", [1, 3])

@@ -100,7 +100,7 @@ def save_through_megatrons_queue(rank, folder):
     queue = megatron(".dist_checkpointing.strategies.async_utils").AsyncCallsQueue()
     shard = ShardedTensor.from_rank_offsets("w", torch.ones(3), (0, rank, 2))
     queue.schedule_async_request(
-        distckpt.save({"w": shard}, f"{folder}/c", async_sharded_save=True)
+        distckpt.megatron.save({"w": shard}, f"{folder}/c", async_sharded_save=True)
     )
     return str(error_of(queue.maybe_finalize_async_calls, blocking=True))
 

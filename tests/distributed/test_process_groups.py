@@ -226,7 +226,7 @@ def save_in_two_threads(rank, size, folder):
     def start_the_other(common):
         if not threads:
             thread = threading.Thread(
-                target=distckpt.save, args=(state(rank, size), f"{folder}/b"), kwargs=other
+                target=distckpt.megatron.save, args=(state(rank, size), f"{folder}/b"), kwargs=other
             )
             threads.append(thread)
             thread.start()
@@ -234,7 +234,7 @@ def save_in_two_threads(rank, size, folder):
         return common
 
     other = {"preprocess_common_before_consistancy_check": lambda common: entered.set() or common}
-    distckpt.save(
+    distckpt.megatron.save(
         state(rank, size), f"{folder}/a", preprocess_common_before_consistancy_check=start_the_other
     )
     threads[0].join()

@@ -319,7 +319,7 @@ def load_in_groups(rank, path):
     """Four replicas, of which two and two share; ranks of a group must be made by all."""
     groups = [dist.new_group([0, 2]), dist.new_group([1, 3])]
     strategy = FullyParallelLoadStrategyWrapper(SafetensorsLoadStrategy(), groups[rank % 2])
-    kwargs = {"sharded_strategy": strategy, "parallel_load": "on"}
+    kwargs = {"strategy": strategy, "parallel_load": "on"}
     wrong, spans, _ = load_counting(rank, Layout(dp=4), path, kwargs)
     return wrong, spans
 

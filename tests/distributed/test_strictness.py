@@ -44,7 +44,7 @@ def load_strictly(rank, path, strict):
     error = None
     result = None
     try:
-        result = distckpt.load(request_of(rank), path, strict=strict)
+        result = distckpt.megatron.load(request_of(rank), path, strict=strict)
     except CheckpointingException as caught:
         error = caught
     total = sum_over_ranks(rank)
@@ -131,7 +131,7 @@ def load_objects(rank, path, num_ranks, strict):
         "rng": ShardedObject("rng_state", None, (num_ranks,), (rank,)),
         "w": whole("w", rank),
     }
-    error = error_of(distckpt.load, request, path, strict=strict)
+    error = error_of(distckpt.megatron.load, request, path, strict=strict)
     total = sum_over_ranks(1)
     del request["rng"]
     return error, total, bool((distckpt.load(request, path)["w"] == 0).all())

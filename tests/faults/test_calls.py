@@ -18,7 +18,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 import distckpt
-from distckpt import CheckpointManager, ShardedTensor, streaming, torch_dist
+from distckpt import CheckpointManager, ShardedTensor, streaming
 from tests.support.calls import READS, WRITES, recorded, watched
 
 pytestmark = pytest.mark.skipif(
@@ -75,14 +75,14 @@ def use_everything(root):
         distckpt.consolidate(
             path, f"{root}/export", overwrite=overwrite, extra_files_from=f"{root}/given"
         )
-    torch_dist.convert(f"{root}/dcp", f"{root}/converted")
+    distckpt.reshard(f"{root}/dcp", f"{root}/converted")
     tensors = {"a": torch.ones(3), "b": torch.ones(4)}
     meta = [(name, tensor.dtype, tensor.shape) for name, tensor in tensors.items()]
     streaming.save_safetensors_streaming(tensors.items(), f"{root}/one.safetensors", meta)
     streaming.save_safetensors_streaming_sharded(
         tensors.items(), f"{root}/many", meta, max_file_bytes=12
     )
-    distckpt.remove_sharded_tensors(path, "w")
+    distckpt.megatron.remove_sharded_tensors(path, "w")
 
 
 def use_everything_recorded(root, report):

@@ -267,7 +267,7 @@ def test_the_old_name_of_full_verification(checkpoint):
     file.write_bytes(data)
     assert distckpt.load(shard, checkpoint, verify=False)["w"].tolist() == [0, 1]
     with pytest.raises(CorruptCheckpointError):
-        distckpt.load(shard, checkpoint, verify_integrity=True)
+        distckpt.megatron.load(shard, checkpoint, verify_integrity=True)
 
 
 # ---- which blocks of a large chunk are checked
@@ -388,7 +388,7 @@ def test_blocks_of_another_size(tmp_path, block_bytes):
     distckpt.save(state, tmp_path / "c")
     file, span = with_blocks_of(tmp_path / "c", block_bytes)
     for part in PARTS:
-        load_part(tmp_path / "c", part, "read")
+        load_part(tmp_path / "c", part)
     with (
         flipped_bit(file, span[4 * (100 * COLUMNS + 100) + 1]),
         pytest.raises(CorruptCheckpointError),
@@ -402,7 +402,7 @@ def test_tensors_are_removed_from_a_checkpoint_with_blocks_of_another_size(tmp_p
     with_blocks_of(tmp_path / "c", 16 << 20)
     forge(tmp_path / "c", lambda fields, columns: fields["aliases"].update(tied="w"))
     # The file is written anew, under the name that stays.
-    distckpt.remove_sharded_tensors(tmp_path / "c", "w")
+    distckpt.megatron.remove_sharded_tensors(tmp_path / "c", "w")
     assert distckpt.verify(tmp_path / "c").is_whole
     assert torch.equal(distckpt.open(tmp_path / "c").read_tensors()["tied"], values)
 
@@ -736,7 +736,7 @@ def test_a_giant_tensor_without_chunks_is_not_allocated(checkpoint):
         columns["key_ndims"] = np.append(columns["key_ndims"], 2)
 
     forge(checkpoint, enlarge)
-    assert distckpt.open(checkpoint).tensors["zz"].global_shape == (2**30, 2**31)
+    assert distckpt.open(checkpoint).tensors["zz"].shape == (2**30, 2**31)
     with pytest.raises(LoadMismatchError, match="of key 'zz' is not stored completely"):
         distckpt.open(checkpoint).read_tensors()
 

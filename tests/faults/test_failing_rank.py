@@ -104,7 +104,7 @@ def preprocessing_raises(rank, path):
             raise RuntimeError("no such entry on rank 2")
         return common
 
-    distckpt.save(
+    distckpt.megatron.save(
         good_state(rank, 5),
         path,
         preprocess_common_before_consistancy_check=preprocess,
@@ -330,7 +330,8 @@ def find_target_taken(rank, folder, appears):
     path = f"{folder}/checkpoint"
     distckpt.save(good_state(rank, 1), f"{folder}/other")
     sum_over_ranks(0)
-    error = error_of(distckpt.save, good_state(rank, 2), path, FinishedByAnother(appears, path))
+    taken = FinishedByAnother(appears, path)
+    error = error_of(distckpt.save, good_state(rank, 2), path, strategy=taken)
     total = sum_over_ranks(rank)
     return error, total, sorted(os.listdir(folder))
 

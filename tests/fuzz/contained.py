@@ -31,7 +31,6 @@ from distckpt import (
     ShardedTensor,
     cli,
     hf,
-    torch_dist,
 )
 from tests.fuzz.targets import save_dcp, save_example
 
@@ -81,7 +80,7 @@ VERBS: dict[str, Callable[[str], object]] = {
     "consolidate_safetensors_files": lambda path: hf.consolidate_safetensors_files(
         path, path + ".merged"
     ),
-    "convert": lambda path: torch_dist.convert(path, path + ".converted"),
+    "convert": lambda path: distckpt.reshard(path, path + ".converted"),
 }
 """What can be done with a directory that somebody else made."""
 

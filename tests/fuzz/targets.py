@@ -29,7 +29,9 @@ import torch.distributed.checkpoint as dcp
 import distckpt
 from distckpt import CheckpointingException, ShardedObject, ShardedTensor
 from distckpt._checkpoint import opening
-from distckpt._cli import inspect
+from distckpt._cli.groups import group_keys
+from distckpt._cli.summary import summarize
+from distckpt._cli.writers import list_files
 from distckpt._foreign import hugging_face
 from distckpt._foreign.torch_dist import metadata as torch_dist_metadata
 from distckpt._foreign.torch_dist.objects import read_object
@@ -40,6 +42,7 @@ from distckpt._format.manifest import ChunkTable, Manifest, ShardFile
 from distckpt._format.stored_checkpoint import StoredCheckpoint
 from distckpt._geometry.region import whole
 from distckpt._plan.load import Request, plan_load
+from distckpt._ranks.collectives import Ranks
 from distckpt.megatron import core
 
 Run = Callable[[bytes], None]
@@ -158,9 +161,9 @@ def use_manifest(data: bytes) -> None:
                 0 <= o <= o + n <= size
                 for o, n, size in zip(region.offset, region.shape, shape, strict=True)
             )
-        inspect.summary(StoredCheckpoint("here", manifest))
-        inspect.group_keys(manifest)
-        inspect.list_files(manifest)
+        summarize(StoredCheckpoint("here", manifest))
+        group_keys(manifest)
+        list_files(manifest)
         for key, key_id in list(manifest.key_index.items())[:20]:
             shape = manifest.global_shapes[key_id]
             copies = plan_load(
@@ -332,7 +335,7 @@ def _marker(folder: Path) -> tuple[list[bytes], Run]:
         path.write_bytes(data)
         with documented_errors(folder):
             distckpt.megatron.check_is_distributed_checkpoint(folder / "c")
-            assert opening.open_checkpoint(str(folder / "c")).manifest.keys
+            assert opening.open_checkpoint(Ranks.alone(), str(folder / "c")).manifest.keys
             assert distckpt.open(folder / "c").common_state == {"step": 7}
 
     return [

@@ -1,7 +1,7 @@
 """Where the tests of this folder put tensors: the GPU, if there is one, and in any case host
 memory.
 
-In host memory everything runs as on a GPU but `distckpt._base.device`. With made-up devices this
+In host memory everything runs as on a GPU but the second half of `distckpt._base.memory`. With made-up devices this
 runs as well, or what calls it: the copies of one are done late, the other has streams and events
 that take what those of CUDA take.
 """
@@ -17,9 +17,8 @@ from unittest.mock import create_autospec
 import pytest
 import torch
 
-from distckpt._base import device as base_device
 from distckpt._base import memory as base_memory
-from distckpt._base.device import DeviceLayer
+from distckpt._base.memory import DeviceLayer
 from tests.support.slow_device import SlowDevice
 
 
@@ -84,7 +83,7 @@ def place(request, monkeypatch, no_saves_left):
     """
     if request.param in LAYERS:
         layer = LAYERS[request.param]()
-        monkeypatch.setattr(base_device, "layer_of", lambda tensor: layer)
+        monkeypatch.setattr(base_memory, "layer_of", lambda tensor: layer)
         # This thread keeps page-locked memory, which is that of another device.
         monkeypatch.setattr(base_memory, "_local", threading.local())
     return Place(request.param)

@@ -28,7 +28,6 @@ from distckpt import (
     CheckpointNotFoundError,
     ShardedObject,
     ShardedTensor,
-    torch_dist,
 )
 from distckpt._storage import locations
 from distckpt.streaming import save_safetensors_streaming, save_safetensors_streaming_sharded
@@ -189,7 +188,7 @@ def save_without_exchange(folder: Path, rank: int, num_ranks: int) -> None:
 
 
 def remove_columns(folder: Path, rank: int, num_ranks: int) -> None:
-    distckpt.remove_sharded_tensors(folder / "checkpoint", "columns")
+    distckpt.megatron.remove_sharded_tensors(folder / "checkpoint", "columns")
 
 
 def nothing(folder: Path) -> None:
@@ -262,7 +261,7 @@ def checkpoint_of_torch(folder: Path) -> None:
 
 def convert(folder: Path, rank: int, num_ranks: int, *, overwrite: bool = False) -> None:
     common = {"value": NEW}
-    torch_dist.convert(
+    distckpt.reshard(
         folder / "dcp", folder / "checkpoint", common_state=common, overwrite=overwrite
     )
 

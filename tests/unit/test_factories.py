@@ -20,7 +20,6 @@ from distckpt import (
     LoadMismatchError,
     ShardedTensor,
     ShardedTensorFactory,
-    StrictHandling,
 )
 from distckpt.factories import apply_swiglu_sharded_factory, qkv_factory, swiglu_factory
 from distckpt.mapping import apply_factories, apply_factory_merges
@@ -397,10 +396,8 @@ def test_a_part_that_is_not_stored_is_unexpected_and_its_parameter_left_out(flat
     distckpt.save({"gate": stored[0], "n": 5}, tmp_path / "c")
     asked = {"fc1": SwiGLU(4, (3,), 0, True).factory("mlp", 0, 4, flat=flat), "n": 0}
     with pytest.raises(LoadMismatchError, match="mlp_v"):
-        distckpt.load(asked, tmp_path / "c", strict=StrictHandling.RAISE_ALL)
-    loaded, missing, unexpected = distckpt.load(
-        asked, tmp_path / "c", strict=StrictHandling.RETURN_ALL
-    )
+        distckpt.megatron.load(asked, tmp_path / "c", strict="raise_all")
+    loaded, missing, unexpected = distckpt.megatron.load(asked, tmp_path / "c", strict="return_all")
     assert (loaded, missing, unexpected) == ({"n": 5}, set(), {"mlp_v"})
 
 

@@ -6,13 +6,15 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 import torch
 
 from distckpt._base.dtypes import FROM_NAME
 from distckpt._base.errors import CorruptCheckpointError
+from distckpt._base.options import Progress
+from distckpt._base.progress import ProgressCounter
 from distckpt._checkpoint.stored_values import load_common_state, load_objects
 from distckpt._foreign.torch_dist.encode import (
     Call,
@@ -28,7 +30,6 @@ from distckpt._format.marker import CONFIG_FNAME
 from distckpt._format.stored_checkpoint import StoredCheckpoint
 from distckpt._io.read import read_chunks_into
 from distckpt._mapping.wrappers import ShardedObject
-from distckpt._ranks.report import counting
 from distckpt._state.common_state import COMMON_KEY
 from distckpt._storage import locations
 
@@ -47,32 +48,26 @@ def write_chunks(
     chunks: Sequence[tuple[str, int]],
     directory: str,
     name: str,
-    progress: Callable[[int, int], object] | None,
+    progress: Progress | None,
 ) -> list[Written]:
     """Write some chunks into one file, each as an archive of torch; return where they are."""
     manifest, written, start = stored.manifest, [], 0
-    is_object = [stored.is_object(key) for key, _ in chunks]
-    count = counting(
-        progress,
-        sum(
-            int(manifest.num_bytes[c]) for (_, c), o in zip(chunks, is_object, strict=True) if not o
-        ),
-    )
+    num_bytes_of = {chunk: int(manifest.num_bytes[chunk]) for _, chunk in chunks}
+    of_tensors = [chunk for key, chunk in chunks if not stored.is_object(key)]
+    counter = ProgressCounter(progress, sum(num_bytes_of[chunk] for chunk in of_tensors))
     with open(locations.join(directory, name), "w+b") as file:
-        for (key, chunk), as_object in zip(chunks, is_object, strict=True):
+        for key, chunk in chunks:
             region = manifest.chunk_region(chunk)
-            if as_object:
+            if stored.is_object(key):
                 shard = ShardedObject(key, None, stored.global_shape(key), region.offset)
                 # Megatron stores a list of the objects that share a name, which is one.
                 num_bytes = write_object(file, load_objects(stored, [shard]))
             else:
-                content = np.empty(int(manifest.num_bytes[chunk]), np.uint8)
+                content = np.empty(num_bytes_of[chunk], np.uint8)
                 read_chunks_into(stored, [chunk], [content])
-                num_bytes = write_tensor(
-                    file, TensorRecord(stored.dtype_of(chunk), region.shape), [content]
-                )
-                if count is not None:
-                    count(content.nbytes)
+                tensor = TensorRecord(stored.dtype_of(chunk), region.shape)
+                num_bytes = write_tensor(file, tensor, [content])
+                counter.add(content.nbytes)
             written.append((chunk, name, start, num_bytes))
             start += num_bytes
         file.flush()

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 
 from distckpt._base.errors import InvalidShardingError
-from distckpt._base.tree import nested_values
-from distckpt._mapping.extract import extract_sharded_tensors_and_factories
+from distckpt._base.tree import leaves
+from distckpt._mapping.kinds import is_a
 from distckpt._mapping.wrappers import (
     LocalNonpersistentObject,
     ShardedStateDict,
@@ -64,19 +64,17 @@ def get_param_id_to_sharded_param_map(
         The shard or factory, by the number that the parameter has in the optimizer's state dict.
         Parameters without a shard are left out.
     """
-    wrapped, _ = extract_sharded_tensors_and_factories(model_sharded_state_dict)
     params = list(optim_params_iter)
     by_object = get_optim_param_to_id_map(params)
     by_memory = {memory_of(params[position]): position for position in by_object.values()}
+    by_memory.pop(None, None)
     sharded_params: dict[int, ShardedTensor | ShardedTensorFactory] = {}
-    for shard in nested_values(wrapped):
+    for _, shard in leaves(model_sharded_state_dict):
+        if not is_a(shard, ShardedTensor, ShardedTensorFactory):
+            continue
         position = by_object.get(id(shard.data))
-        if (
-            position is None
-            and shard.data is not None
-            and (memory := memory_of(shard.data)) is not None
-        ):
-            position = by_memory.get(memory)
+        if position is None and shard.data is not None:
+            position = by_memory.get(memory_of(shard.data))
         if position is None:
             logger.debug("the optimizer has no parameter for key %r", shard.key)
         else:

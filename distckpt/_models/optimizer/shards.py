@@ -10,7 +10,7 @@ import torch
 
 from distckpt._base.errors import InvalidShardingError, LoadMismatchError
 from distckpt._base.memory import in_huge_pages
-from distckpt._base.tree import nested_values
+from distckpt._base.tree import leaves
 from distckpt._mapping.kinds import is_a
 from distckpt._mapping.wrappers import ShardedTensor, ShardedTensorFactory
 from distckpt._models.dtensor import is_dtensor, local_part, shard_of_dtensor
@@ -47,9 +47,7 @@ def param_name(shard: ShardedTensor | ShardedTensorFactory) -> str:
     """
     part: Any = shard
     if isinstance(shard, ShardedTensorFactory):
-        part = next(
-            (s for s in nested_values([shard.build()]) if isinstance(s, ShardedTensor)), None
-        )
+        part = next((s for _, s in leaves(shard.build()) if isinstance(s, ShardedTensor)), None)
     if part is None or not part.prepend_axis_num:
         return shard.key
     return f"{shard.key}[{','.join(map(str, part.global_offset[: part.prepend_axis_num]))}]"
@@ -154,7 +152,7 @@ def form_of(shard: ShardedTensor | ShardedTensorFactory) -> tuple[torch.dtype, t
 def _first_part(shard: ShardedTensor | ShardedTensorFactory) -> ShardedTensor:
     if isinstance(shard, ShardedTensor):
         return shard
-    return next(part for part in nested_values([shard.build()]) if isinstance(part, ShardedTensor))
+    return next(part for _, part in leaves(shard.build()) if isinstance(part, ShardedTensor))
 
 
 def state_target(

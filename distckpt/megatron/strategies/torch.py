@@ -17,6 +17,8 @@ set_public_home(globals())
 __getattr__ = forward(
     "strategies.torch",
     "MCoreLoadPlanner",
+    "MCoreMetadata",
+    "MCoreSavePlan",
     "MCoreSavePlanner",
     "_get_filesystem_reader",
     "flatten_state_dict",

@@ -449,7 +449,7 @@ def test_a_copy_on_a_local_disk_is_a_checkpoint(store, tmp_path):
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(store.read(f"c/{name}"))
     assert holds(tmp_path / "c", 2.0)
-    assert distckpt.remove_sharded_tensors(tmp_path / "c", "w") is None
+    assert distckpt.megatron.remove_sharded_tensors(tmp_path / "c", "w") is None
     assert set(distckpt.open(tmp_path / "c").tensors) == {"half"}
     assert distckpt.verify(tmp_path / "c").is_whole
 

@@ -70,13 +70,13 @@ def test_progress_is_not_shown_elsewhere(checkpoint, tmp_path):
     assert run("export", checkpoint, tmp_path / "out").stderr == ""
 
 
-@pytest.mark.parametrize("no_colour", [False, True])
-def test_inspect_is_coloured_on_terminals(checkpoint, no_colour):
+@pytest.mark.parametrize("no_color", [False, True])
+def test_inspect_is_colored_on_terminals(checkpoint, no_color):
     line, environment = command("inspect", checkpoint, "--key", "grid")
-    environment |= {"TERM": "xterm-256color", **({"NO_COLOR": "1"} if no_colour else {})}
+    environment |= {"TERM": "xterm-256color", **({"NO_COLOR": "1"} if no_color else {})}
     shown = shown_on_terminal(line, environment, "stdout")
     assert b"[0:6, 5:10]" in shown
-    assert (b"\x1b[48;2;78;121;167m" in shown) is not no_colour
+    assert (b"\x1b[48;2;78;121;167m" in shown) is not no_color
 
 
 # --- Interruptions --------------------------------------------------------------------------------

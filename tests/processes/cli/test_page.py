@@ -89,7 +89,7 @@ def test_search_zoom_layouts_and_dark_mode_without_errors(pages, tmp_path):
             page.evaluate("document.getElementById('count').textContent")
             == "4 of 11 tensors, 32.77 kB"
         )
-        # The layout of a tensor: its chunks in the colours of the ranks.
+        # The layout of a tensor: its chunks in the colors of the ranks.
         page.evaluate("document.querySelector('#table tbody tr').click()")
         fills = page.evaluate(FILLS)
         assert len(set(fills)) == len(fills) == 4

@@ -13,7 +13,7 @@ from torch.overrides import TorchFunctionMode
 
 import distckpt
 from distckpt import ShardedTensor
-from distckpt._base import device as base_device
+from distckpt._base import memory as base_memory
 from distckpt._io.replicas import sampled_digests
 from tests.support.slow_device import SlowDevice
 
@@ -22,7 +22,7 @@ from tests.support.slow_device import SlowDevice
 def device(monkeypatch):
     """Let all tensors be on the made-up device."""
     layer = SlowDevice()
-    monkeypatch.setattr(base_device, "layer_of", lambda tensor: layer)
+    monkeypatch.setattr(base_memory, "layer_of", lambda tensor: layer)
     return layer
 
 
@@ -61,7 +61,7 @@ def test_what_is_read_is_copied_from_pinned_memory_and_waited_for(monkeypatch, t
     }
     distckpt.save(saved, tmp_path / "c")
     device = SlowDevice()
-    monkeypatch.setattr(base_device, "layer_of", lambda tensor: device)
+    monkeypatch.setattr(base_memory, "layer_of", lambda tensor: device)
     # Whole tensors; columns, in one process that asks for the left half only; and a wider dtype.
     targets = {
         "big": ShardedTensor.from_rank_offsets("big", torch.zeros(2000, 1000), (1, 0, 2)),
@@ -116,7 +116,7 @@ def test_copies_under_way_are_waited_for_when_a_later_one_fails(monkeypatch, tmp
         "columns": ShardedTensor.from_rank_offsets("columns", torch.zeros(512, 1500), (1, 0, 2))
     }
     device = FailsAtTheSecondCopy()
-    monkeypatch.setattr(base_device, "layer_of", lambda tensor: device)
+    monkeypatch.setattr(base_memory, "layer_of", lambda tensor: device)
     call = {
         "save": lambda: distckpt.save(state, tmp_path / "d"),
         "load": lambda: distckpt.load(half, tmp_path / "c", validate_access_integrity=False),

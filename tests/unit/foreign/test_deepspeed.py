@@ -532,7 +532,7 @@ def test_the_optimizer_of_deepspeed(tmp_path):
     model = torch.nn.ParameterDict({"w": torch.zeros(3, 5), "b": torch.zeros(())})
     optimizer = torch.optim.AdamW(model.parameters(), lr=1, amsgrad=False)
     request = {"model": model, "optimizer": optimizer}
-    distckpt.load(request, tmp_path / "c", strict="raise_unexpected")
+    distckpt.megatron.load(request, tmp_path / "c", strict="raise_unexpected")
     assert torch.equal(optimizer.state[model["w"]]["exp_avg_sq"], flat[:15].view(3, 5) + 2)
     assert (optimizer.state[model["b"]]["step"], optimizer.param_groups[0]["betas"]) == (
         7,

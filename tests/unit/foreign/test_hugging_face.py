@@ -91,7 +91,7 @@ def test_a_folder_of_shards_reads_as_whole_tensors(folder):
         {"rows": ROWS, "columns": COLUMNS, "norm": NORM, "step": STEP},
     )
     described = distckpt.open(folder).tensors
-    assert {key: (shard.dtype, shard.global_shape) for key, shard in described.items()} == {
+    assert {key: (info.dtype, info.shape) for key, info in described.items()} == {
         "rows": (torch.float32, (12, 5)),
         "columns": (torch.bfloat16, (4, 6)),
         "norm": (torch.float32, (7,)),

@@ -37,7 +37,6 @@ from distckpt import (
     ShardedObject,
     ShardedTensor,
     UnsupportedObjectError,
-    torch_dist,
 )
 from distckpt.cli import main
 from tests.support.reference import skip_where_safetensors_lacks
@@ -169,7 +168,7 @@ def test_a_missing_key_is_named(saved):
 
 def test_nothing_is_removed_from_a_checkpoint_of_others(saved):
     with pytest.raises(CheckpointingException, match="convert"):
-        distckpt.remove_sharded_tensors(saved, "model")
+        distckpt.megatron.remove_sharded_tensors(saved, "model")
 
 
 def test_consolidation_to_hugging_face(saved, tmp_path):
@@ -182,7 +181,7 @@ def test_consolidation_to_hugging_face(saved, tmp_path):
 
 def test_conversion(saved, tmp_path):
     target = str(tmp_path / "converted")
-    torch_dist.convert(saved, target)
+    distckpt.reshard(saved, target)
     assert distckpt.megatron.check_is_distributed_checkpoint(target)
     loaded = distckpt.load(
         {key: whole(key, tensor) for key, tensor in KEYS.items()},
@@ -192,8 +191,9 @@ def test_conversion(saved, tmp_path):
     )
     assert [key for key, tensor in KEYS.items() if not same(loaded[key], tensor)] == []
     assert distckpt.open(target).common_state == distckpt.open(saved).common_state
-    with pytest.raises(CheckpointingException, match="already"):
-        torch_dist.convert(target, str(tmp_path / "again"))
+    copied = shutil.copytree(saved, tmp_path / "copied")
+    with pytest.raises(CheckpointingException, match="in its own place"):
+        distckpt.reshard(copied, copied, overwrite=True)
 
 
 def test_conversion_of_a_remote_source(saved, tmp_path):
@@ -202,7 +202,7 @@ def test_conversion_of_a_remote_source(saved, tmp_path):
     memory = fsspec.filesystem("memory")
     memory.put(saved, "/dcp_source", recursive=True)
     try:
-        torch_dist.convert("memory://dcp_source", str(tmp_path / "converted"))
+        distckpt.reshard("memory://dcp_source", str(tmp_path / "converted"))
     finally:
         memory.rm("/dcp_source", recursive=True)
     plain = distckpt.open(str(tmp_path / "converted")).read_tensors()
@@ -231,8 +231,8 @@ def test_conversion_from_the_command_line(saved, tmp_path, capsys):
 def test_conversion_with_other_common_state(tmp_path):
     source = save_with_torch({"w": torch.ones(2), "odd": Odd(1)}, tmp_path / "source")
     with pytest.raises(UnsupportedObjectError, match="Odd"):
-        torch_dist.convert(source, str(tmp_path / "converted"))
-    torch_dist.convert(source, str(tmp_path / "converted"), common_state={"step": 1})
+        distckpt.reshard(source, str(tmp_path / "converted"))
+    distckpt.reshard(source, str(tmp_path / "converted"), common_state={"step": 1})
     assert distckpt.open(str(tmp_path / "converted")).common_state == {"step": 1}
 
 
@@ -396,7 +396,7 @@ def test_classes_are_admitted_by_registering_them(tmp_path):
 def test_a_checkpoint_of_nothing(tmp_path):
     folder = megatron_folder(tmp_path / "c")
     assert distckpt.load({}, folder) == {}
-    torch_dist.convert(folder, tmp_path / "converted")
+    distckpt.reshard(folder, tmp_path / "converted")
     assert distckpt.load({}, tmp_path / "converted") == {}
 
 
@@ -504,7 +504,7 @@ def test_a_checkpoint_that_megatron_core_0_14_wrote(tmp_path):
     assert torch.equal(
         distckpt.load({"x": flat}, tmp_path / "c")["x"], full["exp_avg"][1, 3:].flatten()[3:23]
     )
-    torch_dist.convert(tmp_path / "c", tmp_path / "converted")
+    distckpt.reshard(tmp_path / "c", tmp_path / "converted")
     plain = distckpt.open(tmp_path / "converted").read_tensors()
     assert [key for key, tensor in full.items() if not torch.equal(plain[key], tensor)] == []
 

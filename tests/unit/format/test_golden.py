@@ -235,7 +235,7 @@ READERS = {
     "load_common_state_dict": distckpt.megatron.load_common_state_dict,
     "load_tensors_metadata": distckpt.megatron.load_tensors_metadata,
     "load_sharded_metadata": distckpt.megatron.serialization.load_sharded_metadata,
-    "remove_sharded_tensors": lambda path: distckpt.remove_sharded_tensors(path, "bias"),
+    "remove_sharded_tensors": lambda path: distckpt.megatron.remove_sharded_tensors(path, "bias"),
     "consolidate": lambda path: distckpt.consolidate(path, path.parent / "export"),
 }
 REFUSAL = (

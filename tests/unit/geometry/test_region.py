@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 
 from distckpt._geometry.region import (
     Region,
-    cut_region,
     find_tiling_faults,
     flat_range_regions,
     flat_start,
@@ -20,6 +19,7 @@ from distckpt._geometry.region import (
     step_over,
     whole,
 )
+from distckpt._geometry.units import cut_region
 
 
 @st.composite

@@ -42,8 +42,10 @@ def test_fields_and_methods_are_megatrons():
 def test_a_save_through_the_queue(tmp_path):
     queue, path, seen, reports = AsyncCallsQueue(persistent=True), tmp_path / "c", [], []
     state = state_of(1)
-    request = distckpt.save(state, path, async_sharded_save=True, on_report=reports.append)
-    request.add_finalize_fn(lambda: seen.append(distckpt.megatron.check_is_distributed_checkpoint(path)))
+    request = distckpt.megatron.save(state, path, async_sharded_save=True, on_report=reports.append)
+    request.add_finalize_fn(
+        lambda: seen.append(distckpt.megatron.check_is_distributed_checkpoint(path))
+    )
     assert not path.exists()
     assert queue.schedule_async_request(request) == 0
     state["rows"].data.zero_()
@@ -58,7 +60,7 @@ def test_a_save_through_the_queue(tmp_path):
 
 def test_execute_sync(tmp_path):
     seen = []
-    request = distckpt.save(state_of(2), tmp_path / "c", async_sharded_save=True)
+    request = distckpt.megatron.save(state_of(2), tmp_path / "c", async_sharded_save=True)
     request.add_finalize_fn(lambda: seen.append(1))
     request.execute_sync()
     assert seen == [1]
@@ -103,14 +105,14 @@ def test_requests_are_frozen_when_scheduled():
 
 def test_a_request_that_fails_is_raised_when_it_is_finalized(tmp_path):
     queue, seen = AsyncCallsQueue(), []
-    request = distckpt.save(state_of(1), tmp_path / "c", async_sharded_save=True)
+    request = distckpt.megatron.save(state_of(1), tmp_path / "c", async_sharded_save=True)
     request.add_finalize_fn(lambda: seen.append(1))
     distckpt.save(state_of(2), tmp_path / "c")
     queue.schedule_async_request(request)
     with pytest.raises(CheckpointExistsError):
         queue.maybe_finalize_async_calls(blocking=True)
     assert (seen, queue.get_num_unfinalized_calls()) == ([], 0)
-    distckpt.save(state_of(3), tmp_path / "d", async_sharded_save=True).execute_sync()
+    distckpt.megatron.save(state_of(3), tmp_path / "d", async_sharded_save=True).execute_sync()
     assert loaded(tmp_path / "d") == ([3], 3)
 
 
@@ -121,7 +123,7 @@ def test_aborting_forgets_what_has_not_begun(tmp_path):
     queue.schedule_async_request(AsyncRequest(ran.append, (1,), []))
     for number in range(2):
         queue.schedule_async_request(
-            distckpt.save(state_of(1), tmp_path / str(number), async_sharded_save=True)
+            distckpt.megatron.save(state_of(1), tmp_path / str(number), async_sharded_save=True)
         )
     queue.close(abort=True)
     may_end.set()

@@ -125,7 +125,7 @@ def test_background_saves_and_managers_take_objects(tmp_path):
     distckpt.async_save(saved, tmp_path / "background").result()
     with distckpt.CheckpointManager(tmp_path / "run") as manager:
         manager.save(2, {**saved, "step": 2})
-    for load in (partial(distckpt.load, checkpoint_dir=tmp_path / "background"), manager.load):
+    for load in (partial(distckpt.load, path=tmp_path / "background"), manager.load):
         resumed = make(2)
         load(resumed)
         assert_same(resumed["optimizer"].state_dict(), saved["optimizer"].state_dict())
@@ -547,7 +547,7 @@ def test_a_value_that_the_checkpoint_lacks_is_an_error(tmp_path):
         with pytest.raises(distckpt.LoadMismatchError, match="no value for 'epoch'") as caught:
             distckpt.load({"model": model, **request}, tmp_path / name)
         assert caught.value.unexpected == {"epoch"}
-        assert "epoch" not in distckpt.load(
+        assert "epoch" not in distckpt.megatron.load(
             {"model": model, **request}, tmp_path / name, strict="log_unexpected"
         )
     assert "epoch" not in distckpt.load({"model": model, "epoch": None}, tmp_path / "saved")

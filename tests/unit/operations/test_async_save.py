@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 
 import distckpt
 from distckpt import CheckpointExistsError, CheckpointingException, ShardedObject, ShardedTensor
-from distckpt._base import device as base_device
+from distckpt._base import memory as base_memory
 from distckpt.strategies.base import SaveShardedStrategy
 from tests.support.disk import tree_of
 from tests.support.reference import skip_where_safetensors_lacks
@@ -281,7 +281,7 @@ def test_a_third_save_waits_for_memory(tmp_path, gate):
     "read",
     [
         lambda path: distckpt.load({"v": whole("v", torch.zeros(3))}, path),
-        distckpt.megatron.load_plain_tensors,
+        lambda path: distckpt.open(path).read_tensors(),
     ],
 )
 def test_loading_waits_for_the_save_of_that_path(read, tmp_path, gate):
@@ -359,7 +359,7 @@ def test_tensors_on_a_device_are_copied_into_pinned_memory(tmp_path, gate, monke
     big, column = torch.arange(3_000_000.0), torch.arange(200.0).view(20, 10)
     expected = {"big": big.clone(), "column": column[:, 3].clone(), "scalar": torch.tensor(3.5)}
     with monkeypatch.context() as patch:
-        patch.setattr(base_device, "layer_of", lambda tensor: device)
+        patch.setattr(base_memory, "layer_of", lambda tensor: device)
         state = {"big": whole("big", big), "column": whole("column", column[:, 3])}
         handle = distckpt.async_save(
             {**state, "scalar": whole("scalar", torch.tensor(3.5))}, tmp_path / "c"
@@ -443,7 +443,7 @@ def test_what_changes_after_memory_was_reserved_is_saved_as_it_is(tmp_path):
         }
         distckpt.async_save(state, tmp_path / "c", overwrite=True).result(PATIENCE)
         assert torch.equal(stored(tmp_path / "c")["t"], torch.arange(size) + 0.5)
-        assert distckpt.load({}, tmp_path / "c", strict="ignore_all")["step"] == size
+        assert distckpt.open(tmp_path / "c").common_state["step"] == size
     assert os.listdir(tmp_path) == ["c"], "to reserve memory writes nothing"
 
 
@@ -452,13 +452,13 @@ def test_page_locked_memory_is_reserved_or_else_taken_by_the_save(tmp_path, monk
     tensor = torch.arange(3_000_000.0)
     expected = tensor.clone()
     with monkeypatch.context() as patch:
-        patch.setattr(base_device, "layer_of", lambda tensor: device)
+        patch.setattr(base_memory, "layer_of", lambda tensor: device)
         patch.setattr(device, "pinned_memory", lambda num_bytes: 1 / 0)
         refused = distckpt.reserve_staging_memory({"t": whole("t", tensor)})
         assert isinstance(refused.exception(PATIENCE), ZeroDivisionError)
         assert "memory for background saves cannot be reserved: ZeroDivisionError" in caplog.text
         patch.undo()
-        patch.setattr(base_device, "layer_of", lambda tensor: device)
+        patch.setattr(base_memory, "layer_of", lambda tensor: device)
         assert (
             distckpt.reserve_staging_memory({"t": whole("t", tensor)}).result(PATIENCE)
             == tensor.nbytes
@@ -484,7 +484,7 @@ def test_page_locked_memory_is_in_blocks_that_torch_need_not_round_up_much(tmp_p
     }
     expected = {key: tensor.clone().contiguous() for key, tensor in tensors.items()}
     with monkeypatch.context() as patch:
-        patch.setattr(base_device, "layer_of", lambda tensor: device)
+        patch.setattr(base_memory, "layer_of", lambda tensor: device)
         handle = distckpt.async_save(
             {key: whole(key, tensor) for key, tensor in tensors.items()}, tmp_path / "c"
         )
@@ -513,7 +513,7 @@ def test_copies_of_some_tensors_are_written_in_other_units_than_they_were_made_i
     with monkeypatch.context() as patch:
         if is_on_device:
             device = SlowDevice()
-            patch.setattr(base_device, "layer_of", lambda tensor: device)
+            patch.setattr(base_memory, "layer_of", lambda tensor: device)
         state = {key: whole(key, tensor) for key, tensor in tensors.items()}
         handle = distckpt.async_save(state, tmp_path / "c", max_inflight_bytes=80 << 20)
         assert handle.staged.wait(PATIENCE)
@@ -529,7 +529,7 @@ def test_memory_of_a_save_from_the_host_is_not_used_for_tensors_on_a_device(tmp_
     distckpt.async_save({"t": whole("t", tensor)}, tmp_path / "c").result(PATIENCE)
     device = SlowDevice()
     with monkeypatch.context() as patch:
-        patch.setattr(base_device, "layer_of", lambda tensor: device)
+        patch.setattr(base_memory, "layer_of", lambda tensor: device)
         distckpt.async_save({"t": whole("t", tensor)}, tmp_path / "d").result(PATIENCE)
     assert tensor.nbytes in [high - low for low, high, _ in device.pinned], (
         "beside the windows for writing objects"

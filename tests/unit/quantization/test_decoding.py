@@ -101,13 +101,13 @@ def test_ten_thousand_slices(model, folder):
 def test_what_is_stored_can_still_be_had(model, folder):
     state = {key: request(key, tensor.shape, tensor.dtype) for key, tensor in model.tensors.items()}
     assert same_bytes(distckpt.load(state, folder), model.tensors)
-    assert same_bytes(distckpt.open(folder).read_tensors(), model.tensors)
+    assert same_bytes(distckpt.megatron.load_plain_tensors(folder), model.tensors)
 
 
 def test_an_imported_checkpoint_is_loaded_the_same(model, folder, tmp_path):
     """Names and shapes are enough, and checksums are compared."""
     distckpt.reshard(folder, tmp_path / "checkpoint")
-    assert same_bytes(distckpt.open(tmp_path / "checkpoint").read_tensors(), model.tensors)
+    assert same_bytes(distckpt.megatron.load_plain_tensors(tmp_path / "checkpoint"), model.tensors)
     state = {key: request(key, values.shape, torch.float32) for key, values in model.values.items()}
     assert same_bytes(distckpt.load(state, tmp_path / "checkpoint"), model.values)
 
@@ -115,14 +115,14 @@ def test_an_imported_checkpoint_is_loaded_the_same(model, folder, tmp_path):
 def test_exports_and_imports_of_values(model, folder, tmp_path):
     dtype, expected = torch.float32, model.values
     distckpt.consolidate(folder, tmp_path / "export", dtype=dtype)
-    assert same_bytes(distckpt.open(tmp_path / "export").read_tensors(), expected)
+    assert same_bytes(distckpt.megatron.load_plain_tensors(tmp_path / "export"), expected)
     distckpt.reshard(folder, tmp_path / "checkpoint", dtype=dtype, num_ranks=2)
-    assert same_bytes(distckpt.open(tmp_path / "checkpoint").read_tensors(), expected)
+    assert same_bytes(distckpt.megatron.load_plain_tensors(tmp_path / "checkpoint"), expected)
 
 
 def test_exports_as_stored(model, folder, tmp_path):
     distckpt.consolidate(folder, tmp_path / "export")
-    assert same_bytes(distckpt.open(tmp_path / "export").read_tensors(), model.tensors)
+    assert same_bytes(distckpt.megatron.load_plain_tensors(tmp_path / "export"), model.tensors)
 
 
 def test_rules_of_an_export_apply_to_values(tmp_path):
@@ -131,7 +131,9 @@ def test_rules_of_an_export_apply_to_values(tmp_path):
     rules = [Transpose("m.experts.*", "e.{0}", (0, 2, 1))]
     distckpt.consolidate(tmp_path / "model", tmp_path / "export", rules=rules)
     expected = model.values["m.experts.down_proj"].transpose(1, 2).bfloat16()
-    assert torch.equal(distckpt.open(tmp_path / "export").read_tensors()["e.down_proj"], expected)
+    assert torch.equal(
+        distckpt.megatron.load_plain_tensors(tmp_path / "export")["e.down_proj"], expected
+    )
 
 
 def test_tied_keys_of_a_checkpoint_keep_together(tmp_path):
@@ -154,7 +156,7 @@ def test_tied_keys_of_a_checkpoint_keep_together(tmp_path):
     assert loaded["x"].dtype == values_dtype
     distckpt.reshard(tmp_path / "checkpoint", tmp_path / "values", dtype=torch.float32)
     assert same_bytes(
-        distckpt.open(tmp_path / "values").read_tensors(),
+        distckpt.megatron.load_plain_tensors(tmp_path / "values"),
         {"l.weight": values, "head.weight": values},
     )
 
@@ -167,10 +169,10 @@ def test_the_interface_of_torch(model, folder):
 
 def test_strict_loads_miss_neither_scales_nor_codes(model, folder):
     state = {key: request(key, values.shape) for key, values in model.values.items()}
-    _, missing, unexpected = distckpt.load(dict(state), folder, strict="return_all")
+    _, missing, unexpected = distckpt.megatron.load(dict(state), folder, strict="return_all")
     assert (missing, unexpected) == (set(), set())
     key, _ = state.popitem()
-    _, missing, unexpected = distckpt.load(
+    _, missing, unexpected = distckpt.megatron.load(
         {**state, "x": request("x", (1,))}, folder, strict="return_all"
     )
     assert missing

@@ -186,9 +186,9 @@ def test_what_is_stored_can_be_had_as_it_is(directory, tmp_path):
     }
     assert same_bytes(distckpt.load(state, path), tensors)
     distckpt.reshard(path, tmp_path / "imported")
-    assert same_bytes(distckpt.open(tmp_path / "imported").read_tensors(), tensors)
+    assert same_bytes(distckpt.megatron.load_plain_tensors(tmp_path / "imported"), tensors)
     distckpt.consolidate(tmp_path / "imported", tmp_path / "exported")
-    assert same_bytes(distckpt.open(tmp_path / "exported").read_tensors(), tensors)
+    assert same_bytes(distckpt.megatron.load_plain_tensors(tmp_path / "exported"), tensors)
 
 
 def test_scales_beside_codes_are_not_converted_alone(tmp_path):
@@ -279,7 +279,7 @@ def test_codes_are_not_written_without_their_scales(tmp_path, scales, change):
         assert not (tmp_path / "out").exists()
     distckpt.consolidate(tmp_path / "model", tmp_path / "out", keys="l.", rename={"l.": "m."})
     expected = {f"m.{key[2:]}": tensor for key, tensor in tensors.items()}
-    assert same_bytes(distckpt.open(tmp_path / "out").read_tensors(), expected)
+    assert same_bytes(distckpt.megatron.load_plain_tensors(tmp_path / "out"), expected)
 
 
 def packed(**weights):

@@ -23,7 +23,7 @@ from distckpt import (
     UnsupportedObjectError,
 )
 from distckpt._format.codec import HOLE
-from distckpt._state.flatten import compact, prune, put_together, split
+from distckpt._state.flatten import compact, put_together, split
 from distckpt.mapping import ShardedBase
 
 
@@ -584,6 +584,10 @@ def test_what_is_taken_apart_goes_together_again(tree):
 
 
 def test_holes_leave_the_places_of_others_alone():
+    shard = tensor("w", 1)
+    tree = {"a": [shard, 1, {"b": shard}], "c": {"d": shard}, "e": (), "f": [shard]}
+    common = split(tree).common
+    assert common == {"a": [HOLE, 1, HOLE], "e": ()}
+    assert compact(common) == {"a": [1], "e": ()}
     tree = {"a": [HOLE, 1, {"b": HOLE}], "c": {"d": HOLE}, "e": (), "f": [HOLE]}
-    assert prune(tree) == {"a": [HOLE, 1, HOLE], "e": ()}
     assert compact(tree) == {"a": [1], "e": ()}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from distckpt._plan.export import matches
+from distckpt._plan.selection import matches
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,4 @@
-"""Reading merged checkpoints: sums of the values of several, computed in float64 and rounded
-once.
-"""
+"""Weighted sums of the tensors of several checkpoints, computed in float64 and rounded once."""
 
 from __future__ import annotations
 
@@ -15,10 +13,14 @@ from distckpt._base.errors import CheckpointingException
 from distckpt._base.memory import bounce_buffer
 from distckpt._base.threads import UNIT_BYTES
 from distckpt._format.stored_checkpoint import StoredCheckpoint
-from distckpt._geometry.region import cut_region
+from distckpt._geometry.units import cut_region
+from distckpt._io.casts import round_once
 from distckpt._io.read_values import read_values
+from distckpt._io.tensor_source import TensorSource
+from distckpt._plan.export import OutputTensor
 from distckpt._plan.load import Request, plan_load
 from distckpt._quantization.numbers import scratch
+from distckpt._storage.open_files import OpenFiles
 
 _TERMS_BYTES = 2 * UNIT_BYTES
 """So much is read of all checkpoints together before it is summed."""
@@ -28,53 +30,68 @@ calls as for sums.
 """
 
 
-def read_requests(
-    stored: StoredCheckpoint, requests: Sequence[Request], targets: Sequence[torch.Tensor]
-) -> None:
-    """Fill requested regions in this thread; those of merged checkpoints with sums, rounded to the
-    targets' dtypes.
+class SummedSource(TensorSource):
+    """Weighted sums of the tensors of several checkpoints, rounded once.
+
+    Tensors of which there is no sum must be equal in all of them.
     """
-    if not stored.sources:
-        read_values(stored, plan_load(stored, requests), targets, num_threads=1)
-        return
-    for dtypes, batch in _batches(stored, requests, targets):
-        wanted = [request for request, _ in batch]
-        terms = _read_terms(stored, dtypes, wanted)
-        target = batch[0][1]
-        is_direct = len(batch) == 1 and target.is_contiguous()
-        goal = target.view(-1) if is_direct else scratch("rounded", terms[0].shape, target.dtype)
-        if is_summed(FROM_NAME[stored.dtype_name(wanted[0].key)]):
-            _fill_with_sum(goal, terms, [weight for _, weight in stored.sources])
-        else:
-            _check_equal(stored, wanted, terms)
-            goal.copy_(terms[0])
-        if not is_direct:
-            for (_, target), part in zip(batch, _divided(goal, wanted), strict=True):
-                target.copy_(part)
 
+    def __init__(
+        self, view: StoredCheckpoint, terms: Sequence[StoredCheckpoint], weights: Sequence[float]
+    ) -> None:
+        """Take the view that describes the sums, and the checkpoints with the weight of each."""
+        super().__init__(view)
+        self._terms = terms
+        self._weights = weights
 
-def round_once(values: torch.Tensor, target: torch.Tensor) -> None:
-    """Convert values, overwriting those in float64, which torch takes to 16 and 8 bits by way of
-    float32.
+    def with_files(self, files: OpenFiles) -> TensorSource:
+        terms = [term.with_files(files) for term in self._terms]
+        return SummedSource(self.stored, terms, self._weights)
 
-    So that this does not round twice, they are shortened first: of the digits that are cut off, the
-    last one that stays says whether there was any (as many as 13 stay). The scratch memory is that
-    of products, which is in cache.
-    """
-    if (
-        values.dtype == torch.float64
-        and target.dtype.is_floating_point
-        and target.dtype.itemsize < 4
-    ):
-        bits, cut = values.view(torch.int64).numpy(), (1 << 40) - 1
-        rest = np.bitwise_and(bits, cut, out=scratch("product", bits.shape, torch.int64).numpy())
-        np.bitwise_or(bits, np.add(rest, cut, out=rest), out=bits)
-        np.bitwise_and(bits, ~cut, out=bits)
-    target.copy_(values)
+    def is_stored(self, tensor: OutputTensor) -> bool:
+        return False
+
+    def may_overflow(self, tensor: OutputTensor) -> bool:
+        return is_summed(FROM_NAME[tensor.mapped.dtype])
+
+    def dtype_of(self, tensor: OutputTensor) -> torch.dtype:
+        dtype = FROM_NAME[tensor.mapped.dtype]
+        if not is_summed(dtype):
+            return dtype
+        return torch.complex128 if dtype.is_complex else torch.float64
+
+    def converts(self, tensor: OutputTensor) -> bool:
+        if not is_summed(FROM_NAME[tensor.mapped.dtype]):
+            return super().converts(tensor)
+        target = FROM_NAME[tensor.dtype]
+        is_rounded_last = not any(part.add for part in tensor.mapped.parts)
+        return is_rounded_last and (target.is_floating_point or target.is_complex)
+
+    def read_requests(
+        self, requests: Sequence[Request], views: Sequence[torch.Tensor], factor: float
+    ) -> None:
+        weights = [weight * factor for weight in self._weights]
+        for dtypes, batch in _batches(self.stored, self._terms, requests, views):
+            wanted = [request for request, _ in batch]
+            terms = _read_terms(self._terms, dtypes, wanted)
+            view = batch[0][1]
+            is_direct = len(batch) == 1 and view.is_contiguous()
+            goal = view.view(-1) if is_direct else scratch("rounded", terms[0].shape, view.dtype)
+            if is_summed(FROM_NAME[self.stored.dtype_name(wanted[0].key)]):
+                _fill_with_sum(goal, terms, weights)
+            else:
+                _check_equal(self._terms, wanted, terms)
+                goal.copy_(terms[0])
+            if not is_direct:
+                for (_, view), part in zip(batch, _divided(goal, wanted), strict=True):
+                    view.copy_(part)
 
 
 def _batches(
-    view: StoredCheckpoint, requests: Sequence[Request], targets: Sequence[torch.Tensor]
+    view: StoredCheckpoint,
+    terms: Sequence[StoredCheckpoint],
+    requests: Sequence[Request],
+    targets: Sequence[torch.Tensor],
 ) -> Iterator[tuple[list[torch.dtype], list[tuple[Request, torch.Tensor]]]]:
     """Divide requests so that all values for a batch, of the same dtypes, need little memory; yield
     these dtypes.
@@ -84,7 +101,7 @@ def _batches(
     dtypes: list[torch.dtype] = []
     for request, target in zip(requests, targets, strict=True):
         count = request.region.num_elements
-        next_dtypes = [_term_dtype(source, request.key) for source, _ in view.sources]
+        next_dtypes = [_term_dtype(term, request.key) for term in terms]
         next_kind = (view.dtype_name(request.key), target.dtype, next_dtypes)
         size = sum(dtype.itemsize for dtype in next_dtypes)
         # Pieces of even size: each is a plan of its own.
@@ -115,7 +132,9 @@ def _term_dtype(source: StoredCheckpoint, key: str) -> torch.dtype:
 
 
 def _read_terms(
-    view: StoredCheckpoint, dtypes: Sequence[torch.dtype], requests: Sequence[Request]
+    stored: Sequence[StoredCheckpoint],
+    dtypes: Sequence[torch.dtype],
+    requests: Sequence[Request],
 ) -> list[torch.Tensor]:
     """Return the values of each checkpoint, those of one request after the other, in scratch
     memory.
@@ -126,7 +145,7 @@ def _read_terms(
     )
     memory = torch.from_numpy(bounce_buffer("terms", starts[-1]))
     terms: list[torch.Tensor] = []
-    for (source, _), dtype, start in zip(view.sources, dtypes, starts, strict=False):
+    for source, dtype, start in zip(stored, dtypes, starts, strict=False):
         terms.append(memory[start : start + count * dtype.itemsize].view(dtype))
         read_values(
             source, plan_load(source, requests), _divided(terms[-1], requests), num_threads=1
@@ -169,15 +188,15 @@ def _fill_with_sum(
 
 
 def _check_equal(
-    view: StoredCheckpoint, requests: Sequence[Request], terms: Sequence[torch.Tensor]
+    stored: Sequence[StoredCheckpoint], requests: Sequence[Request], terms: Sequence[torch.Tensor]
 ) -> None:
     """Refuse different values of tensors of which there is no sum."""
     first, *others = [_divided(as_integers(values), requests) for values in terms]
-    for (source, _), values in zip(view.sources[1:], others, strict=True):
+    for source, values in zip(stored[1:], others, strict=True):
         for request, one, other in zip(requests, first, values, strict=True):
             if not torch.equal(one, other):
+                dtype = source.dtype_name(request.key)
                 raise CheckpointingException(
-                    f"Key {request.key!r} is {view.dtype_name(request.key)}, of which there is no "
-                    f"sum, and its values in {source.location!r} differ from those in "
-                    f"{view.location!r}: leave the key out with `keys`."
+                    f"Key {request.key!r} is {dtype}, of which there is no sum, and its values in "
+                    f"{source.location!r} differ from those in {stored[0].location!r}: leave the key out with `keys`."
                 )

@@ -1,0 +1,69 @@
+"""Reports of saves and loads: how many bytes moved, and how long each phase took."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import ClassVar
+
+
+@dataclass(frozen=True)
+class _Report:
+    """The size and duration of a save or load, the same on every rank."""
+
+    location: str
+    """Location of the checkpoint."""
+    num_bytes: int
+    """Bytes of tensors and objects, of all ranks together."""
+    seconds: float
+    """Seconds from the call to the return, on the rank that took longest."""
+    phases: Mapping[str, float]
+    """Seconds by phase, each on the rank that took longest in it."""
+    slowest_rank: int
+    """The rank that spent most time moving bytes."""
+    num_ranks: int
+    """Number of ranks."""
+    _verb: ClassVar[str]
+
+    @property
+    def gigabytes_per_second(self) -> float:
+        """10**9 bytes per second over the whole call, all ranks together."""
+        return self.num_bytes / self.seconds / 1e9 if self.seconds else 0.0
+
+    def __str__(self) -> str:
+        """Return one line for a log."""
+        phases = ", ".join(f"{name} {seconds:.2f} s" for name, seconds in self.phases.items())
+        slowest = f", slowest rank {self.slowest_rank}" if self.num_ranks > 1 else ""
+        return (
+            f"{self._verb} {self.location}: {self.num_bytes / 1e9:.3f} GB in {self.seconds:.2f} s "
+            f"({self.gigabytes_per_second:.2f} GB/s; {phases}{slowest})"
+        )
+
+
+@dataclass(frozen=True)
+class SaveReport(_Report):
+    """The size and duration of a save.
+
+    Phases: "describe" (flattening the state dict, comparing common state), "plan" (deciding who
+    writes what), "stage" (copying tensors, in a background save), "write" (shard files and
+    manifest) and "commit".
+    """
+
+    plan_reused: bool = False
+    """Whether the plan of an earlier save was used."""
+    _verb = "saved"
+
+
+@dataclass(frozen=True)
+class LoadReport(_Report):
+    """The size and duration of a load.
+
+    Phases: "plan" (finding the checkpoint, comparing the requests) and "read" (manifest, tensors
+    and objects). `num_bytes` counts what each rank requested.
+    """
+
+    missing: frozenset[str] = frozenset()
+    """Keys that the checkpoint has and no rank requested, where `strict` compares keys."""
+    unexpected: frozenset[str] = frozenset()
+    """Keys that some rank requested and the checkpoint does not have; they were left out."""
+    _verb = "loaded"

@@ -1,0 +1,79 @@
+"""The page that `distckpt diff --html` writes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from distckpt._checkpoint.opening import open_checkpoint
+from distckpt._cli.diff_texts import changes_of, counts_of, place_of, place_of_object
+from distckpt._cli.output import count_text
+from distckpt._cli.page import write_page
+from distckpt._format.stored_checkpoint import StoredCheckpoint
+from distckpt._operations.diff import DiffReport, TensorDifference
+from distckpt._plan.selection import matches, renamed
+from distckpt._ranks.collectives import Ranks
+
+
+def write_diff_page(
+    path: str, report: DiffReport, keys: Sequence[str] | None, rename: Mapping[str, str]
+) -> None:
+    """Write a page about the differences that `diff` found with these keys and names."""
+    a, b = (open_checkpoint(Ranks.alone(), location) for location in (report.a, report.b))
+    names = {renamed(key, rename): key for key in _tensors_of(a, keys)}
+    changes = {tensor.key: _change(tensor) for tensor in report.tensors}
+    for side, only in (("A", report.only_in_a), ("B", report.only_in_b)):
+        changes |= {name: {"rate": None, "text": f"only in {side}"} for name in only}
+    write_page(path, a, names, _head(report), changes, (b, report.only_in_b))
+
+
+def _tensors_of(stored: StoredCheckpoint, keys: Sequence[str] | None) -> list[str]:
+    found = [key for key in stored.manifest.key_index if not stored.is_object(key)]
+    return found if keys is None else [key for key in found if matches(key, keys)]
+
+
+def _head(report: DiffReport) -> dict[str, Any]:
+    note = "" if report.objects_compared else "Objects and common state were not compared."
+    objects = [
+        [place_of_object(item), *(value or "" for value in item.values)] for item in report.objects
+    ]
+    return {
+        "title": "No differences" if report.is_same else _title(report),
+        "lines": [("A", report.a), ("B", report.b), ("", note)],
+        "tiles": _tiles(report),
+        "objects": objects,
+        "same": report.is_same,
+    }
+
+
+def _tiles(report: DiffReport) -> list[tuple[str, str]]:
+    always = {"equal", "differ"}
+    counts = {"tensors compared": report.num_compared, **counts_of(report)}
+    return [(f"{count:,}", name) for name, count in counts.items() if count or name in always]
+
+
+def _title(report: DiffReport) -> str:
+    counts = counts_of(report)
+    del counts["equal"]
+    num_different = counts.pop("differ")
+    parts = [f"{count:,} {name}" for name, count in counts.items() if count]
+    if num_different:
+        verb = "differs" if num_different == 1 else "differ"
+        compared = count_text(report.num_compared, "tensor")
+        parts.insert(0, f"{num_different:,} of {compared} {verb}")
+    return ", ".join(parts) or "All tensors are equal, but not all objects or common state"
+
+
+def _change(tensor: TensorDifference) -> dict[str, Any]:
+    """Return what the page says about a tensor that is not the same."""
+    text = changes_of([tensor])
+    if not tensor.num_different:
+        return {"rate": None, "text": text}
+    return {
+        "different": tensor.num_different,
+        "elements": tensor.num_elements,
+        "max": tensor.max_difference,
+        "rate": tensor.relative_difference,
+        "where": place_of(tensor),
+        "text": text,
+    }

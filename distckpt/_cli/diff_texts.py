@@ -1,0 +1,161 @@
+"""The differences between two checkpoints as text."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from distckpt._base.messages import key_pattern, without_numbers
+from distckpt._cli.output import count_text, shape_text
+from distckpt._geometry.region import whole
+from distckpt._operations.diff import DiffReport, ObjectDifference, TensorDifference
+from distckpt._state.common_state import COMMON_KEY
+
+# --- Tensors --------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class DifferenceGroup:
+    """Tensors whose keys differ in numbers only, and that differ in the same way, as cells of a
+    table.
+
+    Attributes:
+        pattern: their keys.
+        changes: what differs.
+        largest: the largest absolute difference, if values differ.
+        relative: the largest relative difference, if values differ.
+        place: where the values of a single tensor differ.
+    """
+
+    pattern: str
+    changes: str
+    largest: str = ""
+    relative: str = ""
+    place: str = ""
+
+    @property
+    def cells(self) -> list[str]:
+        """Its line of the table."""
+        return [self.pattern, self.changes, self.largest, self.relative, self.place]
+
+
+def group_differences(report: DiffReport) -> list[DifferenceGroup]:
+    """Group the tensors that differ, with the largest relative difference first.
+
+    Those whose values are not compared, or that only one side has, come last.
+    """
+    alike: dict[object, list[TensorDifference]] = {}
+    for tensor in report.tensors:
+        kind = (without_numbers(tensor.key), tensor.shapes, tensor.dtypes, tensor.num_different > 0)
+        alike.setdefault(kind, []).append(tensor)
+    by_size = sorted(alike.values(), key=_order)
+    return [
+        *map(_group_of, by_size),
+        *_groups_on_one_side("A", report.only_in_a),
+        *_groups_on_one_side("B", report.only_in_b),
+    ]
+
+
+def _order(members: Sequence[TensorDifference]) -> float:
+    relative = _largest(tensor.relative_difference for tensor in members)
+    return -relative if math.isfinite(relative) else -math.inf
+
+
+def _group_of(members: Sequence[TensorDifference]) -> DifferenceGroup:
+    pattern = key_pattern([tensor.key for tensor in members])
+    changes = changes_of(members)
+    if not members[0].num_different:
+        return DifferenceGroup(pattern, changes)
+    return DifferenceGroup(
+        pattern,
+        changes,
+        largest=f"{_largest(tensor.max_difference for tensor in members):.1e}",
+        relative=f"{_largest(tensor.relative_difference for tensor in members):.1e}",
+        place=place_of(members[0]) if len(members) == 1 else "",
+    )
+
+
+def _groups_on_one_side(side: str, keys: Iterable[str]) -> list[DifferenceGroup]:
+    alike: dict[object, list[str]] = {}
+    for key in keys:
+        alike.setdefault(without_numbers(key), []).append(key)
+    return [DifferenceGroup(key_pattern(names), f"only in {side}") for names in alike.values()]
+
+
+def _largest(numbers: Iterable[float]) -> float:
+    """Return the largest number, or NaN if there is one."""
+    found = list(numbers)
+    return math.nan if any(map(math.isnan, found)) else max(found)
+
+
+def changes_of(members: Sequence[TensorDifference]) -> str:
+    """Say what differs in all of these tensors: their shapes, dtypes, and the number of values."""
+    first, parts = members[0], []
+    if first.shapes[0] != first.shapes[1]:
+        parts.append("shape {} / {}".format(*map(shape_text, first.shapes)))
+    if first.dtypes[0] != first.dtypes[1]:
+        parts.append("dtype {} / {}".format(*first.dtypes))
+    if first.num_different:
+        num_different = sum(tensor.num_different for tensor in members)
+        num_elements = sum(tensor.num_elements for tensor in members)
+        parts.append(f"{num_different:,} of {num_elements:,}")
+    elif first.num_elements:
+        parts.append("values equal")
+    return ", ".join(parts)
+
+
+def place_of(tensor: TensorDifference) -> str:
+    """Say where the values of a tensor differ; an empty string if they do everywhere."""
+    if tensor.num_different == 1 or not tensor.region:
+        return json.dumps(tensor.first_index)
+    return "" if tensor.region == str(whole(tensor.shapes[0])) else tensor.region
+
+
+# --- Objects --------------------------------------------------------------------------------------
+
+
+def describe_object(difference: ObjectDifference) -> str:
+    """Format the difference of an object as one line."""
+    place, (a, b) = place_of_object(difference), difference.values
+    if difference.where != "both":
+        value = a or b
+        return f"{place}: only in {difference.where.upper()}" + (f" ({value})" if value else "")
+    return f"{place} differs" if a == b else f"{place}: {a} -> {b}"
+
+
+def place_of_object(difference: ObjectDifference) -> str:
+    """Name the place of a difference."""
+    part = "" if difference.offset in (None, (0,)) else f" part {json.dumps(difference.offset)}"
+    name = "common state" if difference.key == COMMON_KEY else difference.key
+    return f"{name}{part}" + (f": {difference.path}" if difference.path else "")
+
+
+# --- The whole ------------------------------------------------------------------------------------
+
+
+def counts_of(report: DiffReport) -> dict[str, int]:
+    """Count the tensors by how they compare."""
+    num_different = sum(tensor.shapes[0] == tensor.shapes[1] for tensor in report.tensors)
+    return {
+        "equal": report.num_compared - num_different,
+        "differ": num_different,
+        "of another shape": len(report.tensors) - num_different,
+        "only in A": len(report.only_in_a),
+        "only in B": len(report.only_in_b),
+    }
+
+
+def outcome(report: DiffReport) -> str:
+    """Format how the checkpoints compare as one line."""
+    counts = counts_of(report)
+    num_equal, num_different = counts.pop("equal"), counts.pop("differ")
+    rest = [f"{count:,} {name}" for name, count in counts.items() if count]
+    if report.objects:
+        differences = count_text(len(report.objects), "difference")
+        rest.append(f"{differences} in common state and objects")
+    compared = count_text(report.num_compared, "tensor")
+    verb = "differs" if num_different == 1 else "differ"
+    text = f"{compared} compared: {num_equal:,} equal, {num_different:,} {verb}"
+    return "; ".join([text, ", ".join(rest)]) if rest else text

@@ -1,0 +1,151 @@
+"""Groups of the keys of a checkpoint, and the tree of its modules."""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from distckpt._base.messages import key_pattern, natural_order, without_numbers
+from distckpt._cli.writers import rank_of_file
+from distckpt._format.manifest import Manifest
+from distckpt._state.common_state import COMMON_KEY
+
+
+@dataclass(frozen=True)
+class Group:
+    """Keys that differ in numbers only and have one dtype and shape; or a module, whose tensors
+    have several, with an empty dtype and shape.
+
+    Attributes:
+        pattern: the keys, with ranges of numbers.
+        dtype: the safetensors name of their dtype.
+        shape: their shape.
+        num_keys: how many there are.
+        num_bytes: the size of their data.
+        num_chunks: how many pieces they are stored in.
+        ranks: those that wrote them.
+    """
+
+    pattern: str
+    dtype: str
+    shape: tuple[int, ...]
+    num_keys: int
+    num_bytes: int
+    num_chunks: int
+    ranks: frozenset[int] = frozenset()
+
+
+def group_keys(manifest: Manifest, is_merging: bool = True) -> list[Group]:
+    """Group keys that differ in numbers only, such as `layers.0.weight` and `layers.1.weight`; or
+    without merging, return each key as a group.
+    """
+    members: dict[tuple[object, str, tuple[int, ...]], list[int]] = defaultdict(list)
+    for key_id in sorted(range(len(manifest.keys)), key=lambda i: natural_order(manifest.keys[i])):
+        key = manifest.keys[key_id]
+        pattern = without_numbers(key) if is_merging else key
+        members[pattern, manifest.dtypes[key_id], manifest.global_shapes[key_id]].append(key_id)
+    sizes = np.concatenate([[0], np.cumsum(manifest.num_bytes)])
+    starts = manifest.key_starts
+    ranks = [rank_of_file(file.name) for file in manifest.files]
+    file_ids = manifest.file_ids.tolist()
+
+    def ranks_of(ids: Sequence[int]) -> frozenset[int]:
+        found = {ranks[file_ids[row]] for i in ids for row in range(starts[i], starts[i + 1])}
+        return frozenset(rank for rank in found if rank is not None)
+
+    return [
+        Group(
+            pattern=key_pattern([manifest.keys[i] for i in ids]),
+            dtype=dtype,
+            shape=shape,
+            num_keys=len(ids),
+            num_bytes=int(sum(sizes[starts[i + 1]] - sizes[starts[i]] for i in ids)),
+            num_chunks=int(sum(starts[i + 1] - starts[i] for i in ids)),
+            ranks=ranks_of(ids),
+        )
+        for (_, dtype, shape), ids in members.items()
+    ]
+
+
+# --- The tree -------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Branch:
+    """What begins with a name in a tree: each group with the rest of its segments."""
+
+    name: str
+    members: Sequence[tuple[list[str], Group]]
+
+    @property
+    def leaves(self) -> list[Group]:
+        """The groups that end here."""
+        return [group for rest, group in self.members if not rest]
+
+    @property
+    def deeper(self) -> list[tuple[list[str], Group]]:
+        """Those that do not."""
+        return [(rest, group) for rest, group in self.members if rest]
+
+    @property
+    def total(self) -> Group:
+        """A module of all of them."""
+        groups = [group for _, group in self.members]
+        return Group(
+            pattern=self.name,
+            dtype="",
+            shape=(),
+            num_keys=sum(group.num_keys for group in groups),
+            num_bytes=sum(group.num_bytes for group in groups),
+            num_chunks=sum(group.num_chunks for group in groups),
+        )
+
+
+def tree_lines(
+    groups: Sequence[Group], depth: int | None, is_by_size: bool
+) -> list[tuple[str, Group]]:
+    """Return the lines of a tree of modules, each with its total, down to `depth` levels."""
+    members = [(_segments(group.pattern), group) for group in groups if group.pattern != COMMON_KEY]
+    return list(_tree(members, depth or sys.maxsize, is_by_size))
+
+
+def _tree(
+    members: Sequence[tuple[list[str], Group]],
+    depth: int,
+    is_by_size: bool,
+    level: int = 0,
+    parent: str = "",
+) -> Iterator[tuple[str, Group]]:
+    for branch in _branches(members, is_by_size):
+        label = "  " * level + parent + branch.name
+        leaves, deeper = branch.leaves, branch.deeper
+        for group in leaves:
+            yield label, group
+        if not leaves and len({rest[0] for rest, _ in deeper}) == 1:
+            # A single branch continues on the same line.
+            yield from _tree(deeper, depth, is_by_size, level, f"{parent}{branch.name}.")
+            continue
+        if not leaves:
+            yield label, branch.total
+        if level + 1 < depth:
+            yield from _tree(deeper, depth, is_by_size, level + 1)
+
+
+def _branches(members: Sequence[tuple[list[str], Group]], is_by_size: bool) -> list[_Branch]:
+    by_first: dict[str, list[tuple[list[str], Group]]] = defaultdict(list)
+    for (first, *rest), group in members:
+        by_first[first].append((rest, group))
+    branches = [_Branch(first, below) for first, below in by_first.items()]
+    if is_by_size:
+        branches.sort(key=lambda branch: -branch.total.num_bytes)
+    return branches
+
+
+def _segments(pattern: str) -> list[str]:
+    # A range of numbers, {0..3}, is not split.
+    return re.split(r"(?<!\.)\.(?!\.)", pattern)

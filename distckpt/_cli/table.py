@@ -1,0 +1,74 @@
+"""Lay out tables as text."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+
+
+def table_lines(
+    heads: Sequence[str],
+    rows: Sequence[Sequence[str]],
+    num_text: int,
+    drop: Sequence[str] = (),
+    width: int | None = None,
+) -> list[str]:
+    """Lay out a table as lines whose columns are separated by two spaces; see `Output.table` for
+    what a `width` does.
+
+    The line of a row whose first cell is broken has several lines.
+    """
+    columns = [list(column) for column in zip(heads, *rows, strict=True)]
+    widths = _widths(columns, drop, width)
+    names = [_broken(name, widths[heads[0]]) for name in columns[0][1:]]
+    columns[0][1:] = [lines[0] for lines in names]
+    shown = [
+        _aligned(column, widths[column[0]], is_text=place < num_text)
+        for place, column in enumerate(columns)
+        if column[0] in widths
+    ]
+    head, rule, *lines = ["  ".join(cells).rstrip() for cells in zip(*shown, strict=True)]
+    whole = ["\n".join([line, *name[1:]]) for line, name in zip(lines, names, strict=True)]
+    return [head, rule, *whole]
+
+
+def _aligned(column: Sequence[str], width: int, is_text: bool) -> list[str]:
+    head, *cells = column
+    align = str.ljust if is_text else str.rjust
+    return [align(cell, width) for cell in (head, "-" * width, *cells)]
+
+
+def _widths(
+    columns: Sequence[Sequence[str]], drop: Sequence[str], width: int | None
+) -> Mapping[str, int]:
+    """Return the width of each column that is shown, by its head."""
+    widths = {column[0]: max(map(len, column)) for column in columns}
+    if width is None:
+        return widths
+    names = columns[0]
+    longest = widths.pop(names[0])
+    parts = [len(line) for name in names for line in _broken(name, 1)]
+    least = min(longest, max(2 * width // 5, *parts))
+    for head in drop:
+        if least + _taken(widths) > width:
+            widths.pop(head, None)
+    room = width - _taken(widths)
+    return {names[0]: min(longest, max(least, room)), **widths}
+
+
+def _taken(widths: Mapping[str, int]) -> int:
+    """Return the width of columns, each with the two spaces before it."""
+    return sum(widths.values()) + 2 * len(widths)
+
+
+def _broken(name: str, width: int) -> list[str]:
+    """Break a name after dots into lines of at most this width, or of one part; `{0..3}` stays
+    whole.
+    """
+    indent = " " * (len(name) - len(name.lstrip()) + 2)
+    lines = [""]
+    for part in re.split(r"(?<=[^.]\.)(?=[^.])", name):
+        if lines[-1].strip() and len(lines[-1]) + len(part) > width:
+            lines.append(indent)
+        lines[-1] += part
+    return lines

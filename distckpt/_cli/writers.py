@@ -1,0 +1,68 @@
+"""Which ranks wrote the files of a checkpoint."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from distckpt._cli.output import count_text
+from distckpt._format.manifest import Manifest
+
+
+def rank_of_file(name: str) -> int | None:
+    """Return the rank that wrote a file, from its name; None if the name does not contain it."""
+    match = re.fullmatch(r"(?:.*/)?(?:shard|rank)-(\d+)(?:-model-\d+-of-\d+)?\.safetensors", name)
+    return int(match[1]) - 1 if match else None
+
+
+def owner_of(rank: int | None, file: str) -> str:
+    """Return what to call the writer of a file: its rank, or else the file itself."""
+    return file if rank is None else f"rank {rank}"
+
+
+def list_files(manifest: Manifest) -> list[dict[str, Any]]:
+    """List the files, each with the rank in its name, if any, and the size of its data."""
+    data_bytes = np.zeros(len(manifest.files), np.int64)
+    np.add.at(data_bytes, manifest.file_ids, manifest.num_bytes)
+    return [
+        {
+            "name": file.name,
+            "rank": rank_of_file(file.name),
+            "bytes": file.num_bytes,
+            "data_bytes": int(size),
+        }
+        for file, size in zip(manifest.files, data_bytes, strict=True)
+    ]
+
+
+def list_writers(files: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Sum up files by the rank that wrote them; a file without a rank in its name stands for
+    itself.
+    """
+    writers: dict[Any, dict[str, Any]] = {}
+    for file in files:
+        rank = file["rank"]
+        name = file["name"] if rank is None else None
+        found = writers.setdefault(
+            name if rank is None else rank,
+            {"rank": rank, "file": name, "num_files": 0, "data_bytes": 0},
+        )
+        found["num_files"] += 1
+        found["data_bytes"] += file["data_bytes"]
+    return sorted(writers.values(), key=_order)
+
+
+def _order(writer: dict[str, Any]) -> tuple[bool, int]:
+    return writer["rank"] is None, writer["rank"] or 0
+
+
+def balance_text(writers: Sequence[dict[str, Any]]) -> str:
+    """Compare the bytes of ranks in a sentence; an empty string for fewer than two."""
+    sizes = [writer["data_bytes"] for writer in writers if writer["rank"] is not None]
+    if len(sizes) < 2 or not sum(sizes):
+        return ""
+    ratio = max(sizes) * len(sizes) / sum(sizes)
+    return f"{count_text(len(sizes), 'rank')} wrote; the largest share is {ratio:.3f} x the mean"

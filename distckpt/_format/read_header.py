@@ -1,0 +1,36 @@
+"""Reading the header of a safetensors file, wherever it is."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from distckpt._format.marker import file_size
+from distckpt._format.safetensors_file import Entry, header_length, parse_header
+from distckpt._storage import locations
+
+_GUESSED_BYTES = 1 << 17
+"""So much is read at first: most headers are no longer."""
+
+
+@dataclass(frozen=True)
+class Header:
+    """The size of a file, that of its header, and the header's content."""
+
+    num_bytes: int
+    header_bytes: int
+    metadata: dict[str, str]
+    entries: list[Entry]
+
+
+def read_header(path: str) -> Header:
+    """Read the header of a safetensors file.
+
+    Raises:
+        ValueError: it is damaged.
+    """
+    size = file_size(path)
+    head = locations.read_range(path, 0, min(size, _GUESSED_BYTES))
+    header_bytes = header_length(head, size)
+    if header_bytes > len(head):
+        head += locations.read_range(path, len(head), header_bytes)
+    return Header(size, header_bytes, *parse_header(head[:header_bytes], size))

@@ -1,0 +1,88 @@
+"""Cutting work into units, in the two ways there are: runs of bytes between blocks, and regions of
+tensors.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+from distckpt._geometry.region import Region, flat_start, with_item
+
+
+class Span(NamedTuple):
+    """Bytes [start, stop) of one of several chunks."""
+
+    chunk: int
+    start: int
+    stop: int
+
+    @property
+    def num_bytes(self) -> int:
+        """Its size."""
+        return self.stop - self.start
+
+
+def units_of(
+    sizes: Sequence[int], unit_bytes: int, block_bytes: int, first: int = 0
+) -> Iterator[list[Span]]:
+    """Divide chunks that lie one after the other into units of at most `unit_bytes`, or one block.
+
+    Chunks are cut only between their blocks of `block_bytes`; with blocks as large as units, what
+    fits a unit stays whole. The chunks are numbered from `first` on.
+    """
+    unit_bytes = max(unit_bytes, block_bytes)
+    unit: list[Span] = []
+    room = unit_bytes
+    for chunk, size in enumerate(sizes, first):
+        start = 0
+        while start < size:
+            stop = size
+            if room < size - start:
+                stop = start + room // block_bytes * block_bytes
+            if stop > start:
+                unit.append(Span(chunk, start, stop))
+                room -= stop - start
+                start = stop
+            if start < size or not room:
+                yield unit
+                unit, room = [], unit_bytes
+    if unit:
+        yield unit
+
+
+def cut_region(
+    region: Region, max_elements: int, *, shape: tuple[int, ...] | None = None, multiple: int = 1
+) -> Iterator[Region]:
+    """Cut a region across its leading axes into pieces of at most `max_elements`, in row-major
+    order.
+
+    Pieces are runs of rows; only rows that are larger than the limit are cut along later axes. The
+    edges lie at multiples of a number of rows that depends on the shape alone, so that regions
+    which overlap share most of them.
+
+    With `multiple`, a piece begins only where its first element's flat index in the row-major
+    tensor of `shape` is a multiple of it. Pieces may then be larger.
+    """
+    if region.num_elements <= max_elements:
+        yield region
+        return
+    axis = next(i for i, n in enumerate(region.shape) if n > 1)
+    first, end = region.offset[axis], region.offset[axis] + region.shape[axis]
+    num_rows, can_cut = 1, True
+    if shape is not None:
+        stride = math.prod(shape[axis + 1 :])
+        num_rows = math.lcm(stride, multiple) // stride
+        can_cut = (flat_start(shape, region) - first * stride) % multiple == 0
+    step = max(1, max_elements // (math.prod(region.shape[axis + 1 :]) * num_rows)) * num_rows
+    edges = [first, *(range((first // step + 1) * step, end, step) if can_cut else ()), end]
+    for low, high in itertools.pairwise(edges):
+        piece = Region(
+            with_item(region.offset, axis, low), with_item(region.shape, axis, high - low)
+        )
+        if high - low == 1:
+            yield from cut_region(piece, max_elements, shape=shape, multiple=multiple)
+        else:
+            yield piece

@@ -1,0 +1,100 @@
+"""Tensors that are quantized when they are written: their codes and scales, from the values of
+another source.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+
+from distckpt._base.dtypes import FROM_NAME
+from distckpt._base.errors import CheckpointingException
+from distckpt._geometry.region import Region, intersect, whole
+from distckpt._geometry.units import cut_region
+from distckpt._io.tensor_source import TensorSource, Wanted
+from distckpt._plan.export import OutputTensor
+from distckpt._plan.quantize import EncodedPart
+from distckpt._quantization.encode import encode, needs_maximum, regions_to_encode
+from distckpt._quantization.numbers import scratch
+from distckpt._quantization.quantized import part_regions
+from distckpt._storage.open_files import OpenFiles
+
+_ENCODED_AT_ONCE = 1 << 20
+"""Elements."""
+
+
+class EncodedSource(TensorSource):
+    """Values of another source, and parts of the quantized form of some of them."""
+
+    def __init__(self, values: TensorSource, parts: Mapping[str, EncodedPart]) -> None:
+        super().__init__(values.stored)
+        self._values = values
+        self._parts = parts
+        self._maxima: dict[str, float] = {}
+
+    def with_files(self, files: OpenFiles) -> TensorSource:
+        return EncodedSource(self._values.with_files(files), self._parts)
+
+    def is_stored(self, tensor: OutputTensor) -> bool:
+        return tensor.name not in self._parts and self._values.is_stored(tensor)
+
+    def may_overflow(self, tensor: OutputTensor) -> bool:
+        return tensor.name not in self._parts and self._values.may_overflow(tensor)
+
+    def dtype_of(self, tensor: OutputTensor) -> torch.dtype:
+        is_part = tensor.name in self._parts
+        return FROM_NAME[tensor.dtype] if is_part else self._values.dtype_of(tensor)
+
+    def converts(self, tensor: OutputTensor) -> bool:
+        return tensor.name in self._parts or self._values.converts(tensor)
+
+    def keys_besides(self, tensor: OutputTensor) -> list[str]:
+        part = self._parts.get(tensor.name)
+        return self._values.keys_besides(tensor if part is None else part.tensor)
+
+    def read(self, wanted: Sequence[Wanted], factor: float = 1.0) -> None:
+        self._values.read([each for each in wanted if each.tensor.name not in self._parts], factor)
+        for tensor, region, view in wanted:
+            part = self._parts.get(tensor.name)
+            if part is not None:
+                self._encode(tensor.name, part, region, view)
+
+    def _encode(self, name: str, part: EncodedPart, wanted: Region, view: torch.Tensor) -> None:
+        """Quantize what a region of a part is made of."""
+        quantized, role = part.quantized, part.role
+        maximum = self._maximum_of(part) if needs_maximum(quantized) else 0.0
+        for region in regions_to_encode(quantized, role, wanted, _ENCODED_AT_ONCE):
+            values = self._read_values(part, region)
+            try:
+                found = encode(quantized, values, region, maximum)[role]
+            except ValueError as error:
+                raise CheckpointingException(
+                    f"{name!r} cannot be quantized: {error}, in region {region} of the tensor it "
+                    "is made of. Leave the tensor out of `quantize`, or correct it."
+                ) from error
+            place = part_regions(quantized, region)[role]
+            common = intersect(place, wanted)
+            if common is not None:
+                found = found.contiguous().view(view.dtype).view(place.shape)
+                goal = view[common.relative_to(wanted.offset).slices()]
+                goal.copy_(found[common.relative_to(place.offset).slices()])
+
+    def _maximum_of(self, part: EncodedPart) -> float:
+        """Return the largest magnitude in a tensor; two threads may both look for it."""
+        key = part.tensor.name
+        if key not in self._maxima:
+            pieces = cut_region(whole(part.quantized.shape), _ENCODED_AT_ONCE)
+            maxima = [float(self._read_values(part, piece).abs_().max()) for piece in pieces]
+            self._maxima[key] = max(maxima)
+        return self._maxima[key]
+
+    def _read_values(self, part: EncodedPart, region: Region) -> torch.Tensor:
+        """Read a region of a tensor that is to be quantized, with the axes of the quantized form,
+        as float32.
+        """
+        quantized = part.quantized
+        values = scratch("to encode", region.shape, torch.float32)
+        view = values.transpose(-2, -1) if quantized.transposed else values
+        self._values.read([Wanted(part.tensor, quantized.to_model(region), view)])
+        return values

@@ -1,0 +1,176 @@
+"""Writing what is planned beside the target of an export, and committing it."""
+
+from __future__ import annotations
+
+import json
+import logging
+import time
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from distckpt._base.errors import CheckpointingException, CorruptCheckpointError
+from distckpt._base.messages import summarize_keys
+from distckpt._base.progress import ProgressCounter
+from distckpt._checkpoint.opening import identify, manifest_bytes
+from distckpt._commit.output import Output, OutputSettings, new_output
+from distckpt._format.hf_names import BASE_PREFIX, belongs_to_export, index_filename, index_json
+from distckpt._format.read_header import read_header
+from distckpt._format.stored_checkpoint import StoredCheckpoint
+from distckpt._io.direct_reads import unread_files
+from distckpt._io.export import write_output_file
+from distckpt._io.extra_files import write_extra_files
+from distckpt._operations.export_plan import ExportPlan
+from distckpt._operations.export_request import ExportRequest
+from distckpt._plan.export import OutputFile, assign_files
+from distckpt._ranks.collectives import PhaseTimer, Ranks
+from distckpt._storage import locations
+from distckpt._storage.open_files import OpenFiles
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class ExportReport:
+    """The content of an export, after comparison with the headers of the written files.
+
+    Attributes:
+        num_tensors: number of tensors.
+        num_bytes: size of their data.
+        num_parameters: number of their elements.
+        files: names of the files that hold them.
+        dtypes: number of tensors of each safetensors dtype.
+        overflows: for each tensor with values that did not fit the dtype they were converted to
+            (finite ones that became infinite or, in 8-bit floats without infinities, NaN; numbers
+            beyond an integer's range), how many.
+        seconds: duration of the call.
+    """
+
+    num_tensors: int
+    num_bytes: int
+    num_parameters: int
+    files: tuple[str, ...]
+    dtypes: Mapping[str, int]
+    overflows: Mapping[str, int]
+    seconds: float
+
+
+def write_and_commit(
+    ranks: Ranks, request: ExportRequest, opened: Sequence[StoredCheckpoint], plan: ExportPlan
+) -> ExportReport:
+    """Write an export beside its target, check it and make it visible.
+
+    Collective operation: all ranks must call it; each writes whole files.
+
+    Args:
+        ranks: who writes together.
+        request: where to, and how.
+        opened: the checkpoints that are read: they must be the same at the end.
+        plan: what is written.
+    """
+    timer = PhaseTimer("consolidate", ranks.rank, request.target)
+    mine = [plan.files[index] for index in assign_files(plan.files, ranks.size)[ranks.rank]]
+    own_bytes = sum(file.num_bytes for file in mine)
+    # On an object store they are in their final place; the index is written last.
+    settings = OutputSettings(num_bytes=own_bytes, files=[file.name for file in plan.files])
+    with new_output(ranks, request.target, settings) as output:
+        with timer.phase("write") as details:
+            details["bytes"] = own_bytes
+            with output.being_written():
+                overflows = _write_files(ranks, request, plan, mine, output)
+        with timer.phase("commit"), ranks.phase("commit the export", decision=True):
+            if ranks.is_coordinator:
+                _complete(plan, opened, output.location)
+                output.commit_beside_others(belongs_to_export)
+    if overflows and ranks.is_coordinator:
+        logger.warning(
+            "values did not fit the dtype they were converted to in %s", summarize_keys(overflows)
+        )
+    return _report(plan, overflows, time.perf_counter() - request.started)
+
+
+def _report(plan: ExportPlan, overflows: Mapping[str, int], seconds: float) -> ExportReport:
+    return ExportReport(
+        num_tensors=len(plan.outputs),
+        num_bytes=sum(tensor.num_bytes for tensor in plan.outputs),
+        num_parameters=sum(tensor.num_elements for tensor in plan.outputs),
+        files=tuple(file.name for file in plan.files),
+        dtypes=dict(Counter(tensor.dtype for tensor in plan.outputs)),
+        overflows=overflows,
+        seconds=seconds,
+    )
+
+
+# --- Writing --------------------------------------------------------------------------------------
+
+
+def _write_files(
+    ranks: Ranks,
+    request: ExportRequest,
+    plan: ExportPlan,
+    mine: Sequence[OutputFile],
+    output: Output,
+) -> dict[str, int]:
+    """Write the files of this rank; return the overflows of all ranks by tensor."""
+    overflows: dict[str, int] = {}
+    counter = ProgressCounter(request.options.progress, sum(file.num_bytes for file in mine))
+    unread = unread_files(plan.source.stored)
+    with ranks.phase("write output files"), OpenFiles.for_many_reads(unread) as open_files:
+        source = plan.source.with_files(open_files)
+        for file in mine:
+            path = locations.join(output.location, file.name)
+            overflows |= write_output_file(source, file, path, request.num_threads, counter.add)
+        output.sync()
+        counter.finish()
+    for other in ranks.all_gather(json.dumps(overflows).encode()):
+        overflows |= json.loads(other)
+    return overflows
+
+
+# --- Committing -----------------------------------------------------------------------------------
+
+
+def _complete(plan: ExportPlan, opened: Sequence[StoredCheckpoint], directory: str) -> None:
+    """Check the files that all ranks have written, and write the others."""
+    for stored in opened:
+        _check_is_unchanged(stored)
+    for file in plan.files:
+        _check_written(locations.join(directory, file.name), file)
+    write_extra_files(plan.extra_files, directory)
+    if len(plan.files) > 1:
+        index = locations.join(directory, index_filename(BASE_PREFIX))
+        locations.write_bytes(index, _index_of(plan))
+
+
+def _check_is_unchanged(stored: StoredCheckpoint) -> None:
+    """Compare a checkpoint with what it was when it was opened."""
+    fields = identify(stored.location)
+    if fields.get("manifest") is None:
+        # One of another format has no marker that would tell.
+        is_same = manifest_bytes(stored.location, fields) == stored.manifest.to_bytes()
+    else:
+        is_same = fields["manifest"] == stored.marker.get("manifest")
+    if not is_same:
+        raise CheckpointingException(
+            f"{stored.location!r} was overwritten while it was exported: nothing was exported, try "
+            "again."
+        )
+
+
+def _check_written(path: str, file: OutputFile) -> None:
+    """Compare the header of a written file with the plan."""
+    entries = read_header(path).entries
+    written = {entry.name: (entry.dtype, entry.shape) for entry in entries}
+    planned = {tensor.name: (tensor.dtype, tensor.shape) for tensor in file.tensors}
+    if written != planned:
+        different = summarize_keys({name for name, _ in written.items() ^ planned.items()})
+        raise CorruptCheckpointError(
+            f"{path!r} was changed while it was written: it differs in {different}."
+        )
+
+
+def _index_of(plan: ExportPlan) -> bytes:
+    """Return the content of the index of several files."""
+    weight_map = {tensor.name: file.name for file in plan.files for tensor in file.tensors}
+    num_parameters = sum(tensor.num_elements for tensor in plan.outputs)
+    return index_json(weight_map, sum(file.num_bytes for file in plan.files), num_parameters)

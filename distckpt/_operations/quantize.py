@@ -1,0 +1,34 @@
+"""Quantize the tensors of an export when they are written; imported when an export asks for it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+from distckpt._format.stored_checkpoint import StoredCheckpoint
+from distckpt._io.encoded_source import EncodedSource
+from distckpt._operations.export_plan import PlannedTensors
+from distckpt._plan.decoded import find
+from distckpt._plan.quantize import formats_by_pattern, quantize_outputs
+
+__all__ = ["formats_by_pattern", "quantized"]
+
+
+def quantized(
+    planned: PlannedTensors,
+    quantize: str | Mapping[str, str],
+    reference: StoredCheckpoint | None,
+) -> PlannedTensors:
+    """Return the tensors with parts in the place of what is quantized: what `quantize` says, or
+    what a reference directory has quantized.
+    """
+    model = set(find(reference)) if reference is not None else None
+    made = quantize_outputs(planned.outputs, formats_by_pattern(quantize), model)
+    made_of = {name: part.tensor.name for name, part in made.parts.items()}
+    return replace(
+        planned,
+        source=EncodedSource(planned.source, made.parts),
+        outputs=made.outputs,
+        made_of={**planned.made_of, **made_of},
+        quantization=made.config,
+    )

@@ -1,0 +1,160 @@
+"""Planning what is quantized when it is written: tensors of an export become codes and scales."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence, Set
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from distckpt._base.dtypes import FROM_NAME
+from distckpt._base.errors import CheckpointingException
+from distckpt._base.messages import check_choice
+from distckpt._plan.export import OutputTensor
+from distckpt._plan.selection import matches
+from distckpt._quantization.formats import (
+    FORMATS,
+    NOT_QUANTIZED,
+    Format,
+    quantization_config,
+    quantized_as,
+    takes,
+)
+from distckpt._quantization.quantized import QuantizedTensor
+
+_USUAL = ""
+"""The pattern for what models usually quantize."""
+
+
+@dataclass(frozen=True)
+class EncodedPart:
+    """A part of the quantized form of a tensor.
+
+    Attributes:
+        tensor: what is quantized.
+        quantized: its form.
+        role: codes, scales and so on, see `QuantizedTensor`.
+    """
+
+    tensor: OutputTensor
+    quantized: QuantizedTensor
+    role: str
+
+
+@dataclass(frozen=True)
+class QuantizedOutputs:
+    """The tensors of an export, with parts in the place of what is quantized.
+
+    Attributes:
+        outputs: all tensors.
+        parts: those of them that are parts, by name.
+        config: the `quantization_config` of the model.
+    """
+
+    outputs: list[OutputTensor]
+    parts: Mapping[str, EncodedPart]
+    config: Mapping[str, Any]
+
+
+def formats_by_pattern(quantize: str | Mapping[str, str]) -> dict[str, str]:
+    """Return the names of formats by pattern; one format is for what models usually quantize.
+
+    Raises:
+        ValueError: there is no format of a name, or torch lacks a dtype for it.
+    """
+    formats = {_USUAL: quantize} if isinstance(quantize, str) else dict(quantize)
+    for name in formats.values():
+        check_choice("quantize", name, tuple(FORMATS))
+        for dtype in (FORMATS[name].codes_dtype, FORMATS[name].scale_dtype):
+            if dtype not in FROM_NAME:
+                raise ValueError(
+                    f"quantize={name!r} needs the dtype {dtype}, which torch {torch.__version__} "
+                    "lacks."
+                )
+    return formats
+
+
+def quantize_outputs(
+    outputs: Sequence[OutputTensor], formats: Mapping[str, str], model: Set[str] | None = None
+) -> QuantizedOutputs:
+    """Replace tensors by the parts of their quantized form.
+
+    Args:
+        outputs: tensors of the export.
+        formats: pattern of names -> name of a format; the first that matches counts. With the
+            pattern "", the format is for those tensors that models usually quantize.
+        model: names of the tensors to quantize, where a model says them.
+
+    Raises:
+        CheckpointingException: a format is for no tensor, no configuration can describe the
+            formats, or a part gets the name of another tensor.
+    """
+    result: list[OutputTensor] = []
+    parts: dict[str, EncodedPart] = {}
+    kept: list[str] = []
+    used: list[str] = []
+    for output in outputs:
+        name = _format_for(output, formats, model)
+        if name is None:
+            result.append(output)
+            if len(output.shape) == 2 and output.name.endswith(".weight"):
+                kept.append(output.name)
+            continue
+        used.append(name)
+        quantized = quantized_as(FORMATS[name], output.name, output.shape, output.dtype)
+        for role, part in quantized.parts.items():
+            num_bytes = math.prod(part.shape) * FROM_NAME[part.dtype].itemsize
+            result.append(OutputTensor(part.key, part.dtype, part.shape, num_bytes, output.mapped))
+            parts[part.key] = EncodedPart(output, quantized, role)
+    config = _config({name: FORMATS[name] for name in used}, formats, kept)
+    _check_names(result)
+    return QuantizedOutputs(result, parts, config)
+
+
+def _format_for(
+    output: OutputTensor, formats: Mapping[str, str], model: Set[str] | None
+) -> str | None:
+    """Return the name of the format of a tensor; None when it is not quantized."""
+    name, dtype = output.name, FROM_NAME[output.mapped.dtype]
+    fitting = (pattern for pattern in formats if pattern != _USUAL and matches(name, pattern))
+    pattern = next(fitting, _USUAL)
+    if pattern == _USUAL and (_USUAL not in formats or not _is_usual(name, model)):
+        return None
+    is_float = dtype.is_floating_point and dtype.itemsize > 1
+    chosen = formats[pattern]
+    return chosen if is_float and takes(FORMATS[chosen], name, output.shape) else None
+
+
+def _is_usual(name: str, model: Set[str] | None) -> bool:
+    return name in model if model else not matches(name, NOT_QUANTIZED)
+
+
+def _config(
+    used: Mapping[str, Format], formats: Mapping[str, str], kept: Sequence[str]
+) -> Mapping[str, Any]:
+    unused = sorted(set(formats.values()) - used.keys())
+    if unused:
+        raise CheckpointingException(
+            f"No tensor can be quantized to {unused}: no name matches, or shapes do not fit. "
+            "Formats other than mxfp4 are for weights with two axes named '*.weight' (4-bit ones "
+            "with whole groups of columns), mxfp4 for '*.experts.*_proj' with three, as "
+            "transformers has them in memory for gpt-oss."
+        )
+    config = quantization_config(list(used.values()), kept)
+    if config is None:
+        raise CheckpointingException(
+            f"No config.json can describe {sorted(used)} in one model: choose one of them."
+        )
+    return config
+
+
+def _check_names(outputs: Collection[OutputTensor]) -> None:
+    counts = Counter(tensor.name for tensor in outputs)
+    twice = [name for name, count in counts.items() if count > 1]
+    if twice:
+        raise CheckpointingException(
+            f"{twice[0]!r} is in the checkpoint, and quantizing makes another: rename it."
+        )

@@ -1,0 +1,135 @@
+"""Which tensors of a checkpoint are meant: patterns of keys, and changes of their prefixes."""
+
+from __future__ import annotations
+
+import fnmatch
+import logging
+from collections.abc import Collection, Iterable, Mapping, Sequence, Set
+
+from distckpt._base.errors import LoadMismatchError
+from distckpt._base.messages import natural_order, summarize_keys
+from distckpt._format.manifest import OBJECT, Manifest
+from distckpt._rules.mapped import TensorInfo
+
+logger = logging.getLogger(__name__)
+
+_SPECIAL = frozenset("*?[")
+
+
+def matches(key: str, patterns: str | Sequence[str]) -> bool:
+    """Tell whether a key matches a pattern: with `*`, `?` or `[` as in file names, else by its
+    prefix.
+
+    Patterns behind a `!` name what is left out; if there are no others, all else matches.
+    """
+    listed = [patterns] if isinstance(patterns, str) else patterns
+    wanted = [pattern for pattern in listed if not pattern.startswith("!")]
+    unwanted = [pattern[1:] for pattern in listed if pattern.startswith("!")]
+    if any(_fits(key, pattern) for pattern in unwanted):
+        return False
+    if not wanted:
+        return bool(unwanted)
+    return any(_fits(key, pattern) for pattern in wanted)
+
+
+def _fits(key: str, pattern: str) -> bool:
+    if _SPECIAL.isdisjoint(pattern):
+        return key.startswith(pattern)
+    return fnmatch.fnmatchcase(key, pattern)
+
+
+def check_patterns(keys: object) -> None:
+    """Check that `keys` is a pattern, a list of patterns, or None.
+
+    Raises:
+        TypeError: it is something else.
+    """
+    listed = keys if isinstance(keys, Collection) else [keys]
+    if keys is not None and not all(isinstance(pattern, str) for pattern in listed):
+        raise TypeError(f"keys is a pattern of keys, or a list of them, got {keys!r:.200}.")
+
+
+def check_all_match(
+    names: Collection[str],
+    keys: str | Sequence[str] | None = None,
+    rename: Iterable[str] = (),
+    where: str = "",
+) -> None:
+    """Refuse patterns and old prefixes that match none of the names; warn about patterns of what is
+    to be left out.
+
+    Raises:
+        LoadMismatchError: one matches nothing.
+    """
+    listed = [keys] if isinstance(keys, str) else keys or ()
+    unmatched = [p for p in listed if not _fits_any(names, p.removeprefix("!"))]
+    if absent := [pattern[1:] for pattern in unmatched if pattern.startswith("!")]:
+        named = ", ".join(map(repr, absent))
+        logger.warning("no tensor%s matches %s, which is to be left out", where, named)
+    unused = [old for old in rename if not any(name.startswith(old) for name in names)]
+    unused += [pattern for pattern in unmatched if not pattern.startswith("!")]
+    if unused:
+        there = summarize_keys(names) if names else "none"
+        raise LoadMismatchError(
+            f"No tensor{where} matches {', '.join(map(repr, unused))}; there are {there}."
+        )
+
+
+def _fits_any(names: Iterable[str], pattern: str) -> bool:
+    return any(_fits(name, pattern) for name in names)
+
+
+def renamed(name: str, rename: Mapping[str, str]) -> str:
+    """Replace the prefix of a name: the first of the old prefixes that it begins with counts."""
+    for old, new in rename.items():
+        if name.startswith(old):
+            return new + name[len(old) :]
+    return name
+
+
+def select_tensors(
+    manifest: Manifest,
+    keys: str | Sequence[str] | None,
+    write_tied: bool,
+    hidden: Set[str] = frozenset(),
+) -> dict[str, TensorInfo]:
+    """Return the stored tensors that match, in natural order.
+
+    Args:
+        manifest: what is stored.
+        keys: see `matches`; None for all.
+        write_tied: whether to return all tied tensors that match; else only the first of them.
+        hidden: keys to leave out.
+
+    Raises:
+        LoadMismatchError: nothing matches, or nothing matches one of the patterns.
+    """
+    check_patterns(keys)
+    names = _names_of_tensors(manifest)
+    visible = [name for name in names if name not in hidden]
+    chosen = visible if keys is None else [name for name in visible if matches(name, keys)]
+    if not chosen:
+        there = summarize_keys(visible) or "none"
+        raise LoadMismatchError(f"No tensor matches {keys!r}; there are {there}.")
+    check_all_match(names, keys)
+    if not write_tied:
+        chosen = _first_of_tied(chosen, manifest.key_index)
+    infos = {}
+    for name in sorted(chosen, key=natural_order):
+        key_id = manifest.key_index[name]
+        infos[name] = TensorInfo(manifest.global_shapes[key_id], manifest.dtypes[key_id])
+    return infos
+
+
+def _first_of_tied(names: Iterable[str], key_index: Mapping[str, int]) -> list[str]:
+    firsts: dict[int, str] = {}
+    for name in names:
+        firsts.setdefault(key_index[name], name)
+    return list(firsts.values())
+
+
+def _names_of_tensors(manifest: Manifest) -> list[str]:
+    """Return all names of tensors, those of tied ones at the end."""
+    key_index, dtypes = manifest.key_index, manifest.dtypes
+    all_names = (*manifest.keys, *manifest.aliases)
+    return [name for name in all_names if dtypes[key_index[name]] != OBJECT]
