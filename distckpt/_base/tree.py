@@ -81,11 +81,12 @@ def at(tree: Any, position: Position, default: Any = None) -> Any:
 def rebuilt(container: Any, children: Sequence[Any]) -> Any:
     """Return a container with other children: a dict, a list, or a tuple of the same class.
 
-    It is the very same container if the children are, so that instances of other classes stay.
+    An instance of another class (OrderedDict, torch.Size) is kept if its children are the same.
     """
-    own = container.values() if isinstance(container, dict) else container
-    if all(old is new for old, new in zip(own, children, strict=True)):
-        return container
+    if not is_plain_container(container):
+        own = container.values() if isinstance(container, dict) else container
+        if all(old is new for old, new in zip(own, children, strict=True)):
+            return container
     if isinstance(container, dict):
         return dict(zip(container, children, strict=True))
     if isinstance(container, list):
@@ -109,10 +110,7 @@ def map_leaves(
     is_container: Callable[[Any], bool] = is_container,
     position: Position = (),
 ) -> Any:
-    """Return a tree with `function(position, leaf)` in the place of each leaf.
-
-    Containers in which nothing changes are not copied.
-    """
+    """Return a tree with `function(position, leaf)` in the place of each leaf, see `rebuilt`."""
     if not is_container(tree):
         return function(position, tree)
     children = [
@@ -157,7 +155,7 @@ def extract_matching_values(
     matching: dict[Any, Any] = {}
     other: dict[Any, Any] = {}
     for key, value in children_of(x):
-        if not isinstance(value, dict | list) or (isinstance(x, list) and not value):
+        if not _is_split(value, x):
             (matching if predicate(value) else other)[key] = value
             continue
         below = extract_matching_values(value, predicate, return_lists_as_dicts)
@@ -168,6 +166,10 @@ def extract_matching_values(
     if isinstance(x, list) and not return_lists_as_dicts:
         return list(matching.values()), list(other.values())
     return matching, other
+
+
+def _is_split(value: Any, container: dict[Any, Any] | list[Any]) -> bool:
+    return isinstance(value, dict | list) and (bool(value) or isinstance(container, dict))
 
 
 def diff(x1: Any, x2: Any, prefix: Position = ()) -> DiffResult:

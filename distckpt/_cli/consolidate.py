@@ -1,25 +1,61 @@
-"""`distckpt consolidate`: merge the shards of a checkpoint into a Hugging Face directory."""
+"""`distckpt consolidate` and `distckpt merge`: write a Hugging Face directory."""
 
 from __future__ import annotations
 
 from argparse import Namespace
-from collections.abc import Callable
-from functools import partial
+from collections.abc import Sequence
+from dataclasses import replace
 
 from distckpt._base.memory import paused_garbage_collection
-from distckpt._checkpoint.opening import open_checkpoint
-from distckpt._cli.output import Output, count_text, size_text
+from distckpt._base.options import ExportOptions
+from distckpt._cli.output import Output, count_text, shape_text, size_text
 from distckpt._cli.selection import dtype_option, given, warn_of_overflows
-from distckpt._operations.consolidate import ExportReport, consolidate
-from distckpt._operations.export_plan import ExportPlan, Selection, check_is_adapter, plan_export
+from distckpt._operations.consolidate import consolidate, plan_consolidation
+from distckpt._operations.export_plan import ExportPlan
+from distckpt._operations.export_write import ExportReport
 from distckpt._operations.merge import merge
-from distckpt._storage import locations
+from distckpt._plan.export import OutputTensor
 
 
 @paused_garbage_collection()
 def run(arguments: Namespace, output: Output) -> int:
     """Consolidate, or merge, and print a summary."""
-    selection = Selection(
+    options = _options(arguments)
+    if "checkpoints" in arguments:
+        return _merge(arguments, options, output)
+    if arguments.dry_run:
+        _show_plan(plan_consolidation(arguments.checkpoint, options), output)
+        return 0
+    with output.progress("writing") as progress:
+        report = consolidate(
+            arguments.checkpoint,
+            arguments.output_dir,
+            overwrite=arguments.overwrite,
+            options=replace(options, progress=progress),
+        )
+    _print_report(report, arguments.output_dir, output)
+    return 0
+
+
+def _merge(arguments: Namespace, options: ExportOptions, output: Output) -> int:
+    checkpoints, output_dir = arguments.checkpoints, arguments.output_dir
+    if output_dir is None:
+        *checkpoints, output_dir = checkpoints
+    with output.progress("writing") as progress:
+        report = merge(
+            checkpoints,
+            output_dir,
+            weights=arguments.weights,
+            ema=arguments.ema,
+            overwrite=arguments.overwrite,
+            options=replace(options, progress=progress),
+        )
+    _print_report(report, output_dir, output)
+    return 0
+
+
+def _options(arguments: Namespace) -> ExportOptions:
+    return ExportOptions(
         keys=arguments.keys,
         family=arguments.family,
         rename=dict(arguments.rename),
@@ -27,42 +63,16 @@ def run(arguments: Namespace, output: Output) -> int:
         quantize=dict(arguments.quantize) if arguments.quantize else None,
         tied=arguments.tied,
         like=arguments.like,
+        merge_adapter=arguments.merge_adapter,
+        extra_files_from=arguments.extra_files_from,
+        extra_code=arguments.extra_code,
+        verify=arguments.verify,
+        **given(arguments, "max_file_bytes", "max_inflight_bytes"),
     )
-    function: Callable[..., ExportReport]
-    output_dir = arguments.output_dir
-    if "checkpoints" in arguments:
-        checkpoints = arguments.checkpoints
-        if output_dir is None:
-            *checkpoints, output_dir = checkpoints
-        function = partial(merge, checkpoints, weights=arguments.weights, ema=arguments.ema)
-    elif arguments.dry_run:
-        stored, adapter = open_checkpoint(locations.normalize(arguments.checkpoint)), None
-        if arguments.merge_adapter is not None:
-            check_is_adapter(location := locations.normalize(arguments.merge_adapter))
-            adapter = open_checkpoint(location)
-        _show_plan(plan_export(stored, selection, adapter=adapter), output)
-        return 0
-    else:
-        function = partial(consolidate, arguments.checkpoint)
-    with output.progress("writing") as progress:
-        report = function(
-            output_dir,
-            **selection._asdict(),
-            merge_adapter=arguments.merge_adapter,
-            extra_files_from=arguments.extra_files_from,
-            extra_code=arguments.extra_code,
-            overwrite=arguments.overwrite,
-            verify=arguments.verify,
-            progress=progress,
-            **given(arguments, "max_file_bytes", "max_inflight_bytes"),
-        )
-    _print_report(report, output_dir, output)
-    return 0
 
 
 def _print_report(report: ExportReport, output_dir: str, output: Output) -> None:
-    fields = {**vars(report), "dtypes": dict(report.dtypes), "overflows": dict(report.overflows)}
-    output.json({"output_dir": output_dir, **fields})
+    output.json({"output_dir": output_dir, **vars(report)})
     dtypes = ", ".join(f"{count} {name}" for name, count in sorted(report.dtypes.items()))
     output.line(
         f"{count_text(report.num_tensors, 'tensor')} ({dtypes}), {report.num_parameters:,} "
@@ -72,37 +82,46 @@ def _print_report(report: ExportReport, output_dir: str, output: Output) -> None
     warn_of_overflows(report.overflows, output)
 
 
+# --- Without writing ------------------------------------------------------------------------------
+
+
 def _show_plan(plan: ExportPlan, output: Output) -> None:
     """Print each tensor of an export, and the regions that it is made of."""
-    sources = {
-        t.name: [
-            f"{part.key} {part.source}" + f" + {part.add:g}" * bool(part.add)
-            for part in t.mapped.parts
-        ]
-        for t in plan.outputs
-    }
+    sources = {tensor.name: _sources_of(tensor, plan) for tensor in plan.outputs}
+    output.json(
+        {
+            "tensors": [_facts(tensor, sources[tensor.name]) for tensor in plan.outputs],
+            "left_out": plan.left_out,
+        }
+    )
     for tensor in plan.outputs:
-        if change := tensor.change:
-            sources[tensor.name] += [
-                f"{key} of the adapter" for key in (change.replacement, change.a, change.b) if key
-            ]
-    if output.as_json:
-        tensors = [
-            {"name": t.name, "dtype": t.dtype, "shape": t.shape, "sources": sources[t.name]}
-            for t in plan.outputs
-        ]
-        output.json({"tensors": tensors, "left_out": plan.left_out})
-        return
-    for tensor in plan.outputs:
-        regions = sources[tensor.name]
-        more = f" and {len(regions) - 1:,} more" if len(regions) > 1 else ""
-        shape = "x".join(map(str, tensor.shape)) or "()"
-        output.line(
-            f"{tensor.name}  {tensor.dtype} {shape}  <- {regions[0] if regions else 'empty'}{more}"
-        )
+        output.line(_line_of(tensor, sources[tensor.name]))
     for key in plan.left_out:
         output.line(f"left out: {key}")
     num_bytes = sum(tensor.num_bytes for tensor in plan.outputs)
     output.line(
         f"{count_text(len(plan.outputs), 'tensor')}, {size_text(num_bytes)}; nothing was written"
     )
+
+
+def _facts(tensor: OutputTensor, sources: Sequence[str]) -> dict[str, object]:
+    return {
+        "name": tensor.name,
+        "dtype": tensor.dtype,
+        "shape": tensor.shape,
+        "sources": sources,
+    }
+
+
+def _line_of(tensor: OutputTensor, sources: Sequence[str]) -> str:
+    first = sources[0] if sources else "empty"
+    more = f" and {len(sources) - 1:,} more" if len(sources) > 1 else ""
+    return f"{tensor.name}  {tensor.dtype} {shape_text(tensor.shape)}  <- {first}{more}"
+
+
+def _sources_of(tensor: OutputTensor, plan: ExportPlan) -> list[str]:
+    regions = []
+    for part in tensor.mapped.parts:
+        added = f" + {part.add:g}" if part.add else ""
+        regions.append(f"{part.key} {part.source}{added}")
+    return [*regions, *plan.source.keys_besides(tensor)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from argparse import Namespace
 from collections.abc import Sequence
 from typing import Any
@@ -46,9 +47,8 @@ def run(arguments: Namespace, output: Output) -> int:
     )
     if arguments.html:
         # Imported when it is asked for, which is rare.
-        from distckpt._cli.inspect_page import write_inspect_page
-
-        write_inspect_page(arguments.html, stored, facts)
+        page = importlib.import_module("distckpt._cli.inspect_page")
+        page.write_inspect_page(arguments.html, stored, facts)
         output.message(f"wrote {arguments.html}")
     elif not output.as_json:
         lines = tree_lines(groups, arguments.depth, is_by_size=arguments.sort == "size")
@@ -90,11 +90,7 @@ def _show_writers(writers: list[dict[str, Any]], output: Output) -> None:
     is just one, name it.
     """
     if len(writers) == 1:
-        (writer,) = writers
-        is_file = writer["rank"] is None
-        output.line(
-            f"all in {writer['file']}" if is_file else f"all written by rank {writer['rank']}"
-        )
+        output.line(_only_writer(writers[0]))
         return
     shown = writers[:_MAX_WRITERS]
     largest = max((writer["data_bytes"] for writer in writers), default=0) or 1
@@ -115,6 +111,12 @@ def _show_writers(writers: list[dict[str, Any]], output: Output) -> None:
         output.line(f"... and {len(writers) - len(shown)} more (all with --json)")
     if balance := balance_text(writers):
         output.line(balance)
+
+
+def _only_writer(writer: dict[str, Any]) -> str:
+    if writer["rank"] is None:
+        return f"all in {writer['file']}"
+    return f"all written by rank {writer['rank']}"
 
 
 def _group_cells(group: Group) -> tuple[str, ...]:

@@ -31,8 +31,7 @@ def plain(value: Any) -> Any:
         return _plain_array(value)
     if isinstance(value, np.generic):
         return plain(value.item())
-    is_json = value is None or isinstance(value, str | bool | int | float)
-    return value if is_json and not _is_long(value) else _text(value)
+    return value if _is_json(value) else _text(value)
 
 
 def _plain_array(array: torch.Tensor | np.ndarray[Any, Any]) -> dict[str, Any]:
@@ -46,6 +45,11 @@ def _plain_array(array: torch.Tensor | np.ndarray[Any, Any]) -> dict[str, Any]:
 
 def _name(key: object) -> str:
     return key if isinstance(key, str) else _text(key)
+
+
+def _is_json(value: object) -> bool:
+    is_scalar = value is None or isinstance(value, str | bool | int | float)
+    return is_scalar and not _is_long(value)
 
 
 def _text(value: object) -> str:

@@ -14,22 +14,18 @@ from distckpt._operations.reshard import reshard
 
 def run(arguments: Namespace, output: Output) -> int:
     """Reshard, or import, and print a summary."""
-    options: dict[str, Any] = {
-        "num_ranks": arguments.ranks,
-        **given(arguments, "overwrite", "max_inflight_bytes"),
-    }
-    if "hf_dir" in arguments:
-        source, doing = arguments.hf_dir, "importing"
-        options |= {
-            "keys": arguments.keys,
-            "rename": dict(arguments.rename),
-            "dtype": dtype_option(arguments.dtype),
-        }
-    else:
-        source, doing = arguments.source, "resharding"
-        options |= {"grids": dict(arguments.grid), "verify": arguments.verify}
-    with output.progress(doing) as progress:
-        report = reshard(source, arguments.checkpoint, progress=progress, **options)
+    is_import = "hf_dir" in arguments
+    source = arguments.hf_dir if is_import else arguments.source
+    with output.progress("importing" if is_import else "resharding") as progress:
+        report = reshard(
+            source,
+            arguments.checkpoint,
+            num_ranks=arguments.ranks,
+            overwrite=arguments.overwrite,
+            progress=progress,
+            **(_of_import(arguments) if is_import else _of_reshard(arguments)),
+            **given(arguments, "max_inflight_bytes"),
+        )
     output.json(vars(report))
     output.line(
         f"{count_text(report.num_tensors, 'tensor')} in {count_text(report.num_chunks, 'chunk')}, "
@@ -39,3 +35,15 @@ def run(arguments: Namespace, output: Output) -> int:
     )
     warn_of_overflows(report.overflows, output)
     return 0
+
+
+def _of_import(arguments: Namespace) -> dict[str, Any]:
+    return {
+        "keys": arguments.keys,
+        "rename": dict(arguments.rename),
+        "dtype": dtype_option(arguments.dtype),
+    }
+
+
+def _of_reshard(arguments: Namespace) -> dict[str, Any]:
+    return {"grids": dict(arguments.grid), "verify": arguments.verify}

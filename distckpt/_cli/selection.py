@@ -1,6 +1,4 @@
-"""Arguments that several verbs share: which tensors, under which names, in which dtype, and how to
-write them.
-"""
+"""Arguments that several verbs share, as arguments of functions."""
 
 from __future__ import annotations
 
@@ -12,12 +10,10 @@ import torch
 
 from distckpt._cli.output import Output
 
-_SHORT_DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "fp64": "float64"}
-
 
 def given(arguments: Namespace, *names: str) -> dict[str, Any]:
-    """Return the named arguments without those left out, for which the function called has
-    defaults.
+    """Return the named arguments that were given; the called function has defaults for the
+    others.
     """
     return {name: value for name in names if (value := getattr(arguments, name)) is not None}
 

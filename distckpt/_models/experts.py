@@ -22,7 +22,7 @@ from typing import Any
 import torch
 
 from distckpt._base.errors import InvalidShardingError
-from distckpt._base.tree import dict_list_map_outplace
+from distckpt._base.tree import Position, map_leaves
 from distckpt._geometry.region import with_item
 from distckpt._mapping.kinds import is_a
 from distckpt._mapping.wrappers import (
@@ -180,34 +180,36 @@ def grouped_mlp_sharded_state_dict(
     return grouped_experts(state, ep_rank, ep_size, expert_dp_rank=expert_dp_rank)
 
 
-def _map_shards(node: Any, change: Callable[[Any], Any], expert_dp_rank: int | None) -> Any:
+def _map_shards(tree: Any, change: Callable[[Any], Any], expert_dp_rank: int | None) -> Any:
     """Change the shards and objects in nested containers, also those that factories build, and all
     replica ids.
     """
-    if isinstance(node, dict):
-        return {key: _map_shards(child, change, expert_dp_rank) for key, child in node.items()}
-    if isinstance(node, list | tuple):
-        children = [_map_shards(child, change, expert_dp_rank) for child in node]
-        return children if isinstance(node, list) else tuple(children)
-    node = adopt(node)
-    if isinstance(node, ShardedTensorFactory):
-        return replace(
-            _map_built(node, change), replica_id=_with_last(node.replica_id, expert_dp_rank)
-        )
-    if isinstance(node, ShardedTensor | ShardedObject):
-        return replace(change(node), replica_id=_with_last(node.replica_id, expert_dp_rank))
-    return node
+
+    def changed(_: Position, leaf: Any) -> Any:
+        part = adopt(leaf)
+        if isinstance(part, ShardedTensorFactory):
+            part = _with_built(part, change)
+        elif isinstance(part, ShardedTensor | ShardedObject):
+            part = change(part)
+        else:
+            return leaf
+        return replace(part, replica_id=_with_last(part.replica_id, expert_dp_rank))
+
+    return map_leaves(changed, tree)
 
 
-def _map_built(factory: ShardedTensorFactory, change: Callable[[Any], Any]) -> ShardedTensorFactory:
+def _with_built(
+    factory: ShardedTensorFactory, change: Callable[[Any], Any]
+) -> ShardedTensorFactory:
+    """Make the factory of changed shards."""
+
+    def changed(_: Position, leaf: Any) -> Any:
+        return change(adopt(leaf)) if is_a(leaf, ShardedTensor, ShardedObject) else leaf
+
     def build(
         key: str, tensor: torch.Tensor, replica_id: ReplicaId, flattened_range: slice | None
     ) -> Any:
-        built = factory.build_fn(key, tensor, replica_id, flattened_range)
-        # A factory may build a single shard.
-        return dict_list_map_outplace(
-            lambda v: change(adopt(v)) if is_a(v, ShardedTensor, ShardedObject) else v, built
-        )
+        return map_leaves(changed, factory.build_fn(key, tensor, replica_id, flattened_range))
 
     return replace(factory, build_fn=build)
 

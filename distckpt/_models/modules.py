@@ -22,7 +22,7 @@ import torch
 
 from distckpt._base.errors import LoadMismatchError
 from distckpt._base.messages import summarize_keys
-from distckpt._base.tree import dict_list_map_outplace
+from distckpt._base.tree import Position, map_leaves
 from distckpt._mapping.base import BufferReplicaId, OpenReplicaId
 from distckpt._mapping.wrappers import (
     ReplicaId,
@@ -122,21 +122,17 @@ def sharded_state_dict(
 
 
 def _with_replica_id(described: ShardedStateDict, replica_id: ReplicaId) -> ShardedStateDict:
-    """Say of what a module has described itself, without saying which copies there are, which copy
-    it is.
-    """
+    """Say which copy it is of what a module has described itself, where it has left that open."""
     first = 0 if is_main_replica(replica_id) else 1
 
-    def change(part: Any) -> Any:
+    def changed(_: Position, part: Any) -> Any:
         own = getattr(part, "replica_id", None)
-        return (
-            replace(part, replica_id=OpenReplicaId((first, *own[1:])))
-            if isinstance(own, OpenReplicaId)
-            else part
-        )
+        if not isinstance(own, OpenReplicaId):
+            return part
+        return replace(part, replica_id=OpenReplicaId((first, *own[1:])))
 
-    changed: ShardedStateDict = dict_list_map_outplace(change, described)
-    return changed
+    state: ShardedStateDict = map_leaves(changed, described)
+    return state
 
 
 def sharded_state_dict_default(

@@ -9,19 +9,20 @@ import torch
 
 from distckpt._base.errors import LoadMismatchError
 from distckpt._base.messages import summarize_keys
+from distckpt._base.tree import Position, at, dotted, leaves
 from distckpt._format.codec import HOLE
 from distckpt._mapping.wrappers import StateDict
 
 
 def refuse_absent_values(
-    values: Any, objects: Collection[tuple[Any, ...]], loaded: StateDict, location: str
+    values: Any, objects: Collection[Position], loaded: StateDict, location: str
 ) -> None:
     """Refuse tensors in the request that are no shards, and values, for which nothing was loaded.
 
     `objects` are the paths of objects: what lacks one of these is refused when they are restored.
     None is for values that may be absent.
     """
-    lost = [".".join(map(str, path)) for path in tensor_paths(values) if _at(loaded, path) is HOLE]
+    lost = [dotted(path) for path in tensor_paths(values) if at(loaded, path, HOLE) is HOLE]
     if lost:
         raise LoadMismatchError(
             f"The tensors {summarize_keys(lost)} of the state dict are not sharded, and the "
@@ -31,9 +32,7 @@ def refuse_absent_values(
             unexpected=lost,
         )
     absent = [
-        ".".join(map(str, path))
-        for path in _value_paths(values, objects)
-        if _at(loaded, path) is HOLE
+        dotted(path) for path in _value_paths(values, objects) if at(loaded, path, HOLE) is HOLE
     ]
     if absent:
         raise LoadMismatchError(
@@ -44,18 +43,20 @@ def refuse_absent_values(
         )
 
 
-def tensor_paths(tree: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+def tensor_paths(tree: Any) -> Iterator[Position]:
     """Yield the keys that lead to each tensor in nested dicts."""
-    if isinstance(tree, torch.Tensor):
-        yield path
-    elif isinstance(tree, dict):
-        for key, value in tree.items():
-            yield from tensor_paths(value, (*path, key))
+    for path, leaf in leaves(tree, _is_dict):
+        if isinstance(leaf, torch.Tensor):
+            yield path
+
+
+def _is_dict(node: Any) -> bool:
+    return isinstance(node, dict)
 
 
 def _value_paths(
-    tree: Mapping[Any, Any], objects: Collection[tuple[Any, ...]], path: tuple[Any, ...] = ()
-) -> Iterator[tuple[Any, ...]]:
+    tree: Mapping[Any, Any], objects: Collection[Position], path: Position = ()
+) -> Iterator[Position]:
     """Yield the keys that lead to values that are not None; a dict without objects in it is one
     value.
     """
@@ -67,11 +68,3 @@ def _value_paths(
             yield below
         elif isinstance(value, dict):
             yield from _value_paths(value, objects, below)
-
-
-def _at(tree: Any, path: tuple[Any, ...]) -> Any:
-    for key in path:
-        if not isinstance(tree, dict) or key not in tree:
-            return HOLE
-        tree = tree[key]
-    return tree

@@ -56,9 +56,7 @@ def make_different_calls(rank, root):
             state, f"{root}/new", validate_access_integrity=is_first
         ),
         "setting: timeout": lambda: async_save(state, f"{root}/new", timeout=60 + rank),
-        "setting: strict": lambda: load(
-            state, whole, strict="raise_all" if is_first else "ignore_all"
-        ),
+        "setting: strict": lambda: load(state, whole, strict="raise" if is_first else "report"),
         "setting: parallel_load": lambda: load(
             state, whole, parallel_load="on" if is_first else "off"
         ),

@@ -42,8 +42,9 @@ class Traffic:
 def saved(state, path, **options):
     """Save, and return the report."""
     reports = []
-    assert distckpt.save(state, path, on_report=reports.append, **options) is None
-    return reports[0]
+    returned = distckpt.save(state, path, on_report=reports.append, **options)
+    assert reports == [returned]
+    return returned
 
 
 def state_with_copies(rank, num_tensors, value, rows=ROWS):

@@ -42,6 +42,7 @@ from distckpt._format.manifest import ChunkTable, Manifest, ShardFile
 from distckpt._format.stored_checkpoint import StoredCheckpoint
 from distckpt._geometry.region import whole
 from distckpt._plan.load import Request, plan_load
+from distckpt._ranks.collectives import Ranks
 from distckpt.megatron import core
 
 Run = Callable[[bytes], None]
@@ -334,7 +335,7 @@ def _marker(folder: Path) -> tuple[list[bytes], Run]:
         path.write_bytes(data)
         with documented_errors(folder):
             distckpt.megatron.check_is_distributed_checkpoint(folder / "c")
-            assert opening.open_checkpoint(str(folder / "c")).manifest.keys
+            assert opening.open_checkpoint(Ranks.alone(), str(folder / "c")).manifest.keys
             assert distckpt.open(folder / "c").common_state == {"step": 7}
 
     return [

@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch.overrides import TorchFunctionMode
 
-import distckpt as dist_checkpointing
+from distckpt import megatron as dist_checkpointing
 from distckpt.mapping import ShardedObject
 from distckpt.megatron.strategies.async_utils import _disable_gc
 from distckpt.megatron.strategies.fully_parallel import (
@@ -76,12 +76,11 @@ class OnCpu(TorchFunctionMode):
 def substituted(source):
     """Replace the imports of Megatron's dist_checkpointing in a program, and nothing else."""
     whole = r"from megatron\.core import ([^\n(]*)\bdist_checkpointing, ([^\n]*)"
-    source = re.sub(
-        whole, r"import distckpt as dist_checkpointing; from megatron.core import \1\2", source
-    )
-    return source.replace("..core.dist_checkpointing", "distckpt").replace(
-        "megatron.core.dist_checkpointing", "distckpt"
-    )
+    ours = r"from distckpt import megatron as dist_checkpointing; from megatron.core import \1\2"
+    source = re.sub(whole, ours, source)
+    for path in ("..core.dist_checkpointing", "megatron.core.dist_checkpointing"):
+        source = source.replace(path, "distckpt.megatron")
+    return source
 
 
 def megatron_lm():

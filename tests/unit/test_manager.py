@@ -91,10 +91,20 @@ def test_arguments_are_passed_on(tmp_path):
     with CheckpointManager(tmp_path) as manager:
         manager.save(1, state_of(1), content_metadata={"kind": "test"}).result(PATIENCE)
         assert distckpt.open(manager.location(1)).metadata == {"kind": "test"}
-        loaded, missing, unexpected = manager.load(
-            {"x": state_of(0)["rows"]}, 1, strict="return_all"
+        reports = []
+        loaded = manager.load(
+            {"x": state_of(0)["rows"]}, 1, strict="report", on_report=reports.append
         )
-    assert (loaded["value"], missing, unexpected) == (1, {"rng", "shared"}, set())
+    assert loaded["value"] == 1
+    assert (reports[0].missing, reports[0].unexpected) == ({"rng", "shared"}, set())
+
+
+def test_an_option_that_there_is_not_is_named(tmp_path):
+    with pytest.raises(TypeError, match=r"no option 'tiemout' \(did you mean 'timeout'"):
+        CheckpointManager(tmp_path, tiemout=1.0)
+    manager = CheckpointManager(tmp_path, options=distckpt.SaveOptions(durable=False))
+    with pytest.raises(TypeError, match=r"load\(\) has no option 'verfy' \(did you mean 'verify'"):
+        manager.load({}, verfy=False)
 
 
 @pytest.mark.parametrize("step", [-1, 1.0, True, "7", None])
@@ -502,7 +512,7 @@ def test_numbers_of_other_libraries_are_metrics(tmp_path):
         manager.save(
             1,
             state_of(1),
-            {"a": np.float32(0.5), "b": torch.tensor(2), "c": 10**400, "d": float("inf")},
+            metrics={"a": np.float32(0.5), "b": torch.tensor(2), "c": 10**400, "d": float("inf")},
         )
     assert read_marker(tmp_path / "step_00000001")["manager"]["metrics"] == {"a": 0.5, "b": 2.0}
 

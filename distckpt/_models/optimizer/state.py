@@ -26,6 +26,7 @@ import torch
 
 from distckpt._base.errors import InvalidShardingError, LoadMismatchError
 from distckpt._base.messages import summarize_keys
+from distckpt._base.tree import Position, dotted, is_plain_container, map_leaves
 from distckpt._format import codec
 from distckpt._format.checksum import checksum
 from distckpt._format.codec import HOLE
@@ -94,19 +95,18 @@ def orders_of(tensors: Mapping[str, torch.Tensor], param: torch.Tensor) -> dict[
     return orders
 
 
-def _without_tensors(value: Any, path: str, found: dict[str, torch.Tensor]) -> Any:
-    if isinstance(value, torch.Tensor):
-        if not value.ndim:
-            return local_part(value).detach()
-        found[path] = value
+def _without_tensors(value: Any, name: str, found: dict[str, torch.Tensor]) -> Any:
+    """Take the tensors with axes out of a value of a state: they go to `found`, by position."""
+
+    def taken(position: Position, leaf: Any) -> Any:
+        if not isinstance(leaf, torch.Tensor):
+            return leaf
+        if not leaf.ndim:
+            return local_part(leaf).detach()
+        found[dotted(position)] = leaf
         return HOLE
-    if type(value) in (list, tuple):
-        return type(value)(
-            _without_tensors(item, f"{path}.{i}", found) for i, item in enumerate(value)
-        )
-    if type(value) is dict:
-        return {key: _without_tensors(item, f"{path}.{key}", found) for key, item in value.items()}
-    return value
+
+    return map_leaves(taken, value, is_plain_container, (name,))
 
 
 def joined_state(
@@ -120,16 +120,10 @@ def joined_state(
     """
     left = dict(tensors)
 
-    def with_tensors(value: Any, path: str) -> Any:
-        if value is HOLE:
-            return left.pop(path)
-        if isinstance(value, torch.Tensor):
-            return value.to(device)
-        if type(value) in (list, tuple):
-            return type(value)(with_tensors(item, f"{path}.{i}") for i, item in enumerate(value))
-        if type(value) is dict:
-            return {key: with_tensors(item, f"{path}.{key}") for key, item in value.items()}
-        return value
+    def put_back(position: Position, leaf: Any) -> Any:
+        if leaf is HOLE:
+            return left.pop(dotted(position))
+        return leaf.to(device) if isinstance(leaf, torch.Tensor) else leaf
 
     # Checkpoints of earlier versions do not say so.
     scalars = entry.get(
@@ -138,7 +132,7 @@ def joined_state(
     state = {
         name: scalar(name, value, scalars[name])
         if name in scalars
-        else with_tensors(value, str(name))
+        else map_leaves(put_back, value, is_plain_container, (name,))
         for name, value in entry["values"].items()
     }
     state |= left

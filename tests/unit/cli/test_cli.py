@@ -127,7 +127,7 @@ def test_help_and_usage(capsys):
 
 
 def test_the_formats_that_can_be_written_are_offered():
-    assert ", ".join(FORMATS) == arguments.FORMATS
+    assert tuple(FORMATS) == arguments.FORMATS
 
 
 def test_narrow_terminals_leave_columns_out():

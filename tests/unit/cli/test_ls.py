@@ -56,7 +56,7 @@ def test_steps_are_listed_with_what_is_known_of_them(tmp_path, capsys):
     assert (found["best"].step, found["best"].problem, found["best"].metrics) == (None, None, {})
     listed = call_json(capsys, "ls", tmp_path)
     assert [item["is_newest"] for item in listed] == [False, False, True, False, False]
-    assert listed == [{**info._asdict()} for info in found.values()]
+    assert listed == [vars(info) for info in found.values()]
     text = call(capsys, "ls", tmp_path)
     assert "pinned" in text
     assert "step_00000400: CorruptCheckpointError: " in text

@@ -40,7 +40,7 @@ CALLS = {
     "save": lambda folder: distckpt.save(state(7), f"{folder}/other"),
     "async_save": lambda folder: distckpt.async_save(state(7), f"{folder}/other"),
     "load": lambda folder: distckpt.load(state(0), f"{folder}/there"),
-    "load_plain_tensors": lambda folder: distckpt.open(f"{folder}/there").read_tensors(),
+    "open": lambda folder: distckpt.open(f"{folder}/there").read_tensors(),
     "verify": lambda folder: distckpt.verify(f"{folder}/there"),
     # Through a function of this package.
     "consolidate": lambda folder: HuggingFaceConsolidationStrategy().consolidate(

@@ -131,7 +131,9 @@ def test_rules_of_an_export_apply_to_values(tmp_path):
     rules = [Transpose("m.experts.*", "e.{0}", (0, 2, 1))]
     distckpt.consolidate(tmp_path / "model", tmp_path / "export", rules=rules)
     expected = model.values["m.experts.down_proj"].transpose(1, 2).bfloat16()
-    assert torch.equal(distckpt.megatron.load_plain_tensors(tmp_path / "export")["e.down_proj"], expected)
+    assert torch.equal(
+        distckpt.megatron.load_plain_tensors(tmp_path / "export")["e.down_proj"], expected
+    )
 
 
 def test_tied_keys_of_a_checkpoint_keep_together(tmp_path):
