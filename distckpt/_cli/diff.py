@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from argparse import Namespace
 from collections.abc import Sequence
 from typing import Any
@@ -34,9 +35,8 @@ def run(arguments: Namespace, output: Output) -> int:
     output.json(_as_json(report))
     if arguments.html:
         # Imported when it is asked for, which is rare.
-        from distckpt._cli.diff_page import write_diff_page
-
-        write_diff_page(arguments.html, report, arguments.keys, rename)
+        page = importlib.import_module("distckpt._cli.diff_page")
+        page.write_diff_page(arguments.html, report, arguments.keys, rename)
         output.message(f"wrote {arguments.html}")
     _print_differences(report, output)
     output.line(f"{'SAME' if report.is_same else 'DIFFERENT'}: {outcome(report)}")

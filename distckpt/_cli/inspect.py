@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from argparse import Namespace
 from collections.abc import Sequence
 from typing import Any
@@ -46,9 +47,8 @@ def run(arguments: Namespace, output: Output) -> int:
     )
     if arguments.html:
         # Imported when it is asked for, which is rare.
-        from distckpt._cli.inspect_page import write_inspect_page
-
-        write_inspect_page(arguments.html, stored, facts)
+        page = importlib.import_module("distckpt._cli.inspect_page")
+        page.write_inspect_page(arguments.html, stored, facts)
         output.message(f"wrote {arguments.html}")
     elif not output.as_json:
         lines = tree_lines(groups, arguments.depth, is_by_size=arguments.sort == "size")

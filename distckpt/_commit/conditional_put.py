@@ -24,12 +24,10 @@ from distckpt._base.errors import (
     CheckpointExistsError,
     CheckpointingException,
     CorruptCheckpointError,
-    RankFailedError,
 )
 from distckpt._commit import posix
 from distckpt._format.manifest import MANIFEST_NAME
 from distckpt._format.marker import CONFIG_FNAME, encode_marker, read_marker
-from distckpt._ranks.collectives import Ranks
 from distckpt._storage import locations, object_store
 from distckpt._storage.remote import RefusedError, Upload
 
@@ -252,34 +250,6 @@ class Transaction:
             return self._nonce.encode() in folders
         # Of a strategy that does not know of folders.
         return name not in self._earlier
-
-
-@contextlib.contextmanager
-def naming_winner(ranks: Ranks, transaction: Transaction | None, staging: str) -> Iterator[None]:
-    """Report uploads that are gone, on whatever ranks, as overtaken: a save that wins aborts those
-    of the others.
-
-    Report likewise that the directory that a save is written into is gone.
-
-    Collective operation: all ranks must call it, around a phase.
-    """
-    try:
-        yield
-    except (FileNotFoundError, RankFailedError) as error:
-        failures = error.failures.values() if isinstance(error, RankFailedError) else [error]
-        if ranks.are_in_step_after(error) and all(
-            isinstance(failure, FileNotFoundError) for failure in failures
-        ):
-            with ranks.phase("look for another program's save", decision=True):
-                if transaction is not None:
-                    transaction.check_not_overtaken()
-                elif ranks.is_coordinator and not locations.exists(staging):
-                    raise CheckpointingException(
-                        f"{staging!r} was removed by another program while this save was written "
-                        "into it: nothing was committed. Keep programs that clean up away from "
-                        "hidden directories there, and save again."
-                    ) from error
-        raise
 
 
 def _files_of_saves(location: str) -> list[str]:

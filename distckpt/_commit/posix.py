@@ -10,21 +10,18 @@ import contextlib
 import errno
 import logging
 import os
-import re
 import stat
 from collections.abc import Callable, Sequence
 from typing import Literal
 
 from distckpt._base.errors import CheckpointExistsError
-from distckpt._commit import target
+from distckpt._commit import hidden_names, target
 from distckpt._format.marker import CONFIG_FNAME
 from distckpt._storage import locations
 
 logger = logging.getLogger(__name__)
 
 SUBDIRECTORIES = ("tensors", "objects")
-
-_NONCE = re.compile("[0-9a-f]{16}")
 
 _State = Literal["free", "incomplete", "complete"]
 
@@ -33,14 +30,6 @@ def resolve(location: str | os.PathLike[str]) -> str:
     """Return the location of the checkpoint itself: absolute, with symbolic links followed."""
     normalized = locations.normalize(location)
     return os.path.realpath(normalized) if locations.is_local(normalized) else normalized
-
-
-def staging_location(location: str, nonce: str) -> str:
-    """Return where a save to `location` is written before it is committed."""
-    if not locations.is_local(location):
-        return location
-    parent, name = locations.split(location)
-    return locations.join(parent, f".{name}.tmp-{nonce}")
 
 
 def check_target(location: str, overwrite: bool, given: str | None = None) -> None:
@@ -86,26 +75,26 @@ def already_complete(location: str, advice: str) -> CheckpointExistsError:
     )
 
 
-def prepare(staging: str, names: Sequence[str] = SUBDIRECTORIES, durable: bool = True) -> None:
-    """Create the directory of a save, with subdirectories.
+def prepare(directory: str, folders: Sequence[str], durable: bool) -> None:
+    """Create the directory of a save, with folders.
 
-    When durable, the directories above `staging` are on disk on return; `sync` and `commit` see to
-    the others.
+    When durable, the directories above it are on disk on return; `sync` and `commit` see to the
+    others.
     """
-    locations.make_directories(locations.split(staging)[0], durable)
-    locations.make_directories(staging, durable=False)
-    for name in names:
-        locations.make_directories(locations.join(staging, name), durable=False)
+    locations.make_directories(locations.split(directory)[0], durable)
+    locations.make_directories(directory, durable=False)
+    for name in folders:
+        locations.make_directories(locations.join(directory, name), durable=False)
 
 
-def sync(staging: str) -> None:
+def sync(directory: str, folders: Sequence[str]) -> None:
     """Make the names of this rank's files durable."""
-    for name in SUBDIRECTORIES:
-        locations.sync_directory(locations.join(staging, name))
-    locations.sync_directory(staging)
+    for name in folders:
+        locations.sync_directory(locations.join(directory, name))
+    locations.sync_directory(directory)
 
 
-def commit(staging: str, location: str, overwrite: bool, durable: bool = True) -> None:
+def commit(directory: str, location: str, overwrite: bool, durable: bool = True) -> None:
     """Make a completely written save visible under its name; for the coordinator, as the last step.
 
     Files of others that are in its place stay there. What an unfinished save has left is moved
@@ -113,37 +102,48 @@ def commit(staging: str, location: str, overwrite: bool, durable: bool = True) -
     """
     if not locations.is_local(location):
         return
-    state = _state_of(location)
-    if state == "complete" and not overwrite:
+    while True:
+        state = _state_of(location)
+        if state == "complete" and not overwrite:
+            raise already_complete(location, "pass overwrite=True")
+        _check_what_is_there(location, overwrite)
+        try:
+            _put_in_place(directory, location, state, overwrite, durable)
+            return
+        except OSError as error:
+            if not _was_interfered_with(error, directory):
+                raise
+
+
+def _put_in_place(
+    directory: str, location: str, state: _State, overwrite: bool, durable: bool
+) -> None:
+    """Give a directory the name of the location, where nothing has changed since it was found in
+    a state.
+    """
+    if state == "free":
+        locations.rename(directory, location, durable)
+        return
+    aside = hidden_names.beside(location, "incomplete", hidden_names.nonce_of(directory))
+    if state == "incomplete" and not target.others_in(location):
+        _move_aside(location, aside)
+        locations.rename(directory, location, durable)
+        return
+    stays = _swap_beside_others(directory, location, target.replaced_names(location), durable)
+    was_complete = os.path.lexists(locations.join(directory, CONFIG_FNAME))
+    if was_complete and not overwrite:
+        # Another program has finished its save since we looked: back with it.
+        _swap(directory, location, durable)
         raise already_complete(location, "pass overwrite=True")
-    _check_what_is_there(location, overwrite)
-    aside = _beside(staging, location, "incomplete")
-    try:
-        if state == "incomplete" and not target.others_in(location):
-            _move_aside(location, aside)
-            locations.rename(staging, location, durable)
-        elif state == "free":
-            locations.rename(staging, location, durable)
-        else:
-            stays = _swap_beside_others(staging, location, target.replaced_names(location), durable)
-            was_complete = os.path.lexists(locations.join(staging, CONFIG_FNAME))
-            if was_complete and not overwrite:
-                # Another program has finished its save since we looked: back with it.
-                _swap(staging, location, durable)
-                raise already_complete(location, "pass overwrite=True")
-            _clear_up(staging, location, stays, aside if state == "incomplete" else None)
-    except OSError as error:
-        if not _was_interfered_with(error, staging):
-            raise
-        commit(staging, location, overwrite, durable)
+    _clear_up(directory, location, stays, aside if state == "incomplete" else None)
 
 
-def _was_interfered_with(error: OSError, staging: str) -> bool:
+def _was_interfered_with(error: OSError, directory: str) -> bool:
     """Tell whether another program has put something at the target, or taken it away, since we
     looked: look again.
     """
     if error.errno == errno.ENOENT:
-        return locations.exists(staging)
+        return locations.exists(directory)
     return error.errno in (errno.ENOTEMPTY, errno.EEXIST)
 
 
@@ -169,13 +169,13 @@ def _warn_about(location: str, aside: str) -> None:
     )  # fmt: skip
 
 
-def _swap(staging: str, location: str, durable: bool = True) -> None:
+def _swap(directory: str, location: str, durable: bool = True) -> None:
     """Put a completely written directory in the place of another one, which is then in its
     place.
     """
-    if locations.exchange(staging, location, durable):
+    if locations.exchange(directory, location, durable):
         return
-    aside = _beside(staging, location, "old")
+    aside = hidden_names.beside(location, "old", hidden_names.nonce_of(directory))
     logger.warning(
         "this file system cannot swap directories: %s is absent for a moment, its earlier "
         "content is in %s meanwhile",
@@ -186,9 +186,9 @@ def _swap(staging: str, location: str, durable: bool = True) -> None:
     locations.remove_tree(aside)
     locations.rename(location, aside, durable)
     with locations.undone_by(lambda: locations.rename(aside, location, durable)):
-        locations.rename(staging, location, durable)
+        locations.rename(directory, location, durable)
     with contextlib.suppress(OSError):
-        locations.rename(aside, staging, durable=False)
+        locations.rename(aside, directory, durable=False)
 
 
 def left_aside(location: str) -> str | None:
@@ -197,22 +197,7 @@ def left_aside(location: str) -> str | None:
     """
     if not locations.is_local(location) or locations.exists(location):
         return None
-    return next(filter(_is_trusted, left_beside(location, "old")), None)
-
-
-def left_beside(location: str, kind: str) -> list[str]:
-    """Return what saves of a location have put beside it: directories of a kind, as "tmp" where
-    they are written.
-    """
-    parent, name = locations.split(location)
-    prefix = f".{name}.{kind}-"
-    names = locations.list_names(parent) if locations.isdir(parent) else []
-    found = [
-        other
-        for other in names
-        if other.startswith(prefix) and _NONCE.fullmatch(other, len(prefix))
-    ]
-    return [locations.join(parent, other) for other in found]
+    return next(filter(_is_trusted, hidden_names.left_beside(location, "old")), None)
 
 
 def _is_trusted(directory: str) -> bool:
@@ -246,29 +231,29 @@ def put_back(location: str) -> None:
     )
 
 
-def commit_beside_others(staging: str, location: str, is_replaced: Callable[[str], bool]) -> None:
+def commit_beside_others(directory: str, location: str, is_replaced: Callable[[str], bool]) -> None:
     """Make a completely written directory visible, together with other files that are in its place
     already.
 
-    Those stay, unless `staging` has one of the same name, or the name is one that the new content
+    Those stay, unless `directory` has one of the same name, or the name is one that the new content
     replaces.
     """
     if not locations.is_local(location):
         return
     if _state_of(location) == "free":
-        locations.rename(staging, location)
+        locations.rename(directory, location)
         return
     target.check_replaceable(location)
-    _clear_up(staging, location, _swap_beside_others(staging, location, is_replaced))
+    _clear_up(directory, location, _swap_beside_others(directory, location, is_replaced))
 
 
 def _swap_beside_others(
-    staging: str, location: str, is_replaced: Callable[[str], bool], durable: bool = True
+    directory: str, location: str, is_replaced: Callable[[str], bool], durable: bool = True
 ) -> Callable[[str], bool]:
     """Swap two directories after linking into the new one what stays of the old one; return which
     names stay.
     """
-    own = set(locations.list_names(staging))
+    own = set(locations.list_names(directory))
 
     def stays(name: str) -> bool:
         return not is_replaced(name) and name not in own
@@ -276,14 +261,14 @@ def _swap_beside_others(
     others = list(filter(stays, locations.list_names(location)))
     try:
         for name in others:
-            locations.link_tree(locations.join(location, name), locations.join(staging, name))
+            locations.link_tree(locations.join(location, name), locations.join(directory, name))
         if others:
-            locations.sync_directory(staging)
-        _swap(staging, location, durable)
+            locations.sync_directory(directory)
+        _swap(directory, location, durable)
     except OSError:
         # The caller may look again, and link what is there then.
         for name in others:
-            locations.remove_tree(locations.join(staging, name))
+            locations.remove_tree(locations.join(directory, name))
         raise
     return stays
 
@@ -311,15 +296,10 @@ def _clear_up(
     locations.remove_tree(replaced)
 
 
-def abandon(staging: str) -> None:
+def abandon(directory: str) -> None:
     """Remove the local directory that an unsuccessful save was written into."""
-    if locations.is_local(staging):
-        locations.remove_tree(staging)
-
-
-def _beside(staging: str, location: str, what: str) -> str:
-    parent, name = locations.split(location)
-    return locations.join(parent, f".{name}.{what}-{staging.rpartition('-')[2]}")
+    if locations.is_local(directory):
+        locations.remove_tree(directory)
 
 
 def _state_of(location: str) -> _State:

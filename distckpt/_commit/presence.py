@@ -48,37 +48,51 @@ def check_marker(marker: dict[str, Any] | None, location: str) -> dict[str, Any]
 
 def absence(location: str) -> str:
     """Say what is at a location that holds no complete checkpoint, and where one is."""
-    parent, name = locations.split(location)
     if not locations.exists(location):
-        text = f"Checkpoint directory {location!r} does not exist"
-        if (aside := posix.left_aside(location)) is not None:
-            return (
-                f"{text}. Its overwriting was interrupted: rename {aside!r}, which is its content."
-            )
-        if locations.is_local(location) and not locations.exists(parent):
-            return f"{text}, and neither does {parent!r}."
-        beside = _checkpoints_in(parent)
-        return f"{text}{did_you_mean(name, _names_in(parent))}." + (
-            f" Beside it: {beside}." if beside else ""
-        )
+        return _absence_of_anything(location)
     if not locations.isdir(location):
-        if name in _MARKERS or is_manifest_name(name):
-            return f"{location!r} is a file of a checkpoint: give the directory, {parent!r}."
-        if name.endswith(_OF_TORCH_SAVE):
-            return f"{location!r} is a file of torch.save, {_ABOUT_PICKLES}"
-        return f"{location!r} is a file: a checkpoint is a directory, or a .safetensors file."
+        return _about_file(location)
+    return _about_directory(location)
+
+
+def _absence_of_anything(location: str) -> str:
+    parent, name = locations.split(location)
+    text = f"Checkpoint directory {location!r} does not exist"
+    if (aside := posix.left_aside(location)) is not None:
+        return f"{text}. Its overwriting was interrupted: rename {aside!r}, which is its content."
+    if locations.is_local(location) and not locations.exists(parent):
+        return f"{text}, and neither does {parent!r}."
+    text += f"{did_you_mean(name, _names_in(parent))}."
+    beside = _checkpoints_in(parent)
+    return f"{text} Beside it: {beside}." if beside else text
+
+
+def _about_file(location: str) -> str:
+    parent, name = locations.split(location)
+    if name in _MARKERS or is_manifest_name(name):
+        return f"{location!r} is a file of a checkpoint: give the directory, {parent!r}."
+    if name.endswith(_OF_TORCH_SAVE):
+        return f"{location!r} is a file of torch.save, {_ABOUT_PICKLES}"
+    return f"{location!r} is a file: a checkpoint is a directory, or a .safetensors file."
+
+
+def _about_directory(location: str) -> str:
     if inside := _checkpoints_in(location):
-        return f"{location!r} is a directory of checkpoints ({inside}): give one of them, or use CheckpointManager."
+        return (
+            f"{location!r} is a directory of checkpoints ({inside}): give one of them, or use "
+            "CheckpointManager."
+        )
     names = _names_in(location)
-    if pickles := [name for name in names if name.endswith(_OF_TORCH_SAVE)]:
+    pickles = [name for name in names if name.endswith(_OF_TORCH_SAVE)]
+    if pickles:
         return f"{location!r} holds files of torch.save ({pickles[0]!r}), {_ABOUT_PICKLES}"
     is_of_torch = any(name.endswith(".distcp") for name in names)
-    lacks = ".metadata" if is_of_torch else CONFIG_FNAME
-    state = (
-        "so nothing was saved here" if not names else "nor files of another format at its top level"
-    )
+    state = "nor files of another format at its top level"
     if is_of_torch or "tensors" in names:
         state = "so a save did not finish here; load another step"
+    elif not names:
+        state = "so nothing was saved here"
+    lacks = ".metadata" if is_of_torch else CONFIG_FNAME
     return f"{location!r} is not a distributed checkpoint: it has no {lacks}, {state}."
 
 

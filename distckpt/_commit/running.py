@@ -1,9 +1,9 @@
 """Tell saves that are running from what interrupted ones have left beside a checkpoint, without
 comparing times.
 
-The coordinator of a save to a local path locks its staging directory; the kernel releases the lock
-when the process ends, however it ends. Such locks are seen on the same kernel and mount only, so
-the nonce of a save begins with 8 digits that stand for these two.
+The coordinator of a save to a local path locks the directory that it writes into; the kernel
+releases the lock when the process ends, however it ends. Such locks are seen on the same kernel and
+mount only, so the nonce of a save begins with 8 digits that stand for these two.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import secrets
 from collections.abc import Iterator
 from pathlib import Path
 
+from distckpt._commit import hidden_names
 from distckpt._storage import locations
 
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
@@ -35,16 +36,16 @@ def new_nonce(location: str) -> str:
 
 
 @contextlib.contextmanager
-def locked_staging(staging: str, durable: bool) -> Iterator[None]:
-    """Create a local staging directory and the ones above it, and keep it locked."""
-    locations.make_directories(os.path.dirname(staging), durable)
+def locked_directory(directory: str, durable: bool) -> Iterator[None]:
+    """Create the local directory of a save and the ones above it, and keep it locked."""
+    locations.make_directories(os.path.dirname(directory), durable)
     with contextlib.ExitStack() as held:
         is_there = False
         while not is_there:
             with contextlib.suppress(FileExistsError):
-                os.mkdir(staging)
+                os.mkdir(directory)
             try:
-                is_there = held.enter_context(_locked(staging, fcntl.LOCK_EX))
+                is_there = held.enter_context(_locked(directory, fcntl.LOCK_EX))
                 if not is_there:
                     # Before the next attempt, which would wait for this lock if the name was only
                     # seen late.
@@ -60,19 +61,20 @@ def locked_staging(staging: str, durable: bool) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def claimed(staging: str) -> Iterator[bool | None]:
+def claimed(directory: str) -> Iterator[bool | None]:
     """Find out whether a save is running: True when it has ended, False when it goes on, None when
     unknown.
 
     One that has ended stays locked for the body, which may remove what it has left.
     """
-    parent, name = os.path.split(staging)
+    parent, name = os.path.split(directory)
+    hidden = hidden_names.parse(name) if locations.is_local(directory) else None
     with contextlib.ExitStack() as held:
         has_ended: bool | None = None
-        if locations.is_local(staging) and name.rpartition("-")[2].startswith(_place_of(parent)):
+        if hidden is not None and hidden.nonce.startswith(_place_of(parent)):
             try:
                 has_ended = (
-                    held.enter_context(_locked(staging, fcntl.LOCK_EX | fcntl.LOCK_NB)) or None
+                    held.enter_context(_locked(directory, fcntl.LOCK_EX | fcntl.LOCK_NB)) or None
                 )
             except BlockingIOError:
                 has_ended = False

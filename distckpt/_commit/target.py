@@ -10,18 +10,19 @@ import re
 from collections.abc import Callable
 
 from distckpt._base.errors import CheckpointExistsError, CorruptCheckpointError
+from distckpt._commit import hidden_names
 from distckpt._format.marker import CONFIG_FNAME, read_marker
 from distckpt._storage import locations
 
 _NONCE = "[0-9a-f]{16}"
 _FOLDER = re.compile(rf"(?:tensors|objects)(?:-{_NONCE})?")
 _FILE = re.compile(
-    rf"{CONFIG_FNAME}|manifest(?:-{_NONCE})?\.safetensors|\.(?:{CONFIG_FNAME}|manifest\S*)\.{_NONCE}"
+    rf"{CONFIG_FNAME}|manifest(?:-{_NONCE})?\.safetensors"
+    rf"|\.(?:{CONFIG_FNAME}|manifest\S*)\.{_NONCE}"
 )
 _CONTENT = re.compile(r"shard-\d+-model-\d+-of-\d+\.safetensors|rank-\d+\.safetensors")
 _OF_TORCH = ".metadata"
 """The marker of `torch.distributed.checkpoint`."""
-_BESIDE_A_CHECKPOINT = re.compile(rf"\..+\.(?:tmp|old|trash|incomplete|damaged)-{_NONCE}")
 
 
 def replaced_names(location: str) -> Callable[[str], bool]:
@@ -67,13 +68,12 @@ def check_replaceable(location: str) -> None:
     if _is_in_use(location):
         raise refused(location, "it is the current directory, or above it")
     for name in others_in(location):
-        if locations.exists(
-            locations.join(location, name, CONFIG_FNAME)
-        ) or _BESIDE_A_CHECKPOINT.fullmatch(name):
+        marker = locations.join(location, name, CONFIG_FNAME)
+        if locations.exists(marker) or hidden_names.parse(name) is not None:
             raise refused(location, f"it holds other checkpoints ({name!r})")
 
 
-def prepare_to_replace(location: str, staging: str) -> None:
+def prepare_to_replace(location: str, directory: str) -> None:
     """Give a new local directory the access of the one whose place it is to take, if any, before
     data is in it.
 
@@ -81,21 +81,24 @@ def prepare_to_replace(location: str, staging: str) -> None:
     """
     if locations.isdir(location):
         if locations.is_on_overlay(location):
-            _check_movable(location, staging)
-        locations.take_over_access(location, staging)
+            _check_movable(location, directory)
+        locations.take_over_access(location, directory)
 
 
-def _check_movable(location: str, staging: str) -> None:
+def _check_movable(location: str, directory: str) -> None:
     """Refuse a directory of a lower layer: a rename fails for that before it fails for a target
     that is not empty.
     """
-    probe = locations.join(staging, ".probe")
+    probe = locations.join(directory, ".probe")
     os.makedirs(locations.join(probe, "not_empty"))
     try:
         os.rename(location, probe)
     except OSError as error:
         if error.errno == errno.EXDEV:
-            reason = "it comes from a lower layer of an overlay file system (an image), which renames no such directory"
+            reason = (
+                "it comes from a lower layer of an overlay file system (an image), which renames "
+                "no such directory"
+            )
             raise refused(location, reason) from error
     else:
         os.rename(probe, location)

@@ -4,20 +4,22 @@ one.
 
 from __future__ import annotations
 
-import secrets
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from distckpt._base.errors import CheckpointingException, CorruptCheckpointError
 from distckpt._commit import posix
-from distckpt._commit.target import prepare_to_replace
+from distckpt._commit.output import OutputSettings, new_output
 from distckpt._format.manifest import MANIFEST_NAME, OBJECT, Manifest, ShardFile, marker_fields
-from distckpt._format.marker import CheckpointingConfig, save_config
+from distckpt._format.marker import CheckpointingConfig
 from distckpt._geometry.region import IntArray
 from distckpt._io.write import WriteSettings, file_of_tensors, write_files
 from distckpt._plan.layout import PlannedChunk, chunk_table, lay_out_tensor_file
+from distckpt._ranks.collectives import Ranks
 from distckpt._storage import locations
 
 
@@ -30,118 +32,113 @@ def remove_tensors(
     Files without such tensors are linked, the others written anew, verified while they are copied:
     when one has a checksum mismatch the checkpoint stays as it was.
     """
-    is_tensor = {
-        key: manifest.dtypes[key_id] != OBJECT for key, key_id in manifest.key_index.items()
-    }
-    removed = [key for key in is_tensor if is_tensor[key] and key.startswith(key_prefix)]
+    removed = [
+        key
+        for key, key_id in manifest.key_index.items()
+        if manifest.dtypes[key_id] != OBJECT and key.startswith(key_prefix)
+    ]
     if not removed:
         return []
     if not locations.is_local(location):
         raise CheckpointingException(
             f"Tensors can be removed on local file systems only, not from {location!r}."
         )
-    names, aliases = _remaining_names(manifest, set(removed))
-    staging = posix.staging_location(location, secrets.token_hex(8))
-    try:
-        # Of a checkpoint that was copied from an object store the folders have names of their own.
-        folders = {
-            locations.split(locations.join(staging, file.name))[0] for file in manifest.files
-        }
-        for folder in folders:
-            locations.make_directories(folder, durable=False)
-        prepare_to_replace(location, staging)
-        posix.prepare(staging)
-        remaining = _write_remaining(location, staging, manifest, names, aliases)
-        data = remaining.to_bytes()
-        locations.write_bytes(locations.join(staging, MANIFEST_NAME), data)
-        for folder in folders:
-            locations.sync_directory(folder)
-        posix.sync(staging)
-        save_config(config, staging, extra=marker_fields(data))
-        posix.commit(staging, location, overwrite=True)
-    except BaseException:
-        posix.abandon(staging)
-        raise
+    names = _names_after(manifest, set(removed))
+    # Of a checkpoint that was copied from an object store the folders have names of their own.
+    folders = {file.name.rpartition("/")[0] for file in manifest.files} - {""}
+    folders.update(posix.SUBDIRECTORIES)
+    settings = OutputSettings(folders=sorted(folders), overwrite=True, has_marker=True)
+    with new_output(Ranks.alone(), location, settings) as output:
+        with output.being_written():
+            remaining = _write_remaining(location, output.location, manifest, names)
+            data = remaining.to_bytes()
+            locations.write_bytes(locations.join(output.location, MANIFEST_NAME), data)
+            output.sync()
+        output.commit({**marker_fields(data), **asdict(config)})
     return removed
 
 
-def _remaining_names(
-    manifest: Manifest, removed: set[str]
-) -> tuple[list[str | None], dict[str, str]]:
-    """Return the new name of each stored key, None when it goes, and the aliases that stay.
+@dataclass(frozen=True)
+class _Names:
+    """What becomes of the keys.
 
-    A tied tensor stays under the name of its first alias when its own goes.
+    Attributes:
+        new: the new name of each stored key, None when it goes.
+        aliases: those that stay.
+        stays: for each stored key, whether it stays.
+        changes: for each stored key, whether it goes or has another name.
     """
+
+    new: Sequence[str | None]
+    aliases: Mapping[str, str]
+    stays: npt.NDArray[np.bool_]
+    changes: npt.NDArray[np.bool_]
+
+
+def _names_after(manifest: Manifest, removed: set[str]) -> _Names:
+    """Return the names after a removal; a tied tensor stays under the name of its first alias when
+    its own goes.
+    """
+    tied: dict[str, list[str]] = {key: [key] for key in manifest.keys}
+    for alias, target in manifest.aliases.items():
+        tied[target].append(alias)
     aliases: dict[str, str] = {}
     names: list[str | None] = []
-    for key in manifest.keys:
-        tied = [key, *(alias for alias, target in manifest.aliases.items() if target == key)]
-        kept = [name for name in tied if name not in removed]
+    for group in tied.values():
+        kept = [name for name in group if name not in removed]
         names.append(kept[0] if kept else None)
         aliases.update((alias, kept[0]) for alias in kept[1:])
-    return names, aliases
-
-
-def _write_remaining(
-    location: str,
-    staging: str,
-    manifest: Manifest,
-    names: list[str | None],
-    aliases: Mapping[str, str],
-) -> Manifest:
-    first_bytes = manifest.first_bytes.copy()
-    files: list[ShardFile] = []
-    new_file_id = np.full(len(manifest.files), -1, np.int64)
-    stays = np.array([name is not None for name in names], np.bool_)[manifest.key_ids]
-    is_renamed = np.array(
+    stays = np.array([name is not None for name in names], np.bool_)
+    changes = np.array(
         [name != key for name, key in zip(names, manifest.keys, strict=True)], np.bool_
     )
-    for file_id, file in enumerate(manifest.files):
-        rows = np.flatnonzero(manifest.file_ids == file_id)
-        if not stays[rows].any():
-            continue
-        new_file_id[file_id] = len(files)
-        if is_renamed[manifest.key_ids[rows]].any():
-            in_file = rows[stays[rows]]
-            written, first_bytes[in_file] = _rewrite(
-                location, staging, manifest, file, in_file, names
+    return _Names(names, aliases, stays, changes)
+
+
+def _write_remaining(location: str, directory: str, manifest: Manifest, names: _Names) -> Manifest:
+    """Write or link the files with what stays, and return their manifest."""
+    first_bytes = manifest.first_bytes.copy()
+    stays, changes = names.stays[manifest.key_ids], names.changes[manifest.key_ids]
+    files: dict[int, ShardFile] = {}
+    for file_id in sorted(set(manifest.file_ids[stays].tolist())):
+        file, in_file = manifest.files[file_id], manifest.file_ids == file_id
+        if changes[in_file].any():
+            rows = np.flatnonzero(in_file & stays)
+            files[file_id], first_bytes[rows] = _rewrite(
+                location, directory, manifest, file, rows, names.new
             )
-            files.append(written)
         else:
-            locations.link_tree(
-                locations.join(location, file.name), locations.join(staging, file.name)
-            )
-            files.append(file)
-    kept_keys = [key_id for key_id, name in enumerate(names) if name is not None]
-    new_key_id = np.full(len(names), -1, np.int64)
-    new_key_id[kept_keys] = np.arange(len(kept_keys))
-    kept = manifest.chunks._replace(first_bytes=first_bytes).take(
-        np.flatnonzero(stays), manifest.block_bytes
-    )
+            source, target = (locations.join(place, file.name) for place in (location, directory))
+            locations.link_tree(source, target)
+            files[file_id] = file
+    chunks = manifest.chunks._replace(first_bytes=first_bytes)
+    kept = chunks.take(np.flatnonzero(stays), manifest.block_bytes)
+    key_ids = np.flatnonzero(names.stays).tolist()
     return Manifest(
-        keys=[name for name in names if name is not None],
-        dtypes=[manifest.dtypes[i] for i in kept_keys],
-        global_shapes=[manifest.global_shapes[i] for i in kept_keys],
+        keys=[name for name in names.new if name is not None],
+        dtypes=[manifest.dtypes[key_id] for key_id in key_ids],
+        global_shapes=[manifest.global_shapes[key_id] for key_id in key_ids],
         chunks=kept._replace(
-            files=files, key_ids=new_key_id[kept.key_ids], file_ids=new_file_id[kept.file_ids]
+            files=list(files.values()),
+            key_ids=np.searchsorted(key_ids, kept.key_ids),
+            file_ids=np.searchsorted(list(files), kept.file_ids),
         ),
-        aliases=aliases,
+        aliases=dict(names.aliases),
         block_bytes=manifest.block_bytes,
     )
 
 
 def _rewrite(
     location: str,
-    staging: str,
+    directory: str,
     manifest: Manifest,
     file: ShardFile,
     rows: IntArray,
-    names: list[str | None],
+    names: Sequence[str | None],
 ) -> tuple[ShardFile, IntArray]:
     """Write a file with some of its chunks; returns also where each of `rows`, which ascend, begins
     in it.
     """
-    source = np.memmap(locations.join(location, file.name), np.uint8, mode="c")
     chunks, shapes = [], {}
     row_of: dict[str, int] = {}
     for row in rows.tolist():
@@ -154,16 +151,15 @@ def _rewrite(
         shapes[name] = manifest.global_shapes[key_id]
     planned = lay_out_tensor_file(file.name, chunks, shapes)
     ordered = np.array([row_of[chunk.key] for chunk in planned.chunks], np.int64)
-    starts, sizes = manifest.first_bytes[ordered], manifest.num_bytes[ordered]
-    contents = [
-        [torch.from_numpy(source[start : start + size])]
-        for start, size in zip(starts, sizes, strict=True)
-    ]
-    new_file = file_of_tensors(planned.name, planned.header, contents).below(staging)
+    source = np.memmap(locations.join(location, file.name), np.uint8, mode="c")
+    starts = manifest.first_bytes[ordered]
+    stops = starts + manifest.num_bytes[ordered]
+    spans = zip(starts.tolist(), stops.tolist(), strict=True)
+    contents = [[torch.from_numpy(source[start:stop])] for start, stop in spans]
+    new_file = file_of_tensors(planned.name, planned.header, contents).below(directory)
     checksums = write_files([new_file], WriteSettings(block_bytes=manifest.block_bytes))
-    if not np.array_equal(
-        manifest.chunks.take(ordered, manifest.block_bytes).block_checksums, checksums
-    ):
+    expected = manifest.chunks.take(ordered, manifest.block_bytes).block_checksums
+    if not np.array_equal(expected, checksums):
         raise CorruptCheckpointError(
             f"{file.name!r} has a checksum mismatch: nothing was removed. Restore it from a copy."
         )

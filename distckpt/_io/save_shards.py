@@ -44,7 +44,7 @@ from distckpt._plan.save import Pieces, find_aliases, plan_owners
 from distckpt._ranks import exchanges
 from distckpt._ranks.collectives import Ranks
 from distckpt._state.common_state import object_text
-from distckpt._state.shards import Shard, ShardTable, describe, merge_tables, region_view
+from distckpt._state.shards import Shard, ShardTable, merge_tables, region_view, shard_table
 from distckpt._state.validation import replica_weights, validate_shards
 from distckpt._storage import locations
 
@@ -119,7 +119,7 @@ def _find_or_make_plan(
     ready: list[Shard] = []
 
     def described() -> ShardTable:
-        table = describe(ready)._replace(exchange_group=group)
+        table = shard_table(ready)._replace(exchange_group=group)
         if compares:
             add_digests(table, ready, of_samples=not compares_all)
         return table

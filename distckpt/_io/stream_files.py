@@ -171,32 +171,42 @@ class RemoteFiles:
             file.close()
 
 
+@contextlib.contextmanager
+def new_files(locations: Sequence[str], layout: StreamLayout) -> Iterator[LocalFiles | RemoteFiles]:
+    """Make files of a layout, which are removed when the body raises."""
+    is_local = storage_locations.is_local(locations[0])
+    files = LocalFiles(locations, layout) if is_local else RemoteFiles(locations, layout)
+    try:
+        yield files
+    except BaseException:
+        files.remove()
+        raise
+
+
 def write_stream(
-    output: LocalFiles | RemoteFiles,
+    files: LocalFiles | RemoteFiles,
     layout: StreamLayout,
     tensor_iter: Iterable[tuple[str, torch.Tensor]],
 ) -> None:
-    """Write every tensor that comes, and remove the files unless all that were announced have
-    come.
+    """Write every tensor that comes.
+
+    Raises:
+        ValueError: not all that were announced have come, or others.
     """
-    try:
-        output.create()
-        awaited = dict.fromkeys(layout.places)
-        for name, tensor in tensor_iter:
-            _check(layout, awaited, name, tensor)
-            output.write(*layout.places[name], tensor.detach())
-            del awaited[name]
-            # Its memory is needed for the next one.
-            del tensor
-        if awaited:
-            raise ValueError(
-                f"{len(awaited)} of {len(layout.places)} announced tensors were not written: "
-                f"{summarize_keys(awaited)}"
-            )
-        output.finish()
-    except BaseException:
-        output.remove()
-        raise
+    files.create()
+    awaited = dict.fromkeys(layout.places)
+    for name, tensor in tensor_iter:
+        _check(layout, awaited, name, tensor)
+        files.write(*layout.places[name], tensor.detach())
+        del awaited[name]
+        # Its memory is needed for the next one.
+        del tensor
+    if awaited:
+        raise ValueError(
+            f"{len(awaited)} of {len(layout.places)} announced tensors were not written: "
+            f"{summarize_keys(awaited)}"
+        )
+    files.finish()
 
 
 def _check(

@@ -6,10 +6,9 @@ import contextlib
 import errno
 import logging
 import os
-import secrets
 from collections.abc import Callable, Sequence
 
-from distckpt._commit import conditional_put, posix, running
+from distckpt._commit import conditional_put, hidden_names, posix, running
 from distckpt._manager import steps
 from distckpt._manager.seen_steps import SeenSteps
 from distckpt._manager.steps import Saved, step_name
@@ -51,7 +50,7 @@ def remove_step(root: str, step: int, save: str) -> bool:
     _check_removable(location)
     # If this is interrupted, the next manager puts a directory of this name back; other programs do
     # not remove it.
-    aside = locations.join(root, f".{step_name(step)}.old-{secrets.token_hex(8)}")
+    aside = hidden_names.beside(location, "old")
     try:
         locations.rename(location, aside, durable=False)
     except FileNotFoundError:
@@ -76,8 +75,7 @@ def _check_removable(directory: str) -> None:
 
 def _discard(directory: str) -> None:
     """Remove a local directory beside the steps; under its name it disappears in one step."""
-    parent, name = locations.split(directory)
-    trash = locations.join(parent, f"{name.rpartition('.')[0]}.trash-{secrets.token_hex(8)}")
+    trash = hidden_names.beside(hidden_names.target_of(directory), "trash")
     with contextlib.suppress(FileNotFoundError):  # another program was faster
         locations.rename(directory, trash)
         locations.remove_tree(trash)

@@ -7,7 +7,6 @@ import logging
 import math
 import os
 import re
-import secrets
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -15,7 +14,7 @@ from typing import Any
 from distckpt._base.errors import CheckpointingException
 from distckpt._checkpoint.consistent_read import marker_of
 from distckpt._checkpoint.opening import BACKEND
-from distckpt._commit import posix
+from distckpt._commit import hidden_names, posix
 from distckpt._foreign.hugging_face import INDEX_NAME
 from distckpt._format.marker import CONFIG_FNAME, parse_config, read_marker
 from distckpt._operations.verify import verify
@@ -30,10 +29,7 @@ TRACKER = "latest_checkpointed_iteration.txt"
 logger = logging.getLogger(__name__)
 
 _STEP = re.compile(r"step_(\d{8,})", re.ASCII)
-_LEFTOVER = re.compile(
-    rf"\.step_\d{{8,}}\.(tmp|trash)-[0-9a-f]{{16}}|\.{re.escape(TRACKER)}\.[0-9a-f]{{16}}"
-)
-_REPLACED = re.compile(r"\.step_(\d{8,})\.old-[0-9a-f]{16}")
+_TRACKER_LEFTOVER = re.compile(rf"\.{re.escape(TRACKER)}\.[0-9a-f]{{16}}")
 
 
 @dataclass(frozen=True)
@@ -77,15 +73,22 @@ def parse_step(name: str) -> int | None:
 
 def is_leftover(name: str) -> bool:
     """Tell whether an interrupted save or removal has left a directory of this name."""
-    return _LEFTOVER.fullmatch(name) is not None
+    is_of_tracker = _TRACKER_LEFTOVER.fullmatch(name) is not None
+    return is_of_tracker or _hidden_step(name, "tmp", "trash") is not None
 
 
 def replaced_step(name: str) -> int | None:
     """Return the step of a directory that holds a checkpoint that is being overwritten, None for
     any other.
     """
-    match = _REPLACED.fullmatch(name)
-    return None if match is None else int(match[1])
+    return _hidden_step(name, "old")
+
+
+def _hidden_step(name: str, *kinds: str) -> int | None:
+    """Return the step of a directory of these kinds beside the steps, None for any other."""
+    hidden = hidden_names.parse(name)
+    match = None if hidden is None else _STEP.fullmatch(hidden.name)
+    return int(match[1]) if match and hidden and hidden.kind in kinds else None
 
 
 def step_in(name: str) -> int | None:
@@ -204,7 +207,7 @@ def must_replace(root: str, step: int) -> bool:
             "%s is incomplete (%s): it is replaced when the new one is complete", location, problem
         )
         return True
-    aside = locations.join(root, f".{step_name(step)}.damaged-{secrets.token_hex(8)}")
+    aside = hidden_names.beside(location, "damaged")
     with contextlib.suppress(FileNotFoundError):  # another program has removed it
         locations.rename(location, aside)
         if problem_at(aside, step) is None:

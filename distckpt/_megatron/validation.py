@@ -25,7 +25,7 @@ from distckpt._mapping.wrappers import (
 from distckpt._operations.verify import verify
 from distckpt._ranks.collectives import Ranks
 from distckpt._state.megatron_shards import adopt
-from distckpt._state.shards import Shard, describe, merge_tables
+from distckpt._state.shards import Shard, merge_tables, shard_table
 from distckpt._state.strictness import StrictHandling, handle_mismatch, parse_strict_flag
 from distckpt._state.validation import validate_shards
 from distckpt._storage import locations
@@ -118,7 +118,7 @@ def validate_sharding_integrity(
     """
     del common_state_dict
     leaves = [_sharded_leaves(list(shards)) for shards in global_metadata]
-    validate_shards(merge_tables([describe(shards) for shards in leaves]))
+    validate_shards(merge_tables([shard_table(shards) for shards in leaves]))
 
 
 def validate_integrity_and_strict_load(

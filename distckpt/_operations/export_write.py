@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import logging
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from distckpt._base.errors import CheckpointingException, CorruptCheckpointError
 from distckpt._base.messages import summarize_keys
 from distckpt._base.progress import ProgressCounter
 from distckpt._checkpoint.opening import identify, manifest_bytes
-from distckpt._commit import posix
-from distckpt._commit.staging import Staging, choose_staging, make_staging
+from distckpt._commit.output import Output, OutputSettings, new_output
 from distckpt._format.hf_names import BASE_PREFIX, belongs_to_export, index_filename, index_json
 from distckpt._format.read_header import read_header
 from distckpt._format.stored_checkpoint import StoredCheckpoint
@@ -73,15 +71,17 @@ def write_and_commit(
     timer = PhaseTimer("consolidate", ranks.rank, request.target)
     mine = [plan.files[index] for index in assign_files(plan.files, ranks.size)[ranks.rank]]
     own_bytes = sum(file.num_bytes for file in mine)
-    place = choose_staging(ranks, request.target, own_bytes)
-    with contextlib.ExitStack() as held, _abandoned_on_error(ranks, place, plan.files):
+    # On an object store they are in their final place; the index is written last.
+    settings = OutputSettings(num_bytes=own_bytes, files=[file.name for file in plan.files])
+    with new_output(ranks, request.target, settings) as output:
         with timer.phase("write") as details:
             details["bytes"] = own_bytes
-            make_staging(ranks, place, held, names=())
-            overflows = _write_files(ranks, request, plan, mine, place.location)
+            with output.being_written():
+                overflows = _write_files(ranks, request, plan, mine, output)
         with timer.phase("commit"), ranks.phase("commit the export", decision=True):
             if ranks.is_coordinator:
-                _commit(plan, opened, place.location, request.target)
+                _complete(plan, opened, output.location)
+                output.commit_beside_others(belongs_to_export)
     if overflows and ranks.is_coordinator:
         logger.warning(
             "values did not fit the dtype they were converted to in %s", summarize_keys(overflows)
@@ -109,7 +109,7 @@ def _write_files(
     request: ExportRequest,
     plan: ExportPlan,
     mine: Sequence[OutputFile],
-    staging: str,
+    output: Output,
 ) -> dict[str, int]:
     """Write the files of this rank; return the overflows of all ranks by tensor."""
     overflows: dict[str, int] = {}
@@ -118,53 +118,28 @@ def _write_files(
     with ranks.phase("write output files"), OpenFiles.for_many_reads(unread) as open_files:
         source = plan.source.with_files(open_files)
         for file in mine:
-            path = locations.join(staging, file.name)
+            path = locations.join(output.location, file.name)
             overflows |= write_output_file(source, file, path, request.num_threads, counter.add)
-        locations.sync_directory(staging)
+        output.sync()
         counter.finish()
     for other in ranks.all_gather(json.dumps(overflows).encode()):
         overflows |= json.loads(other)
     return overflows
 
 
-@contextlib.contextmanager
-def _abandoned_on_error(
-    ranks: Ranks, place: Staging, files: Sequence[OutputFile]
-) -> Iterator[None]:
-    """Remove what has been written when the body raises."""
-    try:
-        yield
-    except BaseException:
-        if ranks.is_coordinator:
-            _abandon(place, files)
-        raise
-
-
-def _abandon(place: Staging, files: Sequence[OutputFile]) -> None:
-    if place.location != place.target:
-        locations.remove_tree(place.location)
-        return
-    # On an object store the files are in their final place; the index was not written.
-    for file in files:
-        locations.remove_file(locations.join(place.target, file.name))
-
-
 # --- Committing -----------------------------------------------------------------------------------
 
 
-def _commit(
-    plan: ExportPlan, opened: Sequence[StoredCheckpoint], staging: str, target: str
-) -> None:
-    """Check the files that all ranks have written, complete them and make them visible."""
+def _complete(plan: ExportPlan, opened: Sequence[StoredCheckpoint], directory: str) -> None:
+    """Check the files that all ranks have written, and write the others."""
     for stored in opened:
         _check_is_unchanged(stored)
     for file in plan.files:
-        _check_written(locations.join(staging, file.name), file)
-    write_extra_files(plan.extra_files, staging)
+        _check_written(locations.join(directory, file.name), file)
+    write_extra_files(plan.extra_files, directory)
     if len(plan.files) > 1:
-        index = locations.join(staging, index_filename(BASE_PREFIX))
+        index = locations.join(directory, index_filename(BASE_PREFIX))
         locations.write_bytes(index, _index_of(plan))
-    posix.commit_beside_others(staging, target, belongs_to_export)
 
 
 def _check_is_unchanged(stored: StoredCheckpoint) -> None:

@@ -22,7 +22,7 @@ from distckpt._ranks.collectives import Ranks
 from distckpt._rules.families import config_for, rules_for
 from distckpt._rules.rules import Assemble, Rule
 from distckpt._state import flatten
-from distckpt._state.shards import Shard, ShardTable, describe, find_ties, merge_tables
+from distckpt._state.shards import Shard, ShardTable, find_ties, merge_tables, shard_table
 from distckpt._state.strictness import StrictHandling, handle_mismatch
 from distckpt._state.validation import validate_shards
 
@@ -162,7 +162,7 @@ def describe_targets(
             split = flatten.split(resolved.state_dict)
         stored = _without_skipped(entries, described, resolved)
         ties = _absent_ties(split.shards, stored) if not rules else {}
-        table = describe(split.shards)
+        table = shard_table(split.shards)
     return source, Targets(described, resolved, split, entries, stored, ties, table, rules)
 
 

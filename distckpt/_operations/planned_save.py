@@ -2,24 +2,23 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from distckpt._base.errors import CheckpointingException
 from distckpt._base.messages import check_num_bytes
 from distckpt._base.options import SaveOptions
 from distckpt._base.reports import SaveReport
+from distckpt._checkpoint.consistent_read import marker_of
 from distckpt._commit import posix
-from distckpt._commit.conditional_put import Transaction, folder_suffix, naming_winner
-from distckpt._commit.staging import check_files, choose_staging, make_staging
-from distckpt._format.marker import CheckpointingConfig, save_config
+from distckpt._commit.output import OutputSettings, new_output
+from distckpt._format.marker import CheckpointingConfig
 from distckpt._io.prepared_save import PreparedSave
 from distckpt._mapping.wrappers import CommonStateDict, StateDict
 from distckpt._ranks.collectives import PhaseTimer, Ranks
-from distckpt._storage import locations
 
 logger = logging.getLogger(__name__)
 
@@ -87,8 +86,15 @@ def check_seconds(name: str, seconds: object) -> None:
 
 @dataclass(frozen=True)
 class PlannedSave:
-    """A save of which everything is decided, on all ranks, and nothing written; `config` names the
-    format.
+    """A save of which everything is decided, on all ranks, and nothing written.
+
+    Attributes:
+        location: where it is to appear.
+        request: of the caller.
+        config: names the format.
+        prepared: writes it.
+        timer: of the call.
+        source: marker of the checkpoint that it is made of, where it takes the place of that one.
     """
 
     location: str
@@ -96,64 +102,55 @@ class PlannedSave:
     config: CheckpointingConfig
     prepared: PreparedSave
     timer: PhaseTimer
+    source: Mapping[str, Any] | None = None
 
 
 def write_and_commit(ranks: Ranks, save: PlannedSave) -> SaveReport:
     """Write everything beside the target and commit it. Collective operation: all ranks must call
     it.
     """
-    location, timer, durable = save.location, save.timer, save.request.options.durable
-    place = choose_staging(ranks, location, save.prepared.num_bytes)
-    staging = place.location
-    transaction = None
-    held = contextlib.ExitStack()
-    try:
+    timer, prepared = save.timer, save.prepared
+    with new_output(ranks, save.location, _output_settings(save)) as output:
         with timer.phase("write") as details:
-            details["bytes"] = save.prepared.num_bytes
-            make_staging(ranks, place, held, durable=durable)
-            if not locations.is_local(location):
-                with ranks.phase("begin on the object store", decision=True):
-                    transaction = _begin_on_object_store(ranks, save, place.nonce)
-            with naming_winner(ranks, transaction, staging), ranks.phase("save"):
-                marker_fields = save.prepared.write(staging, ranks)
-                if durable:
-                    posix.sync(staging)
+            details["bytes"] = prepared.num_bytes
+            if prepared.folder_suffix is not None:
+                prepared.folder_suffix = output.folder_suffix
+            with output.being_written(), ranks.phase("save"):
+                own_fields = prepared.write(output.location, ranks)
+                output.sync()
         with timer.phase("commit"), ranks.phase("commit", decision=True):
             if ranks.is_coordinator:
-                extra = {**save.request.notes, **(marker_fields or {})}
-                if transaction is not None:
-                    transaction.commit(
-                        {**extra, **asdict(save.config)},
-                        [name for name, _ in save.prepared.written],
-                    )
-                else:
-                    check_files(staging, save.prepared.written, ranks.size)
-                    save_config(save.config, staging, extra=extra, durable=durable)
-                    posix.commit(staging, location, save.request.overwrite, durable)
-    except BaseException:
-        if transaction is not None:
-            transaction.abandon()
-        elif ranks.is_coordinator:
-            posix.abandon(staging)
-        raise
-    finally:
-        held.close()
-    figures = timer.summarize(ranks, save.prepared.num_bytes, "write")
-    report = SaveReport(location, *figures, save.prepared.plan_reused)
+                _check_source(save)
+                marker = {**save.request.notes, **(own_fields or {}), **asdict(save.config)}
+                output.commit(marker, prepared.written)
+    return _report(ranks, save)
+
+
+def _check_source(save: PlannedSave) -> None:
+    """Refuse to replace another checkpoint than the one that this one is made of."""
+    if save.source is not None and marker_of(save.location) != save.source:
+        raise CheckpointingException(
+            f"{save.location!r} was overwritten or removed while it was read: that stays as it is. "
+            "Try again."
+        )
+
+
+def _output_settings(save: PlannedSave) -> OutputSettings:
+    return OutputSettings(
+        num_bytes=save.prepared.num_bytes,
+        folders=posix.SUBDIRECTORIES,
+        overwrite=save.request.overwrite,
+        durable=save.request.options.durable,
+        has_marker=True,
+        has_own_folders=save.prepared.folder_suffix is not None,
+    )
+
+
+def _report(ranks: Ranks, save: PlannedSave) -> SaveReport:
+    figures = save.timer.summarize(ranks, save.prepared.num_bytes, "write")
+    report = SaveReport(save.location, *figures, save.prepared.plan_reused)
     if ranks.is_coordinator:
         logger.info("%s", report)
     if save.request.options.on_report is not None:
         save.request.options.on_report(report)
     return report
-
-
-def _begin_on_object_store(ranks: Ranks, save: PlannedSave, nonce: str) -> Transaction | None:
-    """Give the save folders of its own, and begin its transaction on the coordinator."""
-    has_folders = save.prepared.folder_suffix is not None
-    if has_folders:
-        save.prepared.folder_suffix = folder_suffix(nonce)
-    return (
-        Transaction(save.location, nonce, save.request.overwrite, has_folders)
-        if ranks.is_coordinator
-        else None
-    )

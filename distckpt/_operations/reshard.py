@@ -8,7 +8,7 @@ import os
 import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -57,7 +57,7 @@ from distckpt._ranks.collectives import PhaseTimer, Ranks
 from distckpt._rules.mapped import crop
 from distckpt._rules.rules import Rule
 from distckpt._state.common_state import COMMON_KEY
-from distckpt._state.shards import GlobalTable, Shard, describe, merge_tables
+from distckpt._state.shards import GlobalTable, Shard, merge_tables, shard_table
 from distckpt._storage import locations
 from distckpt._storage.open_files import OpenFiles
 
@@ -167,49 +167,81 @@ def reshard(
     same = {**vars(selection), **vars(division), "overwrite": overwrite, "verify": verify}
     with ranks.phase("check the arguments", decision=True, same=same):
         division.check()
-        source, target = locations.normalize(source_dir), posix.resolve(checkpoint_dir)
-        background.wait_for_location(source)
+        location, target = locations.normalize(source_dir), posix.resolve(checkpoint_dir)
+        background.wait_for_location(location)
         if ranks.is_coordinator:
             posix.check_target(target, overwrite, os.fspath(checkpoint_dir))
 
     # 1. What is written, and who writes it.
     timer = PhaseTimer("reshard", ranks.rank, target)
     with timer.phase("plan"):
-        stored = open_checkpoint(ranks, source, verify=verify)
-        with ranks.phase("plan the new checkpoint") as vote:
-            _check_place(stored, target)
-            if selection.is_of_values:
-                stored = decoded(stored)
-            content = _content_of(stored, selection, common_state)
-            layout = _lay_out(content, division)
-            vote.number = layout.digest()
-        if not vote.are_equal:
-            raise CheckpointingException(
-                f"{source!r} was changed while it was read: nothing was written, try again."
-            )
+        stored = open_checkpoint(ranks, location, verify=verify)
+        plan = _plan(ranks, stored, target, selection, division, common_state)
 
     # 2. Write beside the target, and commit.
+    request = SaveRequest(
+        state_dict={}, path=target, overwrite=overwrite, notes=_notes(stored, selection)
+    )
+    source = stored.marker if target == posix.resolve(location) else None
     overflows: dict[str, int] = {}
-    settings = WriteSettings(num_threads=num_export_threads(max_inflight_bytes))
     with OpenFiles.for_many_reads(unread_files(stored)) as open_files:
-        rewrite = _prepare(
-            ranks, stored.with_files(open_files), content, layout, settings, progress, overflows
-        )
-        request = SaveRequest(
-            state_dict={}, path=target, overwrite=overwrite, notes=_notes(stored, selection)
-        )
+        files = _files_of_rank(ranks, plan, open_files, overflows)
+        prepared = _prepare(ranks, plan.layout, files, max_inflight_bytes, progress)
         config = CheckpointingConfig(BACKEND, VERSION)
-        write_and_commit(ranks, PlannedSave(target, request, config, rewrite, timer))
+        write_and_commit(ranks, PlannedSave(target, request, config, prepared, timer, source))
+    return _report(target, plan, _sums(ranks, overflows), time.perf_counter() - started)
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """What is written, from which checkpoint (or view of one), and where to."""
+
+    stored: StoredCheckpoint
+    content: _Content
+    layout: _Layout
+
+
+def _plan(
+    ranks: Ranks,
+    stored: StoredCheckpoint,
+    target: str,
+    selection: _Selection,
+    division: _Division,
+    common_state: CommonStateDict | None,
+) -> _Plan:
+    """Plan the same on all ranks, which must all call it."""
+    with ranks.phase("plan the new checkpoint") as vote:
+        _check_place(stored, target)
+        if selection.is_of_values:
+            stored = decoded(stored)
+        content = _content_of(stored, selection, common_state)
+        layout = _lay_out(content, division)
+        vote.number = layout.digest()
+    if not vote.are_equal:
+        raise CheckpointingException(
+            f"{stored.location!r} was changed while it was read: nothing was written, try again."
+        )
+    return _Plan(stored, content, layout)
+
+
+def _report(
+    target: str, plan: _Plan, overflows: Mapping[str, int], seconds: float
+) -> ReshardReport:
+    content, files = plan.content, plan.layout.all_files
     return ReshardReport(
         target,
         num_tensors=len(content.outputs),
         num_objects=len({shard.key for shard in content.objects} - {COMMON_KEY}),
-        num_chunks=sum(len(file.chunks) for file in layout.all_files) - len(content.objects),
-        num_files=len(layout.all_files),
-        num_bytes=sum(sum(file.chunk_bytes) for file in layout.all_files),
-        overflows=_sums(ranks, overflows),
-        seconds=time.perf_counter() - started,
+        num_chunks=sum(len(file.chunks) for file in files) - len(content.objects),
+        num_files=len(files),
+        num_bytes=sum(map(_num_bytes, files)),
+        overflows=overflows,
+        seconds=seconds,
     )
+
+
+def _num_bytes(file: PlannedFile) -> int:
+    return sum(file.chunk_bytes)
 
 
 def _check_place(stored: StoredCheckpoint, target: str) -> None:
@@ -395,7 +427,7 @@ def _lay_out(content: _Content, division: _Division) -> _Layout:
     """Give every byte an owner among the new ranks, and a place in one of its files."""
     held = [*_hold_tensors(content.outputs, division), *_hold_objects(content.objects, division)]
     shards = [each.shard for each in held]
-    described = describe(shards)
+    described = shard_table(shards)
     table = _held_by(merge_tables([described]), [each.ranks for each in held])
     manifest = manifest_of_keys(table, {})
     manifest.aliases.update(content.aliases)
@@ -484,29 +516,36 @@ def _held_by(table: GlobalTable, holders: Sequence[range]) -> GlobalTable:
 
 def _prepare(
     ranks: Ranks,
-    stored: StoredCheckpoint,
-    content: _Content,
     layout: _Layout,
-    settings: WriteSettings,
+    files: Sequence[NewFile],
+    max_inflight_bytes: int,
     progress: Progress | None,
-    overflows: dict[str, int],
 ) -> ShardSave:
-    """Prepare the share of this rank as a save; `overflows` gets, while files are written, the
-    numbers of values that do not fit.
-    """
+    """Prepare the share of this rank as a save."""
     shares = [layout.share(rank, ranks.size) for rank in range(ranks.size)]
-    mine = shares[ranks.rank]
-    num_bytes = sum(sum(file.chunk_bytes) for file in mine)
-    if progress is not None:
-        settings = replace(settings, progress=ProgressCounter(progress, num_bytes).add)
-    manifest = layout.manifest if ranks.is_coordinator else None
-    tables = [chunk_table(share) for share in shares] if ranks.is_coordinator else []
-    outputs = {output.name: output for output in content.outputs}
-    files = [
-        layout.objects.get(file.name) or _tensor_file(stored, outputs, file, overflows)
-        for file in mine
+    num_bytes = sum(map(_num_bytes, shares[ranks.rank]))
+    counter = ProgressCounter(progress, num_bytes)
+    settings = WriteSettings(
+        num_threads=num_export_threads(max_inflight_bytes), progress=counter.add
+    )
+    plan = SavePlan(0, [], [], None, [])
+    if ranks.is_coordinator:
+        plan = plan._replace(manifest=layout.manifest, tables=list(map(chunk_table, shares)))
+    return ShardSave(lambda: files, plan, {}, settings, num_bytes)
+
+
+def _files_of_rank(
+    ranks: Ranks, plan: _Plan, open_files: OpenFiles, overflows: dict[str, int]
+) -> list[NewFile]:
+    """Return the files that this rank writes; `overflows` gets, while they are written, the numbers
+    of values that do not fit.
+    """
+    stored, objects = plan.stored.with_files(open_files), plan.layout.objects
+    outputs = {output.name: output for output in plan.content.outputs}
+    return [
+        objects.get(file.name) or _tensor_file(stored, outputs, file, overflows)
+        for file in plan.layout.share(ranks.rank, ranks.size)
     ]
-    return ShardSave(lambda: files, SavePlan(0, [], [], manifest, tables), {}, settings, num_bytes)
 
 
 def _tensor_file(

@@ -10,7 +10,6 @@ from __future__ import annotations
 import math
 import operator
 import os
-import secrets
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple, TypeAlias
 
@@ -19,11 +18,13 @@ import torch
 from distckpt._base.dtypes import FROM_NAME, TO_NAME
 from distckpt._base.errors import CheckpointExistsError
 from distckpt._commit import posix
-from distckpt._commit.target import check_replaceable, prepare_to_replace
+from distckpt._commit.output import OutputSettings, new_output
+from distckpt._commit.target import check_replaceable
 from distckpt._format import hf_names
 from distckpt._format.safetensors_file import Entry, stored_shape
-from distckpt._io.stream_files import LocalFiles, RemoteFiles, StreamLayout, lay_out, write_stream
+from distckpt._io.stream_files import StreamLayout, lay_out, new_files, write_stream
 from distckpt._io.tensors import as_torch_dtype
+from distckpt._ranks.collectives import Ranks
 from distckpt._storage import locations
 
 __all__ = [
@@ -113,24 +114,20 @@ def save_safetensors_streaming(
                 f"rename=False needs a local path; {destination!r} can only be written in place"
             )
         _refuse([location] if locations.exists(location) else [])
-        write_stream(RemoteFiles([location], layout), layout, tensor_iter)
+        with new_files([location], layout) as files:
+            write_stream(files, layout, tensor_iter)
         return destination
     _refuse([location] if os.path.isdir(location) else [])
-    parent, name = locations.split(location)
-    temporary = locations.join(parent, f".{name}.{secrets.token_hex(8)}")
+    temporary = locations.temporary_beside(location)
     if not rename:
         # Where programs look for it; one of an earlier call is replaced.
         temporary = f"{location}.tmp"
         locations.remove_file(temporary)
-    write_stream(LocalFiles([temporary], layout), layout, tensor_iter)
-    if not rename:
-        return temporary
-    try:
-        locations.replace_file(temporary, location)
-    except BaseException:
-        locations.remove_tree(temporary)
-        raise
-    return destination
+    with new_files([temporary], layout) as files:
+        write_stream(files, layout, tensor_iter)
+        if rename:
+            locations.replace_file(temporary, location)
+    return destination if rename else temporary
 
 
 def save_safetensors_streaming_sharded(
@@ -174,26 +171,17 @@ def save_safetensors_streaming_sharded(
     posix.put_back(location)
     _refuse(_in_the_way(location))
     check_replaceable(location)
-    staging = posix.staging_location(location, secrets.token_hex(8))
-    files = [locations.join(staging, name) for name in names]
-    output = (
-        LocalFiles(files, layout) if locations.is_local(location) else RemoteFiles(files, layout)
-    )
-    try:
-        locations.make_directories(staging)
-        if locations.is_local(location):
-            prepare_to_replace(location, staging)
-        write_stream(output, layout, tensor_iter)
-        if len(names) > 1:
-            index = locations.join(staging, hf_names.index_filename(hf_names.BASE_PREFIX))
-            locations.write_bytes(index, _index(metas.values(), layout, names))
-        locations.sync_directory(staging)
-        posix.commit_beside_others(staging, location, hf_names.belongs_to_export)
-    except BaseException:
-        output.remove()
-        if staging != location:
-            locations.remove_tree(staging)
-        raise
+    index_name = hf_names.index_filename(hf_names.BASE_PREFIX)
+    with new_output(Ranks.alone(), location, OutputSettings()) as output:
+        with output.being_written():
+            paths = [locations.join(output.location, name) for name in names]
+            with new_files(paths, layout) as files:
+                write_stream(files, layout, tensor_iter)
+                if len(names) > 1:
+                    index = _index(metas.values(), layout, names)
+                    locations.write_bytes(locations.join(output.location, index_name), index)
+                output.sync()
+        output.commit_beside_others(hf_names.belongs_to_export)
     return [locations.join(os.fspath(output_dir), name) for name in names]
 
 

@@ -13,7 +13,6 @@ makes distckpt checkpoints of them, which have checksums and open faster; `expor
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 from typing import Any
@@ -25,7 +24,7 @@ from distckpt._base.interrupts import operation
 from distckpt._base.options import Progress
 from distckpt._checkpoint.opening import open_checkpoint
 from distckpt._commit import posix
-from distckpt._commit.staging import choose_staging, make_staging
+from distckpt._commit.output import OutputSettings, new_output
 from distckpt._foreign.torch_dist.write import write_chunks, write_metadata
 from distckpt._format.stored_checkpoint import StoredCheckpoint
 from distckpt._ranks.collectives import Ranks
@@ -80,26 +79,17 @@ def export(
     stored = open_checkpoint(ranks, location)
     mine = _chunks_of_rank(stored, ranks.rank, ranks.size)
     num_bytes = sum(int(stored.manifest.num_bytes[chunk]) for _, chunk in mine)
-    place, held = choose_staging(ranks, target, num_bytes), contextlib.ExitStack()
-    try:
-        make_staging(ranks, place, held, names=())
-        with ranks.phase("write the export"):
-            written = write_chunks(
-                stored, mine, place.location, f"__{ranks.rank}_0.distcp", progress
-            )
+    settings = OutputSettings(num_bytes=num_bytes, overwrite=overwrite)
+    with new_output(ranks, target, settings) as output:
+        with output.being_written(), ranks.phase("write the export"):
+            name = f"__{ranks.rank}_0.distcp"
+            written = write_chunks(stored, mine, output.location, name, progress)
         gathered = ranks.gather(json.dumps(written).encode())
         with ranks.phase("commit the export", decision=True):
             if ranks.is_coordinator:
-                write_metadata(
-                    stored, [json.loads(entries) for entries in gathered], place.location
-                )
-                posix.commit(place.location, target, overwrite)
-    except BaseException:
-        if ranks.is_coordinator:
-            posix.abandon(place.location)
-        raise
-    finally:
-        held.close()
+                of_all = [json.loads(entries) for entries in gathered]
+                write_metadata(stored, of_all, output.location)
+                output.commit(None)
 
 
 def _check_place(location: str, target: str) -> None:

@@ -7,14 +7,14 @@ from __future__ import annotations
 import json
 import logging
 from collections import OrderedDict
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeAlias
 
 import torch
 
 from distckpt._base.errors import InvalidShardingError
 from distckpt._base.messages import summarize_keys
-from distckpt._base.tree import copied
+from distckpt._base.tree import children_of, copied, is_plain_container, rebuilt
 from distckpt._format import codec
 from distckpt._format.checksum import checksum
 from distckpt._format.codec import HOLE
@@ -27,6 +27,9 @@ COMMON_KEY = "distckpt.common_state"
 """Key of the object that holds common state in a checkpoint; reserved."""
 CONTENT_METADATA = "content_metadata"
 """Entry of common state that describes the content of a checkpoint."""
+
+_Hashes: TypeAlias = Mapping[str, Sequence[Any]]
+"""For each leaf by path, its hash, and whether it has tensors."""
 
 
 def object_text(key: str) -> str:
@@ -59,53 +62,57 @@ def check_differences(ranks: Ranks, common: CommonStateDict, digest: int) -> Non
     """
     if ranks.all_equal(digest):
         return
-    # The path of a leaf, its hash, and whether it has tensors: then it has another hash without
-    # them.
-    own, bare = (codec.fingerprints(_plain(common, with_tensors)) for with_tensors in (True, False))
-    described = {path: (digest, digest != bare.get(path)) for path, digest in own.items()}
-    gathered = ranks.gather(json.dumps(described).encode())
+    gathered = ranks.gather(json.dumps(_hashes(common)).encode())
     with ranks.phase("compare common state", decision=True):
         if ranks.is_coordinator:
             first, *others = [json.loads(text) for text in gathered]
             for rank, other in enumerate(others, start=1):
-                paths = sorted(
-                    path for path in {**first, **other} if first.get(path) != other.get(path)
-                )
-                tensors = [
-                    path
-                    for path in paths
-                    if any(found.get(path, (0, False))[1] for found in (first, other))
-                ]
-                if tensors:
-                    raise InvalidShardingError(
-                        f"The tensors {summarize_keys(tensors)} differ between rank 0 and rank "
-                        f"{rank}, and are neither shards nor part of an object: one rank's would "
-                        "be saved, the others lost. Put the model or the optimizer itself into "
-                        "the state dict, in place of its state_dict(); or wrap what each rank has "
-                        "in a ShardedTensor or ShardedObject, copies of which one is enough in "
-                        "ShardedTensor.from_rank_offsets(key, tensor, replica_id=rank), and what "
-                        "needs no saving in a LocalNonpersistentObject."
-                    )
-                if paths:
-                    # "" is all of it: worth naming only when no part differs.
-                    logger.warning(
-                        "common state differs between rank 0 and rank %d in %s; the checkpoint "
-                        "gets that of rank 0. Per-rank values belong in a ShardedObject, values "
-                        "that need no saving in a LocalNonpersistentObject.",
-                        rank, summarize_keys(filter(None, paths) if any(paths) else paths),
-                    )  # fmt: skip
+                _compare(first, rank, other)
+
+
+def _hashes(common: CommonStateDict) -> dict[str, tuple[str, bool]]:
+    """Return, for each leaf by path, its hash, and whether it has tensors: whether it has another
+    hash without them.
+    """
+    with_tensors = codec.fingerprints(_plain(common, with_tensors=True))
+    without = codec.fingerprints(_plain(common, with_tensors=False))
+    return {path: (digest, digest != without.get(path)) for path, digest in with_tensors.items()}
+
+
+def _compare(first: _Hashes, rank: int, other: _Hashes) -> None:
+    """Refuse tensors of a rank that differ from those of rank 0; warn of other values."""
+    paths = sorted(path for path in {**first, **other} if first.get(path) != other.get(path))
+    values = (False, False)
+    tensors = [path for path in paths if first.get(path, values)[1] or other.get(path, values)[1]]
+    if tensors:
+        raise InvalidShardingError(
+            f"The tensors {summarize_keys(tensors)} differ between rank 0 and rank {rank}, and "
+            "are neither shards nor part of an object: one rank's would be saved, the others "
+            "lost. Put the model or the optimizer itself into the state dict, in place of its "
+            "state_dict(); or wrap what each rank has in a ShardedTensor or ShardedObject, copies "
+            "of which one is enough in ShardedTensor.from_rank_offsets(key, tensor, "
+            "replica_id=rank), and what needs no saving in a LocalNonpersistentObject."
+        )
+    if paths:
+        # "" is all of it: worth naming only when no part differs.
+        named = [path for path in paths if path] or paths
+        logger.warning(
+            "common state differs between rank 0 and rank %d in %s; the checkpoint gets rank 0's. "
+            "Per-rank values belong in a ShardedObject, values that need no saving in a "
+            "LocalNonpersistentObject.",
+            rank,
+            summarize_keys(named),
+        )
 
 
 def _plain(node: Any, with_tensors: bool) -> Any:
     """Return a tree with dicts for OrderedDicts, which are leaves for the codec, and holes for
-    tensors if asked to.
+    tensors if they are left out.
     """
     if isinstance(node, torch.Tensor):
         return node if with_tensors else HOLE
-    if type(node) in (dict, OrderedDict):
-        return {key: _plain(value, with_tensors) for key, value in node.items()}
-    return (
-        type(node)(_plain(item, with_tensors) for item in node)
-        if type(node) in (list, tuple)
-        else node
-    )
+    if type(node) is OrderedDict:
+        node = dict(node)
+    if not is_plain_container(node):
+        return node
+    return rebuilt(node, [_plain(child, with_tensors) for _, child in children_of(node)])

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -128,20 +128,22 @@ def _take_container_apart(
     children = container.values() if isinstance(container, dict) else container
     parts = [_take_apart(child, shards, inside_factory) for child in children]
     skeleton = rebuilt(container, [part for part, _ in parts])
-    common = [part for _, part in parts]
-    if common and all(part is HOLE for part in common):
-        return skeleton, HOLE
+    return skeleton, _common_of(container, [part for _, part in parts])
+
+
+def _common_of(container: Any, children: list[Any]) -> Any:
+    if _are_holes(children):
+        return HOLE
     if isinstance(container, dict):
-        pairs = zip(container, common, strict=True)
-        return skeleton, {key: part for key, part in pairs if part is not HOLE}
+        return _without_holes(dict(zip(container, children, strict=True)))
     # A named tuple becomes a plain one: its class need not be known to whoever reads the common
     # state.
-    return skeleton, tuple(common) if isinstance(container, tuple) else common
+    return tuple(children) if isinstance(container, tuple) else children
 
 
 def _is_walked(node: Any) -> bool:
-    """Tell whether a value is a container here. Others of its subclasses (OrderedDict, named tuple)
-    than those that hold shards are plain values.
+    """Tell whether a value is a container here. Instances of subclasses (OrderedDict, named tuple)
+    are plain values unless they hold shards.
     """
     if type(node) in CONTAINERS:
         return True
@@ -215,18 +217,22 @@ def _fill(skeleton: Any, values: Sequence[Any], common: Any) -> Any:
     if skeleton is HOLE:
         return _compact(common)
     if isinstance(skeleton, dict):
-        below = common if isinstance(common, dict) else {}
-        children: Any = {
-            key: _fill(skeleton.get(key, HOLE), values, below.get(key, HOLE))
-            for key in {**below, **skeleton}
-        }
+        filled = _filled_dict(skeleton, values, common if isinstance(common, dict) else {})
     else:
         items = common if isinstance(common, list | tuple) else ()
         pairs = itertools.zip_longest(skeleton, items, fillvalue=HOLE)
-        children = [_fill(above, values, below) for above, below in pairs]
-    filled = _without_holes(children, skeleton)
+        filled = _closed_up([_fill(above, values, below) for above, below in pairs], skeleton)
     # Stored empty, it is empty, whatever was in the requested one.
     return _compact(common) if filled is HOLE else filled
+
+
+def _filled_dict(skeleton: dict[Any, Any], values: Sequence[Any], common: dict[Any, Any]) -> Any:
+    return _without_holes(
+        {
+            key: _fill(skeleton.get(key, HOLE), values, common.get(key, HOLE))
+            for key in {**common, **skeleton}
+        }
+    )
 
 
 def _value_at(mark: _Slot | _Local | _Merge, values: Sequence[Any]) -> Any:
@@ -250,21 +256,27 @@ def _compact(tree: Any) -> Any:
     if not _is_walked(tree):
         return tree
     if isinstance(tree, dict):
-        return _without_holes({key: _compact(child) for key, child in tree.items()}, tree)
-    return _without_holes([_compact(child) for child in tree], tree)
+        return _without_holes({key: _compact(child) for key, child in tree.items()})
+    return _closed_up([_compact(child) for child in tree], tree)
 
 
-def _without_holes(children: Any, like: Any) -> Any:
-    """Drop the holes among the new children of a container `like`; `HOLE` if there is nothing
-    else.
-    """
-    new = children.values() if isinstance(children, dict) else children
-    if children and all(child is HOLE for child in new):
+def _without_holes(children: dict[Any, Any]) -> Any:
+    """Drop the holes from a dict; `HOLE` if there is nothing else."""
+    if _are_holes(children.values()):
         return HOLE
-    if isinstance(children, dict):
-        return {key: child for key, child in children.items() if child is not HOLE}
+    return {key: child for key, child in children.items() if child is not HOLE}
+
+
+def _closed_up(items: list[Any], like: Any) -> Any:
+    """Drop the holes among the new items of a list or tuple; `HOLE` if there is nothing else."""
+    if _are_holes(items):
+        return HOLE
     if hasattr(like, "_fields"):
         # A named tuple has a place for each of its fields, and for nothing else.
-        return type(like)(*(None if child is HOLE else child for child in children[: len(like)]))
-    items = [child for child in children if child is not HOLE]
-    return tuple(items) if isinstance(like, tuple) else items
+        return type(like)(*(None if item is HOLE else item for item in items[: len(like)]))
+    kept = [item for item in items if item is not HOLE]
+    return tuple(kept) if isinstance(like, tuple) else kept
+
+
+def _are_holes(values: Collection[Any]) -> bool:
+    return len(values) > 0 and all(value is HOLE for value in values)

@@ -55,13 +55,11 @@ class ShardTable(NamedTuple):
     """The shards of one rank.
 
     `keys`, `dtypes` (safetensors names or `OBJECT`) and `global_shapes` have one item per distinct
-    key. The columns
-    have one row per region: `key_ids`, `shard_ids` (index of the shard on its rank), `tie_ids`
-    (first shard of the rank that is the same memory), `is_main`, `open_ranks` (of an
-    `OpenReplicaId`: 1, or 2 for a copy; else 0), `is_buffer` (only the main replica is written),
+    key. The columns have one row per region: `key_ids`, `shard_ids` (index of the shard on its
+    rank), `tie_ids` (first shard of the rank that is the same memory), `is_main`, `open_ranks` (of
+    an `OpenReplicaId`: 1, or 2 for a copy; else 0), `is_buffer` (only the main replica is written),
     `digests` (content hashes, 0 when not computed), and `offsets`, `shapes` of shape (n, max ndim),
-    padded with 0 and
-    1. Ranks take over bytes of replicas in their `exchange_group`.
+    padded with 0 and 1. Ranks take over bytes of replicas in their `exchange_group`.
     """
 
     keys: list[str]
@@ -86,7 +84,7 @@ class ShardTable(NamedTuple):
         )
 
     def to_messages(self) -> tuple[bytes, bytes]:
-        """Encode for sending: the keys with their kinds, of which many ranks have the same, and the
+        """Encode for sending: the keys with their kinds, which are the same on many ranks, and the
         rows.
         """
         kinds = json.dumps([self.keys, self.dtypes, self.global_shapes], separators=(",", ":"))
@@ -95,13 +93,11 @@ class ShardTable(NamedTuple):
 
     @classmethod
     def all_from_messages(cls, kinds: Sequence[bytes], rows: Sequence[bytes]) -> list[ShardTable]:
-        """Decode what the `to_messages` of all ranks made: equal messages once, so that tables
-        share what they hold.
+        """Decode what `to_messages` made on all ranks: equal messages once, so that tables share
+        what they hold.
         """
-        parse, read = (
-            functools.cache(_parse_kinds),
-            functools.cache(lambda data: unpack(decompress(data))),
-        )
+        parse = functools.cache(_parse_kinds)
+        read = functools.cache(lambda data: unpack(decompress(data)))
         tables = []
         for of_keys, of_rows in zip(kinds, rows, strict=True):
             exchange_group, columns = read(of_rows)
@@ -155,9 +151,9 @@ def region_view(shard: ShardedTensor, region: Region) -> torch.Tensor:
     return data[start : start + inner.num_elements].view(region.shape)
 
 
-def describe(shards: Sequence[Shard]) -> ShardTable:
-    """Describe the shards of this rank, which must fit their global tensors and agree with one
-    another.
+def shard_table(shards: Sequence[Shard]) -> ShardTable:
+    """Return the table of this rank's shards, which must fit their global tensors and agree with
+    one another.
     """
     key_index: dict[str, int] = {}
     kinds: list[_Kind] = []
@@ -261,37 +257,37 @@ def merge_tables(tables: Sequence[ShardTable]) -> GlobalTable:
     """Join the tables of all ranks, which must agree on the dtype and global shape of every key."""
     key_index, kinds, id_maps = _number_keys(tables)
     ndim = max((len(shape) for _, shape in kinds), default=0)
-    global_shapes = np.array([s + (1,) * (ndim - len(s)) for _, s in kinds], np.int64).reshape(
-        len(kinds), ndim
-    )
+    padded = [shape + (1,) * (ndim - len(shape)) for _, shape in kinds]
+
+    def joined(column: str) -> npt.NDArray[Any]:
+        return np.concatenate([getattr(table, column) for table in tables])
+
     merged = GlobalTable(
         keys=list(key_index),
         dtypes=[dtype for dtype, _ in kinds],
-        global_shapes=global_shapes,
+        global_shapes=np.array(padded, np.int64).reshape(len(kinds), ndim),
         ndims=np.array([len(shape) for _, shape in kinds], np.int64),
         ranks=np.repeat(np.arange(len(tables)), [len(table.key_ids) for table in tables]),
         key_ids=np.concatenate(
             [ids[table.key_ids] for ids, table in zip(id_maps, tables, strict=True)]
         ),
-        shard_ids=np.concatenate([table.shard_ids for table in tables]),
-        tie_ids=np.concatenate([table.tie_ids for table in tables]),
-        is_main=np.concatenate([table.is_main for table in tables]),
-        is_buffer=np.concatenate([table.is_buffer for table in tables]),
-        digests=np.concatenate([table.digests for table in tables]),
+        shard_ids=joined("shard_ids"),
+        tie_ids=joined("tie_ids"),
+        is_main=joined("is_main"),
+        is_buffer=joined("is_buffer"),
+        digests=joined("digests"),
         offsets=np.concatenate([widen(table.offsets, ndim, 0) for table in tables]),
         shapes=np.concatenate([widen(table.shapes, ndim, 1) for table in tables]),
     )
-    _choose_main_replicas(merged, np.concatenate([table.open_ranks for table in tables]))
+    _choose_main_replicas(merged, joined("open_ranks"))
     return merged
 
 
 def _choose_main_replicas(table: GlobalTable, open_ranks: npt.NDArray[np.uint8]) -> None:
-    """Choose the main replica, in place, of each region for which nobody has said which copy it
-    is.
-    """
+    """Choose the main replica, in place, of each region for which it was not named."""
     if not open_ranks.any():
         return
-    # Those that were named come first, then by rank: the table lists rows in this order.
+    # Named ones come first, then by rank: the table lists rows in this order.
     candidates = np.flatnonzero(table.is_main | (open_ranks > 0))
     candidates = candidates[np.argsort(open_ranks[candidates], kind="stable")]
     identity = row_hashes(
@@ -300,16 +296,12 @@ def _choose_main_replicas(table: GlobalTable, open_ranks: npt.NDArray[np.uint8])
     _, first = np.unique(identity, return_index=True)
     chosen = candidates[np.sort(first)]
     table.is_main[chosen] = True
-    # One tensor under several layouts (tied weights of stages that are divided differently): those
-    # of the first ones.
-    held = np.bincount(
-        table.key_ids[chosen],
-        np.prod(table.shapes[chosen], axis=1, dtype=np.float64),
-        len(table.keys),
-    )
-    for key_id in np.flatnonzero(
-        held > np.prod(table.global_shapes, axis=1, dtype=np.float64)
-    ).tolist():
+    # One tensor under several layouts (tied weights of stages that are divided differently): the
+    # first of overlapping regions.
+    sizes = np.prod(table.shapes[chosen], axis=1, dtype=np.float64)
+    held = np.bincount(table.key_ids[chosen], sizes, len(table.keys))
+    global_sizes = np.prod(table.global_shapes, axis=1, dtype=np.float64)
+    for key_id in np.flatnonzero(held > global_sizes).tolist():
         kept: list[Region] = []
         for row in chosen[table.key_ids[chosen] == key_id].tolist():
             region = table.row_region(row)
@@ -322,8 +314,8 @@ def _choose_main_replicas(table: GlobalTable, open_ranks: npt.NDArray[np.uint8])
 def _number_keys(
     tables: Sequence[ShardTable],
 ) -> tuple[dict[str, int], list[_Kind], list[IntArray]]:
-    """Number the keys of all tables: key -> id, the kind of each id, and for each table the ids of
-    its keys.
+    """Number the keys of all tables. Return key -> id, the kind of each id, and for each table the
+    ids of its keys.
     """
     key_index: dict[str, int] = {}
     kinds: list[_Kind] = []
@@ -332,7 +324,7 @@ def _number_keys(
     seen: dict[Any, IntArray] = {}
     disagreements: list[KeyFault] = []
     for rank, table in enumerate(tables):
-        # Lists that replicas share need one look.
+        # Tables of replicas share lists, and one look is enough.
         identity = (id(table.keys), id(table.dtypes), id(table.global_shapes))
         if identity not in seen:
             ids = np.empty(len(table.keys), np.int64)
@@ -380,31 +372,38 @@ def _dtype_name(shard: Shard) -> str:
 
 
 def find_ties(shards: Sequence[Shard]) -> dict[int, int]:
-    """Map the index of each shard that is the same part of the same memory as an earlier one to
-    that of the first.
+    """Find the shards that are the same part of the same memory as an earlier one: the index of
+    each -> the index of the first.
     """
-    # One isinstance for each class, not for each shard: there may be many.
-    has_memory = {kind for kind in set(map(type, shards)) if issubclass(kind, ShardedTensor)}
-    pointers = [
-        s.data.data_ptr() if type(s) in has_memory and s.data is not None else 0 for s in shards
-    ]
+    pointers = _pointers(shards)
     num_at = Counter(pointers)
     first: dict[Any, int] = {}
     ties: dict[int, int] = {}
     for index, pointer in enumerate(pointers):
-        # Hardly any tensors begin at the same address; the others need no closer look. Without
-        # memory the address is 0.
+        # Hardly any tensors begin at the same address; the others need no closer look.
         if pointer and num_at[pointer] > 1:
-            shard = shards[index]
-            assert isinstance(shard, ShardedTensor)
-            if shard.data is not None and shard.data.numel():
-                tied = first.setdefault(_memory_identity(shard, shard.data), index)
-                if tied != index:
-                    ties[index] = tied
+            identity = _memory_identity(shards[index])
+            if identity is not None and first.setdefault(identity, index) != index:
+                ties[index] = first[identity]
     return ties
 
 
-def _memory_identity(shard: ShardedTensor, data: torch.Tensor) -> Any:
+def _pointers(shards: Sequence[Shard]) -> list[int]:
+    """Return the address at which the data of each shard begins, 0 without memory."""
+    # One isinstance for each class, not for each shard: there may be many.
+    has_memory = {kind for kind in set(map(type, shards)) if issubclass(kind, ShardedTensor)}
+    return [
+        s.data.data_ptr() if type(s) in has_memory and s.data is not None else 0 for s in shards
+    ]
+
+
+def _memory_identity(shard: Shard) -> Any:
+    """Return what only shards of the same part of the same memory have in common, None if the shard
+    is empty.
+    """
+    data = shard.data
+    if not isinstance(shard, ShardedTensor) or data is None or not data.numel():
+        return None
     flat = shard.flattened_range
     return (
         data.device,

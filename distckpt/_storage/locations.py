@@ -241,8 +241,7 @@ def write_bytes(location: str, data: bytes, durable: bool = True) -> None:
     if not is_local(location):
         object_store.at(location).write(data)
         return
-    parent, name = os.path.split(location)
-    temporary = os.path.join(parent, f".{name}.{secrets.token_hex(8)}")
+    temporary = temporary_beside(location)
     try:
         with naming(location), open(temporary, "xb") as file:
             file.write(data)
@@ -255,7 +254,15 @@ def write_bytes(location: str, data: bytes, durable: bool = True) -> None:
             os.unlink(temporary)
         raise
     if durable:
-        sync_directory(parent)
+        sync_directory(os.path.dirname(location))
+
+
+def temporary_beside(location: str) -> str:
+    """Return the path that a local file is written at before it gets its name: a hidden one beside
+    it.
+    """
+    parent, name = os.path.split(location)
+    return os.path.join(parent, f".{name}.{secrets.token_hex(8)}")
 
 
 def create_bytes(location: str, data: bytes, durable: bool = True) -> bool:

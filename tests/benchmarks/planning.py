@@ -42,7 +42,7 @@ from distckpt._geometry.region import Region, row_hashes
 from distckpt._plan.layout import lay_out_files
 from distckpt._plan.load import Request, plan_load
 from distckpt._plan.save import Pieces, find_aliases, plan_owners
-from distckpt._state.shards import ShardTable, describe, merge_tables
+from distckpt._state.shards import ShardTable, merge_tables, shard_table
 from distckpt._state.validation import replica_weights, validate_shards
 from distckpt._storage import locations
 
@@ -243,7 +243,7 @@ def three_dimensional(num_ranks: int, num_tensors: int) -> Iterator[ShardTable]:
     for rank in range(num_ranks):
         place, replica = (rank % TP, rank // TP // num_replicas), rank // TP % num_replicas
         if place not in by_place:
-            by_place[place] = _sampled(describe(list(_shards(*place, num_tensors))))
+            by_place[place] = _sampled(shard_table(list(_shards(*place, num_tensors))))
         table = by_place[place]
         yield table if replica == 0 else table._replace(is_main=np.zeros_like(table.is_main))
 
@@ -320,7 +320,7 @@ def _whole(first: list[Any], layer: list[Any], num_tensors: int) -> ShardTable:
         ShardedTensor.from_rank_offsets(k, torch.empty(s, dtype=d, device="meta"))
         for k, d, s in kinds
     ]
-    return describe(shards)
+    return shard_table(shards)
 
 
 def _rows_of(whole: ShardTable, parts: Any, counts: Any) -> ShardTable:

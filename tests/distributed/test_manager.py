@@ -203,9 +203,11 @@ def save_with_metrics_of_one_rank(rank, root):
     ) as manager:
         for step, loss in [(1, 0.5), (2, 3.0), (3, 2.0), (4, 1.0)]:
             metrics = {"loss": loss} if rank == 1 else {"lr": 0.1} if step < 3 else None
-            manager.save(step, rows_of(rank, 2, step), metrics, pinned=(rank, step) == (1, 2))
+            manager.save(
+                step, rows_of(rank, 2, step), metrics=metrics, pinned=(rank, step) == (1, 2)
+            )
         invalid = [
-            error_of(manager.save, 5, rows_of(rank, 2, 5), bad if rank else None)
+            error_of(manager.save, 5, rows_of(rank, 2, 5), metrics=bad if rank else None)
             for bad in ("loss", {"loss": "x"})
         ]
         misnamed = [

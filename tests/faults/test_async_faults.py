@@ -74,9 +74,7 @@ def test_a_file_where_a_directory_should_be(tmp_path):
 
 
 def save_and_lose_a_rank(rank, root, kind):
-    manager = CheckpointManager(
-        root, sharded_strategy=stopping(kind), timeout=TIMEOUT, exit_timeout=0
-    )
+    manager = CheckpointManager(root, strategy=stopping(kind), timeout=TIMEOUT, exit_timeout=0)
     handle = manager.save(2, state_of(2, rank, NUM_RANKS))
     error = error_of(handle.result, PATIENCE)
     return error, error_of(handle.result, PATIENCE) is error
@@ -187,7 +185,7 @@ def save_twice_and_lose_a_rank(rank, root):
     one ended.
     """
     strategy = stopping(StopsWhenBothAreScheduled)
-    manager = CheckpointManager(root, sharded_strategy=strategy, timeout=TIMEOUT, exit_timeout=0)
+    manager = CheckpointManager(root, strategy=strategy, timeout=TIMEOUT, exit_timeout=0)
     handles = [manager.save(step, state_of(step, rank, NUM_RANKS)) for step in (2, 3)]
     sum_over_ranks(0)
     both_are_scheduled.set()
@@ -268,7 +266,7 @@ def test_a_rank_that_is_stopped_is_named(run, saved, tmp_path):
 def go_on_without_background(rank, root):
     """A rank whose background hangs does not keep the trainer from its own exchanges."""
     strategy = stopping(StopsBefore if rank == 1 else ShardSave)
-    manager = CheckpointManager(root, sharded_strategy=strategy, timeout=TIMEOUT)
+    manager = CheckpointManager(root, strategy=strategy, timeout=TIMEOUT)
     handle = manager.save(1, state_of(1, rank, NUM_RANKS))
     sums = [sum_over_ranks(step) for step in range(50)]
     return sums, error_of(handle.result, PATIENCE)

@@ -141,7 +141,7 @@ def read_all(path, **options):
 
 
 def read_tensors(path):
-    return set(distckpt.open(path).read_tensors()["w"].flatten().tolist())
+    return set(distckpt.megatron.serialization.load_plain_tensors(path)["w"].flatten().tolist())
 
 
 def read_common_state(path):

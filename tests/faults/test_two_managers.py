@@ -56,7 +56,7 @@ def save_by_chance(rank, root, server, seed, rounds, shares_steps):
             overwrites = not shares_steps or chance.random() < 0.7
             try:
                 manager.save(
-                    step, state_of(value), {"loss": chance.random()}, overwrite=overwrites
+                    step, state_of(value), metrics={"loss": chance.random()}, overwrite=overwrites
                 ).result(PATIENCE)
             except CheckpointExistsError as error:
                 errors.append(str(error))

@@ -350,7 +350,7 @@ def test_empty_directories_of_earlier_saves_are_removed(tmp_path):
     for directory in (empty, full, running_now):
         (directory / "tensors").mkdir(parents=True)
     (full / "tensors" / "x").write_bytes(b"mine")
-    with running.locked_staging(str(running_now), durable=False):
+    with running.locked_directory(str(running_now), durable=False):
         distckpt.save(state_of(1), path)
         assert sorted(tmp_path.iterdir()) == sorted([full, running_now, path])
     distckpt.save(state_of(1), path, overwrite=True)

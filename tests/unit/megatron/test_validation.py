@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 import distckpt
 from distckpt import InvalidShardingError, ShardedObject, ShardedTensor
 from distckpt._geometry.region import Region
-from distckpt._state.shards import describe, merge_tables
+from distckpt._state.shards import merge_tables, shard_table
 from distckpt._state.validation import validate_shards
 from distckpt.megatron.core import (
     CheckpointingException,
@@ -43,7 +43,7 @@ def tensor_shard(key, region, global_shape, replica_id=0, dtype=torch.float32):
 
 
 def validate(*shards_of_ranks, **kwargs):
-    validate_shards(merge_tables([describe(shards) for shards in shards_of_ranks]), **kwargs)
+    validate_shards(merge_tables([shard_table(shards) for shards in shards_of_ranks]), **kwargs)
 
 
 def problem_of(*shards_of_ranks, **kwargs):
@@ -226,7 +226,7 @@ def test_large_grids_are_checked_in_little_time():
         for i in range(side)
         for j in range(side)
     ]
-    table = merge_tables([describe(shards)])
+    table = merge_tables([shard_table(shards)])
     validate_shards(table)
     table.offsets[77_777] = table.offsets[77_776]
     with pytest.raises(InvalidShardingError, match="2 main replicas hold the same element"):
@@ -535,7 +535,7 @@ def test_the_lowest_rank_has_the_main_replica_of_those_that_may(said, main_ranks
         [sharded_state_dict(torch.nn.ModuleDict({"p": Part(*part)}), **kwargs)["p.weight"]]
         for part, kwargs in zip(parts, said, strict=True)
     ]
-    table = merge_tables([describe(of_rank) for of_rank in shards])
+    table = merge_tables([shard_table(of_rank) for of_rank in shards])
     validate_shards(table)
     assert table.ranks[table.is_main].tolist() == main_ranks
 
@@ -543,7 +543,10 @@ def test_the_lowest_rank_has_the_main_replica_of_those_that_may(said, main_ranks
 def test_a_main_replica_that_was_named_is_the_only_one():
     open_one = sharded_state_dict(torch.nn.ModuleDict({"p": Part(0, 1)}))["p.weight"]
     named = ShardedTensor.from_rank_offsets("p.weight", torch.ones(4))
-    assert merge_tables([describe([open_one]), describe([named])]).is_main.tolist() == [False, True]
+    assert merge_tables([shard_table([open_one]), shard_table([named])]).is_main.tolist() == [
+        False,
+        True,
+    ]
     gap = [sharded_state_dict(torch.nn.ModuleDict({"p": Part(1, 2)}))["p.weight"]]
     with pytest.raises(InvalidShardingError, match="no rank holds element"):
         validate(gap, gap)

@@ -13,7 +13,7 @@ from distckpt._format.manifest import ChunkTable
 from distckpt._geometry.region import Region, regions_to_arrays
 from distckpt._plan.layout import chunk_table, lay_out_files
 from distckpt._plan.save import Pieces, plan_owners
-from distckpt._state.shards import describe, merge_tables
+from distckpt._state.shards import merge_tables, shard_table
 from distckpt.mapping import ShardedTensor
 
 
@@ -44,7 +44,7 @@ def test_files_hold_one_chunk_per_key_and_chunks_are_their_pieces_in_order(data)
     offsets, extents = regions_to_arrays(pieces)
     ids = np.array(["ab".index(shards[i].key) for i in order.tolist()], np.int64)
     files, _ = lay_out_files(
-        0, describe(shards), Pieces(ids, order, offsets[order], extents[order])
+        0, shard_table(shards), Pieces(ids, order, offsets[order], extents[order])
     )
     used = []
     for file in files:
@@ -111,6 +111,6 @@ def test_a_flat_range_across_rows_needs_a_file_per_region_and_a_whole_shard_none
 
 
 def num_files_of(shards):
-    table = describe(shards)
+    table = shard_table(shards)
     (pieces,) = plan_owners(merge_tables([table]), 1, {})
     return len(lay_out_files(0, table, pieces)[0])

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from distckpt._format.columns import pack, unpack
 from distckpt._geometry.region import Region
 from distckpt._plan.save import Pieces, find_aliases, plan_owners
-from distckpt._state.shards import ShardTable, describe, merge_tables
+from distckpt._state.shards import ShardTable, merge_tables, shard_table
 from distckpt._state.validation import validate_shards
 from distckpt.mapping import ShardedObject, ShardedTensor
 
@@ -25,7 +25,7 @@ def shard(key, region, global_shape, replica_id=0, dtype=torch.float32, data=Non
 
 
 def plan(shards_of_ranks, groups=None):
-    table = merge_tables([describe(shards) for shards in shards_of_ranks])
+    table = merge_tables([shard_table(shards) for shards in shards_of_ranks])
     validate_shards(table)
     return plan_owners(table, len(shards_of_ranks), find_aliases(table), groups)
 
@@ -197,7 +197,7 @@ def test_copies_of_objects_write_nothing():
         ]
         for rank in range(2)
     ]
-    table = merge_tables([describe(shards) for shards in shards_of_ranks])
+    table = merge_tables([shard_table(shards) for shards in shards_of_ranks])
     pieces_of_ranks = plan_owners(table, 2, {})
     assert [pieces.shard_ids.tolist() for pieces in pieces_of_ranks] == [[1], [0]]
 
@@ -207,7 +207,7 @@ def test_nothing_to_write_is_a_plan_too():
     assert [len(pieces.shard_ids) for pieces in pieces_of_ranks] == [0, 0]
     # As gaps are allowed, what has no main replica on any rank is in no plan.
     table = merge_tables(
-        [describe([shard("w", Region((0,), (4,)), (4,), replica_id=1)]), describe([])]
+        [shard_table([shard("w", Region((0,), (4,)), (4,), replica_id=1)]), shard_table([])]
     )
     assert [len(pieces.shard_ids) for pieces in plan_owners(table, 2, {}, [0, 0])] == [0, 0]
 
@@ -222,7 +222,7 @@ def test_a_key_that_is_the_same_memory_everywhere_is_an_alias():
         shard(key, region, (4, 2), data=data)
         for key, data in (("a", weight), ("b", other), ("c", weight))
     ]
-    table = merge_tables([describe(shards)])
+    table = merge_tables([shard_table(shards)])
     assert {table.keys[a]: table.keys[b] for a, b in find_aliases(table).items()} == {"c": "a"}
 
 
@@ -231,7 +231,7 @@ def test_a_key_that_is_tied_on_one_rank_only_is_stored():
     top, bottom = Region((0, 0), (2, 2)), Region((2, 0), (2, 2))
     first = [shard("a", top, (4, 2), data=upper), shard("b", top, (4, 2), data=upper)]
     second = [shard("a", bottom, (4, 2), data=lower), shard("b", bottom, (4, 2), data=other)]
-    assert find_aliases(merge_tables([describe(first), describe(second)])) == {}
+    assert find_aliases(merge_tables([shard_table(first), shard_table(second)])) == {}
 
 
 @pytest.mark.parametrize(
@@ -253,11 +253,13 @@ def test_views_with_other_contents_are_not_aliases(second):
             "b", Region((0, 0), tuple(view.shape)), tuple(view.shape), dtype=view.dtype, data=view
         ),
     ]
-    assert find_aliases(merge_tables([describe(shards)])) == {}
+    assert find_aliases(merge_tables([shard_table(shards)])) == {}
 
 
 def test_tables_are_equal_when_sent():
-    table = describe([shard("a", Region((0,), (4,)), (4,)), ShardedObject("o", None, (1,), (0,))])
+    table = shard_table(
+        [shard("a", Region((0,), (4,)), (4,)), ShardedObject("o", None, (1,), (0,))]
+    )
     messages = table._replace(exchange_group=3).to_messages()
     first, sent = ShardTable.all_from_messages(*([message, bytes(message)] for message in messages))
     assert (first.keys, first.dtypes, first.global_shapes) == (

@@ -13,11 +13,11 @@ import json
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import NamedTuple
+from dataclasses import dataclass
 
 from distckpt._base.errors import CheckpointingException
 from distckpt._base.threads import run_threads
-from distckpt._commit import posix, running
+from distckpt._commit import hidden_names, posix, running
 from distckpt._commit.target import prepare_to_replace
 from distckpt._ranks.collectives import Ranks
 from distckpt._storage import locations
@@ -28,13 +28,17 @@ _FILES_PER_THREAD = 64
 _MAX_THREADS = 16
 
 
-class Staging(NamedTuple):
-    """The place that all ranks of a save write into, as this rank sees it, and where the save is to
-    appear: `target`.
+@dataclass(frozen=True)
+class SaveDirectory:
+    """The place that all ranks of a save write into, as this rank sees it.
 
-    `location` is that of the directory; the target itself on an object store. `first_host` and
-    `first_target` are those of rank 0, `num_bytes` is how much all ranks together are going to
-    write.
+    Attributes:
+        nonce: of the save.
+        location: of the directory; the target itself on an object store.
+        target: where the save is to appear.
+        first_host: of rank 0.
+        first_target: where rank 0 sees the target.
+        num_bytes: how much all ranks together are going to write.
     """
 
     nonce: str
@@ -45,7 +49,7 @@ class Staging(NamedTuple):
     num_bytes: int
 
 
-def choose_staging(ranks: Ranks, target: str, num_bytes: int) -> Staging:
+def choose_directory(ranks: Ranks, target: str, num_bytes: int) -> SaveDirectory:
     """Choose where a save is written, given how much this rank is going to write; nothing is made
     yet.
 
@@ -59,17 +63,18 @@ def choose_staging(ranks: Ranks, target: str, num_bytes: int) -> Staging:
     ]
     _, nonce, host, first_target = sent[0]
     total = sum(own for own, *_ in sent)
-    return Staging(nonce, posix.staging_location(target, nonce), target, host, first_target, total)
+    place = hidden_names.beside(target, "tmp", nonce) if locations.is_local(target) else target
+    return SaveDirectory(nonce, place, target, host, first_target, total)
 
 
-def make_staging(
+def make_directory(
     ranks: Ranks,
-    staging: Staging,
+    place: SaveDirectory,
     held: contextlib.ExitStack,
-    names: Sequence[str] = posix.SUBDIRECTORIES,
-    durable: bool = True,
+    folders: Sequence[str],
+    durable: bool,
 ) -> None:
-    """Make the directory with subdirectories of these names, and check that all ranks see it.
+    """Make the directory with folders of these names, and check that all ranks see it.
 
     Collective operation: all ranks must call it. A local directory is locked until `held` is
     closed. Nothing but directories has been written when this raises, which it also does when there
@@ -77,33 +82,34 @@ def make_staging(
     """
     with ranks.phase("create directories", decision=True):
         if ranks.is_coordinator:
-            if locations.is_local(staging.location):
-                _remove_empty_leftovers(staging.target)
-                with _naming_target(staging):
-                    held.enter_context(running.locked_staging(staging.location, durable))
-                prepare_to_replace(staging.target, staging.location)
-            with _naming_target(staging):
-                posix.prepare(staging.location, names, durable)
-            if locations.is_local(staging.location):
-                _check_space(staging)
+            if locations.is_local(place.location):
+                _make_hidden(place, held, durable)
+            with _naming_target(place):
+                posix.prepare(place.location, folders, durable)
+            if locations.is_local(place.location):
+                _check_space(place)
     if ranks.size > 1:
         with ranks.phase("find the directory of the save"):
-            _check_is_seen(ranks.rank, staging, names)
+            _check_is_seen(ranks.rank, place, folders)
+
+
+def _make_hidden(place: SaveDirectory, held: contextlib.ExitStack, durable: bool) -> None:
+    _remove_empty_leftovers(place.target)
+    with _naming_target(place):
+        held.enter_context(running.locked_directory(place.location, durable))
+    prepare_to_replace(place.target, place.location)
 
 
 @contextlib.contextmanager
-def _naming_target(staging: Staging) -> Iterator[None]:
+def _naming_target(place: SaveDirectory) -> Iterator[None]:
     """Put the target into errors of the system, where they have the hidden directory."""
     try:
         yield
     except OSError as error:
-        if (
-            not str(error.filename).startswith(staging.location)
-            or staging.location == staging.target
-        ):
+        if not str(error.filename).startswith(place.location) or place.location == place.target:
             raise
         text = f"{error.strerror}: a save makes a directory beside its target"
-        raise OSError(error.errno, text, staging.target) from error
+        raise OSError(error.errno, text, place.target) from error
 
 
 def _remove_empty_leftovers(target: str) -> None:
@@ -111,37 +117,40 @@ def _remove_empty_leftovers(target: str) -> None:
 
     Network file systems keep a removed file as long as a reader has it open, and its directory.
     """
-    for path in posix.left_beside(target, "tmp"):
+    for path in hidden_names.left_beside(target, "tmp"):
         with running.claimed(path) as has_ended:
             if has_ended and not any(files for _, _, files in os.walk(path)):
                 locations.remove_tree(path)
 
 
-def _check_space(staging: Staging) -> None:
+def _check_space(place: SaveDirectory) -> None:
     """Raise ENOSPC when a file system, which all ranks share, certainly has no room for so many
     bytes.
     """
     try:
-        disk = os.statvfs(staging.location)
+        disk = os.statvfs(place.location)
     except OSError:
         return
     # The last blocks are for root. Some network file systems know no numbers, and report 0.
     free = disk.f_frsize * (disk.f_bfree if os.geteuid() == 0 else disk.f_bavail)
-    if disk.f_blocks and 0 < free < staging.num_bytes:
-        planned = f"{staging.num_bytes} bytes are to be written, and host {os.uname().nodename!r} reports {free} free"
-        raise OSError(errno.ENOSPC, f"{os.strerror(errno.ENOSPC)}: {planned}", staging.target)
+    if disk.f_blocks and 0 < free < place.num_bytes:
+        numbers = (
+            f"{place.num_bytes} bytes are to be written, and host {os.uname().nodename!r} reports "
+            f"{free} free"
+        )
+        raise OSError(errno.ENOSPC, f"{os.strerror(errno.ENOSPC)}: {numbers}", place.target)
 
 
-def _check_is_seen(rank: int, staging: Staging, names: Sequence[str]) -> None:
-    if locations.is_local(staging.target) and locations.is_local(staging.first_target):
-        made = [locations.join(staging.location, name) for name in names] or [staging.location]
+def _check_is_seen(rank: int, place: SaveDirectory, folders: Sequence[str]) -> None:
+    if locations.is_local(place.target) and locations.is_local(place.first_target):
+        made = [locations.join(place.location, name) for name in folders] or [place.location]
         is_same = _wait_until(lambda: all(map(locations.isdir, made)), SECONDS_TO_APPEAR)
     else:
-        is_same = staging.target == staging.first_target
+        is_same = place.target == place.first_target
     if not is_same:
         raise CheckpointingException(
-            f"{staging.target!r} on rank {rank} (host {os.uname().nodename!r}) is not the place "
-            f"that rank 0 (host {staging.first_host!r}) calls {staging.first_target!r}: what one "
+            f"{place.target!r} on rank {rank} (host {os.uname().nodename!r}) is not the place "
+            f"that rank 0 (host {place.first_host!r}) calls {place.first_target!r}: what one "
             "writes, the other does not see. Give all ranks the same location, on storage that "
             "all nodes share."
         )

@@ -1,0 +1,93 @@
+"""`reshard` in the place of its source, and with other common state."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch
+
+import distckpt
+from distckpt import CheckpointExistsError, CheckpointingException, ShardedObject, ShardedTensor
+from distckpt._storage import locations
+from tests.support.hf_folders import same_bytes
+from tests.support.states import numbered
+
+TENSORS = {"model.w": numbered(40, 6), "optimizer.state.w": numbered(40, 6) / 8}
+
+
+@pytest.fixture(params=["path", "url"])
+def place(request, tmp_path):
+    return str(tmp_path) if request.param == "path" else request.getfixturevalue("memory")
+
+
+def save(location, factor=1, **options):
+    state = {
+        key: ShardedTensor.from_rank_offsets(key, factor * tensor)
+        for key, tensor in TENSORS.items()
+    }
+    state["rng"] = ShardedObject("rng", {"seed": 1}, (1,), (0,))
+    distckpt.save({**state, "step": factor}, location, **options)
+
+
+def test_tensors_are_removed_in_place(place):
+    save(f"{place}/c")
+    report = distckpt.reshard(f"{place}/c", f"{place}/c", keys="!optimizer.", overwrite=True)
+    assert (report.num_tensors, report.num_objects) == (1, 1)
+    checkpoint = distckpt.open(f"{place}/c")
+    assert same_bytes(checkpoint.read_tensors(), {"model.w": TENSORS["model.w"]})
+    assert (checkpoint.common_state, checkpoint.objects) == ({"step": 1}, {"rng": (1,)})
+    verified = distckpt.verify(f"{place}/c")
+    assert (verified.problems, verified.strays) == ((), ())
+    assert locations.list_names(place) == ["c"]
+
+
+def test_a_checkpoint_is_rewritten_in_place_when_that_is_said(place):
+    save(f"{place}/c")
+    with pytest.raises(CheckpointExistsError, match="pass overwrite=True"):
+        distckpt.reshard(f"{place}/c", f"{place}/c")
+    assert same_bytes(distckpt.open(f"{place}/c").read_tensors(), TENSORS)
+
+
+def test_a_checkpoint_that_came_meanwhile_stays(tmp_path):
+    save(tmp_path / "c")
+    save(tmp_path / "next", factor=2)
+
+    def come(done, total):
+        if (tmp_path / "next").exists():
+            (tmp_path / "c").rename(tmp_path / "earlier")
+            (tmp_path / "next").rename(tmp_path / "c")
+
+    options = {"keys": "model.", "overwrite": True, "progress": come}
+    with pytest.raises(CheckpointingException, match="was overwritten or removed while it was"):
+        distckpt.reshard(tmp_path / "c", tmp_path / "c", **options)
+    assert distckpt.open(tmp_path / "c").common_state == {"step": 2}
+    assert distckpt.verify(tmp_path / "c").is_whole
+    assert sorted(os.listdir(tmp_path)) == ["c", "earlier"]
+
+
+def test_other_common_state(tmp_path):
+    save(tmp_path / "c")
+    distckpt.reshard(tmp_path / "c", tmp_path / "d", common_state={"step": 7, "new": [1]})
+    checkpoint = distckpt.open(tmp_path / "d")
+    assert checkpoint.common_state == {"step": 7, "new": [1]}
+    assert checkpoint.objects == {"rng": (1,)}
+    assert same_bytes(checkpoint.read_tensors(), TENSORS)
+
+
+def test_common_state_that_cannot_be_saved(tmp_path):
+    save(tmp_path / "c")
+    with pytest.raises(distckpt.UnsupportedObjectError, match="Common state cannot be saved"):
+        distckpt.reshard(tmp_path / "c", tmp_path / "d", common_state={"step": object()})
+    assert os.listdir(tmp_path) == ["c"]
+
+
+def test_progress_ends_with_everything(tmp_path):
+    save(tmp_path / "c")
+    seen = []
+    report = distckpt.reshard(
+        tmp_path / "c", tmp_path / "d", progress=lambda done, total: seen.append((done, total))
+    )
+    assert seen[-1] == (report.num_bytes, report.num_bytes)
+    assert [done for done, _ in seen] == sorted(done for done, _ in seen)
+    assert torch.equal(distckpt.open(tmp_path / "d").read("model.w"), TENSORS["model.w"])
