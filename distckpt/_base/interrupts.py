@@ -15,8 +15,8 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from types import CodeType, FrameType
-from typing import ParamSpec, TypeAlias, TypeVar
+from types import CodeType, FrameType, FunctionType
+from typing import ParamSpec, TypeAlias, TypeVar, cast
 
 from distckpt._base.errors import CheckpointingException
 
@@ -41,7 +41,7 @@ _is_forced = False
 """Whether a handler that would not wait has raised an exception: the ranks are out of step."""
 
 _thread = threading.local()
-"""`locks`: those that the operation of a thread holds."""
+"""`names`: the operations that a thread is in the middle of; `locks`: those that they hold."""
 
 
 def operation(function: Callable[_Parameters, _Result]) -> Callable[_Parameters, _Result]:
@@ -73,7 +73,7 @@ def operation(function: Callable[_Parameters, _Result]) -> Callable[_Parameters,
                 if _handlers and _is_main_thread():
                     _end_deferral()
 
-    _CALLS.add(call.__code__)
+    _CALLS.add(cast(FunctionType, call).__code__)
     return call
 
 
