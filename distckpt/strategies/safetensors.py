@@ -145,7 +145,8 @@ class SafetensorsLoadStrategy(LoadShardedStrategy):
         """
         ranks = Ranks(self.process_group) if self._is_configured else Ranks.alone()
         location = locations.normalize(checkpoint_dir)
-        stored = open_checkpoint(ranks, location, verify=self.options.verify)
+        # Each rank opens it alone: while one may have failed, ranks can vote, but not send data.
+        stored = open_checkpoint(Ranks.alone(), location, verify=self.options.verify)
         settings = ReadSettings(self.options, (), self.exchange_group)
         values = load_shards(ranks, stored, list(sharded_state_dict.values()), settings)
         return dict(zip(sharded_state_dict, values, strict=True))

@@ -388,7 +388,7 @@ def test_blocks_of_another_size(tmp_path, block_bytes):
     distckpt.save(state, tmp_path / "c")
     file, span = with_blocks_of(tmp_path / "c", block_bytes)
     for part in PARTS:
-        load_part(tmp_path / "c", part, "read")
+        load_part(tmp_path / "c", part)
     with (
         flipped_bit(file, span[4 * (100 * COLUMNS + 100) + 1]),
         pytest.raises(CorruptCheckpointError),
