@@ -33,8 +33,8 @@ from distckpt._models.optimizer.state import (
     ParamState,
     SectionPath,
     by_name,
-    describe,
     forms_by_key,
+    group_entries,
     orders_of,
     param_state,
     rest_entry,
@@ -148,7 +148,7 @@ def describe_optimizer(
             if kept.name != shard.key:
                 kept = kept._replace(forms={key: form_of(part) for key, part in shards.items()})
             known[number].append(kept)
-        settings += describe(zip(section.groups, known, strict=True), section.path)
+        settings += group_entries(zip(section.groups, known, strict=True), section.path)
     if rest is not HOLE or [section.path for section in sections] != [()]:
         settings.append(
             rest_entry(rest, [(section.path, section.by_number) for section in sections])
