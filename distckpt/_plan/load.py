@@ -20,6 +20,7 @@ from distckpt._geometry.region import (
     IntArray,
     Region,
     TilingFault,
+    covering,
     find_tiling_faults,
     intersect_many,
     regions_to_arrays,
@@ -46,9 +47,9 @@ class Copy(NamedTuple):
 class Request(NamedTuple):
     """A region of a key to load.
 
-    With `allow_shape_mismatch` the global shape may differ from the stored one and what is not
-    stored stays unread. With `step` the elements lie so far apart along the axes; `plan_load` takes
-    requests without it.
+    With `allow_shape_mismatch`, the global shape may differ from the stored one, and what is not
+    stored stays unread. With `step`, the elements lie that far apart along the axes; `plan_load`
+    takes requests without it, see `covered`.
     """
 
     key: str
@@ -56,6 +57,10 @@ class Request(NamedTuple):
     region: Region
     allow_shape_mismatch: bool = False
     step: tuple[int, ...] = ()
+
+    def covered(self) -> Request:
+        """Request everything from the first to the last element."""
+        return self._replace(region=covering(self.region, self.step), step=())
 
 
 # --- Keys, dtypes and objects ---------------------------------------------------------------------
