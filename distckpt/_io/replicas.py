@@ -16,7 +16,7 @@ from distckpt._base.dtypes import as_integers
 from distckpt._base.memory import is_plain_memory, tensor_bytes
 from distckpt._format.checksum import checksum
 from distckpt._mapping.wrappers import ShardedObject, ShardedTensor
-from distckpt._plan.cache import SavePlan
+from distckpt._plan.layout import SavePlan
 from distckpt._state.shards import Shard, ShardTable, region_view, shard_regions
 
 NUM_BLOCKS = 16
