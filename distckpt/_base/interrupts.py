@@ -77,10 +77,6 @@ def operation(function: Callable[_Parameters, _Result]) -> Callable[_Parameters,
     return call
 
 
-_CALLS: set[CodeType] = set()
-"""The code of operations."""
-
-
 def _names() -> list[str]:
     """Return the names of the operations that this thread is in the middle of, outermost first."""
     names: list[str] = _thread.__dict__.setdefault("names", [])
@@ -96,6 +92,10 @@ def run_operation(name: str, function: Callable[[], _Result]) -> _Result:
         return function()
     finally:
         del names[num_running:]
+
+
+_CALLS: set[CodeType] = {run_operation.__code__}
+"""The code of operations, and of what calls a function in the name of one."""
 
 
 def _refuse_callbacks(name: str, running: str, caller: FrameType | None) -> None:
