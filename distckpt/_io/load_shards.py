@@ -19,6 +19,7 @@ from distckpt._base.threads import (
     num_threads_within,
 )
 from distckpt._format.stored_checkpoint import StoredCheckpoint
+from distckpt._geometry.region import Region
 from distckpt._io import aliases
 from distckpt._io.direct_reads import files_to_read_directly
 from distckpt._io.read_values import read_apart, read_values, warn_of_overflows
@@ -137,9 +138,7 @@ def _plan_requests(
     stored: StoredCheckpoint, shards: Sequence[ShardedTensor], settings: ReadSettings
 ) -> _Requests:
     """Find out what to read into which tensors; `stored` is a view, see `decoded`."""
-    pieces = [
-        (number, region) for number, shard in enumerate(shards) for region in shard_regions(shard)
-    ]
+    pieces = _pieces_of(shards)
     requests = [_request_of(shards[number], region) for number, region in pieces]
     copies: list[Copy] = []
     if not settings.rules:
@@ -157,6 +156,13 @@ def _plan_requests(
     return planned
 
 
+def _pieces_of(shards: Sequence[ShardedTensor]) -> list[tuple[int, Region]]:
+    """Return the regions that shards consist of, each after the number of its shard."""
+    return [
+        (number, region) for number, shard in enumerate(shards) for region in shard_regions(shard)
+    ]
+
+
 def _translated(stored: StoredCheckpoint, planned: _Requests, settings: ReadSettings) -> _Requests:
     """Request what the rules make the tensors from."""
     requests, targets, values = translate(settings.rules, planned.requests, planned.targets)
@@ -166,7 +172,7 @@ def _translated(stored: StoredCheckpoint, planned: _Requests, settings: ReadSett
     return _Requests(planned.shards, requests, targets, copies, additions)
 
 
-def _request_of(shard: ShardedTensor, region: Any) -> Request:
+def _request_of(shard: ShardedTensor, region: Region) -> Request:
     return Request(shard.key, tuple(shard.global_shape), region, shard.allow_shape_mismatch)
 
 

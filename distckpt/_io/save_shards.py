@@ -5,6 +5,7 @@ the manifest.
 from __future__ import annotations
 
 import copy
+import enum
 import itertools
 import secrets
 from collections.abc import Callable, Mapping, Sequence
@@ -100,8 +101,7 @@ def prepare_shards(ranks: Ranks, shards: Sequence[Shard], settings: ShardSetting
     """
     ready, plan, is_reused = _find_or_make_plan(ranks, shards, settings)
     encoded = encoded_objects(plan.objects, ready)
-    num_bytes = sum(sum(file.chunk_bytes) for file in plan.files)
-    num_bytes += sum(map(len, encoded.values()))
+    num_bytes = plan.tensor_bytes + sum(map(len, encoded.values()))
     return ShardSave(
         make_tensor_files=tensor_files_of(plan.files, ready),
         plan=plan,
@@ -117,40 +117,57 @@ def _find_or_make_plan(
 ) -> tuple[list[Shard], SavePlan, bool]:
     """Return the shards ready to save, their plan, and whether it was kept from an earlier save."""
     options = settings.options
-    compares_all = options.validate_replicas is True
-    compares = ranks.size > 1 if options.validate_replicas is None else compares_all
-    group = 0
-    ready: list[Shard] = []
-
-    def described() -> ShardTable:
-        table = shard_table(ready)._replace(exchange_group=group)
-        if compares:
-            add_digests(table, ready, of_samples=not compares_all)
-        return table
-
+    comparison = _comparison_of(ranks, options)
     table = None
     with ranks.phase("describe the shards") as vote:
-        ready = [ready_to_save(shard, compares_all) for shard in shards]
+        ready = _all_ready(shards, comparison)
         group = exchanges.group_number(settings.exchange_group)
         structure = structure_of(ready, ranks, options.validate_access_integrity, group)
         # Comparing the whole content of replicas takes an exchange each time.
-        known = None if compares_all else settings.plans.find(structure)
+        known = None if comparison is _Comparison.ALL else settings.plans.find(structure)
         if known is None:
-            table = described()
+            table = _described(ready, group, comparison)
         else:
             vote.number = known.number
-            digest = weighted_digest(known, ready) if compares else 0
+            digest = weighted_digest(known, ready) if comparison is _Comparison.SAMPLES else 0
     if known is not None and vote.are_equal and _replicas_are_equal(ranks, known, digest):
         settings.plans.keep(structure, known)
         return ready, known, True
     if vote.largest:
         # Some ranks, though not all, know a plan, or replicas have become different.
         with ranks.phase("describe the shards again"):
-            table = table or described()
+            table = table or _described(ready, group, comparison)
     assert table is not None
     plan = make_plan(ranks, table, not options.validate_access_integrity)
     settings.plans.keep(structure, plan)
     return ready, plan, False
+
+
+def _all_ready(shards: Sequence[Shard], comparison: _Comparison) -> list[Shard]:
+    return [ready_to_save(shard, comparison is _Comparison.ALL) for shard in shards]
+
+
+class _Comparison(enum.Enum):
+    """What of replicas is compared."""
+
+    NOTHING = enum.auto()
+    SAMPLES = enum.auto()
+    ALL = enum.auto()
+
+
+def _comparison_of(ranks: Ranks, options: SaveOptions) -> _Comparison:
+    if options.validate_replicas:
+        return _Comparison.ALL
+    is_wanted = options.validate_replicas is None and ranks.size > 1
+    return _Comparison.SAMPLES if is_wanted else _Comparison.NOTHING
+
+
+def _described(shards: Sequence[Shard], group: int, comparison: _Comparison) -> ShardTable:
+    """Describe shards, with hashes if replicas are compared."""
+    table = shard_table(shards)._replace(exchange_group=group)
+    if comparison is not _Comparison.NOTHING:
+        add_digests(table, shards, of_samples=comparison is _Comparison.SAMPLES)
+    return table
 
 
 def _replicas_are_equal(ranks: Ranks, plan: SavePlan, digest: int) -> bool:

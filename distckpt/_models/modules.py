@@ -207,6 +207,16 @@ def load_sharded_state_dict(
         raise LoadMismatchError(
             _mismatch(type(module).__name__, missing, unexpected), missing, unexpected
         )
+    _fill(module, entries, given, prefix)
+    return missing, unexpected
+
+
+def _fill(
+    module: torch.nn.Module,
+    entries: Mapping[str, tuple[str, Any]],
+    given: StateDict,
+    prefix: str,
+) -> None:
     owned = {id(tensor) for tensor in (*module.parameters(), *module.buffers())}
     others: StateDict = {}
     for name, value in given.items():
@@ -220,7 +230,6 @@ def load_sharded_state_dict(
     if others:
         # Extra state, and whatever else only the module can load.
         module.load_state_dict(others, strict=False)
-    return missing, unexpected
 
 
 def _missing(entries: Mapping[str, tuple[str, Any]], given: Collection[str]) -> set[str]:

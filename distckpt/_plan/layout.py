@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from operator import attrgetter
 from typing import Any, NamedTuple, TypeAlias
 
@@ -84,6 +84,11 @@ class SavePlan(NamedTuple):
     replicas: Sequence[tuple[int, Region]] | None = None
     weights: npt.NDArray[np.uint64] = np.empty(0, np.uint64)
 
+    @property
+    def tensor_bytes(self) -> int:
+        """Bytes of tensors that this rank writes."""
+        return sum(sum(file.chunk_bytes) for file in self.files)
+
 
 def manifest_of_keys(table: GlobalTable, aliases: Mapping[int, int]) -> Manifest:
     """Describe the keys that are stored, in a manifest without chunks; `aliases` are those of
@@ -108,18 +113,10 @@ def lay_out_files(
     As torch's readers require, a file has at most one chunk of a key. Pieces that follow one
     another in memory order become one chunk; a key's further chunks go to further files.
     """
-    by_key: dict[int, list[PlannedChunk]] = {}
-    for index, chunk in _chunks_of_pieces(table, pieces):
-        by_key.setdefault(index, []).append(chunk)
-    groups: list[list[PlannedChunk]] = []
-    for chunks in by_key.values():
-        for number, chunk in enumerate(_coalesced(chunks)):
-            if number == len(groups):
-                groups.append([])
-            groups[number].append(chunk)
+    groups = _groups_for_files(_chunks_of_pieces(table, pieces))
     objects = [chunk for group in groups for chunk in group if chunk.dtype == OBJECT]
     of_tensors = [[chunk for chunk in group if chunk.dtype != OBJECT] for group in groups]
-    of_files = [chunks for chunks in of_tensors if chunks]
+    of_files = list(filter(None, of_tensors))
     global_shapes = dict(zip(table.keys, table.global_shapes, strict=True))
     files = [
         lay_out_tensor_file(
@@ -130,6 +127,20 @@ def lay_out_files(
         for number, chunks in enumerate(of_files)
     ]
     return files, objects
+
+
+def _groups_for_files(chunks: Iterable[tuple[int, PlannedChunk]]) -> list[list[PlannedChunk]]:
+    """Put chunks, each after the number of its key, into groups with one chunk of a key each."""
+    by_key: dict[int, list[PlannedChunk]] = {}
+    for index, chunk in chunks:
+        by_key.setdefault(index, []).append(chunk)
+    groups: list[list[PlannedChunk]] = []
+    for of_key in by_key.values():
+        for number, chunk in enumerate(_coalesced(of_key)):
+            if number == len(groups):
+                groups.append([])
+            groups[number].append(chunk)
+    return groups
 
 
 def _chunks_of_pieces(table: ShardTable, pieces: Pieces) -> Iterator[tuple[int, PlannedChunk]]:

@@ -421,6 +421,10 @@ def _azure_config(container: str) -> dict[str, str]:
     if suffix and "AccountName" in values:
         protocol = values.get("DefaultEndpointsProtocol", "https")
         values.setdefault("BlobEndpoint", f"{protocol}://{values['AccountName']}.blob.{suffix}")
-    fields = {"AccountName": "account_name", "AccountKey": "account_key", "SharedAccessSignature": "sas_key",
-              "BlobEndpoint": "endpoint"}  # fmt: skip
+    fields = {
+        "AccountName": "account_name",
+        "AccountKey": "account_key",
+        "SharedAccessSignature": "sas_key",
+        "BlobEndpoint": "endpoint",
+    }
     return {ours: values[theirs] for theirs, ours in fields.items() if theirs in values}

@@ -195,14 +195,19 @@ def state_target(
     if entry is None or entry.dtype is None:
         return _new_like(param, param.dtype)
     of_param = stored.get(shard.key)
-    # The state that has the dtype of the parameter has it under another dtype, too.
+    # A state that was saved in the dtype of the parameter has that of the new one.
     dtype = param.dtype if of_param is not None and of_param.dtype == entry.dtype else entry.dtype
     shape = _target_shape(shard, param, entry.shape, key)
     if own is not None and _has_form(own, dtype, shape, param):
         return own
-    is_transposed = order is not None and len(order) == len(shape) and not is_dtensor(param)
-    if is_transposed:
-        return _new_transposed(shape, dtype, param.device, order or ())
+    return _new_target(param, shape, dtype, order)
+
+
+def _new_target(
+    param: torch.Tensor, shape: tuple[int, ...], dtype: torch.dtype, order: Sequence[int] | None
+) -> torch.Tensor:
+    if order is not None and len(order) == len(shape) and not is_dtensor(param):
+        return _new_transposed(shape, dtype, param.device, order)
     if shape == tuple(param.shape):
         return _new_like(param, dtype)
     blank = in_huge_pages(torch.empty(shape, dtype=dtype, device=local_part(param).device))

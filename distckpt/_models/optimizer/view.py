@@ -100,8 +100,7 @@ def write_sections(optimizer: Any, sections: Iterable[Section], rest: Any) -> No
             state.pop(param, None)
         state.update(section.state)
         for holder in filter(None, (optimizer, inner)):
-            for group, given in zip(holder.param_groups, section.groups, strict=True):
-                _set_options(group, given)
+            _set_groups(holder.param_groups, section.groups)
         if rest is not HOLE:
             state.update(rest["state"])
 
@@ -218,6 +217,11 @@ def _put_section(tree: dict[Any, Any], section: Section) -> None:
         groups.append({**group, "params": [numbers[param] for param in group["params"]]})
     state = {numbers[param]: value for param, value in section.state.items()}
     node.update(param_groups=groups, state={**state, **node.get("state", {})})
+
+
+def _set_groups(groups: list[dict[str, Any]], given: list[dict[str, Any]]) -> None:
+    for group, options in zip(groups, given, strict=True):
+        _set_options(group, options)
 
 
 def _set_options(group: dict[str, Any], options: Mapping[str, Any]) -> None:
