@@ -1,10 +1,4 @@
-"""Families of models: the rules between their names in memory and the names in their Hugging Face
-directories.
-
-The configuration of a model (`config.json`) says which family it is of, and how many layers, heads
-and experts it has. `consolidate`, `load` and the command line find the rules by themselves with
-`family="auto"`; `rules` returns them, to be looked at, changed or combined with one's own.
-"""
+"""The rules of a family of models. `distckpt.families` is the public path."""
 
 from __future__ import annotations
 

@@ -1,15 +1,4 @@
-"""Rules that turn the tensors of one checkpoint into those of another: names and shapes only, no
-data.
-
-Two programs store the same model under other names, with layers stacked, projections fused,
-vocabularies padded. A list of rules says how one gets from the first form to the second. Rules are
-applied in order, each to what those before it made, so they combine freely; `apply_rules` returns
-where every region of every new tensor comes from, and `invert` the way back.
-
-Key patterns: `*` matches one dotted component (one or more characters other than a dot), `**` one
-or more components. In new names, `{0}` is what the first of them matched, `{1}` the second and so
-on.
-"""
+"""Rules for whole tensors, and their application. `distckpt.rules` is the public path."""
 
 from __future__ import annotations
 
