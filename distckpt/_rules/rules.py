@@ -161,15 +161,14 @@ class Drop(OneKeyRule):
 
 @dataclass(frozen=True)
 class Trim(OneKeyRule):
-    """Cut padding off the end of an axis, such as that of a vocabulary. On the way back it is
-    filled with zeros.
+    """Cut padding off the end of an axis, such as a vocabulary's. The way back fills in zeros.
 
     Attributes:
         pattern: which tensors; they keep their names.
         axis: the padded axis.
         size: its size without the padding.
         is_vocabulary: whether the axis must be padded as a vocabulary is, to the next multiple of a
-            power of two: more than that is no padding.
+            power of two: more rows than that are not padding.
     """
 
     axis: int
@@ -309,8 +308,8 @@ def apply_rules(
     Args:
         rules: the changes; each sees what those before it made.
         tensors: what the checkpoint holds, by key.
-        strict: whether every tensor must be matched by a rule; otherwise those that are not keep
-            name and shape.
+        strict: whether every tensor must be matched by a rule. Otherwise tensors that are not
+            matched keep name and shape.
 
     Returns:
         The new tensors by name.

@@ -1,7 +1,7 @@
 """Sharded state dicts made of Megatron Core's objects: each is converted to its equivalent in
 distckpt.
 
-Objects are recognised by their structure, so Megatron need not be installed, and every version and
+Objects are recognized by their structure, so Megatron need not be installed, and every version and
 copy of it will do.
 """
 
@@ -25,14 +25,15 @@ from distckpt._mapping.wrappers import (
     ShardedTensorFactory,
 )
 
-# Transformer layers keep their extra state in such files in memory.
-register_object_type(signal.Signals)  # The arguments of Megatron's scripts hold one.
+# The arguments of Megatron's scripts hold a signal.
+register_object_type(signal.Signals)
+# Transformer layers keep their extra state in files in memory.
 register_object_type(io.BytesIO, "io.BytesIO", to_state=io.BytesIO.getvalue, from_state=io.BytesIO)
 
 
 def adopt(node: Any) -> Any:
-    """Convert an object of Megatron to its equivalent in distckpt; return anything else as it
-    is.
+    """Convert an object of Megatron to its equivalent in distckpt; return other values as they
+    are.
     """
     convert = _converter_of(type(node))  # type: ignore[arg-type]  # Classes are hashable.
     return node if convert is None else convert(node)
@@ -54,9 +55,18 @@ def _adopt_tensor(node: Any) -> ShardedTensor:
         data = data.detach().dequantize()
         dtype = data.dtype
     return ShardedTensor(
-        node.key, data, dtype, node.local_shape, node.global_shape, node.global_offset, node.axis_fragmentations,
-        node.replica_id, node.prepend_axis_num, node.allow_shape_mismatch, getattr(node, "flattened_range", None),
-    )  # fmt: skip
+        node.key,
+        data,
+        dtype,
+        node.local_shape,
+        node.global_shape,
+        node.global_offset,
+        node.axis_fragmentations,
+        node.replica_id,
+        node.prepend_axis_num,
+        node.allow_shape_mismatch,
+        getattr(node, "flattened_range", None),
+    )
 
 
 def _adopt_factory(node: Any) -> ShardedTensorFactory:
