@@ -13,6 +13,7 @@ from typing import Any
 from distckpt._base.dtypes import FROM_NAME, TO_NAME
 from distckpt._quantization.numbers import NUMBERS
 from distckpt._quantization.quantized import E8M0, QuantizedTensor, StoredPart
+from distckpt._quantization.settings import block_of
 from distckpt._rules.mapped import TensorInfo
 
 
@@ -170,7 +171,7 @@ def settings_of(configs: Mapping[str, Mapping[str, Any]]) -> dict[str, Any] | No
 
 
 def _said_of_weights(weights: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    blocks = map(_block_of, weights)
+    blocks = map(block_of, weights)
     return {
         "blocks": [block for block in blocks if block],
         "num_bits": [each["num_bits"] for each in weights if type(each.get("num_bits")) is int],
@@ -204,25 +205,6 @@ def _dtype_in(configs: Iterable[Mapping[str, Any]]) -> str | None:
 def _is_transformed(quantization: Mapping[str, Any]) -> bool:
     transform = quantization.get("transform_config")
     return isinstance(transform, dict) and bool(transform.get("config_groups", transform))
-
-
-def are_settings(value: object) -> bool:
-    """Tell whether a value is what `settings_of` returns, or None."""
-    if not isinstance(value, dict):
-        return value is None
-    blocks, bits = value.get("blocks"), value.get("num_bits")
-    if not isinstance(blocks, list) or not isinstance(bits, list):
-        return False
-    if any(type(number) is not int for number in bits):
-        return False
-    return all(isinstance(each, list) and _block_of({"block_structure": each}) for each in blocks)
-
-
-def _block_of(weights: Mapping[str, Any]) -> list[int] | None:
-    named = weights.get("weight_block_size") or weights.get("block_structure")
-    block = named or [1, weights.get("group_size")]
-    is_pair = isinstance(block, list) and len(block) == 2
-    return block if is_pair and all(type(n) is int and n > 0 for n in block) else None
 
 
 def _weights_of(config: Mapping[str, Any]) -> list[Mapping[str, Any]]:
