@@ -174,9 +174,7 @@ def _divide(
 
 
 def _complete_chunk(source: TensorSource, tensor: OutputTensor) -> int | None:
-    """Return the chunk whose bytes are exactly those of a tensor, None when there is no such
-    chunk.
-    """
+    """Return the chunk whose bytes are exactly those of a tensor; None if no chunk has them."""
     mapped, stored = tensor.mapped, source.stored
     if len(mapped.parts) != 1 or tensor.dtype != mapped.dtype or not source.is_stored(tensor):
         return None

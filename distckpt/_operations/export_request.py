@@ -105,7 +105,7 @@ def check_options(options: ExportOptions) -> None:
     """Check that options have values that they may have.
 
     Raises:
-        TypeError: a size is no number of bytes.
+        TypeError: a size is not a number of bytes.
         ValueError: an option is not one of its values.
     """
     check_choice("tied", options.tied, ("drop", "write"))
@@ -158,7 +158,7 @@ def open_sources(ranks: Ranks, sources: SourceLocations, verify: bool) -> Opened
     Collective operation: all ranks must call it.
 
     Raises:
-        CheckpointNotFoundError: there is no checkpoint, or no adapter.
+        CheckpointNotFoundError: the checkpoint or the adapter does not exist.
         CorruptCheckpointError: shards are missing, overlap or contradict each other.
     """
     adapter = None
