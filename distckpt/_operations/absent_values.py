@@ -17,10 +17,18 @@ from distckpt._mapping.wrappers import StateDict
 def refuse_absent_values(
     values: Any, objects: Collection[Position], loaded: StateDict, location: str
 ) -> None:
-    """Refuse tensors in the request that are no shards, and values, for which nothing was loaded.
+    """Refuse plain tensors and values in a request for which nothing was loaded.
 
-    `objects` are the paths of objects: what lacks one of these is refused when they are restored.
-    None is for values that may be absent.
+    Values that are None may be absent.
+
+    Args:
+        values: the request without its shards.
+        objects: paths to objects, which check for themselves whether they were loaded completely.
+        loaded: what was loaded.
+        location: of the checkpoint.
+
+    Raises:
+        LoadMismatchError: something is missing.
     """
     lost = _absent(tensor_paths(values), loaded)
     if lost:
@@ -65,8 +73,8 @@ def _is_dict(node: Any) -> bool:
 def _value_paths(
     tree: Mapping[Any, Any], objects: Collection[Position], path: Position = ()
 ) -> Iterator[Position]:
-    """Yield the keys that lead to values that are not None; a dict without objects in it is one
-    value.
+    """Yield the keys that lead to each value that is not None. A dict that contains no objects
+    counts as one value.
     """
     for key, value in tree.items():
         below = (*path, key)

@@ -90,7 +90,7 @@ def merge(
             _check_is_apart(output_dir, sources)
     request = check_request(ranks, sources, output_dir, overwrite, chosen)
     with PhaseTimer("consolidate", ranks.rank, request.target).phase("plan"):
-        opened = open_sources(ranks, request.sources, chosen)
+        opened = open_sources(ranks, request.sources, chosen.verify)
         source = _sum(ranks, opened.checkpoints, factors, chosen)
         plan = plan_export(ranks, source, chosen, opened.adapter)
     return write_and_commit(ranks, request, opened.all, plan)

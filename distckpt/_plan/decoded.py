@@ -27,7 +27,7 @@ from distckpt._quantization.quantized import QuantizedTensor, part_regions
 from distckpt._rules.mapped import TensorInfo
 
 PIECE_ELEMENTS = 8 << 20
-"""The codes of so many values are read at a time."""
+"""Number of values whose codes are read at a time."""
 
 
 def find(stored: StoredCheckpoint) -> dict[str, QuantizedTensor]:
