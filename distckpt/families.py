@@ -1,4 +1,4 @@
-"""Families of models: the rules between their names in memory and those of their Hugging Face
+"""Families of models: the rules between their names in memory and the names in their Hugging Face
 directories.
 
 The configuration of a model (`config.json`) says which family it is of, and how many layers, heads

@@ -1,5 +1,5 @@
-"""Parts that the models of many families have in common: rules from Megatron Core's keys to those
-of Hugging Face.
+"""What the models of many families have in common: rules from Megatron Core's keys to the names of
+Hugging Face.
 
 `forms` brings what Megatron stores in several ways (layers and experts stacked or not, norms fused
 or not) into one: a key for each layer and expert, and norms under their own names. The other rules
@@ -44,7 +44,7 @@ _MTP_LAYERS = ("deepseek_v3", "glm4_moe", "glm4_moe_lite", "glm_moe_dsa")
 _MTP_APART = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
 """Families that have such a layer under a name of its own."""
 _MAX_LAYERS = 10_000
-"""There are rules for each layer."""
+"""A limit, since there are rules for each layer."""
 _MAX_SIZE = 1 << 32
 
 
@@ -53,7 +53,7 @@ class IncompleteConfigError(CheckpointingException):
 
 
 class Config(NamedTuple):
-    """The configuration of a model; that of its text part where it has several."""
+    """The configuration of a model, or of its text part if it has several."""
 
     values: Mapping[str, Any]
 
@@ -70,7 +70,7 @@ class Config(NamedTuple):
         return found
 
     def number_of(self, *names: str, default: int | None = None, most: int = _MAX_LAYERS) -> int:
-        """Return a number: of layers, of experts, or with more than `most` allowed."""
+        """Return a number of layers or experts, or another one, which is at most `most`."""
         value = self(*names, default=default)
         if type(value) is int and 0 <= value <= most:
             return value
@@ -80,7 +80,7 @@ class Config(NamedTuple):
 
     @property
     def layers(self) -> int:
-        """Number of layers, with those for multi-token prediction."""
+        """Number of layers, including those for multi-token prediction."""
         return self.number_of("num_hidden_layers") + self.mtp_layers
 
     @property
@@ -115,16 +115,29 @@ def forms(config: Config, *, has_tower: bool = False) -> list[Rule]:
             rules.append(
                 Rename(f"mtp.layers.*.{block}.**", f"decoder.layers.{number}.{{1}}", optional=True)
             )
-    roots: dict[str, tuple[str, ...]] = {"decoder.layers.": ("weight",)}
+    rules += _single_layers("decoder.layers.", ("weight",))
     if has_tower:
-        roots["vision_model.decoder.layers."] = ("weight", "bias")
-    for root, kinds in roots.items():
-        for part in _STACKS:
-            rules.append(Unstack(f"{root}{part}.**", f"{root}{{i}}.{part}.{{0}}", optional=True))
-        for fused, own in _FUSED_NORMS.items():
-            for kind in kinds:
-                old, new = fused.replace("weight", kind), own.replace("weight", kind)
-                rules.append(Rename(f"{root}*.{old}", f"{root}{{0}}.{new}", optional=True))
+        rules += _single_layers("vision_model.decoder.layers.", ("weight", "bias"))
+    return rules + _joined_gates()
+
+
+def _single_layers(root: str, kinds: tuple[str, ...]) -> list[Rule]:
+    """Divide stacks of layers, and give norms that are stored with a linear layer their own
+    names.
+    """
+    rules: list[Rule] = [
+        Unstack(f"{root}{part}.**", f"{root}{{i}}.{part}.{{0}}", optional=True) for part in _STACKS
+    ]
+    for fused, own in _FUSED_NORMS.items():
+        for kind in kinds:
+            old, new = fused.replace("weight", kind), own.replace("weight", kind)
+            rules.append(Rename(f"{root}*.{old}", f"{root}{{0}}.{new}", optional=True))
+    return rules
+
+
+def _joined_gates() -> list[Rule]:
+    """Join gate and up projections that are stored apart."""
+    rules: list[Rule] = []
     for glu in ("linear_fc1", "shared_experts.linear_fc1", "experts.experts.*.linear_fc1"):
         for kind in ("weight", "bias"):
             pattern = f"{LAYER}mlp.{glu}.{kind}"
@@ -145,26 +158,14 @@ def outside_layers(config: Config, *, tied: bool = False) -> list[Rule]:
 
 
 def token_prediction(config: Config) -> list[Rule]:
-    """What layers for multi-token prediction (MTP) have beside a layer like the others, and where
+    """What layers for multi-token prediction (MTP) have besides a layer like the others, and where
     they are on disk.
     """
     if not config.mtp_layers:
         return []
-    first = config.layers - config.mtp_layers
     if config("model_type") in _MTP_APART:
-        if config.mtp_layers > 1:
-            raise CheckpointingException(
-                f"The configuration says {config.mtp_layers} layers for multi-token prediction. "
-                "Megatron has a projection for each, and on disk there is one, `mtp.fc`: only one "
-                "layer is known."
-            )
-        names = {"eh_proj": "fc", "enorm": "pre_fc_norm_embedding", "hnorm": "pre_fc_norm_hidden"}
-        names["final_layernorm"] = "norm"
-        renamed = [
-            Rename(f"mtp.layers.0.{old}.weight", f"mtp.{new}.weight", count=1)
-            for old, new in names.items()
-        ]
-        return [*renamed, Rename(f"model.layers.{first}.**", "mtp.layers.0.{0}")]
+        return _token_prediction_apart(config)
+    first = config.layers - config.mtp_layers
     names = {name: name for name in ("enorm", "hnorm", "eh_proj")} | {
         "final_layernorm": "shared_head.norm"
     }
@@ -178,10 +179,31 @@ def token_prediction(config: Config) -> list[Rule]:
     return rules
 
 
+def _token_prediction_apart(config: Config) -> list[Rule]:
+    if config.mtp_layers > 1:
+        raise CheckpointingException(
+            f"The configuration says {config.mtp_layers} layers for multi-token prediction. "
+            "Megatron has a projection for each, and on disk there is one, `mtp.fc`: only one "
+            "layer is known."
+        )
+    names = {
+        "eh_proj": "fc",
+        "enorm": "pre_fc_norm_embedding",
+        "hnorm": "pre_fc_norm_hidden",
+        "final_layernorm": "norm",
+    }
+    renamed = [
+        Rename(f"mtp.layers.0.{old}.weight", f"mtp.{new}.weight", count=1)
+        for old, new in names.items()
+    ]
+    first = config.layers - config.mtp_layers
+    return [*renamed, Rename(f"model.layers.{first}.**", "mtp.layers.0.{0}")]
+
+
 def move(
     count: int, names: Mapping[str, str], shape: tuple[int | None, ...] | None = None
 ) -> list[Rule]:
-    """Rename tensors of `count` layers; the shape is that of each."""
+    """Rename tensors of `count` layers, each of them of the given shape."""
     return [
         Rename(LAYER + old, HF_LAYER + new, shape, count=count)
         for old, new in names.items()
@@ -205,8 +227,9 @@ def attention(
     out_bias: bool = False,
     qk_norm: bool | str = False,
 ) -> list[Rule]:
-    """Grouped-query attention, in all layers or `count`; with norms of queries and keys of each
-    head "of all heads".
+    """Grouped-query attention, in all layers or `count` of them.
+
+    `qk_norm` says whether queries and keys have norms: of each head, or "of all heads".
     """
     count = config.layers if count is None else count
     rules: list[Rule] = []
@@ -235,7 +258,7 @@ def attention(
 
 
 def gated_attention(config: Config, count: int) -> list[Rule]:
-    """Attention whose output has a gate, in `count` layers: query and gate of a head are neighbours
+    """Attention whose output has a gate, in `count` layers: query and gate of a head are neighbors
     on disk.
     """
     heads, groups, size = config.heads
@@ -258,8 +281,8 @@ def gated_attention(config: Config, count: int) -> list[Rule]:
 
 
 def gated_delta_net(config: Config, count: int, *, by_head: bool) -> list[Rule]:
-    """Linear attention, in `count` layers: all parts of a key head together on disk, or kinds of
-    parts.
+    """Linear attention, in `count` layers. On disk all parts of a key head lie together if
+    `by_head`, else all parts of a kind.
     """
     own, new = f"{LAYER}self_attention.", f"{HF_LAYER}linear_attn."
     names = {"A_log": "A_log", "dt_bias": "dt_bias", "out_proj.weight": "out_proj.weight"}
@@ -281,7 +304,7 @@ def gated_delta_net(config: Config, count: int, *, by_head: bool) -> list[Rule]:
             f"{new}conv1d.weight",
         )
     )
-    # Megatron has all norms count from 1 or none, Hugging Face all but this one.
+    # In Megatron either all norms count from 1 or none do, in Hugging Face all but this one.
     rules.append(Add(f"{own}out_norm.weight", 1.0))
     names["out_norm.weight"] = "norm.weight"
     rules += [Rename(own + old, new + name) for old, name in names.items()]
@@ -373,8 +396,7 @@ def stacked_experts(count: int, num_experts: int, names: Mapping[str, str]) -> l
 
 
 def joined_experts(block: str, num_experts: int) -> list[Rule]:
-    """Bring experts that are apart into two tensors for each layer: of gate and up projections, and
-    the others.
+    """Bring single experts into two tensors for each layer: gate and up projections, and the others.
 
     `block` is the pattern of their layers on disk, with one wildcard.
     """

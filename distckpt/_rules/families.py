@@ -1,4 +1,4 @@
-"""Families of models: the rules between their names in memory and those of their Hugging Face
+"""Families of models: the rules between their names in memory and the names in their Hugging Face
 directories.
 
 The configuration of a model (`config.json`) says which family it is of, and how many layers, heads
@@ -67,7 +67,7 @@ def rules(config: Any, source: Source) -> list[Rule]:
     values = dict(config) if isinstance(config, Mapping) else read_config(config)
     if not isinstance(values.get("model_type"), str):
         raise CheckpointingException(
-            "The configuration does not name its model_type: it is none of a Hugging Face model."
+            "The configuration does not name its model_type, as those of Hugging Face models do."
         )
     if source == "transformers":
         return transformers_rules(values)
@@ -96,11 +96,11 @@ def read_config(path: str | os.PathLike[str]) -> dict[str, Any]:
         )
     except (ValueError, TypeError, RecursionError) as error:
         raise CheckpointingException(
-            f"{location!r} is no JSON of a configuration: {error}"
+            f"{location!r} is not the JSON of a configuration: {error}"
         ) from error
     if not isinstance(values, dict):
         raise CheckpointingException(
-            f"{location!r} holds no configuration but {type(values).__name__}."
+            f"{location!r} holds not a configuration but a {type(values).__name__}."
         )
     return values
 
@@ -132,8 +132,8 @@ def config_for(
 def rules_for(
     config: dict[str, Any] | None, keys: Iterable[str], on_disk: Shapes | None = None
 ) -> list[Rule]:
-    """Return the rules for `family=` of an operation; none without it. The names of the tensors
-    tell the source.
+    """Return the rules for `family=` of an operation, if it is given. The names of the tensors tell
+    the source.
 
     Args:
         config: the configuration; it is changed to fit the checkpoint.
@@ -152,7 +152,7 @@ def rules_for(
 
 
 def _count_token_prediction(config: dict[str, Any], keys: Iterable[str]) -> None:
-    """Let the configuration say how many layers for multi-token prediction there are: often they
+    """Make the configuration say how many layers for multi-token prediction there are: often they
     are not trained.
     """
     numbers = [int(found[1]) for found in map(_MTP_KEY.search, keys) if found]

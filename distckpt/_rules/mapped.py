@@ -13,7 +13,6 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -23,6 +22,7 @@ from distckpt._base.messages import summarize_keys
 from distckpt._geometry.region import (
     IntArray,
     Region,
+    TilingFault,
     covering,
     find_tiling_faults,
     intersect,
@@ -34,10 +34,11 @@ from distckpt._geometry.region import (
 )
 
 _FEW_PARTS = 8
-"""So many are intersected faster one by one than as arrays."""
+"""Up to this number, intersecting one by one is faster than as arrays."""
 
 
-class Part(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class RegionCopy:
     """A region `target` of a target tensor that is a copy of the region `source` of the source
     tensor `key`.
 
@@ -62,7 +63,8 @@ class Part(NamedTuple):
     add: float = 0.0
 
 
-class TensorInfo(NamedTuple):
+@dataclass(frozen=True)
+class TensorInfo:
     """Global `shape` of a tensor in a checkpoint, and the safetensors name of its `dtype`."""
 
     shape: tuple[int, ...]
@@ -80,13 +82,13 @@ class MappedTensor:
         trimmed: source regions `(key, region)` that a rule cut off as padding, carried along for
             the way back.
         padding: regions of the target that no source holds, to be filled with zeros.
-        is_copy: whether another target holds the same elements, so that the way back does without
+        is_copy: whether another target holds the same elements, so that the way back does not need
             this one.
     """
 
     shape: tuple[int, ...]
     dtype: str
-    parts: tuple[Part, ...]
+    parts: tuple[RegionCopy, ...]
     trimmed: tuple[tuple[str, Region], ...] = ()
     padding: tuple[Region, ...] = ()
     is_copy: bool = False
@@ -109,39 +111,51 @@ class MappedTensor:
 def identity(key: str, info: TensorInfo) -> MappedTensor:
     """Map a tensor to itself."""
     shape, region = tuple(info.shape), whole(info.shape)
-    parts = () if 0 in shape else (Part(region, key, region, tuple(range(len(shape)))),)
+    parts = () if 0 in shape else (RegionCopy(region, key, region, tuple(range(len(shape)))),)
     return MappedTensor(shape, info.dtype, parts)
 
 
-def resolve(mapped: MappedTensor, region: Region) -> list[tuple[Region, Part]]:
-    """Find what a region of a target tensor is made of; InvalidShardingError if it does not lie
-    inside the tensor.
+def resolve(mapped: MappedTensor, region: Region) -> list[tuple[Region, RegionCopy]]:
+    """Find what a region of a target tensor is made of.
 
-    Returns pairs `(place, part)`: `part` is cut down to the region, and `place` is its target, with
-    its offset counted from the region's first element. Together with `resolve_padding` the places,
-    whose elements lie `part.target_step` apart, tile the region.
+    Returns:
+        Pairs `(place, part)`: `part` is cut down to the region, and `place` is its target, with its
+        offset counted from the region's first element. Together with `resolve_padding` the places,
+        whose elements lie `part.target_step` apart, tile the region.
+
+    Raises:
+        InvalidShardingError: the region does not lie inside the tensor.
     """
+    return [
+        (target.relative_to(region.offset), _restrict(part, target, target))
+        for part, target in _cut(mapped, region)
+    ]
+
+
+def _cut(mapped: MappedTensor, region: Region) -> list[tuple[RegionCopy, Region]]:
+    """Return the parts that have elements in a region, with the part of their targets in it."""
     _check_inside(region, mapped.shape)
     found = []
     for part, target in _common_with(mapped, region):
         if part.target_step:
             target = _on_steps(part, target)
         if target.num_elements:
-            found.append((target.relative_to(region.offset), _restrict(part, target)))
+            found.append((part, target))
     return found
 
 
-def _common_with(mapped: MappedTensor, region: Region) -> Iterator[tuple[Part, Region]]:
-    """Yield parts that cover elements of a region, with what they cover of it."""
-    if len(mapped.parts) <= _FEW_PARTS:
-        for part in mapped.parts:
-            common = intersect(covering(part.target, part.target_step), region)
-            if common is not None:
-                yield part, common
-        return
-    rows, offsets, shapes = intersect_many(*mapped.target_arrays, *region)
-    for row, offset, shape in zip(rows.tolist(), offsets.tolist(), shapes.tolist(), strict=True):
-        yield mapped.parts[row], Region(tuple(offset), tuple(shape))
+def _common_with(mapped: MappedTensor, region: Region) -> list[tuple[RegionCopy, Region]]:
+    """Return the parts that cover elements of a region, with what they cover of it."""
+    if len(mapped.parts) > _FEW_PARTS:
+        rows, offsets, shapes = intersect_many(*mapped.target_arrays, *region)
+        regions = map(Region, map(tuple, offsets.tolist()), map(tuple, shapes.tolist()))
+        return [(mapped.parts[row], common) for row, common in zip(rows, regions, strict=True)]
+    found = []
+    for part in mapped.parts:
+        common = intersect(covering(part.target, part.target_step), region)
+        if common is not None:
+            found.append((part, common))
+    return found
 
 
 def resolve_padding(mapped: MappedTensor, region: Region) -> list[Region]:
@@ -153,7 +167,7 @@ def resolve_padding(mapped: MappedTensor, region: Region) -> list[Region]:
     return [piece.relative_to(region.offset) for piece in common if piece is not None]
 
 
-def _on_steps(part: Part, common: Region) -> Region:
+def _on_steps(part: RegionCopy, common: Region) -> Region:
     """Return the elements of a part inside a region that cuts what it covers."""
     offset, shape = [], []
     for first, step, low, num in zip(part.target.offset, part.target_step, *common, strict=True):
@@ -163,7 +177,7 @@ def _on_steps(part: Part, common: Region) -> Region:
     return Region(tuple(offset), tuple(shape))
 
 
-def target_view(tensor: torch.Tensor, place: Region, part: Part) -> torch.Tensor:
+def target_view(tensor: torch.Tensor, place: Region, part: RegionCopy) -> torch.Tensor:
     """View the memory of a tensor at the place that `resolve` found for a part, with the shape and
     axes of its source.
 
@@ -185,7 +199,10 @@ def target_view(tensor: torch.Tensor, place: Region, part: Part) -> torch.Tensor
 
 def crop(mapped: MappedTensor, region: Region) -> MappedTensor:
     """Keep a region of a target tensor only. What was trimmed before is not carried over."""
-    parts = tuple(part._replace(target=place) for place, part in resolve(mapped, region))
+    parts = tuple(
+        _restrict(part, target, target.relative_to(region.offset))
+        for part, target in _cut(mapped, region)
+    )
     return MappedTensor(region.shape, mapped.dtype, parts)
 
 
@@ -216,7 +233,7 @@ def permute(mapped: MappedTensor, order: Sequence[int]) -> MappedTensor:
         source_axes = dict(_axis_pairs(part))
         moved = [source_axes[axis] for axis in order if axis in source_axes]
         source_order = _complete_order(len(part.order), moved)
-        parts.append(_with_axes(part, order)._replace(order=source_order))
+        parts.append(replace(_with_axes(part, order), order=source_order))
     return MappedTensor(_pick(mapped.shape, order), mapped.dtype, tuple(parts), mapped.trimmed)
 
 
@@ -233,7 +250,7 @@ def reshape(mapped: MappedTensor, shape: Sequence[int]) -> MappedTensor:
     Where axes are merged or divided, each index along the outer ones becomes a part of its own.
     """
     parts = tuple(
-        _restrict(part, old)._replace(target=new)
+        _restrict(part, old, new)
         for part in _single_rows(mapped)
         for old, new in reshaped_regions(part.target, mapped.shape, tuple(shape))
     )
@@ -243,44 +260,51 @@ def reshape(mapped: MappedTensor, shape: Sequence[int]) -> MappedTensor:
 def interleave(mapped: MappedTensor, axis: int, num: int) -> MappedTensor:
     """Let the rows of `num` pieces that follow one another along an axis take turns."""
     rows = mapped.shape[axis] // num
-    parts: list[Part] = []
+    parts: list[RegionCopy] = []
     for index in range(num):
         for part in crop_axis(mapped, axis, index * rows, index * rows + rows).parts:
             (offset, shape), step = part.target, part.target_step or (1,) * len(mapped.shape)
             target = Region(with_item(offset, axis, offset[axis] * num + index), shape)
             parts.append(
-                part._replace(target=target, target_step=with_item(step, axis, step[axis] * num))
+                replace(part, target=target, target_step=with_item(step, axis, step[axis] * num))
             )
     return MappedTensor(mapped.shape, mapped.dtype, tuple(parts), mapped.trimmed)
 
 
 def add(mapped: MappedTensor, value: float) -> MappedTensor:
     """Add a number to all elements."""
-    parts = tuple(part._replace(add=part.add + value) for part in mapped.parts)
+    parts = tuple(replace(part, add=part.add + value) for part in mapped.parts)
     return MappedTensor(mapped.shape, mapped.dtype, parts, mapped.trimmed)
 
 
-def _single_rows(mapped: MappedTensor) -> Iterator[Part]:
+def _single_rows(mapped: MappedTensor) -> Iterator[RegionCopy]:
     """Cut parts whose elements lie apart into ones whose elements do not."""
     for part in mapped.parts:
         apart = [axis for axis, step in enumerate(part.target_step) if step > 1]
-        spans = [range(n) if axis in apart else (0,) for axis, n in enumerate(part.target.shape)]
-        shape = tuple(1 if axis in apart else n for axis, n in enumerate(part.target.shape))
-        for index in itertools.product(*spans) if apart else ():
-            offset = zip(part.target.offset, index, part.target_step, strict=True)
-            yield _restrict(part, Region(tuple(o + i * s for o, i, s in offset), shape))._replace(
-                target_step=()
-            )
-        if not apart:
+        if apart:
+            yield from _rows_of(part, apart)
+        else:
             yield part
+
+
+def _rows_of(part: RegionCopy, apart: Sequence[int]) -> Iterator[RegionCopy]:
+    """Cut a part into one for each combination of indices along some axes."""
+    (first, shape), steps = part.target, part.target_step
+    row_shape = tuple(1 if axis in apart else size for axis, size in enumerate(shape))
+    for index in itertools.product(*(range(shape[axis]) for axis in apart)):
+        offset = first
+        for axis, number in zip(apart, index, strict=True):
+            offset = with_item(offset, axis, first[axis] + number * steps[axis])
+        row = Region(offset, row_shape)
+        yield replace(_restrict(part, row, row), target_step=())
 
 
 def compose(mapped: MappedTensor, sources: Mapping[str, MappedTensor]) -> MappedTensor:
     """Trace a target back: `mapped` is made of `sources`, which are targets themselves."""
-    parts: list[Part] = []
+    parts: list[RegionCopy] = []
     for part in _single_rows(mapped):
         if (key := _same_as(sources[part.key])) is not None:
-            parts.append(part if key == part.key else part._replace(key=key))
+            parts.append(part if key == part.key else replace(part, key=key))
             continue
         piece = permute(crop(sources[part.key], part.source), part.order)
         for inner in reshape(piece, part.target.shape).parts:
@@ -288,7 +312,7 @@ def compose(mapped: MappedTensor, sources: Mapping[str, MappedTensor]) -> Mapped
                 a + b for a, b in zip(part.target.offset, inner.target.offset, strict=True)
             )
             parts.append(
-                inner._replace(target=Region(offset, inner.target.shape), add=inner.add + part.add)
+                replace(inner, target=Region(offset, inner.target.shape), add=inner.add + part.add)
             )
     trimmed = tuple(
         cut
@@ -312,13 +336,11 @@ def _same_as(mapped: MappedTensor) -> str | None:
 
 
 def join(pieces: Sequence[MappedTensor], axis: int) -> MappedTensor:
-    """Put targets that agree in dtype and in all other axes behind one another along an axis."""
-    parts: list[Part] = []
+    """Join targets that agree in dtype and in all other axes along an axis."""
+    parts: list[RegionCopy] = []
     end = 0
     for piece in pieces:
-        for part in piece.parts:
-            offset = with_item(part.target.offset, axis, part.target.offset[axis] + end)
-            parts.append(part._replace(target=Region(offset, part.target.shape)))
+        parts.extend(_moved(part, axis, end) if end else part for part in piece.parts)
         end += piece.shape[axis]
     trimmed = tuple(cut for piece in pieces for cut in piece.trimmed)
     return MappedTensor(
@@ -326,11 +348,16 @@ def join(pieces: Sequence[MappedTensor], axis: int) -> MappedTensor:
     )
 
 
+def _moved(part: RegionCopy, axis: int, distance: int) -> RegionCopy:
+    offset, shape = part.target
+    return replace(part, target=Region(with_item(offset, axis, offset[axis] + distance), shape))
+
+
 def invert(
     mapped: Mapping[str, MappedTensor], tensors: Mapping[str, TensorInfo]
 ) -> dict[str, MappedTensor]:
-    """Invert a mapping: make the source tensors `tensors` out of the target tensors that
-    `apply_rules` made of them.
+    """Invert a mapping: make the source tensors `tensors` of the target tensors that `apply_rules`
+    made of them.
 
     Returns:
         Source tensors by key; the parts refer to names of targets. What was trimmed is padding.
@@ -340,7 +367,7 @@ def invert(
         InvalidShardingError: some elements of a source tensor, not all, are in no target, or some
             are in several; or `tensors` are not the tensors that were mapped.
     """
-    parts: defaultdict[str, list[Part]] = defaultdict(list)
+    parts: defaultdict[str, list[RegionCopy]] = defaultdict(list)
     padding: defaultdict[str, list[Region]] = defaultdict(list)
     for name, tensor in mapped.items():
         if tensor.is_copy:
@@ -374,30 +401,34 @@ def _check_tiled(mapped: Mapping[str, MappedTensor]) -> None:
     for key, tensor in mapped.items():
         by_ndim[len(tensor.shape)].append(key)
     for ndim, keys in by_ndim.items():
-        regions = [
-            [*(part.target for part in _single_rows(mapped[key])), *mapped[key].padding]
-            for key in keys
-        ]
-        for key, inside in zip(keys, regions, strict=True):
-            for region in inside:
-                _check_inside(region, mapped[key].shape, key)
+        regions = [_regions(key, mapped[key]) for key in keys]
         offsets, shapes = regions_to_arrays(list(itertools.chain(*regions)), ndim)
         ids = np.repeat(np.arange(len(keys)), [len(inside) for inside in regions])
-        global_shapes = np.array([mapped[key].shape for key in keys], np.int64).reshape(
-            len(keys), ndim
+        global_shapes = np.array([mapped[key].shape for key in keys], np.int64)
+        faults = find_tiling_faults(ids, offsets, shapes, global_shapes.reshape(len(keys), ndim))
+        if faults:
+            raise _not_tiled(keys[faults[0].tensor], faults[0])
+
+
+def _regions(key: str, mapped: MappedTensor) -> list[Region]:
+    """Return the regions of a target: those of its parts and of its padding."""
+    regions = [*(part.target for part in _single_rows(mapped)), *mapped.padding]
+    for region in regions:
+        _check_inside(region, mapped.shape, key)
+    return regions
+
+
+def _not_tiled(key: str, fault: TilingFault) -> InvalidShardingError:
+    where = f"Element {fault.element} of {key!r}"
+    if fault.num_covers > 1:
+        return InvalidShardingError(
+            f"{where} is in {fault.num_covers} places of the targets, so the way back is "
+            "ambiguous: leave all but one out of the mapping."
         )
-        for fault in find_tiling_faults(ids, offsets, shapes, global_shapes):
-            where = f"Element {fault.element} of {keys[fault.tensor]!r}"
-            if fault.num_covers > 1:
-                raise InvalidShardingError(
-                    f"{where} is in {fault.num_covers} places of the targets, so the way back is "
-                    "ambiguous: leave all but one out of the mapping."
-                )
-            raise InvalidShardingError(
-                f"{where} is in no target, so there is no way back: a rule dropped a piece of the "
-                "tensor. Cut padding off with `Trim`, whose inverse fills in zeros, and drop "
-                "whole tensors only."
-            )
+    return InvalidShardingError(
+        f"{where} is in no target, so there is no way back: a rule dropped a piece of the tensor. "
+        "Cut padding off with `Trim`, whose inverse fills in zeros, and drop whole tensors only."
+    )
 
 
 def _check_inside(region: Region, shape: tuple[int, ...], key: str | None = None) -> None:
@@ -409,7 +440,7 @@ def _check_inside(region: Region, shape: tuple[int, ...], key: str | None = None
         )
 
 
-def _axis_pairs(part: Part) -> list[tuple[int, int]]:
+def _axis_pairs(part: RegionCopy) -> list[tuple[int, int]]:
     """Pair the axes that are the same in target and source, in target order; axes of size 1 have no
     partner.
     """
@@ -427,10 +458,10 @@ def _complete_order(ndim: int, moved: list[int]) -> tuple[int, ...]:
     return (*moved, *(axis for axis in range(ndim) if axis not in moved))
 
 
-def _restrict(part: Part, target: Region) -> Part:
-    """Cut a part down to a region inside its target."""
+def _restrict(part: RegionCopy, target: Region, place: Region) -> RegionCopy:
+    """Cut a part down to a region inside its target, and move that to `place`."""
     if target == part.target:
-        return part
+        return part if place == target else replace(part, target=place)
     offset, shape = list(part.source.offset), list(part.source.shape)
     for target_axis, source_axis in _axis_pairs(part):
         index = target.offset[target_axis] - part.target.offset[target_axis]
@@ -438,21 +469,23 @@ def _restrict(part: Part, target: Region) -> Part:
         offset[source_axis] += index * (part.source_step[source_axis] if part.source_step else 1)
         shape[source_axis] = target.shape[target_axis]
     order = _complete_order(len(shape), [axis for axis in part.order if shape[axis] != 1])
-    return part._replace(target=target, source=Region(tuple(offset), tuple(shape)), order=order)
+    source = Region(tuple(offset), tuple(shape))
+    # Not with `replace`, which is slow: there may be a part for each expert of each layer.
+    return RegionCopy(place, part.key, source, order, part.target_step, part.source_step, part.add)
 
 
-def _inverse(name: str, part: Part) -> Part:
+def _inverse(name: str, part: RegionCopy) -> RegionCopy:
     pairs = sorted(_axis_pairs(part), key=lambda pair: pair[1])
     order = _complete_order(len(part.target.shape), [target_axis for target_axis, _ in pairs])
-    return Part(
+    return RegionCopy(
         part.source, name, part.target, order, part.source_step, part.target_step, -part.add
     )
 
 
-def _with_axes(part: Part, axes: Sequence[int]) -> Part:
+def _with_axes(part: RegionCopy, axes: Sequence[int]) -> RegionCopy:
     target = Region(_pick(part.target.offset, axes), _pick(part.target.shape, axes))
-    return part._replace(
-        target=target, target_step=part.target_step and _pick(part.target_step, axes)
+    return replace(
+        part, target=target, target_step=part.target_step and _pick(part.target_step, axes)
     )
 
 

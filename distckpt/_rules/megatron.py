@@ -52,8 +52,8 @@ def megatron_rules(config: Mapping[str, Any]) -> list[Rule]:
         family = FAMILIES.get(text("model_type"))
         if family is None:
             raise CheckpointingException(
-                f"The Megatron keys of model_type {text('model_type')!r:.99} are not supported; "
-                f"those of {', '.join(sorted([*FAMILIES, *COMPOSED]))} are. Start from the rules "
+                f"The Megatron keys of model_type {text('model_type')!r:.99} are not supported. "
+                f"Supported are {', '.join(sorted([*FAMILIES, *COMPOSED]))}: start from the rules "
                 "of the closest one, and pass yours as `rules`."
             )
         rules = [
@@ -64,7 +64,7 @@ def megatron_rules(config: Mapping[str, Any]) -> list[Rule]:
         return [*rules, *composed.tower(values)] if composed else rules
     except (ValueError, TypeError, ArithmeticError, AttributeError) as error:
         raise CheckpointingException(
-            f"The configuration of model_type {model_type!r} is that of no model: {error!s:.300}"
+            f"No model has this configuration of model_type {model_type!r}: {error!s:.300}"
         ) from error
 
 
@@ -79,8 +79,8 @@ def _llama(config: Config) -> list[Rule]:
 
 
 def _all_biases(config: Config) -> bool:
-    """Tell whether all linear layers have biases; Megatron has no models in which only those of
-    attention do.
+    """Tell whether all linear layers have biases; Megatron has no models in which only attention
+    does.
     """
     in_attention, in_mlp = (config(name, default=False) for name in ("attention_bias", "mlp_bias"))
     if in_attention != in_mlp:
@@ -115,10 +115,8 @@ def _mixtral(config: Config) -> list[Rule]:
 
 
 def _num_sparse(config: Config) -> int:
-    dense, step = (
-        frozenset(config("mlp_only_layers", default=())),
-        config("decoder_sparse_step", default=1),
-    )
+    dense = frozenset(config("mlp_only_layers", default=()))
+    step = config("decoder_sparse_step", default=1)
     return sum(n not in dense and (n + 1) % step == 0 for n in range(config.layers))
 
 
@@ -200,7 +198,7 @@ def _deepseek_v3(config: Config) -> list[Rule]:
 
 
 def _glm5(config: Config) -> list[Rule]:
-    """The layer that selects keys rotates the first numbers of a head, as Megatron Core does since
+    """The layer that selects keys rotates the first numbers of a head, as in Megatron Core since
     0.17.
     """
     kinds = list(config("indexer_types", default=()))
@@ -306,11 +304,8 @@ def _granitemoe(config: Config) -> list[Rule]:
 
 def _llama4(config: Config) -> list[Rule]:
     num_sparse = len(config("moe_layers"))
-    block, own, new = (
-        "feed_forward.",
-        "model.layers.*.feed_forward.experts.",
-        "model.layers.{0}.feed_forward.experts.",
-    )
+    block = "feed_forward."
+    own, new = f"model.layers.*.{block}experts.", f"model.layers.{{0}}.{block}experts."
     names = {
         "linear_fc1.weight": f"{block}experts.gate_up_rows",
         "linear_fc2.weight": f"{block}experts.down_rows",
@@ -342,6 +337,29 @@ _NEMOTRON_KINDS |= {"linear_attention": "mamba", "full_attention": "attention"}
 
 
 def _nemotron_h(config: Config) -> list[Rule]:
+    num_mamba, num_full, num_dense, num_sparse = _nemotron_layers(config)
+    plain = {"linear_fc1.weight": "up_proj.weight", "linear_fc2.weight": "down_proj.weight"}
+    num_experts = config.number_of("n_routed_experts", "num_local_experts", default=0)
+    return [
+        *outside_layers(config),
+        *attention(config, num_full) * bool(num_full),
+        *move(num_dense, {f"mlp.{old}": f"mlp.{new}" for old, new in plain.items()}),
+        *experts(num_sparse, num_experts, names=("up_proj", "down_proj")) * bool(num_sparse),
+        *_nemotron_sparse(config, num_sparse, plain),
+        *mamba(num_mamba),
+        *move(num_full, {"input_layernorm.weight": "norm.weight"}),
+        *move(num_dense + num_sparse, {"pre_mlp_layernorm.weight": "norm.weight"}),
+        *move(num_mamba, {"norm.weight": "norm.weight"}),
+        Rename("model.layers.*.self_attn.**", "model.layers.{0}.mixer.{1}"),
+        Rename("model.layers.*.mlp.**", "model.layers.{0}.mixer.{1}"),
+        Rename("model.layers.**", "backbone.layers.{0}"),
+        Rename("model.embed_tokens.weight", "backbone.embeddings.weight"),
+        Rename("model.norm.weight", "backbone.norm_f.weight"),
+    ]
+
+
+def _nemotron_layers(config: Config) -> tuple[int, int, int, int]:
+    """Return the numbers of Mamba, attention, dense and sparse layers."""
     listed = config("layers_block_type", "layer_types", "hybrid_override_pattern")
     kinds = [_NEMOTRON_KINDS.get(kind, kind) for kind in listed]
     num_mamba, num_full, num_dense, num_sparse = map(
@@ -354,34 +372,18 @@ def _nemotron_h(config: Config) -> list[Rule]:
         raise CheckpointingException(
             f"Models with {biases or sorted(set(kinds))} are not known from Megatron Core."
         )
-    plain = {"linear_fc1.weight": "up_proj.weight", "linear_fc2.weight": "down_proj.weight"}
-    of_sparse = {"mlp.router.expert_bias": "mlp.gate.e_score_correction_bias"}
-    of_sparse |= {
-        f"mlp.shared_experts.{old}": f"mlp.shared_experts.{new}" for old, new in plain.items()
-    }
+    return num_mamba, num_full, num_dense, num_sparse
+
+
+def _nemotron_sparse(config: Config, count: int, plain: Mapping[str, str]) -> list[Rule]:
+    """What sparse layers have besides their experts."""
+    shared = "mlp.shared_experts."
+    names = {"mlp.router.expert_bias": "mlp.gate.e_score_correction_bias"}
+    names |= {f"{shared}{old}": f"{shared}{new}" for old, new in plain.items()}
     if config("moe_latent_size", default=0):
-        of_sparse |= {
-            name: name for name in ("mlp.fc1_latent_proj.weight", "mlp.fc2_latent_proj.weight")
-        }
-    num_experts = config.number_of("n_routed_experts", "num_local_experts", default=0)
-    return [
-        *outside_layers(config),
-        *attention(config, num_full) * bool(num_full),
-        *move(num_dense, {f"mlp.{old}": f"mlp.{new}" for old, new in plain.items()}),
-        *experts(num_sparse, num_experts, names=("up_proj", "down_proj")) * bool(num_sparse),
-        *move(num_sparse, of_sparse),
-        *mamba(num_mamba),
-        *move(num_full, {"input_layernorm.weight": "norm.weight"}),
-        *move(num_dense + num_sparse, {"pre_mlp_layernorm.weight": "norm.weight"}),
-        *move(num_mamba, {"norm.weight": "norm.weight"}),
-        *(
-            Rename(f"model.layers.*.{block}.**", "model.layers.{0}.mixer.{1}")
-            for block in ("self_attn", "mlp")
-        ),
-        Rename("model.layers.**", "backbone.layers.{0}"),
-        Rename("model.embed_tokens.weight", "backbone.embeddings.weight"),
-        Rename("model.norm.weight", "backbone.norm_f.weight"),
-    ]
+        latent = ("mlp.fc1_latent_proj.weight", "mlp.fc2_latent_proj.weight")
+        names |= dict(zip(latent, latent, strict=True))
+    return move(count, names)
 
 
 FAMILIES: dict[str, Callable[[Config], list[Rule]]] = {

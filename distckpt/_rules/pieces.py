@@ -274,16 +274,19 @@ class Stack(Rule):
             present.setdefault(captures[:-1], []).append(key)
         for captures, found in present.items():
             keys = [fill_captures(self.pattern, (*captures, str(n))) for n in range(self.size)]
-            missing = [key for key in keys if key not in tensors]
-            if not self.optional and (missing or len(found) != self.size):
-                raise LoadMismatchError(
-                    f"{self} needs the numbers from 0 to {self.size - 1}: "
-                    f"{summarize_keys(missing or found)} {'missing' if missing else 'found'}. The "
-                    "checkpoint is incomplete, or the rule is for other models.",
-                    unexpected=missing,
-                )
+            if not self.optional and set(found) != set(keys):
+                raise self._incomplete(keys, found)
             stack = self._stack(keys, tensors)
             yield Step(tuple(found), ((fill_name(self.to, (*captures, "")), stack),))
+
+    def _incomplete(self, keys: Sequence[str], found: Sequence[str]) -> LoadMismatchError:
+        missing = [key for key in keys if key not in found]
+        return LoadMismatchError(
+            f"{self} needs the numbers from 0 to {self.size - 1}: "
+            f"{summarize_keys(missing or found)} {'missing' if missing else 'found'}. The "
+            "checkpoint is incomplete, or the rule is for other models.",
+            unexpected=missing,
+        )
 
     def _stack(self, keys: Sequence[str], tensors: Mapping[str, MappedTensor]) -> MappedTensor:
         first = tensors[next(key for key in keys if key in tensors)]

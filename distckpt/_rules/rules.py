@@ -21,7 +21,7 @@ from distckpt._base.errors import InvalidShardingError, LoadMismatchError
 from distckpt._base.messages import did_you_mean, summarize_keys
 from distckpt._rules.mapped import (
     MappedTensor,
-    Part,
+    RegionCopy,
     TensorInfo,
     add,
     compose,
@@ -61,7 +61,7 @@ __all__ = [
     "Drop",
     "Interleave",
     "MappedTensor",
-    "Part",
+    "RegionCopy",
     "Rename",
     "Rule",
     "Split",

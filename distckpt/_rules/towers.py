@@ -1,5 +1,5 @@
-"""Vision towers as Megatron Bridge and Megatron Core have them, beside text models of families
-known without them.
+"""Vision towers as Megatron Bridge and Megatron Core have them, besides text models of known
+families.
 """
 
 from __future__ import annotations
@@ -20,10 +20,8 @@ from distckpt._rules.rules import (
 
 
 class Composed(NamedTuple):
-    """What a model with a tower is made of: the family of its text part, and the rules that come
-    after that.
-
-    The configuration says the family where none is given.
+    """What a model with a tower is made of: the family of its text part (None if the configuration
+    names it), and the rules that come after the rules of that family.
     """
 
     text: str | None
@@ -46,13 +44,20 @@ def _qwen2_5(config: Config) -> list[Rule]:
 
 def _qwen3(config: Config) -> list[Rule]:
     vision = Config(config("vision_config"))
-    depth, heads, mergers = (
-        vision.number_of("depth"),
-        vision.number_of("num_heads"),
-        "deepstack_merger_list",
-    )
-    num = len(vision("deepstack_visual_indexes", default=()))
-    own, new, tower = "vision_model.decoder.layers.*.", "model.visual.blocks.{0}.", "model.visual."
+    depth, heads = vision.number_of("depth"), vision.number_of("num_heads")
+    num_mergers = len(vision("deepstack_visual_indexes", default=()))
+    tower = "model.visual."
+    return [
+        Rename("model.**", "model.language_model.{0}"),
+        *_qwen3_blocks(depth, heads),
+        *_qwen3_mergers(num_mergers),
+        Rename("vision_model.merger.patch_norm.*", f"{tower}merger.norm.{{0}}", count=2),
+        Rename("vision_model.**", f"{tower}{{0}}", count=7),
+    ]
+
+
+def _qwen3_blocks(depth: int, heads: int) -> list[Rule]:
+    own, new = "vision_model.decoder.layers.*.", "model.visual.blocks.{0}."
     rules: list[Rule] = []
     for kind in ("weight", "bias"):
         pieces = tuple(f"{new}attn.{name}.{kind}" for name in "qkv")
@@ -71,17 +76,16 @@ def _qwen3(config: Config) -> list[Rule]:
         for old, name in names.items()
     ]
     rules.append(Rename(f"{own}mlp.**", f"{new}mlp.{{1}}", count=4 * depth))
-    if num:
-        merger = f"vision_model.decoder.{mergers}."
-        rules.append(
-            Rename(f"{merger}*.patch_norm.*", f"{tower}{mergers}.{{0}}.norm.{{1}}", count=2 * num)
-        )
-        rules.append(Rename(f"{merger}**", f"{tower}{mergers}.{{0}}", count=4 * num))
+    return rules
+
+
+def _qwen3_mergers(count: int) -> list[Rule]:
+    if not count:
+        return []
+    old, new = "vision_model.decoder.deepstack_merger_list.", "model.visual.deepstack_merger_list."
     return [
-        Rename("model.**", "model.language_model.{0}"),
-        *rules,
-        Rename("vision_model.merger.patch_norm.*", f"{tower}merger.norm.{{0}}", count=2),
-        Rename("vision_model.**", f"{tower}{{0}}", count=7),
+        Rename(f"{old}*.patch_norm.*", f"{new}{{0}}.norm.{{1}}", count=2 * count),
+        Rename(f"{old}**", f"{new}{{0}}", count=4 * count),
     ]
 
 
@@ -110,70 +114,76 @@ def _gemma3(config: Config) -> list[Rule]:
 
 
 def _llava(config: Config) -> list[Rule]:
-    """Megatron Core's CLIP. It ends with the layer whose output the projector gets; what follows
-    there is not used.
+    """Megatron Core's CLIP."""
+    heads = Config(config("vision_config")).number_of("num_attention_heads")
+    depth = _llava_depth(config)
+    num_biases = 1 + bool(config("multimodal_projector_bias", default=True))
+    return [
+        Rename("model.**", "language_model.model.{0}"),
+        Rename("lm_head.weight", "language_model.lm_head.weight", optional=True),
+        Rename("vision_model.ln_pre.*", "vision_tower.pre_layrnorm.{0}", count=2),
+        *_llava_layers(depth, heads),
+        *_llava_embeddings(),
+        *(
+            Rename(
+                f"vision_projection.encoder.linear_fc{number}.*",
+                f"multi_modal_projector.linear_{number}.{{0}}",
+                count=num_biases,
+            )
+            for number in "12"
+        ),
+    ]
+
+
+def _llava_depth(config: Config) -> int:
+    """Return the number of layers. Megatron Core's CLIP ends with the layer whose output the
+    projector gets; those after it are not used.
     """
     vision, chosen = Config(config("vision_config")), config("vision_feature_layer", default=-2)
-    num, heads = (vision.number_of(name) for name in ("num_hidden_layers", "num_attention_heads"))
+    num = vision.number_of("num_hidden_layers")
     depth = num + 1 + chosen if type(chosen) is int and chosen < 0 else chosen
-    if (
-        type(depth) is not int
-        or not 0 < depth <= num
-        or vision("model_type") != "clip_vision_model"
-    ):
+    is_possible = type(depth) is int and 0 < depth <= num
+    if not is_possible or vision("model_type") != "clip_vision_model":
         raise CheckpointingException(
             f"Megatron Core has no LLaVA with vision_feature_layer {chosen!r} of {num} layers of a "
             f"{vision('model_type')!r:.99}: its projector gets the output of the last layer of a "
             "clip_vision_model."
         )
-    own, new, kinds = (
-        "vision_model.decoder.layers.*.",
-        "vision_tower.encoder.layers.{0}.",
-        ("weight", "bias"),
-    )
-    rules: list[Rule] = [
-        Split(
-            f"{own}self_attention.linear_qkv.{kind}",
-            tuple(f"{new}self_attn.{name}_proj.{kind}" for name in "qkv"),
-            groups=heads,
-            count=depth,
+    return int(depth)
+
+
+def _llava_layers(depth: int, heads: int) -> list[Rule]:
+    own, new = "vision_model.decoder.layers.*.", "vision_tower.encoder.layers.{0}."
+    rules: list[Rule] = []
+    for kind in ("weight", "bias"):
+        pieces = tuple(f"{new}self_attn.{name}_proj.{kind}" for name in "qkv")
+        rules.append(
+            Split(f"{own}self_attention.linear_qkv.{kind}", pieces, groups=heads, count=depth)
         )
-        for kind in kinds
-    ]
     names = {
-        "self_attention.linear_proj": "self_attn.out_proj", "input_layernorm": "layer_norm1",
-        "pre_mlp_layernorm": "layer_norm2", "mlp.linear_fc1": "mlp.fc1", "mlp.linear_fc2": "mlp.fc2",
-    }  # fmt: skip
-    rules += [
+        "self_attention.linear_proj": "self_attn.out_proj",
+        "input_layernorm": "layer_norm1",
+        "pre_mlp_layernorm": "layer_norm2",
+        "mlp.linear_fc1": "mlp.fc1",
+        "mlp.linear_fc2": "mlp.fc2",
+    }
+    return rules + [
         Rename(f"{own}{old}.*", f"{new}{name}.{{1}}", count=2 * depth)
         for old, name in names.items()
     ]
-    embeddings, token = "vision_tower.embeddings.", "vision_model.class_token"
-    rules += [
-        Unstack(token, f"{token}.{{i}}", size=1),
-        Unstack(f"{token}.0", f"{token}.0.{{i}}", size=1),
-    ]
+
+
+def _llava_embeddings() -> list[Rule]:
+    token = "vision_model.class_token"
     names = {
         f"{token}.0.0": "class_embedding",
         "vision_model.conv1.weight": "patch_embedding.weight",
+        "vision_model.position_embeddings.weight": "position_embedding.weight",
     }
-    names["vision_model.position_embeddings.weight"] = "position_embedding.weight"
-    rules += [Rename(old, embeddings + name, count=1) for old, name in names.items()]
-    biases, projector = (
-        1 + bool(config("multimodal_projector_bias", default=True)),
-        "multi_modal_projector.linear_",
-    )
-    for n in "12":
-        rules.append(
-            Rename(
-                f"vision_projection.encoder.linear_fc{n}.*", f"{projector}{n}.{{0}}", count=biases
-            )
-        )
     return [
-        Rename("model.**", "language_model.model.{0}"),
-        Rename("lm_head.weight", "language_model.lm_head.weight", optional=True),
-        Rename("vision_model.ln_pre.*", "vision_tower.pre_layrnorm.{0}", count=2),
-        *rules,
+        Unstack(token, f"{token}.{{i}}", size=1),
+        Unstack(f"{token}.0", f"{token}.0.{{i}}", size=1),
+        *(Rename(old, f"vision_tower.embeddings.{new}", count=1) for old, new in names.items()),
     ]
 
 

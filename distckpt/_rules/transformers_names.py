@@ -1,5 +1,4 @@
-"""Names and shapes of models of transformers, in memory and on disk: from transformers' own
-conversion.
+"""Names and shapes of transformers' models, in memory and on disk, from its own conversion.
 
 The conversion that `save_pretrained` makes is run on tensors without data that record where each
 element comes from, so what transformers knows of a new family is known here.
@@ -33,24 +32,41 @@ from distckpt._rules.rules import (
 
 
 def transformers_rules(config: Mapping[str, Any]) -> list[Rule]:
-    """Make the rules from the names in memory of transformers to those that `save_pretrained`
+    """Make the rules from the names that transformers has in memory to those that `save_pretrained`
     writes.
     """
     if importlib.util.find_spec("transformers") is None:
         raise CheckpointingException(
-            "How transformers names the tensors of a model in memory is asked of transformers, "
-            "which is not installed: `pip install transformers`."
+            "transformers knows how it names the tensors of a model in memory, and it is not "
+            "installed: `pip install transformers`."
         )
-    core_model_loading = importlib.import_module("transformers.core_model_loading")
     model = _make_model(config)
-    ignored, tied = set(model._keys_to_ignore_on_save or ()), dict(model.all_tied_weights_keys)
-    shapes = {
-        key: tuple(value.shape) for key, value in model.state_dict().items() if key not in ignored
-    }
-    tied = {
-        key: to for key, to in tied.items() if key in shapes and to in shapes and to not in tied
-    }
+    shapes = _shapes(model)
+    tied = _tied(model, shapes)
     sources = {key: shape for key, shape in shapes.items() if key not in tied}
+    return [
+        *(Tie(key, to, optional=True) for key, to in tied.items()),
+        Assemble(_converted(model, sources, config["model_type"]), sources),
+    ]
+
+
+def _shapes(model: Any) -> dict[str, tuple[int, ...]]:
+    ignored = set(model._keys_to_ignore_on_save or ())
+    state = model.state_dict()
+    return {key: tuple(value.shape) for key, value in state.items() if key not in ignored}
+
+
+def _tied(model: Any, shapes: Mapping[str, Any]) -> dict[str, str]:
+    """Return the names that are not stored, and the names that stand for them."""
+    tied = dict(model.all_tied_weights_keys)
+    return {key: to for key, to in tied.items() if {key, to} <= shapes.keys() and to not in tied}
+
+
+def _converted(
+    model: Any, sources: Mapping[str, tuple[int, ...]], model_type: str
+) -> dict[str, MappedTensor]:
+    """Return the tensors that transformers makes of others when it saves a model."""
+    core_model_loading = importlib.import_module("transformers.core_model_loading")
     recorders = {
         key: _Recorder.make(identity(key, TensorInfo(shape, "F32")))
         for key, shape in sources.items()
@@ -59,12 +75,9 @@ def transformers_rules(config: Mapping[str, Any]) -> list[Rule]:
         converted = core_model_loading.revert_weight_conversion(model, recorders)
     except (RuntimeError, TypeError) as error:
         raise CheckpointingException(
-            f"transformers' conversion of {config['model_type']!r} cannot be followed: {error}"
+            f"transformers' conversion of {model_type!r} cannot be followed: {error}"
         ) from error
-    return [
-        *(Tie(key, to, optional=True) for key, to in tied.items()),
-        Assemble(_recorded(converted), sources),
-    ]
+    return _recorded(converted)
 
 
 def _make_model(config: Mapping[str, Any]) -> Any:
@@ -92,8 +105,8 @@ def _make_model(config: Mapping[str, Any]) -> Any:
 
 
 def with_defaults(config: Mapping[str, Any]) -> dict[str, Any] | None:
-    """Add to the parts of a configuration what they leave out since it is transformers' default;
-    None if that fails.
+    """Add to the parts of a configuration the defaults of transformers, which they leave out; None
+    if that fails.
     """
     parts = {
         name: part
@@ -213,7 +226,19 @@ def _same(tensor: _Recorder, *_: Any, **__: Any) -> _Recorder:
 
 
 _OPERATIONS: dict[str, Callable[..., Any]] = {
-    "chunk": _chunk, "split": _split, "cat": _cat, "concat": _cat, "stack": _stack, "permute": _permute,
-    "transpose": _transpose, "reshape": _reshape, "view": _reshape, "squeeze": _squeeze, "unbind": _unbind,
-    "contiguous": _same, "clone": _same, "detach": _same, "to": _same,
-}  # fmt: skip
+    "cat": _cat,
+    "chunk": _chunk,
+    "clone": _same,
+    "concat": _cat,
+    "contiguous": _same,
+    "detach": _same,
+    "permute": _permute,
+    "reshape": _reshape,
+    "split": _split,
+    "squeeze": _squeeze,
+    "stack": _stack,
+    "to": _same,
+    "transpose": _transpose,
+    "unbind": _unbind,
+    "view": _reshape,
+}

@@ -94,7 +94,7 @@ def _compare(first: _Hashes, rank: int, other: _Hashes) -> None:
         )
     if paths:
         # "" is all of it: worth naming only when no part differs.
-        named = [path for path in paths if path] or paths
+        named = list(filter(None, paths)) or paths
         logger.warning(
             "common state differs between rank 0 and rank %d in %s; the checkpoint gets rank 0's. "
             "Per-rank values belong in a ShardedObject, values that need no saving in a "

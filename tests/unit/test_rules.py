@@ -19,7 +19,7 @@ from distckpt.rules import (
     Copy,
     Drop,
     Interleave,
-    Part,
+    RegionCopy,
     Rename,
     Split,
     SplitQKV,
@@ -302,7 +302,7 @@ def test_any_region_of_a_tensor_is_found_in_the_sources(case, on_the_way_back, d
     asked = replace(
         tensor,
         shape=region.shape,
-        parts=tuple(part._replace(target=place) for place, part in parts),
+        parts=tuple(replace(part, target=place) for place, part in parts),
         padding=tuple(resolve_padding(tensor, region)),
     )
     expected = materialize(tensor, arrays)[region.slices()]
@@ -323,7 +323,9 @@ def test_parts_in_place_are_recognisable():
     arrays = numbered_arrays(a=(3, 2, 1, 5))
     mapped = apply_rules([Transpose("a", "b", (2, 0, 1, 3)), Unstack("b", "c.{i}")], infos(arrays))
     # Only an axis of size 1 moved, which changes nothing in memory.
-    assert mapped["c.0"].parts == (Part(whole((3, 2, 5)), "a", whole((3, 2, 1, 5)), (0, 1, 2, 3)),)
+    assert mapped["c.0"].parts == (
+        RegionCopy(whole((3, 2, 5)), "a", whole((3, 2, 1, 5)), (0, 1, 2, 3)),
+    )
 
 
 # The way back.
