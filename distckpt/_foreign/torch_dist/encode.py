@@ -24,14 +24,10 @@ import torch
 
 from distckpt._base.errors import UnsupportedObjectError
 from distckpt._base.memory import Bytes
+from distckpt._foreign.torch_dist.objects import STORAGE_DTYPES
 from distckpt._format.codec.tree import registration_of, type_name
 
-_LEGACY = {
-    torch.float64: "Double", torch.float32: "Float", torch.float16: "Half", torch.bfloat16: "BFloat16",
-    torch.int64: "Long", torch.int32: "Int", torch.int16: "Short", torch.int8: "Char", torch.uint8: "Byte",
-    torch.bool: "Bool", torch.complex64: "ComplexFloat", torch.complex128: "ComplexDouble",
-}  # fmt: skip
-"""Dtypes whose storages have classes of their own."""
+_STORAGE_NAMES = {dtype: name for name, dtype in STORAGE_DTYPES.items()}
 
 
 class Global(NamedTuple):
@@ -220,17 +216,16 @@ class _Encoder:
             tuple(obj.shape),
         )
         common = (*place, tuple(strides), False, Call(Global("collections", "OrderedDict")))
-        version, *more = ("v2",) if obj.dtype in _LEGACY else ("v3", obj.dtype)
+        version, *more = ("v2",) if obj.dtype in _STORAGE_NAMES else ("v3", obj.dtype)
         self.add(Call(Global("torch._utils", f"_rebuild_tensor_{version}"), (*common, *more)))
 
     def add_stored(self, obj: _Stored) -> None:
-        legacy = _LEGACY.get(obj.tensor.dtype)
-        kind = (
-            Global("torch", f"{legacy}Storage")
-            if legacy
-            else Global("torch.storage", "UntypedStorage")
-        )
-        count = obj.tensor.num_bytes // (obj.tensor.dtype.itemsize if legacy else 1)
+        name = _STORAGE_NAMES.get(obj.tensor.dtype)
+        if name is None:
+            kind, count = Global("torch.storage", "UntypedStorage"), obj.tensor.num_bytes
+        else:
+            kind = Global("torch", f"{name}Storage")
+            count = obj.tensor.num_bytes // obj.tensor.dtype.itemsize
         self.add(("storage", kind, str(obj.number), "cpu", count))
         self.parts.append(b"Q")
 
