@@ -82,24 +82,25 @@ def is_lossless_cast(source: torch.dtype, target: torch.dtype) -> bool:
     """
     if source == target:
         return True
-    if source.is_complex or target.is_complex:
-        return (
-            not source.is_complex and is_lossless_cast(source, torch.float32)
-            if target == torch.complex64
-            else False
-        )
-    if source == torch.bool:
-        return target not in _PECULIAR
-    if target == torch.bool or source in _PECULIAR or target in _PECULIAR:
+    if source.is_complex or target == torch.bool:
         return False
+    if target.is_complex:
+        return target == torch.complex64 and is_lossless_cast(source, torch.float32)
+    if not _PECULIAR.isdisjoint((source, target)):
+        return False
+    if source == torch.bool:
+        return True
     if source.is_floating_point:
         return target.is_floating_point and _contains_float(target, source)
-    low, high = torch.iinfo(source).min, torch.iinfo(source).max
+    return _contains_integers(target, torch.iinfo(source))
+
+
+def _contains_integers(target: torch.dtype, source: torch.iinfo) -> bool:
     if target.is_floating_point:
         info = torch.finfo(target)
-        return high <= 2 / info.eps and high <= info.max
-    info_int = torch.iinfo(target)
-    return info_int.min <= low and high <= info_int.max
+        return source.max <= 2 / info.eps and source.max <= info.max
+    limits = torch.iinfo(target)
+    return limits.min <= source.min and source.max <= limits.max
 
 
 def is_convertible(source: torch.dtype, target: torch.dtype) -> bool:

@@ -131,7 +131,7 @@ def paused_garbage_collection() -> Iterator[None]:
 
 
 class DeviceLayer:
-    """The operations of a device that moving bytes takes, for every kind that torch has streams for:
+    """The operations of a device that moving bytes takes, for all kinds that torch has streams for:
     cuda, xpu, ...
     """
 

@@ -89,27 +89,39 @@ def nearest_names(keys: Sequence[str], known: Iterable[str]) -> str:
 
 
 def other_prefix(keys: Sequence[str], known: Iterable[str]) -> str:
-    """Return ` (stored with the prefix 'model.')` when most keys differ from known ones so, else an
-    empty string.
+    """Return ` (stored with the prefix 'model.')` if most keys differ from known ones in that way,
+    else an empty string.
     """
-    ends: dict[str, str] = {}
-    for name in itertools.islice(known, 10_000):
-        for start in _starts(name):
-            ends.setdefault(name[start:], name[:start])
-    pairs = []
-    for key in keys[:_MAX_COMPARED]:
-        found = [(key[:start], ends[key[start:]]) for start in _starts(key) if key[start:] in ends]
-        # One name alone, such as `weight`, means little.
-        pairs += [pair for pair in found[:1] if not all(pair) or "." in key.removeprefix(pair[0])]
-    (asked, stored), count = (collections.Counter(pairs).most_common(1) or [(("", ""), 0)])[0]
-    if 2 * count < min(len(keys), _MAX_COMPARED) or count < (2 if asked and stored else 1):
+    keys = keys[:_MAX_COMPARED]
+    differences = collections.Counter(_prefix_differences(keys, known))
+    if not differences:
         return ""
-    number = f"{count} of them " if count < min(len(keys), _MAX_COMPARED) else ""
+    (asked, stored), count = differences.most_common(1)[0]
+    # A prefix in place of another one may be a coincidence.
+    if 2 * count < len(keys) or (count == 1 and asked and stored):
+        return ""
+    number = f"{count} of them " if count < len(keys) else ""
     if not asked:
         return f" ({number}stored with the prefix {stored!r})"
-    return f" ({number}stored " + (
-        f"with {stored!r} in place of {asked!r})" if stored else f"without {asked!r})"
-    )
+    if not stored:
+        return f" ({number}stored without {asked!r})"
+    return f" ({number}stored with {stored!r} in place of {asked!r})"
+
+
+def _prefix_differences(keys: Iterable[str], known: Iterable[str]) -> Iterator[tuple[str, str]]:
+    """Yield the prefixes of a key and of a known one that end alike, for each key that has one."""
+    prefixes: dict[str, str] = {}
+    for name in itertools.islice(known, 10_000):
+        for start in _starts(name):
+            prefixes.setdefault(name[start:], name[:start])
+    for key in keys:
+        end = next((key[start:] for start in _starts(key) if key[start:] in prefixes), None)
+        if end is None:
+            continue
+        asked, stored = key.removesuffix(end), prefixes[end]
+        # One name alone, such as `weight`, means little.
+        if "." in end or not (asked and stored):
+            yield asked, stored
 
 
 def _starts(key: str) -> Iterator[int]:

@@ -1,5 +1,5 @@
-"""Targets of a load that share memory: read together, one would be overwritten while its checksum
-is taken.
+"""Targets of a load that share memory: if they were read together, one would be overwritten while
+its checksum is computed.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ logger = logging.getLogger(__name__)
 
 
 class Separated(NamedTuple):
-    """The targets to read into, those that were given, and which of them (second) have elements of
-    which earlier one.
+    """The targets to read into, those that were given, and the pairs of them (first, second) of
+    which the second has elements of the first, an earlier one.
 
-    The second stands for memory of its own while it is read.
+    While it is read, the second of a pair has memory of its own.
     """
 
     targets: list[torch.Tensor]
@@ -40,28 +40,45 @@ def separate(
     copies: Sequence[Copy],
     targets: Sequence[torch.Tensor],
 ) -> Separated:
-    """Give each target that has elements of an earlier one, and is stored elsewhere, memory of its
-    own.
+    """Give memory of its own to each target that has elements of an earlier one, unless both are
+    stored in the same place.
     """
     shared = sorted((second, first) for first, second in _overlapping(targets))
+    if not shared:
+        return Separated(list(targets), targets, [])
     concerned = {number for pair in shared for number in pair}
-    sources: dict[int, set[Any]] = defaultdict(set)
-    for copy in copies if concerned else ():
-        if copy.request in concerned:
-            place = stored.path_of(copy.chunk), int(stored.manifest.first_bytes[copy.chunk])
-            sources[copy.request].add((*place, copy.source, copy.target))
+    sources = _sources_of(stored, copies, concerned)
     places = {n: (targets[n].dtype, _as_array(targets[n]).__array_interface__) for n in concerned}
-    pairs = [(a, b) for b, a in shared if (sources[a], places[a]) != (sources[b], places[b])]
+
+    def is_same(first: int, second: int) -> bool:
+        return (sources[first], places[first]) == (sources[second], places[second])
+
+    pairs = [(first, second) for second, first in shared if not is_same(first, second)]
     separated = list(targets)
     for second in {second for _, second in pairs}:
-        separated[second] = torch.empty(targets[second].shape, dtype=targets[second].dtype)
-        if requests[second].allow_shape_mismatch:
-            separated[second].zero_()
+        separated[second] = _own_memory(requests[second], targets[second])
     return Separated(separated, targets, pairs)
 
 
+def _own_memory(request: Request, target: torch.Tensor) -> torch.Tensor:
+    memory = torch.empty(target.shape, dtype=target.dtype)
+    return memory.zero_() if request.allow_shape_mismatch else memory
+
+
+def _sources_of(
+    stored: StoredCheckpoint, copies: Sequence[Copy], requests: set[int]
+) -> dict[int, set[Any]]:
+    """Return where what fills some requests is stored, by request."""
+    sources: dict[int, set[Any]] = defaultdict(set)
+    for copy in copies:
+        if copy.request in requests:
+            place = stored.path_of(copy.chunk), int(stored.manifest.first_bytes[copy.chunk])
+            sources[copy.request].add((*place, copy.source, copy.target))
+    return sources
+
+
 def join(requests: Sequence[Request], separated: Separated, location: str) -> None:
-    """Give shared memory the value that was read last, and warn where it differs from the one read
+    """Give shared memory the value that was read last, and warn if it differs from the one read
     before.
     """
     for first, second in separated.pairs:
@@ -74,8 +91,11 @@ def join(requests: Sequence[Request], separated: Separated, location: str) -> No
             logger.warning(
                 "%r and %r of %s have different values, and were to be loaded into one tensor: "
                 "it has that of %r now. Request one of them, or untie the tensors.",
-                requests[first].key, requests[second].key, location, requests[second].key,
-            )  # fmt: skip
+                requests[first].key,
+                requests[second].key,
+                location,
+                requests[second].key,
+            )
 
 
 def _overlapping(targets: Sequence[torch.Tensor]) -> Iterator[tuple[int, int]]:

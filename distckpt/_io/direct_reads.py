@@ -1,5 +1,5 @@
-"""Which files are read past the page cache: those that nobody has read yet, and nobody else on the
-machine reads.
+"""Which files are read past the page cache: those that nobody has read yet, and that no other rank
+on the machine reads.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from distckpt._io.shared_read import host_number
 from distckpt._plan.load import Copy
 from distckpt._ranks.collectives import Ranks
 from distckpt._storage import locations
-from distckpt._storage.open_files import may_be_read_directly
+from distckpt._storage.open_files import MIN_DIRECT_BYTES, may_be_read_directly
 
 _SAMPLE = 32
-"""Chunks by which ranks of a machine find out whether they read the same ones."""
+"""Chunks that ranks of a machine compare to find out whether they read the same ones."""
 _MAX_COMMON = 1 / 8
-"""Of what a rank reads, so much may be read by another rank of the machine as well."""
+"""This part of what a rank reads may be read by another rank of the machine as well."""
 
 
 def unread_files(stored: StoredCheckpoint, chunks: IntArray | None = None) -> frozenset[str]:
@@ -34,24 +34,32 @@ def unread_files(stored: StoredCheckpoint, chunks: IntArray | None = None) -> fr
 
 
 def files_to_read_directly(
-    ranks: Ranks, stored: StoredCheckpoint, copies: Sequence[Copy]
+    ranks: Ranks, stored: StoredCheckpoint, copies: Sequence[Copy], most_bytes: int
 ) -> frozenset[str]:
-    """Return the files that this rank may read past the page cache: none where ranks of a machine
-    read the same bytes.
+    """Return the files that this rank may read past the page cache: none if ranks of a machine read
+    the same bytes, or no rank reads many. No rank requests more than `most_bytes`.
 
     Collective operation: all ranks must call it.
     """
+    if most_bytes < MIN_DIRECT_BYTES or not locations.is_local(stored.location):
+        return frozenset()
     chunks = np.flatnonzero(np.bincount(np.array([copy.chunk for copy in copies], np.int64)))
     files: frozenset[str] = frozenset() if stored.quantized else unread_files(stored, chunks)
-    if ranks.size == 1:
-        return files
+    if ranks.size > 1 and _read_the_same(ranks, stored, chunks):
+        return frozenset()
+    return files
+
+
+def _read_the_same(ranks: Ranks, stored: StoredCheckpoint, chunks: IntArray) -> bool:
+    """Tell whether another rank of this machine reads many of the chunks that this one reads."""
     sizes = stored.manifest.num_bytes[chunks]
-    # Not the many small ones that all ranks have. Of the others the same are chosen on every rank.
+    # Not the many small ones that all ranks have. Of the others, every rank chooses the same.
     large = chunks[8 * sizes * len(sizes) >= sizes.sum()]
     sample = np.sort(mixed(large.astype(np.uint64)) >> np.uint64(1)).astype(np.int64)[:_SAMPLE]
     row = np.full(1 + _SAMPLE, -1)
     row[0], row[1 : 1 + len(sample)] = host_number(), sample
     rows = ranks.all_gather_numbers(row.tolist())
-    beside = np.delete(rows, ranks.rank, 0)
-    common = [int(np.isin(sample, other[1:]).sum()) for other in beside if other[0] == row[0]]
-    return files if max(common, default=0) <= _MAX_COMMON * len(sample) else frozenset()
+    others = np.delete(rows, ranks.rank, 0)
+    beside = others[others[:, 0] == row[0]]
+    common = np.isin(beside[:, 1:], sample).sum(axis=1)
+    return bool(common.max(initial=0) > _MAX_COMMON * len(sample))

@@ -1,5 +1,5 @@
-"""Exchanging values of tensors between ranks in messages, straight from and into tensors or through
-a few buffers.
+"""Exchanging values of tensors between ranks in messages: straight from and into tensors, or
+through a few buffers.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import torch
 from distckpt._base.dtypes import as_integers
 from distckpt._base.memory import is_plain_memory
 from distckpt._geometry.region import whole
-from distckpt._geometry.units import cut_region
+from distckpt._geometry.units import cut_region, units_of
 from distckpt._ranks.collectives import Ranks
 from distckpt._ranks.exchanges import Transfer
 
@@ -26,18 +26,16 @@ ALIGN_BYTES = 16
 MAX_UNDER_WAY = 64
 """Number of messages of a rank on their way at a time."""
 MAX_BUFFERS = 8
-"""Number of messages at a time that go through a buffer instead of straight from or into a
-target.
-"""
+"""Number of messages at a time that go through a buffer, and not straight from or into a target."""
 
 
 class Message(NamedTuple):
     """Values of some units, or of one part of a unit, on their way between this rank and `peer`.
 
     All ranks carry out their messages in ascending `order` (number of the first unit, number of the
-    part, receiving rank), in which no two messages of a wave are equal. So of all that are not
-    done, the first is the next for both its ranks, and there is no deadlock. `views` are the places
-    of the units in the targets.
+    part, receiving rank), in which no two messages of a wave are equal. So the first message that
+    is not done is the next one for both of its ranks, and there is no deadlock. `views` are the
+    places of the units in the targets.
     """
 
     order: tuple[int, int, int]
@@ -58,40 +56,25 @@ def make_messages(
     `units` has the number of each unit, ascending, and its place in the target.
     """
     receiver = peer if is_sent else rank
-    for together in _small_together(units):
-        number, view = together[0]
-        if len(together) > 1:
-            yield Message((number, 0, receiver), peer, is_sent, tuple(view for _, view in together))
+    small: list[tuple[int, torch.Tensor]] = []
+    for number, view in units:
+        if view.nbytes < OWN_MESSAGE_BYTES:
+            small.append((number, view))
             continue
         pieces = cut_region(whole(tuple(view.shape)), MESSAGE_BYTES // view.element_size())
         for part, piece in enumerate(pieces):
             yield Message((number, part, receiver), peer, is_sent, (view[piece.slices()],))
+    sizes = [_padded_bytes(view) for _, view in small]
+    for spans in units_of(sizes, MESSAGE_BYTES, block_bytes=MESSAGE_BYTES):
+        numbers, views = zip(*(small[span.chunk] for span in spans), strict=True)
+        yield Message((numbers[0], 0, receiver), peer, is_sent, views)
 
 
 def make_buffers(max_bytes: int) -> deque[torch.Tensor]:
-    """Return one or more buffers for messages. They take no memory before they are used."""
+    """Return one or more buffers for messages, which take no memory before they are used."""
     count = max(1, min(MAX_BUFFERS, max_bytes // MESSAGE_BYTES))
     memory = torch.empty(count * MESSAGE_BYTES, dtype=torch.uint8)
     return deque(memory[i * MESSAGE_BYTES : (i + 1) * MESSAGE_BYTES] for i in range(count))
-
-
-def _small_together(
-    units: Iterable[tuple[int, torch.Tensor]],
-) -> Iterator[list[tuple[int, torch.Tensor]]]:
-    """Join small units, as many as a message holds; yield others one by one."""
-    small: list[tuple[int, torch.Tensor]] = []
-    room = MESSAGE_BYTES
-    for unit, view in units:
-        if view.nbytes >= OWN_MESSAGE_BYTES:
-            yield [(unit, view)]
-            continue
-        if small and _padded_bytes(view) > room:
-            yield small
-            small, room = [], MESSAGE_BYTES
-        small.append((unit, view))
-        room -= _padded_bytes(view)
-    if small:
-        yield small
 
 
 def _padded_bytes(view: torch.Tensor) -> int:
@@ -111,7 +94,7 @@ def exchange(
 ) -> None:
     """Carry out the messages of one wave, some at a time; all ranks must call it.
 
-    Errors with this rank's own tensors are added to `problems` and not raised: other ranks wait for
+    Errors with this rank's own tensors are not raised but added to `problems`: other ranks wait for
     the messages.
     """
     under_way: deque[_UnderWay] = deque()
@@ -144,7 +127,7 @@ def _finish(
 
 
 def _straight_memory(message: Message) -> torch.Tensor | None:
-    """Return the bytes of a message where they lie in a target as they are sent, None when they do
+    """Return the bytes of a message in a target that holds them as they are sent; None if it does
     not.
     """
     view = message.views[0]
@@ -156,7 +139,7 @@ def _straight_memory(message: Message) -> torch.Tensor | None:
 
 
 def _copy_views(message: Message, memory: torch.Tensor, problems: list[Exception]) -> None:
-    """Copy the views of a message into the memory that is sent, or what was received there into the
+    """Copy the views of a message into the memory that is sent, or the received memory into the
     views.
     """
     start = 0
@@ -164,7 +147,10 @@ def _copy_views(message: Message, memory: torch.Tensor, problems: list[Exception
         for view in message.views:
             values = memory[start : start + view.nbytes].view(view.dtype).view(view.shape)
             start += _padded_bytes(view)
-            _copy_values(*((view.detach(), values) if message.is_sent else (values, view.detach())))
+            if message.is_sent:
+                _copy_values(view.detach(), values)
+            else:
+                _copy_values(values, view.detach())
     except Exception as error:
         problems.append(error)
 

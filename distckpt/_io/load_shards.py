@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,11 +19,11 @@ from distckpt._base.threads import (
     num_threads_within,
 )
 from distckpt._format.stored_checkpoint import StoredCheckpoint
-from distckpt._geometry.region import covering
+from distckpt._geometry.region import Region
 from distckpt._io import aliases
 from distckpt._io.direct_reads import files_to_read_directly
 from distckpt._io.read_values import read_apart, read_values, warn_of_overflows
-from distckpt._io.shared_read import MIN_REQUESTED_BYTES, Sharing, read_sharing
+from distckpt._io.shared_read import Sharing, read_shared
 from distckpt._mapping.wrappers import ShardedTensor
 from distckpt._plan.decoded import decoded, name_in_view
 from distckpt._plan.load import Copy, Request, check_dtype, check_keys, plan_load
@@ -32,7 +33,7 @@ from distckpt._ranks.collectives import Ranks
 from distckpt._rules.rules import Rule
 from distckpt._state.shards import region_view, shard_regions
 from distckpt._storage import locations
-from distckpt._storage.open_files import MIN_DIRECT_BYTES, OpenFiles
+from distckpt._storage.open_files import OpenFiles
 
 
 @dataclass(frozen=True)
@@ -94,9 +95,28 @@ def load_tensors(
     counter = ProgressCounter(options.progress, num_bytes)
     # Some of what follows is copied by other threads, whose streams know nothing of this thread's.
     Copier(separated.targets).wait_for_queued()
-    reading = _Reading(ranks, stored, options, group, counter)
-    reading.read(planned.copies, separated.targets, most_bytes=vote.largest)
-    reading.read_apart(planned.requests, planned.targets)
+    direct = files_to_read_directly(ranks, stored, planned.copies, vote.largest)
+    sharing = Sharing(
+        ranks=ranks,
+        mode=options.parallel_load,
+        group=group,
+        is_local=locations.is_local(stored.location),
+        most_bytes=vote.largest,
+        max_inflight_bytes=options.max_inflight_bytes,
+    )
+    with OpenFiles(direct=direct) as files:
+        read = partial(
+            read_values,
+            stored.with_files(files),
+            targets=separated.targets,
+            num_threads=_num_threads(
+                stored, options, NUM_DIRECT_THREADS if direct else NUM_THREADS
+            ),
+            progress=counter.add,
+        )
+        read(read_shared(sharing, stored.manifest, planned.copies, separated.targets, read))
+    apart = [pair for pair in zip(planned.requests, planned.targets, strict=True) if pair[0].step]
+    read_apart(stored, apart, _num_threads(stored, options, NUM_THREADS), counter.add)
     aliases.join(planned.requests, separated, stored.location)
     warn_of_overflows(stored, planned.requests, planned.targets)
     _add(planned.additions)
@@ -107,81 +127,57 @@ def load_tensors(
     ]
 
 
-@dataclass(frozen=True)
-class _Reading:
-    """The reads of one call."""
-
-    ranks: Ranks
-    stored: StoredCheckpoint
-    options: LoadOptions
-    group: int
-    counter: ProgressCounter
-
-    @property
-    def is_local(self) -> bool:
-        return locations.is_local(self.stored.location)
-
-    def read(
-        self, copies: Sequence[Copy], targets: Sequence[torch.Tensor], most_bytes: int
-    ) -> None:
-        """Fill targets; no rank requests more than `most_bytes`."""
-        limit = self.options.max_inflight_bytes
-        is_little = self.options.parallel_load == "auto" and most_bytes < MIN_REQUESTED_BYTES
-        mode = "off" if is_little else self.options.parallel_load
-        sharing = Sharing(self.ranks, mode, self.group, self.is_local, limit)
-        direct: frozenset[str] = frozenset()
-        if self.is_local and most_bytes >= MIN_DIRECT_BYTES:
-            direct = files_to_read_directly(self.ranks, self.stored, copies)
-        num_threads = num_requests_within(limit)
-        if self.is_local:
-            num_threads = num_threads_within(limit, NUM_DIRECT_THREADS if direct else NUM_THREADS)
-        with OpenFiles(direct=direct) as files:
-            kept = self.stored.with_files(files)
-
-            def read_share(share: Sequence[Copy]) -> None:
-                read_values(kept, share, targets, num_threads, self.counter.add)
-
-            read_sharing(sharing, kept.manifest, copies, targets, read_share)
-
-    def read_apart(self, requests: Sequence[Request], targets: Sequence[torch.Tensor]) -> None:
-        """Fill the targets whose elements lie apart in the checkpoint."""
-        apart = [pair for pair in zip(requests, targets, strict=True) if pair[0].step]
-        limit = self.options.max_inflight_bytes
-        num_threads = num_threads_within(limit) if self.is_local else num_requests_within(limit)
-        read_apart(self.stored, apart, num_threads, self.counter.add)
+def _num_threads(stored: StoredCheckpoint, options: LoadOptions, num_threads: int) -> int:
+    """Return how many threads may read; `num_threads` of them pay for local files."""
+    if locations.is_local(stored.location):
+        return num_threads_within(options.max_inflight_bytes, num_threads)
+    return num_requests_within(options.max_inflight_bytes)
 
 
 def _plan_requests(
     stored: StoredCheckpoint, shards: Sequence[ShardedTensor], settings: ReadSettings
 ) -> _Requests:
     """Find out what to read into which tensors; `stored` is a view, see `decoded`."""
-    options, rules = settings.options, settings.rules
-    pieces = [(number, region) for number, s in enumerate(shards) for region in shard_regions(s)]
+    pieces = _pieces_of(shards)
     requests = [_request_of(shards[number], region) for number, region in pieces]
     copies: list[Copy] = []
-    additions: list[tuple[torch.Tensor, float]] = []
-    if not rules:
+    if not settings.rules:
         # Before memory is allocated: what is not stored may be of any size.
-        requested = [shards[number] for number, _ in pieces]
-        dtypes = [shard.dtype if shard.data is None else shard.data.dtype for shard in requested]
-        requests, copies = _plan_copies(stored, requests, dtypes, options, by_rules=False)
+        dtypes = [_dtype_of(shards[number]) for number, _ in pieces]
+        requests, copies = _plan_copies(stored, requests, dtypes, settings)
     filled = [_with_memory(shard) for shard in shards]
-    targets: Sequence[torch.Tensor] = [
-        region_view(filled[number], region) for number, region in pieces
-    ]
-    if rules:
-        requests, targets, values = translate(rules, requests, targets)
-        dtypes = [target.dtype for target in targets]
-        requests, copies = _plan_copies(stored, requests, dtypes, options, by_rules=True)
-        additions = [pair for pair in zip(targets, values, strict=False) if pair[1]]
-    for request, target in zip(requests, targets, strict=True):
+    views = [region_view(filled[number], region) for number, region in pieces]
+    planned = _Requests(filled, requests, views, copies, [])
+    if settings.rules:
+        planned = _translated(stored, planned, settings)
+    for request, target in zip(planned.requests, planned.targets, strict=True):
         if request.allow_shape_mismatch:
             target.zero_()
-    return _Requests(filled, requests, targets, copies, additions)
+    return planned
 
 
-def _request_of(shard: ShardedTensor, region: Any) -> Request:
+def _pieces_of(shards: Sequence[ShardedTensor]) -> list[tuple[int, Region]]:
+    """Return the regions that shards consist of, each after the number of its shard."""
+    return [
+        (number, region) for number, shard in enumerate(shards) for region in shard_regions(shard)
+    ]
+
+
+def _translated(stored: StoredCheckpoint, planned: _Requests, settings: ReadSettings) -> _Requests:
+    """Request what the rules make the tensors from."""
+    requests, targets, values = translate(settings.rules, planned.requests, planned.targets)
+    dtypes = [target.dtype for target in targets]
+    requests, copies = _plan_copies(stored, requests, dtypes, settings)
+    additions = [pair for pair in zip(targets, values, strict=False) if pair[1]]
+    return _Requests(planned.shards, requests, targets, copies, additions)
+
+
+def _request_of(shard: ShardedTensor, region: Region) -> Request:
     return Request(shard.key, tuple(shard.global_shape), region, shard.allow_shape_mismatch)
+
+
+def _dtype_of(shard: ShardedTensor) -> torch.dtype:
+    return shard.dtype if shard.data is None else shard.data.dtype
 
 
 def _with_memory(shard: ShardedTensor) -> ShardedTensor:
@@ -198,25 +194,22 @@ def _plan_copies(
     stored: StoredCheckpoint,
     requests: list[Request],
     dtypes: Sequence[torch.dtype],
-    options: LoadOptions,
-    by_rules: bool,
+    settings: ReadSettings,
 ) -> tuple[list[Request], list[Copy]]:
-    """Find what fills the requests, whose targets have the given dtypes."""
+    """Find what fills the requests, whose targets have the given dtypes; requests get the names
+    that the view has.
+    """
     if stored.quantized:
         requests = [
             request._replace(key=name_in_view(stored, request.key, dtype))
             for request, dtype in zip(requests, dtypes, strict=True)
         ]
     keys = [request.key for request in requests]
-    check_keys(stored, keys, by_rules)
+    check_keys(stored, keys, has_rules=bool(settings.rules))
     for key, dtype in dict.fromkeys(zip(keys, dtypes, strict=True)):
-        check_dtype(stored, key, dtype, options.allow_dtype_cast)
-    dense = [
-        request._replace(region=covering(request.region, request.step), step=())
-        for request in requests
-    ]
-    copies = [copy for copy in plan_load(stored, dense) if not requests[copy.request].step]
-    return requests, copies
+        check_dtype(stored, key, dtype, settings.options.allow_dtype_cast)
+    dense = [request.covered() if request.step else request for request in requests]
+    return requests, [copy for copy in plan_load(stored, dense) if not requests[copy.request].step]
 
 
 def _add(additions: Sequence[tuple[torch.Tensor, float]]) -> None:

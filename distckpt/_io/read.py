@@ -6,7 +6,7 @@ import contextlib
 import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from contextlib import AbstractContextManager
 from typing import NamedTuple
 
 import numpy as np
@@ -82,7 +82,9 @@ def read_copies(
     ]
     if with_check:
         check_files(stored, [part.chunk for part in parts])
-    _read_parts(stored, parts, copier, num_threads, progress)
+    with _open_files(stored) as files:
+        reading = _Reading(stored, _in_file_order(stored, parts), copier, files, progress)
+        run_threads(reading.read, reading.units(), num_threads)
 
 
 def read_chunks(stored: StoredCheckpoint, chunks: Sequence[int]) -> list[bytes]:
@@ -111,7 +113,14 @@ def read_chunks_into(
         ReadPart(chunk, 0, len(memory), torch.from_numpy(memory), lead=0)
         for chunk, memory in zip(chunks, memories, strict=True)
     ]
-    _read_parts(stored, parts, Copier(()), num_threads)
+    with _open_files(stored) as files:
+        reading = _Reading(stored, _in_file_order(stored, parts), Copier(()), files)
+        run_threads(reading.read, reading.units(), num_threads)
+
+
+def _open_files(stored: StoredCheckpoint) -> AbstractContextManager[OpenFiles]:
+    """Return the files that the checkpoint keeps open, or new ones, which end with the context."""
+    return contextlib.nullcontext(stored.files) if stored.files else OpenFiles()
 
 
 def _unit_bytes(location: str) -> int:
@@ -121,79 +130,68 @@ def _unit_bytes(location: str) -> int:
 # --- Units ----------------------------------------------------------------------------------------
 
 
-def _read_parts(
-    stored: StoredCheckpoint,
-    parts: Sequence[ReadPart],
-    copier: Copier,
-    num_threads: int = NUM_THREADS,
-    progress: Callable[[int], None] | None = None,
-) -> None:
-    in_order = _in_file_order(stored, parts)
-    with contextlib.nullcontext(stored.files) if stored.files else OpenFiles() as open_files:
-        files = set(in_order.files.tolist()) if open_files.direct else ()
-        direct = {file for file in files if stored.path_of_file(file) in open_files.direct}
-        reading = _Reading(stored, in_order.parts, copier, open_files, direct, progress)
-        run_threads(reading.read, _units(stored, in_order, direct), num_threads)
-
-
-class _PartsInOrder(NamedTuple):
-    """Parts in the order of their files, and as columns the file of each, and its position
-    there.
-    """
+class _Parts(NamedTuple):
+    """Parts in the order of their files; and the file of each, and its position there."""
 
     parts: list[ReadPart]
     files: IntArray
     positions: IntArray
 
 
-def _in_file_order(stored: StoredCheckpoint, parts: Sequence[ReadPart]) -> _PartsInOrder:
+def _in_file_order(stored: StoredCheckpoint, parts: Sequence[ReadPart]) -> _Parts:
+    manifest = stored.manifest
     chunks = np.array([part.chunk for part in parts], np.int64)
     starts = np.array([part.start for part in parts], np.int64)
-    files, positions = (
-        stored.manifest.file_ids[chunks],
-        stored.manifest.first_bytes[chunks] + starts,
-    )
+    files, positions = manifest.file_ids[chunks], manifest.first_bytes[chunks] + starts
     order = np.lexsort((positions, files))
-    return _PartsInOrder([parts[i] for i in order.tolist()], files[order], positions[order])
+    return _Parts([parts[i] for i in order.tolist()], files[order], positions[order])
 
 
-def _units(
-    stored: StoredCheckpoint, in_order: _PartsInOrder, direct: set[int]
-) -> Iterator[list[Span]]:
-    """Divide parts that follow one another in a file into units: one call reads each of them.
-
-    Their spans have the numbers of parts, and positions in them. A sparse part is a unit.
-    """
-    parts, files, positions = in_order
-    sizes = [part.stop - part.start for part in parts]
-    is_sparse = np.array([part.is_sparse for part in parts], np.bool_)
-    begins_run = np.ones(len(parts), np.bool_)
-    begins_run[1:] = (
-        (files[1:] != files[:-1])
-        | (positions[1:] != (positions + sizes)[:-1])
-        | is_sparse[1:]
-        | is_sparse[:-1]
-    )
-    for first, end in itertools.pairwise([*np.flatnonzero(begins_run).tolist(), len(parts)]):
-        if parts[first].is_sparse:
-            yield [Span(first, 0, sizes[first])]
-            continue
-        unit_bytes = UNIT_BYTES if int(files[first]) in direct else _unit_bytes(stored.location)
-        yield from units_of(sizes[first:end], unit_bytes, stored.manifest.block_bytes, first)
-
-
-@dataclass(frozen=True)
 class _Reading:
-    """The reads of one call, shared by all threads; files with numbers in `direct` are read past the
-    page cache.
-    """
+    """The reads of one call, shared by all threads."""
 
-    stored: StoredCheckpoint
-    parts: Sequence[ReadPart]
-    copier: Copier
-    files: OpenFiles
-    direct: set[int]
-    progress: Callable[[int], None] | None
+    def __init__(
+        self,
+        stored: StoredCheckpoint,
+        in_order: _Parts,
+        copier: Copier,
+        files: OpenFiles,
+        progress: Callable[[int], None] | None = None,
+    ) -> None:
+        self.stored = stored
+        self.parts = in_order.parts
+        self.copier = copier
+        self.files = files
+        self._in_order = in_order
+        self._progress = progress
+        different = set(in_order.files.tolist()) if files.direct else ()
+        self._direct = {file for file in different if stored.path_of_file(file) in files.direct}
+
+    def units(self) -> Iterator[list[Span]]:
+        """Divide parts that follow one another in a file into units: one call reads each of them.
+
+        Their spans have the numbers of parts, and positions in them. A sparse part is a unit.
+        """
+        parts, files, positions = self._in_order
+        sizes = [part.stop - part.start for part in parts]
+        is_sparse = np.array([part.is_sparse for part in parts], np.bool_)
+        begins_run = np.ones(len(parts), np.bool_)
+        begins_run[1:] = (
+            (files[1:] != files[:-1])
+            | (positions[1:] != (positions + sizes)[:-1])
+            | is_sparse[1:]
+            | is_sparse[:-1]
+        )
+        plain_bytes, block_bytes = (
+            _unit_bytes(self.stored.location),
+            self.stored.manifest.block_bytes,
+        )
+        for first, end in itertools.pairwise([*np.flatnonzero(begins_run).tolist(), len(parts)]):
+            if parts[first].is_sparse:
+                yield [Span(first, 0, sizes[first])]
+                continue
+            unit_bytes = UNIT_BYTES if int(files[first]) in self._direct else plain_bytes
+            yield from units_of(sizes[first:end], unit_bytes, block_bytes, first)
 
     def read(self, unit: list[Span]) -> None:
         """Read a unit, compare it with its checksums, and bring it to its targets."""
@@ -204,20 +202,16 @@ class _Reading:
             content = self._read_directly(unit) or self._read_through_cache(unit)
             if self.stored.verifies:
                 _verify(self, unit, content.buffers)
-            try:
-                for span, place in content.scattered:
-                    _deliver(self, span, content.scratch, place)
-            finally:
-                # Also after an error: the buffer is used again.
-                self.copier.wait()
-        if self.progress is not None:
-            self.progress(sum(_useful_bytes(self, span) for span in unit))
+            _deliver(self, content)
+        if self._progress is not None:
+            self._progress(sum(_useful_bytes(self, span) for span in unit))
 
     def _read_directly(self, unit: list[Span]) -> _Content | None:
         """Read a unit past the page cache; None if it is to be read through it."""
-        part, num_bytes = self.parts[unit[0].chunk], sum(span.num_bytes for span in unit)
-        manifest = self.stored.manifest
-        if num_bytes < DIRECT_BYTES or int(manifest.file_ids[part.chunk]) not in self.direct:
+        if not self._direct or int(self._in_order.files[unit[0].chunk]) not in self._direct:
+            return None
+        num_bytes = sum(span.num_bytes for span in unit)
+        if num_bytes < DIRECT_BYTES:
             return None
         path, position = self._place_of(unit)
         window = self.files.read_directly(path, position, num_bytes, self.copier.layer)
@@ -234,15 +228,15 @@ class _Reading:
                 num_read = read_into(fd, content.buffers, position)
         else:
             num_read = object_store.at(path).read_into(position, content.buffers)
-        if num_read < sum(span.num_bytes for span in unit):
+        if num_read < sum(map(len, content.buffers)):
             raise _cut_off(self, unit, position, num_read)
         return content
 
     def _place_of(self, unit: list[Span]) -> tuple[str, int]:
         """Return the file of a unit, and its position there."""
-        part, manifest = self.parts[unit[0].chunk], self.stored.manifest
-        position = int(manifest.first_bytes[part.chunk]) + part.start + unit[0].start
-        return self.stored.path_of(part.chunk), position
+        first = unit[0]
+        position = int(self._in_order.positions[first.chunk]) + first.start
+        return self.stored.path_of(self.parts[first.chunk].chunk), position
 
 
 class _Content(NamedTuple):
@@ -282,18 +276,25 @@ def _bytes_of_target(part: ReadPart, span: Span) -> tuple[int, int]:
     return min(max(span.start - part.lead, 0), size), min(max(span.stop - part.lead, 0), size)
 
 
-def _deliver(reading: _Reading, span: Span, scratch: Bytes, place: int) -> None:
-    """Bring a span, which begins at a place in scratch memory, to the target of its part."""
-    part = reading.parts[span.chunk]
-    if part.lead == NOT_PLAIN:
-        _deliver_values(reading, span, scratch[place : place + span.num_bytes])
-        return
-    low, high = _bytes_of_target(part, span)
-    place += part.lead + low - span.start
-    if high - low < SMALL_BYTES:
-        copy_bytes(part.target.data_ptr() + low, scratch.ctypes.data + place, high - low)
-    else:
-        np.copyto(tensor_bytes(part.target)[low:high], scratch[place : place + high - low])
+def _deliver(reading: _Reading, content: _Content) -> None:
+    """Bring what is in scratch memory to the targets."""
+    address = content.scratch.ctypes.data
+    try:
+        for span, place in content.scattered:
+            part = reading.parts[span.chunk]
+            if part.lead == NOT_PLAIN:
+                _deliver_values(reading, span, content.scratch[place : place + span.num_bytes])
+                continue
+            low, high = _bytes_of_target(part, span)
+            first = place + part.lead + low - span.start
+            if high - low < SMALL_BYTES:
+                copy_bytes(part.target.data_ptr() + low, address + first, high - low)
+            else:
+                memory = tensor_bytes(part.target)[low:high]
+                np.copyto(memory, content.scratch[first : first + high - low])
+    finally:
+        # Also after an error: the memory is used again.
+        reading.copier.wait()
 
 
 def _deliver_values(reading: _Reading, span: Span, content: Bytes) -> None:

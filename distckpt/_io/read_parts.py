@@ -73,25 +73,39 @@ def parts_of(
     `target` is what the copy's request fills. With `exact`, nothing is read that lies between the
     runs of a region if they are long or far apart. Others are read in units of `unit_bytes`.
     """
-    dtype, source = stored.dtype_of(copy.chunk), copy.source
+    dtype, chunk = stored.dtype_of(copy.chunk), copy.chunk
     goal = target if copy.target.shape == target.shape else target[copy.target.slices()]
-    size = int(stored.manifest.num_bytes[copy.chunk])
+    size = int(stored.manifest.num_bytes[chunk])
     if goal.nbytes == size and goal.dtype == dtype and copier.is_plain(goal):
-        yield ReadPart(copy.chunk, 0, size, goal, lead=0)
+        yield ReadPart(chunk, 0, size, goal, lead=0)
         return
+    if exact and _is_sparse(stored.manifest.chunk_region(chunk).shape, copy.source, dtype.itemsize):
+        yield from _sparse_parts(stored, copy, goal)
+    else:
+        yield from _dense_parts(stored, copy, goal, copier, unit_bytes)
+
+
+def _sparse_parts(stored: StoredCheckpoint, copy: Copy, goal: torch.Tensor) -> Iterator[ReadPart]:
     shape = stored.manifest.chunk_region(copy.chunk).shape
-    item = dtype.itemsize
-    if exact and _is_sparse(shape, source, item):
-        for piece in cut_region(source, READ_UNIT_BYTES // item):
-            place = goal[piece.relative_to(source.offset).slices()]
-            span = _byte_range(shape, piece, item)
-            yield ReadPart(copy.chunk, *span, place, region=piece, is_sparse=True)
-        return
+    item = stored.dtype_of(copy.chunk).itemsize
+    for piece in cut_region(copy.source, READ_UNIT_BYTES // item):
+        place = goal[piece.relative_to(copy.source.offset).slices()]
+        span = _byte_range(shape, piece, item)
+        yield ReadPart(copy.chunk, *span, place, region=piece, is_sparse=True)
+
+
+def _dense_parts(
+    stored: StoredCheckpoint, copy: Copy, goal: torch.Tensor, copier: Copier, unit_bytes: int
+) -> Iterator[ReadPart]:
+    """Yield parts that hold what lies between the runs of a region, if any does."""
+    shape = stored.manifest.chunk_region(copy.chunk).shape
+    dtype, size = stored.dtype_of(copy.chunk), int(stored.manifest.num_bytes[copy.chunk])
     # Blocks of which a part is wanted are read whole.
     margin = stored.manifest.block_bytes if stored.verifies else 1
-    for piece in step_over(source, _num_separate_axes(shape, source, item, unit_bytes, margin)):
-        place = goal[piece.relative_to(source.offset).slices()] if shape else goal
-        first, last = _byte_range(shape, piece, item)
+    num_axes = _num_separate_axes(shape, copy.source, dtype.itemsize, unit_bytes, margin)
+    for piece in step_over(copy.source, num_axes):
+        place = goal[piece.relative_to(copy.source.offset).slices()] if shape else goal
+        first, last = _byte_range(shape, piece, dtype.itemsize)
         start, stop = first // margin * margin, min(-(-last // margin) * margin, size)
         is_run = num_outer_axes(shape, piece) == 0 and place.dtype == dtype
         lead = first - start if is_run and copier.is_plain(place) else NOT_PLAIN

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import functools
 from collections import defaultdict
 from collections.abc import Sequence
@@ -13,53 +12,54 @@ import numpy.typing as npt
 import torch
 
 from distckpt._base.dtypes import as_integers
-from distckpt._base.memory import is_plain_memory, tensor_bytes
+from distckpt._base.libc import bytes_at
+from distckpt._base.memory import Bytes, is_plain_memory, tensor_bytes
 from distckpt._format.checksum import checksum
+from distckpt._geometry.region import Region
 from distckpt._mapping.wrappers import ShardedObject, ShardedTensor
-from distckpt._plan.cache import SavePlan
+from distckpt._plan.layout import SavePlan
 from distckpt._state.shards import Shard, ShardTable, region_view, shard_regions
 
 NUM_BLOCKS = 16
-BLOCK_BYTES = 64
-"""So many blocks of a tensor are a sample of it, the first and the last among them; small tensors
-are hashed whole.
+"""Of a tensor are a sample of it, the first and the last block among them; small tensors are hashed
+whole.
 """
+BLOCK_BYTES = 64
 
 
 def add_digests(table: ShardTable, shards: Sequence[Shard], of_samples: bool) -> None:
     """Add hashes of shards, or of samples of their tensors, to the table; 0 means not hashed."""
     # In the order of the rows.
     held = [(shard, region) for shard in shards for region in shard_regions(shard)]
-    if of_samples:
-        views = {
-            row: region_view(s, region)
-            for row, (s, region) in enumerate(held)
-            if isinstance(s, ShardedTensor)
-        }
-        table.digests[list(views)] = sampled_digests(list(views.values()))
+    if not of_samples:
+        for row, (shard, region) in enumerate(held):
+            table.digests[row] = max(1, checksum(_content_of(shard, region)))
         return
-    for row, (shard, region) in enumerate(held):
-        if isinstance(shard, ShardedObject):
-            content = shard.data
-        else:
-            view = region_view(shard, region)
-            plain = (
-                view
-                if is_plain_memory(view)
-                else view.cpu().resolve_conj().resolve_neg().contiguous()
-            )
-            content = tensor_bytes(plain)
-        table.digests[row] = max(1, checksum(content))
+    views = {
+        row: region_view(shard, region)
+        for row, (shard, region) in enumerate(held)
+        if isinstance(shard, ShardedTensor)
+    }
+    table.digests[list(views)] = sampled_digests(list(views.values()))
+
+
+def _content_of(shard: Shard, region: Region) -> bytes | Bytes:
+    if isinstance(shard, ShardedObject):
+        encoded: bytes = shard.data
+        return encoded
+    view = region_view(shard, region)
+    if not is_plain_memory(view):
+        view = view.cpu().resolve_conj().resolve_neg().contiguous()
+    return tensor_bytes(view)
 
 
 def weighted_digest(plan: SavePlan, shards: Sequence[Shard]) -> int:
-    """Return a number of this rank. The sum of all ranks is 0 where samples of replicas are equal,
-    modulo 2**64.
+    """Return a number of this rank. Those of all ranks add up to 0, modulo 2**64, if samples of
+    replicas are equal.
     """
+    replicas = [(shards[number], region) for number, region in plan.replicas or ()]
     views = [
-        region_view(s, region)
-        for i, region in plan.replicas or ()
-        if isinstance(s := shards[i], ShardedTensor)
+        region_view(shard, region) for shard, region in replicas if isinstance(shard, ShardedTensor)
     ]
     return int((sampled_digests(views) * plan.weights).sum(dtype=np.uint64).view(np.int64))
 
@@ -68,26 +68,39 @@ def sampled_digests(tensors: Sequence[torch.Tensor]) -> npt.NDArray[np.uint64]:
     """Hash the same few blocks of elements of each tensor, whatever its device and strides."""
     samples: list[Any] = [b""] * len(tensors)
     elsewhere: dict[torch.device, list[int]] = defaultdict(list)
-    for i, tensor in enumerate(tensors):
+    for number, tensor in enumerate(tensors):
         if is_plain_memory(tensor):
-            start, num_bytes, size = tensor.data_ptr(), tensor.nbytes, tensor.itemsize
-            firsts, length = _blocks(num_bytes // size, size)
-            parts = [ctypes.string_at(start + first * size, length * size) for first in firsts]
-            samples[i] = parts[0] if len(parts) == 1 else b"".join(parts)
+            samples[number] = _sample_of_memory(tensor)
         elif tensor.numel():
-            elsewhere[tensor.device].append(i)
-    for device, numbers in elsewhere.items():
-        # One copy to a device and one from it for all of them: each waits for what the program has
-        # queued there.
-        places = [_places(tensors[i]) for i in numbers]
-        split = torch.split_with_sizes(torch.cat(places).to(device), [len(each) for each in places])
-        taken = [_taken(tensors[i], each) for i, each in zip(numbers, split, strict=True)]
-        ends = np.cumsum([len(sample) for sample in taken])
-        for i, sample in zip(
-            numbers, np.split(tensor_bytes(torch.cat(taken).cpu()), ends[:-1]), strict=True
+            elsewhere[tensor.device].append(number)
+    for numbers in elsewhere.values():
+        for number, sample in zip(
+            numbers, _samples_of_device([tensors[number] for number in numbers]), strict=True
         ):
-            samples[i] = sample
+            samples[number] = sample
     return np.array([max(1, checksum(sample)) for sample in samples], np.uint64)
+
+
+def _sample_of_memory(tensor: torch.Tensor) -> bytes:
+    start, size = tensor.data_ptr(), tensor.itemsize
+    firsts, length = _blocks(tensor.nbytes // size, size)
+    if len(firsts) == 1:
+        return bytes_at(start, length * size)
+    return b"".join([bytes_at(start + first * size, length * size) for first in firsts])
+
+
+def _samples_of_device(tensors: Sequence[torch.Tensor]) -> list[Bytes]:
+    """Return the samples of tensors of one device.
+
+    One copy goes to it and one comes from it for all of them: each waits for what the program has
+    queued there.
+    """
+    places = [_places(tensor) for tensor in tensors]
+    there = torch.cat(places).to(tensors[0].device)
+    split = torch.split_with_sizes(there, [len(each) for each in places])
+    taken = [_taken(tensor, each) for tensor, each in zip(tensors, split, strict=True)]
+    ends = np.cumsum([len(sample) for sample in taken])
+    return np.split(tensor_bytes(torch.cat(taken).cpu()), ends[:-1])
 
 
 def _places(tensor: torch.Tensor) -> torch.Tensor:

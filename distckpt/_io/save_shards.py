@@ -4,13 +4,16 @@ the manifest.
 
 from __future__ import annotations
 
+import copy
+import enum
 import itertools
 import secrets
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from distckpt._base.errors import CheckpointingException, UnsupportedObjectError
@@ -31,14 +34,16 @@ from distckpt._io.replicas import add_digests, weighted_digest
 from distckpt._io.write import NewFile, WriteSettings, file_of_tensors, in_folder, write_files
 from distckpt._mapping.base import OpenReplicaId
 from distckpt._mapping.wrappers import ShardedObject, ShardedTensor, is_main_replica
-from distckpt._plan.cache import PlanCache, SavePlan, structure_of
 from distckpt._plan.layout import (
+    PlanCache,
     PlannedChunk,
     PlannedFile,
+    SavePlan,
     chunk_table,
     lay_out_files,
     lay_out_object_file,
     manifest_of_keys,
+    structure_of,
 )
 from distckpt._plan.save import Pieces, find_aliases, plan_owners
 from distckpt._ranks import exchanges
@@ -96,8 +101,7 @@ def prepare_shards(ranks: Ranks, shards: Sequence[Shard], settings: ShardSetting
     """
     ready, plan, is_reused = _find_or_make_plan(ranks, shards, settings)
     encoded = encoded_objects(plan.objects, ready)
-    num_bytes = sum(sum(file.chunk_bytes) for file in plan.files)
-    num_bytes += sum(map(len, encoded.values()))
+    num_bytes = plan.tensor_bytes + sum(map(len, encoded.values()))
     return ShardSave(
         make_tensor_files=tensor_files_of(plan.files, ready),
         plan=plan,
@@ -113,42 +117,64 @@ def _find_or_make_plan(
 ) -> tuple[list[Shard], SavePlan, bool]:
     """Return the shards ready to save, their plan, and whether it was kept from an earlier save."""
     options = settings.options
-    compares_all = options.validate_replicas is True
-    compares = ranks.size > 1 if options.validate_replicas is None else compares_all
-    group = 0
-    ready: list[Shard] = []
-
-    def described() -> ShardTable:
-        table = shard_table(ready)._replace(exchange_group=group)
-        if compares:
-            add_digests(table, ready, of_samples=not compares_all)
-        return table
-
-    known = table = None
+    comparison = _comparison_of(ranks, options)
+    table = None
     with ranks.phase("describe the shards") as vote:
-        ready = [ready_to_save(shard, compares_all) for shard in shards]
+        ready = _all_ready(shards, comparison)
         group = exchanges.group_number(settings.exchange_group)
         structure = structure_of(ready, ranks, options.validate_access_integrity, group)
         # Comparing the whole content of replicas takes an exchange each time.
-        known = None if compares_all else settings.plans.find(structure)
-        vote.number = known.number if known else 0
-        table = None if known else described()
-        digest = weighted_digest(known, ready) if known and compares else 0
-    is_reused = known is not None and vote.are_equal
-    if is_reused and compares and known is not None and known.replicas is not None:
-        is_reused = not ranks.all_gather_numbers([digest]).sum()
-    if is_reused:
-        assert known is not None
-        plan = known
-    else:
-        if vote.largest:
-            # Some ranks, though not all, know a plan, or replicas have become different.
-            with ranks.phase("describe the shards again"):
-                table = table or described()
-        assert table is not None
-        plan = make_plan(ranks, table, not options.validate_access_integrity)
+        known = None if comparison is _Comparison.ALL else settings.plans.find(structure)
+        if known is None:
+            table = _described(ready, group, comparison)
+        else:
+            vote.number = known.number
+            digest = weighted_digest(known, ready) if comparison is _Comparison.SAMPLES else 0
+    if known is not None and vote.are_equal and _replicas_are_equal(ranks, known, digest):
+        settings.plans.keep(structure, known)
+        return ready, known, True
+    if vote.largest:
+        # Some ranks, though not all, know a plan, or replicas have become different.
+        with ranks.phase("describe the shards again"):
+            table = table or _described(ready, group, comparison)
+    assert table is not None
+    plan = make_plan(ranks, table, not options.validate_access_integrity)
     settings.plans.keep(structure, plan)
-    return ready, plan, is_reused
+    return ready, plan, False
+
+
+def _all_ready(shards: Sequence[Shard], comparison: _Comparison) -> list[Shard]:
+    return [ready_to_save(shard, comparison is _Comparison.ALL) for shard in shards]
+
+
+class _Comparison(enum.Enum):
+    """What of replicas is compared."""
+
+    NOTHING = enum.auto()
+    SAMPLES = enum.auto()
+    ALL = enum.auto()
+
+
+def _comparison_of(ranks: Ranks, options: SaveOptions) -> _Comparison:
+    if options.validate_replicas:
+        return _Comparison.ALL
+    is_wanted = options.validate_replicas is None and ranks.size > 1
+    return _Comparison.SAMPLES if is_wanted else _Comparison.NOTHING
+
+
+def _described(shards: Sequence[Shard], group: int, comparison: _Comparison) -> ShardTable:
+    """Describe shards, with hashes if replicas are compared."""
+    table = shard_table(shards)._replace(exchange_group=group)
+    if comparison is not _Comparison.NOTHING:
+        add_digests(table, shards, of_samples=comparison is _Comparison.SAMPLES)
+    return table
+
+
+def _replicas_are_equal(ranks: Ranks, plan: SavePlan, digest: int) -> bool:
+    """Tell from a number of each rank, see `weighted_digest`, whether replicas are still equal."""
+    if ranks.size == 1 or plan.replicas is None:
+        return True
+    return not ranks.all_gather_numbers([digest]).sum()
 
 
 @dataclass
@@ -192,8 +218,8 @@ class ShardSave(PreparedSave):
                 files.append(object_file)
             placed = [file.below(checkpoint_dir, suffix) for file in files]
             checksums = write_files(placed, self.settings)
-            written = object_table._replace(block_checksums=checksums).to_bytes()
-        gathered = [ChunkTable.from_bytes(data) for data in ranks.gather(written)]
+            written = object_table._replace(block_checksums=checksums)
+        gathered = _gather_tables(ranks, written)
         if plan.manifest is None:
             return {}
         tables = list(itertools.chain(*zip(plan.tables, gathered, strict=True)))
@@ -203,6 +229,13 @@ class ShardSave(PreparedSave):
         return fields
 
 
+def _gather_tables(ranks: Ranks, table: ChunkTable) -> list[ChunkTable]:
+    """Return the tables of all ranks on the coordinator, an empty list elsewhere."""
+    if ranks.size == 1:
+        return [table]
+    return [ChunkTable.from_bytes(data) for data in ranks.gather(table.to_bytes())]
+
+
 def ready_to_save(shard: Shard, encode_copies: bool) -> Shard:
     """Check that a tensor can be read; replace the value of a main object (and of copies) by its
     encoding.
@@ -210,18 +243,17 @@ def ready_to_save(shard: Shard, encode_copies: bool) -> Shard:
     if isinstance(shard, ShardedTensor):
         _check_tensor(shard)
         return shard
-    if not (
-        encode_copies
-        or is_main_replica(shard.replica_id)
-        or isinstance(shard.replica_id, OpenReplicaId)
-    ):
+    is_main = is_main_replica(shard.replica_id) or isinstance(shard.replica_id, OpenReplicaId)
+    if not (is_main or encode_copies):
         return shard
+    encoded = copy.copy(shard)
     try:
-        return replace(shard, data=codec.encode(shard.data))
+        encoded.data = codec.encode(shard.data)
     except UnsupportedObjectError as error:
         raise UnsupportedObjectError(
             f"{object_text(shard.key)} cannot be saved: {error}"
         ) from error
+    return encoded
 
 
 def _check_tensor(shard: ShardedTensor) -> None:
@@ -236,56 +268,115 @@ def _check_tensor(shard: ShardedTensor) -> None:
         shard.validate_metadata_integrity()
 
 
+# --- Planning -------------------------------------------------------------------------------------
+
+
+class _Share(NamedTuple):
+    """The part of one rank in a new plan: what it writes, and which of its rows are replicas.
+
+    `weights` has a number for each row of its table, see `replica_weights`; `has_replicas` tells
+    whether any rank has some.
+    """
+
+    number: int
+    has_replicas: bool
+    weights: npt.NDArray[np.uint64]
+    pieces: Pieces
+
+    def to_bytes(self) -> bytes:
+        """Encode for sending."""
+        columns = {"weights": self.weights, **self.pieces._asdict()}
+        return pack([self.number, self.has_replicas], columns)
+
+    @classmethod
+    def from_bytes(cls, data: bytes) -> _Share:
+        """Decode what `to_bytes` made."""
+        (number, has_replicas), columns = unpack(data)
+        return cls(number, has_replicas, columns.pop("weights"), Pieces(**columns))
+
+
 def make_plan(ranks: Ranks, table: ShardTable, allow_gaps: bool) -> SavePlan:
     """Plan a save together; `allow_gaps` permits elements that no rank holds.
 
     Collective operation: all ranks must call it. Descriptions of shards go to the coordinator,
     pieces to write come back, tables of chunks go to it.
     """
+    manifest: Manifest | None
+    if ranks.size == 1:
+        manifest, (share,) = _plan_for_all([table], allow_gaps)
+    else:
+        manifest, share = _plan_together(ranks, table, allow_gaps)
+    files, objects, tables = _lay_out(ranks, table, share.pieces, manifest)
+    replicas = None
+    rows = np.flatnonzero(share.weights)
+    if share.has_replicas:
+        replicas = [(int(table.shard_ids[row]), table.row_region(row)) for row in rows.tolist()]
+    return SavePlan(share.number, files, objects, manifest, tables, replicas, share.weights[rows])
+
+
+def _plan_together(
+    ranks: Ranks, table: ShardTable, allow_gaps: bool
+) -> tuple[Manifest | None, _Share]:
+    """Let the coordinator plan for all ranks; only there a manifest is returned."""
     messages = ranks.gather_once(table.to_messages())
     manifests: list[Manifest] = []
 
-    def plan_for_all() -> list[bytes]:
-        described = ShardTable.all_from_messages(*messages)
-        groups = [each.exchange_group for each in described]
-        ends = np.cumsum([len(each.key_ids) for each in described])[:-1]
-        merged = merge_tables(described)
+    def plan() -> list[bytes]:
+        tables = ShardTable.all_from_messages(*messages)
         # As large as what is made of them.
         messages.clear()
-        described.clear()
-        validate_shards(merged, allow_gaps=allow_gaps)
-        aliases = find_aliases(merged)
-        manifests.append(manifest_of_keys(merged, aliases))
-        owned = plan_owners(merged, ranks.size, aliases, groups)
-        weights = replica_weights(merged)
-        fields = [1 + secrets.randbits(61), bool(weights.any())]
-        pairs = zip(np.split(weights, ends), owned, strict=True)
-        return [pack(fields, {"weights": w, **p._asdict()}) for w, p in pairs]
+        manifest, shares = _plan_for_all(tables, allow_gaps)
+        manifests.append(manifest)
+        return [share.to_bytes() for share in shares]
 
-    (number, has_replicas), columns = unpack(ranks.decide_each("plan", plan_for_all))
-    weights = columns.pop("weights")
-    error, own_table = None, b""
+    share = _Share.from_bytes(ranks.decide_each("plan", plan))
+    return next(iter(manifests), None), share
+
+
+def _plan_for_all(tables: list[ShardTable], allow_gaps: bool) -> tuple[Manifest, list[_Share]]:
+    """Plan from the descriptions of all ranks, a list that is emptied."""
+    groups = [table.exchange_group for table in tables]
+    ends = np.cumsum([len(table.key_ids) for table in tables])[:-1]
+    merged = merge_tables(tables)
+    tables.clear()
+    validate_shards(merged, allow_gaps=allow_gaps)
+    aliases = find_aliases(merged)
+    owned = plan_owners(merged, len(groups), aliases, groups)
+    weights = replica_weights(merged)
+    number, has_replicas = 1 + secrets.randbits(61), bool(weights.any())
+    shares = [
+        _Share(number, has_replicas, of_rank, pieces)
+        for of_rank, pieces in zip(np.split(weights, ends), owned, strict=True)
+    ]
+    return manifest_of_keys(merged, aliases), shares
+
+
+def _lay_out(
+    ranks: Ranks, table: ShardTable, pieces: Pieces, manifest: Manifest | None
+) -> tuple[list[PlannedFile], list[PlannedChunk], list[ChunkTable]]:
+    """Lay out the files of this rank; return them, its objects, and on the coordinator the chunks
+    of all ranks.
+    """
+    error = None
+    files: list[PlannedFile] = []
+    objects: list[PlannedChunk] = []
+    own = ChunkTable.empty()
     try:
-        files, objects = lay_out_files(ranks.rank, table, Pieces(**columns))
-        own_table = chunk_table(files).to_bytes()
+        files, objects = lay_out_files(ranks.rank, table, pieces)
+        own = chunk_table(files)
     except Exception as caught:
         error = caught
-    gathered = ranks.gather(own_table)
+    # Whether or not it has failed: the coordinator waits for it.
+    tables = _gather_tables(ranks, own)
     with ranks.phase("lay out files", decision=True):
         if error is not None:
             raise error
-        tables = [ChunkTable.from_bytes(data) for data in gathered if data]
-        for manifest in manifests:
+        if manifest is not None:
             manifest.check_size(tables)
-    rows = np.flatnonzero(weights)
-    replicas = (
-        [(int(table.shard_ids[row]), table.row_region(row)) for row in rows.tolist()]
-        if has_replicas
-        else None
-    )
-    return SavePlan(
-        number, files, objects, next(iter(manifests), None), tables, replicas, weights[rows]
-    )
+    return files, objects, tables
+
+
+# --- Files ----------------------------------------------------------------------------------------
 
 
 def tensor_files_of(
@@ -295,10 +386,8 @@ def tensor_files_of(
     called.
     """
     contents = [[_tensors_of(chunk, shards) for chunk in file.chunks] for file in files]
-    return lambda: [
-        file_of_tensors(file.name, file.header, tensors)
-        for file, tensors in zip(files, contents, strict=True)
-    ]
+    pairs = list(zip(files, contents, strict=True))
+    return lambda: [file_of_tensors(file.name, file.header, tensors) for file, tensors in pairs]
 
 
 def encoded_objects(objects: Sequence[PlannedChunk], shards: Sequence[Shard]) -> dict[str, bytes]:

@@ -1,8 +1,9 @@
-"""Shared reads: of ranks that request the same bytes one reads them and sends them to the others.
+"""Shared reads: of the ranks that request the same bytes, one reads them and sends them to the
+others.
 
-In waves: every rank reads its part of a wave straight into its targets; then the ranks exchange
-what they read, while they read their parts of the next wave. Before each exchange they agree that
-all have read, so no rank waits in vain.
+This goes in waves. Every rank reads its part of a wave straight into its targets; then the ranks
+exchange what they have read, while they read their parts of the next wave. Before each exchange
+they agree that all have read, so no rank waits in vain.
 """
 
 from __future__ import annotations
@@ -26,13 +27,13 @@ from distckpt._plan.share import SharePlan, UnitTable, describe_units, divide, p
 from distckpt._ranks.collectives import Ranks
 
 MIN_REQUESTED_BYTES = 128 << 20
-"""Mode "auto" does not share where no two ranks that may share request so much each."""
+"""Mode "auto" does not share unless two ranks that may share request this much each,"""
 MIN_SHARED_BYTES = 64 << 20
-"""Nor where no rank has so much in common with others."""
+"""some rank has this much in common with others,"""
 FAST_BYTES_PER_SECOND = 500 << 20
-"""Nor where all ranks read so fast: sending would be no faster."""
+"""and some rank reads more slowly: otherwise sending would be no faster."""
 SAMPLE_BYTES = 8 << 20
-"""Mode "auto" measures how fast a rank reads by so much of what it requests."""
+"""Mode "auto" measures how fast a rank reads by this much of what it requests."""
 
 Read = Callable[[Sequence[Copy]], None]
 
@@ -41,26 +42,31 @@ class Sharing(NamedTuple):
     """The ranks that load together, and when they share reads.
 
     `mode` is "on", "off" or "auto"; ranks share within their `group`. `is_local` says that the
-    checkpoint is read through this machine's file system, whose cache ranks share anyway.
-    `max_inflight_bytes` is memory for messages.
+    checkpoint is read through this machine's file system, whose cache ranks share anyway. No rank
+    requests more than `most_bytes`. `max_inflight_bytes` is memory for messages.
     """
 
     ranks: Ranks
     mode: str
     group: int
     is_local: bool
+    most_bytes: int
     max_inflight_bytes: int
 
+    @property
+    def is_auto(self) -> bool:
+        return self.mode == "auto"
 
-def read_sharing(
+
+def read_shared(
     sharing: Sharing,
     manifest: Manifest,
     copies: Sequence[Copy],
     targets: Sequence[torch.Tensor],
     read: Read,
-) -> None:
-    """Fill requested regions from chunks; what several ranks request is read by one of them where
-    that pays.
+) -> Sequence[Copy]:
+    """Let one of several ranks that request the same bytes read them for all, if that pays; return
+    the copies that are still to be read.
 
     Collective operation: all ranks must call it. `targets` has for each request a tensor of its
     region's shape, of any strides, device and dtype. `read` fills them from storage; calls do not
@@ -69,52 +75,53 @@ def read_sharing(
     Raises:
         RankFailedError: a rank could not read what others wait for.
     """
-    ranks, is_auto = sharing.ranks, sharing.mode == "auto"
-    if ranks.size == 1 or sharing.mode == "off":
-        read(copies)
-        return
-    place = ranks.rank
-    if is_auto:
-        place = host_number() if sharing.is_local else ranks.rank
-        requested = sum(target.nbytes for target in targets)
-        if not _may_pay(ranks.all_gather_numbers([place, sharing.group, requested])):
-            read(copies)
-            return
+    ranks = sharing.ranks
+    if not _may_pay(sharing, targets):
+        return copies
     with ranks.phase("describe the reads"):
         units, copy_of = divide(manifest, copies)
-        table = describe_units(
-            manifest, units, [target.dtype for target in targets], sharing.group, place
-        )
+        dtypes = [target.dtype for target in targets]
+        table = describe_units(manifest, units, dtypes, sharing.group, _place_of(sharing))
         pieces = _Pieces(copies, units, copy_of)
     left = np.arange(len(units))
-    if is_auto:
+    if sharing.is_auto:
         left, is_fast = _read_sample(ranks, pieces, table.num_bytes, read)
         if is_fast:
-            read(pieces.join(left))
-            return
+            return pieces.join(left)
     table = table._replace(rows=table.rows[left], num_bytes=table.num_bytes[left])
     plan = _plan_together(ranks, table)
-    if plan.num_waves and (not is_auto or plan.most_bytes >= MIN_SHARED_BYTES):
+    if plan.num_waves and not (sharing.is_auto and plan.most_bytes < MIN_SHARED_BYTES):
         with ranks.phase("prepare to share reads"):
-            is_own = plan.readers == ranks.rank
-            to_read = [
-                pieces.join(left[is_own & (plan.waves == wave)]) for wave in range(plan.num_waves)
+            own = [
+                pieces.join(left[(plan.readers == ranks.rank) & (plan.waves == wave)])
+                for wave in range(plan.num_waves)
             ]
-        units = [pieces.units[i] for i in left.tolist()]
-        _read_in_waves(sharing, plan, to_read, read, units, targets)
+            units = [units[i] for i in left.tolist()]
+        _read_in_waves(sharing, plan, own, read, units, targets)
         left = left[plan.readers < 0]
-    read(pieces.join(left))
+    return pieces.join(left)
 
 
-def _may_pay(numbers: IntArray) -> bool:
-    """Tell from every rank's (place, group, bytes) whether some group has two places with enough to
-    read.
-    """
+def _may_pay(sharing: Sharing, targets: Sequence[torch.Tensor]) -> bool:
+    """Tell whether ranks may share, from what all of them request."""
+    if sharing.ranks.size == 1 or sharing.mode == "off":
+        return False
+    if not sharing.is_auto:
+        return True
+    if sharing.most_bytes < MIN_REQUESTED_BYTES:
+        return False
+    requested = sum(target.nbytes for target in targets)
+    numbers = [_place_of(sharing), sharing.group, requested]
     places = defaultdict(set)
-    for place, group, num_bytes in numbers.tolist():
+    for place, group, num_bytes in sharing.ranks.all_gather_numbers(numbers).tolist():
         if num_bytes >= MIN_REQUESTED_BYTES:
             places[group].add(place)
     return any(len(members) > 1 for members in places.values())
+
+
+def _place_of(sharing: Sharing) -> int:
+    """Return a number that ranks have in common which do not share in any case."""
+    return host_number() if sharing.is_auto and sharing.is_local else sharing.ranks.rank
 
 
 def host_number() -> int:
@@ -133,10 +140,8 @@ def _plan_together(ranks: Ranks, table: UnitTable) -> SharePlan:
     tables = ranks.gather(table.to_bytes())
 
     def plan() -> list[bytes]:
-        return [
-            share.to_bytes()
-            for share in plan_shares([UnitTable.from_bytes(data) for data in tables])
-        ]
+        units = [UnitTable.from_bytes(data) for data in tables]
+        return [share.to_bytes() for share in plan_shares(units)]
 
     return SharePlan.from_bytes(ranks.decide_each("plan shared reads", plan))
 
@@ -151,21 +156,22 @@ class _Pieces(NamedTuple):
     copy_of: IntArray
 
     def join(self, units: IntArray) -> list[Copy]:
-        """Return what to read for some units; the original copy where these are all units of it."""
+        """Return what to read for some units; the original copy if these are all units of it."""
         num_given = np.bincount(self.copy_of[units], minlength=len(self.copies))
         is_complete = num_given == np.bincount(self.copy_of, minlength=len(self.copies))
-        complete = [self.copies[i] for i in np.flatnonzero(is_complete & (num_given > 0)).tolist()]
+        complete = np.flatnonzero(is_complete & (num_given > 0))
+        others = units[~is_complete[self.copy_of[units]]]
         return [
-            *complete,
-            *(self.units[i] for i in units[~is_complete[self.copy_of[units]]].tolist()),
+            *(self.copies[i] for i in complete.tolist()),
+            *(self.units[i] for i in others.tolist()),
         ]
 
 
 def _read_sample(
     ranks: Ranks, pieces: _Pieces, num_bytes: IntArray, read: Read
 ) -> tuple[IntArray, bool]:
-    """Read some units, others on each rank; return the units that are left, and whether all ranks
-    read fast.
+    """Read some units, different ones on each rank; return the units that are left, and whether all
+    ranks read fast.
     """
     in_turn = np.roll(np.arange(len(num_bytes)), -(len(num_bytes) * ranks.rank // ranks.size))
     is_sample = np.cumsum(num_bytes[in_turn]) - num_bytes[in_turn] < SAMPLE_BYTES
@@ -220,16 +226,15 @@ def _messages(
         return int(plan.sequence[number]), view
 
     by_peer: dict[tuple[int, bool], list[tuple[int, torch.Tensor]]] = defaultdict(list)
-    sends = np.flatnonzero(plan.waves[plan.send_units] == wave)
-    for number, peer in zip(
-        plan.send_units[sends].tolist(), plan.send_ranks[sends].tolist(), strict=True
-    ):
+    sent = plan.waves[plan.send_units] == wave
+    numbers, peers = plan.send_units[sent].tolist(), plan.send_ranks[sent].tolist()
+    for number, peer in zip(numbers, peers, strict=True):
         by_peer[peer, True].append(content(number))
     received = np.flatnonzero((plan.waves == wave) & (plan.readers != rank))
     for number in received[np.argsort(plan.sequence[received])].tolist():
         by_peer[int(plan.readers[number]), False].append(content(number))
     return [
-        m
-        for (peer, is_sent), some in by_peer.items()
-        for m in make_messages(rank, peer, is_sent, some)
+        message
+        for (peer, is_sent), contents in by_peer.items()
+        for message in make_messages(rank, peer, is_sent, contents)
     ]

@@ -256,25 +256,11 @@ def apply_gather_functions(
         ValueError: leaves and functions do not match and that is not allowed.
     """
     flat = flatten_for_broadcast(state)
-    if isinstance(gather_fns, bool):
-        gather: Callable[[Any], Any] = operator.methodcaller("full_tensor")
-        functions = {
-            position: gather
-            for position, leaf in flat.items()
-            if gather_fns and hasattr(leaf, "full_tensor")
-        }
-    else:
-        is_flat = any(isinstance(key, tuple) for key in gather_fns)
-        given = gather_fns if is_flat else flatten_for_broadcast(gather_fns)
-        functions = {
-            position: function for position, function in given.items() if function is not None
-        }
-        if not mismatch_allowed:
-            _check_same(
-                functions,
-                flat,
-                "gather functions and leaves do not match (mismatches can be allowed)",
-            )
+    functions = _functions_by_position(flat, gather_fns)
+    if not (mismatch_allowed or isinstance(gather_fns, bool)):
+        _check_same(
+            functions, flat, "gather functions and leaves do not match (mismatches can be allowed)"
+        )
     gathered = {
         position: functions[position](leaf)
         for position, leaf in flat.items()
@@ -283,6 +269,18 @@ def apply_gather_functions(
     if verbose:
         logger.info("gathered %d of %d leaves", len(gathered), len(flat))
     return unflatten_from_broadcast(flat | gathered, state)
+
+
+def _functions_by_position(
+    flat: Mapping[Position, Any], gather_fns: Mapping[Any, Any] | bool
+) -> dict[Position, Callable[[Any], Any]]:
+    if isinstance(gather_fns, bool):
+        gather = operator.methodcaller("full_tensor")
+        chosen = flat if gather_fns else {}
+        return {place: gather for place, leaf in chosen.items() if hasattr(leaf, "full_tensor")}
+    is_flat = any(isinstance(key, tuple) for key in gather_fns)
+    given = gather_fns if is_flat else flatten_for_broadcast(gather_fns)
+    return {place: function for place, function in given.items() if function is not None}
 
 
 def _leaves(node: Any, position: Position) -> Iterator[tuple[Position, Any]]:

@@ -170,7 +170,7 @@ class _Output:
         if self.is_local and not self.units:
             self.units = [[]]
         self.checksums: list[list[int]] = [[] for _ in self.units]
-        self._sizes = [sum(span.num_bytes for span in unit) for unit in self.units]
+        self._sizes = [sum(_sizes_of(unit)) for unit in self.units]
         self._starts = list(itertools.accumulate(self._sizes, initial=len(file.header)))
         self.num_bytes = self._starts[-1]
         pays = settings.durable and sum(self._sizes) >= DIRECT_MIN_BYTES
@@ -236,7 +236,7 @@ class _Output:
 
     def _keep_checksums(self, number: int, buffers: Sequence[Bytes]) -> None:
         if self._settings.with_checksums:
-            sizes = [span.num_bytes for span in self.units[number]]
+            sizes = _sizes_of(self.units[number])
             self.checksums[number] = block_checksums(sizes, buffers, self._settings.block_bytes)
 
     def _write_directly(self, number: int) -> None:
@@ -254,6 +254,10 @@ class _Output:
         written = first + write_aligned(self._direct_fd, window[first:last], position + first)
         write_all(self._fd, [window[:first]], position)
         write_all(self._fd, [window[written:]], position + written)
+
+
+def _sizes_of(unit: Sequence[Span]) -> list[int]:
+    return [stop - start for _, start, stop in unit]
 
 
 def copy_into(window: Bytes, buffers: Sequence[Bytes]) -> None:

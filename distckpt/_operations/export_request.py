@@ -107,11 +107,7 @@ def check_options(options: ExportOptions) -> None:
 def check_target(sources: Sequence[str | os.PathLike[str]], target: str, overwrite: bool) -> None:
     """Check that an export of some sources may be written to a target; on the coordinator."""
     for source in sources:
-        place = posix.resolve(source)
-        if target in (place, *(locations.join(place, name) for name in posix.SUBDIRECTORIES)):
-            raise CheckpointingException(
-                f"The export cannot replace its own source {locations.normalize(source)!r}."
-            )
+        _check_is_not_inside(target, locations.normalize(source))
     posix.put_back(target)
     exists = locations.exists(target)
     if exists and not locations.isdir(target):
@@ -124,6 +120,14 @@ def check_target(sources: Sequence[str | os.PathLike[str]], target: str, overwri
             f"{target!r} already holds an export ({present[0]!r}). Choose another directory, or, "
             "on local file systems, pass overwrite=True."
         )
+
+
+def _check_is_not_inside(target: str, source: str) -> None:
+    """Refuse a target that is a source, or where a source has its files."""
+    place = posix.resolve(source)
+    folders = [locations.join(place, name) for name in posix.SUBDIRECTORIES]
+    if target in (place, *folders):
+        raise CheckpointingException(f"The export cannot replace its own source {source!r}.")
 
 
 def open_sources(ranks: Ranks, sources: Sequence[str], options: ExportOptions) -> OpenedSources:

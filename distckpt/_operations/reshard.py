@@ -41,12 +41,12 @@ from distckpt._io.tensor_source import TensorSource
 from distckpt._io.write import NewFile, WriteSettings
 from distckpt._mapping.wrappers import CommonStateDict, ShardedObject, ShardedTensor
 from distckpt._operations.planned_save import PlannedSave, SaveRequest, write_and_commit
-from distckpt._plan.cache import SavePlan
 from distckpt._plan.decoded import decoded, hidden_keys
 from distckpt._plan.export import OutputTensor, check_codes, is_for_all, plan_tensors
 from distckpt._plan.layout import (
     PlannedChunk,
     PlannedFile,
+    SavePlan,
     chunk_table,
     lay_out_files,
     manifest_of_keys,

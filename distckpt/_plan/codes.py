@@ -33,28 +33,13 @@ def check_cast(stored: StoredCheckpoint, key: str, requested: torch.dtype) -> No
     name = stored.dtype_name(key)
     if not may_be_codes(name) or FROM_NAME[name] == requested:
         return
-    manifest, plain = stored.manifest, key.removesuffix(AS_STORED)
-    config, scales = manifest.quantization, scales_of(key, manifest.key_index)
-    others = next(
-        (each.parts["scale"].key for each in stored.quantized.values()), manifest.scales_key
-    )
-    if config and config.get("transformed"):
-        why = f"the transform_config of its {config['file']} changes weights besides"
-    elif scales:
-        why = f"{scales[0]!r} holds their scales"
-    elif config and name in SMALL_CODES:
-        why = f"its {config['file']} says that it is quantized"
-    elif is_named_as_codes(plain):
-        why = "no other tensors have such names"
-    elif others and name in SMALL_CODES and requested.is_floating_point:
-        why = f"tensors beside it are, {others.removesuffix(AS_STORED)!r} holds scales"
-    else:
+    plain = key.removesuffix(AS_STORED)
+    why = _why_codes(stored, key, requested)
+    if why is None:
         return
-    way_out = (
-        "request its values instead"
-        if plain != key
-        else "and distckpt does not know how they belong together"
-    )
+    way_out = "and distckpt does not know how they belong together"
+    if plain != key:
+        way_out = "request its values instead"
     raise LoadMismatchError(
         f"Key {plain!r} is stored in {stored.location!r} as {FROM_NAME[name]} and was requested "
         f"as {requested}, but its values are codes of a quantized tensor ({why}): converted "
@@ -62,6 +47,30 @@ def check_cast(stored: StoredCheckpoint, key: str, requested: torch.dtype) -> No
         "the scales, which loads both as they are stored.",
         unexpected=[plain],
     )
+
+
+def _why_codes(stored: StoredCheckpoint, key: str, requested: torch.dtype) -> str | None:
+    """Return what says that a tensor holds codes; None if nothing does."""
+    manifest, name = stored.manifest, stored.dtype_name(key)
+    config, scales = manifest.quantization or {}, scales_of(key, manifest.key_index)
+    is_small = name in SMALL_CODES
+    if config.get("transformed"):
+        return f"the transform_config of its {config['file']} changes weights besides"
+    if scales:
+        return f"{scales[0]!r} holds their scales"
+    if config and is_small:
+        return f"its {config['file']} says that it is quantized"
+    if is_named_as_codes(key.removesuffix(AS_STORED)):
+        return "no other tensors have such names"
+    other = _key_of_scales(stored) if is_small and requested.is_floating_point else None
+    return f"tensors beside it are, {other!r} holds scales" if other else None
+
+
+def _key_of_scales(stored: StoredCheckpoint) -> str | None:
+    """Return the key of any scales that are stored; None if there are none."""
+    parts = (each.parts["scale"].key for each in stored.quantized.values())
+    key = next(parts, stored.manifest.scales_key)
+    return key and key.removesuffix(AS_STORED)
 
 
 def check_scales_cast(stored: StoredCheckpoint, casts: Mapping[str, torch.dtype]) -> None:

@@ -1,12 +1,19 @@
-"""Laying out what one rank writes: pieces become chunks, chunks become files."""
+"""What one rank writes: pieces become chunks, chunks become files, files a plan.
+
+Plans are kept, so that saving the same structure again exchanges next to nothing. A plan has
+regions, names and sizes; never a tensor, a pointer or a value.
+"""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+import threading
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from operator import attrgetter
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
+import numpy.typing as npt
 
 from distckpt._base.dtypes import FROM_NAME
 from distckpt._format.checksum import checksum
@@ -20,9 +27,11 @@ from distckpt._format.safetensors_file import (
     shard_file_name,
     sharding_metadata,
 )
-from distckpt._geometry.region import Region, regions_to_arrays
+from distckpt._geometry.region import Region, regions_to_arrays, with_item
+from distckpt._mapping.wrappers import ShardedObject
 from distckpt._plan.save import Pieces
-from distckpt._state.shards import GlobalTable, ShardTable
+from distckpt._ranks.collectives import Ranks
+from distckpt._state.shards import GlobalTable, Shard, ShardTable, find_ties
 
 
 class PlannedChunk(NamedTuple):
@@ -53,6 +62,34 @@ class PlannedFile(NamedTuple):
         return [chunk.num_bytes for chunk in self.chunks]
 
 
+class SavePlan(NamedTuple):
+    """The plan of a save for one rank.
+
+    Attributes:
+        number: identifies the plan on all ranks.
+        files: of tensors.
+        objects: that this rank writes; their file is laid out when they are encoded.
+        manifest: on the coordinator, the manifest without its chunks.
+        tables: on the coordinator, the chunks of the tensors that each rank writes.
+        replicas: regions of shards that other ranks hold too, and that must be equal; None where no
+            rank has any.
+        weights: one for each of these; those of the replicas of a region add up to 0, modulo 2**64.
+    """
+
+    number: int
+    files: list[PlannedFile]
+    objects: list[PlannedChunk]
+    manifest: Manifest | None
+    tables: list[ChunkTable]
+    replicas: Sequence[tuple[int, Region]] | None = None
+    weights: npt.NDArray[np.uint64] = np.empty(0, np.uint64)
+
+    @property
+    def tensor_bytes(self) -> int:
+        """Bytes of tensors that this rank writes."""
+        return sum(sum(file.chunk_bytes) for file in self.files)
+
+
 def manifest_of_keys(table: GlobalTable, aliases: Mapping[int, int]) -> Manifest:
     """Describe the keys that are stored, in a manifest without chunks; `aliases` are those of
     `plan_owners`.
@@ -70,47 +107,53 @@ def manifest_of_keys(table: GlobalTable, aliases: Mapping[int, int]) -> Manifest
 def lay_out_files(
     rank: int, table: ShardTable, pieces: Pieces
 ) -> tuple[list[PlannedFile], list[PlannedChunk]]:
-    """Arrange the pieces of one rank, whose shards the table describes; returns the files of
+    """Arrange the pieces of one rank, whose shards the table describes; return the files of
     tensors, and the objects.
 
     As torch's readers require, a file has at most one chunk of a key. Pieces that follow one
     another in memory order become one chunk; a key's further chunks go to further files.
     """
-    key_of_shard = dict(zip(table.shard_ids.tolist(), table.key_ids.tolist(), strict=True))
+    groups = _groups_for_files(_chunks_of_pieces(table, pieces))
+    objects = [chunk for group in groups for chunk in group if chunk.dtype == OBJECT]
+    of_tensors = [[chunk for chunk in group if chunk.dtype != OBJECT] for group in groups]
+    of_files = list(filter(None, of_tensors))
+    global_shapes = dict(zip(table.keys, table.global_shapes, strict=True))
+    files = [
+        lay_out_tensor_file(
+            "tensors/" + shard_file_name(rank, number, len(of_files)),
+            chunks,
+            {chunk.key: global_shapes[chunk.key] for chunk in chunks},
+        )
+        for number, chunks in enumerate(of_files)
+    ]
+    return files, objects
+
+
+def _groups_for_files(chunks: Iterable[tuple[int, PlannedChunk]]) -> list[list[PlannedChunk]]:
+    """Put chunks, each after the number of its key, into groups with one chunk of a key each."""
     by_key: dict[int, list[PlannedChunk]] = {}
-    for key_id, shard_id, offset, shape in zip(
-        *(column.tolist() for column in pieces), strict=True
-    ):
+    for index, chunk in chunks:
+        by_key.setdefault(index, []).append(chunk)
+    groups: list[list[PlannedChunk]] = []
+    for of_key in by_key.values():
+        for number, chunk in enumerate(_coalesced(of_key)):
+            if number == len(groups):
+                groups.append([])
+            groups[number].append(chunk)
+    return groups
+
+
+def _chunks_of_pieces(table: ShardTable, pieces: Pieces) -> Iterator[tuple[int, PlannedChunk]]:
+    """Make a chunk of each piece; yield it after the number that its key has in the table."""
+    key_of_shard = dict(zip(table.shard_ids.tolist(), table.key_ids.tolist(), strict=True))
+    columns = (column.tolist() for column in pieces)
+    for key_id, shard_id, offset, shape in zip(*columns, strict=True):
         index = key_of_shard[shard_id]
         ndim, dtype = len(table.global_shapes[index]), table.dtypes[index]
         region = Region(tuple(offset[:ndim]), tuple(shape[:ndim]))
         num_bytes = 0 if dtype == OBJECT else region.num_elements * FROM_NAME[dtype].itemsize
-        chunk = PlannedChunk(
-            key_id, table.keys[index], dtype, region, num_bytes, ((shard_id, region),)
-        )
-        by_key.setdefault(index, []).append(chunk)
-    groups: list[list[PlannedChunk]] = []
-    for chunks in by_key.values():
-        for number, chunk in enumerate(_coalesce(chunks) if len(chunks) > 1 else chunks):
-            if number == len(groups):
-                groups.append([])
-            groups[number].append(chunk)
-    objects = [chunk for group in groups for chunk in group if chunk.dtype == OBJECT]
-    of_tensors = [
-        tensors
-        for group in groups
-        if (tensors := [chunk for chunk in group if chunk.dtype != OBJECT])
-    ]
-    global_shapes = dict(zip(table.keys, table.global_shapes, strict=True))
-    files = []
-    for number, chunks in enumerate(of_tensors):
-        name = "tensors/" + shard_file_name(rank, number, len(of_tensors))
-        files.append(
-            lay_out_tensor_file(
-                name, chunks, {chunk.key: global_shapes[chunk.key] for chunk in chunks}
-            )
-        )
-    return files, objects
+        parts = ((shard_id, region),)
+        yield index, PlannedChunk(key_id, table.keys[index], dtype, region, num_bytes, parts)
 
 
 def lay_out_tensor_file(
@@ -129,12 +172,10 @@ def lay_out_object_file(
     rank: int, objects: Sequence[PlannedChunk], sizes: Mapping[str, int]
 ) -> PlannedFile:
     """Arrange encoded objects; `sizes` has, in their order, the size of each by its unique key."""
-    header, _ = build_header(
-        [Entry(key, "U8", (size,), size) for key, size in sizes.items()], _OWN_METADATA
-    )
-    chunks = [
-        chunk._replace(num_bytes=size) for chunk, size in zip(objects, sizes.values(), strict=True)
-    ]
+    entries = [Entry(key, "U8", (size,), size) for key, size in sizes.items()]
+    header, _ = build_header(entries, _OWN_METADATA)
+    pairs = zip(objects, sizes.values(), strict=True)
+    chunks = [chunk._replace(num_bytes=size) for chunk, size in pairs]
     # Cells of one object have names of their own, so all fit into one file.
     return PlannedFile("objects/" + object_file_name(rank), header, chunks)
 
@@ -165,17 +206,23 @@ def chunk_table(files: Sequence[PlannedFile]) -> ChunkTable:
     )
 
 
-def _coalesce(chunks: list[PlannedChunk]) -> list[PlannedChunk]:
+def _coalesced(chunks: list[PlannedChunk]) -> list[PlannedChunk]:
+    """Put chunks of one key together whose contents follow one another; cells of objects stay as
+    they are.
+    """
+    if len(chunks) == 1:
+        return chunks
+    in_order = sorted(chunks, key=lambda chunk: chunk.region.offset)
+    if in_order[0].dtype == OBJECT:
+        return in_order
     merged: list[PlannedChunk] = []
-    for chunk in sorted(chunks, key=lambda c: c.region.offset):
-        while merged and chunk.dtype != OBJECT:
-            region = _joined(merged[-1].region, chunk.region)
-            if region is None:
-                break
+    for chunk in in_order:
+        while merged and (region := _joined(merged[-1].region, chunk.region)) is not None:
             previous = merged.pop()
-            num_bytes = previous.num_bytes + chunk.num_bytes
             chunk = chunk._replace(
-                region=region, num_bytes=num_bytes, pieces=previous.pieces + chunk.pieces
+                region=region,
+                num_bytes=previous.num_bytes + chunk.num_bytes,
+                pieces=previous.pieces + chunk.pieces,
             )
         merged.append(chunk)
     return merged
@@ -185,20 +232,73 @@ def _joined(first: Region, second: Region) -> Region | None:
     """Return the region whose row-major content is that of two regions, one after the other; None
     if there is none.
     """
-    axis = next((i for i, size in enumerate(map(max, first.shape, second.shape)) if size > 1), 0)
-    for candidate in range(axis + 1):
-        same = all(
-            i == candidate
-            or (first.offset[i] == second.offset[i] and first.shape[i] == second.shape[i])
-            for i in range(len(first.shape))
+    if not first.shape:
+        return None
+    largest = map(max, first.shape, second.shape)
+    # Along an axis behind the first long one, they would not follow one another in memory.
+    last_axis = next((axis for axis, size in enumerate(largest) if size > 1), 0)
+    for axis in range(last_axis + 1):
+        wanted = Region(
+            with_item(first.offset, axis, first.offset[axis] + first.shape[axis]),
+            with_item(first.shape, axis, second.shape[axis]),
         )
-        if (
-            same
-            and first.shape
-            and first.offset[candidate] + first.shape[candidate] == second.offset[candidate]
-        ):
-            extent = first.shape[candidate] + second.shape[candidate]
-            return Region(
-                first.offset, (*first.shape[:candidate], extent, *first.shape[candidate + 1 :])
-            )
+        if second == wanted:
+            extent = first.shape[axis] + second.shape[axis]
+            return Region(first.offset, with_item(first.shape, axis, extent))
     return None
+
+
+# --- Plans that are kept --------------------------------------------------------------------------
+
+Structure: TypeAlias = tuple[Any, ...]
+"""Everything that a plan depends on about the shards of one rank; equal structures have equal
+plans.
+"""
+
+MAX_PLANS = 4
+"""Plans that are kept, for programs that save several state dicts in turn."""
+
+
+class PlanCache:
+    """The latest plans of one strategy, by structure."""
+
+    def __init__(self) -> None:
+        self._plans: list[tuple[Structure, SavePlan]] = []
+        self._lock = threading.Lock()
+
+    def find(self, structure: Structure) -> SavePlan | None:
+        """Return the plan that was kept for a structure."""
+        with self._lock:
+            return next((plan for known, plan in self._plans if known == structure), None)
+
+    def keep(self, structure: Structure, plan: SavePlan) -> None:
+        """Keep a plan, in the place of the one that was made or used longest ago."""
+        with self._lock:
+            others = [item for item in self._plans if item[0] != structure]
+            self._plans = [(structure, plan), *others[: MAX_PLANS - 1]]
+
+
+def structure_of(shards: Sequence[Shard], ranks: Ranks, *settings: object) -> Structure:
+    """Return what a plan depends on: every shard except for its data, which of them share memory,
+    who saves, and how.
+    """
+    of_tensor = attrgetter(
+        "key",
+        "dtype",
+        "local_shape",
+        "global_shape",
+        "global_offset",
+        "replica_id",
+        "prepend_axis_num",
+        "flattened_range",
+    )
+    of_object = attrgetter("key", "global_shape", "global_offset", "replica_id")
+    # One isinstance for each class, not for each shard: there may be many.
+    getters = {
+        kind: of_object if issubclass(kind, ShardedObject) else of_tensor
+        for kind in set(map(type, shards))
+    }
+    described = [getters[type(shard)](shard) for shard in shards]
+    # Some compare equal to replica ids that the author has chosen.
+    copies = [type(shard.replica_id) for shard in shards]
+    return (ranks.rank, ranks.size, settings, find_ties(shards), described, copies)

@@ -20,6 +20,7 @@ from distckpt._geometry.region import (
     IntArray,
     Region,
     TilingFault,
+    covering,
     find_tiling_faults,
     intersect_many,
     regions_to_arrays,
@@ -46,9 +47,9 @@ class Copy(NamedTuple):
 class Request(NamedTuple):
     """A region of a key to load.
 
-    With `allow_shape_mismatch` the global shape may differ from the stored one and what is not
-    stored stays unread. With `step` the elements lie so far apart along the axes; `plan_load` takes
-    requests without it.
+    With `allow_shape_mismatch`, the global shape may differ from the stored one, and what is not
+    stored stays unread. With `step`, the elements lie that far apart along the axes; `plan_load`
+    takes requests without it, see `covered`.
     """
 
     key: str
@@ -56,6 +57,10 @@ class Request(NamedTuple):
     region: Region
     allow_shape_mismatch: bool = False
     step: tuple[int, ...] = ()
+
+    def covered(self) -> Request:
+        """Request everything from the first to the last element."""
+        return self._replace(region=covering(self.region, self.step), step=())
 
 
 # --- Keys, dtypes and objects ---------------------------------------------------------------------
@@ -67,29 +72,46 @@ def check_keys(stored: StoredCheckpoint, keys: Iterable[str], has_rules: bool = 
     absent = sorted({key for key in keys if key not in known})
     if not absent:
         return
-    prefix = other_prefix(absent, known)
-    hint = prefix or _smaller_model(absent, known) or did_you_mean(absent[0], known)
-    advice = "Correct the keys, or leave such keys out with strict='report'."
-    if prefix:
-        advice = "Correct the prefix: a module at 'model' of the state dict has none, one at another place its path."
-    if not (hint or has_rules) and (stored.manifest.origin or {}).get("format") == "huggingface":
-        advice = "Names of another program need rules=, or family='auto' for those of Megatron Core and transformers."
-    are_of_optimizer = all(key.endswith(".settings") or ".state." in key for key in absent)
-    if are_of_optimizer and not any(key.endswith(".settings") for key in known):
-        hint, advice = (
-            "",
-            "No state of an optimizer is stored there: leave the optimizer out of the state dict.",
-        )
-    if about_codes := next(filter(None, (undecoded(stored, key) for key in absent)), None):
-        hint, advice = "", about_codes
+    hint, advice = _advice(stored, absent, has_rules)
     text = f"Not in the checkpoint {stored.location!r}: {summarize_keys(absent)}{hint}. {advice}"
     raise LoadMismatchError(text, unexpected=absent)
 
 
+def _advice(stored: StoredCheckpoint, absent: Sequence[str], has_rules: bool) -> tuple[str, str]:
+    """Return why keys may be absent, to follow them in a message, and what to do."""
+    known = stored.manifest.key_index
+    about_codes = next(filter(None, (undecoded(stored, key) for key in absent)), None)
+    if about_codes:
+        return "", about_codes
+    if _lack_optimizer(absent, known):
+        return "", (
+            "No state of an optimizer is stored there: leave the optimizer out of the state dict."
+        )
+    if prefix := other_prefix(absent, known):
+        return prefix, (
+            "Correct the prefix: a module at 'model' of the state dict has none, one at another "
+            "place its path."
+        )
+    hint = _smaller_model(absent, known) or did_you_mean(absent[0], known)
+    if not (hint or has_rules) and (stored.manifest.origin or {}).get("format") == "huggingface":
+        return "", (
+            "Names of another program need rules=, or family='auto' for those of Megatron Core "
+            "and transformers."
+        )
+    return hint, "Correct the keys, or leave such keys out with strict='report'."
+
+
+def _lack_optimizer(absent: Sequence[str], known: Iterable[str]) -> bool:
+    """Tell whether absent keys are the state of an optimizer, of which nothing is stored."""
+    are_of_optimizer = all(key.endswith(".settings") or ".state." in key for key in absent)
+    return are_of_optimizer and not any(key.endswith(".settings") for key in known)
+
+
 def _smaller_model(absent: Sequence[str], known: Iterable[str]) -> str:
-    """Return a text for keys of which the checkpoint has those of other layers."""
+    """Return a text for keys of which the checkpoint has others that differ in numbers only."""
     patterns = {without_numbers(key) for key in known}
-    if not all(len(pattern := without_numbers(key)) > 1 and pattern in patterns for key in absent):
+    wanted = {without_numbers(key) for key in absent}
+    if not wanted <= patterns or any(len(pattern) == 1 for pattern in wanted):
         return ""
     return " (the checkpoint has such keys with other numbers: was a smaller model saved?)"
 

@@ -116,7 +116,9 @@ class Exchanges:
         )
 
     def are_in_step_after(self, error: BaseException) -> bool:
-        """Tell whether ranks may go on together after an error: all have raised it, none was lost."""
+        """Tell whether ranks may go on together after an error: all have raised it, and no rank was
+        lost.
+        """
         return self.size == 1 or (
             self.is_known_to_all(error) and not getattr(error, "is_lost_contact", False)
         )

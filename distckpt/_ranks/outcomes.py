@@ -93,16 +93,26 @@ def error_to_raise(
         # KeyboardInterrupt and its like keep their meaning for this process; for the others, this
         # rank has failed.
         return error
-    failed = {number: outcome for number, outcome in enumerate(outcomes) if outcome is not None}
-    failures = {number: _rebuild_error(outcome) for number, outcome in failed.items()}
+    failures = {
+        number: _rebuild_error(outcome)
+        for number, outcome in enumerate(outcomes)
+        if outcome is not None
+    }
     if error is not None:
         failures[rank] = error
     first = min(failures)
     is_decided = decision and list(failures) == [0]
-    is_same_everywhere = all(outcome == outcomes[0] for outcome in outcomes)
-    if failed[first]["is_ours"] and (is_decided or is_same_everywhere):
+    if _is_ours(outcomes[first]) and (is_decided or _are_equal(outcomes)):
         return failures.get(rank, failures[first])
     return RankFailedError(failures, phase=phase)
+
+
+def _is_ours(outcome: dict[str, Any] | None) -> bool:
+    return outcome is not None and bool(outcome["is_ours"])
+
+
+def _are_equal(outcomes: Sequence[dict[str, Any] | None]) -> bool:
+    return all(outcome == outcomes[0] for outcome in outcomes)
 
 
 def describe_error(error: BaseException | None) -> dict[str, Any] | None:

@@ -21,17 +21,29 @@ from distckpt._storage.remote import RemoteLocation, fill, too_large
 
 _OVER_HTTP = re.compile(r"(?:^|::)https?://")
 _TEMPORARY_ERRNOS = {
-    errno.EIO, errno.EBUSY, errno.EAGAIN, errno.EPIPE, errno.ETIMEDOUT, errno.ECONNRESET, errno.ECONNREFUSED,
-    errno.ECONNABORTED, getattr(errno, "EREMOTEIO", errno.EIO),
-}  # fmt: skip
+    errno.EIO,
+    errno.EBUSY,
+    errno.EAGAIN,
+    errno.EPIPE,
+    errno.ETIMEDOUT,
+    errno.ECONNRESET,
+    errno.ECONNREFUSED,
+    errno.ECONNABORTED,
+    getattr(errno, "EREMOTEIO", errno.EIO),
+}
 _TEMPORARY_STATUSES = {"408", "429", "500", "502", "503", "504"}
 """Of HTTP: busy, or broken for a moment."""
 _TEMPORARY_CLASSES = {
-    "ConnectionError", "TimeoutError", "IncompleteRead", "ClientConnectionError", "ClientPayloadError",
-    "ServiceRequestError", "ServiceResponseError",
-}  # fmt: skip
-"""By name, wherever they are defined: file systems of fsspec bring their own, and are not imported
-here.
+    "ConnectionError",
+    "TimeoutError",
+    "IncompleteRead",
+    "ClientConnectionError",
+    "ClientPayloadError",
+    "ServiceRequestError",
+    "ServiceResponseError",
+}
+"""By name, wherever they are defined: file systems of fsspec bring their own, which are not
+imported here.
 """
 
 _lock = threading.Lock()

@@ -23,7 +23,7 @@ from distckpt._storage import object_store
 
 _MAX_NAME_BYTES = 255
 _BROKEN_URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/(?:[^/]|/*$)")
-_SCHEME = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
+_SCHEME = re.compile(r"^[A-Za-z][A-Za-z0-9+.-]*://")
 
 
 def normalize(location: str | os.PathLike[str]) -> str:
@@ -41,11 +41,7 @@ def normalize(location: str | os.PathLike[str]) -> str:
     text = os.fspath(location)
     if not isinstance(text, str) or not text or "\0" in text:
         raise ValueError(f"A location is a path or a URL, got {text!r}.")
-    text = (
-        _SCHEME.sub(lambda scheme: scheme[0].lower(), text, count=1)
-        if _SCHEME.match(text)
-        else text
-    )
+    text = _SCHEME.sub(lambda scheme: scheme[0].lower(), text, count=1)
     for scheme in ("file://", "local://"):
         text = text.removeprefix(scheme)
     if _BROKEN_URL.match(text):
@@ -53,18 +49,20 @@ def normalize(location: str | os.PathLike[str]) -> str:
             f"{text!r} is no complete URL: write a str such as 's3://bucket/run', since pathlib "
             f"removes a slash. If a local directory is meant, write './{text}'."
         )
-    if not is_local(text):
-        return text.rstrip("/")
-    if text.partition("/")[0] == "~":
+    return _absolute(text) if is_local(text) else text.rstrip("/")
+
+
+def _absolute(path: str) -> str:
+    if path.partition("/")[0] == "~":
         raise ValueError(
-            f"{text!r} begins with '~', which only a shell replaces: pass "
-            f"os.path.expanduser({text!r}). If a directory of this name is meant, write './{text}'."
+            f"{path!r} begins with '~', which only a shell replaces: pass "
+            f"os.path.expanduser({path!r}). If a directory of this name is meant, write './{path}'."
         )
     try:
-        return os.path.abspath(text)
+        return os.path.abspath(path)
     except FileNotFoundError as error:
         raise FileNotFoundError(
-            errno.ENOENT, "relative to the current directory, which was removed", text
+            errno.ENOENT, "relative to the current directory, which was removed", path
         ) from error
 
 

@@ -40,8 +40,6 @@ def upload_files(
     For each of them a part of an object, see `part_bytes_of`, and a unit are in memory.
     `progress` is given numbers of bytes as they are handed over, from several threads.
     """
-    if not files:
-        return
     num_at_once = min(num_requests, len(files))
     stop = threading.Event()
     with (
@@ -60,7 +58,7 @@ def upload_files(
             # end.
             if not all(future.done() for future in running):
                 stop.set()
-    errors = [error for future in running if (error := future.exception()) is not None]
+    errors = list(filter(None, (future.exception() for future in running)))
     if errors:
         raise next((error for error in errors if not isinstance(error, _Stopped)), errors[0])
 
@@ -71,9 +69,14 @@ class _Stopped(Exception):
 
 class _Upload:
     def __init__(
-        self, file: OutgoingFile, num_requests: int, max_part_bytes: int, readers: Pool, stop: threading.Event,
+        self,
+        file: OutgoingFile,
+        num_requests: int,
+        max_part_bytes: int,
+        readers: Pool,
+        stop: threading.Event,
         progress: Callable[[int], None] | None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self._file, self._num_requests, self._max_part_bytes = file, num_requests, max_part_bytes
         self._readers, self._stop = readers, stop
         self._progress = progress or (lambda num_bytes: None)

@@ -26,7 +26,7 @@ from distckpt._mapping.wrappers import (
     ShardedTensor,
     StateDict,
 )
-from distckpt._plan.cache import PlanCache
+from distckpt._plan.layout import PlanCache
 from distckpt._ranks.collectives import Ranks
 
 __all__ = [

@@ -20,7 +20,7 @@ from distckpt._format.stored_checkpoint import StoredCheckpoint
 from distckpt._io.load_shards import ReadSettings
 from distckpt._io.save_shards import ShardSave, ShardSettings, prepare_shards
 from distckpt._mapping.wrappers import ShardedObject, ShardedStateDict, ShardedTensor, StateDict
-from distckpt._plan.cache import PlanCache
+from distckpt._plan.layout import PlanCache
 from distckpt._ranks.collectives import Ranks
 from distckpt._storage import locations
 from distckpt.strategies.base import (

@@ -53,7 +53,7 @@ def test_every_phase_of_every_verb_is_logged(tmp_path, journal):
         "load": ["plan", "read"],
         "verify": ["plan", "read"],
         "consolidate": ["plan", "write", "commit"],
-        "reshard": ["write", "commit"],
+        "reshard": ["plan", "write", "commit"],
         "async_save": ["describe", "plan", "stage", "write", "commit"],
     }
     assert phases_in(journal) == [
