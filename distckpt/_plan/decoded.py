@@ -62,7 +62,7 @@ def decoded(stored: StoredCheckpoint) -> StoredCheckpoint:
     )
     renamed = [_with_names(each, names) for each in tensors]
     quantized = dict(enumerate(renamed, len(manifest.chunks.key_ids)))
-    return stored._replace(manifest=view, quantized=quantized)
+    return replace(stored, manifest=view, quantized=quantized)
 
 
 def _aliases_in_view(
