@@ -202,7 +202,8 @@ class _Reading:
             content = self._read_directly(unit) or self._read_through_cache(unit)
             if self.stored.verifies:
                 _verify(self, unit, content.buffers)
-            _deliver(self, content)
+            if content.scattered:
+                _deliver(self, content)
         if self._progress is not None:
             self._progress(sum(_useful_bytes(self, span) for span in unit))
 
