@@ -251,7 +251,7 @@ class _Content(NamedTuple):
 
 
 def _content_for(reading: _Reading, unit: list[Span]) -> _Content:
-    """Choose the memory for a unit: that of large plain targets, and scratch memory."""
+    """Choose the memory for a unit: the memory of large plain targets, and scratch memory."""
     scratch = bounce_buffer("read", sum(span.num_bytes for span in unit), reading.copier.layer)
     content = _Content([], scratch, [])
     # What lies between these in `scratch` is not among the buffers yet.
