@@ -7,11 +7,11 @@ import signal
 
 
 def main() -> int:
-    """Run the command line of this process; Ctrl-C ends it without a traceback, also while modules
+    """Run the command line of this process. Ctrl-C ends it without a traceback, even while modules
     are imported.
     """
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-        # While a verb runs it raises, see `distckpt.cli`; before and after that there is nothing to
+        # While a verb runs Ctrl-C raises, see `distckpt.cli`. Before and after there is nothing to
         # clean up.
         signal.signal(signal.SIGINT, signal.SIG_DFL)
     code: int = importlib.import_module("distckpt.cli").main()

@@ -6,8 +6,9 @@ For a torch optimizer, whatever it keeps:
     optimizer_state = sharded_optimizer_state_dict(optimizer, model_state)
     distckpt.save({"model": model_state, "optimizer": optimizer_state}, "checkpoints/step_100")
     ...
-    loaded = distckpt.load({"model": model_state, "optimizer": optimizer_state},
-    "checkpoints/step_100") load_sharded_optimizer_state_dict(optimizer, loaded["optimizer"])
+    state = {"model": model_state, "optimizer": optimizer_state}
+    loaded = distckpt.load(state, "checkpoints/step_100")
+    load_sharded_optimizer_state_dict(optimizer, loaded["optimizer"])
 
 Megatron's functions make shards of an optimizer's own state dict. The tensors in it are divided
 among ranks as the parameters are, so a model's sharded state dict describes them, too:

@@ -235,7 +235,7 @@ def report(paths: Sequence[Path], losses: Sequence[float], resumed: Sequence[flo
         losses: of the uninterrupted run.
         resumed: of the steps after loading.
     """
-    first, second = (distckpt.load_plain_tensors(path) for path in paths)
+    first, second = (distckpt.open(path).read_tensors() for path in paths)
     wrong = sorted(
         key
         for key in first.keys() | second.keys()

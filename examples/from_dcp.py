@@ -123,7 +123,7 @@ def main() -> None:
         off = max(abs(a - b) / b for a, b in zip(losses, first[SAVE_AT:], strict=True))  # relative
         print(f"Resumed on {size} from what was saved {name}: losses off by {off:.0e} at most")
         is_ok &= off < 1e-4
-    ends = [distckpt.load_plain_tensors(work_dir / f"end_{name}") for _, name in runs[1:]]
+    ends = [distckpt.open(work_dir / f"end_{name}").read_tensors() for _, name in runs[1:]]
     equal = ends[0].keys() == ends[1].keys() and all(
         torch.equal(ends[0][key], ends[1][key]) for key in ends[0]
     )

@@ -115,7 +115,7 @@ def main() -> None:
         with tempfile.TemporaryDirectory() as folder:
             args = (size, f"{folder}/rendezvous", work_dir)
             torch.multiprocessing.spawn(train, args, nprocs=size) if size > 1 else train(0, *args)
-        saved, again = (distckpt.load_plain_tensors(work_dir / f"saved_by_{n}") for n in (4, size))
+        saved, again = (distckpt.open(work_dir / f"saved_by_{n}").read_tensors() for n in (4, size))
         equal = saved.keys() == again.keys() and all(
             torch.equal(again[key], saved[key]) for key in saved
         )

@@ -63,7 +63,7 @@ def run(url: str) -> None:
         [threading.Thread(target=distckpt.save, args=(state(4), place), kwargs={"overwrite": True})]
     )
 
-    def another_program_saves(num_bytes: int) -> None:
+    def another_program_saves(done: int, total: int) -> None:
         for racer in racers:
             racer.start()
             racer.join()

@@ -71,8 +71,8 @@ def main() -> None:
         f"{'equal' if again == losses[SAVE_AT:] else 'NOT EQUAL'}"
     )
 
-    weights = distckpt.load_plain_tensors(path)  # no model needed
-    print(f"{len(weights)} tensors, 0.weight {tuple(weights['0.weight'].shape)}")
+    tensors = distckpt.open(path).tensors  # no model needed
+    print(f"{len(tensors)} tensors, 0.weight {tensors['0.weight'].shape}")
     shard_file = next(iter(sorted((path / "tensors").glob("*.safetensors"))))
     content = bytearray(shard_file.read_bytes())
     content[-1] ^= 1

@@ -15,9 +15,8 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from functools import partial
-from types import FrameType
-from typing import ParamSpec, TypeAlias, TypeVar
+from types import CodeType, FrameType, FunctionType
+from typing import ParamSpec, TypeAlias, TypeVar, cast
 
 from distckpt._base.errors import CheckpointingException
 
@@ -42,7 +41,7 @@ _is_forced = False
 """Whether a handler that would not wait has raised an exception: the ranks are out of step."""
 
 _thread = threading.local()
-"""`locks`: those that the operation of a thread holds."""
+"""`names`: the operations that a thread is in the middle of; `locks`: those that they hold."""
 
 
 def operation(function: Callable[_Parameters, _Result]) -> Callable[_Parameters, _Result]:
@@ -55,65 +54,68 @@ def operation(function: Callable[_Parameters, _Result]) -> Callable[_Parameters,
 
     @functools.wraps(function)
     def call(*args: _Parameters.args, **kwargs: _Parameters.kwargs) -> _Result:
-        name, work = function.__qualname__, [partial(function, *args, **kwargs)]
-        running = running_operation()
-        if running is not None:
-            if not _is_own_call(sys._getframe(1)):
-                raise CheckpointingException(
-                    f"{name} was called in the middle of {running}, in the same thread: by a "
-                    "signal handler, or by a callback. Let it set a flag, and call when the other "
-                    "call has returned; see distckpt.PreemptionGuard for signals."
-                )
-            return run_operation(name, work)
-        # A signal handler may have come just before the first step of another call, or just after
-        # its last one: what that one holds, or is going to hold, stays.
-        is_first = not hasattr(_thread, "locks")
+        name, names = function.__qualname__, _names()
+        # An exception of a signal handler may end any step below but a deletion, so what ends this
+        # call puts back what was there before.
+        num_running = len(names)
+        if num_running:
+            _refuse_callbacks(name, names[0], sys._getframe(1))
         locks: list[threading.Lock] = _thread.__dict__.setdefault("locks", [])
         num_held = len(locks)
         try:
-            return run_operation(name, work)
+            names.append(name)
+            return function(*args, **kwargs)
         finally:
-            while len(locks) > num_held:
-                locks.pop().release()
-            if is_first:
-                del _thread.locks
-            if _handlers and _is_main_thread():
-                _end_deferral()
+            del names[num_running:]
+            if not num_running:
+                while len(locks) > num_held:
+                    locks.pop().release()
+                if _handlers and _is_main_thread():
+                    _end_deferral()
 
+    _CALLS.add(cast(FunctionType, call).__code__)
     return call
 
 
-def run_operation(name: str, work: list[partial[_Result]]) -> _Result:
-    """Call the one function in a list. What it calls finds the name on the stack, whatever
-    exceptions a signal handler raises.
-    """
-    # It leaves the list: before Python 3.13, what is in a frame when somebody looks at its
-    # variables stays as long as a traceback has the frame.
-    return work.pop()()
+def _names() -> list[str]:
+    """Return the names of the operations that this thread is in the middle of, outermost first."""
+    names: list[str] = _thread.__dict__.setdefault("names", [])
+    return names
 
 
-def _is_own_call(caller: FrameType | None) -> bool:
-    """Tell whether only this package lies between a caller and the operation that it is in the
-    middle of.
-    """
-    while caller is not None and caller.f_code is not run_operation.__code__:
+def run_operation(name: str, function: Callable[[], _Result]) -> _Result:
+    """Call a function in the name of an operation that another thread is in the middle of."""
+    names = _names()
+    num_running = len(names)
+    try:
+        names.append(name)
+        return function()
+    finally:
+        del names[num_running:]
+
+
+_CALLS: set[CodeType] = {run_operation.__code__}
+"""The code of operations, and of what calls a function in the name of one."""
+
+
+def _refuse_callbacks(name: str, running: str, caller: FrameType | None) -> None:
+    """Refuse a call in the middle of another one, unless only this package lies between them."""
+    while caller is not None and caller.f_code not in _CALLS:
         if not f"{caller.f_globals.get('__name__')}.".startswith(("distckpt.", "contextlib.")):
-            return False
+            raise CheckpointingException(
+                f"{name} was called in the middle of {running}, in the same thread: by a signal "
+                "handler, or by a callback. Let it set a flag, and call when the other call has "
+                "returned; see distckpt.PreemptionGuard for signals."
+            )
         caller = caller.f_back
-    return True
 
 
 def running_operation() -> str | None:
-    """Return the name of the operation that this thread is in the middle of; None if there is
+    """Return the name of the operation that this thread is in the middle of, None when there is
     none.
     """
-    frame: FrameType | None = sys._getframe(1)
-    name = None
-    while frame is not None:
-        if frame.f_code is run_operation.__code__:
-            name = str(frame.f_locals["name"])
-        frame = frame.f_back
-    return name
+    names = _names()
+    return names[0] if names else None
 
 
 def hold(lock: threading.Lock) -> None:
@@ -121,7 +123,7 @@ def hold(lock: threading.Lock) -> None:
     of.
     """
     locks = getattr(_thread, "locks", None)
-    if locks is not None and lock not in locks:
+    if locks is not None and _names() and lock not in locks:
         lock.acquire()
         locks.append(lock)
 

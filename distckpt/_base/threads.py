@@ -56,7 +56,7 @@ class Pool(ThreadPoolExecutor):
                 return
             try:
                 future.set_result(
-                    run_operation(operation, [partial(function, *arguments, **options)])
+                    run_operation(operation, partial(function, *arguments, **options))
                 )
             except BaseException as error:
                 # Without the frame of this function, which refers to the future.

@@ -36,7 +36,7 @@ def run(arguments: Namespace, output: Output) -> int:
 
 
 def time_text(seconds: float | None) -> str:
-    """Format a time as that of this machine's clock; an empty string for None."""
+    """Format a time by the clock of this machine; an empty string for None."""
     return "" if seconds is None else time.strftime("%Y-%m-%d %H:%M", time.localtime(seconds))
 
 

@@ -1,5 +1,6 @@
-"""The command line: `distckpt VERB ...` or `python -m distckpt VERB ...`. `distckpt._cli` has the
-verbs.
+"""The command line: `distckpt VERB ...` or `python -m distckpt VERB ...`.
+
+Each verb has a module in `distckpt._cli`.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run one verb, or print help when there are no arguments.
 
     Args:
-        arguments: of the command line, those of this process when None.
+        arguments: of the command line; None for the arguments of this process.
 
     Returns:
         The exit code: 0, 1 for errors and for checks that failed, 2 for errors of checks, 130 after

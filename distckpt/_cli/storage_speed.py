@@ -117,7 +117,7 @@ def _empty(ranks: Ranks, folder: str) -> None:
 
 
 def _wait_for_all(ranks: Ranks) -> None:
-    ranks.all_gather_numbers([0])  # gloo waits for nobody when there is nothing to send
+    ranks.all_gather_numbers([0])  # gloo does not wait if there is nothing to send
 
 
 def _distckpt(rank: int, task: Task) -> Contestant:

@@ -80,7 +80,7 @@ def save_text(facts: dict[str, Any]) -> str:
     """Say when and in which format a checkpoint was saved, in one line."""
     parts = ["" if facts["step"] is None else f"step {facts['step']}", f"format {facts['format']}"]
     if (written := facts["saved_at"]) is not None:
-        # It is not called the time of the save, because a copy has that of copying.
+        # It is not called the time of the save, because copying a checkpoint changes it.
         zone = time.strftime("UTC%z", time.localtime(written)).removesuffix("+0000")
         parts.append(f"{CONFIG_FNAME} written {time_text(written)} {zone}")
     return ", ".join(filter(None, [*parts, "" if facts["has_checksums"] else "no checksums"]))

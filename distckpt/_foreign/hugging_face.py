@@ -12,16 +12,18 @@ import logging
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from distckpt._base.errors import CheckpointNotFoundError, CorruptCheckpointError
 from distckpt._base.messages import did_you_mean, natural_order, summarize_keys
 from distckpt._checkpoint.reader import Reader
 from distckpt._checkpoint.stored_pieces import StoredPiece, build_manifest
 from distckpt._format import safetensors_file
+from distckpt._format.hf_names import INDEX_NAME as INDEX_NAME
+from distckpt._format.hf_names import SINGLE_NAME, SUFFIX
 from distckpt._format.manifest import MAX_TABLE_BYTES, Manifest, ShardFile, is_manifest_name
 from distckpt._format.marker import read_file
-from distckpt._format.read_header import read_header
+from distckpt._format.read_header import Header, read_header
 from distckpt._geometry.region import Region, whole
 from distckpt._plan.codes import CONFIG_NAMES
 from distckpt._quantization.detect import settings_of
@@ -29,10 +31,6 @@ from distckpt._quantization.names import may_be_codes
 from distckpt._storage import locations
 
 logger = logging.getLogger(__name__)
-
-INDEX_NAME = "model.safetensors.index.json"
-SUFFIX = ".safetensors"
-SINGLE_NAME = "model.safetensors"
 
 _NUMBERED = re.compile(r"(.*-)\d+(-of-0*(\d+)\.safetensors)", re.ASCII)
 _MAX_CONFIG_BYTES = 64 << 20
@@ -45,11 +43,10 @@ class HuggingFaceReader(Reader):
     name = "huggingface"
 
     def detect(self, location: str, marker: Mapping[str, Any] | None) -> bool:
-        names = (
-            [locations.split(location)[1]]
-            if is_single_file(location)
-            else _safetensors_names(location)
-        )
+        if _is_single_file(location):
+            names = [locations.split(location)[1]]
+        else:
+            names = _safetensors_names(location)
         # A directory with a manifest but no marker is an incomplete checkpoint.
         return marker is None and not all(map(is_manifest_name, names))
 
@@ -57,11 +54,20 @@ class HuggingFaceReader(Reader):
         return read_directory(location)
 
 
-def is_single_file(location: str) -> bool:
-    """Tell whether a location is a safetensors file, not a directory."""
-    return (
-        location.endswith(SUFFIX) and locations.exists(location) and not locations.isdir(location)
-    )
+class _Files(NamedTuple):
+    """The files of a checkpoint.
+
+    Attributes:
+        folder: where they lie.
+        names: of the files.
+        weight_map: from the index, the name of the file that holds each key; None without an index.
+        is_alone: whether a single file was given as the checkpoint.
+    """
+
+    folder: str
+    names: list[str]
+    weight_map: dict[str, str] | None
+    is_alone: bool = False
 
 
 def read_directory(location: str, *, require_sharding_info: bool = False) -> Manifest:
@@ -70,57 +76,77 @@ def read_directory(location: str, *, require_sharding_info: bool = False) -> Man
     With `require_sharding_info`, files without the positions of their entries in the global tensors
     are refused.
     """
-    fields: dict[str, Any] = {}
-    weight_map = None
-    if is_single_file(location):
-        fields["is_file"] = True
-        location, only = locations.split(location)
-        names = [only]
-    else:
-        weight_map = _read_index(location)
-        names = (
-            _safetensors_names(location) if weight_map is None else sorted(set(weight_map.values()))
-        )
-        if (
-            weight_map
-            and SINGLE_NAME not in names
-            and locations.exists(locations.join(location, SINGLE_NAME))
-        ):
-            raise CorruptCheckpointError(
-                f"{location!r} holds {INDEX_NAME} and a {SINGLE_NAME} that is not in it, of two "
-                f"exports: remove one of them, or give the location of {SINGLE_NAME} itself."
-            )
-    if not names:
+    found = _find_files(location)
+    if not found.names:
         raise CheckpointNotFoundError(f"{location!r} holds no {SUFFIX} files.")
     files: list[ShardFile] = []
     pieces: list[StoredPiece] = []
     without_info: list[str] = []
-    for name in names:
-        file, has_info, found = _read_file(location, name)
+    for name in found.names:
+        file, has_info, in_file = _read_file(found.folder, name)
         files.append(file)
-        pieces.extend(found)
+        pieces.extend(in_file)
         if not has_info:
             without_info.append(name)
-    if without_info and (require_sharding_info or len(without_info) < len(names)):
+    if without_info and (require_sharding_info or len(without_info) < len(files)):
+        raise _no_sharding_info(locations.join(found.folder, without_info[0]))
+    if found.weight_map is not None:
+        pieces = _indexed(found.folder, pieces, found.weight_map)
+    elif not found.is_alone:
+        _check_all_are_there(found.folder, without_info)
+    fields = _fields(found, pieces)
+    return build_manifest(HuggingFaceReader.name, found.folder, pieces, files, fields)
+
+
+def _find_files(location: str) -> _Files:
+    if _is_single_file(location):
+        folder, name = locations.split(location)
+        return _Files(folder, [name], None, is_alone=True)
+    weight_map = _read_index(location)
+    if weight_map is None:
+        return _Files(location, _safetensors_names(location), None)
+    names = sorted(set(weight_map.values()))
+    if SINGLE_NAME not in names and locations.exists(locations.join(location, SINGLE_NAME)):
         raise CorruptCheckpointError(
-            f"{locations.join(location, without_info[0])!r} does not say where in the global "
-            f"tensors its entries lie: it has no {safetensors_file.SHARDING_INFO} in its header "
-            "metadata, so it is no shard of a distributed save. Remove it from the folder, or "
-            "name the folder of the shards."
+            f"{location!r} holds {INDEX_NAME} and a {SINGLE_NAME} that is not in it, of two "
+            f"exports: remove one of them, or give the location of {SINGLE_NAME} itself."
         )
-    if weight_map is None and not fields:
-        _check_all_are_there(location, without_info)
-    if weight_map is not None:
-        pieces = _indexed(location, pieces, weight_map)
+    return _Files(location, names, weight_map)
+
+
+def _is_single_file(location: str) -> bool:
+    """Tell whether a location is a safetensors file, not a directory."""
+    if not location.endswith(SUFFIX):
+        return False
+    return locations.exists(location) and not locations.isdir(location)
+
+
+def _safetensors_names(location: str) -> list[str]:
+    present = locations.list_names(location) if locations.isdir(location) else []
+    return sorted((name for name in present if name.endswith(SUFFIX)), key=natural_order)
+
+
+def _no_sharding_info(path: str) -> CorruptCheckpointError:
+    return CorruptCheckpointError(
+        f"{path!r} does not say where in the global "
+        f"tensors its entries lie: it has no {safetensors_file.SHARDING_INFO} in its header "
+        "metadata, so it is no shard of a distributed save. Remove it from the folder, or "
+        "name the folder of the shards."
+    )
+
+
+def _fields(found: _Files, pieces: Sequence[StoredPiece]) -> dict[str, Any]:
+    """Return what the manifest notes of the format."""
+    fields: dict[str, Any] = {}
+    if found.is_alone:
+        fields["is_file"] = True
     if any(may_be_codes(piece.dtype) for piece in pieces):
-        fields["quantization"] = _read_quantization(location)
-    return build_manifest(HuggingFaceReader.name, location, pieces, files, fields)
+        fields["quantization"] = _read_quantization(found.folder)
+    return fields
 
 
 def _check_all_are_there(location: str, names: Sequence[str]) -> None:
-    """Refuse a directory without an index where one of the files that are numbered in their names
-    is missing.
-    """
+    """Refuse a directory without an index that lacks one of its numbered files."""
     matches = filter(None, map(_NUMBERED.fullmatch, names))
     for (start, end, total), there in Counter(match.groups() for match in matches).items():
         if there < int(total):
@@ -131,8 +157,8 @@ def _check_all_are_there(location: str, names: Sequence[str]) -> None:
 
 
 def _read_quantization(location: str) -> dict[str, Any] | None:
-    """Return what the files beside the tensors say about quantised ones, see `settings_of`; None
-    for nothing.
+    """Return what the files beside the tensors say about quantized ones, see `settings_of`; None if
+    they say nothing.
     """
     configs = {}
     for name in CONFIG_NAMES:
@@ -150,13 +176,8 @@ def _read_quantization(location: str) -> dict[str, Any] | None:
     return settings_of(configs)
 
 
-def _safetensors_names(location: str) -> list[str]:
-    present = locations.list_names(location) if locations.isdir(location) else []
-    return sorted((name for name in present if name.endswith(SUFFIX)), key=natural_order)
-
-
 def _read_index(location: str) -> dict[str, str] | None:
-    """Return key -> file name from the index, None when there is no index."""
+    """Return the name of the file that holds each key, from the index; None without an index."""
     path = locations.join(location, INDEX_NAME)
     try:
         weight_map = safetensors_file.parse_json(read_file(path, MAX_TABLE_BYTES))["weight_map"]
@@ -167,40 +188,26 @@ def _read_index(location: str) -> dict[str, str] | None:
         raise CorruptCheckpointError(
             f"The index {path!r} is damaged ({error}): restore it from a copy."
         ) from error
-    bad = [
-        name
-        for name in names
-        if not name.endswith(SUFFIX) or not locations.is_inner_name(name, max_parts=1)
-    ]
-    if bad or not names:
+    for name in names:
+        if not name.endswith(SUFFIX) or not locations.is_inner_name(name, max_parts=1):
+            raise CorruptCheckpointError(
+                f"The index {path!r} names {name!r:.300}, which is no safetensors file beside it."
+            )
+    if not names:
         raise CorruptCheckpointError(
-            f"The index {path!r} names {bad[0]!r:.300}, which is no safetensors file beside it."
-            if bad
-            else f"The index {path!r} names no tensors: whatever wrote it found none. Make the export again."
+            f"The index {path!r} names no tensors: whatever wrote it found none. Make the export "
+            "again."
         )
     return dict(weight_map)
 
 
-def _read_file(location: str, name: str) -> tuple[ShardFile, bool, list[StoredPiece]]:
-    path = locations.join(location, name)
+def _read_file(folder: str, name: str) -> tuple[ShardFile, bool, list[StoredPiece]]:
+    """Read a header; return the file, whether it says where its entries lie, and its pieces."""
+    path = locations.join(folder, name)
     try:
         header = read_header(path)
-        metadata = header.metadata
-        has_info = safetensors_file.SHARDING_INFO in metadata
-        info = json.loads(metadata[safetensors_file.SHARDING_INFO]) if has_info else {}
-        shapes = json.loads(metadata.get(safetensors_file.GLOBAL_SHAPES, "{}"))
-        pieces = []
-        for entry in header.entries:
-            if has_info:
-                region = Region(_counts(entry, info[entry.name]["saved_offsets"]), entry.shape)
-                shape = _counts(entry, shapes[entry.name]) if entry.name in shapes else None
-            else:
-                region, shape = whole(entry.shape), entry.shape
-            pieces.append(
-                StoredPiece(
-                    entry.name, entry.dtype, region, shape, name, entry.first_byte, entry.num_bytes
-                )
-            )
+        has_info = safetensors_file.SHARDING_INFO in header.metadata
+        pieces = (_pieces_of_shards if has_info else _pieces_of_tensors)(name, header)
     except FileNotFoundError as error:
         raise CorruptCheckpointError(
             f"{path!r} is missing, but {INDEX_NAME} names it: restore it, or finish copying the "
@@ -214,8 +221,29 @@ def _read_file(location: str, name: str) -> tuple[ShardFile, bool, list[StoredPi
     return ShardFile(name, header.num_bytes, header.header_bytes, 0), has_info, pieces
 
 
+def _pieces_of_tensors(file: str, header: Header) -> list[StoredPiece]:
+    """Return the pieces of a file of whole tensors."""
+    return [
+        StoredPiece(name, dtype, whole(shape), shape, file, first_byte, num_bytes)
+        for name, dtype, shape, num_bytes, first_byte in header.entries
+    ]
+
+
+def _pieces_of_shards(file: str, header: Header) -> list[StoredPiece]:
+    """Return the pieces of a file whose metadata says where its entries lie."""
+    info = json.loads(header.metadata[safetensors_file.SHARDING_INFO])
+    shapes = json.loads(header.metadata.get(safetensors_file.GLOBAL_SHAPES, "{}"))
+    pieces = []
+    for entry in header.entries:
+        name, dtype, shape, num_bytes, first_byte = entry
+        region = Region(_counts(entry, info[name]["saved_offsets"]), shape)
+        global_shape = _counts(entry, shapes[name]) if name in shapes else None
+        pieces.append(StoredPiece(name, dtype, region, global_shape, file, first_byte, num_bytes))
+    return pieces
+
+
 def _counts(entry: safetensors_file.Entry, values: Any) -> tuple[int, ...]:
-    """Check an offset or a shape that stands in the metadata, which is not trusted."""
+    """Check an offset or a shape from the metadata, which is not trusted, and return it."""
     is_fitting = type(values) is list and len(values) == len(entry.shape)
     if is_fitting and all(type(number) is int and 0 <= number < _MAX_ELEMENTS for number in values):
         return tuple(values)
@@ -228,9 +256,7 @@ def _counts(entry: safetensors_file.Entry, values: Any) -> tuple[int, ...]:
 def _indexed(
     location: str, pieces: Sequence[StoredPiece], weight_map: Mapping[str, str]
 ) -> list[StoredPiece]:
-    """Leave out the pieces that the index does not name, with a warning; all that it names must be
-    there.
-    """
+    """Return the pieces that the index names, all of which must be there, and warn of others."""
     kept = [piece for piece in pieces if weight_map.get(piece.key) == piece.file]
     absent = sorted(set(weight_map) - {piece.key for piece in kept})
     if absent:
@@ -241,8 +267,8 @@ def _indexed(
             "are of different exports."
         )
     if len(kept) < len(pieces):
-        ignored = summarize_keys(
-            piece.key for piece in pieces if weight_map.get(piece.key) != piece.file
+        others = [piece.key for piece in pieces if weight_map.get(piece.key) != piece.file]
+        logger.warning(
+            "%s: not in the index and therefore ignored: %s", location, summarize_keys(others)
         )
-        logger.warning("%s: not in the index and therefore ignored: %s", location, ignored)
     return kept

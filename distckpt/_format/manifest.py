@@ -19,8 +19,8 @@ from distckpt._format.checksum import BLOCK_BYTES, checksum
 from distckpt._format.columns import pack, unpack
 from distckpt._format.safetensors_file import MAX_HEADER_BYTES
 from distckpt._geometry.region import IntArray, Region, widen
-from distckpt._quantization.detect import are_settings
 from distckpt._quantization.names import may_be_codes, scales_of
+from distckpt._quantization.settings import are_settings
 from distckpt._storage import locations
 
 FORMAT_VERSION = 2

@@ -239,7 +239,7 @@ def _at_exit() -> None:
 
 
 def _forget_after_fork() -> None:
-    # A forked process has none of its parent's threads, and does none of their work.
+    # A forked process does not have its parent's threads, and does not do their work.
     global _worker
     for task in _worker.pending:
         task.disown()

@@ -53,16 +53,22 @@ def list_extra_files(directory: str, with_code: bool) -> list[str]:
         CheckpointingException: a file must not be copied.
     """
     names = [name for name in locations.list_names(directory) if _is_beside_weights(name)]
-    code = [name for name in names if name.endswith(".py")]
-    if code and not with_code:
-        left_out = summarize_keys(code)
-        logger.warning("%s: left out, as extra_code is not set: %s", directory, left_out)
-        names = [name for name in names if name not in code]
+    if not with_code:
+        names = _without_code(names, directory)
     paths = [locations.join(directory, name) for name in names]
     files = [path for path in paths if not locations.isdir(path)]
     for path in files:
         _check(path, directory)
     return files
+
+
+def _without_code(names: Sequence[str], directory: str) -> list[str]:
+    """Leave out programs, with a warning."""
+    code = [name for name in names if name.endswith(".py")]
+    if code:
+        left_out = summarize_keys(code)
+        logger.warning("%s: left out, as extra_code is not set: %s", directory, left_out)
+    return [name for name in names if name not in code]
 
 
 def _is_beside_weights(name: str) -> bool:
@@ -129,43 +135,54 @@ def adapt_config(
     Raises:
         CheckpointingException: tensors are quantized, and the configuration is no JSON object.
     """
-    by_name = {locations.split(path)[1]: path for path in paths}
-    try:
-        content = _read_config(by_name.get(CONFIG_NAMES[0]))
-    except (ValueError, TypeError) as error:
-        if quantization is None:
-            return ExtraFiles(paths)
-        raise CheckpointingException(
-            f"{by_name[CONFIG_NAMES[0]]!r} is no JSON object ({error}): correct it."
-        ) from error
-    before = json.dumps(content)
+    by_name = _by_name(paths)
+    config = _read_config(by_name.get(CONFIG_NAMES[0]), must_be_read=quantization is not None)
+    if config is None:
+        return ExtraFiles(paths)
+    before = json.dumps(config)
     has_codes = quantization is None and any(may_be_codes(output.dtype) for output in outputs)
     if not has_codes:
         by_name.pop(CONFIG_NAMES[1], None)
-        _forget_quantization(content)
-    if quantization is not None:
-        content["quantization_config"] = quantization
-    chosen = dtype.get("*") if isinstance(dtype, Mapping) else dtype
-    if chosen is None and quantization is None and not has_codes:
-        chosen = _common_dtype(outputs)
-    if chosen is not None:
-        _name_dtype(content, chosen)
-    if json.dumps(content) == before:
+        _replace_quantization(config, quantization)
+    if isinstance(dtype, Mapping):
+        dtype = dtype.get("*")
+    if dtype is None and not has_codes and quantization is None:
+        dtype = _common_dtype(outputs)
+    _name_dtype(config, dtype)
+    if json.dumps(config) == before:
         return ExtraFiles([*by_name.values()])
     by_name.pop(CONFIG_NAMES[0], None)
-    changed = json.dumps(content, indent=2, ensure_ascii=False).encode() + b"\n"
+    changed = json.dumps(config, indent=2, ensure_ascii=False).encode() + b"\n"
     return ExtraFiles([*by_name.values()], {CONFIG_NAMES[0]: changed})
 
 
-def _read_config(path: str | None) -> dict[str, Any]:
-    """Read the configuration; an empty one where there is none."""
-    return {} if path is None else dict(json.loads(locations.read_bytes(path, _MAX_BYTES)))
+def _by_name(paths: Sequence[str]) -> dict[str, str]:
+    return {locations.split(path)[1]: path for path in paths}
 
 
-def _forget_quantization(config: Mapping[str, Any]) -> None:
+def _read_config(path: str | None, must_be_read: bool) -> dict[str, Any] | None:
+    """Read the configuration, an empty one without a path; None when it is not readable and need
+    not be.
+    """
+    if path is None:
+        return {}
+    try:
+        return dict(json.loads(locations.read_bytes(path, _MAX_BYTES)))
+    except (ValueError, TypeError) as error:
+        if not must_be_read:
+            return None
+        raise CheckpointingException(
+            f"{path!r} is no JSON object ({error}): correct it."
+        ) from error
+
+
+def _replace_quantization(config: dict[str, Any], quantization: Mapping[str, Any] | None) -> None:
+    """Let a configuration say of quantized tensors what is said here, or nothing."""
     for part in parts_of(config):
         for name in FIELDS:
             part.pop(name, None)
+    if quantization is not None:
+        config["quantization_config"] = quantization
 
 
 def _common_dtype(outputs: Sequence[OutputTensor]) -> torch.dtype | None:
@@ -175,9 +192,9 @@ def _common_dtype(outputs: Sequence[OutputTensor]) -> torch.dtype | None:
     return floats[0] if len(floats) == 1 else None
 
 
-def _name_dtype(config: Mapping[str, Any], dtype: torch.dtype) -> None:
-    """Put a dtype into a configuration, wherever it names one."""
-    for part in parts_of(config):
+def _name_dtype(config: Mapping[str, Any], dtype: torch.dtype | None) -> None:
+    """Put a dtype, if there is one, into a configuration, wherever it names one."""
+    for part in parts_of(config) if dtype is not None else ():
         for name in ("dtype", "torch_dtype"):
             if name in part:
                 part[name] = str(dtype).removeprefix("torch.")

@@ -173,9 +173,8 @@ def _fill_with_sum(
     with np.errstate(all="ignore"):
         for low in range(0, len(target), _SUMMED_AT_ONCE):
             place = target[low : low + _SUMMED_AT_ONCE]
-            total, product = (
-                scratch(name, place.shape, torch.float64) for name in ("sum", "product")
-            )
+            total = scratch("sum", place.shape, torch.float64)
+            product = scratch("product", place.shape, torch.float64)
             for index, (values, weight) in enumerate(zip(terms, weights, strict=True)):
                 part, goal = values[low : low + _SUMMED_AT_ONCE], product if index else total
                 # Torch widens float16 fast to float32 only. Not `total.add_(part, alpha=weight)`,
@@ -198,5 +197,6 @@ def _check_equal(
                 dtype = source.dtype_name(request.key)
                 raise CheckpointingException(
                     f"Key {request.key!r} is {dtype}, of which there is no sum, and its values in "
-                    f"{source.location!r} differ from those in {stored[0].location!r}: leave the key out with `keys`."
+                    f"{source.location!r} differ from those in {stored[0].location!r}: leave the "
+                    "key out with `keys`."
                 )

@@ -68,7 +68,7 @@ class CheckpointManager:
         keep_every: keep steps that are multiples of this.
         keep: keep steps for which this returns True. Called on rank 0, in the background.
         best_metric: keep the checkpoints with the best values of this metric, see `save`. As long
-            as steps have other metrics only, none is removed.
+            as steps have other metrics only, nothing is removed.
         best_mode: "min" if small values are good, "max" if large ones are.
         keep_best: number of best checkpoints to keep.
         on_failure: "log" lets the job go on if a step cannot be saved, because of a full disk, say.
@@ -114,7 +114,7 @@ class CheckpointManager:
             state_dict=None,
             path=self.root,
             process_group=process_group,
-            options=with_changes("CheckpointManager", SaveOptions, options, changes),
+            options=with_changes(CheckpointManager, SaveOptions, options, changes),
             verb="async_save" if async_save else "save",
         )
         self._request.check()
@@ -317,7 +317,7 @@ class CheckpointManager:
                 the one that is loaded overwrites all that it holds.
             step: None for the newest one that loads.
             strict: this and all others as in `distckpt.load`.
-            rules: how the requested tensors are made from those of the checkpoint.
+            rules: how the requested tensors are made from stored ones.
             family: afterwards, the rules of the model's family.
             options: further options.
             changes: options by keyword; see `LoadOptions` for all of them.
@@ -330,7 +330,7 @@ class CheckpointManager:
                 problem of each.
             CheckpointingException: as `distckpt.load` does.
         """
-        options = with_changes("load", LoadOptions, options, changes)
+        options = with_changes(CheckpointManager.load, LoadOptions, options, changes)
         background.wait_for_all()
         ranks = self._ranks()
         if ranks.is_coordinator:

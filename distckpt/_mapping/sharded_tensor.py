@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from numbers import Integral
 from typing import Any, NoReturn
 
 import numpy as np
@@ -15,7 +14,15 @@ from torch.nn.parameter import is_lazy
 
 from distckpt._base.errors import InvalidShardingError
 from distckpt._geometry.region import with_item
-from distckpt._mapping.base import ReplicaId, ShardedBase, fail, flat_bounds, integers, unsuitable
+from distckpt._mapping.base import (
+    INTEGERS,
+    ReplicaId,
+    ShardedBase,
+    fail,
+    flat_bounds,
+    integers,
+    unsuitable,
+)
 
 
 @dataclass(eq=False)
@@ -84,24 +91,14 @@ class ShardedTensor(ShardedBase):
             self._check_data(self.data)
 
     def _check_grid(self) -> None:
-        local, prepended, fragmentations = (
-            self.local_shape,
-            self.prepend_axis_num,
-            self.axis_fragmentations,
-        )
-        if not isinstance(prepended, Integral) or prepended < 0:
-            self._fail("prepend_axis_num must be an integer of at least 0")
-        if len(self.global_shape) != len(self.global_offset):
-            self._fail("global_shape and global_offset must have the same number of axes")
-        if len(local) + prepended != len(self.global_shape):
-            self._fail("local_shape and the prepended axes must add up to the axes of global_shape")
-        if min((*local, *self.global_shape, *self.global_offset), default=0) < 0:
+        self._check_numbers_of_axes()
+        fragmentations = self.axis_fragmentations
+        if min((*self.local_shape, *self.global_shape, *self.global_offset), default=0) < 0:
             self._fail("sizes and offsets must not be negative")
-        if fragmentations is not None and len(fragmentations) != len(self.global_shape):
-            self._fail("axis_fragmentations must have one entry per axis of global_shape")
         if min(fragmentations or (), default=1) < 1:
             self._fail("axis_fragmentations must be at least 1")
-        grid = zip(self.global_shape, (1,) * prepended + local, self.global_offset, strict=True)
+        sizes = (1,) * self.prepend_axis_num + self.local_shape
+        grid = zip(self.global_shape, sizes, self.global_offset, strict=True)
         for axis, (global_size, size, offset) in enumerate(grid):
             if offset + size > global_size and not self.allow_shape_mismatch:
                 self._fail(
@@ -114,11 +111,22 @@ class ShardedTensor(ShardedBase):
                     "a regular grid; pass axis_fragmentations=None for shards of different sizes"
                 )
 
+    def _check_numbers_of_axes(self) -> None:
+        prepended, fragmentations = self.prepend_axis_num, self.axis_fragmentations
+        if not isinstance(prepended, INTEGERS) or prepended < 0:
+            self._fail("prepend_axis_num must be an integer of at least 0")
+        if len(self.global_shape) != len(self.global_offset):
+            self._fail("global_shape and global_offset must have the same number of axes")
+        if len(self.local_shape) + prepended != len(self.global_shape):
+            self._fail("local_shape and the prepended axes must add up to the axes of global_shape")
+        if fragmentations is not None and len(fragmentations) != len(self.global_shape):
+            self._fail("axis_fragmentations must have one entry per axis of global_shape")
+
     def _check_flattened_range(self, flattened_range: slice) -> None:
         if not isinstance(flattened_range, slice) or flattened_range.step is not None:
             self._fail("flattened_range must be a slice without a step")
         for bound in (flattened_range.start, flattened_range.stop):
-            if bound is not None and (not isinstance(bound, Integral) or bound < 0):
+            if bound is not None and (not isinstance(bound, INTEGERS) or bound < 0):
                 self._fail("flattened_range must have bounds of at least 0, or None")
 
     def _check_data(self, data: torch.Tensor) -> None:
@@ -337,8 +345,7 @@ class ShardedTensor(ShardedBase):
 
         Returns:
             One shard. For a flat shard as many as it takes for the kept elements to be runs of
-            `data`, with
-            the empty runs left out: at most one for the first axis, none when nothing is kept.
+            `data`, without empty ones: at most one for the first axis, none when nothing is kept.
 
         Raises:
             InvalidShardingError: no such part, or the shards are not on a regular grid along this

@@ -7,7 +7,7 @@ what `save` and `load` take.
 Words used below. The *key* names a global tensor or object. A *shard* is the part of it that one
 rank holds. The *grid* is the division of each axis of the global tensor among shards; it is regular
 when all shards have one shape. *Prepended axes* are axes that the global tensor has in front of
-those of the shard, each of size 1 in it. A *flat* shard holds a run of elements of the row-major
+the shard's own, each of size 1 in it. A *flat* shard holds a run of elements of the row-major
 flattened local tensor rather than all of it.
 """
 
@@ -15,14 +15,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
-from numbers import Integral
 from typing import Any, NoReturn, TypeAlias, cast
 
 import torch
 
 from distckpt._base.errors import InvalidShardingError
-from distckpt._base.tree import dict_list_map_inplace
-from distckpt._mapping.base import ReplicaId, ShardedBase, fail, integers
+from distckpt._base.tree import Position, children_of, dict_list_map_inplace, dotted
+from distckpt._mapping.base import INTEGERS, ReplicaId, ShardedBase, fail, integers
 from distckpt._mapping.kinds import is_a
 from distckpt._mapping.sharded_tensor import ShardedTensor
 
@@ -52,11 +51,10 @@ def is_main_replica(replica_id: ReplicaId) -> bool:
     """Tell whether a copy of a shard is the one that counts.
 
     Among the ranks that hold the same shard exactly one must have the main replica. The application
-    numbers them,
-    usually by data parallel rank: with a number, or a tuple of numbers for several kinds of
-    replication. The main one has 0, or a tuple of zeros, which may be empty.
+    numbers them, usually by data parallel rank: with a number, or a tuple of numbers for several
+    kinds of replication. The main one has 0, or a tuple of zeros, which may be empty.
     """
-    if isinstance(replica_id, Integral):
+    if isinstance(replica_id, INTEGERS):
         return bool(replica_id == 0)
     return all(r == 0 for r in cast(Iterable[int], replica_id))
 
@@ -131,7 +129,7 @@ class ShardedObject(ShardedBase):
         """The key with the place in the global array: `<key>/shard_<offset>_<shape>`, numbers
         joined by dots.
         """
-        return f"{self.key}/shard_{'.'.join(map(str, self.global_offset))}_{'.'.join(map(str, self.global_shape))}"
+        return f"{self.key}/shard_{dotted(self.global_offset)}_{dotted(self.global_shape)}"
 
     def __str__(self) -> str:
         return f"{type(self).__name__}(key='{self.key}')"
@@ -168,7 +166,7 @@ FactoryMergeFn: TypeAlias = Callable[[StateDict], torch.Tensor]
 
 @dataclass(eq=False)
 class ShardedTensorFactory(ShardedBase):
-    """A tensor that is stored in another form than the model holds it, with a function for each
+    """A tensor that is stored in another form than the model holds it in, with a function for each
     direction.
 
     An example is one fused parameter that is stored as two shards. The way depends only on the
@@ -214,7 +212,7 @@ def apply_factories(sharded_state_dict: ShardedStateDict) -> None:
     )
 
 
-def apply_factory_merges(x1: Any, x2: Any, key: tuple[Any, ...] = ()) -> Any:
+def apply_factory_merges(x1: Any, x2: Any, key: Position = ()) -> Any:
     """Turn what factories built, now loaded, back into the form of the model, in place.
 
     Args:
@@ -231,28 +229,40 @@ def apply_factory_merges(x1: Any, x2: Any, key: tuple[Any, ...] = ()) -> Any:
     """
     if is_a(x2, ShardedTensorFactory):
         return x2.merge_fn(x1)
-    if isinstance(x1, list) and isinstance(x2, list) and len(x1) != len(x2):
-        _fail_merge(
-            key, f"the lists have different lengths, {len(x1)} loaded and {len(x2)} with factories"
-        )
-    if not (isinstance(x2, dict) and isinstance(x1, (dict, list))) and not (
-        isinstance(x2, list) and isinstance(x1, list)
-    ):
-        _fail_merge(
-            key,
-            f"loaded a {type(x1).__name__}, which does not match the {type(x2).__name__} with "
-            "factories",
-        )
-    for k, factory in x2.items() if isinstance(x2, dict) else enumerate(x2):
-        if isinstance(x1, dict) and k not in x1:
-            _fail_merge(
-                key, f"{k!r} was not loaded, but a factory needs it; loaded were {list(x1)}"
-            )
-        if isinstance(x1, list) and (not isinstance(k, int) or not 0 <= k < len(x1)):
-            _fail_merge(key, f"{k!r} is not an index of a loaded list of length {len(x1)}")
+    _check_containers(x1, x2, key)
+    for k, factory in children_of(x2):
+        _check_is_loaded(x1, k, key)
         x1[k] = apply_factory_merges(x1[k], factory, (*key, k))
     return x1
 
 
-def _fail_merge(position: tuple[Any, ...], problem: str) -> NoReturn:
+def _check_containers(loaded: Any, factories: Any, position: Position) -> None:
+    is_list = isinstance(factories, list)
+    if not isinstance(factories, dict | list) or not isinstance(
+        loaded, list if is_list else (dict, list)
+    ):
+        _fail_merge(
+            position,
+            f"loaded a {type(loaded).__name__}, which does not match the "
+            f"{type(factories).__name__} with factories",
+        )
+    if is_list and len(loaded) != len(factories):
+        _fail_merge(
+            position,
+            f"the lists have different lengths, {len(loaded)} loaded and {len(factories)} with "
+            "factories",
+        )
+
+
+def _check_is_loaded(loaded: Any, key: Any, position: Position) -> None:
+    if isinstance(loaded, dict) and key not in loaded:
+        _fail_merge(
+            position, f"{key!r} was not loaded, but a factory needs it; loaded were {list(loaded)}"
+        )
+    is_index = isinstance(key, int) and 0 <= key < len(loaded)
+    if isinstance(loaded, list) and not is_index:
+        _fail_merge(position, f"{key!r} is not an index of a loaded list of length {len(loaded)}")
+
+
+def _fail_merge(position: Position, problem: str) -> NoReturn:
     raise InvalidShardingError(f"cannot merge factories at position {position}: {problem}")

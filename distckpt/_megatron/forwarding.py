@@ -30,6 +30,23 @@ def forward(path: str, *names: str) -> Callable[[str], Any]:
     return get
 
 
+def import_submodules(package: str) -> Callable[[str], Any]:
+    """Return a `__getattr__` for a package whose modules are there without an import of each, as
+    those of Megatron are.
+    """
+
+    def get(name: str) -> Any:
+        full_name = f"{package}.{name}"
+        try:
+            return importlib.import_module(full_name)
+        except ModuleNotFoundError as error:
+            if error.name != full_name:
+                raise
+        raise AttributeError(f"module {package!r} has no attribute {name!r}")
+
+    return get
+
+
 def installed(path: str, name: str) -> Any:
     """Return a name of the installed `megatron.core.dist_checkpointing.<path>`.
 

@@ -32,19 +32,15 @@ def save_preprocess(
     """Split a state dict into its sharded part, with factories applied in place, and common state.
 
     Collective operation with `validate_access_integrity`, which checks the shards of all ranks and
-    warns where their
-    common state differs: all must call it.
+    warns where their common state differs: all must call it.
     """
     apply_factories(sharded_state_dict)
     _, rest = extract_nonpersistent(sharded_state_dict)
     sharded, common = extract_sharded_base(rest)
     sharded = filter_out_empty_flatten_tensor(sharded)
     if validate_access_integrity:
-        compared, ranks = (
-            common_state.comparable(common, preprocess_common_before_consistancy_check),
-            Ranks(),
-        )
-        common_state.check_differences(ranks, compared, common_state.digest(compared))
+        compared = common_state.comparable(common, preprocess_common_before_consistancy_check)
+        common_state.check_differences(Ranks(), compared, common_state.digest(compared))
         validate_sharding_integrity(determine_global_metadata(sharded)[1])
     return sharded, common
 

@@ -18,7 +18,9 @@ def __getattr__(name: str) -> Any:
     if name != "MCoreTensorAwareStateDict":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
-    class MCoreTensorAwareStateDict(installed("tensor_aware_state_dict", name)):  # type: ignore[misc]
+    base = installed("tensor_aware_state_dict", name)
+
+    class MCoreTensorAwareStateDict(base):  # type: ignore[misc, valid-type]
         # Programs whose imports were replaced wrap in objects of distckpt what they save besides
         # the model.
         @classmethod

@@ -69,6 +69,7 @@ class TorchDistSaveShardedStrategy(AsyncSaveShardedStrategy):
     def configure(  # type: ignore[override]
         self, options: SaveOptions | LoadOptions, process_group: Any
     ) -> SafetensorsSaveStrategy:
+        # For classes derived from the wrappers, which call strategies themselves.
         return SafetensorsSaveStrategy().configure(options, process_group)
 
     def engine_settings(self) -> EngineSettings:
@@ -118,6 +119,7 @@ class TorchDistLoadShardedStrategy(LoadShardedStrategy):
     def configure(  # type: ignore[override]
         self, options: SaveOptions | LoadOptions, process_group: Any
     ) -> SafetensorsLoadStrategy:
+        # For classes derived from the wrappers, which call strategies themselves.
         return SafetensorsLoadStrategy().configure(options, process_group)
 
     def engine_settings(self) -> EngineSettings:

@@ -140,18 +140,14 @@ def validate_integrity_and_strict_load(
         InvalidShardingError: shards do not cover their tensors exactly once.
         LoadMismatchError: keys differ and the mode raises.
     """
-    missing: set[str] = set()
-    unexpected: set[str] = set()
+    missing, unexpected = set[str](), set[str]()
     if StrictHandling.requires_explicit_ckpt_mismatch_check(strict):
         if ckpt_sharded_metadata is None:
             raise CheckpointingException("Cannot compare keys: ckpt_sharded_metadata is None.")
-        known = {shard.key for shard in ckpt_sharded_metadata.values()}
-        requested = {shard.key for shard in local_metadata or _sharded_leaves(sharded_state_dict)}
-        unexpected = requested - known
+        known = _keys_of(ckpt_sharded_metadata.values())
+        unexpected = _keys_of(local_metadata or _sharded_leaves(sharded_state_dict)) - known
         if StrictHandling.requires_global_app_metadata(strict):
-            if global_metadata is None:
-                raise CheckpointingException("Cannot find missing keys: global_metadata is None.")
-            missing = known - {shard.key for shards in global_metadata for shard in shards}
+            missing = known - _keys_of_all(global_metadata)
         handle_mismatch(strict, missing, unexpected, known, "given as metadata")
     if validate_access_integrity:
         if global_metadata is None:
@@ -160,6 +156,16 @@ def validate_integrity_and_strict_load(
             )
         validate_sharding_integrity(global_metadata)
     return adjust_non_strict_load(sharded_state_dict, unexpected), missing, unexpected
+
+
+def _keys_of(shards: Iterable[ShardedBase]) -> set[str]:
+    return {shard.key for shard in shards}
+
+
+def _keys_of_all(global_metadata: Sequence[Sequence[ShardedBase]] | None) -> set[str]:
+    if global_metadata is None:
+        raise CheckpointingException("Cannot find missing keys: global_metadata is None.")
+    return set[str]().union(*map(_keys_of, global_metadata))
 
 
 def adjust_non_strict_load(

@@ -1,10 +1,9 @@
 """The place of this rank's part of a DTensor in the global tensor.
 
-DTensors are recognised by their attributes, not by their class: importing
-`torch.distributed.tensor` takes half a second, and a program that has a DTensor has spent it
-already.
+DTensors are recognized by their attributes, not by their class: importing
+`torch.distributed.tensor` takes half a second, which only programs that have DTensors spend.
 
-Used words: the *mesh* is the array of ranks that a DTensor is spread over; a *placement* says, for
+Words used below: the *mesh* is the array of ranks that a DTensor is spread over; a *placement* says, for
 each mesh axis, whether the tensor is divided along it (and which tensor axis) or copied. A *run* is
 a range of indices along one axis of the global tensor; one rank may hold several, one after another
 in its local tensor.
@@ -69,10 +68,12 @@ def _find_part(
     """Find the part of a DTensor that this rank holds, which must be in the mesh.
 
     Returns its runs per axis; the number of parts along each axis if all are of one size, else
-    None; and this rank's
-    place among copies: its mesh coordinates, 0 where the mesh divides the tensor.
-    InvalidShardingError when the tensor is not divided into parts and copies (a sum that is yet to
-    be made, say), or its local part has another shape than mesh and placements give it.
+    None; and this rank's place among copies: its mesh coordinates, 0 where the mesh divides the
+    tensor.
+
+    Raises:
+        InvalidShardingError: the tensor is not divided into parts and copies (a sum that is yet to
+            be made, say), or its local part has another shape than mesh and placements give it.
     """
     mesh, local_shape = dtensor.device_mesh, tuple(dtensor._local_tensor.shape)
     coordinate, mesh_shape = tuple(mesh.get_coordinate()), tuple(mesh.shape)
@@ -117,8 +118,8 @@ def _possible_runs(
     """Return the runs and fragmentations that placements can mean, the likeliest first.
 
     Where FSDP divides what tensor parallelism has divided along the same axis, it names a strided
-    placement that gives the same parts when the mesh is gone through from left to right; but it
-    does so only while all parts are of one size. With others, what it holds is what the divisions
+    placement, which should give the same parts when the mesh is gone through from left to right.
+    That holds only while all parts are of one size. With others, the rank holds what the divisions
     give in the order in which they were made.
     """
     as_made = _order_of_making(splits)
@@ -134,8 +135,8 @@ def _possible_runs(
 
 
 def _order_of_making(splits: tuple[_Split, ...]) -> tuple[_Split, ...] | None:
-    """Return the order in which plain divisions give what strided placements mean; None when there
-    is none.
+    """Return the order in which plain divisions give what strided placements mean, None if no order
+    does.
     """
     order: list[_Split] = []
     for split in reversed(splits):
@@ -150,8 +151,8 @@ def _order_of_making(splits: tuple[_Split, ...]) -> tuple[_Split, ...] | None:
 
 
 def _part(runs: Runs, split_factor: int, num_parts: int, index: int) -> Runs:
-    """Return one part of some runs: of each of `split_factor` equal pieces of them the `index`-th
-    of `num_parts`.
+    """Return one part of some runs: the `index`-th of `num_parts` of each of `split_factor` equal
+    pieces of them.
     """
     if split_factor == 1:
         return _chunk(runs, num_parts, index)
@@ -205,34 +206,17 @@ def shard_of_dtensor(
 ) -> ShardedTensor | ShardedTensorFactory:
     """Describe what this rank holds of a DTensor that is itself a part of a larger tensor.
 
-    `rank_offsets` say which part, as those of `ShardedTensor.from_rank_offsets` do. `replica_id`
-    numbers copies on other meshes, None numbers them by mesh; `attributes` are of the
+    `rank_offsets` say which part, as in `ShardedTensor.from_rank_offsets`. `replica_id` numbers
+    copies on other meshes; None numbers them by mesh. `attributes` are further ones of the
     `ShardedTensor`. The data is the local part; where that lies in several places of the global
     tensor, the result is a factory that makes a shard of each.
     """
-    local, (runs, parts_per_axis, place_in_mesh) = dtensor._local_tensor, _find_part(key, dtensor)
-    # The lowest rank of a mesh distinguishes copies on other meshes.
-    outer = (
-        OpenReplicaId((0, _lowest_rank(dtensor.device_mesh))) if replica_id is None else replica_id
-    )
-    numbers = (*((outer,) if isinstance(outer, int) else outer), *place_in_mesh)
-    replica = OpenReplicaId(numbers) if isinstance(outer, OpenReplicaId) else numbers
+    runs, parts_per_axis, place_in_mesh = _find_part(key, dtensor)
+    local, replica = dtensor._local_tensor, _replica_id(dtensor, replica_id, place_in_mesh)
     shape, first, divisions = grid_from_ranks(
         key, tuple(dtensor.shape), rank_offsets, num_prepended
     )
-    fragmentations = None
-    if parts_per_axis is not None:
-        fragmentations = tuple(map(int.__mul__, divisions, (1,) * num_prepended + parts_per_axis))
     if local.numel() and any(len(axis) > 1 for axis in runs):
-        parts = [
-            FusedPart(
-                start,
-                tuple(hi - lo for lo, hi in spans),
-                _moved(first, [lo for lo, _ in spans]),
-                shape,
-            )
-            for start, spans in zip(_starts(runs), itertools.product(*runs), strict=True)
-        ]
         if attributes:
             raise InvalidShardingError(
                 f"DTensor {key!r} lies in several places of the global tensor: its shards take no "
@@ -241,19 +225,49 @@ def shard_of_dtensor(
         return parts_factory(
             key,
             local,
-            parts,
+            _parts_of_runs(runs, first, shape),
             local_shape=local.shape,
             prepend_axis_num=num_prepended,
             replica_id=replica,
         )
+    fragmentations = None
+    if parts_per_axis is not None:
+        fragmentations = tuple(map(int.__mul__, divisions, (1,) * num_prepended + parts_per_axis))
     offset = _moved(first, [axis[0][0] if axis else 0 for axis in runs])
     place = (tuple(local.shape), shape, offset, fragmentations)
     return ShardedTensor(key, local, local.dtype, *place, replica, num_prepended, **attributes)
 
 
+def _replica_id(
+    dtensor: Any, outer: ReplicaId | None, place_in_mesh: tuple[int, ...]
+) -> tuple[int, ...]:
+    """Return the replica id of a local part: that among copies on other meshes (`outer`), then that
+    among those on this one.
+    """
+    if outer is None:
+        # The lowest rank of a mesh distinguishes copies on other meshes.
+        outer = OpenReplicaId((0, _lowest_rank(dtensor.device_mesh)))
+    numbers = (*((outer,) if isinstance(outer, int) else outer), *place_in_mesh)
+    return OpenReplicaId(numbers) if isinstance(outer, OpenReplicaId) else numbers
+
+
+def _parts_of_runs(
+    runs: tuple[Runs, ...], first: tuple[int, ...], global_shape: tuple[int, ...]
+) -> list[FusedPart]:
+    """Return a part for each combination of runs; the tensor begins at `first` in the global
+    tensor.
+    """
+    parts = []
+    for start, spans in zip(_starts(runs), itertools.product(*runs), strict=True):
+        shape = tuple(stop - start for start, stop in spans)
+        offset = _moved(first, [start for start, _ in spans])
+        parts.append(FusedPart(start, shape, offset, global_shape))
+    return parts
+
+
 def _moved(first: tuple[int, ...], offset: Sequence[int]) -> tuple[int, ...]:
-    """Return where an offset in a tensor is, in one that has prepended axes; the tensor begins
-    there at `first`.
+    """Return where an offset in a tensor lies in one with prepended axes, in which the tensor
+    begins at `first`.
     """
     num_prepended = len(first) - len(offset)
     return first[:num_prepended] + tuple(map(int.__add__, first[num_prepended:], offset))

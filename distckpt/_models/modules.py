@@ -14,7 +14,7 @@ names are of use.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -53,9 +53,10 @@ __all__ = [
     "sharded_state_dict_default",
 ]
 
-# torch.compile, activation checkpointing and Fabric put their modules around others under these
-# names.
 _WRAPPED = ("_orig_mod", "_checkpoint_wrapped_module", "_original_module")
+"""Names under which torch.compile, activation checkpointing and Fabric hold the module that they
+wrap.
+"""
 _WRAPPERS = frozenset({"DistributedDataParallel", "DataParallel", "DeepSpeedEngine"})
 """Classes that have the module itself as `module`."""
 
@@ -100,8 +101,7 @@ def sharded_state_dict(
         InvalidShardingError: a DTensor that is not made of parts and copies, see its placements.
     """
     offsets = tuple(sharded_offsets)
-    copy = OpenReplicaId((0, own_rank())) if replica_id is None else replica_id
-    buffer_copy = BufferReplicaId((0, own_rank())) if replica_id is None else replica_id
+    copy, buffer_copy = _copies(replica_id)
     prepended_axes(offsets, "sharded_offsets")
     state: ShardedStateDict = {}
     entries, delegates = _entries(module)
@@ -109,16 +109,22 @@ def sharded_state_dict(
         key = prefix + name
         if name.endswith(EXTRA_STATE) or not isinstance(value, torch.Tensor):
             state[key] = make_sharded_object_for_checkpoint(value, key, offsets, copy)
-        elif is_dtensor(value):
-            if is_in_mesh(value):
-                state[key] = shard_of_dtensor(key, value, offsets, len(offsets), replica_id)
-        else:
+        elif not is_dtensor(value):
             own = copy if isinstance(value, torch.nn.Parameter) else buffer_copy
             state[key] = make_sharded_tensor_for_checkpoint(value, key, offsets, own)
+        elif is_in_mesh(value):
+            state[key] = shard_of_dtensor(key, value, offsets, len(offsets), replica_id)
     for name, child in delegates:
         described = sharded_state_dict_default(child, prefix + name, offsets, metadata)
         state.update(described if replica_id is None else _with_replica_id(described, replica_id))
     return state
+
+
+def _copies(replica_id: ReplicaId | None) -> tuple[ReplicaId, ReplicaId]:
+    """Return the replica ids of parameters and of buffers."""
+    if replica_id is not None:
+        return replica_id, replica_id
+    return OpenReplicaId((0, own_rank())), BufferReplicaId((0, own_rank()))
 
 
 def _with_replica_id(described: ShardedStateDict, replica_id: ReplicaId) -> ShardedStateDict:
@@ -146,7 +152,7 @@ def sharded_state_dict_default(
     parallel ranks.
 
     Args:
-        module: a module, as a rule below another one that puts its sharded state dict together.
+        module: a module, usually part of another one that puts its sharded state dict together.
         prefix: put before every name.
         sharded_offsets: axes in front of those of each tensor, see `sharded_state_dict`.
         metadata: passed on; its entry `dp_cp_group`, if any, is the group of the ranks with copies.
@@ -195,36 +201,53 @@ def load_sharded_state_dict(
     given = {
         name[len(prefix) :]: value for name, value in loaded.items() if name.startswith(prefix)
     }
-    reached = {
-        id(tensor)
-        for name in given
-        if name in entries and isinstance(tensor := entries[name][1], torch.Tensor)
-    }
-    missing = {
-        prefix + name
-        for name, (_, value) in entries.items()
-        if name not in given
-        and id(value) not in reached
-        and not (is_dtensor(value) and not is_in_mesh(value))
-    }
-    unexpected = {prefix + name for name in given if name not in entries}
+    missing = {prefix + name for name in _missing(entries, given)}
+    unexpected = {prefix + name for name in given.keys() - entries.keys()}
     if strict and (missing or unexpected):
         raise LoadMismatchError(
             _mismatch(type(module).__name__, missing, unexpected), missing, unexpected
         )
+    _fill(module, entries, given, prefix)
+    return missing, unexpected
+
+
+def _fill(
+    module: torch.nn.Module,
+    entries: Mapping[str, tuple[str, Any]],
+    given: StateDict,
+    prefix: str,
+) -> None:
     owned = {id(tensor) for tensor in (*module.parameters(), *module.buffers())}
     others: StateDict = {}
     for name, value in given.items():
-        if name in entries:
-            own_name, target = entries[name]
-            if id(target) in owned and isinstance(value, torch.Tensor):
-                _copy_into(prefix + name, target, value)
-            else:
-                others[own_name] = value
+        if name not in entries:
+            continue
+        own_name, target = entries[name]
+        if id(target) in owned and isinstance(value, torch.Tensor):
+            _copy_into(prefix + name, target, value)
+        else:
+            others[own_name] = value
     if others:
         # Extra state, and whatever else only the module can load.
         module.load_state_dict(others, strict=False)
-    return missing, unexpected
+
+
+def _missing(entries: Mapping[str, tuple[str, Any]], given: Collection[str]) -> set[str]:
+    """Return the names of entries that were not given, neither themselves nor as the same tensor
+    under another name.
+    """
+    values = [entries[name][1] for name in given if name in entries]
+    reached = {id(value) for value in values if isinstance(value, torch.Tensor)}
+    return {
+        name
+        for name, (_, value) in entries.items()
+        if name not in given and id(value) not in reached and not _is_elsewhere(value)
+    }
+
+
+def _is_elsewhere(value: Any) -> bool:
+    """Tell whether a value is a DTensor of which this rank has no part."""
+    return is_dtensor(value) and not is_in_mesh(value)
 
 
 def _mismatch(module: str, missing: set[str], unexpected: set[str]) -> str:
@@ -264,10 +287,11 @@ def _copy_into(name: str, target: torch.Tensor, value: torch.Tensor) -> None:
 def _entries(
     module: torch.nn.Module, delegate: bool = True
 ) -> tuple[dict[str, tuple[str, Any]], list[tuple[str, torch.nn.Module]]]:
-    """Return the state of a module: by name, the module's own name and the value.
+    """Return the state of a module by name, each entry with the name that the module itself has for
+    it.
 
-    With `delegate`, modules below that define `sharded_state_dict` are listed instead, with their
-    prefixes.
+    With `delegate`, the modules in it that define `sharded_state_dict` are left out and returned
+    besides, with their prefixes.
     """
     module = bare_module(module)
     delegates = list(_delegates(module)) if delegate else []
@@ -288,8 +312,8 @@ def _entries(
 
 
 def _delegates(module: torch.nn.Module, prefix: str = "") -> Iterator[tuple[str, torch.nn.Module]]:
-    """Yield the uppermost modules below a module that define `sharded_state_dict`, with the
-    prefixes of their names.
+    """Yield the outermost modules in a module that define `sharded_state_dict`, with the prefixes
+    of their names.
     """
     # A module that is in two places has two names, so not named_modules().
     for name, child in module._modules.items():
@@ -303,14 +327,14 @@ def _delegates(module: torch.nn.Module, prefix: str = "") -> Iterator[tuple[str,
 
 
 def bare_module(module: torch.nn.Module) -> torch.nn.Module:
-    """Return the module in the wrappers of torch and of training libraries."""
+    """Return the module inside the wrappers of torch and of training libraries."""
     while name := _wrapped_name(module):
         module = module._modules[name]  # type: ignore[assignment]
     return module
 
 
 def _wrapped_name(module: torch.nn.Module) -> str | None:
-    """Return the name of the module that this one is a wrapper of; None for other modules."""
+    """Return the name of the module that this one is a wrapper of, None if it is not a wrapper."""
     for name in _WRAPPED:
         if module._modules.get(name) is not None:
             return name
@@ -325,8 +349,8 @@ def _lies_below(name: str, prefixes: set[str]) -> bool:
 
 
 def _plain_name(name: str, added: Sequence[str] = ()) -> str:
-    """Remove what wrappers add to a name: parts, and `added`, the prefixes of what is in wrappers,
-    outer ones first.
+    """Remove from a name what wrappers add to it. `added` are the prefixes of what is inside
+    wrappers, outer ones first.
     """
     if any(part in name for part in _WRAPPED):
         name = ".".join(part for part in name.split(".") if part not in _WRAPPED)

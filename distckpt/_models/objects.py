@@ -293,12 +293,7 @@ def united(ranks: Ranks, described: Described) -> Described:
     stateful = [place.name for place in described.places if place.kind is Kind.STATEFUL]
     own = json.dumps([described.names, stateful]).encode()
     sent = [json.loads(text) for text in ranks.all_gather(own)]
-    for rank, (_, others) in enumerate(sent):
-        if lost := sorted({*others} - {*sent[0][1]}):
-            raise InvalidShardingError(
-                f"Rank {rank} has {summarize_keys(lost)}, and rank 0, whose states of such objects "
-                "are saved, has not: have the same objects on all ranks, or a distckpt.PerRank."
-            )
+    _check_first_has_all([others for _, others in sent])
     settings = unite(ranks, dict(described.settings))
     for place in described.places:
         state = at(described.state_dict, place.path)
@@ -307,6 +302,16 @@ def united(ranks: Ranks, described: Described) -> Described:
             state["settings"].replica_id = OpenReplicaId((0, ranks.rank))
     names = {name for names, _ in sent for name in names}
     return replace(described, names=sorted(names), settings=settings)
+
+
+def _check_first_has_all(stateful: list[list[str]]) -> None:
+    """Refuse objects that rank 0, which saves their states, does not have."""
+    for rank, names in enumerate(stateful):
+        if lost := sorted({*names} - {*stateful[0]}):
+            raise InvalidShardingError(
+                f"Rank {rank} has {summarize_keys(lost)}, and rank 0 does not, whose states of "
+                "such objects are saved: have the same objects on all ranks, or a distckpt.PerRank."
+            )
 
 
 def completed(described: Described) -> Any:

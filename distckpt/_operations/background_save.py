@@ -264,7 +264,7 @@ class BackgroundSave:
                     {}, message="Not started: an earlier background save lost contact with a rank."
                 )
             verb = f"the background save to {self.location}"
-            return run_operation(verb, [partial(self.write_now, self.ranks)])
+            return run_operation(verb, partial(self.write_now, self.ranks))
         except BaseException as error:
             self._note_failure(error)
             raise

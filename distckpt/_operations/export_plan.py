@@ -224,10 +224,13 @@ def _stored_twice(
         return ()
     outputs = plan_tensors(selected, rules, {}, None, keep_unmatched=True)
     named = {output.name: output for output in outputs}
-    there = [tie for tie in ties if tie.key in named and tie.to in named]
-    pairs = [(named[tie.key], named[tie.to]) for tie in there]
-    index = stored.manifest.key_index
-    return [pair for pair in pairs if len(_key_ids(pair, index)) > 1]
+    pairs = []
+    for tie in ties:
+        if tie.key in named and tie.to in named:
+            pair = named[tie.key], named[tie.to]
+            if len(_key_ids(pair, stored.manifest.key_index)) > 1:
+                pairs.append(pair)
+    return pairs
 
 
 def _key_ids(outputs: Iterable[OutputTensor], index: Mapping[str, int]) -> set[int]:

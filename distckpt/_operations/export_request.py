@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 from distckpt._base.errors import CheckpointExistsError, CheckpointingException
 from distckpt._base.messages import check_choice, check_num_bytes
-from distckpt._base.options import ExportOptions
+from distckpt._base.options import ExportOptions, check_options, check_switch
 from distckpt._checkpoint.consistent_read import read_attempts
 from distckpt._checkpoint.opening import open_checkpoint
 from distckpt._commit import posix
@@ -19,6 +19,7 @@ from distckpt._format.stored_checkpoint import StoredCheckpoint
 from distckpt._io.export import num_export_threads
 from distckpt._operations.on_demand import on_demand
 from distckpt._ranks.collectives import Ranks
+from distckpt._rules.rules import check_rules
 from distckpt._storage import locations
 
 
@@ -72,7 +73,8 @@ def check_request(
     """
     same = {"overwrite": overwrite, **_of_all_ranks(options)}
     with ranks.phase("check the arguments", decision=True, same=same):
-        check_options(options)
+        check_switch("overwrite", overwrite)
+        check_export_options(options)
         sources = [locations.normalize(checkpoint) for checkpoint in checkpoints]
         target = posix.resolve(output_dir)
         if ranks.is_coordinator:
@@ -89,7 +91,7 @@ def _of_all_ranks(options: ExportOptions) -> dict[str, object]:
     return {**same, "merge_adapter": options.merge_adapter is not None}
 
 
-def check_options(options: ExportOptions) -> None:
+def check_export_options(options: ExportOptions) -> None:
     """Check that options have values that they may have.
 
     Raises:
@@ -98,7 +100,8 @@ def check_options(options: ExportOptions) -> None:
     """
     check_choice("tied", options.tied, ("drop", "write"))
     check_choice("unmatched", options.unmatched, ("error", "keep"))
-    check_choice("verify", options.verify, (True, False))
+    check_options(options)
+    check_rules(options.rules)
     check_num_bytes("max_inflight_bytes", options.max_inflight_bytes)
     if options.quantize:
         on_demand("quantize").formats_by_pattern(options.quantize)
@@ -107,11 +110,7 @@ def check_options(options: ExportOptions) -> None:
 def check_target(sources: Sequence[str | os.PathLike[str]], target: str, overwrite: bool) -> None:
     """Check that an export of some sources may be written to a target; on the coordinator."""
     for source in sources:
-        place = posix.resolve(source)
-        if target in (place, *(locations.join(place, name) for name in posix.SUBDIRECTORIES)):
-            raise CheckpointingException(
-                f"The export cannot replace its own source {locations.normalize(source)!r}."
-            )
+        _check_is_not_inside(target, locations.normalize(source))
     posix.put_back(target)
     exists = locations.exists(target)
     if exists and not locations.isdir(target):
@@ -124,6 +123,14 @@ def check_target(sources: Sequence[str | os.PathLike[str]], target: str, overwri
             f"{target!r} already holds an export ({present[0]!r}). Choose another directory, or, "
             "on local file systems, pass overwrite=True."
         )
+
+
+def _check_is_not_inside(target: str, source: str) -> None:
+    """Refuse a target that is a source, or where a source has its files."""
+    place = posix.resolve(source)
+    folders = [locations.join(place, name) for name in posix.SUBDIRECTORIES]
+    if target in (place, *folders):
+        raise CheckpointingException(f"The export cannot replace its own source {source!r}.")
 
 
 def open_sources(ranks: Ranks, sources: Sequence[str], options: ExportOptions) -> OpenedSources:

@@ -76,7 +76,7 @@ class HuggingFaceConsolidationStrategy(ConsolidationStrategy):
     ) -> None:
         self._overwrite = overwrite
         self._process_group = process_group
-        self._options = with_changes(type(self).__name__, ExportOptions, options, changes)
+        self._options = with_changes(type(self), ExportOptions, options, changes)
 
     def consolidate(self, checkpoint_dir: str, output_dir: str) -> ExportReport:
         """Do as `distckpt.consolidate` does. Collective operation: all ranks must call it."""

@@ -82,7 +82,7 @@ def merge(
         RankFailedError: raised on all ranks when any rank failed; nothing is committed.
     """
     ranks = Ranks(process_group)
-    chosen = with_changes("merge", ExportOptions, options, changes)
+    chosen = with_changes(merge, ExportOptions, options, changes)
     with ranks.phase("check the weights", decision=True, same={"weights": weights, "ema": ema}):
         sources = _sources(checkpoints)
         factors = _factors(len(sources), weights, ema)

@@ -156,6 +156,11 @@ def _check_config(adapter: Adapter) -> None:
             f"The adapter {adapter.location!r} cannot be merged here, since its {CONFIG_NAME} says "
             f"{said}: only products of LoRA are added to weights. Use merge_and_unload of PEFT."
         )
+    _check_fields(adapter)
+
+
+def _check_fields(adapter: Adapter) -> None:
+    config = adapter.config
     for field in ("use_rslora", "fan_in_fan_out"):
         if config.get(field) not in (True, False, None):
             raise _says(adapter, f"{field}={config[field]!r}", "true or false")

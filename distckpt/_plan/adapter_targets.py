@@ -43,8 +43,7 @@ def check_targets(
     where the adapter has matrices for the same one of another layer, or none at all for what the
     configuration lists. `model` is the model's configuration.
     """
-    given = {field: config[field] for field in FIELDS if config.get(field) is not None}
-    said = ", ".join(f"{field}={value!r:.300}" for field, value in given.items())
+    said = _said(config)
     try:
         others = [module for module in adapted if not is_target(module, config)]
         targets = [module for module in modules if is_target(module, config)]
@@ -60,9 +59,7 @@ def check_targets(
             "configuration, or save the adapter again.",
             unexpected=others,
         )
-    not_loaded = _not_loaded(modules, model or {})
-    without = [each for each in targets if each not in adapted and each not in not_loaded]
-    missing = _missing(without, targets, config.get("target_modules"), adapted)
+    missing = _missing(targets, config.get("target_modules"), adapted, _not_loaded(modules, model))
     if missing:
         raise LoadMismatchError(
             f"The adapter {location!r} has no matrices for {summarize_keys(missing)}, which its "
@@ -71,6 +68,13 @@ def check_targets(
             "full names in target_modules or target_parameters.",
             missing=missing,
         )
+
+
+def _said(config: Mapping[str, Any]) -> str:
+    """Return the text of what a configuration says of modules."""
+    given = {field: config.get(field) for field in FIELDS}
+    texts = [f"{field}={value!r:.300}" for field, value in given.items() if value is not None]
+    return ", ".join(texts)
 
 
 def is_target(module: str, config: Mapping[str, Any]) -> bool:
@@ -83,12 +87,16 @@ def is_target(module: str, config: Mapping[str, Any]) -> bool:
     if _is_excluded(module, config):
         return False
     targets = config.get("target_modules")
-    if targets is None:
-        return not parameters and _is_in_layers(module, config)
-    if isinstance(targets, str):
-        is_named = targets.lower() == _ALL_LINEAR or re.fullmatch(targets, module)
-        return bool(is_named) and _is_in_layers(module, config)
-    return module in targets or (ends_with(module, targets) and _is_in_layers(module, config))
+    if isinstance(targets, list) and module in targets:
+        return True
+    is_named = not parameters if targets is None else _is_named(module, targets)
+    return is_named and _is_in_layers(module, config)
+
+
+def _is_named(module: str, targets: str | Collection[str]) -> bool:
+    if not isinstance(targets, str):
+        return ends_with(module, targets)
+    return targets.lower() == _ALL_LINEAR or re.fullmatch(targets, module) is not None
 
 
 def _is_parameter(module: str, parameters: Collection[str]) -> bool:
@@ -135,16 +143,18 @@ def _layer_of(module: str, patterns: str | list[str] | None) -> re.Match[str] | 
 
 
 def _missing(
-    without: Sequence[str],
-    targets: Collection[str],
+    targets: Sequence[str],
     listed: str | list[str] | None,
     adapted: Collection[str],
+    not_loaded: Collection[str],
 ) -> list[str]:
-    """Return which of the targets without matrices should have some."""
+    """Return the targets that an adapter should have matrices for and has not."""
     forms = {without_numbers(module) for module in adapted}
     names = [name for name in _names(listed, targets) if not _ends_any(adapted, name)]
     missing = []
-    for module in without:
+    for module in targets:
+        if module in adapted or module in not_loaded:
+            continue
         is_absent = ends_with(module, names) and not _EXPERT.fullmatch(module)
         if is_absent or without_numbers(module) in forms:
             missing.append(module)
@@ -166,22 +176,29 @@ def _ends_any(modules: Collection[str], name: str) -> bool:
     return any(ends_with(module, [name]) for module in modules)
 
 
-def _not_loaded(modules: Collection[str], model: Mapping[str, Any]) -> set[str]:
+def _not_loaded(modules: Collection[str], model: Mapping[str, Any] | None) -> set[str]:
     """Return the modules that models of transformers do not have: of token prediction, and keys and
     values shared.
     """
-    heads = [module for module in modules if module.endswith(f".{_PREDICTING}")]
-    predicting = tuple(module.removesuffix(_PREDICTING) for module in heads)
-    first_shared = _first_shared_layer(model)
-    found = set()
-    for module in modules:
-        if _MTP.fullmatch(module) or module.startswith(predicting):
-            found.add(module)
-        elif first_shared is not None and module.endswith(_KEYS_AND_VALUES):
-            layer = _LAYER.match(module)
-            if layer and int(layer["number"]) >= first_shared:
-                found.add(module)
+    found = _of_prediction(modules)
+    first_shared = _first_shared_layer(model or {})
+    if first_shared is not None:
+        sharing = [module for module in modules if module.endswith(_KEYS_AND_VALUES)]
+        found.update(module for module in sharing if _layer_number(module) >= first_shared)
     return found
+
+
+def _of_prediction(modules: Collection[str]) -> set[str]:
+    """Return the modules of token prediction."""
+    heads = [module for module in modules if module.endswith(f".{_PREDICTING}")]
+    around = tuple(module.removesuffix(_PREDICTING) for module in heads)
+    return {each for each in modules if _MTP.fullmatch(each) or each.startswith(around)}
+
+
+def _layer_number(module: str) -> int:
+    """Return the number of the layer that a module is in, -1 outside of layers."""
+    layer = _LAYER.match(module)
+    return int(layer["number"]) if layer else -1
 
 
 def _first_shared_layer(model: Mapping[str, Any]) -> int | None:
@@ -189,7 +206,7 @@ def _first_shared_layer(model: Mapping[str, Any]) -> int | None:
     text = inner if isinstance(inner := model.get("text_config"), dict) else model
     num_layers, num_shared = text.get("num_hidden_layers"), text.get("num_kv_shared_layers")
     if type(num_layers) is int and type(num_shared) is int and num_shared:
-        return num_layers - num_shared
+        return max(0, num_layers - num_shared)
     return None
 
 

@@ -98,7 +98,10 @@ def _advice(stored: StoredCheckpoint, absent: Sequence[str], has_rules: bool) ->
             "Names of another program need rules=, or family='auto' for those of Megatron Core "
             "and transformers."
         )
-    return hint, "Correct the keys, or leave such keys out with strict='report'."
+    return hint, (
+        "Correct the keys, or leave such keys out with strict='report' ('log_all' in "
+        "distckpt.megatron)."
+    )
 
 
 def _lack_optimizer(absent: Sequence[str], known: Iterable[str]) -> bool:

@@ -48,14 +48,23 @@ def merged(
     ids = [_select(term, keys) for term in terms]
     common = [name for name in ids[0] if all(name in others for others in ids)]
     _check_all_are_common(terms, ids, common, write_tied)
-    firsts: dict[tuple[int, ...], str] = {}
-    tied = {name: firsts.setdefault(tuple(names[name] for names in ids), name) for name in common}
-    names = list(firsts.values())
+    aliases = _tied_in_all(common, ids)
+    names = [name for name in common if name not in aliases]
     dtypes = [_dtype_of_sum(name, terms) for name in names]
     shapes = [terms[0].global_shape(name) for name in names]
-    aliases = {alias: name for alias, name in tied.items() if alias != name}
     manifest = Manifest(names, dtypes, shapes, ChunkTable.empty(), aliases, has_checksums=False)
     return MergedView(StoredCheckpoint(terms[0].location, manifest), terms)
+
+
+def _tied_in_all(names: Sequence[str], ids: Sequence[Mapping[str, int]]) -> dict[str, str]:
+    """Return the names that are tied to an earlier one in all checkpoints, with that one."""
+    firsts: dict[tuple[int, ...], str] = {}
+    aliases = {}
+    for name in names:
+        first = firsts.setdefault(tuple(own[name] for own in ids), name)
+        if first != name:
+            aliases[name] = first
+    return aliases
 
 
 def _select(stored: StoredCheckpoint, keys: str | Sequence[str] | None) -> dict[str, int]:

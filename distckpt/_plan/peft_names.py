@@ -150,9 +150,10 @@ def with_peft_names(
     for module in modules:
         _check_widths(module, tensors, config or {})
         pairs |= _pairs(module, rules, tensors)
-    joined = _with_wrapped_experts(_in_memory(pairs, config))
-    made = {f"{PREFIX}{name}.lora_A.weight": pair.a for name, pair in joined.items()}
-    made |= {f"{PREFIX}{name}.lora_B.weight": pair.b for name, pair in joined.items()}
+    made = {}
+    for name, pair in _with_wrapped_experts(_in_memory(pairs, config)).items():
+        made[f"{PREFIX}{name}.lora_A.weight"] = pair.a
+        made[f"{PREFIX}{name}.lora_B.weight"] = pair.b
     stems = [stem for module in modules for stem in module.keys.values()]
     used = [stem + end for stem in stems for end in (_OUT, _IN)]
     return [Assemble(made, {key: tensors[key].shape for key in used})]
@@ -183,9 +184,7 @@ def _check_widths(
     module: _Module, tensors: Mapping[str, TensorInfo], config: Mapping[str, Any]
 ) -> None:
     """Refuse matrices that do not fit each other, or the configuration."""
-    hidden = (config.get("text_config") or config).get("hidden_size")
-    is_latent = ".experts." in module.name and config.get("moe_latent_size")
-    is_other = is_latent or module.name.startswith("vision_")
+    hidden = _hidden_size(module, config)
     for key in module.keys.values():
         a, b = tensors[key + _IN].shape, tensors[key + _OUT].shape
         if a[-2:-1] != b[-1:]:
@@ -197,12 +196,23 @@ def _check_widths(
             size = a[-1]
         elif module.leaf in _WRITE_HIDDEN:
             size = b[-2]
-        if hidden is not None and size != hidden and not is_other:
+        if hidden is not None and size != hidden:
             raise LoadMismatchError(
                 f"{key!r} has matrices of shapes {a} and {b}, for a model whose hidden states "
                 f"have {size} numbers; the configuration says hidden_size {hidden}: it is of "
                 "another model."
             )
+
+
+def _hidden_size(module: _Module, config: Mapping[str, Any]) -> int | None:
+    """Return the size of the hidden states of a module, None where the configuration does not say
+    it.
+    """
+    is_latent = ".experts." in module.name and config.get("moe_latent_size")
+    if is_latent or module.name.startswith("vision_"):
+        return None
+    size: int | None = (config.get("text_config") or config).get("hidden_size")
+    return size
 
 
 def _pairs(

@@ -22,14 +22,24 @@ def matches(key: str, patterns: str | Sequence[str]) -> bool:
 
     Patterns behind a `!` name what is left out; if there are no others, all else matches.
     """
-    listed = [patterns] if isinstance(patterns, str) else patterns
-    wanted = [pattern for pattern in listed if not pattern.startswith("!")]
-    unwanted = [pattern[1:] for pattern in listed if pattern.startswith("!")]
+    wanted, unwanted = _divided(patterns)
     if any(_fits(key, pattern) for pattern in unwanted):
         return False
     if not wanted:
         return bool(unwanted)
     return any(_fits(key, pattern) for pattern in wanted)
+
+
+def _divided(patterns: str | Sequence[str]) -> tuple[list[str], list[str]]:
+    """Return the patterns of what is wanted, and those of what is to be left out."""
+    listed = [patterns] if isinstance(patterns, str) else patterns
+    wanted, unwanted = [], []
+    for pattern in listed:
+        if pattern.startswith("!"):
+            unwanted.append(pattern[1:])
+        else:
+            wanted.append(pattern)
+    return wanted, unwanted
 
 
 def _fits(key: str, pattern: str) -> bool:
@@ -61,22 +71,22 @@ def check_all_match(
     Raises:
         LoadMismatchError: one matches nothing.
     """
-    listed = [keys] if isinstance(keys, str) else keys or ()
-    unmatched = [p for p in listed if not _fits_any(names, p.removeprefix("!"))]
-    if absent := [pattern[1:] for pattern in unmatched if pattern.startswith("!")]:
+    wanted, unwanted = _divided(keys or ())
+    absent = _without_match(unwanted, names)
+    if absent:
         named = ", ".join(map(repr, absent))
         logger.warning("no tensor%s matches %s, which is to be left out", where, named)
     unused = [old for old in rename if not any(name.startswith(old) for name in names)]
-    unused += [pattern for pattern in unmatched if not pattern.startswith("!")]
+    unused += _without_match(wanted, names)
     if unused:
-        there = summarize_keys(names) if names else "none"
+        there = summarize_keys(names) or "none"
         raise LoadMismatchError(
             f"No tensor{where} matches {', '.join(map(repr, unused))}; there are {there}."
         )
 
 
-def _fits_any(names: Iterable[str], pattern: str) -> bool:
-    return any(_fits(name, pattern) for name in names)
+def _without_match(patterns: Iterable[str], names: Collection[str]) -> list[str]:
+    return [each for each in patterns if not any(_fits(name, each) for name in names)]
 
 
 def renamed(name: str, rename: Mapping[str, str]) -> str:

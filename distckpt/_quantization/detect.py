@@ -6,17 +6,19 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable, Mapping
-from dataclasses import replace
-from typing import Any, NamedTuple
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
 
 from distckpt._base.dtypes import FROM_NAME, TO_NAME
 from distckpt._quantization.numbers import NUMBERS
 from distckpt._quantization.quantized import E8M0, QuantizedTensor, StoredPart
+from distckpt._quantization.settings import block_of
 from distckpt._rules.mapped import TensorInfo
 
 
-class Naming(NamedTuple):
+@dataclass(frozen=True)
+class Naming:
     """How the parts of a tensor are named: endings of keys that stand in the place of the tensor's
     own ending.
     """
@@ -45,7 +47,9 @@ _OF_ACTIVATIONS = (
     "v_scale",
 )
 """Scales of a module that belong to none of its weights."""
-_BLOCKS = [128, 32]
+_BLOCKS = (128, 32)
+_GROUPS = (32, 64, 128)
+"""Usual sizes of blocks, and of groups of columns of 4-bit integers."""
 FIELDS = ("quantization_config", "compression_config", "quantization")
 """Of a configuration, for what it says of quantized tensors."""
 _MODEL_DTYPES = {
@@ -77,45 +81,61 @@ def find_quantized(
         return found
     for key in tensors:
         for naming in NAMINGS:
-            if not key.endswith(naming.codes):
-                continue
-            stem = key[: len(key) - len(naming.codes)]
-            parts = {
-                role: stem + ending
-                for role, ending in naming.others.items()
-                if stem + ending in tensors
-            }
-            module = key.rpartition(".")[0]
-            unknown = [stem + ending for ending in _UNKNOWN] + [
-                f"{module}.{name}" for name in _UNKNOWN_OF_MODULES
-            ]
-            # What is stored under the name of the tensor itself is that tensor; of two kinds of
-            # scales, which?
-            is_stored = naming.codes != naming.ending and stem + naming.ending in tensors
-            is_ambiguous = all(f"{stem}{ending}" in tensors for ending in ("_scale", "_scale_inv"))
-            if (
-                "scale" not in parts
-                or is_stored
-                or is_ambiguous
-                or any(name in tensors for name in unknown)
-            ):
-                continue
-            described = {
-                role: StoredPart(name, tensors[name].dtype, tuple(tensors[name].shape))
-                for role, name in {"codes": key, **parts}.items()
-            }
-            quantized = _describe(described, settings)
-            if quantized is not None:
-                names = [f"{module}.{each}" for each in _OF_ACTIVATIONS]
-                companions = tuple(name for name in names if name in tensors)
-                found[stem + naming.ending] = replace(quantized, companions=companions)
-                break
+            if key.endswith(naming.codes):
+                stem = key[: len(key) - len(naming.codes)]
+                quantized = _find(key, stem, naming, tensors, settings)
+                if quantized is not None:
+                    found[stem + naming.ending] = quantized
+                    break
     return found
+
+
+def _find(
+    key: str,
+    stem: str,
+    naming: Naming,
+    tensors: Mapping[str, TensorInfo],
+    settings: Mapping[str, Any],
+) -> QuantizedTensor | None:
+    """Find the quantized tensor that has its codes at a key; None if that holds no codes."""
+    is_stored = naming.codes != naming.ending and stem + naming.ending in tensors
+    # What is stored under the name of the tensor itself is that tensor.
+    if stem + naming.others["scale"] not in tensors or is_stored:
+        return None
+    if _is_unknown(key, stem, tensors):
+        return None
+    names = {"codes": key, **{role: stem + ending for role, ending in naming.others.items()}}
+    parts = {role: _part(name, tensors[name]) for role, name in names.items() if name in tensors}
+    quantized = _describe(parts, settings)
+    return quantized and replace(quantized, companions=_companions(key, tensors))
+
+
+def _companions(key: str, tensors: Collection[str]) -> tuple[str, ...]:
+    """Return the keys of the scales of activations in the module of codes."""
+    module = key.rpartition(".")[0]
+    names = [f"{module}.{each}" for each in _OF_ACTIVATIONS]
+    return tuple(name for name in names if name in tensors)
+
+
+def _is_unknown(key: str, stem: str, tensors: Collection[str]) -> bool:
+    """Tell whether values are more than codes times scales, or it is not clear which scales."""
+    if stem + "_scale" in tensors and stem + "_scale_inv" in tensors:
+        return True
+    module = key.rpartition(".")[0]
+    beside = any(stem + ending in tensors for ending in _UNKNOWN)
+    return beside or any(f"{module}.{name}" in tensors for name in _UNKNOWN_OF_MODULES)
+
+
+def _part(key: str, info: TensorInfo) -> StoredPart:
+    return StoredPart(key, info.dtype, tuple(info.shape))
+
+
+# --- Configurations -------------------------------------------------------------------------------
 
 
 def parts_of(config: Mapping[str, Any]) -> list[Any]:
     """Return a configuration and those inside it, of text models and towers, without what is said
-    of quantisation.
+    of quantization.
     """
     parts = [config]
     for part in parts:
@@ -138,56 +158,53 @@ def settings_of(configs: Mapping[str, Mapping[str, Any]]) -> dict[str, Any] | No
         weights that are named, the bits of those that are "asymmetric", and whether weights are
         "transformed" besides.
     """
-    parts = [(file, part) for file, config in configs.items() for part in parts_of(config)]
-    found = [
-        (file, part, part[field])
-        for file, part in parts
-        for field in FIELDS
-        if isinstance(part.get(field), dict)
-    ]
-    found = [each for each in found if each[2]]
+    found = [each for file, config in configs.items() for each in _quantizations(file, config)]
     if not found:
         return None
-    speakers = [*configs.values(), *(part for _, part, _ in found)]
-    dtypes = (part.get(field) for part in speakers for field in ("dtype", "torch_dtype"))
-    weights = [each for *_, quantization in found for each in _weights_of(quantization)]
-    transforms = [quantization.get("transform_config") for *_, quantization in found]
+    weights = [each for said in found for each in _weights_of(said.quantization)]
     return {
-        "file": found[0][0],
-        "dtype": next((dtype for dtype in dtypes if isinstance(dtype, str)), None),
-        "blocks": [block for block in map(_block_of, weights) if block],
-        "num_bits": [each["num_bits"] for each in weights if type(each.get("num_bits")) is int],
-        "asymmetric": [each.get("num_bits") for each in weights if each.get("symmetric") is False],
-        "transformed": any(
-            isinstance(each, dict) and each.get("config_groups", each) for each in transforms
-        ),
+        "file": found[0].file,
+        "dtype": _dtype_in([*configs.values(), *(said.config for said in found)]),
+        **_said_of_weights(weights),
+        "transformed": any(_is_transformed(said.quantization) for said in found),
     }
 
 
-def are_settings(value: object) -> bool:
-    """Tell whether a value is what `settings_of` returns, or None."""
-    if not isinstance(value, dict):
-        return value is None
-    blocks, bits = value.get("blocks"), value.get("num_bits")
-    if (
-        not isinstance(blocks, list)
-        or not isinstance(bits, list)
-        or any(type(number) is not int for number in bits)
-    ):
-        return False
-    return all(isinstance(each, list) and _block_of({"block_structure": each}) for each in blocks)
+def _said_of_weights(weights: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    blocks = map(block_of, weights)
+    return {
+        "blocks": [block for block in blocks if block],
+        "num_bits": [each["num_bits"] for each in weights if type(each.get("num_bits")) is int],
+        "asymmetric": [each.get("num_bits") for each in weights if each.get("symmetric") is False],
+    }
 
 
-def _block_of(weights: Mapping[str, Any]) -> list[int] | None:
-    block = (
-        weights.get("weight_block_size")
-        or weights.get("block_structure")
-        or [1, weights.get("group_size")]
-    )
-    is_block = (
-        isinstance(block, list) and len(block) == 2 and all(type(n) is int and n > 0 for n in block)
-    )
-    return block if is_block else None
+@dataclass(frozen=True)
+class _Said:
+    """What is said of quantized tensors: in which file, and in which configuration there."""
+
+    file: str
+    config: Mapping[str, Any]
+    quantization: Mapping[str, Any]
+
+
+def _quantizations(file: str, config: Mapping[str, Any]) -> Iterator[_Said]:
+    for part in parts_of(config):
+        for field in FIELDS:
+            quantization = part.get(field)
+            if isinstance(quantization, dict) and quantization:
+                yield _Said(file, part, quantization)
+
+
+def _dtype_in(configs: Iterable[Mapping[str, Any]]) -> str | None:
+    """Return the first dtype that configurations name."""
+    named = (config.get(field) for config in configs for field in ("dtype", "torch_dtype"))
+    return next((dtype for dtype in named if isinstance(dtype, str)), None)
+
+
+def _is_transformed(quantization: Mapping[str, Any]) -> bool:
+    transform = quantization.get("transform_config")
+    return isinstance(transform, dict) and bool(transform.get("config_groups", transform))
 
 
 def _weights_of(config: Mapping[str, Any]) -> list[Mapping[str, Any]]:
@@ -198,54 +215,101 @@ def _weights_of(config: Mapping[str, Any]) -> list[Mapping[str, Any]]:
     return [each for each in weights if isinstance(each, dict)]
 
 
+# --- Forms ----------------------------------------------------------------------------------------
+
+
 def _describe(
     parts: Mapping[str, StoredPart], settings: Mapping[str, Any]
 ) -> QuantizedTensor | None:
     """Describe a tensor by its parts; None where they are of no form that is known."""
-    codes, scale, overall = parts["codes"], parts["scale"], parts.get("global_scale")
-    blocks = settings.get("blocks", [])
-    number = _number(codes.dtype, scale.dtype, overall is not None)
-    if (
-        number is None
-        or not codes.shape
-        or (number == "int4" and set(settings.get("num_bits", [])) - {4})
-    ):
-        return None
-    # The configuration says that there are zero points, and none are stored.
-    if {"int4": 4, "int8": 8}.get(number, 0) in settings.get("asymmetric", []):
+    codes, overall = parts["codes"], parts.get("global_scale")
+    number = _number(codes.dtype, parts["scale"].dtype, overall is not None)
+    if number is None or not codes.shape or _contradicts(settings, number):
         return None
     has_groups = codes.key.endswith("_blocks") and len(codes.shape) > 2
-    per_item = NUMBERS[number].per_byte * FROM_NAME[codes.dtype].itemsize
-    shape = codes.shape[:-2] if has_groups else codes.shape[:-1]
-    shape = (*shape, math.prod(codes.shape[len(shape) :]) * per_item)
-    grid = _grid(scale.shape, shape, is_by_channel=bool(settings) and not blocks)
-    # One scale of all scales, or one for each expert.
-    of_experts = shape[:1] if len(shape) > 2 and grid[:1] == shape[:1] else (1,)
-    is_fitting = overall is None or (math.prod(overall.shape), *overall.shape[:1]) in (
-        (1,),
-        (1, 1),
-        2 * of_experts,
-    )
-    if len(grid) != len(shape) or not is_fitting or max(shape) > _MAX_ELEMENTS:
+    shape = _shape(codes, number, has_groups)
+    block = _block_shape(parts, settings, number, shape)
+    if block is None:
         return None
-    # A configuration that contradicts the scales must not be passed over.
-    rows, columns = ([block[axis] for block in blocks] for axis in (0, 1))
-    widths = {"e2m1": [16 if scale.dtype == "F8_E4M3" else 32], "int4": columns or [32, 64, 128]}
-    sizes: list[list[int]] = [[]] * (len(shape) - 2) + [
-        rows or _BLOCKS,
-        widths.get(number, columns or _BLOCKS),
-    ]
-    are_known = [True] * (len(shape) - 2) + [bool(rows), bool(columns) or number == "e2m1"]
-    axes = zip(shape, grid, sizes[-len(shape) :], are_known[-len(shape) :], strict=True)
-    block = tuple(_block(*axis) for axis in axes)
-    # One scale for more than a group: these are no numbers of 4 bits.
-    if 0 in block or (number == "e2m1" and block[-1] > widths["e2m1"][0]):
-        return None
-    is_divided = overall is not None and overall.key.endswith("_global_scale")
     dtype = _MODEL_DTYPES.get(str(settings.get("dtype")), "BF16")
+    is_divided = overall is not None and overall.key.endswith("_global_scale")
     return QuantizedTensor(
         shape, dtype, number, block, parts, transposed=has_groups, divided=is_divided
     )
+
+
+def _contradicts(settings: Mapping[str, Any], number: str) -> bool:
+    """Tell whether a configuration says that codes are other numbers, or that there are zero points
+    where none are stored.
+    """
+    if number == "int4" and set(settings.get("num_bits", [])) - {4}:
+        return True
+    return {"int4": 4, "int8": 8}.get(number, 0) in settings.get("asymmetric", [])
+
+
+def _shape(codes: StoredPart, number: str, has_groups: bool) -> tuple[int, ...]:
+    """Return the shape of the values, with the axes of the codes."""
+    per_item = NUMBERS[number].per_byte * FROM_NAME[codes.dtype].itemsize
+    lead = codes.shape[:-2] if has_groups else codes.shape[:-1]
+    return (*lead, math.prod(codes.shape[len(lead) :]) * per_item)
+
+
+def _fits_all(overall: tuple[int, ...], shape: tuple[int, ...], grid: tuple[int, ...]) -> bool:
+    """Tell whether a scale of all scales is one, or one for each expert."""
+    has_experts = len(shape) > 2 and grid[:1] == shape[:1]
+    of_experts = shape[:1] if has_experts else (1,)
+    return (math.prod(overall), *overall[:1]) in ((1,), (1, 1), 2 * of_experts)
+
+
+def _block_shape(
+    parts: Mapping[str, StoredPart],
+    settings: Mapping[str, Any],
+    number: str,
+    shape: tuple[int, ...],
+) -> tuple[int, ...] | None:
+    """Return the size of blocks along each axis; None where that cannot be known."""
+    scale, overall = parts["scale"], parts.get("global_scale")
+    blocks = settings.get("blocks", [])
+    grid = _grid(scale.shape, shape, is_by_channel=bool(settings) and not blocks)
+    if len(grid) != len(shape) or max(shape) > _MAX_ELEMENTS:
+        return None
+    if overall is not None and not _fits_all(overall.shape, shape, grid):
+        return None
+    columns = _sizes_of_columns(number, scale, blocks)
+    # A configuration that contradicts the scales must not be passed over.
+    sizes = [*[_Sizes((), are_known=True)] * (len(shape) - 2), _sizes_of_rows(blocks), columns]
+    axes = zip(shape, grid, sizes[-len(shape) :], strict=True)
+    block = tuple(_block(*axis) for axis in axes)
+    # One scale for more than a group: these are no numbers of 4 bits.
+    is_too_wide = number == "e2m1" and block[-1] > columns.sizes[0]
+    return None if 0 in block or is_too_wide else block
+
+
+@dataclass(frozen=True)
+class _Sizes:
+    """Sizes that blocks may have along an axis.
+
+    Attributes:
+        sizes: the candidates.
+        are_known: whether the format or a configuration names them. Then the last block may be
+            smaller; else others would fit as well.
+    """
+
+    sizes: Sequence[int]
+    are_known: bool
+
+
+def _sizes_of_rows(blocks: Sequence[Sequence[int]]) -> _Sizes:
+    rows = [block[0] for block in blocks]
+    return _Sizes(rows or _BLOCKS, are_known=bool(rows))
+
+
+def _sizes_of_columns(number: str, scale: StoredPart, blocks: Sequence[Sequence[int]]) -> _Sizes:
+    if number == "e2m1":
+        return _Sizes([16 if scale.dtype == "F8_E4M3" else 32], are_known=True)
+    columns = [block[1] for block in blocks]
+    usual = _GROUPS if number == "int4" else _BLOCKS
+    return _Sizes(columns or usual, are_known=bool(columns))
 
 
 def _grid(scales: tuple[int, ...], shape: tuple[int, ...], is_by_channel: bool) -> tuple[int, ...]:
@@ -276,20 +340,15 @@ def _number(codes: str, scale: str, has_global: bool) -> str | None:
     return {"F8_E4M3": "e4m3", "I8": "int8", "I32": "int4"}.get(codes)
 
 
-def _block(size: int, count: int, candidates: Iterable[int], are_known: bool) -> int:
+def _block(size: int, count: int, candidates: _Sizes) -> int:
     """Return how many of `size` indices share one of `count` scales; 0 where not one known size
     fits.
-
-    Candidates that no configuration names must divide the size: where the last block is smaller,
-    others fit as well.
     """
     if count == 1:
         return max(1, size)
     if count == size:
         return 1
-    fitting = {
-        block
-        for block in candidates
-        if -(-size // block) == count and (are_known or size % block == 0)
-    }
+    fitting = {block for block in candidates.sizes if -(-size // block) == count}
+    if not candidates.are_known:
+        fitting = {block for block in fitting if size % block == 0}
     return fitting.pop() if len(fitting) == 1 else 0

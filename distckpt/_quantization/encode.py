@@ -46,21 +46,19 @@ def regions_to_encode(
         covered, factors = wanted, quantized.block
     else:
         covered, factors = whole((1,) * ndim), (1,) * ndim
-    offset, extent = (
-        [n * factor for n, factor in zip(values, factors, strict=True)] for values in covered
-    )
-    extent = [min(n, size - o) for o, n, size in zip(offset, extent, quantized.shape, strict=True)]
+    region = _refined(covered, factors, quantized.shape)
     shape = cell(quantized)
     max_cells = max(1, max_elements // math.prod(shape))
-    for cells in cut_region(coarsened(Region(tuple(offset), tuple(extent)), shape), max_cells):
-        first = tuple(n * size for n, size in zip(cells.offset, shape, strict=True))
-        last = (o + n * size for o, n, size in zip(first, cells.shape, shape, strict=True))
-        yield Region(
-            first,
-            tuple(
-                min(b, size) - a for a, b, size in zip(first, last, quantized.shape, strict=True)
-            ),
-        )
+    for cells in cut_region(coarsened(region, shape), max_cells):
+        yield _refined(cells, shape, quantized.shape)
+
+
+def _refined(blocks: Region, block: tuple[int, ...], shape: tuple[int, ...]) -> Region:
+    """Return the elements of blocks, of which the last ones may reach beyond the tensor."""
+    first = tuple(o * size for o, size in zip(blocks.offset, block, strict=True))
+    last = ((o + n) * size for o, n, size in zip(*blocks, block, strict=True))
+    stops = map(min, last, shape)
+    return Region(first, tuple(stop - start for start, stop in zip(first, stops, strict=True)))
 
 
 def encode(
@@ -92,9 +90,8 @@ def encode(
         parts["global_scale"] = factor.reshape(quantized.parts["global_scale"].shape)
         stored = (maxima / number.largest * factor).to(FROM_NAME[scale.dtype])
         # Zero is no scale: the smallest number in its place.
-        stored = torch.where(stored.float() == 0, torch.tensor(2.0**-9), stored.float()).to(
-            stored.dtype
-        )
+        stored = stored.float()
+        stored = torch.where(stored == 0, 2.0**-9, stored).to(FROM_NAME[scale.dtype])
         scales = stored.float() / factor
     elif scale.dtype in E8M0:
         stored = pack_exponents(_exponents(maxima, number.largest))
@@ -132,8 +129,8 @@ def _exponents(maxima: torch.Tensor, largest: float) -> torch.Tensor:
     values are zero.
 
     With codes of 4 bits the largest magnitude is rounded first, to the nearest power of two that a
-    code with its three
-    bits would become: what is beyond the largest code by less than half a step is cut off.
+    code with its three bits would become: what is beyond the largest code by less than half a step
+    is cut off.
     """
     if largest > 8:
         fractions, exponents = torch.frexp(maxima / largest)

@@ -6,7 +6,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Mapping, Sequence
-from typing import Any, NamedTuple
+from dataclasses import dataclass, replace
+from typing import Any
 
 from distckpt._base.dtypes import FROM_NAME
 from distckpt._quantization.numbers import NUMBERS
@@ -14,13 +15,29 @@ from distckpt._quantization.quantized import QuantizedTensor, StoredPart
 
 _LINEAR = ".weight"
 NOT_QUANTIZED = (
-    "*embed*", "*lm_head*", "*output_layer*", "*norm*", "*router*", "*.gate.weight", "*shared_expert_gate*", "*conv1d*",
-    "wte.*", "wpe.*", "*.wte.*", "*.wpe.*", "*score*", "*classifier*", "*vision*", "*visual*", "*patch*",
-)  # fmt: skip
+    "*embed*",
+    "*lm_head*",
+    "*output_layer*",
+    "*norm*",
+    "*router*",
+    "*.gate.weight",
+    "*shared_expert_gate*",
+    "*conv1d*",
+    "wte.*",
+    "wpe.*",
+    "*.wte.*",
+    "*.wpe.*",
+    "*score*",
+    "*classifier*",
+    "*vision*",
+    "*visual*",
+    "*patch*",
+)
 """Weights that models with quantized ones keep as they are."""
 
 
-class Format(NamedTuple):
+@dataclass(frozen=True, kw_only=True)
+class Format:
     """A form of quantized tensors.
 
     Attributes:
@@ -63,39 +80,81 @@ _DYNAMIC = {"num_bits": 8, "strategy": "token", "dynamic": True, "symmetric": Tr
 _FP8 = {"fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
 _UE8M0 = {**_FP8, "scale_fmt": "ue8m0"}
 _BLOCKS = Format(
-    "e4m3", "F8_E4M3", "F32", (128, 128), {"codes": "weight", "scale": "weight_scale_inv"}, "fp8", _FP8
-)  # fmt: skip
+    number="e4m3",
+    codes_dtype="F8_E4M3",
+    scale_dtype="F32",
+    block=(128, 128),
+    names={"codes": "weight", "scale": "weight_scale_inv"},
+    method="fp8",
+    details=_FP8,
+)
 _CHANNELS = Format(
-    "e4m3", "F8_E4M3", "F32", (1, 0), {"codes": "weight", "scale": "weight_scale"}, "compressed-tensors",
-    _weights(8, "float", "channel"), "float-quantized",
-)  # fmt: skip
+    number="e4m3",
+    codes_dtype="F8_E4M3",
+    scale_dtype="F32",
+    block=(1, 0),
+    names={"codes": "weight", "scale": "weight_scale"},
+    method="compressed-tensors",
+    details=_weights(8, "float", "channel"),
+    form="float-quantized",
+)
 
 FORMATS: dict[str, Format] = {
     "fp8-block": _BLOCKS,
-    "fp8-block-ue8m0": _BLOCKS._replace(scale_dtype="F8_E8M0", details=_UE8M0),
-    "fp8-tensor": _CHANNELS._replace(block=(0, 0), details=_weights(8, "float", "tensor")),
+    "fp8-block-ue8m0": replace(_BLOCKS, scale_dtype="F8_E8M0", details=_UE8M0),
+    "fp8-tensor": replace(_CHANNELS, block=(0, 0), details=_weights(8, "float", "tensor")),
     "fp8-channel": _CHANNELS,
-    "int8-channel": _CHANNELS._replace(
-        number="int8", codes_dtype="I8", details=_weights(8, "int", "channel"), form="int-quantized"
+    "int8-channel": replace(
+        _CHANNELS,
+        number="int8",
+        codes_dtype="I8",
+        details=_weights(8, "int", "channel"),
+        form="int-quantized",
     ),
     "mxfp4": Format(
-        "e2m1", "U8", "U8", (1, 32), {"codes": "_blocks", "scale": "_scales"}, "mxfp4", {}, experts=True
+        number="e2m1",
+        codes_dtype="U8",
+        scale_dtype="U8",
+        block=(1, 32),
+        names={"codes": "_blocks", "scale": "_scales"},
+        method="mxfp4",
+        details={},
+        experts=True,
     ),
     "mxfp4-packed": Format(
-        "e2m1", "I8", "F8_E8M0", (1, 32), {"codes": "weight", "scale": "scale"}, "fp8",
-        {**_UE8M0, "expert_dtype": "fp4"},
+        number="e2m1",
+        codes_dtype="I8",
+        scale_dtype="F8_E8M0",
+        block=(1, 32),
+        names={"codes": "weight", "scale": "scale"},
+        method="fp8",
+        details={**_UE8M0, "expert_dtype": "fp4"},
     ),
     "int4": Format(
-        "int4", "I32", "BF16", (1, 32),
-        {"codes": "weight_packed", "scale": "weight_scale", "shape": "weight_shape"}, "compressed-tensors",
-        _weights(4, "int", "group", group_size=32), "pack-quantized",
+        number="int4",
+        codes_dtype="I32",
+        scale_dtype="BF16",
+        block=(1, 32),
+        names={"codes": "weight_packed", "scale": "weight_scale", "shape": "weight_shape"},
+        method="compressed-tensors",
+        details=_weights(4, "int", "group", group_size=32),
+        form="pack-quantized",
     ),
     "nvfp4": Format(
-        "e2m1", "U8", "F8_E4M3", (1, 16),
-        {"codes": "weight_packed", "scale": "weight_scale", "global_scale": "weight_global_scale"},
-        "compressed-tensors", _weights(4, "float", "tensor_group", group_size=16), "nvfp4-pack-quantized",
+        number="e2m1",
+        codes_dtype="U8",
+        scale_dtype="F8_E4M3",
+        block=(1, 16),
+        names={
+            "codes": "weight_packed",
+            "scale": "weight_scale",
+            "global_scale": "weight_global_scale",
+        },
+        method="compressed-tensors",
+        details=_weights(4, "float", "tensor_group", group_size=16),
+        form="nvfp4-pack-quantized",
     ),
-}  # fmt: skip
+}
 """By the name that `quantize` takes."""
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
@@ -20,7 +20,8 @@ from distckpt._base.memory import Bytes, bounce_buffer
 Bits = npt.NDArray[np.int16]
 
 
-class Number(NamedTuple):
+@dataclass(frozen=True)
+class Number:
     """A number format.
 
     Attributes:

@@ -77,8 +77,8 @@ class Split(OneKeyRule):
         to: names of the pieces, in the order in which they lie in the tensor.
         axis: the axis to cut.
         sizes: sizes of the pieces along the axis; equal ones when left out.
-        groups: into how many equal groups the axis is divided first. Every group holds a part of
-            each piece, of the size given; a piece is its parts one after another.
+        groups: the number of equal groups that the axis is divided into first. Every group holds a
+            part of each piece, of the given size; a piece is its parts one after another.
     """
 
     to: tuple[str, ...]
@@ -152,15 +152,15 @@ class SplitQKV(OneKeyRule):
 
 @dataclass(frozen=True)
 class Concat(Rule):
-    """Put tensors behind one another along an axis.
+    """Join tensors along an axis.
 
     Attributes:
         patterns: which tensors, in order; all have the same number of wildcards, which match the
             same text in tensors that belong together.
         to: name of the whole.
         axis: the axis along which the tensors follow one another.
-        groups: into how many equal parts each tensor is cut, which then take turns: what `Split`
-            with groups undoes.
+        groups: the number of equal parts that each tensor is cut into, which then take turns:
+            `Split` with groups undoes this.
     """
 
     patterns: tuple[str, ...]
@@ -184,44 +184,34 @@ class Concat(Rule):
             {captures: key for key, captures in find_matches(pattern, tensors)}
             for pattern in self.patterns
         ]
-        for captures in dict.fromkeys(captures for keys in found for captures in keys):
-            wanted = zip(self.patterns, found, strict=True)
-            missing = [
-                fill_captures(pattern, captures) for pattern, keys in wanted if captures not in keys
-            ]
-            if missing:
-                present = next(keys[captures] for keys in found if captures in keys)
-                raise LoadMismatchError(
-                    f"{self}: {missing[0]!r} is missing{did_you_mean(missing[0], tensors)}, it "
-                    f"belongs to {present!r}. Correct the patterns, or the checkpoint is "
-                    "incomplete.",
-                    unexpected=missing,
-                )
+        for captures in dict.fromkeys(itertools.chain(*found)):
+            if not all(captures in keys for keys in found):
+                raise self._incomplete(captures, found, tensors)
             keys = tuple(matches[captures] for matches in found)
-            yield Step(
-                keys,
-                ((fill_name(self.to, captures), self._join(keys, [tensors[key] for key in keys])),),
-            )
+            joined = self._join(keys, [tensors[key] for key in keys])
+            yield Step(keys, ((fill_name(self.to, captures), joined),))
+
+    def _incomplete(
+        self,
+        captures: Captures,
+        found: Sequence[Mapping[Captures, str]],
+        tensors: Mapping[str, MappedTensor],
+    ) -> LoadMismatchError:
+        wanted = zip(self.patterns, found, strict=True)
+        missing = [
+            fill_captures(pattern, captures) for pattern, keys in wanted if captures not in keys
+        ]
+        present = next(keys[captures] for keys in found if captures in keys)
+        return LoadMismatchError(
+            f"{self}: {missing[0]!r} is missing{did_you_mean(missing[0], tensors)}, it belongs to "
+            f"{present!r}. Correct the patterns, or the checkpoint is incomplete.",
+            unexpected=missing,
+        )
 
     def _join(self, keys: Sequence[str], tensors: Sequence[MappedTensor]) -> MappedTensor:
-        first, axis = tensors[0], normalize_axis(self, keys[0], tensors[0], self.axis)
+        axis = normalize_axis(self, keys[0], tensors[0], self.axis)
         for key, tensor in zip(keys, tensors, strict=True):
-            same_ndim = len(tensor.shape) == len(first.shape)
-            if not same_ndim or any(
-                a != axis and n != first.shape[a] for a, n in enumerate(tensor.shape)
-            ):
-                raise misfit(
-                    self,
-                    key,
-                    tensor,
-                    f"{keys[0]!r} has shape {first.shape}, other than along axis {axis}",
-                )
-            if tensor.dtype != first.dtype:
-                raise misfit(self, key, tensor, f"{keys[0]!r} has another dtype, {first.dtype}")
-            if tensor.shape[axis] % self.groups:
-                raise misfit(
-                    self, key, tensor, f"axis {axis} cannot be cut into {self.groups} equal parts"
-                )
+            self._check_like(keys[0], tensors[0], key, tensor, axis)
         if self.groups == 1:
             return join(tensors, axis)
         sizes = [tensor.shape[axis] // self.groups for tensor in tensors]
@@ -230,14 +220,28 @@ class Concat(Rule):
             for group in range(self.groups)
             for tensor, size in zip(tensors, sizes, strict=True)
         ]
-        return replace(
-            join(parts, axis), trimmed=tuple(cut for tensor in tensors for cut in tensor.trimmed)
-        )
+        trimmed = tuple(cut for tensor in tensors for cut in tensor.trimmed)
+        return replace(join(parts, axis), trimmed=trimmed)
+
+    def _check_like(
+        self, first_key: str, first: MappedTensor, key: str, tensor: MappedTensor, axis: int
+    ) -> None:
+        shape, first_shape = list(tensor.shape), list(first.shape)
+        if len(shape) == len(first_shape):
+            shape[axis] = first_shape[axis]
+        if shape != first_shape:
+            why = f"{first_key!r} has shape {first.shape}, other than along axis {axis}"
+            raise misfit(self, key, tensor, why)
+        if tensor.dtype != first.dtype:
+            raise misfit(self, key, tensor, f"{first_key!r} has another dtype, {first.dtype}")
+        if tensor.shape[axis] % self.groups:
+            why = f"axis {axis} cannot be cut into {self.groups} equal parts"
+            raise misfit(self, key, tensor, why)
 
 
 @dataclass(frozen=True)
 class Stack(Rule):
-    """Stack tensors along a new axis, such as the experts of a layer: what `Unstack` undoes.
+    """Stack tensors along a new axis, such as the experts of a layer. `Unstack` undoes this.
 
     Attributes:
         pattern: which tensors; its last wildcard matches their numbers, from 0 on.
@@ -265,44 +269,43 @@ class Stack(Rule):
         return (self.pattern,)
 
     def steps(self, tensors: Mapping[str, MappedTensor]) -> Iterator[Step]:
-        found = {captures: key for key, captures in find_matches(self.pattern, tensors)}
-        for captures in dict.fromkeys(captures[:-1] for captures in found):
-            keys = [
-                fill_captures(self.pattern, (*captures, str(number))) for number in range(self.size)
-            ]
-            first = tensors[next(key for key in keys if key in tensors)]
+        present: dict[Captures, list[str]] = {}
+        for key, captures in find_matches(self.pattern, tensors):
+            present.setdefault(captures[:-1], []).append(key)
+        for captures, found in present.items():
+            keys = [fill_captures(self.pattern, (*captures, str(n))) for n in range(self.size)]
             missing = [key for key in keys if key not in tensors]
-            present = [key for number, key in found.items() if number[:-1] == captures]
-            if not self.optional and (missing or len(present) != self.size):
+            if not self.optional and (missing or len(found) != self.size):
                 raise LoadMismatchError(
                     f"{self} needs the numbers from 0 to {self.size - 1}: "
-                    f"{summarize_keys(missing or present)} {'missing' if missing else 'found'}. "
-                    "The checkpoint is incomplete, or the rule for other models.",
+                    f"{summarize_keys(missing or found)} {'missing' if missing else 'found'}. The "
+                    "checkpoint is incomplete, or the rule is for other models.",
                     unexpected=missing,
                 )
-            shape = list(first.shape)
-            shape.insert(self.axis % (len(shape) + 1), 1)
+            stack = self._stack(keys, tensors)
+            yield Step(tuple(found), ((fill_name(self.to, (*captures, "")), stack),))
+
+    def _stack(self, keys: Sequence[str], tensors: Mapping[str, MappedTensor]) -> MappedTensor:
+        first = tensors[next(key for key in keys if key in tensors)]
+        shape = list(first.shape)
+        axis = self.axis % (len(shape) + 1)
+        shape.insert(axis, 1)
+        info = TensorInfo(first.shape, first.dtype)
+        pieces = []
+        for key in keys:
             # A rank that loads some of the tensors asks for their places in the stack.
-            whole = [
-                tensors.get(key) or identity(key, TensorInfo(first.shape, first.dtype))
-                for key in keys
-            ]
-            for key, tensor in zip(keys, whole, strict=True):
-                if (tensor.shape, tensor.dtype) != (first.shape, first.dtype):
-                    raise misfit(
-                        self,
-                        key,
-                        tensor,
-                        f"others have shape {first.shape} and dtype {first.dtype}",
-                    )
-            stack = join([reshape(tensor, shape) for tensor in whole], self.axis % len(shape))
-            yield Step(tuple(present), ((fill_name(self.to, (*captures, "")), stack),))
+            tensor = tensors.get(key) or identity(key, info)
+            if (tensor.shape, tensor.dtype) != (first.shape, first.dtype):
+                why = f"others have shape {first.shape} and dtype {first.dtype}"
+                raise misfit(self, key, tensor, why)
+            pieces.append(reshape(tensor, shape))
+        return join(pieces, axis)
 
 
 @dataclass(frozen=True)
 class Interleave(OneKeyRule):
-    """Let the rows of pieces that lie behind one another take turns, such as those of a gate and an
-    up projection.
+    """Let the rows of pieces that lie behind one another take turns, such as the rows of a gate and
+    an up projection.
 
     Attributes:
         pattern: which tensors.
@@ -338,7 +341,7 @@ def _split(
     sizes: Sequence[int],
     groups: int,
 ) -> list[tuple[str, MappedTensor]]:
-    """Cut each group of an axis into pieces of given sizes; put those of all groups together."""
+    """Cut each group of an axis into pieces of given sizes; join the parts of each piece."""
     width, pieces = sum(sizes), []
     for start, size in zip(itertools.accumulate((0, *sizes[:-1])), sizes, strict=True):
         starts = range(start, groups * width + start, width) if width else (0,)

@@ -1,6 +1,4 @@
-"""The base of rules: patterns of keys, and a function from matching tensors to new ones. The rules
-are in `rules`.
-"""
+"""The base of rules: patterns of keys, and a function from matching tensors to new ones."""
 
 from __future__ import annotations
 
@@ -80,7 +78,7 @@ def _matcher(pattern: str) -> Callable[[str], Captures | None]:
     """Return the function that matches a key; each wildcard, from the first one on, takes as much
     as it can.
 
-    A regular expression is fast where it has one way to go back; else it could take for ever.
+    A regular expression is fast where it has one way to go back; else it could take forever.
     """
     pieces = _WILDCARD.split(pattern)
     if pieces.count("**") > 1 or any(
@@ -115,21 +113,25 @@ def _match(pieces: Sequence[str], key: str) -> Captures | None:
 
 
 def _ends_of(piece: str, key: str, following: Sequence[int]) -> list[int]:
+    if piece in ("*", "**"):
+        return _ends_of_wildcard(piece, key, following)
+    ends = []
+    for start in range(len(key) + 1):
+        end = start + len(piece)
+        ends.append(end if key.startswith(piece, start) and following[end] >= 0 else -1)
+    return ends
+
+
+def _ends_of_wildcard(piece: str, key: str, following: Sequence[int]) -> list[int]:
     size = len(key)
-    if piece not in ("*", "**"):
-        starts = range(size + 1)
-        return [
-            at + len(piece) if key.startswith(piece, at) and following[at + len(piece)] >= 0 else -1
-            for at in starts
-        ]
     ends, last = [-1] * (size + 1), size if following[size] >= 0 else -1
-    for at in range(size - 1, -1, -1):
-        is_dot = piece == "*" and key[at] == "."
+    for start in range(size - 1, -1, -1):
+        is_dot = piece == "*" and key[start] == "."
         if not is_dot:
-            ends[at] = last
+            ends[start] = last
         # An earlier beginning may end here, unless it can end further on.
         if is_dot or last < 0:
-            last = at if following[at] >= 0 else -1
+            last = start if following[start] >= 0 else -1
     return ends
 
 
@@ -141,7 +143,7 @@ def find_matches(pattern: str, keys: Mapping[str, object]) -> Iterator[tuple[str
         return
     match, end = _matcher(pattern), pattern.rpartition("*")[2]
     for key in keys:
-        # Most keys end otherwise, which is faster to see.
+        # Most keys end differently, which is faster to see.
         if key.endswith(end) and (captures := match(key)) is not None:
             yield key, captures
 
@@ -158,9 +160,7 @@ def fill_captures(pattern: str, captures: Captures) -> str:
 
 
 def fill_name(name: str, captures: Captures, index: int | None = None) -> str:
-    """Put `captures` in the place of {0}, {1}, ... and `index` in that of {i}; {0+3} adds 3 to a
-    number.
-    """
+    """Replace {0}, {1}, ... by `captures` and {i} by `index`; {0+3} adds 3 to a number."""
 
     def value_of(match: re.Match[str]) -> str:
         value = str(index) if match[1] == "i" else captures[int(match[1])]

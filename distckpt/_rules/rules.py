@@ -13,7 +13,7 @@ on.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
@@ -100,14 +100,15 @@ class Rename(OneKeyRule):
     def convert(
         self, key: str, tensor: MappedTensor, captures: Captures
     ) -> Iterable[tuple[str, MappedTensor]]:
-        if self.shape is not None and (
-            len(self.shape) != len(tensor.shape)
-            or any(
-                size not in (None, num) for size, num in zip(self.shape, tensor.shape, strict=True)
-            )
-        ):
+        if self.shape is not None and not _has_shape(tensor, self.shape):
             raise misfit(self, key, tensor, f"it should have shape {self.shape}")
         return [(fill_name(self.to, captures), tensor)]
+
+
+def _has_shape(tensor: MappedTensor, shape: Sequence[int | None]) -> bool:
+    if len(shape) != len(tensor.shape):
+        return False
+    return all(size in (None, num) for size, num in zip(shape, tensor.shape, strict=True))
 
 
 @dataclass(frozen=True)
@@ -194,19 +195,17 @@ class Trim(OneKeyRule):
             raise misfit(self, key, tensor, f"axis {axis} cannot be trimmed to size {self.size}")
         num = tensor.shape[axis]
         if self.is_vocabulary and num - self.size >= (multiple := num & -num) > 0:
-            why = f"padding to a multiple of {multiple} adds fewer than the {num - self.size} rows after {self.size}"
-            raise misfit(
-                self,
-                key,
-                tensor,
-                f"{why}. If they are padding, cut them off by a Trim before these rules",
+            why = (
+                f"padding to a multiple of {multiple} adds fewer than the {num - self.size} rows "
+                f"after {self.size}. If they are padding, cut them off by a Trim before these rules"
             )
+            raise misfit(self, key, tensor, why)
         return [(key, trim_axis(tensor, axis, self.size))]
 
 
 @dataclass(frozen=True)
 class Add(OneKeyRule):
-    """Add a number to all elements, where two programs understand a weight otherwise (a norm that
+    """Add a number to all elements, where two programs understand a weight differently (a norm that
     counts from 1, say).
 
     Attributes:
@@ -228,11 +227,11 @@ class Add(OneKeyRule):
 
 @dataclass(frozen=True)
 class Assemble(Rule):
-    """Make tensors of regions of others, as listed one by one: what another program's conversion
-    comes down to.
+    """Make tensors of regions of others, listed one by one: what another program's conversion comes
+    down to.
 
     Attributes:
-        tensors: the new tensors by name; their dtypes are ignored, those of the sources count.
+        tensors: the new tensors by name; they get the dtypes of their sources, whatever theirs.
         sources: shapes of the tensors that they are made of.
     """
 
@@ -245,8 +244,8 @@ class Assemble(Rule):
 
     @cached_property
     def _groups(self) -> list[tuple[list[str], list[str]]]:
-        """Sources and new tensors that belong together, since a source is in several of them or the
-        other way round.
+        """Sources and new tensors that belong together, since one tensor is made of several sources
+        or several tensors of one.
         """
         group_of: dict[str, tuple[list[str], list[str]]] = {
             key: ([key], []) for key in self.sources
@@ -263,9 +262,10 @@ class Assemble(Rule):
 
     def steps(self, tensors: Mapping[str, MappedTensor]) -> Iterator[Step]:
         for keys, names in self._groups:
-            present = [key for key in keys if key in tensors]
-            if len(present) < len(keys) and (present or not self.optional):
-                missing = [key for key in keys if key not in tensors]
+            missing = [key for key in keys if key not in tensors]
+            if len(missing) == len(keys) and self.optional:
+                continue
+            if missing:
                 raise LoadMismatchError(
                     f"{summarize_keys(missing)} {'is' if len(missing) == 1 else 'are'} missing"
                     f"{did_you_mean(missing[0], tensors)}: {summarize_keys(names)} should be made "
@@ -273,23 +273,22 @@ class Assemble(Rule):
                     "model.",
                     unexpected=missing,
                 )
-            if not present:
-                continue
-            for key in keys:
-                if tensors[key].shape != self.sources[key]:
-                    raise misfit(self, key, tensors[key], f"shape {self.sources[key]} is expected")
-            if len(dtypes := {tensors[key].dtype for key in keys}) > 1:
-                raise misfit(
-                    self,
-                    keys[0],
-                    tensors[keys[0]],
-                    f"with it, {summarize_keys(keys[1:])} have {dtypes}",
-                )
+            dtype = self._check_sources(keys, tensors)
             made = [
-                (name, replace(compose(self.tensors[name], tensors), dtype=dtypes.copy().pop()))
-                for name in names
+                (name, replace(compose(self.tensors[name], tensors), dtype=dtype)) for name in names
             ]
             yield Step(tuple(keys), tuple(made))
+
+    def _check_sources(self, keys: list[str], tensors: Mapping[str, MappedTensor]) -> str:
+        """Check the tensors that belong together; return their dtype."""
+        for key in keys:
+            if tensors[key].shape != self.sources[key]:
+                raise misfit(self, key, tensors[key], f"shape {self.sources[key]} is expected")
+        dtypes = {tensors[key].dtype for key in keys}
+        if len(dtypes) > 1:
+            why = f"with it, {summarize_keys(keys[1:])} have {dtypes}"
+            raise misfit(self, keys[0], tensors[keys[0]], why)
+        return dtypes.pop()
 
 
 @dataclass(frozen=True)
@@ -311,6 +310,18 @@ class Tie(Rule):
     def steps(self, tensors: Mapping[str, MappedTensor]) -> Iterator[Step]:
         if self.key in tensors:
             yield Step((self.key,), () if self.to in tensors else ((self.to, tensors[self.key]),))
+
+
+def check_rules(rules: object) -> None:
+    """Check an argument that takes rules.
+
+    Raises:
+        TypeError: it is no list or tuple of rules.
+    """
+    listed = rules if isinstance(rules, list | tuple) else [rules]
+    wrong = [each for each in listed if not isinstance(each, Rule)]
+    if wrong:
+        raise TypeError(f"rules is a list of rules, see distckpt.rules, got {wrong[0]!r:.100}")
 
 
 def apply_rules(
@@ -355,23 +366,7 @@ def _apply(
     about.
     """
     steps = list(rule.steps(tensors))
-    if not steps and not rule.optional:
-        hint = next(
-            (text for text in (did_you_mean(pattern, tensors) for pattern in rule.reads) if text),
-            "",
-        )
-        raise LoadMismatchError(
-            f"{rule} matches no tensor{hint}. Correct the pattern, or set optional=True if the "
-            "tensor may be absent.",
-            unexpected=rule.reads,
-        )
-    if steps and rule.count not in (None, len(steps)):
-        raise LoadMismatchError(
-            f"{rule} should match {rule.count} times and matches {len(steps)} times, "
-            f"{summarize_keys(key for step in steps for key in step.consumed)}: the checkpoint is "
-            "incomplete, or the rule is for another model.",
-            unexpected=rule.reads,
-        )
+    _check_count(rule, steps, tensors)
     consumed: dict[str, Step] = {}
     for step in steps:
         for key in step.consumed:
@@ -393,6 +388,23 @@ def _apply(
                 )
             tensors[name] = tensor
             origins[name] = rule, step
+
+
+def _check_count(rule: Rule, steps: Sequence[Step], tensors: Mapping[str, MappedTensor]) -> None:
+    if not steps and not rule.optional:
+        hints = (did_you_mean(pattern, tensors) for pattern in rule.reads)
+        raise LoadMismatchError(
+            f"{rule} matches no tensor{next(filter(None, hints), '')}. Correct the pattern, or set "
+            "optional=True if the tensor may be absent.",
+            unexpected=rule.reads,
+        )
+    if steps and rule.count not in (None, len(steps)):
+        raise LoadMismatchError(
+            f"{rule} should match {rule.count} times and matches {len(steps)} times, "
+            f"{summarize_keys(key for step in steps for key in step.consumed)}: the checkpoint is "
+            "incomplete, or the rule is for another model.",
+            unexpected=rule.reads,
+        )
 
 
 def _made_by(step: Step) -> str:

@@ -82,16 +82,15 @@ def _hashes(common: CommonStateDict) -> dict[str, tuple[str, bool]]:
 def _compare(first: _Hashes, rank: int, other: _Hashes) -> None:
     """Refuse tensors of a rank that differ from those of rank 0; warn of other values."""
     paths = sorted(path for path in {**first, **other} if first.get(path) != other.get(path))
-    values = (False, False)
-    tensors = [path for path in paths if first.get(path, values)[1] or other.get(path, values)[1]]
+    tensors = [path for path in paths if _has_tensors(first, path) or _has_tensors(other, path)]
     if tensors:
         raise InvalidShardingError(
             f"The tensors {summarize_keys(tensors)} differ between rank 0 and rank {rank}, and "
             "are neither shards nor part of an object: one rank's would be saved, the others "
             "lost. Put the model or the optimizer itself into the state dict, in place of its "
-            "state_dict(); or wrap what each rank has in a ShardedTensor or ShardedObject, copies "
-            "of which one is enough in ShardedTensor.from_rank_offsets(key, tensor, "
-            "replica_id=rank), and what needs no saving in a LocalNonpersistentObject."
+            "state_dict(). Or wrap what each rank has in a ShardedTensor or ShardedObject (copies, "
+            "of which one is stored, in ShardedTensor.from_rank_offsets(key, tensor, "
+            "replica_id=rank)), and what needs no saving in a LocalNonpersistentObject."
         )
     if paths:
         # "" is all of it: worth naming only when no part differs.
@@ -103,6 +102,10 @@ def _compare(first: _Hashes, rank: int, other: _Hashes) -> None:
             rank,
             summarize_keys(named),
         )
+
+
+def _has_tensors(hashes: _Hashes, path: str) -> bool:
+    return path in hashes and bool(hashes[path][1])
 
 
 def _plain(node: Any, with_tensors: bool) -> Any:

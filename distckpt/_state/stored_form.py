@@ -36,9 +36,8 @@ def stored_form(shard: ShardedTensor) -> ShardedTensor | ShardedTensorFactory:
     data: Any = shard.data
     kind = type(data)
     is_subclass = kind is not torch.Tensor and kind is not torch.nn.Parameter
-    if is_subclass and hasattr(
-        kind, "trigger_wait"
-    ):  # The result of a collective operation that may be under way.
+    if is_subclass and hasattr(kind, "trigger_wait"):
+        # The result of a collective operation that may be under way.
         return stored_form(replace(shard, data=data.trigger_wait()))
     if is_subclass and hasattr(kind, "__tensor_flatten__") and not hasattr(kind, "device_mesh"):
         built = _inner_tensors(shard, data)
@@ -83,80 +82,80 @@ def _pairs(shard: ShardedTensor) -> ShardedTensor:
 
 def _complex(shard: ShardedTensor, pairs: ShardedTensor, loaded: torch.Tensor) -> torch.Tensor:
     target = shard.data
-    if (
-        target is None
-        or pairs.data is None
-        or pairs.data.data_ptr() != target.data_ptr()
-        or target.is_conj()
-    ):
-        values = torch.view_as_complex(
-            loaded if shard.flattened_range is None else loaded.view(-1, 2)
-        )
-        if target is None:
-            return values
-        target.detach().copy_(values)
+    if target is not None and _is_filled_through(pairs, target):
+        return target
+    values = torch.view_as_complex(loaded if shard.flattened_range is None else loaded.view(-1, 2))
+    if target is None:
+        return values
+    target.detach().copy_(values)
     return target
+
+
+def _is_filled_through(pairs: ShardedTensor, target: torch.Tensor) -> bool:
+    """Tell whether what is loaded into pairs of real numbers is in a complex tensor thereby."""
+    is_same_memory = pairs.data is not None and pairs.data.data_ptr() == target.data_ptr()
+    return is_same_memory and not target.is_conj()
 
 
 # --- Subclasses -----------------------------------------------------------------------------------
 
 
 def _inner_tensors(shard: ShardedTensor, data: Any) -> dict[str, Any]:
-    """Describe the tensors that a tensor is made of, and what else belongs to it as text, to be
-    compared.
+    """Describe the tensors that a tensor is made of, and as text what else belongs to it: a load
+    compares it.
     """
     names, context = data.__tensor_flatten__()
-    described = f"{type(data).__module__}.{type(data).__qualname__} {context!r}"
+    text = f"{type(data).__module__}.{type(data).__qualname__} {context!r}"
     for shape in (data.shape, tuple(data.shape), list(data.shape)):
-        described = described.replace(repr(shape), "shape")
+        text = text.replace(repr(shape), "shape")
+    text = re.sub(r" at 0x\w+", "", text)
+    built: dict[str, Any] = {name: _inner_shard(shard, data, name) for name in names}
+    built["type"] = _type_object(shard, text)
+    return built
+
+
+def _type_object(shard: ShardedTensor, text: str) -> ShardedObject:
+    """Describe the text about a tensor: one for all its parts."""
     prepended = shard.prepend_axis_num
     grid, place = shard.global_shape[:prepended] or (1,), shard.global_offset[:prepended] or (0,)
     is_main = is_main_replica(shard.replica_id) and not any(shard.global_offset[prepended:])
-    text = re.sub(r" at 0x\w+", "", described)
-    built: dict[str, Any] = {name: _inner_shard(shard, data, name) for name in names}
-    return {
-        **built,
-        "type": ShardedObject(f"{shard.key}.tensor_type", text, grid, place, 0 if is_main else 1),
-    }
+    return ShardedObject(f"{shard.key}.tensor_type", text, grid, place, 0 if is_main else 1)
 
 
 def _inner_shard(shard: ShardedTensor, data: Any, name: str) -> ShardedTensor:
-    """Describe one of the tensors that a tensor is made of: of each block of elements it has one,
-    or it is whole.
+    """Describe one of the tensors that a tensor is made of: it is whole, or has one element for
+    each block of the tensor's elements.
     """
-    inner, prepended = getattr(data, name), shard.prepend_axis_num
-    local, sizes, offset = (
-        shard.local_shape,
-        shard.global_shape[prepended:],
-        shard.global_offset[prepended:],
-    )
-    shape = tuple(inner.shape)
-    if shard.flattened_range is None and local == sizes:
-        place = [(size, 0, 1) for size in shape]
-    elif (
-        shard.flattened_range is None
-        and len(shape) == len(local)
-        and _is_cut_alike(data, name, shape, sizes)
-    ):
-        blocks = [n // own for n, own in zip(local, shape, strict=True)]
-        cuts = list(zip(sizes, offset, blocks, strict=True))
-        if any(size % block or start % block for size, start, block in cuts):
-            raise _unknown_place(shard, data, name)
-        parts = [size // n for size, n in zip(sizes, local, strict=True)]
-        place = [
-            (size // n, start // n, count)
-            for (size, start, n), count in zip(cuts, parts, strict=True)
-        ]
+    inner, sizes = getattr(data, name), shard.global_shape[shard.prepend_axis_num :]
+    if shard.flattened_range is None and shard.local_shape == sizes:
+        place = [(size, 0, 1) for size in inner.shape]
     else:
-        raise _unknown_place(shard, data, name)
+        place = _place_by_blocks(shard, data, name)
     return shard_at(shard, f"{shard.key}.{name}", inner, place)
+
+
+def _place_by_blocks(shard: ShardedTensor, data: Any, name: str) -> list[tuple[int, int, int]]:
+    """Return the place, as in `shard_at`, of an inner tensor that is divided as its tensor is."""
+    prepended, local, shape = shard.prepend_axis_num, shard.local_shape, getattr(data, name).shape
+    sizes, offset = shard.global_shape[prepended:], shard.global_offset[prepended:]
+    if shard.flattened_range is not None or len(shape) != len(local):
+        raise _unknown_place(shard, data, name)
+    if not _is_cut_alike(data, name, tuple(shape), sizes):
+        raise _unknown_place(shard, data, name)
+    place = []
+    for size, start, num, num_inner in zip(sizes, offset, local, shape, strict=True):
+        block = num // num_inner
+        if size % block or start % block:
+            raise _unknown_place(shard, data, name)
+        place.append((size // block, start // block, size // num))
+    return place
 
 
 def shard_at(
     shard: ShardedTensor, key: str, data: torch.Tensor, place: Sequence[tuple[int, int, int]]
 ) -> ShardedTensor:
-    """Give a shard other data: along each axis, it begins somewhere in a size that is divided into
-    so many parts.
+    """Give a shard other data. Its `place` is, for each axis, `(global size, offset, number of
+    parts)`.
     """
     prepended = shard.prepend_axis_num
     lead = shard.global_shape[:prepended]
@@ -174,8 +173,8 @@ def shard_at(
 
 
 def _is_cut_alike(data: Any, name: str, shape: tuple[int, ...], sizes: tuple[int, ...]) -> bool:
-    """Tell whether a part of a tensor along each divided axis consists of the same part of the
-    inner tensor.
+    """Tell whether a part of a tensor consists of the same part of an inner tensor, along each
+    axis that is divided.
     """
     for axis, (n, own, size) in enumerate(zip(data.shape, shape, sizes, strict=True)):
         if own == 0 or n % own:
@@ -204,7 +203,7 @@ def _check_type(shard: ShardedTensor, own: str, stored: str) -> Any:
     if stored != own:
         raise LoadMismatchError(
             f"Key {shard.key!r} was saved as {stored}, and is requested as {own}: convert the "
-            "model in the way of the one that was saved.",
+            "model in the same way as the one that was saved.",
             unexpected=[shard.key],
         )
     return shard.data

@@ -22,6 +22,7 @@ from distckpt._storage.cloud_errors import is_temporary, os_error, text_of
 from distckpt._storage.fsspec_urls import settings_of
 from distckpt._storage.remote import (
     PART_BYTES,
+    PROVIDERS,
     RETRY_SECONDS,
     RefusedError,
     RemoteLocation,
@@ -31,17 +32,6 @@ from distckpt._storage.remote import (
 )
 
 logger = logging.getLogger(__name__)
-
-_PROVIDERS = {
-    "s3": "s3",
-    "s3a": "s3",
-    "gs": "gcs",
-    "gcs": "gcs",
-    "az": "azure",
-    "abfs": "azure",
-    "abfss": "azure",
-}
-CLOUD_SCHEMES = frozenset(_PROVIDERS)
 
 _MAX_PARTS = 10_000
 _MAX_REMOVED = 1000
@@ -310,11 +300,11 @@ def _connect(location: str, scheme: str, container: str) -> _Connection:
     try:
         if empty := [name for name, value in environment if "ENDPOINT" in name and not value]:
             raise ValueError(f"the environment variable {empty[0]} is empty: unset it")
-        _check_settings(_PROVIDERS[scheme])
+        _check_settings(PROVIDERS[scheme])
         return _connection_in(environment, scheme, container)
     except ImportError as error:
         raise ImportError(
-            f"{location}: {error}: pip install 'distckpt[{_PROVIDERS[scheme]}]'"
+            f"{location}: {error}: pip install 'distckpt[{PROVIDERS[scheme]}]'"
         ) from error
     except Exception as error:
         number = error.errno if isinstance(error, OSError) else errno.EINVAL
@@ -322,7 +312,7 @@ def _connect(location: str, scheme: str, container: str) -> _Connection:
 
 
 def _settings_of(provider: str) -> dict[str, Any]:
-    return settings_of(scheme for scheme, other in _PROVIDERS.items() if other == provider)
+    return settings_of(scheme for scheme, other in PROVIDERS.items() if other == provider)
 
 
 def _check_settings(provider: str) -> None:
@@ -346,7 +336,7 @@ def _connection_in(
 ) -> _Connection:
     """Connect as the environment says; a change of it makes a new connection."""
     obstore, stores = importlib.import_module("obstore"), importlib.import_module("obstore.store")
-    provider, client = _PROVIDERS[scheme], None
+    provider, client = PROVIDERS[scheme], None
     if _settings_of(provider):
         logger.warning(
             "fsspec's settings of %s:// are not read: use the environment instead", scheme

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Iterable
 
-from distckpt._storage.cloud import CLOUD_SCHEMES, CloudLocation
-from distckpt._storage.fsspec_urls import FsspecLocation
-from distckpt._storage.remote import RemoteLocation
+from distckpt._storage.remote import PROVIDERS, RemoteLocation
+
+_CLOUD = ("distckpt._storage.cloud", "CloudLocation")
+_FSSPEC = ("distckpt._storage.fsspec_urls", "FsspecLocation")
+"""Module and class, imported when a URL is used: most programs have local paths only."""
 
 
 def at(location: str) -> RemoteLocation:
     """Return the interface to a URL."""
-    scheme = location.partition("://")[0]
-    return CloudLocation(location) if scheme in CLOUD_SCHEMES else FsspecLocation(location)
+    module, name = _CLOUD if location.partition("://")[0] in PROVIDERS else _FSSPEC
+    made: RemoteLocation = getattr(importlib.import_module(module), name)(location)
+    return made
 
 
 def remove_all(locations: Iterable[str]) -> None:

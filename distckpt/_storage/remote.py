@@ -17,6 +17,16 @@ from distckpt._base.threads import Pool
 
 logger = logging.getLogger(__name__)
 
+PROVIDERS = {
+    "s3": "s3",
+    "s3a": "s3",
+    "gs": "gcs",
+    "gcs": "gcs",
+    "az": "azure",
+    "abfs": "azure",
+    "abfss": "azure",
+}
+"""The object store that each scheme of URLs is for. All other schemes are fsspec's."""
 PART_BYTES = 16 << 20
 """Larger objects are put in parts, of this size at least."""
 _MAX_PART_BYTES = 128 << 20

@@ -9,6 +9,9 @@ A program for Megatron Core changes one import and nothing else:
     dist_checkpointing.save(sharded_state_dict, checkpoint_dir, async_sharded_save=True)
 """
 
+from typing import TYPE_CHECKING
+
+from distckpt._megatron.forwarding import import_submodules
 from distckpt.mapping import LocalNonpersistentObject, ShardedObject, ShardedTensor
 from distckpt.megatron.core import check_is_distributed_checkpoint
 from distckpt.megatron.serialization import (
@@ -34,3 +37,6 @@ __all__ = [
     "remove_sharded_tensors",
     "save",
 ]
+
+if not TYPE_CHECKING:  # else a type checker believes that the package has every name
+    __getattr__ = import_submodules(__name__)

@@ -30,14 +30,19 @@ CORE = [
     "load",
     "async_save",
     "SaveHandle",
+    "SaveOptions",
     "SaveReport",
+    "LoadOptions",
     "LoadReport",
     "CheckpointManager",
     "PreemptionGuard",
-]
-CORE += [
     "RngState",
     "PerRank",
+    "open",
+    "Checkpoint",
+    "TensorInfo",
+    "list_checkpoints",
+    "CheckpointInfo",
     "verify",
     "VerifyReport",
     "diff",
@@ -45,10 +50,8 @@ CORE += [
     "reshard",
     "ReshardReport",
 ]
-CORE += ["list_checkpoints", "CheckpointInfo", "load_plain_tensors", "load_common_state_dict"]
-CORE += ["load_tensors_metadata", "load_sharded_metadata"]
 MODELS = ["ShardedTensor", "ShardedObject", "ShardedTensorFactory", "LocalNonpersistentObject"]
-HUGGING_FACE = ["consolidate", "merge", "ExportReport"]
+HUGGING_FACE = ["consolidate", "merge", "ExportOptions", "ExportReport"]
 GROUPS = {
     "Core": [
         *CORE,

@@ -25,6 +25,7 @@ from distckpt._base.memory import bounce_buffer
 from distckpt._base.threads import NUM_THREADS, UNIT_BYTES, run_threads
 from distckpt._checkpoint.opening import open_checkpoint
 from distckpt._operations.stats import compute_stats
+from distckpt._ranks.collectives import Ranks
 
 SHARD_BYTES = 256 << 20
 
@@ -47,7 +48,7 @@ def main() -> None:
         contestants = {
             "raw reads": lambda: read(files),
             "verify": lambda: distckpt.verify(f"{folder}/a"),
-            "stats": lambda: list(compute_stats(open_checkpoint(f"{folder}/a"), None, None)),
+            "stats": lambda: list(compute_stats(open_checkpoint(Ranks.alone(), f"{folder}/a"))),
             "diff (two checkpoints)": lambda: distckpt.diff(f"{folder}/a", f"{folder}/b"),
         }
         num_bytes = sum(map(os.path.getsize, files))

@@ -268,7 +268,9 @@ def resume_own_head(rank: int, path: str) -> bool:
         step(saved["head"])
     distckpt.save(saved, path)
     distckpt.load(loaded, path)
-    with pytest.raises(distckpt.InvalidShardingError, match=r"Rank 1 has 'own', and rank 0, whose"):
+    with pytest.raises(
+        distckpt.InvalidShardingError, match=r"Rank 1 has 'own', and rank 0 does not, whose"
+    ):
         distckpt.save(
             saved | ({"own": saved["scheduler"]} if rank == 1 else {}), path, overwrite=True
         )

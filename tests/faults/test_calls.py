@@ -48,6 +48,9 @@ ONE_NAME = {
 """Calls by another name that do the same."""
 
 
+LARGE = (5000, 1024)
+
+
 def weight_state(value, shape=(100, 8)):
     weight = torch.arange(math.prod(shape), dtype=torch.float32).reshape(shape) + value
     return {"w": ShardedTensor.from_rank_offsets("w", weight), "step": value}
@@ -221,10 +224,12 @@ def test_short_reads_and_writes(tmp_path):
         return max(1, call.length * 2 // 3)
 
     with watched(tmp_path, shorten):
-        distckpt.save(weight_state(1), tmp_path / "checkpoint")
-        loaded = distckpt.load(weight_state(0), tmp_path / "checkpoint")
-    assert torch.equal(loaded["w"], weight_state(1)["w"].data)
-    assert min(limited[name] for name in ("pwritev", "pwrite", "write", "read", "preadv")) > 1
+        # Large enough to go past the page cache.
+        distckpt.save(weight_state(1, LARGE), tmp_path / "checkpoint")
+        loaded = distckpt.load(weight_state(0, LARGE), tmp_path / "checkpoint")
+    assert torch.equal(loaded["w"], weight_state(1, LARGE)["w"].data)
+    names = ("pwritev", "pwrite", "write", "read", "preadv")
+    assert min(limited[name] for name in names) > 1, limited
 
 
 def test_reads_of_runs_fail_and_are_short(tmp_path):

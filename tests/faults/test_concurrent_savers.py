@@ -146,7 +146,7 @@ def read_tensors(path):
 
 def read_common_state(path):
     assert "w" in distckpt.megatron.serialization.load_sharded_metadata(path)
-    return {distckpt.open(path).common_state["value"]}
+    return {distckpt.megatron.serialization.load_common_state_dict(path)["value"]}
 
 
 def read_to_verify(path):

@@ -393,7 +393,7 @@ def test_blocks_of_another_size(tmp_path, block_bytes):
         flipped_bit(file, span[4 * (100 * COLUMNS + 100) + 1]),
         pytest.raises(CorruptCheckpointError),
     ):
-        load_part(tmp_path / "c", "a few columns", "read")
+        load_part(tmp_path / "c", "a few columns")
 
 
 def test_tensors_are_removed_from_a_checkpoint_with_blocks_of_another_size(tmp_path):

@@ -44,6 +44,7 @@ _NEVER = (
     "os.posix_spawn", "os.kill", "os.putenv", "subprocess.", "socket.", "urllib.",
     "webbrowser.", "ctypes.dlopen",
 )  # fmt: skip
+_FOLDERS = ("tensors", "objects")
 _OF_FILES = (
     "open", "os.listdir", "os.scandir", "os.remove", "os.rename", "os.mkdir", "os.rmdir",
     "os.link", "os.symlink", "os.truncate", "os.chmod", "shutil.",
@@ -159,6 +160,9 @@ class Watch:
             return
         if event.startswith("os.") and not os.path.isabs(name) and args[-1] not in (None, -1):
             # In a directory that is open: opening it was looked at.
+            return
+        if event == "open" and name in _FOLDERS:
+            # Of a save that is given up, in a directory that is open.
             return
         path = os.path.abspath(os.fsdecode(name))
         if path != os.path.dirname(self.location) and not path.startswith(self.allowed):

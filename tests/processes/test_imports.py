@@ -6,6 +6,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import torch
+
+import distckpt
+from distckpt import ShardedTensor
+from tests.support.hf_folders import write_plain
+
 ROOT = Path(__file__).parents[2]
 
 
@@ -63,3 +69,34 @@ def test_the_module_for_users_of_dcp_imports_nothing_of_it():
     loaded = modules_loaded_by("import distckpt; distckpt.dcp.save")
     assert "distckpt.dcp" in loaded
     assert "torch.distributed.checkpoint" not in loaded
+
+
+SELDOM = {
+    "quantize='int8-channel'": {"_plan.quantize", "_io.encoded_source", "_quantization.encode"},
+    "merge_adapter='adapter'": {"_plan.adapter", "_plan.peft_names", "_io.adapted_source"},
+    "like='like'": {"_foreign.hugging_face"},
+}
+"""What an option of an export needs, and no other export of a checkpoint."""
+
+
+def test_an_export_imports_what_it_is_asked_for(tmp_path):
+    weight = torch.ones(8, 4)
+    state = {"up.weight": ShardedTensor.from_rank_offsets("up.weight", weight)}
+    distckpt.save(state, tmp_path / "checkpoint")
+    write_plain(tmp_path / "like" / "model.safetensors", {"up.weight": weight})
+    matrices = {"up.lora_A.weight": torch.ones(2, 4), "up.lora_B.weight": torch.ones(8, 2)}
+    adapter = {f"base_model.model.{name}": matrix for name, matrix in matrices.items()}
+    write_plain(tmp_path / "adapter" / "adapter_model.safetensors", adapter)
+    (tmp_path / "adapter" / "adapter_config.json").write_text(
+        '{"peft_type": "LORA", "r": 2, "lora_alpha": 2}'
+    )
+    of_merging = {"_plan.merged", "_io.summed_source", "_operations.merge"}
+    seldom = set().union(*SELDOM.values(), of_merging)
+    for number, (option, expected) in enumerate({"": set(), **SELDOM}.items()):
+        call = f"distckpt.consolidate('checkpoint', 'out {number}', {option})"
+        loaded = modules_loaded_by(f"import distckpt, os; os.chdir({str(tmp_path)!r}); {call}")
+        found = {name.removeprefix("distckpt.") for name in loaded} & seldom
+        if "adapter" in option:
+            # An adapter of PEFT is a Hugging Face directory.
+            found.remove("_foreign.hugging_face")
+        assert found == expected, option

@@ -29,6 +29,8 @@ from typing import Any, Literal, NamedTuple, TypeAlias
 
 import pytest
 
+from distckpt._base import libc
+
 Moment: TypeAlias = Literal["before", "after"]
 
 BY_PATH = (
@@ -134,7 +136,7 @@ def watched(folder: str | os.PathLike[str], on_call: OnCall) -> Iterator[None]:
         for name in (*BY_PATH, *BY_TWO_PATHS, *BY_DESCRIPTOR):
             patch.setattr(os, name, watch.wrap(name, getattr(os, name)))
         patch.setattr(builtins, "open", functools.partial(_open, watch, open))
-        patch.setattr(ctypes, "CDLL", functools.partial(_load_library, watch, ctypes.CDLL))
+        patch.setattr(libc, "_libc", _Libc(watch, libc._libc))
         yield
 
 
@@ -377,11 +379,6 @@ def _open(
         else io.BufferedWriter
     )(raw)
     return buffered if "b" in mode else io.TextIOWrapper(buffered, *args, **kwargs)
-
-
-def _load_library(watch: _Watch, original: Any, name: Any = None, *args: Any, **kwargs: Any) -> Any:
-    library = original(name, *args, **kwargs)
-    return _Libc(watch, library) if name is None else library
 
 
 class _Libc:

@@ -1,1 +1,1 @@
-"""Checkpoints of DeepSpeed: those of ZeRO, and Universal ones."""
+"""DeepSpeed checkpoints, of ZeRO and Universal."""

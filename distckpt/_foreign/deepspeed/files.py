@@ -1,12 +1,10 @@
-"""The files of a DeepSpeed checkpoint: which there are, and what is in them besides the values of
-tensors.
-"""
+"""The files of a DeepSpeed checkpoint, and what they hold besides the values of tensors."""
 
 from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -32,17 +30,21 @@ _STATES = re.compile(
     r"(?:(?:bf16_|fp16_)?zero_pp_rank_(\d+)_)?mp_rank_(\d+)(?:_\d+)?_(model|optim)_states\.pt"
 )
 _OTHERS = re.compile(r"(?:layer_\d+_)?expert_\d+_.*|expp_rank_\d+_.*|layer_\d+-.*")
-"""Files of experts, and of the stages of a pipeline."""
+"""Files of experts and of pipeline stages."""
 _MAX_TAG_BYTES = 4096
 _SAME_IN_A_SAVE = {"global_steps", "global_samples", "skipped_steps", "ds_version"}
 
 
 class States(NamedTuple):
-    """The files of one save, relative to the checkpoint: model and optimizer states by data
-    parallel rank.
+    """The files of one save, relative to the checkpoint.
 
-    `others` are the model states of further tensor or pipeline parallel ranks, which only Universal
-    checkpoints have.
+    Attributes:
+        folder: of the save, empty or ending in a slash.
+        is_universal: whether DeepSpeed converted it to a Universal checkpoint.
+        model: model states by data parallel rank.
+        optim: optimizer states by data parallel rank.
+        others: model states of further tensor or pipeline parallel ranks, which only Universal
+            checkpoints have.
     """
 
     folder: str
@@ -53,54 +55,62 @@ class States(NamedTuple):
 
 
 def is_checkpoint(location: str) -> bool:
-    """Tell whether a location holds what DeepSpeed wrote, or the folders of several saves and which
-    is the latest.
-    """
+    """Tell whether DeepSpeed wrote a save to a location, or several with a note of the latest."""
     names = locations.list_names(location) if locations.isdir(location) else []
     return any(map(_STATES.fullmatch, names)) or not set(_POINTERS).isdisjoint(names)
 
 
 def find_states(location: str) -> States:
-    """Find the files of a checkpoint: those in its folder, or in the one that `latest` names."""
+    """Find the files of a checkpoint, in its folder or in the one that `latest` names."""
     names, folder = locations.list_names(location), ""
     if not any(map(_STATES.fullmatch, names)):
-        pointer = join(location, next(name for name in _POINTERS if name in names))
-        tag = read_file(pointer, _MAX_TAG_BYTES).decode(errors="replace").strip()
-        if not locations.is_inner_name(tag, max_parts=1) or not locations.isdir(
-            join(location, tag)
-        ):
-            raise CorruptCheckpointError(
-                f"{pointer!r} names {tag!r:.300}, and there is no such folder beside it: restore "
-                "it from a copy, or give the location of another folder with a save."
-            )
-        folder = f"{tag}/"
-        names = locations.list_names(join(location, folder[:-1]))
+        tag = _latest_tag(location, names)
+        names, folder = locations.list_names(join(location, tag)), f"{tag}/"
     states = States(folder, "zero" in names, {}, {}, [])
     path = join(location, folder.rstrip("/"))
     for name in sorted(names):
-        match = _STATES.fullmatch(name)
-        is_divided = bool(match and int(match[2]))
-        if not states.is_universal and (is_divided or _OTHERS.fullmatch(name)):
-            raise CheckpointingException(
-                f"{path!r} holds {name!r}: experts are not read, and the files of a model that is "
-                "divided among tensor or pipeline parallel ranks do not say how. Convert those "
-                "with DeepSpeed (`python -m deepspeed.checkpoint.ds_to_universal --input_folder "
-                f"{path} --output_folder {path}_universal`) before loading."
-            )
-        if match and is_divided:
-            states.others.append(folder + name)
-        elif match:
-            files = states.model if match[3] == "model" else states.optim
-            if (first := files.setdefault(int(match[1] or 0), folder + name)) != folder + name:
-                raise CorruptCheckpointError(
-                    f"{path!r} holds {first!r} and {name!r}, of different saves: remove what does "
-                    "not belong here."
-                )
+        _add_file(states, path, name)
     if not states.model:
         raise CorruptCheckpointError(
             f"{path!r} holds no mp_rank_00_model_states.pt: restore it from a copy."
         )
     return states
+
+
+def _latest_tag(location: str, names: Collection[str]) -> str:
+    """Return the name of the folder of the latest save."""
+    pointer = join(location, next(name for name in _POINTERS if name in names))
+    tag = read_file(pointer, _MAX_TAG_BYTES).decode(errors="replace").strip()
+    if locations.is_inner_name(tag, max_parts=1) and locations.isdir(join(location, tag)):
+        return tag
+    raise CorruptCheckpointError(
+        f"{pointer!r} names {tag!r:.300}, and there is no such folder beside it: restore "
+        "it from a copy, or give the location of another folder with a save."
+    )
+
+
+def _add_file(states: States, path: str, name: str) -> None:
+    """Add a file in the folder of the save, `path`, unless it holds no states."""
+    match = _STATES.fullmatch(name)
+    is_divided = match is not None and int(match[2]) > 0
+    if (is_divided or _OTHERS.fullmatch(name)) and not states.is_universal:
+        raise CheckpointingException(
+            f"{path!r} holds {name!r}: experts are not read, and the files of a model that is "
+            "divided among tensor or pipeline parallel ranks do not say how. Convert those "
+            "with DeepSpeed (`python -m deepspeed.checkpoint.ds_to_universal --input_folder "
+            f"{path} --output_folder {path}_universal`) before loading."
+        )
+    full_name = states.folder + name
+    if is_divided:
+        states.others.append(full_name)
+    elif match:
+        files = states.model if match[3] == "model" else states.optim
+        first = files.setdefault(int(match[1] or 0), full_name)
+        if first != full_name:
+            raise CorruptCheckpointError(
+                f"{path!r} holds {first!r} and {name!r}, of different saves: remove what does "
+                "not belong here."
+            )
 
 
 def join(location: str, name: str) -> str:
@@ -109,8 +119,14 @@ def join(location: str, name: str) -> str:
 
 
 class StateFile(NamedTuple):
-    """A file that `torch.save` wrote; `name` is relative to the checkpoint, `content` has views in
-    place of tensors.
+    """A file that `torch.save` wrote.
+
+    Attributes:
+        path: its location.
+        name: relative to the checkpoint.
+        num_bytes: its size.
+        archive: the entries of the file.
+        content: its object, with views in place of tensors.
     """
 
     path: str
@@ -133,8 +149,10 @@ class StateFile(NamedTuple):
             raise self.damaged(error) from error
 
     def values(self, node: Any, where: str) -> Any:
-        """Return a part of the content with its tensors; UnsupportedObjectError for objects of
-        other classes.
+        """Return some of the content with its tensors read.
+
+        Raises:
+            UnsupportedObjectError: it holds an object of another class.
         """
         if type(node) is TensorView:
             if not is_contiguous(node):
@@ -157,14 +175,17 @@ class StateFile(NamedTuple):
         return node
 
     def shapes(self, field: str) -> list[dict[str, Shape]]:
-        """Return shapes of parameters by name, in the order in which their values follow one
-        another.
-        """
+        """Return shapes of parameters by name for each group, in the order of their values."""
         groups = self.content.get(field) or []
         return [
             {str(n): torch.Size(s) for n, s in g.items()}
             for g in ([groups] if isinstance(groups, dict) else groups)
         ]
+
+
+def is_array(value: Any) -> bool:
+    """Tell whether a value is a tensor with axes: numbers are stored as tensors without."""
+    return type(value) is TensorView and bool(value.shape)
 
 
 def is_contiguous(view: TensorView) -> bool:
@@ -173,9 +194,7 @@ def is_contiguous(view: TensorView) -> bool:
 
 
 def read_states(location: str, names: Iterable[str]) -> list[StateFile]:
-    """Read the pickles of files, and none of their tensors; several at once, since most of the time
-    is latency.
-    """
+    """Read the pickles of files, but no tensors; several at once, as most time is latency."""
     found = dict.fromkeys(names)
 
     def read(name: str) -> None:
@@ -199,36 +218,42 @@ def read_states(location: str, names: Iterable[str]) -> list[StateFile]:
 
 
 def read_save(location: str, states: States) -> tuple[list[StateFile], list[StateFile]]:
-    """Read all model states, and the optimizer's or `others`; check that they are of one save, and
-    of all ranks.
+    """Read all model states, and those of the optimizer or `others`, and check that they belong
+    together.
     """
-    rest = (
-        states.others
-        if states.is_universal
-        else [states.optim[rank] for rank in sorted(states.optim)]
-    )
-    files = read_states(location, [*(states.model[rank] for rank in sorted(states.model)), *rest])
+    model = [states.model[rank] for rank in sorted(states.model)]
+    optim = [states.optim[rank] for rank in sorted(states.optim)]
+    files = read_states(location, [*model, *(states.others if states.is_universal else optim)])
     for file in files:
-        degrees, num = (
-            file.content.get("checkpoint_parallel_dimensions") or {},
-            1 + len(states.others),
+        _check_is_whole(file, 1 + len(states.others))
+        _check_is_same_save(file, files[0])
+    return files[: len(model)], files[len(model) :]
+
+
+def _check_is_whole(file: StateFile, num_files: int) -> None:
+    """Check that a model is not split among more ranks than there are files of."""
+    degrees = file.content.get("checkpoint_parallel_dimensions") or {}
+    product = math.prod(degrees.get(name) or 1 for name in ("tp_degree", "pp_degree"))
+    size = max(file.content.get("mp_world_size") or 1, product)
+    if size > num_files:
+        raise CheckpointingException(
+            f"{file.path!r} is of a model split among {size} tensor or pipeline parallel "
+            f"ranks, of which {num_files} is here: copy the files of all, and convert them with "
+            "`python -m deepspeed.checkpoint.ds_to_universal`."
         )
-        product = math.prod(degrees.get(name) or 1 for name in ("tp_degree", "pp_degree"))
-        if (size := max(file.content.get("mp_world_size") or 1, product)) > num:
-            raise CheckpointingException(
-                f"{file.path!r} is of a model split among {size} tensor or pipeline parallel "
-                f"ranks, of which {num} is here: copy the files of all, and convert them with "
-                "`python -m deepspeed.checkpoint.ds_to_universal`."
+
+
+def _check_is_same_save(file: StateFile, other: StateFile) -> None:
+    """Compare what is the same in all files of a save."""
+    for field in file.content.keys() & other.content.keys() & _SAME_IN_A_SAVE:
+        found, expected = file.content[field], other.content[field]
+        if found != expected:
+            raise CorruptCheckpointError(
+                f"{file.path!r} and {other.path!r} are of different saves ({field} is "
+                f"{found!r:.100} and {expected!r:.100}): copy the files of one save again."
             )
-        for field in file.content.keys() & files[0].content.keys() & _SAME_IN_A_SAVE:
-            if (value := file.content[field]) != (other := files[0].content[field]):
-                raise CorruptCheckpointError(
-                    f"{file.path!r} and {files[0].path!r} are of different saves ({field} is "
-                    f"{value!r:.100} and {other!r:.100}): copy the files of one save again."
-                )
-    return files[: len(states.model)], files[len(states.model) :]
 
 
 def locate_views(views: Iterable[tuple[StateFile, TensorView]]) -> None:
-    """Read where tensors lie, several at once: later `first_byte` reads nothing."""
+    """Look up where tensors lie, several at once, so that `first_byte` need not read later."""
     run_threads(lambda pair: pair[0].first_byte(pair[1]), views)

@@ -1,4 +1,4 @@
-"""Reader of checkpoints of DeepSpeed."""
+"""Reader of DeepSpeed checkpoints."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from typing import Any
 from distckpt._checkpoint.reader import Reader
 from distckpt._checkpoint.stored_pieces import StoredPiece, build_manifest
 from distckpt._foreign.deepspeed.files import find_states, is_checkpoint, read_states
-from distckpt._foreign.deepspeed.universal import describe_universal
-from distckpt._foreign.deepspeed.zero import describe_zero
+from distckpt._foreign.deepspeed.universal import universal_contents
+from distckpt._foreign.deepspeed.zero import zero_contents
 from distckpt._format import codec
 from distckpt._format.manifest import OBJECT, Manifest
 from distckpt._format.stored_checkpoint import StoredCheckpoint
@@ -23,7 +23,7 @@ _NOT_COMMON = {
 
 
 class DeepSpeedReader(Reader):
-    """Reads the folder of one save, and a folder of several in which `latest` names one."""
+    """Reads the folder of one save, or a folder of several saves in which `latest` names one."""
 
     name = "deepspeed"
 
@@ -32,33 +32,31 @@ class DeepSpeedReader(Reader):
 
     def manifest(self, location: str) -> Manifest:
         states = find_states(location)
-        pieces, aliases, settings = (describe_universal if states.is_universal else describe_zero)(
-            location, states
-        )
+        find = universal_contents if states.is_universal else zero_contents
+        pieces, aliases, settings = find(location, states)
         fields: dict[str, Any] = {"common": states.model[min(states.model)]}
         if settings:
-            # Put together from several files, they are kept here.
+            # They come from several files, so they are kept here.
             fields["settings"] = base64.b64encode(codec.encode(settings)).decode()
-            pieces.append(
-                StoredPiece(
-                    "optimizer.settings", OBJECT, Region((0,), (1,)), (1,), pieces[0].file, 0, 0
-                )
-            )
+            one, file = Region((0,), (1,)), pieces[0].file
+            pieces.append(StoredPiece("optimizer.settings", OBJECT, one, (1,), file, 0, 0))
         return build_manifest(self.name, location, pieces, None, fields, aliases)
 
     def load_objects(self, stored: StoredCheckpoint, chunks: Sequence[int]) -> list[Any]:
-        return [
-            codec.decode(base64.b64decode((stored.manifest.origin or {})["settings"]))
-            for _ in chunks
-        ]
+        return [codec.decode(base64.b64decode(_fields_of(stored)["settings"])) for _ in chunks]
 
     def load_common_state(self, stored: StoredCheckpoint) -> Any:
-        """Load what is not of the model or the optimizer: counters, the scheduler's state, that of
-        the program.
+        """Load what belongs to neither the model nor the optimizer: counters, the state of the
+        scheduler, and what the program added.
         """
-        [file] = read_states(stored.location, [(stored.manifest.origin or {})["common"]])
+        [file] = read_states(stored.location, [_fields_of(stored)["common"]])
         return {
             key: file.values(value, repr(key))
             for key, value in file.content.items()
             if key not in _NOT_COMMON
         }
+
+
+def _fields_of(stored: StoredCheckpoint) -> Mapping[str, Any]:
+    """Return what `manifest` noted."""
+    return stored.manifest.origin or {}

@@ -1,19 +1,19 @@
-"""Universal checkpoints: a folder for each parameter, with a file for its weights and for each of
-its states.
-"""
+"""Universal checkpoints: a folder for each parameter, with files for its weights and its states."""
 
 from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Mapping, Sequence
-from typing import Any, TypeAlias
+from collections.abc import Mapping, Sequence, Set
+from typing import Any, NamedTuple
 
 import torch
 
 from distckpt._base.errors import CheckpointingException, CorruptCheckpointError
 from distckpt._base.messages import summarize_keys
 from distckpt._base.threads import run_threads
+from distckpt._checkpoint.stored_pieces import StoredPiece
+from distckpt._foreign.deepspeed.contents import WEIGHT, Contents, key_of
 from distckpt._foreign.deepspeed.files import (
     Shape,
     StateFile,
@@ -23,26 +23,30 @@ from distckpt._foreign.deepspeed.files import (
     read_save,
     read_states,
 )
-from distckpt._foreign.deepspeed.zero import (
-    WEIGHT,
-    Described,
-    key_of,
-    module_pieces,
-    pieces_of_view,
-    settings_of,
-)
+from distckpt._foreign.deepspeed.module import module_contents
+from distckpt._foreign.deepspeed.settings import settings_of
+from distckpt._foreign.deepspeed.vectors import pieces_of_view
 from distckpt._foreign.torch_dist.objects import TensorView
 from distckpt._storage import locations
 
 logger = logging.getLogger(__name__)
 
 _OPTIMIZER_NAME = "optimizer_state.pt"
-_Parameter: TypeAlias = tuple[dict[str, tuple[StateFile, TensorView]], float | None]
-"""The tensors of a parameter by state, each with its file, and its step where it is beside them."""
 
 
-def describe_universal(location: str, states: States) -> Described:
-    """Describe a Universal checkpoint, whatever layout it was made of."""
+class _Parameter(NamedTuple):
+    """The tensors of a parameter by state, each with its file, and the step if it lies beside."""
+
+    tensors: dict[str, tuple[StateFile, TensorView]]
+    step: float | None
+
+
+_Groups = Sequence[dict[str, Shape]]
+"""Names and shapes of the parameters of each group."""
+
+
+def universal_contents(location: str, states: States) -> Contents:
+    """Find what a Universal checkpoint holds, whatever layout it was made from."""
     folder = f"{states.folder}zero"
     [optimizer] = read_states(location, [f"{folder}/{_OPTIMIZER_NAME}"])
     models, others = read_save(location, states)
@@ -51,6 +55,23 @@ def describe_universal(location: str, states: States) -> Described:
         raise CheckpointingException(
             f"{model.path!r} is of a model with experts, which its conversion leaves out."
         )
+    shapes = _shapes_of_groups(model, others)
+    parameters = _read_parameters(location, folder, shapes, are_slices=bool(others))
+    pieces = _pieces_of(shapes, parameters)
+    aliases: dict[str, str] = {}
+    if others:
+        present = locations.list_names(join(location, folder))
+        _warn_of_slices(model, set(present) - {_OPTIMIZER_NAME, *parameters})
+    else:
+        untrained, aliases = module_contents(models, parameters)
+        pieces += untrained
+    by_group = _states_of_groups(join(location, folder), optimizer, shapes, parameters)
+    settings = settings_of(optimizer, optimizer.content["param_groups"], by_group, shapes)
+    return Contents(pieces, aliases, settings)
+
+
+def _shapes_of_groups(model: StateFile, others: Sequence[StateFile]) -> _Groups:
+    """Return the shapes from the files of all ranks; tensor parallel ranks have slices."""
     shapes = model.shapes("param_shapes")
     for file in others:
         slices = file.shapes("param_shapes")
@@ -60,98 +81,120 @@ def describe_universal(location: str, states: States) -> Described:
             )
         for group, more in zip(shapes, slices, strict=True):
             group.update(more)
-    read: dict[str, _Parameter] = {}
-    run_threads(
-        lambda item: read.update(
-            {item[0]: _read_parameter(location, f"{folder}/{item[0]}", item[1], bool(others))}
-        ),
-        [item for group in shapes for item in group.items()],
-    )
-    pieces = [
-        piece
-        for name in (name for group in shapes for name in group)
-        for state, (file, view) in read[name][0].items()
-        for piece in pieces_of_view(key_of(state, name), file, view)
-    ]
-    aliases: dict[str, str] = {}
-    if not others:
-        rest, aliases = module_pieces(models, read)
-        pieces += rest
-    elif left := set(locations.list_names(join(location, folder))) - {_OPTIMIZER_NAME, *read}:
+    return shapes
+
+
+def _pieces_of(shapes: _Groups, parameters: Mapping[str, _Parameter]) -> list[StoredPiece]:
+    pieces: list[StoredPiece] = []
+    for group in shapes:
+        for name in group:
+            for state, (file, view) in parameters[name].tensors.items():
+                pieces.extend(pieces_of_view(key_of(state, name), file, view))
+    return pieces
+
+
+def _warn_of_slices(model: StateFile, names: Set[str]) -> None:
+    if names:
         logger.warning(
             "%s: not trained, and not read, as they may be slices: %s",
             model.path,
-            summarize_keys(left),
+            summarize_keys(names),
         )
-    states_of = _states_of_groups(join(location, folder), optimizer, shapes, read)
-    return Described(
-        pieces,
-        aliases,
-        settings_of(optimizer, optimizer.content["param_groups"], states_of, shapes),
-    )
 
 
 def _states_of_groups(
     folder: str,
     optimizer: StateFile,
-    shapes: Sequence[dict[str, Shape]],
-    read: Mapping[str, _Parameter],
+    shapes: _Groups,
+    parameters: Mapping[str, _Parameter],
 ) -> dict[int, dict[str, Any]]:
-    """Return the states of the first parameter of each group, which all of the group have."""
+    """Return the states of each group, which all of its parameters have in common."""
     for options in optimizer.content["param_groups"]:
         # ZeRO-3 divides the parameters of a group further.
-        kinds = {
-            name: (read[name][0].keys(), read[name][1])
-            for n in options["params"]
-            for name in shapes[n]
-        }
-        if differing := [name for name, kind in kinds.items() if kind != kinds[next(iter(kinds))]]:
-            raise CorruptCheckpointError(
-                f"{join(folder, differing[0])!r} has other states or another step than those of "
-                f"{next(iter(kinds))!r}, of the same group: convert the checkpoint again."
-            )
-    # ZeRO-3 has its steps there, the others beside each parameter.
+        names = [name for number in options["params"] for name in shapes[number]]
+        _check_same_states(folder, names, parameters)
+    # ZeRO-3 keeps the steps there, ZeRO-1 and 2 beside each parameter.
     stored = optimizer.content.get("optimizer_state_dict", {}).get("state", {})
-    state_of: dict[int, dict[str, Any]] = {}
+    states: dict[int, dict[str, Any]] = {}
     for number, group in enumerate(shapes):
-        tensors, step = read[next(iter(group))] if group else ({}, None)
-        state_of[number] = {name: view for name, (_, view) in tensors.items() if name != WEIGHT}
-        state_of[number]["step"] = stored.get(number, {}).get("step") if step is None else step
-    return state_of
+        tensors, step = parameters[next(iter(group))] if group else _Parameter({}, None)
+        states[number] = {name: view for name, (_, view) in tensors.items() if name != WEIGHT}
+        states[number]["step"] = stored.get(number, {}).get("step") if step is None else step
+    return states
+
+
+def _check_same_states(
+    folder: str, names: Sequence[str], parameters: Mapping[str, _Parameter]
+) -> None:
+    """Check that some parameters have the same states and the same step."""
+    for name in names:
+        first, other = parameters[names[0]], parameters[name]
+        if (first.tensors.keys(), first.step) != (other.tensors.keys(), other.step):
+            raise CorruptCheckpointError(
+                f"{join(folder, name)!r} has other states or another step than those of "
+                f"{names[0]!r}, of the same group: convert the checkpoint again."
+            )
+
+
+# ---- the folder of a parameter
+
+
+def _read_parameters(
+    location: str, folder: str, shapes: _Groups, *, are_slices: bool
+) -> dict[str, _Parameter]:
+    """Read the folders of all parameters, several at once."""
+    found: dict[str, _Parameter] = {}
+
+    def read(item: tuple[str, Shape]) -> None:
+        name, shape = item
+        found[name] = _read_parameter(location, f"{folder}/{name}", shape, are_slices)
+
+    run_threads(read, [item for group in shapes for item in group.items()])
+    return found
 
 
 def _read_parameter(location: str, folder: str, shape: Shape, is_slice: bool) -> _Parameter:
-    """Return the tensors in the folder of a parameter, and the step of its optimizer if it is
-    there.
-    """
+    """Read the folder of a parameter; with `is_slice`, it may be larger than `shape`."""
     path = join(location, folder)
     present = locations.list_names(path) if locations.isdir(path) else []
     names = sorted({f"{WEIGHT}.pt", *(name for name in present if name.endswith(".pt"))})
+    files = read_states(location, [f"{folder}/{name}" for name in names])
     tensors: dict[str, tuple[StateFile, TensorView]] = {}
     step = None
-    for name, file in zip(
-        names, read_states(location, [f"{folder}/{name}" for name in names]), strict=True
-    ):
-        value = file.content.get("param") if isinstance(file.content, dict) else file.content
+    for name, file in zip(names, files, strict=True):
         if name == "step.pt":
-            try:
-                step = float(file.values(value, name))
-            except (TypeError, ValueError, RuntimeError) as error:
-                raise file.damaged(f"no step: {error}") from error
+            step = _step_in(file)
             continue
-        if type(value) is not TensorView or not is_contiguous(value):
-            raise file.damaged("no contiguous tensor")
-        if value.shape == (math.prod(shape),):
-            # Those of ZeRO-3 are flat; elsewhere `shape` may be that of a slice.
-            value = value._replace(shape=shape, strides=torch.empty(shape, device="meta").stride())
-        expected = (
-            next((view.shape for _, view in tensors.values()), value.shape) if is_slice else shape
-        )
-        if value.shape != expected:
+        view = _tensor_in(file, shape)
+        expected = shape
+        if is_slice:
+            expected = next((other.shape for _, other in tensors.values()), view.shape)
+        if view.shape != expected:
             raise file.damaged(
-                f"{folder.rpartition('/')[2]!r} has shape {value.shape} there, elsewhere "
+                f"{folder.rpartition('/')[2]!r} has shape {view.shape} there, elsewhere "
                 f"{tuple(expected)}"
             )
-        file.first_byte(value)
-        tensors[name.removesuffix(".pt")] = file, value
-    return tensors, step
+        file.first_byte(view)
+        tensors[name.removesuffix(".pt")] = file, view
+    return _Parameter(tensors, step)
+
+
+def _value_in(file: StateFile) -> Any:
+    return file.content.get("param") if isinstance(file.content, dict) else file.content
+
+
+def _step_in(file: StateFile) -> float:
+    try:
+        return float(file.values(_value_in(file), "step.pt"))
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise file.damaged(f"no step: {error}") from error
+
+
+def _tensor_in(file: StateFile, shape: Shape) -> TensorView:
+    """Return the tensor in a file; a flat one, as ZeRO-3 stores it, gets its `shape`."""
+    view = _value_in(file)
+    if type(view) is not TensorView or not is_contiguous(view):
+        raise file.damaged("no contiguous tensor")
+    if view.shape != (math.prod(shape),):
+        return view
+    return view._replace(shape=shape, strides=torch.empty(shape, device="meta").stride())

@@ -33,8 +33,8 @@ from distckpt._models.optimizer.state import (
     ParamState,
     SectionPath,
     by_name,
-    describe,
     forms_by_key,
+    group_entries,
     orders_of,
     param_state,
     rest_entry,
@@ -44,6 +44,7 @@ from distckpt._models.optimizer.view import (
     Section,
     bare_optimizer,
     owned_parameters,
+    params_of,
     read_sections,
 )
 
@@ -51,8 +52,8 @@ _Shard: TypeAlias = ShardedTensor | ShardedTensorFactory
 
 
 class OwnState(NamedTuple):
-    """What of an optimizer this rank has: sections with the sizes of their groups; by place, names
-    and tensors.
+    """What this rank has of an optimizer: sections with the sizes of their groups; by place, the
+    name of the parameter and the tensors of its state.
     """
 
     sections: list[tuple[SectionPath, bool, list[int]]]
@@ -61,13 +62,14 @@ class OwnState(NamedTuple):
 
 
 class OptimizerState(dict[str, Any]):
-    """What `sharded_optimizer_state_dict` returns; `load` asks the checkpoint what to load in its
+    """What `sharded_optimizer_state_dict` returns. `load` asks the checkpoint what to load in its
     place.
 
     Attributes:
         optimizer: the optimizer, without wrappers.
         prefix: what keys begin with.
         shards: of its parameters, by `id()` of their local parts.
+        own: what this rank has of it.
     """
 
     def __init__(self, optimizer: Any, prefix: str, shards: dict[int, _Shard]) -> None:
@@ -76,9 +78,14 @@ class OptimizerState(dict[str, Any]):
         self.own = OwnState([], {}, {})
         super().__init__(state={}, own=LocalNonpersistentObject(self.own))
 
+    def note(self, section: Section) -> None:
+        """Note the size of the groups of a section."""
+        sizes = [len(group["params"]) for group in section.groups]
+        self.own.sections.append((section.path, section.by_number, sizes))
+
     def places(self, section: Section) -> Iterator[tuple[int, Any, torch.Tensor, _Shard]]:
-        """Yield number of the group, place of the state, parameter and its shard, for those that
-        this rank has.
+        """Yield the number of the group, the place of the state, parameter and shard, for the
+        parameters that this rank has.
         """
         for number, place, param in places_of(section):
             shard = self.shards.get(id(local_part(param)))
@@ -113,8 +120,9 @@ class OptimizerState(dict[str, Any]):
 
 
 def places_of(section: Section) -> Iterator[tuple[int, Any, torch.Tensor]]:
-    """Yield number of the group, place of the state, and each parameter; without a path, places are
-    numbers.
+    """Yield, for each parameter, the number of its group, the place of its state, and itself.
+
+    Places are numbers, with the path of the section if it has one.
     """
     params = (
         (number, param) for number, group in enumerate(section.groups) for param in group["params"]
@@ -126,60 +134,61 @@ def places_of(section: Section) -> Iterator[tuple[int, Any, torch.Tensor]]:
 def describe_optimizer(
     optimizer: Any, model_sharded_state_dict: ShardedStateDict, prefix: str
 ) -> tuple[OptimizerState, list[Entry]]:
-    """Describe the optimizer on this rank, without its `settings`, which are returned besides."""
+    """Describe the optimizer on this rank, without its settings, and return these as well."""
     optimizer = bare_optimizer(optimizer)
     described = OptimizerState(optimizer, prefix, _shards_of(optimizer, model_sharded_state_dict))
     settings: list[Entry] = []
     sections, rest = read_sections(optimizer)
     for section in sections:
+        described.note(section)
         known: list[list[ParamState]] = [[] for _ in section.groups]
-        described.own.sections.append(
-            (section.path, section.by_number, [len(g["params"]) for g in section.groups])
-        )
         for number, place, param, shard in described.places(section):
-            # Not state[param], which would make an entry.
-            kept = param_state(
-                described.own.names[place], section.state.get(param), not param.requires_grad
-            )
-            shards = described.add(section.path, place, param, shard, kept.tensors)
-            kept = (
-                kept._replace(orders=orders) if (orders := orders_of(kept.tensors, param)) else kept
-            )
-            if kept.name != shard.key:
-                kept = kept._replace(forms={key: form_of(part) for key, part in shards.items()})
-            known[number].append(kept)
-        settings += describe(zip(section.groups, known, strict=True), section.path)
-    if rest is not HOLE or [section.path for section in sections] != [()]:
-        settings.append(
-            rest_entry(rest, [(section.path, section.by_number) for section in sections])
-        )
+            known[number].append(_described_param(described, section, place, param, shard))
+        settings += group_entries(zip(section.groups, known, strict=True), section.path)
+    forms = [(section.path, section.by_number) for section in sections]
+    if rest is not HOLE or [path for path, _ in forms] != [()]:
+        settings.append(rest_entry(rest, forms))
     return described, settings
 
 
+def _described_param(
+    described: OptimizerState, section: Section, place: Any, param: torch.Tensor, shard: _Shard
+) -> ParamState:
+    """Describe the tensors in the state of a parameter; return the state."""
+    # Not state[param], which would make an entry.
+    state = section.state.get(param)
+    kept = param_state(described.own.names[place], state, not param.requires_grad)
+    shards = described.add(section.path, place, param, shard, kept.tensors)
+    if orders := orders_of(kept.tensors, param):
+        kept = kept._replace(orders=orders)
+    if kept.name != shard.key:
+        kept = kept._replace(forms={key: form_of(part) for key, part in shards.items()})
+    return kept
+
+
 def fill_gaps(described: OptimizerState, settings: list[Entry]) -> None:
-    """Add zeros for parameters without a state that share a key with others that have one: a tensor
-    is saved whole.
+    """Add zeros for parameters without a state that share a key with others that have one, since a
+    tensor is saved whole.
     """
     for section in read_sections(described.optimizer)[0]:
         forms = forms_by_key(settings, section.path)
         for _, place, param, shard in described.places(section) if forms else ():
             if shard.key in forms and not described["state"][place] and described.owns(param):
-                blank = {}
+                zeros: dict[str, torch.Tensor] = {}
                 for name, form in forms[shard.key].items():
-                    key = described.key(section.path, name)
-                    blank[name] = state_target(
-                        shard, param, None, key, {f"{key}.{shard.key}": StoredEntry(*form)}
-                    ).zero_()
-                described.add(section.path, place, param, shard, blank)
+                    prefix = described.key(section.path, name)
+                    entries = {f"{prefix}.{shard.key}": StoredEntry(*form)}
+                    zeros[name] = state_target(shard, param, None, prefix, entries).zero_()
+                described.add(section.path, place, param, shard, zeros)
 
 
 def _shards_of(
     optimizer: Any, model_sharded_state_dict: ShardedStateDict
 ) -> dict[int, ShardedTensor | ShardedTensorFactory]:
-    params = [param for group in optimizer.param_groups for param in group["params"]]
-    by_position = (
-        get_param_id_to_sharded_param_map(model_sharded_state_dict, params) if params else {}
-    )
+    params = params_of(optimizer.param_groups)
+    if not params:
+        return {}
+    by_position = get_param_id_to_sharded_param_map(model_sharded_state_dict, params)
     first = get_optim_param_to_id_map(params)
     shards: dict[int, ShardedTensor | ShardedTensorFactory] = {}
     for position, param in enumerate(params):
@@ -189,8 +198,8 @@ def _shards_of(
         elif not is_dtensor(param) or is_in_mesh(param):
             raise InvalidShardingError(
                 f"parameter {position} of the optimizer, of shape {tuple(param.shape)}, has no "
-                "shard in the state dict of the model: put the module that has it "
-                f"there.{KEEP_VARS_HINT}"
+                "shard in the state dict of the model: put the module that has it there."
+                f"{KEEP_VARS_HINT}"
             )
     return shards
 
@@ -198,20 +207,18 @@ def _shards_of(
 def optimizer_targets(
     described: OptimizerState, settings: list[Entry], stored: Mapping[str, StoredEntry]
 ) -> OptimizerState:
-    """Return what to load in the place of a described optimizer, given its stored settings and the
-    stored keys.
+    """Return what to load in the place of a described optimizer, given its stored settings and
+    keys.
     """
     targets = OptimizerState(described.optimizer, described.prefix, described.shards)
     for section in sections_at(described.optimizer, stored_sections(settings)):
         path = section.path
+        targets.note(section)
         entries, forms = by_name(settings, path), forms_by_key(settings, path)
-        targets.own.sections.append(
-            (path, section.by_number, [len(group["params"]) for group in section.groups])
-        )
         for _, place, param, shard in targets.places(section):
             entry = entries.get(targets.own.names[place])
-            # What is requested of a tensor is all of it, so zeros that were saved for no state are
-            # loaded, too.
+            # A tensor is requested whole, so zeros that were saved in place of a state are loaded,
+            # too.
             names = () if entry is None else entry["tensors"] or sorted(forms.get(shard.key, ()))
             if names and targets.owns(param):
                 kept = param_state("", section.state.get(param), False).tensors
@@ -233,7 +240,7 @@ def optimizer_targets(
 
 
 def sections_at(optimizer: Any, wanted: Iterable[tuple[SectionPath, bool]]) -> list[Section]:
-    """Return sections of an optimizer's state, those that it does not have yet without state."""
+    """Return the wanted sections of an optimizer's state, without a state where it has none yet."""
     current = {section.path: section for section in read_sections(optimizer)[0]}
     return [
         current.get(path, Section(path, by_number, optimizer.param_groups, {}))

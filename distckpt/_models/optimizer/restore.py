@@ -28,39 +28,52 @@ def restored_section(
     settings: list[Entry],
     loaded: Mapping[Any, Mapping[str, torch.Tensor]],
     owned: set[int] | None,
-    fresh: list[str],
 ) -> Section:
-    """Return a section with what was loaded. Names of parameters that have nothing in the
-    checkpoint go to `fresh`.
-    """
+    """Return a section with what was loaded: the tensors of each state, by place."""
     entries = by_name(settings, section.path)
     state: dict[torch.Tensor, Any] = {}
-    names: list[list[str]] = [[] for _ in section.groups]
     for number, place, param in places_of(section):
-        name = own.names.get(place)
-        entry = entries.get(name)
-        if name is not None:
-            names[number].append(name)
-            if param.requires_grad and (entry is None or entry.get("frozen")):
-                fresh.append(name)
+        entry = entries.get(own.names.get(place))
         if entry is None:
-            state |= {param: section.state[param]} if param in section.state else {}
+            if param in section.state:
+                state[param] = section.state[param]
         elif entry["has_state"] and (owned is None or id(param) in owned):
             tensors = own.tensors.get(place, {})
-            _fill(str(name), tensors, loaded.get(place, {}), entry)
+            _fill(own.names[place], tensors, loaded.get(place, {}), entry)
             scalar = partial(_scalar, section.groups[number], param, section.state.get(param))
             state[param] = joined_state(entry, tensors, scalar, local_part(param).device)
-    given = entries_of(settings, section.path)
-    groups = [
-        options_of(given, group, known) for group, known in zip(section.groups, names, strict=True)
-    ]
+    groups = _restored_groups(section, own, settings)
     return Section(section.path, section.by_number, groups, state)
+
+
+def _restored_groups(
+    section: Section, own: OwnState, settings: list[Entry]
+) -> list[dict[str, Any]]:
+    names: list[list[str]] = [[] for _ in section.groups]
+    for number, place, _ in places_of(section):
+        if place in own.names:
+            names[number].append(own.names[place])
+    given = entries_of(settings, section.path)
+    pairs = zip(section.groups, names, strict=True)
+    return [options_of(given, group, known) for group, known in pairs]
+
+
+def untrained_names(section: Section, own: OwnState, settings: list[Entry]) -> list[str]:
+    """Return the names of trained parameters that were not trained when the optimizer was saved."""
+    entries = by_name(settings, section.path)
+    names = []
+    for _, place, param in places_of(section):
+        name = own.names.get(place)
+        entry = entries.get(name)
+        if name is not None and param.requires_grad and (entry is None or entry.get("frozen")):
+            names.append(name)
+    return names
 
 
 def _fill(
     name: str, tensors: Mapping[str, torch.Tensor], loaded: Mapping[str, torch.Tensor], entry: Entry
 ) -> None:
-    """Put what was loaded for a parameter into the tensors of the optimizer, where it is not there
+    """Copy what was loaded for a parameter into the tensors of the optimizer, unless it is there
     already.
     """
     if sorted(tensors) != entry["tensors"] or sorted(loaded) != entry["tensors"]:

@@ -6,8 +6,9 @@ For a torch optimizer, whatever it keeps:
     optimizer_state = sharded_optimizer_state_dict(optimizer, model_state)
     distckpt.save({"model": model_state, "optimizer": optimizer_state}, "checkpoints/step_100")
     ...
-    loaded = distckpt.load({"model": model_state, "optimizer": optimizer_state},
-    "checkpoints/step_100") load_sharded_optimizer_state_dict(optimizer, loaded["optimizer"])
+    state = {"model": model_state, "optimizer": optimizer_state}
+    loaded = distckpt.load(state, "checkpoints/step_100")
+    load_sharded_optimizer_state_dict(optimizer, loaded["optimizer"])
 
 Megatron's functions make shards of an optimizer's own state dict. The tensors in it are divided
 among ranks as the parameters are, so a model's sharded state dict describes them, too:
@@ -51,7 +52,7 @@ from distckpt._models.optimizer.ids import (
     get_param_id_to_sharded_param_map,
     optim_state_to_sharding_state,
 )
-from distckpt._models.optimizer.restore import restored_section
+from distckpt._models.optimizer.restore import restored_section, untrained_names
 from distckpt._models.optimizer.shards import make_sharded_optimizer_tensor
 from distckpt._models.optimizer.state import Entry, stored_rest, unite
 from distckpt._models.optimizer.view import bare_optimizer, owned_parameters, write_sections
@@ -81,10 +82,10 @@ def zero1_shards(
     """Describe the part of a ZeRO-1 optimizer's state that this rank has: elements of all
     parameters end to end.
 
-        first = dp_rank * len(exp_avg)
         moments = {"exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq}
-        state["zero1"] = zero1_shards(model.parameters(), state["model"], moments, first, first +
-        len(exp_avg))
+        start = dp_rank * len(exp_avg)
+        stop = start + len(exp_avg)
+        state["zero1"] = zero1_shards(model.parameters(), state["model"], moments, start, stop)
 
     A part may begin and end anywhere, and loads under every other layout, flattened or not: keys
     are those of `sharded_optimizer_state_dict`.
@@ -94,7 +95,7 @@ def zero1_shards(
         model_sharded_state_dict: holds the shards of all of them, which are found by their memory.
         states: by name of the state a 1-D tensor with the elements `start` to `stop` of the buffer.
         start: number of the first element of this rank's part.
-        stop: that of the element after the last; elements past those of the parameters are padding,
+        stop: number of the element after the last one. Elements past the parameters are padding,
             and not stored.
         prefix: what keys begin with.
 
@@ -150,12 +151,12 @@ def sharded_optimizer_state_dict(
     taken from the checkpoint, when `load` is given this dict itself.
 
     Collective operation: all ranks of the process group must call it. Hashes of the options are
-    exchanged; only where ranks hold different parameters, the options are.
+    exchanged, and the options themselves only if ranks hold different parameters.
 
     Args:
-        optimizer: of `torch.optim`, or any that keeps tensors per parameter. Besides tensors
-            divided like the parameter these may have another shape if they are DTensors, if this
-            rank has the whole parameter, or if they have size 1 along some axes of its part.
+        optimizer: of `torch.optim`, or any that keeps tensors per parameter. A tensor that is not
+            divided like its parameter may have another shape if it is a DTensor, if this rank has
+            the whole parameter, or if it has size 1 along some axes of this rank's part.
         model_sharded_state_dict: holds the shards of all parameters of the optimizer, which are
             found by their memory.
         prefix: what keys begin with; optimizers in one checkpoint need different ones.
@@ -207,7 +208,6 @@ def load_sharded_optimizer_state_dict(optimizer: torch.optim.Optimizer, loaded: 
     settings: list[Entry] = loaded["settings"]
     own: OwnState = loaded["own"]
     owned = owned_parameters(optimizer)
-    fresh: list[str] = []
     sections = sections_at(optimizer, [(path, by_number) for path, by_number, _ in own.sections])
     restored = []
     for section, (*_, described) in zip(sections, own.sections, strict=True):
@@ -217,9 +217,8 @@ def load_sharded_optimizer_state_dict(optimizer: torch.optim.Optimizer, loaded: 
                 f"The optimizer has groups of {sizes} parameters, the one that was described had "
                 f"{described}: describe this optimizer before loading."
             )
-        restored.append(
-            restored_section(section, own, settings, loaded.get("state", {}), owned, fresh)
-        )
+        restored.append(restored_section(section, own, settings, loaded.get("state", {}), owned))
+    fresh = [name for section in sections for name in untrained_names(section, own, settings)]
     write_sections(optimizer, restored, stored_rest(settings))
     if fresh:
         logger.warning(

@@ -42,12 +42,12 @@ def make_sharded_optimizer_tensor(
 
 
 def param_name(shard: ShardedTensor | ShardedTensorFactory) -> str:
-    """Name a parameter, whatever the layout: by its key and, where layers share that, its place
-    among them.
+    """Name a parameter, whatever the layout: by its key and, where several layers share that, its
+    place among them.
     """
     part: Any = shard
     if isinstance(shard, ShardedTensorFactory):
-        part = next((s for _, s in leaves(shard.build()) if isinstance(s, ShardedTensor)), None)
+        part = _first_part(shard)
     if part is None or not part.prepend_axis_num:
         return shard.key
     return f"{shard.key}[{','.join(map(str, part.global_offset[: part.prepend_axis_num]))}]"
@@ -63,32 +63,18 @@ def state_shard(
     """Describe a tensor in the state of a parameter, given the parameter's shard; it has the key
     `<prefix>.<key>`.
     """
-    is_alike = tensor.shape == param.shape and is_dtensor(tensor) == is_dtensor(param)
-    if is_alike and is_dtensor(param):
-        is_alike = _distribution(tensor) == _distribution(param)
-    if is_alike and type(shard) is ShardedTensor:
+    if _is_alike(tensor, param):
+        if type(shard) is not ShardedTensor:
+            return make_sharded_optimizer_tensor(shard, tensor, prefix)
         # Not with `replace`, which checks again what has been checked: this is most of the time
         # that describing takes.
         alike = object.__new__(ShardedTensor)
         data = local_part(tensor)
         vars(alike).update(vars(shard), key=f"{prefix}.{shard.key}", data=data, dtype=data.dtype)
         return alike
-    if is_alike:
-        return make_sharded_optimizer_tensor(shard, tensor, prefix)
     if isinstance(shard, ShardedTensor) and shard.flattened_range is None:
-        if is_dtensor(tensor) and is_dtensor(param):
-            outer = shard.replica_id if isinstance(shard.replica_id, tuple) else (shard.replica_id,)
-            outer = type(outer)(outer[: max(0, len(outer) - param.device_mesh.ndim)])  # type: ignore[attr-defined]
-            num_prepended = shard.prepend_axis_num
-            place = [
-                (axis, shard.global_offset[axis], shard.global_shape[axis])
-                for axis in range(num_prepended)
-            ]
-            if shard.global_shape[num_prepended:] == tuple(param.shape):
-                return shard_of_dtensor(
-                    f"{prefix}.{shard.key}", tensor, place, num_prepended, outer
-                )
-        elif not is_dtensor(tensor) and (found := _reduced(shard, tensor, prefix)) is not None:
+        found = _divided_otherwise(shard, param, tensor, f"{prefix}.{shard.key}")
+        if found is not None:
             return found
     if tuple(local_part(tensor).shape) == tuple(local_part(param).shape):
         return make_sharded_optimizer_tensor(shard, tensor, prefix)
@@ -100,40 +86,73 @@ def state_shard(
     )
 
 
+def _is_alike(tensor: Any, param: Any) -> bool:
+    """Tell whether a tensor has the shape of a parameter and is distributed as it is."""
+    if tensor.shape != param.shape:
+        return False
+    if not is_dtensor(param):
+        return not is_dtensor(tensor)
+    return is_dtensor(tensor) and _distribution(tensor) == _distribution(param)
+
+
 def _distribution(dtensor: Any) -> tuple[Any, Any]:
     return dtensor.device_mesh, dtensor.placements
 
 
-def _reduced(shard: ShardedTensor, tensor: torch.Tensor, prefix: str) -> ShardedTensor | None:
-    """Describe a tensor that lacks some axes of a parameter's part (has size 1 there); None when it
-    is none.
+def _divided_otherwise(
+    shard: ShardedTensor, param: torch.Tensor, tensor: torch.Tensor, key: str
+) -> ShardedTensor | ShardedTensorFactory | None:
+    """Describe a tensor that is not divided as its parameter is; None if its place is unknown."""
+    if not is_dtensor(tensor):
+        return _reduced(shard, tensor, key)
+    num_prepended = shard.prepend_axis_num
+    if not is_dtensor(param) or shard.global_shape[num_prepended:] != tuple(param.shape):
+        return None
+    outer = shard.replica_id if isinstance(shard.replica_id, tuple) else (shard.replica_id,)
+    outer = type(outer)(outer[: max(0, len(outer) - param.device_mesh.ndim)])  # type: ignore[attr-defined]
+    place = [
+        (axis, shard.global_offset[axis], shard.global_shape[axis]) for axis in range(num_prepended)
+    ]
+    return shard_of_dtensor(key, tensor, place, num_prepended, outer)
+
+
+def _reduced(shard: ShardedTensor, tensor: torch.Tensor, key: str) -> ShardedTensor | None:
+    """Describe a tensor that lacks some axes of a parameter's part, where it has size 1; None for
+    other tensors.
     """
-    num_prepended, shape = shard.prepend_axis_num, tuple(tensor.shape)
+    shape = tuple(tensor.shape)
     if shape == shard.local_shape:
         return None
-    sizes, offset = shard.global_shape[num_prepended:], shard.global_offset[num_prepended:]
-    parts = shard.axis_fragmentations and shard.axis_fragmentations[num_prepended:]
-    pairs = zip(shape, shard.local_shape, strict=False)
-    if shard.local_shape == sizes:
-        place = [(size, 0, 1) for size in shape]
-    elif parts is None or len(shape) != len(sizes) or any(n not in (1, m) for n, m in pairs):
+    if shard.local_shape == shard.global_shape[shard.prepend_axis_num :]:
+        return shard_at(shard, key, tensor, [(size, 0, 1) for size in shape])
+    place = _reduced_place(shard, shape)
+    return None if place is None else shard_at(shard, key, tensor, place)
+
+
+def _reduced_place(
+    shard: ShardedTensor, shape: tuple[int, ...]
+) -> list[tuple[int, int, int]] | None:
+    num_prepended, parts = shard.prepend_axis_num, shard.axis_fragmentations
+    if parts is None or len(shape) != len(shard.local_shape):
         return None
-    else:
-        # Where the parameter is divided along an axis that is missing here, each part has a value
-        # of its own.
-        place = [
-            (size, start, count) if n == local else (count, start // local, count)
-            for n, local, size, start, count in zip(
-                shape, shard.local_shape, sizes, offset, parts, strict=True
-            )
-        ]
-    return shard_at(shard, f"{prefix}.{shard.key}", tensor, place)
+    sizes, offset = shard.global_shape[num_prepended:], shard.global_offset[num_prepended:]
+    axes = zip(shape, shard.local_shape, sizes, offset, parts[num_prepended:], strict=True)
+    place = []
+    for n, local, size, start, count in axes:
+        if n == local:
+            place.append((size, start, count))
+        elif n == 1:
+            # Each part of the parameter has a value of its own.
+            place.append((count, start // local, count))
+        else:
+            return None
+    return place
 
 
 class StoredEntry(NamedTuple):
     """A key of a checkpoint: the dtype of its tensor, None for an object, and the global shape.
 
-    `parts` are the keys of the codes and scales that a quantised tensor is stored as.
+    `parts` are the keys of the codes and scales that a quantized tensor is stored as.
     """
 
     dtype: torch.dtype | None
@@ -142,17 +161,17 @@ class StoredEntry(NamedTuple):
 
 
 def form_of(shard: ShardedTensor | ShardedTensorFactory) -> tuple[torch.dtype, tuple[int, ...]]:
-    """Return the dtype and the global shape of what a shard or factory describes; of a factory,
-    those of one part.
+    """Return the dtype and the global shape of what a shard describes, or the first part that a
+    factory makes.
     """
-    part = _first_part(shard)
+    part = shard if isinstance(shard, ShardedTensor) else _first_part(shard)
+    assert part is not None
     return part.dtype, tuple(part.global_shape)
 
 
-def _first_part(shard: ShardedTensor | ShardedTensorFactory) -> ShardedTensor:
-    if isinstance(shard, ShardedTensor):
-        return shard
-    return next(part for _, part in leaves(shard.build()) if isinstance(part, ShardedTensor))
+def _first_part(factory: ShardedTensorFactory) -> ShardedTensor | None:
+    parts = (part for _, part in leaves(factory.build()) if isinstance(part, ShardedTensor))
+    return next(parts, None)
 
 
 def state_target(
@@ -169,46 +188,65 @@ def state_target(
     `prefix` is what the key begins with, see `state_shard`; `order` is that of the axes in memory.
     What is not stored is taken to be like the parameter.
     """
-    renamed: ShardedTensor | ShardedTensorFactory = replace(shard, key=f"{prefix}.{shard.key}")
-    if f"{renamed.key}.tensor_type" in stored:
-        if own is None:
-            raise LoadMismatchError(
-                f"The state {renamed.key!r} was saved as a tensor that is made of others, which "
-                "only the optimizer can make: have it make a step (with any gradients) before "
-                "loading.",
-                unexpected=[renamed.key],
-            )
-        return own
-    entry = stored.get(renamed.key) or stored.get(_first_part(renamed).key)
+    key = f"{prefix}.{shard.key}"
+    if f"{key}.tensor_type" in stored:
+        return _own_subclass(own, key)
+    entry = _stored_entry(shard, key, stored)
     if entry is None or entry.dtype is None:
         return _new_like(param, param.dtype)
     of_param = stored.get(shard.key)
-    # The state that has the dtype of the parameter has it under another dtype, too.
+    # A state that was saved in the dtype of the parameter has that of the new one.
     dtype = param.dtype if of_param is not None and of_param.dtype == entry.dtype else entry.dtype
-    is_like_param = isinstance(shard, ShardedTensorFactory) or entry.shape == tuple(
-        shard.global_shape
-    )
-    if is_like_param:
-        shape = tuple(param.shape)
-    else:
-        assert isinstance(shard, ShardedTensor)
-        shape = _shape_of_part(shard, param, entry.shape, prefix)
-    if (
-        own is not None
-        and own.dtype == dtype
-        and tuple(own.shape) == shape
-        and is_dtensor(own) == is_dtensor(param)
-    ):
+    shape = _target_shape(shard, param, entry.shape, key)
+    if own is not None and _has_form(own, dtype, shape, param):
         return own
-    if order is not None and not is_dtensor(param) and len(order) == len(shape):
-        blank = in_huge_pages(
-            torch.empty([shape[axis] for axis in order], dtype=dtype, device=param.device)
-        )
-        return blank.permute([order.index(axis) for axis in range(len(order))])
-    if is_like_param:
+    return _new_target(param, shape, dtype, order)
+
+
+def _new_target(
+    param: torch.Tensor, shape: tuple[int, ...], dtype: torch.dtype, order: Sequence[int] | None
+) -> torch.Tensor:
+    if order is not None and len(order) == len(shape) and not is_dtensor(param):
+        return _new_transposed(shape, dtype, param.device, order)
+    if shape == tuple(param.shape):
         return _new_like(param, dtype)
     blank = in_huge_pages(torch.empty(shape, dtype=dtype, device=local_part(param).device))
     return _distributed_like(param, blank) if is_dtensor(param) else blank
+
+
+def _own_subclass(own: torch.Tensor | None, key: str) -> torch.Tensor:
+    if own is None:
+        raise LoadMismatchError(
+            f"The state {key!r} was saved as a tensor that is made of others, which only the "
+            "optimizer can make: have it make a step (with any gradients) before loading.",
+            unexpected=[key],
+        )
+    return own
+
+
+def _stored_entry(
+    shard: ShardedTensor | ShardedTensorFactory, key: str, stored: Mapping[str, StoredEntry]
+) -> StoredEntry | None:
+    """Return what is stored under a key, or as the first part that a factory makes for it."""
+    if key in stored or isinstance(shard, ShardedTensor):
+        return stored.get(key)
+    part = _first_part(replace(shard, key=key))
+    return None if part is None else stored.get(part.key)
+
+
+def _has_form(
+    tensor: torch.Tensor, dtype: torch.dtype, shape: tuple[int, ...], param: torch.Tensor
+) -> bool:
+    is_same_kind = is_dtensor(tensor) == is_dtensor(param)
+    return is_same_kind and tensor.dtype == dtype and tuple(tensor.shape) == shape
+
+
+def _new_transposed(
+    shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, order: Sequence[int]
+) -> torch.Tensor:
+    """Make a tensor whose axes lie in memory in another order."""
+    in_memory = torch.empty([shape[axis] for axis in order], dtype=dtype, device=device)
+    return in_huge_pages(in_memory).permute([order.index(axis) for axis in range(len(order))])
 
 
 def _new_like(param: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -217,30 +255,47 @@ def _new_like(param: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return new
 
 
-def _shape_of_part(
-    shard: ShardedTensor, param: torch.Tensor, stored: tuple[int, ...], prefix: str
+def _target_shape(
+    shard: ShardedTensor | ShardedTensorFactory,
+    param: torch.Tensor,
+    stored: tuple[int, ...],
+    key: str,
 ) -> tuple[int, ...]:
-    """Return the shape of this rank's part of a tensor that has other axes than its parameter; see
-    `_reduced`.
-    """
+    """Return the shape of this rank's part of a tensor that is stored with a global shape."""
+    if isinstance(shard, ShardedTensorFactory) or stored == tuple(shard.global_shape):
+        return tuple(param.shape)
     num_prepended = shard.prepend_axis_num
-    shape, sizes = stored[num_prepended:], tuple(shard.global_shape[num_prepended:])
-    if is_dtensor(param) or shard.local_shape == sizes:
+    shape = stored[num_prepended:]
+    if is_dtensor(param) or shard.local_shape == tuple(shard.global_shape[num_prepended:]):
         return shape
-    parts = shard.axis_fragmentations and shard.axis_fragmentations[num_prepended:]
-    fits = parts is not None and len(shape) == len(sizes)
-    if not fits or any(n not in pair for n, *pair in zip(shape, sizes, parts or (), strict=True)):
+    part = _reduced_shape(shard, shape)
+    if part is None:
         raise LoadMismatchError(
-            f"The state {prefix}.{shard.key} was saved with shape {stored}, its parameter has "
+            f"The state {key} was saved with shape {stored}, its parameter has "
             f"{shard.global_shape}, of which this rank has a part: what of the state belongs to "
             "it is unknown. Load it under the layout it was saved under, or without dividing "
             "this parameter.",
-            unexpected=[f"{prefix}.{shard.key}"],
+            unexpected=[key],
         )
-    return tuple(
-        n if size == whole else 1
-        for n, size, whole in zip(shard.local_shape, shape, sizes, strict=True)
-    )
+    return part
+
+
+def _reduced_shape(shard: ShardedTensor, stored: tuple[int, ...]) -> tuple[int, ...] | None:
+    """Return the shape of this rank's part of a tensor that lacks some axes, see `_reduced`; None
+    if that is unknown.
+    """
+    num_prepended, parts = shard.prepend_axis_num, shard.axis_fragmentations
+    sizes = shard.global_shape[num_prepended:]
+    if parts is None or len(stored) != len(sizes):
+        return None
+    shape = []
+    for n, local, size, count in zip(
+        stored, shard.local_shape, sizes, parts[num_prepended:], strict=True
+    ):
+        if n not in (size, count):
+            return None
+        shape.append(local if n == size else 1)
+    return tuple(shape)
 
 
 def _distributed_like(param: Any, whole: torch.Tensor) -> torch.Tensor:
@@ -249,14 +304,16 @@ def _distributed_like(param: Any, whole: torch.Tensor) -> torch.Tensor:
     """
     copied = type(param).from_local(whole, param.device_mesh, run_check=False)
     [copy] = set(copied.placements)
-    has_axes = whole.ndim == param.ndim
-    placements = [
-        placement
-        if has_axes
-        and getattr(placement, "dim", None) is not None
-        and whole.shape[placement.dim] == param.shape[placement.dim]
-        else copy
-        for placement in param.placements
-    ]
-    distributed: torch.Tensor = copied.redistribute(placements=placements)
+
+    def is_shared(axis: int | None) -> bool:
+        if axis is None or whole.ndim != param.ndim:
+            return False
+        return bool(whole.shape[axis] == param.shape[axis])
+
+    distributed: torch.Tensor = copied.redistribute(
+        placements=[
+            placement if is_shared(getattr(placement, "dim", None)) else copy
+            for placement in param.placements
+        ]
+    )
     return distributed

@@ -4,21 +4,26 @@ tensors.
 Parameters with the same options and numbers, which are nearly always all of a group, share one
 entry:
 
-    {"options": {"lr": 0.001, ...}, "values": {"step": 100.0}, "scalars": {"step": torch.float32},
-     "tensors": ["exp_avg", "exp_avg_sq"], "has_state": True, "params": ["embedding.weight",
-         "norm.weight", ...]}
+    {
+        "options": {"lr": 0.001, ...},
+        "values": {"step": 100.0},
+        "scalars": {"step": torch.float32},
+        "tensors": ["exp_avg", "exp_avg_sq"],
+        "has_state": True,
+        "params": ["embedding.weight", "norm.weight", ...],
+    }
 
-The list of these entries is small, and is stored once, as an object. Parameters go by name, so that
-the number of groups and their order may change. An entry has `path` where it is about a part of the
-optimizer's state dict, and `frozen` where its parameters were not trained. Parameters that share a
-key (layers, experts) have `forms`, dtype and global shape of each tensor; transposed tensors have
-`orders`, of their axes in memory. One entry without parameters has the `rest` of the state dict,
-and in `sections` the parts that go by parameters.
+The list of these entries is small, and is stored once, as an object. It names parameters, so that
+the number of groups and their order may change. An entry has `path` where it is about a section of
+the optimizer's state dict, and `frozen` where its parameters were not trained. Parameters that
+share a key (layers, experts) have `forms`, dtype and global shape of each tensor; transposed
+tensors have `orders`, of their axes in memory. One entry without parameters has the `rest` of the
+state dict, and names its sections in `sections`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, NamedTuple, TypeAlias, cast
 
@@ -37,13 +42,13 @@ Entry: TypeAlias = dict[str, Any]
 SectionPath: TypeAlias = tuple[str, ...]
 
 _NOT_STORED = ("params", "param_names")
-# How to compute, and on which device numbers live: the choice of the program that loads.
 _OWN_CHOICE = frozenset({"foreach", "fused", "capturable", "differentiable"})
+"""How to compute, and on which device numbers live: the choice of the program that loads."""
 _OF_SCHEDULERS = frozenset(
     {"initial_lr", "max_lr", "min_lr", "base_momentum", "max_momentum", "swa_lr"}
 )
 _ITSELF = ""
-"""The name of a state that is no dict."""
+"""The name of a state that is not a dict."""
 _BASIC = (bool, int, float, str, type(None), torch.dtype)
 
 
@@ -51,10 +56,10 @@ class ParamState(NamedTuple):
     """The state of one parameter.
 
     `tensors` are those with axes, by name. Those in lists and dicts have names such as `Q.0`, and
-    are `HOLE`s in their place in `values`, the rest of the state. `scalars` are the tensors without
-    axes. A parameter without `has_state` has not been used yet. `forms` are dtype and global shape
-    of the tensors, for parameters that share a key; `orders` the axes of those tensors that are
-    transposed, in the order in which they lie in memory.
+    leave `HOLE`s in their places in `values`, the rest of the state. `scalars` are the tensors
+    without axes. A parameter without `has_state` has not been used yet. `forms` are dtype and
+    global shape of the tensors, for parameters that share a key; `orders` the axes of transposed
+    tensors, in the order in which they lie in memory.
     """
 
     name: str
@@ -69,7 +74,7 @@ class ParamState(NamedTuple):
 
 def param_state(name: str, state: Any, is_frozen: bool) -> ParamState:
     """Separate the tensors in the state of a parameter from its other values."""
-    named = {} if state is None else state if isinstance(state, dict) else {_ITSELF: state}
+    named = state if isinstance(state, dict) else {} if state is None else {_ITSELF: state}
     kept = ParamState(name, {}, {}, {}, bool(named), is_frozen)
     for key, value in named.items():
         if isinstance(value, torch.Tensor):
@@ -85,13 +90,11 @@ def orders_of(tensors: Mapping[str, torch.Tensor], param: torch.Tensor) -> dict[
     """
     orders: dict[str, list[int]] = {}
     for name, tensor in tensors.items():
-        if (
-            not tensor.is_contiguous()
-            and not is_dtensor(tensor)
-            and tensor.stride() != param.stride()
-        ):
-            order = sorted(range(tensor.ndim), key=tensor.stride().__getitem__, reverse=True)
-            orders |= {name: order} if tensor.permute(order).is_contiguous() else {}
+        if tensor.is_contiguous() or is_dtensor(tensor) or tensor.stride() == param.stride():
+            continue
+        order = sorted(range(tensor.ndim), key=tensor.stride().__getitem__, reverse=True)
+        if tensor.permute(order).is_contiguous():
+            orders[name] = order
     return orders
 
 
@@ -125,46 +128,69 @@ def joined_state(
             return left.pop(dotted(position))
         return leaf.to(device) if isinstance(leaf, torch.Tensor) else leaf
 
-    # Checkpoints of earlier versions do not say so.
-    scalars = entry.get(
-        "scalars", {"step": torch.float32} if type(entry["values"].get("step")) is float else {}
-    )
-    state = {
-        name: scalar(name, value, scalars[name])
-        if name in scalars
-        else map_leaves(put_back, value, is_plain_container, (name,))
-        for name, value in entry["values"].items()
-    }
+    scalars = _scalars_of(entry)
+    state: dict[str, Any] = {}
+    for name, value in entry["values"].items():
+        if name in scalars:
+            state[name] = scalar(name, value, scalars[name])
+        else:
+            state[name] = map_leaves(put_back, value, is_plain_container, (name,))
     state |= left
     return state.get(_ITSELF, state)
 
 
-def describe(
+def _scalars_of(entry: Entry) -> Mapping[str, torch.dtype]:
+    """Return the dtypes of tensors without axes, which checkpoints of early versions do not name."""
+    has_step = type(entry["values"].get("step")) is float
+    scalars: Mapping[str, torch.dtype] = entry.get(
+        "scalars", {"step": torch.float32} if has_step else {}
+    )
+    return scalars
+
+
+def group_entries(
     groups: Iterable[tuple[dict[str, Any], Sequence[ParamState]]], path: SectionPath = ()
 ) -> list[Entry]:
-    """Describe parameter groups, given as `(group, states of its parameters)`."""
+    """Return the entries of parameter groups, given as `(group, states of its parameters)`."""
     entries: dict[Any, Entry] = {}
     for number, (group, states) in enumerate(groups):
         options = {name: value for name, value in group.items() if name not in _NOT_STORED}
         for state, values in zip(states, _plain_values(states), strict=True):
-            scalars = {name: tensor.dtype for name, tensor in state.scalars.items()}
-            # What is not basic may look the same and not be.
-            text = repr(values) if all(map(_is_basic, values.values())) else state.name
-            forms, orders = dict(state.forms), dict(state.orders)
-            looks = (repr(scalars), repr(forms), repr(orders), text)
-            kind = (number, state.has_state, state.is_frozen, tuple(state.tensors), looks)
-            entry = entries.get(kind)
+            looks = (number, *_looks(state, values))
+            entry = entries.get(looks)
             if entry is None:
-                entry = {"options": options, "values": values, "tensors": sorted(state.tensors)}
-                entry |= {"has_state": state.has_state, "params": []}
-                entry |= {"scalars": scalars} if scalars else {}
-                entry |= {"frozen": True} if state.is_frozen else {}
-                entry |= {"forms": forms} if forms else {}
-                entry |= {"orders": orders} if orders else {}
-                entry |= {"path": list(path)} if path else {}
-                entries[kind] = entry
+                entry = entries[looks] = _new_entry(options, state, values, path)
             entry["params"].append(state.name)
     return list(entries.values())
+
+
+def _looks(state: ParamState, values: dict[str, Any]) -> tuple[Any, ...]:
+    """Return what only parameters that share an entry have in common."""
+    # What is not basic may look the same and not be.
+    text = repr(values) if all(map(_is_basic, values.values())) else state.name
+    scalars = tuple((name, tensor.dtype) for name, tensor in state.scalars.items())
+    texts = (repr(dict(state.forms)), repr(dict(state.orders)), text)
+    return state.has_state, state.is_frozen, tuple(state.tensors), scalars, *texts
+
+
+def _new_entry(
+    options: dict[str, Any], state: ParamState, values: dict[str, Any], path: SectionPath
+) -> Entry:
+    entry = {
+        "options": options,
+        "values": values,
+        "tensors": sorted(state.tensors),
+        "has_state": state.has_state,
+        "params": [],
+    }
+    only_where_needed = {
+        "scalars": {name: tensor.dtype for name, tensor in state.scalars.items()},
+        "frozen": state.is_frozen,
+        "forms": dict(state.forms),
+        "orders": dict(state.orders),
+        "path": list(path),
+    }
+    return entry | {name: value for name, value in only_where_needed.items() if value}
 
 
 def _is_basic(value: Any) -> bool:
@@ -193,8 +219,8 @@ def unite(ranks: Ranks, settings: dict[str, list[Entry]]) -> dict[str, list[Entr
     """Return the entries of all ranks together, the same on each; nothing but a hash is sent where
     they are the same.
 
-    They are given by the prefix of the optimizer. Of a parameter that only some ranks have a state
-    for, theirs counts. InvalidShardingError where ranks disagree.
+    They are given by the prefix of the optimizer. If only some ranks have a state for a parameter,
+    theirs counts. InvalidShardingError where ranks disagree.
     """
     if ranks.size == 1:
         return settings
@@ -208,15 +234,19 @@ def unite(ranks: Ranks, settings: dict[str, list[Entry]]) -> dict[str, list[Entr
     united = b""
     with ranks.phase("unite the settings of the optimizer", decision=True):
         if ranks.is_coordinator:
-            of_ranks = [
-                cast(dict[str, list[Entry]], codec.decode(data)) for data in gathered if data
-            ]
-            by_prefix = {
-                prefix: _merged([entry for given in of_ranks for entry in given.get(prefix, ())])
-                for prefix in {prefix: None for given in of_ranks for prefix in given}
-            }
-            united = codec.encode(by_prefix)
+            united = codec.encode(
+                _merged_by_prefix([codec.decode(data) for data in gathered if data])
+            )
     return cast(dict[str, list[Entry]], codec.decode(ranks.broadcast(united)))
+
+
+def _merged_by_prefix(settings: Sequence[Any]) -> dict[str, list[Entry]]:
+    """Merge the entries of ranks, given by prefix for each."""
+    by_prefix: dict[str, list[Entry]] = {}
+    for of_rank in settings:
+        for prefix, entries in of_rank.items():
+            by_prefix.setdefault(prefix, []).extend(entries)
+    return {prefix: _merged(entries) for prefix, entries in by_prefix.items()}
 
 
 def _merged(entries: list[Entry]) -> list[Entry]:
@@ -239,11 +269,9 @@ def _merged(entries: list[Entry]) -> list[Entry]:
 
 def _disagreement(name: str, first: Entry, second: Entry) -> str:
     names = sorted(
-        {
-            key
-            for key in {**first, **second}
-            if key != "params" and _differ(first.get(key), second.get(key))
-        }
+        key
+        for key in (first.keys() | second.keys()) - {"params"}
+        if _differ(first.get(key), second.get(key))
     )
     whose = f" for the parameter {name!r}" if name else ""
     details = "; ".join(
@@ -268,43 +296,49 @@ def options_of(
     LoadMismatchError when they were in groups with different options, or when an optimizer of
     another kind saved them.
     """
-    wanted = set(names)
-    found: dict[bytes, tuple[dict[str, Any], str]] = {}
-    for entry in entries:
-        name = next((name for name in entry["params"] if name in wanted), None)
-        if name is not None:
-            found.setdefault(codec.encode(entry["options"]), (entry["options"], name))
-    if len(found) > 1:
-        (first, name), (second, other) = list(found.values())[:2]
-        differing = sorted(
-            key for key in {**first, **second} if repr(first.get(key)) != repr(second.get(key))
-        )
-        raise LoadMismatchError(
-            f"The parameters {name!r} and {other!r} are in one group of the optimizer, but were "
-            f"saved in groups that differ in {differing}. Create the optimizer with the groups it "
-            "was saved with.",
-            unexpected=[name, other],
-        )
-    if not found:
+    stored = _stored_options(entries, set(names))
+    if stored is None:
         return dict(group)
-    [(options, name)] = found.values()
+    options, name = stored
     added = options.keys() - group.keys() - _OF_SCHEDULERS
     lacking = group.keys() - options.keys() - _OF_SCHEDULERS - set(_NOT_STORED)
     if added and lacking:
         raise LoadMismatchError(
             f"An optimizer of another kind was saved: its options for {name!r} have "
-            f"{summarize_keys(added)}, those of this one {summarize_keys(lacking)}. Create the "
-            "optimizer that was saved, or leave it out.",
+            f"{summarize_keys(added)}, and the options of this one {summarize_keys(lacking)}. "
+            "Create the optimizer that was saved, or leave it out.",
             unexpected=[name],
         )
+    own_choice = _OWN_CHOICE & group.keys()
     return {
         **group,
-        **{
-            key: value
-            for key, value in options.items()
-            if key not in _OWN_CHOICE or key not in group
-        },
+        **{key: value for key, value in options.items() if key not in own_choice},
     }
+
+
+def _stored_options(
+    entries: Iterable[Entry], names: Collection[str]
+) -> tuple[dict[str, Any], str] | None:
+    """Return the options that parameters were saved with, and the name of one; None if they were
+    not saved.
+    """
+    found: dict[bytes, tuple[dict[str, Any], str]] = {}
+    for entry in entries:
+        name = next((name for name in entry["params"] if name in names), None)
+        if name is not None:
+            found.setdefault(codec.encode(entry["options"]), (entry["options"], name))
+    if len(found) > 1:
+        (first, name), (second, other) = list(found.values())[:2]
+        differing = [
+            key for key in {**first, **second} if repr(first.get(key)) != repr(second.get(key))
+        ]
+        raise LoadMismatchError(
+            f"The parameters {name!r} and {other!r} are in one group of the optimizer, but were "
+            f"saved in groups that differ in {sorted(differing)}. Create the optimizer with the "
+            "groups it was saved with.",
+            unexpected=[name, other],
+        )
+    return next(iter(found.values()), None)
 
 
 def entries_of(settings: Iterable[Entry], path: SectionPath) -> list[Entry]:
@@ -328,9 +362,7 @@ def forms_by_key(settings: Iterable[Entry], path: SectionPath) -> dict[str, Mapp
 
 
 def rest_entry(rest: Any, sections: Sequence[tuple[SectionPath, bool]]) -> Entry:
-    """Return the entry for what does not go by parameters: `rest`, and `(path, by number)` of all
-    sections.
-    """
+    """Return the entry for the `rest` of a state dict, and `(path, by number)` of all sections."""
     return {
         "params": [""],
         "has_state": True,
@@ -340,12 +372,12 @@ def rest_entry(rest: Any, sections: Sequence[tuple[SectionPath, bool]]) -> Entry
 
 
 def stored_rest(settings: Iterable[Entry]) -> Any:
-    """Return what does not go by parameters, `HOLE` for nothing."""
+    """Return the rest of the state dict besides its sections, `HOLE` for nothing."""
     return next((entry["rest"] for entry in settings if "rest" in entry), HOLE)
 
 
 def stored_sections(settings: Iterable[Entry]) -> list[tuple[SectionPath, bool]]:
-    """Return path and form of each section of an optimizer's state."""
+    """Return `(path, by number)` of each section of an optimizer's state."""
     found: list[Any] = next(
         (entry["sections"] for entry in settings if "rest" in entry), [[[], True]]
     )

@@ -1,10 +1,9 @@
-"""What an optimizer keeps, by parameter: read from it without running any of its steps, and put
-back.
+"""What an optimizer keeps for each parameter: read from it without a step, and put back.
 
 Optimizers of the plain form (`state` and `param_groups` of `torch.optim.Optimizer`, with its
 `state_dict`) are read and written in place. Those that make a state dict of their own, such as
-Lookahead, which wraps another optimizer, are asked for it and given one; the parts of it that go by
-parameters are found by their form.
+Lookahead, which wraps another optimizer, are asked for it and given one. The sections of it, which
+have values for each parameter, are found by their form.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ _HOOKS = (
 
 
 class Section(NamedTuple):
-    """A part of an optimizer's state dict that goes by parameters.
+    """A part of an optimizer's state dict that has values for each parameter.
 
     `path` are the keys that lead to it. With `by_number` it is `{"state": ..., "param_groups":
     ...}`, else a dict with parameters as keys. `groups` hold options and, as `params`, parameters;
@@ -46,57 +45,47 @@ def is_optimizer(value: Any) -> bool:
 
 
 def bare_optimizer(optimizer: Any) -> Any:
-    """Return the optimizer in the wrappers of training libraries."""
+    """Return the optimizer inside the wrappers of training libraries."""
     while _DELEGATES & {base.__name__ for base in type(optimizer).__mro__}:
         optimizer = optimizer.optimizer
     return optimizer
 
 
 def sharded_inner(optimizer: Any) -> Any:
-    """Return the optimizer that has this rank's parameters in a ZeroRedundancyOptimizer; None for
-    other classes.
+    """Return the optimizer inside a ZeroRedundancyOptimizer, which has this rank's parameters; None
+    for other classes.
     """
-    return (
-        optimizer.optim
-        if hasattr(optimizer, "consolidate_state_dict") and hasattr(optimizer, "optim")
-        else None
-    )
+    is_sharded = hasattr(optimizer, "consolidate_state_dict") and hasattr(optimizer, "optim")
+    return optimizer.optim if is_sharded else None
 
 
 def owned_parameters(optimizer: Any) -> set[int] | None:
     """Return the `id()` of those parameters whose state this rank keeps; None for all."""
     inner = sharded_inner(optimizer)
-    return (
-        None
-        if inner is None
-        else {id(param) for group in inner.param_groups for param in group["params"]}
-    )
+    if inner is None:
+        return None
+    return {id(param) for param in params_of(inner.param_groups)}
 
 
 def read_sections(optimizer: Any) -> tuple[list[Section], Any]:
-    """Return the parts of an optimizer's state that go by parameters, and the rest of its state
-    dict (or `HOLE`).
-    """
+    """Return the sections of an optimizer's state, and the rest of its state dict (or `HOLE`)."""
     inner = sharded_inner(optimizer)
-    if inner is not None or _is_plain(optimizer):
-        state = (inner or optimizer).state
-        others = {key: value for key, value in state.items() if not isinstance(key, torch.Tensor)}
-        by_param = (
-            {key: value for key, value in state.items() if isinstance(key, torch.Tensor)}
-            if others
-            else state
-        )
-        return [Section((), True, optimizer.param_groups, by_param)], {
-            "state": others
-        } if others else HOLE
-    sections: list[Section] = []
-    rest = _take_sections(optimizer.state_dict(), (), optimizer.param_groups, sections)
-    return sections, rest
+    groups = optimizer.param_groups
+    if inner is None and not _is_plain(optimizer):
+        sections: list[Section] = []
+        rest = _take_sections(optimizer.state_dict(), (), groups, sections)
+        return sections, rest
+    state = (inner or optimizer).state
+    others = {key: value for key, value in state.items() if not isinstance(key, torch.Tensor)}
+    if not others:
+        return [Section((), True, groups, state)], HOLE
+    by_param = {key: value for key, value in state.items() if key not in others}
+    return [Section((), True, groups, by_param)], {"state": others}
 
 
 def write_sections(optimizer: Any, sections: Iterable[Section], rest: Any) -> None:
-    """Give an optimizer what `read_sections` describes; parameters of the groups without a state
-    have none.
+    """Give an optimizer what `read_sections` returned; parameters of the groups that have no state
+    in it lose theirs.
     """
     inner = sharded_inner(optimizer)
     if inner is None and not _is_plain(optimizer):
@@ -105,17 +94,20 @@ def write_sections(optimizer: Any, sections: Iterable[Section], rest: Any) -> No
             _put_section(tree, section)
         optimizer.load_state_dict(tree)
         return
+    state = (inner or optimizer).state
     for section in sections:
-        target = (inner or optimizer).state
-        for group in section.groups:
-            for param in group["params"]:
-                target.pop(param, None)
-        target.update(section.state)
+        for param in params_of(section.groups):
+            state.pop(param, None)
+        state.update(section.state)
         for holder in filter(None, (optimizer, inner)):
-            for group, given in zip(holder.param_groups, section.groups, strict=True):
-                _set_options(group, given)
+            _set_groups(holder.param_groups, section.groups)
         if rest is not HOLE:
-            target.update(rest["state"])
+            state.update(rest["state"])
+
+
+def params_of(groups: Iterable[Mapping[str, Any]]) -> list[torch.Tensor]:
+    """Return the parameters of all groups."""
+    return [param for group in groups for param in group["params"]]
 
 
 def _is_plain(optimizer: Any) -> bool:
@@ -139,41 +131,56 @@ def _take_sections(
     """
     if not isinstance(node, dict):
         return node
-    rest = dict(node)
-    by_param = {key: value for key, value in node.items() if isinstance(key, torch.Tensor)}
+    section, rest = _divide(node, path, groups)
+    if section is not None:
+        found.append(section)
+    kept: dict[Any, Any] = {}
+    for key, value in rest.items():
+        is_walked = isinstance(key, str)
+        left = _take_sections(value, (*path, key), groups, found) if is_walked else value
+        if left is not HOLE:
+            kept[key] = left
+    return HOLE if node and not kept else kept
+
+
+def _divide(
+    node: dict[Any, Any], path: tuple[str, ...], groups: list[dict[str, Any]]
+) -> tuple[Section | None, dict[Any, Any]]:
+    """Divide a dict into the section that it is, if it is one, and its other entries."""
     params = _numbered_params(node, groups)
     if params is not None:
-        own = [
-            {**group, "params": [params[number] for number in group["params"]]}
-            for group in rest.pop("param_groups")
-        ]
-        state = rest.pop("state")
-        found.append(
-            Section(path, True, own, {params[key]: v for key, v in state.items() if key in params})
-        )
-        if others := {key: value for key, value in state.items() if key not in params}:
-            rest["state"] = others
-    elif by_param:
-        every = [param for group in groups for param in group["params"]]
-        found.append(Section(path, False, [{"params": every}], by_param))
-        rest = {key: value for key, value in node.items() if key not in by_param}
-    kept = {
-        key: below
-        for key, value in rest.items()
-        if (
-            below := _take_sections(value, (*path, key), groups, found)
-            if isinstance(key, str)
-            else value
-        )
-        is not HOLE
-    }
-    return HOLE if node and not kept else kept
+        return _divide_numbered(node, path, params)
+    by_param = {key: value for key, value in node.items() if isinstance(key, torch.Tensor)}
+    if not by_param:
+        return None, node
+    rest = {key: value for key, value in node.items() if key not in by_param}
+    return Section(path, False, [{"params": params_of(groups)}], by_param), rest
+
+
+def _divide_numbered(
+    node: dict[Any, Any], path: tuple[str, ...], params: dict[int, torch.Tensor]
+) -> tuple[Section, dict[Any, Any]]:
+    rest = dict(node)
+    groups = [
+        {**group, "params": [params[number] for number in group["params"]]}
+        for group in rest.pop("param_groups")
+    ]
+    state: dict[torch.Tensor, Any] = {}
+    others: dict[Any, Any] = {}
+    for key, value in rest.pop("state").items():
+        if key in params:
+            state[params[key]] = value
+        else:
+            others[key] = value
+    if others:
+        rest["state"] = others
+    return Section(path, True, groups, state), rest
 
 
 def _numbered_params(
     node: Mapping[Any, Any], groups: list[dict[str, Any]]
 ) -> dict[int, torch.Tensor] | None:
-    """Return the parameters by their numbers in a state dict of the common form; None for a dict of
+    """Return the parameters by their numbers in a state dict of the usual form; None for a dict of
     another form.
     """
     own, state = node.get("param_groups"), node.get("state")
@@ -212,9 +219,14 @@ def _put_section(tree: dict[Any, Any], section: Section) -> None:
     node.update(param_groups=groups, state={**state, **node.get("state", {})})
 
 
+def _set_groups(groups: list[dict[str, Any]], given: list[dict[str, Any]]) -> None:
+    for group, options in zip(groups, given, strict=True):
+        _set_options(group, options)
+
+
 def _set_options(group: dict[str, Any], options: Mapping[str, Any]) -> None:
-    """Give a group of an optimizer options, in the form (number or tensor) in which it has its
-    own.
+    """Set options of a group of an optimizer, in the form (number or tensor) that the group has
+    them in.
     """
     for name, value in options.items():
         own = group.get(name)

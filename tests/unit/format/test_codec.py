@@ -100,7 +100,7 @@ def same(a: Any, b: Any) -> bool:
     return type(a) is type(b) and bare(a) == bare(b)
 
 
-def bare(obj: Any) -> Any:
+def bare(obj: Any) -> Any:  # noqa: C901 one branch a type
     """Turn an object into nested tuples of types and bits, which `==` compares exactly."""
     parts: Any = obj
     if isinstance(obj, torch.Tensor):

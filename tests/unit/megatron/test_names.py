@@ -6,6 +6,8 @@ import dataclasses
 import importlib
 import inspect
 import pkgutil
+import subprocess
+import sys
 
 import pytest
 
@@ -273,3 +275,14 @@ def test_the_positional_arguments_of_the_installed_megatron_are_taken(verb):
     assert set(given) <= {*positional, *keywords}
     without_common = [name for name in given if name != "common_strategy"]
     assert positional[: len(without_common)] == without_common
+
+
+def test_modules_are_there_without_an_import_of_each():
+    code = (
+        "from distckpt import megatron as d; d.dict_utils.merge, d.validation.StrictHandling, "
+        "d.strategies.torch.TorchDistSaveShardedStrategy, d.strategies.fully_parallel"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+    for package in (megatron, megatron.strategies):
+        with pytest.raises(AttributeError, match="no attribute 'nonsense'"):
+            _ = package.nonsense

@@ -1,0 +1,23 @@
+"""What the readers of both kinds of DeepSpeed checkpoints find, and the keys they give it."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from distckpt._checkpoint.stored_pieces import StoredPiece
+
+WEIGHT = "fp32"
+"""The name of the weights themselves among the states of a parameter."""
+
+
+class Contents(NamedTuple):
+    """The tensors of a checkpoint, aliases for tied ones, and the settings of the optimizer."""
+
+    pieces: list[StoredPiece]
+    aliases: dict[str, str]
+    settings: list[dict[str, Any]]
+
+
+def key_of(state: str, name: str) -> str:
+    """Return the key of a parameter, or of a tensor in its optimizer state."""
+    return name if state == WEIGHT else f"optimizer.state.{state}.{name}"

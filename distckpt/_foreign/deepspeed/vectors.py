@@ -1,0 +1,94 @@
+"""Where in the flat vectors of DeepSpeed a tensor lies, and the tensors that are stored as such."""
+
+from __future__ import annotations
+
+import bisect
+import itertools
+import math
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import torch
+
+from distckpt._base.dtypes import TO_NAME
+from distckpt._base.errors import CorruptCheckpointError
+from distckpt._checkpoint.stored_pieces import StoredPiece
+from distckpt._foreign.deepspeed.files import Shape, StateFile, is_contiguous
+from distckpt._foreign.torch_dist.objects import TensorView
+from distckpt._foreign.torch_dist.source import contiguous_runs
+from distckpt._geometry.region import flat_range_regions, whole
+
+
+class FlatVector(NamedTuple):
+    """A flat vector in one or several files.
+
+    Attributes:
+        dtype: of its elements.
+        runs: file and first byte of each stretch of it.
+        ends: where in the vector each stretch ends.
+    """
+
+    dtype: torch.dtype
+    runs: list[tuple[str, int]]
+    ends: list[int]
+
+
+def flat_vector(runs: Sequence[tuple[StateFile, TensorView, int]]) -> FlatVector:
+    """Join one-dimensional tensors, each given with its file and how many of its elements count."""
+    dtype = runs[0][1].dtype
+    for file, view, size in runs:
+        is_flat = len(view.shape) == 1 and is_contiguous(view)
+        if not is_flat or view.shape[0] < size or view.dtype != dtype:
+            raise file.damaged("a flat vector that is none")
+    places = [(file.name, file.first_byte(view)) for file, view, _ in runs]
+    ends = list(itertools.accumulate(size for _, _, size in runs))
+    return FlatVector(dtype, places, ends)
+
+
+def pieces_in_vectors(
+    key: str, shape: Shape, vectors: Sequence[FlatVector], at: int
+) -> Iterator[StoredPiece]:
+    """Yield the pieces of a tensor of which each vector holds an equal share from element `at` on.
+
+    The shares of the last vectors may be cut off.
+    """
+    total, dtype = math.prod(shape), vectors[0].dtype
+    if odd := [vector for vector in vectors if vector.dtype != dtype]:
+        raise CorruptCheckpointError(
+            f"{odd[0].runs[0][0]!r} has {key!r} as {odd[0].dtype}, not {dtype}: restore it."
+        )
+    if not total:
+        yield StoredPiece(key, TO_NAME[dtype], whole(shape), shape, *vectors[0].runs[0], 0)
+    share = -(-total // len(vectors))
+    for rank, vector in enumerate(vectors):
+        first, last = min(rank * share, total), min(rank * share + share, total)
+        for start, stop, file, byte in _stretches(vector, first, last, at):
+            for region in flat_range_regions(shape, start, stop):
+                num_bytes = region.num_elements * dtype.itemsize
+                yield StoredPiece(key, TO_NAME[dtype], region, shape, file, byte, num_bytes)
+                byte += num_bytes
+
+
+def _stretches(
+    vector: FlatVector, first: int, last: int, at: int
+) -> Iterator[tuple[int, int, str, int]]:
+    """Yield where the elements [first, last) of a tensor lie, the first at position `at`.
+
+    Each stretch is given as its range of elements, its file and its first byte.
+    """
+    run, position = bisect.bisect_right(vector.ends, at), at
+    while first < last and run < len(vector.ends):
+        file, byte = vector.runs[run]
+        run_start = vector.ends[run - 1] if run else 0
+        size = min(last - first, vector.ends[run] - position)
+        yield first, first + size, file, byte + (position - run_start) * vector.dtype.itemsize
+        first, position, run = first + size, position + size, run + 1
+
+
+def pieces_of_view(key: str, file: StateFile, view: TensorView) -> Iterator[StoredPiece]:
+    """Yield the pieces of a tensor that a file holds as it is."""
+    byte, item = file.first_byte(view), view.dtype.itemsize
+    name = TO_NAME[view.dtype]
+    for region, start in contiguous_runs(view, whole(view.shape)):
+        first_byte, num_bytes = byte + start * item, region.num_elements * item
+        yield StoredPiece(key, name, region, view.shape, file.name, first_byte, num_bytes)

@@ -1,0 +1,28 @@
+"""What the manifest keeps of a configuration of quantized tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+
+def are_settings(value: object) -> bool:
+    """Tell whether a value is what `settings_of` returns, or None."""
+    if not isinstance(value, dict):
+        return value is None
+    blocks, bits = value.get("blocks"), value.get("num_bits")
+    if not isinstance(blocks, list) or not isinstance(bits, list):
+        return False
+    if any(type(number) is not int for number in bits):
+        return False
+    return all(isinstance(each, list) and block_of({"block_structure": each}) for each in blocks)
+
+
+def block_of(weights: Mapping[str, Any]) -> list[int] | None:
+    """Return the rows and columns that share a scale, as a configuration says; None if it says
+    something else.
+    """
+    named = weights.get("weight_block_size") or weights.get("block_structure")
+    block = named or [1, weights.get("group_size")]
+    is_pair = isinstance(block, list) and len(block) == 2
+    return block if is_pair and all(type(n) is int and n > 0 for n in block) else None

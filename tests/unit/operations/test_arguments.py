@@ -1,0 +1,164 @@
+"""What a user meets who has read the documentation only."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import distckpt
+from distckpt import LoadReport, ShardedTensor
+
+
+def whole(key: str, tensor: torch.Tensor) -> ShardedTensor:
+    return ShardedTensor.from_rank_offsets(key, tensor)
+
+
+def reported(state: dict[str, Any], path: Path) -> tuple[dict[str, Any], LoadReport]:
+    reports: list[LoadReport] = []
+    loaded = distckpt.load(state, path, strict="report", on_report=reports.append)
+    return loaded, reports[0]
+
+
+def test_report_names_a_value_that_is_not_stored(tmp_path: Path) -> None:
+    distckpt.save({"w": whole("w", torch.ones(2)), "step": 5}, tmp_path / "c")
+
+    _, report = reported({"w": whole("w", torch.zeros(2)), "step": 0, "epoch": 3}, tmp_path / "c")
+
+    assert any("epoch" in key for key in report.unexpected)
+
+
+def test_report_names_a_scheduler_that_is_not_stored(tmp_path: Path) -> None:
+    model = torch.nn.Linear(2, 2)
+    distckpt.save({"model": model}, tmp_path / "c")
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+
+    _, report = reported({"model": model, "scheduler": scheduler}, tmp_path / "c")
+
+    assert any("scheduler" in key for key in report.unexpected)
+
+
+def test_report_names_a_plain_tensor_that_is_not_stored(tmp_path: Path) -> None:
+    distckpt.save({"model": {"w": torch.ones(2)}}, tmp_path / "c")
+
+    _, report = reported({"model": {"w": torch.ones(2), "v": torch.ones(2)}}, tmp_path / "c")
+
+    assert any("v" in key for key in report.unexpected)
+
+
+def test_report_returns_objects_for_which_nothing_is_stored(tmp_path: Path) -> None:
+    distckpt.save({"w": whole("w", torch.ones(2))}, tmp_path / "c")
+    model = torch.nn.Linear(2, 2)
+
+    loaded, _ = reported({"model": model}, tmp_path / "c")
+
+    assert loaded["model"] is model
+
+
+def test_a_loaded_state_is_saved_again_with_content_metadata(tmp_path: Path) -> None:
+    state: dict[str, Any] = {"w": whole("w", torch.ones(2)), "step": 1}
+    distckpt.save(state, tmp_path / "1", content_metadata={"version": 1})
+
+    state = distckpt.load(state, tmp_path / "1")
+    distckpt.save(
+        {**state, "w": whole("w", torch.ones(2))}, tmp_path / "2", content_metadata={"version": 2}
+    )
+
+    assert distckpt.open(tmp_path / "2").metadata == {"version": 2}
+
+
+def test_on_report_that_cannot_be_called_is_found_before_the_save(tmp_path: Path) -> None:
+    with pytest.raises(TypeError, match="on_report"):
+        distckpt.save({"step": 1}, tmp_path / "c", on_report="print")
+
+    assert not (tmp_path / "c").exists()
+
+
+@pytest.mark.parametrize("option", ["progress", "on_report"])
+def test_a_callback_that_cannot_be_called_is_named(tmp_path: Path, option: str) -> None:
+    distckpt.save({"w": whole("w", torch.ones(2))}, tmp_path / "c")
+
+    with pytest.raises(TypeError, match=option):
+        distckpt.load({"w": whole("w", torch.ones(2))}, tmp_path / "c", **{option: 3})
+    with pytest.raises(TypeError, match=option):
+        distckpt.CheckpointManager(tmp_path / "run", **{option: 3})
+
+
+@pytest.mark.parametrize("value", ["no", "false"])
+def test_overwrite_is_a_bool(tmp_path: Path, value: Any) -> None:
+    distckpt.save({"step": 1}, tmp_path / "c")
+
+    with pytest.raises((TypeError, ValueError, distckpt.CheckpointExistsError)):
+        distckpt.save({"step": 2}, tmp_path / "c", overwrite=value)
+
+    assert distckpt.open(tmp_path / "c").common_state == {"step": 1}
+
+
+@pytest.mark.parametrize("option", ["durable", "validate_replicas", "validate_access_integrity"])
+def test_switches_of_a_save_are_bools(tmp_path: Path, option: str) -> None:
+    with pytest.raises((TypeError, ValueError), match=option):
+        distckpt.save({"step": 1}, tmp_path / "c", **{option: "no"})
+
+
+def test_allow_dtype_cast_is_a_bool(tmp_path: Path) -> None:
+    distckpt.save({"step": 1}, tmp_path / "c")
+    with pytest.raises((TypeError, ValueError), match="allow_dtype_cast"):
+        distckpt.load({"step": 0}, tmp_path / "c", allow_dtype_cast="no")
+
+
+@pytest.mark.parametrize("rules", [None, "x", [1]])
+def test_rules_of_a_wrong_type_are_named(tmp_path: Path, rules: Any) -> None:
+    distckpt.save({"w": whole("w", torch.ones(2))}, tmp_path / "c")
+
+    with pytest.raises(TypeError, match="rules"):
+        distckpt.load({"w": whole("w", torch.ones(2))}, tmp_path / "c", rules=rules)
+    with pytest.raises(TypeError, match="rules"):
+        distckpt.consolidate(tmp_path / "c", tmp_path / "e", rules=rules)
+
+
+def test_wrong_types_are_named(tmp_path: Path) -> None:
+    distckpt.save({"w": whole("w", torch.ones(2))}, tmp_path / "c")
+
+    with pytest.raises((TypeError, ValueError), match="content_metadata"):
+        distckpt.save({"step": 1}, tmp_path / "d", content_metadata=3)  # type: ignore[arg-type]
+    with pytest.raises((TypeError, ValueError), match="strict"):
+        distckpt.load({}, tmp_path / "c", strict=["raise"])  # type: ignore[arg-type]
+
+
+def test_a_megatron_load_names_a_mode_that_it_has(tmp_path: Path) -> None:
+    from distckpt import megatron
+
+    megatron.save({"w": whole("w", torch.ones(2))}, tmp_path / "c")
+
+    with pytest.raises(distckpt.LoadMismatchError) as caught:
+        megatron.load({"v": whole("v", torch.ones(2))}, tmp_path / "c")
+
+    assert "log_all" in str(caught.value).lower()
+
+
+def test_a_callback_that_raises_does_not_end_retention(tmp_path: Path) -> None:
+    def fail(report: Any) -> None:
+        raise ZeroDivisionError
+
+    with distckpt.CheckpointManager(
+        tmp_path / "run", keep_last=1, on_failure="log", on_report=fail
+    ) as manager:
+        for step in range(3):
+            manager.save(step, {"step": step})
+
+    # They are committed: either they have not failed and are removed, or they are not there.
+    assert set(manager.steps()).isdisjoint(manager.failures)
+
+
+@pytest.mark.parametrize("name", ["overwrit", "content_metdata"])
+def test_a_misspelled_argument_is_named_as_an_option_is(tmp_path: Path, name: str) -> None:
+    with pytest.raises(TypeError, match="did you mean"):
+        distckpt.save({"step": 1}, tmp_path / "c", **{name: True})
+
+
+def test_a_misspelled_argument_of_the_manager_is_named(tmp_path: Path) -> None:
+    with pytest.raises(TypeError, match="keep_last"):
+        distckpt.CheckpointManager(tmp_path / "run", keep_lst=3)
