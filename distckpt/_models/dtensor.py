@@ -3,10 +3,10 @@
 DTensors are recognized by their attributes, not by their class: importing
 `torch.distributed.tensor` takes half a second, which only programs that have DTensors spend.
 
-Words used below: the *mesh* is the array of ranks that a DTensor is spread over; a *placement* says, for
-each mesh axis, whether the tensor is divided along it (and which tensor axis) or copied. A *run* is
-a range of indices along one axis of the global tensor; one rank may hold several, one after another
-in its local tensor.
+Words used below: the *mesh* is the array of ranks that a DTensor is spread over; a *placement*
+says, for each mesh axis, whether the tensor is divided along it (and which tensor axis) or copied.
+A *run* is a range of indices along one axis of the global tensor; one rank may hold several, one
+after another in its local tensor.
 """
 
 from __future__ import annotations

@@ -155,10 +155,15 @@ def grouped_mlp_sharded_state_dict(
     ) -> Any:
         # Viewed as [experts, in, out], stored as [experts, out, in].
         return parts_factory(
-            f"{prefix}experts.{name}.weight", weight, parts, local_shape=weight.shape,
-            view_shape=(num_local_experts, num_in, num_out), axes=(0, 2, 1), prepend_axis_num=len(layers),
+            f"{prefix}experts.{name}.weight",
+            weight,
+            parts,
+            local_shape=weight.shape,
+            view_shape=(num_local_experts, num_in, num_out),
+            axes=(0, 2, 1),
+            prepend_axis_num=len(layers),
             replica_id=(0, 0, 0),
-        )  # fmt: skip
+        )
 
     stored = (*num_layers, num_local_experts, num_projections * features * tp_size, hidden)
     local = (num_local_experts, hidden, features)

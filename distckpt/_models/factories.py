@@ -152,7 +152,10 @@ def qkv_factory(
     num_fused = num_heads + 2 * num_groups
     head_size, rest = divmod(size, num_fused)
     if rest:
-        heads = f"{num_heads} query and {num_kv_heads} key and value heads, the latter held {kv_copies} times"
+        heads = (
+            f"{num_heads} query and {num_kv_heads} key and value heads, the latter held "
+            f"{kv_copies} times"
+        )
         fail(
             shard.key,
             f"global size {size} along dim {dim} is not a multiple of {num_fused} ({heads})",

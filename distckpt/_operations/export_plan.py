@@ -168,8 +168,10 @@ def _model(options: ExportOptions, selected: Mapping[str, TensorInfo]) -> _Model
         directory = locations.normalize(options.like)
         manifest = on_demand("hugging_face").read_directory(directory)
         reference = StoredCheckpoint(directory, manifest)
-    config = config_for(options.family, reference and reference.location)
-    rules = rules_for(config, selected, reference and reference.manifest.shapes_by_key)
+    location = None if reference is None else reference.location
+    shapes = None if reference is None else reference.manifest.shapes_by_key
+    config = config_for(options.family, location)
+    rules = rules_for(config, selected, shapes)
     return _Model(reference, config, rules)
 
 

@@ -396,7 +396,7 @@ def stacked_experts(count: int, num_experts: int, names: Mapping[str, str]) -> l
 
 
 def joined_experts(block: str, num_experts: int) -> list[Rule]:
-    """Bring single experts into two tensors for each layer: gate and up projections, and the others.
+    """Bring single experts into two tensors for each layer: gate and up projections, and the rest.
 
     `block` is the pattern of their layers on disk, with one wildcard.
     """

@@ -54,9 +54,18 @@ def _adopt_tensor(node: Any) -> ShardedTensor:
         data = data.detach().dequantize()
         dtype = data.dtype
     return ShardedTensor(
-        node.key, data, dtype, node.local_shape, node.global_shape, node.global_offset, node.axis_fragmentations,
-        node.replica_id, node.prepend_axis_num, node.allow_shape_mismatch, getattr(node, "flattened_range", None),
-    )  # fmt: skip
+        node.key,
+        data,
+        dtype,
+        node.local_shape,
+        node.global_shape,
+        node.global_offset,
+        node.axis_fragmentations,
+        node.replica_id,
+        node.prepend_axis_num,
+        node.allow_shape_mismatch,
+        getattr(node, "flattened_range", None),
+    )
 
 
 def _adopt_factory(node: Any) -> ShardedTensorFactory:

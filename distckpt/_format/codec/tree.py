@@ -117,7 +117,7 @@ def type_name(cls: type) -> str:
 
 
 def require(condition: bool, what: str) -> None:
-    """Raise ValueError, of which `decode` makes CorruptCheckpointError, unless a condition holds."""
+    """Raise ValueError unless a condition holds; `decode` makes a CorruptCheckpointError of it."""
     if not condition:
         raise ValueError(what)
 
