@@ -1,4 +1,4 @@
-"""Sizes and dtypes of arrays, whichever library they are of."""
+"""Sizes and dtypes of arrays of any library."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ def estimate_array_nbytes(array: Any) -> int:
     """Return the size of an array in bytes, without touching its data.
 
     It is a torch tensor on any device (also "meta"), a numpy array, or anything else with `shape`
-    and `dtype` (of torch, of numpy, or by name). A DTensor counts as a whole, `array.to_local()` as
-    its part here.
+    and `dtype` (of torch, of numpy, or by name). A DTensor counts as a whole; its `to_local()` is
+    the part on this rank.
 
     Raises:
         TypeError: it has no shape and dtype.
@@ -34,8 +34,8 @@ def estimate_array_nbytes(array: Any) -> int:
 
 
 def as_torch_dtype(dtype: torch.dtype | str | np.dtype[Any] | type) -> torch.dtype:
-    """Return a dtype that is given by torch, by name ("bfloat16", "torch.bfloat16", "BF16") or by
-    numpy.
+    """Return the torch dtype for one of torch or numpy, or for a name ("bfloat16",
+    "torch.bfloat16", "BF16").
 
     Raises:
         ValueError: there is no such dtype.

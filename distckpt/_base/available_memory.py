@@ -32,8 +32,8 @@ def _machine_memory(proc: str) -> Iterator[int]:
 
 
 def _cgroup_memory(proc: str, cgroups: str) -> Iterator[int]:
-    """Yield what each memory limit that applies leaves: those of the groups around its own bind a
-    process, too.
+    """Yield what each memory limit that applies leaves: the limits of the groups around its own
+    bind a process, too.
     """
     for line in _lines(os.path.join(proc, "self", "cgroup")):
         _, controllers, path = line.split(":", 2)

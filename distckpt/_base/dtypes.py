@@ -53,13 +53,13 @@ def as_integers(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def to_numpy(values: torch.Tensor) -> npt.NDArray[Any]:
-    """Convert CPU values to numpy: floats that it lacks become float32, packed ones their bytes
-    (uint8).
+    """Convert CPU values to numpy: floats that it lacks become float32, packed values become their
+    bytes (uint8).
     """
     if TO_NAME[values.dtype] in PACKED_PER_ITEM:
         values = values.view(torch.uint8)
     elif values.dtype.is_floating_point and values.dtype.itemsize == 1:
-        # torch takes some ten times longer to convert them.
+        # torch takes about ten times longer to convert them.
         return np.asarray(item_values(values.dtype)[values.view(torch.uint8).numpy()])
     elif values.dtype == torch.bfloat16:
         values = values.float()
@@ -69,10 +69,10 @@ def to_numpy(values: torch.Tensor) -> npt.NDArray[Any]:
 
 @functools.cache
 def item_values(dtype: torch.dtype) -> npt.NDArray[np.float32]:
-    """Return the value of each byte as an item of a dtype of one byte; of packed ones the byte."""
+    """Return the value of each byte as an item of a dtype of one byte; the byte if it is packed."""
     codes = torch.arange(256).to(torch.uint8)
     values = (codes if TO_NAME[dtype] in PACKED_PER_ITEM else codes.view(dtype)).float()
-    # numpy warns when it converts some of torch's NaN.
+    # numpy warns when it converts some of the NaN that torch makes.
     return values.where(~values.isnan(), torch.nan).numpy()
 
 
@@ -104,8 +104,8 @@ def _contains_integers(target: torch.dtype, source: torch.iinfo) -> bool:
 
 
 def is_convertible(source: torch.dtype, target: torch.dtype) -> bool:
-    """Tell whether converting keeps what values mean, apart from range and precision (complex to
-    real does not).
+    """Tell whether a conversion keeps the meaning of values, apart from range and precision;
+    complex to real does not.
     """
     if source == target:
         return True
@@ -115,15 +115,15 @@ def is_convertible(source: torch.dtype, target: torch.dtype) -> bool:
 
 
 def is_summed(dtype: torch.dtype) -> bool:
-    """Tell whether checkpoints are merged by adding tensors of a dtype; integers and packed numbers
+    """Tell whether tensors of a dtype are added to merge checkpoints; integers and packed numbers
     are not.
     """
     return (dtype.is_floating_point or dtype.is_complex) and dtype not in _PECULIAR
 
 
 def has_smaller_range(target: torch.dtype, source: torch.dtype) -> bool:
-    """Tell whether finite values of `source` may be infinite in `target`; those of float32 hardly
-    are in bfloat16.
+    """Tell whether finite values of `source` may be infinite in `target`; from float32 to bfloat16,
+    they hardly ever are.
     """
     are_floats = target != source and target.is_floating_point and source.is_floating_point
     return are_floats and 2 * torch.finfo(target).max < torch.finfo(source).max
@@ -131,7 +131,7 @@ def has_smaller_range(target: torch.dtype, source: torch.dtype) -> bool:
 
 def _contains_float(target: torch.dtype, source: torch.dtype) -> bool:
     wide, narrow = torch.finfo(target), torch.finfo(source)
-    # Only float16, bfloat16, float32 and float64 can be targets: the 8-bit kinds differ in their
+    # Only float16, bfloat16, float32 and float64 can be targets: 8-bit floats differ in their
     # special values.
     if wide.bits <= narrow.bits or wide.bits == 8:
         return False
@@ -144,4 +144,4 @@ def _contains_float(target: torch.dtype, source: torch.dtype) -> bool:
 _PECULIAR: frozenset[torch.dtype] = frozenset(
     getattr(torch, name) for name in ("float8_e8m0fnu", "float4_e2m1fn_x2") if hasattr(torch, name)
 )
-"""Scale and packed types without arithmetic of their own: only ever copied."""
+"""Scales and packed types, without arithmetic of their own: they are only ever copied."""

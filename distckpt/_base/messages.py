@@ -15,13 +15,13 @@ from typing import NamedTuple
 _NUMBER = re.compile(r"([0-9]{1,18})")
 _MAX_COMPARED = 1000
 _MAX_NAMED = 3
-"""So many keys with the same fault are all named."""
+"""Up to this number, all keys with the same fault are named."""
 
 
 def summarize_keys(keys: Iterable[str], limit: int = 10) -> str:
     """Describe keys in one line: `decoder.layers.{0..31}.mlp.weight (32 keys), embedding.weight`.
 
-    At most `limit` patterns are named; the rest is counted.
+    At most `limit` patterns are named; the rest are counted.
     """
     groups: dict[tuple[str, ...], list[str]] = {}
     for key in sorted(set(keys), key=natural_order):
@@ -37,7 +37,7 @@ def summarize_keys(keys: Iterable[str], limit: int = 10) -> str:
 
 
 class KeyFault(NamedTuple):
-    """A fault of a key: `text` is read after the key. Faults of one `kind` are described
+    """A fault of a key; `text` follows the key in messages. Faults of one `kind` are described
     together.
     """
 
@@ -47,10 +47,10 @@ class KeyFault(NamedTuple):
 
 
 def summarize_faults(faults: Iterable[KeyFault], limit: int = 5) -> list[str]:
-    """Describe what is wrong with keys: one line for each kind of fault, with the text of the
+    """Describe what is wrong with keys: one line for each kind of fault, with the text of its
     first.
 
-    At most `limit` kinds are described; the keys of the rest are summarized in one more line.
+    At most `limit` kinds are described; the keys of all others are summarized in one more line.
     """
     kinds: dict[object, list[KeyFault]] = {}
     for fault in faults:
@@ -74,7 +74,7 @@ def natural_order(key: str) -> list[str | int]:
 
 
 def did_you_mean(key: str, candidates: Iterable[str]) -> str:
-    """Return ` (did you mean 'a' or 'b'?)` for the nearest names, an empty string when none is
+    """Return ` (did you mean 'a' or 'b'?)` with the nearest names, an empty string if none is
     near.
     """
     near = difflib.get_close_matches(key, list(candidates)[:10_000], n=2, cutoff=0.75)
@@ -82,8 +82,8 @@ def did_you_mean(key: str, candidates: Iterable[str]) -> str:
 
 
 def nearest_names(keys: Sequence[str], known: Iterable[str]) -> str:
-    """Return a text to follow a list of unknown keys: by which prefix they differ from known ones,
-    or a near name.
+    """Return a text to follow a list of unknown keys: the prefix by which they differ from known
+    ones, or a near name.
     """
     return other_prefix(keys, known) or did_you_mean(keys[0], known)
 
@@ -131,14 +131,12 @@ def _starts(key: str) -> Iterator[int]:
 
 
 def without_numbers(key: str) -> tuple[str, ...]:
-    """Return what is between the numbers in a key, for grouping keys that differ in numbers
-    only.
-    """
+    """Return what is between the numbers in a key, to group keys that differ only in numbers."""
     return tuple(_NUMBER.split(key)[::2])
 
 
 def key_pattern(members: Sequence[str]) -> str:
-    """Return the pattern of keys that differ in numbers only: `layers.{0..3}.weight`."""
+    """Return the pattern of keys that differ only in numbers: `layers.{0..3}.weight`."""
     numbers = zip(*(_NUMBER.findall(member) for member in members), strict=True)
     ranges = iter([_range_text(sorted({int(n) for n in column})) for column in numbers])
     return _NUMBER.sub(lambda _: next(ranges), members[0])
@@ -162,13 +160,13 @@ def _range_text(values: list[int]) -> str:
 
 
 def check_num_bytes(name: str, value: object) -> None:
-    """Raise TypeError when an argument is no number of bytes, such as '1GB'."""
+    """Raise TypeError if an argument is not a number of bytes, such as '1GB'."""
     if not isinstance(value, int):
         raise TypeError(f"{name} is a number of bytes, got {value!r}")
 
 
 def check_choice(name: str, value: object, choices: Sequence[object]) -> None:
-    """Raise ValueError when an argument is none of its choices."""
+    """Raise ValueError if an argument is not one of its choices."""
     if value not in choices:
         raise ValueError(
             f"{name} must be {', '.join(map(repr, choices[:-1]))} or {choices[-1]!r}, got {value!r}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
@@ -164,18 +165,48 @@ class ExportOptions:
 
 
 def with_changes(
-    verb: str, kind: type[_Options], options: _Options | None, changes: Mapping[str, Any]
+    call: Callable[..., Any],
+    kind: type[_Options],
+    options: _Options | None,
+    changes: Mapping[str, Any],
 ) -> _Options:
     """Return the options of a call: those given as a value, with those given by keyword.
+
+    Args:
+        call: what the caller has called, a function or class.
+        kind: class of its options.
+        options: given as a value.
+        changes: given by keyword.
 
     Raises:
         TypeError: `options` is of another class, or there is no option of a name.
     """
+    name = call.__name__
     if options is not None and not isinstance(options, kind):
-        raise TypeError(f"options of {verb} is a {kind.__name__}, got {type(options).__name__}")
-    names = [field.name for field in fields(kind)]
-    for name in changes:
-        if name not in names:
-            hint = did_you_mean(name, names)
-            raise TypeError(f"{verb}() has no option {name!r}{hint}; see {kind.__name__}")
+        raise TypeError(f"options of {name} is a {kind.__name__}, got {type(options).__name__}")
+    known: list[str] = [field.name for field in fields(kind)]
+    for unknown in [name for name in changes if name not in known]:
+        near = did_you_mean(unknown, [*known, *inspect.signature(call).parameters])
+        raise TypeError(f"{name}() has no option {unknown!r}{near}; see {kind.__name__}")
     return replace(options or kind(), **changes)
+
+
+def check_options(options: SaveOptions | LoadOptions | ExportOptions) -> None:
+    """Check switches and callbacks.
+
+    Raises:
+        TypeError: a callback cannot be called.
+        ValueError: a switch is neither True nor False.
+    """
+    for field in fields(options):
+        value = getattr(options, field.name)
+        if field.type == "bool" or (field.type == "bool | None" and value is not None):
+            check_switch(field.name, value)
+        if field.name in ("progress", "on_report") and not (value is None or callable(value)):
+            raise TypeError(f"{field.name} is a function, or None, got {value!r:.100}")
+
+
+def check_switch(name: str, value: object) -> None:
+    """Raise ValueError when an argument is neither True nor False."""
+    if not isinstance(value, bool):
+        raise ValueError(f"{name} must be True or False, got {value!r:.100}")

@@ -1,4 +1,4 @@
-"""Progress of a call: bytes done, of the bytes there are."""
+"""Progress of a call: bytes done, and bytes in total."""
 
 from __future__ import annotations
 
@@ -28,6 +28,6 @@ class ProgressCounter:
             self._report(self._done, self._total)
 
     def finish(self) -> None:
-        """Report the total, unless that has been done."""
+        """Report the total, unless it has been reported."""
         if self._done < self._total:
             self.add(self._total - self._done)

@@ -1,4 +1,4 @@
-"""Public names say which public module they are imported from."""
+"""Public names tell which public module they are imported from."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from typing import Any
 
 
 def set_public_home(module: MutableMapping[str, Any]) -> None:
-    """Make what a public module lists in `__all__` and a private one defines name the public one as
-    its `__module__`.
+    """Give everything that a public module lists in `__all__`, and that a private module defines,
+    the name of the public one as its `__module__`.
 
-    Call it with `globals()` below the imports; the first public module that lists a name is its
+    Call it with `globals()` below the imports. The first public module that lists a name is its
     home.
     """
     for name in module["__all__"]:
@@ -19,13 +19,13 @@ def set_public_home(module: MutableMapping[str, Any]) -> None:
 
 
 def give_home(value: Any, home: str) -> None:
-    """Make what a private module defines name `home`; tracebacks, `help()` and pickles show what
-    programs import.
+    """Set `home` as the module of something that a private module defines, so that tracebacks,
+    `help()` and pickles show what programs import.
     """
     if "._" not in getattr(value, "__module__", ""):
         return
     if isinstance(value, type):
-        # `typing.get_type_hints` would look the names in them up in the new home.
+        # `typing.get_type_hints` would look up the names in them in the new home.
         hints = typing.get_type_hints(value)
         value.__annotations__ = {
             name: hints[name] for name in vars(value).get("__annotations__", ())

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import logging
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -67,3 +70,16 @@ class LoadReport(_Report):
     unexpected: frozenset[str] = frozenset()
     """Keys that some rank requested and the checkpoint does not have; they were left out."""
     _verb = "loaded"
+
+
+def publish(report: SaveReport | LoadReport, on_report: Callable[[Any], object] | None) -> None:
+    """Pass a report to the caller's function.
+
+    What that raises is logged and does not go further: the save or load has succeeded on all ranks.
+    """
+    if on_report is None:
+        return
+    try:
+        on_report(report)
+    except Exception:
+        logger.exception("%s, and on_report failed", report)

@@ -10,7 +10,7 @@ import importlib
 import json
 import os
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from distckpt._base.errors import CheckpointingException, CorruptCheckpointError
@@ -134,9 +134,10 @@ def find_reader(stored: StoredCheckpoint) -> Reader | None:
 
 
 def _reader_named(name: Any, location: str) -> Reader:
-    reader = REGISTERED.get(name) if isinstance(name, str) else None
-    if reader is None and name in READERS:
-        reader = _built_in(name)
+    reader = None
+    # A damaged marker may hold anything here.
+    if isinstance(name, str):
+        reader = REGISTERED.get(name) or (_built_in(name) if name in READERS else None)
     if reader is None:
         raise CheckpointingException(
             f"{location!r} is of the format {name!r:.100}, for which no reader is registered here: "
@@ -248,7 +249,7 @@ def find_checkpoint(
         if not _is_built_in(fields):
             return FoundCheckpoint(fields, None)
         stored = decode_manifest(location, data, verify)
-        return FoundCheckpoint(fields, stored._replace(marker=fields))
+        return FoundCheckpoint(fields, replace(stored, marker=fields))
 
 
 def open_checkpoint(

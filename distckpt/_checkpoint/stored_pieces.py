@@ -1,6 +1,4 @@
-"""Describing files of any format: pieces of tensors and objects, checked to make up the tensors,
-become a manifest.
-"""
+"""Manifests for files of any format, from the pieces of tensors and objects in them."""
 
 from __future__ import annotations
 
@@ -8,7 +6,8 @@ import itertools
 import math
 import operator
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -19,22 +18,27 @@ from distckpt._format.marker import file_size
 from distckpt._geometry.region import IntArray, Region, find_tiling_faults, regions_to_arrays
 from distckpt._storage import locations
 
+_DTYPES = {OBJECT, *FROM_NAME}
+_INTEGERS = (int, np.integer)
 _MAX_ELEMENTS = 1 << 62
+_OF_OBJECT = -1
+"""In the place of a number of axes."""
 
 
-class StoredPiece(NamedTuple):
+@dataclass(frozen=True)
+class StoredPiece:
     """A region of a tensor, or a part of an object, and the bytes that hold it.
 
     Attributes:
         key: name of the tensor or object.
         dtype: safetensors name of the dtype, such as "F32" or "BF16"; `OBJECT` for an object.
-        region: offset and shape inside the global tensor. The bytes hold it in row-major order. The
-            parts of an object are the cells of a grid: `Region((0,), (1,))` is the only part of one
-            that is not divided.
-        global_shape: of the tensor, or of the object's grid; None when it ends where its pieces do.
+        region: offset and shape inside the global tensor, which the bytes hold in row-major order.
+            The parts of an object are the cells of a grid; an object that is not divided has one
+            part, `Region((0,), (1,))`.
+        global_shape: of the tensor, or of the object's grid; None if it ends where its pieces do.
         file: name of the file, relative to the checkpoint, with `/` between folders.
         first_byte: where in the file the bytes begin.
-        num_bytes: how many there are.
+        num_bytes: number of bytes.
     """
 
     key: str
@@ -60,73 +64,97 @@ def build_manifest(
         format_name: `name` of the `Reader` that reads the format.
         location: path or URL of the checkpoint.
         pieces: of all tensors and objects, in any order.
-        files: what is known about the files; their sizes are looked up when it is None.
-        fields: values that JSON can hold, to find again in `manifest.origin`.
-        aliases: key -> key of the same tensor, for tied tensors, of which one is described.
+        files: names and sizes of the files; looked up if it is None.
+        fields: values that JSON can hold, for the reader to find again in `manifest.origin`.
+        aliases: for tied tensors, of which only one has pieces, the key of that one by the keys of
+            the others.
 
     Returns:
         A manifest without checksums.
 
     Raises:
         CorruptCheckpointError: a file is missing, a piece contradicts itself, or the pieces of a
-            tensor overlap, leave gaps or differ in dtype; naming file and key.
+            tensor overlap, leave gaps or differ in dtype. The message names file and key.
     """
     pieces = list(pieces)
-    for piece in pieces:
-        if fault := _fault_of(piece):
-            raise CorruptCheckpointError(
-                f"The reader of {format_name!r} describes {location!r} wrongly, or its files are "
-                f"damaged: {fault} in {piece!r:.500}."
-            )
+    _check_each(format_name, location, pieces)
     groups = _group_by_key(pieces)
-    shapes = [_global_shape(location, group) for group in groups.values()]
-    in_order = [piece for group in groups.values() for piece in group]
-    key_ids = np.repeat(np.arange(len(groups)), [len(group) for group in groups.values()])
+    by_key = list(groups.values())
+    in_order = list(itertools.chain.from_iterable(by_key))
+    dtypes = [group[0].dtype for group in by_key]
+    shapes = [_global_shape(location, group) for group in by_key]
+    key_ids = np.repeat(np.arange(len(by_key)), list(map(len, by_key)))
     offsets, extents = regions_to_arrays([piece.region for piece in in_order])
-    dtypes = [group[0].dtype for group in groups.values()]
-    _check_tiling(location, list(groups.values()), shapes, (key_ids, offsets, extents))
+    _check_tiling(location, by_key, shapes, (key_ids, offsets, extents))
     if files is None:
-        key_in = {piece.file: piece.key for piece in reversed(in_order)}
-        files = [look_up_file(location, name, key) for name, key in key_in.items()]
-    _check_positions(location, in_order, {file.name: file.num_bytes for file in files})
-    file_ids = {file.name: i for i, file in enumerate(files)}
-    chunks = ChunkTable.empty()._replace(
-        files=list(files),
-        key_ids=key_ids,
-        file_ids=np.array([file_ids[piece.file] for piece in in_order], np.int64),
-        first_bytes=np.array([piece.first_byte for piece in in_order], np.int64),
-        num_bytes=np.array([piece.num_bytes for piece in in_order], np.int64),
-        offsets=offsets,
-        shapes=extents,
-    )
+        files = _look_up_files(location, in_order)
+    _check_positions(location, in_order, files)
+    chunks = _chunk_table(in_order, files, key_ids)._replace(offsets=offsets, shapes=extents)
     origin = {**(fields or {}), "format": format_name}
     return Manifest(
         list(groups), dtypes, shapes, chunks, aliases or {}, has_checksums=False, origin=origin
     )
 
 
-def _fault_of(piece: StoredPiece) -> str | None:
-    """Return what is wrong with a piece by itself, None when nothing is."""
-    key, dtype, (offset, shape), global_shape, file, first_byte, num_bytes = piece
-    if not (isinstance(key, str) and isinstance(file, str)):
+def _chunk_table(
+    pieces: Sequence[StoredPiece], files: Sequence[ShardFile], key_ids: IntArray
+) -> ChunkTable:
+    """Return the table of the pieces, without their regions."""
+    file_ids = {file.name: i for i, file in enumerate(files)}
+    return ChunkTable.empty()._replace(
+        files=list(files),
+        key_ids=key_ids,
+        file_ids=np.array([file_ids[piece.file] for piece in pieces], np.int64),
+        first_bytes=np.array([piece.first_byte for piece in pieces], np.int64),
+        num_bytes=np.array([piece.num_bytes for piece in pieces], np.int64),
+    )
+
+
+# ---- each piece by itself
+
+
+def _check_each(format_name: str, location: str, pieces: Sequence[StoredPiece]) -> None:
+    for piece in pieces:
+        if fault := _fault_of_values(piece) or _fault_of_region(piece):
+            raise CorruptCheckpointError(
+                f"The reader of {format_name!r} describes {location!r} wrongly, or its files are "
+                f"damaged: {fault} in {piece!r:.500}."
+            )
+
+
+def _fault_of_values(piece: StoredPiece) -> str | None:
+    """Return which value of a piece is not of its type, None if all are."""
+    if not (isinstance(piece.key, str) and isinstance(piece.file, str)):
         return "a key or a file is no str"
-    if dtype != OBJECT and (not isinstance(dtype, str) or dtype not in FROM_NAME):
+    if not isinstance(piece.dtype, str) or piece.dtype not in _DTYPES:
         return "the dtype is unknown"
-    numbers = (*offset, *shape, *(global_shape or ()), first_byte, num_bytes)
-    if not all(
-        isinstance(number, int | np.integer) and 0 <= number < _MAX_ELEMENTS for number in numbers
-    ):
-        return "a number is no integer from 0 on"
-    if not len(offset) == len(shape) == len(offset if global_shape is None else global_shape):
+    offset, shape = piece.region
+    sizes = piece.global_shape or ()
+    for number in (*offset, *shape, *sizes, piece.first_byte, piece.num_bytes):
+        if not isinstance(number, _INTEGERS) or not 0 <= number < _MAX_ELEMENTS:
+            return "a number is no integer from 0 on"
+    return None
+
+
+def _fault_of_region(piece: StoredPiece) -> str | None:
+    """Return how a piece contradicts itself, None if it does not."""
+    offset, shape = piece.region
+    ends = tuple(map(operator.add, offset, shape))
+    limits = ends if piece.global_shape is None else piece.global_shape
+    if not len(offset) == len(shape) == len(limits):
         return "offset and shapes differ in their number of axes"
-    if any(
-        at + size > end for at, size, end in zip(offset, shape, global_shape or (), strict=False)
-    ):
-        return f"a region of {key!r} in {file!r} lies outside the global shape {global_shape}"
-    if dtype == OBJECT and any(size != 1 for size in shape):
-        return "a part of an object is not one cell of a grid"
-    expected = num_bytes if dtype == OBJECT else math.prod(shape) * FROM_NAME[dtype].itemsize
-    return None if num_bytes == expected else f"{num_bytes} bytes instead of {expected}"
+    if any(map(operator.gt, ends, limits)):
+        return (
+            f"a region of {piece.key!r} in {piece.file!r} lies outside the global shape "
+            f"{piece.global_shape}"
+        )
+    if piece.dtype == OBJECT:
+        return None if set(shape) <= {1} else "a part of an object is not one cell of a grid"
+    expected = math.prod(shape) * FROM_NAME[piece.dtype].itemsize
+    return None if piece.num_bytes == expected else f"{piece.num_bytes} bytes instead of {expected}"
+
+
+# ---- the pieces of a key
 
 
 def _group_by_key(pieces: Iterable[StoredPiece]) -> dict[str, list[StoredPiece]]:
@@ -177,24 +205,22 @@ def _check_tiling(
     shapes: Sequence[tuple[int, ...]],
     columns: tuple[IntArray, IntArray, IntArray],
 ) -> None:
-    """Check that the pieces of each tensor cover it exactly once; parts of objects may be
+    """Check that the pieces of each tensor cover it exactly once; cells of objects may be
     missing.
     """
     key_ids, offsets, extents = columns
-    for group, shape in zip(groups, shapes, strict=True):
+    ndims = np.full(len(groups), _OF_OBJECT)
+    for key_id, (group, shape) in enumerate(zip(groups, shapes, strict=True)):
         if group[0].dtype == OBJECT:
-            _check_parts_of_object(location, group, shape)
-    ndims = np.array(
-        [-1 if g[0].dtype == OBJECT else len(s) for g, s in zip(groups, shapes, strict=True)],
-        np.int64,
-    )
-    for ndim in sorted(set(ndims.tolist()) - {-1}):
+            _check_cells(location, group, shape)
+        else:
+            ndims[key_id] = len(shape)
+    for ndim in sorted(set(ndims.tolist()) - {_OF_OBJECT}):
         members = np.flatnonzero(ndims == ndim)
         rows = np.flatnonzero(ndims[key_ids] == ndim)
         ids = np.searchsorted(members, key_ids[rows])
-        bounds = np.array([shapes[i] for i in members.tolist()], np.int64).reshape(
-            len(members), ndim
-        )
+        bounds = np.array([shapes[i] for i in members.tolist()], np.int64)
+        bounds = bounds.reshape(len(members), ndim)
         try:
             faults = find_tiling_faults(ids, offsets[rows, :ndim], extents[rows, :ndim], bounds)
         except ValueError as error:
@@ -206,26 +232,12 @@ def _check_tiling(
             raise _tiling_error(location, groups[key_id], shapes[key_id], faults[0].element)
 
 
-def _check_parts_of_object(
-    location: str, parts: Sequence[StoredPiece], shape: tuple[int, ...]
-) -> None:
+def _check_cells(location: str, cells: Sequence[StoredPiece], shape: tuple[int, ...]) -> None:
+    """Check that no cell of an object is stored twice."""
     # Equal offsets follow one another.
-    for first, second in itertools.pairwise(parts):
+    for first, second in itertools.pairwise(cells):
         if first.region.offset == second.region.offset:
-            raise _tiling_error(location, parts, shape, first.region.offset)
-
-
-def _check_positions(
-    location: str, pieces: Sequence[StoredPiece], sizes: Mapping[str, int]
-) -> None:
-    for piece in pieces:
-        if piece.first_byte + piece.num_bytes > sizes[piece.file]:
-            raise CorruptCheckpointError(
-                f"{locations.join(location, piece.file)!r} has {sizes[piece.file]} bytes, but "
-                f"{piece.region} of key {piece.key!r} ends at byte "
-                f"{piece.first_byte + piece.num_bytes}: the file was cut off. Restore it from a "
-                "copy."
-            )
+            raise _tiling_error(location, cells, shape, first.region.offset)
 
 
 def _tiling_error(
@@ -250,10 +262,16 @@ def _tiling_error(
     )
 
 
+# ---- files
+
+
+def _look_up_files(location: str, pieces: Sequence[StoredPiece]) -> list[ShardFile]:
+    key_in = {piece.file: piece.key for piece in reversed(pieces)}
+    return [look_up_file(location, name, key) for name, key in key_in.items()]
+
+
 def look_up_file(location: str, name: str, key: str) -> ShardFile:
-    """Describe a file that holds a key, after checking that it is there and inside of the
-    checkpoint.
-    """
+    """Return the size of a file that holds a key, after checking that it lies in the checkpoint."""
     path = locations.join(location, *name.split("/"))
     if not locations.is_inner_name(name, max_parts=4):
         raise CorruptCheckpointError(
@@ -266,3 +284,18 @@ def look_up_file(location: str, name: str, key: str) -> ShardFile:
             f"{path!r} is missing, but holds {key!r:.300}: restore it, or finish copying the "
             "directory."
         ) from error
+
+
+def _check_positions(
+    location: str, pieces: Sequence[StoredPiece], files: Sequence[ShardFile]
+) -> None:
+    """Check that no piece ends behind its file."""
+    sizes = {file.name: file.num_bytes for file in files}
+    for piece in pieces:
+        end = piece.first_byte + piece.num_bytes
+        if end > sizes[piece.file]:
+            raise CorruptCheckpointError(
+                f"{locations.join(location, piece.file)!r} has {sizes[piece.file]} bytes, but "
+                f"{piece.region} of key {piece.key!r} ends at byte {end}: the file was cut off. "
+                "Restore it from a copy."
+            )

@@ -221,7 +221,10 @@ class Manifest:
             8 * (num_chunks * (4 + 2 * ndim) + num_blocks + len(self.keys) * (1 + ndim)) + names
         )
         if at_least > MAX_TABLE_BYTES:
-            content = f"{len(self.keys)} keys, {num_chunks} chunks, {num_blocks} blocks of {self.block_bytes} bytes"
+            content = (
+                f"{len(self.keys)} keys, {num_chunks} chunks, {num_blocks} blocks of "
+                f"{self.block_bytes} bytes"
+            )
             raise _too_large(f"at least {at_least} bytes ({content})")
 
     @property

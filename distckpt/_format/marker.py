@@ -145,8 +145,8 @@ def read_marker(checkpoint_dir: str | os.PathLike[str]) -> dict[str, Any] | None
     if not _matches_checksum(content, fields):
         raise CorruptCheckpointError(
             f"{path}: the content does not match the checksum in it: the file was damaged or "
-            "edited. Restore it from a "
-            f'copy, or load another checkpoint. If it was edited on purpose, set "{_CHECKSUM}" to null.'
+            "edited. Restore it from a copy, or load another checkpoint. If it was edited on "
+            f'purpose, set "{_CHECKSUM}" to null.'
         )
     fields.pop(_CHECKSUM, None)
     return fields

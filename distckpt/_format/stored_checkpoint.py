@@ -1,10 +1,10 @@
-"""A checkpoint on disk, in one value for everything that reads it."""
+"""A checkpoint in storage, as one value for everything that reads it."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from types import MappingProxyType
-from typing import Any, NamedTuple
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 
@@ -15,35 +15,35 @@ from distckpt._storage import locations
 from distckpt._storage.open_files import OpenFiles
 
 
-class StoredCheckpoint(NamedTuple):
-    """A checkpoint on disk: its location and manifest, and how its reads are verified.
+@dataclass(frozen=True)
+class StoredCheckpoint:
+    """A checkpoint in storage: where it is, what it holds, and how its reads are verified.
 
-    Chunks are given as rows of the manifest's table, keys by name.
+    Its methods take chunks as rows of the manifest's table, and keys as names.
 
     Attributes:
         location: path or URL.
-        manifest: of whatever format; files that distckpt did not write have one made for them.
-        verify: whether every block of which a byte is used is compared with its checksum.
-        marker: the fields of the marker; of another format, those that its marker would need.
-        quantized: chunks of a view that are not stored but computed from others, see
-            `_plan.decoded`.
-        files: that stay open from one read to the next; None where every read opens its own.
+        manifest: of any format; the reader of another format makes one.
+        verify: whether each block that is read, even in part, is compared with its checksum.
+        marker: the fields of the marker; for another format, the fields that it would have.
+        quantized: chunks of a view that are computed from others, see `_plan.decoded`.
+        files: files that stay open from one read to the next; None if each read opens its own.
     """
 
     location: str
     manifest: Manifest
     verify: bool = True
-    marker: Mapping[str, Any] = MappingProxyType({})
-    quantized: Mapping[int, QuantizedTensor] = MappingProxyType({})
+    marker: Mapping[str, Any] = field(default_factory=dict)
+    quantized: Mapping[int, QuantizedTensor] = field(default_factory=dict)
     files: OpenFiles | None = None
 
     def with_files(self, files: OpenFiles) -> StoredCheckpoint:
         """Return the checkpoint with files that stay open."""
-        return self._replace(files=files)
+        return replace(self, files=files)
 
     @property
     def verifies(self) -> bool:
-        """Tell whether reads are compared with checksums; not all formats have some."""
+        """Tell whether reads are compared with checksums, which not all formats have."""
         return self.verify and self.manifest.has_checksums
 
     def path_of_file(self, file_id: int) -> str:

@@ -126,7 +126,7 @@ def _num_bytes_spanned(target: torch.Tensor) -> int:
 
 
 def _as_array(target: torch.Tensor) -> Any:
-    """Return an array at the addresses of a tensor, on whatever device: it is not for reading."""
+    """Return an array at the addresses of a tensor on any device, which must not be read."""
     size = target.element_size()
     strides = tuple(step * size for step in target.stride())
     place = {"version": 3, "shape": tuple(target.shape), "typestr": f"|V{size}", "strides": strides}
@@ -136,8 +136,8 @@ def _as_array(target: torch.Tensor) -> Any:
 
 
 def settled(shard: ShardedTensor, loaded: torch.Tensor) -> torch.Tensor:
-    """Give a tensor what was loaded for it elsewhere, since several of its elements are one place
-    in memory.
+    """Give a tensor the values that were loaded elsewhere because several of its elements are one
+    place in memory.
     """
     target = shard.data
     if target is None or target is loaded:

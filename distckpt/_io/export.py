@@ -13,7 +13,6 @@ from distckpt._base.errors import LoadMismatchError
 from distckpt._base.memory import Bytes, bounce_buffer
 from distckpt._base.threads import NUM_THREADS, UNIT_BYTES
 from distckpt._format import safetensors_file
-from distckpt._format.stored_checkpoint import StoredCheckpoint
 from distckpt._geometry.region import flat_range_regions, whole
 from distckpt._geometry.units import Span, cut_region, units_of
 from distckpt._io.casts import are_finite, cast_and_count
@@ -22,7 +21,6 @@ from distckpt._io.tensor_source import TensorSource, Wanted
 from distckpt._io.write import Fill, NewFile, WriteSettings, write_files
 from distckpt._plan.export import OutputFile, OutputTensor
 from distckpt._quantization.numbers import scratch
-from distckpt._rules.mapped import MappedTensor
 
 _WINDOWS_PER_THREAD = 4
 """Buffers of `UNIT_BYTES` a thread may use at a time: window, bounce buffer with its widening,
@@ -176,27 +174,19 @@ def _divide(
 
 
 def _complete_chunk(source: TensorSource, tensor: OutputTensor) -> int | None:
-    """Return the chunk whose bytes are exactly those of a tensor, None when there is no such
-    chunk.
-    """
+    """Return the chunk whose bytes are exactly those of a tensor; None if no chunk has them."""
     mapped, stored = tensor.mapped, source.stored
     if len(mapped.parts) != 1 or tensor.dtype != mapped.dtype or not source.is_stored(tensor):
         return None
-    key = _key_of_copy(mapped, stored)
-    chunks = stored.chunks_of(key) if key is not None else ()
-    if len(chunks) != 1 or chunks[0] in stored.quantized:
-        return None
-    return chunks[0] if int(stored.manifest.num_bytes[chunks[0]]) == tensor.num_bytes else None
-
-
-def _key_of_copy(mapped: MappedTensor, stored: StoredCheckpoint) -> str | None:
-    """Return the key of the stored tensor that has all elements of a tensor in their order."""
     part = mapped.parts[0]
-    if part.add or part.order != tuple(range(len(part.order))):
+    is_moved = part.order != tuple(range(len(part.order)))
+    if part.add or is_moved or part.target.shape != mapped.shape:
         return None
-    if part.target.shape != mapped.shape or part.source.shape != stored.global_shape(part.key):
-        return None
-    return part.key
+    chunks = stored.chunks_of(part.key)
+    chunk = chunks.start
+    is_alone = len(chunks) == 1 and chunk not in stored.quantized
+    # What has as many bytes as the whole is the whole.
+    return chunk if is_alone and stored.manifest.num_bytes[chunk] == tensor.num_bytes else None
 
 
 def _read_ranges(source: TensorSource, ranges: Sequence[_Range], factor: float = 1.0) -> None:

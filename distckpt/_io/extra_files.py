@@ -133,7 +133,7 @@ def adapt_config(
             one in common.
 
     Raises:
-        CheckpointingException: tensors are quantized, and the configuration is no JSON object.
+        CheckpointingException: tensors are quantized, and the configuration is not a JSON object.
     """
     by_name = _by_name(paths)
     config = _read_config(by_name.get(CONFIG_NAMES[0]), must_be_read=quantization is not None)

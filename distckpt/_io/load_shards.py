@@ -56,11 +56,11 @@ class _Requests:
     """What is read into which tensors.
 
     Attributes:
-        shards: with their tensors, which are allocated where the caller gave none.
+        shards: with their tensors, which are allocated if the caller gave none.
         requests: regions of the checkpoint, one for each target.
         targets: views of the tensors of the shards.
         copies: what to read from which chunk; nothing yet for requests whose elements lie apart.
-        additions: what to add to targets when they are read.
+        additions: values to add to targets after reading.
     """
 
     shards: list[ShardedTensor]
@@ -213,7 +213,7 @@ def _plan_copies(
 
 
 def _add(additions: Sequence[tuple[torch.Tensor, float]]) -> None:
-    """Add values to targets, once where several of them are one piece of memory."""
+    """Add values to targets, but only once if several of them are the same memory."""
     places = {(t.data_ptr(), t.shape, t.stride()): (t, value) for t, value in additions}
     with torch.no_grad():
         for target, value in places.values():

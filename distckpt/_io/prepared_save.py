@@ -15,10 +15,10 @@ class PreparedSave(ABC):
 
     Attributes:
         num_bytes: how much this rank is going to write.
-        plan_reused: True when the plan is that of an earlier save.
+        plan_reused: whether the plan was made for an earlier save.
         folder_suffix: the end of the names of the folders `tensors` and `objects`. `save` sets it
-            before `write` where several saves may write in one place, on object stores. None for a
-            strategy that gives files fixed names: such saves are not kept apart there, and do not
+            before `write` if several saves may write in one place, on object stores. None for a
+            strategy that gives files fixed names: its saves are not kept apart there, and do not
             replace a checkpoint.
         written: on the coordinator, after `write`: name and size of each file. `save` looks at them
             before it commits.

@@ -202,7 +202,8 @@ class _Reading:
             content = self._read_directly(unit) or self._read_through_cache(unit)
             if self.stored.verifies:
                 _verify(self, unit, content.buffers)
-            _deliver(self, content)
+            if content.scattered:
+                _deliver(self, content)
         if self._progress is not None:
             self._progress(sum(_useful_bytes(self, span) for span in unit))
 
@@ -250,7 +251,7 @@ class _Content(NamedTuple):
 
 
 def _content_for(reading: _Reading, unit: list[Span]) -> _Content:
-    """Choose the memory for a unit: that of large plain targets, and scratch memory."""
+    """Choose the memory for a unit: the memory of large plain targets, and scratch memory."""
     scratch = bounce_buffer("read", sum(span.num_bytes for span in unit), reading.copier.layer)
     content = _Content([], scratch, [])
     # What lies between these in `scratch` is not among the buffers yet.

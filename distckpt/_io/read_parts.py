@@ -31,8 +31,8 @@ computed.
 LONG_RUN_BYTES = 128 << 10
 """Runs at least this long are read as parts of their own."""
 PITCH_BYTES = 8 << 10
-"""Mean distance from the beginning of a run to that of the next. Closer runs take less time with
-the gaps between.
+"""Mean distance between the beginnings of runs. Closer runs take less time with the gaps between
+them.
 """
 NOT_PLAIN = -1
 """The `lead` of parts that are not copied as bytes."""

@@ -1,4 +1,4 @@
-"""Reading regions of tensors, with the values of quantised ones."""
+"""Reading regions of tensors, and the values of quantized ones."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def read_values(
     num_threads: int = NUM_THREADS,
     progress: Callable[[int], None] | None = None,
 ) -> None:
-    """Fill requested regions, see `read_copies`; those of quantised tensors too, in pieces that
+    """Fill requested regions, see `read_copies`; regions of quantized tensors too, in pieces that
     stay in cache.
     """
     if not stored.quantized:
@@ -60,8 +60,8 @@ def read_apart(
     num_threads: int,
     progress: Callable[[int], None] | None = None,
 ) -> None:
-    """Fill targets whose requests' elements lie apart, in pieces: what covers one is read, and its
-    elements taken.
+    """Fill the targets of requests whose elements lie apart, in pieces; what lies between the
+    elements of a piece is read with them.
     """
     pieces = [
         (request, target, piece)
@@ -89,8 +89,8 @@ def read_apart(
 def warn_of_overflows(
     stored: StoredCheckpoint, requests: Sequence[Request], targets: Sequence[torch.Tensor]
 ) -> None:
-    """Name tensors with infinities or NaN that were converted to a floating point dtype of a
-    smaller range.
+    """Warn about tensors with infinities or NaN that were converted to a floating-point dtype with
+    a smaller range.
     """
     counts: Counter[str] = Counter()
     for request, target in zip(requests, targets, strict=True):

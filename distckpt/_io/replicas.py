@@ -65,7 +65,7 @@ def weighted_digest(plan: SavePlan, shards: Sequence[Shard]) -> int:
 
 
 def sampled_digests(tensors: Sequence[torch.Tensor]) -> npt.NDArray[np.uint64]:
-    """Hash the same few blocks of elements of each tensor, whatever its device and strides."""
+    """Hash a few blocks of elements of each tensor, the same for all devices and strides."""
     samples: list[Any] = [b""] * len(tensors)
     elsewhere: dict[torch.device, list[int]] = defaultdict(list)
     for number, tensor in enumerate(tensors):

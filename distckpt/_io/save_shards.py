@@ -63,8 +63,8 @@ class ShardSettings:
     Attributes:
         options: of the caller.
         exchange_group: process group within which replicas share the writing; None for all ranks.
-        direct_io: write files around the page cache; None where that pays and the file system
-            takes it, True insists.
+        direct_io: write files around the page cache; None if that pays and the file system takes
+            it, True insists.
         plans: plans of earlier saves. While nothing but the data of the shards changes on any rank,
             later saves are not planned again.
     """
@@ -75,7 +75,7 @@ class ShardSettings:
     plans: PlanCache = _PLANS
 
     def for_writing(self, num_bytes: int) -> WriteSettings:
-        """Return how files of so many bytes are written."""
+        """Return how files of `num_bytes` in total are written."""
         limit = self.options.max_inflight_bytes
         limit = DEFAULT_INFLIGHT_BYTES if limit is None else limit
         num_requests = num_requests_within(limit)
@@ -415,8 +415,8 @@ def write_manifest(
     """Complete a manifest with the chunks that were written, and write it.
 
     Returns the marker fields that name it, and the names and sizes of all files, its own included.
-    On an object store no manifest is ever replaced, since a marker may name it: it gets another
-    name where there is one.
+    On an object store, a manifest that is there is never replaced, since a marker may name it; the
+    new one gets another name.
     """
     written = manifest.with_chunks(tables)
     written.files[:] = [file._replace(name=in_folder(file.name, suffix)) for file in written.files]

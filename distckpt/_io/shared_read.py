@@ -3,7 +3,7 @@ others.
 
 This goes in waves. Every rank reads its part of a wave straight into its targets; then the ranks
 exchange what they have read, while they read their parts of the next wave. Before each exchange
-they agree that all have read, so no rank waits in vain.
+they agree that all have read, so that no rank waits for one that has failed.
 """
 
 from __future__ import annotations
@@ -195,7 +195,7 @@ def _read_in_waves(
 ) -> None:
     """Read and exchange shared units: each wave is read while the one before is exchanged.
 
-    `to_read` has for each wave what this rank reads; `units` are those of the plan.
+    `to_read` has what this rank reads in each wave, `units` the units of the plan.
     """
     ranks = sharing.ranks
     problems: list[Exception] = []

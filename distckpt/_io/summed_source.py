@@ -23,17 +23,17 @@ from distckpt._quantization.numbers import scratch
 from distckpt._storage.open_files import OpenFiles
 
 _TERMS_BYTES = 2 * UNIT_BYTES
-"""So much is read of all checkpoints together before it is summed."""
+"""Size of what is read from all checkpoints together before it is summed."""
 _SUMMED_AT_ONCE = 1 << 17
-"""Elements: their sums stay in the cache that processors share, and fewer would cost as much for
-calls as for sums.
+"""Number of elements. Their sums stay in the cache that the processors share; with fewer, calls
+would cost as much as additions.
 """
 
 
 class SummedSource(TensorSource):
     """Weighted sums of the tensors of several checkpoints, rounded once.
 
-    Tensors of which there is no sum must be equal in all of them.
+    Tensors that cannot be added, such as integers, must be equal in all of them.
     """
 
     def __init__(
@@ -93,9 +93,7 @@ def _batches(
     requests: Sequence[Request],
     targets: Sequence[torch.Tensor],
 ) -> Iterator[tuple[list[torch.dtype], list[tuple[Request, torch.Tensor]]]]:
-    """Divide requests so that all values for a batch, of the same dtypes, need little memory; yield
-    these dtypes.
-    """
+    """Divide requests into batches that need little memory; yield the dtypes of a batch with it."""
     batch: list[tuple[Request, torch.Tensor]] = []
     room, kind = 0, None
     dtypes: list[torch.dtype] = []
@@ -189,7 +187,7 @@ def _fill_with_sum(
 def _check_equal(
     stored: Sequence[StoredCheckpoint], requests: Sequence[Request], terms: Sequence[torch.Tensor]
 ) -> None:
-    """Refuse different values of tensors of which there is no sum."""
+    """Check that tensors that cannot be added are equal in all checkpoints."""
     first, *others = [_divided(as_integers(values), requests) for values in terms]
     for source, values in zip(stored[1:], others, strict=True):
         for request, one, other in zip(requests, first, values, strict=True):

@@ -1,5 +1,5 @@
-"""Tensor-by-tensor building blocks with bounded memory: measure, divide, move, gather and
-broadcast.
+"""Building blocks that handle one tensor at a time, with bounded memory: measure, divide, move,
+gather and broadcast.
 
 Everything here works without a process group. DTensors are recognized by their methods, so nothing
 here depends on `torch.distributed`.
@@ -49,7 +49,7 @@ __all__ = [
 logger = logging.getLogger(__name__)
 
 TensorFunction: TypeAlias = Callable[[torch.Tensor], torch.Tensor]
-"""Takes a tensor and returns it placed, gathered or changed otherwise."""
+"""Takes a tensor and returns it placed, gathered or otherwise changed."""
 
 _GCS_SCHEME = "gs://"
 
@@ -64,9 +64,9 @@ class TensorSource(Protocol):
 def chunk_tensor_by_memory(tensor: torch.Tensor, memory_limit: int) -> list[torch.Tensor]:
     """Divide a tensor of any strides and device into views of at most `memory_limit` bytes.
 
-    They have as many axes as `tensor`, and are in row-major order: their flattened values one after
-    the other are the flattened tensor. They are runs of rows; rows that are larger than the limit
-    are divided along later axes.
+    They have the same number of axes as `tensor`, and are in row-major order: their flattened
+    values, one after the other, are the flattened tensor. They are runs of rows; rows larger than
+    the limit are divided along later axes.
 
     Raises:
         ValueError: the limit is smaller than one element.
@@ -105,16 +105,16 @@ def to_host(
 
     Args:
         float_dtype: to cast to, None to keep the dtype. Integers, bools, complex numbers and floats
-            of 8 bits and less (whose scale stands elsewhere) keep theirs in any case.
-        mesh: accepted, as its counterpart in eformer has it: a DTensor is gathered whole on every
-            rank of its mesh.
+            of 8 bits or fewer, whose scale is stored elsewhere, keep their dtype in any case.
+        mesh: accepted because its counterpart in eformer has it, and not used: a DTensor is
+            gathered whole on every rank of its mesh.
         cpu_offload: whether to move to CPU memory.
 
     Returns:
-        The tensor without autograd history; it shares memory with `x` when there was nothing to do.
+        The tensor without autograd history. It shares memory with `x` if there was nothing to do.
 
     Raises:
-        ValueError: `float_dtype` is no floating dtype.
+        ValueError: `float_dtype` is not a floating dtype.
     """
     del mesh
     x = _cast_floats(x.detach(), float_dtype)
@@ -172,18 +172,19 @@ def read_process_array(
 
     Args:
         key: of the tensor.
-        shard_fns: key -> what places a tensor (on a device, or as its shard); None places nothing.
-        mismatch_allowed: whether a tensor may lack its function in `shard_fns`; it stays where it
-            is then.
+        shard_fns: key -> function that places a tensor (on a device, or as its shard); None places
+            nothing.
+        mismatch_allowed: whether a tensor may lack a function in `shard_fns`; then it stays where
+            it is.
         source: gives the tensor: an open safetensors file, or a mapping.
-        callback: called with the placed tensor and its key, returns what to go on with.
+        callback: called with the placed tensor and its key; returns the tensor to go on with.
         dtype: to cast to; only floating tensors are cast, as in `to_host`.
 
     Returns:
-        `(key, tensor, mismatch_count)`; the count is 1 when the tensor lacked its function, else 0.
+        `(key, tensor, mismatch_count)`; the count is 1 if the tensor lacked a function, else 0.
 
     Raises:
-        ValueError: there is no function for the key and that is not allowed.
+        ValueError: there is no function for the key, and that is not allowed.
     """
     num_mismatches = 0
     tensor = source[key] if isinstance(source, Mapping) else source.get_tensor(key)
@@ -217,11 +218,11 @@ def flatten_for_broadcast(state: Mapping[Any, Any]) -> dict[Position, Any]:
 def unflatten_from_broadcast(
     flat: Mapping[Position, Any], like: Mapping[Any, Any]
 ) -> dict[Any, Any]:
-    """Put leaves, given by position, into new nested dicts and lists like those of `like`, which
-    was flattened, say.
+    """Put leaves, given by position, into new nested dicts and lists of the same structure as
+    `like`, such as the state that was flattened.
 
     Raises:
-        ValueError: the positions are not those of `like`.
+        ValueError: `like` has leaves at other positions.
     """
     positions = flatten_for_broadcast(like)
     _check_same(
@@ -238,22 +239,22 @@ def apply_gather_functions(
 ) -> dict[Any, Any]:
     """Gather the tensors of a state, one after the other.
 
-    Collective operation if the functions are: all ranks must call it, with a state of the same
+    Collective operation if the functions are: then all ranks must call it, with a state in the same
     order.
 
     Args:
         state: nested dicts and lists; they are not changed.
         gather_fns: True gathers every DTensor whole (`full_tensor()`), False nothing. Otherwise the
             functions, nested as in `state` or by position (see `flatten_for_broadcast`).
-        mismatch_allowed: whether leaves may lack a function (they stay as they are), and functions
-            a leaf.
+        mismatch_allowed: whether leaves may lack a function (then they stay as they are), and
+            functions a leaf.
         verbose: whether to log what was gathered.
 
     Returns:
         A state of the same nesting.
 
     Raises:
-        ValueError: leaves and functions do not match and that is not allowed.
+        ValueError: leaves and functions do not match, and that is not allowed.
     """
     flat = flatten_for_broadcast(state)
     functions = _functions_by_position(flat, gather_fns)
@@ -325,26 +326,26 @@ def broadcast_tensor(
 ) -> torch.Tensor:
     """Give every rank the values that a tensor has on one of them, piece by piece.
 
-    Collective operation: all ranks of the group must call it; descriptions and the values are
-    exchanged, over CPU memory.
+    Collective operation: all ranks of the group must call it. They exchange descriptions and the
+    values, through CPU memory.
 
     Args:
-        tensor: of the same shape and dtype on every rank, of any device and strides. Overwritten
-            except on `src`.
-        memory_limit_bytes: that a rank needs besides the tensor at most. The smallest of all ranks
-            holds.
+        tensor: of the same shape and dtype on every rank, on any device and with any strides. It is
+            overwritten except on `src`.
+        memory_limit_bytes: the most memory that a rank may use besides the tensor. The smallest
+            limit of all ranks counts.
         target_sharding: how to distribute the result, see `reshard`; None leaves it whole on every
             rank.
         src: the rank in the group that has the values.
-        process_group: a `torch.distributed` group; None is the default one, or this process alone
-            without one.
+        process_group: a `torch.distributed` group; None is the default group, or this process alone
+            if there is none.
 
     Returns:
         `tensor`, or the DTensor made of it.
 
     Raises:
         RankFailedError: ranks disagree, or an argument is wrong on some of them.
-        ValueError: with a single rank, for the same.
+        ValueError: an argument is wrong, with a single rank.
     """
     ranks = Ranks(process_group)
     with ranks.phase("describe the tensor to broadcast"):
@@ -378,7 +379,7 @@ def parse_gcs_path(gcs_path: str | os.PathLike[str]) -> tuple[str, str]:
     """Divide `gs://bucket/blob` into `(bucket, blob)`.
 
     Raises:
-        ValueError: it is no such path.
+        ValueError: the path is not of this form.
     """
     bucket, _, blob = str(gcs_path).removeprefix(_GCS_SCHEME).partition("/")
     if not is_gcs_path(gcs_path) or not bucket or not blob:

@@ -114,7 +114,7 @@ class CheckpointManager:
             state_dict=None,
             path=self.root,
             process_group=process_group,
-            options=with_changes("CheckpointManager", SaveOptions, options, changes),
+            options=with_changes(CheckpointManager, SaveOptions, options, changes),
             verb="async_save" if async_save else "save",
         )
         self._request.check()
@@ -330,7 +330,7 @@ class CheckpointManager:
                 problem of each.
             CheckpointingException: as `distckpt.load` does.
         """
-        options = with_changes("load", LoadOptions, options, changes)
+        options = with_changes(CheckpointManager.load, LoadOptions, options, changes)
         background.wait_for_all()
         ranks = self._ranks()
         if ranks.is_coordinator:

@@ -117,7 +117,7 @@ def save(
         process_group=process_group,
         overwrite=overwrite,
         content_metadata=content_metadata,
-        options=with_changes("save", SaveOptions, None, {**own, **changes}),
+        options=with_changes(save, SaveOptions, None, {**own, **changes}),
         preprocess_common=preprocess_common_before_consistancy_check,
     )
     background_save.raise_pending_errors(ranks, process_group)
@@ -221,7 +221,7 @@ def load(
         rules=rules,
         family=family,
         process_group=process_group,
-        options=with_changes("load", LoadOptions, None, {**own, **changes, **checks}),
+        options=with_changes(load, LoadOptions, None, {**own, **changes, **checks}),
     )
     loaded = run_load(Ranks(process_group), request)
     if StrictHandling.requires_returning_mismatch_keys(mode):

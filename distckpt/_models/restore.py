@@ -31,7 +31,8 @@ _OF_ALL_SCHEDULERS = {
 
 
 def restore_objects(described: Described, loaded: StateDict, is_strict: bool) -> StateDict:
-    """Put what was loaded into the objects; return it with the objects in their places.
+    """Put what was loaded into the objects; return it with the objects in their places, those for
+    which nothing was loaded included.
 
     Raises:
         LoadMismatchError: nothing was loaded for an object, unless `is_strict` is False.
@@ -41,7 +42,9 @@ def restore_objects(described: Described, loaded: StateDict, is_strict: bool) ->
         if value is not HOLE:
             _restore(place, value, at(described.state_dict, place.path), is_strict)
             loaded = replaced(loaded, place.path, place.value)
-        elif is_strict:
+        elif not is_strict:
+            loaded = _with_object(loaded, place)
+        else:
             raise LoadMismatchError(
                 f"The checkpoint has nothing at {place.name!r}, where the state dict has a "
                 f"{type(place.value).__name__}: leave it out, or load under the names that "
@@ -49,6 +52,18 @@ def restore_objects(described: Described, loaded: StateDict, is_strict: bool) ->
                 unexpected=[place.name],
             )
     return loaded
+
+
+def _with_object(loaded: StateDict, place: Place) -> StateDict:
+    """Put an object where nothing was loaded; what is in a list is left out, as its items are."""
+    if any(isinstance(step, int) for step in place.path):
+        return loaded
+    missing: Any = place.value
+    for depth in range(len(place.path) - 1, -1, -1):
+        above = at(loaded, place.path[:depth], HOLE)
+        missing = {**(above if isinstance(above, dict) else {}), place.path[depth]: missing}
+    whole: StateDict = missing
+    return whole
 
 
 def _restore(place: Place, value: Any, described: Any, is_strict: bool) -> None:

@@ -118,7 +118,8 @@ def _left_out_of_modules(
     return LoadMismatchError(
         f"The checkpoint {location!r} holds {summarize_keys(left_out)}, which the objects of the "
         f"state dict do not have{besides}: was a larger model saved? Create the objects that were "
-        "saved; to leave the rest out, pass strict='report'.",
+        "saved; to leave the rest out, pass strict='report' ('raise_unexpected' in "
+        "distckpt.megatron).",
         left_out,
         absent,
     )

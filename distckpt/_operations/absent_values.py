@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -17,12 +17,20 @@ from distckpt._mapping.wrappers import StateDict
 def refuse_absent_values(
     values: Any, objects: Collection[Position], loaded: StateDict, location: str
 ) -> None:
-    """Refuse tensors in the request that are no shards, and values, for which nothing was loaded.
+    """Refuse plain tensors and values in a request for which nothing was loaded.
 
-    `objects` are the paths of objects: what lacks one of these is refused when they are restored.
-    None is for values that may be absent.
+    Values that are None may be absent.
+
+    Args:
+        values: the request without its shards.
+        objects: paths to objects, which check for themselves whether they were loaded completely.
+        loaded: what was loaded.
+        location: of the checkpoint.
+
+    Raises:
+        LoadMismatchError: something is missing.
     """
-    lost = [dotted(path) for path in tensor_paths(values) if at(loaded, path, HOLE) is HOLE]
+    lost = _absent(tensor_paths(values), loaded)
     if lost:
         raise LoadMismatchError(
             f"The tensors {summarize_keys(lost)} of the state dict are not sharded, and the "
@@ -31,9 +39,7 @@ def refuse_absent_values(
             "sharded_state_dict(model), in the place of model.state_dict().",
             unexpected=lost,
         )
-    absent = [
-        dotted(path) for path in _value_paths(values, objects) if at(loaded, path, HOLE) is HOLE
-    ]
+    absent = _absent(_value_paths(values, objects), loaded)
     if absent:
         raise LoadMismatchError(
             f"The checkpoint {location!r} holds no value for {summarize_keys(absent)}, which the "
@@ -41,6 +47,16 @@ def refuse_absent_values(
             "the load.",
             unexpected=absent,
         )
+
+
+def absent_values(values: Any, objects: Collection[Position], loaded: StateDict) -> frozenset[str]:
+    """Name plain tensors, values and objects without shards for which nothing was loaded."""
+    paths = [*tensor_paths(values), *_value_paths(values, objects)]
+    return frozenset(_absent(paths, loaded))
+
+
+def _absent(paths: Iterable[Position], loaded: StateDict) -> list[str]:
+    return [dotted(path) for path in paths if at(loaded, path, HOLE) is HOLE]
 
 
 def tensor_paths(tree: Any) -> Iterator[Position]:
@@ -57,8 +73,8 @@ def _is_dict(node: Any) -> bool:
 def _value_paths(
     tree: Mapping[Any, Any], objects: Collection[Position], path: Position = ()
 ) -> Iterator[Position]:
-    """Yield the keys that lead to values that are not None; a dict without objects in it is one
-    value.
+    """Yield the keys that lead to each value that is not None. A dict that contains no objects
+    counts as one value.
     """
     for key, value in tree.items():
         below = (*path, key)

@@ -71,7 +71,7 @@ def async_save(
         process_group=process_group,
         overwrite=overwrite,
         content_metadata=content_metadata,
-        options=with_changes("async_save", SaveOptions, options, changes),
+        options=with_changes(async_save, SaveOptions, options, changes),
         verb="async_save",
     )
     background_save.raise_pending_errors(ranks, process_group)
@@ -121,7 +121,7 @@ def reserve_staging_memory(
             state_dict=state_dict,
             path="",
             process_group=process_group,
-            options=with_changes("reserve_staging_memory", SaveOptions, options, changes),
+            options=with_changes(reserve_staging_memory, SaveOptions, options, changes),
         )
     )
 

@@ -11,10 +11,14 @@ from distckpt._base.interrupts import operation
 from distckpt._base.memory import paused_garbage_collection
 from distckpt._base.options import ExportOptions, with_changes
 from distckpt._operations.export_plan import ExportPlan, plan_export, stored_source
-from distckpt._operations.export_request import check_options, check_request, open_sources
+from distckpt._operations.export_request import (
+    check_export_options,
+    check_request,
+    locate_sources,
+    open_sources,
+)
 from distckpt._operations.export_write import ExportReport, write_and_commit
 from distckpt._ranks.collectives import PhaseTimer, Ranks
-from distckpt._storage import locations
 
 
 @operation
@@ -66,10 +70,10 @@ def consolidate(
         RankFailedError: raised on all ranks when any rank failed; nothing is committed.
     """
     ranks = Ranks(process_group)
-    chosen = with_changes("consolidate", ExportOptions, options, changes)
+    chosen = with_changes(consolidate, ExportOptions, options, changes)
     request = check_request(ranks, [checkpoint], output_dir, overwrite, chosen)
     with PhaseTimer("consolidate", ranks.rank, request.target).phase("plan"):
-        opened = open_sources(ranks, request.sources, chosen)
+        opened = open_sources(ranks, request.sources, chosen.verify)
         source = stored_source(opened.checkpoints[0], chosen)
         plan = plan_export(ranks, source, chosen, opened.adapter)
     return write_and_commit(ranks, request, opened.all, plan)
@@ -78,8 +82,8 @@ def consolidate(
 def plan_consolidation(checkpoint: str | os.PathLike[str], options: ExportOptions) -> ExportPlan:
     """Return what `consolidate` would write, in this process alone."""
     ranks = Ranks.alone()
-    check_options(options)
-    opened = open_sources(ranks, [locations.normalize(checkpoint)], options)
+    check_export_options(options)
+    opened = open_sources(ranks, locate_sources([checkpoint], options), options.verify)
     return plan_export(
         ranks, stored_source(opened.checkpoints[0], options), options, opened.adapter
     )

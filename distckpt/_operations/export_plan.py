@@ -126,25 +126,22 @@ def _plan(
     is_coordinator: bool,
 ) -> ExportPlan:
     stored, writes_tied = source.stored, options.tied == "write"
-    aliases = stored.manifest.aliases
     selected = select_tensors(stored.manifest, options.keys, writes_tied, hidden_keys(stored))
     model = _model(options, selected)
-    outputs = _outputs(options, selected, model, aliases)
-    planned = PlannedTensors(source, outputs)
-    if adapter is not None:
-        config = model.config or _config_beside(model.reference or stored)
-        tied = set() if writes_tied else set(aliases.values())
-        planned = on_demand("merge_adapter").adapted(planned, adapter, config, tied)
-    if options.quantize:
-        planned = on_demand("quantize").quantized(planned, options.quantize, model.reference)
+    outputs = _outputs(options, selected, model, stored.manifest.aliases)
+    planned = _computed(PlannedTensors(source, outputs), options, model, adapter)
     check_codes(stored, planned.outputs, planned.made_of)
     numbers = options.fqn_to_index_mapping
     if model.reference is not None:
         numbers = _file_numbers(model.reference, outputs, planned, is_coordinator)
-    files = plan_files(planned.outputs, options.max_file_bytes, numbers)
-    tied_pairs = _stored_twice(stored, selected, options.rules, model.rules)
-    extra_files = _extra_files(options, planned) if is_coordinator else ExtraFiles()
-    return ExportPlan(planned.source, planned.outputs, files, selected, tied_pairs, extra_files)
+    return ExportPlan(
+        planned.source,
+        planned.outputs,
+        plan_files(planned.outputs, options.max_file_bytes, numbers),
+        selected,
+        _stored_twice(stored, selected, options.rules, model.rules),
+        _extra_files(options, planned) if is_coordinator else ExtraFiles(),
+    )
 
 
 # --- The model ------------------------------------------------------------------------------------
@@ -171,8 +168,10 @@ def _model(options: ExportOptions, selected: Mapping[str, TensorInfo]) -> _Model
         directory = locations.normalize(options.like)
         manifest = on_demand("hugging_face").read_directory(directory)
         reference = StoredCheckpoint(directory, manifest)
-    config = config_for(options.family, reference and reference.location)
-    rules = rules_for(config, selected, reference and reference.manifest.shapes_by_key)
+    location = None if reference is None else reference.location
+    shapes = None if reference is None else reference.manifest.shapes_by_key
+    config = config_for(options.family, location)
+    rules = rules_for(config, selected, shapes)
     return _Model(reference, config, rules)
 
 
@@ -206,6 +205,23 @@ def _outputs(
     if options.family is not None and isinstance(options.dtype, torch.dtype):
         return [keep_precise(output) for output in outputs]
     return outputs
+
+
+def _computed(
+    planned: PlannedTensors,
+    options: ExportOptions,
+    model: _Model,
+    adapter: StoredCheckpoint | None,
+) -> PlannedTensors:
+    """Put what computes values around the source of those that are stored."""
+    if adapter is not None:
+        stored = planned.source.stored
+        config = model.config or _config_beside(model.reference or stored)
+        tied = set(stored.manifest.aliases.values()) if options.tied == "drop" else set()
+        planned = on_demand("merge_adapter").adapted(planned, adapter, config, tied)
+    if options.quantize:
+        planned = on_demand("quantize").quantized(planned, options.quantize, model.reference)
+    return planned
 
 
 def _stored_twice(

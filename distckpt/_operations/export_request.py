@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 from distckpt._base.errors import CheckpointExistsError, CheckpointingException
 from distckpt._base.messages import check_choice, check_num_bytes
-from distckpt._base.options import ExportOptions
+from distckpt._base.options import ExportOptions, check_options, check_switch
 from distckpt._checkpoint.consistent_read import read_attempts
 from distckpt._checkpoint.opening import open_checkpoint
 from distckpt._commit import posix
@@ -19,7 +19,21 @@ from distckpt._format.stored_checkpoint import StoredCheckpoint
 from distckpt._io.export import num_export_threads
 from distckpt._operations.on_demand import on_demand
 from distckpt._ranks.collectives import Ranks
+from distckpt._rules.rules import check_rules
 from distckpt._storage import locations
+
+
+@dataclass(frozen=True)
+class SourceLocations:
+    """Where the checkpoints are, and the adapter that is merged into them."""
+
+    checkpoints: Sequence[str]
+    adapter: str | None = None
+
+    @property
+    def all(self) -> list[str]:
+        """Everything that is read."""
+        return [*self.checkpoints, *([self.adapter] if self.adapter else [])]
 
 
 @dataclass(frozen=True)
@@ -27,14 +41,14 @@ class ExportRequest:
     """One call that exports.
 
     Attributes:
-        sources: locations of the checkpoints.
+        sources: locations of what is read.
         target: location of the export.
         options: of the caller.
         num_threads: how many threads of each rank write.
         started: when the call began.
     """
 
-    sources: Sequence[str]
+    sources: SourceLocations
     target: str
     options: ExportOptions
     num_threads: int
@@ -72,12 +86,12 @@ def check_request(
     """
     same = {"overwrite": overwrite, **_of_all_ranks(options)}
     with ranks.phase("check the arguments", decision=True, same=same):
-        check_options(options)
-        sources = [locations.normalize(checkpoint) for checkpoint in checkpoints]
+        check_switch("overwrite", overwrite)
+        check_export_options(options)
+        sources = locate_sources(checkpoints, options)
         target = posix.resolve(output_dir)
         if ranks.is_coordinator:
-            read = sources if options.merge_adapter is None else [*sources, options.merge_adapter]
-            check_target(read, target, overwrite)
+            check_target(sources, target, overwrite)
     num_threads = num_export_threads(options.max_inflight_bytes)
     return ExportRequest(sources, target, options, num_threads)
 
@@ -89,25 +103,36 @@ def _of_all_ranks(options: ExportOptions) -> dict[str, object]:
     return {**same, "merge_adapter": options.merge_adapter is not None}
 
 
-def check_options(options: ExportOptions) -> None:
+def check_export_options(options: ExportOptions) -> None:
     """Check that options have values that they may have.
 
     Raises:
-        TypeError: a size is no number of bytes.
+        TypeError: a size is not a number of bytes.
         ValueError: an option is not one of its values.
     """
     check_choice("tied", options.tied, ("drop", "write"))
     check_choice("unmatched", options.unmatched, ("error", "keep"))
-    check_choice("verify", options.verify, (True, False))
+    check_options(options)
+    check_rules(options.rules)
     check_num_bytes("max_inflight_bytes", options.max_inflight_bytes)
     if options.quantize:
         on_demand("quantize").formats_by_pattern(options.quantize)
 
 
-def check_target(sources: Sequence[str | os.PathLike[str]], target: str, overwrite: bool) -> None:
+def locate_sources(
+    checkpoints: Sequence[str | os.PathLike[str]], options: ExportOptions
+) -> SourceLocations:
+    """Return the locations of checkpoints, and of the adapter that the options name."""
+    located = [locations.normalize(checkpoint) for checkpoint in checkpoints]
+    if options.merge_adapter is None:
+        return SourceLocations(located)
+    return SourceLocations(located, locations.normalize(options.merge_adapter))
+
+
+def check_target(sources: SourceLocations, target: str, overwrite: bool) -> None:
     """Check that an export of some sources may be written to a target; on the coordinator."""
-    for source in sources:
-        _check_is_not_inside(target, locations.normalize(source))
+    for source in sources.all:
+        _check_is_not_inside(target, source)
     posix.put_back(target)
     exists = locations.exists(target)
     if exists and not locations.isdir(target):
@@ -130,21 +155,20 @@ def _check_is_not_inside(target: str, source: str) -> None:
         raise CheckpointingException(f"The export cannot replace its own source {source!r}.")
 
 
-def open_sources(ranks: Ranks, sources: Sequence[str], options: ExportOptions) -> OpenedSources:
-    """Open checkpoints, and the adapter that the options name.
+def open_sources(ranks: Ranks, sources: SourceLocations, verify: bool) -> OpenedSources:
+    """Open checkpoints, and an adapter.
 
     Collective operation: all ranks must call it.
 
     Raises:
-        CheckpointNotFoundError: there is no checkpoint, or no adapter.
+        CheckpointNotFoundError: the checkpoint or the adapter does not exist.
         CorruptCheckpointError: shards are missing, overlap or contradict each other.
     """
     adapter = None
-    if options.merge_adapter is not None:
-        location = locations.normalize(options.merge_adapter)
-        on_demand("merge_adapter").check_is_adapter(ranks, location)
-        adapter = _open(ranks, location, options.verify)
-    checkpoints = [_open(ranks, source, options.verify) for source in sources]
+    if sources.adapter is not None:
+        on_demand("merge_adapter").check_is_adapter(ranks, sources.adapter)
+        adapter = _open(ranks, sources.adapter, verify)
+    checkpoints = [_open(ranks, location, verify) for location in sources.checkpoints]
     return OpenedSources(checkpoints, adapter)
 
 

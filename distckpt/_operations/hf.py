@@ -9,13 +9,13 @@ can do more.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from distckpt._base.errors import CorruptCheckpointError
 from distckpt._base.memory import paused_garbage_collection
 from distckpt._base.options import ExportOptions, with_changes
 from distckpt._checkpoint.opening import decode_manifest
-from distckpt._commit import posix
 from distckpt._foreign.hugging_face import read_directory
 from distckpt._format.hf_names import (
     derive_base_prefix_from_path,
@@ -30,10 +30,9 @@ from distckpt._format.stored_checkpoint import StoredCheckpoint
 from distckpt._io.tensor_source import TensorSource
 from distckpt._operations.consolidate import consolidate
 from distckpt._operations.export_plan import plan_export
-from distckpt._operations.export_request import ExportRequest, check_target
+from distckpt._operations.export_request import check_request
 from distckpt._operations.export_write import ExportReport, write_and_commit
 from distckpt._ranks.collectives import Ranks
-from distckpt._storage import locations
 from distckpt.strategies.base import ConsolidationStrategy
 
 __all__ = [
@@ -76,7 +75,7 @@ class HuggingFaceConsolidationStrategy(ConsolidationStrategy):
     ) -> None:
         self._overwrite = overwrite
         self._process_group = process_group
-        self._options = with_changes(type(self).__name__, ExportOptions, options, changes)
+        self._options = with_changes(type(self), ExportOptions, options, changes)
 
     def consolidate(self, checkpoint_dir: str, output_dir: str) -> ExportReport:
         """Do as `distckpt.consolidate` does. Collective operation: all ranks must call it."""
@@ -145,13 +144,10 @@ def _consolidate(
     num_threads: int,
 ) -> None:
     options = ExportOptions(max_file_bytes=_UNLIMITED, fqn_to_index_mapping=file_numbers)
-    with ranks.phase("check the arguments", decision=True):
-        location, target = locations.normalize(input_dir), posix.resolve(output_dir)
-        if ranks.is_coordinator:
-            check_target([location], target, overwrite=True)
-    request = ExportRequest([location], target, options, max(1, num_threads))
+    checked = check_request(ranks, [input_dir], output_dir, overwrite=True, options=options)
+    request = replace(checked, num_threads=max(1, num_threads))
     try:
-        stored = _open_shards(ranks, location)
+        stored = _open_shards(ranks, request.sources.checkpoints[0])
         plan = plan_export(ranks, TensorSource(stored), options)
         write_and_commit(ranks, request, [stored], plan)
     except CorruptCheckpointError as error:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 from collections.abc import Mapping, Sequence
@@ -13,15 +14,20 @@ import torch
 from distckpt._base.errors import LoadMismatchError
 from distckpt._base.interrupts import operation
 from distckpt._base.memory import paused_garbage_collection
-from distckpt._base.messages import did_you_mean
+from distckpt._base.messages import did_you_mean, summarize_keys
 from distckpt._base.options import LoadOptions, with_changes
-from distckpt._base.reports import LoadReport
+from distckpt._base.reports import LoadReport, publish
 from distckpt._checkpoint.consistent_read import read_attempts
 from distckpt._checkpoint.opening import find_checkpoint
 from distckpt._format.codec import HOLE
 from distckpt._mapping.wrappers import ShardedObject, ShardedStateDict, StateDict
+from distckpt._models.objects import Kind
 from distckpt._models.restore import restore_objects
-from distckpt._operations.absent_values import refuse_absent_values, tensor_paths
+from distckpt._operations.absent_values import (
+    absent_values,
+    refuse_absent_values,
+    tensor_paths,
+)
 from distckpt._operations.load_request import (
     Differences,
     LoadRequest,
@@ -33,7 +39,7 @@ from distckpt._operations.shard_source import ShardSource
 from distckpt._ranks.collectives import PhaseTimer, Ranks
 from distckpt._rules.rules import Rule
 from distckpt._state import flatten
-from distckpt._state.common_state import COMMON_KEY
+from distckpt._state.common_state import COMMON_KEY, CONTENT_METADATA
 from distckpt._state.shards import Shard
 from distckpt._state.strictness import StrictHandling
 from distckpt._storage import locations
@@ -119,17 +125,22 @@ def load(
         state_dict=state_dict,
         path=path,
         mode=_mode_of(strict, has_rules=bool(rules) or family is not None),
+        strict=strict,
         rules=rules,
         family=family,
         process_group=process_group,
-        options=with_changes("load", LoadOptions, options, changes),
+        options=with_changes(load, LoadOptions, options, changes),
     )
-    return run_load(Ranks(process_group), request).state_dict
+    loaded = run_load(Ranks(process_group), request).state_dict
+    if CONTENT_METADATA not in state_dict:
+        # It describes the checkpoint, see `Checkpoint.metadata`, and is no part of the state.
+        loaded.pop(CONTENT_METADATA, None)
+    return loaded
 
 
 def _mode_of(strict: Strict, has_rules: bool) -> StrictHandling:
     modes = _WITH_RULES if has_rules else _MODES
-    if strict in modes:
+    if isinstance(strict, str) and strict in modes:
         return modes[strict]
     hint = did_you_mean(str(strict), modes)
     if isinstance(strict, bool):
@@ -175,13 +186,14 @@ def run_load(ranks: Ranks, request: LoadRequest) -> Loaded:
                 details["bytes"] = num_bytes = _num_bytes(values)
                 loaded = flatten.put_together(targets.split.skeleton, values, common)
                 _refuse_absent(request, targets, loaded, location)
+    absent_of_all = _report_absent_values(ranks, request, targets, loaded)
     with ranks.phase("restore the objects of the state dict"):
         state_dict = restore_objects(targets.resolved, loaded, request.asks_for_all)
     report = LoadReport(
         location,
         *timer.summarize(ranks, num_bytes, "read"),
         missing=differences.missing,
-        unexpected=differences.unexpected_of_all,
+        unexpected=differences.unexpected_of_all | absent_of_all,
     )
     _publish(ranks, request, report)
     return Loaded(state_dict, differences.missing, differences.unexpected, report)
@@ -256,8 +268,27 @@ def _refuse_absent(
         refuse_absent_values(targets.split.common, of_objects, loaded, location)
 
 
+def _report_absent_values(
+    ranks: Ranks, request: LoadRequest, targets: Targets, loaded: StateDict
+) -> frozenset[str]:
+    """Warn about values for which nothing was loaded, as about keys; name those of all ranks."""
+    if request.mode is not StrictHandling.LOG_ALL:
+        return frozenset()
+    shardless = {p.path for p in targets.described.places if p.kind is Kind.STATEFUL}
+    others = {place.path for place in targets.described.places} - shardless
+    absent = absent_values(targets.split.common, others, loaded)
+    sent = ranks.all_gather(json.dumps(sorted(absent)).encode())
+    absent_of_all = frozenset[str]().union(*map(json.loads, sent))
+    if absent_of_all and ranks.is_coordinator:
+        logger.warning(
+            "the checkpoint %r holds nothing for %s, which the state dict asks for: left as it is",
+            request.path,
+            summarize_keys(sorted(absent_of_all)),
+        )
+    return absent_of_all
+
+
 def _publish(ranks: Ranks, request: LoadRequest, report: LoadReport) -> None:
     if ranks.is_coordinator:
         logger.info("%s", report)
-    if request.options.on_report is not None:
-        request.options.on_report(report)
+    publish(report, request.options.on_report)

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any, get_args
 
 from distckpt._base.messages import check_choice, check_num_bytes
-from distckpt._base.options import LoadOptions, ParallelLoad
+from distckpt._base.options import LoadOptions, ParallelLoad, check_options
 from distckpt._checkpoint.opening import FoundCheckpoint
 from distckpt._format.marker import names_of_module
 from distckpt._mapping.wrappers import ShardedTensor, StateDict
@@ -20,7 +20,7 @@ from distckpt._operations.shard_source import ShardSource, source_of
 from distckpt._plan.translate import stored_names
 from distckpt._ranks.collectives import Ranks
 from distckpt._rules.families import config_for, rules_for
-from distckpt._rules.rules import Assemble, Rule
+from distckpt._rules.rules import Assemble, Rule, check_rules
 from distckpt._state import flatten
 from distckpt._state.shards import Shard, ShardTable, find_ties, merge_tables, shard_table
 from distckpt._state.strictness import StrictHandling, handle_mismatch
@@ -39,6 +39,7 @@ class LoadRequest:
         state_dict: of the caller.
         path: of the checkpoint.
         mode: how keys that only the checkpoint or only the request has are handled.
+        strict: the same in the caller's words, if these are others.
         rules: how the requested tensors are made from those of the checkpoint.
         family: afterwards, the rules of the model's family.
         process_group: the ranks that load together.
@@ -48,6 +49,7 @@ class LoadRequest:
     state_dict: Any
     path: str | os.PathLike[str]
     mode: StrictHandling = StrictHandling.ASSUME_OK_UNEXPECTED
+    strict: str | None = None
     rules: Sequence[Rule] = ()
     family: str | os.PathLike[str] | None = None
     process_group: Any = None
@@ -62,11 +64,12 @@ class LoadRequest:
         """Check the options.
 
         Raises:
-            TypeError: a size is no number of bytes.
+            TypeError: a value is of a wrong type.
             ValueError: an option is not one of its values.
         """
         options = self.options
-        check_choice("verify", options.verify, (True, False))
+        check_options(options)
+        check_rules(self.rules)
         check_num_bytes("max_inflight_bytes", options.max_inflight_bytes)
         check_choice("parallel_load", options.parallel_load, get_args(ParallelLoad))
         has_rules = bool(self.rules) or self.family is not None
@@ -80,7 +83,7 @@ class LoadRequest:
         options = self.options
         return {
             "strategy": options.strategy,
-            "strict": self.mode,
+            "strict": self.mode.value if self.strict is None else self.strict,
             "verify": options.verify,
             "parallel_load": options.parallel_load,
             "validate_access_integrity": options.validate_access_integrity,

@@ -82,7 +82,7 @@ def merge(
         RankFailedError: raised on all ranks when any rank failed; nothing is committed.
     """
     ranks = Ranks(process_group)
-    chosen = with_changes("merge", ExportOptions, options, changes)
+    chosen = with_changes(merge, ExportOptions, options, changes)
     with ranks.phase("check the weights", decision=True, same={"weights": weights, "ema": ema}):
         sources = _sources(checkpoints)
         factors = _factors(len(sources), weights, ema)
@@ -90,7 +90,7 @@ def merge(
             _check_is_apart(output_dir, sources)
     request = check_request(ranks, sources, output_dir, overwrite, chosen)
     with PhaseTimer("consolidate", ranks.rank, request.target).phase("plan"):
-        opened = open_sources(ranks, request.sources, chosen)
+        opened = open_sources(ranks, request.sources, chosen.verify)
         source = _sum(ranks, opened.checkpoints, factors, chosen)
         plan = plan_export(ranks, source, chosen, opened.adapter)
     return write_and_commit(ranks, request, opened.all, plan)

@@ -18,11 +18,11 @@ from distckpt._rules.families import read_config
 from distckpt._storage import locations
 
 _MAX_PROBED = 100
-"""So many entries of a directory that is no adapter are looked at, for adapters in them."""
+"""Number of entries of a directory in which adapters are looked for, to name them in an error."""
 
 
 def check_is_adapter(ranks: Ranks, location: str) -> None:
-    """Refuse what is there and lacks the files of an adapter.
+    """Check that a directory has the files of an adapter, if it exists.
 
     Collective operation: all ranks must call it; rank 0 looks.
 

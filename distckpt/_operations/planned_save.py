@@ -10,8 +10,8 @@ from typing import Any
 
 from distckpt._base.errors import CheckpointingException
 from distckpt._base.messages import check_num_bytes
-from distckpt._base.options import SaveOptions
-from distckpt._base.reports import SaveReport
+from distckpt._base.options import SaveOptions, check_options, check_switch
+from distckpt._base.reports import SaveReport, publish
 from distckpt._checkpoint.consistent_read import marker_of
 from distckpt._commit import posix
 from distckpt._commit.output import OutputSettings, new_output
@@ -56,9 +56,13 @@ class SaveRequest:
         """Check the options.
 
         Raises:
-            TypeError: a size is no number of bytes.
+            TypeError: a value is of a wrong type.
             ValueError: a duration is no number of seconds above 0.
         """
+        check_options(self.options)
+        check_switch("overwrite", self.overwrite)
+        if not isinstance(self.content_metadata, dict | None):
+            raise TypeError(f"content_metadata is a dict, got {self.content_metadata!r:.100}")
         if self.options.max_inflight_bytes is not None:
             check_num_bytes("max_inflight_bytes", self.options.max_inflight_bytes)
         check_seconds("timeout", self.options.timeout)
@@ -151,6 +155,5 @@ def _report(ranks: Ranks, save: PlannedSave) -> SaveReport:
     report = SaveReport(save.location, *figures, save.prepared.plan_reused)
     if ranks.is_coordinator:
         logger.info("%s", report)
-    if save.request.options.on_report is not None:
-        save.request.options.on_report(report)
+    publish(report, save.request.options.on_report)
     return report

@@ -96,7 +96,7 @@ def save(
         process_group=process_group,
         overwrite=overwrite,
         content_metadata=content_metadata,
-        options=with_changes("save", SaveOptions, options, changes),
+        options=with_changes(save, SaveOptions, options, changes),
     )
     background_save.raise_pending_errors(ranks, process_group)
     planned = plan_save(ranks, request)

@@ -213,8 +213,8 @@ def _without_wrappers(key: str) -> str:
 
 
 def _changes(adapter: Adapter, exported: Shapes) -> dict[str, Change]:
-    """Return the changes by the name of the tensor; a matrix without its partner, or of another
-    kind, is no name.
+    """Return the changes by the name of the tensor. A matrix without its partner is taken for a
+    tensor of that name, which the export does not have.
     """
     changes: dict[str, Change] = {}
     keys = adapter.stored.manifest.key_index
@@ -293,7 +293,7 @@ def _count_experts(block: str, exported: Shapes) -> int:
 
 
 def _rows_of_parameters(block: str, columns: int, exported: Shapes) -> dict[str, int]:
-    """Return the rows of the parameters of experts that have so many columns, by name."""
+    """Return the number of rows of each parameter of experts with this number of columns."""
     rows = {}
     for parameter, names in OF_EXPERTS.items():
         shape = exported.get(f"{block}.0.{names[0]}.weight", ())

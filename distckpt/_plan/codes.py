@@ -1,4 +1,4 @@
-"""Refusing conversions of codes as if they were values."""
+"""Refusing to convert codes as if they were values."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from distckpt._format.stored_checkpoint import StoredCheckpoint
 from distckpt._quantization.names import SMALL_CODES, is_named_as_codes, may_be_codes, scales_of
 
 CONFIG_NAMES = ("config.json", "hf_quant_config.json")
-"""Files that may say how the tensors beside them are quantized; the second one is NVIDIA
-ModelOpt's.
+"""Files that may say how the tensors beside them are quantized; NVIDIA ModelOpt writes the second
+one.
 """
 
 AS_STORED = " (as stored)"
-"""What a view of a checkpoint adds to the keys of that which is stored only for its quantized
-tensors.
+"""What a view of a checkpoint adds to the keys of tensors that are stored only as parts of
+quantized ones.
 """
 
 
@@ -27,8 +27,7 @@ def check_cast(stored: StoredCheckpoint, key: str, requested: torch.dtype) -> No
     """Refuse to convert codes, or their scales, as if they were values.
 
     Raises:
-        LoadMismatchError: `key` holds codes, and `requested` is not the dtype that they are stored
-            in.
+        LoadMismatchError: `key` holds codes, and is stored in another dtype than `requested`.
     """
     name = stored.dtype_name(key)
     if not may_be_codes(name) or FROM_NAME[name] == requested:
@@ -74,8 +73,8 @@ def _key_of_scales(stored: StoredCheckpoint) -> str | None:
 
 
 def check_scales_cast(stored: StoredCheckpoint, casts: Mapping[str, torch.dtype]) -> None:
-    """Refuse to convert codes, or their scales alone, to other dtypes; `casts` has the dtype for
-    each stored key.
+    """Refuse to convert codes, or their scales alone, to other dtypes; `casts` has a dtype for each
+    stored key.
 
     Raises:
         LoadMismatchError: a key holds codes or scales.
@@ -97,8 +96,8 @@ def check_scales_cast(stored: StoredCheckpoint, casts: Mapping[str, torch.dtype]
 
 
 def undecoded(stored: StoredCheckpoint, key: str) -> str:
-    """Return a sentence on a tensor of which only codes are stored, in a form that is not decoded;
-    "" for others.
+    """Return a sentence about a tensor of which only codes are stored, in a form that is not
+    decoded; "" for others.
     """
     known, module = stored.manifest.key_index, key[: key.rfind(".") + 1]
     names = (f"{key}_packed", f"{key}_blocks", f"{key}._data", f"{module}qweight", f"{module}W_q")

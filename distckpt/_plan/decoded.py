@@ -27,7 +27,7 @@ from distckpt._quantization.quantized import QuantizedTensor, part_regions
 from distckpt._rules.mapped import TensorInfo
 
 PIECE_ELEMENTS = 8 << 20
-"""The codes of so many values are read at a time."""
+"""Number of values whose codes are read at a time."""
 
 
 def find(stored: StoredCheckpoint) -> dict[str, QuantizedTensor]:
@@ -62,7 +62,7 @@ def decoded(stored: StoredCheckpoint) -> StoredCheckpoint:
     )
     renamed = [_with_names(each, names) for each in tensors]
     quantized = dict(enumerate(renamed, len(manifest.chunks.key_ids)))
-    return stored._replace(manifest=view, quantized=quantized)
+    return replace(stored, manifest=view, quantized=quantized)
 
 
 def _aliases_in_view(

@@ -100,7 +100,8 @@ def plan_tensors(
     by_pattern = _dtypes_by_pattern(dtype)
     _check_rename(rename)
     ruled = _apply_rules(rules, tensors, keep_unmatched)
-    check_all_match({*ruled, *tied}, rename=rename)
+    if rename:
+        check_all_match({*ruled, *tied}, rename=rename)
     outputs = []
     used = set()
     for original, mapped in ruled.items():

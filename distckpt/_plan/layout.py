@@ -35,10 +35,10 @@ from distckpt._state.shards import GlobalTable, Shard, ShardTable, find_ties
 
 
 class PlannedChunk(NamedTuple):
-    """A chunk to be written: a region of the global tensor, or a cell of the grid of objects.
+    """A chunk to be written: a region of a global tensor, or a cell of a grid of objects.
 
-    `num_bytes` of an object is known when that is encoded. `pieces` are `(shard id, region)` of
-    what is put together to the chunk, in the order of the bytes.
+    The `num_bytes` of an object are known once it is encoded. `pieces` has the `(shard id, region)`
+    of each piece of the chunk, in the order of the bytes.
     """
 
     key_id: int
@@ -68,12 +68,13 @@ class SavePlan(NamedTuple):
     Attributes:
         number: identifies the plan on all ranks.
         files: of tensors.
-        objects: that this rank writes; their file is laid out when they are encoded.
+        objects: that this rank writes; their file is laid out once they are encoded.
         manifest: on the coordinator, the manifest without its chunks.
         tables: on the coordinator, the chunks of the tensors that each rank writes.
-        replicas: regions of shards that other ranks hold too, and that must be equal; None where no
+        replicas: regions of shards that other ranks hold too, and that must be equal; None if no
             rank has any.
-        weights: one for each of these; those of the replicas of a region add up to 0, modulo 2**64.
+        weights: one for each of them; the weights of all replicas of a region add up to 0, modulo
+            2**64.
     """
 
     number: int
@@ -91,7 +92,7 @@ class SavePlan(NamedTuple):
 
 
 def manifest_of_keys(table: GlobalTable, aliases: Mapping[int, int]) -> Manifest:
-    """Describe the keys that are stored, in a manifest without chunks; `aliases` are those of
+    """Describe the keys that are stored, in a manifest without chunks; for `aliases` see
     `plan_owners`.
     """
     stored = [key_id for key_id in range(len(table.keys)) if key_id not in aliases]
@@ -176,7 +177,7 @@ def lay_out_object_file(
     header, _ = build_header(entries, _OWN_METADATA)
     pairs = zip(objects, sizes.values(), strict=True)
     chunks = [chunk._replace(num_bytes=size) for chunk, size in pairs]
-    # Cells of one object have names of their own, so all fit into one file.
+    # Cells of one object have different names, so all fit into one file.
     return PlannedFile("objects/" + object_file_name(rank), header, chunks)
 
 
@@ -229,8 +230,8 @@ def _coalesced(chunks: list[PlannedChunk]) -> list[PlannedChunk]:
 
 
 def _joined(first: Region, second: Region) -> Region | None:
-    """Return the region whose row-major content is that of two regions, one after the other; None
-    if there is none.
+    """Return the region whose row-major content is the content of two regions, one after the other;
+    None if there is no such region.
     """
     if not first.shape:
         return None

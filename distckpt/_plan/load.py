@@ -30,11 +30,11 @@ from distckpt._mapping.wrappers import ShardedObject
 from distckpt._plan.codes import check_cast, undecoded
 
 MAX_PAIRS = 1 << 18
-"""So many pairs of a request and a chunk are compared at a time: some 50 MB."""
+"""Pairs of a request and a chunk that are compared at a time: about 50 MB."""
 
 
 class Copy(NamedTuple):
-    """The unit of reading: `source` is a region of a chunk, `target` the equal one of a requested
+    """What is read: `source` is a region of a chunk, `target` the same one within a requested
     region.
     """
 
@@ -98,7 +98,10 @@ def _advice(stored: StoredCheckpoint, absent: Sequence[str], has_rules: bool) ->
             "Names of another program need rules=, or family='auto' for those of Megatron Core "
             "and transformers."
         )
-    return hint, "Correct the keys, or leave such keys out with strict='report'."
+    return hint, (
+        "Correct the keys, or leave such keys out with strict='report' ('log_all' in "
+        "distckpt.megatron)."
+    )
 
 
 def _lack_optimizer(absent: Sequence[str], known: Iterable[str]) -> bool:
@@ -119,7 +122,9 @@ def _smaller_model(absent: Sequence[str], known: Iterable[str]) -> str:
 def check_dtype(
     stored: StoredCheckpoint, key: str, requested: torch.dtype, allow_cast: bool
 ) -> None:
-    """Refuse a tensor that is stored as an object, or in a dtype whose values would change."""
+    """Refuse a tensor that is stored as an object, or whose values would change in the requested
+    dtype.
+    """
     if stored.is_object(key):
         raise LoadMismatchError(
             f"Key {key!r} is an object in {stored.location!r} and was requested as a tensor.",
@@ -170,9 +175,12 @@ def object_chunk(stored: StoredCheckpoint, shard: ShardedObject) -> int:
 def plan_load(stored: StoredCheckpoint, requests: Sequence[Request]) -> list[Copy]:
     """Find the parts of chunks that make up the requested regions, whose keys are all stored.
 
-    Returns copies grouped by request; their targets cover each request exactly. Raises
-    LoadMismatchError where a request has another global shape than the stored tensor, or is not
-    stored completely.
+    Returns:
+        Copies grouped by request. Their targets cover each request exactly.
+
+    Raises:
+        LoadMismatchError: a request has another global shape than the stored tensor, or is not
+            stored completely.
     """
     for request in requests:
         _check_shape(stored, request)
@@ -199,8 +207,8 @@ def plan_load(stored: StoredCheckpoint, requests: Sequence[Request]) -> list[Cop
 class _Intersections(NamedTuple):
     """The intersections of requests with chunks, sorted by both, as rows of arrays.
 
-    `chunks` and `requests` are (n,); `in_chunks`, `in_requests` (offsets inside of either) and
-    `shapes` (n, ndim).
+    `chunks` and `requests` have shape (n,); `in_chunks` and `in_requests`, the offsets inside of
+    each, and `shapes` have shape (n, ndim).
     """
 
     chunks: IntArray
@@ -265,13 +273,13 @@ def _to_copies(common: _Intersections, ndims: Sequence[int]) -> list[Copy]:
 
 
 def _find_fault(common: _Intersections, extents: Sequence[tuple[int, ...]]) -> TilingFault | None:
-    """Find a request that intersections do not cover exactly once; `tensor` of the fault is its
-    index.
+    """Find a request that the intersections do not cover exactly once; the `tensor` of the fault is
+    the index of the request.
     """
     num_found = np.zeros(len(extents), np.int64)
     np.add.at(num_found, common.requests, np.prod(common.shapes, axis=1))
     is_divided = np.bincount(common.requests, minlength=len(extents)) > 1
-    # One intersection of the right size is the request.
+    # A single intersection of the right size is the whole request.
     is_suspect = is_divided | (num_found != [math.prod(extent) for extent in extents])
     if not is_suspect.any():
         return None
@@ -289,7 +297,7 @@ def _find_fault(common: _Intersections, extents: Sequence[tuple[int, ...]]) -> T
 
 
 def _stored_extent(stored: StoredCheckpoint, request: Request) -> tuple[int, ...]:
-    """Return the shape of that part of a request which lies inside of the stored tensor."""
+    """Return the shape of the part of a request that lies inside of the stored tensor."""
     if not request.allow_shape_mismatch:
         return request.region.shape
     spans = zip(*request.region, stored.global_shape(request.key), strict=True)

@@ -42,7 +42,7 @@ def merged(
     Raises:
         LoadMismatchError: a tensor is missing in one of the checkpoints, or has another shape
             there.
-        CheckpointingException: there is no sum of the dtypes of a tensor.
+        CheckpointingException: a tensor has dtypes that cannot be added.
     """
     terms = [decoded(checkpoint) for checkpoint in checkpoints]
     ids = [_select(term, keys) for term in terms]

@@ -63,7 +63,7 @@ def formats_by_pattern(quantize: str | Mapping[str, str]) -> dict[str, str]:
     """Return the names of formats by pattern; one format is for what models usually quantize.
 
     Raises:
-        ValueError: there is no format of a name, or torch lacks a dtype for it.
+        ValueError: a format is unknown, or torch lacks a dtype for it.
     """
     formats = {_USUAL: quantize} if isinstance(quantize, str) else dict(quantize)
     for name in formats.values():

@@ -1,5 +1,5 @@
-"""Planning a save: which rank writes which bytes. Runs on the coordinator for all ranks, over numpy
-columns only.
+"""Planning a save: which rank writes which bytes. The coordinator does this for all ranks, over
+numpy columns only.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from distckpt._geometry.region import (
 from distckpt._state.shards import GlobalTable
 
 BALANCE_TOLERANCE = 0.01
-"""A cut may be this far (as a share of one rank's bytes) from where it would be perfectly even."""
+"""A cut may be this far, as a share of one rank's bytes, from where it would be perfectly even."""
 MIN_SLICE_BYTES = 4096
-"""Nothing smaller is cut: what it evens out is not worth another chunk."""
+"""Nothing smaller is cut: the balance gained is not worth another chunk."""
 
 
 class Pieces(NamedTuple):
@@ -44,14 +44,15 @@ def find_aliases(table: GlobalTable) -> dict[int, int]:
     """Find tied keys: every main shard of one is, on its own rank, the same memory as a shard of
     the other.
 
-    Returns key id -> id of the key that is stored in its place.
+    Returns:
+        Key id -> id of the key that is stored in its place.
     """
     tied = np.flatnonzero(table.is_main & (table.tie_ids != table.shard_ids))
     if not len(tied):
         return {}
     partners = _keys_of_shards(table, table.ranks[tied], table.tie_ids[tied])
-    # Shards without elements are no memory, and cannot be tied; some ranks of an uneven division
-    # have such.
+    # Shards without elements, which some ranks of an uneven division have, are no memory and cannot
+    # be tied.
     counted = table.is_main & (table.shapes > 0).all(axis=1)
     num_main = np.bincount(table.key_ids[counted], minlength=len(table.keys))
     aliases: dict[int, int] = {}
@@ -82,13 +83,13 @@ def plan_owners(
     aliases: dict[int, int],
     exchange_groups: Sequence[int] | None = None,
 ) -> list[Pieces]:
-    """Give every byte one owner among the ranks that hold it, the same number of bytes to each as
-    far as possible.
+    """Give every byte one owner among the ranks that hold it, and each rank the same number of
+    bytes as far as possible.
 
-    Shards held by the same set of ranks form one long line of bytes. It is cut into one run per
-    rank, so long that ranks with less to do so far get more; at most (ranks - 1) tensors of a line
-    are cut, between rows. Keys in `aliases` are not stored. With `exchange_groups`, the id of each
-    rank's group, replicas take over bytes of a main replica in their own group only.
+    Shards that are held by the same set of ranks form one long line of bytes. It is cut into one
+    run per rank; ranks with less to do so far get longer runs. At most (ranks - 1) tensors of a
+    line are cut, between rows. Keys in `aliases` are not stored. With `exchange_groups`, the id of
+    each rank's group, replicas take over bytes only from a main replica in their own group.
     """
     groups = _group_replicas(table, num_ranks, aliases, exchange_groups)
     loads = np.zeros(num_ranks, np.int64)
@@ -137,8 +138,8 @@ def _group_replicas(
     if aliases:
         stored &= ~np.isin(table.key_ids, np.fromiter(aliases, np.int64))
     identity = row_hashes([table.key_ids, *table.offsets.T, *table.shapes.T])
-    # One sort, and no look-ups in the order of the ranks: those would miss the cache of the
-    # processor every time.
+    # One sort, and no look-ups in the order of the ranks, each of which would miss the cache of the
+    # processor.
     regions, region = np.unique(identity, return_inverse=True)
     main_rows = np.flatnonzero(stored & table.is_main)[::-1]
     first = np.full(len(regions), -1, np.int64)
@@ -149,7 +150,7 @@ def _group_replicas(
     group_of_region[region[rows]] = np.arange(len(rows))
     group = group_of_region[region]
     belongs = stored & (group >= 0)
-    # Objects and buffers stay with their main replica: copies need not be equal, and those of
+    # Objects and buffers stay with their main replica: copies need not be equal, and copies of
     # objects are not encoded.
     is_object = np.array([dtype == OBJECT for dtype in table.dtypes], np.bool_)
     belongs &= table.is_main | ~(is_object[table.key_ids] | table.is_buffer)
@@ -174,10 +175,10 @@ def _group_replicas(
 
 
 def lines(ranks: IntArray, starts: IntArray) -> Iterator[tuple[IntArray, IntArray]]:
-    """Yield `(members, ranks)` for each distinct set of holding ranks, smaller sets first, in a
-    fixed order.
+    """Yield `(members, ranks)` for each distinct set of ranks that hold something, smaller sets
+    first, in a fixed order.
 
-    What `starts[i]` to `starts[i + 1]` of `ranks` hold is member i.
+    Member i is held by `ranks[starts[i] : starts[i + 1]]`.
     """
     if len(starts) == 1:
         return
@@ -191,8 +192,8 @@ def lines(ranks: IntArray, starts: IntArray) -> Iterator[tuple[IntArray, IntArra
 
 
 def even_shares(loads: IntArray, total: int) -> IntArray:
-    """Split `total` bytes so that the loads of all ranks end as equal as they can (water finds its
-    level).
+    """Split `total` bytes so that the loads of all ranks become as equal as possible, as water
+    finds its level.
     """
     order = np.argsort(loads, kind="stable")
     ascending = loads[order]
@@ -204,7 +205,7 @@ def even_shares(loads: IntArray, total: int) -> IntArray:
     shares = np.zeros(len(loads), np.int64)
     level = int(levels[count - 1])
     shares[order[:count]] = np.maximum(level - ascending[:count], 0)
-    # What rounding has left, in parts that differ by at most one.
+    # The rest that rounding has left, in parts that differ by at most one.
     rest, more = divmod(total - int(shares.sum()), count)
     shares[order[:count]] += rest + (np.arange(count) < more)
     return shares
@@ -215,8 +216,9 @@ def _cut_line(
 ) -> tuple[IntArray, list[tuple[int, int, int, int]]]:
     """Cut one line of groups at the given bytes.
 
-    Returns the rank that writes each group whole (-1 when it is cut), and for those that are cut
-    `(group, rank, first element, last element + 1)`.
+    Returns:
+        The rank that writes each group whole, -1 if it is cut; and for each piece of a group that
+        is cut, `(group, rank, first element, last element + 1)`.
     """
     sizes = groups.num_bytes[members]
     ends = np.cumsum(sizes)
@@ -236,7 +238,7 @@ def _cut_line(
         moved = min(size, (inside + step // 2) // max(step, 1) * step)
         borders.append(max(int(starts[index]) + moved, borders[-1] if borders else 0))
     edges = np.array([0, *borders, int(ends[-1])], np.int64)
-    # A group belongs to the run in which it begins; it is cut when it ends beyond that run.
+    # A group belongs to the run in which it begins; it is cut if it ends beyond that run.
     run = np.clip(np.searchsorted(edges, starts, side="right") - 1, 0, len(candidates) - 1)
     owners = candidates[run].copy()
     slices: list[tuple[int, int, int, int]] = []
@@ -261,7 +263,7 @@ def _cut_line(
 
 
 def _row_bytes(table: GlobalTable, row: int, tolerance: int) -> int:
-    """Return the bytes of one step along the first axis whose steps are small enough to cut
+    """Return the bytes of one step along the first axis whose steps are small enough to be cut
     between.
     """
     shape = table.row_region(row).shape
@@ -315,7 +317,7 @@ def _collect_pieces(
 
 
 def _shards_of(groups: _Groups, group_id: IntArray, owner: IntArray, num_ranks: int) -> IntArray:
-    """Return, for each (group, owner), the owner's shard that holds the group's region."""
+    """Return for each (group, owner) the owner's shard that holds the region of the group."""
     holder_groups = np.repeat(np.arange(len(groups.rows)), np.diff(groups.holder_starts))
     holder_pairs = holder_groups * num_ranks + groups.holder_ranks
     pairs = group_id * num_ranks + owner

@@ -2,9 +2,9 @@
 functions.
 
 A unit is the part of a `Copy` that one rank reads at a time. Equal copies are divided into equal
-units on every rank,
-so that rank 0 can compare them by their numbers alone: `plan_shares` gives each unit that several
-ranks request one reader, and all units one order, in which every rank sends and receives.
+units on every rank, so that rank 0 can compare them by their numbers alone: `plan_shares` gives
+each unit that several ranks request one reader, and puts all units in one order, in which every
+rank sends and receives.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ from distckpt._plan.load import Copy
 from distckpt._plan.save import even_shares, lines
 
 UNIT_BYTES = 2 << 20
-"""Copies are divided into units of about this size: few enough to plan, small enough to be dealt
-out evenly.
+"""Copies are divided into units of about this size: few enough to be planned, small enough to be
+dealt out evenly.
 """
 WAVE_BYTES = 64 << 20
-"""Size of what each rank reads in a wave."""
+"""Bytes that each rank reads in a wave."""
 
 
 def divide(manifest: Manifest, copies: Sequence[Copy]) -> tuple[list[Copy], IntArray]:
@@ -53,7 +53,7 @@ def divide(manifest: Manifest, copies: Sequence[Copy]) -> tuple[list[Copy], IntA
             copy_of.append(index)
             continue
         shape = manifest.chunk_region(copy.chunk).shape
-        # Between blocks, so that each is read whole by one rank and can be verified. Blocks of
+        # Between blocks, so that each is read whole by one rank and can be verified. The blocks of
         # strided regions are not.
         is_run = manifest.has_checksums and num_outer_axes(shape, copy.source) == 0
         multiple = manifest.block_bytes // math.gcd(manifest.block_bytes, item) if is_run else 1
@@ -70,9 +70,9 @@ class UnitTable(NamedTuple):
     """The units of one rank, without data: equal rows on several ranks are the same bytes in the
     same dtype.
 
-    `rows` has shape (n, m); which columns it has does not matter to planning. `num_bytes` (n,)
-    counts what is read. Ranks share within their `group`, and only what ranks with two different
-    values of `place` request.
+    `rows` has shape (n, m); what its columns mean does not matter to planning. `num_bytes` (n,)
+    counts what is read. Ranks share within their `group`, and only what is requested by ranks with
+    two different values of `place`.
     """
 
     rows: IntArray
@@ -94,9 +94,7 @@ class UnitTable(NamedTuple):
 def describe_units(
     manifest: Manifest, units: Sequence[Copy], dtypes: Sequence[torch.dtype], group: int, place: int
 ) -> UnitTable:
-    """Describe the units of this rank, given the dtype of the target of each request; see
-    `UnitTable`.
-    """
+    """Describe the units of this rank; `dtypes` has the dtype of the target of each request."""
     chunks = np.array([unit.chunk for unit in units], np.int64)
     codes = [zlib.crc32(str(dtype).encode()) for dtype in dtypes]
     offsets, shapes = regions_to_arrays([unit.source for unit in units])
@@ -113,10 +111,10 @@ def describe_units(
 class SharePlan(NamedTuple):
     """The part of one rank in a plan of `num_waves` waves.
 
-    Each of its units has in `readers` the rank that reads it (-1: not shared), in `sequence` its
-    place in the order of all units, and in `waves` when it is read and sent. The `send_units`, in
-    that order, go to `send_ranks`. `most_bytes` are the shared bytes of the rank that requests most
-    of them.
+    For each of its units, `readers` has the rank that reads it (-1: not shared), `sequence` its
+    place in the order of all units, and `waves` the wave in which it is read and sent. The
+    `send_units`, in that order, go to `send_ranks`. No rank requests more shared bytes than
+    `most_bytes`.
     """
 
     num_waves: int
@@ -139,8 +137,8 @@ class SharePlan(NamedTuple):
 
 
 def plan_shares(tables: Sequence[UnitTable]) -> list[SharePlan]:
-    """Give every unit that several ranks request one reader, so that all ranks have about as much
-    to read.
+    """Give every unit that several ranks request one reader, so that all ranks have about the same
+    amount to read.
     """
     edges = np.cumsum([0, *(len(table.rows) for table in tables)]).tolist()
     num_bytes = np.concatenate([table.num_bytes for table in tables])
@@ -181,7 +179,7 @@ def plan_shares(tables: Sequence[UnitTable]) -> list[SharePlan]:
 class _Holders(NamedTuple):
     """The ranks that request each shared unit.
 
-    Of unit i, `starts[i]` to `starts[i + 1]` have its `rows` (of all tables together) and their
+    From `starts[i]` to `starts[i + 1]` are the `rows` of unit i (of all tables together) and their
     `ranks`, ascending.
     """
 
@@ -200,8 +198,8 @@ def _find_holders(tables: Sequence[UnitTable]) -> _Holders:
     order = np.argsort(hashes, kind="stable")
     starts = _run_starts(hashes[order])
     unit = np.repeat(np.arange(len(starts) - 1), np.diff(starts))
-    # Rows that have a hash in common by chance, and those that a rank has twice, are read as if
-    # nobody else had them.
+    # Rows that share a hash by chance, or that a rank has twice, are read as if no other rank had
+    # them.
     belongs = (rows[order] == rows[order[starts[:-1]]][unit]).all(axis=1)
     belongs[1:] &= (unit[1:] != unit[:-1]) | (ranks[order][1:] != ranks[order][:-1])
     order, unit = order[belongs], unit[belongs]
@@ -222,7 +220,7 @@ def _find_holders(tables: Sequence[UnitTable]) -> _Holders:
 
 
 def _run_starts(values: npt.NDArray[np.generic]) -> IntArray:
-    """Return where runs of equal values begin, and behind the last one where it ends."""
+    """Return where runs of equal values begin, and where the last one ends."""
     is_first = np.ones(len(values), np.bool_)
     is_first[1:] = values[1:] != values[:-1]
     return np.append(np.flatnonzero(is_first), len(values))
@@ -233,7 +231,8 @@ def _choose_readers(
 ) -> tuple[IntArray, IntArray]:
     """Deal out units with the same holders in runs, longer ones to ranks with less to read so far.
 
-    Returns for each unit its reader, and its place in the order in which they were dealt out.
+    Returns:
+        For each unit its reader, and its place in the order in which units were dealt out.
     """
     loads = loads.copy()
     readers = np.zeros(len(sizes), np.int64)
@@ -252,8 +251,8 @@ def _choose_readers(
 
 
 def _put_in_order(readers: IntArray, turns: IntArray, sizes: IntArray) -> tuple[IntArray, IntArray]:
-    """Let all readers go through their units side by side; return the sequence and the wave of each
-    unit.
+    """Let all readers go through their units side by side; return the place in the sequence and the
+    wave of each unit.
     """
     mine = np.lexsort((turns, readers))
     before = np.cumsum(sizes[mine]) - sizes[mine]

@@ -280,7 +280,7 @@ def _block_shape(
     sizes = [*[_Sizes((), are_known=True)] * (len(shape) - 2), _sizes_of_rows(blocks), columns]
     axes = zip(shape, grid, sizes[-len(shape) :], strict=True)
     block = tuple(_block(*axis) for axis in axes)
-    # One scale for more than a group: these are no numbers of 4 bits.
+    # One scale for more than a group: these are not 4-bit numbers.
     is_too_wide = number == "e2m1" and block[-1] > columns.sizes[0]
     return None if 0 in block or is_too_wide else block
 

@@ -89,7 +89,7 @@ def encode(
         factor = torch.tensor(number.largest * _LARGEST_SCALE / maximum if maximum > 1e-30 else 1.0)
         parts["global_scale"] = factor.reshape(quantized.parts["global_scale"].shape)
         stored = (maxima / number.largest * factor).to(FROM_NAME[scale.dtype])
-        # Zero is no scale: the smallest number in its place.
+        # A scale cannot be zero: the smallest number takes its place.
         stored = stored.float()
         stored = torch.where(stored == 0, 2.0**-9, stored).to(FROM_NAME[scale.dtype])
         scales = stored.float() / factor

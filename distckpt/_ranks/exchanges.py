@@ -124,7 +124,7 @@ class Exchanges:
         )
 
     def gather(self, payload: bytes) -> list[bytes]:
-        """Send a payload to the coordinator; return those of all ranks there, an empty list
+        """Send a payload to the coordinator; return the payloads of all ranks there, an empty list
         elsewhere.
         """
         if self.size == 1:
@@ -267,7 +267,7 @@ class Exchanges:
     def _receive(self, size: int, source: int) -> bytes:
         received = torch.empty(size, dtype=torch.uint8)
         if size:
-            # Not `recv`, which looks for the global rank among those of all members.
+            # Not `recv`, which looks for a global rank among all members.
             dist.irecv(received, group=self._group, group_src=source).wait()  # type: ignore[union-attr]
         return received.numpy().tobytes()
 
@@ -350,7 +350,7 @@ def gloo_group(rank: int, num_ranks: int, rendezvous: str) -> Iterator[None]:
 
 
 def group_of(process_group: Any) -> Any:
-    """Return the process group, or the default one for None; None where torch.distributed is not
+    """Return the process group, or the default one for None; None if torch.distributed is not
     initialized.
     """
     if process_group is None and dist.is_available() and dist.is_initialized():
@@ -359,20 +359,19 @@ def group_of(process_group: Any) -> Any:
 
 
 def own_rank() -> int:
-    """Return the rank of this process in the default group; 0 where there is none."""
+    """Return the rank of this process in the default group; 0 if there is none."""
     return dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
 
 
 def group_number(process_group: Any) -> int:
-    """Return a number that identifies a group among disjoint ones, its lowest global rank; 0 for
+    """Return a number that tells disjoint groups apart, the lowest global rank of one; 0 for
     None.
     """
     return 0 if process_group is None else min(dist.get_process_group_ranks(process_group))
 
 
 def lone_group() -> Any:
-    """Return a process group of this process alone; None where torch.distributed is not
-    initialized.
+    """Return a process group of this process alone; None if torch.distributed is not initialized.
 
     Not a collective operation.
     """

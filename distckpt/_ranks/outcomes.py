@@ -87,7 +87,7 @@ def error_to_raise(
 ) -> BaseException:
     """Return what this rank raises after a phase in which it or others failed, see `Ranks.phase`.
 
-    `error` is its own, `outcomes` are the descriptions of those of all ranks.
+    `error` is its own; `outcomes` describes the error of each rank, None for success.
     """
     if error is not None and not isinstance(error, Exception):
         # KeyboardInterrupt and its like keep their meaning for this process; for the others, this

@@ -1,4 +1,4 @@
-"""Run a function in fresh processes of this machine that form a process group."""
+"""Running a function in fresh processes of this machine that form a process group."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from distckpt._ranks.exchanges import gloo_group
 
 
 def run_ranks(function: Callable[..., Any], num_ranks: int, *arguments: Any) -> Any:
-    """Call `function(rank, *arguments)` in processes that form a gloo group; return what it
-    returned in rank 0.
+    """Call `function(rank, *arguments)` in processes that form a gloo group; return its result of
+    rank 0.
 
-    When one of them fails, or this call is interrupted, all are ended. Function and arguments are
+    If one of them fails, or this call is interrupted, all are ended. Function and arguments are
     pickled.
     """
     results = get_context("spawn").SimpleQueue()
@@ -53,7 +53,7 @@ def _run_rank(
     function: Callable[..., Any],
     arguments: Sequence[Any],
 ) -> None:
-    os.setsid()  # Ctrl-C reaches the parent only, which ends the ranks
+    os.setsid()  # Ctrl-C reaches only the parent, which ends the ranks
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # the kernel sends it when the parent is gone
     torch.set_num_threads(1)
     with gloo_group(rank, num_ranks, rendezvous):

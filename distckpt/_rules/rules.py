@@ -300,6 +300,18 @@ class Tie(Rule):
             yield Step((self.key,), () if self.to in tensors else ((self.to, tensors[self.key]),))
 
 
+def check_rules(rules: object) -> None:
+    """Check an argument that takes rules.
+
+    Raises:
+        TypeError: it is no list or tuple of rules.
+    """
+    listed = rules if isinstance(rules, list | tuple) else [rules]
+    wrong = [each for each in listed if not isinstance(each, Rule)]
+    if wrong:
+        raise TypeError(f"rules is a list of rules, see distckpt.rules, got {wrong[0]!r:.100}")
+
+
 def apply_rules(
     rules: Iterable[Rule], tensors: Mapping[str, TensorInfo], *, strict: bool = False
 ) -> dict[str, MappedTensor]:

@@ -1,8 +1,7 @@
-"""S3, Google Cloud Storage and Azure through obstore, which repeats requests whose failure may be
-temporary.
+"""S3, Google Cloud Storage and Azure through obstore.
 
 boto3 finds the credentials, region and endpoint of S3 as all AWS tools do, and lists unfinished
-multipart uploads, which obstore cannot.
+multipart uploads, which obstore cannot do.
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ _MAX_PARTS = 10_000
 _MAX_REMOVED = 1000
 """Objects that one request may remove."""
 _ATTEMPTS = 8
-"""Of a request, unless AWS_MAX_ATTEMPTS says otherwise."""
+"""Attempts at a request, unless AWS_MAX_ATTEMPTS says otherwise."""
 _REQUEST_LIMIT = timedelta(minutes=2)
 
 _REPLACED_SETTINGS: dict[str, dict[str, tuple[str, ...]]] = {
@@ -60,8 +59,8 @@ _REPLACED_SETTINGS: dict[str, dict[str, tuple[str, ...]]] = {
         ("AZURE_STORAGE_CONNECTION_STRING", "AZURE_STORAGE_ACCOUNT_NAME"),
     ),
 }
-"""fsspec's settings that decide where data goes, and as whose -> the environment variables that do
-so here.
+"""Settings of fsspec that decide where data goes, and on whose behalf -> the environment variables
+that decide it here.
 """
 
 _CONTAINER = re.compile(r"[A-Za-z0-9._-]+(@[A-Za-z0-9.-]+)?")
@@ -157,8 +156,8 @@ class CloudLocation(RemoteLocation):
                 lambda: streams.put(self._path, iter(content()), use_multipart=True, **options)
             )
         except FileNotFoundError as error:
-            # The upload is gone: completed by an attempt whose answer was lost, if the object is
-            # there.
+            # The upload is gone. If the object is there, an attempt whose answer was lost has
+            # completed it.
             is_ours = error.filename == self.location
             if not is_ours or (head := self._head()) is None or head["size"] != num_bytes:
                 raise
@@ -177,7 +176,7 @@ class CloudLocation(RemoteLocation):
 
     def remove_many(self, locations: Sequence[str]) -> None:
         if not self.location.startswith(("s3://", "s3a://")):
-            # The requests of other stores for many objects fail when one of them is not there.
+            # In other stores, a request for many objects fails if one of them is not there.
             super().remove_many(locations)
             return
         paths = [location.partition("://")[2].partition("/")[2] for location in locations]
@@ -281,10 +280,9 @@ class _Writer:
 class _Connection(NamedTuple):
     """The clients of a bucket or container.
 
-    `store` makes each request once, as boto3's `s3_client` does, which is None for other stores and
-    where nothing is
-    signed: `RemoteLocation` repeats them. `streams` repeats those of multipart uploads itself, one
-        by one.
+    `store` makes each request once, and `RemoteLocation` repeats it; so does boto3's `s3_client`,
+    which is None for other stores and if nothing is signed. `streams` itself repeats the requests
+    of multipart uploads, one by one.
     """
 
     obstore: Any
@@ -318,8 +316,8 @@ def _settings_of(provider: str) -> dict[str, Any]:
 
 
 def _check_settings(provider: str) -> None:
-    """Refuse settings of fsspec that the environment does not replace, if data would go elsewhere
-    without them.
+    """Refuse settings of fsspec without which data would go elsewhere, unless the environment
+    replaces them.
     """
     settings = _settings_of(provider)
     of_client = settings.get("client_kwargs")
@@ -336,7 +334,7 @@ def _check_settings(provider: str) -> None:
 def _connection_in(
     environment: tuple[tuple[str, str], ...], scheme: str, container: str
 ) -> _Connection:
-    """Connect with what the environment says; made anew when that has changed."""
+    """Connect as the environment says; a change of it makes a new connection."""
     obstore, stores = importlib.import_module("obstore"), importlib.import_module("obstore.store")
     provider, client = PROVIDERS[scheme], None
     if _settings_of(provider):
@@ -381,7 +379,7 @@ def _num_attempts() -> int:
 
 
 def _s3_config(bucket: str) -> tuple[dict[str, Any], Any]:
-    """Return obstore's configuration of S3 and boto3's client, None where nothing is signed."""
+    """Return obstore's configuration for S3, and boto3's client; None if nothing is signed."""
     session = importlib.import_module("boto3").session.Session()
     retries = importlib.import_module("botocore.config").Config(retries={"total_max_attempts": 1})
     client = session.client("s3", config=retries)
@@ -408,9 +406,8 @@ def _s3_config(bucket: str) -> tuple[dict[str, Any], Any]:
 
 
 def _azure_config(container: str) -> dict[str, str]:
-    """Return what AZURE_STORAGE_CONNECTION_STRING and `container@account.dfs.core.windows.net` say.
-
-    obstore reads the other variables itself.
+    """Return the settings in AZURE_STORAGE_CONNECTION_STRING and in a container such as
+    `container@account.dfs.core.windows.net`; obstore reads the other variables itself.
     """
     text = os.environ.get("AZURE_STORAGE_CONNECTION_STRING", "")
     values = dict(item.split("=", 1) for item in text.split(";") if "=" in item)

@@ -1,4 +1,4 @@
-"""What exceptions of obstore and boto3 mean, for programs that know errors of files."""
+"""What exceptions of obstore and boto3 mean, in terms of errors of files."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ _NO_CONTAINER = re.compile(r"NoSuchBucket|ContainerNotFound|bucket does not exis
 
 
 def os_error(error: Exception, location: str) -> Exception:
-    """Return an error that names the location in place of one of the libraries; others as they
-    are.
+    """Return an error that names the location in place of an error of the libraries; other errors
+    as they are.
     """
     if _NO_CONTAINER.search(str(error)) and (
         _is_of_library(error) or isinstance(error, FileNotFoundError)
@@ -40,8 +40,8 @@ def os_error(error: Exception, location: str) -> Exception:
 
 
 def is_temporary(error: Exception) -> bool:
-    """Tell whether a request that failed may succeed when it is made again."""
-    # obstore has repeated the requests of streams already, but for answers that were cut off.
+    """Tell whether a request that failed may succeed if it is made again."""
+    # obstore has already repeated the requests of streams, except for answers that were cut off.
     status = _status_of(error)
     may_end = _is_of_library(error) and (status == 0 or status in _TEMPORARY_STATUSES)
     return may_end and not re.search(r"after \d+ retries", str(error))
@@ -54,14 +54,14 @@ def _is_of_library(error: Exception) -> bool:
 
 
 def _status_of(error: Exception) -> int:
-    """Return the HTTP status of an answer, 0 when there was none."""
+    """Return the HTTP status of an answer; 0 if there was no answer."""
     response = getattr(error, "response", None)
     if isinstance(response, dict):
         return int(response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0))
     if "Wanted range starting at" in str(error):
-        # obstore has seen this itself, in an answer without an error.
+        # obstore has found this out itself, from an answer without an error.
         return http.HTTPStatus.REQUESTED_RANGE_NOT_SATISFIABLE
-    # obstore gives it in its message only.
+    # obstore gives it only in its message.
     match = re.search(r"status code: (\d{3})", str(error))
     return int(match[1]) if match else 0
 

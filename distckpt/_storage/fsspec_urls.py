@@ -1,4 +1,4 @@
-"""URLs of fsspec's file systems, such as `memory://` and those of users."""
+"""URLs of fsspec's file systems, such as `memory://`, and of file systems that users register."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ _lock = threading.Lock()
 
 
 def settings_of(protocols: Iterable[str]) -> dict[str, Any]:
-    """Return what the user has configured in fsspec for a file system of these names."""
+    """Return what the user has configured in fsspec for a file system with these names."""
     of_protocols = (fsspec.config.conf.get(protocol) for protocol in protocols)
     return {
         name: value
@@ -62,7 +62,7 @@ def settings_of(protocols: Iterable[str]) -> dict[str, Any]:
 
 
 class FsspecLocation(RemoteLocation):
-    """A URL that fsspec serves; ImportError when the library that its file system needs is not
+    """A URL that fsspec serves; ImportError if the library that its file system needs is not
     installed.
     """
 
@@ -107,8 +107,8 @@ class FsspecLocation(RemoteLocation):
         return sorted(name[len(start) :] for name in names if name.startswith(start))
 
     def _walk(self, start: str) -> Iterator[str]:
-        """Yield the paths of all files below a prefix. `fs.find` leaves out silently what it could
-        not list.
+        """Yield the paths of all files below a prefix. `fs.find` would silently leave out what it
+        could not list.
         """
         with contextlib.suppress(FileNotFoundError):
             for entry in self._fs.ls(start, detail=True):
@@ -168,8 +168,8 @@ class FsspecLocation(RemoteLocation):
             except BaseException as error:
                 _discard(stream)
                 if isinstance(error, FileNotFoundError) and error.filename is None:
-                    # The upload is gone: the file system has repeated a request that was carried
-                    # out.
+                    # The upload is gone: the file system has repeated a request that had been
+                    # carried out.
                     raise OSError(errno.EIO, str(error)) from error
                 raise
 
@@ -221,11 +221,10 @@ class FsspecLocation(RemoteLocation):
 
 
 def _discard(stream: Any) -> None:
-    """Give up what is being written, so that no file is made of it where that is possible."""
+    """Give up what is being written, if possible without making a file of it."""
     with contextlib.suppress(Exception):
         if isinstance(stream, fsspec.spec.AbstractBufferedFile):
-            # The garbage collector would close it later, in the place of what has been put there by
-            # then.
+            # The garbage collector would close it later, over what has been put there by then.
             stream.closed = True
             stream.discard()
         else:

@@ -1,8 +1,7 @@
 """Files and directories at locations: local paths through `os`, URLs through `object_store`.
 
-A location is a `str`: a local path or a URL such as `s3://bucket/run/step_10`. Bulk tensor bytes on
-local disks do not
-pass through here: see `_io`.
+A location is a `str`: a local path or a URL such as `s3://bucket/run/step_10`. The bytes of tensors
+on local disks do not pass through here, see `_io`.
 """
 
 from __future__ import annotations
@@ -27,11 +26,11 @@ _SCHEME = re.compile(r"^[A-Za-z][A-Za-z0-9+.-]*://")
 
 
 def normalize(location: str | os.PathLike[str]) -> str:
-    """Return the location as a `str`: an absolute path for local files, an unchanged URL otherwise.
+    """Return the location as a `str`: an absolute path for local files, else an unchanged URL.
 
     Raises:
-        ValueError: it is empty, or a URL without its second slash, which `pathlib` removes, or one
-            that names nothing, or begins with a tilde.
+        ValueError: it is empty, begins with a tilde, or is a URL that names nothing or has lost its
+            second slash, which `pathlib` removes.
     """
     if not isinstance(location, str | bytes | os.PathLike):
         raise TypeError(
@@ -67,7 +66,7 @@ def _absolute(path: str) -> str:
 
 
 def is_inner_name(name: str, max_parts: int) -> bool:
-    """Tell whether a name that a checkpoint gives can only be that of a file inside of it, on every
+    """Tell whether a name from a checkpoint can only be the name of a file inside of it, on every
     system.
     """
     parts = name.split("/")
@@ -87,7 +86,7 @@ def _is_plain_part(part: str) -> bool:
 
 
 def is_local(location: str) -> bool:
-    """Tell whether a location is a path of this machine's file system rather than an fsspec URL."""
+    """Tell whether a location is a path of this machine's file system rather than a URL."""
     return "://" not in location
 
 
@@ -122,8 +121,8 @@ def isdir(location: str) -> bool:
 
 
 def _mode_of(path: str, *, follow_symlinks: bool) -> int | None:
-    """Return the mode of what a path names, None when nothing is there: a disk that does not answer
-    is no absence.
+    """Return the mode of what a path names, None if nothing is there. A disk that does not answer
+    is an error.
     """
     try:
         return (os.stat if follow_symlinks else os.lstat)(path).st_mode
@@ -132,9 +131,7 @@ def _mode_of(path: str, *, follow_symlinks: bool) -> int | None:
 
 
 def mount_points_within(path: str) -> list[str]:
-    """Return the mount points that are a local path or below it, as far as the system lists
-    them.
-    """
+    """Return the mount points at a local path or below it, as far as the system lists them."""
     points = [point for point, _ in _mounts()]
     if not points and os.path.ismount(path):
         return [path]
@@ -143,7 +140,7 @@ def mount_points_within(path: str) -> list[str]:
 
 def is_on_overlay(path: str) -> bool:
     """Tell whether a local path is on a file system of several layers, as far as the system lists
-    it.
+    them.
     """
     above = [
         (len(point), index, kind)
@@ -158,8 +155,8 @@ def _is_within(path: str, directory: str) -> bool:
 
 
 def _mounts() -> list[tuple[str, str]]:
-    """Return the mount points of this process and the types of what is mounted there, nothing where
-    it is unknown.
+    """Return the mount points of this process and the types of the file systems there; nothing if
+    they are unknown.
     """
     try:
         with open("/proc/self/mountinfo", "rb") as file:
@@ -182,8 +179,8 @@ def list_names(location: str) -> list[str]:
 
 
 def file_size(location: str) -> int:
-    """Return the size of a file; OSError with errno EINVAL for pipes and devices, which may take
-    for ever to open.
+    """Return the size of a file; OSError with errno EINVAL for pipes and devices, which might never
+    open.
     """
     if is_local(location):
         try:
@@ -197,7 +194,7 @@ def file_size(location: str) -> int:
 
 
 def modified_time(location: str) -> float | None:
-    """Return when a file was written, in seconds since 1970; None where that is unknown."""
+    """Return when a file was written, in seconds since 1970; None if that is unknown."""
     try:
         return (
             os.stat(location).st_mtime
@@ -209,8 +206,8 @@ def modified_time(location: str) -> float | None:
 
 
 def read_bytes(location: str, max_bytes: int | None = None) -> bytes:
-    """Return a small file; OSError with errno EFBIG when it has more than `max_bytes`, EINVAL as
-    for `file_size`.
+    """Return the content of a small file; OSError with errno EFBIG if it has more than `max_bytes`,
+    EINVAL as in `file_size`.
     """
     if not is_local(location):
         return object_store.at(location).read(max_bytes)
@@ -222,7 +219,7 @@ def read_bytes(location: str, max_bytes: int | None = None) -> bytes:
 
 
 def read_range(location: str, start: int, stop: int) -> bytes:
-    """Return bytes [start, stop) of a file, fewer when the file is shorter."""
+    """Return bytes [start, stop) of a file, fewer if the file is shorter."""
     if is_local(location):
         # A buffered read goes on after a short one.
         with naming(location), open(location, "rb") as file:
@@ -233,8 +230,8 @@ def read_range(location: str, start: int, stop: int) -> bytes:
 
 
 def write_bytes(location: str, data: bytes, durable: bool = True) -> None:
-    """Write a small file so that it is there completely or not at all, and, when durable, on disk
-    on return.
+    """Write a small file that is there completely or not at all; if durable, it is on disk on
+    return.
     """
     if not is_local(location):
         object_store.at(location).write(data)
@@ -264,9 +261,7 @@ def temporary_beside(location: str) -> str:
 
 
 def create_bytes(location: str, data: bytes, durable: bool = True) -> bool:
-    """Write a small file like `write_bytes`; False when a remote one is there, with other
-    content.
-    """
+    """Write a small file like `write_bytes`; False if a remote one is there with other content."""
     if not is_local(location):
         return object_store.at(location).create(data)
     write_bytes(location, data, durable)
@@ -274,8 +269,8 @@ def create_bytes(location: str, data: bytes, durable: bool = True) -> bool:
 
 
 def make_directories(location: str, durable: bool = True) -> None:
-    """Create a directory and its missing parents, each recorded on disk; nothing to do on an object
-    store.
+    """Create a directory and its missing parents, each recorded on disk if durable; does nothing on
+    an object store.
     """
     if not is_local(location) or isdir(location):
         return
@@ -288,8 +283,8 @@ def make_directories(location: str, durable: bool = True) -> None:
 
 
 def sync_directory(location: str) -> None:
-    """Make the names in a local directory durable (creations and renames need this besides fsync of
-    the files).
+    """Make the names in a local directory durable: creations and renames need this besides the
+    fsync of files.
     """
     if not is_local(location):
         return
@@ -298,8 +293,8 @@ def sync_directory(location: str) -> None:
         try:
             os.fsync(fd)
         except OSError as error:
-            # Some network file systems refuse fsync on directories; their renames are durable by
-            # protocol.
+            # Some network file systems refuse fsync on directories; their renames are always
+            # durable.
             if error.errno not in (errno.EINVAL, errno.ENOTSUP):
                 raise
         finally:
@@ -308,11 +303,11 @@ def sync_directory(location: str) -> None:
 
 @contextlib.contextmanager
 def naming(location: str) -> Iterator[None]:
-    """Name a file in errors of the system that know its descriptor only."""
+    """Name a file in system errors that know only its descriptor."""
     try:
         yield
     except OSError as error:
-        # Ours have no number; an error that names a file already is about that one.
+        # Our own errors have no number; an error that already names a file is about that one.
         if error.errno is None or error.filename is not None:
             raise
         raise OSError(error.errno, error.strerror, location) from error
@@ -328,13 +323,13 @@ def remove_file(location: str) -> None:
 
 
 def remove_tree(location: str) -> None:
-    """Remove a file, or a directory and all in it; what is already gone is fine, what cannot be
-    removed stays.
+    """Remove a file, or a directory with everything in it. What is already gone is fine, and what
+    cannot be removed stays.
     """
     if is_local(location):
         with contextlib.suppress(OSError):
             if isdir(location) and not os.path.islink(location):
-                # It ignores all errors but those of closing directories.
+                # It ignores all errors except when it closes directories.
                 shutil.rmtree(location, ignore_errors=True)
             else:
                 os.unlink(location)
@@ -344,21 +339,21 @@ def remove_tree(location: str) -> None:
 
 
 def take_over_access(source: str, target: str) -> None:
-    """Give a new local directory or file the mode of another one, and its group and owner where
+    """Give a new local directory or file the mode of another one, and its group and owner as far as
     that is allowed.
     """
     wanted, found = os.stat(source), os.stat(target)
     if (wanted.st_uid, wanted.st_gid) != (found.st_uid, found.st_gid):
         with contextlib.suppress(PermissionError):
             os.chown(target, wanted.st_uid if os.geteuid() == 0 else -1, wanted.st_gid)
-    # Changing the owner takes away some bits; what is written into must stay accessible.
+    # Changing the owner clears some bits; what is still written into must stay accessible.
     mode = stat.S_IMODE(wanted.st_mode) | (stat.S_IRWXU if stat.S_ISDIR(wanted.st_mode) else 0)
     if stat.S_IMODE(os.stat(target).st_mode) != mode:
         os.chmod(target, mode)
 
 
 def link_tree(source: str, target: str) -> None:
-    """Give local files a second name, directories recursively; copies where the file system has no
+    """Give local files a second name, directories recursively; copy them if the file system has no
     hard links.
     """
     if isdir(source) and not os.path.islink(source):
@@ -385,12 +380,12 @@ def move_tree(source: str, target: str) -> None:
         for name in os.listdir(source):
             move_tree(os.path.join(source, name), os.path.join(target, name))
         return
-    # Two names of one file stay both.
+    # Two names of one file both stay.
     os.replace(source, target)
 
 
 def rename(source: str, target: str, durable: bool = True) -> None:
-    """Rename a local directory and make the change durable, or undo it; an empty directory at
+    """Rename a local directory and make the change durable, or undo it. An empty directory at
     `target` is replaced.
     """
     os.rename(source, target)
@@ -400,8 +395,8 @@ def rename(source: str, target: str, durable: bool = True) -> None:
 
 
 def replace_file(source: str, target: str) -> None:
-    """Give a local file the name of another one, which goes, and make the change durable, or undo
-    it where possible.
+    """Put a local file in the place of another one, which is removed, and make the change durable,
+    or undo it if possible.
     """
     if not exists(target):
         rename(source, target)
@@ -428,7 +423,7 @@ def exchange(first: str, second: str, durable: bool = True) -> bool:
 
 @contextlib.contextmanager
 def undone_by(undo: Callable[[], object]) -> Iterator[None]:
-    """Undo a change when the body fails: after an error callers rely on what was there before."""
+    """Undo a change if the body fails: after an error, callers rely on what was there before."""
     try:
         yield
     except BaseException:

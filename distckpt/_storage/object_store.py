@@ -1,6 +1,4 @@
-"""Access to what URLs name: S3, Google Cloud Storage and Azure through obstore, all other URLs
-through fsspec.
-"""
+"""Access to URLs: S3, Google Cloud Storage and Azure through obstore, all others through fsspec."""
 
 from __future__ import annotations
 
@@ -22,7 +20,7 @@ def at(location: str) -> RemoteLocation:
 
 
 def remove_all(locations: Iterable[str]) -> None:
-    """Remove objects of one store, with as few requests as it takes."""
+    """Remove objects of one store, in as few requests as possible."""
     listed = list(locations)
     if listed:
         at(listed[0]).remove_many(listed)

@@ -34,7 +34,7 @@ class OpenFiles:
     """Local files that several threads read; closed when the context ends.
 
     Attributes:
-        direct: those of which `read_directly` reads what is not in memory.
+        direct: files of which `read_directly` reads what is not in memory.
     """
 
     def __init__(self, max_open: int = MAX_OPEN, direct: Collection[str] = ()) -> None:

@@ -1,4 +1,4 @@
-"""The interface of what URLs name, which object stores and the file systems of fsspec share."""
+"""The interface to URLs, which object stores and the file systems of fsspec share."""
 
 from __future__ import annotations
 
@@ -31,22 +31,22 @@ PART_BYTES = 16 << 20
 """Larger objects are put in parts, of this size at least."""
 _MAX_PART_BYTES = 128 << 20
 _NUM_REMOVALS = 10
-"""At the same time."""
+"""Removals at the same time."""
 RETRY_SECONDS = 180
-"""After which a request is not repeated any more."""
+"""After this time a request is no longer repeated."""
 _FIRST_DELAY = 0.2
-"""Seconds before the second attempt, twice as long before each further one, less a random half."""
+"""Seconds before the second attempt. They double before each further one, less a random half."""
 
 _Result = TypeVar("_Result")
 
 
 class RefusedError(PermissionError):
-    """The store has refused a request, and certainly not carried it out."""
+    """The store has refused a request, and has certainly not carried it out."""
 
 
 class Upload(NamedTuple):
-    """A multipart upload that has been neither completed nor aborted; its parts are stored, and
-    cost, until then.
+    """A multipart upload that has been neither completed nor aborted; until then, its parts are
+    stored and cost money.
     """
 
     location: str
@@ -56,20 +56,20 @@ class Upload(NamedTuple):
 class RemoteLocation(ABC):
     """An object, or a prefix of objects. Listings are never cached.
 
-    Methods raise FileNotFoundError when nothing is there, else OSError, both naming the location.
-    Requests whose failure may be temporary have been repeated by then.
+    Methods raise FileNotFoundError if nothing is there, else OSError, and both name the location.
+    By then, requests whose failure may be temporary have been repeated.
     """
 
     num_attempts = 4
     has_conditions: bool = True
-    """Whether `create` and `replace` are atomic, so that of two programs only one can succeed."""
+    """Whether `create` and `replace` are atomic, so that only one of two programs can succeed."""
 
     def __init__(self, location: str) -> None:
         self.location = location
 
     @abstractmethod
     def kind(self) -> Literal["file", "directory"] | None:
-        """Return None when nothing is there; a store that does not answer is an error."""
+        """Return None if nothing is there; a store that does not answer is an error."""
 
     @abstractmethod
     def list_names(self) -> list[str]:
@@ -87,17 +87,19 @@ class RemoteLocation(ABC):
 
     @abstractmethod
     def modified_time(self) -> float | None:
-        """Return when the object was written, in seconds since 1970; None where the store does not
+        """Return when the object was written, in seconds since 1970; None if the store does not
         tell.
         """
 
     @abstractmethod
     def read(self, max_bytes: int | None = None) -> bytes:
-        """Return the object; OSError with errno EFBIG when it has more than `max_bytes`."""
+        """Return the content of the object; OSError with errno EFBIG if it has more than
+        `max_bytes`.
+        """
 
     @abstractmethod
     def read_into(self, start: int, buffers: Sequence[Bytes]) -> int:
-        """Fill buffers from a position of the object on; returns how many bytes there were."""
+        """Fill buffers from a position of the object on; return how many bytes there were."""
 
     @abstractmethod
     def write(self, data: bytes) -> None:
@@ -114,15 +116,15 @@ class RemoteLocation(ABC):
         """Put a large object of `num_bytes` bytes; it becomes visible when it is complete, or not
         at all.
 
-        `content` returns its pieces, and is called again when all of them are to be sent again.
-        What it raises is passed on as it is. Requests are of `part_bytes`, more when there would be
-        too many, where the store is told.
+        `content` returns its pieces, and is called again if all of them must be sent again. What it
+        raises is passed on as it is. If the store lets us choose, requests have `part_bytes`, more
+        if there would be too many.
         """
 
     @abstractmethod
     def open_for_writing(self) -> Any:
-        """Open the object for streaming writes, which are not repeated; it becomes visible when it
-        is closed.
+        """Open the object for a stream of writes, which are not repeated. It becomes visible when
+        it is closed.
         """
 
     @abstractmethod
@@ -136,21 +138,19 @@ class RemoteLocation(ABC):
 
     @abstractmethod
     def version(self) -> Any:
-        """Return a value that changes whenever the object does, None when there is no object."""
+        """Return a value that changes whenever the object does; None if there is no object."""
 
     def create(self, data: bytes) -> bool:
-        """Put an object where there is none; False when there is one, unless it has this very
-        content.
-
-        Then an earlier attempt was carried out, and its answer lost.
+        """Put an object where there is none; False if there is one, unless it has this very
+        content: then an earlier attempt was carried out, and its answer was lost.
         """
         return self.replace(data, None)
 
     def replace(self, data: bytes, known_version: Any) -> bool:
-        """Put an object in place of the one of a known version; False when that has changed since,
-        see `create`.
+        """Put an object in the place of a known version; False if the object has changed since, see
+        `create`.
 
-        A `RefusedError` means that it was not put; after other errors that is unknown.
+        A `RefusedError` means that it was not put; after other errors, that is unknown.
         """
         if self._put_if(known_version, data):
             return True
@@ -161,22 +161,22 @@ class RemoteLocation(ABC):
 
     @abstractmethod
     def _put_if(self, known_version: Any, data: bytes) -> bool:
-        """Put the object if its version is the known one, None for no object; False when it is
-        not.
+        """Put the object if its version is the known one (None: there is no object); False if it
+        is not.
         """
 
     def list_uploads(self) -> list[Upload]:
-        """Return the unfinished multipart uploads to this object or below this prefix, where the
-        store lists them.
+        """Return the unfinished multipart uploads to this object or below this prefix, if the store
+        lists them.
         """
         return []
 
     def abort(self, upload: Upload) -> None:
-        """Give up an upload; one that is gone is fine."""
+        """Give up an upload; one that is already gone is fine."""
         raise NotImplementedError
 
     def _request(self, make: Callable[[], _Result]) -> _Result:
-        """Make a request, again after a while as long as the reason of its failure may be
+        """Make a request, and make it again after a while as long as its failure may be
         temporary.
         """
         attempt, started = 1, time.monotonic()
@@ -196,27 +196,27 @@ class RemoteLocation(ABC):
 
     @abstractmethod
     def _is_temporary(self, error: Exception) -> bool:
-        """Tell whether a request that failed may succeed when it is made again."""
+        """Tell whether a request that failed may succeed if it is made again."""
 
     @abstractmethod
     def _translated(self, error: Exception) -> Exception:
-        """Return an OSError that names the location in place of errors of libraries; others as they
-        are.
+        """Return an OSError that names the location in place of an error of a library; other errors
+        as they are.
         """
 
 
 def part_bytes_of(num_bytes: int, max_part_bytes: int) -> int:
-    """Return the size of the parts of an object: a 64th of it within limits, so that requests are
-    neither many nor few.
+    """Return the size of the parts of an object: a 64th of it within limits, so that there are
+    neither too many requests nor too few.
 
-    At most `max_part_bytes`, since parts are in memory while they are sent, but never less than
-    `PART_BYTES`.
+    It is at most `max_part_bytes`, since parts are in memory while they are sent, but never less
+    than `PART_BYTES`.
     """
     return max(PART_BYTES, min(num_bytes // 64, _MAX_PART_BYTES, max_part_bytes))
 
 
 def fill(buffers: Sequence[Bytes], data: Any) -> int:
-    """Copy data into buffers, one after the other; returns its size."""
+    """Copy data into buffers, one after the other; return its size."""
     rest = np.frombuffer(data, np.uint8)
     num_bytes = len(rest)
     for buffer in buffers:

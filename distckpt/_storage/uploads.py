@@ -1,4 +1,4 @@
-"""Uploading files whose bytes come in units, several requests at the same time."""
+"""Uploading files whose bytes come in units, with several requests at the same time."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from distckpt._storage.remote import PART_BYTES, part_bytes_of
 class OutgoingFile(NamedTuple):
     """A file for an object store: `header`, followed by units of `unit_bytes` bytes.
 
-    `read` returns the bytes of a unit, given its number. They are the calling thread's until it
-    calls again; it may ask for a unit several times.
+    `read` returns the bytes of a unit, given its number. They belong to the calling thread until it
+    calls again. It may ask for a unit several times.
     """
 
     location: str
@@ -34,11 +34,11 @@ def upload_files(
     max_part_bytes: int,
     progress: Callable[[int], None] | None = None,
 ) -> None:
-    """Upload files, making `num_requests` requests at a time; nothing of a file that failed stays
+    """Upload files with `num_requests` requests at a time; nothing of a file that failed stays
     behind.
 
-    For each of them a part of an object, see `part_bytes_of`, and a unit are in memory.
-    `progress` is given numbers of bytes as they are handed over, from several threads.
+    Each request has a part of an object (see `part_bytes_of`) and a unit in memory. `progress` is
+    called with numbers of bytes as they are handed over, from several threads.
     """
     num_at_once = min(num_requests, len(files))
     stop = threading.Event()
@@ -97,7 +97,7 @@ class _Upload:
             remote.write_stream(self._pieces, num_bytes, self._num_requests, part_bytes)
 
     def _pieces(self) -> Iterator[bytes]:
-        """Yield the header and the units; with several requests at a time, further units are read
+        """Yield the header and the units; with several requests at a time, more units are read
         ahead.
         """
         yield self._file.header
@@ -110,7 +110,7 @@ class _Upload:
                 self._check()
                 yield ahead.popleft().result()
                 # In another thread: this one drives obstore's requests, and the callback may make
-                # some of its own.
+                # requests of its own.
                 self._readers.submit(self._report, number - num_ahead).result()
 
     def _read(self, number: int) -> bytes:
@@ -120,7 +120,7 @@ class _Upload:
         return content.getvalue()
 
     def _report(self, number: int) -> None:
-        # A stream that failed begins again.
+        # A stream that has failed begins again.
         if number == self._num_reported:
             self._num_reported += 1
             self._progress(self._file.unit_bytes[number])

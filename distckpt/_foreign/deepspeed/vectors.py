@@ -15,7 +15,7 @@ from distckpt._base.errors import CorruptCheckpointError
 from distckpt._checkpoint.stored_pieces import StoredPiece
 from distckpt._foreign.deepspeed.files import Shape, StateFile, is_contiguous
 from distckpt._foreign.torch_dist.objects import TensorView
-from distckpt._foreign.torch_dist.source import contiguous_runs
+from distckpt._foreign.torch_dist.runs import contiguous_runs
 from distckpt._geometry.region import flat_range_regions, whole
 
 

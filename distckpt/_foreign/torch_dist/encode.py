@@ -1,8 +1,8 @@
-"""Archives as `torch.save` writes them, and pickles, written without either: by the same table that
-reading has.
+"""Writing archives as `torch.save` does, and pickles, by the table that reading has: neither torch
+nor pickle is called.
 
-Only instructions of protocol 2 are written, which every unpickler of torch reads, the restricted
-one included.
+Only instructions of protocol 2 are written, which all unpicklers of torch read, the restricted one
+included.
 """
 
 from __future__ import annotations
@@ -24,14 +24,10 @@ import torch
 
 from distckpt._base.errors import UnsupportedObjectError
 from distckpt._base.memory import Bytes
+from distckpt._foreign.torch_dist.objects import STORAGE_DTYPES
 from distckpt._format.codec.tree import registration_of, type_name
 
-_LEGACY = {
-    torch.float64: "Double", torch.float32: "Float", torch.float16: "Half", torch.bfloat16: "BFloat16",
-    torch.int64: "Long", torch.int32: "Int", torch.int16: "Short", torch.int8: "Char", torch.uint8: "Byte",
-    torch.bool: "Bool", torch.complex64: "ComplexFloat", torch.complex128: "ComplexDouble",
-}  # fmt: skip
-"""Dtypes whose storages have classes of their own."""
+_STORAGE_NAMES = {dtype: name for name, dtype in STORAGE_DTYPES.items()}
 
 
 class Global(NamedTuple):
@@ -42,8 +38,8 @@ class Global(NamedTuple):
 
 
 class Call(NamedTuple):
-    """An object that a pickle makes: by calling a function, or as a new object of a class, which
-    gets a state.
+    """An object that a pickle makes by calling a function, or with `is_new` as a new object of a
+    class, and then gives a state.
     """
 
     function: Global
@@ -66,7 +62,7 @@ class _Stored(NamedTuple):
 
 
 class TensorRecord(NamedTuple):
-    """A tensor of which an archive gets the bytes from the caller."""
+    """A tensor whose bytes the caller writes into the archive."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -78,12 +74,12 @@ class TensorRecord(NamedTuple):
 
 
 def write_tensor(file: BinaryIO, tensor: TensorRecord, content: Iterable[Bytes]) -> int:
-    """Append an archive with one tensor to a file; return how many bytes that were."""
+    """Append an archive with one tensor to a file; return its size."""
     return _write_archive(file, tensor, lambda _: content)
 
 
 def write_object(file: BinaryIO, obj: Any) -> int:
-    """Append an archive with an object to a file; return how many bytes that were.
+    """Append an archive with an object to a file; return its size.
 
     Raises:
         UnsupportedObjectError: it holds something that has no form in such files; the message names
@@ -100,7 +96,7 @@ def record(module: str, name: str, /, **fields: Any) -> Call:
 def _write_archive(file: BinaryIO, obj: Any, content_of: Callable[[Any], Iterable[Bytes]]) -> int:
     pickled, tensors = encode_pickle(obj)
     start = file.tell()
-    with zipfile.ZipFile(cast(Any, _Part(file, start)), "w") as archive:
+    with zipfile.ZipFile(cast(Any, _RestOfFile(file, start)), "w") as archive:
         for name, data in (("data.pkl", pickled), ("byteorder", b"little"), ("version", b"3\n")):
             archive.writestr(zipfile.ZipInfo(f"archive/{name}"), data)
         for number, tensor in enumerate(tensors):
@@ -112,18 +108,17 @@ def _write_archive(file: BinaryIO, obj: Any, content_of: Callable[[Any], Iterabl
     return file.seek(0, io.SEEK_END) - start
 
 
-class _Part:
-    """What `zipfile` takes for a file: the rest of another one."""
+class _RestOfFile:
+    """The rest of a file as a file of its own, which is all that `zipfile` needs."""
 
     def __init__(self, file: BinaryIO, start: int) -> None:
         self._file, self._start = file, start
         self.write, self.flush = file.write, file.flush
 
     def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        return (
-            self._file.seek(offset + (self._start if whence == io.SEEK_SET else 0), whence)
-            - self._start
-        )
+        if whence == io.SEEK_SET:
+            offset += self._start
+        return self._file.seek(offset, whence) - self._start
 
     def tell(self) -> int:
         return self._file.tell() - self._start
@@ -141,12 +136,12 @@ def encode_pickle(obj: Any) -> tuple[bytes, list[Any]]:
     """Return the pickle of an object, and the tensors in it in the order of their storages."""
     encoder = _Encoder()
     encoder.add(obj)
-    return b"\x80\x02" + b"".join(encoder.parts) + b".", encoder.tensors
+    return b"\x80\x02" + b"".join(encoder.instructions) + b".", encoder.tensors
 
 
 class _Encoder:
     def __init__(self) -> None:
-        self.parts: list[bytes] = []
+        self.instructions: list[bytes] = []
         self.tensors: list[Any] = []
         self._memo: dict[Global, bytes] = {}
 
@@ -164,75 +159,72 @@ class _Encoder:
             self.add(_registered(obj))
 
     def add_items(self, items: Iterable[Any], end: bytes) -> None:
-        self.parts.append(b"(")
+        self.instructions.append(b"(")
         for item in items:
             self.add(item)
-        self.parts.append(end)
+        self.instructions.append(end)
 
     def add_int(self, obj: int) -> None:
         if 0 <= obj < 256:
-            self.parts.append(b"K" + bytes([obj]))
+            self.instructions.append(b"K" + bytes([obj]))
         else:
             data = bytes(reversed(obj.to_bytes(obj.bit_length() // 8 + 1, "big", signed=True)))
             if len(data) > 255:
                 raise UnsupportedObjectError(
                     "An integer of more than 255 bytes has no form in files of torch."
                 )
-            self.parts.append(b"\x8a" + bytes([len(data)]) + data)
+            self.instructions.append(b"\x8a" + bytes([len(data)]) + data)
 
     def add_str(self, obj: str) -> None:
         data = obj.encode("utf-8", "surrogatepass")
-        self.parts.append(b"X" + _int32(len(data)) + data)
+        self.instructions.append(b"X" + _int32(len(data)) + data)
 
     def add_list(self, obj: list[Any]) -> None:
-        self.parts.append(b"]")
+        self.instructions.append(b"]")
         self.add_items(obj, b"e")
 
     def add_pairs(self, pairs: Iterable[tuple[Any, Any]]) -> None:
-        self.parts.append(b"}")
-        self.add_items((part for pair in pairs for part in pair), b"u")
+        self.instructions.append(b"}")
+        self.add_items((obj for pair in pairs for obj in pair), b"u")
 
     def add_global(self, obj: Global) -> None:
         known = self._memo.get(obj)
         if known is not None:
-            self.parts.append(b"j" + known)
+            self.instructions.append(b"j" + known)
             return
         self._memo[obj] = number = _int32(len(self._memo))
-        self.parts.append(f"c{obj.module}\n{obj.name}\n".encode() + b"r" + number)
+        self.instructions.append(f"c{obj.module}\n{obj.name}\n".encode() + b"r" + number)
 
     def add_call(self, obj: Call) -> None:
         self.add(obj.function)
         self.add_items(obj.args, b"t")
-        self.parts.append(b"\x81" if obj.is_new else b"R")
+        self.instructions.append(b"\x81" if obj.is_new else b"R")
         if obj.state is not None:
             self.add(obj.state)
-            self.parts.append(b"b")
+            self.instructions.append(b"b")
 
     def add_tensor(self, obj: Any) -> None:
         """Add a tensor, dense as `torch.save` stores it, and remember it for its bytes."""
-        strides = [
-            int(np.prod(obj.shape[axis + 1 :], dtype=np.int64)) for axis in range(len(obj.shape))
-        ]
+        dtype, shape = obj.dtype, tuple(obj.shape)
+        strides = [int(np.prod(shape[axis + 1 :], dtype=np.int64)) for axis in range(len(shape))]
+        stored = _Stored(len(self.tensors), TensorRecord(dtype, shape))
         self.tensors.append(obj)
-        place = (
-            _Stored(len(self.tensors) - 1, TensorRecord(obj.dtype, tuple(obj.shape))),
-            0,
-            tuple(obj.shape),
-        )
-        common = (*place, tuple(strides), False, Call(Global("collections", "OrderedDict")))
-        version, *more = ("v2",) if obj.dtype in _LEGACY else ("v3", obj.dtype)
-        self.add(Call(Global("torch._utils", f"_rebuild_tensor_{version}"), (*common, *more)))
+        hooks = Call(Global("collections", "OrderedDict"))
+        args: tuple[Any, ...] = (stored, 0, shape, tuple(strides), False, hooks)
+        version = "v2"
+        if dtype not in _STORAGE_NAMES:
+            version, args = "v3", (*args, dtype)
+        self.add(Call(Global("torch._utils", f"_rebuild_tensor_{version}"), args))
 
     def add_stored(self, obj: _Stored) -> None:
-        legacy = _LEGACY.get(obj.tensor.dtype)
-        kind = (
-            Global("torch", f"{legacy}Storage")
-            if legacy
-            else Global("torch.storage", "UntypedStorage")
-        )
-        count = obj.tensor.num_bytes // (obj.tensor.dtype.itemsize if legacy else 1)
+        name = _STORAGE_NAMES.get(obj.tensor.dtype)
+        if name is None:
+            kind, count = Global("torch.storage", "UntypedStorage"), obj.tensor.num_bytes
+        else:
+            kind = Global("torch", f"{name}Storage")
+            count = obj.tensor.num_bytes // obj.tensor.dtype.itemsize
         self.add(("storage", kind, str(obj.number), "cpu", count))
-        self.parts.append(b"Q")
+        self.instructions.append(b"Q")
 
 
 def _int32(number: int) -> bytes:
@@ -290,10 +282,10 @@ def _date_args(obj: Any) -> tuple[Any, ...]:
 
 
 _FORMS: dict[type, Callable[[_Encoder, Any], None]] = {
-    type(None): lambda encoder, obj: encoder.parts.append(b"N"),
-    bool: lambda encoder, obj: encoder.parts.append(b"\x88" if obj else b"\x89"),
+    type(None): lambda encoder, obj: encoder.instructions.append(b"N"),
+    bool: lambda encoder, obj: encoder.instructions.append(b"\x88" if obj else b"\x89"),
     int: _Encoder.add_int,
-    float: lambda encoder, obj: encoder.parts.append(b"G" + struct.pack(">d", obj)),
+    float: lambda encoder, obj: encoder.instructions.append(b"G" + struct.pack(">d", obj)),
     str: _Encoder.add_str,
     bytes: _call("_codecs", "encode", lambda obj: (obj.decode("latin1"), "latin1")),
     bytearray: _call("__builtin__", "bytearray", lambda obj: (bytes(obj),)),

@@ -1,10 +1,11 @@
-"""The `.metadata` file of torch.distributed.checkpoint: which item of which file holds which part
+"""The `.metadata` file of torch.distributed.checkpoint: which item of which file holds which chunk
 of which tensor.
 """
 
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -36,12 +37,14 @@ _RECORDS: dict[str, tuple[str, ...]] = {
         "ChunkStorageMetadata", "TensorProperties", "_MEM_FORMAT_ENCODING",
     ),
     f"{_DCP}.filesystem": ("_StorageInfo", "_StoragePrefix"),
-    f"{_DCP}.planner": ("SavePlan", "WriteItem", "WriteItemType", "TensorWriteData", "BytesIOWriteData"),
+    f"{_DCP}.planner": (
+        "SavePlan", "WriteItem", "WriteItemType", "TensorWriteData", "BytesIOWriteData",
+    ),
     f"{_SHARDED}.metadata": ("ShardMetadata",),
     f"{_SHARDED}.sharded_tensor.metadata": ("TensorProperties", "MEM_FORMAT_ENCODING"),
     _MEGATRON: ("MCoreMetadata", "MCoreSavePlan"),
 }  # fmt: skip
-"""Classes of which records are made: the names that PyTorch 2.x and Megatron Core write."""
+"""Classes whose objects are read as records, as PyTorch 2.x and Megatron Core name them."""
 
 
 def _join_path(*parts: Any) -> str:
@@ -79,27 +82,35 @@ _StoredItems = dict[tuple[str, tuple[int, ...] | None], StoredItem]
 
 
 class TensorEntry(NamedTuple):
-    """A stored tensor: its regions as they are stored, and the items that hold them.
+    """A stored tensor.
 
-    `original_shape` is set when the tensor was stored as an array of flattened shards: its shape
-    before that.
+    Attributes:
+        key: its name.
+        dtype: of its elements.
+        shape: as it is stored.
+        chunks: regions of it and the items that hold them.
+        original_shape: its own shape, if it was stored as an array of flattened shards.
     """
 
     key: str
     dtype: torch.dtype
     shape: tuple[int, ...]
-    parts: list[tuple[Region, StoredItem]]
+    chunks: list[tuple[Region, StoredItem]]
     original_shape: tuple[int, ...] | None
 
 
+_Path = tuple[str | int, ...]
+"""Keys and positions that lead to a place in nested dicts and lists."""
+
+
 class Metadata(NamedTuple):
-    """The content of a `.metadata` file; `paths` leads from names of items to places in nested
-    dicts and lists.
+    """The content of a `.metadata` file: tensors, objects by name, and where both belong in the
+    state dict.
     """
 
     tensors: list[TensorEntry]
     objects: dict[str, StoredItem]
-    paths: dict[str, tuple[str | int, ...]]
+    paths: dict[str, _Path]
 
 
 def read_metadata(path: str) -> Metadata:
@@ -126,18 +137,16 @@ def read_metadata(path: str) -> Metadata:
         ) from error
 
 
-def _interpret(root: Any, max_parts: int) -> Metadata:
-    """Interpret what a pickle holds; one list in many places could describe more parts than the
-    pickle has bytes.
-    """
-    _require(
-        isinstance(root, Record) and root.kind in ("Metadata", "MCoreMetadata"),
-        "it holds no Metadata",
-    )
+def _interpret(root: Any, num_bytes: int) -> Metadata:
+    """Interpret what a pickle of `num_bytes` holds."""
+    is_metadata = _is_record(root, "Metadata") or _is_record(root, "MCoreMetadata")
+    _require(is_metadata, "it holds no Metadata")
     stored = _stored_items(_dict(root.get("storage_data")))
     mcore = root.get("mcore_data") or {}
     tensors: list[TensorEntry] = []
     objects: dict[str, StoredItem] = {}
+    # One list in many places of the pickle could describe more chunks than it has bytes.
+    max_chunks = num_bytes
     for key, entry in _dict(root.get("state_dict_metadata")).items():
         _require(type(key) is str and isinstance(entry, Record), "an entry without a name")
         if entry.kind == "BytesStorageMetadata":
@@ -145,34 +154,35 @@ def _interpret(root: Any, max_parts: int) -> Metadata:
             objects[key] = stored[key, None]
             continue
         _require(entry.kind == "TensorStorageMetadata", f"{key!r} is a {entry.kind}")
-        max_parts -= len(entry.get("chunks"))
-        _require(max_parts >= 0, "its tensors have more parts than it has bytes")
+        max_chunks -= len(entry.get("chunks"))
+        _require(max_chunks >= 0, "its tensors have more parts than it has bytes")
         tensors.append(_tensor_entry(key, entry, stored, _dict(mcore).get(key)))
-    return Metadata(tensors, objects, _paths(root.get("planner_data"), max_parts))
+    return Metadata(tensors, objects, _paths(root.get("planner_data"), max_chunks))
 
 
 def _stored_items(storage_data: Mapping[Any, Any]) -> _StoredItems:
     found = {}
     for index, info in storage_data.items():
-        _require(
-            isinstance(index, Record) and index.kind == "MetadataIndex", "a place without a name"
-        )
-        _require(isinstance(info, Record) and info.kind == "_StorageInfo", "a name without a place")
+        _require(_is_record(index, "MetadataIndex"), "a place without a name")
+        _require(_is_record(info, "_StorageInfo"), "a name without a place")
         name, offset = index.get("fqn"), index.get("offset")
-        file, first, count = info.get("relative_path"), info.get("offset"), info.get("length")
-        _require(type(name) is str and type(file) is str, "a name that is no text")
-        _require(
-            all(type(n) is int and 0 <= n < 2**62 for n in (first, count)),
-            f"the place of {name!r} is no number",
-        )
-        if extensions := info.get("transform_descriptors"):
-            names = ", ".join(text for text in extensions if type(text) is str)
-            raise CheckpointingException(
-                f"{name!r} in {file!r} was written through {names:.100}, which only the program "
-                "that wrote it undoes: save without such extensions."
-            )
-        found[name, None if offset is None else _counts(offset)] = StoredItem(file, first, count)
+        item = _stored_item(name, info)
+        found[name, None if offset is None else _counts(offset)] = item
     return found
+
+
+def _stored_item(name: Any, info: Record) -> StoredItem:
+    """Return where the item of a name lies."""
+    file, first, count = info.get("relative_path"), info.get("offset"), info.get("length")
+    _require(type(name) is str and type(file) is str, "a name that is no text")
+    _require(_is_count(first) and _is_count(count), f"the place of {name!r} is no number")
+    if extensions := info.get("transform_descriptors"):
+        names = ", ".join(text for text in extensions if type(text) is str)
+        raise CheckpointingException(
+            f"{name!r} in {file!r} was written through {names:.100}, which only the program "
+            "that wrote it undoes: save without such extensions."
+        )
+    return StoredItem(file, first, count)
 
 
 def _tensor_entry(key: str, entry: Record, stored: _StoredItems, mcore: Any) -> TensorEntry:
@@ -186,33 +196,34 @@ def _tensor_entry(key: str, entry: Record, stored: _StoredItems, mcore: Any) -> 
         math.prod(n + 1 for n in shape) < 2**62,
         f"{key!r} has the shape {shape}, larger than any storage",
     )
-    parts = {}
+    # Ranks without elements of a tensor may have stored the same nothing.
+    chunks = {}
     for chunk in entry.get("chunks"):
-        region = Region(_counts(chunk.get("offsets")), _counts(chunk.get("sizes")))
-        _require(
-            len(region.offset) == len(region.shape) == len(shape),
-            f"a chunk of {key!r} has other axes",
-        )
-        inside = all(
-            o + n <= size for o, n, size in zip(region.offset, region.shape, shape, strict=True)
-        )
-        _require(inside, f"{region} of {key!r} lies outside its global shape {shape}")
-        _require((key, region.offset) in stored, f"nothing says where {region} of {key!r} lies")
-        # Ranks without elements of a tensor may have stored the same nothing.
-        parts[region] = stored[key, region.offset]
+        region = _region(key, chunk, shape)
+        if (key, region.offset) not in stored:
+            raise ValueError(f"nothing says where {region} of {key!r} lies")
+        chunks[region] = stored[key, region.offset]
     original = (mcore or {}).get("nd_reformulated_orig_global_shape")
-    return TensorEntry(
-        key, dtype, shape, list(parts.items()), None if original is None else _counts(original)
-    )
+    original_shape = None if original is None else _counts(original)
+    return TensorEntry(key, dtype, shape, list(chunks.items()), original_shape)
 
 
-def _paths(planner_data: Any, max_chars: int) -> dict[str, tuple[str | int, ...]]:
-    paths: dict[str, tuple[str | int, ...]] = {}
+def _region(key: str, chunk: Record, shape: tuple[int, ...]) -> Region:
+    """Return the region that a chunk of a tensor holds."""
+    region = Region(_counts(chunk.get("offsets")), _counts(chunk.get("sizes")))
+    if not len(region.offset) == len(region.shape) == len(shape):
+        raise ValueError(f"a chunk of {key!r} has other axes")
+    ends = map(operator.add, region.offset, region.shape)
+    if not all(map(operator.le, ends, shape)):
+        raise ValueError(f"{region} of {key!r} lies outside its global shape {shape}")
+    return region
+
+
+def _paths(planner_data: Any, max_chars: int) -> dict[str, _Path]:
+    """Return the paths that lead from names of items to places in the state dict."""
+    paths: dict[str, _Path] = {}
     for name, path in planner_data.items() if isinstance(planner_data, dict) else ():
-        is_path = (
-            isinstance(path, tuple) and 0 < len(path) <= _MAX_DEPTH and all(map(_is_step, path))
-        )
-        _require(type(name) is str and is_path, f"{name!r:.100} has no path")
+        _require(type(name) is str and _is_path(path), f"{name!r:.100} has no path")
         # A name is its path, with dots between.
         max_chars -= sum(len(str(part)) for part in path) - len(name)
         _require(max_chars >= 0, "its paths are longer than their names")
@@ -220,15 +231,29 @@ def _paths(planner_data: Any, max_chars: int) -> dict[str, tuple[str | int, ...]
     return paths
 
 
-def _is_step(part: object) -> bool:
-    return type(part) is str or (type(part) is int and abs(part) < 2**62)
+def _is_path(value: Any) -> bool:
+    if not isinstance(value, tuple) or not 0 < len(value) <= _MAX_DEPTH:
+        return False
+    return all(map(_is_step, value))
+
+
+def _is_step(value: object) -> bool:
+    return type(value) is str or (type(value) is int and abs(value) < 2**62)
+
+
+def _is_record(value: object, kind: str) -> bool:
+    return isinstance(value, Record) and value.kind == kind
+
+
+def _is_count(value: object) -> bool:
+    return type(value) is int and 0 <= value < 2**62
 
 
 def _counts(values: Any) -> tuple[int, ...]:
     # Their text is not shown: a small pickle can make very long ones.
     _require(isinstance(values, tuple | list) and len(values) <= MAX_NDIM, "a shape that is none")
     _require(
-        all(type(n) is int and 0 <= n < 2**62 for n in values),
+        all(map(_is_count, values)),
         "a shape or offset with other things than sizes",
     )
     return tuple(values)

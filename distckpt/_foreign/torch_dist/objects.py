@@ -17,7 +17,7 @@ import io
 import math
 import pathlib
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -159,11 +159,21 @@ def _storage(persistent_id: Any) -> _Storage:
     raise ValueError("a persistent id that is not a storage")
 
 
-_STORAGE_DTYPES = {
-    "Byte": torch.uint8, "Char": torch.int8, "Short": torch.int16, "Int": torch.int32, "Long": torch.int64,
-    "Half": torch.float16, "BFloat16": torch.bfloat16, "Float": torch.float32, "Double": torch.float64,
-    "Bool": torch.bool, "ComplexFloat": torch.complex64, "ComplexDouble": torch.complex128,
-}  # fmt: skip
+STORAGE_DTYPES = {
+    "Bool": torch.bool,
+    "Byte": torch.uint8,
+    "Char": torch.int8,
+    "Short": torch.int16,
+    "Int": torch.int32,
+    "Long": torch.int64,
+    "Half": torch.float16,
+    "BFloat16": torch.bfloat16,
+    "Float": torch.float32,
+    "Double": torch.float64,
+    "ComplexFloat": torch.complex64,
+    "ComplexDouble": torch.complex128,
+}
+"""Dtypes whose storages have classes of their own, by the beginning of the class name."""
 
 
 def _never(*args: Any) -> Any:
@@ -240,7 +250,7 @@ def _size(values: Any) -> torch.Size:
 
 _TENSOR_GLOBALS: dict[GlobalName, Any] = {
     **_TENSOR_TYPES,
-    **{("torch", f"{name}Storage"): dtype for name, dtype in _STORAGE_DTYPES.items()},
+    **{("torch", f"{name}Storage"): dtype for name, dtype in STORAGE_DTYPES.items()},
     ("torch.storage", "UntypedStorage"): None,
     **{("torch", name): dtype for name, dtype in DTYPES.items()},
     ("torch", "Size"): Made("torch.Size", _size),
@@ -397,30 +407,40 @@ def _set_state(obj: Any, state: Any) -> Any:
         return _array(state)
     if isinstance(obj, np.dtype):
         # (version, byte order, ...): the order is the one thing that its name does not say.
-        return obj if state[1] in ("|", "=") else obj.newbyteorder(state[1])
+        return _in_byte_order(obj, state[1])
     if isinstance(obj, io.BytesIO):
         return io.BytesIO(memoryview(state[0]))
-    if type(obj) in (argparse.Namespace, types.SimpleNamespace) and all(
-        type(name) is str for name in state
-    ):
+    if type(obj) in (argparse.Namespace, types.SimpleNamespace) and _are_texts(state):
         vars(obj).update(state)
         return obj
-    if (
-        type(obj) in REGISTERED
-        and dataclasses.is_dataclass(obj)
-        and all(type(name) is str for name in state)
-    ):
-        fields = {field.name for field in dataclasses.fields(obj)}
-        for name, value in state.items():
-            if name in fields:
-                object.__setattr__(obj, name, value)
-            else:
-                # Set by the class itself, as a rule; past any property of that name.
-                vars(obj)[name] = value
+    if _is_registered_dataclass(obj) and _are_texts(state):
+        _set_fields(obj, state)
         return obj
     if isinstance(obj, Record):
         obj.state = state
-    if isinstance(obj, collections.OrderedDict | torch.Tensor | Record):
-        # Of the first two: notes of torch beside the items, nothing that is stored.
+    if isinstance(obj, (collections.OrderedDict, torch.Tensor, Record)):
+        # For the first two, the state is what torch notes beside the items, and is not stored.
         return obj
     raise ValueError(f"a state for a {type(obj).__name__}")
+
+
+def _in_byte_order(dtype: np.dtype[Any], order: Any) -> np.dtype[Any]:
+    return dtype if order in ("|", "=") else dtype.newbyteorder(order)
+
+
+def _are_texts(names: Iterable[Any]) -> bool:
+    return all(type(name) is str for name in names)
+
+
+def _is_registered_dataclass(obj: Any) -> bool:
+    return type(obj) in REGISTERED and dataclasses.is_dataclass(obj)
+
+
+def _set_fields(obj: Any, state: dict[str, Any]) -> None:
+    fields = {field.name for field in dataclasses.fields(obj)}
+    for name, value in state.items():
+        if name in fields:
+            object.__setattr__(obj, name, value)
+        else:
+            # Set by the class itself, as a rule; past any property of that name.
+            vars(obj)[name] = value

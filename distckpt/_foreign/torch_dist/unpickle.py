@@ -20,9 +20,10 @@ the arguments of a call are measured first.
 from __future__ import annotations
 
 import io
+import itertools
 import pickletools
 from collections import OrderedDict, defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -108,11 +109,12 @@ def read_pickle(
 
 
 def check_size(obj: Any, limit: int) -> int:
-    """Count the values of an object, of texts, byte strings, arrays and tensors the characters and
+    """Count the values in an object; texts, byte strings, arrays and tensors count by characters or
     bytes.
 
-    Raises ValueError for objects that contain themselves, or parts so often that they amount to
-    more than `limit` values.
+    Raises:
+        ValueError: it contains itself, or the same parts so often that it amounts to more than
+            `limit` values.
     """
     stack, count = [(obj, 0)], 0
     while stack:
@@ -122,21 +124,27 @@ def check_size(obj: Any, limit: int) -> int:
             raise ValueError(
                 f"it contains itself, or amounts to more than {limit} values or {_MAX_DEPTH} levels"
             )
-        if isinstance(node, dict):
-            stack.extend((child, depth + 1) for pair in node.items() for child in pair)
-        elif isinstance(node, list | tuple | set | frozenset):
-            stack.extend((child, depth + 1) for child in node)
-        elif hasattr(node, "__dict__") and not callable(node):
-            stack.append((vars(node), depth + 1))
+        for child in _children(node):
+            stack.append((child, depth + 1))
     return count
 
 
 def _extent(node: Any) -> int:
-    if isinstance(node, bytes | bytearray | str):
+    if isinstance(node, (bytes, bytearray, str)):
         return len(node)
-    return (
-        node.getbuffer().nbytes if isinstance(node, io.BytesIO) else int(getattr(node, "nbytes", 0))
-    )
+    if isinstance(node, io.BytesIO):
+        return node.getbuffer().nbytes
+    return int(getattr(node, "nbytes", 0))
+
+
+def _children(node: Any) -> Iterable[Any]:
+    if isinstance(node, dict):
+        return itertools.chain(node, node.values())
+    if isinstance(node, (list, tuple, set, frozenset)):
+        return node
+    if hasattr(node, "__dict__") and not callable(node):
+        return (vars(node),)
+    return ()
 
 
 def hashable(key: Any) -> Any:
@@ -164,29 +172,29 @@ class _Machine:
     """Where in the memo objects are that a state may replace, by their ids."""
 
     def run(self, data: bytes) -> Any:
-        operand: Any
         for instruction, operand, position in pickletools.genops(data):
             name = instruction.name
-            if name in _VALUES:
-                self.push(operand)
-            elif name in _ACTIONS:
-                _ACTIONS[name](self)
-            elif name in _MEMO_READS:
-                self.push(self.memo[operand])
-            elif name in _MEMO_WRITES:
-                place = len(self.memo) if operand is None else operand
-                value = self.memo[place] = self.top()
-                if type(value) not in _KEPT:
-                    self.places[id(value)] = place
-            elif name == "GLOBAL":
-                self.find(*operand.split(" ", 1))
-            elif name == "STOP":
+            if name == "STOP":
                 break
-            elif name not in ("PROTO", "FRAME"):  # Those say nothing about the object.
+            action = _ACTIONS.get(name)
+            if action is None:
                 raise ValueError(f"instruction {name} at byte {position}")
+            action(self, operand)
         if len(self.stack) != 1:
             raise ValueError("it ends with more or less than one object")
         return self.pop()
+
+    # ---- memo
+
+    def recall(self, place: Any) -> None:
+        self.push(self.memo[place])
+
+    def memorize(self, place: Any) -> None:
+        if place is None:
+            place = len(self.memo)
+        value = self.memo[place] = self.top()
+        if type(value) not in _KEPT:
+            self.places[id(value)] = place
 
     # ---- stack
 
@@ -269,12 +277,9 @@ class _Machine:
 
     def build(self) -> None:
         state, obj = self.pop(), self.pop()
-        # The content of an array, of which a copy is made.
-        self.work -= (
-            sum(len(item) for item in state if isinstance(item, bytes | bytearray))
-            if type(state) is tuple
-            else 0
-        )
+        if type(state) is tuple:
+            # The content of an array is copied.
+            self.work -= sum(len(item) for item in state if isinstance(item, (bytes, bytearray)))
         if self.work < 0:
             raise ValueError("it uses its own parts too often")
         made = self.set_state(obj, state)
@@ -288,44 +293,48 @@ class _Machine:
         self.push(self.persistent(self.pop()))
 
 
-# What is admitted: all instructions but those of protocols 0 and 1, extension codes and out-of-band
-# buffers.
-_VALUES = {
-    "BININT", "BININT1", "BININT2", "LONG1", "LONG4", "BINFLOAT", "BINUNICODE", "SHORT_BINUNICODE", "BINUNICODE8",
-    "BINBYTES", "SHORT_BINBYTES", "BINBYTES8", "BYTEARRAY8",
-}  # fmt: skip
-"""Instructions that push their operand."""
 _KEPT = {Record, Made, str, bytes, int, tuple, list, dict}
 """Types of objects that a state does not replace by others."""
-_MEMO_READS = {"BINGET", "LONG_BINGET"}
-_MEMO_WRITES = {"BINPUT", "LONG_BINPUT", "MEMOIZE"}
-_ACTIONS: dict[str, Callable[[_Machine], object]] = {
-    "MARK": lambda m: m.push(_MARK),
-    "POP": lambda m: m.stack.pop(),
-    "POP_MARK": lambda m: m.pop_to_mark(),
-    "DUP": lambda m: m.push(m.top()),
-    "NONE": lambda m: m.push(None),
-    "NEWTRUE": lambda m: m.push(True),
-    "NEWFALSE": lambda m: m.push(False),
-    "EMPTY_LIST": lambda m: m.push([]),
-    "LIST": lambda m: m.push(m.pop_to_mark()),
-    "APPEND": lambda m: m.extend_list([m.pop()]),
-    "APPENDS": lambda m: m.extend_list(m.pop_to_mark()),
-    "EMPTY_TUPLE": lambda m: m.push(()),
-    "TUPLE": lambda m: m.push(tuple(m.pop_to_mark())),
-    "TUPLE1": lambda m: m.push_tuple(1),
-    "TUPLE2": lambda m: m.push_tuple(2),
-    "TUPLE3": lambda m: m.push_tuple(3),
-    "EMPTY_DICT": lambda m: m.push({}),
-    "SETITEM": lambda m: m.set_items([m.pop(), m.pop()][::-1]),
-    "SETITEMS": lambda m: m.set_items(m.pop_to_mark()),
-    "EMPTY_SET": lambda m: m.push(set()),
-    "ADDITEMS": _Machine.add_to_set,
-    "FROZENSET": lambda m: m.push(frozenset(hashable(item) for item in m.pop_to_mark())),
-    "STACK_GLOBAL": lambda m: m.find(*[m.pop(), m.pop()][::-1]),
-    "REDUCE": _Machine.reduce,
-    "NEWOBJ": _Machine.reduce,
-    "NEWOBJ_EX": _Machine.new_with_keywords,
-    "BUILD": _Machine.build,
-    "BINPERSID": _Machine.load_persistent,
+
+# All instructions except those of protocols 0 and 1, extension codes and out-of-band buffers.
+_VALUES = (
+    "BININT", "BININT1", "BININT2", "LONG1", "LONG4", "BINFLOAT",
+    "BINUNICODE", "SHORT_BINUNICODE", "BINUNICODE8",
+    "BINBYTES", "SHORT_BINBYTES", "BINBYTES8", "BYTEARRAY8",
+)  # fmt: skip
+"""Instructions that push their operand."""
+_ACTIONS: dict[str, Callable[[_Machine, Any], object]] = {
+    **dict.fromkeys(_VALUES, _Machine.push),
+    **dict.fromkeys(("BINGET", "LONG_BINGET"), _Machine.recall),
+    **dict.fromkeys(("BINPUT", "LONG_BINPUT", "MEMOIZE"), _Machine.memorize),
+    **dict.fromkeys(("PROTO", "FRAME"), lambda m, _: None),  # They say nothing about the object.
+    "MARK": lambda m, _: m.push(_MARK),
+    "POP": lambda m, _: m.stack.pop(),
+    "POP_MARK": lambda m, _: m.pop_to_mark(),
+    "DUP": lambda m, _: m.push(m.top()),
+    "NONE": lambda m, _: m.push(None),
+    "NEWTRUE": lambda m, _: m.push(True),
+    "NEWFALSE": lambda m, _: m.push(False),
+    "EMPTY_LIST": lambda m, _: m.push([]),
+    "LIST": lambda m, _: m.push(m.pop_to_mark()),
+    "APPEND": lambda m, _: m.extend_list([m.pop()]),
+    "APPENDS": lambda m, _: m.extend_list(m.pop_to_mark()),
+    "EMPTY_TUPLE": lambda m, _: m.push(()),
+    "TUPLE": lambda m, _: m.push(tuple(m.pop_to_mark())),
+    "TUPLE1": lambda m, _: m.push_tuple(1),
+    "TUPLE2": lambda m, _: m.push_tuple(2),
+    "TUPLE3": lambda m, _: m.push_tuple(3),
+    "EMPTY_DICT": lambda m, _: m.push({}),
+    "SETITEM": lambda m, _: m.set_items([m.pop(), m.pop()][::-1]),
+    "SETITEMS": lambda m, _: m.set_items(m.pop_to_mark()),
+    "EMPTY_SET": lambda m, _: m.push(set()),
+    "ADDITEMS": lambda m, _: m.add_to_set(),
+    "FROZENSET": lambda m, _: m.push(frozenset(hashable(item) for item in m.pop_to_mark())),
+    "GLOBAL": lambda m, name: m.find(*name.split(" ", 1)),
+    "STACK_GLOBAL": lambda m, _: m.find(*[m.pop(), m.pop()][::-1]),
+    "REDUCE": lambda m, _: m.reduce(),
+    "NEWOBJ": lambda m, _: m.reduce(),
+    "NEWOBJ_EX": lambda m, _: m.new_with_keywords(),
+    "BUILD": lambda m, _: m.build(),
+    "BINPERSID": lambda m, _: m.load_persistent(),
 }

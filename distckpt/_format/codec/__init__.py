@@ -13,7 +13,7 @@ What to expect:
   Counter, deque, defaultdict with a builtin type as its factory, set, frozenset, slice, range,
   Namespace, SimpleNamespace, date, datetime (naive, or with a `datetime.timezone`), timedelta,
   paths of pathlib, dense tensors, torch.dtype, torch.device, torch.Size, numpy arrays and scalars
-  of numbers, dates or text, and registered classes. No subclasses of these.
+  of numbers, dates or text, and registered classes, but no subclasses of these.
 - The same values of the same types in the same order give the same bytes; the order of a set does
   not matter.
 - A value that is referred to twice is written twice; a cycle is an error.
@@ -74,8 +74,10 @@ _Class = TypeVar("_Class", bound=type)
 
 
 def encode(obj: object) -> bytes:
-    """Encode an object as a complete safetensors file; UnsupportedObjectError names what in it
-    cannot be stored.
+    """Encode an object as a complete safetensors file.
+
+    Raises:
+        UnsupportedObjectError: it holds something that cannot be stored; the message names it.
     """
     writer = Writer()
     try:
@@ -93,10 +95,9 @@ def encode(obj: object) -> bytes:
 
 
 def decode(blob: bytes | bytearray | memoryview, *, placeholders: bool = False) -> object:
-    """Decode what `encode` made. Tensors and arrays are copies in memory of their own, which is
-    writable.
+    """Decode what `encode` made. Tensors and arrays are copies, which may be written to.
 
-    Objects of classes that are not registered are an error, or with `placeholders` become
+    Objects of classes that are not registered are an error; with `placeholders`, they become
     `UnknownObject`s.
     """
     view = memoryview(blob).cast("B")
@@ -105,7 +106,7 @@ def decode(blob: bytes | bytearray | memoryview, *, placeholders: bool = False) 
         obj = decode_node(safetensors_file.parse_json(tree), entries, 0)
         require(not entries, f"nothing refers to the entries {sorted(entries)[:3]}")
     except (CheckpointingException, MemoryError):
-        # Sizes are checked against the blob, so it is no sign of damage.
+        # Sizes are checked against the blob, so a lack of memory is no sign of damage.
         raise
     except Exception as error:
         what = f"{type(error).__name__}: {error}"
@@ -121,8 +122,8 @@ def decode(blob: bytes | bytearray | memoryview, *, placeholders: bool = False) 
 def refuse_unknown(
     obj: object, is_wanted: Callable[[tuple[object, ...]], bool] = lambda path: True
 ) -> None:
-    """Raise UnsupportedObjectError if a decoded object holds an object of an unknown class at a
-    wanted place.
+    """Raise UnsupportedObjectError if a decoded object has one of an unknown class in a place that
+    is wanted.
     """
     for path, unknown in unknown_objects(obj):
         if is_wanted(path):
@@ -170,15 +171,15 @@ def register_object_type(
         @dataclasses.dataclass
         class Schedule: ...
 
-    Enum classes, dataclasses and namedtuple classes need no functions: members are stored by name
-    (flags by value), the others by their fields. Such objects are rebuilt from the fields without
-    calling `__init__`; a field that an older checkpoint lacks gets its default. Subclasses are
-    registered on their own.
+    Enum classes, dataclasses and namedtuple classes need no functions. Members of an Enum are
+    stored by name (flags by value), other objects by their fields, from which they are rebuilt
+    without calling `__init__`; a field that an older checkpoint lacks gets its default. Subclasses
+    must be registered themselves.
 
     Args:
         cls: the class. Register it before saving and before loading, on every rank.
-        name: what identifies the class in checkpoints, default `<module>.<qualified name>`. Give
-            one that stays when the class moves.
+        name: identifies the class in checkpoints; by default `<module>.<qualified name>`. Give one
+            that stays the same when the class moves.
         to_state: turns an object into one that can be stored: dicts, lists, tensors and so on.
         from_state: turns such a state back into an object.
 
@@ -187,15 +188,10 @@ def register_object_type(
 
     Raises:
         TypeError: `cls` is not a class, or it needs both functions and they are not given.
-        ValueError: `name` belongs to another class, `cls` has another name already, or distckpt
-            stores it anyway.
+        ValueError: `name` belongs to another class, `cls` has another name already, or its objects
+            are stored without being registered.
     """
-    if not isinstance(cls, type):
-        raise TypeError(f"register_object_type takes a class, not {cls!r}")
-    if (to_state is None) != (from_state is None):
-        raise TypeError(f"{type_name(cls)}: give both to_state and from_state, or neither")
-    if cls in ENCODERS or issubclass(cls, np.generic):
-        raise ValueError(f"{type_name(cls)} is stored without being registered")
+    _check_is_registrable(cls, to_state, from_state)
     if to_state is None or from_state is None:
         to_state, from_state = default_functions(cls)
     if name is None and cls.__module__ in ("__main__", "__mp_main__"):
@@ -205,6 +201,22 @@ def register_object_type(
             cls.__qualname__, type_name(cls), cls.__qualname__, f"my_project.{cls.__qualname__}",
         )  # fmt: skip
     name = type_name(cls) if name is None else name
+    _check_is_free(cls, name)
+    REGISTERED[cls] = REGISTERED_NAMES[name] = Registration(cls, name, to_state, from_state)
+    return cls
+
+
+def _check_is_registrable(cls: type, to_state: object, from_state: object) -> None:
+    if not isinstance(cls, type):
+        raise TypeError(f"register_object_type takes a class, not {cls!r}")
+    if (to_state is None) != (from_state is None):
+        raise TypeError(f"{type_name(cls)}: give both to_state and from_state, or neither")
+    if cls in ENCODERS or issubclass(cls, np.generic):
+        raise ValueError(f"{type_name(cls)} is stored without being registered")
+
+
+def _check_is_free(cls: type, name: str) -> None:
+    """Check that neither the name nor the class is registered otherwise."""
     by_name, by_class = REGISTERED_NAMES.get(name), REGISTERED.get(cls)
     if by_name is not None and by_name.cls is not cls:
         raise ValueError(
@@ -215,8 +227,6 @@ def register_object_type(
         raise ValueError(
             f"{type_name(cls)} is registered under the name {by_class.name!r} already, not {name!r}"
         )
-    REGISTERED[cls] = REGISTERED_NAMES[name] = Registration(cls, name, to_state, from_state)
-    return cls
 
 
 # By name, as classes of programs: an earlier release that reads them says what is missing.
@@ -232,9 +242,8 @@ register_object_type(
 def _join_blob(tree: str, entries: Sequence[Raw]) -> bytes:
     named: dict[str, Raw] = {entry_name(i): raw for i, raw in enumerate(entries)}
     metadata = {"codec_version": CODEC_VERSION, "tree": tree}
-    encoded = (
-        tree.encode()
-    )  # Always: a lone surrogate, in the name of a registered class, is an error.
+    # A lone surrogate, in the name of a registered class, is an error even in a short tree.
+    encoded = tree.encode()
     if len(tree) > _MAX_TREE_CHARS:
         named[_TREE_ENTRY] = encoded
         metadata = {"codec_version": CODEC_VERSION, "tree_entry": _TREE_ENTRY}

@@ -1,6 +1,4 @@
-"""Reading direction of the codec: a tree and its entries become an object. It builds no types but
-those it lists.
-"""
+"""Reading side of the codec: a tree and its entries become an object, of the types listed here."""
 
 from __future__ import annotations
 
@@ -41,8 +39,8 @@ _MAX_COLLISIONS = 1024
 
 
 class Entries(dict[str, memoryview]):
-    """Entries of a blob that the tree has not referred to yet. Each can be used once, so that no
-    bytes multiply.
+    """Entries of a blob that the tree has not referred to yet. Each can be used only once, so that
+    a small blob cannot make a large object.
     """
 
     has_unknown = False
@@ -50,8 +48,8 @@ class Entries(dict[str, memoryview]):
 
 
 def decode_node(node: Json, entries: Entries, depth: int) -> Any:
-    """Build the object of a tree that lies in `depth` levels of JSON, and take what it refers to
-    out of `entries`.
+    """Return the object of a tree that lies `depth` levels deep in the JSON, and take what it
+    refers to out of `entries`.
     """
     # One call per level of JSON: a container takes up to four levels, a leaf inside it up to three.
     require(depth <= 4 * MAX_DEPTH + 3, f"more than {MAX_DEPTH} containers in one another")
@@ -91,11 +89,9 @@ def _take(number: object, entries: Entries) -> memoryview:
 
 
 def _decode_bytes(payload: object, entries: Entries) -> bytes:
-    return (
-        base64.b64decode(payload, validate=True)
-        if isinstance(payload, str)
-        else bytes(_take(payload, entries))
-    )
+    if isinstance(payload, str):
+        return base64.b64decode(payload, validate=True)
+    return bytes(_take(payload, entries))
 
 
 def _decode_tensor(payload: Any, entries: Entries) -> torch.Tensor:
@@ -122,7 +118,7 @@ def _check_size(shape: Any, item_bytes: int, raw: memoryview | bytes) -> None:
         type(shape) is list and all(type(n) is int and n >= 0 for n in shape),
         f"invalid shape {shape!r:.100}",
     )
-    # The product of very many sizes takes for ever.
+    # The product of very many sizes takes forever.
     require(len(shape) <= _MAX_NDIM, f"{len(shape)} axes")
     # The second: on some shapes without elements, numpy and torch overflow.
     require(

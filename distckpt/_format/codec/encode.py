@@ -1,6 +1,4 @@
-"""Writing direction of the codec: an object becomes a tree and the entries that the tree refers
-to.
-"""
+"""Writing side of the codec: an object becomes a tree and the entries that the tree refers to."""
 
 from __future__ import annotations
 
@@ -46,12 +44,12 @@ class Writer:
     """State of one encoding.
 
     Attributes:
-        path: for each container around the current value, how and under what that value stands in
-            it.
+        path: for each container around the current value, the form and the name of the step that
+            leads into it.
         enclosing: ids of these containers, to find cycles.
-        entries: bytes found so far that stand outside of the tree.
-        inline: keep bytes in the tree. Set in keys and sets: the arbitrary order of a set would
-            number the entries.
+        entries: bytes that lie outside the tree, so far.
+        inline: whether bytes stay in the tree, as they do in keys and sets: otherwise the arbitrary
+            order of a set would number the entries.
     """
 
     def __init__(self) -> None:
@@ -61,7 +59,7 @@ class Writer:
         self.inline = False
 
     def enter(self, container: object) -> None:
-        """Begin with the items of a container."""
+        """Begin a container."""
         if id(container) in self.enclosing:
             raise self.unsupported(
                 container, "it contains itself", "Break the cycle before saving."
@@ -74,12 +72,12 @@ class Writer:
         self.path.append((_SAME, None))
 
     def leave(self, container: object) -> None:
-        """End with the items of the container that was entered last."""
+        """End the container that was begun last."""
         self.path.pop()
         self.enclosing.discard(id(container))
 
     def unsupported(self, obj: object, reason: str, advice: str) -> UnsupportedObjectError:
-        """Make the error that tells where `obj` stands, why it cannot be stored and what to do."""
+        """Return the error that says where `obj` is, why it cannot be stored and what to do."""
         where = (
             "".join(_segment_text(template, value) for template, value in self.path) or "the object"
         )
@@ -88,9 +86,7 @@ class Writer:
         )
 
     def add_entry(self, obj: object, raw: Raw) -> int:
-        """Keep the bytes of `obj` outside of the tree; return the number by which the tree refers
-        to them.
-        """
+        """Keep the bytes of `obj` outside the tree; return the number of their entry."""
         if self.inline:
             raise self.unsupported(
                 obj, "it stands in a set or in a dict key", "Keep it in a list or a dict value."
@@ -103,9 +99,7 @@ _Encoder = Callable[[Any, Writer], Json]
 
 
 def encode_node(obj: object, writer: Writer) -> Json:
-    """Return the tree of an object; the bytes that stand outside of it are appended to
-    `writer.entries`.
-    """
+    """Return the tree of an object; bytes outside it are added to `writer.entries`."""
     return _encoder_of(obj, writer)(obj, writer)
 
 
@@ -141,7 +135,10 @@ def _refusal(obj: object) -> tuple[str, str]:
         arguments = cls.__name__
     except TypeError:
         arguments = f"{cls.__name__}, to_state=..., from_state=..."
-    advice = f"Register its class before saving and before loading: distckpt.register_object_type({arguments})."
+    advice = (
+        "Register its class before saving and before loading: "
+        f"distckpt.register_object_type({arguments})."
+    )
     base = next((base for base in cls.__mro__ if base in ENCODERS), None)
     if base is None:
         return "its class is not registered", advice
@@ -203,22 +200,17 @@ def _encode_float(obj: float, writer: Writer) -> Json:
 
 
 def _encode_str(obj: str, writer: Writer) -> Json:
-    # Lone surrogates: JSON would join two of them to one character, and a safetensors header is
-    # UTF-8.
-    return (
-        obj
-        if _is_unicode(obj)
-        else {"$str": base64.b64encode(obj.encode("utf-8", "surrogatepass")).decode()}
-    )
+    if _is_unicode(obj):
+        return obj
+    # JSON would join two lone surrogates to one character, and a safetensors header is UTF-8.
+    return {"$str": base64.b64encode(obj.encode("utf-8", "surrogatepass")).decode()}
 
 
 def _encode_bytes(obj: bytes | bytearray, writer: Writer) -> Json:
-    inline = writer.inline or len(obj) <= _INLINE_BYTES
-    return {
-        f"${type(obj).__name__}": base64.b64encode(obj).decode()
-        if inline
-        else writer.add_entry(obj, obj)
-    }
+    tag = f"${type(obj).__name__}"
+    if writer.inline or len(obj) <= _INLINE_BYTES:
+        return {tag: base64.b64encode(obj).decode()}
+    return {tag: writer.add_entry(obj, obj)}
 
 
 def _encode_tensor(obj: torch.Tensor, writer: Writer) -> Json:
@@ -251,7 +243,10 @@ def _encode_scalar(obj: np.generic, writer: Writer) -> Json:
 
 def _dtype_text(obj: npt.NDArray[Any] | np.generic, writer: Writer) -> str:
     if not is_plain_dtype(obj.dtype):
-        advice = "Convert it to numbers, dates or text: object arrays to lists, structured arrays to a dict of fields."
+        advice = (
+            "Convert it to numbers, dates or text: object arrays to lists, structured arrays to a "
+            "dict of fields."
+        )
         raise writer.unsupported(obj, f"its dtype {obj.dtype} has no portable bytes", advice)
     return str(obj.dtype.str)
 
@@ -266,10 +261,10 @@ def _encode_as(name: str, obj: object, state: object, writer: Writer) -> Json:
 
 
 class UnknownObject:
-    """A stored object whose class this program has not registered under the name that was stored.
+    """A stored object of a class that this program has not registered under the stored name.
 
-    It is saved again as it was stored. Anything else that is done with it is an error that names
-    the class.
+    It can only be saved again, as it was stored. Any other use raises an error that names the
+    class.
 
     Attributes:
         name: name of the class in the checkpoint.
@@ -310,8 +305,8 @@ class UnknownObject:
 def unknown_objects(
     obj: object, path: tuple[object, ...] = ()
 ) -> Iterator[tuple[tuple[object, ...], UnknownObject]]:
-    """Yield the objects of unknown classes in a decoded object, with the keys and positions that
-    lead to them.
+    """Yield the objects of unknown classes in a decoded object, each after the keys and positions
+    that lead to it.
     """
     if isinstance(obj, UnknownObject):
         yield path, obj
@@ -332,7 +327,7 @@ def unknown_objects(
 
 
 def how_to_register(unknown: UnknownObject) -> str:
-    """Say how to get the objects themselves."""
+    """Say what to register so that an object of an unknown class is decoded."""
     while inner := next(unknown_objects(unknown.state), None):
         _, unknown = inner
     name = unknown.name
@@ -344,7 +339,7 @@ def how_to_register(unknown: UnknownObject) -> str:
 
 
 def _encode_state(kind: str, to_state: Callable[[Any], object]) -> _Encoder:
-    """Make an encoder for a type that is stored as a state of simpler types."""
+    """Return an encoder for a type that is stored as a state of simpler types."""
     return lambda obj, writer: {f"${kind}": encode_node(to_state(obj), writer)}
 
 
@@ -410,9 +405,7 @@ ENCODERS: dict[type, _Encoder] = {
 def collect_fingerprints(
     obj: object, name: str, writer: Writer, found: dict[str, tuple[str, object]]
 ) -> None:
-    """Put a hash of each leaf of `obj`, whose path is `name`, and the leaf into `found` under the
-    path of the leaf.
-    """
+    """Add the leaves of `obj` and their hashes to `found`, by path; that of `obj` is `name`."""
     if type(obj) not in (dict, list) or not obj:
         writer.entries.clear()
         digest = xxhash.xxh3_64(to_text(encode_node(obj, writer)).encode())
@@ -422,19 +415,16 @@ def collect_fingerprints(
         return
     items: list[tuple[object, object]]
     if isinstance(obj, dict):
-        items, suffixes = (
-            list(obj.items()),
-            [_key_suffix(node) for node in _encode_inline(obj, _KEY, writer)],
-        )
+        items = list(obj.items())
+        suffixes = [_key_suffix(node) for node in _encode_inline(obj, _KEY, writer)]
     else:
         items = list(enumerate(cast("list[object]", obj)))
         suffixes = [f"[{i}]" for i, _ in items]
     writer.enter(obj)
     for (key, child), suffix in zip(items, suffixes, strict=True):
         writer.path[-1] = (_ITEM, key)
-        collect_fingerprints(
-            child, name + suffix if name else suffix.removeprefix("."), writer, found
-        )
+        path = name + suffix if name else suffix.removeprefix(".")
+        collect_fingerprints(child, path, writer, found)
     writer.leave(obj)
 
 
@@ -456,7 +446,6 @@ def _is_unicode(text: str) -> bool:
 def _segment_text(template: str, value: object) -> str:
     try:
         return template.format(f"{value!r:.60}" if template == _ITEM else value)
-    except (
-        Exception
-    ):  # Whatever the repr of a key raises, the error that is being described matters more.
+    except Exception:
+        # Whatever the repr of a key raises, the error that is being described matters more.
         return template.format("?")

@@ -21,7 +21,7 @@ import numpy as np
 import torch
 
 MAX_DEPTH = 128
-"""Containers inside one another. Each takes up to four Python calls, of 1000 that Python allows by
+"""Containers inside one another. Each takes up to four nested calls, of which Python allows 1000 by
 default.
 """
 
@@ -41,9 +41,7 @@ class Hole:
 
 
 HOLE = Hole()
-"""Marks the place in a list of a value that is kept elsewhere, so that the other items keep their
-positions.
-"""
+"""Takes the place in a list of a value that is kept elsewhere, so that other items keep theirs."""
 
 
 FACTORIES: dict[str | None, type | None] = {
@@ -77,13 +75,11 @@ TENSOR_DTYPES = {
     for name, dtype in DTYPES.items()
     if re.fullmatch(r"bool|u?int(8|16|32|64)|b?float\d+(_\w+)?|complex\d+", name)
 }
-"""Those with ordinary items: quantised and sub-byte integer types are left out."""
+"""Dtypes with ordinary items, without quantized and sub-byte integer types."""
 
 
 def is_plain_dtype(dtype: np.dtype[Any]) -> bool:
-    """Tell whether items are bytes that mean the same on every machine, and `dtype.str` describes
-    them fully.
-    """
+    """Tell whether items mean the same on every machine, and `dtype.str` describes them fully."""
     ordinary = (
         dtype.kind in "biufcSUVmM"
         and dtype.char not in "gG"
@@ -107,30 +103,28 @@ def entry_name(number: object) -> str:
 
 
 def is_tagged(node: Mapping[str, object]) -> bool:
-    """Tell whether a JSON object is `{"$<kind>": <payload>}`; a dict that looks like this is stored
-    as pairs.
+    """Tell whether a JSON object is `{"$<kind>": <payload>}`; dicts that look so are stored as
+    pairs.
     """
     return len(node) == 1 and next(iter(node)).startswith("$")
 
 
 def type_name(cls: type) -> str:
-    """Name a class with its module, a builtin one without."""
+    """Return the name of a class with its module, which builtin classes go without."""
     return (
         cls.__qualname__ if cls.__module__ == "builtins" else f"{cls.__module__}.{cls.__qualname__}"
     )
 
 
 def require(condition: bool, what: str) -> None:
-    """Raise ValueError unless what is read fulfils a condition; `decode` turns it into
-    CorruptCheckpointError.
-    """
+    """Raise ValueError unless a condition holds; `decode` makes a CorruptCheckpointError of it."""
     if not condition:
         raise ValueError(what)
 
 
 class Registration(NamedTuple):
-    """A registered class, its name in checkpoints, and the functions that make a state of an object
-    and the reverse.
+    """A registered class, its name in checkpoints, and the functions that turn its objects into
+    states and back.
     """
 
     cls: type
@@ -147,8 +141,8 @@ REGISTERED_NAMES: dict[str, Registration] = {}
 def registration_of(cls: Any) -> Registration | None:
     """Return how objects of a class are stored; None for a class that is not registered.
 
-    The Enum classes, dataclasses and namedtuple classes of Megatron's packages need not be: their
-    first use does it.
+    The Enum classes, dataclasses and namedtuple classes of Megatron's packages are registered when
+    they are first used.
     """
     if cls not in REGISTERED:
         name = type_name(cls)
@@ -161,15 +155,15 @@ def registration_of(cls: Any) -> Registration | None:
 
 
 def registration_named(name: Any) -> Registration | None:
-    """Return how objects of the class of a name are stored; None where no such class is known."""
+    """Return how objects of the class with a name are stored; None if there is no such class."""
     if name not in REGISTERED_NAMES and (cls := _imported_from_megatron(name)) is not None:
         registration_of(cls)
     return REGISTERED_NAMES.get(name)
 
 
 def _imported_from_megatron(name: Any) -> Any:
-    """Find a class in modules of Megatron that the program has imported; None where it is not
-    there.
+    """Return a class from the modules of Megatron that the program has imported, None if none has
+    it.
     """
     parts = name.split(".") if type(name) is str and name.startswith("megatron.") else []
     for count in range(len(parts) - 1, 1, -1):
@@ -183,37 +177,47 @@ def _imported_from_megatron(name: Any) -> Any:
     return None
 
 
-def default_functions(cls: Any) -> tuple[Callable[[Any], object], Callable[[Any], object]]:
-    """Return to_state and from_state of an Enum class, dataclass or namedtuple class; TypeError for
-    another class.
+_Functions = tuple[Callable[[Any], object], Callable[[Any], object]]
+"""`to_state` and `from_state` of a class."""
+
+
+def default_functions(cls: Any) -> _Functions:
+    """Return to_state and from_state of an Enum class, dataclass or namedtuple class.
+
+    Raises:
+        TypeError: it is another class.
     """
     if issubclass(cls, enum.Flag):
         return (lambda member: member.value), cls
     if issubclass(cls, enum.Enum):
         return (lambda member: member.name), lambda name: cls[name]
     if "__dataclass_fields__" in vars(cls):
-        fields = dataclasses.fields(cls)
-        factories = {
-            f.name: f.default_factory
-            for f in fields
-            if f.default_factory is not dataclasses.MISSING
-        }
-        defaults = {
-            f.name: (lambda f=f: f.default) for f in fields if f.default is not dataclasses.MISSING
-        }
-        rebuild = functools.partial(_rebuild_dataclass, cls)
-        return _field_functions(
-            [field.name for field in fields], {**defaults, **factories}, rebuild
-        )
+        return _functions_of_dataclass(cls)
     if issubclass(cls, tuple) and hasattr(cls, "_fields"):
-        defaults = {
-            name: (lambda value=value: value) for name, value in cls._field_defaults.items()
-        }
-        return _field_functions(cls._fields, defaults, lambda values: cls._make(values.values()))
+        return _functions_of_namedtuple(cls)
     raise TypeError(
         f"{type_name(cls)} is no Enum class, dataclass or namedtuple class: give to_state, which "
         "turns an object into one that can be stored, and from_state, which turns it back"
     )
+
+
+def _functions_of_dataclass(cls: Any) -> _Functions:
+    fields = dataclasses.fields(cls)
+    defaults: dict[str, Callable[[], object]] = {}
+    for field in fields:
+        if field.default is not dataclasses.MISSING:
+            defaults[field.name] = functools.partial(getattr, field, "default")
+        if field.default_factory is not dataclasses.MISSING:
+            defaults[field.name] = field.default_factory
+    names = [field.name for field in fields]
+    return _functions_of_fields(names, defaults, functools.partial(_rebuild_dataclass, cls))
+
+
+def _functions_of_namedtuple(cls: Any) -> _Functions:
+    defaults = {
+        name: functools.partial(cls._field_defaults.get, name) for name in cls._field_defaults
+    }
+    return _functions_of_fields(cls._fields, defaults, lambda values: cls._make(values.values()))
 
 
 def _rebuild_dataclass(cls: Any, values: dict[str, object]) -> object:
@@ -223,11 +227,11 @@ def _rebuild_dataclass(cls: Any, values: dict[str, object]) -> object:
     return obj
 
 
-def _field_functions(
+def _functions_of_fields(
     names: Sequence[str],
     defaults: Mapping[str, Callable[[], object]],
     rebuild: Callable[[dict[str, object]], object],
-) -> tuple[Callable[[Any], object], Callable[[Any], object]]:
+) -> _Functions:
     """Return to_state and from_state of a class whose objects are stored by their fields."""
 
     def to_state(obj: object) -> object:

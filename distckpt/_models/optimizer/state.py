@@ -140,7 +140,7 @@ def joined_state(
 
 
 def _scalars_of(entry: Entry) -> Mapping[str, torch.dtype]:
-    """Return the dtypes of tensors without axes; checkpoints of early versions do not name them."""
+    """Return the dtypes of tensors without axes, which early checkpoints do not name."""
     has_step = type(entry["values"].get("step")) is float
     scalars: Mapping[str, torch.dtype] = entry.get(
         "scalars", {"step": torch.float32} if has_step else {}
