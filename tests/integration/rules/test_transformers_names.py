@@ -184,7 +184,7 @@ def test_configurations_that_say_too_little(tmp_path):
     with pytest.raises(CheckpointingException, match="does not name its model_type"):
         distckpt.families.rules({}, "megatron")
     with pytest.raises(
-        CheckpointingException, match=r"model_type 'nonsense' are not supported; those of .*llama"
+        CheckpointingException, match=r"model_type 'nonsense' are not supported. Supported are .*llama"
     ):
         distckpt.families.rules({"model_type": "nonsense"}, "megatron")
     for model_type, why in (
