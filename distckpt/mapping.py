@@ -6,9 +6,9 @@ what `save` and `load` take.
 
 Words used below. The *key* names a global tensor or object. A *shard* is the part of it that one
 rank holds. The *grid* is the division of each axis of the global tensor among shards; it is regular
-when all shards have one shape. *Prepended axes* are axes that the global tensor has in front of
-the shard's own, each of size 1 in it. A *flat* shard holds a run of elements of the row-major
-flattened local tensor rather than all of it.
+when all shards have one shape. *Prepended axes* are axes that the global tensor has in front of the
+shard's own, each of size 1 in it. A *flat* shard holds a run of elements of the row-major flattened
+local tensor rather than all of it.
 """
 
 from distckpt._base.public import set_public_home

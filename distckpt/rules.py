@@ -1,5 +1,5 @@
-"""Rules that turn the tensors of one checkpoint into those of another: names and shapes only, no
-data.
+"""Rules that turn the tensors of one checkpoint into the tensors of another: names and shapes only,
+no data.
 
 Two programs store the same model under other names, with layers stacked, projections fused,
 vocabularies padded. A list of rules says how one gets from the first form to the second. Rules are

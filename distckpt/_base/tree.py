@@ -138,7 +138,7 @@ def extract_matching_values(
     predicate: Callable[[Any], bool],
     return_lists_as_dicts: bool = False,
 ) -> tuple[Any, Any]:
-    """Split nested containers into the leaves that match and those that do not.
+    """Split nested containers into leaves that match and leaves that do not.
 
     Both halves keep the nesting of `x`. A container that ends up without leaves is left out of its
     half, except that a dict value which was empty from the start stays in the second half. An empty
@@ -209,9 +209,7 @@ def _diff_common(
     common: Iterable[tuple[Any, Any, Any]],
     prefix: Position,
 ) -> DiffResult:
-    """Add the differences between values on both sides, given as (key, left, right), to those
-    found before.
-    """
+    """Add the differences between values on both sides, given as (key, left, right)."""
     mismatch: list[Any] = []
     for key, left_value, right_value in common:
         left, right, differing = diff(left_value, right_value, (*prefix, key))
@@ -307,9 +305,7 @@ def dict_map(f: Callable[[Any], Any], d: dict[Any, Any]) -> None:
 
 
 def dict_map_with_key(f: Callable[[Any, Any], Any], d: dict[Any, Any]) -> None:
-    """Replace each leaf by `f(key, leaf)`, in place; `key` is the innermost dict key or list
-    index.
-    """
+    """Replace each leaf by `f(key, leaf)`, in place; `key` is the last key or index on the way."""
     for container, key, value in nested_items_iter(d):
         container[key] = f(key, value)
 

@@ -23,8 +23,8 @@ INTEGERS = (int, Integral)
 class OpenReplicaId(tuple[int, ...]):
     """A replica id that leaves open which copy of a shard is the main one.
 
-    Among the ranks that hold the same region it is the copy of the lowest one, of those whose first
-    number is 0 if there are any. Where a copy has the replica id 0 otherwise, that one is it.
+    A copy with the plain replica id 0 is the main one if there is one. Otherwise it is the copy of
+    the lowest rank, among copies whose first number is 0 if there are any.
     """
 
 
@@ -53,9 +53,7 @@ class ShardedBase(ABC):
 
     @abstractmethod
     def validate_metadata_integrity(self) -> None:
-        """Check that the attributes agree with one another; InvalidShardingError when they do
-        not.
-        """
+        """Check that the attributes agree with one another, else raise InvalidShardingError."""
 
     @abstractmethod
     def without_data(self) -> ShardedBase:

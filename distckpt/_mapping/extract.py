@@ -41,8 +41,8 @@ def extract_sharded_tensors(
     """Split a state dict into its `ShardedTensor`s and the rest.
 
     This and the functions like it return two halves of nested dicts and lists: what they name, and
-    all else. They keep the nesting, compact lists, and do not change their argument; see
-    `dict_utils.extract_matching_values`.
+    everything else. They keep the nesting, close gaps in lists, and do not change their argument;
+    see `dict_utils.extract_matching_values`.
     """
     return extract_matching_values(sharded_state_dict, lambda v: is_a(v, ShardedTensor))
 
@@ -71,9 +71,7 @@ def extract_sharded_tensors_or_nonpersistent(
 def extract_sharded_base(
     sharded_state_dict: ShardedStateDict,
 ) -> tuple[ShardedStateDict, StateDict]:
-    """Split a state dict into its `ShardedBase` values (shards, objects, factories), and the
-    rest.
-    """
+    """Split a state dict into `ShardedBase` values (shards, objects, factories) and the rest."""
     return extract_matching_values(sharded_state_dict, lambda v: is_a(v, ShardedBase))
 
 
@@ -94,7 +92,7 @@ def add_prefix_for_sharding(sharded_state_dict: ShardedStateDict, prefix: str) -
 def replace_prefix_for_sharding(
     sharded_state_dict: ShardedStateDict, old_prefix: str, new_prefix: str
 ) -> None:
-    """Exchange the prefix that the keys of all wrapped values have, in place.
+    """Replace the prefix that the keys of all wrapped values have, in place.
 
     Raises:
         ValueError: a key does not start with `old_prefix`; nothing is changed then.
@@ -109,10 +107,10 @@ def replace_prefix_for_sharding(
 
 
 def apply_prefix_mapping(sharded_state_dict: ShardedStateDict, prefix_map: dict[str, str]) -> None:
-    """Exchange prefixes in the keys of wrapped values, in place.
+    """Replace prefixes of the keys of wrapped values, in place.
 
-    Of `prefix_map`, old prefix to new, the first that a key starts with counts. Keys that start
-    with none stay.
+    `prefix_map` gives the new prefix for each old one. The first old prefix that a key starts with
+    counts; other keys stay.
     """
 
     def rename(key: str) -> str:

@@ -1,7 +1,7 @@
-"""Tell what a leaf of a sharded state dict is: an object of distckpt, or the one of Megatron Core
-of the same name.
+"""Tell what a leaf of a sharded state dict is: an object of distckpt, or its counterpart of
+Megatron Core.
 
-Megatron's classes are recognised by their names and fields: it need not be installed, and any
+Megatron's classes are recognized by their names and fields: it need not be installed, and any
 version of it will do.
 """
 

@@ -181,10 +181,10 @@ class ShardedTensor(ShardedBase):
         )
 
     def local_coordinates(self) -> tuple[npt.NDArray[np.intp], ...]:
-        """Return where in the local tensor the elements of a flat shard lie; for others
-        InvalidShardingError.
+        """Return where in the local tensor the elements of a flat shard lie.
 
         One index array per axis of `local_shape`, each with one entry per element, in order.
+        InvalidShardingError if the shard is not flat.
         """
         start, stop = self._flat_bounds()
         if not self.local_shape:
@@ -192,11 +192,11 @@ class ShardedTensor(ShardedBase):
         return tuple(np.unravel_index(np.arange(start, stop), self.local_shape))
 
     def global_coordinates(self) -> tuple[npt.NDArray[np.intp] | int, ...]:
-        """Return where in the global tensor the elements of a flat shard lie; for others
-        InvalidShardingError.
+        """Return where in the global tensor the elements of a flat shard lie.
 
         One entry per global axis: an int for a prepended axis, an index array for another, so that
         `global_tensor[shard.global_coordinates()]` are the elements in order.
+        InvalidShardingError if the shard is not flat.
         """
         prepended, offsets = self._split_axes(self.global_offset)
         local = self.local_coordinates()
@@ -265,7 +265,8 @@ class ShardedTensor(ShardedBase):
                 counted in the global tensor, prepended axes included. Axes that are not mentioned
                 are not divided.
             replica_id: which copy of this shard this is, see `is_main_replica`.
-            prepend_axis_num: number of axes that the global tensor has in front of those of `data`.
+            prepend_axis_num: number of axes that the global tensor has in front of the axes of
+                `data`.
             flattened_range: must be None, see `from_rank_offsets_flat`.
             init_kwargs: further attributes of the class.
 
@@ -294,7 +295,7 @@ class ShardedTensor(ShardedBase):
         prepend_axis_num: int = 0,
         **init_kwargs: Any,
     ) -> ShardedTensor:
-        """Make a flat shard: a run of elements of a local tensor, whose grid is that of
+        """Make a flat shard: a run of elements of a local tensor, with the grid of
         `from_rank_offsets`.
 
         Args:

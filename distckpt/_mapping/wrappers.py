@@ -1,14 +1,6 @@
-"""Classes that give the values in a state dict their place in a checkpoint.
+"""The sharded classes other than `ShardedTensor`, and functions that take them.
 
-Model authors wrap their tensors, mostly with `ShardedTensor.from_rank_offsets`, and other per-rank
-values with `ShardedObject`. A state dict that holds such wrappers is a *sharded state dict*; it is
-what `save` and `load` take.
-
-Words used below. The *key* names a global tensor or object. A *shard* is the part of it that one
-rank holds. The *grid* is the division of each axis of the global tensor among shards; it is regular
-when all shards have one shape. *Prepended axes* are axes that the global tensor has in front of
-the shard's own, each of size 1 in it. A *flat* shard holds a run of elements of the row-major
-flattened local tensor rather than all of it.
+`distckpt.mapping` is the public path and defines the words.
 """
 
 from __future__ import annotations

@@ -26,11 +26,9 @@ from distckpt._mapping.wrappers import ReplicaId, ShardedTensor, ShardedTensorFa
 from distckpt._models.fused import FusedPart, parts_factory
 
 Runs: TypeAlias = tuple[tuple[int, int], ...]
-"""Ranges `(start, stop)` of one axis, none empty, in the order in which the local tensor has
-them.
-"""
+"""Ranges `(start, stop)` of one axis, not empty, in the order of the local tensor."""
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
-"""What most tensors are, asked about first."""
+"""The types of most tensors, asked about first."""
 _Split: TypeAlias = tuple[int, int, int, int]
 """Mesh axis, tensor axis, split factor (1 unless strided), number of parts."""
 
@@ -46,14 +44,13 @@ def local_part(tensor: Any) -> Any:
     """Return the part of a DTensor that this rank holds, and other values as they are."""
     if not is_dtensor(tensor):
         return tensor
-    # to_local() may give a new object, but others find the parameter by id() of the part that lives
-    # on.
+    # Not to_local(), which may give a new object: the part is found by its id().
     return tensor._local_tensor
 
 
 @functools.lru_cache(maxsize=16)
 def _lowest_rank(mesh: Any) -> int:
-    # A mesh makes this array anew each time.
+    # A mesh makes this array each time it is asked for it.
     return int(mesh.mesh.min())
 
 

@@ -1,16 +1,4 @@
-"""Mixtures of experts: the experts of a rank as parts of tensors that have an axis for all experts.
-
-Expert parallel ranks hold different experts under the same names, counted from 0 on each. In a
-checkpoint an expert needs the number it has in the whole model. Describe the experts of one rank as
-if there were no others, and let one of these functions number them:
-
-    experts = [expert.sharded_state_dict("experts.") for expert in self.local_experts]
-    state["experts"] = sequential_experts(experts, ep_rank, ep_size, expert_dp_rank=expert_dp_rank)
-
-Whichever function is used, what is stored is the same: tensors with one axis in front of an
-expert's own, of as many indices as the model has experts. So the number of expert parallel ranks
-can change, and so can the way in which the model holds its experts.
-"""
+"""Mixtures of experts. `distckpt.experts` is the public path and tells how they are stored."""
 
 from __future__ import annotations
 
@@ -46,17 +34,17 @@ def sequential_experts(
     Args:
         experts: for each expert of this rank, in order, its sharded state dict, in which all
             experts have the same keys. All ranks hold the same number of experts.
-        ep_rank: position of this rank among those that hold different experts.
+        ep_rank: position of this rank among the ranks that hold different experts.
         ep_size: number of such ranks.
-        expert_dp_rank: position of this rank among those that hold the same part of the same
-            experts, 0 if no other does. It becomes the last number of all replica ids, in place of
-            the data parallel rank, which counts ranks with other experts, too. None leaves the
-            replica ids: those of DTensors are right already.
+        expert_dp_rank: position of this rank among the ranks that hold the same part of the same
+            experts, 0 if there are no others. It becomes the last number of all replica ids, in
+            place of the data parallel rank, which also counts ranks with other experts. None leaves
+            the replica ids as they are, which is right for DTensors.
 
     Returns:
         The same state dicts, with an axis of all experts in front of the axes of each tensor,
-        behind axes that are prepended already (that of the layers, say). Objects get it as their
-        last axis. The arguments are not changed.
+        behind axes that are prepended already (for layers, say). Objects get it as their last axis.
+        The arguments are not changed.
 
     Raises:
         InvalidShardingError: no such rank.
@@ -77,11 +65,11 @@ def grouped_experts(
     """Number the experts of a rank that has all of them in one tensor, one after another along its
     first axis.
 
-        fc2 = ShardedTensor.from_rank_offsets("experts.fc2", weight, (2, tp_rank, tp_size))  #
-        [local experts, out, in] state.update(grouped_experts({"fc2": fc2}, ep_rank, ep_size,
-        expert_dp_rank=0))
+        # The weight has the shape [local experts, out, in].
+        fc2 = ShardedTensor.from_rank_offsets("experts.fc2", weight, (2, tp_rank, tp_size))
+        state.update(grouped_experts({"fc2": fc2}, ep_rank, ep_size, expert_dp_rank=0))
 
-    `ep_rank`, `ep_size` and `expert_dp_rank` are those of `sequential_experts`.
+    `ep_rank`, `ep_size` and `expert_dp_rank` are described in `sequential_experts`.
 
     Args:
         state_dict: shards and factories of tensors of local shape `[local experts, ...]`; prepended
@@ -115,23 +103,24 @@ def grouped_mlp_sharded_state_dict(
     tp_size: int = 1,
     expert_dp_rank: int = 0,
 ) -> ShardedStateDict:
-    """Describe experts whose weights are in two matrices, like those of Megatron's `GroupedMLP`.
+    """Describe experts whose weights are in two matrices, as in Megatron's `GroupedMLP`.
 
-    Stored are, as Megatron stores them, `<prefix>experts.linear_fc1.weight`, [experts, features,
-    hidden], and `<prefix>experts.linear_fc2.weight`, [experts, hidden, features]: for each expert
-    two linear layers, whose features are divided among tensor parallel ranks, gate before up.
-    `ep_rank`, `ep_size` and `expert_dp_rank` are those of `sequential_experts`.
+    They are stored as Megatron stores them: `<prefix>experts.linear_fc1.weight`, [experts,
+    features, hidden], and `<prefix>experts.linear_fc2.weight`, [experts, hidden, features]. Each
+    expert has two linear layers, whose features are divided among tensor parallel ranks, gate
+    before up. `ep_rank`, `ep_size` and `expert_dp_rank` are described in `sequential_experts`.
 
     Args:
         weight1: of shape [hidden, local experts * width], which holds expert after expert: it is
             used as `weight1.view(local experts, hidden, width)`. The width is the number of
-            features on this rank; twice that with gate, those of gate before those of up.
+            features on this rank, or twice that if `gated`: all of gate, then all of up.
         weight2: of shape [local experts * features on this rank, hidden].
         prefix: what the keys start with.
-        sharded_offsets: axes to prepend, as (axis, position, size): that of the layers, say.
+        sharded_offsets: axes to prepend, as (axis, position, size): for layers, say.
         num_local_experts: number of experts that each rank holds.
         gated: whether `weight1` holds gate and up (SwiGLU).
-        tp_rank: position of this rank among those that hold different features of the same experts.
+        tp_rank: position of this rank among the ranks that hold different features of the same
+            experts.
         tp_size: number of such ranks.
 
     Returns:
@@ -145,10 +134,8 @@ def grouped_mlp_sharded_state_dict(
     num_projections = 2 if gated else 1
     hidden, features = weight1.shape[0], weight2.shape[0] // num_local_experts
     layers = sorted(sharded_offsets)
-    layer, num_layers = (
-        tuple(position for _, position, _ in layers),
-        tuple(size for _, _, size in layers),
-    )
+    layer = tuple(position for _, position, _ in layers)
+    num_layers = tuple(size for _, _, size in layers)
 
     def factory(
         name: str, weight: torch.Tensor, num_in: int, num_out: int, parts: list[FusedPart]
@@ -186,7 +173,7 @@ def grouped_mlp_sharded_state_dict(
 
 
 def _map_shards(tree: Any, change: Callable[[Any], Any], expert_dp_rank: int | None) -> Any:
-    """Change the shards and objects in nested containers, also those that factories build, and all
+    """Change the shards and objects in nested containers and those that factories build, and all
     replica ids.
     """
 

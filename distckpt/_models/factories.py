@@ -1,20 +1,4 @@
-"""Factories for fused parameters: SwiGLU gate and up, attention query, key and value.
-
-A layer that computes several projections at once keeps their weights in one parameter. Its rows on
-one rank are a part of *each* projection, so they do not lie together in any global tensor, and
-which rows they are depends on the number of tensor parallel ranks. The factories here store every
-part at its place in one global tensor that does not depend on that number:
-
-    fused = ShardedTensor.from_rank_offsets("mlp.linear_fc1.weight", weight, (0, tp_rank, tp_size))
-    state["mlp.linear_fc1.weight"] = swiglu_factory(fused)
-
-The shard handed to a factory describes the fused parameter as if it were one matrix divided among
-the ranks in order. It may be a part of any size, and flat. Optimizer states are made by replacing
-`key`, `data` and, for a flat part, `flattened_range` of the factory.
-
-Loading writes into the memory of the parameter, and merging gives that very memory back, without a
-copy.
-"""
+"""Factories for fused parameters. `distckpt.factories` is the public path and explains them."""
 
 from __future__ import annotations
 
@@ -33,17 +17,18 @@ def swiglu_factory(
 ) -> ShardedTensorFactory:
     """Make the factory of a fused gate and up projection.
 
-        fused = ShardedTensor.from_rank_offsets("mlp.linear_fc1.weight", weight, (0, tp_rank,
-        tp_size)) state["mlp.linear_fc1.weight"] = swiglu_factory(fused)
+        key = "mlp.linear_fc1.weight"
+        fused = ShardedTensor.from_rank_offsets(key, weight, (0, tp_rank, tp_size))
+        state[key] = swiglu_factory(fused)
 
-    Each rank holds its part of gate, then its part of up. Stored is [gate; up]: one tensor of the
-    global shape of `shard`, all rows of gate before all rows of up, as Megatron stores it.
+    Each rank holds its part of gate, then its part of up. They are stored as Megatron stores them:
+    one tensor of the global shape of `shard`, all rows of gate before all rows of up.
 
     Args:
         shard: the fused parameter or its bias, of local shape `[..., 2 * rows, ...]`.
         dim: axis of the local tensor along which gate and up follow each other.
-        separate: store gate and up as two tensors, of the key with `_w` and with `_v` behind it
-            (Megatron's `singleton_local_shards`).
+        separate: store gate and up as two tensors, whose keys end in `_w` and `_v` (Megatron's
+            `singleton_local_shards`).
 
     Raises:
         InvalidShardingError: an odd size or offset along `dim`.
@@ -74,8 +59,8 @@ def apply_swiglu_sharded_factory(
     sharded_offsets: Sequence[tuple[int, int, int]],
     singleton_local_shards: bool = False,
 ) -> ShardedTensorFactory:
-    """Make the factory of a fused gate and up projection: `swiglu_factory` with the arguments that
-    Megatron's has.
+    """Make the factory of a fused gate and up projection: `swiglu_factory` with the arguments of
+    Megatron's function.
 
     Args:
         original_sh_ten: the fused parameter, divided along its first axis.
@@ -110,30 +95,30 @@ def qkv_factory(
 ) -> ShardedTensorFactory:
     """Make the factory of a fused query, key and value projection.
 
-        fused = ShardedTensor.from_rank_offsets("attention.qkv.weight", weight, (0, tp_rank,
-        tp_size)) state["attention.qkv.weight"] = qkv_factory(fused, num_heads=32, num_kv_heads=8,
-        layout="concatenated")
+        key = "attention.qkv.weight"
+        fused = ShardedTensor.from_rank_offsets(key, weight, (0, tp_rank, tp_size))
+        state[key] = qkv_factory(fused, num_heads=32, num_kv_heads=8, layout="concatenated")
 
-    Each rank holds some groups: a key head, a value head, and the query heads that use them. Stored
-    is, whatever the layout in memory, group after group [query heads, key head, value head], as
-    Megatron stores it. So models of both layouts read each other's checkpoints, and those of
-    Megatron.
+    Each rank holds some groups: a key head, a value head, and the query heads that use them.
+    Whatever the layout in memory, they are stored as Megatron stores them: group after group,
+    [query heads, key head, value head]. So models of both layouts can read each other's checkpoints
+    and Megatron's.
 
     Args:
         shard: the fused parameter or its bias, of local shape `[..., heads * head size, ...]`, as
-            part of a tensor that holds those of all ranks in order.
+            part of a tensor that holds the parts of all ranks in order.
         num_heads: query heads of the whole model.
         num_kv_heads: key heads (and value heads) of the whole model, which is the number of groups.
         layout: order of the heads of a rank in memory. "grouped" as they are stored; "concatenated"
             for all query heads, then all key heads, then all value heads.
         kv_copies: number of ranks that hold each key and value head, together with different query
-            heads: the number of tensor parallel ranks divided by `num_kv_heads` where that is more
+            heads: the number of tensor parallel ranks divided by `num_kv_heads` if that is more
             than 1.
         dim: axis of the local tensor along which the heads follow one another.
 
     Raises:
-        InvalidShardingError: head numbers that do not divide evenly, or a shard that is not whole
-            groups.
+        InvalidShardingError: numbers of heads that do not divide evenly, or a shard that does not
+            consist of whole groups.
     """
     if layout not in ("grouped", "concatenated"):
         fail(shard.key, f"layout must be 'grouped' or 'concatenated', got {layout!r}")
@@ -152,13 +137,10 @@ def qkv_factory(
     num_fused = num_heads + 2 * num_groups
     head_size, rest = divmod(size, num_fused)
     if rest:
-        heads = (
-            f"{num_heads} query and {num_kv_heads} key and value heads, the latter held "
-            f"{kv_copies} times"
-        )
         fail(
             shard.key,
-            f"global size {size} along dim {dim} is not a multiple of {num_fused} ({heads})",
+            f"global size {size} along dim {dim} is not a multiple of {num_fused} ({num_heads} "
+            f"query heads, and {num_kv_heads} key and value heads, each held {kv_copies} times)",
         )
     group_size = num_fused // num_groups * head_size
     if local % max(group_size, 1) or offset % max(group_size, 1):
@@ -178,8 +160,8 @@ def qkv_factory(
 
 
 class _Run(NamedTuple):
-    """Indices along one axis: `size` of them from `start` in the local tensor, from `stored_start`
-    in the stored.
+    """Indices along one axis: `size` of them, from `start` in the local tensor and from
+    `stored_start` in the stored one.
     """
 
     start: int
@@ -192,8 +174,8 @@ class _Run(NamedTuple):
 def _along(
     shard: ShardedTensor, dim: int, runs: Iterable[_Run], stored_size: int
 ) -> ShardedTensorFactory:
-    """Make the factory of a shard whose runs of indices along one axis are stored at different
-    places.
+    """Make the factory of a shard that is stored in several places, as runs of indices along one
+    axis.
     """
     if shard.allow_shape_mismatch:
         fail(
@@ -228,10 +210,10 @@ def _stored_heads(
     groups: range, num_queries: int, kv_copies: int, layout: Literal["grouped", "concatenated"]
 ) -> list[tuple[int, int]]:
     """List the heads of a rank as they are in memory: for each its position among the stored heads,
-    and which copy.
+    and which copy it is.
 
-    `groups` are the numbers of the rank's groups, each of `num_queries` query heads; with copies,
-    those of the parts into which the stored groups are divided, `kv_copies` each.
+    `groups` are the numbers of the rank's groups, each of `num_queries` query heads. With copies
+    these are not the stored groups but their parts, `kv_copies` of each.
     """
     stored_group = num_queries * kv_copies + 2
     queries, keys, values = [], [], []

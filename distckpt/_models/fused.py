@@ -28,7 +28,7 @@ class FusedPart(NamedTuple):
         global_offset: index of the region in the stored tensor, prepended axes included.
         global_shape: shape of the stored tensor, prepended axes included.
         suffix: put behind the key.
-        copy: which copy this is, when several ranks hold the part besides the replicas of the whole
+        copy: which copy this is, if several ranks hold the part besides the replicas of the whole
             parameter.
     """
 
@@ -58,8 +58,8 @@ def parts_factory(
     into several. `axes` gives, for each axis of the stored tensor (prepended ones aside), the axis
     of the view that it is.
 
-    `build` gives one shard for each part, in their order; for a flat parameter a dict, with as many
-    shards as the regions that its range consists of.
+    `build` gives one shard for each part, in their order; for a flat parameter a dict, with a shard
+    for each region of a part that its range covers.
     """
     local_shape = tuple(local_shape)
     view_shape = local_shape if view_shape is None else tuple(view_shape)
@@ -110,8 +110,8 @@ class _Form(NamedTuple):
     def bounds(
         self, key: str, tensor: torch.Tensor, flattened_range: slice | None
     ) -> tuple[int, int] | None:
-        """Return first and last + 1 element of a flat parameter, None for one that is not flat;
-        check its shape.
+        """Return the first and last + 1 element of a flat parameter, None for one that is not flat.
+        Check the shape.
         """
         if flattened_range is None:
             bounds, expected = None, self.local_shape
@@ -128,9 +128,7 @@ class _Form(NamedTuple):
         return bounds
 
     def cells(self, bounds: tuple[int, int] | None) -> Iterator[_Cell]:
-        """Divide a parameter into what becomes one shard each; at least one, even if it is
-        empty.
-        """
+        """Divide a parameter into what becomes one shard each: at least one, maybe empty."""
         if bounds is None:
             for part in self.parts:
                 yield _Cell(part, Region(part.offset, part.shape), whole(self.view_shape))
@@ -149,8 +147,8 @@ class _Form(NamedTuple):
     def views(
         self, tensor: torch.Tensor, cells: Iterable[_Cell], bounds: tuple[int, int] | None
     ) -> list[torch.Tensor]:
-        """Return the view of each cell in a parameter (or in a tensor of its shape), with the axes
-        as stored.
+        """Return the view of each cell in a parameter (or in a tensor of its shape), with axes in
+        the stored order.
         """
         views = []
         for _, region, run in cells:
@@ -205,7 +203,7 @@ def _behind(
     tensors: Sequence[torch.Tensor], views: Sequence[torch.Tensor], model: torch.Tensor
 ) -> torch.Tensor | None:
     """Return the tensor of which `tensors` are views, laid out in memory as `views` are in `model`;
-    None if none is.
+    None if they are not views of one tensor.
     """
     memory = tensors[0].untyped_storage().data_ptr()
     start = tensors[0].storage_offset() - views[0].storage_offset()

@@ -26,9 +26,7 @@ from distckpt._ranks.exchanges import own_rank
 Offsets: TypeAlias = Iterable[tuple[int, int, int]]
 """Prepended axes: for each, from 0 on, `(axis, position, number of parts)`."""
 Group: TypeAlias = Any
-"""Ranks among which something is divided or copied: a process group, or `(rank in it, its
-size)`.
-"""
+"""Ranks among which something is divided or copied: a process group, or `(rank, size)`."""
 
 EXTRA_STATE = "_extra_state"
 """The end of the name of a module's extra state."""
@@ -47,8 +45,8 @@ def make_tp_sharded_tensor_for_checkpoint(
 ) -> ShardedTensor | ShardedTensorFactory:
     """Describe a tensor that is divided evenly among tensor parallel ranks.
 
-        make_tp_sharded_tensor_for_checkpoint(weight, "up.weight", 0, tp_group=(tp_rank, tp_size),
-        dp_cp_group=dp)
+        tp = (tp_rank, tp_size)
+        make_tp_sharded_tensor_for_checkpoint(weight, "up.weight", 0, tp_group=tp, dp_cp_group=dp)
 
     Args:
         tensor: this rank's part. A DTensor is this tensor parallel rank's part, divided once more
@@ -56,12 +54,12 @@ def make_tp_sharded_tensor_for_checkpoint(
         key: name of the global tensor.
         tp_axis: axis of `tensor` along which the parts lie.
         replica_id: which copy of the part this is; `(0, 0, data parallel rank)` by default, with
-            mesh coordinates in place of the latter for a DTensor. Without `dp_cp_group` the lowest
+            mesh coordinates in place of that rank for a DTensor. Without `dp_cp_group` the lowest
             rank that holds the part has the main replica.
-        prepend_offsets: axes in front of those of the tensor, see `sharded_state_dict`.
+        prepend_offsets: axes in front of the tensor's own, see `sharded_state_dict`.
         tp_group: the tensor parallel ranks: a process group or `(rank, size)`; None for this one
             alone.
-        dp_cp_group: the ranks with copies of the part; None for those that turn out to hold it.
+        dp_cp_group: the ranks with copies of the part; None for all that turn out to hold it.
         kwargs: further attributes of the `ShardedTensor`.
 
     Raises:
@@ -84,15 +82,15 @@ def make_sharded_tensor_for_checkpoint(
     dp_cp_group: Group | None = None,
     **kwargs: Any,
 ) -> ShardedTensor | ShardedTensorFactory:
-    """Describe a tensor of which tensor and data parallel ranks have copies, or that FSDP2 has
+    """Describe a tensor that tensor and data parallel ranks have copies of, or that FSDP2 has
     divided.
 
     Args:
         tensor: the tensor, or a DTensor.
         key: name of the global tensor.
-        prepend_offsets: axes in front of those of the tensor, see `sharded_state_dict`.
+        prepend_offsets: axes in front of the tensor's own, see `sharded_state_dict`.
         replica_id: which copy this is; `(0, tensor parallel rank, data parallel rank)` by default,
-            with mesh coordinates in place of the latter for a DTensor.
+            with mesh coordinates in place of the data parallel rank for a DTensor.
         tp_group: see `make_tp_sharded_tensor_for_checkpoint`.
         dp_cp_group: likewise.
         kwargs: further attributes of the `ShardedTensor`.
@@ -116,8 +114,8 @@ def _shard(
     default_replica_id: tuple[int, ...],
     attributes: dict[str, Any],
 ) -> ShardedTensor | ShardedTensorFactory:
-    """Describe a tensor behind prepended axes (`offsets`), itself one part of a `division` or all
-    of it.
+    """Describe a tensor behind prepended axes (`offsets`), which is whole or one part of a
+    `division`.
     """
     if is_dtensor(tensor):
         # The mesh numbers its copies itself.
@@ -147,7 +145,7 @@ def make_sharded_object_for_checkpoint(
     dp_cp_group: Group | None = None,
     **kwargs: Any,
 ) -> ShardedObject:
-    """Describe an object of which tensor and data parallel ranks have copies.
+    """Describe an object that tensor and data parallel ranks have copies of.
 
     Args:
         obj: any value that `save` can store.
@@ -180,17 +178,18 @@ def make_sharded_tensors_for_checkpoint(
     ranks.
 
         def sharded_state_dict(self, prefix="", sharded_offsets=(), metadata=None):
-            state = self.state_dict(keep_vars=True)
-            return make_sharded_tensors_for_checkpoint(state, prefix, {"weight": 0},
-            sharded_offsets, tp_group=self.tp)
+            return make_sharded_tensors_for_checkpoint(
+                self.state_dict(keep_vars=True), prefix, {"weight": 0}, sharded_offsets,
+                tp_group=self.tp,
+            )
 
     Args:
         state_dict: the layer's, made with `keep_vars=True` if there is an optimizer.
         prefix: put before every name.
-        tensor_parallel_layers_axis_map: for the names of tensors that are divided evenly among
-            tensor parallel ranks the axis.
-        sharded_offsets: axes in front of those of each tensor, see `sharded_state_dict`.
-        extra_state_suffix: names that end like this are those of objects.
+        tensor_parallel_layers_axis_map: name -> axis, for the tensors that are divided evenly among
+            tensor parallel ranks.
+        sharded_offsets: axes in front of each tensor's own, see `sharded_state_dict`.
+        extra_state_suffix: objects have names that end like this.
         tp_group: see `make_tp_sharded_tensor_for_checkpoint`.
         dp_cp_group: likewise.
 
@@ -215,8 +214,10 @@ def make_sharded_tensors_for_checkpoint(
 
 
 def prepended_axes(offsets: Offsets, argument: str) -> tuple[tuple[int, int], ...]:
-    """Return position and number of parts per prepended axis; InvalidShardingError unless the axes
-    are 0, 1, ...
+    """Return the position and the number of parts for each prepended axis.
+
+    Raises:
+        InvalidShardingError: the axes are not 0, 1, ...
     """
     ordered = sorted(offsets, key=operator.itemgetter(0))
     if [axis for axis, *_ in ordered] != list(range(len(ordered))):

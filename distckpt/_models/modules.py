@@ -1,16 +1,4 @@
-"""Sharded state dicts of torch modules.
-
-    state = sharded_state_dict(model)
-    distckpt.save(state, "checkpoints/step_100")
-    ...
-    load_sharded_state_dict(model, distckpt.load(sharded_state_dict(model), "checkpoints/step_100"))
-
-Parallel layouts are read from the tensors: a DTensor (as FSDP2, `parallelize_module` and
-`distribute_tensor` make them) has a mesh and placements, and other tensors are taken to be complete
-and the same on every rank. A module with tensors that are divided in other ways defines
-`sharded_state_dict(prefix, sharded_offsets, metadata)`, for which the functions with Megatron's
-names are of use.
-"""
+"""Sharded state dicts of torch modules. `distckpt.modules` is the public path."""
 
 from __future__ import annotations
 
@@ -74,23 +62,23 @@ def sharded_state_dict(
         state = {"model": sharded_state_dict(model), "step": step}
 
     Wrappers are seen through: torch.compile, activation checkpointing, DistributedDataParallel,
-    DataParallel, Fabric's. Modules below `module` that define `sharded_state_dict` are described by
-    it. That of `module` itself is not called, so that it may call this function.
+    DataParallel, Fabric's. Modules in `module` that define `sharded_state_dict` are described by
+    that method. The method of `module` itself is not called, so that it may call this function.
 
     A DTensor becomes the part of the global tensor that this rank holds, or several, with a replica
     id made from its mesh. Tied parameters appear under each of their names; `save` stores them
-    once. Names are those of `state_dict()` of the module without wrappers.
+    once. Names are the same as in `state_dict()` of the module without wrappers.
 
     Args:
         module: any module.
         prefix: put before every name.
-        sharded_offsets: axes in front of those of every tensor, `(axis, position, number of parts)`
+        sharded_offsets: axes in front of every tensor's own, `(axis, position, number of parts)`
             each: the number of a layer or expert among all of them, say.
         metadata: passed on to the `sharded_state_dict` of other modules.
         replica_id: which copy of the module this rank has, see `is_main_replica`. By default ranks
-            that turn out to have the same part of a tensor (all ranks, those of a pipeline stage,
-            those of two stages with a tied weight) have copies of it, and the lowest of them the
-            main replica.
+            that turn out to have the same part of a tensor (all ranks, the ranks of a pipeline
+            stage, or of two stages with a tied weight) have copies of it, and the lowest of them
+            has the main replica.
 
     Returns:
         By name a `ShardedTensor` or `ShardedTensorFactory` for tensors, with the parameters and
@@ -154,7 +142,7 @@ def sharded_state_dict_default(
     Args:
         module: a module, usually part of another one that puts its sharded state dict together.
         prefix: put before every name.
-        sharded_offsets: axes in front of those of each tensor, see `sharded_state_dict`.
+        sharded_offsets: axes in front of each tensor's own, see `sharded_state_dict`.
         metadata: passed on; its entry `dp_cp_group`, if any, is the group of the ranks with copies.
         tp_group: the tensor parallel ranks.
     """
@@ -179,23 +167,23 @@ def load_sharded_state_dict(
 ) -> tuple[set[str], set[str]]:
     """Give a module what was loaded into its sharded state dict.
 
-    Tensors that were loaded in place, as those of `sharded_state_dict` are, need nothing; others
+    Tensors that were loaded in place, as happens with `sharded_state_dict`, are left alone; others
     are copied. Extra state is handed to `set_extra_state`.
 
     Args:
         module: the module whose `sharded_state_dict` was loaded.
         loaded: what `load` returned in its place: tensors (the local parts of DTensors) and
             objects, by name.
-        prefix: what the names begin with; others are not looked at.
+        prefix: what the names begin with; other names are ignored.
         strict: whether names that only one side has are an error.
 
     Returns:
         Names that only the module has, and names that only `loaded` has. A parameter that is tied
-        to one that was loaded is not missing, nor is one that this rank has no part in.
+        to a loaded one is not missing, nor is one that this rank has no part of.
 
     Raises:
-        LoadMismatchError: names differ and `strict` is set, or a tensor has another shape. Nothing
-            is changed by the former.
+        LoadMismatchError: names differ and `strict` is set, in which case nothing is changed; or a
+            tensor has another shape.
     """
     entries, _ = _entries(module, delegate=False)
     given = {

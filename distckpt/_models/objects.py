@@ -1,13 +1,13 @@
 """Objects in a state dict: described before a save or load as what the rest of the package knows.
 
-An `nn.Module` becomes its sharded state dict, an optimizer that of its parameters' states, a
-DTensor its shards, and whatever has `state_dict()` and `load_state_dict()` what the former returns.
-What iterates (data loaders, samplers), and the state of random number generators, is stored once
-for each rank. `restore` fills the objects after a load.
+An `nn.Module` becomes its sharded state dict, an optimizer the sharded state dict of its state, a
+DTensor its shards, and any other object that has `state_dict()` and `load_state_dict()` what
+`state_dict()` returns. What iterates (data loaders, samplers), and the state of random number
+generators, is stored once for each rank. `restore` fills the objects after a load.
 
-Names: those of the module at the entry `model` are its own; what is at another entry has the path
-to it in front, as in `ema.layers.0.weight`. Positions in lists do not count, so that the stages of
-a pipeline may be a list.
+The names in the module at the entry `model` stay as they are. At another entry they get the path to
+it in front, as in `ema.layers.0.weight`. Positions in lists do not count, so that the stages of a
+pipeline may be a list.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ from distckpt._models.optimizer.view import is_optimizer
 from distckpt._models.per_rank import PerRank, cell_of, state_of, warn_of_skipped
 from distckpt._ranks.collectives import Ranks
 
-# Looked up first, as these are the most.
+# The most frequent types, looked up first.
 _VALUES = frozenset(
     {bool, int, float, str, bytes, type(None), torch.Tensor, torch.Size, ShardedTensor}
 )
@@ -105,7 +105,7 @@ class Described:
         places: of the objects.
         optimizers: the descriptions of optimizers, with their positions in `state_dict`.
         names: for a save, the first names in the keys of the module at `model`.
-        settings: for a save, those of the optimizers by prefix.
+        settings: for a save, the settings of the optimizers by prefix.
     """
 
     state_dict: Any
@@ -115,7 +115,7 @@ class Described:
     settings: Mapping[str, list[Any]] = field(default_factory=dict)
 
     def digest(self) -> int:
-        """Return a hash of 61 bits of what is the same on all ranks in the end."""
+        """Return a hash, of 61 bits, of what all ranks agree on in the end."""
         return checksum(codec.encode([list(self.names), dict(self.settings)])) >> 3
 
 
@@ -162,7 +162,9 @@ class _Walk:
     optimizers: list[tuple[Position, OptimizerState]] = field(default_factory=list)
 
     def described(self, node: Any, path: Position) -> Any:
-        """Return a part of the state dict without objects; what needs the modules stays."""
+        """Return a part of the state dict without objects, except optimizers and what each rank has
+        of its own.
+        """
         return map_leaves(self._described_leaf, node, _is_walked, path)
 
     def _described_leaf(self, path: Position, leaf: Any) -> Any:
@@ -286,7 +288,7 @@ def _names_of_model(tree: Any, places: list[Place]) -> list[str]:
 
 
 def united(ranks: Ranks, described: Described) -> Described:
-    """Give what was described for a save the names and settings of all ranks.
+    """Give a description for a save the names and settings of all ranks.
 
     Collective operation: all ranks must call it.
     """

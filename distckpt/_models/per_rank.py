@@ -15,8 +15,8 @@ logger = logging.getLogger(__name__)
 
 
 class PerRank:
-    """A value that differs between ranks: it is stored for each, and restored under the same layout
-    only.
+    """A value that differs between ranks: it is stored for each of them, and restored under the
+    same layout only.
 
         loader = distckpt.PerRank(data_loader, {"dp": (dp_rank, dp_size)})
         state = {"model": model, "loader": loader}
@@ -26,9 +26,9 @@ class PerRank:
     Args:
         value: something that `save` can store, or has `state_dict()` and `load_state_dict()`. After
             a load the attribute `value` is what was stored.
-        grid: what the value depends on: by name of the axes of the layout (tensor, pipeline, data
-            parallel) the position of this rank and the number of positions. Ranks at the same
-            position have copies, of which one is stored. Only `save(validate_replicas=True)`
+        grid: what the value depends on: for each axis of the layout (tensor, pipeline, data
+            parallel) by name, the position of this rank and the number of positions. Ranks at the
+            same position have copies, of which one is stored. Only `save(validate_replicas=True)`
             compares them: without it, copies that differ are lost silently. By default every rank
             has its own value, and the layout is the number of ranks and the device meshes of the
             modules in the same state dict.
@@ -65,8 +65,8 @@ def _is_place(place: Any) -> bool:
 
 
 def state_of(node: Any, name: str) -> Any:
-    """Return the state of an object; CheckpointingException that names it where it has the method,
-    and no state.
+    """Return the state of an object; CheckpointingException that names it if `state_dict()` is
+    there and does not work.
     """
     try:
         return node.state_dict()
@@ -79,9 +79,7 @@ def state_of(node: Any, name: str) -> Any:
 
 
 def cell_of(node: Any, key: str, ranks: Ranks, meshes: list[str], loads: bool) -> ShardedObject:
-    """Describe the value of this rank, as a cell of the grid of all; for a load, only its
-    layout.
-    """
+    """Describe the value of this rank as a cell of the grid of all; for a load, its layout only."""
     grid = node.grid if isinstance(node, PerRank) else None
     axes = grid or {"rank": (ranks.rank, ranks.size)}
     data = {"layout": list(axes) if grid else [*axes, *meshes]}

@@ -19,8 +19,7 @@ class RngState(PerRank):
         state = {"model": model, "rng": distckpt.RngState()}
 
     A checkpoint has one state for each rank. A load under another layout leaves the generators as
-    they are, with a
-    warning: see `PerRank`, also for `grid`.
+    they are, with a warning: see `PerRank`, also for `grid`.
     """
 
     def __init__(self, grid: Mapping[str, tuple[int, int]] | None = None) -> None:
@@ -37,7 +36,7 @@ class RngState(PerRank):
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Set the states; that of an accelerator only where this process uses one of the same
+        """Set the states. An accelerator's is set only if this process uses one of the same
         kind.
         """
         random.setstate(state_dict["python"])
@@ -50,9 +49,9 @@ class RngState(PerRank):
 
 def _accelerator() -> dict[str, Any]:
     """Return the module of the accelerator that this process uses, by the name of its kind."""
-    # Torch built for one raises, or names it, where there is none.
+    # Torch that is built for an accelerator raises, or names it, on a machine without one.
     device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     module = None if device is None else torch.get_device_module(device)
-    # One that has not been used yet is not started for this.
+    # An accelerator that has not been used yet is not started for this.
     is_used = getattr(module, "is_initialized", bool)()
     return {device.type: module} if device is not None and is_used else {}

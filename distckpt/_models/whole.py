@@ -18,11 +18,11 @@ logger = logging.getLogger(__name__)
 
 
 class Coverage(NamedTuple):
-    """Keys of a checkpoint: those that a rank requests, and those that it leaves out of modules and
+    """Keys of a checkpoint that a rank requests, and keys that it leaves out of modules and
     optimizers.
 
-    `unclaimed` tensors may belong to the module at `model`: the checkpoint does not say with which
-    module it was saved.
+    `unclaimed` tensors may belong to the module at `model`: the checkpoint does not say which
+    module was saved there.
     """
 
     taken: set[str]
@@ -38,12 +38,12 @@ def coverage_of(
     wanted: Collection[str],
     names: Collection[str],
 ) -> Coverage:
-    """Find what a rank leaves out of its objects, of the keys that are `wanted`: not left out on
+    """Find what a rank leaves out of its objects. `wanted` are keys that are not left out on
     purpose.
 
-    Keys begin with the path of the object. The module at `model` has no path in its keys: they are
-    those whose first name is among `names`, which it was saved with, or that begin like a requested
-    one, as `layers.9.weight` does like `layers.0.weight`.
+    Keys begin with the path of the object. The module at `model` has no path in its keys. It is
+    taken to have the keys whose first name is among `names`, which it was saved with, and keys that
+    begin like a requested one, as `layers.9.weight` begins like `layers.0.weight`.
     """
     taken = set(requested)
     for key in entries.keys() & taken:

@@ -1,3 +1,1 @@
-"""Rules that make tensors of one name and shape from those of others, and the rules of families of
-models.
-"""
+"""Rules that make tensors with new names and shapes from others, and rules of model families."""

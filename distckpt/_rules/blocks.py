@@ -122,9 +122,7 @@ def forms(config: Config, *, has_tower: bool = False) -> list[Rule]:
 
 
 def _single_layers(root: str, kinds: tuple[str, ...]) -> list[Rule]:
-    """Divide stacks of layers, and give norms that are stored with a linear layer their own
-    names.
-    """
+    """Divide stacks of layers, and name norms that are stored with a linear layer on their own."""
     rules: list[Rule] = [
         Unstack(f"{root}{part}.**", f"{root}{{i}}.{part}.{{0}}", optional=True) for part in _STACKS
     ]
@@ -213,10 +211,11 @@ def move(
 
 def norms(count: int) -> list[Rule]:
     """The norms before attention and before the MLP."""
-    return move(count, {
+    names = {
         "input_layernorm.weight": "input_layernorm.weight",
         "pre_mlp_layernorm.weight": "post_attention_layernorm.weight",
-    })  # fmt: skip
+    }
+    return move(count, names)
 
 
 def attention(
@@ -348,8 +347,8 @@ def experts(
     block: str = "mlp",
     names: tuple[str, ...] = ("gate_proj", "up_proj", "down_proj"),
 ) -> list[Rule]:
-    """Router and experts of `count` layers, one tensor for each expert on disk; with two names,
-    they have no gate.
+    """Router and experts of `count` layers, one tensor for each expert on disk. With two names,
+    experts have no gate.
     """
     own = "mlp.experts.experts."
     rules: list[Rule] = []
@@ -396,7 +395,8 @@ def stacked_experts(count: int, num_experts: int, names: Mapping[str, str]) -> l
 
 
 def joined_experts(block: str, num_experts: int) -> list[Rule]:
-    """Bring single experts into two tensors for each layer: gate and up projections, and the rest.
+    """Bring single experts into two tensors for each layer: gate and up projections, and down
+    projections.
 
     `block` is the pattern of their layers on disk, with one wildcard.
     """

@@ -1,10 +1,4 @@
-"""Families of models: the rules between their names in memory and the names in their Hugging Face
-directories.
-
-The configuration of a model (`config.json`) says which family it is of, and how many layers, heads
-and experts it has. `consolidate`, `load` and the command line find the rules by themselves with
-`family="auto"`; `rules` returns them, to be looked at, changed or combined with one's own.
-"""
+"""The rules of a family of models. `distckpt.families` is the public path."""
 
 from __future__ import annotations
 
@@ -45,7 +39,7 @@ _MTP_KEY = re.compile(r"(?:^|\.)mtp\.layers\.(\d+)\.")
 
 
 def rules(config: Any, source: Source) -> list[Rule]:
-    """Make the rules from the names in memory to those of a Hugging Face directory.
+    """Make the rules from the names in memory to the names in a Hugging Face directory.
 
         rules = distckpt.families.rules("Qwen3-30B-A3B/config.json", source="megatron")
         distckpt.load(model.sharded_state_dict(), "Qwen3-30B-A3B", rules=rules)
@@ -55,8 +49,8 @@ def rules(config: Any, source: Source) -> list[Rule]:
             URL of one, or of its directory.
         source: "megatron" for the keys of Megatron Core's `sharded_state_dict`, whether layers and
             experts are stacked or not; "transformers" for the names of a model in memory, which
-            differ from those that `save_pretrained` writes (`experts.gate_up_proj`, for one). The
-            latter are asked of transformers, which must be installed.
+            differ from what `save_pretrained` writes (`experts.gate_up_proj`, for one).
+            transformers knows them, and must be installed.
 
     Raises:
         CheckpointNotFoundError: there is no `config.json`.
@@ -68,7 +62,7 @@ def rules(config: Any, source: Source) -> list[Rule]:
     values = dict(config) if isinstance(config, Mapping) else read_config(config)
     if not isinstance(values.get("model_type"), str):
         raise CheckpointingException(
-            "The configuration does not name its model_type, as those of Hugging Face models do."
+            "The configuration does not name its model_type, as every Hugging Face model's does."
         )
     if source == "transformers":
         return transformers_rules(values)
@@ -82,7 +76,7 @@ def rules(config: Any, source: Source) -> list[Rule]:
 
 
 def read_config(path: str | os.PathLike[str]) -> dict[str, Any]:
-    """Read a `config.json`: its path or URL, or that of its directory."""
+    """Read a `config.json`, given the path or URL of it or of its directory."""
     location = locations.normalize(path)
     if not location.endswith(".json"):
         location = locations.join(location, CONFIG_NAME)

@@ -43,7 +43,7 @@ class RegionCopy:
     tensor `key`.
 
     To get the target: take the source, put its axes in the order `order`, then drop and add axes of
-    size 1 until the shape is that of the target.
+    size 1 until it has the shape of the target.
 
     Attributes:
         order: all source axes, in the order in which they appear in the target. Axes along which
@@ -159,7 +159,7 @@ def _common_with(mapped: MappedTensor, region: Region) -> list[tuple[RegionCopy,
 
 
 def resolve_padding(mapped: MappedTensor, region: Region) -> list[Region]:
-    """Find the regions inside a region of a target tensor that are to be filled with zeros, see
+    """Find the regions inside a region of a target tensor that are filled with zeros, see
     `resolve`.
     """
     _check_inside(region, mapped.shape)
@@ -181,8 +181,8 @@ def target_view(tensor: torch.Tensor, place: Region, part: RegionCopy) -> torch.
     """View the memory of a tensor at the place that `resolve` found for a part, with the shape and
     axes of its source.
 
-    Writing to the view writes to `tensor`. ValueError if `place` is not that of the part, or not
-    inside of the tensor.
+    Writing to the view writes to `tensor`. ValueError if `place` does not have the shape of the
+    part, or lies outside the tensor.
     """
     view = tensor[place.slices(part.target_step)]
     if tuple(view.shape) != part.target.shape:
@@ -215,9 +215,7 @@ def crop_axis(mapped: MappedTensor, axis: int, start: int, stop: int) -> MappedT
 
 
 def trim_axis(mapped: MappedTensor, axis: int, size: int) -> MappedTensor:
-    """Keep the first `size` indices of an axis, and the record of the source regions behind the
-    others.
-    """
+    """Keep the first `size` indices of an axis; note the source regions behind the others."""
     cut = tuple(
         (part.key, part.source) for part in crop_axis(mapped, axis, size, mapped.shape[axis]).parts
     )
@@ -411,7 +409,7 @@ def _check_tiled(mapped: Mapping[str, MappedTensor]) -> None:
 
 
 def _regions(key: str, mapped: MappedTensor) -> list[Region]:
-    """Return the regions of a target: those of its parts and of its padding."""
+    """Return the regions of a target: of its parts and of its padding."""
     regions = [*(part.target for part in _single_rows(mapped)), *mapped.padding]
     for region in regions:
         _check_inside(region, mapped.shape, key)
@@ -441,8 +439,8 @@ def _check_inside(region: Region, shape: tuple[int, ...], key: str | None = None
 
 
 def _axis_pairs(part: RegionCopy) -> list[tuple[int, int]]:
-    """Pair the axes that are the same in target and source, in target order; axes of size 1 have no
-    partner.
+    """Pair the axes that are the same in target and source, in target order, without axes of
+    size 1.
     """
     target_axes = [axis for axis, size in enumerate(part.target.shape) if size != 1]
     source_axes = [axis for axis in part.order if part.source.shape[axis] != 1]

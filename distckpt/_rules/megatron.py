@@ -40,7 +40,7 @@ _UNKNOWN = {
 
 
 def megatron_rules(config: Mapping[str, Any]) -> list[Rule]:
-    """Make the rules from Megatron Core's keys to those of Hugging Face."""
+    """Make the rules from Megatron Core's keys to Hugging Face's names."""
     values = Config(config)
     model_type, composed = values("model_type"), COMPOSED.get(values("model_type"))
     if why := _UNKNOWN.get(model_type):
@@ -224,17 +224,18 @@ def _glm4_moe(config: Config) -> list[Rule]:
 
 def _gemma3(config: Config) -> list[Rule]:
     """Trained with layernorm_zero_centered_gamma, as Hugging Face has its norms."""
+    names = {
+        "input_layernorm.weight": "input_layernorm.weight",
+        "self_attention.linear_proj.post_layernorm.weight": "post_attention_layernorm.weight",
+        "pre_mlp_layernorm.weight": "pre_feedforward_layernorm.weight",
+        "mlp.linear_fc2.post_layernorm.weight": "post_feedforward_layernorm.weight",
+    }
     return [
         *outside_layers(config, tied=True),
         *attention(config, qk_norm=True),
         *gated_mlp(config.layers),
-        *move(config.layers, {
-            "input_layernorm.weight": "input_layernorm.weight",
-            "self_attention.linear_proj.post_layernorm.weight": "post_attention_layernorm.weight",
-            "pre_mlp_layernorm.weight": "pre_feedforward_layernorm.weight",
-            "mlp.linear_fc2.post_layernorm.weight": "post_feedforward_layernorm.weight",
-        }),
-    ]  # fmt: skip
+        *move(config.layers, names),
+    ]
 
 
 def _minimax_m2(config: Config) -> list[Rule]:

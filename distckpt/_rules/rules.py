@@ -1,15 +1,4 @@
-"""Rules that turn the tensors of one checkpoint into those of another: names and shapes only, no
-data.
-
-Two programs store the same model under other names, with layers stacked, projections fused,
-vocabularies padded. A list of rules says how one gets from the first form to the second. Rules are
-applied in order, each to what those before it made, so they combine freely; `apply_rules` returns
-where every region of every new tensor comes from, and `invert` the way back.
-
-Key patterns: `*` matches one dotted component (one or more characters other than a dot), `**` one
-or more components. In new names, `{0}` is what the first of them matched, `{1}` the second and so
-on.
-"""
+"""Rules for whole tensors, and their application. `distckpt.rules` is the public path."""
 
 from __future__ import annotations
 
@@ -172,15 +161,14 @@ class Drop(OneKeyRule):
 
 @dataclass(frozen=True)
 class Trim(OneKeyRule):
-    """Cut padding off the end of an axis, such as that of a vocabulary. On the way back it is
-    filled with zeros.
+    """Cut padding off the end of an axis, such as a vocabulary's. The way back fills in zeros.
 
     Attributes:
         pattern: which tensors; they keep their names.
         axis: the padded axis.
         size: its size without the padding.
         is_vocabulary: whether the axis must be padded as a vocabulary is, to the next multiple of a
-            power of two: more than that is no padding.
+            power of two: more rows than that are not padding.
     """
 
     axis: int
@@ -332,8 +320,8 @@ def apply_rules(
     Args:
         rules: the changes; each sees what those before it made.
         tensors: what the checkpoint holds, by key.
-        strict: whether every tensor must be matched by a rule; otherwise those that are not keep
-            name and shape.
+        strict: whether every tensor must be matched by a rule. Otherwise tensors that are not
+            matched keep name and shape.
 
     Returns:
         The new tensors by name.

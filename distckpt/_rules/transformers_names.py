@@ -32,7 +32,7 @@ from distckpt._rules.rules import (
 
 
 def transformers_rules(config: Mapping[str, Any]) -> list[Rule]:
-    """Make the rules from the names that transformers has in memory to those that `save_pretrained`
+    """Make the rules from the names that transformers has in memory to what `save_pretrained`
     writes.
     """
     if importlib.util.find_spec("transformers") is None:

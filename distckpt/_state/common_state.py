@@ -1,5 +1,6 @@
-"""Common state: everything in a state dict that is not sharded. Saved once, from rank 0, and
-compared between ranks.
+"""Common state: everything in a state dict that is not sharded.
+
+It is saved once, from rank 0, and compared between ranks.
 """
 
 from __future__ import annotations
@@ -54,11 +55,13 @@ def digest(common: CommonStateDict) -> int:
 
 
 def check_differences(ranks: Ranks, common: CommonStateDict, digest: int) -> None:
-    """Compare common state: ranks exchange hashes, and describe the entries only where those
-    differ.
+    """Compare common state: ranks exchange hashes, and look at single entries only if those differ.
 
-    Values that differ are warned about. InvalidShardingError on all ranks for tensors: most are a
-    part of something.
+    Values that differ are warned about.
+
+    Raises:
+        InvalidShardingError: on all ranks, if tensors differ, as most of them are part of
+            something.
     """
     if ranks.all_equal(digest):
         return
@@ -80,7 +83,7 @@ def _hashes(common: CommonStateDict) -> dict[str, tuple[str, bool]]:
 
 
 def _compare(first: _Hashes, rank: int, other: _Hashes) -> None:
-    """Refuse tensors of a rank that differ from those of rank 0; warn of other values."""
+    """Compare a rank with rank 0: refuse tensors that differ, and warn of other values."""
     paths = sorted(path for path in {**first, **other} if first.get(path) != other.get(path))
     tensors = [path for path in paths if _has_tensors(first, path) or _has_tensors(other, path)]
     if tensors:

@@ -1,8 +1,8 @@
-"""Flattening a sharded state dict, and filling it with loaded values. The caller's dict is never
-changed.
+"""Flattening a sharded state dict, and filling it with loaded values.
 
-Dicts, lists and tuples are containers here. What lies elsewhere (shards, local objects) leaves a
-`HOLE` in its container, so positions in lists stay what they were.
+The caller's dict is never changed. Dicts, lists and tuples are containers here. What is stored
+elsewhere (shards) or not at all (local objects) leaves a `HOLE` in its container, so positions in
+lists stay the same.
 """
 
 from __future__ import annotations
@@ -69,9 +69,9 @@ _MARKS = (_Slot, _Local, _Merge)
 class SplitState(NamedTuple):
     """A flattened state dict.
 
-    `shards` are its sharded leaves, those that factories build included; `common` is the rest of
-    the tree with holes for everything else; `skeleton` is the tree with marks for shards, local
-    objects and factories, and holes for the rest.
+    `shards` are its sharded leaves, including what factories build; `common` is the rest of the
+    tree with holes for everything else; `skeleton` is the tree with marks for shards, local objects
+    and factories, and holes for the rest.
     """
 
     shards: list[Shard]
@@ -95,9 +95,7 @@ def split(state_dict: Any) -> SplitState:
 
 
 def _take_apart(node: Any, shards: list[Shard], inside_factory: bool) -> tuple[Any, Any]:
-    """Return the skeleton and the common state of a part of a state dict; add its shards to a
-    list.
-    """
+    """Return the skeleton and common state of a part of a state dict; collect its shards."""
     # By far the most frequent type first; isinstance is slow for an abstract class.
     if type(node) is not ShardedTensor:
         node = adopt(node)
@@ -118,7 +116,7 @@ def _take_apart(node: Any, shards: list[Shard], inside_factory: bool) -> tuple[A
         return _Local(node.unwrap()), HOLE
     if _is_walked(node):
         return _take_container_apart(node, shards, inside_factory)
-    # What a factory builds besides shards is there again when it builds for loading.
+    # What a factory builds besides shards, it builds again for loading.
     return (_Local(node), HOLE) if inside_factory else (HOLE, node)
 
 
@@ -159,7 +157,7 @@ def _is_part(leaf: Any) -> bool:
 
 
 def check_keys_are_different(state_dict: Any, shards: Sequence[Shard]) -> None:
-    """Refuse two tensors of this rank that claim one place under one key, such as those of two
+    """Refuse two tensors of this rank that claim one place under one key, such as tensors of two
     models of one class.
     """
     counts = Counter(shard.key for shard in shards)
@@ -198,8 +196,8 @@ def put_together(skeleton: Any, values: Sequence[Any], common: Any) -> dict[Any,
     """Fill a skeleton from `split`: with a value (or `HOLE`) for each shard, and with common values
     at other places.
 
-    Places that nothing fills are dropped; the items of a list move together. What only `common` has
-    is added. Objects of unknown classes are an error where the skeleton has a value.
+    Places that nothing fills are dropped, and lists close up. What only `common` has is added.
+    Objects of unknown classes are an error where the skeleton has a value.
     """
     refuse_unknown(common, lambda position: _asks_for(skeleton, position))
     filled = _fill(skeleton, values, common)
@@ -222,7 +220,7 @@ def _fill(skeleton: Any, values: Sequence[Any], common: Any) -> Any:
         items = common if isinstance(common, list | tuple) else ()
         pairs = itertools.zip_longest(skeleton, items, fillvalue=HOLE)
         filled = _closed_up([_fill(above, values, below) for above, below in pairs], skeleton)
-    # Stored empty, it is empty, whatever was in the requested one.
+    # A container that was stored empty is empty, whatever was in the requested one.
     return _compact(common) if filled is HOLE else filled
 
 
@@ -247,7 +245,7 @@ def _value_at(mark: _Slot | _Local | _Merge, values: Sequence[Any]) -> Any:
 
 
 def compact(tree: dict[Any, Any]) -> dict[Any, Any]:
-    """Drop all holes; the items of a list move together."""
+    """Drop all holes; lists close up."""
     compacted = _compact(tree)
     return {} if compacted is HOLE else compacted
 

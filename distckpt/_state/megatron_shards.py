@@ -1,7 +1,7 @@
 """Sharded state dicts made of Megatron Core's objects: each is converted to its equivalent in
 distckpt.
 
-Objects are recognised by their structure, so Megatron need not be installed, and every version and
+Objects are recognized by their structure, so Megatron need not be installed, and every version and
 copy of it will do.
 """
 
@@ -25,14 +25,15 @@ from distckpt._mapping.wrappers import (
     ShardedTensorFactory,
 )
 
-# Transformer layers keep their extra state in such files in memory.
-register_object_type(signal.Signals)  # The arguments of Megatron's scripts hold one.
+# The arguments of Megatron's scripts hold a signal.
+register_object_type(signal.Signals)
+# Transformer layers keep their extra state in files in memory.
 register_object_type(io.BytesIO, "io.BytesIO", to_state=io.BytesIO.getvalue, from_state=io.BytesIO)
 
 
 def adopt(node: Any) -> Any:
-    """Convert an object of Megatron to its equivalent in distckpt; return anything else as it
-    is.
+    """Convert an object of Megatron to its equivalent in distckpt; return other values as they
+    are.
     """
     convert = _converter_of(type(node))  # type: ignore[arg-type]  # Classes are hashable.
     return node if convert is None else convert(node)

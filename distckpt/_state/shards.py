@@ -1,7 +1,7 @@
 """Tables that describe the shards of ranks, without data: the input of validation and planning.
 
-Flattened shards appear as the regions their flat range consists of, objects as single cells of
-their grid, so that everything after this point is about regions only.
+Flat shards appear as the regions that their range consists of, objects as single cells of their
+grid, so that everything after this point is about regions only.
 """
 
 from __future__ import annotations
@@ -112,8 +112,8 @@ def _parse_kinds(data: bytes) -> tuple[list[str], list[str], list[tuple[int, ...
 
 
 def shard_regions(shard: Shard) -> Iterator[Region]:
-    """Yield the regions of the global tensor a shard holds, in the order of its data; empty ones
-    included.
+    """Yield the regions of the global tensor that a shard holds, even empty ones, in the order of
+    its data.
     """
     offset = tuple(shard.global_offset)
     if isinstance(shard, ShardedObject):

@@ -2,8 +2,8 @@
 subclasses of tensors.
 
 safetensors files hold neither complex32 nor complex128: these become pairs of real numbers along
-one more axis. A tensor that is made of others (those with `__tensor_flatten__`, such as torchao's)
-is stored as these.
+one more axis. A tensor that is made of others (one with `__tensor_flatten__`, such as torchao's) is
+stored as these.
 """
 
 from __future__ import annotations
@@ -173,8 +173,8 @@ def shard_at(
 
 
 def _is_cut_alike(data: Any, name: str, shape: tuple[int, ...], sizes: tuple[int, ...]) -> bool:
-    """Tell whether a part of a tensor consists of the same part of an inner tensor, along each
-    axis that is divided.
+    """Tell whether a part of a tensor consists of the same part of an inner tensor, along all
+    divided axes.
     """
     for axis, (n, own, size) in enumerate(zip(data.shape, shape, sizes, strict=True)):
         if own == 0 or n % own:

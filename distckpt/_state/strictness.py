@@ -1,4 +1,5 @@
 """How a load treats keys that only the checkpoint or only the request has.
+
 `distckpt.megatron.validation` is the public path.
 """
 
@@ -35,11 +36,9 @@ class StrictHandling(Enum):
     RAISE_ALL = "raise_all"
     """Unexpected and missing keys are errors."""
     RETURN_UNEXPECTED = "return_unexpected"
-    """Unexpected keys are left out and returned; `load` returns `(state_dict, missing,
-    unexpected)`.
-    """
+    """`load` returns `(state_dict, missing, unexpected)`, without unexpected keys in the first."""
     RETURN_ALL = "return_all"
-    """Both are returned; `load` returns `(state_dict, missing, unexpected)`."""
+    """The same, and missing keys are looked for."""
     IGNORE_ALL = "ignore_all"
     """Unexpected keys are left out silently; missing ones are ignored."""
 
@@ -110,7 +109,7 @@ def handle_mismatch(
     known: Iterable[str],
     location: str,
 ) -> None:
-    """Raise LoadMismatchError, log a warning or do nothing about differing keys, as the mode
+    """Raise LoadMismatchError, log a warning or do nothing about differing keys, as `strict`
     says.
     """
     if strict in (StrictHandling.RAISE_UNEXPECTED, StrictHandling.LOG_UNEXPECTED):

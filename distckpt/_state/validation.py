@@ -1,5 +1,6 @@
-"""Checks of what all ranks hold, before anything is written: each element has one main replica, and
-replicas agree.
+"""Checks of what all ranks hold, before anything is written.
+
+Each element has one main replica, and replicas agree.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from distckpt._geometry.region import IntArray, find_tiling_faults
 from distckpt._state.shards import GlobalTable
 
 MAX_COMPARED = 256
-"""So many regions a save whose plan is known compares with their replicas."""
+"""The number of regions that a save whose plan is known compares with their replicas."""
 
 
 def validate_shards(table: GlobalTable, *, allow_gaps: bool = False) -> None:
@@ -88,8 +89,8 @@ def _explain_faults(
 def _explain_fault(
     table: GlobalTable, key_id: int, rows: IntArray, element: tuple[int, ...], allow_gaps: bool
 ) -> str:
-    """Say what is wrong with a key, whose shards are in `rows`; nothing where it is a gap, and
-    these are allowed.
+    """Say what is wrong with a key, whose shards are in `rows`; "" for a gap if gaps are
+    allowed.
     """
     ndim = int(table.ndims[key_id])
     point = np.array(element, np.int64)
@@ -167,10 +168,11 @@ def _replica_differences(table: GlobalTable) -> list[KeyFault]:
 
 
 def replica_weights(table: GlobalTable) -> npt.NDArray[np.uint64]:
-    """Return a weight for each row, those of the replicas of a region add up to 0, modulo 2**64.
+    """Return a weight for each row. The weights of the replicas of a region add up to 0, modulo
+    2**64.
 
-    It is 0 for what only one rank has or what may differ, and beyond `MAX_COMPARED` regions, of all
-    regions evenly.
+    A weight is 0 for what only one rank has or what may differ. Of more than `MAX_COMPARED` regions
+    all but an even selection have the weight 0.
     """
     weights = np.zeros(len(table.key_ids), np.uint64)
     is_tensor = np.array([dtype != OBJECT for dtype in table.dtypes], np.bool_)
@@ -185,8 +187,8 @@ def replica_weights(table: GlobalTable) -> npt.NDArray[np.uint64]:
 
 
 def _replicas(table: GlobalTable, rows: IntArray) -> tuple[IntArray, IntArray]:
-    """Order rows by region; return them, and for each the first one of the same region, the main
-    replica if there.
+    """Order rows by region. Return them, and for each the first one of the same region, which is
+    the main replica if it is among them.
     """
     columns = (*table.shapes[rows].T, *table.offsets[rows].T, table.key_ids[rows])
     rows = rows[np.lexsort((table.ranks[rows], ~table.is_main[rows], *columns))]

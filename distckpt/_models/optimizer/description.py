@@ -240,7 +240,7 @@ def optimizer_targets(
 
 
 def sections_at(optimizer: Any, wanted: Iterable[tuple[SectionPath, bool]]) -> list[Section]:
-    """Return the wanted sections of an optimizer's state, without a state where it has none yet."""
+    """Return the wanted sections of an optimizer's state, empty ones where it has none yet."""
     current = {section.path: section for section in read_sections(optimizer)[0]}
     return [
         current.get(path, Section(path, by_number, optimizer.param_groups, {}))

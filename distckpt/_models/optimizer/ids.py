@@ -54,7 +54,7 @@ def get_param_id_to_sharded_param_map(
     """Find the shard of each parameter of an optimizer in the model's state dict.
 
     A shard belongs to a parameter when its `data` is that very object, or has the same shape and
-    strides on the same memory. If none does, a warning is logged.
+    strides on the same memory. If there is no such shard, a warning is logged.
 
     Args:
         model_sharded_state_dict: nested dicts and lists with the model's shards.
@@ -98,11 +98,11 @@ def optim_state_to_sharding_state(
     parameter>`, and `params` of each group, which numbers this rank's parameters, a
     `LocalNonpersistentObject`.
 
-    A value that cannot be divided as the parameter is, because it is no tensor or has no axes while
-    the parameter has some (`step` of Adam), stays as it is and thus becomes common state, of which
-    a checkpoint keeps one rank's version. As it stays under this rank's parameter number, that is
-    right only while all ranks hold the same parameters. Otherwise exclude it, store it once under a
-    key of your own, and put it back after loading.
+    A value that cannot be divided as the parameter is, because it is not a tensor or has no axes
+    while the parameter has some (`step` of Adam), stays as it is and thus becomes common state, of
+    which a checkpoint keeps one rank's version. As it stays under this rank's parameter number,
+    that is right only while all ranks hold the same parameters. Otherwise exclude it, store it once
+    under a key of your own, and put it back after loading.
 
     Args:
         optim_state_dict: what `optimizer.state_dict()` gave. Its entries `state` and `param_groups`

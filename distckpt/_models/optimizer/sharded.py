@@ -1,22 +1,6 @@
 """Optimizer state as shards, derived from the sharded state dict of the model.
 
-For a torch optimizer, whatever it keeps:
-
-    model_state = sharded_state_dict(model)
-    optimizer_state = sharded_optimizer_state_dict(optimizer, model_state)
-    distckpt.save({"model": model_state, "optimizer": optimizer_state}, "checkpoints/step_100")
-    ...
-    state = {"model": model_state, "optimizer": optimizer_state}
-    loaded = distckpt.load(state, "checkpoints/step_100")
-    load_sharded_optimizer_state_dict(optimizer, loaded["optimizer"])
-
-Megatron's functions make shards of an optimizer's own state dict. The tensors in it are divided
-among ranks as the parameters are, so a model's sharded state dict describes them, too:
-
-    model_state = model.sharded_state_dict(keep_vars=True)
-    id_map = get_param_id_to_sharded_param_map(model_state, model.parameters())
-    optimizer_state = optimizer.state_dict()
-    optim_state_to_sharding_state(optimizer_state, id_map, exclude_keys=("step",))
+`distckpt.optimizer` is the public path and shows its use.
 """
 
 from __future__ import annotations
@@ -79,8 +63,8 @@ def zero1_shards(
     stop: int,
     prefix: str = "optimizer",
 ) -> list[ShardedTensor | ShardedTensorFactory]:
-    """Describe the part of a ZeRO-1 optimizer's state that this rank has: elements of all
-    parameters end to end.
+    """Describe the part of a ZeRO-1 optimizer's state that this rank has: a run of elements of all
+    parameters, one after another.
 
         moments = {"exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq}
         start = dp_rank * len(exp_avg)
@@ -88,7 +72,7 @@ def zero1_shards(
         state["zero1"] = zero1_shards(model.parameters(), state["model"], moments, start, stop)
 
     A part may begin and end anywhere, and loads under every other layout, flattened or not: keys
-    are those of `sharded_optimizer_state_dict`.
+    are the same as in `sharded_optimizer_state_dict`.
 
     Args:
         params: the parameters of a flat buffer, in its order.
@@ -119,7 +103,7 @@ def zero1_shards(
             raise InvalidShardingError(
                 f"parameter {number} has no shard of the model.{KEEP_VARS_HINT}"
             )
-        # Other ranks have other elements, unless they turn out to have the same ones.
+        # Ranks that turn out to have the same elements have copies of them.
         own = replace(by_number[number], replica_id=OpenReplicaId((0,)))
         for name, values in states.items():
             data = values[low - start : high - start]
@@ -185,10 +169,10 @@ def sharded_optimizer_state_dict(
 def load_sharded_optimizer_state_dict(optimizer: torch.optim.Optimizer, loaded: StateDict) -> None:
     """Give a torch optimizer what was loaded into its sharded state dict.
 
-    States are set, also in a new optimizer that has made no step. Options of groups (learning rate
-    and so on) become those that the parameters were saved with, except the choice of an
-    implementation (`foreach`, `fused`, `capturable`, `differentiable`). Parameters that are not in
-    the checkpoint keep what they have, with a warning.
+    States are set even in a new optimizer that has made no step. Groups get the options (learning
+    rate and so on) that their parameters were saved with, except the choice of an implementation
+    (`foreach`, `fused`, `capturable`, `differentiable`). Parameters that are not in the checkpoint
+    keep what they have, with a warning.
 
     Args:
         optimizer: the one whose `sharded_optimizer_state_dict` was loaded.

@@ -1,4 +1,4 @@
-"""Shards of the tensors in an optimizer's state, made from those of the parameters."""
+"""Shards of the tensors in an optimizer's state, made from the shards of the parameters."""
 
 from __future__ import annotations
 
@@ -60,8 +60,8 @@ def state_shard(
     name: str,
     prefix: str,
 ) -> ShardedTensor | ShardedTensorFactory:
-    """Describe a tensor in the state of a parameter, given the parameter's shard; it has the key
-    `<prefix>.<key>`.
+    """Describe a tensor in the state of a parameter, given the parameter's shard and what goes in
+    front of its key.
     """
     if _is_alike(tensor, param):
         if type(shard) is not ShardedTensor:
@@ -186,8 +186,8 @@ def state_target(
     """Return the tensor that a stored tensor of a parameter's state is loaded into: the optimizer's
     own if it fits.
 
-    `prefix` is what the key begins with, see `state_shard`; `order` is that of the axes in memory.
-    What is not stored is taken to be like the parameter.
+    `prefix` is what the key begins with, see `state_shard`; `order` is the order of the axes in
+    memory. What is not stored is taken to be like the parameter.
     """
     key = f"{prefix}.{shard.key}"
     if f"{key}.tensor_type" in stored:
@@ -196,7 +196,7 @@ def state_target(
     if entry is None or entry.dtype is None:
         return _new_like(param, param.dtype)
     of_param = stored.get(shard.key)
-    # A state that was saved in the dtype of the parameter has that of the new one.
+    # A state that was saved with the dtype of the parameter has the dtype of the new parameter.
     dtype = param.dtype if of_param is not None and of_param.dtype == entry.dtype else entry.dtype
     shape = _target_shape(shard, param, entry.shape, key)
     if own is not None and _has_form(own, dtype, shape, param):
@@ -300,7 +300,7 @@ def _reduced_shape(shard: ShardedTensor, stored: tuple[int, ...]) -> tuple[int, 
 
 
 def _distributed_like(param: Any, whole: torch.Tensor) -> torch.Tensor:
-    """Distribute a tensor as a DTensor is, along the axes that both have; it is copied along the
+    """Distribute a tensor as a DTensor is, along the axes that both have, and copy it along the
     others.
     """
     copied = type(param).from_local(whole, param.device_mesh, run_check=False)

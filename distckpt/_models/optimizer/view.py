@@ -126,9 +126,7 @@ def _is_plain(optimizer: Any) -> bool:
 def _take_sections(
     node: Any, path: tuple[str, ...], groups: list[dict[str, Any]], found: list[Section]
 ) -> Any:
-    """Add the sections of a state dict to `found`; return what else it holds, `HOLE` for
-    nothing.
-    """
+    """Add the sections of a state dict to `found`; return the rest of it, `HOLE` for nothing."""
     if not isinstance(node, dict):
         return node
     section, rest = _divide(node, path, groups)
