@@ -219,18 +219,10 @@ class Manifest:
         num_numbers = num_chunks * per_chunk + num_blocks + len(self.keys) * per_key
         at_least = 8 * num_numbers + num_chars
         if at_least > MAX_TABLE_BYTES:
-<<<<<<< HEAD
-            content = (
-                f"{len(self.keys)} keys, {num_chunks} chunks, {num_blocks} blocks of "
-                f"{self.block_bytes} bytes"
-            )
-            raise _too_large(f"at least {at_least} bytes ({content})")
-=======
             raise _too_large(
                 f"at least {at_least} bytes ({len(self.keys)} keys, {num_chunks} chunks, "
                 f"{num_blocks} blocks of {self.block_bytes} bytes)"
             )
->>>>>>> formats
 
     @property
     def shapes_by_key(self) -> dict[str, tuple[int, ...]]:

@@ -117,11 +117,7 @@ def type_name(cls: type) -> str:
 
 
 def require(condition: bool, what: str) -> None:
-<<<<<<< HEAD
-    """Raise ValueError unless a condition holds; `decode` makes a CorruptCheckpointError of it."""
-=======
     """Raise ValueError, which `decode` reports as damage, unless a condition holds."""
->>>>>>> formats
     if not condition:
         raise ValueError(what)
 
