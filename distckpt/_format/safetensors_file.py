@@ -144,7 +144,7 @@ def parse_json(text: str | bytes) -> Any:
 
 
 def sharding_metadata(regions: Mapping[str, Region], extra: Mapping[str, str]) -> dict[str, str]:
-    """Return the metadata in which torch and NeMo Automodel find the global offset of each entry."""
+    """Return the metadata in which torch and NeMo Automodel find the global offsets of entries."""
     info = {key: {"saved_offsets": list(region.offset)} for key, region in regions.items()}
     return {
         "format": "pt",
