@@ -78,8 +78,7 @@ def build_header(
         sizes = ",".join(map(str, stored_shape(dtype, shape)))
         end = position + num_bytes
         members.append(
-            f'{encode(name)}:{{"dtype":"{dtype}","shape":[{sizes}],'
-            f'"data_offsets":[{position},{end}]}}'
+            f'{encode(name)}:{{"dtype":"{dtype}","shape":[{sizes}],"data_offsets":[{position},{end}]}}'
         )
         position = end
     text = f"{{{','.join(members)}}}".encode("utf-8", "surrogatepass")
@@ -145,7 +144,7 @@ def parse_json(text: str | bytes) -> Any:
 
 
 def sharding_metadata(regions: Mapping[str, Region], extra: Mapping[str, str]) -> dict[str, str]:
-    """Return the metadata in which torch and NeMo Automodel find the offset of each entry."""
+    """Return the metadata in which torch and NeMo Automodel find the global offsets of entries."""
     info = {key: {"saved_offsets": list(region.offset)} for key, region in regions.items()}
     return {
         "format": "pt",
