@@ -1,8 +1,8 @@
-"""The interface for reading other formats: describe where the bytes of a checkpoint are, and every
-function reads it.
+"""The interface for reading other formats: say where the bytes of a checkpoint are, and everything
+can read it.
 
-A `Reader` recognizes the directories of its format and describes which bytes of which files hold
-which regions of tensors:
+A `Reader` recognizes the directories of its format, and says which bytes of which files hold which
+regions of tensors:
 
     class RawReader(Reader):
         name = "raw"
@@ -11,8 +11,11 @@ which regions of tensors:
             return location.endswith(".raw")
 
         def manifest(self, location):
-            piece = StoredPiece("w", "F32", Region((0, 0), (4, 8)), (4, 8), file="w.bin",
-            first_byte=0, num_bytes=128) return build_manifest(self.name, location, [piece])
+            place = Region((0, 0), (4, 8))
+            piece = StoredPiece(
+                "w", "F32", place, (4, 8), file="w.bin", first_byte=0, num_bytes=128
+            )
+            return build_manifest(self.name, location, [piece])
 
     register_reader(RawReader())
 

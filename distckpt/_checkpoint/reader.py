@@ -1,4 +1,4 @@
-"""The seam for formats of other programs: what a reader of one has to do."""
+"""The interface of readers of other formats."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ class Reader(ABC):
     and the command line.
 
     Attributes:
-        name: of the format. The manifests that a reader builds carry it from rank 0, which opens
-            checkpoints, to the other ranks: register the reader on every rank.
+        name: of the format. Rank 0 opens checkpoints, and the other ranks find the reader by the
+            name in the manifest: register it on every rank.
     """
 
     name: str
@@ -31,25 +31,24 @@ class Reader(ABC):
 
         Args:
             location: a path or URL.
-            marker: the fields of a `metadata.json` there, None when there is none. It is never one
-                of distckpt's.
+            marker: the fields of the `metadata.json` there, None if there is no such file. A marker
+                of distckpt is never given.
         """
 
     @abstractmethod
     def manifest(self, location: str) -> Manifest:
-        """Describe a checkpoint, see `build_manifest`; one process calls.
+        """Describe a checkpoint, see `build_manifest`. Called in one process only.
 
         Raises:
-            CorruptCheckpointError: naming the file that is damaged or missing.
+            CorruptCheckpointError: a file is damaged or missing; the message names it.
         """
 
     def load_objects(self, stored: StoredCheckpoint, chunks: Sequence[int]) -> list[Any]:
-        """Load parts of objects, see `read_chunks`. Only for formats that hold objects beside
-        tensors.
+        """Load parts of objects, see `read_chunks`. For formats that hold objects beside tensors.
 
         Args:
             stored: the checkpoint.
-            chunks: which of its chunks; `stored.key_of(chunk)` says whose each is.
+            chunks: the chunks to load; `stored.key_of(chunk)` is the key of one.
 
         Returns:
             A value for each chunk.
@@ -61,8 +60,9 @@ class Reader(ABC):
         return []
 
     def load_common_state(self, stored: StoredCheckpoint) -> Any:
-        """Load the state that belongs to no tensor, such as arguments and step counters: a dict,
-        empty by default.
+        """Return the state that belongs to no tensor, such as arguments and step counters.
+
+        It must be a dict, and is an empty one by default.
         """
         del stored
         return {}

@@ -1,4 +1,4 @@
-"""Shards of an opened checkpoint: describing what is stored, loading what is requested."""
+"""Shards of an opened checkpoint: those that are stored, without data, and loading others."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def load_shards(
 
 
 def describe_tensors(stored: StoredCheckpoint) -> dict[str, ShardedTensor]:
-    """Describe every stored tensor unsharded, without data, by key."""
+    """Describe every stored tensor as one shard without data, by key."""
     return {
         key: _unsharded(key, stored.dtype_name(key), stored.global_shape(key))
         for key in stored.manifest.key_index
@@ -49,7 +49,7 @@ def describe_tensors(stored: StoredCheckpoint) -> dict[str, ShardedTensor]:
 
 
 def describe_objects(stored: StoredCheckpoint) -> dict[str, ShardedObject]:
-    """Describe every part of the stored objects, without data, by unique key."""
+    """Describe every cell of the stored objects, without data, by unique key."""
     described = {}
     for key in filter(stored.is_object, stored.manifest.keys):
         for chunk in stored.chunks_of(key):
@@ -62,7 +62,7 @@ def describe_objects(stored: StoredCheckpoint) -> dict[str, ShardedObject]:
 def describe_quantized(
     stored: StoredCheckpoint,
 ) -> dict[str, tuple[ShardedTensor, tuple[str, ...]]]:
-    """Describe the tensors that are stored as codes and scales, with the keys of these, by key."""
+    """Describe the tensors that are stored as codes and scales, and name these, by key."""
     return {
         key: (_unsharded(key, each.dtype, each.model_shape), each.keys)
         for key, each in find(stored).items()

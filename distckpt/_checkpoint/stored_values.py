@@ -1,4 +1,4 @@
-"""Reading parts of a checkpoint of any format by one process: regions of tensors, and objects."""
+"""Reading regions of tensors, and objects, from a checkpoint of any format in one process."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from distckpt._state.common_state import COMMON_KEY, object_text
 
 
 class StoredTensor(NamedTuple):
-    """A tensor of a checkpoint, to be read."""
+    """A tensor of a checkpoint that can be read."""
 
     stored: StoredCheckpoint
     key: str
@@ -44,7 +44,7 @@ class StoredTensor(NamedTuple):
         return math.prod(self.shape) * FROM_NAME[self.dtype].itemsize
 
     def read(self, region: Region) -> torch.Tensor:
-        """Read a region, and nothing else."""
+        """Read a region, and only that."""
         values = torch.empty(region.shape, dtype=FROM_NAME[self.dtype])
         request = Request(self.key, self.shape, region)
         read_copies(self.stored, plan_load(self.stored, [request]), [values], NUM_THREADS)
@@ -52,29 +52,19 @@ class StoredTensor(NamedTuple):
 
 
 def load_objects(stored: StoredCheckpoint, shards: Sequence[ShardedObject]) -> list[Any]:
-    """Load parts of objects, common state among them (an empty dict where there is none)."""
+    """Load cells of objects, or common state, which is an empty dict if there is none stored."""
     reader = find_reader(stored)
-    has_common = reader is None and COMMON_KEY in stored.manifest.key_index
-    is_part = [has_common or shard.key != COMMON_KEY for shard in shards]
-    chunks = [
-        object_chunk(stored, shard)
-        for shard, is_wanted in zip(shards, is_part, strict=True)
-        if is_wanted
+    if reader is None and COMMON_KEY in stored.manifest.key_index:
+        return _load_cells(None, stored, shards)
+    others = [shard for shard in shards if shard.key != COMMON_KEY]
+    cells = iter(_load_cells(reader, stored, others))
+    return [
+        load_common_state(stored) if shard.key == COMMON_KEY else next(cells) for shard in shards
     ]
-    if reader is None:
-        parts = iter(
-            [
-                _decode(stored, *pair)
-                for pair in zip(chunks, read_chunks(stored, chunks), strict=True)
-            ]
-        )
-    else:
-        parts = iter(_load_parts(reader, stored, chunks))
-    return [next(parts) if is_wanted else load_common_state(stored) for is_wanted in is_part]
 
 
 def load_common_state(stored: StoredCheckpoint) -> Any:
-    """Load the common state; an empty dict where there is none."""
+    """Load the common state; an empty dict if there is none."""
     reader = find_reader(stored)
     if reader is not None:
         with naming_reader(reader, stored.location):
@@ -97,13 +87,13 @@ def holds_objects(stored: StoredCheckpoint) -> bool:
 
 
 def object_keys(stored: StoredCheckpoint) -> list[str]:
-    """Return the keys of all objects, and of the common state, which there is in any case."""
+    """Return the keys of all objects, with that of the common state, stored or not."""
     keys = [key for key in stored.manifest.keys if stored.is_object(key)]
     return keys if COMMON_KEY in keys else [COMMON_KEY, *keys]
 
 
 def read_encoded(stored: StoredCheckpoint, key: str) -> dict[tuple[int, ...], bytes]:
-    """Read the parts of an object, encoded as `codec.decode` takes them, by offset."""
+    """Read the cells of an object by offset, encoded as `codec.decode` takes them."""
     reader = find_reader(stored)
     if key == COMMON_KEY and (reader is not None or key not in stored.manifest.key_index):
         return {(0,): codec.encode(load_common_state(stored))}
@@ -111,10 +101,22 @@ def read_encoded(stored: StoredCheckpoint, key: str) -> dict[tuple[int, ...], by
     offsets = [stored.manifest.chunk_region(chunk).offset for chunk in chunks]
     if reader is None:
         return dict(zip(offsets, read_chunks(stored, chunks), strict=True))
-    return dict(zip(offsets, map(codec.encode, _load_parts(reader, stored, chunks)), strict=True))
+    values = _values_of_reader(reader, stored, chunks)
+    return dict(zip(offsets, map(codec.encode, values), strict=True))
 
 
-def _load_parts(reader: Reader, stored: StoredCheckpoint, chunks: Sequence[int]) -> list[Any]:
+def _load_cells(
+    reader: Reader | None, stored: StoredCheckpoint, shards: Sequence[ShardedObject]
+) -> list[Any]:
+    chunks = [object_chunk(stored, shard) for shard in shards]
+    if reader is not None:
+        return _values_of_reader(reader, stored, chunks)
+    blobs = read_chunks(stored, chunks)
+    return [_decode(stored, chunk, blob) for chunk, blob in zip(chunks, blobs, strict=True)]
+
+
+def _values_of_reader(reader: Reader, stored: StoredCheckpoint, chunks: Sequence[int]) -> list[Any]:
+    """Let a reader load cells of objects."""
     with naming_reader(reader, stored.location):
         values = list(reader.load_objects(stored, chunks))
     if len(values) != len(chunks):
@@ -127,7 +129,7 @@ def _load_parts(reader: Reader, stored: StoredCheckpoint, chunks: Sequence[int])
 
 def _decode(stored: StoredCheckpoint, chunk: int, blob: bytes) -> Any:
     try:
-        # Common state is read whole: what in it nobody asks for must not be in the way.
+        # Common state is read whole: objects in it that nobody asks for must not be in the way.
         return codec.decode(blob, placeholders=stored.key_of(chunk) == COMMON_KEY)
     except CheckpointingException as error:
         where = f"{object_text(stored.key_of(chunk))} in {stored.path_of(chunk)!r}"

@@ -9,8 +9,8 @@ import xxhash
 from distckpt._base.memory import Bytes
 
 BLOCK_BYTES = 256 << 10
-"""New chunks are checksummed in blocks of this size: large enough for manifests to stay small,
-small enough for blocks to be read whole where only a part of them is wanted.
+"""New chunks are checksummed in blocks of this size: large enough to keep manifests small, and
+small enough to read a whole block where only a part of it is wanted.
 """
 
 
@@ -20,8 +20,9 @@ def checksum(data: bytes | memoryview | Bytes) -> int:
 
 
 def block_checksums(sizes: Sequence[int], runs: Sequence[Bytes], block_bytes: int) -> list[int]:
-    """Return the checksums of the blocks of byte strings of some sizes, which are one after the
-    other in `runs`.
+    """Return the checksums of the blocks of byte strings that follow one another in `runs`.
+
+    `sizes` are those of the byte strings; each begins a block.
     """
     digests = []
     index = position = 0

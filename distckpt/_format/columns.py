@@ -1,5 +1,5 @@
-"""Tables as bytes: named numpy columns and one JSON value, in one safetensors blob. Used in
-messages and on disk.
+"""Tables as bytes, in messages and on disk: named numpy columns and one JSON value in a safetensors
+blob.
 """
 
 from __future__ import annotations
@@ -19,27 +19,31 @@ Column = npt.NDArray[Any]
 _JSON = "json"
 _WORD_BYTES = 8
 _MAX_RATIO = 1040
-"""No more bytes come out of zlib for each that went in."""
+"""The most bytes that zlib makes out of one."""
 
 
 def pack(fields: Any, columns: Mapping[str, Column]) -> bytes:
-    """Encode a JSON-able value and arrays; the inverse of `unpack`."""
+    """Encode a value that JSON can hold, and arrays; the inverse of `unpack`."""
     text = json.dumps(fields, separators=(",", ":")).encode()
     arrays = {name: np.ascontiguousarray(column) for name, column in columns.items()}
     return safetensors.numpy.save({_JSON: np.frombuffer(text, np.uint8), **arrays})
 
 
 def compress(data: bytes) -> bytes:
-    """Compress bytes for a message: those of equal weight in its numbers of 64 bits, mostly zeros,
-    go side by side.
+    """Compress bytes for a message.
+
+    Its numbers have 64 bits, and their high bytes are mostly zeros: bytes of equal weight are put
+    side by side.
     """
     words = np.frombuffer(data + bytes(-len(data) % _WORD_BYTES), np.uint8).reshape(-1, _WORD_BYTES)
     return len(data).to_bytes(_WORD_BYTES, "big") + zlib.compress(words.T.tobytes(), level=1)
 
 
 def decompress(data: bytes) -> bytes:
-    """Undo `compress`; a ValueError says that it cannot be undone, whatever size the bytes claim to
-    have.
+    """Undo `compress`. The size that the bytes claim is not trusted.
+
+    Raises:
+        ValueError: `compress` did not make them.
     """
     num_bytes = int.from_bytes(data[:_WORD_BYTES], "big")
     padded = num_bytes + -num_bytes % _WORD_BYTES
@@ -56,7 +60,11 @@ def decompress(data: bytes) -> bytes:
 
 
 def unpack(data: bytes) -> tuple[Any, dict[str, Column]]:
-    """Decode what `pack` made; a ValueError says that it is not such a table."""
+    """Decode what `pack` made.
+
+    Raises:
+        ValueError: `pack` did not make it.
+    """
     try:
         columns = safetensors.numpy.load(data)
         text = columns.pop(_JSON)

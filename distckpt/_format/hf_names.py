@@ -24,8 +24,10 @@ def shard_filename(base_prefix: str, idx: int, total: int) -> str:
     """Return the name of file `idx` of `total`, counted from 1, such as
     `model-00001-of-00004.safetensors`.
 
-    `base_prefix` stands before the numbers, with directory or URL. ValueError when there is no such
-    file.
+    `base_prefix` comes before the numbers, and may begin with a directory or URL.
+
+    Raises:
+        ValueError: there is no such file.
     """
     if not 1 <= idx <= total:
         raise ValueError(f"there is no file {idx} of {total}: files are counted from 1")
@@ -33,23 +35,19 @@ def shard_filename(base_prefix: str, idx: int, total: int) -> str:
 
 
 def index_filename(base_prefix: str) -> str:
-    """Return the name of the index of several output files, such as
-    `model.safetensors.index.json`.
-    """
+    """Return the name of the index of several files, such as `model.safetensors.index.json`."""
     return f"{base_prefix}{INDEX_SUFFIX}"
 
 
 def output_filenames(base_prefix: str, total: int) -> list[str]:
-    """Return the names of all output files, in order: a single file carries no number, and needs no
-    index.
-    """
+    """Return the names of all output files in order; a single file has no number and no index."""
     if total == 1:
         return [base_prefix + SUFFIX]
     return [shard_filename(base_prefix, idx, total) for idx in range(1, total + 1)]
 
 
 def derive_base_prefix_from_path(path_str: str | os.PathLike[str]) -> str:
-    """Return what the names of the files of one model have in common.
+    """Return what the names of the files of a model have in common.
 
     `/x/model.safetensors`, `/x/model.safetensors.index.json` and
     `/x/model-00001-of-00004.safetensors` (with any number of digits) all give `/x/model`; other
@@ -59,22 +57,22 @@ def derive_base_prefix_from_path(path_str: str | os.PathLike[str]) -> str:
 
 
 def belongs_to_export(name: str) -> bool:
-    """Tell whether a file name is one that an export of a model has for its tensors or their
-    index.
-    """
+    """Tell whether an export of a model may give this name to a file of tensors or to its index."""
     return derive_base_prefix_from_path(name) == BASE_PREFIX != name
 
 
 def group_keys_by_shard_size(
     flat_state: Mapping[str, Any], max_shard_size_bytes: int
 ) -> list[list[str]]:
-    """Divide tensors into output files, in the order in which they come, and return the keys of
-    each.
+    """Divide tensors among output files in the order in which they come; return the keys of each.
 
     Args:
-        flat_state: key -> tensor, or anything else that `estimate_array_nbytes` takes.
-        max_shard_size_bytes: size of the tensors of a file at most; a larger tensor gets a file of
-            its own. It must be positive, else ValueError.
+        flat_state: tensors, or anything else that `estimate_array_nbytes` takes, by key.
+        max_shard_size_bytes: the tensors of a file have at most this size; a larger tensor gets a
+            file of its own.
+
+    Raises:
+        ValueError: `max_shard_size_bytes` is not positive.
     """
     return group_keys_by_bytes(
         {k: estimate_array_nbytes(x) for k, x in flat_state.items()}, max_shard_size_bytes
@@ -82,20 +80,21 @@ def group_keys_by_shard_size(
 
 
 def group_keys_by_bytes(num_bytes: Mapping[str, int], max_file_bytes: int) -> list[list[str]]:
-    """Divide tensors of known size into output files, see `group_keys_by_shard_size`."""
+    """Divide tensors of known size among output files, see `group_keys_by_shard_size`."""
     return _fill_files([([key], size) for key, size in num_bytes.items()], max_file_bytes)
 
 
 def optimize_shard_layout(state: Mapping[str, Any], max_shard_size_bytes: int) -> list[list[str]]:
-    """Divide tensors into output files such that those of a module stay together, so that few files
-    are read for it.
+    """Divide tensors among output files so that those of a module stay together, and few files are
+    read for it.
 
-    Keys are ordered with `layers.2` before `layers.10`. What stays together is a numbered module
-    such as `model.layers.3`, or else the parameters of one module such as `model.embed_tokens`. A
-    module that is larger than a file is divided at the next numbers within (`experts.0`,
+    Keys are ordered with `layers.2` before `layers.10`. A numbered module such as `model.layers.3`
+    stays together, and elsewhere the parameters of one module such as `model.embed_tokens`. A
+    module that is larger than a file is divided at the next numbers within it (`experts.0`,
     `experts.1`), then into its innermost modules, then into single tensors.
 
-    Takes dotted keys; arguments and result are those of `group_keys_by_shard_size`.
+    Keys have dots between their parts. Arguments and result are the same as those of
+    `group_keys_by_shard_size`.
     """
     num_bytes = {key: estimate_array_nbytes(state[key]) for key in sorted(state, key=natural_order)}
     return _fill_files(
@@ -104,8 +103,8 @@ def optimize_shard_layout(state: Mapping[str, Any], max_shard_size_bytes: int) -
 
 
 def _fill_files(units: Iterable[tuple[list[str], int]], max_file_bytes: int) -> list[list[str]]:
-    """Put units of keys (with their bytes) into files one after the other; a unit that does not fit
-    begins a file.
+    """Fill files with units of keys, each given with its size; a unit that does not fit begins the
+    next file.
     """
     if max_file_bytes <= 0:
         raise ValueError(f"the size of a file must be positive, not {max_file_bytes} bytes")
@@ -123,8 +122,9 @@ def _fill_files(units: Iterable[tuple[list[str], int]], max_file_bytes: int) -> 
 def _modules(
     keys: Sequence[str], num_bytes: Mapping[str, int], limit: int, level: int
 ) -> Iterator[tuple[list[str], int]]:
-    """Group keys by the `level`-th of the modules around them, outermost first; groups above the
-    limit further.
+    """Yield groups of keys and their sizes, by the `level`-th of the modules around them.
+
+    Groups above the limit are divided at the next level.
     """
     groups: dict[str, list[str]] = {}
     for key in keys:
@@ -139,8 +139,8 @@ def _modules(
 
 
 def _modules_around(key: str) -> list[str]:
-    """Return the units that a key may stay with, outermost first: numbered modules, its own module,
-    the key alone.
+    """Return the units that hold a key, outermost first: numbered modules, its own module, the key
+    alone.
     """
     parts = key.split(".")
     ends = [

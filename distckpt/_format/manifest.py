@@ -1,5 +1,5 @@
-"""The manifest: which chunk of which key lies where. Columnar, so that 10^6 chunks open and plan in
-milliseconds.
+"""The manifest: which chunk of which key lies where, in columns, so that reads of 10^6 chunks are
+planned in milliseconds.
 """
 
 from __future__ import annotations
@@ -27,21 +27,21 @@ FORMAT_VERSION = 2
 MIN_READER_VERSION = 1
 MANIFEST_NAME = "manifest.safetensors"
 _MANIFEST_NAMES = re.compile(r"manifest(-[0-9a-f]{16})?\.safetensors")
-"""With a nonce where an object store holds another one already."""
+"""The name has a nonce where an object store already holds another manifest."""
 MAX_TABLE_BYTES = 4 << 30
-"""No manifest is larger, nor any other file that says where the tensors of a checkpoint lie."""
+"""Limit of manifests, and of all other files that say where the tensors of a checkpoint lie."""
 MAX_BLOCK_BYTES = 64 << 20
 """Readers hold a few whole blocks in memory."""
 CHECKSUM = "xxh3-64"
 OBJECT = "OBJECT"
-"""In the place of a dtype name: the chunks of this key are encoded objects, one per cell of the
-global shape.
+"""Takes the place of a dtype name where the chunks of a key are encoded objects, one for each cell
+of the global shape.
 """
 
 
 class ShardFile(NamedTuple):
-    """A file of the checkpoint: `name` relative to its directory, its size, and its header's size
-    and checksum.
+    """A file of the checkpoint: its name, relative to the directory, its size, and the size and
+    checksum of its header.
     """
 
     name: str
@@ -51,21 +51,22 @@ class ShardFile(NamedTuple):
 
 
 class ChunkTable(NamedTuple):
-    """Chunks and the files they lie in: of one rank while it saves, of the complete checkpoint in
-    its manifest.
+    """Chunks and the files that hold them: those of one rank during a save, all of them in a
+    manifest.
 
     A further column of the manifest is added here, and filled where its values are known: in
     `_plan.layout.chunk_table` when a save is planned, in `SafetensorsSave` when it is written, in
-    `_foreign.pieces` for files of others. Whatever only joins, sorts, selects, sends or stores
-    chunks takes it along.
+    `_checkpoint.stored_pieces` for files of other programs. Code that only joins, sorts, selects,
+    sends or stores chunks needs no change.
 
     Attributes:
-        files: `file_ids` index them.
-        key_ids: which of the manifest's keys each chunk belongs to; int64 of shape (n,), like all
-            but the following.
-        offsets: of the regions, with `shapes`; int64 of shape (n, max ndim), padded with 0 and 1.
-        block_checksums: uint64 xxh3-64 digests of the blocks of all chunks in order; empty where
-            they are unknown.
+        files: the files, which `file_ids` index.
+        key_ids: the key of each chunk, by its position in the manifest; int64 of shape (n,), like
+            the columns that are not named here.
+        offsets: together with `shapes`, the regions; int64 of shape (n, max ndim), padded with 0
+            and 1.
+        block_checksums: uint64 xxh3-64 digests of the blocks of all chunks in order; empty if they
+            are unknown.
     """
 
     files: list[ShardFile]
@@ -95,18 +96,16 @@ class ChunkTable(NamedTuple):
 
     @classmethod
     def empty(cls) -> ChunkTable:
-        """Return a table without chunks, to be filled with `_replace`; columns that are known later
-        stay empty.
-        """
+        """Return a table without chunks, to be filled with `_replace` as columns become known."""
         none, no_regions = np.zeros(0, np.int64), np.zeros((0, 0), np.int64)
         return cls([], none, none, none, none, no_regions, no_regions, np.zeros(0, np.uint64))
 
     @classmethod
     def join(cls, tables: Sequence[ChunkTable], ndim: int) -> ChunkTable:
-        """Put tables together, sorted by key and offset; regions get `ndim` axes.
+        """Join tables, sorted by key and offset; regions get `ndim` axes.
 
-        Checksums may be in a later table than their chunks, as long as all of them are in the order
-        of all chunks.
+        Checksums may be in a later table than their chunks, as long as they are in the order of the
+        chunks.
         """
         first_files = itertools.accumulate((len(table.files) for table in tables), initial=0)
         columns = [
@@ -124,7 +123,7 @@ class ChunkTable(NamedTuple):
         return joined.take(np.lexsort((*joined.offsets.T[::-1], joined.key_ids)), BLOCK_BYTES)
 
     def take(self, rows: IntArray, block_bytes: int) -> ChunkTable:
-        """Return some chunks in the given order, with the checksums of their blocks."""
+        """Return the chunks in some rows, in their order, with the checksums of their blocks."""
         counts = -(-self.num_bytes // block_bytes)
         starts = np.cumsum(counts) - counts
         counts, starts = counts[rows], starts[rows]
@@ -146,17 +145,19 @@ class Manifest:
     """The content of a checkpoint: its keys and the table of their chunks.
 
     Args:
-        keys: names of tensors and objects, distinct.
-        dtypes: for each key its safetensors dtype name, or `OBJECT`.
-        global_shapes: for each key its global shape.
+        keys: distinct names of tensors and objects.
+        dtypes: the safetensors dtype name of each key, or `OBJECT`.
+        global_shapes: the global shape of each key.
         chunks: sorted by key id.
-        aliases: key -> key whose chunks hold the same tensor (tied tensors are stored once).
-        block_bytes: every chunk is checksummed in blocks of this many bytes, the last one shorter.
-        has_checksums: False for files that others wrote; `block_checksums` is empty then.
-        origin: None for distckpt's own; else the name of the reader as `format`, and JSON fields
-            for that reader.
-        quantization: what the configuration of another program's files said of quantised tensors,
-            see `settings_of`.
+        aliases: for tied tensors, which are stored once, the key that has the chunks by each other
+            key.
+        block_bytes: size of the blocks in which chunks are checksummed; the last block of a chunk
+            may be shorter.
+        has_checksums: False for files of other programs; `block_checksums` is empty then.
+        origin: None for distckpt's own checkpoints; otherwise the name of the reader as `format`,
+            and JSON fields for that reader.
+        quantization: what the configuration beside another program's files said of quantized
+            tensors, see `settings_of`.
     """
 
     def __init__(
@@ -207,25 +208,21 @@ class Manifest:
         )
 
     def check_size(self, tables: Sequence[ChunkTable]) -> None:
-        """Refuse chunks that make this manifest larger than readers accept, before they are
-        written.
-        """
+        """Refuse chunks with which the manifest would be larger than readers accept."""
         ndim = max(map(len, self.global_shapes), default=0)
         num_chunks = sum(len(table.key_ids) for table in tables)
         num_blocks = sum(int((-(-table.num_bytes // self.block_bytes)).sum()) for table in tables)
-        names = sum(map(len, self.keys)) + sum(
-            len(file.name) for table in tables for file in table.files
-        )
-        # Four columns of one number for each chunk, two of one for each axis.
-        at_least = (
-            8 * (num_chunks * (4 + 2 * ndim) + num_blocks + len(self.keys) * (1 + ndim)) + names
-        )
+        file_names = [file.name for table in tables for file in table.files]
+        num_chars = sum(map(len, self.keys)) + sum(map(len, file_names))
+        # Of a chunk: four columns of one number, and two of one number for each axis.
+        per_chunk, per_key = 4 + 2 * ndim, 1 + ndim
+        num_numbers = num_chunks * per_chunk + num_blocks + len(self.keys) * per_key
+        at_least = 8 * num_numbers + num_chars
         if at_least > MAX_TABLE_BYTES:
-            content = (
-                f"{len(self.keys)} keys, {num_chunks} chunks, {num_blocks} blocks of "
-                f"{self.block_bytes} bytes"
+            raise _too_large(
+                f"at least {at_least} bytes ({len(self.keys)} keys, {num_chunks} chunks, "
+                f"{num_blocks} blocks of {self.block_bytes} bytes)"
             )
-            raise _too_large(f"at least {at_least} bytes ({content})")
 
     @property
     def shapes_by_key(self) -> dict[str, tuple[int, ...]]:
@@ -241,7 +238,7 @@ class Manifest:
 
     @functools.cached_property
     def scales_key(self) -> str | None:
-        """A key of scales that belong to codes, None where there are none."""
+        """A key of scales that belong to codes, None if there is no such key."""
         codes = (
             key for key, dtype in zip(self.keys, self.dtypes, strict=True) if may_be_codes(dtype)
         )
@@ -286,7 +283,7 @@ class Manifest:
 
     @classmethod
     def from_bytes(cls, data: bytes, location: str) -> Manifest:
-        """Decode a manifest and check that nothing in it contradicts itself."""
+        """Decode a manifest, and check that it does not contradict itself."""
         try:
             fields, columns = unpack(data)
             files = [ShardFile(str(n), int(b), int(h), int(c)) for n, b, h, c in fields["files"]]
@@ -299,7 +296,7 @@ class Manifest:
             )
             key_shapes = np.where(is_axis, key_shapes, 1)
             block_bytes = int(fields["block_bytes"])
-            # Blocks begin between items of every size.
+            # Blocks must begin between items of any size.
             _require(
                 0 < block_bytes <= MAX_BLOCK_BYTES and block_bytes % 16 == 0,
                 f"block_bytes is {block_bytes}",
@@ -356,7 +353,7 @@ class Manifest:
             are_settings(self.quantization),
             "what it says of quantised tensors is none of the settings",
         )
-        # Our own files are in a folder at most; those of other programs may lie deeper.
+        # Our own files lie at most one folder down; other programs may nest theirs deeper.
         max_parts = 2 if self.origin is None else 4
         for file in self.files:
             _require(
@@ -427,9 +424,7 @@ def is_manifest_name(name: object) -> bool:
 
 
 def marker_fields(data: bytes, name: str = MANIFEST_NAME) -> dict[str, Any]:
-    """Return the fields by which the marker of a checkpoint names its manifest, given the
-    manifest's bytes.
-    """
+    """Return the fields by which a marker names a manifest that has these bytes."""
     return {
         "format_version": FORMAT_VERSION,
         "min_reader_version": MIN_READER_VERSION,
@@ -446,7 +441,7 @@ def _known_checksum(name: object) -> bool:
 def _check_columns(
     chunks: ChunkTable, key_shapes: IntArray, key_ndims: IntArray, num_keys: int
 ) -> None:
-    """Check dtypes and shapes first of all: a column without elements can claim any length."""
+    """Check dtypes and shapes before all else: a column without elements can claim any length."""
     columns = {**chunks.columns(), "key_shapes": key_shapes, "key_ndims": key_ndims}
     _require(columns.pop("block_checksums").ndim == 1, "checksums are not one column")
     num_chunks, ndim = len(chunks.key_ids), chunks.offsets.shape[-1]

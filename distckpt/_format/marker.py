@@ -1,10 +1,9 @@
 """The marker file that says "this directory is a complete checkpoint". `distckpt.megatron.core` is
 the public path.
 
-The marker (`metadata.json`) is written last. A reader that finds no marker sees no checkpoint; a
-reader that finds one may rely on everything it names. It carries Megatron's `CheckpointingConfig`
-fields beside distckpt's own, so programs written for Megatron Core recognise a distckpt checkpoint
-and the other way round.
+The marker (`metadata.json`) is written last. Without one there is no checkpoint; with one, readers
+may rely on everything that it names. It has the fields of Megatron's `CheckpointingConfig` beside
+those of distckpt, so programs for Megatron Core recognize a distckpt checkpoint and vice versa.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from distckpt._storage import locations
 CONFIG_FNAME = "metadata.json"
 
 CHECKSUM_VERSION = 2
-"""From this version of the format on, every marker has a checksum."""
+"""Since this version of the format, every marker has a checksum."""
 
 _CHECKSUM = "checksum"
 _NO_DIGITS = "0" * 16
@@ -34,7 +33,7 @@ _MAX_NAMES = 4096
 _MAX_MARKER_BYTES = 4 << 20
 _MAX_BACKEND_CHARS = 255
 _NO_FILE = {errno.EINVAL, errno.ELOOP, errno.ENAMETOOLONG}
-"""Errors for a name that leads to no file; others are of the disk, and may be temporary."""
+"""Errors for a name that leads to no file; other errors come from the disk and may be temporary."""
 
 
 @dataclass
@@ -53,13 +52,12 @@ class CheckpointingConfig:
 
 
 def check_is_distributed_checkpoint(checkpoint_dir: str | os.PathLike[str]) -> bool:
-    """Return whether a directory or URL prefix holds a checkpoint; see `maybe_load_config`."""
+    """Tell whether a directory or URL prefix holds a checkpoint; see `maybe_load_config`."""
     return maybe_load_config(checkpoint_dir) is not None
 
 
 def maybe_load_config(checkpoint_dir: str | os.PathLike[str] | None) -> CheckpointingConfig | None:
-    """Read the format of a checkpoint from its marker; None when there is no marker, or the
-    location is empty.
+    """Read the format of a checkpoint from its marker; None if there is no marker or no location.
 
     Fields that this version does not know are dropped.
 
@@ -76,9 +74,7 @@ def maybe_load_config(checkpoint_dir: str | os.PathLike[str] | None) -> Checkpoi
 def parse_config(
     fields: Mapping[str, Any], checkpoint_dir: str | os.PathLike[str]
 ) -> CheckpointingConfig:
-    """Return the format of a checkpoint that the fields of its marker name, see
-    `maybe_load_config`.
-    """
+    """Return the format that the fields of a marker name; see `maybe_load_config`."""
     path = _marker_path(checkpoint_dir)
     if "sharded_backend" not in fields:
         raise CorruptCheckpointError(
@@ -111,16 +107,15 @@ def save_config(
     complete checkpoint.
 
     Args:
-        extra: further JSON fields of the marker; a field of `config` wins over one of the same name
-            here.
-        durable: whether it must be on disk on return.
+        extra: further JSON fields of the marker; fields of `config` replace those of the same name.
+        durable: whether it must have reached the disk on return.
     """
     write_marker(checkpoint_dir, {**(extra or {}), **asdict(config)}, durable)
 
 
 def read_marker(checkpoint_dir: str | os.PathLike[str]) -> dict[str, Any] | None:
-    """Read every field of the marker of a checkpoint, as JSON gives them, without the checksum;
-    None without marker.
+    """Read all fields of a marker except its checksum, as JSON gives them; None if there is no
+    marker.
 
     Raises:
         CorruptCheckpointError: the marker is not a JSON object, or does not match its checksum.
@@ -153,8 +148,8 @@ def read_marker(checkpoint_dir: str | os.PathLike[str]) -> dict[str, Any] | None
 
 
 def _matches_checksum(content: bytes, fields: Mapping[str, Any]) -> bool:
-    """Tell whether a marker has its checksum, or needs none: since it is older, of another program,
-    or says so.
+    """Tell whether a marker has the right checksum, or needs none: it is older, was written by
+    another program, or says so.
     """
     if _CHECKSUM not in fields:
         version = fields.get("format_version")
@@ -167,14 +162,14 @@ def _matches_checksum(content: bytes, fields: Mapping[str, Any]) -> bool:
 
 
 def note_of_module(names: Sequence[str]) -> dict[str, Any]:
-    """Return the field for the first names in the keys of the module at `model`; none for too
-    many.
+    """Return the field for the first names in the keys of the module at `model`, unless they are
+    too many.
     """
     return {_MODULE_NAMES: list(names)} if 0 < len(names) <= _MAX_NAMES else {}
 
 
 def names_of_module(marker: Mapping[str, Any]) -> list[str]:
-    """Return the first names in the keys of the module that was saved at `model`; none if they are
+    """Return the first names in the keys of the module saved at `model`; an empty list if they are
     unknown.
     """
     names = marker.get(_MODULE_NAMES)
@@ -186,7 +181,7 @@ def file_size(path: str) -> int:
 
     Raises:
         FileNotFoundError: nothing is there.
-        CorruptCheckpointError: what is there is no file.
+        CorruptCheckpointError: something else than a file is there.
     """
     with _judging(path):
         return locations.file_size(path)
@@ -197,7 +192,7 @@ def read_file(path: str, max_bytes: int) -> bytes:
 
     Raises:
         FileNotFoundError: nothing is there.
-        CorruptCheckpointError: what is there is no file, or a larger one.
+        CorruptCheckpointError: something else than a file is there, or a larger file.
     """
     with _judging(path):
         return locations.read_bytes(path, max_bytes)
@@ -205,7 +200,7 @@ def read_file(path: str, max_bytes: int) -> bytes:
 
 @contextlib.contextmanager
 def _judging(path: str, no_file: Set[int] = _NO_FILE) -> Iterator[None]:
-    """Call a checkpoint damaged when what is under the name of its file cannot be that."""
+    """Report errors that show that no file of a checkpoint is at `path` as damage."""
     try:
         yield
     except OSError as error:
@@ -236,7 +231,7 @@ def write_marker(
 def encode_marker(fields: Mapping[str, Any]) -> bytes:
     """Return the content of a marker, with the checksum of all other bytes as its last field.
 
-    There is none beside Megatron's fields alone, whose reader accepts no others.
+    With only Megatron's fields it has no checksum, as Megatron's reader accepts no other fields.
     """
     named = {name: value for name, value in fields.items() if name != _CHECKSUM}
     if named.keys() <= CheckpointingConfig.__dataclass_fields__.keys():

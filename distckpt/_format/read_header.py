@@ -1,4 +1,4 @@
-"""Reading the header of a safetensors file, wherever it is."""
+"""Reading the header of a safetensors file at a path or URL."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from distckpt._format.safetensors_file import Entry, header_length, parse_header
 from distckpt._storage import locations
 
 _GUESSED_BYTES = 1 << 17
-"""So much is read at first: most headers are no longer."""
+"""Read at first: most headers are no longer."""
 
 
 @dataclass(frozen=True)
 class Header:
-    """The size of a file, that of its header, and the header's content."""
+    """The size of a file, and the size and content of its header."""
 
     num_bytes: int
     header_bytes: int

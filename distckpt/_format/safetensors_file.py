@@ -1,12 +1,11 @@
 """The safetensors byte layout: `[u64 header length][JSON header, padded with spaces][data]`.
 
-No other module has it. Data starts at a multiple of `DATA_ALIGNMENT`, entries follow one another
-without gaps in descending order of item size, so that every entry is aligned to its items. Small
-files of bytes, which are made as one (`join_file`), are padded no further than the format
-prescribes.
+No other module knows it. Data begins at a multiple of `DATA_ALIGNMENT`, and entries follow one
+another without gaps in descending order of item size, so that each is aligned to its items. Small
+files of bytes, which are made in one piece (`join_file`), are only padded as the format prescribes.
 
-What is read is not trusted: functions that read raise `ValueError` for what contradicts the format
-or itself.
+Files are not trusted: functions that read raise `ValueError` for headers that contradict the format
+or themselves.
 """
 
 from __future__ import annotations
@@ -24,16 +23,16 @@ DATA_ALIGNMENT = 4096
 MAX_HEADER_BYTES = 100_000_000
 """Readers of the format refuse longer headers."""
 SHARDING_INFO = "DCP_SHARDING_INFO"
-"""Header metadata entry of torch's sharded files: where in the global tensors the entries lie."""
+"""Metadata field of torch's sharded files: where in the global tensors the entries lie."""
 GLOBAL_SHAPES = "distckpt_global_shapes"
-"""Header metadata entry of our shard files: the global shapes of the entries."""
+"""Metadata field of our shard files: the global shapes of the entries."""
 
 _ITEM_BYTES = {name: dtype.itemsize for name, dtype in FROM_NAME.items()}
 
 
 class Entry(NamedTuple):
-    """One tensor in a file: its name, safetensors dtype name, shape in torch items, size, and where
-    it begins.
+    """A tensor in a file: its name, its safetensors dtype name, its shape in torch items, its size
+    and where it begins.
     """
 
     name: str
@@ -56,7 +55,7 @@ def object_file_name(rank: int) -> str:
 
 
 def layout_order(entries: Sequence[Entry]) -> list[int]:
-    """Return the order in which entries stand in a file: larger items first, otherwise as given."""
+    """Return the order of entries in a file: those of larger items first, otherwise as given."""
     return sorted(range(len(entries)), key=lambda i: -_ITEM_BYTES[entries[i].dtype])
 
 
@@ -66,14 +65,14 @@ def build_header(
     """Lay out a file of entries that are in `layout_order`, with data from a multiple of
     `alignment` on.
 
-    Returns the header (all bytes before the data) and where in the file each entry begins; the file
-    ends with the last.
+    Returns the header (all bytes before the data), and where in the file each entry begins. The
+    file ends where the last entry does.
     """
     encode = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
     members = [f'"__metadata__":{encode(dict(metadata))}']
     offsets = []
     position = 0
-    # Put together by hand, in half the time: there are thousands of entries.
+    # There are thousands of entries: this takes half the time of json.dumps.
     for name, dtype, shape, num_bytes, _ in entries:
         offsets.append(position)
         sizes = ",".join(map(str, stored_shape(dtype, shape)))
@@ -95,11 +94,9 @@ def build_header(
 def join_file(
     entries: Mapping[str, bytes | bytearray | memoryview], metadata: Mapping[str, str]
 ) -> bytes:
-    """Make a file of entries that are bytes (U8), in the order given; the same arguments give the
-    same bytes.
+    """Return a file of entries of bytes (U8) in the given order. Equal arguments give equal files.
 
-    The safetensors library is of no use here: it writes metadata in random order and copies the
-    data twice.
+    The safetensors library would write metadata in random order and copy the data twice.
     """
     described = [Entry(name, "U8", (len(raw),), len(raw)) for name, raw in entries.items()]
     header, _ = build_header(described, metadata, alignment=8)
@@ -107,9 +104,7 @@ def join_file(
 
 
 def header_length(head: bytes | memoryview, file_bytes: int) -> int:
-    """Return how many bytes at the beginning of a file are not data; `head` has at least 8 of
-    them.
-    """
+    """Return how many bytes of a file come before the data, from its first 8 bytes or more."""
     length = int.from_bytes(head[:8], "little")
     if len(head) < 8 or length > min(file_bytes - 8, MAX_HEADER_BYTES):
         raise ValueError("the header is cut off")
@@ -117,8 +112,8 @@ def header_length(head: bytes | memoryview, file_bytes: int) -> int:
 
 
 def parse_header(header: bytes | memoryview, file_bytes: int) -> tuple[dict[str, str], list[Entry]]:
-    """Return the metadata, and the entries in the order of their bytes, from the first
-    `header_length` bytes.
+    """Return the metadata, and the entries in the order of their bytes, from the bytes before the
+    data.
     """
     described = parse_json(str(header[8:], "utf-8"))
     metadata = described.pop("__metadata__", {}) if type(described) is dict else None
@@ -139,8 +134,8 @@ def parse_header(header: bytes | memoryview, file_bytes: int) -> tuple[dict[str,
 
 
 def parse_json(text: str | bytes) -> Any:
-    """Parse JSON as the format demands it: without names that an object has twice, and without NaN
-    and infinities.
+    """Parse JSON as the format demands: no object has a name twice, and there are no NaN or
+    infinities.
     """
     try:
         return json.loads(text, parse_constant=_refuse_constant, object_pairs_hook=_distinct_pairs)
@@ -149,9 +144,7 @@ def parse_json(text: str | bytes) -> Any:
 
 
 def sharding_metadata(regions: Mapping[str, Region], extra: Mapping[str, str]) -> dict[str, str]:
-    """Return the header metadata that lets torch's and NeMo Automodel's readers find each entry's
-    global offset.
-    """
+    """Return the metadata in which torch and NeMo Automodel find the global offsets of entries."""
     info = {key: {"saved_offsets": list(region.offset)} for key, region in regions.items()}
     return {
         "format": "pt",
@@ -162,8 +155,8 @@ def sharding_metadata(regions: Mapping[str, Region], extra: Mapping[str, str]) -
 
 
 def stored_shape(dtype: str, shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Return the shape as the format counts it: elements of packed types along the last axis, where
-    torch has items.
+    """Return the shape as the format counts it: along the last axis, elements of packed types
+    rather than items.
     """
     packed = PACKED_PER_ITEM.get(dtype, 1)
     if packed == 1:

@@ -240,9 +240,7 @@ class _Output:
             self.checksums[number] = block_checksums(sizes, buffers, self._settings.block_bytes)
 
     def _write_directly(self, number: int) -> None:
-        """Write through an aligned window; what is left at its edges goes through the page
-        cache.
-        """
+        """Write through an aligned window; its unaligned edges go through the page cache."""
         position, num_bytes = self._starts[number], self._sizes[number]
         memory = bounce_buffer("write", self._unit_bytes + ALIGNMENT, self.file.device)
         phase = position % ALIGNMENT

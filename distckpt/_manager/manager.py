@@ -111,7 +111,6 @@ class CheckpointManager:
         self._is_async = async_save
         self._policy = Retention(keep_last, keep_every, keep, best_metric, best_mode, keep_best)
         self._request = SaveRequest(
-            state_dict=None,
             path=self.root,
             process_group=process_group,
             options=with_changes(CheckpointManager, SaveOptions, options, changes),
@@ -185,12 +184,11 @@ class CheckpointManager:
             note = encode_note(metrics or {}, pinned)
             request = replace(
                 self._request,
-                state_dict=state_dict,
                 path=self.location(step),
                 overwrite=overwrite,
                 content_metadata=content_metadata,
             )
-        handle = self._start_or_log(ranks, step, note, request)
+        handle = self._start_or_log(ranks, state_dict, step, note, request)
         handle.was_asked = handle.was_asked or self._logs_failures
         handle.add_done_callback(partial(self._note_failure, step))
         self._handles.append(handle)
@@ -204,13 +202,18 @@ class CheckpointManager:
 
         Collective operation: all ranks must call it. Pointless with `async_save=False`.
         """
-        return reserve_for(replace(self._request, state_dict=state_dict))
+        return reserve_for(state_dict, self._request)
 
     def _start_or_log(
-        self, ranks: Ranks, step: int, note: bytes, request: SaveRequest
+        self,
+        ranks: Ranks,
+        state_dict: ShardedStateDict,
+        step: int,
+        note: bytes,
+        request: SaveRequest,
     ) -> SaveHandle:
         try:
-            return self._start(ranks, step, note, request)
+            return self._start(ranks, state_dict, step, note, request)
         except BaseException as error:
             if not self._logs_failures:
                 raise
@@ -221,7 +224,14 @@ class CheckpointManager:
             )
             return background_save.finished_handle(os.fspath(request.path), partial(_raise, error))
 
-    def _start(self, ranks: Ranks, step: int, note: bytes, request: SaveRequest) -> SaveHandle:
+    def _start(
+        self,
+        ranks: Ranks,
+        state_dict: ShardedStateDict,
+        step: int,
+        note: bytes,
+        request: SaveRequest,
+    ) -> SaveHandle:
         notes = ranks.gather(note)
         with ranks.phase("check the target step", decision=True):
             if ranks.is_coordinator:
@@ -230,10 +240,10 @@ class CheckpointManager:
         write = partial(self._write, step)
         if self._is_async:
             in_background = background_save.in_background(request)
-            planned = plan_save(ranks, in_background.request)
+            planned = plan_save(ranks, state_dict, in_background.request)
             save = background_save.prepare(ranks, in_background, planned, write)
             return background_save.start(ranks, save)
-        report = write(ranks, plan_save(ranks, request))
+        report = write(ranks, plan_save(ranks, state_dict, request))
         return background_save.finished_handle(report.location, lambda: report)
 
     def _begin(self, step: int, notes: Sequence[bytes], request: SaveRequest) -> SaveRequest:

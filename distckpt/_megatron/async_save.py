@@ -10,6 +10,7 @@ from typing import Any
 
 from distckpt._base.errors import CheckpointingException
 from distckpt._io import background
+from distckpt._mapping.wrappers import ShardedStateDict
 from distckpt._megatron.async_requests import AsyncRequest
 from distckpt._operations import background_save
 from distckpt._operations.background_save import BackgroundSave
@@ -24,13 +25,13 @@ _OTHER_QUEUE = (
 )
 
 
-def request_of(ranks: Ranks, request: SaveRequest) -> AsyncRequest:
+def request_of(ranks: Ranks, state_dict: ShardedStateDict, request: SaveRequest) -> AsyncRequest:
     """Plan a save, and return a request that Megatron's queue of asynchronous calls can schedule.
 
     Collective operation: all ranks must call it.
     """
     in_background = background_save.in_background(replace(request, verb="async_save"))
-    planned = _without_limit_on_copies(plan_save(ranks, in_background.request))
+    planned = _without_limit_on_copies(plan_save(ranks, state_dict, in_background.request))
     save = background_save.prepare(ranks, in_background, planned)
     finalize: list[Callable[[], Any]] = [partial(_check_written, save)]
     return AsyncRequest(

@@ -112,7 +112,6 @@ def save(
     own = {"strategy": sharded_strategy, "validate_access_integrity": validate_access_integrity}
     ranks = Ranks(process_group)
     request = SaveRequest(
-        state_dict=sharded_state_dict,
         path=checkpoint_dir,
         process_group=process_group,
         overwrite=overwrite,
@@ -122,8 +121,8 @@ def save(
     )
     background_save.raise_pending_errors(ranks, process_group)
     if async_sharded_save:
-        return request_of(ranks, request)
-    write_and_commit(ranks, plan_save(ranks, request))
+        return request_of(ranks, sharded_state_dict, request)
+    write_and_commit(ranks, plan_save(ranks, sharded_state_dict, request))
     return None
 
 
@@ -215,7 +214,6 @@ def load(
     own = {"strategy": sharded_strategy, "validate_access_integrity": validate_access_integrity}
     checks = {"verify": True} if verify_integrity else {}
     request = LoadRequest(
-        state_dict=sharded_state_dict,
         path=checkpoint_dir,
         mode=mode,
         rules=rules,
@@ -223,7 +221,7 @@ def load(
         process_group=process_group,
         options=with_changes(load, LoadOptions, None, {**own, **changes, **checks}),
     )
-    loaded = run_load(Ranks(process_group), request)
+    loaded = run_load(Ranks(process_group), sharded_state_dict, request)
     if StrictHandling.requires_returning_mismatch_keys(mode):
         return loaded.state_dict, set(loaded.missing), set(loaded.unexpected)
     return loaded.state_dict

@@ -66,7 +66,6 @@ def async_save(
     """
     ranks = Ranks(process_group)
     request = SaveRequest(
-        state_dict=state_dict,
         path=path,
         process_group=process_group,
         overwrite=overwrite,
@@ -76,7 +75,7 @@ def async_save(
     )
     background_save.raise_pending_errors(ranks, process_group)
     background = background_save.in_background(request)
-    planned = plan_save(ranks, background.request)
+    planned = plan_save(ranks, state_dict, background.request)
     save = background_save.prepare(ranks, background, planned)
     return background_save.start(ranks, save)
 
@@ -117,19 +116,19 @@ def reserve_staging_memory(
         CheckpointingException: as `async_save` does, for a state dict that cannot be saved.
     """
     return reserve_for(
+        state_dict,
         SaveRequest(
-            state_dict=state_dict,
             path="",
             process_group=process_group,
             options=with_changes(reserve_staging_memory, SaveOptions, options, changes),
-        )
+        ),
     )
 
 
-def reserve_for(request: SaveRequest) -> Future[int]:
+def reserve_for(state_dict: ShardedStateDict, request: SaveRequest) -> Future[int]:
     """Reserve the memory for the copies of a save, see `reserve_staging_memory`."""
     ranks = Ranks(request.process_group)
     without_target = replace(request, has_target=False, verb="reserve_staging_memory")
     background = background_save.in_background(without_target)
-    planned = plan_save(ranks, background.request)
+    planned = plan_save(ranks, state_dict, background.request)
     return background_save.reserve(ranks, background, planned)

@@ -122,7 +122,6 @@ def load(
             then.
     """
     request = LoadRequest(
-        state_dict=state_dict,
         path=path,
         mode=_mode_of(strict, has_rules=bool(rules) or family is not None),
         strict=strict,
@@ -131,7 +130,7 @@ def load(
         process_group=process_group,
         options=with_changes(load, LoadOptions, options, changes),
     )
-    loaded = run_load(Ranks(process_group), request).state_dict
+    loaded = run_load(Ranks(process_group), state_dict, request).state_dict
     if CONTENT_METADATA not in state_dict:
         # It describes the checkpoint, see `Checkpoint.metadata`, and is no part of the state.
         loaded.pop(CONTENT_METADATA, None)
@@ -166,8 +165,11 @@ class Loaded:
     report: LoadReport
 
 
-def run_load(ranks: Ranks, request: LoadRequest) -> Loaded:
-    """Load what a request asks for, see `load`. Collective operation: all ranks must call it."""
+def run_load(ranks: Ranks, state_dict: ShardedStateDict, request: LoadRequest) -> Loaded:
+    """Load a state dict as a request says, see `load`.
+
+    Collective operation: all ranks must call it.
+    """
     with ranks.phase("check the arguments", same=request.of_all_ranks()):
         request.check()
         location = locations.normalize(request.path)
@@ -178,7 +180,7 @@ def run_load(ranks: Ranks, request: LoadRequest) -> Loaded:
                 found = find_checkpoint(
                     ranks, location, verify=request.options.verify, marker=attempt.marker
                 )
-                source, targets = describe_targets(ranks, request, location, found)
+                source, targets = describe_targets(ranks, state_dict, request, location, found)
                 differences = check_targets(ranks, request, location, source, targets)
             with timer.phase("read") as details, ranks.phase("load"):
                 absent = _absent_keys(request, targets, differences)
@@ -188,7 +190,7 @@ def run_load(ranks: Ranks, request: LoadRequest) -> Loaded:
                 _refuse_absent(request, targets, loaded, location)
     absent_of_all = _report_absent_values(ranks, request, targets, loaded)
     with ranks.phase("restore the objects of the state dict"):
-        state_dict = restore_objects(targets.resolved, loaded, request.asks_for_all)
+        restored = restore_objects(targets.resolved, loaded, request.asks_for_all)
     report = LoadReport(
         location,
         *timer.summarize(ranks, num_bytes, "read"),
@@ -196,7 +198,7 @@ def run_load(ranks: Ranks, request: LoadRequest) -> Loaded:
         unexpected=differences.unexpected_of_all | absent_of_all,
     )
     _publish(ranks, request, report)
-    return Loaded(state_dict, differences.missing, differences.unexpected, report)
+    return Loaded(restored, differences.missing, differences.unexpected, report)
 
 
 def _absent_keys(

@@ -12,7 +12,7 @@ from distckpt._base.messages import check_choice, check_num_bytes
 from distckpt._base.options import LoadOptions, ParallelLoad, check_options
 from distckpt._checkpoint.opening import FoundCheckpoint
 from distckpt._format.marker import names_of_module
-from distckpt._mapping.wrappers import ShardedTensor, StateDict
+from distckpt._mapping.wrappers import ShardedStateDict, ShardedTensor, StateDict
 from distckpt._models import objects
 from distckpt._models.optimizer.shards import StoredEntry
 from distckpt._models.whole import Coverage, coverage_of, refuse_left_out
@@ -33,10 +33,9 @@ _MODES_OF_ALL = (*_MODES_WITH_RULES, StrictHandling.RAISE_ALL)
 
 @dataclass(frozen=True, kw_only=True)
 class LoadRequest:
-    """One call that loads.
+    """How to load a state dict.
 
     Attributes:
-        state_dict: of the caller.
         path: of the checkpoint.
         mode: how keys that only the checkpoint or only the request has are handled.
         strict: the same in the caller's words, if these are others.
@@ -46,7 +45,6 @@ class LoadRequest:
         options: of the caller.
     """
 
-    state_dict: Any
     path: str | os.PathLike[str]
     mode: StrictHandling = StrictHandling.ASSUME_OK_UNEXPECTED
     strict: str | None = None
@@ -142,7 +140,11 @@ class Differences:
 
 
 def describe_targets(
-    ranks: Ranks, request: LoadRequest, location: str, found: FoundCheckpoint
+    ranks: Ranks,
+    state_dict: ShardedStateDict,
+    request: LoadRequest,
+    location: str,
+    found: FoundCheckpoint,
 ) -> tuple[ShardSource, Targets]:
     """Describe what a load fills, and choose what it is read from.
 
@@ -151,7 +153,7 @@ def describe_targets(
     with ranks.phase("flatten the state dict") as vote:
         source = source_of(ranks, location, found, request.options, request.process_group)
         described = objects.describe_objects(
-            ranks, request.state_dict, loads=True, materialize=request.options.materialize
+            ranks, state_dict, loads=True, materialize=request.options.materialize
         )
         split = flatten.split(described.state_dict)
         rules = (*request.rules, *_rules_of_family(request.family, location, split.shards, source))

@@ -25,10 +25,9 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True)
 class SaveRequest:
-    """One call that saves.
+    """How to save a state dict.
 
     Attributes:
-        state_dict: of the caller.
         path: where to save it.
         process_group: the ranks that save together.
         overwrite: replace a complete checkpoint that is there.
@@ -41,7 +40,6 @@ class SaveRequest:
             be another by then, is not compared.
     """
 
-    state_dict: Any
     path: str | os.PathLike[str]
     process_group: Any = None
     overwrite: bool = False

@@ -179,9 +179,7 @@ def reshard(
         plan = _plan(ranks, stored, target, selection, division, common_state)
 
     # 2. Write beside the target, and commit.
-    request = SaveRequest(
-        state_dict={}, path=target, overwrite=overwrite, notes=_notes(stored, selection)
-    )
+    request = SaveRequest(path=target, overwrite=overwrite, notes=_notes(stored, selection))
     source = stored.marker if target == posix.resolve(location) else None
     overflows: dict[str, int] = {}
     with OpenFiles.for_many_reads(unread_files(stored)) as open_files:

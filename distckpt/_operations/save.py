@@ -90,7 +90,6 @@ def save(
     """
     ranks = Ranks(process_group)
     request = SaveRequest(
-        state_dict=state_dict,
         path=path,
         process_group=process_group,
         overwrite=overwrite,
@@ -98,7 +97,7 @@ def save(
         options=with_changes(save, SaveOptions, options, changes),
     )
     background_save.raise_pending_errors(ranks, process_group)
-    planned = plan_save(ranks, request)
+    planned = plan_save(ranks, state_dict, request)
     return write_and_commit(ranks, planned)
 
 
@@ -136,7 +135,7 @@ class _DescribedState:
     names: Sequence[str]
 
 
-def plan_save(ranks: Ranks, request: SaveRequest) -> PlannedSave:
+def plan_save(ranks: Ranks, state_dict: ShardedStateDict, request: SaveRequest) -> PlannedSave:
     """Decide everything about a save. The result refers to the tensors of the state dict.
 
     Collective operation: all ranks must call it.
@@ -144,7 +143,7 @@ def plan_save(ranks: Ranks, request: SaveRequest) -> PlannedSave:
     timer = PhaseTimer(request.verb, ranks.rank, str(request.path))
     with timer.phase("describe"):
         target = _check_target(ranks, request, timer)
-        described = _describe_state(ranks, request)
+        described = _describe_state(ranks, state_dict, request)
     with timer.phase("plan"):
         prepared = _prepare(ranks, request, target, described)
     notes = {**request.notes, **note_of_module(described.names)}
@@ -164,11 +163,13 @@ def _check_target(ranks: Ranks, request: SaveRequest, timer: PhaseTimer) -> _Tar
     return _Target(location, strategy, engine)
 
 
-def _describe_state(ranks: Ranks, request: SaveRequest) -> _DescribedState:
+def _describe_state(
+    ranks: Ranks, state_dict: ShardedStateDict, request: SaveRequest
+) -> _DescribedState:
     """Describe the objects of a state dict and flatten it; compare what ranks must agree on."""
     compares = request.options.validate_access_integrity and ranks.size > 1 and request.has_target
     with ranks.phase("flatten the state dict") as vote:
-        with_objects = objects.describe_objects(ranks, request.state_dict)
+        with_objects = objects.describe_objects(ranks, state_dict)
         described = _flatten(with_objects, request, compares)
         own = with_objects.digest() if ranks.size > 1 else 0
         vote.number = described.digest ^ own

@@ -193,13 +193,18 @@ def _check_names(outputs: Sequence[OutputTensor]) -> None:
             raise CheckpointingException(
                 f"The new name of {source} would be empty: change rename, or the rules."
             )
-        if name == "__metadata__" or name.encode(errors="ignore").decode() != name:
+        if name == "__metadata__" or not _is_text(name):
             raise CheckpointingException(
                 f"No safetensors file can hold the name {name!r:.300}: rename it."
             )
     if len(set(names)) < len(names):
         twice = summarize_keys(name for name, count in Counter(names).items() if count > 1)
         raise CheckpointingException(f"Several tensors would get one name: {twice}. Change rename.")
+
+
+def _is_text(name: str) -> bool:
+    """Tell whether a name can be encoded; half a surrogate pair cannot."""
+    return name.isascii() or name.encode(errors="ignore").decode() == name
 
 
 def _check_patterns_are_used(

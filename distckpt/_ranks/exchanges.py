@@ -268,7 +268,8 @@ class Exchanges:
         received = torch.empty(size, dtype=torch.uint8)
         if size:
             # Not `recv`, which looks for a global rank among all members.
-            dist.irecv(received, group=self._group, group_src=source).wait()  # type: ignore[union-attr]
+            work = dist.irecv(received, group=self._group, group_src=source)
+            work.wait()  # type: ignore[union-attr]
         return received.numpy().tobytes()
 
     def _broadcast(self, tensor: torch.Tensor, src: int, name: str) -> None:

@@ -27,7 +27,9 @@ def run_ranks(function: Callable[..., Any], num_ranks: int, *arguments: Any) -> 
     result = None
     with tempfile.TemporaryDirectory() as folder:
         work = (num_ranks, f"{folder}/rendezvous", results, function, arguments)
-        ranks = start_processes(_run_rank, work, num_ranks, join=False)  # type: ignore[no-untyped-call]
+        ranks = start_processes(  # type: ignore[no-untyped-call]
+            _run_rank, work, num_ranks, join=False
+        )
         try:
             is_done = False
             while not is_done:

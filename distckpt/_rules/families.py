@@ -31,7 +31,8 @@ Source: TypeAlias = Literal["megatron", "transformers"]
 """Whose names the tensors have in memory, or in the checkpoint."""
 
 _MEGATRON_KEY = re.compile(
-    r"(^|\.)(decoder\.layers\.(\d+\.)?(self_attention|mlp)|mtp\.layers|embedding\.word_embeddings)\."
+    r"(^|\.)(decoder\.layers\.(\d+\.)?(self_attention|mlp)"
+    r"|mtp\.layers|embedding\.word_embeddings)\."
 )
 
 _MTP_KEY = re.compile(r"(?:^|\.)mtp\.layers\.(\d+)\.")

@@ -447,7 +447,9 @@ def _dcp_metadata_file(folder: Path) -> tuple[list[bytes], Run]:
         with documented_errors(path):
             metadata = torch_dist_metadata.read_metadata(str(path))
             assert all(
-                len(region.shape) == len(t.shape) for t in metadata.tensors for region, _ in t.chunks
+                len(region.shape) == len(t.shape)
+                for t in metadata.tensors
+                for region, _ in t.chunks
             )
 
     return [(folder / "dcp" / ".metadata").read_bytes(), *HOSTILE_PICKLES], run

@@ -1,9 +1,9 @@
 """Where the tests of this folder put tensors: the GPU, if there is one, and in any case host
 memory.
 
-In host memory everything runs as on a GPU but the second half of `distckpt._base.memory`. With made-up devices this
-runs as well, or what calls it: the copies of one are done late, the other has streams and events
-that take what those of CUDA take.
+In host memory everything runs as on a GPU but the second half of `distckpt._base.memory`. With
+made-up devices this runs as well, or what calls it: the copies of one are done late, the other has
+streams and events that take what those of CUDA take.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""Archives that `torch.save` wrote: zip files without compression, in which every part can be read
-on its own.
+"""Archives that `torch.save` wrote: zip files without compression, of which any entry can be read
+without the others.
 """
 
 from __future__ import annotations
@@ -9,18 +9,18 @@ import zipfile
 from collections.abc import Callable
 
 _WINDOW_BYTES = 4096
-"""Read at once at both ends of an archive: the pickle of a tensor stands at one, the directory at
-the other.
+"""Read at once at either end of an archive: the pickle of a tensor is at one, the directory at the
+other.
 """
 _LOCAL_HEADER_BYTES = 30
 _ENCRYPTED = 1
 
 ReadRange = Callable[[int, int], bytes]
-"""Returns the bytes [start, stop) of an archive."""
+"""A function that returns the bytes [start, stop) of an archive."""
 
 
 class Archive:
-    """A zip file without compression. Most of it is never read."""
+    """A zip file without compression, of which only what is needed is read."""
 
     def __init__(self, read_range: ReadRange, size: int) -> None:
         self._read_range = _windowed(read_range, size)
@@ -36,7 +36,7 @@ class Archive:
             UnicodeDecodeError,
         ) as error:
             raise ValueError(f"not a complete archive of torch.save ({error!s:.200})") from error
-        # Entries differ in their names below the folder of the archive.
+        # All entries lie in one folder and are told apart by the rest of their names.
         self._entries = {entry.filename.partition("/")[2]: entry for entry in entries}
         if "data.pkl" not in self._entries or len(self._entries) != len(entries):
             raise ValueError("not an archive of torch.save: it has no data.pkl")
@@ -62,13 +62,8 @@ class Archive:
         if len(header) < _LOCAL_HEADER_BYTES or header[:4] != b"PK\3\4":
             raise ValueError(f"the entry {name!r:.100} is not where the directory says")
         # The lengths of name and padding, lowest byte first.
-        start = (
-            entry.header_offset
-            + _LOCAL_HEADER_BYTES
-            + header[26]
-            + header[28]
-            + 256 * (header[27] + header[29])
-        )
+        extra_bytes = header[26] + header[28] + 256 * (header[27] + header[29])
+        start = entry.header_offset + _LOCAL_HEADER_BYTES + extra_bytes
         if start + entry.file_size > self._size:
             raise ValueError(f"the entry {name!r:.100} reaches past the end")
         self._spans[name] = start, start + entry.file_size
@@ -79,7 +74,7 @@ class Archive:
 
 
 def _windowed(read_range: ReadRange, size: int) -> ReadRange:
-    """Read both ends of an archive at once, and the rest when it is needed."""
+    """Read both ends of an archive now, and the rest when it is needed."""
     if size <= 2 * _WINDOW_BYTES:
         whole = read_range(0, size)
         return lambda start, stop: whole[start:stop]
@@ -97,7 +92,7 @@ def _windowed(read_range: ReadRange, size: int) -> ReadRange:
 
 
 class _RangeFile:
-    """A file for zipfile, which reads only what is requested."""
+    """A file for zipfile that reads only what is requested."""
 
     def __init__(self, read_range: ReadRange, size: int) -> None:
         self._read_range, self._size, self._position = read_range, size, 0
@@ -114,8 +109,7 @@ class _RangeFile:
 
     def read(self, size: int = -1) -> bytes:
         count = self._size if size < 0 else size
-        data = self._read_range(
-            self._position, max(self._position, min(self._position + count, self._size))
-        )
+        stop = max(self._position, min(self._position + count, self._size))
+        data = self._read_range(self._position, stop)
         self._position += len(data)
         return data

@@ -1,8 +1,8 @@
-"""Archives that `torch.save` wrote, read as data: where the bytes of a tensor lie, and objects made
-of plain types.
+"""Archives that `torch.save` wrote, read as data: where the bytes of tensors lie, and objects of
+plain types.
 
 Such an archive is a zip file with the entries `<name>/data.pkl`, a pickle that refers to storages,
-and `<name>/data/<n>`, their bytes, stored as they are.
+and `<name>/data/<n>`, the bytes of a storage.
 """
 
 from __future__ import annotations
@@ -43,13 +43,13 @@ from distckpt._format.codec.tree import (
 from distckpt._geometry.region import MAX_NDIM
 
 _MAX_READ_BYTES = 16 << 20
-"""Neither the directory nor the pickle of an archive that holds one tensor is larger."""
+"""Limit of the directory and of the pickle of an archive that holds one tensor."""
 _EXTRA_VALUES = 1_000_000
-"""An object may amount to this many values more than four times the bytes of its archive."""
+"""An object may amount to this many values, and to four more for each byte of its archive."""
 
 
 class _Storage(NamedTuple):
-    """A storage in a pickle: its entry below `data/`, and the dtype of its items (None: bytes)."""
+    """A storage in a pickle: its entry below `data/`, and the dtype of its items or None."""
 
     name: str
     dtype: torch.dtype | None
@@ -66,8 +66,10 @@ class TensorView(NamedTuple):
 
 
 def locate_tensor(read_range: ReadRange, size: int) -> tuple[TensorView, int]:
-    """Find the one tensor in an archive of `size` bytes, and its first byte; raise ValueError where
-    there is none.
+    """Find the one tensor in an archive of `size` bytes, and its first byte.
+
+    Raises:
+        ValueError: the archive holds something else.
     """
 
     def read_small(start: int, stop: int) -> bytes:
@@ -85,16 +87,18 @@ def locate_tensor(read_range: ReadRange, size: int) -> tuple[TensorView, int]:
 
 
 def first_byte_of(archive: Archive, view: TensorView, size: int) -> int:
-    """Return where in an archive of `size` bytes a tensor begins; raise ValueError where it is not
-    inside.
+    """Return where in an archive of `size` bytes a tensor begins.
+
+    Raises:
+        ValueError: it reaches outside its storage.
     """
     start, stop = archive.span(f"data/{view.storage.name}")
     item = view.dtype.itemsize
     first = start + view.offset * item
     reach = sum((n - 1) * stride for n, stride in zip(view.shape, view.strides, strict=True)) + 1
     num_bytes = (reach if math.prod(view.shape) else 0) * item
-    # Elements that repeat take no room, but runs to read: there are no more than the archive has
-    # bytes.
+    # Elements that repeat take no room but must be read, so there may not be more of them than the
+    # archive has bytes.
     if first + num_bytes > stop or math.prod(view.shape) > size:
         raise ValueError(
             f"a tensor of shape {view.shape} and strides {view.strides} in a storage of "
@@ -104,27 +108,29 @@ def first_byte_of(archive: Archive, view: TensorView, size: int) -> int:
 
 
 def read_views(archive: Archive) -> Any:
-    """Build the object that an archive holds with a `TensorView` for each tensor; raise ValueError
-    where it holds none.
+    """Return the object that an archive holds, with a `TensorView` for each tensor.
 
-    What is no plain type becomes a `Record`, whose kind is the name of its class.
+    Objects of other than plain types become `Record`s, whose kind is the name of the class.
+
+    Raises:
+        ValueError: the archive is damaged, or its object too large.
     """
-    pickled, table = (
-        archive.read("data.pkl"),
-        _AnyTable({**_OBJECTS, **_tensor_table(lambda view: view)}),
-    )
+    pickled = archive.read("data.pkl")
+    table = _AnyTable({**_OBJECTS, **_tensor_table(lambda view: view)})
     obj = read_pickle(pickled, table, persistent=_storage, set_state=_set_state)
     check_size(obj, 4 * len(pickled) + _EXTRA_VALUES)
     return obj
 
 
 def read_object(blob: bytes) -> Any:
-    """Build the object that an archive holds, with tensors on the CPU; raise ValueError where it
-    holds none.
+    """Return the object that an archive holds, with tensors on the CPU.
 
-    Only plain types, tensors and arrays are built, and the Enum classes, dataclasses and namedtuple
-    classes that the program registered with `register_object_type`. RefusedGlobalError names any
-    other class or function.
+    It is built of plain types, tensors and arrays, and of the Enum classes, dataclasses and
+    namedtuple classes that the program registered with `register_object_type`.
+
+    Raises:
+        RefusedGlobalError: it needs another class or function.
+        ValueError: the archive is damaged, or its object too large.
     """
     archive = Archive(lambda start, stop: blob[start:stop], len(blob))
 
@@ -187,9 +193,7 @@ _TENSOR_TYPES = {
 
 
 def _tensor_table(finish: Callable[[TensorView], Any]) -> dict[GlobalName, Any]:
-    """Return what the pickle of a tensor may name; `finish` makes of a view what the pickle
-    gets.
-    """
+    """Return what the pickle of a tensor may name; it gets what `finish` makes of the view."""
 
     # After the strides come the requirement of a gradient and the hooks.
     def of_typed(
@@ -198,24 +202,14 @@ def _tensor_table(finish: Callable[[TensorView], Any]) -> dict[GlobalName, Any]:
         return of_untyped(storage, offset, shape, strides, _, __, storage.dtype, flags)
 
     def of_untyped(
-        storage: Any,
-        offset: Any,
-        shape: Any,
-        strides: Any,
-        _: Any,
-        __: Any,
-        dtype: Any,
+        storage: Any, offset: Any, shape: Any, strides: Any, _: Any, __: Any, dtype: Any,
         flags: Any = None,
-    ) -> Any:
-        if (
-            type(storage) is not _Storage
-            or type(dtype) is not torch.dtype
-            or len(shape) != len(strides)
-        ):
+    ) -> Any:  # fmt: skip
+        are_of_tensor = type(storage) is _Storage and type(dtype) is torch.dtype
+        if not are_of_tensor or len(shape) != len(strides):
             raise ValueError("not a tensor")
-        if len(shape) > MAX_NDIM or not all(
-            type(n) is int and 0 <= n < 2**62 for n in (offset, *shape, *strides)
-        ):
+        numbers = (offset, *shape, *strides)
+        if len(shape) > MAX_NDIM or not all(type(n) is int and 0 <= n < 2**62 for n in numbers):
             raise ValueError("a tensor whose shape and strides are none")
         if flags:
             raise ValueError(
@@ -265,7 +259,7 @@ _TENSOR_GLOBALS: dict[GlobalName, Any] = {
 
 
 class _Array(NamedTuple):
-    """An array whose content comes with its state."""
+    """An array without its content, which comes as its state."""
 
 
 def _bytes_of_text(text: str, encoding: str) -> bytes:
@@ -297,12 +291,10 @@ def _array(state: Any) -> Any:
 
 
 def _bytearray(*args: Any) -> bytearray:
-    # Not of a number, which would be a size.
-    return bytearray(
-        _bytes_of_text(*args)
-        if len(args) == 2
-        else b"".join(bytes(memoryview(arg)) for arg in args)
-    )
+    # Not bytearray itself, which takes a number for a size.
+    if len(args) == 2:
+        return bytearray(_bytes_of_text(*args))
+    return bytearray(b"".join(bytes(memoryview(arg)) for arg in args))
 
 
 def _defaultdict(factory: Any = None) -> Any:
@@ -312,7 +304,7 @@ def _defaultdict(factory: Any = None) -> Any:
 
 
 def _path(name: str) -> Callable[..., Any]:
-    # A path of another platform can be looked at, not used.
+    # A path of another platform can be looked at but not used.
     cls = PATHS[name]
     usable = not issubclass(cls, pathlib.Path) or cls is type(pathlib.Path())
     return lambda *parts: (cls if usable else PATHS[f"Pure{name}"])(*parts)
@@ -370,7 +362,7 @@ _OBJECTS: dict[GlobalName, Any] = {
 
 
 class _Table(dict[GlobalName, Any]):
-    """What an object may be made of: the given functions, and registered classes."""
+    """What the pickle of an object may name: given functions, and registered classes."""
 
     def __missing__(self, name: GlobalName) -> Any:
         full_name = ".".join(name)
@@ -383,7 +375,7 @@ class _Table(dict[GlobalName, Any]):
 
 
 class _AnyTable(dict[GlobalName, Any]):
-    """What an object may be made of, and records in the place of everything else."""
+    """Given functions that a pickle may name; objects of all other classes are read as records."""
 
     def __missing__(self, name: GlobalName) -> Any:
         full_name = ".".join(name)
@@ -391,9 +383,7 @@ class _AnyTable(dict[GlobalName, Any]):
 
 
 def _maker_of(cls: Any) -> Callable[..., Any] | None:
-    """Return the function that makes an object of a registered class, as pickles call it; None
-    where they cannot.
-    """
+    """Return what pickles call in the place of a registered class, None if they may not name it."""
     if issubclass(cls, enum.Enum):
         return lambda *value: cls(*value)
     if issubclass(cls, tuple) and hasattr(cls, "_make"):

@@ -1,5 +1,5 @@
-"""Reader of checkpoints of torch.distributed.checkpoint, as PyTorch and Megatron Core
-(`torch_dist`) write them.
+"""Reader of torch.distributed.checkpoint's checkpoints, which PyTorch and Megatron Core
+(`torch_dist`) write.
 """
 
 from __future__ import annotations
@@ -23,9 +23,7 @@ _MAX_LIST = 1 << 20
 
 
 class TorchDistReader(Reader):
-    """Reads directories with a `.metadata` file, and those whose marker names Megatron's
-    `torch_dist`.
-    """
+    """Reads directories with a `.metadata` file, or with a marker that names `torch_dist`."""
 
     name = "torch_dist"
 
@@ -43,8 +41,8 @@ class TorchDistReader(Reader):
         ]
 
     def load_common_state(self, stored: StoredCheckpoint) -> Any:
-        """Load Megatron's common state, which is one object; PyTorch's from the values that are
-        stored one by one.
+        """Load Megatron's common state, which is one object, or join PyTorch's, of which each value
+        is stored by itself.
         """
         if COMMON_KEY not in stored.manifest.key_index:
             return {}
@@ -57,7 +55,7 @@ class TorchDistReader(Reader):
                 f"The manifest of {stored.location!r} does not say where its values belong."
             )
         tree: dict[Any, Any] = {}
-        # There is a tensor or an object in each item of a list.
+        # Each item of a list holds a tensor or an object.
         max_items = len(stored.manifest.keys) + len(paths)
         for path, value in zip(paths, values, strict=True):
             max_items -= _put(tree, path, value, stored.location)
@@ -69,8 +67,8 @@ class TorchDistReader(Reader):
 
 
 def _paths(stored: StoredCheckpoint) -> Any:
-    """Return where in the state dict each value of PyTorch's common state belongs; None for
-    Megatron's.
+    """Return where each value of PyTorch's common state belongs in the state dict; None for
+    Megatron's common state.
     """
     return (stored.manifest.origin or {}).get("paths")
 
@@ -98,31 +96,34 @@ def _decode(stored: StoredCheckpoint, chunk: int, blob: bytes) -> Any:
     file_name = stored.manifest.files[int(stored.manifest.file_ids[chunk])].name
     if _paths(stored) is not None or file_name == COMMON_NAME:
         return value
-    # Megatron stores a list of the objects that share a name, which is one.
+    # Megatron stores a list of the objects that share a name, of which there is one.
     if type(value) is not list or not value:
         raise CorruptCheckpointError(f"{where} is no list with an object, which Megatron stores.")
     return value[0]
 
 
 def _put(tree: dict[Any, Any], path: Sequence[Any], value: Any, location: str) -> int:
-    """Put a value into nested dicts (for names) and lists (for numbers); return by how many items
-    lists have grown.
+    """Put a value into nested dicts (for names) and lists (for numbers); return how many items were
+    added to lists.
     """
     node: Any = tree
     num_added = 0
-    for part, following in zip(path, [*path[1:], None], strict=True):
-        fresh: Any = value if following is None else [] if type(following) is int else {}
-        if isinstance(node, list) and type(part) is int and 0 <= part < _MAX_LIST:
-            num_added += max(0, part + 1 - len(node))
-            node.extend([HOLE] * (part + 1 - len(node)))
-            known = node[part]
+    for step, following in zip(path, [*path[1:], None], strict=True):
+        if following is None:
+            fresh: Any = value
+        else:
+            fresh = [] if type(following) is int else {}
+        if isinstance(node, list) and type(step) is int and 0 <= step < _MAX_LIST:
+            num_added += max(0, step + 1 - len(node))
+            node.extend([HOLE] * (step + 1 - len(node)))
+            known = node[step]
         elif isinstance(node, dict):
-            known = node.get(part, HOLE)
+            known = node.get(step, HOLE)
         else:
             raise CorruptCheckpointError(
                 f"{location!r} stores a value at {list(path)}, inside of another one."
             )
         if known is HOLE:
-            node[part] = known = fresh
+            node[step] = known = fresh
         node = known
     return num_added

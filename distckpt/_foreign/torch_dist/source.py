@@ -51,10 +51,10 @@ class _Cell(NamedTuple):
 
 @paused_garbage_collection()
 def read_directory(location: str, format_name: str) -> Manifest:
-    """Describe a checkpoint of torch.distributed.checkpoint.
+    """Return the manifest of a checkpoint of torch.distributed.checkpoint.
 
-    Reads `.metadata`, and of every stored tensor the few bytes that say where its elements lie. The
-    manifest's `origin` has the paths in the state dict of PyTorch's objects, one for each.
+    Reads `.metadata`, and the few bytes of each stored tensor that say where its elements lie. For
+    a checkpoint of PyTorch, `origin` of the manifest has the path of each object in the state dict.
     """
     is_megatron = read_marker(location) is not None
     metadata = read_metadata(locations.join(location, METADATA_NAME))
@@ -81,9 +81,7 @@ def read_directory(location: str, format_name: str) -> Manifest:
 
 
 def _look_up_files(location: str, items: Sequence[tuple[str, StoredItem]]) -> dict[str, ShardFile]:
-    """Look up the files that `.metadata` names, and check that they hold the items it places in
-    them.
-    """
+    """Look up the files that `.metadata` names, and check that its items fit into them."""
     files: dict[str, ShardFile] = {}
     in_file: Counter[str] = Counter()
     for key, item in items:
@@ -126,7 +124,7 @@ def _tensor_pieces(location: str, entries: Sequence[TensorEntry]) -> list[Stored
                 f"as a tensor: {reason}. Nothing of it was run. Restore the file from a copy."
             ) from error
 
-    # Two small reads each: on a network file system it is their latency that takes time.
+    # Each takes two small reads, which take mostly latency on a network file system.
     run_threads(read, range(len(chunks)))
     pieces = [piece for number in range(len(chunks)) for piece in found[number]]
     without = {entry.key for entry in entries} - {piece.key for piece in pieces}
@@ -179,8 +177,8 @@ def _pieces_of_chunk(
 def _megatron_objects(
     location: str, objects: Mapping[str, StoredItem], files: dict[str, ShardFile]
 ) -> list[_Cell]:
-    """Place Megatron's objects, whose names end in `/shard_<offset>_<shape>`, and its common
-    state.
+    """Return the cells of Megatron's objects, whose names end in `/shard_<offset>_<shape>`, and of
+    its common state.
     """
     cells: list[_Cell] = []
     last_sizes: dict[str, int] = {}

@@ -1,20 +1,19 @@
-"""Reading the pickles of other programs as data: a machine that imports nothing and calls nothing
-it was not given.
+"""Reading the pickles of other programs as data, on a machine that imports nothing and calls only
+what it was given.
 
-A pickle is a program whose instructions name functions and say what to call them with. Here a name
-is only looked up in a table that the caller gives; its entries are functions of this package that
-make plain values. What is not in the table is refused by name before anything is made of it. Sizes
-are bounded by the pickle itself: no instruction allocates more memory than it brings, what it
-brings is not copied again and again, and `check_size` finds small pickles that amount to large
-objects.
+A pickle is a program whose instructions name functions and say what to call them with. Here, names
+are only looked up in a table of the caller, which has functions of this package that make plain
+values. A name that is not in the table is refused before anything is made of it. The pickle itself
+bounds all sizes: no instruction allocates more memory than it has bytes, nothing is copied again
+and again, and `check_size` finds small pickles that amount to large objects.
 
-Why this is no subclass of `pickle.Unpickler` with a `find_class` that looks names up in the table,
-a quarter as long: `find_class` is the only hook of that machine. Whatever it returned, REDUCE,
+A subclass of `pickle.Unpickler`, with a `find_class` that looks names up in the table, would be a
+quarter as long, but `find_class` is the only hook of that machine. Whatever it returns, REDUCE,
 NEWOBJ and OBJ then call anything callable that is on the stack, BUILD calls `__setstate__` or sets
 attributes of anything, SETITEMS and APPENDS call methods of whatever is there, and LONG_BINPUT with
-a large number allocates gigabytes before any of our code runs. Here a call needs a `Made`, which no
-pickle can make; items go to plain lists, dicts and sets; states are given by `set_state` alone; and
-the arguments of a call are measured first.
+a large number allocates gigabytes before any of our code runs. Here, only a `Made` can be called,
+which no pickle can make; items go to plain lists, dicts and sets; only `set_state` gives states;
+and the arguments of a call are measured first.
 """
 
 from __future__ import annotations
@@ -36,9 +35,7 @@ _EXTRA_WORK = 100_000
 
 
 class RefusedGlobalError(ValueError):
-    """Report that a pickle names a function or class (`name`, with its module) that is not in the
-    table.
-    """
+    """A pickle names a function or class that is not in the table; `name` includes the module."""
 
     def __init__(self, name: str) -> None:
         super().__init__(
@@ -48,15 +45,15 @@ class RefusedGlobalError(ValueError):
 
 
 class Made(NamedTuple):
-    """A function or class of the table as a pickle gets it: `make` is called in its place."""
+    """A function or class in the table: where a pickle calls it, `make` is called instead."""
 
     name: str
     make: Callable[..., Any]
 
 
 class Record:
-    """An object of a class that is not built: its class name and its state, attributes by name in
-    most cases.
+    """Stands for an object that is not built: the name of its class, and its state, which is mostly
+    attributes by name.
     """
 
     __slots__ = ("kind", "state")
@@ -93,14 +90,19 @@ def read_pickle(
     persistent: Callable[[Any], Any] | None = None,
     set_state: Callable[[Any, Any], Any] = _keep_state,
 ) -> Any:
-    """Run a pickle and return its object; raise ValueError where it is damaged or has unusual
-    instructions.
+    """Run a pickle and return its object.
 
-    `table` has for each admitted global a `Made` or a plain value; RefusedGlobalError names any
-    other. `persistent` makes a value of a persistent id (None to refuse those), `set_state` returns
-    an object with the state it is given.
+    Args:
+        data: the pickle.
+        table: a `Made` or a plain value for each global that is admitted.
+        persistent: makes a value of a persistent id; None refuses persistent ids.
+        set_state: returns an object with the state it is given.
+
+    Raises:
+        RefusedGlobalError: the pickle names another global.
+        ValueError: it is damaged, or has unusual instructions.
     """
-    # What functions may be given in all: each could copy, hash or print it.
+    # Limits what functions are given in all, as each could copy, hash or print it.
     machine = _Machine(table, persistent, set_state, work=4 * len(data) + _EXTRA_WORK)
     try:
         return machine.run(data)
@@ -148,7 +150,7 @@ def _children(node: Any) -> Iterable[Any]:
 
 
 def hashable(key: Any) -> Any:
-    """Return a key if it is simple, else raise ValueError: hashing deeply nested tuples would
+    """Return a key, or raise ValueError unless it is simple: hashing deeply nested tuples would
     exhaust the C stack.
     """
     parts = key if isinstance(key, tuple) else (key,)
@@ -160,7 +162,7 @@ def hashable(key: Any) -> Any:
 
 @dataclass
 class _Machine:
-    """The state of one run; `work` counts the values that calls may still be given."""
+    """The state of one run; `work` is the number of values that calls may still be given."""
 
     table: Mapping[GlobalName, Any]
     persistent: Callable[[Any], Any] | None
@@ -169,7 +171,7 @@ class _Machine:
     stack: list[Any] = field(default_factory=list)
     memo: dict[int, Any] = field(default_factory=dict)
     places: dict[int, int] = field(default_factory=dict)
-    """Where in the memo objects are that a state may replace, by their ids."""
+    """Places in the memo of the objects that a state may replace, by their ids."""
 
     def run(self, data: bytes) -> Any:
         for instruction, operand, position in pickletools.genops(data):

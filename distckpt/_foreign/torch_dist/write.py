@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 import torch
@@ -25,9 +25,10 @@ from distckpt._foreign.torch_dist.encode import (
     record,
     write_object,
     write_tensor,
-)  # fmt: skip
+)
 from distckpt._format.marker import CONFIG_FNAME
 from distckpt._format.stored_checkpoint import StoredCheckpoint
+from distckpt._geometry.region import Region
 from distckpt._io.read import read_chunks_into
 from distckpt._mapping.wrappers import ShardedObject
 from distckpt._state.common_state import COMMON_KEY
@@ -35,12 +36,16 @@ from distckpt._storage import locations
 
 _METADATA = "torch.distributed.checkpoint.metadata"
 _MARKER = {
-    "sharded_backend": "torch_dist", "sharded_backend_version": 1, "common_backend": "torch",
+    "sharded_backend": "torch_dist",
+    "sharded_backend_version": 1,
+    "common_backend": "torch",
     "common_backend_version": 1,
-}  # fmt: skip
+}
 
 Written = tuple[int, str, int, int]
 """A chunk, and the file, first byte and number of bytes of its archive."""
+_Place = tuple[str, int, int]
+"""The same of a known chunk."""
 
 
 def write_chunks(
@@ -50,7 +55,7 @@ def write_chunks(
     name: str,
     progress: Progress | None,
 ) -> list[Written]:
-    """Write some chunks into one file, each as an archive of torch; return where they are."""
+    """Write chunks into one file, each as an archive of torch; return where they are."""
     manifest, written, start = stored.manifest, [], 0
     num_bytes_of = {chunk: int(manifest.num_bytes[chunk]) for _, chunk in chunks}
     of_tensors = [chunk for key, chunk in chunks if not stored.is_object(key)]
@@ -60,7 +65,7 @@ def write_chunks(
             region = manifest.chunk_region(chunk)
             if stored.is_object(key):
                 shard = ShardedObject(key, None, stored.global_shape(key), region.offset)
-                # Megatron stores a list of the objects that share a name, which is one.
+                # Megatron stores a list of the objects that share a name, of which there is one.
                 num_bytes = write_object(file, load_objects(stored, [shard]))
             else:
                 content = np.empty(num_bytes_of[chunk], np.uint8)
@@ -78,7 +83,7 @@ def write_chunks(
 def write_metadata(
     stored: StoredCheckpoint, written: Sequence[Sequence[Written]], directory: str
 ) -> None:
-    """Write what is not chunks; the marker last."""
+    """Write everything other than chunks, the marker last."""
     common = load_common_state(stored)
     if not isinstance(common, dict):
         raise CorruptCheckpointError(
@@ -96,55 +101,67 @@ def write_metadata(
     locations.sync_directory(directory)
 
 
-def _metadata(stored: StoredCheckpoint, places: dict[int, tuple[str, int, int]]) -> Call:
-    described, storage = {}, []
+def _metadata(stored: StoredCheckpoint, places: Mapping[int, _Place]) -> Call:
+    """Return the content of `.metadata`, given where the archives of all chunks lie."""
+    entries: dict[str, Call] = {}
+    storage: list[tuple[Call, Call]] = []
     for key in stored.manifest.key_index:
         if key == COMMON_KEY:
             continue
         chunks = stored.chunks_of(key)
         regions = [stored.manifest.chunk_region(chunk) for chunk in chunks]
-        for chunk, region in zip(chunks, regions, strict=True):
-            name, offset = key, None
-            if stored.is_object(key):
-                name = ShardedObject(key, None, stored.global_shape(key), region.offset).unique_key
-                described[name] = record(_METADATA, "BytesStorageMetadata")
-            else:
-                offset = torch.Size(region.offset)
+        items = _names_of_items(stored, key, regions)
+        if stored.is_object(key):
+            entries |= {name: record(_METADATA, "BytesStorageMetadata") for name, _ in items}
+        else:
+            entries[key] = _tensor_entry(stored, key, regions)
+        for (name, offset), chunk in zip(items, chunks, strict=True):
             index = record(_METADATA, "MetadataIndex", fqn=name, offset=offset, index=None)
-            path, start, size = places[chunk]
-            info = {"relative_path": path, "offset": start, "length": size}
-            storage.append(
-                (index, record("torch.distributed.checkpoint.filesystem", "_StorageInfo", **info))
-            )
-        if not stored.is_object(key):
-            described[key] = record(
-                _METADATA,
-                "TensorStorageMetadata",
-                properties=_properties(FROM_NAME[stored.dtype_name(key)]),
-                size=torch.Size(stored.global_shape(key)),
-                chunks=[
-                    record(
-                        _METADATA,
-                        "ChunkStorageMetadata",
-                        offsets=torch.Size(r.offset),
-                        sizes=torch.Size(r.shape),
-                    )
-                    for r in regions
-                ],
-            )
+            storage.append((index, _storage_info(places[chunk])))
     return record(
         _METADATA,
         "Metadata",
-        state_dict_metadata=described,
-        planner_data={name: (name,) for name in described},
+        state_dict_metadata=entries,
+        planner_data={name: (name,) for name in entries},
         storage_data=Pairs(storage),
         storage_meta=None,
     )
 
 
+def _names_of_items(
+    stored: StoredCheckpoint, key: str, regions: Sequence[Region]
+) -> list[tuple[str, torch.Size | None]]:
+    """Return the name and the offset under which each chunk of a key is stored."""
+    if not stored.is_object(key):
+        return [(key, torch.Size(region.offset)) for region in regions]
+    shape = stored.global_shape(key)
+    cells = [ShardedObject(key, None, shape, region.offset) for region in regions]
+    return [(cell.unique_key, None) for cell in cells]
+
+
+def _tensor_entry(stored: StoredCheckpoint, key: str, regions: Sequence[Region]) -> Call:
+    return record(
+        _METADATA,
+        "TensorStorageMetadata",
+        properties=_properties(FROM_NAME[stored.dtype_name(key)]),
+        size=torch.Size(stored.global_shape(key)),
+        chunks=[_chunk(region) for region in regions],
+    )
+
+
+def _chunk(region: Region) -> Call:
+    offsets, sizes = torch.Size(region.offset), torch.Size(region.shape)
+    return record(_METADATA, "ChunkStorageMetadata", offsets=offsets, sizes=sizes)
+
+
+def _storage_info(place: _Place) -> Call:
+    path, start, size = place
+    info = {"relative_path": path, "offset": start, "length": size}
+    return record("torch.distributed.checkpoint.filesystem", "_StorageInfo", **info)
+
+
 def _properties(dtype: torch.dtype) -> Call:
     layout = Call(Global("torch.serialization", "_get_layout"), ("torch.strided",))
     contiguous = Call(Global(_METADATA, "_MEM_FORMAT_ENCODING"), (0,))
-    return Call(
-        Global(_METADATA, "TensorProperties"), (), (dtype, layout, False, contiguous, False), True
-    )
+    state = (dtype, layout, False, contiguous, False)
+    return Call(Global(_METADATA, "TensorProperties"), (), state, is_new=True)

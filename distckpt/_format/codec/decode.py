@@ -48,8 +48,8 @@ class Entries(dict[str, memoryview]):
 
 
 def decode_node(node: Json, entries: Entries, depth: int) -> Any:
-    """Return the object of a tree that lies `depth` levels deep in the JSON, and take what it
-    refers to out of `entries`.
+    """Return the object of a tree that lies `depth` levels deep in the JSON; what it refers to is
+    taken out of `entries`.
     """
     # One call per level of JSON: a container takes up to four levels, a leaf inside it up to three.
     require(depth <= 4 * MAX_DEPTH + 3, f"more than {MAX_DEPTH} containers in one another")

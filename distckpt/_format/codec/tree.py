@@ -117,7 +117,7 @@ def type_name(cls: type) -> str:
 
 
 def require(condition: bool, what: str) -> None:
-    """Raise ValueError unless a condition holds; `decode` makes a CorruptCheckpointError of it."""
+    """Raise ValueError, which `decode` reports as damage, unless a condition holds."""
     if not condition:
         raise ValueError(what)
 

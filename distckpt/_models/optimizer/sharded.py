@@ -109,7 +109,8 @@ def zero1_shards(
             data = values[low - start : high - start]
             flat = {"data": data, "flattened_range": slice(low - first, high - first)}
             flat |= {"dtype": data.dtype} if isinstance(own, ShardedTensor) else {}
-            described.append(replace(own, key=f"{prefix}.state.{name}.{own.key}", **flat))  # type: ignore[arg-type]
+            key = f"{prefix}.state.{name}.{own.key}"
+            described.append(replace(own, key=key, **flat))  # type: ignore[arg-type]
     return described
 
 

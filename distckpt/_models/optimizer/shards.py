@@ -109,7 +109,8 @@ def _divided_otherwise(
     if not is_dtensor(param) or shard.global_shape[num_prepended:] != tuple(param.shape):
         return None
     outer = shard.replica_id if isinstance(shard.replica_id, tuple) else (shard.replica_id,)
-    outer = type(outer)(outer[: max(0, len(outer) - param.device_mesh.ndim)])  # type: ignore[attr-defined]
+    num_outer = max(0, len(outer) - param.device_mesh.ndim)  # type: ignore[attr-defined]
+    outer = type(outer)(outer[:num_outer])
     place = [
         (axis, shard.global_offset[axis], shard.global_shape[axis]) for axis in range(num_prepended)
     ]
