@@ -57,15 +57,16 @@ def pieces_in_vectors(
         raise CorruptCheckpointError(
             f"{odd[0].runs[0][0]!r} has {key!r} as {odd[0].dtype}, not {dtype}: restore it."
         )
+    name, item_bytes = TO_NAME[dtype], dtype.itemsize
     if not total:
-        yield StoredPiece(key, TO_NAME[dtype], whole(shape), shape, *vectors[0].runs[0], 0)
+        yield StoredPiece(key, name, whole(shape), shape, *vectors[0].runs[0], 0)
     share = -(-total // len(vectors))
     for rank, vector in enumerate(vectors):
         first, last = min(rank * share, total), min(rank * share + share, total)
         for start, stop, file, byte in _stretches(vector, first, last, at):
             for region in flat_range_regions(shape, start, stop):
-                num_bytes = region.num_elements * dtype.itemsize
-                yield StoredPiece(key, TO_NAME[dtype], region, shape, file, byte, num_bytes)
+                num_bytes = region.num_elements * item_bytes
+                yield StoredPiece(key, name, region, shape, file, byte, num_bytes)
                 byte += num_bytes
 
 
