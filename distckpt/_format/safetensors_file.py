@@ -78,7 +78,8 @@ def build_header(
         sizes = ",".join(map(str, stored_shape(dtype, shape)))
         end = position + num_bytes
         members.append(
-            f'{encode(name)}:{{"dtype":"{dtype}","shape":[{sizes}],"data_offsets":[{position},{end}]}}'
+            f'{encode(name)}:{{"dtype":"{dtype}","shape":[{sizes}],'
+            f'"data_offsets":[{position},{end}]}}'
         )
         position = end
     text = f"{{{','.join(members)}}}".encode("utf-8", "surrogatepass")

@@ -220,7 +220,6 @@ WHAT_MEGATRON_SAVED = {
         config=("OptimizerConfig", 0.5),
     ),
     "optimizer": {"groups": [{"lr": 0.1}]},
-    "content_metadata": {"layout": "plain"},
 }
 
 

@@ -18,7 +18,7 @@ from distckpt import (
     CheckpointManager,
     CheckpointNotFoundError,
 )
-from tests.support.harness import launched
+from tests.support.harness import ask_parent, launched
 from tests.support.s3_server import keys_in, reached_at, uploads_in
 from tests.support.states import state_of, value_of
 
@@ -61,6 +61,10 @@ def save_by_chance(rank, root, server, seed, rounds, shares_steps):
             except CheckpointExistsError as error:
                 errors.append(str(error))
                 continue
+            if not saved:
+                # The other job has looked at the directory, too: of what is saved from now on it
+                # knows that it is not its own.
+                ask_parent()
             found = value_at(manager, step)
             # What the other job has put in its place may be gone again.
             assert found == value or (
@@ -86,6 +90,10 @@ def run_both(root, server, rounds, shares_steps):
     with launched(
         save_by_chance, MANAGERS, root, server, rounds, rounds, shares_steps, backend=None
     ) as launch:
+        for manager in range(MANAGERS):
+            launch.wait_for_signal(manager)
+        for manager in range(MANAGERS):
+            launch.answer(manager)
         return launch.values()
 
 
