@@ -351,7 +351,7 @@ class Manifest:
         )
         _require(
             are_settings(self.quantization),
-            "what it says of quantised tensors is none of the settings",
+            "what it says of quantized tensors is not a setting",
         )
         # Our own files lie at most one folder down; other programs may nest theirs deeper.
         max_parts = 2 if self.origin is None else 4
@@ -407,7 +407,7 @@ class Manifest:
         _require(len(self.block_checksums) == num_blocks, "the number of checksums is wrong")
         _require(
             self.has_checksums or self.block_bytes == BLOCK_BYTES,
-            "blocks without checksums of an odd size",
+            "blocks of an unusual size, without checksums",
         )
 
 

@@ -89,7 +89,7 @@ class Writer:
         """Keep the bytes of `obj` outside the tree; return the number of their entry."""
         if self.inline:
             raise self.unsupported(
-                obj, "it stands in a set or in a dict key", "Keep it in a list or a dict value."
+                obj, "it is in a set or in a dict key", "Keep it in a list or a dict value."
             )
         self.entries.append(raw)
         return len(self.entries) - 1
@@ -182,7 +182,7 @@ def _encode_dict(obj: Mapping[Any, object], writer: Writer, template: str = _ITE
 def _encode_defaultdict(obj: collections.defaultdict[Any, object], writer: Writer) -> Json:
     name = next((name for name, factory in FACTORIES.items() if factory is obj.default_factory), "")
     if name == "":
-        reason = f"its default_factory is none of {', '.join(map(str, FACTORIES))}"
+        reason = f"its default_factory is not one of {', '.join(map(str, FACTORIES))}"
         raise writer.unsupported(obj, reason, "Convert it to a dict.")
     return {"$defaultdict": [name, _encode_dict(obj, writer)]}
 

@@ -196,8 +196,8 @@ def default_functions(cls: Any) -> _Functions:
     if issubclass(cls, tuple) and hasattr(cls, "_fields"):
         return _functions_of_namedtuple(cls)
     raise TypeError(
-        f"{type_name(cls)} is no Enum class, dataclass or namedtuple class: give to_state, which "
-        "turns an object into one that can be stored, and from_state, which turns it back"
+        f"{type_name(cls)} is not an Enum class, dataclass or namedtuple class: give to_state, "
+        "which turns an object into one that can be stored, and from_state, which turns it back"
     )
 
 
