@@ -12,7 +12,7 @@ from typing import Any, NoReturn, TypeAlias, cast
 import torch
 
 from distckpt._base.errors import InvalidShardingError
-from distckpt._base.tree import Position, children_of, dict_list_map_inplace, dotted
+from distckpt._base.tree import Position, children_of, dotted, nested_items_iter
 from distckpt._mapping.base import INTEGERS, ReplicaId, ShardedBase, fail, integers
 from distckpt._mapping.kinds import is_a
 from distckpt._mapping.sharded_tensor import ShardedTensor
@@ -199,9 +199,9 @@ class ShardedTensorFactory(ShardedBase):
 
 def apply_factories(sharded_state_dict: ShardedStateDict) -> None:
     """Replace each factory in nested dicts and lists by what it builds, in place."""
-    dict_list_map_inplace(
-        lambda x: x.build() if is_a(x, ShardedTensorFactory) else x, sharded_state_dict
-    )
+    for container, key, value in nested_items_iter(sharded_state_dict):
+        if is_a(value, ShardedTensorFactory):
+            container[key] = value.build()
 
 
 def apply_factory_merges(x1: Any, x2: Any, key: Position = ()) -> Any:

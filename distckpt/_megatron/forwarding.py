@@ -13,8 +13,8 @@ from collections.abc import Callable
 from typing import Any
 
 from distckpt._base.errors import CheckpointingException
-from distckpt._base.tree import nested_values
 from distckpt._mapping.wrappers import LocalNonpersistentObject, ShardedBase
+from distckpt._megatron.dict_utils import nested_values
 
 
 def forward(path: str, *names: str) -> Callable[[str], Any]:

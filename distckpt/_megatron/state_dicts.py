@@ -7,8 +7,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from distckpt._base.tree import dict_list_map_inplace, extract_matching_values
-from distckpt._mapping.extract import extract_nonpersistent, extract_sharded_base
 from distckpt._mapping.kinds import is_a
 from distckpt._mapping.wrappers import (
     CommonStateDict,
@@ -18,6 +16,8 @@ from distckpt._mapping.wrappers import (
     StateDict,
     apply_factories,
 )
+from distckpt._megatron.dict_utils import dict_list_map_inplace, extract_matching_values
+from distckpt._megatron.extract import extract_nonpersistent, extract_sharded_base
 from distckpt._megatron.validation import determine_global_metadata, validate_sharding_integrity
 from distckpt._ranks.collectives import Ranks
 from distckpt._state import common_state

@@ -12,7 +12,6 @@ from typing import Any
 import torch
 
 from distckpt._base.errors import CheckpointingException, CorruptCheckpointError
-from distckpt._base.tree import nested_values
 from distckpt._commit.presence import READER_VERSION, check_marker
 from distckpt._format.marker import read_marker
 from distckpt._mapping.kinds import is_a
@@ -22,6 +21,7 @@ from distckpt._mapping.wrappers import (
     ShardedStateDict,
     ShardedTensor,
 )
+from distckpt._megatron.dict_utils import nested_values
 from distckpt._operations.verify import verify
 from distckpt._ranks.collectives import Ranks
 from distckpt._state.megatron_shards import adopt

@@ -16,7 +16,6 @@ from distckpt._commit import posix
 from distckpt._format.marker import CheckpointingConfig, note_of_module
 from distckpt._io.prepared_save import PreparedSave
 from distckpt._io.save_shards import ShardSettings, prepare_shards
-from distckpt._mapping.extract import _clean_metadata_for_serialization
 from distckpt._mapping.wrappers import CommonStateDict, ShardedObject, ShardedStateDict, StateDict
 from distckpt._models import objects
 from distckpt._operations import background_save
@@ -207,7 +206,7 @@ def _with_content_metadata(
             f"The state dict has an entry {CONTENT_METADATA!r} and content_metadata was given: "
             "both would be stored under this name. Rename the entry, or leave content_metadata out."
         )
-    return {**common, CONTENT_METADATA: _clean_metadata_for_serialization(content_metadata)}
+    return {**common, CONTENT_METADATA: common_state.storable_metadata(content_metadata)}
 
 
 def _prepare(

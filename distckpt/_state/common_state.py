@@ -38,6 +38,13 @@ def object_text(key: str) -> str:
     return "Common state" if key == COMMON_KEY else f"The object {key!r:.300}"
 
 
+def storable_metadata(metadata: dict[str, Any] | None) -> dict[str, Any] | None:
+    """Return a copy of content metadata without the process group, which cannot be stored."""
+    if metadata is None:
+        return None
+    return {name: value for name, value in metadata.items() if name != "dp_cp_group"}
+
+
 def comparable(
     common: CommonStateDict, preprocess: Callable[[CommonStateDict], StateDict] | None
 ) -> CommonStateDict:

@@ -6,9 +6,9 @@ that leads to a leaf.
 """
 
 from distckpt._base.public import set_public_home
-from distckpt._base.tree import (
+from distckpt._base.tree import Position, nested_items_iter
+from distckpt._megatron.dict_utils import (
     DiffResult,
-    Position,
     dict_list_map_inplace,
     dict_list_map_outplace,
     dict_map,
@@ -18,7 +18,6 @@ from distckpt._base.tree import (
     inspect_types,
     map_reduce,
     merge,
-    nested_items_iter,
     nested_values,
 )
 

@@ -12,12 +12,9 @@ from contextvars import ContextVar
 from typing import Any
 
 from distckpt._base.public import set_public_home
-from distckpt._mapping.extract import (
-    _clean_metadata_for_serialization as _clean_metadata_for_serialization,
-)
-from distckpt._mapping.extract import _sharded_object_id as _sharded_object_id
-from distckpt._mapping.extract import _sharded_tensor_shard_id as _sharded_tensor_shard_id
-from distckpt._mapping.extract import (
+from distckpt._megatron.extract import _sharded_object_id as _sharded_object_id
+from distckpt._megatron.extract import _sharded_tensor_shard_id as _sharded_tensor_shard_id
+from distckpt._megatron.extract import (
     add_prefix_for_sharding,
     apply_prefix_mapping,
     extract_nonpersistent,
@@ -28,6 +25,7 @@ from distckpt._mapping.extract import (
     force_all_tensors_to_non_fp8,
     replace_prefix_for_sharding,
 )
+from distckpt._state.common_state import storable_metadata
 
 __all__ = [
     "add_prefix_for_sharding",
@@ -47,6 +45,7 @@ __all__ = [
 
 set_public_home(globals())
 
+_clean_metadata_for_serialization = storable_metadata
 _fallback_logger = logging.getLogger(__name__)
 # Context variables, so that threads (an asynchronous save, say) do not see one another's nesting.
 _names: ContextVar[tuple[str, ...]] = ContextVar("distckpt_debug_names", default=())

@@ -79,4 +79,4 @@ def describe_public_api() -> str:
 
 
 if __name__ == "__main__":
-    print(describe_public_api())
+    print(describe_public_api(), end="")

@@ -183,9 +183,7 @@ def test_configurations_that_say_too_little(tmp_path):
         distckpt.families.rules(tmp_path, "megatron")
     with pytest.raises(CheckpointingException, match="does not name its model_type"):
         distckpt.families.rules({}, "megatron")
-    with pytest.raises(
-        CheckpointingException, match=r"model_type 'nonsense' are not supported; those of .*llama"
-    ):
+    with pytest.raises(CheckpointingException, match=r"'nonsense' are not supported.*are .*llama"):
         distckpt.families.rules({"model_type": "nonsense"}, "megatron")
     for model_type, why in (
         ("jamba", "no Mamba 1"),

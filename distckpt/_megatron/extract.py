@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from distckpt._base.tree import extract_matching_values, nested_values
 from distckpt._mapping.kinds import is_a
 from distckpt._mapping.wrappers import (
     LocalNonpersistentObject,
@@ -16,6 +15,7 @@ from distckpt._mapping.wrappers import (
     ShardedTensorFactory,
     StateDict,
 )
+from distckpt._megatron.dict_utils import extract_matching_values, nested_values
 
 __all__ = [
     "add_prefix_for_sharding",
@@ -162,10 +162,3 @@ def _sharded_tensor_shard_id(sharded_tensor: ShardedTensor) -> _ShardId:
 def _sharded_object_id(sharded_object: ShardedObject) -> _ObjectId:
     """Return an id of a sharded object that its replicas share."""
     return sharded_object.key, sharded_object.global_offset, sharded_object.global_shape
-
-
-def _clean_metadata_for_serialization(metadata: dict[str, Any] | None) -> dict[str, Any] | None:
-    """Return a copy of content metadata without the process group, which cannot be stored."""
-    if metadata is None:
-        return None
-    return {name: value for name, value in metadata.items() if name != "dp_cp_group"}
