@@ -97,8 +97,9 @@ class ChunkTable(NamedTuple):
     @classmethod
     def empty(cls) -> ChunkTable:
         """Return a table without chunks, to be filled with `_replace` as columns become known."""
-        none, no_regions = np.zeros(0, np.int64), np.zeros((0, 0), np.int64)
-        return cls([], none, none, none, none, no_regions, no_regions, np.zeros(0, np.uint64))
+        numbers, regions = np.zeros(0, np.int64), np.zeros((0, 0), np.int64)
+        checksums = np.zeros(0, np.uint64)
+        return cls([], numbers, numbers, numbers, numbers, regions, regions, checksums)
 
     @classmethod
     def join(cls, tables: Sequence[ChunkTable], ndim: int) -> ChunkTable:

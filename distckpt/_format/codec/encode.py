@@ -405,7 +405,7 @@ ENCODERS: dict[type, _Encoder] = {
 def collect_fingerprints(
     obj: object, name: str, writer: Writer, found: dict[str, tuple[str, object]]
 ) -> None:
-    """Add the leaves of `obj` and their hashes to `found`, by path; that of `obj` is `name`."""
+    """Add the leaves of `obj`, whose path is `name`, and their hashes to `found`, by path."""
     if type(obj) not in (dict, list) or not obj:
         writer.entries.clear()
         digest = xxhash.xxh3_64(to_text(encode_node(obj, writer)).encode())

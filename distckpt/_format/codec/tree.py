@@ -162,9 +162,7 @@ def registration_named(name: Any) -> Registration | None:
 
 
 def _imported_from_megatron(name: Any) -> Any:
-    """Return a class from the modules of Megatron that the program has imported, None if none has
-    it.
-    """
+    """Return a class from Megatron's modules that the program has imported, None if not there."""
     parts = name.split(".") if type(name) is str and name.startswith("megatron.") else []
     for count in range(len(parts) - 1, 1, -1):
         found: Any = sys.modules.get(".".join(parts[:count]))
