@@ -125,14 +125,14 @@ def _check_each(format_name: str, location: str, pieces: Sequence[StoredPiece]) 
 def _fault_of_values(piece: StoredPiece) -> str | None:
     """Return which value of a piece is not of its type, None if all are."""
     if not (isinstance(piece.key, str) and isinstance(piece.file, str)):
-        return "a key or a file is no str"
+        return "a key or a file is not a str"
     if not isinstance(piece.dtype, str) or piece.dtype not in _DTYPES:
         return "the dtype is unknown"
     offset, shape = piece.region
     sizes = piece.global_shape or ()
     for number in (*offset, *shape, *sizes, piece.first_byte, piece.num_bytes):
         if not isinstance(number, _INTEGERS) or not 0 <= number < _MAX_ELEMENTS:
-            return "a number is no integer from 0 on"
+            return "a number is not an integer from 0 on"
     return None
 
 

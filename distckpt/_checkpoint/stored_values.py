@@ -52,7 +52,7 @@ class StoredTensor(NamedTuple):
 
 
 def load_objects(stored: StoredCheckpoint, shards: Sequence[ShardedObject]) -> list[Any]:
-    """Load cells of objects, or common state, which is an empty dict if there is none stored."""
+    """Load cells of objects; common state that is not stored is an empty dict."""
     reader = find_reader(stored)
     if reader is None and COMMON_KEY in stored.manifest.key_index:
         return _load_cells(None, stored, shards)
@@ -64,7 +64,7 @@ def load_objects(stored: StoredCheckpoint, shards: Sequence[ShardedObject]) -> l
 
 
 def load_common_state(stored: StoredCheckpoint) -> Any:
-    """Load the common state; an empty dict if there is none."""
+    """Load the common state, which is an empty dict if it is not stored."""
     reader = find_reader(stored)
     if reader is not None:
         with naming_reader(reader, stored.location):
@@ -87,7 +87,7 @@ def holds_objects(stored: StoredCheckpoint) -> bool:
 
 
 def object_keys(stored: StoredCheckpoint) -> list[str]:
-    """Return the keys of all objects, with that of the common state, stored or not."""
+    """Return the keys of all objects; the common state is always among them."""
     keys = [key for key in stored.manifest.keys if stored.is_object(key)]
     return keys if COMMON_KEY in keys else [COMMON_KEY, *keys]
 

@@ -130,7 +130,7 @@ def _no_sharding_info(path: str) -> CorruptCheckpointError:
     return CorruptCheckpointError(
         f"{path!r} does not say where in the global "
         f"tensors its entries lie: it has no {safetensors_file.SHARDING_INFO} in its header "
-        "metadata, so it is no shard of a distributed save. Remove it from the folder, or "
+        "metadata, so it is not a shard of a distributed save. Remove it from the folder, or "
         "name the folder of the shards."
     )
 
@@ -191,7 +191,8 @@ def _read_index(location: str) -> dict[str, str] | None:
     for name in names:
         if not name.endswith(SUFFIX) or not locations.is_inner_name(name, max_parts=1):
             raise CorruptCheckpointError(
-                f"The index {path!r} names {name!r:.300}, which is no safetensors file beside it."
+                f"The index {path!r} names {name!r:.300}, which is not a safetensors file beside "
+                "it."
             )
     if not names:
         raise CorruptCheckpointError(

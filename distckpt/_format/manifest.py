@@ -97,8 +97,9 @@ class ChunkTable(NamedTuple):
     @classmethod
     def empty(cls) -> ChunkTable:
         """Return a table without chunks, to be filled with `_replace` as columns become known."""
-        none, no_regions = np.zeros(0, np.int64), np.zeros((0, 0), np.int64)
-        return cls([], none, none, none, none, no_regions, no_regions, np.zeros(0, np.uint64))
+        numbers, regions = np.zeros(0, np.int64), np.zeros((0, 0), np.int64)
+        checksums = np.zeros(0, np.uint64)
+        return cls([], numbers, numbers, numbers, numbers, regions, regions, checksums)
 
     @classmethod
     def join(cls, tables: Sequence[ChunkTable], ndim: int) -> ChunkTable:
@@ -351,7 +352,7 @@ class Manifest:
         )
         _require(
             are_settings(self.quantization),
-            "what it says of quantised tensors is none of the settings",
+            "what it says of quantized tensors is not a setting",
         )
         # Our own files lie at most one folder down; other programs may nest theirs deeper.
         max_parts = 2 if self.origin is None else 4
@@ -407,7 +408,7 @@ class Manifest:
         _require(len(self.block_checksums) == num_blocks, "the number of checksums is wrong")
         _require(
             self.has_checksums or self.block_bytes == BLOCK_BYTES,
-            "blocks without checksums of an odd size",
+            "blocks of an unusual size, without checksums",
         )
 
 

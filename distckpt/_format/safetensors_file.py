@@ -119,7 +119,7 @@ def parse_header(header: bytes | memoryview, file_bytes: int) -> tuple[dict[str,
     described = parse_json(str(header[8:], "utf-8"))
     metadata = described.pop("__metadata__", {}) if type(described) is dict else None
     if type(metadata) is not dict or not all(type(value) is str for value in metadata.values()):
-        raise ValueError("the header is no JSON object with metadata of texts")
+        raise ValueError("the header is not a JSON object with strings as metadata")
     entries = [_stored_entry(name, entry, len(header)) for name, entry in described.items()]
     entries.sort(key=lambda entry: (entry.first_byte, entry.num_bytes))
     position = len(header)

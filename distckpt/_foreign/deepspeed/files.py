@@ -156,7 +156,7 @@ class StateFile(NamedTuple):
         """
         if type(node) is TensorView:
             if not is_contiguous(node):
-                raise self.damaged(f"{where} is no contiguous tensor")
+                raise self.damaged(f"{where} is not a contiguous tensor")
             first = self.first_byte(node)
             stop = first + torch.Size(node.shape).numel() * node.dtype.itemsize
             data = np.frombuffer(bytearray(locations.read_range(self.path, first, stop)), np.uint8)

@@ -194,7 +194,7 @@ def _tensor_in(file: StateFile, shape: Shape) -> TensorView:
     """Return the tensor in a file; a flat one, as ZeRO-3 stores it, gets its `shape`."""
     view = _value_in(file)
     if type(view) is not TensorView or not is_contiguous(view):
-        raise file.damaged("no contiguous tensor")
+        raise file.damaged("not a contiguous tensor")
     if view.shape != (math.prod(shape),):
         return view
     return view._replace(shape=shape, strides=torch.empty(shape, device="meta").stride())

@@ -39,7 +39,7 @@ def flat_vector(runs: Sequence[tuple[StateFile, TensorView, int]]) -> FlatVector
     for file, view, size in runs:
         is_flat = len(view.shape) == 1 and is_contiguous(view)
         if not is_flat or view.shape[0] < size or view.dtype != dtype:
-            raise file.damaged("a flat vector that is none")
+            raise file.damaged("a tensor where a flat vector should be")
     places = [(file.name, file.first_byte(view)) for file, view, _ in runs]
     ends = list(itertools.accumulate(size for _, _, size in runs))
     return FlatVector(dtype, places, ends)

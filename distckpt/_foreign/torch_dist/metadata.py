@@ -120,15 +120,15 @@ def read_metadata(path: str) -> Metadata:
     except FileNotFoundError as error:
         raise CorruptCheckpointError(
             f"{path!r} is missing: it says where in the .distcp files everything lies. Restore it "
-            "from a copy. A save that did not finish leaves none; one that every rank made for "
-            "itself leaves one per rank, which are not read: save together."
+            "from a copy. A save that did not finish has none. Ranks that save each for itself "
+            "leave one each, and such checkpoints are not read: save together."
         ) from error
     try:
         return _interpret(read_pickle(data, _TABLE), len(data))
     except RefusedGlobalError as error:
         raise CorruptCheckpointError(
             f"{path!r} was refused, and nothing of it was run: it names {error.name!r:.200}, which "
-            "is none of the classes that PyTorch and Megatron Core store there. The file may be "
+            "is not one of the classes that PyTorch and Megatron Core store there. The file may be "
             "hostile: find out where it comes from."
         ) from error
     except (ValueError, TypeError, KeyError, IndexError, AttributeError) as error:
@@ -174,8 +174,8 @@ def _stored_items(storage_data: Mapping[Any, Any]) -> _StoredItems:
 def _stored_item(name: Any, info: Record) -> StoredItem:
     """Return where the item of a name lies."""
     file, first, count = info.get("relative_path"), info.get("offset"), info.get("length")
-    _require(type(name) is str and type(file) is str, "a name that is no text")
-    _require(_is_count(first) and _is_count(count), f"the place of {name!r} is no number")
+    _require(type(name) is str and type(file) is str, "a name that is not a string")
+    _require(_is_count(first) and _is_count(count), f"the place of {name!r} is not a number")
     if extensions := info.get("transform_descriptors"):
         names = ", ".join(text for text in extensions if type(text) is str)
         raise CheckpointingException(
@@ -251,11 +251,10 @@ def _is_count(value: object) -> bool:
 
 def _counts(values: Any) -> tuple[int, ...]:
     # Their text is not shown: a small pickle can make very long ones.
-    _require(isinstance(values, tuple | list) and len(values) <= MAX_NDIM, "a shape that is none")
-    _require(
-        all(map(_is_count, values)),
-        "a shape or offset with other things than sizes",
-    )
+    if not isinstance(values, (tuple, list)) or len(values) > MAX_NDIM:
+        raise ValueError("a shape that is not a list of sizes")
+    if not all(map(_is_count, values)):
+        raise ValueError("a shape or offset that holds something other than sizes")
     return tuple(values)
 
 

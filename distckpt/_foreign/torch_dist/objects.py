@@ -210,7 +210,7 @@ def _tensor_table(finish: Callable[[TensorView], Any]) -> dict[GlobalName, Any]:
             raise ValueError("not a tensor")
         numbers = (offset, *shape, *strides)
         if len(shape) > MAX_NDIM or not all(type(n) is int and 0 <= n < 2**62 for n in numbers):
-            raise ValueError("a tensor whose shape and strides are none")
+            raise ValueError("a tensor with an impossible shape or strides")
         if flags:
             raise ValueError(
                 "a tensor with a pending conjugation or negation: save its "
@@ -238,7 +238,7 @@ def _tensor_table(finish: Callable[[TensorView], Any]) -> dict[GlobalName, Any]:
 
 def _size(values: Any) -> torch.Size:
     if not all(type(n) is int for n in values):
-        raise ValueError("sizes that are no integers")
+        raise ValueError("sizes that are not integers")
     return torch.Size(values)
 
 

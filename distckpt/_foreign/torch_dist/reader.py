@@ -98,7 +98,9 @@ def _decode(stored: StoredCheckpoint, chunk: int, blob: bytes) -> Any:
         return value
     # Megatron stores a list of the objects that share a name, of which there is one.
     if type(value) is not list or not value:
-        raise CorruptCheckpointError(f"{where} is no list with an object, which Megatron stores.")
+        raise CorruptCheckpointError(
+            f"{where} is not a list with an object, as Megatron stores it."
+        )
     return value[0]
 
 
@@ -121,7 +123,7 @@ def _put(tree: dict[Any, Any], path: Sequence[Any], value: Any, location: str) -
             known = node.get(step, HOLE)
         else:
             raise CorruptCheckpointError(
-                f"{location!r} stores a value at {list(path)}, inside of another one."
+                f"{location!r} stores a value at {list(path)}, inside another one."
             )
         if known is HOLE:
             node[step] = known = fresh

@@ -19,7 +19,7 @@ _Shape = tuple[int, ...]
 def contiguous_runs(stored: TensorView, region: Region) -> Iterator[tuple[Region, int]]:
     """Divide the region that a stored tensor holds into contiguous ones.
 
-    Each comes with the position of its first element, counted from that of the tensor.
+    Each comes with the position of its first element, counted from the first of the tensor.
     """
     shape, strides = region.shape, stored.strides
     inner = _axes_of_runs(shape, strides)

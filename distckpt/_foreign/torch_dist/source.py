@@ -130,7 +130,7 @@ def _tensor_pieces(location: str, entries: Sequence[TensorEntry]) -> list[Stored
     without = {entry.key for entry in entries} - {piece.key for piece in pieces}
     if without:
         raise CorruptCheckpointError(
-            f"{METADATA_NAME} of {location!r} places nothing of {summarize_keys(without)}."
+            f"{METADATA_NAME} of {location!r} does not say where {summarize_keys(without)} lies."
         )
     return pieces
 
@@ -187,8 +187,8 @@ def _megatron_objects(
             shard = ShardedObject.empty_from_unique_key(name)
         except InvalidShardingError as error:
             raise CorruptCheckpointError(
-                f"The {METADATA_NAME} of {location!r} holds an object {name!r}, which is no name "
-                "that Megatron gives."
+                f"The {METADATA_NAME} of {location!r} holds an object {name!r}, which is not a "
+                "name that Megatron gives."
             ) from error
         key = COMMON_KEY if shard.key == _MEGATRON_COMMON_KEY else shard.key
         cells.append(_Cell(key, shard.global_offset, shard.global_shape, item))

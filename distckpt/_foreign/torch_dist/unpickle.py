@@ -245,7 +245,7 @@ class _Machine:
 
     def find(self, module: Any, name: Any) -> None:
         if type(module) is not str or type(name) is not str:
-            raise ValueError("a global whose name is no text")
+            raise ValueError("a global whose name is not a string")
         try:
             found = self.table[module, name]
         except KeyError:

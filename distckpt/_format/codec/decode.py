@@ -146,9 +146,7 @@ def _check_hashes(keys: Sequence[Any]) -> None:
     # Numbers can be chosen so that their hashes are equal, and then every key is compared with
     # every other.
     hashes = set(map(hash, keys))
-    require(
-        2 * len(hashes) >= len(keys) - _MAX_COLLISIONS, "keys that were chosen to take for ever"
-    )
+    require(2 * len(hashes) >= len(keys) - _MAX_COLLISIONS, "keys that were chosen to take forever")
 
 
 def _decode_dict(payload: list[Any]) -> dict[Any, Any]:
@@ -172,7 +170,10 @@ def _decode_defaultdict(payload: list[Any]) -> object:
 
 
 def _decode_attributes(namespace: Any, attributes: dict[Any, Any]) -> object:
-    require(all(type(name) is str for name in attributes), "an attribute is not named by a text")
+    require(
+        all(type(name) is str for name in attributes),
+        "an attribute has a name that is not a string",
+    )
     vars(namespace).update(attributes)
     return namespace
 

@@ -89,7 +89,7 @@ class Writer:
         """Keep the bytes of `obj` outside the tree; return the number of their entry."""
         if self.inline:
             raise self.unsupported(
-                obj, "it stands in a set or in a dict key", "Keep it in a list or a dict value."
+                obj, "it is in a set or in a dict key", "Keep it in a list or a dict value."
             )
         self.entries.append(raw)
         return len(self.entries) - 1
@@ -182,7 +182,7 @@ def _encode_dict(obj: Mapping[Any, object], writer: Writer, template: str = _ITE
 def _encode_defaultdict(obj: collections.defaultdict[Any, object], writer: Writer) -> Json:
     name = next((name for name, factory in FACTORIES.items() if factory is obj.default_factory), "")
     if name == "":
-        reason = f"its default_factory is none of {', '.join(map(str, FACTORIES))}"
+        reason = f"its default_factory is not one of {', '.join(map(str, FACTORIES))}"
         raise writer.unsupported(obj, reason, "Convert it to a dict.")
     return {"$defaultdict": [name, _encode_dict(obj, writer)]}
 
@@ -405,7 +405,7 @@ ENCODERS: dict[type, _Encoder] = {
 def collect_fingerprints(
     obj: object, name: str, writer: Writer, found: dict[str, tuple[str, object]]
 ) -> None:
-    """Add the leaves of `obj` and their hashes to `found`, by path; that of `obj` is `name`."""
+    """Add the leaves of `obj`, whose path is `name`, and their hashes to `found`, by path."""
     if type(obj) not in (dict, list) or not obj:
         writer.entries.clear()
         digest = xxhash.xxh3_64(to_text(encode_node(obj, writer)).encode())

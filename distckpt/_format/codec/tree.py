@@ -162,9 +162,7 @@ def registration_named(name: Any) -> Registration | None:
 
 
 def _imported_from_megatron(name: Any) -> Any:
-    """Return a class from the modules of Megatron that the program has imported, None if none has
-    it.
-    """
+    """Return a class from Megatron's modules that the program has imported, None if not there."""
     parts = name.split(".") if type(name) is str and name.startswith("megatron.") else []
     for count in range(len(parts) - 1, 1, -1):
         found: Any = sys.modules.get(".".join(parts[:count]))
@@ -196,8 +194,8 @@ def default_functions(cls: Any) -> _Functions:
     if issubclass(cls, tuple) and hasattr(cls, "_fields"):
         return _functions_of_namedtuple(cls)
     raise TypeError(
-        f"{type_name(cls)} is no Enum class, dataclass or namedtuple class: give to_state, which "
-        "turns an object into one that can be stored, and from_state, which turns it back"
+        f"{type_name(cls)} is not an Enum class, dataclass or namedtuple class: give to_state, "
+        "which turns an object into one that can be stored, and from_state, which turns it back"
     )
 
 
