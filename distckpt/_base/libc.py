@@ -35,9 +35,10 @@ _libc = ctypes.CDLL(None, use_errno=True)
 bytes_at = ctypes.string_at
 """Returns a number of bytes from an address."""
 copy_bytes = ctypes.PyDLL(None).memmove
-"""Copies a number of few bytes to an address from another one. The thread keeps the interpreter's
-lock, which others would take each time."""
 copy_bytes.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
+"""Copies to an address, from another one, a small number of bytes: meanwhile the thread keeps the
+interpreter's lock, which it would otherwise have to wait for each time.
+"""
 
 
 # --- Reading and writing --------------------------------------------------------------------------

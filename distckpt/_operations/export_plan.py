@@ -260,7 +260,7 @@ def _file_numbers(
     reference: StoredCheckpoint,
     values: Sequence[OutputTensor],
     planned: PlannedTensors,
-    is_speaker: bool,
+    logs_warnings: bool,
 ) -> dict[str, int]:
     """Number the files of a reference directory, after checking that it holds tensors of the same
     shapes.
@@ -274,7 +274,7 @@ def _file_numbers(
         origin = planned.made_of.get(tensor.name)
         if tensor.name not in numbers and origin in numbers:
             numbers[tensor.name] = numbers[origin]
-    if is_speaker:
+    if logs_warnings:
         names = {tensor.name for tensor in (*values, *planned.outputs)}
         _warn_of_absent(reference, quantized, names)
     for tensor in values:
