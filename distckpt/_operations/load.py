@@ -131,8 +131,15 @@ def load(
         options=with_changes(load, LoadOptions, options, changes),
     )
     loaded = run_load(Ranks(process_group), state_dict, request).state_dict
-    if CONTENT_METADATA not in state_dict:
-        # It describes the checkpoint, see `Checkpoint.metadata`, and is no part of the state.
+    return _without_metadata(loaded, state_dict)
+
+
+def _without_metadata(loaded: StateDict, requested: ShardedStateDict) -> StateDict:
+    """Leave out what describes the checkpoint and was not asked for, see `Checkpoint.metadata`.
+
+    A module that was given in the place of a state dict comes back as it is.
+    """
+    if isinstance(requested, dict) and CONTENT_METADATA not in requested:
         loaded.pop(CONTENT_METADATA, None)
     return loaded
 

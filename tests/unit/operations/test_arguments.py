@@ -162,3 +162,13 @@ def test_a_misspelled_argument_is_named_as_an_option_is(tmp_path: Path, name: st
 def test_a_misspelled_argument_of_the_manager_is_named(tmp_path: Path) -> None:
     with pytest.raises(TypeError, match="keep_last"):
         distckpt.CheckpointManager(tmp_path / "run", keep_lst=3)
+
+
+def test_a_module_alone_is_saved_and_filled(tmp_path: Path) -> None:
+    saved, target = torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)
+    distckpt.save(saved, tmp_path / "c")  # type: ignore[arg-type]
+
+    assert distckpt.load(target, tmp_path / "c") is target  # type: ignore[arg-type]
+
+    assert torch.equal(target.weight, saved.weight)
+    assert torch.equal(target.bias, saved.bias)
