@@ -146,6 +146,8 @@ def plan_save(ranks: Ranks, state_dict: ShardedStateDict, request: SaveRequest) 
         described = _describe_state(ranks, state_dict, request)
     with timer.phase("plan"):
         prepared = _prepare(ranks, request, target, described)
+        if ranks.is_coordinator:
+            common_state.note_compared(described.compared)
     notes = {**request.notes, **note_of_module(described.names)}
     request = replace(request, notes=notes)
     return PlannedSave(target.location, request, target.config, prepared, timer)
