@@ -34,8 +34,8 @@ class SaveOptions:
             `(backend, version)` of a registered one. None for the built-in safetensors format.
         validate_access_integrity: refuse state dicts in which an element of a global tensor is held
             by no rank, and tensors in common state that have nothing in common on two ranks, the
-            first time that they are saved; warn about other values there that differ. With False, gaps are not saved and cannot be loaded. Overlaps
-            and contradictions are always refused.
+            first time that they are saved; warn about other values there that differ. With False,
+            gaps are not saved and cannot be loaded. Overlaps and contradictions are always refused.
         validate_replicas: None compares samples of tensors that several ranks hold (up to 1 KiB of
             each). Those that differ are stored whole, from their main replicas, with a warning that
             names them; where they have nothing in common, the first save of them is refused. True
