@@ -171,28 +171,29 @@ class CheckpointManager:
         Raises:
             CheckpointExistsError: a complete checkpoint of this step is there and `overwrite` is
                 False.
-            RankFailedError: raised on all ranks when any rank failed, or an earlier save has failed
-                unnoticed.
+            RankFailedError: raised on all ranks when any rank failed. The error of an earlier save
+                that has failed unnoticed is raised once this one is committed, or started in the
+                background.
         """
         if self._is_closed:
             raise CheckpointingException(f"The manager of {self.root!r} is closed: make a new one.")
         ranks = self._ranks()
-        background_save.raise_pending_errors(ranks, self._request.process_group)
-        self._handles = [handle for handle in self._handles if not handle.done()]
-        same = {"step": step, "overwrite": overwrite, **self._of_all_ranks}
-        with ranks.phase("check the step", same=same):
-            note = encode_note(metrics or {}, pinned)
-            request = replace(
-                self._request,
-                path=self.location(step),
-                overwrite=overwrite,
-                content_metadata=content_metadata,
-            )
-        handle = self._start_or_log(ranks, state_dict, step, note, request)
-        handle.was_asked = handle.was_asked or self._logs_failures
-        handle.add_done_callback(partial(self._note_failure, step))
-        self._handles.append(handle)
-        return handle
+        with background_save.raising_pending_errors(ranks, self._request):
+            self._handles = [handle for handle in self._handles if not handle.done()]
+            same = {"step": step, "overwrite": overwrite, **self._of_all_ranks}
+            with ranks.phase("check the step", same=same):
+                note = encode_note(metrics or {}, pinned)
+                request = replace(
+                    self._request,
+                    path=self.location(step),
+                    overwrite=overwrite,
+                    content_metadata=content_metadata,
+                )
+            handle = self._start_or_log(ranks, state_dict, step, note, request)
+            handle.was_asked = handle.was_asked or self._logs_failures
+            handle.add_done_callback(partial(self._note_failure, step))
+            self._handles.append(handle)
+            return handle
 
     @operation
     @paused_garbage_collection()

@@ -119,10 +119,10 @@ def save(
         options=with_changes(save, SaveOptions, None, {**own, **changes}),
         preprocess_common=preprocess_common_before_consistancy_check,
     )
-    background_save.raise_pending_errors(ranks, process_group)
-    if async_sharded_save:
-        return request_of(ranks, sharded_state_dict, request)
-    write_and_commit(ranks, plan_save(ranks, sharded_state_dict, request))
+    with background_save.raising_pending_errors(ranks, request):
+        if async_sharded_save:
+            return request_of(ranks, sharded_state_dict, request)
+        write_and_commit(ranks, plan_save(ranks, sharded_state_dict, request))
     return None
 
 

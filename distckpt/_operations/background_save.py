@@ -9,16 +9,17 @@ queue    one background thread in each process takes the saves in order (`_io.ba
 write    shard files and manifest, then commit, with a process group that nothing else uses
   |      (`planned_save.write_and_commit`)
   |
-report   from `SaveHandle.result`; the next save raises an error that nobody asked for
+report   from `SaveHandle.result`; the next save raises, at its end, an error that nobody asked for
 """
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -153,27 +154,46 @@ def _owner_of(process_group: Any) -> Any:
     return exchanges.group_of(process_group) or _GroupSaves
 
 
-def raise_pending_errors(ranks: Ranks, process_group: Any) -> None:
-    """Raise the error of an earlier background save of these ranks, unless it was asked for.
+@contextlib.contextmanager
+def raising_pending_errors(ranks: Ranks, request: SaveRequest) -> Iterator[None]:
+    """Run the body, a save, and then raise the error of an earlier background save of these ranks,
+    unless it was asked for.
+
+    The save comes first: a program that ends with the error has its newest state stored.
 
     Collective operation: all ranks must call it. It exchanges one number, and nothing if there were
     no background saves. If a save has failed on any rank, all ranks wait for their unfinished
     saves, and all raise.
     """
-    saves = _saves_of_groups.get(_owner_of(process_group))
-    if saves is None:
+    saves = _saves_of_groups.get(_owner_of(request.process_group))
+    if saves is None or not _has_failed(ranks, saves):
+        yield
         return
+    failed, saves.unreported = saves.unreported, []
+    try:
+        yield
+    except BaseException:
+        saves.unreported[:0] = failed
+        saves.state = max(saves.state, _FAILED)
+        raise
+    with ranks.phase("raise the error of an earlier background save"):
+        raise_unseen_error(failed)
+
+
+def _has_failed(ranks: Ranks, saves: _GroupSaves) -> bool:
+    """Tell whether a background save has failed on any rank; if so, wait for all of them, and make
+    it possible to save again.
+    """
     state = saves.state
     if ranks.all_equal(state) and state == _FINE:
-        return
+        return False
     background.wait_for_all()
     if _OUT_OF_STEP in ranks.all_gather_numbers([saves.state]):
         # The groups are left as they are: a group made in the place of a destroyed one would get
         # its name, and meet its traces in the store.
         saves.ranks.clear()
     saves.state = _FINE
-    with ranks.phase("save in the background"):
-        raise_unseen_error(saves.unreported)
+    return True
 
 
 # --- One save -------------------------------------------------------------------------------------

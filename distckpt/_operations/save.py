@@ -85,8 +85,9 @@ def save(
         CheckpointExistsError: a complete checkpoint is there and `overwrite` is False, or the
             directory cannot be replaced: it holds other checkpoints or a mount, or is the current
             directory. Nothing is written.
-        RankFailedError: raised on all ranks when any rank failed; nothing is committed. Also when
-            an earlier background save failed and nobody has asked for its result.
+        RankFailedError: raised on all ranks when any rank failed; nothing is committed. The error
+            of an earlier background save, whose result nobody has asked for, is raised once this
+            save is committed.
     """
     ranks = Ranks(process_group)
     request = SaveRequest(
@@ -96,9 +97,9 @@ def save(
         content_metadata=content_metadata,
         options=with_changes(save, SaveOptions, options, changes),
     )
-    background_save.raise_pending_errors(ranks, process_group)
-    planned = plan_save(ranks, state_dict, request)
-    return write_and_commit(ranks, planned)
+    with background_save.raising_pending_errors(ranks, request):
+        planned = plan_save(ranks, state_dict, request)
+        return write_and_commit(ranks, planned)
 
 
 @dataclass(frozen=True)
