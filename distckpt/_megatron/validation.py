@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from distckpt._base.errors import CheckpointingException, CorruptCheckpointError
+from distckpt._base.tree import HOLE, fold, without_holes
 from distckpt._commit.presence import READER_VERSION, check_marker
 from distckpt._format.marker import read_marker
 from distckpt._mapping.kinds import is_a
@@ -172,7 +173,12 @@ def adjust_non_strict_load(
     sharded_state_dict: ShardedStateDict, sharded_keys_to_remove: set[str]
 ) -> ShardedStateDict:
     """Return a state dict without the shards, objects and factories of some keys."""
-    kept: ShardedStateDict = _without_keys(sharded_state_dict, sharded_keys_to_remove)
+    kept: ShardedStateDict = fold(
+        lambda leaf: HOLE if _has_key(leaf, sharded_keys_to_remove) else leaf,
+        _without_holes,
+        sharded_state_dict,
+        _is_nested,
+    )
     return kept
 
 
@@ -216,16 +222,13 @@ def verify_integrity_manifest(checkpoint_dir: str | os.PathLike[str]) -> None:
                 )
 
 
-def _without_keys(node: Any, keys: set[str]) -> Any:
-    if isinstance(node, dict):
-        return {
-            name: _without_keys(child, keys)
-            for name, child in node.items()
-            if not _has_key(child, keys)
-        }
-    if isinstance(node, list):
-        return [_without_keys(child, keys) for child in node if not _has_key(child, keys)]
-    return node
+def _is_nested(node: Any) -> bool:
+    return isinstance(node, dict | list)
+
+
+def _without_holes(container: Any, children: list[Any]) -> Any:
+    kept = without_holes(container, children)
+    return type(container)() if kept is HOLE else kept
 
 
 def _has_key(node: Any, keys: set[str]) -> bool:

@@ -22,10 +22,18 @@ import torch
 
 from distckpt._base.errors import InvalidShardingError, UnsupportedObjectError
 from distckpt._base.messages import summarize_keys
-from distckpt._base.tree import Position, at, dotted, is_container, leaves, map_leaves, replaced
+from distckpt._base.tree import (
+    HOLE,
+    Position,
+    at,
+    dotted,
+    is_container,
+    leaves,
+    map_leaves,
+    replaced,
+)
 from distckpt._format import codec
 from distckpt._format.checksum import checksum
-from distckpt._format.codec import HOLE
 from distckpt._format.codec.tree import REGISTERED
 from distckpt._mapping.base import OpenReplicaId
 from distckpt._mapping.wrappers import (

@@ -47,7 +47,6 @@ from distckpt._format.codec.encode import (
     unknown_objects,
 )
 from distckpt._format.codec.encode import UnknownObject as UnknownObject
-from distckpt._format.codec.tree import HOLE as HOLE
 from distckpt._format.codec.tree import (
     REGISTERED,
     REGISTERED_NAMES,

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 
 from distckpt._base.errors import InvalidShardingError
-from distckpt._format.codec import HOLE
+from distckpt._base.tree import HOLE
 from distckpt._mapping.wrappers import (
     LocalNonpersistentObject,
     ShardedStateDict,
