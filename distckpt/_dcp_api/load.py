@@ -26,7 +26,7 @@ from distckpt._dcp_api import arguments, shards, state_dicts
 from distckpt._format.codec import refuse_unknown
 from distckpt._format.stored_checkpoint import StoredCheckpoint
 from distckpt._io.load_shards import ReadSettings
-from distckpt._mapping.wrappers import ShardedBase
+from distckpt._mapping.base import ShardedBase
 from distckpt._models.dtensor import local_part
 from distckpt._ranks.collectives import Ranks
 from distckpt._ranks.exchanges import lone_group

@@ -17,12 +17,12 @@ from distckpt._base.errors import InvalidShardingError
 from distckpt._base.tree import Position
 from distckpt._dcp_api import state_dicts
 from distckpt._format.checksum import checksum
+from distckpt._mapping.base import ShardedBase
+from distckpt._mapping.sharded_tensor import ShardedTensor
 from distckpt._mapping.wrappers import (
     LocalNonpersistentObject,
-    ShardedBase,
     ShardedObject,
     ShardedStateDict,
-    ShardedTensor,
     is_main_replica,
 )
 from distckpt._models.dtensor import is_dtensor, is_in_mesh, shard_of_dtensor

@@ -18,7 +18,6 @@ import numpy as np
 import torch
 
 from distckpt._base.arrays import as_torch_dtype, estimate_array_nbytes
-from distckpt._base.available_memory import estimate_available_memory
 from distckpt._base.interrupts import operation
 from distckpt._base.memory import is_plain_memory, tensor_bytes
 from distckpt._base.messages import did_you_mean, summarize_keys
@@ -26,25 +25,6 @@ from distckpt._base.tree import Position, leaves, map_leaves, new_like
 from distckpt._geometry.region import whole
 from distckpt._geometry.units import cut_region
 from distckpt._ranks.collectives import Ranks
-
-__all__ = [
-    "TensorFunction",
-    "TensorSource",
-    "apply_gather_functions",
-    "as_torch_dtype",
-    "broadcast_tensor",
-    "chunk_tensor_by_memory",
-    "estimate_array_nbytes",
-    "estimate_available_memory",
-    "flatten_for_broadcast",
-    "is_gcs_path",
-    "parse_gcs_path",
-    "read_process_array",
-    "reshard",
-    "to_host",
-    "to_plain_memory",
-    "unflatten_from_broadcast",
-]
 
 logger = logging.getLogger(__name__)
 

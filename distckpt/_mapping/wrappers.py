@@ -15,24 +15,6 @@ from distckpt._base.errors import InvalidShardingError
 from distckpt._base.tree import Position, at, dotted, nested_items_iter, nodes
 from distckpt._mapping.base import INTEGERS, ReplicaId, ShardedBase, fail, integers
 from distckpt._mapping.kinds import is_a
-from distckpt._mapping.sharded_tensor import ShardedTensor
-
-__all__ = [
-    "CommonStateDict",
-    "FactoryBuildFn",
-    "FactoryMergeFn",
-    "LocalNonpersistentObject",
-    "ReplicaId",
-    "ShardedBase",
-    "ShardedObject",
-    "ShardedStateDict",
-    "ShardedTensor",
-    "ShardedTensorFactory",
-    "StateDict",
-    "apply_factories",
-    "apply_factory_merges",
-    "is_main_replica",
-]
 
 StateDict: TypeAlias = dict[str, Any]
 CommonStateDict: TypeAlias = dict[str, Any]

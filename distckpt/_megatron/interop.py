@@ -23,8 +23,6 @@ from distckpt._format.codec import register_object_type
 from distckpt._mapping.wrappers import ShardedStateDict
 from distckpt._state.megatron_shards import adopt
 
-__all__ = ["convert", "register_types"]
-
 _ENUM_MODULES = (
     "megatron.core.enums",
     "megatron.core.transformer.enums",

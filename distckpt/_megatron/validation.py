@@ -13,37 +13,20 @@ import torch
 
 from distckpt._base.errors import CheckpointingException, CorruptCheckpointError
 from distckpt._base.tree import HOLE, fold, without_holes
-from distckpt._commit.presence import READER_VERSION, check_marker
+from distckpt._commit.presence import check_marker
 from distckpt._format.marker import read_marker
+from distckpt._mapping.base import ShardedBase
 from distckpt._mapping.kinds import is_a
-from distckpt._mapping.wrappers import (
-    ShardedBase,
-    ShardedObject,
-    ShardedStateDict,
-    ShardedTensor,
-)
+from distckpt._mapping.sharded_tensor import ShardedTensor
+from distckpt._mapping.wrappers import ShardedObject, ShardedStateDict
 from distckpt._megatron.dict_utils import nested_values
 from distckpt._operations.verify import verify
 from distckpt._ranks.collectives import Ranks
 from distckpt._state.megatron_shards import adopt
 from distckpt._state.shards import Shard, merge_tables, shard_table
-from distckpt._state.strictness import StrictHandling, handle_mismatch, parse_strict_flag
+from distckpt._state.strictness import StrictHandling, handle_mismatch
 from distckpt._state.validation import validate_shards
 from distckpt._storage import locations
-
-__all__ = [
-    "READER_VERSION",
-    "StrictHandling",
-    "adjust_non_strict_load",
-    "determine_global_metadata",
-    "maybe_report_missing_and_unexpected_keys",
-    "parse_strict_flag",
-    "save_integrity_manifest",
-    "validate_integrity_and_strict_load",
-    "validate_sharding_integrity",
-    "verify_checkpoint",
-    "verify_integrity_manifest",
-]
 
 
 def verify_checkpoint(checkpoint_dir: str | os.PathLike[str]) -> dict[str, Any]:

@@ -37,7 +37,7 @@ from distckpt._operations.load_request import (
 )
 from distckpt._operations.shard_source import ShardSource
 from distckpt._ranks.collectives import PhaseTimer, Ranks
-from distckpt._rules.rules import Rule
+from distckpt._rules.rule import Rule
 from distckpt._state import flatten
 from distckpt._state.common_state import COMMON_KEY, CONTENT_METADATA
 from distckpt._state.shards import Shard

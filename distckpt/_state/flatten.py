@@ -32,13 +32,9 @@ from distckpt._base.tree import (
     without_holes,
 )
 from distckpt._format.codec import refuse_unknown
-from distckpt._mapping.wrappers import (
-    LocalNonpersistentObject,
-    ShardedBase,
-    ShardedObject,
-    ShardedTensor,
-    ShardedTensorFactory,
-)
+from distckpt._mapping.base import ShardedBase
+from distckpt._mapping.sharded_tensor import ShardedTensor
+from distckpt._mapping.wrappers import LocalNonpersistentObject, ShardedObject, ShardedTensorFactory
 from distckpt._state.megatron_shards import adopt, is_foreign
 from distckpt._state.shards import Shard
 from distckpt._state.stored_form import stored_form
