@@ -16,7 +16,8 @@ from distckpt._base.libc import bytes_at
 from distckpt._base.memory import Bytes, is_plain_memory, tensor_bytes
 from distckpt._format.checksum import checksum
 from distckpt._geometry.region import Region
-from distckpt._mapping.wrappers import ShardedObject, ShardedTensor
+from distckpt._mapping.sharded_tensor import ShardedTensor
+from distckpt._mapping.wrappers import ShardedObject
 from distckpt._plan.layout import SavePlan
 from distckpt._state.shards import Shard, ShardTable, region_view, shard_regions
 

@@ -40,7 +40,8 @@ from distckpt._io.replica_differences import (
 from distckpt._io.replicas import add_digests, samples_of_rows, weighted_digest
 from distckpt._io.write import NewFile, WriteSettings, file_of_tensors, in_folder, write_files
 from distckpt._mapping.base import OpenReplicaId
-from distckpt._mapping.wrappers import ShardedObject, ShardedTensor, is_main_replica
+from distckpt._mapping.sharded_tensor import ShardedTensor
+from distckpt._mapping.wrappers import ShardedObject, is_main_replica
 from distckpt._plan.layout import (
     PlanCache,
     PlannedChunk,

@@ -21,8 +21,6 @@ from distckpt._commit import posix
 from distckpt._commit.presence import absence
 from distckpt._io import background
 from distckpt._manager import failures, removal, steps
-from distckpt._manager.listing import CheckpointInfo, list_checkpoints
-from distckpt._manager.preemption import PreemptionGuard
 from distckpt._manager.retention import Retention, surplus
 from distckpt._manager.seen_steps import SeenSteps
 from distckpt._manager.step_notes import encode_note, united_note
@@ -34,10 +32,8 @@ from distckpt._operations.load import Strict, load
 from distckpt._operations.planned_save import PlannedSave, SaveRequest, write_and_commit
 from distckpt._operations.save import plan_save
 from distckpt._ranks.collectives import Ranks
-from distckpt._rules.rules import Rule
+from distckpt._rules.rule import Rule
 from distckpt._storage import locations
-
-__all__ = ["CheckpointInfo", "CheckpointManager", "PreemptionGuard", "list_checkpoints"]
 
 logger = logging.getLogger(__name__)
 

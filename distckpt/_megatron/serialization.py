@@ -20,7 +20,7 @@ from distckpt._operations.load_request import LoadRequest
 from distckpt._operations.planned_save import SaveRequest, write_and_commit
 from distckpt._operations.save import plan_save
 from distckpt._ranks.collectives import Ranks
-from distckpt._rules.rules import Rule
+from distckpt._rules.rule import Rule
 from distckpt._state.strictness import StrictHandling, parse_strict_flag
 from distckpt.strategies.base import LoadShardedStrategy, SaveShardedStrategy
 

@@ -18,10 +18,9 @@ from distckpt._base.dtypes import TO_NAME
 from distckpt._base.errors import InvalidShardingError
 from distckpt._base.memory import tensor_bytes
 from distckpt._base.messages import summarize_keys
-from distckpt._base.tree import children_of, copied, is_plain_container, rebuilt
+from distckpt._base.tree import HOLE, Position, copied, is_plain_container, map_nodes
 from distckpt._format import codec
 from distckpt._format.checksum import checksum
-from distckpt._format.codec import HOLE
 from distckpt._mapping.wrappers import CommonStateDict, StateDict
 from distckpt._ranks.collectives import Ranks
 from distckpt._state.drift import Difference, compare_samples, largest_of
@@ -221,14 +220,14 @@ def _has_tensors(hashes: _Hashes, path: str) -> bool:
     return path in hashes and bool(hashes[path][1])
 
 
-def _plain(node: Any, with_tensors: bool) -> Any:
+def _plain(common: Any, with_tensors: bool) -> Any:
     """Return a tree with dicts for OrderedDicts, which are leaves for the codec, and holes for
     tensors if they are left out.
     """
-    if isinstance(node, torch.Tensor):
-        return node if with_tensors else HOLE
-    if type(node) is OrderedDict:
-        node = dict(node)
-    if not is_plain_container(node):
-        return node
-    return rebuilt(node, [_plain(child, with_tensors) for _, child in children_of(node)])
+
+    def plain(_: Position, node: Any) -> Any:
+        if isinstance(node, torch.Tensor) and not with_tensors:
+            return HOLE
+        return dict(node) if type(node) is OrderedDict else node
+
+    return map_nodes(plain, common, is_plain_container)
