@@ -280,6 +280,8 @@ def _meshes(places: list[Place]) -> list[str]:
 def _names_of_model(tree: Any, places: list[Place]) -> list[str]:
     """Return the first names in the keys of the module at `model`."""
     models = [at(tree, place.path) for place in places if place.is_model]
+    if not models:
+        return []
     shards = [shard for _, shard in leaves(models) if isinstance(shard, ShardedBase)]
     return sorted({first_name(shard.key) for shard in shards})
 

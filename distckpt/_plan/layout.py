@@ -173,10 +173,10 @@ def lay_out_object_file(
     rank: int, objects: Sequence[PlannedChunk], sizes: Mapping[str, int]
 ) -> PlannedFile:
     """Arrange encoded objects; `sizes` has, in their order, the size of each by its unique key."""
-    entries = [Entry(key, "U8", (size,), size) for key, size in sizes.items()]
-    header, _ = build_header(entries, _OWN_METADATA)
     pairs = zip(objects, sizes.values(), strict=True)
     chunks = [chunk._replace(num_bytes=size) for chunk, size in pairs]
+    entries = [Entry(key, "U8", (size,), size) for key, size in sizes.items()]
+    header, _ = build_header(entries, _OWN_METADATA)
     # Cells of one object have different names, so all fit into one file.
     return PlannedFile("objects/" + object_file_name(rank), header, chunks)
 
@@ -261,7 +261,7 @@ MAX_PLANS = 4
 
 
 class PlanCache:
-    """The latest plans of one strategy, by structure."""
+    """The latest plans of one strategy, by structure; those that were used last come first."""
 
     def __init__(self) -> None:
         self._plans: list[tuple[Structure, SavePlan]] = []
@@ -270,10 +270,14 @@ class PlanCache:
     def find(self, structure: Structure) -> SavePlan | None:
         """Return the plan that was kept for a structure."""
         with self._lock:
-            return next((plan for known, plan in self._plans if known == structure), None)
+            for place, (known, plan) in enumerate(self._plans):
+                if known == structure:
+                    self._plans.insert(0, self._plans.pop(place))
+                    return plan
+        return None
 
     def keep(self, structure: Structure, plan: SavePlan) -> None:
-        """Keep a plan, in the place of the one that was made or used longest ago."""
+        """Keep a plan, in the place of the one that was used longest ago."""
         with self._lock:
             others = [item for item in self._plans if item[0] != structure]
             self._plans = [(structure, plan), *others[: MAX_PLANS - 1]]

@@ -64,6 +64,7 @@ class _Merge:
 
 
 _MARKS = (_Slot, _Local, _Merge)
+_NEVER_FOREIGN = (ShardedTensor, *CONTAINERS)
 
 
 class SplitState(NamedTuple):
@@ -96,8 +97,8 @@ def split(state_dict: Any) -> SplitState:
 
 def _take_apart(node: Any, shards: list[Shard], inside_factory: bool) -> tuple[Any, Any]:
     """Return the skeleton and common state of a part of a state dict; collect its shards."""
-    # By far the most frequent type first; isinstance is slow for an abstract class.
-    if type(node) is not ShardedTensor:
+    # By far the most frequent types first; isinstance is slow for an abstract class.
+    if type(node) not in _NEVER_FOREIGN:
         node = adopt(node)
     if isinstance(node, ShardedTensor):
         node = stored_form(node)
