@@ -16,6 +16,7 @@ what was written is removed.
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -131,7 +132,9 @@ class Output:
     def sync(self) -> None:
         """Make the names of this rank's files durable, if the output is to be."""
         if self._settings.durable and self._place.is_hidden:
-            posix.sync(self.location, self._settings.folders)
+            for name in self._settings.folders:
+                locations.sync_directory(os.path.join(self.location, name))
+            locations.sync_directory(self.location)
 
     def commit(
         self, marker: Mapping[str, Any] | None, files: Sequence[tuple[str, int]] = ()

@@ -11,7 +11,7 @@ import errno
 import logging
 import os
 import stat
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Literal
 
 from distckpt._base.errors import CheckpointExistsError
@@ -74,13 +74,6 @@ def already_complete(location: str, advice: str) -> CheckpointExistsError:
         f"{location!r} already holds a complete checkpoint. Choose another location, delete it, or "
         f"{advice}."
     )
-
-
-def sync(directory: str, folders: Sequence[str]) -> None:
-    """Make the names of this rank's files durable."""
-    for name in folders:
-        locations.sync_directory(os.path.join(directory, name))
-    locations.sync_directory(directory)
 
 
 def commit(directory: str, location: str, overwrite: bool, durable: bool = True) -> None:

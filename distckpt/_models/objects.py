@@ -22,7 +22,7 @@ import torch
 
 from distckpt._base.errors import InvalidShardingError, UnsupportedObjectError
 from distckpt._base.messages import summarize_keys
-from distckpt._base.tree import Position, at, dotted, is_container, leaves, map_leaves, replaced
+from distckpt._base.tree import CONTAINERS, Position, at, dotted, leaves, map_leaves, replaced
 from distckpt._format import codec
 from distckpt._format.checksum import checksum
 from distckpt._format.codec import HOLE
@@ -227,7 +227,7 @@ class _Walk:
 
 
 def _is_walked(node: Any) -> bool:
-    return is_container(node) and not isinstance(node, OptimizerState)
+    return isinstance(node, CONTAINERS) and not isinstance(node, OptimizerState)
 
 
 def _kind_of(node: Any) -> Kind | None:

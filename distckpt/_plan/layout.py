@@ -186,8 +186,6 @@ _OWN_METADATA = {"distckpt_format": str(FORMAT_VERSION)}
 
 def chunk_table(files: Sequence[PlannedFile]) -> ChunkTable:
     """Tabulate the chunks of files; checksums are not known yet."""
-    chunks = [chunk for file in files for chunk in file.chunks]
-    offsets, shapes = regions_to_arrays([chunk.region for chunk in chunks])
     first_bytes: list[int] = []
     described: list[ShardFile] = []
     for file in files:
@@ -196,7 +194,9 @@ def chunk_table(files: Sequence[PlannedFile]) -> ChunkTable:
             first_bytes.append(position)
             position += size
         described.append(ShardFile(file.name, position, len(file.header), checksum(file.header)))
-    return ChunkTable.empty()._replace(
+    chunks = [chunk for file in files for chunk in file.chunks]
+    offsets, shapes = regions_to_arrays([chunk.region for chunk in chunks])
+    return ChunkTable(
         files=described,
         key_ids=np.array([chunk.key_id for chunk in chunks], np.int64),
         file_ids=np.repeat(np.arange(len(files)), [len(file.chunks) for file in files]),
@@ -204,6 +204,7 @@ def chunk_table(files: Sequence[PlannedFile]) -> ChunkTable:
         num_bytes=np.array([chunk.num_bytes for chunk in chunks], np.int64),
         offsets=offsets,
         shapes=shapes,
+        block_checksums=np.empty(0, np.uint64),
     )
 
 
