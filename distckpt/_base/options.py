@@ -212,3 +212,9 @@ def check_switch(name: str, value: object) -> None:
     """Raise ValueError when an argument is neither True nor False."""
     if not isinstance(value, bool):
         raise ValueError(f"{name} must be True or False, got {value!r:.100}")
+
+
+def check_seconds(name: str, seconds: object) -> None:
+    """Raise ValueError when an argument is no duration in seconds."""
+    if not isinstance(seconds, int | float) or not seconds > 0:
+        raise ValueError(f"{name} is a number of seconds, above 0, got {seconds!r}")

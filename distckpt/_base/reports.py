@@ -72,13 +72,11 @@ class LoadReport(_Report):
     _verb = "loaded"
 
 
-def publish(report: SaveReport | LoadReport, on_report: Callable[[Any], object] | None) -> None:
+def publish(report: SaveReport | LoadReport, on_report: Callable[[Any], object]) -> None:
     """Pass a report to the caller's function.
 
     What that raises is logged and does not go further: the save or load has succeeded on all ranks.
     """
-    if on_report is None:
-        return
     try:
         on_report(report)
     except Exception:

@@ -1,12 +1,11 @@
-"""Names of the directories that are put beside an output: `.NAME.KIND-NONCE`."""
+"""Names of the directories that are put beside an output on a local disk: `.NAME.KIND-NONCE`."""
 
 from __future__ import annotations
 
+import os
 import re
 import secrets
 from typing import Literal, NamedTuple
-
-from distckpt._storage import locations
 
 Kind = Literal["tmp", "old", "trash", "incomplete", "damaged"]
 """What is in such a directory: an output that is being written, what an overwrite is replacing,
@@ -38,32 +37,37 @@ def parse(name: str) -> HiddenName | None:
 
 def beside(location: str, kind: Kind, nonce: str | None = None) -> str:
     """Return the path of a directory beside a local output, a new one without a nonce."""
-    parent, name = locations.split(location)
-    return locations.join(parent, f".{name}.{kind}-{nonce or secrets.token_hex(8)}")
+    parent, name = os.path.split(location)
+    return os.path.join(parent, f".{name}.{kind}-{nonce or secrets.token_hex(8)}")
 
 
 def nonce_of(directory: str) -> str:
     """Return the nonce of a directory that `beside` has named."""
-    hidden = parse(locations.split(directory)[1])
+    hidden = parse(os.path.basename(directory))
     assert hidden is not None, directory
     return hidden.nonce
 
 
 def target_of(directory: str) -> str:
     """Return the output that a directory is beside, which `beside` has named."""
-    parent, name = locations.split(directory)
+    parent, name = os.path.split(directory)
     hidden = parse(name)
     assert hidden is not None, directory
-    return locations.join(parent, hidden.name)
+    return os.path.join(parent, hidden.name)
 
 
 def left_beside(location: str, kind: Kind) -> list[str]:
     """Return the directories of a kind that are beside a local output."""
-    parent, name = locations.split(location)
-    found = locations.list_names(parent) if locations.isdir(parent) else []
-    hidden = [(other, parse(other)) for other in found]
+    parent, name = os.path.split(location)
+    try:
+        found = sorted(os.listdir(parent))
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+    # Everything else, such as other steps, is passed over without a closer look.
+    start = f".{name}.{kind}-"
+    hidden = [(other, parse(other)) for other in found if other.startswith(start)]
     return [
-        locations.join(parent, other)
+        os.path.join(parent, other)
         for other, parts in hidden
         if parts is not None and (parts.name, parts.kind) == (name, kind)
     ]

@@ -16,6 +16,7 @@ what was written is removed.
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -60,7 +61,11 @@ class OutputSettings:
 
 
 class Output:
-    """An output that is being written, see `new_output`."""
+    """An output that is being written, see `new_output`.
+
+    Attributes:
+        location: where files are written before the output appears.
+    """
 
     def __init__(
         self,
@@ -74,20 +79,12 @@ class Output:
         self._settings = settings
         self._held = held
         self._transaction: Transaction | None = None
-
-    @property
-    def location(self) -> str:
-        """Return where files are written before the output appears."""
-        return self._place.location
+        self.location = place.location
 
     @property
     def folder_suffix(self) -> str:
         """Return how the names of its folders end, which tell saves to an object store apart."""
-        return "" if self._is_hidden else folder_suffix(self._place.nonce)
-
-    @property
-    def _is_hidden(self) -> bool:
-        return locations.is_local(self._place.target)
+        return "" if self._place.is_hidden else folder_suffix(self._place.nonce)
 
     @contextlib.contextmanager
     def being_written(self) -> Iterator[None]:
@@ -98,7 +95,7 @@ class Output:
         """
         settings = self._settings
         make_directory(self._ranks, self._place, self._held, settings.folders, settings.durable)
-        if settings.has_marker and not self._is_hidden:
+        if settings.has_marker and not self._place.is_hidden:
             with self._ranks.phase("begin on the object store", decision=True):
                 self._begin()
         try:
@@ -134,8 +131,10 @@ class Output:
 
     def sync(self) -> None:
         """Make the names of this rank's files durable, if the output is to be."""
-        if self._settings.durable:
-            posix.sync(self.location, self._settings.folders)
+        if self._settings.durable and self._place.is_hidden:
+            for name in self._settings.folders:
+                locations.sync_directory(os.path.join(self.location, name))
+            locations.sync_directory(self.location)
 
     def commit(
         self, marker: Mapping[str, Any] | None, files: Sequence[tuple[str, int]] = ()
@@ -157,7 +156,8 @@ class Output:
         check_files(self.location, files, self._ranks.size)
         if marker is not None:
             write_marker(self.location, marker, durable)
-        posix.commit(self.location, self._place.target, self._settings.overwrite, durable)
+        if self._place.is_hidden:
+            posix.commit(self.location, self._place.target, self._settings.overwrite, durable)
 
     def commit_beside_others(self, is_replaced: Callable[[str], bool]) -> None:
         """Let an export appear, together with the files that are there already; for the
@@ -165,14 +165,15 @@ class Output:
 
         Those stay, unless the export has one of the same name, or the name is one that it replaces.
         """
-        posix.commit_beside_others(self.location, self._place.target, is_replaced)
+        if self._place.is_hidden:
+            posix.commit_beside_others(self.location, self._place.target, is_replaced)
 
     def abandon(self) -> None:
         """Remove what was written; for the coordinator."""
         if self._transaction is not None:
             self._transaction.abandon()
-        elif self._is_hidden:
-            posix.abandon(self.location)
+        elif self._place.is_hidden:
+            locations.remove_tree(self.location)
         else:
             for name in self._settings.files:
                 locations.remove_file(locations.join(self.location, name))

@@ -11,7 +11,7 @@ import errno
 import logging
 import os
 import stat
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Literal
 
 from distckpt._base.errors import CheckpointExistsError
@@ -23,7 +23,7 @@ logger = logging.getLogger(__name__)
 
 SUBDIRECTORIES = ("tensors", "objects")
 
-_State = Literal["free", "incomplete", "complete"]
+_State = Literal["absent", "empty", "incomplete", "complete"]
 
 
 def resolve(location: str | os.PathLike[str]) -> str:
@@ -49,6 +49,8 @@ def check_target(location: str, overwrite: bool, given: str | None = None) -> No
                 location, CONFIG_FNAME,
             )  # fmt: skip
         return
+    if state == "absent":
+        return
     _check_what_is_there(location, overwrite)
     if (
         state == "incomplete"
@@ -63,8 +65,7 @@ def check_target(location: str, overwrite: bool, given: str | None = None) -> No
 
 def _check_what_is_there(location: str, overwrite: bool) -> None:
     target.check_replaceable(location)
-    if locations.exists(location):
-        target.check_content(location, overwrite)
+    target.check_content(location, overwrite)
 
 
 def already_complete(location: str, advice: str) -> CheckpointExistsError:
@@ -75,38 +76,18 @@ def already_complete(location: str, advice: str) -> CheckpointExistsError:
     )
 
 
-def prepare(directory: str, folders: Sequence[str], durable: bool) -> None:
-    """Create the directory of a save, with folders.
-
-    When durable, the directories above it are on disk on return; `sync` and `commit` see to the
-    others.
-    """
-    locations.make_directories(locations.split(directory)[0], durable)
-    locations.make_directories(directory, durable=False)
-    for name in folders:
-        locations.make_directories(locations.join(directory, name), durable=False)
-
-
-def sync(directory: str, folders: Sequence[str]) -> None:
-    """Make the names of this rank's files durable."""
-    for name in folders:
-        locations.sync_directory(locations.join(directory, name))
-    locations.sync_directory(directory)
-
-
 def commit(directory: str, location: str, overwrite: bool, durable: bool = True) -> None:
     """Make a completely written save visible under its name; for the coordinator, as the last step.
 
     Files of others that are in its place stay there. What an unfinished save has left is moved
     aside.
     """
-    if not locations.is_local(location):
-        return
     while True:
         state = _state_of(location)
         if state == "complete" and not overwrite:
             raise already_complete(location, "pass overwrite=True")
-        _check_what_is_there(location, overwrite)
+        if state != "absent":
+            _check_what_is_there(location, overwrite)
         try:
             _put_in_place(directory, location, state, overwrite, durable)
             return
@@ -121,7 +102,7 @@ def _put_in_place(
     """Give a directory the name of the location, where nothing has changed since it was found in
     a state.
     """
-    if state == "free":
+    if state in ("absent", "empty"):
         locations.rename(directory, location, durable)
         return
     aside = hidden_names.beside(location, "incomplete", hidden_names.nonce_of(directory))
@@ -238,9 +219,7 @@ def commit_beside_others(directory: str, location: str, is_replaced: Callable[[s
     Those stay, unless `directory` has one of the same name, or the name is one that the new content
     replaces.
     """
-    if not locations.is_local(location):
-        return
-    if _state_of(location) == "free":
+    if _state_of(location) in ("absent", "empty"):
         locations.rename(directory, location)
         return
     target.check_replaceable(location)
@@ -296,25 +275,19 @@ def _clear_up(
     locations.remove_tree(replaced)
 
 
-def abandon(directory: str) -> None:
-    """Remove the local directory that an unsuccessful save was written into."""
-    if locations.is_local(directory):
-        locations.remove_tree(directory)
-
-
 def _state_of(location: str) -> _State:
-    if locations.is_local(location):
-        if not locations.exists(location):
-            return "free"
-        if not locations.isdir(location):
-            raise CheckpointExistsError(
-                f"{location!r} is a file: a checkpoint is a directory. Choose another path."
-            )
-    elif not locations.isdir(location):
-        return "free"
+    is_local = locations.is_local(location)
+    if is_local and not locations.exists(location):
+        return "absent"
+    if not locations.isdir(location):
+        if not is_local:
+            return "absent"
+        raise CheckpointExistsError(
+            f"{location!r} is a file: a checkpoint is a directory. Choose another path."
+        )
     if locations.exists(locations.join(location, CONFIG_FNAME)):
         return "complete"
     try:
-        return "incomplete" if locations.list_names(location) else "free"
+        return "incomplete" if locations.list_names(location) else "empty"
     except FileNotFoundError:
-        return "free"
+        return "absent"

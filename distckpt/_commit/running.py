@@ -26,9 +26,7 @@ _NOT_OFFERED = (errno.ENOSYS, errno.ENOTSUP, errno.ENOLCK, errno.EINVAL, errno.E
 
 
 def new_nonce(location: str) -> str:
-    """Return the nonce of a save to a location."""
-    if not locations.is_local(location):
-        return secrets.token_hex(8)
+    """Return the nonce of a save to a local path."""
     directory = os.path.dirname(location)
     while not os.path.isdir(directory):
         directory = os.path.dirname(directory)
@@ -89,13 +87,20 @@ def _locked(directory: str, mode: int) -> Iterator[bool]:
     fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
     try:
         fcntl.flock(fd, mode)
-        yield locations.exists(directory) and os.path.samestat(os.fstat(fd), os.stat(directory))
+        yield _has_name(fd, directory)
         # Processes that were forked meanwhile share the lock, and would keep it.
         fcntl.flock(fd, fcntl.LOCK_UN)
     finally:
         # A save may be committed by now, whatever comes of releasing its lock.
         with contextlib.suppress(OSError):
             os.close(fd)
+
+
+def _has_name(fd: int, directory: str) -> bool:
+    try:
+        return os.path.samestat(os.fstat(fd), os.stat(directory))
+    except (FileNotFoundError, NotADirectoryError):
+        return False
 
 
 def _place_of(directory: str) -> str:

@@ -11,20 +11,23 @@ import contextlib
 import errno
 import json
 import os
+import secrets
+import stat
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from distckpt._base.errors import CheckpointingException
 from distckpt._base.threads import run_threads
-from distckpt._commit import hidden_names, posix, running
+from distckpt._commit import hidden_names, running
 from distckpt._commit.target import prepare_to_replace
 from distckpt._ranks.collectives import Ranks
 from distckpt._storage import locations
 
 SECONDS_TO_APPEAR = 10.0
 """So long a network file system may take to show on one node what another one has written."""
-_FILES_PER_THREAD = 64
+_FILES_PER_BATCH = 64
 _MAX_THREADS = 16
 
 
@@ -35,6 +38,7 @@ class SaveDirectory:
     Attributes:
         nonce: of the save.
         location: of the directory; the target itself on an object store.
+        is_hidden: whether it is beside the target, on a local disk.
         target: where the save is to appear.
         first_host: of rank 0.
         first_target: where rank 0 sees the target.
@@ -43,6 +47,7 @@ class SaveDirectory:
 
     nonce: str
     location: str
+    is_hidden: bool
     target: str
     first_host: str
     first_target: str
@@ -55,16 +60,16 @@ def choose_directory(ranks: Ranks, target: str, num_bytes: int) -> SaveDirectory
 
     Collective operation: all ranks must call it.
     """
-    chosen = (
-        [running.new_nonce(target), os.uname().nodename, target] if ranks.is_coordinator else []
-    )
-    sent = [
-        json.loads(text) for text in ranks.all_gather(json.dumps([num_bytes, *chosen]).encode())
-    ]
+    is_local = locations.is_local(target)
+    told: list[Any] = [num_bytes]
+    if ranks.is_coordinator:
+        nonce = running.new_nonce(target) if is_local else secrets.token_hex(8)
+        told += [nonce, os.uname().nodename, target]
+    sent = [json.loads(text) for text in ranks.all_gather(json.dumps(told).encode())]
     _, nonce, host, first_target = sent[0]
     total = sum(own for own, *_ in sent)
-    place = hidden_names.beside(target, "tmp", nonce) if locations.is_local(target) else target
-    return SaveDirectory(nonce, place, target, host, first_target, total)
+    place = hidden_names.beside(target, "tmp", nonce) if is_local else target
+    return SaveDirectory(nonce, place, is_local, target, host, first_target, total)
 
 
 def make_directory(
@@ -81,32 +86,27 @@ def make_directory(
     is no space for what the ranks are going to write.
     """
     with ranks.phase("create directories", decision=True):
-        if ranks.is_coordinator:
-            if locations.is_local(place.location):
-                _make_hidden(place, held, durable)
-            with _naming_target(place):
-                posix.prepare(place.location, folders, durable)
-            if locations.is_local(place.location):
-                _check_space(place)
+        if ranks.is_coordinator and place.is_hidden:
+            _make_hidden(place, held, folders, durable)
+            _check_space(place)
     if ranks.size > 1:
         with ranks.phase("find the directory of the save"):
             _check_is_seen(ranks.rank, place, folders)
 
 
-def _make_hidden(place: SaveDirectory, held: contextlib.ExitStack, durable: bool) -> None:
+def _make_hidden(
+    place: SaveDirectory, held: contextlib.ExitStack, folders: Sequence[str], durable: bool
+) -> None:
+    """Make the directory, and those above it, which are on disk on return if durable."""
     _remove_empty_leftovers(place.target)
-    with _naming_target(place):
-        held.enter_context(running.locked_directory(place.location, durable))
-    prepare_to_replace(place.target, place.location)
-
-
-@contextlib.contextmanager
-def _naming_target(place: SaveDirectory) -> Iterator[None]:
-    """Put the target into errors of the system, where they have the hidden directory."""
     try:
-        yield
+        held.enter_context(running.locked_directory(place.location, durable))
+        if locations.isdir(place.target):
+            prepare_to_replace(place.target, place.location)
+        for name in folders:
+            os.makedirs(os.path.join(place.location, name), exist_ok=True)
     except OSError as error:
-        if not str(error.filename).startswith(place.location) or place.location == place.target:
+        if not str(error.filename).startswith(place.location):
             raise
         text = f"{error.strerror}: a save makes a directory beside its target"
         raise OSError(error.errno, text, place.target) from error
@@ -142,8 +142,8 @@ def _check_space(place: SaveDirectory) -> None:
 
 
 def _check_is_seen(rank: int, place: SaveDirectory, folders: Sequence[str]) -> None:
-    if locations.is_local(place.target) and locations.is_local(place.first_target):
-        made = [locations.join(place.location, name) for name in folders] or [place.location]
+    if place.is_hidden and locations.is_local(place.first_target):
+        made = [os.path.join(place.location, name) for name in folders] or [place.location]
         is_same = _wait_until(lambda: all(map(locations.isdir, made)), SECONDS_TO_APPEAR)
     else:
         is_same = place.target == place.first_target
@@ -163,11 +163,14 @@ def check_files(directory: str, files: Sequence[tuple[str, int]], num_ranks: int
     wrong = dict(files)
     found: dict[str, int | None] = {}
 
-    def look_at(name: str) -> None:
-        found[name] = _size_of(locations.join(directory, name))
+    def look_at(names: Sequence[str]) -> None:
+        for name in names:
+            found[name] = _size_of(os.path.join(directory, name))
 
     def are_right() -> bool:
-        run_threads(look_at, wrong, min(_MAX_THREADS, 1 + len(wrong) // _FILES_PER_THREAD))
+        names = list(wrong)
+        starts = range(0, len(names), _FILES_PER_BATCH)
+        run_threads(look_at, [names[i : i + _FILES_PER_BATCH] for i in starts], _MAX_THREADS)
         for name in [name for name, size in wrong.items() if found[name] == size]:
             del wrong[name]
         return not wrong
@@ -179,17 +182,19 @@ def check_files(directory: str, files: Sequence[tuple[str, int]], num_ranks: int
     state = "is missing" if found[name] is None else f"has {found[name]} bytes instead of {size}"
     more = f" (and {len(wrong) - 1} more files)" if len(wrong) > 1 else ""
     raise CheckpointingException(
-        f"{locations.join(directory, name)!r} was written and {state} as rank 0 (host "
+        f"{os.path.join(directory, name)!r} was written and {state} as rank 0 (host "
         f"{os.uname().nodename!r}) sees it{more}: another program removes or changes files there, "
         "or not all ranks share this storage. Nothing was committed."
     )
 
 
 def _size_of(path: str) -> int | None:
+    """Return the size of a file; None if something else is there, or nothing."""
     try:
-        return locations.file_size(path)
-    except FileNotFoundError:
+        status = os.stat(path)
+    except (FileNotFoundError, NotADirectoryError):
         return None
+    return status.st_size if stat.S_ISREG(status.st_mode) else None
 
 
 def _wait_until(is_true: Callable[[], bool], seconds: float) -> bool:

@@ -74,15 +74,14 @@ def check_replaceable(location: str) -> None:
 
 
 def prepare_to_replace(location: str, directory: str) -> None:
-    """Give a new local directory the access of the one whose place it is to take, if any, before
-    data is in it.
+    """Give a new local directory the access of the one whose place it is to take, before data is in
+    it.
 
     Nobody may read more than before. A directory that the file system will not rename is refused.
     """
-    if locations.isdir(location):
-        if locations.is_on_overlay(location):
-            _check_movable(location, directory)
-        locations.take_over_access(location, directory)
+    if locations.is_on_overlay(location):
+        _check_movable(location, directory)
+    locations.take_over_access(location, directory)
 
 
 def _check_movable(location: str, directory: str) -> None:

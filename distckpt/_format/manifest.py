@@ -109,18 +109,16 @@ class ChunkTable(NamedTuple):
         chunks.
         """
         first_files = itertools.accumulate((len(table.files) for table in tables), initial=0)
-        columns = [
+        widened = [
             table._replace(
                 file_ids=table.file_ids + first_file,
                 offsets=widen(table.offsets, ndim, 0),
                 shapes=widen(table.shapes, ndim, 1),
-            ).columns()
+            )
             for table, first_file in zip(tables, first_files, strict=False)
         ]
-        joined = cls(
-            [file for table in tables for file in table.files],
-            **{name: np.concatenate([each[name] for each in columns]) for name in columns[0]},
-        )
+        files, *columns = zip(*widened, strict=True)
+        joined = cls(list(itertools.chain(*files)), *map(np.concatenate, columns))
         return joined.take(np.lexsort((*joined.offsets.T[::-1], joined.key_ids)), BLOCK_BYTES)
 
     def take(self, rows: IntArray, block_bytes: int) -> ChunkTable:

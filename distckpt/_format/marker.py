@@ -225,7 +225,8 @@ def write_marker(
     Raises:
         TypeError: a field holds something that JSON cannot hold; nothing is written then.
     """
-    locations.write_bytes(_marker_path(checkpoint_dir), encode_marker(fields), durable)
+    content = encode_marker(fields)
+    locations.write_bytes(_marker_path(checkpoint_dir), content, durable)
 
 
 def encode_marker(fields: Mapping[str, Any]) -> bytes:

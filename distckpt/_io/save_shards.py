@@ -152,7 +152,6 @@ def _find_or_make_plan(
             vote.number = known.number
             digest = weighted_digest(known, ready) if comparison is _Comparison.SAMPLES else 0
     if known is not None and vote.are_equal and _replicas_are_equal(ranks, known, digest):
-        settings.plans.keep(structure, known)
         return ready, known, True
     if vote.largest:
         # Some ranks, though not all, know a plan, or replicas have become different.
@@ -232,14 +231,14 @@ class ShardSave(PreparedSave):
         plan, suffix = self.plan, self.folder_suffix
         with ranks.phase("write shard files"):
             files = [*self.make_tensor_files()]
-            object_table = ChunkTable.empty()
+            planned_objects = []
             if plan.objects:
                 planned, object_file = object_file_of(ranks.rank, plan.objects, self.encoded)
-                object_table = chunk_table([planned])
+                planned_objects.append(planned)
                 files.append(object_file)
             placed = [file.below(checkpoint_dir, suffix) for file in files]
             checksums = write_files(placed, self.settings)
-            written = object_table._replace(block_checksums=checksums)
+            written = chunk_table(planned_objects)._replace(block_checksums=checksums)
         gathered = _gather_tables(ranks, written)
         if plan.manifest is None:
             return {}

@@ -56,8 +56,7 @@ class NewFile(NamedTuple):
         """Return the file, whose location is a name in a checkpoint, in the directory of the
         checkpoint; see `in_folder`.
         """
-        names = in_folder(self.location, suffix).split("/")
-        return self._replace(location=locations.join(directory, *names))
+        return self._replace(location=f"{directory}/{in_folder(self.location, suffix)}")
 
 
 @dataclass(frozen=True)
@@ -94,7 +93,10 @@ def write_files(files: Sequence[NewFile], settings: WriteSettings) -> npt.NDArra
     disk (fsync) while the next is being written. Space for all of them is reserved first: a full
     disk is found before anything is written, if the file system can tell.
     """
-    outputs = [_Output(file, settings) for file in files]
+    are_local = [locations.is_local(file.location) for file in files]
+    outputs = [
+        _Output(file, is_local, settings) for file, is_local in zip(files, are_local, strict=True)
+    ]
     local = [output for output in outputs if output.is_local]
     remote = [output.outgoing() for output in outputs if not output.is_local]
     try:
@@ -138,7 +140,7 @@ def create_file(location: str, header: bytes, num_bytes: int) -> None:
     """Create a local file at its full size, so that a full disk is found early, and write its
     header.
     """
-    with locations.naming(location):
+    try:
         fd = os.open(location, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC, 0o666)
         try:
             reserve(fd, num_bytes)
@@ -148,12 +150,16 @@ def create_file(location: str, header: bytes, num_bytes: int) -> None:
             raise
         finally:
             os.close(fd)
+    except OSError as error:
+        locations.name_file(error, location)
+        raise
 
 
 class _Output:
     """A file while it is being written.
 
     Attributes:
+        is_local: whether it is on a local disk.
         num_bytes: its size.
         units: that it is written in; a local file without data has one, so that it is finished like
             the others.
@@ -161,9 +167,9 @@ class _Output:
         may_be_direct: whether to go around the page cache, if the file system takes it.
     """
 
-    def __init__(self, file: NewFile, settings: WriteSettings) -> None:
+    def __init__(self, file: NewFile, is_local: bool, settings: WriteSettings) -> None:
         self.file = file
-        self.is_local = locations.is_local(file.location)
+        self.is_local = is_local
         self._settings = settings
         self._unit_bytes = max(UNIT_BYTES, settings.block_bytes)
         self.units = list(units_of(file.chunk_bytes, self._unit_bytes, settings.block_bytes))
@@ -182,7 +188,7 @@ class _Output:
 
     def write_unit(self, number: int) -> None:
         """Write a unit, and finish the file if no other one is missing."""
-        with locations.naming(self.file.location):
+        try:
             self._open()
             if self._direct_fd >= 0 and self.units[number]:
                 self._write_directly(number)
@@ -195,6 +201,9 @@ class _Output:
                 if self._settings.durable:
                     os.fsync(self._fd)
                 self.close()
+        except OSError as error:
+            locations.name_file(error, self.file.location)
+            raise
         if self._settings.progress is not None:
             self._settings.progress(self._sizes[number])
 
@@ -280,16 +289,17 @@ def file_of_tensors(
     Call it in the thread that computes: what that thread has queued on a device so far is done
     before bytes are copied.
     """
+    sizes = [sum(tensor.nbytes for tensor in chunk) for chunk in contents]
     copier = Copier(itertools.chain.from_iterable(contents))
 
     def fill(unit: Sequence[Span], scratch: Bytes) -> list[Bytes]:
         try:
             return _bytes_of(contents, unit, scratch, copier)
         finally:
-            # Also after an error: the memory is used again.
-            copier.wait()
+            if copier.layer is not None:
+                # Also after an error: the memory is used again.
+                copier.wait()
 
-    sizes = [sum(tensor.nbytes for tensor in chunk) for chunk in contents]
     return NewFile(location, header, sizes, fill, copier.layer)
 
 

@@ -23,11 +23,11 @@ import torch
 from distckpt._base.errors import InvalidShardingError, UnsupportedObjectError
 from distckpt._base.messages import summarize_keys
 from distckpt._base.tree import (
+    CONTAINERS,
     HOLE,
     Position,
     at,
     dotted,
-    is_container,
     leaves,
     map_leaves,
     replaced,
@@ -230,7 +230,7 @@ class _Walk:
 
 
 def _is_walked(node: Any) -> bool:
-    return is_container(node) and not isinstance(node, OptimizerState)
+    return isinstance(node, CONTAINERS) and not isinstance(node, OptimizerState)
 
 
 def _kind_of(node: Any) -> Kind | None:
@@ -283,6 +283,8 @@ def _meshes(places: list[Place]) -> list[str]:
 def _names_of_model(tree: Any, places: list[Place]) -> list[str]:
     """Return the first names in the keys of the module at `model`."""
     models = [at(tree, place.path) for place in places if place.is_model]
+    if not models:
+        return []
     shards = [shard for _, shard in leaves(models) if isinstance(shard, ShardedBase)]
     return sorted({first_name(shard.key) for shard in shards})
 

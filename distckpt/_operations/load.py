@@ -300,4 +300,5 @@ def _report_absent_values(
 def _publish(ranks: Ranks, request: LoadRequest, report: LoadReport) -> None:
     if ranks.is_coordinator:
         logger.info("%s", report)
-    publish(report, request.options.on_report)
+    if request.options.on_report is not None:
+        publish(report, request.options.on_report)

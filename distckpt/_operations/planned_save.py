@@ -10,7 +10,7 @@ from typing import Any
 
 from distckpt._base.errors import CheckpointingException
 from distckpt._base.messages import check_num_bytes
-from distckpt._base.options import SaveOptions, check_options, check_switch
+from distckpt._base.options import SaveOptions, check_options, check_seconds, check_switch
 from distckpt._base.reports import SaveReport, publish
 from distckpt._checkpoint.consistent_read import marker_of
 from distckpt._commit import posix
@@ -80,12 +80,6 @@ class SaveRequest:
         }
 
 
-def check_seconds(name: str, seconds: object) -> None:
-    """Check a duration."""
-    if not isinstance(seconds, int | float) or not seconds > 0:
-        raise ValueError(f"{name} is a number of seconds, above 0, got {seconds!r}")
-
-
 @dataclass(frozen=True)
 class PlannedSave:
     """A save of which everything is decided, on all ranks, and nothing written.
@@ -122,7 +116,8 @@ def write_and_commit(ranks: Ranks, save: PlannedSave) -> SaveReport:
                 output.sync()
         with timer.phase("commit"), ranks.phase("commit", decision=True):
             if ranks.is_coordinator:
-                _check_source(save)
+                if save.source is not None:
+                    _check_source(save)
                 marker = {**save.request.notes, **(own_fields or {}), **asdict(save.config)}
                 output.commit(marker, prepared.written)
     return _report(ranks, save)
@@ -130,7 +125,7 @@ def write_and_commit(ranks: Ranks, save: PlannedSave) -> SaveReport:
 
 def _check_source(save: PlannedSave) -> None:
     """Refuse to replace another checkpoint than the one that this one is made of."""
-    if save.source is not None and marker_of(save.location) != save.source:
+    if marker_of(save.location) != save.source:
         raise CheckpointingException(
             f"{save.location!r} was overwritten or removed while it was read: that stays as it is. "
             "Try again."
@@ -153,5 +148,6 @@ def _report(ranks: Ranks, save: PlannedSave) -> SaveReport:
     report = SaveReport(save.location, *figures, save.prepared.plan_reused)
     if ranks.is_coordinator:
         logger.info("%s", report)
-    publish(report, save.request.options.on_report)
+    if save.request.options.on_report is not None:
+        publish(report, save.request.options.on_report)
     return report

@@ -173,10 +173,10 @@ def lay_out_object_file(
     rank: int, objects: Sequence[PlannedChunk], sizes: Mapping[str, int]
 ) -> PlannedFile:
     """Arrange encoded objects; `sizes` has, in their order, the size of each by its unique key."""
-    entries = [Entry(key, "U8", (size,), size) for key, size in sizes.items()]
-    header, _ = build_header(entries, _OWN_METADATA)
     pairs = zip(objects, sizes.values(), strict=True)
     chunks = [chunk._replace(num_bytes=size) for chunk, size in pairs]
+    entries = [Entry(key, "U8", (size,), size) for key, size in sizes.items()]
+    header, _ = build_header(entries, _OWN_METADATA)
     # Cells of one object have different names, so all fit into one file.
     return PlannedFile("objects/" + object_file_name(rank), header, chunks)
 
@@ -186,8 +186,6 @@ _OWN_METADATA = {"distckpt_format": str(FORMAT_VERSION)}
 
 def chunk_table(files: Sequence[PlannedFile]) -> ChunkTable:
     """Tabulate the chunks of files; checksums are not known yet."""
-    chunks = [chunk for file in files for chunk in file.chunks]
-    offsets, shapes = regions_to_arrays([chunk.region for chunk in chunks])
     first_bytes: list[int] = []
     described: list[ShardFile] = []
     for file in files:
@@ -196,7 +194,9 @@ def chunk_table(files: Sequence[PlannedFile]) -> ChunkTable:
             first_bytes.append(position)
             position += size
         described.append(ShardFile(file.name, position, len(file.header), checksum(file.header)))
-    return ChunkTable.empty()._replace(
+    chunks = [chunk for file in files for chunk in file.chunks]
+    offsets, shapes = regions_to_arrays([chunk.region for chunk in chunks])
+    return ChunkTable(
         files=described,
         key_ids=np.array([chunk.key_id for chunk in chunks], np.int64),
         file_ids=np.repeat(np.arange(len(files)), [len(file.chunks) for file in files]),
@@ -204,6 +204,7 @@ def chunk_table(files: Sequence[PlannedFile]) -> ChunkTable:
         num_bytes=np.array([chunk.num_bytes for chunk in chunks], np.int64),
         offsets=offsets,
         shapes=shapes,
+        block_checksums=np.empty(0, np.uint64),
     )
 
 
@@ -261,7 +262,7 @@ MAX_PLANS = 4
 
 
 class PlanCache:
-    """The latest plans of one strategy, by structure."""
+    """The latest plans of one strategy, by structure; those that were used last come first."""
 
     def __init__(self) -> None:
         self._plans: list[tuple[Structure, SavePlan]] = []
@@ -270,7 +271,11 @@ class PlanCache:
     def find(self, structure: Structure) -> SavePlan | None:
         """Return the plan that was kept for a structure."""
         with self._lock:
-            return next((plan for known, plan in self._plans if known == structure), None)
+            for place, (known, plan) in enumerate(self._plans):
+                if known == structure:
+                    self._plans.insert(0, self._plans.pop(place))
+                    return plan
+        return None
 
     def saved_keys(self) -> set[str]:
         """Return the keys of all plans that are kept. Only the coordinator knows them."""
@@ -279,7 +284,7 @@ class PlanCache:
         return {key for manifest in manifests for key in (*manifest.keys, *manifest.aliases)}
 
     def keep(self, structure: Structure, plan: SavePlan) -> None:
-        """Keep a plan, in the place of the one that was made or used longest ago."""
+        """Keep a plan, in the place of the one that was used longest ago."""
         with self._lock:
             others = [item for item in self._plans if item[0] != structure]
             self._plans = [(structure, plan), *others[: MAX_PLANS - 1]]

@@ -62,6 +62,9 @@ class _Merge:
     built: Any
 
 
+_NEVER_FOREIGN = (ShardedTensor, *CONTAINERS)
+
+
 class SplitState(NamedTuple):
     """A flattened state dict.
 
@@ -94,8 +97,8 @@ def _take_apart(tree: Any, shards: list[Shard], inside_factory: bool) -> tuple[A
     """Return the skeleton and common state of a part of a state dict; collect its shards."""
 
     def take(node: Any) -> tuple[Any, Any]:
-        # By far the most frequent type first; isinstance is slow for an abstract class.
-        if type(node) is not ShardedTensor:
+        # By far the most frequent types first; isinstance is slow for an abstract class.
+        if type(node) not in _NEVER_FOREIGN:
             node = adopt(node)
         if isinstance(node, ShardedTensor):
             node = stored_form(node)

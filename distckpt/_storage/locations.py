@@ -303,14 +303,19 @@ def sync_directory(location: str) -> None:
 
 @contextlib.contextmanager
 def naming(location: str) -> Iterator[None]:
-    """Name a file in system errors that know only its descriptor."""
+    """Name a file in system errors of the body that know only its descriptor."""
     try:
         yield
     except OSError as error:
-        # Our own errors have no number; an error that already names a file is about that one.
-        if error.errno is None or error.filename is not None:
-            raise
-        raise OSError(error.errno, error.strerror, location) from error
+        name_file(error, location)
+        raise
+
+
+def name_file(error: OSError, location: str) -> None:
+    """Name a file in a system error that knows only its descriptor."""
+    # Our own errors have no number; an error that already names a file is about that one.
+    if error.errno is not None and error.filename is None:
+        error.filename = location
 
 
 def remove_file(location: str) -> None:
