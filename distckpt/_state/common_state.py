@@ -9,7 +9,7 @@ import json
 import logging
 import math
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
@@ -126,7 +126,7 @@ def _differing_tensors(gathered: Sequence[_Hashes]) -> list[str]:
     """Return the paths of tensors that are not the same on all ranks, as many as are compared."""
     first, *others = gathered
     found = {path for other in others for path in _differing(first, other)}
-    tensors = [path for path in found if any(_has_tensors(hashes, path) for hashes in gathered)]
+    tensors = [path for path in found if _have_tensors(gathered, path)]
     return sorted(tensors)[:MAX_SAMPLES]
 
 
@@ -153,15 +153,13 @@ def _compare(rank: int, pairs: _Pairs) -> None:
     common, before anything is lost.
     """
     paths = _differing(pairs.first, pairs.other)
-    tensors = [
-        path for path in paths if _has_tensors(pairs.first, path) or _has_tensors(pairs.other, path)
-    ]
+    tensors = [path for path in paths if _have_tensors((pairs.first, pairs.other), path)]
     if tensors:
         _compare_tensors(rank, tensors, pairs)
     # "" is all of it: worth naming only when no part differs.
     values = [path for path in paths if path not in tensors]
     named = list(filter(None, values)) or values
-    if named and not (tensors and named == [""]):
+    if named:
         logger.warning(
             "common state differs between rank 0 and rank %d in %s; the checkpoint gets rank 0's. "
             "Per-rank values belong in a ShardedObject, values that need no saving in a "
@@ -216,8 +214,8 @@ def _was_compared(path: str) -> bool:
     )
 
 
-def _has_tensors(hashes: _Hashes, path: str) -> bool:
-    return path in hashes and bool(hashes[path][1])
+def _have_tensors(gathered: Iterable[_Hashes], path: str) -> bool:
+    return any(hashes[path][1] for hashes in gathered if path in hashes)
 
 
 def _plain(common: Any, with_tensors: bool) -> Any:
