@@ -14,6 +14,7 @@ import torch
 from distckpt._base.errors import CheckpointingException
 from distckpt._base.messages import summarize_keys
 from distckpt._base.options import ExportOptions
+from distckpt._checkpoint.opening import open_export
 from distckpt._format.stored_checkpoint import StoredCheckpoint
 from distckpt._io.export import check_tied
 from distckpt._io.extra_files import ExtraFiles, adapt_config, list_extra_files
@@ -167,9 +168,7 @@ class _Model:
 def _model(options: ExportOptions, selected: Mapping[str, TensorInfo]) -> _Model:
     reference = None
     if options.like is not None:
-        directory = locations.normalize(options.like)
-        manifest = on_demand("hugging_face").read_directory(directory)
-        reference = StoredCheckpoint(directory, manifest)
+        reference = open_export(locations.normalize(options.like))
     location = None if reference is None else reference.location
     shapes = None if reference is None else reference.manifest.shapes_by_key
     config = config_for(options.family, location)
