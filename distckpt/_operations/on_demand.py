@@ -9,10 +9,9 @@ _MODULES = {
     "merge_adapter": "distckpt._operations.merge_adapter",
     "peft_names": "distckpt._plan.peft_names",
     "quantize": "distckpt._operations.quantize",
-    "hugging_face": "distckpt._foreign.hugging_face",
 }
 
 
-def on_demand(name: Literal["merge_adapter", "peft_names", "quantize", "hugging_face"]) -> Any:
+def on_demand(name: Literal["merge_adapter", "peft_names", "quantize"]) -> Any:
     """Return the module for something that few exports need."""
     return importlib.import_module(_MODULES[name])
