@@ -16,14 +16,14 @@ what was written is removed.
 from __future__ import annotations
 
 import contextlib
+import importlib
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from distckpt._base.errors import CheckpointingException, RankFailedError
 from distckpt._commit import posix
-from distckpt._commit.conditional_put import Transaction, folder_suffix
 from distckpt._commit.save_directory import (
     SaveDirectory,
     check_files,
@@ -33,6 +33,9 @@ from distckpt._commit.save_directory import (
 from distckpt._format.marker import write_marker
 from distckpt._ranks.collectives import Ranks
 from distckpt._storage import locations
+
+if TYPE_CHECKING:
+    from distckpt._commit.conditional_put import Transaction
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,7 +87,7 @@ class Output:
     @property
     def folder_suffix(self) -> str:
         """Return how the names of its folders end, which tell saves to an object store apart."""
-        return "" if self._place.is_hidden else folder_suffix(self._place.nonce)
+        return "" if self._place.is_hidden else f"-{self._place.nonce}"
 
     @contextlib.contextmanager
     def being_written(self) -> Iterator[None]:
@@ -108,7 +111,9 @@ class Output:
     def _begin(self) -> None:
         if self._ranks.is_coordinator:
             settings = self._settings
-            self._transaction = Transaction(
+            # Imported when it is needed: most programs save to local paths only.
+            conditional_put = importlib.import_module("distckpt._commit.conditional_put")
+            self._transaction = conditional_put.Transaction(
                 self._place.target,
                 self._place.nonce,
                 settings.overwrite,

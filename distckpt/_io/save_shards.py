@@ -28,8 +28,7 @@ from distckpt._base.threads import (
 from distckpt._format import codec
 from distckpt._format.columns import pack, unpack
 from distckpt._format.manifest import MANIFEST_NAME, ChunkTable, Manifest, marker_fields
-from distckpt._io.host_copies import HostCopies
-from distckpt._io.prepared_save import PreparedSave
+from distckpt._io.prepared_save import FileCopies, PreparedSave
 from distckpt._io.replicas import add_digests, weighted_digest
 from distckpt._io.write import NewFile, WriteSettings, file_of_tensors, in_folder, write_files
 from distckpt._mapping.base import OpenReplicaId
@@ -196,7 +195,7 @@ class ShardSave(PreparedSave):
     folder_suffix: str = ""
     written: Sequence[tuple[str, int]] = ()
 
-    def stage(self, copies: HostCopies) -> ShardSave:
+    def stage(self, copies: FileCopies) -> ShardSave:
         # Objects are copies already, encoded ones.
         staged = copies.copy(self.make_tensor_files())
         return replace(self, make_tensor_files=lambda: staged)

@@ -12,11 +12,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from distckpt._base.errors import CheckpointingException
-from distckpt._checkpoint.consistent_read import marker_of
 from distckpt._checkpoint.opening import BACKEND
 from distckpt._commit import hidden_names, posix
 from distckpt._foreign.hugging_face import INDEX_NAME
-from distckpt._format.marker import CONFIG_FNAME, parse_config, read_marker
+from distckpt._format.marker import CONFIG_FNAME, marker_of, parse_config, read_marker
 from distckpt._operations.verify import verify
 from distckpt._storage import locations
 

@@ -19,6 +19,7 @@ from distckpt._base.errors import CheckpointingException
 from distckpt._base.options import LoadOptions, SaveOptions
 from distckpt._base.public import set_public_home
 from distckpt._checkpoint.formats import READERS
+from distckpt._format.marker import BUILT_IN
 from distckpt._io.prepared_save import PreparedSave
 from distckpt._mapping.wrappers import (
     ShardedObject,
@@ -231,8 +232,6 @@ def get_default_strategy(action: StrategyAction, backend: str, version: int) -> 
     return strategy
 
 
-BUILT_IN = "safetensors"
-"""Backend of the built-in format, in version 1."""
 _BUILT_IN_NAMES = {
     StrategyAction.SAVE_SHARDED: (BUILT_IN, "torch_dist"),
     StrategyAction.LOAD_SHARDED: (BUILT_IN, *READERS),
