@@ -26,17 +26,15 @@ if TYPE_CHECKING:
     )
     from distckpt._base.options import ExportOptions, LoadOptions, SaveOptions
     from distckpt._base.reports import LoadReport, SaveReport
-    from distckpt._format.codec import UnknownObject, register_object_type
-    from distckpt._manager.manager import (
-        CheckpointInfo,
-        CheckpointManager,
-        PreemptionGuard,
-        list_checkpoints,
-    )
+    from distckpt._format.codec import register_object_type
+    from distckpt._format.codec.encode import UnknownObject
+    from distckpt._manager.listing import CheckpointInfo, list_checkpoints
+    from distckpt._manager.manager import CheckpointManager
+    from distckpt._manager.preemption import PreemptionGuard
+    from distckpt._mapping.sharded_tensor import ShardedTensor
     from distckpt._mapping.wrappers import (
         LocalNonpersistentObject,
         ShardedObject,
-        ShardedTensor,
         ShardedTensorFactory,
     )
     from distckpt._models.per_rank import PerRank
@@ -119,15 +117,15 @@ _HOMES = {
     "ExportOptions": "_base.options",
     "LoadOptions": "_base.options",
     "SaveOptions": "_base.options",
-    "UnknownObject": "_format.codec",
+    "UnknownObject": "_format.codec.encode",
     "register_object_type": "_format.codec",
-    "CheckpointInfo": "_manager.manager",
+    "CheckpointInfo": "_manager.listing",
     "CheckpointManager": "_manager.manager",
-    "PreemptionGuard": "_manager.manager",
-    "list_checkpoints": "_manager.manager",
+    "PreemptionGuard": "_manager.preemption",
+    "list_checkpoints": "_manager.listing",
     "LocalNonpersistentObject": "_mapping.wrappers",
     "ShardedObject": "_mapping.wrappers",
-    "ShardedTensor": "_mapping.wrappers",
+    "ShardedTensor": "_mapping.sharded_tensor",
     "ShardedTensorFactory": "_mapping.wrappers",
     "PerRank": "_models.per_rank",
     "RngState": "_models.random_state",

@@ -7,10 +7,7 @@ can do more.
 """
 
 from distckpt._base.public import set_public_home
-from distckpt._operations.hf import (
-    HuggingFaceConsolidationStrategy,
-    consolidate_safetensors_files,
-    consolidate_safetensors_files_on_every_rank,
+from distckpt._format.hf_names import (
     derive_base_prefix_from_path,
     group_keys_by_shard_size,
     index_filename,
@@ -18,6 +15,11 @@ from distckpt._operations.hf import (
     optimize_shard_layout,
     output_filenames,
     shard_filename,
+)
+from distckpt._operations.hf import (
+    HuggingFaceConsolidationStrategy,
+    consolidate_safetensors_files,
+    consolidate_safetensors_files_on_every_rank,
 )
 
 __all__ = [

@@ -1,12 +1,9 @@
 """Manage the checkpoints of a training run in one directory."""
 
 from distckpt._base.public import set_public_home
-from distckpt._manager.manager import (
-    CheckpointInfo,
-    CheckpointManager,
-    PreemptionGuard,
-    list_checkpoints,
-)
+from distckpt._manager.listing import CheckpointInfo, list_checkpoints
+from distckpt._manager.manager import CheckpointManager
+from distckpt._manager.preemption import PreemptionGuard
 
 __all__ = [
     "CheckpointInfo",

@@ -12,16 +12,15 @@ local tensor rather than all of it.
 """
 
 from distckpt._base.public import set_public_home
+from distckpt._mapping.base import ReplicaId, ShardedBase
+from distckpt._mapping.sharded_tensor import ShardedTensor
 from distckpt._mapping.wrappers import (
     CommonStateDict,
     FactoryBuildFn,
     FactoryMergeFn,
     LocalNonpersistentObject,
-    ReplicaId,
-    ShardedBase,
     ShardedObject,
     ShardedStateDict,
-    ShardedTensor,
     ShardedTensorFactory,
     StateDict,
     apply_factories,

@@ -13,12 +13,14 @@ names are of use.
 """
 
 from distckpt._base.public import set_public_home
-from distckpt._models.modules import (
-    load_sharded_state_dict,
+from distckpt._models.layers import (
     make_sharded_object_for_checkpoint,
     make_sharded_tensor_for_checkpoint,
     make_sharded_tensors_for_checkpoint,
     make_tp_sharded_tensor_for_checkpoint,
+)
+from distckpt._models.modules import (
+    load_sharded_state_dict,
     sharded_state_dict,
     sharded_state_dict_default,
 )

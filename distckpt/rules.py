@@ -12,30 +12,27 @@ on.
 """
 
 from distckpt._base.public import set_public_home
-from distckpt._rules.rules import (
-    Add,
-    Assemble,
-    Concat,
-    Copy,
-    Drop,
-    Interleave,
+from distckpt._rules.mapped import (
     MappedTensor,
     RegionCopy,
-    Rename,
-    Rule,
-    Split,
-    SplitQKV,
-    Stack,
     TensorInfo,
-    Tie,
-    Transpose,
-    Trim,
-    Unstack,
-    apply_rules,
     invert,
     resolve,
     resolve_padding,
     target_view,
+)
+from distckpt._rules.pieces import Concat, Interleave, Split, SplitQKV, Stack, Unstack
+from distckpt._rules.rule import Rule
+from distckpt._rules.rules import (
+    Add,
+    Assemble,
+    Copy,
+    Drop,
+    Rename,
+    Tie,
+    Transpose,
+    Trim,
+    apply_rules,
 )
 
 __all__ = [

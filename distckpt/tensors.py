@@ -5,16 +5,15 @@ Everything here works without a process group. DTensors are recognized by their 
 here depends on `torch.distributed`.
 """
 
+from distckpt._base.arrays import as_torch_dtype, estimate_array_nbytes
+from distckpt._base.available_memory import estimate_available_memory
 from distckpt._base.public import set_public_home
 from distckpt._io.tensors import (
     TensorFunction,
     TensorSource,
     apply_gather_functions,
-    as_torch_dtype,
     broadcast_tensor,
     chunk_tensor_by_memory,
-    estimate_array_nbytes,
-    estimate_available_memory,
     flatten_for_broadcast,
     is_gcs_path,
     parse_gcs_path,

@@ -33,14 +33,16 @@ class SaveOptions:
         strategy: writes the shards in a format of your own; a `SaveShardedStrategy`, or
             `(backend, version)` of a registered one. None for the built-in safetensors format.
         validate_access_integrity: refuse state dicts in which an element of a global tensor is held
-            by no rank, and tensors in common state that differ between ranks; warn about other
-            values there that differ. With False, gaps are not saved and cannot be loaded. Overlaps
-            and contradictions are always refused.
+            by no rank, and tensors in common state that have nothing in common on two ranks, the
+            first time that they are saved; warn about other values there that differ. With False,
+            gaps are not saved and cannot be loaded. Overlaps and contradictions are always refused.
         validate_replicas: None compares samples of tensors that several ranks hold (up to 1 KiB of
-            each), and refuses to save when they differ; True compares all of them, and objects,
-            which reads them once more; False compares nothing. Ranks share the writing of replicas,
-            so parts of each would be stored if they differed. Buffers of modules may differ: the
-            main replica is stored.
+            each). Those that differ are stored whole, from their main replicas, with a warning that
+            names them; where they have nothing in common, the first save of them is refused. True
+            compares all of each tensor, and objects, which reads them once more, and refuses any
+            difference. False compares nothing: ranks share the writing of replicas, so parts of
+            each are stored if they differ. Buffers of modules may differ: the main replica is
+            stored.
         durable: return only when everything is on disk. With False the checkpoint still appears in
             one step, but a power failure shortly afterwards may leave it damaged, which checksums
             reveal.

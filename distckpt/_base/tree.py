@@ -1,17 +1,36 @@
 """Nested dicts, lists and tuples: walking through them, and changing them.
 
 A *position* is the tuple of dict keys and indices that leads to a value. Dicts, lists and tuples
-are containers, and everything else is a leaf. `is_container` arguments narrow that down.
+are containers, and everything else is a leaf. `is_container` arguments narrow that down, or admit
+other mappings.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeAlias
 
 Position: TypeAlias = tuple[Any, ...]
 
 CONTAINERS = (dict, list, tuple)
+
+
+class Hole:
+    """Type of `HOLE`."""
+
+    def __repr__(self) -> str:
+        return "<hole>"
+
+    def __reduce__(self) -> str:
+        # A string names a global of this module: copies are the same object.
+        return "HOLE"
+
+
+HOLE = Hole()
+"""Takes the place in a container of a value that is kept elsewhere, so that the items of a list
+keep theirs.
+"""
 
 
 def is_container(node: object) -> bool:
@@ -24,6 +43,11 @@ def is_plain_container(node: object) -> bool:
     return type(node) in CONTAINERS
 
 
+def is_dict(node: object) -> bool:
+    """Tell whether a value is a dict, or of a class derived from it."""
+    return isinstance(node, dict)
+
+
 def dotted(position: Position) -> str:
     """Write a position as text, such as `model.layers.0.weight`."""
     return ".".join(map(str, position))
@@ -34,7 +58,19 @@ def dotted(position: Position) -> str:
 
 def children_of(container: Any) -> Iterable[tuple[Any, Any]]:
     """Return the values in a container with their keys or indices."""
-    return container.items() if isinstance(container, dict) else enumerate(container)
+    # A dict first: asking an abstract class takes longer.
+    is_mapping = isinstance(container, dict | Mapping)
+    return container.items() if is_mapping else enumerate(container)
+
+
+def nodes(
+    tree: Any, is_container: Callable[[Any], bool] = is_container, position: Position = ()
+) -> Iterator[tuple[Position, Any]]:
+    """Yield the containers and leaves with their positions, each container before its children."""
+    yield position, tree
+    if is_container(tree):
+        for key, child in children_of(tree):
+            yield from nodes(child, is_container, (*position, key))
 
 
 def leaves(
@@ -46,6 +82,30 @@ def leaves(
         return
     for key, child in children_of(tree):
         yield from leaves(child, is_container, (*position, key))
+
+
+def fold(
+    function: Callable[[Any], Any],
+    join: Callable[[Any, list[Any]], Any],
+    tree: Any,
+    is_container: Callable[[Any], bool] = is_container,
+) -> Any:
+    """Return what a tree comes to: `function(leaf)` for a leaf, and for a container
+    `join(container, children)`, where `children` is what its children come to.
+    """
+    if not is_container(tree):
+        return function(tree)
+    children = tree.values() if isinstance(tree, dict) else tree
+    return join(
+        tree,
+        [
+            # To call `is_container` for each of many leaves, or `isinstance`, takes longer.
+            fold(function, join, child, is_container)
+            if issubclass(type(child), CONTAINERS)
+            else function(child)
+            for child in children
+        ],
+    )
 
 
 def on_the_way(tree: Any, position: Position) -> Iterator[Any]:
@@ -87,24 +147,55 @@ def rebuilt(container: Any, children: Sequence[Any]) -> Any:
     An instance of another class (OrderedDict, torch.Size) is kept if its children are the same.
     """
     if not is_plain_container(container):
-        own = container.values() if isinstance(container, dict) else container
+        own = (child for _, child in children_of(container))
         if all(old is new for old, new in zip(own, children, strict=True)):
             return container
-    if isinstance(container, dict):
-        return dict(zip(container, children, strict=True))
+    if isinstance(container, tuple):
+        has_fields = hasattr(container, "_fields")
+        return type(container)(*children) if has_fields else tuple(children)
+    return new_like(container, children)
+
+
+def new_like(container: Any, children: Sequence[Any]) -> Any:
+    """Return a new dict or list with other children; for tuples see `rebuilt`."""
+    if isinstance(container, tuple):
+        return rebuilt(container, children)
     if isinstance(container, list):
         return list(children)
-    has_fields = hasattr(container, "_fields")
-    return type(container)(*children) if has_fields else tuple(children)
+    return dict(zip(container, children, strict=True))
+
+
+def without_holes(container: Any, children: Sequence[Any]) -> Any:
+    """Return a dict, list or tuple with those of other children that are no holes: `HOLE` if there
+    are only holes. A named tuple has None in the place of a hole.
+    """
+    kept = [child for child in children if child is not HOLE]
+    if children and not kept:
+        return HOLE
+    if isinstance(container, dict):
+        pairs = zip(container, children, strict=True)
+        return {key: child for key, child in pairs if child is not HOLE}
+    if hasattr(container, "_fields"):
+        # It has a place for each of its fields, and for nothing else.
+        fields = children[: len(container)]
+        return type(container)(*(None if child is HOLE else child for child in fields))
+    return tuple(kept) if isinstance(container, tuple) else kept
 
 
 def copied(tree: Any) -> Any:
     """Copy the dicts and lists of a tree, but not its leaves."""
-    if isinstance(tree, dict):
-        return {key: copied(child) for key, child in tree.items()}
-    if isinstance(tree, list):
-        return [copied(child) for child in tree]
-    return rebuilt(tree, [copied(child) for child in tree]) if isinstance(tree, tuple) else tree
+    return fold(_itself, new_like, tree)
+
+
+def compacted(tree: Any) -> Any:
+    """Drop the holes of a tree; lists close up. `HOLE` if there is nothing else in it."""
+    if not is_plain_container(tree):
+        return tree
+    return fold(_itself, without_holes, tree, is_plain_container)
+
+
+def _itself(leaf: Any) -> Any:
+    return leaf
 
 
 def map_leaves(
@@ -112,15 +203,66 @@ def map_leaves(
     tree: Any,
     is_container: Callable[[Any], bool] = is_container,
     position: Position = (),
+    *,
+    join: Callable[[Any, list[Any]], Any] = rebuilt,
 ) -> Any:
-    """Return a tree with `function(position, leaf)` in the place of each leaf, see `rebuilt`."""
+    """Return a tree with `function(position, leaf)` in the place of each leaf. Its containers are
+    `join(container, children)`.
+    """
     if not is_container(tree):
         return function(position, tree)
     children = [
-        map_leaves(function, child, is_container, (*position, key))
+        map_leaves(function, child, is_container, (*position, key), join=join)
         for key, child in children_of(tree)
     ]
-    return rebuilt(tree, children)
+    return join(tree, children)
+
+
+def map_nodes(
+    function: Callable[[Position, Any], Any],
+    tree: Any,
+    is_container: Callable[[Any], bool] = is_container,
+    position: Position = (),
+) -> Any:
+    """Return a tree with `function(position, node)` in the place of each node. A container gets its
+    turn before its children, which are those of what takes its place.
+    """
+    node = function(position, tree)
+    if not is_container(node):
+        return node
+    children = [
+        map_nodes(function, child, is_container, (*position, key))
+        for key, child in children_of(node)
+    ]
+    return rebuilt(node, children)
+
+
+def filled(function: Callable[[Any, Any], Any], tree: Any, other: Any) -> Any:
+    """Return what two trees have, in one.
+
+    `function(leaf, value)` takes the place of each leaf of `tree`, where `value` is what the other
+    tree has at its position. The leaf is `HOLE` where only the other tree has something, and the
+    value is `HOLE` where it has nothing. Holes that are left are dropped; where a container has
+    only holes, `function(HOLE, value)` takes its place.
+    """
+    if not isinstance(tree, CONTAINERS):
+        return function(tree, other)
+    if isinstance(tree, dict):
+        values = other if isinstance(other, dict) else {}
+        container: Any = {**values, **tree}
+        pairs: Iterable[Any] = ((tree.get(key, HOLE), values.get(key, HOLE)) for key in container)
+    else:
+        items = other if isinstance(other, list | tuple) else ()
+        container = tree
+        pairs = itertools.zip_longest(tree, items, fillvalue=HOLE)
+    children = [
+        filled(function, leaf, value)
+        if issubclass(type(leaf), CONTAINERS)
+        else function(leaf, value)
+        for leaf, value in pairs
+    ]
+    found = without_holes(container, children)
+    return function(HOLE, other) if found is HOLE else found
 
 
 def replaced(tree: Any, position: Position, value: Any) -> Any:

@@ -9,7 +9,8 @@ from distckpt._base.dtypes import FROM_NAME
 from distckpt._checkpoint.stored_values import load_objects
 from distckpt._format.stored_checkpoint import StoredCheckpoint
 from distckpt._io.load_shards import ReadSettings, load_tensors
-from distckpt._mapping.wrappers import ShardedObject, ShardedTensor
+from distckpt._mapping.sharded_tensor import ShardedTensor
+from distckpt._mapping.wrappers import ShardedObject
 from distckpt._plan.decoded import find
 from distckpt._plan.load import check_keys
 from distckpt._ranks.collectives import Ranks

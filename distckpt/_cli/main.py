@@ -17,8 +17,6 @@ from types import ModuleType
 from distckpt._cli.output import Output
 from distckpt._cli.parser import parse
 
-__all__ = ["main"]
-
 EXIT_ERROR, EXIT_INTERRUPTED, EXIT_TERMINATED = 1, 130, 143
 
 

@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
+from distckpt._base.tree import Position, map_leaves, new_like
 from distckpt._cli.table import table_lines
 
 MAX_LISTED = 50
@@ -176,10 +177,14 @@ def printable(text: str) -> str:
 
 def finite(value: Any) -> Any:
     """Replace numbers that JSON does not have by strings: "NaN", "Infinity", "-Infinity"."""
-    if isinstance(value, Mapping):
-        return {key: finite(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [finite(item) for item in value]
+    return map_leaves(_finite, value, _is_nested, join=new_like)
+
+
+def _is_nested(value: Any) -> bool:
+    return isinstance(value, Mapping | list | tuple)
+
+
+def _finite(_: Position, value: Any) -> Any:
     if isinstance(value, float) and not math.isfinite(value):
         return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
     return value

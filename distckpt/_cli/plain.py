@@ -9,7 +9,7 @@ from typing import Any, TypeGuard
 import numpy as np
 import torch
 
-from distckpt._format.codec import UnknownObject
+from distckpt._format.codec.encode import UnknownObject
 
 _MAX_ELEMENTS = 1000
 """Of tensors whose values are shown."""

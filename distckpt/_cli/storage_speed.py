@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from distckpt._base.libc import cached_fraction
-from distckpt._mapping.wrappers import ShardedTensor
+from distckpt._mapping.sharded_tensor import ShardedTensor
 from distckpt._operations.load import load
 from distckpt._operations.save import save
 from distckpt._ranks.collectives import Ranks

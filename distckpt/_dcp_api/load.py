@@ -16,16 +16,17 @@ from distckpt._base.interrupts import operation
 from distckpt._base.memory import paused_garbage_collection
 from distckpt._base.messages import did_you_mean, summarize_keys
 from distckpt._base.options import LoadOptions
+from distckpt._base.tree import HOLE, Position
 from distckpt._checkpoint.consistent_read import read_attempts
 from distckpt._checkpoint.opening import open_checkpoint
 from distckpt._checkpoint.removal import noticing_removal
 from distckpt._checkpoint.shards import describe_quantized, load_shards
 from distckpt._checkpoint.stored_values import load_common_state
-from distckpt._dcp_api import arguments, shards, tree
-from distckpt._format.codec import HOLE, refuse_unknown
+from distckpt._dcp_api import arguments, shards, state_dicts
+from distckpt._format.codec import refuse_unknown
 from distckpt._format.stored_checkpoint import StoredCheckpoint
 from distckpt._io.load_shards import ReadSettings
-from distckpt._mapping.wrappers import ShardedBase
+from distckpt._mapping.base import ShardedBase
 from distckpt._models.dtensor import local_part
 from distckpt._ranks.collectives import Ranks
 from distckpt._ranks.exchanges import lone_group
@@ -83,8 +84,8 @@ def load(
         location = locations.normalize(
             arguments.location_in(checkpoint_id, storage_reader, "storage_reader")
         )
-        target = tree.unwrap_stateful(state_dict, in_order=True)
-        leaves = tree.leaves(target)
+        target = state_dicts.unwrap_stateful(state_dict, in_order=True)
+        leaves = state_dicts.leaves(target)
     # 2. Compare it with the checkpoint; fill the tensors.
     is_strict = not getattr(planner, "allow_partial_load", False)
     for attempt in read_attempts(ranks, location):
@@ -93,17 +94,17 @@ def load(
             others = _read(ranks, stored, leaves, is_strict)
     # 3. Put the other values in their places; nothing can fail any more.
     for path, value in others.items():
-        tree.put(target, path, value)
+        state_dicts.put(target, path, value)
     for key, value in target.items():
-        if tree.is_stateful(state_dict[key]):
+        if state_dicts.is_stateful(state_dict[key]):
             state_dict[key].load_state_dict(value)
         else:
             state_dict[key] = value
 
 
 def _read(
-    ranks: Ranks, stored: StoredCheckpoint, leaves: Sequence[tree.Leaf], is_strict: bool
-) -> dict[tree.Path, Any]:
+    ranks: Ranks, stored: StoredCheckpoint, leaves: Sequence[state_dicts.Leaf], is_strict: bool
+) -> dict[Position, Any]:
     """Fill the tensors among some leaves from a checkpoint, and return the other values, by path.
 
     Collective operation: all ranks must call it.
@@ -137,11 +138,11 @@ class _Content:
 
     @cached_property
     def common_by_key(self) -> dict[str, Any]:
-        return tree.by_key(self.common)
+        return state_dicts.by_key(self.common)
 
-    def find_in_common(self, leaf: tree.Leaf) -> Any:
+    def find_in_common(self, leaf: state_dicts.Leaf) -> Any:
         """Return the value of common state that a leaf asks for, `HOLE` when there is none."""
-        found = tree.find(self.common, leaf.path)
+        found = state_dicts.find(self.common, leaf.path)
         return self.common_by_key.get(leaf.key, HOLE) if found is HOLE else found
 
 
@@ -152,12 +153,12 @@ class _Request:
     """
 
     tensors: list[ShardedBase] = field(default_factory=list)
-    objects: dict[tree.Path, ShardedBase] = field(default_factory=dict)
-    common: dict[tree.Path, Any] = field(default_factory=dict)
+    objects: dict[Position, ShardedBase] = field(default_factory=dict)
+    common: dict[Position, Any] = field(default_factory=dict)
     missing: list[str] = field(default_factory=list)
 
 
-def _make_request(leaves: Sequence[tree.Leaf], content: _Content, rank: int) -> _Request:
+def _make_request(leaves: Sequence[state_dicts.Leaf], content: _Content, rank: int) -> _Request:
     request = _Request()
     for leaf in leaves:
         is_tensor = isinstance(leaf.value, torch.Tensor)
@@ -171,7 +172,7 @@ def _make_request(leaves: Sequence[tree.Leaf], content: _Content, rank: int) -> 
     return request
 
 
-def _request_of_common_state(request: _Request, leaf: tree.Leaf, content: _Content) -> None:
+def _request_of_common_state(request: _Request, leaf: state_dicts.Leaf, content: _Content) -> None:
     value = content.find_in_common(leaf)
     if value is HOLE:
         request.missing.append(leaf.key)
@@ -190,7 +191,7 @@ def _request_of_common_state(request: _Request, leaf: tree.Leaf, content: _Conte
         request.common[leaf.path] = value
 
 
-def _refuse_meta(leaf: tree.Leaf) -> None:
+def _refuse_meta(leaf: state_dicts.Leaf) -> None:
     if local_part(leaf.value).is_meta:
         raise CheckpointingException(
             f"{leaf.key!r} is on the meta device, which has no memory to load into: call "

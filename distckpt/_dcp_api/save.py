@@ -10,7 +10,7 @@ from typing import Any
 from distckpt._base.errors import CheckpointingException
 from distckpt._base.interrupts import operation
 from distckpt._base.reports import SaveReport
-from distckpt._dcp_api import arguments, shards, tree
+from distckpt._dcp_api import arguments, shards, state_dicts
 from distckpt._operations.async_save import async_save as save_in_background
 from distckpt._operations.save import save as save_now
 from distckpt._ranks.collectives import Ranks
@@ -133,7 +133,7 @@ def _save_arguments(
     ranks = Ranks(group)
     with ranks.phase("collect the state dicts"):
         location = arguments.location_in(checkpoint_id, storage_writer, "storage_writer")
-        values = tree.unwrap_stateful(state_dict)
+        values = state_dicts.unwrap_stateful(state_dict)
     return {
         "state_dict": shards.sharded(values, ranks),
         "path": location,

@@ -14,14 +14,15 @@ from typing import Any
 import torch
 
 from distckpt._base.errors import InvalidShardingError
-from distckpt._dcp_api import tree
+from distckpt._base.tree import Position
+from distckpt._dcp_api import state_dicts
 from distckpt._format.checksum import checksum
+from distckpt._mapping.base import ShardedBase
+from distckpt._mapping.sharded_tensor import ShardedTensor
 from distckpt._mapping.wrappers import (
     LocalNonpersistentObject,
-    ShardedBase,
     ShardedObject,
     ShardedStateDict,
-    ShardedTensor,
     is_main_replica,
 )
 from distckpt._models.dtensor import is_dtensor, is_in_mesh, shard_of_dtensor
@@ -43,13 +44,13 @@ def sharded(state_dict: Mapping[Any, Any], ranks: Ranks) -> ShardedStateDict:
         InvalidShardingError: a DTensor is a partial sum, or two values have one key.
     """
     with ranks.phase("describe the state dict"):
-        leaves = tree.leaves(state_dict)
+        leaves = state_dicts.leaves(state_dict)
         shards = {leaf.key: shards_of(leaf.key, leaf.value, ranks.rank) for leaf in leaves}
         copies = [(key, _copy_number(held[0])) for key, held in shards.items() if held]
     flags = _compare(ranks, copies)
     places = {leaf.path: leaf for leaf in leaves}
 
-    def stored(path: tree.Path, value: Any) -> Any:
+    def stored(path: Position, value: Any) -> Any:
         key = places[path].key
         if not isinstance(value, torch.Tensor) and flags[key] & _EVERYWHERE:
             return value
@@ -59,7 +60,7 @@ def sharded(state_dict: Mapping[Any, Any], ranks: Ranks) -> ShardedStateDict:
         # A rank outside of a mesh holds no part of its tensors.
         return shards[key] or LocalNonpersistentObject(None)
 
-    state: ShardedStateDict = tree.with_leaves(state_dict, stored)
+    state: ShardedStateDict = state_dicts.with_leaves(state_dict, stored)
     return state
 
 

@@ -16,7 +16,7 @@ import torch
 from distckpt._base.dtypes import as_integers
 from distckpt._base.errors import LoadMismatchError
 from distckpt._format.stored_checkpoint import StoredCheckpoint
-from distckpt._mapping.wrappers import ShardedTensor
+from distckpt._mapping.sharded_tensor import ShardedTensor
 from distckpt._plan.load import Copy, Request
 
 logger = logging.getLogger(__name__)

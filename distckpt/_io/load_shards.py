@@ -24,13 +24,13 @@ from distckpt._io import aliases
 from distckpt._io.direct_reads import files_to_read_directly
 from distckpt._io.read_values import read_apart, read_values, warn_of_overflows
 from distckpt._io.shared_read import Sharing, read_shared
-from distckpt._mapping.wrappers import ShardedTensor
+from distckpt._mapping.sharded_tensor import ShardedTensor
 from distckpt._plan.decoded import decoded, name_in_view
 from distckpt._plan.load import Copy, Request, check_dtype, check_keys, plan_load
 from distckpt._plan.translate import translate
 from distckpt._ranks import exchanges
 from distckpt._ranks.collectives import Ranks
-from distckpt._rules.rules import Rule
+from distckpt._rules.rule import Rule
 from distckpt._state.shards import region_view, shard_regions
 from distckpt._storage import locations
 from distckpt._storage.open_files import OpenFiles

@@ -16,7 +16,8 @@ from distckpt._base.libc import bytes_at
 from distckpt._base.memory import Bytes, is_plain_memory, tensor_bytes
 from distckpt._format.checksum import checksum
 from distckpt._geometry.region import Region
-from distckpt._mapping.wrappers import ShardedObject, ShardedTensor
+from distckpt._mapping.sharded_tensor import ShardedTensor
+from distckpt._mapping.wrappers import ShardedObject
 from distckpt._plan.layout import SavePlan
 from distckpt._state.shards import Shard, ShardTable, region_view, shard_regions
 
@@ -53,6 +54,16 @@ def _content_of(shard: Shard, region: Region) -> bytes | Bytes:
     return tensor_bytes(view)
 
 
+def samples_of_rows(table: ShardTable, shards: Sequence[Shard], rows: Sequence[int]) -> list[bytes]:
+    """Return samples of the tensors in some rows of this rank's table."""
+    views = []
+    for row in rows:
+        shard = shards[int(table.shard_ids[row])]
+        assert isinstance(shard, ShardedTensor)
+        views.append(region_view(shard, table.row_region(row)))
+    return [bytes(sample) for sample in _samples(views)]
+
+
 def weighted_digest(plan: SavePlan, shards: Sequence[Shard]) -> int:
     """Return a number of this rank. Those of all ranks add up to 0, modulo 2**64, if samples of
     replicas are equal.
@@ -65,7 +76,12 @@ def weighted_digest(plan: SavePlan, shards: Sequence[Shard]) -> int:
 
 
 def sampled_digests(tensors: Sequence[torch.Tensor]) -> npt.NDArray[np.uint64]:
-    """Hash a few blocks of elements of each tensor, the same for all devices and strides."""
+    """Hash samples of tensors."""
+    return np.array([max(1, checksum(sample)) for sample in _samples(tensors)], np.uint64)
+
+
+def _samples(tensors: Sequence[torch.Tensor]) -> list[Any]:
+    """Take a few blocks of elements of each tensor, the same for all devices and strides."""
     samples: list[Any] = [b""] * len(tensors)
     elsewhere: dict[torch.device, list[int]] = defaultdict(list)
     for number, tensor in enumerate(tensors):
@@ -78,7 +94,7 @@ def sampled_digests(tensors: Sequence[torch.Tensor]) -> npt.NDArray[np.uint64]:
             numbers, _samples_of_device([tensors[number] for number in numbers]), strict=True
         ):
             samples[number] = sample
-    return np.array([max(1, checksum(sample)) for sample in samples], np.uint64)
+    return samples
 
 
 def _sample_of_memory(tensor: torch.Tensor) -> bytes:

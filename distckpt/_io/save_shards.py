@@ -29,10 +29,18 @@ from distckpt._format import codec
 from distckpt._format.columns import pack, unpack
 from distckpt._format.manifest import MANIFEST_NAME, ChunkTable, Manifest, marker_fields
 from distckpt._io.prepared_save import FileCopies, PreparedSave
-from distckpt._io.replicas import add_digests, weighted_digest
+from distckpt._io.replica_differences import (
+    ReplicasToCompare,
+    report_differences,
+    samples_from_bytes,
+    samples_to_bytes,
+    select_pairs,
+)
+from distckpt._io.replicas import add_digests, samples_of_rows, weighted_digest
 from distckpt._io.write import NewFile, WriteSettings, file_of_tensors, in_folder, write_files
 from distckpt._mapping.base import OpenReplicaId
-from distckpt._mapping.wrappers import ShardedObject, ShardedTensor, is_main_replica
+from distckpt._mapping.sharded_tensor import ShardedTensor
+from distckpt._mapping.wrappers import ShardedObject, is_main_replica
 from distckpt._plan.layout import (
     PlanCache,
     PlannedChunk,
@@ -48,8 +56,21 @@ from distckpt._plan.save import Pieces, find_aliases, plan_owners
 from distckpt._ranks import exchanges
 from distckpt._ranks.collectives import Ranks
 from distckpt._state.common_state import object_text
-from distckpt._state.shards import Shard, ShardTable, merge_tables, region_view, shard_table
-from distckpt._state.validation import replica_weights, validate_shards
+from distckpt._state.shards import (
+    GlobalTable,
+    Shard,
+    ShardTable,
+    merge_tables,
+    region_view,
+    shard_table,
+)
+from distckpt._state.validation import (
+    different_replicas_error,
+    find_differences,
+    keep_whole,
+    replica_weights,
+    validate_shards,
+)
 from distckpt._storage import locations
 
 _PLANS = PlanCache()
@@ -136,7 +157,7 @@ def _find_or_make_plan(
         with ranks.phase("describe the shards again"):
             table = table or _described(ready, group, comparison)
     assert table is not None
-    plan = make_plan(ranks, table, not options.validate_access_integrity)
+    plan = _make_plan(ranks, table, ready, settings)
     settings.plans.keep(structure, plan)
     return ready, plan, False
 
@@ -273,37 +294,61 @@ class _Share(NamedTuple):
     """The part of one rank in a new plan: what it writes, and which of its rows are replicas.
 
     `weights` has a number for each row of its table, see `replica_weights`; `has_replicas` tells
-    whether any rank has some.
+    whether any rank has some, `have_differences` whether any of those differ. `sampled` are rows
+    whose samples the coordinator needs.
     """
 
     number: int
     has_replicas: bool
+    have_differences: bool
+    sampled: list[int]
     weights: npt.NDArray[np.uint64]
     pieces: Pieces
 
     def to_bytes(self) -> bytes:
         """Encode for sending."""
         columns = {"weights": self.weights, **self.pieces._asdict()}
-        return pack([self.number, self.has_replicas], columns)
+        return pack(self[:4], columns)
 
     @classmethod
     def from_bytes(cls, data: bytes) -> _Share:
         """Decode what `to_bytes` made."""
-        (number, has_replicas), columns = unpack(data)
-        return cls(number, has_replicas, columns.pop("weights"), Pieces(**columns))
+        (number, has_replicas, have_differences, sampled), columns = unpack(data)
+        weights = columns.pop("weights")
+        return cls(number, has_replicas, have_differences, sampled, weights, Pieces(**columns))
 
 
-def make_plan(ranks: Ranks, table: ShardTable, allow_gaps: bool) -> SavePlan:
-    """Plan a save together; `allow_gaps` permits elements that no rank holds.
+class _WholePlan(NamedTuple):
+    """What the coordinator plans for all ranks."""
+
+    manifest: Manifest
+    differing: ReplicasToCompare
+    shares: list[_Share]
+
+
+def _make_plan(
+    ranks: Ranks, table: ShardTable, shards: Sequence[Shard], settings: ShardSettings
+) -> SavePlan:
+    """Plan a save together.
 
     Collective operation: all ranks must call it. Descriptions of shards go to the coordinator,
-    pieces to write come back, tables of chunks go to it.
+    pieces to write come back, tables of chunks go to it. Where replicas differ, it looks at samples
+    of them.
     """
-    manifest: Manifest | None
+    options = settings.options
+    whole: _WholePlan | None
     if ranks.size == 1:
-        manifest, (share,) = _plan_for_all([table], allow_gaps)
+        whole = _plan_for_all([table], options)
+        (share,) = whole.shares
     else:
-        manifest, share = _plan_together(ranks, table, allow_gaps)
+        whole, share = _plan_together(ranks, table, options)
+    if share.have_differences:
+        gathered = ranks.gather(samples_to_bytes(samples_of_rows(table, shards, share.sampled)))
+        with ranks.phase("compare replicas", decision=True):
+            if whole is not None:
+                samples = [samples_from_bytes(data) for data in gathered]
+                report_differences(whole.differing, samples, settings.plans.saved_keys())
+    manifest = whole.manifest if whole is not None else None
     files, objects, tables = _lay_out(ranks, table, share.pieces, manifest)
     replicas = None
     rows = np.flatnonzero(share.weights)
@@ -313,40 +358,58 @@ def make_plan(ranks: Ranks, table: ShardTable, allow_gaps: bool) -> SavePlan:
 
 
 def _plan_together(
-    ranks: Ranks, table: ShardTable, allow_gaps: bool
-) -> tuple[Manifest | None, _Share]:
-    """Let the coordinator plan for all ranks; only there a manifest is returned."""
+    ranks: Ranks, table: ShardTable, options: SaveOptions
+) -> tuple[_WholePlan | None, _Share]:
+    """Let the coordinator plan for all ranks; only there the whole plan is returned."""
     messages = ranks.gather_once(table.to_messages())
-    manifests: list[Manifest] = []
+    plans: list[_WholePlan] = []
 
     def plan() -> list[bytes]:
         tables = ShardTable.all_from_messages(*messages)
         # As large as what is made of them.
         messages.clear()
-        manifest, shares = _plan_for_all(tables, allow_gaps)
-        manifests.append(manifest)
-        return [share.to_bytes() for share in shares]
+        plans.append(_plan_for_all(tables, options))
+        return [share.to_bytes() for share in plans[0].shares]
 
     share = _Share.from_bytes(ranks.decide_each("plan", plan))
-    return next(iter(manifests), None), share
+    return next(iter(plans), None), share
 
 
-def _plan_for_all(tables: list[ShardTable], allow_gaps: bool) -> tuple[Manifest, list[_Share]]:
+def _plan_for_all(tables: list[ShardTable], options: SaveOptions) -> _WholePlan:
     """Plan from the descriptions of all ranks, a list that is emptied."""
     groups = [table.exchange_group for table in tables]
     ends = np.cumsum([len(table.key_ids) for table in tables])[:-1]
     merged = merge_tables(tables)
     tables.clear()
-    validate_shards(merged, allow_gaps=allow_gaps)
+    # Without validation, elements that no rank holds are accepted.
+    validate_shards(merged, allow_gaps=not options.validate_access_integrity)
+    differing = _different_replicas(merged, [0, *ends.tolist()], options)
     aliases = find_aliases(merged)
     owned = plan_owners(merged, len(groups), aliases, groups)
     weights = replica_weights(merged)
     number, has_replicas = 1 + secrets.randbits(61), bool(weights.any())
     shares = [
-        _Share(number, has_replicas, of_rank, pieces)
-        for of_rank, pieces in zip(np.split(weights, ends), owned, strict=True)
+        _Share(number, has_replicas, bool(differing.keys), sampled, of_rank, pieces)
+        for sampled, of_rank, pieces in zip(
+            differing.rows_of_ranks, np.split(weights, ends), owned, strict=True
+        )
     ]
-    return manifest_of_keys(merged, aliases), shares
+    return _WholePlan(manifest_of_keys(merged, aliases), differing, shares)
+
+
+def _different_replicas(
+    merged: GlobalTable, starts: list[int], options: SaveOptions
+) -> ReplicasToCompare:
+    """Find replicas that differ, and see to it that one rank writes each of them whole.
+
+    Raises:
+        InvalidShardingError: some differ, and `validate_replicas` is True.
+    """
+    differences = find_differences(merged)
+    if options.validate_replicas and len(differences.rows):
+        raise different_replicas_error(merged, differences)
+    keep_whole(merged, differences)
+    return select_pairs(merged, differences, starts)
 
 
 def _lay_out(

@@ -11,40 +11,20 @@ import json
 import logging
 import operator
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Protocol, TypeAlias
 
 import numpy as np
 import torch
 
 from distckpt._base.arrays import as_torch_dtype, estimate_array_nbytes
-from distckpt._base.available_memory import estimate_available_memory
 from distckpt._base.interrupts import operation
 from distckpt._base.memory import is_plain_memory, tensor_bytes
 from distckpt._base.messages import did_you_mean, summarize_keys
-from distckpt._base.tree import Position
+from distckpt._base.tree import Position, leaves, map_leaves, new_like
 from distckpt._geometry.region import whole
 from distckpt._geometry.units import cut_region
 from distckpt._ranks.collectives import Ranks
-
-__all__ = [
-    "TensorFunction",
-    "TensorSource",
-    "apply_gather_functions",
-    "as_torch_dtype",
-    "broadcast_tensor",
-    "chunk_tensor_by_memory",
-    "estimate_array_nbytes",
-    "estimate_available_memory",
-    "flatten_for_broadcast",
-    "is_gcs_path",
-    "parse_gcs_path",
-    "read_process_array",
-    "reshard",
-    "to_host",
-    "to_plain_memory",
-    "unflatten_from_broadcast",
-]
 
 logger = logging.getLogger(__name__)
 
@@ -212,7 +192,7 @@ def flatten_for_broadcast(state: Mapping[Any, Any]) -> dict[Position, Any]:
         Position (the tuple of dict keys and list indices that leads to a leaf) -> leaf, in the
         order of `state`. `unflatten_from_broadcast` is the inverse.
     """
-    return dict(_leaves(state, ()))
+    return dict(leaves(state, _is_nested))
 
 
 def unflatten_from_broadcast(
@@ -228,7 +208,10 @@ def unflatten_from_broadcast(
     _check_same(
         flat, positions, "the flat state and the nested one it is put into have different leaves"
     )
-    return dict(_rebuilt(like, (), flat))
+    nested: dict[Any, Any] = map_leaves(
+        lambda position, _: flat[position], like, _is_nested, join=new_like
+    )
+    return nested
 
 
 def apply_gather_functions(
@@ -284,23 +267,8 @@ def _functions_by_position(
     return {place: function for place, function in given.items() if function is not None}
 
 
-def _leaves(node: Any, position: Position) -> Iterator[tuple[Position, Any]]:
-    if isinstance(node, Mapping):
-        for key, value in node.items():
-            yield from _leaves(value, (*position, key))
-    elif isinstance(node, list):
-        for index, value in enumerate(node):
-            yield from _leaves(value, (*position, index))
-    else:
-        yield position, node
-
-
-def _rebuilt(node: Any, position: Position, flat: Mapping[Position, Any]) -> Any:
-    if isinstance(node, Mapping):
-        return {key: _rebuilt(value, (*position, key), flat) for key, value in node.items()}
-    if isinstance(node, list):
-        return [_rebuilt(value, (*position, index), flat) for index, value in enumerate(node)]
-    return flat[position]
+def _is_nested(node: Any) -> bool:
+    return isinstance(node, Mapping | list)
 
 
 def _check_same(found: Iterable[Position], expected: Iterable[Position], problem: str) -> None:

@@ -97,22 +97,24 @@ def write_files(files: Sequence[NewFile], settings: WriteSettings) -> npt.NDArra
     outputs = [
         _Output(file, is_local, settings) for file, is_local in zip(files, are_local, strict=True)
     ]
-    local = [output for output in outputs if output.is_local]
-    remote = [output for output in outputs if not output.is_local]
+    _write_local([output for output in outputs if output.is_local], settings)
+    if not all(are_local):
+        _upload([output for output in outputs if not output.is_local], settings)
+    units = itertools.chain.from_iterable(output.checksums for output in outputs)
+    return np.array(list(itertools.chain.from_iterable(units)), np.uint64)
+
+
+def _write_local(outputs: Sequence[_Output], settings: WriteSettings) -> None:
     try:
-        for output in local:
+        for output in outputs:
             create_file(output.file.location, output.file.header, output.num_bytes)
-        _write_units(local, settings)
+        _write_units(outputs, settings)
     finally:
-        for output in local:
+        for output in outputs:
             # What was written completely is closed. An error of closing others would hide the one
             # that matters.
             with contextlib.suppress(OSError):
                 output.close()
-    if remote:
-        _upload(remote, settings)
-    units = itertools.chain.from_iterable(output.checksums for output in outputs)
-    return np.array(list(itertools.chain.from_iterable(units)), np.uint64)
 
 
 def _write_units(outputs: Sequence[_Output], settings: WriteSettings) -> None:

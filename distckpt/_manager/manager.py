@@ -21,8 +21,6 @@ from distckpt._commit import posix
 from distckpt._commit.presence import absence
 from distckpt._io import background
 from distckpt._manager import failures, removal, steps
-from distckpt._manager.listing import CheckpointInfo, list_checkpoints
-from distckpt._manager.preemption import PreemptionGuard
 from distckpt._manager.retention import Retention, surplus
 from distckpt._manager.seen_steps import SeenSteps
 from distckpt._manager.step_notes import encode_note, united_note
@@ -31,14 +29,12 @@ from distckpt._operations import background_save
 from distckpt._operations.async_save import reserve_for
 from distckpt._operations.background_save import SaveHandle, release_staging_memory
 from distckpt._operations.load import Strict, load
-from distckpt._operations.pending_saves import raise_pending_errors, raise_unseen_error
+from distckpt._operations.pending_saves import raise_unseen_error, raising_pending_errors
 from distckpt._operations.planned_save import PlannedSave, SaveRequest, write_and_commit
 from distckpt._operations.save import plan_save
 from distckpt._ranks.collectives import Ranks
-from distckpt._rules.rules import Rule
+from distckpt._rules.rule import Rule
 from distckpt._storage import locations
-
-__all__ = ["CheckpointInfo", "CheckpointManager", "PreemptionGuard", "list_checkpoints"]
 
 logger = logging.getLogger(__name__)
 
@@ -172,28 +168,29 @@ class CheckpointManager:
         Raises:
             CheckpointExistsError: a complete checkpoint of this step is there and `overwrite` is
                 False.
-            RankFailedError: raised on all ranks when any rank failed, or an earlier save has failed
-                unnoticed.
+            RankFailedError: raised on all ranks when any rank failed. The error of an earlier save
+                that has failed unnoticed is raised once this one is committed, or started in the
+                background.
         """
         if self._is_closed:
             raise CheckpointingException(f"The manager of {self.root!r} is closed: make a new one.")
         ranks = self._ranks()
-        raise_pending_errors(ranks, self._request.process_group)
-        self._handles = [handle for handle in self._handles if not handle.done()]
-        same = {"step": step, "overwrite": overwrite, **self._of_all_ranks}
-        with ranks.phase("check the step", same=same):
-            note = encode_note(metrics or {}, pinned)
-            request = replace(
-                self._request,
-                path=self.location(step),
-                overwrite=overwrite,
-                content_metadata=content_metadata,
-            )
-        handle = self._start_or_log(ranks, state_dict, step, note, request)
-        handle.was_asked = handle.was_asked or self._logs_failures
-        handle.add_done_callback(partial(self._note_failure, step))
-        self._handles.append(handle)
-        return handle
+        with raising_pending_errors(ranks, self._request):
+            self._handles = [handle for handle in self._handles if not handle.done()]
+            same = {"step": step, "overwrite": overwrite, **self._of_all_ranks}
+            with ranks.phase("check the step", same=same):
+                note = encode_note(metrics or {}, pinned)
+                request = replace(
+                    self._request,
+                    path=self.location(step),
+                    overwrite=overwrite,
+                    content_metadata=content_metadata,
+                )
+            handle = self._start_or_log(ranks, state_dict, step, note, request)
+            handle.was_asked = handle.was_asked or self._logs_failures
+            handle.add_done_callback(partial(self._note_failure, step))
+            self._handles.append(handle)
+            return handle
 
     @operation
     @paused_garbage_collection()

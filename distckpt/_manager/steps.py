@@ -14,7 +14,7 @@ from typing import Any
 from distckpt._base.errors import CheckpointingException
 from distckpt._checkpoint.opening import BACKEND
 from distckpt._commit import hidden_names, posix
-from distckpt._foreign.hugging_face import INDEX_NAME
+from distckpt._format.hf_names import INDEX_NAME
 from distckpt._format.marker import CONFIG_FNAME, marker_of, parse_config, read_marker
 from distckpt._operations.verify import verify
 from distckpt._storage import locations

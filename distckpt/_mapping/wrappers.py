@@ -12,27 +12,9 @@ from typing import Any, NoReturn, TypeAlias, cast
 import torch
 
 from distckpt._base.errors import InvalidShardingError
-from distckpt._base.tree import Position, children_of, dotted, nested_items_iter
+from distckpt._base.tree import Position, at, dotted, nested_items_iter, nodes
 from distckpt._mapping.base import INTEGERS, ReplicaId, ShardedBase, fail, integers
 from distckpt._mapping.kinds import is_a
-from distckpt._mapping.sharded_tensor import ShardedTensor
-
-__all__ = [
-    "CommonStateDict",
-    "FactoryBuildFn",
-    "FactoryMergeFn",
-    "LocalNonpersistentObject",
-    "ReplicaId",
-    "ShardedBase",
-    "ShardedObject",
-    "ShardedStateDict",
-    "ShardedTensor",
-    "ShardedTensorFactory",
-    "StateDict",
-    "apply_factories",
-    "apply_factory_merges",
-    "is_main_replica",
-]
 
 StateDict: TypeAlias = dict[str, Any]
 CommonStateDict: TypeAlias = dict[str, Any]
@@ -221,11 +203,20 @@ def apply_factory_merges(x1: Any, x2: Any, key: Position = ()) -> Any:
     """
     if is_a(x2, ShardedTensorFactory):
         return x2.merge_fn(x1)
-    _check_containers(x1, x2, key)
-    for k, factory in children_of(x2):
-        _check_is_loaded(x1, k, key)
-        x1[k] = apply_factory_merges(x1[k], factory, (*key, k))
+    for position, node in nodes(x2, _holds_factories):
+        if position:
+            *above, last = position
+            loaded = at(x1, tuple(above))
+            _check_is_loaded(loaded, last, (*key, *above))
+        if is_a(node, ShardedTensorFactory):
+            loaded[last] = node.merge_fn(loaded[last])
+        else:
+            _check_containers(at(x1, position), node, (*key, *position))
     return x1
+
+
+def _holds_factories(node: Any) -> bool:
+    return isinstance(node, dict | list)
 
 
 def _check_containers(loaded: Any, factories: Any, position: Position) -> None:

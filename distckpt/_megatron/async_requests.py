@@ -18,14 +18,6 @@ from distckpt._base.memory import paused_garbage_collection
 from distckpt._io import background
 from distckpt._ranks.collectives import Ranks
 
-__all__ = [
-    "AsyncCaller",
-    "AsyncCallsQueue",
-    "AsyncRequest",
-    "PersistentAsyncCaller",
-    "TemporalAsyncCaller",
-]
-
 logger = logging.getLogger(__name__)
 
 _EXIT_TIMEOUT = 600.0

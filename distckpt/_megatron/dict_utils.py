@@ -12,7 +12,7 @@ from typing import Any, TypeAlias
 import numpy as np
 import torch
 
-from distckpt._base.tree import Position, children_of, nested_items_iter
+from distckpt._base.tree import Position, children_of, fold, nested_items_iter, new_like
 
 DiffResult: TypeAlias = tuple[list[Any], list[Any], list[Any]]
 
@@ -190,13 +190,9 @@ def dict_list_map_inplace(f: Callable[[Any], Any], x: Any) -> Any:
     Returns:
         `x` itself when it is a container, else `f(x)`.
     """
-    if isinstance(x, dict):
-        for key, value in x.items():
-            x[key] = dict_list_map_inplace(f, value)
-    elif isinstance(x, list):
-        x[:] = [dict_list_map_inplace(f, value) for value in x]
-    else:
+    if not _is_nested(x):
         return f(x)
+    dict_map(f, x)
     return x
 
 
@@ -204,11 +200,11 @@ def dict_list_map_outplace(f: Callable[[Any], Any], x: Any) -> Any:
     """Copy nested dicts and lists, as plain ones, with `f(leaf)` in the place of each leaf; `f(x)`
     when `x` is a leaf.
     """
-    if isinstance(x, dict):
-        return {key: dict_list_map_outplace(f, value) for key, value in x.items()}
-    if isinstance(x, list):
-        return [dict_list_map_outplace(f, value) for value in x]
-    return f(x)
+    return fold(f, new_like, x, _is_nested)
+
+
+def _is_nested(x: Any) -> bool:
+    return isinstance(x, dict | list)
 
 
 def merge(x1: Any, x2: Any, key: Position = ()) -> Any:

@@ -5,29 +5,17 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from distckpt._mapping.base import ShardedBase
 from distckpt._mapping.kinds import is_a
+from distckpt._mapping.sharded_tensor import ShardedTensor
 from distckpt._mapping.wrappers import (
     LocalNonpersistentObject,
-    ShardedBase,
     ShardedObject,
     ShardedStateDict,
-    ShardedTensor,
     ShardedTensorFactory,
     StateDict,
 )
 from distckpt._megatron.dict_utils import extract_matching_values, nested_values
-
-__all__ = [
-    "add_prefix_for_sharding",
-    "apply_prefix_mapping",
-    "extract_nonpersistent",
-    "extract_sharded_base",
-    "extract_sharded_tensors",
-    "extract_sharded_tensors_and_factories",
-    "extract_sharded_tensors_or_nonpersistent",
-    "force_all_tensors_to_non_fp8",
-    "replace_prefix_for_sharding",
-]
 
 # Key, global offset, and the bounds of the flattened range of a flat shard.
 _ShardId = tuple[str, tuple[int, ...], tuple[int | None, int | None] | None]

@@ -13,7 +13,8 @@ from collections.abc import Callable
 from typing import Any
 
 from distckpt._base.errors import CheckpointingException
-from distckpt._mapping.wrappers import LocalNonpersistentObject, ShardedBase
+from distckpt._mapping.base import ShardedBase
+from distckpt._mapping.wrappers import LocalNonpersistentObject
 from distckpt._megatron.dict_utils import nested_values
 
 

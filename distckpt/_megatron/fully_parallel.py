@@ -14,12 +14,8 @@ from typing import Any, TypeVar
 
 from distckpt._base.errors import CheckpointingException
 from distckpt._base.options import LoadOptions, SaveOptions
-from distckpt._mapping.wrappers import (
-    ShardedObject,
-    ShardedStateDict,
-    ShardedTensor,
-    StateDict,
-)
+from distckpt._mapping.sharded_tensor import ShardedTensor
+from distckpt._mapping.wrappers import ShardedObject, ShardedStateDict, StateDict
 from distckpt._megatron.async_requests import AsyncRequest
 from distckpt._megatron.default_strategies import get_default_save_sharded_strategy
 from distckpt._megatron.forwarding import installed, refuse_own_objects
@@ -32,8 +28,6 @@ from distckpt.strategies.base import (
     SaveShardedStrategy,
     prepare_save,
 )
-
-__all__ = ["FullyParallelLoadStrategyWrapper", "FullyParallelSaveStrategyWrapper"]
 
 
 class FullyParallelSaveStrategyWrapper(AsyncSaveShardedStrategy):

@@ -18,11 +18,10 @@ import importlib
 import signal
 from typing import Any
 
+from distckpt._base.tree import fold, is_plain_container, new_like
 from distckpt._format.codec import register_object_type
 from distckpt._mapping.wrappers import ShardedStateDict
 from distckpt._state.megatron_shards import adopt
-
-__all__ = ["convert", "register_types"]
 
 _ENUM_MODULES = (
     "megatron.core.enums",
@@ -51,17 +50,17 @@ def convert(sharded_state_dict: ShardedStateDict) -> ShardedStateDict:
     Raises:
         InvalidShardingError: an object describes an impossible placement.
     """
-    converted: ShardedStateDict = _convert(sharded_state_dict)
+    converted: ShardedStateDict = fold(adopt, _join, sharded_state_dict, _is_converted)
     return converted
 
 
-def _convert(node: Any) -> Any:
-    if isinstance(node, dict):
-        converted = {key: _convert(value) for key, value in node.items()}
-        return converted if type(node) is dict else type(node)(converted)
-    if type(node) in (list, tuple):
-        return type(node)(_convert(item) for item in node)
-    return adopt(node)
+def _is_converted(node: Any) -> bool:
+    return isinstance(node, dict) or type(node) in (list, tuple)
+
+
+def _join(container: Any, children: list[Any]) -> Any:
+    converted = new_like(container, children)
+    return converted if is_plain_container(container) else type(container)(converted)
 
 
 def register_types() -> list[type]:

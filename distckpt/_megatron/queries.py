@@ -24,7 +24,8 @@ from distckpt._format.stored_checkpoint import StoredCheckpoint
 from distckpt._io import background
 from distckpt._io.load_shards import ReadSettings
 from distckpt._io.remove_tensors import remove_tensors
-from distckpt._mapping.wrappers import ShardedObject, ShardedStateDict, ShardedTensor, StateDict
+from distckpt._mapping.sharded_tensor import ShardedTensor
+from distckpt._mapping.wrappers import ShardedObject, ShardedStateDict, StateDict
 from distckpt._ranks.collectives import Ranks
 from distckpt._state import flatten
 from distckpt._state.common_state import COMMON_KEY, CONTENT_METADATA

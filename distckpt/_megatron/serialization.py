@@ -16,11 +16,11 @@ from distckpt._megatron.async_requests import AsyncRequest
 from distckpt._megatron.async_save import request_of
 from distckpt._operations.load import run_load
 from distckpt._operations.load_request import LoadRequest
-from distckpt._operations.pending_saves import raise_pending_errors
+from distckpt._operations.pending_saves import raising_pending_errors
 from distckpt._operations.planned_save import SaveRequest, write_and_commit
 from distckpt._operations.save import plan_save
 from distckpt._ranks.collectives import Ranks
-from distckpt._rules.rules import Rule
+from distckpt._rules.rule import Rule
 from distckpt._state.strictness import StrictHandling, parse_strict_flag
 from distckpt.strategies.base import LoadShardedStrategy, SaveShardedStrategy
 
@@ -119,10 +119,10 @@ def save(
         options=with_changes(save, SaveOptions, None, {**own, **changes}),
         preprocess_common=preprocess_common_before_consistancy_check,
     )
-    raise_pending_errors(ranks, process_group)
-    if async_sharded_save:
-        return request_of(ranks, sharded_state_dict, request)
-    write_and_commit(ranks, plan_save(ranks, sharded_state_dict, request))
+    with raising_pending_errors(ranks, request):
+        if async_sharded_save:
+            return request_of(ranks, sharded_state_dict, request)
+        write_and_commit(ranks, plan_save(ranks, sharded_state_dict, request))
     return None
 
 

@@ -8,10 +8,10 @@ from collections.abc import Callable
 from typing import Any
 
 from distckpt._mapping.kinds import is_a
+from distckpt._mapping.sharded_tensor import ShardedTensor
 from distckpt._mapping.wrappers import (
     CommonStateDict,
     ShardedStateDict,
-    ShardedTensor,
     ShardedTensorFactory,
     StateDict,
     apply_factories,

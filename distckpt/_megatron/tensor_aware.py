@@ -8,7 +8,8 @@ import functools
 import importlib
 from typing import Any
 
-from distckpt._mapping.wrappers import LocalNonpersistentObject, ShardedObject, ShardedTensor
+from distckpt._mapping.sharded_tensor import ShardedTensor
+from distckpt._mapping.wrappers import LocalNonpersistentObject, ShardedObject
 from distckpt._megatron.dict_utils import dict_list_map_outplace
 from distckpt._megatron.forwarding import installed, refuse_own_objects
 

@@ -10,7 +10,8 @@ from typing import Any
 from distckpt._base.errors import CheckpointingException
 from distckpt._base.options import LoadOptions, SaveOptions
 from distckpt._format.marker import BUILT_IN
-from distckpt._mapping.wrappers import ShardedObject, ShardedStateDict, ShardedTensor
+from distckpt._mapping.sharded_tensor import ShardedTensor
+from distckpt._mapping.wrappers import ShardedObject, ShardedStateDict
 from distckpt._megatron.async_requests import AsyncCallsQueue, AsyncRequest
 from distckpt._megatron.forwarding import installed
 from distckpt._megatron.queries import remove_sharded_tensors

@@ -12,37 +12,21 @@ from typing import Any
 import torch
 
 from distckpt._base.errors import CheckpointingException, CorruptCheckpointError
-from distckpt._commit.presence import READER_VERSION, check_marker
+from distckpt._base.tree import HOLE, fold, without_holes
+from distckpt._commit.presence import check_marker
 from distckpt._format.marker import read_marker
+from distckpt._mapping.base import ShardedBase
 from distckpt._mapping.kinds import is_a
-from distckpt._mapping.wrappers import (
-    ShardedBase,
-    ShardedObject,
-    ShardedStateDict,
-    ShardedTensor,
-)
+from distckpt._mapping.sharded_tensor import ShardedTensor
+from distckpt._mapping.wrappers import ShardedObject, ShardedStateDict
 from distckpt._megatron.dict_utils import nested_values
 from distckpt._operations.verify import verify
 from distckpt._ranks.collectives import Ranks
 from distckpt._state.megatron_shards import adopt
 from distckpt._state.shards import Shard, merge_tables, shard_table
-from distckpt._state.strictness import StrictHandling, handle_mismatch, parse_strict_flag
+from distckpt._state.strictness import StrictHandling, handle_mismatch
 from distckpt._state.validation import validate_shards
 from distckpt._storage import locations
-
-__all__ = [
-    "READER_VERSION",
-    "StrictHandling",
-    "adjust_non_strict_load",
-    "determine_global_metadata",
-    "maybe_report_missing_and_unexpected_keys",
-    "parse_strict_flag",
-    "save_integrity_manifest",
-    "validate_integrity_and_strict_load",
-    "validate_sharding_integrity",
-    "verify_checkpoint",
-    "verify_integrity_manifest",
-]
 
 
 def verify_checkpoint(checkpoint_dir: str | os.PathLike[str]) -> dict[str, Any]:
@@ -172,7 +156,12 @@ def adjust_non_strict_load(
     sharded_state_dict: ShardedStateDict, sharded_keys_to_remove: set[str]
 ) -> ShardedStateDict:
     """Return a state dict without the shards, objects and factories of some keys."""
-    kept: ShardedStateDict = _without_keys(sharded_state_dict, sharded_keys_to_remove)
+    kept: ShardedStateDict = fold(
+        lambda leaf: HOLE if _has_key(leaf, sharded_keys_to_remove) else leaf,
+        _without_holes,
+        sharded_state_dict,
+        _is_nested,
+    )
     return kept
 
 
@@ -216,16 +205,13 @@ def verify_integrity_manifest(checkpoint_dir: str | os.PathLike[str]) -> None:
                 )
 
 
-def _without_keys(node: Any, keys: set[str]) -> Any:
-    if isinstance(node, dict):
-        return {
-            name: _without_keys(child, keys)
-            for name, child in node.items()
-            if not _has_key(child, keys)
-        }
-    if isinstance(node, list):
-        return [_without_keys(child, keys) for child in node if not _has_key(child, keys)]
-    return node
+def _is_nested(node: Any) -> bool:
+    return isinstance(node, dict | list)
+
+
+def _without_holes(container: Any, children: list[Any]) -> Any:
+    kept = without_holes(container, children)
+    return type(container)() if kept is HOLE else kept
 
 
 def _has_key(node: Any, keys: set[str]) -> bool:

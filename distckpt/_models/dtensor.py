@@ -20,9 +20,9 @@ from typing import Any, TypeAlias
 import torch
 
 from distckpt._base.errors import InvalidShardingError
-from distckpt._mapping.base import OpenReplicaId
-from distckpt._mapping.sharded_tensor import grid_from_ranks
-from distckpt._mapping.wrappers import ReplicaId, ShardedTensor, ShardedTensorFactory
+from distckpt._mapping.base import OpenReplicaId, ReplicaId
+from distckpt._mapping.sharded_tensor import ShardedTensor, grid_from_ranks
+from distckpt._mapping.wrappers import ShardedTensorFactory
 from distckpt._models.fused import FusedPart, parts_factory
 
 Runs: TypeAlias = tuple[tuple[int, int], ...]

@@ -12,18 +12,12 @@ import torch
 from distckpt._base.errors import InvalidShardingError
 from distckpt._base.tree import Position, map_leaves
 from distckpt._geometry.region import with_item
+from distckpt._mapping.base import ReplicaId
 from distckpt._mapping.kinds import is_a
-from distckpt._mapping.wrappers import (
-    ReplicaId,
-    ShardedObject,
-    ShardedStateDict,
-    ShardedTensor,
-    ShardedTensorFactory,
-)
+from distckpt._mapping.sharded_tensor import ShardedTensor
+from distckpt._mapping.wrappers import ShardedObject, ShardedStateDict, ShardedTensorFactory
 from distckpt._models.fused import FusedPart, fail, parts_factory
 from distckpt._state.megatron_shards import adopt
-
-__all__ = ["grouped_experts", "grouped_mlp_sharded_state_dict", "sequential_experts"]
 
 
 def sequential_experts(

@@ -6,10 +6,9 @@ from collections.abc import Iterable, Sequence
 from typing import Literal, NamedTuple
 
 from distckpt._geometry.region import with_item
-from distckpt._mapping.wrappers import ShardedTensor, ShardedTensorFactory
+from distckpt._mapping.sharded_tensor import ShardedTensor
+from distckpt._mapping.wrappers import ShardedTensorFactory
 from distckpt._models.fused import FusedPart, fail, parts_factory
-
-__all__ = ["apply_swiglu_sharded_factory", "qkv_factory", "swiglu_factory"]
 
 
 def swiglu_factory(

@@ -11,12 +11,11 @@ from typing import Any, TypeAlias
 import torch
 
 from distckpt._base.errors import InvalidShardingError
-from distckpt._mapping.base import OpenReplicaId
+from distckpt._mapping.base import OpenReplicaId, ReplicaId
+from distckpt._mapping.sharded_tensor import ShardedTensor
 from distckpt._mapping.wrappers import (
-    ReplicaId,
     ShardedObject,
     ShardedStateDict,
-    ShardedTensor,
     ShardedTensorFactory,
     StateDict,
 )

@@ -11,13 +11,8 @@ import torch
 from distckpt._base.errors import LoadMismatchError
 from distckpt._base.messages import summarize_keys
 from distckpt._base.tree import Position, map_leaves
-from distckpt._mapping.base import BufferReplicaId, OpenReplicaId
-from distckpt._mapping.wrappers import (
-    ReplicaId,
-    ShardedStateDict,
-    StateDict,
-    is_main_replica,
-)
+from distckpt._mapping.base import BufferReplicaId, OpenReplicaId, ReplicaId
+from distckpt._mapping.wrappers import ShardedStateDict, StateDict, is_main_replica
 from distckpt._models.dtensor import is_dtensor, is_in_mesh, local_part, shard_of_dtensor
 from distckpt._models.layers import (
     EXTRA_STATE,
@@ -26,20 +21,9 @@ from distckpt._models.layers import (
     make_sharded_object_for_checkpoint,
     make_sharded_tensor_for_checkpoint,
     make_sharded_tensors_for_checkpoint,
-    make_tp_sharded_tensor_for_checkpoint,
     prepended_axes,
 )
 from distckpt._ranks.exchanges import own_rank
-
-__all__ = [
-    "load_sharded_state_dict",
-    "make_sharded_object_for_checkpoint",
-    "make_sharded_tensor_for_checkpoint",
-    "make_sharded_tensors_for_checkpoint",
-    "make_tp_sharded_tensor_for_checkpoint",
-    "sharded_state_dict",
-    "sharded_state_dict_default",
-]
 
 _WRAPPED = ("_orig_mod", "_checkpoint_wrapped_module", "_original_module")
 """Names under which torch.compile, activation checkpointing and Fabric hold the module that they

@@ -23,19 +23,22 @@ import torch
 
 from distckpt._base.errors import InvalidShardingError, UnsupportedObjectError
 from distckpt._base.messages import summarize_keys
-from distckpt._base.tree import CONTAINERS, Position, at, dotted, leaves, map_leaves, replaced
+from distckpt._base.tree import (
+    CONTAINERS,
+    HOLE,
+    Position,
+    at,
+    dotted,
+    leaves,
+    map_leaves,
+    replaced,
+)
 from distckpt._format import codec
 from distckpt._format.checksum import checksum
-from distckpt._format.codec import HOLE
 from distckpt._format.codec.tree import REGISTERED
-from distckpt._mapping.base import OpenReplicaId
-from distckpt._mapping.wrappers import (
-    LocalNonpersistentObject,
-    ShardedBase,
-    ShardedObject,
-    ShardedTensor,
-    StateDict,
-)
+from distckpt._mapping.base import OpenReplicaId, ShardedBase
+from distckpt._mapping.sharded_tensor import ShardedTensor
+from distckpt._mapping.wrappers import LocalNonpersistentObject, ShardedObject, StateDict
 from distckpt._models.dtensor import is_dtensor, is_in_mesh, shard_of_dtensor
 from distckpt._models.modules import (
     bare_module,

@@ -10,8 +10,7 @@ import torch
 
 from distckpt._base.errors import LoadMismatchError
 from distckpt._base.messages import summarize_keys
-from distckpt._base.tree import at, replaced
-from distckpt._format.codec import HOLE
+from distckpt._base.tree import HOLE, at, replaced
 from distckpt._mapping.wrappers import ShardedObject, StateDict
 from distckpt._models.modules import bare_module, load_sharded_state_dict
 from distckpt._models.objects import Described, Kind, Place

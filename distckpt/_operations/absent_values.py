@@ -2,15 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping
+import itertools
+from collections.abc import Collection, Iterable, Iterator
 from typing import Any
 
 import torch
 
 from distckpt._base.errors import LoadMismatchError
 from distckpt._base.messages import summarize_keys
-from distckpt._base.tree import Position, at, dotted, leaves
-from distckpt._format.codec import HOLE
+from distckpt._base.tree import (
+    HOLE,
+    Position,
+    at,
+    dotted,
+    is_container,
+    is_dict,
+    leaves,
+    on_the_way,
+)
 from distckpt._mapping.wrappers import StateDict
 
 
@@ -61,26 +70,17 @@ def _absent(paths: Iterable[Position], loaded: StateDict) -> list[str]:
 
 def tensor_paths(tree: Any) -> Iterator[Position]:
     """Yield the keys that lead to each tensor in nested dicts."""
-    for path, leaf in leaves(tree, _is_dict):
+    for path, leaf in leaves(tree, is_dict):
         if isinstance(leaf, torch.Tensor):
             yield path
 
 
-def _is_dict(node: Any) -> bool:
-    return isinstance(node, dict)
-
-
-def _value_paths(
-    tree: Mapping[Any, Any], objects: Collection[Position], path: Position = ()
-) -> Iterator[Position]:
+def _value_paths(tree: Any, objects: Collection[Position]) -> Iterator[Position]:
     """Yield the keys that lead to each value that is not None. A dict that contains no objects
     counts as one value.
     """
-    for key, value in tree.items():
-        below = (*path, key)
-        if value is None or below in objects:
-            continue
-        if not any(place[: len(below)] == below for place in objects):
-            yield below
-        elif isinstance(value, dict):
-            yield from _value_paths(value, objects, below)
+    above = itertools.chain([tree], *(on_the_way(tree, place[:-1]) for place in objects))
+    holders = set(map(id, filter(is_container, above)))
+    for position, value in leaves(tree, lambda node: is_dict(node) and id(node) in holders):
+        if value is not None and position not in objects and id(value) not in holders:
+            yield position

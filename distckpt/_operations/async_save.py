@@ -13,7 +13,7 @@ from distckpt._base.options import SaveOptions, with_changes
 from distckpt._mapping.wrappers import ShardedStateDict
 from distckpt._operations import background_save
 from distckpt._operations.background_save import SaveHandle
-from distckpt._operations.pending_saves import raise_pending_errors
+from distckpt._operations.pending_saves import raising_pending_errors
 from distckpt._operations.planned_save import SaveRequest
 from distckpt._operations.save import plan_save
 from distckpt._ranks.collectives import Ranks
@@ -59,7 +59,8 @@ def async_save(
 
     Returns:
         A handle to wait for the save and to get its report. When the save fails and nobody asks,
-        the error is logged, and the next save of these ranks raises it.
+        the error is logged, and the next save of these ranks raises it, when that save has been
+        committed, or started in the background.
 
     Raises:
         CheckpointingException: as `save` does, for errors that are found before anything is
@@ -74,11 +75,11 @@ def async_save(
         options=with_changes(async_save, SaveOptions, options, changes),
         verb="async_save",
     )
-    raise_pending_errors(ranks, process_group)
-    background = background_save.in_background(request)
-    planned = plan_save(ranks, state_dict, background.request)
-    save = background_save.prepare(ranks, background, planned)
-    return background_save.start(ranks, save)
+    with raising_pending_errors(ranks, request):
+        background = background_save.in_background(request)
+        planned = plan_save(ranks, state_dict, background.request)
+        save = background_save.prepare(ranks, background, planned)
+        return background_save.start(ranks, save)
 
 
 @operation

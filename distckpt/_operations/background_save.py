@@ -9,7 +9,7 @@ queue    one background thread in each process takes the saves in order (`_io.ba
 write    shard files and manifest, then commit, with a process group that nothing else uses
   |      (`planned_save.write_and_commit`)
   |
-report   from `SaveHandle.result`; the next save raises an error that nobody asked for
+report   from `SaveHandle.result`; the next save raises, at its end, an error that nobody asked for
 """
 
 from __future__ import annotations

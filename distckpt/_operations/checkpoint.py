@@ -25,7 +25,8 @@ from distckpt._format.marker import marker_of
 from distckpt._format.stored_checkpoint import StoredCheckpoint
 from distckpt._geometry.region import Region, whole
 from distckpt._io.load_shards import ReadSettings, load_tensors
-from distckpt._mapping.wrappers import ShardedTensor, StateDict
+from distckpt._mapping.sharded_tensor import ShardedTensor
+from distckpt._mapping.wrappers import StateDict
 from distckpt._plan.codes import AS_STORED
 from distckpt._plan.decoded import decoded
 from distckpt._ranks.collectives import Ranks

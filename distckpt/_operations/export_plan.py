@@ -34,7 +34,9 @@ from distckpt._plan.selection import select_tensors
 from distckpt._quantization.quantized import QuantizedTensor
 from distckpt._ranks.collectives import Ranks
 from distckpt._rules.families import config_for, read_config, rules_for
-from distckpt._rules.rules import Rule, TensorInfo, Tie
+from distckpt._rules.mapped import TensorInfo
+from distckpt._rules.rule import Rule
+from distckpt._rules.rules import Tie
 from distckpt._storage import locations
 
 logger = logging.getLogger(__name__)

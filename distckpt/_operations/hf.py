@@ -17,15 +17,6 @@ from distckpt._base.memory import paused_garbage_collection
 from distckpt._base.options import ExportOptions, with_changes
 from distckpt._checkpoint.opening import decode_manifest
 from distckpt._foreign.hugging_face import read_directory
-from distckpt._format.hf_names import (
-    derive_base_prefix_from_path,
-    group_keys_by_shard_size,
-    index_filename,
-    index_json,
-    optimize_shard_layout,
-    output_filenames,
-    shard_filename,
-)
 from distckpt._format.stored_checkpoint import StoredCheckpoint
 from distckpt._io.tensor_source import TensorSource
 from distckpt._operations.consolidate import consolidate
@@ -34,20 +25,6 @@ from distckpt._operations.export_request import check_request
 from distckpt._operations.export_write import ExportReport, write_and_commit
 from distckpt._ranks.collectives import Ranks
 from distckpt.strategies.base import ConsolidationStrategy
-
-__all__ = [
-    "HuggingFaceConsolidationStrategy",
-    "consolidate_safetensors_files",
-    "consolidate_safetensors_files_on_every_rank",
-    "derive_base_prefix_from_path",
-    "group_keys_by_shard_size",
-    "index_filename",
-    "index_json",
-    "optimize_shard_layout",
-    "output_filenames",
-    "shard_filename",
-]
-
 
 _UNLIMITED = 2**63
 

@@ -17,9 +17,9 @@ from distckpt._base.memory import paused_garbage_collection
 from distckpt._base.messages import did_you_mean, summarize_keys
 from distckpt._base.options import LoadOptions, with_changes
 from distckpt._base.reports import LoadReport, publish
+from distckpt._base.tree import HOLE
 from distckpt._checkpoint.consistent_read import read_attempts
 from distckpt._checkpoint.opening import find_checkpoint
-from distckpt._format.codec import HOLE
 from distckpt._mapping.wrappers import ShardedObject, ShardedStateDict, StateDict
 from distckpt._models.objects import Kind
 from distckpt._models.restore import restore_objects
@@ -37,7 +37,7 @@ from distckpt._operations.load_request import (
 )
 from distckpt._operations.shard_source import ShardSource
 from distckpt._ranks.collectives import PhaseTimer, Ranks
-from distckpt._rules.rules import Rule
+from distckpt._rules.rule import Rule
 from distckpt._state import flatten
 from distckpt._state.common_state import COMMON_KEY, CONTENT_METADATA
 from distckpt._state.shards import Shard

@@ -12,7 +12,8 @@ from distckpt._base.messages import check_choice, check_num_bytes
 from distckpt._base.options import LoadOptions, ParallelLoad, check_options
 from distckpt._checkpoint.opening import FoundCheckpoint
 from distckpt._format.marker import names_of_module
-from distckpt._mapping.wrappers import ShardedStateDict, ShardedTensor, StateDict
+from distckpt._mapping.sharded_tensor import ShardedTensor
+from distckpt._mapping.wrappers import ShardedStateDict, StateDict
 from distckpt._models import objects
 from distckpt._models.optimizer.shards import StoredEntry
 from distckpt._models.whole import Coverage, coverage_of, refuse_left_out
@@ -20,7 +21,8 @@ from distckpt._operations.shard_source import ShardSource, source_of
 from distckpt._plan.translate import stored_names
 from distckpt._ranks.collectives import Ranks
 from distckpt._rules.families import config_for, rules_for
-from distckpt._rules.rules import Assemble, Rule, check_rules
+from distckpt._rules.rule import Rule
+from distckpt._rules.rules import Assemble, check_rules
 from distckpt._state import flatten
 from distckpt._state.shards import Shard, ShardTable, find_ties, merge_tables, shard_table
 from distckpt._state.strictness import StrictHandling, handle_mismatch

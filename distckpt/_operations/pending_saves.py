@@ -6,12 +6,15 @@ it.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import weakref
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
 from distckpt._operations.on_demand import on_demand
+from distckpt._operations.planned_save import SaveRequest
 from distckpt._ranks import exchanges
 from distckpt._ranks.collectives import Ranks
 
@@ -53,27 +56,46 @@ def _owner_of(process_group: Any) -> Any:
     return exchanges.group_of(process_group) or GroupSaves
 
 
-def raise_pending_errors(ranks: Ranks, process_group: Any) -> None:
-    """Raise the error of an earlier background save of these ranks, unless it was asked for.
+@contextlib.contextmanager
+def raising_pending_errors(ranks: Ranks, request: SaveRequest) -> Iterator[None]:
+    """Run the body, a save, and then raise the error of an earlier background save of these ranks,
+    unless it was asked for.
+
+    The save comes first: a program that ends with the error has its newest state stored.
 
     Collective operation: all ranks must call it. It exchanges one number, and nothing if there were
     no background saves. If a save has failed on any rank, all ranks wait for their unfinished
     saves, and all raise.
     """
-    saves = _saves_of_groups.get(_owner_of(process_group))
-    if saves is None:
+    saves = _saves_of_groups.get(_owner_of(request.process_group))
+    if saves is None or not _has_failed(ranks, saves):
+        yield
         return
+    failed, saves.unreported = saves.unreported, []
+    try:
+        yield
+    except BaseException:
+        saves.unreported[:0] = failed
+        saves.state = max(saves.state, FAILED)
+        raise
+    with ranks.phase("raise the error of an earlier background save"):
+        raise_unseen_error(failed)
+
+
+def _has_failed(ranks: Ranks, saves: GroupSaves) -> bool:
+    """Tell whether a background save has failed on any rank; if so, wait for all of them, and make
+    it possible to save again.
+    """
     state = saves.state
     if ranks.all_equal(state) and state == FINE:
-        return
+        return False
     on_demand("background").wait_for_all()
     if OUT_OF_STEP in ranks.all_gather_numbers([saves.state]):
         # The groups are left as they are: a group made in the place of a destroyed one would get
         # its name, and meet its traces in the store.
         saves.ranks.clear()
     saves.state = FINE
-    with ranks.phase("save in the background"):
-        raise_unseen_error(saves.unreported)
+    return True
 
 
 def raise_unseen_error(handles: list[Any]) -> None:

@@ -11,8 +11,6 @@ from distckpt._operations.export_plan import PlannedTensors
 from distckpt._plan.decoded import find
 from distckpt._plan.quantize import formats_by_pattern, quantize_outputs
 
-__all__ = ["formats_by_pattern", "quantized"]
-
 
 def quantized(
     planned: PlannedTensors,

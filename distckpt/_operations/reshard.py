@@ -39,7 +39,8 @@ from distckpt._io.save_shards import (
 )
 from distckpt._io.tensor_source import TensorSource
 from distckpt._io.write import NewFile, WriteSettings
-from distckpt._mapping.wrappers import CommonStateDict, ShardedObject, ShardedTensor
+from distckpt._mapping.sharded_tensor import ShardedTensor
+from distckpt._mapping.wrappers import CommonStateDict, ShardedObject
 from distckpt._operations.planned_save import PlannedSave, SaveRequest, write_and_commit
 from distckpt._plan.decoded import decoded, hidden_keys
 from distckpt._plan.export import OutputTensor, check_codes, is_for_all, plan_tensors
@@ -55,7 +56,7 @@ from distckpt._plan.save import plan_owners
 from distckpt._plan.selection import matches, renamed, select_tensors
 from distckpt._ranks.collectives import PhaseTimer, Ranks
 from distckpt._rules.mapped import crop
-from distckpt._rules.rules import Rule
+from distckpt._rules.rule import Rule
 from distckpt._state.common_state import COMMON_KEY
 from distckpt._state.shards import GlobalTable, Shard, merge_tables, shard_table
 from distckpt._storage import locations

@@ -19,7 +19,7 @@ from distckpt._io.save_shards import ShardSettings, prepare_shards
 from distckpt._mapping.wrappers import CommonStateDict, ShardedObject, ShardedStateDict, StateDict
 from distckpt._models import objects
 from distckpt._operations.on_demand import on_demand
-from distckpt._operations.pending_saves import raise_pending_errors
+from distckpt._operations.pending_saves import raising_pending_errors
 from distckpt._operations.planned_save import PlannedSave, SaveRequest, write_and_commit
 from distckpt._ranks.collectives import PhaseTimer, Ranks
 from distckpt._state import common_state, flatten
@@ -82,8 +82,9 @@ def save(
         CheckpointExistsError: a complete checkpoint is there and `overwrite` is False, or the
             directory cannot be replaced: it holds other checkpoints or a mount, or is the current
             directory. Nothing is written.
-        RankFailedError: raised on all ranks when any rank failed; nothing is committed. Also when
-            an earlier background save failed and nobody has asked for its result.
+        RankFailedError: raised on all ranks when any rank failed; nothing is committed. The error
+            of an earlier background save, whose result nobody has asked for, is raised once this
+            save is committed.
     """
     ranks = Ranks(process_group)
     request = SaveRequest(
@@ -93,9 +94,9 @@ def save(
         content_metadata=content_metadata,
         options=with_changes(save, SaveOptions, options, changes),
     )
-    raise_pending_errors(ranks, process_group)
-    planned = plan_save(ranks, state_dict, request)
-    return write_and_commit(ranks, planned)
+    with raising_pending_errors(ranks, request):
+        planned = plan_save(ranks, state_dict, request)
+        return write_and_commit(ranks, planned)
 
 
 @dataclass(frozen=True)
@@ -143,6 +144,8 @@ def plan_save(ranks: Ranks, state_dict: ShardedStateDict, request: SaveRequest) 
         described = _describe_state(ranks, state_dict, request)
     with timer.phase("plan"):
         prepared = _prepare(ranks, target, described)
+        if ranks.is_coordinator:
+            common_state.note_compared(described.compared)
     notes = {**request.notes, **note_of_module(described.names)}
     request = replace(request, notes=notes)
     return PlannedSave(target.location, request, target.config, prepared, timer)

@@ -15,6 +15,7 @@ from typing import NamedTuple, TypeAlias
 
 import torch
 
+from distckpt._base.arrays import as_torch_dtype
 from distckpt._base.dtypes import FROM_NAME, TO_NAME
 from distckpt._base.errors import CheckpointExistsError
 from distckpt._commit import posix
@@ -23,19 +24,8 @@ from distckpt._commit.target import check_replaceable
 from distckpt._format import hf_names
 from distckpt._format.safetensors_file import Entry, stored_shape
 from distckpt._io.stream_files import StreamLayout, lay_out, new_files, write_stream
-from distckpt._io.tensors import as_torch_dtype
 from distckpt._ranks.collectives import Ranks
 from distckpt._storage import locations
-
-__all__ = [
-    "DTYPE_ELEMENT_SIZE",
-    "DTYPE_TO_SAFETENSORS",
-    "StateDictMeta",
-    "StateDictMetaItem",
-    "TensorMeta",
-    "save_safetensors_streaming",
-    "save_safetensors_streaming_sharded",
-]
 
 DTYPE_TO_SAFETENSORS: dict[torch.dtype | str, str] = {
     spelling: name

@@ -31,8 +31,6 @@ from distckpt._ranks.collectives import Ranks
 from distckpt._state.common_state import COMMON_KEY
 from distckpt._storage import locations
 
-__all__ = ["export"]
-
 
 @operation
 def export(

@@ -21,7 +21,9 @@ from distckpt._format.stored_checkpoint import StoredCheckpoint
 from distckpt._plan.codes import check_scales_cast
 from distckpt._plan.selection import check_all_match, matches, renamed
 from distckpt._quantization.names import may_be_codes, scales_of
-from distckpt._rules.rules import MappedTensor, Rule, TensorInfo, apply_rules
+from distckpt._rules.mapped import MappedTensor, TensorInfo
+from distckpt._rules.rule import Rule
+from distckpt._rules.rules import apply_rules
 
 SINGLE_FILE = "model.safetensors"
 MAX_FILES = 99_999

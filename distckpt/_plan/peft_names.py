@@ -21,12 +21,9 @@ from distckpt._rules.mapped import (
     join,
 )
 from distckpt._rules.on_disk import forms_on_disk
-from distckpt._rules.rules import (
-    Assemble,
-    Rule,
-    SplitQKV,
-    apply_rules,
-)
+from distckpt._rules.pieces import SplitQKV
+from distckpt._rules.rule import Rule
+from distckpt._rules.rules import Assemble, apply_rules
 
 _IN, _OUT = ".linear_in.weight", ".linear_out.weight"
 _BRIDGE = re.compile(

@@ -17,7 +17,8 @@ from distckpt._rules.mapped import (
     resolve_padding,
     target_view,
 )
-from distckpt._rules.rules import Rule, Tie, apply_rules
+from distckpt._rules.rule import Rule
+from distckpt._rules.rules import Tie, apply_rules
 
 
 def _of_other_ranks(

@@ -13,19 +13,9 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 from distckpt._base.errors import CheckpointingException
-from distckpt._rules.rules import (
-    Add,
-    Concat,
-    Copy,
-    Drop,
-    Rename,
-    Rule,
-    Split,
-    SplitQKV,
-    Stack,
-    Trim,
-    Unstack,
-)
+from distckpt._rules.pieces import Concat, Split, SplitQKV, Stack, Unstack
+from distckpt._rules.rule import Rule
+from distckpt._rules.rules import Add, Copy, Drop, Rename, Trim
 
 LAYER, HF_LAYER = "decoder.layers.*.", "model.layers.{0}."
 _STACKS = ("self_attention", "mlp", "mixer", "norm", "input_layernorm", "pre_mlp_layernorm")

@@ -14,11 +14,9 @@ from distckpt._base.messages import check_choice
 from distckpt._rules.blocks import MTP_NAMES, Config, IncompleteConfigError
 from distckpt._rules.megatron import megatron_rules
 from distckpt._rules.on_disk import forms_on_disk
-from distckpt._rules.rules import Rule
+from distckpt._rules.rule import Rule
 from distckpt._rules.transformers_names import transformers_rules, with_defaults
 from distckpt._storage import locations
-
-__all__ = ["Source", "read_config", "rules"]
 
 logger = logging.getLogger(__name__)
 

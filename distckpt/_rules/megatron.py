@@ -22,12 +22,9 @@ from distckpt._rules.blocks import (
     stacked_experts,
     token_prediction,
 )
-from distckpt._rules.rules import (
-    Interleave,
-    Rename,
-    Rule,
-    Transpose,
-)
+from distckpt._rules.pieces import Interleave
+from distckpt._rules.rule import Rule
+from distckpt._rules.rules import Rename, Transpose
 from distckpt._rules.towers import COMPOSED, text_part
 
 _UNKNOWN = {

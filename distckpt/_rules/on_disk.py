@@ -8,7 +8,8 @@ import re
 from collections.abc import Mapping
 
 from distckpt._rules.blocks import Config, joined_experts
-from distckpt._rules.rules import Rename, Rule, Transpose
+from distckpt._rules.rule import Rule
+from distckpt._rules.rules import Rename, Transpose
 from distckpt._rules.towers import text_part
 
 _FUSED = re.compile(r"((?:.+\.)?layers\.)\d+(\..+)\.experts\.gate_up_proj")

@@ -10,25 +10,12 @@ from distckpt._base.errors import InvalidShardingError, LoadMismatchError
 from distckpt._base.messages import did_you_mean, summarize_keys
 from distckpt._rules.mapped import (
     MappedTensor,
-    RegionCopy,
     TensorInfo,
     add,
     compose,
     identity,
-    invert,
     permute,
-    resolve,
-    resolve_padding,
-    target_view,
     trim_axis,
-)
-from distckpt._rules.pieces import (
-    Concat,
-    Interleave,
-    Split,
-    SplitQKV,
-    Stack,
-    Unstack,
 )
 from distckpt._rules.rule import (
     Captures,
@@ -41,32 +28,6 @@ from distckpt._rules.rule import (
     misfit,
     normalize_axis,
 )
-
-__all__ = [
-    "Add",
-    "Assemble",
-    "Concat",
-    "Copy",
-    "Drop",
-    "Interleave",
-    "MappedTensor",
-    "RegionCopy",
-    "Rename",
-    "Rule",
-    "Split",
-    "SplitQKV",
-    "Stack",
-    "TensorInfo",
-    "Tie",
-    "Transpose",
-    "Trim",
-    "Unstack",
-    "apply_rules",
-    "invert",
-    "resolve",
-    "resolve_padding",
-    "target_view",
-]
 
 
 @dataclass(frozen=True)

@@ -9,14 +9,9 @@ from typing import NamedTuple
 
 from distckpt._base.errors import CheckpointingException
 from distckpt._rules.blocks import Config, joined_experts
-from distckpt._rules.rules import (
-    Concat,
-    Rename,
-    Rule,
-    Split,
-    Transpose,
-    Unstack,
-)
+from distckpt._rules.pieces import Concat, Split, Unstack
+from distckpt._rules.rule import Rule
+from distckpt._rules.rules import Rename, Transpose
 
 
 class Composed(NamedTuple):

@@ -16,6 +16,7 @@ import torch
 from distckpt._base.errors import CheckpointingException
 from distckpt._rules.mapped import (
     MappedTensor,
+    TensorInfo,
     crop_axis,
     drop_axis,
     identity,
@@ -23,12 +24,8 @@ from distckpt._rules.mapped import (
     permute,
     reshape,
 )
-from distckpt._rules.rules import (
-    Assemble,
-    Rule,
-    TensorInfo,
-    Tie,
-)
+from distckpt._rules.rule import Rule
+from distckpt._rules.rules import Assemble, Tie
 
 
 def transformers_rules(config: Mapping[str, Any]) -> list[Rule]:

@@ -7,9 +7,8 @@ lists stay the same.
 
 from __future__ import annotations
 
-import itertools
 from collections import Counter
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -20,22 +19,22 @@ from distckpt._base.errors import (
 )
 from distckpt._base.tree import (
     CONTAINERS,
+    HOLE,
     Position,
+    compacted,
     dotted,
-    is_container,
+    filled,
+    fold,
     leaves,
     map_leaves,
     on_the_way,
     rebuilt,
+    without_holes,
 )
-from distckpt._format.codec import HOLE, refuse_unknown
-from distckpt._mapping.wrappers import (
-    LocalNonpersistentObject,
-    ShardedBase,
-    ShardedObject,
-    ShardedTensor,
-    ShardedTensorFactory,
-)
+from distckpt._format.codec import refuse_unknown
+from distckpt._mapping.base import ShardedBase
+from distckpt._mapping.sharded_tensor import ShardedTensor
+from distckpt._mapping.wrappers import LocalNonpersistentObject, ShardedObject, ShardedTensorFactory
 from distckpt._state.megatron_shards import adopt, is_foreign
 from distckpt._state.shards import Shard
 from distckpt._state.stored_form import stored_form
@@ -63,7 +62,6 @@ class _Merge:
     built: Any
 
 
-_MARKS = (_Slot, _Local, _Merge)
 _NEVER_FOREIGN = (ShardedTensor, *CONTAINERS)
 
 
@@ -95,16 +93,25 @@ def split(state_dict: Any) -> SplitState:
     return SplitState(shards, {} if common is HOLE else common, skeleton)
 
 
-def _take_apart(node: Any, shards: list[Shard], inside_factory: bool) -> tuple[Any, Any]:
+def _take_apart(tree: Any, shards: list[Shard], inside_factory: bool) -> tuple[Any, Any]:
     """Return the skeleton and common state of a part of a state dict; collect its shards."""
-    # By far the most frequent types first; isinstance is slow for an abstract class.
-    if type(node) not in _NEVER_FOREIGN:
-        node = adopt(node)
-    if isinstance(node, ShardedTensor):
-        node = stored_form(node)
-    if type(node) is ShardedTensor or isinstance(node, ShardedTensor | ShardedObject):
-        shards.append(node)
-        return _Slot(len(shards) - 1), HOLE
+
+    def take(node: Any) -> tuple[Any, Any]:
+        # By far the most frequent types first; isinstance is slow for an abstract class.
+        if type(node) not in _NEVER_FOREIGN:
+            node = adopt(node)
+        if isinstance(node, ShardedTensor):
+            node = stored_form(node)
+        if type(node) is ShardedTensor or isinstance(node, ShardedTensor | ShardedObject):
+            shards.append(node)
+            return _Slot(len(shards) - 1), HOLE
+        return _take_other(node, shards, inside_factory)
+
+    parts: tuple[Any, Any] = fold(take, _join, tree, _is_walked)
+    return parts
+
+
+def _take_other(node: Any, shards: list[Shard], inside_factory: bool) -> tuple[Any, Any]:
     if isinstance(node, ShardedTensorFactory):
         built, _ = _take_apart(node.build(), shards, inside_factory=True)
         return _Merge(node, built), HOLE
@@ -115,26 +122,22 @@ def _take_apart(node: Any, shards: list[Shard], inside_factory: bool) -> tuple[A
         )
     if isinstance(node, LocalNonpersistentObject):
         return _Local(node.unwrap()), HOLE
-    if _is_walked(node):
-        return _take_container_apart(node, shards, inside_factory)
     # What a factory builds besides shards, it builds again for loading.
     return (_Local(node), HOLE) if inside_factory else (HOLE, node)
 
 
-def _take_container_apart(
-    container: Any, shards: list[Shard], inside_factory: bool
-) -> tuple[Any, Any]:
-    children = container.values() if isinstance(container, dict) else container
-    parts = [_take_apart(child, shards, inside_factory) for child in children]
+def _join(container: Any, parts: list[tuple[Any, Any]]) -> tuple[Any, Any]:
     skeleton = rebuilt(container, [part for part, _ in parts])
     return skeleton, _common_of(container, [part for _, part in parts])
 
 
 def _common_of(container: Any, children: list[Any]) -> Any:
-    if _are_holes(children):
-        return HOLE
-    if isinstance(container, dict):
-        return _without_holes(dict(zip(container, children, strict=True)))
+    """Return the common state of a container. Lists and tuples keep their holes, so that positions
+    stay the same.
+    """
+    common = without_holes(container, children)
+    if common is HOLE or isinstance(container, dict):
+        return common
     # A named tuple becomes a plain one: its class need not be known to whoever reads the common
     # state.
     return tuple(children) if isinstance(container, tuple) else children
@@ -146,12 +149,11 @@ def _is_walked(node: Any) -> bool:
     """
     if type(node) in CONTAINERS:
         return True
-    return is_container(node) and any(_is_part(leaf) for _, leaf in leaves(node))
+    return isinstance(node, CONTAINERS) and any(_is_part(leaf) for _, leaf in leaves(node))
 
 
 def _is_part(leaf: Any) -> bool:
-    is_marked = leaf is HOLE or type(leaf) in _MARKS
-    return is_marked or isinstance(leaf, ShardedBase | LocalNonpersistentObject) or is_foreign(leaf)
+    return isinstance(leaf, ShardedBase | LocalNonpersistentObject) or is_foreign(leaf)
 
 
 # --- Checking -------------------------------------------------------------------------------------
@@ -201,45 +203,28 @@ def put_together(skeleton: Any, values: Sequence[Any], common: Any) -> dict[Any,
     Objects of unknown classes are an error where the skeleton has a value.
     """
     refuse_unknown(common, lambda position: _asks_for(skeleton, position))
-    filled = _fill(skeleton, values, common)
-    return {} if filled is HOLE else filled
+
+    def fill(mark: Any, value: Any) -> Any:
+        filling = values[mark.number] if type(mark) is _Slot else _value_of(mark, values)
+        # A container that was stored empty is empty, whatever was in the requested one.
+        return compacted(value) if filling is HOLE else filling
+
+    found = filled(fill, skeleton, common)
+    return {} if found is HOLE else found
 
 
 def _asks_for(skeleton: Any, position: Position) -> bool:
     return any(node is HOLE for node in on_the_way(skeleton, position))
 
 
-def _fill(skeleton: Any, values: Sequence[Any], common: Any) -> Any:
-    if type(skeleton) in _MARKS:
-        value = _value_at(skeleton, values)
-        return _compact(common) if value is HOLE else value
-    if skeleton is HOLE:
-        return _compact(common)
-    if isinstance(skeleton, dict):
-        filled = _filled_dict(skeleton, values, common if isinstance(common, dict) else {})
-    else:
-        items = common if isinstance(common, list | tuple) else ()
-        pairs = itertools.zip_longest(skeleton, items, fillvalue=HOLE)
-        filled = _closed_up([_fill(above, values, below) for above, below in pairs], skeleton)
-    # A container that was stored empty is empty, whatever was in the requested one.
-    return _compact(common) if filled is HOLE else filled
-
-
-def _filled_dict(skeleton: dict[Any, Any], values: Sequence[Any], common: dict[Any, Any]) -> Any:
-    return _without_holes(
-        {
-            key: _fill(skeleton.get(key, HOLE), values, common.get(key, HOLE))
-            for key in {**common, **skeleton}
-        }
-    )
-
-
-def _value_at(mark: _Slot | _Local | _Merge, values: Sequence[Any]) -> Any:
+def _value_of(mark: Any, values: Sequence[Any]) -> Any:
+    if mark is HOLE:
+        return HOLE
     if isinstance(mark, _Slot):
         return values[mark.number]
     if isinstance(mark, _Local):
         return mark.value
-    built = map_leaves(lambda _, inner: _value_at(inner, values), mark.built)
+    built = map_leaves(lambda _, inner: _value_of(inner, values), mark.built)
     # A factory that lacks a part cannot be merged.
     is_complete = all(value is not HOLE for _, value in leaves(built))
     return mark.factory.merge_fn(built) if is_complete else HOLE
@@ -247,35 +232,5 @@ def _value_at(mark: _Slot | _Local | _Merge, values: Sequence[Any]) -> Any:
 
 def compact(tree: dict[Any, Any]) -> dict[Any, Any]:
     """Drop all holes; lists close up."""
-    compacted = _compact(tree)
-    return {} if compacted is HOLE else compacted
-
-
-def _compact(tree: Any) -> Any:
-    if not _is_walked(tree):
-        return tree
-    if isinstance(tree, dict):
-        return _without_holes({key: _compact(child) for key, child in tree.items()})
-    return _closed_up([_compact(child) for child in tree], tree)
-
-
-def _without_holes(children: dict[Any, Any]) -> Any:
-    """Drop the holes from a dict; `HOLE` if there is nothing else."""
-    if _are_holes(children.values()):
-        return HOLE
-    return {key: child for key, child in children.items() if child is not HOLE}
-
-
-def _closed_up(items: list[Any], like: Any) -> Any:
-    """Drop the holes among the new items of a list or tuple; `HOLE` if there is nothing else."""
-    if _are_holes(items):
-        return HOLE
-    if hasattr(like, "_fields"):
-        # A named tuple has a place for each of its fields, and for nothing else.
-        return type(like)(*(None if item is HOLE else item for item in items[: len(like)]))
-    kept = [item for item in items if item is not HOLE]
-    return tuple(kept) if isinstance(like, tuple) else kept
-
-
-def _are_holes(values: Collection[Any]) -> bool:
-    return len(values) > 0 and all(value is HOLE for value in values)
+    found = compacted(tree)
+    return {} if found is HOLE else found

@@ -18,12 +18,8 @@ import torch
 from distckpt._format.codec import register_object_type
 from distckpt._mapping.base import ShardedBase
 from distckpt._mapping.kinds import kind_of
-from distckpt._mapping.wrappers import (
-    LocalNonpersistentObject,
-    ShardedObject,
-    ShardedTensor,
-    ShardedTensorFactory,
-)
+from distckpt._mapping.sharded_tensor import ShardedTensor
+from distckpt._mapping.wrappers import LocalNonpersistentObject, ShardedObject, ShardedTensorFactory
 
 # The arguments of Megatron's scripts hold a signal.
 register_object_type(signal.Signals)

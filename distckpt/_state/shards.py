@@ -33,7 +33,8 @@ from distckpt._geometry.region import (
     widen,
 )
 from distckpt._mapping.base import BufferReplicaId, OpenReplicaId, flat_bounds
-from distckpt._mapping.wrappers import ShardedObject, ShardedTensor, is_main_replica
+from distckpt._mapping.sharded_tensor import ShardedTensor
+from distckpt._mapping.wrappers import ShardedObject, is_main_replica
 
 Shard: TypeAlias = ShardedTensor | ShardedObject
 _Kind: TypeAlias = tuple[str, tuple[int, ...]]

@@ -18,12 +18,8 @@ import torch
 from distckpt._base.errors import InvalidShardingError, LoadMismatchError, UnsupportedObjectError
 from distckpt._geometry.region import with_item
 from distckpt._mapping.base import flat_bounds, unsuitable
-from distckpt._mapping.wrappers import (
-    ShardedObject,
-    ShardedTensor,
-    ShardedTensorFactory,
-    is_main_replica,
-)
+from distckpt._mapping.sharded_tensor import ShardedTensor
+from distckpt._mapping.wrappers import ShardedObject, ShardedTensorFactory, is_main_replica
 
 _PARTS_OF = {torch.complex32: torch.float16, torch.complex128: torch.float64}
 

@@ -6,6 +6,7 @@ Each element has one main replica, and replicas agree.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -21,8 +22,7 @@ MAX_COMPARED = 256
 
 
 def validate_shards(table: GlobalTable, *, allow_gaps: bool = False) -> None:
-    """Check that main replicas cover every global tensor and object grid exactly once, and that
-    replicas agree.
+    """Check that main replicas cover every global tensor and object grid exactly once.
 
     With `allow_gaps`, elements that no rank holds are accepted; they will not be in the checkpoint.
     """
@@ -42,9 +42,13 @@ def validate_shards(table: GlobalTable, *, allow_gaps: bool = False) -> None:
             table.global_shapes[keys, :ndim],
         )
         faults.extend((int(keys[fault.tensor]), fault.element) for fault in wrong)
-    found = _explain_faults(table, faults, allow_gaps) or _replica_differences(table)
+    found = _explain_faults(table, faults, allow_gaps)
     if found:
-        raise InvalidShardingError("Invalid sharding:\n- " + "\n- ".join(summarize_faults(found)))
+        raise _invalid(found)
+
+
+def _invalid(faults: Sequence[KeyFault]) -> InvalidShardingError:
+    return InvalidShardingError("Invalid sharding:\n- " + "\n- ".join(summarize_faults(faults)))
 
 
 def _is_trivial(table: GlobalTable) -> npt.NDArray[np.bool_]:
@@ -146,25 +150,53 @@ def _find_overlap(table: GlobalTable, rows: IntArray, ndim: int) -> tuple[int, i
     return None
 
 
-def _replica_differences(table: GlobalTable) -> list[KeyFault]:
-    """Compare content digests of equal regions, where they were computed."""
+class ReplicaDifferences(NamedTuple):
+    """Rows that have another content than the first row of the same region, by their digests.
+
+    Attributes:
+        rows: (n,), of a global table.
+        firsts: (n,), what each of them is compared with: the main replica of its region.
+    """
+
+    rows: IntArray
+    firsts: IntArray
+
+
+def find_differences(table: GlobalTable) -> ReplicaDifferences:
+    """Compare the digests of replicas, where they were computed."""
     hashed = np.flatnonzero((table.digests != 0) & ~table.is_buffer)
     if not len(hashed):
-        return []
+        return ReplicaDifferences(hashed, hashed)
     rows, firsts = _replicas(table, hashed)
     different = table.digests[rows] != table.digests[firsts]
+    return ReplicaDifferences(rows[different], firsts[different])
+
+
+def different_replicas_error(
+    table: GlobalTable, differences: ReplicaDifferences
+) -> InvalidShardingError:
+    """Return the error about replicas that differ."""
     found = []
-    for row, first in zip(rows[different].tolist(), firsts[different].tolist(), strict=True):
+    for row, first in zip(differences.rows.tolist(), differences.firsts.tolist(), strict=True):
         ranks = int(table.ranks[first]), int(table.ranks[row])
         text = (
             f": region {table.row_region(row)} differs between rank {ranks[0]} and rank "
             f"{ranks[1]}, which hold it as replicas of each other. Make them equal "
             "(DistributedDataParallel, torch.distributed.broadcast), or save what each rank has "
             "on its own under different keys, or in a distckpt.PerRank. validate_replicas=False "
-            "stores parts of each."
+            "compares nothing."
         )
         found.append(KeyFault(table.keys[table.key_ids[row]], text, ranks))
-    return found
+    return _invalid(found)
+
+
+def keep_whole(table: GlobalTable, differences: ReplicaDifferences) -> None:
+    """Mark regions of which replicas differ, in place: the main replica alone is written, as that
+    of a buffer.
+    """
+    if len(differences.rows):
+        rows, firsts = _replicas(table, np.arange(len(table.key_ids)))
+        table.is_buffer[rows[np.isin(firsts, np.unique(differences.firsts))]] = True
 
 
 def replica_weights(table: GlobalTable) -> npt.NDArray[np.uint64]:

@@ -3,19 +3,18 @@ hold the same keys.
 """
 
 from distckpt._base.public import set_public_home
+from distckpt._commit.presence import READER_VERSION
 from distckpt._megatron.validation import (
-    READER_VERSION,
-    StrictHandling,
     adjust_non_strict_load,
     determine_global_metadata,
     maybe_report_missing_and_unexpected_keys,
-    parse_strict_flag,
     save_integrity_manifest,
     validate_integrity_and_strict_load,
     validate_sharding_integrity,
     verify_checkpoint,
     verify_integrity_manifest,
 )
+from distckpt._state.strictness import StrictHandling, parse_strict_flag
 
 __all__ = [
     "READER_VERSION",

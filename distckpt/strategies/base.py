@@ -21,12 +21,8 @@ from distckpt._base.public import set_public_home
 from distckpt._checkpoint.formats import READERS
 from distckpt._format.marker import BUILT_IN
 from distckpt._io.prepared_save import PreparedSave
-from distckpt._mapping.wrappers import (
-    ShardedObject,
-    ShardedStateDict,
-    ShardedTensor,
-    StateDict,
-)
+from distckpt._mapping.sharded_tensor import ShardedTensor
+from distckpt._mapping.wrappers import ShardedObject, ShardedStateDict, StateDict
 from distckpt._plan.layout import PlanCache
 from distckpt._ranks.collectives import Ranks
 

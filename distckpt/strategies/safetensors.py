@@ -20,7 +20,8 @@ from distckpt._format.marker import BUILT_IN
 from distckpt._format.stored_checkpoint import StoredCheckpoint
 from distckpt._io.load_shards import ReadSettings
 from distckpt._io.save_shards import ShardSave, ShardSettings, prepare_shards
-from distckpt._mapping.wrappers import ShardedObject, ShardedStateDict, ShardedTensor, StateDict
+from distckpt._mapping.sharded_tensor import ShardedTensor
+from distckpt._mapping.wrappers import ShardedObject, ShardedStateDict, StateDict
 from distckpt._plan.layout import PlanCache
 from distckpt._ranks.collectives import Ranks
 from distckpt._storage import locations

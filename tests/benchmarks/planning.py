@@ -43,7 +43,7 @@ from distckpt._plan.layout import lay_out_files
 from distckpt._plan.load import Request, plan_load
 from distckpt._plan.save import Pieces, find_aliases, plan_owners
 from distckpt._state.shards import ShardTable, merge_tables, shard_table
-from distckpt._state.validation import replica_weights, validate_shards
+from distckpt._state.validation import find_differences, replica_weights, validate_shards
 from distckpt._storage import locations
 
 _T = TypeVar("_T")
@@ -181,6 +181,7 @@ def plan_for_all(
     merged = step("merge", lambda: merge_tables(tables))
     tables.clear()
     step("validate", lambda: validate_shards(merged))
+    step("compare replicas", lambda: find_differences(merged))
     aliases = step("find tied tensors", lambda: find_aliases(merged))
     pieces = step("give owners", lambda: plan_owners(merged, num_ranks, aliases, [0] * num_ranks))
     weights = step("find replicas", lambda: replica_weights(merged))

@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import distckpt
 from tests.support.exchanges import watching_exchanges
-from tests.support.harness import error_of, run
+from tests.support.harness import error_of, launched, run
 from tests.support.parallel_modules import fsdp, plain, tp
 
 
@@ -198,7 +198,9 @@ def test_buffers_that_differ_between_ranks_are_those_of_rank_0(tmp_path):
     assert all(torch.equal(layer.running_mean, own) for layer, own in zip(net, first, strict=True))
 
 
-def save_what_drifts_apart(rank: int, path: str) -> tuple[list[str], bool]:
+def save_what_drifts_apart(
+    rank: int, path: str
+) -> tuple[list[str], list[bool], list[torch.Tensor]]:
     """Save a module that each rank makes, and trains, on its own; copies are on their way apart
     from the third save.
     """
@@ -221,29 +223,34 @@ def save_what_drifts_apart(rank: int, path: str) -> tuple[list[str], bool]:
         texts.append(
             str(error_of(distckpt.save, state, f"{path}_{number + 1}", on_report=reused.append))
         )
+    weights = [net[1].weight.detach().view(torch.int16).clone()]
     with torch.no_grad():
         net[1].weight.fill_(1.0)
         net[1].weight.view(-1)[6200:7200] += rank  # A twelfth of it.
-    texts.append(str(error_of(distckpt.save, state, f"{path}_4")))
-    return texts, [report.plan_reused for report in reused]
+    weights.append(net[1].weight.detach().view(torch.int16).clone())
+    texts.append(str(error_of(distckpt.save, state, f"{path}_4", on_report=reused.append)))
+    return texts, [report.plan_reused for report in reused], weights
 
 
-def test_replicas_that_differ_are_refused_at_any_save(tmp_path):
-    for texts, reused in run(save_what_drifts_apart, 2, str(tmp_path / "saved")):
-        first, *fine, last, range_of_elements = texts
-        assert "'{0..1}.bias' (2 keys), '{0..1}.weight' (2 keys)" in first
-        assert "differs between rank 0 and rank 1" in first
-        assert "'part." not in first
-        assert fine == ["None", "None"]
-        assert reused == [False, True]
-        assert "key '1.weight': region [0:40, 0:300] differs between rank 0 and rank 1" in last
-        assert "validate_replicas=False" in last
-        assert "'0." not in last
-        assert (
-            "key '1.weight': region [0:40, 0:300] differs between rank 0 and rank 1"
-            in range_of_elements
-        )
-    assert {path.name for path in tmp_path.iterdir()} == {"saved_1", "saved_2", "saved_run"}
+def test_replicas_that_come_apart_are_stored_whole(tmp_path):
+    with launched(save_what_drifts_apart, 2, str(tmp_path / "saved")) as launch:
+        outcomes = launch.outcomes()
+    for outcome in outcomes:
+        texts, reused, _ = outcome.value
+        assert "'{0..1}.bias' (2 keys), '{0..1}.weight' (2 keys)" in texts[0]
+        assert "differs between rank 0 and rank 1" in texts[0]
+        assert "'part." not in texts[0]
+        assert texts[1:] == ["None"] * 4
+        assert reused == [False, True, False, True]
+    of_rank_0, of_rank_1 = [outcome.value[2] for outcome in outcomes]
+    for number in (3, 4):
+        saved = distckpt.open(tmp_path / f"saved_{number}").read_tensors()
+        bits = saved["1.weight"].view(torch.int16)
+        assert torch.equal(bits, of_rank_0[number - 3])
+        assert not torch.equal(bits, of_rank_1[number - 3])
+    _, warning = outcomes[0].warnings_logged
+    assert "replicas differ: '1.weight' on rank 1 differ" in warning
+    assert outcomes[1].warnings_logged == []
 
 
 def resume_own_head(rank: int, path: str) -> bool:

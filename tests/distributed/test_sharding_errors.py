@@ -12,7 +12,7 @@ import torch
 
 import distckpt
 from distckpt import InvalidShardingError, LoadMismatchError, ShardedObject, ShardedTensor
-from tests.support.harness import GROUP_TIMEOUT, error_of, sum_over_ranks
+from tests.support.harness import GROUP_TIMEOUT, error_of, launched, sum_over_ranks
 
 
 def tensor(key, shape, *offsets, dtype=torch.float32, replica_id=0, value=0.0):
@@ -240,6 +240,132 @@ def save_equal_replicas(rank, path):
         distckpt.save(
             state, path, validate_replicas=how, validate_access_integrity=False, overwrite=True
         )
+
+
+def drifted_state(rank, drift):
+    """Norms that are replicas, and differ by `drift` on rank 1; a weight that is none of them."""
+    state = {f"norms.{i}": torch.linspace(1, 2, 4096) for i in range(6)}
+    if rank == 1:
+        state["norms.3"] = drift(state["norms.3"])
+    shards = {
+        key: ShardedTensor.from_rank_offsets(key, data, replica_id=rank)
+        for key, data in state.items()
+    }
+    return {**shards, "w": tensor("w", (6, 4), (0, rank, 2), value=float(rank))}
+
+
+def save_drifted(rank, path, drifts):
+    """Save the state of the same structure once for each drift; return what was refused."""
+    reused = []
+    errors = [
+        error_of(
+            distckpt.save,
+            drifted_state(rank, drift),
+            f"{path}_{number}",
+            on_report=lambda report: reused.append(report.plan_reused),
+        )
+        for number, drift in enumerate(drifts)
+    ]
+    return errors, reused
+
+
+def one_unit_apart(data):
+    data[0] = torch.nextafter(data[0], torch.tensor(9.0))
+    return data
+
+
+def slightly_larger(data):
+    return data * (1 + 1e-6)
+
+
+def turned_around(data):
+    return -data
+
+
+def unchanged(data):
+    return data
+
+
+def as_bytes(path):
+    return distckpt.open(path).read_tensors()["norms.3"].numpy().tobytes()
+
+
+@pytest.mark.parametrize(
+    ("drift", "absolute", "relative"),
+    [(one_unit_apart, "1.19e-07", "5.96e-08"), (slightly_larger, "1.91e-06", "9.54e-07")],
+)
+def test_replicas_that_drift_are_stored_whole_and_named(tmp_path, drift, absolute, relative):
+    path = str(tmp_path / "saved")
+    with launched(save_drifted, 2, path, [drift, drift, unchanged]) as launch:
+        first, second = launch.outcomes()
+    assert first.value == second.value == ([None] * 3, [False, True, True])
+    assert second.warnings_logged == []
+    (warning,) = first.warnings_logged
+    for words in ("'norms.3' on rank 1", absolute, relative, "validate_replicas=True"):
+        assert words in warning
+    expected = torch.linspace(1, 2, 4096).numpy().tobytes()
+    assert [as_bytes(f"{path}_{number}") for number in range(3)] == [expected] * 3
+
+
+def test_replicas_with_nothing_in_common_are_refused_at_the_first_save_alone(tmp_path):
+    """Later, a job would lose its checkpoint."""
+    path = str(tmp_path / "saved")
+    drifts = [turned_around, unchanged, turned_around, turned_around]
+    with launched(save_drifted, 2, path, drifts) as launch:
+        first, second = launch.outcomes()
+    errors, reused = first.value
+    assert isinstance(errors[0], InvalidShardingError)
+    assert "key 'norms.3': region [0:4096] differs between rank 0 and rank 1" in str(errors[0])
+    assert errors[1:] == [None] * 3
+    assert reused == [False, False, True]
+    assert str(second.value[0][0]) == str(errors[0])
+    refusal, warning = first.warnings_logged
+    assert "failed during 'compare replicas'" in refusal
+    assert "'norms.3' on rank 1 differ from their main replicas by up to 4 (2 of" in warning
+    expected = torch.linspace(1, 2, 4096).numpy().tobytes()
+    assert [as_bytes(f"{path}_{number}") for number in (1, 2, 3)] == [expected] * 3
+
+
+def save_drift_of_every_dtype(rank, path):
+    """Each tensor has one element more or less on rank 2."""
+    state = {}
+    for number, dtype in enumerate(DTYPES):
+        data = torch.arange(1, 65).remainder(2).to(dtype)
+        data[7] = 0 if rank == 2 else 1
+        if dtype.is_floating_point and dtype.itemsize > 1:
+            data[9] = float("nan")
+        key = str(dtype)
+        state[key] = ShardedTensor.from_rank_offsets(key, data, replica_id=(rank + 1) % 3)
+        state[f"l{number}"] = tensor(f"l{number}", (6, 4), (0, rank, 3))
+    return str(error_of(distckpt.save, state, path, validate_replicas=True)), str(
+        error_of(distckpt.save, state, path)
+    )
+
+
+DTYPES = [
+    torch.float64,
+    torch.bfloat16,
+    torch.float8_e4m3fn,
+    torch.complex64,
+    torch.int64,
+    torch.uint8,
+    torch.bool,
+]
+
+
+def test_drift_in_every_dtype_is_that_of_the_main_replica(tmp_path):
+    path = str(tmp_path / "saved")
+    with launched(save_drift_of_every_dtype, 3, path) as launch:
+        first, *_ = outcomes = launch.outcomes()
+    for outcome in outcomes:
+        refused, saved = outcome.value
+        assert "differs between rank 2 and rank 0" in refused
+        assert saved == "None"
+    *_, warning = first.warnings_logged
+    assert "on rank 0, 1 differ" in warning
+    assert "up to 1 (1 of" in warning
+    stored = distckpt.open(path).read_tensors()
+    assert [float(stored[str(dtype)].to(torch.complex64)[7].real) for dtype in DTYPES] == [0.0] * 7
 
 
 def test_validate_replicas_accepts_equal_ones(run, tmp_path):

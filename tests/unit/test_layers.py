@@ -140,6 +140,39 @@ def test_imports_point_down():
     assert upward == []
 
 
+def names_of(module: str) -> tuple[set[str], set[str]]:
+    """Return the names that a module has at its top level: those that it defines, and those that
+    it imports from others of the package.
+    """
+    defined, imported = set(), set()
+    for node in nodes_of(module)[0].body:
+        if isinstance(node, ast.ImportFrom) and node.module.startswith("distckpt"):
+            imported |= {alias.asname or alias.name for alias in node.names}
+        elif isinstance(node, ast.FunctionDef | ast.ClassDef):
+            defined.add(node.name)
+        else:
+            defined |= {part.id for part in ast.walk(node) if isinstance(part, ast.Name)}
+    return defined, imported
+
+
+def test_names_come_from_the_private_modules_that_define_them():
+    passed_on = [
+        f"distckpt.{module}: {name} of distckpt.{other}"
+        for module in MODULES
+        for name, _ in imports_of(module)
+        for other, _, name in [name.removeprefix("distckpt.").rpartition(".")]
+        if other.startswith("_") and other in MODULES and f"{other}.{name}" not in MODULES
+        for defined, imported in [names_of(other)]
+        if name in imported - defined
+    ]
+    assert passed_on == []
+
+
+def test_public_modules_alone_list_their_names():
+    lists = {module for module in MODULES if "__all__" in names_of(module)[0]}
+    assert {module for module in lists if module.startswith("_")} == {"__init__"}
+
+
 def test_no_cycles():
     graph = {module: set(own_imports(module)) for module in MODULES}
     order = list(graphlib.TopologicalSorter(graph).static_order())

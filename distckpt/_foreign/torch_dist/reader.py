@@ -8,11 +8,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from distckpt._base.errors import CorruptCheckpointError, UnsupportedObjectError
+from distckpt._base.tree import HOLE
 from distckpt._checkpoint.reader import Reader
 from distckpt._foreign.torch_dist.objects import read_object
 from distckpt._foreign.torch_dist.source import COMMON_NAME, METADATA_NAME, read_directory
 from distckpt._foreign.torch_dist.unpickle import RefusedGlobalError
-from distckpt._format.codec import HOLE
 from distckpt._format.manifest import Manifest
 from distckpt._format.stored_checkpoint import StoredCheckpoint
 from distckpt._io.read import read_chunks

@@ -46,8 +46,6 @@ from distckpt._format.codec.encode import (
     how_to_register,
     unknown_objects,
 )
-from distckpt._format.codec.encode import UnknownObject as UnknownObject
-from distckpt._format.codec.tree import HOLE as HOLE
 from distckpt._format.codec.tree import (
     REGISTERED,
     REGISTERED_NAMES,

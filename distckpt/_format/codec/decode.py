@@ -18,11 +18,11 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from distckpt._base.tree import HOLE
 from distckpt._format.codec.encode import UnknownObject, unknown_objects
 from distckpt._format.codec.tree import (
     DTYPES,
     FACTORIES,
-    HOLE,
     MAX_DEPTH,
     PATHS,
     TENSOR_DTYPES,

@@ -19,13 +19,13 @@ import torch
 import xxhash
 
 from distckpt._base.errors import UnsupportedObjectError
+from distckpt._base.tree import Hole
 from distckpt._format.codec.tree import (
     FACTORIES,
     MAX_DEPTH,
     PATHS,
     REGISTERED,
     TENSOR_DTYPES,
-    Hole,
     Json,
     Raw,
     default_functions,

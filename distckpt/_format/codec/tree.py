@@ -29,21 +29,6 @@ Json = Any
 Raw = bytes | bytearray | memoryview
 
 
-class Hole:
-    """Type of `HOLE`."""
-
-    def __repr__(self) -> str:
-        return "<hole>"
-
-    def __reduce__(self) -> str:
-        # A string names a global of this module: copies are the same object.
-        return "HOLE"
-
-
-HOLE = Hole()
-"""Takes the place in a list of a value that is kept elsewhere, so that other items keep theirs."""
-
-
 FACTORIES: dict[str | None, type | None] = {
     None: None,
     **{

@@ -8,11 +8,11 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 
 from distckpt._base.errors import InvalidShardingError
-from distckpt._format.codec import HOLE
+from distckpt._base.tree import HOLE
+from distckpt._mapping.sharded_tensor import ShardedTensor
 from distckpt._mapping.wrappers import (
     LocalNonpersistentObject,
     ShardedStateDict,
-    ShardedTensor,
     ShardedTensorFactory,
 )
 from distckpt._models.dtensor import is_dtensor, is_in_mesh, local_part

@@ -11,10 +11,10 @@ import torch
 from distckpt._base.errors import InvalidShardingError
 from distckpt._base.tree import leaves
 from distckpt._mapping.kinds import is_a
+from distckpt._mapping.sharded_tensor import ShardedTensor
 from distckpt._mapping.wrappers import (
     LocalNonpersistentObject,
     ShardedStateDict,
-    ShardedTensor,
     ShardedTensorFactory,
     StateDict,
 )

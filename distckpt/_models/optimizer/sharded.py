@@ -16,10 +16,10 @@ from distckpt._base.errors import InvalidShardingError, LoadMismatchError
 from distckpt._base.interrupts import operation
 from distckpt._base.messages import summarize_keys
 from distckpt._mapping.base import OpenReplicaId
+from distckpt._mapping.sharded_tensor import ShardedTensor
 from distckpt._mapping.wrappers import (
     ShardedObject,
     ShardedStateDict,
-    ShardedTensor,
     ShardedTensorFactory,
     StateDict,
 )
@@ -32,25 +32,12 @@ from distckpt._models.optimizer.description import (
 )
 from distckpt._models.optimizer.ids import (
     KEEP_VARS_HINT,
-    get_optim_param_to_id_map,
     get_param_id_to_sharded_param_map,
-    optim_state_to_sharding_state,
 )
 from distckpt._models.optimizer.restore import restored_section, untrained_names
-from distckpt._models.optimizer.shards import make_sharded_optimizer_tensor
 from distckpt._models.optimizer.state import Entry, stored_rest, unite
 from distckpt._models.optimizer.view import bare_optimizer, owned_parameters, write_sections
 from distckpt._ranks.collectives import Ranks
-
-__all__ = [
-    "get_optim_param_to_id_map",
-    "get_param_id_to_sharded_param_map",
-    "load_sharded_optimizer_state_dict",
-    "make_sharded_optimizer_tensor",
-    "optim_state_to_sharding_state",
-    "sharded_optimizer_state_dict",
-    "zero1_shards",
-]
 
 logger = logging.getLogger(__name__)
 

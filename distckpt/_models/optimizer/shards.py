@@ -12,7 +12,8 @@ from distckpt._base.errors import InvalidShardingError, LoadMismatchError
 from distckpt._base.memory import in_huge_pages
 from distckpt._base.tree import leaves
 from distckpt._mapping.kinds import is_a
-from distckpt._mapping.wrappers import ShardedTensor, ShardedTensorFactory
+from distckpt._mapping.sharded_tensor import ShardedTensor
+from distckpt._mapping.wrappers import ShardedTensorFactory
 from distckpt._models.dtensor import is_dtensor, local_part, shard_of_dtensor
 from distckpt._state.stored_form import shard_at
 

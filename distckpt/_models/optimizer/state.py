@@ -31,10 +31,9 @@ import torch
 
 from distckpt._base.errors import InvalidShardingError, LoadMismatchError
 from distckpt._base.messages import summarize_keys
-from distckpt._base.tree import Position, dotted, is_plain_container, map_leaves
+from distckpt._base.tree import HOLE, Position, dotted, is_plain_container, leaves, map_leaves
 from distckpt._format import codec
 from distckpt._format.checksum import checksum
-from distckpt._format.codec import HOLE
 from distckpt._models.dtensor import is_dtensor, local_part
 from distckpt._ranks.collectives import Ranks
 
@@ -194,9 +193,11 @@ def _new_entry(
 
 
 def _is_basic(value: Any) -> bool:
-    return isinstance(value, _BASIC) or (
-        type(value) in (list, tuple) and all(map(_is_basic, value))
-    )
+    return all(isinstance(leaf, _BASIC) for _, leaf in leaves(value, _is_plain_list))
+
+
+def _is_plain_list(value: Any) -> bool:
+    return type(value) in (list, tuple)
 
 
 def _plain_values(states: Sequence[ParamState]) -> list[dict[str, Any]]:

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from distckpt._format.codec import HOLE
+from distckpt._base.tree import HOLE, Position, fold, is_dict, map_nodes, without_holes
 
 _DELEGATES = frozenset({"AcceleratedOptimizer", "_FabricOptimizer"})
 """Classes of accelerate and Fabric around an optimizer, which keep nothing of their own."""
@@ -72,9 +72,7 @@ def read_sections(optimizer: Any) -> tuple[list[Section], Any]:
     inner = sharded_inner(optimizer)
     groups = optimizer.param_groups
     if inner is None and not _is_plain(optimizer):
-        sections: list[Section] = []
-        rest = _take_sections(optimizer.state_dict(), (), groups, sections)
-        return sections, rest
+        return _take_sections(optimizer.state_dict(), groups)
     state = (inner or optimizer).state
     others = {key: value for key, value in state.items() if not isinstance(key, torch.Tensor)}
     if not others:
@@ -123,22 +121,20 @@ def _is_plain(optimizer: Any) -> bool:
     )
 
 
-def _take_sections(
-    node: Any, path: tuple[str, ...], groups: list[dict[str, Any]], found: list[Section]
-) -> Any:
-    """Add the sections of a state dict to `found`; return the rest of it, `HOLE` for nothing."""
-    if not isinstance(node, dict):
-        return node
-    section, rest = _divide(node, path, groups)
-    if section is not None:
-        found.append(section)
-    kept: dict[Any, Any] = {}
-    for key, value in rest.items():
-        is_walked = isinstance(key, str)
-        left = _take_sections(value, (*path, key), groups, found) if is_walked else value
-        if left is not HOLE:
-            kept[key] = left
-    return HOLE if node and not kept else kept
+def _take_sections(tree: Any, groups: list[dict[str, Any]]) -> tuple[list[Section], Any]:
+    """Return the sections of a state dict, and the rest of it, `HOLE` for nothing."""
+    found: list[Section] = []
+
+    def take(path: Position, node: Any) -> Any:
+        if not isinstance(node, dict) or not all(isinstance(key, str) for key in path):
+            return node
+        section, rest = _divide(node, path, groups)
+        if section is not None:
+            found.append(section)
+        return rest if rest or not node else HOLE
+
+    rest = map_nodes(take, tree, is_dict)
+    return found, fold(lambda leaf: leaf, without_holes, rest, is_dict)
 
 
 def _divide(

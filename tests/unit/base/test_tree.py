@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import pickle
 from collections import OrderedDict
 from typing import Any, NamedTuple
 
@@ -12,12 +13,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from distckpt._base.tree import (
+    HOLE,
     at,
+    compacted,
     copied,
     dotted,
+    filled,
+    fold,
+    is_dict,
     is_plain_container,
     leaves,
     map_leaves,
+    map_nodes,
+    nodes,
     on_the_way,
     replaced,
 )
@@ -119,3 +127,55 @@ def test_a_copy_shares_only_leaves_and_tuples(tree):
     assert twin == tree
     mutable = {id(node) for node in walk(tree) if isinstance(node, dict | list)}
     assert not any(id(node) in mutable for node in walk(twin))
+
+
+@given(TREES)
+def test_each_node_comes_before_what_is_in_it(tree):
+    found = list(nodes(tree))
+    assert [id(node) for _, node in found] == [id(node) for node in walk(tree)]
+    assert all(at(tree, position) is node for position, node in found)
+
+
+@given(TREES)
+def test_a_fold_gets_every_leaf_and_every_container(tree):
+    num_nodes = fold(lambda leaf: 1, lambda container, children: 1 + sum(children), tree)
+    assert num_nodes == len(list(walk(tree)))
+
+
+def test_holes_are_dropped_with_what_holds_nothing_else():
+    tree = {"a": [HOLE, 1, (HOLE, 2)], "b": {"c": [HOLE, {"d": HOLE}]}, "e": {}, "f": [[]]}
+    assert compacted(tree) == {"a": [1, (2,)], "e": {}, "f": [[]]}
+    assert compacted({"a": [HOLE]}) is HOLE
+    assert compacted(HOLE) is HOLE
+    assert copy.deepcopy(HOLE) is pickle.loads(pickle.dumps(HOLE)) is HOLE
+
+
+def test_a_node_is_replaced_before_what_is_in_it():
+    def halved(position, node):
+        return {key: value for key, value in node.items() if key != "b"} if is_dict(node) else node
+
+    tree = {"a": {"b": {"a": 1}, "c": {"b": 2}}, "d": [{"b": 3}]}
+    assert map_nodes(halved, tree, is_dict) == {"a": {"c": {}}, "d": [{"b": 3}]}
+    assert map_nodes(halved, tree) == {"a": {"c": {}}, "d": [{}]}
+    assert map_nodes(lambda position, node: repr(position) if position else node, [[5]]) == ["(0,)"]
+
+
+def either(leaf, value):
+    return value if leaf is HOLE else leaf
+
+
+def test_a_tree_is_filled_at_every_position_of_two():
+    assert filled(either, {"a": [1, HOLE], "b": HOLE}, {"a": [2, 3, 4], "c": 5}) == {
+        "a": [1, 3, 4],
+        "c": 5,
+    }
+    assert filled(either, {"a": Pair(HOLE, 1)}, {"a": (2, 3, 4)}) == {"a": Pair(2, 1)}
+    assert filled(either, {"a": [HOLE], "b": [HOLE]}, {"a": [], "b": 6}) == {"a": [], "b": 6}
+    assert filled(either, {"a": {"b": HOLE}}, {"a": 1}) == {"a": 1}
+    assert filled(either, {"a": {"b": 2}}, {"a": 1}) == {"a": {"b": 2}}
+
+
+@given(TREES)
+def test_nothing_else_fills_a_tree_without_holes(tree):
+    assert filled(either, tree, HOLE) == tree
+    assert filled(either, HOLE, tree) == tree

@@ -26,15 +26,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from distckpt._format.codec import (
-    HOLE,
-    UnknownObject,
-    decode,
-    encode,
-    fingerprints,
-    register_object_type,
-)
+from distckpt._base.tree import HOLE
+from distckpt._format.codec import decode, encode, fingerprints, register_object_type
 from distckpt._format.codec.decode import DECODERS, ENTRY_DECODERS
+from distckpt._format.codec.encode import UnknownObject
 from distckpt.megatron.core import CorruptCheckpointError, UnsupportedObjectError
 
 # --- Classes that the tests register --------------------------------------------------------------

@@ -614,10 +614,25 @@ def test_an_error_that_nobody_asked_for_surfaces_once(verb, tmp_path):
     distckpt._io.background.wait_for_all()
     with pytest.raises(CheckpointExistsError, match="already holds a complete checkpoint"):
         verb({"v": 1}, tmp_path / "e")
-    assert not (tmp_path / "e").exists()
-    verb({"v": 1}, tmp_path / "e")
+    verb({"v": 2}, tmp_path / "f")
     distckpt._io.background.wait_for_all()
+    # The save that raised it is not lost with it.
     assert distckpt.load({}, tmp_path / "e") == {"v": 1}
+    assert distckpt.load({}, tmp_path / "f") == {"v": 2}
+
+
+@pytest.mark.parametrize("verb", [distckpt.save, distckpt.async_save])
+def test_an_error_that_nobody_asked_for_stays_until_a_save_succeeds(verb, tmp_path):
+    distckpt.save({"v": 0}, tmp_path / "there")
+    failing_save(tmp_path / "c")
+    distckpt._io.background.wait_for_all()
+    with pytest.raises(CheckpointExistsError, match="there"):
+        verb({"v": 1}, tmp_path / "there")
+    with pytest.raises(CheckpointExistsError, match="/c'"):
+        verb({"v": 1}, tmp_path / "e")
+    verb({"v": 2}, tmp_path / "f")
+    distckpt._io.background.wait_for_all()
+    assert sorted(os.listdir(tmp_path)) == ["c", "e", "f", "there"]
 
 
 @pytest.mark.parametrize("error", [SystemExit, KeyboardInterrupt, MemoryError])

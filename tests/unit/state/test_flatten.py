@@ -22,7 +22,7 @@ from distckpt import (
     ShardedTensorFactory,
     UnsupportedObjectError,
 )
-from distckpt._format.codec import HOLE
+from distckpt._base.tree import HOLE
 from distckpt._state.flatten import compact, put_together, split
 from distckpt.mapping import ShardedBase
 

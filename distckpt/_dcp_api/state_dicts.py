@@ -4,17 +4,14 @@ dicts and lists.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
-from typing import Any, NamedTuple, TypeAlias
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
 
 import torch
 
+from distckpt._base import tree
 from distckpt._base.errors import CheckpointingException, InvalidShardingError
-from distckpt._format.codec import HOLE
-from distckpt._state import flatten
-
-Path: TypeAlias = tuple[Any, ...]
-"""The keys of dicts and the positions in lists that lead to a value."""
+from distckpt._base.tree import HOLE, Position, at, compacted, dotted, map_leaves, new_like
 
 
 def unwrap_stateful(state_dict: Mapping[str, Any], *, in_order: bool = False) -> dict[str, Any]:
@@ -39,7 +36,7 @@ class Leaf(NamedTuple):
     """A value of a state dict with its path, and the path as text: the key."""
 
     key: str
-    path: Path
+    path: Position
     value: Any
 
 
@@ -52,41 +49,38 @@ def leaves(state_dict: Mapping[Any, Any]) -> list[Leaf]:
         InvalidShardingError: two values have one key, such as those of `{"a": {"b": 1}, "a.b": 2}`.
     """
     found: dict[str, Leaf] = {}
-
-    def visit(path: Path, value: Any) -> None:
-        key = _key(path)
+    for path, value in tree.leaves(state_dict, _is_flattened):
+        key = dotted(path)
         if key in found:
             raise InvalidShardingError(
                 f"Two values have the key {key!r}, those at {list(found[key].path)} and at "
                 f"{list(path)}: rename one."
             )
         found[key] = Leaf(key, path, value)
-
-    with_leaves(state_dict, visit)
     return list(found.values())
 
 
-def with_leaves(node: Any, replace: Callable[[Path, Any], Any], path: Path = ()) -> Any:
+def with_leaves(state_dict: Any, replace: Callable[[Position, Any], Any]) -> Any:
     """Copy the dicts and lists of a state dict, with each value replaced by `replace(path,
     value)`.
     """
-    if isinstance(node, Mapping):
-        return {part: with_leaves(child, replace, (*path, part)) for part, child in node.items()}
-    if _is_flattened(node):
-        return [with_leaves(child, replace, (*path, part)) for part, child in enumerate(node)]
-    return replace(path, node)
+    return map_leaves(replace, state_dict, _is_flattened, join=new_like)
 
 
 def _is_flattened(node: Any) -> bool:
-    if not isinstance(node, list):
-        return False
-    return any(
-        item is HOLE or isinstance(item, torch.Tensor | Mapping) or _is_flattened(item)
-        for item in node
-    )
+    if isinstance(node, list):
+        return any(
+            leaf is HOLE or isinstance(leaf, torch.Tensor | Mapping)
+            for _, leaf in tree.leaves(node, _is_list)
+        )
+    return isinstance(node, Mapping)
 
 
-def put(state_dict: Any, path: Path, value: Any) -> None:
+def _is_list(node: Any) -> bool:
+    return isinstance(node, list)
+
+
+def put(state_dict: Any, path: Position, value: Any) -> None:
     """Replace the value at a path, in the container that holds it."""
     *above, last = path
     for part in above:
@@ -94,16 +88,9 @@ def put(state_dict: Any, path: Path, value: Any) -> None:
     state_dict[last] = value
 
 
-def find(tree: Any, path: Iterable[Any]) -> Any:
+def find(common: Any, path: Position) -> Any:
     """Return the value at a path in common state, `HOLE` when there is none."""
-    for part in path:
-        if isinstance(tree, Mapping):
-            tree = tree.get(part, HOLE)
-        elif isinstance(tree, list) and isinstance(part, int) and part < len(tree):
-            tree = tree[part]
-        else:
-            return HOLE
-    return _compact(tree)
+    return compacted(at(common, path, HOLE))
 
 
 def by_key(common: Any) -> dict[str, Any]:
@@ -114,13 +101,6 @@ def by_key(common: Any) -> dict[str, Any]:
     its format turns all keys of dicts into text.
     """
     found: dict[str, Any] = {}
-    with_leaves(common, lambda path, value: found.setdefault(_key(path), _compact(value)))
+    for path, value in tree.leaves(common, _is_flattened):
+        found.setdefault(dotted(path), compacted(value))
     return found
-
-
-def _key(path: Path) -> str:
-    return ".".join(map(str, path))
-
-
-def _compact(value: Any) -> Any:
-    return flatten.compact({"found": value}).get("found", HOLE)

@@ -1,0 +1,147 @@
+"""How much replicas differ: drift that a save reports, or tensors that have nothing in common."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import numpy as np
+
+from distckpt._base.errors import InvalidShardingError
+from distckpt._base.messages import summarize_keys
+from distckpt._format.columns import pack, unpack
+from distckpt._state.drift import compare_samples, largest_of
+from distckpt._state.shards import GlobalTable
+from distckpt._state.validation import ReplicaDifferences, different_replicas_error
+
+logger = logging.getLogger(__name__)
+
+MAX_PAIRS = 1024
+"""Pairs of samples that the coordinator compares, of at most 1 KiB each."""
+
+
+class Pair(NamedTuple):
+    """A replica and the main replica of its region; both are named by their rank and their place
+    in `rows_of_ranks`.
+    """
+
+    key: str
+    dtype: str
+    num_elements: int
+    main: tuple[int, int]
+    other: tuple[int, int]
+
+
+@dataclass(frozen=True)
+class ReplicasToCompare:
+    """Replicas that differ, and a selection of them whose samples are compared.
+
+    Attributes:
+        keys: of all that differ.
+        ranks: that hold one which differs from the main replica.
+        pairs: the selection.
+        rows_of_ranks: for each rank, the rows of its own table whose samples are needed.
+        error: about all that differ.
+    """
+
+    keys: list[str] = field(default_factory=list)
+    ranks: list[int] = field(default_factory=list)
+    pairs: list[Pair] = field(default_factory=list)
+    rows_of_ranks: list[list[int]] = field(default_factory=list)
+    error: InvalidShardingError | None = None
+
+
+def select_pairs(
+    table: GlobalTable, differences: ReplicaDifferences, starts: Sequence[int]
+) -> ReplicasToCompare:
+    """Select replicas that differ evenly over all of them: of equal ones, one is enough.
+
+    `starts` has the first row of each rank in the table.
+    """
+    rows, firsts = differences
+    contents = np.column_stack((firsts, table.digests[rows].astype(np.int64)))
+    _, distinct = np.unique(contents, axis=0, return_index=True)
+    chosen = np.sort(distinct)[:: 1 + len(distinct) // MAX_PAIRS]
+    needed = np.unique(np.concatenate((rows[chosen], firsts[chosen])))
+    rows_of_ranks: list[list[int]] = [[] for _ in starts]
+    places: dict[int, tuple[int, int]] = {}
+    for row in needed.tolist():
+        rank = int(table.ranks[row])
+        places[row] = rank, len(rows_of_ranks[rank])
+        rows_of_ranks[rank].append(row - starts[rank])
+    return ReplicasToCompare(
+        keys=[table.keys[key_id] for key_id in np.unique(table.key_ids[rows]).tolist()],
+        ranks=np.unique(table.ranks[rows]).tolist(),
+        pairs=[
+            _pair(table, places, row, first)
+            for row, first in zip(rows[chosen].tolist(), firsts[chosen].tolist(), strict=True)
+        ],
+        rows_of_ranks=rows_of_ranks,
+        error=different_replicas_error(table, differences),
+    )
+
+
+def _pair(table: GlobalTable, places: dict[int, tuple[int, int]], row: int, first: int) -> Pair:
+    key_id = table.key_ids[row]
+    return Pair(
+        key=table.keys[key_id],
+        dtype=table.dtypes[key_id],
+        num_elements=table.row_region(row).num_elements,
+        main=places[first],
+        other=places[row],
+    )
+
+
+def samples_to_bytes(samples: Sequence[bytes]) -> bytes:
+    """Encode the samples of one rank for sending."""
+    return pack(None, {str(i): np.frombuffer(each, np.uint8) for i, each in enumerate(samples)})
+
+
+def samples_from_bytes(data: bytes) -> list[bytes]:
+    """Decode what `samples_to_bytes` made."""
+    _, columns = unpack(data)
+    return [columns[str(i)].tobytes() for i in range(len(columns))]
+
+
+def report_differences(
+    compared: ReplicasToCompare,
+    samples: Sequence[Sequence[bytes]],
+    saved_keys: Collection[str],
+) -> None:
+    """Warn of replicas that differ.
+
+    `samples` are, by rank, those of `rows_of_ranks`. At the first save of a key, nothing is lost by
+    an error, and tensors that have nothing in common are no drift but a mistake.
+
+    Raises:
+        InvalidShardingError: most of the elements that differ are of tensors which are saved for
+            the first time, and which have nothing in common.
+    """
+    found = [
+        compare_samples(pair.dtype, _sample(samples, pair.main), _sample(samples, pair.other))
+        for pair in compared.pairs
+    ]
+    unrelated = [
+        pair.num_elements
+        for pair, difference in zip(compared.pairs, found, strict=True)
+        if difference.is_unrelated and pair.key not in saved_keys
+    ]
+    num_elements = sum(pair.num_elements for pair in compared.pairs)
+    if unrelated and 2 * sum(unrelated) >= num_elements and compared.error is not None:
+        raise compared.error
+    logger.warning(
+        "replicas differ: %s on rank %s differ from their main replicas by %s. Each tensor is "
+        "stored whole, from its main replica. If they should be equal, look for an operation that "
+        "is not deterministic, or a gradient that is not reduced; validate_replicas=True makes it "
+        "an error.",
+        summarize_keys(compared.keys),
+        ", ".join(map(str, compared.ranks[:8])) + (", ..." if len(compared.ranks) > 8 else ""),
+        largest_of(found),
+    )
+
+
+def _sample(samples: Sequence[Sequence[bytes]], place: tuple[int, int]) -> bytes:
+    rank, number = place
+    return samples[rank][number]

@@ -1,0 +1,69 @@
+"""How much two copies of a tensor differ: by drift, or because they have nothing in common."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from distckpt._base.dtypes import FROM_NAME, to_numpy
+
+UNRELATED_SHARE = 0.5
+"""Two tensors are unrelated if their difference has at least this share of the energy of both (it
+is 1 for independent values around 0), or if more than this share of their integers differ.
+"""
+
+
+class Difference(NamedTuple):
+    """How much two samples differ.
+
+    Attributes:
+        absolute: the largest difference of two elements; infinite or NaN next to a number count
+            as infinite.
+        relative: the largest difference as a share of the largest element.
+        is_unrelated: the samples have nothing in common.
+    """
+
+    absolute: float
+    relative: float
+    is_unrelated: bool
+
+
+def largest_of(differences: Iterable[Difference]) -> str:
+    """Say how much some samples differ at most."""
+    absolute, relative = (max(column) for column in list(zip(*differences, strict=True))[:2])
+    return f"up to {absolute:.3g} ({relative:.3g} of the largest element), in samples of them"
+
+
+def compare_samples(dtype: str, first: bytes, second: bytes) -> Difference:
+    """Compare the elements of two samples; `dtype` is a safetensors name."""
+    one, other = _numbers(dtype, first), _numbers(dtype, second)
+    differs = (one != other) & ~(np.isnan(one) & np.isnan(other))
+    if not differs.any():
+        return Difference(0.0, 0.0, False)
+    with np.errstate(all="ignore"):
+        distance = np.abs(one - other)
+        absolute = float(np.where(np.isnan(distance), np.inf, distance)[differs].max())
+    numbers = np.abs(np.concatenate((one, other)))
+    largest = float(numbers.max(where=np.isfinite(numbers), initial=0.0))
+    relative = absolute / largest if np.isfinite(absolute) else np.inf
+    is_exact = not FROM_NAME[dtype].is_floating_point and not FROM_NAME[dtype].is_complex
+    are_unrelated = differs.mean() > UNRELATED_SHARE if is_exact else _are_unrelated(one, other)
+    return Difference(absolute, relative, bool(are_unrelated))
+
+
+def _numbers(dtype: str, sample: bytes) -> npt.NDArray[np.float64]:
+    items = torch.frombuffer(bytearray(sample), dtype=FROM_NAME[dtype])
+    array: npt.NDArray[Any] = to_numpy(torch.view_as_real(items) if items.is_complex() else items)
+    return array.ravel().astype(np.float64)
+
+
+def _are_unrelated(one: npt.NDArray[np.float64], other: npt.NDArray[np.float64]) -> bool:
+    are_finite = np.isfinite(one) & np.isfinite(other)
+    if are_finite.mean() < UNRELATED_SHARE:
+        return True
+    one, other = one[are_finite], other[are_finite]
+    return bool(((one - other) ** 2).sum() >= UNRELATED_SHARE * (one**2 + other**2).sum())
