@@ -29,7 +29,7 @@ from typing import TYPE_CHECKING, Any
 
 from distckpt._base.errors import CheckpointingException, RankFailedError
 from distckpt._base.threads import run_threads
-from distckpt._commit import hidden_names, posix, running
+from distckpt._commit import hidden_directories, posix
 from distckpt._commit.target import prepare_to_replace
 from distckpt._format.marker import write_marker
 from distckpt._ranks.collectives import Ranks
@@ -251,12 +251,12 @@ def _choose_directory(ranks: Ranks, target: str, num_bytes: int) -> SaveDirector
     is_local = locations.is_local(target)
     told: list[Any] = [num_bytes]
     if ranks.is_coordinator:
-        nonce = running.new_nonce(target) if is_local else secrets.token_hex(8)
+        nonce = hidden_directories.new_nonce(target) if is_local else secrets.token_hex(8)
         told += [nonce, os.uname().nodename, target]
     sent = [json.loads(text) for text in ranks.all_gather(json.dumps(told).encode())]
     _, nonce, host, first_target = sent[0]
     total = sum(own for own, *_ in sent)
-    place = hidden_names.beside(target, "tmp", nonce) if is_local else target
+    place = hidden_directories.beside(target, "tmp", nonce) if is_local else target
     return SaveDirectory(nonce, place, is_local, target, host, first_target, total)
 
 
@@ -288,7 +288,7 @@ def _make_hidden(
     """Make the directory, and those above it, which are on disk on return if durable."""
     _remove_empty_leftovers(place.target)
     try:
-        held.enter_context(running.locked_directory(place.location, durable))
+        held.enter_context(hidden_directories.locked_directory(place.location, durable))
         if locations.isdir(place.target):
             prepare_to_replace(place.target, place.location)
         for name in folders:
@@ -305,8 +305,8 @@ def _remove_empty_leftovers(target: str) -> None:
 
     Network file systems keep a removed file as long as a reader has it open, and its directory.
     """
-    for path in hidden_names.left_beside(target, "tmp"):
-        with running.claimed(path) as has_ended:
+    for path in hidden_directories.left_beside(target, "tmp"):
+        with hidden_directories.claimed(path) as has_ended:
             if has_ended and not any(files for _, _, files in os.walk(path)):
                 locations.remove_tree(path)
 

@@ -18,10 +18,10 @@ import torch
 
 from distckpt._base.errors import CheckpointingException, UnsupportedObjectError
 from distckpt._base.options import SaveOptions
-from distckpt._base.progress import ProgressCounter
 from distckpt._base.threads import (
     DEFAULT_INFLIGHT_BYTES,
     UNIT_BYTES,
+    ProgressCounter,
     num_requests_within,
     num_threads_within,
 )

@@ -13,7 +13,7 @@ from typing import Any
 
 from distckpt._base.errors import CheckpointingException
 from distckpt._checkpoint.opening import BACKEND
-from distckpt._commit import hidden_names, posix
+from distckpt._commit import hidden_directories, posix
 from distckpt._format.hf_names import INDEX_NAME
 from distckpt._format.marker import CONFIG_FNAME, marker_of, parse_config, read_marker
 from distckpt._operations.verify import verify
@@ -85,7 +85,7 @@ def replaced_step(name: str) -> int | None:
 
 def _hidden_step(name: str, *kinds: str) -> int | None:
     """Return the step of a directory of these kinds beside the steps, None for any other."""
-    hidden = hidden_names.parse(name)
+    hidden = hidden_directories.parse(name)
     match = None if hidden is None else _STEP.fullmatch(hidden.name)
     return int(match[1]) if match and hidden and hidden.kind in kinds else None
 
@@ -206,7 +206,7 @@ def must_replace(root: str, step: int) -> bool:
             "%s is incomplete (%s): it is replaced when the new one is complete", location, problem
         )
         return True
-    aside = hidden_names.beside(location, "damaged")
+    aside = hidden_directories.beside(location, "damaged")
     with contextlib.suppress(FileNotFoundError):  # another program has removed it
         locations.rename(location, aside)
         if problem_at(aside, step) is None:
