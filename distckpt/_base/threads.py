@@ -1,8 +1,9 @@
-"""Sizes of reads and writes, and the threads that make them."""
+"""Sizes of reads and writes, the threads that make them, and their progress."""
 
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from functools import partial
@@ -131,3 +132,29 @@ def num_requests_within(max_inflight_bytes: int) -> int:
     units.
     """
     return max(1, min(NUM_REQUESTS, max_inflight_bytes // (3 * UNIT_BYTES)))
+
+
+class ProgressCounter:
+    """Adds up the bytes that several threads have moved, and reports the sum.
+
+    The sum never exceeds the total: reads may cover a little more than was requested.
+    """
+
+    def __init__(self, report: Callable[[int, int], object] | None, total_bytes: int) -> None:
+        self._report = report
+        self._total = total_bytes
+        self._done = 0
+        self._lock = threading.Lock()
+
+    def add(self, num_bytes: int) -> None:
+        """Count bytes that have been moved."""
+        if self._report is None:
+            return
+        with self._lock:
+            self._done = min(self._done + num_bytes, self._total)
+            self._report(self._done, self._total)
+
+    def finish(self) -> None:
+        """Report the total, unless it has been reported."""
+        if self._done < self._total:
+            self.add(self._total - self._done)

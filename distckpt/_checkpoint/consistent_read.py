@@ -17,7 +17,7 @@ from types import TracebackType
 from typing import Any
 
 from distckpt._base.errors import CheckpointingException
-from distckpt._format.marker import read_marker
+from distckpt._format.marker import marker_of
 from distckpt._io import background
 from distckpt._ranks.collectives import Ranks
 
@@ -96,11 +96,3 @@ def read_attempts(ranks: Ranks, location: str) -> Iterator[ReadAttempt]:
         f"{location!r} was overwritten {MAX_READS} times, each time before it was read. Load it "
         "when it is left alone."
     )
-
-
-def marker_of(location: str) -> dict[str, Any] | None:
-    """Return the marker, to compare it with another; None when there is none that can be read."""
-    try:
-        return read_marker(location)
-    except (CheckpointingException, OSError):
-        return None

@@ -15,7 +15,7 @@ from typing import Any
 
 from distckpt._base.errors import CheckpointNotFoundError
 from distckpt._cli.output import Output
-from distckpt._commit import posix, running
+from distckpt._commit import hidden_directories, posix
 from distckpt._manager import removal, steps
 from distckpt._manager.retention import Retention, metric_names, surplus, unknown_metric
 from distckpt._manager.seen_steps import changes_in
@@ -134,7 +134,7 @@ def _leftovers(root: str, abandoned_after: int) -> tuple[list[str], list[str]]:
 def _is_dead(root: str, name: str, latest: float) -> bool:
     """Tell whether a save has ended: on this machine, or by having changed nothing since a time."""
     location = locations.join(root, name)
-    with running.claimed(location) as has_ended:
+    with hidden_directories.claimed(location) as has_ended:
         if has_ended is not None:
             return has_ended
         times = [time for _, time in changes_in(location).values()]

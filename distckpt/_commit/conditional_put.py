@@ -42,11 +42,6 @@ _OURS = re.compile(
 _FOLDER = re.compile(rb"(?:tensors|objects)-([0-9a-f]{16})/")
 
 
-def folder_suffix(nonce: str) -> str:
-    """Return what the names of folders of a save end in."""
-    return f"-{nonce}"
-
-
 def stray_files(location: str, named: Container[str]) -> list[str]:
     """Return the files of saves at a location that neither its manifest names nor its marker,
     relative to it.

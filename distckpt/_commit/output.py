@@ -16,23 +16,32 @@ what was written is removed.
 from __future__ import annotations
 
 import contextlib
+import errno
+import importlib
+import json
 import os
+import secrets
+import stat
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from distckpt._base.errors import CheckpointingException, RankFailedError
-from distckpt._commit import posix
-from distckpt._commit.conditional_put import Transaction, folder_suffix
-from distckpt._commit.save_directory import (
-    SaveDirectory,
-    check_files,
-    choose_directory,
-    make_directory,
-)
+from distckpt._base.threads import run_threads
+from distckpt._commit import hidden_directories, posix
+from distckpt._commit.target import prepare_to_replace
 from distckpt._format.marker import write_marker
 from distckpt._ranks.collectives import Ranks
 from distckpt._storage import locations
+
+if TYPE_CHECKING:
+    from distckpt._commit.conditional_put import Transaction
+
+SECONDS_TO_APPEAR = 10.0
+"""So long a network file system may take to show on one node what another one has written."""
+_FILES_PER_BATCH = 64
+_MAX_THREADS = 16
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,7 +93,7 @@ class Output:
     @property
     def folder_suffix(self) -> str:
         """Return how the names of its folders end, which tell saves to an object store apart."""
-        return "" if self._place.is_hidden else folder_suffix(self._place.nonce)
+        return "" if self._place.is_hidden else f"-{self._place.nonce}"
 
     @contextlib.contextmanager
     def being_written(self) -> Iterator[None]:
@@ -94,7 +103,7 @@ class Output:
         write, the error says so.
         """
         settings = self._settings
-        make_directory(self._ranks, self._place, self._held, settings.folders, settings.durable)
+        _make_directory(self._ranks, self._place, self._held, settings.folders, settings.durable)
         if settings.has_marker and not self._place.is_hidden:
             with self._ranks.phase("begin on the object store", decision=True):
                 self._begin()
@@ -108,7 +117,9 @@ class Output:
     def _begin(self) -> None:
         if self._ranks.is_coordinator:
             settings = self._settings
-            self._transaction = Transaction(
+            # Imported when it is needed: most programs save to local paths only.
+            conditional_put = importlib.import_module("distckpt._commit.conditional_put")
+            self._transaction = conditional_put.Transaction(
                 self._place.target,
                 self._place.nonce,
                 settings.overwrite,
@@ -153,7 +164,7 @@ class Output:
             self._transaction.commit(marker or {}, [name for name, _ in files])
             return
         durable = self._settings.durable
-        check_files(self.location, files, self._ranks.size)
+        _check_files(self.location, files, self._ranks.size)
         if marker is not None:
             write_marker(self.location, marker, durable)
         if self._place.is_hidden:
@@ -185,7 +196,7 @@ def new_output(ranks: Ranks, target: str, settings: OutputSettings) -> Iterator[
 
     Collective operation: all ranks must call it. `target` is what `posix.resolve` has returned.
     """
-    place = choose_directory(ranks, target, settings.num_bytes)
+    place = _choose_directory(ranks, target, settings.num_bytes)
     with contextlib.ExitStack() as held:
         output = Output(ranks, place, settings, held)
         try:
@@ -199,3 +210,186 @@ def new_output(ranks: Ranks, target: str, settings: OutputSettings) -> Iterator[
 def _is_of_missing_files(error: BaseException) -> bool:
     failures = error.failures.values() if isinstance(error, RankFailedError) else [error]
     return all(isinstance(failure, FileNotFoundError) for failure in failures)
+
+
+# --- The place that is written into ---------------------------------------------------------------
+#
+# Ranks that share no storage would each leave their files where no other rank sees them. The name
+# of the directory ends in a random nonce, so whoever sees it under its own path sees the directory
+# that rank 0 has made, whatever that path is: nodes may mount one file system in different places.
+
+
+@dataclass(frozen=True)
+class SaveDirectory:
+    """The place that all ranks of a save write into, as this rank sees it.
+
+    Attributes:
+        nonce: of the save.
+        location: of the directory; the target itself on an object store.
+        is_hidden: whether it is beside the target, on a local disk.
+        target: where the save is to appear.
+        first_host: of rank 0.
+        first_target: where rank 0 sees the target.
+        num_bytes: how much all ranks together are going to write.
+    """
+
+    nonce: str
+    location: str
+    is_hidden: bool
+    target: str
+    first_host: str
+    first_target: str
+    num_bytes: int
+
+
+def _choose_directory(ranks: Ranks, target: str, num_bytes: int) -> SaveDirectory:
+    """Choose where a save is written, given how much this rank is going to write; nothing is made
+    yet.
+
+    Collective operation: all ranks must call it.
+    """
+    is_local = locations.is_local(target)
+    told: list[Any] = [num_bytes]
+    if ranks.is_coordinator:
+        nonce = hidden_directories.new_nonce(target) if is_local else secrets.token_hex(8)
+        told += [nonce, os.uname().nodename, target]
+    sent = [json.loads(text) for text in ranks.all_gather(json.dumps(told).encode())]
+    _, nonce, host, first_target = sent[0]
+    total = sum(own for own, *_ in sent)
+    place = hidden_directories.beside(target, "tmp", nonce) if is_local else target
+    return SaveDirectory(nonce, place, is_local, target, host, first_target, total)
+
+
+def _make_directory(
+    ranks: Ranks,
+    place: SaveDirectory,
+    held: contextlib.ExitStack,
+    folders: Sequence[str],
+    durable: bool,
+) -> None:
+    """Make the directory with folders of these names, and check that all ranks see it.
+
+    Collective operation: all ranks must call it. A local directory is locked until `held` is
+    closed. Nothing but directories has been written when this raises, which it also does when there
+    is no space for what the ranks are going to write.
+    """
+    with ranks.phase("create directories", decision=True):
+        if ranks.is_coordinator and place.is_hidden:
+            _make_hidden(place, held, folders, durable)
+            _check_space(place)
+    if ranks.size > 1:
+        with ranks.phase("find the directory of the save"):
+            _check_is_seen(ranks.rank, place, folders)
+
+
+def _make_hidden(
+    place: SaveDirectory, held: contextlib.ExitStack, folders: Sequence[str], durable: bool
+) -> None:
+    """Make the directory, and those above it, which are on disk on return if durable."""
+    _remove_empty_leftovers(place.target)
+    try:
+        held.enter_context(hidden_directories.locked_directory(place.location, durable))
+        if locations.isdir(place.target):
+            prepare_to_replace(place.target, place.location)
+        for name in folders:
+            os.makedirs(os.path.join(place.location, name), exist_ok=True)
+    except OSError as error:
+        if not str(error.filename).startswith(place.location):
+            raise
+        text = f"{error.strerror}: a save makes a directory beside its target"
+        raise OSError(error.errno, text, place.target) from error
+
+
+def _remove_empty_leftovers(target: str) -> None:
+    """Remove directories of ended saves of this target in which no file is left.
+
+    Network file systems keep a removed file as long as a reader has it open, and its directory.
+    """
+    for path in hidden_directories.left_beside(target, "tmp"):
+        with hidden_directories.claimed(path) as has_ended:
+            if has_ended and not any(files for _, _, files in os.walk(path)):
+                locations.remove_tree(path)
+
+
+def _check_space(place: SaveDirectory) -> None:
+    """Raise ENOSPC when a file system, which all ranks share, certainly has no room for so many
+    bytes.
+    """
+    try:
+        disk = os.statvfs(place.location)
+    except OSError:
+        return
+    # The last blocks are for root. Some network file systems know no numbers, and report 0.
+    free = disk.f_frsize * (disk.f_bfree if os.geteuid() == 0 else disk.f_bavail)
+    if disk.f_blocks and 0 < free < place.num_bytes:
+        numbers = (
+            f"{place.num_bytes} bytes are to be written, and host {os.uname().nodename!r} reports "
+            f"{free} free"
+        )
+        raise OSError(errno.ENOSPC, f"{os.strerror(errno.ENOSPC)}: {numbers}", place.target)
+
+
+def _check_is_seen(rank: int, place: SaveDirectory, folders: Sequence[str]) -> None:
+    if place.is_hidden and locations.is_local(place.first_target):
+        made = [os.path.join(place.location, name) for name in folders] or [place.location]
+        is_same = _wait_until(lambda: all(map(locations.isdir, made)), SECONDS_TO_APPEAR)
+    else:
+        is_same = place.target == place.first_target
+    if not is_same:
+        raise CheckpointingException(
+            f"{place.target!r} on rank {rank} (host {os.uname().nodename!r}) is not the place "
+            f"that rank 0 (host {place.first_host!r}) calls {place.first_target!r}: what one "
+            "writes, the other does not see. Give all ranks the same location, on storage that "
+            "all nodes share."
+        )
+
+
+def _check_files(directory: str, files: Sequence[tuple[str, int]], num_ranks: int) -> None:
+    """Check that files, given as names in a local directory and sizes, are there; for the
+    coordinator.
+    """
+    wrong = dict(files)
+    found: dict[str, int | None] = {}
+
+    def look_at(names: Sequence[str]) -> None:
+        for name in names:
+            found[name] = _size_of(os.path.join(directory, name))
+
+    def are_right() -> bool:
+        names = list(wrong)
+        starts = range(0, len(names), _FILES_PER_BATCH)
+        run_threads(look_at, [names[i : i + _FILES_PER_BATCH] for i in starts], _MAX_THREADS)
+        for name in [name for name, size in wrong.items() if found[name] == size]:
+            del wrong[name]
+        return not wrong
+
+    # A single process has written all of them itself.
+    if _wait_until(are_right, SECONDS_TO_APPEAR if num_ranks > 1 else 0.0):
+        return
+    name, size = next(iter(wrong.items()))
+    state = "is missing" if found[name] is None else f"has {found[name]} bytes instead of {size}"
+    more = f" (and {len(wrong) - 1} more files)" if len(wrong) > 1 else ""
+    raise CheckpointingException(
+        f"{os.path.join(directory, name)!r} was written and {state} as rank 0 (host "
+        f"{os.uname().nodename!r}) sees it{more}: another program removes or changes files there, "
+        "or not all ranks share this storage. Nothing was committed."
+    )
+
+
+def _size_of(path: str) -> int | None:
+    """Return the size of a file; None if something else is there, or nothing."""
+    try:
+        status = os.stat(path)
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    return status.st_size if stat.S_ISREG(status.st_mode) else None
+
+
+def _wait_until(is_true: Callable[[], bool], seconds: float) -> bool:
+    deadline, delay = time.monotonic() + seconds, 0.01
+    while not is_true():
+        if time.monotonic() >= deadline:
+            return False
+        time.sleep(delay)
+        delay = min(2 * delay, 0.5)
+    return True

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from typing import Literal
 
 from distckpt._base.errors import CheckpointExistsError
-from distckpt._commit import hidden_names, target
+from distckpt._commit import hidden_directories, target
 from distckpt._format.marker import CONFIG_FNAME
 from distckpt._storage import locations
 
@@ -105,7 +105,9 @@ def _put_in_place(
     if state in ("absent", "empty"):
         locations.rename(directory, location, durable)
         return
-    aside = hidden_names.beside(location, "incomplete", hidden_names.nonce_of(directory))
+    aside = hidden_directories.beside(
+        location, "incomplete", hidden_directories.nonce_of(directory)
+    )
     if state == "incomplete" and not target.others_in(location):
         _move_aside(location, aside)
         locations.rename(directory, location, durable)
@@ -156,7 +158,7 @@ def _swap(directory: str, location: str, durable: bool = True) -> None:
     """
     if locations.exchange(directory, location, durable):
         return
-    aside = hidden_names.beside(location, "old", hidden_names.nonce_of(directory))
+    aside = hidden_directories.beside(location, "old", hidden_directories.nonce_of(directory))
     logger.warning(
         "this file system cannot swap directories: %s is absent for a moment, its earlier "
         "content is in %s meanwhile",
@@ -178,7 +180,7 @@ def left_aside(location: str) -> str | None:
     """
     if not locations.is_local(location) or locations.exists(location):
         return None
-    return next(filter(_is_trusted, hidden_names.left_beside(location, "old")), None)
+    return next(filter(_is_trusted, hidden_directories.left_beside(location, "old")), None)
 
 
 def _is_trusted(directory: str) -> bool:

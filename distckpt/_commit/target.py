@@ -10,7 +10,7 @@ import re
 from collections.abc import Callable
 
 from distckpt._base.errors import CheckpointExistsError, CorruptCheckpointError
-from distckpt._commit import hidden_names
+from distckpt._commit import hidden_directories
 from distckpt._format.foreign_formats import MARKED_CHECKPOINTS, ForeignFormat
 from distckpt._format.marker import CONFIG_FNAME, read_marker
 from distckpt._storage import locations
@@ -74,7 +74,7 @@ def check_replaceable(location: str) -> None:
         raise refused(location, "it is the current directory, or above it")
     for name in others_in(location):
         marker = locations.join(location, name, CONFIG_FNAME)
-        if locations.exists(marker) or hidden_names.parse(name) is not None:
+        if locations.exists(marker) or hidden_directories.parse(name) is not None:
             raise refused(location, f"it holds other checkpoints ({name!r})")
 
 

@@ -5,6 +5,7 @@ planned in milliseconds.
 from __future__ import annotations
 
 import functools
+import importlib
 import itertools
 import re
 from collections.abc import Mapping, Sequence
@@ -19,8 +20,6 @@ from distckpt._format.checksum import BLOCK_BYTES, checksum
 from distckpt._format.columns import pack, unpack
 from distckpt._format.safetensors_file import MAX_HEADER_BYTES
 from distckpt._geometry.region import IntArray, Region, widen
-from distckpt._quantization.names import may_be_codes, scales_of
-from distckpt._quantization.settings import are_settings
 from distckpt._storage import locations
 
 FORMAT_VERSION = 2
@@ -238,10 +237,12 @@ class Manifest:
     @functools.cached_property
     def scales_key(self) -> str | None:
         """A key of scales that belong to codes, None if there is no such key."""
-        codes = (
-            key for key, dtype in zip(self.keys, self.dtypes, strict=True) if may_be_codes(dtype)
-        )
-        return next((scales for key in codes for scales in scales_of(key, self.key_index)), None)
+        # Imported when it is needed: few checkpoints hold codes.
+        names = importlib.import_module("distckpt._quantization.names")
+        pairs = zip(self.keys, self.dtypes, strict=True)
+        codes = (key for key, dtype in pairs if names.may_be_codes(dtype))
+        every = (scales for key in codes for scales in names.scales_of(key, self.key_index))
+        return next(every, None)
 
     def chunk_rows(self, key_id: int) -> slice:
         """Return the rows of the chunk table that belong to a key."""
@@ -348,10 +349,12 @@ class Manifest:
         _require(
             self.origin is None or isinstance(self.origin, dict), "its origin is not described"
         )
-        _require(
-            are_settings(self.quantization),
-            "what it says of quantized tensors is not a setting",
-        )
+        if self.quantization is not None:
+            settings = importlib.import_module("distckpt._quantization.settings")
+            _require(
+                settings.are_settings(self.quantization),
+                "what it says of quantized tensors is not a setting",
+            )
         # Our own files lie at most one folder down; other programs may nest theirs deeper.
         max_parts = 2 if self.origin is None else 4
         for file in self.files:

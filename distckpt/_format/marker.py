@@ -16,11 +16,13 @@ from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from distckpt._base.errors import CorruptCheckpointError
+from distckpt._base.errors import CheckpointingException, CorruptCheckpointError
 from distckpt._format.checksum import checksum
 from distckpt._storage import locations
 
 CONFIG_FNAME = "metadata.json"
+BUILT_IN = "safetensors"
+"""Backend of the built-in format, in version 1."""
 
 CHECKSUM_VERSION = 2
 """Since this version of the format, every marker has a checksum."""
@@ -145,6 +147,14 @@ def read_marker(checkpoint_dir: str | os.PathLike[str]) -> dict[str, Any] | None
         )
     fields.pop(_CHECKSUM, None)
     return fields
+
+
+def marker_of(location: str) -> dict[str, Any] | None:
+    """Return the marker, to compare it with another; None when there is none that can be read."""
+    try:
+        return read_marker(location)
+    except (CheckpointingException, OSError):
+        return None
 
 
 def _matches_checksum(content: bytes, fields: Mapping[str, Any]) -> bool:

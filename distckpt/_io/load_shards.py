@@ -11,10 +11,10 @@ import torch
 
 from distckpt._base.memory import Copier, in_huge_pages, may_overlap
 from distckpt._base.options import LoadOptions
-from distckpt._base.progress import ProgressCounter
 from distckpt._base.threads import (
     NUM_DIRECT_THREADS,
     NUM_THREADS,
+    ProgressCounter,
     num_requests_within,
     num_threads_within,
 )

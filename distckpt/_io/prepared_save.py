@@ -4,10 +4,17 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol
 
-from distckpt._io.host_copies import HostCopies
+from distckpt._io.write import NewFile
 from distckpt._ranks.collectives import Ranks
+
+
+class FileCopies(Protocol):
+    """What a save in the background copies data with; the class is `HostCopies`."""
+
+    def copy(self, files: Sequence[NewFile]) -> Sequence[NewFile]:
+        """Return files to write in the place of others, whose data they have in copies."""
 
 
 class PreparedSave(ABC):
@@ -29,7 +36,7 @@ class PreparedSave(ABC):
     folder_suffix: str | None = None
     written: Sequence[tuple[str, int]] = ()
 
-    def stage(self, copies: HostCopies) -> PreparedSave | None:
+    def stage(self, copies: FileCopies) -> PreparedSave | None:
         """Return the same save with everything it writes in copies, so that the caller's tensors
         may change.
 

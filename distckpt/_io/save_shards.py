@@ -18,18 +18,17 @@ import torch
 
 from distckpt._base.errors import CheckpointingException, UnsupportedObjectError
 from distckpt._base.options import SaveOptions
-from distckpt._base.progress import ProgressCounter
 from distckpt._base.threads import (
     DEFAULT_INFLIGHT_BYTES,
     UNIT_BYTES,
+    ProgressCounter,
     num_requests_within,
     num_threads_within,
 )
 from distckpt._format import codec
 from distckpt._format.columns import pack, unpack
 from distckpt._format.manifest import MANIFEST_NAME, ChunkTable, Manifest, marker_fields
-from distckpt._io.host_copies import HostCopies
-from distckpt._io.prepared_save import PreparedSave
+from distckpt._io.prepared_save import FileCopies, PreparedSave
 from distckpt._io.replica_differences import (
     ReplicasToCompare,
     report_differences,
@@ -217,7 +216,7 @@ class ShardSave(PreparedSave):
     folder_suffix: str = ""
     written: Sequence[tuple[str, int]] = ()
 
-    def stage(self, copies: HostCopies) -> ShardSave:
+    def stage(self, copies: FileCopies) -> ShardSave:
         # Objects are copies already, encoded ones.
         staged = copies.copy(self.make_tensor_files())
         return replace(self, make_tensor_files=lambda: staged)

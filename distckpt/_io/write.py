@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import importlib
 import itertools
 import os
 import threading
@@ -24,7 +25,6 @@ from distckpt._geometry.region import flat_range_regions
 from distckpt._geometry.units import Span, units_of
 from distckpt._storage import locations
 from distckpt._storage.remote import PART_BYTES
-from distckpt._storage.uploads import OutgoingFile, upload_files
 
 DIRECT_MIN_BYTES = 16 << 20
 """Smaller files go through the page cache: one flush costs less than many waits for the disk."""
@@ -97,22 +97,24 @@ def write_files(files: Sequence[NewFile], settings: WriteSettings) -> npt.NDArra
     outputs = [
         _Output(file, is_local, settings) for file, is_local in zip(files, are_local, strict=True)
     ]
-    local = [output for output in outputs if output.is_local]
-    remote = [output.outgoing() for output in outputs if not output.is_local]
+    _write_local([output for output in outputs if output.is_local], settings)
+    if not all(are_local):
+        _upload([output for output in outputs if not output.is_local], settings)
+    units = itertools.chain.from_iterable(output.checksums for output in outputs)
+    return np.array(list(itertools.chain.from_iterable(units)), np.uint64)
+
+
+def _write_local(outputs: Sequence[_Output], settings: WriteSettings) -> None:
     try:
-        for output in local:
+        for output in outputs:
             create_file(output.file.location, output.file.header, output.num_bytes)
-        _write_units(local, settings)
+        _write_units(outputs, settings)
     finally:
-        for output in local:
+        for output in outputs:
             # What was written completely is closed. An error of closing others would hide the one
             # that matters.
             with contextlib.suppress(OSError):
                 output.close()
-    if remote:
-        upload_files(remote, settings.num_requests, settings.max_part_bytes, settings.progress)
-    units = itertools.chain.from_iterable(output.checksums for output in outputs)
-    return np.array(list(itertools.chain.from_iterable(units)), np.uint64)
 
 
 def _write_units(outputs: Sequence[_Output], settings: WriteSettings) -> None:
@@ -126,6 +128,22 @@ def _write_units(outputs: Sequence[_Output], settings: WriteSettings) -> None:
         output.write_unit(number)
 
     run_threads(write, units, settings.num_threads if pays else 1)
+
+
+def _upload(outputs: Sequence[_Output], settings: WriteSettings) -> None:
+    # Imported when it is needed: most programs write to local paths only.
+    uploads = importlib.import_module("distckpt._storage.uploads")
+    uploads.upload_files(
+        [
+            uploads.OutgoingFile(
+                output.file.location, output.file.header, output.sizes, output.buffers_of
+            )
+            for output in outputs
+        ],
+        settings.num_requests,
+        settings.max_part_bytes,
+        settings.progress,
+    )
 
 
 def in_folder(name: str, suffix: str) -> str:
@@ -163,6 +181,7 @@ class _Output:
         num_bytes: its size.
         units: that it is written in; a local file without data has one, so that it is finished like
             the others.
+        sizes: of the units.
         checksums: of the blocks of each unit.
         may_be_direct: whether to go around the page cache, if the file system takes it.
     """
@@ -176,10 +195,10 @@ class _Output:
         if self.is_local and not self.units:
             self.units = [[]]
         self.checksums: list[list[int]] = [[] for _ in self.units]
-        self._sizes = [sum(_sizes_of(unit)) for unit in self.units]
-        self._starts = list(itertools.accumulate(self._sizes, initial=len(file.header)))
+        self.sizes = [sum(_sizes_of(unit)) for unit in self.units]
+        self._starts = list(itertools.accumulate(self.sizes, initial=len(file.header)))
         self.num_bytes = self._starts[-1]
-        pays = settings.durable and sum(self._sizes) >= DIRECT_MIN_BYTES
+        pays = settings.durable and sum(self.sizes) >= DIRECT_MIN_BYTES
         self.may_be_direct = bool(DIRECT and (pays if settings.direct is None else settings.direct))
         self._lock = threading.Lock()
         self._num_pending = len(self.units)
@@ -193,7 +212,7 @@ class _Output:
             if self._direct_fd >= 0 and self.units[number]:
                 self._write_directly(number)
             else:
-                write_all(self._fd, self._buffers_of(number), self._starts[number])
+                write_all(self._fd, self.buffers_of(number), self._starts[number])
             with self._lock:
                 self._num_pending -= 1
                 is_last = self._num_pending == 0
@@ -205,11 +224,7 @@ class _Output:
             locations.name_file(error, self.file.location)
             raise
         if self._settings.progress is not None:
-            self._settings.progress(self._sizes[number])
-
-    def outgoing(self) -> OutgoingFile:
-        """Describe the file for an object store."""
-        return OutgoingFile(self.file.location, self.file.header, self._sizes, self._buffers_of)
+            self._settings.progress(self.sizes[number])
 
     def close(self) -> None:
         """Close what is open."""
@@ -237,7 +252,8 @@ class _Output:
                 return -1
             raise
 
-    def _buffers_of(self, number: int) -> list[Bytes]:
+    def buffers_of(self, number: int) -> list[Bytes]:
+        """Return the bytes of a unit, and keep their checksums."""
         scratch = bounce_buffer("write", self._unit_bytes, self.file.device)
         buffers = self.file.fill(self.units[number], scratch)
         self._keep_checksums(number, buffers)
@@ -250,7 +266,7 @@ class _Output:
 
     def _write_directly(self, number: int) -> None:
         """Write through an aligned window; its unaligned edges go through the page cache."""
-        position, num_bytes = self._starts[number], self._sizes[number]
+        position, num_bytes = self._starts[number], self.sizes[number]
         memory = bounce_buffer("write", self._unit_bytes + ALIGNMENT, self.file.device)
         phase = position % ALIGNMENT
         window = memory[phase : phase + num_bytes]

@@ -29,6 +29,7 @@ from distckpt._operations import background_save
 from distckpt._operations.async_save import reserve_for
 from distckpt._operations.background_save import SaveHandle, release_staging_memory
 from distckpt._operations.load import Strict, load
+from distckpt._operations.pending_saves import raise_unseen_error, raising_pending_errors
 from distckpt._operations.planned_save import PlannedSave, SaveRequest, write_and_commit
 from distckpt._operations.save import plan_save
 from distckpt._ranks.collectives import Ranks
@@ -174,7 +175,7 @@ class CheckpointManager:
         if self._is_closed:
             raise CheckpointingException(f"The manager of {self.root!r} is closed: make a new one.")
         ranks = self._ranks()
-        with background_save.raising_pending_errors(ranks, self._request):
+        with raising_pending_errors(ranks, self._request):
             self._handles = [handle for handle in self._handles if not handle.done()]
             same = {"step": step, "overwrite": overwrite, **self._of_all_ranks}
             with ranks.phase("check the step", same=same):
@@ -434,7 +435,7 @@ class CheckpointManager:
         """
         for handle in self._handles:
             handle.error()
-        background_save.raise_unseen_error(self._handles)
+        raise_unseen_error(self._handles)
 
     def close(self) -> None:
         """Wait as `wait` does, and free the memory that saves used. Further calls do nothing."""

@@ -8,7 +8,7 @@ import logging
 import os
 from collections.abc import Callable, Sequence
 
-from distckpt._commit import conditional_put, hidden_names, posix, running
+from distckpt._commit import conditional_put, hidden_directories, posix
 from distckpt._manager import steps
 from distckpt._manager.seen_steps import SeenSteps
 from distckpt._manager.steps import Saved, step_name
@@ -50,7 +50,7 @@ def remove_step(root: str, step: int, save: str) -> bool:
     _check_removable(location)
     # If this is interrupted, the next manager puts a directory of this name back; other programs do
     # not remove it.
-    aside = hidden_names.beside(location, "old")
+    aside = hidden_directories.beside(location, "old")
     try:
         locations.rename(location, aside, durable=False)
     except FileNotFoundError:
@@ -75,7 +75,7 @@ def _check_removable(directory: str) -> None:
 
 def _discard(directory: str) -> None:
     """Remove a local directory beside the steps; under its name it disappears in one step."""
-    trash = hidden_names.beside(hidden_names.target_of(directory), "trash")
+    trash = hidden_directories.beside(hidden_directories.target_of(directory), "trash")
     with contextlib.suppress(FileNotFoundError):  # another program was faster
         locations.rename(directory, trash)
         locations.remove_tree(trash)
@@ -111,7 +111,7 @@ def clear_leftover(root: str, name: str, is_abandoned: Callable[[str], bool]) ->
         if steps.is_free_to_remove(name):
             locations.remove_tree(location)
             return not locations.exists(location)
-        with running.claimed(location) as has_ended:
+        with hidden_directories.claimed(location) as has_ended:
             is_dead = is_abandoned(location) if has_ended is None else has_ended
             if is_dead:
                 logger.info("removing %s, which an interrupted save has left in %s", name, root)

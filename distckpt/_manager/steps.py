@@ -12,11 +12,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from distckpt._base.errors import CheckpointingException
-from distckpt._checkpoint.consistent_read import marker_of
 from distckpt._checkpoint.opening import BACKEND
-from distckpt._commit import hidden_names, posix
+from distckpt._commit import hidden_directories, posix
 from distckpt._format.foreign_formats import MARKED
-from distckpt._format.marker import CONFIG_FNAME, parse_config, read_marker
+from distckpt._format.marker import CONFIG_FNAME, marker_of, parse_config, read_marker
 from distckpt._operations.verify import verify
 from distckpt._storage import locations
 
@@ -86,7 +85,7 @@ def replaced_step(name: str) -> int | None:
 
 def _hidden_step(name: str, *kinds: str) -> int | None:
     """Return the step of a directory of these kinds beside the steps, None for any other."""
-    hidden = hidden_names.parse(name)
+    hidden = hidden_directories.parse(name)
     match = None if hidden is None else _STEP.fullmatch(hidden.name)
     return int(match[1]) if match and hidden and hidden.kind in kinds else None
 
@@ -207,7 +206,7 @@ def must_replace(root: str, step: int) -> bool:
             "%s is incomplete (%s): it is replaced when the new one is complete", location, problem
         )
         return True
-    aside = hidden_names.beside(location, "damaged")
+    aside = hidden_directories.beside(location, "damaged")
     with contextlib.suppress(FileNotFoundError):  # another program has removed it
         locations.rename(location, aside)
         if problem_at(aside, step) is None:

@@ -5,12 +5,12 @@ from __future__ import annotations
 import os
 
 from distckpt._checkpoint.opening import find_checkpoint
+from distckpt._format.marker import BUILT_IN
 from distckpt._megatron.queries import registered_strategy
 from distckpt._megatron.torch_dist import TorchDistLoadShardedStrategy, TorchDistSaveShardedStrategy
 from distckpt._ranks.collectives import Ranks
 from distckpt._storage import locations
 from distckpt.strategies.base import (
-    BUILT_IN,
     LoadShardedStrategy,
     SaveShardedStrategy,
     choose_save_strategy,

@@ -19,7 +19,7 @@ from distckpt._checkpoint.consistent_read import read_attempts
 from distckpt._checkpoint.opening import find_checkpoint
 from distckpt._checkpoint.shards import describe_objects, describe_tensors, load_shards
 from distckpt._commit import posix
-from distckpt._format.marker import CheckpointingConfig
+from distckpt._format.marker import BUILT_IN, CheckpointingConfig
 from distckpt._format.stored_checkpoint import StoredCheckpoint
 from distckpt._io import background
 from distckpt._io.load_shards import ReadSettings
@@ -31,7 +31,6 @@ from distckpt._state import flatten
 from distckpt._state.common_state import COMMON_KEY, CONTENT_METADATA
 from distckpt._storage import locations
 from distckpt.strategies.base import (
-    BUILT_IN,
     LoadShardedStrategy,
     choose_load_strategy,
 )

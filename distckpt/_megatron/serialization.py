@@ -14,9 +14,9 @@ from distckpt._base.options import LoadOptions, SaveOptions, with_changes
 from distckpt._mapping.wrappers import CommonStateDict, ShardedStateDict, StateDict
 from distckpt._megatron.async_requests import AsyncRequest
 from distckpt._megatron.async_save import request_of
-from distckpt._operations import background_save
 from distckpt._operations.load import run_load
 from distckpt._operations.load_request import LoadRequest
+from distckpt._operations.pending_saves import raising_pending_errors
 from distckpt._operations.planned_save import SaveRequest, write_and_commit
 from distckpt._operations.save import plan_save
 from distckpt._ranks.collectives import Ranks
@@ -119,7 +119,7 @@ def save(
         options=with_changes(save, SaveOptions, None, {**own, **changes}),
         preprocess_common=preprocess_common_before_consistancy_check,
     )
-    with background_save.raising_pending_errors(ranks, request):
+    with raising_pending_errors(ranks, request):
         if async_sharded_save:
             return request_of(ranks, sharded_state_dict, request)
         write_and_commit(ranks, plan_save(ranks, sharded_state_dict, request))

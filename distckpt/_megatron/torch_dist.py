@@ -9,6 +9,7 @@ from typing import Any
 
 from distckpt._base.errors import CheckpointingException
 from distckpt._base.options import LoadOptions, SaveOptions
+from distckpt._format.marker import BUILT_IN
 from distckpt._mapping.sharded_tensor import ShardedTensor
 from distckpt._mapping.wrappers import ShardedObject, ShardedStateDict
 from distckpt._megatron.async_requests import AsyncCallsQueue, AsyncRequest
@@ -17,7 +18,6 @@ from distckpt._megatron.queries import remove_sharded_tensors
 from distckpt._megatron.serialization import load, save
 from distckpt._megatron.strategy_classes import AsyncSaveShardedStrategy
 from distckpt.strategies.base import (
-    BUILT_IN,
     EngineSettings,
     LoadShardedStrategy,
     StrategyAction,

@@ -12,6 +12,7 @@ pipeline may be a list.
 
 from __future__ import annotations
 
+import importlib
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -39,7 +40,6 @@ from distckpt._mapping.base import OpenReplicaId, ShardedBase
 from distckpt._mapping.sharded_tensor import ShardedTensor
 from distckpt._mapping.wrappers import LocalNonpersistentObject, ShardedObject, StateDict
 from distckpt._models.dtensor import is_dtensor, is_in_mesh, shard_of_dtensor
-from distckpt._models.materialize import materialize_module
 from distckpt._models.modules import (
     bare_module,
     sharded_state_dict,
@@ -199,7 +199,9 @@ class _Walk:
     def _described_module(self, place: Place) -> Any:
         module, prefix = bare_module(place.value), place.prefix and f"{place.prefix}."
         if self.materialize is not None:
-            materialize_module(module, self.materialize)
+            # Imported when it is needed: most modules have memory.
+            materializing = importlib.import_module("distckpt._models.materialize")
+            materializing.materialize_module(module, self.materialize)
         # Its own method is called here, unlike by sharded_state_dict.
         has_own = callable(getattr(module, "sharded_state_dict", None))
         return (sharded_state_dict_default if has_own else sharded_state_dict)(module, prefix)

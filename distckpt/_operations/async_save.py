@@ -13,6 +13,7 @@ from distckpt._base.options import SaveOptions, with_changes
 from distckpt._mapping.wrappers import ShardedStateDict
 from distckpt._operations import background_save
 from distckpt._operations.background_save import SaveHandle
+from distckpt._operations.pending_saves import raising_pending_errors
 from distckpt._operations.planned_save import SaveRequest
 from distckpt._operations.save import plan_save
 from distckpt._ranks.collectives import Ranks
@@ -74,7 +75,7 @@ def async_save(
         options=with_changes(async_save, SaveOptions, options, changes),
         verb="async_save",
     )
-    with background_save.raising_pending_errors(ranks, request):
+    with raising_pending_errors(ranks, request):
         background = background_save.in_background(request)
         planned = plan_save(ranks, state_dict, background.request)
         save = background_save.prepare(ranks, background, planned)

@@ -14,24 +14,21 @@ report   from `SaveHandle.result`; the next save raises, at its end, an error th
 
 from __future__ import annotations
 
-import contextlib
 import logging
-import os
 import threading
-import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import Future
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 from distckpt._base.errors import CheckpointingException, RankFailedError
 from distckpt._base.interrupts import run_operation
 from distckpt._base.reports import SaveReport
 from distckpt._io import background
 from distckpt._io.host_copies import HostCopies, shared_memory, threads_to_copy_with
+from distckpt._operations.pending_saves import FAILED, OUT_OF_STEP, GroupSaves, saves_of
 from distckpt._operations.planned_save import PlannedSave, SaveRequest, write_and_commit
-from distckpt._ranks import exchanges
 from distckpt._ranks.attendance import ABANDONED
 from distckpt._ranks.collectives import Ranks
 
@@ -102,15 +99,6 @@ class SaveHandle(background.Task[SaveReport]):
         self.was_asked = True
 
 
-def raise_unseen_error(handles: list[SaveHandle]) -> None:
-    """Wait for saves, empty the list, and raise the first error that nobody has asked for."""
-    unasked = [handle for handle in handles if not handle.was_asked]
-    handles.clear()
-    for error in [handle.exception() for handle in unasked]:
-        if error is not None:
-            raise error
-
-
 def finished_handle(location: str, end: Callable[[], SaveReport]) -> SaveHandle:
     """Return the handle of a save that has ended: `end` returns its report, or raises its error."""
     staged = threading.Event()
@@ -118,82 +106,6 @@ def finished_handle(location: str, end: Callable[[], SaveReport]) -> SaveHandle:
     handle = SaveHandle(end, location, staged)
     handle.run()
     return handle
-
-
-# --- The saves of one process group ---------------------------------------------------------------
-
-_FINE, _FAILED, _OUT_OF_STEP = range(3)
-
-
-@dataclass
-class _GroupSaves:
-    """The background saves of one process group.
-
-    Attributes:
-        ranks: by timeout; each has a process group that only the background thread uses.
-        unreported: saves that failed, or may fail, and whose result nobody has asked for.
-        state: the worst since ranks last compared it; `_OUT_OF_STEP` after a rank was lost.
-    """
-
-    ranks: dict[float, Ranks] = field(default_factory=dict)
-    unreported: list[SaveHandle] = field(default_factory=list)
-    state: int = _FINE
-
-
-_saves_of_groups: weakref.WeakKeyDictionary[Any, _GroupSaves] = weakref.WeakKeyDictionary()
-"""By process group of the caller. When that is destroyed, so are the groups that its background
-saves use, which other ranks notice.
-"""
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_saves_of_groups.clear)
-
-
-def _owner_of(process_group: Any) -> Any:
-    # The class stands for this process without a group.
-    return exchanges.group_of(process_group) or _GroupSaves
-
-
-@contextlib.contextmanager
-def raising_pending_errors(ranks: Ranks, request: SaveRequest) -> Iterator[None]:
-    """Run the body, a save, and then raise the error of an earlier background save of these ranks,
-    unless it was asked for.
-
-    The save comes first: a program that ends with the error has its newest state stored.
-
-    Collective operation: all ranks must call it. It exchanges one number, and nothing if there were
-    no background saves. If a save has failed on any rank, all ranks wait for their unfinished
-    saves, and all raise.
-    """
-    saves = _saves_of_groups.get(_owner_of(request.process_group))
-    if saves is None or not _has_failed(ranks, saves):
-        yield
-        return
-    failed, saves.unreported = saves.unreported, []
-    try:
-        yield
-    except BaseException:
-        saves.unreported[:0] = failed
-        saves.state = max(saves.state, _FAILED)
-        raise
-    with ranks.phase("raise the error of an earlier background save"):
-        raise_unseen_error(failed)
-
-
-def _has_failed(ranks: Ranks, saves: _GroupSaves) -> bool:
-    """Tell whether a background save has failed on any rank; if so, wait for all of them, and make
-    it possible to save again.
-    """
-    state = saves.state
-    if ranks.all_equal(state) and state == _FINE:
-        return False
-    background.wait_for_all()
-    if _OUT_OF_STEP in ranks.all_gather_numbers([saves.state]):
-        # The groups are left as they are: a group made in the place of a destroyed one would get
-        # its name, and meet its traces in the store.
-        saves.ranks.clear()
-    saves.state = _FINE
-    return True
 
 
 # --- One save -------------------------------------------------------------------------------------
@@ -250,7 +162,7 @@ class BackgroundSave:
 
     location: str
     exit_timeout: float
-    saves: _GroupSaves
+    saves: GroupSaves
     ranks: Ranks
     planned: PlannedSave | None
     copies: HostCopies
@@ -279,7 +191,7 @@ class BackgroundSave:
         """Write and commit, in the background thread."""
         self.ranks.stop = self.is_abandoned
         try:
-            if self.saves.state == _OUT_OF_STEP:
+            if self.saves.state == OUT_OF_STEP:
                 raise RankFailedError(
                     {}, message="Not started: an earlier background save lost contact with a rank."
                 )
@@ -304,7 +216,7 @@ class BackgroundSave:
             self.copies.release()
 
     def _note_failure(self, error: BaseException) -> None:
-        state = _FAILED if self.ranks.are_in_step_after(error) else _OUT_OF_STEP
+        state = FAILED if self.ranks.are_in_step_after(error) else OUT_OF_STEP
         self.saves.state = max(self.saves.state, state)
         logger.error(
             "rank %d: the background save to %s failed: %s: %s",
@@ -336,7 +248,7 @@ def prepare(
     """
     # Ranks compared them when they planned the save.
     options, process_group = planned.request.options, planned.request.process_group
-    saves = _saves_of_groups.setdefault(_owner_of(process_group), _GroupSaves())
+    saves = saves_of(process_group)
     if options.timeout not in saves.ranks:
         saves.ranks[options.timeout] = Ranks.in_background(process_group, options.timeout)
     copies = HostCopies(

@@ -17,10 +17,11 @@ from distckpt._base.interrupts import operation
 from distckpt._base.messages import nearest_names, summarize_keys
 from distckpt._base.options import LoadOptions
 from distckpt._base.threads import NUM_REQUESTS, run_threads
-from distckpt._checkpoint.consistent_read import marker_of, read_attempts
+from distckpt._checkpoint.consistent_read import read_attempts
 from distckpt._checkpoint.opening import open_checkpoint
 from distckpt._checkpoint.removal import noticing_removal
 from distckpt._checkpoint.stored_values import load_common_state
+from distckpt._format.marker import marker_of
 from distckpt._format.stored_checkpoint import StoredCheckpoint
 from distckpt._geometry.region import Region, whole
 from distckpt._io.load_shards import ReadSettings, load_tensors

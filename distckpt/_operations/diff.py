@@ -21,7 +21,7 @@ from distckpt._base.errors import CheckpointingException, LoadMismatchError
 from distckpt._base.interrupts import operation
 from distckpt._base.messages import natural_order
 from distckpt._base.options import Progress
-from distckpt._base.progress import ProgressCounter
+from distckpt._base.threads import ProgressCounter
 from distckpt._checkpoint.opening import open_checkpoint
 from distckpt._checkpoint.stored_values import (
     StoredTensor,

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from distckpt._base.errors import CheckpointingException, CorruptCheckpointError
 from distckpt._base.messages import summarize_keys
-from distckpt._base.progress import ProgressCounter
+from distckpt._base.threads import ProgressCounter
 from distckpt._checkpoint.opening import identify, manifest_bytes
 from distckpt._commit.output import Output, OutputSettings, new_output
 from distckpt._format.hf_names import BASE_PREFIX, belongs_to_export, index_filename, index_json

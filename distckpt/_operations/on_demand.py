@@ -1,17 +1,21 @@
-"""What few exports need is imported when one asks for it."""
+"""What few calls need is imported when one asks for it."""
 
 from __future__ import annotations
 
 import importlib
-from typing import Any, Literal
+from typing import Any, Literal, TypeAlias
 
-_MODULES = {
+_Name: TypeAlias = Literal["background", "merge_adapter", "peft_names", "quantize", "strategies"]
+
+_MODULES: dict[_Name, str] = {
+    "background": "distckpt._io.background",
     "merge_adapter": "distckpt._operations.merge_adapter",
     "peft_names": "distckpt._plan.peft_names",
     "quantize": "distckpt._operations.quantize",
+    "strategies": "distckpt.strategies.base",
 }
 
 
-def on_demand(name: Literal["merge_adapter", "peft_names", "quantize"]) -> Any:
-    """Return the module for something that few exports need."""
+def on_demand(name: _Name) -> Any:
+    """Return the module for something that few calls need."""
     return importlib.import_module(_MODULES[name])

@@ -12,10 +12,9 @@ from distckpt._base.errors import CheckpointingException
 from distckpt._base.messages import check_num_bytes
 from distckpt._base.options import SaveOptions, check_options, check_seconds, check_switch
 from distckpt._base.reports import SaveReport, publish
-from distckpt._checkpoint.consistent_read import marker_of
 from distckpt._commit import posix
 from distckpt._commit.output import OutputSettings, new_output
-from distckpt._format.marker import CheckpointingConfig
+from distckpt._format.marker import CheckpointingConfig, marker_of
 from distckpt._io.prepared_save import PreparedSave
 from distckpt._mapping.wrappers import CommonStateDict, StateDict
 from distckpt._ranks.collectives import PhaseTimer, Ranks

@@ -19,7 +19,7 @@ from distckpt._base.errors import CheckpointingException
 from distckpt._base.interrupts import operation
 from distckpt._base.memory import paused_garbage_collection
 from distckpt._base.options import Progress
-from distckpt._base.progress import ProgressCounter
+from distckpt._base.threads import ProgressCounter
 from distckpt._checkpoint.opening import BACKEND, VERSION, open_checkpoint
 from distckpt._checkpoint.stored_values import object_keys, read_encoded
 from distckpt._commit import posix

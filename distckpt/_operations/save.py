@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from distckpt._base.errors import CheckpointingException, InvalidShardingError
 from distckpt._base.interrupts import operation
@@ -13,24 +13,21 @@ from distckpt._base.memory import paused_garbage_collection
 from distckpt._base.options import SaveOptions, with_changes
 from distckpt._base.reports import SaveReport
 from distckpt._commit import posix
-from distckpt._format.marker import CheckpointingConfig, note_of_module
+from distckpt._format.marker import BUILT_IN, CheckpointingConfig, note_of_module
 from distckpt._io.prepared_save import PreparedSave
 from distckpt._io.save_shards import ShardSettings, prepare_shards
 from distckpt._mapping.wrappers import CommonStateDict, ShardedObject, ShardedStateDict, StateDict
 from distckpt._models import objects
-from distckpt._operations import background_save
+from distckpt._operations.on_demand import on_demand
+from distckpt._operations.pending_saves import raising_pending_errors
 from distckpt._operations.planned_save import PlannedSave, SaveRequest, write_and_commit
 from distckpt._ranks.collectives import PhaseTimer, Ranks
 from distckpt._state import common_state, flatten
 from distckpt._state.common_state import COMMON_KEY, CONTENT_METADATA
 from distckpt._state.shards import Shard
-from distckpt.strategies.base import (
-    BUILT_IN,
-    EngineSettings,
-    SaveShardedStrategy,
-    choose_save_strategy,
-    prepare_save,
-)
+
+if TYPE_CHECKING:
+    from distckpt.strategies.base import SaveShardedStrategy
 
 
 @operation
@@ -97,7 +94,7 @@ def save(
         content_metadata=content_metadata,
         options=with_changes(save, SaveOptions, options, changes),
     )
-    with background_save.raising_pending_errors(ranks, request):
+    with raising_pending_errors(ranks, request):
         planned = plan_save(ranks, state_dict, request)
         return write_and_commit(ranks, planned)
 
@@ -108,7 +105,7 @@ class _Target:
 
     location: str
     strategy: SaveShardedStrategy | None
-    engine: EngineSettings
+    settings: ShardSettings
 
     @property
     def config(self) -> CheckpointingConfig:
@@ -146,7 +143,7 @@ def plan_save(ranks: Ranks, state_dict: ShardedStateDict, request: SaveRequest) 
         target = _check_target(ranks, request, timer)
         described = _describe_state(ranks, state_dict, request)
     with timer.phase("plan"):
-        prepared = _prepare(ranks, request, target, described)
+        prepared = _prepare(ranks, target, described)
         if ranks.is_coordinator:
             common_state.note_compared(described.compared)
     notes = {**request.notes, **note_of_module(described.names)}
@@ -158,12 +155,26 @@ def _check_target(ranks: Ranks, request: SaveRequest, timer: PhaseTimer) -> _Tar
     with ranks.phase("check the arguments", decision=True, same=request.of_all_ranks()):
         request.check()
         location = timer.location = posix.resolve(request.path) if request.has_target else ""
-        strategy, engine = choose_save_strategy(request.options.strategy)
-        if strategy is not None:
-            strategy = strategy.configure(request.options, request.process_group)
+        strategy, settings = None, ShardSettings(options=request.options)
+        if request.options.strategy is not None:
+            strategy, settings = _chosen_strategy(request)
         if ranks.is_coordinator and request.has_target:
             posix.check_target(location, request.overwrite, os.fspath(request.path))
-    return _Target(location, strategy, engine)
+    return _Target(location, strategy, settings)
+
+
+def _chosen_strategy(request: SaveRequest) -> tuple[SaveShardedStrategy | None, ShardSettings]:
+    """Return the strategy that the caller asks for; None for the built-in engine, which is to be
+    used with the settings.
+    """
+    options = request.options
+    strategy, engine = on_demand("strategies").choose_save_strategy(options.strategy)
+    if strategy is not None:
+        strategy = strategy.configure(options, request.process_group)
+    settings = ShardSettings(
+        options=options, exchange_group=engine.exchange_group, direct_io=engine.direct_io
+    )
+    return strategy, settings if engine.plans is None else replace(settings, plans=engine.plans)
 
 
 def _describe_state(
@@ -212,21 +223,13 @@ def _with_content_metadata(
     return {**common, CONTENT_METADATA: common_state.storable_metadata(content_metadata)}
 
 
-def _prepare(
-    ranks: Ranks, request: SaveRequest, target: _Target, described: _DescribedState
-) -> PreparedSave:
+def _prepare(ranks: Ranks, target: _Target, described: _DescribedState) -> PreparedSave:
     """Decide which rank writes what, with the built-in engine or a strategy of the user."""
     shards = list(described.shards)
     if ranks.is_coordinator:
         shards.append(ShardedObject(COMMON_KEY, described.common, (1,), (0,)))
     if target.strategy is not None:
         by_name = {str(number): shard for number, shard in enumerate(shards)}
-        return prepare_save(target.strategy, by_name)
-    settings = ShardSettings(
-        options=request.options,
-        exchange_group=target.engine.exchange_group,
-        direct_io=target.engine.direct_io,
-    )
-    if target.engine.plans is not None:
-        settings = replace(settings, plans=target.engine.plans)
-    return prepare_shards(ranks, shards, settings)
+        prepared: PreparedSave = on_demand("strategies").prepare_save(target.strategy, by_name)
+        return prepared
+    return prepare_shards(ranks, shards, target.settings)

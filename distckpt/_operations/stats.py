@@ -16,7 +16,7 @@ from distckpt._base.dtypes import item_values
 from distckpt._base.errors import LoadMismatchError
 from distckpt._base.messages import natural_order, summarize_keys
 from distckpt._base.options import Progress
-from distckpt._base.progress import ProgressCounter
+from distckpt._base.threads import ProgressCounter
 from distckpt._checkpoint.stored_values import StoredTensor
 from distckpt._format.stored_checkpoint import StoredCheckpoint
 from distckpt._operations.windows import (

@@ -24,8 +24,7 @@ from distckpt._base.libc import read_into
 from distckpt._base.memory import Bytes, bounce_buffer
 from distckpt._base.messages import check_choice
 from distckpt._base.options import Progress
-from distckpt._base.progress import ProgressCounter
-from distckpt._base.threads import Pool
+from distckpt._base.threads import Pool, ProgressCounter
 from distckpt._checkpoint.consistent_read import read_attempts
 from distckpt._checkpoint.opening import identify, open_checkpoint
 from distckpt._commit.conditional_put import stray_files

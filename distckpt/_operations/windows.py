@@ -14,8 +14,7 @@ import numpy as np
 import torch
 
 from distckpt._base.dtypes import FROM_NAME, item_values
-from distckpt._base.progress import ProgressCounter
-from distckpt._base.threads import NUM_REQUESTS, NUM_THREADS, run_threads
+from distckpt._base.threads import NUM_REQUESTS, NUM_THREADS, ProgressCounter, run_threads
 from distckpt._checkpoint.stored_values import StoredTensor
 from distckpt._geometry.region import Region, whole
 from distckpt._geometry.units import cut_region

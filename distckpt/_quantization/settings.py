@@ -7,9 +7,9 @@ from typing import Any
 
 
 def are_settings(value: object) -> bool:
-    """Tell whether a value is what `settings_of` returns, or None."""
+    """Tell whether a value is what `settings_of` returns for quantized tensors."""
     if not isinstance(value, dict):
-        return value is None
+        return False
     blocks, bits = value.get("blocks"), value.get("num_bits")
     if not isinstance(blocks, list) or not isinstance(bits, list):
         return False

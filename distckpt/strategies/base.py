@@ -19,6 +19,7 @@ from distckpt._base.errors import CheckpointingException
 from distckpt._base.options import LoadOptions, SaveOptions
 from distckpt._base.public import set_public_home
 from distckpt._format.foreign_formats import FORMATS
+from distckpt._format.marker import BUILT_IN
 from distckpt._io.prepared_save import PreparedSave
 from distckpt._mapping.sharded_tensor import ShardedTensor
 from distckpt._mapping.wrappers import ShardedObject, ShardedStateDict, StateDict
@@ -227,8 +228,6 @@ def get_default_strategy(action: StrategyAction, backend: str, version: int) -> 
     return strategy
 
 
-BUILT_IN = "safetensors"
-"""Backend of the built-in format, in version 1."""
 _BUILT_IN_NAMES = {
     StrategyAction.SAVE_SHARDED: (
         BUILT_IN,

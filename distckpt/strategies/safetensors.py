@@ -16,6 +16,7 @@ from distckpt._base.options import LoadOptions, SaveOptions
 from distckpt._base.public import set_public_home
 from distckpt._checkpoint.opening import open_checkpoint
 from distckpt._checkpoint.shards import describe_objects, describe_tensors, load_shards
+from distckpt._format.marker import BUILT_IN
 from distckpt._format.stored_checkpoint import StoredCheckpoint
 from distckpt._io.load_shards import ReadSettings
 from distckpt._io.save_shards import ShardSave, ShardSettings, prepare_shards
@@ -25,7 +26,6 @@ from distckpt._plan.layout import PlanCache
 from distckpt._ranks.collectives import Ranks
 from distckpt._storage import locations
 from distckpt.strategies.base import (
-    BUILT_IN,
     EngineSettings,
     LoadShardedStrategy,
     SaveShardedStrategy,

@@ -16,7 +16,7 @@ import pytest
 
 import distckpt
 from distckpt import CheckpointingException, CheckpointManager, RankFailedError
-from distckpt._commit import save_directory
+from distckpt._commit import output
 from distckpt._ranks.exchanges import lone_group
 from distckpt.strategies.safetensors import ShardSave
 from tests.support.harness import error_of, run, sum_over_ranks
@@ -28,7 +28,7 @@ _CLONE_NEWNS = 0x20000
 
 def impatient():
     """Do not wait long for what does not come; other tests show that ranks wait."""
-    save_directory.SECONDS_TO_APPEAR = 0.3
+    output.SECONDS_TO_APPEAR = 0.3
 
 
 def mounting(*arguments):

@@ -14,7 +14,7 @@ import torch
 from distckpt._base.dtypes import FROM_NAME
 from distckpt._base.errors import CorruptCheckpointError
 from distckpt._base.options import Progress
-from distckpt._base.progress import ProgressCounter
+from distckpt._base.threads import ProgressCounter
 from distckpt._checkpoint.stored_values import load_common_state, load_objects
 from distckpt._foreign.torch_dist.encode import (
     Call,

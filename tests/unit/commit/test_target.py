@@ -13,7 +13,7 @@ import pytest
 
 import distckpt
 from distckpt import CheckpointExistsError, CheckpointManager, CheckpointNotFoundError
-from distckpt._commit import running
+from distckpt._commit import hidden_directories
 from distckpt.strategies.safetensors import ShardSave
 from distckpt.streaming import save_safetensors_streaming_sharded
 from tests.support.disk import tree_of
@@ -341,12 +341,12 @@ def test_empty_directories_of_earlier_saves_are_removed(tmp_path):
     """As network file systems leave them when a reader had a file open."""
     path = tmp_path / "c"
     empty, full, running_now = (
-        tmp_path / f".c.tmp-{running.new_nonce(str(path))}" for _ in range(3)
+        tmp_path / f".c.tmp-{hidden_directories.new_nonce(str(path))}" for _ in range(3)
     )
     for directory in (empty, full, running_now):
         (directory / "tensors").mkdir(parents=True)
     (full / "tensors" / "x").write_bytes(b"mine")
-    with running.locked_directory(str(running_now), durable=False):
+    with hidden_directories.locked_directory(str(running_now), durable=False):
         distckpt.save(state_of(1), path)
         assert sorted(tmp_path.iterdir()) == sorted([full, running_now, path])
     distckpt.save(state_of(1), path, overwrite=True)

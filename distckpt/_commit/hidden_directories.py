@@ -1,8 +1,9 @@
-"""Tell saves that are running from what interrupted ones have left beside a checkpoint, without
-comparing times.
+"""Directories that are put beside an output on a local disk, named `.NAME.KIND-NONCE`; and which of
+them a save is still writing into.
 
 The coordinator of a save to a local path locks the directory that it writes into; the kernel
-releases the lock when the process ends, however it ends. Such locks are seen on the same kernel and
+releases the lock when the process ends, however it ends. So saves that are running are told from
+what interrupted ones have left without comparing times. Such locks are seen on the same kernel and
 mount only, so the nonce of a save begins with 8 digits that stand for these two.
 """
 
@@ -13,16 +14,85 @@ import errno
 import fcntl
 import hashlib
 import os
+import re
 import secrets
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Literal, NamedTuple
 
-from distckpt._commit import hidden_names
 from distckpt._storage import locations
 
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 _NOT_OFFERED = (errno.ENOSYS, errno.ENOTSUP, errno.ENOLCK, errno.EINVAL, errno.EBADF)
 """Errors of file systems without such locks."""
+
+Kind = Literal["tmp", "old", "trash", "incomplete", "damaged"]
+"""What is in such a directory: an output that is being written, what an overwrite is replacing,
+what is being removed, what an unfinished save has left, and a checkpoint that is damaged.
+"""
+
+_HIDDEN = re.compile(r"\.(.+)\.(tmp|old|trash|incomplete|damaged)-([0-9a-f]{16})", re.DOTALL)
+
+
+class HiddenName(NamedTuple):
+    """The name of a directory beside an output.
+
+    Attributes:
+        name: of the output.
+        kind: what is in the directory.
+        nonce: 16 hex digits.
+    """
+
+    name: str
+    kind: str
+    nonce: str
+
+
+def parse(name: str) -> HiddenName | None:
+    """Return the parts of a name, None for any other name."""
+    match = _HIDDEN.fullmatch(name)
+    return None if match is None else HiddenName(match[1], match[2], match[3])
+
+
+def beside(location: str, kind: Kind, nonce: str | None = None) -> str:
+    """Return the path of a directory beside a local output, a new one without a nonce."""
+    parent, name = os.path.split(location)
+    return os.path.join(parent, f".{name}.{kind}-{nonce or secrets.token_hex(8)}")
+
+
+def nonce_of(directory: str) -> str:
+    """Return the nonce of a directory that `beside` has named."""
+    hidden = parse(os.path.basename(directory))
+    assert hidden is not None, directory
+    return hidden.nonce
+
+
+def target_of(directory: str) -> str:
+    """Return the output that a directory is beside, which `beside` has named."""
+    parent, name = os.path.split(directory)
+    hidden = parse(name)
+    assert hidden is not None, directory
+    return os.path.join(parent, hidden.name)
+
+
+def left_beside(location: str, kind: Kind) -> list[str]:
+    """Return the directories of a kind that are beside a local output."""
+    parent, name = os.path.split(location)
+    try:
+        found = sorted(os.listdir(parent))
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+    # Everything else, such as other steps, is passed over without a closer look.
+    start = f".{name}.{kind}-"
+    hidden = [(other, parse(other)) for other in found if other.startswith(start)]
+    return [
+        os.path.join(parent, other)
+        for other, parts in hidden
+        if parts is not None and (parts.name, parts.kind) == (name, kind)
+    ]
+
+
+# --- Saves that are running -----------------------------------------------------------------------
 
 
 def new_nonce(location: str) -> str:
@@ -66,7 +136,7 @@ def claimed(directory: str) -> Iterator[bool | None]:
     One that has ended stays locked for the body, which may remove what it has left.
     """
     parent, name = os.path.split(directory)
-    hidden = hidden_names.parse(name) if locations.is_local(directory) else None
+    hidden = parse(name) if locations.is_local(directory) else None
     with contextlib.ExitStack() as held:
         has_ended: bool | None = None
         if hidden is not None and hidden.nonce.startswith(_place_of(parent)):
