@@ -19,7 +19,14 @@ from distckpt._format.checksum import BLOCK_BYTES, checksum
 from distckpt._format.columns import pack, unpack
 from distckpt._format.safetensors_file import MAX_HEADER_BYTES
 from distckpt._geometry.region import IntArray, Region, widen
-from distckpt._quantization.names import may_be_codes, scales_of
+from distckpt._quantization.names import (
+    MARKER,
+    are_codes_beside_scales,
+    may_be_codes,
+    places_of_scales,
+    scale_beside,
+    scales_of,
+)
 from distckpt._quantization.settings import are_settings
 from distckpt._storage import locations
 
@@ -240,10 +247,20 @@ class Manifest:
     @functools.cached_property
     def scales_key(self) -> str | None:
         """A key of scales that belong to codes, None if there is no such key."""
-        codes = (
-            key for key, dtype in zip(self.keys, self.dtypes, strict=True) if may_be_codes(dtype)
-        )
-        return next((scales for key in codes for scales in scales_of(key, self.key_index)), None)
+        dtypes = zip(self.keys, self.dtypes, strict=True)
+        codes = [(key, dtype) for key, dtype in dtypes if may_be_codes(dtype)]
+        for key, dtype in codes:
+            if scales := scales_of(key, self.key_index):
+                return scales[0]
+            beside = are_codes_beside_scales(key, dtype) and scale_beside(key, self.scale_places)
+            if beside:
+                return beside
+        return MARKER if MARKER in self.key_index else None
+
+    @functools.cached_property
+    def scale_places(self) -> dict[str, str]:
+        """Where keys are that are named like scales, see `places_of_scales`."""
+        return places_of_scales(self.key_index)
 
     def chunk_rows(self, key_id: int) -> slice:
         """Return the rows of the chunk table that belong to a key."""

@@ -20,7 +20,13 @@ from distckpt._format.hf_names import group_keys_by_bytes, shard_filename
 from distckpt._format.stored_checkpoint import StoredCheckpoint
 from distckpt._plan.codes import check_scales_cast
 from distckpt._plan.selection import check_all_match, matches, renamed
-from distckpt._quantization.names import may_be_codes, scales_of
+from distckpt._quantization.names import (
+    are_codes_beside_scales,
+    may_be_codes,
+    places_of_scales,
+    scale_beside,
+    scales_of,
+)
 from distckpt._rules.rules import MappedTensor, Rule, TensorInfo, apply_rules
 
 SINGLE_FILE = "model.safetensors"
@@ -268,11 +274,16 @@ def check_codes(
 def _check_scales_are_there(
     stored: StoredCheckpoint, of_codes: Sequence[OutputTensor], names: Collection[str]
 ) -> None:
-    index = stored.manifest.key_index
+    index, places = stored.manifest.key_index, places_of_scales(names)
     keys = [(output.name, part.key) for output in of_codes for part in output.mapped.parts]
     for name, key in keys:
         scales = scales_of(key, index)
-        if len(scales) > len(scales_of(name, names)):
+        are_left = len(scales) > len(scales_of(name, names))
+        if are_codes_beside_scales(key, stored.dtype_name(key)) and not are_left:
+            beside = scale_beside(key, stored.manifest.scale_places)
+            scales = [beside] if beside else []
+            are_left = bool(scales) and scale_beside(name, places) is None
+        if are_left:
             raise LoadMismatchError(
                 f"{key!r} in {stored.location!r} holds codes and would be {name!r}, without its "
                 f"scales ({', '.join(map(repr, scales))}): select and rename them together, or "
