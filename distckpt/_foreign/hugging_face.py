@@ -14,8 +14,12 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
+import numpy as np
+
+from distckpt._base.dtypes import FROM_NAME
 from distckpt._base.errors import CheckpointNotFoundError, CorruptCheckpointError
 from distckpt._base.messages import did_you_mean, natural_order, summarize_keys
+from distckpt._base.threads import run_threads
 from distckpt._checkpoint.reader import Reader
 from distckpt._checkpoint.stored_pieces import StoredPiece, build_manifest
 from distckpt._format import safetensors_file
@@ -26,8 +30,10 @@ from distckpt._format.marker import read_file
 from distckpt._format.read_header import Header, read_header
 from distckpt._geometry.region import Region, whole
 from distckpt._plan.codes import CONFIG_NAMES
-from distckpt._quantization.detect import settings_of
+from distckpt._quantization.detect import settings_of, unclear_shapes
 from distckpt._quantization.names import may_be_codes
+from distckpt._quantization.settings import is_shape
+from distckpt._rules.mapped import TensorInfo
 from distckpt._storage import locations
 
 logger = logging.getLogger(__name__)
@@ -35,6 +41,7 @@ logger = logging.getLogger(__name__)
 _NUMBERED = re.compile(r"(.*-)\d+(-of-0*(\d+)\.safetensors)", re.ASCII)
 _MAX_CONFIG_BYTES = 64 << 20
 _MAX_ELEMENTS = 1 << 62
+_MAX_SHAPE_BYTES = 64
 
 
 class HuggingFaceReader(Reader):
@@ -141,8 +148,33 @@ def _fields(found: _Files, pieces: Sequence[StoredPiece]) -> dict[str, Any]:
     if found.is_alone:
         fields["is_file"] = True
     if any(may_be_codes(piece.dtype) for piece in pieces):
-        fields["quantization"] = _read_quantization(found.folder)
+        settings = _read_quantization(found.folder)
+        shapes = _read_shapes(found.folder, pieces, settings or {})
+        if shapes:
+            settings = {"blocks": [], "num_bits": [], **(settings or {}), "shapes": shapes}
+        fields["quantization"] = settings
     return fields
+
+
+def _read_shapes(
+    folder: str, pieces: Sequence[StoredPiece], settings: Mapping[str, Any]
+) -> dict[str, list[int]]:
+    """Read the shapes that are stored beside packed codes, where these do not show them."""
+    tensors = {piece.key: TensorInfo(piece.region.shape, piece.dtype) for piece in pieces}
+    unclear = set(unclear_shapes(tensors, settings))
+    shapes = {}
+
+    def read(piece: StoredPiece) -> None:
+        stop = piece.first_byte + piece.num_bytes
+        path = locations.join(folder, piece.file)
+        content = locations.read_range(path, piece.first_byte, stop)
+        shape = np.frombuffer(content, f"<i{FROM_NAME[piece.dtype].itemsize}").tolist()
+        if is_shape(shape):
+            shapes[piece.key] = shape
+
+    are_shapes = [p for p in pieces if p.key in unclear and p.dtype in ("I32", "I64")]
+    run_threads(read, [piece for piece in are_shapes if piece.num_bytes <= _MAX_SHAPE_BYTES])
+    return shapes
 
 
 def _check_all_are_there(location: str, names: Sequence[str]) -> None:

@@ -72,7 +72,7 @@ def _why_codes(stored: StoredCheckpoint, key: str, requested: torch.dtype) -> st
     beside = scale_beside(key, manifest.scale_places)
     if beside and are_codes_beside_scales(key.removesuffix(AS_STORED), name):
         return f"{beside.removesuffix(AS_STORED)!r} beside it is named like a scale"
-    if config and is_small:
+    if "file" in config and is_small:
         return f"its {config['file']} says that it is quantized"
     if is_named_as_codes(key.removesuffix(AS_STORED)):
         return "no other tensors have such names"

@@ -285,7 +285,7 @@ def _describe(
     if number is None or not codes.shape or not _is_known(parts, number, settings):
         return None
     has_groups = codes.key.endswith("_blocks") and len(codes.shape) > 2
-    shape = _shape(codes, number, has_groups)
+    shape = _unpadded(_shape(codes, number, has_groups), parts, settings)
     block = _block_shape(parts, settings, number, shape)
     if block is None:
         return None
@@ -303,7 +303,7 @@ def _is_known(parts: Mapping[str, StoredPart], number: str, settings: Mapping[st
         return False
     if number == "e2m1" and scale.dtype == "U8" and not scale.key.endswith("_scales"):
         # Any bytes beside any bytes, unless a configuration says which.
-        return bool(settings)
+        return "file" in settings
     if number != "e2m1" and "global_scale" in parts:
         return False
     return not _contradicts(settings, number)
@@ -325,6 +325,38 @@ def _shape(codes: StoredPart, number: str, has_groups: bool) -> tuple[int, ...]:
     return (*lead, math.prod(codes.shape[len(lead) :]) * per_item)
 
 
+def _unpadded(
+    shape: tuple[int, ...], parts: Mapping[str, StoredPart], settings: Mapping[str, Any]
+) -> tuple[int, ...]:
+    """Return the shape that is stored beside codes, where it is smaller by padding of columns."""
+    stored = settings.get("shapes", {}).get(parts["shape"].key) if "shape" in parts else None
+    if not stored or len(stored) != len(shape) or list(shape[:-1]) != stored[:-1]:
+        return shape
+    per_item = shape[-1] // max(1, parts["codes"].shape[-1])
+    return tuple(stored) if 0 <= shape[-1] - stored[-1] < per_item else shape
+
+
+def unclear_shapes(tensors: Mapping[str, TensorInfo], settings: Mapping[str, Any]) -> list[str]:
+    """Return the keys of stored shapes that must be read, since packed columns may be padded."""
+    named = [block[1] for block in settings.get("blocks", [])]
+    sizes = named or ([] if "file" in settings else _GROUPS)
+    unclear = []
+    for key, info in tensors.items():
+        stem = key.removesuffix("_packed")
+        if stem == key or info.dtype != "I32" or f"{stem}_shape" not in tensors:
+            continue
+        if not _are_whole_groups(info, tensors.get(f"{stem}_scale"), sizes):
+            unclear.append(f"{stem}_shape")
+    return unclear
+
+
+def _are_whole_groups(codes: TensorInfo, scale: TensorInfo | None, sizes: Iterable[int]) -> bool:
+    """Tell whether packed columns are several groups of a known size, so that none is padded."""
+    counts = scale.shape[-1:] if scale is not None else ()
+    columns = [8 * items for items in codes.shape[-1:]]
+    return any([count * size] == columns for count in counts if count > 1 for size in sizes)
+
+
 def _fits_all(overall: tuple[int, ...], shape: tuple[int, ...], grid: tuple[int, ...]) -> bool:
     """Tell whether a scale of all scales is one, or one for each expert."""
     has_experts = len(shape) > 2 and grid[:1] == shape[:1]
@@ -341,7 +373,7 @@ def _block_shape(
     """Return the size of blocks along each axis; None where that cannot be known."""
     scale, overall = parts["scale"], parts.get("global_scale")
     blocks = settings.get("blocks", [])
-    grid = _grid(scale.shape, shape, is_by_channel=bool(settings) and not blocks)
+    grid = _grid(scale.shape, shape, is_by_channel="file" in settings and not blocks)
     if len(grid) != len(shape) or max(shape) > _MAX_ELEMENTS:
         return None
     if overall is not None and not _fits_all(overall.shape, shape, grid):
