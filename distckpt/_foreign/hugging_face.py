@@ -9,17 +9,17 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-import numpy as np
+import torch
 
 from distckpt._base.dtypes import FROM_NAME
 from distckpt._base.errors import CheckpointNotFoundError, CorruptCheckpointError
 from distckpt._base.messages import did_you_mean, natural_order, summarize_keys
-from distckpt._base.threads import run_threads
 from distckpt._checkpoint.reader import Reader
 from distckpt._checkpoint.stored_pieces import StoredPiece, build_manifest
 from distckpt._format import safetensors_file
@@ -28,7 +28,9 @@ from distckpt._format.hf_names import SINGLE_NAME, SUFFIX
 from distckpt._format.manifest import MAX_TABLE_BYTES, Manifest, ShardFile, is_manifest_name
 from distckpt._format.marker import read_file
 from distckpt._format.read_header import Header, read_header
+from distckpt._format.stored_checkpoint import StoredCheckpoint
 from distckpt._geometry.region import Region, whole
+from distckpt._io.read import read_chunks
 from distckpt._plan.codes import CONFIG_NAMES
 from distckpt._quantization.detect import settings_of, unclear_shapes
 from distckpt._quantization.names import may_be_codes
@@ -41,7 +43,7 @@ logger = logging.getLogger(__name__)
 _NUMBERED = re.compile(r"(.*-)\d+(-of-0*(\d+)\.safetensors)", re.ASCII)
 _MAX_CONFIG_BYTES = 64 << 20
 _MAX_ELEMENTS = 1 << 62
-_MAX_SHAPE_BYTES = 64
+_MAX_AXES = 8
 
 
 class HuggingFaceReader(Reader):
@@ -102,7 +104,8 @@ def read_directory(location: str, *, require_sharding_info: bool = False) -> Man
     elif not found.is_alone:
         _check_all_are_there(found.folder, without_info)
     fields = _fields(found, pieces)
-    return build_manifest(HuggingFaceReader.name, found.folder, pieces, files, fields)
+    manifest = build_manifest(HuggingFaceReader.name, found.folder, pieces, files, fields)
+    return _with_shapes(location, manifest)
 
 
 def _find_files(location: str) -> _Files:
@@ -148,33 +151,33 @@ def _fields(found: _Files, pieces: Sequence[StoredPiece]) -> dict[str, Any]:
     if found.is_alone:
         fields["is_file"] = True
     if any(may_be_codes(piece.dtype) for piece in pieces):
-        settings = _read_quantization(found.folder)
-        shapes = _read_shapes(found.folder, pieces, settings or {})
-        if shapes:
-            settings = {"blocks": [], "num_bits": [], **(settings or {}), "shapes": shapes}
-        fields["quantization"] = settings
+        fields["quantization"] = _read_quantization(found.folder)
     return fields
 
 
-def _read_shapes(
-    folder: str, pieces: Sequence[StoredPiece], settings: Mapping[str, Any]
-) -> dict[str, list[int]]:
-    """Read the shapes that are stored beside packed codes, where these do not show them."""
-    tensors = {piece.key: TensorInfo(piece.region.shape, piece.dtype) for piece in pieces}
-    unclear = set(unclear_shapes(tensors, settings))
+def _with_shapes(location: str, manifest: Manifest) -> Manifest:
+    """Note the shapes that are stored beside packed codes, where these do not show them."""
+    settings = manifest.quantization or {}
+    columns = zip(manifest.keys, manifest.global_shapes, manifest.dtypes, strict=True)
+    tensors = {key: TensorInfo(shape, dtype) for key, shape, dtype in columns}
+    # Integers of any shape may have such a name.
+    keys = [
+        key
+        for key in unclear_shapes(tensors, settings)
+        if tensors[key].dtype in ("I32", "I64") and math.prod(tensors[key].shape) <= _MAX_AXES
+    ]
+    if not keys:
+        return manifest
+    stored = StoredCheckpoint(location, manifest)
+    contents = read_chunks(stored, [chunk for key in keys for chunk in stored.chunks_of(key)])
     shapes = {}
-
-    def read(piece: StoredPiece) -> None:
-        stop = piece.first_byte + piece.num_bytes
-        path = locations.join(folder, piece.file)
-        content = locations.read_range(path, piece.first_byte, stop)
-        shape = np.frombuffer(content, f"<i{FROM_NAME[piece.dtype].itemsize}").tolist()
+    for key, content in zip(keys, contents, strict=True):
+        shape = torch.frombuffer(bytearray(content), dtype=FROM_NAME[tensors[key].dtype]).tolist()
         if is_shape(shape):
-            shapes[piece.key] = shape
-
-    are_shapes = [p for p in pieces if p.key in unclear and p.dtype in ("I32", "I64")]
-    run_threads(read, [piece for piece in are_shapes if piece.num_bytes <= _MAX_SHAPE_BYTES])
-    return shapes
+            shapes[key] = shape
+    manifest.quantization = {"blocks": [], "num_bits": [], **settings, "shapes": shapes}
+    manifest.origin = {**(manifest.origin or {}), "quantization": manifest.quantization}
+    return manifest
 
 
 def _check_all_are_there(location: str, names: Sequence[str]) -> None:
