@@ -1033,6 +1033,7 @@ def test_torchs_function_by_its_name(tmp_path):
     assert len(files_of(tmp_path / "out")) == 2
 
 
+@needs_torchs_hugging_face
 @pytest.mark.parametrize(
     "numbers", [[1, 1, 1], [0, 0, 0], [0, 1, 1], [2, 2, 3], [1, 3, 3]], ids=str
 )
