@@ -35,7 +35,7 @@ def estimate_array_nbytes(array: Any) -> int:
 
 def as_torch_dtype(dtype: torch.dtype | str | np.dtype[Any] | type) -> torch.dtype:
     """Return the torch dtype for one of torch or numpy, or for a name ("bfloat16",
-    "torch.bfloat16", "BF16").
+    "torch.bfloat16", "BF16", "bf16").
 
     Raises:
         ValueError: there is no such dtype.
@@ -44,7 +44,7 @@ def as_torch_dtype(dtype: torch.dtype | str | np.dtype[Any] | type) -> torch.dty
         return dtype
     if not isinstance(dtype, str):
         dtype = np.dtype(dtype).name
-    found = FROM_NAME.get(dtype, getattr(torch, dtype.removeprefix("torch."), None))
+    found = FROM_NAME.get(dtype.upper(), getattr(torch, dtype.removeprefix("torch."), None))
     if not isinstance(found, torch.dtype):
         raise ValueError(
             f"torch {torch.__version__} has no dtype {dtype!r}{did_you_mean(dtype, FROM_NAME)}"

@@ -121,11 +121,6 @@ def consolidate(parser: ArgumentParser) -> None:
         "output_dir", help="directory for model.safetensors, or several files and their index"
     )
     _add_export(parser)
-    parser.add_argument(
-        "--dry-run",
-        action="store_true",
-        help="list what would be exported and from where, and stop",
-    )
 
 
 def merge(parser: ArgumentParser) -> None:
@@ -164,6 +159,11 @@ def contradiction(arguments: Namespace) -> str:
 
 
 def _add_export(parser: ArgumentParser) -> None:
+    parser.add_argument(
+        "--dry-run",
+        action="store_true",
+        help="list what would be exported and from where, and stop",
+    )
     add_keys(parser)
     add_rename(parser)
     add_dtype(parser)

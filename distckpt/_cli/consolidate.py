@@ -13,7 +13,7 @@ from distckpt._cli.selection import dtype_option, given, warn_of_overflows
 from distckpt._operations.consolidate import consolidate, plan_consolidation
 from distckpt._operations.export_plan import ExportPlan
 from distckpt._operations.export_write import ExportReport
-from distckpt._operations.merge import merge
+from distckpt._operations.merge import merge, plan_merge
 from distckpt._plan.export import OutputTensor
 
 
@@ -41,6 +41,10 @@ def _merge(arguments: Namespace, options: ExportOptions, output: Output) -> int:
     checkpoints, output_dir = arguments.checkpoints, arguments.output_dir
     if output_dir is None:
         *checkpoints, output_dir = checkpoints
+    if arguments.dry_run:
+        plan = plan_merge(checkpoints, arguments.weights, arguments.ema, options)
+        _show_plan(plan, output)
+        return 0
     with output.progress("writing") as progress:
         report = merge(
             checkpoints,

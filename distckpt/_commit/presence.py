@@ -24,6 +24,13 @@ _ABOUT_PICKLES = (
     "weights_only=True), load_state_dict it into the model, and save that with distckpt.save."
 )
 
+_GGUF = ".gguf"
+_ABOUT_GGUF = (
+    "a file of llama.cpp (GGUF), which distckpt does not read: open it with transformers, "
+    "from_pretrained(path, gguf_file=...), and save that model, or load the Hugging Face directory "
+    "that it was made of."
+)
+
 
 def check_marker(marker: dict[str, Any] | None, location: str) -> dict[str, Any]:
     """Check that a marker that was read, None when there is none, is of a readable format; as
@@ -73,6 +80,8 @@ def _about_file(location: str) -> str:
     parent, name = locations.split(location)
     if name in _MARKERS or is_manifest_name(name):
         return f"{location!r} is a file of a checkpoint: give the directory, {parent!r}."
+    if name.endswith(_GGUF):
+        return f"{location!r} is {_ABOUT_GGUF}"
     if name.endswith(_OF_TORCH_SAVE):
         return f"{location!r} is a file of torch.save, {_ABOUT_PICKLES}"
     return f"{location!r} is a file: a checkpoint is a directory, or a .safetensors file."
@@ -88,6 +97,8 @@ def _about_directory(location: str) -> str:
     pickles = [name for name in names if name.endswith(_OF_TORCH_SAVE)]
     if pickles:
         return f"{location!r} holds files of torch.save ({pickles[0]!r}), {_ABOUT_PICKLES}"
+    if gguf := [name for name in names if name.endswith(_GGUF)]:
+        return f"{location!r} holds {gguf[0]!r}, {_ABOUT_GGUF}"
     foreign = _format_of_files(names)
     state = "nor files of another format at its top level"
     if foreign is not None or "tensors" in names:

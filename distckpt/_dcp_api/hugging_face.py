@@ -8,23 +8,37 @@ can do more.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
-from distckpt._base.errors import CorruptCheckpointError
+import torch
+
+from distckpt._base.arrays import as_torch_dtype
+from distckpt._base.dtypes import FROM_NAME, TO_NAME
+from distckpt._base.errors import CheckpointingException, CorruptCheckpointError
 from distckpt._base.memory import paused_garbage_collection
-from distckpt._base.options import ExportOptions, with_changes
+from distckpt._base.messages import summarize_keys
+from distckpt._base.options import ExportOptions, check_switch, with_changes
 from distckpt._checkpoint.opening import decode_manifest
 from distckpt._foreign.hugging_face import read_directory
 from distckpt._format.stored_checkpoint import StoredCheckpoint
 from distckpt._io.tensor_source import TensorSource
 from distckpt._operations.consolidate import consolidate
-from distckpt._operations.export_plan import plan_export
+from distckpt._operations.export_plan import ExportPlan, plan_export
 from distckpt._operations.export_request import check_request
 from distckpt._operations.export_write import ExportReport, write_and_commit
+from distckpt._plan.export import (
+    OutputTensor,
+    check_codes,
+    number_files,
+    plan_files,
+)
 from distckpt._ranks.collectives import Ranks
 from distckpt.strategies.base import ConsolidationStrategy
+
+logger = logging.getLogger(__name__)
 
 _UNLIMITED = 2**63
 
@@ -70,6 +84,10 @@ def consolidate_safetensors_files(
     output_dir: str,
     fqn_to_index_mapping: Mapping[str, int] | None = None,
     num_threads: int = 1,
+    use_staging: bool = False,
+    staging_dir: str | None = None,
+    cast_dtype: torch.dtype | None = None,
+    fqn_to_dtype_mapping: Mapping[str, str] | None = None,
 ) -> None:
     """Merge a folder of shard files into output files, in this process alone.
 
@@ -77,15 +95,25 @@ def consolidate_safetensors_files(
         input_dir: path or URL of the folder that `HuggingFaceStorageWriter(save_distributed=True)`
             wrote, or of the `tensors` folder of a distckpt checkpoint.
         output_dir: path or URL; an export that is there is replaced, other files stay.
-        fqn_to_index_mapping: key -> number of its output file, from 1. None: all in one file.
+        fqn_to_index_mapping: key -> number of its output file, from 0 or 1; of all keys, and of no
+            others. None: all in `model.safetensors`.
         num_threads: number of threads that read and write.
+        use_staging: of NeMo Automodel, which writes elsewhere first. Files are always written
+            beside `output_dir`, where they appear in one step.
+        staging_dir: likewise; not used.
+        cast_dtype: convert floating point tensors of 16 bits and more, except those for which
+            `fqn_to_dtype_mapping` has float32.
+        fqn_to_dtype_mapping: key -> name of its dtype, such as "BF16". Without `cast_dtype`,
+            floating point tensors get this dtype; those that have one of integers or 8-bit floats
+            there stay as they are, with a warning.
 
     Raises:
         ValueError: the shards do not belong together: one is missing, has no sharding metadata, is
-            left over from another save, is damaged, or differs in dtype; naming file and key.
-            Nothing is written then.
+            left over from another save, is damaged, differs in dtype, or a key that has a file
+            number is in none; naming file and key. Nothing is written then.
     """
-    _consolidate(Ranks.alone(), input_dir, output_dir, fqn_to_index_mapping, num_threads)
+    options = _Conversions(use_staging, staging_dir, cast_dtype, fqn_to_dtype_mapping)
+    _consolidate(Ranks.alone(), input_dir, output_dir, fqn_to_index_mapping, num_threads, options)
 
 
 def consolidate_safetensors_files_on_every_rank(
@@ -94,6 +122,10 @@ def consolidate_safetensors_files_on_every_rank(
     fqn_to_index_mapping: Mapping[str, int] | None = None,
     num_threads: int = 1,
     process_group: Any = None,
+    use_staging: bool = False,
+    staging_dir: str | None = None,
+    cast_dtype: torch.dtype | None = None,
+    fqn_to_dtype_mapping: Mapping[str, str] | None = None,
 ) -> None:
     """Merge a folder of shard files, the output files divided among the ranks.
 
@@ -109,7 +141,18 @@ def consolidate_safetensors_files_on_every_rank(
         ValueError: see `consolidate_safetensors_files`.
         RankFailedError: raised on all ranks when any rank failed otherwise.
     """
-    _consolidate(Ranks(process_group), input_dir, output_dir, fqn_to_index_mapping, num_threads)
+    ranks = Ranks(process_group)
+    options = _Conversions(use_staging, staging_dir, cast_dtype, fqn_to_dtype_mapping)
+    _consolidate(ranks, input_dir, output_dir, fqn_to_index_mapping, num_threads, options)
+
+
+class _Conversions(NamedTuple):
+    """What NeMo Automodel's functions have beyond those of torch."""
+
+    use_staging: bool
+    staging_dir: str | None
+    cast_dtype: torch.dtype | None
+    dtype_names: Mapping[str, str] | None
 
 
 @paused_garbage_collection()
@@ -119,16 +162,108 @@ def _consolidate(
     output_dir: str,
     file_numbers: Mapping[str, int] | None,
     num_threads: int,
+    conversions: _Conversions,
 ) -> None:
-    options = ExportOptions(max_file_bytes=_UNLIMITED, fqn_to_index_mapping=file_numbers)
+    options = ExportOptions(max_file_bytes=_UNLIMITED)
+    same = {"fqn_to_index_mapping": file_numbers, **conversions._asdict()}
+    with ranks.phase("check the arguments", decision=True, same=same):
+        _check_arguments(file_numbers, num_threads, conversions)
     checked = check_request(ranks, [input_dir], output_dir, overwrite=True, options=options)
     request = replace(checked, num_threads=max(1, num_threads))
     try:
         stored = _open_shards(ranks, request.sources.checkpoints[0])
         plan = plan_export(ranks, TensorSource(stored), options)
+        with ranks.phase("plan the output files"):
+            plan = _converted(plan, stored, conversions, ranks.is_coordinator)
+            if file_numbers is not None:
+                _check_all_are_stored(stored, file_numbers)
+                plan = replace(plan, files=number_files(plan.outputs, file_numbers, lowest=0))
         write_and_commit(ranks, request, [stored], plan)
     except CorruptCheckpointError as error:
         raise ValueError(str(error)) from error
+
+
+def _check_arguments(
+    file_numbers: Mapping[str, int] | None, num_threads: int, conversions: _Conversions
+) -> None:
+    for name, value in (
+        ("fqn_to_index_mapping", file_numbers),
+        ("fqn_to_dtype_mapping", conversions.dtype_names),
+    ):
+        if not isinstance(value, Mapping | None):
+            raise TypeError(f"{name} is a dict from keys, or None, got {value!r:.100}.")
+    if type(num_threads) is not int:
+        raise TypeError(f"num_threads is a number of threads, got {num_threads!r:.100}.")
+    check_switch("use_staging", conversions.use_staging)
+    if not isinstance(conversions.cast_dtype, torch.dtype | None):
+        raise TypeError(
+            f"cast_dtype is a torch.dtype, or None, got {conversions.cast_dtype!r:.100}."
+        )
+
+
+def _check_all_are_stored(stored: StoredCheckpoint, file_numbers: Mapping[str, int]) -> None:
+    """Refuse a mapping with keys that no shard has: nothing else shows that a tensor was lost."""
+    absent = set(file_numbers).difference(stored.manifest.key_index)
+    if absent:
+        raise CorruptCheckpointError(
+            f"fqn_to_index_mapping names {summarize_keys(absent)}, which no shard in "
+            f"{stored.location!r} has: a shard file is missing, or the tensor was not saved. Take "
+            "the names of tensors that are tied to others out of the mapping."
+        )
+
+
+# --- Conversions ----------------------------------------------------------------------------------
+
+
+def _converted(
+    plan: ExportPlan, stored: StoredCheckpoint, conversions: _Conversions, logs_warnings: bool
+) -> ExportPlan:
+    """Give the tensors of a plan their dtypes."""
+    named = {key: _dtype_named(key, name) for key, name in (conversions.dtype_names or {}).items()}
+    kept: list[str] = []
+    outputs = [_with_dtype(each, conversions.cast_dtype, named, kept) for each in plan.outputs]
+    if kept and logs_warnings:
+        logger.warning(
+            "fqn_to_dtype_mapping has dtypes of integers or codes for tensors that are stored as "
+            "floating point, and stay so: %s",
+            summarize_keys(kept),
+        )
+    check_codes(stored, outputs)
+    return replace(plan, outputs=outputs, files=plan_files(outputs, _UNLIMITED, None))
+
+
+def _dtype_named(key: str, name: str) -> torch.dtype:
+    try:
+        return as_torch_dtype(name)
+    except (TypeError, ValueError) as error:
+        raise CheckpointingException(
+            f"fqn_to_dtype_mapping has {name!r:.100} for {key!r}, which names no dtype: give one "
+            "of safetensors, such as 'BF16'."
+        ) from error
+
+
+def _with_dtype(
+    output: OutputTensor,
+    cast_dtype: torch.dtype | None,
+    named: Mapping[str, torch.dtype],
+    kept: list[str],
+) -> OutputTensor:
+    """Return a tensor in its dtype; append its name to `kept` where another one does not apply."""
+    wanted, stored = named.get(output.name), FROM_NAME[output.dtype]
+    if cast_dtype is not None and wanted != torch.float32:
+        wanted = cast_dtype
+    if wanted is None or not _is_ordinary(stored):
+        return output
+    if not _is_ordinary(wanted):
+        kept.append(output.name)
+        return output
+    num_bytes = output.num_elements * wanted.itemsize
+    return output._replace(dtype=TO_NAME[wanted], num_bytes=num_bytes)
+
+
+def _is_ordinary(dtype: torch.dtype) -> bool:
+    """Tell whether a dtype is floating point of 16 bits or more."""
+    return dtype.is_floating_point and dtype.itemsize > 1
 
 
 def _open_shards(ranks: Ranks, location: str) -> StoredCheckpoint:

@@ -9,11 +9,15 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
+import torch
+
+from distckpt._base.dtypes import FROM_NAME
 from distckpt._base.errors import CheckpointNotFoundError, CorruptCheckpointError
 from distckpt._base.messages import did_you_mean, natural_order, summarize_keys
 from distckpt._checkpoint.reader import Reader
@@ -24,10 +28,14 @@ from distckpt._format.hf_names import INDEX_NAME, SINGLE_NAME, SUFFIX
 from distckpt._format.manifest import MAX_TABLE_BYTES, Manifest, ShardFile, is_manifest_name
 from distckpt._format.marker import read_file
 from distckpt._format.read_header import Header, read_header
+from distckpt._format.stored_checkpoint import StoredCheckpoint
 from distckpt._geometry.region import Region, whole
+from distckpt._io.read import read_chunks
 from distckpt._plan.codes import CONFIG_NAMES
-from distckpt._quantization.detect import settings_of
+from distckpt._quantization.detect import settings_of, unclear_shapes
 from distckpt._quantization.names import may_be_codes
+from distckpt._quantization.settings import is_shape
+from distckpt._rules.mapped import TensorSpec
 from distckpt._storage import locations
 
 logger = logging.getLogger(__name__)
@@ -35,6 +43,7 @@ logger = logging.getLogger(__name__)
 _NUMBERED = re.compile(r"(.*-)\d+(-of-0*(\d+)\.safetensors)", re.ASCII)
 _MAX_CONFIG_BYTES = 64 << 20
 _MAX_ELEMENTS = 1 << 62
+_MAX_AXES = 8
 
 
 class HuggingFaceReader(Reader):
@@ -95,7 +104,8 @@ def read_directory(location: str, *, require_sharding_info: bool = False) -> Man
     elif not found.is_alone:
         _check_all_are_there(found.folder, without_info)
     fields = _fields(found, pieces)
-    return build_manifest(HuggingFaceReader.name, found.folder, pieces, files, fields)
+    manifest = build_manifest(HuggingFaceReader.name, found.folder, pieces, files, fields)
+    return _with_shapes(location, manifest)
 
 
 def _find_files(location: str) -> _Files:
@@ -143,6 +153,31 @@ def _fields(found: _Files, pieces: Sequence[StoredPiece]) -> dict[str, Any]:
     if any(may_be_codes(piece.dtype) for piece in pieces):
         fields["quantization"] = _read_quantization(found.folder)
     return fields
+
+
+def _with_shapes(location: str, manifest: Manifest) -> Manifest:
+    """Note the shapes that are stored beside packed codes, where these do not show them."""
+    settings = manifest.quantization or {}
+    columns = zip(manifest.keys, manifest.global_shapes, manifest.dtypes, strict=True)
+    tensors = {key: TensorSpec(shape, dtype) for key, shape, dtype in columns}
+    # Integers of any shape may have such a name.
+    keys = [
+        key
+        for key in unclear_shapes(tensors, settings)
+        if tensors[key].dtype in ("I32", "I64") and math.prod(tensors[key].shape) <= _MAX_AXES
+    ]
+    if not keys:
+        return manifest
+    stored = StoredCheckpoint(location, manifest)
+    contents = read_chunks(stored, [chunk for key in keys for chunk in stored.chunks_of(key)])
+    shapes = {}
+    for key, content in zip(keys, contents, strict=True):
+        shape = torch.frombuffer(bytearray(content), dtype=FROM_NAME[tensors[key].dtype]).tolist()
+        if is_shape(shape):
+            shapes[key] = shape
+    manifest.quantization = {"blocks": [], "num_bits": [], **settings, "shapes": shapes}
+    manifest.origin = {**(manifest.origin or {}), "quantization": manifest.quantization}
+    return manifest
 
 
 def _check_all_are_there(location: str, names: Sequence[str]) -> None:

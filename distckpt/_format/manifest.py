@@ -239,10 +239,23 @@ class Manifest:
         """A key of scales that belong to codes, None if there is no such key."""
         # Imported when it is needed: few checkpoints hold codes.
         names = importlib.import_module("distckpt._quantization.names")
-        pairs = zip(self.keys, self.dtypes, strict=True)
-        codes = (key for key, dtype in pairs if names.may_be_codes(dtype))
-        every = (scales for key in codes for scales in names.scales_of(key, self.key_index))
-        return next(every, None)
+        dtypes = zip(self.keys, self.dtypes, strict=True)
+        codes = [(key, dtype) for key, dtype in dtypes if names.may_be_codes(dtype)]
+        for key, dtype in codes:
+            if scales := names.scales_of(key, self.key_index):
+                return str(scales[0])
+            if not names.are_codes_beside_scales(key, dtype):
+                continue
+            if beside := names.scale_beside(key, self.scale_places):
+                return str(beside)
+        return names.MARKER if names.MARKER in self.key_index else None
+
+    @functools.cached_property
+    def scale_places(self) -> dict[str, str]:
+        """Where keys are that are named like scales, see `places_of_scales`."""
+        names = importlib.import_module("distckpt._quantization.names")
+        places: dict[str, str] = names.places_of_scales(self.key_index)
+        return places
 
     def chunk_rows(self, key_id: int) -> slice:
         """Return the rows of the chunk table that belong to a key."""

@@ -37,16 +37,23 @@ class SummedSource(TensorSource):
     """
 
     def __init__(
-        self, view: StoredCheckpoint, terms: Sequence[StoredCheckpoint], weights: Sequence[float]
+        self,
+        view: StoredCheckpoint,
+        terms: Sequence[StoredCheckpoint],
+        weights: Sequence[float],
+        decay: float = 1.0,
     ) -> None:
-        """Take the view that describes the sums, and the checkpoints with the weight of each."""
+        """Take the view that describes the sums, the checkpoints with the weight of each, and what
+        a sum is multiplied with before each further term.
+        """
         super().__init__(view)
         self._terms = terms
         self._weights = weights
+        self._decay = decay
 
     def with_files(self, files: OpenFiles) -> TensorSource:
         terms = [term.with_files(files) for term in self._terms]
-        return SummedSource(self.stored, terms, self._weights)
+        return SummedSource(self.stored, terms, self._weights, self._decay)
 
     def is_stored(self, tensor: OutputTensor) -> bool:
         return False
@@ -78,7 +85,7 @@ class SummedSource(TensorSource):
             is_direct = len(batch) == 1 and view.is_contiguous()
             goal = view.view(-1) if is_direct else scratch("rounded", terms[0].shape, view.dtype)
             if is_summed(FROM_NAME[self.stored.dtype_name(wanted[0].key)]):
-                _fill_with_sum(goal, terms, weights)
+                _fill_with_sum(goal, terms, weights, self._decay)
             else:
                 _check_equal(self._terms, wanted, terms)
                 goal.copy_(terms[0])
@@ -161,9 +168,11 @@ def _divided(values: torch.Tensor, requests: Sequence[Request]) -> list[torch.Te
 
 
 def _fill_with_sum(
-    target: torch.Tensor, terms: Sequence[torch.Tensor], weights: Sequence[float]
+    target: torch.Tensor, terms: Sequence[torch.Tensor], weights: Sequence[float], decay: float
 ) -> None:
-    """Round the sum of flat terms times their weights, each product and sum in float64."""
+    """Round the sum of flat terms times their weights, each product and sum in float64; `decay` is
+    what the sum is multiplied with before each further term.
+    """
     if target.dtype.is_complex and any(values.dtype.is_complex for values in terms):
         # Part by part: the weights are real.
         target = target.view(target.dtype.to_real())
@@ -179,6 +188,8 @@ def _fill_with_sum(
                 # which rounds products or not, depending on where they are.
                 goal.copy_(part.float() if part.dtype == torch.float16 else part)
                 np.multiply(goal.numpy(), weight, out=goal.numpy())
+                if index and decay != 1:
+                    np.multiply(total.numpy(), decay, out=total.numpy())
                 if index:
                     np.add(total.numpy(), product.numpy(), out=total.numpy())
             round_once(total, place)

@@ -28,6 +28,7 @@ from distckpt._plan.export import (
     check_codes,
     is_for_all,
     keep_precise,
+    number_files,
     plan_files,
     plan_tensors,
 )
@@ -134,17 +135,37 @@ def _plan(
     outputs = _outputs(options, selected, model, stored.manifest.aliases)
     planned = _computed(PlannedTensors(source, outputs), options, model, adapter)
     check_codes(stored, planned.outputs, planned.made_of)
-    numbers = options.fqn_to_index_mapping
-    if model.reference is not None:
-        numbers = _file_numbers(model.reference, outputs, planned, is_coordinator)
     return ExportPlan(
         planned.source,
         planned.outputs,
-        plan_files(planned.outputs, options.max_file_bytes, numbers),
+        _files(options, model, outputs, planned, is_coordinator),
         selected,
         _stored_twice(stored, selected, options.rules, model.rules),
         _extra_files(options, planned) if is_coordinator else ExtraFiles(),
     )
+
+
+def _files(
+    options: ExportOptions,
+    model: _Model,
+    values: Sequence[OutputTensor],
+    planned: PlannedTensors,
+    logs_warnings: bool,
+) -> list[OutputFile]:
+    """Divide the tensors of an export among files. The export's `values` are those before they are
+    quantized.
+    """
+    numbers = None
+    if model.reference is not None:
+        numbers = _file_numbers(model.reference, values, planned, logs_warnings)
+    elif options.fqn_to_index_mapping is not None:
+        mapping, names = options.fqn_to_index_mapping, {tensor.name for tensor in planned.outputs}
+        absent = set(mapping).difference(names, planned.source.stored.manifest.aliases)
+        if absent and logs_warnings:
+            text = "fqn_to_index_mapping names tensors that are not exported: %s"
+            logger.warning(text, summarize_keys(absent))
+        return number_files(planned.outputs, mapping)
+    return plan_files(planned.outputs, options.max_file_bytes, numbers)
 
 
 # --- The model ------------------------------------------------------------------------------------

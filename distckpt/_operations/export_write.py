@@ -14,7 +14,12 @@ from distckpt._base.messages import summarize_keys
 from distckpt._base.threads import ProgressCounter
 from distckpt._checkpoint.opening import identify, manifest_bytes
 from distckpt._commit.output import Output, OutputSettings, new_output
-from distckpt._format.hf_names import BASE_PREFIX, belongs_to_export, index_filename, index_json
+from distckpt._format.hf_names import (
+    INDEX_NAME,
+    SINGLE_NAME,
+    belongs_to_export,
+    index_json,
+)
 from distckpt._format.read_header import read_header
 from distckpt._format.stored_checkpoint import StoredCheckpoint
 from distckpt._io.direct_reads import unread_files
@@ -137,8 +142,8 @@ def _complete(plan: ExportPlan, opened: Sequence[StoredCheckpoint], directory: s
     for file in plan.files:
         _check_written(locations.join(directory, file.name), file)
     write_extra_files(plan.extra_files, directory)
-    if len(plan.files) > 1:
-        index = locations.join(directory, index_filename(BASE_PREFIX))
+    if any(file.name != SINGLE_NAME for file in plan.files):
+        index = locations.join(directory, INDEX_NAME)
         locations.write_bytes(index, _index_of(plan))
 
 

@@ -17,8 +17,13 @@ from distckpt._checkpoint.opening import holds_checkpoint
 from distckpt._commit import posix
 from distckpt._format.stored_checkpoint import StoredCheckpoint
 from distckpt._io.summed_source import SummedSource
-from distckpt._operations.export_plan import plan_export
-from distckpt._operations.export_request import check_request, open_sources
+from distckpt._operations.export_plan import ExportPlan, plan_export
+from distckpt._operations.export_request import (
+    check_export_options,
+    check_request,
+    locate_sources,
+    open_sources,
+)
 from distckpt._operations.export_write import ExportReport, write_and_commit
 from distckpt._plan.merged import merged
 from distckpt._ranks.collectives import PhaseTimer, Ranks
@@ -84,27 +89,52 @@ def merge(
     ranks = Ranks(process_group)
     chosen = with_changes(merge, ExportOptions, options, changes)
     with ranks.phase("check the weights", decision=True, same={"weights": weights, "ema": ema}):
-        sources = _sources(checkpoints)
-        factors = _factors(len(sources), weights, ema)
+        sources, factors = _check_terms(checkpoints, weights, ema)
         if ranks.is_coordinator:
             _check_is_apart(output_dir, sources)
     request = check_request(ranks, sources, output_dir, overwrite, chosen)
     with PhaseTimer("consolidate", ranks.rank, request.target).phase("plan"):
         opened = open_sources(ranks, request.sources, chosen.verify)
-        source = _sum(ranks, opened.checkpoints, factors, chosen)
+        source = _sum(ranks, opened.checkpoints, factors, ema, chosen)
         plan = plan_export(ranks, source, chosen, opened.adapter)
     return write_and_commit(ranks, request, opened.all, plan)
+
+
+def plan_merge(
+    checkpoints: Sequence[str | os.PathLike[str]],
+    weights: Sequence[float] | None,
+    ema: float | None,
+    options: ExportOptions,
+) -> ExportPlan:
+    """Return what `merge` would write, in this process alone."""
+    ranks = Ranks.alone()
+    sources, factors = _check_terms(checkpoints, weights, ema)
+    check_export_options(options)
+    opened = open_sources(ranks, locate_sources(sources, options), options.verify)
+    source = _sum(ranks, opened.checkpoints, factors, ema, options)
+    return plan_export(ranks, source, options, opened.adapter)
 
 
 def _sum(
     ranks: Ranks,
     checkpoints: Sequence[StoredCheckpoint],
     factors: Sequence[float],
+    ema: float | None,
     options: ExportOptions,
 ) -> SummedSource:
     with ranks.phase("compare the checkpoints"):
         view = merged(checkpoints, options.keys, options.tied == "write")
-    return SummedSource(view.stored, view.terms, factors)
+    return SummedSource(view.stored, view.terms, factors, decay=1.0 if ema is None else float(ema))
+
+
+def _check_terms(
+    checkpoints: Sequence[str | os.PathLike[str]],
+    weights: Sequence[float] | None,
+    ema: float | None,
+) -> tuple[list[str], list[float]]:
+    """Return the locations of the checkpoints, and the number that each is multiplied with."""
+    sources = _sources(checkpoints)
+    return sources, _factors(len(sources), weights, ema)
 
 
 def _sources(checkpoints: Sequence[str | os.PathLike[str]]) -> list[str]:
@@ -153,5 +183,5 @@ def _factors_of_average(count: int, ema: float | None) -> list[float]:
         return [1 / count] * count
     if isinstance(ema, str) or not 0 <= ema <= 1:
         return []
-    decay = float(ema)
-    return [decay ** (count - 1), *((1 - decay) * decay**age for age in reversed(range(count - 1)))]
+    # The sum is multiplied with it before each further term.
+    return [1.0, *[1 - float(ema)] * (count - 1)]

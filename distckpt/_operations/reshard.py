@@ -309,12 +309,25 @@ class _Content:
 def _content_of(
     stored: StoredCheckpoint, selection: _Selection, common_state: CommonStateDict | None
 ) -> _Content:
+    outputs = _outputs(stored, selection)
     return _Content(
-        outputs=_outputs(stored, selection),
+        outputs=outputs,
         aliases={} if selection.rules else _aliases(stored, selection),
         objects=_read_objects(stored, common_state),
-        quantization=None if stored.quantized else stored.manifest.quantization,
+        quantization=None if stored.quantized else _settings(stored, outputs),
     )
+
+
+def _settings(
+    stored: StoredCheckpoint, outputs: Sequence[OutputTensor]
+) -> Mapping[str, Any] | None:
+    """Return what configurations say of codes, with the new keys of their shapes."""
+    settings = stored.manifest.quantization
+    if settings is None or "shapes" not in settings:
+        return settings
+    names = {part.key: output.name for output in outputs for part in output.mapped.parts}
+    shapes = {names[key]: shape for key, shape in settings["shapes"].items() if key in names}
+    return {**settings, "shapes": shapes}
 
 
 def _outputs(stored: StoredCheckpoint, selection: _Selection) -> list[OutputTensor]:

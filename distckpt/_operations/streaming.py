@@ -30,9 +30,9 @@ from distckpt._storage import locations
 DTYPE_TO_SAFETENSORS: dict[torch.dtype | str, str] = {
     spelling: name
     for dtype, name in TO_NAME.items()
-    for spelling in (dtype, str(dtype), str(dtype).removeprefix("torch."), name)
+    for spelling in (dtype, str(dtype), str(dtype).removeprefix("torch."), name, name.lower())
 }
-"""dtype in any of its spellings (torch.bfloat16, "torch.bfloat16", "bfloat16", "BF16") ->
+"""dtype in any of its spellings (torch.bfloat16, "torch.bfloat16", "bfloat16", "BF16", "bf16") ->
 safetensors name.
 """
 

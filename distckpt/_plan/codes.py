@@ -10,7 +10,16 @@ from distckpt._base.dtypes import FROM_NAME
 from distckpt._base.errors import LoadMismatchError
 from distckpt._base.messages import summarize_keys
 from distckpt._format.stored_checkpoint import StoredCheckpoint
-from distckpt._quantization.names import SMALL_CODES, is_named_as_codes, may_be_codes, scales_of
+from distckpt._quantization.names import (
+    SMALL_CODES,
+    are_codes_beside_scales,
+    are_integers_as_weights,
+    is_named_as_codes,
+    may_be_codes,
+    places_of,
+    scale_beside,
+    scales_of,
+)
 
 CONFIG_NAMES = ("config.json", "hf_quant_config.json")
 """Files that may say how the tensors beside them are quantized; NVIDIA ModelOpt writes the second
@@ -36,7 +45,10 @@ def check_cast(stored: StoredCheckpoint, key: str, requested: torch.dtype) -> No
     why = _why_codes(stored, key, requested)
     if why is None:
         return
+    config = stored.manifest.quantization or {}
     way_out = "and distckpt does not know how they belong together"
+    if isinstance(config.get("transformed"), str):
+        way_out += f" ({config['file']} says {config['transformed']})"
     if plain != key:
         way_out = "request its values instead"
     raise LoadMismatchError(
@@ -53,16 +65,19 @@ def _why_codes(stored: StoredCheckpoint, key: str, requested: torch.dtype) -> st
     manifest, name = stored.manifest, stored.dtype_name(key)
     config, scales = manifest.quantization or {}, scales_of(key, manifest.key_index)
     is_small = name in SMALL_CODES
-    if config.get("transformed"):
+    if config.get("transformed") is True:
         return f"the transform_config of its {config['file']} changes weights besides"
     if scales:
         return f"{scales[0]!r} holds their scales"
-    if config and is_small:
+    beside = scale_beside(key, manifest.scale_places)
+    if beside and are_codes_beside_scales(key.removesuffix(AS_STORED), name):
+        return f"{beside.removesuffix(AS_STORED)!r} beside it is named like a scale"
+    if "file" in config and is_small:
         return f"its {config['file']} says that it is quantized"
     if is_named_as_codes(key.removesuffix(AS_STORED)):
         return "no other tensors have such names"
     other = _key_of_scales(stored) if is_small and requested.is_floating_point else None
-    return f"tensors beside it are, {other!r} holds scales" if other else None
+    return f"other tensors there are, as {other!r} shows" if other else None
 
 
 def _key_of_scales(stored: StoredCheckpoint) -> str | None:
@@ -70,6 +85,24 @@ def _key_of_scales(stored: StoredCheckpoint) -> str | None:
     parts = (each.parts["scale"].key for each in stored.quantized.values())
     key = next(parts, stored.manifest.scales_key)
     return key and key.removesuffix(AS_STORED)
+
+
+def check_integers(stored: StoredCheckpoint, key: str, requested: torch.dtype) -> None:
+    """Refuse to load integers into floating point values where they can only be codes.
+
+    Raises:
+        LoadMismatchError: `key` holds such integers.
+    """
+    name = stored.dtype_name(key)
+    if requested.is_floating_point and are_integers_as_weights(key, name):
+        raise LoadMismatchError(
+            f"Key {key!r} is stored in {stored.location!r} as {FROM_NAME[name]} and was requested "
+            f"as {requested}: integers in the place of floating point values are codes of a "
+            "quantized tensor, whose scales are not known. Request "
+            f"{FROM_NAME[name]}, which loads what is stored; if that is the value, convert it "
+            "afterwards.",
+            unexpected=[key],
+        )
 
 
 def check_scales_cast(stored: StoredCheckpoint, casts: Mapping[str, torch.dtype]) -> None:
@@ -83,16 +116,30 @@ def check_scales_cast(stored: StoredCheckpoint, casts: Mapping[str, torch.dtype]
         check_cast(stored, key, requested)
     index, manifest = stored.manifest.key_index, stored.manifest
     pairs = zip(manifest.keys, manifest.dtypes, strict=True) if casts else ()
-    for codes in (key for key, dtype in pairs if may_be_codes(dtype)):
+    at: dict[str, str] = {}
+    for codes, dtype in pairs:
+        if not may_be_codes(dtype):
+            continue
         scales = next((key for key in scales_of(codes, index) if key in casts), None)
         if scales is not None:
-            raise LoadMismatchError(
-                f"{scales!r} in {stored.location!r} holds the scales of the codes {codes!r}, "
-                f"which stay as they are stored: converting the scales alone to {casts[scales]} "
-                "would change the weights. Leave out `dtype`, or give patterns of names that do "
-                "not match scales.",
-                unexpected=[scales],
-            )
+            raise _scales_alone(stored, scales, codes, casts[scales])
+        if are_codes_beside_scales(codes, dtype):
+            at |= {codes: codes, codes.rpartition(".")[0]: codes}
+    for scales, place in ((key, place) for key in casts if at for place in places_of(key)):
+        if place in at:
+            raise _scales_alone(stored, scales, at[place], casts[scales])
+
+
+def _scales_alone(
+    stored: StoredCheckpoint, scales: str, codes: str, requested: torch.dtype
+) -> LoadMismatchError:
+    return LoadMismatchError(
+        f"{scales!r} in {stored.location!r} holds the scales of the codes {codes!r}, "
+        f"which stay as they are stored: converting the scales alone to {requested} "
+        "would change the weights. Leave out `dtype`, or give patterns of names that do "
+        "not match scales.",
+        unexpected=[scales],
+    )
 
 
 def undecoded(stored: StoredCheckpoint, key: str) -> str:
@@ -100,14 +147,18 @@ def undecoded(stored: StoredCheckpoint, key: str) -> str:
     decoded; "" for others.
     """
     known, module = stored.manifest.key_index, key[: key.rfind(".") + 1]
-    names = (f"{key}_packed", f"{key}_blocks", f"{key}._data", f"{module}qweight", f"{module}W_q")
+    in_module = ("qweight", "W_q", "_weight_qdata", "compressed")
+    names = [
+        *(key + end for end in ("_packed", "_blocks", "._data")),
+        *(module + n for n in in_module),
+    ]
     codes = next((name for name in names if name in known), None)
     if codes is None:
         return ""
     config = stored.manifest.quantization or {}
-    facts = ["symmetric: false"] * bool(config.get("asymmetric")) + ["a transform"] * bool(
-        config.get("transformed")
-    )
+    transformed = config.get("transformed")
+    facts = ["symmetric: false"] * bool(config.get("asymmetric"))
+    facts += [transformed if isinstance(transformed, str) else "a transform"] * bool(transformed)
     facts += [f"num_bits: {bits}" for bits in dict.fromkeys(config.get("num_bits", ()))]
     why = f" ({config['file']} says {' and '.join(facts)})" if facts else ""
     parts = summarize_keys(name for name in known if name.startswith(module) and name != codes)

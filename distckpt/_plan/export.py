@@ -16,16 +16,27 @@ import torch
 from distckpt._base.dtypes import FROM_NAME, TO_NAME, is_convertible
 from distckpt._base.errors import CheckpointingException, LoadMismatchError
 from distckpt._base.messages import did_you_mean, natural_order, summarize_keys
-from distckpt._format.hf_names import group_keys_by_bytes, shard_filename
+from distckpt._format.hf_names import (
+    BASE_PREFIX,
+    SINGLE_NAME,
+    SUFFIX,
+    group_keys_by_bytes,
+    output_filenames,
+)
 from distckpt._format.stored_checkpoint import StoredCheckpoint
 from distckpt._plan.codes import check_scales_cast
 from distckpt._plan.selection import check_all_match, matches, renamed
-from distckpt._quantization.names import may_be_codes, scales_of
+from distckpt._quantization.names import (
+    are_codes_beside_scales,
+    may_be_codes,
+    places_of_scales,
+    scale_beside,
+    scales_of,
+)
 from distckpt._rules.mapped import MappedTensor, TensorSpec
 from distckpt._rules.rule import Rule
 from distckpt._rules.rules import apply_rules
 
-SINGLE_FILE = "model.safetensors"
 MAX_FILES = 99_999
 """Names of files have five digits."""
 
@@ -270,11 +281,16 @@ def check_codes(
 def _check_scales_are_there(
     stored: StoredCheckpoint, of_codes: Sequence[OutputTensor], names: Collection[str]
 ) -> None:
-    index = stored.manifest.key_index
+    index, places = stored.manifest.key_index, places_of_scales(names)
     keys = [(output.name, part.key) for output in of_codes for part in output.mapped.parts]
     for name, key in keys:
         scales = scales_of(key, index)
-        if len(scales) > len(scales_of(name, names)):
+        are_left = len(scales) > len(scales_of(name, names))
+        if are_codes_beside_scales(key, stored.dtype_name(key)) and not are_left:
+            beside = scale_beside(key, stored.manifest.scale_places)
+            scales = [beside] if beside else []
+            are_left = bool(scales) and scale_beside(name, places) is None
+        if are_left:
             raise LoadMismatchError(
                 f"{key!r} in {stored.location!r} holds codes and would be {name!r}, without its "
                 f"scales ({', '.join(map(repr, scales))}): select and rename them together, or "
@@ -295,23 +311,39 @@ def plan_files(
     Or by `file_numbers`: name -> number of its file, from 1. Names that are not exported are
     ignored there (the index of a model with tied weights lists both).
     """
+    if file_numbers is not None:
+        numbered = number_files(outputs, file_numbers)
+        is_single = len(numbered) == 1 and max(file_numbers[o.name] for o in outputs) == 1
+        return [OutputFile(SINGLE_NAME, numbered[0].tensors)] if is_single else numbered
     by_name = {tensor.name: tensor for tensor in outputs}
-    if file_numbers is None:
-        sizes = {tensor.name: tensor.num_bytes for tensor in outputs}
-        groups = group_keys_by_bytes(sizes, max_file_bytes)
-    else:
-        groups = _numbered_groups(by_name, file_numbers)
-    if len(groups) == 1:
-        return [OutputFile(SINGLE_FILE, tuple(by_name[name] for name in groups[0]))]
+    sizes = {tensor.name: tensor.num_bytes for tensor in outputs}
+    groups = group_keys_by_bytes(sizes, max_file_bytes)
+    names = output_filenames(BASE_PREFIX, len(groups))
+    return [
+        OutputFile(name, tuple(by_name[key] for key in keys))
+        for name, keys in zip(names, groups, strict=True)
+    ]
+
+
+def number_files(
+    outputs: Sequence[OutputTensor], file_numbers: Mapping[str, int], lowest: int = 1
+) -> list[OutputFile]:
+    """Divide tensors among files of given numbers, not below the lowest one, with the names that
+    torch gives them: a single file has its number as well.
+    """
+    by_name = {tensor.name: tensor for tensor in outputs}
+    groups = _numbered_groups(by_name, file_numbers, lowest)
     files = []
-    for number, names in enumerate(groups, start=1):
-        file_name = shard_filename("model", number, len(groups))
+    for number, names in enumerate(groups, start=lowest):
+        file_name = f"{BASE_PREFIX}-{number:05d}-of-{len(groups) + lowest - 1:05d}{SUFFIX}"
         files.append(OutputFile(file_name, tuple(by_name[name] for name in names)))
     return [file for file in files if file.tensors]
 
 
-def _numbered_groups(names: Collection[str], file_numbers: Mapping[str, int]) -> list[list[str]]:
-    """Return the names of the tensors of each file."""
+def _numbered_groups(
+    names: Collection[str], file_numbers: Mapping[str, int], lowest: int
+) -> list[list[str]]:
+    """Return the names of the tensors of each file, from the lowest number that is allowed."""
     unmapped = [name for name in names if name not in file_numbers]
     if unmapped:
         raise CheckpointingException(
@@ -320,13 +352,14 @@ def _numbered_groups(names: Collection[str], file_numbers: Mapping[str, int]) ->
         )
     for name in names:
         number = file_numbers[name]
-        if not isinstance(number, int) or not 1 <= number <= MAX_FILES:
+        if not isinstance(number, int) or not lowest <= number <= MAX_FILES:
             raise CheckpointingException(
-                f"Files are numbered from 1 to {MAX_FILES}, got {number!r} for {name!r}."
+                f"Files are numbered from {lowest} to {MAX_FILES}, got {number!r} for {name!r}."
             )
-    groups: list[list[str]] = [[] for _ in range(max(file_numbers[name] for name in names))]
+    last = max((file_numbers[name] for name in names), default=lowest - 1)
+    groups: list[list[str]] = [[] for _ in range(lowest, last + 1)]
     for name in names:
-        groups[file_numbers[name] - 1].append(name)
+        groups[file_numbers[name] - lowest].append(name)
     return groups
 
 

@@ -28,7 +28,7 @@ from distckpt._geometry.region import (
     whole,
 )
 from distckpt._mapping.wrappers import ShardedObject
-from distckpt._plan.codes import check_cast, undecoded
+from distckpt._plan.codes import check_cast, check_integers, undecoded
 
 MAX_PAIRS = 1 << 18
 """Pairs of a request and a chunk that are compared at a time: about 50 MB."""
@@ -132,6 +132,7 @@ def check_dtype(
             unexpected=[key],
         )
     check_cast(stored, key, requested)
+    check_integers(stored, key, requested)
     dtype = FROM_NAME[stored.dtype_name(key)]
     if not (allow_cast or is_lossless_cast(dtype, requested)):
         raise LoadMismatchError(

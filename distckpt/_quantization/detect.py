@@ -4,8 +4,10 @@ configuration beside them.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
+import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -35,9 +37,6 @@ NAMINGS = (
     Naming("", "", {"scale": "_scale", "global_scale": "_scale_2"}),
     Naming("weight", "weight", {"scale": "scale"}),
 )
-_UNKNOWN = ("_zero_point", "_zero_points", "_zeros", "_offset", "_g_idx", "_zp")
-_UNKNOWN_OF_MODULES = ("zero_point", "pre_quant_scale", "smooth_scale")
-"""With one of these beside the codes, or in the module, values are more than codes times scales."""
 _OF_ACTIVATIONS = (
     "input_scale",
     "input_global_scale",
@@ -47,6 +46,31 @@ _OF_ACTIVATIONS = (
     "v_scale",
 )
 """Scales of a module that belong to none of its weights."""
+_OF_WEIGHTS = re.compile(
+    r"scale|zero_?point|_zeros?$|_zp$|offset|shift|smooth|outlier|codebook|g_idx|perm$|rotat",
+    re.ASCII,
+)
+"""In the name of a tensor beside codes: values are more than codes times scales, if it is none of
+their scales.
+"""
+_OF_MODULES = ("zero_point", "pre_quant_scale", "smooth_scale")
+"""Those of all weights of a module."""
+_NOT_OF_WEIGHTS = re.compile(
+    r"((in|out)put|act(ivation)?|[qkv]|kv|prob|bias)_(\w*_)?(scale(_ub)?|zero_point)", re.ASCII
+)
+"""Names of scales that belong to something else of the module."""
+_METHODS = (
+    "fp8",
+    "fbgemm_fp8",
+    "mxfp4",
+    "compressed-tensors",
+    "modelopt",
+    "modelopt_fp4",
+    "quark",
+    "w8a8_fp8",
+    "w8a8_int8",
+)
+"""Values of `quant_method` of which it is known that values are codes times scales."""
 _BLOCKS = (128, 32)
 _GROUPS = (32, 64, 128)
 """Usual sizes of blocks, and of groups of columns of 4-bit integers."""
@@ -79,15 +103,32 @@ def find_quantized(
     found: dict[str, QuantizedTensor] = {}
     if settings.get("transformed"):
         return found
+    beside = _names_of_weights(tensors)
     for key in tensors:
         for naming in NAMINGS:
             if key.endswith(naming.codes):
                 stem = key[: len(key) - len(naming.codes)]
-                quantized = _find(key, stem, naming, tensors, settings)
+                others = beside.get(key.rpartition(".")[0], ())
+                quantized = _find(key, stem, naming, tensors, settings, others)
                 if quantized is not None:
                     found[stem + naming.ending] = quantized
                     break
     return found
+
+
+def _names_of_weights(keys: Iterable[str]) -> dict[str, list[str]]:
+    """Return for each module the names in it by which values of codes may depend on tensors."""
+    names: dict[str, list[str]] = {}
+    for key in keys:
+        module, _, name = key.rpartition(".")
+        if _is_of_weights(name):
+            names.setdefault(module, []).append(name)
+    return names
+
+
+@functools.lru_cache(maxsize=4096)
+def _is_of_weights(name: str) -> bool:
+    return bool(_OF_WEIGHTS.search(name)) and not _NOT_OF_WEIGHTS.fullmatch(name)
 
 
 def _find(
@@ -96,18 +137,36 @@ def _find(
     naming: Naming,
     tensors: Mapping[str, TensorSpec],
     settings: Mapping[str, Any],
+    beside: Iterable[str],
 ) -> QuantizedTensor | None:
-    """Find the quantized tensor that has its codes at a key; None if that holds no codes."""
+    """Find the quantized tensor that has its codes at a key; None if that holds no codes.
+
+    `beside` are names in its module by which values may depend on tensors.
+    """
     is_stored = naming.codes != naming.ending and stem + naming.ending in tensors
     # What is stored under the name of the tensor itself is that tensor.
     if stem + naming.others["scale"] not in tensors or is_stored:
         return None
-    if _is_unknown(key, stem, tensors):
-        return None
     names = {"codes": key, **{role: stem + ending for role, ending in naming.others.items()}}
+    if _has_more(stem, names.values(), beside):
+        return None
     parts = {role: _part(name, tensors[name]) for role, name in names.items() if name in tensors}
     quantized = _describe(parts, settings)
     return quantized and replace(quantized, companions=_companions(key, tensors))
+
+
+def _has_more(stem: str, parts: Collection[str], beside: Iterable[str]) -> bool:
+    """Tell whether values depend on more than the parts of a tensor.
+
+    In a module with several weights, names begin with those of their weights.
+    """
+    module, dot, own = stem.rpartition(".")
+    is_alone = own in ("", "weight")
+    return any(
+        f"{module}{dot}{name}" not in parts
+        for name in beside
+        if is_alone or name.startswith(own) or name in _OF_MODULES
+    )
 
 
 def _companions(key: str, tensors: Collection[str]) -> tuple[str, ...]:
@@ -115,15 +174,6 @@ def _companions(key: str, tensors: Collection[str]) -> tuple[str, ...]:
     module = key.rpartition(".")[0]
     names = [f"{module}.{each}" for each in _OF_ACTIVATIONS]
     return tuple(name for name in names if name in tensors)
-
-
-def _is_unknown(key: str, stem: str, tensors: Collection[str]) -> bool:
-    """Tell whether values are more than codes times scales, or it is not clear which scales."""
-    if stem + "_scale" in tensors and stem + "_scale_inv" in tensors:
-        return True
-    module = key.rpartition(".")[0]
-    beside = any(stem + ending in tensors for ending in _UNKNOWN)
-    return beside or any(f"{module}.{name}" in tensors for name in _UNKNOWN_OF_MODULES)
 
 
 def _part(key: str, info: TensorSpec) -> StoredPart:
@@ -156,7 +206,7 @@ def settings_of(configs: Mapping[str, Mapping[str, Any]]) -> dict[str, Any] | No
     Returns:
         The "file" that says so, "dtype" of the model, "blocks" (rows, columns) and "num_bits" of
         weights that are named, the bits of those that are "asymmetric", and whether weights are
-        "transformed" besides.
+        "transformed" besides: True, or what says so.
     """
     found = [each for file, config in configs.items() for each in _quantizations(file, config)]
     if not found:
@@ -166,7 +216,7 @@ def settings_of(configs: Mapping[str, Mapping[str, Any]]) -> dict[str, Any] | No
         "file": found[0].file,
         "dtype": _dtype_in([*configs.values(), *(said.config for said in found)]),
         **_said_of_weights(weights),
-        "transformed": any(_is_transformed(said.quantization) for said in found),
+        "transformed": _transform_of([said.quantization for said in found]),
     }
 
 
@@ -202,9 +252,17 @@ def _dtype_in(configs: Iterable[Mapping[str, Any]]) -> str | None:
     return next((dtype for dtype in named if isinstance(dtype, str)), None)
 
 
-def _is_transformed(quantization: Mapping[str, Any]) -> bool:
-    transform = quantization.get("transform_config")
-    return isinstance(transform, dict) and bool(transform.get("config_groups", transform))
+def _transform_of(quantizations: Sequence[Mapping[str, Any]]) -> bool | str:
+    """Return whether values are more than codes times scales, or the `quant_method` of which that
+    is not known.
+    """
+    for quantization in quantizations:
+        method = quantization.get("quant_method")
+        if method is not None and method not in _METHODS:
+            return f"quant_method: {method!s:.50}"
+    transforms = [quantization.get("transform_config") for quantization in quantizations]
+    dicts = [each for each in transforms if isinstance(each, dict)]
+    return any(bool(each.get("config_groups", each)) for each in dicts)
 
 
 def _weights_of(config: Mapping[str, Any]) -> list[Mapping[str, Any]]:
@@ -224,10 +282,10 @@ def _describe(
     """Describe a tensor by its parts; None where they are of no form that is known."""
     codes, overall = parts["codes"], parts.get("global_scale")
     number = _number(codes.dtype, parts["scale"].dtype, overall is not None)
-    if number is None or not codes.shape or _contradicts(settings, number):
+    if number is None or not codes.shape or not _is_known(parts, number, settings):
         return None
     has_groups = codes.key.endswith("_blocks") and len(codes.shape) > 2
-    shape = _shape(codes, number, has_groups)
+    shape = _unpadded(_shape(codes, number, has_groups), parts, settings)
     block = _block_shape(parts, settings, number, shape)
     if block is None:
         return None
@@ -236,6 +294,19 @@ def _describe(
     return QuantizedTensor(
         shape, dtype, number, block, parts, transposed=has_groups, divided=is_divided
     )
+
+
+def _is_known(parts: Mapping[str, StoredPart], number: str, settings: Mapping[str, Any]) -> bool:
+    """Tell whether names, dtypes and a configuration leave no doubt which numbers codes are."""
+    codes, scale = parts["codes"], parts["scale"]
+    if number == "int4" and not codes.key.endswith("_packed"):
+        return False
+    if number == "e2m1" and scale.dtype == "U8" and not scale.key.endswith("_scales"):
+        # Any bytes beside any bytes, unless a configuration says which.
+        return "file" in settings
+    if number != "e2m1" and "global_scale" in parts:
+        return False
+    return not _contradicts(settings, number)
 
 
 def _contradicts(settings: Mapping[str, Any], number: str) -> bool:
@@ -254,6 +325,38 @@ def _shape(codes: StoredPart, number: str, has_groups: bool) -> tuple[int, ...]:
     return (*lead, math.prod(codes.shape[len(lead) :]) * per_item)
 
 
+def _unpadded(
+    shape: tuple[int, ...], parts: Mapping[str, StoredPart], settings: Mapping[str, Any]
+) -> tuple[int, ...]:
+    """Return the shape that is stored beside codes, where it is smaller by padding of columns."""
+    stored = settings.get("shapes", {}).get(parts["shape"].key) if "shape" in parts else None
+    if not stored or len(stored) != len(shape) or list(shape[:-1]) != stored[:-1]:
+        return shape
+    per_item = shape[-1] // max(1, parts["codes"].shape[-1])
+    return tuple(stored) if 0 <= shape[-1] - stored[-1] < per_item else shape
+
+
+def unclear_shapes(tensors: Mapping[str, TensorSpec], settings: Mapping[str, Any]) -> list[str]:
+    """Return the keys of stored shapes that must be read, since packed columns may be padded."""
+    named = [block[1] for block in settings.get("blocks", [])]
+    sizes = named or ([] if "file" in settings else _GROUPS)
+    unclear = []
+    for key, info in tensors.items():
+        stem = key.removesuffix("_packed")
+        if stem == key or info.dtype != "I32" or f"{stem}_shape" not in tensors:
+            continue
+        if not _are_whole_groups(info, tensors.get(f"{stem}_scale"), sizes):
+            unclear.append(f"{stem}_shape")
+    return unclear
+
+
+def _are_whole_groups(codes: TensorSpec, scale: TensorSpec | None, sizes: Iterable[int]) -> bool:
+    """Tell whether packed columns are several groups of a known size, so that none is padded."""
+    counts = scale.shape[-1:] if scale is not None else ()
+    columns = [8 * items for items in codes.shape[-1:]]
+    return any([count * size] == columns for count in counts if count > 1 for size in sizes)
+
+
 def _fits_all(overall: tuple[int, ...], shape: tuple[int, ...], grid: tuple[int, ...]) -> bool:
     """Tell whether a scale of all scales is one, or one for each expert."""
     has_experts = len(shape) > 2 and grid[:1] == shape[:1]
@@ -270,14 +373,15 @@ def _block_shape(
     """Return the size of blocks along each axis; None where that cannot be known."""
     scale, overall = parts["scale"], parts.get("global_scale")
     blocks = settings.get("blocks", [])
-    grid = _grid(scale.shape, shape, is_by_channel=bool(settings) and not blocks)
+    grid = _grid(scale.shape, shape, is_by_channel="file" in settings and not blocks)
     if len(grid) != len(shape) or max(shape) > _MAX_ELEMENTS:
         return None
     if overall is not None and not _fits_all(overall.shape, shape, grid):
         return None
     columns = _sizes_of_columns(number, scale, blocks)
+    rows = _sizes_of_rows(number, blocks)
     # A configuration that contradicts the scales must not be passed over.
-    sizes = [*[_Sizes((), are_known=True)] * (len(shape) - 2), _sizes_of_rows(blocks), columns]
+    sizes = [*[_Sizes((), are_known=True)] * (len(shape) - 2), rows, columns]
     axes = zip(shape, grid, sizes[-len(shape) :], strict=True)
     block = tuple(_block(*axis) for axis in axes)
     # One scale for more than a group: these are not 4-bit numbers.
@@ -299,9 +403,11 @@ class _Sizes:
     are_known: bool
 
 
-def _sizes_of_rows(blocks: Sequence[Sequence[int]]) -> _Sizes:
+def _sizes_of_rows(number: str, blocks: Sequence[Sequence[int]]) -> _Sizes:
     rows = [block[0] for block in blocks]
-    return _Sizes(rows or _BLOCKS, are_known=bool(rows))
+    # Some programs store groups of columns of integers transposed.
+    usual = () if number == "int8" else _BLOCKS
+    return _Sizes(rows or usual, are_known=bool(rows))
 
 
 def _sizes_of_columns(number: str, scale: StoredPart, blocks: Sequence[Sequence[int]]) -> _Sizes:

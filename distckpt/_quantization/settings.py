@@ -15,7 +15,15 @@ def are_settings(value: object) -> bool:
         return False
     if any(type(number) is not int for number in bits):
         return False
+    shapes = value.get("shapes", {})
+    if not isinstance(shapes, dict) or not all(map(is_shape, shapes.values())):
+        return False
     return all(isinstance(each, list) and block_of({"block_structure": each}) for each in blocks)
+
+
+def is_shape(value: object) -> bool:
+    """Tell whether a value is the shape of a tensor that is not empty."""
+    return isinstance(value, list) and all(type(size) is int and size > 0 for size in value)
 
 
 def block_of(weights: Mapping[str, Any]) -> list[int] | None:

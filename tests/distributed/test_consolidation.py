@@ -109,10 +109,11 @@ def export_what_torch_wrote(rank, root):
             f"{folder}/sharded", f"{folder}/out", fqn_to_index_mapping=mapping
         )
         reports.append((report.files, report.num_tensors))
-        consolidate_safetensors_files_on_every_rank(f"{folder}/sharded", f"{folder}/every", mapping)
+        numbers = mapping and {key: mapping[key] for key in expected_of(num_ranks, mapping)}
+        consolidate_safetensors_files_on_every_rank(f"{folder}/sharded", f"{folder}/every", numbers)
         if rank == 1:
             # The other ranks do not call: no exchange may be involved.
-            consolidate_safetensors_files(f"{folder}/sharded", f"{folder}/alone", mapping)
+            consolidate_safetensors_files(f"{folder}/sharded", f"{folder}/alone", numbers)
         dist.barrier()
         for place in ("sharded", "out"):
             state, parts = column_parts(expected_of(num_ranks, mapping), rank, num_ranks)
@@ -273,6 +274,22 @@ def test_what_the_coordinator_finds_is_raised_everywhere(run, tmp_path, two_file
 def value_error_on_every_rank(rank, folder):
     error = error_of(consolidate_safetensors_files_on_every_rank, f"{folder}/in", f"{folder}/out")
     return error, sum_over_ranks(1)
+
+
+def lost_key_on_every_rank(rank, folder):
+    mapping = {"w": 1, "lost": 2}
+    call = consolidate_safetensors_files_on_every_rank
+    error = error_of(call, f"{folder}/in", f"{folder}/out", mapping)
+    return error, sum_over_ranks(1)
+
+
+def test_under_torchs_name_a_key_that_is_lost_is_an_error_on_all_ranks(run, tmp_path):
+    write_folder(tmp_path / "in", {"w": numbered(9, 3)}, 0, 3)
+    for error, total in run(lost_key_on_every_rank, 2, str(tmp_path)):
+        assert isinstance(error, ValueError)
+        assert "names 'lost', which no shard" in str(error)
+        assert total == 2
+    assert os.listdir(tmp_path) == ["in"]
 
 
 def test_under_torchs_name_all_ranks_raise_a_value_error(run, tmp_path):

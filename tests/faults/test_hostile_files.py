@@ -669,7 +669,7 @@ def quantized(config=None, codes=("w", "I8", [4, 6]), scale=("w_scale", "F32", [
 
 
 def settings(dtype="float32", **config):
-    return {"dtype": dtype, "quantization_config": {"quant_method": "x", **config}}
+    return {"dtype": dtype, "quantization_config": {"quant_method": "fp8", **config}}
 
 
 QUANTIZED = {

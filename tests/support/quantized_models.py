@@ -183,6 +183,29 @@ def int4() -> Model:
     )
 
 
+def int4_padded() -> Model:
+    """Columns that fill no whole items: compressed-tensors pads them, and stores the shape."""
+    codes, scale = random_codes(40, 28), torch.rand(40, 4).bfloat16()
+    weights = {"num_bits": 4, "type": "int", "group_size": 13, "strategy": "group"}
+    return Model(
+        {
+            "l.weight_packed": codes.view(torch.int32),
+            "l.weight_scale": scale,
+            "l.weight_shape": torch.tensor([40, 52]),
+        },
+        {
+            "quantization_config": {
+                "quant_method": "compressed-tensors",
+                "config_groups": {"group_0": {"weights": weights}},
+            }
+        },
+        {
+            "l.weight": (halves(codes) - 8)[:, :52].float()
+            * repeated(scale.float(), (1, 13), (40, 52))
+        },
+    )
+
+
 def nvfp4() -> Model:
     codes, scale, factor = (
         random_codes(40, 48),
@@ -245,6 +268,7 @@ MODELS: dict[str, Callable[[], Model]] = {
         mxfp4,
         mxfp4_packed,
         int4,
+        int4_padded,
         nvfp4,
         nvfp4_packed,
         nvfp4_experts,

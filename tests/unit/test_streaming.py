@@ -108,7 +108,7 @@ def test_every_dtype_in_every_spelling(name, torch_name, tmp_path):
     dtype = getattr(torch, torch_name)
     skip_where_safetensors_lacks(dtype)
     tensor = random_tensor(1, dtype, (3, 4))
-    for spelling in (dtype, torch_name, f"torch.{torch_name}", name):
+    for spelling in (dtype, torch_name, f"torch.{torch_name}", name, name.lower()):
         path = tmp_path / "x.safetensors"
         save_safetensors_streaming([("t", tensor)], path, [("t", spelling, [3, 4])])
         assert_holds(path, {"t": tensor})

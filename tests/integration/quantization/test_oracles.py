@@ -108,6 +108,28 @@ def test_int4_of_compressed_tensors(tmp_path):
     assert torch.equal(load(model, tmp_path / "model")["e.0.up_proj.weight"], expected)
 
 
+@pytest.mark.parametrize("group_size", [4, 10, 20, None])
+def test_padded_int4_of_compressed_tensors(tmp_path, group_size):
+    """What its writer pads, 24 x 20 to 24 x 24."""
+    pytest.importorskip("compressed_tensors")
+    from compressed_tensors.compressors import BaseCompressor
+    from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
+
+    settings = {"num_bits": 4, "strategy": "group" if group_size else "channel"}
+    settings |= {"group_size": group_size} if group_size else {}
+    scheme = QuantizationScheme(targets=["Linear"], weights=QuantizationArgs(**settings))
+    writer = BaseCompressor.get_value_from_registry("pack-quantized")
+    weight = torch.randn(24, 20)
+    scale = weight.view(24, -1, group_size or 20).abs().amax(-1) / 7
+    tensors = dict(writer.compress({"weight": weight, "weight_scale": scale}, scheme))
+    assert tensors["weight_packed"].shape == (24, 3)
+    expected = writer.decompress(dict(tensors), scheme)["weight"]
+    config = {"quant_method": "compressed-tensors", "config_groups": {"0": {"weights": settings}}}
+    named = {f"l.{name}": tensor for name, tensor in tensors.items()}
+    model = Model(named, {"quantization_config": config}, {"l.weight": expected})
+    assert same_bytes(load(model, tmp_path / "model", torch.float32), {"l.weight": expected})
+
+
 def test_nvfp4_of_compressed_tensors(tmp_path):
     """It computes in bfloat16, so that values differ by the rounding of a scale; a power of two is
     not rounded.

@@ -5,6 +5,7 @@ when it fails.
 from __future__ import annotations
 
 import errno
+import importlib
 import json
 import logging
 import os
@@ -42,6 +43,7 @@ from tests.support.hf_folders import (
     write_shard,
 )
 from tests.support.hooked_store import hooked_reads
+from tests.support.reference import needs_torchs_hugging_face
 from tests.support.states import save_checkpoint
 
 NEW_DTYPES = [
@@ -1025,10 +1027,96 @@ def test_torchs_function_by_its_name(tmp_path):
     source = save_folder(tmp_path / "in", MIXED)
     consolidate_safetensors_files(str(source), str(tmp_path / "out"))
     assert same_bytes(read_export(tmp_path / "out"), MIXED)
-    mapping = {key: 1 + index % 2 for index, key in enumerate(MIXED)} | {"absent": 2}
+    mapping = {key: 1 + index % 2 for index, key in enumerate(MIXED)}
     consolidate_safetensors_files(str(source), str(tmp_path / "out"), mapping, num_threads=2)
     assert same_bytes(read_export(tmp_path / "out"), MIXED)
     assert len(files_of(tmp_path / "out")) == 2
+
+
+@needs_torchs_hugging_face
+@pytest.mark.parametrize(
+    "numbers", [[1, 1, 1], [0, 0, 0], [0, 1, 1], [2, 2, 3], [1, 3, 3]], ids=str
+)
+def test_files_are_named_as_torch_names_them(tmp_path, numbers):
+    """With an index for a single one, too."""
+    tensors = {"a": torch.randn(4, 2), "b": torch.randn(3), "c": torch.randn(2, 2).bfloat16()}
+    source, mapping = save_folder(tmp_path / "in", tensors), dict(zip("abc", numbers, strict=True))
+    (tmp_path / "torch").mkdir()
+    torchs = importlib.import_module("torch.distributed.checkpoint._consolidate_hf_safetensors")
+    torchs.consolidate_safetensors_files(str(source), str(tmp_path / "torch"), mapping)
+    consolidate_safetensors_files(str(source), str(tmp_path / "out"), mapping)
+    assert files_of(tmp_path / "out") == files_of(tmp_path / "torch")
+    maps = [json.loads((tmp_path / n / INDEX).read_text())["weight_map"] for n in ("torch", "out")]
+    assert maps[0] == maps[1]
+    assert same_bytes(read_export(tmp_path / "out"), tensors)
+
+
+def test_one_file_by_a_mapping_is_numbered_by_consolidate_as_well(tmp_path):
+    source = save_folder(tmp_path / "in", {"a": torch.randn(4, 2)})
+    report = distckpt.consolidate(source, tmp_path / "out", fqn_to_index_mapping={"a": 1})
+    assert report.files == ("model-00001-of-00001.safetensors",)
+    assert (tmp_path / "out" / INDEX).exists()
+    assert distckpt.consolidate(source, tmp_path / "own").files == ("model.safetensors",)
+
+
+def test_a_number_for_a_key_that_no_shard_has_is_an_error(tmp_path, caplog):
+    """Nothing else shows that all shards of a tensor are missing."""
+    source = save_folder(tmp_path / "in", {"a": torch.randn(4, 2)})
+    with pytest.raises(ValueError, match=r"fqn_to_index_mapping names 'lost', which no shard"):
+        consolidate_safetensors_files(str(source), str(tmp_path / "out"), {"a": 1, "lost": 1})
+    with pytest.raises(CheckpointingException, match="does not name 'a'"):
+        consolidate_safetensors_files(str(source), str(tmp_path / "out"), {})
+    assert os.listdir(tmp_path) == ["in"]
+    mapping = {"a": 1, "lost": 2}
+    distckpt.consolidate(source, tmp_path / "out", fqn_to_index_mapping=mapping)
+    assert "fqn_to_index_mapping names tensors that are not exported: 'lost'" in caplog.text
+
+
+def test_the_dtypes_of_automodel(tmp_path, caplog):
+    """What is mapped to float32 stays precise; a cast counts more than other dtypes."""
+    names = ["kept", "plain", "half", "codes", "count"]
+    tensors = {name: torch.randn(4, 2) for name in names[:4]} | {"count": torch.arange(3)}
+    source, mapping = save_folder(tmp_path / "in", tensors), dict.fromkeys(names, 1)
+    stored = {"kept": "F32", "half": "bf16", "codes": "F8_E4M3", "count": "I32", "other": "BF16"}
+    places = {}
+    for name, options in {
+        "cast": {"cast_dtype": torch.float16, "fqn_to_dtype_mapping": stored},
+        "original": {
+            "fqn_to_dtype_mapping": stored,
+            "use_staging": True,
+            "staging_dir": "/nowhere",
+        },
+    }.items():
+        places[name] = tmp_path / name
+        consolidate_safetensors_files(str(source), str(places[name]), mapping, 2, **options)
+    half = torch.float16
+    cast = {**tensors, **{name: tensors[name].to(half) for name in ("plain", "half", "codes")}}
+    assert same_bytes(read_export(places["cast"]), cast)
+    original = {**tensors, "half": tensors["half"].bfloat16()}
+    assert same_bytes(read_export(places["original"]), original)
+    assert "stay so: 'codes'" in caplog.text
+    index = json.loads((places["original"] / INDEX).read_text())
+    assert index["metadata"]["total_size"] == 3 * 32 + 16 + 24
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        ({"cast_dtype": "bf16"}, "cast_dtype is a torch.dtype"),
+        ({"fqn_to_dtype_mapping": {"a": "float99"}}, "'float99' for 'a'"),
+        ({"fqn_to_dtype_mapping": ["a"]}, "fqn_to_dtype_mapping is a dict"),
+        ({"fqn_to_index_mapping": ["a"]}, "fqn_to_index_mapping is a dict"),
+        ({"fqn_to_index_mapping": {"a": -1}}, "numbered from 0 to"),
+        ({"num_threads": "2"}, "num_threads is a number of threads"),
+        ({"use_staging": 1}, "use_staging must be True or False"),
+    ],
+    ids=str,
+)
+def test_wrong_arguments_of_torchs_function_are_named(tmp_path, options, named):
+    source = save_folder(tmp_path / "in", {"a": torch.randn(4, 2)})
+    with pytest.raises((TypeError, ValueError, CheckpointingException), match=named):
+        consolidate_safetensors_files(str(source), str(tmp_path / "out"), **options)
+    assert os.listdir(tmp_path) == ["in"]
 
 
 def test_torchs_function_reads_the_tensors_of_our_checkpoints(tmp_path):

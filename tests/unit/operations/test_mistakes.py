@@ -46,6 +46,9 @@ def root(tmp_path_factory):
     for name in ("torch/__0_0.distcp", "deepspeed/global_step3/mp_rank_00_model_states.pt"):
         (root / name).parent.mkdir(parents=True)
         (root / name).touch()
+    (root / "gguf").mkdir()
+    (root / "gguf/model-Q4_K_M.gguf").write_bytes(b"GGUF")
+    (root / "gguf/config.json").write_text("{}")
     (root / "empty").mkdir()
     return root
 
@@ -62,6 +65,8 @@ LOCATIONS = {
     r".*torch\.load\(path, weights_only=True\)",
     "pickles/pytorch_model.bin": r"is a file of torch\.save, "
     r".*torch\.load\(path, weights_only=True\)",
+    "gguf": r"holds 'model-Q4_K_M\.gguf', a file of llama\.cpp \(GGUF\), .*gguf_file=",
+    "gguf/model-Q4_K_M.gguf": r"is a file of llama\.cpp \(GGUF\), .*gguf_file=",
     "unfinished": r"has no metadata\.json, so a save did not finish here",
     "torch": r"has no \.metadata, so a save did not finish here",
     "deepspeed": r"has no metadata\.json, nor files of another format at its top level",

@@ -26,6 +26,7 @@ from tests.support.quantized_models import (
     fp8_tensor,
     halves,
     int4,
+    int4_padded,
     int8_channel,
     mxfp4,
     nvfp4,
@@ -118,6 +119,24 @@ def test_exports_and_imports_of_values(model, folder, tmp_path):
     assert same_bytes(distckpt.megatron.load_plain_tensors(tmp_path / "export"), expected)
     distckpt.reshard(folder, tmp_path / "checkpoint", dtype=dtype, num_ranks=2)
     assert same_bytes(distckpt.megatron.load_plain_tensors(tmp_path / "checkpoint"), expected)
+
+
+def test_padded_columns_are_known_under_new_names(tmp_path):
+    model = int4_padded()
+    model.write(tmp_path / "model")
+    distckpt.reshard(tmp_path / "model", tmp_path / "checkpoint", rename={"l.": "m."})
+    state = {"m.weight": request("m.weight", (40, 52), torch.float32)}
+    loaded = distckpt.load(state, tmp_path / "checkpoint")
+    assert same_bytes(loaded, {"m.weight": model.values["l.weight"]})
+
+
+def test_a_shape_that_does_not_fit_the_packed_codes_is_refused(tmp_path):
+    model = int4_padded()
+    for shape in ([40, 60], [40, 48], [39, 52], [-40, 52], [0, 0]):
+        model.tensors["l.weight_shape"] = torch.tensor(shape)
+        model.write(tmp_path / "model")
+        with pytest.raises(LoadMismatchError, match="codes of a form"):
+            distckpt.load({"x": request("l.weight", (40, 52))}, tmp_path / "model")
 
 
 def test_exports_as_stored(model, folder, tmp_path):

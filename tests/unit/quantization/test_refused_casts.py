@@ -20,6 +20,16 @@ CODES = torch.randn(4, 8).to(E4M3)
 BYTES = torch.randint(-128, 128, (4, 8), dtype=torch.int8)
 WORDS = torch.zeros(1, 8, dtype=torch.int32)
 SCALES = torch.rand(1, 1)
+ROWS = torch.rand(4, 1)
+
+
+def quark(dtype):
+    """Return what AMD Quark writes beside what it has packed."""
+    weight = {"dtype": dtype, "qscheme": "per_channel", "symmetric": True}
+    export = {"pack_method": "reorder", "weight_format": "real_quantized"}
+    config = {"quant_method": "quark", "global_quant_config": {"weight": weight}, "export": export}
+    return {"config.json": {"quantization_config": config}}
+
 
 # Tensors, config beside them, the key of codes, and what the error must name.
 DIRECTORIES = {
@@ -106,6 +116,107 @@ DIRECTORIES = {
         },
         "l.weight",
         "transform_config",
+    ),
+    "quark, reordered": (
+        {"l.weight": torch.arange(32, dtype=torch.int32).reshape(4, 8), "l.weight_scale": ROWS},
+        quark("int4"),
+        "l.weight",
+        "'l.weight_scale'",
+    ),
+    "quark without a config": (
+        {"l.weight": torch.arange(32, dtype=torch.int32).reshape(4, 8), "l.weight_scale": ROWS},
+        {},
+        "l.weight",
+        "'l.weight_scale'",
+    ),
+    "bytes beside float scales": (
+        {"l.weight": BYTES.view(torch.uint8), "l.weight_scale": ROWS},
+        {},
+        "l.weight",
+        "'l.weight_scale'",
+    ),
+    "bytes beside bytes": (
+        {
+            "l.weight": torch.zeros(4, 16, dtype=torch.uint8),
+            "l.weight_scale": torch.zeros(4, 1, dtype=torch.uint8),
+        },
+        {},
+        "l.weight",
+        "'l.weight_scale'",
+    ),
+    "ComfyUI": (
+        {"l.weight": CODES, "l.scale_weight": torch.rand(()), "scaled_fp8": CODES[:0, 0].clone()},
+        {},
+        "l.weight",
+        "'l.scale_weight'",
+    ),
+    "ComfyUI without scales": (
+        {"l.weight": CODES, "scaled_fp8": CODES[:0, 0].clone()},
+        {},
+        "l.weight",
+        "'scaled_fp8'",
+    ),
+    "scales of the module": ({"l.weight": CODES, "l.scale_inv": SCALES}, {}, "l.weight", "beside"),
+    "scales in a quantizer": (
+        {"l.weight": CODES, "l.weight_quantizer._scale": SCALES},
+        {},
+        "l.weight",
+        "'l.weight_quantizer._scale'",
+    ),
+    "ranges in place of scales": (
+        {"l.weight": CODES, "l.weight_quantizer._amax": SCALES},
+        {},
+        "l.weight",
+        "_amax'",
+    ),
+    "scales in a part of their own": (
+        {"l.weight": CODES, "scales.l.weight": SCALES},
+        {},
+        "l.weight",
+        "'scales.l.weight'",
+    ),
+    "scales of experts": ({"e.w1": CODES, "e.w1_weight_scale": SCALES}, {}, "e.w1", "w1_weight"),
+    "smoothed": (
+        {"l.weight": BYTES, "l.weight_scale": ROWS, "l.smooth_factor": torch.rand(8)},
+        {},
+        "l.weight",
+        "'l.weight_scale'",
+    ),
+    "outliers apart": (
+        {"l.weight": CODES, "l.weight_scale": SCALES, "l.weight_outlier": torch.rand(8)},
+        {},
+        "l.weight",
+        "'l.weight_scale'",
+    ),
+    "integers with scales of scales": (
+        {"l.weight": BYTES, "l.weight_scale": ROWS, "l.weight_scale_2": torch.rand(())},
+        {},
+        "l.weight",
+        "'l.weight_scale'",
+    ),
+    "groups of rows of integers": (
+        {"l.weight": BYTES.repeat(16, 8), "l.weight_scale": torch.rand(2, 64)},
+        {},
+        "l.weight",
+        "'l.weight_scale'",
+    ),
+    "a method that is not known": (
+        {"l.weight": BYTES, "l.weight_scale": ROWS},
+        {"config.json": {"quantization_config": {"quant_method": "quip"}}},
+        "l.weight",
+        "config.json says quant_method: quip",
+    ),
+    "nunchaku": (
+        {"l.qweight": BYTES, "l.wscales": torch.rand(1, 4), "l.smooth_factor": torch.rand(8)},
+        {},
+        "l.qweight",
+        "'l.wscales'",
+    ),
+    "compressed to 2 of 4": (
+        {"l.compressed": CODES, "l.bitmask": torch.ones(4, 1).byte(), "l.weight_scale": ROWS},
+        {},
+        "l.compressed",
+        "'l.weight_scale'",
     ),
     "absmax": (
         {"l.weight": BYTES.view(torch.uint8), "l.weight.absmax": torch.rand(1)},
@@ -215,12 +326,42 @@ def test_a_checkpoint_of_distckpt_with_scales_refuses_too(tmp_path):
 
 
 @needs_dtypes("float8_e4m3fn")
-def test_numbers_that_are_no_codes_are_converted_as_ever(tmp_path):
-    """Without scales and configuration an 8-bit number is what it says."""
-    write_plain(tmp_path / "model" / "model.safetensors", {"l.weight": CODES, "count": BYTES})
-    for key, tensor in (("l.weight", CODES), ("count", BYTES)):
-        loaded = distckpt.load(request(key, tensor, torch.float32), tmp_path / "model")["it"]
-        assert torch.equal(loaded, tensor.float())
+def test_floats_that_are_no_codes_are_converted_as_ever(tmp_path):
+    """Without scales and configuration an 8-bit float is what it says, whatever CLIP has beside."""
+    tensors = {"projection": CODES, "l.weight": CODES.clone(), "logit_scale": torch.tensor(2.0)}
+    write_plain(tmp_path / "model" / "model.safetensors", tensors)
+    for key in ("projection", "l.weight"):
+        loaded = distckpt.load(request(key, CODES, torch.float32), tmp_path / "model")["it"]
+        assert torch.equal(loaded, CODES.float())
+
+
+@pytest.mark.parametrize("allow", [False, True])
+@pytest.mark.parametrize("dtype", [torch.int8, torch.uint8, torch.int16, torch.int32])
+def test_integers_in_the_place_of_weights_are_refused(tmp_path, dtype, allow):
+    """Nothing else is stored: these are codes that were parted from their scales."""
+    write_plain(tmp_path / "model" / "model.safetensors", {"l.weight": BYTES.to(dtype)})
+    for wanted in (torch.bfloat16, torch.float32):
+        state = request("l.weight", BYTES, wanted)
+        refused(
+            lambda state=state: distckpt.load(state, tmp_path / "model", allow_dtype_cast=allow),
+            "'l.weight'",
+            str(dtype),
+            str(wanted),
+        )
+        assert (state["it"].data == 7).all()
+    loaded = distckpt.load(request("l.weight", BYTES, dtype), tmp_path / "model")["it"]
+    assert torch.equal(loaded, BYTES.to(dtype))
+
+
+def test_counters_and_masks_are_converted_as_ever(tmp_path):
+    """To wider integers, and wide ones to floating point: no codes have 64 bits, or are bool."""
+    tensors = {"count": torch.arange(8), "mask": torch.ones(4, 8, dtype=torch.bool)}
+    tensors["table"] = BYTES.clone()
+    write_plain(tmp_path / "model" / "model.safetensors", tensors)
+    for key, dtype in (("count", torch.float64), ("mask", torch.float32), ("table", torch.int64)):
+        state = request(key, tensors[key], dtype)
+        loaded = distckpt.load(state, tmp_path / "model", allow_dtype_cast=True)["it"]
+        assert torch.equal(loaded, tensors[key].to(dtype))
 
 
 def test_integers_beside_quantised_tensors_are_integers(tmp_path):
