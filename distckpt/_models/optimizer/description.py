@@ -16,6 +16,7 @@ from distckpt._mapping.wrappers import (
     ShardedTensorFactory,
 )
 from distckpt._models.dtensor import is_dtensor, is_in_mesh, local_part
+from distckpt._models.optimizer.classes import check_class, class_name
 from distckpt._models.optimizer.ids import (
     KEEP_VARS_HINT,
     get_optim_param_to_id_map,
@@ -144,7 +145,8 @@ def describe_optimizer(
         known: list[list[ParamState]] = [[] for _ in section.groups]
         for number, place, param, shard in described.places(section):
             known[number].append(_described_param(described, section, place, param, shard))
-        settings += group_entries(zip(section.groups, known, strict=True), section.path)
+        about = {"class": class_name(optimizer), "path": list(section.path)}
+        settings += group_entries(zip(section.groups, known, strict=True), about)
     forms = [(section.path, section.by_number) for section in sections]
     if rest is not HOLE or [path for path, _ in forms] != [()]:
         settings.append(rest_entry(rest, forms))
@@ -209,7 +211,10 @@ def optimizer_targets(
 ) -> OptimizerState:
     """Return what to load in the place of a described optimizer, given its stored settings and
     keys.
+
+    LoadMismatchError when the optimizer cannot go on from what one of another class has saved.
     """
+    check_class(described.optimizer, described.prefix, settings)
     targets = OptimizerState(described.optimizer, described.prefix, described.shards)
     for section in sections_at(described.optimizer, stored_sections(settings)):
         path = section.path

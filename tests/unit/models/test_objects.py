@@ -180,6 +180,65 @@ def test_an_optimizer_resumes_as_with_its_own_state_dict(cls, tmp_path):
     assert_same(resumed_model.state_dict(), expected_model.state_dict())
 
 
+def make_one(cls):
+    """Make an optimizer of a matrix, which has made two steps."""
+    weight = torch.nn.Parameter(torch.linspace(-1, 1, 6).view(2, 3))
+    return weight, cls([weight], **OPTIONS.get(cls.__name__, {}))
+
+
+def step(weight, optimizer):
+    def closure():
+        loss = weight.square().sum()
+        weight.grad = 2 * weight.detach()
+        return loss
+
+    optimizer.step(closure)
+
+
+def outcome_of(load, weight, optimizer):
+    """Tell whether an optimizer goes on after a load, and from where to where."""
+    try:
+        load()
+        step(weight, optimizer)
+    except (distckpt.LoadMismatchError, KeyError, TypeError, ValueError, RuntimeError) as error:
+        return error
+    return weight.detach().clone()
+
+
+@pytest.mark.parametrize("cls", CLASSES, ids=lambda cls: cls.__name__)
+def test_the_state_of_another_class_is_refused_where_torch_fails(cls, tmp_path, caplog):
+    if cls is torch.optim.SparseAdam:
+        pytest.skip("takes no gradients that are dense")
+    weight, optimizer = make_one(cls)
+    for _ in range(2):
+        step(weight, optimizer)
+    distckpt.save({"model": holder_of(weight), "optimizer": optimizer}, tmp_path / "saved")
+    state, values = copy.deepcopy(optimizer.state_dict()), weight.detach().clone()
+    for other in (other for other in CLASSES if other not in (cls, torch.optim.SparseAdam)):
+        torch_weight, by_torch = make_one(other)
+        torch_weight.data.copy_(values)
+        expected = outcome_of(
+            partial(by_torch.load_state_dict, copy.deepcopy(state)), torch_weight, by_torch
+        )
+        caplog.clear()
+        weight, new = make_one(other)
+        request = {"model": holder_of(weight), "optimizer": new}
+        found = outcome_of(partial(distckpt.load, request, tmp_path / "saved"), weight, new)
+        if isinstance(expected, torch.Tensor):
+            assert torch.equal(found, expected), other
+            assert f"class {cls.__name__}, and is loaded into one of class {other.__name__}" in (
+                caplog.text
+            )
+        else:
+            assert isinstance(found, distckpt.LoadMismatchError), (other, expected, found)
+
+
+def holder_of(weight):
+    holder = torch.nn.Module()
+    holder.weight = weight
+    return holder
+
+
 class Tied(torch.nn.Module):
     """Like a language model: input and output embedding are one parameter; a buffer that is not
     saved.
