@@ -544,6 +544,13 @@ class Tagger(torch.nn.Module):
             self.head, self.scale = torch.nn.Linear(2, 1), torch.nn.Parameter(torch.ones(1))
 
 
+def without_field(path, name):
+    """Take a field out of a marker, which earlier releases did not write."""
+    marker = json.loads((path / "metadata.json").read_text())
+    del marker[name]
+    (path / "metadata.json").write_text(json.dumps({**marker, "checksum": None}))
+
+
 @pytest.mark.parametrize("way", ["as saved", "resharded", "of an earlier release"])
 def test_a_child_and_a_parameter_of_the_model_that_are_left_out_are_named(tmp_path, way, caplog):
     path = tmp_path / "saved"
@@ -553,9 +560,7 @@ def test_a_child_and_a_parameter_of_the_model_that_are_left_out_are_named(tmp_pa
         distckpt.reshard(path, tmp_path / "other", num_ranks=2)
         path = tmp_path / "other"
     if way == "of an earlier release":
-        marker = json.loads((path / "metadata.json").read_text())
-        del marker["module_names"]
-        (path / "metadata.json").write_text(json.dumps({**marker, "checksum": None}))
+        without_field(path, "module_names")
         distckpt.load({"model": Tagger(False)}, path)
         assert "'head.bias', 'head.weight', 'scale'" in caplog.text
         return
@@ -639,7 +644,7 @@ def test_a_scheduler_takes_no_state_of_another_kind(tmp_path, saved):
             continue
         before = repr(new.state_dict())
         with pytest.raises(
-            distckpt.LoadMismatchError, match=f"at 'scheduler'.*in place of {type(new).__name__}'s"
+            distckpt.LoadMismatchError, match=f"at 'scheduler'.*in place of {type(new).__name__}"
         ):
             distckpt.load({"scheduler": new}, tmp_path / "saved")
         assert repr(new.state_dict()) == before
@@ -650,10 +655,85 @@ def test_what_a_scheduler_may_have_got_in_another_release_is_named(tmp_path, cap
     distckpt.save(
         {"scheduler": torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)}, tmp_path / "saved"
     )
+    without_field(tmp_path / "saved", "scheduler_classes")
     new = SCHEDULERS["step"](optimizer)
     distckpt.load({"scheduler": new}, tmp_path / "saved")
     assert new.gamma == 0.5
     assert "'scheduler' has nothing in place of StepLR's 'step_size'" in caplog.text
+
+
+PAIRS = {
+    "LambdaLR": lambda optimizer: torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.5),
+    "MultiplicativeLR": lambda optimizer: torch.optim.lr_scheduler.MultiplicativeLR(
+        optimizer, lambda step: 0.5
+    ),
+    "StepLR": lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 3),
+    "MultiStepLR": lambda optimizer: torch.optim.lr_scheduler.MultiStepLR(optimizer, [3]),
+    "ExponentialLR": lambda optimizer: torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5),
+    "SequentialLR[ConstantLR, StepLR]": lambda optimizer: torch.optim.lr_scheduler.SequentialLR(
+        optimizer, [torch.optim.lr_scheduler.ConstantLR(optimizer), PAIRS["StepLR"](optimizer)], [5]
+    ),
+    "SequentialLR[StepLR, StepLR]": lambda optimizer: torch.optim.lr_scheduler.SequentialLR(
+        optimizer, [PAIRS["StepLR"](optimizer) for _ in range(2)], [5]
+    ),
+}
+
+
+@pytest.mark.parametrize("way", ["as saved", "resharded"])
+@pytest.mark.parametrize("saved", PAIRS)
+def test_a_scheduler_of_another_class_is_named(tmp_path, saved, way, caplog):
+    optimizer = torch.optim.SGD(torch.nn.Linear(2, 2).parameters())
+    path = tmp_path / "saved"
+    distckpt.save({"parts": {"scheduler": PAIRS[saved](optimizer)}}, path)
+    if way == "resharded":
+        distckpt.reshard(path, tmp_path / "other", num_ranks=1)
+        path = tmp_path / "other"
+    for name, make_scheduler in PAIRS.items():
+        caplog.clear()
+        new = make_scheduler(optimizer)
+        try:
+            distckpt.load({"parts": {"scheduler": new}}, path)
+            said = [record.getMessage() for record in caplog.records]
+        except distckpt.LoadMismatchError as error:
+            said = [str(error)]
+        assert len(said) == (name != saved)
+        assert all("'parts.scheduler'" in text and saved in text for text in said)
+        assert all(name in text for text in said)
+
+
+class Counter:
+    """Has a number in its state, which it looks up."""
+
+    def __init__(self, number=0):
+        self.number = number
+
+    def state_dict(self):
+        return {"number": self.number}
+
+    def load_state_dict(self, state):
+        self.number = state["number"]
+
+
+class Loose(Counter):
+    """Takes whatever it is given."""
+
+    def load_state_dict(self, state):
+        self.number = state
+
+
+@pytest.mark.parametrize("cls", [Counter, Loose])
+@pytest.mark.parametrize("stored", [5, [1], "text", {"other": 3}], ids=str)
+def test_a_value_in_the_place_of_an_object_is_named(tmp_path, cls, stored):
+    distckpt.save({"parts": {"c": stored}}, tmp_path / "saved")
+    if cls is Loose and isinstance(stored, dict):
+        return
+    obj = cls()
+    with pytest.raises(
+        distckpt.LoadMismatchError, match=rf"The {cls.__name__} at 'parts\.c' .*/saved' holds there"
+    ) as caught:
+        distckpt.load({"parts": {"c": obj}}, tmp_path / "saved")
+    assert caught.value.unexpected == {"parts.c"}
+    assert obj.number == 0
 
 
 def test_a_state_dict_that_contains_itself_is_refused(tmp_path):
