@@ -48,12 +48,12 @@ from distckpt._models.optimizer.description import (
     fill_gaps,
     optimizer_targets,
 )
-from distckpt._models.optimizer.shards import StoredEntry
 from distckpt._models.optimizer.state import unite
 from distckpt._models.optimizer.view import is_optimizer
 from distckpt._models.per_rank import PerRank, cell_of, state_of, warn_of_skipped
 from distckpt._models.schedulers import scheduler_class
 from distckpt._ranks.collectives import Ranks
+from distckpt._state.stored_form import StoredEntry
 
 # The most frequent types, looked up first.
 _VALUES = frozenset(

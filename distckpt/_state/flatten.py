@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from distckpt._base.errors import (
@@ -38,7 +39,7 @@ from distckpt._mapping.wrappers import (
 )
 from distckpt._state.megatron_shards import adopt, is_foreign
 from distckpt._state.shards import Shard
-from distckpt._state.stored_form import stored_form
+from distckpt._state.stored_form import StoredEntry, stored_form
 
 
 @dataclass(slots=True)
@@ -82,30 +83,40 @@ class SplitState(NamedTuple):
 # --- Taking a state dict apart --------------------------------------------------------------------
 
 
-def split(state_dict: Any) -> SplitState:
-    """Flatten a sharded state dict into its shards, its common state and its structure."""
+class _Found(NamedTuple):
+    """The shards found so far, and what is stored for them, which a save does not know."""
+
+    shards: list[Shard]
+    entries: Mapping[str, StoredEntry]
+
+
+def split(state_dict: Any, entries: Mapping[str, StoredEntry] = MappingProxyType({})) -> SplitState:
+    """Flatten a sharded state dict into its shards, its common state and its structure.
+
+    With the `entries` of a checkpoint, shards are requested in the form in which it stores them.
+    """
     if not isinstance(state_dict, dict):
         raise CheckpointingException(
             f"A sharded state dict is a dict, such as {{'model': model, 'step': 100}}, got "
             f"{type(state_dict).__name__}."
         )
-    shards: list[Shard] = []
-    skeleton, common = _take_apart(state_dict, shards, inside_factory=False)
-    return SplitState(shards, {} if common is HOLE else common, skeleton)
+    found = _Found([], entries)
+    skeleton, common = _take_apart(state_dict, found, inside_factory=False)
+    return SplitState(found.shards, {} if common is HOLE else common, skeleton)
 
 
-def _take_apart(node: Any, shards: list[Shard], inside_factory: bool) -> tuple[Any, Any]:
+def _take_apart(node: Any, found: _Found, inside_factory: bool) -> tuple[Any, Any]:
     """Return the skeleton and common state of a part of a state dict; collect its shards."""
     # By far the most frequent type first; isinstance is slow for an abstract class.
     if type(node) is not ShardedTensor:
         node = adopt(node)
     if isinstance(node, ShardedTensor):
-        node = stored_form(node)
+        node = stored_form(node, found.entries.get(node.key))
     if type(node) is ShardedTensor or isinstance(node, ShardedTensor | ShardedObject):
-        shards.append(node)
-        return _Slot(len(shards) - 1), HOLE
+        found.shards.append(node)
+        return _Slot(len(found.shards) - 1), HOLE
     if isinstance(node, ShardedTensorFactory):
-        built, _ = _take_apart(node.build(), shards, inside_factory=True)
+        built, _ = _take_apart(node.build(), found, inside_factory=True)
         return _Merge(node, built), HOLE
     if isinstance(node, ShardedBase):
         raise UnsupportedObjectError(
@@ -115,16 +126,14 @@ def _take_apart(node: Any, shards: list[Shard], inside_factory: bool) -> tuple[A
     if isinstance(node, LocalNonpersistentObject):
         return _Local(node.unwrap()), HOLE
     if _is_walked(node):
-        return _take_container_apart(node, shards, inside_factory)
+        return _take_container_apart(node, found, inside_factory)
     # What a factory builds besides shards, it builds again for loading.
     return (_Local(node), HOLE) if inside_factory else (HOLE, node)
 
 
-def _take_container_apart(
-    container: Any, shards: list[Shard], inside_factory: bool
-) -> tuple[Any, Any]:
+def _take_container_apart(container: Any, found: _Found, inside_factory: bool) -> tuple[Any, Any]:
     children = container.values() if isinstance(container, dict) else container
-    parts = [_take_apart(child, shards, inside_factory) for child in children]
+    parts = [_take_apart(child, found, inside_factory) for child in children]
     skeleton = rebuilt(container, [part for part, _ in parts])
     return skeleton, _common_of(container, [part for _, part in parts])
 

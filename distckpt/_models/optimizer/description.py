@@ -23,7 +23,6 @@ from distckpt._models.optimizer.ids import (
     get_param_id_to_sharded_param_map,
 )
 from distckpt._models.optimizer.shards import (
-    StoredEntry,
     form_of,
     param_name,
     state_shard,
@@ -48,6 +47,7 @@ from distckpt._models.optimizer.view import (
     params_of,
     read_sections,
 )
+from distckpt._state.stored_form import StoredEntry, is_stored_as_pairs
 
 _Shard: TypeAlias = ShardedTensor | ShardedTensorFactory
 
@@ -163,6 +163,9 @@ def _described_param(
     shards = described.add(section.path, place, param, shard, kept.tensors)
     if orders := orders_of(kept.tensors, param):
         kept = kept._replace(orders=orders)
+    pairs = {key: value.dtype for key, value in kept.tensors.items()}
+    pairs = {key: dtype for key, dtype in pairs.items() if is_stored_as_pairs(dtype)}
+    kept = kept._replace(pairs=pairs)
     if kept.name != shard.key:
         kept = kept._replace(forms={key: form_of(part) for key, part in shards.items()})
     return kept
@@ -228,6 +231,7 @@ def optimizer_targets(
             if names and targets.owns(param):
                 kept = param_state("", section.state.get(param), False).tensors
                 orders = {} if entry is None else entry.get("orders", {})
+                pairs = _pairs_in(entry, param, names)
                 tensors = {
                     name: state_target(
                         shard,
@@ -236,6 +240,7 @@ def optimizer_targets(
                         targets.key(path, name),
                         stored,
                         orders.get(name),
+                        pairs.get(name),
                     )
                     for name in names
                 }
@@ -251,3 +256,14 @@ def sections_at(optimizer: Any, wanted: Iterable[tuple[SectionPath, bool]]) -> l
         current.get(path, Section(path, by_number, optimizer.param_groups, {}))
         for path, by_number in wanted
     ]
+
+
+def _pairs_in(
+    entry: Entry | None, param: torch.Tensor, names: Iterable[str]
+) -> Mapping[str, torch.dtype]:
+    """Return the dtypes of the complex tensors that are stored as pairs; early checkpoints do not
+    name them.
+    """
+    if entry is None or "class" in entry:
+        return {} if entry is None else entry.get("complex", {})
+    return dict.fromkeys(names, param.dtype) if is_stored_as_pairs(param.dtype) else {}

@@ -18,7 +18,7 @@ The list of these entries is small, and is stored once, as an object. It names p
 the number of groups and their order may change; a group without parameters has its number in their
 place. `class` is the optimizer's, which early checkpoints lack. An entry has `path` where it is
 about a section of the optimizer's state dict, and `frozen` where its parameters were not trained;
-`complex` names tensors that are stored as pairs of real numbers. Parameters that
+`complex` has the dtypes of tensors that are stored as pairs of real numbers. Parameters that
 share a key (layers, experts) have `forms`, dtype and global shape of each tensor; transposed
 tensors have `orders`, of their axes in memory. One entry without parameters has the `rest` of the
 state dict, and names its sections in `sections`.
@@ -65,7 +65,8 @@ class ParamState(NamedTuple):
     leave `HOLE`s in their places in `values`, the rest of the state. `scalars` are the tensors
     without axes. A parameter without `has_state` has not been used yet. `forms` are dtype and
     global shape of the tensors, for parameters that share a key; `orders` the axes of transposed
-    tensors, in the order in which they lie in memory.
+    tensors, in the order in which they lie in memory; `pairs` the dtypes of complex tensors that
+    are stored as pairs.
     """
 
     name: str
@@ -76,6 +77,7 @@ class ParamState(NamedTuple):
     is_frozen: bool = False
     forms: Mapping[str, Any] = MappingProxyType({})
     orders: Mapping[str, Any] = MappingProxyType({})
+    pairs: Mapping[str, torch.dtype] = MappingProxyType({})
 
 
 _NO_STATE = ParamState("", {}, {}, {}, has_state=False)
@@ -182,7 +184,7 @@ def _looks(state: ParamState, values: dict[str, Any]) -> tuple[Any, ...]:
     # What is not basic may look the same and not be.
     text = repr(values) if all(map(_is_basic, values.values())) else state.name
     scalars = tuple((name, tensor.dtype) for name, tensor in state.scalars.items())
-    texts = (repr(dict(state.forms)), repr(dict(state.orders)), text)
+    texts = (*(repr(dict(each)) for each in (state.forms, state.orders, state.pairs)), text)
     return state.has_state, state.is_frozen, tuple(state.tensors), scalars, *texts
 
 
@@ -201,6 +203,7 @@ def _new_entry(
         "frozen": state.is_frozen,
         "forms": dict(state.forms),
         "orders": dict(state.orders),
+        "complex": dict(state.pairs),
         **about,
     }
     return entry | {name: value for name, value in only_where_needed.items() if value}

@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 import inspect
 import json
+import math
 import random
 from functools import partial
 
@@ -237,6 +238,91 @@ def holder_of(weight):
     holder = torch.nn.Module()
     holder.weight = weight
     return holder
+
+
+PARAMETER_DTYPES = [
+    torch.float64,
+    torch.float32,
+    torch.float16,
+    torch.bfloat16,
+    torch.complex64,
+    torch.complex128,
+]
+
+
+def params_of(dtype, shapes=((4, 3), (5,), ())):
+    """Make parameters of many axes and of none."""
+    return torch.nn.ParameterList(
+        torch.nn.Parameter(torch.linspace(-1, 1, max(math.prod(shape), 1)).view(shape).to(dtype))
+        for shape in shapes
+    )
+
+
+def step_all(params, optimizer, number):
+    generator = torch.Generator().manual_seed(number)
+
+    def closure():
+        for param in params:
+            dtype = torch.complex128 if param.is_complex() else torch.float64
+            gradient = torch.randn(param.shape, generator=generator, dtype=dtype).to(param.dtype)
+            is_sparse = isinstance(optimizer, torch.optim.SparseAdam)
+            param.grad = gradient.to_sparse() if is_sparse else gradient
+        return sum(param.detach().abs().double().sum() for param in params)
+
+    optimizer.step(closure)
+
+
+@pytest.mark.parametrize("dtype", PARAMETER_DTYPES, ids=str)
+@pytest.mark.parametrize("cls", CLASSES, ids=lambda cls: cls.__name__)
+def test_parameters_of_every_dtype_go_on_bit_by_bit(cls, dtype, tmp_path):
+    shapes = {"Muon": [(4, 3)], "SparseAdam": [(4, 3), (5,)]}.get(cls.__name__, [(4, 3), (5,), ()])
+    options = OPTIONS.get(cls.__name__, {})
+    saved, new = params_of(dtype, shapes), params_of(dtype, shapes)
+    try:
+        optimizer, resumed = (cls(params, **options) for params in (saved, new))
+        for number in range(2):
+            step_all(saved, optimizer, number)
+    except (RuntimeError, ValueError, TypeError) as error:
+        pytest.skip(f"torch does not: {error}")
+    distckpt.save({"model": saved, "optimizer": optimizer}, tmp_path / "saved")
+    distckpt.load({"model": new, "optimizer": resumed}, tmp_path / "saved", strict="raise")
+    assert_same(resumed.state_dict(), optimizer.state_dict())
+    for params, each in ((saved, optimizer), (new, resumed)):
+        step_all(params, each, 2)
+    assert_same(dict(new.state_dict()), dict(saved.state_dict()))
+    assert_same(resumed.state_dict(), optimizer.state_dict())
+
+
+def test_complex_optimizers_change_their_precision_with_the_model(tmp_path):
+    saved = params_of(torch.complex128)
+    optimizer = torch.optim.Adam(saved)
+    step_all(saved, optimizer, 0)
+    # A state of real numbers with as many axes as the pairs that its parameter is stored as.
+    real = optimizer.state[saved[0]]["real"] = torch.ones(4, 3, 2, dtype=torch.float64)
+    distckpt.save({"model": saved, "optimizer": optimizer}, tmp_path / "wide")
+    narrow = params_of(torch.complex64)
+    resumed = torch.optim.Adam(narrow)
+    request = {"model": narrow, "optimizer": resumed}
+    with pytest.raises(distckpt.LoadMismatchError, match=r"stored .* as torch\.float64"):
+        distckpt.load(request, tmp_path / "wide")
+    distckpt.load(request, tmp_path / "wide", allow_dtype_cast=True)
+    assert_same(resumed.state[narrow[0]].pop("real"), real)
+    for param, other in zip(narrow, saved, strict=True):
+        assert torch.equal(param, other.detach().to(torch.complex64))
+        for name in ("exp_avg", "exp_avg_sq"):
+            expected = optimizer.state[other][name]
+            assert resumed.state[param][name].dtype == (
+                torch.complex64 if param.ndim else torch.complex128
+            )
+            assert torch.allclose(resumed.state[param][name].to(torch.complex128), expected)
+    distckpt.save(request, tmp_path / "narrow")
+    wide = params_of(torch.complex128)
+    again = torch.optim.Adam(wide)
+    distckpt.load({"model": wide, "optimizer": again}, tmp_path / "narrow")
+    assert torch.equal(wide[0], narrow[0].detach().to(torch.complex128))
+    assert torch.equal(
+        again.state[wide[0]]["exp_avg"], resumed.state[narrow[0]]["exp_avg"].to(torch.complex128)
+    )
 
 
 class Tied(torch.nn.Module):
