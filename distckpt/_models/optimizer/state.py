@@ -33,6 +33,7 @@ from typing import Any, NamedTuple, TypeAlias, cast
 
 import torch
 
+from distckpt._base.arrays import memory_order
 from distckpt._base.errors import InvalidShardingError, LoadMismatchError
 from distckpt._base.messages import summarize_keys
 from distckpt._base.tree import Position, dotted, is_plain_container, map_leaves
@@ -99,14 +100,11 @@ def orders_of(tensors: Mapping[str, torch.Tensor], param: torch.Tensor) -> dict[
     """Return in which order the axes of transposed tensors lie in memory: what is computed from
     them depends on it.
     """
-    orders: dict[str, list[int]] = {}
+    orders = {}
     for name, tensor in tensors.items():
-        if tensor.is_contiguous() or is_dtensor(tensor) or tensor.stride() == param.stride():
-            continue
-        order = sorted(range(tensor.ndim), key=tensor.stride().__getitem__, reverse=True)
-        if tensor.permute(order).is_contiguous():
-            orders[name] = order
-    return orders
+        if not is_dtensor(tensor) and tensor.stride() != param.stride():
+            orders[name] = memory_order(tensor)
+    return {name: order for name, order in orders.items() if order}
 
 
 def _without_tensors(value: Any, name: str, found: dict[str, torch.Tensor]) -> Any:

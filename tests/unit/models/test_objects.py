@@ -800,6 +800,31 @@ class Counter:
         self.number = state["number"]
 
 
+class Basis:
+    """Has tensors in its state that are transposed, as decompositions of matrices return them."""
+
+    def __init__(self, seed):
+        generator = torch.Generator().manual_seed(seed)
+        self.values = torch.randn(6, 4, generator=generator).t()
+        self.nested = {"q": [torch.randn(2, 3, 4, generator=generator).permute(2, 0, 1)]}
+
+    def state_dict(self):
+        return vars(self)
+
+    def load_state_dict(self, state):
+        vars(self).update(state)
+
+
+def test_tensors_in_the_state_of_an_object_keep_the_order_of_their_axes(tmp_path):
+    saved, loaded = Basis(1), Basis(2)
+    for wrap in (lambda basis: basis, distckpt.PerRank):
+        path = tmp_path / wrap.__name__
+        distckpt.save({"basis": wrap(saved), "plain": saved.values}, path)
+        found = distckpt.load({"basis": wrap(loaded)}, path)
+        assert_same(loaded.state_dict(), saved.state_dict())
+        assert_same(found["plain"], saved.values)
+
+
 class Loose(Counter):
     """Takes whatever it is given."""
 
