@@ -33,6 +33,22 @@ def estimate_array_nbytes(array: Any) -> int:
     return int(math.prod(array.shape) * item)
 
 
+def memory_order(tensor: torch.Tensor) -> list[int] | None:
+    """Return the order in which the axes of a transposed tensor lie in memory, outermost first;
+    None for other tensors, expanded ones included.
+    """
+    strides = tensor.stride()
+    if tensor.is_contiguous() or 0 in strides:
+        return None
+    order = sorted(range(tensor.ndim), key=lambda axis: -strides[axis])
+    return order if order != sorted(order) else None
+
+
+def in_memory_order(tensor: torch.Tensor, order: list[int]) -> torch.Tensor:
+    """Return a copy of a tensor whose axes lie in memory in another order."""
+    return tensor.permute(order).contiguous().permute([order.index(i) for i in range(len(order))])
+
+
 def as_torch_dtype(dtype: torch.dtype | str | np.dtype[Any] | type) -> torch.dtype:
     """Return the torch dtype for one of torch or numpy, or for a name ("bfloat16",
     "torch.bfloat16", "BF16", "bf16").

@@ -31,6 +31,7 @@ _CHECKSUM = "checksum"
 _NO_DIGITS = "0" * 16
 """In place of the checksum while it is computed."""
 _MODULE_NAMES = "module_names"
+_SCHEDULERS = "scheduler_classes"
 _MAX_NAMES = 4096
 _MAX_MARKER_BYTES = 4 << 20
 _MAX_BACKEND_CHARS = 255
@@ -184,6 +185,21 @@ def names_of_module(marker: Mapping[str, Any]) -> list[str]:
     """
     names = marker.get(_MODULE_NAMES)
     return [name for name in names if isinstance(name, str)] if isinstance(names, list) else []
+
+
+def note_of_schedulers(classes: Mapping[str, str]) -> dict[str, Any]:
+    """Return the field for the classes of schedulers by their places in the state dict, unless they
+    are too many.
+    """
+    return {_SCHEDULERS: dict(classes)} if 0 < len(classes) <= _MAX_NAMES else {}
+
+
+def schedulers_of(marker: Mapping[str, Any]) -> dict[str, str]:
+    """Return the classes of the saved schedulers by place, as far as they are known."""
+    classes = marker.get(_SCHEDULERS)
+    if not isinstance(classes, dict):
+        return {}
+    return {place: name for place, name in classes.items() if isinstance(name, str)}
 
 
 def file_size(path: str) -> int:

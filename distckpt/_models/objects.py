@@ -51,11 +51,12 @@ from distckpt._models.optimizer.description import (
     fill_gaps,
     optimizer_targets,
 )
-from distckpt._models.optimizer.shards import StoredEntry
 from distckpt._models.optimizer.state import unite
 from distckpt._models.optimizer.view import is_optimizer
 from distckpt._models.per_rank import PerRank, cell_of, state_of, warn_of_skipped
+from distckpt._models.schedulers import scheduler_class
 from distckpt._ranks.collectives import Ranks
+from distckpt._state.stored_form import StoredEntry
 
 # The most frequent types, looked up first.
 _VALUES = frozenset(
@@ -116,6 +117,12 @@ class Described:
     optimizers: list[tuple[Position, OptimizerState]]
     names: Sequence[str] = ()
     settings: Mapping[str, list[Any]] = field(default_factory=dict)
+
+    @property
+    def schedulers(self) -> dict[str, str]:
+        """The classes of learning rate schedulers, by place."""
+        classes = {place.name: scheduler_class(place.value) for place in self.places}
+        return {name: text for name, text in classes.items() if text}
 
     def digest(self) -> int:
         """Return a hash, of 61 bits, of what all ranks agree on in the end."""

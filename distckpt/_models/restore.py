@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
-import torch
-
-from distckpt._base.errors import LoadMismatchError
+from distckpt._base.errors import CheckpointingException, LoadMismatchError
 from distckpt._base.messages import summarize_keys
 from distckpt._base.tree import HOLE, at, replaced
 from distckpt._mapping.wrappers import ShardedObject, StateDict
@@ -16,30 +13,30 @@ from distckpt._models.modules import bare_module, load_sharded_state_dict
 from distckpt._models.objects import Described, Kind, Place
 from distckpt._models.optimizer.sharded import load_sharded_optimizer_state_dict
 from distckpt._models.per_rank import warn_of_skipped
-
-logger = logging.getLogger(__name__)
-
-_OF_ALL_SCHEDULERS = {
-    "_step_count",
-    "_last_lr",
-    "_is_initial",
-    "_get_lr_called_within_step",
-    "verbose",
-}
-"""Not the same in all releases of PyTorch."""
+from distckpt._models.schedulers import check_scheduler
 
 
-def restore_objects(described: Described, loaded: StateDict, is_strict: bool) -> StateDict:
+class Saved(NamedTuple):
+    """Where the objects were saved, and the classes of schedulers by place."""
+
+    location: str
+    schedulers: Mapping[str, str]
+
+
+def restore_objects(
+    described: Described, loaded: StateDict, saved: Saved, is_strict: bool
+) -> StateDict:
     """Put what was loaded into the objects; return it with the objects in their places, those for
     which nothing was loaded included.
 
     Raises:
-        LoadMismatchError: nothing was loaded for an object, unless `is_strict` is False.
+        LoadMismatchError: nothing was loaded for an object, unless `is_strict` is False; or an
+            object does not take what was loaded.
     """
     for place in sorted(described.places, key=lambda place: (place.kind, -len(place.path))):
         value = at(loaded, place.path, HOLE)
         if value is not HOLE:
-            _restore(place, value, at(described.state_dict, place.path), is_strict)
+            _restore(place, value, at(described.state_dict, place.path), saved, is_strict)
             loaded = replaced(loaded, place.path, place.value)
         elif not is_strict:
             loaded = _with_object(loaded, place)
@@ -65,18 +62,43 @@ def _with_object(loaded: StateDict, place: Place) -> StateDict:
     return whole
 
 
-def _restore(place: Place, value: Any, described: Any, is_strict: bool) -> None:
+def _restore(place: Place, value: Any, described: Any, saved: Saved, is_strict: bool) -> None:
     if place.kind is Kind.MODULE:
         _restore_module(place, value, is_strict)
     elif place.kind is Kind.OPTIMIZER:
         if is_strict or "settings" in value:
             load_sharded_optimizer_state_dict(place.value, value)
     elif place.kind is Kind.PER_RANK:
-        _restore_per_rank(place, value, described)
+        _restore_per_rank(place, value, described, saved)
     elif place.kind is Kind.STATEFUL:
-        if isinstance(place.value, torch.optim.lr_scheduler.LRScheduler):
-            _check_scheduler(place, value, is_strict)
-        place.value.load_state_dict(value)
+        stored = saved.schedulers.get(place.name, "")
+        check_scheduler(place.name, place.value, stored, value, is_strict)
+        _load_state(place, value, saved, isinstance(described, dict))
+
+
+def _load_state(place: Place, state: Any, saved: Saved, has_dict: bool) -> None:
+    """Give an object a state; LoadMismatchError names it if it does not take that."""
+    if has_dict and not isinstance(state, dict | None):
+        raise _refused_state(place, state, saved, "its own state is a dict")
+    try:
+        place.value.load_state_dict(state)
+    except CheckpointingException:
+        raise
+    except (TypeError, LookupError, AttributeError, ValueError, RuntimeError) as error:
+        what = f"its load_state_dict() failed: {type(error).__name__}: {error}"
+        raise _refused_state(place, state, saved, what) from error
+
+
+def _refused_state(place: Place, state: Any, saved: Saved, why: str) -> LoadMismatchError:
+    kept = repr(state)
+    if isinstance(state, dict):
+        kept = f"a dict of {summarize_keys(map(str, state)) or 'nothing'}"
+    return LoadMismatchError(
+        f"The {type(place.value).__name__} at {place.name!r} does not take what the checkpoint "
+        f"{saved.location!r} holds there, {kept:.500} ({why}): create the object that was saved, "
+        "or leave it out of the state dict.",
+        unexpected=[place.name],
+    )
 
 
 def _restore_module(place: Place, value: StateDict, is_strict: bool) -> None:
@@ -94,29 +116,11 @@ def _restore_module(place: Place, value: StateDict, is_strict: bool) -> None:
         ) from error
 
 
-def _restore_per_rank(place: Place, value: Mapping[str, Any], cell: ShardedObject) -> None:
+def _restore_per_rank(
+    place: Place, value: Mapping[str, Any], cell: ShardedObject, saved: Saved
+) -> None:
     stored, own = value["layout"], cell.data["layout"]
     if stored == own:
-        place.value.load_state_dict(value["value"])
+        _load_state(place, value["value"], saved, has_dict=False)
     else:
         warn_of_skipped(cell, f"layout {stored}", f"layout {own}")
-
-
-def _check_scheduler(place: Place, state: Mapping[str, Any], is_strict: bool) -> None:
-    """Refuse the state of a scheduler of another class, which `load_state_dict` takes; other
-    releases may add to it.
-    """
-    own = place.value.state_dict().keys() - _OF_ALL_SCHEDULERS
-    stored = state.keys() - _OF_ALL_SCHEDULERS
-    if own == stored:
-        return
-    text = (
-        f"the state that was saved at {place.name!r} has "
-        f"{summarize_keys(stored - own) or 'nothing'} in place of {type(place.value).__name__}'s "
-        f"{summarize_keys(own - stored) or 'nothing'}"
-    )
-    if is_strict and own - stored and stored - own:
-        raise LoadMismatchError(
-            f"A scheduler of another kind: {text}. Create the one that was saved, or leave it out."
-        )
-    logger.warning("%s: is it of another scheduler?", text)

@@ -11,8 +11,8 @@ import numpy as np
 from distckpt._base.errors import LoadMismatchError
 from distckpt._base.messages import summarize_keys
 from distckpt._models.objects import Described, Kind, Place, first_name
-from distckpt._models.optimizer.shards import StoredEntry
 from distckpt._ranks.collectives import Ranks
+from distckpt._state.stored_form import StoredEntry
 
 logger = logging.getLogger(__name__)
 

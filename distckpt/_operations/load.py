@@ -20,9 +20,10 @@ from distckpt._base.reports import LoadReport, publish
 from distckpt._base.tree import HOLE
 from distckpt._checkpoint.consistent_read import read_attempts
 from distckpt._checkpoint.opening import find_checkpoint
+from distckpt._format.marker import schedulers_of
 from distckpt._mapping.wrappers import ShardedObject, ShardedStateDict, StateDict
 from distckpt._models.objects import Kind
-from distckpt._models.restore import restore_objects
+from distckpt._models.restore import Saved, restore_objects
 from distckpt._operations.absent_values import (
     absent_values,
     refuse_absent_values,
@@ -197,7 +198,8 @@ def run_load(ranks: Ranks, state_dict: ShardedStateDict, request: LoadRequest) -
                 _refuse_absent(request, targets, loaded, location)
     absent_of_all = _report_absent_values(ranks, request, targets, loaded)
     with ranks.phase("restore the objects of the state dict"):
-        restored = restore_objects(targets.resolved, loaded, request.asks_for_all)
+        saved = Saved(location, schedulers_of(source.marker))
+        restored = restore_objects(targets.resolved, loaded, saved, request.asks_for_all)
     report = LoadReport(
         location,
         *timer.summarize(ranks, num_bytes, "read"),

@@ -15,7 +15,6 @@ from distckpt._format.marker import names_of_module
 from distckpt._mapping.sharded_tensor import ShardedTensor
 from distckpt._mapping.wrappers import ShardedStateDict, StateDict
 from distckpt._models import objects
-from distckpt._models.optimizer.shards import StoredEntry
 from distckpt._models.whole import Coverage, coverage_of, refuse_left_out
 from distckpt._operations.shard_source import ShardSource, source_of
 from distckpt._plan.translate import stored_names
@@ -25,6 +24,7 @@ from distckpt._rules.rule import Rule
 from distckpt._rules.rules import Assemble, check_rules
 from distckpt._state import flatten
 from distckpt._state.shards import Shard, ShardTable, find_ties, merge_tables, shard_table
+from distckpt._state.stored_form import StoredEntry, may_be_complex
 from distckpt._state.strictness import StrictHandling, handle_mismatch
 from distckpt._state.validation import validate_shards
 
@@ -165,8 +165,8 @@ def describe_targets(
     settings = _stored_settings(ranks, source, described, entries) if needed > 1 else {}
     with ranks.phase("describe the targets"):
         resolved = objects.resolve(ranks.rank, described, entries, settings)
-        if resolved.state_dict is not described.state_dict:
-            split = flatten.split(resolved.state_dict)
+        if resolved.state_dict is not described.state_dict or _are_complex(split.shards):
+            split = flatten.split(resolved.state_dict, {} if rules else entries)
         stored = _without_skipped(entries, described, resolved)
         ties = _absent_ties(split.shards, stored) if not rules else {}
         table = shard_table(split.shards)
@@ -196,7 +196,12 @@ def _how_much_is_needed(
     """
     of_objects = objects.needs_stored(described)
     compares = StrictHandling.requires_explicit_ckpt_mismatch_check(mode)
-    return of_objects or compares or (not rules and _has_ties_of_other_keys(shards))
+    depends = _are_complex(shards) or (not rules and _has_ties_of_other_keys(shards))
+    return of_objects or compares or depends
+
+
+def _are_complex(shards: Sequence[Shard]) -> bool:
+    return any(map(may_be_complex, shards))
 
 
 def _has_ties_of_other_keys(shards: Sequence[Shard]) -> bool:

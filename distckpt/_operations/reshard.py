@@ -25,7 +25,13 @@ from distckpt._checkpoint.stored_values import object_keys, read_encoded
 from distckpt._commit import posix
 from distckpt._format.checksum import checksum
 from distckpt._format.manifest import OBJECT, Manifest
-from distckpt._format.marker import CheckpointingConfig, names_of_module, note_of_module
+from distckpt._format.marker import (
+    CheckpointingConfig,
+    names_of_module,
+    note_of_module,
+    note_of_schedulers,
+    schedulers_of,
+)
 from distckpt._format.stored_checkpoint import StoredCheckpoint
 from distckpt._geometry.region import Region, whole
 from distckpt._io import background
@@ -254,9 +260,10 @@ def _check_place(stored: StoredCheckpoint, target: str) -> None:
 
 
 def _notes(stored: StoredCheckpoint, selection: _Selection) -> dict[str, Any]:
+    notes = note_of_schedulers(schedulers_of(stored.marker))
     if selection.rules or selection.rename:
-        return {}
-    return note_of_module(names_of_module(stored.marker))
+        return notes
+    return {**notes, **note_of_module(names_of_module(stored.marker))}
 
 
 def _sums(ranks: Ranks, counts: Mapping[str, int]) -> dict[str, int]:

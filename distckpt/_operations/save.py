@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -13,7 +13,12 @@ from distckpt._base.memory import paused_garbage_collection
 from distckpt._base.options import SaveOptions, with_changes
 from distckpt._base.reports import SaveReport
 from distckpt._commit import posix
-from distckpt._format.marker import BUILT_IN, CheckpointingConfig, note_of_module
+from distckpt._format.marker import (
+    BUILT_IN,
+    CheckpointingConfig,
+    note_of_module,
+    note_of_schedulers,
+)
 from distckpt._io.prepared_save import PreparedSave
 from distckpt._io.save_shards import ShardSettings, prepare_shards
 from distckpt._mapping.wrappers import CommonStateDict, ShardedObject, ShardedStateDict, StateDict
@@ -123,14 +128,14 @@ class _DescribedState:
         common: on every rank; the coordinator's is saved.
         compared: what ranks compare of it.
         digest: of `compared`; 0 where it is not compared.
-        names: first names in the keys of the module at `model`.
+        notes: about its objects, for the marker.
     """
 
     shards: list[Shard]
     common: CommonStateDict
     compared: StateDict
     digest: int
-    names: Sequence[str]
+    notes: Mapping[str, Any]
 
 
 def plan_save(ranks: Ranks, state_dict: ShardedStateDict, request: SaveRequest) -> PlannedSave:
@@ -146,8 +151,7 @@ def plan_save(ranks: Ranks, state_dict: ShardedStateDict, request: SaveRequest) 
         prepared = _prepare(ranks, target, described)
         if ranks.is_coordinator:
             common_state.note_compared(described.compared)
-    notes = {**request.notes, **note_of_module(described.names)}
-    request = replace(request, notes=notes)
+    request = replace(request, notes={**request.notes, **described.notes})
     return PlannedSave(target.location, request, target.config, prepared, timer)
 
 
@@ -209,7 +213,8 @@ def _flatten(
         common = _with_content_metadata(common, state_dict, request.content_metadata)
     compared = common_state.comparable(common, request.preprocess_common)
     digest = common_state.digest(compared) if compares else 0
-    return _DescribedState(shards, common, compared, digest, with_objects.names)
+    notes = note_of_module(with_objects.names) | note_of_schedulers(with_objects.schedulers)
+    return _DescribedState(shards, common, compared, digest, notes)
 
 
 def _with_content_metadata(

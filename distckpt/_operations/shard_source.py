@@ -19,11 +19,11 @@ from distckpt._format.stored_checkpoint import StoredCheckpoint
 from distckpt._io.load_shards import ReadSettings
 from distckpt._mapping.sharded_tensor import ShardedTensor
 from distckpt._mapping.wrappers import ShardedObject
-from distckpt._models.optimizer.shards import StoredEntry
 from distckpt._ranks.collectives import Ranks
 from distckpt._rules.rule import Rule
 from distckpt._state.common_state import COMMON_KEY
 from distckpt._state.shards import Shard
+from distckpt._state.stored_form import StoredEntry
 from distckpt.strategies.base import (
     EngineSettings,
     LoadShardedStrategy,

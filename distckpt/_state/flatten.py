@@ -8,8 +8,9 @@ lists stay the same.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from distckpt._base.errors import (
@@ -37,7 +38,7 @@ from distckpt._mapping.sharded_tensor import ShardedTensor
 from distckpt._mapping.wrappers import LocalNonpersistentObject, ShardedObject, ShardedTensorFactory
 from distckpt._state.megatron_shards import adopt, is_foreign
 from distckpt._state.shards import Shard
-from distckpt._state.stored_form import stored_form
+from distckpt._state.stored_form import StoredEntry, stored_form
 
 
 @dataclass(slots=True)
@@ -81,19 +82,29 @@ class SplitState(NamedTuple):
 # --- Taking a state dict apart --------------------------------------------------------------------
 
 
-def split(state_dict: Any) -> SplitState:
-    """Flatten a sharded state dict into its shards, its common state and its structure."""
+class _Found(NamedTuple):
+    """The shards found so far, and what is stored for them, which a save does not know."""
+
+    shards: list[Shard]
+    entries: Mapping[str, StoredEntry]
+
+
+def split(state_dict: Any, entries: Mapping[str, StoredEntry] = MappingProxyType({})) -> SplitState:
+    """Flatten a sharded state dict into its shards, its common state and its structure.
+
+    With the `entries` of a checkpoint, shards are requested in the form in which it stores them.
+    """
     if not isinstance(state_dict, dict):
         raise CheckpointingException(
             f"A sharded state dict is a dict, such as {{'model': model, 'step': 100}}, got "
             f"{type(state_dict).__name__}."
         )
-    shards: list[Shard] = []
-    skeleton, common = _take_apart(state_dict, shards, inside_factory=False)
-    return SplitState(shards, {} if common is HOLE else common, skeleton)
+    found = _Found([], entries)
+    skeleton, common = _take_apart(state_dict, found, inside_factory=False)
+    return SplitState(found.shards, {} if common is HOLE else common, skeleton)
 
 
-def _take_apart(tree: Any, shards: list[Shard], inside_factory: bool) -> tuple[Any, Any]:
+def _take_apart(tree: Any, found: _Found, inside_factory: bool) -> tuple[Any, Any]:
     """Return the skeleton and common state of a part of a state dict; collect its shards."""
 
     def take(node: Any) -> tuple[Any, Any]:
@@ -101,19 +112,19 @@ def _take_apart(tree: Any, shards: list[Shard], inside_factory: bool) -> tuple[A
         if type(node) not in _NEVER_FOREIGN:
             node = adopt(node)
         if isinstance(node, ShardedTensor):
-            node = stored_form(node)
+            node = stored_form(node, found.entries.get(node.key))
         if type(node) is ShardedTensor or isinstance(node, ShardedTensor | ShardedObject):
-            shards.append(node)
-            return _Slot(len(shards) - 1), HOLE
-        return _take_other(node, shards, inside_factory)
+            found.shards.append(node)
+            return _Slot(len(found.shards) - 1), HOLE
+        return _take_other(node, found, inside_factory)
 
     parts: tuple[Any, Any] = fold(take, _join, tree, _is_walked)
     return parts
 
 
-def _take_other(node: Any, shards: list[Shard], inside_factory: bool) -> tuple[Any, Any]:
+def _take_other(node: Any, found: _Found, inside_factory: bool) -> tuple[Any, Any]:
     if isinstance(node, ShardedTensorFactory):
-        built, _ = _take_apart(node.build(), shards, inside_factory=True)
+        built, _ = _take_apart(node.build(), found, inside_factory=True)
         return _Merge(node, built), HOLE
     if isinstance(node, ShardedBase):
         raise UnsupportedObjectError(

@@ -11,7 +11,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -24,8 +24,27 @@ from distckpt._mapping.wrappers import ShardedObject, ShardedTensorFactory, is_m
 _PARTS_OF = {torch.complex32: torch.float16, torch.complex128: torch.float64}
 
 
-def stored_form(shard: ShardedTensor) -> ShardedTensor | ShardedTensorFactory:
-    """Return a factory for a shard that is stored in another form, and any other as it is.
+class StoredEntry(NamedTuple):
+    """A key of a checkpoint: the dtype of its tensor, None for an object, and the global shape.
+
+    `parts` are the keys of the codes and scales that a quantized tensor is stored as.
+    """
+
+    dtype: torch.dtype | None
+    shape: tuple[int, ...]
+    parts: tuple[str, ...] = ()
+
+
+def is_stored_as_pairs(dtype: torch.dtype) -> bool:
+    """Tell whether complex numbers of a dtype are stored as pairs of real numbers."""
+    return dtype in _PARTS_OF
+
+
+def stored_form(
+    shard: ShardedTensor, entry: StoredEntry | None = None
+) -> ShardedTensor | ShardedTensorFactory:
+    """Return a factory for a shard that is stored in another form, and any other as it is. A load
+    says what is stored under the key, since complex numbers are loaded from either form.
 
     UnsupportedObjectError names the key of a tensor whose elements cannot be read or written.
     """
@@ -34,7 +53,7 @@ def stored_form(shard: ShardedTensor) -> ShardedTensor | ShardedTensorFactory:
     is_subclass = kind is not torch.Tensor and kind is not torch.nn.Parameter
     if is_subclass and hasattr(kind, "trigger_wait"):
         # The result of a collective operation that may be under way.
-        return stored_form(replace(shard, data=data.trigger_wait()))
+        return stored_form(replace(shard, data=data.trigger_wait()), entry)
     if is_subclass and hasattr(kind, "__tensor_flatten__") and not hasattr(kind, "device_mesh"):
         built = _inner_tensors(shard, data)
         return _factory(
@@ -44,10 +63,7 @@ def stored_form(shard: ShardedTensor) -> ShardedTensor | ShardedTensorFactory:
         raise UnsupportedObjectError(
             f"Key {shard.key!r} at offset {shard.global_offset} {problem}."
         )
-    if shard.dtype in _PARTS_OF:
-        pairs = _pairs(shard)
-        return _factory(shard, pairs, lambda loaded: _complex(shard, pairs, loaded))
-    return shard
+    return _complex_form(shard, entry) if shard.dtype.is_complex else shard
 
 
 def _factory(shard: ShardedTensor, built: Any, merge: Callable[[Any], Any]) -> ShardedTensorFactory:
@@ -55,6 +71,38 @@ def _factory(shard: ShardedTensor, built: Any, merge: Callable[[Any], Any]) -> S
 
 
 # --- Complex numbers ------------------------------------------------------------------------------
+
+
+def may_be_complex(shard: ShardedTensor | ShardedObject) -> bool:
+    """Tell whether the form that a shard is requested in depends on the form in which it is
+    stored, given a result of `stored_form` or what it has built.
+    """
+    if not isinstance(shard, ShardedTensor):
+        return False
+    are_pairs = shard.dtype in _PARTS_OF.values() and tuple(shard.global_shape[-1:]) == (2,)
+    return are_pairs or shard.dtype.is_complex
+
+
+def _complex_form(
+    shard: ShardedTensor, entry: StoredEntry | None
+) -> ShardedTensor | ShardedTensorFactory:
+    stored, shape = (entry.dtype, entry.shape) if entry is not None else (None, ())
+    if shard.dtype == torch.complex128 and stored == torch.complex64:
+        narrow = replace(shard, data=None, dtype=torch.complex64)
+        return _factory(shard, narrow, lambda loaded: _put(shard, loaded))
+    are_pairs = stored in _PARTS_OF.values() and shape == (*shard.global_shape, 2)
+    if shard.dtype == torch.complex64 and not are_pairs:
+        return shard
+    pairs = _pairs(shard)
+    return _factory(shard, pairs, lambda loaded: _complex(shard, pairs, loaded))
+
+
+def _put(shard: ShardedTensor, values: torch.Tensor) -> torch.Tensor:
+    """Return values in the dtype of a shard, in its tensor if it has one."""
+    if shard.data is None:
+        return values.to(shard.dtype)
+    shard.data.detach().copy_(values)
+    return shard.data
 
 
 def _pairs(shard: ShardedTensor) -> ShardedTensor:
@@ -67,11 +115,13 @@ def _pairs(shard: ShardedTensor) -> ShardedTensor:
     return replace(
         shard,
         data=data if data is None or flat is None else data.flatten(),
-        dtype=_PARTS_OF[shard.dtype],
+        dtype=_PARTS_OF.get(shard.dtype, torch.float32),
         local_shape=(*shard.local_shape, 2),
         global_shape=(*shard.global_shape, 2),
         global_offset=(*shard.global_offset, 0),
-        axis_fragmentations=shard.axis_fragmentations and (*shard.axis_fragmentations, 1),
+        axis_fragmentations=None
+        if shard.axis_fragmentations is None
+        else (*shard.axis_fragmentations, 1),
         flattened_range=flat,
     )
 
@@ -81,10 +131,7 @@ def _complex(shard: ShardedTensor, pairs: ShardedTensor, loaded: torch.Tensor) -
     if target is not None and _is_filled_through(pairs, target):
         return target
     values = torch.view_as_complex(loaded if shard.flattened_range is None else loaded.view(-1, 2))
-    if target is None:
-        return values
-    target.detach().copy_(values)
-    return target
+    return _put(shard, values)
 
 
 def _is_filled_through(pairs: ShardedTensor, target: torch.Tensor) -> bool:
@@ -163,8 +210,9 @@ def shard_at(
         local_shape=tuple(data.shape),
         global_shape=lead + tuple(size for size, _, _ in place),
         global_offset=shard.global_offset[:prepended] + tuple(start for _, start, _ in place),
-        axis_fragmentations=shard.axis_fragmentations
-        and lead + tuple(parts for _, _, parts in place),
+        axis_fragmentations=None
+        if shard.axis_fragmentations is None
+        else lead + tuple(parts for _, _, parts in place),
     )
 
 

@@ -405,12 +405,25 @@ def test_groups_go_by_the_names_of_their_parameters(tmp_path):
     assert dict(joined.state) == {}
 
 
+def without_class(state):
+    """Make the description of an optimizer what earlier checkpoints hold."""
+    for entry in state["optimizer"]["settings"].data:
+        del entry["class"]
+    return state
+
+
 def test_an_optimizer_of_another_kind_is_refused(tmp_path):
     net = Net(seed=1)
     saved = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
     train_net(net, saved, range(2))
-    distckpt.save(training_state(net, saved), tmp_path / "saved")
+    distckpt.save(training_state(net, saved), tmp_path / "named")
+    distckpt.save(without_class(training_state(net, saved)), tmp_path / "saved")
     adam = torch.optim.Adam(net.parameters())
+    with pytest.raises(
+        distckpt.LoadMismatchError,
+        match=r"at 'optimizer' is of class SGD, which keeps no 'exp_avg', .*: Adam cannot go on",
+    ):
+        load_net(net, adam, tmp_path / "named")
     with pytest.raises(
         distckpt.LoadMismatchError,
         match=r"another kind.* have 'dampening', 'momentum', 'nesterov', ",
@@ -424,6 +437,81 @@ def test_an_optimizer_of_another_kind_is_refused(tmp_path):
         optimizer.load_sharded_optimizer_state_dict(torch.optim.SGD([net.scale]), loaded)
     with pytest.raises(distckpt.LoadMismatchError, match="no settings of an optimizer"):
         optimizer.load_sharded_optimizer_state_dict(adam, {"state": {}})
+
+
+@pytest.mark.parametrize("has_class", [True, False], ids=["named", "of an earlier release"])
+def test_adamw_that_goes_on_from_adam_stays_decoupled_as_in_torch(tmp_path, caplog, has_class):
+    net, expected_net, new_net = Net(seed=1), Net(seed=2), Net(seed=2)
+    saved = torch.optim.Adam(net.parameters(), weight_decay=0.5)
+    train_net(net, saved, range(2))
+    described = training_state(net, saved)
+    distckpt.save(described if has_class else without_class(described), tmp_path / "saved")
+
+    expected_net.load_state_dict(net.state_dict())
+    expected, new = (torch.optim.AdamW(m.parameters()) for m in (expected_net, new_net))
+    expected.load_state_dict(copy.deepcopy(saved.state_dict()))
+    load_net(new_net, new, tmp_path / "saved")
+    assert new.param_groups[0]["decoupled_weight_decay"] is True
+    assert_equal_states(new, expected)
+    assert train_net(new_net, new, range(2, 5)) == train_net(expected_net, expected, range(2, 5))
+    warnings = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert [("class Adam, " in text, "class AdamW, " in text) for text in warnings] == (
+        [(True, True)] if has_class else []
+    )
+
+
+class Growing(torch.optim.SGD):
+    """Has options that an earlier release of it lacked."""
+
+    def __init__(self, params, scale=None):
+        super().__init__(params, lr=0.1)
+        for group in self.param_groups:
+            group.update(scale=scale, maximize=True, own=7)
+
+    def __setstate__(self, state):
+        super().__setstate__(state)
+        self.was_called = True
+        for group in self.param_groups:
+            group.setdefault("scale", 0.5)
+
+
+@pytest.mark.parametrize("is_hooked", [False, True])
+def test_options_of_newer_releases_get_what_setstate_says(tmp_path, is_hooked):
+    net = Net(seed=1)
+    saved = Growing(net.parameters())
+    for name in ("scale", "maximize", "own"):
+        del saved.param_groups[0][name]
+    distckpt.save(training_state(net, saved), tmp_path / "saved")
+    new = Growing(net.parameters())
+    torch.optim.lr_scheduler.StepLR(new, 3)
+    if is_hooked:
+        new.register_load_state_dict_post_hook(lambda optimizer: None)
+    load_net(net, new, tmp_path / "saved")
+    [group] = new.param_groups
+    assert new.was_called
+    # What neither the checkpoint nor the class says stays as it was.
+    assert (group["own"], group["initial_lr"]) == (7, 0.1)
+    if not is_hooked:
+        assert (group["scale"], group["maximize"]) == (0.5, False)
+
+
+def test_groups_without_parameters_keep_their_options(tmp_path):
+    net = Net(seed=1)
+
+    def make_sgd(*rates):
+        params = list(net.parameters())
+        groups = [{"params": p, "lr": lr} for p, lr in zip(([], params, []), rates, strict=True)]
+        return torch.optim.SGD(groups)
+
+    saved, new = make_sgd(0.3, 0.2, 0.1), make_sgd(9, 9, 9)
+    distckpt.save(training_state(net, saved), tmp_path / "saved")
+    load_net(net, new, tmp_path / "saved")
+    assert [group["lr"] for group in new.param_groups] == [0.3, 0.2, 0.1]
+    assert [len(group["params"]) for group in new.param_groups] == [0, 6, 0]
+    # A group that was not empty when it was saved, and one that is not empty now.
+    other = torch.optim.SGD([{"params": list(net.parameters())}, {"params": [], "lr": 7}], lr=8)
+    load_net(net, other, tmp_path / "saved")
+    assert [group["lr"] for group in other.param_groups] == [0.2, 7]
 
 
 def test_what_an_optimizer_keeps_follows_the_options_that_are_loaded(tmp_path):

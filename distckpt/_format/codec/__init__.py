@@ -3,9 +3,11 @@ global tensors.
 
 The blob's `__metadata__` holds `codec_version` and `tree`, a JSON text. Its U8 entries hold the raw
 bytes of tensors, numpy arrays and large byte strings, in the order in which the tree refers to
-them. In the tree, None, bool, int, finite floats, str, list and dict with str keys are themselves;
-anything else is `{"$<kind>": <payload>}`. Integers that need more than 64 bits are tagged; JSON
-readers other than Python's may round those beyond 2**53.
+them. `orders`, if it is there, has by the numbers of such entries the order in which the axes of
+transposed tensors lay in memory; their bytes are row-major like those of others. In the tree, None,
+bool, int, finite floats, str, list and dict with str keys are themselves; anything else is
+`{"$<kind>": <payload>}`. Integers that need more than 64 bits are tagged; JSON readers other than
+Python's may round those beyond 2**53.
 
 What to expect:
 
@@ -18,7 +20,8 @@ What to expect:
   not matter.
 - A value that is referred to twice is written twice; a cycle is an error.
 - Tensors come back as plain CPU tensors that do not require a gradient, Parameters too. Attributes
-  set on a tensor or on an OrderedDict are not stored. Arrays come back in C order.
+  set on a tensor or on an OrderedDict are not stored. The axes of transposed tensors keep their
+  order in memory; arrays come back in C order.
 - Reading builds only the types listed in this module and those that the program registered itself.
 """
 
@@ -26,7 +29,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 import numpy as np
@@ -85,7 +88,7 @@ def encode(obj: object) -> bytes:
             obj, "the call stack is too deep here", "Nest containers less deeply."
         ) from error
     try:
-        return _join_blob(tree, writer.entries)
+        return _join_blob(tree, writer)
     except ValueError as error:
         raise writer.unsupported(
             obj, str(error), "Keep large numbers of tensors outside of objects."
@@ -237,14 +240,16 @@ register_object_type(
 )
 
 
-def _join_blob(tree: str, entries: Sequence[Raw]) -> bytes:
-    named: dict[str, Raw] = {entry_name(i): raw for i, raw in enumerate(entries)}
+def _join_blob(tree: str, writer: Writer) -> bytes:
+    named: dict[str, Raw] = {entry_name(i): raw for i, raw in enumerate(writer.entries)}
     metadata = {"codec_version": CODEC_VERSION, "tree": tree}
     # A lone surrogate, in the name of a registered class, is an error even in a short tree.
     encoded = tree.encode()
     if len(tree) > _MAX_TREE_CHARS:
         named[_TREE_ENTRY] = encoded
         metadata = {"codec_version": CODEC_VERSION, "tree_entry": _TREE_ENTRY}
+    if writer.orders:
+        metadata["orders"] = to_text(writer.orders)
     return safetensors_file.join_file(named, metadata)
 
 
@@ -268,5 +273,6 @@ def _split_blob(blob: memoryview) -> tuple[str, Entries]:
     entries = Entries(
         (each.name, blob[each.first_byte : each.first_byte + each.num_bytes]) for each in described
     )
+    entries.orders = safetensors_file.parse_json(metadata.get("orders", "{}"))
     tree = str(entries.pop(_TREE_ENTRY), "utf-8") if "tree_entry" in metadata else metadata["tree"]
     return tree, entries

@@ -12,12 +12,14 @@ import re
 import struct
 import types
 from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
+from distckpt._base.arrays import in_memory_order
 from distckpt._base.tree import HOLE
 from distckpt._format.codec.encode import UnknownObject, unknown_objects
 from distckpt._format.codec.tree import (
@@ -45,6 +47,8 @@ class Entries(dict[str, memoryview]):
 
     has_unknown = False
     """Whether the tree holds objects of unknown classes."""
+    orders: Mapping[str, Any] = MappingProxyType({})
+    """The order of the axes of transposed tensors in memory, by the number of the entry."""
 
 
 def decode_node(node: Json, entries: Entries, depth: int) -> Any:
@@ -101,7 +105,12 @@ def _decode_tensor(payload: Any, entries: Entries) -> torch.Tensor:
     flat = torch.empty(len(raw), dtype=torch.uint8)
     flat.numpy()[:] = raw
     # Autograd does not take a detached tensor for a view.
-    return flat.view(dtype).reshape(shape).detach()
+    tensor = flat.view(dtype).reshape(shape).detach()
+    order = entries.orders.get(str(number))
+    if order is None:
+        return tensor
+    require(sorted(order) == list(range(tensor.ndim)), f"axes in the order {order!r:.100}")
+    return in_memory_order(tensor, order)
 
 
 def _decode_array(payload: Any, entries: Entries) -> npt.NDArray[Any]:

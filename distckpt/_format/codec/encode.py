@@ -18,6 +18,7 @@ import numpy.typing as npt
 import torch
 import xxhash
 
+from distckpt._base.arrays import memory_order
 from distckpt._base.errors import UnsupportedObjectError
 from distckpt._base.tree import Hole
 from distckpt._format.codec.tree import (
@@ -48,6 +49,7 @@ class Writer:
             leads into it.
         enclosing: ids of these containers, to find cycles.
         entries: bytes that lie outside the tree, so far.
+        orders: of the axes of transposed tensors in memory, by the number of the entry.
         inline: whether bytes stay in the tree, as they do in keys and sets: otherwise the arbitrary
             order of a set would number the entries.
     """
@@ -56,6 +58,7 @@ class Writer:
         self.path: list[tuple[str, object]] = []
         self.enclosing: set[int] = set()
         self.entries: list[Raw] = []
+        self.orders: dict[int, list[int]] = {}
         self.inline = False
 
     def enter(self, container: object) -> None:
@@ -223,7 +226,10 @@ def _encode_tensor(obj: torch.Tensor, writer: Writer) -> Json:
     plain = obj.detach().resolve_conj().resolve_neg().cpu().contiguous()
     # Tensors of at most one item count as contiguous whatever their stride, which view() refuses.
     raw = plain.as_strided((plain.numel(),), (1,)).view(torch.uint8).numpy().data
-    return {"$tensor": [name, list(obj.shape), writer.add_entry(obj, raw)]}
+    number = writer.add_entry(obj, raw)
+    if order := memory_order(obj):
+        writer.orders[number] = order
+    return {"$tensor": [name, list(obj.shape), number]}
 
 
 def _encode_array(obj: npt.NDArray[Any], writer: Writer) -> Json:

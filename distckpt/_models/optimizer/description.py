@@ -16,13 +16,13 @@ from distckpt._mapping.wrappers import (
     ShardedTensorFactory,
 )
 from distckpt._models.dtensor import is_dtensor, is_in_mesh, local_part
+from distckpt._models.optimizer.classes import check_class, class_name
 from distckpt._models.optimizer.ids import (
     KEEP_VARS_HINT,
     get_optim_param_to_id_map,
     get_param_id_to_sharded_param_map,
 )
 from distckpt._models.optimizer.shards import (
-    StoredEntry,
     form_of,
     param_name,
     state_shard,
@@ -47,6 +47,7 @@ from distckpt._models.optimizer.view import (
     params_of,
     read_sections,
 )
+from distckpt._state.stored_form import StoredEntry, is_stored_as_pairs
 
 _Shard: TypeAlias = ShardedTensor | ShardedTensorFactory
 
@@ -144,7 +145,8 @@ def describe_optimizer(
         known: list[list[ParamState]] = [[] for _ in section.groups]
         for number, place, param, shard in described.places(section):
             known[number].append(_described_param(described, section, place, param, shard))
-        settings += group_entries(zip(section.groups, known, strict=True), section.path)
+        about = {"class": class_name(optimizer), "path": list(section.path)}
+        settings += group_entries(zip(section.groups, known, strict=True), about)
     forms = [(section.path, section.by_number) for section in sections]
     if rest is not HOLE or [path for path, _ in forms] != [()]:
         settings.append(rest_entry(rest, forms))
@@ -161,6 +163,9 @@ def _described_param(
     shards = described.add(section.path, place, param, shard, kept.tensors)
     if orders := orders_of(kept.tensors, param):
         kept = kept._replace(orders=orders)
+    pairs = {key: value.dtype for key, value in kept.tensors.items()}
+    pairs = {key: dtype for key, dtype in pairs.items() if is_stored_as_pairs(dtype)}
+    kept = kept._replace(pairs=pairs)
     if kept.name != shard.key:
         kept = kept._replace(forms={key: form_of(part) for key, part in shards.items()})
     return kept
@@ -209,7 +214,10 @@ def optimizer_targets(
 ) -> OptimizerState:
     """Return what to load in the place of a described optimizer, given its stored settings and
     keys.
+
+    LoadMismatchError when the optimizer cannot go on from what one of another class has saved.
     """
+    check_class(described.optimizer, described.prefix, settings)
     targets = OptimizerState(described.optimizer, described.prefix, described.shards)
     for section in sections_at(described.optimizer, stored_sections(settings)):
         path = section.path
@@ -223,6 +231,7 @@ def optimizer_targets(
             if names and targets.owns(param):
                 kept = param_state("", section.state.get(param), False).tensors
                 orders = {} if entry is None else entry.get("orders", {})
+                pairs = _pairs_in(entry, param, names)
                 tensors = {
                     name: state_target(
                         shard,
@@ -231,6 +240,7 @@ def optimizer_targets(
                         targets.key(path, name),
                         stored,
                         orders.get(name),
+                        pairs.get(name),
                     )
                     for name in names
                 }
@@ -246,3 +256,14 @@ def sections_at(optimizer: Any, wanted: Iterable[tuple[SectionPath, bool]]) -> l
         current.get(path, Section(path, by_number, optimizer.param_groups, {}))
         for path, by_number in wanted
     ]
+
+
+def _pairs_in(
+    entry: Entry | None, param: torch.Tensor, names: Iterable[str]
+) -> Mapping[str, torch.dtype]:
+    """Return the dtypes of the complex tensors that are stored as pairs; early checkpoints do not
+    name them.
+    """
+    if entry is None or "class" in entry:
+        return {} if entry is None else entry.get("complex", {})
+    return dict.fromkeys(names, param.dtype) if is_stored_as_pairs(param.dtype) else {}

@@ -49,7 +49,9 @@ def restored_section(
 def _restored_groups(
     section: Section, own: OwnState, settings: list[Entry]
 ) -> list[dict[str, Any]]:
-    names: list[list[str]] = [[] for _ in section.groups]
+    names: list[list[str | int]] = [
+        [] if group["params"] else [number] for number, group in enumerate(section.groups)
+    ]
     for number, place, _ in places_of(section):
         if place in own.names:
             names[number].append(own.names[place])

@@ -191,7 +191,7 @@ def load_sharded_optimizer_state_dict(optimizer: torch.optim.Optimizer, loaded: 
             )
         restored.append(restored_section(section, own, settings, loaded.get("state", {}), owned))
     fresh = [name for section in sections for name in untrained_names(section, own, settings)]
-    write_sections(optimizer, restored, stored_rest(settings))
+    write_sections(optimizer, sections, restored, stored_rest(settings))
     if fresh:
         logger.warning(
             "the checkpoint has no state of the optimizer for %s, which were not trained when it "

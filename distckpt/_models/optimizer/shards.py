@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -15,7 +15,7 @@ from distckpt._mapping.kinds import is_a
 from distckpt._mapping.sharded_tensor import ShardedTensor
 from distckpt._mapping.wrappers import ShardedTensorFactory
 from distckpt._models.dtensor import is_dtensor, local_part, shard_of_dtensor
-from distckpt._state.stored_form import shard_at
+from distckpt._state.stored_form import StoredEntry, shard_at
 
 
 def make_sharded_optimizer_tensor(
@@ -151,17 +151,6 @@ def _reduced_place(
     return place
 
 
-class StoredEntry(NamedTuple):
-    """A key of a checkpoint: the dtype of its tensor, None for an object, and the global shape.
-
-    `parts` are the keys of the codes and scales that a quantized tensor is stored as.
-    """
-
-    dtype: torch.dtype | None
-    shape: tuple[int, ...]
-    parts: tuple[str, ...] = ()
-
-
 def form_of(shard: ShardedTensor | ShardedTensorFactory) -> tuple[torch.dtype, tuple[int, ...]]:
     """Return the dtype and the global shape of what a shard describes, or the first part that a
     factory makes.
@@ -183,12 +172,14 @@ def state_target(
     prefix: str,
     stored: Mapping[str, StoredEntry],
     order: Sequence[int] | None = None,
+    of_pairs: torch.dtype | None = None,
 ) -> torch.Tensor:
     """Return the tensor that a stored tensor of a parameter's state is loaded into: the optimizer's
     own if it fits.
 
     `prefix` is what the key begins with, see `state_shard`; `order` is the order of the axes in
-    memory. What is not stored is taken to be like the parameter.
+    memory, `of_pairs` the dtype of complex numbers that are stored as pairs. What is not stored is
+    taken to be like the parameter.
     """
     key = f"{prefix}.{shard.key}"
     if f"{key}.tensor_type" in stored:
@@ -198,8 +189,11 @@ def state_target(
         return _new_like(param, param.dtype)
     of_param = stored.get(shard.key)
     # A state that was saved with the dtype of the parameter has the dtype of the new parameter.
-    dtype = param.dtype if of_param is not None and of_param.dtype == entry.dtype else entry.dtype
-    shape = _target_shape(shard, param, entry.shape, key)
+    is_like_param = of_param is not None and of_param.dtype == entry.dtype
+    saved = of_pairs or entry.dtype
+    is_like_param &= saved.is_complex == param.dtype.is_complex
+    dtype = param.dtype if is_like_param else saved
+    shape = _target_shape(shard, param, entry.shape[: -1 if of_pairs else None], key)
     if own is not None and _has_form(own, dtype, shape, param):
         return own
     return _new_target(param, shape, dtype, order)

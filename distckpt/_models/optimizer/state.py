@@ -10,12 +10,15 @@ entry:
         "scalars": {"step": torch.float32},
         "tensors": ["exp_avg", "exp_avg_sq"],
         "has_state": True,
+        "class": "AdamW",
         "params": ["embedding.weight", "norm.weight", ...],
     }
 
 The list of these entries is small, and is stored once, as an object. It names parameters, so that
-the number of groups and their order may change. An entry has `path` where it is about a section of
-the optimizer's state dict, and `frozen` where its parameters were not trained. Parameters that
+the number of groups and their order may change; a group without parameters has its number in their
+place. `class` is the optimizer's, which early checkpoints lack. An entry has `path` where it is
+about a section of the optimizer's state dict, and `frozen` where its parameters were not trained;
+`complex` has the dtypes of tensors that are stored as pairs of real numbers. Parameters that
 share a key (layers, experts) have `forms`, dtype and global shape of each tensor; transposed
 tensors have `orders`, of their axes in memory. One entry without parameters has the `rest` of the
 state dict, and names its sections in `sections`.
@@ -23,12 +26,14 @@ state dict, and names its sections in `sections`.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, NamedTuple, TypeAlias, cast
 
 import torch
 
+from distckpt._base.arrays import memory_order
 from distckpt._base.errors import InvalidShardingError, LoadMismatchError
 from distckpt._base.messages import summarize_keys
 from distckpt._base.tree import HOLE, Position, dotted, is_plain_container, leaves, map_leaves
@@ -46,6 +51,8 @@ _OWN_CHOICE = frozenset({"foreach", "fused", "capturable", "differentiable"})
 _OF_SCHEDULERS = frozenset(
     {"initial_lr", "max_lr", "min_lr", "base_momentum", "max_momentum", "swa_lr"}
 )
+_OF_NEWER_RELEASES = frozenset({"amsgrad", "decoupled_weight_decay", "maximize"})
+"""What `__setstate__` of torch's optimizers sets where a state dict lacks it."""
 _ITSELF = ""
 """The name of a state that is not a dict."""
 _BASIC = (bool, int, float, str, type(None), torch.dtype)
@@ -58,7 +65,8 @@ class ParamState(NamedTuple):
     leave `HOLE`s in their places in `values`, the rest of the state. `scalars` are the tensors
     without axes. A parameter without `has_state` has not been used yet. `forms` are dtype and
     global shape of the tensors, for parameters that share a key; `orders` the axes of transposed
-    tensors, in the order in which they lie in memory.
+    tensors, in the order in which they lie in memory; `pairs` the dtypes of complex tensors that
+    are stored as pairs.
     """
 
     name: str
@@ -69,6 +77,10 @@ class ParamState(NamedTuple):
     is_frozen: bool = False
     forms: Mapping[str, Any] = MappingProxyType({})
     orders: Mapping[str, Any] = MappingProxyType({})
+    pairs: Mapping[str, torch.dtype] = MappingProxyType({})
+
+
+_NO_STATE = ParamState("", {}, {}, {}, has_state=False)
 
 
 def param_state(name: str, state: Any, is_frozen: bool) -> ParamState:
@@ -87,14 +99,11 @@ def orders_of(tensors: Mapping[str, torch.Tensor], param: torch.Tensor) -> dict[
     """Return in which order the axes of transposed tensors lie in memory: what is computed from
     them depends on it.
     """
-    orders: dict[str, list[int]] = {}
+    orders = {}
     for name, tensor in tensors.items():
-        if tensor.is_contiguous() or is_dtensor(tensor) or tensor.stride() == param.stride():
-            continue
-        order = sorted(range(tensor.ndim), key=tensor.stride().__getitem__, reverse=True)
-        if tensor.permute(order).is_contiguous():
-            orders[name] = order
-    return orders
+        if not is_dtensor(tensor) and tensor.stride() != param.stride():
+            orders[name] = memory_order(tensor)
+    return {name: order for name, order in orders.items() if order}
 
 
 def _without_tensors(value: Any, name: str, found: dict[str, torch.Tensor]) -> Any:
@@ -148,17 +157,21 @@ def _scalars_of(entry: Entry) -> Mapping[str, torch.dtype]:
 
 
 def group_entries(
-    groups: Iterable[tuple[dict[str, Any], Sequence[ParamState]]], path: SectionPath = ()
+    groups: Iterable[tuple[dict[str, Any], Sequence[ParamState]]], about: Mapping[str, Any]
 ) -> list[Entry]:
-    """Return the entries of parameter groups, given as `(group, states of its parameters)`."""
+    """Return the entries of parameter groups, given as `(group, states of its parameters)`. All of
+    them get what is `about` the optimizer and the section.
+    """
     entries: dict[Any, Entry] = {}
     for number, (group, states) in enumerate(groups):
         options = {name: value for name, value in group.items() if name not in _NOT_STORED}
+        if not group["params"]:
+            entries[number] = _new_entry(options, _NO_STATE, {}, about) | {"params": [number]}
         for state, values in zip(states, _plain_values(states), strict=True):
             looks = (number, *_looks(state, values))
             entry = entries.get(looks)
             if entry is None:
-                entry = entries[looks] = _new_entry(options, state, values, path)
+                entry = entries[looks] = _new_entry(options, state, values, about)
             entry["params"].append(state.name)
     return list(entries.values())
 
@@ -168,12 +181,12 @@ def _looks(state: ParamState, values: dict[str, Any]) -> tuple[Any, ...]:
     # What is not basic may look the same and not be.
     text = repr(values) if all(map(_is_basic, values.values())) else state.name
     scalars = tuple((name, tensor.dtype) for name, tensor in state.scalars.items())
-    texts = (repr(dict(state.forms)), repr(dict(state.orders)), text)
+    texts = (*(repr(dict(each)) for each in (state.forms, state.orders, state.pairs)), text)
     return state.has_state, state.is_frozen, tuple(state.tensors), scalars, *texts
 
 
 def _new_entry(
-    options: dict[str, Any], state: ParamState, values: dict[str, Any], path: SectionPath
+    options: dict[str, Any], state: ParamState, values: dict[str, Any], about: Mapping[str, Any]
 ) -> Entry:
     entry = {
         "options": options,
@@ -187,7 +200,8 @@ def _new_entry(
         "frozen": state.is_frozen,
         "forms": dict(state.forms),
         "orders": dict(state.orders),
-        "path": list(path),
+        "complex": dict(state.pairs),
+        **about,
     }
     return entry | {name: value for name, value in only_where_needed.items() if value}
 
@@ -263,9 +277,14 @@ def _merged(entries: list[Entry]) -> list[Entry]:
             )
             if first is entry:
                 own.append(name)
-            elif first_kind != kind and first["has_state"] == entry["has_state"]:
+            elif first_kind != kind and _must_agree(name, first, entry):
                 raise InvalidShardingError(_disagreement(name, first, entry))
     return [entry for entry in merged.values() if entry["params"]]
+
+
+def _must_agree(name: str | int, first: Entry, second: Entry) -> bool:
+    # Nobody computes with the options of a group without parameters, which goes by its number.
+    return isinstance(name, str) and bool(first["has_state"] == second["has_state"])
 
 
 def _disagreement(name: str, first: Entry, second: Entry) -> str:
@@ -290,9 +309,10 @@ def _differ(first: Any, second: Any) -> bool:
 
 
 def options_of(
-    entries: Iterable[Entry], group: Mapping[str, Any], names: Sequence[str]
+    entries: Iterable[Entry], group: Mapping[str, Any], names: Sequence[str | int]
 ) -> dict[str, Any]:
-    """Return the options of a group with the stored ones of these parameters in place of its own.
+    """Return the options that a group gets, given the names of its parameters: the stored ones, and
+    its own choice of how to compute. Other options of its own are left out if any are stored.
 
     LoadMismatchError when they were in groups with different options, or when an optimizer of
     another kind saved them.
@@ -302,28 +322,26 @@ def options_of(
         return dict(group)
     options, name = stored
     added = options.keys() - group.keys() - _OF_SCHEDULERS
-    lacking = group.keys() - options.keys() - _OF_SCHEDULERS - set(_NOT_STORED)
+    ignored = _OF_SCHEDULERS.union(_OF_NEWER_RELEASES, _OWN_CHOICE, _NOT_STORED)
+    lacking = group.keys() - options.keys() - ignored
     if added and lacking:
         raise LoadMismatchError(
             f"An optimizer of another kind was saved: its options for {name!r} have "
             f"{summarize_keys(added)}, and the options of this one {summarize_keys(lacking)}. "
             "Create the optimizer that was saved, or leave it out.",
-            unexpected=[name],
+            unexpected=[str(name)],
         )
-    own_choice = _OWN_CHOICE & group.keys()
-    return {
-        **group,
-        **{key: value for key, value in options.items() if key not in own_choice},
-    }
+    own = _OWN_CHOICE.union(_NOT_STORED) & group.keys()
+    return {**copy.deepcopy(options), **{key: group[key] for key in own}}
 
 
 def _stored_options(
-    entries: Iterable[Entry], names: Collection[str]
-) -> tuple[dict[str, Any], str] | None:
+    entries: Iterable[Entry], names: Collection[str | int]
+) -> tuple[dict[str, Any], str | int] | None:
     """Return the options that parameters were saved with, and the name of one; None if they were
     not saved.
     """
-    found: dict[bytes, tuple[dict[str, Any], str]] = {}
+    found: dict[bytes, tuple[dict[str, Any], str | int]] = {}
     for entry in entries:
         name = next((name for name in entry["params"] if name in names), None)
         if name is not None:
@@ -337,7 +355,7 @@ def _stored_options(
             f"The parameters {name!r} and {other!r} are in one group of the optimizer, but were "
             f"saved in groups that differ in {sorted(differing)}. Create the optimizer with the "
             "groups it was saved with.",
-            unexpected=[name, other],
+            unexpected=[str(name), str(other)],
         )
     return next(iter(found.values()), None)
 

@@ -81,26 +81,31 @@ def read_sections(optimizer: Any) -> tuple[list[Section], Any]:
     return [Section((), True, groups, by_param)], {"state": others}
 
 
-def write_sections(optimizer: Any, sections: Iterable[Section], rest: Any) -> None:
-    """Give an optimizer what `read_sections` returned; parameters of the groups that have no state
-    in it lose theirs.
+def write_sections(
+    optimizer: Any, own: Iterable[Section], given: Iterable[Section], rest: Any
+) -> None:
+    """Give an optimizer sections and the rest of its state dict, in place of its `own` sections;
+    parameters of the groups that have no state in them lose theirs.
     """
     inner = sharded_inner(optimizer)
     if inner is None and not _is_plain(optimizer):
         tree = {} if rest is HOLE else rest
-        for section in sections:
-            _put_section(tree, section)
+        for section, replaced in zip(given, own, strict=True):
+            _put_section(tree, section, replaced)
         optimizer.load_state_dict(tree)
         return
     state = (inner or optimizer).state
-    for section in sections:
+    for section in given:
         for param in params_of(section.groups):
             state.pop(param, None)
         state.update(section.state)
-        for holder in filter(None, (optimizer, inner)):
-            _set_groups(holder.param_groups, section.groups)
         if rest is not HOLE:
             state.update(rest["state"])
+        for holder in filter(None, (optimizer, inner)):
+            _set_groups(holder, section.groups)
+    if inner is not None:
+        for outer, below in zip(optimizer.param_groups, inner.param_groups, strict=True):
+            _set_options(outer, below)
 
 
 def params_of(groups: Iterable[Mapping[str, Any]]) -> list[torch.Tensor]:
@@ -194,8 +199,8 @@ def _numbered_params(
     }
 
 
-def _put_section(tree: dict[Any, Any], section: Section) -> None:
-    """Put a section back to where `_take_sections` took it from."""
+def _put_section(tree: dict[Any, Any], section: Section, own: Section) -> None:
+    """Put a section to where `_take_sections` took an optimizer's `own` one from."""
     node = tree
     for key in section.path:
         node = node.setdefault(key, {})
@@ -204,18 +209,29 @@ def _put_section(tree: dict[Any, Any], section: Section) -> None:
         return
     numbers: dict[torch.Tensor, int] = {}
     position, groups = 0, []
-    for group in section.groups:
+    for group, before in zip(section.groups, own.groups, strict=True):
         for param in group["params"]:
             numbers.setdefault(param, position)
             position += 1
-        groups.append({**group, "params": [numbers[param] for param in group["params"]]})
+        params = [numbers[param] for param in group["params"]]
+        groups.append({**before, **group, "params": params})
     state = {numbers[param]: value for param, value in section.state.items()}
     node.update(param_groups=groups, state={**state, **node.get("state", {})})
 
 
-def _set_groups(groups: list[dict[str, Any]], given: list[dict[str, Any]]) -> None:
-    for group, options in zip(groups, given, strict=True):
+def _set_groups(optimizer: torch.optim.Optimizer, given: list[dict[str, Any]]) -> None:
+    """Give the groups of an optimizer options, with `__setstate__` afterwards as torch has it,
+    which knows what those of earlier releases lack. What is lacking then stays as it was.
+    """
+    before = [dict(group) for group in optimizer.param_groups]
+    for group, options in zip(optimizer.param_groups, given, strict=True):
+        for name in group.keys() - options.keys():
+            del group[name]
         _set_options(group, options)
+    optimizer.__setstate__({"state": optimizer.state, "param_groups": optimizer.param_groups})
+    for group, own in zip(optimizer.param_groups, before, strict=True):
+        for name in own.keys() - group.keys():
+            group[name] = own[name]
 
 
 def _set_options(group: dict[str, Any], options: Mapping[str, Any]) -> None:

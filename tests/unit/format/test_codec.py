@@ -272,7 +272,30 @@ def test_tensors_of_every_dtype_keep_their_bits(dtype: torch.dtype) -> None:
     assert isinstance(restored, list)
     for view, copied in zip(views, restored, strict=True):
         assert same(copied, view)
-        assert copied.is_contiguous()
+        # Dense, with the axes in the same order in memory.
+        assert copied.stride() == (view.stride() if view is views[1] else copied.clone().stride())
+        assert copied.is_contiguous() == (view is not views[1])
+
+
+def test_the_order_of_axes_is_beside_the_bytes_and_checked() -> None:
+    tensor = torch.arange(24.0).view(2, 3, 4).permute(2, 0, 1)
+    blob = encode({"a": torch.ones(2), "b": tensor, "part": tensor[:, :1]})
+    restored = decode(blob)
+    assert isinstance(restored, dict)
+    assert torch.equal(restored["b"], tensor)
+    assert restored["b"].stride() == tensor.stride()
+    assert restored["part"].permute(1, 2, 0).is_contiguous()
+    length = int.from_bytes(blob[:8], "little")
+    metadata = json.loads(blob[8 : 8 + length])["__metadata__"]
+    assert json.loads(metadata["orders"]) == {"1": [1, 2, 0], "2": [1, 2, 0]}
+    for order in (b"[1,2,1]", b"[1,0,3]", b'[1,2,""', b'"1,2,0"'):
+        with pytest.raises(CorruptCheckpointError):
+            decode(blob.replace(b"[1,2,0]", order))
+    # Readers that do not know it have the values.
+    ignored = decode(blob.replace(b'"orders"', b'"others"'))
+    assert isinstance(ignored, dict)
+    assert torch.equal(ignored["b"], tensor)
+    assert ignored["b"].is_contiguous()
 
 
 def test_conjugate_and_negative_views_are_resolved() -> None:

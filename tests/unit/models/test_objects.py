@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 import inspect
 import json
+import math
 import random
 from functools import partial
 
@@ -178,6 +179,150 @@ def test_an_optimizer_resumes_as_with_its_own_state_dict(cls, tmp_path):
     train(resumed_model, resumed, range(3, 5))
     assert_same(resumed.state_dict(), expected.state_dict(), cls.__name__)
     assert_same(resumed_model.state_dict(), expected_model.state_dict())
+
+
+def make_one(cls):
+    """Make an optimizer of a matrix, which has made two steps."""
+    weight = torch.nn.Parameter(torch.linspace(-1, 1, 6).view(2, 3))
+    return weight, cls([weight], **OPTIONS.get(cls.__name__, {}))
+
+
+def step(weight, optimizer):
+    def closure():
+        loss = weight.square().sum()
+        weight.grad = 2 * weight.detach()
+        return loss
+
+    optimizer.step(closure)
+
+
+def outcome_of(load, weight, optimizer):
+    """Tell whether an optimizer goes on after a load, and from where to where."""
+    try:
+        load()
+        step(weight, optimizer)
+    except (distckpt.LoadMismatchError, KeyError, TypeError, ValueError, RuntimeError) as error:
+        return error
+    return weight.detach().clone()
+
+
+@pytest.mark.parametrize("cls", CLASSES, ids=lambda cls: cls.__name__)
+def test_the_state_of_another_class_is_refused_where_torch_fails(cls, tmp_path, caplog):
+    if cls is torch.optim.SparseAdam:
+        pytest.skip("takes no gradients that are dense")
+    weight, optimizer = make_one(cls)
+    for _ in range(2):
+        step(weight, optimizer)
+    distckpt.save({"model": holder_of(weight), "optimizer": optimizer}, tmp_path / "saved")
+    state, values = copy.deepcopy(optimizer.state_dict()), weight.detach().clone()
+    for other in (other for other in CLASSES if other not in (cls, torch.optim.SparseAdam)):
+        torch_weight, by_torch = make_one(other)
+        torch_weight.data.copy_(values)
+        expected = outcome_of(
+            partial(by_torch.load_state_dict, copy.deepcopy(state)), torch_weight, by_torch
+        )
+        caplog.clear()
+        weight, new = make_one(other)
+        request = {"model": holder_of(weight), "optimizer": new}
+        found = outcome_of(partial(distckpt.load, request, tmp_path / "saved"), weight, new)
+        if isinstance(expected, torch.Tensor):
+            assert torch.equal(found, expected), other
+            assert f"class {cls.__name__}, and is loaded into one of class {other.__name__}" in (
+                caplog.text
+            )
+        else:
+            assert isinstance(found, distckpt.LoadMismatchError), (other, expected, found)
+
+
+def holder_of(weight):
+    holder = torch.nn.Module()
+    holder.weight = weight
+    return holder
+
+
+PARAMETER_DTYPES = [
+    torch.float64,
+    torch.float32,
+    torch.float16,
+    torch.bfloat16,
+    torch.complex64,
+    torch.complex128,
+]
+
+
+def params_of(dtype, shapes=((4, 3), (5,), ())):
+    """Make parameters of many axes and of none."""
+    return torch.nn.ParameterList(
+        torch.nn.Parameter(torch.linspace(-1, 1, max(math.prod(shape), 1)).view(shape).to(dtype))
+        for shape in shapes
+    )
+
+
+def step_all(params, optimizer, number):
+    generator = torch.Generator().manual_seed(number)
+
+    def closure():
+        for param in params:
+            dtype = torch.complex128 if param.is_complex() else torch.float64
+            gradient = torch.randn(param.shape, generator=generator, dtype=dtype).to(param.dtype)
+            is_sparse = isinstance(optimizer, torch.optim.SparseAdam)
+            param.grad = gradient.to_sparse() if is_sparse else gradient
+        return sum(param.detach().abs().double().sum() for param in params)
+
+    optimizer.step(closure)
+
+
+@pytest.mark.parametrize("dtype", PARAMETER_DTYPES, ids=str)
+@pytest.mark.parametrize("cls", CLASSES, ids=lambda cls: cls.__name__)
+def test_parameters_of_every_dtype_go_on_bit_by_bit(cls, dtype, tmp_path):
+    shapes = {"Muon": [(4, 3)], "SparseAdam": [(4, 3), (5,)]}.get(cls.__name__, [(4, 3), (5,), ()])
+    options = OPTIONS.get(cls.__name__, {})
+    saved, new = params_of(dtype, shapes), params_of(dtype, shapes)
+    try:
+        optimizer, resumed = (cls(params, **options) for params in (saved, new))
+        for number in range(2):
+            step_all(saved, optimizer, number)
+    except (RuntimeError, ValueError, TypeError) as error:
+        pytest.skip(f"torch does not: {error}")
+    distckpt.save({"model": saved, "optimizer": optimizer}, tmp_path / "saved")
+    distckpt.load({"model": new, "optimizer": resumed}, tmp_path / "saved", strict="raise")
+    assert_same(resumed.state_dict(), optimizer.state_dict())
+    for params, each in ((saved, optimizer), (new, resumed)):
+        step_all(params, each, 2)
+    assert_same(dict(new.state_dict()), dict(saved.state_dict()))
+    assert_same(resumed.state_dict(), optimizer.state_dict())
+
+
+def test_complex_optimizers_change_their_precision_with_the_model(tmp_path):
+    saved = params_of(torch.complex128)
+    optimizer = torch.optim.Adam(saved)
+    step_all(saved, optimizer, 0)
+    # A state of real numbers with as many axes as the pairs that its parameter is stored as.
+    real = optimizer.state[saved[0]]["real"] = torch.ones(4, 3, 2, dtype=torch.float64)
+    distckpt.save({"model": saved, "optimizer": optimizer}, tmp_path / "wide")
+    narrow = params_of(torch.complex64)
+    resumed = torch.optim.Adam(narrow)
+    request = {"model": narrow, "optimizer": resumed}
+    with pytest.raises(distckpt.LoadMismatchError, match=r"stored .* as torch\.float64"):
+        distckpt.load(request, tmp_path / "wide")
+    distckpt.load(request, tmp_path / "wide", allow_dtype_cast=True)
+    assert_same(resumed.state[narrow[0]].pop("real"), real)
+    for param, other in zip(narrow, saved, strict=True):
+        assert torch.equal(param, other.detach().to(torch.complex64))
+        for name in ("exp_avg", "exp_avg_sq"):
+            expected = optimizer.state[other][name]
+            assert resumed.state[param][name].dtype == (
+                torch.complex64 if param.ndim else torch.complex128
+            )
+            assert torch.allclose(resumed.state[param][name].to(torch.complex128), expected)
+    distckpt.save(request, tmp_path / "narrow")
+    wide = params_of(torch.complex128)
+    again = torch.optim.Adam(wide)
+    distckpt.load({"model": wide, "optimizer": again}, tmp_path / "narrow")
+    assert torch.equal(wide[0], narrow[0].detach().to(torch.complex128))
+    assert torch.equal(
+        again.state[wide[0]]["exp_avg"], resumed.state[narrow[0]]["exp_avg"].to(torch.complex128)
+    )
 
 
 class Tied(torch.nn.Module):
@@ -485,6 +630,13 @@ class Tagger(torch.nn.Module):
             self.head, self.scale = torch.nn.Linear(2, 1), torch.nn.Parameter(torch.ones(1))
 
 
+def without_field(path, name):
+    """Take a field out of a marker, which earlier releases did not write."""
+    marker = json.loads((path / "metadata.json").read_text())
+    del marker[name]
+    (path / "metadata.json").write_text(json.dumps({**marker, "checksum": None}))
+
+
 @pytest.mark.parametrize("way", ["as saved", "resharded", "of an earlier release"])
 def test_a_child_and_a_parameter_of_the_model_that_are_left_out_are_named(tmp_path, way, caplog):
     path = tmp_path / "saved"
@@ -494,9 +646,7 @@ def test_a_child_and_a_parameter_of_the_model_that_are_left_out_are_named(tmp_pa
         distckpt.reshard(path, tmp_path / "other", num_ranks=2)
         path = tmp_path / "other"
     if way == "of an earlier release":
-        marker = json.loads((path / "metadata.json").read_text())
-        del marker["module_names"]
-        (path / "metadata.json").write_text(json.dumps({**marker, "checksum": None}))
+        without_field(path, "module_names")
         distckpt.load({"model": Tagger(False)}, path)
         assert "'head.bias', 'head.weight', 'scale'" in caplog.text
         return
@@ -591,10 +741,110 @@ def test_what_a_scheduler_may_have_got_in_another_release_is_named(tmp_path, cap
     distckpt.save(
         {"scheduler": torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)}, tmp_path / "saved"
     )
+    without_field(tmp_path / "saved", "scheduler_classes")
     new = SCHEDULERS["step"](optimizer)
     distckpt.load({"scheduler": new}, tmp_path / "saved")
     assert new.gamma == 0.5
     assert "'scheduler' has nothing in place of StepLR's 'step_size'" in caplog.text
+
+
+PAIRS = {
+    "LambdaLR": lambda optimizer: torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.5),
+    "MultiplicativeLR": lambda optimizer: torch.optim.lr_scheduler.MultiplicativeLR(
+        optimizer, lambda step: 0.5
+    ),
+    "StepLR": lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 3),
+    "MultiStepLR": lambda optimizer: torch.optim.lr_scheduler.MultiStepLR(optimizer, [3]),
+    "ExponentialLR": lambda optimizer: torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5),
+    "SequentialLR[ConstantLR, StepLR]": lambda optimizer: torch.optim.lr_scheduler.SequentialLR(
+        optimizer, [torch.optim.lr_scheduler.ConstantLR(optimizer), PAIRS["StepLR"](optimizer)], [5]
+    ),
+    "SequentialLR[StepLR, StepLR]": lambda optimizer: torch.optim.lr_scheduler.SequentialLR(
+        optimizer, [PAIRS["StepLR"](optimizer) for _ in range(2)], [5]
+    ),
+}
+
+
+@pytest.mark.parametrize("way", ["as saved", "resharded"])
+@pytest.mark.parametrize("saved", PAIRS)
+def test_a_scheduler_of_another_class_is_named(tmp_path, saved, way, caplog):
+    optimizer = torch.optim.SGD(torch.nn.Linear(2, 2).parameters())
+    path = tmp_path / "saved"
+    distckpt.save({"parts": {"scheduler": PAIRS[saved](optimizer)}}, path)
+    if way == "resharded":
+        distckpt.reshard(path, tmp_path / "other", num_ranks=1)
+        path = tmp_path / "other"
+    for name, make_scheduler in PAIRS.items():
+        caplog.clear()
+        new = make_scheduler(optimizer)
+        try:
+            distckpt.load({"parts": {"scheduler": new}}, path)
+            said = [record.getMessage() for record in caplog.records]
+        except distckpt.LoadMismatchError as error:
+            said = [str(error)]
+        assert len(said) == (name != saved)
+        assert all("'parts.scheduler'" in text and saved in text for text in said)
+        assert all(name in text for text in said)
+
+
+class Counter:
+    """Has a number in its state, which it looks up."""
+
+    def __init__(self, number=0):
+        self.number = number
+
+    def state_dict(self):
+        return {"number": self.number}
+
+    def load_state_dict(self, state):
+        self.number = state["number"]
+
+
+class Basis:
+    """Has tensors in its state that are transposed, as decompositions of matrices return them."""
+
+    def __init__(self, seed):
+        generator = torch.Generator().manual_seed(seed)
+        self.values = torch.randn(6, 4, generator=generator).t()
+        self.nested = {"q": [torch.randn(2, 3, 4, generator=generator).permute(2, 0, 1)]}
+
+    def state_dict(self):
+        return vars(self)
+
+    def load_state_dict(self, state):
+        vars(self).update(state)
+
+
+def test_tensors_in_the_state_of_an_object_keep_the_order_of_their_axes(tmp_path):
+    saved, loaded = Basis(1), Basis(2)
+    for wrap in (lambda basis: basis, distckpt.PerRank):
+        path = tmp_path / wrap.__name__
+        distckpt.save({"basis": wrap(saved), "plain": saved.values}, path)
+        found = distckpt.load({"basis": wrap(loaded)}, path)
+        assert_same(loaded.state_dict(), saved.state_dict())
+        assert_same(found["plain"], saved.values)
+
+
+class Loose(Counter):
+    """Takes whatever it is given."""
+
+    def load_state_dict(self, state):
+        self.number = state
+
+
+@pytest.mark.parametrize("cls", [Counter, Loose])
+@pytest.mark.parametrize("stored", [5, [1], "text", {"other": 3}], ids=str)
+def test_a_value_in_the_place_of_an_object_is_named(tmp_path, cls, stored):
+    distckpt.save({"parts": {"c": stored}}, tmp_path / "saved")
+    if cls is Loose and isinstance(stored, dict):
+        return
+    obj = cls()
+    with pytest.raises(
+        distckpt.LoadMismatchError, match=rf"The {cls.__name__} at 'parts\.c' .*/saved' holds there"
+    ) as caught:
+        distckpt.load({"parts": {"c": obj}}, tmp_path / "saved")
+    assert caught.value.unexpected == {"parts.c"}
+    assert obj.number == 0
 
 
 def test_a_state_dict_that_contains_itself_is_refused(tmp_path):

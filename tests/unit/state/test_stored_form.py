@@ -50,6 +50,39 @@ def test_complex_numbers_are_stored_as_pairs_and_reshard(tmp_path, dtype):
     assert torch.equal(distckpt.open(tmp_path / "c").read_tensors()["w"], real)
 
 
+@pytest.mark.filterwarnings("ignore:ComplexHalf")
+@pytest.mark.parametrize("shape", [(), (3,), (2, 0), (4, 3)], ids=str)
+@pytest.mark.parametrize("stored", [torch.complex32, torch.complex64, torch.complex128], ids=str)
+@pytest.mark.parametrize("wanted", [torch.complex64, torch.complex128], ids=str)
+def test_complex_numbers_are_converted_as_real_ones_are(tmp_path, stored, wanted, shape):
+    values = torch.randn(shape, dtype=torch.complex64).to(stored)
+    target = torch.full(shape, 7j, dtype=wanted)
+    distckpt.save({"w": shard(values)}, tmp_path / "c")
+    if wanted.itemsize < stored.itemsize:
+        with pytest.raises(LoadMismatchError, match="allow_dtype_cast=True"):
+            distckpt.load({"w": shard(target)}, tmp_path / "c")
+    loaded = distckpt.load({"w": shard(target)}, tmp_path / "c", allow_dtype_cast=True)
+    assert loaded["w"] is target
+    assert torch.equal(target, values.to(wanted))
+    if wanted.itemsize >= stored.itemsize:
+        new = ShardedTensor.from_rank_offsets("w", torch.zeros(shape, dtype=wanted)).without_data()
+        assert torch.equal(distckpt.load({"w": new}, tmp_path / "c")["w"], target)
+
+
+def test_a_part_of_single_precision_is_loaded_into_double(tmp_path):
+    whole = torch.randn(6, 4, dtype=torch.complex64)
+    flat, rows = (torch.zeros(shape, dtype=torch.complex128) for shape in (7, (3, 4)))
+    wanted = {
+        "rows": shard(rows, (0, 1, 2)),
+        "flat": ShardedTensor.from_rank_offsets_flat(
+            "w", flat, (6, 4), flattened_range=slice(2, 9), replica_id=1
+        ),
+    }
+    save_and_load({"w": shard(whole)}, wanted, tmp_path / "c")
+    assert torch.equal(rows, whole[3:].to(torch.complex128))
+    assert torch.equal(flat, whole.flatten()[2:9].to(torch.complex128))
+
+
 def test_a_conjugate_view_is_saved_and_filled(tmp_path):
     values, target = (
         torch.randn(3, dtype=torch.complex128),

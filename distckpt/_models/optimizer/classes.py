@@ -1,0 +1,62 @@
+"""The class of an optimizer, and whether it goes on from the state of one of another class."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable
+from typing import Any
+
+from distckpt._base.errors import LoadMismatchError
+from distckpt._base.messages import summarize_keys
+from distckpt._models.optimizer.state import Entry
+from distckpt._models.optimizer.view import sharded_inner
+
+logger = logging.getLogger(__name__)
+
+_NEEDED = {
+    "ASGD": {"ax", "eta", "mu"},
+    "Adadelta": {"acc_delta", "square_avg"},
+    "Adagrad": {"sum"},
+    "Adam": {"exp_avg", "exp_avg_sq"},
+    "Adamax": {"exp_avg", "exp_inf"},
+    "LBFGS": {"func_evals", "n_iter"},
+    "Muon": {"momentum_buffer"},
+    "NAdam": {"exp_avg", "exp_avg_sq", "mu_product"},
+    "RAdam": {"exp_avg", "exp_avg_sq"},
+    "RMSprop": {"square_avg"},
+    "Rprop": {"prev", "step_size"},
+    "SparseAdam": {"exp_avg", "exp_avg_sq"},
+}
+"""What a step of torch's optimizers reads of the state of a parameter that has one."""
+
+
+def class_name(optimizer: Any) -> str:
+    """Return the name of the class of an optimizer without wrappers, or of the one in a
+    ZeroRedundancyOptimizer.
+    """
+    return type(sharded_inner(optimizer) or optimizer).__name__
+
+
+def check_class(optimizer: Any, prefix: str, settings: Iterable[Entry]) -> None:
+    """Warn of an optimizer that gets the state of one of another class.
+
+    LoadMismatchError when its next step would fail.
+    """
+    known = [entry for entry in settings if "class" in entry]
+    own, stored = class_name(optimizer), sorted({entry["class"] for entry in known})
+    if not stored or own in stored:
+        return
+    text = f"The optimizer that was saved at {prefix!r} is of class {', '.join(stored)}, "
+    kept = [{*entry["tensors"], *entry["values"]} for entry in known if entry["has_state"]]
+    if lacking := _needed_by(optimizer) - set.intersection(*kept or [_needed_by(optimizer)]):
+        raise LoadMismatchError(
+            f"{text}which keeps no {summarize_keys(lacking)}: {own} cannot go on from there. "
+            "Create the optimizer that was saved, or leave it out of the state dict."
+        )
+    logger.warning("%sand is loaded into one of class %s, which trains otherwise.", text, own)
+
+
+def _needed_by(optimizer: Any) -> set[str]:
+    bases = type(sharded_inner(optimizer) or optimizer).__mro__
+    names = (base.__name__ for base in bases if base.__module__.startswith("torch.optim."))
+    return next((_NEEDED[name] for name in names if name in _NEEDED), set())

@@ -1,0 +1,69 @@
+"""Learning rate schedulers: their classes, which their states do not name."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from distckpt._base.errors import LoadMismatchError
+from distckpt._base.messages import summarize_keys
+
+logger = logging.getLogger(__name__)
+
+_OF_ALL = {
+    "_step_count",
+    "_last_lr",
+    "_is_initial",
+    "_get_lr_called_within_step",
+    "verbose",
+}
+"""Not the same in all releases of PyTorch."""
+
+
+def scheduler_class(value: Any) -> str:
+    """Name the class of a scheduler, with those of the schedulers in it: `SequentialLR[LinearLR,
+    StepLR]`; an empty string for other objects.
+    """
+    if type(value).__name__ == "AcceleratedScheduler":
+        value = value.scheduler
+    if not isinstance(value, torch.optim.lr_scheduler.LRScheduler):
+        return ""
+    inner = ", ".join(map(scheduler_class, getattr(value, "_schedulers", ())))
+    return f"{type(value).__name__}[{inner}]" if inner else type(value).__name__
+
+
+def check_scheduler(name: str, scheduler: Any, stored: str, state: Any, is_strict: bool) -> None:
+    """Warn of a scheduler that gets the state of one of another class, `stored` if it is known.
+
+    LoadMismatchError when each has something that the other lacks. Other releases may add to a
+    state, so that less than that is no mistake where the class is not known.
+    """
+    own = scheduler_class(scheduler)
+    if not own or not isinstance(state, Mapping):
+        return
+    expected, given = scheduler.state_dict().keys() - _OF_ALL, state.keys() - _OF_ALL
+    if stored == own or (not stored and expected == given):
+        return
+    text = (
+        f"the state that was saved at {name!r} has "
+        f"{summarize_keys(given - expected) or 'nothing'} in place of {own}'s "
+        f"{summarize_keys(expected - given) or 'nothing'}"
+    )
+    if is_strict and expected - given and given - expected:
+        raise LoadMismatchError(
+            f"A scheduler of another kind: {text}. Create the one that was saved"
+            f"{stored and f', {stored}'}, or leave it out."
+        )
+    if stored:
+        logger.warning(
+            "the scheduler that was saved at %r is of class %s, and is loaded into one of class "
+            "%s, which computes other learning rates",
+            name,
+            stored,
+            own,
+        )
+    else:
+        logger.warning("%s: is it of another scheduler?", text)
