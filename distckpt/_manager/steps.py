@@ -114,6 +114,14 @@ def write_tracker(root: str, step: int, durable: bool) -> None:
         locations.write_bytes(path, content, durable)
 
 
+def read_tracker(root: str) -> int | None:
+    """Return the step that the tracker file names, None if there is none that can be read."""
+    try:
+        return int(locations.read_bytes(locations.join(root, TRACKER), max_bytes=64))
+    except (OSError, ValueError):
+        return None
+
+
 def list_root(root: str) -> list[str]:
     """Return the sorted names in the root, which need not exist.
 
