@@ -14,9 +14,9 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from distckpt._base.errors import CheckpointingException, CorruptCheckpointError
+from distckpt._checkpoint.consistent_read import read_attempts, reading
 from distckpt._checkpoint.formats import READERS
 from distckpt._checkpoint.reader import Reader
-from distckpt._checkpoint.removal import noticing_removal
 from distckpt._commit.presence import check_marker
 from distckpt._format.checksum import checksum
 from distckpt._format.manifest import MANIFEST_NAME, MAX_TABLE_BYTES, Manifest, is_manifest_name
@@ -222,8 +222,9 @@ def find_checkpoint(
 ) -> FoundCheckpoint:
     """Find the checkpoint at a location, and open it if its format is distckpt's or has a reader.
 
-    Collective operation: all ranks must call it. Rank 0 reads marker and manifest and sends them to
-    the others, which check on local paths that they see the same checkpoint.
+    Collective operation: all ranks must call it, in one of `read_attempts`. Rank 0 reads marker and
+    manifest and sends them to the others, which check on local paths that they see the same
+    checkpoint.
 
     Args:
         ranks: who reads together.
@@ -232,13 +233,12 @@ def find_checkpoint(
         marker: what rank 0 has read there already: on an object store each look takes a request.
 
     Raises:
-        CheckpointNotFoundError: there is no checkpoint, or it was removed while it was opened.
+        CheckpointNotFoundError: there is no checkpoint.
     """
 
     def read() -> bytes:
         fields = identify(location, marker)
-        with noticing_removal(ranks, location):
-            data = manifest_bytes(location, fields) if _is_built_in(fields) else b""
+        data = manifest_bytes(location, fields) if _is_built_in(fields) else b""
         return json.dumps(fields).encode() + b"\n" + data
 
     text, _, data = ranks.decide("find the checkpoint", read).partition(b"\n")
@@ -258,7 +258,7 @@ def open_checkpoint(
     """Open the checkpoint at a location, see `find_checkpoint`.
 
     Raises:
-        CheckpointNotFoundError: there is no checkpoint, or it was removed while it was opened.
+        CheckpointNotFoundError: there is no checkpoint.
         CheckpointingException: it has a format that only a strategy of the user reads.
     """
     found = find_checkpoint(ranks, location, verify=verify, marker=marker)
@@ -268,6 +268,30 @@ def open_checkpoint(
             "distckpt.load reads it, with the strategy of that name."
         )
     return found.stored
+
+
+def open_undisturbed(ranks: Ranks, location: str, *, verify: bool = True) -> StoredCheckpoint:
+    """Open the checkpoint at a location, as often as it is overwritten meanwhile; see
+    `open_checkpoint`.
+
+    Waits first for this process to finish writing there. What reads the checkpoint afterwards does
+    so in the context `reading`.
+
+    Raises:
+        CheckpointNotFoundError: there is no checkpoint, or it was removed while it was opened.
+    """
+    for attempt in read_attempts(ranks, location):
+        with attempt:
+            stored = open_checkpoint(ranks, location, verify=verify, marker=attempt.marker)
+    return stored
+
+
+@contextlib.contextmanager
+def opened(ranks: Ranks, location: str, *, verify: bool = True) -> Iterator[StoredCheckpoint]:
+    """Open the checkpoint at a location for a body that reads it, see `open_undisturbed`."""
+    stored = open_undisturbed(ranks, location, verify=verify)
+    with reading(ranks, [stored]):
+        yield stored
 
 
 def _is_built_in(marker: Mapping[str, Any]) -> bool:

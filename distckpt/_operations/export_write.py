@@ -9,9 +9,10 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from distckpt._base.errors import CheckpointingException, CorruptCheckpointError
+from distckpt._base.errors import CorruptCheckpointError
 from distckpt._base.messages import summarize_keys
 from distckpt._base.progress import ProgressCounter
+from distckpt._checkpoint.consistent_read import reading, replaced
 from distckpt._checkpoint.opening import identify, manifest_bytes
 from distckpt._commit.output import Output, OutputSettings, new_output
 from distckpt._format.hf_names import BASE_PREFIX, belongs_to_export, index_filename, index_json
@@ -73,7 +74,7 @@ def write_and_commit(
     own_bytes = sum(file.num_bytes for file in mine)
     # On an object store they are in their final place; the index is written last.
     settings = OutputSettings(num_bytes=own_bytes, files=[file.name for file in plan.files])
-    with new_output(ranks, request.target, settings) as output:
+    with reading(ranks, opened), new_output(ranks, request.target, settings) as output:
         with timer.phase("write") as details:
             details["bytes"] = own_bytes
             with output.being_written():
@@ -151,10 +152,7 @@ def _check_is_unchanged(stored: StoredCheckpoint) -> None:
     else:
         is_same = fields["manifest"] == stored.marker.get("manifest")
     if not is_same:
-        raise CheckpointingException(
-            f"{stored.location!r} was overwritten while it was exported: nothing was exported, try "
-            "again."
-        )
+        raise replaced(stored.location)
 
 
 def _check_written(path: str, file: OutputFile) -> None:

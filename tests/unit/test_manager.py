@@ -733,7 +733,7 @@ def test_a_reader_of_a_checkpoint_that_is_removed_is_told_so(tmp_path):
 
     with (
         hooked_reads(remove),
-        pytest.raises(CheckpointNotFoundError, match="was removed while it was being loaded"),
+        pytest.raises(CheckpointNotFoundError, match="was removed while it was being read"),
     ):
         distckpt.load(state_of(-1), f"hooked://{tmp_path}/step_00000001")
     assert directories_in(tmp_path) == ["step_00000002"]
