@@ -14,6 +14,7 @@ from safetensors.torch import load_file, save_file
 
 import distckpt
 from distckpt import (
+    CheckpointManager,
     CheckpointNotFoundError,
     ShardedObject,
     ShardedTensor,
@@ -26,6 +27,7 @@ from distckpt import megatron as dist_checkpointing
 from distckpt.megatron import serialization
 from tests.support.calls import watched
 from tests.support.harness import error_of, run, sum_over_ranks
+from tests.support.states import state_of, value_of
 
 VALUES = {"a": torch.arange(12.0).view(3, 4), "b": torch.full((5,), 7.0)}
 REMOVED = "was removed while it was being read"
@@ -233,6 +235,68 @@ def remove_at_each_moment(reader, saved, tmp_path):
     assert error is None, "it reads what is left alone"
     assert True in found
 
+
+# --- Managers -------------------------------------------------------------------------------------
+
+
+def save_steps(root, *steps):
+    with CheckpointManager(root, async_save=False, durable=False) as manager:
+        for step in steps:
+            manager.save(step, state_of(step, num_rows=4))
+
+
+class Pruning:
+    """Another job commits steps 16 and 18, and then removes 10 and 14, before one of the calls."""
+
+    def __init__(self, root, new, number):
+        self.root, self.new, self.number = root, new, number
+        self.is_done = False
+
+    def __call__(self, call, moment):
+        if moment == "before" and call.number == self.number:
+            self.is_done = True
+            for step in (16, 18):
+                (self.new / f"step_{step:08d}").rename(self.root / f"step_{step:08d}")
+            for step in (10, 14):
+                trash = self.root / f".step_{step:08d}.trash-0123456789abcdef"
+                (self.root / f"step_{step:08d}").rename(trash)
+                shutil.rmtree(trash)
+
+
+def load_newest(root):
+    manager = CheckpointManager(root)
+    return value_of(manager.load(state_of(-1, num_rows=4))), manager
+
+
+def newest_listed(root):
+    found = distckpt.list_checkpoints(root)
+    assert [info.problem for info in found if info.problem] == []
+    return max(info.step for info in found), CheckpointManager(root)
+
+
+@pytest.mark.parametrize("look", [load_newest, newest_listed])
+def test_steps_that_come_and_go_while_the_newest_is_looked_for(look, tmp_path):
+    save_steps(tmp_path / "saved", 10, 12, 14)
+    save_steps(tmp_path / "later", 16, 18)
+    for number in range(1, 1000):
+        root, new = tmp_path / f"run{number}", tmp_path / f"new{number}"
+        shutil.copytree(tmp_path / "saved", root)
+        shutil.copytree(tmp_path / "later", new)
+        pruning = Pruning(root, new, number)
+        with watched(root, pruning):
+            newest, manager = look(root)
+        if not pruning.is_done:
+            break
+        # What it began to read it may read to its end.
+        assert newest in (14, 18), number
+        for step, reason in manager.skipped.items():
+            assert "removed" in reason, (number, step, reason)
+            assert "not finished" not in reason, (number, step, reason)
+        shutil.rmtree(root)
+    assert newest == 14
+
+
+# --- Several ranks --------------------------------------------------------------------------------
 
 CALLS = {
     "load": lambda rank, path, out: distckpt.load(
