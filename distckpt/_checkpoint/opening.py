@@ -181,27 +181,34 @@ def manifest_bytes(location: str, marker: Mapping[str, Any]) -> bytes:
 
 
 def check_is_same(rank: int, location: str, manifest_checksum: str | None) -> None:
-    """Check that a rank sees the checkpoint that rank 0 has opened; None for a format without such
-    a checksum.
+    """Check that a rank sees the checkpoint that rank 0 has opened; of a format without such a
+    checksum, None, only that something is there.
 
     Only on local paths: nodes may have disks of their own, an object store is the same one for all.
     """
-    if manifest_checksum is None or not locations.is_local(location):
+    if not locations.is_local(location):
         return
-    marker = read_marker(location)
-    manifest = None if marker is None else marker.get("manifest")
-    if isinstance(manifest, dict) and manifest.get("checksum") == manifest_checksum:
+    state = _difference(location, manifest_checksum)
+    if state is None:
         return
-    state = (
-        "is no checkpoint"
-        if marker is None
-        else "is another checkpoint than the one that rank 0 has opened"
-    )
     raise CheckpointingException(
         f"{location!r} on rank {rank} (host {os.uname().nodename!r}) {state}. Give all ranks the "
         "same location, on storage that all nodes share, or copy the checkpoint to every node, "
-        f"{CONFIG_FNAME} included."
+        "all its files included."
     )
+
+
+def _difference(location: str, manifest_checksum: str | None) -> str | None:
+    """Say what a location is if it is not the checkpoint of a manifest, see `check_is_same`."""
+    if manifest_checksum is None:
+        return None if locations.exists(location) else "does not exist"
+    marker = read_marker(location)
+    if marker is None:
+        return "is no checkpoint"
+    manifest = marker.get("manifest")
+    if isinstance(manifest, dict) and manifest.get("checksum") == manifest_checksum:
+        return None
+    return "is another checkpoint than the one that rank 0 has opened"
 
 
 @dataclass(frozen=True)
@@ -244,8 +251,10 @@ def find_checkpoint(
     text, _, data = ranks.decide("find the checkpoint", read).partition(b"\n")
     with ranks.phase("open the checkpoint"):
         fields = json.loads(text)
-        if ranks.size > 1:
-            check_is_same(ranks.rank, location, _manifest_checksum(fields))
+        manifest_checksum = _manifest_checksum(fields)
+        # Where a strategy of the user has its files is up to it.
+        if ranks.size > 1 and (manifest_checksum is not None or _is_built_in(fields)):
+            check_is_same(ranks.rank, location, manifest_checksum)
         if not _is_built_in(fields):
             return FoundCheckpoint(fields, None)
         stored = decode_manifest(location, data, verify)

@@ -154,10 +154,19 @@ class Output:
             self._transaction.commit(marker or {}, [name for name, _ in files])
             return
         durable = self._settings.durable
-        check_files(self.location, files, self._ranks.size)
+        self.check_files(files)
         if marker is not None:
             write_marker(self.location, marker, durable)
         posix.commit(self.location, self._place.target, self._settings.overwrite, durable)
+
+    def check_files(self, files: Sequence[tuple[str, int]]) -> None:
+        """Check that the files of all ranks are there, given as names and sizes; for the
+        coordinator.
+
+        Raises:
+            CheckpointingException: a file is missing, or has another size.
+        """
+        check_files(self._ranks, self.location, files)
 
     def commit_beside_others(self, is_replaced: Callable[[str], bool]) -> None:
         """Let an export appear, together with the files that are there already; for the

@@ -23,7 +23,9 @@ from distckpt._ranks.collectives import Ranks
 from distckpt._storage import locations
 
 SECONDS_TO_APPEAR = 10.0
-"""So long a network file system may take to show on one node what another one has written."""
+"""So long a network file system may take to show on one node what another one has written. Ranks
+with a shorter timeout give up earlier, before the others lose contact with the one that looks.
+"""
 _FILES_PER_THREAD = 64
 _MAX_THREADS = 16
 
@@ -90,7 +92,7 @@ def make_directory(
                 _check_space(place)
     if ranks.size > 1:
         with ranks.phase("find the directory of the save"):
-            _check_is_seen(ranks.rank, place, folders)
+            _check_is_seen(ranks, place, folders)
 
 
 def _make_hidden(place: SaveDirectory, held: contextlib.ExitStack, durable: bool) -> None:
@@ -141,25 +143,27 @@ def _check_space(place: SaveDirectory) -> None:
         raise OSError(errno.ENOSPC, f"{os.strerror(errno.ENOSPC)}: {numbers}", place.target)
 
 
-def _check_is_seen(rank: int, place: SaveDirectory, folders: Sequence[str]) -> None:
+def _check_is_seen(ranks: Ranks, place: SaveDirectory, folders: Sequence[str]) -> None:
     if locations.is_local(place.target) and locations.is_local(place.first_target):
         made = [locations.join(place.location, name) for name in folders] or [place.location]
-        is_same = _wait_until(lambda: all(map(locations.isdir, made)), SECONDS_TO_APPEAR)
+        is_same = _wait_until(lambda: all(map(locations.isdir, made)), _seconds_to_appear(ranks))
     else:
         is_same = place.target == place.first_target
     if not is_same:
         raise CheckpointingException(
-            f"{place.target!r} on rank {rank} (host {os.uname().nodename!r}) is not the place "
-            f"that rank 0 (host {place.first_host!r}) calls {place.first_target!r}: what one "
+            f"{place.target!r} on rank {ranks.rank} (host {os.uname().nodename!r}) is not the "
+            f"place that rank 0 (host {place.first_host!r}) calls {place.first_target!r}: what one "
             "writes, the other does not see. Give all ranks the same location, on storage that "
             "all nodes share."
         )
 
 
-def check_files(directory: str, files: Sequence[tuple[str, int]], num_ranks: int) -> None:
-    """Check that files, given as names in a local directory and sizes, are there; for the
-    coordinator.
-    """
+def _seconds_to_appear(ranks: Ranks) -> float:
+    return min(SECONDS_TO_APPEAR, ranks.timeout / 3)
+
+
+def check_files(ranks: Ranks, directory: str, files: Sequence[tuple[str, int]]) -> None:
+    """Check that files, given as names in a directory and sizes, are there; for the coordinator."""
     wrong = dict(files)
     found: dict[str, int | None] = {}
 
@@ -172,8 +176,9 @@ def check_files(directory: str, files: Sequence[tuple[str, int]], num_ranks: int
             del wrong[name]
         return not wrong
 
-    # A single process has written all of them itself.
-    if _wait_until(are_right, SECONDS_TO_APPEAR if num_ranks > 1 else 0.0):
+    # A single process has written all of them itself, and object stores show what they have.
+    is_waiting = ranks.size > 1 and locations.is_local(directory)
+    if _wait_until(are_right, _seconds_to_appear(ranks) if is_waiting else 0.0):
         return
     name, size = next(iter(wrong.items()))
     state = "is missing" if found[name] is None else f"has {found[name]} bytes instead of {size}"

@@ -19,7 +19,7 @@ from distckpt._format.hf_names import BASE_PREFIX, belongs_to_export, index_file
 from distckpt._format.read_header import read_header
 from distckpt._format.stored_checkpoint import StoredCheckpoint
 from distckpt._io.direct_reads import unread_files
-from distckpt._io.export import write_output_file
+from distckpt._io.export import file_size, write_output_file
 from distckpt._io.extra_files import write_extra_files
 from distckpt._operations.export_plan import ExportPlan
 from distckpt._operations.export_request import ExportRequest
@@ -81,7 +81,7 @@ def write_and_commit(
                 overflows = _write_files(ranks, request, plan, mine, output)
         with timer.phase("commit"), ranks.phase("commit the export", decision=True):
             if ranks.is_coordinator:
-                _complete(plan, opened, output.location)
+                _complete(plan, opened, output)
                 output.commit_beside_others(belongs_to_export)
     if overflows and ranks.is_coordinator:
         logger.warning(
@@ -131,10 +131,12 @@ def _write_files(
 # --- Committing -----------------------------------------------------------------------------------
 
 
-def _complete(plan: ExportPlan, opened: Sequence[StoredCheckpoint], directory: str) -> None:
+def _complete(plan: ExportPlan, opened: Sequence[StoredCheckpoint], output: Output) -> None:
     """Check the files that all ranks have written, and write the others."""
+    directory = output.location
     for stored in opened:
         _check_is_unchanged(stored)
+    output.check_files([(file.name, file_size(file)) for file in plan.files])
     for file in plan.files:
         _check_written(locations.join(directory, file.name), file)
     write_extra_files(plan.extra_files, directory)
