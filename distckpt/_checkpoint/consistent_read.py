@@ -1,4 +1,4 @@
-"""Reading a checkpoint that another program may overwrite meanwhile.
+"""Reading a checkpoint that another program may overwrite or remove meanwhile.
 
     for attempt in read_attempts(ranks, location):
         with attempt:
@@ -6,25 +6,30 @@
             ...
 
 The body runs again when the checkpoint was overwritten while it ran, so that nothing comes from two
-of them.
+of them. What cannot begin again reads an open checkpoint in the context `reading`.
 """
 
 from __future__ import annotations
 
+import contextlib
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from types import TracebackType
 from typing import Any
 
-from distckpt._base.errors import CheckpointingException
-from distckpt._format.marker import marker_of
+from distckpt._base.errors import CheckpointingException, CheckpointNotFoundError
+from distckpt._format.marker import CONFIG_FNAME, marker_of, replaced
+from distckpt._format.stored_checkpoint import StoredCheckpoint
 from distckpt._io import background
 from distckpt._ranks.collectives import Ranks
+from distckpt._storage import locations
 
 logger = logging.getLogger(__name__)
 
 MAX_READS = 20
 """Number of times that a checkpoint is read which is overwritten each time."""
+
+_UNCHANGED, _REPLACED, _REMOVED = 0, 1, 2
 
 
 class ReadAttempt:
@@ -34,7 +39,8 @@ class ReadAttempt:
     manifest, which holds the checksums of all data.
 
     Collective operation: all ranks must enter and leave it. At the end they exchange whether to
-    read again.
+    read again. An error that comes from a removal is replaced by a CheckpointNotFoundError that
+    says so.
 
     Attributes:
         marker: on rank 0, the marker when the attempt began, if there was one.
@@ -60,21 +66,28 @@ class ReadAttempt:
     ) -> bool:
         if error is not None and not self._ranks.are_in_step_after(error):
             return False
-        may_repeat = error is None or isinstance(error, CheckpointingException | OSError)
-        if self._ranks.is_coordinator:
-            after = marker_of(self._location)
-            # Without a marker nothing has replaced it; that it was removed is reported where it was
-            # noticed.
-            was_replaced = after is not None and after != self.marker
-            may_repeat = may_repeat and was_replaced
-        if not self._ranks.all_gather_numbers([may_repeat]).all():
-            self.is_final = True
-            return False
-        if self._ranks.is_coordinator:
-            logger.warning(
-                "%s was overwritten while it was read: reading the new one", self._location
-            )
-        return True
+        change = _agree(self._ranks, error, lambda: _change_of(self._location, self.marker))
+        if change == _REPLACED:
+            if self._ranks.is_coordinator:
+                logger.warning(
+                    "%s was overwritten while it was read: reading the new one", self._location
+                )
+            return True
+        self.is_final = True
+        # Where nothing was from the beginning, the error says so.
+        if change == _REMOVED and not isinstance(error, CheckpointNotFoundError | None):
+            self._ranks.raise_together(removed(self._location), error)
+        return False
+
+    def check_is_there(self) -> None:
+        """Check that the checkpoint was not removed since; for what does not raise errors of
+        files.
+
+        Raises:
+            CheckpointNotFoundError: it was removed.
+        """
+        if _change_of(self._location, self.marker) == _REMOVED:
+            raise removed(self._location)
 
 
 def read_attempts(ranks: Ranks, location: str) -> Iterator[ReadAttempt]:
@@ -85,6 +98,7 @@ def read_attempts(ranks: Ranks, location: str) -> Iterator[ReadAttempt]:
 
     Raises:
         CheckpointingException: it was overwritten during `MAX_READS` attempts.
+        CheckpointNotFoundError: it was removed during an attempt.
     """
     background.wait_for_location(location)
     for _ in range(MAX_READS):
@@ -96,3 +110,75 @@ def read_attempts(ranks: Ranks, location: str) -> Iterator[ReadAttempt]:
         f"{location!r} was overwritten {MAX_READS} times, each time before it was read. Load it "
         "when it is left alone."
     )
+
+
+@contextlib.contextmanager
+def reading(ranks: Ranks, checkpoints: Sequence[StoredCheckpoint]) -> Iterator[None]:
+    """Report what goes wrong while open checkpoints are read as what it is when one of them was
+    removed or replaced meanwhile.
+
+    Collective operation: all ranks must enter and leave it.
+
+    Raises:
+        CheckpointNotFoundError: a checkpoint was removed.
+        CheckpointingException: a checkpoint was replaced.
+    """
+    try:
+        yield
+    except BaseException as error:
+        if not ranks.are_in_step_after(error):
+            raise
+        index, change = divmod(_agree(ranks, error, lambda: _first_change(checkpoints)), 3)
+        if change == _UNCHANGED:
+            raise
+        location = checkpoints[index].location
+        ranks.raise_together(removed(location) if change == _REMOVED else replaced(location), error)
+
+
+def removed(location: str) -> CheckpointNotFoundError:
+    """Return the error that a checkpoint was removed while it was read."""
+    return CheckpointNotFoundError(
+        f"{location!r} was removed while it was being read, by whatever limits how many "
+        "checkpoints are kept, perhaps. What was read so far is incomplete: read another "
+        "checkpoint."
+    )
+
+
+def _agree(ranks: Ranks, error: BaseException | None, look: Callable[[], int]) -> int:
+    """Return what the coordinator sees; `_UNCHANGED` if the error of some rank does not come from
+    files.
+    """
+    may_come_from_files = error is None or isinstance(error, CheckpointingException | OSError)
+    change = look() if ranks.is_coordinator and may_come_from_files else _UNCHANGED
+    votes = ranks.all_gather_numbers([may_come_from_files, change])
+    return int(votes[0, 1]) if votes[:, 0].all() else _UNCHANGED
+
+
+def _change_of(location: str, marker: dict[str, Any] | None) -> int:
+    """Return what has happened to a checkpoint since its marker was read."""
+    after = marker_of(location)
+    if after is not None:
+        return _REPLACED if after != marker else _UNCHANGED
+    return _removal_of(location if marker is None else locations.join(location, CONFIG_FNAME))
+
+
+def _first_change(checkpoints: Sequence[StoredCheckpoint]) -> int:
+    """Return what has happened to the first of some checkpoints that something has happened to,
+    plus three times its index.
+    """
+    for index, stored in enumerate(checkpoints):
+        if stored.marker.get("manifest") is None:
+            # One of another format has no marker that would tell that it was replaced.
+            change = _removal_of(stored.location)
+        else:
+            change = _change_of(stored.location, dict(stored.marker))
+        if change != _UNCHANGED:
+            return 3 * index + change
+    return _UNCHANGED
+
+
+def _removal_of(path: str) -> int:
+    # A disk that does not answer says nothing about its files.
+    with contextlib.suppress(OSError):
+        return _UNCHANGED if locations.exists(path) else _REMOVED
+    return _UNCHANGED

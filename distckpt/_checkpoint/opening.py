@@ -14,8 +14,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from distckpt._base.errors import CheckpointingException, CorruptCheckpointError
+from distckpt._checkpoint.consistent_read import read_attempts, reading
 from distckpt._checkpoint.reader import Reader
-from distckpt._checkpoint.removal import noticing_removal
 from distckpt._commit.presence import check_marker
 from distckpt._format.checksum import checksum
 from distckpt._format.foreign_formats import FORMATS, is_export
@@ -179,27 +179,34 @@ def manifest_bytes(location: str, marker: Mapping[str, Any]) -> bytes:
 
 
 def check_is_same(rank: int, location: str, manifest_checksum: str | None) -> None:
-    """Check that a rank sees the checkpoint that rank 0 has opened; None for a format without such
-    a checksum.
+    """Check that a rank sees the checkpoint that rank 0 has opened; of a format without such a
+    checksum, None, only that something is there.
 
     Only on local paths: nodes may have disks of their own, an object store is the same one for all.
     """
-    if manifest_checksum is None or not locations.is_local(location):
+    if not locations.is_local(location):
         return
-    marker = read_marker(location)
-    manifest = None if marker is None else marker.get("manifest")
-    if isinstance(manifest, dict) and manifest.get("checksum") == manifest_checksum:
+    state = _difference(location, manifest_checksum)
+    if state is None:
         return
-    state = (
-        "is no checkpoint"
-        if marker is None
-        else "is another checkpoint than the one that rank 0 has opened"
-    )
     raise CheckpointingException(
         f"{location!r} on rank {rank} (host {os.uname().nodename!r}) {state}. Give all ranks the "
         "same location, on storage that all nodes share, or copy the checkpoint to every node, "
-        f"{CONFIG_FNAME} included."
+        "all its files included."
     )
+
+
+def _difference(location: str, manifest_checksum: str | None) -> str | None:
+    """Say what a location is if it is not the checkpoint of a manifest, see `check_is_same`."""
+    if manifest_checksum is None:
+        return None if locations.exists(location) else "does not exist"
+    marker = read_marker(location)
+    if marker is None:
+        return "is no checkpoint"
+    manifest = marker.get("manifest")
+    if isinstance(manifest, dict) and manifest.get("checksum") == manifest_checksum:
+        return None
+    return "is another checkpoint than the one that rank 0 has opened"
 
 
 @dataclass(frozen=True)
@@ -220,8 +227,9 @@ def find_checkpoint(
 ) -> FoundCheckpoint:
     """Find the checkpoint at a location, and open it if its format is distckpt's or has a reader.
 
-    Collective operation: all ranks must call it. Rank 0 reads marker and manifest and sends them to
-    the others, which check on local paths that they see the same checkpoint.
+    Collective operation: all ranks must call it, in one of `read_attempts`. Rank 0 reads marker and
+    manifest and sends them to the others, which check on local paths that they see the same
+    checkpoint.
 
     Args:
         ranks: who reads together.
@@ -230,20 +238,21 @@ def find_checkpoint(
         marker: what rank 0 has read there already: on an object store each look takes a request.
 
     Raises:
-        CheckpointNotFoundError: there is no checkpoint, or it was removed while it was opened.
+        CheckpointNotFoundError: there is no checkpoint.
     """
 
     def read() -> bytes:
         fields = identify(location, marker)
-        with noticing_removal(ranks, location):
-            data = manifest_bytes(location, fields) if _is_built_in(fields) else b""
+        data = manifest_bytes(location, fields) if _is_built_in(fields) else b""
         return json.dumps(fields).encode() + b"\n" + data
 
     text, _, data = ranks.decide("find the checkpoint", read).partition(b"\n")
     with ranks.phase("open the checkpoint"):
         fields = json.loads(text)
-        if ranks.size > 1:
-            check_is_same(ranks.rank, location, _manifest_checksum(fields))
+        manifest_checksum = _manifest_checksum(fields)
+        # Where a strategy of the user has its files is up to it.
+        if ranks.size > 1 and (manifest_checksum is not None or _is_built_in(fields)):
+            check_is_same(ranks.rank, location, manifest_checksum)
         if not _is_built_in(fields):
             return FoundCheckpoint(fields, None)
         stored = decode_manifest(location, data, verify)
@@ -256,7 +265,7 @@ def open_checkpoint(
     """Open the checkpoint at a location, see `find_checkpoint`.
 
     Raises:
-        CheckpointNotFoundError: there is no checkpoint, or it was removed while it was opened.
+        CheckpointNotFoundError: there is no checkpoint.
         CheckpointingException: it has a format that only a strategy of the user reads.
     """
     found = find_checkpoint(ranks, location, verify=verify, marker=marker)
@@ -266,6 +275,30 @@ def open_checkpoint(
             "distckpt.load reads it, with the strategy of that name."
         )
     return found.stored
+
+
+def open_undisturbed(ranks: Ranks, location: str, *, verify: bool = True) -> StoredCheckpoint:
+    """Open the checkpoint at a location, as often as it is overwritten meanwhile; see
+    `open_checkpoint`.
+
+    Waits first for this process to finish writing there. What reads the checkpoint afterwards does
+    so in the context `reading`.
+
+    Raises:
+        CheckpointNotFoundError: there is no checkpoint, or it was removed while it was opened.
+    """
+    for attempt in read_attempts(ranks, location):
+        with attempt:
+            stored = open_checkpoint(ranks, location, verify=verify, marker=attempt.marker)
+    return stored
+
+
+@contextlib.contextmanager
+def opened(ranks: Ranks, location: str, *, verify: bool = True) -> Iterator[StoredCheckpoint]:
+    """Open the checkpoint at a location for a body that reads it, see `open_undisturbed`."""
+    stored = open_undisturbed(ranks, location, verify=verify)
+    with reading(ranks, [stored]):
+        yield stored
 
 
 def _is_built_in(marker: Mapping[str, Any]) -> bool:

@@ -18,7 +18,7 @@ import torch
 from distckpt._base.dtypes import FROM_NAME, to_numpy
 from distckpt._base.errors import LoadMismatchError
 from distckpt._base.messages import did_you_mean
-from distckpt._checkpoint.opening import open_checkpoint
+from distckpt._checkpoint.opening import opened
 from distckpt._checkpoint.stored_values import StoredTensor, holds_objects, read_encoded
 from distckpt._cli.output import Output
 from distckpt._cli.plain import plain
@@ -40,7 +40,12 @@ _WIDTH = 120
 
 def run(arguments: Namespace, output: Output) -> int:
     """Print or save values."""
-    stored = open_checkpoint(Ranks.alone(), locations.normalize(arguments.path))
+    with opened(Ranks.alone(), locations.normalize(arguments.path)) as stored:
+        _show(stored, arguments, output)
+    return 0
+
+
+def _show(stored: StoredCheckpoint, arguments: Namespace, output: Output) -> None:
     key, index = split_key(stored, arguments.key or COMMON_KEY)
     if key == COMMON_KEY or stored.is_object(key):
         if arguments.npy or index is not None:
@@ -48,7 +53,7 @@ def run(arguments: Namespace, output: Output) -> int:
                 f"{key!r} is an object: it cannot be sliced or written as a numpy array"
             )
         _show_object(stored, key, output)
-        return 0
+        return
     tensor = StoredTensor(stored, key)
     selection = parse_index(index or "", tensor.shape)
     if arguments.npy:
@@ -58,7 +63,6 @@ def run(arguments: Namespace, output: Output) -> int:
         output.json({**_facts(tensor, selection), "values": plain(values.tolist())})
     else:
         output.line(f"{_title(tensor, selection)}\n{printed(tensor, selection)}")
-    return 0
 
 
 # --- Arguments ------------------------------------------------------------------------------------

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from distckpt._checkpoint.opening import open_checkpoint
+from distckpt._checkpoint.opening import open_undisturbed
 from distckpt._cli.diff_texts import changes_of, counts_of, place_of, place_of_object
 from distckpt._cli.output import count_text
 from distckpt._cli.page import write_page
@@ -19,7 +19,7 @@ def write_diff_page(
     path: str, report: DiffReport, keys: Sequence[str] | None, rename: Mapping[str, str]
 ) -> None:
     """Write a page about the differences that `diff` found with these keys and names."""
-    a, b = (open_checkpoint(Ranks.alone(), location) for location in (report.a, report.b))
+    a, b = (open_undisturbed(Ranks.alone(), location) for location in (report.a, report.b))
     names = {renamed(key, rename): key for key in _tensors_of(a, keys)}
     changes = {tensor.key: _change(tensor) for tensor in report.tensors}
     for side, only in (("A", report.only_in_a), ("B", report.only_in_b)):

@@ -9,7 +9,7 @@ from typing import Any
 
 from distckpt._base.errors import LoadMismatchError
 from distckpt._base.messages import did_you_mean
-from distckpt._checkpoint.opening import open_checkpoint
+from distckpt._checkpoint.opening import opened
 from distckpt._cli import grid
 from distckpt._cli.groups import Group, group_keys, tree_lines
 from distckpt._cli.output import BOLD, Output, count_text, shape_text, size_text
@@ -28,9 +28,13 @@ _BAR_WIDTH = 30
 
 def run(arguments: Namespace, output: Output) -> int:
     """Print the summary of a checkpoint, or the chunks of one key."""
-    stored = open_checkpoint(Ranks.alone(), locations.normalize(arguments.path))
-    if arguments.key is not None:
-        return _show_key(stored, arguments.key, output)
+    with opened(Ranks.alone(), locations.normalize(arguments.path)) as stored:
+        if arguments.key is not None:
+            return _show_key(stored, arguments.key, output)
+        return _show_all(stored, arguments, output)
+
+
+def _show_all(stored: StoredCheckpoint, arguments: Namespace, output: Output) -> int:
     manifest = stored.manifest
     groups, files = group_keys(manifest, is_merging=not arguments.tree), list_files(manifest)
     facts = summarize(stored)

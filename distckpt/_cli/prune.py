@@ -118,7 +118,10 @@ def _removable(root: str, saved: list[Saved], policy: Retention) -> list[Saved]:
     if newest is None:
         return []
     # Steps newer than the newest complete one are damaged. It is up to the user to repair them.
-    return surplus(root, policy, [item for item in saved if item.step <= newest], newest)
+    found = surplus(root, policy, [item for item in saved if item.step <= newest], newest)
+    # After going back, the job goes on from an earlier one.
+    last = steps.read_tracker(root)
+    return [item for item in found if item.step != last]
 
 
 def _leftovers(root: str, abandoned_after: int) -> tuple[list[str], list[str]]:

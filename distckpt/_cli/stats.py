@@ -7,7 +7,7 @@ import time
 from argparse import Namespace
 
 from distckpt._base.dtypes import FROM_NAME
-from distckpt._checkpoint.opening import open_checkpoint
+from distckpt._checkpoint.opening import opened
 from distckpt._cli.output import Output, count_text, size_text
 from distckpt._operations.stats import TensorStats, compute_stats
 from distckpt._ranks.collectives import Ranks
@@ -19,8 +19,11 @@ _BARS = "\u2581\u2582\u2583\u2584\u2585\u2586\u2587\u2588"
 def run(arguments: Namespace, output: Output) -> int:
     """Print a line for each tensor; return 1 if there is a NaN."""
     started = time.perf_counter()
-    stored = open_checkpoint(Ranks.alone(), locations.normalize(arguments.path))
-    with output.progress("reading") as progress:
+    location = locations.normalize(arguments.path)
+    with (
+        opened(Ranks.alone(), location) as stored,
+        output.progress("reading") as progress,
+    ):
         found = list(compute_stats(stored, arguments.keys, progress))
     output.json({"location": stored.location, "tensors": [vars(tensor) for tensor in found]})
     heads = ["tensor", "norm", "mean", "min", "max", "zeros", "NaN", "Inf", "values"]

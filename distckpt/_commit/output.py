@@ -39,7 +39,9 @@ if TYPE_CHECKING:
     from distckpt._commit.conditional_put import Transaction
 
 SECONDS_TO_APPEAR = 10.0
-"""So long a network file system may take to show on one node what another one has written."""
+"""So long a network file system may take to show on one node what another one has written. Ranks
+with a shorter timeout give up earlier, before the others lose contact with the one that looks.
+"""
 _FILES_PER_BATCH = 64
 _MAX_THREADS = 16
 
@@ -164,11 +166,20 @@ class Output:
             self._transaction.commit(marker or {}, [name for name, _ in files])
             return
         durable = self._settings.durable
-        _check_files(self.location, files, self._ranks.size)
+        self.check_files(files)
         if marker is not None:
             write_marker(self.location, marker, durable)
         if self._place.is_hidden:
             posix.commit(self.location, self._place.target, self._settings.overwrite, durable)
+
+    def check_files(self, files: Sequence[tuple[str, int]]) -> None:
+        """Check that the files of all ranks are there, given as names and sizes; for the
+        coordinator.
+
+        Raises:
+            CheckpointingException: a file is missing, or has another size.
+        """
+        _check_files(self._ranks, self.location, files)
 
     def commit_beside_others(self, is_replaced: Callable[[str], bool]) -> None:
         """Let an export appear, together with the files that are there already; for the
@@ -279,7 +290,7 @@ def _make_directory(
             _check_space(place)
     if ranks.size > 1:
         with ranks.phase("find the directory of the save"):
-            _check_is_seen(ranks.rank, place, folders)
+            _check_is_seen(ranks, place, folders)
 
 
 def _make_hidden(
@@ -329,31 +340,34 @@ def _check_space(place: SaveDirectory) -> None:
         raise OSError(errno.ENOSPC, f"{os.strerror(errno.ENOSPC)}: {numbers}", place.target)
 
 
-def _check_is_seen(rank: int, place: SaveDirectory, folders: Sequence[str]) -> None:
+def _check_is_seen(ranks: Ranks, place: SaveDirectory, folders: Sequence[str]) -> None:
     if place.is_hidden and locations.is_local(place.first_target):
         made = [os.path.join(place.location, name) for name in folders] or [place.location]
-        is_same = _wait_until(lambda: all(map(locations.isdir, made)), SECONDS_TO_APPEAR)
+        is_same = _wait_until(lambda: all(map(locations.isdir, made)), _seconds_to_appear(ranks))
     else:
         is_same = place.target == place.first_target
     if not is_same:
         raise CheckpointingException(
-            f"{place.target!r} on rank {rank} (host {os.uname().nodename!r}) is not the place "
-            f"that rank 0 (host {place.first_host!r}) calls {place.first_target!r}: what one "
+            f"{place.target!r} on rank {ranks.rank} (host {os.uname().nodename!r}) is not the "
+            f"place that rank 0 (host {place.first_host!r}) calls {place.first_target!r}: what one "
             "writes, the other does not see. Give all ranks the same location, on storage that "
             "all nodes share."
         )
 
 
-def _check_files(directory: str, files: Sequence[tuple[str, int]], num_ranks: int) -> None:
-    """Check that files, given as names in a local directory and sizes, are there; for the
-    coordinator.
-    """
+def _seconds_to_appear(ranks: Ranks) -> float:
+    return min(SECONDS_TO_APPEAR, ranks.timeout / 3)
+
+
+def _check_files(ranks: Ranks, directory: str, files: Sequence[tuple[str, int]]) -> None:
+    """Check that files, given as names in a directory and sizes, are there; for the coordinator."""
+    is_local = locations.is_local(directory)
     wrong = dict(files)
     found: dict[str, int | None] = {}
 
     def look_at(names: Sequence[str]) -> None:
         for name in names:
-            found[name] = _size_of(os.path.join(directory, name))
+            found[name] = _size_of(os.path.join(directory, name), is_local)
 
     def are_right() -> bool:
         names = list(wrong)
@@ -363,8 +377,9 @@ def _check_files(directory: str, files: Sequence[tuple[str, int]], num_ranks: in
             del wrong[name]
         return not wrong
 
-    # A single process has written all of them itself.
-    if _wait_until(are_right, SECONDS_TO_APPEAR if num_ranks > 1 else 0.0):
+    # A single process has written all of them itself, and object stores show what they have.
+    is_waiting = ranks.size > 1 and is_local
+    if _wait_until(are_right, _seconds_to_appear(ranks) if is_waiting else 0.0):
         return
     name, size = next(iter(wrong.items()))
     state = "is missing" if found[name] is None else f"has {found[name]} bytes instead of {size}"
@@ -376,9 +391,11 @@ def _check_files(directory: str, files: Sequence[tuple[str, int]], num_ranks: in
     )
 
 
-def _size_of(path: str) -> int | None:
+def _size_of(path: str, is_local: bool) -> int | None:
     """Return the size of a file; None if something else is there, or nothing."""
     try:
+        if not is_local:
+            return locations.file_size(path)
         status = os.stat(path)
     except (FileNotFoundError, NotADirectoryError):
         return None

@@ -21,6 +21,7 @@ from distckpt._base.errors import CheckpointingException, CorruptCheckpointError
 from distckpt._base.memory import paused_garbage_collection
 from distckpt._base.messages import summarize_keys
 from distckpt._base.options import ExportOptions, check_switch, with_changes
+from distckpt._checkpoint.consistent_read import read_attempts
 from distckpt._checkpoint.opening import decode_manifest
 from distckpt._foreign.hugging_face import read_directory
 from distckpt._format.stored_checkpoint import StoredCheckpoint
@@ -272,6 +273,8 @@ def _open_shards(ranks: Ranks, location: str) -> StoredCheckpoint:
     def read() -> bytes:
         return read_directory(location, require_sharding_info=True).to_bytes()
 
-    data = ranks.decide("open the checkpoint", read)
+    for attempt in read_attempts(ranks, location):
+        with attempt:
+            data = ranks.decide("open the checkpoint", read)
     with ranks.phase("open the checkpoint"):
         return decode_manifest(location, data)

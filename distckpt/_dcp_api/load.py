@@ -19,7 +19,6 @@ from distckpt._base.options import LoadOptions
 from distckpt._base.tree import HOLE, Position
 from distckpt._checkpoint.consistent_read import read_attempts
 from distckpt._checkpoint.opening import open_checkpoint
-from distckpt._checkpoint.removal import noticing_removal
 from distckpt._checkpoint.shards import describe_quantized, load_shards
 from distckpt._checkpoint.stored_values import load_common_state
 from distckpt._dcp_api import arguments, shards, state_dicts
@@ -109,14 +108,14 @@ def _read(
 
     Collective operation: all ranks must call it.
     """
-    with ranks.phase("read common state"), noticing_removal(ranks, stored.location):
+    with ranks.phase("read common state"):
         content = _Content.of(stored)
     with ranks.phase("compare with the checkpoint"):
         request = _make_request(leaves, content, ranks.rank)
     if is_strict:
         _refuse_missing(ranks, request.missing, content)
     settings = ReadSettings(LoadOptions(allow_dtype_cast=True))
-    with ranks.phase("load"), noticing_removal(ranks, stored.location):
+    with ranks.phase("load"):
         tensors, _, _ = flatten.split({"tensors": request.tensors})
         requested: list[Any] = [*request.objects.values(), *tensors]
         values = load_shards(ranks, stored, requested, settings)

@@ -87,7 +87,8 @@ def read_directory(location: str, *, require_sharding_info: bool = False) -> Man
     """
     found = _find_files(location)
     if not found.names:
-        raise CheckpointNotFoundError(f"{location!r} holds no {SUFFIX} files.")
+        state = f"holds no {SUFFIX} files" if locations.exists(location) else "does not exist"
+        raise CheckpointNotFoundError(f"{location!r} {state}.")
     files: list[ShardFile] = []
     pieces: list[StoredPiece] = []
     without_info: list[str] = []

@@ -158,6 +158,13 @@ def marker_of(location: str) -> dict[str, Any] | None:
         return None
 
 
+def replaced(location: str) -> CheckpointingException:
+    """Return the error that a checkpoint was replaced while it was read."""
+    return CheckpointingException(
+        f"{location!r} was replaced after it was opened: what was read is given up. Try again."
+    )
+
+
 def _matches_checksum(content: bytes, fields: Mapping[str, Any]) -> bool:
     """Tell whether a marker has the right checksum, or needs none: it is older, was written by
     another program, or says so.

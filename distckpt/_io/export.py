@@ -52,18 +52,28 @@ def write_output_file(
     from several threads. Returns how many values did not fit the dtype they were converted to, for
     tensors that have such values.
     """
-    entries = [safetensors_file.Entry(t.name, t.dtype, t.shape, t.num_bytes) for t in file.tensors]
-    order = safetensors_file.layout_order(entries)
-    tensors, entries = [file.tensors[i] for i in order], [entries[i] for i in order]
-    header, _ = safetensors_file.build_header(entries, {"format": "pt"})
+    tensors, header = _laid_out(file)
     overflows: dict[str, int] = {}
     fill = filling(source, tensors, overflows)
-    sizes = [entry.num_bytes for entry in entries]
+    sizes = [tensor.num_bytes for tensor in tensors]
     settings = WriteSettings(
         with_checksums=False, num_threads=num_threads, num_requests=num_threads, progress=progress
     )
     write_files([NewFile(location, header, sizes, fill)], settings)
     return overflows
+
+
+def file_size(file: OutputFile) -> int:
+    """Return the size that an output file has when it is written."""
+    return len(_laid_out(file)[1]) + file.num_bytes
+
+
+def _laid_out(file: OutputFile) -> tuple[list[OutputTensor], bytes]:
+    """Return the tensors of a file in the order in which it has them, and its header."""
+    entries = [safetensors_file.Entry(t.name, t.dtype, t.shape, t.num_bytes) for t in file.tensors]
+    order = safetensors_file.layout_order(entries)
+    header, _ = safetensors_file.build_header([entries[i] for i in order], {"format": "pt"})
+    return [file.tensors[i] for i in order], header
 
 
 def check_tied(source: TensorSource, pairs: Iterable[tuple[OutputTensor, OutputTensor]]) -> None:

@@ -13,6 +13,7 @@ from distckpt._base.errors import (
     CheckpointNotFoundError,
     CorruptCheckpointError,
 )
+from distckpt._checkpoint.consistent_read import MAX_READS
 from distckpt._checkpoint.opening import open_checkpoint
 from distckpt._commit import posix
 from distckpt._commit.presence import absence
@@ -68,12 +69,29 @@ def list_checkpoints(root: str | os.PathLike[str]) -> list[CheckpointInfo]:
         CheckpointingException: it is a checkpoint itself.
     """
     root = posix.resolve(root)
-    names = [name for name in steps.list_root(root) if not name.startswith(".")]
-    described = [_describe(root, name) for name in names]
-    found = [info for info in described if info is not None]
+    names, found = _describe_all(root)
     if _is_unfinished(names, found) or not (names or locations.isdir(root)):
         raise CheckpointNotFoundError(absence(root))
     return _naming_newest(sorted(found, key=_order))
+
+
+def _describe_all(root: str) -> tuple[list[str], list[CheckpointInfo]]:
+    """Return the names in a directory, and what is known about those that are checkpoints.
+
+    Begins again when some were removed meanwhile, perhaps for newer ones that are not listed.
+    """
+    names = _visible_names(root)
+    for _ in range(MAX_READS):
+        described = [_describe(root, name) for name in names]
+        now = _visible_names(root)
+        if set(names) <= set(now):
+            break
+        names = now
+    return names, [info for info in described if info is not None]
+
+
+def _visible_names(root: str) -> list[str]:
+    return [name for name in steps.list_root(root) if not name.startswith(".")]
 
 
 def _is_unfinished(names: Sequence[str], found: Sequence[CheckpointInfo]) -> bool:
@@ -116,7 +134,8 @@ def _describe(root: str, name: str) -> CheckpointInfo | None:
     """Describe what has a name; return None if it is not a checkpoint."""
     location = locations.join(root, name)
     files = _look(location, steps.parse_step(name))
-    if files is None:
+    if files is None or (files.problem is not None and not locations.exists(location)):
+        # No checkpoint, or another program has removed it meanwhile.
         return None
     noted = files.noted_step
     saved = steps.saved_at(location, noted) if isinstance(noted, int) else None

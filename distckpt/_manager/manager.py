@@ -375,7 +375,10 @@ class CheckpointManager:
             except BaseException as error:
                 if not failures.all_find(ranks, error, judge):
                     raise
-                self.skipped[newest] = f"{type(error).__name__}: {error}"
+                # It was complete when it was found.
+                is_gone = isinstance(error, CheckpointNotFoundError)
+                reason = steps.REMOVED if is_gone else f"{type(error).__name__}: {error}"
+                self.skipped[newest] = reason
             is_partly_filled = True
             if ranks.is_coordinator:
                 self._log_skipped(newest, self.skipped[newest])

@@ -52,7 +52,7 @@ class Retention:
         return self.keep is not None and self.keep(saved.step)
 
 
-def surplus(root: str, policy: Retention, saved: Sequence[Saved], newest: int) -> list[Saved]:
+def surplus(root: str, policy: Retention, saved: Sequence[Saved], last: int) -> list[Saved]:
     """Return the steps that are not kept, oldest first.
 
     Checks as few steps as possible.
@@ -61,7 +61,7 @@ def surplus(root: str, policy: Retention, saved: Sequence[Saved], newest: int) -
         root: their directory.
         policy: what is kept.
         saved: all steps, in ascending order.
-        newest: a step that is complete, and kept.
+        last: the step that was saved last: it is complete, and kept, even if others are newer.
     """
     if policy.keep_last is None:
         return []
@@ -70,7 +70,7 @@ def surplus(root: str, policy: Retention, saved: Sequence[Saved], newest: int) -
     if has_metrics and (problem := unknown_metric(policy.best_metric, metric_names(saved))):
         logger.warning("nothing is removed from %s: %s", root, problem)
         return []
-    kept = _newest(root, policy.keep_last, saved, newest) | _best(policy, saved)
+    kept = _newest(root, policy.keep_last, saved, last) | _best(policy, saved)
     return [item for item in saved if item.step not in kept and not policy.keeps_always(item)]
 
 
@@ -88,17 +88,18 @@ def unknown_metric(metric: str | None, names: Collection[str]) -> str | None:
     )
 
 
-def _newest(root: str, keep_last: int, saved: Sequence[Saved], newest: int) -> set[int]:
-    """Return the newest steps, `keep_last` of which are complete."""
-    found = {newest}
-    num_complete = 1
+def _newest(root: str, keep_last: int, saved: Sequence[Saved], last: int) -> set[int]:
+    """Return the newest steps, `keep_last` of which are complete, and the one that was saved
+    last.
+    """
+    found = {last}
+    num_complete = 0
     for item in reversed(saved):
         if num_complete >= keep_last:
             break
-        if item.step != newest:
-            # One that is incomplete, or cannot be read today, stays as well.
-            found.add(item.step)
-            num_complete += steps.problem_with(root, item.step) is None
+        # One that is incomplete, or cannot be read today, stays as well.
+        found.add(item.step)
+        num_complete += item.step == last or steps.problem_with(root, item.step) is None
     return found
 
 

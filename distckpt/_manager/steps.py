@@ -7,7 +7,7 @@ import logging
 import math
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,6 +24,9 @@ NOTE = "manager"
 pinned.
 """
 TRACKER = "latest_checkpointed_iteration.txt"
+
+REMOVED = "it was removed, by whatever limits how many checkpoints are kept, perhaps"
+"""The problem of a step that is there no more."""
 
 logger = logging.getLogger(__name__)
 
@@ -113,6 +116,14 @@ def write_tracker(root: str, step: int, durable: bool) -> None:
         locations.write_bytes(path, content, durable)
 
 
+def read_tracker(root: str) -> int | None:
+    """Return the step that the tracker file names, None if there is none that can be read."""
+    try:
+        return int(locations.read_bytes(locations.join(root, TRACKER), max_bytes=64))
+    except (OSError, ValueError):
+        return None
+
+
 def list_root(root: str) -> list[str]:
     """Return the sorted names in the root, which need not exist.
 
@@ -186,9 +197,16 @@ def problem_at(location: str, step: int | None) -> str | None:
 
 def _why_unfinished(location: str) -> str:
     aside = posix.left_aside(location)
-    if aside is None:
+    if aside is not None:
+        return (
+            "its overwriting was interrupted, or another program is replacing or removing it: the "
+            f"next save renames {aside!r}, which is its content"
+        )
+    if not locations.exists(location):
+        return REMOVED
+    if locations.is_local(location):
         return f"there is no {CONFIG_FNAME}: the save was not finished"
-    return f"its overwriting was interrupted: the next save renames {aside!r}, which is its content"
+    return f"there is no {CONFIG_FNAME}: the save was not finished, or another program removes it"
 
 
 def must_replace(root: str, step: int) -> bool:
@@ -220,14 +238,34 @@ def must_replace(root: str, step: int) -> bool:
 def newest_complete_step(
     root: str, known_problems: Mapping[int, str]
 ) -> tuple[int | None, dict[int, str]]:
-    """Return the newest complete step, if there is one, and the problem of each newer step."""
-    skipped: dict[int, str] = {}
-    for step in reversed(all_steps(root)):
-        problem = known_problems.get(step) or problem_with(root, step)
+    """Return the newest complete step, if there is one, and the problem of each newer step.
+
+    When newer steps were committed while others were passed over, which may have been removed for
+    them, looks again.
+    """
+    problems = dict(known_problems)
+    listed = all_steps(root)
+    while True:
+        newest = _first_without_problem(root, listed, problems)
+        skipped = [step for step in listed if newest is None or step > newest]
+        now = all_steps(root) if skipped else listed
+        gone = set(skipped).difference(now, known_problems)
+        problems.update(dict.fromkeys(gone, REMOVED))
+        if now[-1:] <= listed[-1:]:
+            return newest, {step: problems[step] for step in reversed(skipped)}
+        listed = now
+
+
+def _first_without_problem(
+    root: str, listed: Sequence[int], problems: dict[int, str]
+) -> int | None:
+    """Return the newest of some steps that is complete; `problems` gets those of newer ones."""
+    for step in reversed(listed):
+        problem = problems.get(step) or problem_with(root, step)
         if problem is None:
-            return step, skipped
-        skipped[step] = problem
-    return None, skipped
+            return step
+        problems[step] = problem
+    return None
 
 
 def own_steps(root: str) -> list[Saved]:

@@ -15,13 +15,12 @@ from distckpt._base.errors import CheckpointingException, LoadMismatchError
 from distckpt._base.interrupts import operation
 from distckpt._base.messages import nearest_names, summarize_keys
 from distckpt._base.options import LoadOptions
-from distckpt._checkpoint.consistent_read import read_attempts
+from distckpt._checkpoint.consistent_read import read_attempts, reading
 from distckpt._checkpoint.opening import find_checkpoint
 from distckpt._checkpoint.shards import describe_objects, describe_tensors, load_shards
 from distckpt._commit import posix
 from distckpt._format.marker import BUILT_IN, CheckpointingConfig
 from distckpt._format.stored_checkpoint import StoredCheckpoint
-from distckpt._io import background
 from distckpt._io.load_shards import ReadSettings
 from distckpt._io.remove_tensors import remove_tensors
 from distckpt._mapping.sharded_tensor import ShardedTensor
@@ -181,8 +180,9 @@ def remove_sharded_tensors(checkpoint_dir: str | os.PathLike[str], key_prefix: s
         CheckpointingException: another program wrote it, or its strategy cannot remove tensors.
     """
     location = locations.normalize(checkpoint_dir)
-    background.wait_for_location(location)
-    found = find_checkpoint(Ranks.alone(), location)
+    for attempt in read_attempts(Ranks.alone(), location):
+        with attempt:
+            found = find_checkpoint(Ranks.alone(), location, marker=attempt.marker)
     if found.stored is None:
         registered = registered_strategy(location, found.marker)
         registered.remove_sharded_tensors(location, key_prefix)
@@ -191,7 +191,9 @@ def remove_sharded_tensors(checkpoint_dir: str | os.PathLike[str], key_prefix: s
     if not manifest.has_checksums:
         raise CheckpointingException(f"{location!r} was not written by distckpt: convert it first.")
     config = CheckpointingConfig(BUILT_IN, 1)
-    if not remove_tensors(posix.resolve(location), manifest, key_prefix, config):
+    with reading(Ranks.alone(), [found.stored]):
+        removed = remove_tensors(posix.resolve(location), manifest, key_prefix, config)
+    if not removed:
         logger.warning(
             "no tensor in %s has a key that begins with %r: nothing removed", location, key_prefix
         )

@@ -17,11 +17,10 @@ from distckpt._base.interrupts import operation
 from distckpt._base.messages import nearest_names, summarize_keys
 from distckpt._base.options import LoadOptions
 from distckpt._base.threads import NUM_REQUESTS, run_threads
-from distckpt._checkpoint.consistent_read import read_attempts
+from distckpt._checkpoint.consistent_read import read_attempts, reading
 from distckpt._checkpoint.opening import open_checkpoint
-from distckpt._checkpoint.removal import noticing_removal
 from distckpt._checkpoint.stored_values import load_common_state
-from distckpt._format.marker import marker_of
+from distckpt._format.marker import replaced
 from distckpt._format.stored_checkpoint import StoredCheckpoint
 from distckpt._geometry.region import Region, whole
 from distckpt._io.load_shards import ReadSettings, load_tensors
@@ -166,27 +165,18 @@ class Checkpoint:
         """Refuse what is read, and report what goes wrong otherwise, when the checkpoint was
         replaced.
         """
-        try:
-            with noticing_removal(Ranks.alone(), self.location):
+        with reading(Ranks.alone(), [self._stored]):
+            try:
                 yield
-        except (CheckpointingException, OSError) as error:
-            if self._was_replaced():
-                raise self._replaced() from error
-            raise
-        # What agrees with checksums is of this checkpoint.
-        if not self._stored.verifies and self._was_replaced():
-            raise self._replaced()
+            except (CheckpointingException, OSError) as error:
+                self._check_times(error)
+                raise
+            self._check_times(None)
 
-    def _was_replaced(self) -> bool:
-        if not self._stored.manifest.has_checksums:
-            return _times_of_files(self._stored) != self._times
-        marker = marker_of(self.location)
-        return marker is not None and marker != self._stored.marker
-
-    def _replaced(self) -> CheckpointingException:
-        return CheckpointingException(
-            f"{self.location!r} was replaced after it was opened: open it again."
-        )
+    def _check_times(self, error: Exception | None) -> None:
+        # Without checksums, nothing else tells that what was read is of this checkpoint.
+        if _times_of_files(self._stored) != self._times:
+            raise replaced(self.location) from error
 
 
 @operation

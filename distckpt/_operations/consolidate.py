@@ -10,6 +10,7 @@ from typing import Any
 from distckpt._base.interrupts import operation
 from distckpt._base.memory import paused_garbage_collection
 from distckpt._base.options import ExportOptions, with_changes
+from distckpt._checkpoint.consistent_read import reading
 from distckpt._operations.export_plan import ExportPlan, plan_export, stored_source
 from distckpt._operations.export_request import (
     check_export_options,
@@ -74,8 +75,9 @@ def consolidate(
     request = check_request(ranks, [checkpoint], output_dir, overwrite, chosen)
     with PhaseTimer("consolidate", ranks.rank, request.target).phase("plan"):
         opened = open_sources(ranks, request.sources, chosen.verify)
-        source = stored_source(opened.checkpoints[0], chosen)
-        plan = plan_export(ranks, source, chosen, opened.adapter)
+        with reading(ranks, opened.all):
+            source = stored_source(opened.checkpoints[0], chosen)
+            plan = plan_export(ranks, source, chosen, opened.adapter)
     return write_and_commit(ranks, request, opened.all, plan)
 
 
@@ -84,6 +86,6 @@ def plan_consolidation(checkpoint: str | os.PathLike[str], options: ExportOption
     ranks = Ranks.alone()
     check_export_options(options)
     opened = open_sources(ranks, locate_sources([checkpoint], options), options.verify)
-    return plan_export(
-        ranks, stored_source(opened.checkpoints[0], options), options, opened.adapter
-    )
+    with reading(ranks, opened.all):
+        source = stored_source(opened.checkpoints[0], options)
+        return plan_export(ranks, source, options, opened.adapter)

@@ -4,6 +4,7 @@ time.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import math
 import os
@@ -22,7 +23,7 @@ from distckpt._base.interrupts import operation
 from distckpt._base.messages import natural_order
 from distckpt._base.options import Progress
 from distckpt._base.threads import ProgressCounter
-from distckpt._checkpoint.opening import open_checkpoint
+from distckpt._checkpoint.opening import opened
 from distckpt._checkpoint.stored_values import (
     StoredTensor,
     holds_objects,
@@ -32,7 +33,6 @@ from distckpt._checkpoint.stored_values import (
 from distckpt._format import codec
 from distckpt._format.stored_checkpoint import StoredCheckpoint
 from distckpt._geometry.region import Region
-from distckpt._io import background
 from distckpt._operations.windows import (
     Window,
     blocks_of,
@@ -188,32 +188,29 @@ def diff(
     """
     started = time.perf_counter()
     check_patterns(keys)
-    first, second = _open(a), _open(b)
-    of_a, of_b = _tensors_to_compare(first, second, keys, rename or {})
-    common = sorted(of_a.keys() & of_b.keys(), key=natural_order)
-    pairs = {key: (of_a[key], of_b[key]) for key in common}
-    comparable = {key: (x, y) for key, (x, y) in pairs.items() if x.shape == y.shape}
-    num_bytes = sum(x.num_bytes + y.num_bytes for x, y in comparable.values())
-    windows = _compare_values(comparable, atol, rtol, ProgressCounter(progress, num_bytes))
-    objects_compared = keys is None and holds_objects(first) and holds_objects(second)
-    return DiffReport(
-        first.location,
-        second.location,
-        only_in_a=tuple(sorted(of_a.keys() - of_b.keys(), key=natural_order)),
-        only_in_b=tuple(sorted(of_b.keys() - of_a.keys(), key=natural_order)),
-        tensors=tuple(_differences(pairs, windows)),
-        objects=tuple(_diff_objects(first, second)) if objects_compared else (),
-        objects_compared=objects_compared,
-        num_compared=len(comparable),
-        num_bytes=num_bytes,
-        seconds=time.perf_counter() - started,
-    )
-
-
-def _open(checkpoint_dir: str | os.PathLike[str]) -> StoredCheckpoint:
-    location = locations.normalize(checkpoint_dir)
-    background.wait_for_location(location)
-    return open_checkpoint(Ranks.alone(), location)
+    ranks = Ranks.alone()
+    of_both = map(locations.normalize, (a, b))
+    with contextlib.ExitStack() as stack:
+        first, second = (stack.enter_context(opened(ranks, each)) for each in of_both)
+        of_a, of_b = _tensors_to_compare(first, second, keys, rename or {})
+        common = sorted(of_a.keys() & of_b.keys(), key=natural_order)
+        pairs = {key: (of_a[key], of_b[key]) for key in common}
+        comparable = {key: (x, y) for key, (x, y) in pairs.items() if x.shape == y.shape}
+        num_bytes = sum(x.num_bytes + y.num_bytes for x, y in comparable.values())
+        windows = _compare_values(comparable, atol, rtol, ProgressCounter(progress, num_bytes))
+        objects_compared = keys is None and holds_objects(first) and holds_objects(second)
+        return DiffReport(
+            first.location,
+            second.location,
+            only_in_a=tuple(sorted(of_a.keys() - of_b.keys(), key=natural_order)),
+            only_in_b=tuple(sorted(of_b.keys() - of_a.keys(), key=natural_order)),
+            tensors=tuple(_differences(pairs, windows)),
+            objects=tuple(_diff_objects(first, second)) if objects_compared else (),
+            objects_compared=objects_compared,
+            num_compared=len(comparable),
+            num_bytes=num_bytes,
+            seconds=time.perf_counter() - started,
+        )
 
 
 _Tensors: TypeAlias = dict[str, StoredTensor]

@@ -10,8 +10,7 @@ from dataclasses import dataclass, field
 from distckpt._base.errors import CheckpointExistsError, CheckpointingException
 from distckpt._base.messages import check_choice, check_num_bytes
 from distckpt._base.options import ExportOptions, check_options, check_switch
-from distckpt._checkpoint.consistent_read import read_attempts
-from distckpt._checkpoint.opening import open_checkpoint
+from distckpt._checkpoint.opening import open_undisturbed
 from distckpt._commit import posix
 from distckpt._commit.target import check_replaceable
 from distckpt._format.hf_names import belongs_to_export
@@ -156,7 +155,7 @@ def _check_is_not_inside(target: str, source: str) -> None:
 
 
 def open_sources(ranks: Ranks, sources: SourceLocations, verify: bool) -> OpenedSources:
-    """Open checkpoints, and an adapter.
+    """Open checkpoints, and an adapter, to read them in the context `reading`.
 
     Collective operation: all ranks must call it.
 
@@ -167,13 +166,8 @@ def open_sources(ranks: Ranks, sources: SourceLocations, verify: bool) -> Opened
     adapter = None
     if sources.adapter is not None:
         on_demand("merge_adapter").check_is_adapter(ranks, sources.adapter)
-        adapter = _open(ranks, sources.adapter, verify)
-    checkpoints = [_open(ranks, location, verify) for location in sources.checkpoints]
+        adapter = open_undisturbed(ranks, sources.adapter, verify=verify)
+    checkpoints = [
+        open_undisturbed(ranks, location, verify=verify) for location in sources.checkpoints
+    ]
     return OpenedSources(checkpoints, adapter)
-
-
-def _open(ranks: Ranks, location: str, verify: bool) -> StoredCheckpoint:
-    for attempt in read_attempts(ranks, location):
-        with attempt:
-            stored = open_checkpoint(ranks, location, verify=verify, marker=attempt.marker)
-    return stored

@@ -9,9 +9,10 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from distckpt._base.errors import CheckpointingException, CorruptCheckpointError
+from distckpt._base.errors import CorruptCheckpointError
 from distckpt._base.messages import summarize_keys
 from distckpt._base.threads import ProgressCounter
+from distckpt._checkpoint.consistent_read import reading
 from distckpt._checkpoint.opening import identify, manifest_bytes
 from distckpt._commit.output import Output, OutputSettings, new_output
 from distckpt._format.hf_names import (
@@ -20,10 +21,11 @@ from distckpt._format.hf_names import (
     belongs_to_export,
     index_json,
 )
+from distckpt._format.marker import replaced
 from distckpt._format.read_header import read_header
 from distckpt._format.stored_checkpoint import StoredCheckpoint
 from distckpt._io.direct_reads import unread_files
-from distckpt._io.export import write_output_file
+from distckpt._io.export import file_size, write_output_file
 from distckpt._io.extra_files import write_extra_files
 from distckpt._operations.export_plan import ExportPlan
 from distckpt._operations.export_request import ExportRequest
@@ -78,14 +80,14 @@ def write_and_commit(
     own_bytes = sum(file.num_bytes for file in mine)
     # On an object store they are in their final place; the index is written last.
     settings = OutputSettings(num_bytes=own_bytes, files=[file.name for file in plan.files])
-    with new_output(ranks, request.target, settings) as output:
+    with reading(ranks, opened), new_output(ranks, request.target, settings) as output:
         with timer.phase("write") as details:
             details["bytes"] = own_bytes
             with output.being_written():
                 overflows = _write_files(ranks, request, plan, mine, output)
         with timer.phase("commit"), ranks.phase("commit the export", decision=True):
             if ranks.is_coordinator:
-                _complete(plan, opened, output.location)
+                _complete(plan, opened, output)
                 output.commit_beside_others(belongs_to_export)
     if overflows and ranks.is_coordinator:
         logger.warning(
@@ -135,10 +137,12 @@ def _write_files(
 # --- Committing -----------------------------------------------------------------------------------
 
 
-def _complete(plan: ExportPlan, opened: Sequence[StoredCheckpoint], directory: str) -> None:
+def _complete(plan: ExportPlan, opened: Sequence[StoredCheckpoint], output: Output) -> None:
     """Check the files that all ranks have written, and write the others."""
+    directory = output.location
     for stored in opened:
         _check_is_unchanged(stored)
+    output.check_files([(file.name, file_size(file)) for file in plan.files])
     for file in plan.files:
         _check_written(locations.join(directory, file.name), file)
     write_extra_files(plan.extra_files, directory)
@@ -156,10 +160,7 @@ def _check_is_unchanged(stored: StoredCheckpoint) -> None:
     else:
         is_same = fields["manifest"] == stored.marker.get("manifest")
     if not is_same:
-        raise CheckpointingException(
-            f"{stored.location!r} was overwritten while it was exported: nothing was exported, try "
-            "again."
-        )
+        raise replaced(stored.location)
 
 
 def _check_written(path: str, file: OutputFile) -> None:

@@ -13,6 +13,7 @@ from distckpt._base.errors import CheckpointExistsError, CheckpointingException
 from distckpt._base.interrupts import operation
 from distckpt._base.memory import paused_garbage_collection
 from distckpt._base.options import ExportOptions, with_changes
+from distckpt._checkpoint.consistent_read import reading
 from distckpt._checkpoint.opening import holds_checkpoint
 from distckpt._commit import posix
 from distckpt._format.stored_checkpoint import StoredCheckpoint
@@ -95,8 +96,9 @@ def merge(
     request = check_request(ranks, sources, output_dir, overwrite, chosen)
     with PhaseTimer("consolidate", ranks.rank, request.target).phase("plan"):
         opened = open_sources(ranks, request.sources, chosen.verify)
-        source = _sum(ranks, opened.checkpoints, factors, ema, chosen)
-        plan = plan_export(ranks, source, chosen, opened.adapter)
+        with reading(ranks, opened.all):
+            source = _sum(ranks, opened.checkpoints, factors, ema, chosen)
+            plan = plan_export(ranks, source, chosen, opened.adapter)
     return write_and_commit(ranks, request, opened.all, plan)
 
 

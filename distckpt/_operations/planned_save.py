@@ -8,13 +8,12 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from distckpt._base.errors import CheckpointingException
 from distckpt._base.messages import check_num_bytes
 from distckpt._base.options import SaveOptions, check_options, check_seconds, check_switch
 from distckpt._base.reports import SaveReport, publish
 from distckpt._commit import posix
 from distckpt._commit.output import OutputSettings, new_output
-from distckpt._format.marker import CheckpointingConfig, marker_of
+from distckpt._format.marker import CheckpointingConfig, marker_of, replaced
 from distckpt._io.prepared_save import PreparedSave
 from distckpt._mapping.wrappers import CommonStateDict, StateDict
 from distckpt._ranks.collectives import PhaseTimer, Ranks
@@ -125,10 +124,7 @@ def write_and_commit(ranks: Ranks, save: PlannedSave) -> SaveReport:
 def _check_source(save: PlannedSave) -> None:
     """Refuse to replace another checkpoint than the one that this one is made of."""
     if marker_of(save.location) != save.source:
-        raise CheckpointingException(
-            f"{save.location!r} was overwritten or removed while it was read: that stays as it is. "
-            "Try again."
-        )
+        raise replaced(save.location)
 
 
 def _output_settings(save: PlannedSave) -> OutputSettings:

@@ -20,7 +20,8 @@ from distckpt._base.interrupts import operation
 from distckpt._base.memory import paused_garbage_collection
 from distckpt._base.options import Progress
 from distckpt._base.threads import ProgressCounter
-from distckpt._checkpoint.opening import BACKEND, VERSION, open_checkpoint
+from distckpt._checkpoint.consistent_read import reading
+from distckpt._checkpoint.opening import BACKEND, VERSION, open_undisturbed
 from distckpt._checkpoint.stored_values import object_keys, read_encoded
 from distckpt._commit import posix
 from distckpt._format.checksum import checksum
@@ -182,14 +183,18 @@ def reshard(
     # 1. What is written, and who writes it.
     timer = PhaseTimer("reshard", ranks.rank, target)
     with timer.phase("plan"):
-        stored = open_checkpoint(ranks, location, verify=verify)
-        plan = _plan(ranks, stored, target, selection, division, common_state)
+        stored = open_undisturbed(ranks, location, verify=verify)
+        with reading(ranks, [stored]):
+            plan = _plan(ranks, stored, target, selection, division, common_state)
 
     # 2. Write beside the target, and commit.
     request = SaveRequest(path=target, overwrite=overwrite, notes=_notes(stored, selection))
     source = stored.marker if target == posix.resolve(location) else None
     overflows: dict[str, int] = {}
-    with OpenFiles.for_many_reads(unread_files(stored)) as open_files:
+    with (
+        reading(ranks, [stored]),
+        OpenFiles.for_many_reads(unread_files(stored)) as open_files,
+    ):
         files = _files_of_rank(ranks, plan, open_files, overflows)
         prepared = _prepare(ranks, plan.layout, files, max_inflight_bytes, progress)
         config = CheckpointingConfig(BACKEND, VERSION)

@@ -11,7 +11,6 @@ from distckpt._base.dtypes import FROM_NAME, TO_NAME
 from distckpt._base.errors import CheckpointingException
 from distckpt._base.options import LoadOptions
 from distckpt._checkpoint.opening import FoundCheckpoint
-from distckpt._checkpoint.removal import noticing_removal
 from distckpt._checkpoint.shards import describe_quantized, load_shards
 from distckpt._checkpoint.stored_values import load_objects
 from distckpt._format.manifest import OBJECT
@@ -118,12 +117,10 @@ class _OpenCheckpoint(ShardSource):
 
     def read(self, shards: Sequence[Shard], rules: Sequence[Rule]) -> list[Any]:
         settings = ReadSettings(self.options, rules, self.engine.exchange_group)
-        with noticing_removal(self.ranks, self.stored.location):
-            return load_shards(self.ranks, self.stored, shards, settings)
+        return load_shards(self.ranks, self.stored, shards, settings)
 
     def read_objects(self, shards: Sequence[ShardedObject]) -> list[Any]:
-        with noticing_removal(self.ranks, self.stored.location):
-            return load_objects(self.stored, shards)
+        return load_objects(self.stored, shards)
 
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
         return self.stored.manifest.shapes_by_key
@@ -170,8 +167,7 @@ class _UserStrategy(ShardSource):
                 "with the built-in strategy only."
             )
         by_name = {str(number): shard for number, shard in enumerate(shards)}
-        with noticing_removal(self.ranks, self.location):
-            values = self.strategy.load(dict(by_name), self.location)
+        values = self.strategy.load(dict(by_name), self.location)
         return [values[name] for name in by_name]
 
     def read_objects(self, shards: Sequence[ShardedObject]) -> list[Any]:

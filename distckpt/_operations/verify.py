@@ -129,7 +129,8 @@ def verify(
         What was found. Damage does not raise: it is listed in `problems`.
 
     Raises:
-        CheckpointNotFoundError: nothing that could be verified is there.
+        CheckpointNotFoundError: nothing that could be verified is there, or it was removed
+            meanwhile.
         ValueError: `mode` is neither "fast" nor "full".
     """
     check_choice("mode", mode, ("fast", "full"))
@@ -137,6 +138,8 @@ def verify(
     for attempt in read_attempts(Ranks.alone(), location):
         with attempt:
             report = _verify(location, attempt.marker, mode, num_threads, progress)
+            if report.problems:
+                attempt.check_is_there()
     return report
 
 

@@ -137,7 +137,7 @@ class Ranks(Exchanges):
             agreed = error_to_raise(error, self.rank, outcomes, name, decision)
         else:
             agreed = CheckpointingException(describe_difference(calls))
-        self._raise_together(agreed, error)
+        self.raise_together(agreed, error)
 
     def decide(self, name: str, function: Callable[[], bytes]) -> bytes:
         """Call a function on the coordinator, as a decision (see `phase`); return its result on
@@ -180,13 +180,19 @@ class Ranks(Exchanges):
         if message[:1] == b"+":
             return message[1:]
         outcomes = [json.loads(message), *[None] * (self.size - 1)]
-        self._raise_together(error_to_raise(error, self.rank, outcomes, name, True), error)
+        self.raise_together(error_to_raise(error, self.rank, outcomes, name, True), error)
 
     def all_equal(self, number: int) -> bool:
         """Tell whether every rank gave the same number, between -2**62 and 2**62."""
         return self.size == 1 or self._agree(None, "compare a number", number=number)[0]
 
-    def _raise_together(self, agreed: BaseException, error: BaseException | None) -> NoReturn:
+    def raise_together(self, agreed: BaseException, error: BaseException | None) -> NoReturn:
+        """Raise an error that all ranks raise, instead of one that they have raised together.
+
+        Collective operation: all ranks must call it.
+        """
+        if self.size == 1:
+            raise agreed from error
         if mark_known(agreed, self._group) is error:
             raise agreed
         raise agreed from error

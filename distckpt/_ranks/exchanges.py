@@ -109,6 +109,16 @@ class Exchanges:
                 members, limit, backend="gloo", use_local_synchronization=True
             )
 
+    @property
+    def timeout(self) -> float:
+        """Return how many seconds the ranks wait for each other in an exchange."""
+        # A backend of another program need not tell.
+        with contextlib.suppress(AttributeError):
+            if self._group is not None:
+                backend = self._group._get_backend(torch.device("cpu"))
+                return float(backend.options._timeout.total_seconds())
+        return math.inf
+
     def is_known_to_all(self, error: BaseException) -> bool:
         """Tell whether all ranks have raised this error, or one with the same cause, together."""
         return (

@@ -14,7 +14,8 @@ from typing import Any
 
 from distckpt._base.options import LoadOptions, SaveOptions
 from distckpt._base.public import set_public_home
-from distckpt._checkpoint.opening import open_checkpoint
+from distckpt._checkpoint.consistent_read import reading
+from distckpt._checkpoint.opening import open_undisturbed
 from distckpt._checkpoint.shards import describe_objects, describe_tensors, load_shards
 from distckpt._format.marker import BUILT_IN
 from distckpt._format.stored_checkpoint import StoredCheckpoint
@@ -147,9 +148,10 @@ class SafetensorsLoadStrategy(LoadShardedStrategy):
         ranks = Ranks(self.process_group) if self._is_configured else Ranks.alone()
         location = locations.normalize(checkpoint_dir)
         # Each rank opens it alone: while one may have failed, ranks can vote, but not send data.
-        stored = open_checkpoint(Ranks.alone(), location, verify=self.options.verify)
+        stored = open_undisturbed(Ranks.alone(), location, verify=self.options.verify)
         settings = ReadSettings(self.options, (), self.exchange_group)
-        values = load_shards(ranks, stored, list(sharded_state_dict.values()), settings)
+        with reading(ranks, [stored]):
+            values = load_shards(ranks, stored, list(sharded_state_dict.values()), settings)
         return dict(zip(sharded_state_dict, values, strict=True))
 
     def load_tensors_metadata(
@@ -165,7 +167,7 @@ class SafetensorsLoadStrategy(LoadShardedStrategy):
 
 
 def _open_alone(checkpoint_dir: str | os.PathLike[str]) -> StoredCheckpoint:
-    return open_checkpoint(Ranks.alone(), locations.normalize(checkpoint_dir))
+    return open_undisturbed(Ranks.alone(), locations.normalize(checkpoint_dir))
 
 
 DEFAULTS = {

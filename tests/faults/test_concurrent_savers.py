@@ -234,9 +234,7 @@ def test_an_export_that_is_overtaken_is_not_committed(tmp_path):
     path = str(tmp_path / "checkpoint")
     distckpt.save(scattered(1), path)
     overwrite = Once(lambda: distckpt.save(scattered(2), path, overwrite=True))
-    with pytest.raises(
-        CheckpointingException, match=r"overwritten while it was exported|damaged or replaced"
-    ):
+    with pytest.raises(CheckpointingException, match="was replaced after it was opened"):
         distckpt.consolidate(path, tmp_path / "export", verify=False, progress=overwrite)
     assert os.listdir(tmp_path) == ["checkpoint"]
 
@@ -326,7 +324,7 @@ def test_a_step_that_is_pruned_while_it_is_read(tmp_path):
     path = tmp_path / "step"
     distckpt.save(scattered(1), path)
     prune = Once(lambda: shutil.rmtree(path))
-    with pytest.raises(CheckpointNotFoundError, match="was removed while it was being loaded"):
+    with pytest.raises(CheckpointNotFoundError, match="was removed while it was being read"):
         distckpt.load(scattered(-1), path, progress=prune)
 
 
@@ -344,7 +342,7 @@ def test_a_manager_loads_what_is_newest_when_a_step_is_pruned_while_it_is_read(t
         loaded["object"],
         loaded["value"],
     } == {3}
-    assert "was removed while it was being loaded" in manager.skipped[2]
+    assert "it was removed" in manager.skipped[2]
 
 
 def save_from_two_groups(rank, path):

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 import distckpt
-from distckpt import CheckpointingException, CheckpointManager, RankFailedError
+from distckpt import CheckpointingException, CheckpointManager, RankFailedError, torch_dist
 from distckpt._commit import output
 from distckpt._ranks.exchanges import lone_group
 from distckpt.strategies.safetensors import ShardSave
@@ -148,6 +148,53 @@ def test_ranks_with_stores_of_their_own(is_same_url, message):
     for error in run(save_to_own_url, 2, is_same_url):
         with pytest.raises(CheckpointingException, match=message):
             raise error
+
+
+def write_with_little_patience(rank, verb, folder):
+    """Call a verb with a directory of this rank's own, in a group that waits for a short time."""
+    return error_of(verb, rank, folder / f"disk_{rank}")
+
+
+@pytest.mark.parametrize("verb", [save, export])
+def test_the_paths_are_named_before_the_group_gives_up(verb, tmp_path):
+    distckpt.save(state_of(1), tmp_path / "source")
+    for rank in range(2):
+        (tmp_path / f"disk_{rank}").mkdir()
+    for error in run(write_with_little_patience, 2, verb, tmp_path, group_timeout=3.0):
+        assert isinstance(error, RankFailedError)
+        assert str(tmp_path / "disk_0") in str(error)
+        assert str(tmp_path / "disk_1") in str(error)
+
+
+def read_from_own_disk(rank, verb, source, target):
+    return error_of(verb, source if rank == 0 else source.parent / "elsewhere" / "source", target)
+
+
+@pytest.mark.parametrize("verb", [distckpt.consolidate, distckpt.reshard, torch_dist.export])
+@pytest.mark.parametrize("is_ours", [True, False])
+def test_a_source_that_one_rank_does_not_have(verb, is_ours, tmp_path):
+    distckpt.save(state_of(1), tmp_path / "ours")
+    distckpt.consolidate(tmp_path / "ours", tmp_path / "hugging_face", keys="rows")
+    (tmp_path / ("ours" if is_ours else "hugging_face")).rename(tmp_path / "source")
+    for error in run(read_from_own_disk, 2, verb, tmp_path / "source", tmp_path / "out"):
+        assert isinstance(error, RankFailedError)
+        assert list(error.failures) == [1]
+        state = "is no checkpoint" if is_ours else "does not exist"
+        assert f"'{tmp_path}/elsewhere/source' on rank 1" in str(error)
+        assert f"{state}. Give all ranks the same location, on storage that all" in str(error)
+    assert not (tmp_path / "out").exists()
+
+
+def export_to_own_store(rank, source):
+    return error_of(distckpt.consolidate, source, "memory://bucket/export", max_file_bytes=60_000)
+
+
+def test_an_export_to_stores_of_their_own(tmp_path):
+    distckpt.save(state_of(1), tmp_path / "source")
+    for error in run(export_to_own_store, 2, tmp_path / "source"):
+        assert isinstance(error, CheckpointingException)
+        assert "was written and is missing as rank 0" in str(error)
+        assert "not all ranks share this storage. Nothing was committed" in str(error)
 
 
 def check_value(path, value):

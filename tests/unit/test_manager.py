@@ -558,10 +558,38 @@ def test_only_whole_steps_count(tmp_path):
     assert directories_in(tmp_path) == ["step_00000004", "step_00000005"]
 
 
-def test_after_going_back_the_new_step_stays(tmp_path):
-    save_steps(tmp_path, [10, 20, 30])
-    save_steps(tmp_path, [15], keep_last=1)
-    assert directories_in(tmp_path) == ["step_00000015"]
+@pytest.mark.parametrize(
+    ("keep_last", "kept"),
+    [(1, [5, 50]), (2, [5, 40, 50]), (3, [5, 30, 40, 50]), (9, [5, 10, 20, 30, 40, 50])],
+)
+def test_after_going_back_the_new_step_stays_beside_the_newest(keep_last, kept, tmp_path, capsys):
+    with CheckpointManager(tmp_path, keep_last=keep_last, async_save=False) as manager:
+        for step in (10, 20, 30, 40, 50, 5):
+            manager.save(step, state_of(step))
+        assert manager.steps() == kept
+        # The tracker file names the step that was saved last.
+        text = call(capsys, "prune", tmp_path, "--keep-last", 1)
+        assert "removed step_00000050" not in text
+        assert manager.steps() == [5, 50]
+        manager.save(6, state_of(6))
+        assert manager.steps() == ([6, 50] if keep_last == 1 else [5, 6, 50][-keep_last:])
+    assert value_of(distckpt.load(state_of(-1), tmp_path / "step_00000050")) == 50
+
+
+def test_after_going_back_beside_another_job_all_newest_stay(tmp_path):
+    """Steps that another job commits meanwhile are counted, and neither job removes the newest."""
+    with CheckpointManager(tmp_path, keep_last=2, async_save=False) as ahead:
+        for step in (10, 20, 30):
+            ahead.save(step, state_of(step))
+        with CheckpointManager(tmp_path, keep_last=2, async_save=False) as behind:
+            for step in (5, 6):
+                behind.save(step, state_of(step))
+                assert behind.steps() == [step, 20, 30]
+            ahead.save(40, state_of(40))
+            # What the other job saved since this one began is not its own to remove.
+            assert ahead.steps() == [6, 30, 40]
+            behind.save(7, state_of(7))
+            assert behind.steps() == [7, 30, 40]
 
 
 def test_newer_steps_are_named_once_after_going_back(tmp_path, caplog):
@@ -705,7 +733,7 @@ def test_a_reader_of_a_checkpoint_that_is_removed_is_told_so(tmp_path):
 
     with (
         hooked_reads(remove),
-        pytest.raises(CheckpointNotFoundError, match="was removed while it was being loaded"),
+        pytest.raises(CheckpointNotFoundError, match="was removed while it was being read"),
     ):
         distckpt.load(state_of(-1), f"hooked://{tmp_path}/step_00000001")
     assert directories_in(tmp_path) == ["step_00000002"]

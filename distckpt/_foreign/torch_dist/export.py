@@ -22,7 +22,7 @@ import numpy as np
 from distckpt._base.errors import CheckpointingException
 from distckpt._base.interrupts import operation
 from distckpt._base.options import Progress
-from distckpt._checkpoint.opening import open_checkpoint
+from distckpt._checkpoint.opening import opened
 from distckpt._commit import posix
 from distckpt._commit.output import OutputSettings, new_output
 from distckpt._foreign.torch_dist.write import write_chunks, write_metadata
@@ -74,7 +74,17 @@ def export(
         _check_place(location, target)
         if ranks.is_coordinator:
             posix.check_target(target, overwrite, os.fspath(output_dir))
-    stored = open_checkpoint(ranks, location)
+    with opened(ranks, location) as stored:
+        _write(ranks, stored, target, overwrite, progress)
+
+
+def _write(
+    ranks: Ranks,
+    stored: StoredCheckpoint,
+    target: str,
+    overwrite: bool,
+    progress: Progress | None,
+) -> None:
     mine = _chunks_of_rank(stored, ranks.rank, ranks.size)
     num_bytes = sum(int(stored.manifest.num_bytes[chunk]) for _, chunk in mine)
     settings = OutputSettings(num_bytes=num_bytes, overwrite=overwrite)
