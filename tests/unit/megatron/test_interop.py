@@ -177,7 +177,7 @@ def test_a_state_dict_of_megatron_comes_back(tmp_path):
         "local": LocalNonpersistentObject("mine"),
     }
     target = asked["model"]["weight"].data
-    loaded = distckpt.megatron.load(asked, tmp_path / "c", strict="raise_all")
+    loaded = distckpt.megatron.load(asked, tmp_path / "c", None, False, strict="raise_all")
     assert loaded["model"]["weight"] is target
     assert torch.equal(target, weight)
     assert torch.equal(loaded["model"]["layers"][0], torch.full((3,), 2.0))
