@@ -23,6 +23,7 @@ from distckpt import (
 from distckpt.megatron import core, serialization
 from distckpt.megatron.validation import StrictHandling
 from tests.support.read_counts import counted_reads
+from tests.support.reference import megatron_or_skip
 
 
 def tensor(key, value=1.0, shape=(4,), **kwargs):
@@ -75,11 +76,28 @@ MODES = {
 }
 
 
-@pytest.mark.parametrize("as_enum", [True, False])
+def as_given(mode, as_enum):
+    """Return a mode as an enum of either package, or as text."""
+    if as_enum is None:
+        return mode
+    if as_enum == "distckpt's":
+        return StrictHandling(mode)
+    theirs = megatron_or_skip("dist_checkpointing.validation").StrictHandling(mode)
+    assert theirs != StrictHandling(mode)
+    ours = StrictHandling(mode)
+    for name in ("explicit_ckpt_mismatch_check", "global_app_metadata", "returning_mismatch_keys"):
+        required = getattr(StrictHandling, f"requires_{name}")
+        assert (
+            required(theirs) == getattr(type(theirs), f"requires_{name}")(theirs) == required(ours)
+        )
+    return theirs
+
+
+@pytest.mark.parametrize("as_enum", ["Megatron's", "distckpt's", None])
 @pytest.mark.parametrize("mode", MODES)
 def test_every_mode_does_with_differing_keys_what_it_says(stored, mode, as_enum, caplog):
     raises_missing, raises_unexpected, warns_missing, warns_unexpected, returns = MODES[mode]
-    strict = StrictHandling(mode) if as_enum else mode
+    strict = as_given(mode, as_enum)
     caplog.set_level(logging.WARNING)
     if raises_unexpected:
         with pytest.raises(LoadMismatchError) as caught:

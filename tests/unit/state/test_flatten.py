@@ -318,9 +318,7 @@ def test_the_callers_dict_is_the_same_afterwards(tmp_path):
     asked["empty"] = tensor("w", 0).without_data()
     asked["unknown"] = tensor("unknown", 0)
     before = snapshot(asked)
-    loaded = distckpt.load(
-        asked, tmp_path / "c", strict="report", validate_access_integrity=False
-    )
+    loaded = distckpt.load(asked, tmp_path / "c", strict="report", validate_access_integrity=False)
     assert snapshot(asked) == before
     assert asked["empty"].data is None
     # Nor are the containers of the result those of the argument.
