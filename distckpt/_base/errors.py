@@ -2,25 +2,46 @@
 
 from __future__ import annotations
 
+import functools
 import sys
 from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 _MAX_LISTED_RANKS = 8
 
-if TYPE_CHECKING:
-    _Base = Exception
-else:
-    _megatron = sys.modules.get("megatron.core.dist_checkpointing.core")
-    _Base = getattr(_megatron, "CheckpointingException", Exception)
 
-
-class CheckpointingException(_Base):
+class CheckpointingException(Exception):
     """Base class of the errors of distckpt.
 
-    Programs that import Megatron Core before distckpt can catch it as that package's class of the
-    same name.
+    In programs that have imported Megatron Core, they can be caught as that package's class of the
+    same name, too.
     """
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> CheckpointingException:
+        """Make an error that is also one of Megatron, whichever package was imported first."""
+        kind: Any = cls
+        theirs: Any = megatron_error()
+        if theirs is not None and not issubclass(cls, theirs):
+            kind = _of_both(kind, theirs)
+        made: CheckpointingException = super().__new__(kind, *args)
+        return made
+
+
+def megatron_error() -> type[Exception] | None:
+    """Return the class of Megatron's errors; None where Megatron has not been imported."""
+    module = sys.modules.get("megatron.core.dist_checkpointing.core")
+    return getattr(module, "CheckpointingException", None)
+
+
+@functools.cache
+def _of_both(cls: Any, theirs: Any) -> Any:
+    """Return a class derived from two, which is pickled as the first."""
+
+    def reduce(self: Any) -> tuple[Any, ...]:
+        return (cls, *cls.__reduce__(self)[1:])
+
+    names = {name: getattr(cls, name) for name in ("__module__", "__qualname__", "__doc__")}
+    return type(cls.__name__, (cls, theirs), {**names, "__reduce__": reduce})
 
 
 class InvalidShardingError(CheckpointingException, ValueError):

@@ -75,8 +75,10 @@ class LoadOptions:
     Attributes:
         strategy: reads the shards in a format of your own; a `LoadShardedStrategy`, or
             `(backend, version)` of a registered one. None for what the checkpoint was saved with.
-        validate_access_integrity: with several ranks, check first that the main replicas of all
-            ranks cover each requested tensor exactly once, which finds mistakes in offsets.
+        validate_access_integrity: check first that the main replicas of all ranks cover each
+            requested tensor and object grid exactly once, which finds mistakes in offsets. None
+            checks the same, except that one process alone may request a part of a tensor; True
+            refuses this, too; with False nothing is checked, and each rank gets what it requests.
         verify: compare the checksum of every block of 256 KiB of which a byte is loaded.
         allow_dtype_cast: convert tensors to the requested dtype even when that loses information.
             Lossless conversions (bf16 to fp32) are always made. Where values are infinite or NaN
@@ -96,7 +98,7 @@ class LoadOptions:
     """
 
     strategy: Any = None
-    validate_access_integrity: bool = True
+    validate_access_integrity: bool | None = None
     verify: bool = True
     allow_dtype_cast: bool = False
     parallel_load: ParallelLoad = "auto"

@@ -6,16 +6,23 @@ Nothing of Megatron is imported before such a name is used.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
-from distckpt._base.errors import CheckpointingException
-from distckpt._mapping.base import ShardedBase
-from distckpt._mapping.wrappers import LocalNonpersistentObject
-from distckpt._megatron.dict_utils import nested_values
+from distckpt._base.errors import CheckpointingException, megatron_error
+from distckpt._mapping.sharded_tensor import ShardedTensor
+from distckpt._mapping.wrappers import (
+    LocalNonpersistentObject,
+    ShardedObject,
+    ShardedTensorFactory,
+)
+from distckpt._megatron.dict_utils import dict_list_map_outplace, nested_values
+from distckpt._state.megatron_shards import adopt
+from distckpt._state.strictness import StrictHandling
 
 
 def forward(path: str, *names: str) -> Callable[[str], Any]:
@@ -65,28 +72,82 @@ def installed(path: str, name: str) -> Any:
             f"not have it: {error}. Install a version of megatron-core that has it, with the "
             "packages that it needs."
         ) from error
-    return _refusing_others(value, path) if inspect.isfunction(value) else value
+    return taking_ours(value, f"{path}.{name}") if inspect.isfunction(value) else value
 
 
-def _refusing_others(function: Callable[..., Any], path: str) -> Callable[..., Any]:
-    """Let a function of Megatron refuse objects of distckpt, with which it would do nothing."""
+def taking_ours(function: Callable[..., Any], name: str) -> Callable[..., Any]:
+    """Let a function of Megatron take objects of distckpt, and raise its errors."""
 
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
-        for given in (*args, *kwargs.values()):
-            refuse_own_objects(given, f"{path}.{function.__name__}")
-        return function(*args, **kwargs)
+        given = [*args, *kwargs.values()]
+        theirs = [_as_megatron(value, name) for value in given]
+        named = dict(zip(kwargs, theirs[len(args) :], strict=True))
+        with _own_errors():
+            result = function(*theirs[: len(args)], **named)
+        if result is None:
+            # It works in place.
+            for value, changed in zip(given, theirs, strict=True):
+                _put_back(value, changed)
+        return result
 
     return call
 
 
-def refuse_own_objects(given: Any, name: str) -> None:
-    """Raise CheckpointingException where a state dict for Megatron's own function holds objects of
-    distckpt.
+def _put_back(given: Any, changed: Any) -> None:
+    """Make a state dict of what became of its conversion."""
+    if given is not changed and isinstance(given, dict):
+        given.clear()
+        given.update(dict_list_map_outplace(adopt, changed))
+
+
+@contextlib.contextmanager
+def _own_errors() -> Iterator[None]:
+    """Raise errors of Megatron as errors of distckpt, which are those of Megatron, too."""
+    try:
+        yield
+    except Exception as error:
+        if isinstance(error, megatron_error() or ()):
+            raise CheckpointingException(str(error)) from error
+        raise
+
+
+def _as_megatron(value: Any, name: str) -> Any:
+    """Return an argument of Megatron's function `name` with Megatron's objects in the place of
+    distckpt's; the same value if there are none.
+
+    Raises:
+        CheckpointingException: it holds flattened shards, which Megatron has no more.
     """
-    values = nested_values(given) if isinstance(given, dict | list) else ()
-    if any(isinstance(value, ShardedBase | LocalNonpersistentObject) for value in values):
+    if isinstance(value, StrictHandling):
+        return installed("validation", "StrictHandling")(value.value)
+    if isinstance(value, dict | list) and any(map(_is_ours, nested_values(value))):
+        return dict_list_map_outplace(functools.partial(_to_theirs, name=name), value)
+    return _to_theirs(value, name)
+
+
+_OURS = (LocalNonpersistentObject, ShardedObject, ShardedTensor, ShardedTensorFactory)
+
+
+def _is_ours(value: Any) -> bool:
+    return isinstance(value, _OURS)
+
+
+def _to_theirs(value: Any, name: str) -> Any:
+    if not _is_ours(value):
+        return value
+    if getattr(value, "flattened_range", None) is not None:
         raise CheckpointingException(
-            f"{name} is Megatron's own, and takes state dicts of Megatron's objects. This one "
-            "holds objects of distckpt, which it would not recognize."
+            f"{name} is Megatron's own, which has no flattened shards: {value.key!r} is one. "
+            "Use save and load of distckpt.megatron for them."
         )
+    (kind,) = [kind for kind in _OURS if isinstance(value, kind)]
+    made = object.__new__(installed("mapping", kind.__name__))
+    vars(made).update(vars(value))
+    if kind is ShardedTensorFactory:
+
+        def build(*args: Any) -> Any:
+            return _as_megatron(value.build_fn(*args), name)
+
+        made.build_fn = build
+    return made

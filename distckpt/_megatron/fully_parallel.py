@@ -18,7 +18,7 @@ from distckpt._mapping.sharded_tensor import ShardedTensor
 from distckpt._mapping.wrappers import ShardedObject, ShardedStateDict, StateDict
 from distckpt._megatron.async_requests import AsyncRequest
 from distckpt._megatron.default_strategies import get_default_save_sharded_strategy
-from distckpt._megatron.forwarding import installed, refuse_own_objects
+from distckpt._megatron.forwarding import installed, taking_ours
 from distckpt._megatron.serialization import save
 from distckpt._megatron.strategy_classes import AsyncSaveShardedStrategy
 from distckpt.strategies.base import (
@@ -94,12 +94,11 @@ class FullyParallelSaveStrategyWrapper(AsyncSaveShardedStrategy):
         return request
 
     def apply_saving_parallelization(self, sharded_state_dict: ShardedStateDict) -> None:
-        """Give the shards in a state dict of Megatron's objects the replica ids of Megatron's
-        distribution of a save.
+        """Give the shards in a state dict the replica ids of Megatron's distribution of a save.
 
         `distckpt.save` does not need it: it divides replicas among the ranks that hold them.
         """
-        _theirs(self, sharded_state_dict, None).apply_saving_parallelization(sharded_state_dict)
+        _of_megatron(self, "apply_saving_parallelization")(sharded_state_dict)
 
 
 class FullyParallelLoadStrategyWrapper(LoadShardedStrategy):
@@ -148,12 +147,11 @@ class FullyParallelLoadStrategyWrapper(LoadShardedStrategy):
         return self.base_strategy.load(sharded_state_dict, os.fspath(checkpoint_dir))
 
     def apply_loading_parallelization(self, sharded_state_dict: ShardedStateDict) -> Any:
-        """Return Megatron's distribution of the loads of a state dict of Megatron's objects.
+        """Return Megatron's distribution of the loads of a state dict.
 
         `distckpt.load` does not need it: it decides itself which rank reads what several need.
         """
-        theirs = _theirs(self, sharded_state_dict, self.base_strategy)
-        return theirs.apply_loading_parallelization(sharded_state_dict)
+        return _of_megatron(self, "apply_loading_parallelization")(sharded_state_dict)
 
     def load_tensors_metadata(
         self, checkpoint_dir: str | os.PathLike[str]
@@ -194,9 +192,9 @@ def _engine_within_group(wrapper: _Wrapper, kind: type[_Wrapper]) -> EngineSetti
     return replace(engine, exchange_group=wrapper.parallelization_group)
 
 
-def _theirs(wrapper: Any, sharded_state_dict: ShardedStateDict, strategy: Any) -> Any:
-    """Return Megatron's own wrapper of the same group, for a state dict of Megatron's objects."""
+def _of_megatron(wrapper: Any, method: str) -> Any:
+    """Return a method of Megatron's own wrapper of the same group."""
     name = type(wrapper).__name__
-    theirs = installed("strategies.fully_parallel", name)
-    refuse_own_objects(sharded_state_dict, name)
-    return theirs(strategy, wrapper.parallelization_group)
+    kind = installed("strategies.fully_parallel", name)
+    theirs = kind(wrapper.base_strategy, wrapper.parallelization_group)
+    return taking_ours(getattr(theirs, method), f"{name}.{method}")

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, get_args
 
+from distckpt._base.errors import InvalidShardingError
 from distckpt._base.messages import check_choice, check_num_bytes
 from distckpt._base.options import LoadOptions, ParallelLoad, check_options
 from distckpt._checkpoint.opening import FoundCheckpoint
@@ -23,10 +24,17 @@ from distckpt._rules.families import config_for, rules_for
 from distckpt._rules.rule import Rule
 from distckpt._rules.rules import Assemble, check_rules
 from distckpt._state import flatten
-from distckpt._state.shards import Shard, ShardTable, find_ties, merge_tables, shard_table
+from distckpt._state.shards import (
+    GlobalTable,
+    Shard,
+    ShardTable,
+    find_ties,
+    merge_tables,
+    shard_table,
+)
 from distckpt._state.stored_form import StoredEntry, may_be_complex
 from distckpt._state.strictness import StrictHandling, handle_mismatch
-from distckpt._state.validation import validate_shards
+from distckpt._state.validation import validate_part, validate_shards
 
 _MODES_WITH_RULES = (StrictHandling.ASSUME_OK_UNEXPECTED, StrictHandling.RAISE_UNEXPECTED)
 _MODES_OF_ALL = (*_MODES_WITH_RULES, StrictHandling.RAISE_ALL)
@@ -241,12 +249,14 @@ def check_targets(
         InvalidShardingError: the requests of the ranks contradict each other.
         LoadMismatchError: keys differ, and the mode of the request raises.
     """
-    validates = request.options.validate_access_integrity and ranks.size > 1
+    validates = request.options.validate_access_integrity is not False
     messages = ranks.gather_once(targets.table.to_messages()) if validates else []
     requested = targets.requested
     with ranks.phase("check the requested shards", decision=True) as vote:
         if validates and ranks.is_coordinator:
-            validate_shards(merge_tables(ShardTable.all_from_messages(*messages)))
+            tables = ShardTable.all_from_messages(*messages)
+            asks_for_part = ranks.size == 1 and request.options.validate_access_integrity is None
+            _validate(tables, validate_part if asks_for_part else validate_shards)
         is_lenient = request.mode is StrictHandling.ASSUME_OK_UNEXPECTED
         compared = targets.stored if is_lenient else ()
         coverage = _coverage(targets, requested, compared, names_of_module(source.marker))
@@ -258,6 +268,16 @@ def check_targets(
     if vote.largest:
         refuse_left_out(ranks, coverage, targets.entries, location)
     return differences
+
+
+def _validate(tables: Sequence[ShardTable], validate: Callable[[GlobalTable], object]) -> None:
+    try:
+        validate(merge_tables(tables))
+    except InvalidShardingError as error:
+        raise InvalidShardingError(
+            f"{error}\nWith validate_access_integrity=False, a load gives each rank what it "
+            "requests, without this check."
+        ) from None
 
 
 def _coverage(

@@ -45,12 +45,12 @@ class StrictHandling(Enum):
     @staticmethod
     def requires_explicit_ckpt_mismatch_check(val: StrictHandling) -> bool:
         """Tell whether the keys of the checkpoint must be known."""
-        return val != StrictHandling.ASSUME_OK_UNEXPECTED
+        return parse_strict_flag(val) != StrictHandling.ASSUME_OK_UNEXPECTED
 
     @staticmethod
     def requires_global_app_metadata(val: StrictHandling) -> bool:
         """Tell whether the keys that all ranks request must be known."""
-        return val in (
+        return parse_strict_flag(val) in (
             StrictHandling.LOG_ALL,
             StrictHandling.RAISE_ALL,
             StrictHandling.RETURN_ALL,
@@ -60,19 +60,23 @@ class StrictHandling(Enum):
     @staticmethod
     def requires_returning_mismatch_keys(val: StrictHandling) -> bool:
         """Tell whether `load` returns the differing keys."""
-        return val in (StrictHandling.RETURN_UNEXPECTED, StrictHandling.RETURN_ALL)
+        return parse_strict_flag(val) in (
+            StrictHandling.RETURN_UNEXPECTED,
+            StrictHandling.RETURN_ALL,
+        )
 
 
 def parse_strict_flag(strict: str | StrictHandling) -> StrictHandling:
-    """Turn the name of a mode into the mode.
+    """Turn the name of a mode, or Megatron's enum of the same name, into the mode.
 
     Raises:
         ValueError: no such mode.
     """
     if isinstance(strict, StrictHandling):
         return strict
+    is_megatrons = type(strict).__name__ == StrictHandling.__name__
     try:
-        return StrictHandling(strict)
+        return StrictHandling(getattr(strict, "value", None) if is_megatrons else strict)
     except ValueError:
         names = [mode.value for mode in StrictHandling]
         meant = f" (torch's {strict} is {'raise_all' if strict else 'log_all'!r} here)"

@@ -5,7 +5,7 @@ Each element has one main replica, and replicas agree.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -14,7 +14,7 @@ import numpy.typing as npt
 from distckpt._base.errors import InvalidShardingError
 from distckpt._base.messages import KeyFault, summarize_faults
 from distckpt._format.manifest import OBJECT
-from distckpt._geometry.region import IntArray, find_tiling_faults
+from distckpt._geometry.region import IntArray, Region, find_tiling_faults, intersect
 from distckpt._state.shards import GlobalTable
 
 MAX_COMPARED = 256
@@ -27,7 +27,7 @@ def validate_shards(table: GlobalTable, *, allow_gaps: bool = False) -> None:
     With `allow_gaps`, elements that no rank holds are accepted; they will not be in the checkpoint.
     """
     faults: list[tuple[int, tuple[int, ...]]] = []
-    is_checked = ~_is_trivial(table)
+    is_checked = ~_is_trivial(table, allow_gaps)
     main = np.flatnonzero(table.is_main & is_checked[table.key_ids])
     _check_sizes(table)
     for ndim in np.unique(table.ndims).tolist():
@@ -47,12 +47,49 @@ def validate_shards(table: GlobalTable, *, allow_gaps: bool = False) -> None:
         raise _invalid(found)
 
 
+def validate_part(table: GlobalTable) -> None:
+    """Check what one process requests, which may be parts of tensors: no two main replicas hold the
+    same element, and each copy has a main replica.
+    """
+    validate_shards(table, allow_gaps=True)
+    rows, firsts = _replicas(table, np.arange(len(table.key_ids)))
+    found = [
+        KeyFault(table.keys[key_id], text, text)
+        for key_id, text in _copies_alone(table, rows[~table.is_main[firsts]])
+    ]
+    if found:
+        raise _invalid(found)
+
+
+def _copies_alone(table: GlobalTable, copies: IntArray) -> Iterator[tuple[int, str]]:
+    """Explain, for each key, the first copy of which some elements are in no main replica."""
+    found = set[int]()
+    for row in copies.tolist():
+        key_id, region = int(table.key_ids[row]), table.row_region(row)
+        if key_id not in found and not _is_in_mains(table, key_id, region):
+            found.add(key_id)
+            yield key_id, _explain_copies(table, key_id, region.offset, np.array([row]))
+
+
+def _is_in_mains(table: GlobalTable, key_id: int, region: Region) -> bool:
+    mains = np.flatnonzero(table.is_main & (table.key_ids == key_id)).tolist()
+    common = (intersect(region, table.row_region(main)) for main in mains)
+    return sum(part.num_elements for part in common if part) == region.num_elements
+
+
 def _invalid(faults: Sequence[KeyFault]) -> InvalidShardingError:
     return InvalidShardingError("Invalid sharding:\n- " + "\n- ".join(summarize_faults(faults)))
 
 
-def _is_trivial(table: GlobalTable) -> npt.NDArray[np.bool_]:
-    """Mark keys with one main shard that is the whole tensor: nothing to check."""
+def _is_trivial(table: GlobalTable, allow_gaps: bool) -> npt.NDArray[np.bool_]:
+    """Mark keys with nothing to check: one main region is the whole tensor or, if gaps are allowed,
+    one shard has all main regions, since its own never overlap.
+    """
+    if allow_gaps:
+        is_next = (np.diff(table.ranks) != 0) | (np.diff(table.shard_ids) != 0)
+        is_first = np.append(True, is_next)[: len(table.key_ids)]
+        mains = table.key_ids[table.is_main & is_first]
+        return np.asarray(np.bincount(mains, minlength=len(table.keys)) < 2, np.bool_)
     is_whole = table.is_main & (table.shapes == table.global_shapes[table.key_ids]).all(axis=1)
     num_main = np.bincount(table.key_ids[table.is_main], minlength=len(table.keys))
     num_whole = np.bincount(table.key_ids[is_whole], minlength=len(table.keys))
@@ -106,25 +143,35 @@ def _explain_fault(
         if pair is None:
             return ""
         mains = np.array(pair)
-    name = f" (global shape {table.global_shape(key_id)})"
     if len(mains) > 1:
         return (
-            f"{name}: {len(mains)} main replicas hold the same element "
-            f"{element if not allow_gaps else ''}: {_places(table, mains)}. If they are copies, "
+            f"{_shape_of(table, key_id)}: {len(mains)} main replicas hold the same element"
+            f"{'' if allow_gaps else f' {element}'}: {_places(table, mains)}. If they are copies, "
             "number them with replica_id (one has 0); if they are different tensors, such as "
             "experts counted from 0 on every rank, give them different keys or offsets."
         )
     if len(holders):
-        return (
-            f"{name}: no main replica holds element {element}; it is only in copies with another "
-            f"replica_id: {_places(table, holders)}. Exactly one replica of each shard has "
-            "replica_id 0, also of one that several pipeline stages hold, such as tied "
-            "embeddings: 0 on one stage, 1 on the other."
-        )
+        return _explain_copies(table, key_id, element, holders)
     return (
-        f"{name}: no rank holds element {element}. Check the offsets and fragmentations (layers of "
-        "a later pipeline stage do not begin at 0), and that every rank of the layout calls save."
+        f"{_shape_of(table, key_id)}: no rank holds element {element}. Check the offsets and "
+        "fragmentations (layers of a later pipeline stage do not begin at 0), and that every rank "
+        "of the layout takes part. With validate_access_integrity=False, gaps are allowed."
     )
+
+
+def _explain_copies(
+    table: GlobalTable, key_id: int, element: tuple[int, ...], copies: IntArray
+) -> str:
+    return (
+        f"{_shape_of(table, key_id)}: no main replica holds element {element}; it is only in "
+        f"copies with another replica_id: {_places(table, copies)}. Exactly one replica of each "
+        "shard has replica_id 0, also of one that several pipeline stages hold, such as tied "
+        "embeddings: 0 on one stage, 1 on the other."
+    )
+
+
+def _shape_of(table: GlobalTable, key_id: int) -> str:
+    return f" (global shape {table.global_shape(key_id)})"
 
 
 def _places(table: GlobalTable, rows: IntArray) -> str:

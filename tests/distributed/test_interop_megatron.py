@@ -8,6 +8,7 @@ so any layout can be checked alone.
 from __future__ import annotations
 
 import argparse
+import importlib
 import os
 import shutil
 import warnings
@@ -21,7 +22,10 @@ from torch.distributed.tensor import DTensor, Shard
 
 import distckpt
 from distckpt import torch_dist
+from distckpt.megatron import exchange_utils, tensor_aware_state_dict
 from distckpt.megatron.interop import register_types
+from distckpt.megatron.strategies import torch as strategies_of_torch
+from distckpt.megatron.strategies.fully_parallel import FullyParallelSaveStrategyWrapper
 from distckpt.megatron.validation import StrictHandling
 from tests.support import harness
 from tests.support.harness import error_of
@@ -283,3 +287,97 @@ def test_damage_to_what_megatron_saved(saved_by_megatron, tmp_path, damage, prob
     damage(copy / "__1_0.distcp")
     with pytest.raises(distckpt.CorruptCheckpointError, match=rf"__1_0\.distcp.*{problem}"):
         distckpt.load({}, copy)
+
+
+# ---- names that are Megatron's own, with the objects of distckpt
+
+
+def sharded(package, rank, value, more=()):
+    """A state dict of the objects of a package: halves, copies, a factory, an object for each rank,
+    and what is not stored.
+    """
+
+    def tensor(key, data, *offsets, replica_id=0):
+        return package.ShardedTensor.from_rank_offsets(key, data, *offsets, replica_id=replica_id)
+
+    def build(key, data, replica_id, flattened_range):
+        return [
+            tensor(f"{key}.{i}", part, replica_id=replica_id)
+            for i, part in enumerate(data.split(1))
+        ]
+
+    return {
+        "half": tensor("half", torch.full((2,), value), (0, rank, 2)),
+        "list": [
+            tensor("copy", torch.full((3,), value), replica_id=rank),
+            package.ShardedTensorFactory(
+                "built", torch.full((2,), value), build, torch.cat, replica_id=rank
+            ),
+            package.ShardedObject("object", [value], (2,), (rank,)),
+        ],
+        "mine": package.LocalNonpersistentObject(rank),
+        **{key: tensor(key, torch.zeros(1), replica_id=rank) for key in more},
+    }
+
+
+def use_local_checkpoint(rank):
+    """Fill state dicts of distckpt's objects from one of Megatron's in memory, in every mode."""
+    warnings.simplefilter("ignore")
+    package = "megatron.core.dist_checkpointing"
+    theirs = importlib.import_module(f"{package}.mapping")
+    preprocess = importlib.import_module(f"{package}.state_dict_utils").save_preprocess
+    kept, _ = preprocess(sharded(theirs, rank, 1.0))
+    local = tensor_aware_state_dict.MCoreTensorAwareStateDict(
+        common={"step": 3}, sharded_state_dict=kept
+    )
+    loaded = [
+        local.to_state_dict(sharded(distckpt.mapping, rank, 0.0), strict=mode)
+        for mode in StrictHandling
+    ]
+    more = sharded(distckpt.mapping, rank, 0.0, ["more"])
+    mode = StrictHandling.RAISE_UNEXPECTED
+    refused = error_of(local.to_state_dict, more, "atomic", strict=mode)
+    whole = {
+        "a": distckpt.ShardedTensor.from_rank_offsets_flat(
+            "flat", torch.zeros(2), (4,), flattened_range=slice(0, 2)
+        )
+    }
+    return loaded, refused, error_of(local.to_state_dict, whole)
+
+
+def test_a_local_checkpoint_of_megatron_fills_objects_of_distckpt(run):
+    for rank, (loaded, refused, flat) in enumerate(run(use_local_checkpoint, 2)):
+        assert len(loaded) == len(StrictHandling)
+        for state in loaded:
+            tensors = [state["half"], *state["list"][:2]]
+            assert [tensor.tolist() for tensor in tensors] == [[1, 1], [1, 1, 1], [1, 1]]
+            assert (state["list"][2], state["mine"], state["step"]) == ([1], rank, 3)
+        assert isinstance(refused, distckpt.CheckpointingException)
+        assert "Unexpected keys" in str(refused)
+        assert "more" in str(refused)
+        assert isinstance(flat, distckpt.CheckpointingException)
+        assert "'flat'" in str(flat)
+
+
+def use_forwarded_functions(rank):
+    warnings.simplefilter("ignore")
+    state = sharded(distckpt.mapping, rank, 1.0)
+    del state["list"][1], state["mine"]
+    FullyParallelSaveStrategyWrapper(None).apply_saving_parallelization(state)
+    distribution = exchange_utils.determine_main_replica_uniform_distribution(state, None)
+    converted = strategies_of_torch.mcore_to_pyt_state_dict({"a": [state["half"]]}, False)
+    return (
+        {type(value).__module__.partition(".")[0] for value in leaves(state)},
+        state["list"][0].replica_id,
+        {key for key, *_ in distribution.main_rank_for_shard},
+        list(converted),
+    )
+
+
+def test_functions_of_megatron_take_objects_of_distckpt(run):
+    results = run(use_forwarded_functions, 2)
+    for packages, _, keys, converted in results:
+        assert packages == {"distckpt"}
+        assert keys == {"copy", "half"}
+        assert converted == ["a"]
+    assert sorted(replica_id for _, replica_id, _, _ in results) == [0, 1]

@@ -65,7 +65,7 @@ def fail_on_rank_1(rank, server, location):
         error = error_of(
             distckpt.save, state(rank, 2, table(1, LARGE_ROWS)), location, progress=progress
         )
-        return type(error) is RankFailedError, str(error), sum_over_ranks(1)
+        return isinstance(error, RankFailedError), str(error), sum_over_ranks(1)
 
 
 def test_a_failing_rank_leaves_nothing(server, bucket):

@@ -396,8 +396,10 @@ def test_a_part_that_is_not_stored_is_unexpected_and_its_parameter_left_out(flat
     distckpt.save({"gate": stored[0], "n": 5}, tmp_path / "c")
     asked = {"fc1": SwiGLU(4, (3,), 0, True).factory("mlp", 0, 4, flat=flat), "n": 0}
     with pytest.raises(LoadMismatchError, match="mlp_v"):
-        distckpt.megatron.load(asked, tmp_path / "c", strict="raise_all")
-    loaded, missing, unexpected = distckpt.megatron.load(asked, tmp_path / "c", strict="return_all")
+        distckpt.megatron.load(asked, tmp_path / "c", None, False, strict="raise_all")
+    loaded, missing, unexpected = distckpt.megatron.load(
+        asked, tmp_path / "c", None, False, strict="return_all"
+    )
     assert (loaded, missing, unexpected) == ({"n": 5}, set(), {"mlp_v"})
 
 

@@ -24,7 +24,10 @@ import torch
 
 from distckpt._base.errors import UnsupportedObjectError
 from distckpt._base.memory import Bytes
+from distckpt._base.messages import KeyFault, summarize_faults
+from distckpt._base.tree import dotted
 from distckpt._foreign.torch_dist.objects import STORAGE_DTYPES
+from distckpt._format.codec.encode import UnknownObject, how_to_register, nodes
 from distckpt._format.codec.tree import registration_of, type_name
 
 _STORAGE_NAMES = {dtype: name for name, dtype in STORAGE_DTYPES.items()}
@@ -231,22 +234,52 @@ def _int32(number: int) -> bytes:
     return bytes(reversed(struct.pack(">I", number)))
 
 
-def _registered(obj: Any) -> Any:
+def _registered(obj: Any) -> Call:
     """Describe an object of a registered class as Python pickles it."""
+    if (described := _described(obj)) is None:
+        raise UnsupportedObjectError(f"A value {_formless(obj)}")
+    return described
+
+
+def _described(obj: Any) -> Call | None:
     cls: Any = type(obj)
-    if registration_of(cls) is not None:
-        name = Global(cls.__module__, cls.__qualname__)
-        if isinstance(obj, enum.Enum):
-            return Call(name, (obj.value,))
-        if isinstance(obj, tuple) and hasattr(cls, "_fields"):
-            return Call(name, tuple(obj), None, True)
-        if hasattr(cls, "__dataclass_fields__"):
-            return Call(name, (), dict(vars(obj)), True)
-    raise UnsupportedObjectError(
-        f"An object of type {type_name(cls)} has no form in files of torch: leave it out of the "
-        "state dict, convert it to plain types, or register its class if that is an Enum class, a "
+    if registration_of(cls) is None:
+        return None
+    name = Global(cls.__module__, cls.__qualname__)
+    if isinstance(obj, enum.Enum):
+        return Call(name, (obj.value,))
+    if isinstance(obj, tuple) and hasattr(cls, "_fields"):
+        return Call(name, tuple(obj), None, True)
+    if hasattr(cls, "__dataclass_fields__"):
+        return Call(name, (), dict(vars(obj)), True)
+    return None
+
+
+def _formless(obj: Any) -> str:
+    if isinstance(obj, UnknownObject):
+        return f"has no form in files of torch: {how_to_register(obj)}"
+    return (
+        f"of type {type_name(type(obj))} has no form in files of torch: leave it out of the state "
+        "dict, convert it to plain types, or register its class if that is an Enum class, a "
         "dataclass or a namedtuple class."
     )
+
+
+def refuse_formless(obj: Any, name: str, way_out: str = "") -> None:
+    """Refuse an object, of the name `name`, that holds values that have no form in such files.
+
+    Raises:
+        UnsupportedObjectError: with the places and classes of all.
+    """
+    faults = []
+    for path, node in nodes(obj):
+        has_form = type(node) in _FORMS or isinstance(node, torch.Tensor | np.generic)
+        if not has_form and _described(node) is None:
+            text = f" {_formless(node)}"
+            faults.append(KeyFault(dotted(path), text, text))
+    if faults:
+        lines = "\n- ".join(summarize_faults(faults))
+        raise UnsupportedObjectError(f"In {name}:\n- {lines}{way_out}")
 
 
 def _numpy_dtype(dtype: np.dtype[Any]) -> Call:

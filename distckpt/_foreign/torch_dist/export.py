@@ -25,7 +25,11 @@ from distckpt._base.options import Progress
 from distckpt._checkpoint.opening import opened
 from distckpt._commit import posix
 from distckpt._commit.output import OutputSettings, new_output
-from distckpt._foreign.torch_dist.write import write_chunks, write_metadata
+from distckpt._foreign.torch_dist.write import (
+    common_state_to_write,
+    write_chunks,
+    write_metadata,
+)
 from distckpt._format.stored_checkpoint import StoredCheckpoint
 from distckpt._ranks.collectives import Ranks
 from distckpt._state.common_state import COMMON_KEY
@@ -65,7 +69,8 @@ def export(
     Raises:
         CheckpointingException: `output_dir` is a URL.
         CorruptCheckpointError: the checkpoint is damaged.
-        UnsupportedObjectError: an object, or common state, has no form in files of torch.
+        UnsupportedObjectError: an object, or a value in the common state, has no form in files of
+            torch; the message names its path and class.
         RankFailedError: raised on all ranks when any rank failed; nothing is left then.
     """
     ranks = Ranks(process_group)
@@ -85,6 +90,8 @@ def _write(
     overwrite: bool,
     progress: Progress | None,
 ) -> None:
+    with ranks.phase("read the common state", decision=True):
+        common = common_state_to_write(stored) if ranks.is_coordinator else {}
     mine = _chunks_of_rank(stored, ranks.rank, ranks.size)
     num_bytes = sum(int(stored.manifest.num_bytes[chunk]) for _, chunk in mine)
     settings = OutputSettings(num_bytes=num_bytes, overwrite=overwrite)
@@ -96,7 +103,7 @@ def _write(
         with ranks.phase("commit the export", decision=True):
             if ranks.is_coordinator:
                 of_all = [json.loads(entries) for entries in gathered]
-                write_metadata(stored, of_all, output.location)
+                write_metadata(stored, common, of_all, output.location)
                 output.commit(None)
 
 

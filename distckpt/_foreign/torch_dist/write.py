@@ -7,6 +7,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -23,6 +24,7 @@ from distckpt._foreign.torch_dist.encode import (
     TensorRecord,
     encode_pickle,
     record,
+    refuse_formless,
     write_object,
     write_tensor,
 )
@@ -41,6 +43,11 @@ _MARKER = {
     "common_backend": "torch",
     "common_backend_version": 1,
 }
+
+_OTHER_COMMON_STATE = (
+    "\nOr leave these values out: distckpt.reshard(checkpoint, another, common_state={...}) makes "
+    "a checkpoint with another common state, which can be exported."
+)
 
 Written = tuple[int, str, int, int]
 """A chunk, and the file, first byte and number of bytes of its archive."""
@@ -66,7 +73,9 @@ def write_chunks(
             if stored.is_object(key):
                 shard = ShardedObject(key, None, stored.global_shape(key), region.offset)
                 # Megatron stores a list of the objects that share a name, of which there is one.
-                num_bytes = write_object(file, load_objects(stored, [shard]))
+                (value,) = objects = load_objects(stored, [shard])
+                refuse_formless(value, f"the object {key!r}")
+                num_bytes = write_object(file, objects)
             else:
                 content = np.empty(num_bytes_of[chunk], np.uint8)
                 read_chunks_into(stored, [chunk], [content])
@@ -80,15 +89,28 @@ def write_chunks(
     return written
 
 
-def write_metadata(
-    stored: StoredCheckpoint, written: Sequence[Sequence[Written]], directory: str
-) -> None:
-    """Write everything other than chunks, the marker last."""
+def common_state_to_write(stored: StoredCheckpoint) -> dict[Any, Any]:
+    """Return the common state of a checkpoint, if it can be written.
+
+    Raises:
+        UnsupportedObjectError: it holds values that have no form in files of torch.
+    """
     common = load_common_state(stored)
     if not isinstance(common, dict):
         raise CorruptCheckpointError(
             f"The common state of {stored.location!r} is a {type(common).__name__}, not a dict."
         )
+    refuse_formless(common, f"the common state of {stored.location!r}", _OTHER_COMMON_STATE)
+    return common
+
+
+def write_metadata(
+    stored: StoredCheckpoint,
+    common: dict[Any, Any],
+    written: Sequence[Sequence[Written]],
+    directory: str,
+) -> None:
+    """Write everything other than chunks, the marker last."""
     with open(locations.join(directory, "common.pt"), "w+b") as file:
         write_object(file, common)
         os.fsync(file.fileno())

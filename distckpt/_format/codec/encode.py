@@ -308,28 +308,34 @@ class UnknownObject:
     __lt__ = __le__ = __gt__ = __ge__ = __add__ = __radd__ = _refuse
 
 
-def unknown_objects(
+def nodes(
     obj: object, path: tuple[object, ...] = ()
-) -> Iterator[tuple[tuple[object, ...], UnknownObject]]:
+) -> Iterator[tuple[tuple[object, ...], object]]:
+    """Yield an object and all that it holds, each after the keys and positions that lead to it."""
+    yield path, obj
+    if isinstance(obj, dict):
+        for key, value in obj.items():
+            yield from nodes(key, path)
+            yield from nodes(value, (*path, key))
+    elif isinstance(obj, list | tuple | collections.deque):
+        for index, value in enumerate(obj):
+            yield from nodes(value, (*path, index))
+    elif isinstance(obj, set | frozenset):
+        for value in obj:
+            yield from nodes(value, path)
+    elif isinstance(obj, slice):
+        yield from nodes((obj.start, obj.stop, obj.step), path)
+    elif isinstance(obj, argparse.Namespace | types.SimpleNamespace):
+        yield from nodes(vars(obj), path)
+
+
+def unknown_objects(obj: object) -> Iterator[tuple[tuple[object, ...], UnknownObject]]:
     """Yield the objects of unknown classes in a decoded object, each after the keys and positions
     that lead to it.
     """
-    if isinstance(obj, UnknownObject):
-        yield path, obj
-    elif isinstance(obj, dict):
-        for key, value in obj.items():
-            yield from unknown_objects(key, path)
-            yield from unknown_objects(value, (*path, key))
-    elif isinstance(obj, list | tuple | collections.deque):
-        for index, value in enumerate(obj):
-            yield from unknown_objects(value, (*path, index))
-    elif isinstance(obj, set | frozenset):
-        for value in obj:
-            yield from unknown_objects(value, path)
-    elif isinstance(obj, slice):
-        yield from unknown_objects((obj.start, obj.stop, obj.step), path)
-    elif isinstance(obj, argparse.Namespace | types.SimpleNamespace):
-        yield from unknown_objects(vars(obj), path)
+    for path, node in nodes(obj):
+        if isinstance(node, UnknownObject):
+            yield path, node
 
 
 def how_to_register(unknown: UnknownObject) -> str:
@@ -337,6 +343,11 @@ def how_to_register(unknown: UnknownObject) -> str:
     while inner := next(unknown_objects(unknown.state), None):
         _, unknown = inner
     name = unknown.name
+    if name.startswith("megatron."):
+        return (
+            f"its class is Megatron's {name!r}, which is unknown here. Before loading, import it, "
+            "from a version of Megatron that has it."
+        )
     return (
         f"its class is registered as {name!r}, which is unknown here. Before loading, call "
         f"distckpt.register_object_type(cls, name={name!r}), with to_state= and from_state= unless "

@@ -4,20 +4,27 @@ imported them.
 
 from __future__ import annotations
 
+import argparse
+import contextlib
 import dataclasses
 import enum
+import io
+import os
 import sys
 import types
+import warnings
 from typing import NamedTuple
 
 import pytest
 import torch
 
 import distckpt
-from distckpt import UnsupportedObjectError
+from distckpt import UnsupportedObjectError, torch_dist
 from distckpt._foreign.torch_dist.objects import read_object
 from distckpt._format.codec import decode, encode
+from distckpt.cli import main
 from tests.support import harness
+from tests.support.harness import error_of
 
 MODULE = "megatron.nowhere.settings"
 
@@ -101,3 +108,47 @@ def test_names_of_other_things_are_not_looked_up(imported):
     imported.call = lambda *_: pytest.fail("called")
     with pytest.raises(UnsupportedObjectError, match=f"{MODULE}.call"):
         decode(encode(Mode.FAST).replace(b"settings.Mode", b"settings.call"))
+
+
+def export_without_the_classes(rank, folder):
+    convert = ["convert", f"{folder}/c", f"{folder}/d", "--to", "torch_dist", "--megatron-types"]
+    warnings.simplefilter("ignore")
+    said = io.StringIO()
+    with contextlib.redirect_stderr(said):
+        status = main(convert)
+    error = error_of(torch_dist.export, f"{folder}/o", f"{folder}/d")
+    is_left = os.path.exists(f"{folder}/d")
+    distckpt.reshard(f"{folder}/c", f"{folder}/e", common_state={"lr": 0.1})
+    torch_dist.export(f"{folder}/e", f"{folder}/d")
+    return status, said.getvalue(), error, is_left, torch.load(f"{folder}/d/common.pt")
+
+
+class Own(enum.Enum):
+    ONE = 1
+
+
+def test_an_export_names_the_objects_whose_classes_are_not_there(imported, tmp_path):
+    distckpt.register_object_type(Own, "project.Own")  # not in the process that exports
+    args = argparse.Namespace(lr=0.1, graph_scope=Mode.FAST, callers=[1, Caller("loss")])
+    distckpt.save({"args": args, "nested": {"own": Own.ONE}}, tmp_path / "c")
+    rng = distckpt.ShardedObject("rng/0", {"mode": Mode.FAST}, (1,), (0,))
+    distckpt.save({"rng": rng}, tmp_path / "o")
+    ((status, said, error, is_left, common),) = harness.run(
+        export_without_the_classes, 1, str(tmp_path)
+    )
+    assert status == 1
+    for words in (
+        "'args.graph_scope'",
+        f"{MODULE}.Mode",
+        "'args.callers.1'",
+        f"{MODULE}.Caller",
+        "'nested.own'",
+        "register_object_type(cls, name='project.Own')",
+        "common_state={...}",
+    ):
+        assert words in said
+    assert isinstance(error, UnsupportedObjectError)
+    for words in ("'rng/0'", "'mode'", f"{MODULE}.Mode"):
+        assert words in str(error)
+    assert not is_left
+    assert common == {"lr": 0.1}

@@ -216,7 +216,7 @@ def test_targets_and_values_that_are_refused(source, exported, tmp_path):
     with pytest.raises(CheckpointingException, match="local path"):
         torch_dist.export(source[0], "memory://bucket/x")
     distckpt.save({"values": collections.deque([1])}, tmp_path / "c")
-    with pytest.raises(UnsupportedObjectError, match=r"collections\.deque"):
+    with pytest.raises(UnsupportedObjectError, match=r"'values' of type collections\.deque"):
         torch_dist.export(tmp_path / "c", tmp_path / "d")
     assert os.listdir(tmp_path) == ["c"]
 

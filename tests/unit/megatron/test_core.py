@@ -1,14 +1,15 @@
 from __future__ import annotations
 
+import copy
 import json
 import pickle
-import runpy
+import sys
 from pathlib import Path
 
 import fsspec
 import pytest
 
-from distckpt._base import errors
+from distckpt import megatron
 from distckpt.megatron import core
 from tests.support.reference import megatron_or_skip
 
@@ -28,21 +29,31 @@ def test_error_can_be_caught_by_both_bases_and_pickled(kind, extra_base):
     error = kind("key 'w': what to do")
     assert isinstance(error, core.CheckpointingException)
     assert isinstance(error, extra_base)
-    copy = pickle.loads(pickle.dumps(error))
-    assert type(copy) is kind
-    assert str(copy) == str(error) == "key 'w': what to do"
+    loaded = pickle.loads(pickle.dumps(error))
+    assert type(loaded) is type(error)
+    assert isinstance(loaded, kind)
+    assert str(loaded) == str(error) == "key 'w': what to do"
 
 
-def test_errors_are_errors_of_megatron_too_where_that_is_imported_first():
+def test_errors_are_errors_of_megatron_too_whichever_was_imported_first(tmp_path):
     theirs = megatron_or_skip("dist_checkpointing.core").CheckpointingException
-    imported_later = runpy.run_path(errors.__file__)
     for kind in [*EXTRA_BASES, core.RankFailedError]:
-        later = imported_later[kind.__name__]
-        error = later({}) if kind is core.RankFailedError else later("key 'w'")
-        with pytest.raises(theirs) as caught:
-            raise error
-        assert caught.value is error
-    assert imported_later["CheckpointNotFoundError"](2, "text", "file").filename == "file"
+        error = kind({}) if kind is core.RankFailedError else kind("key 'w'")
+        for each in (error, copy.copy(error), pickle.loads(pickle.dumps(error))):
+            assert isinstance(each, kind)
+            assert isinstance(each, theirs)
+            assert (repr(each), str(each)) == (repr(error), str(error))
+            assert type(each).__module__ == kind.__module__
+    assert core.CheckpointNotFoundError(2, "text", "file").filename == "file"
+    with pytest.raises(theirs, match="does not exist") as caught:
+        megatron.load({}, tmp_path / "nothing")
+    assert isinstance(caught.value, core.CheckpointNotFoundError)
+
+
+def test_errors_are_those_of_distckpt_alone_without_megatron(monkeypatch):
+    monkeypatch.delitem(sys.modules, "megatron.core.dist_checkpointing.core", raising=False)
+    for kind in EXTRA_BASES:
+        assert type(kind("key 'w'")) is kind
 
 
 def test_load_mismatch_keeps_its_keys_through_pickle():
@@ -161,11 +172,11 @@ def test_bad_marker_is_a_corrupt_checkpoint(tmp_path, content):
 
 
 def test_markers_are_readable_in_both_directions(tmp_path: Path):
-    megatron = megatron_or_skip("dist_checkpointing.core")
+    package = megatron_or_skip("dist_checkpointing.core")
     core.save_config(core.CheckpointingConfig("safetensors", 2), str(tmp_path))
-    theirs = megatron.maybe_load_config(str(tmp_path))
+    theirs = package.maybe_load_config(str(tmp_path))
     assert (theirs.sharded_backend, theirs.sharded_backend_version) == ("safetensors", 2)
-    assert megatron.CONFIG_FNAME == core.CONFIG_FNAME
+    assert package.CONFIG_FNAME == core.CONFIG_FNAME
 
-    megatron.save_config(megatron.CheckpointingConfig("torch_dist"), str(tmp_path))
+    package.save_config(package.CheckpointingConfig("torch_dist"), str(tmp_path))
     assert core.maybe_load_config(str(tmp_path)) == core.CheckpointingConfig("torch_dist", 1)

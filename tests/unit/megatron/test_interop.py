@@ -177,7 +177,7 @@ def test_a_state_dict_of_megatron_comes_back(tmp_path):
         "local": LocalNonpersistentObject("mine"),
     }
     target = asked["model"]["weight"].data
-    loaded = distckpt.megatron.load(asked, tmp_path / "c", strict="raise_all")
+    loaded = distckpt.megatron.load(asked, tmp_path / "c", None, False, strict="raise_all")
     assert loaded["model"]["weight"] is target
     assert torch.equal(target, weight)
     assert torch.equal(loaded["model"]["layers"][0], torch.full((3,), 2.0))
@@ -396,12 +396,8 @@ def test_what_concerns_megatrons_own_files_is_megatrons(path):
         _ = ours.nothing
 
 
-def test_forwarded_functions_refuse_objects_of_distckpt(monkeypatch):
+def test_what_the_installed_megatron_lacks_is_named(monkeypatch):
     megatron_or_skip("dist_checkpointing")
-    state = {"a": [distckpt.ShardedTensor.from_rank_offsets("a", torch.ones(1))]}
-    flatten = importlib.import_module("distckpt.megatron.strategies.torch").mcore_to_pyt_state_dict
-    with pytest.raises(distckpt.CheckpointingException, match="holds objects of distckpt"):
-        flatten(state)
     monkeypatch.setitem(
         sys.modules, "megatron.core.dist_checkpointing.gpt_checkpoint_interop", None
     )

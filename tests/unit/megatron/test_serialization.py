@@ -13,8 +13,10 @@ import distckpt
 from distckpt import (
     CheckpointingException,
     CheckpointNotFoundError,
+    InvalidShardingError,
     LoadMismatchError,
     RankFailedError,
+    ShardedObject,
     ShardedTensor,
     megatron,
 )
@@ -22,6 +24,7 @@ from distckpt.megatron import core, serialization
 from distckpt.megatron.validation import StrictHandling
 from tests.support.one_sided_keys import MISSING, UNEXPECTED, asked_for, obj, save_one_sided, tensor
 from tests.support.read_counts import counted_reads
+from tests.support.reference import megatron_or_skip
 
 # ---- keys that only one side has
 
@@ -45,11 +48,28 @@ MODES = {
 }
 
 
-@pytest.mark.parametrize("as_enum", [True, False])
+def as_given(mode, as_enum):
+    """Return a mode as an enum of either package, or as text."""
+    if as_enum is None:
+        return mode
+    if as_enum == "distckpt's":
+        return StrictHandling(mode)
+    theirs = megatron_or_skip("dist_checkpointing.validation").StrictHandling(mode)
+    assert theirs != StrictHandling(mode)
+    ours = StrictHandling(mode)
+    for name in ("explicit_ckpt_mismatch_check", "global_app_metadata", "returning_mismatch_keys"):
+        required = getattr(StrictHandling, f"requires_{name}")
+        assert (
+            required(theirs) == getattr(type(theirs), f"requires_{name}")(theirs) == required(ours)
+        )
+    return theirs
+
+
+@pytest.mark.parametrize("as_enum", ["Megatron's", "distckpt's", None])
 @pytest.mark.parametrize("mode", MODES)
 def test_every_mode_does_with_differing_keys_what_it_says(stored, mode, as_enum, caplog):
     raises_missing, raises_unexpected, warns_missing, warns_unexpected, returns = MODES[mode]
-    strict = StrictHandling(mode) if as_enum else mode
+    strict = as_given(mode, as_enum)
     caplog.set_level(logging.WARNING)
     if raises_unexpected:
         with pytest.raises(LoadMismatchError) as caught:
@@ -99,6 +119,149 @@ def test_missing_keys_are_ignored_where_only_unexpected_ones_count(stored, mode,
 def test_unknown_modes_are_refused(stored):
     with pytest.raises(ValueError, match="Invalid strict flag: True"):
         megatron.load({}, stored, strict=True)
+
+
+# ---- requests of one process
+
+
+def layer(index, replica_id=0):
+    return ShardedTensor.from_rank_offsets(
+        "layers", torch.zeros(2), (0, index, 4), prepend_axis_num=1, replica_id=replica_id
+    )
+
+
+def interval(start, stop, **kwargs):
+    return ShardedTensor(
+        "w",
+        torch.zeros(stop - start),
+        torch.float32,
+        (stop - start,),
+        (8,),
+        (start,),
+        None,
+        **kwargs,
+    )
+
+
+def flat(start, stop, **kwargs):
+    return ShardedTensor.from_rank_offsets_flat(
+        "square", torch.zeros(stop - start), (4, 4), flattened_range=slice(start, stop), **kwargs
+    )
+
+
+WRONG = {
+    "a layer twice": (
+        lambda: [*map(layer, (0, 1, 1, 2, 3))],
+        ("'layers'", "2 main replicas", "[1:2, 0:2]"),
+    ),
+    "overlapping parts": (
+        lambda: [interval(0, 5), interval(4, 8)],
+        ("'w'", "2 main replicas", "[0:5]", "[4:8]"),
+    ),
+    "overlapping ranges": (
+        lambda: [flat(0, 9), flat(8, 16)],
+        ("'square'", "2 main replicas"),
+    ),
+    "an object twice": (
+        lambda: [obj("p"), obj("p")],
+        ("'p'", "2 main replicas"),
+    ),
+    "copies alone": (
+        lambda: [layer(0), layer(1, replica_id=1), layer(2), layer(3)],
+        ("'layers'", "(1, 0)", "no main replica"),
+    ),
+    "a larger copy": (
+        lambda: [interval(0, 4), interval(2, 8, replica_id=(0, 1))],
+        ("'w'", "[2:8]", "no main replica"),
+    ),
+    "only copies": (
+        lambda: [tensor("whole", 0, replica_id=1)],
+        ("'whole'", "no main replica"),
+    ),
+    "only copies of an object": (
+        lambda: [ShardedObject("p", None, (1,), (0,), 1)],
+        ("'p'", "no main replica"),
+    ),
+}
+
+PARTS = {
+    "layers of a stage": lambda: [layer(0), layer(1)],
+    "two parts": lambda: [interval(1, 3), interval(6, 8)],
+    "a range": lambda: [flat(3, 13)],
+    "a cell": lambda: [obj("o", None, 2, 1)],
+}
+
+WHOLE = {
+    "layers": lambda: [*map(layer, range(4))],
+    "parts and copies": lambda: [interval(0, 3), interval(3, 8), interval(2, 8, replica_id=1)],
+    "ranges": lambda: [flat(8, 16), flat(0, 8), flat(0, 0)],
+    "cells": lambda: [obj("o", None, 2, 1), obj("o", None, 2, 0)],
+}
+
+
+@pytest.fixture
+def stored_whole(tmp_path):
+    state = {
+        "layers": tensor("layers", 1, (4, 2)),
+        "w": tensor("w", 1, (8,)),
+        "square": tensor("square", 1, (4, 4)),
+        "whole": tensor("whole"),
+        "good": tensor("good"),
+        "o": [obj("o", [1], 2, 0), obj("o", [1], 2, 1)],
+        "p": obj("p", 1),
+    }
+    distckpt.save(state, tmp_path / "c")
+    return tmp_path / "c"
+
+
+def load_by_default(state, path):
+    return distckpt.load(state, path)
+
+
+def load_whole(state, path):
+    return distckpt.load(state, path, validate_access_integrity=True)
+
+
+def load_unchecked(state, path):
+    return distckpt.load(state, path, validate_access_integrity=False)
+
+
+def are_loaded(loaded):
+    values = [value.tolist() if isinstance(value, torch.Tensor) else value for value in loaded]
+    return all(value == [1] * len(value) for value in values)
+
+
+@pytest.mark.parametrize("load", [megatron.load, load_by_default, load_whole])
+@pytest.mark.parametrize("fault", WRONG)
+def test_a_wrong_request_of_one_process_is_refused(stored_whole, fault, load):
+    make, words = WRONG[fault]
+    with pytest.raises(InvalidShardingError) as caught:
+        load({"good": tensor("good", 0), "wrong": make()}, stored_whole)
+    for word in (*words, "validate_access_integrity=False"):
+        assert word in str(caught.value)
+    assert "'good'" not in str(caught.value)
+
+
+@pytest.mark.parametrize("mode", StrictHandling)
+def test_a_stage_that_forgot_its_offset_is_refused_in_every_mode(stored_whole, mode):
+    with pytest.raises(InvalidShardingError, match=r"'layers' .*no rank holds element \(2, 0\)"):
+        megatron.load({"layers": [layer(0), layer(1)]}, stored_whole, strict=mode)
+
+
+@pytest.mark.parametrize("part", PARTS)
+def test_one_process_may_request_a_part_that_is_not_to_be_checked(stored_whole, part):
+    for load in (megatron.load, load_whole):
+        with pytest.raises(InvalidShardingError, match="no rank holds"):
+            load({"part": PARTS[part]()}, stored_whole)
+    unchecked = megatron.load({"part": PARTS[part]()}, stored_whole, None, False)
+    for loaded in (unchecked, load_by_default({"part": PARTS[part]()}, stored_whole)):
+        assert are_loaded(loaded["part"])
+
+
+@pytest.mark.parametrize("load", [megatron.load, load_by_default, load_whole, load_unchecked])
+@pytest.mark.parametrize("whole", WHOLE)
+def test_a_right_request_of_one_process_is_loaded(stored_whole, whole, load):
+    assert are_loaded(load({"whole": WHOLE[whole]()}, stored_whole)["whole"])
 
 
 # ---- what a checkpoint holds

@@ -475,7 +475,7 @@ def test_parts_of_large_tensors(large, shape, verify):
         )
         state[number] = piece.shard(str(shape), target, shape)
         expected.append((target, values))
-    distckpt.load(state, path, verify=verify)
+    distckpt.load(state, path, verify=verify, validate_access_integrity=False)
     assert all(np.array_equal(target.numpy(), values) for target, values in expected)
 
 

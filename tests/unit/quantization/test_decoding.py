@@ -79,7 +79,7 @@ def check_slices(model, folder, count):
                 for size, at in zip(shape, offset, strict=True)
             )
             wanted[str(index)] = part(key, shape, offset, extent, dtype)
-        loaded = distckpt.load(dict(wanted), folder)
+        loaded = distckpt.load(dict(wanted), folder, validate_access_integrity=False)
         for name, shard in wanted.items():
             where = tuple(
                 slice(o, o + n) for o, n in zip(shard.global_offset, shard.local_shape, strict=True)

@@ -288,7 +288,8 @@ def test_one_reserved_key_is_refused(tmp_path):
 def test_an_object_may_be_asked_for_twice(tmp_path):
     distckpt.save({"o": ShardedObject("o", [1], (1,), (0,))}, tmp_path / "c")
     asked = {name: ShardedObject("o", None, (1,), (0,)) for name in "ab"}
-    assert distckpt.load(asked, tmp_path / "c") == {"a": [1], "b": [1]}
+    loaded = distckpt.load(asked, tmp_path / "c", validate_access_integrity=False)
+    assert loaded == {"a": [1], "b": [1]}
 
 
 # ---- the caller's dict
@@ -317,7 +318,7 @@ def test_the_callers_dict_is_the_same_afterwards(tmp_path):
     asked["empty"] = tensor("w", 0).without_data()
     asked["unknown"] = tensor("unknown", 0)
     before = snapshot(asked)
-    loaded = distckpt.load(asked, tmp_path / "c", strict="report")
+    loaded = distckpt.load(asked, tmp_path / "c", strict="report", validate_access_integrity=False)
     assert snapshot(asked) == before
     assert asked["empty"].data is None
     # Nor are the containers of the result those of the argument.
