@@ -144,7 +144,7 @@ def plan_save(ranks: Ranks, state_dict: ShardedStateDict, request: SaveRequest) 
         described = _describe_state(ranks, state_dict, request)
     with timer.phase("plan"):
         prepared = _prepare(ranks, target, described)
-        if ranks.is_coordinator:
+        if ranks.is_coordinator and ranks.size > 1:
             common_state.note_compared(described.compared)
     notes = {**request.notes, **note_of_module(described.names)}
     request = replace(request, notes=notes)
