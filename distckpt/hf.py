@@ -7,6 +7,11 @@ can do more.
 """
 
 from distckpt._base.public import set_public_home
+from distckpt._dcp_api.hugging_face import (
+    HuggingFaceConsolidationStrategy,
+    consolidate_safetensors_files,
+    consolidate_safetensors_files_on_every_rank,
+)
 from distckpt._format.hf_names import (
     derive_base_prefix_from_path,
     group_keys_by_shard_size,
@@ -15,11 +20,6 @@ from distckpt._format.hf_names import (
     optimize_shard_layout,
     output_filenames,
     shard_filename,
-)
-from distckpt._operations.hf import (
-    HuggingFaceConsolidationStrategy,
-    consolidate_safetensors_files,
-    consolidate_safetensors_files_on_every_rank,
 )
 
 __all__ = [

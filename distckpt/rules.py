@@ -15,7 +15,7 @@ from distckpt._base.public import set_public_home
 from distckpt._rules.mapped import (
     MappedTensor,
     RegionCopy,
-    TensorInfo,
+    TensorSpec,
     invert,
     resolve,
     resolve_padding,
@@ -49,7 +49,7 @@ __all__ = [
     "Split",
     "SplitQKV",
     "Stack",
-    "TensorInfo",
+    "TensorSpec",
     "Tie",
     "Transpose",
     "Trim",

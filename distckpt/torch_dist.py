@@ -12,7 +12,7 @@ makes distckpt checkpoints of them, which have checksums and open faster; `expor
 """
 
 from distckpt._base.public import set_public_home
-from distckpt._operations.torch_dist import export
+from distckpt._foreign.torch_dist.export import export
 
 __all__ = ["export"]
 

@@ -37,6 +37,16 @@ def run():
         yield run
 
 
+@pytest.fixture
+def one_rank():
+    """A process group of this process alone."""
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
 # Imported by those tests only that need a server: moto takes seconds.
 @pytest.fixture(scope="session")
 def s3_server():

@@ -46,6 +46,23 @@ def run_bytes(tensor: torch.Tensor, num_outer: int) -> Bytes:
     return np.asarray(_Memory(tensor, (*tensor.shape[:num_outer], num_bytes), strides))
 
 
+def memory_at(address: int, num_bytes: int) -> Bytes:
+    """View memory as bytes. It belongs to tensors that the caller keeps."""
+    return np.asarray(_Address(address, num_bytes))
+
+
+class _Address:
+    """Gives numpy access to memory."""
+
+    def __init__(self, address: int, num_bytes: int) -> None:
+        self.__array_interface__ = {
+            "shape": (num_bytes,),
+            "typestr": "|u1",
+            "data": (address, False),
+            "version": 3,
+        }
+
+
 class _Memory:
     """Gives numpy access to the memory of a tensor. After `tensor.numpy()` its storage could never
     be resized again.

@@ -14,11 +14,11 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from distckpt._base.errors import CheckpointingException, CorruptCheckpointError
-from distckpt._checkpoint.formats import READERS
 from distckpt._checkpoint.reader import Reader
 from distckpt._checkpoint.removal import noticing_removal
 from distckpt._commit.presence import check_marker
 from distckpt._format.checksum import checksum
+from distckpt._format.foreign_formats import FORMATS, is_export
 from distckpt._format.manifest import MANIFEST_NAME, MAX_TABLE_BYTES, Manifest, is_manifest_name
 from distckpt._format.marker import CONFIG_FNAME, read_file, read_marker
 from distckpt._format.stored_checkpoint import StoredCheckpoint
@@ -31,12 +31,12 @@ VERSION = 1
 
 REGISTERED: dict[str, Reader] = {}
 """Readers of users by name, the one that was registered last at the end."""
-_RESERVED_NAMES = {*READERS, BACKEND, "distckpt"}
+_RESERVED_NAMES = {*FORMATS, BACKEND, "distckpt"}
 
 
 @functools.cache
 def _built_in(name: str) -> Reader:
-    module, reader = READERS[name]
+    module, reader = FORMATS[name].reader
     made: Reader = getattr(importlib.import_module(module), reader)()
     return made
 
@@ -46,7 +46,7 @@ def _readers() -> Iterator[Reader]:
     latest before all.
     """
     yield from reversed(list(REGISTERED.values()))
-    yield from map(_built_in, reversed(READERS))
+    yield from map(_built_in, FORMATS)
 
 
 def register_reader(reader: Reader) -> None:
@@ -115,11 +115,9 @@ def identify(location: str, marker: dict[str, Any] | None = None) -> dict[str, A
 
 
 def holds_checkpoint(location: str) -> bool:
-    """Tell whether a location is a checkpoint of any format; Hugging Face directories are
-    exports.
-    """
+    """Tell whether a location is a checkpoint of any format, and no export."""
     marker = read_marker(location)
-    others = (reader for reader in _readers() if reader.name != "huggingface")
+    others = (reader for reader in _readers() if not is_export(reader.name))
     for reader in others if locations.exists(location) else ():
         with naming_reader(reader, location):
             if reader.detect(location, marker):
@@ -137,7 +135,7 @@ def _reader_named(name: Any, location: str) -> Reader:
     reader = None
     # A damaged marker may hold anything here.
     if isinstance(name, str):
-        reader = REGISTERED.get(name) or (_built_in(name) if name in READERS else None)
+        reader = REGISTERED.get(name) or (_built_in(name) if name in FORMATS else None)
     if reader is None:
         raise CheckpointingException(
             f"{location!r} is of the format {name!r:.100}, for which no reader is registered here: "
@@ -283,3 +281,9 @@ def _manifest_checksum(marker: Mapping[str, Any]) -> str | None:
 def decode_manifest(location: str, data: bytes, verify: bool = True) -> StoredCheckpoint:
     """Open a checkpoint whose manifest was read already."""
     return StoredCheckpoint(location, Manifest.from_bytes(data, location), verify)
+
+
+def open_export(location: str) -> StoredCheckpoint:
+    """Open a directory as exports are, in this process alone."""
+    reader = next(reader for reader in _readers() if is_export(reader.name))
+    return StoredCheckpoint(location, reader.manifest(location))

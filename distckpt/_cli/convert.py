@@ -8,8 +8,8 @@ from argparse import Namespace
 
 from distckpt._base.errors import CheckpointingException
 from distckpt._cli.output import Output, size_text
+from distckpt._foreign.torch_dist.export import export
 from distckpt._megatron import interop as megatron
-from distckpt._operations import torch_dist
 from distckpt._operations.reshard import reshard
 
 
@@ -43,7 +43,7 @@ def _export(arguments: Namespace, output: Output) -> int:
             "--without-common-state is not available with --to torch_dist."
         )
     with output.progress("exporting") as progress:
-        torch_dist.export(
+        export(
             arguments.source, arguments.checkpoint, overwrite=arguments.overwrite, progress=progress
         )
     output.json({"location": arguments.checkpoint})

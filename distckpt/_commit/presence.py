@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Sequence
 from typing import Any
 
 from distckpt._base.errors import CheckpointNotFoundError, CorruptCheckpointError
 from distckpt._base.messages import did_you_mean
 from distckpt._commit import posix
+from distckpt._format.foreign_formats import MARKED_CHECKPOINTS, ForeignFormat
 from distckpt._format.manifest import is_manifest_name
 from distckpt._format.marker import CONFIG_FNAME, parse_config
 from distckpt._storage import locations
@@ -15,7 +17,7 @@ from distckpt._storage import locations
 READER_VERSION = 2
 """The newest format version this package reads."""
 _OF_TORCH_SAVE = (".pt", ".pth", ".bin", ".ckpt")
-_MARKERS = (CONFIG_FNAME, ".metadata")
+_MARKERS = (CONFIG_FNAME, *(known.marker for known in MARKED_CHECKPOINTS))
 _MAX_PROBED, _MAX_NAMED = 200, 6
 _ABOUT_PICKLES = (
     "which distckpt does not open, since pickles can run code: read it with torch.load(path, "
@@ -86,14 +88,22 @@ def _about_directory(location: str) -> str:
     pickles = [name for name in names if name.endswith(_OF_TORCH_SAVE)]
     if pickles:
         return f"{location!r} holds files of torch.save ({pickles[0]!r}), {_ABOUT_PICKLES}"
-    is_of_torch = any(name.endswith(".distcp") for name in names)
+    foreign = _format_of_files(names)
     state = "nor files of another format at its top level"
-    if is_of_torch or "tensors" in names:
+    if foreign is not None or "tensors" in names:
         state = "so a save did not finish here; load another step"
     elif not names:
         state = "so nothing was saved here"
-    lacks = ".metadata" if is_of_torch else CONFIG_FNAME
+    lacks = CONFIG_FNAME if foreign is None else foreign.marker
     return f"{location!r} is not a distributed checkpoint: it has no {lacks}, {state}."
+
+
+def _format_of_files(names: Sequence[str]) -> ForeignFormat | None:
+    """Return the format of another program that files in a directory have."""
+    for known in MARKED_CHECKPOINTS:
+        if known.data_suffix and any(name.endswith(known.data_suffix) for name in names):
+            return known
+    return None
 
 
 def _names_in(directory: str) -> list[str]:

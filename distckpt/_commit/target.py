@@ -11,6 +11,7 @@ from collections.abc import Callable
 
 from distckpt._base.errors import CheckpointExistsError, CorruptCheckpointError
 from distckpt._commit import hidden_directories
+from distckpt._format.foreign_formats import MARKED_CHECKPOINTS, ForeignFormat
 from distckpt._format.marker import CONFIG_FNAME, read_marker
 from distckpt._storage import locations
 
@@ -21,8 +22,6 @@ _FILE = re.compile(
     rf"|\.(?:{CONFIG_FNAME}|manifest\S*)\.{_NONCE}"
 )
 _CONTENT = re.compile(r"shard-\d+-model-\d+-of-\d+\.safetensors|rank-\d+\.safetensors")
-_OF_TORCH = ".metadata"
-"""The marker of `torch.distributed.checkpoint`."""
 
 
 def replaced_names(location: str) -> Callable[[str], bool]:
@@ -36,11 +35,17 @@ def replaced_names(location: str) -> Callable[[str], bool]:
     except CorruptCheckpointError:
         marker = None
     is_ours = marker is not None and isinstance(marker.get("manifest"), dict)
-    if not is_ours and (
-        marker is not None or locations.exists(locations.join(location, _OF_TORCH))
-    ):
+    if not is_ours and (marker is not None or _foreign_format_in(location) is not None):
         return lambda name: True
     return lambda name: _FOLDER.fullmatch(name) is not None or _FILE.fullmatch(name) is not None
+
+
+def _foreign_format_in(location: str) -> ForeignFormat | None:
+    """Return the format of a checkpoint of another program in a local directory."""
+    for known in MARKED_CHECKPOINTS:
+        if locations.exists(locations.join(location, known.marker)):
+            return known
+    return None
 
 
 def others_in(location: str) -> list[str]:
@@ -107,12 +112,14 @@ def _check_movable(location: str, directory: str) -> None:
 
 def check_content(location: str, overwrite: bool) -> None:
     """Refuse a local directory whose folders hold files of others; unasked, also one with a
-    checkpoint of torch.
+    checkpoint of another program.
     """
-    if not overwrite and locations.exists(locations.join(location, _OF_TORCH)):
+    foreign = None if overwrite else _foreign_format_in(location)
+    if foreign is not None:
         raise refused(
             location,
-            f"it holds a checkpoint of torch ({_OF_TORCH!r}); overwrite=True replaces that",
+            f"it holds a checkpoint of {foreign.program} ({foreign.marker!r}); overwrite=True "
+            "replaces that",
         )
     if replaced_names(location)(""):
         return  # another format, which is replaced with all that is there

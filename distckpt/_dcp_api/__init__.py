@@ -1,1 +1,3 @@
-"""The interface of torch.distributed.checkpoint; `distckpt.dcp` is the public path."""
+"""The interfaces of torch.distributed.checkpoint; `distckpt.dcp` and `distckpt.hf` are the public
+paths.
+"""

@@ -19,8 +19,8 @@ from distckpt._base.messages import did_you_mean, natural_order, summarize_keys
 from distckpt._checkpoint.reader import Reader
 from distckpt._checkpoint.stored_pieces import StoredPiece, build_manifest
 from distckpt._format import safetensors_file
-from distckpt._format.hf_names import INDEX_NAME as INDEX_NAME
-from distckpt._format.hf_names import SINGLE_NAME, SUFFIX
+from distckpt._format.foreign_formats import HUGGING_FACE
+from distckpt._format.hf_names import INDEX_NAME, SINGLE_NAME, SUFFIX
 from distckpt._format.manifest import MAX_TABLE_BYTES, Manifest, ShardFile, is_manifest_name
 from distckpt._format.marker import read_file
 from distckpt._format.read_header import Header, read_header
@@ -40,7 +40,7 @@ _MAX_ELEMENTS = 1 << 62
 class HuggingFaceReader(Reader):
     """Reads folders with safetensors files at their top level, and single files."""
 
-    name = "huggingface"
+    name = HUGGING_FACE.name
 
     def detect(self, location: str, marker: Mapping[str, Any] | None) -> bool:
         if _is_single_file(location):

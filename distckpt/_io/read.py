@@ -20,8 +20,8 @@ from distckpt._base.memory import (
     Copier,
     bounce_buffer,
     is_plain_memory,
+    memory_at,
     run_bytes,
-    tensor_bytes,
 )
 from distckpt._base.threads import NUM_REQUESTS, NUM_THREADS, UNIT_BYTES, run_threads
 from distckpt._format.checksum import block_checksums
@@ -202,7 +202,7 @@ class _Reading:
             content = self._read_directly(unit) or self._read_through_cache(unit)
             if self.stored.verifies:
                 _verify(self, unit, content.buffers)
-            if content.scattered:
+            if content.small or content.values:
                 _deliver(self, content)
         if self._progress is not None:
             self._progress(sum(_useful_bytes(self, span) for span in unit))
@@ -218,8 +218,7 @@ class _Reading:
         window = self.files.read_directly(path, position, num_bytes, self.copier.layer)
         if window is None:
             return None
-        places = itertools.accumulate((span.num_bytes for span in unit), initial=0)
-        return _Content([window], window, list(zip(unit, places, strict=False)))
+        return _Content([window], window, *_goals_of(self, unit))
 
     def _read_through_cache(self, unit: list[Span]) -> _Content:
         content = _content_for(self, unit)
@@ -240,35 +239,72 @@ class _Reading:
         return self.stored.path_of(self.parts[first.chunk].chunk), position
 
 
+class _Goal(NamedTuple):
+    """Bytes of a unit, from `place` on, that the memory at an address holds as they are."""
+
+    address: int
+    place: int
+    num_bytes: int
+
+
 class _Content(NamedTuple):
-    """The memory that a unit is read into: `buffers` in order, among them pieces of `scratch`. Of
-    these, `scattered` has spans that go elsewhere, and where they begin.
+    """The memory that a unit is read into.
+
+    Attributes:
+        buffers: in the order of the bytes; some are pieces of `scratch`.
+        scratch: as large as the unit.
+        small: bytes in `scratch` that go elsewhere as they are.
+        values: spans in `scratch` whose values are converted or scattered, and where they begin.
     """
 
     buffers: list[Bytes]
     scratch: Bytes
-    scattered: list[tuple[Span, int]]
+    small: list[_Goal]
+    values: list[tuple[Span, int]]
 
 
 def _content_for(reading: _Reading, unit: list[Span]) -> _Content:
     """Choose the memory for a unit: the memory of large plain targets, and scratch memory."""
     scratch = bounce_buffer("read", sum(span.num_bytes for span in unit), reading.copier.layer)
-    content = _Content([], scratch, [])
-    # What lies between these in `scratch` is not among the buffers yet.
-    first = end = 0
-    for span in unit:
-        part = reading.parts[span.chunk]
-        low, high = _bytes_of_target(part, span)
-        if part.lead == NOT_PLAIN or high - low < SMALL_BYTES:
-            content.scattered.append((span, end))
-            end += span.num_bytes
+    goals, values = _goals_of(reading, unit)
+    content = _Content([], scratch, [], values)
+    end = 0
+    for goal in goals:
+        if goal.num_bytes < SMALL_BYTES:
+            content.small.append(goal)
             continue
-        end += part.lead + low - span.start
-        content.buffers.extend([scratch[first:end], tensor_bytes(part.target)[low:high]])
-        first, end = end, end + span.stop - part.lead - high
-    content.buffers.append(scratch[first:end])
+        content.buffers.extend([scratch[end : goal.place], memory_at(*goal[::2])])
+        end = goal.place + goal.num_bytes
+    content.buffers.append(scratch[end:])
     content.buffers[:] = [buffer for buffer in content.buffers if len(buffer)]
     return content
+
+
+def _goals_of(reading: _Reading, unit: list[Span]) -> tuple[list[_Goal], list[tuple[Span, int]]]:
+    """Return where the bytes of a unit go as they are, and the spans of which values are converted
+    or scattered, each with its place in the unit.
+
+    Neighbors that go to neighboring memory are one goal.
+    """
+    goals: list[_Goal] = []
+    values: list[tuple[Span, int]] = []
+    begin = after = -1
+    end = 0
+    for span in unit:
+        start, end = end, end + span.stop - span.start
+        part = reading.parts[span.chunk]
+        if part.lead == NOT_PLAIN:
+            values.append((span, start))
+            continue
+        low, high = _bytes_of_target(part, span)
+        address, place = part.target.data_ptr() + low, start + part.lead + low - span.start
+        if address == after and place == begin:
+            last = goals.pop()
+            goals.append(_Goal(last.address, last.place, last.num_bytes + high - low))
+        else:
+            goals.append(_Goal(address, place, high - low))
+        after, begin = address + high - low, place + high - low
+    return goals, values
 
 
 def _bytes_of_target(part: ReadPart, span: Span) -> tuple[int, int]:
@@ -281,18 +317,10 @@ def _deliver(reading: _Reading, content: _Content) -> None:
     """Bring what is in scratch memory to the targets."""
     address = content.scratch.ctypes.data
     try:
-        for span, place in content.scattered:
-            part = reading.parts[span.chunk]
-            if part.lead == NOT_PLAIN:
-                _deliver_values(reading, span, content.scratch[place : place + span.num_bytes])
-                continue
-            low, high = _bytes_of_target(part, span)
-            first = place + part.lead + low - span.start
-            if high - low < SMALL_BYTES:
-                copy_bytes(part.target.data_ptr() + low, address + first, high - low)
-            else:
-                memory = tensor_bytes(part.target)[low:high]
-                np.copyto(memory, content.scratch[first : first + high - low])
+        for goal in content.small:
+            copy_bytes(goal.address, address + goal.place, goal.num_bytes)
+        for span, place in content.values:
+            _deliver_values(reading, span, content.scratch[place : place + span.num_bytes])
     finally:
         # Also after an error: the memory is used again.
         reading.copier.wait()

@@ -14,7 +14,7 @@ from typing import Any
 from distckpt._base.errors import CheckpointingException
 from distckpt._checkpoint.opening import BACKEND
 from distckpt._commit import hidden_directories, posix
-from distckpt._format.hf_names import INDEX_NAME
+from distckpt._format.foreign_formats import MARKED
 from distckpt._format.marker import CONFIG_FNAME, marker_of, parse_config, read_marker
 from distckpt._operations.verify import verify
 from distckpt._storage import locations
@@ -123,7 +123,7 @@ def list_root(root: str) -> list[str]:
         names = locations.list_names(root)
     except FileNotFoundError:
         return []
-    if not {CONFIG_FNAME, ".metadata", INDEX_NAME}.isdisjoint(names):
+    if not {CONFIG_FNAME, *(known.marker for known in MARKED)}.isdisjoint(names):
         raise CheckpointingException(
             f"{root!r} is a checkpoint, not a directory of checkpoints: give the directory above."
         )

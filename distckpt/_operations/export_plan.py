@@ -14,6 +14,7 @@ import torch
 from distckpt._base.errors import CheckpointingException
 from distckpt._base.messages import summarize_keys
 from distckpt._base.options import ExportOptions
+from distckpt._checkpoint.opening import open_export
 from distckpt._format.stored_checkpoint import StoredCheckpoint
 from distckpt._io.export import check_tied
 from distckpt._io.extra_files import ExtraFiles, adapt_config, list_extra_files
@@ -34,7 +35,7 @@ from distckpt._plan.selection import select_tensors
 from distckpt._quantization.quantized import QuantizedTensor
 from distckpt._ranks.collectives import Ranks
 from distckpt._rules.families import config_for, read_config, rules_for
-from distckpt._rules.mapped import TensorInfo
+from distckpt._rules.mapped import TensorSpec
 from distckpt._rules.rule import Rule
 from distckpt._rules.rules import Tie
 from distckpt._storage import locations
@@ -81,7 +82,7 @@ class ExportPlan:
     source: TensorSource
     outputs: Sequence[OutputTensor]
     files: Sequence[OutputFile]
-    selected: Mapping[str, TensorInfo]
+    selected: Mapping[str, TensorSpec]
     tied: Pairs = ()
     extra_files: ExtraFiles = field(default_factory=ExtraFiles)
 
@@ -164,12 +165,10 @@ class _Model:
     rules: Sequence[Rule]
 
 
-def _model(options: ExportOptions, selected: Mapping[str, TensorInfo]) -> _Model:
+def _model(options: ExportOptions, selected: Mapping[str, TensorSpec]) -> _Model:
     reference = None
     if options.like is not None:
-        directory = locations.normalize(options.like)
-        manifest = on_demand("hugging_face").read_directory(directory)
-        reference = StoredCheckpoint(directory, manifest)
+        reference = open_export(locations.normalize(options.like))
     location = None if reference is None else reference.location
     shapes = None if reference is None else reference.manifest.shapes_by_key
     config = config_for(options.family, location)
@@ -188,7 +187,7 @@ def _config_beside(stored: StoredCheckpoint) -> dict[str, Any] | None:
 
 def _outputs(
     options: ExportOptions,
-    selected: Mapping[str, TensorInfo],
+    selected: Mapping[str, TensorSpec],
     model: _Model,
     aliases: Mapping[str, str],
 ) -> list[OutputTensor]:
@@ -228,7 +227,7 @@ def _computed(
 
 def _stored_twice(
     stored: StoredCheckpoint,
-    selected: Mapping[str, TensorInfo],
+    selected: Mapping[str, TensorSpec],
     rules: Sequence[Rule],
     of_model: Sequence[Rule],
 ) -> Pairs:

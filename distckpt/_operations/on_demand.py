@@ -5,13 +5,10 @@ from __future__ import annotations
 import importlib
 from typing import Any, Literal, TypeAlias
 
-_Name: TypeAlias = Literal[
-    "background", "hugging_face", "merge_adapter", "peft_names", "quantize", "strategies"
-]
+_Name: TypeAlias = Literal["background", "merge_adapter", "peft_names", "quantize", "strategies"]
 
 _MODULES: dict[_Name, str] = {
     "background": "distckpt._io.background",
-    "hugging_face": "distckpt._foreign.hugging_face",
     "merge_adapter": "distckpt._operations.merge_adapter",
     "peft_names": "distckpt._plan.peft_names",
     "quantize": "distckpt._operations.quantize",

@@ -24,7 +24,7 @@ from distckpt._plan.load import Copy, Request, plan_load
 from distckpt._quantization.detect import find_quantized
 from distckpt._quantization.names import may_be_codes
 from distckpt._quantization.quantized import QuantizedTensor, part_regions
-from distckpt._rules.mapped import TensorInfo
+from distckpt._rules.mapped import TensorSpec
 
 PIECE_ELEMENTS = 8 << 20
 """Number of values whose codes are read at a time."""
@@ -36,7 +36,7 @@ def find(stored: StoredCheckpoint) -> dict[str, QuantizedTensor]:
     if not any(map(may_be_codes, manifest.dtypes)):
         return {}
     columns = zip(manifest.keys, manifest.global_shapes, manifest.dtypes, strict=True)
-    tensors = {key: TensorInfo(shape, dtype) for key, shape, dtype in columns if dtype != OBJECT}
+    tensors = {key: TensorSpec(shape, dtype) for key, shape, dtype in columns if dtype != OBJECT}
     return find_quantized(tensors, manifest.quantization)
 
 

@@ -21,7 +21,7 @@ from distckpt._format.stored_checkpoint import StoredCheckpoint
 from distckpt._plan.codes import check_scales_cast
 from distckpt._plan.selection import check_all_match, matches, renamed
 from distckpt._quantization.names import may_be_codes, scales_of
-from distckpt._rules.mapped import MappedTensor, TensorInfo
+from distckpt._rules.mapped import MappedTensor, TensorSpec
 from distckpt._rules.rule import Rule
 from distckpt._rules.rules import apply_rules
 
@@ -72,7 +72,7 @@ class OutputFile:
 
 
 def plan_tensors(
-    tensors: Mapping[str, TensorInfo],
+    tensors: Mapping[str, TensorSpec],
     rules: Sequence[Rule],
     rename: Mapping[str, str],
     dtype: torch.dtype | Mapping[str, torch.dtype] | None,
@@ -147,7 +147,7 @@ def _check_rename(rename: Mapping[str, str]) -> None:
 
 
 def _apply_rules(
-    rules: Sequence[Rule], tensors: Mapping[str, TensorInfo], keep_unmatched: bool
+    rules: Sequence[Rule], tensors: Mapping[str, TensorSpec], keep_unmatched: bool
 ) -> dict[str, MappedTensor]:
     try:
         return apply_rules(rules, tensors, strict=bool(rules) and not keep_unmatched)

@@ -14,6 +14,7 @@ import torch
 from distckpt._base.dtypes import FROM_NAME, is_lossless_cast
 from distckpt._base.errors import CorruptCheckpointError, LoadMismatchError
 from distckpt._base.messages import did_you_mean, other_prefix, summarize_keys, without_numbers
+from distckpt._format.foreign_formats import is_export
 from distckpt._format.manifest import Manifest
 from distckpt._format.stored_checkpoint import StoredCheckpoint
 from distckpt._geometry.region import (
@@ -93,7 +94,7 @@ def _advice(stored: StoredCheckpoint, absent: Sequence[str], has_rules: bool) ->
             "place its path."
         )
     hint = _smaller_model(absent, known) or did_you_mean(absent[0], known)
-    if not (hint or has_rules) and (stored.manifest.origin or {}).get("format") == "huggingface":
+    if not (hint or has_rules) and is_export((stored.manifest.origin or {}).get("format")):
         return "", (
             "Names of another program need rules=, or family='auto' for those of Megatron Core "
             "and transformers."

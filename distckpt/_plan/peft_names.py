@@ -13,7 +13,7 @@ from distckpt._rules import families
 from distckpt._rules.blocks import Config
 from distckpt._rules.mapped import (
     MappedTensor,
-    TensorInfo,
+    TensorSpec,
     crop_axis,
     drop_axis,
     identity,
@@ -103,7 +103,7 @@ def names_in_memory(
         in_memory = _name_in_memory(mapped, assembled.sources)
         if in_memory is not None:
             names[name] = in_memory
-    infos = {name: TensorInfo(assembled.tensors[name].shape, "F32") for name in names}
+    infos = {name: TensorSpec(assembled.tensors[name].shape, "F32") for name in names}
     renamed = apply_rules(forms_on_disk(Config(model), on_disk), infos)
     whole = {new: mapped.parts[0].key for new, mapped in renamed.items() if len(mapped.parts) == 1}
     return {new: names[key] for new, key in whole.items()}
@@ -130,7 +130,7 @@ def _name_in_memory(mapped: MappedTensor, sources: Mapping[str, tuple[int, ...]]
 
 def with_peft_names(
     rules: Sequence[Rule],
-    tensors: Mapping[str, TensorInfo],
+    tensors: Mapping[str, TensorSpec],
     config: Mapping[str, Any] | None = None,
 ) -> Sequence[Rule]:
     """Return the rules for LoRA of Megatron Bridge, where that is exported, given those for the
@@ -156,7 +156,7 @@ def with_peft_names(
     return [Assemble(made, {key: tensors[key].shape for key in used})]
 
 
-def _modules_with_lora(tensors: Mapping[str, TensorInfo]) -> list[_Module]:
+def _modules_with_lora(tensors: Mapping[str, TensorSpec]) -> list[_Module]:
     modules: dict[str, dict[str | None, str]] = {}
     for key in tensors:
         match = _BRIDGE.fullmatch(key)
@@ -178,7 +178,7 @@ def _in_memory(pairs: dict[str, Pair], config: Mapping[str, Any] | None) -> dict
 
 
 def _check_widths(
-    module: _Module, tensors: Mapping[str, TensorInfo], config: Mapping[str, Any]
+    module: _Module, tensors: Mapping[str, TensorSpec], config: Mapping[str, Any]
 ) -> None:
     """Refuse matrices that do not fit each other, or the configuration."""
     hidden = _hidden_size(module, config)
@@ -213,7 +213,7 @@ def _hidden_size(module: _Module, config: Mapping[str, Any]) -> int | None:
 
 
 def _pairs(
-    module: _Module, rules: Sequence[Rule], tensors: Mapping[str, TensorInfo]
+    module: _Module, rules: Sequence[Rule], tensors: Mapping[str, TensorSpec]
 ) -> dict[str, Pair]:
     """Return the pairs by names of Hugging Face for a module of Megatron, with one adapter or one
     for each part.
@@ -240,15 +240,15 @@ def _pairs(
 
 
 def _weight_of(
-    module: _Module, rules: Sequence[Rule], tensors: Mapping[str, TensorInfo]
-) -> TensorInfo:
+    module: _Module, rules: Sequence[Rule], tensors: Mapping[str, TensorSpec]
+) -> TensorSpec:
     """Describe the weight that LoRA is for."""
     first = module.keys.get(None) or next(iter(module.keys.values()))
     a, b = tensors[first + _IN], tensors[first + _OUT]
     rows = b.shape[-2]
     if not module.is_whole:
         rows = _rows_of_qkv(module, rules) if "linear_qkv" in module.name else 2 * rows
-    return TensorInfo((*b.shape[:-2], rows, a.shape[-1]), b.dtype)
+    return TensorSpec((*b.shape[:-2], rows, a.shape[-1]), b.dtype)
 
 
 def _rows_of_qkv(module: _Module, rules: Sequence[Rule]) -> int:
@@ -260,7 +260,7 @@ def _rows_of_qkv(module: _Module, rules: Sequence[Rule]) -> int:
     )
 
 
-def _check_is_plain(module: _Module, name: str, mapped: MappedTensor, weight: TensorInfo) -> None:
+def _check_is_plain(module: _Module, name: str, mapped: MappedTensor, weight: TensorSpec) -> None:
     """Refuse weights that are not those of a linear layer with the columns of the module's."""
     is_transposed = any(part.order[-1] != len(part.order) - 1 for part in mapped.parts)
     is_linear = name.endswith(".weight") and mapped.shape[1:] == weight.shape[-1:]
@@ -275,7 +275,7 @@ def _pair(
     key: str,
     name: str,
     mapped: MappedTensor,
-    tensors: Mapping[str, TensorInfo],
+    tensors: Mapping[str, TensorSpec],
     is_whole: bool,
 ) -> Pair:
     """Return the matrices for a weight of the Hugging Face model, which is `mapped` to that of the
@@ -294,7 +294,7 @@ def _pair(
     return Pair(a, b)
 
 
-def _inside(key: str, info: TensorInfo, place: Sequence[int]) -> MappedTensor:
+def _inside(key: str, info: TensorSpec, place: Sequence[int]) -> MappedTensor:
     """Return the matrix of a layer and expert, of stacked ones."""
     matrix = identity(key, info)
     for index in place:

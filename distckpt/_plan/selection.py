@@ -9,7 +9,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence, Set
 from distckpt._base.errors import LoadMismatchError
 from distckpt._base.messages import natural_order, summarize_keys
 from distckpt._format.manifest import OBJECT, Manifest
-from distckpt._rules.mapped import TensorInfo
+from distckpt._rules.mapped import TensorSpec
 
 logger = logging.getLogger(__name__)
 
@@ -102,7 +102,7 @@ def select_tensors(
     keys: str | Sequence[str] | None,
     write_tied: bool,
     hidden: Set[str] = frozenset(),
-) -> dict[str, TensorInfo]:
+) -> dict[str, TensorSpec]:
     """Return the stored tensors that match, in natural order.
 
     Args:
@@ -127,7 +127,7 @@ def select_tensors(
     infos = {}
     for name in sorted(chosen, key=natural_order):
         key_id = manifest.key_index[name]
-        infos[name] = TensorInfo(manifest.global_shapes[key_id], manifest.dtypes[key_id])
+        infos[name] = TensorSpec(manifest.global_shapes[key_id], manifest.dtypes[key_id])
     return infos
 
 

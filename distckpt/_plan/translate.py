@@ -11,7 +11,7 @@ from distckpt._base.dtypes import TO_NAME
 from distckpt._plan.load import Request
 from distckpt._rules.mapped import (
     MappedTensor,
-    TensorInfo,
+    TensorSpec,
     invert,
     resolve,
     resolve_padding,
@@ -22,8 +22,8 @@ from distckpt._rules.rules import Tie, apply_rules
 
 
 def _of_other_ranks(
-    stored: Mapping[str, MappedTensor], infos: Mapping[str, TensorInfo]
-) -> dict[str, TensorInfo]:
+    stored: Mapping[str, MappedTensor], infos: Mapping[str, TensorSpec]
+) -> dict[str, TensorSpec]:
     """Describe the tensors that rules name beside those of this rank: other members of a stack."""
     parts = [
         (tensor, part)
@@ -36,7 +36,7 @@ def _of_other_ranks(
     for _, part in parts:
         ends = [offset + size for offset, size in zip(*part.source, strict=True)]
         shapes[part.key] = list(map(max, shapes.get(part.key, ends), ends))
-    return {key: TensorInfo(tuple(shape), dtypes[key]) for key, shape in shapes.items()}
+    return {key: TensorSpec(tuple(shape), dtypes[key]) for key, shape in shapes.items()}
 
 
 def _ties(rules: Sequence[Rule]) -> dict[str, str]:
@@ -48,7 +48,7 @@ def stored_names(rules: Sequence[Rule], shapes: Mapping[str, tuple[int, ...]]) -
     match.
     """
     ties = _ties(rules)
-    infos = {ties.get(key, key): TensorInfo(shape, "F32") for key, shape in shapes.items()}
+    infos = {ties.get(key, key): TensorSpec(shape, "F32") for key, shape in shapes.items()}
     return set(apply_rules([replace(rule, optional=True, count=None) for rule in rules], infos))
 
 
@@ -65,7 +65,7 @@ def translate(
     ties = _ties(rules)
     requests = [request._replace(key=ties.get(request.key, request.key)) for request in requests]
     pairs = zip(requests, targets, strict=True)
-    infos = {r.key: TensorInfo(r.global_shape, TO_NAME[t.dtype]) for r, t in pairs}
+    infos = {r.key: TensorSpec(r.global_shape, TO_NAME[t.dtype]) for r, t in pairs}
     stored = apply_rules([replace(rule, optional=True, count=None) for rule in rules], infos)
     mapped = invert(stored, infos | _of_other_ranks(stored, infos))
     translated: list[Request] = []

@@ -14,7 +14,7 @@ from distckpt._base.dtypes import FROM_NAME, TO_NAME
 from distckpt._quantization.numbers import NUMBERS
 from distckpt._quantization.quantized import E8M0, QuantizedTensor, StoredPart
 from distckpt._quantization.settings import block_of
-from distckpt._rules.mapped import TensorInfo
+from distckpt._rules.mapped import TensorSpec
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,7 @@ _MAX_AXES = 4
 
 
 def find_quantized(
-    tensors: Mapping[str, TensorInfo], quantization: Mapping[str, Any] | None
+    tensors: Mapping[str, TensorSpec], quantization: Mapping[str, Any] | None
 ) -> dict[str, QuantizedTensor]:
     """Find the quantized tensors among stored ones.
 
@@ -94,7 +94,7 @@ def _find(
     key: str,
     stem: str,
     naming: Naming,
-    tensors: Mapping[str, TensorInfo],
+    tensors: Mapping[str, TensorSpec],
     settings: Mapping[str, Any],
 ) -> QuantizedTensor | None:
     """Find the quantized tensor that has its codes at a key; None if that holds no codes."""
@@ -126,7 +126,7 @@ def _is_unknown(key: str, stem: str, tensors: Collection[str]) -> bool:
     return beside or any(f"{module}.{name}" in tensors for name in _UNKNOWN_OF_MODULES)
 
 
-def _part(key: str, info: TensorInfo) -> StoredPart:
+def _part(key: str, info: TensorSpec) -> StoredPart:
     return StoredPart(key, info.dtype, tuple(info.shape))
 
 

@@ -64,8 +64,8 @@ class RegionCopy:
 
 
 @dataclass(frozen=True)
-class TensorInfo:
-    """Global `shape` of a tensor in a checkpoint, and the safetensors name of its `dtype`."""
+class TensorSpec:
+    """A tensor without its data: its global `shape`, and the safetensors name of its `dtype`."""
 
     shape: tuple[int, ...]
     dtype: str
@@ -108,7 +108,7 @@ class MappedTensor:
         )
 
 
-def identity(key: str, info: TensorInfo) -> MappedTensor:
+def identity(key: str, info: TensorSpec) -> MappedTensor:
     """Map a tensor to itself."""
     shape, region = tuple(info.shape), whole(info.shape)
     parts = () if 0 in shape else (RegionCopy(region, key, region, tuple(range(len(shape)))),)
@@ -352,7 +352,7 @@ def _moved(part: RegionCopy, axis: int, distance: int) -> RegionCopy:
 
 
 def invert(
-    mapped: Mapping[str, MappedTensor], tensors: Mapping[str, TensorInfo]
+    mapped: Mapping[str, MappedTensor], tensors: Mapping[str, TensorSpec]
 ) -> dict[str, MappedTensor]:
     """Invert a mapping: make the source tensors `tensors` of the target tensors that `apply_rules`
     made of them.

@@ -10,7 +10,7 @@ from distckpt._base.errors import LoadMismatchError
 from distckpt._base.messages import did_you_mean, summarize_keys
 from distckpt._rules.mapped import (
     MappedTensor,
-    TensorInfo,
+    TensorSpec,
     crop_axis,
     drop_axis,
     identity,
@@ -293,7 +293,7 @@ class Stack(Rule):
         shape = list(first.shape)
         axis = self.axis % (len(shape) + 1)
         shape.insert(axis, 1)
-        info = TensorInfo(first.shape, first.dtype)
+        info = TensorSpec(first.shape, first.dtype)
         pieces = []
         for key in keys:
             # A rank that loads some of the tensors asks for their places in the stack.

@@ -10,7 +10,7 @@ from distckpt._base.errors import InvalidShardingError, LoadMismatchError
 from distckpt._base.messages import did_you_mean, summarize_keys
 from distckpt._rules.mapped import (
     MappedTensor,
-    TensorInfo,
+    TensorSpec,
     add,
     compose,
     identity,
@@ -274,7 +274,7 @@ def check_rules(rules: object) -> None:
 
 
 def apply_rules(
-    rules: Iterable[Rule], tensors: Mapping[str, TensorInfo], *, strict: bool = False
+    rules: Iterable[Rule], tensors: Mapping[str, TensorSpec], *, strict: bool = False
 ) -> dict[str, MappedTensor]:
     """Apply rules, in order, to the tensors of a checkpoint.
 

@@ -16,7 +16,7 @@ import torch
 from distckpt._base.errors import CheckpointingException
 from distckpt._rules.mapped import (
     MappedTensor,
-    TensorInfo,
+    TensorSpec,
     crop_axis,
     drop_axis,
     identity,
@@ -65,7 +65,7 @@ def _converted(
     """Return the tensors that transformers makes of others when it saves a model."""
     core_model_loading = importlib.import_module("transformers.core_model_loading")
     recorders = {
-        key: _Recorder.make(identity(key, TensorInfo(shape, "F32")))
+        key: _Recorder.make(identity(key, TensorSpec(shape, "F32")))
         for key, shape in sources.items()
     }
     try:

@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 from distckpt._base.errors import CheckpointingException
 from distckpt._base.options import LoadOptions, SaveOptions
 from distckpt._base.public import set_public_home
-from distckpt._checkpoint.formats import READERS
+from distckpt._format.foreign_formats import FORMATS
 from distckpt._format.marker import BUILT_IN
 from distckpt._io.prepared_save import PreparedSave
 from distckpt._mapping.sharded_tensor import ShardedTensor
@@ -229,12 +229,13 @@ def get_default_strategy(action: StrategyAction, backend: str, version: int) -> 
 
 
 _BUILT_IN_NAMES = {
-    StrategyAction.SAVE_SHARDED: (BUILT_IN, "torch_dist"),
-    StrategyAction.LOAD_SHARDED: (BUILT_IN, *READERS),
+    StrategyAction.SAVE_SHARDED: (
+        BUILT_IN,
+        *(known.name for known in FORMATS.values() if known.is_given_to_save),
+    ),
+    StrategyAction.LOAD_SHARDED: (BUILT_IN, *FORMATS),
 }
-"""Programs name the format of what they load; those for Megatron Core also pass the name of its
-format to a save.
-"""
+"""Programs name the format of what they load, and some pass that name to a save, too."""
 
 
 def is_built_in(action: StrategyAction, backend: str, version: int) -> bool:

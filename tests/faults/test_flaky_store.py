@@ -7,18 +7,15 @@ from __future__ import annotations
 import errno
 import gc
 
-import numpy as np
 import pytest
 import torch
 
 import distckpt
-from distckpt import ShardedTensor
 from distckpt.megatron.core import CorruptCheckpointError
 from distckpt.streaming import save_safetensors_streaming_sharded
 from tests.support.flaky_store import FlakyFileSystem, failing
+from tests.support.large_states import holds, large_request, large_state, numbers
 
-LARGE = 4 * (1 << 20) + 77
-"""Elements: a little more than 16 MiB, which go as one stream in three blocks."""
 LOCATION = "flaky://bucket/run/c"
 
 
@@ -46,30 +43,16 @@ def _empty_store():
     FlakyFileSystem.objects.clear()
 
 
-def numbers(seed: int) -> torch.Tensor:
-    return torch.from_numpy(np.random.default_rng(seed).standard_normal(LARGE, np.float32))
-
-
-def state(seed: int) -> dict:
-    return {"w": ShardedTensor.from_rank_offsets("w", numbers(seed)), "step": seed}
-
-
 def load(verify: bool = True) -> dict:
-    target = {"w": ShardedTensor.from_rank_offsets("w", torch.zeros(LARGE))}
-    return distckpt.load(target, LOCATION, verify=verify)
-
-
-def holds(seed: int) -> bool:
-    loaded = load()
-    return torch.equal(loaded["w"], numbers(seed)) and loaded["step"] == seed
+    return distckpt.load(large_request(), LOCATION, verify=verify)
 
 
 @pytest.mark.parametrize("error", PASSING.values(), ids=PASSING)
 def test_everything_survives_a_first_request_of_each_kind_that_fails(error):
     with failing(lambda kind, path, number: error() if number == 0 else None) as requests:
-        distckpt.save(state(1), LOCATION)
-        distckpt.save(state(2), LOCATION, overwrite=True)
-        assert holds(2)
+        distckpt.save(large_state(1), LOCATION)
+        distckpt.save(large_state(2), LOCATION, overwrite=True)
+        assert holds(LOCATION, 2)
         assert distckpt.verify(LOCATION).is_whole
         distckpt.consolidate(LOCATION, "flaky://bucket/hf")
         assert {kind for kind, _ in requests} == {
@@ -81,25 +64,24 @@ def test_everything_survives_a_first_request_of_each_kind_that_fails(error):
             "block",
             "remove",
         }
-    assert holds(2)
+    assert holds(LOCATION, 2)
     assert len([name for name in FlakyFileSystem.objects if name.startswith("bucket/run")]) == 4
-    target = {"w": ShardedTensor.from_rank_offsets("w", torch.zeros(LARGE))}
-    assert torch.equal(distckpt.load(target, "flaky://bucket/hf")["w"], numbers(2))
+    assert torch.equal(distckpt.load(large_request(), "flaky://bucket/hf")["w"], numbers(2))
 
 
 def test_a_stream_that_fails_in_the_middle_begins_again():
     with failing(
         lambda kind, path, number: StatusError(500) if kind == "block" and number == 2 else None
     ) as requests:
-        distckpt.save(state(1), LOCATION)
+        distckpt.save(large_state(1), LOCATION)
     [blocks] = [count for (kind, _), count in requests.items() if kind == "block"]
     # Two, one that failed, and all three.
     assert blocks == 6
-    assert holds(1)
+    assert holds(LOCATION, 1)
 
 
 def test_a_stream_that_goes_on_failing_is_an_error_that_names_the_file_and_leaves_nothing():
-    distckpt.save(state(1), LOCATION)
+    distckpt.save(large_state(1), LOCATION)
     before = dict(FlakyFileSystem.objects)
     with (
         failing(
@@ -107,7 +89,7 @@ def test_a_stream_that_goes_on_failing_is_an_error_that_names_the_file_and_leave
         ) as requests,
         pytest.raises(OSError, match="answered 500") as caught,
     ):
-        distckpt.save(state(2), LOCATION, overwrite=True)
+        distckpt.save(large_state(2), LOCATION, overwrite=True)
     assert caught.value.filename.startswith(f"{LOCATION}/tensors-")
     # Streams that were given up are not closed later, which would put what has arrived.
     del caught
@@ -122,12 +104,12 @@ def test_a_stream_that_goes_on_failing_is_an_error_that_names_the_file_and_leave
 )
 def test_what_will_not_pass_is_said_at_once(kind, error):
     if kind == "get":
-        distckpt.save(state(1), LOCATION)
+        distckpt.save(large_state(1), LOCATION)
     with (
         failing(lambda found, path, number: error if found == kind else None) as requests,
         pytest.raises(OSError, match=r"no|403"),
     ):
-        _ = distckpt.save(state(1), LOCATION) if kind != "get" else load()
+        _ = distckpt.save(large_state(1), LOCATION) if kind != "get" else load()
     # A load looks for the marker before, while and after it finds out.
     assert max(count for (found, _), count in requests.items() if found == kind) <= (
         3 if kind == "get" else 1
@@ -135,7 +117,7 @@ def test_what_will_not_pass_is_said_at_once(kind, error):
 
 
 def test_answers_that_are_cut_off_are_asked_for_again(monkeypatch):
-    distckpt.save(state(1), LOCATION)
+    distckpt.save(large_state(1), LOCATION)
     whole, cut = FlakyFileSystem.cat_file, []
 
     def cat_file(self, path, start=None, end=None, **kwargs):
@@ -169,7 +151,7 @@ def test_tensors_that_come_once_are_not_written_twice():
 
 
 def test_damage_of_what_is_read_while_a_stream_is_written_is_said_as_it_is():
-    distckpt.save(state(1), LOCATION)
+    distckpt.save(large_state(1), LOCATION)
     [name] = [name for name in FlakyFileSystem.objects if "/tensors-" in name]
     damaged = bytearray(FlakyFileSystem.objects[name])
     damaged[-5] ^= 1

@@ -24,9 +24,9 @@ from distckpt._base import interrupts
 from distckpt._ranks import exchanges
 from tests.support.exchanges import watching_exchanges
 from tests.support.harness import ask_parent, error_of, launched, run, sum_over_ranks
+from tests.support.rank_calls import NUM_RANKS, load, load_sharing_reads, overwrite
 from tests.support.states import state_of, value_of
 
-NUM_RANKS = 3
 SECONDS_LEFT = 30.0
 """All ranks have the error long before: nobody waits for the process group's timeout."""
 
@@ -35,20 +35,8 @@ def save(rank, folder):
     distckpt.save(state_of(2, rank, NUM_RANKS), f"{folder}/saved")
 
 
-def overwrite(rank, folder):
-    distckpt.save(state_of(2, rank, NUM_RANKS), f"{folder}/checkpoint", overwrite=True)
-
-
 def async_save(rank, folder):
     distckpt.async_save(state_of(2, rank, NUM_RANKS), f"{folder}/saved").result(SECONDS_LEFT)
-
-
-def load(rank, folder):
-    distckpt.load(state_of(-1, rank, NUM_RANKS), f"{folder}/checkpoint", strict="raise")
-
-
-def load_sharing_reads(rank, folder):
-    distckpt.load(state_of(-1, rank, NUM_RANKS), f"{folder}/checkpoint", parallel_load="on")
 
 
 def consolidate(rank, folder):

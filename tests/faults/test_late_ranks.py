@@ -19,10 +19,10 @@ import distckpt
 from distckpt import RankFailedError
 from tests.support.exchanges import watching_exchanges
 from tests.support.harness import ask_parent, error_of, launched, run
+from tests.support.rank_calls import NUM_RANKS, load, load_sharing_reads, overwrite
 from tests.support.reference import lost_ranks_are_named
 from tests.support.states import state_of
 
-NUM_RANKS = 3
 TIMEOUT = 12.0
 """Of the process group, in seconds: survivors of a stopped rank wait it out; on a busy machine
 others are late too.
@@ -31,24 +31,12 @@ AT_ONCE = 5
 """So many launches at the same time: they do little but wait."""
 
 
-def save(rank, folder):
-    distckpt.save(state_of(2, rank, NUM_RANKS), f"{folder}/checkpoint", overwrite=True)
-
-
-def load(rank, folder):
-    distckpt.load(state_of(-1, rank, NUM_RANKS), f"{folder}/checkpoint", strict="raise")
-
-
-def load_sharing_reads(rank, folder):
-    distckpt.load(state_of(-1, rank, NUM_RANKS), f"{folder}/checkpoint", parallel_load="on")
-
-
 def consolidate(rank, folder):
     del rank
     distckpt.consolidate(f"{folder}/checkpoint", f"{folder}/export")
 
 
-VERBS = [save, load, load_sharing_reads, consolidate]
+VERBS = [overwrite, load, load_sharing_reads, consolidate]
 
 
 def list_exchanges(rank, verb, folder):
@@ -136,7 +124,7 @@ def check_losses(losses, template, folder):
             assert f"Lost contact with rank {loss.victim} " in str(error)
         # A rank that is lost when the coordinator may have committed already finds it done,
         # perhaps.
-        may_be_new = loss.verb is save and loss.name in ("commit", "all_gather")
+        may_be_new = loss.verb is overwrite and loss.name in ("commit", "all_gather")
         assert value_in(copy / "checkpoint") in ((1, 2) if may_be_new else (1,)), loss
         if (copy / "export").exists():
             exported = load_file(copy / "export" / "model.safetensors").values()
@@ -157,10 +145,10 @@ def value_in(path):
 @lost_ranks_are_named
 def test_the_others_name_a_killed_rank(template, tmp_path):
     losses = [
-        Loss(save, 2, True, "describe the shards"),
-        Loss(save, 0, True, "gather"),
-        Loss(save, 2, True, "write shard files"),
-        Loss(save, 0, True, "commit"),
+        Loss(overwrite, 2, True, "describe the shards"),
+        Loss(overwrite, 0, True, "gather"),
+        Loss(overwrite, 2, True, "write shard files"),
+        Loss(overwrite, 0, True, "commit"),
         Loss(load, 2, True, "plan the reads"),
         Loss(load_sharing_reads, 2, True, "read for other ranks"),
         Loss(load, 0, True, "load"),
@@ -172,9 +160,9 @@ def test_the_others_name_a_killed_rank(template, tmp_path):
 @lost_ranks_are_named
 def test_the_others_name_a_stopped_rank(template, tmp_path):
     losses = [
-        Loss(save, 0, False, "describe the shards"),
+        Loss(overwrite, 0, False, "describe the shards"),
         # The third gather is that of what was written.
-        Loss(save, 2, False, "gather", 3),
+        Loss(overwrite, 2, False, "gather", 3),
         Loss(load, 0, False, "find the checkpoint"),
         Loss(load_sharing_reads, 2, False, "exchange of tensors"),
         Loss(consolidate, 2, False, "open the checkpoint"),

@@ -7,7 +7,6 @@ from __future__ import annotations
 import contextlib
 import re
 
-import numpy as np
 import pytest
 import torch
 
@@ -15,6 +14,7 @@ import distckpt
 from distckpt import ShardedTensor
 from distckpt._storage import object_store
 from distckpt.megatron.core import CheckpointExistsError, read_file
+from tests.support.large_states import holds, large_request, large_state, numbers
 from tests.support.other_program import as_another_program
 from tests.support.s3_server import (
     EqualPartsProxy,
@@ -26,8 +26,6 @@ from tests.support.s3_server import (
     uploads_in,
 )
 
-LARGE = 4 * (1 << 20) + 77
-"""Elements: a little more than 16 MiB, which go in two parts, and come in three answers."""
 FEW_ATTEMPTS = {"AWS_MAX_ATTEMPTS": "4"}
 """What goes on failing is not waited for long."""
 
@@ -37,20 +35,6 @@ def failing(server, *faults, **settings):
     proxy = FaultyProxy(server, *faults)
     with proxy.running() as url, reached_at(url, **settings):
         yield proxy
-
-
-def numbers(seed: int) -> torch.Tensor:
-    return torch.from_numpy(np.random.default_rng(seed).standard_normal(LARGE, np.float32))
-
-
-def state(seed: int) -> dict:
-    return {"w": ShardedTensor.from_rank_offsets("w", numbers(seed)), "step": seed}
-
-
-def holds(location: str, seed: int) -> bool:
-    target = {"w": ShardedTensor.from_rank_offsets("w", torch.zeros(LARGE))}
-    loaded = distckpt.load(target, location)
-    return torch.equal(loaded["w"], numbers(seed)) and loaded["step"] == seed
 
 
 ACTIONS = ["500", "503", "cut body", "cut answer", "lose answer"]
@@ -77,7 +61,7 @@ def test_saves_survive(server, bucket, action, settings):
     faults = [Fault(method, pattern, action) for method, pattern in REQUESTS_OF_A_SAVE.values()]
     for seed in (1, 2):
         with failing(server, *faults, **settings) as proxy:
-            distckpt.save(state(seed), location, overwrite=True)
+            distckpt.save(large_state(seed), location, overwrite=True)
         assert len(proxy.happened) == len(faults), proxy.happened
         assert holds(location, seed)
         assert len(keys_in(server, location)) == 4
@@ -89,7 +73,7 @@ def test_saves_survive(server, bucket, action, settings):
 def test_a_load_survives(server, bucket, action):
     """The first two requests for every file fail."""
     location = f"{bucket}/c"
-    distckpt.save(state(1), location)
+    distckpt.save(large_state(1), location)
     patterns = [r"shard-", r"rank-", r"/manifest", r"/metadata\.json"]
     faults = [
         Fault(method, pattern, action, count=2)
@@ -108,7 +92,7 @@ def test_a_load_survives(server, bucket, action):
 
 def test_verify_and_consolidate_survive(server, bucket):
     location = f"{bucket}/c"
-    distckpt.save(state(1), location)
+    distckpt.save(large_state(1), location)
     with failing(server, Fault("GET", r"/c/tensors", "cut answer", 2, 2), **FEW_ATTEMPTS) as proxy:
         assert distckpt.verify(location).is_whole
         assert len(proxy.happened) == 2
@@ -119,7 +103,7 @@ def test_verify_and_consolidate_survive(server, bucket):
     with failing(server, *faults, **FEW_ATTEMPTS) as proxy:
         distckpt.consolidate(location, f"{bucket}/hf")
         assert len(proxy.happened) == 2
-    target = {"w": ShardedTensor.from_rank_offsets("w", torch.zeros(LARGE))}
+    target = large_request()
     assert torch.equal(distckpt.load(target, f"{bucket}/hf")["w"], numbers(1))
     assert uploads_in(server, bucket) == []
 
@@ -127,14 +111,14 @@ def test_verify_and_consolidate_survive(server, bucket):
 def test_an_upload_that_is_gone_was_completed_or_is_an_error(server, bucket):
     kind = REQUESTS_OF_A_SAVE["complete an upload"]
     with failing(server, Fault(*kind, "lose answer"), Fault(*kind, "404"), **FEW_ATTEMPTS) as proxy:
-        distckpt.save(state(1), f"{bucket}/c")
+        distckpt.save(large_state(1), f"{bucket}/c")
     assert [action for action, _ in proxy.happened] == ["lose answer", "404"]
     assert holds(f"{bucket}/c", 1)
     with (
         failing(server, Fault(*kind, "404", count=1000), **FEW_ATTEMPTS),
         pytest.raises(FileNotFoundError),
     ):
-        distckpt.save(state(2), f"{bucket}/d")
+        distckpt.save(large_state(2), f"{bucket}/d")
     assert keys_in(server, f"{bucket}/d") == []
     assert uploads_in(server, bucket) == []
 
@@ -147,13 +131,13 @@ def test_what_goes_on_failing_is_an_error_that_names_the_file_and_leaves_nothing
     server, bucket, request_kind
 ):
     method, pattern = REQUESTS_OF_A_SAVE[request_kind]
-    distckpt.save(state(1), f"{bucket}/c")
+    distckpt.save(large_state(1), f"{bucket}/c")
     before = keys_in(server, bucket)
     with (
         failing(server, Fault(method, pattern, "500", count=1000), **FEW_ATTEMPTS),
         pytest.raises(OSError, match="injected") as caught,
     ):
-        distckpt.save(state(2), f"{bucket}/c", overwrite=True)
+        distckpt.save(large_state(2), f"{bucket}/c", overwrite=True)
     assert re.match(rf"{bucket}/c/.*({pattern.split('.*')[0].strip('/')})", caught.value.filename)
     assert keys_in(server, bucket) == before
     assert uploads_in(server, bucket) == []
@@ -161,7 +145,7 @@ def test_what_goes_on_failing_is_an_error_that_names_the_file_and_leaves_nothing
 
 
 def test_a_read_that_goes_on_failing_is_an_error_that_names_the_file(server, bucket):
-    distckpt.save(state(1), f"{bucket}/c")
+    distckpt.save(large_state(1), f"{bucket}/c")
     with (
         failing(server, Fault("GET", r"shard-", "cut answer", count=1000), **FEW_ATTEMPTS),
         pytest.raises(OSError, match=r"c/tensors-\w+/shard-00001"),
@@ -189,17 +173,17 @@ def test_only_one_layer_repeats_a_request(server, bucket):
 def test_a_store_that_does_not_answer_to_the_marker_loses_nothing(server, bucket):
     """Whether the marker was put is unknown then, so neither checkpoint's files may go."""
     location = f"{bucket}/c"
-    distckpt.save(state(1), location)
+    distckpt.save(large_state(1), location)
     with (
         failing(
             server, Fault("PUT", r"/metadata\.json", "lose answer", count=1000), **FEW_ATTEMPTS
         ),
         pytest.raises(OSError, match=r"metadata\.json"),
     ):
-        distckpt.save(state(2), location, overwrite=True)
+        distckpt.save(large_state(2), location, overwrite=True)
     # It was put.
     assert holds(location, 2)
-    distckpt.save(state(3), location, overwrite=True)
+    distckpt.save(large_state(3), location, overwrite=True)
     assert holds(location, 3)
     assert len(keys_in(server, location)) == 4
 
@@ -212,18 +196,18 @@ def test_a_refused_marker_removes_what_was_uploaded(server, bucket):
             failing(server, Fault("PUT", r"/metadata\.json", "403", count=1000)) as proxy,
             pytest.raises(PermissionError, match="AccessDenied") as caught,
         ):
-            distckpt.save(state(seed), location, overwrite=True)
+            distckpt.save(large_state(seed), location, overwrite=True)
         assert caught.value.filename == f"{location}/metadata.json"
         assert len(proxy.happened) == 1
         assert keys_in(server, bucket) == before
-        distckpt.save(state(seed), location, overwrite=True)
+        distckpt.save(large_state(seed), location, overwrite=True)
 
 
 def test_a_marker_that_is_refused_after_an_answer_was_lost_may_have_been_put(server, bucket):
     location, kind = f"{bucket}/c", ("PUT", r"/metadata\.json")
     faults = Fault(*kind, "lose answer"), Fault(*kind, "403", count=1000)
     with failing(server, *faults, **FEW_ATTEMPTS), pytest.raises(PermissionError):
-        distckpt.save(state(1), location)
+        distckpt.save(large_state(1), location)
     assert holds(location, 1)
 
 
@@ -232,7 +216,7 @@ def test_the_loser_of_a_race_is_told_so_though_its_answer_was_lost(server, bucke
 
     def progress(num_bytes, total_bytes):
         if next(others, None):
-            as_another_program(distckpt.save, state(3), location)
+            as_another_program(distckpt.save, large_state(3), location)
 
     # Put with one request, before the other save begins, so that only the marker is left to put.
     small = {"w": ShardedTensor.from_rank_offsets("w", torch.ones(10)), "step": 2}
@@ -251,10 +235,10 @@ def test_a_save_whose_upload_the_winner_of_a_race_aborts_is_told_so(server, buck
 
     def progress(num_bytes, total_bytes):
         if next(others, None):
-            as_another_program(distckpt.save, state(3), location)
+            as_another_program(distckpt.save, large_state(3), location)
 
     with pytest.raises(CheckpointExistsError, match="Another program"):
-        distckpt.save(state(2), location, progress=progress)
+        distckpt.save(large_state(2), location, progress=progress)
     assert holds(location, 3)
     assert uploads_in(server, bucket) == []
 
@@ -267,7 +251,7 @@ def test_missing_credentials_are_said_at_once(server):
         reached_at(address, **nothing),
         pytest.raises(OSError, match="no AWS credentials found: set AWS_ACCESS_KEY_ID") as caught,
     ):
-        distckpt.save(state(1), "s3://bucket/c")
+        distckpt.save(large_state(1), "s3://bucket/c")
     assert caught.value.filename.startswith("s3://bucket/c")
     assert proxy.requests == []
 
@@ -285,7 +269,7 @@ def test_a_store_that_wants_equal_parts_gets_them(server, bucket):
     large = {"w": ShardedTensor.from_rank_offsets("w", torch.zeros(9 << 20)), "step": 1}
     with proxy.running() as url, reached_at(url, **FEW_ATTEMPTS):
         distckpt.save(large, f"{bucket}/c")
-        distckpt.save(state(2), f"{bucket}/c", overwrite=True)
+        distckpt.save(large_state(2), f"{bucket}/c", overwrite=True)
         distckpt.consolidate(f"{bucket}/c", f"{bucket}/hf")
         assert holds(f"{bucket}/c", 2)
     assert len(proxy.happened) == 2
@@ -304,28 +288,28 @@ def test_a_store_without_conditional_writes_is_warned_about_and_saved_to(server,
     location = f"{bucket}/c"
     with failing(server, *NO_CONDITIONS) as proxy:
         for seed in (1, 2):
-            distckpt.save(state(seed), location, overwrite=seed == 2)
+            distckpt.save(large_state(seed), location, overwrite=seed == 2)
             assert holds(location, seed)
             assert len(proxy.happened) == seed
         with pytest.raises(CheckpointExistsError, match="already holds"):
-            distckpt.save(state(3), location)
+            distckpt.save(large_state(3), location)
     assert caplog.text.count("has no conditional writes") == 2
     assert len(keys_in(server, location)) == 4
 
 
 def test_without_conditional_writes_a_marker_that_is_seen_to_change_still_wins(server, bucket):
     location, others = f"{bucket}/c", iter([1])
-    distckpt.save(state(1), location)
+    distckpt.save(large_state(1), location)
 
     def progress(num_bytes, total_bytes):
         if next(others, None):
-            as_another_program(distckpt.save, state(3), location, overwrite=True)
+            as_another_program(distckpt.save, large_state(3), location, overwrite=True)
 
     with (
         failing(server, *NO_CONDITIONS),
         pytest.raises(CheckpointExistsError, match="Another program"),
     ):
-        distckpt.save(state(2), location, overwrite=True, progress=progress)
+        distckpt.save(large_state(2), location, overwrite=True, progress=progress)
     assert holds(location, 3)
 
 
@@ -334,11 +318,11 @@ def test_without_conditional_writes_files_of_a_save_under_way_are_left_alone(ser
     location = f"{bucket}/c"
     other = f"{location}/tensors-0123456789abcdef/shard-00001-model-00001-of-00001.safetensors"
     with failing(server, *NO_CONDITIONS):
-        distckpt.save(state(1), location)
+        distckpt.save(large_state(1), location)
         client(server).put_object(
             Bucket=bucket[5:], Key=other.removeprefix(f"{bucket}/"), Body=b"of another program"
         )
-        distckpt.save(state(2), location, overwrite=True)
+        distckpt.save(large_state(2), location, overwrite=True)
     assert other.removeprefix(f"{location}/") in keys_in(server, location)
     assert len(keys_in(server, location)) == 5
     assert holds(location, 2)

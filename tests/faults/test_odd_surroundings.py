@@ -20,14 +20,10 @@ from distckpt import CheckpointingException, CheckpointManager, RankFailedError
 from tests.support.calls import watched
 from tests.support.disk import tree_of
 from tests.support.harness import error_of, run
-from tests.support.states import state_of, value_of
+from tests.support.states import state_of, value_in, value_of
 
 NOBODY = 65534
 TIMEOUT = 60.0
-
-
-def value_in(path):
-    return value_of(distckpt.load(state_of(-1), path))
 
 
 def use_every_door(folder):

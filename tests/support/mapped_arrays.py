@@ -6,11 +6,11 @@ import math
 
 import numpy as np
 
-from distckpt.rules import TensorInfo
+from distckpt.rules import TensorSpec
 
 
 def infos(arrays, dtype="I64"):
-    return {key: TensorInfo(array.shape, dtype) for key, array in arrays.items()}
+    return {key: TensorSpec(array.shape, dtype) for key, array in arrays.items()}
 
 
 def numbered_arrays(**shapes):

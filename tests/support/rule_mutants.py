@@ -14,7 +14,7 @@ from distckpt.rules import (
     Rename,
     Split,
     Stack,
-    TensorInfo,
+    TensorSpec,
     Transpose,
     apply_rules,
 )
@@ -67,7 +67,7 @@ def survivors_of(mutants, rules, trained, saved, checkpoint, is_right):
     `checkpoint` is one of the model; `is_right` tells whether the model computes what it should.
     """
     stored = distckpt.open(checkpoint).tensors.items()
-    infos = {key: TensorInfo(tensor.shape, "F32") for key, tensor in stored}
+    infos = {key: TensorSpec(tensor.shape, "F32") for key, tensor in stored}
     request = {
         key: shard
         for key, shard in trained.sharded_state_dict().items()

@@ -5,6 +5,7 @@ numbers.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -38,6 +39,33 @@ def value_of(loaded: Mapping[str, Any]) -> int:
     found |= {value for key in ("rows", "shared") for value in loaded[key].unique().tolist()}
     (value,) = found
     return int(value)
+
+
+def value_in(path) -> int:
+    """Return the value that all parts of a checkpoint of `state_of` hold."""
+    return value_of(distckpt.load(state_of(-1), path))
+
+
+def small_state() -> dict[str, Any]:
+    return {"w": whole("w", torch.arange(3.0)), "step": 4}
+
+
+def small_request() -> dict[str, Any]:
+    return {"w": whole("w", torch.zeros(3))}
+
+
+def whole(key: str, tensor: torch.Tensor) -> ShardedTensor:
+    return ShardedTensor.from_rank_offsets(key, tensor)
+
+
+def bits(tensor: torch.Tensor) -> tuple[torch.dtype, torch.Size, bytes]:
+    """Return all that tells a tensor from another one, NaN and negative zeros included."""
+    data = tensor.detach().reshape(-1).contiguous().view(torch.uint8)
+    return tensor.dtype, tensor.shape, data.numpy().tobytes()
+
+
+def shard_files(path) -> list[Path]:
+    return sorted(Path(path, "tensors").iterdir())
 
 
 def save_checkpoint(path, tensors, axis=0, num_parts=2, **others):

@@ -9,7 +9,12 @@ import torch
 
 from distckpt import ShardedTensor
 from distckpt._format.codec import decode, encode
-from distckpt.strategies.base import LoadShardedStrategy, SaveShardedStrategy
+from distckpt.strategies.base import (
+    LoadShardedStrategy,
+    SaveShardedStrategy,
+    StrategyAction,
+    register_default_strategy,
+)
 
 
 class SaveText(SaveShardedStrategy):
@@ -52,3 +57,9 @@ class LoadText(LoadShardedStrategy):
 
     def load_sharded_metadata(self, checkpoint_dir):
         return self.load_tensors_metadata(checkpoint_dir)
+
+
+def register_text() -> None:
+    """Register the two strategies under their backend and version."""
+    register_default_strategy(StrategyAction.SAVE_SHARDED, "text", 3, SaveText())
+    register_default_strategy(StrategyAction.LOAD_SHARDED, "text", 3, LoadText())

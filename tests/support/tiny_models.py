@@ -273,3 +273,13 @@ def make_model(config, seed=0):
                     torch.randn(tensor.shape, generator=generator) * 0.3 + (tensor.ndim == 1)
                 )
     return model
+
+
+TOKENS = torch.tensor([[3, 1, 39, 7, 20]])
+
+
+def logits_with(model, added):
+    """Compute what a model does with numbers added to its parameters."""
+    state = {name: tensor + added.get(name, 0) for name, tensor in model.state_dict().items()}
+    with torch.no_grad():
+        return torch.func.functional_call(model, state, (TOKENS,), tie_weights=False).logits

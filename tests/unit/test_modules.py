@@ -285,13 +285,6 @@ def test_parts_hold_the_indices_that_torch_gives_them(mesh_shape):
             assert found == in_order_of_indices(size, placements, mesh_shape, coordinate)
 
 
-@pytest.fixture
-def group_of_one():
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
-
-
 @pytest.fixture(scope="module")
 def megatron():
     names = ["make_sharded_tensors_for_checkpoint", "make_sharded_object_for_checkpoint"]
@@ -329,7 +322,7 @@ def facts(value):
 
 
 @pytest.mark.parametrize("offsets", [(), ((0, 3, 8),), ((0, 3, 8), (1, 0, 2))])
-def test_helpers_agree_with_megatron(megatron, group_of_one, offsets):
+def test_helpers_agree_with_megatron(megatron, one_rank, offsets):
     tensor, groups = torch.ones(2, 3), {"tp_group": Group(1, 4), "dp_cp_group": Group(2, 3)}
     calls = [
         ("make_tp_sharded_tensor_for_checkpoint", (tensor, "key"), {"prepend_offsets": offsets}),
@@ -362,7 +355,7 @@ def test_helpers_agree_with_megatron(megatron, group_of_one, offsets):
     ) == facts(expected)
 
 
-def test_the_state_dict_of_a_layer_agrees_with_megatron(megatron, group_of_one):
+def test_the_state_dict_of_a_layer_agrees_with_megatron(megatron, one_rank):
     state = {
         "up.weight": torch.ones(2, 3),
         "down.weight": torch.ones(3, 2),

@@ -7,7 +7,6 @@ from functools import partial
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
@@ -91,13 +90,6 @@ def test_parameters_without_memory_are_told_apart_by_object():
     state["unrelated"] = ShardedTensor.from_rank_offsets("unrelated", torch.empty(2, device="meta"))
     found = optimizer.get_param_id_to_sharded_param_map(state, params)
     assert {i: s.key for i, s in found.items()} == {i: str(i) for i in range(4)}
-
-
-@pytest.fixture
-def one_rank():
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
 
 
 @pytest.mark.filterwarnings("ignore:DTensor random operators:UserWarning")  # of torch 2.6

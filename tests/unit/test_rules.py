@@ -24,7 +24,7 @@ from distckpt.rules import (
     Split,
     SplitQKV,
     Stack,
-    TensorInfo,
+    TensorSpec,
     Transpose,
     Trim,
     Unstack,
@@ -138,7 +138,7 @@ def captured(pattern, key):
         ["new", *(f"{{{number}}}" for number in range(len(re.findall(r"\*\*?", pattern))))]
     )
     (found,) = apply_rules(
-        [Rename(pattern, name, optional=True)], {key: TensorInfo((1,), "F32")}, strict=False
+        [Rename(pattern, name, optional=True)], {key: TensorSpec((1,), "F32")}, strict=False
     )
     return found
 
@@ -354,17 +354,17 @@ def test_a_mapping_is_not_inverted_over_other_tensors_or_when_it_is_ambiguous():
     arrays = numbered_arrays(a=(2, 2), b=(3,))
     mapped = apply_rules([Rename("a", "x")], infos(arrays))
     with pytest.raises(InvalidShardingError, match="The mapping reads 'b'"):
-        invert(mapped, {"a": TensorInfo((2, 2), "I64")})
+        invert(mapped, {"a": TensorSpec((2, 2), "I64")})
     with pytest.raises(
         InvalidShardingError, match=r"\[0:3\] does not lie inside 'b' of shape \(2,\)"
     ):
-        invert(mapped, infos(arrays) | {"b": TensorInfo((2,), "I64")})
+        invert(mapped, infos(arrays) | {"b": TensorSpec((2,), "I64")})
     with pytest.raises(InvalidShardingError, match=r"\(0, 0\) of 'a' is in 2 places"):
         invert(mapped | {"twice": mapped["x"]}, infos(arrays))
 
 
 def test_regions_and_views_must_fit():
-    mapped = apply_rules([], {"a": TensorInfo((2, 3), "F32")})["a"]
+    mapped = apply_rules([], {"a": TensorSpec((2, 3), "F32")})["a"]
     for region in (Region((0, 0), (3, 3)), Region((-1, 0), (1, 1)), Region((0,), (1,))):
         with pytest.raises(InvalidShardingError, match="does not lie inside"):
             resolve(mapped, region)
@@ -377,9 +377,9 @@ def test_regions_and_views_must_fit():
 # Errors.
 
 B = {
-    "a": TensorInfo((4, 6), "F32"),
-    "b.0": TensorInfo((4, 6), "BF16"),
-    "b.1": TensorInfo((5, 6), "F32"),
+    "a": TensorSpec((4, 6), "F32"),
+    "b.0": TensorSpec((4, 6), "BF16"),
+    "b.1": TensorSpec((5, 6), "F32"),
 }
 MISFITS = [
     (Unstack("a", "x{i}", axis=2), r"'a' of shape \(4, 6\).*no axis 2"),
@@ -445,7 +445,7 @@ def test_rules_that_make_no_sense_cannot_be_made(rule, arguments, message):
 
 
 def test_bytes_that_hold_two_elements_are_not_torn_apart():
-    tensors = {"a": TensorInfo((4, 6), "F4")}
+    tensors = {"a": TensorSpec((4, 6), "F4")}
     for rule in (Transpose("a", "b"), Unstack("a", "b{i}", axis=1)):
         with pytest.raises(InvalidShardingError, match="must stay together"):
             apply_rules([rule], tensors)
@@ -455,13 +455,13 @@ def test_bytes_that_hold_two_elements_are_not_torn_apart():
 def test_keys_with_a_prefix_need_one_more_rule():
     rules = [Rename("model.**", "{0}"), Rename("decoder.*.norm", "n.{0}")]
     assert apply_rules(
-        rules, {"model.decoder.3.norm": TensorInfo((2,), "F32")}, strict=True
+        rules, {"model.decoder.3.norm": TensorSpec((2,), "F32")}, strict=True
     ).keys() == {"n.3"}
 
 
 def test_a_name_can_shift_a_number():
     mapped = apply_rules(
-        [Rename("mtp.*.norm", "layers.{0+61}.norm")], {"mtp.1.norm": TensorInfo((2,), "F32")}
+        [Rename("mtp.*.norm", "layers.{0+61}.norm")], {"mtp.1.norm": TensorSpec((2,), "F32")}
     )
     assert mapped.keys() == {"layers.62.norm"}
 
@@ -492,7 +492,7 @@ def test_reshaped_and_permuted_tensors_keep_their_elements(shape, new_shape):
 def test_listed_tensors_are_assembled_of_what_earlier_rules_made():
     arrays = numbered_arrays(w=(4, 6), b=(3,))
     rules = [Split("a", ("x", "y"), axis=1), Transpose("y", "z"), Rename("b", "c")]
-    recorded = apply_rules(rules, {"a": TensorInfo((4, 6), "I64"), "b": TensorInfo((3,), "I64")})
+    recorded = apply_rules(rules, {"a": TensorSpec((4, 6), "I64"), "b": TensorSpec((3,), "I64")})
     assemble = Assemble(recorded, {"a": (4, 6), "b": (3,)})
     halves = [Split("w", ("top", "end")), Concat(("end", "top"), "a")]
     mapped = apply_rules([*halves, assemble], infos(arrays), strict=True)
@@ -504,9 +504,9 @@ def test_listed_tensors_are_assembled_of_what_earlier_rules_made():
     with pytest.raises(
         InvalidShardingError, match=r"'b' of shape \(4,\).*shape \(3,\) is expected"
     ):
-        apply_rules([assemble], {"a": TensorInfo((4, 6), "I64"), "b": TensorInfo((4,), "I64")})
+        apply_rules([assemble], {"a": TensorSpec((4, 6), "I64"), "b": TensorSpec((4,), "I64")})
     with pytest.raises(LoadMismatchError, match="'a' is missing"):
-        apply_rules([assemble], {"b": TensorInfo((3,), "I64")})
+        apply_rules([assemble], {"b": TensorSpec((3,), "I64")})
 
 
 def test_stacked_and_interleaved_tensors_come_back():
@@ -529,15 +529,15 @@ def test_a_stack_needs_all_of_its_numbers(keys):
         LoadMismatchError, match=r"needs the numbers from 0 to 2: .*w.*(missing|found)"
     ):
         apply_rules(
-            [Stack("w.*", "w", axis=0, size=3)], {key: TensorInfo((2,), "F32") for key in keys}
+            [Stack("w.*", "w", axis=0, size=3)], {key: TensorSpec((2,), "F32") for key in keys}
         )
 
 
 def test_rows_that_take_turns_are_few_parts():
-    mapped = apply_rules([Interleave("a", "b", axis=1)], {"a": TensorInfo((3, 1 << 20), "F32")})
+    mapped = apply_rules([Interleave("a", "b", axis=1)], {"a": TensorSpec((3, 1 << 20), "F32")})
     assert (
         len(mapped["b"].parts)
-        == len(invert(mapped, {"a": TensorInfo((3, 1 << 20), "F32")})["a"].parts)
+        == len(invert(mapped, {"a": TensorSpec((3, 1 << 20), "F32")})["a"].parts)
         == 2
     )
 
@@ -557,7 +557,7 @@ def test_a_number_is_added_and_subtracted_on_the_way_back():
 
 def test_rows_that_cannot_take_turns():
     with pytest.raises(InvalidShardingError, match="axis 0 cannot be cut into 2 equal pieces"):
-        apply_rules([Interleave("a", "b")], {"a": TensorInfo((3,), "F32")})
+        apply_rules([Interleave("a", "b")], {"a": TensorSpec((3,), "F32")})
 
 
 def test_a_copy_is_exported_and_not_needed_on_the_way_back():

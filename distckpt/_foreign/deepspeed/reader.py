@@ -12,6 +12,7 @@ from distckpt._foreign.deepspeed.files import find_states, is_checkpoint, read_s
 from distckpt._foreign.deepspeed.universal import universal_contents
 from distckpt._foreign.deepspeed.zero import zero_contents
 from distckpt._format import codec
+from distckpt._format.foreign_formats import DEEPSPEED
 from distckpt._format.manifest import OBJECT, Manifest
 from distckpt._format.stored_checkpoint import StoredCheckpoint
 from distckpt._geometry.region import Region
@@ -25,7 +26,7 @@ _NOT_COMMON = {
 class DeepSpeedReader(Reader):
     """Reads the folder of one save, or a folder of several saves in which `latest` names one."""
 
-    name = "deepspeed"
+    name = DEEPSPEED.name
 
     def detect(self, location: str, marker: Mapping[str, Any] | None) -> bool:
         return marker is None and is_checkpoint(location)

@@ -13,6 +13,7 @@ from distckpt._checkpoint.reader import Reader
 from distckpt._foreign.torch_dist.objects import read_object
 from distckpt._foreign.torch_dist.source import COMMON_NAME, METADATA_NAME, read_directory
 from distckpt._foreign.torch_dist.unpickle import RefusedGlobalError
+from distckpt._format.foreign_formats import TORCH_DIST
 from distckpt._format.manifest import Manifest
 from distckpt._format.stored_checkpoint import StoredCheckpoint
 from distckpt._io.read import read_chunks
@@ -25,7 +26,7 @@ _MAX_LIST = 1 << 20
 class TorchDistReader(Reader):
     """Reads directories with a `.metadata` file, or with a marker that names `torch_dist`."""
 
-    name = "torch_dist"
+    name = TORCH_DIST.name
 
     def detect(self, location: str, marker: Mapping[str, Any] | None) -> bool:
         if marker is not None:

@@ -25,6 +25,7 @@ from distckpt._foreign.torch_dist.metadata import StoredItem, TensorEntry, read_
 from distckpt._foreign.torch_dist.objects import locate_tensor
 from distckpt._foreign.torch_dist.runs import contiguous_runs, unflattened_runs
 from distckpt._foreign.torch_dist.unpickle import RefusedGlobalError
+from distckpt._format.foreign_formats import TORCH_DIST
 from distckpt._format.manifest import OBJECT, Manifest, ShardFile
 from distckpt._format.marker import read_marker
 from distckpt._geometry.region import Region
@@ -32,7 +33,7 @@ from distckpt._mapping.wrappers import ShardedObject
 from distckpt._state.common_state import COMMON_KEY
 from distckpt._storage import locations
 
-METADATA_NAME = ".metadata"
+METADATA_NAME = TORCH_DIST.marker
 COMMON_NAME = "common.pt"
 
 _MEGATRON_COMMON_KEY = "common_state"

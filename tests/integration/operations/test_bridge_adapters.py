@@ -15,9 +15,9 @@ import distckpt
 from distckpt import CheckpointingException, LoadMismatchError
 from tests.support.hf_folders import read_export, write_plain
 from tests.support.states import save_checkpoint
-from tests.support.tiny_models import make_config, make_model
+from tests.support.tiny_models import TOKENS, logits_with, make_config, make_model
 
-RANK, SCALING, TOKENS = 3, 1.5, torch.tensor([[3, 1, 39, 7, 20]])
+RANK, SCALING = 3, 1.5
 PEFT = {
     "peft_type": "LORA",
     "task_type": "CAUSAL_LM",
@@ -67,13 +67,6 @@ def experts(tmp_path_factory):
             for layer in range(2)
         }
     return model, folder, added
-
-
-def logits_with(model, added):
-    """Compute what a model does with numbers added to its parameters."""
-    state = {name: tensor + added.get(name, 0) for name, tensor in model.state_dict().items()}
-    with torch.no_grad():
-        return torch.func.functional_call(model, state, (TOKENS,), tie_weights=False).logits
 
 
 def test_matrices_of_experts_have_the_layout_of_peft(experts):

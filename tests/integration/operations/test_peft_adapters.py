@@ -12,9 +12,8 @@ import torch
 import distckpt
 from distckpt import CheckpointingException
 from tests.support.hf_folders import read_export, write_plain
-from tests.support.tiny_models import make_config, make_model
+from tests.support.tiny_models import TOKENS, logits_with, make_config, make_model
 
-TOKENS = torch.tensor([[3, 1, 39, 7, 20]])
 RANK, ALPHA = 3, 6
 SETTINGS = {
     "peft_type": "LORA",
@@ -82,12 +81,6 @@ def of_experts(model):
             )
             added[name] = each * ALPHA / RANK
     return tensors, added
-
-
-def logits_with(model, added):
-    state = {name: tensor + added.get(name, 0) for name, tensor in model.state_dict().items()}
-    with torch.no_grad():
-        return torch.func.functional_call(model, state, (TOKENS,), tie_weights=False).logits
 
 
 def merged_logits(model, base, adapter, output):

@@ -18,11 +18,9 @@ from distckpt import ShardedTensor
 from distckpt._storage import object_store
 from distckpt.megatron.core import CheckpointExistsError
 from tests.support.cloud_servers import running_azurite, running_google_proxy
+from tests.support.large_states import holds, large_request, large_state, numbers
 from tests.support.other_program import as_another_program
 from tests.support.s3_server import client, keys_in, new_bucket, reached_at
-
-LARGE = 4 * (1 << 20) + 77
-"""Elements: a little more than 16 MiB, which go in two parts."""
 
 
 @pytest.fixture(scope="module")
@@ -42,20 +40,6 @@ def place(request):
         return
     with running_google_proxy(server) as bucket:
         yield f"{bucket}/run"
-
-
-def numbers(seed: int) -> torch.Tensor:
-    return torch.from_numpy(np.random.default_rng(seed).standard_normal(LARGE, np.float32))
-
-
-def state(seed: int) -> dict:
-    return {"w": ShardedTensor.from_rank_offsets("w", numbers(seed)), "step": seed}
-
-
-def holds(location: str, seed: int) -> bool:
-    target = {"w": ShardedTensor.from_rank_offsets("w", torch.zeros(LARGE))}
-    loaded = distckpt.load(target, location)
-    return torch.equal(loaded["w"], numbers(seed)) and loaded["step"] == seed
 
 
 def test_an_object_is_created_once_and_replaced_in_its_known_version(place):
@@ -94,14 +78,14 @@ def test_of_many_that_create_or_replace_at_once_one_wins(place):
 
 def test_save_overwrite_load_consolidate_and_remove(place):
     location = f"{place}/c"
-    distckpt.save(state(1), location)
-    distckpt.save(state(2), location, overwrite=True)
+    distckpt.save(large_state(1), location)
+    distckpt.save(large_state(2), location, overwrite=True)
     with pytest.raises(CheckpointExistsError, match="already holds"):
-        distckpt.save(state(3), location)
+        distckpt.save(large_state(3), location)
     assert holds(location, 2)
     assert len(object_store.at(location).list_files()) == 4
     distckpt.consolidate(location, f"{place}/hf")
-    target = {"w": ShardedTensor.from_rank_offsets("w", torch.zeros(LARGE))}
+    target = large_request()
     assert torch.equal(distckpt.load(target, f"{place}/hf")["w"], numbers(2))
     assert object_store.at(place).list_names() == ["c", "hf"]
 

@@ -37,6 +37,7 @@ from tests.support.s3_server import (
     reached_at,
     uploads_in,
 )
+from tests.support.states import whole
 
 
 class Store(NamedTuple):
@@ -101,10 +102,6 @@ LARGE = 4 * (1 << 20) + 77
 
 def numbers(count: int, seed: int = 0) -> torch.Tensor:
     return torch.from_numpy(np.random.default_rng(seed).standard_normal(count, np.float32))
-
-
-def whole(key: str, tensor: torch.Tensor) -> ShardedTensor:
-    return ShardedTensor.from_rank_offsets(key, tensor)
 
 
 def state(seed: float = 1.0, count: int = 1000) -> dict:

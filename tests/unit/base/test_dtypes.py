@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import math
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -13,6 +12,7 @@ import distckpt
 from distckpt import LoadMismatchError, ShardedTensor, UnsupportedObjectError
 from distckpt._base.dtypes import FROM_NAME, TO_NAME, is_lossless_cast
 from tests.support.reference import skip_where_safetensors_lacks
+from tests.support.states import shard_files
 
 DTYPES = list(TO_NAME)
 # Older torch releases lack some of the types of 8 and 4 bits.
@@ -44,10 +44,6 @@ def bits_of(tensor):
 
 def one(key, data, **kwargs):
     return {key: ShardedTensor.from_rank_offsets(key, data, **kwargs)}
-
-
-def files_of(path):
-    return sorted(Path(path, "tensors").iterdir())
 
 
 # ---- every dtype there and back
@@ -112,7 +108,7 @@ def test_the_reference_reader_finds_the_same_bits(tmp_path, dtype):
     skip_where_safetensors_lacks(dtype)
     tensor = random_bits((3, 4), dtype)
     distckpt.save(one("w", tensor) | one("scalar", random_bits((), dtype)), tmp_path / "c")
-    (file,) = files_of(tmp_path / "c")
+    (file,) = shard_files(tmp_path / "c")
     loaded = safetensors.torch.load_file(file)
     assert (loaded["w"].dtype, loaded["w"].shape) == (dtype, (3, 4))
     assert bits_of(loaded["w"]) == bits_of(tensor)
@@ -205,7 +201,7 @@ def test_tied_tensors_are_stored_once_and_both_come_back(tmp_path):
         | one("other", weight.clone())
     )
     distckpt.save(tied, tmp_path / "c")
-    (file,) = files_of(tmp_path / "c")
+    (file,) = shard_files(tmp_path / "c")
     stored = safetensors.torch.load_file(file)
     assert stored.keys() in ({"embedding", "other"}, {"output", "other"})
     assert file.stat().st_size < 2.2 * weight.nbytes
@@ -227,7 +223,7 @@ def test_tied_shards_of_several_ranks_are_stored_once(tmp_path):
         for key in ("embedding", "output")
     }
     distckpt.save(state, tmp_path / "c")
-    assert sum(len(safetensors.torch.load_file(file)) for file in files_of(tmp_path / "c")) == 1
+    assert sum(len(safetensors.torch.load_file(file)) for file in shard_files(tmp_path / "c")) == 1
     loaded = distckpt.open(tmp_path / "c").read_tensors()
     assert torch.equal(loaded["embedding"], weight)
     assert torch.equal(loaded["output"], weight)

@@ -18,14 +18,10 @@ from distckpt.strategies.safetensors import ShardSave
 from distckpt.streaming import save_safetensors_streaming_sharded
 from tests.support.disk import tree_of
 from tests.support.disks import overlay, small_disk
-from tests.support.states import state_of, value_of
+from tests.support.states import state_of, value_in
 from tests.support.stopping import stopping
 
 OURS = {"manifest.safetensors", "metadata.json", "objects", "tensors"}
-
-
-def value_in(path):
-    return value_of(distckpt.load(state_of(-1), path))
 
 
 def put_files_of_others(path):

@@ -32,6 +32,7 @@ from distckpt import (
     torch_dist,
 )
 from distckpt.cli import main
+from tests.support.states import bits
 
 
 @distckpt.register_object_type
@@ -144,10 +145,6 @@ def exported(source, tmp_path_factory):
     )
     assert seen[-1][0] == seen[-1][1] > 100
     return path
-
-
-def bits(tensor):
-    return tensor.dtype, tuple(tensor.shape), tensor.reshape(-1).view(torch.uint8).tolist()
 
 
 def check_values(found):

@@ -29,6 +29,7 @@ from distckpt._format.safetensors_file import (
     stored_shape,
 )
 from tests.support.reference import needs_torchs_hugging_face
+from tests.support.states import shard_files
 
 
 def several_chunks(path):
@@ -72,10 +73,6 @@ def header_of(file):
     data = file.read_bytes()
     (length,) = struct.unpack("<Q", data[:8])
     return json.loads(data[8 : 8 + length]), 8 + length, len(data)
-
-
-def shard_files(path):
-    return sorted(Path(path, "tensors").iterdir())
 
 
 # ---- a checkpoint's files

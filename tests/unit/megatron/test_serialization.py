@@ -15,51 +15,22 @@ from distckpt import (
     CheckpointNotFoundError,
     LoadMismatchError,
     RankFailedError,
-    ShardedObject,
     ShardedTensor,
     megatron,
 )
 from distckpt.megatron import core, serialization
 from distckpt.megatron.validation import StrictHandling
+from tests.support.one_sided_keys import MISSING, UNEXPECTED, asked_for, obj, save_one_sided, tensor
 from tests.support.read_counts import counted_reads
-
-
-def tensor(key, value=1.0, shape=(4,), **kwargs):
-    return ShardedTensor.from_rank_offsets(key, torch.full(shape, float(value)), **kwargs)
-
-
-def obj(key, data=None, count=1, index=0):
-    return ShardedObject(key, data, (count,), (index,))
-
 
 # ---- keys that only one side has
 
 
 @pytest.fixture
 def stored(tmp_path):
-    """A checkpoint with tensors `a` and `left`, objects `o` and `left/o`."""
-    state = {
-        "a": tensor("a"),
-        "left": tensor("left"),
-        "o": obj("o", 1),
-        "lo": obj("left/o", 2),
-        "step": 3,
-    }
-    distckpt.save(state, tmp_path / "c")
-    return tmp_path / "c"
+    return save_one_sided(tmp_path / "c")
 
 
-def asked_for():
-    return {
-        "list": [tensor("new", 0), tensor("a", 0)],
-        "nested": {"deep": {"new": obj("new/o")}},
-        "o": obj("o"),
-        "new": tensor("new.2", 0),
-    }
-
-
-MISSING = {"left", "left/o"}
-UNEXPECTED = {"new", "new/o", "new.2"}
 MODES = {
     # mode: (raises with missing, raises with unexpected, warns of missing, warns of unexpected,
     # returns)

@@ -25,23 +25,8 @@ from distckpt.megatron.strategies.torch import (
     TorchDistLoadShardedStrategy,
     TorchDistSaveShardedStrategy,
 )
-from distckpt.strategies.base import StrategyAction, register_default_strategy
-from tests.support.text_strategy import LoadText, SaveText
-
-
-@pytest.fixture(scope="module")
-def registered():
-    """Register the two strategies under their backend and version."""
-    register_default_strategy(StrategyAction.SAVE_SHARDED, "text", 3, SaveText())
-    register_default_strategy(StrategyAction.LOAD_SHARDED, "text", 3, LoadText())
-
-
-def state():
-    return {"w": ShardedTensor.from_rank_offsets("w", torch.arange(3.0)), "step": 4}
-
-
-def asked():
-    return {"w": ShardedTensor.from_rank_offsets("w", torch.zeros(3))}
+from tests.support.states import small_request, small_state
+from tests.support.text_strategy import LoadText, SaveText, register_text
 
 
 def test_methods_take_paths(tmp_path):
@@ -61,10 +46,11 @@ def test_what_is_no_strategy_is_refused(tmp_path):
         with pytest.raises(CheckpointingException, match="strategy must be a SaveShardedStrategy"):
             FullyParallelSaveStrategyWrapper(what)
         with pytest.raises(CheckpointingException, match="strategy must be a SaveShardedStrategy"):
-            megatron.save(state(), tmp_path / "c", what)
+            megatron.save(small_state(), tmp_path / "c", what)
 
 
-def test_defaults_are_found_by_name_and_by_checkpoint(tmp_path, registered):
+def test_defaults_are_found_by_name_and_by_checkpoint(tmp_path):
+    register_text()
     for name in ("torch_dist", "safetensors"):
         found = get_default_save_sharded_strategy(name)
         assert isinstance(found, TorchDistSaveShardedStrategy)
@@ -77,16 +63,17 @@ def test_defaults_are_found_by_name_and_by_checkpoint(tmp_path, registered):
         get_default_load_sharded_strategy(tmp_path / "c")
 
 
-def test_a_registered_strategy_is_asked_about_its_checkpoints(tmp_path, registered):
+def test_a_registered_strategy_is_asked_about_its_checkpoints(tmp_path):
+    register_text()
     path = tmp_path / "c"
-    megatron.save(state(), path, ("text", 3))
-    assert megatron.load(asked(), path, ("text", 3))["w"].tolist() == [0, 1, 2]
+    megatron.save(small_state(), path, ("text", 3))
+    assert megatron.load(small_request(), path, ("text", 3))["w"].tolist() == [0, 1, 2]
     assert megatron.load_common_state_dict(path) == {"step": 4}
     assert megatron.load_plain_tensors(path)["w"].tolist() == [0, 1, 2]
     assert megatron.load_tensors_metadata(path).keys() == {"w"}
     assert megatron.load_tensors_metadata(path, LoadText()).keys() == {"w"}
     assert load_sharded_metadata(path).keys() == {"w"}
-    loaded, missing, unexpected = megatron.load(asked(), path, strict="return_all")
+    loaded, missing, unexpected = megatron.load(small_request(), path, strict="return_all")
     assert (loaded["step"], missing, unexpected) == (4, set(), set())
     assert isinstance(get_default_load_sharded_strategy(path), LoadText)
     assert isinstance(get_default_save_sharded_strategy("text", 3), SaveText)
@@ -104,9 +91,10 @@ class SaveAsRequest(AsyncSaveShardedStrategy):
         return AsyncRequest(SaveText().save, (sharded_state_dict, checkpoint_dir), [])
 
 
-def test_a_strategy_that_gives_requests_can_save(tmp_path, registered):
-    megatron.save(state(), tmp_path / "c", SaveAsRequest())
-    assert megatron.load(asked(), tmp_path / "c")["w"].tolist() == [0, 1, 2]
+def test_a_strategy_that_gives_requests_can_save(tmp_path):
+    register_text()
+    megatron.save(small_state(), tmp_path / "c", SaveAsRequest())
+    assert megatron.load(small_request(), tmp_path / "c")["w"].tolist() == [0, 1, 2]
 
 
 def test_wrappers_do_what_they_wrap(tmp_path, caplog):
@@ -114,12 +102,12 @@ def test_wrappers_do_what_they_wrap(tmp_path, caplog):
     saving = FullyParallelSaveStrategyWrapper(
         get_default_save_sharded_strategy("safetensors", 1), None, True
     )
-    megatron.save(state(), tmp_path / "c", saving)
+    megatron.save(small_state(), tmp_path / "c", saving)
     assert (saving.backend, saving.version) == ("safetensors", 1)
     loading = FullyParallelLoadStrategyWrapper(
         get_default_load_sharded_strategy(tmp_path / "c"), None, True, "broadcast"
     )
-    loaded = megatron.load(asked(), tmp_path / "c", loading, strict="raise_all")
+    loaded = megatron.load(small_request(), tmp_path / "c", loading, strict="raise_all")
     assert (loaded["w"].tolist(), loaded["step"]) == ([0, 1, 2], 4)
     assert loading.load_tensors_metadata(str(tmp_path / "c")).keys() == {"w"}
     assert "w" in loading.load_sharded_metadata(str(tmp_path / "c"))
@@ -139,7 +127,7 @@ def test_wrappers_hand_settings_on(tmp_path):
             strategy=FullyParallelSaveStrategyWrapper(get_default_save_sharded_strategy()),
             validate_replicas=True,
         )
-    megatron.save(state(), tmp_path / "c")
+    megatron.save(small_state(), tmp_path / "c")
     half = {"w": ShardedTensor.from_rank_offsets("w", torch.zeros(3, dtype=torch.float16))}
     loading = FullyParallelLoadStrategyWrapper(get_default_load_sharded_strategy())
     with pytest.raises(distckpt.LoadMismatchError, match="allow_dtype_cast"):
@@ -152,9 +140,11 @@ def test_wrappers_hand_settings_on(tmp_path):
 
 
 def test_wrappers_of_strategies_of_others(tmp_path):
-    megatron.save(state(), tmp_path / "c", FullyParallelSaveStrategyWrapper(SaveText()))
+    megatron.save(small_state(), tmp_path / "c", FullyParallelSaveStrategyWrapper(SaveText()))
     assert read_marker(tmp_path / "c")["sharded_backend"] == "text"
-    loaded = megatron.load(asked(), tmp_path / "c", FullyParallelLoadStrategyWrapper(LoadText()))
+    loaded = megatron.load(
+        small_request(), tmp_path / "c", FullyParallelLoadStrategyWrapper(LoadText())
+    )
     assert loaded["w"].tolist() == [0, 1, 2]
 
 
@@ -167,6 +157,6 @@ def test_a_class_derived_from_a_wrapper_is_called(tmp_path):
             return super().prepare(sharded_state_dict)
 
     for base in (None, SaveText()):
-        megatron.save(state(), tmp_path / f"c{len(calls)}", Noting(base))
+        megatron.save(small_state(), tmp_path / f"c{len(calls)}", Noting(base))
     assert [keys[-1] for keys in calls] == ["w", "w"]
-    assert megatron.load(asked(), tmp_path / "c0")["w"].tolist() == [0, 1, 2]
+    assert megatron.load(small_request(), tmp_path / "c0")["w"].tolist() == [0, 1, 2]

@@ -9,11 +9,8 @@ import pytest
 import torch
 
 import distckpt
-from distckpt import LoadReport, ShardedTensor
-
-
-def whole(key: str, tensor: torch.Tensor) -> ShardedTensor:
-    return ShardedTensor.from_rank_offsets(key, tensor)
+from distckpt import LoadReport
+from tests.support.states import whole
 
 
 def reported(state: dict[str, Any], path: Path) -> tuple[dict[str, Any], LoadReport]:

@@ -5,6 +5,7 @@ takes them.
 from __future__ import annotations
 
 import dataclasses
+from functools import partial
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ import torch
 import distckpt
 from distckpt import CheckpointingException, CheckpointManager, SaveOptions, ShardedTensor
 from distckpt.strategies.safetensors import SafetensorsSaveStrategy
+from tests.support.states import small_state
 
 
 class Recording(SafetensorsSaveStrategy):
@@ -22,14 +24,18 @@ class Recording(SafetensorsSaveStrategy):
         return super().configure(options, process_group)
 
 
-def state():
-    return {"w": ShardedTensor.from_rank_offsets("w", torch.arange(3.0)), "step": 4}
+def save_in_background(path, **given):
+    return distckpt.async_save(small_state(), path, **given).result(100)
+
+
+def save_with_manager(path, **given):
+    return CheckpointManager(path, **given).save(1, small_state()).result(100)
 
 
 SAVES = {
-    "save": lambda path, **given: distckpt.save(state(), path, **given),
-    "async_save": lambda path, **given: distckpt.async_save(state(), path, **given).result(100),
-    "manager": lambda path, **given: CheckpointManager(path, **given).save(1, state()).result(100),
+    "save": partial(distckpt.save, small_state()),
+    "async_save": save_in_background,
+    "manager": save_with_manager,
 }
 CHANGES = {"durable": False, "validate_replicas": True, "timeout": 50.0, "exit_timeout": 40.0}
 

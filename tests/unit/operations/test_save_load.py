@@ -16,16 +16,8 @@ from distckpt import (
     ShardedTensor,
 )
 from tests.benchmarks.measure import peak_memory_bytes
+from tests.support.one_sided_keys import MISSING, UNEXPECTED, asked_for, obj, save_one_sided, tensor
 from tests.support.read_counts import counted_reads
-
-
-def tensor(key, value=1.0, shape=(4,), **kwargs):
-    return ShardedTensor.from_rank_offsets(key, torch.full(shape, float(value)), **kwargs)
-
-
-def obj(key, data=None, count=1, index=0):
-    return ShardedObject(key, data, (count,), (index,))
-
 
 # ---- loading
 
@@ -179,29 +171,7 @@ def test_copies_of_objects_may_differ_and_the_main_one_is_saved(tmp_path):
 
 @pytest.fixture
 def stored(tmp_path):
-    """A checkpoint with tensors `a` and `left`, objects `o` and `left/o`."""
-    state = {
-        "a": tensor("a"),
-        "left": tensor("left"),
-        "o": obj("o", 1),
-        "lo": obj("left/o", 2),
-        "step": 3,
-    }
-    distckpt.save(state, tmp_path / "c")
-    return tmp_path / "c"
-
-
-def asked_for():
-    return {
-        "list": [tensor("new", 0), tensor("a", 0)],
-        "nested": {"deep": {"new": obj("new/o")}},
-        "o": obj("o"),
-        "new": tensor("new.2", 0),
-    }
-
-
-MISSING = {"left", "left/o"}
-UNEXPECTED = {"new", "new/o", "new.2"}
+    return save_one_sided(tmp_path / "c")
 
 
 def test_what_is_requested_must_be_stored(stored):

@@ -7,7 +7,7 @@ import json
 import pytest
 
 from distckpt import CheckpointingException, families
-from distckpt.rules import TensorInfo, Trim, apply_rules
+from distckpt.rules import TensorSpec, Trim, apply_rules
 
 MODEL = {
     "model_type": "llama",
@@ -95,7 +95,7 @@ def megatron_tensors(heads, groups, size, vocabulary=64):
         "embedding.word_embeddings.weight": (vocabulary, 64),
         "decoder.final_layernorm.weight": (64,),
     }
-    return {key: TensorInfo(shape, "BF16") for key, shape in shapes.items()}
+    return {key: TensorSpec(shape, "BF16") for key, shape in shapes.items()}
 
 
 QWEN3 = {

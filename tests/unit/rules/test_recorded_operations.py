@@ -10,7 +10,7 @@ import torch
 import distckpt
 from distckpt._rules.mapped import identity
 from distckpt._rules.transformers_names import _Recorder
-from distckpt.rules import Assemble, TensorInfo
+from distckpt.rules import Assemble, TensorSpec
 from tests.support.hf_folders import read_export
 from tests.support.states import save_checkpoint
 
@@ -37,7 +37,7 @@ OPERATIONS = {
 def test_recorded_operations_are_those_of_torch(tmp_path, change):
     values = torch.arange(72.0).reshape(SHAPE)
     source = save_checkpoint(tmp_path / "c", {"w": values})
-    recorded = change(_Recorder.make(identity("w", TensorInfo(SHAPE, "F32"))))
+    recorded = change(_Recorder.make(identity("w", TensorSpec(SHAPE, "F32"))))
     distckpt.consolidate(
         source, tmp_path / "out", rules=[Assemble({"out": recorded.mapped}, {"w": SHAPE})]
     )

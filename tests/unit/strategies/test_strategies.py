@@ -15,29 +15,14 @@ from distckpt.strategies.base import (
     register_default_strategy,
 )
 from distckpt.strategies.safetensors import SafetensorsLoadStrategy, SafetensorsSaveStrategy
-from tests.support.text_strategy import LoadText, SaveText
-
-
-@pytest.fixture(scope="module")
-def registered():
-    """Register the two strategies under their backend and version."""
-    register_default_strategy(StrategyAction.SAVE_SHARDED, "text", 3, SaveText())
-    register_default_strategy(StrategyAction.LOAD_SHARDED, "text", 3, LoadText())
-
-
-def state():
-    return {"w": ShardedTensor.from_rank_offsets("w", torch.arange(3.0)), "step": 4}
-
-
-def asked():
-    return {"w": ShardedTensor.from_rank_offsets("w", torch.zeros(3))}
-
+from tests.support.states import small_request, small_state
+from tests.support.text_strategy import LoadText, SaveText, register_text
 
 # ---- strategies of others
 
 
 def test_a_strategy_that_is_given_is_used(tmp_path):
-    distckpt.save(state(), tmp_path / "c", strategy=SaveText())
+    distckpt.save(small_state(), tmp_path / "c", strategy=SaveText())
     assert (tmp_path / "c" / "all.json").exists()
     assert not (tmp_path / "c" / "manifest.safetensors").exists()
     marker = read_marker(tmp_path / "c")
@@ -46,16 +31,18 @@ def test_a_strategy_that_is_given_is_used(tmp_path):
         3,
         2,
     )
-    loaded = distckpt.load(asked(), tmp_path / "c", strategy=LoadText())
+    loaded = distckpt.load(small_request(), tmp_path / "c", strategy=LoadText())
     assert (loaded["w"].tolist(), loaded["step"]) == ([0, 1, 2], 4)
 
 
-def test_a_registered_strategy_is_found_by_name_and_by_checkpoint(tmp_path, registered):
-    distckpt.save(state(), tmp_path / "c", strategy=("text", 3))
+def test_a_registered_strategy_is_found_by_name_and_by_checkpoint(tmp_path):
+    register_text()
+    distckpt.save(small_state(), tmp_path / "c", strategy=("text", 3))
     for strategy in (None, ("text", 3)):
-        assert distckpt.load(asked(), tmp_path / "c", strategy=strategy)["w"].tolist() == [0, 1, 2]
+        loaded = distckpt.load(small_request(), tmp_path / "c", strategy=strategy)
+        assert loaded["w"].tolist() == [0, 1, 2]
     reports = []
-    more = asked() | {"x": ShardedTensor.from_rank_offsets("x", torch.zeros(1))}
+    more = small_request() | {"x": ShardedTensor.from_rank_offsets("x", torch.zeros(1))}
     loaded = distckpt.load(more, tmp_path / "c", strict="report", on_report=reports.append)
     assert (loaded["step"], reports[0].unexpected) == (4, {"x"})
     with pytest.raises(CheckpointingException, match=r"strategy 'text': only distckpt.load reads"):
@@ -67,7 +54,7 @@ def test_a_registered_strategy_is_found_by_name_and_by_checkpoint(tmp_path, regi
 )
 def test_what_is_no_saving_strategy_is_refused(tmp_path, strategy):
     with pytest.raises(CheckpointingException, match="strategy must be a SaveShardedStrategy"):
-        distckpt.save(state(), tmp_path / "c", strategy=strategy)
+        distckpt.save(small_state(), tmp_path / "c", strategy=strategy)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -75,19 +62,19 @@ def test_what_is_no_saving_strategy_is_refused(tmp_path, strategy):
     "strategy", ["safetensors", SafetensorsSaveStrategy(), object(), SafetensorsLoadStrategy]
 )
 def test_what_is_no_loading_strategy_is_refused(tmp_path, strategy):
-    distckpt.save(state(), tmp_path / "c")
+    distckpt.save(small_state(), tmp_path / "c")
     with pytest.raises(CheckpointingException, match="strategy must be a LoadShardedStrategy"):
-        distckpt.load(asked(), tmp_path / "c", strategy=strategy)
+        distckpt.load(small_request(), tmp_path / "c", strategy=strategy)
 
 
 @pytest.mark.parametrize("name", [("zarr", 1), ("safetensors", 99)])
 def test_an_unknown_backend_is_an_error_that_lists_the_known_ones(tmp_path, name):
     problem = rf"backend '{name[0]}' version {name[1]} \(there is: .*'safetensors' version 1"
     with pytest.raises(CheckpointingException, match=problem):
-        distckpt.save(state(), tmp_path / "c", strategy=name)
-    distckpt.save(state(), tmp_path / "c")
+        distckpt.save(small_state(), tmp_path / "c", strategy=name)
+    distckpt.save(small_state(), tmp_path / "c")
     with pytest.raises(CheckpointingException, match=problem):
-        distckpt.load(asked(), tmp_path / "c", strategy=name)
+        distckpt.load(small_request(), tmp_path / "c", strategy=name)
 
 
 @pytest.mark.parametrize(("backend", "version"), [("zarr", 1), ("safetensors", 99)])
@@ -95,14 +82,15 @@ def test_a_checkpoint_of_an_unknown_backend_is_named(tmp_path, backend, version)
     (tmp_path / "c").mkdir()
     marker = {"sharded_backend": backend, "sharded_backend_version": version}
     (tmp_path / "c" / "metadata.json").write_text(json.dumps(marker))
-    for function in (partial(distckpt.load, asked()), distckpt.megatron.load_plain_tensors):
+    for function in (partial(distckpt.load, small_request()), distckpt.megatron.load_plain_tensors):
         with pytest.raises(
             CheckpointingException, match=rf"{tmp_path}/c'.* backend '{backend}' version {version}"
         ):
             function(tmp_path / "c")
 
 
-def test_a_name_stands_for_one_strategy(registered):
+def test_a_name_stands_for_one_strategy():
+    register_text()
     register_default_strategy(StrategyAction.SAVE_SHARDED, "text", 3, SaveText())
     with pytest.raises(
         CheckpointingException, match="'text' version 3 already has SaveText for save_sharded"
@@ -127,11 +115,11 @@ def test_settings_of_one_call_do_not_stay():
 def test_strategies_work_without_the_functions_around_them(tmp_path):
     for name in ("tensors", "objects"):
         (tmp_path / name).mkdir()
-    sharded = {"w": state()["w"], "o": ShardedObject("o", [1], (1,), (0,))}
+    sharded = {"w": small_state()["w"], "o": ShardedObject("o", [1], (1,), (0,))}
     fields = SafetensorsSaveStrategy().save(sharded, str(tmp_path))
     write_marker(tmp_path, {"sharded_backend": "safetensors", **fields})
     loaded = SafetensorsLoadStrategy().load(
-        {"w": asked()["w"], "o": sharded["o"].without_data()}, str(tmp_path)
+        {"w": small_request()["w"], "o": sharded["o"].without_data()}, str(tmp_path)
     )
     assert list(loaded) == ["w", "o"]
     assert (loaded["w"].tolist(), loaded["o"]) == ([0, 1, 2], [1])

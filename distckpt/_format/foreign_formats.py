@@ -1,0 +1,70 @@
+"""The formats of other programs that distckpt reads: what is known of them without their readers.
+
+The code of a format is in `_foreign`; nothing else names one.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from distckpt._format.hf_names import INDEX_NAME
+
+
+@dataclass(frozen=True, kw_only=True)
+class ForeignFormat:
+    """A format of another program.
+
+    Attributes:
+        name: what manifests call it.
+        reader: module and class of its reader, which is imported when a location is not a
+            checkpoint of distckpt.
+        program: the program that writes it, in messages.
+        marker: the file that every complete directory has; "" if there is none.
+        data_suffix: how the names of the files with data end, if that tells the format; else "".
+        is_export: whether it holds a model alone, under the names of another program.
+        is_given_to_save: whether programs also pass its name to a save, which means distckpt's own
+            format then.
+    """
+
+    name: str
+    reader: tuple[str, str]
+    program: str
+    marker: str = ""
+    data_suffix: str = ""
+    is_export: bool = False
+    is_given_to_save: bool = False
+
+
+TORCH_DIST = ForeignFormat(
+    name="torch_dist",
+    reader=("distckpt._foreign.torch_dist.reader", "TorchDistReader"),
+    program="torch",
+    marker=".metadata",
+    data_suffix=".distcp",
+    is_given_to_save=True,
+)
+HUGGING_FACE = ForeignFormat(
+    name="huggingface",
+    reader=("distckpt._foreign.hugging_face", "HuggingFaceReader"),
+    program="transformers",
+    marker=INDEX_NAME,
+    is_export=True,
+)
+DEEPSPEED = ForeignFormat(
+    name="deepspeed",
+    reader=("distckpt._foreign.deepspeed.reader", "DeepSpeedReader"),
+    program="DeepSpeed",
+)
+
+FORMATS = {known.name: known for known in (HUGGING_FACE, TORCH_DIST, DEEPSPEED)}
+"""The formats by name, in the order in which their readers look at a location."""
+
+MARKED = tuple(known for known in FORMATS.values() if known.marker)
+"""Those whose directories are known by a file."""
+
+MARKED_CHECKPOINTS = tuple(known for known in MARKED if not known.is_export)
+
+
+def is_export(name: object) -> bool:
+    """Tell whether a name is that of a format which holds a model alone."""
+    return isinstance(name, str) and name in FORMATS and FORMATS[name].is_export
