@@ -10,12 +10,13 @@ from typing import Any
 
 from distckpt._base.arrays import estimate_array_nbytes
 from distckpt._base.messages import natural_order
+from distckpt._format.foreign_formats import HUGGING_FACE
 
 BASE_PREFIX = "model"
 SUFFIX = ".safetensors"
 INDEX_SUFFIX = ".safetensors.index.json"
 SINGLE_NAME = BASE_PREFIX + SUFFIX
-INDEX_NAME = BASE_PREFIX + INDEX_SUFFIX
+INDEX_NAME = HUGGING_FACE.marker
 
 _FILE_NAME_END = re.compile(r"(-[0-9]+-of-[0-9]+)?\.safetensors(\.index\.json)?\Z")
 

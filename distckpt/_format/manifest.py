@@ -107,7 +107,7 @@ class ChunkTable(NamedTuple):
         Checksums may be in a later table than their chunks, as long as they are in the order of the
         chunks.
         """
-        first_files = itertools.accumulate((len(table.files) for table in tables), initial=0)
+        first_files = itertools.accumulate([len(table.files) for table in tables], initial=0)
         widened = [
             table._replace(
                 file_ids=table.file_ids + first_file,

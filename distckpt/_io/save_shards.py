@@ -6,11 +6,12 @@ from __future__ import annotations
 
 import copy
 import enum
+import importlib
 import itertools
 import secrets
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -29,13 +30,6 @@ from distckpt._format import codec
 from distckpt._format.columns import pack, unpack
 from distckpt._format.manifest import MANIFEST_NAME, ChunkTable, Manifest, marker_fields
 from distckpt._io.prepared_save import FileCopies, PreparedSave
-from distckpt._io.replica_differences import (
-    ReplicasToCompare,
-    report_differences,
-    samples_from_bytes,
-    samples_to_bytes,
-    select_pairs,
-)
 from distckpt._io.replicas import add_digests, samples_of_rows, weighted_digest
 from distckpt._io.write import NewFile, WriteSettings, file_of_tensors, in_folder, write_files
 from distckpt._mapping.base import OpenReplicaId
@@ -72,6 +66,9 @@ from distckpt._state.validation import (
     validate_shards,
 )
 from distckpt._storage import locations
+
+if TYPE_CHECKING:
+    from distckpt._io.replica_differences import ReplicasToCompare
 
 _PLANS = PlanCache()
 
@@ -319,10 +316,10 @@ class _Share(NamedTuple):
 
 
 class _WholePlan(NamedTuple):
-    """What the coordinator plans for all ranks."""
+    """What the coordinator plans for all ranks; `differing` is None when replicas are equal."""
 
     manifest: Manifest
-    differing: ReplicasToCompare
+    differing: ReplicasToCompare | None
     shares: list[_Share]
 
 
@@ -343,11 +340,14 @@ def _make_plan(
     else:
         whole, share = _plan_together(ranks, table, options)
     if share.have_differences:
-        gathered = ranks.gather(samples_to_bytes(samples_of_rows(table, shards, share.sampled)))
+        comparing = _replica_differences()
+        own = comparing.samples_to_bytes(samples_of_rows(table, shards, share.sampled))
+        gathered = ranks.gather(own)
         with ranks.phase("compare replicas", decision=True):
             if whole is not None:
-                samples = [samples_from_bytes(data) for data in gathered]
-                report_differences(whole.differing, samples, settings.plans.saved_keys())
+                samples = [comparing.samples_from_bytes(data) for data in gathered]
+                known_keys = settings.plans.saved_keys()
+                comparing.report_differences(whole.differing, samples, known_keys)
     manifest = whole.manifest if whole is not None else None
     files, objects, tables = _lay_out(ranks, table, share.pieces, manifest)
     replicas = None
@@ -383,15 +383,17 @@ def _plan_for_all(tables: list[ShardTable], options: SaveOptions) -> _WholePlan:
     tables.clear()
     # Without validation, elements that no rank holds are accepted.
     validate_shards(merged, allow_gaps=not options.validate_access_integrity)
-    differing = _different_replicas(merged, [0, *ends.tolist()], options)
+    starts = [0, *ends.tolist()]
+    differing = _different_replicas(merged, starts, options)
+    sampled_of_ranks = [[]] * len(starts) if differing is None else differing.rows_of_ranks
     aliases = find_aliases(merged)
     owned = plan_owners(merged, len(groups), aliases, groups)
     weights = replica_weights(merged)
     number, has_replicas = 1 + secrets.randbits(61), bool(weights.any())
     shares = [
-        _Share(number, has_replicas, bool(differing.keys), sampled, of_rank, pieces)
+        _Share(number, has_replicas, differing is not None, sampled, of_rank, pieces)
         for sampled, of_rank, pieces in zip(
-            differing.rows_of_ranks, np.split(weights, ends), owned, strict=True
+            sampled_of_ranks, np.split(weights, ends), owned, strict=True
         )
     ]
     return _WholePlan(manifest_of_keys(merged, aliases), differing, shares)
@@ -399,17 +401,26 @@ def _plan_for_all(tables: list[ShardTable], options: SaveOptions) -> _WholePlan:
 
 def _different_replicas(
     merged: GlobalTable, starts: list[int], options: SaveOptions
-) -> ReplicasToCompare:
-    """Find replicas that differ, and see to it that one rank writes each of them whole.
+) -> ReplicasToCompare | None:
+    """Find replicas that differ, and see to it that one rank writes each of them whole; None when
+    all are equal.
 
     Raises:
         InvalidShardingError: some differ, and `validate_replicas` is True.
     """
     differences = find_differences(merged)
-    if options.validate_replicas and len(differences.rows):
+    if not len(differences.rows):
+        return None
+    if options.validate_replicas:
         raise different_replicas_error(merged, differences)
     keep_whole(merged, differences)
-    return select_pairs(merged, differences, starts)
+    differing: ReplicasToCompare = _replica_differences().select_pairs(merged, differences, starts)
+    return differing
+
+
+def _replica_differences() -> Any:
+    # Imported when it is needed: replicas rarely differ.
+    return importlib.import_module("distckpt._io.replica_differences")
 
 
 def _lay_out(
@@ -480,16 +491,16 @@ def write_manifest(
     new one gets another name.
     """
     written = manifest.with_chunks(tables)
-    written.files[:] = [file._replace(name=in_folder(file.name, suffix)) for file in written.files]
+    if suffix:
+        named = [file._replace(name=in_folder(file.name, suffix)) for file in written.files]
+        written.files[:] = named
     data = written.to_bytes()
     name = MANIFEST_NAME
     if not locations.create_bytes(locations.join(checkpoint_dir, name), data, durable):
         name = f"manifest{suffix or '-' + secrets.token_hex(8)}.safetensors"
         locations.write_bytes(locations.join(checkpoint_dir, name), data, durable)
-    return marker_fields(data, name), [
-        *((file.name, file.num_bytes) for file in written.files),
-        (name, len(data)),
-    ]
+    sizes = [(file.name, file.num_bytes) for file in written.files]
+    return marker_fields(data, name), [*sizes, (name, len(data))]
 
 
 def _tensors_of(chunk: PlannedChunk, shards: Sequence[Shard]) -> list[torch.Tensor]:

@@ -149,7 +149,7 @@ def plan_save(ranks: Ranks, state_dict: ShardedStateDict, request: SaveRequest) 
         described = _describe_state(ranks, state_dict, request)
     with timer.phase("plan"):
         prepared = _prepare(ranks, target, described)
-        if ranks.is_coordinator:
+        if ranks.is_coordinator and ranks.size > 1:
             common_state.note_compared(described.compared)
     request = replace(request, notes={**request.notes, **described.notes})
     return PlannedSave(target.location, request, target.config, prepared, timer)
