@@ -89,7 +89,11 @@ def write_and_commit(
     return _report(plan, overflows, time.perf_counter() - request.started)
 
 
-def _report(plan: ExportPlan, overflows: Mapping[str, int], seconds: float) -> ExportReport:
+def _report(
+    plan: ExportPlan,
+    overflows: Mapping[str, int],
+    seconds: float,
+) -> ExportReport:
     return ExportReport(
         num_tensors=len(plan.outputs),
         num_bytes=sum(tensor.num_bytes for tensor in plan.outputs),
@@ -130,7 +134,11 @@ def _write_files(
 # --- Committing -----------------------------------------------------------------------------------
 
 
-def _complete(plan: ExportPlan, opened: Sequence[StoredCheckpoint], directory: str) -> None:
+def _complete(
+    plan: ExportPlan,
+    opened: Sequence[StoredCheckpoint],
+    directory: str,
+) -> None:
     """Check the files that all ranks have written, and write the others."""
     for stored in opened:
         _check_is_unchanged(stored)

@@ -135,7 +135,11 @@ class _DescribedState:
     names: Sequence[str]
 
 
-def plan_save(ranks: Ranks, state_dict: ShardedStateDict, request: SaveRequest) -> PlannedSave:
+def plan_save(
+    ranks: Ranks,
+    state_dict: ShardedStateDict,
+    request: SaveRequest,
+) -> PlannedSave:
     """Decide everything about a save. The result refers to the tensors of the state dict.
 
     Collective operation: all ranks must call it.

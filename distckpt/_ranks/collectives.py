@@ -70,7 +70,13 @@ class Ranks(Exchanges):
         return ranks
 
     @contextlib.contextmanager
-    def phase(self, name: str, *, decision: bool = False, same: _Settings = None) -> Iterator[Vote]:
+    def phase(
+        self,
+        name: str,
+        *,
+        decision: bool = False,
+        same: _Settings = None,
+    ) -> Iterator[Vote]:
         """Run the body, then exchange its outcome and vote; no rank leaves before all have reached
         the end.
 
@@ -186,7 +192,11 @@ class Ranks(Exchanges):
         """Tell whether every rank gave the same number, between -2**62 and 2**62."""
         return self.size == 1 or self._agree(None, "compare a number", number=number)[0]
 
-    def _raise_together(self, agreed: BaseException, error: BaseException | None) -> NoReturn:
+    def _raise_together(
+        self,
+        agreed: BaseException,
+        error: BaseException | None,
+    ) -> NoReturn:
         if mark_known(agreed, self._group) is error:
             raise agreed
         raise agreed from error
