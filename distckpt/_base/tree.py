@@ -176,10 +176,14 @@ def without_holes(container: Any, children: Sequence[Any]) -> Any:
         pairs = zip(container, children, strict=True)
         return {key: child for key, child in pairs if child is not HOLE}
     if hasattr(container, "_fields"):
-        # It has a place for each of its fields, and for nothing else.
-        fields = children[: len(container)]
-        return type(container)(*(None if child is HOLE else child for child in fields))
+        return _named_tuple(container, children)
     return tuple(kept) if isinstance(container, tuple) else kept
+
+
+def _named_tuple(container: Any, children: Sequence[Any]) -> Any:
+    """Return a named tuple, which has a place for each of its fields, and for nothing else."""
+    fields = children[: len(container)]
+    return type(container)(*(None if child is HOLE else child for child in fields))
 
 
 def copied(tree: Any) -> Any:

@@ -7,8 +7,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from distckpt._format.hf_names import INDEX_NAME
-
 
 @dataclass(frozen=True, kw_only=True)
 class ForeignFormat:
@@ -47,7 +45,7 @@ HUGGING_FACE = ForeignFormat(
     name="huggingface",
     reader=("distckpt._foreign.hugging_face", "HuggingFaceReader"),
     program="transformers",
-    marker=INDEX_NAME,
+    marker="model.safetensors.index.json",
     is_export=True,
 )
 DEEPSPEED = ForeignFormat(

@@ -15,7 +15,6 @@ BASE_PREFIX = "model"
 SUFFIX = ".safetensors"
 INDEX_SUFFIX = ".safetensors.index.json"
 SINGLE_NAME = BASE_PREFIX + SUFFIX
-INDEX_NAME = BASE_PREFIX + INDEX_SUFFIX
 
 _FILE_NAME_END = re.compile(r"(-[0-9]+-of-[0-9]+)?\.safetensors(\.index\.json)?\Z")
 
