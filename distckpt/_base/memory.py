@@ -68,7 +68,12 @@ class _Memory:
     be resized again.
     """
 
-    def __init__(self, tensor: torch.Tensor, shape: Sequence[int], strides: Sequence[int]) -> None:
+    def __init__(
+        self,
+        tensor: torch.Tensor,
+        shape: Sequence[int],
+        strides: Sequence[int],
+    ) -> None:
         self._tensor = tensor
         self.__array_interface__ = {
             "shape": shape,
@@ -108,7 +113,11 @@ def may_overlap(tensor: torch.Tensor) -> bool:
     return False
 
 
-def bounce_buffer(purpose: str, num_bytes: int, device: DeviceLayer | None = None) -> Bytes:
+def bounce_buffer(
+    purpose: str,
+    num_bytes: int,
+    device: DeviceLayer | None = None,
+) -> Bytes:
     """Return this thread's scratch memory for a purpose; it is reused by the thread's next call.
 
     It begins at a multiple of `ALIGNMENT`. With a device it is page-locked, so that the device

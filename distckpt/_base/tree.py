@@ -180,10 +180,10 @@ def without_holes(container: Any, children: Sequence[Any]) -> Any:
     return tuple(kept) if isinstance(container, tuple) else kept
 
 
-def _named_tuple(like: Any, children: Sequence[Any]) -> Any:
-    # It has a place for each of its fields, and for nothing else.
-    fields = children[: len(like)]
-    return type(like)(*(None if child is HOLE else child for child in fields))
+def _named_tuple(container: Any, children: Sequence[Any]) -> Any:
+    """Return a named tuple, which has a place for each of its fields, and for nothing else."""
+    fields = children[: len(container)]
+    return type(container)(*(None if child is HOLE else child for child in fields))
 
 
 def copied(tree: Any) -> Any:

@@ -232,7 +232,11 @@ def _check_tiling(
             raise _tiling_error(location, groups[key_id], shapes[key_id], faults[0].element)
 
 
-def _check_cells(location: str, cells: Sequence[StoredPiece], shape: tuple[int, ...]) -> None:
+def _check_cells(
+    location: str,
+    cells: Sequence[StoredPiece],
+    shape: tuple[int, ...],
+) -> None:
     """Check that no cell of an object is stored twice."""
     # Equal offsets follow one another.
     for first, second in itertools.pairwise(cells):

@@ -115,7 +115,11 @@ def _load_cells(
     return [_decode(stored, chunk, blob) for chunk, blob in zip(chunks, blobs, strict=True)]
 
 
-def _values_of_reader(reader: Reader, stored: StoredCheckpoint, chunks: Sequence[int]) -> list[Any]:
+def _values_of_reader(
+    reader: Reader,
+    stored: StoredCheckpoint,
+    chunks: Sequence[int],
+) -> list[Any]:
     """Let a reader load cells of objects."""
     with naming_reader(reader, stored.location):
         values = list(reader.load_objects(stored, chunks))

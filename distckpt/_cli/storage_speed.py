@@ -148,7 +148,12 @@ def _raw_file(num_bytes: int, path: str) -> Contestant:
         0, 256, num_bytes, np.uint8
     )  # no storage can compress this
 
-    def move(function: Callable[..., int], flags: int, is_direct: bool, is_durable: bool) -> None:
+    def move(
+        function: Callable[..., int],
+        flags: int,
+        is_direct: bool,
+        is_durable: bool,
+    ) -> None:
         def move_request(start: int) -> None:
             request = memory[start : start + REQUEST_BYTES]
             _check(function(fd, [request], start), len(request))

@@ -98,7 +98,13 @@ class Transaction:
     cannot replace a checkpoint then, and removes nothing but what it has written.
     """
 
-    def __init__(self, location: str, nonce: str, overwrite: bool, has_folders: bool) -> None:
+    def __init__(
+        self,
+        location: str,
+        nonce: str,
+        overwrite: bool,
+        has_folders: bool,
+    ) -> None:
         self._location = location
         self._has_folders = has_folders
         self._remote = object_store.at(location)

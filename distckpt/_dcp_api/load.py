@@ -157,7 +157,11 @@ class _Request:
     missing: list[str] = field(default_factory=list)
 
 
-def _make_request(leaves: Sequence[state_dicts.Leaf], content: _Content, rank: int) -> _Request:
+def _make_request(
+    leaves: Sequence[state_dicts.Leaf],
+    content: _Content,
+    rank: int,
+) -> _Request:
     request = _Request()
     for leaf in leaves:
         is_tensor = isinstance(leaf.value, torch.Tensor)
@@ -171,7 +175,11 @@ def _make_request(leaves: Sequence[state_dicts.Leaf], content: _Content, rank: i
     return request
 
 
-def _request_of_common_state(request: _Request, leaf: state_dicts.Leaf, content: _Content) -> None:
+def _request_of_common_state(
+    request: _Request,
+    leaf: state_dicts.Leaf,
+    content: _Content,
+) -> None:
     value = content.find_in_common(leaf)
     if value is HOLE:
         request.missing.append(leaf.key)

@@ -24,7 +24,7 @@ from distckpt._checkpoint.reader import Reader
 from distckpt._checkpoint.stored_pieces import StoredPiece, build_manifest
 from distckpt._format import safetensors_file
 from distckpt._format.foreign_formats import HUGGING_FACE
-from distckpt._format.hf_names import INDEX_NAME, SINGLE_NAME, SUFFIX
+from distckpt._format.hf_names import SINGLE_NAME, SUFFIX
 from distckpt._format.manifest import MAX_TABLE_BYTES, Manifest, ShardFile, is_manifest_name
 from distckpt._format.marker import read_file
 from distckpt._format.read_header import Header, read_header
@@ -40,6 +40,7 @@ from distckpt._storage import locations
 
 logger = logging.getLogger(__name__)
 
+INDEX_NAME = HUGGING_FACE.marker
 _NUMBERED = re.compile(r"(.*-)\d+(-of-0*(\d+)\.safetensors)", re.ASCII)
 _MAX_CONFIG_BYTES = 64 << 20
 _MAX_ELEMENTS = 1 << 62

@@ -19,7 +19,11 @@ def checksum(data: bytes | memoryview | Bytes) -> int:
     return xxhash.xxh3_64_intdigest(data)
 
 
-def block_checksums(sizes: Sequence[int], runs: Sequence[Bytes], block_bytes: int) -> list[int]:
+def block_checksums(
+    sizes: Sequence[int],
+    runs: Sequence[Bytes],
+    block_bytes: int,
+) -> list[int]:
     """Return the checksums of the blocks of byte strings that follow one another in `runs`.
 
     `sizes` are those of the byte strings; each begins a block.

@@ -150,7 +150,11 @@ def _modules_around(key: str) -> list[str]:
     return [*(".".join(parts[:end]) + "." for end in ends), key]
 
 
-def index_json(weight_map: Mapping[str, str], total_bytes: int, total_parameters: int) -> bytes:
+def index_json(
+    weight_map: Mapping[str, str],
+    total_bytes: int,
+    total_parameters: int,
+) -> bytes:
     """Return the content of the index file, byte for byte as Hugging Face's libraries write it.
 
     `weight_map` has the name of the file that holds each key; `total_parameters` counts elements.

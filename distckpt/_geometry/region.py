@@ -167,7 +167,12 @@ def flat_range_regions(shape: tuple[int, ...], start: int, stop: int) -> Iterato
         yield from _inside_row(shape, high, 0, stop % row)
 
 
-def _inside_row(shape: tuple[int, ...], row: int, start: int, stop: int) -> Iterator[Region]:
+def _inside_row(
+    shape: tuple[int, ...],
+    row: int,
+    start: int,
+    stop: int,
+) -> Iterator[Region]:
     for inner in flat_range_regions(shape[1:], start, stop):
         yield Region((row, *inner.offset), (1, *inner.shape))
 

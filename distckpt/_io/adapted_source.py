@@ -59,7 +59,13 @@ class AdaptedSource(TensorSource):
             if change is not None:
                 self._apply(change, region, view, factor)
 
-    def _apply(self, change: Change, region: Region, view: torch.Tensor, factor: float) -> None:
+    def _apply(
+        self,
+        change: Change,
+        region: Region,
+        view: torch.Tensor,
+        factor: float,
+    ) -> None:
         """Change a region of a tensor as the adapter says."""
         if change.replacement is not None:
             view.copy_(self._read_adapter(change.replacement, region, view.dtype))

@@ -160,7 +160,11 @@ def submit(task: Task[Any]) -> None:
     _worker.submit(task)
 
 
-def run_in_order(function: Callable[[], _Result], name: str, location: str | None) -> _Result:
+def run_in_order(
+    function: Callable[[], _Result],
+    name: str,
+    location: str | None,
+) -> _Result:
     """Run a function after all tasks that were submitted before, and return its result."""
     if threading.current_thread() is _worker.thread:
         return function()

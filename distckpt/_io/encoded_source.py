@@ -60,7 +60,13 @@ class EncodedSource(TensorSource):
             if part is not None:
                 self._encode(tensor.name, part, region, view)
 
-    def _encode(self, name: str, part: EncodedPart, wanted: Region, view: torch.Tensor) -> None:
+    def _encode(
+        self,
+        name: str,
+        part: EncodedPart,
+        wanted: Region,
+        view: torch.Tensor,
+    ) -> None:
         """Quantize what a region of a part is made of."""
         quantized, role = part.quantized, part.role
         maximum = self._maximum_of(part) if needs_maximum(quantized) else 0.0

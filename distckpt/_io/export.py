@@ -199,7 +199,11 @@ def _complete_chunk(source: TensorSource, tensor: OutputTensor) -> int | None:
     return chunk if is_alone and stored.manifest.num_bytes[chunk] == tensor.num_bytes else None
 
 
-def _read_ranges(source: TensorSource, ranges: Sequence[_Range], factor: float = 1.0) -> None:
+def _read_ranges(
+    source: TensorSource,
+    ranges: Sequence[_Range],
+    factor: float = 1.0,
+) -> None:
     """Read ranges, times a factor."""
     wanted = []
     for tensor, first, values in ranges:

@@ -403,7 +403,11 @@ def _fill_from(copies: _Copies) -> Fill:
     return fill
 
 
-def _fill_with_rest(copies: _Copies, rest: Fill, note_copied: Callable[[int], None]) -> Fill:
+def _fill_with_rest(
+    copies: _Copies,
+    rest: Fill,
+    note_copied: Callable[[int], None],
+) -> Fill:
     """Return what gives the bytes of chunks: from their copies, or else copied from `rest`.
 
     `note_copied` is called with the number of bytes that were copied.

@@ -163,7 +163,11 @@ def _pieces_of(shards: Sequence[ShardedTensor]) -> list[tuple[int, Region]]:
     ]
 
 
-def _translated(stored: StoredCheckpoint, planned: _Requests, settings: ReadSettings) -> _Requests:
+def _translated(
+    stored: StoredCheckpoint,
+    planned: _Requests,
+    settings: ReadSettings,
+) -> _Requests:
     """Request what the rules make the tensors from."""
     requests, targets, values = translate(settings.rules, planned.requests, planned.targets)
     dtypes = [target.dtype for target in targets]

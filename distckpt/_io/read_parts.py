@@ -85,7 +85,11 @@ def parts_of(
         yield from _dense_parts(stored, copy, goal, copier, unit_bytes)
 
 
-def _sparse_parts(stored: StoredCheckpoint, copy: Copy, goal: torch.Tensor) -> Iterator[ReadPart]:
+def _sparse_parts(
+    stored: StoredCheckpoint,
+    copy: Copy,
+    goal: torch.Tensor,
+) -> Iterator[ReadPart]:
     shape = stored.manifest.chunk_region(copy.chunk).shape
     item = stored.dtype_of(copy.chunk).itemsize
     for piece in cut_region(copy.source, READ_UNIT_BYTES // item):

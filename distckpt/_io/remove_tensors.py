@@ -95,7 +95,12 @@ def _names_after(manifest: Manifest, removed: set[str]) -> _Names:
     return _Names(names, aliases, stays, changes)
 
 
-def _write_remaining(location: str, directory: str, manifest: Manifest, names: _Names) -> Manifest:
+def _write_remaining(
+    location: str,
+    directory: str,
+    manifest: Manifest,
+    names: _Names,
+) -> Manifest:
     """Write or link the files with what stays, and return their manifest."""
     first_bytes = manifest.first_bytes.copy()
     stays, changes = names.stays[manifest.key_ids], names.changes[manifest.key_ids]

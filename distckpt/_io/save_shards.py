@@ -107,7 +107,11 @@ class ShardSettings:
         )
 
 
-def prepare_shards(ranks: Ranks, shards: Sequence[Shard], settings: ShardSettings) -> ShardSave:
+def prepare_shards(
+    ranks: Ranks,
+    shards: Sequence[Shard],
+    settings: ShardSettings,
+) -> ShardSave:
     """Give every byte of the shards of all ranks an owner and a place in a file.
 
     Collective operation: all ranks must call it. They compare whether a kept plan fits. Only when

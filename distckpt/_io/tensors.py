@@ -271,7 +271,11 @@ def _is_nested(node: Any) -> bool:
     return isinstance(node, Mapping | list)
 
 
-def _check_same(found: Iterable[Position], expected: Iterable[Position], problem: str) -> None:
+def _check_same(
+    found: Iterable[Position],
+    expected: Iterable[Position],
+    problem: str,
+) -> None:
     lacking, extra = set(expected) - set(found), set(found) - set(expected)
     if lacking or extra:
         names = [

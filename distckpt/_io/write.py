@@ -351,7 +351,13 @@ def _bytes_of(
     return [buffer for buffer in (*buffers, scratch[first:end]) if len(buffer)]
 
 
-def _copy_range(tensor: torch.Tensor, start: int, stop: int, target: Bytes, copier: Copier) -> None:
+def _copy_range(
+    tensor: torch.Tensor,
+    start: int,
+    stop: int,
+    target: Bytes,
+    copier: Copier,
+) -> None:
     """Copy bytes [start, stop) of a tensor's row-major content, from any device and with any
     strides.
     """

@@ -383,7 +383,12 @@ class ShardedTensor(ShardedBase):
             )
         ]
 
-    def _narrow_runs(self, scaled: ShardedTensor, dim: int, start: int) -> list[ShardedTensor]:
+    def _narrow_runs(
+        self,
+        scaled: ShardedTensor,
+        dim: int,
+        start: int,
+    ) -> list[ShardedTensor]:
         # Flattened, the local tensor is a sequence of rows, one per index of the axes before `dim`;
         # narrowing keeps one run of each, and the kept runs in sequence are the flattened narrowed
         # tensor.

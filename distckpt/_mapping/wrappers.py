@@ -109,7 +109,11 @@ class ShardedObject(ShardedBase):
         return f"{type(self).__name__}(key='{self.key}')"
 
     @classmethod
-    def empty_from_unique_key(cls, unique_key: str, replica_id: ReplicaId = 0) -> ShardedObject:
+    def empty_from_unique_key(
+        cls,
+        unique_key: str,
+        replica_id: ReplicaId = 0,
+    ) -> ShardedObject:
         """Make the description of an object, without data, from its `unique_key`.
 
         The last size of the shape may be missing, as it is in old checkpoints; it becomes -1,

@@ -183,7 +183,11 @@ class AsyncCaller:
         """Start a request. Collective operation, see `AsyncCallsQueue.schedule_async_request`."""
         self._queue.schedule_async_request(async_req._replace(finalize_fns=[]))
 
-    def is_current_async_call_done(self, blocking: bool = False, no_dist: bool = False) -> bool:
+    def is_current_async_call_done(
+        self,
+        blocking: bool = False,
+        no_dist: bool = False,
+    ) -> bool:
         """Tell whether all requests are done; see `AsyncCallsQueue.maybe_finalize_async_calls`."""
         self._queue.maybe_finalize_async_calls(blocking, no_dist)
         return self._queue.get_num_unfinalized_calls() == 0

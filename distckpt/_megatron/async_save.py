@@ -25,7 +25,11 @@ _OTHER_QUEUE = (
 )
 
 
-def request_of(ranks: Ranks, state_dict: ShardedStateDict, request: SaveRequest) -> AsyncRequest:
+def request_of(
+    ranks: Ranks,
+    state_dict: ShardedStateDict,
+    request: SaveRequest,
+) -> AsyncRequest:
     """Plan a save, and return a request that Megatron's queue of asynchronous calls can schedule.
 
     Collective operation: all ranks must call it.

@@ -17,7 +17,11 @@ class AsyncSaveShardedStrategy(SaveShardedStrategy):
     """
 
     @abstractmethod
-    def async_save(self, sharded_state_dict: ShardedStateDict, checkpoint_dir: str) -> AsyncRequest:
+    def async_save(
+        self,
+        sharded_state_dict: ShardedStateDict,
+        checkpoint_dir: str,
+    ) -> AsyncRequest:
         """Return a request that writes all shards, see `save`."""
 
     def save(

@@ -58,7 +58,11 @@ def refuse_absent_values(
         )
 
 
-def absent_values(values: Any, objects: Collection[Position], loaded: StateDict) -> frozenset[str]:
+def absent_values(
+    values: Any,
+    objects: Collection[Position],
+    loaded: StateDict,
+) -> frozenset[str]:
     """Name plain tensors, values and objects without shards for which nothing was loaded."""
     paths = [*tensor_paths(values), *_value_paths(values, objects)]
     return frozenset(_absent(paths, loaded))

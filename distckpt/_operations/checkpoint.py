@@ -225,7 +225,11 @@ def _requested(tensor: TensorInfo, region: Region) -> ShardedTensor:
     )
 
 
-def _region_of(location: str, tensor: TensorInfo, slices: tuple[slice, ...] | None) -> Region:
+def _region_of(
+    location: str,
+    tensor: TensorInfo,
+    slices: tuple[slice, ...] | None,
+) -> Region:
     """Convert slices to a region of a tensor."""
     given = _checked_slices(slices)
     shape = tensor.shape

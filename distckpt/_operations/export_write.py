@@ -96,7 +96,11 @@ def write_and_commit(
     return _report(plan, overflows, time.perf_counter() - request.started)
 
 
-def _report(plan: ExportPlan, overflows: Mapping[str, int], seconds: float) -> ExportReport:
+def _report(
+    plan: ExportPlan,
+    overflows: Mapping[str, int],
+    seconds: float,
+) -> ExportReport:
     return ExportReport(
         num_tensors=len(plan.outputs),
         num_bytes=sum(tensor.num_bytes for tensor in plan.outputs),

@@ -165,7 +165,11 @@ def _check_is_apart(output_dir: str | os.PathLike[str], sources: Sequence[str]) 
         )
 
 
-def _factors(count: int, weights: Sequence[float] | None, ema: float | None) -> list[float]:
+def _factors(
+    count: int,
+    weights: Sequence[float] | None,
+    ema: float | None,
+) -> list[float]:
     """Return the number that each checkpoint is multiplied with."""
     try:
         chosen = _factors_of_average(count, ema) if weights is None else [*map(float, weights)]

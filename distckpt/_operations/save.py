@@ -138,7 +138,11 @@ class _DescribedState:
     notes: Mapping[str, Any]
 
 
-def plan_save(ranks: Ranks, state_dict: ShardedStateDict, request: SaveRequest) -> PlannedSave:
+def plan_save(
+    ranks: Ranks,
+    state_dict: ShardedStateDict,
+    request: SaveRequest,
+) -> PlannedSave:
     """Decide everything about a save. The result refers to the tensors of the state dict.
 
     Collective operation: all ranks must call it.

@@ -166,7 +166,11 @@ def _put_together(parts: Sequence[_Part]) -> _Part:
     )
 
 
-def _histogram(sample: npt.NDArray[np.float64], low: float, high: float) -> tuple[int, ...]:
+def _histogram(
+    sample: npt.NDArray[np.float64],
+    low: float,
+    high: float,
+) -> tuple[int, ...]:
     values = sample[np.isfinite(sample)]
     # Halves, since the distance between large numbers would overflow.
     shares = (values / 2 - low / 2) / ((high / 2 - low / 2) or 1.0)

@@ -216,7 +216,11 @@ def _lay_out(
     return lay_out([[Entry(*meta, meta.num_bytes) for meta in group] for group in groups], texts)
 
 
-def _index(metas: Iterable[TensorMeta], layout: StreamLayout, names: Sequence[str]) -> bytes:
+def _index(
+    metas: Iterable[TensorMeta],
+    layout: StreamLayout,
+    names: Sequence[str],
+) -> bytes:
     total_bytes = sum(meta.num_bytes for meta in metas)
     total_parameters = sum(math.prod(stored_shape(meta.dtype, meta.shape)) for meta in metas)
     return hf_names.index_json(

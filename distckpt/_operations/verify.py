@@ -354,7 +354,11 @@ def _compare(blocks: _Blocks, unit: range, data: Bytes) -> list[_BadBlock]:
     return bad
 
 
-def _describe(stored: StoredCheckpoint, blocks: _Blocks, bad: Sequence[_BadBlock]) -> list[Problem]:
+def _describe(
+    stored: StoredCheckpoint,
+    blocks: _Blocks,
+    bad: Sequence[_BadBlock],
+) -> list[Problem]:
     """Say which chunks are concerned, one problem for blocks of a chunk that follow each other."""
     problems: list[Problem] = []
     for number, message in bad:

@@ -344,7 +344,11 @@ def _value_for(module: str, by_pattern: Mapping[str, Any] | None, default: Any) 
 # --- Whether the export has it --------------------------------------------------------------------
 
 
-def _check_saved(adapter: Adapter, changes: Mapping[str, Change], exported: Shapes) -> None:
+def _check_saved(
+    adapter: Adapter,
+    changes: Mapping[str, Change],
+    exported: Shapes,
+) -> None:
     """Refuse an adapter without tensors, or without those of modules to save that the export
     has.
     """
@@ -370,7 +374,11 @@ def _is_in(module: str, names: Iterable[str]) -> bool:
     return any(f".{module}." in f".{name}" for name in names)
 
 
-def _check_are_exported(adapter: Adapter, changes: Mapping[str, Change], exported: Shapes) -> None:
+def _check_are_exported(
+    adapter: Adapter,
+    changes: Mapping[str, Change],
+    exported: Shapes,
+) -> None:
     unmatched = changes.keys() - exported.keys()
     if unmatched:
         near = did_you_mean(min(unmatched), list(exported))

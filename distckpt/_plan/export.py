@@ -179,7 +179,12 @@ def _pattern_for(name: str, patterns: Iterable[str]) -> str | None:
     return None
 
 
-def _converted(name: str, stored: torch.dtype, wanted: torch.dtype, is_named: bool) -> torch.dtype:
+def _converted(
+    name: str,
+    stored: torch.dtype,
+    wanted: torch.dtype,
+    is_named: bool,
+) -> torch.dtype:
     """Return the dtype of a tensor in an export, which its name or another pattern converts to a
     wanted one.
     """

@@ -67,7 +67,11 @@ class Request(NamedTuple):
 # --- Keys, dtypes and objects ---------------------------------------------------------------------
 
 
-def check_keys(stored: StoredCheckpoint, keys: Iterable[str], has_rules: bool = False) -> None:
+def check_keys(
+    stored: StoredCheckpoint,
+    keys: Iterable[str],
+    has_rules: bool = False,
+) -> None:
     """Refuse keys that are not stored."""
     known = stored.manifest.key_index
     absent = sorted({key for key in keys if key not in known})
@@ -78,7 +82,11 @@ def check_keys(stored: StoredCheckpoint, keys: Iterable[str], has_rules: bool = 
     raise LoadMismatchError(text, unexpected=absent)
 
 
-def _advice(stored: StoredCheckpoint, absent: Sequence[str], has_rules: bool) -> tuple[str, str]:
+def _advice(
+    stored: StoredCheckpoint,
+    absent: Sequence[str],
+    has_rules: bool,
+) -> tuple[str, str]:
     """Return why keys may be absent, to follow them in a message, and what to do."""
     known = stored.manifest.key_index
     about_codes = next(filter(None, (undecoded(stored, key) for key in absent)), None)

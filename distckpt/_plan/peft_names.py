@@ -260,7 +260,12 @@ def _rows_of_qkv(module: _Module, rules: Sequence[Rule]) -> int:
     )
 
 
-def _check_is_plain(module: _Module, name: str, mapped: MappedTensor, weight: TensorSpec) -> None:
+def _check_is_plain(
+    module: _Module,
+    name: str,
+    mapped: MappedTensor,
+    weight: TensorSpec,
+) -> None:
     """Refuse weights that are not those of a linear layer with the columns of the module's."""
     is_transposed = any(part.order[-1] != len(part.order) - 1 for part in mapped.parts)
     is_linear = name.endswith(".weight") and mapped.shape[1:] == weight.shape[-1:]

@@ -316,7 +316,12 @@ def _collect_pieces(
     ]
 
 
-def _shards_of(groups: _Groups, group_id: IntArray, owner: IntArray, num_ranks: int) -> IntArray:
+def _shards_of(
+    groups: _Groups,
+    group_id: IntArray,
+    owner: IntArray,
+    num_ranks: int,
+) -> IntArray:
     """Return for each (group, owner) the owner's shard that holds the region of the group."""
     holder_groups = np.repeat(np.arange(len(groups.rows)), np.diff(groups.holder_starts))
     holder_pairs = holder_groups * num_ranks + groups.holder_ranks

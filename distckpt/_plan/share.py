@@ -250,7 +250,11 @@ def _choose_readers(
     return readers, turns
 
 
-def _put_in_order(readers: IntArray, turns: IntArray, sizes: IntArray) -> tuple[IntArray, IntArray]:
+def _put_in_order(
+    readers: IntArray,
+    turns: IntArray,
+    sizes: IntArray,
+) -> tuple[IntArray, IntArray]:
     """Let all readers go through their units side by side; return the place in the sequence and the
     wave of each unit.
     """

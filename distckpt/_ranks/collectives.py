@@ -70,7 +70,13 @@ class Ranks(Exchanges):
         return ranks
 
     @contextlib.contextmanager
-    def phase(self, name: str, *, decision: bool = False, same: _Settings = None) -> Iterator[Vote]:
+    def phase(
+        self,
+        name: str,
+        *,
+        decision: bool = False,
+        same: _Settings = None,
+    ) -> Iterator[Vote]:
         """Run the body, then exchange its outcome and vote; no rank leaves before all have reached
         the end.
 

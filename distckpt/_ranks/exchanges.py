@@ -248,7 +248,13 @@ class Exchanges:
             self._complete(work, name, [largest])
         return largest.tolist()
 
-    def start_transfer(self, memory: torch.Tensor, peer: int, tag: int, is_sent: bool) -> Transfer:
+    def start_transfer(
+        self,
+        memory: torch.Tensor,
+        peer: int,
+        tag: int,
+        is_sent: bool,
+    ) -> Transfer:
         """Start to send contiguous bytes, or to fill them with those that a rank sends under the
         same tag; see `finish`.
         """

@@ -34,7 +34,11 @@ _PLAIN_ERRORS: dict[str, type[Exception]] = {
 """Those of Python that are made again from their message."""
 
 
-def describe_call(operation: str | None, phase: str, settings: Mapping[str, object]) -> Call:
+def describe_call(
+    operation: str | None,
+    phase: str,
+    settings: Mapping[str, object],
+) -> Call:
     """Describe what a rank is doing, in words that are equal on all ranks that do the same."""
     # The location of a background save is left out: nodes may mount one file system in different
     # places.

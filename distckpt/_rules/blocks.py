@@ -300,7 +300,13 @@ def gated_delta_net(config: Config, count: int, *, by_head: bool) -> list[Rule]:
     return [replace(rule, count=count) for rule in rules] if count else []
 
 
-def gated_mlp(count: int, old: str = "mlp", new: str = "mlp", *, bias: bool = False) -> list[Rule]:
+def gated_mlp(
+    count: int,
+    old: str = "mlp",
+    new: str = "mlp",
+    *,
+    bias: bool = False,
+) -> list[Rule]:
     """An MLP with gate and up projection, in `count` layers."""
     rules: list[Rule] = []
     for kind in (("weight", "bias") if bias else ("weight",)) if count else ():

@@ -43,7 +43,11 @@ def forms_on_disk(config: Config, shapes: Mapping[str, tuple[int, ...]]) -> list
     return rules
 
 
-def _are_transposed(config: Config, name: str, shapes: Mapping[str, tuple[int, ...]]) -> bool:
+def _are_transposed(
+    config: Config,
+    name: str,
+    shapes: Mapping[str, tuple[int, ...]],
+) -> bool:
     """Tell whether experts are stored as the model was published; one of both matrices at least is
     not square.
     """

@@ -288,7 +288,11 @@ class Stack(Rule):
             unexpected=missing,
         )
 
-    def _stack(self, keys: Sequence[str], tensors: Mapping[str, MappedTensor]) -> MappedTensor:
+    def _stack(
+        self,
+        keys: Sequence[str],
+        tensors: Mapping[str, MappedTensor],
+    ) -> MappedTensor:
         first = tensors[next(key for key in keys if key in tensors)]
         shape = list(first.shape)
         axis = self.axis % (len(shape) + 1)

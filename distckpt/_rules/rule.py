@@ -194,7 +194,13 @@ def normalize_axis(rule: Rule, key: str, tensor: MappedTensor, axis: int) -> int
     return axis % ndim
 
 
-def check_packed(rule: Rule, key: str, tensor: MappedTensor, *, moves_last_axis: bool) -> None:
+def check_packed(
+    rule: Rule,
+    key: str,
+    tensor: MappedTensor,
+    *,
+    moves_last_axis: bool,
+) -> None:
     """Refuse to separate elements that share a byte (4-bit types pack them along the last axis)."""
     if moves_last_axis and tensor.dtype in PACKED_PER_ITEM:
         raise misfit(

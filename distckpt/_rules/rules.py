@@ -339,7 +339,11 @@ def _apply(
             origins[name] = rule, step
 
 
-def _check_count(rule: Rule, steps: Sequence[Step], tensors: Mapping[str, MappedTensor]) -> None:
+def _check_count(
+    rule: Rule,
+    steps: Sequence[Step],
+    tensors: Mapping[str, MappedTensor],
+) -> None:
     if not steps and not rule.optional:
         hints = (did_you_mean(pattern, tensors) for pattern in rule.reads)
         raise LoadMismatchError(

@@ -166,7 +166,11 @@ class _Recorder(torch.Tensor):
         return result
 
 
-def _split(tensor: _Recorder, sizes: int | Sequence[int], dim: int = 0) -> tuple[_Recorder, ...]:
+def _split(
+    tensor: _Recorder,
+    sizes: int | Sequence[int],
+    dim: int = 0,
+) -> tuple[_Recorder, ...]:
     num = tensor.shape[dim]
     if isinstance(sizes, int):
         sizes = [min(sizes, num - start) for start in range(0, num, sizes)]

@@ -93,7 +93,11 @@ class ShardTable(NamedTuple):
         return compress(kinds.encode()), compress(rows)
 
     @classmethod
-    def all_from_messages(cls, kinds: Sequence[bytes], rows: Sequence[bytes]) -> list[ShardTable]:
+    def all_from_messages(
+        cls,
+        kinds: Sequence[bytes],
+        rows: Sequence[bytes],
+    ) -> list[ShardTable]:
         """Decode what `to_messages` made on all ranks: equal messages once, so that tables share
         what they hold.
         """

@@ -66,7 +66,11 @@ def stored_form(
     return _complex_form(shard, entry) if shard.dtype.is_complex else shard
 
 
-def _factory(shard: ShardedTensor, built: Any, merge: Callable[[Any], Any]) -> ShardedTensorFactory:
+def _factory(
+    shard: ShardedTensor,
+    built: Any,
+    merge: Callable[[Any], Any],
+) -> ShardedTensorFactory:
     return ShardedTensorFactory(shard.key, shard.data, lambda *_: built, merge, shard.replica_id)
 
 
@@ -126,7 +130,11 @@ def _pairs(shard: ShardedTensor) -> ShardedTensor:
     )
 
 
-def _complex(shard: ShardedTensor, pairs: ShardedTensor, loaded: torch.Tensor) -> torch.Tensor:
+def _complex(
+    shard: ShardedTensor,
+    pairs: ShardedTensor,
+    loaded: torch.Tensor,
+) -> torch.Tensor:
     target = shard.data
     if target is not None and _is_filled_through(pairs, target):
         return target
@@ -177,7 +185,11 @@ def _inner_shard(shard: ShardedTensor, data: Any, name: str) -> ShardedTensor:
     return shard_at(shard, f"{shard.key}.{name}", inner, place)
 
 
-def _place_by_blocks(shard: ShardedTensor, data: Any, name: str) -> list[tuple[int, int, int]]:
+def _place_by_blocks(
+    shard: ShardedTensor,
+    data: Any,
+    name: str,
+) -> list[tuple[int, int, int]]:
     """Return the place, as in `shard_at`, of an inner tensor that is divided as its tensor is."""
     prepended, local, shape = shard.prepend_axis_num, shard.local_shape, getattr(data, name).shape
     sizes, offset = shard.global_shape[prepended:], shard.global_offset[prepended:]
@@ -216,7 +228,12 @@ def shard_at(
     )
 
 
-def _is_cut_alike(data: Any, name: str, shape: tuple[int, ...], sizes: tuple[int, ...]) -> bool:
+def _is_cut_alike(
+    data: Any,
+    name: str,
+    shape: tuple[int, ...],
+    sizes: tuple[int, ...],
+) -> bool:
     """Tell whether a part of a tensor consists of the same part of an inner tensor, along all
     divided axes.
     """

@@ -142,7 +142,11 @@ def prepare_save(
 class _Unprepared(PreparedSave):
     """A save by a strategy that does not prepare."""
 
-    def __init__(self, strategy: SaveShardedStrategy, sharded_state_dict: ShardedStateDict) -> None:
+    def __init__(
+        self,
+        strategy: SaveShardedStrategy,
+        sharded_state_dict: ShardedStateDict,
+    ) -> None:
         self._strategy = strategy
         self._sharded_state_dict = sharded_state_dict
 
@@ -210,7 +214,11 @@ def register_default_strategy(
         )
 
 
-def get_default_strategy(action: StrategyAction, backend: str, version: int) -> StrategyBase:
+def get_default_strategy(
+    action: StrategyAction,
+    backend: str,
+    version: int,
+) -> StrategyBase:
     """Return the strategy registered for a backend and version.
 
     Raises:

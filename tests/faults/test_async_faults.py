@@ -122,14 +122,8 @@ def check_resumed(run, root):
 )
 def test_killed_ranks(run, kind, victims, saved, root):
     with launched(save_and_lose_a_rank, NUM_RANKS, str(root), kind) as launch:
-        for rank in range(NUM_RANKS):
-            launch.wait_for_signal(rank)
-        launch.kill(*victims)
-        survivors = [rank for rank in range(NUM_RANKS) if rank not in victims]
-        for survivor in survivors:
-            launch.answer(survivor)
-        outcomes = launch.values()
-    for survivor in survivors:
+        outcomes = launch.lose(*victims)
+    for survivor in set(range(NUM_RANKS)) - set(victims):
         error, is_same = outcomes[survivor]
         assert isinstance(error, RankFailedError)
         assert f"Lost contact with rank {victims[0]} " in str(error), error

@@ -139,14 +139,8 @@ def test_killed_coordinator(run, victims, target, saved, folder):
     with launched(
         save_and_be_killed, NUM_RANKS, stops_after_writing, str(path), group_timeout=TIMEOUT
     ) as launch:
-        for rank in range(NUM_RANKS):
-            launch.wait_for_signal(rank)
-        launch.kill(*victims)
-        survivors = [rank for rank in range(NUM_RANKS) if rank not in victims]
-        for survivor in survivors:
-            launch.answer(survivor)
-        outcomes = launch.values()
-    for survivor in survivors:
+        outcomes = launch.lose(*victims)
+    for survivor in set(range(NUM_RANKS)) - set(victims):
         assert isinstance(outcomes[survivor][0], RankFailedError)
         assert "Lost contact with rank 0 " in str(outcomes[survivor][0])
     assert (folder / "new").exists() is False
@@ -178,10 +172,7 @@ def files_being_written(folder):
 def test_all_ranks_killed_while_they_write(run, target, saved, folder):
     path = folder / target
     with launched(save_and_stop_within, NUM_RANKS, str(path)) as launch:
-        for rank in range(NUM_RANKS):
-            launch.wait_for_signal(rank)
-        launch.kill(*range(NUM_RANKS))
-        assert launch.values() == [None] * NUM_RANKS
+        assert launch.lose(*range(NUM_RANKS)) == [None] * NUM_RANKS
     assert files_being_written(folder), "they were killed before the commit"
     assert (folder / "new").exists() is False
     check_that_saving_goes_on(run, saved, folder, path)

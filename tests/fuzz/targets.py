@@ -38,12 +38,13 @@ from distckpt._foreign.torch_dist.objects import read_object
 from distckpt._foreign.torch_dist.reader import TorchDistReader
 from distckpt._foreign.torch_dist.unpickle import RefusedGlobalError
 from distckpt._format import codec, safetensors_file
-from distckpt._format.manifest import ChunkTable, Manifest, ShardFile
+from distckpt._format.manifest import ChunkTable, Manifest
 from distckpt._format.stored_checkpoint import StoredCheckpoint
 from distckpt._geometry.region import whole
 from distckpt._plan.load import Request, plan_load
 from distckpt._ranks.collectives import Ranks
 from distckpt.megatron import core
+from tests.support.manifests import example_manifest
 
 Run = Callable[[bytes], None]
 
@@ -130,23 +131,6 @@ JSON_VALUES: list[Any] = [
     *TEXTS,
     *NASTY,
 ]
-
-
-def example_manifest() -> Manifest:
-    """Make a manifest with two tensors in three chunks, one object and one alias."""
-    name = "tensors/shard-00001-model-00001-of-00001.safetensors"
-    chunks = ChunkTable.empty()._replace(
-        files=[ShardFile(name, 4194, 4096, 5), ShardFile("objects/r", 5000, 4096, 5)],
-        key_ids=np.array([0, 0, 1, 2, 2]),
-        file_ids=np.array([0, 0, 0, 1, 1]),
-        first_bytes=np.array([4096, 4144, 4192, 4096, 4500]),
-        num_bytes=np.array([48, 48, 2, 404, 500]),
-        offsets=np.array([[0, 0], [2, 0], [0, 0], [0, 0], [1, 0]]),
-        shapes=np.array([[2, 6], [2, 6], [1, 1], [1, 1], [1, 1]]),
-        block_checksums=np.arange(18, dtype=np.uint64),
-    )
-    keys, dtypes, shapes = ["a", "s.0", "rng/0"], ["F32", "BF16", "OBJECT"], [(4, 6), (), (2,)]
-    return Manifest(keys, dtypes, shapes, chunks, {"tied": "a"}, 64)
 
 
 def use_manifest(data: bytes) -> None:

@@ -134,6 +134,16 @@ class Launch:
         for rank in ranks:
             self.processes[rank].join()
 
+    def lose(self, *victims: int) -> list[Any]:
+        """Kill ranks when all have given a signal, answer the others, and return `values()`."""
+        ranks = range(len(self.processes))
+        for rank in ranks:
+            self.wait_for_signal(rank)
+        self.kill(*victims)
+        for rank in set(ranks) - set(victims):
+            self.answer(rank)
+        return self.values()
+
     def wait_for_end(self, *ranks: int) -> None:
         """Wait until the functions of these ranks have returned, or the ranks have died."""
         while self._running.intersection(ranks):

@@ -30,3 +30,32 @@ def manifest_of(tensors):
         chunks=table,
         aliases={},
     )
+
+
+def example_manifest() -> Manifest:
+    """Make a manifest with two tensors in three chunks, one object and one alias."""
+    return Manifest(
+        keys=["a", "scalar", "rng/0"],
+        dtypes=["F32", "BF16", "OBJECT"],
+        global_shapes=[(4, 6), (), (2,)],
+        chunks=ChunkTable.empty()._replace(
+            files=[
+                ShardFile(
+                    "tensors/shard-00001-model-00001-of-00001.safetensors",
+                    4096 + 98,
+                    4096,
+                    2**64 - 1,
+                ),
+                ShardFile("objects/rank-00001.safetensors", 5000, 4096, 5),
+            ],
+            key_ids=np.array([0, 0, 1, 2, 2]),
+            file_ids=np.array([0, 0, 0, 1, 1]),
+            first_bytes=np.array([4096, 4144, 4192, 4096, 4500]),
+            num_bytes=np.array([48, 48, 2, 404, 500]),
+            offsets=np.array([[0, 0], [2, 0], [0, 0], [0, 0], [1, 0]]),
+            shapes=np.array([[2, 6], [2, 6], [1, 1], [1, 1], [1, 1]]),
+            block_checksums=np.arange(18, dtype=np.uint64),
+        ),
+        aliases={"tied": "a"},
+        block_bytes=64,
+    )

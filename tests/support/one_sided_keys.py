@@ -39,3 +39,18 @@ def asked_for():
         "o": obj("o"),
         "new": tensor("new.2", 0),
     }
+
+
+def described_state():
+    """Return a state of two sharded tensors, an object in two parts, and a number."""
+    halves = torch.zeros(2, 3, dtype=torch.bfloat16)
+    return {
+        "w": ShardedTensor.from_rank_offsets("w", halves, (0, 1, 2)),
+        "v": ShardedTensor.from_rank_offsets("w", halves.clone(), (0, 0, 2)),
+        "stack": ShardedTensor.from_rank_offsets(
+            "stack", torch.zeros(3), (0, 0, 1), prepend_axis_num=1
+        ),
+        "o": obj("o", 1, 2, 0),
+        "p": obj("o", 2, 2, 1),
+        "step": 1,
+    }

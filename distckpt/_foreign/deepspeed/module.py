@@ -86,7 +86,11 @@ def _checked_module(model: StateFile) -> Mapping[str, Any]:
     return stored
 
 
-def _views(model: StateFile, stored: Mapping[str, Any], known: Set[str]) -> dict[str, TensorView]:
+def _views(
+    model: StateFile,
+    stored: Mapping[str, Any],
+    known: Set[str],
+) -> dict[str, TensorView]:
     """Return the tensors of the module other than `known`, which lie elsewhere."""
     rest = {name: value for name, value in stored.items() if name not in known}
     views = {name: value for name, value in rest.items() if type(value) is TensorView}

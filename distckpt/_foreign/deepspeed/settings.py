@@ -55,7 +55,11 @@ def _options(file: StateFile, group: Mapping[str, Any]) -> Any:
     return file.values(kept, "param_groups")
 
 
-def _values(file: StateFile, state: Mapping[str, Any], tensors: Sequence[str]) -> dict[str, Any]:
+def _values(
+    file: StateFile,
+    state: Mapping[str, Any],
+    tensors: Sequence[str],
+) -> dict[str, Any]:
     """Return what a state holds besides `tensors`, with the step as PyTorch counts it."""
     values = {
         name: file.values(value, name) for name, value in state.items() if name not in tensors

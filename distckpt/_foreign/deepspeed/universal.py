@@ -153,7 +153,12 @@ def _read_parameters(
     return found
 
 
-def _read_parameter(location: str, folder: str, shape: Shape, is_slice: bool) -> _Parameter:
+def _read_parameter(
+    location: str,
+    folder: str,
+    shape: Shape,
+    is_slice: bool,
+) -> _Parameter:
     """Read the folder of a parameter; with `is_slice`, it may be larger than `shape`."""
     path = join(location, folder)
     present = locations.list_names(path) if locations.isdir(path) else []

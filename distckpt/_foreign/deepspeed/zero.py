@@ -192,7 +192,11 @@ def _pieces_of_group(
         _check_slices(ranks, number, shapes)
 
 
-def _paddings_of_group(rank: _RankState, number: int, num_parameters: int) -> Sequence[int]:
+def _paddings_of_group(
+    rank: _RankState,
+    number: int,
+    num_parameters: int,
+) -> Sequence[int]:
     """Return how many elements stand behind each parameter of a group."""
     by_group = rank.fields.get("param_alignment_paddings") or {number: [0] * num_parameters}
     paddings: Sequence[int] = by_group[number]
@@ -203,7 +207,11 @@ def _paddings_of_group(rank: _RankState, number: int, num_parameters: int) -> Se
     return paddings
 
 
-def _vectors_of_group(ranks: Sequence[_RankState], number: int, state: str) -> list[FlatVector]:
+def _vectors_of_group(
+    ranks: Sequence[_RankState],
+    number: int,
+    state: str,
+) -> list[FlatVector]:
     """Return the vector of each rank, or the one vector that all ranks share in ZeRO-1 and 2."""
     runs = [(rank.file, rank.vectors[number][state], rank.num_elements(number)) for rank in ranks]
     return [flat_vector([run]) for run in runs] if ranks[0].is_stage_3 else [flat_vector(runs)]
@@ -231,7 +239,11 @@ def _notes_places(rank: _RankState, paddings: Sequence[int]) -> bool:
     return not (rank.is_stage_3 or any(paddings) or zero.get("round_robin_gradients"))
 
 
-def _check_slices(ranks: Sequence[_RankState], number: int, shapes: Mapping[str, Shape]) -> None:
+def _check_slices(
+    ranks: Sequence[_RankState],
+    number: int,
+    shapes: Mapping[str, Shape],
+) -> None:
     """Compare the slices that ZeRO-1 and 2 note in each file with what its rank must hold."""
     first = 0
     for rank in ranks:

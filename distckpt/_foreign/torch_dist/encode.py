@@ -96,7 +96,11 @@ def record(module: str, name: str, /, **fields: Any) -> Call:
     return Call(Global(module, name), (), fields, True)
 
 
-def _write_archive(file: BinaryIO, obj: Any, content_of: Callable[[Any], Iterable[Bytes]]) -> int:
+def _write_archive(
+    file: BinaryIO,
+    obj: Any,
+    content_of: Callable[[Any], Iterable[Bytes]],
+) -> int:
     pickled, tensors = encode_pickle(obj)
     start = file.tell()
     with zipfile.ZipFile(cast(Any, _RestOfFile(file, start)), "w") as archive:

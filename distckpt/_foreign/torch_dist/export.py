@@ -116,7 +116,11 @@ def _check_place(location: str, target: str) -> None:
         raise CheckpointingException(f"The export cannot replace its own source {location!r}.")
 
 
-def _chunks_of_rank(stored: StoredCheckpoint, rank: int, num_ranks: int) -> list[tuple[str, int]]:
+def _chunks_of_rank(
+    stored: StoredCheckpoint,
+    rank: int,
+    num_ranks: int,
+) -> list[tuple[str, int]]:
     """Return the keys and chunks of one rank: a run of about as many bytes as the others have."""
     manifest = stored.manifest
     chunks = [

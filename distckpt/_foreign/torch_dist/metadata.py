@@ -185,7 +185,12 @@ def _stored_item(name: Any, info: Record) -> StoredItem:
     return StoredItem(file, first, count)
 
 
-def _tensor_entry(key: str, entry: Record, stored: _StoredItems, mcore: Any) -> TensorEntry:
+def _tensor_entry(
+    key: str,
+    entry: Record,
+    stored: _StoredItems,
+    mcore: Any,
+) -> TensorEntry:
     properties = entry.get("properties")
     _require(isinstance(properties, Record), f"{key!r} has no properties")
     state = properties.state

@@ -8,43 +8,15 @@ import safetensors.numpy
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from distckpt._format.manifest import ChunkTable, Manifest, ShardFile
+from distckpt._format.manifest import ChunkTable, Manifest
 from distckpt._geometry.region import Region
 from distckpt.megatron.core import CorruptCheckpointError
-
-
-def example():
-    """Make a manifest with two tensors in three chunks, one object and one alias."""
-    return Manifest(
-        keys=["a", "scalar", "rng/0"],
-        dtypes=["F32", "BF16", "OBJECT"],
-        global_shapes=[(4, 6), (), (2,)],
-        chunks=ChunkTable.empty()._replace(
-            files=[
-                ShardFile(
-                    "tensors/shard-00001-model-00001-of-00001.safetensors",
-                    4096 + 98,
-                    4096,
-                    2**64 - 1,
-                ),
-                ShardFile("objects/rank-00001.safetensors", 5000, 4096, 5),
-            ],
-            key_ids=np.array([0, 0, 1, 2, 2]),
-            file_ids=np.array([0, 0, 0, 1, 1]),
-            first_bytes=np.array([4096, 4144, 4192, 4096, 4500]),
-            num_bytes=np.array([48, 48, 2, 404, 500]),
-            offsets=np.array([[0, 0], [2, 0], [0, 0], [0, 0], [1, 0]]),
-            shapes=np.array([[2, 6], [2, 6], [1, 1], [1, 1], [1, 1]]),
-            block_checksums=np.arange(18, dtype=np.uint64),
-        ),
-        aliases={"tied": "a"},
-        block_bytes=64,
-    )
+from tests.support.manifests import example_manifest
 
 
 def with_changes(fields=None, columns=None):
     """Encode the example with other JSON fields or columns."""
-    stored = safetensors.numpy.load(example().to_bytes())
+    stored = safetensors.numpy.load(example_manifest().to_bytes())
     text = json.loads(stored.pop("json").tobytes())
     text.update(fields or {})
     stored.update(columns or {})
@@ -59,7 +31,7 @@ def encode(fields, columns):
 
 
 def test_manifest_is_the_same_after_writing_and_reading():
-    before = example()
+    before = example_manifest()
     after = Manifest.from_bytes(before.to_bytes(), "here")
     for name in ("keys", "dtypes", "global_shapes", "files", "aliases", "block_bytes"):
         assert getattr(after, name) == getattr(before, name)
@@ -77,7 +49,7 @@ def test_manifest_is_the_same_after_writing_and_reading():
 
 
 def test_chunks_are_found_by_key():
-    manifest = example()
+    manifest = example_manifest()
     assert manifest.key_index == {"a": 0, "scalar": 1, "rng/0": 2, "tied": 0}
     assert manifest.chunk_rows(0) == slice(0, 2)
     assert manifest.chunk_rows(2) == slice(3, 5)
@@ -87,7 +59,7 @@ def test_chunks_are_found_by_key():
 
 
 def test_manifest_is_a_safetensors_file_of_plain_arrays():
-    stored = safetensors.numpy.load(example().to_bytes())
+    stored = safetensors.numpy.load(example_manifest().to_bytes())
     assert stored["offsets"].dtype == np.int64
     assert stored["offsets"].tolist() == [[0, 0], [2, 0], [0, 0], [0, 0], [1, 0]]
     fields = json.loads(stored["json"].tobytes())
@@ -99,7 +71,7 @@ def test_tables_of_ranks_are_joined_in_the_order_of_keys_and_offsets():
     """What a rank knows only when it has written comes in a second table: its objects, and all its
     checksums.
     """
-    whole, none = example().chunks, ChunkTable.empty()
+    whole, none = example_manifest().chunks, ChunkTable.empty()
     first = none._replace(files=[whole.files[1]], **rows_of(whole, [4]))
     second = none._replace(files=[whole.files[0]], **rows_of(whole, [1, 2]))
     third = none._replace(
@@ -126,7 +98,7 @@ def rows_of(table, rows):
 
 
 def test_chunks_are_taken_with_the_checksums_of_their_blocks():
-    taken = example().chunks.take(np.array([4, 2, 1]), 64)
+    taken = example_manifest().chunks.take(np.array([4, 2, 1]), 64)
     assert taken.first_bytes.tolist() == [4500, 4192, 4144]
     assert taken.block_checksums.tolist() == [*range(10, 18), 2, 1]
 
@@ -233,7 +205,7 @@ def test_columns_of_another_kind_are_found(columns):
 
 @pytest.mark.parametrize("name", ["json", "key_ids", "offsets", "block_checksums"])
 def test_missing_columns_are_found(name):
-    stored = safetensors.numpy.load(example().to_bytes())
+    stored = safetensors.numpy.load(example_manifest().to_bytes())
     del stored[name]
     with pytest.raises(CorruptCheckpointError, match=name):
         Manifest.from_bytes(safetensors.numpy.save(stored), "here")
@@ -260,16 +232,16 @@ def test_random_bytes_are_no_manifest(data):
         Manifest.from_bytes(data, "here")
 
 
-@given(st.integers(0, len(example().to_bytes()) - 1))
+@given(st.integers(0, len(example_manifest().to_bytes()) - 1))
 def test_a_part_is_no_manifest(length):
     with pytest.raises(CorruptCheckpointError, match="'here' is damaged"):
-        Manifest.from_bytes(example().to_bytes()[:length], "here")
+        Manifest.from_bytes(example_manifest().to_bytes()[:length], "here")
 
 
 @settings(max_examples=300)
-@given(st.integers(0, 8 * len(example().to_bytes()) - 1))
+@given(st.integers(0, 8 * len(example_manifest().to_bytes()) - 1))
 def test_a_flipped_bit_is_found_or_leaves_a_usable_manifest(bit):
-    data = bytearray(example().to_bytes())
+    data = bytearray(example_manifest().to_bytes())
     data[bit // 8] ^= 1 << bit % 8
     open_hostile(bytes(data))
 
@@ -287,7 +259,7 @@ JSON = st.recursive(
 @settings(max_examples=150)
 @given(st.data())
 def test_mutated_columns_are_found_or_leave_a_usable_manifest(data):
-    columns = safetensors.numpy.load(example().to_bytes())
+    columns = safetensors.numpy.load(example_manifest().to_bytes())
     fields = json.loads(columns.pop("json").tobytes())
     for _ in range(data.draw(st.integers(1, 3))):
         name = data.draw(st.sampled_from(sorted(columns)))

@@ -22,7 +22,15 @@ from distckpt import (
 )
 from distckpt.megatron import core, serialization
 from distckpt.megatron.validation import StrictHandling
-from tests.support.one_sided_keys import MISSING, UNEXPECTED, asked_for, obj, save_one_sided, tensor
+from tests.support.one_sided_keys import (
+    MISSING,
+    UNEXPECTED,
+    asked_for,
+    described_state,
+    obj,
+    save_one_sided,
+    tensor,
+)
 from tests.support.read_counts import counted_reads
 from tests.support.reference import megatron_or_skip
 
@@ -283,21 +291,7 @@ def test_nothing_to_load_from(tmp_path):
 
 
 def test_metadata_describe_what_is_stored(tmp_path):
-    state = {
-        "w": ShardedTensor.from_rank_offsets(
-            "w", torch.zeros(2, 3, dtype=torch.bfloat16), (0, 1, 2)
-        ),
-        "v": ShardedTensor.from_rank_offsets(
-            "w", torch.zeros(2, 3, dtype=torch.bfloat16), (0, 0, 2)
-        ),
-        "stack": ShardedTensor.from_rank_offsets(
-            "stack", torch.zeros(3), (0, 0, 1), prepend_axis_num=1
-        ),
-        "o": obj("o", 1, 2, 0),
-        "p": obj("o", 2, 2, 1),
-        "step": 1,
-    }
-    distckpt.save(state, tmp_path / "c")
+    distckpt.save(described_state(), tmp_path / "c")
     tensors = megatron.load_tensors_metadata(tmp_path / "c")
     assert {
         key: (t.dtype, t.global_shape, t.local_shape, t.data) for key, t in tensors.items()

@@ -16,7 +16,15 @@ from distckpt import (
     ShardedTensor,
 )
 from tests.benchmarks.measure import peak_memory_bytes
-from tests.support.one_sided_keys import MISSING, UNEXPECTED, asked_for, obj, save_one_sided, tensor
+from tests.support.one_sided_keys import (
+    MISSING,
+    UNEXPECTED,
+    asked_for,
+    described_state,
+    obj,
+    save_one_sided,
+    tensor,
+)
 from tests.support.read_counts import counted_reads
 
 # ---- loading
@@ -231,21 +239,7 @@ def test_nothing_to_read_from(tmp_path, read):
 
 
 def test_metadata_describe_what_is_stored(tmp_path):
-    state = {
-        "w": ShardedTensor.from_rank_offsets(
-            "w", torch.zeros(2, 3, dtype=torch.bfloat16), (0, 1, 2)
-        ),
-        "v": ShardedTensor.from_rank_offsets(
-            "w", torch.zeros(2, 3, dtype=torch.bfloat16), (0, 0, 2)
-        ),
-        "stack": ShardedTensor.from_rank_offsets(
-            "stack", torch.zeros(3), (0, 0, 1), prepend_axis_num=1
-        ),
-        "o": obj("o", 1, 2, 0),
-        "p": obj("o", 2, 2, 1),
-        "step": 1,
-    }
-    distckpt.save(state, tmp_path / "c")
+    distckpt.save(described_state(), tmp_path / "c")
     checkpoint = distckpt.open(tmp_path / "c")
     assert {key: (t.dtype, t.shape) for key, t in checkpoint.tensors.items()} == {
         "w": (torch.bfloat16, (4, 3)),
