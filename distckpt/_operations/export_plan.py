@@ -11,9 +11,10 @@ from typing import Any
 
 import torch
 
-from distckpt._base.errors import CheckpointingException
+from distckpt._base.errors import CheckpointingException, CheckpointNotFoundError
 from distckpt._base.messages import summarize_keys
 from distckpt._base.options import ExportOptions
+from distckpt._checkpoint.opening import holds_checkpoint
 from distckpt._format.stored_checkpoint import StoredCheckpoint
 from distckpt._io.export import check_tied
 from distckpt._io.extra_files import ExtraFiles, adapt_config, list_extra_files
@@ -187,6 +188,7 @@ def _model(options: ExportOptions, selected: Mapping[str, TensorInfo]) -> _Model
     reference = None
     if options.like is not None:
         directory = locations.normalize(options.like)
+        _check_is_no_checkpoint(directory)
         manifest = on_demand("hugging_face").read_directory(directory)
         reference = StoredCheckpoint(directory, manifest)
     location = None if reference is None else reference.location
@@ -194,6 +196,19 @@ def _model(options: ExportOptions, selected: Mapping[str, TensorInfo]) -> _Model
     config = config_for(options.family, location)
     rules = rules_for(config, selected, shapes)
     return _Model(reference, config, rules)
+
+
+def _check_is_no_checkpoint(directory: str) -> None:
+    """Refuse a directory that is to be a reference for exports, and is no such."""
+    if holds_checkpoint(directory):
+        raise CheckpointingException(
+            f"like is a Hugging Face directory, and {directory!r} is a checkpoint: give the "
+            "directory of a model, or an export of that checkpoint by `consolidate`."
+        )
+    if not locations.exists(directory):
+        raise CheckpointNotFoundError(
+            f"like is a Hugging Face directory, and {directory!r} does not exist."
+        )
 
 
 def _config_beside(stored: StoredCheckpoint) -> dict[str, Any] | None:

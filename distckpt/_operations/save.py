@@ -84,7 +84,8 @@ def save(
             written.
         CheckpointExistsError: a complete checkpoint is there and `overwrite` is False, or the
             directory cannot be replaced: it holds other checkpoints or a mount, or is the current
-            directory. Nothing is written.
+            directory. Or it holds a Hugging Face model, which `load` would not find any more, and
+            `overwrite` is False. Nothing is written.
         RankFailedError: raised on all ranks when any rank failed; nothing is committed. Also when
             an earlier background save failed and nobody has asked for its result.
     """
@@ -159,7 +160,8 @@ def _check_target(ranks: Ranks, request: SaveRequest, timer: PhaseTimer) -> _Tar
         if strategy is not None:
             strategy = strategy.configure(request.options, request.process_group)
         if ranks.is_coordinator and request.has_target:
-            posix.check_target(location, request.overwrite, os.fspath(request.path))
+            given = os.fspath(request.path)
+            posix.check_target(location, request.overwrite, given, is_step=request.is_step)
     return _Target(location, strategy, engine)
 
 

@@ -17,6 +17,7 @@ import torch
 
 from distckpt._base.dtypes import FROM_NAME, TO_NAME
 from distckpt._base.errors import CheckpointExistsError
+from distckpt._base.messages import check_file_bytes
 from distckpt._commit import posix
 from distckpt._commit.output import OutputSettings, new_output
 from distckpt._commit.target import check_replaceable
@@ -161,6 +162,7 @@ def save_safetensors_streaming_sharded(
         ValueError: as `save_safetensors_streaming` does, or the limit is not positive.
         CheckpointExistsError: an object store has an export there, or a file is in the way.
     """
+    check_file_bytes("max_file_bytes", max_file_bytes)
     metas = {meta.name: meta for meta in _read_meta(state_dict_meta)}
     groups = hf_names.group_keys_by_bytes(
         {name: meta.num_bytes for name, meta in metas.items()}, max_file_bytes

@@ -25,7 +25,7 @@ from distckpt._format.hf_names import (
 )
 from distckpt._format.stored_checkpoint import StoredCheckpoint
 from distckpt._plan.codes import check_scales_cast
-from distckpt._plan.selection import check_all_match, matches, renamed
+from distckpt._plan.selection import check_all_match, check_rename, matches, renamed
 from distckpt._quantization.names import (
     are_codes_beside_scales,
     may_be_codes,
@@ -109,7 +109,7 @@ def plan_tensors(
             conversion makes no sense.
     """
     by_pattern = _dtypes_by_pattern(dtype)
-    _check_rename(rename)
+    check_rename(rename)
     ruled = _apply_rules(rules, tensors, keep_unmatched)
     if rename:
         check_all_match({*ruled, *tied}, rename=rename)
@@ -145,14 +145,6 @@ def _dtypes_by_pattern(
             f"{dtype!r}."
         )
     return dtype
-
-
-def _check_rename(rename: Mapping[str, str]) -> None:
-    is_dict = isinstance(rename, Mapping)
-    if not is_dict or not all(isinstance(name, str) for pair in rename.items() for name in pair):
-        raise TypeError(
-            f"rename is a dict of old beginnings of names -> new ones, got {rename!r:.200}."
-        )
 
 
 def _apply_rules(

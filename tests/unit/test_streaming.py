@@ -464,8 +464,12 @@ def test_an_earlier_export_stays_whole_when_the_stream_is_wrong(name, tmp_path):
 
 
 def test_a_limit_that_is_not_positive_is_refused(tmp_path):
-    with pytest.raises(ValueError, match="not 0 bytes"):
+    with pytest.raises(ValueError, match="max_file_bytes is the size of a file"):
         save_safetensors_streaming_sharded(interrupted(), tmp_path / "out", META, max_file_bytes=0)
+    with pytest.raises(TypeError, match=r"max_file_bytes is a number of bytes, .*got '5GB'"):
+        save_safetensors_streaming_sharded(
+            interrupted(), tmp_path / "out", META, max_file_bytes="5GB"
+        )
 
 
 # --- object stores --------------------------------------------------------------------------------

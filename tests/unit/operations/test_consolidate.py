@@ -761,6 +761,24 @@ def test_a_reference_directory_that_is_not_there(tmp_path, option):
     assert os.listdir(tmp_path) == ["in"]
 
 
+def test_a_checkpoint_as_reference_directory_is_named(tmp_path):
+    source = save_folder(tmp_path / "in", model(1))
+    save_checkpoint(tmp_path / "checkpoint", model(1))
+    for options in ({}, {"family": "auto"}):
+        with pytest.raises(CheckpointingException, match=r"like is .*checkpoint' is a checkpoint"):
+            distckpt.consolidate(source, tmp_path / "out", like=tmp_path / "checkpoint", **options)
+    assert sorted(os.listdir(tmp_path)) == ["checkpoint", "in"]
+
+
+def test_the_marker_of_a_checkpoint_is_no_extra_file(tmp_path):
+    """The export would be taken for a checkpoint, of which nothing else is there."""
+    source = save_checkpoint(tmp_path / "checkpoint", model(1))
+    (source / "tokenizer.json").write_text("{}")
+    distckpt.consolidate(source, tmp_path / "out", extra_files_from=source)
+    assert sorted(os.listdir(tmp_path / "out")) == ["model.safetensors", "tokenizer.json"]
+    assert same_bytes(distckpt.open(tmp_path / "out").read_tensors(), model(1))
+
+
 # ---- an export that is there already
 
 
@@ -913,8 +931,11 @@ def test_a_checkpoint_stays_whole_when_something_is_exported_into_its_directory(
         save_checkpoint(tmp_path / name, model(number)) for number, name in enumerate("ab", 1)
     )
     before = tree_of(other)
-    distckpt.consolidate(source, other)
-    distckpt.consolidate(source, other, overwrite=True)
+    with pytest.raises(CheckpointExistsError, match=r"is a checkpoint, which distckpt\.load would"):
+        distckpt.consolidate(source, other)
+    assert tree_of(other) == before
+    for _ in range(2):
+        distckpt.consolidate(source, other, overwrite=True)
     assert {
         name: content for name, content in tree_of(other).items() if name != "model.safetensors"
     } == before
