@@ -26,6 +26,7 @@ from distckpt._plan.export import (
     OutputFile,
     OutputTensor,
     check_codes,
+    check_have_axes,
     is_for_all,
     keep_precise,
     number_files,
@@ -133,6 +134,7 @@ def _plan(
     outputs = _outputs(options, selected, model, stored.manifest.aliases)
     planned = _computed(PlannedTensors(source, outputs), options, model, adapter)
     check_codes(stored, planned.outputs, planned.made_of)
+    check_have_axes(planned.outputs)
     return ExportPlan(
         planned.source,
         planned.outputs,

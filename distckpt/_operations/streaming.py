@@ -15,7 +15,7 @@ from typing import NamedTuple, TypeAlias
 
 import torch
 
-from distckpt._base.dtypes import FROM_NAME, TO_NAME
+from distckpt._base.dtypes import FROM_NAME, PACKED_PER_ITEM, TO_NAME
 from distckpt._base.errors import CheckpointExistsError
 from distckpt._base.messages import check_file_bytes
 from distckpt._commit import posix
@@ -196,6 +196,11 @@ def _read_meta(state_dict_meta: StateDictMeta) -> list[TensorMeta]:
                 f"the tensor {name!r} is announced as {dtype}, which safetensors does not have"
             )
         sizes = tuple(operator.index(size) for size in shape)
+        if known in PACKED_PER_ITEM and not sizes:
+            raise ValueError(
+                f"the tensor {name!r} is announced as {dtype} without axes, of which a file cannot "
+                "hold the two elements"
+            )
         if min(sizes, default=0) < 0:
             raise ValueError(f"the tensor {name!r} is announced with the shape {sizes}")
         if name in metas or name == "__metadata__" or not _is_text(name):

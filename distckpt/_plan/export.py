@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import torch
 
-from distckpt._base.dtypes import FROM_NAME, TO_NAME, is_convertible
+from distckpt._base.dtypes import FROM_NAME, PACKED_PER_ITEM, TO_NAME, is_convertible
 from distckpt._base.errors import CheckpointingException, LoadMismatchError
 from distckpt._base.messages import did_you_mean, natural_order, summarize_keys
 from distckpt._format.hf_names import (
@@ -203,6 +203,18 @@ def _check_names(outputs: Sequence[OutputTensor]) -> None:
     if len(set(names)) < len(names):
         twice = summarize_keys(name for name, count in Counter(names).items() if count > 1)
         raise CheckpointingException(f"Several tensors would get one name: {twice}. Change rename.")
+
+
+def check_have_axes(outputs: Iterable[OutputTensor]) -> None:
+    """Refuse packed tensors without axes: files count their elements along the last one."""
+    packed = (tensor for tensor in outputs if tensor.dtype in PACKED_PER_ITEM and not tensor.shape)
+    tensor = next(packed, None)
+    if tensor is not None:
+        raise CheckpointingException(
+            f"Tensor {tensor.name!r} is {FROM_NAME[tensor.dtype]} without axes, of which no "
+            "safetensors file can hold the two elements: leave it out with `keys`, or save it with "
+            "one axis."
+        )
 
 
 def _is_text(name: str) -> bool:

@@ -550,6 +550,15 @@ def test_object_stores_have_no_overwrite_and_no_rename(store):
     assert found() == before
 
 
+@needs_dtypes("float4_e2m1fn_x2")
+def test_packed_elements_need_an_axis(tmp_path):
+    """The reference library refuses it as well."""
+    tensor = torch.tensor(7, dtype=torch.uint8).view(torch.float4_e2m1fn_x2)
+    with pytest.raises(ValueError, match=r"'w' is announced as .* without axes"):
+        save_safetensors_streaming([("w", tensor)], tmp_path / "x", [("w", "F4", ())])
+    assert os.listdir(tmp_path) == []
+
+
 def test_tensor_meta_is_a_named_tuple():
     name, dtype, shape = TensorMeta("w", "BF16", (2, 3))
     assert (name, dtype, shape) == ("w", "BF16", (2, 3))

@@ -43,7 +43,7 @@ from tests.support.hf_folders import (
     write_shard,
 )
 from tests.support.hooked_store import hooked_reads
-from tests.support.reference import needs_torchs_hugging_face
+from tests.support.reference import needs_dtypes, needs_torchs_hugging_face
 from tests.support.states import save_checkpoint
 
 NEW_DTYPES = [
@@ -777,6 +777,17 @@ def test_the_marker_of_a_checkpoint_is_no_extra_file(tmp_path):
     distckpt.consolidate(source, tmp_path / "out", extra_files_from=source)
     assert sorted(os.listdir(tmp_path / "out")) == ["model.safetensors", "tokenizer.json"]
     assert same_bytes(distckpt.open(tmp_path / "out").read_tensors(), model(1))
+
+
+@needs_dtypes("float4_e2m1fn_x2")
+def test_packed_elements_without_axes_are_no_export(tmp_path):
+    tensor = torch.tensor(7, dtype=torch.uint8).view(torch.float4_e2m1fn_x2)
+    distckpt.save({"w": ShardedTensor.from_rank_offsets("w", tensor)}, tmp_path / "in")
+    with pytest.raises(
+        CheckpointingException, match=r"'w' is torch\.float4_e2m1fn_x2 without axes"
+    ):
+        distckpt.consolidate(tmp_path / "in", tmp_path / "out")
+    assert os.listdir(tmp_path) == ["in"]
 
 
 # ---- an export that is there already
