@@ -7,6 +7,7 @@ from __future__ import annotations
 import collections
 import difflib
 import itertools
+import os
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
@@ -161,8 +162,38 @@ def _range_text(values: list[int]) -> str:
 
 def check_num_bytes(name: str, value: object) -> None:
     """Raise TypeError if an argument is not a number of bytes, such as '1GB'."""
-    if not isinstance(value, int):
-        raise TypeError(f"{name} is a number of bytes, got {value!r}")
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise TypeError(f"{name} is a number of bytes, got {value!r:.100}")
+
+
+def check_file_bytes(name: str, value: object) -> None:
+    """Raise an error if an argument is not the size of a file in bytes, such as '5GB'."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise TypeError(f"{name} is a number of bytes, such as 5_000_000_000, got {value!r:.100}")
+    if not value > 0:
+        raise ValueError(f"{name} is the size of a file and must be positive, got {value!r}")
+
+
+def check_count(name: str, value: object) -> None:
+    """Raise an error if an argument is not a number of things, from 1."""
+    if type(value) is not int:
+        raise TypeError(f"{name} is a number from 1, got {value!r:.100}")
+    if value < 1:
+        raise ValueError(f"{name} must be at least 1, got {value}")
+
+
+def check_tolerance(name: str, value: object) -> None:
+    """Raise an error if an argument is not a difference to tolerate."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise TypeError(f"{name} is a number, got {value!r:.100}")
+    if not value >= 0:
+        raise ValueError(f"{name} is a difference to tolerate, 0 or more, got {value!r}")
+
+
+def check_path(name: str, value: object) -> None:
+    """Raise TypeError if an argument is neither a path or URL nor None."""
+    if not isinstance(value, str | os.PathLike | None):
+        raise TypeError(f"{name} is a path or a URL, got {value!r:.100}")
 
 
 def check_choice(name: str, value: object, choices: Sequence[object]) -> None:

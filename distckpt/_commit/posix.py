@@ -32,15 +32,20 @@ def resolve(location: str | os.PathLike[str]) -> str:
     return os.path.realpath(normalized) if locations.is_local(normalized) else normalized
 
 
-def check_target(location: str, overwrite: bool, given: str | None = None) -> None:
+def check_target(
+    location: str, overwrite: bool, given: str | None = None, *, is_step: bool = False
+) -> None:
     """Refuse a target that must not be written to, before anything is written; for the coordinator.
 
-    `given` is the location as the caller gave it, which may be a link.
+    `given` is the location as the caller gave it, which may be a link. The step of a manager may
+    lie beside a model of Hugging Face, since nothing else than steps is read there.
     """
     put_back(location)
     state = _state_of(location)
     if state == "complete" and not overwrite:
         raise already_complete(location, "pass overwrite=True")
+    if state == "incomplete" and not (overwrite or is_step):
+        target.check_no_model(location)
     if not locations.is_local(location):
         if state == "incomplete":
             logger.warning(

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from distckpt._base.errors import CheckpointExistsError, CorruptCheckpointError
 from distckpt._commit import hidden_directories
 from distckpt._format.foreign_formats import MARKED_CHECKPOINTS, ForeignFormat
+from distckpt._format.hf_names import is_model_name
 from distckpt._format.marker import CONFIG_FNAME, read_marker
 from distckpt._storage import locations
 
@@ -132,6 +133,20 @@ def check_content(location: str, overwrite: bool) -> None:
         strange = next((file for file in content if not _CONTENT.fullmatch(file)), None)
         if strange is not None:
             raise refused(location, f"{name!r} in it holds what no save has written ({strange!r})")
+
+
+def check_no_model(location: str) -> None:
+    """Refuse a directory with a model or an adapter of Hugging Face, which a checkpoint would
+    hide.
+    """
+    names = filter(is_model_name, _names_in(location))
+    name = next(names, None)
+    if name is not None:
+        raise CheckpointExistsError(
+            f"{location!r} holds a Hugging Face model ({name!r}), of which distckpt.load would "
+            "find nothing any more beside a checkpoint: save to a directory of its own, or pass "
+            "overwrite=True, which leaves the files of the model there."
+        )
 
 
 def _is_in_use(location: str) -> bool:

@@ -17,6 +17,7 @@ SUFFIX = ".safetensors"
 INDEX_SUFFIX = ".safetensors.index.json"
 SINGLE_NAME = BASE_PREFIX + SUFFIX
 INDEX_NAME = HUGGING_FACE.marker
+ADAPTER_NAME = "adapter_model.safetensors"
 
 _FILE_NAME_END = re.compile(r"(-[0-9]+-of-[0-9]+)?\.safetensors(\.index\.json)?\Z")
 
@@ -60,6 +61,11 @@ def derive_base_prefix_from_path(path_str: str | os.PathLike[str]) -> str:
 def belongs_to_export(name: str) -> bool:
     """Tell whether an export of a model may give this name to a file of tensors or to its index."""
     return derive_base_prefix_from_path(name) == BASE_PREFIX != name
+
+
+def is_model_name(name: str) -> bool:
+    """Tell whether a file holds, or lists, the tensors of a model or of an adapter of PEFT."""
+    return belongs_to_export(name) or name == ADAPTER_NAME
 
 
 def group_keys_by_shard_size(

@@ -4,6 +4,7 @@ from a directory.
 
 from __future__ import annotations
 
+import errno
 import functools
 import json
 import logging
@@ -17,6 +18,7 @@ import torch
 from distckpt._base.dtypes import FROM_NAME
 from distckpt._base.errors import CheckpointingException
 from distckpt._base.messages import summarize_keys
+from distckpt._format.marker import CONFIG_FNAME, read_marker
 from distckpt._plan.codes import CONFIG_NAMES
 from distckpt._plan.export import OutputTensor
 from distckpt._quantization.detect import FIELDS, parts_of
@@ -52,7 +54,14 @@ def list_extra_files(directory: str, with_code: bool) -> list[str]:
     Raises:
         CheckpointingException: a file must not be copied.
     """
+    if not locations.isdir(directory):
+        raise FileNotFoundError(
+            errno.ENOENT, "there is no directory to copy extra files from", directory
+        )
     names = [name for name in locations.list_names(directory) if _is_beside_weights(name)]
+    if _is_checkpoint(directory):
+        # The marker would make the export a checkpoint, of which nothing else is there.
+        names.remove(CONFIG_FNAME)
     if not with_code:
         names = _without_code(names, directory)
     paths = [locations.join(directory, name) for name in names]
@@ -73,6 +82,10 @@ def _without_code(names: Sequence[str], directory: str) -> list[str]:
 
 def _is_beside_weights(name: str) -> bool:
     return not name.startswith(".") and not name.endswith(_WEIGHT_SUFFIXES)
+
+
+def _is_checkpoint(directory: str) -> bool:
+    return "sharded_backend" in (read_marker(directory) or {})
 
 
 def _check(path: str, directory: str) -> None:

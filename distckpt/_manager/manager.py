@@ -111,6 +111,7 @@ class CheckpointManager:
             path=self.root,
             process_group=process_group,
             options=with_changes(CheckpointManager, SaveOptions, options, changes),
+            is_step=True,
             verb="async_save" if async_save else "save",
         )
         self._request.check()

@@ -119,6 +119,8 @@ class Checkpoint:
             CheckpointingException: the checkpoint was replaced after it was opened.
             CorruptCheckpointError: files are missing, cut off or changed.
         """
+        if not isinstance(key, str):
+            raise TypeError(f"key is the name of a tensor, got {key!r:.100}.")
         tensor = self._find([key])[0]
         return self._read([_requested(tensor, _region_of(self.location, tensor, region))])[0]
 

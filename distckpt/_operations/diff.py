@@ -20,7 +20,7 @@ import torch
 from distckpt._base.dtypes import as_integers, to_numpy
 from distckpt._base.errors import CheckpointingException, LoadMismatchError
 from distckpt._base.interrupts import operation
-from distckpt._base.messages import natural_order
+from distckpt._base.messages import check_tolerance, natural_order
 from distckpt._base.options import Progress
 from distckpt._base.threads import ProgressCounter
 from distckpt._checkpoint.opening import opened
@@ -41,7 +41,13 @@ from distckpt._operations.windows import (
     real_numbers,
     window_regions,
 )
-from distckpt._plan.selection import check_all_match, check_patterns, matches, renamed
+from distckpt._plan.selection import (
+    check_all_match,
+    check_patterns,
+    check_rename,
+    matches,
+    renamed,
+)
 from distckpt._ranks.collectives import Ranks
 from distckpt._storage import locations
 
@@ -185,9 +191,14 @@ def diff(
         CorruptCheckpointError: one of the two is damaged.
         LoadMismatchError: a pattern of `keys` matches nothing on either side, or one of `rename`
             nothing in A.
+        TypeError: `rename` is no dict of texts, or a tolerance no number.
+        ValueError: a tolerance is negative, or not a number.
     """
     started = time.perf_counter()
     check_patterns(keys)
+    check_rename(rename)
+    check_tolerance("atol", atol)
+    check_tolerance("rtol", rtol)
     ranks = Ranks.alone()
     of_both = map(locations.normalize, (a, b))
     with contextlib.ExitStack() as stack:

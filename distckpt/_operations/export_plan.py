@@ -11,10 +11,10 @@ from typing import Any
 
 import torch
 
-from distckpt._base.errors import CheckpointingException
+from distckpt._base.errors import CheckpointingException, CheckpointNotFoundError
 from distckpt._base.messages import summarize_keys
 from distckpt._base.options import ExportOptions
-from distckpt._checkpoint.opening import open_export
+from distckpt._checkpoint.opening import holds_checkpoint, open_export
 from distckpt._format.stored_checkpoint import StoredCheckpoint
 from distckpt._io.export import check_tied
 from distckpt._io.extra_files import ExtraFiles, adapt_config, list_extra_files
@@ -26,6 +26,7 @@ from distckpt._plan.export import (
     OutputFile,
     OutputTensor,
     check_codes,
+    check_have_axes,
     is_for_all,
     keep_precise,
     number_files,
@@ -135,6 +136,7 @@ def _plan(
     outputs = _outputs(options, selected, model, stored.manifest.aliases)
     planned = _computed(PlannedTensors(source, outputs), options, model, adapter)
     check_codes(stored, planned.outputs, planned.made_of)
+    check_have_axes(planned.outputs)
     return ExportPlan(
         planned.source,
         planned.outputs,
@@ -189,12 +191,27 @@ class _Model:
 def _model(options: ExportOptions, selected: Mapping[str, TensorSpec]) -> _Model:
     reference = None
     if options.like is not None:
-        reference = open_export(locations.normalize(options.like))
+        directory = locations.normalize(options.like)
+        _check_is_no_checkpoint(directory)
+        reference = open_export(directory)
     location = None if reference is None else reference.location
     shapes = None if reference is None else reference.manifest.shapes_by_key
     config = config_for(options.family, location)
     rules = rules_for(config, selected, shapes)
     return _Model(reference, config, rules)
+
+
+def _check_is_no_checkpoint(directory: str) -> None:
+    """Refuse a directory that is to be a reference for exports, and is no such."""
+    if holds_checkpoint(directory):
+        raise CheckpointingException(
+            f"like is a Hugging Face directory, and {directory!r} is a checkpoint: give the "
+            "directory of a model, or an export of that checkpoint by `consolidate`."
+        )
+    if not locations.exists(directory):
+        raise CheckpointNotFoundError(
+            f"like is a Hugging Face directory, and {directory!r} does not exist."
+        )
 
 
 def _config_beside(stored: StoredCheckpoint) -> dict[str, Any] | None:

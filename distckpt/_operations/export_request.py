@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from distckpt._base.errors import CheckpointExistsError, CheckpointingException
-from distckpt._base.messages import check_choice, check_num_bytes
+from distckpt._base.messages import check_choice, check_file_bytes, check_num_bytes, check_path
 from distckpt._base.options import ExportOptions, check_options, check_switch
-from distckpt._checkpoint.opening import open_undisturbed
+from distckpt._checkpoint.opening import holds_checkpoint, open_undisturbed
 from distckpt._commit import posix
 from distckpt._commit.target import check_replaceable
 from distckpt._format.hf_names import belongs_to_export
@@ -114,7 +114,13 @@ def check_export_options(options: ExportOptions) -> None:
     check_options(options)
     check_rules(options.rules)
     check_num_bytes("max_inflight_bytes", options.max_inflight_bytes)
-    if options.quantize:
+    check_file_bytes("max_file_bytes", options.max_file_bytes)
+    for name in ("family", "like", "merge_adapter", "extra_files_from"):
+        check_path(name, getattr(options, name))
+    numbers = options.fqn_to_index_mapping
+    if not isinstance(numbers, Mapping | None):
+        raise TypeError(f"fqn_to_index_mapping is a dict of names -> numbers, got {numbers!r:.200}")
+    if options.quantize is not None:
         on_demand("quantize").formats_by_pattern(options.quantize)
 
 
@@ -139,6 +145,11 @@ def check_target(sources: SourceLocations, target: str, overwrite: bool) -> None
     check_replaceable(target)
     names = locations.list_names(target) if exists else []
     present = [name for name in names if belongs_to_export(name)]
+    if not overwrite and holds_checkpoint(target):
+        raise CheckpointExistsError(
+            f"{target!r} is a checkpoint, which distckpt.load would go on to read there: choose a "
+            "directory of its own for the export, or pass overwrite=True to write it beside."
+        )
     if present and not (overwrite and locations.is_local(target)):
         raise CheckpointExistsError(
             f"{target!r} already holds an export ({present[0]!r}). Choose another directory, or, "

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from distckpt._base.errors import CheckpointExistsError, CheckpointingException
@@ -141,7 +141,7 @@ def _check_terms(
 
 def _sources(checkpoints: Sequence[str | os.PathLike[str]]) -> list[str]:
     """Return the locations of the checkpoints."""
-    if isinstance(checkpoints, str | os.PathLike):
+    if isinstance(checkpoints, str | os.PathLike) or not isinstance(checkpoints, Iterable):
         raise TypeError(f"merge takes a list of checkpoints, got {checkpoints!r}.")
     sources = [locations.normalize(checkpoint) for checkpoint in checkpoints]
     if len(sources) < 2:

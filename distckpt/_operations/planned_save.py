@@ -33,6 +33,7 @@ class SaveRequest:
         options: of the caller.
         preprocess_common: called with a copy of the common state; returns what ranks compare.
         notes: further fields of the marker.
+        is_step: whether it is a step of a manager, which nothing else than steps is read from.
         verb: name of the call in the journal.
         has_target: False to plan only: the location is not looked at, and common state, which may
             be another by then, is not compared.
@@ -45,6 +46,7 @@ class SaveRequest:
     options: SaveOptions = field(default_factory=SaveOptions)
     preprocess_common: Callable[[CommonStateDict], StateDict] | None = None
     notes: Mapping[str, Any] = field(default_factory=dict)
+    is_step: bool = False
     verb: str = "save"
     has_target: bool = True
 

@@ -18,7 +18,8 @@ from distckpt._base.dtypes import FROM_NAME
 from distckpt._base.errors import CheckpointingException
 from distckpt._base.interrupts import operation
 from distckpt._base.memory import paused_garbage_collection
-from distckpt._base.options import Progress
+from distckpt._base.messages import check_count, check_num_bytes
+from distckpt._base.options import Progress, check_switch
 from distckpt._base.threads import ProgressCounter
 from distckpt._checkpoint.consistent_read import reading
 from distckpt._checkpoint.opening import BACKEND, VERSION, open_undisturbed
@@ -64,6 +65,7 @@ from distckpt._plan.selection import matches, renamed, select_tensors
 from distckpt._ranks.collectives import PhaseTimer, Ranks
 from distckpt._rules.mapped import crop
 from distckpt._rules.rule import Rule
+from distckpt._rules.rules import check_rules
 from distckpt._state.common_state import COMMON_KEY
 from distckpt._state.shards import GlobalTable, Shard, merge_tables, shard_table
 from distckpt._storage import locations
@@ -170,10 +172,15 @@ def reshard(
     """
     started = time.perf_counter()
     ranks = Ranks(process_group)
-    selection = _Selection(keys, tuple(rules), rename or {}, dtype)
+    selection = _Selection(keys, rules, rename or {}, dtype)
     division = _Division(ranks.size if num_ranks is None else num_ranks, grids or {})
     same = {**vars(selection), **vars(division), "overwrite": overwrite, "verify": verify}
     with ranks.phase("check the arguments", decision=True, same=same):
+        check_rules(rules)
+        check_switch("overwrite", overwrite)
+        check_switch("verify", verify)
+        check_num_bytes("max_inflight_bytes", max_inflight_bytes)
+        _check_common_state(common_state)
         division.check()
         location, target = locations.normalize(source_dir), posix.resolve(checkpoint_dir)
         background.wait_for_location(location)
@@ -252,6 +259,11 @@ def _report(
 
 def _num_bytes(file: PlannedFile) -> int:
     return sum(file.chunk_bytes)
+
+
+def _check_common_state(common_state: object) -> None:
+    if not isinstance(common_state, Mapping | None):
+        raise TypeError(f"common_state is a dict, or None, got {common_state!r:.100}.")
 
 
 def _check_place(stored: StoredCheckpoint, target: str) -> None:
@@ -406,9 +418,19 @@ class _Division:
     grids: Mapping[str, Sequence[int]]
 
     def check(self) -> None:
-        """Raise ValueError when there is no rank."""
-        if self.num_ranks < 1:
-            raise ValueError(f"num_ranks must be at least 1, got {self.num_ranks!r}")
+        """Raise an error when there is no rank, or a grid is none."""
+        check_count("num_ranks", self.num_ranks)
+        if not isinstance(self.grids, Mapping):
+            raise TypeError(
+                f"grids is a dict of patterns of keys -> grids, got {self.grids!r:.200}"
+            )
+        for pattern, grid in self.grids.items():
+            is_listed = isinstance(grid, list | tuple)
+            if not is_listed or not all(isinstance(parts, int | np.integer) for parts in grid):
+                raise TypeError(
+                    f"grids has {grid!r:.100} for {pattern!r:.100}: a grid is a tuple with the "
+                    "number of parts along each axis, such as (4, 1)."
+                )
 
 
 class _Held(NamedTuple):

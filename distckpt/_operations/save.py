@@ -86,7 +86,8 @@ def save(
             written.
         CheckpointExistsError: a complete checkpoint is there and `overwrite` is False, or the
             directory cannot be replaced: it holds other checkpoints or a mount, or is the current
-            directory. Nothing is written.
+            directory. Or it holds a Hugging Face model, which `load` would not find any more, and
+            `overwrite` is False. Nothing is written.
         RankFailedError: raised on all ranks when any rank failed; nothing is committed. The error
             of an earlier background save, whose result nobody has asked for, is raised once this
             save is committed.
@@ -167,7 +168,8 @@ def _check_target(ranks: Ranks, request: SaveRequest, timer: PhaseTimer) -> _Tar
         if request.options.strategy is not None:
             strategy, settings = _chosen_strategy(request)
         if ranks.is_coordinator and request.has_target:
-            posix.check_target(location, request.overwrite, os.fspath(request.path))
+            given = os.fspath(request.path)
+            posix.check_target(location, request.overwrite, given, is_step=request.is_step)
     return _Target(location, strategy, settings)
 
 

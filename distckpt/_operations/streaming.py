@@ -16,8 +16,9 @@ from typing import NamedTuple, TypeAlias
 import torch
 
 from distckpt._base.arrays import as_torch_dtype
-from distckpt._base.dtypes import FROM_NAME, TO_NAME
+from distckpt._base.dtypes import FROM_NAME, PACKED_PER_ITEM, TO_NAME
 from distckpt._base.errors import CheckpointExistsError
+from distckpt._base.messages import check_file_bytes
 from distckpt._commit import posix
 from distckpt._commit.output import OutputSettings, new_output
 from distckpt._commit.target import check_replaceable
@@ -151,6 +152,7 @@ def save_safetensors_streaming_sharded(
         ValueError: as `save_safetensors_streaming` does, or the limit is not positive.
         CheckpointExistsError: an object store has an export there, or a file is in the way.
     """
+    check_file_bytes("max_file_bytes", max_file_bytes)
     metas = {meta.name: meta for meta in _read_meta(state_dict_meta)}
     groups = hf_names.group_keys_by_bytes(
         {name: meta.num_bytes for name, meta in metas.items()}, max_file_bytes
@@ -184,6 +186,11 @@ def _read_meta(state_dict_meta: StateDictMeta) -> list[TensorMeta]:
                 f"the tensor {name!r} is announced as {dtype}, which safetensors does not have"
             )
         sizes = tuple(operator.index(size) for size in shape)
+        if known in PACKED_PER_ITEM and not sizes:
+            raise ValueError(
+                f"the tensor {name!r} is announced as {dtype} without axes, of which a file cannot "
+                "hold the two elements"
+            )
         if min(sizes, default=0) < 0:
             raise ValueError(f"the tensor {name!r} is announced with the shape {sizes}")
         if name in metas or name == "__metadata__" or not _is_text(name):

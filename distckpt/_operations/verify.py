@@ -22,7 +22,7 @@ from distckpt._base.errors import (
 from distckpt._base.interrupts import operation
 from distckpt._base.libc import read_into
 from distckpt._base.memory import Bytes, bounce_buffer
-from distckpt._base.messages import check_choice
+from distckpt._base.messages import check_choice, check_count
 from distckpt._base.options import Progress
 from distckpt._base.threads import Pool, ProgressCounter
 from distckpt._checkpoint.consistent_read import read_attempts
@@ -131,9 +131,10 @@ def verify(
     Raises:
         CheckpointNotFoundError: nothing that could be verified is there, or it was removed
             meanwhile.
-        ValueError: `mode` is neither "fast" nor "full".
+        ValueError: `mode` is neither "fast" nor "full", or there is no thread.
     """
     check_choice("mode", mode, ("fast", "full"))
+    check_count("num_threads", num_threads)
     location = locations.normalize(checkpoint_dir)
     for attempt in read_attempts(Ranks.alone(), location):
         with attempt:

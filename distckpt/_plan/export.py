@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import torch
 
-from distckpt._base.dtypes import FROM_NAME, TO_NAME, is_convertible
+from distckpt._base.dtypes import FROM_NAME, PACKED_PER_ITEM, TO_NAME, is_convertible
 from distckpt._base.errors import CheckpointingException, LoadMismatchError
 from distckpt._base.messages import did_you_mean, natural_order, summarize_keys
 from distckpt._format.hf_names import (
@@ -25,7 +25,7 @@ from distckpt._format.hf_names import (
 )
 from distckpt._format.stored_checkpoint import StoredCheckpoint
 from distckpt._plan.codes import check_scales_cast
-from distckpt._plan.selection import check_all_match, matches, renamed
+from distckpt._plan.selection import check_all_match, check_rename, matches, renamed
 from distckpt._quantization.names import (
     are_codes_beside_scales,
     may_be_codes,
@@ -111,7 +111,7 @@ def plan_tensors(
             conversion makes no sense.
     """
     by_pattern = _dtypes_by_pattern(dtype)
-    _check_rename(rename)
+    check_rename(rename)
     ruled = _apply_rules(rules, tensors, keep_unmatched)
     if rename:
         check_all_match({*ruled, *tied}, rename=rename)
@@ -147,14 +147,6 @@ def _dtypes_by_pattern(
             f"{dtype!r}."
         )
     return dtype
-
-
-def _check_rename(rename: Mapping[str, str]) -> None:
-    is_dict = isinstance(rename, Mapping)
-    if not is_dict or not all(isinstance(name, str) for pair in rename.items() for name in pair):
-        raise TypeError(
-            f"rename is a dict of old beginnings of names -> new ones, got {rename!r:.200}."
-        )
 
 
 def _apply_rules(
@@ -218,6 +210,18 @@ def _check_names(outputs: Sequence[OutputTensor]) -> None:
     if len(set(names)) < len(names):
         twice = summarize_keys(name for name, count in Counter(names).items() if count > 1)
         raise CheckpointingException(f"Several tensors would get one name: {twice}. Change rename.")
+
+
+def check_have_axes(outputs: Iterable[OutputTensor]) -> None:
+    """Refuse packed tensors without axes: files count their elements along the last one."""
+    packed = (tensor for tensor in outputs if tensor.dtype in PACKED_PER_ITEM and not tensor.shape)
+    tensor = next(packed, None)
+    if tensor is not None:
+        raise CheckpointingException(
+            f"Tensor {tensor.name!r} is {FROM_NAME[tensor.dtype]} without axes, of which no "
+            "safetensors file can hold the two elements: leave it out with `keys`, or save it with "
+            "one axis."
+        )
 
 
 def _is_text(name: str) -> bool:

@@ -63,8 +63,14 @@ def formats_by_pattern(quantize: str | Mapping[str, str]) -> dict[str, str]:
     """Return the names of formats by pattern; one format is for what models usually quantize.
 
     Raises:
+        TypeError: these are not names.
         ValueError: a format is unknown, or torch lacks a dtype for it.
     """
+    if not isinstance(quantize, str | Mapping):
+        raise TypeError(
+            "quantize is the name of a format, such as 'fp8-block', or a dict of them by pattern, "
+            f"got {quantize!r:.100}"
+        )
     formats = {_USUAL: quantize} if isinstance(quantize, str) else dict(quantize)
     for name in formats.values():
         check_choice("quantize", name, tuple(FORMATS))

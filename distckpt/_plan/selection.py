@@ -59,6 +59,20 @@ def check_patterns(keys: object) -> None:
         raise TypeError(f"keys is a pattern of keys, or a list of them, got {keys!r:.200}.")
 
 
+def check_rename(rename: object) -> None:
+    """Check an argument that gives keys other beginnings.
+
+    Raises:
+        TypeError: it is neither a dict of texts nor None.
+    """
+    is_dict = isinstance(rename, Mapping | None)
+    pairs = rename.items() if isinstance(rename, Mapping) else ()
+    if not is_dict or not all(isinstance(name, str) for pair in pairs for name in pair):
+        raise TypeError(
+            f"rename is a dict of old beginnings of names -> new ones, got {rename!r:.200}."
+        )
+
+
 def check_all_match(
     names: Collection[str],
     keys: str | Sequence[str] | None = None,

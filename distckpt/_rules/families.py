@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any, Literal, TypeAlias
 
 from distckpt._base.errors import CheckpointingException, CheckpointNotFoundError
-from distckpt._base.messages import check_choice
+from distckpt._base.messages import check_choice, check_path
 from distckpt._rules.blocks import MTP_NAMES, Config, IncompleteConfigError
 from distckpt._rules.megatron import megatron_rules
 from distckpt._rules.on_disk import forms_on_disk
@@ -112,6 +112,7 @@ def config_for(
         family: "auto" for the configuration in `directory`; or where it is; or None.
         directory: a Hugging Face directory.
     """
+    check_path("family", family)
     if family is None:
         return None
     if family == "auto" and directory is None:

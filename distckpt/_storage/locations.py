@@ -13,7 +13,7 @@ import re
 import secrets
 import shutil
 import stat
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 
 import numpy as np
 
@@ -33,10 +33,10 @@ def normalize(location: str | os.PathLike[str]) -> str:
             second slash, which `pathlib` removes.
     """
     if not isinstance(location, str | bytes | os.PathLike):
-        raise TypeError(
-            f"A location is a path or a URL, got a {type(location).__name__}. The state dict "
-            "comes first: save(state, 'checkpoints/step_100')."
-        )
+        is_state = isinstance(location, Mapping) or hasattr(location, "state_dict")
+        got = f"a {type(location).__name__}" if is_state else f"{location!r:.100}"
+        hint = " The state dict comes first: save(state, 'checkpoints/step_100')." * is_state
+        raise TypeError(f"A location is a path or a URL, got {got}.{hint}")
     text = os.fspath(location)
     if not isinstance(text, str) or not text or "\0" in text:
         raise ValueError(f"A location is a path or a URL, got {text!r}.")

@@ -464,8 +464,12 @@ def test_an_earlier_export_stays_whole_when_the_stream_is_wrong(name, tmp_path):
 
 
 def test_a_limit_that_is_not_positive_is_refused(tmp_path):
-    with pytest.raises(ValueError, match="not 0 bytes"):
+    with pytest.raises(ValueError, match="max_file_bytes is the size of a file"):
         save_safetensors_streaming_sharded(interrupted(), tmp_path / "out", META, max_file_bytes=0)
+    with pytest.raises(TypeError, match=r"max_file_bytes is a number of bytes, .*got '5GB'"):
+        save_safetensors_streaming_sharded(
+            interrupted(), tmp_path / "out", META, max_file_bytes="5GB"
+        )
 
 
 # --- object stores --------------------------------------------------------------------------------
@@ -544,6 +548,15 @@ def test_object_stores_have_no_overwrite_and_no_rename(store):
     with pytest.raises(ValueError, match="rename=False"):
         save_safetensors_streaming(interrupted(), f"{url}/y.safetensors", META, rename=False)
     assert found() == before
+
+
+@needs_dtypes("float4_e2m1fn_x2")
+def test_packed_elements_need_an_axis(tmp_path):
+    """The reference library refuses it as well."""
+    tensor = torch.tensor(7, dtype=torch.uint8).view(torch.float4_e2m1fn_x2)
+    with pytest.raises(ValueError, match=r"'w' is announced as .* without axes"):
+        save_safetensors_streaming([("w", tensor)], tmp_path / "x", [("w", "F4", ())])
+    assert os.listdir(tmp_path) == []
 
 
 def test_tensor_meta_is_a_named_tuple():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import logging
 import os
@@ -18,7 +19,7 @@ from distckpt.strategies.safetensors import ShardSave
 from distckpt.streaming import save_safetensors_streaming_sharded
 from tests.support.disk import tree_of
 from tests.support.disks import overlay, small_disk
-from tests.support.states import state_of, value_in
+from tests.support.states import state_of, value_in, value_of
 from tests.support.stopping import stopping
 
 OURS = {"manifest.safetensors", "metadata.json", "objects", "tensors"}
@@ -133,6 +134,51 @@ def test_a_checkpoint_of_torch_is_moved_aside_when_asked(tmp_path, caplog):
 
 
 # --- What is refused ------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def hugging_face(tmp_path):
+    """A model that `load` reads, and its value."""
+    path = tmp_path / "model"
+    distckpt.save(state_of(7), tmp_path / "source")
+    distckpt.consolidate(tmp_path / "source", path)
+    (path / "config.json").write_text("{}")
+    return path
+
+
+@pytest.mark.parametrize("verb", ["save", "async_save", "reshard"])
+def test_a_model_of_hugging_face_is_not_hidden(verb, tmp_path, hugging_face):
+    """`load` would read the checkpoint from then on."""
+    before = tree_of(tmp_path)
+    first = tmp_path / "source" if verb == "reshard" else state_of(1)
+    save = functools.partial(getattr(distckpt, verb), first, hugging_face)
+    with pytest.raises(CheckpointExistsError, match=r"holds a Hugging Face model \('model\.safe"):
+        save()
+    assert tree_of(tmp_path) == before
+    outcome = save(overwrite=True)
+    if verb == "async_save":
+        outcome.result()
+    assert set(os.listdir(hugging_face)) == {*OURS, "model.safetensors", "config.json"}
+
+
+@pytest.mark.parametrize("name", ["adapter_model.safetensors", "model.safetensors.index.json"])
+def test_adapters_and_indexes_are_models_too(tmp_path, name):
+    (tmp_path / "c").mkdir()
+    (tmp_path / "c" / name).write_text("mine")
+    with pytest.raises(CheckpointExistsError, match=re.escape(name)):
+        distckpt.save(state_of(1), tmp_path / "c")
+    assert os.listdir(tmp_path / "c") == [name]
+
+
+def test_steps_of_a_manager_may_hold_exports(tmp_path, hugging_face):
+    """In its root, and where a program has put one before the step was saved."""
+    with CheckpointManager(hugging_face, async_save=False) as manager:
+        (hugging_face / "step_00000002").mkdir()
+        (hugging_face / "step_00000002/model.safetensors").write_bytes(b"mine")
+        for step in (1, 2):
+            manager.save(step, state_of(step))
+        assert value_of(manager.load(state_of(-1))) == 2
+    assert (hugging_face / "step_00000002/model.safetensors").read_bytes() == b"mine"
 
 
 def check_refused(path, reason, **options):

@@ -169,3 +169,98 @@ def test_a_module_alone_is_saved_and_filled(tmp_path: Path) -> None:
 
     assert torch.equal(target.weight, saved.weight)
     assert torch.equal(target.bias, saved.bias)
+
+
+def _checkpoint(place: Path) -> Path:
+    distckpt.save({"w": whole("w", torch.ones(4, 2))}, place / "c")
+    return place / "c"
+
+
+EXPORTS = {
+    "max_file_bytes": ["5GB", True, None],
+    "quantize": [True, False, 5, ["fp8-block"], ""],
+    "family": [5],
+    "like": [5],
+    "merge_adapter": [5],
+    "extra_files_from": [5],
+    "fqn_to_index_mapping": [5, ["w"]],
+    "rename": [5],
+    "max_inflight_bytes": ["1GB", True],
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [(name, value) for name, values in EXPORTS.items() for value in values]
+)
+def test_wrong_arguments_of_exports_are_named(tmp_path: Path, name: str, value: object) -> None:
+    source = _checkpoint(tmp_path)
+
+    with pytest.raises((TypeError, ValueError), match=f"^{name} "):
+        distckpt.consolidate(source, tmp_path / "out", **{name: value})  # type: ignore[arg-type]
+
+    assert [path.name for path in tmp_path.iterdir()] == ["c"]
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("grids", 5),
+        ("grids", "w"),
+        ("grids", {"w": 5}),
+        ("grids", {"w": "ab"}),
+        ("grids", {"w": (1.5, 1)}),
+        ("num_ranks", "2"),
+        ("num_ranks", 2.5),
+        ("num_ranks", 0),
+        ("rules", 5),
+        ("rename", 5),
+        ("common_state", 5),
+        ("overwrite", 1),
+        ("max_inflight_bytes", "1GB"),
+    ],
+    ids=str,
+)
+def test_wrong_arguments_of_reshard_are_named(tmp_path: Path, name: str, value: object) -> None:
+    source = _checkpoint(tmp_path)
+
+    with pytest.raises((TypeError, ValueError), match=f"^{name} "):
+        distckpt.reshard(source, tmp_path / "out", **{name: value})  # type: ignore[arg-type]
+
+    assert [path.name for path in tmp_path.iterdir()] == ["c"]
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("atol", "x"), ("rtol", None), ("atol", -1), ("rtol", float("nan")), ("rename", 5)],
+    ids=str,
+)
+def test_wrong_arguments_of_diff_are_named(tmp_path: Path, name: str, value: object) -> None:
+    source = _checkpoint(tmp_path)
+
+    with pytest.raises((TypeError, ValueError), match=f"^{name} "):
+        distckpt.diff(source, source, **{name: value})  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("value", [0, -1, "2", None, 1.5])
+def test_wrong_numbers_of_threads_are_named(tmp_path: Path, value: Any) -> None:
+    with pytest.raises((TypeError, ValueError), match=r"^num_threads "):
+        distckpt.verify(_checkpoint(tmp_path), num_threads=value)
+
+
+@pytest.mark.parametrize("value", [None, 5, b"w"])
+def test_what_is_no_key_is_named(tmp_path: Path, value: Any) -> None:
+    with pytest.raises(TypeError, match=r"^key is the name of a tensor, got"):
+        distckpt.open(_checkpoint(tmp_path)).read(value)
+
+
+@pytest.mark.parametrize("call", [distckpt.open, distckpt.verify])
+@pytest.mark.parametrize("value", [None, 5])
+def test_what_is_no_place_is_named(call: Any, value: object) -> None:
+    with pytest.raises(TypeError, match=rf"^A location is a path or a URL, got {value}\.$"):
+        call(value)
+
+
+def test_what_is_no_family_is_named(tmp_path: Path) -> None:
+    family: Any = 5
+    with pytest.raises(TypeError, match=r"^family is a path or a URL, got 5"):
+        distckpt.load({"w": whole("w", torch.ones(4, 2))}, _checkpoint(tmp_path), family=family)

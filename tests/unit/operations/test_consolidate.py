@@ -43,7 +43,7 @@ from tests.support.hf_folders import (
     write_shard,
 )
 from tests.support.hooked_store import hooked_reads
-from tests.support.reference import needs_torchs_hugging_face
+from tests.support.reference import needs_dtypes, needs_torchs_hugging_face
 from tests.support.states import save_checkpoint
 
 NEW_DTYPES = [
@@ -761,6 +761,35 @@ def test_a_reference_directory_that_is_not_there(tmp_path, option):
     assert os.listdir(tmp_path) == ["in"]
 
 
+def test_a_checkpoint_as_reference_directory_is_named(tmp_path):
+    source = save_folder(tmp_path / "in", model(1))
+    save_checkpoint(tmp_path / "checkpoint", model(1))
+    for options in ({}, {"family": "auto"}):
+        with pytest.raises(CheckpointingException, match=r"like is .*checkpoint' is a checkpoint"):
+            distckpt.consolidate(source, tmp_path / "out", like=tmp_path / "checkpoint", **options)
+    assert sorted(os.listdir(tmp_path)) == ["checkpoint", "in"]
+
+
+def test_the_marker_of_a_checkpoint_is_no_extra_file(tmp_path):
+    """The export would be taken for a checkpoint, of which nothing else is there."""
+    source = save_checkpoint(tmp_path / "checkpoint", model(1))
+    (source / "tokenizer.json").write_text("{}")
+    distckpt.consolidate(source, tmp_path / "out", extra_files_from=source)
+    assert sorted(os.listdir(tmp_path / "out")) == ["model.safetensors", "tokenizer.json"]
+    assert same_bytes(distckpt.open(tmp_path / "out").read_tensors(), model(1))
+
+
+@needs_dtypes("float4_e2m1fn_x2")
+def test_packed_elements_without_axes_are_no_export(tmp_path):
+    tensor = torch.tensor(7, dtype=torch.uint8).view(torch.float4_e2m1fn_x2)
+    distckpt.save({"w": ShardedTensor.from_rank_offsets("w", tensor)}, tmp_path / "in")
+    with pytest.raises(
+        CheckpointingException, match=r"'w' is torch\.float4_e2m1fn_x2 without axes"
+    ):
+        distckpt.consolidate(tmp_path / "in", tmp_path / "out")
+    assert os.listdir(tmp_path) == ["in"]
+
+
 # ---- an export that is there already
 
 
@@ -913,8 +942,11 @@ def test_a_checkpoint_stays_whole_when_something_is_exported_into_its_directory(
         save_checkpoint(tmp_path / name, model(number)) for number, name in enumerate("ab", 1)
     )
     before = tree_of(other)
-    distckpt.consolidate(source, other)
-    distckpt.consolidate(source, other, overwrite=True)
+    with pytest.raises(CheckpointExistsError, match=r"is a checkpoint, which distckpt\.load would"):
+        distckpt.consolidate(source, other)
+    assert tree_of(other) == before
+    for _ in range(2):
+        distckpt.consolidate(source, other, overwrite=True)
     assert {
         name: content for name, content in tree_of(other).items() if name != "model.safetensors"
     } == before
