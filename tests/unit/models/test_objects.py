@@ -8,6 +8,7 @@ The oracle is torch: training that was not interrupted, and its own `state_dict`
 from __future__ import annotations
 
 import copy
+import enum
 import inspect
 import json
 import math
@@ -495,6 +496,42 @@ def test_what_belongs_to_no_parameter_is_kept(tmp_path):
     distckpt.save(saved, tmp_path / "saved")
     distckpt.load(resumed, tmp_path / "saved", strict="raise")
     assert_same(resumed["optimizer"].state_dict(), expected)
+
+
+class Norm(enum.IntEnum):
+    FLAT = 1
+    SPECTRAL = 2
+
+
+class Projector:
+    """What some optimizers keep for each parameter."""
+
+    def __init__(self, graft):
+        self.graft, self.rank = graft, 3
+
+
+class Graft:
+    pass
+
+
+def test_options_of_an_optimizer_may_be_int_enums(tmp_path):
+    saved, resumed = make(1), make(2)
+    saved["optimizer"].param_groups[0]["norm"] = Norm.SPECTRAL
+    distckpt.save(saved, tmp_path / "saved")
+    distckpt.load(resumed, tmp_path / "saved")
+    assert resumed["optimizer"].param_groups[0]["norm"] is Norm.SPECTRAL
+
+
+def test_all_classes_in_the_state_of_an_optimizer_are_named_at_once(tmp_path):
+    saved = make(1)
+    go_on(saved, range(1))
+    weight = saved["model"].up.weight
+    saved["optimizer"].state[weight]["projector"] = Projector(Graft())
+    with pytest.raises(
+        distckpt.UnsupportedObjectError,
+        match=r"\(Projector, to_state=..., from_state=...\); .*\(Graft, to_state=",
+    ):
+        distckpt.save(saved, tmp_path / "saved")
 
 
 def test_a_parameter_that_is_trained_since_starts_anew_with_a_warning(tmp_path, caplog):
