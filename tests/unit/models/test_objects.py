@@ -906,6 +906,40 @@ def test_states_of_parameters_that_the_optimizer_does_not_have_get_a_warning(tmp
     assert "optimizer.state.exp_avg.layers.{0..1}.bias" in caplog.text
 
 
+class HeadOfItsOwn(Tied):
+    def __init__(self, seed=0):
+        super().__init__(seed)
+        self.head.weight = torch.nn.Parameter(-self.embed.weight.detach())
+
+
+def test_what_is_left_out_is_in_the_report_and_an_error_with_raise(tmp_path):
+    saved = HeadOfItsOwn(1)
+    optimizer = torch.optim.Adam(saved.parameters())
+    sum(p.sum() for p in saved.parameters()).backward()
+    optimizer.step()
+    path = tmp_path / "whole"
+    distckpt.save({"model": saved, "optimizer": optimizer}, path)
+    distckpt.save({"model": saved}, tmp_path / "model")
+    tied, reports = Tied(2), []
+    part = {"model": HeadOfItsOwn(3)}
+    part["optimizer"] = torch.optim.Adam([part["model"].embed.weight])
+    both = {"model": tied, "optimizer": torch.optim.Adam(tied.parameters())}
+    names = {"optimizer.state.exp_avg.head.weight", "optimizer.state.exp_avg_sq.head.weight"}
+    for request, where, left_out in (
+        ({"model": tied}, tmp_path / "model", {"embed.weight"}),
+        (both, path, {"embed.weight", *names}),
+        (part, path, names),
+    ):
+        distckpt.load(request, where, on_report=reports.append)
+        assert reports[-1].missing == left_out
+        with pytest.raises(distckpt.LoadMismatchError) as caught:
+            distckpt.load(request, where, strict="raise")
+        assert caught.value.missing <= left_out
+    alone = HeadOfItsOwn(3)
+    distckpt.load({"model": alone}, path, on_report=reports.append)
+    assert reports[-1].missing == frozenset()
+
+
 class LoaderWithoutState:
     """Looks like a data loader of accelerate, whose wrapped loader keeps no state."""
 
