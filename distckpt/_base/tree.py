@@ -6,6 +6,7 @@ are containers, and everything else is a leaf. `is_container` arguments narrow t
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, TypeAlias
 
@@ -84,11 +85,13 @@ def nested_items_iter(x: dict[Any, Any] | list[Any]) -> Iterator[tuple[Any, Any,
 def rebuilt(container: Any, children: Sequence[Any]) -> Any:
     """Return a container with other children: a dict, a list, or a tuple of the same class.
 
-    An instance of another class (OrderedDict, torch.Size) is kept if its children are the same.
+    An instance of another class (OrderedDict, defaultdict, torch.Size) is kept if its children are
+    the same; one that no children can be given, unlike a named tuple, also if they are copies.
     """
     if not is_plain_container(container):
         own = container.values() if isinstance(container, dict) else container
-        if all(old is new for old, new in zip(own, children, strict=True)):
+        is_same = operator.is_ if isinstance(container, tuple) else _is_copy
+        if all(map(is_same, own, children)):
             return container
     if isinstance(container, dict):
         return dict(zip(container, children, strict=True))
@@ -96,6 +99,16 @@ def rebuilt(container: Any, children: Sequence[Any]) -> Any:
         return list(children)
     has_fields = hasattr(container, "_fields")
     return type(container)(*children) if has_fields else tuple(children)
+
+
+def _is_copy(old: Any, new: Any) -> bool:
+    """Tell whether a tree is another one, or consists of new containers with the same leaves."""
+    if old is new:
+        return True
+    if not is_plain_container(old) or type(old) is not type(new) or len(old) != len(new):
+        return False
+    pairs = zip(children_of(old), children_of(new), strict=True)
+    return all(key == other and _is_copy(a, b) for (key, a), (other, b) in pairs)
 
 
 def copied(tree: Any) -> Any:

@@ -7,6 +7,7 @@ The oracle is torch: training that was not interrupted, and its own `state_dict`
 
 from __future__ import annotations
 
+import collections
 import copy
 import enum
 import inspect
@@ -860,6 +861,39 @@ def test_tensors_in_the_state_of_an_object_keep_the_order_of_their_axes(tmp_path
         found = distckpt.load({"basis": wrap(loaded)}, path)
         assert_same(loaded.state_dict(), saved.state_dict())
         assert_same(found["plain"], saved.values)
+
+
+class Collections:
+    """Has dicts of other classes in its state, with lists and dicts in them."""
+
+    def __init__(self):
+        self.state = {}
+
+    def state_dict(self):
+        return self.state
+
+    def load_state_dict(self, state):
+        self.state = state
+
+
+def test_dicts_of_other_classes_keep_their_class(tmp_path):
+    saved, loaded = Collections(), Collections()
+    saved.state = {
+        "lists": collections.defaultdict(list, {"a": [1, (2, [3])]}),
+        "counts": {"deep": [collections.defaultdict(int, {"b": 1})]},
+        "dicts": collections.defaultdict(dict, {"c": {"d": [torch.ones(2)]}}),
+        "ordered": collections.OrderedDict(e=[1], f={"g": collections.deque([2])}),
+        "empty": collections.defaultdict(list),
+    }
+    values = {name: copy.deepcopy(value) for name, value in saved.state.items()}
+    distckpt.save({"object": saved, **values}, tmp_path / "saved")
+    found = distckpt.load({"object": loaded}, tmp_path / "saved")
+    del found["object"]
+    for state in (loaded.state, found):
+        assert_same(state, values)
+        assert state["lists"]["new"] == []
+        assert state["counts"]["deep"][0]["new"] == 0
+        del state["lists"]["new"], state["counts"]["deep"][0]["new"]
 
 
 class Loose(Counter):
