@@ -66,7 +66,10 @@ class LoadReport(_Report):
     """
 
     missing: frozenset[str] = frozenset()
-    """Keys that the checkpoint has and no rank requested, where `strict` compares keys."""
+    """Keys of the checkpoint whose values were left out: those that no rank requested, where
+    `strict` compares keys, else those that modules and optimizers have no place for. Also tensors
+    that are tied to others now and were not when they were saved.
+    """
     unexpected: frozenset[str] = frozenset()
     """Keys that some rank requested and the checkpoint does not have; they were left out."""
     _verb = "loaded"

@@ -8,6 +8,7 @@ other mappings.
 from __future__ import annotations
 
 import itertools
+import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeAlias
 
@@ -144,11 +145,13 @@ def nested_items_iter(x: dict[Any, Any] | list[Any]) -> Iterator[tuple[Any, Any,
 def rebuilt(container: Any, children: Sequence[Any]) -> Any:
     """Return a container with other children: a dict, a list, or a tuple of the same class.
 
-    An instance of another class (OrderedDict, torch.Size) is kept if its children are the same.
+    An instance of another class (OrderedDict, defaultdict, torch.Size) is kept if its children are
+    the same; one that no children can be given, unlike a named tuple, also if they are copies.
     """
     if not is_plain_container(container):
         own = (child for _, child in children_of(container))
-        if all(old is new for old, new in zip(own, children, strict=True)):
+        is_same = operator.is_ if isinstance(container, tuple) else _is_copy
+        if all(map(is_same, own, children)):
             return container
     if isinstance(container, tuple):
         has_fields = hasattr(container, "_fields")
@@ -184,6 +187,16 @@ def _named_tuple(container: Any, children: Sequence[Any]) -> Any:
     """Return a named tuple, which has a place for each of its fields, and for nothing else."""
     fields = children[: len(container)]
     return type(container)(*(None if child is HOLE else child for child in fields))
+
+
+def _is_copy(old: Any, new: Any) -> bool:
+    """Tell whether a tree is another one, or consists of new containers with the same leaves."""
+    if old is new:
+        return True
+    if not is_plain_container(old) or type(old) is not type(new) or len(old) != len(new):
+        return False
+    pairs = zip(children_of(old), children_of(new), strict=True)
+    return all(key == other and _is_copy(a, b) for (key, a), (other, b) in pairs)
 
 
 def copied(tree: Any) -> Any:

@@ -77,10 +77,11 @@ def _sources_of(
     return sources
 
 
-def join(requests: Sequence[Request], separated: Separated, location: str) -> None:
+def join(requests: Sequence[Request], separated: Separated, location: str) -> set[str]:
     """Give shared memory the value that was read last, and warn if it differs from the one read
-    before.
+    before; return the keys of those that are lost.
     """
+    lost = set()
     for first, second in separated.pairs:
         target, value = separated.given[first].detach(), separated.targets[second]
         before = target.clone()
@@ -88,6 +89,7 @@ def join(requests: Sequence[Request], separated: Separated, location: str) -> No
             separated.given[second].copy_(value)
         one, other = (t.contiguous().reshape(-1).view(torch.uint8) for t in (before, target))
         if not torch.equal(one, other):
+            lost.add(requests[first].key)
             logger.warning(
                 "%r and %r of %s have different values, and were to be loaded into one tensor: "
                 "it has that of %r now. Request one of them, or untie the tensors.",
@@ -96,6 +98,7 @@ def join(requests: Sequence[Request], separated: Separated, location: str) -> No
                 location,
                 requests[second].key,
             )
+    return lost
 
 
 def _overlapping(targets: Sequence[torch.Tensor]) -> Iterator[tuple[int, int]]:

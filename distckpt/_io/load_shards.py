@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -44,11 +44,14 @@ class ReadSettings:
         options: of the caller.
         rules: how the requested tensors are made from the stored ones.
         exchange_group: process group whose ranks may share reads; None for all ranks.
+        overwritten: filled with the keys of tensors whose values are lost, since those of others
+            are in the same memory.
     """
 
     options: LoadOptions
     rules: Sequence[Rule] = ()
     exchange_group: Any = None
+    overwritten: set[str] = field(default_factory=set)
 
 
 @dataclass(frozen=True)
@@ -117,7 +120,7 @@ def load_tensors(
         read(read_shared(sharing, stored.manifest, planned.copies, separated.targets, read))
     apart = [pair for pair in zip(planned.requests, planned.targets, strict=True) if pair[0].step]
     read_apart(stored, apart, _num_threads(stored, options, NUM_THREADS), counter.add)
-    aliases.join(planned.requests, separated, stored.location)
+    settings.overwritten.update(aliases.join(planned.requests, separated, stored.location))
     warn_of_overflows(stored, planned.requests, planned.targets)
     _add(planned.additions)
     counter.finish()

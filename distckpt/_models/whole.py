@@ -87,28 +87,28 @@ def _model_tensors(keys: Iterable[str], entries: Mapping[str, StoredEntry]) -> s
 
 def refuse_left_out(
     ranks: Ranks, coverage: Coverage, entries: Mapping[str, StoredEntry], location: str
-) -> None:
+) -> frozenset[str]:
     """Refuse a load that leaves out a part of what is stored for a module; warn of what else it
-    leaves out.
+    leaves out, and return that.
 
     Collective operation: all ranks must call it. What one rank leaves out another may request.
     """
     keys = sorted(entries)
     bits = np.array([[key in some for key in keys] for some in coverage], np.bool_)
-    gathered = ranks.gather(np.packbits(bits).tobytes())
+    gathered = ranks.all_gather(np.packbits(bits).tobytes())
     with ranks.phase("compare the keys of objects", decision=True):
-        if not ranks.is_coordinator:
-            return
         of_all = np.bitwise_or.reduce([np.frombuffer(sent, np.uint8) for sent in gathered])
         unpacked = np.unpackbits(of_all, count=bits.size).reshape(bits.shape)
         is_taken, *is_own = unpacked.astype(np.bool_)
         of_modules, of_optimizers, unclaimed = (
             [keys[i] for i in np.flatnonzero(has & ~is_taken)] for has in is_own
         )
-        if of_modules:
+        if of_modules and ranks.is_coordinator:
             absent = sorted(coverage.taken - entries.keys())
             raise _left_out_of_modules(of_modules, absent, location)
-        _warn_of_left_out(of_optimizers, unclaimed, location)
+        if ranks.is_coordinator:
+            _warn_of_left_out(of_optimizers, unclaimed, location)
+    return frozenset([*of_optimizers, *unclaimed])
 
 
 def _left_out_of_modules(

@@ -190,12 +190,14 @@ def run_load(ranks: Ranks, state_dict: ShardedStateDict, request: LoadRequest) -
                 )
                 source, targets = describe_targets(ranks, state_dict, request, location, found)
                 differences = check_targets(ranks, request, location, source, targets)
-            with timer.phase("read") as details, ranks.phase("load"):
+            with timer.phase("read") as details, ranks.phase("load") as vote:
                 absent = _absent_keys(request, targets, differences)
                 values, common = _read(ranks, source, targets, absent)
                 details["bytes"] = num_bytes = _num_bytes(values)
                 loaded = flatten.put_together(targets.split.skeleton, values, common)
                 _refuse_absent(request, targets, loaded, location)
+                vote.number = len(source.overwritten)
+    lost = _overwritten_of_all(ranks, request, source, location) if vote.largest else frozenset()
     absent_of_all = _report_absent_values(ranks, request, targets, loaded)
     with ranks.phase("restore the objects of the state dict"):
         saved = Saved(location, schedulers_of(source.marker))
@@ -203,7 +205,7 @@ def run_load(ranks: Ranks, state_dict: ShardedStateDict, request: LoadRequest) -
     report = LoadReport(
         location,
         *timer.summarize(ranks, num_bytes, "read"),
-        missing=differences.missing,
+        missing=differences.missing | differences.left_out | lost,
         unexpected=differences.unexpected_of_all | absent_of_all,
     )
     _publish(ranks, request, report)
@@ -297,6 +299,27 @@ def _report_absent_values(
             summarize_keys(sorted(absent_of_all)),
         )
     return absent_of_all
+
+
+def _overwritten_of_all(
+    ranks: Ranks, request: LoadRequest, source: ShardSource, location: str
+) -> frozenset[str]:
+    """Name what was read in vain on any rank: tensors that are tied now and were not when they were
+    saved.
+
+    LoadMismatchError where all of the checkpoint is to be loaded.
+    """
+    sent = ranks.all_gather(json.dumps(sorted(source.overwritten)).encode())
+    lost = frozenset[str]().union(*map(json.loads, sent))
+    if request.mode is StrictHandling.RAISE_ALL:
+        raise LoadMismatchError(
+            f"The checkpoint {location!r} holds {summarize_keys(lost)} with other values than the "
+            "tensors of the state dict that they are tied to: what was saved was not tied. Untie "
+            "them, or pass strict='complete' (StrictHandling.ASSUME_OK_UNEXPECTED in "
+            "distckpt.megatron) to have the values of the others.",
+            missing=lost,
+        )
+    return lost
 
 
 def _publish(ranks: Ranks, request: LoadRequest, report: LoadReport) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, get_args
 
 from distckpt._base.errors import InvalidShardingError
@@ -140,6 +140,7 @@ class Differences:
 
     Attributes:
         missing: only the checkpoint has them; the same on all ranks.
+        left_out: of them, where keys are not compared, what objects do not take.
         unexpected: this rank requests them.
         unexpected_of_all: some rank requests them.
     """
@@ -147,6 +148,7 @@ class Differences:
     missing: frozenset[str] = frozenset()
     unexpected: frozenset[str] = frozenset()
     unexpected_of_all: frozenset[str] = frozenset()
+    left_out: frozenset[str] = frozenset()
 
 
 def describe_targets(
@@ -266,7 +268,8 @@ def check_targets(
     if compares and not targets.rules:
         differences = _compare_keys(ranks, request.mode, requested, targets.stored, location)
     if vote.largest:
-        refuse_left_out(ranks, coverage, targets.entries, location)
+        left_out = refuse_left_out(ranks, coverage, targets.entries, location)
+        return replace(differences, left_out=left_out)
     return differences
 
 

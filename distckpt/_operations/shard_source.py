@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from distckpt._base.dtypes import FROM_NAME, TO_NAME
@@ -35,9 +35,11 @@ class ShardSource(ABC):
 
     Attributes:
         marker: the fields of its marker.
+        overwritten: keys that were read in vain, since the tensors of others have their memory.
     """
 
     marker: Mapping[str, Any]
+    overwritten: Collection[str] = frozenset()
 
     @abstractmethod
     def entries(self) -> dict[str, StoredEntry]:
@@ -106,6 +108,7 @@ class _OpenCheckpoint(ShardSource):
     stored: StoredCheckpoint
     options: LoadOptions
     engine: EngineSettings
+    overwritten: set[str] = field(default_factory=set)
 
     @property
     def marker(self) -> Mapping[str, Any]:  # type: ignore[override]
@@ -116,7 +119,7 @@ class _OpenCheckpoint(ShardSource):
             return _entries_of(self.stored)
 
     def read(self, shards: Sequence[Shard], rules: Sequence[Rule]) -> list[Any]:
-        settings = ReadSettings(self.options, rules, self.engine.exchange_group)
+        settings = ReadSettings(self.options, rules, self.engine.exchange_group, self.overwritten)
         return load_shards(self.ranks, self.stored, shards, settings)
 
     def read_objects(self, shards: Sequence[ShardedObject]) -> list[Any]:

@@ -45,7 +45,7 @@ from distckpt._format.codec.encode import (
     ENCODERS,
     Writer,
     collect_fingerprints,
-    encode_node,
+    encode_all,
     how_to_register,
     unknown_objects,
 )
@@ -82,7 +82,7 @@ def encode(obj: object) -> bytes:
     """
     writer = Writer()
     try:
-        tree = to_text(encode_node(obj, writer))
+        tree = to_text(encode_all(obj, writer))
     except RecursionError as error:
         raise writer.unsupported(
             obj, "the call stack is too deep here", "Nest containers less deeply."

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import base64
 import collections
+import contextlib
 import datetime
 import math
 import re
@@ -50,6 +51,8 @@ class Writer:
         enclosing: ids of these containers, to find cycles.
         entries: bytes that lie outside the tree, so far.
         orders: of the axes of transposed tensors in memory, by the number of the entry.
+        unregistered: by class that is not registered the place of the first object and its error;
+            None to raise that at once.
         inline: whether bytes stay in the tree, as they do in keys and sets: otherwise the arbitrary
             order of a set would number the entries.
     """
@@ -59,6 +62,7 @@ class Writer:
         self.enclosing: set[int] = set()
         self.entries: list[Raw] = []
         self.orders: dict[int, list[int]] = {}
+        self.unregistered: dict[type, tuple[str, UnsupportedObjectError]] | None = None
         self.inline = False
 
     def enter(self, container: object) -> None:
@@ -81,12 +85,14 @@ class Writer:
 
     def unsupported(self, obj: object, reason: str, advice: str) -> UnsupportedObjectError:
         """Return the error that says where `obj` is, why it cannot be stored and what to do."""
-        where = (
-            "".join(_segment_text(template, value) for template, value in self.path) or "the object"
-        )
         return UnsupportedObjectError(
-            f"Cannot store {where} of type {type_name(type(obj))}: {reason}. {advice}"
+            f"Cannot store {self.where()} of type {type_name(type(obj))}: {reason}. {advice}"
         )
+
+    def where(self) -> str:
+        """Return the place of the current value as text."""
+        steps = "".join(_segment_text(template, value) for template, value in self.path)
+        return steps or "the object"
 
     def add_entry(self, obj: object, raw: Raw) -> int:
         """Keep the bytes of `obj` outside the tree; return the number of their entry."""
@@ -106,6 +112,25 @@ def encode_node(obj: object, writer: Writer) -> Json:
     return _encoder_of(obj, writer)(obj, writer)
 
 
+def encode_all(obj: object, writer: Writer) -> Json:
+    """Return the tree of an object, see `encode_node`; the error about a class that is not
+    registered names all of them.
+    """
+    found: dict[type, tuple[str, UnsupportedObjectError]] = {}
+    writer.unregistered = found
+    tree = encode_node(obj, writer)
+    if not found:
+        return tree
+    if len(found) == 1:
+        raise next(iter(found.values()))[1]
+    places = ", ".join(f"{where} of type {type_name(cls)}" for cls, (where, _) in found.items())
+    calls = "; ".join(map(_registration, found))
+    raise UnsupportedObjectError(
+        f"Cannot store {places}: their classes are not registered. Register them before saving and "
+        f"before loading: {calls}."
+    )
+
+
 def _encoder_of(obj: object, writer: Writer) -> _Encoder:
     cls = type(obj)
     encoder = ENCODERS.get(cls)
@@ -115,11 +140,40 @@ def _encoder_of(obj: object, writer: Writer) -> _Encoder:
         return _encode_scalar
     if registration_of(cls) is not None:
         return _encode_registered
-    raise writer.unsupported(obj, *_refusal(obj))
+    return _note_unregistered
 
 
-def _refusal(obj: object) -> tuple[str, str]:
-    cls = type(obj)
+def _note_unregistered(obj: object, writer: Writer) -> Json:
+    """Refuse an object, or note that it is to be refused and look for others in it."""
+    refusal = _refusal_of_kind(obj)
+    if refusal is not None:
+        raise writer.unsupported(obj, *refusal)
+    error = writer.unsupported(obj, *_refusal_of_class(type(obj)))
+    if writer.unregistered is None:
+        raise error
+    writer.unregistered.setdefault(type(obj), (writer.where(), error))
+    # What is in it would be refused next; it may also hold what is not stored at all.
+    depth, enclosing = len(writer.path), set(writer.enclosing)
+    with contextlib.suppress(UnsupportedObjectError):
+        attributes = getattr(obj, "__dict__", {})
+        _encode_children(obj, ((_ATTRIBUTE, *item) for item in attributes.items()), writer)
+    del writer.path[depth:]
+    writer.enclosing = enclosing
+    return None
+
+
+def _registration(cls: type) -> str:
+    """Return the call that registers a class."""
+    try:
+        default_functions(cls)
+        arguments = cls.__name__
+    except TypeError:
+        arguments = f"{cls.__name__}, to_state=..., from_state=..."
+    return f"distckpt.register_object_type({arguments})"
+
+
+def _refusal_of_kind(obj: object) -> tuple[str, str] | None:
+    """Say why an object cannot be stored even if its class is registered; None if it can."""
     if isinstance(obj, torch.Tensor):
         return (
             "it is a subclass of torch.Tensor",
@@ -133,15 +187,11 @@ def _refusal(obj: object) -> tuple[str, str]:
             "classes, functions and modules are not stored",
             "Store a name instead, or drop it before saving.",
         )
-    try:
-        default_functions(cls)
-        arguments = cls.__name__
-    except TypeError:
-        arguments = f"{cls.__name__}, to_state=..., from_state=..."
-    advice = (
-        "Register its class before saving and before loading: "
-        f"distckpt.register_object_type({arguments})."
-    )
+    return None
+
+
+def _refusal_of_class(cls: type) -> tuple[str, str]:
+    advice = f"Register its class before saving and before loading: {_registration(cls)}."
     base = next((base for base in cls.__mro__ if base in ENCODERS), None)
     if base is None:
         return "its class is not registered", advice

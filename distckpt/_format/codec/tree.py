@@ -118,6 +118,8 @@ class Registration(NamedTuple):
     from_state: Callable[[Any], object]
 
 
+_PROGRAMS = ("__main__", "__mp_main__")
+"""Modules whose classes another program does not find."""
 REGISTERED: dict[type, Registration] = {}
 REGISTERED_NAMES: dict[str, Registration] = {}
 """The same registrations by name. `register_object_type` fills both."""
@@ -126,12 +128,12 @@ REGISTERED_NAMES: dict[str, Registration] = {}
 def registration_of(cls: Any) -> Registration | None:
     """Return how objects of a class are stored; None for a class that is not registered.
 
-    The Enum classes, dataclasses and namedtuple classes of Megatron's packages are registered when
-    they are first used.
+    IntEnum classes, and the Enum classes, dataclasses and namedtuple classes of Megatron's packages
+    are registered when they are first used.
     """
     if cls not in REGISTERED:
         name = type_name(cls)
-        if name not in REGISTERED_NAMES and _imported_from_megatron(name) is cls:
+        if name not in REGISTERED_NAMES and _imported(name) is cls:
             with contextlib.suppress(TypeError):
                 REGISTERED[cls] = REGISTERED_NAMES[name] = Registration(
                     cls, name, *default_functions(cls)
@@ -141,23 +143,30 @@ def registration_of(cls: Any) -> Registration | None:
 
 def registration_named(name: Any) -> Registration | None:
     """Return how objects of the class with a name are stored; None if there is no such class."""
-    if name not in REGISTERED_NAMES and (cls := _imported_from_megatron(name)) is not None:
+    if name not in REGISTERED_NAMES and (cls := _imported(name)) is not None:
         registration_of(cls)
     return REGISTERED_NAMES.get(name)
 
 
-def _imported_from_megatron(name: Any) -> Any:
-    """Return a class from Megatron's modules that the program has imported, None if not there."""
-    parts = name.split(".") if type(name) is str and name.startswith("megatron.") else []
-    for count in range(len(parts) - 1, 1, -1):
+def _imported(name: Any) -> Any:
+    """Return a class that needs no registration from a module that the program has imported; None
+    if it is not there.
+    """
+    parts = name.split(".") if type(name) is str else []
+    for count in range(len(parts) - 1, 0, -1):
         found: Any = sys.modules.get(".".join(parts[:count]))
-        if found is None:
+        if found is None or found.__name__ in _PROGRAMS:
             continue
         for part in parts[count:]:
             # Not getattr, which may run code of the module.
             found = vars(found).get(part) if isinstance(found, types.ModuleType | type) else None
-        return found if isinstance(found, type) and type_name(found) == name else None
+        is_class = isinstance(found, type) and type_name(found) == name
+        return found if is_class and _needs_no_registration(found) else None
     return None
+
+
+def _needs_no_registration(cls: type) -> bool:
+    return issubclass(cls, enum.IntEnum) or cls.__module__.startswith("megatron.")
 
 
 _Functions = tuple[Callable[[Any], object], Callable[[Any], object]]

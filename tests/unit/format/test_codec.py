@@ -11,6 +11,7 @@ import json
 import pathlib
 import pickle
 import random
+import re
 import struct
 import tracemalloc
 import types
@@ -30,6 +31,7 @@ from distckpt._base.tree import HOLE
 from distckpt._format.codec import decode, encode, fingerprints, register_object_type
 from distckpt._format.codec.decode import DECODERS, ENTRY_DECODERS
 from distckpt._format.codec.encode import UnknownObject
+from distckpt._format.codec.tree import REGISTERED, REGISTERED_NAMES
 from distckpt.megatron.core import CorruptCheckpointError, UnsupportedObjectError
 
 # --- Classes that the tests register --------------------------------------------------------------
@@ -84,7 +86,7 @@ class Unknown:
     """A class that nobody registered."""
 
 
-class UnknownColor(enum.IntEnum):
+class UnknownColor(enum.IntFlag):
     RED = 1
 
 
@@ -581,6 +583,56 @@ def test_registering_refuses_what_is_ambiguous() -> None:
         register_object_type(Other, to_state=vars)
     with pytest.raises(TypeError, match="class"):
         register_object_type(3)  # type: ignore[type-var]
+
+
+class Grade(enum.IntEnum):
+    """Needs no registration: this module can be imported."""
+
+    LOW = 1
+    HIGH = 2
+
+
+def test_members_of_an_importable_int_enum_need_no_registration() -> None:
+    blob = encode({"level": Grade.HIGH, Grade.LOW: [2]})
+    stored = reference_blob({"$object": [f"{__name__}.Grade", "HIGH"]})
+    assert decode(stored) is Grade.HIGH
+    # In another process.
+    REGISTERED.pop(Grade)
+    REGISTERED_NAMES.pop(f"{__name__}.Grade")
+    decoded = decode(blob)
+    assert isinstance(decoded, dict)
+    assert decoded["level"] is Grade.HIGH
+    assert next(key for key in decoded if key != "level") is Grade.LOW
+    for name in (f"{__name__}.Unlevel", "no_such_module.Grade", "enum.IntEnum.LOW", "builtins.int"):
+        with pytest.raises(UnsupportedObjectError, match="unknown here"):
+            decode(reference_blob({"$object": [name, "HIGH"]}))
+    with pytest.raises(CorruptCheckpointError, match="does not fit its class"):
+        decode(reference_blob({"$object": [f"{__name__}.Grade", "TOP"]}))
+    in_program = enum.IntEnum("Program", {"A": 1}, module="__main__")
+    with pytest.raises(UnsupportedObjectError, match=r"register_object_type\(Program\)"):
+        encode(in_program.A)
+
+
+def test_all_classes_that_are_not_registered_are_named_at_once() -> None:
+    class Inner:
+        pass
+
+    class Outer:
+        def __init__(self) -> None:
+            self.inner, self.function = Inner(), len
+
+    with pytest.raises(UnsupportedObjectError) as caught:
+        encode({"a": [1, Outer()], "b": Unknown(), "c": [Outer(), UnknownColor.RED]})
+    text = str(caught.value)
+    assert "Cannot store ['a'][1] of type" in text
+    assert re.findall(r"register_object_type\((\w+)", text) == [
+        "Outer",
+        "Inner",
+        "Unknown",
+        "UnknownColor",
+    ]
+    assert "['a'][1].inner of type" in text
+    assert text.count("Outer") == 2 + text.count("<locals>.Outer") - 1
 
 
 def test_a_class_unknown_to_the_reader_is_named() -> None:

@@ -7,7 +7,9 @@ The oracle is torch: training that was not interrupted, and its own `state_dict`
 
 from __future__ import annotations
 
+import collections
 import copy
+import enum
 import inspect
 import json
 import math
@@ -497,6 +499,42 @@ def test_what_belongs_to_no_parameter_is_kept(tmp_path):
     assert_same(resumed["optimizer"].state_dict(), expected)
 
 
+class Norm(enum.IntEnum):
+    FLAT = 1
+    SPECTRAL = 2
+
+
+class Projector:
+    """What some optimizers keep for each parameter."""
+
+    def __init__(self, graft):
+        self.graft, self.rank = graft, 3
+
+
+class Graft:
+    pass
+
+
+def test_options_of_an_optimizer_may_be_int_enums(tmp_path):
+    saved, resumed = make(1), make(2)
+    saved["optimizer"].param_groups[0]["norm"] = Norm.SPECTRAL
+    distckpt.save(saved, tmp_path / "saved")
+    distckpt.load(resumed, tmp_path / "saved")
+    assert resumed["optimizer"].param_groups[0]["norm"] is Norm.SPECTRAL
+
+
+def test_all_classes_in_the_state_of_an_optimizer_are_named_at_once(tmp_path):
+    saved = make(1)
+    go_on(saved, range(1))
+    weight = saved["model"].up.weight
+    saved["optimizer"].state[weight]["projector"] = Projector(Graft())
+    with pytest.raises(
+        distckpt.UnsupportedObjectError,
+        match=r"\(Projector, to_state=..., from_state=...\); .*\(Graft, to_state=",
+    ):
+        distckpt.save(saved, tmp_path / "saved")
+
+
 def test_a_parameter_that_is_trained_since_starts_anew_with_a_warning(tmp_path, caplog):
     saved, resumed = make(1), make(2)
     saved["model"].up.weight.requires_grad = False
@@ -825,6 +863,39 @@ def test_tensors_in_the_state_of_an_object_keep_the_order_of_their_axes(tmp_path
         assert_same(found["plain"], saved.values)
 
 
+class Collections:
+    """Has dicts of other classes in its state, with lists and dicts in them."""
+
+    def __init__(self):
+        self.state = {}
+
+    def state_dict(self):
+        return self.state
+
+    def load_state_dict(self, state):
+        self.state = state
+
+
+def test_dicts_of_other_classes_keep_their_class(tmp_path):
+    saved, loaded = Collections(), Collections()
+    saved.state = {
+        "lists": collections.defaultdict(list, {"a": [1, (2, [3])]}),
+        "counts": {"deep": [collections.defaultdict(int, {"b": 1})]},
+        "dicts": collections.defaultdict(dict, {"c": {"d": [torch.ones(2)]}}),
+        "ordered": collections.OrderedDict(e=[1], f={"g": collections.deque([2])}),
+        "empty": collections.defaultdict(list),
+    }
+    values = {name: copy.deepcopy(value) for name, value in saved.state.items()}
+    distckpt.save({"object": saved, **values}, tmp_path / "saved")
+    found = distckpt.load({"object": loaded}, tmp_path / "saved")
+    del found["object"]
+    for state in (loaded.state, found):
+        assert_same(state, values)
+        assert state["lists"]["new"] == []
+        assert state["counts"]["deep"][0]["new"] == 0
+        del state["lists"]["new"], state["counts"]["deep"][0]["new"]
+
+
 class Loose(Counter):
     """Takes whatever it is given."""
 
@@ -867,6 +938,40 @@ def test_states_of_parameters_that_the_optimizer_does_not_have_get_a_warning(tmp
         {"model": new, "optimizer": torch.optim.Adam(new.head.parameters())}, tmp_path / "saved"
     )
     assert "optimizer.state.exp_avg.layers.{0..1}.bias" in caplog.text
+
+
+class HeadOfItsOwn(Tied):
+    def __init__(self, seed=0):
+        super().__init__(seed)
+        self.head.weight = torch.nn.Parameter(-self.embed.weight.detach())
+
+
+def test_what_is_left_out_is_in_the_report_and_an_error_with_raise(tmp_path):
+    saved = HeadOfItsOwn(1)
+    optimizer = torch.optim.Adam(saved.parameters())
+    sum(p.sum() for p in saved.parameters()).backward()
+    optimizer.step()
+    path = tmp_path / "whole"
+    distckpt.save({"model": saved, "optimizer": optimizer}, path)
+    distckpt.save({"model": saved}, tmp_path / "model")
+    tied, reports = Tied(2), []
+    part = {"model": HeadOfItsOwn(3)}
+    part["optimizer"] = torch.optim.Adam([part["model"].embed.weight])
+    both = {"model": tied, "optimizer": torch.optim.Adam(tied.parameters())}
+    names = {"optimizer.state.exp_avg.head.weight", "optimizer.state.exp_avg_sq.head.weight"}
+    for request, where, left_out in (
+        ({"model": tied}, tmp_path / "model", {"embed.weight"}),
+        (both, path, {"embed.weight", *names}),
+        (part, path, names),
+    ):
+        distckpt.load(request, where, on_report=reports.append)
+        assert reports[-1].missing == left_out
+        with pytest.raises(distckpt.LoadMismatchError) as caught:
+            distckpt.load(request, where, strict="raise")
+        assert caught.value.missing <= left_out
+    alone = HeadOfItsOwn(3)
+    distckpt.load({"model": alone}, path, on_report=reports.append)
+    assert reports[-1].missing == frozenset()
 
 
 class LoaderWithoutState:
