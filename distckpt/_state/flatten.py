@@ -156,17 +156,17 @@ def _is_part(leaf: Any) -> bool:
 # --- Checking -------------------------------------------------------------------------------------
 
 
-def check_keys_are_different(state_dict: Any, shards: Sequence[Shard]) -> None:
+def check_keys_are_different(split: SplitState, modules: Collection[Position]) -> None:
     """Refuse two tensors of this rank that claim one place under one key, such as tensors of two
-    models of one class.
+    models of one class; `modules` are the paths of those in the state dict.
     """
-    counts = Counter(shard.key for shard in shards)
+    counts = Counter(shard.key for shard in split.shards)
     first_pointers: dict[Any, int] = {}
-    for shard in shards:
+    for shard in split.shards:
         if counts[shard.key] > 1 and isinstance(shard, ShardedTensor) and shard.data is not None:
             pointer = shard.data.data_ptr()
             if first_pointers.setdefault(_place_of(shard), pointer) != pointer:
-                raise _same_key_twice(state_dict, shard.key)
+                raise _same_key_twice(split, shard.key, modules)
 
 
 def _place_of(shard: ShardedTensor) -> tuple[Any, ...]:
@@ -174,19 +174,34 @@ def _place_of(shard: ShardedTensor) -> tuple[Any, ...]:
     return shard.key, shard.replica_id, offset, shape, str(shard.flattened_range)
 
 
-def _same_key_twice(state_dict: Any, key: str) -> InvalidShardingError:
+def _same_key_twice(
+    split: SplitState, key: str, modules: Collection[Position]
+) -> InvalidShardingError:
     names = [
-        repr(dotted(position))
-        for position, leaf in leaves(state_dict)
-        if isinstance(leaf, ShardedBase) and leaf.key == key
+        repr(dotted(next((path for path in modules if position[: len(path)] == path), position)))
+        for position, mark in leaves(split.skeleton)
+        if key in _keys_of(mark, split.shards)
     ]
-    return InvalidShardingError(
+    text = (
         f"The same key twice: {key!r} is the key of several tensors, at {' and at '.join(names)} "
-        "of the state dict. Give one of the modules another prefix: "
-        "sharded_state_dict(module, prefix='ema.'). Modules that are in the state dict themselves "
-        "have their path as prefix, without positions in lists, since a list may hold the stages "
-        "of a pipeline: put several models into a dict, {'first': module, 'second': other}."
+        "of the state dict. Give one of them another key; what describes a module takes a prefix: "
+        "sharded_state_dict(..., prefix='ema.')."
     )
+    if modules:
+        text += (
+            " Modules that are in the state dict themselves have their path as prefix, without "
+            "positions in lists, since a list may hold the stages of a pipeline: put several "
+            "models into a dict, {'first': module, 'second': other}."
+        )
+    return InvalidShardingError(text)
+
+
+def _keys_of(mark: Any, shards: Sequence[Shard]) -> set[str]:
+    """Return the keys of the shard, or of those of the factory, of which a mark is the place."""
+    if isinstance(mark, _Slot):
+        return {shards[mark.number].key}
+    built = leaves(mark.built) if isinstance(mark, _Merge) else ()
+    return set[str]().union(*(_keys_of(inner, shards) for _, inner in built))
 
 
 # --- Putting a state dict together ----------------------------------------------------------------
