@@ -7,9 +7,10 @@ lists stay the same.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 from collections import Counter
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -105,7 +106,9 @@ def _take_apart(node: Any, shards: list[Shard], inside_factory: bool) -> tuple[A
         shards.append(node)
         return _Slot(len(shards) - 1), HOLE
     if isinstance(node, ShardedTensorFactory):
-        built, _ = _take_apart(node.build(), shards, inside_factory=True)
+        with _naming(node, "build_fn"):
+            shards_and_more = node.build()
+        built, _ = _take_apart(shards_and_more, shards, inside_factory=True)
         return _Merge(node, built), HOLE
     if isinstance(node, ShardedBase):
         raise UnsupportedObjectError(
@@ -118,6 +121,20 @@ def _take_apart(node: Any, shards: list[Shard], inside_factory: bool) -> tuple[A
         return _take_container_apart(node, shards, inside_factory)
     # What a factory builds besides shards, it builds again for loading.
     return (_Local(node), HOLE) if inside_factory else (HOLE, node)
+
+
+@contextlib.contextmanager
+def _naming(factory: ShardedTensorFactory, function: str) -> Iterator[None]:
+    """Let errors of a factory's function say which factory it is."""
+    try:
+        yield
+    except CheckpointingException:
+        raise
+    except Exception as error:
+        raise CheckpointingException(
+            f"{function} of the ShardedTensorFactory {factory.key!r} failed: "
+            f"{type(error).__name__}: {error}"
+        ) from error
 
 
 def _take_container_apart(
@@ -256,7 +273,10 @@ def _value_at(mark: _Slot | _Local | _Merge, values: Sequence[Any]) -> Any:
     built = map_leaves(lambda _, inner: _value_at(inner, values), mark.built)
     # A factory that lacks a part cannot be merged.
     is_complete = all(value is not HOLE for _, value in leaves(built))
-    return mark.factory.merge_fn(built) if is_complete else HOLE
+    if not is_complete:
+        return HOLE
+    with _naming(mark.factory, "merge_fn"):
+        return mark.factory.merge_fn(built)
 
 
 def compact(tree: dict[Any, Any]) -> dict[Any, Any]:
