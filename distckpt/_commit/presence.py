@@ -66,7 +66,7 @@ def absence(location: str) -> str:
 
 def _absence_of_anything(location: str) -> str:
     parent, name = locations.split(location)
-    text = f"Checkpoint directory {location!r} does not exist"
+    text = f"Checkpoint directory {location} does not exist"
     if (aside := posix.left_aside(location)) is not None:
         return f"{text}. Its overwriting was interrupted: rename {aside!r}, which is its content."
     if locations.is_local(location) and not locations.exists(parent):

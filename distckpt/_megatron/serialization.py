@@ -219,6 +219,7 @@ def load(
         rules=rules,
         family=family,
         process_group=process_group,
+        warns_of_values=mode is not StrictHandling.IGNORE_ALL,
         options=with_changes(load, LoadOptions, None, {**own, **changes, **checks}),
     )
     loaded = run_load(Ranks(process_group), sharded_state_dict, request)

@@ -23,16 +23,11 @@ from distckpt._base.tree import (
 from distckpt._mapping.wrappers import StateDict
 
 
-def refuse_absent_values(
-    values: Any, objects: Collection[Position], loaded: StateDict, location: str
-) -> None:
-    """Refuse plain tensors and values in a request for which nothing was loaded.
-
-    Values that are None may be absent.
+def refuse_absent_tensors(values: Any, loaded: StateDict, location: str) -> None:
+    """Refuse plain tensors in a request for which nothing was loaded.
 
     Args:
         values: the request without its shards.
-        objects: paths to objects, which check for themselves whether they were loaded completely.
         loaded: what was loaded.
         location: of the checkpoint.
 
@@ -48,6 +43,16 @@ def refuse_absent_values(
             "sharded_state_dict(model), in the place of model.state_dict().",
             unexpected=lost,
         )
+
+
+def refuse_absent_values(
+    values: Any, objects: Collection[Position], loaded: StateDict, location: str
+) -> None:
+    """Refuse plain values in a request for which nothing was loaded, see `refuse_absent_tensors`.
+
+    Values that are None may be absent, as may paths to `objects`, which check for themselves
+    whether they were loaded completely.
+    """
     absent = _absent(_value_paths(values, objects), loaded)
     if absent:
         raise LoadMismatchError(

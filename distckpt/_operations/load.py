@@ -26,6 +26,7 @@ from distckpt._models.objects import Kind
 from distckpt._models.restore import Saved, restore_objects
 from distckpt._operations.absent_values import (
     absent_values,
+    refuse_absent_tensors,
     refuse_absent_values,
     tensor_paths,
 )
@@ -277,6 +278,8 @@ def _refuse_absent(
     request: LoadRequest, targets: Targets, loaded: StateDict, location: str
 ) -> None:
     if request.asks_for_all:
+        refuse_absent_tensors(targets.split.common, loaded, location)
+    if request.asks_for_all and not request.warns_of_values:
         of_objects = {place.path for place in targets.described.places}
         refuse_absent_values(targets.split.common, of_objects, loaded, location)
 
@@ -285,16 +288,17 @@ def _report_absent_values(
     ranks: Ranks, request: LoadRequest, targets: Targets, loaded: StateDict
 ) -> frozenset[str]:
     """Warn about values for which nothing was loaded, as about keys; name those of all ranks."""
-    if request.mode is not StrictHandling.LOG_ALL:
+    if request.mode is not StrictHandling.LOG_ALL and not request.warns_of_values:
         return frozenset()
-    shardless = {p.path for p in targets.described.places if p.kind is Kind.STATEFUL}
-    others = {place.path for place in targets.described.places} - shardless
-    absent = absent_values(targets.split.common, others, loaded)
+    of_objects = {place.path for place in targets.described.places}
+    if not request.asks_for_all:
+        of_objects -= {p.path for p in targets.described.places if p.kind is Kind.STATEFUL}
+    absent = absent_values(targets.split.common, of_objects, loaded)
     sent = ranks.all_gather(json.dumps(sorted(absent)).encode())
     absent_of_all = frozenset[str]().union(*map(json.loads, sent))
     if absent_of_all and ranks.is_coordinator:
         logger.warning(
-            "the checkpoint %r holds nothing for %s, which the state dict asks for: left as it is",
+            "the checkpoint %r holds nothing for %s, which the state dict asks for: not loaded",
             request.path,
             summarize_keys(sorted(absent_of_all)),
         )

@@ -211,10 +211,12 @@ def _flatten(
     with_objects: objects.Described, request: SaveRequest, compares: bool
 ) -> _DescribedState:
     state_dict = objects.completed(with_objects)
-    shards, common, _ = flatten.split(state_dict)
+    split = flatten.split(state_dict)
+    shards, common, _ = split
     if any(shard.key == COMMON_KEY for shard in shards):
         raise InvalidShardingError(f"The key {COMMON_KEY!r} is reserved: rename yours.")
-    flatten.check_keys_are_different(state_dict, shards)
+    modules = [place.path for place in with_objects.places if place.kind is objects.Kind.MODULE]
+    flatten.check_keys_are_different(split, modules)
     if request.content_metadata is not None:
         common = _with_content_metadata(common, state_dict, request.content_metadata)
     compared = common_state.comparable(common, request.preprocess_common)

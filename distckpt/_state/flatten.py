@@ -7,8 +7,9 @@ lists stay the same.
 
 from __future__ import annotations
 
+import contextlib
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -124,7 +125,9 @@ def _take_apart(tree: Any, found: _Found, inside_factory: bool) -> tuple[Any, An
 
 def _take_other(node: Any, found: _Found, inside_factory: bool) -> tuple[Any, Any]:
     if isinstance(node, ShardedTensorFactory):
-        built, _ = _take_apart(node.build(), found, inside_factory=True)
+        with _naming(node, "build_fn"):
+            shards_and_more = node.build()
+        built, _ = _take_apart(shards_and_more, found, inside_factory=True)
         return _Merge(node, built), HOLE
     if isinstance(node, ShardedBase):
         raise UnsupportedObjectError(
@@ -135,6 +138,20 @@ def _take_other(node: Any, found: _Found, inside_factory: bool) -> tuple[Any, An
         return _Local(node.unwrap()), HOLE
     # What a factory builds besides shards, it builds again for loading.
     return (_Local(node), HOLE) if inside_factory else (HOLE, node)
+
+
+@contextlib.contextmanager
+def _naming(factory: ShardedTensorFactory, function: str) -> Iterator[None]:
+    """Let errors of a factory's function say which factory it is."""
+    try:
+        yield
+    except CheckpointingException:
+        raise
+    except Exception as error:
+        raise CheckpointingException(
+            f"{function} of the ShardedTensorFactory {factory.key!r} failed: "
+            f"{type(error).__name__}: {error}"
+        ) from error
 
 
 def _join(container: Any, parts: list[tuple[Any, Any]]) -> tuple[Any, Any]:
@@ -170,17 +187,17 @@ def _is_part(leaf: Any) -> bool:
 # --- Checking -------------------------------------------------------------------------------------
 
 
-def check_keys_are_different(state_dict: Any, shards: Sequence[Shard]) -> None:
+def check_keys_are_different(split: SplitState, modules: Collection[Position]) -> None:
     """Refuse two tensors of this rank that claim one place under one key, such as tensors of two
-    models of one class.
+    models of one class; `modules` are the paths of those in the state dict.
     """
-    counts = Counter(shard.key for shard in shards)
+    counts = Counter(shard.key for shard in split.shards)
     first_pointers: dict[Any, int] = {}
-    for shard in shards:
+    for shard in split.shards:
         if counts[shard.key] > 1 and isinstance(shard, ShardedTensor) and shard.data is not None:
             pointer = shard.data.data_ptr()
             if first_pointers.setdefault(_place_of(shard), pointer) != pointer:
-                raise _same_key_twice(state_dict, shard.key)
+                raise _same_key_twice(split, shard.key, modules)
 
 
 def _place_of(shard: ShardedTensor) -> tuple[Any, ...]:
@@ -188,19 +205,34 @@ def _place_of(shard: ShardedTensor) -> tuple[Any, ...]:
     return shard.key, shard.replica_id, offset, shape, str(shard.flattened_range)
 
 
-def _same_key_twice(state_dict: Any, key: str) -> InvalidShardingError:
+def _same_key_twice(
+    split: SplitState, key: str, modules: Collection[Position]
+) -> InvalidShardingError:
     names = [
-        repr(dotted(position))
-        for position, leaf in leaves(state_dict)
-        if isinstance(leaf, ShardedBase) and leaf.key == key
+        repr(dotted(next((path for path in modules if position[: len(path)] == path), position)))
+        for position, mark in leaves(split.skeleton)
+        if key in _keys_of(mark, split.shards)
     ]
-    return InvalidShardingError(
+    text = (
         f"The same key twice: {key!r} is the key of several tensors, at {' and at '.join(names)} "
-        "of the state dict. Give one of the modules another prefix: "
-        "sharded_state_dict(module, prefix='ema.'). Modules that are in the state dict themselves "
-        "have their path as prefix, without positions in lists, since a list may hold the stages "
-        "of a pipeline: put several models into a dict, {'first': module, 'second': other}."
+        "of the state dict. Give one of them another key; what describes a module takes a prefix: "
+        "sharded_state_dict(..., prefix='ema.')."
     )
+    if modules:
+        text += (
+            " Modules that are in the state dict themselves have their path as prefix, without "
+            "positions in lists, since a list may hold the stages of a pipeline: put several "
+            "models into a dict, {'first': module, 'second': other}."
+        )
+    return InvalidShardingError(text)
+
+
+def _keys_of(mark: Any, shards: Sequence[Shard]) -> set[str]:
+    """Return the keys of the shard, or of those of the factory, of which a mark is the place."""
+    if isinstance(mark, _Slot):
+        return {shards[mark.number].key}
+    built = leaves(mark.built) if isinstance(mark, _Merge) else ()
+    return set[str]().union(*(_keys_of(inner, shards) for _, inner in built))
 
 
 # --- Putting a state dict together ----------------------------------------------------------------
@@ -238,7 +270,10 @@ def _value_of(mark: Any, values: Sequence[Any]) -> Any:
     built = map_leaves(lambda _, inner: _value_of(inner, values), mark.built)
     # A factory that lacks a part cannot be merged.
     is_complete = all(value is not HOLE for _, value in leaves(built))
-    return mark.factory.merge_fn(built) if is_complete else HOLE
+    if not is_complete:
+        return HOLE
+    with _naming(mark.factory, "merge_fn"):
+        return mark.factory.merge_fn(built)
 
 
 def compact(tree: dict[Any, Any]) -> dict[Any, Any]:

@@ -24,6 +24,7 @@ import distckpt
 from distckpt import torch_dist
 from distckpt.megatron import exchange_utils, tensor_aware_state_dict
 from distckpt.megatron.interop import register_types
+from distckpt.megatron.strategies import checkpointable
 from distckpt.megatron.strategies import torch as strategies_of_torch
 from distckpt.megatron.strategies.fully_parallel import FullyParallelSaveStrategyWrapper
 from distckpt.megatron.validation import StrictHandling
@@ -365,6 +366,9 @@ def use_forwarded_functions(rank):
     del state["list"][1], state["mine"]
     FullyParallelSaveStrategyWrapper(None).apply_saving_parallelization(state)
     distribution = exchange_utils.determine_main_replica_uniform_distribution(state, None)
+    made = checkpointable.CheckpointableShardedTensor.from_sh_ten(state["half"])
+    assert isinstance(made, checkpointable.CheckpointableShardedTensor)
+    assert type(made).__mro__[1].__module__.startswith("megatron.")
     converted = strategies_of_torch.mcore_to_pyt_state_dict({"a": [state["half"]]}, False)
     return (
         {type(value).__module__.partition(".")[0] for value in leaves(state)},

@@ -364,5 +364,7 @@ def test_a_failed_save_leaves_nothing_on_an_object_store(memory):
 
 
 def test_nothing_is_there_on_an_object_store(memory):
-    with pytest.raises(CheckpointNotFoundError, match="'memory://bucket/none' does not exist"):
+    with pytest.raises(
+        CheckpointNotFoundError, match="directory memory://bucket/none does not exist"
+    ):
         distckpt.load({}, f"{memory}/none")

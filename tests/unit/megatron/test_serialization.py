@@ -129,6 +129,19 @@ def test_unknown_modes_are_refused(stored):
         megatron.load({}, stored, strict=True)
 
 
+@pytest.mark.parametrize("mode", MODES)
+def test_values_that_are_not_stored_are_left_out_with_a_warning(stored, mode, caplog):
+    asked = {"a": tensor("a", 0), "left": [tensor("left", 0), obj("o"), obj("left/o")], "lr": 0.1}
+    loaded = megatron.load(asked, stored, strict=mode)
+    state = loaded[0] if isinstance(loaded, tuple) else loaded
+    assert state.keys() == {"a", "left", "step"}
+    assert ("holds nothing for 'lr'" in caplog.text) == (mode != "ignore_all")
+    for plain in ({"w": torch.zeros(1)}, {"model": {"w": torch.zeros(1)}}):
+        if mode in ("assume_ok_unexpected", "raise_unexpected", "raise_all"):
+            with pytest.raises(LoadMismatchError, match="w' of the state dict are not sharded"):
+                megatron.load({**asked, **plain}, stored, strict=mode)
+
+
 # ---- requests of one process
 
 

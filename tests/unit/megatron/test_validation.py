@@ -483,7 +483,7 @@ def test_modes_agree_with_megatron():
 def test_a_checkpoint_is_recognised_by_its_marker(tmp_path):
     distckpt.save({"step": 1}, tmp_path / "c")
     assert verify_checkpoint(str(tmp_path / "c"))["sharded_backend"] == "safetensors"
-    with pytest.raises(CheckpointNotFoundError, match="'/nowhere' does not exist"):
+    with pytest.raises(CheckpointNotFoundError, match="directory /nowhere does not exist"):
         verify_checkpoint("/nowhere")
     (tmp_path / "empty").mkdir()
     with pytest.raises(CheckpointNotFoundError, match=r"has no metadata\.json"):

@@ -565,6 +565,14 @@ def test_the_same_key_twice_is_refused_with_both_places(tmp_path):
     assert "The same key twice: 'seen'" in text
     assert "'model.seen' and at 'ema.shadow.seen'" in text
     assert "prefix=" in text
+    assert "Modules" not in text
+
+
+def test_the_same_key_twice_beside_modules_names_their_prefixes(tmp_path):
+    with pytest.raises(
+        distckpt.InvalidShardingError, match=r"at 'models.0' and at 'models.1'.*Modules"
+    ):
+        distckpt.save({"models": [Net(1), Net(2)]}, tmp_path / "saved")
 
 
 def test_nothing_is_loaded_without_a_word(tmp_path):

@@ -57,7 +57,7 @@ LOCATIONS = {
     "run": r"run' is a directory of checkpoints \('step_00000100', 'step_00000200'\): "
     r"give one of them",
     "run/step_0000100": r"does not exist \(did you mean 'step_00000100'",
-    "run/final": r"final' does not exist\. Beside it: 'step_00000100', 'step_00000200'\.",
+    "run/final": r"final does not exist\. Beside it: 'step_00000100', 'step_00000200'\.",
     "nowhere/step_1": r"does not exist, and neither does '.*/nowhere'",
     "bare/metadata.json": r"is a file of a checkpoint: give the directory, '.*/bare'",
     "bare/manifest.safetensors": r"is a file of a checkpoint: give the directory, '.*/bare'",
@@ -111,7 +111,7 @@ def test_a_step_that_is_not_there(root):
         ValueError, match=r"got a dict: it is save\(step, state\) and load\(state, step\)"
     ):
         manager.load(100, shards("w"))
-    with pytest.raises(CheckpointNotFoundError, match=r"runs' does not exist \(did you mean 'run'"):
+    with pytest.raises(CheckpointNotFoundError, match=r"runs does not exist \(did you mean 'run'"):
         CheckpointManager(root / "runs").load(shards("w"))
 
 

@@ -422,6 +422,23 @@ def test_factories_may_build_factories_and_plain_values(tmp_path):
     assert distckpt.open(tmp_path / "c").common_state == {}
 
 
+def test_errors_of_a_factory_name_it(tmp_path):
+    def wrong(*_):
+        raise KeyError("gate")
+
+    def build(key, data, replica_id, flattened_range):
+        return {"x": ShardedTensor.from_rank_offsets(key, data)}
+
+    def factory(build_fn, merge_fn):
+        return {"f": ShardedTensorFactory("mlp.fc1", torch.ones(2), build_fn, merge_fn)}
+
+    with pytest.raises(CheckpointingException, match=r"build_fn.*'mlp.fc1'.*KeyError: 'gate'"):
+        distckpt.save(factory(wrong, wrong), tmp_path / "c")
+    distckpt.save(factory(build, wrong), tmp_path / "c")
+    with pytest.raises(CheckpointingException, match=r"merge_fn.*'mlp.fc1'.*KeyError: 'gate'"):
+        distckpt.load(factory(build, wrong), tmp_path / "c")
+
+
 def test_factories_that_are_not_stored_are_left_out(tmp_path):
     saved = {
         "a": tensor("a", 1),
