@@ -8,7 +8,6 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from distckpt._base.errors import CheckpointingException, InvalidShardingError
-from distckpt._base.interrupts import operation
 from distckpt._base.memory import paused_garbage_collection
 from distckpt._base.options import SaveOptions, with_changes
 from distckpt._base.reports import SaveReport
@@ -20,7 +19,7 @@ from distckpt._mapping.wrappers import CommonStateDict, ShardedObject, ShardedSt
 from distckpt._models import objects
 from distckpt._operations import background_save
 from distckpt._operations.planned_save import PlannedSave, SaveRequest, write_and_commit
-from distckpt._ranks.collectives import PhaseTimer, Ranks
+from distckpt._ranks.collectives import PhaseTimer, Ranks, collective
 from distckpt._state import common_state, flatten
 from distckpt._state.common_state import COMMON_KEY, CONTENT_METADATA
 from distckpt._state.shards import Shard
@@ -33,7 +32,7 @@ from distckpt.strategies.base import (
 )
 
 
-@operation
+@collective()
 @paused_garbage_collection()
 def save(
     state_dict: ShardedStateDict,
