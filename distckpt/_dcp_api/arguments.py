@@ -8,11 +8,17 @@ from typing import Any
 
 from distckpt._base.errors import CheckpointingException
 from distckpt._dcp_api.names import TORCH_PACKAGE
+from distckpt._ranks.exchanges import lone_group
 
 _CLASSES = {
     "storage_reader": ("FileSystemReader", "FsspecReader", "HuggingFaceStorageReader"),
     "storage_writer": ("FileSystemWriter", "FsspecWriter"),
 }
+
+
+def group_of(*args: Any, process_group: Any = None, no_dist: bool = False, **kwargs: Any) -> Any:
+    """Return the process group whose ranks make a call with these arguments together."""
+    return lone_group() if no_dist else process_group
 
 
 def location_in(

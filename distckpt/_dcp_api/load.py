@@ -12,7 +12,6 @@ from typing import Any
 import torch
 
 from distckpt._base.errors import CheckpointingException, LoadMismatchError
-from distckpt._base.interrupts import operation
 from distckpt._base.memory import paused_garbage_collection
 from distckpt._base.messages import did_you_mean, summarize_keys
 from distckpt._base.options import LoadOptions
@@ -27,14 +26,13 @@ from distckpt._format.stored_checkpoint import StoredCheckpoint
 from distckpt._io.load_shards import ReadSettings
 from distckpt._mapping.base import ShardedBase
 from distckpt._models.dtensor import local_part
-from distckpt._ranks.collectives import Ranks
-from distckpt._ranks.exchanges import lone_group
+from distckpt._ranks.collectives import Ranks, collective
 from distckpt._state import flatten
 from distckpt._state.common_state import COMMON_KEY
 from distckpt._storage import locations
 
 
-@operation
+@collective(arguments.group_of)
 @paused_garbage_collection()
 def load(
     state_dict: dict[str, Any],
@@ -75,8 +73,7 @@ def load(
         RankFailedError: raised on all ranks when any rank failed. Tensors may be partly filled
             then.
     """
-    group = lone_group() if no_dist else process_group
-    ranks = Ranks(group)
+    ranks = Ranks(arguments.group_of(process_group=process_group, no_dist=no_dist))
     # 1. Flatten the state dict.
     with ranks.phase("flatten the state dict"):
         arguments.check_planner(planner, "DefaultLoadPlanner")

@@ -8,16 +8,14 @@ from concurrent.futures import Future
 from typing import Any
 
 from distckpt._base.errors import CheckpointingException
-from distckpt._base.interrupts import operation
 from distckpt._base.reports import SaveReport
 from distckpt._dcp_api import arguments, shards, state_dicts
 from distckpt._operations.async_save import async_save as save_in_background
 from distckpt._operations.save import save as save_now
-from distckpt._ranks.collectives import Ranks
-from distckpt._ranks.exchanges import lone_group
+from distckpt._ranks.collectives import Ranks, collective
 
 
-@operation
+@collective(arguments.group_of)
 def save(
     state_dict: Mapping[str, Any],
     *,
@@ -66,7 +64,7 @@ def save(
     return save_now(**given)
 
 
-@operation
+@collective(arguments.group_of)
 def async_save(
     state_dict: Mapping[str, Any],
     *,
@@ -129,7 +127,7 @@ def _save_arguments(
             "use_collectives must be True: ranks agree on what is saved and commit it together. "
             "To save from one process alone pass no_dist=True."
         )
-    group = lone_group() if no_dist else process_group
+    group = arguments.group_of(process_group=process_group, no_dist=no_dist)
     ranks = Ranks(group)
     with ranks.phase("collect the state dicts"):
         location = arguments.location_in(checkpoint_id, storage_writer, "storage_writer")

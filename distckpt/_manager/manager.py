@@ -12,7 +12,6 @@ from functools import partial
 from typing import Any, Literal, NoReturn
 
 from distckpt._base.errors import CheckpointingException, CheckpointNotFoundError
-from distckpt._base.interrupts import operation
 from distckpt._base.memory import paused_garbage_collection
 from distckpt._base.messages import check_choice
 from distckpt._base.options import LoadOptions, SaveOptions, with_changes
@@ -32,11 +31,15 @@ from distckpt._operations.load import Strict, load
 from distckpt._operations.pending_saves import raise_unseen_error, raising_pending_errors
 from distckpt._operations.planned_save import PlannedSave, SaveRequest, write_and_commit
 from distckpt._operations.save import plan_save
-from distckpt._ranks.collectives import Ranks
+from distckpt._ranks.collectives import Ranks, collective
 from distckpt._rules.rule import Rule
 from distckpt._storage import locations
 
 logger = logging.getLogger(__name__)
+
+
+def _group_of(manager: CheckpointManager, *args: Any, **kwargs: Any) -> Any:
+    return manager._request.process_group
 
 
 class CheckpointManager:
@@ -133,7 +136,7 @@ class CheckpointManager:
 
     # --- Save
 
-    @operation
+    @collective(_group_of)
     @paused_garbage_collection()
     def save(
         self,
@@ -193,7 +196,7 @@ class CheckpointManager:
             self._handles.append(handle)
             return handle
 
-    @operation
+    @collective(_group_of)
     @paused_garbage_collection()
     def reserve_staging_memory(self, state_dict: ShardedStateDict) -> Future[int]:
         """Prepare the first `save`, see `distckpt.reserve_staging_memory`, with the options of this
@@ -302,7 +305,7 @@ class CheckpointManager:
 
     # --- Load
 
-    @operation
+    @collective(_group_of)
     def load(
         self,
         state_dict: ShardedStateDict,

@@ -8,7 +8,6 @@ from collections.abc import Callable, Sequence
 from typing import Any, Literal, ParamSpec, TypeVar, overload
 
 from distckpt._base.errors import CheckpointingException
-from distckpt._base.interrupts import operation
 from distckpt._base.memory import paused_garbage_collection
 from distckpt._base.options import LoadOptions, SaveOptions, with_changes
 from distckpt._mapping.wrappers import CommonStateDict, ShardedStateDict, StateDict
@@ -19,7 +18,7 @@ from distckpt._operations.load_request import LoadRequest
 from distckpt._operations.pending_saves import raising_pending_errors
 from distckpt._operations.planned_save import SaveRequest, write_and_commit
 from distckpt._operations.save import plan_save
-from distckpt._ranks.collectives import Ranks
+from distckpt._ranks.collectives import Ranks, collective
 from distckpt._rules.rule import Rule
 from distckpt._state.strictness import StrictHandling, parse_strict_flag
 from distckpt.strategies.base import LoadShardedStrategy, SaveShardedStrategy
@@ -54,7 +53,7 @@ def _check_common_strategy(common_strategy: object) -> None:
         )
 
 
-@operation
+@collective()
 @take_common_strategy
 @paused_garbage_collection()
 def save(
@@ -160,7 +159,7 @@ def load(
 ) -> StateDict: ...
 
 
-@operation
+@collective()
 @take_common_strategy
 @paused_garbage_collection()
 def load(

@@ -7,7 +7,6 @@ from concurrent.futures import Future
 from dataclasses import replace
 from typing import Any
 
-from distckpt._base.interrupts import operation
 from distckpt._base.memory import paused_garbage_collection
 from distckpt._base.options import SaveOptions, with_changes
 from distckpt._mapping.wrappers import ShardedStateDict
@@ -16,10 +15,10 @@ from distckpt._operations.background_save import SaveHandle
 from distckpt._operations.pending_saves import raising_pending_errors
 from distckpt._operations.planned_save import SaveRequest
 from distckpt._operations.save import plan_save
-from distckpt._ranks.collectives import Ranks
+from distckpt._ranks.collectives import Ranks, collective
 
 
-@operation
+@collective()
 @paused_garbage_collection()
 def async_save(
     state_dict: ShardedStateDict,
@@ -82,7 +81,7 @@ def async_save(
         return background_save.start(ranks, save)
 
 
-@operation
+@collective()
 @paused_garbage_collection()
 def reserve_staging_memory(
     state_dict: ShardedStateDict,

@@ -7,7 +7,6 @@ from __future__ import annotations
 import os
 from typing import Any
 
-from distckpt._base.interrupts import operation
 from distckpt._base.memory import paused_garbage_collection
 from distckpt._base.options import ExportOptions, with_changes
 from distckpt._checkpoint.consistent_read import reading
@@ -19,10 +18,10 @@ from distckpt._operations.export_request import (
     open_sources,
 )
 from distckpt._operations.export_write import ExportReport, write_and_commit
-from distckpt._ranks.collectives import PhaseTimer, Ranks
+from distckpt._ranks.collectives import PhaseTimer, Ranks, collective
 
 
-@operation
+@collective()
 @paused_garbage_collection()
 def consolidate(
     checkpoint: str | os.PathLike[str],

@@ -12,7 +12,6 @@ from typing import Any, Literal
 import torch
 
 from distckpt._base.errors import LoadMismatchError
-from distckpt._base.interrupts import operation
 from distckpt._base.memory import paused_garbage_collection
 from distckpt._base.messages import did_you_mean, summarize_keys
 from distckpt._base.options import LoadOptions, with_changes
@@ -38,7 +37,7 @@ from distckpt._operations.load_request import (
     describe_targets,
 )
 from distckpt._operations.shard_source import ShardSource
-from distckpt._ranks.collectives import PhaseTimer, Ranks
+from distckpt._ranks.collectives import PhaseTimer, Ranks, collective
 from distckpt._rules.rule import Rule
 from distckpt._state import flatten
 from distckpt._state.common_state import COMMON_KEY, CONTENT_METADATA
@@ -63,7 +62,7 @@ _WITH_RULES = {
 _COMMON = ShardedObject(COMMON_KEY, None, (1,), (0,))
 
 
-@operation
+@collective()
 @paused_garbage_collection()
 def load(
     state_dict: ShardedStateDict,

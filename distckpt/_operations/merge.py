@@ -10,7 +10,6 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from distckpt._base.errors import CheckpointExistsError, CheckpointingException
-from distckpt._base.interrupts import operation
 from distckpt._base.memory import paused_garbage_collection
 from distckpt._base.options import ExportOptions, with_changes
 from distckpt._checkpoint.consistent_read import reading
@@ -27,11 +26,11 @@ from distckpt._operations.export_request import (
 )
 from distckpt._operations.export_write import ExportReport, write_and_commit
 from distckpt._plan.merged import merged
-from distckpt._ranks.collectives import PhaseTimer, Ranks
+from distckpt._ranks.collectives import PhaseTimer, Ranks, collective
 from distckpt._storage import locations
 
 
-@operation
+@collective()
 @paused_garbage_collection()
 def merge(
     checkpoints: Sequence[str | os.PathLike[str]],

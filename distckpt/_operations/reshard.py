@@ -16,7 +16,6 @@ import torch
 
 from distckpt._base.dtypes import FROM_NAME
 from distckpt._base.errors import CheckpointingException
-from distckpt._base.interrupts import operation
 from distckpt._base.memory import paused_garbage_collection
 from distckpt._base.messages import check_count, check_num_bytes
 from distckpt._base.options import Progress, check_switch
@@ -62,7 +61,7 @@ from distckpt._plan.layout import (
 )
 from distckpt._plan.save import plan_owners
 from distckpt._plan.selection import matches, renamed, select_tensors
-from distckpt._ranks.collectives import PhaseTimer, Ranks
+from distckpt._ranks.collectives import PhaseTimer, Ranks, collective
 from distckpt._rules.mapped import crop
 from distckpt._rules.rule import Rule
 from distckpt._rules.rules import check_rules
@@ -98,7 +97,7 @@ class ReshardReport:
     seconds: float
 
 
-@operation
+@collective()
 @paused_garbage_collection()
 def reshard(
     source_dir: str | os.PathLike[str],

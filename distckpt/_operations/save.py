@@ -8,7 +8,6 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from distckpt._base.errors import CheckpointingException, InvalidShardingError
-from distckpt._base.interrupts import operation
 from distckpt._base.memory import paused_garbage_collection
 from distckpt._base.options import SaveOptions, with_changes
 from distckpt._base.reports import SaveReport
@@ -26,7 +25,7 @@ from distckpt._models import objects
 from distckpt._operations.on_demand import on_demand
 from distckpt._operations.pending_saves import raising_pending_errors
 from distckpt._operations.planned_save import PlannedSave, SaveRequest, write_and_commit
-from distckpt._ranks.collectives import PhaseTimer, Ranks
+from distckpt._ranks.collectives import PhaseTimer, Ranks, collective
 from distckpt._state import common_state, flatten
 from distckpt._state.common_state import COMMON_KEY, CONTENT_METADATA
 from distckpt._state.shards import Shard
@@ -35,7 +34,7 @@ if TYPE_CHECKING:
     from distckpt.strategies.base import SaveShardedStrategy
 
 
-@operation
+@collective()
 @paused_garbage_collection()
 def save(
     state_dict: ShardedStateDict,

@@ -33,24 +33,27 @@ class AttendanceLog:
     A count is sent without waiting for an answer, which takes some microseconds. A store that is
     gone, perhaps because the process that held it is dead, raises no error: then absent ranks are
     unknown, as they are without a store.
+
+    Attributes:
+        num_exchanges: that this rank has reached.
     """
 
     def __init__(self, store: Any, rank: int, size: int) -> None:
         self._store = store
         self._rank = rank
         self._names = [str(other) for other in range(size)]
-        self._num_exchanges = 0
+        self.num_exchanges = 0
         self._call = ""
 
     def record(self, call: str | None = None) -> None:
         """Record that this rank has reached the next exchange, in a call; all ranks reach them in
         the same order.
         """
-        self._num_exchanges += 1
+        self.num_exchanges += 1
         self._call = call or self._call
         if self._store is not None:
             with contextlib.suppress(RuntimeError):
-                self._store.set(str(self._rank), f"{self._num_exchanges} {self._call}")
+                self._store.set(str(self._rank), f"{self.num_exchanges} {self._call}")
 
     def absent_ranks(self) -> list[int]:
         """Return the ranks that have reached fewer exchanges than others, after one has just failed
@@ -66,7 +69,7 @@ class AttendanceLog:
             counts = self._counts()
             fewest = min(counts, default=0)
             absent = [
-                rank for rank, count in enumerate(counts) if count == fewest < self._num_exchanges
+                rank for rank, count in enumerate(counts) if count == fewest < self.num_exchanges
             ]
             if not absent or time.monotonic() > deadline:
                 return absent
@@ -92,7 +95,7 @@ class AttendanceLog:
 
     def late_ranks(self) -> list[int]:
         """Return the ranks that have reached fewer exchanges than this one."""
-        return [rank for rank, count in enumerate(self._counts()) if count < self._num_exchanges]
+        return [rank for rank, count in enumerate(self._counts()) if count < self.num_exchanges]
 
     def describe_wait(self, name: str) -> str:
         """Return in words which ranks this one waits for in an exchange."""
@@ -106,7 +109,7 @@ class AttendanceLog:
         """
         first_ranks: dict[str, int] = {}
         for rank, (count, call) in enumerate(self._records()):
-            if count >= self._num_exchanges:
+            if count >= self.num_exchanges:
                 first_ranks.setdefault(call, rank)
         calls = ", ".join(f"rank {rank} calls {call}" for call, rank in first_ranks.items())
         return f"; all ranks must make the same calls, but {calls}" if len(first_ranks) > 1 else ""

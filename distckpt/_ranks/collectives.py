@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import logging
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NoReturn, TypeAlias
+from typing import Any, NoReturn, ParamSpec, TypeAlias, TypeVar
 
 import numpy as np
 
 from distckpt._base import interrupts
-from distckpt._base.errors import CheckpointingException
-from distckpt._ranks.exchanges import Exchanges, mark_known
+from distckpt._base.errors import CheckpointingException, RankFailedError
+from distckpt._ranks.exchanges import Exchanges, mark_known, num_exchanges
 from distckpt._ranks.outcomes import (
     describe_call,
     describe_difference,
@@ -32,6 +33,8 @@ logger receive it.
 """
 events.propagate = False
 
+_Parameters = ParamSpec("_Parameters")
+_Result = TypeVar("_Result")
 _Settings: TypeAlias = Mapping[str, object] | None
 
 
@@ -140,7 +143,8 @@ class Ranks(Exchanges):
         calls, outcomes = zip(*map(json.loads, told), strict=True)
         agreed: BaseException
         if has_failed and len({each["call"] for each in calls}) == 1:
-            agreed = error_to_raise(error, self.rank, outcomes, name, decision)
+            # A rank that has failed before the first phase does not know its name.
+            agreed = error_to_raise(error, self.rank, outcomes, calls[0]["phase"], decision)
         else:
             agreed = CheckpointingException(describe_difference(calls))
         self.raise_together(agreed, error)
@@ -202,6 +206,58 @@ class Ranks(Exchanges):
         if mark_known(agreed, self._group) is error:
             raise agreed
         raise agreed from error
+
+
+def _given_group(*args: Any, process_group: Any = None, **kwargs: Any) -> Any:
+    return process_group
+
+
+def collective(
+    group_of: Callable[..., Any] = _given_group,
+) -> Callable[[Callable[_Parameters, _Result]], Callable[_Parameters, _Result]]:
+    """Make a function an operation that all ranks call, see `interrupts.operation`.
+
+    The first exchange of each must be the end of a phase. If a rank fails before it, because of a
+    misspelled argument or a signal, the others are told there instead of waiting for it.
+
+    Args:
+        group_of: called with the arguments; returns the caller's process group.
+    """
+
+    def decorate(function: Callable[_Parameters, _Result]) -> Callable[_Parameters, _Result]:
+        @functools.wraps(function)
+        def call(*args: _Parameters.args, **kwargs: _Parameters.kwargs) -> _Result:
+            process_group = group_of(*args, **kwargs)
+            num_before = num_exchanges(process_group)
+            try:
+                return function(*args, **kwargs)
+            except BaseException as error:
+                if num_exchanges(process_group) == num_before:
+                    _tell_others(process_group, error)
+                raise
+
+        return interrupts.operation(call)
+
+    return decorate
+
+
+def _tell_others(process_group: Any, error: BaseException) -> None:
+    """Raise an error on all ranks, which come to their first exchange; return if it can be raised
+    as it is.
+    """
+    try:
+        ranks = Ranks(process_group)
+    except CheckpointingException:
+        # It is about the group itself.
+        return
+    try:
+        with ranks.phase("check the arguments"):
+            raise error
+    except RankFailedError as agreed:
+        told = {(type(failure), str(failure)) for failure in agreed.failures.values()}
+        if len(agreed.failures) < ranks.size or len(told) > 1:
+            raise
+    mark_known(error, ranks._group)
 
 
 class PhaseTimer:

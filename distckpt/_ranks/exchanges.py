@@ -375,6 +375,15 @@ def group_of(process_group: Any) -> Any:
     return process_group
 
 
+def num_exchanges(process_group: Any) -> int:
+    """Return how many exchanges of all ranks this one has reached, for a process group of a
+    caller.
+    """
+    group = group_of(process_group)
+    log = group and _attendance_logs.get(_cpu_groups.get(group, group))
+    return log.num_exchanges if log else 0
+
+
 def own_rank() -> int:
     """Return the rank of this process in the default group; 0 if there is none."""
     return dist.get_rank() if dist.is_available() and dist.is_initialized() else 0

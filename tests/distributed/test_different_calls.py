@@ -3,6 +3,7 @@ them.
 """
 
 import re
+from functools import partial
 
 import torch
 
@@ -13,6 +14,7 @@ from distckpt import (
     consolidate,
     dcp,
     load,
+    megatron,
     merge,
     reshard,
     save,
@@ -82,6 +84,27 @@ def make_different_calls(rank, root):
             else CheckpointManager(f"{root}/run").save(1, state)
         ),
     }
+    # An argument that there is not, on one rank.
+    wrong = {} if is_first else {"wrong": 1}
+    taking = {
+        "save": lambda **more: save(state, f"{root}/new", **more),
+        "async_save": lambda **more: async_save(state, f"{root}/new", **more),
+        "load": lambda **more: load(state, whole, **more),
+        "consolidate": lambda **more: consolidate(whole, f"{root}/out", **more),
+        "merge": lambda **more: merge([whole, whole], f"{root}/out", **more),
+        "reshard": lambda **more: reshard(whole, f"{root}/new", **more),
+        "dcp.save": lambda **more: dcp.save({"a": 1}, checkpoint_id=f"{root}/new", **more),
+        "dcp.load": lambda **more: dcp.load({"a": 1}, checkpoint_id=whole, **more),
+        "megatron.save": lambda **more: megatron.save(state, f"{root}/new", **more),
+        "megatron.load": lambda **more: megatron.load(state, whole, **more),
+        "manager.save": lambda **more: CheckpointManager(f"{root}/run").save(1, state, **more),
+        "manager.load": lambda **more: CheckpointManager(f"{root}/run").load(state, **more),
+    }
+    for name, call in taking.items():
+        calls[f"argument: {name}"] = partial(call, **wrong)
+        error = error_of(call, wrong=1)
+        assert isinstance(error, TypeError), (name, error)
+        assert sum_over_ranks(1) == 2, name
     messages = {}
     for name, call in calls.items():
         messages[name] = str(error_of(call))
@@ -103,6 +126,11 @@ def test_all_ranks_raise_at_once_and_may_go_on(run, tmp_path):
         assert ("rank 0: " if culprit.endswith("rank 0") else "rank 1") in message, (name, message)
         if kind == "location":
             assert re.search("1 rank failed during[^$]*(?:path|Path|URL)", message), (name, message)
+        elif kind == "argument":
+            assert re.search("1 rank failed during[^$]*TypeError: [^$]*wrong", message), (
+                name,
+                message,
+            )
         elif kind == "setting":
             assert f"All ranks must give the same {culprit} in '" in message, (name, message)
         else:

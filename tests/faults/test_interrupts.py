@@ -9,10 +9,12 @@ import os
 import random
 import shutil
 import signal
+import sys
 import threading
 import time
 from collections import Counter
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -168,6 +170,60 @@ def test_an_interrupt_on_one_rank_ends_a_call_on_all(verb, num_rounds, tmp_path)
     print(verb.__name__, dict(kinds))
     assert kinds["interrupted"]
     assert distckpt.verify(tmp_path / "checkpoint").is_whole
+
+
+# --- Around the first exchange --------------------------------------------------------------------
+
+
+def interrupted_at(function, place):
+    """Call a function, with SIGINT at an event of the interpreter in it, of those that concern
+    distckpt; return how many there were, and the error.
+
+    Events are counted from the beginning of the outermost call of distckpt that all ranks make.
+    """
+    seen = []
+
+    def watch(frame, event, argument):
+        code = frame.f_code
+        if "/distckpt/" in code.co_filename and (seen or code.co_name == "num_exchanges"):
+            seen.append(event)
+            if len(seen) == place:
+                signal.raise_signal(signal.SIGINT)
+
+    sys.setprofile(watch)
+    try:
+        error = error_of(function)
+    finally:
+        sys.setprofile(None)
+    return len(seen), error
+
+
+def interrupt_the_beginning(rank, verb, folder, places):
+    """Interrupt rank 1 at each place; return the errors of this rank."""
+    let_interrupts_through()
+    prepare(rank, folder)
+    errors = []
+    for place in places:
+        sum_over_ranks(0)
+        if rank == 0:
+            shutil.rmtree(f"{folder}/saved", ignore_errors=True)
+        sum_over_ranks(0)
+        _, error = interrupted_at(partial(verb, rank, folder), place if rank == 1 else 0)
+        errors.append(error)
+        assert sum_over_ranks(1) == NUM_RANKS, f"at {place} they are out of step: {error!r}"
+    return errors
+
+
+@pytest.mark.parametrize("verb", VERBS, ids=lambda verb: verb.__name__)
+def test_an_interrupt_around_the_first_exchange(verb, tmp_path):
+    places = [*range(12, 60, 3), *range(60, 300, 24)]
+    results = run(interrupt_the_beginning, NUM_RANKS, verb, str(tmp_path), places)
+    for place, *errors in zip(places, *results, strict=True):
+        assert isinstance(errors[1], KeyboardInterrupt), (place, errors)
+        for error in (errors[0], errors[2]):
+            assert isinstance(error, RankFailedError), (place, errors)
+            assert list(error.failures) == [1]
+            assert "KeyboardInterrupt" in str(error)
 
 
 # --- A rank that does not come --------------------------------------------------------------------

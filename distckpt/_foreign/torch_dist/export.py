@@ -20,7 +20,6 @@ from typing import Any
 import numpy as np
 
 from distckpt._base.errors import CheckpointingException
-from distckpt._base.interrupts import operation
 from distckpt._base.options import Progress
 from distckpt._checkpoint.opening import opened
 from distckpt._commit import posix
@@ -31,12 +30,12 @@ from distckpt._foreign.torch_dist.write import (
     write_metadata,
 )
 from distckpt._format.stored_checkpoint import StoredCheckpoint
-from distckpt._ranks.collectives import Ranks
+from distckpt._ranks.collectives import Ranks, collective
 from distckpt._state.common_state import COMMON_KEY
 from distckpt._storage import locations
 
 
-@operation
+@collective()
 def export(
     checkpoint_dir: str | os.PathLike[str],
     output_dir: str | os.PathLike[str],
