@@ -46,23 +46,21 @@ def check_target(
         raise already_complete(location, "pass overwrite=True")
     if state == "incomplete" and not (overwrite or is_step):
         target.check_no_model(location)
-    if not locations.is_local(location):
+    if locations.is_local(location):
+        if state != "absent":
+            _check_what_is_there(location, overwrite)
         if state == "incomplete":
-            logger.warning(
-                "%s holds files but no %s (an unfinished save?): those of a save are removed "
-                "when this one is complete",
-                location, CONFIG_FNAME,
-            )  # fmt: skip
-        return
-    if state == "absent":
-        return
-    _check_what_is_there(location, overwrite)
-    if (
-        state == "incomplete"
-        and not overwrite
-        and given
-        and os.path.islink(locations.normalize(given))
-    ):
+            _check_is_no_link(location, overwrite, given)
+    elif state == "incomplete":
+        logger.warning(
+            "%s holds files but no %s (an unfinished save?): those of a save are removed when this "
+            "one is complete",
+            location, CONFIG_FNAME,
+        )  # fmt: skip
+
+
+def _check_is_no_link(location: str, overwrite: bool, given: str | None) -> None:
+    if not overwrite and given and os.path.islink(locations.normalize(given)):
         raise target.refused(
             location, f"{given!r} is a link to it, and it holds files; overwrite=True keeps those"
         )
