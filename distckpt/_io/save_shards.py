@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from distckpt._base.errors import CheckpointingException, UnsupportedObjectError
+from distckpt._base.errors import CheckpointingException
 from distckpt._base.options import SaveOptions
 from distckpt._base.threads import (
     DEFAULT_INFLIGHT_BYTES,
@@ -26,7 +26,6 @@ from distckpt._base.threads import (
     num_requests_within,
     num_threads_within,
 )
-from distckpt._format import codec
 from distckpt._format.columns import pack, unpack
 from distckpt._format.manifest import MANIFEST_NAME, ChunkTable, Manifest, marker_fields
 from distckpt._io.prepared_save import FileCopies, PreparedSave
@@ -49,7 +48,7 @@ from distckpt._plan.layout import (
 from distckpt._plan.save import Pieces, find_aliases, plan_owners
 from distckpt._ranks import exchanges
 from distckpt._ranks.collectives import Ranks
-from distckpt._state.common_state import object_text
+from distckpt._state.common_state import encoded as encode_object
 from distckpt._state.shards import (
     GlobalTable,
     Shard,
@@ -84,12 +83,14 @@ class ShardSettings:
             it, True insists.
         plans: plans of earlier saves. While nothing but the data of the shards changes on any rank,
             later saves are not planned again.
+        leaves_out: warn of values that cannot be stored, and leave them out.
     """
 
     options: SaveOptions
     exchange_group: Any = None
     direct_io: bool | None = None
     plans: PlanCache = _PLANS
+    leaves_out: bool = False
 
     def for_writing(self, num_bytes: int) -> WriteSettings:
         """Return how files of `num_bytes` in total are written."""
@@ -141,7 +142,7 @@ def _find_or_make_plan(
     comparison = _comparison_of(ranks, options)
     table = None
     with ranks.phase("describe the shards") as vote:
-        ready = _all_ready(shards, comparison)
+        ready = _all_ready(shards, comparison, settings.leaves_out)
         group = exchanges.group_number(settings.exchange_group)
         structure = structure_of(ready, ranks, options.validate_access_integrity, group)
         # Comparing the whole content of replicas takes an exchange each time.
@@ -163,8 +164,9 @@ def _find_or_make_plan(
     return ready, plan, False
 
 
-def _all_ready(shards: Sequence[Shard], comparison: _Comparison) -> list[Shard]:
-    return [ready_to_save(shard, comparison is _Comparison.ALL) for shard in shards]
+def _all_ready(shards: Sequence[Shard], comparison: _Comparison, leaves_out: bool) -> list[Shard]:
+    encode_copies = comparison is _Comparison.ALL
+    return [ready_to_save(shard, encode_copies, leaves_out) for shard in shards]
 
 
 class _Comparison(enum.Enum):
@@ -256,9 +258,9 @@ def _gather_tables(ranks: Ranks, table: ChunkTable) -> list[ChunkTable]:
     return [ChunkTable.from_bytes(data) for data in ranks.gather(table.to_bytes())]
 
 
-def ready_to_save(shard: Shard, encode_copies: bool) -> Shard:
+def ready_to_save(shard: Shard, encode_copies: bool, leaves_out: bool = False) -> Shard:
     """Check that a tensor can be read; replace the value of a main object (and of copies) by its
-    encoding.
+    encoding, in which what cannot be stored is an error, or left out.
     """
     if isinstance(shard, ShardedTensor):
         _check_tensor(shard)
@@ -267,12 +269,7 @@ def ready_to_save(shard: Shard, encode_copies: bool) -> Shard:
     if not (is_main or encode_copies):
         return shard
     encoded = copy.copy(shard)
-    try:
-        encoded.data = codec.encode(shard.data)
-    except UnsupportedObjectError as error:
-        raise UnsupportedObjectError(
-            f"{object_text(shard.key)} cannot be saved: {error}"
-        ) from error
+    encoded.data = encode_object(shard.key, shard.data, leaves_out)
     return encoded
 
 

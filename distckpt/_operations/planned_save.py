@@ -35,6 +35,8 @@ class SaveRequest:
         notes: further fields of the marker.
         is_step: whether it is a step of a manager, which nothing else than steps is read from.
         verb: name of the call in the journal.
+        is_repeated: this process has planned a save of the same entries before. A value that cannot
+            be stored is left out then, with a warning: the job would lose a checkpoint.
         has_target: False to plan only: the location is not looked at, and common state, which may
             be another by then, is not compared.
     """
@@ -48,6 +50,7 @@ class SaveRequest:
     notes: Mapping[str, Any] = field(default_factory=dict)
     is_step: bool = False
     verb: str = "save"
+    is_repeated: bool = False
     has_target: bool = True
 
     def check(self) -> None:

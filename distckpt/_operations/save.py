@@ -7,7 +7,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from distckpt._base.errors import CheckpointingException, InvalidShardingError
+from distckpt._base.errors import (
+    CheckpointingException,
+    InvalidShardingError,
+    UnsupportedObjectError,
+)
 from distckpt._base.memory import paused_garbage_collection
 from distckpt._base.options import SaveOptions, with_changes
 from distckpt._base.reports import SaveReport
@@ -138,6 +142,10 @@ class _DescribedState:
     notes: Mapping[str, Any]
 
 
+_saved_entries: set[int] = set()
+"""Hashes of the names of the entries of state dicts that this process has planned to save."""
+
+
 def plan_save(
     ranks: Ranks,
     state_dict: ShardedStateDict,
@@ -148,6 +156,8 @@ def plan_save(
     Collective operation: all ranks must call it.
     """
     timer = PhaseTimer(request.verb, ranks.rank, str(request.path))
+    entries = hash(frozenset(state_dict if isinstance(state_dict, dict) else ()))
+    request = replace(request, is_repeated=entries in _saved_entries)
     with timer.phase("describe"):
         target = _check_target(ranks, request, timer)
         described = _describe_state(ranks, state_dict, request)
@@ -155,6 +165,8 @@ def plan_save(
         prepared = _prepare(ranks, target, described)
         if ranks.is_coordinator and ranks.size > 1:
             common_state.note_compared(described.compared)
+    if request.has_target:
+        _saved_entries.add(entries)
     request = replace(request, notes={**request.notes, **described.notes})
     return PlannedSave(target.location, request, target.config, prepared, timer)
 
@@ -163,7 +175,8 @@ def _check_target(ranks: Ranks, request: SaveRequest, timer: PhaseTimer) -> _Tar
     with ranks.phase("check the arguments", decision=True, same=request.of_all_ranks()):
         request.check()
         location = timer.location = posix.resolve(request.path) if request.has_target else ""
-        strategy, settings = None, ShardSettings(options=request.options)
+        settings = ShardSettings(options=request.options, leaves_out=request.is_repeated)
+        strategy = None
         if request.options.strategy is not None:
             strategy, settings = _chosen_strategy(request)
         if ranks.is_coordinator and request.has_target:
@@ -181,7 +194,10 @@ def _chosen_strategy(request: SaveRequest) -> tuple[SaveShardedStrategy | None, 
     if strategy is not None:
         strategy = strategy.configure(options, request.process_group)
     settings = ShardSettings(
-        options=options, exchange_group=engine.exchange_group, direct_io=engine.direct_io
+        options=options,
+        exchange_group=engine.exchange_group,
+        direct_io=engine.direct_io,
+        leaves_out=request.is_repeated,
     )
     return strategy, settings if engine.plans is None else replace(settings, plans=engine.plans)
 
@@ -218,10 +234,23 @@ def _flatten(
     flatten.check_keys_are_different(split, modules)
     if request.content_metadata is not None:
         common = _with_content_metadata(common, state_dict, request.content_metadata)
-    compared = common_state.comparable(common, request.preprocess_common)
-    digest = common_state.digest(compared) if compares else 0
     notes = note_of_module(with_objects.names) | note_of_schedulers(with_objects.schedulers)
+    if not compares:
+        return _DescribedState(shards, common, common, 0, notes)
+    try:
+        compared, digest = _compared(common, request)
+    except UnsupportedObjectError:
+        if not request.is_repeated:
+            raise
+        common = common_state.storable(COMMON_KEY, common)
+        compared, digest = _compared(common, request)
     return _DescribedState(shards, common, compared, digest, notes)
+
+
+def _compared(common: CommonStateDict, request: SaveRequest) -> tuple[StateDict, int]:
+    """Return what ranks compare of common state, and a hash of it."""
+    compared = common_state.comparable(common, request.preprocess_common)
+    return compared, common_state.digest(compared)
 
 
 def _with_content_metadata(

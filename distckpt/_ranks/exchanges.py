@@ -379,8 +379,10 @@ def num_exchanges(process_group: Any) -> int:
     """Return how many exchanges of all ranks this one has reached, for a process group of a
     caller.
     """
-    group = group_of(process_group)
-    log = group and _attendance_logs.get(_cpu_groups.get(group, group))
+    group, log = group_of(process_group), None
+    # What is no process group at all is refused by what uses it.
+    with contextlib.suppress(TypeError):
+        log = group and _attendance_logs.get(_cpu_groups.get(group, group))
     return log.num_exchanges if log else 0
 
 

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 
 from distckpt._base.dtypes import TO_NAME
-from distckpt._base.errors import InvalidShardingError
+from distckpt._base.errors import InvalidShardingError, UnsupportedObjectError
 from distckpt._base.memory import tensor_bytes
 from distckpt._base.messages import summarize_keys
 from distckpt._base.tree import HOLE, Position, copied, is_plain_container, map_nodes
@@ -62,6 +62,33 @@ def comparable(
     if preprocess is None:
         return common
     return preprocess(copied(common))
+
+
+def encoded(key: str, value: Any, leaves_out: bool) -> bytes:
+    """Encode an object, without what cannot be stored of it if that is to be left out.
+
+    Raises:
+        UnsupportedObjectError: it holds something that cannot be stored.
+    """
+    try:
+        return codec.encode(value)
+    except UnsupportedObjectError as error:
+        if not leaves_out:
+            raise UnsupportedObjectError(f"{object_text(key)} cannot be saved: {error}") from error
+    return codec.encode(storable(key, value))
+
+
+def storable(key: str, value: Any) -> Any:
+    """Return a value of an object without what cannot be stored of it, which a warning names."""
+    kept, problems = codec.without_unsupported(value)
+    logger.warning(
+        "%s is stored without %d of its values, since this process has saved this state dict "
+        "before and would lose a checkpoint: %s",
+        object_text(key),
+        len(problems),
+        "; ".join(problems),
+    )
+    return kept
 
 
 def digest(common: CommonStateDict) -> int:

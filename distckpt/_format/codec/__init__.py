@@ -39,10 +39,13 @@ from distckpt._base.errors import (
     CorruptCheckpointError,
     UnsupportedObjectError,
 )
+from distckpt._base.tree import Position, dotted, is_plain_container, map_leaves
 from distckpt._format import safetensors_file
 from distckpt._format.codec.decode import Entries, decode_node
 from distckpt._format.codec.encode import (
     ENCODERS,
+    NOT_STORED,
+    UnknownObject,
     Writer,
     collect_fingerprints,
     encode_all,
@@ -93,6 +96,23 @@ def encode(obj: object) -> bytes:
         raise writer.unsupported(
             obj, str(error), "Keep large numbers of tensors outside of objects."
         ) from error
+
+
+def without_unsupported(tree: object) -> tuple[object, list[str]]:
+    """Return a tree with an `UnknownObject` in the place of each leaf that cannot be encoded, and
+    what is wrong with these.
+    """
+    problems: list[str] = []
+
+    def storable(position: Position, leaf: object) -> object:
+        try:
+            encode(leaf)
+        except UnsupportedObjectError as error:
+            problems.append(f"{dotted(position)!r}: {error}")
+            return UnknownObject(NOT_STORED + type_name(type(leaf)), str(error))
+        return leaf
+
+    return map_leaves(storable, tree, is_plain_container), problems
 
 
 def decode(blob: bytes | bytearray | memoryview, *, placeholders: bool = False) -> object:

@@ -316,6 +316,10 @@ def _encode_as(name: str, obj: object, state: object, writer: Writer) -> Json:
     return {"$object": [name, *_encode_children(obj, [(_SAME, None, state)], writer)]}
 
 
+NOT_STORED = "not stored: "
+"""Begins the name of an `UnknownObject` in the place of a value that a save has left out."""
+
+
 class UnknownObject:
     """A stored object of a class that this program has not registered under the stored name.
 
@@ -393,6 +397,11 @@ def how_to_register(unknown: UnknownObject) -> str:
     while inner := next(unknown_objects(unknown.state), None):
         _, unknown = inner
     name = unknown.name
+    if name.startswith(NOT_STORED):
+        return (
+            f"the save left out this value, of type {name.removeprefix(NOT_STORED)!r}, and stored "
+            f"all others ({unknown.state}). Leave it out of the load."
+        )
     if name.startswith("megatron."):
         return (
             f"its class is Megatron's {name!r}, which is unknown here. Before loading, import it, "

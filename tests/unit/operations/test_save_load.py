@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from functools import partial
 
 import pytest
@@ -14,6 +15,7 @@ from distckpt import (
     LoadMismatchError,
     ShardedObject,
     ShardedTensor,
+    UnsupportedObjectError,
 )
 from tests.benchmarks.measure import peak_memory_bytes
 from tests.support.one_sided_keys import (
@@ -26,6 +28,7 @@ from tests.support.one_sided_keys import (
     tensor,
 )
 from tests.support.read_counts import counted_reads
+from tests.support.states import whole
 
 # ---- loading
 
@@ -453,3 +456,49 @@ def rates_of(pairs):
             scheduler.step(*[1.0] * isinstance(scheduler, lr_scheduler.ReduceLROnPlateau))
             rates.append(optimizer.param_groups[0]["lr"])
     return rates
+
+
+# ---- what cannot be stored
+
+
+class Plot:
+    """What a program keeps beside its metrics, from some save on."""
+
+
+def with_metrics(value):
+    return {"w of this test": whole("w", torch.ones(3)), "metrics": {"loss": 0.5, "plot": value}}
+
+
+def test_a_value_that_cannot_be_stored_is_refused_at_the_first_save_alone(tmp_path, caplog):
+    """Later, the job would lose a checkpoint."""
+    with pytest.raises(UnsupportedObjectError, match=r"\['metrics'\]\['plot'\] of type .*Plot"):
+        distckpt.save(with_metrics(Plot()), tmp_path / "0")
+    distckpt.save(with_metrics(None), tmp_path / "1")
+    assert caplog.messages == []
+    distckpt.save(with_metrics([Plot(), 1.5]), tmp_path / "2")
+    (warning,) = caplog.messages
+    assert "Common state is stored without 1 of its values" in warning
+    assert "'metrics.plot.0': Cannot store the object of type" in warning
+    assert sorted(os.listdir(tmp_path)) == ["1", "2"]
+
+    assert torch.equal(distckpt.open(tmp_path / "2").read_tensors()["w"], torch.ones(3))
+    loaded = distckpt.load({"w of this test": whole("w", torch.zeros(3))}, tmp_path / "2")
+    left_out, kept = loaded["metrics"]["plot"]
+    assert (loaded["metrics"]["loss"], kept) == (0.5, 1.5)
+    assert isinstance(left_out, distckpt.UnknownObject)
+    with pytest.raises(UnsupportedObjectError, match="the save left out this value"):
+        distckpt.load({"metrics": {"plot": [0, 0]}}, tmp_path / "2")
+
+
+def test_an_object_of_which_a_part_cannot_be_stored(tmp_path, caplog):
+    cell = ShardedObject("cell", {"a": 1}, (1,), (0,))
+    distckpt.save({"object of this test": cell}, tmp_path / "1")
+    cell.data = {"a": 2, "b": Plot()}
+    distckpt.save({"object of this test": cell}, tmp_path / "2")
+    (warning,) = caplog.messages
+    assert "The object 'cell' is stored without 1 of its values" in warning
+    request = {"object of this test": ShardedObject("cell", None, (1,), (0,))}
+    with pytest.raises(UnsupportedObjectError, match="the save left out this value"):
+        distckpt.load(request, tmp_path / "2")
+    stored = distckpt.open(tmp_path / "2").objects["cell"]
+    assert stored is not None
