@@ -66,9 +66,12 @@ def is_named_as_codes(key: str) -> bool:
     return key.endswith(_NAMES_OF_CODES)
 
 
-def are_integers_as_weights(key: str, dtype: str) -> bool:
-    """Tell whether integers must be codes if the model has floating point values in their place."""
-    return dtype in ("I8", "U8") or (dtype in _INTEGER_WEIGHTS and key.endswith("weight"))
+def are_integers_as_weights(key: str, dtype: str, ndim: int) -> bool:
+    """Tell whether integers must be codes if the model has floating point values in their place:
+    matrices, and what is named as a weight.
+    """
+    is_weight = ndim > 1 or key.endswith("weight")
+    return dtype in ("I8", "U8") or (dtype in _INTEGER_WEIGHTS and is_weight)
 
 
 def are_codes_beside_scales(key: str, dtype: str) -> bool:
