@@ -483,11 +483,11 @@ def test_values_of_codes_that_are_not_decoded_are_not_just_absent(tmp_path, form
 @needs_dtypes("float8_e4m3fn")
 def test_a_module_for_which_there_are_codes(tmp_path):
     """What is not taken are the scales: the message says so."""
-    model = torch.nn.Linear(8, 4, bias=False)
-    before = model.weight.detach().clone()
-    tensors = {"weight": CODES, "scale_weight": torch.rand(())}
+    model = torch.nn.ModuleDict({"l": torch.nn.Linear(8, 4, bias=False)})
+    before = model["l"].weight.detach().clone()
+    tensors = {"l.weight": CODES, "l.scale_weight": torch.rand(())}
     write_plain(tmp_path / "model" / "model.safetensors", tensors)
     state = {"model": model}
-    refused(lambda: distckpt.load(state, tmp_path / "model"), "a quantized one", "'scale_weight'")
+    refused(lambda: distckpt.load(state, tmp_path / "model"), "a quantized one", "'l.scale_weight'")
     refused(lambda: distckpt.load(state, tmp_path / "model", strict="report"), "named like a scale")
-    assert torch.equal(model.weight, before)
+    assert torch.equal(model["l"].weight, before)
