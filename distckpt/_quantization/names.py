@@ -4,6 +4,7 @@ form.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import re
 from collections.abc import Container, Iterable, Iterator
@@ -76,11 +77,16 @@ def are_integers_as_weights(key: str, dtype: str, ndim: int) -> bool:
 
 def are_codes_beside_scales(key: str, dtype: str) -> bool:
     """Tell whether a tensor must be codes if anything beside it is named like a scale."""
-    if _NAMED_AS_SCALE.search(key.rpartition(".")[2]):
+    if _is_named_as_scale(key.rpartition(".")[2]):
         return False
     is_float = dtype in SMALL_CODES and dtype.startswith("F")
     is_weight = key.endswith("weight") and (dtype in SMALL_CODES or dtype in _PACKED_CODES)
     return is_float or is_weight or is_named_as_codes(key)
+
+
+@functools.lru_cache(maxsize=4096)
+def _is_named_as_scale(part: str) -> bool:
+    return _NAMED_AS_SCALE.search(part) is not None
 
 
 def places_of_scales(keys: Iterable[str]) -> dict[str, str]:
@@ -99,7 +105,7 @@ def places_of(key: str) -> Iterator[str]:
     nothing for others.
     """
     parts = key.split(".")
-    if key == MARKER or not any(map(_NAMED_AS_SCALE.search, parts)):
+    if key == MARKER or not any(map(_is_named_as_scale, parts)):
         return
     yield from itertools.accumulate(parts[:-1], "{}.{}".format)
     yield from (".".join(parts[begin:]) for begin in range(1, len(parts)))
