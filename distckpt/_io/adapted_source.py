@@ -41,8 +41,10 @@ class AdaptedSource(TensorSource):
 
     def dtype_of(self, tensor: OutputTensor) -> torch.dtype:
         dtype = self._values.dtype_of(tensor)
-        is_changed = tensor.name in self._changes
-        return torch.promote_types(dtype, torch.float32) if is_changed else dtype
+        if tensor.name not in self._changes:
+            return dtype
+        # Torch does not promote 8-bit floats.
+        return torch.promote_types(dtype, torch.float32) if dtype.itemsize > 1 else torch.float32
 
     def converts(self, tensor: OutputTensor) -> bool:
         return tensor.name not in self._changes and self._values.converts(tensor)

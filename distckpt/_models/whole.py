@@ -11,6 +11,7 @@ import numpy as np
 from distckpt._base.errors import LoadMismatchError
 from distckpt._base.messages import summarize_keys
 from distckpt._models.objects import Described, Kind, Place, first_name
+from distckpt._quantization.names import places_of
 from distckpt._ranks.collectives import Ranks
 from distckpt._state.stored_form import StoredEntry
 
@@ -114,12 +115,15 @@ def refuse_left_out(
 def _left_out_of_modules(
     left_out: list[str], absent: list[str], location: str
 ) -> LoadMismatchError:
+    scales = next((key for key in left_out if any(places_of(key))), None)
+    quantized = f", or a quantized one in a form that distckpt does not decode ({scales!r})"
+    or_quantized = quantized if scales else ""
     besides = f", and does not hold {summarize_keys(absent)}, which they have" if absent else ""
     return LoadMismatchError(
         f"The checkpoint {location!r} holds {summarize_keys(left_out)}, which the objects of the "
-        f"state dict do not have{besides}: was a larger model saved? Create the objects that were "
-        "saved; to leave the rest out, pass strict='report' ('raise_unexpected' in "
-        "distckpt.megatron).",
+        f"state dict do not have{besides}: was a larger model saved{or_quantized}? Create the "
+        "objects that were saved; to leave the rest out, pass strict='report' ('raise_unexpected' "
+        "in distckpt.megatron).",
         left_out,
         absent,
     )

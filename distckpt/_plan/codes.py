@@ -94,7 +94,9 @@ def check_integers(stored: StoredCheckpoint, key: str, requested: torch.dtype) -
         LoadMismatchError: `key` holds such integers.
     """
     name = stored.dtype_name(key)
-    if requested.is_floating_point and are_integers_as_weights(key, name):
+    if not requested.is_floating_point or FROM_NAME[name].is_floating_point:
+        return
+    if are_integers_as_weights(key, name, len(stored.global_shape(key))):
         raise LoadMismatchError(
             f"Key {key!r} is stored in {stored.location!r} as {FROM_NAME[name]} and was requested "
             f"as {requested}: integers in the place of floating point values are codes of a "

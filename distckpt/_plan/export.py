@@ -290,22 +290,30 @@ def check_codes(
 def _check_scales_are_there(
     stored: StoredCheckpoint, of_codes: Sequence[OutputTensor], names: Collection[str]
 ) -> None:
-    index, places = stored.manifest.key_index, places_of_scales(names)
+    index, unexplained = stored.manifest.key_index, []
     keys = [(output.name, part.key) for output in of_codes for part in output.mapped.parts]
     for name, key in keys:
         scales = scales_of(key, index)
-        are_left = len(scales) > len(scales_of(name, names))
-        if are_codes_beside_scales(key, stored.dtype_name(key)) and not are_left:
-            beside = scale_beside(key, stored.manifest.scale_places)
-            scales = [beside] if beside else []
-            are_left = bool(scales) and scale_beside(name, places) is None
-        if are_left:
-            raise LoadMismatchError(
-                f"{key!r} in {stored.location!r} holds codes and would be {name!r}, without its "
-                f"scales ({', '.join(map(repr, scales))}): select and rename them together, or "
-                "give a dtype for all tensors to write values.",
-                unexpected=[key],
-            )
+        if len(scales) > len(scales_of(name, names)):
+            raise _without_scales(stored, key, name, scales)
+        if not scales and are_codes_beside_scales(key, stored.dtype_name(key)):
+            unexplained.append((name, key))
+    places = places_of_scales(names) if unexplained else {}
+    for name, key in unexplained:
+        beside = scale_beside(key, stored.manifest.scale_places)
+        if beside is not None and scale_beside(name, places) is None:
+            raise _without_scales(stored, key, name, [beside])
+
+
+def _without_scales(
+    stored: StoredCheckpoint, key: str, name: str, scales: Sequence[str]
+) -> LoadMismatchError:
+    return LoadMismatchError(
+        f"{key!r} in {stored.location!r} holds codes and would be {name!r}, without its "
+        f"scales ({', '.join(map(repr, scales))}): select and rename them together, or "
+        "give a dtype for all tensors to write values.",
+        unexpected=[key],
+    )
 
 
 # --- Files ----------------------------------------------------------------------------------------

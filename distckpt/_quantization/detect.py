@@ -71,6 +71,8 @@ _METHODS = (
     "w8a8_int8",
 )
 """Values of `quant_method` of which it is known that values are codes times scales."""
+_ALGORITHMS = frozenset({"rotation", "quarot", "svdquant"})
+"""Of AMD Quark: they change inputs of layers as well, or add products of matrices."""
 _BLOCKS = (128, 32)
 _GROUPS = (32, 64, 128)
 """Usual sizes of blocks, and of groups of columns of 4-bit integers."""
@@ -260,9 +262,17 @@ def _transform_of(quantizations: Sequence[Mapping[str, Any]]) -> bool | str:
         method = quantization.get("quant_method")
         if method is not None and method not in _METHODS:
             return f"quant_method: {method!s:.50}"
+        if algorithms := sorted(_names_of_algorithms(quantization) & _ALGORITHMS):
+            return f"algo_config: {algorithms[0]}"
     transforms = [quantization.get("transform_config") for quantization in quantizations]
     dicts = [each for each in transforms if isinstance(each, dict)]
     return any(bool(each.get("config_groups", each)) for each in dicts)
+
+
+def _names_of_algorithms(quantization: Mapping[str, Any]) -> set[str]:
+    configs = quantization.get("algo_config")
+    listed = configs if isinstance(configs, list) else [configs]
+    return {str(each.get("name")).lower() for each in listed if isinstance(each, dict)}
 
 
 def _weights_of(config: Mapping[str, Any]) -> list[Mapping[str, Any]]:

@@ -4,6 +4,7 @@ form.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import re
 from collections.abc import Container, Iterable, Iterator
@@ -66,18 +67,26 @@ def is_named_as_codes(key: str) -> bool:
     return key.endswith(_NAMES_OF_CODES)
 
 
-def are_integers_as_weights(key: str, dtype: str) -> bool:
-    """Tell whether integers must be codes if the model has floating point values in their place."""
-    return dtype in ("I8", "U8") or (dtype in _INTEGER_WEIGHTS and key.endswith("weight"))
+def are_integers_as_weights(key: str, dtype: str, ndim: int) -> bool:
+    """Tell whether integers must be codes if the model has floating point values in their place:
+    matrices, and what is named as a weight.
+    """
+    is_weight = ndim > 1 or key.endswith("weight")
+    return dtype in ("I8", "U8") or (dtype in _INTEGER_WEIGHTS and is_weight)
 
 
 def are_codes_beside_scales(key: str, dtype: str) -> bool:
     """Tell whether a tensor must be codes if anything beside it is named like a scale."""
-    if _NAMED_AS_SCALE.search(key.rpartition(".")[2]):
+    if _is_named_as_scale(key.rpartition(".")[2]):
         return False
     is_float = dtype in SMALL_CODES and dtype.startswith("F")
     is_weight = key.endswith("weight") and (dtype in SMALL_CODES or dtype in _PACKED_CODES)
     return is_float or is_weight or is_named_as_codes(key)
+
+
+@functools.lru_cache(maxsize=4096)
+def _is_named_as_scale(part: str) -> bool:
+    return _NAMED_AS_SCALE.search(part) is not None
 
 
 def places_of_scales(keys: Iterable[str]) -> dict[str, str]:
@@ -96,7 +105,7 @@ def places_of(key: str) -> Iterator[str]:
     nothing for others.
     """
     parts = key.split(".")
-    if key == MARKER or not any(map(_NAMED_AS_SCALE.search, parts)):
+    if key == MARKER or not any(map(_is_named_as_scale, parts)):
         return
     yield from itertools.accumulate(parts[:-1], "{}.{}".format)
     yield from (".".join(parts[begin:]) for begin in range(1, len(parts)))

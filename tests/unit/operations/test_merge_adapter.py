@@ -19,6 +19,7 @@ from distckpt.rules import Split
 from tests.support.cli_command import call_error, call_json
 from tests.support.hf_folders import read_export, same_bytes, write_plain
 from tests.support.quantized_models import fp8_block
+from tests.support.reference import needs_dtypes
 from tests.support.states import save_checkpoint
 
 LORA = {"peft_type": "LORA", "r": 4, "lora_alpha": 6, "init_lora_weights": True}
@@ -276,6 +277,18 @@ def test_nothing_is_added_to_codes(tmp_path):
         distckpt.consolidate(
             tmp_path / "base", tmp_path / "out", merge_adapter=tmp_path / "adapter"
         )
+
+
+@needs_dtypes("float8_e4m3fn")
+def test_a_base_of_8_bit_floats_without_scales(tmp_path):
+    """They are what they say: the sum is computed in float32 and rounded once."""
+    base = torch.randint(-4, 5, (6, 8)).to(torch.float8_e4m3fn)
+    adapter = {name: tensor.round() for name, tensor in matrices("up", (6, 8)).items()}
+    write_plain(tmp_path / "base/model.safetensors", {"up.weight": base})
+    write_adapter(tmp_path / "adapter", adapter, r=4, lora_alpha=8)
+    distckpt.consolidate(tmp_path / "base", tmp_path / "out", merge_adapter=tmp_path / "adapter")
+    expected = base.float() + added(adapter, "up", 2.0).float()
+    assert same_bytes(read_export(tmp_path / "out"), {"up.weight": expected.to(base.dtype)})
 
 
 def test_what_cannot_be_merged_is_named(tmp_path):

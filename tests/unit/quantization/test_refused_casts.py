@@ -23,11 +23,12 @@ SCALES = torch.rand(1, 1)
 ROWS = torch.rand(4, 1)
 
 
-def quark(dtype):
+def quark(dtype, **more):
     """Return what AMD Quark writes beside what it has packed."""
     weight = {"dtype": dtype, "qscheme": "per_channel", "symmetric": True}
     export = {"pack_method": "reorder", "weight_format": "real_quantized"}
     config = {"quant_method": "quark", "global_quant_config": {"weight": weight}, "export": export}
+    config |= more
     return {"config.json": {"quantization_config": config}}
 
 
@@ -206,6 +207,12 @@ DIRECTORIES = {
         "l.weight",
         "config.json says quant_method: quip",
     ),
+    "rotated by quark": (
+        {"l.weight": CODES, "l.weight_scale": SCALES},
+        quark("fp8_e4m3", algo_config=[{"name": "rotation", "online_r1_rotation": True}]),
+        "l.weight",
+        "config.json says algo_config: rotation",
+    ),
     "nunchaku": (
         {"l.qweight": BYTES, "l.wscales": torch.rand(1, 4), "l.smooth_factor": torch.rand(8)},
         {},
@@ -353,6 +360,15 @@ def test_integers_in_the_place_of_weights_are_refused(tmp_path, dtype, allow):
     assert torch.equal(loaded, BYTES.to(dtype))
 
 
+def test_matrices_of_integers_under_other_names_are_refused_too(tmp_path):
+    tensors = {"experts.up": BYTES.to(torch.int32), "lengths": torch.arange(4, dtype=torch.int32)}
+    write_plain(tmp_path / "model" / "model.safetensors", tensors)
+    state = request("experts.up", BYTES, torch.float32)
+    refused(lambda: distckpt.load(state, tmp_path / "model", allow_dtype_cast=True), "experts.up")
+    state = request("lengths", tensors["lengths"], torch.float64)
+    assert distckpt.load(state, tmp_path / "model")["it"].tolist() == [0, 1, 2, 3]
+
+
 def test_counters_and_masks_are_converted_as_ever(tmp_path):
     """To wider integers, and wide ones to floating point: no codes have 64 bits, or are bool."""
     tensors = {"count": torch.arange(8), "mask": torch.ones(4, 8, dtype=torch.bool)}
@@ -462,3 +478,16 @@ def test_values_of_codes_that_are_not_decoded_are_not_just_absent(tmp_path, form
         "'l.weight' is stored",
         *named,
     )
+
+
+@needs_dtypes("float8_e4m3fn")
+def test_a_module_for_which_there_are_codes(tmp_path):
+    """What is not taken are the scales: the message says so."""
+    model = torch.nn.ModuleDict({"l": torch.nn.Linear(8, 4, bias=False)})
+    before = model["l"].weight.detach().clone()
+    tensors = {"l.weight": CODES, "l.scale_weight": torch.rand(())}
+    write_plain(tmp_path / "model" / "model.safetensors", tensors)
+    state = {"model": model}
+    refused(lambda: distckpt.load(state, tmp_path / "model"), "a quantized one", "'l.scale_weight'")
+    refused(lambda: distckpt.load(state, tmp_path / "model", strict="report"), "named like a scale")
+    assert torch.equal(model["l"].weight, before)
