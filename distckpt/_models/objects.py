@@ -41,6 +41,7 @@ from distckpt._models.modules import (
     bare_module,
     sharded_state_dict,
     sharded_state_dict_default,
+    with_stored_buffers,
 )
 from distckpt._models.optimizer.description import (
     OptimizerState,
@@ -372,6 +373,11 @@ def resolve(
             unrequested.remove(key)
             targets["settings"] = ShardedObject(key, None, (1,), (0,), OpenReplicaId((0, rank)))
         tree = replaced(tree, path, targets)
+    for place in described.places:
+        if place.kind is Kind.MODULE:
+            module, shards = bare_module(place.value), at(tree, place.path)
+            requested = with_stored_buffers(module, shards, stored)
+            tree = tree if requested is shards else replaced(tree, place.path, requested)
     places = []
     for place in described.places:
         if _is_of_another_grid(place, tree, stored):

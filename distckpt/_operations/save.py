@@ -190,23 +190,22 @@ def _flatten(
     if any(shard.key == COMMON_KEY for shard in shards):
         raise InvalidShardingError(f"The key {COMMON_KEY!r} is reserved: rename yours.")
     flatten.check_keys_are_different(state_dict, shards)
+    _check_metadata_entry(state_dict, request)
     if request.content_metadata is not None:
-        common = _with_content_metadata(common, state_dict, request.content_metadata)
+        metadata = common_state.storable_metadata(request.content_metadata)
+        common = {**common, CONTENT_METADATA: metadata}
     compared = common_state.comparable(common, request.preprocess_common)
     digest = common_state.digest(compared) if compares else 0
     notes = note_of_module(with_objects.names) | note_of_schedulers(with_objects.schedulers)
     return _DescribedState(shards, common, compared, digest, notes)
 
 
-def _with_content_metadata(
-    common: CommonStateDict, state_dict: StateDict, content_metadata: dict[str, Any]
-) -> CommonStateDict:
-    if CONTENT_METADATA in state_dict:
+def _check_metadata_entry(state_dict: StateDict, request: SaveRequest) -> None:
+    if CONTENT_METADATA in state_dict and not request.has_metadata_entry:
         raise CheckpointingException(
-            f"The state dict has an entry {CONTENT_METADATA!r} and content_metadata was given: "
-            "both would be stored under this name. Rename the entry, or leave content_metadata out."
+            f"The state dict has an entry {CONTENT_METADATA!r}, and what describes a checkpoint is "
+            "stored under this name: rename the entry, or pass its value as content_metadata=."
         )
-    return {**common, CONTENT_METADATA: common_state.storable_metadata(content_metadata)}
 
 
 def _prepare(
