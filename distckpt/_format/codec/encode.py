@@ -116,7 +116,8 @@ def encode_all(obj: object, writer: Writer) -> Json:
     """Return the tree of an object, see `encode_node`; the error about a class that is not
     registered names all of them.
     """
-    writer.unregistered = found = {}
+    found: dict[type, tuple[str, UnsupportedObjectError]] = {}
+    writer.unregistered = found
     tree = encode_node(obj, writer)
     if not found:
         return tree
