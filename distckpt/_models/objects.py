@@ -49,7 +49,7 @@ from distckpt._models.optimizer.description import (
     fill_gaps,
     optimizer_targets,
 )
-from distckpt._models.optimizer.state import unite
+from distckpt._models.optimizer.state import check_one_rest, unite
 from distckpt._models.optimizer.view import is_optimizer
 from distckpt._models.per_rank import PerRank, cell_of, state_of, warn_of_skipped
 from distckpt._models.schedulers import scheduler_class
@@ -231,6 +231,8 @@ class _Walk:
             settings.setdefault(place.prefix, []).extend(entries)
             self.optimizers.append((place.path, described))
             tree = replaced(tree, place.path, described)
+        for prefix, entries in () if self.loads else settings.items():
+            check_one_rest(prefix, entries)
         return tree, settings
 
 
