@@ -115,6 +115,7 @@ def save(
         process_group=process_group,
         overwrite=overwrite,
         content_metadata=content_metadata,
+        has_metadata_entry=content_metadata is None,
         options=with_changes(save, SaveOptions, None, {**own, **changes}),
         preprocess_common=preprocess_common_before_consistancy_check,
     )

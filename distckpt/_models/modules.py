@@ -12,6 +12,7 @@ from distckpt._base.errors import LoadMismatchError
 from distckpt._base.messages import summarize_keys
 from distckpt._base.tree import Position, map_leaves
 from distckpt._mapping.base import BufferReplicaId, OpenReplicaId, ReplicaId
+from distckpt._mapping.sharded_tensor import ShardedTensor
 from distckpt._mapping.wrappers import ShardedStateDict, StateDict, is_main_replica
 from distckpt._models.dtensor import is_dtensor, is_in_mesh, local_part, shard_of_dtensor
 from distckpt._models.layers import (
@@ -24,6 +25,7 @@ from distckpt._models.layers import (
     prepended_axes,
 )
 from distckpt._ranks.exchanges import own_rank
+from distckpt._state.stored_form import StoredEntry
 
 _WRAPPED = ("_orig_mod", "_checkpoint_wrapped_module", "_original_module")
 """Names under which torch.compile, activation checkpointing and Fabric hold the module that they
@@ -146,6 +148,53 @@ def sharded_state_dict_default(
     return state
 
 
+def with_stored_buffers(
+    module: torch.nn.Module, described: ShardedStateDict, entries: Mapping[str, StoredEntry]
+) -> ShardedStateDict:
+    """Request buffers that are stored in other shapes in these, where the code of the module that
+    has them may take any, as observers of ranges do.
+    """
+    others = {
+        name: entries[shard.key].shape
+        for name, shard in described.items()
+        if _is_whole(shard) and _has_other_shape(shard, entries.get(shard.key))
+    }
+    resized = _resized_buffers(module) if others else set()
+    changed = dict(described)
+    for name, shape in others.items():
+        if id(described[name].data) in resized:
+            new = ShardedTensor.from_rank_offsets(
+                described[name].key,
+                torch.empty(shape, dtype=described[name].dtype),
+                replica_id=described[name].replica_id,
+            )
+            changed[name] = new
+    return changed if others else described
+
+
+def _is_whole(shard: Any) -> bool:
+    if type(shard) is not ShardedTensor or shard.dtype.is_complex:
+        return False
+    return tuple(shard.local_shape) == tuple(shard.global_shape)
+
+
+def _has_other_shape(shard: ShardedTensor, entry: StoredEntry | None) -> bool:
+    if entry is None or entry.dtype is None:
+        return False
+    return tuple(entry.shape) != tuple(shard.global_shape)
+
+
+def _resized_buffers(module: torch.nn.Module) -> set[int]:
+    """Return the `id()` of the buffers of modules that load their state in a way of their own."""
+    plain = torch.nn.Module._load_from_state_dict
+    owners = [
+        owner
+        for owner in module.modules()
+        if type(owner)._load_from_state_dict is not plain or owner._load_state_dict_pre_hooks
+    ]
+    return {id(buffer) for owner in owners for buffer in owner._buffers.values()}
+
+
 def load_sharded_state_dict(
     module: torch.nn.Module, loaded: StateDict, prefix: str = "", *, strict: bool = True
 ) -> tuple[set[str], set[str]]:
@@ -190,6 +239,7 @@ def _fill(
     prefix: str,
 ) -> None:
     owned = {id(tensor) for tensor in (*module.parameters(), *module.buffers())}
+    owned -= _resized_now(module, entries, given)
     others: StateDict = {}
     for name, value in given.items():
         if name not in entries:
@@ -199,9 +249,34 @@ def _fill(
             _copy_into(prefix + name, target, value)
         else:
             others[own_name] = value
-    if others:
+    if not others:
+        return
+    try:
         # Extra state, and whatever else only the module can load.
         module.load_state_dict(others, strict=False)
+    except RuntimeError as error:
+        raise LoadMismatchError(
+            f"{type(module).__name__} does not take what was loaded for it: {error}",
+            unexpected=[prefix + name for name in others],
+        ) from error
+
+
+def _resized_now(
+    module: torch.nn.Module, entries: Mapping[str, tuple[str, Any]], given: StateDict
+) -> set[int]:
+    """Return the `id()` of the buffers that were stored in other shapes. The modules that have them
+    get them with the rest of their state.
+    """
+    targets = {name: entries[name][1] for name in given.keys() & entries.keys()}
+    resized = [name for name, target in targets.items() if _is_resized(target, given[name])]
+    possible = _resized_buffers(module) if resized else set()
+    owners = {name.rpartition(".")[0] for name in resized if id(targets[name]) in possible}
+    return {id(target) for name, target in targets.items() if name.rpartition(".")[0] in owners}
+
+
+def _is_resized(target: Any, value: Any) -> bool:
+    are_tensors = isinstance(target, torch.Tensor) and isinstance(value, torch.Tensor)
+    return are_tensors and not is_dtensor(target) and target.shape != value.shape
 
 
 def _missing(entries: Mapping[str, tuple[str, Any]], given: Collection[str]) -> set[str]:

@@ -44,6 +44,7 @@ from distckpt._models.modules import (
     bare_module,
     sharded_state_dict,
     sharded_state_dict_default,
+    with_stored_buffers,
 )
 from distckpt._models.optimizer.description import (
     OptimizerState,
@@ -51,7 +52,7 @@ from distckpt._models.optimizer.description import (
     fill_gaps,
     optimizer_targets,
 )
-from distckpt._models.optimizer.state import unite
+from distckpt._models.optimizer.state import check_one_rest, unite
 from distckpt._models.optimizer.view import is_optimizer
 from distckpt._models.per_rank import PerRank, cell_of, state_of, warn_of_skipped
 from distckpt._models.schedulers import scheduler_class
@@ -235,6 +236,8 @@ class _Walk:
             settings.setdefault(place.prefix, []).extend(entries)
             self.optimizers.append((place.path, described))
             tree = replaced(tree, place.path, described)
+        for prefix, entries in () if self.loads else settings.items():
+            check_one_rest(prefix, entries)
         return tree, settings
 
 
@@ -379,6 +382,11 @@ def resolve(
             unrequested.remove(key)
             targets["settings"] = ShardedObject(key, None, (1,), (0,), OpenReplicaId((0, rank)))
         tree = replaced(tree, path, targets)
+    for place in described.places:
+        if place.kind is Kind.MODULE:
+            module, shards = bare_module(place.value), at(tree, place.path)
+            requested = with_stored_buffers(module, shards, stored)
+            tree = tree if requested is shards else replaced(tree, place.path, requested)
     places = []
     for place in described.places:
         if _is_of_another_grid(place, tree, stored):

@@ -30,6 +30,8 @@ class SaveRequest:
         process_group: the ranks that save together.
         overwrite: replace a complete checkpoint that is there.
         content_metadata: describes the content.
+        has_metadata_entry: whether an entry `content_metadata` of the state dict is that, as in
+            Megatron Core.
         options: of the caller.
         preprocess_common: called with a copy of the common state; returns what ranks compare.
         notes: further fields of the marker.
@@ -45,6 +47,7 @@ class SaveRequest:
     process_group: Any = None
     overwrite: bool = False
     content_metadata: dict[str, Any] | None = None
+    has_metadata_entry: bool = False
     options: SaveOptions = field(default_factory=SaveOptions)
     preprocess_common: Callable[[CommonStateDict], StateDict] | None = None
     notes: Mapping[str, Any] = field(default_factory=dict)

@@ -232,8 +232,10 @@ def _flatten(
         raise InvalidShardingError(f"The key {COMMON_KEY!r} is reserved: rename yours.")
     modules = [place.path for place in with_objects.places if place.kind is objects.Kind.MODULE]
     flatten.check_keys_are_different(split, modules)
+    _check_metadata_entry(state_dict, request)
     if request.content_metadata is not None:
-        common = _with_content_metadata(common, state_dict, request.content_metadata)
+        metadata = common_state.storable_metadata(request.content_metadata)
+        common = {**common, CONTENT_METADATA: metadata}
     notes = note_of_module(with_objects.names) | note_of_schedulers(with_objects.schedulers)
     if not compares:
         return _DescribedState(shards, common, common, 0, notes)
@@ -253,15 +255,12 @@ def _compared(common: CommonStateDict, request: SaveRequest) -> tuple[StateDict,
     return compared, common_state.digest(compared)
 
 
-def _with_content_metadata(
-    common: CommonStateDict, state_dict: StateDict, content_metadata: dict[str, Any]
-) -> CommonStateDict:
-    if CONTENT_METADATA in state_dict:
+def _check_metadata_entry(state_dict: StateDict, request: SaveRequest) -> None:
+    if CONTENT_METADATA in state_dict and not request.has_metadata_entry:
         raise CheckpointingException(
-            f"The state dict has an entry {CONTENT_METADATA!r} and content_metadata was given: "
-            "both would be stored under this name. Rename the entry, or leave content_metadata out."
+            f"The state dict has an entry {CONTENT_METADATA!r}, and what describes a checkpoint is "
+            "stored under this name: rename the entry, or pass its value as content_metadata=."
         )
-    return {**common, CONTENT_METADATA: common_state.storable_metadata(content_metadata)}
 
 
 def _prepare(ranks: Ranks, target: _Target, described: _DescribedState) -> PreparedSave:

@@ -407,3 +407,80 @@ def test_without_groups_all_ranks_have_copies():
     )
     with pytest.raises(InvalidShardingError, match="axis 3"):
         modules.make_tp_sharded_tensor_for_checkpoint(torch.ones(2), "w", 3)
+
+
+class Observer(torch.nn.Module):
+    """Gets the shape of its range from what it has seen, as observers of torch.ao do."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("low", torch.tensor([0.0]))
+        self.register_buffer("count", torch.tensor(0))
+        self.loaded = {}
+
+    def see(self, low):
+        self.low, self.count = low, self.count + 1
+
+    def _load_from_state_dict(self, state_dict, prefix, *args):
+        self.loaded = {name: tuple(value.shape) for name, value in state_dict.items()}
+        if f"{prefix}low" in state_dict:
+            self.low.resize_(state_dict[f"{prefix}low"].shape)
+        super()._load_from_state_dict(state_dict, prefix, *args)
+
+
+class Stubborn(Observer):
+    """Takes its state in a way of its own that does not change shapes."""
+
+    def _load_from_state_dict(self, *args):
+        torch.nn.Module._load_from_state_dict(self, *args)
+
+
+class Plain(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("low", torch.tensor([0.0]))
+        self.register_buffer("count", torch.tensor(0))
+
+
+@pytest.mark.parametrize("name", ["model", "ema"])
+def test_buffers_that_a_module_resizes_are_loaded_by_it(tmp_path, name):
+    saved, loaded = (torch.nn.Sequential(torch.nn.Linear(2, 3), Observer()) for _ in range(2))
+    saved[1].see(torch.tensor([[1.0, 2.0], [3.0, 4.0]]))
+    distckpt.save({name: saved}, tmp_path / "saved")
+    distckpt.load({name: loaded}, tmp_path / "saved", strict="raise")
+    assert torch.equal(loaded[1].low, saved[1].low)
+    assert loaded[1].count == 1
+    assert torch.equal(loaded[0].weight, saved[0].weight)
+    # It gets all of its state at once, and that of no other module.
+    assert loaded[1].loaded == {"1.low": (2, 2), "1.count": ()}
+    for cls, text in (
+        (Plain, "the number of axes differs"),
+        (Stubborn, r"size mismatch for 1\.low"),
+    ):
+        other = torch.nn.Sequential(torch.nn.Linear(2, 3), cls())
+        with pytest.raises(LoadMismatchError, match=text) as caught:
+            distckpt.load({name: other}, tmp_path / "saved")
+        assert any(key.endswith("1.low") for key in caught.value.unexpected)
+
+
+@pytest.mark.filterwarnings(
+    "ignore:torch.ao.quantization:DeprecationWarning", "ignore:Please use quant_min"
+)
+def test_a_model_with_fake_quantization_goes_on(tmp_path):
+    quantization = pytest.importorskip("torch.ao.quantization")
+
+    def make(seed):
+        torch.manual_seed(seed)
+        model = torch.nn.Sequential(torch.nn.Linear(4, 6), torch.nn.ReLU(), torch.nn.Linear(6, 2))
+        model.qconfig = quantization.get_default_qat_qconfig("fbgemm")
+        return quantization.prepare_qat(model)
+
+    saved, loaded, by_torch = (make(seed) for seed in range(3))
+    x = torch.randn(5, 4)
+    saved(x)
+    distckpt.save({"model": saved}, tmp_path / "saved")
+    by_torch.load_state_dict(saved.state_dict())
+    distckpt.load({"model": loaded}, tmp_path / "saved", strict="raise")
+    assert torch.equal(loaded(x), by_torch(x))
+    for key, value in by_torch.state_dict().items():
+        assert torch.equal(loaded.state_dict()[key], value), key

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from typing import Any
 
 from distckpt._base.errors import LoadMismatchError
@@ -37,12 +37,20 @@ def class_name(optimizer: Any) -> str:
     return type(sharded_inner(optimizer) or optimizer).__name__
 
 
-def check_class(optimizer: Any, prefix: str, settings: Iterable[Entry]) -> None:
-    """Warn of an optimizer that gets the state of one of another class.
+def check_class(
+    optimizer: Any, prefix: str, settings: Iterable[Entry], names: Collection[str]
+) -> None:
+    """Warn of an optimizer that gets the state of one of another class, given the names of its
+    parameters.
 
     LoadMismatchError when its next step would fail.
     """
-    known = [entry for entry in settings if "class" in entry]
+    own_names = set(names)
+    known = [
+        entry
+        for entry in settings
+        if "class" in entry and not own_names.isdisjoint(entry["params"])
+    ]
     own, stored = class_name(optimizer), sorted({entry["class"] for entry in known})
     if not stored or own in stored:
         return

@@ -217,7 +217,6 @@ def optimizer_targets(
 
     LoadMismatchError when the optimizer cannot go on from what one of another class has saved.
     """
-    check_class(described.optimizer, described.prefix, settings)
     targets = OptimizerState(described.optimizer, described.prefix, described.shards)
     for section in sections_at(described.optimizer, stored_sections(settings)):
         path = section.path
@@ -245,6 +244,8 @@ def optimizer_targets(
                     for name in names
                 }
                 targets.add(path, place, param, shard, tensors)
+    names = targets.own.names.values()
+    check_class(described.optimizer, described.prefix, settings, names)
     targets["settings"] = LocalNonpersistentObject(settings)
     return targets
 

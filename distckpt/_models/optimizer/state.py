@@ -27,6 +27,7 @@ state dict, and names its sections in `sections`.
 from __future__ import annotations
 
 import copy
+import logging
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, NamedTuple, TypeAlias, cast
@@ -41,6 +42,8 @@ from distckpt._format import codec
 from distckpt._format.checksum import checksum
 from distckpt._models.dtensor import is_dtensor, local_part
 from distckpt._ranks.collectives import Ranks
+
+logger = logging.getLogger(__name__)
 
 Entry: TypeAlias = dict[str, Any]
 SectionPath: TypeAlias = tuple[str, ...]
@@ -88,11 +91,22 @@ def param_state(name: str, state: Any, is_frozen: bool) -> ParamState:
     named = state if isinstance(state, dict) else {} if state is None else {_ITSELF: state}
     kept = ParamState(name, {}, {}, {}, bool(named), is_frozen)
     for key, value in named.items():
-        if isinstance(value, torch.Tensor):
-            (kept.tensors if value.ndim else kept.scalars)[key] = value
+        if isinstance(value, torch.Tensor) and not value.ndim:
+            kept.scalars[key] = value
+        elif isinstance(value, torch.Tensor) and isinstance(key, str):
+            _add(kept.tensors, key, value)
         else:
             kept.values[key] = _without_tensors(value, str(key), kept.tensors)
     return kept
+
+
+def _add(found: dict[str, torch.Tensor], name: str, tensor: torch.Tensor) -> None:
+    if name in found:
+        raise InvalidShardingError(
+            f"The state of an optimizer has two tensors that would be stored as {name!r}, one of "
+            "them in a list or dict: rename an entry of its state."
+        )
+    found[name] = tensor
 
 
 def orders_of(tensors: Mapping[str, torch.Tensor], param: torch.Tensor) -> dict[str, list[int]]:
@@ -114,7 +128,7 @@ def _without_tensors(value: Any, name: str, found: dict[str, torch.Tensor]) -> A
             return leaf
         if not leaf.ndim:
             return local_part(leaf).detach()
-        found[dotted(position)] = leaf
+        _add(found, dotted(position), leaf)
         return HOLE
 
     return map_leaves(taken, value, is_plain_container, (name,))
@@ -346,6 +360,13 @@ def _stored_options(
         name = next((name for name in entry["params"] if name in names), None)
         if name is not None:
             found.setdefault(codec.encode(entry["options"]), (entry["options"], name))
+    if len(found) > 1 and not all(isinstance(name, str) for _, name in found.values()):
+        logger.warning(
+            "group %s of several optimizers has no parameters, and has different options in each: "
+            "those of the checkpoint are left out, since it is unknown whose they are",
+            next(iter(found.values()))[1],
+        )
+        return None
     if len(found) > 1:
         (first, name), (second, other) = list(found.values())[:2]
         differing = [
@@ -393,6 +414,17 @@ def rest_entry(rest: Any, sections: Sequence[tuple[SectionPath, bool]]) -> Entry
 def stored_rest(settings: Iterable[Entry]) -> Any:
     """Return the rest of the state dict besides its sections, `HOLE` for nothing."""
     return next((entry["rest"] for entry in settings if "rest" in entry), HOLE)
+
+
+def check_one_rest(prefix: str, settings: Iterable[Entry]) -> None:
+    """Refuse optimizers of one name that have different values besides those for parameters."""
+    rests = {codec.encode(entry["rest"]) for entry in settings if "rest" in entry}
+    if len(rests) > 1:
+        raise InvalidShardingError(
+            f"Several optimizers at {prefix!r} keep values that belong to no parameter, of which "
+            "one optimizer's would be stored: put them into a dict, {'first': optimizer, 'second': "
+            "other}, in place of a list."
+        )
 
 
 def stored_sections(settings: Iterable[Entry]) -> list[tuple[SectionPath, bool]]:

@@ -499,6 +499,86 @@ def test_what_belongs_to_no_parameter_is_kept(tmp_path):
     assert_same(resumed["optimizer"].state_dict(), expected)
 
 
+def test_optimizers_in_a_list_keep_what_is_their_own_or_are_refused(tmp_path, caplog):
+    model = Net(1)
+    params = [list(layer.parameters()) for layer in (model.up, model.down)]
+
+    def look(counts, lr):
+        found = [Lookahead(torch.optim.SGD(each, lr=lr)) for each in params]
+        for optimizer, count in zip(found, counts, strict=True):
+            optimizer.count = count
+        return found
+
+    with pytest.raises(distckpt.InvalidShardingError, match=r"at 'optimizers' keep values .* dict"):
+        distckpt.save({"model": model, "optimizers": look([3, 5], 0.1)}, tmp_path / "saved")
+    saved, loaded = look([3, 5], 0.1), look([0, 0], 0.2)
+    names = ("first", "second")
+    for way, wrap in (("dict", lambda given: dict(zip(names, given, strict=True))), ("list", list)):
+        if way == "list":
+            saved[0].count = 5
+        distckpt.save({"model": model, "optimizers": wrap(saved)}, tmp_path / way)
+        distckpt.load({"model": model, "optimizers": wrap(loaded)}, tmp_path / way)
+        assert [optimizer.count for optimizer in loaded] == [each.count for each in saved]
+        assert all(each.optimizer.param_groups[0]["lr"] == 0.1 for each in loaded)
+
+    def with_empty(rates):
+        return [
+            torch.optim.SGD([{"params": each, "lr": 1.0}, {"params": [], "lr": lr}])
+            for each, lr in zip(params, rates, strict=True)
+        ]
+
+    for rates, expected in (([0.3, 0.4], [9, 9]), ([0.3, 0.3], [0.3, 0.3])):
+        path, new = tmp_path / str(rates), with_empty([9, 9])
+        distckpt.save({"model": model, "optimizers": with_empty(rates)}, path)
+        caplog.clear()
+        distckpt.load({"model": model, "optimizers": new}, path)
+        assert [optimizer.param_groups[1]["lr"] for optimizer in new] == expected
+        assert ("group 1 of several optimizers" in caplog.text) == (expected == [9, 9])
+
+
+def test_the_class_is_that_of_the_optimizer_of_the_same_parameters(tmp_path, caplog):
+    model = Net(1)
+    first, second = (list(layer.parameters()) for layer in (model.up, model.down))
+    saved = [torch.optim.Adam(first), torch.optim.AdamW(second)]
+    distckpt.save({"model": model, "optimizers": saved}, tmp_path / "saved")
+    request = [torch.optim.AdamW(second), torch.optim.Adam(first)]
+    distckpt.load({"model": model, "optimizers": request}, tmp_path / "saved")
+    assert caplog.text == ""
+    request = [torch.optim.Adam(second), torch.optim.AdamW(first)]
+    distckpt.load({"model": model, "optimizers": request}, tmp_path / "saved")
+    assert caplog.text.count("is loaded into one of class") == 2
+
+
+@pytest.mark.parametrize(
+    "state",
+    [
+        {"Q": [torch.ones(2)], "Q.0": torch.zeros(2)},
+        {"Q.0": torch.zeros(2), "Q": [torch.ones(2)]},
+        {1: torch.ones(2), "1": torch.zeros(2)},
+        {"a": {"b.c": torch.ones(2), "b": {"c": torch.zeros(2)}}},
+    ],
+)
+def test_tensors_of_one_name_in_the_state_of_an_optimizer_are_refused(tmp_path, state):
+    saved = make(1)
+    saved["optimizer"].state[saved["model"].up.weight] = state
+    with pytest.raises(distckpt.InvalidShardingError, match="two tensors that would be stored as"):
+        distckpt.save(saved, tmp_path / "saved")
+
+
+def test_states_may_go_by_numbers(tmp_path):
+    saved, loaded = make(1), make(2)
+    state = {
+        0: torch.ones(6, 4),
+        1: torch.tensor(2.0),
+        2: [torch.ones(2)],
+        "step": torch.tensor(3.0),
+    }
+    saved["optimizer"].state[saved["model"].up.weight] = copy.deepcopy(state)
+    distckpt.save(saved, tmp_path / "saved")
+    distckpt.load(loaded, tmp_path / "saved", strict="raise")
+    assert_same(loaded["optimizer"].state[loaded["model"].up.weight], state)
+
+
 class Norm(enum.IntEnum):
     FLAT = 1
     SPECTRAL = 2

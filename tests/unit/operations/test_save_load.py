@@ -276,12 +276,26 @@ def test_content_metadata_are_kept_apart(tmp_path):
     assert distckpt.open(tmp_path / "d").metadata is None
 
 
-def test_an_entry_of_that_name_is_not_overwritten(tmp_path):
-    with pytest.raises(
-        CheckpointingException, match="entry 'content_metadata' and content_metadata was given"
-    ):
-        distckpt.save({"content_metadata": 1}, tmp_path / "c", content_metadata={"a": 2})
+def test_an_entry_of_that_name_is_neither_overwritten_nor_taken_for_it(tmp_path):
+    state = {"content_metadata": {"mine": 1}, "step": 1}
+    metadata = {"content_metadata": {"a": 2}}
+    with distckpt.CheckpointManager(tmp_path / "run") as manager:
+        saves = [
+            partial(distckpt.save, state, tmp_path / "c"),
+            partial(distckpt.async_save, state, tmp_path / "c"),
+            partial(manager.save, 1, state),
+        ]
+        for save in (*saves, *(partial(save, **metadata) for save in saves)):
+            with pytest.raises(
+                CheckpointingException, match=r"an entry 'content_metadata'.* rename the entry"
+            ):
+                save()
+    with pytest.raises(CheckpointingException, match="an entry 'content_metadata'"):
+        distckpt.megatron.save(state, tmp_path / "c", **metadata)
     assert not (tmp_path / "c").exists()
+    # What a load of Megatron's returned is saved again.
+    distckpt.megatron.save(state, tmp_path / "c")
+    assert distckpt.open(tmp_path / "c").metadata == {"mine": 1}
 
 
 # ---- tensors that share memory

@@ -217,7 +217,6 @@ def test_names_of_entries_may_be_anything(tmp_path):
     def state(value):
         return {
             "common_state": {"mine": 1, "w": tensor("common_state", value)},
-            "content_metadata": 2,
             "common": 3,
             "a/b": {"c.d": tensor("a/b.c", value), "e": 4},
             "a": {"b/c.d": 5, "b": {"c.d": 6}},
@@ -236,7 +235,6 @@ def test_names_of_entries_may_be_anything(tmp_path):
         loaded,
         {
             "common_state": {"mine": 1, "w": one},
-            "content_metadata": 2,
             "common": 3,
             "a/b": {"c.d": one, "e": 4},
             "a": {"b/c.d": 5, "b": {"c.d": 6}},
