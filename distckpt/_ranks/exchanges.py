@@ -374,7 +374,9 @@ def num_exchanges(process_group: Any) -> int:
     caller.
     """
     group = group_of(process_group)
-    log = group and _attendance_logs.get(_cpu_groups.get(group, group))
+    if not (group and isinstance(group, dist.ProcessGroup)):
+        return 0
+    log = _attendance_logs.get(_cpu_groups.get(group, group))
     return log.num_exchanges if log else 0
 
 
