@@ -104,8 +104,9 @@ class AsyncCallsQueue:
         Collective operation: all ranks must call it. `preload_fn` runs before this returns,
         everything else later.
         """
+        preloaded = async_request.freeze()._with_preloaded()
         self.call_idx += 1
-        request = async_request.freeze()._with_preloaded()._replace(call_idx=self.call_idx)
+        request = preloaded._replace(call_idx=self.call_idx)
         task = background.Task(request._call, f"request {self.call_idx}", None, _EXIT_TIMEOUT)
         # Only the task refers to the arguments, so they go when it is done.
         self.async_calls.append((task, request._replace(async_fn_args=(), async_fn=None)))

@@ -158,6 +158,7 @@ class BackgroundSave:
         copies: what is written.
         is_abandoned: set once the end of the process no longer waits for it.
         write_planned: writes and commits.
+        is_staged: set once what it writes is being copied.
     """
 
     location: str
@@ -168,13 +169,20 @@ class BackgroundSave:
     copies: HostCopies
     is_abandoned: threading.Event
     write_planned: Write
+    is_staged: bool = False
 
     def stage(self, ranks: Ranks) -> bool:
         """Copy what this rank writes; return False if the strategy cannot do this.
 
         Collective operation: all ranks of the caller's group must call it.
         """
-        assert self.planned is not None
+        if self.planned is None or self.is_staged:
+            # Refused where it happens, without an exchange: the other ranks need not do the same.
+            raise CheckpointingException(
+                f"The request of the save to {self.location!r} was scheduled before: each request "
+                "is scheduled once. To save again, call save again, and schedule its request."
+            )
+        self.is_staged = True
         prepared = self.planned.prepared
         try:
             with self.planned.timer.phase("stage") as details, ranks.phase("stage tensors"):

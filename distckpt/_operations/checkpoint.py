@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -53,7 +54,8 @@ class Checkpoint:
     """A checkpoint that is open for reading, see `distckpt.open`.
 
     It stays on the checkpoint that it has opened: when that one is replaced or removed, reads raise
-    an error.
+    an error. It can be sent to other processes, which open it there: pickles and copies hold where
+    it is, and nothing of its content. Mappings are read-only.
 
     Attributes:
         location: path or URL.
@@ -64,10 +66,16 @@ class Checkpoint:
         metadata: the `content_metadata` that was given to `save`, None without any.
     """
 
-    def __init__(self, stored: StoredCheckpoint) -> None:
+    def __init__(self, stored: StoredCheckpoint, as_stored: bool = False) -> None:
         self.location = stored.location
         self._stored = stored
+        self._as_stored = as_stored
         self._times = _times_of_files(stored)
+
+    def __reduce__(self) -> tuple[Callable[..., Checkpoint], tuple[Any, ...]]:
+        """Open the same checkpoint again where it is unpickled."""
+        marker = self._stored.marker if self._stored.manifest.has_checksums else None
+        return _open_again, (self.location, self._as_stored, marker)
 
     def __repr__(self) -> str:
         """Name the location, and count what is there."""
@@ -78,25 +86,30 @@ class Checkpoint:
     def tensors(self) -> Mapping[str, TensorInfo]:
         """Describe each tensor, by key."""
         stored = self._stored
-        return {
-            key: TensorInfo(key, stored.global_shape(key), FROM_NAME[stored.dtype_name(key)])
-            for key in stored.manifest.key_index
-            if not (stored.is_object(key) or key.endswith(AS_STORED))
-        }
+        return MappingProxyType(
+            {
+                key: TensorInfo(key, stored.global_shape(key), FROM_NAME[stored.dtype_name(key)])
+                for key in stored.manifest.key_index
+                if not (stored.is_object(key) or key.endswith(AS_STORED))
+            }
+        )
 
     @cached_property
     def objects(self) -> Mapping[str, tuple[int, ...]]:
         """Return the number of parts along each axis of each sharded object, by key."""
         stored = self._stored
         keys = filter(stored.is_object, stored.manifest.key_index)
-        return {key: stored.global_shape(key) for key in keys if key != COMMON_KEY}
+        shapes = {key: stored.global_shape(key) for key in keys if key != COMMON_KEY}
+        return MappingProxyType(shapes)
 
     @cached_property
-    def common_state(self) -> StateDict:
-        """Return everything that was saved without being sharded; read once."""
+    def common_state(self) -> Mapping[Any, Any]:
+        """Return everything that was saved without being sharded; read once. Copy what you change
+        in it.
+        """
         with self._reading():
             compacted: StateDict = flatten.compact(load_common_state(self._stored))
-        return compacted
+        return MappingProxyType(compacted)
 
     @property
     def metadata(self) -> dict[str, Any] | None:
@@ -208,7 +221,19 @@ def open(path: str | os.PathLike[str], *, as_stored: bool = False) -> Checkpoint
     for attempt in read_attempts(Ranks.alone(), location):
         with attempt:
             stored = open_checkpoint(Ranks.alone(), location, marker=attempt.marker)
-            checkpoint = Checkpoint(stored if as_stored else decoded(stored))
+            checkpoint = Checkpoint(stored if as_stored else decoded(stored), as_stored)
+    return checkpoint
+
+
+def _open_again(location: str, as_stored: bool, marker: Mapping[str, Any] | None) -> Checkpoint:
+    """Open a checkpoint that another process, or a copy, has opened before.
+
+    Raises:
+        CheckpointingException: it was replaced since.
+    """
+    checkpoint = open(location, as_stored=as_stored)
+    if marker is not None and checkpoint._stored.marker != marker:
+        raise replaced(location)
     return checkpoint
 
 

@@ -379,10 +379,10 @@ def num_exchanges(process_group: Any) -> int:
     """Return how many exchanges of all ranks this one has reached, for a process group of a
     caller.
     """
-    group, log = group_of(process_group), None
-    # What is no process group at all is refused by what uses it.
-    with contextlib.suppress(TypeError):
-        log = group and _attendance_logs.get(_cpu_groups.get(group, group))
+    group = group_of(process_group)
+    if not (group and isinstance(group, dist.ProcessGroup)):
+        return 0
+    log = _attendance_logs.get(_cpu_groups.get(group, group))
     return log.num_exchanges if log else 0
 
 

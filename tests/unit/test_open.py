@@ -4,8 +4,10 @@ and the safetensors library.
 
 from __future__ import annotations
 
+import copy
 import json
 import os
+import pickle
 import random
 import shutil
 import warnings
@@ -286,6 +288,10 @@ def overwrite(path):
     distckpt.save(state, path, overwrite=True)
 
 
+def pickle_and_back(checkpoint):
+    return pickle.loads(pickle.dumps(checkpoint))
+
+
 @pytest.mark.parametrize("change", [replace_checkpoint, overwrite])
 def test_a_checkpoint_that_was_replaced(change, tmp_path):
     save_checkpoint(tmp_path / "c", {"w": numbered(300, 7)}, step=1)
@@ -313,6 +319,43 @@ def test_a_file_without_checksums_that_was_replaced(tmp_path):
         os.utime(file, (0, os.stat(file).st_mtime + 1))
         with pytest.raises(CheckpointingException, match="was replaced after it was opened"):
             checkpoint.read("w")
+
+
+@pytest.mark.parametrize("copied", [pickle_and_back, copy.copy, copy.deepcopy])
+def test_an_open_checkpoint_can_be_sent_and_copied(copied, saved, tmp_path):
+    shutil.copytree(saved, tmp_path / "c")
+    checkpoint = distckpt.open(tmp_path / "c")
+    assert checkpoint.common_state  # what was read is not sent
+    assert len(pickle.dumps(checkpoint)) < 2000
+    other = copied(checkpoint)
+    assert other.location == checkpoint.location
+    assert other.tensors == checkpoint.tensors
+    assert other.common_state == checkpoint.common_state
+    for key, value in checkpoint.read_tensors().items():
+        assert torch.equal(other.read(key), value)
+    shutil.rmtree(tmp_path / "c")
+    save_checkpoint(tmp_path / "c", {"w": numbered(3, 7)}, step=1)
+    with pytest.raises(CheckpointingException, match="was replaced after it was opened"):
+        copied(checkpoint)
+
+
+def test_an_open_checkpoint_is_sent_with_its_view_of_codes(tmp_path):
+    weight = torch.full((4, 4), 3.0)
+    codes = {"l.weight": weight.to(torch.float8_e4m3fn), "l.weight_scale": torch.full((1,), 2.0)}
+    save_file(codes, tmp_path / "model.safetensors")
+    settings = {"quantization_config": {"quant_method": "fp8"}}
+    (tmp_path / "config.json").write_text(json.dumps(settings))
+    for as_stored, expected in ((True, weight), (False, 2 * weight)):
+        checkpoint = pickle_and_back(distckpt.open(tmp_path, as_stored=as_stored))
+        assert torch.equal(checkpoint.read("l.weight").float(), expected)
+
+
+def test_what_an_open_checkpoint_says_cannot_be_changed(saved):
+    checkpoint = distckpt.open(saved)
+    for mapping in (checkpoint.tensors, checkpoint.objects, checkpoint.common_state):
+        with pytest.raises(TypeError):
+            mapping["new"] = 1
+        assert "new" not in mapping
 
 
 def test_a_checkpoint_that_was_removed(saved, tmp_path):

@@ -58,6 +58,24 @@ def test_a_save_through_the_queue(tmp_path):
     queue.close()
 
 
+@pytest.mark.parametrize("is_written", [False, True])
+def test_a_request_that_is_scheduled_twice(is_written, tmp_path):
+    queue = AsyncCallsQueue()
+    request = distckpt.megatron.save(state_of(3), tmp_path / "c", async_sharded_save=True)
+    assert queue.schedule_async_request(request) == 0
+    if is_written:
+        queue.maybe_finalize_async_calls(blocking=True)
+    with pytest.raises(CheckpointingException, match="was scheduled before: each request is"):
+        queue.schedule_async_request(request)
+    with pytest.raises(CheckpointingException, match="was scheduled before"):
+        request.execute_sync()
+    other = distckpt.megatron.save(state_of(4), tmp_path / "d", async_sharded_save=True)
+    assert queue.schedule_async_request(other) == 1
+    queue.close()
+    assert loaded(tmp_path / "c") == ([3], 3)
+    assert loaded(tmp_path / "d") == ([4], 4)
+
+
 def test_execute_sync(tmp_path):
     seen = []
     request = distckpt.megatron.save(state_of(2), tmp_path / "c", async_sharded_save=True)
