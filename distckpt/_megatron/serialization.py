@@ -187,7 +187,8 @@ def load(
         checkpoint_dir: see `path` of `distckpt.load`.
         sharded_strategy: reads the shards; a strategy, `(backend, version)` of a registered one, or
             None for the one that the checkpoint was saved with.
-        validate_access_integrity: see `LoadOptions`.
+        validate_access_integrity: see `LoadOptions`. True, the default here, also refuses a part of
+            a tensor in one process, as Megatron does; False loads it.
         strict: how to handle keys that only the checkpoint or only the request has; a
             `StrictHandling` or its value. By default, modules are loaded whole: one that lacks a
             part of what was saved for it is an error; "raise_unexpected" loads what it has. With

@@ -267,7 +267,7 @@ def test_the_old_name_of_full_verification(checkpoint):
     file.write_bytes(data)
     assert distckpt.load(shard, checkpoint, verify=False)["w"].tolist() == [0, 1]
     with pytest.raises(CorruptCheckpointError):
-        distckpt.megatron.load(shard, checkpoint, verify_integrity=True)
+        distckpt.megatron.load(shard, checkpoint, None, False, verify_integrity=True)
 
 
 # ---- which blocks of a large chunk are checked
