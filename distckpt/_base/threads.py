@@ -11,6 +11,8 @@ from typing import Any, TypeVar
 
 from distckpt._base.interrupts import run_handlers, run_operation, running_operation
 
+PART_BYTES = 16 << 20
+"""Larger objects are put into stores in parts, of this size at least."""
 UNIT_BYTES = 8 << 20
 """One thread moves this much at a time; bounce buffers have this size."""
 NUM_THREADS = max(2, min(4, os.cpu_count() or 1))

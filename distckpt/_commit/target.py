@@ -5,6 +5,7 @@ others, which stay.
 from __future__ import annotations
 
 import errno
+import importlib
 import os
 import re
 from collections.abc import Callable
@@ -12,7 +13,6 @@ from collections.abc import Callable
 from distckpt._base.errors import CheckpointExistsError, CorruptCheckpointError
 from distckpt._commit import hidden_directories
 from distckpt._format.foreign_formats import MARKED_CHECKPOINTS, ForeignFormat
-from distckpt._format.hf_names import is_model_name
 from distckpt._format.marker import CONFIG_FNAME, read_marker
 from distckpt._storage import locations
 
@@ -139,8 +139,9 @@ def check_no_model(location: str) -> None:
     """Refuse a directory with a model or an adapter of Hugging Face, which a checkpoint would
     hide.
     """
-    names = filter(is_model_name, _names_in(location))
-    name = next(names, None)
+    # Imported when it is needed: what is there is looked at only where something is.
+    hf_names = importlib.import_module("distckpt._format.hf_names")
+    name = next(filter(hf_names.is_model_name, _names_in(location)), None)
     if name is not None:
         raise CheckpointExistsError(
             f"{location!r} holds a Hugging Face model ({name!r}), of which distckpt.load would "

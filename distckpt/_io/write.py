@@ -19,12 +19,11 @@ import torch
 from distckpt._base.dtypes import as_integers
 from distckpt._base.libc import ALIGNMENT, DIRECT, copy_bytes, reserve, write_aligned, write_all
 from distckpt._base.memory import Bytes, Copier, DeviceLayer, bounce_buffer, tensor_bytes
-from distckpt._base.threads import NUM_REQUESTS, NUM_THREADS, UNIT_BYTES, run_threads
+from distckpt._base.threads import NUM_REQUESTS, NUM_THREADS, PART_BYTES, UNIT_BYTES, run_threads
 from distckpt._format.checksum import BLOCK_BYTES, block_checksums
 from distckpt._geometry.region import flat_range_regions
 from distckpt._geometry.units import Span, units_of
 from distckpt._storage import locations
-from distckpt._storage.remote import PART_BYTES
 
 DIRECT_MIN_BYTES = 16 << 20
 """Smaller files go through the page cache: one flush costs less than many waits for the disk."""

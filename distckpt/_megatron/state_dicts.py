@@ -21,6 +21,7 @@ from distckpt._megatron.extract import extract_nonpersistent, extract_sharded_ba
 from distckpt._megatron.validation import determine_global_metadata, validate_sharding_integrity
 from distckpt._ranks.collectives import Ranks
 from distckpt._state import common_state
+from distckpt._state.common_differences import check_differences
 
 
 def save_preprocess(
@@ -40,7 +41,7 @@ def save_preprocess(
     sharded = filter_out_empty_flatten_tensor(sharded)
     if validate_access_integrity:
         compared = common_state.comparable(common, preprocess_common_before_consistancy_check)
-        common_state.check_differences(Ranks(), compared, common_state.digest(compared))
+        check_differences(Ranks(), compared, common_state.digest(compared))
         validate_sharding_integrity(determine_global_metadata(sharded)[1])
     return sharded, common
 

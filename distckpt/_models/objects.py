@@ -55,7 +55,6 @@ from distckpt._models.optimizer.description import (
 from distckpt._models.optimizer.state import check_one_rest, unite
 from distckpt._models.optimizer.view import is_optimizer
 from distckpt._models.per_rank import PerRank, cell_of, state_of, warn_of_skipped
-from distckpt._models.schedulers import scheduler_class
 from distckpt._ranks.collectives import Ranks
 from distckpt._state.stored_form import StoredEntry
 
@@ -122,7 +121,11 @@ class Described:
     @property
     def schedulers(self) -> dict[str, str]:
         """The classes of learning rate schedulers, by place."""
-        classes = {place.name: scheduler_class(place.value) for place in self.places}
+        stateful = [place for place in self.places if place.kind is Kind.STATEFUL]
+        if not stateful:
+            return {}
+        name_class = importlib.import_module("distckpt._models.schedulers").scheduler_class
+        classes = {place.name: name_class(place.value) for place in stateful}
         return {name: text for name, text in classes.items() if text}
 
     def digest(self) -> int:

@@ -5,10 +5,13 @@ from __future__ import annotations
 import importlib
 from typing import Any, Literal, TypeAlias
 
-_Name: TypeAlias = Literal["background", "merge_adapter", "peft_names", "quantize", "strategies"]
+_Name: TypeAlias = Literal[
+    "background", "common_differences", "merge_adapter", "peft_names", "quantize", "strategies"
+]
 
 _MODULES: dict[_Name, str] = {
     "background": "distckpt._io.background",
+    "common_differences": "distckpt._state.common_differences",
     "merge_adapter": "distckpt._operations.merge_adapter",
     "peft_names": "distckpt._plan.peft_names",
     "quantize": "distckpt._operations.quantize",

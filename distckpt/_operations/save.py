@@ -218,7 +218,8 @@ def _describe_state(
     with ranks.phase("flatten the state dict"):
         described = _flatten(with_objects, request, compares)
     if compares:
-        common_state.check_differences(ranks, described.compared, described.digest)
+        differences = on_demand("common_differences")
+        differences.check_differences(ranks, described.compared, described.digest)
     return described
 
 

@@ -5,25 +5,15 @@ It is saved once, from rank 0, and compared between ranks.
 
 from __future__ import annotations
 
-import json
 import logging
-import math
-from collections import OrderedDict
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple, TypeAlias
+from collections.abc import Callable
+from typing import Any
 
-import torch
-
-from distckpt._base.dtypes import TO_NAME
-from distckpt._base.errors import InvalidShardingError, UnsupportedObjectError
-from distckpt._base.memory import tensor_bytes
-from distckpt._base.messages import summarize_keys
-from distckpt._base.tree import HOLE, Position, copied, is_plain_container, map_nodes
+from distckpt._base.errors import UnsupportedObjectError
+from distckpt._base.tree import copied
 from distckpt._format import codec
 from distckpt._format.checksum import checksum
 from distckpt._mapping.wrappers import CommonStateDict, StateDict
-from distckpt._ranks.collectives import Ranks
-from distckpt._state.drift import Difference, compare_samples, largest_of
 
 logger = logging.getLogger(__name__)
 
@@ -31,14 +21,6 @@ COMMON_KEY = "distckpt.common_state"
 """Key of the object that holds common state in a checkpoint; reserved."""
 CONTENT_METADATA = "content_metadata"
 """Entry of common state that describes the content of a checkpoint."""
-
-_Hashes: TypeAlias = Mapping[str, Sequence[Any]]
-"""For each leaf by path, its hash, and whether it has tensors."""
-_Samples: TypeAlias = Mapping[str, Sequence[str]]
-"""For each tensor by path, its dtype, shape, and elements in hexadecimal."""
-MAX_SAMPLES = 256
-"""Tensors that differ of which samples are compared."""
-SAMPLED_ELEMENTS = 256
 
 
 def object_text(key: str) -> str:
@@ -96,7 +78,7 @@ def digest(common: CommonStateDict) -> int:
     return checksum(codec.encode(common)) >> 3
 
 
-_compared_entries: set[str] = set()
+compared_entries: set[str] = set()
 """Paths of the entries of common state that this process, as coordinator, has compared in the saves
 that it has planned.
 """
@@ -104,155 +86,4 @@ that it has planned.
 
 def note_compared(common: CommonStateDict) -> None:
     """Remember, on the coordinator, that a save with these entries has been planned."""
-    _compared_entries.update(codec.fingerprints(dict.fromkeys(common, 0)))
-
-
-def check_differences(ranks: Ranks, common: CommonStateDict, digest: int) -> None:
-    """Compare common state: ranks exchange hashes, and look at single entries only if those differ.
-
-    Collective operation: all ranks must call it. Values that differ are warned about, and so are
-    tensors that have drifted apart; the coordinator's are saved.
-
-    Raises:
-        InvalidShardingError: on all ranks, if tensors have nothing in common, in an entry that is
-            saved for the first time. Most of them are part of something.
-    """
-    if ranks.all_equal(digest):
-        return
-    own = _hashes(common)
-    gathered = [json.loads(text) for text in ranks.gather(json.dumps(own).encode())]
-    paths = ranks.decide_json("compare common state", lambda: _differing_tensors(gathered))
-    samples = ranks.gather(json.dumps(_samples(common, paths)).encode()) if paths else []
-    with ranks.phase("compare common state", decision=True):
-        if ranks.is_coordinator:
-            decoded = [json.loads(text) for text in samples] or [{}] * ranks.size
-            for rank in range(1, ranks.size):
-                pairs = _Pairs(gathered[0], gathered[rank], decoded[0], decoded[rank])
-                _compare(rank, pairs)
-
-
-class _Pairs(NamedTuple):
-    """Common state of the coordinator and of another rank: hashes, and samples of tensors."""
-
-    first: _Hashes
-    other: _Hashes
-    first_samples: _Samples
-    other_samples: _Samples
-
-
-def _hashes(common: CommonStateDict) -> dict[str, tuple[str, bool]]:
-    """Return, for each leaf by path, its hash, and whether it has tensors: whether it has another
-    hash without them.
-    """
-    with_tensors = codec.fingerprints(_plain(common, with_tensors=True))
-    without = codec.fingerprints(_plain(common, with_tensors=False))
-    return {path: (digest, digest != without.get(path)) for path, digest in with_tensors.items()}
-
-
-def _differing_tensors(gathered: Sequence[_Hashes]) -> list[str]:
-    """Return the paths of tensors that are not the same on all ranks, as many as are compared."""
-    first, *others = gathered
-    found = {path for other in others for path in _differing(first, other)}
-    tensors = [path for path in found if _have_tensors(gathered, path)]
-    return sorted(tensors)[:MAX_SAMPLES]
-
-
-def _differing(first: _Hashes, other: _Hashes) -> list[str]:
-    return sorted(path for path in {**first, **other} if first.get(path) != other.get(path))
-
-
-def _samples(common: CommonStateDict, paths: Sequence[str]) -> dict[str, tuple[str, str, str]]:
-    """Return the dtype and shape, and elements in hexadecimal, of those leaves that are tensors."""
-    by_path = codec.leaves(_plain(common, with_tensors=True))
-    found = {}
-    for path in paths:
-        _, leaf = by_path.get(path, ("", None))
-        if isinstance(leaf, torch.Tensor) and leaf.dtype in TO_NAME:
-            elements = leaf.detach().flatten()
-            sample = elements[:: 1 + len(elements) // SAMPLED_ELEMENTS].cpu().resolve_conj()
-            content = tensor_bytes(sample.resolve_neg().contiguous())
-            found[path] = TO_NAME[leaf.dtype], str(tuple(leaf.shape)), bytes(content).hex()
-    return found
-
-
-def _compare(rank: int, pairs: _Pairs) -> None:
-    """Compare a rank with rank 0: warn of what differs, and refuse tensors that have nothing in
-    common, before anything is lost.
-    """
-    paths = _differing(pairs.first, pairs.other)
-    tensors = [path for path in paths if _have_tensors((pairs.first, pairs.other), path)]
-    if tensors:
-        _compare_tensors(rank, tensors, pairs)
-    # "" is all of it: worth naming only when no part differs.
-    values = [path for path in paths if path not in tensors]
-    named = list(filter(None, values)) or values
-    if named:
-        logger.warning(
-            "common state differs between rank 0 and rank %d in %s; the checkpoint gets rank 0's. "
-            "Per-rank values belong in a ShardedObject, values that need no saving in a "
-            "LocalNonpersistentObject.",
-            rank,
-            summarize_keys(named),
-        )
-
-
-def _compare_tensors(rank: int, paths: Sequence[str], pairs: _Pairs) -> None:
-    differences = {path: _difference(pairs, path) for path in paths[:MAX_SAMPLES]}
-    unrelated = [
-        path
-        for path, difference in differences.items()
-        if difference.is_unrelated and not _was_compared(path)
-    ]
-    if unrelated:
-        raise InvalidShardingError(
-            f"The tensors {summarize_keys(paths)} differ between rank 0 and rank {rank}, and "
-            "are neither shards nor part of an object: one rank's would be saved, the others "
-            f"lost. {_WAY_OUT}"
-        )
-    logger.warning(
-        "the tensors %s differ between rank 0 and rank %d, by %s; the checkpoint gets rank 0's. %s",
-        summarize_keys(paths),
-        rank,
-        largest_of(differences.values()),
-        _WAY_OUT,
-    )
-
-
-_WAY_OUT = (
-    "Put the model or the optimizer itself into the state dict, in place of its "
-    "state_dict(). Or wrap what each rank has in a ShardedTensor or ShardedObject (copies, "
-    "of which one is stored, in ShardedTensor.from_rank_offsets(key, tensor, "
-    "replica_id=rank)), and what needs no saving in a LocalNonpersistentObject."
-)
-
-
-def _difference(pairs: _Pairs, path: str) -> Difference:
-    first, other = pairs.first_samples.get(path), pairs.other_samples.get(path)
-    if first is None or other is None or first[:2] != other[:2]:
-        return Difference(math.inf, math.inf, True)
-    return compare_samples(first[0], bytes.fromhex(first[2]), bytes.fromhex(other[2]))
-
-
-def _was_compared(path: str) -> bool:
-    """Tell whether the entry that a path begins with was part of an earlier save."""
-    return any(
-        path.startswith(entry) and path[len(entry) :][:1] in ("", ".", "[")
-        for entry in _compared_entries
-    )
-
-
-def _have_tensors(gathered: Iterable[_Hashes], path: str) -> bool:
-    return any(hashes[path][1] for hashes in gathered if path in hashes)
-
-
-def _plain(common: Any, with_tensors: bool) -> Any:
-    """Return a tree with dicts for OrderedDicts, which are leaves for the codec, and holes for
-    tensors if they are left out.
-    """
-
-    def plain(_: Position, node: Any) -> Any:
-        if isinstance(node, torch.Tensor) and not with_tensors:
-            return HOLE
-        return dict(node) if type(node) is OrderedDict else node
-
-    return map_nodes(plain, common, is_plain_container)
+    compared_entries.update(codec.fingerprints(dict.fromkeys(common, 0)))

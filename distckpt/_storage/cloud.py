@@ -18,11 +18,11 @@ from datetime import timedelta
 from typing import Any, Literal, NamedTuple
 
 from distckpt._base.memory import Bytes
+from distckpt._base.threads import PART_BYTES
 from distckpt._storage.cloud_errors import is_temporary, os_error, text_of
 from distckpt._storage.fsspec_urls import settings_of
+from distckpt._storage.object_store import PROVIDERS
 from distckpt._storage.remote import (
-    PART_BYTES,
-    PROVIDERS,
     RETRY_SECONDS,
     RefusedError,
     RemoteLocation,

@@ -4,8 +4,21 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Iterable
+from typing import TYPE_CHECKING
 
-from distckpt._storage.remote import PROVIDERS, RemoteLocation
+if TYPE_CHECKING:
+    from distckpt._storage.remote import RemoteLocation
+
+PROVIDERS = {
+    "s3": "s3",
+    "s3a": "s3",
+    "gs": "gcs",
+    "gcs": "gcs",
+    "az": "azure",
+    "abfs": "azure",
+    "abfss": "azure",
+}
+"""The object store that each scheme of URLs is for. All other schemes are fsspec's."""
 
 _CLOUD = ("distckpt._storage.cloud", "CloudLocation")
 _FSSPEC = ("distckpt._storage.fsspec_urls", "FsspecLocation")

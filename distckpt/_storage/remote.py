@@ -13,22 +13,10 @@ from typing import Any, Literal, NamedTuple, TypeVar
 import numpy as np
 
 from distckpt._base.memory import Bytes
-from distckpt._base.threads import Pool
+from distckpt._base.threads import PART_BYTES, Pool
 
 logger = logging.getLogger(__name__)
 
-PROVIDERS = {
-    "s3": "s3",
-    "s3a": "s3",
-    "gs": "gcs",
-    "gcs": "gcs",
-    "az": "azure",
-    "abfs": "azure",
-    "abfss": "azure",
-}
-"""The object store that each scheme of URLs is for. All other schemes are fsspec's."""
-PART_BYTES = 16 << 20
-"""Larger objects are put in parts, of this size at least."""
 _MAX_PART_BYTES = 128 << 20
 _NUM_REMOVALS = 10
 """Removals at the same time."""

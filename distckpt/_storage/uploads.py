@@ -10,9 +10,9 @@ from concurrent.futures import Future
 from typing import NamedTuple
 
 from distckpt._base.memory import Bytes
-from distckpt._base.threads import Pool, wait_for_all
+from distckpt._base.threads import PART_BYTES, Pool, wait_for_all
 from distckpt._storage import object_store
-from distckpt._storage.remote import PART_BYTES, part_bytes_of
+from distckpt._storage.remote import part_bytes_of
 
 
 class OutgoingFile(NamedTuple):

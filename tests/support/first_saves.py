@@ -6,7 +6,7 @@ import sys
 
 _MEMORIES = {
     "distckpt._operations.save": "_saved_entries",
-    "distckpt._state.common_state": "_compared_entries",
+    "distckpt._state.common_state": "compared_entries",
 }
 
 

@@ -9,7 +9,7 @@ from typing import Any
 from distckpt._base.errors import LoadMismatchError
 from distckpt._base.messages import summarize_keys
 from distckpt._models.optimizer.state import Entry
-from distckpt._models.optimizer.view import sharded_inner
+from distckpt._models.optimizer.view import class_name, sharded_inner
 
 logger = logging.getLogger(__name__)
 
@@ -28,13 +28,6 @@ _NEEDED = {
     "SparseAdam": {"exp_avg", "exp_avg_sq"},
 }
 """What a step of torch's optimizers reads of the state of a parameter that has one."""
-
-
-def class_name(optimizer: Any) -> str:
-    """Return the name of the class of an optimizer without wrappers, or of the one in a
-    ZeroRedundancyOptimizer.
-    """
-    return type(sharded_inner(optimizer) or optimizer).__name__
 
 
 def check_class(

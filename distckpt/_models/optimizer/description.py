@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NamedTuple, TypeAlias
 
@@ -16,7 +17,6 @@ from distckpt._mapping.wrappers import (
     ShardedTensorFactory,
 )
 from distckpt._models.dtensor import is_dtensor, is_in_mesh, local_part
-from distckpt._models.optimizer.classes import check_class, class_name
 from distckpt._models.optimizer.ids import (
     KEEP_VARS_HINT,
     get_optim_param_to_id_map,
@@ -43,6 +43,7 @@ from distckpt._models.optimizer.state import (
 from distckpt._models.optimizer.view import (
     Section,
     bare_optimizer,
+    class_name,
     owned_parameters,
     params_of,
     read_sections,
@@ -245,7 +246,9 @@ def optimizer_targets(
                 }
                 targets.add(path, place, param, shard, tensors)
     names = targets.own.names.values()
-    check_class(described.optimizer, described.prefix, settings, names)
+    # Imported when it is needed: no save does.
+    classes = importlib.import_module("distckpt._models.optimizer.classes")
+    classes.check_class(described.optimizer, described.prefix, settings, names)
     targets["settings"] = LocalNonpersistentObject(settings)
     return targets
 

@@ -249,3 +249,10 @@ def _set_options(group: dict[str, Any], options: Mapping[str, Any]) -> None:
             group[name] = value.item()
         else:
             group[name] = value
+
+
+def class_name(optimizer: Any) -> str:
+    """Return the name of the class of an optimizer without wrappers, or of the one in a
+    ZeroRedundancyOptimizer.
+    """
+    return type(sharded_inner(optimizer) or optimizer).__name__
