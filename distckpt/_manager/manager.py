@@ -128,6 +128,7 @@ class CheckpointManager:
         self._seen = SeenSteps(self.root, patience, removes_steps=keep_last is not None)
         self._handles: list[SaveHandle] = []
         self._named_newer: set[int] = set()
+        self._last_saved: int | None = None
         self._is_closed = False
 
     def location(self, step: int) -> str:
@@ -251,6 +252,7 @@ class CheckpointManager:
     def _begin(self, step: int, notes: Sequence[bytes], request: SaveRequest) -> SaveRequest:
         """Return the request with the notes of all ranks, after a look at what is there."""
         self._warn_about_newer(step)
+        self._warn_about_root(step)
         note = united_note(notes)
         name = self._seen.begin_save(step, note.names, self._policy.best_metric)
         fields = {"step": step, "save": name, "metrics": note.metrics, "pinned": note.pinned}
@@ -276,6 +278,18 @@ class CheckpointManager:
                 self.location(min(newer)),
             )
 
+    def _warn_about_root(self, step: int) -> None:
+        """Say that the directory is gone with what was saved there: it was renamed or removed."""
+        has_saved = self._last_saved is not None and locations.is_local(self.root)
+        if has_saved and not locations.exists(self.root):
+            logger.warning(
+                "%s, where step %d was saved, is there no more: it was renamed or removed. Step %d "
+                "is saved to a new directory of this name.",
+                self.root,
+                self._last_saved,
+                step,
+            )
+
     def _note_failure(self, step: int, handle: Future[SaveReport]) -> None:
         # `exception` of the handle itself would count as asking.
         error = Future.exception(handle)
@@ -295,6 +309,7 @@ class CheckpointManager:
         """Update the tracker file and remove what is not kept. An error here does not fail the
         save.
         """
+        self._last_saved = step
         with _only_logging(f"write {steps.TRACKER}"):
             steps.write_tracker(self.root, step, self._request.options.durable)
         with _only_logging(f"remove old checkpoints from {self.root}"):

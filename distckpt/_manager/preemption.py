@@ -31,6 +31,8 @@ class PreemptionGuard:
     def __init__(
         self, signals: Sequence[int] = (signal.SIGTERM,), process_group: Any = None
     ) -> None:
+        if not isinstance(signals, Sequence) or not all(isinstance(n, int) for n in signals):
+            raise TypeError(f"signals is a list such as [signal.SIGTERM], got {signals!r:.100}.")
         self.received = False
         self._signals = tuple(signals)
         self._process_group = process_group
@@ -38,8 +40,12 @@ class PreemptionGuard:
 
     def __enter__(self) -> PreemptionGuard:
         """Install handlers for the signals, which Python allows only in the main thread."""
-        for number in self._signals:
-            self._before[number] = signal.signal(number, self._note)
+        try:
+            for number in self._signals:
+                self._before[number] = signal.signal(number, self._note)
+        except BaseException:
+            self.__exit__()
+            raise
         return self
 
     def __exit__(self, *error: object) -> None:

@@ -65,11 +65,11 @@ def remove_step(root: str, step: int, save: str) -> bool:
 
 
 def _check_removable(directory: str) -> None:
-    """Raise PermissionError if this user may not remove all files in a directory, before any is
-    removed.
-    """
+    """Raise an error if this user cannot remove all files in a directory, before any is removed."""
     for inner, _, _ in os.walk(directory):
         if not os.access(inner, os.W_OK | os.X_OK, effective_ids=True):
+            if os.statvfs(inner).f_flag & os.ST_RDONLY:
+                raise OSError(errno.EROFS, os.strerror(errno.EROFS), inner)
             raise PermissionError(errno.EACCES, "its files cannot be removed by this user", inner)
 
 

@@ -30,7 +30,7 @@ class Retention:
     def __post_init__(self) -> None:
         for name in ("keep_last", "keep_every", "keep_best"):
             value = getattr(self, name)
-            if value is not None and (not isinstance(value, int) or value < 1):
+            if value is not None and (type(value) is not int or value < 1):
                 raise ValueError(f"{name} must be an integer of at least 1, got {value!r}")
         check_choice("best_mode", self.best_mode, ("min", "max"))
         if self.keep_best != 1 and self.best_metric is None:

@@ -12,10 +12,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from distckpt._base.errors import CheckpointingException
+from distckpt._checkpoint.consistent_read import MAX_READS
 from distckpt._checkpoint.opening import BACKEND
 from distckpt._commit import hidden_directories, posix
 from distckpt._format.foreign_formats import MARKED
-from distckpt._format.marker import CONFIG_FNAME, marker_of, parse_config, read_marker
+from distckpt._format.marker import CONFIG_FNAME, parse_config, read_marker
 from distckpt._operations.verify import verify
 from distckpt._storage import locations
 
@@ -166,14 +167,17 @@ def _may_be_committed(location: str) -> bool:
 def problem_with(root: str, step: int) -> str | None:
     """Check the marker, the manifest, and the sizes and headers of the files of a step; return the
     problem, if any.
+
+    A problem counts when it is found again: storage may fail for a moment, and if another program
+    replaces the step meanwhile, parts of two checkpoints are checked.
     """
     location = locations.join(root, step_name(step))
-    while True:
-        before = marker_of(location)
-        problem = problem_at(location, step)
-        # If another program has replaced it meanwhile, parts of two checkpoints were checked.
-        if problem is None or marker_of(location) == before:
-            return problem
+    problem = problem_at(location, step)
+    for _ in range(MAX_READS):
+        last, problem = problem, problem and problem_at(location, step)
+        if problem == last:
+            break
+    return problem
 
 
 def problem_at(location: str, step: int | None) -> str | None:

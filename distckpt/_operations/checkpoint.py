@@ -55,7 +55,7 @@ class Checkpoint:
 
     It stays on the checkpoint that it has opened: when that one is replaced or removed, reads raise
     an error. It can be sent to other processes, which open it there: pickles and copies hold where
-    it is, and nothing of its content. Mappings are read-only.
+    it is, and nothing of its content.
 
     Attributes:
         location: path or URL.
@@ -103,13 +103,13 @@ class Checkpoint:
         return MappingProxyType(shapes)
 
     @cached_property
-    def common_state(self) -> Mapping[Any, Any]:
+    def common_state(self) -> StateDict:
         """Return everything that was saved without being sharded; read once. Copy what you change
         in it.
         """
         with self._reading():
             compacted: StateDict = flatten.compact(load_common_state(self._stored))
-        return MappingProxyType(compacted)
+        return compacted
 
     @property
     def metadata(self) -> dict[str, Any] | None:

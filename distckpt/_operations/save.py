@@ -238,22 +238,18 @@ def _flatten(
         metadata = common_state.storable_metadata(request.content_metadata)
         common = {**common, CONTENT_METADATA: metadata}
     notes = note_of_module(with_objects.names) | note_of_schedulers(with_objects.schedulers)
+    compared = common_state.comparable(common, request.preprocess_common)
     if not compares:
-        return _DescribedState(shards, common, common, 0, notes)
+        return _DescribedState(shards, common, compared, 0, notes)
     try:
-        compared, digest = _compared(common, request)
+        digest = common_state.digest(compared)
     except UnsupportedObjectError:
         if not request.is_repeated:
             raise
         common = common_state.storable(COMMON_KEY, common)
-        compared, digest = _compared(common, request)
+        compared = common_state.comparable(common, request.preprocess_common)
+        digest = common_state.digest(compared)
     return _DescribedState(shards, common, compared, digest, notes)
-
-
-def _compared(common: CommonStateDict, request: SaveRequest) -> tuple[StateDict, int]:
-    """Return what ranks compare of common state, and a hash of it."""
-    compared = common_state.comparable(common, request.preprocess_common)
-    return compared, common_state.digest(compared)
 
 
 def _check_metadata_entry(state_dict: StateDict, request: SaveRequest) -> None:

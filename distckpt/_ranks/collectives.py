@@ -250,6 +250,8 @@ def _tell_others(process_group: Any, error: BaseException) -> None:
     except CheckpointingException:
         # It is about the group itself.
         return
+    if ranks.size == 1:
+        return
     try:
         with ranks.phase("check the arguments"):
             raise error

@@ -5,7 +5,7 @@ Each element has one main replica, and replicas agree.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -14,7 +14,7 @@ import numpy.typing as npt
 from distckpt._base.errors import InvalidShardingError
 from distckpt._base.messages import KeyFault, summarize_faults
 from distckpt._format.manifest import OBJECT
-from distckpt._geometry.region import IntArray, Region, find_tiling_faults, intersect
+from distckpt._geometry.region import IntArray, find_tiling_faults
 from distckpt._state.shards import GlobalTable
 
 MAX_COMPARED = 256
@@ -48,33 +48,10 @@ def validate_shards(table: GlobalTable, *, allow_gaps: bool = False) -> None:
 
 
 def validate_part(table: GlobalTable) -> None:
-    """Check what one process requests, which may be parts of tensors: no two main replicas hold the
-    same element, and each copy has a main replica.
+    """Check what one process requests, which may be a part that another rank has, or its copy of
+    one: no two main replicas hold the same element.
     """
     validate_shards(table, allow_gaps=True)
-    rows, firsts = _replicas(table, np.arange(len(table.key_ids)))
-    found = [
-        KeyFault(table.keys[key_id], text, text)
-        for key_id, text in _copies_alone(table, rows[~table.is_main[firsts]])
-    ]
-    if found:
-        raise _invalid(found)
-
-
-def _copies_alone(table: GlobalTable, copies: IntArray) -> Iterator[tuple[int, str]]:
-    """Explain, for each key, the first copy of which some elements are in no main replica."""
-    found = set[int]()
-    for row in copies.tolist():
-        key_id, region = int(table.key_ids[row]), table.row_region(row)
-        if key_id not in found and not _is_in_mains(table, key_id, region):
-            found.add(key_id)
-            yield key_id, _explain_copies(table, key_id, region.offset, np.array([row]))
-
-
-def _is_in_mains(table: GlobalTable, key_id: int, region: Region) -> bool:
-    mains = np.flatnonzero(table.is_main & (table.key_ids == key_id)).tolist()
-    common = (intersect(region, table.row_region(main)) for main in mains)
-    return sum(part.num_elements for part in common if part) == region.num_elements
 
 
 def _invalid(faults: Sequence[KeyFault]) -> InvalidShardingError:

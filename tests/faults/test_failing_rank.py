@@ -166,7 +166,10 @@ def strategy_raises_after(rank, path):
 
 
 SAVES = {
-    build_fn_raises: (ValueError, ["flatten the state dict", "3 heads do not divide by 2"]),
+    build_fn_raises: (
+        CheckpointingException,
+        ["flatten the state dict", "3 heads do not divide by 2"],
+    ),
     preprocessing_raises: (RuntimeError, ["no such entry on rank 2"]),
     unsupported_common_state: (
         UnsupportedObjectError,
@@ -502,8 +505,8 @@ LOADS = {
     load_damaged: (CorruptCheckpointError, ["load", "shard-00003-", "'rows'", "Checksum mismatch"]),
     load_cut_off: (CorruptCheckpointError, ["load", "shard-00003-", "bytes"]),
     load_incomplete: (CorruptCheckpointError, ["load", "shard-00003-", "missing"]),
-    merge_fn_raises: (RuntimeError, ["load", "gate and up do not fit"]),
-    build_fn_raises_while_loading: (ValueError, ["3 heads do not divide by 2"]),
+    merge_fn_raises: (CheckpointingException, ["load", "gate and up do not fit"]),
+    build_fn_raises_while_loading: (CheckpointingException, ["3 heads do not divide by 2"]),
     strategy_does_not_read: (CorruptCheckpointError, ["my strategy finds no index on rank 2"]),
     strategy_loses_what_it_read: (RuntimeError, ["my strategy lost what it read on rank 2"]),
     no_files_to_read_with: (OSError, [os.strerror(errno.EMFILE), "metadata.json"]),

@@ -4,6 +4,8 @@ or is told that it was removed. Nobody is told that it is damaged.
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import os
 import shutil
 
@@ -294,6 +296,33 @@ def test_steps_that_come_and_go_while_the_newest_is_looked_for(look, tmp_path):
             assert "not finished" not in reason, (number, step, reason)
         shutil.rmtree(root)
     assert newest == 14
+
+
+class FailingOnce:
+    """Storage that does not answer one of the calls, as network file systems do for a moment."""
+
+    def __init__(self, number):
+        self.number, self.is_done = number, False
+
+    def __call__(self, call, moment):
+        if moment == "before" and call.number == self.number:
+            self.is_done = True
+            raise OSError(errno.ESTALE, os.strerror(errno.ESTALE), call.paths[0])
+
+
+def test_no_older_step_is_loaded_because_storage_fails_for_a_moment(tmp_path):
+    save_steps(tmp_path / "run", 10, 20)
+    outcomes = set()
+    for number in range(1, 1000):
+        failing, newest = FailingOnce(number), None
+        with watched(tmp_path / "run", failing), contextlib.suppress(OSError):
+            newest, _ = load_newest(tmp_path / "run")
+        assert newest in (None, 20), number
+        outcomes.add(newest)
+        if not failing.is_done:
+            break
+    assert newest == 20
+    assert outcomes == {None, 20}, "where it cannot look again, the error is raised"
 
 
 # --- Several ranks --------------------------------------------------------------------------------

@@ -63,6 +63,17 @@ def overlay(folder: Path) -> Iterator[Path]:
 
 
 @contextmanager
+def mounted_read_only(folder: Path) -> Iterator[None]:
+    """Make a directory a read-only mount of itself, where the test may."""
+    do_or_skip("mount", "--bind", str(folder), str(folder))
+    try:
+        do_or_skip("mount", "-o", "remount,bind,ro", str(folder))
+        yield
+    finally:
+        subprocess.run(["umount", str(folder)], check=True)
+
+
+@contextmanager
 def immutable(folder: Path) -> Iterator[None]:
     """Keep a directory from being renamed or changed, where the test may."""
     do_or_skip("chattr", "+i", str(folder))

@@ -29,7 +29,7 @@ from distckpt import (
 from distckpt.megatron.core import read_marker, write_marker
 from tests.support.cli_command import call
 from tests.support.disk import tree_of
-from tests.support.disks import immutable
+from tests.support.disks import immutable, mounted_read_only
 from tests.support.hooked_store import hooked_reads
 from tests.support.other_program import as_another_program
 from tests.support.states import state_of, value_of
@@ -681,6 +681,34 @@ def test_steps_that_another_manager_has_saved_meanwhile_stay(tmp_path):
     assert directories_in(tmp_path) == ["step_00000050"]
 
 
+def test_a_directory_that_is_renamed_during_a_run(tmp_path, caplog):
+    root = tmp_path / "run"
+    with CheckpointManager(root, keep_last=1, async_save=False) as manager:
+        manager.save(1, state_of(1))
+        assert "renamed or removed" not in caplog.text
+        root.rename(tmp_path / "renamed")
+        manager.save(2, state_of(2))
+        assert f"{root}, where step 1 was saved, is there no more" in caplog.text
+        manager.save(3, state_of(3))
+    assert caplog.text.count("renamed or removed") == 1
+    assert directories_in(root) == ["step_00000003"]
+    assert value_of(CheckpointManager(tmp_path / "renamed").load(state_of(-1))) == 1
+
+
+def test_steps_on_a_read_only_file_system_say_so(tmp_path, capsys):
+    root = tmp_path / "run"
+    save_steps(root, [1, 2])
+    with mounted_read_only(root):
+        manager = CheckpointManager(root, keep_last=1, async_save=False)
+        assert value_of(manager.load(state_of(-1))) == 2
+        with pytest.raises(OSError, match="Read-only file system"):
+            manager.save(3, state_of(3))
+        text = call(capsys, "prune", root, "--keep-last", 1, code=1)
+        assert "cannot remove step_00000001: OSError: [Errno 30] Read-only file system" in text
+    save_steps(root, [3], keep_last=1)
+    assert directories_in(root) == ["step_00000003"]
+
+
 def test_a_predicate_that_fails_removes_nothing(tmp_path, caplog):
     def keep(step):
         raise KeyError("no such step")
@@ -707,6 +735,7 @@ def test_directories_that_vanish_meanwhile(tmp_path):
         {"keep_last": 1.5},
         {"keep_last": "2"},
         {"keep_last": 1, "keep_every": 0},
+        {"keep_last": True},
         {"keep_every": 5},
         {"keep_last": 1, "best_mode": "up"},
         {"keep_last": 1, "keep_best": 2},
@@ -767,6 +796,19 @@ def test_a_signal_is_noted_and_the_handler_put_back(tmp_path):
     assert manager.latest() == 3
     assert signal.getsignal(signal.SIGTERM) is before
     assert Path(manager.location(3)).is_dir()
+
+
+@pytest.mark.parametrize("signals", [signal.SIGTERM, "SIGTERM", ["SIGTERM"], None])
+def test_signals_are_listed(signals):
+    with pytest.raises(TypeError, match=r"signals is a list such as \[signal.SIGTERM\], got "):
+        PreemptionGuard(signals)
+
+
+def test_a_signal_that_cannot_be_caught_leaves_the_handlers_of_the_others():
+    before = signal.getsignal(signal.SIGTERM)
+    with pytest.raises(OSError, match="Invalid argument"):
+        PreemptionGuard([signal.SIGTERM, signal.SIGKILL]).__enter__()
+    assert signal.getsignal(signal.SIGTERM) is before
 
 
 def test_a_signal_is_noted_by_all_guards_around(tmp_path):
