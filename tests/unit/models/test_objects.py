@@ -567,7 +567,12 @@ def test_tensors_of_one_name_in_the_state_of_an_optimizer_are_refused(tmp_path, 
 
 def test_states_may_go_by_numbers(tmp_path):
     saved, loaded = make(1), make(2)
-    state = {0: torch.ones(6, 4), 1: torch.tensor(2.0), 2: [torch.ones(2)], "step": torch.tensor(3.0)}
+    state = {
+        0: torch.ones(6, 4),
+        1: torch.tensor(2.0),
+        2: [torch.ones(2)],
+        "step": torch.tensor(3.0),
+    }
     saved["optimizer"].state[saved["model"].up.weight] = copy.deepcopy(state)
     distckpt.save(saved, tmp_path / "saved")
     distckpt.load(loaded, tmp_path / "saved", strict="raise")
