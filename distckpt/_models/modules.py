@@ -154,22 +154,20 @@ def with_stored_buffers(
     """Request buffers that are stored in other shapes in these, where the code of the module that
     has them may take any, as observers of ranges do.
     """
-    others = {
-        name: entries[shard.key].shape
+    resized = _resized_buffers(module)
+    changed = {
+        name: _in_shape(shard, entries[shard.key].shape)
         for name, shard in described.items()
-        if _is_whole(shard) and _has_other_shape(shard, entries.get(shard.key))
+        if id(getattr(shard, "data", None)) in resized
+        and _is_whole(shard)
+        and _has_other_shape(shard, entries.get(shard.key))
     }
-    resized = _resized_buffers(module) if others else set()
-    changed = dict(described)
-    for name, shape in others.items():
-        if id(described[name].data) in resized:
-            new = ShardedTensor.from_rank_offsets(
-                described[name].key,
-                torch.empty(shape, dtype=described[name].dtype),
-                replica_id=described[name].replica_id,
-            )
-            changed[name] = new
-    return changed if others else described
+    return {**described, **changed} if changed else described
+
+
+def _in_shape(shard: ShardedTensor, shape: tuple[int, ...]) -> ShardedTensor:
+    data = torch.empty(shape, dtype=shard.dtype)
+    return ShardedTensor.from_rank_offsets(shard.key, data, replica_id=shard.replica_id)
 
 
 def _is_whole(shard: Any) -> bool:
@@ -192,7 +190,8 @@ def _resized_buffers(module: torch.nn.Module) -> set[int]:
         for owner in module.modules()
         if type(owner)._load_from_state_dict is not plain or owner._load_state_dict_pre_hooks
     ]
-    return {id(buffer) for owner in owners for buffer in owner._buffers.values()}
+    buffers = (buffer for owner in owners for buffer in owner._buffers.values())
+    return {id(buffer) for buffer in buffers if buffer is not None}
 
 
 def load_sharded_state_dict(

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import contextlib
+from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 from distckpt._base.errors import CheckpointingException, LoadMismatchError
@@ -67,7 +68,8 @@ def _restore(place: Place, value: Any, described: Any, saved: Saved, is_strict: 
         _restore_module(place, value, is_strict)
     elif place.kind is Kind.OPTIMIZER:
         if is_strict or "settings" in value:
-            load_sharded_optimizer_state_dict(place.value, value)
+            with _naming(place, "the state of an optimizer", saved):
+                load_sharded_optimizer_state_dict(place.value, value)
     elif place.kind is Kind.PER_RANK:
         _restore_per_rank(place, value, described, saved)
     elif place.kind is Kind.STATEFUL:
@@ -77,22 +79,28 @@ def _restore(place: Place, value: Any, described: Any, saved: Saved, is_strict: 
 
 
 def _load_state(place: Place, state: Any, saved: Saved, has_dict: bool) -> None:
-    """Give an object a state; LoadMismatchError names it if it does not take that."""
-    if has_dict and not isinstance(state, dict | None):
-        raise _refused_state(place, state, saved, "its own state is a dict")
-    try:
+    kept = repr(state)
+    if isinstance(state, dict):
+        kept = f"a dict of {summarize_keys(map(str, state)) or 'nothing'}"
+    elif has_dict and state is not None:
+        raise _refused_state(place, kept, saved, "its own state is a dict")
+    with _naming(place, kept, saved):
         place.value.load_state_dict(state)
+
+
+@contextlib.contextmanager
+def _naming(place: Place, kept: str, saved: Saved) -> Iterator[None]:
+    """Name an object, and what was saved in its place, if it does not take that."""
+    try:
+        yield
     except CheckpointingException:
         raise
     except (TypeError, LookupError, AttributeError, ValueError, RuntimeError) as error:
         what = f"its load_state_dict() failed: {type(error).__name__}: {error}"
-        raise _refused_state(place, state, saved, what) from error
+        raise _refused_state(place, kept, saved, what) from error
 
 
-def _refused_state(place: Place, state: Any, saved: Saved, why: str) -> LoadMismatchError:
-    kept = repr(state)
-    if isinstance(state, dict):
-        kept = f"a dict of {summarize_keys(map(str, state)) or 'nothing'}"
+def _refused_state(place: Place, kept: str, saved: Saved, why: str) -> LoadMismatchError:
     return LoadMismatchError(
         f"The {type(place.value).__name__} at {place.name!r} does not take what the checkpoint "
         f"{saved.location!r} holds there, {kept:.500} ({why}): create the object that was saved, "

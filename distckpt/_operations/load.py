@@ -96,8 +96,10 @@ def load(
             wrote, or of what `torch.distributed.checkpoint.save`, Megatron Core (`torch_dist`) or
             DeepSpeed wrote.
         strict: "complete" loads all that is requested, and modules whole: a key that is not stored
-            is an error, as is a module that lacks a part of what was saved for it. "raise" also
-            raises for every key of the checkpoint that no rank requests. "report" loads what both
+            is an error, as is a module that lacks a part of what was saved for it; what optimizers
+            leave out is in `missing` of the `LoadReport`. "raise" also raises for every key of the
+            checkpoint that no rank requests, and for tensors that are tied and were not when they
+            were saved. "report" loads what both
             have, warns about the rest and names it in `missing` and `unexpected` of the
             `LoadReport`; with rules or a family, all that is requested must be stored.
         rules: how the requested tensors are made from those of the checkpoint, when it stores them

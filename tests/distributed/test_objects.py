@@ -341,3 +341,51 @@ def save_and_load_stages(rank: int, path: str) -> str:
 def test_stages_together_take_all_of_a_model(tmp_path):
     for text in run(save_and_load_stages, 2, str(tmp_path / "saved")):
         assert "holds 'layers.{2..3}.bias' (2 keys), 'layers.{2..3}.weight' (2 keys), which" in text
+
+
+class Heads(torch.nn.Module):
+    """Two layers with one weight or two."""
+
+    def __init__(self, are_tied: bool) -> None:
+        super().__init__()
+        self.a, self.b = (torch.nn.Linear(2, 2, bias=False) for _ in range(2))
+        torch.nn.init.constant_(self.b.weight, 7.0)
+        if are_tied:
+            self.b = self.a
+
+
+def save_and_load_what_is_left_out(rank: int, path: str) -> tuple[list[str], str]:
+    torch.manual_seed(0)
+    saved = {"model": Heads(are_tied=False)}
+    saved["optimizer"] = torch.optim.Adam(saved["model"].parameters())
+    sum(p.square().sum() for p in saved["model"].parameters()).backward()
+    saved["optimizer"].step()
+    saved["scheduler"] = torch.optim.lr_scheduler.LambdaLR(saved["optimizer"], lambda step: 1.0)
+    distckpt.save(saved, path)
+    loaded = {"model": Heads(are_tied=True)}
+    # Only one rank has less than was saved: the others still take all of it.
+    if rank:
+        loaded["model"] = Heads(are_tied=False)
+    loaded["optimizer"] = torch.optim.RAdam([loaded["model"].a.weight])
+    reports = []
+    distckpt.load(loaded, path, on_report=reports.append)
+    error = error_of(distckpt.load, loaded, path, strict="raise")
+    return sorted(reports[0].missing), type(error).__name__
+
+
+def test_reports_of_all_ranks_name_what_is_left_out(tmp_path):
+    results = run(save_and_load_what_is_left_out, 2, str(tmp_path / "saved"))
+    assert (
+        results
+        == [
+            (
+                [
+                    "a.weight",
+                    "optimizer.state.exp_avg.b.weight",
+                    "optimizer.state.exp_avg_sq.b.weight",
+                ],
+                "LoadMismatchError",
+            )
+        ]
+        * 2
+    )

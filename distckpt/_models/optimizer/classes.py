@@ -48,7 +48,9 @@ def check_class(
     if not stored or own in stored:
         return
     text = f"The optimizer that was saved at {prefix!r} is of class {', '.join(stored)}, "
-    kept = [{*entry["tensors"], *entry["values"]} for entry in known if entry["has_state"]]
+    used = [entry for entry in known if entry["has_state"]]
+    used = [entry for entry in used if "path" not in entry] or used
+    kept = [{*entry["tensors"], *entry["values"]} for entry in used]
     if lacking := _needed_by(optimizer) - set.intersection(*kept or [_needed_by(optimizer)]):
         raise LoadMismatchError(
             f"{text}which keeps no {summarize_keys(lacking)}: {own} cannot go on from there. "

@@ -164,9 +164,9 @@ def _described_param(
     shards = described.add(section.path, place, param, shard, kept.tensors)
     if orders := orders_of(kept.tensors, param):
         kept = kept._replace(orders=orders)
-    pairs = {key: value.dtype for key, value in kept.tensors.items()}
-    pairs = {key: dtype for key, dtype in pairs.items() if is_stored_as_pairs(dtype)}
-    kept = kept._replace(pairs=pairs)
+    dtypes = ((key, value.dtype) for key, value in kept.tensors.items())
+    if pairs := {key: dtype for key, dtype in dtypes if is_stored_as_pairs(dtype)}:
+        kept = kept._replace(pairs=pairs)
     if kept.name != shard.key:
         kept = kept._replace(forms={key: form_of(part) for key, part in shards.items()})
     return kept

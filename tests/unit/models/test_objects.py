@@ -482,6 +482,22 @@ def test_optimizers_with_a_state_dict_of_their_own_resume(tmp_path):
         assert_same(new.optimizer.state[other], optimizer.optimizer.state[p])
 
 
+@pytest.mark.parametrize("is_wrapped", [True, False])
+def test_a_wrapper_that_was_not_there_is_named(tmp_path, is_wrapped):
+    model = Net(1)
+    adam = torch.optim.Adam(model.parameters())
+    train(model, adam, range(1))
+    saved, wanted = (Lookahead(adam), adam) if is_wrapped else (adam, Lookahead(adam))
+    if is_wrapped:
+        train(model, saved, range(1))
+    distckpt.save({"model": model, "optimizer": saved}, tmp_path / "saved")
+    text = (
+        "of class Lookahead" if is_wrapped else r"The Lookahead at 'optimizer' .*KeyError: 'slow'"
+    )
+    with pytest.raises(distckpt.LoadMismatchError, match=text):
+        distckpt.load({"model": model, "optimizer": wanted}, tmp_path / "saved")
+
+
 def test_what_belongs_to_no_parameter_is_kept(tmp_path):
     saved, resumed = make(1), make(2)
     go_on(saved, range(2))
