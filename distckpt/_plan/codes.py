@@ -96,7 +96,9 @@ def check_integers(stored: StoredCheckpoint, key: str, requested: torch.dtype) -
     name = stored.dtype_name(key)
     if not requested.is_floating_point or FROM_NAME[name].is_floating_point:
         return
-    if are_integers_as_weights(key, name, len(stored.global_shape(key))):
+    is_of_model = (stored.manifest.origin or {}).get("format") == "huggingface"
+    is_matrix = is_of_model and len(stored.global_shape(key)) > 1
+    if are_integers_as_weights(key, name, is_matrix):
         raise LoadMismatchError(
             f"Key {key!r} is stored in {stored.location!r} as {FROM_NAME[name]} and was requested "
             f"as {requested}: integers in the place of floating point values are codes of a "

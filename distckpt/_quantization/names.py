@@ -67,11 +67,11 @@ def is_named_as_codes(key: str) -> bool:
     return key.endswith(_NAMES_OF_CODES)
 
 
-def are_integers_as_weights(key: str, dtype: str, ndim: int) -> bool:
+def are_integers_as_weights(key: str, dtype: str, is_matrix: bool) -> bool:
     """Tell whether integers must be codes if the model has floating point values in their place:
-    matrices, and what is named as a weight.
+    those of 8 bits, matrices of a model, and what is named as a weight.
     """
-    is_weight = ndim > 1 or key.endswith("weight")
+    is_weight = is_matrix or key.endswith("weight")
     return dtype in ("I8", "U8") or (dtype in _INTEGER_WEIGHTS and is_weight)
 
 
