@@ -197,7 +197,7 @@ def check_keys_are_different(split: SplitState, modules: Collection[Position]) -
         if counts[shard.key] > 1 and isinstance(shard, ShardedTensor) and shard.data is not None:
             pointer = shard.data.data_ptr()
             if first_pointers.setdefault(_place_of(shard), pointer) != pointer:
-                raise _same_key_twice(split, shard.key, modules)
+                raise _same_key_twice(split, shard, modules)
 
 
 def _place_of(shard: ShardedTensor) -> tuple[Any, ...]:
@@ -206,17 +206,24 @@ def _place_of(shard: ShardedTensor) -> tuple[Any, ...]:
 
 
 def _same_key_twice(
-    split: SplitState, key: str, modules: Collection[Position]
+    split: SplitState, shard: ShardedTensor, modules: Collection[Position]
 ) -> InvalidShardingError:
+    same = {
+        number
+        for number, other in enumerate(split.shards)
+        if isinstance(other, ShardedTensor) and _place_of(other) == _place_of(shard)
+    }
     names = [
         repr(dotted(next((path for path in modules if position[: len(path)] == path), position)))
         for position, mark in leaves(split.skeleton)
-        if key in _keys_of(mark, split.shards)
+        if not same.isdisjoint(_numbers_of(mark))
     ]
     text = (
-        f"The same key twice: {key!r} is the key of several tensors, at {' and at '.join(names)} "
-        "of the state dict. Give one of them another key; what describes a module takes a prefix: "
-        "sharded_state_dict(..., prefix='ema.')."
+        f"The same key twice: {shard.key!r} is the key of several tensors, at "
+        f"{' and at '.join(names)} of the state dict, all at the offset "
+        f"{tuple(shard.global_offset)}. Give one of them another key (what describes a module "
+        "takes a prefix: sharded_state_dict(..., prefix='ema.')), or, if they are parts of one "
+        "tensor, such as layers, another offset."
     )
     if modules:
         text += (
@@ -227,12 +234,12 @@ def _same_key_twice(
     return InvalidShardingError(text)
 
 
-def _keys_of(mark: Any, shards: Sequence[Shard]) -> set[str]:
-    """Return the keys of the shard, or of those of the factory, of which a mark is the place."""
+def _numbers_of(mark: Any) -> set[int]:
+    """Return the numbers of the shard, or of those of the factory, of which a mark is the place."""
     if isinstance(mark, _Slot):
-        return {shards[mark.number].key}
+        return {mark.number}
     built = leaves(mark.built) if isinstance(mark, _Merge) else ()
-    return set[str]().union(*(_keys_of(inner, shards) for _, inner in built))
+    return set[int]().union(*(_numbers_of(inner) for _, inner in built))
 
 
 # --- Putting a state dict together ----------------------------------------------------------------

@@ -188,16 +188,21 @@ def test_a_state_dict_of_megatron_comes_back(tmp_path):
     assert torch.equal(loaded["metadata"], torch.arange(3))
 
 
+def layer(index):
+    return tensor("layers", torch.ones(3), (2, 3), (index, 0), (2, 1), prepend_axis_num=1)
+
+
 def test_a_key_that_two_objects_of_megatron_have_is_named_with_both_places(tmp_path):
     one, other = torch.ones(6, 2), torch.zeros(6, 2)
     pairs = [
         ({"a": tensor("w", one), "b": [tensor("w", other)]}, "'w'", "'a' and at 'b.0'"),
         ({"a": swiglu("fc1", one), "b": {"c": swiglu("fc1", other)}}, "'fc1'", "'a' and at 'b.c'"),
+        (dict(enumerate(map(layer, [0, 1, 0]))), "'layers'", "'0' and at '2'"),
     ]
     for state, key, places in pairs:
         with pytest.raises(distckpt.InvalidShardingError) as caught:
             distckpt.megatron.save(state, tmp_path / "c")
-        for words in (key, places, "another key", "prefix="):
+        for words in (key, places, "another key", "prefix=", "another offset"):
             assert words in str(caught.value)
         assert "Modules" not in str(caught.value)
 
