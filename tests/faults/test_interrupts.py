@@ -184,6 +184,10 @@ def interrupted_at(function, place):
     seen = []
 
     def watch(frame, event, argument):
+        # Not at calls of C functions, such as the release of a lock: Python runs no handler
+        # there.
+        if event not in ("call", "return"):
+            return
         code = frame.f_code
         if "/distckpt/" in code.co_filename and (seen or code.co_name == "num_exchanges"):
             seen.append(event)
@@ -216,7 +220,7 @@ def interrupt_the_beginning(rank, verb, folder, places):
 
 @pytest.mark.parametrize("verb", VERBS, ids=lambda verb: verb.__name__)
 def test_an_interrupt_around_the_first_exchange(verb, tmp_path):
-    places = [*range(12, 60, 3), *range(60, 300, 24)]
+    places = [*range(6, 36, 2), *range(36, 200, 16)]
     results = run(interrupt_the_beginning, NUM_RANKS, verb, str(tmp_path), places)
     for place, *errors in zip(places, *results, strict=True):
         assert isinstance(errors[1], KeyboardInterrupt), (place, errors)
