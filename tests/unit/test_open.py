@@ -352,7 +352,7 @@ def test_an_open_checkpoint_is_sent_with_its_view_of_codes(tmp_path):
 
 def test_what_an_open_checkpoint_says_cannot_be_changed(saved):
     checkpoint = distckpt.open(saved)
-    for mapping in (checkpoint.tensors, checkpoint.objects, checkpoint.common_state):
+    for mapping in (checkpoint.tensors, checkpoint.objects):
         with pytest.raises(TypeError):
             mapping["new"] = 1
         assert "new" not in mapping
