@@ -94,11 +94,11 @@ def _about_directory(location: str) -> str:
             "CheckpointManager."
         )
     names = _names_in(location)
-    pickles = [name for name in names if name.endswith(_OF_TORCH_SAVE)]
-    if pickles:
-        return f"{location!r} holds files of torch.save ({pickles[0]!r}), {_ABOUT_PICKLES}"
-    if gguf := [name for name in names if name.endswith(_GGUF)]:
-        return f"{location!r} holds {gguf[0]!r}, {_ABOUT_GGUF}"
+    for name in names:
+        if name.endswith(_OF_TORCH_SAVE):
+            return f"{location!r} holds files of torch.save ({name!r}), {_ABOUT_PICKLES}"
+        if name.endswith(_GGUF):
+            return f"{location!r} holds {name!r}, {_ABOUT_GGUF}"
     foreign = _format_of_files(names)
     state = "nor files of another format at its top level"
     if foreign is not None or "tensors" in names:

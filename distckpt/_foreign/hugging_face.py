@@ -170,16 +170,22 @@ def _with_shapes(location: str, manifest: Manifest) -> Manifest:
     ]
     if not keys:
         return manifest
-    stored = StoredCheckpoint(location, manifest)
-    contents = read_chunks(stored, [chunk for key in keys for chunk in stored.chunks_of(key)])
-    shapes = {}
-    for key, content in zip(keys, contents, strict=True):
-        shape = torch.frombuffer(bytearray(content), dtype=FROM_NAME[tensors[key].dtype]).tolist()
-        if is_shape(shape):
-            shapes[key] = shape
+    shapes = _read_shapes(StoredCheckpoint(location, manifest), keys)
     manifest.quantization = {"blocks": [], "num_bits": [], **settings, "shapes": shapes}
     manifest.origin = {**(manifest.origin or {}), "quantization": manifest.quantization}
     return manifest
+
+
+def _read_shapes(stored: StoredCheckpoint, keys: Sequence[str]) -> dict[str, list[int]]:
+    """Read the shapes in some tensors, without those that are none."""
+    chunks = [chunk for key in keys for chunk in stored.chunks_of(key)]
+    shapes: dict[str, list[int]] = {}
+    for key, content in zip(keys, read_chunks(stored, chunks), strict=True):
+        dtype = FROM_NAME[stored.dtype_name(key)]
+        shape = torch.frombuffer(bytearray(content), dtype=dtype).tolist()
+        if is_shape(shape):
+            shapes[key] = shape
+    return shapes
 
 
 def _check_all_are_there(location: str, names: Sequence[str]) -> None:

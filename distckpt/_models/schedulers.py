@@ -47,23 +47,27 @@ def check_scheduler(name: str, scheduler: Any, stored: str, state: Any, is_stric
     expected, given = scheduler.state_dict().keys() - _OF_ALL, state.keys() - _OF_ALL
     if stored == own or (not stored and expected == given):
         return
+    lacking, more = expected - given, given - expected
     text = (
-        f"the state that was saved at {name!r} has "
-        f"{summarize_keys(given - expected) or 'nothing'} in place of {own}'s "
-        f"{summarize_keys(expected - given) or 'nothing'}"
+        f"the state that was saved at {name!r} has {summarize_keys(more) or 'nothing'} in place of "
+        f"{own}'s {summarize_keys(lacking) or 'nothing'}"
     )
-    if is_strict and expected - given and given - expected:
+    if is_strict and lacking and more:
         raise LoadMismatchError(
             f"A scheduler of another kind: {text}. Create the one that was saved"
             f"{stored and f', {stored}'}, or leave it out."
         )
-    if stored:
-        logger.warning(
-            "the scheduler that was saved at %r is of class %s, and is loaded into one of class "
-            "%s, which computes other learning rates",
-            name,
-            stored,
-            own,
-        )
-    else:
+    _warn(name, own, stored, text)
+
+
+def _warn(name: str, own: str, stored: str, text: str) -> None:
+    if not stored:
         logger.warning("%s: is it of another scheduler?", text)
+        return
+    logger.warning(
+        "the scheduler that was saved at %r is of class %s, and is loaded into one of class %s, "
+        "which computes other learning rates",
+        name,
+        stored,
+        own,
+    )

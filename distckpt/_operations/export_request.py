@@ -143,8 +143,7 @@ def check_target(sources: SourceLocations, target: str, overwrite: bool) -> None
     if exists and not locations.isdir(target):
         raise CheckpointExistsError(f"{target!r} is a file, an export is a directory.")
     check_replaceable(target)
-    names = locations.list_names(target) if exists else []
-    present = [name for name in names if belongs_to_export(name)]
+    present = list(filter(belongs_to_export, locations.list_names(target) if exists else []))
     if not overwrite and holds_checkpoint(target):
         raise CheckpointExistsError(
             f"{target!r} is a checkpoint, which distckpt.load would go on to read there: choose a "

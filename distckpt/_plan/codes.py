@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 
@@ -116,22 +117,30 @@ def check_scales_cast(stored: StoredCheckpoint, casts: Mapping[str, torch.dtype]
     Raises:
         LoadMismatchError: a key holds codes or scales.
     """
+    if not casts:
+        return
     for key, requested in casts.items():
         check_cast(stored, key, requested)
-    index, manifest = stored.manifest.key_index, stored.manifest
-    pairs = zip(manifest.keys, manifest.dtypes, strict=True) if casts else ()
-    at: dict[str, str] = {}
-    for codes, dtype in pairs:
-        if not may_be_codes(dtype):
-            continue
-        scales = next((key for key in scales_of(codes, index) if key in casts), None)
-        if scales is not None:
-            raise _scales_alone(stored, scales, codes, casts[scales])
-        if are_codes_beside_scales(codes, dtype):
-            at |= {codes: codes, codes.rpartition(".")[0]: codes}
-    for scales, place in ((key, place) for key in casts if at for place in places_of(key)):
-        if place in at:
-            raise _scales_alone(stored, scales, at[place], casts[scales])
+    pairs = zip(stored.manifest.keys, stored.manifest.dtypes, strict=True)
+    codes = [(key, dtype) for key, dtype in pairs if may_be_codes(dtype)]
+    for key, _ in codes:
+        for scales in scales_of(key, stored.manifest.key_index):
+            if scales in casts:
+                raise _scales_alone(stored, scales, key, casts[scales])
+    beside = [key for key, dtype in codes if are_codes_beside_scales(key, dtype)]
+    if beside:
+        _check_scales_beside(stored, beside, casts)
+
+
+def _check_scales_beside(
+    stored: StoredCheckpoint, codes: Sequence[str], casts: Mapping[str, torch.dtype]
+) -> None:
+    """Refuse to convert what is named like a scale beside codes."""
+    at = {place: key for key in codes for place in (key, key.rpartition(".")[0])}
+    for scales in casts:
+        for place in places_of(scales):
+            if place in at:
+                raise _scales_alone(stored, scales, at[place], casts[scales])
 
 
 def _scales_alone(
@@ -160,10 +169,7 @@ def undecoded(stored: StoredCheckpoint, key: str) -> str:
     if codes is None:
         return ""
     config = stored.manifest.quantization or {}
-    transformed = config.get("transformed")
-    facts = ["symmetric: false"] * bool(config.get("asymmetric"))
-    facts += [transformed if isinstance(transformed, str) else "a transform"] * bool(transformed)
-    facts += [f"num_bits: {bits}" for bits in dict.fromkeys(config.get("num_bits", ()))]
+    facts = _facts_of(config)
     why = f" ({config['file']} says {' and '.join(facts)})" if facts else ""
     parts = summarize_keys(name for name in known if name.startswith(module) and name != codes)
     return (
@@ -171,3 +177,12 @@ def undecoded(stored: StoredCheckpoint, key: str) -> str:
         f"decode{why}. Load these as they are stored, or decode them with the program that wrote "
         "them, and save the result."
     )
+
+
+def _facts_of(config: Mapping[str, Any]) -> list[str]:
+    """Return what a configuration says that is not decoded."""
+    transformed = config.get("transformed")
+    facts = ["symmetric: false"] if config.get("asymmetric") else []
+    if transformed:
+        facts.append(transformed if isinstance(transformed, str) else "a transform")
+    return facts + [f"num_bits: {bits}" for bits in dict.fromkeys(config.get("num_bits", ()))]

@@ -39,24 +39,26 @@ def check_class(
     LoadMismatchError when its next step would fail.
     """
     own_names = set(names)
-    known = [
-        entry
-        for entry in settings
-        if "class" in entry and not own_names.isdisjoint(entry["params"])
-    ]
+    named = (entry for entry in settings if "class" in entry)
+    known = [entry for entry in named if not own_names.isdisjoint(entry["params"])]
     own, stored = class_name(optimizer), sorted({entry["class"] for entry in known})
     if not stored or own in stored:
         return
     text = f"The optimizer that was saved at {prefix!r} is of class {', '.join(stored)}, "
-    used = [entry for entry in known if entry["has_state"]]
-    used = [entry for entry in used if "path" not in entry] or used
-    kept = [{*entry["tensors"], *entry["values"]} for entry in used]
-    if lacking := _needed_by(optimizer) - set.intersection(*kept or [_needed_by(optimizer)]):
+    if lacking := _lacking(optimizer, known):
         raise LoadMismatchError(
             f"{text}which keeps no {summarize_keys(lacking)}: {own} cannot go on from there. "
             "Create the optimizer that was saved, or leave it out of the state dict."
         )
     logger.warning("%sand is loaded into one of class %s, which trains otherwise.", text, own)
+
+
+def _lacking(optimizer: Any, known: Iterable[Entry]) -> set[str]:
+    """Return what the next step of an optimizer reads and some parameters do not get."""
+    used = [entry for entry in known if entry["has_state"]]
+    used = [entry for entry in used if "path" not in entry] or used
+    needed = _needed_by(optimizer)
+    return {name for entry in used for name in needed - {*entry["tensors"], *entry["values"]}}
 
 
 def _needed_by(optimizer: Any) -> set[str]:

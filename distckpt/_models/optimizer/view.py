@@ -95,17 +95,16 @@ def write_sections(
         optimizer.load_state_dict(tree)
         return
     state = (inner or optimizer).state
+    shared = {} if rest is HOLE else rest["state"]
     for section in given:
         for param in params_of(section.groups):
             state.pop(param, None)
-        state.update(section.state)
-        if rest is not HOLE:
-            state.update(rest["state"])
+        state.update({**section.state, **shared})
         for holder in filter(None, (optimizer, inner)):
             _set_groups(holder, section.groups)
-    if inner is not None:
-        for outer, below in zip(optimizer.param_groups, inner.param_groups, strict=True):
-            _set_options(outer, below)
+    pairs = zip(optimizer.param_groups, inner.param_groups, strict=True) if inner else ()
+    for outer, below in pairs:
+        _set_options(outer, below)
 
 
 def params_of(groups: Iterable[Mapping[str, Any]]) -> list[torch.Tensor]:
