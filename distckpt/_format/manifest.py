@@ -102,11 +102,7 @@ class ChunkTable(NamedTuple):
 
     @classmethod
     def join(cls, tables: Sequence[ChunkTable], ndim: int) -> ChunkTable:
-        """Join tables, sorted by key and offset; regions get `ndim` axes.
-
-        Checksums may be in a later table than their chunks, as long as they are in the order of the
-        chunks.
-        """
+        """Join tables, the chunks of one after those of another; regions get `ndim` axes."""
         first_files = itertools.accumulate([len(table.files) for table in tables], initial=0)
         widened = [
             table._replace(
@@ -117,26 +113,34 @@ class ChunkTable(NamedTuple):
             for table, first_file in zip(tables, first_files, strict=False)
         ]
         files, *columns = zip(*widened, strict=True)
-        joined = cls(list(itertools.chain(*files)), *map(np.concatenate, columns))
-        return joined.take(np.lexsort((*joined.offsets.T[::-1], joined.key_ids)), BLOCK_BYTES)
+        return cls(list(itertools.chain(*files)), *map(np.concatenate, columns))
+
+    @property
+    def sorted_rows(self) -> IntArray:
+        """The rows in the order of a manifest: by key and offset."""
+        return np.lexsort((*self.offsets.T[::-1], self.key_ids))
 
     def take(self, rows: IntArray, block_bytes: int) -> ChunkTable:
         """Return the chunks in some rows, in their order, with the checksums of their blocks."""
-        counts = -(-self.num_bytes // block_bytes)
-        starts = np.cumsum(counts) - counts
-        counts, starts = counts[rows], starts[rows]
-        # For each block: the first block of its chunk, plus its number within the chunk.
-        within = np.arange(int(counts.sum())) - np.repeat(np.cumsum(counts) - counts, counts)
-        chosen = {
-            name: column[rows]
-            for name, column in self.columns().items()
-            if name != "block_checksums"
-        }
-        return ChunkTable(
-            self.files,
-            **chosen,
-            block_checksums=self.block_checksums[np.repeat(starts, counts) + within],
-        )
+        blocks = _blocks_of(rows, self.num_bytes, block_bytes)
+        return self.without_blocks(rows)._replace(block_checksums=self.block_checksums[blocks])
+
+    def without_blocks(self, rows: IntArray) -> ChunkTable:
+        """Return the chunks in some rows, in their order, without checksums."""
+        columns = self.columns()
+        del columns["block_checksums"]
+        taken = {name: column[rows] for name, column in columns.items()}
+        return ChunkTable(self.files, **taken, block_checksums=np.zeros(0, np.uint64))
+
+
+def _blocks_of(rows: IntArray, num_bytes: IntArray, block_bytes: int) -> IntArray:
+    """Return the numbers of the blocks of the chunks in some rows, in their order."""
+    counts = -(-num_bytes // block_bytes)
+    starts = np.cumsum(counts) - counts
+    counts, starts = counts[rows], starts[rows]
+    # For each block: the first block of its chunk, plus its number within the chunk.
+    within = np.arange(int(counts.sum())) - np.repeat(np.cumsum(counts) - counts, counts)
+    return np.repeat(starts, counts) + within
 
 
 class Manifest:
@@ -191,11 +195,8 @@ class Manifest:
         self.block_starts: IntArray = np.zeros(len(self.key_ids) + 1, np.int64)
         np.cumsum(-(-self.num_bytes // block_bytes), out=self.block_starts[1:])
 
-    def with_chunks(self, tables: Sequence[ChunkTable]) -> Manifest:
-        """Return the manifest of the same keys with the chunks of all tables, see
-        `ChunkTable.join`.
-        """
-        chunks = ChunkTable.join(tables, max(map(len, self.global_shapes), default=0))
+    def with_chunks(self, chunks: ChunkTable) -> Manifest:
+        """Return the manifest of the same keys with other chunks, sorted by key."""
         return Manifest(
             self.keys,
             self.dtypes,
@@ -424,6 +425,62 @@ class Manifest:
             self.has_checksums or self.block_bytes == BLOCK_BYTES,
             "blocks of an unusual size, without checksums",
         )
+
+
+class PlannedManifest(NamedTuple):
+    """A manifest without what is known only when the chunks are written. Repeated saves keep its
+    order.
+
+    Attributes:
+        manifest: its chunks have no checksums; objects, whose files are not laid out yet, no sizes.
+        order: the place of each of its chunks among the chunks of all ranks, one rank after the
+            other.
+        open_rows: the chunks of the files that are not laid out, in that order.
+    """
+
+    manifest: Manifest
+    order: IntArray
+    open_rows: IntArray
+
+    def completed(self, written: Sequence[ChunkTable]) -> Manifest:
+        """Return the manifest with what each rank has written.
+
+        Args:
+            written: by rank, the checksums of all chunks; and the files that were laid out late,
+                with positions and sizes of their chunks.
+        """
+        chunks = self.manifest.chunks
+        late = {file.name: file for table in written for file in table.files}
+        chunks = chunks._replace(
+            files=[late.get(file.name, file) for file in chunks.files],
+            first_bytes=self._filled(chunks.first_bytes, [each.first_bytes for each in written]),
+            num_bytes=self._filled(chunks.num_bytes, [each.num_bytes for each in written]),
+        )
+        sizes = np.empty_like(chunks.num_bytes)
+        sizes[self.order] = chunks.num_bytes
+        checksums = np.concatenate([each.block_checksums for each in written])
+        blocks = _blocks_of(self.order, sizes, BLOCK_BYTES)
+        return self.manifest.with_chunks(chunks._replace(block_checksums=checksums[blocks]))
+
+    def _filled(self, column: IntArray, late: Sequence[IntArray]) -> IntArray:
+        filled = column.copy()
+        filled[self.open_rows] = np.concatenate(late)
+        return filled
+
+
+def planned_manifest(manifest: Manifest, tables: Sequence[ChunkTable]) -> PlannedManifest:
+    """Sort the chunks that the ranks are going to write, which the tables list by rank, into a
+    manifest without chunks.
+
+    A file that is not laid out yet has no header.
+    """
+    joined = ChunkTable.join(tables, max(map(len, manifest.global_shapes), default=0))
+    order = joined.sorted_rows
+    chunks = joined.without_blocks(order)
+    is_open = np.array([not file.header_bytes for file in chunks.files], bool)
+    open_rows = np.flatnonzero(is_open[chunks.file_ids])
+    in_order_of_ranks = open_rows[np.argsort(order[open_rows])]
+    return PlannedManifest(manifest.with_chunks(chunks), order, in_order_of_ranks)
 
 
 def _too_large(size: str) -> CheckpointingException:

@@ -7,7 +7,6 @@ from __future__ import annotations
 import copy
 import enum
 import importlib
-import itertools
 import secrets
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -27,7 +26,14 @@ from distckpt._base.threads import (
     num_threads_within,
 )
 from distckpt._format.columns import pack, unpack
-from distckpt._format.manifest import MANIFEST_NAME, ChunkTable, Manifest, marker_fields
+from distckpt._format.manifest import (
+    MANIFEST_NAME,
+    ChunkTable,
+    Manifest,
+    PlannedManifest,
+    marker_fields,
+    planned_manifest,
+)
 from distckpt._io.prepared_save import FileCopies, PreparedSave
 from distckpt._io.replicas import add_digests, samples_of_rows, weighted_digest
 from distckpt._io.write import NewFile, WriteSettings, file_of_tensors, in_folder, write_files
@@ -43,6 +49,7 @@ from distckpt._plan.layout import (
     lay_out_files,
     lay_out_object_file,
     manifest_of_keys,
+    open_object_file,
     structure_of,
 )
 from distckpt._plan.save import Pieces, find_aliases, plan_owners
@@ -244,9 +251,9 @@ class ShardSave(PreparedSave):
         gathered = _gather_tables(ranks, written)
         if plan.manifest is None:
             return {}
-        tables = list(itertools.chain(*zip(plan.tables, gathered, strict=True)))
+        manifest = plan.manifest.completed(gathered)
         fields, self.written = write_manifest(
-            checkpoint_dir, plan.manifest, tables, suffix, self.settings.durable
+            checkpoint_dir, manifest, suffix, self.settings.durable
         )
         return fields
 
@@ -350,12 +357,12 @@ def _make_plan(
                 known_keys = settings.plans.saved_keys()
                 comparing.report_differences(whole.differing, samples, known_keys)
     manifest = whole.manifest if whole is not None else None
-    files, objects, tables = _lay_out(ranks, table, share.pieces, manifest)
+    files, objects, planned = _lay_out(ranks, table, share.pieces, manifest)
     replicas = None
     rows = np.flatnonzero(share.weights)
     if share.has_replicas:
         replicas = [(int(table.shard_ids[row]), table.row_region(row)) for row in rows.tolist()]
-    return SavePlan(share.number, files, objects, manifest, tables, replicas, share.weights[rows])
+    return SavePlan(share.number, files, objects, planned, replicas, share.weights[rows])
 
 
 def _plan_together(
@@ -426,8 +433,8 @@ def _replica_differences() -> Any:
 
 def _lay_out(
     ranks: Ranks, table: ShardTable, pieces: Pieces, manifest: Manifest | None
-) -> tuple[list[PlannedFile], list[PlannedChunk], list[ChunkTable]]:
-    """Lay out the files of this rank; return them, its objects, and on the coordinator the chunks
+) -> tuple[list[PlannedFile], list[PlannedChunk], PlannedManifest | None]:
+    """Lay out the files of this rank; return them, its objects, and on the coordinator the manifest
     of all ranks.
     """
     error = None
@@ -436,17 +443,19 @@ def _lay_out(
     own = ChunkTable.empty()
     try:
         files, objects = lay_out_files(ranks.rank, table, pieces)
-        own = chunk_table(files)
+        own = chunk_table([*files, open_object_file(ranks.rank, objects)] if objects else files)
     except Exception as caught:
         error = caught
     # Whether or not it has failed: the coordinator waits for it.
     tables = _gather_tables(ranks, own)
+    planned = None
     with ranks.phase("lay out files", decision=True):
         if error is not None:
             raise error
         if manifest is not None:
             manifest.check_size(tables)
-    return files, objects, tables
+            planned = planned_manifest(manifest, tables)
+    return files, objects, planned
 
 
 # --- Files ----------------------------------------------------------------------------------------
@@ -481,26 +490,25 @@ def object_file_of(
 def write_manifest(
     checkpoint_dir: str,
     manifest: Manifest,
-    tables: Sequence[ChunkTable],
     suffix: str,
     durable: bool,
 ) -> tuple[Mapping[str, Any], list[tuple[str, int]]]:
-    """Complete a manifest with the chunks that were written, and write it.
+    """Write the manifest of what was written; its files get the names that they have in the folders
+    with the suffix.
 
     Returns the marker fields that name it, and the names and sizes of all files, its own included.
     On an object store, a manifest that is there is never replaced, since a marker may name it; the
     new one gets another name.
     """
-    written = manifest.with_chunks(tables)
     if suffix:
-        named = [file._replace(name=in_folder(file.name, suffix)) for file in written.files]
-        written.files[:] = named
-    data = written.to_bytes()
+        named = [file._replace(name=in_folder(file.name, suffix)) for file in manifest.files]
+        manifest.files[:] = named
+    data = manifest.to_bytes()
     name = MANIFEST_NAME
     if not locations.create_bytes(locations.join(checkpoint_dir, name), data, durable):
         name = f"manifest{suffix or '-' + secrets.token_hex(8)}.safetensors"
         locations.write_bytes(locations.join(checkpoint_dir, name), data, durable)
-    sizes = [(file.name, file.num_bytes) for file in written.files]
+    sizes = [(file.name, file.num_bytes) for file in manifest.files]
     return marker_fields(data, name), [*sizes, (name, len(data))]
 
 

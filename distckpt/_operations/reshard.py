@@ -25,7 +25,7 @@ from distckpt._checkpoint.opening import BACKEND, VERSION, open_undisturbed
 from distckpt._checkpoint.stored_values import object_keys, read_encoded
 from distckpt._commit import posix
 from distckpt._format.checksum import checksum
-from distckpt._format.manifest import OBJECT, Manifest
+from distckpt._format.manifest import OBJECT, Manifest, planned_manifest
 from distckpt._format.marker import (
     CheckpointingConfig,
     names_of_module,
@@ -573,9 +573,10 @@ def _prepare(
     settings = WriteSettings(
         num_threads=num_export_threads(max_inflight_bytes), progress=counter.add
     )
-    plan = SavePlan(0, [], [], None, [])
+    plan = SavePlan(0, [], [], None)
     if ranks.is_coordinator:
-        plan = plan._replace(manifest=layout.manifest, tables=list(map(chunk_table, shares)))
+        manifest = planned_manifest(layout.manifest, [chunk_table(share) for share in shares])
+        plan = plan._replace(manifest=manifest)
     return ShardSave(lambda: files, plan, {}, settings, num_bytes)
 
 

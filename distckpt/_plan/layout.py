@@ -17,7 +17,14 @@ import numpy.typing as npt
 
 from distckpt._base.dtypes import FROM_NAME
 from distckpt._format.checksum import checksum
-from distckpt._format.manifest import FORMAT_VERSION, OBJECT, ChunkTable, Manifest, ShardFile
+from distckpt._format.manifest import (
+    FORMAT_VERSION,
+    OBJECT,
+    ChunkTable,
+    Manifest,
+    PlannedManifest,
+    ShardFile,
+)
 from distckpt._format.safetensors_file import (
     GLOBAL_SHAPES,
     Entry,
@@ -69,8 +76,7 @@ class SavePlan(NamedTuple):
         number: identifies the plan on all ranks.
         files: of tensors.
         objects: that this rank writes; their file is laid out once they are encoded.
-        manifest: on the coordinator, the manifest without its chunks.
-        tables: on the coordinator, the chunks of the tensors that each rank writes.
+        manifest: on the coordinator, the manifest of what all ranks write.
         replicas: regions of shards that other ranks hold too, and that must be equal; None if no
             rank has any.
         weights: one for each of them; the weights of all replicas of a region add up to 0, modulo
@@ -80,8 +86,7 @@ class SavePlan(NamedTuple):
     number: int
     files: list[PlannedFile]
     objects: list[PlannedChunk]
-    manifest: Manifest | None
-    tables: list[ChunkTable]
+    manifest: PlannedManifest | None
     replicas: Sequence[tuple[int, Region]] | None = None
     weights: npt.NDArray[np.uint64] = np.empty(0, np.uint64)
 
@@ -167,6 +172,11 @@ def lay_out_tensor_file(
     metadata = sharding_metadata({chunks[i].key: chunks[i].region for i in order}, own)
     header, _ = build_header([entries[i] for i in order], metadata)
     return PlannedFile(name, header, [chunks[i] for i in order])
+
+
+def open_object_file(rank: int, objects: Sequence[PlannedChunk]) -> PlannedFile:
+    """Return the file of objects that are not encoded yet: without a header, and without sizes."""
+    return PlannedFile("objects/" + object_file_name(rank), b"", list(objects))
 
 
 def lay_out_object_file(
@@ -280,7 +290,8 @@ class PlanCache:
     def saved_keys(self) -> set[str]:
         """Return the keys of all plans that are kept. Only the coordinator knows them."""
         with self._lock:
-            manifests = [plan.manifest for _, plan in self._plans if plan.manifest is not None]
+            planned = [plan.manifest for _, plan in self._plans if plan.manifest is not None]
+        manifests = [each.manifest for each in planned]
         return {key for manifest in manifests for key in (*manifest.keys, *manifest.aliases)}
 
     def keep(self, structure: Structure, plan: SavePlan) -> None:

@@ -8,7 +8,7 @@ import safetensors.numpy
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from distckpt._format.manifest import ChunkTable, Manifest
+from distckpt._format.manifest import ChunkTable, Manifest, ShardFile, planned_manifest
 from distckpt._geometry.region import Region
 from distckpt.megatron.core import CorruptCheckpointError
 from tests.support.manifests import example_manifest
@@ -67,27 +67,43 @@ def test_manifest_is_a_safetensors_file_of_plain_arrays():
     assert fields["keys"] == ["a", "scalar", "rng/0"]
 
 
-def test_tables_of_ranks_are_joined_in_the_order_of_keys_and_offsets():
-    """What a rank knows only when it has written comes in a second table: its objects, and all its
-    checksums.
+def test_chunks_of_all_ranks_are_sorted_once_and_completed_by_what_was_written():
+    """What a rank knows only when it has written are its checksums, and the sizes and positions of
+    its objects; they may be others at each save.
     """
-    whole, none = example_manifest().chunks, ChunkTable.empty()
+    manifest, none = example_manifest(), ChunkTable.empty()
+    whole = manifest.chunks
     first = none._replace(files=[whole.files[1]], **rows_of(whole, [4]))
     second = none._replace(files=[whole.files[0]], **rows_of(whole, [1, 2]))
     third = none._replace(
         files=whole.files, **{**rows_of(whole, [0, 3]), "file_ids": np.array([0, 1])}
     )
-    checksums = [np.array(ids, np.uint64) for ids in ([4], [1, 2], [0, 3])]
-    tables = []
-    for planned, known_later in zip((first, second, third), checksums, strict=True):
-        tables += [planned, none._replace(block_checksums=known_later)]
-    joined = ChunkTable.join(tables, 3)
-    assert joined.files == [whole.files[i] for i in (1, 0, 0, 1)]
-    assert joined.file_ids.tolist() == [2, 1, 1, 3, 0]
-    assert joined.key_ids.tolist() == whole.key_ids.tolist()
-    assert joined.offsets.tolist() == [[*row, 0] for row in whole.offsets.tolist()]
-    assert joined.shapes.tolist() == [[*row, 1] for row in whole.shapes.tolist()]
-    assert joined.block_checksums.tolist() == [0, 1, 2, 3, 4]
+    late = ShardFile("late", 0, 0, 0)
+    first = first._replace(files=[late], num_bytes=np.array([0]), first_bytes=np.array([0]))
+    planned = planned_manifest(
+        Manifest(manifest.keys, manifest.dtypes, manifest.global_shapes, none, {}),
+        [first, second, third],
+    )
+    for size, of_late in ((7, [4]), (600_000, [40, 41, 42])):
+        laid_out = ShardFile("late", size + 100, 100, 5)
+        written = none._replace(
+            files=[laid_out], first_bytes=np.array([100]), num_bytes=np.array([size])
+        )
+        checksums = [np.array(ids, np.uint64) for ids in (of_late, [1, 2], [0, 3])]
+        tables = [
+            each._replace(block_checksums=ids)
+            for each, ids in zip((written, none, none), checksums, strict=True)
+        ]
+        joined = planned.completed(tables).chunks
+        assert joined.files == [laid_out, *(whole.files[i] for i in (0, 0, 1))]
+        assert joined.file_ids.tolist() == [2, 1, 1, 3, 0]
+        assert joined.key_ids.tolist() == whole.key_ids.tolist()
+        assert joined.offsets.tolist() == whole.offsets.tolist()
+        assert joined.shapes.tolist() == whole.shapes.tolist()
+        assert joined.num_bytes.tolist() == [*whole.num_bytes[:4].tolist(), size]
+        assert joined.first_bytes.tolist() == [*whole.first_bytes[:4].tolist(), 100]
+        assert joined.block_checksums.tolist() == [0, 1, 2, 3, *of_late]
+    assert planned.manifest.chunks.num_bytes[-1] == 0
 
 
 def rows_of(table, rows):

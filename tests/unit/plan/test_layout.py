@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from distckpt._format.manifest import ChunkTable
+from distckpt._format.manifest import ChunkTable, Manifest, planned_manifest
 from distckpt._geometry.region import Region, regions_to_arrays
 from distckpt._plan.layout import chunk_table, lay_out_files
 from distckpt._plan.save import Pieces, plan_owners
@@ -64,7 +64,10 @@ def test_files_hold_one_chunk_per_key_and_chunks_are_their_pieces_in_order(data)
     table = chunk_table(files)
     regions = [(chunk.key_id, chunk.region) for file in files for chunk in file.chunks]
     checksums = np.arange(int((table.num_bytes > 0).sum()), dtype=np.uint64)
-    joined = ChunkTable.join([ChunkTable.from_bytes(table.to_bytes()), no_chunks(checksums)], 3)
+    tables = [ChunkTable.from_bytes(table.to_bytes())]
+    keys = Manifest(["a", "b"], ["F32"] * 2, [(1,) * 3] * 2, ChunkTable.empty(), {})
+    planned = planned_manifest(keys, tables)
+    joined = planned.completed([no_chunks(checksums)]).chunks
     assert joined.key_ids.tolist() == sorted(key_id for key_id, _ in regions)
     assert len(joined.files) == len(files)
     for file_id, file in enumerate(joined.files):
