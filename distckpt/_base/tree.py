@@ -260,10 +260,12 @@ def filled(function: Callable[[Any, Any], Any], tree: Any, other: Any) -> Any:
     `function(leaf, value)` takes the place of each leaf of `tree`, where `value` is what the other
     tree has at its position. The leaf is `HOLE` where only the other tree has something, and the
     value is `HOLE` where it has nothing. Holes that are left are dropped; where a container has
-    only holes, `function(HOLE, value)` takes its place.
+    only holes, or is empty, `function(HOLE, value)` takes its place.
     """
     if not isinstance(tree, CONTAINERS):
         return function(tree, other)
+    if not tree and other is not HOLE:
+        return function(HOLE, other)
     if isinstance(tree, dict):
         values = other if isinstance(other, dict) else {}
         container: Any = {**values, **tree}

@@ -48,7 +48,7 @@ class CheckpointManager:
 
         with distckpt.CheckpointManager("checkpoints", keep_last=3) as manager:
             if manager.steps():
-                state = manager.load(state)
+                manager.load(state)
             for step in ...:
                 train(step)
                 if step % 100 == 0:

@@ -41,6 +41,7 @@ from distckpt._ranks.collectives import PhaseTimer, Ranks, collective
 from distckpt._rules.rule import Rule
 from distckpt._state import flatten
 from distckpt._state.common_state import COMMON_KEY, CONTENT_METADATA
+from distckpt._state.given_values import Changes, changes_of
 from distckpt._state.shards import Shard
 from distckpt._state.strictness import StrictHandling
 from distckpt._storage import locations
@@ -78,7 +79,8 @@ def load(
     """Load a checkpoint under the layout that a sharded state dict describes, whatever layout it
     was saved under.
 
-        state = distckpt.load({"model": model, "optimizer": optimizer}, "checkpoints/step_100")
+        state = {"model": model, "optimizer": optimizer, "step": 0}
+        distckpt.load(state, "checkpoints/step_100")
         step = state["step"]
 
     Collective operation: all ranks must call it. Rank 0 reads the manifest and sends it to the
@@ -88,9 +90,13 @@ def load(
     Args:
         state_dict: describes what to load: objects as in `save`, which are filled and returned;
             `ShardedTensor`s (filled in place, or allocated on CPU when their data is None),
-            `ShardedObject`s and `ShardedTensorFactory`s. `LocalNonpersistentObject`s come back
-            unwrapped; for other values the stored ones are returned, and an entry for which nothing
-            is stored is an error, unless it is None. The dict itself is not changed.
+            `ShardedObject`s and `ShardedTensorFactory`s, which stay in the dict, so that it can be
+            used for the next load. `LocalNonpersistentObject`s come back unwrapped. Other values,
+            nested ones included, are replaced in the dict by the stored ones once nothing can fail
+            any more; plain tensors, lists and dicts without shards and objects are filled in place.
+            Entries of the dict for which nothing is stored are an error, unless they are None.
+            Where a value beside shards or objects is in a tuple or a frozen dict, which cannot be
+            changed, a warning says so.
         path: a path or fsspec URL of a checkpoint, of a Hugging Face directory, of a folder of
             shards that torch's `HuggingFaceStorageWriter(save_distributed=True)` or NeMo Automodel
             wrote, or of what `torch.distributed.checkpoint.save`, Megatron Core (`torch_dist`) or
@@ -113,7 +119,8 @@ def load(
         changes: options by keyword, such as `verify=False`; see `LoadOptions` for all of them.
 
     Returns:
-        The structure of `state_dict` with loaded values, together with all common state, in which
+        The structure of `state_dict` with loaded values, those of shards and of what was in tuples
+        included, together with all common state, entries that were not asked for included, in which
         `UnknownObject`s stand for objects of classes that are not registered here.
 
     Raises:
@@ -131,6 +138,7 @@ def load(
         rules=rules,
         family=family,
         process_group=process_group,
+        fills_values=True,
         options=with_changes(load, LoadOptions, options, changes),
     )
     loaded = run_load(Ranks(process_group), state_dict, request).state_dict
@@ -203,7 +211,13 @@ def run_load(ranks: Ranks, state_dict: ShardedStateDict, request: LoadRequest) -
     absent_of_all = _report_absent_values(ranks, request, targets, loaded)
     with ranks.phase("restore the objects of the state dict"):
         saved = Saved(location, schedulers_of(source.marker))
+        values = targets.split.common if request.fills_values else {}
+        changes = changes_of(state_dict, values, loaded)
         restored = restore_objects(targets.resolved, loaded, saved, request.asks_for_all)
+    # No rank has failed. What can no longer fail comes last: values are changed all, or none.
+    changes.apply()
+    if ranks.is_coordinator:
+        _warn_of_unchanged(changes, location)
     report = LoadReport(
         location,
         *timer.summarize(ranks, num_bytes, "read"),
@@ -325,6 +339,24 @@ def _overwritten_of_all(
             missing=lost,
         )
     return lost
+
+
+def _warn_of_unchanged(changes: Changes, location: str) -> None:
+    if changes.fixed:
+        logger.warning(
+            "what the checkpoint %r holds for %s is in the dict that load returns, and not in the "
+            "one that was given: tuples and frozen dicts cannot be changed",
+            location,
+            summarize_keys(changes.fixed),
+        )
+    if changes.not_filled:
+        logger.warning(
+            "the tensors %s of the state dict are replaced by those of the checkpoint %r, and not "
+            "filled, since shapes, dtypes or memory differ: a module that they belong to keeps its "
+            "own values",
+            summarize_keys(changes.not_filled),
+            location,
+        )
 
 
 def _publish(ranks: Ranks, request: LoadRequest, report: LoadReport) -> None:

@@ -54,6 +54,7 @@ class LoadRequest:
         process_group: the ranks that load together.
         warns_of_values: warn of plain values for which nothing is stored, whatever the mode:
             Megatron leaves them out of what it returns.
+        fills_values: put what is loaded for plain values into the state dict that was given.
         options: of the caller.
     """
 
@@ -64,6 +65,7 @@ class LoadRequest:
     family: str | os.PathLike[str] | None = None
     process_group: Any = None
     warns_of_values: bool = False
+    fills_values: bool = False
     options: LoadOptions = field(default_factory=LoadOptions)
 
     @property

@@ -1,6 +1,6 @@
 """Flattening a sharded state dict, and filling it with loaded values.
 
-The caller's dict is never changed. Dicts, lists and tuples are containers here. What is stored
+The caller's dict is not changed here. Dicts, lists and tuples are containers here. What is stored
 elsewhere (shards) or not at all (local objects) leaves a `HOLE` in its container, so positions in
 lists stay the same.
 """

@@ -26,7 +26,7 @@ state = {"model": model, "optimizer": optimizer, "step": 0}
 
 with distckpt.CheckpointManager(options.work_dir) as manager:
     if manager.steps():
-        state = manager.load(state)
+        manager.load(state)
     for step in range(state["step"], options.until):
         loss = loss_of(model, step, accelerator.process_index, accelerator.num_processes)
         accelerator.backward(loss)

@@ -23,7 +23,7 @@ state = {"model": model, "optimizer": optimizer, "rng": distckpt.RngState(), "st
 
 with distckpt.CheckpointManager(options.work_dir) as manager:
     if manager.steps():
-        state = manager.load(state)
+        manager.load(state)
     for step in range(state["step"], options.until):
         loss = loss_of(model, step, dist.get_rank(), dist.get_world_size())
         loss.backward()

@@ -28,7 +28,7 @@ state = {"model": model, "optimizer": optimizer, "scheduler": scheduler, "step":
 
 with distckpt.CheckpointManager(options.work_dir) as manager:
     if manager.steps():
-        state = manager.load(state)
+        manager.load(state)
     for step in range(state["step"], options.until):
         loss = loss_of(model, step)
         loss.backward()

@@ -210,3 +210,31 @@ def test_classes_that_the_reader_does_not_know_are_in_nobodys_way(tmp_path, caps
     assert {difference.key for difference in distckpt.diff(path, again).objects} == {"object"}
     assert "registered as 'trainer.Mode'" in call(capsys, "cat", path)
     assert "registered as 'trainer.Mode'" in call(capsys, "cat", path, "object")
+
+
+class FailingOnRank1:
+    def __init__(self, rank):
+        self.rank = rank
+
+    def state_dict(self):
+        return {"rank": 0}
+
+    def load_state_dict(self, state):
+        if self.rank == 1:
+            raise ValueError("not on rank 1")
+
+
+def load_into_given_dicts(rank, path):
+    state = {"object": FailingOnRank1(0), "w": shard(rank), "step": 7, "nested": {"list": [7]}}
+    distckpt.save(state, path)
+    given = {"w": shard(rank, blank=True), "step": 0, "nested": {"list": []}}
+    distckpt.load(given, path)
+    failing = {"object": FailingOnRank1(rank), "w": shard(rank), "step": 0, "nested": {"list": []}}
+    with pytest.raises(distckpt.CheckpointingException, match="not on rank 1"):
+        distckpt.load(failing, path)
+    return [(d["step"], d["nested"], isinstance(d["w"], ShardedTensor)) for d in (given, failing)]
+
+
+def test_given_dicts_get_the_values_on_all_ranks_or_on_none(tmp_path):
+    results = run(load_into_given_dicts, 4, str(tmp_path / "checkpoint"))
+    assert results == [[(7, {"list": [7]}, True), (0, {"list": []}, True)]] * 4

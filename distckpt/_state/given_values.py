@@ -1,0 +1,217 @@
+"""Values of a state dict that was given to `load`, changed in place to what was loaded.
+
+A dict or list that holds no shards and no objects is one value: it gets exactly the stored items.
+One that holds some gets the stored values of its own keys. The values that `load` returns have no
+list, dict or tensor in common with them: the next load does not change what this one returned.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections import OrderedDict
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from distckpt._base.tree import (
+    CONTAINERS,
+    HOLE,
+    Position,
+    children_of,
+    dotted,
+    is_plain_container,
+)
+from distckpt._format import codec
+
+_SETTERS = {cls.__setitem__ for cls in (dict, list, OrderedDict)}
+_PLAIN_TENSORS = (torch.Tensor, torch.nn.Parameter)
+
+
+@dataclass
+class Changes:
+    """What to change in a given state dict. Nothing is changed before `apply`, which cannot fail.
+
+    Attributes:
+        tensors: pairs of a tensor to fill and its values.
+        items: triples of a dict or list, a key or index, and what takes the place there.
+        contents: pairs of a dict or list and all that it will hold.
+        fixed: positions of values in containers that cannot be changed.
+        not_filled: positions of tensors that are replaced in their dict or list, since what is
+            stored does not fit into them.
+    """
+
+    tensors: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)
+    items: list[tuple[Any, Any, Any]] = field(default_factory=list)
+    contents: list[tuple[Any, Any]] = field(default_factory=list)
+    fixed: list[str] = field(default_factory=list)
+    not_filled: list[str] = field(default_factory=list)
+    _values: dict[Any, Any] = field(default_factory=dict)
+    """What is stored for each container and tensor, by its identity."""
+
+    @torch.no_grad()
+    def apply(self) -> None:
+        """Make the changes."""
+        for target, values in self.tensors:
+            target.copy_(values)
+        for container, new in self.contents:
+            container.clear()
+            if isinstance(container, list):
+                container.extend(new)
+            for key in new if isinstance(container, dict) else ():
+                container[key] = new[key]
+        for container, key, value in self.items:
+            container[key] = value
+
+    def is_first(self, identity: Any, value: Any) -> bool | None:
+        """Tell whether a container or tensor is met for the first time: None if it has been, and
+        another value is stored there.
+        """
+        if identity not in self._values:
+            self._values[identity] = value
+            return True
+        first = self._values[identity]
+        is_same = first is value or codec.encode(first) == codec.encode(value)
+        return False if is_same else None
+
+
+def changes_of(given: Any, values: Any, loaded: Any) -> Changes:
+    """Find what is to be changed in a state dict.
+
+    Args:
+        given: the state dict.
+        values: the same without its shards and objects, see `flatten.SplitState.common`.
+        loaded: what was loaded in its place.
+    """
+    changes = Changes()
+    _change_holder(changes, (), given, values, loaded)
+    return changes
+
+
+def _change_holder(
+    changes: Changes, position: Position, given: Any, values: Any, loaded: Any
+) -> None:
+    """Find what is to be changed in a container of shards and objects."""
+    if not _are_alike(given, values, loaded):
+        return
+    is_changeable = _is_changeable(given)
+    for key, value in children_of(values):
+        new = _item(loaded, key)
+        if value is HOLE or new is HOLE:
+            continue
+        old, place = given[key], (*position, key)
+        if not _is_value(old, value):
+            _change_holder(changes, place, old, value, new)
+            continue
+        result = _changed(changes, place, old, new)
+        if is_changeable:
+            changes.items.append((given, key, result))
+        elif result is not old:
+            changes.fixed.append(dotted(place))
+
+
+def _are_alike(given: Any, values: Any, loaded: Any) -> bool:
+    """Tell whether all have their items at the same positions: a list closes up where something is
+    not stored.
+    """
+    if isinstance(given, dict):
+        return isinstance(values, dict) and isinstance(loaded, dict)
+    is_sequence = isinstance(given, list | tuple) and isinstance(values, list | tuple)
+    return is_sequence and isinstance(loaded, list | tuple) and len(loaded) == len(given)
+
+
+def _item(container: Any, key: Any) -> Any:
+    return container.get(key, HOLE) if isinstance(container, dict) else container[key]
+
+
+def _is_value(given: Any, value: Any) -> bool:
+    """Tell whether nothing in a part of a state dict is a shard or an object, all of which are
+    missing, or something else, among its values.
+    """
+    if given is value:
+        return True
+    if not is_plain_container(given) or type(given) is not type(value) or len(given) != len(value):
+        return False
+    pairs = zip(children_of(given), children_of(value), strict=True)
+    return all(key == other and _is_value(old, kept) for (key, old), (other, kept) in pairs)
+
+
+def _changed(changes: Changes, position: Position, given: Any, new: Any) -> Any:
+    """Return what takes the place of a value: the given container or tensor, with other contents,
+    or else the new value.
+    """
+    if isinstance(given, torch.Tensor):
+        return _changed_tensor(changes, position, given, new)
+    if not _takes_contents(given, new):
+        return _own(new)
+    is_first = changes.is_first(id(given), new)
+    if is_first is None:
+        return _own(new)
+    if is_first:
+        contents = {
+            key: _changed(changes, (*position, key), old, item)
+            for (key, item), old in zip(children_of(new), _counterparts(given, new), strict=True)
+        }
+        is_list = isinstance(given, list)
+        changes.contents.append((given, list(contents.values()) if is_list else contents))
+    return given
+
+
+def _counterparts(given: Any, new: Any) -> list[Any]:
+    """Return what a given container has in the place of each item of the new one."""
+    if isinstance(given, dict):
+        return [given.get(key, HOLE) for key in new]
+    return [*given[: len(new)], *[HOLE] * (len(new) - len(given))]
+
+
+def _changed_tensor(changes: Changes, position: Position, given: torch.Tensor, new: Any) -> Any:
+    if _takes_values(given, new):
+        memory = (given.data_ptr(), given.shape, given.stride())
+        is_first = changes.is_first(memory if given.numel() else id(given), new)
+        if is_first:
+            changes.tensors.append((given, new))
+        if is_first is not None:
+            return given
+    if isinstance(new, torch.Tensor):
+        changes.not_filled.append(dotted(position))
+    return _own(new)
+
+
+def _takes_values(given: torch.Tensor, new: Any) -> bool:
+    """Tell whether a tensor can be filled: one whose elements share memory cannot, for example."""
+    if type(given) not in _PLAIN_TENSORS or given.is_meta or given.is_inference():
+        return False
+    if not isinstance(new, torch.Tensor) or given.layout != torch.strided:
+        return False
+    if (given.shape, given.dtype) != (new.shape, new.dtype):
+        return False
+    return all(stride or size < 2 for size, stride in zip(given.shape, given.stride(), strict=True))
+
+
+def _takes_contents(given: Any, new: Any) -> bool:
+    if isinstance(given, dict):
+        return type(new) in (dict, OrderedDict, type(given)) and _is_changeable(given)
+    return isinstance(given, list) and type(new) in (list, type(given)) and _is_changeable(given)
+
+
+def _is_changeable(container: Any) -> bool:
+    """Tell whether a container is a dict or list whose items can be replaced: classes derived from
+    them may be frozen, or do something of their own.
+    """
+    return getattr(type(container), "__setitem__", None) in _SETTERS
+
+
+def _own(value: Any) -> Any:
+    """Copy the dicts, lists and tensors of a value."""
+    if isinstance(value, torch.Tensor):
+        return value.clone()
+    if not isinstance(value, CONTAINERS):
+        return value
+    if type(value) is tuple:
+        return tuple(map(_own, value))
+    if not _is_changeable(value):
+        return value
+    new: Any = copy.copy(value)
+    for key, item in children_of(value):
+        new[key] = _own(item)
+    return new
