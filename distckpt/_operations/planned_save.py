@@ -37,8 +37,8 @@ class SaveRequest:
         notes: further fields of the marker.
         is_step: whether it is a step of a manager, which nothing else than steps is read from.
         verb: name of the call in the journal.
-        is_repeated: this process has planned a save of the same entries before. A value that cannot
-            be stored is left out then, with a warning: the job would lose a checkpoint.
+        is_repeated: this process has planned a save of one of these entries before. A value that
+            cannot be stored is left out then, with a warning: the job would lose a checkpoint.
         has_target: False to plan only: the location is not looked at, and common state, which may
             be another by then, is not compared.
     """

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -142,8 +142,8 @@ class _DescribedState:
     notes: Mapping[str, Any]
 
 
-_saved_entries: set[int] = set()
-"""Hashes of the names of the entries of state dicts that this process has planned to save."""
+_saved_entries: set[Hashable] = set()
+"""Names of the entries of state dicts that this process has planned to save."""
 
 
 def plan_save(
@@ -156,8 +156,8 @@ def plan_save(
     Collective operation: all ranks must call it.
     """
     timer = PhaseTimer(request.verb, ranks.rank, str(request.path))
-    entries = hash(frozenset(state_dict if isinstance(state_dict, dict) else ()))
-    request = replace(request, is_repeated=entries in _saved_entries)
+    entries = frozenset(state_dict if isinstance(state_dict, dict) else ())
+    request = replace(request, is_repeated=not _saved_entries.isdisjoint(entries))
     with timer.phase("describe"):
         target = _check_target(ranks, request, timer)
         described = _describe_state(ranks, state_dict, request)
@@ -166,7 +166,7 @@ def plan_save(
         if ranks.is_coordinator and ranks.size > 1:
             common_state.note_compared(described.compared)
     if request.has_target:
-        _saved_entries.add(entries)
+        _saved_entries.update(entries)
     request = replace(request, notes={**request.notes, **described.notes})
     return PlannedSave(target.location, request, target.config, prepared, timer)
 

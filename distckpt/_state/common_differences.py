@@ -29,7 +29,7 @@ _Hashes: TypeAlias = Mapping[str, Sequence[Any]]
 _Samples: TypeAlias = Mapping[str, Sequence[str]]
 """For each tensor by path, its dtype, shape, and elements in hexadecimal."""
 MAX_SAMPLES = 256
-"""Tensors that differ of which samples are compared."""
+"""Tensors that differ of which samples are compared, one for each rank at least."""
 SAMPLED_ELEMENTS = 256
 
 
@@ -54,7 +54,7 @@ def check_differences(ranks: Ranks, common: CommonStateDict, digest: int) -> Non
             decoded = [json.loads(text) for text in samples] or [{}] * ranks.size
             for rank in range(1, ranks.size):
                 pairs = _Pairs(gathered[0], gathered[rank], decoded[0], decoded[rank])
-                _compare(rank, pairs)
+                _compare(rank, pairs, paths)
 
 
 class _Pairs(NamedTuple):
@@ -76,11 +76,17 @@ def _hashes(common: CommonStateDict) -> dict[str, tuple[str, bool]]:
 
 
 def _differing_tensors(gathered: Sequence[_Hashes]) -> list[str]:
-    """Return the paths of tensors that are not the same on all ranks, as many as are compared."""
+    """Return the paths of tensors whose samples are compared: evenly of those in which a rank
+    differs from the coordinator, and one at least for each such rank.
+    """
     first, *others = gathered
-    found = {path for other in others for path in _differing(first, other)}
-    tensors = [path for path in found if _have_tensors(gathered, path)]
-    return sorted(tensors)[:MAX_SAMPLES]
+    of_ranks = {tuple(_tensors(first, other)) for other in others}
+    share = max(1, MAX_SAMPLES // len(of_ranks))
+    return sorted({path for paths in of_ranks for path in paths[:: 1 + len(paths) // share]})
+
+
+def _tensors(first: _Hashes, other: _Hashes) -> list[str]:
+    return [path for path in _differing(first, other) if _have_tensors((first, other), path)]
 
 
 def _differing(first: _Hashes, other: _Hashes) -> list[str]:
@@ -101,14 +107,14 @@ def _samples(common: CommonStateDict, paths: Sequence[str]) -> dict[str, tuple[s
     return found
 
 
-def _compare(rank: int, pairs: _Pairs) -> None:
+def _compare(rank: int, pairs: _Pairs, sampled: Sequence[str]) -> None:
     """Compare a rank with rank 0: warn of what differs, and refuse tensors that have nothing in
     common, before anything is lost.
     """
     paths = _differing(pairs.first, pairs.other)
-    tensors = [path for path in paths if _have_tensors((pairs.first, pairs.other), path)]
+    tensors = _tensors(pairs.first, pairs.other)
     if tensors:
-        _compare_tensors(rank, tensors, pairs)
+        _compare_tensors(rank, tensors, pairs, sampled)
     # "" is all of it: worth naming only when no part differs.
     values = [path for path in paths if path not in tensors]
     named = list(filter(None, values)) or values
@@ -122,8 +128,11 @@ def _compare(rank: int, pairs: _Pairs) -> None:
         )
 
 
-def _compare_tensors(rank: int, paths: Sequence[str], pairs: _Pairs) -> None:
-    differences = {path: _difference(pairs, path) for path in paths[:MAX_SAMPLES]}
+def _compare_tensors(
+    rank: int, paths: Sequence[str], pairs: _Pairs, sampled: Sequence[str]
+) -> None:
+    compared = sorted({*paths} & {*sampled})
+    differences = {path: _difference(pairs, path) for path in compared}
     unrelated = [
         path
         for path, difference in differences.items()

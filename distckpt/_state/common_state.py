@@ -64,8 +64,8 @@ def storable(key: str, value: Any) -> Any:
     """Return a value of an object without what cannot be stored of it, which a warning names."""
     kept, problems = codec.without_unsupported(value)
     logger.warning(
-        "%s is stored without %d of its values, since this process has saved this state dict "
-        "before and would lose a checkpoint: %s",
+        "%s is stored without %d of its values, since this process has saved entries of "
+        "this state dict before and would lose a checkpoint: %s",
         object_text(key),
         len(problems),
         "; ".join(problems),

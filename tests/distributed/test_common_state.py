@@ -129,6 +129,31 @@ def test_tensors_that_drift_are_those_of_rank_0(tmp_path):
         assert torch.equal(ema["a.b"], torch.ones(3, dtype=torch.bfloat16))
 
 
+def save_many_tensors(rank, path, change):
+    """Save hundreds of plain tensors, of which each rank but the first has changed its own."""
+    ema = {f"{name}{i}": torch.linspace(1, 2, 9) for name in "ab" for i in range(300)}
+    for i in range(300 if rank else 0):
+        ema[f"{'_ab'[rank]}{i}"] += change
+    return error_of(distckpt.save, {"ema": ema}, path)
+
+
+def test_hundreds_of_tensors_drift_on_each_rank_in_others(tmp_path):
+    with launched(save_many_tensors, 3, str(tmp_path / "saved"), 1e-6) as launch:
+        outcomes = launch.outcomes()
+    assert [outcome.value for outcome in outcomes] == [None] * 3
+    drift = [line for line in outcomes[0].warnings_logged if "WARNING: the tensors" in line]
+    assert len(drift) == 2
+    assert "'ema.b{0..299}' (300 keys) differ between rank 0 and rank 2, by up to" in drift[1]
+    assert torch.equal(
+        distckpt.open(tmp_path / "saved").common_state["ema"]["b299"], torch.linspace(1, 2, 9)
+    )
+
+
+def test_hundreds_of_tensors_without_anything_in_common(run, tmp_path):
+    for error in run(save_many_tensors, 3, str(tmp_path / "saved"), -9.0):
+        assert str(error).startswith("The tensors 'ema.a{0..299}' (300 keys) differ between rank 0")
+
+
 def save_quietly(rank, path, how):
     state = {"w": shard(rank), "seen": rank, "lr": 1e-3}
     if how == "not validated":

@@ -100,7 +100,7 @@ def encode(obj: object) -> bytes:
 
 def without_unsupported(tree: object) -> tuple[object, list[str]]:
     """Return a tree with an `UnknownObject` in the place of each leaf that cannot be encoded, and
-    what is wrong with these.
+    of each dict with such a key, and what is wrong with these.
     """
     problems: list[str] = []
 
@@ -112,7 +112,18 @@ def without_unsupported(tree: object) -> tuple[object, list[str]]:
             return UnknownObject(NOT_STORED + type_name(type(leaf)), str(error))
         return leaf
 
-    return map_leaves(storable, tree, is_plain_container), problems
+    return map_leaves(storable, tree, _has_storable_parts), problems
+
+
+def _has_storable_parts(node: object) -> bool:
+    """Tell whether a value is a container whose items can be stored one by one."""
+    if not isinstance(node, dict) or not is_plain_container(node):
+        return is_plain_container(node)
+    try:
+        encode(dict.fromkeys(node))
+    except UnsupportedObjectError:
+        return False
+    return True
 
 
 def decode(blob: bytes | bytearray | memoryview, *, placeholders: bool = False) -> object:

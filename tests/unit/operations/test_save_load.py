@@ -504,6 +504,28 @@ def test_a_value_that_cannot_be_stored_is_refused_at_the_first_save_alone(tmp_pa
         distckpt.load({"metrics": {"plot": [0, 0]}}, tmp_path / "2")
 
 
+def test_an_entry_that_is_new_costs_no_later_checkpoint(tmp_path, caplog):
+    """A program adds entries while it runs, such as an average or the best metric."""
+    state = {"w of this test": whole("w", torch.ones(3)), "step": 1}
+    distckpt.save(state, tmp_path / "1")
+    distckpt.save(state | {"step": 2, "plot": Plot()}, tmp_path / "2")
+    (warning,) = caplog.messages
+    assert "'plot': Cannot store the object of type" in warning
+    loaded = distckpt.load({"w of this test": whole("w", torch.zeros(3))}, tmp_path / "2")
+    assert (loaded["step"], loaded["w of this test"].tolist()) == (2, [1, 1, 1])
+
+
+@pytest.mark.parametrize("key", [Plot(), (1, Plot())])
+def test_a_dict_with_a_key_that_cannot_be_stored_is_left_out(key, tmp_path, caplog):
+    distckpt.save(with_metrics({"a": 1}), tmp_path / "1")
+    distckpt.save(with_metrics({key: 1}), tmp_path / "2")
+    (warning,) = caplog.messages
+    assert "'metrics.plot': Cannot store <key>" in warning
+    loaded = distckpt.load({"w of this test": whole("w", torch.zeros(3))}, tmp_path / "2")
+    assert loaded["metrics"]["loss"] == 0.5
+    assert isinstance(loaded["metrics"]["plot"], distckpt.UnknownObject)
+
+
 def test_an_object_of_which_a_part_cannot_be_stored(tmp_path, caplog):
     cell = ShardedObject("cell", {"a": 1}, (1,), (0,))
     distckpt.save({"object of this test": cell}, tmp_path / "1")
