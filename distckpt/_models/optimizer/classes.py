@@ -18,6 +18,7 @@ _NEEDED = {
     "Adadelta": {"acc_delta", "square_avg"},
     "Adagrad": {"sum"},
     "Adam": {"exp_avg", "exp_avg_sq"},
+    "AdamW": {"exp_avg", "exp_avg_sq"},
     "Adamax": {"exp_avg", "exp_inf"},
     "LBFGS": {"func_evals", "n_iter"},
     "Muon": {"momentum_buffer"},
