@@ -98,7 +98,7 @@ def test_a_dict_of_objects_is_saved_and_loaded(tmp_path):
     given = {**resumed, "rng": distckpt.RngState(), "step": 0}
     loaded = distckpt.load(given, tmp_path / "saved", strict="raise")
     assert all(loaded[name] is value for name, value in given.items() if name != "step")
-    assert (loaded["step"], loaded["seen"], given["step"]) == (3, [{"a": 1}, 2], 0)
+    assert (loaded["step"], loaded["seen"], given["step"]) == (3, [{"a": 1}, 2], 3)
     assert (random.random(), np.random.rand(), torch.rand(2).tolist()) == numbers
     for _ in range(2):
         for name in ("model", "optimizer", "scheduler"):
