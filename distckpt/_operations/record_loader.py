@@ -82,11 +82,9 @@ def record_loader(
     with recording:
         _run(load_weights, recording)
     module = module or getattr(load_weights, "__self__", None)
-    is_known = isinstance(module, torch.nn.Module)
-    unfilled = _unfilled(module, recording) if is_known else {}
     target = LoaderTarget(_state_of(recording))
     target.unused = frozenset(recording.stored) - {shard.key for shard in target.values()}
-    target.unfilled = unfilled
+    target.unfilled = _unfilled(module, recording)
     _log(target)
     return target
 
@@ -122,8 +120,10 @@ def _spec_of(name: str | None, entry: Any) -> tuple[str, tuple[tuple[int, ...], 
     return key, (tuple(shape), dtype)
 
 
-def _named_tensors(module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the parameters and persistent buffers of a module."""
+def _named_tensors(module: object) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the parameters and persistent buffers of a module; nothing where it is not known."""
+    if not isinstance(module, torch.nn.Module):
+        return
     for name, value in module.state_dict(keep_vars=True).items():
         if isinstance(value, Recorded):
             raise InvalidShardingError(
@@ -144,7 +144,7 @@ def _state_of(recording: Recording) -> Iterator[tuple[str, ShardedTensor]]:
     for key, places in by_key.items():
         copies = {max(pair) for pair in overlaps([place.region for place in places])}
         for number, place in enumerate(places):
-            replica_id = OpenReplicaId((1, number) if number in copies else (0,))
+            replica_id = (1, number) if number in copies else OpenReplicaId((0,))
             yield f"{key}#{number}" if number else key, _shard_of(place, replica_id)
 
 
@@ -206,7 +206,7 @@ def _typed(tensor: torch.Tensor, stored: Memory, steps: Iterable[Step]) -> torch
     return tensor
 
 
-def _unfilled(module: torch.nn.Module, recording: Recording) -> dict[str, int]:
+def _unfilled(module: object, recording: Recording) -> dict[str, int]:
     """Count the elements of parameters that the loader did not write."""
     missing = {}
     for name, tensor in _named_tensors(module):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -23,7 +24,7 @@ class Layout:
     @classmethod
     def of(cls, tensor: torch.Tensor) -> Layout:
         """Describe a tensor of torch."""
-        return cls(tensor.storage_offset(), tuple(tensor.shape), tuple(tensor.stride()))
+        return cls(int(tensor.storage_offset()), tuple(tensor.shape), tuple(tensor.stride()))
 
     def part(self, region: Region) -> Layout:
         """Return a region of the view."""
@@ -72,7 +73,7 @@ def factored(num_elements: int, strides: Sequence[int]) -> tuple[int, ...]:
     for stride in sorted(set(strides)):
         if stride > rows[-1] and stride % rows[-1] == 0:
             rows.append(stride)
-    inner = [large // small for small, large in zip(rows, rows[1:], strict=False)]
+    inner = [large // small for small, large in itertools.pairwise(rows)]
     return (-(-num_elements // rows[-1]), *reversed(inner))
 
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import threading
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeGuard
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -49,18 +49,18 @@ class Recorded(torch.Tensor):
     meta: torch.Tensor
 
     # Else torch makes `Recorded`s of all results.
-    __torch_function__ = torch._C._disabled_torch_function_impl
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @staticmethod
     def __new__(cls, recording: Recording, memory: Memory, meta: torch.Tensor) -> Recorded:
         """Make a tensor that looks like `meta` on the CPU."""
-        made: Recorded = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+        made: Recorded = torch.Tensor._make_wrapper_subclass(
             cls,
             meta.shape,
             strides=meta.stride(),
             storage_offset=meta.storage_offset(),
             dtype=meta.dtype,
-            device="cpu",
+            device=torch.device("cpu"),
         )
         made.recording, made.memory, made.meta = recording, memory, meta
         return made
@@ -70,7 +70,7 @@ class Recorded(torch.Tensor):
         return f"<recorded {', '.join(self.memory.names())} {tuple(self.shape)} {self.dtype}>"
 
     @classmethod
-    def __torch_dispatch__(
+    def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
     ) -> Any:
         """Note an operation, also one of a thread that the loader has started."""
@@ -78,7 +78,7 @@ class Recorded(torch.Tensor):
         return recorded.recording.run(func, args, kwargs or {})
 
 
-class Recording(TorchDispatchMode):
+class Recording(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """What a loader does with stored tensors, while this is entered.
 
     Attributes:
@@ -88,7 +88,7 @@ class Recording(TorchDispatchMode):
     """
 
     def __init__(self, specs: Mapping[str, tuple[tuple[int, ...], torch.dtype]]) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.stored = {key: Memory(shape, dtype, key) for key, (shape, dtype) in specs.items()}
         self.real: dict[tuple[Any, ...], Memory] = {}
         self.current = ""
@@ -115,16 +115,27 @@ class Recording(TorchDispatchMode):
                 return self._write(func, args, kwargs)
             tensors = [each for each in tree_leaves((args, kwargs)) if _is_tensor(each)]
             known = [each for each in tensors if self._names(each)]
-            if not known or (packet in _SHAPED_ALIKE and not _has_recorded(tensors)):
+            if not known:
                 return func(*args, **kwargs)
             if func.is_view or packet in _ALSO_VIEWS:
                 return self._view(func, args, kwargs)
             if packet in _SHAPED_ALIKE:
-                kwargs = {"device": "cpu", **kwargs}
+                kwargs = {"device": known[0].device, **kwargs}
                 return func(*tree_map(_meta_of, args), **kwargs)
             if packet in _COPIES:
                 return self._copy(func, args, kwargs)
+            if packet is aten.repeat:
+                return self._repeat(*args)
             return self._refuse(func, known)
+
+    def _repeat(self, source: torch.Tensor, repeats: Sequence[int]) -> torch.Tensor:
+        """Copy several times, as views and a copy do it."""
+        shape = (1,) * (len(repeats) - source.ndim) + tuple(source.shape)
+        apart = [size for each in shape for size in (1, each)]
+        repeated = [size for pair in zip(repeats, shape, strict=True) for size in pair]
+        sizes = [num * size for num, size in zip(repeats, shape, strict=True)]
+        with self:
+            return source.reshape(apart).expand(repeated).reshape(sizes)
 
     def _view(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         source = args[0]
@@ -138,10 +149,8 @@ class Recording(TorchDispatchMode):
     def _copy(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Make a tensor of its own of one or several."""
         sources = [each for each in tree_leaves(args) if _is_tensor(each)]
-        if _has_recorded(sources):
-            made = self._made(func, args, kwargs)
-        else:
-            made = func(*args, **kwargs)
+        make = self._made if _has_recorded(sources) else _called
+        made = make(func, args, kwargs)
         dim = args[1] if len(args) > 1 else kwargs.get("dim", 0)
         parts = _parts(func.overloadpacket, made, sources, dim)
         for part, source in zip(parts, sources, strict=True):
@@ -160,13 +169,12 @@ class Recording(TorchDispatchMode):
         target, value = args[0], args[1] if len(args) > 1 else None
         if isinstance(target, Recorded) and target.memory.key is not None:
             self._refuse(func, [target])
-        has_value = _is_tensor(value) and bool(self._names(value))
         if not isinstance(target, Recorded) and not isinstance(value, Recorded):
             func(*args, **kwargs)
-        elif not has_value:
-            self._refuse(func, [target])
-        if has_value:
+        if _is_tensor(value) and self._names(value):
             self._note(target, value, func)
+        elif isinstance(target, Recorded):
+            self._refuse(func, [target])
         else:
             self._memory(target).fill(Layout.of(target))
         return target
@@ -183,7 +191,10 @@ class Recording(TorchDispatchMode):
         meta = _meta_of(value).expand(target.shape)
         view, place = Layout.of(meta), Layout.of(_meta_of(target))
         reads = list(source.read(view, place))
-        if isinstance(value, Recorded) and sum(math.prod(read.layout.shape) for read in reads) != target.numel():
+        if (
+            isinstance(value, Recorded)
+            and sum(math.prod(read.layout.shape) for read in reads) != target.numel()
+        ):
             self._refuse(func, [value])
         steps = [*_taken_as(source.dtype, value.dtype), ("to", target.dtype)]
         if not isinstance(value, Recorded):
@@ -227,9 +238,12 @@ class Recording(TorchDispatchMode):
         )
 
 
-
-def _is_tensor(value: object) -> bool:
+def _is_tensor(value: object) -> TypeGuard[torch.Tensor]:
     return isinstance(value, torch.Tensor)
+
+
+def _called(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    return func(*args, **kwargs)
 
 
 def _has_recorded(tensors: Sequence[torch.Tensor]) -> bool:
