@@ -117,6 +117,11 @@ class Recording(TorchDispatchMode):  # type: ignore[no-untyped-call]
             known = [each for each in tensors if self._names(each)]
             if not known:
                 return func(*args, **kwargs)
+            with self:
+                # `reshape`, say: a view, or a view of a copy.
+                made = func.decompose(*args, **kwargs)
+            if made is not NotImplemented:
+                return made
             if func.is_view or packet in _ALSO_VIEWS:
                 return self._view(func, args, kwargs)
             if packet in _SHAPED_ALIKE:
@@ -134,15 +139,14 @@ class Recording(TorchDispatchMode):  # type: ignore[no-untyped-call]
         apart = [size for each in shape for size in (1, each)]
         repeated = [size for pair in zip(repeats, shape, strict=True) for size in pair]
         sizes = [num * size for num, size in zip(repeats, shape, strict=True)]
-        with self:
-            return source.reshape(apart).expand(repeated).reshape(sizes)
+        return source.reshape(apart).expand(repeated).reshape(sizes)
 
     def _view(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         source = args[0]
         if not isinstance(source, Recorded):
             return func(*args, **kwargs)
         seen = func(source.meta, *args[1:], **kwargs)
-        if any(view.dtype.itemsize != source.dtype.itemsize for view in tree_leaves(seen)):
+        if not all(_is_view_of(view, source.meta) for view in tree_leaves(seen)):
             self._refuse(func, [source])
         return tree_map(lambda meta: Recorded(self, source.memory, meta), seen)
 
@@ -240,6 +244,12 @@ class Recording(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 def _is_tensor(value: object) -> TypeGuard[torch.Tensor]:
     return isinstance(value, torch.Tensor)
+
+
+def _is_view_of(view: torch.Tensor, meta: torch.Tensor) -> bool:
+    """Tell whether a meta tensor has elements of another one, which have the same size in both."""
+    storages = view.untyped_storage(), meta.untyped_storage()
+    return storages[0]._cdata == storages[1]._cdata and view.itemsize == meta.itemsize
 
 
 def _called(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:

@@ -137,22 +137,43 @@ def test_only_the_last_value_of_an_element_counts(tmp_path):
     assert target.unfilled == {}
 
 
-def test_a_buffer_of_the_loader_passes_on_what_it_was_given(tmp_path):
-    def load(model, name, tensor):
-        buffer = torch.ones(4, 6)
-        buffer[:, :4].copy_(tensor.t())
-        model.weight.data.copy_(buffer.repeat(2, 1))
+def through_a_buffer(tensor):
+    buffer = torch.ones(4, 6)
+    buffer[:, :4].copy_(tensor.t())
+    return buffer
 
-    def load_repeated(model, name, tensor):
-        model.weight.data.copy_(tensor.repeat_interleave(2, dim=0).repeat(1, 2))
 
-    values = {"w": torch.randn(4, 4)}
-    for number, (each, shape) in enumerate(((load_repeated, (8, 8)),)):
-        model, expected = Single(each, *shape), Single(each, *shape)
+COPIED = {
+    "repeated": (lambda tensor: tensor.repeat(1, 2), (4, 8)),
+    "repeated in front": (lambda tensor: tensor.repeat(3, 2, 1), (3, 8, 4)),
+    "repeated by element": (lambda tensor: tensor.repeat_interleave(2, dim=0), (8, 4)),
+    "through a buffer": (through_a_buffer, (4, 6)),
+    "reshaped": (lambda tensor: tensor.t().reshape(2, 8), (2, 8)),
+    "flattened": (lambda tensor: tensor.t().flatten()[3:11].view(4, 2), (4, 2)),
+    "windows": (lambda tensor: tensor.unfold(0, 2, 1), (3, 4, 2)),
+    "diagonal": (lambda tensor: tensor.diagonal(), (4,)),
+    "strided": (lambda tensor: tensor.as_strided((3, 2), (5, 3), 1), (3, 2)),
+    "joined": (lambda tensor: torch.cat([tensor[2:], tensor[:2].clone()], 1), (2, 8)),
+    "stacked": (lambda tensor: torch.stack(tensor.unbind(1), 1), (4, 4)),
+    "same": (lambda tensor: tensor.to("cpu").float().contiguous().detach(), (4, 4)),
+    "broadcast": (lambda tensor: tensor[1], (3, 4)),
+    "in place": (lambda tensor: torch.clone(tensor)[:, 1:].copy_(tensor[:, :3]), (4, 3)),
+    "rearranged": (lambda tensor: tensor.view(2, 2, 4).permute(2, 1, 0).reshape(4, 4), (4, 4)),
+}
+
+
+@pytest.mark.parametrize("change, shape", COPIED.values(), ids=COPIED)
+@pytest.mark.parametrize("is_inference", [False, True])
+def test_views_and_copies(change, shape, is_inference):
+    model, expected = Single(into_weight(change), *shape), Single(into_weight(change), *shape)
+    with torch.inference_mode(is_inference):
         target = distckpt.record_loader(model.load_weights, {"w": ((4, 4), F32)})
-        load_recorded(target, values, tmp_path / str(number))
-        expected.load_weights(values.items())
-        assert torch.equal(model.weight, expected.weight)
+    values = {"w": torch.randn(4, 4)}
+    expected.load_weights(values.items())
+    with torch.inference_mode(is_inference):
+        for shard in target.values():
+            shard.data.copy_(values[shard.key][shard.global_slice()])
+    assert torch.equal(model.weight, expected.weight)
 
 
 @pytest.mark.parametrize("form", ["path", "opened", "objects"])
