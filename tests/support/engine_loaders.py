@@ -120,7 +120,9 @@ class Llama(EngineModel):
         self.add("embed.weight", parameter(padded, HIDDEN, loader=self.vocabulary))
         self.add("attn.qkv_proj.weight", parameter(qkv, HIDDEN, loader=self.heads_of))
         self.add("attn.o_proj.weight", parameter(HIDDEN, heads * DIM, loader=self.columns))
-        self.add("mlp.gate_up_proj.weight", parameter(2 * INNER // size, HIDDEN, loader=self.merged))
+        self.add(
+            "mlp.gate_up_proj.weight", parameter(2 * INNER // size, HIDDEN, loader=self.merged)
+        )
         self.add("mlp.down_proj.weight", parameter(HIDDEN, INNER // size, loader=self.columns))
         self.add("norm.weight", parameter(HIDDEN))
         self.stored("embed.weight", VOCAB, HIDDEN)
@@ -329,7 +331,7 @@ class Lora(EngineModel):
 
 
 class VisionTower(EngineModel):
-    """q, k and v are stored as one tensor by heads, and wanted one behind the other; patches flat."""
+    """q, k and v are stored as one tensor by heads, and wanted one behind the other."""
 
     def __init__(self, rank: int = 0, size: int = 1) -> None:
         super().__init__(rank, size)

@@ -162,7 +162,7 @@ COPIED = {
 }
 
 
-@pytest.mark.parametrize("change, shape", COPIED.values(), ids=COPIED)
+@pytest.mark.parametrize(("change", "shape"), COPIED.values(), ids=COPIED)
 @pytest.mark.parametrize("is_inference", [False, True])
 def test_views_and_copies(change, shape, is_inference):
     model, expected = Single(into_weight(change), *shape), Single(into_weight(change), *shape)
