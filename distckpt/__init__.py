@@ -45,6 +45,7 @@ if TYPE_CHECKING:
     from distckpt._operations.consolidate import consolidate
     from distckpt._operations.diff import DiffReport, diff
     from distckpt._operations.export_write import ExportReport
+    from distckpt._operations.fingerprint import Fingerprint, fingerprint
     from distckpt._operations.load import load
     from distckpt._operations.merge import merge
     from distckpt._operations.reshard import ReshardReport, reshard
@@ -70,6 +71,7 @@ __all__ = [
     "DiffReport",
     "ExportOptions",
     "ExportReport",
+    "Fingerprint",
     "InvalidShardingError",
     "LoadMismatchError",
     "LoadOptions",
@@ -93,6 +95,7 @@ __all__ = [
     "async_save",
     "consolidate",
     "diff",
+    "fingerprint",
     "list_checkpoints",
     "load",
     "merge",
@@ -140,6 +143,8 @@ _HOMES = {
     "consolidate": "_operations.consolidate",
     "DiffReport": "_operations.diff",
     "diff": "_operations.diff",
+    "Fingerprint": "_operations.fingerprint",
+    "fingerprint": "_operations.fingerprint",
     "load": "_operations.load",
     "merge": "_operations.merge",
     "ReshardReport": "_operations.reshard",

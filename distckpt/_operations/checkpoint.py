@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from types import MappingProxyType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -27,12 +27,16 @@ from distckpt._geometry.region import Region, whole
 from distckpt._io.load_shards import ReadSettings, load_tensors
 from distckpt._mapping.sharded_tensor import ShardedTensor
 from distckpt._mapping.wrappers import StateDict
+from distckpt._operations.on_demand import on_demand
 from distckpt._plan.codes import AS_STORED
 from distckpt._plan.decoded import decoded
 from distckpt._ranks.collectives import Ranks
 from distckpt._state import flatten
 from distckpt._state.common_state import COMMON_KEY, CONTENT_METADATA
 from distckpt._storage import locations
+
+if TYPE_CHECKING:
+    from distckpt._operations.fingerprint import Fingerprint
 
 
 @dataclass(frozen=True)
@@ -154,6 +158,34 @@ class Checkpoint:
         tensors = list(self.tensors.values()) if keys is None else self._find(keys)
         values = self._read([_requested(tensor, whole(tensor.shape)) for tensor in tensors])
         return {tensor.key: value for tensor, value in zip(tensors, values, strict=True)}
+
+    def fingerprints(self, keys: Collection[str] | None = None) -> dict[str, Fingerprint]:
+        """Compute the fingerprint of each tensor, see `distckpt.fingerprint`; all are read, in
+        pieces.
+
+            live = distckpt.fingerprint(state)
+            assert distckpt.open("checkpoints/step_100").fingerprints() == live
+
+        Args:
+            keys: of the tensors; None for all.
+
+        Raises:
+            LoadMismatchError: there are no tensors of some keys.
+            CheckpointingException: the checkpoint was replaced after it was opened, or holds
+                quantized tensors, which have fingerprints with `open(..., as_stored=True)`.
+            CorruptCheckpointError: files are missing, cut off or changed.
+        """
+        _check_keys(keys)
+        if self._stored.quantized:
+            raise CheckpointingException(
+                f"{self.location!r} holds quantized tensors, and fingerprints are of what is "
+                "stored: open it with as_stored=True."
+            )
+        found = list(self.tensors) if keys is None else [each.key for each in self._find(keys)]
+        with self._reading():
+            stored_fingerprints = on_demand("fingerprint").stored_fingerprints
+            result: dict[str, Fingerprint] = stored_fingerprints(self._stored, found)
+        return result
 
     def _find(self, keys: Collection[str]) -> list[TensorInfo]:
         unknown = [key for key in keys if key not in self.tensors]

@@ -16,6 +16,7 @@ from distckpt._base.memory import paused_garbage_collection
 from distckpt._base.options import SaveOptions, with_changes
 from distckpt._base.reports import SaveReport
 from distckpt._commit import posix
+from distckpt._format.manifest import Manifest
 from distckpt._format.marker import (
     BUILT_IN,
     CheckpointingConfig,
@@ -23,7 +24,7 @@ from distckpt._format.marker import (
     note_of_schedulers,
 )
 from distckpt._io.prepared_save import PreparedSave
-from distckpt._io.save_shards import ShardSettings, prepare_shards
+from distckpt._io.save_shards import OwnedChunk, ShardSettings, plan_chunks, prepare_shards
 from distckpt._mapping.wrappers import CommonStateDict, ShardedObject, ShardedStateDict, StateDict
 from distckpt._models import objects
 from distckpt._operations.on_demand import on_demand
@@ -171,6 +172,22 @@ def plan_save(
     return PlannedSave(target.location, request, target.config, prepared, timer)
 
 
+def plan_tensors(
+    ranks: Ranks, state_dict: ShardedStateDict, request: SaveRequest
+) -> tuple[list[OwnedChunk], Manifest | None]:
+    """Decide as a save does which rank takes care of which elements, though nothing is saved.
+
+    Collective operation: all ranks must call it.
+
+    Returns:
+        What is up to this rank, and on the coordinator the keys of all.
+    """
+    timer = PhaseTimer(request.verb, ranks.rank, str(request.path))
+    target = _check_target(ranks, request, timer)
+    described = _describe_state(ranks, state_dict, request)
+    return plan_chunks(ranks, _all_shards(ranks, described), target.settings)
+
+
 def _check_target(ranks: Ranks, request: SaveRequest, timer: PhaseTimer) -> _Target:
     with ranks.phase("check the arguments", decision=True, same=request.of_all_ranks()):
         request.check()
@@ -262,11 +279,15 @@ def _check_metadata_entry(state_dict: StateDict, request: SaveRequest) -> None:
 
 def _prepare(ranks: Ranks, target: _Target, described: _DescribedState) -> PreparedSave:
     """Decide which rank writes what, with the built-in engine or a strategy of the user."""
-    shards = list(described.shards)
-    if ranks.is_coordinator:
-        shards.append(ShardedObject(COMMON_KEY, described.common, (1,), (0,)))
+    shards = _all_shards(ranks, described)
     if target.strategy is not None:
         by_name = {str(number): shard for number, shard in enumerate(shards)}
         prepared: PreparedSave = on_demand("strategies").prepare_save(target.strategy, by_name)
         return prepared
     return prepare_shards(ranks, shards, target.settings)
+
+
+def _all_shards(ranks: Ranks, described: _DescribedState) -> list[Shard]:
+    if not ranks.is_coordinator:
+        return described.shards
+    return [*described.shards, ShardedObject(COMMON_KEY, described.common, (1,), (0,))]
