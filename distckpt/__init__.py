@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from distckpt._base.reports import LoadReport, SaveReport
     from distckpt._format.codec import register_object_type
     from distckpt._format.codec.encode import UnknownObject
+    from distckpt._format.fingerprint import Fingerprint
     from distckpt._manager.listing import CheckpointInfo, list_checkpoints
     from distckpt._manager.manager import CheckpointManager
     from distckpt._manager.preemption import PreemptionGuard
@@ -45,7 +46,7 @@ if TYPE_CHECKING:
     from distckpt._operations.consolidate import consolidate
     from distckpt._operations.diff import DiffReport, diff
     from distckpt._operations.export_write import ExportReport
-    from distckpt._operations.fingerprint import Fingerprint, fingerprint
+    from distckpt._operations.fingerprint import fingerprint
     from distckpt._operations.load import load
     from distckpt._operations.merge import merge
     from distckpt._operations.reshard import ReshardReport, reshard
@@ -143,7 +144,7 @@ _HOMES = {
     "consolidate": "_operations.consolidate",
     "DiffReport": "_operations.diff",
     "diff": "_operations.diff",
-    "Fingerprint": "_operations.fingerprint",
+    "Fingerprint": "_format.fingerprint",
     "fingerprint": "_operations.fingerprint",
     "load": "_operations.load",
     "merge": "_operations.merge",

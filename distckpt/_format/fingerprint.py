@@ -14,14 +14,17 @@ from __future__ import annotations
 
 import functools
 import itertools
+import math
 from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from typing import NamedTuple, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from distckpt._geometry.region import mixed
+from distckpt._base.dtypes import FROM_NAME
+from distckpt._geometry.region import IntArray, mixed
 
 PRIME = (1 << 61) - 1
 
@@ -33,6 +36,64 @@ _GROUP_LANES = 256
 _BATCH_LANES = 1 << 16
 """Lanes that are converted to float64 at once: few enough to stay in the cache of a processor."""
 _HALF_BITS = 30
+
+
+@dataclass(frozen=True)
+class Fingerprint:
+    """The fingerprint of a tensor.
+
+    Two tensors of one dtype and shape whose bits differ anywhere have the same number with a
+    probability of about 2**-58. This finds accidents. It does not protect from somebody who means
+    to deceive: the number is no cryptographic hash.
+
+    Attributes:
+        dtype: safetensors name of the dtype, such as "BF16".
+        shape: of the whole tensor.
+        number: the sum of the bits of all elements times a factor of the place of each, modulo
+            2**61 - 1.
+    """
+
+    dtype: str
+    shape: tuple[int, ...]
+    number: int
+
+    def __str__(self) -> str:
+        """Return dtype, shape and the number in hexadecimal."""
+        return f"{self.dtype} {list(self.shape)} {self.number:016x}"
+
+    def changed(self, indices: torch.Tensor, old: torch.Tensor, new: torch.Tensor) -> Fingerprint:
+        """Return the fingerprint after some elements have changed. This takes time in proportion to
+        their number.
+
+            after = before.changed(torch.tensor([5, 77]), old_values, new_values)
+
+        Args:
+            indices: of the elements in the flattened tensor, each once, of shape (n,), integers.
+            old: their values before, of shape (n,), in the dtype of the tensor.
+            new: their values after.
+
+        Raises:
+            ValueError: shapes or dtypes do not fit, or an index is outside of the tensor or there
+                twice.
+        """
+        flat = indices.detach().cpu().to(torch.int64).numpy()
+        self._check_change(flat, old, new)
+        change = change_number(self.shape, flat, old, new)
+        return replace(self, number=(self.number + change) % PRIME)
+
+    def _check_change(self, indices: IntArray, old: torch.Tensor, new: torch.Tensor) -> None:
+        dtype = FROM_NAME[self.dtype]
+        for values in (old, new):
+            if values.shape != indices.shape or values.dtype != dtype or indices.ndim != 1:
+                raise ValueError(
+                    f"Values that change have dtype {dtype} and the shape of their indices, (n,); "
+                    f"got {values.dtype} of {tuple(values.shape)} for indices of {indices.shape}."
+                )
+        size = math.prod(self.shape)
+        if len(indices) and not 0 <= indices.min() <= indices.max() < size:
+            raise ValueError(f"Indices lie in [0, {size}), got {indices.min()} to {indices.max()}.")
+        if len(np.unique(indices)) < len(indices):
+            raise ValueError("Each element changes once, and some indices are there twice.")
 
 
 def region_number(values: torch.Tensor, offset: tuple[int, ...]) -> int:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -21,6 +21,7 @@ from distckpt._base.threads import NUM_REQUESTS, run_threads
 from distckpt._checkpoint.consistent_read import read_attempts, reading
 from distckpt._checkpoint.opening import open_checkpoint
 from distckpt._checkpoint.stored_values import load_common_state
+from distckpt._format.fingerprint import Fingerprint
 from distckpt._format.marker import replaced
 from distckpt._format.stored_checkpoint import StoredCheckpoint
 from distckpt._geometry.region import Region, whole
@@ -34,9 +35,6 @@ from distckpt._ranks.collectives import Ranks
 from distckpt._state import flatten
 from distckpt._state.common_state import COMMON_KEY, CONTENT_METADATA
 from distckpt._storage import locations
-
-if TYPE_CHECKING:
-    from distckpt._operations.fingerprint import Fingerprint
 
 
 @dataclass(frozen=True)

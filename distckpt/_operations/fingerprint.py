@@ -4,9 +4,7 @@ files.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -15,10 +13,9 @@ import torch
 from distckpt._base.dtypes import FROM_NAME
 from distckpt._base.threads import ProgressCounter, run_threads
 from distckpt._checkpoint.stored_values import StoredTensor
-from distckpt._format.fingerprint import PRIME, change_number, region_number
+from distckpt._format.fingerprint import PRIME, Fingerprint, region_number
 from distckpt._format.manifest import Manifest
 from distckpt._format.stored_checkpoint import StoredCheckpoint
-from distckpt._geometry.region import IntArray
 from distckpt._geometry.units import cut_region
 from distckpt._io.save_shards import OwnedChunk
 from distckpt._mapping.wrappers import ShardedStateDict
@@ -28,64 +25,6 @@ from distckpt._operations.windows import WINDOW_ELEMENTS, Window, map_windows
 from distckpt._ranks.collectives import Ranks, collective
 
 _LOW_BITS = np.int64(0xFFFFFFFF)
-
-
-@dataclass(frozen=True)
-class Fingerprint:
-    """The fingerprint of a tensor.
-
-    Two tensors of one dtype and shape whose bits differ anywhere have the same number with a
-    probability of about 2**-58. This finds accidents. It does not protect from somebody who means
-    to deceive: the number is no cryptographic hash.
-
-    Attributes:
-        dtype: safetensors name of the dtype, such as "BF16".
-        shape: of the whole tensor.
-        number: the sum of the bits of all elements times a factor of the place of each, modulo
-            2**61 - 1.
-    """
-
-    dtype: str
-    shape: tuple[int, ...]
-    number: int
-
-    def __str__(self) -> str:
-        """Return dtype, shape and the number in hexadecimal."""
-        return f"{self.dtype} {list(self.shape)} {self.number:016x}"
-
-    def changed(self, indices: torch.Tensor, old: torch.Tensor, new: torch.Tensor) -> Fingerprint:
-        """Return the fingerprint after some elements have changed. This takes time in proportion to
-        their number.
-
-            after = before.changed(torch.tensor([5, 77]), old_values, new_values)
-
-        Args:
-            indices: of the elements in the flattened tensor, each once, of shape (n,), integers.
-            old: their values before, of shape (n,), in the dtype of the tensor.
-            new: their values after.
-
-        Raises:
-            ValueError: shapes or dtypes do not fit, or an index is outside of the tensor or there
-                twice.
-        """
-        flat = indices.detach().cpu().to(torch.int64).numpy()
-        self._check_change(flat, old, new)
-        change = change_number(self.shape, flat, old, new)
-        return replace(self, number=(self.number + change) % PRIME)
-
-    def _check_change(self, indices: IntArray, old: torch.Tensor, new: torch.Tensor) -> None:
-        dtype = FROM_NAME[self.dtype]
-        for values in (old, new):
-            if values.shape != indices.shape or values.dtype != dtype or indices.ndim != 1:
-                raise ValueError(
-                    f"Values that change have dtype {dtype} and the shape of their indices, (n,); "
-                    f"got {values.dtype} of {tuple(values.shape)} for indices of {indices.shape}."
-                )
-        size = math.prod(self.shape)
-        if len(indices) and not 0 <= indices.min() <= indices.max() < size:
-            raise ValueError(f"Indices lie in [0, {size}), got {indices.min()} to {indices.max()}.")
-        if len(np.unique(indices)) < len(indices):
-            raise ValueError("Each element changes once, and some indices are there twice.")
 
 
 @collective()
