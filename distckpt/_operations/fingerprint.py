@@ -17,10 +17,10 @@ from distckpt._format.fingerprint import PRIME, Fingerprint, region_number
 from distckpt._format.manifest import Manifest
 from distckpt._format.stored_checkpoint import StoredCheckpoint
 from distckpt._geometry.units import cut_region
-from distckpt._io.save_shards import OwnedChunk
+from distckpt._io.save_shards import OwnedChunk, plan_chunks
 from distckpt._mapping.wrappers import ShardedStateDict
 from distckpt._operations.planned_save import SaveRequest
-from distckpt._operations.save import plan_tensors
+from distckpt._operations.save import describe_shards
 from distckpt._operations.windows import WINDOW_ELEMENTS, Window, map_windows
 from distckpt._ranks.collectives import Ranks, collective
 
@@ -59,7 +59,8 @@ def fingerprint(
     request = SaveRequest(
         path="", process_group=process_group, has_target=False, verb="fingerprint"
     )
-    owned, manifest = plan_tensors(ranks, state_dict, request)
+    shards, settings = describe_shards(ranks, state_dict, request)
+    owned, manifest = plan_chunks(ranks, shards, settings)
     kinds = _Kinds(*ranks.decide_json("list the keys", lambda: _kinds_of(manifest)))
     with ranks.phase("compute fingerprints"):
         own = _numbers_of(owned, len(kinds.keys))

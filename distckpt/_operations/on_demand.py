@@ -13,6 +13,7 @@ _Name: TypeAlias = Literal[
     "peft_names",
     "quantize",
     "strategies",
+    "verify_live",
 ]
 
 _MODULES: dict[_Name, str] = {
@@ -23,6 +24,7 @@ _MODULES: dict[_Name, str] = {
     "peft_names": "distckpt._plan.peft_names",
     "quantize": "distckpt._operations.quantize",
     "strategies": "distckpt.strategies.base",
+    "verify_live": "distckpt._operations.verify_live",
 }
 
 

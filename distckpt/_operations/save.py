@@ -16,7 +16,6 @@ from distckpt._base.memory import paused_garbage_collection
 from distckpt._base.options import SaveOptions, with_changes
 from distckpt._base.reports import SaveReport
 from distckpt._commit import posix
-from distckpt._format.manifest import Manifest
 from distckpt._format.marker import (
     BUILT_IN,
     CheckpointingConfig,
@@ -24,7 +23,7 @@ from distckpt._format.marker import (
     note_of_schedulers,
 )
 from distckpt._io.prepared_save import PreparedSave
-from distckpt._io.save_shards import OwnedChunk, ShardSettings, plan_chunks, prepare_shards
+from distckpt._io.save_shards import ShardSettings, prepare_shards
 from distckpt._mapping.wrappers import CommonStateDict, ShardedObject, ShardedStateDict, StateDict
 from distckpt._models import objects
 from distckpt._operations.on_demand import on_demand
@@ -172,20 +171,18 @@ def plan_save(
     return PlannedSave(target.location, request, target.config, prepared, timer)
 
 
-def plan_tensors(
+def describe_shards(
     ranks: Ranks, state_dict: ShardedStateDict, request: SaveRequest
-) -> tuple[list[OwnedChunk], Manifest | None]:
-    """Decide as a save does which rank takes care of which elements, though nothing is saved.
+) -> tuple[list[Shard], ShardSettings]:
+    """Describe a state dict as a save does; return all shards of this rank, and how they would be
+    saved.
 
     Collective operation: all ranks must call it.
-
-    Returns:
-        What is up to this rank, and on the coordinator the keys of all.
     """
     timer = PhaseTimer(request.verb, ranks.rank, str(request.path))
     target = _check_target(ranks, request, timer)
     described = _describe_state(ranks, state_dict, request)
-    return plan_chunks(ranks, _all_shards(ranks, described), target.settings)
+    return _all_shards(ranks, described), target.settings
 
 
 def _check_target(ranks: Ranks, request: SaveRequest, timer: PhaseTimer) -> _Target:
