@@ -1,4 +1,4 @@
-"""Compare the speed of fingerprints with reading memory and with xxh3, in one thread, by processor time.
+"""Compare the speed of fingerprints with reading memory and xxh3, in one thread, by CPU time.
 
 python tests/benchmarks/fingerprints.py [--rounds N]
 """
