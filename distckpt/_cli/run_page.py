@@ -136,6 +136,9 @@ def _changes(
         for place, before in zip(places, [None, *places], strict=False)
     ]
     names = list(dict.fromkeys(itertools.chain.from_iterable(of_steps)))
+    if not names:
+        yield "Changes", "<p>These steps have no tensors.</p>"
+        return
     began = list(filter(None, (_beginning_of_nan(steps, of_steps, name) for name in names)))
     if began:
         yield "NaN", html_table(["layer", "first seen at step"], began)
@@ -162,12 +165,14 @@ def _map_of_norms(names: Sequence[str], steps: Sequence[str], of_steps: Sequence
 
 def _layers_of(location: str, before: str | None, keys: Sequence[str] | None) -> dict[str, _Layer]:
     """Return the layers of a checkpoint, in its order."""
-    keys = keys or ["!optimizer."]
+    chosen = list(keys or ["!optimizer."])
     with opened(Ranks.alone(), location) as stored:
-        stats = list(compute_stats(stored, keys))
+        if keys is None and all(map(stored.is_object, stored.manifest.key_index)):
+            return {}
+        stats = list(compute_stats(stored, chosen))
     distances: Mapping[str, float] | None = None
     if before is not None:
-        report = diff(before, location, keys=list(keys))
+        report = diff(before, location, keys=chosen)
         distances = {tensor.key: tensor.difference_norm for tensor in report.tensors}
     members = defaultdict(list)
     for tensor in stats:
