@@ -205,6 +205,7 @@ def _add_export(parser: ArgumentParser) -> None:
     parser.add_argument("--extra-code", action="store_true", help="copy *.py files from there too")
     add_writing(parser)
     add_verify(parser)
+    add_parts(parser)
 
 
 def completion(parser: ArgumentParser) -> None:
@@ -353,6 +354,43 @@ def add_writing(parser: ArgumentParser) -> None:
     parser.add_argument(
         "--max-inflight-bytes", type=parse_size, metavar="SIZE", help="memory for data in transit"
     )
+
+
+def add_parts(parser: ArgumentParser) -> None:
+    """Declare `--part` and what goes with it."""
+    group = parser.add_argument_group("in parts", "by processes that know nothing of each other")
+    what = group.add_mutually_exclusive_group()
+    part = "do part K of N, from 0, or the one that Slurm, Kubernetes (auto/N) or torchrun says"
+    what.add_argument("--part", metavar="K/N|auto", type=_part, help=part)
+    what.add_argument(
+        "--status", action="store_true", help="say what is whole, missing and being done"
+    )
+    finish = "complete the output, which the last part does by itself"
+    what.add_argument("--finish", action="store_true", help=finish)
+    what.add_argument(
+        "--abandon", action="store_true", help="remove what parts have written so far"
+    )
+    group.add_argument(
+        "--watch", action="store_true", help="with --status: show the progress of all parts"
+    )
+
+
+def is_in_parts(arguments: Namespace) -> bool:
+    """Tell whether work in parts was asked for."""
+    return bool(
+        arguments.part or arguments.status or arguments.finish or arguments.abandon
+    )
+
+
+def _part(text: str) -> str:
+    index, slash, count = text.partition("/")
+    numbers = [count] if index == "auto" else [index, count]
+    is_right = text == "auto" or (slash and all(number.isdecimal() for number in numbers))
+    if not is_right:
+        raise ArgumentTypeError(f"{text!r} is no part; write 3/16, auto or auto/16")
+    if index != "auto" and int(index) >= int(count):
+        raise ArgumentTypeError(f"{text!r} is no part: the last of {count} is {int(count) - 1}")
+    return text
 
 
 def add_verify(parser: ArgumentParser) -> None:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import importlib
 from argparse import Namespace
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 from distckpt._base.memory import paused_garbage_collection
 from distckpt._base.options import ExportOptions
+from distckpt._cli.arguments import is_in_parts
 from distckpt._cli.output import Output, count_text, shape_text, size_text
 from distckpt._cli.selection import dtype_option, given, warn_of_overflows
 from distckpt._operations.consolidate import consolidate, plan_consolidation
@@ -26,6 +29,9 @@ def run(arguments: Namespace, output: Output) -> int:
     if arguments.dry_run:
         _show_plan(plan_consolidation(arguments.checkpoint, options), output)
         return 0
+    if is_in_parts(arguments):
+        given = {"checkpoint": arguments.checkpoint}
+        return _in_parts(arguments, "consolidate", given, arguments.output_dir, options, output)
     with output.progress("writing") as progress:
         report = consolidate(
             arguments.checkpoint,
@@ -45,6 +51,10 @@ def _merge(arguments: Namespace, options: ExportOptions, output: Output) -> int:
         plan = plan_merge(checkpoints, arguments.weights, arguments.ema, options)
         _show_plan(plan, output)
         return 0
+    if is_in_parts(arguments):
+        how = {"weights": arguments.weights, "ema": arguments.ema}
+        given = {"checkpoints": checkpoints, **how}
+        return _in_parts(arguments, "merge", given, output_dir, options, output)
     with output.progress("writing") as progress:
         report = merge(
             checkpoints,
@@ -56,6 +66,27 @@ def _merge(arguments: Namespace, options: ExportOptions, output: Output) -> int:
         )
     _print_report(report, output_dir, output)
     return 0
+
+
+def _in_parts(
+    arguments: Namespace,
+    verb: str,
+    given: Mapping[str, Any],
+    output_dir: str,
+    options: ExportOptions,
+    output: Output,
+) -> int:
+    """Do what was asked for of work in parts."""
+
+    def show(report: ExportReport) -> int:
+        _print_report(report, output_dir, output)
+        return 0
+
+    where = {"output_dir": output_dir, "overwrite": arguments.overwrite, "options": options}
+    # Imported when it is asked for.
+    parts = importlib.import_module("distckpt._cli.parts")
+    code: int = parts.run(arguments, output, output_dir, verb, {**given, **where}, show)
+    return code
 
 
 def _options(arguments: Namespace) -> ExportOptions:
