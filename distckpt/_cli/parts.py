@@ -13,8 +13,8 @@ from distckpt._base.errors import CheckpointNotFoundError
 from distckpt._cli.output import MAX_LISTED, Output, count_text, size_text
 from distckpt._commit import posix
 from distckpt._parts.environment import part_of_environment
-from distckpt._parts.run import PartReport, PartsStatus, abandon, finish, run_part, statuses
-from distckpt._parts.tasks import make_work, remove_output
+from distckpt._parts.run import PartReport, PartsStatus, finish, run_part, statuses
+from distckpt._parts.tasks import abandon, make_work
 from distckpt._parts.work import Part
 
 _SECONDS_BETWEEN = 2.0
@@ -71,7 +71,7 @@ def _show_part(report: PartReport, output: Output) -> None:
 
 
 def _abandon(place: str, output: Output) -> int:
-    removed = abandon(place, remove_output)
+    removed = abandon(place)
     output.json({"removed": removed})
     for location in removed:
         output.line(f"removed {location}")

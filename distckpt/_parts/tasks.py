@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Mapping
+import os
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from distckpt._base.memory import paused_garbage_collection
 from distckpt._base.messages import check_count
-from distckpt._base.options import Progress
-from distckpt._parts.run import PartReport, finish, run_part
+from distckpt._base.options import ExportOptions, Progress, with_changes
+from distckpt._commit import posix
+from distckpt._parts.run import PartReport, PartsStatus, finish, run_part, statuses
+from distckpt._parts.run import abandon as abandon_all
 from distckpt._parts.work import Part, Work
+from distckpt._storage import locations, object_store
 
 _MAKERS = {
     "consolidate": ("exports", "consolidation"),
@@ -77,5 +81,75 @@ def make_tasks(verb: str, num_tasks: int, arguments: Mapping[str, Any]) -> list[
     return [Task(verb, arguments, index, num_tasks) for index in range(num_tasks)]
 
 
-def remove_output(place: str, nonce: str, files: list[str]) -> None:
+# --- The verbs ------------------------------------------------------------------------------------
+
+
+def consolidate(
+    checkpoint: str | os.PathLike[str],
+    output_dir: str | os.PathLike[str],
+    *,
+    num_tasks: int,
+    overwrite: bool = False,
+    options: ExportOptions | None = None,
+    **changes: Any,
+) -> list[Task]:
+    """Divide a call of `distckpt.consolidate` into tasks, even in bytes.
+
+        for task in distckpt.tasks.consolidate("run/step_1000", "exports/step_1000", num_tasks=64):
+            pool.submit(task.run)
+
+    Nothing is read yet. Arguments that are not described here are those of `consolidate`; `progress`
+    is an argument of `Task.run`.
+
+    Args:
+        num_tasks: how many. Another number may be used to go on with what was begun.
+    """
+    chosen = with_changes(consolidate, ExportOptions, options, changes)
+    arguments = {"checkpoint": checkpoint, "output_dir": output_dir, "overwrite": overwrite}
+    return make_tasks("consolidate", num_tasks, {**arguments, "options": chosen})
+
+
+def merge(
+    checkpoints: Sequence[str | os.PathLike[str]],
+    output_dir: str | os.PathLike[str],
+    *,
+    num_tasks: int,
+    weights: Sequence[float] | None = None,
+    ema: float | None = None,
+    overwrite: bool = False,
+    options: ExportOptions | None = None,
+    **changes: Any,
+) -> list[Task]:
+    """Divide a call of `distckpt.merge` into tasks, see `consolidate`."""
+    chosen = with_changes(merge, ExportOptions, options, changes)
+    how = {"weights": weights, "ema": ema, "overwrite": overwrite, "options": chosen}
+    arguments = {"checkpoints": list(checkpoints), "output_dir": output_dir, **how}
+    return make_tasks("merge", num_tasks, arguments)
+
+
+# --- Looking after them ---------------------------------------------------------------------------
+
+
+def status(output_dir: str | os.PathLike[str]) -> list[PartsStatus]:
+    """Return how far the work in parts is whose output appears in a directory: one value for each
+    attempt. Nothing but journals is read.
+    """
+    return statuses(posix.resolve(output_dir))
+
+
+def abandon(output_dir: str | os.PathLike[str]) -> list[str]:
+    """Remove what work in parts has written for an output that has not appeared, and the journals
+    of all work there; a complete output stays.
+
+    No task of it may be running.
+
+    Returns:
+        The locations of the journals that were removed.
+    """
+    return abandon_all(posix.resolve(output_dir), _remove_output)
+
+
+def _remove_output(place: str, nonce: str, files: Sequence[str]) -> None:
     """Remove what parts have written into its final place on an object store."""
+    object_store.remove_all(locations.join(place, name) for name in files)
+    object_store.abort_uploads(place)
