@@ -11,7 +11,7 @@ goes on from there. The last one lets the output appear, in one step.
 
 from distckpt._base.public import set_public_home
 from distckpt._parts.run import PartReport, PartsStatus
-from distckpt._parts.tasks import Task, abandon, consolidate, merge, status
+from distckpt._parts.tasks import Task, abandon, consolidate, merge, reshard, status
 
 __all__ = [
     "PartReport",
@@ -20,6 +20,7 @@ __all__ = [
     "abandon",
     "consolidate",
     "merge",
+    "reshard",
     "status",
 ]
 

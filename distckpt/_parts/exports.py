@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields
 from typing import Any
 
@@ -103,7 +103,7 @@ class _ExportWork(Work):
             {**chosen, **(more or {}), "extra files": extra}, self._opened, plan.outputs
         )
 
-    def files(self) -> list[str]:
+    def files(self, attempt: Attempt) -> list[str]:
         extra = self._plan.extra_files
         copied = [locations.split(path)[1] for path in extra.copied]
         return [*self._files, *copied, *extra.written, INDEX_NAME]
@@ -162,15 +162,13 @@ class _ExportWork(Work):
 
     def complete(self, attempt: Attempt, results: Sequence[Any]) -> None:
         check_sources(self.facts, self._opened)
+        output = self._output(attempt)
         if self._is_local:
             check_target(self._located, self.place, self._overwrite)
-        output = self._output(attempt)
-        # Of an attempt to complete it that was interrupted.
-        for name in set(self.files()).difference(self._files):
-            locations.remove_file(locations.join(output.location, name))
+            remove_others(output.location, self._files)
         complete_export(self._plan, self._opened, output)
 
-    def commit(self, attempt: Attempt) -> None:
+    def commit(self, attempt: Attempt, results: Sequence[Any]) -> None:
         self._output(attempt).commit_beside_others(belongs_to_export)
 
     def proof(self, directory: str) -> Any:
@@ -179,6 +177,15 @@ class _ExportWork(Work):
 
     def report(self, results: Sequence[Any], seconds: float) -> ExportReport:
         return report_of_export(self._plan, add_up(results), seconds)
+
+
+def remove_others(directory: str, names: Container[str]) -> None:
+    """Remove what an interrupted attempt to complete an output has left in its directory: all that
+    pieces have not written.
+    """
+    for name in locations.list_names(directory):
+        if name not in names:
+            locations.remove_tree(locations.join(directory, name))
 
 
 def add_up(counts: Iterable[Mapping[str, int]]) -> dict[str, int]:

@@ -116,7 +116,7 @@ class Journal:
             "sources": list(work.sources),
             "facts": dict(work.facts),
             "pieces": _listed(work.pieces),
-            "files": work.files(),
+            "files": work.files(self.attempt),
         }
         self._write(HEADER, content)
 

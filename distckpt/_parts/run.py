@@ -205,7 +205,7 @@ def _finish(work: Work, journal: Journal) -> Any:
             # What this notes is true when the output has appeared.
             work.complete(journal.attempt, results)
             journal.note_done(work.proof(work.directory(journal.attempt)))
-            work.commit(journal.attempt)
+            work.commit(journal.attempt, results)
             journal.note_done(work.proof(work.place))
     return work.report(results, seconds)
 

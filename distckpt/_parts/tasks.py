@@ -12,6 +12,9 @@ from distckpt._base.memory import paused_garbage_collection
 from distckpt._base.messages import check_count
 from distckpt._base.options import ExportOptions, Progress, with_changes
 from distckpt._commit import posix
+from distckpt._commit.conditional_put import SAVE
+from distckpt._format.hf_names import INDEX_NAME
+from distckpt._format.marker import marker_of
 from distckpt._parts.run import PartReport, PartsStatus, finish, run_part, statuses
 from distckpt._parts.run import abandon as abandon_all
 from distckpt._parts.work import Part, Work
@@ -20,6 +23,7 @@ from distckpt._storage import locations, object_store
 _MAKERS = {
     "consolidate": ("exports", "consolidation"),
     "merge": ("exports", "merger"),
+    "reshard": ("checkpoints", "resharding"),
 }
 """The module, and the function in it, that says what a verb does; imported when it is used."""
 
@@ -127,6 +131,27 @@ def merge(
     return make_tasks("merge", num_tasks, arguments)
 
 
+def reshard(
+    source_dir: str | os.PathLike[str],
+    checkpoint_dir: str | os.PathLike[str],
+    *,
+    num_tasks: int,
+    **arguments: Any,
+) -> list[Task]:
+    """Divide a call of `distckpt.reshard` into tasks, see `consolidate`.
+
+    The new checkpoint cannot be in the place of the old one.
+
+    Args:
+        source_dir: see `distckpt.reshard`.
+        checkpoint_dir: likewise.
+        num_tasks: how many.
+        arguments: of `distckpt.reshard`; `num_ranks` is 1 unless it is given.
+    """
+    where = {"source_dir": source_dir, "checkpoint_dir": checkpoint_dir}
+    return make_tasks("reshard", num_tasks, {**where, **arguments})
+
+
 # --- Looking after them ---------------------------------------------------------------------------
 
 
@@ -151,5 +176,12 @@ def abandon(output_dir: str | os.PathLike[str]) -> list[str]:
 
 def _remove_output(place: str, nonce: str, files: Sequence[str]) -> None:
     """Remove what parts have written into its final place on an object store."""
-    object_store.remove_all(locations.join(place, name) for name in files)
-    object_store.abort_uploads(place)
+    is_there = locations.exists(locations.join(place, INDEX_NAME))
+    if is_there or (marker_of(place) or {}).get(SAVE) == nonce:
+        return  # complete, by a process that was killed before it could note that
+    paths = [locations.join(place, name) for name in files]
+    object_store.remove_all(paths)
+    remote = object_store.at(place)
+    for upload in remote.list_uploads():
+        if upload.location in paths:
+            remote.abort(upload)

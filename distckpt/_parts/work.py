@@ -90,7 +90,7 @@ class Work(ABC):
 
     # Work that only reads has no output, and needs nothing of the following.
 
-    def files(self) -> list[str]:
+    def files(self, attempt: Attempt) -> list[str]:
         """Return the names of the files of the output."""
         return []
 
@@ -117,7 +117,7 @@ class Work(ABC):
         """
         return "reports"
 
-    def commit(self, attempt: Attempt) -> None:
+    def commit(self, attempt: Attempt, results: Sequence[Any]) -> None:
         """Let the output appear in one step."""
 
 

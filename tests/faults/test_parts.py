@@ -42,10 +42,20 @@ def merge_in_parts(folder: Path, output: Path, num_tasks: int) -> list[tasks.Tas
     return tasks.merge([folder / "a", folder / "b"], output, num_tasks=num_tasks, **EXPORT)
 
 
+def reshard_in_one(folder: Path, output: Path) -> Any:
+    return distckpt.reshard(folder / "a", output, **RESHARD)
+
+
+def reshard_in_parts(folder: Path, output: Path, num_tasks: int) -> list[tasks.Task]:
+    return tasks.reshard(folder / "a", output, num_tasks=num_tasks, **RESHARD)
+
+
+RESHARD = {"num_ranks": 30, "grids": {"layers.*": (3, 2)}}
 EXPORT = {"max_file_bytes": 100_000, "dtype": torch.bfloat16}
 CASES = {
     "consolidate": Case(consolidate_in_one, consolidate_in_parts),
     "merge": Case(merge_in_one, merge_in_parts),
+    "reshard": Case(reshard_in_one, reshard_in_parts),
 }
 
 
