@@ -11,7 +11,17 @@ goes on from there. The last one lets the output appear, in one step.
 
 from distckpt._base.public import set_public_home
 from distckpt._parts.run import PartReport, PartsStatus
-from distckpt._parts.tasks import Task, abandon, consolidate, merge, reshard, status
+from distckpt._parts.tasks import (
+    Task,
+    abandon,
+    consolidate,
+    diff,
+    export_torch_dist,
+    merge,
+    reshard,
+    status,
+    verify,
+)
 
 __all__ = [
     "PartReport",
@@ -19,9 +29,12 @@ __all__ = [
     "Task",
     "abandon",
     "consolidate",
+    "diff",
+    "export_torch_dist",
     "merge",
     "reshard",
     "status",
+    "verify",
 ]
 
 set_public_home(globals())

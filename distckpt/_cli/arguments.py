@@ -87,6 +87,7 @@ def verify(parser: ArgumentParser) -> None:
     )
     mode.add_argument("--full", action="store_true", help="read every byte once (the default)")
     parser.add_argument("--jobs", type=positive, default=8, help="threads (default: %(default)s)")
+    _add_reading_parts(parser)
 
 
 def stats(parser: ArgumentParser) -> None:
@@ -94,6 +95,7 @@ def stats(parser: ArgumentParser) -> None:
         "path", help="a checkpoint, or a folder of safetensors files: a path or URL"
     )
     add_keys(parser)
+    _add_reading_parts(parser)
 
 
 def diff(parser: ArgumentParser) -> None:
@@ -113,6 +115,7 @@ def diff(parser: ArgumentParser) -> None:
         default=0.0,
         help="tolerated difference relative to B (default: 0)",
     )
+    _add_reading_parts(parser)
 
 
 def consolidate(parser: ArgumentParser) -> None:
@@ -142,6 +145,23 @@ def merge(parser: ArgumentParser) -> None:
 
 def contradiction(arguments: Namespace) -> str:
     """Say what is wrong with arguments that are right one by one; an empty text if nothing is."""
+    return _contradiction_of_parts(arguments) or _contradiction_of_merge(arguments)
+
+
+def _contradiction_of_parts(arguments: Namespace) -> str:
+    if "part" not in arguments:
+        return ""
+    if arguments.watch and not arguments.status:
+        return "--watch goes with --status"
+    if "journal" in arguments and is_in_parts(arguments) != (arguments.journal is not None):
+        return (
+            "work in parts needs --journal DIR, the same for all, and --journal one of --part, "
+            "--status, --finish and --abandon"
+        )
+    return ""
+
+
+def _contradiction_of_merge(arguments: Namespace) -> str:
     if "checkpoints" not in arguments:
         return ""
     count = len(arguments.checkpoints) - (arguments.output_dir is None)
@@ -221,6 +241,7 @@ def import_hf(parser: ArgumentParser) -> None:
     add_rename(parser)
     add_dtype(parser)
     add_output(parser)
+    add_parts(parser)
 
 
 def convert(parser: ArgumentParser) -> None:
@@ -243,6 +264,7 @@ def convert(parser: ArgumentParser) -> None:
     parser.add_argument(
         "--without-common-state", action="store_true", help="leave out values that are not sharded"
     )
+    add_parts(parser)
 
 
 def reshard(parser: ArgumentParser) -> None:
@@ -254,6 +276,7 @@ def reshard(parser: ArgumentParser) -> None:
     )
     add_output(parser)
     add_verify(parser)
+    add_parts(parser)
 
 
 def prune(parser: ArgumentParser) -> None:
@@ -375,11 +398,15 @@ def add_parts(parser: ArgumentParser) -> None:
     )
 
 
+def _add_reading_parts(parser: ArgumentParser) -> None:
+    add_parts(parser)
+    text = "with --part: a directory, which is made, for what the parts find out"
+    parser.add_argument("--journal", metavar="DIR", help=text)
+
+
 def is_in_parts(arguments: Namespace) -> bool:
     """Tell whether work in parts was asked for."""
-    return bool(
-        arguments.part or arguments.status or arguments.finish or arguments.abandon
-    )
+    return bool(arguments.part or arguments.status or arguments.finish or arguments.abandon)
 
 
 def _part(text: str) -> str:

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import importlib
 from argparse import Namespace
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from distckpt._base.memory import paused_garbage_collection
 from distckpt._base.options import ExportOptions
 from distckpt._cli.arguments import is_in_parts
 from distckpt._cli.output import Output, count_text, shape_text, size_text
-from distckpt._cli.selection import dtype_option, given, warn_of_overflows
+from distckpt._cli.selection import dtype_option, given, run_parts, warn_of_overflows
 from distckpt._operations.consolidate import consolidate, plan_consolidation
 from distckpt._operations.export_plan import ExportPlan
 from distckpt._operations.export_write import ExportReport
@@ -39,8 +39,7 @@ def run(arguments: Namespace, output: Output) -> int:
             overwrite=arguments.overwrite,
             options=replace(options, progress=progress),
         )
-    _print_report(report, arguments.output_dir, output)
-    return 0
+    return _print_report(arguments.output_dir, report, output)
 
 
 def _merge(arguments: Namespace, options: ExportOptions, output: Output) -> int:
@@ -64,8 +63,7 @@ def _merge(arguments: Namespace, options: ExportOptions, output: Output) -> int:
             overwrite=arguments.overwrite,
             options=replace(options, progress=progress),
         )
-    _print_report(report, output_dir, output)
-    return 0
+    return _print_report(output_dir, report, output)
 
 
 def _in_parts(
@@ -77,16 +75,9 @@ def _in_parts(
     output: Output,
 ) -> int:
     """Do what was asked for of work in parts."""
-
-    def show(report: ExportReport) -> int:
-        _print_report(report, output_dir, output)
-        return 0
-
     where = {"output_dir": output_dir, "overwrite": arguments.overwrite, "options": options}
-    # Imported when it is asked for.
-    parts = importlib.import_module("distckpt._cli.parts")
-    code: int = parts.run(arguments, output, output_dir, verb, {**given, **where}, show)
-    return code
+    show = partial(_print_report, output_dir)
+    return run_parts(arguments, output, verb, {**given, **where}, output_dir, show)
 
 
 def _options(arguments: Namespace) -> ExportOptions:
@@ -106,7 +97,7 @@ def _options(arguments: Namespace) -> ExportOptions:
     )
 
 
-def _print_report(report: ExportReport, output_dir: str, output: Output) -> None:
+def _print_report(output_dir: str, report: ExportReport, output: Output) -> int:
     output.json({"output_dir": output_dir, **vars(report)})
     dtypes = ", ".join(f"{count} {name}" for name, count in sorted(report.dtypes.items()))
     output.line(
@@ -115,6 +106,7 @@ def _print_report(report: ExportReport, output_dir: str, output: Output) -> None
         f"{output_dir}, {report.seconds:.2f} s"
     )
     warn_of_overflows(report.overflows, output)
+    return 0
 
 
 # --- Without writing ------------------------------------------------------------------------------

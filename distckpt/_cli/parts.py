@@ -23,19 +23,19 @@ _SECONDS_BETWEEN = 2.0
 def run(
     arguments: Namespace,
     output: Output,
-    place: str,
     verb: str,
     given: Mapping[str, Any],
-    show: Callable[[Any], int],
+    place: str,
+    show: Callable[[Any, Output], int],
 ) -> int:
     """Do what was asked for.
 
     Args:
         arguments: of the command line.
         output: prints.
-        place: where the output appears.
         verb: what is done in parts.
         given: its arguments.
+        place: where the output appears, or the verb in the directory of its journal.
         show: prints the report of the verb, and returns the exit code.
     """
     place = posix.resolve(place)
@@ -44,12 +44,12 @@ def run(
     if arguments.abandon:
         return _abandon(place, output)
     if arguments.finish:
-        return show(finish(make_work(verb, given)))
+        return show(finish(make_work(verb, given)), output)
     part = _part(arguments.part)
     with output.progress(f"part {part}") as progress:
         report = run_part(make_work(verb, given), part, progress)
     _show_part(report, output)
-    return 0 if report.report is None else show(report.report)
+    return show(report.report, output) if report.is_complete else 0
 
 
 def _part(text: str) -> Part:
@@ -61,8 +61,8 @@ def _part(text: str) -> Part:
 
 
 def _show_part(report: PartReport, output: Output) -> None:
-    if report.report is None:
-        output.json({**asdict(report)})
+    if not report.is_complete:
+        output.json(asdict(report))
     output.line(
         f"part {report.part}: {count_text(report.num_pieces, 'piece')}, "
         f"{size_text(report.num_bytes)} in {report.seconds:.2f} s; {report.num_whole:,} of "
@@ -83,7 +83,7 @@ def _abandon(place: str, output: Output) -> int:
 
 
 def _show_status(place: str, watch: bool, output: Output) -> int:
-    found = statuses(place)
+    found: Sequence[PartsStatus] = statuses(place)
     if not found:
         raise CheckpointNotFoundError(f"No work in parts was begun for {place!r}.")
     if watch:

@@ -32,9 +32,7 @@ what is being removed, what an unfinished save has left, a checkpoint that is da
 journal of work in parts.
 """
 
-_HIDDEN = re.compile(
-    r"\.(.+)\.(tmp|old|trash|incomplete|damaged|parts)-([0-9a-f]{16})", re.DOTALL
-)
+_HIDDEN = re.compile(r"\.(.+)\.(tmp|old|trash|incomplete|damaged|parts)-([0-9a-f]{16})", re.DOTALL)
 
 
 class HiddenName(NamedTuple):

@@ -53,9 +53,7 @@ def units_of(
         yield unit
 
 
-def spans_within(
-    sizes: Sequence[int], start: int, stop: int, block_bytes: int = 1
-) -> list[Span]:
+def spans_within(sizes: Sequence[int], start: int, stop: int, block_bytes: int = 1) -> list[Span]:
     """Return which bytes of chunks that lie one after the other are in [start, stop), in whole
     blocks.
     """

@@ -80,7 +80,9 @@ def resharding(
     with reading(ranks, [stored]):
         plan = plan_reshard(ranks, stored, target, selection, division, common_state)
     options = {**vars(selection), **vars(division), "overwrite": overwrite, "verify": verify}
-    return _ReshardWork(stored, target, plan, notes_of(stored, selection), options, max_inflight_bytes)
+    return _ReshardWork(
+        stored, target, plan, notes_of(stored, selection), options, max_inflight_bytes
+    )
 
 
 class _ReshardWork(Work):
@@ -169,9 +171,7 @@ class _ReshardWork(Work):
             checksums = write_files([placed], settings)
         return {"checksums": checksums.tolist(), "overflows": overflows}
 
-    def _new_file(
-        self, stored: StoredCheckpoint, name: str, overflows: dict[str, int]
-    ) -> NewFile:
+    def _new_file(self, stored: StoredCheckpoint, name: str, overflows: dict[str, int]) -> NewFile:
         of_objects = self._plan.layout.objects.get(name)
         return of_objects or tensor_file(stored, self._plan, self._files[name], overflows)
 

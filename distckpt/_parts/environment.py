@@ -1,33 +1,26 @@
-"""Which part a process does, from what the scheduler that started it has put into the environment."""
+"""Which part a process does, from what its scheduler has put into the environment."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import NamedTuple
+from collections.abc import Mapping, Sequence
 
 from distckpt._parts.work import Part
 
-
-class _Numbering(NamedTuple):
-    """The variables by which a scheduler numbers processes; `count` may be missing."""
-
-    index: str
-    count: str | None
-
-
 _ARRAYS = (
-    _Numbering("JOB_COMPLETION_INDEX", None),
-    _Numbering("AWS_BATCH_JOB_ARRAY_INDEX", "AWS_BATCH_JOB_ARRAY_SIZE"),
+    ("JOB_COMPLETION_INDEX", None),
+    ("AWS_BATCH_JOB_ARRAY_INDEX", "AWS_BATCH_JOB_ARRAY_SIZE"),
 )
-"""Of jobs in an array: Kubernetes, which does not say how many there are, and AWS Batch."""
+"""The variables with the number and the count of jobs in an array: Kubernetes, which does not say
+how many there are, and AWS Batch.
+"""
 _PROCESSES = (
-    _Numbering("RANK", "WORLD_SIZE"),
-    _Numbering("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"),
-    _Numbering("PMI_RANK", "PMI_SIZE"),
-    _Numbering("SLURM_PROCID", "SLURM_STEP_NUM_TASKS"),
+    ("RANK", "WORLD_SIZE"),
+    ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"),
+    ("PMI_RANK", "PMI_SIZE"),
+    ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS"),
 )
-"""Of the processes of one job: torchrun, Open MPI, other MPIs, and srun. The first that is there
-counts.
+"""The same of the processes of one job: torchrun, Open MPI, other MPIs, and srun. The first that is
+there counts.
 """
 
 
@@ -72,7 +65,7 @@ def _slurm_array(variables: Mapping[str, str]) -> Part | None:
 
 
 def _first(
-    variables: Mapping[str, str], numberings: tuple[_Numbering, ...], count: int | None
+    variables: Mapping[str, str], numberings: Sequence[tuple[str, str | None]], count: int | None
 ) -> Part | None:
     for index, size in numberings:
         if index not in variables or (size is not None and size not in variables):

@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from distckpt import __version__
 from distckpt._base.errors import CheckpointingException
 from distckpt._base.threads import NUM_REQUESTS, run_threads
+from distckpt._format.manifest import FORMAT_VERSION
 from distckpt._format.stored_checkpoint import StoredCheckpoint
+from distckpt._operations.export_write import check_is_unchanged
 from distckpt._plan.export import OutputTensor
 from distckpt._storage import locations
 
+_VERSION = 1
+"""Of the division into pieces and of what journals hold; processes of another one do not go on with
+them.
+"""
 _MAX_TEXT = 200
 _UNIMPORTANT = ("max_inflight_bytes", "progress")
 """Options that change nothing in what is written."""
@@ -39,7 +45,8 @@ def facts_of(
         for name, value in options.items()
         if name not in (*_UNIMPORTANT, *_PLANNED)
     }
-    facts = {"the version of distckpt": __version__, **chosen, **facts_of_sources(checkpoints)}
+    version = f"{_VERSION}, format {FORMAT_VERSION}"
+    facts = {"the version of journals": version, **chosen, **facts_of_sources(checkpoints)}
     return {**facts, "the plan (rules, names, shapes)": _digest_of_plan(outputs)}
 
 
@@ -56,11 +63,12 @@ def check_sources(facts: Mapping[str, str], checkpoints: Sequence[StoredCheckpoi
     """Refuse to complete work whose sources have changed since it began.
 
     Raises:
-        CheckpointingException: one has.
+        CheckpointNotFoundError: one was removed.
+        CheckpointingException: one has changed.
     """
-    for (name, fact), stored in zip(
-        facts_of_sources(checkpoints).items(), checkpoints, strict=True
-    ):
+    found = facts_of_sources(checkpoints)
+    for (name, fact), stored in zip(found.items(), checkpoints, strict=True):
+        check_is_unchanged(stored)
         if facts[name] != fact:
             raise CheckpointingException(
                 f"{stored.location!r} was changed while parts were reading it: nothing was "
@@ -80,11 +88,10 @@ def _content_of(stored: StoredCheckpoint) -> str:
 
     def look(file_id: int) -> None:
         path = stored.path_of_file(file_id)
-        if locations.is_local(path):
-            status = os.stat(path)
-            looks[file_id] = [status.st_size, status.st_mtime_ns]
-        else:
-            looks[file_id] = locations.modified_time(path)
+        looks[file_id] = None
+        # One that is missing is for others to report.
+        with contextlib.suppress(OSError):
+            looks[file_id] = [locations.file_size(path), locations.modified_time(path)]
 
     run_threads(look, files, NUM_REQUESTS)
     text = json.dumps([looks[file_id] for file_id in files]).encode()

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from distckpt._base.errors import CheckpointingException
-from distckpt._base.messages import summarize_keys
 from distckpt._base.options import Progress
 from distckpt._base.threads import ProgressCounter
 from distckpt._commit import hidden_directories
@@ -30,8 +29,9 @@ class PartReport:
         num_whole: pieces of all parts that are whole.
         num_total: pieces of all parts.
         seconds: duration of the call.
-        report: what the verb returns, when the work is complete; its `seconds` are those of all
-            parts together. None before.
+        is_complete: whether all is done, and the output has appeared.
+        report: what the verb returns, when all is done; its `seconds` are those of all parts
+            together. None before.
     """
 
     part: str
@@ -41,6 +41,7 @@ class PartReport:
     num_whole: int
     num_total: int
     seconds: float
+    is_complete: bool = False
     report: Any = None
 
 
@@ -70,6 +71,7 @@ def run_part(work: Work, part: Part, progress: Progress | None = None) -> PartRe
         num_whole,
         len(work.pieces),
         time.perf_counter() - started,
+        is_whole,
         _finish(work, journal) if is_whole else None,
     )
 
@@ -91,11 +93,11 @@ def _check_is_all(work: Work, journal: Journal) -> None:
     recorded = journal.recorded()
     missing = [i for i in range(len(work.pieces)) if i not in recorded]
     if missing:
-        names = list(dict.fromkeys(work.pieces[number].name for number in missing))
+        name = work.pieces[missing[0]].name
         raise CheckpointingException(
-            f"{len(missing)} of {len(work.pieces)} pieces of {work.place!r} are missing, of "
-            f"{summarize_keys(names)}: run the parts again, any number of them, such as --part 0/1 "
-            "for all that is left."
+            f"{len(missing)} of {len(work.pieces)} pieces of {work.place!r} are missing, the first "
+            f"of them of {name!r}: run the parts again, any number of them, such as --part 0/1 for "
+            "all that is left."
         )
 
 

@@ -6,7 +6,7 @@ import importlib
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from distckpt._base.memory import paused_garbage_collection
 from distckpt._base.messages import check_count
@@ -24,6 +24,10 @@ _MAKERS = {
     "consolidate": ("exports", "consolidation"),
     "merge": ("exports", "merger"),
     "reshard": ("checkpoints", "resharding"),
+    "export_torch_dist": ("torch_dist", "exporting"),
+    "verify": ("reports", "verification"),
+    "stats": ("reports", "measurement"),
+    "diff": ("reports", "comparison"),
 }
 """The module, and the function in it, that says what a verb does; imported when it is used."""
 
@@ -57,7 +61,9 @@ class Task:
             CheckpointingException: other work for the same output is not complete, or was begun
                 with other arguments. Otherwise what the verb raises.
         """
-        return run_part(make_work(self.verb, self.arguments), Part(self.index, self.count), progress)
+        return run_part(
+            make_work(self.verb, self.arguments), Part(self.index, self.count), progress
+        )
 
     def finish(self) -> Any:
         """Complete the work, of which all parts are done, and return the report of the verb.
@@ -102,8 +108,8 @@ def consolidate(
         for task in distckpt.tasks.consolidate("run/step_1000", "exports/step_1000", num_tasks=64):
             pool.submit(task.run)
 
-    Nothing is read yet. Arguments that are not described here are those of `consolidate`; `progress`
-    is an argument of `Task.run`.
+    Nothing is read yet. Arguments that are not described here are those of `consolidate`;
+    `progress` is an argument of `Task.run`.
 
     Args:
         num_tasks: how many. Another number may be used to go on with what was begun.
@@ -152,12 +158,69 @@ def reshard(
     return make_tasks("reshard", num_tasks, {**where, **arguments})
 
 
+def export_torch_dist(
+    checkpoint_dir: str | os.PathLike[str],
+    output_dir: str | os.PathLike[str],
+    *,
+    num_tasks: int,
+    overwrite: bool = False,
+) -> list[Task]:
+    """Divide a call of `distckpt.torch_dist.export` into tasks, see `consolidate`.
+
+    Chunks go to files of about a gigabyte, whatever the number of tasks, instead of one for each
+    rank.
+    """
+    arguments = {"checkpoint_dir": checkpoint_dir, "output_dir": output_dir}
+    return make_tasks("export_torch_dist", num_tasks, {**arguments, "overwrite": overwrite})
+
+
+def verify(
+    checkpoint_dir: str | os.PathLike[str],
+    mode: Literal["fast", "full"] = "full",
+    *,
+    journal: str | os.PathLike[str],
+    num_tasks: int,
+    num_threads: int = 8,
+) -> list[Task]:
+    """Divide a call of `distckpt.verify` into tasks, see `consolidate`.
+
+    Args:
+        checkpoint_dir: see `distckpt.verify`.
+        mode: likewise.
+        journal: a directory, which is made, for what the tasks find out; not in the checkpoint.
+        num_tasks: how many.
+        num_threads: of each task.
+    """
+    arguments = {"checkpoint_dir": checkpoint_dir, "mode": mode, "journal": journal}
+    return make_tasks("verify", num_tasks, {**arguments, "num_threads": num_threads})
+
+
+def diff(
+    a: str | os.PathLike[str],
+    b: str | os.PathLike[str],
+    *,
+    journal: str | os.PathLike[str],
+    num_tasks: int,
+    **arguments: Any,
+) -> list[Task]:
+    """Divide a call of `distckpt.diff` into tasks, see `verify`; `arguments` are those of
+    `distckpt.diff`.
+
+    Norms of tensors of which only some windows differ, and objects, are computed by whoever
+    completes the report.
+    """
+    return make_tasks("diff", num_tasks, {"a": a, "b": b, "journal": journal, **arguments})
+
+
 # --- Looking after them ---------------------------------------------------------------------------
 
 
 def status(output_dir: str | os.PathLike[str]) -> list[PartsStatus]:
     """Return how far the work in parts is whose output appears in a directory: one value for each
     attempt. Nothing but journals is read.
+
+    Args:
+        output_dir: of the work; for `verify` and `diff`, `journal/verify` and `journal/diff`.
     """
     return statuses(posix.resolve(output_dir))
 

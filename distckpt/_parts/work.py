@@ -96,9 +96,11 @@ class Work(ABC):
 
     def check(self) -> None:
         """Refuse to begin, for example because the target is there."""
+        return
 
     def begin(self, attempt: Attempt, is_new: bool) -> None:
         """Make what the pieces are written into."""
+        del attempt, is_new
 
     def is_begun(self, attempt: Attempt) -> bool:
         """Tell whether what the pieces are written into is there."""
@@ -106,6 +108,7 @@ class Work(ABC):
 
     def complete(self, attempt: Attempt, results: Sequence[Any]) -> None:
         """Check what the pieces have written, and add what is missing. May be called again."""
+        del attempt, results
 
     def directory(self, attempt: Attempt) -> str:
         """Return where the output is before it appears."""
@@ -119,6 +122,7 @@ class Work(ABC):
 
     def commit(self, attempt: Attempt, results: Sequence[Any]) -> None:
         """Let the output appear in one step."""
+        del attempt, results
 
 
 def piece_bytes(total: int) -> int:
