@@ -3,7 +3,7 @@ whole.
 
     .NAME.parts-NONCE/header.json           what is done, from what, with which options
     .NAME.parts-NONCE/piece-000012.json     the result of a piece whose bytes are on disk
-    .NAME.parts-NONCE/part-HOST-PID.json    a process that is at work
+    .NAME.parts-NONCE/part-NONCE.json       a process that is at work
     .NAME.parts-NONCE/done.json             what tells the output, once it is complete
     .NAME.parts-NONCE/.NAME.tmp-NONCE/      the output until then, on local disks
 
@@ -19,6 +19,7 @@ import hashlib
 import json
 import os
 import re
+import secrets
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -31,7 +32,7 @@ from distckpt._storage import locations
 
 HEADER, DONE = "header.json", "done.json"
 _RECORD = re.compile(r"piece-(\d{6,})\.json")
-_NOTE = re.compile(r"part-.+\.json")
+_NOTE = re.compile(r"part-[0-9a-f]{16}\.json")
 _SECONDS_BETWEEN = 5.0
 """A process at work says so this often."""
 SECONDS_SILENT = 60.0
@@ -155,10 +156,10 @@ class Journal:
     @contextlib.contextmanager
     def at_work(self, part: Part) -> Iterator[Note]:
         """Note that this process is doing a part as long as the body runs."""
-        host, pid = os.uname().nodename, os.getpid()
-        path = self._path(f"part-{part.index}-of-{part.count}-{host}-{pid}.json")
+        path = self._path(f"part-{secrets.token_hex(8)}.json")
+        host = os.uname().nodename
         try:
-            yield Note(path, {"part": str(part), "host": host, "pid": pid})
+            yield Note(path, {"part": str(part), "host": host, "pid": os.getpid()})
         finally:
             with contextlib.suppress(OSError):
                 locations.remove_file(path)

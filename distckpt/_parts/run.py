@@ -59,8 +59,13 @@ def run_part(work: Work, part: Part, progress: Progress | None = None) -> PartRe
         _open(work, journal)
         recorded = journal.recorded()
         mine = [number for number in share(work.pieces, part) if number not in recorded]
-        for number in _run(work, journal, part, mine, progress):
-            num_pieces, num_bytes = num_pieces + 1, num_bytes + work.pieces[number].num_bytes
+        try:
+            for number in _run(work, journal, part, mine, progress):
+                num_pieces, num_bytes = num_pieces + 1, num_bytes + work.pieces[number].num_bytes
+        except OSError:
+            # Others may have done the same meanwhile, and completed the work.
+            if not is_complete(work, journal):
+                raise
     num_whole = len(journal.recorded())
     is_whole = num_whole >= len(work.pieces)
     return PartReport(
