@@ -100,9 +100,7 @@ def test_the_same_part_twice_at_the_same_time(small, tmp_path):
 def test_finish_needs_all_pieces(small, tmp_path):
     work = tasks.consolidate(small, tmp_path / "out", num_tasks=3, **MANY)
     work[0].run()
-    with pytest.raises(
-        CheckpointingException, match=r"7 of 10 pieces .* are missing"
-    ):
+    with pytest.raises(CheckpointingException, match=r"7 of 10 pieces .* are missing"):
         work[0].finish()
     work[1].run()
     assert work[2].run().is_complete
