@@ -87,20 +87,19 @@ def write_and_commit(
                 overflows = _write_files(ranks, request, plan, mine, output)
         with timer.phase("commit"), ranks.phase("commit the export", decision=True):
             if ranks.is_coordinator:
-                _complete(plan, opened, output)
+                complete_export(plan, opened, output)
                 output.commit_beside_others(belongs_to_export)
     if overflows and ranks.is_coordinator:
         logger.warning(
             "values did not fit the dtype they were converted to in %s", summarize_keys(overflows)
         )
-    return _report(plan, overflows, time.perf_counter() - request.started)
+    return report_of_export(plan, overflows, time.perf_counter() - request.started)
 
 
-def _report(
-    plan: ExportPlan,
-    overflows: Mapping[str, int],
-    seconds: float,
+def report_of_export(
+    plan: ExportPlan, overflows: Mapping[str, int], seconds: float
 ) -> ExportReport:
+    """Return the report of an export that is written as planned."""
     return ExportReport(
         num_tensors=len(plan.outputs),
         num_bytes=sum(tensor.num_bytes for tensor in plan.outputs),
@@ -141,11 +140,11 @@ def _write_files(
 # --- Committing -----------------------------------------------------------------------------------
 
 
-def _complete(plan: ExportPlan, opened: Sequence[StoredCheckpoint], output: Output) -> None:
+def complete_export(plan: ExportPlan, opened: Sequence[StoredCheckpoint], output: Output) -> None:
     """Check the files that all ranks have written, and write the others."""
     directory = output.location
     for stored in opened:
-        _check_is_unchanged(stored)
+        check_is_unchanged(stored)
     output.check_files([(file.name, file_size(file)) for file in plan.files])
     for file in plan.files:
         _check_written(locations.join(directory, file.name), file)
@@ -155,7 +154,7 @@ def _complete(plan: ExportPlan, opened: Sequence[StoredCheckpoint], output: Outp
         locations.write_bytes(index, _index_of(plan))
 
 
-def _check_is_unchanged(stored: StoredCheckpoint) -> None:
+def check_is_unchanged(stored: StoredCheckpoint) -> None:
     """Compare a checkpoint with what it was when it was opened."""
     fields = identify(stored.location)
     if fields.get("manifest") is None:

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal, NamedTuple
@@ -177,14 +177,29 @@ def _verify(
     started = time.perf_counter()
     timer = PhaseTimer("verify", 0, location)
     with timer.phase("plan"):
-        stored = _open(location, marker)
+        stored = open_or_describe(location, marker)
     if isinstance(stored, Problem):
-        seconds = time.perf_counter() - started
-        return VerifyReport(location, mode, (stored,), True, 0, 0, 0, 0, seconds)
-    manifest = stored.manifest
+        return unopened_report(location, mode, stored, time.perf_counter() - started)
     with timer.phase("read") as details:
         problems, num_bytes = _check_content(stored, mode, num_threads, progress)
         details["bytes"] = num_bytes
+    return report_of_verify(stored, mode, problems, num_bytes, time.perf_counter() - started)
+
+
+def unopened_report(location: str, mode: str, problem: Problem, seconds: float) -> VerifyReport:
+    """Return the report of a checkpoint that cannot be opened."""
+    return VerifyReport(location, mode, (problem,), True, 0, 0, 0, 0, seconds)
+
+
+def report_of_verify(
+    stored: StoredCheckpoint,
+    mode: str,
+    problems: Sequence[Problem],
+    num_bytes: int,
+    seconds: float,
+) -> VerifyReport:
+    """Return the report of a checkpoint that was checked."""
+    manifest, location = stored.manifest, stored.location
     return VerifyReport(
         location,
         mode,
@@ -194,12 +209,12 @@ def _verify(
         num_files=len(manifest.files),
         num_chunks=len(manifest.key_ids),
         num_bytes=num_bytes,
-        seconds=time.perf_counter() - started,
+        seconds=seconds,
         strays=tuple(stray_files(location, {file.name for file in manifest.files})),
     )
 
 
-def _open(location: str, marker: dict[str, Any] | None) -> StoredCheckpoint | Problem:
+def open_or_describe(location: str, marker: dict[str, Any] | None) -> StoredCheckpoint | Problem:
     """Open what is at a location, or return which of the files that describe it is damaged."""
     file = locations.join(location, CONFIG_FNAME)
     try:
@@ -233,14 +248,19 @@ def _check_content(
     # An interrupt ends the iteration, which cancels what has not begun.
     with open_files, Pool(num_threads, thread_name_prefix="distckpt-verify") as pool:
         # 1. Files are there, have their sizes, and begin with the headers that were written.
-        checked = pool.map(partial(_check_file, stored), range(len(files)))
-        problems = [problem for problem in checked if problem is not None]
+        problems = check_files(stored, range(len(files)), pool)
         num_bytes = sum(file.header_bytes for file in files)
         if mode == "fast":
             return problems, num_bytes
         # 2. Blocks have their checksums.
         found, num_read = _check_blocks(stored, pool, progress)
         return problems + found, num_bytes + num_read
+
+
+def check_files(stored: StoredCheckpoint, file_ids: Sequence[int], pool: Pool) -> list[Problem]:
+    """Check that files are there, with the sizes and headers that were written."""
+    checked = pool.map(partial(_check_file, stored), file_ids)
+    return [problem for problem in checked if problem is not None]
 
 
 def _check_file(stored: StoredCheckpoint, file_id: int) -> Problem | None:
@@ -272,18 +292,30 @@ def _check_blocks(
     stored: StoredCheckpoint, pool: Pool, progress: Progress | None
 ) -> tuple[list[Problem], int]:
     """Compare the checksums of all blocks; return what is wrong, and the bytes read."""
-    blocks = _list_blocks(stored.manifest)
+    blocks = list_blocks(stored.manifest)
     counter = ProgressCounter(progress, int((blocks.stops - blocks.starts).sum()))
-    bad: list[_BadBlock] = []
+    bad, num_read = check_units(stored, blocks, units_of_blocks(blocks), pool, counter.add)
+    return describe_blocks(stored, blocks, bad), num_read
+
+
+def check_units(
+    stored: StoredCheckpoint,
+    blocks: Blocks,
+    units: Iterable[range],
+    pool: Pool,
+    add_bytes: Callable[[int], None],
+) -> tuple[list[BadBlock], int]:
+    """Compare the checksums of ranges of blocks; return the bad ones, and the bytes read."""
+    bad: list[BadBlock] = []
     num_read = 0
-    for found, num_of_unit in pool.map(partial(_check_unit, stored, blocks), _units(blocks)):
+    for found, num_of_unit in pool.map(partial(_check_unit, stored, blocks), units):
         bad += found
         num_read += num_of_unit
-        counter.add(num_of_unit)
-    return _describe(stored, blocks, bad), num_read
+        add_bytes(num_of_unit)
+    return bad, num_read
 
 
-class _Blocks(NamedTuple):
+class Blocks(NamedTuple):
     """The checksum blocks of all chunks in file order, as columns; `expected` is empty without
     checksums.
     """
@@ -295,7 +327,8 @@ class _Blocks(NamedTuple):
     expected: npt.NDArray[np.uint64]
 
 
-def _list_blocks(manifest: Manifest) -> _Blocks:
+def list_blocks(manifest: Manifest) -> Blocks:
+    """Return the blocks of all chunks."""
     counts = np.diff(manifest.block_starts)
     chunks = np.repeat(np.arange(len(counts)), counts)
     within = (np.arange(len(chunks)) - manifest.block_starts[chunks]) * manifest.block_bytes
@@ -305,19 +338,19 @@ def _list_blocks(manifest: Manifest) -> _Blocks:
     expected = (
         manifest.block_checksums[order] if manifest.has_checksums else manifest.block_checksums
     )
-    return _Blocks(
+    return Blocks(
         chunks[order], manifest.file_ids[chunks][order], starts[order], stops[order], expected
     )
 
 
-class _BadBlock(NamedTuple):
+class BadBlock(NamedTuple):
     """A block that is not as it was saved, by its number, and what is wrong with it."""
 
     number: int
     message: str
 
 
-def _units(blocks: _Blocks) -> Iterator[range]:
+def units_of_blocks(blocks: Blocks) -> Iterator[range]:
     """Cut the blocks into ranges that are near each other in one file and fit one read."""
     file_ids = blocks.file_ids.tolist()
     starts = blocks.starts.tolist()
@@ -335,8 +368,8 @@ def _units(blocks: _Blocks) -> Iterator[range]:
 
 
 def _check_unit(
-    stored: StoredCheckpoint, blocks: _Blocks, unit: range
-) -> tuple[list[_BadBlock], int]:
+    stored: StoredCheckpoint, blocks: Blocks, unit: range
+) -> tuple[list[BadBlock], int]:
     """Read some blocks at once; return the bad ones and the bytes read."""
     path = stored.path_of_file(int(blocks.file_ids[unit[0]]))
     begin, end = int(blocks.starts[unit[0]]), int(blocks.stops[unit[-1]])
@@ -348,15 +381,15 @@ def _check_unit(
     except OSError as error:
         if len(unit) > 1:
             return _check_one_by_one(stored, blocks, unit)
-        return [_BadBlock(unit[0], f"a chunk cannot be read: {error.strerror or error}")], 0
+        return [BadBlock(unit[0], f"a chunk cannot be read: {error.strerror or error}")], 0
     return _compare(blocks, unit, data), len(data)
 
 
 def _check_one_by_one(
-    stored: StoredCheckpoint, blocks: _Blocks, unit: range
-) -> tuple[list[_BadBlock], int]:
+    stored: StoredCheckpoint, blocks: Blocks, unit: range
+) -> tuple[list[BadBlock], int]:
     """Find out which blocks cannot be read."""
-    bad: list[_BadBlock] = []
+    bad: list[BadBlock] = []
     num_read = 0
     for number in unit:
         found, num_of_block = _check_unit(stored, blocks, range(number, number + 1))
@@ -365,23 +398,23 @@ def _check_one_by_one(
     return bad, num_read
 
 
-def _compare(blocks: _Blocks, unit: range, data: Bytes) -> list[_BadBlock]:
+def _compare(blocks: Blocks, unit: range, data: Bytes) -> list[BadBlock]:
     """Compare blocks, whose bytes follow each other from the first on, with their checksums."""
     begin = int(blocks.starts[unit[0]])
     bad = []
     for number in unit:
         start, stop = int(blocks.starts[number]) - begin, int(blocks.stops[number]) - begin
         if stop > len(data):
-            bad.append(_BadBlock(number, "a chunk was cut off"))
+            bad.append(BadBlock(number, "a chunk was cut off"))
         elif len(blocks.expected) and checksum(data[start:stop]) != int(blocks.expected[number]):
-            bad.append(_BadBlock(number, "checksum mismatch in a chunk"))
+            bad.append(BadBlock(number, "checksum mismatch in a chunk"))
     return bad
 
 
-def _describe(
+def describe_blocks(
     stored: StoredCheckpoint,
-    blocks: _Blocks,
-    bad: Sequence[_BadBlock],
+    blocks: Blocks,
+    bad: Sequence[BadBlock],
 ) -> list[Problem]:
     """Say which chunks are concerned, one problem for blocks of a chunk that follow each other."""
     problems: list[Problem] = []
