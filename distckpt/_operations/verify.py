@@ -33,7 +33,6 @@ from distckpt._format.manifest import Manifest, is_manifest_name
 from distckpt._format.marker import CONFIG_FNAME, file_size
 from distckpt._format.stored_checkpoint import StoredCheckpoint
 from distckpt._geometry.region import IntArray
-from distckpt._io.direct_reads import unread_files
 from distckpt._ranks.collectives import PhaseTimer, Ranks
 from distckpt._storage import locations
 from distckpt._storage.open_files import OpenFiles
@@ -205,7 +204,7 @@ def _check_content(
 ) -> tuple[list[Problem], int]:
     """Check the files of a checkpoint; return what is wrong, and the bytes read."""
     files = stored.manifest.files
-    open_files = OpenFiles(direct=unread_files(stored) if mode == "full" else ())
+    open_files = OpenFiles()
     stored = stored.with_files(open_files)
     # An interrupt ends the iteration, which cancels what has not begun.
     with open_files, Pool(num_threads, thread_name_prefix="distckpt-verify") as pool:
@@ -383,9 +382,6 @@ def _read(stored: StoredCheckpoint, path: str, start: int, stop: int) -> Bytes:
         return np.frombuffer(locations.read_range(path, start, stop), np.uint8)
     file_size(path)  # raises where this is no file
     assert stored.files is not None
-    content = stored.files.read_directly(path, start, stop - start)
-    if content is not None:
-        return content
     buffer = bounce_buffer("read", stop - start)
     with stored.files.open(path) as fd:
         return buffer[: read_into(fd, [buffer], start)]
