@@ -24,7 +24,7 @@ from distckpt._base.libc import read_into
 from distckpt._base.memory import Bytes, bounce_buffer
 from distckpt._base.messages import check_choice, check_count
 from distckpt._base.options import Progress
-from distckpt._base.threads import Pool, ProgressCounter
+from distckpt._base.threads import Pool, ProgressCounter, run_threads
 from distckpt._checkpoint.consistent_read import read_attempts
 from distckpt._checkpoint.opening import identify, open_checkpoint
 from distckpt._commit.conditional_put import stray_files
@@ -122,7 +122,7 @@ def verify(
         mode: "fast" looks at the marker, the manifest, the sizes of all files and their headers;
             "full" also reads every byte once and compares all checksums.
         num_threads: number of threads that read, each with `UNIT_BYTES` of memory.
-        progress: called with the bytes read so far and the bytes to read, from one thread.
+        progress: called with the bytes read so far and the bytes to read, by one thread at a time.
 
     Returns:
         What was found. Damage does not raise: it is listed in `problems`.
@@ -206,16 +206,17 @@ def _check_content(
     files = stored.manifest.files
     open_files = OpenFiles()
     stored = stored.with_files(open_files)
-    # An interrupt ends the iteration, which cancels what has not begun.
-    with open_files, Pool(num_threads, thread_name_prefix="distckpt-verify") as pool:
+    with open_files:
         # 1. Files are there, have their sizes, and begin with the headers that were written.
-        checked = pool.map(partial(_check_file, stored), range(len(files)))
+        # An interrupt ends the iteration, which cancels what has not begun.
+        with Pool(num_threads, thread_name_prefix="distckpt-verify") as pool:
+            checked = list(pool.map(partial(_check_file, stored), range(len(files))))
         problems = [problem for problem in checked if problem is not None]
         num_bytes = sum(file.header_bytes for file in files)
         if mode == "fast":
             return problems, num_bytes
         # 2. Blocks have their checksums.
-        found, num_read = _check_blocks(stored, pool, progress)
+        found, num_read = _check_blocks(stored, num_threads, progress)
         return problems + found, num_bytes + num_read
 
 
@@ -245,18 +246,23 @@ def _wrong_size(path: str, num_bytes: int, expected: int) -> Problem:
 
 
 def _check_blocks(
-    stored: StoredCheckpoint, pool: Pool, progress: Progress | None
+    stored: StoredCheckpoint, num_threads: int, progress: Progress | None
 ) -> tuple[list[Problem], int]:
     """Compare the checksums of all blocks; return what is wrong, and the bytes read."""
     blocks = _list_blocks(stored.manifest)
     counter = ProgressCounter(progress, int((blocks.stops - blocks.starts).sum()))
     bad: list[_BadBlock] = []
-    num_read = 0
-    for found, num_of_unit in pool.map(partial(_check_unit, stored, blocks), _units(blocks)):
-        bad += found
-        num_read += num_of_unit
+    num_read: list[int] = []
+
+    def check(unit: range) -> None:
+        found, num_of_unit = _check_unit(stored, blocks, unit)
+        bad.extend(found)
+        num_read.append(num_of_unit)
         counter.add(num_of_unit)
-    return _describe(stored, blocks, bad), num_read
+
+    is_local = locations.is_local(stored.location)
+    run_threads(check, _units(blocks), num_threads, in_stretches=is_local)
+    return _describe(stored, blocks, sorted(bad)), sum(num_read)
 
 
 class _Blocks(NamedTuple):
