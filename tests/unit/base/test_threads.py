@@ -21,7 +21,7 @@ def test_every_item_is_done_once(num_items, num_threads, in_stretches):
     assert sorted(done) == list(range(num_items))
 
 
-def test_each_thread_goes_through_a_quarter_of_the_rest_and_the_last_stretches_are_short():
+def test_each_of_two_threads_takes_a_quarter_of_what_is_left():
     # Both threads are in their first stretches at the same time.
     both = threading.Barrier(2)
     items = {}
@@ -39,18 +39,14 @@ def test_each_thread_goes_through_a_quarter_of_the_rest_and_the_last_stretches_a
         assert steps[:180] == [1] * 180
 
 
-@pytest.mark.parametrize("in_stretches", [False, True])
-def test_an_error_ends_the_stretches_of_all_threads(in_stretches):
-    failed = threading.Event()
+def test_an_error_ends_the_stretch_in_which_it_occurs():
     done = []
 
     def work(item):
         if item == 0:
-            failed.set()
             raise ValueError("item 0")
-        assert failed.wait(60)
         done.append(item)
 
     with pytest.raises(ValueError, match="item 0"):
-        run_threads(work, range(100_000), 4, in_stretches=in_stretches)
-    assert len(done) < 50_000
+        run_threads(work, range(1000), 4, in_stretches=True)
+    assert 1 not in done
