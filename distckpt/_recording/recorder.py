@@ -171,6 +171,8 @@ class Recording(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _write(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Copy one tensor into another, or fill it."""
         target, value = args[0], args[1] if len(args) > 1 else None
+        if func.overloadpacket is aten.zero_ and isinstance(target, Recorded):
+            return self._zero(target)
         if isinstance(target, Recorded) and target.memory.key is not None:
             self._refuse(func, [target])
         if not isinstance(target, Recorded) and not isinstance(value, Recorded):
@@ -181,6 +183,14 @@ class Recording(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._refuse(func, [target])
         else:
             self._memory(target).fill(Layout.of(target))
+        return target
+
+    def _zero(self, target: Recorded) -> Recorded:
+        """Take zeros in the place of a stored tensor, as ranks do on which another one adds it."""
+        if target.numel() != math.prod(target.memory.shape):
+            self._refuse(aten.zero_, [target])
+        target.memory = Memory(target.memory.shape, target.memory.dtype)
+        target.memory.fill(Layout.of(target.meta))
         return target
 
     def _note(self, target: torch.Tensor, value: torch.Tensor, func: Any) -> None:
@@ -203,6 +213,10 @@ class Recording(TorchDispatchMode):  # type: ignore[no-untyped-call]
         steps = [*_taken_as(source.dtype, value.dtype), ("to", target.dtype)]
         if not isinstance(value, Recorded):
             memory.fill(place)  # with what is not stored
+        if memory.tensor is not None and isinstance(value, Recorded):
+            for read in (read for read in reads if read.stored is None):
+                place = read.partner
+                memory.tensor.as_strided(place.shape, place.strides, place.offset).zero_()
         memory.write(reads, (*steps, *_taken_as(target.dtype, memory.dtype)))
 
     def _names(self, tensor: torch.Tensor) -> list[str]:

@@ -176,6 +176,22 @@ def test_views_and_copies(change, shape, is_inference):
     assert torch.equal(model.weight, expected.weight)
 
 
+def test_a_rank_that_takes_zeros_in_the_place_of_a_stored_tensor():
+    """As ranks do on which another one adds a bias."""
+
+    def load(model, name, tensor):
+        tensor.zero_()
+        model.weight.data[:2].copy_(tensor[1:3].to(F32))
+
+    model = Single(load, 4, 4)
+    model.weight.fill_(7)
+    target = distckpt.record_loader(model.load_weights, {"bias": ((4, 4), BF16)})
+    assert model.weight[:2].eq(0).all()
+    assert model.weight[2:].eq(7).all()
+    assert target.unused == {"bias"}
+    assert target.unfilled == {"weight": 8}
+
+
 @pytest.mark.parametrize("form", ["path", "opened", "objects"])
 def test_metadata_in_several_forms(form, tmp_path):
     values = {"w": torch.randn(4, 4)}
