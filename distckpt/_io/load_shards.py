@@ -26,7 +26,7 @@ from distckpt._io.read_values import read_apart, read_values, warn_of_overflows
 from distckpt._io.shared_read import Sharing, read_shared
 from distckpt._mapping.sharded_tensor import ShardedTensor
 from distckpt._plan.decoded import decoded, name_in_view
-from distckpt._plan.load import Copy, Request, check_dtype, check_keys, plan_load
+from distckpt._plan.load import Copy, Request, check_dtypes, check_keys, plan_load
 from distckpt._plan.translate import translate
 from distckpt._ranks import exchanges
 from distckpt._ranks.collectives import Ranks
@@ -96,6 +96,8 @@ def load_tensors(
         num_bytes = sum(target.nbytes for target in separated.targets)
         vote.number = num_bytes
     counter = ProgressCounter(options.progress, num_bytes)
+    # To count what was useful of each piece takes time.
+    progress = counter.add if options.progress is not None else None
     # Some of what follows is copied by other threads, whose streams know nothing of this thread's.
     Copier(separated.targets).wait_for_queued()
     direct = files_to_read_directly(ranks, stored, planned.copies, vote.largest)
@@ -115,11 +117,11 @@ def load_tensors(
             num_threads=_num_threads(
                 stored, options, NUM_DIRECT_THREADS if direct else NUM_THREADS
             ),
-            progress=counter.add,
+            progress=progress,
         )
         read(read_shared(sharing, stored.manifest, planned.copies, separated.targets, read))
     apart = [pair for pair in zip(planned.requests, planned.targets, strict=True) if pair[0].step]
-    read_apart(stored, apart, _num_threads(stored, options, NUM_THREADS), counter.add)
+    read_apart(stored, apart, _num_threads(stored, options, NUM_THREADS), progress)
     settings.overwritten.update(aliases.join(planned.requests, separated, stored.location))
     warn_of_overflows(stored, planned.requests, planned.targets)
     _add(planned.additions)
@@ -213,8 +215,9 @@ def _plan_copies(
         ]
     keys = [request.key for request in requests]
     check_keys(stored, keys, has_rules=bool(settings.rules))
-    for key, dtype in dict.fromkeys(zip(keys, dtypes, strict=True)):
-        check_dtype(stored, key, dtype, settings.options.allow_dtype_cast)
+    check_dtypes(stored, keys, dtypes, settings.options.allow_dtype_cast)
+    if not any(request.step for request in requests):
+        return requests, plan_load(stored, requests)
     dense = [request.covered() if request.step else request for request in requests]
     return requests, [copy for copy in plan_load(stored, dense) if not requests[copy.request].step]
 
