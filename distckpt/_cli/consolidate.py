@@ -6,7 +6,7 @@ from argparse import Namespace
 from collections.abc import Sequence
 from dataclasses import replace
 
-from distckpt._base.memory import paused_garbage_collection
+from distckpt._base.garbage import paused_garbage_collection
 from distckpt._base.options import ExportOptions
 from distckpt._cli.output import Output, count_text, shape_text, size_text
 from distckpt._cli.selection import dtype_option, given, warn_of_overflows

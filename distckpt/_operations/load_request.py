@@ -17,10 +17,10 @@ from distckpt._mapping.sharded_tensor import ShardedTensor
 from distckpt._mapping.wrappers import ShardedStateDict, StateDict
 from distckpt._models import objects
 from distckpt._models.whole import Coverage, coverage_of, refuse_left_out
+from distckpt._operations.on_demand import on_demand
 from distckpt._operations.shard_source import ShardSource, source_of
 from distckpt._plan.translate import stored_names
 from distckpt._ranks.collectives import Ranks
-from distckpt._rules.families import config_for, rules_for
 from distckpt._rules.rule import Rule
 from distckpt._rules.rules import Assemble, check_rules
 from distckpt._state import flatten
@@ -201,7 +201,11 @@ def _rules_of_family(
     if family is None:
         return ()
     keys = [shard.key for shard in shards if isinstance(shard, ShardedTensor)]
-    return rules_for(config_for(family, location), keys, source.shapes())
+    families = on_demand("families")
+    rules: Sequence[Rule] = families.rules_for(
+        families.config_for(family, location), keys, source.shapes()
+    )
+    return rules
 
 
 def _how_much_is_needed(described: objects.Described, mode: StrictHandling, depends: bool) -> int:

@@ -6,12 +6,19 @@ import importlib
 from typing import Any, Literal, TypeAlias
 
 _Name: TypeAlias = Literal[
-    "background", "common_differences", "merge_adapter", "peft_names", "quantize", "strategies"
+    "background",
+    "common_differences",
+    "families",
+    "merge_adapter",
+    "peft_names",
+    "quantize",
+    "strategies",
 ]
 
 _MODULES: dict[_Name, str] = {
     "background": "distckpt._io.background",
     "common_differences": "distckpt._state.common_differences",
+    "families": "distckpt._rules.families",
     "merge_adapter": "distckpt._operations.merge_adapter",
     "peft_names": "distckpt._plan.peft_names",
     "quantize": "distckpt._operations.quantize",

@@ -16,7 +16,7 @@ import torch
 
 from distckpt._base.dtypes import FROM_NAME
 from distckpt._base.errors import CheckpointingException
-from distckpt._base.memory import paused_garbage_collection
+from distckpt._base.garbage import paused_garbage_collection
 from distckpt._base.messages import check_count, check_num_bytes
 from distckpt._base.options import Progress, check_switch
 from distckpt._base.threads import ProgressCounter
