@@ -8,7 +8,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from distckpt._base.memory import paused_garbage_collection
+from distckpt._base.garbage import paused_garbage_collection
 from distckpt._base.options import ExportOptions
 from distckpt._cli.arguments import is_in_parts
 from distckpt._cli.output import Output, count_text, shape_text, size_text

@@ -18,7 +18,7 @@ import torch
 from distckpt._base.arrays import as_torch_dtype
 from distckpt._base.dtypes import FROM_NAME, TO_NAME
 from distckpt._base.errors import CheckpointingException, CorruptCheckpointError
-from distckpt._base.memory import paused_garbage_collection
+from distckpt._base.garbage import paused_garbage_collection
 from distckpt._base.messages import summarize_keys
 from distckpt._base.options import ExportOptions, check_switch, with_changes
 from distckpt._checkpoint.consistent_read import read_attempts

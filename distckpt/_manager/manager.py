@@ -12,7 +12,7 @@ from functools import partial
 from typing import Any, Literal, NoReturn
 
 from distckpt._base.errors import CheckpointingException, CheckpointNotFoundError
-from distckpt._base.memory import paused_garbage_collection
+from distckpt._base.garbage import paused_garbage_collection
 from distckpt._base.messages import check_choice
 from distckpt._base.options import LoadOptions, SaveOptions, with_changes
 from distckpt._base.reports import SaveReport

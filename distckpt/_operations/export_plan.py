@@ -36,7 +36,6 @@ from distckpt._plan.export import (
 from distckpt._plan.selection import select_tensors
 from distckpt._quantization.quantized import QuantizedTensor
 from distckpt._ranks.collectives import Ranks
-from distckpt._rules.families import config_for, read_config, rules_for
 from distckpt._rules.mapped import TensorSpec
 from distckpt._rules.rule import Rule
 from distckpt._rules.rules import Tie
@@ -194,11 +193,13 @@ def _model(options: ExportOptions, selected: Mapping[str, TensorSpec]) -> _Model
         directory = locations.normalize(options.like)
         _check_is_no_checkpoint(directory)
         reference = open_export(directory)
+    if options.family is None:
+        return _Model(reference, None, ())
     location = None if reference is None else reference.location
     shapes = None if reference is None else reference.manifest.shapes_by_key
-    config = config_for(options.family, location)
-    rules = rules_for(config, selected, shapes)
-    return _Model(reference, config, rules)
+    families = on_demand("families")
+    config = families.config_for(options.family, location)
+    return _Model(reference, config, families.rules_for(config, selected, shapes))
 
 
 def _check_is_no_checkpoint(directory: str) -> None:
@@ -217,7 +218,7 @@ def _check_is_no_checkpoint(directory: str) -> None:
 def _config_beside(stored: StoredCheckpoint) -> dict[str, Any] | None:
     """Read the configuration of a model in its directory, None where there is none."""
     path = locations.join(stored.location, CONFIG_NAMES[0])
-    return read_config(path) if locations.exists(path) else None
+    return on_demand("families").read_config(path) if locations.exists(path) else None
 
 
 # --- Tensors --------------------------------------------------------------------------------------

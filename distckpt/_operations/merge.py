@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from distckpt._base.errors import CheckpointExistsError, CheckpointingException
-from distckpt._base.memory import paused_garbage_collection
+from distckpt._base.garbage import paused_garbage_collection
 from distckpt._base.options import ExportOptions, with_changes
 from distckpt._checkpoint.consistent_read import reading
 from distckpt._checkpoint.opening import holds_checkpoint
