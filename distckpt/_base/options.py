@@ -114,7 +114,8 @@ class ExportOptions:
 
     Attributes:
         keys: which tensors: a prefix of their keys, a pattern with `*`, or a list of these;
-            `!optimizer.` for all but those. None for all.
+            `!*.bias` for all but those. Tensors of optimizers are exported only if a pattern
+            without `!` selects them: "*" for everything that is stored.
         rules: changes of names and shapes, see `distckpt.rules`.
         family: afterwards, the rules of the model's family, from the names of Megatron Core or of
             transformers in memory: "auto" reads the `config.json` of `like`, a path another one,

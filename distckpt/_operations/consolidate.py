@@ -38,9 +38,9 @@ def consolidate(
     written beside `output_dir` and appears there in one step; an earlier one stays complete until
     then. Memory is bounded whatever the size of a tensor.
 
-        distckpt.consolidate(
-            "checkpoints/step_100", "exports/step_100", keys="model.", dtype=torch.bfloat16
-        )
+        distckpt.consolidate("checkpoints/step_100", "exports/step_100", dtype=torch.bfloat16)
+
+    The state of optimizers is left out, see `ExportOptions.keys`.
 
     Collective operation: all ranks must call it; each writes whole files. Works in one process as
     well.
@@ -76,7 +76,7 @@ def consolidate(
         opened = open_sources(ranks, request.sources, chosen.verify)
         with reading(ranks, opened.all):
             source = stored_source(opened.checkpoints[0], chosen)
-            plan = plan_export(ranks, source, chosen, opened.adapter)
+            plan = plan_export(ranks, opened, source, chosen)
     return write_and_commit(ranks, request, opened.all, plan)
 
 
@@ -87,4 +87,4 @@ def plan_consolidation(checkpoint: str | os.PathLike[str], options: ExportOption
     opened = open_sources(ranks, locate_sources([checkpoint], options), options.verify)
     with reading(ranks, opened.all):
         source = stored_source(opened.checkpoints[0], options)
-        return plan_export(ranks, source, options, opened.adapter)
+        return plan_export(ranks, opened, source, options)

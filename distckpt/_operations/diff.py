@@ -167,7 +167,7 @@ def diff(
     Hugging Face directory for example. Each byte is read once, through windows of bounded size;
     objects are in memory whole.
 
-        report = distckpt.diff("checkpoints/step_100", "exports/step_100", keys="model.")
+        report = distckpt.diff("checkpoints/step_100", "exports/step_100", keys="!optimizer.")
         assert report.is_same, report.tensors
 
     Any rank may call, alone.

@@ -50,7 +50,7 @@ def merge(
     float64 in the order of the checkpoints, and rounded once. Formats and layouts may differ.
     Memory is bounded whatever the number and sizes of checkpoints. `load` reads the result.
 
-        distckpt.merge(["run/step_800", "run/step_900", "run/step_1000"], "merged", keys="model.")
+        distckpt.merge(["run/step_800", "run/step_900", "run/step_1000"], "merged")
 
     Collective operation: all ranks must call it; each writes whole files. Works in one process as
     well.
@@ -97,7 +97,7 @@ def merge(
         opened = open_sources(ranks, request.sources, chosen.verify)
         with reading(ranks, opened.all):
             source = _sum(ranks, opened.checkpoints, factors, ema, chosen)
-            plan = plan_export(ranks, source, chosen, opened.adapter)
+            plan = plan_export(ranks, opened, source, chosen)
     return write_and_commit(ranks, request, opened.all, plan)
 
 
@@ -113,7 +113,7 @@ def plan_merge(
     check_export_options(options)
     opened = open_sources(ranks, locate_sources(sources, options), options.verify)
     source = _sum(ranks, opened.checkpoints, factors, ema, options)
-    return plan_export(ranks, source, options, opened.adapter)
+    return plan_export(ranks, opened, source, options)
 
 
 def _sum(

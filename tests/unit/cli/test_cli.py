@@ -427,6 +427,18 @@ def test_export_is_another_name_and_sizes_have_units(checkpoint, tmp_path, capsy
     assert "is not OLD=NEW" in call_usage_error(capsys, "export", "a", "b", "--rename", "model")
 
 
+def test_export_says_that_it_leaves_out_the_optimizer(tmp_path, capsys):
+    keys = ("weight", "optimizer.state.exp_avg.weight")
+    state = {key: ShardedTensor.from_rank_offsets(key, torch.ones(2)) for key in keys}
+    distckpt.save(state, tmp_path / "saved")
+    said = "left out: 1 tensor of the optimizer; --all exports them, too"
+    assert said in call(capsys, "export", tmp_path / "saved", tmp_path / "out", "--dry-run")
+    assert said in call(capsys, "export", tmp_path / "saved", tmp_path / "out")
+    assert "left out" not in call(capsys, "export", tmp_path / "saved", tmp_path / "all", "--all")
+    usage = call_usage_error(capsys, "export", "a", "b", "--all", "--keys", "x")
+    assert "not allowed with argument" in usage
+
+
 # --- JSON -----------------------------------------------------------------------------------------
 
 
