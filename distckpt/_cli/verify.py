@@ -20,14 +20,19 @@ def run(arguments: Namespace, output: Output) -> int:
         report = verify(arguments.path, mode, num_threads=arguments.jobs, progress=progress)
     problems = [vars(problem) for problem in report.problems]
     output.json({**vars(report), "is_whole": report.is_whole, "problems": problems})
-    for problem in report.problems[:MAX_LISTED]:
-        output.line(f"BAD  {describe(problem)}")
-    if len(report.problems) > MAX_LISTED:
-        output.line(f"BAD  ... and {len(report.problems) - MAX_LISTED} more (all with --json)")
+    list_problems(report.problems, output)
     if report.strays:
         output.line(strays_text(report.strays))
     output.line(summary(report))
     return 0 if report.is_whole else 1
+
+
+def list_problems(problems: Sequence[Problem], output: Output) -> None:
+    """Print a line for each problem."""
+    for problem in problems[:MAX_LISTED]:
+        output.line(f"BAD  {describe(problem)}")
+    if len(problems) > MAX_LISTED:
+        output.line(f"BAD  ... and {len(problems) - MAX_LISTED} more (all with --json)")
 
 
 def describe(problem: Problem) -> str:

@@ -5,9 +5,11 @@ tests/processes/cli.
 from __future__ import annotations
 
 import json
+import os
 import re
 import struct
 import warnings
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -44,6 +46,23 @@ def checkpoint(tmp_path):
     state["rng"] = ShardedObject("rng", {"seed": 3}, (1,), (0,))
     distckpt.save(state, tmp_path / "c")
     return tmp_path / "c"
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [(Path.unlink, "the file is missing"), (lambda file: os.truncate(file, 100), "was cut off")],
+)
+def test_inspect_shows_missing_and_short_files(checkpoint, capsys, damage, message):
+    assert call_json(capsys, "inspect", checkpoint)["problems"] == []
+    file = next((checkpoint / "tensors").iterdir())
+    damage(file)
+    for more in ((), ("--key", "big")):
+        (problem,) = call_json(capsys, "inspect", checkpoint, *more, code=1)["problems"]
+        assert problem["file"] == str(file)
+        assert message in problem["message"]
+        first, second = call(capsys, "inspect", checkpoint, *more, code=1).splitlines()[:2]
+        assert first == "DAMAGED (1 problem): what follows is what was saved"
+        assert second.startswith(f"BAD  {file}: ")
 
 
 @pytest.fixture
