@@ -93,6 +93,7 @@ def stats(parser: ArgumentParser) -> None:
     parser.add_argument(
         "path", help="a checkpoint, or a folder of safetensors files: a path or URL"
     )
+    parser.add_argument("--tree", action="store_true", help="list each tensor, layers one by one")
     add_keys(parser)
 
 

@@ -111,7 +111,7 @@ def _show_writers(writers: list[dict[str, Any]], output: Output) -> None:
         return
     shown = writers[:_MAX_WRITERS]
     largest = max((writer["data_bytes"] for writer in writers), default=0) or 1
-    bar = "\u2588" if output.in_color else "#"
+    bar = "\u2588" if output.in_color and output.draws_blocks else "#"
     rows = [
         [
             owner_of(writer["rank"], writer["file"]),
@@ -168,7 +168,8 @@ def _show_key(
         [str(Region(c.offset, c.shape)), c.owner, c.file, f"{c.first_byte:,}", f"{c.num_bytes:,}"]
         for c in chunks
     ]
-    output.table(["region", "owner", "file", "first byte", "bytes"], rows, num_text=3)
+    heads = ["region", "owner", "file", "begins", "bytes"]
+    output.table(heads, rows, num_text=3, drop="begins bytes owner")
     if not output.as_json:
         _draw(shape, chunks, output)
 

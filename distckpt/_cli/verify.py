@@ -66,7 +66,9 @@ def summary(report: VerifyReport) -> str:
         verdict = f"DAMAGED ({count_text(len(report.problems), 'problem')})"
     if report.mode == "full":
         rate = f", {size_text(report.num_bytes / report.seconds)}/s"
-    if not report.has_checksums:
+    if report.mode == "fast":
+        note = "; only sizes and headers were read, no values"
+    elif not report.has_checksums:
         note = "; these files have no checksums: only their structure was checked"
     keys, files = count_text(report.num_keys, "key"), count_text(report.num_files, "file")
     return (
