@@ -41,6 +41,7 @@ from distckpt._operations.windows import (
     real_numbers,
     window_regions,
 )
+from distckpt._plan.model_keys import optimizer_keys
 from distckpt._plan.selection import (
     check_all_match,
     check_patterns,
@@ -130,6 +131,7 @@ class DiffReport:
         num_compared: tensors whose values were compared.
         num_bytes: bytes of the compared values, of both checkpoints together.
         seconds: duration of the call.
+        optimizer_keys: of all these names, those of tensors of optimizers.
     """
 
     a: str
@@ -142,6 +144,7 @@ class DiffReport:
     num_compared: int
     num_bytes: int
     seconds: float
+    optimizer_keys: frozenset[str] = frozenset()
 
     @property
     def is_same(self) -> bool:
@@ -221,6 +224,7 @@ def diff(
             num_compared=len(comparable),
             num_bytes=num_bytes,
             seconds=time.perf_counter() - started,
+            optimizer_keys=_of_optimizers(first, of_a) | _of_optimizers(second, of_b),
         )
 
 
@@ -275,6 +279,12 @@ def _chosen(
             )
         tensors[new] = StoredTensor(stored, name)
     return tensors
+
+
+def _of_optimizers(stored: StoredCheckpoint, tensors: _Tensors) -> frozenset[str]:
+    """Return the names of tensors of optimizers of one side."""
+    keys = optimizer_keys(stored)
+    return frozenset(name for name, tensor in tensors.items() if tensor.key in keys)
 
 
 # --- Tensors --------------------------------------------------------------------------------------
