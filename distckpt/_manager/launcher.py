@@ -47,7 +47,7 @@ def judge(environment: Mapping[str, str], launcher: Sequence[str], has_option: b
     )
     if has_option:
         return (
-            f"{text}Start it with --shutdown-timeout SECONDS, a little less than {names[0]} does."
+            f"{text}Start it with --shutdown-timeout SECONDS, a little less than {names[0]} gives."
         )
     return (
         f"{text}torchrun of torch 2.12 and newer has --shutdown-timeout; with this torch, let the "
