@@ -24,6 +24,7 @@ from distckpt._ranks.collectives import Ranks
 from distckpt._storage import locations
 
 _MAX_WRITERS = 64
+_NUM_THREADS = 8
 _BAR_WIDTH = 30
 
 
@@ -32,7 +33,8 @@ def run(arguments: Namespace, output: Output) -> int:
     damaged.
     """
     with opened(Ranks.alone(), locations.normalize(arguments.path)) as stored:
-        problems = check_files(stored)
+        file_ids = range(len(stored.manifest.files))
+        problems = check_files(stored, file_ids, _NUM_THREADS)
         if problems:
             count = count_text(len(problems), "problem")
             output.line(f"DAMAGED ({count}): what follows is what was saved", RED)

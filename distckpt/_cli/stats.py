@@ -7,11 +7,14 @@ import time
 from argparse import Namespace
 from collections import defaultdict
 from collections.abc import Sequence
+from functools import partial
 
 from distckpt._base.dtypes import FROM_NAME
 from distckpt._base.messages import key_pattern, summarize_keys, without_numbers
 from distckpt._checkpoint.opening import opened
+from distckpt._cli.arguments import is_in_parts
 from distckpt._cli.output import Output, count_text, size_text
+from distckpt._cli.selection import run_parts_of_check
 from distckpt._operations.stats import TensorStats, compute_stats
 from distckpt._ranks.collectives import Ranks
 from distckpt._storage import locations
@@ -25,13 +28,23 @@ def run(arguments: Namespace, output: Output) -> int:
     """Print a line for the tensors of each name, or for each tensor; return 1 if there is a NaN."""
     started = time.perf_counter()
     location = locations.normalize(arguments.path)
+    show = partial(_print_stats, location, started, arguments.tree)
+    if is_in_parts(arguments):
+        given = {"checkpoint_dir": arguments.path, "keys": arguments.keys}
+        return run_parts_of_check(arguments, output, "stats", given, show)
     with (
         opened(Ranks.alone(), location) as stored,
         output.progress("reading") as progress,
     ):
         found = list(compute_stats(stored, arguments.keys, progress))
-    output.json({"location": stored.location, "tensors": [vars(tensor) for tensor in found]})
-    groups = [[tensor] for tensor in found] if arguments.tree else _grouped(found)
+    return show(found, output)
+
+
+def _print_stats(
+    location: str, started: float, is_listing: bool, found: Sequence[TensorStats], output: Output
+) -> int:
+    output.json({"location": location, "tensors": [vars(tensor) for tensor in found]})
+    groups = [[tensor] for tensor in found] if is_listing else _grouped(found)
     bars = _BARS if output.draws_blocks else _ASCII_BARS
     rows = [_cells(group, bars) for group in groups]
     output.table(_HEADS, rows, drop="values zeros keys mean Inf min max")
