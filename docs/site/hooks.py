@@ -23,7 +23,7 @@ ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT))  # what is documented, and no other version that is installed
 import distckpt  # noqa: E402
 
-_PROGRAMS = {".py", ".sbatch", ".yaml", ".yml"}
+_PROGRAMS = {".py", ".sbatch", ".sh", ".yaml", ".yml"}
 """Files of examples that pages link to."""
 PAGES = {"README.md": "index.md", "CHANGELOG.md": "changelog.md"}
 
