@@ -174,7 +174,8 @@ if not TYPE_CHECKING:  # else a type checker believes that the package has every
         except ModuleNotFoundError as error:
             if error.name != full_name:
                 raise
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        near = importlib.import_module("distckpt._base.other_names").used_here(name)
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}{near}")
 
     def __dir__() -> list[str]:
         return sorted({*globals(), *__all__})

@@ -46,6 +46,7 @@ class ExportReport:
         num_parameters: number of their elements.
         files: names of the files that hold them.
         dtypes: number of tensors of each safetensors dtype.
+        left_out: keys of the tensors of optimizers that were left out, see `ExportOptions.keys`.
         overflows: for each tensor with values that did not fit the dtype they were converted to
             (finite ones that became infinite or, in 8-bit floats without infinities, NaN; numbers
             beyond an integer's range), how many.
@@ -59,6 +60,7 @@ class ExportReport:
     dtypes: Mapping[str, int]
     overflows: Mapping[str, int]
     seconds: float
+    left_out: tuple[str, ...] = ()
 
 
 def write_and_commit(
@@ -107,6 +109,7 @@ def report_of_export(
         dtypes=dict(Counter(tensor.dtype for tensor in plan.outputs)),
         overflows=overflows,
         seconds=seconds,
+        left_out=tuple(plan.left_out),
     )
 
 
