@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NoReturn, TypeGuard
 
 import torch
@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from distckpt._base.errors import InvalidShardingError
 from distckpt._base.messages import summarize_keys
 from distckpt._recording.layout import Layout, factored
-from distckpt._recording.memory import Memory, Step
+from distckpt._recording.memory import Memory, Read, Step
 
 aten = torch.ops.aten
 
@@ -201,23 +201,25 @@ class Recording(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._refuse(func, [target])
         if not known:
             return
-        source = self._memory(value)
-        meta = _meta_of(value).expand(target.shape)
-        view, place = Layout.of(meta), Layout.of(_meta_of(target))
-        reads = list(source.read(view, place))
-        if (
-            isinstance(value, Recorded)
-            and sum(math.prod(read.layout.shape) for read in reads) != target.numel()
-        ):
-            self._refuse(func, [value])
+        source, place = self._memory(value), Layout.of(_meta_of(target))
+        reads = self._reads(source, value, target, func)
         steps = [*_taken_as(source.dtype, value.dtype), ("to", target.dtype)]
         if not isinstance(value, Recorded):
             memory.fill(place)  # with what is not stored
-        if memory.tensor is not None and isinstance(value, Recorded):
-            for read in (read for read in reads if read.stored is None):
-                place = read.partner
-                memory.tensor.as_strided(place.shape, place.strides, place.offset).zero_()
+        elif memory.tensor is not None:
+            _zero_what_is_not_stored(memory.tensor, reads)
         memory.write(reads, (*steps, *_taken_as(target.dtype, memory.dtype)))
+
+    def _reads(
+        self, source: Memory, value: torch.Tensor, target: torch.Tensor, func: Any
+    ) -> list[Read]:
+        """Return what a tensor gets of a memory; all of it must be known."""
+        meta = _meta_of(value).expand(target.shape)
+        reads = list(source.read(Layout.of(meta), Layout.of(_meta_of(target))))
+        num_read = sum(math.prod(read.layout.shape) for read in reads)
+        if isinstance(value, Recorded) and num_read != target.numel():
+            self._refuse(func, [value])
+        return reads
 
     def _names(self, tensor: torch.Tensor) -> list[str]:
         """Name the stored tensors that have elements in a tensor, or in the memory around it."""
@@ -254,6 +256,13 @@ class Recording(TorchDispatchMode):  # type: ignore[no-untyped-call]
             "recorded. Leave these names out of `metadata`, and give such tensors to the loader "
             "itself after each update."
         )
+
+
+def _zero_what_is_not_stored(tensor: torch.Tensor, reads: Iterable[Read]) -> None:
+    for read in reads:
+        if read.stored is None:
+            place = read.partner
+            tensor.as_strided(place.shape, place.strides, place.offset).zero_()
 
 
 def _is_tensor(value: object) -> TypeGuard[torch.Tensor]:
