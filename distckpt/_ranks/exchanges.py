@@ -38,6 +38,10 @@ WAITING_LOG_SECONDS = 30.0
 _POLL = timedelta(seconds=0.5)
 """How long waiting may keep Python from handling signals."""
 
+_FRAME_BYTES = 512
+"""Of each message of a gather, scatter or broadcast: only what is longer takes a second one."""
+_BYTES_IN_FRAME = _FRAME_BYTES - 8
+
 _cpu_groups: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
 """Process group of the caller -> gloo group of the same ranks, for groups that cannot move CPU
 tensors.
@@ -133,15 +137,14 @@ class Exchanges:
             self.is_known_to_all(error) and not getattr(error, "is_lost_contact", False)
         )
 
-    def gather(self, payload: bytes) -> list[bytes]:
+    def gather(self, payload: bytes, name: str = "gather") -> list[bytes]:
         """Send a payload to the coordinator; return the payloads of all ranks there, an empty list
         elsewhere.
         """
         if self.size == 1:
             return [payload]
-        with _contact(self._group, "gather"):
-            sizes = torch.cat(self._all_gather(torch.tensor([len(payload)]), "gather")).tolist()
-            return self._gather(payload, sizes)
+        with _contact(self._group, name):
+            return self._gather(payload, name)
 
     def gather_once(self, payloads: Sequence[bytes]) -> list[list[bytes]]:
         """Gather several payloads, the same number from each rank; of ranks with an equal one, only
@@ -152,35 +155,23 @@ class Exchanges:
         """
         if self.size == 1:
             return [[payload] for payload in payloads]
-        own = [_digest_and_size(payload) for payload in payloads]
+        digests = b"".join(map(_digest_of, payloads))
+        senders = np.empty((0, len(payloads)), np.int64)
         with _contact(self._group, "gather"):
-            # By rank and payload: two numbers of its digest, and its size.
-            table = torch.stack(self._all_gather(torch.tensor(own), "gather")).numpy()
-            senders = np.stack(
-                [_first_of_same(table[:, place]) for place in range(len(payloads))], axis=1
-            )
-            sends = senders == np.arange(self.size)[:, None]
-            sizes = np.where(sends, table[:, :, 2], 0)
-            sent = b"".join(itertools.compress(payloads, sends[self.rank]))
-            joined = self._gather(sent, sizes.sum(axis=1).tolist())
-        if not joined:
-            return [[] for _ in payloads]
-        stops = sizes.cumsum(axis=1)
-        starts = stops - sizes
+            gathered = self._gather(digests, "gather")
+            if gathered:
+                table = np.frombuffer(b"".join(gathered), np.int64)
+                table = table.reshape(self.size, len(payloads), -1)
+                columns = [_first_of_same(table[:, place]) for place in range(len(payloads))]
+                senders = np.stack(columns, axis=1)
+            sends = senders == np.arange(len(senders))[:, None]
+            own_sends = self._scatter([row.tobytes() for row in sends], "gather")
+            sent = list(itertools.compress(payloads, np.frombuffer(own_sends, np.bool_)))
+            joined = self._gather(pack_parts(sent), "gather")
+        parts = [iter(unpack_parts(message)) for message in joined]
         return [
-            [
-                joined[rank][starts[rank, place] : stops[rank, place]]
-                for rank in senders[:, place].tolist()
-            ]
-            for place in range(len(payloads))
+            _each_of_same(senders[:, place].tolist(), parts) for place in range(len(payloads))
         ]
-
-    def _gather(self, payload: bytes, sizes: Sequence[int]) -> list[bytes]:
-        if not self.is_coordinator:
-            self._send(payload, 0)
-            return []
-        others = [self._receive(size, rank) for rank, size in enumerate(sizes[1:], start=1)]
-        return [payload, *others]
 
     def scatter(self, payloads: Sequence[bytes], name: str = "scatter") -> bytes:
         """Hand every rank its payload from the coordinator's list; the argument is ignored
@@ -189,64 +180,34 @@ class Exchanges:
         if self.size == 1:
             return payloads[0]
         with _contact(self._group, name):
-            own_sizes = [len(payload) for payload in payloads]
-            sizes = torch.tensor(own_sizes if self.is_coordinator else [0] * self.size)
-            self._broadcast(sizes, 0, name)
-            if not self.is_coordinator:
-                return self._receive(int(sizes[self.rank]), 0)
-            for rank, payload in enumerate(payloads[1:], start=1):
-                self._send(payload, rank)
-            return payloads[0]
+            return self._scatter(payloads, name)
 
     def broadcast(self, payload: bytes, name: str = "broadcast") -> bytes:
         """Return the coordinator's payload on every rank; the argument is ignored elsewhere."""
         if self.size == 1:
             return payload
         with _contact(self._group, name):
-            size = torch.tensor([len(payload)])
-            self._broadcast(size, 0, name)
-            if not size:
-                return b""
-            if self.is_coordinator:
-                self._broadcast(_as_tensor(payload), 0, name)
-                return payload
-            content = torch.empty(int(size), dtype=torch.uint8)
-            self._broadcast(content, 0, name)
-            return content.numpy().tobytes()
+            return self._broadcast_bytes(payload, name)
 
-    def all_gather(self, payload: bytes) -> list[bytes]:
-        """Return every rank's payload, by rank, on every rank."""
+    def all_gather(self, payload: bytes, name: str = "all_gather") -> list[bytes]:
+        """Return every rank's payload, by rank, on every rank.
+
+        They go through the coordinator: gloo's own function sends as many messages as there are
+        pairs of ranks.
+        """
         if self.size == 1:
             return [payload]
-        with _contact(self._group, "all_gather"):
-            sizes = torch.cat(self._all_gather(torch.tensor([len(payload)]), "all_gather")).tolist()
-            if not any(sizes):
-                return [b""] * self.size
-            padded = torch.zeros(max(sizes), dtype=torch.uint8)
-            padded[: len(payload)] = _as_tensor(payload)
-            gathered = self._all_gather(padded, "all_gather")
-            return [
-                tensor[:size].numpy().tobytes()
-                for tensor, size in zip(gathered, sizes, strict=True)
-            ]
+        with _contact(self._group, name):
+            joined = pack_parts(self._gather(payload, name))
+            return unpack_parts(self._broadcast_bytes(joined, name))
 
     def all_gather_numbers(self, numbers: Sequence[int]) -> IntArray:
         """Return the numbers of every rank, the same count from each, on every rank; of shape
         (ranks, numbers).
         """
-        own = torch.tensor(numbers, dtype=torch.int64)
-        if self.size == 1:
-            return own[None].numpy()
-        with _contact(self._group, "all_gather_numbers"):
-            return torch.stack(self._all_gather(own, "all_gather_numbers")).numpy()
-
-    def all_reduce_max(self, numbers: Sequence[int], name: str) -> list[int]:
-        """Return the largest number that any rank gave at each place, on every rank."""
-        largest = torch.tensor(numbers, dtype=torch.int64)
-        with _contact(self._group, name):
-            work = dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=self._group, async_op=True)
-            self._complete(work, name, [largest])
-        return largest.tolist()
+        own = np.array(numbers, np.int64)
+        gathered = self.all_gather(own.tobytes(), "all_gather_numbers")
+        return np.frombuffer(b"".join(gathered), np.int64).reshape(self.size, len(numbers))
 
     def start_transfer(
         self,
@@ -276,6 +237,47 @@ class Exchanges:
             with _contact(self._group, "broadcast of a tensor"):
                 self._broadcast(torch.from_numpy(memory), src, "broadcast of a tensor")
 
+    def _gather(self, payload: bytes, name: str) -> list[bytes]:
+        frame = _frame_of(payload)
+        if not self.is_coordinator:
+            work = dist.gather(frame, group=self._group, group_dst=0, async_op=True)
+            self._complete(work, name, [frame])
+            self._send(payload[_BYTES_IN_FRAME:], 0)
+            return []
+        frames = [torch.empty_like(frame) for _ in range(self.size)]
+        work = dist.gather(frame, frames, group=self._group, group_dst=0, async_op=True)
+        self._complete(work, name, [frame, *frames])
+        others = [self._content_of(frame, rank) for rank, frame in enumerate(frames[1:], start=1)]
+        return [payload, *others]
+
+    def _scatter(self, payloads: Sequence[bytes], name: str) -> bytes:
+        own = _frame_of(b"")
+        frames = [_frame_of(payload) for payload in payloads] if self.is_coordinator else None
+        work = dist.scatter(own, frames, group=self._group, group_src=0, async_op=True)
+        self._complete(work, name, [own, *(frames or ())])
+        if not self.is_coordinator:
+            return self._content_of(own, 0)
+        for rank, payload in enumerate(payloads[1:], start=1):
+            self._send(payload[_BYTES_IN_FRAME:], rank)
+        return payloads[0]
+
+    def _broadcast_bytes(self, payload: bytes, name: str) -> bytes:
+        frame = _frame_of(payload)
+        self._broadcast(frame, 0, name)
+        size, start = _size_and_start(frame)
+        if size == len(start):
+            return start
+        rest = torch.empty(size - len(start), dtype=torch.uint8)
+        if self.is_coordinator:
+            rest = _as_tensor(payload[_BYTES_IN_FRAME:])
+        self._broadcast(rest, 0, name)
+        return payload if self.is_coordinator else start + rest.numpy().tobytes()
+
+    def _content_of(self, frame: torch.Tensor, source: int) -> bytes:
+        """Return the payload of a frame; what does not fit into it comes from the same rank."""
+        size, start = _size_and_start(frame)
+        return start + self._receive(size - len(start), source)
+
     def _send(self, payload: bytes, to: int) -> None:
         if payload:
             dist.send(_as_tensor(payload), group=self._group, group_dst=to)
@@ -292,12 +294,6 @@ class Exchanges:
         self._complete(
             dist.broadcast(tensor, group=self._group, group_src=src, async_op=True), name, [tensor]
         )
-
-    def _all_gather(self, tensor: torch.Tensor, name: str) -> list[torch.Tensor]:
-        gathered = [torch.empty_like(tensor) for _ in range(self.size)]
-        work = dist.all_gather(gathered, tensor, group=self._group, async_op=True)
-        self._complete(work, name, [tensor, *gathered])
-        return gathered
 
     def _complete(self, work: Any, name: str, tensors: Sequence[torch.Tensor]) -> None:
         """Wait for a collective; after a while, log once which ranks have not come to it."""
@@ -333,9 +329,41 @@ def _contact(group: Any, name: str, *, of_all: bool = True) -> Iterator[None]:
         raise mark_known(log.lost_contact(name, error), group) from error
 
 
-def _digest_and_size(payload: bytes) -> list[int]:
-    digest = np.frombuffer(hashlib.blake2b(payload, digest_size=16).digest(), np.int64)
-    return [*digest.tolist(), len(payload)]
+def _frame_of(payload: bytes) -> torch.Tensor:
+    """Return a message of the size that all have: the length of a payload, and its beginning."""
+    start = len(payload).to_bytes(8, "little") + payload[:_BYTES_IN_FRAME]
+    return _as_tensor(start.ljust(_FRAME_BYTES, b"\0"))
+
+
+def _size_and_start(frame: torch.Tensor) -> tuple[int, bytes]:
+    content = frame.numpy().tobytes()
+    size = int.from_bytes(content[:8], "little")
+    return size, content[8:][:size]
+
+
+def pack_parts(parts: Sequence[bytes]) -> bytes:
+    """Join byte strings into one, see `unpack_parts`."""
+    sizes = np.array([len(parts), *map(len, parts)], np.int64)
+    return b"".join([sizes.tobytes(), *parts])
+
+
+def unpack_parts(message: bytes) -> list[bytes]:
+    """Return the byte strings that `pack_parts` has joined."""
+    count = int.from_bytes(message[:8], "little")
+    stops = np.frombuffer(message, np.int64, count + 1).cumsum()
+    # The sizes themselves come first; the first of those numbers is their count.
+    stops += 8 * (count + 1) - count
+    return [message[start:stop] for start, stop in itertools.pairwise(stops.tolist())]
+
+
+def _digest_of(payload: bytes) -> bytes:
+    return hashlib.blake2b(payload, digest_size=16).digest()
+
+
+def _each_of_same(senders: Sequence[int], parts: Sequence[Iterator[bytes]]) -> list[bytes]:
+    """Return the payload of each rank, given which rank has sent it, and what each has sent."""
+    sent = {rank: next(parts[rank]) for rank in sorted(set(senders))}
+    return [sent[rank] for rank in senders]
 
 
 def _first_of_same(rows: IntArray) -> IntArray:

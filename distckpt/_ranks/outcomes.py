@@ -47,9 +47,9 @@ def describe_call(
     return {"call": call, "phase": phase, **texts}
 
 
-def number_of(call: Call) -> int:
-    """Return a number of 56 bits that stands for a call."""
-    return int.from_bytes(hashlib.blake2b(json.dumps(call).encode(), digest_size=7).digest(), "big")
+def digest_of(call: Call) -> bytes:
+    """Return 8 bytes that stand for a call."""
+    return hashlib.blake2b(json.dumps(call).encode(), digest_size=8).digest()
 
 
 def describe_difference(calls: Sequence[Call]) -> str:
