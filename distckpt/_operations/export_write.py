@@ -127,6 +127,7 @@ def _write_files(
     counter = ProgressCounter(request.options.progress, sum(file.num_bytes for file in mine))
     unread = unread_files(plan.source.stored)
     with ranks.phase("write output files"), OpenFiles.for_many_reads(unread) as open_files:
+        output.check_is_seen()
         source = plan.source.with_files(open_files)
         for file in mine:
             path = locations.join(output.location, file.name)

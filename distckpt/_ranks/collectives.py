@@ -25,6 +25,7 @@ from distckpt._ranks.outcomes import (
     describe_error,
     digest_of,
     error_to_raise,
+    note_part,
 )
 
 logger = logging.getLogger(__name__)
@@ -38,6 +39,9 @@ events.propagate = False
 _Parameters = ParamSpec("_Parameters")
 _Result = TypeVar("_Result")
 _Settings: TypeAlias = Mapping[str, object] | None
+
+Figures: TypeAlias = tuple[int, float, dict[str, float], int, int]
+"""Of a report: bytes and seconds, seconds by phase, the slowest rank and how many there are."""
 
 
 _TWO_NUMBERS = struct.Struct("<qq")
@@ -59,15 +63,18 @@ class Told:
     """What ranks tell the coordinator, and what it answers, see `Ranks.telling`.
 
     Attributes:
+        call: what this rank is doing.
         payload: of this rank.
         payloads: of all ranks, on the coordinator.
         answer: of the coordinator, on every rank.
+        is_decision: whether the body works on the coordinator on behalf of all.
     """
 
     call: Call
     payload: bytes = b""
     payloads: Sequence[bytes] = ()
     answer: bytes = b""
+    is_decision: bool = False
 
 
 _FINE, _FAILED, _EXPLAIN = b"+", b"-", b"?"
@@ -148,7 +155,8 @@ class Ranks(Exchanges):
             yield told
             told.payloads = [told.payload]
             return
-        told = Told(describe_call(interrupts.running_operation(), name, same or {}))
+        call = describe_call(interrupts.running_operation(), name, same or {})
+        told = Told(call, is_decision=decision)
         error: BaseException | None = None
         try:
             yield told
@@ -169,7 +177,7 @@ class Ranks(Exchanges):
         is_fine = error is None and all(each.startswith(_FINE + code) for each in messages)
         if not is_fine:
             self.broadcast(_EXPLAIN, name)
-            self._raise_together_what_failed(told, error, decision)
+            self._raise_together_what_failed(told, error)
 
     @contextlib.contextmanager
     def answering(self, told: Told, name: str) -> Iterator[None]:
@@ -195,16 +203,26 @@ class Ranks(Exchanges):
             self._raise_together_what_failed(told, None)
         told.answer = self._result(answer, name, error)
 
-    def _raise_together_what_failed(
-        self, told: Told, error: BaseException | None, decision: bool = False
-    ) -> NoReturn:
+    @staticmethod
+    @contextlib.contextmanager
+    def part(name: str, *, decision: bool = False) -> Iterator[None]:
+        """Run one part of the body of a phase: its errors name it, and are raised as if it was a
+        phase.
+        """
+        try:
+            yield
+        except BaseException as error:
+            note_part(error, name, decision)
+            raise
+
+    def _raise_together_what_failed(self, told: Told, error: BaseException | None) -> NoReturn:
         """Raise on all ranks what has failed on one, or that they are not doing the same."""
-        sent = self.all_gather(json.dumps([told.call, describe_error(error), decision]).encode())
-        calls, outcomes, decisions = zip(*map(json.loads, sent), strict=True)
+        sent = self.all_gather(json.dumps([told.call, describe_error(error)]).encode())
+        calls, outcomes = zip(*map(json.loads, sent), strict=True)
         agreed: BaseException
         if any(outcomes) and len({each["call"] for each in calls}) == 1:
             # A rank that has failed before the first phase does not know its name.
-            agreed = error_to_raise(error, self.rank, outcomes, calls[0]["phase"], decisions[0])
+            agreed = error_to_raise(error, self.rank, outcomes, calls[0]["phase"], told.is_decision)
         else:
             agreed = CheckpointingException(describe_difference(calls))
         self.raise_together(agreed, error)
@@ -341,6 +359,7 @@ class PhaseTimer:
         self._started = time.perf_counter()
         self._verb, self._rank, self.location = verb, rank, location
         self.phases: dict[str, float] = {}
+        self._running: dict[str, float] = {}
 
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[dict[str, Any]]:
@@ -349,6 +368,7 @@ class PhaseTimer:
         """
         start, started = time.time(), time.perf_counter()
         details: dict[str, Any] = {}
+        self._running[name] = started
         try:
             yield details
             self.phases[name] = self.phases.get(name, 0.0) + time.perf_counter() - started
@@ -356,6 +376,7 @@ class PhaseTimer:
             details["error"] = type(error).__name__
             raise
         finally:
+            del self._running[name]
             if events.handlers and events.isEnabledFor(logging.INFO):
                 event = {
                     "verb": self._verb,
@@ -369,19 +390,32 @@ class PhaseTimer:
                 }
                 events.info("%s", json.dumps(event))
 
-    def summarize(
-        self, ranks: Ranks, num_bytes: int, moving: str
-    ) -> tuple[int, float, dict[str, float], int, int]:
+    def figures(self, num_bytes: int) -> bytes:
+        """Return what this rank has to say for a report; the phase that is running counts."""
+        now = time.perf_counter()
+        seconds = {**self.phases, **self._seconds_of_running(now)}
+        return np.array([num_bytes, now - self._started, *seconds.values()]).tobytes()
+
+    def united(self, figures: Sequence[bytes], moving: str) -> Figures:
+        """Return the fields of a report that follow the location from the `figures` of all ranks.
+
+        The slowest rank is the one that took longest in the phase `moving`. Phases that are running
+        now are those of this rank.
+        """
+        table = np.stack([np.frombuffer(row) for row in figures])
+        longest = dict(zip(self.phases, table[:, 2:].max(axis=0).tolist(), strict=True))
+        slowest = int(table[:, 2 + list(self.phases).index(moving)].argmax())
+        now = time.perf_counter()
+        running = self._seconds_of_running(now)
+        seconds = max(float(table[:, 1].max()) + sum(running.values()), now - self._started)
+        return int(table[:, 0].sum()), seconds, {**longest, **running}, slowest, len(table)
+
+    def _seconds_of_running(self, now: float) -> dict[str, float]:
+        return {name: now - started for name, started in self._running.items()}
+
+    def summarize(self, ranks: Ranks, num_bytes: int, moving: str) -> Figures:
         """Return the fields of a report that follow the location, from the figures of all ranks.
 
-        Collective operation: all ranks must call it. The slowest rank is the one that took longest
-        in the phase `moving`.
+        Collective operation: all ranks must call it.
         """
-        seconds = time.perf_counter() - self._started
-        if ranks.size == 1:
-            return num_bytes, seconds, self.phases, 0, 1
-        own = np.array([num_bytes, seconds, *self.phases.values()])
-        figures = np.stack([np.frombuffer(data) for data in ranks.all_gather(own.tobytes())])
-        longest = dict(zip(self.phases, figures[:, 2:].max(axis=0).tolist(), strict=True))
-        slowest = int(figures[:, 2 + list(self.phases).index(moving)].argmax())
-        return int(figures[:, 0].sum()), float(figures[:, 1].max()), longest, slowest, ranks.size
+        return self.united(ranks.all_gather(self.figures(num_bytes)), moving)

@@ -169,9 +169,7 @@ class Exchanges:
             sent = list(itertools.compress(payloads, np.frombuffer(own_sends, np.bool_)))
             joined = self._gather(pack_parts(sent), "gather")
         parts = [iter(unpack_parts(message)) for message in joined]
-        return [
-            _each_of_same(senders[:, place].tolist(), parts) for place in range(len(payloads))
-        ]
+        return [_each_of_same(senders[:, place].tolist(), parts) for place in range(len(payloads))]
 
     def scatter(self, payloads: Sequence[bytes], name: str = "scatter") -> bytes:
         """Hand every rank its payload from the coordinator's list; the argument is ignored
