@@ -299,6 +299,13 @@ class ShardSave(PreparedSave):
     exchanges_in_write = False
     written: Sequence[tuple[str, int]] = ()
 
+    def __init_subclass__(cls) -> None:
+        """Let a class that does more in `write` be written by that, as other strategies are."""
+        if "write" in vars(cls):
+            cls.exchanges_in_write = True
+            cls.write_own = PreparedSave.write_own  # type: ignore[method-assign]
+            cls.complete = PreparedSave.complete  # type: ignore[assignment, method-assign]
+
     def stage(self, copies: FileCopies) -> ShardSave:
         # Objects are copies already, encoded ones.
         staged = copies.copy(self.make_tensor_files())
@@ -312,23 +319,24 @@ class ShardSave(PreparedSave):
         """
         fields: Mapping[str, Any] = {}
         with ranks.telling("write shard files") as told:
-            told.payload = self.write_own(checkpoint_dir, ranks)
+            told.payload = ShardSave.write_own(self, checkpoint_dir, ranks)
         with ranks.answering(told, "write the manifest"):
             if ranks.is_coordinator:
-                fields = self.complete(checkpoint_dir, told.payloads)
+                fields = ShardSave.complete(self, checkpoint_dir, told.payloads)
         return fields
 
     def write_own(self, checkpoint_dir: str, ranks: Ranks) -> bytes:
         plan, suffix = self.plan, self.folder_suffix
-        files = [*self.make_tensor_files()]
-        planned_objects = []
-        if plan.objects:
-            planned, object_file = object_file_of(ranks.rank, plan.objects, self.encoded)
-            planned_objects.append(planned)
-            files.append(object_file)
-        placed = [file.below(checkpoint_dir, suffix) for file in files]
-        checksums = write_files(placed, self.settings)
-        written = chunk_table(planned_objects)._replace(block_checksums=checksums)
+        with ranks.part("write shard files"):
+            files = [*self.make_tensor_files()]
+            planned_objects = []
+            if plan.objects:
+                planned, object_file = object_file_of(ranks.rank, plan.objects, self.encoded)
+                planned_objects.append(planned)
+                files.append(object_file)
+            placed = [file.below(checkpoint_dir, suffix) for file in files]
+            checksums = write_files(placed, self.settings)
+            written = chunk_table(planned_objects)._replace(block_checksums=checksums)
         return written.to_bytes()
 
     def complete(self, checkpoint_dir: str, told: Sequence[bytes]) -> Mapping[str, Any]:
