@@ -52,6 +52,13 @@ _turns: weakref.WeakKeyDictionary[Any, threading.Lock] = weakref.WeakKeyDictiona
 could not be told apart.
 """
 
+FAN_OUT = 16
+"""Larger groups exchange messages along a tree. No rank has more than 15 others below it for each
+level, so that a rank of 65,536 has at most 61 connections."""
+
+_trees: weakref.WeakKeyDictionary[Any, list[Any]] = weakref.WeakKeyDictionary()
+"""By gloo group: those of its tree that this rank is in, from the leaves on."""
+
 _lone_groups: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
 """Default group -> the group of this process alone."""
 
@@ -107,11 +114,9 @@ class Exchanges:
         """Go on in a new gloo group of the same ranks, which wait up to `timeout` seconds for each
         other there.
         """
-        members, limit = dist.get_process_group_ranks(self._group), timedelta(seconds=timeout)
+        members = dist.get_process_group_ranks(self._group)
         with _contact(self._group, "make a process group"):
-            self._group = dist.new_group(
-                members, limit, backend="gloo", use_local_synchronization=True
-            )
+            self._group = _new_gloo_group(members, timedelta(seconds=timeout))
 
     @property
     def timeout(self) -> float:
@@ -236,67 +241,78 @@ class Exchanges:
                 self._broadcast(torch.from_numpy(memory), src, "broadcast of a tensor")
 
     def _gather(self, payload: bytes, name: str) -> list[bytes]:
-        frame = _frame_of(payload)
-        if not self.is_coordinator:
-            work = dist.gather(frame, group=self._group, group_dst=0, async_op=True)
-            self._complete(work, name, [frame])
-            self._send(payload[_BYTES_IN_FRAME:], 0)
-            return []
-        frames = [torch.empty_like(frame) for _ in range(self.size)]
-        work = dist.gather(frame, frames, group=self._group, group_dst=0, async_op=True)
-        self._complete(work, name, [frame, *frames])
-        others = [self._content_of(frame, rank) for rank, frame in enumerate(frames[1:], start=1)]
-        return [payload, *others]
+        if self.size <= FAN_OUT:
+            return self._gather_in(self._group, payload, name)
+        parts = [payload]
+        for group in _tree_of(self._group):
+            gathered = self._gather_in(group, pack_parts(parts), name)
+            if not gathered:
+                return []
+            parts = [part for message in gathered for part in unpack_parts(message)]
+        return parts
 
     def _scatter(self, payloads: Sequence[bytes], name: str) -> bytes:
-        own = _frame_of(b"")
-        frames = [_frame_of(payload) for payload in payloads] if self.is_coordinator else None
-        work = dist.scatter(own, frames, group=self._group, group_src=0, async_op=True)
-        self._complete(work, name, [own, *(frames or ())])
-        if not self.is_coordinator:
-            return self._content_of(own, 0)
-        for rank, payload in enumerate(payloads[1:], start=1):
-            self._send(payload[_BYTES_IN_FRAME:], rank)
-        return payloads[0]
+        if self.size <= FAN_OUT:
+            return self._scatter_in(self._group, payloads, name)
+        parts = payloads
+        tree = _tree_of(self._group)
+        for height, group in reversed([*enumerate(tree)]):
+            count = FAN_OUT**height
+            below = [parts[first : first + count] for first in range(0, len(parts), count)]
+            parts = unpack_parts(self._scatter_in(group, [*map(pack_parts, below)], name))
+        return parts[0]
 
     def _broadcast_bytes(self, payload: bytes, name: str) -> bytes:
+        groups = [self._group] if self.size <= FAN_OUT else reversed(_tree_of(self._group))
+        for group in groups:
+            payload = self._broadcast_in(group, payload, name)
+        return payload
+
+    def _gather_in(self, group: Any, payload: bytes, name: str) -> list[bytes]:
         frame = _frame_of(payload)
-        self._broadcast(frame, 0, name)
+        if group.rank() > 0:
+            work = dist.gather(frame, group=group, group_dst=0, async_op=True)
+            self._complete(work, name, [frame], group)
+            _send(group, payload[_BYTES_IN_FRAME:], 0)
+            return []
+        frames = [torch.empty_like(frame) for _ in range(group.size())]
+        work = dist.gather(frame, frames, group=group, group_dst=0, async_op=True)
+        self._complete(work, name, [frame, *frames], group)
+        others = [_content_of(group, frame, rank) for rank, frame in enumerate(frames[1:], 1)]
+        return [payload, *others]
+
+    def _scatter_in(self, group: Any, payloads: Sequence[bytes], name: str) -> bytes:
+        own, is_first = _frame_of(b""), group.rank() == 0
+        frames = [_frame_of(payload) for payload in payloads] if is_first else None
+        work = dist.scatter(own, frames, group=group, group_src=0, async_op=True)
+        self._complete(work, name, [own, *(frames or ())], group)
+        if not is_first:
+            return _content_of(group, own, 0)
+        for rank, payload in enumerate(payloads[1:], start=1):
+            _send(group, payload[_BYTES_IN_FRAME:], rank)
+        return payloads[0]
+
+    def _broadcast_in(self, group: Any, payload: bytes, name: str) -> bytes:
+        frame, is_first = _frame_of(payload), group.rank() == 0
+        self._broadcast(frame, 0, name, group)
         size, start = _size_and_start(frame)
         if size == len(start):
             return start
         rest = torch.empty(size - len(start), dtype=torch.uint8)
-        if self.is_coordinator:
+        if is_first:
             rest = _as_tensor(payload[_BYTES_IN_FRAME:])
-        self._broadcast(rest, 0, name)
-        return payload if self.is_coordinator else start + rest.numpy().tobytes()
+        self._broadcast(rest, 0, name, group)
+        return payload if is_first else start + rest.numpy().tobytes()
 
-    def _content_of(self, frame: torch.Tensor, source: int) -> bytes:
-        """Return the payload of a frame; what does not fit into it comes from the same rank."""
-        size, start = _size_and_start(frame)
-        return start + self._receive(size - len(start), source)
+    def _broadcast(self, tensor: torch.Tensor, src: int, name: str, group: Any = None) -> None:
+        group = group or self._group
+        work = dist.broadcast(tensor, group=group, group_src=src, async_op=True)
+        self._complete(work, name, [tensor], group)
 
-    def _send(self, payload: bytes, to: int) -> None:
-        if payload:
-            dist.send(_as_tensor(payload), group=self._group, group_dst=to)
-
-    def _receive(self, size: int, source: int) -> bytes:
-        received = torch.empty(size, dtype=torch.uint8)
-        if size:
-            # Not `recv`, which looks for a global rank among all members.
-            work = dist.irecv(received, group=self._group, group_src=source)
-            work.wait()  # type: ignore[union-attr]
-        return received.numpy().tobytes()
-
-    def _broadcast(self, tensor: torch.Tensor, src: int, name: str) -> None:
-        self._complete(
-            dist.broadcast(tensor, group=self._group, group_src=src, async_op=True), name, [tensor]
-        )
-
-    def _complete(self, work: Any, name: str, tensors: Sequence[torch.Tensor]) -> None:
+    def _complete(self, work: Any, name: str, tensors: Sequence[torch.Tensor], group: Any) -> None:
         """Wait for a collective; after a while, log once which ranks have not come to it."""
         log_at: float = time.monotonic() + WAITING_LOG_SECONDS
-        with lent(self._group, work, tensors):
+        with lent(group, work, tensors):
             while not work.is_completed():
                 with contextlib.suppress(RuntimeError):
                     work.wait(min(_POLL, timedelta(seconds=WAITING_LOG_SECONDS)))
@@ -325,6 +341,26 @@ def _contact(group: Any, name: str, *, of_all: bool = True) -> Iterator[None]:
         yield
     except RuntimeError as error:
         raise mark_known(log.lost_contact(name, error), group) from error
+
+
+def _content_of(group: Any, frame: torch.Tensor, source: int) -> bytes:
+    """Return the payload of a frame; what does not fit into it comes from the same rank."""
+    size, start = _size_and_start(frame)
+    return start + _receive(group, size - len(start), source)
+
+
+def _send(group: Any, payload: bytes, to: int) -> None:
+    if payload:
+        dist.send(_as_tensor(payload), group=group, group_dst=to)
+
+
+def _receive(group: Any, size: int, source: int) -> bytes:
+    received = torch.empty(size, dtype=torch.uint8)
+    if size:
+        # Not `recv`, which looks for a global rank among all members.
+        work = dist.irecv(received, group=group, group_src=source)
+        work.wait()  # type: ignore[union-attr]
+    return received.numpy().tobytes()
 
 
 def _frame_of(payload: bytes) -> torch.Tensor:
@@ -445,10 +481,48 @@ def _cpu_group(group: Any) -> Any:
         ranks = dist.get_process_group_ranks(group)
         with _contact(group, "make a process group"):
             _attendance_log_of(group).wait_for_all()
-            _cpu_groups[group] = dist.new_group(
-                ranks, backend="gloo", use_local_synchronization=True
-            )
+            _cpu_groups[group] = _new_gloo_group(ranks)
     return _cpu_groups[group]
+
+
+def _new_gloo_group(members: Sequence[int], timeout: timedelta | None = None) -> Any:
+    """Make a gloo group, whose ranks connect when they first exchange something, if torch can.
+
+    Collective operation: all members must call it. Otherwise every rank connects to all others.
+    """
+    name = "TORCH_GLOO_LAZY_INIT"
+    sets_it = len(members) > FAN_OUT and name not in os.environ
+    if sets_it:
+        os.environ[name] = "1"
+    try:
+        return dist.new_group(
+            list(members), timeout, backend="gloo", use_local_synchronization=True
+        )
+    finally:
+        if sets_it:
+            os.environ.pop(name, None)
+
+
+def _tree_of(group: Any) -> list[Any]:
+    """Return the groups of a tree that this rank is in, from its leaves on: the first rank of each
+    is in the next one.
+
+    Collective operation when a group is first given: all its ranks must call it.
+    """
+    if group not in _trees:
+        ranks = dist.get_process_group_ranks(group)
+        own, limit = dist.get_rank(), group._get_backend(torch.device("cpu")).options._timeout
+        _trees[group] = []
+        while len(ranks) > 1:
+            is_in = own in ranks
+            first = ranks.index(own) // FAN_OUT * FAN_OUT if is_in else 0
+            # All ranks make as many groups, though some are of one rank: torch counts them, and
+            # names those of the same ranks by the count.
+            made = _new_gloo_group(ranks[first : first + FAN_OUT] if is_in else [own], limit)
+            if is_in:
+                _trees[group].append(made)
+            ranks = ranks[::FAN_OUT]
+    return _trees[group]
 
 
 def _attendance_log_of(group: Any) -> AttendanceLog:
