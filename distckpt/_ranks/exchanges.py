@@ -491,7 +491,7 @@ def _new_gloo_group(members: Sequence[int], timeout: timedelta | None = None) ->
     Collective operation: all members must call it. Otherwise every rank connects to all others.
     """
     name = "TORCH_GLOO_LAZY_INIT"
-    sets_it = len(members) > FAN_OUT and name not in os.environ
+    sets_it = len(members) >= FAN_OUT and name not in os.environ
     if sets_it:
         os.environ[name] = "1"
     try:
