@@ -191,13 +191,19 @@ def prepare_shards(
     Raises:
         InvalidShardingError: shards overlap, leave gaps or contradict each other.
     """
+    return plan_shards(ranks, *_compare_plans(ranks, shards, settings))
+
+
+def _compare_plans(
+    ranks: Ranks, shards: Sequence[Shard], settings: ShardSettings
+) -> tuple[ReadyShards, KeptPlans]:
     with ranks.telling("describe the shards") as told:
         ready = ready_to_plan(ranks, shards, settings)
         told.payload = ready.vote()
     with ranks.answering(told, "describe the shards"):
         if ranks.is_coordinator:
             told.answer = KeptPlans.compared(told.payloads).to_bytes()
-    return plan_shards(ranks, ready, KeptPlans.from_bytes(told.answer))
+    return ready, KeptPlans.from_bytes(told.answer)
 
 
 def ready_to_plan(ranks: Ranks, shards: Sequence[Shard], settings: ShardSettings) -> ReadyShards:
@@ -221,30 +227,58 @@ def plan_shards(ranks: Ranks, ready: ReadyShards, kept: KeptPlans) -> ShardSave:
     """Use the plan that all ranks have kept, or plan together. Collective operation: all ranks must
     call it.
     """
-    shards, settings, table = ready.shards, ready.settings, ready.table
-    plan = ready.plan
-    if not kept.are_used:
-        if kept.some_know:
-            # Some ranks, though not all, know a plan, or replicas have become different.
-            with ranks.phase("describe the shards again"):
-                comparison = _comparison_of(ranks, settings.options)
-                table = table or _described(shards, settings, comparison)
-        assert table is not None
-        plan = _make_plan(ranks, table, shards, settings)
-        settings.plans.keep(ready.structure, plan)
-    assert plan is not None
+    shards, num_bytes = ready.shards, ready.num_bytes
+    plan = _plan_of(ranks, ready, kept)
     encoded = encoded_objects(plan.objects, shards)
-    num_bytes = ready.num_bytes
     if not kept.are_used:
         num_bytes = plan.tensor_bytes + sum(map(len, encoded.values()))
     return ShardSave(
         make_tensor_files=tensor_files_of(plan.files, shards),
         plan=plan,
         encoded=encoded,
-        settings=settings.for_writing(num_bytes),
+        settings=ready.settings.for_writing(num_bytes),
         num_bytes=num_bytes,
         plan_reused=kept.are_used,
     )
+
+
+def _plan_of(ranks: Ranks, ready: ReadyShards, kept: KeptPlans) -> SavePlan:
+    shards, settings, table = ready.shards, ready.settings, ready.table
+    if kept.are_used and ready.plan is not None:
+        return ready.plan
+    if kept.some_know:
+        # Some ranks, though not all, know a plan, or replicas have become different.
+        with ranks.phase("describe the shards again"):
+            comparison = _comparison_of(ranks, settings.options)
+            table = table or _described(shards, settings, comparison)
+    assert table is not None
+    plan = _make_plan(ranks, table, shards, settings)
+    settings.plans.keep(ready.structure, plan)
+    return plan
+
+
+class OwnedChunk(NamedTuple):
+    """A chunk of a tensor that this rank would write, and the values of its pieces, which are views
+    of the tensors of the state dict.
+    """
+
+    chunk: PlannedChunk
+    values: list[torch.Tensor]
+
+
+def plan_chunks(
+    ranks: Ranks, shards: Sequence[Shard], settings: ShardSettings
+) -> tuple[list[OwnedChunk], Manifest | None]:
+    """Give every element of the shards of all ranks an owner, as `prepare_shards` does; return the
+    chunks of tensors of this rank, and on the coordinator the keys of all ranks.
+
+    Collective operation: all ranks must call it.
+    """
+    ready, kept = _compare_plans(ranks, shards, settings)
+    plan = _plan_of(ranks, ready, kept)
+    chunks = [chunk for file in plan.files for chunk in file.chunks]
+    owned = [OwnedChunk(chunk, _tensors_of(chunk, ready.shards)) for chunk in chunks]
+    return owned, plan.manifest.manifest if plan.manifest is not None else None
 
 
 def _all_ready(shards: Sequence[Shard], comparison: _Comparison, leaves_out: bool) -> list[Shard]:

@@ -156,7 +156,8 @@ def _commit(save: PlannedSave, output: Output, told: Sequence[bytes]) -> None:
     fields = save.prepared.complete(output.location, told) or {}
     if save.source is not None:
         _check_source(save)
-    output.commit({**save.request.notes, **fields, **asdict(save.config)}, save.prepared.written)
+    notes = {"seconds": round(save.timer.seconds, 3), **save.request.notes}
+    output.commit({**notes, **fields, **asdict(save.config)}, save.prepared.written)
 
 
 def _check_source(save: PlannedSave) -> None:

@@ -246,24 +246,12 @@ def plan_save(
     request = replace(request, is_repeated=not _saved_entries.isdisjoint(entries))
     expects_same = _united_entries.isdisjoint(entries)
     with timer.phase("describe"):
-        with ranks.telling("describe the state dict", same=request.of_all_ranks()) as told:
-            own = _describe_own(ranks, state_dict, request, timer, expects_same)
-            told.payload = own.vote()
-        with ranks.answering(told, "create directories"):
-            if ranks.is_coordinator:
-                agreement = _Agreement.compared(told.payloads)
-                if output is not None and agreement.kept.are_used:
-                    num_bytes = agreement.kept.num_bytes
-                    output.aim(own.target.location, output_settings(request, num_bytes, True))
-                    agreement = agreement._replace(made=output.make(num_bytes))
-                told.answer = agreement.to_bytes()
-        agreement = _Agreement.from_bytes(told.answer)
+        own, agreement = _describe(ranks, state_dict, request, timer, expects_same, output)
         if output is not None and agreement.made:
             output.aim(own.target.location, output_settings(request, 0, True))
             output.enter(agreement.made)
         if not agreement.is_same:
             _united_entries.update(entries)
-            own = _united(ranks, own, request)
     with timer.phase("plan"):
         prepared = _prepare(ranks, own, agreement.kept)
         if ranks.is_coordinator and ranks.size > 1:
@@ -272,6 +260,45 @@ def plan_save(
         _saved_entries.update(entries)
     request = replace(request, notes={**request.notes, **own.state.notes})
     return PlannedSave(own.target.location, request, own.target.config, prepared, timer)
+
+
+def describe_shards(
+    ranks: Ranks, state_dict: ShardedStateDict, request: SaveRequest
+) -> tuple[list[Shard], ShardSettings]:
+    """Describe a state dict as a save does; return all shards of this rank, and how they would be
+    saved.
+
+    Collective operation: all ranks must call it.
+    """
+    timer = PhaseTimer(request.verb, ranks.rank, str(request.path))
+    own, _ = _describe(ranks, state_dict, request, timer, expects_same=False)
+    return own.state.all_shards(ranks), own.target.settings
+
+
+def _describe(
+    ranks: Ranks,
+    state_dict: ShardedStateDict,
+    request: SaveRequest,
+    timer: PhaseTimer,
+    expects_same: bool,
+    output: Output | None = None,
+) -> tuple[_Own, _Agreement]:
+    """Describe a state dict in the same way on all ranks; the coordinator makes the place of the
+    output if kept plans fit.
+    """
+    with ranks.telling("describe the state dict", same=request.of_all_ranks()) as told:
+        own = _describe_own(ranks, state_dict, request, timer, expects_same)
+        told.payload = own.vote()
+    with ranks.answering(told, "create directories"):
+        if ranks.is_coordinator:
+            agreement = _Agreement.compared(told.payloads)
+            if output is not None and agreement.kept.are_used:
+                num_bytes = agreement.kept.num_bytes
+                output.aim(own.target.location, output_settings(request, num_bytes, True))
+                agreement = agreement._replace(made=output.make(num_bytes))
+            told.answer = agreement.to_bytes()
+    agreement = _Agreement.from_bytes(told.answer)
+    return own if agreement.is_same else _united(ranks, own, request), agreement
 
 
 def _describe_own(

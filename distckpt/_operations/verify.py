@@ -34,6 +34,8 @@ from distckpt._format.marker import CONFIG_FNAME, file_size
 from distckpt._format.stored_checkpoint import StoredCheckpoint
 from distckpt._geometry.region import IntArray
 from distckpt._io.direct_reads import unread_files
+from distckpt._mapping.wrappers import ShardedStateDict
+from distckpt._operations.on_demand import on_demand
 from distckpt._ranks.collectives import PhaseTimer, Ranks
 from distckpt._storage import locations
 from distckpt._storage.open_files import OpenFiles
@@ -71,7 +73,7 @@ class VerifyReport:
 
     Attributes:
         location: location of the checkpoint.
-        mode: "fast" or "full".
+        mode: "fast", "full", or "live" for a comparison with tensors in memory.
         problems: everything that is wrong; empty for a whole checkpoint.
         has_checksums: False for formats without checksums: only sizes and headers of their files
             are checked.
@@ -106,36 +108,57 @@ def verify(
     checkpoint_dir: str | os.PathLike[str],
     mode: Literal["fast", "full"] = "full",
     *,
+    live: ShardedStateDict | None = None,
+    process_group: Any = None,
     num_threads: int = 8,
     progress: Progress | None = None,
 ) -> VerifyReport:
-    """Compare a checkpoint with the checksums that were computed while it was saved.
+    """Compare a checkpoint with the checksums that were computed while it was saved, or with the
+    tensors in memory.
 
         report = distckpt.verify("checkpoints/step_100")
         assert report.is_whole, report.problems
 
-    Any process may call, alone. Bytes that the operating system still has in memory are taken from
-    there: what a disk has kept shows only after they have left it.
+        report = distckpt.verify("checkpoints/step_100", live={"model": model})
+
+    Any process may call, alone; with `live`, all ranks must call together. Bytes that the operating
+    system still has in memory are taken from there: what a disk has kept shows only after they have
+    left it.
 
     Args:
         checkpoint_dir: a path or fsspec URL of a checkpoint, or of a folder of safetensors files
             that others wrote.
         mode: "fast" looks at the marker, the manifest, the sizes of all files and their headers;
             "full" also reads every byte once and compares all checksums.
+        live: a state dict as `save` takes it, under any layout. Every rank compares the bits of all
+            tensors that it holds, replicas included, with those of the checkpoint. What the
+            checkpoint holds besides, objects and common state are not compared.
+        process_group: the ranks that hold `live` together, see `save`.
         num_threads: number of threads that read, each with `UNIT_BYTES` of memory.
         progress: called with the bytes read so far and the bytes to read, from one thread.
 
     Returns:
-        What was found. Damage does not raise: it is listed in `problems`.
+        What was found. Damage does not raise: it is listed in `problems`, and so are tensors of
+        `live` that differ, with their ranks.
 
     Raises:
         CheckpointNotFoundError: nothing that could be verified is there, or it was removed
             meanwhile.
-        ValueError: `mode` is neither "fast" nor "full", or there is no thread.
+        ValueError: `mode` is neither "fast" nor "full", or "fast" with `live`, or there is no
+            thread.
+        RankFailedError: with `live`, raised on all ranks when any rank failed.
     """
     check_choice("mode", mode, ("fast", "full"))
+    if live is not None and mode == "fast":
+        raise ValueError("A comparison with live tensors reads the checkpoint: mode is 'full'.")
     check_count("num_threads", num_threads)
     location = locations.normalize(checkpoint_dir)
+    if live is not None:
+        compare = on_demand("verify_live").compare_with_memory
+        found: VerifyReport = compare(
+            location, live, process_group=process_group, num_threads=num_threads, progress=progress
+        )
+        return found
     for attempt in read_attempts(Ranks.alone(), location):
         with attempt:
             report = _verify(location, attempt.marker, mode, num_threads, progress)

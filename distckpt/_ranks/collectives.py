@@ -390,11 +390,15 @@ class PhaseTimer:
                 }
                 events.info("%s", json.dumps(event))
 
+    @property
+    def seconds(self) -> float:
+        """Return how long the call has taken so far."""
+        return time.perf_counter() - self._started
+
     def figures(self, num_bytes: int) -> bytes:
         """Return what this rank has to say for a report; the phase that is running counts."""
-        now = time.perf_counter()
-        seconds = {**self.phases, **self._seconds_of_running(now)}
-        return np.array([num_bytes, now - self._started, *seconds.values()]).tobytes()
+        phases = {**self.phases, **self._seconds_of_running()}
+        return np.array([num_bytes, self.seconds, *phases.values()]).tobytes()
 
     def united(self, figures: Sequence[bytes], moving: str) -> Figures:
         """Return the fields of a report that follow the location from the `figures` of all ranks.
@@ -405,12 +409,12 @@ class PhaseTimer:
         table = np.stack([np.frombuffer(row) for row in figures])
         longest = dict(zip(self.phases, table[:, 2:].max(axis=0).tolist(), strict=True))
         slowest = int(table[:, 2 + list(self.phases).index(moving)].argmax())
-        now = time.perf_counter()
-        running = self._seconds_of_running(now)
-        seconds = max(float(table[:, 1].max()) + sum(running.values()), now - self._started)
+        running = self._seconds_of_running()
+        seconds = max(float(table[:, 1].max()) + sum(running.values()), self.seconds)
         return int(table[:, 0].sum()), seconds, {**longest, **running}, slowest, len(table)
 
-    def _seconds_of_running(self, now: float) -> dict[str, float]:
+    def _seconds_of_running(self) -> dict[str, float]:
+        now = time.perf_counter()
         return {name: now - started for name, started in self._running.items()}
 
     def summarize(self, ranks: Ranks, num_bytes: int, moving: str) -> Figures:

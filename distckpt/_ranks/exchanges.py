@@ -212,6 +212,16 @@ class Exchanges:
         gathered = self.all_gather(own.tobytes(), "all_gather_numbers")
         return np.frombuffer(b"".join(gathered), np.int64).reshape(self.size, len(numbers))
 
+    def all_reduce_sum(self, numbers: IntArray, name: str) -> IntArray:
+        """Return the sum of the numbers that all ranks gave at each place, on every rank."""
+        total = torch.from_numpy(numbers.copy())
+        if self.size > 1:
+            with _contact(self._group, name):
+                work = dist.all_reduce(total, group=self._group, async_op=True)
+                self._complete(work, name, [total], self._group)
+        summed: IntArray = total.numpy()
+        return summed
+
     def start_transfer(
         self,
         memory: torch.Tensor,
