@@ -321,6 +321,7 @@ class ShardSave(PreparedSave):
         plan: its objects are written after the tensors, into a file of their own.
         encoded: the objects, by unique key.
         settings: how files are written.
+        alone: what a process without others has written.
     """
 
     make_tensor_files: Callable[[], Sequence[NewFile]]
@@ -330,6 +331,7 @@ class ShardSave(PreparedSave):
     num_bytes: int
     plan_reused: bool = False
     folder_suffix: str = ""
+    alone: ChunkTable | None = None
     exchanges_in_write = False
     written: Sequence[tuple[str, int]] = ()
 
@@ -371,11 +373,16 @@ class ShardSave(PreparedSave):
             placed = [file.below(checkpoint_dir, suffix) for file in files]
             checksums = write_files(placed, self.settings)
             written = chunk_table(planned_objects)._replace(block_checksums=checksums)
+        if ranks.size == 1:
+            self.alone = written
+            return b""
         return written.to_bytes()
 
     def complete(self, checkpoint_dir: str, told: Sequence[bytes]) -> Mapping[str, Any]:
         assert self.plan.manifest is not None
-        manifest = self.plan.manifest.completed([ChunkTable.from_bytes(data) for data in told])
+        alone = self.alone
+        of_all = [ChunkTable.from_bytes(data) for data in told] if alone is None else [alone]
+        manifest = self.plan.manifest.completed(of_all)
         fields, self.written = write_manifest(
             checkpoint_dir, manifest, self.folder_suffix, self.settings.durable
         )

@@ -416,10 +416,3 @@ class PhaseTimer:
     def _seconds_of_running(self) -> dict[str, float]:
         now = time.perf_counter()
         return {name: now - started for name, started in self._running.items()}
-
-    def summarize(self, ranks: Ranks, num_bytes: int, moving: str) -> Figures:
-        """Return the fields of a report that follow the location, from the figures of all ranks.
-
-        Collective operation: all ranks must call it.
-        """
-        return self.united(ranks.all_gather(self.figures(num_bytes)), moving)
