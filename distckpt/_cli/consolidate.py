@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from argparse import Namespace
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
+from typing import Any
 
-from distckpt._base.memory import paused_garbage_collection
+from distckpt._base.garbage import paused_garbage_collection
 from distckpt._base.options import ExportOptions
+from distckpt._cli.arguments import is_in_parts
 from distckpt._cli.output import Output, count_text, shape_text, size_text
-from distckpt._cli.selection import dtype_option, given, warn_of_overflows
+from distckpt._cli.selection import dtype_option, given, run_parts, warn_of_overflows
 from distckpt._operations.consolidate import consolidate, plan_consolidation
 from distckpt._operations.export_plan import ExportPlan
 from distckpt._operations.export_write import ExportReport
@@ -26,6 +29,9 @@ def run(arguments: Namespace, output: Output) -> int:
     if arguments.dry_run:
         _show_plan(plan_consolidation(arguments.checkpoint, options), output)
         return 0
+    if is_in_parts(arguments):
+        given = {"checkpoint": arguments.checkpoint}
+        return _in_parts(arguments, "consolidate", given, arguments.output_dir, options, output)
     with output.progress("writing") as progress:
         report = consolidate(
             arguments.checkpoint,
@@ -33,8 +39,7 @@ def run(arguments: Namespace, output: Output) -> int:
             overwrite=arguments.overwrite,
             options=replace(options, progress=progress),
         )
-    _print_report(report, arguments.output_dir, output)
-    return 0
+    return _print_report(arguments.output_dir, report, output)
 
 
 def _merge(arguments: Namespace, options: ExportOptions, output: Output) -> int:
@@ -45,6 +50,10 @@ def _merge(arguments: Namespace, options: ExportOptions, output: Output) -> int:
         plan = plan_merge(checkpoints, arguments.weights, arguments.ema, options)
         _show_plan(plan, output)
         return 0
+    if is_in_parts(arguments):
+        how = {"weights": arguments.weights, "ema": arguments.ema}
+        given = {"checkpoints": checkpoints, **how}
+        return _in_parts(arguments, "merge", given, output_dir, options, output)
     with output.progress("writing") as progress:
         report = merge(
             checkpoints,
@@ -54,13 +63,26 @@ def _merge(arguments: Namespace, options: ExportOptions, output: Output) -> int:
             overwrite=arguments.overwrite,
             options=replace(options, progress=progress),
         )
-    _print_report(report, output_dir, output)
-    return 0
+    return _print_report(output_dir, report, output)
+
+
+def _in_parts(
+    arguments: Namespace,
+    verb: str,
+    given: Mapping[str, Any],
+    output_dir: str,
+    options: ExportOptions,
+    output: Output,
+) -> int:
+    """Do what was asked for of work in parts."""
+    where = {"output_dir": output_dir, "overwrite": arguments.overwrite, "options": options}
+    show = partial(_print_report, output_dir)
+    return run_parts(arguments, output, verb, {**given, **where}, output_dir, show)
 
 
 def _options(arguments: Namespace) -> ExportOptions:
     return ExportOptions(
-        keys=arguments.keys,
+        keys=["*"] if arguments.all else arguments.keys,
         family=arguments.family,
         rename=dict(arguments.rename),
         dtype=dtype_option(arguments.dtype),
@@ -75,7 +97,7 @@ def _options(arguments: Namespace) -> ExportOptions:
     )
 
 
-def _print_report(report: ExportReport, output_dir: str, output: Output) -> None:
+def _print_report(output_dir: str, report: ExportReport, output: Output) -> int:
     output.json({"output_dir": output_dir, **vars(report)})
     dtypes = ", ".join(f"{count} {name}" for name, count in sorted(report.dtypes.items()))
     output.line(
@@ -83,7 +105,15 @@ def _print_report(report: ExportReport, output_dir: str, output: Output) -> None
         f"parameters, {size_text(report.num_bytes)} in {count_text(len(report.files), 'file')} in "
         f"{output_dir}, {report.seconds:.2f} s"
     )
+    _print_left_out(report.left_out, output)
     warn_of_overflows(report.overflows, output)
+    return 0
+
+
+def _print_left_out(left_out: Sequence[str], output: Output) -> None:
+    if left_out:
+        count = count_text(len(left_out), "tensor")
+        output.line(f"left out: {count} of the optimizer; --all exports them, too")
 
 
 # --- Without writing ------------------------------------------------------------------------------
@@ -95,13 +125,14 @@ def _show_plan(plan: ExportPlan, output: Output) -> None:
     output.json(
         {
             "tensors": [_facts(tensor, sources[tensor.name]) for tensor in plan.outputs],
-            "left_out": plan.left_out,
+            "left_out": [*plan.dropped, *plan.left_out],
         }
     )
     for tensor in plan.outputs:
         output.line(_line_of(tensor, sources[tensor.name]))
-    for key in plan.left_out:
+    for key in plan.dropped:
         output.line(f"left out: {key}")
+    _print_left_out(plan.left_out, output)
     num_bytes = sum(tensor.num_bytes for tensor in plan.outputs)
     output.line(
         f"{count_text(len(plan.outputs), 'tensor')}, {size_text(num_bytes)}; nothing was written"

@@ -78,12 +78,14 @@ _DEFAULTS = OutputSettings()
 class Output:
     """An output that is being written, see `new_output`."""
 
-    def __init__(self, ranks: Ranks, held: contextlib.ExitStack) -> None:
+    def __init__(
+        self, ranks: Ranks, held: contextlib.ExitStack, place: SaveDirectory | None = None
+    ) -> None:
         self._ranks = ranks
         self._held = held
         self._target = ""
         self._settings = OutputSettings()
-        self._place: SaveDirectory | None = None
+        self._place = place
         self._transaction: Transaction | None = None
         self._is_committing = False
 
@@ -157,6 +159,26 @@ class Output:
         """Check that this rank sees the place that the coordinator has made."""
         if self._ranks.size > 1:
             _check_is_seen(self._ranks, self._made, self._settings.folders)
+
+    def begin_again(self) -> None:
+        """Make the directory of a continued output, unless it is there.
+
+        On an object store, begin the commit of a checkpoint instead.
+        """
+        place = self._made
+        if not place.is_hidden:
+            if self._settings.has_marker:
+                self._begin()
+            return
+        for name in self._settings.folders or [""]:
+            locations.make_directories(locations.join(place.location, name).rstrip("/"))
+        if locations.isdir(place.target):
+            locations.take_over_access(place.target, place.location)
+
+    def check_space(self) -> None:
+        """Raise ENOSPC when there is certainly no room for the output."""
+        if self._made.is_hidden:
+            _check_space(self._made, self._settings.num_bytes)
 
     def _begin(self) -> None:
         settings = self._settings
@@ -267,6 +289,24 @@ def new_output(
 
 def _number_in(payload: bytes) -> int:
     return int.from_bytes(payload, "little")
+
+
+def continued_output(target: str, nonce: str, journal: str, settings: OutputSettings) -> Output:
+    """Return an output that several processes write without knowing of each other, and that stays
+    when they end; nothing is made yet.
+
+    On a local disk its directory is in `journal`, a directory beside the target. Its name is always
+    the same for a nonce, which must be one for what is written.
+    """
+    is_local = locations.is_local(target)
+    name = locations.split(target)[1]
+    directory = target
+    if is_local:
+        directory = hidden_directories.beside(locations.join(journal, name), "tmp", nonce)
+    place = SaveDirectory(nonce, directory, is_local, target, os.uname().nodename, target)
+    output = Output(Ranks.alone(), contextlib.ExitStack(), place)
+    output.aim(target, settings)
+    return output
 
 
 def _is_of_missing_files(error: BaseException) -> bool:

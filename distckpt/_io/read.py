@@ -23,7 +23,7 @@ from distckpt._base.memory import (
     memory_at,
     run_bytes,
 )
-from distckpt._base.threads import NUM_REQUESTS, NUM_THREADS, UNIT_BYTES, run_threads
+from distckpt._base.threads import NUM_REQUESTS, NUM_THREADS, run_threads
 from distckpt._format.checksum import block_checksums
 from distckpt._format.marker import file_size
 from distckpt._format.stored_checkpoint import StoredCheckpoint
@@ -45,8 +45,6 @@ from distckpt._storage.open_files import OpenFiles
 
 REQUEST_BYTES = 16 << 20
 """Size of a request to an object store: enough that its answer takes longer than the way there."""
-DIRECT_BYTES = 1 << 20
-"""Less is not read past the page cache: there the system would fetch it with what is beside it."""
 FETCH_PITCH_BYTES = 64 << 10
 """If runs are closer than this, a disk delivers them faster with the gaps than one by one."""
 SMALL_BYTES = 16 << 10
@@ -73,18 +71,12 @@ def read_copies(
     exact = locations.is_local(stored.location) and not stored.verifies
     unit_bytes = _unit_bytes(stored.location)
     copier = Copier(targets)
-    parts = [
-        part
-        for copy in copies
-        for part in parts_of(
-            stored, copy, targets[copy.request], copier, exact=exact, unit_bytes=unit_bytes
-        )
-    ]
+    parts = parts_of(stored, copies, targets, copier, exact=exact, unit_bytes=unit_bytes)
     if with_check:
         check_files(stored, [part.chunk for part in parts])
     with _open_files(stored) as files:
         reading = _Reading(stored, _in_file_order(stored, parts), copier, files, progress)
-        run_threads(reading.read, reading.units(), num_threads)
+        reading.run(num_threads)
 
 
 def read_chunks(stored: StoredCheckpoint, chunks: Sequence[int]) -> list[bytes]:
@@ -115,7 +107,7 @@ def read_chunks_into(
     ]
     with _open_files(stored) as files:
         reading = _Reading(stored, _in_file_order(stored, parts), Copier(()), files)
-        run_threads(reading.read, reading.units(), num_threads)
+        reading.run(num_threads)
 
 
 def _open_files(stored: StoredCheckpoint) -> AbstractContextManager[OpenFiles]:
@@ -164,8 +156,11 @@ class _Reading:
         self.files = files
         self._in_order = in_order
         self._progress = progress
-        different = set(in_order.files.tolist()) if files.direct else ()
-        self._direct = {file for file in different if stored.path_of_file(file) in files.direct}
+
+    def run(self, num_threads: int) -> None:
+        """Read everything. A disk is read fastest where a few threads each read on and on."""
+        is_local = locations.is_local(self.stored.location)
+        run_threads(self.read, self.units(), num_threads, in_stretches=is_local)
 
     def units(self) -> Iterator[list[Span]]:
         """Divide parts that follow one another in a file into units: one call reads each of them.
@@ -182,15 +177,12 @@ class _Reading:
             | is_sparse[1:]
             | is_sparse[:-1]
         )
-        plain_bytes, block_bytes = (
-            _unit_bytes(self.stored.location),
-            self.stored.manifest.block_bytes,
-        )
+        unit_bytes = _unit_bytes(self.stored.location)
+        block_bytes = self.stored.manifest.block_bytes
         for first, end in itertools.pairwise([*np.flatnonzero(begins_run).tolist(), len(parts)]):
             if parts[first].is_sparse:
                 yield [Span(first, 0, sizes[first])]
                 continue
-            unit_bytes = UNIT_BYTES if int(files[first]) in self._direct else plain_bytes
             yield from units_of(sizes[first:end], unit_bytes, block_bytes, first)
 
     def read(self, unit: list[Span]) -> None:
@@ -199,7 +191,7 @@ class _Reading:
         if part.is_sparse:
             _read_runs(self, part)
         else:
-            content = self._read_directly(unit) or self._read_through_cache(unit)
+            content = self._read(unit)
             if self.stored.verifies:
                 _verify(self, unit, content.buffers)
             if content.small or content.values:
@@ -207,22 +199,11 @@ class _Reading:
         if self._progress is not None:
             self._progress(sum(_useful_bytes(self, span) for span in unit))
 
-    def _read_directly(self, unit: list[Span]) -> _Content | None:
-        """Read a unit past the page cache; None if it is to be read through it."""
-        if not self._direct or int(self._in_order.files[unit[0].chunk]) not in self._direct:
-            return None
-        num_bytes = sum(span.num_bytes for span in unit)
-        if num_bytes < DIRECT_BYTES:
-            return None
-        path, position = self._place_of(unit)
-        window = self.files.read_directly(path, position, num_bytes, self.copier.layer)
-        if window is None:
-            return None
-        return _Content([window], window, *_goals_of(self, unit))
-
-    def _read_through_cache(self, unit: list[Span]) -> _Content:
+    def _read(self, unit: list[Span]) -> _Content:
         content = _content_for(self, unit)
-        path, position = self._place_of(unit)
+        first = unit[0]
+        path = self.stored.path_of(self.parts[first.chunk].chunk)
+        position = int(self._in_order.positions[first.chunk]) + first.start
         if locations.is_local(path):
             with self.files.open(path) as fd:
                 num_read = read_into(fd, content.buffers, position)
@@ -231,12 +212,6 @@ class _Reading:
         if num_read < sum(map(len, content.buffers)):
             raise _cut_off(self, unit, position, num_read)
         return content
-
-    def _place_of(self, unit: list[Span]) -> tuple[str, int]:
-        """Return the file of a unit, and its position there."""
-        first = unit[0]
-        position = int(self._in_order.positions[first.chunk]) + first.start
-        return self.stored.path_of(self.parts[first.chunk].chunk), position
 
 
 class _Goal(NamedTuple):
@@ -296,7 +271,10 @@ def _goals_of(reading: _Reading, unit: list[Span]) -> tuple[list[_Goal], list[tu
         if part.lead == NOT_PLAIN:
             values.append((span, start))
             continue
-        low, high = _bytes_of_target(part, span)
+        if part.lead == span.start == 0:
+            low, high = 0, min(span.stop, part.target.nbytes)
+        else:
+            low, high = _bytes_of_target(part, span)
         address, place = part.target.data_ptr() + low, start + part.lead + low - span.start
         if address == after and place == begin:
             last = goals.pop()
@@ -410,15 +388,18 @@ def _verify(reading: _Reading, unit: list[Span], buffers: Sequence[Bytes]) -> No
     """Compare the blocks of a unit with their checksums."""
     manifest = reading.stored.manifest
     block = manifest.block_bytes
-    blocks: list[int] = []
-    for span in unit:
-        part = reading.parts[span.chunk]
-        first = int(manifest.block_starts[part.chunk]) + (part.start + span.start) // block
-        blocks.extend(range(first, first - (-span.num_bytes // block)))
-    found = block_checksums([span.num_bytes for span in unit], buffers, block)
+    sizes = [span.stop - span.start for span in unit]
+    parts = [reading.parts[span.chunk] for span in unit]
+    chunks = np.array([part.chunk for part in parts], np.int64)
+    starts = np.array([p.start + s.start for p, s in zip(parts, unit, strict=True)], np.int64)
+    counts = -(-np.array(sizes, np.int64) // block)
+    # For each block: the first one of its span, plus its number within the span.
+    firsts = manifest.block_starts[chunks] + starts // block - (np.cumsum(counts) - counts)
+    blocks = np.repeat(firsts, counts) + np.arange(int(counts.sum()))
+    found = block_checksums(sizes, buffers, block)
     expected = manifest.block_checksums[blocks].tolist()
     if found != expected:
-        pairs = zip(blocks, found, expected, strict=True)
+        pairs = zip(blocks.tolist(), found, expected, strict=True)
         raise _mismatch(reading.stored, next(block for block, a, b in pairs if a != b))
 
 

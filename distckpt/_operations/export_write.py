@@ -24,8 +24,7 @@ from distckpt._format.hf_names import (
 from distckpt._format.marker import replaced
 from distckpt._format.read_header import read_header
 from distckpt._format.stored_checkpoint import StoredCheckpoint
-from distckpt._io.direct_reads import unread_files
-from distckpt._io.export import file_size, write_output_file
+from distckpt._io.export import write_output_file
 from distckpt._io.extra_files import write_extra_files
 from distckpt._operations.export_plan import ExportPlan
 from distckpt._operations.export_request import ExportRequest
@@ -47,6 +46,7 @@ class ExportReport:
         num_parameters: number of their elements.
         files: names of the files that hold them.
         dtypes: number of tensors of each safetensors dtype.
+        left_out: keys of the tensors of optimizers that were left out, see `ExportOptions.keys`.
         overflows: for each tensor with values that did not fit the dtype they were converted to
             (finite ones that became infinite or, in 8-bit floats without infinities, NaN; numbers
             beyond an integer's range), how many.
@@ -60,6 +60,7 @@ class ExportReport:
     dtypes: Mapping[str, int]
     overflows: Mapping[str, int]
     seconds: float
+    left_out: tuple[str, ...] = ()
 
 
 def write_and_commit(
@@ -87,20 +88,19 @@ def write_and_commit(
                 overflows = _write_files(ranks, request, plan, mine, output)
         with timer.phase("commit"), ranks.phase("commit the export", decision=True):
             if ranks.is_coordinator:
-                _complete(plan, opened, output)
+                complete_export(plan, opened, output)
                 output.commit_beside_others(belongs_to_export)
     if overflows and ranks.is_coordinator:
         logger.warning(
             "values did not fit the dtype they were converted to in %s", summarize_keys(overflows)
         )
-    return _report(plan, overflows, time.perf_counter() - request.started)
+    return report_of_export(plan, overflows, time.perf_counter() - request.started)
 
 
-def _report(
-    plan: ExportPlan,
-    overflows: Mapping[str, int],
-    seconds: float,
+def report_of_export(
+    plan: ExportPlan, overflows: Mapping[str, int], seconds: float
 ) -> ExportReport:
+    """Return the report of an export that is written as planned."""
     return ExportReport(
         num_tensors=len(plan.outputs),
         num_bytes=sum(tensor.num_bytes for tensor in plan.outputs),
@@ -109,6 +109,7 @@ def _report(
         dtypes=dict(Counter(tensor.dtype for tensor in plan.outputs)),
         overflows=overflows,
         seconds=seconds,
+        left_out=tuple(plan.left_out),
     )
 
 
@@ -125,8 +126,7 @@ def _write_files(
     """Write the files of this rank; return the overflows of all ranks by tensor."""
     overflows: dict[str, int] = {}
     counter = ProgressCounter(request.options.progress, sum(file.num_bytes for file in mine))
-    unread = unread_files(plan.source.stored)
-    with ranks.phase("write output files"), OpenFiles.for_many_reads(unread) as open_files:
+    with ranks.phase("write output files"), OpenFiles.for_many_reads() as open_files:
         output.check_is_seen()
         source = plan.source.with_files(open_files)
         for file in mine:
@@ -142,12 +142,13 @@ def _write_files(
 # --- Committing -----------------------------------------------------------------------------------
 
 
-def _complete(plan: ExportPlan, opened: Sequence[StoredCheckpoint], output: Output) -> None:
+def complete_export(plan: ExportPlan, opened: Sequence[StoredCheckpoint], output: Output) -> None:
     """Check the files that all ranks have written, and write the others."""
     directory = output.location
     for stored in opened:
-        _check_is_unchanged(stored)
-    output.check_files([(file.name, file_size(file)) for file in plan.files])
+        check_is_unchanged(stored)
+    sizes = [(file.name, file.file_bytes) for file in plan.files]
+    output.check_files(sizes)
     for file in plan.files:
         _check_written(locations.join(directory, file.name), file)
     write_extra_files(plan.extra_files, directory)
@@ -156,7 +157,7 @@ def _complete(plan: ExportPlan, opened: Sequence[StoredCheckpoint], output: Outp
         locations.write_bytes(index, _index_of(plan))
 
 
-def _check_is_unchanged(stored: StoredCheckpoint) -> None:
+def check_is_unchanged(stored: StoredCheckpoint) -> None:
     """Compare a checkpoint with what it was when it was opened."""
     fields = identify(stored.location)
     if fields.get("manifest") is None:
@@ -170,6 +171,9 @@ def _check_is_unchanged(stored: StoredCheckpoint) -> None:
 
 def _check_written(path: str, file: OutputFile) -> None:
     """Compare the header of a written file with the plan."""
+    header = file.laid_out[1]
+    if locations.read_range(path, 0, len(header)) == header:
+        return
     entries = read_header(path).entries
     written = {entry.name: (entry.dtype, entry.shape) for entry in entries}
     planned = {tensor.name: (tensor.dtype, tensor.shape) for tensor in file.tensors}

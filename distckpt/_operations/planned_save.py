@@ -156,8 +156,15 @@ def _commit(save: PlannedSave, output: Output, told: Sequence[bytes]) -> None:
     fields = save.prepared.complete(output.location, told) or {}
     if save.source is not None:
         _check_source(save)
-    notes = {"seconds": round(save.timer.seconds, 3), **save.request.notes}
+    notes = {**_duration(save), **save.request.notes}
     output.commit({**notes, **fields, **asdict(save.config)}, save.prepared.written)
+
+
+def _duration(save: PlannedSave) -> Mapping[str, Any]:
+    """Return the field of the marker that says how long the save of a step took. Other saves of
+    equal states are equal bytes.
+    """
+    return {"seconds": round(save.timer.seconds, 3)} if save.request.is_step else {}
 
 
 def _check_source(save: PlannedSave) -> None:
