@@ -24,8 +24,8 @@ if TYPE_CHECKING:
         RankFailedError,
         UnsupportedObjectError,
     )
-    from distckpt._base.options import ExportOptions, LoadOptions, SaveOptions
-    from distckpt._base.reports import LoadReport, SaveReport
+    from distckpt._base.options import ExportOptions, LoadOptions, MoveOptions, SaveOptions
+    from distckpt._base.reports import LoadReport, MoveReport, SaveReport
     from distckpt._format.codec import register_object_type
     from distckpt._format.codec.encode import UnknownObject
     from distckpt._manager.listing import CheckpointInfo, list_checkpoints
@@ -47,6 +47,7 @@ if TYPE_CHECKING:
     from distckpt._operations.export_write import ExportReport
     from distckpt._operations.load import load
     from distckpt._operations.merge import merge
+    from distckpt._operations.redistribute import redistribute
     from distckpt._operations.reshard import ReshardReport, reshard
     from distckpt._operations.save import save
     from distckpt._operations.verify import VerifyReport, verify
@@ -75,6 +76,8 @@ __all__ = [
     "LoadOptions",
     "LoadReport",
     "LocalNonpersistentObject",
+    "MoveOptions",
+    "MoveReport",
     "PerRank",
     "PreemptionGuard",
     "RankFailedError",
@@ -97,6 +100,7 @@ __all__ = [
     "load",
     "merge",
     "open",
+    "redistribute",
     "register_object_type",
     "release_staging_memory",
     "reserve_staging_memory",
@@ -116,6 +120,7 @@ _HOMES = {
     "UnsupportedObjectError": "_base.errors",
     "ExportOptions": "_base.options",
     "LoadOptions": "_base.options",
+    "MoveOptions": "_base.options",
     "SaveOptions": "_base.options",
     "UnknownObject": "_format.codec.encode",
     "register_object_type": "_format.codec",
@@ -142,12 +147,14 @@ _HOMES = {
     "diff": "_operations.diff",
     "load": "_operations.load",
     "merge": "_operations.merge",
+    "redistribute": "_operations.redistribute",
     "ReshardReport": "_operations.reshard",
     "reshard": "_operations.reshard",
     "save": "_operations.save",
     "VerifyReport": "_operations.verify",
     "verify": "_operations.verify",
     "LoadReport": "_base.reports",
+    "MoveReport": "_base.reports",
     "SaveReport": "_base.reports",
 }
 """The module that defines each public name, imported when the name is first used."""

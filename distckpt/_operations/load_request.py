@@ -11,16 +11,14 @@ from typing import Any, get_args
 from distckpt._base.errors import InvalidShardingError
 from distckpt._base.messages import check_choice, check_num_bytes
 from distckpt._base.options import LoadOptions, ParallelLoad, check_options
-from distckpt._checkpoint.opening import FoundCheckpoint
 from distckpt._format.marker import names_of_module
 from distckpt._mapping.sharded_tensor import ShardedTensor
 from distckpt._mapping.wrappers import ShardedStateDict, StateDict
 from distckpt._models import objects
 from distckpt._models.whole import Coverage, coverage_of, refuse_left_out
-from distckpt._operations.shard_source import ShardSource, source_of
+from distckpt._operations.shard_source import ShardSource
 from distckpt._plan.translate import stored_names
 from distckpt._ranks.collectives import Ranks
-from distckpt._rules.families import config_for, rules_for
 from distckpt._rules.rule import Rule
 from distckpt._rules.rules import Assemble, check_rules
 from distckpt._state import flatten
@@ -161,14 +159,14 @@ def describe_targets(
     state_dict: ShardedStateDict,
     request: LoadRequest,
     location: str,
-    found: FoundCheckpoint,
+    choose_source: Callable[[], ShardSource],
 ) -> tuple[ShardSource, Targets]:
     """Describe what a load fills, and choose what it is read from.
 
     Collective operation: all ranks must call it.
     """
     with ranks.phase("flatten the state dict") as vote:
-        source = source_of(ranks, location, found, request.options, request.process_group)
+        source = choose_source()
         described = objects.describe_objects(
             ranks, state_dict, loads=True, materialize=request.options.materialize
         )
@@ -197,7 +195,7 @@ def _rules_of_family(
     if family is None:
         return ()
     keys = [shard.key for shard in shards if isinstance(shard, ShardedTensor)]
-    return rules_for(config_for(family, location), keys, source.shapes())
+    return source.rules_of_family(family, location, keys)
 
 
 def _how_much_is_needed(

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import os
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeAlias
 
 from distckpt._base.dtypes import FROM_NAME, TO_NAME
 from distckpt._base.errors import CheckpointingException
@@ -19,6 +20,7 @@ from distckpt._io.load_shards import ReadSettings
 from distckpt._mapping.sharded_tensor import ShardedTensor
 from distckpt._mapping.wrappers import ShardedObject
 from distckpt._ranks.collectives import Ranks
+from distckpt._rules.families import config_for, rules_for
 from distckpt._rules.rule import Rule
 from distckpt._state.common_state import COMMON_KEY
 from distckpt._state.shards import Shard
@@ -28,6 +30,9 @@ from distckpt.strategies.base import (
     LoadShardedStrategy,
     choose_load_strategy,
 )
+
+FamilyName: TypeAlias = str | os.PathLike[str] | None
+"""See `family` of `load`."""
 
 
 class ShardSource(ABC):
@@ -58,6 +63,10 @@ class ShardSource(ABC):
     @abstractmethod
     def read_objects(self, shards: Sequence[ShardedObject]) -> list[Any]:
         """Decode objects, the same ones on all ranks, which must all call it."""
+
+    def rules_of_family(self, family: FamilyName, location: str, keys: Sequence[str]) -> list[Rule]:
+        """Return the rules from the names of requested tensors to those of this source."""
+        return rules_for(config_for(family, location), keys, self.shapes())
 
     def shapes(self) -> Mapping[str, tuple[int, ...]] | None:
         """Return the shapes of what is stored by key, where they are known without reading."""
