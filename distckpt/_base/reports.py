@@ -90,7 +90,9 @@ class MoveReport(_Report):
     _verb = "moved"
 
 
-def publish(report: SaveReport | LoadReport | MoveReport, on_report: Callable[[Any], object]) -> None:
+def publish(
+    report: SaveReport | LoadReport | MoveReport, on_report: Callable[[Any], object]
+) -> None:
     """Pass a report to the caller's function.
 
     What that raises is logged and does not go further: the save or load has succeeded on all ranks.

@@ -89,9 +89,7 @@ def _mapped(descriptor: int | None, num_bytes: int) -> torch.Tensor:
     return torch.frombuffer(mmap.mmap(descriptor, num_bytes), dtype=torch.uint8)
 
 
-def _open(
-    memory: dict[int, torch.Tensor], rank: int, place: Sequence[int], num_bytes: int
-) -> bool:
+def _open(memory: dict[int, torch.Tensor], rank: int, place: Sequence[int], num_bytes: int) -> bool:
     """Add the memory of another rank; tell whether that has worked."""
     pid, number, token = place
     try:

@@ -96,7 +96,7 @@ class RankPlan(NamedTuple):
     def from_bytes(cls, data: bytes) -> RankPlan:
         """Decode what `to_bytes` made."""
         fields, columns = unpack(decompress(data))
-        return cls(*fields, **columns)
+        return cls(*fields, *(columns[name] for name in cls._fields[5:]))
 
 
 def plan_moves(
@@ -177,7 +177,7 @@ class _Held(NamedTuple):
         order = order[(shapes[order] > 0).all(axis=1)]
         edges = np.searchsorted(keys[order], np.arange(len(kinds) + 1))
         by_key = {}
-        faults = []
+        faults: list[KeyFault] = []
         for number, (key, kind) in enumerate(kinds.items()):
             mine = _first_of_buffers(order[edges[number] : edges[number + 1]], is_buffer, places)
             axes = len(kind.shape)
@@ -446,8 +446,12 @@ class _Schedule:
         return [self._plan_of(rank) for rank in range(self._planner.held.num_ranks)]
 
     def _plan_of(self, rank: int) -> RankPlan:
-        num_columns = {"copies": 2 + 3 * self._ndim, "packs": 3 + 2 * self._ndim,
-                       "takes": 6 + 4 * self._ndim, "gaps": 1 + 2 * self._ndim}
+        num_columns = {
+            "copies": 2 + 3 * self._ndim,
+            "packs": 3 + 2 * self._ndim,
+            "takes": 6 + 4 * self._ndim,
+            "gaps": 1 + 2 * self._ndim,
+        }
         columns = {
             name: np.array(self._rows[name, rank], np.int64).reshape(-1, num_columns.get(name, 5))
             for name in RankPlan._fields[5:]

@@ -86,7 +86,10 @@ def with_shards(state_dict: ShardedStateDict, rank: int) -> ShardedStateDict:
         copy = OpenReplicaId((0, rank))
         return ShardedTensor.from_rank_offsets(dotted(path), leaf, replica_id=copy)
 
-    return map_leaves(described, state_dict, lambda node: type(node) in CONTAINERS)
+    found: ShardedStateDict = map_leaves(
+        described, state_dict, lambda node: type(node) in CONTAINERS
+    )
+    return found
 
 
 @dataclass
@@ -110,6 +113,7 @@ class LiveSource(ShardSource):
     agreements: Agreements
     memory: HostMemory | None = None
     plan: RankPlan | None = None
+    has_free_targets = True
     marker: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -136,7 +140,7 @@ class LiveSource(ShardSource):
     def read_objects(self, shards: Sequence[ShardedObject]) -> list[Any]:
         values = self._all_values()
         absent = [shard for shard in shards if shard.unique_key not in values]
-        if self.fallback is not None and self.ranks.size and absent:
+        if self.fallback is not None and absent:
             found = self.fallback.read_objects(absent)
             names = [shard.unique_key for shard in absent]
             values = {**values, **dict(zip(names, found, strict=True))}
@@ -165,10 +169,11 @@ class LiveSource(ShardSource):
             self._values = {}
             common: dict[Any, Any] = {}
             for data in self.ranks.all_gather(own) if self._has_values else ():
-                items, values = codec.decode(data)
+                items, values = _decoded(data)
                 self._values = {**dict(items), **self._values}
                 common = common or values
-            self._values[_COMMON.unique_key] = common
+            if common or self.fallback is None:
+                self._values[_COMMON.unique_key] = common
         return self._values
 
     def _fill(self, targets: Pieces) -> None:
@@ -201,6 +206,10 @@ class LiveSource(ShardSource):
         description = header + b"\n" + targets.table.to_bytes()
         agreed = self.agreements.reach(self.ranks, "plan the move", description, decide)
         return RankPlan.from_bytes(agreed.result)
+
+
+def _decoded(data: bytes) -> Any:
+    return codec.decode(data)
 
 
 _COMMON = ShardedObject(COMMON_KEY, None, (1,), (0,))
@@ -242,7 +251,5 @@ def _gaps(plan: RankPlan, targets: Pieces, staged: Staged) -> list[ShardedTensor
         view = staged.views[row]
         part = view[tuple(slice(a, a + n) for a, n in zip(at, shape, strict=True))]
         offset = tuple(map(int.__add__, region.offset, at))
-        shards.append(
-            ShardedTensor(kind.key, part, part.dtype, shape, kind.shape, offset, None)
-        )
+        shards.append(ShardedTensor(kind.key, part, part.dtype, shape, kind.shape, offset, None))
     return shards

@@ -112,7 +112,7 @@ class Targets:
         entries: of the checkpoint by key; empty when they are not needed.
         stored: those that the request is compared with.
         ties: shards that are not stored, and the numbers of those whose values they get.
-        table: its shards, without data.
+        table: its shards, without data; None where they are not compared between ranks.
         rules: from the keys of the request to those of the checkpoint.
     """
 
@@ -122,7 +122,7 @@ class Targets:
     entries: Mapping[str, StoredEntry]
     stored: Mapping[str, StoredEntry]
     ties: Mapping[int, int]
-    table: ShardTable
+    table: ShardTable | None
     rules: Sequence[Rule]
 
     @property
@@ -182,7 +182,7 @@ def describe_targets(
             split = flatten.split(resolved.state_dict, {} if rules else entries)
         stored = _without_skipped(entries, described, resolved)
         ties = _absent_ties(split.shards, stored) if not rules else {}
-        table = shard_table(split.shards)
+        table = None if source.has_free_targets else shard_table(split.shards)
     return source, Targets(described, resolved, split, entries, stored, ties, table, rules)
 
 
@@ -254,11 +254,12 @@ def check_targets(
         InvalidShardingError: the requests of the ranks contradict each other.
         LoadMismatchError: keys differ, and the mode of the request raises.
     """
-    validates = request.options.validate_access_integrity is not False
-    messages = ranks.gather_once(targets.table.to_messages()) if validates else []
+    messages: Sequence[list[bytes]] = ()
+    if targets.table and request.options.validate_access_integrity is not False:
+        messages = ranks.gather_once(targets.table.to_messages())
     requested = targets.requested
     with ranks.phase("check the requested shards", decision=True) as vote:
-        if validates and ranks.is_coordinator:
+        if messages and ranks.is_coordinator:
             tables = ShardTable.all_from_messages(*messages)
             asks_for_part = ranks.size == 1 and request.options.validate_access_integrity is None
             _validate(tables, validate_part if asks_for_part else validate_shards)

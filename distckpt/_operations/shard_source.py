@@ -41,9 +41,11 @@ class ShardSource(ABC):
     Attributes:
         marker: the fields of its marker.
         overwritten: keys that were read in vain, since the tensors of others have their memory.
+        has_free_targets: targets may be anything that it can fill: overlapping, of several dtypes.
     """
 
     marker: Mapping[str, Any]
+    has_free_targets = False
     overwritten: Collection[str] = frozenset()
 
     @abstractmethod
