@@ -32,7 +32,6 @@ from distckpt._geometry.units import cut_region
 from distckpt._move.pieces import Kind, PieceTable
 from distckpt._state.validation import find_overlap
 
-
 Flags = npt.NDArray[np.bool_]
 
 UNITS_PER_BUCKET = 4

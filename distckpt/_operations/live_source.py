@@ -61,7 +61,9 @@ def describe_given(
     """
     with ranks.phase("describe what is given") as vote:
         described = objects.describe_objects(ranks, with_shards(state_dict, ranks.rank))
-        vote.number = described.digest()
+        # Names of modules, which may differ, matter to checkpoints only.
+        has_more = bool(described.settings) or described.has_stateful
+        vote.number = described.digest() if has_more else 0
     if not vote.are_equal:
         described = objects.united(ranks, described)
     with ranks.phase("describe what is given"):

@@ -2,31 +2,18 @@
 
 from __future__ import annotations
 
-import logging
 import os
 from collections.abc import Sequence
-from dataclasses import asdict, replace
 from typing import Any
 
 from distckpt._base.memory import paused_garbage_collection
-from distckpt._base.messages import check_num_bytes, check_path
-from distckpt._base.options import LoadOptions, MoveOptions, check_options, with_changes
-from distckpt._base.reports import MoveReport, publish
-from distckpt._checkpoint.opening import find_checkpoint
+from distckpt._base.options import MoveOptions, with_changes
+from distckpt._base.reports import MoveReport
 from distckpt._mapping.wrappers import ShardedStateDict
 from distckpt._move.agreements import Agreements
-from distckpt._operations.live_source import LiveSource, describe_given, with_shards
-from distckpt._operations.load import read_targets, restore
-from distckpt._operations.load_request import LoadRequest, check_targets, describe_targets
-from distckpt._operations.shard_source import ShardSource, source_of
-from distckpt._ranks.collectives import PhaseTimer, Ranks, collective
+from distckpt._operations.moving import MoveRequest, run_move
+from distckpt._ranks.collectives import Ranks, collective
 from distckpt._rules.rule import Rule
-from distckpt._rules.rules import check_rules
-from distckpt._storage import locations
-
-logger = logging.getLogger(__name__)
-
-_IN_MEMORY = "in memory"
 
 _agreements = Agreements()
 """Of earlier calls: the plans of layouts that come again."""
@@ -85,68 +72,14 @@ def redistribute(
         RankFailedError: raised on all ranks when any rank failed or was lost. Tensors may be partly
             filled then, unless `atomic` is set.
     """
-    ranks = Ranks(process_group)
-    chosen = with_changes(redistribute, MoveOptions, options, changes)
-    same = asdict(replace(chosen, on_report=None))
-    with ranks.phase("check the arguments", same={"has_fallback": fallback is not None, **same}):
-        _check(chosen, rules, family, fallback)
-        location = locations.normalize(fallback) if fallback is not None else ""
-    timer = PhaseTimer("redistribute", ranks.rank, _IN_MEMORY)
-    request = LoadRequest(
-        path=_IN_MEMORY,
+    request = MoveRequest(
+        rules=rules,
         family=family,
         process_group=process_group,
-        fills_values=True,
-        options=LoadOptions(
-            validate_access_integrity=False,
-            allow_dtype_cast=chosen.allow_dtype_cast,
-            max_inflight_bytes=chosen.max_inflight_bytes,
-        ),
+        fallback=fallback,
+        options=with_changes(redistribute, MoveOptions, options, changes),
     )
-    with timer.phase("plan"):
-        given = describe_given(ranks, old_state, rules, family, location)
-        source = LiveSource(ranks, given, _fallback(ranks, request, location), chosen, _agreements)
-        wanted = with_shards(new_state, ranks.rank)
-        _, targets = describe_targets(ranks, wanted, request, location, lambda: source)
-        differences = check_targets(ranks, request, _IN_MEMORY, source, targets)
-    with timer.phase("move"):
-        read = read_targets(ranks, request, _IN_MEMORY, source, targets, differences)
-    restore(ranks, new_state, request, read)
-    assert source.plan is not None
-    figures = timer.summarize(ranks, source.plan.num_bytes, "move")
-    report = MoveReport(_IN_MEMORY, *figures, sent_bytes=source.plan.sent_bytes)
-    if ranks.is_coordinator:
-        logger.info("%s", report)
-    if chosen.on_report is not None:
-        publish(report, chosen.on_report)
-    return report
-
-
-def _check(
-    options: MoveOptions,
-    rules: Sequence[Rule],
-    family: str | os.PathLike[str] | None,
-    fallback: str | os.PathLike[str] | None,
-) -> None:
-    check_options(options)
-    check_rules(rules)
-    check_path("family", family)
-    check_path("fallback", fallback)
-    check_num_bytes("max_inflight_bytes", options.max_inflight_bytes)
-    if family == "auto" and fallback is None:
-        raise ValueError(
-            "family='auto' reads the config.json of `fallback`: give it, or the path of a "
-            "config.json as family."
-        )
-
-
-def _fallback(ranks: Ranks, request: LoadRequest, location: str) -> ShardSource | None:
-    """Return the checkpoint that has what no rank holds.
-
-    Collective operation: all ranks must call it.
-    """
-    if not location:
-        return None
-    found = find_checkpoint(ranks, location)
-    with ranks.phase("open the fallback"):
-        return source_of(ranks, location, found, request.options, request.process_group)
+    ranks = Ranks(process_group)
+    with ranks.phase("check the arguments", same=request.of_all_ranks()):
+        request.check()
+    return run_move(ranks, old_state, new_state, request, _agreements)

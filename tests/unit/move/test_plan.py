@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-from distckpt import LoadMismatchError, ShardedTensor
+from distckpt import ShardedTensor
 from distckpt._base.dtypes import FROM_NAME
-from distckpt._mapping.base import BufferReplicaId
 from distckpt._move.pieces import Pieces, pieces_of
 from distckpt._move.plan import MoveSettings, RankPlan, plan_moves
 from tests.support.layouts import flat_part, global_bytes, irregular_shard, tensor_from, uneven_part
