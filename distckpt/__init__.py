@@ -49,6 +49,7 @@ if TYPE_CHECKING:
     from distckpt._operations.merge import merge
     from distckpt._operations.redistribute import redistribute
     from distckpt._operations.reshard import ReshardReport, reshard
+    from distckpt._operations.route import Route
     from distckpt._operations.save import save
     from distckpt._operations.verify import VerifyReport, verify
 
@@ -83,6 +84,7 @@ __all__ = [
     "RankFailedError",
     "ReshardReport",
     "RngState",
+    "Route",
     "SaveHandle",
     "SaveOptions",
     "SaveReport",
@@ -150,6 +152,7 @@ _HOMES = {
     "redistribute": "_operations.redistribute",
     "ReshardReport": "_operations.reshard",
     "reshard": "_operations.reshard",
+    "Route": "_operations.route",
     "save": "_operations.save",
     "VerifyReport": "_operations.verify",
     "verify": "_operations.verify",

@@ -14,12 +14,14 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
+from distckpt._base.options import MoveOptions
 from distckpt._io.shared_read import host_number
 from distckpt._ranks.collectives import Ranks
 
 NUM_BUFFERS = 4
 """Of a rank: two for units that it packs, two for those that it receives."""
-_HEADER_BYTES = 4096
+_PAGE = 4096
+_HEADER_BYTES = _PAGE
 
 
 class HostMemory(NamedTuple):
@@ -40,6 +42,11 @@ class HostMemory(NamedTuple):
         """Return the buffer that a rank uses in a wave, for units that it packs or receives."""
         start = _HEADER_BYTES + (2 * is_landed + wave % 2) * self.bucket_bytes
         return self.memory[rank][start : start + self.bucket_bytes]
+
+
+def bucket_bytes_of(options: MoveOptions) -> int:
+    """Return the size of the buffers that an option leaves room for."""
+    return max(options.max_inflight_bytes // NUM_BUFFERS // _PAGE * _PAGE, _PAGE)
 
 
 def share_memory(ranks: Ranks, bucket_bytes: int) -> HostMemory:

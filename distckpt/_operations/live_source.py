@@ -21,7 +21,7 @@ from distckpt._mapping.wrappers import ShardedObject, ShardedStateDict
 from distckpt._models import objects
 from distckpt._move.agreements import Agreement, Agreements
 from distckpt._move.carry import carry
-from distckpt._move.host_memory import NUM_BUFFERS, HostMemory, share_memory
+from distckpt._move.host_memory import HostMemory, bucket_bytes_of, share_memory
 from distckpt._move.pieces import Pieces, PieceTable, pieces_of
 from distckpt._move.plan import MoveSettings, RankPlan, plan_moves
 from distckpt._move.staging import Staged
@@ -181,8 +181,7 @@ class LiveSource(ShardSource):
     def _fill(self, targets: Pieces) -> None:
         """Fill targets with what ranks hold, and with what the checkpoint has."""
         ranks, options = self.ranks, self.options
-        bucket_bytes = max(options.max_inflight_bytes // NUM_BUFFERS // 4096 * 4096, 4096)
-        memory = self.memory or share_memory(ranks, bucket_bytes)
+        memory = self.memory or share_memory(ranks, bucket_bytes_of(options))
         settings = MoveSettings(
             memory.hosts,
             memory.bucket_bytes,

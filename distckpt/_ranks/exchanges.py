@@ -127,9 +127,7 @@ class Exchanges:
 
     def is_known_to_all(self, error: BaseException) -> bool:
         """Tell whether all ranks have raised this error, or one with the same cause, together."""
-        return (
-            self._group is not None and getattr(error, "known_in", None) == _name_of(self._group)
-        )
+        return self._group is not None and getattr(error, "known_in", None) == _name_of(self._group)
 
     def are_in_step_after(self, error: BaseException) -> bool:
         """Tell whether ranks may go on together after an error: all have raised it, and no rank was
