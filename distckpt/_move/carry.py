@@ -13,7 +13,7 @@ from distckpt._geometry.region import IntArray, Region
 from distckpt._io.exchange import copy_values
 from distckpt._move.host_memory import HostMemory
 from distckpt._move.pieces import Pieces
-from distckpt._move.plan import RankPlan
+from distckpt._move.rank_plan import RankPlan
 from distckpt._ranks.collectives import Ranks
 from distckpt._ranks.exchanges import Transfer
 

@@ -20,10 +20,12 @@ from distckpt._mapping.sharded_tensor import ShardedTensor
 from distckpt._mapping.wrappers import ShardedObject, ShardedStateDict
 from distckpt._models import objects
 from distckpt._move.agreements import Agreement, Agreements
+from distckpt._move.assignment import MoveSettings
 from distckpt._move.carry import carry
 from distckpt._move.host_memory import HostMemory, bucket_bytes_of, share_memory
 from distckpt._move.pieces import Pieces, PieceTable, pieces_of
-from distckpt._move.plan import MoveSettings, RankPlan, plan_moves
+from distckpt._move.plan import plan_moves
+from distckpt._move.rank_plan import RankPlan
 from distckpt._move.staging import Staged
 from distckpt._operations.shard_source import FamilyName, ShardSource
 from distckpt._ranks.collectives import Ranks

@@ -366,7 +366,9 @@ def open_store(host: str, port: int, is_host: bool, timeout: float) -> Any:
     """
     limit = timedelta(seconds=timeout)
     try:
-        return dist.TCPStore(host, port, None, is_host, timeout=limit, wait_for_workers=False)
+        return dist.TCPStore(  # type: ignore[attr-defined]
+            host, port, None, is_host, timeout=limit, wait_for_workers=False
+        )
     except RuntimeError as error:
         problem = "cannot be hosted here" if is_host else f"did not answer within {timeout:g} s"
         raise CheckpointingException(f"The store at {host}:{port} {problem}: {error}") from error
@@ -377,8 +379,9 @@ def group_over(store: Any, name: str, rank: int, size: int, timeout: float) -> A
 
     Collective operation: all `size` processes must call it, within `timeout` seconds.
     """
-    shared = dist.PrefixStore(name, store)
-    attendance = AttendanceLog(dist.PrefixStore("attendance", shared), rank, size)
+    prefixed = dist.PrefixStore  # type: ignore[attr-defined]
+    shared = prefixed(name, store)
+    attendance = AttendanceLog(prefixed("attendance", shared), rank, size)
     try:
         group = dist.ProcessGroupGloo(shared, rank, size, timedelta(seconds=timeout))
     except RuntimeError as error:

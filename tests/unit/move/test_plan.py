@@ -11,8 +11,10 @@ import torch
 
 from distckpt import ShardedTensor
 from distckpt._base.dtypes import FROM_NAME
+from distckpt._move.assignment import MoveSettings
 from distckpt._move.pieces import Pieces, pieces_of
-from distckpt._move.plan import MoveSettings, RankPlan, plan_moves
+from distckpt._move.plan import plan_moves
+from distckpt._move.rank_plan import RankPlan
 from tests.support.layouts import flat_part, global_bytes, irregular_shard, tensor_from, uneven_part
 
 DTYPES = (torch.float32, torch.bfloat16, torch.int64, torch.uint8, torch.float8_e4m3fn)
