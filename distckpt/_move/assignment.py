@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 
@@ -46,6 +46,12 @@ class Unit:
     takes: list[tuple[int, int, Region]] = field(default_factory=list)
 
 
+_Hit: TypeAlias = tuple[tuple[bool, int], int, int, Region]
+"""How far a giver is: on another machine or not, and how much it gives; the giver, the row of its
+piece, and what it has of a region.
+"""
+
+
 class Gap(NamedTuple):
     key: str
     rank: int
@@ -83,30 +89,36 @@ class Assignment:
         self, holders: Holders, rank: int, row: int, left: list[Region]
     ) -> list[Region]:
         """Take regions from whoever has them, the nearest first; return what nobody has."""
-        key, host = holders.kind.key, self.settings.hosts[rank]
-        places, offsets, shapes = intersect_many(holders.offsets, holders.shapes, *left[0])
-        regions = list(map(Region, map(tuple, offsets.tolist()), map(tuple, shapes.tolist())))
-        found = list(zip(places.tolist(), holders.ranks[places].tolist(), regions, strict=True))
-        for place, giver, region in found:
-            if giver == rank:
-                taken, left = _divide(left, region)
-                source = int(holders.rows[place])
-                self.copies += [(rank, key, source, row, part) for part in taken]
+        key, hosts = holders.kind.key, self.settings.hosts
+        host = hosts[rank]
+        own, others = self._found(holders, rank, left[0])
+        for _, _, row_of_giver, region in own:
+            taken, left = _divide(left, region)
+            self.copies += [(rank, key, row_of_giver, row, part) for part in taken]
         for unit in self._of_host[host, key] if left else ():
             taken, left = _divide(left, unit.region)
             unit.takes += [(rank, row, part) for part in taken]
-        others = [each for each in found if each[1] != rank] if left else []
-        hosts = self.settings.hosts
-        for place, giver, region in sorted(
-            others, key=lambda each: (hosts[each[1]] != host, self.given[each[1]], each)
-        ):
+        for _, giver, row_of_giver, region in sorted(others) if left else ():
             taken, left = _divide(left, region)
             for part in taken:
-                unit = self._unit(key, giver, int(holders.rows[place]), part, host)
+                unit = self._unit(key, giver, row_of_giver, part, host)
                 unit.takes.append((rank, row, part))
-            if not left:
-                break
         return left
+
+    def _found(self, holders: Holders, rank: int, wanted: Region) -> tuple[list[_Hit], list[_Hit]]:
+        """Find who has elements of a region: this rank, and others."""
+        hosts = self.settings.hosts
+        places, offsets, shapes = intersect_many(holders.offsets, holders.shapes, *wanted)
+        own: list[_Hit] = []
+        others: list[_Hit] = []
+        for place, offset, shape in zip(
+            places.tolist(), offsets.tolist(), shapes.tolist(), strict=True
+        ):
+            giver = int(holders.ranks[place])
+            distance = (hosts[giver] != hosts[rank], self.given[giver])
+            hit = (distance, giver, int(holders.rows[place]), Region(tuple(offset), tuple(shape)))
+            (own if giver == rank else others).append(hit)
+        return own, others
 
     def _unit(self, key: str, giver: int, row: int, region: Region, host: int) -> Unit:
         identity = (key, giver, row, region)

@@ -37,39 +37,65 @@ class Held(NamedTuple):
 
     @classmethod
     def of(cls, tables: Sequence[PieceTable]) -> Held:
-        """Join the tables of all ranks."""
+        """Join the tables of all ranks.
+
+        Raises:
+            InvalidShardingError: ranks describe one tensor differently, or give the same elements
+                as main replicas of different shards.
+        """
         kinds = _one_kind_per_key(tables)
-        numbers = {key: number for number, key in enumerate(kinds)}
-        of_rows = [
-            np.array([numbers[kind.key] for kind in table.kinds], np.int64)[table.kind_ids]
-            for table in tables
-        ]
-        ndim = max((table.offsets.shape[1] for table in tables), default=0)
-        keys = np.concatenate(of_rows)
-        ranks = np.repeat(np.arange(len(tables)), [len(each) for each in of_rows])
-        rows = np.concatenate([np.arange(len(each)) for each in of_rows])
-        offsets = np.concatenate([widen(table.offsets, ndim, 0) for table in tables])
-        shapes = np.concatenate([widen(table.shapes, ndim, 1) for table in tables])
-        is_main = np.concatenate([table.is_main for table in tables])
-        is_buffer = np.concatenate([table.is_buffer for table in tables])
-        places = np.concatenate([offsets, shapes], axis=1)
-        order = np.argsort(keys, kind="stable")
-        order = order[(shapes[order] > 0).all(axis=1)]
-        edges = np.searchsorted(keys[order], np.arange(len(kinds) + 1))
-        by_key = {}
+        joined = _joined(tables, list(kinds))
+        edges = np.searchsorted(joined.key_ids, np.arange(len(kinds) + 1))
+        by_key: dict[str, Holders] = {}
         faults: list[KeyFault] = []
         for number, (key, kind) in enumerate(kinds.items()):
-            mine = _first_of_buffers(order[edges[number] : edges[number + 1]], is_buffer, places)
+            rows = _first_of_buffers(joined, np.arange(edges[number], edges[number + 1]))
             axes = len(kind.shape)
-            holders = Holders(
-                kind, ranks[mine], rows[mine], offsets[mine, :axes], shapes[mine, :axes]
+            by_key[key] = holders = Holders(
+                kind,
+                joined.ranks[rows],
+                joined.rows[rows],
+                joined.offsets[rows, :axes],
+                joined.shapes[rows, :axes],
             )
-            faults += _overlaps(holders, is_main[mine])
-            by_key[key] = holders
+            faults += _overlaps(holders, joined.is_main[rows])
         if faults:
             lines = "\n- ".join(summarize_faults(faults))
             raise InvalidShardingError(f"Invalid sharding:\n- {lines}")
         return cls(by_key, len(tables))
+
+
+class _Joined(NamedTuple):
+    """The pieces of all ranks that have elements, sorted by key and rank."""
+
+    key_ids: IntArray
+    ranks: IntArray
+    rows: IntArray
+    is_main: Flags
+    is_buffer: Flags
+    offsets: IntArray
+    shapes: IntArray
+
+
+def _joined(tables: Sequence[PieceTable], keys: Sequence[str]) -> _Joined:
+    numbers = {key: number for number, key in enumerate(keys)}
+    ndim = max((table.offsets.shape[1] for table in tables), default=0)
+    columns = [
+        _Joined(
+            np.array([numbers[kind.key] for kind in table.kinds], np.int64)[table.kind_ids],
+            np.full(len(table.kind_ids), rank),
+            np.arange(len(table.kind_ids)),
+            table.is_main,
+            table.is_buffer,
+            widen(table.offsets, ndim, 0),
+            widen(table.shapes, ndim, 1),
+        )
+        for rank, table in enumerate(tables)
+    ]
+    joined = _Joined(*map(np.concatenate, zip(*columns, strict=True)))
+    kept = np.flatnonzero((joined.shapes > 0).all(axis=1))
+    kept = kept[np.argsort(joined.key_ids[kept], kind="stable")]
+    return _Joined(*[column[kept] for column in joined])  # type: ignore[arg-type]
 
 
 def _one_kind_per_key(tables: Sequence[PieceTable]) -> dict[str, Kind]:
@@ -88,13 +114,14 @@ def _one_kind_per_key(tables: Sequence[PieceTable]) -> dict[str, Kind]:
     return kinds
 
 
-def _first_of_buffers(rows: IntArray, is_buffer: Flags, places: IntArray) -> IntArray:
+def _first_of_buffers(joined: _Joined, rows: IntArray) -> IntArray:
     """Leave out copies of buffers, which may differ: those of the first rank count."""
-    buffers = is_buffer[rows]
+    buffers = joined.is_buffer[rows]
     if not buffers.any():
         return rows
+    places = np.concatenate([joined.offsets[rows], joined.shapes[rows]], axis=1)
     is_first = np.zeros(len(rows), np.bool_)
-    is_first[np.unique(places[rows], axis=0, return_index=True)[1]] = True
+    is_first[np.unique(places, axis=0, return_index=True)[1]] = True
     return rows[is_first | ~buffers]
 
 

@@ -59,19 +59,26 @@ def share_memory(ranks: Ranks, bucket_bytes: int) -> HostMemory:
         return HostMemory([0], bucket_bytes, {})
     descriptor = _new_file(num_bytes)
     try:
-        own, token = _mapped(descriptor, num_bytes), int.from_bytes(os.urandom(7), "big")
-        own[:8] = torch.from_numpy(np.array([token]).view(np.uint8))
-        host = host_number() if descriptor is not None else ranks.rank
-        numbers = [host, os.getpid(), -1 if descriptor is None else descriptor, token]
-        table = ranks.all_gather_numbers(numbers).tolist()
-        memory = {ranks.rank: own}
-        with ranks.phase("share memory") as vote:
-            for rank, (other, *place) in enumerate(table):
-                if other == host and rank != ranks.rank and descriptor is not None:
-                    vote.number |= not _open(memory, rank, place, num_bytes)
+        return _shared(ranks, bucket_bytes, descriptor, _mapped(descriptor, num_bytes))
     finally:
         if descriptor is not None:
             os.close(descriptor)
+
+
+def _shared(
+    ranks: Ranks, bucket_bytes: int, descriptor: int | None, own: torch.Tensor
+) -> HostMemory:
+    """Let the ranks of a machine open each other's memory."""
+    token = int.from_bytes(os.urandom(7), "big")
+    own[:8] = torch.from_numpy(np.array([token]).view(np.uint8))
+    host = ranks.rank if descriptor is None else host_number()
+    numbers = [host, os.getpid(), -1 if descriptor is None else descriptor, token]
+    table = ranks.all_gather_numbers(numbers).tolist()
+    memory = {ranks.rank: own}
+    with ranks.phase("share memory") as vote:
+        for rank, (other, *place) in enumerate(table):
+            if other == host and rank != ranks.rank:
+                vote.number |= not _open(memory, rank, place, len(own))
     if vote.largest:
         # Such as containers on one machine, which do not see each other's processes.
         return HostMemory(list(range(ranks.size)), bucket_bytes, {ranks.rank: own})

@@ -21,9 +21,10 @@ class RankPlan(NamedTuple):
             the places of a region in them.
         packs: `wave, start, source, *offset, *shape`: a region of a piece, and where its bytes
             begin in the buffer.
-        takes: `wave, holder, is_landed, start, dtype, target, *offset, *shape, *place, *unit shape`:
+        takes: `wave, holder, is_landed, start, dtype, target, *offset, *shape, *place, *unit`:
             which rank's buffer for units that it has packed or received (landed) holds a unit, and
-            where the unit begins there; the place of a region in the target, and in the unit.
+            where that begins there; the place of a region in the target, and in the unit, and the
+            shape of the unit.
         sends: `wave, peer, start, bytes, tag`: in the buffer for packed units.
         receives: the same, in the buffer for units that have landed.
         gaps: `target, *offset, *shape`: regions that no rank holds.

@@ -158,30 +158,22 @@ class Leader:
     def _wait_for_all(self, version: int) -> list[str]:
         """Return who asks for a version: all that are expected, unless the time is over."""
         deadline = time.monotonic() + self._timeout
+        fewest = 1 if self._num_rounds else self._num_targets
         while True:
             asking = self._asking(version)
-            expected = [*self._sources[1:], *sorted(self._expected)]
-            absent = [name for name in expected if name not in asking]
-            num_targets = sum(name not in self._sources for name in asking)
-            enough = num_targets >= (1 if self._num_rounds else self._num_targets)
-            if not absent and enough:
+            absent = [name for name in (*self._sources[1:], *self._expected) if name not in asking]
+            num_targets = len([name for name in asking if name not in self._sources])
+            if not absent and num_targets >= fewest:
                 return asking
             if time.monotonic() > deadline:
                 break
             time.sleep(_POLL_SECONDS)
         self._refuse_absence([name for name in absent if name in self._sources], version)
-        if not num_targets or not (enough or self._num_rounds):
-            raise lost_contact(
-                {},
-                f"{num_targets} targets came to version {version} within {self._timeout:g} s, "
-                f"which is less than expected{': ' if absent else ''}{', '.join(absent)}.",
-            )
-        logger.warning(
-            "%s did not come to version %d within %g s, and is left out until it does",
-            ", ".join(absent),
-            version,
-            self._timeout,
-        )
+        text = f"{', '.join(sorted(absent)) or 'No more targets'} did not come to version {version}"
+        text += f" within {self._timeout:g} s"
+        if num_targets < fewest:
+            raise lost_contact({}, f"{text}: {num_targets} targets are there, of {fewest}.")
+        logger.warning("%s: left out until it does", text)
         return asking
 
     def _asking(self, version: int) -> list[str]:

@@ -162,11 +162,11 @@ class Schedule:
         self._sent_bytes += size
         sends, receives = self._rows["sends", giver], self._rows["receives", holder]
         number = self._num_messages[wave, giver, holder]
-        if sends and receives and _ends_at(sends[-1], wave, holder, start, number):
-            if _ends_at(receives[-1], wave, giver, at, number):
-                sends[-1][3] += size
-                receives[-1][3] += size
-                return
+        follows = _ends_at(sends, wave, holder, start, number)
+        if follows and _ends_at(receives, wave, giver, at, number):
+            sends[-1][3] += size
+            receives[-1][3] += size
+            return
         sends.append([wave, holder, start, size, number])
         receives.append([wave, giver, at, size, number])
         self._num_messages[wave, giver, holder] += 1
@@ -199,6 +199,9 @@ class Schedule:
         return region.relative_to(self._tables.targets[rank].region(row).offset).offset
 
 
-def _ends_at(message: list[int], wave: int, peer: int, start: int, number: int) -> bool:
-    """Tell whether a message is the last one to a peer in a wave, and ends at a place."""
-    return message[:2] == [wave, peer] and sum(message[2:4]) == start and message[4] == number - 1
+def _ends_at(messages: list[list[int]], wave: int, peer: int, start: int, number: int) -> bool:
+    """Tell whether the last message is also the last to its peer in a wave, and ends at a place."""
+    if not messages:
+        return False
+    *who, begin, size, tag = messages[-1]
+    return who == [wave, peer] and begin + size == start and tag == number - 1

@@ -70,15 +70,21 @@ def describe_given(
         described = objects.united(ranks, described)
     with ranks.phase("describe what is given"):
         shards, common, _ = flatten.split(objects.completed(described))
-        tensors = [shard for shard in shards if isinstance(shard, ShardedTensor)]
-        cells = {s.unique_key: s for s in shards if isinstance(s, ShardedObject)}
-        if family is not None and tensors:
-            keys = [shard.key for shard in tensors]
-            rules = [*rules, *rules_for(config_for(family, at), keys)]
-        pieces = pieces_of(tensors, rules)
-        kinds = {cell.key: cell.global_shape for cell in cells.values()}
-        header = json.dumps([kinds, bool(common)]).encode()
-        return GivenState(pieces, cells, common, header + b"\n" + pieces.table.to_bytes())
+        return _described(shards, common, rules, family, at)
+
+
+def _described(
+    shards: Sequence[Shard], common: Any, rules: Sequence[Rule], family: FamilyName, at: str
+) -> GivenState:
+    tensors = [shard for shard in shards if isinstance(shard, ShardedTensor)]
+    cells = {shard.unique_key: shard for shard in shards if isinstance(shard, ShardedObject)}
+    if family is not None and tensors:
+        keys = [shard.key for shard in tensors]
+        rules = [*rules, *rules_for(config_for(family, at), keys)]
+    pieces = pieces_of(tensors, rules)
+    kinds = {cell.key: cell.global_shape for cell in cells.values()}
+    header = json.dumps([kinds, bool(common)]).encode()
+    return GivenState(pieces, cells, common, header + b"\n" + pieces.table.to_bytes())
 
 
 def with_shards(state_dict: ShardedStateDict, rank: int) -> ShardedStateDict:
