@@ -20,8 +20,10 @@ from distckpt._ranks.attendance import lost_contact
 
 logger = logging.getLogger(__name__)
 
-ANSWER_SECONDS = 10.0
-"""How long a member that waits for its call may take to answer it."""
+ANSWER_SECONDS = 5.0
+"""How long a member that waits for its call may take to answer it, and one with which contact was
+lost to come back.
+"""
 _POLL_SECONDS = 0.005
 _STEP = timedelta(seconds=0.5)
 _SOURCE, _TARGET = "source rank", "target"
@@ -111,6 +113,7 @@ class Leader:
         self._num_targets = num_targets
         self._num_heard: dict[str, int] = {}
         self._expected: set[str] = set()
+        self._doubtful: set[str] = set()
         self._num_rounds = 0
         self._start = Start(0, [], 0)
 
@@ -134,16 +137,17 @@ class Leader:
         self._store.set(f"start {self._num_rounds}", json.dumps(self._start))
         return self._start
 
-    def forget(self, ranks: Iterable[int]) -> None:
-        """Note that contact was lost with members of the last start: they are not waited for."""
+    def note_lost(self, ranks: Iterable[int]) -> None:
+        """Note that contact was lost with members of the last start, or that they were slow: those
+        that take are waited for shortly, and left out of what is moved again if they do not come.
+        """
         lost = [self._start.names[rank] for rank in ranks]
-        self._refuse_absence([name for name in lost if name in self._sources], self._start.version)
-        self._expected -= set(lost)
+        self._doubtful = self._expected.intersection(lost)
         # Its group does not work any more.
         self._start = self._start._replace(names=[])
         logger.warning(
-            "lost contact with %s in version %d, which is moved to the others again",
-            ", ".join(lost) or "a target",
+            "lost contact with %s in version %d, which is moved again",
+            ", ".join(lost) or "a member",
             self._start.version,
         )
 
@@ -157,23 +161,25 @@ class Leader:
 
     def _wait_for_all(self, version: int) -> list[str]:
         """Return who asks for a version: all that are expected, unless the time is over."""
-        deadline = time.monotonic() + self._timeout
+        begin, is_over = time.monotonic(), False
         fewest = 1 if self._num_rounds else self._num_targets
-        while True:
-            asking = self._asking(version)
-            absent = [name for name in (*self._sources[1:], *self._expected) if name not in asking]
-            num_targets = len([name for name in asking if name not in self._sources])
-            if not absent and num_targets >= fewest:
-                return asking
-            if time.monotonic() > deadline:
-                break
+        seconds = dict.fromkeys((*self._sources[1:], *self._expected), self._timeout)
+        seconds.update(dict.fromkeys(self._doubtful, min(ANSWER_SECONDS, self._timeout)))
+        while not is_over:
             time.sleep(_POLL_SECONDS)
+            waited = time.monotonic() - begin
+            asking = self._asking(version)
+            absent = [name for name in seconds if name not in asking]
+            num_targets = len({*asking}.difference(self._sources))
+            has_enough = num_targets >= fewest or waited > self._timeout
+            is_over = has_enough and all(seconds[name] < waited for name in absent)
         self._refuse_absence([name for name in absent if name in self._sources], version)
+        self._doubtful = set()
         text = f"{', '.join(sorted(absent)) or 'No more targets'} did not come to version {version}"
-        text += f" within {self._timeout:g} s"
         if num_targets < fewest:
             raise lost_contact({}, f"{text}: {num_targets} targets are there, of {fewest}.")
-        logger.warning("%s: left out until it does", text)
+        if absent:
+            logger.warning("%s: left out until it does", text)
         return asking
 
     def _asking(self, version: int) -> list[str]:

@@ -134,8 +134,10 @@ class Route:
                 return self._move(start)
             except RankFailedError as error:
                 self._group = None
-                if not error.is_lost_contact or not self._may_go_on(start, error):
+                if not error.is_lost_contact:
                     raise
+                if self._leader is not None:
+                    self._leader.note_lost(error.failures)
 
     def close(self) -> None:
         """Leave the route. When rank 0 of the source does, targets can take no further version."""
@@ -161,13 +163,6 @@ class Route:
         if self._member is None:
             raise CheckpointingException("This route is closed.")
         return self._member.wait_for_start(version)
-
-    def _may_go_on(self, start: Start, error: RankFailedError) -> bool:
-        """Tell whether others go on after some members were lost."""
-        if self._leader is not None:
-            self._leader.forget(error.failures)
-            return True
-        return not any(start.names[rank].startswith("source") for rank in error.failures)
 
     def _move(self, start: Start) -> MoveReport:
         rank = 0 if self._member is None else start.names.index(self._member.name)

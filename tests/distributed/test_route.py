@@ -169,9 +169,10 @@ def test_an_engine_that_dies_is_named_and_the_others_go_on(address, at_round):
         launch.kill(3)
         outcomes = launch.outcomes()
     assert [outcome and outcome.value for outcome in outcomes] == [[0, 1, 2]] * 3 + [None]
-    (warning,) = outcomes[0].warnings_logged
-    assert "lost contact with target" in warning
-    assert "version 1" in warning
+    lost, left_out = outcomes[0].warnings_logged
+    assert "lost contact with target" in lost
+    assert "in version 1" in lost
+    assert "did not come to version 1: left out" in left_out
 
 
 def _trainer_dies(rank: int, address: str) -> tuple[str, bool]:

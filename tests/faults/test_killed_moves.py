@@ -5,6 +5,7 @@ their old values or all of the new ones.
 from __future__ import annotations
 
 import os
+import re
 import signal
 import socket
 import sys
@@ -93,7 +94,8 @@ def check_redistribute(moment: float) -> None:
             assert outcome is not None
             assert outcome.error is None, (moment, outcome.error)
             error, version = outcome.value
-            assert "Lost contact with rank 2" in error, (moment, error)
+            # On a busy machine others may be named beside it, as late.
+            assert re.search(r"Lost contact with .*rank 2\b", error), (moment, error)
             assert version in (None, 7), (moment, version)
 
 
