@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from distckpt._base.reports import LoadReport, MoveReport, SaveReport
     from distckpt._format.codec import register_object_type
     from distckpt._format.codec.encode import UnknownObject
+    from distckpt._format.fingerprint import Fingerprint
     from distckpt._manager.listing import CheckpointInfo, list_checkpoints
     from distckpt._manager.manager import CheckpointManager
     from distckpt._manager.preemption import PreemptionGuard
@@ -45,6 +46,7 @@ if TYPE_CHECKING:
     from distckpt._operations.consolidate import consolidate
     from distckpt._operations.diff import DiffReport, diff
     from distckpt._operations.export_write import ExportReport
+    from distckpt._operations.fingerprint import fingerprint
     from distckpt._operations.load import load
     from distckpt._operations.merge import merge
     from distckpt._operations.redistribute import redistribute
@@ -72,6 +74,7 @@ __all__ = [
     "DiffReport",
     "ExportOptions",
     "ExportReport",
+    "Fingerprint",
     "InvalidShardingError",
     "LoadMismatchError",
     "LoadOptions",
@@ -98,6 +101,7 @@ __all__ = [
     "async_save",
     "consolidate",
     "diff",
+    "fingerprint",
     "list_checkpoints",
     "load",
     "merge",
@@ -147,6 +151,8 @@ _HOMES = {
     "consolidate": "_operations.consolidate",
     "DiffReport": "_operations.diff",
     "diff": "_operations.diff",
+    "Fingerprint": "_format.fingerprint",
+    "fingerprint": "_operations.fingerprint",
     "load": "_operations.load",
     "merge": "_operations.merge",
     "redistribute": "_operations.redistribute",

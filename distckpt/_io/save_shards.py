@@ -141,6 +141,29 @@ def prepare_shards(
     )
 
 
+class OwnedChunk(NamedTuple):
+    """A chunk of a tensor that this rank would write, and the values of its pieces, which are views
+    of the tensors of the state dict.
+    """
+
+    chunk: PlannedChunk
+    values: list[torch.Tensor]
+
+
+def plan_chunks(
+    ranks: Ranks, shards: Sequence[Shard], settings: ShardSettings
+) -> tuple[list[OwnedChunk], Manifest | None]:
+    """Give every element of the shards of all ranks an owner, as `prepare_shards` does; return the
+    chunks of tensors of this rank, and on the coordinator the keys of all ranks.
+
+    Collective operation: all ranks must call it.
+    """
+    ready, plan, _ = _find_or_make_plan(ranks, shards, settings)
+    chunks = [chunk for file in plan.files for chunk in file.chunks]
+    owned = [OwnedChunk(chunk, _tensors_of(chunk, ready)) for chunk in chunks]
+    return owned, plan.manifest.manifest if plan.manifest is not None else None
+
+
 def _find_or_make_plan(
     ranks: Ranks, shards: Sequence[Shard], settings: ShardSettings
 ) -> tuple[list[Shard], SavePlan, bool]:

@@ -21,12 +21,14 @@ from distckpt._base.threads import NUM_REQUESTS, run_threads
 from distckpt._checkpoint.consistent_read import read_attempts, reading
 from distckpt._checkpoint.opening import open_checkpoint
 from distckpt._checkpoint.stored_values import load_common_state
+from distckpt._format.fingerprint import Fingerprint
 from distckpt._format.marker import replaced
 from distckpt._format.stored_checkpoint import StoredCheckpoint
 from distckpt._geometry.region import Region, whole
 from distckpt._io.load_shards import ReadSettings, load_tensors
 from distckpt._mapping.sharded_tensor import ShardedTensor
 from distckpt._mapping.wrappers import StateDict
+from distckpt._operations.on_demand import on_demand
 from distckpt._plan.codes import AS_STORED
 from distckpt._plan.decoded import decoded
 from distckpt._ranks.collectives import Ranks
@@ -154,6 +156,34 @@ class Checkpoint:
         tensors = list(self.tensors.values()) if keys is None else self._find(keys)
         values = self._read([_requested(tensor, whole(tensor.shape)) for tensor in tensors])
         return {tensor.key: value for tensor, value in zip(tensors, values, strict=True)}
+
+    def fingerprints(self, keys: Collection[str] | None = None) -> dict[str, Fingerprint]:
+        """Compute the fingerprint of each tensor, see `distckpt.fingerprint`; all are read, in
+        pieces.
+
+            live = distckpt.fingerprint(state)
+            assert distckpt.open("checkpoints/step_100").fingerprints() == live
+
+        Args:
+            keys: of the tensors; None for all.
+
+        Raises:
+            LoadMismatchError: there are no tensors of some keys.
+            CheckpointingException: the checkpoint was replaced after it was opened, or holds
+                quantized tensors, which have fingerprints with `open(..., as_stored=True)`.
+            CorruptCheckpointError: files are missing, cut off or changed.
+        """
+        _check_keys(keys)
+        if self._stored.quantized:
+            raise CheckpointingException(
+                f"{self.location!r} holds quantized tensors, and fingerprints are of what is "
+                "stored: open it with as_stored=True."
+            )
+        found = list(self.tensors) if keys is None else [each.key for each in self._find(keys)]
+        with self._reading():
+            stored_fingerprints = on_demand("fingerprint").stored_fingerprints
+            result: dict[str, Fingerprint] = stored_fingerprints(self._stored, found)
+        return result
 
     def _find(self, keys: Collection[str]) -> list[TensorInfo]:
         unknown = [key for key in keys if key not in self.tensors]

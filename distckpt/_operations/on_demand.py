@@ -6,16 +6,25 @@ import importlib
 from typing import Any, Literal, TypeAlias
 
 _Name: TypeAlias = Literal[
-    "background", "common_differences", "merge_adapter", "peft_names", "quantize", "strategies"
+    "background",
+    "common_differences",
+    "fingerprint",
+    "merge_adapter",
+    "peft_names",
+    "quantize",
+    "strategies",
+    "verify_live",
 ]
 
 _MODULES: dict[_Name, str] = {
     "background": "distckpt._io.background",
     "common_differences": "distckpt._state.common_differences",
+    "fingerprint": "distckpt._operations.fingerprint",
     "merge_adapter": "distckpt._operations.merge_adapter",
     "peft_names": "distckpt._plan.peft_names",
     "quantize": "distckpt._operations.quantize",
     "strategies": "distckpt.strategies.base",
+    "verify_live": "distckpt._operations.verify_live",
 }
 
 

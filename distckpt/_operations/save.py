@@ -171,6 +171,20 @@ def plan_save(
     return PlannedSave(target.location, request, target.config, prepared, timer)
 
 
+def describe_shards(
+    ranks: Ranks, state_dict: ShardedStateDict, request: SaveRequest
+) -> tuple[list[Shard], ShardSettings]:
+    """Describe a state dict as a save does; return all shards of this rank, and how they would be
+    saved.
+
+    Collective operation: all ranks must call it.
+    """
+    timer = PhaseTimer(request.verb, ranks.rank, str(request.path))
+    target = _check_target(ranks, request, timer)
+    described = _describe_state(ranks, state_dict, request)
+    return _all_shards(ranks, described), target.settings
+
+
 def _check_target(ranks: Ranks, request: SaveRequest, timer: PhaseTimer) -> _Target:
     with ranks.phase("check the arguments", decision=True, same=request.of_all_ranks()):
         request.check()
@@ -262,11 +276,15 @@ def _check_metadata_entry(state_dict: StateDict, request: SaveRequest) -> None:
 
 def _prepare(ranks: Ranks, target: _Target, described: _DescribedState) -> PreparedSave:
     """Decide which rank writes what, with the built-in engine or a strategy of the user."""
-    shards = list(described.shards)
-    if ranks.is_coordinator:
-        shards.append(ShardedObject(COMMON_KEY, described.common, (1,), (0,)))
+    shards = _all_shards(ranks, described)
     if target.strategy is not None:
         by_name = {str(number): shard for number, shard in enumerate(shards)}
         prepared: PreparedSave = on_demand("strategies").prepare_save(target.strategy, by_name)
         return prepared
     return prepare_shards(ranks, shards, target.settings)
+
+
+def _all_shards(ranks: Ranks, described: _DescribedState) -> list[Shard]:
+    if not ranks.is_coordinator:
+        return described.shards
+    return [*described.shards, ShardedObject(COMMON_KEY, described.common, (1,), (0,))]

@@ -252,6 +252,16 @@ class Exchanges:
             self._complete(work, name, [largest])
         return largest.tolist()
 
+    def all_reduce_sum(self, numbers: IntArray, name: str) -> IntArray:
+        """Return the sum of the numbers that all ranks gave at each place, on every rank."""
+        total = torch.from_numpy(numbers.copy())
+        if self.size > 1:
+            with _contact(self._group, name):
+                work = dist.all_reduce(total, group=self._group, async_op=True)
+                self._complete(work, name, [total])
+        summed: IntArray = total.numpy()
+        return summed
+
     def start_transfer(
         self,
         memory: torch.Tensor,

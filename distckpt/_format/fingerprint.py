@@ -1,0 +1,301 @@
+"""Fingerprints of tensors that do not depend on how a tensor is divided.
+
+The fingerprint of a tensor is the sum, over its elements, of the bits of the element times a
+pseudo-random factor of its place, modulo a prime. Regions of a tensor have sums of their own, and
+the sums of regions that tile it add up to its own.
+
+The bits of an element are one or several lanes of at most 16 bits. A factor is the product of one
+number for each axis; along the last axis, of one for each group of elements and one for each lane
+in it. So most of the work is a product of matrices of lanes, which float64 does exactly: lanes are
+below 2**15, factors are divided into two halves below 2**30, and a group has 2**8 lanes.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import NamedTuple, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from distckpt._base.dtypes import FROM_NAME
+from distckpt._geometry.region import IntArray, mixed
+
+PRIME = (1 << 61) - 1
+
+_Numbers: TypeAlias = npt.NDArray[np.uint64]
+
+_PRIME = np.uint64(PRIME)
+_GROUP_LANES = 256
+"""Lanes whose products float64 adds up exactly."""
+_BATCH_LANES = 1 << 16
+"""Lanes that are converted to float64 at once: few enough to stay in the cache of a processor."""
+_HALF_BITS = 30
+
+
+@dataclass(frozen=True)
+class Fingerprint:
+    """The fingerprint of a tensor.
+
+    Two tensors of one dtype and shape whose bits differ anywhere have the same number with a
+    probability of about 2**-58. This finds accidents. It does not protect from somebody who means
+    to deceive: the number is no cryptographic hash.
+
+    Attributes:
+        dtype: safetensors name of the dtype, such as "BF16".
+        shape: of the whole tensor.
+        number: the sum of the bits of all elements times a factor of the place of each, modulo
+            2**61 - 1.
+    """
+
+    dtype: str
+    shape: tuple[int, ...]
+    number: int
+
+    def __str__(self) -> str:
+        """Return dtype, shape and the number in hexadecimal."""
+        return f"{self.dtype} {list(self.shape)} {self.number:016x}"
+
+    def changed(self, indices: torch.Tensor, old: torch.Tensor, new: torch.Tensor) -> Fingerprint:
+        """Return the fingerprint after some elements have changed. This takes time in proportion to
+        their number.
+
+            after = before.changed(torch.tensor([5, 77]), old_values, new_values)
+
+        Args:
+            indices: of the elements in the flattened tensor, each once, of shape (n,), integers.
+            old: their values before, of shape (n,), in the dtype of the tensor.
+            new: their values after.
+
+        Raises:
+            ValueError: shapes or dtypes do not fit, or an index is outside of the tensor or there
+                twice.
+        """
+        flat = indices.detach().cpu().to(torch.int64).numpy()
+        self._check_change(flat, old, new)
+        change = change_number(self.shape, flat, old, new)
+        return replace(self, number=(self.number + change) % PRIME)
+
+    def _check_change(self, indices: IntArray, old: torch.Tensor, new: torch.Tensor) -> None:
+        dtype = FROM_NAME[self.dtype]
+        for values in (old, new):
+            if values.shape != indices.shape or values.dtype != dtype or indices.ndim != 1:
+                raise ValueError(
+                    f"Values that change have dtype {dtype} and the shape of their indices, (n,); "
+                    f"got {values.dtype} of {tuple(values.shape)} for indices of {indices.shape}."
+                )
+        size = math.prod(self.shape)
+        if len(indices) and not 0 <= indices.min() <= indices.max() < size:
+            raise ValueError(f"Indices lie in [0, {size}), got {indices.min()} to {indices.max()}.")
+        if len(np.unique(indices)) < len(indices):
+            raise ValueError("Each element changes once, and some indices are there twice.")
+
+
+def region_number(values: torch.Tensor, offset: tuple[int, ...]) -> int:
+    """Return the sum of a region of a tensor, in [0, `PRIME`).
+
+    Args:
+        values: of the region, in its shape and its stored dtype, on any device, with any strides.
+        offset: where the region begins in the tensor.
+    """
+    if not values.numel():
+        return 0
+    # A tensor without axes has the sum of one with a single element.
+    shape, offset = tuple(values.shape) or (1,), offset or (0,)
+    rows = _lanes(values).reshape(-1, shape[-1], _num_lanes(values.dtype))
+    outer = [
+        _factors(axis, start, size)
+        for axis, (start, size) in enumerate(zip(offset[:-1], shape[:-1], strict=True))
+    ]
+    of_rows = functools.reduce(_outer_product, outer, np.ones(1, np.uint64))
+    sums = np.zeros(len(of_rows), np.uint64)
+    for strip in _strips(offset[-1], shape[-1], _group_elements(values.dtype)):
+        sums = _added(sums, _strip_sums(rows, strip, len(shape) - 1))
+    return _total(_times(sums, of_rows))
+
+
+def change_number(
+    shape: tuple[int, ...],
+    indices: npt.NDArray[np.int64],
+    old: torch.Tensor,
+    new: torch.Tensor,
+) -> int:
+    """Return what is added to the sum of a tensor when some of its elements change.
+
+    Args:
+        shape: of the tensor.
+        indices: of the elements that change, each once, in the flattened tensor, of shape (n,).
+        old: their values before, of shape (n,), in the dtype of the tensor.
+        new: their values after.
+    """
+    shape = shape or (1,)
+    *outer, last = np.unravel_index(indices, shape)
+    factors = np.ones(len(indices), np.uint64)
+    for axis, index in enumerate(outer):
+        factors = _times(factors, _factors_at(axis, index))
+    group = _group_elements(old.dtype)
+    factors = _times(factors, _factors_at(len(outer), last // group))
+    num_lanes = _num_lanes(old.dtype)
+    within = _lane_factors().reshape(group, num_lanes)[last % group]
+    before, after = (_lanes(each).reshape(-1, num_lanes).cpu().numpy() for each in (old, new))
+    differences = _modulo(after.astype(np.int64) - before.astype(np.int64))
+    return _total(_times(_times(differences, within), factors[:, None]))
+
+
+# --- Lanes ----------------------------------------------------------------------------------------
+
+
+def _num_lanes(dtype: torch.dtype) -> int:
+    return max(1, dtype.itemsize // 2)
+
+
+def _group_elements(dtype: torch.dtype) -> int:
+    """Return how many elements, along the last axis, share a factor."""
+    return _GROUP_LANES // _num_lanes(dtype)
+
+
+def _lanes(values: torch.Tensor) -> torch.Tensor:
+    """Return the bits of values as integers of at most 16 bits, contiguous in memory."""
+    plain = values.detach().resolve_conj().resolve_neg()
+    if values.dtype.itemsize == 1:
+        # First of all: copies of bools have other bits than these, if they are not 0 or 1.
+        return plain.view(torch.int8).contiguous().view(-1)
+    return plain.contiguous().view(-1).view(torch.int16)
+
+
+class _Strip(NamedTuple):
+    """Elements [start, stop) of the rows of a region, which lie in some groups that follow one
+    another.
+
+    If there is more than one group, each is complete. `within` is where the elements begin in
+    theirs.
+    """
+
+    start: int
+    stop: int
+    first_group: int
+    num_groups: int
+    within: int
+
+
+def _strips(offset: int, size: int, group: int) -> Iterator[_Strip]:
+    """Divide a row that begins at an offset of the last axis into strips, at most three."""
+    end = offset + size
+    whole = (-(-offset // group) * group, end // group * group)
+    edges = [offset, *(edge for edge in whole if offset < edge < end), end]
+    for low, high in itertools.pairwise(sorted(set(edges))):
+        num_groups = max(1, (high - low) // group)
+        yield _Strip(low - offset, high - offset, low // group, num_groups, low % group)
+
+
+def _strip_sums(rows: torch.Tensor, strip: _Strip, axis: int) -> _Numbers:
+    """Return the sums of the elements of a strip in each row, before the factors of the rows."""
+    num_rows, _, num_lanes = rows.shape
+    lanes = rows[:, strip.start : strip.stop].reshape(num_rows * strip.num_groups, -1)
+    begin = strip.within * num_lanes
+    halves = _halves(_lane_factors()[begin : begin + lanes.shape[1]], rows.device)
+    of_groups = _factors(axis, strip.first_group, strip.num_groups)
+    sums = _group_sums(lanes, halves).reshape(num_rows, -1)
+    return _row_totals(_times(sums, of_groups))
+
+
+def _group_sums(lanes: torch.Tensor, halves: torch.Tensor) -> _Numbers:
+    """Return the sum of the lanes of each row times their factors; this is exact."""
+    found = torch.empty(2, len(lanes), dtype=torch.float64, device=lanes.device)
+    step = max(1, _BATCH_LANES // lanes.shape[1])
+    wide = torch.empty(step, lanes.shape[1], dtype=torch.float64, device=lanes.device)
+    for first in range(0, len(lanes), step):
+        some = lanes[first : first + step]
+        converted = wide[: len(some)].copy_(some)
+        found[:, first : first + step] = torch.mm(halves, converted.t())
+    low, high = found.to(torch.int64).cpu().numpy()
+    return _added(_modulo(low), _rotated(_modulo(high), _HALF_BITS))
+
+
+# --- Factors --------------------------------------------------------------------------------------
+
+
+def _factors(axis: int, first: int, count: int) -> _Numbers:
+    """Return the factors of indices along an axis, or of groups along the last one."""
+    return _factors_at(axis, np.arange(first, first + count))
+
+
+def _factors_at(axis: int, indices: npt.NDArray[np.int64]) -> _Numbers:
+    seeds = mixed(np.full(1, axis).astype(np.uint64))
+    return mixed(mixed(indices.astype(np.uint64)) ^ seeds) % _PRIME
+
+
+@functools.cache
+def _lane_factors() -> _Numbers:
+    """Return the factors of the lanes of any group."""
+    return _factors(-1, 0, _GROUP_LANES)
+
+
+def _halves(factors: _Numbers, device: torch.device) -> torch.Tensor:
+    """Divide factors into two halves with signs, of shape (2, n): `low + high * 2**30`."""
+    # Modulo the prime, large numbers are small negative ones.
+    signed = np.where(factors > _PRIME // np.uint64(2), factors - _PRIME, factors).view(np.int64)
+    middle = np.int64(1 << (_HALF_BITS - 1))
+    high = (signed + middle) >> _HALF_BITS
+    low = signed - (high << _HALF_BITS)
+    return torch.from_numpy(np.stack([low, high]).astype(np.float64)).to(device)
+
+
+# --- Arithmetic modulo the prime, of numbers below it ---------------------------------------------
+
+
+def _outer_product(first: _Numbers, second: _Numbers) -> _Numbers:
+    return _times(first[:, None], second).reshape(-1)
+
+
+def _modulo(numbers: npt.NDArray[np.int64]) -> _Numbers:
+    """Return integers between -2**60 and 2**60 modulo the prime."""
+    return np.where(numbers < 0, numbers + PRIME, numbers).view(np.uint64)
+
+
+def _reduced(numbers: _Numbers) -> _Numbers:
+    """Return numbers below 2**62 modulo the prime."""
+    return np.where(numbers >= _PRIME, numbers - _PRIME, numbers)
+
+
+def _added(first: _Numbers, second: _Numbers) -> _Numbers:
+    return _reduced(first + second)
+
+
+def _rotated(numbers: _Numbers, num_bits: int) -> _Numbers:
+    """Return numbers times `2**num_bits`: 2**61 is 1."""
+    up = numbers << np.uint64(num_bits) & _PRIME
+    return _reduced(up | numbers >> np.uint64(61 - num_bits))
+
+
+def _times(first: _Numbers, second: _Numbers) -> _Numbers:
+    """Return products, by way of halves of 31 and 30 bits."""
+    mask = np.uint64((1 << 31) - 1)
+    first_low, first_high = first & mask, first >> np.uint64(31)
+    second_low, second_high = second & mask, second >> np.uint64(31)
+    middle = _folded(first_low * second_high + first_high * second_low)
+    low = _folded(first_low * second_low)
+    # 2**62 is 2.
+    high = _folded((first_high * second_high) << np.uint64(1))
+    return _added(_added(low, high), _rotated(middle, 31))
+
+
+def _folded(numbers: _Numbers) -> _Numbers:
+    """Return any numbers of 64 bits modulo the prime."""
+    return _reduced((numbers & _PRIME) + (numbers >> np.uint64(61)))
+
+
+def _row_totals(numbers: _Numbers) -> _Numbers:
+    """Return the sum of each row of a matrix that has fewer than 2**32 columns."""
+    low = (numbers & np.uint64(0xFFFFFFFF)).sum(axis=1)
+    high = (numbers >> np.uint64(32)).sum(axis=1)
+    return _added(_folded(low), _rotated(_folded(high), 32))
+
+
+def _total(numbers: _Numbers) -> int:
+    return int(_row_totals(numbers.reshape(1, -1))[0])
