@@ -23,18 +23,14 @@ from distckpt._io.read_values import read_apart, read_values, warn_of_overflows
 from distckpt._io.shared_read import Sharing, read_shared
 from distckpt._mapping.sharded_tensor import ShardedTensor
 from distckpt._plan.decoded import decoded, name_in_view
-<<<<<<< HEAD
 from distckpt._plan.load import (
     Copy,
     Request,
-    check_dtype,
+    check_dtypes,
     check_keys,
     plan_load,
     request_of,
 )
-=======
-from distckpt._plan.load import Copy, Request, check_dtypes, check_keys, plan_load
->>>>>>> main
 from distckpt._plan.translate import translate
 from distckpt._ranks import exchanges
 from distckpt._ranks.collectives import Ranks

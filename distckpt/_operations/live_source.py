@@ -27,9 +27,9 @@ from distckpt._move.pieces import Pieces, PieceTable, pieces_of
 from distckpt._move.plan import plan_moves
 from distckpt._move.rank_plan import RankPlan
 from distckpt._move.staging import Staged
+from distckpt._operations.on_demand import on_demand
 from distckpt._operations.shard_source import FamilyName, ShardSource
 from distckpt._ranks.collectives import Ranks
-from distckpt._rules.families import config_for, rules_for
 from distckpt._rules.rule import Rule
 from distckpt._state import flatten
 from distckpt._state.common_state import COMMON_KEY
@@ -80,7 +80,8 @@ def _described(
     cells = {shard.unique_key: shard for shard in shards if isinstance(shard, ShardedObject)}
     if family is not None and tensors:
         keys = [shard.key for shard in tensors]
-        rules = [*rules, *rules_for(config_for(family, at), keys)]
+        families = on_demand("families")
+        rules = [*rules, *families.rules_for(families.config_for(family, at), keys)]
     pieces = pieces_of(tensors, rules)
     kinds = {cell.key: cell.global_shape for cell in cells.values()}
     header = json.dumps([kinds, bool(common)]).encode()

@@ -16,12 +16,7 @@ from distckpt._mapping.sharded_tensor import ShardedTensor
 from distckpt._mapping.wrappers import ShardedStateDict, StateDict
 from distckpt._models import objects
 from distckpt._models.whole import Coverage, coverage_of, refuse_left_out
-<<<<<<< HEAD
 from distckpt._operations.shard_source import ShardSource
-=======
-from distckpt._operations.on_demand import on_demand
-from distckpt._operations.shard_source import ShardSource, source_of
->>>>>>> main
 from distckpt._plan.translate import stored_names
 from distckpt._ranks.collectives import Ranks
 from distckpt._rules.rule import Rule
@@ -190,15 +185,9 @@ def describe_targets(
             split = flatten.split(resolved.state_dict, {} if rules else entries)
             ties = find_ties(split.shards)
         stored = _without_skipped(entries, described, resolved)
-<<<<<<< HEAD
-        ties = _absent_ties(split.shards, stored) if not rules else {}
-        table = None if source.has_free_targets else shard_table(split.shards)
-    return source, Targets(described, resolved, split, entries, stored, ties, table, rules)
-=======
         absent = _absent_ties(split.shards, ties, stored) if not rules else {}
-        table = shard_table(split.shards, ties)
+        table = None if source.has_free_targets else shard_table(split.shards, ties)
     return source, Targets(described, resolved, split, entries, stored, absent, table, rules)
->>>>>>> main
 
 
 def _rules_of_family(
@@ -210,15 +199,7 @@ def _rules_of_family(
     if family is None:
         return ()
     keys = [shard.key for shard in shards if isinstance(shard, ShardedTensor)]
-<<<<<<< HEAD
     return source.rules_of_family(family, location, keys)
-=======
-    families = on_demand("families")
-    rules: Sequence[Rule] = families.rules_for(
-        families.config_for(family, location), keys, source.shapes()
-    )
-    return rules
->>>>>>> main
 
 
 def _how_much_is_needed(described: objects.Described, mode: StrictHandling, depends: bool) -> int:
@@ -267,26 +248,16 @@ def check_targets(
         InvalidShardingError: the requests of the ranks contradict each other.
         LoadMismatchError: keys differ, and the mode of the request raises.
     """
-<<<<<<< HEAD
+    table, is_alone = targets.table, ranks.size == 1
+    validates = table is not None and request.options.validate_access_integrity is not False
     messages: Sequence[list[bytes]] = ()
-    if targets.table and request.options.validate_access_integrity is not False:
-        messages = ranks.gather_once(targets.table.to_messages())
+    if table is not None and validates and not is_alone:
+        messages = ranks.gather_once(table.to_messages())
     requested = targets.requested
     with ranks.phase("check the requested shards", decision=True) as vote:
-        if messages and ranks.is_coordinator:
-            tables = ShardTable.all_from_messages(*messages)
-            asks_for_part = ranks.size == 1 and request.options.validate_access_integrity is None
-=======
-    validates = request.options.validate_access_integrity is not False
-    is_alone = ranks.size == 1
-    sends = validates and not is_alone
-    messages = ranks.gather_once(targets.table.to_messages()) if sends else []
-    requested = targets.requested
-    with ranks.phase("check the requested shards", decision=True) as vote:
-        if validates and ranks.is_coordinator:
-            tables = [targets.table] if is_alone else ShardTable.all_from_messages(*messages)
+        if table is not None and validates and ranks.is_coordinator:
+            tables = [table] if is_alone else ShardTable.all_from_messages(*messages)
             asks_for_part = is_alone and request.options.validate_access_integrity is None
->>>>>>> main
             _validate(tables, validate_part if asks_for_part else validate_shards)
         is_lenient = request.mode is StrictHandling.ASSUME_OK_UNEXPECTED
         compared = targets.stored if is_lenient else ()

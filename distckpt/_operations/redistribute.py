@@ -6,7 +6,7 @@ import os
 from collections.abc import Sequence
 from typing import Any
 
-from distckpt._base.memory import paused_garbage_collection
+from distckpt._base.garbage import paused_garbage_collection
 from distckpt._base.options import MoveOptions, with_changes
 from distckpt._base.reports import MoveReport
 from distckpt._mapping.wrappers import ShardedStateDict

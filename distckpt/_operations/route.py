@@ -10,7 +10,7 @@ from typing import Any
 
 from distckpt._base import interrupts
 from distckpt._base.errors import CheckpointingException, RankFailedError
-from distckpt._base.memory import paused_garbage_collection
+from distckpt._base.garbage import paused_garbage_collection
 from distckpt._base.options import MoveOptions, check_seconds, with_changes
 from distckpt._base.reports import MoveReport
 from distckpt._mapping.wrappers import ShardedStateDict

@@ -19,8 +19,8 @@ from distckpt._format.stored_checkpoint import StoredCheckpoint
 from distckpt._io.load_shards import ReadSettings
 from distckpt._mapping.sharded_tensor import ShardedTensor
 from distckpt._mapping.wrappers import ShardedObject
+from distckpt._operations.on_demand import on_demand
 from distckpt._ranks.collectives import Ranks
-from distckpt._rules.families import config_for, rules_for
 from distckpt._rules.rule import Rule
 from distckpt._state.common_state import COMMON_KEY
 from distckpt._state.shards import Shard
@@ -68,7 +68,10 @@ class ShardSource(ABC):
 
     def rules_of_family(self, family: FamilyName, location: str, keys: Sequence[str]) -> list[Rule]:
         """Return the rules from the names of requested tensors to those of this source."""
-        return rules_for(config_for(family, location), keys, self.shapes())
+        families = on_demand("families")
+        config = families.config_for(family, location)
+        rules: list[Rule] = families.rules_for(config, keys, self.shapes())
+        return rules
 
     def shapes(self) -> Mapping[str, tuple[int, ...]] | None:
         """Return the shapes of what is stored by key, where they are known without reading."""
