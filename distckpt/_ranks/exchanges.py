@@ -110,6 +110,12 @@ class Exchanges:
             interrupts.hold(_turns.setdefault(group, threading.Lock()))
             self._group = _cpu_group(group)
 
+    def use_group(self, group: Any) -> None:
+        """Go on in a group that `group_over` made, which is used by one thread."""
+        self.stop = threading.Event()
+        self._group, self.rank, self.size = group, group.rank(), group.size()
+        self.is_coordinator = self.rank == 0
+
     def use_new_group(self, timeout: float) -> None:
         """Go on in a new gloo group of the same ranks, which wait up to `timeout` seconds for each
         other there.
@@ -130,9 +136,7 @@ class Exchanges:
 
     def is_known_to_all(self, error: BaseException) -> bool:
         """Tell whether all ranks have raised this error, or one with the same cause, together."""
-        return (
-            self._group is not None and getattr(error, "known_in", None) == self._group.group_name
-        )
+        return self._group is not None and getattr(error, "known_in", None) == _name_of(self._group)
 
     def are_in_step_after(self, error: BaseException) -> bool:
         """Tell whether ranks may go on together after an error: all have raised it, and no rank was
@@ -418,8 +422,50 @@ def _first_of_same(rows: IntArray) -> IntArray:
 
 def mark_known(error: BaseException, group: Any) -> BaseException:
     """Note that the ranks of a group have raised an error together, or no longer can."""
-    error.known_in = group.group_name  # type: ignore[attr-defined]
+    error.known_in = _name_of(group)  # type: ignore[attr-defined]
     return error
+
+
+def _name_of(group: Any) -> str:
+    return getattr(group, "group_name", None) or f"group at {id(group)}"
+
+
+def open_store(host: str, port: int, is_host: bool, timeout: float) -> Any:
+    """Open the store at an address, through which processes of any jobs find each other.
+
+    Raises:
+        CheckpointingException: nobody hosts it within `timeout` seconds, or the port is taken.
+    """
+    limit = timedelta(seconds=timeout)
+    try:
+        return dist.TCPStore(  # type: ignore[attr-defined]
+            host, port, None, is_host, timeout=limit, wait_for_workers=False
+        )
+    except RuntimeError as error:
+        problem = "cannot be hosted here" if is_host else f"did not answer within {timeout:g} s"
+        raise CheckpointingException(f"The store at {host}:{port} {problem}: {error}") from error
+
+
+def group_over(store: Any, name: str, rank: int, size: int, timeout: float) -> Any:
+    """Make a gloo group of processes of any jobs, which need no default group.
+
+    Collective operation: all `size` processes must call it, within `timeout` seconds.
+    """
+    prefixed = dist.PrefixStore  # type: ignore[attr-defined]
+    shared = prefixed(name, store)
+    attendance = AttendanceLog(prefixed("attendance", shared), rank, size)
+    try:
+        group = dist.ProcessGroupGloo(shared, rank, size, timedelta(seconds=timeout))
+    except RuntimeError as error:
+        raise attendance.lost_contact("make a process group", error) from error
+    _attendance_logs[group] = attendance
+    return group
+
+
+def place_in(process_group: Any) -> tuple[int, int]:
+    """Return the rank of this process in a group, and its size; 0 and 1 without one."""
+    group = group_of(process_group)
+    return (0, 1) if group is None else (dist.get_rank(group), dist.get_world_size(group))
 
 
 @contextlib.contextmanager

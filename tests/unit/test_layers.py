@@ -32,6 +32,7 @@ LAYERS = [
     "_checkpoint",
     "_foreign",
     "_models",
+    "_move",
     "_recording",
     "strategies",
     "_operations",

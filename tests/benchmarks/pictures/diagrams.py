@@ -162,7 +162,11 @@ def architecture() -> str:
             "panel",
             ["_cli", "_parts", "_dcp_api", "_megatron", "_manager", "_engines"],
         ),
-        ("Verbs, and what a state dict holds", "b", ["_operations", "_recording", "_models"]),
+        (
+            "Verbs, and what a state dict holds",
+            "b",
+            ["_operations", "_move", "_recording", "_models"],
+        ),
         ("Checkpoints of any format", "c", ["_checkpoint", "_foreign"]),
         ("Moving bytes, and planning it", "d", ["_io", "_plan", "_state"]),
         ("Commit, format, shards", "panel", ["_commit", "_mapping", "_format"]),
