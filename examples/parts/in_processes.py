@@ -2,7 +2,7 @@
 
     python examples/parts/in_processes.py --work-dir /tmp/parts
 
-Makes a checkpoint, and exports it as eight tasks. Run it again after it was interrupted: it goes on.
+Makes a checkpoint, and exports it as eight tasks. Run it again when it was interrupted: it goes on.
 """
 
 from __future__ import annotations
