@@ -61,6 +61,14 @@ def ls(parser: ArgumentParser) -> None:
     parser.add_argument(
         "root", help="a directory that holds checkpoints, such as that of a manager: a path or URL"
     )
+    add_html(parser)
+    parser.add_argument(
+        "--changes",
+        type=positive,
+        metavar="N",
+        help="on the page, how the layers of the newest N steps have changed; reads them",
+    )
+    add_keys(parser)
 
 
 def cat(parser: ArgumentParser) -> None:
@@ -145,7 +153,19 @@ def merge(parser: ArgumentParser) -> None:
 
 def contradiction(arguments: Namespace) -> str:
     """Say what is wrong with arguments that are right one by one; an empty text if nothing is."""
-    return _contradiction_of_parts(arguments) or _contradiction_of_merge(arguments)
+    return (
+        _contradiction_of_pages(arguments)
+        or _contradiction_of_parts(arguments)
+        or _contradiction_of_merge(arguments)
+    )
+
+
+def _contradiction_of_pages(arguments: Namespace) -> str:
+    if "journals" in arguments and arguments.output is None and arguments.html is None:
+        return "trace writes a trace (-o FILE), a page (--html FILE), or both"
+    if "changes" in arguments and arguments.html is None and (arguments.changes or arguments.keys):
+        return "--changes and --keys are for the page that --html writes"
+    return ""
 
 
 def _contradiction_of_parts(arguments: Namespace) -> str:
@@ -336,7 +356,8 @@ def trace(parser: ArgumentParser) -> None:
     parser.add_argument(
         "journals", nargs="+", metavar="JOURNAL", help="lines of the logger distckpt.events"
     )
-    parser.add_argument("-o", "--output", required=True, metavar="FILE", help="the trace to write")
+    parser.add_argument("-o", "--output", metavar="FILE", help="the trace to write")
+    add_html(parser)
 
 
 # --- Shared

@@ -24,7 +24,6 @@ from distckpt._format.hf_names import (
 from distckpt._format.marker import replaced
 from distckpt._format.read_header import read_header
 from distckpt._format.stored_checkpoint import StoredCheckpoint
-from distckpt._io.direct_reads import unread_files
 from distckpt._io.export import file_size, write_output_file
 from distckpt._io.extra_files import write_extra_files
 from distckpt._operations.export_plan import ExportPlan
@@ -124,8 +123,7 @@ def _write_files(
     """Write the files of this rank; return the overflows of all ranks by tensor."""
     overflows: dict[str, int] = {}
     counter = ProgressCounter(request.options.progress, sum(file.num_bytes for file in mine))
-    unread = unread_files(plan.source.stored)
-    with ranks.phase("write output files"), OpenFiles.for_many_reads(unread) as open_files:
+    with ranks.phase("write output files"), OpenFiles.for_many_reads() as open_files:
         source = plan.source.with_files(open_files)
         for file in mine:
             path = locations.join(output.location, file.name)

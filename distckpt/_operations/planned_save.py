@@ -124,7 +124,8 @@ def write_and_commit(ranks: Ranks, save: PlannedSave) -> SaveReport:
             if ranks.is_coordinator:
                 if save.source is not None:
                     _check_source(save)
-                marker = {**save.request.notes, **(own_fields or {}), **asdict(save.config)}
+                notes = {"seconds": round(timer.seconds, 3), **save.request.notes}
+                marker = {**notes, **(own_fields or {}), **asdict(save.config)}
                 output.commit(marker, prepared.written)
     return _report(ranks, save)
 

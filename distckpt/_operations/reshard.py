@@ -37,7 +37,6 @@ from distckpt._format.marker import (
 from distckpt._format.stored_checkpoint import StoredCheckpoint
 from distckpt._geometry.region import Region, whole
 from distckpt._io import background
-from distckpt._io.direct_reads import unread_files
 from distckpt._io.export import filling, num_export_threads
 from distckpt._io.save_shards import (
     ShardSave,
@@ -198,7 +197,7 @@ def reshard(
     overflows: dict[str, int] = {}
     with (
         reading(ranks, [stored]),
-        OpenFiles.for_many_reads(unread_files(stored)) as open_files,
+        OpenFiles.for_many_reads() as open_files,
     ):
         files = _files_of_rank(ranks, plan, open_files, overflows)
         prepared = _prepare(ranks, plan.layout, files, max_inflight_bytes, progress)

@@ -24,7 +24,7 @@ from distckpt._base.libc import read_into
 from distckpt._base.memory import Bytes, bounce_buffer
 from distckpt._base.messages import check_choice, check_count
 from distckpt._base.options import Progress
-from distckpt._base.threads import Pool, ProgressCounter
+from distckpt._base.threads import Pool, ProgressCounter, run_threads
 from distckpt._checkpoint.consistent_read import read_attempts
 from distckpt._checkpoint.opening import identify, open_checkpoint
 from distckpt._commit.conditional_put import stray_files
@@ -33,7 +33,6 @@ from distckpt._format.manifest import Manifest, is_manifest_name
 from distckpt._format.marker import CONFIG_FNAME, file_size
 from distckpt._format.stored_checkpoint import StoredCheckpoint
 from distckpt._geometry.region import IntArray
-from distckpt._io.direct_reads import unread_files
 from distckpt._mapping.wrappers import ShardedStateDict
 from distckpt._operations.on_demand import on_demand
 from distckpt._ranks.collectives import PhaseTimer, Ranks
@@ -135,7 +134,7 @@ def verify(
             checkpoint holds besides, objects and common state are not compared.
         process_group: the ranks that hold `live` together, see `save`.
         num_threads: number of threads that read, each with `UNIT_BYTES` of memory.
-        progress: called with the bytes read so far and the bytes to read, from one thread.
+        progress: called with the bytes read so far and the bytes to read, by one thread at a time.
 
     Returns:
         What was found. Damage does not raise: it is listed in `problems`, and so are tensors of
@@ -243,23 +242,26 @@ def _check_content(
 ) -> tuple[list[Problem], int]:
     """Check the files of a checkpoint; return what is wrong, and the bytes read."""
     files = stored.manifest.files
-    open_files = OpenFiles(direct=unread_files(stored) if mode == "full" else ())
+    open_files = OpenFiles()
     stored = stored.with_files(open_files)
-    # An interrupt ends the iteration, which cancels what has not begun.
-    with open_files, Pool(num_threads, thread_name_prefix="distckpt-verify") as pool:
+    with open_files:
         # 1. Files are there, have their sizes, and begin with the headers that were written.
-        problems = check_files(stored, range(len(files)), pool)
+        problems = check_files(stored, range(len(files)), num_threads)
         num_bytes = sum(file.header_bytes for file in files)
         if mode == "fast":
             return problems, num_bytes
         # 2. Blocks have their checksums.
-        found, num_read = _check_blocks(stored, pool, progress)
+        found, num_read = _check_blocks(stored, num_threads, progress)
         return problems + found, num_bytes + num_read
 
 
-def check_files(stored: StoredCheckpoint, file_ids: Sequence[int], pool: Pool) -> list[Problem]:
+def check_files(
+    stored: StoredCheckpoint, file_ids: Sequence[int], num_threads: int
+) -> list[Problem]:
     """Check that files are there, with the sizes and headers that were written."""
-    checked = pool.map(partial(_check_file, stored), file_ids)
+    # An interrupt ends the iteration, which cancels what has not begun.
+    with Pool(num_threads, thread_name_prefix="distckpt-verify") as pool:
+        checked = list(pool.map(partial(_check_file, stored), file_ids))
     return [problem for problem in checked if problem is not None]
 
 
@@ -289,12 +291,13 @@ def _wrong_size(path: str, num_bytes: int, expected: int) -> Problem:
 
 
 def _check_blocks(
-    stored: StoredCheckpoint, pool: Pool, progress: Progress | None
+    stored: StoredCheckpoint, num_threads: int, progress: Progress | None
 ) -> tuple[list[Problem], int]:
     """Compare the checksums of all blocks; return what is wrong, and the bytes read."""
     blocks = list_blocks(stored.manifest)
     counter = ProgressCounter(progress, int((blocks.stops - blocks.starts).sum()))
-    bad, num_read = check_units(stored, blocks, units_of_blocks(blocks), pool, counter.add)
+    units = units_of_blocks(blocks)
+    bad, num_read = check_units(stored, blocks, units, num_threads, counter.add)
     return describe_blocks(stored, blocks, bad), num_read
 
 
@@ -302,17 +305,24 @@ def check_units(
     stored: StoredCheckpoint,
     blocks: Blocks,
     units: Iterable[range],
-    pool: Pool,
+    num_threads: int,
     add_bytes: Callable[[int], None],
 ) -> tuple[list[BadBlock], int]:
-    """Compare the checksums of ranges of blocks; return the bad ones, and the bytes read."""
+    """Compare the checksums of ranges of blocks; return the bad ones in order, and the bytes
+    read.
+    """
     bad: list[BadBlock] = []
-    num_read = 0
-    for found, num_of_unit in pool.map(partial(_check_unit, stored, blocks), units):
-        bad += found
-        num_read += num_of_unit
+    num_read: list[int] = []
+
+    def check(unit: range) -> None:
+        found, num_of_unit = _check_unit(stored, blocks, unit)
+        bad.extend(found)
+        num_read.append(num_of_unit)
         add_bytes(num_of_unit)
-    return bad, num_read
+
+    is_local = locations.is_local(stored.location)
+    run_threads(check, units, num_threads, in_stretches=is_local)
+    return sorted(bad), sum(num_read)
 
 
 class Blocks(NamedTuple):
@@ -439,9 +449,6 @@ def _read(stored: StoredCheckpoint, path: str, start: int, stop: int) -> Bytes:
         return np.frombuffer(locations.read_range(path, start, stop), np.uint8)
     file_size(path)  # raises where this is no file
     assert stored.files is not None
-    content = stored.files.read_directly(path, start, stop - start)
-    if content is not None:
-        return content
     buffer = bounce_buffer("read", stop - start)
     with stored.files.open(path) as fd:
         return buffer[: read_into(fd, [buffer], start)]

@@ -17,14 +17,13 @@ import torch
 
 from distckpt._base.dtypes import FROM_NAME
 from distckpt._base.messages import check_choice, check_count
-from distckpt._base.threads import Pool, ProgressCounter
+from distckpt._base.threads import ProgressCounter
 from distckpt._checkpoint.consistent_read import reading
 from distckpt._checkpoint.opening import open_undisturbed
 from distckpt._checkpoint.stored_values import StoredTensor
 from distckpt._commit import posix
 from distckpt._format.marker import marker_of
 from distckpt._format.stored_checkpoint import StoredCheckpoint
-from distckpt._io.direct_reads import unread_files
 from distckpt._operations.diff import (
     Change,
     Compared,
@@ -156,22 +155,18 @@ class _VerifyWork(Work):
     def run(
         self, attempt: Attempt, assigned: Iterable[int], add_bytes: Callable[[int], None]
     ) -> Iterator[tuple[int, Any]]:
-        unread = unread_files(self._stored) if self._mode == "full" else ()
-        with OpenFiles(direct=unread) as open_files, self._pool() as pool:
+        with OpenFiles() as open_files:
             stored = self._stored.with_files(open_files)
             for number in assigned:
                 if number < len(self._of_files):
-                    yield number, self._check_files(stored, self._of_files[number], pool)
+                    yield number, self._check_files(stored, self._of_files[number])
                     continue
                 run = self._of_units[number - len(self._of_files)]
                 units = self._units[run.start : run.stop]
-                yield number, check_units(stored, self._blocks, units, pool, add_bytes)
+                yield number, check_units(stored, self._blocks, units, self._num_threads, add_bytes)
 
-    def _pool(self) -> Pool:
-        return Pool(self._num_threads, thread_name_prefix="distckpt-verify")
-
-    def _check_files(self, stored: StoredCheckpoint, run: range, pool: Pool) -> tuple[Any, int]:
-        problems = check_files(stored, run, pool)
+    def _check_files(self, stored: StoredCheckpoint, run: range) -> tuple[Any, int]:
+        problems = check_files(stored, run, self._num_threads)
         return [vars(problem) for problem in problems], sum(self._headers[run.start : run.stop])
 
     def complete(self, attempt: Attempt, results: Sequence[Any]) -> None:

@@ -1,4 +1,4 @@
-"""The examples of work in parts: programs run, scripts are what their shells and schedulers take."""
+"""The examples of work in parts: programs run, scripts are what shells and schedulers take."""
 
 from __future__ import annotations
 
