@@ -21,7 +21,6 @@ from distckpt._format.checksum import checksum
 from distckpt._format.manifest import ChunkTable, planned_manifest
 from distckpt._format.marker import CONFIG_FNAME, CheckpointingConfig, write_marker
 from distckpt._format.stored_checkpoint import StoredCheckpoint
-from distckpt._io.direct_reads import unread_files
 from distckpt._io.export import counting_from, num_export_threads
 from distckpt._io.save_shards import write_manifest
 from distckpt._io.write import NewFile, WriteSettings, in_folder, write_files, write_span
@@ -149,7 +148,7 @@ class _ReshardWork(Work):
         settings = WriteSettings(num_threads=num_threads, progress=add_bytes)
         with (
             reading(Ranks.alone(), [self._stored]),
-            OpenFiles.for_many_reads(unread_files(self._stored)) as open_files,
+            OpenFiles.for_many_reads() as open_files,
         ):
             stored = self._plan.stored.with_files(open_files)
             for number in assigned:

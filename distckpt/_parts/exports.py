@@ -13,7 +13,6 @@ from distckpt._checkpoint.consistent_read import reading
 from distckpt._commit import posix
 from distckpt._commit.output import Output, OutputSettings, continued_output
 from distckpt._format.hf_names import INDEX_NAME, SINGLE_NAME, belongs_to_export
-from distckpt._io.direct_reads import unread_files
 from distckpt._io.export import (
     counting_from,
     export_settings,
@@ -134,10 +133,9 @@ class _ExportWork(Work):
     ) -> Iterator[tuple[int, Any]]:
         directory = self.directory(attempt)
         settings = export_settings(num_export_threads(self._options.max_inflight_bytes), add_bytes)
-        unread = unread_files(self._plan.source.stored)
         with (
             reading(Ranks.alone(), self._opened),
-            OpenFiles.for_many_reads(unread) as open_files,
+            OpenFiles.for_many_reads() as open_files,
         ):
             source = self._plan.source.with_files(open_files)
             for number in assigned:

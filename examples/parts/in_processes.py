@@ -2,11 +2,7 @@
 
     python examples/parts/in_processes.py --work-dir /tmp/parts
 
-<<<<<<< HEAD
-Makes a checkpoint, and exports it as eight tasks. Run it again when it was interrupted: it goes on.
-=======
 Makes a checkpoint, and exports it as eight tasks. Run it again after an interrupt: it goes on.
->>>>>>> main
 """
 
 from __future__ import annotations
