@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from distckpt._base.errors import CheckpointingException
+from distckpt._base.interrupts import operation
 from distckpt._base.options import Progress
 from distckpt._base.threads import ProgressCounter
 from distckpt._commit import hidden_directories
@@ -45,6 +46,7 @@ class PartReport:
     report: Any = None
 
 
+@operation
 def run_part(work: Work, part: Part, progress: Progress | None = None) -> PartReport:
     """Do the pieces of a part that are missing, and complete the work if no others are.
 
@@ -81,6 +83,7 @@ def run_part(work: Work, part: Part, progress: Progress | None = None) -> PartRe
     )
 
 
+@operation
 def finish(work: Work) -> Any:
     """Complete work of which all pieces are whole, and return the report of the verb.
 
