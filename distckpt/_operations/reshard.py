@@ -192,7 +192,8 @@ def reshard(
             plan = plan_reshard(ranks, stored, target, selection, division, common_state)
 
     # 2. Write beside the target, and commit.
-    request = SaveRequest(path=target, overwrite=overwrite, notes=notes_of(stored, selection))
+    notes = notes_of(stored, selection)
+    request = SaveRequest(path=target, overwrite=overwrite, notes=notes, verb="reshard")
     source = stored.marker if target == posix.resolve(location) else None
     overflows: dict[str, int] = {}
     with (
