@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -181,7 +182,8 @@ def _run(
     """Do pieces; yield the number of each that is whole now."""
     if not mine:
         return
-    with journal.at_work(part) as note:
+    directory = work.directory(journal.attempt)
+    with journal.at_work(part) as note, _in_sight(directory) as check:
 
         def report(done: int, total: int) -> None:
             note.report(done, total)
@@ -193,10 +195,30 @@ def _run(
         before = time.perf_counter()
         for number, result in work.run(journal.attempt, assigned, counter.add):
             now = time.perf_counter()
+            # Otherwise the record could be about files that were removed with another attempt.
+            check()
             journal.record(number, result, now - before)
             before = now
             yield number
         counter.finish()
+
+
+@contextlib.contextmanager
+def _in_sight(directory: str) -> Iterator[Callable[[], None]]:
+    """Yield a function that raises an error when a local directory was removed or renamed; what
+    is no directory stays.
+    """
+    if not (locations.is_local(directory) and locations.isdir(directory)):
+        yield lambda: None
+        return
+    with hidden_directories.kept_in_sight(directory) as is_same:
+
+        def check() -> None:
+            if not is_same():
+                text = "removed while this part was writing into it; run the part again"
+                raise FileNotFoundError(errno.ENOENT, text, directory)
+
+        yield check
 
 
 def _missing(work: Work, journal: Journal, mine: Iterable[int], note: Note) -> Iterator[int]:
