@@ -45,6 +45,7 @@ from distckpt._plan.layout import (
     PlannedChunk,
     PlannedFile,
     SavePlan,
+    Structure,
     chunk_table,
     lay_out_files,
     lay_out_object_file,
@@ -115,6 +116,68 @@ class ShardSettings:
         )
 
 
+class ReadyShards(NamedTuple):
+    """Shards of one rank that can be saved, and what it knows of a plan for them.
+
+    Attributes:
+        shards: with encoded objects.
+        settings: of the save.
+        structure: what a plan is found by.
+        table: describes the shards, where no plan was kept.
+        plan: that was kept; None if there is none.
+        digest: of samples of replicas, see `weighted_digest`.
+        num_bytes: how much this rank writes by that plan.
+    """
+
+    shards: list[Shard]
+    settings: ShardSettings
+    structure: Structure
+    table: ShardTable | None
+    plan: SavePlan | None = None
+    digest: int = 0
+    num_bytes: int = 0
+
+    def vote(self) -> bytes:
+        """Return what the coordinator compares, see `KeptPlans`."""
+        number = 0 if self.plan is None else self.plan.number
+        return np.array([number, self.digest, self.num_bytes], np.int64).tobytes()
+
+
+NO_VOTE = bytes(24)
+"""Of a rank that has not looked for a plan."""
+
+
+class KeptPlans(NamedTuple):
+    """What the coordinator finds out about plans that ranks have kept.
+
+    Attributes:
+        are_used: all know the same plan, and replicas are still equal.
+        some_know: at least one knows a plan.
+        num_bytes: how much all ranks write by that plan; known to the coordinator.
+    """
+
+    are_used: bool
+    some_know: bool
+    num_bytes: int = 0
+
+    @classmethod
+    def compared(cls, votes: Sequence[bytes]) -> KeptPlans:
+        """Compare the votes of all ranks, see `ReadyShards.vote`."""
+        numbers, digests, sizes = np.frombuffer(b"".join(votes), np.int64).reshape(-1, 3).T
+        # The digests of all ranks add up to 0 modulo 2**64.
+        is_same = bool((numbers == numbers[0]).all()) and not digests.sum()
+        return cls(is_same and bool(numbers[0]), bool(numbers.any()), int(sizes.sum()))
+
+    def to_bytes(self) -> bytes:
+        """Encode for sending."""
+        return bytes([self.are_used, self.some_know])
+
+    @classmethod
+    def from_bytes(cls, data: bytes) -> KeptPlans:
+        """Decode what `to_bytes` made."""
+        return cls(*map(bool, data))
+
+
 def prepare_shards(
     ranks: Ranks,
     shards: Sequence[Shard],
@@ -128,17 +191,70 @@ def prepare_shards(
     Raises:
         InvalidShardingError: shards overlap, leave gaps or contradict each other.
     """
-    ready, plan, is_reused = _find_or_make_plan(ranks, shards, settings)
-    encoded = encoded_objects(plan.objects, ready)
-    num_bytes = plan.tensor_bytes + sum(map(len, encoded.values()))
+    return plan_shards(ranks, *_compare_plans(ranks, shards, settings))
+
+
+def _compare_plans(
+    ranks: Ranks, shards: Sequence[Shard], settings: ShardSettings
+) -> tuple[ReadyShards, KeptPlans]:
+    with ranks.telling("describe the shards") as told:
+        ready = ready_to_plan(ranks, shards, settings)
+        told.payload = ready.vote()
+    with ranks.answering(told, "describe the shards"):
+        if ranks.is_coordinator:
+            told.answer = KeptPlans.compared(told.payloads).to_bytes()
+    return ready, KeptPlans.from_bytes(told.answer)
+
+
+def ready_to_plan(ranks: Ranks, shards: Sequence[Shard], settings: ShardSettings) -> ReadyShards:
+    """Encode objects, and look for a plan that was kept; otherwise describe the shards."""
+    options = settings.options
+    comparison = _comparison_of(ranks, options)
+    ready = _all_ready(shards, comparison, settings.leaves_out)
+    group = exchanges.group_number(settings.exchange_group)
+    structure = structure_of(ready, ranks, options.validate_access_integrity, group)
+    # Comparing the whole content of replicas takes an exchange each time.
+    known = None if comparison is _Comparison.ALL else settings.plans.find(structure)
+    if known is None:
+        return ReadyShards(ready, settings, structure, _described(ready, settings, comparison))
+    compares = comparison is _Comparison.SAMPLES and known.replicas is not None
+    digest = weighted_digest(known, ready) if compares else 0
+    num_bytes = known.tensor_bytes + sum(map(len, encoded_objects(known.objects, ready).values()))
+    return ReadyShards(ready, settings, structure, None, known, digest, num_bytes)
+
+
+def plan_shards(ranks: Ranks, ready: ReadyShards, kept: KeptPlans) -> ShardSave:
+    """Use the plan that all ranks have kept, or plan together. Collective operation: all ranks must
+    call it.
+    """
+    shards, num_bytes = ready.shards, ready.num_bytes
+    plan = _plan_of(ranks, ready, kept)
+    encoded = encoded_objects(plan.objects, shards)
+    if not kept.are_used:
+        num_bytes = plan.tensor_bytes + sum(map(len, encoded.values()))
     return ShardSave(
-        make_tensor_files=tensor_files_of(plan.files, ready),
+        make_tensor_files=tensor_files_of(plan.files, shards),
         plan=plan,
         encoded=encoded,
-        settings=settings.for_writing(num_bytes),
+        settings=ready.settings.for_writing(num_bytes),
         num_bytes=num_bytes,
-        plan_reused=is_reused,
+        plan_reused=kept.are_used,
     )
+
+
+def _plan_of(ranks: Ranks, ready: ReadyShards, kept: KeptPlans) -> SavePlan:
+    shards, settings, table = ready.shards, ready.settings, ready.table
+    if kept.are_used and ready.plan is not None:
+        return ready.plan
+    if kept.some_know:
+        # Some ranks, though not all, know a plan, or replicas have become different.
+        with ranks.phase("describe the shards again"):
+            comparison = _comparison_of(ranks, settings.options)
+            table = table or _described(shards, settings, comparison)
+    assert table is not None
+    plan = _make_plan(ranks, table, shards, settings)
+    settings.plans.keep(ready.structure, plan)
+    return plan
 
 
 class OwnedChunk(NamedTuple):
@@ -158,40 +274,11 @@ def plan_chunks(
 
     Collective operation: all ranks must call it.
     """
-    ready, plan, _ = _find_or_make_plan(ranks, shards, settings)
+    ready, kept = _compare_plans(ranks, shards, settings)
+    plan = _plan_of(ranks, ready, kept)
     chunks = [chunk for file in plan.files for chunk in file.chunks]
-    owned = [OwnedChunk(chunk, _tensors_of(chunk, ready)) for chunk in chunks]
+    owned = [OwnedChunk(chunk, _tensors_of(chunk, ready.shards)) for chunk in chunks]
     return owned, plan.manifest.manifest if plan.manifest is not None else None
-
-
-def _find_or_make_plan(
-    ranks: Ranks, shards: Sequence[Shard], settings: ShardSettings
-) -> tuple[list[Shard], SavePlan, bool]:
-    """Return the shards ready to save, their plan, and whether it was kept from an earlier save."""
-    options = settings.options
-    comparison = _comparison_of(ranks, options)
-    table = None
-    with ranks.phase("describe the shards") as vote:
-        ready = _all_ready(shards, comparison, settings.leaves_out)
-        group = exchanges.group_number(settings.exchange_group)
-        structure = structure_of(ready, ranks, options.validate_access_integrity, group)
-        # Comparing the whole content of replicas takes an exchange each time.
-        known = None if comparison is _Comparison.ALL else settings.plans.find(structure)
-        if known is None:
-            table = _described(ready, group, comparison)
-        else:
-            vote.number = known.number
-            digest = weighted_digest(known, ready) if comparison is _Comparison.SAMPLES else 0
-    if known is not None and vote.are_equal and _replicas_are_equal(ranks, known, digest):
-        return ready, known, True
-    if vote.largest:
-        # Some ranks, though not all, know a plan, or replicas have become different.
-        with ranks.phase("describe the shards again"):
-            table = table or _described(ready, group, comparison)
-    assert table is not None
-    plan = _make_plan(ranks, table, ready, settings)
-    settings.plans.keep(structure, plan)
-    return ready, plan, False
 
 
 def _all_ready(shards: Sequence[Shard], comparison: _Comparison, leaves_out: bool) -> list[Shard]:
@@ -214,19 +301,15 @@ def _comparison_of(ranks: Ranks, options: SaveOptions) -> _Comparison:
     return _Comparison.SAMPLES if is_wanted else _Comparison.NOTHING
 
 
-def _described(shards: Sequence[Shard], group: int, comparison: _Comparison) -> ShardTable:
+def _described(
+    shards: Sequence[Shard], settings: ShardSettings, comparison: _Comparison
+) -> ShardTable:
     """Describe shards, with hashes if replicas are compared."""
+    group = exchanges.group_number(settings.exchange_group)
     table = shard_table(shards)._replace(exchange_group=group)
     if comparison is not _Comparison.NOTHING:
         add_digests(table, shards, of_samples=comparison is _Comparison.SAMPLES)
     return table
-
-
-def _replicas_are_equal(ranks: Ranks, plan: SavePlan, digest: int) -> bool:
-    """Tell from a number of each rank, see `weighted_digest`, whether replicas are still equal."""
-    if ranks.size == 1 or plan.replicas is None:
-        return True
-    return not ranks.all_gather_numbers([digest]).sum()
 
 
 @dataclass
@@ -238,6 +321,7 @@ class ShardSave(PreparedSave):
         plan: its objects are written after the tensors, into a file of their own.
         encoded: the objects, by unique key.
         settings: how files are written.
+        alone: what a process without others has written.
     """
 
     make_tensor_files: Callable[[], Sequence[NewFile]]
@@ -247,7 +331,16 @@ class ShardSave(PreparedSave):
     num_bytes: int
     plan_reused: bool = False
     folder_suffix: str = ""
+    alone: ChunkTable | None = None
+    exchanges_in_write = False
     written: Sequence[tuple[str, int]] = ()
+
+    def __init_subclass__(cls) -> None:
+        """Let a class that does more in `write` be written by that, as other strategies are."""
+        if "write" in vars(cls):
+            cls.exchanges_in_write = True
+            cls.write_own = PreparedSave.write_own  # type: ignore[method-assign]
+            cls.complete = PreparedSave.complete  # type: ignore[assignment, method-assign]
 
     def stage(self, copies: FileCopies) -> ShardSave:
         # Objects are copies already, encoded ones.
@@ -260,8 +353,17 @@ class ShardSave(PreparedSave):
         Collective operation: all ranks must call it. Chunks of objects, and checksums, go to the
         coordinator.
         """
+        fields: Mapping[str, Any] = {}
+        with ranks.telling("write shard files") as told:
+            told.payload = ShardSave.write_own(self, checkpoint_dir, ranks)
+        with ranks.answering(told, "write the manifest"):
+            if ranks.is_coordinator:
+                fields = ShardSave.complete(self, checkpoint_dir, told.payloads)
+        return fields
+
+    def write_own(self, checkpoint_dir: str, ranks: Ranks) -> bytes:
         plan, suffix = self.plan, self.folder_suffix
-        with ranks.phase("write shard files"):
+        with ranks.part("write shard files"):
             files = [*self.make_tensor_files()]
             planned_objects = []
             if plan.objects:
@@ -271,12 +373,18 @@ class ShardSave(PreparedSave):
             placed = [file.below(checkpoint_dir, suffix) for file in files]
             checksums = write_files(placed, self.settings)
             written = chunk_table(planned_objects)._replace(block_checksums=checksums)
-        gathered = _gather_tables(ranks, written)
-        if plan.manifest is None:
-            return {}
-        manifest = plan.manifest.completed(gathered)
+        if ranks.size == 1:
+            self.alone = written
+            return b""
+        return written.to_bytes()
+
+    def complete(self, checkpoint_dir: str, told: Sequence[bytes]) -> Mapping[str, Any]:
+        assert self.plan.manifest is not None
+        alone = self.alone
+        of_all = [ChunkTable.from_bytes(data) for data in told] if alone is None else [alone]
+        manifest = self.plan.manifest.completed(of_all)
         fields, self.written = write_manifest(
-            checkpoint_dir, manifest, suffix, self.settings.durable
+            checkpoint_dir, manifest, self.folder_suffix, self.settings.durable
         )
         return fields
 

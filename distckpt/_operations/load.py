@@ -37,7 +37,7 @@ from distckpt._operations.load_request import (
     describe_targets,
 )
 from distckpt._operations.shard_source import ShardSource
-from distckpt._ranks.collectives import PhaseTimer, Ranks, collective
+from distckpt._ranks.collectives import Figures, PhaseTimer, Ranks, collective
 from distckpt._rules.rule import Rule
 from distckpt._state import flatten
 from distckpt._state.common_state import COMMON_KEY, CONTENT_METADATA
@@ -209,18 +209,23 @@ def run_load(ranks: Ranks, state_dict: ShardedStateDict, request: LoadRequest) -
                 vote.number = len(source.overwritten)
     lost = _overwritten_of_all(ranks, request, source, location) if vote.largest else frozenset()
     absent_of_all = _report_absent_values(ranks, request, targets, loaded)
-    with ranks.phase("restore the objects of the state dict"):
+    with ranks.telling("restore the objects of the state dict") as told:
         saved = Saved(location, schedulers_of(source.marker))
         values = targets.split.common if request.fills_values else {}
         changes = changes_of(state_dict, values, loaded)
         restored = restore_objects(targets.resolved, loaded, saved, request.asks_for_all)
+        told.payload = timer.figures(num_bytes)
+    with ranks.answering(told, "report"):
+        if ranks.is_coordinator:
+            told.answer = json.dumps(timer.united(told.payloads, "read")).encode()
     # No rank has failed. What can no longer fail comes last: values are changed all, or none.
     changes.apply()
     if ranks.is_coordinator:
         _warn_of_unchanged(changes, location)
+    figures: Figures = tuple(json.loads(told.answer))
     report = LoadReport(
         location,
-        *timer.summarize(ranks, num_bytes, "read"),
+        *figures,
         missing=differences.missing | differences.left_out | lost,
         unexpected=differences.unexpected_of_all | absent_of_all,
     )
