@@ -25,6 +25,7 @@ from distckpt._base.memory import (
 )
 from distckpt._base.threads import NUM_REQUESTS, NUM_THREADS, UNIT_BYTES, run_threads
 from distckpt._format.checksum import block_checksums
+from distckpt._format.checksum_files import checksums_in, fetch_checksums
 from distckpt._format.marker import file_size
 from distckpt._format.stored_checkpoint import StoredCheckpoint
 from distckpt._geometry.region import (
@@ -165,6 +166,8 @@ class _Reading:
         self._in_order = in_order
         self._progress = progress
         different = set(in_order.files.tolist()) if files.direct else ()
+        if stored.verifies:
+            fetch_checksums(stored, in_order.files)
         self._direct = {file for file in different if stored.path_of_file(file) in files.direct}
 
     def units(self) -> Iterator[list[Span]]:
@@ -209,7 +212,7 @@ class _Reading:
 
     def _read_directly(self, unit: list[Span]) -> _Content | None:
         """Read a unit past the page cache; None if it is to be read through it."""
-        if not self._direct or int(self._in_order.files[unit[0].chunk]) not in self._direct:
+        if not self._direct or self.file_of(unit) not in self._direct:
             return None
         num_bytes = sum(span.num_bytes for span in unit)
         if num_bytes < DIRECT_BYTES:
@@ -231,6 +234,10 @@ class _Reading:
         if num_read < sum(map(len, content.buffers)):
             raise _cut_off(self, unit, position, num_read)
         return content
+
+    def file_of(self, unit: list[Span]) -> int:
+        """Return the number of the file of a unit."""
+        return int(self._in_order.files[unit[0].chunk])
 
     def _place_of(self, unit: list[Span]) -> tuple[str, int]:
         """Return the file of a unit, and its position there."""
@@ -413,22 +420,26 @@ def _verify(reading: _Reading, unit: list[Span], buffers: Sequence[Bytes]) -> No
     blocks: list[int] = []
     for span in unit:
         part = reading.parts[span.chunk]
-        first = int(manifest.block_starts[part.chunk]) + (part.start + span.start) // block
+        first = int(manifest.first_blocks[part.chunk]) + (part.start + span.start) // block
         blocks.extend(range(first, first - (-span.num_bytes // block)))
     found = block_checksums([span.num_bytes for span in unit], buffers, block)
-    expected = manifest.block_checksums[blocks].tolist()
+    known = checksums_in(manifest, reading.file_of(unit))
+    expected = known[blocks].tolist()
     if found != expected:
-        pairs = zip(blocks, found, expected, strict=True)
-        raise _mismatch(reading.stored, next(block for block, a, b in pairs if a != b))
+        pairs = zip(found, expected, strict=True)
+        raise _mismatch(reading, unit, next(i for i, (a, b) in enumerate(pairs) if a != b))
 
 
-def _mismatch(stored: StoredCheckpoint, number: int) -> CorruptCheckpointError:
-    """Return the error about the block of a number."""
-    manifest = stored.manifest
-    chunk = int(np.searchsorted(manifest.block_starts, number, "right")) - 1
+def _mismatch(reading: _Reading, unit: list[Span], number: int) -> CorruptCheckpointError:
+    """Return the error about a block of a unit, counted from its first."""
+    stored, manifest = reading.stored, reading.stored.manifest
+    block = manifest.block_bytes
+    starts = [(span.chunk, start) for span in unit for start in range(*span[1:], block)]
+    part = reading.parts[starts[number][0]]
+    chunk = part.chunk
     first = int(manifest.first_bytes[chunk])
-    start = first + (number - int(manifest.block_starts[chunk])) * manifest.block_bytes
-    stop = min(start + manifest.block_bytes, first + int(manifest.num_bytes[chunk]))
+    start = first + part.start + starts[number][1]
+    stop = min(start + block, first + int(manifest.num_bytes[chunk]))
     key = stored.key_of(chunk)
     name = "common state" if key == COMMON_KEY else f"key {key!r}"
     return CorruptCheckpointError(
