@@ -24,6 +24,7 @@ _FILE = re.compile(
 )
 _CONTENT = re.compile(
     r"shard-\d+-model-\d+-of-\d+\.safetensors|rank-\d+\.(?:safetensors|checksums)"
+    r"|chunks-\d+\.safetensors"
 )
 
 

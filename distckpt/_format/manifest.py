@@ -4,6 +4,7 @@ planned in milliseconds.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib
 import itertools
@@ -304,7 +305,7 @@ class Manifest:
     @classmethod
     def from_bytes(cls, data: bytes, location: str) -> Manifest:
         """Decode a manifest, and check that it does not contradict itself."""
-        try:
+        with judging_manifest(location):
             fields, columns = unpack(data)
             columns = {name: _widened(column) for name, column in columns.items()}
             files = [ShardFile(str(n), int(b), int(h), int(c)) for n, b, h, c in fields["files"]]
@@ -312,13 +313,13 @@ class Manifest:
             chunks = ChunkTable(files, **{name: columns[name] for name in ChunkTable._fields[1:]})
             _check_columns(chunks, key_shapes, key_ndims, len(fields["keys"]))
             is_axis = np.arange(key_shapes.shape[1]) < key_ndims[:, None]
-            _require(
+            require(
                 bool((is_axis.sum(axis=1) == key_ndims).all()), "a key has more axes than the table"
             )
             key_shapes = np.where(is_axis, key_shapes, 1)
             block_bytes = int(fields["block_bytes"])
             # Blocks must begin between items of any size.
-            _require(
+            require(
                 0 < block_bytes <= MAX_BLOCK_BYTES and block_bytes % 16 == 0,
                 f"block_bytes is {block_bytes}",
             )
@@ -337,18 +338,6 @@ class Manifest:
                 quantization=fields.get("quantization"),
             )
             manifest._check(key_shapes)
-        except (
-            ValueError,
-            KeyError,
-            TypeError,
-            IndexError,
-            AttributeError,
-            ArithmeticError,
-        ) as error:
-            raise CorruptCheckpointError(
-                f"The manifest {location!r} is damaged ({type(error).__name__}: {error}). "
-                "Load another checkpoint, or restore this file from a copy."
-            ) from error
         return manifest
 
     def _key_shapes(self, ndim: int) -> IntArray:
@@ -359,39 +348,38 @@ class Manifest:
 
     def _check(self, key_shapes: IntArray) -> None:
         num_chunks, num_keys, keys = len(self.key_ids), len(self.keys), set(self.keys)
-        _require(
+        require(
             len(self.dtypes) == len(self.global_shapes) == num_keys,
             "keys and dtypes differ in number",
         )
-        _require(len(keys) == num_keys, "keys are not distinct")
-        _require(set(self.dtypes) <= {OBJECT, *FROM_NAME}, "a dtype is unknown")
-        _require(keys.issuperset(self.aliases.values()), "an alias has no target")
-        _require(keys.isdisjoint(self.aliases), "an alias has the name of a key")
-        _require(
-            self.origin is None or isinstance(self.origin, dict), "its origin is not described"
-        )
+        require(len(keys) == num_keys, "keys are not distinct")
+        require(set(self.dtypes) <= {OBJECT, *FROM_NAME}, "a dtype is unknown")
+        require(keys.issuperset(self.aliases.values()), "an alias has no target")
+        require(keys.isdisjoint(self.aliases), "an alias has the name of a key")
+        require(self.origin is None or isinstance(self.origin, dict), "its origin is not described")
         if self.quantization is not None:
             settings = importlib.import_module("distckpt._quantization.settings")
-            _require(
+            require(
                 settings.are_settings(self.quantization),
                 "what it says of quantized tensors is not a setting",
             )
         # Our own files lie at most one folder down; other programs may nest theirs deeper.
         max_parts = 2 if self.origin is None else 4
         for file in self.files:
-            _require(
+            require(
                 locations.is_inner_name(file.name, max_parts),
                 f"the file name {file.name!r:.300} leads elsewhere",
             )
-            limit = MAX_TABLE_BYTES if file.holds_checksums else 8 + MAX_HEADER_BYTES
+            is_all_header = file.header_bytes == file.num_bytes
+            limit = MAX_TABLE_BYTES if is_all_header else 8 + MAX_HEADER_BYTES
             fits = 0 <= file.header_bytes <= min(file.num_bytes, limit)
-            _require(fits, f"the file {file.name!r} has a header of {file.header_bytes} bytes")
+            require(fits, f"the file {file.name!r} has a header of {file.header_bytes} bytes")
         self._check_number_of_checksums()
         if num_chunks == 0:
             return
-        _require(bool((np.diff(self.key_ids) >= 0).all()), "chunks are not sorted by key")
-        _require(self.key_ids[0] >= 0 and self.key_ids[-1] < num_keys, "a chunk has no key")
-        _require(
+        require(bool((np.diff(self.key_ids) >= 0).all()), "chunks are not sorted by key")
+        require(self.key_ids[0] >= 0 and self.key_ids[-1] < num_keys, "a chunk has no key")
+        require(
             bool(((self.file_ids >= 0) & (self.file_ids < len(self.files))).all()),
             "a chunk has no file",
         )
@@ -401,11 +389,11 @@ class Manifest:
         inside = self.offsets.min(initial=0) == self.shapes.min(initial=0) == 0
         # A difference of numbers from 0 on does not wrap around.
         inside = inside and bool((self.offsets <= key_shapes[self.key_ids] - self.shapes).all())
-        _require(inside, "a chunk lies outside its tensor")
+        require(inside, "a chunk lies outside its tensor")
         sizes = np.array([f.num_bytes for f in self.files], np.int64)[self.file_ids]
         starts = np.array([f.header_bytes for f in self.files], np.int64)[self.file_ids]
         fits = (self.num_bytes >= 0) & (self.first_bytes >= starts) & (self.num_bytes <= sizes)
-        _require(
+        require(
             bool((fits & (self.first_bytes <= sizes - self.num_bytes)).all()),
             "a chunk lies outside its file",
         )
@@ -413,41 +401,41 @@ class Manifest:
         num_elements = functools.reduce(
             np.multiply, self.shapes.T, np.ones(len(self.key_ids), np.int64)
         )
-        _require(bool((num_elements < 2**58).all()), "a chunk is larger than any file")
+        require(bool((num_elements < 2**58).all()), "a chunk is larger than any file")
         item_sizes = {
             name: 0 if name == OBJECT else FROM_NAME[name].itemsize for name in set(self.dtypes)
         }
         per_item = np.array([item_sizes[name] for name in self.dtypes], np.int64)[self.key_ids]
         exact = num_elements * per_item == self.num_bytes
-        _require(bool((exact | (per_item == 0)).all()), "a chunk's size contradicts its shape")
+        require(bool((exact | (per_item == 0)).all()), "a chunk's size contradicts its shape")
         # No byte is in two chunks, so a small file cannot claim large tensors. Integer sums would
         # wrap around.
         in_files = np.bincount(self.file_ids, self.num_bytes.astype(np.float64), len(self.files))
-        _require(
+        require(
             all(in_files <= [float(f.num_bytes) for f in self.files]),
             "chunks take more room than their file has",
         )
 
     def _check_number_of_checksums(self) -> None:
-        _require(self.block_checksums.dtype == np.uint64, "checksums are not uint64")
-        _require(
+        require(self.block_checksums.dtype == np.uint64, "checksums are not uint64")
+        require(
             self.has_checksums or self.block_bytes == BLOCK_BYTES,
             "blocks of an unusual size, without checksums",
         )
         are_here = self.has_checksums and not len(self.checksum_files)
         num_blocks = int(self.block_starts[-1]) if are_here else 0
-        _require(len(self.block_checksums) == num_blocks, "the number of checksums is wrong")
+        require(len(self.block_checksums) == num_blocks, "the number of checksums is wrong")
         if not len(self.checksum_files):
             return
         groups = np.searchsorted(self.checksum_files, self.file_ids)
-        _require(groups.max(initial=0) < len(self.checksum_files), "a chunk has no checksums")
+        require(groups.max(initial=0) < len(self.checksum_files), "a chunk has no checksums")
         # Integer sums would wrap around.
         num_blocks_of = np.bincount(
             groups, np.diff(self.block_starts).astype(np.float64), len(self.checksum_files)
         )
         for file_id, expected in zip(self.checksum_files.tolist(), num_blocks_of, strict=True):
             file = self.files[file_id]
-            _require(
+            require(
                 file.num_bytes == file.header_bytes == CHECKSUM_BYTES * expected,
                 f"the number of checksums in {file.name!r} is wrong",
             )
@@ -668,7 +656,7 @@ def _check_columns(
 ) -> None:
     """Check dtypes and shapes before all else: a column without elements can claim any length."""
     columns = {**chunks.columns(), "key_shapes": key_shapes, "key_ndims": key_ndims}
-    _require(columns.pop("block_checksums").ndim == 1, "checksums are not one column")
+    require(columns.pop("block_checksums").ndim == 1, "checksums are not one column")
     num_chunks, ndim = len(chunks.key_ids), chunks.offsets.shape[-1]
     shapes = {"key_shapes": (num_keys, ndim), "key_ndims": (num_keys,)}
     shapes |= dict.fromkeys(("offsets", "shapes"), (num_chunks, ndim))
@@ -676,14 +664,34 @@ def _check_columns(
         shape = shapes.get(name, (num_chunks,))
         if found.dtype != np.int64 or found.shape != shape:
             raise ValueError(f"column {name!r} is {found.dtype} {found.shape}, not int64 {shape}")
-    _require(key_shapes.ndim == 2 and bool((key_shapes >= 0).all()), "a global shape is negative")
+    require(key_shapes.ndim == 2 and bool((key_shapes >= 0).all()), "a global shape is negative")
     # Floating point detects products that would wrap around in int64.
     num_elements = np.prod(key_shapes.astype(np.float64), axis=1)
-    _require(
+    require(
         bool((num_elements < 2.0**62).all()), "a tensor has more elements than any storage holds"
     )
 
 
-def _require(condition: bool, what: str) -> None:
+@contextlib.contextmanager
+def judging_manifest(location: str) -> Iterator[None]:
+    """Report what goes wrong in decoding a manifest as damage."""
+    try:
+        yield
+    except (
+        ValueError,
+        KeyError,
+        TypeError,
+        IndexError,
+        AttributeError,
+        ArithmeticError,
+    ) as error:
+        raise CorruptCheckpointError(
+            f"The manifest {location!r} is damaged ({type(error).__name__}: {error}). "
+            "Load another checkpoint, or restore this file from a copy."
+        ) from error
+
+
+def require(condition: bool, what: str) -> None:
+    """Raise ValueError with a text unless a condition holds."""
     if not condition:
         raise ValueError(what)

@@ -39,6 +39,7 @@ from distckpt._format.manifest import (
     planned_manifest,
     report_of,
 )
+from distckpt._format.manifest_parts import divided
 from distckpt._io.prepared_save import FileCopies, PreparedSave
 from distckpt._io.replicas import add_digests, samples_of_rows, weighted_digest
 from distckpt._io.write import NewFile, WriteSettings, file_of_tensors, in_folder, write_files
@@ -558,7 +559,10 @@ def write_manifest(
     On an object store, a manifest that is there is never replaced, since a marker may name it; the
     new one gets another name.
     """
-    chunks = planned.completed(reports)
+    chunks, parts = divided(planned.completed(reports))
+    for part, content in parts.items():
+        place = locations.join(checkpoint_dir, in_folder(part, suffix))
+        locations.write_bytes(place, content, durable)
     if suffix:
         named = [file._replace(name=in_folder(file.name, suffix)) for file in chunks.files]
         chunks = chunks._replace(files=named)

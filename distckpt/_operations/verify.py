@@ -259,8 +259,8 @@ def _check_file(stored: StoredCheckpoint, file_id: int) -> Problem | None:
     except OSError as error:
         return Problem(path, f"cannot be read: {error.strerror or error}")
     if stored.manifest.has_checksums and checksum(header) != expected.header_checksum:
-        what = "file of checksums" if expected.holds_checksums else "header"
-        text = f"checksum mismatch in the {what}"
+        is_all_header = expected.header_bytes == expected.num_bytes
+        text = "checksum mismatch" if is_all_header else "checksum mismatch in the header"
         return Problem(path, text, first_byte=0, stop_byte=expected.header_bytes)
     return None
 

@@ -211,7 +211,14 @@ def test_hostile_columns_are_found(columns):
         {"block_checksums": np.arange(17, dtype=np.uint64)},
         {"block_checksums": np.zeros((18, 2), np.uint64)},
     ],
-    ids=["signed", "too wide", "floating point", "signed checksums", "too few checksums", "wide checksums"],
+    ids=[
+        "signed",
+        "too wide",
+        "floating point",
+        "signed checksums",
+        "too few checksums",
+        "wide checksums",
+    ],
 )
 def test_columns_of_another_kind_are_found(columns):
     with pytest.raises(CorruptCheckpointError, match="The manifest 'here' is damaged"):
