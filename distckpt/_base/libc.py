@@ -62,11 +62,6 @@ def read_into(fd: int, buffers: Sequence[_Bytes], position: int) -> int:
     return total
 
 
-def read_aligned(fd: int, buffer: _Bytes, position: int) -> int:
-    """Read from a file that was opened for direct I/O; return how many bytes came."""
-    return os.preadv(fd, [buffer], position)
-
-
 def write_all(fd: int, buffers: Sequence[_Bytes], position: int) -> None:
     """Write buffers one after the other."""
     for first in range(0, len(buffers), MAX_BUFFERS):

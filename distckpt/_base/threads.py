@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import threading
 from collections.abc import Callable, Iterable, Sequence
@@ -21,10 +22,6 @@ turns.
 """
 DEFAULT_INFLIGHT_BYTES = 256 << 20
 """Memory for data that is being moved, unless the caller says otherwise."""
-NUM_DIRECT_THREADS = 4
-"""That read past the page cache: they wait for the disk, which is faster the more it is asked for
-at once.
-"""
 NUM_REQUESTS = 10
 """Requests to an object store at the same time: they wait for the network, not for a processor."""
 SIGNAL_SECONDS = 0.2
@@ -75,10 +72,16 @@ class Pool(ThreadPoolExecutor):
 
 
 def run_threads(
-    function: Callable[[_Item], Any], items: Iterable[_Item], num_threads: int = NUM_THREADS
+    function: Callable[[_Item], Any],
+    items: Iterable[_Item],
+    num_threads: int = NUM_THREADS,
+    *,
+    in_stretches: bool = False,
 ) -> None:
     """Call `function` on every item in a few threads; the first error stops the rest and is
     raised.
+
+    Threads take one item after the other, or, `in_stretches`, many that follow one another.
     """
     work = list(items)
     if len(work) <= 1 or num_threads == 1:
@@ -86,13 +89,14 @@ def run_threads(
             run_handlers()
             function(item)
         return
+    num_threads = min(num_threads, len(work))
     # next() on this is one step for the interpreter, so threads need no lock; a future for each
     # item would cost more.
-    upcoming = iter(work)
+    upcoming = iter(_stretches(work, num_threads) if in_stretches else list(zip(work)))
     errors: list[BaseException] = []
 
     def take_items() -> None:
-        for item in upcoming:
+        for item in itertools.chain.from_iterable(upcoming):
             if errors:
                 return
             try:
@@ -100,7 +104,6 @@ def run_threads(
             except BaseException as error:
                 errors.append(error)
 
-    num_threads = min(num_threads, len(work))
     with Pool(num_threads, thread_name_prefix="distckpt-io") as pool:
         running = [pool.submit(take_items) for _ in range(num_threads)]
         try:
@@ -111,6 +114,17 @@ def run_threads(
             raise
     if errors:
         raise errors[0]
+
+
+def _stretches(items: Sequence[_Item], num_threads: int) -> list[Sequence[_Item]]:
+    """Divide items into shorter and shorter stretches, so that threads end at the same time."""
+    stretches = []
+    first = 0
+    while first < len(items):
+        end = first + max(1, (len(items) - first) // (2 * num_threads))
+        stretches.append(items[first:end])
+        first = end
+    return stretches
 
 
 def wait_for_all(futures: Sequence[Future[Any]]) -> None:

@@ -61,6 +61,14 @@ def ls(parser: ArgumentParser) -> None:
     parser.add_argument(
         "root", help="a directory that holds checkpoints, such as that of a manager: a path or URL"
     )
+    add_html(parser)
+    parser.add_argument(
+        "--changes",
+        type=positive,
+        metavar="N",
+        help="on the page, how the layers of the newest N steps have changed; reads them",
+    )
+    add_keys(parser)
 
 
 def cat(parser: ArgumentParser) -> None:
@@ -87,6 +95,7 @@ def verify(parser: ArgumentParser) -> None:
     )
     mode.add_argument("--full", action="store_true", help="read every byte once (the default)")
     parser.add_argument("--jobs", type=positive, default=8, help="threads (default: %(default)s)")
+    _add_reading_parts(parser)
 
 
 def stats(parser: ArgumentParser) -> None:
@@ -94,6 +103,7 @@ def stats(parser: ArgumentParser) -> None:
         "path", help="a checkpoint, or a folder of safetensors files: a path or URL"
     )
     add_keys(parser)
+    _add_reading_parts(parser)
 
 
 def diff(parser: ArgumentParser) -> None:
@@ -113,6 +123,7 @@ def diff(parser: ArgumentParser) -> None:
         default=0.0,
         help="tolerated difference relative to B (default: 0)",
     )
+    _add_reading_parts(parser)
 
 
 def consolidate(parser: ArgumentParser) -> None:
@@ -142,6 +153,35 @@ def merge(parser: ArgumentParser) -> None:
 
 def contradiction(arguments: Namespace) -> str:
     """Say what is wrong with arguments that are right one by one; an empty text if nothing is."""
+    return (
+        _contradiction_of_pages(arguments)
+        or _contradiction_of_parts(arguments)
+        or _contradiction_of_merge(arguments)
+    )
+
+
+def _contradiction_of_pages(arguments: Namespace) -> str:
+    if "journals" in arguments and arguments.output is None and arguments.html is None:
+        return "trace writes a trace (-o FILE), a page (--html FILE), or both"
+    if "changes" in arguments and arguments.html is None and (arguments.changes or arguments.keys):
+        return "--changes and --keys are for the page that --html writes"
+    return ""
+
+
+def _contradiction_of_parts(arguments: Namespace) -> str:
+    if "part" not in arguments:
+        return ""
+    if arguments.watch and not arguments.status:
+        return "--watch goes with --status"
+    if "journal" in arguments and is_in_parts(arguments) != (arguments.journal is not None):
+        return (
+            "work in parts needs --journal DIR, the same for all, and --journal one of --part, "
+            "--status, --finish and --abandon"
+        )
+    return ""
+
+
+def _contradiction_of_merge(arguments: Namespace) -> str:
     if "checkpoints" not in arguments:
         return ""
     count = len(arguments.checkpoints) - (arguments.output_dir is None)
@@ -205,6 +245,7 @@ def _add_export(parser: ArgumentParser) -> None:
     parser.add_argument("--extra-code", action="store_true", help="copy *.py files from there too")
     add_writing(parser)
     add_verify(parser)
+    add_parts(parser)
 
 
 def completion(parser: ArgumentParser) -> None:
@@ -220,6 +261,7 @@ def import_hf(parser: ArgumentParser) -> None:
     add_rename(parser)
     add_dtype(parser)
     add_output(parser)
+    add_parts(parser)
 
 
 def convert(parser: ArgumentParser) -> None:
@@ -242,6 +284,7 @@ def convert(parser: ArgumentParser) -> None:
     parser.add_argument(
         "--without-common-state", action="store_true", help="leave out values that are not sharded"
     )
+    add_parts(parser)
 
 
 def reshard(parser: ArgumentParser) -> None:
@@ -253,6 +296,7 @@ def reshard(parser: ArgumentParser) -> None:
     )
     add_output(parser)
     add_verify(parser)
+    add_parts(parser)
 
 
 def prune(parser: ArgumentParser) -> None:
@@ -312,7 +356,8 @@ def trace(parser: ArgumentParser) -> None:
     parser.add_argument(
         "journals", nargs="+", metavar="JOURNAL", help="lines of the logger distckpt.events"
     )
-    parser.add_argument("-o", "--output", required=True, metavar="FILE", help="the trace to write")
+    parser.add_argument("-o", "--output", metavar="FILE", help="the trace to write")
+    add_html(parser)
 
 
 # --- Shared
@@ -353,6 +398,47 @@ def add_writing(parser: ArgumentParser) -> None:
     parser.add_argument(
         "--max-inflight-bytes", type=parse_size, metavar="SIZE", help="memory for data in transit"
     )
+
+
+def add_parts(parser: ArgumentParser) -> None:
+    """Declare `--part` and what goes with it."""
+    group = parser.add_argument_group("in parts", "by processes that know nothing of each other")
+    what = group.add_mutually_exclusive_group()
+    part = "do part K of N, from 0, or the one that Slurm, Kubernetes (auto/N) or torchrun says"
+    what.add_argument("--part", metavar="K/N|auto", type=_part, help=part)
+    what.add_argument(
+        "--status", action="store_true", help="say what is whole, missing and being done"
+    )
+    finish = "complete the output, which the last part does by itself"
+    what.add_argument("--finish", action="store_true", help=finish)
+    what.add_argument(
+        "--abandon", action="store_true", help="remove what parts have written so far"
+    )
+    group.add_argument(
+        "--watch", action="store_true", help="with --status: show the progress of all parts"
+    )
+
+
+def _add_reading_parts(parser: ArgumentParser) -> None:
+    add_parts(parser)
+    text = "with --part: a directory, which is made, for what the parts find out"
+    parser.add_argument("--journal", metavar="DIR", help=text)
+
+
+def is_in_parts(arguments: Namespace) -> bool:
+    """Tell whether work in parts was asked for."""
+    return bool(arguments.part or arguments.status or arguments.finish or arguments.abandon)
+
+
+def _part(text: str) -> str:
+    index, slash, count = text.partition("/")
+    numbers = [count] if index == "auto" else [index, count]
+    is_right = text == "auto" or (slash and all(number.isdecimal() for number in numbers))
+    if not is_right:
+        raise ArgumentTypeError(f"{text!r} is no part; write 3/16, auto or auto/16")
+    if index != "auto" and int(index) >= int(count):
+        raise ArgumentTypeError(f"{text!r} is no part: the last of {count} is {int(count) - 1}")
+    return text
 
 
 def add_verify(parser: ArgumentParser) -> None:

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from argparse import Namespace
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
+from typing import Any
 
 from distckpt._base.memory import paused_garbage_collection
 from distckpt._base.options import ExportOptions
+from distckpt._cli.arguments import is_in_parts
 from distckpt._cli.output import Output, count_text, shape_text, size_text
-from distckpt._cli.selection import dtype_option, given, warn_of_overflows
+from distckpt._cli.selection import dtype_option, given, run_parts, warn_of_overflows
 from distckpt._operations.consolidate import consolidate, plan_consolidation
 from distckpt._operations.export_plan import ExportPlan
 from distckpt._operations.export_write import ExportReport
@@ -26,6 +29,9 @@ def run(arguments: Namespace, output: Output) -> int:
     if arguments.dry_run:
         _show_plan(plan_consolidation(arguments.checkpoint, options), output)
         return 0
+    if is_in_parts(arguments):
+        given = {"checkpoint": arguments.checkpoint}
+        return _in_parts(arguments, "consolidate", given, arguments.output_dir, options, output)
     with output.progress("writing") as progress:
         report = consolidate(
             arguments.checkpoint,
@@ -33,8 +39,7 @@ def run(arguments: Namespace, output: Output) -> int:
             overwrite=arguments.overwrite,
             options=replace(options, progress=progress),
         )
-    _print_report(report, arguments.output_dir, output)
-    return 0
+    return _print_report(arguments.output_dir, report, output)
 
 
 def _merge(arguments: Namespace, options: ExportOptions, output: Output) -> int:
@@ -45,6 +50,10 @@ def _merge(arguments: Namespace, options: ExportOptions, output: Output) -> int:
         plan = plan_merge(checkpoints, arguments.weights, arguments.ema, options)
         _show_plan(plan, output)
         return 0
+    if is_in_parts(arguments):
+        how = {"weights": arguments.weights, "ema": arguments.ema}
+        given = {"checkpoints": checkpoints, **how}
+        return _in_parts(arguments, "merge", given, output_dir, options, output)
     with output.progress("writing") as progress:
         report = merge(
             checkpoints,
@@ -54,8 +63,21 @@ def _merge(arguments: Namespace, options: ExportOptions, output: Output) -> int:
             overwrite=arguments.overwrite,
             options=replace(options, progress=progress),
         )
-    _print_report(report, output_dir, output)
-    return 0
+    return _print_report(output_dir, report, output)
+
+
+def _in_parts(
+    arguments: Namespace,
+    verb: str,
+    given: Mapping[str, Any],
+    output_dir: str,
+    options: ExportOptions,
+    output: Output,
+) -> int:
+    """Do what was asked for of work in parts."""
+    where = {"output_dir": output_dir, "overwrite": arguments.overwrite, "options": options}
+    show = partial(_print_report, output_dir)
+    return run_parts(arguments, output, verb, {**given, **where}, output_dir, show)
 
 
 def _options(arguments: Namespace) -> ExportOptions:
@@ -75,7 +97,7 @@ def _options(arguments: Namespace) -> ExportOptions:
     )
 
 
-def _print_report(report: ExportReport, output_dir: str, output: Output) -> None:
+def _print_report(output_dir: str, report: ExportReport, output: Output) -> int:
     output.json({"output_dir": output_dir, **vars(report)})
     dtypes = ", ".join(f"{count} {name}" for name, count in sorted(report.dtypes.items()))
     output.line(
@@ -84,6 +106,7 @@ def _print_report(report: ExportReport, output_dir: str, output: Output) -> None
         f"{output_dir}, {report.seconds:.2f} s"
     )
     warn_of_overflows(report.overflows, output)
+    return 0
 
 
 # --- Without writing ------------------------------------------------------------------------------

@@ -5,12 +5,16 @@ them.
 from __future__ import annotations
 
 from argparse import Namespace
+from functools import partial
+from typing import Any
 
 from distckpt._base.errors import CheckpointingException
+from distckpt._cli.arguments import is_in_parts
 from distckpt._cli.output import Output, size_text
+from distckpt._cli.selection import run_parts
 from distckpt._foreign.torch_dist.export import export
 from distckpt._megatron import interop as megatron
-from distckpt._operations.reshard import reshard
+from distckpt._operations.reshard import ReshardReport, reshard
 
 
 def run(arguments: Namespace, output: Output) -> int:
@@ -19,15 +23,20 @@ def run(arguments: Namespace, output: Output) -> int:
         megatron.register_types()
     if arguments.to == "torch_dist":
         return _export(arguments, output)
-    common_state: dict[str, object] | None = {} if arguments.without_common_state else None
+    chosen: dict[str, Any] = {
+        "source_dir": arguments.source,
+        "checkpoint_dir": arguments.checkpoint,
+        "common_state": {} if arguments.without_common_state else None,
+        "overwrite": arguments.overwrite,
+    }
+    if is_in_parts(arguments):
+        return run_parts(arguments, output, "reshard", chosen, arguments.checkpoint, _print_report)
     with output.progress("converting") as progress:
-        report = reshard(
-            arguments.source,
-            arguments.checkpoint,
-            common_state=common_state,
-            overwrite=arguments.overwrite,
-            progress=progress,
-        )
+        report = reshard(**chosen, progress=progress)
+    return _print_report(report, output)
+
+
+def _print_report(report: ReshardReport, output: Output) -> int:
     output.json(
         {"location": report.location, "num_bytes": report.num_bytes, "seconds": report.seconds}
     )
@@ -42,10 +51,20 @@ def _export(arguments: Namespace, output: Output) -> int:
         raise CheckpointingException(
             "--without-common-state is not available with --to torch_dist."
         )
+    chosen: dict[str, Any] = {
+        "checkpoint_dir": arguments.source,
+        "output_dir": arguments.checkpoint,
+        "overwrite": arguments.overwrite,
+    }
+    show = partial(_print_export, arguments.checkpoint)
+    if is_in_parts(arguments):
+        return run_parts(arguments, output, "export_torch_dist", chosen, arguments.checkpoint, show)
     with output.progress("exporting") as progress:
-        export(
-            arguments.source, arguments.checkpoint, overwrite=arguments.overwrite, progress=progress
-        )
-    output.json({"location": arguments.checkpoint})
-    output.line(f"converted to {arguments.checkpoint}")
+        export(**chosen, progress=progress)
+    return show(None, output)
+
+
+def _print_export(location: str, report: None, output: Output) -> int:
+    output.json({"location": location})
+    output.line(f"converted to {location}")
     return 0

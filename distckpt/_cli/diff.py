@@ -5,8 +5,10 @@ from __future__ import annotations
 import importlib
 from argparse import Namespace
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
+from distckpt._cli.arguments import is_in_parts
 from distckpt._cli.diff_texts import (
     DifferenceGroup,
     describe_object,
@@ -14,6 +16,7 @@ from distckpt._cli.diff_texts import (
     outcome,
 )
 from distckpt._cli.output import MAX_LISTED, Output, size_text
+from distckpt._cli.selection import run_parts_of_check
 from distckpt._operations.diff import DiffReport, diff
 
 _HEADS = ("tensor", "differs", "max", "rel L2", "where")
@@ -21,22 +24,28 @@ _HEADS = ("tensor", "differs", "max", "rel L2", "where")
 
 def run(arguments: Namespace, output: Output) -> int:
     """Compare, list the differences, return 1 if there are any."""
-    rename = dict(arguments.rename)
+    given = {
+        "a": arguments.a,
+        "b": arguments.b,
+        "keys": arguments.keys,
+        "rename": dict(arguments.rename),
+        "atol": arguments.atol,
+        "rtol": arguments.rtol,
+    }
+    show = partial(_show, arguments)
+    if is_in_parts(arguments):
+        return run_parts_of_check(arguments, output, "diff", given, show)
     with output.progress("comparing") as progress:
-        report = diff(
-            arguments.a,
-            arguments.b,
-            keys=arguments.keys,
-            rename=rename,
-            atol=arguments.atol,
-            rtol=arguments.rtol,
-            progress=progress,
-        )
+        report = diff(**given, progress=progress)
+    return show(report, output)
+
+
+def _show(arguments: Namespace, report: DiffReport, output: Output) -> int:
     output.json(_as_json(report))
     if arguments.html:
         # Imported when it is asked for, which is rare.
         page = importlib.import_module("distckpt._cli.diff_page")
-        page.write_diff_page(arguments.html, report, arguments.keys, rename)
+        page.write_diff_page(arguments.html, report, arguments.keys, dict(arguments.rename))
         output.message(f"wrote {arguments.html}")
     _print_differences(report, output)
     output.line(f"{'SAME' if report.is_same else 'DIFFERENT'}: {outcome(report)}")

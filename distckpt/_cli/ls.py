@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import importlib
 import time
 from argparse import Namespace
+from collections.abc import Sequence
 
 from distckpt._cli.output import Output, size_text
 from distckpt._manager.listing import CheckpointInfo, list_checkpoints
@@ -13,6 +15,8 @@ def run(arguments: Namespace, output: Output) -> int:
     """Print a line for each checkpoint, and why some are not whole."""
     found = list_checkpoints(arguments.root)
     output.json([vars(info) for info in found])
+    if arguments.html is not None:
+        _write_page(arguments, found)
     if not found:
         output.line(f"there are no checkpoints in {arguments.root}")
         return 0
@@ -21,7 +25,7 @@ def run(arguments: Namespace, output: Output) -> int:
             info.name,
             time_text(info.saved_at),
             " ".join(f"{name}={value:.4g}" for name, value in info.metrics.items()),
-            _state(info),
+            state_text(info),
             size_text(info.num_bytes) if info.num_bytes else "",
         ]
         for info in found
@@ -40,10 +44,17 @@ def time_text(seconds: float | None) -> str:
     return "" if seconds is None else time.strftime("%Y-%m-%d %H:%M", time.localtime(seconds))
 
 
-def _state(info: CheckpointInfo) -> str:
+def state_text(info: CheckpointInfo) -> str:
+    """Say what is known about a checkpoint."""
     words = {
         "not whole": info.problem is not None,
         "newest": info.is_newest,
         "pinned": info.pinned,
     }
     return ", ".join(word for word, applies in words.items() if applies)
+
+
+def _write_page(arguments: Namespace, found: Sequence[CheckpointInfo]) -> None:
+    # It needs numpy and torch, which a list does not.
+    page = importlib.import_module("distckpt._cli.run_page")
+    page.write_run_page(arguments.html, arguments.root, found, arguments.changes, arguments.keys)

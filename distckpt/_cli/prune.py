@@ -53,17 +53,26 @@ def run(arguments: Namespace, output: Output) -> int:
     problems = {} if arguments.dry_run else _remove(pruning)
     doing = "would remove" if arguments.dry_run else "removed"
     for name in pruning.names:
-        is_left = name in pruning.leftovers
-        what = f"{name}, left by an interrupted save or removal" if is_left else name
+        what = f"{name}{_origin_of(name)}" if name in pruning.leftovers else name
         problem = problems.get(name)
         output.line(f"{doing} {what}" if problem is None else f"cannot remove {what}: {problem}")
     for name in pruning.live:
-        output.line(f"kept {name}: a save may still be writing it")
+        output.line(f"kept {name}: a {_writer_of(name)} may still be writing it")
     outcome = _outcome(pruning, problems)
     output.json({"root": pruning.root, "dry_run": arguments.dry_run, **outcome})
     num_kept, num_saved = len(outcome["kept"]), len(pruning.saved)
     output.line(f"{num_kept} of {num_saved} checkpoints kept in {pruning.root}")
     return 1 if problems else 0
+
+
+def _origin_of(name: str) -> str:
+    if steps.is_journal_of_parts(name):
+        return ", of work in parts that is complete or abandoned"
+    return ", left by an interrupted save or removal"
+
+
+def _writer_of(name: str) -> str:
+    return "part" if steps.is_journal_of_parts(name) else "save"
 
 
 def _plan(arguments: Namespace) -> _Pruning:
@@ -128,7 +137,12 @@ def _leftovers(root: str, abandoned_after: int) -> tuple[list[str], list[str]]:
     """Return the leftovers of interrupted saves and removals, and those that a save may still be
     writing.
     """
-    names = [name for name in steps.list_root(root) if steps.is_leftover(name)]
+    is_local = locations.is_local(root)
+    names = [
+        name
+        for name in steps.list_root(root)
+        if steps.is_leftover(name) or (is_local and steps.is_journal_of_parts(name))
+    ]
     latest = _clock_of(root) - 60 * abandoned_after
     dead = [name for name in names if steps.is_free_to_remove(name) or _is_dead(root, name, latest)]
     return dead, [name for name in names if name not in dead]

@@ -7,25 +7,31 @@ from __future__ import annotations
 from argparse import Namespace
 from typing import Any
 
+from distckpt._cli.arguments import is_in_parts
 from distckpt._cli.output import Output, count_text, size_text
-from distckpt._cli.selection import dtype_option, given, warn_of_overflows
-from distckpt._operations.reshard import reshard
+from distckpt._cli.selection import dtype_option, given, run_parts, warn_of_overflows
+from distckpt._operations.reshard import ReshardReport, reshard
 
 
 def run(arguments: Namespace, output: Output) -> int:
     """Reshard, or import, and print a summary."""
     is_import = "hf_dir" in arguments
-    source = arguments.hf_dir if is_import else arguments.source
+    chosen = {
+        "source_dir": arguments.hf_dir if is_import else arguments.source,
+        "checkpoint_dir": arguments.checkpoint,
+        "num_ranks": arguments.ranks,
+        "overwrite": arguments.overwrite,
+        **(_of_import(arguments) if is_import else _of_reshard(arguments)),
+        **given(arguments, "max_inflight_bytes"),
+    }
+    if is_in_parts(arguments):
+        return run_parts(arguments, output, "reshard", chosen, arguments.checkpoint, _print_report)
     with output.progress("importing" if is_import else "resharding") as progress:
-        report = reshard(
-            source,
-            arguments.checkpoint,
-            num_ranks=arguments.ranks,
-            overwrite=arguments.overwrite,
-            progress=progress,
-            **(_of_import(arguments) if is_import else _of_reshard(arguments)),
-            **given(arguments, "max_inflight_bytes"),
-        )
+        report = reshard(**chosen, progress=progress)
+    return _print_report(report, output)
+
+
+def _print_report(report: ReshardReport, output: Output) -> int:
     output.json(vars(report))
     output.line(
         f"{count_text(report.num_tensors, 'tensor')} in {count_text(report.num_chunks, 'chunk')}, "

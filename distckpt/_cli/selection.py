@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import importlib
 from argparse import Namespace
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 
 from distckpt._cli.output import Output
+from distckpt._storage import locations
 
 
 def given(arguments: Namespace, *names: str) -> dict[str, Any]:
@@ -16,6 +18,34 @@ def given(arguments: Namespace, *names: str) -> dict[str, Any]:
     others.
     """
     return {name: value for name in names if (value := getattr(arguments, name)) is not None}
+
+
+def run_parts(
+    arguments: Namespace,
+    output: Output,
+    verb: str,
+    given: Mapping[str, Any],
+    place: str,
+    show: Callable[[Any, Output], int],
+) -> int:
+    """Do what was asked for of work in parts, see `_cli.parts`."""
+    # Imported when it is asked for.
+    parts = importlib.import_module("distckpt._cli.parts")
+    code: int = parts.run(arguments, output, verb, given, place, show)
+    return code
+
+
+def run_parts_of_check(
+    arguments: Namespace,
+    output: Output,
+    verb: str,
+    given: Mapping[str, Any],
+    show: Callable[[Any, Output], int],
+) -> int:
+    """Do what was asked for of a verb that writes nothing but its journal."""
+    place = locations.join(arguments.journal, verb)
+    chosen = {**given, "journal": arguments.journal}
+    return run_parts(arguments, output, verb, chosen, place, show)
 
 
 def dtype_option(given: Sequence[tuple[str, torch.dtype]] | None) -> Any:

@@ -5,10 +5,14 @@ from __future__ import annotations
 import math
 import time
 from argparse import Namespace
+from collections.abc import Sequence
+from functools import partial
 
 from distckpt._base.dtypes import FROM_NAME
 from distckpt._checkpoint.opening import opened
+from distckpt._cli.arguments import is_in_parts
 from distckpt._cli.output import Output, count_text, size_text
+from distckpt._cli.selection import run_parts_of_check
 from distckpt._operations.stats import TensorStats, compute_stats
 from distckpt._ranks.collectives import Ranks
 from distckpt._storage import locations
@@ -20,12 +24,22 @@ def run(arguments: Namespace, output: Output) -> int:
     """Print a line for each tensor; return 1 if there is a NaN."""
     started = time.perf_counter()
     location = locations.normalize(arguments.path)
+    show = partial(_print_stats, location, started)
+    if is_in_parts(arguments):
+        given = {"checkpoint_dir": arguments.path, "keys": arguments.keys}
+        return run_parts_of_check(arguments, output, "stats", given, show)
     with (
         opened(Ranks.alone(), location) as stored,
         output.progress("reading") as progress,
     ):
         found = list(compute_stats(stored, arguments.keys, progress))
-    output.json({"location": stored.location, "tensors": [vars(tensor) for tensor in found]})
+    return show(found, output)
+
+
+def _print_stats(
+    location: str, started: float, found: Sequence[TensorStats], output: Output
+) -> int:
+    output.json({"location": location, "tensors": [vars(tensor) for tensor in found]})
     heads = ["tensor", "norm", "mean", "min", "max", "zeros", "NaN", "Inf", "values"]
     output.table(heads, [_cells(tensor) for tensor in found], drop="values zeros mean Inf min max")
     num_bytes = sum(math.prod(tensor.shape) * FROM_NAME[tensor.dtype].itemsize for tensor in found)

@@ -1,5 +1,5 @@
-"""`distckpt trace`: turn a journal of phases into a trace that Perfetto and chrome://tracing
-show.
+"""`distckpt trace`: turn a journal of phases into a page, or a trace that Perfetto and
+chrome://tracing show.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from typing import Any
 
 from distckpt._base.errors import CheckpointingException
 from distckpt._cli.output import Output
+from distckpt._cli.trace_page import write_trace_page
 
 
 def run(arguments: Namespace, output: Output) -> int:
@@ -23,10 +24,14 @@ def run(arguments: Namespace, output: Output) -> int:
                 for number, line in enumerate(file, 1)
                 if line.strip()
             ]
-    with open(arguments.output, "w", encoding="utf-8") as file:
-        json.dump({"traceEvents": _trace_events(events)}, file)
-    output.json({"trace": arguments.output, "num_phases": len(events)})
-    output.line(f"{arguments.output}: {len(events)} phases")
+    if arguments.output is not None:
+        with open(arguments.output, "w", encoding="utf-8") as file:
+            json.dump({"traceEvents": _trace_events(events)}, file)
+    if arguments.html is not None:
+        write_trace_page(arguments.html, events)
+    output.json({"trace": arguments.output, "html": arguments.html, "num_phases": len(events)})
+    for path in filter(None, (arguments.output, arguments.html)):
+        output.line(f"{path}: {len(events)} phases")
     return 0
 
 

@@ -6,7 +6,9 @@ from argparse import Namespace
 from collections.abc import Sequence
 from typing import Literal
 
+from distckpt._cli.arguments import is_in_parts
 from distckpt._cli.output import MAX_LISTED, Output, count_text, size_text
+from distckpt._cli.selection import run_parts_of_check
 from distckpt._operations.verify import Problem, VerifyReport, verify
 from distckpt._state.common_state import COMMON_KEY
 
@@ -16,8 +18,15 @@ _MAX_NAMED = 3
 def run(arguments: Namespace, output: Output) -> int:
     """Verify, list the problems, return 1 if there are any."""
     mode: Literal["fast", "full"] = "fast" if arguments.fast else "full"
+    if is_in_parts(arguments):
+        given = {"checkpoint_dir": arguments.path, "mode": mode, "num_threads": arguments.jobs}
+        return run_parts_of_check(arguments, output, "verify", given, _print_report)
     with output.progress("verifying") as progress:
         report = verify(arguments.path, mode, num_threads=arguments.jobs, progress=progress)
+    return _print_report(report, output)
+
+
+def _print_report(report: VerifyReport, output: Output) -> int:
     problems = [vars(problem) for problem in report.problems]
     output.json({**vars(report), "is_whole": report.is_whole, "problems": problems})
     for problem in report.problems[:MAX_LISTED]:

@@ -26,12 +26,13 @@ _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 _NOT_OFFERED = (errno.ENOSYS, errno.ENOTSUP, errno.ENOLCK, errno.EINVAL, errno.EBADF)
 """Errors of file systems without such locks."""
 
-Kind = Literal["tmp", "old", "trash", "incomplete", "damaged"]
+Kind = Literal["tmp", "old", "trash", "incomplete", "damaged", "parts"]
 """What is in such a directory: an output that is being written, what an overwrite is replacing,
-what is being removed, what an unfinished save has left, and a checkpoint that is damaged.
+what is being removed, what an unfinished save has left, a checkpoint that is damaged, and the
+journal of work in parts.
 """
 
-_HIDDEN = re.compile(r"\.(.+)\.(tmp|old|trash|incomplete|damaged)-([0-9a-f]{16})", re.DOTALL)
+_HIDDEN = re.compile(r"\.(.+)\.(tmp|old|trash|incomplete|damaged|parts)-([0-9a-f]{16})", re.DOTALL)
 
 
 class HiddenName(NamedTuple):
@@ -149,6 +150,18 @@ def claimed(directory: str) -> Iterator[bool | None]:
             except OSError:
                 has_ended = None
         yield has_ended
+
+
+@contextlib.contextmanager
+def locked_if_offered(directory: str) -> Iterator[None]:
+    """Keep others that call this out of the body, where the file system has locks."""
+    with contextlib.ExitStack() as held:
+        try:
+            held.enter_context(_locked(directory, fcntl.LOCK_EX))
+        except OSError as error:
+            if error.errno not in _NOT_OFFERED:
+                raise
+        yield
 
 
 @contextlib.contextmanager

@@ -116,6 +116,26 @@ class Output:
                 self._name_winner(error)
             raise
 
+    def begin_again(self) -> None:
+        """Make the directory of a continued output, unless it is there.
+
+        On an object store, begin the commit of a checkpoint instead.
+        """
+        place = self._place
+        if not place.is_hidden:
+            if self._settings.has_marker:
+                self._begin()
+            return
+        for name in self._settings.folders or [""]:
+            locations.make_directories(locations.join(place.location, name).rstrip("/"))
+        if locations.isdir(place.target):
+            locations.take_over_access(place.target, place.location)
+
+    def check_space(self) -> None:
+        """Raise ENOSPC when there is certainly no room for the output."""
+        if self._place.is_hidden:
+            _check_space(self._place)
+
     def _begin(self) -> None:
         if self._ranks.is_coordinator:
             settings = self._settings
@@ -216,6 +236,24 @@ def new_output(ranks: Ranks, target: str, settings: OutputSettings) -> Iterator[
             if ranks.is_coordinator:
                 output.abandon()
             raise
+
+
+def continued_output(target: str, nonce: str, journal: str, settings: OutputSettings) -> Output:
+    """Return an output that several processes write without knowing of each other, and that stays
+    when they end; nothing is made yet.
+
+    On a local disk its directory is in `journal`, a directory beside the target. Its name is always
+    the same for a nonce, which must be one for what is written.
+    """
+    is_local = locations.is_local(target)
+    name = locations.split(target)[1]
+    directory = target
+    if is_local:
+        directory = hidden_directories.beside(locations.join(journal, name), "tmp", nonce)
+    place = SaveDirectory(
+        nonce, directory, is_local, target, os.uname().nodename, target, settings.num_bytes
+    )
+    return Output(Ranks.alone(), place, settings, contextlib.ExitStack())
 
 
 def _is_of_missing_files(error: BaseException) -> bool:

@@ -53,6 +53,31 @@ def units_of(
         yield unit
 
 
+def spans_within(sizes: Sequence[int], start: int, stop: int, block_bytes: int = 1) -> list[Span]:
+    """Return which bytes of chunks that lie one after the other are in [start, stop), in whole
+    blocks.
+    """
+    spans, begin = [], 0
+    for chunk, size in enumerate(sizes):
+        first = max(0, start - begin) // block_bytes * block_bytes
+        last = min(size, -(-max(0, stop - begin) // block_bytes) * block_bytes)
+        if first < last:
+            spans.append(Span(chunk, first, last))
+        begin += size
+    return spans
+
+
+def units_of_spans(
+    spans: Sequence[Span], unit_bytes: int, block_bytes: int
+) -> Iterator[list[Span]]:
+    """Divide spans that begin at blocks of their chunks into units, see `units_of`."""
+    for unit in units_of([span.num_bytes for span in spans], unit_bytes, block_bytes):
+        yield [
+            Span(spans[i].chunk, spans[i].start + start, spans[i].start + stop)
+            for i, start, stop in unit
+        ]
+
+
 def cut_region(
     region: Region, max_elements: int, *, shape: tuple[int, ...] | None = None, multiple: int = 1
 ) -> Iterator[Region]:

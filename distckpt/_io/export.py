@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import NamedTuple
@@ -52,15 +53,44 @@ def write_output_file(
     from several threads. Returns how many values did not fit the dtype they were converted to, for
     tensors that have such values.
     """
-    tensors, header = _laid_out(file)
     overflows: dict[str, int] = {}
-    fill = filling(source, tensors, overflows)
-    sizes = [tensor.num_bytes for tensor in tensors]
-    settings = WriteSettings(
+    settings = export_settings(num_threads, progress)
+    write_files([output_file(source, file, location, overflows)], settings)
+    return overflows
+
+
+def export_settings(
+    num_threads: int, progress: Callable[[int], None] | None = None
+) -> WriteSettings:
+    """Return how the files of an export are written."""
+    return WriteSettings(
         with_checksums=False, num_threads=num_threads, num_requests=num_threads, progress=progress
     )
-    write_files([NewFile(location, header, sizes, fill)], settings)
-    return overflows
+
+
+def output_file(
+    source: TensorSource,
+    file: OutputFile,
+    location: str,
+    overflows: dict[str, int],
+) -> NewFile:
+    """Describe an output file that is to be written; `overflows` is filled meanwhile."""
+    tensors, header = _laid_out(file)
+    fill = filling(source, tensors, overflows)
+    return NewFile(location, header, [tensor.num_bytes for tensor in tensors], fill)
+
+
+def counting_from(file: NewFile, start: int, uncounted: Fill) -> NewFile:
+    """Return a file whose units that begin before a position are filled by a function that counts
+    nothing: another process writes and counts them.
+    """
+    starts = list(itertools.accumulate(file.chunk_bytes, initial=len(file.header)))
+
+    def fill(unit: Sequence[Span], memory_of_thread: Bytes) -> list[Bytes]:
+        is_before = bool(unit) and starts[unit[0].chunk] + unit[0].start < start
+        return (uncounted if is_before else file.fill)(unit, memory_of_thread)
+
+    return file._replace(fill=fill)
 
 
 def file_size(file: OutputFile) -> int:

@@ -12,8 +12,6 @@ import torch
 from distckpt._base.memory import Copier, in_huge_pages, may_overlap
 from distckpt._base.options import LoadOptions
 from distckpt._base.threads import (
-    NUM_DIRECT_THREADS,
-    NUM_THREADS,
     ProgressCounter,
     num_requests_within,
     num_threads_within,
@@ -21,7 +19,6 @@ from distckpt._base.threads import (
 from distckpt._format.stored_checkpoint import StoredCheckpoint
 from distckpt._geometry.region import Region
 from distckpt._io import aliases
-from distckpt._io.direct_reads import files_to_read_directly
 from distckpt._io.read_values import read_apart, read_values, warn_of_overflows
 from distckpt._io.shared_read import Sharing, read_shared
 from distckpt._mapping.sharded_tensor import ShardedTensor
@@ -98,7 +95,6 @@ def load_tensors(
     counter = ProgressCounter(options.progress, num_bytes)
     # Some of what follows is copied by other threads, whose streams know nothing of this thread's.
     Copier(separated.targets).wait_for_queued()
-    direct = files_to_read_directly(ranks, stored, planned.copies, vote.largest)
     sharing = Sharing(
         ranks=ranks,
         mode=options.parallel_load,
@@ -107,19 +103,18 @@ def load_tensors(
         most_bytes=vote.largest,
         max_inflight_bytes=options.max_inflight_bytes,
     )
-    with OpenFiles(direct=direct) as files:
+    num_threads = _num_threads(stored, options)
+    with OpenFiles() as files:
         read = partial(
             read_values,
             stored.with_files(files),
             targets=separated.targets,
-            num_threads=_num_threads(
-                stored, options, NUM_DIRECT_THREADS if direct else NUM_THREADS
-            ),
+            num_threads=num_threads,
             progress=counter.add,
         )
         read(read_shared(sharing, stored.manifest, planned.copies, separated.targets, read))
     apart = [pair for pair in zip(planned.requests, planned.targets, strict=True) if pair[0].step]
-    read_apart(stored, apart, _num_threads(stored, options, NUM_THREADS), counter.add)
+    read_apart(stored, apart, num_threads, counter.add)
     settings.overwritten.update(aliases.join(planned.requests, separated, stored.location))
     warn_of_overflows(stored, planned.requests, planned.targets)
     _add(planned.additions)
@@ -130,10 +125,10 @@ def load_tensors(
     ]
 
 
-def _num_threads(stored: StoredCheckpoint, options: LoadOptions, num_threads: int) -> int:
-    """Return how many threads may read; `num_threads` of them pay for local files."""
+def _num_threads(stored: StoredCheckpoint, options: LoadOptions) -> int:
+    """Return how many threads may read."""
     if locations.is_local(stored.location):
-        return num_threads_within(options.max_inflight_bytes, num_threads)
+        return num_threads_within(options.max_inflight_bytes)
     return num_requests_within(options.max_inflight_bytes)
 
 

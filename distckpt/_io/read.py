@@ -23,7 +23,7 @@ from distckpt._base.memory import (
     memory_at,
     run_bytes,
 )
-from distckpt._base.threads import NUM_REQUESTS, NUM_THREADS, UNIT_BYTES, run_threads
+from distckpt._base.threads import NUM_REQUESTS, NUM_THREADS, run_threads
 from distckpt._format.checksum import block_checksums
 from distckpt._format.checksum_files import checksums_in, fetch_checksums
 from distckpt._format.marker import file_size
@@ -46,8 +46,6 @@ from distckpt._storage.open_files import OpenFiles
 
 REQUEST_BYTES = 16 << 20
 """Size of a request to an object store: enough that its answer takes longer than the way there."""
-DIRECT_BYTES = 1 << 20
-"""Less is not read past the page cache: there the system would fetch it with what is beside it."""
 FETCH_PITCH_BYTES = 64 << 10
 """If runs are closer than this, a disk delivers them faster with the gaps than one by one."""
 SMALL_BYTES = 16 << 10
@@ -85,7 +83,7 @@ def read_copies(
         check_files(stored, [part.chunk for part in parts])
     with _open_files(stored) as files:
         reading = _Reading(stored, _in_file_order(stored, parts), copier, files, progress)
-        run_threads(reading.read, reading.units(), num_threads)
+        reading.run(num_threads)
 
 
 def read_chunks(stored: StoredCheckpoint, chunks: Sequence[int]) -> list[bytes]:
@@ -116,7 +114,7 @@ def read_chunks_into(
     ]
     with _open_files(stored) as files:
         reading = _Reading(stored, _in_file_order(stored, parts), Copier(()), files)
-        run_threads(reading.read, reading.units(), num_threads)
+        reading.run(num_threads)
 
 
 def _open_files(stored: StoredCheckpoint) -> AbstractContextManager[OpenFiles]:
@@ -165,10 +163,13 @@ class _Reading:
         self.files = files
         self._in_order = in_order
         self._progress = progress
-        different = set(in_order.files.tolist()) if files.direct else ()
         if stored.verifies:
             fetch_checksums(stored, in_order.files)
-        self._direct = {file for file in different if stored.path_of_file(file) in files.direct}
+
+    def run(self, num_threads: int) -> None:
+        """Read everything. A disk is read fastest where a few threads each read on and on."""
+        is_local = locations.is_local(self.stored.location)
+        run_threads(self.read, self.units(), num_threads, in_stretches=is_local)
 
     def units(self) -> Iterator[list[Span]]:
         """Divide parts that follow one another in a file into units: one call reads each of them.
@@ -185,15 +186,12 @@ class _Reading:
             | is_sparse[1:]
             | is_sparse[:-1]
         )
-        plain_bytes, block_bytes = (
-            _unit_bytes(self.stored.location),
-            self.stored.manifest.block_bytes,
-        )
+        unit_bytes = _unit_bytes(self.stored.location)
+        block_bytes = self.stored.manifest.block_bytes
         for first, end in itertools.pairwise([*np.flatnonzero(begins_run).tolist(), len(parts)]):
             if parts[first].is_sparse:
                 yield [Span(first, 0, sizes[first])]
                 continue
-            unit_bytes = UNIT_BYTES if int(files[first]) in self._direct else plain_bytes
             yield from units_of(sizes[first:end], unit_bytes, block_bytes, first)
 
     def read(self, unit: list[Span]) -> None:
@@ -202,7 +200,7 @@ class _Reading:
         if part.is_sparse:
             _read_runs(self, part)
         else:
-            content = self._read_directly(unit) or self._read_through_cache(unit)
+            content = self._read(unit)
             if self.stored.verifies:
                 _verify(self, unit, content.buffers)
             if content.small or content.values:
@@ -210,22 +208,11 @@ class _Reading:
         if self._progress is not None:
             self._progress(sum(_useful_bytes(self, span) for span in unit))
 
-    def _read_directly(self, unit: list[Span]) -> _Content | None:
-        """Read a unit past the page cache; None if it is to be read through it."""
-        if not self._direct or self.file_of(unit) not in self._direct:
-            return None
-        num_bytes = sum(span.num_bytes for span in unit)
-        if num_bytes < DIRECT_BYTES:
-            return None
-        path, position = self._place_of(unit)
-        window = self.files.read_directly(path, position, num_bytes, self.copier.layer)
-        if window is None:
-            return None
-        return _Content([window], window, *_goals_of(self, unit))
-
-    def _read_through_cache(self, unit: list[Span]) -> _Content:
+    def _read(self, unit: list[Span]) -> _Content:
         content = _content_for(self, unit)
-        path, position = self._place_of(unit)
+        first = unit[0]
+        path = self.stored.path_of(self.parts[first.chunk].chunk)
+        position = int(self._in_order.positions[first.chunk]) + first.start
         if locations.is_local(path):
             with self.files.open(path) as fd:
                 num_read = read_into(fd, content.buffers, position)
@@ -238,12 +225,6 @@ class _Reading:
     def file_of(self, unit: list[Span]) -> int:
         """Return the number of the file of a unit."""
         return int(self._in_order.files[unit[0].chunk])
-
-    def _place_of(self, unit: list[Span]) -> tuple[str, int]:
-        """Return the file of a unit, and its position there."""
-        first = unit[0]
-        position = int(self._in_order.positions[first.chunk]) + first.start
-        return self.stored.path_of(self.parts[first.chunk].chunk), position
 
 
 class _Goal(NamedTuple):

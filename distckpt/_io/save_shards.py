@@ -277,7 +277,8 @@ class ShardSave(PreparedSave):
                 files.append(object_file)
             placed = [file.below(checkpoint_dir, suffix) for file in files]
             checksums = write_files(placed, self.settings)
-            report = self._report(checkpoint_dir, chunk_table(planned_objects), checksums)
+            objects, durable = chunk_table(planned_objects), self.settings.durable
+            report = report_of_written(checkpoint_dir, plan, objects, checksums, suffix, durable)
         reports = ranks.gather(report) if ranks.size > 1 else [report]
         if plan.manifest is None:
             return {}
@@ -286,20 +287,33 @@ class ShardSave(PreparedSave):
         )
         return fields
 
-    def _report(
-        self, checkpoint_dir: str, objects: ChunkTable, checksums: npt.NDArray[np.uint64]
-    ) -> bytes:
-        """Return what the coordinator learns of what was written. Where checksums have a file of
-        their own, this writes it.
-        """
-        name = self.plan.checksum_file
-        if name is None:
-            return report_of(objects.files, objects.num_bytes, checksums)
-        data = checksums.astype("<u8").tobytes()
-        place = locations.join(checkpoint_dir, in_folder(name, self.folder_suffix))
-        locations.write_bytes(place, data, self.settings.durable)
-        file = file_of_checksums(name, data)
-        return report_of([*objects.files, file], objects.num_bytes, checksums[:0])
+
+def report_of_written(
+    checkpoint_dir: str,
+    plan: SavePlan,
+    objects: ChunkTable,
+    checksums: npt.NDArray[np.uint64],
+    suffix: str,
+    durable: bool = True,
+) -> bytes:
+    """Return what the coordinator learns of what a rank has written. Where checksums have a file of
+    their own, this writes it.
+
+    Args:
+        checkpoint_dir: where files are written, into the folders with the suffix.
+        plan: of the rank.
+        objects: the file of its objects, if there is one.
+        checksums: of the blocks of all of its files.
+        suffix: see `PreparedSave.folder_suffix`.
+        durable: whether the file must have reached the disk on return.
+    """
+    name = plan.checksum_file
+    if name is None:
+        return report_of(objects.files, objects.num_bytes, checksums)
+    data = checksums.astype("<u8").tobytes()
+    locations.write_bytes(locations.join(checkpoint_dir, in_folder(name, suffix)), data, durable)
+    file = file_of_checksums(name, data)
+    return report_of([*objects.files, file], objects.num_bytes, checksums[:0])
 
 
 def _gather_tables(ranks: Ranks, table: ChunkTable) -> list[ChunkTable]:

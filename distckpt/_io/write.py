@@ -22,7 +22,7 @@ from distckpt._base.memory import Bytes, Copier, DeviceLayer, bounce_buffer, ten
 from distckpt._base.threads import NUM_REQUESTS, NUM_THREADS, PART_BYTES, UNIT_BYTES, run_threads
 from distckpt._format.checksum import BLOCK_BYTES, block_checksums
 from distckpt._geometry.region import flat_range_regions
-from distckpt._geometry.units import Span, units_of
+from distckpt._geometry.units import Span, spans_within, units_of, units_of_spans
 from distckpt._storage import locations
 
 DIRECT_MIN_BYTES = 16 << 20
@@ -103,10 +103,30 @@ def write_files(files: Sequence[NewFile], settings: WriteSettings) -> npt.NDArra
     return np.array(list(itertools.chain.from_iterable(units)), np.uint64)
 
 
+def write_span(
+    file: NewFile, start: int, stop: int, settings: WriteSettings
+) -> npt.NDArray[np.uint64]:
+    """Write bytes [start, stop) of a local file, which is made if it is not there, and return the
+    checksums of the blocks that begin in them.
+
+    Other processes may write the rest of the file at the same time, or the same bytes. Blocks at
+    the edges are filled whole, and written as far as they are in the span; one that begins before
+    it is filled by itself.
+    """
+    output = _Output(file, True, settings, (start, stop))
+    open_shared_file(file.location, file.header if start == 0 else b"", output.num_bytes)
+    _write_and_close([output], settings)
+    return np.array(list(itertools.chain.from_iterable(output.checksums)), np.uint64)
+
+
 def _write_local(outputs: Sequence[_Output], settings: WriteSettings) -> None:
+    for output in outputs:
+        create_file(output.file.location, output.file.header, output.num_bytes)
+    _write_and_close(outputs, settings)
+
+
+def _write_and_close(outputs: Sequence[_Output], settings: WriteSettings) -> None:
     try:
-        for output in outputs:
-            create_file(output.file.location, output.file.header, output.num_bytes)
         _write_units(outputs, settings)
     finally:
         for output in outputs:
@@ -172,8 +192,21 @@ def create_file(location: str, header: bytes, num_bytes: int) -> None:
         raise
 
 
+def open_shared_file(location: str, header: bytes, num_bytes: int) -> None:
+    """Make a local file at its full size, unless it is there, and write its header, if one is
+    given.
+    """
+    with locations.naming(location):
+        fd = os.open(location, os.O_CREAT | os.O_WRONLY | os.O_CLOEXEC, 0o666)
+        try:
+            reserve(fd, num_bytes)
+            write_all(fd, [np.frombuffer(header, np.uint8)], 0)
+        finally:
+            os.close(fd)
+
+
 class _Output:
-    """A file while it is being written.
+    """A file while it is being written, or bytes [start, stop) of one, its `span`.
 
     Attributes:
         is_local: whether it is on a local disk.
@@ -185,24 +218,54 @@ class _Output:
         may_be_direct: whether to go around the page cache, if the file system takes it.
     """
 
-    def __init__(self, file: NewFile, is_local: bool, settings: WriteSettings) -> None:
+    def __init__(
+        self,
+        file: NewFile,
+        is_local: bool,
+        settings: WriteSettings,
+        span: tuple[int, int] | None = None,
+    ) -> None:
         self.file = file
         self.is_local = is_local
         self._settings = settings
         self._unit_bytes = max(UNIT_BYTES, settings.block_bytes)
-        self.units = list(units_of(file.chunk_bytes, self._unit_bytes, settings.block_bytes))
+        self.num_bytes = len(file.header) + sum(file.chunk_bytes)
+        self._span = span or (0, self.num_bytes)
+        first = len(file.header)
+        if span is None:
+            self.units = list(units_of(file.chunk_bytes, self._unit_bytes, settings.block_bytes))
+        else:
+            self.units, first = self._cut_span()
         if self.is_local and not self.units:
             self.units = [[]]
         self.checksums: list[list[int]] = [[] for _ in self.units]
         self.sizes = [sum(_sizes_of(unit)) for unit in self.units]
-        self._starts = list(itertools.accumulate(self.sizes, initial=len(file.header)))
-        self.num_bytes = self._starts[-1]
+        self._starts = list(itertools.accumulate(self.sizes, initial=first))
         pays = settings.durable and sum(self.sizes) >= DIRECT_MIN_BYTES
         self.may_be_direct = bool(DIRECT and (pays if settings.direct is None else settings.direct))
         self._lock = threading.Lock()
         self._num_pending = len(self.units)
         self._fd = -1
         self._direct_fd = -1
+
+    def _cut_span(self) -> tuple[list[list[Span]], int]:
+        """Return the units of the span, and the position of the first.
+
+        A block that begins before the span is a unit of its own.
+        """
+        begin, block_bytes = len(self.file.header), self._settings.block_bytes
+        start, stop = (max(0, edge - begin) for edge in self._span)
+        spans = spans_within(self.file.chunk_bytes, start, stop, block_bytes)
+        if not spans:
+            return [], begin + start
+        chunk, first, last = spans[0]
+        position = begin + sum(self.file.chunk_bytes[:chunk]) + first
+        edges: list[list[Span]] = []
+        if position < self._span[0]:
+            middle = min(first + block_bytes, last)
+            edges = [[Span(chunk, first, middle)]]
+            spans[0] = Span(chunk, middle, last)
+        return [*edges, *units_of_spans(spans, self._unit_bytes, block_bytes)], position
 
     def write_unit(self, number: int) -> None:
         """Write a unit, and finish the file if no other one is missing."""
@@ -211,7 +274,8 @@ class _Output:
             if self._direct_fd >= 0 and self.units[number]:
                 self._write_directly(number)
             else:
-                write_all(self._fd, self.buffers_of(number), self._starts[number])
+                low, buffers = self._own_buffers(number)
+                write_all(self._fd, buffers, self._starts[number] + low)
             with self._lock:
                 self._num_pending -= 1
                 is_last = self._num_pending == 0
@@ -261,7 +325,21 @@ class _Output:
     def _keep_checksums(self, number: int, buffers: Sequence[Bytes]) -> None:
         if self._settings.with_checksums:
             sizes = _sizes_of(self.units[number])
-            self.checksums[number] = block_checksums(sizes, buffers, self._settings.block_bytes)
+            found = block_checksums(sizes, buffers, self._settings.block_bytes)
+            # A block that begins before the span belongs to the one before.
+            self.checksums[number] = found[self._starts[number] < self._span[0] :]
+
+    def _own_buffers(self, number: int) -> tuple[int, list[Bytes]]:
+        """Return the bytes of a unit that are in the span, and where in the unit they begin."""
+        low, high = self._own_part(number)
+        buffers = self.buffers_of(number)
+        is_whole = (low, high) == (0, self.sizes[number])
+        return low, buffers if is_whole else cut_buffers(buffers, low, high)
+
+    def _own_part(self, number: int) -> tuple[int, int]:
+        """Return which bytes of a unit are in the span."""
+        start, (first, last) = self._starts[number], self._span
+        return max(0, first - start), min(self.sizes[number], last - start)
 
     def _write_directly(self, number: int) -> None:
         """Write through an aligned window; its unaligned edges go through the page cache."""
@@ -271,6 +349,8 @@ class _Output:
         window = memory[phase : phase + num_bytes]
         copy_into(window, self.file.fill(self.units[number], window))
         self._keep_checksums(number, [window])
+        low, high = self._own_part(number)
+        window, position, num_bytes = window[low:high], position + low, high - low
         first = min(-position % ALIGNMENT, num_bytes)
         last = max(first, num_bytes - (position + num_bytes) % ALIGNMENT)
         written = first + write_aligned(self._direct_fd, window[first:last], position + first)
@@ -280,6 +360,15 @@ class _Output:
 
 def _sizes_of(unit: Sequence[Span]) -> list[int]:
     return [stop - start for _, start, stop in unit]
+
+
+def cut_buffers(buffers: Sequence[Bytes], start: int, stop: int) -> list[Bytes]:
+    """Return bytes [start, stop) of buffers that follow each other."""
+    cut, begin = [], 0
+    for buffer in buffers:
+        cut.append(buffer[max(0, start - begin) : max(0, stop - begin)])
+        begin += len(buffer)
+    return [buffer for buffer in cut if len(buffer)]
 
 
 def copy_into(window: Bytes, buffers: Sequence[Bytes]) -> None:

@@ -34,6 +34,8 @@ class CheckpointInfo:
         num_bytes: the size of its files; 0 if that cannot be read.
         saved_at: when it was committed, in seconds since 1970, by the clock of the storage; None
             if that is unknown.
+        seconds: how long the save took, from the call until it was committed; None if that is
+            unknown.
         metrics: the metrics that were given to `CheckpointManager.save`.
         pinned: whether managers never remove it.
         problem: why it cannot be loaded; None if the marker, the manifest, and the sizes and
@@ -48,6 +50,7 @@ class CheckpointInfo:
     step: int | None
     num_bytes: int
     saved_at: float | None
+    seconds: float | None
     metrics: Mapping[str, float]
     pinned: bool
     problem: str | None
@@ -124,6 +127,12 @@ class _Files:
     problem: str | None
 
     @property
+    def seconds(self) -> float | None:
+        """How long the marker says the save took, if it does."""
+        seconds = (self.marker or {}).get("seconds")
+        return float(seconds) if isinstance(seconds, int | float) else None
+
+    @property
     def noted_step(self) -> Any:
         """The step that the marker says a manager saved, if any."""
         note = (self.marker or {}).get(steps.NOTE)
@@ -145,6 +154,7 @@ def _describe(root: str, name: str) -> CheckpointInfo | None:
         step=_number_in(name) if saved is None else saved.step,
         num_bytes=files.num_bytes,
         saved_at=_time_of(location) if files.marker is not None else None,
+        seconds=files.seconds,
         metrics={} if saved is None else saved.metrics,
         pinned=saved is not None and saved.pinned,
         problem=files.problem,

@@ -80,6 +80,14 @@ def is_leftover(name: str) -> bool:
     return is_of_tracker or _hidden_step(name, "tmp", "trash") is not None
 
 
+def is_journal_of_parts(name: str) -> bool:
+    """Tell whether work in parts has its journal, and what it writes, in a directory of this
+    name.
+    """
+    hidden = hidden_directories.parse(name)
+    return hidden is not None and hidden.kind == "parts"
+
+
 def replaced_step(name: str) -> int | None:
     """Return the step of a directory that holds a checkpoint that is being overwritten, None for
     any other.

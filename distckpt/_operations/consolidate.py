@@ -12,6 +12,7 @@ from distckpt._base.options import ExportOptions, with_changes
 from distckpt._checkpoint.consistent_read import reading
 from distckpt._operations.export_plan import ExportPlan, plan_export, stored_source
 from distckpt._operations.export_request import (
+    OpenedSources,
     check_export_options,
     check_request,
     locate_sources,
@@ -74,9 +75,7 @@ def consolidate(
     request = check_request(ranks, [checkpoint], output_dir, overwrite, chosen)
     with PhaseTimer("consolidate", ranks.rank, request.target).phase("plan"):
         opened = open_sources(ranks, request.sources, chosen.verify)
-        with reading(ranks, opened.all):
-            source = stored_source(opened.checkpoints[0], chosen)
-            plan = plan_export(ranks, source, chosen, opened.adapter)
+        plan = plan_opened(ranks, opened, chosen)
     return write_and_commit(ranks, request, opened.all, plan)
 
 
@@ -85,6 +84,14 @@ def plan_consolidation(checkpoint: str | os.PathLike[str], options: ExportOption
     ranks = Ranks.alone()
     check_export_options(options)
     opened = open_sources(ranks, locate_sources([checkpoint], options), options.verify)
+    return plan_opened(ranks, opened, options)
+
+
+def plan_opened(ranks: Ranks, opened: OpenedSources, options: ExportOptions) -> ExportPlan:
+    """Plan the export of an open checkpoint.
+
+    Collective operation: all ranks must call it.
+    """
     with reading(ranks, opened.all):
         source = stored_source(opened.checkpoints[0], options)
         return plan_export(ranks, source, options, opened.adapter)

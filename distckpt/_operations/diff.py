@@ -9,7 +9,7 @@ import functools
 import math
 import os
 import time
-from collections.abc import Container, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeAlias
 
@@ -195,33 +195,115 @@ def diff(
         ValueError: a tolerance is negative, or not a number.
     """
     started = time.perf_counter()
-    check_patterns(keys)
-    check_rename(rename)
-    check_tolerance("atol", atol)
-    check_tolerance("rtol", rtol)
+    check_arguments(keys, rename, atol, rtol)
     ranks = Ranks.alone()
     of_both = map(locations.normalize, (a, b))
     with contextlib.ExitStack() as stack:
         first, second = (stack.enter_context(opened(ranks, each)) for each in of_both)
-        of_a, of_b = _tensors_to_compare(first, second, keys, rename or {})
-        common = sorted(of_a.keys() & of_b.keys(), key=natural_order)
-        pairs = {key: (of_a[key], of_b[key]) for key in common}
-        comparable = {key: (x, y) for key, (x, y) in pairs.items() if x.shape == y.shape}
-        num_bytes = sum(x.num_bytes + y.num_bytes for x, y in comparable.values())
-        windows = _compare_values(comparable, atol, rtol, ProgressCounter(progress, num_bytes))
-        objects_compared = keys is None and holds_objects(first) and holds_objects(second)
-        return DiffReport(
-            first.location,
-            second.location,
-            only_in_a=tuple(sorted(of_a.keys() - of_b.keys(), key=natural_order)),
-            only_in_b=tuple(sorted(of_b.keys() - of_a.keys(), key=natural_order)),
-            tensors=tuple(_differences(pairs, windows)),
-            objects=tuple(_diff_objects(first, second)) if objects_compared else (),
-            objects_compared=objects_compared,
-            num_compared=len(comparable),
-            num_bytes=num_bytes,
-            seconds=time.perf_counter() - started,
-        )
+        compared = plan_diff(first, second, keys, rename or {})
+        counter = ProgressCounter(progress, compared.num_bytes)
+        compute = functools.partial(compare_window, atol=atol, rtol=rtol)
+        windows = map_windows(compared.sides, compute, counter)
+        changes = dict(zip(compared.comparable, windows, strict=True))
+        return report_of_diff(compared, changes, lambda: time.perf_counter() - started)
+
+
+def check_arguments(
+    keys: str | Sequence[str] | None,
+    rename: Mapping[str, str] | None,
+    atol: float,
+    rtol: float,
+) -> None:
+    """Check arguments of `diff`.
+
+    Raises:
+        TypeError: one is of a wrong type.
+        ValueError: a tolerance is negative, or not a number.
+    """
+    check_patterns(keys)
+    check_rename(rename)
+    check_tolerance("atol", atol)
+    check_tolerance("rtol", rtol)
+
+
+@dataclass(frozen=True)
+class Compared:
+    """What of two checkpoints is compared.
+
+    Attributes:
+        first: the checkpoint A.
+        second: the checkpoint B.
+        of_a: tensors of A, by the names that they have in B.
+        of_b: tensors of B.
+        has_keys: whether only some keys were chosen.
+    """
+
+    first: StoredCheckpoint
+    second: StoredCheckpoint
+    of_a: _Tensors
+    of_b: _Tensors
+    has_keys: bool
+
+    @functools.cached_property
+    def pairs(self) -> dict[str, tuple[StoredTensor, StoredTensor]]:
+        """The tensors that both have."""
+        common = sorted(self.of_a.keys() & self.of_b.keys(), key=natural_order)
+        return {key: (self.of_a[key], self.of_b[key]) for key in common}
+
+    @functools.cached_property
+    def comparable(self) -> dict[str, tuple[StoredTensor, StoredTensor]]:
+        """Those of them whose values can be compared."""
+        return {key: (x, y) for key, (x, y) in self.pairs.items() if x.shape == y.shape}
+
+    @property
+    def sides(self) -> list[tuple[StoredTensor, ...]]:
+        """The comparable tensors of A, and of B."""
+        return list(zip(*self.comparable.values(), strict=True)) or [(), ()]
+
+    @property
+    def num_bytes(self) -> int:
+        """The size of the comparable tensors of both."""
+        return sum(x.num_bytes + y.num_bytes for x, y in self.comparable.values())
+
+
+def plan_diff(
+    first: StoredCheckpoint,
+    second: StoredCheckpoint,
+    keys: str | Sequence[str] | None,
+    rename: Mapping[str, str],
+) -> Compared:
+    """Decide what of two checkpoints is compared.
+
+    Raises:
+        LoadMismatchError: a pattern matches nothing.
+    """
+    of_a, of_b = _tensors_to_compare(first, second, keys, rename)
+    return Compared(first, second, of_a, of_b, keys is not None)
+
+
+def report_of_diff(
+    compared: Compared,
+    changes: Mapping[str, Sequence[Change | None]],
+    seconds: Callable[[], float],
+) -> DiffReport:
+    """Return the report, given what is different in each window of the comparable tensors; what is
+    not compared in windows is compared here.
+    """
+    first, second, of_a, of_b = compared.first, compared.second, compared.of_a, compared.of_b
+    has_objects = holds_objects(first) and holds_objects(second)
+    objects_compared = not compared.has_keys and has_objects
+    return DiffReport(
+        first.location,
+        second.location,
+        only_in_a=tuple(sorted(of_a.keys() - of_b.keys(), key=natural_order)),
+        only_in_b=tuple(sorted(of_b.keys() - of_a.keys(), key=natural_order)),
+        tensors=tuple(_differences(compared.pairs, changes)),
+        objects=tuple(_diff_objects(first, second)) if objects_compared else (),
+        objects_compared=objects_compared,
+        num_compared=len(compared.comparable),
+        num_bytes=compared.num_bytes,
+        seconds=seconds(),
+    )
 
 
 _Tensors: TypeAlias = dict[str, StoredTensor]
@@ -280,7 +362,7 @@ def _chosen(
 # --- Tensors --------------------------------------------------------------------------------------
 
 
-class _Change(NamedTuple):
+class Change(NamedTuple):
     """A window whose bytes differ.
 
     Attributes:
@@ -296,21 +378,9 @@ class _Change(NamedTuple):
     norms: tuple[float, ...]
 
 
-def _compare_values(
-    pairs: Mapping[str, tuple[StoredTensor, StoredTensor]],
-    atol: float,
-    rtol: float,
-    counter: ProgressCounter,
-) -> dict[str, list[_Change | None]]:
-    """Compare the values of tensors; return what is different in each of their windows."""
-    sides = list(zip(*pairs.values(), strict=True)) or [(), ()]
-    compute = functools.partial(_compare_window, atol=atol, rtol=rtol)
-    return dict(zip(pairs, map_windows(sides, compute, counter), strict=True))
-
-
 def _differences(
     pairs: Mapping[str, tuple[StoredTensor, StoredTensor]],
-    windows: Mapping[str, Sequence[_Change | None]],
+    windows: Mapping[str, Sequence[Change | None]],
 ) -> Iterator[TensorDifference]:
     for key, (a, b) in pairs.items():
         difference = _join(key, a, b, windows.get(key))
@@ -319,7 +389,7 @@ def _differences(
 
 
 def _join(
-    key: str, a: StoredTensor, b: StoredTensor, windows: Sequence[_Change | None] | None
+    key: str, a: StoredTensor, b: StoredTensor, windows: Sequence[Change | None] | None
 ) -> TensorDifference | None:
     """Join what was found in the windows of a tensor; they are None when the shapes differ."""
     shapes, dtypes = (a.shape, b.shape), (a.dtype, b.dtype)
@@ -354,7 +424,7 @@ def _hull(regions: Sequence[Sequence[tuple[int, int]]]) -> Region:
     return Region(tuple(starts), tuple(sizes))
 
 
-def _norms(a: StoredTensor, windows: Sequence[_Change | None]) -> list[float]:
+def _norms(a: StoredTensor, windows: Sequence[Change | None]) -> list[float]:
     """Return the norms of A, of B and of the difference; equal windows of A are read once more."""
     norms = []
     for change, region in zip(windows, window_regions(a.shape), strict=True):
@@ -366,9 +436,9 @@ def _norms(a: StoredTensor, windows: Sequence[_Change | None]) -> list[float]:
     return [math.hypot(*column) for column in zip(*norms, strict=True)]
 
 
-def _compare_window(
+def compare_window(
     window: Window, left: torch.Tensor, right: torch.Tensor, *, atol: float, rtol: float
-) -> _Change | None:
+) -> Change | None:
     """Compare a window of both sides, block by block; None when the bytes are equal."""
     blocks = list(zip(blocks_of(left), blocks_of(right), strict=True))
     if left.dtype == right.dtype and all(_has_equal_bytes(*block) for block in blocks):
@@ -386,7 +456,7 @@ def _compare_window(
     first_index, spans = _place(np.concatenate(places).reshape(left.shape), window.region.offset)
     num_different = sum(int(np.count_nonzero(differs)) for differs in places)
     lengths = tuple(math.hypot(*column) for column in zip(*norms, strict=True))
-    return _Change(num_different, float(max(largest)), first_index, spans, lengths)
+    return Change(num_different, float(max(largest)), first_index, spans, lengths)
 
 
 def _has_equal_bytes(left: torch.Tensor, right: torch.Tensor) -> bool:

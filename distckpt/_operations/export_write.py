@@ -24,7 +24,6 @@ from distckpt._format.hf_names import (
 from distckpt._format.marker import replaced
 from distckpt._format.read_header import read_header
 from distckpt._format.stored_checkpoint import StoredCheckpoint
-from distckpt._io.direct_reads import unread_files
 from distckpt._io.export import file_size, write_output_file
 from distckpt._io.extra_files import write_extra_files
 from distckpt._operations.export_plan import ExportPlan
@@ -87,20 +86,19 @@ def write_and_commit(
                 overflows = _write_files(ranks, request, plan, mine, output)
         with timer.phase("commit"), ranks.phase("commit the export", decision=True):
             if ranks.is_coordinator:
-                _complete(plan, opened, output)
+                complete_export(plan, opened, output)
                 output.commit_beside_others(belongs_to_export)
     if overflows and ranks.is_coordinator:
         logger.warning(
             "values did not fit the dtype they were converted to in %s", summarize_keys(overflows)
         )
-    return _report(plan, overflows, time.perf_counter() - request.started)
+    return report_of_export(plan, overflows, time.perf_counter() - request.started)
 
 
-def _report(
-    plan: ExportPlan,
-    overflows: Mapping[str, int],
-    seconds: float,
+def report_of_export(
+    plan: ExportPlan, overflows: Mapping[str, int], seconds: float
 ) -> ExportReport:
+    """Return the report of an export that is written as planned."""
     return ExportReport(
         num_tensors=len(plan.outputs),
         num_bytes=sum(tensor.num_bytes for tensor in plan.outputs),
@@ -125,8 +123,7 @@ def _write_files(
     """Write the files of this rank; return the overflows of all ranks by tensor."""
     overflows: dict[str, int] = {}
     counter = ProgressCounter(request.options.progress, sum(file.num_bytes for file in mine))
-    unread = unread_files(plan.source.stored)
-    with ranks.phase("write output files"), OpenFiles.for_many_reads(unread) as open_files:
+    with ranks.phase("write output files"), OpenFiles.for_many_reads() as open_files:
         source = plan.source.with_files(open_files)
         for file in mine:
             path = locations.join(output.location, file.name)
@@ -141,11 +138,11 @@ def _write_files(
 # --- Committing -----------------------------------------------------------------------------------
 
 
-def _complete(plan: ExportPlan, opened: Sequence[StoredCheckpoint], output: Output) -> None:
+def complete_export(plan: ExportPlan, opened: Sequence[StoredCheckpoint], output: Output) -> None:
     """Check the files that all ranks have written, and write the others."""
     directory = output.location
     for stored in opened:
-        _check_is_unchanged(stored)
+        check_is_unchanged(stored)
     output.check_files([(file.name, file_size(file)) for file in plan.files])
     for file in plan.files:
         _check_written(locations.join(directory, file.name), file)
@@ -155,7 +152,7 @@ def _complete(plan: ExportPlan, opened: Sequence[StoredCheckpoint], output: Outp
         locations.write_bytes(index, _index_of(plan))
 
 
-def _check_is_unchanged(stored: StoredCheckpoint) -> None:
+def check_is_unchanged(stored: StoredCheckpoint) -> None:
     """Compare a checkpoint with what it was when it was opened."""
     fields = identify(stored.location)
     if fields.get("manifest") is None:

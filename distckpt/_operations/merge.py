@@ -19,6 +19,7 @@ from distckpt._format.stored_checkpoint import StoredCheckpoint
 from distckpt._io.summed_source import SummedSource
 from distckpt._operations.export_plan import ExportPlan, plan_export
 from distckpt._operations.export_request import (
+    OpenedSources,
     check_export_options,
     check_request,
     locate_sources,
@@ -89,15 +90,13 @@ def merge(
     ranks = Ranks(process_group)
     chosen = with_changes(merge, ExportOptions, options, changes)
     with ranks.phase("check the weights", decision=True, same={"weights": weights, "ema": ema}):
-        sources, factors = _check_terms(checkpoints, weights, ema)
+        sources, factors = check_terms(checkpoints, weights, ema)
         if ranks.is_coordinator:
-            _check_is_apart(output_dir, sources)
+            check_is_apart(output_dir, sources)
     request = check_request(ranks, sources, output_dir, overwrite, chosen)
     with PhaseTimer("consolidate", ranks.rank, request.target).phase("plan"):
         opened = open_sources(ranks, request.sources, chosen.verify)
-        with reading(ranks, opened.all):
-            source = _sum(ranks, opened.checkpoints, factors, ema, chosen)
-            plan = plan_export(ranks, source, chosen, opened.adapter)
+        plan = plan_opened_sum(ranks, opened, factors, ema, chosen)
     return write_and_commit(ranks, request, opened.all, plan)
 
 
@@ -109,11 +108,26 @@ def plan_merge(
 ) -> ExportPlan:
     """Return what `merge` would write, in this process alone."""
     ranks = Ranks.alone()
-    sources, factors = _check_terms(checkpoints, weights, ema)
+    sources, factors = check_terms(checkpoints, weights, ema)
     check_export_options(options)
     opened = open_sources(ranks, locate_sources(sources, options), options.verify)
-    source = _sum(ranks, opened.checkpoints, factors, ema, options)
-    return plan_export(ranks, source, options, opened.adapter)
+    return plan_opened_sum(ranks, opened, factors, ema, options)
+
+
+def plan_opened_sum(
+    ranks: Ranks,
+    opened: OpenedSources,
+    factors: Sequence[float],
+    ema: float | None,
+    options: ExportOptions,
+) -> ExportPlan:
+    """Plan the export of the weighted sum of open checkpoints.
+
+    Collective operation: all ranks must call it.
+    """
+    with reading(ranks, opened.all):
+        source = _sum(ranks, opened.checkpoints, factors, ema, options)
+        return plan_export(ranks, source, options, opened.adapter)
 
 
 def _sum(
@@ -128,7 +142,7 @@ def _sum(
     return SummedSource(view.stored, view.terms, factors, decay=1.0 if ema is None else float(ema))
 
 
-def _check_terms(
+def check_terms(
     checkpoints: Sequence[str | os.PathLike[str]],
     weights: Sequence[float] | None,
     ema: float | None,
@@ -150,7 +164,7 @@ def _sources(checkpoints: Sequence[str | os.PathLike[str]]) -> list[str]:
     return sources
 
 
-def _check_is_apart(output_dir: str | os.PathLike[str], sources: Sequence[str]) -> None:
+def check_is_apart(output_dir: str | os.PathLike[str], sources: Sequence[str]) -> None:
     """Refuse a target that is a checkpoint, or inside one of those that are merged."""
     target = posix.resolve(output_dir)
     for source in sources:

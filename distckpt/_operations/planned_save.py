@@ -124,9 +124,22 @@ def write_and_commit(ranks: Ranks, save: PlannedSave) -> SaveReport:
             if ranks.is_coordinator:
                 if save.source is not None:
                     _check_source(save)
-                marker = {**save.request.notes, **(own_fields or {}), **asdict(save.config)}
+                marker = {
+                    **_duration(save),
+                    **save.request.notes,
+                    **(own_fields or {}),
+                    **asdict(save.config),
+                }
                 output.commit(marker, prepared.written)
     return _report(ranks, save)
+
+
+def _duration(save: PlannedSave) -> Mapping[str, Any]:
+    """Return the field of the marker that says how long a save took. What rewrites a checkpoint
+    writes the same bytes each time.
+    """
+    is_rewrite = save.request.verb == "reshard"
+    return {} if is_rewrite else {"seconds": round(save.timer.seconds, 3)}
 
 
 def _check_source(save: PlannedSave) -> None:

@@ -9,6 +9,7 @@ import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -42,7 +43,6 @@ from distckpt._format.marker import (
 from distckpt._format.stored_checkpoint import StoredCheckpoint
 from distckpt._geometry.region import Region, whole
 from distckpt._io import background
-from distckpt._io.direct_reads import unread_files
 from distckpt._io.export import filling, num_export_threads
 from distckpt._io.save_shards import (
     ShardSave,
@@ -178,16 +178,14 @@ def reshard(
     """
     started = time.perf_counter()
     ranks = Ranks(process_group)
-    selection = _Selection(keys, rules, rename or {}, dtype)
-    division = _Division(ranks.size if num_ranks is None else num_ranks, grids or {})
+    selection = Selection(keys, rules, rename or {}, dtype)
+    division = Division(ranks.size if num_ranks is None else num_ranks, grids or {})
     same = {**vars(selection), **vars(division), "overwrite": overwrite, "verify": verify}
     with ranks.phase("check the arguments", decision=True, same=same):
-        check_rules(rules)
         check_switch("overwrite", overwrite)
         check_switch("verify", verify)
         check_num_bytes("max_inflight_bytes", max_inflight_bytes)
-        _check_common_state(common_state)
-        division.check()
+        check_content(selection, division, common_state)
         location, target = locations.normalize(source_dir), posix.resolve(checkpoint_dir)
         background.wait_for_location(location)
         if ranks.is_coordinator:
@@ -198,25 +196,26 @@ def reshard(
     with timer.phase("plan"):
         stored = open_undisturbed(ranks, location, verify=verify)
         with reading(ranks, [stored]):
-            plan = _plan(ranks, stored, target, selection, division, common_state)
+            plan = plan_reshard(ranks, stored, target, selection, division, common_state)
 
     # 2. Write beside the target, and commit.
-    request = SaveRequest(path=target, overwrite=overwrite, notes=_notes(stored, selection))
+    notes = notes_of(stored, selection)
+    request = SaveRequest(path=target, overwrite=overwrite, notes=notes, verb="reshard")
     source = stored.marker if target == posix.resolve(location) else None
     overflows: dict[str, int] = {}
     with (
         reading(ranks, [stored]),
-        OpenFiles.for_many_reads(unread_files(stored)) as open_files,
+        OpenFiles.for_many_reads() as open_files,
     ):
         files = _files_of_rank(ranks, plan, open_files, overflows)
         prepared = _prepare(ranks, plan, files, max_inflight_bytes, progress)
         config = CheckpointingConfig(BACKEND, VERSION)
         write_and_commit(ranks, PlannedSave(target, request, config, prepared, timer, source))
-    return _report(target, plan, _sums(ranks, overflows), time.perf_counter() - started)
+    return report_of_reshard(target, plan, _sums(ranks, overflows), time.perf_counter() - started)
 
 
 @dataclass(frozen=True)
-class _Plan:
+class ReshardPlan:
     """What is written, from which checkpoint (or view of one), and where to; `save` is the part of
     this rank.
     """
@@ -227,14 +226,14 @@ class _Plan:
     save: SavePlan
 
 
-def _plan(
+def plan_reshard(
     ranks: Ranks,
     stored: StoredCheckpoint,
     target: str,
-    selection: _Selection,
-    division: _Division,
+    selection: Selection,
+    division: Division,
     common_state: CommonStateDict | None,
-) -> _Plan:
+) -> ReshardPlan:
     """Plan the same on all ranks, which must all call it."""
     with ranks.phase("plan the new checkpoint") as vote:
         _check_place(stored, target)
@@ -248,11 +247,11 @@ def _plan(
         raise CheckpointingException(
             f"{stored.location!r} was changed while it was read: nothing was written, try again."
         )
-    return _Plan(stored, content, layout, save)
+    return ReshardPlan(stored, content, layout, save)
 
 
-def _report(
-    target: str, plan: _Plan, overflows: Mapping[str, int], seconds: float
+def report_of_reshard(
+    target: str, plan: ReshardPlan, overflows: Mapping[str, int], seconds: float
 ) -> ReshardReport:
     content, files = plan.content, plan.layout.all_files
     return ReshardReport(
@@ -271,7 +270,14 @@ def _num_bytes(file: PlannedFile) -> int:
     return sum(file.chunk_bytes)
 
 
-def _check_common_state(common_state: object) -> None:
+def check_content(selection: Selection, division: Division, common_state: object) -> None:
+    """Check the arguments that say what is written, and how it is divided.
+
+    Raises:
+        TypeError: one is of a wrong type.
+    """
+    check_rules(selection.rules)
+    division.check()
     if not isinstance(common_state, Mapping | None):
         raise TypeError(f"common_state is a dict, or None, got {common_state!r:.100}.")
 
@@ -286,7 +292,7 @@ def _check_place(stored: StoredCheckpoint, target: str) -> None:
         )
 
 
-def _notes(stored: StoredCheckpoint, selection: _Selection) -> dict[str, Any]:
+def notes_of(stored: StoredCheckpoint, selection: Selection) -> dict[str, Any]:
     notes = note_of_schedulers(schedulers_of(stored.marker))
     if selection.rules or selection.rename:
         return notes
@@ -305,7 +311,7 @@ def _sums(ranks: Ranks, counts: Mapping[str, int]) -> dict[str, int]:
 
 
 @dataclass(frozen=True)
-class _Selection:
+class Selection:
     """What of a checkpoint is written, and as what: arguments of `reshard`."""
 
     keys: str | Sequence[str] | None
@@ -339,9 +345,14 @@ class _Content:
     objects: Sequence[ShardedObject]
     quantization: Mapping[str, Any] | None
 
+    @cached_property
+    def outputs_by_name(self) -> dict[str, OutputTensor]:
+        """The tensors by their names."""
+        return {output.name: output for output in self.outputs}
+
 
 def _content_of(
-    stored: StoredCheckpoint, selection: _Selection, common_state: CommonStateDict | None
+    stored: StoredCheckpoint, selection: Selection, common_state: CommonStateDict | None
 ) -> _Content:
     outputs = _outputs(stored, selection)
     return _Content(
@@ -364,7 +375,7 @@ def _settings(
     return {**settings, "shapes": shapes}
 
 
-def _outputs(stored: StoredCheckpoint, selection: _Selection) -> list[OutputTensor]:
+def _outputs(stored: StoredCheckpoint, selection: Selection) -> list[OutputTensor]:
     """Return the tensors of the new checkpoint; one of objects alone has none."""
     manifest, rules = stored.manifest, selection.rules
     if selection.keys is None and all(name == OBJECT for name in manifest.dtypes):
@@ -383,7 +394,7 @@ def _outputs(stored: StoredCheckpoint, selection: _Selection) -> list[OutputTens
     return outputs
 
 
-def _aliases(stored: StoredCheckpoint, selection: _Selection) -> dict[str, str]:
+def _aliases(stored: StoredCheckpoint, selection: Selection) -> dict[str, str]:
     """Return the tied keys of the new checkpoint, under their new names."""
     manifest, rename = stored.manifest, selection.rename
     if not manifest.aliases:
@@ -421,7 +432,7 @@ def _read_objects(
 
 
 @dataclass(frozen=True)
-class _Division:
+class Division:
     """How tensors are divided among the ranks that would save them: arguments of `reshard`."""
 
     num_ranks: int
@@ -479,7 +490,7 @@ class _Layout:
         return checksum(json.dumps([self.manifest.keys, content]).encode()) >> 3
 
 
-def _lay_out(content: _Content, division: _Division) -> _Layout:
+def _lay_out(content: _Content, division: Division) -> _Layout:
     """Give every byte an owner among the new ranks, and a place in one of its files."""
     held = [*_hold_tensors(content.outputs, division), *_hold_objects(content.objects, division)]
     shards = [each.shard for each in held]
@@ -500,7 +511,7 @@ def _lay_out(content: _Content, division: _Division) -> _Layout:
     return _Layout(manifest, files, object_files)
 
 
-def _hold_tensors(outputs: Iterable[OutputTensor], division: _Division) -> Iterator[_Held]:
+def _hold_tensors(outputs: Iterable[OutputTensor], division: Division) -> Iterator[_Held]:
     """Divide tensors as their grids say."""
     num_ranks, grids = division.num_ranks, division.grids
     used: set[str] = set()
@@ -524,7 +535,7 @@ def _hold_tensors(outputs: Iterable[OutputTensor], division: _Division) -> Itera
         )
 
 
-def _hold_objects(objects: Iterable[ShardedObject], division: _Division) -> Iterator[_Held]:
+def _hold_objects(objects: Iterable[ShardedObject], division: Division) -> Iterator[_Held]:
     """Give each object to one rank."""
     for index, shard in enumerate(objects):
         first = index % division.num_ranks
@@ -586,7 +597,7 @@ def _plan_save(ranks: Ranks, layout: _Layout) -> SavePlan:
 
 def _prepare(
     ranks: Ranks,
-    plan: _Plan,
+    plan: ReshardPlan,
     files: Sequence[NewFile],
     max_inflight_bytes: int,
     progress: Progress | None,
@@ -601,25 +612,26 @@ def _prepare(
 
 
 def _files_of_rank(
-    ranks: Ranks, plan: _Plan, open_files: OpenFiles, overflows: dict[str, int]
+    ranks: Ranks, plan: ReshardPlan, open_files: OpenFiles, overflows: dict[str, int]
 ) -> list[NewFile]:
     """Return the files that this rank writes; `overflows` gets, while they are written, the numbers
     of values that do not fit.
     """
-    stored, objects = plan.stored.with_files(open_files), plan.layout.objects
-    outputs = {output.name: output for output in plan.content.outputs}
+    stored = plan.stored.with_files(open_files)
     return [
-        objects.get(file.name) or _tensor_file(stored, outputs, file, overflows)
+        plan.layout.objects.get(file.name) or tensor_file(stored, plan, file, overflows)
         for file in plan.layout.share(ranks.rank, ranks.size)
     ]
 
 
-def _tensor_file(
+def tensor_file(
     stored: StoredCheckpoint,
-    outputs: Mapping[str, OutputTensor],
+    plan: ReshardPlan,
     file: PlannedFile,
     overflows: dict[str, int],
 ) -> NewFile:
+    """Describe a file of tensors that is to be written, see `_files_of_rank`."""
+    outputs = plan.content.outputs_by_name
     tensors = [_cropped(outputs[chunk.key], chunk) for chunk in file.chunks]
     fill = filling(TensorSource(stored), tensors, overflows)
     return NewFile(file.name, file.header, file.chunk_bytes, fill)

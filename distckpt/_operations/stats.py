@@ -6,6 +6,7 @@ import itertools
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
@@ -60,7 +61,7 @@ class TensorStats:
     histogram: tuple[int, ...]
 
 
-class _Part(NamedTuple):
+class BlockStats(NamedTuple):
     """A block of values: how many are finite, NaN, infinite and zero, and of the finite ones their
     mean and so on.
     """
@@ -75,10 +76,10 @@ class _Part(NamedTuple):
     high: float
 
 
-class _WindowStats(NamedTuple):
+class WindowStats(NamedTuple):
     """Of a window: its blocks, and a sample of its values."""
 
-    parts: list[_Part]
+    parts: list[BlockStats]
     sample: npt.NDArray[np.float64]
 
 
@@ -93,17 +94,26 @@ def compute_stats(
     Raises:
         LoadMismatchError: no tensor matches.
     """
-    tensors = [StoredTensor(stored, name) for name in _chosen_names(stored, keys)]
+    tensors = tensors_to_measure(stored, keys)
     counter = ProgressCounter(progress, sum(tensor.num_bytes for tensor in tensors))
-    strides = [max(1, math.prod(tensor.shape) // _NUM_SAMPLED) for tensor in tensors]
+    results = map_windows([tensors], partial(measure_window, tensors), counter)
+    for tensor, found in zip(tensors, results, strict=True):
+        yield stats_of_windows(tensor, found)
 
-    def compute(window: Window, values: torch.Tensor) -> _WindowStats:
-        sample = real_numbers(values.view(-1)[:: strides[window.tensor]])
-        wide = sample.to(torch.float64, copy=True).numpy()
-        return _WindowStats([_part(block) for block in blocks_of(values)], wide)
 
-    for tensor, found in zip(tensors, map_windows([tensors], compute, counter), strict=True):
-        yield _join(tensor, found)
+def tensors_to_measure(stored: StoredCheckpoint, keys: Sequence[str] | None) -> list[StoredTensor]:
+    """Return the tensors that match, see `compute_stats`."""
+    return [StoredTensor(stored, name) for name in _chosen_names(stored, keys)]
+
+
+def measure_window(
+    tensors: Sequence[StoredTensor], window: Window, values: torch.Tensor
+) -> WindowStats:
+    """Return the statistics of a window of one of the tensors."""
+    stride = max(1, math.prod(tensors[window.tensor].shape) // _NUM_SAMPLED)
+    sample = real_numbers(values.view(-1)[::stride])
+    wide = sample.to(torch.float64, copy=True).numpy()
+    return WindowStats([_part(block) for block in blocks_of(values)], wide)
 
 
 def _chosen_names(stored: StoredCheckpoint, keys: Sequence[str] | None) -> list[str]:
@@ -125,7 +135,8 @@ def _chosen_names(stored: StoredCheckpoint, keys: Sequence[str] | None) -> list[
     return chosen
 
 
-def _join(tensor: StoredTensor, windows: Sequence[_WindowStats]) -> TensorStats:
+def stats_of_windows(tensor: StoredTensor, windows: Sequence[WindowStats]) -> TensorStats:
+    """Put the statistics of the windows of a tensor together."""
     whole = _put_together([part for window in windows for part in window.parts])
     histogram: tuple[int, ...] = ()
     if whole.num_finite:
@@ -147,14 +158,14 @@ def _join(tensor: StoredTensor, windows: Sequence[_WindowStats]) -> TensorStats:
     )
 
 
-def _put_together(parts: Sequence[_Part]) -> _Part:
+def _put_together(parts: Sequence[BlockStats]) -> BlockStats:
     """Return the figures of all parts together; NaN where there is no finite number."""
     columns = itertools.islice(zip(*parts, strict=True), 4)
     num_finite, num_nan, num_infinite, num_zero = map(sum, columns)
     finite = [part for part in parts if part.num_finite]
     # Sums of large numbers would overflow.
     mean = sum(part.mean * (part.num_finite / num_finite) for part in finite)
-    return _Part(
+    return BlockStats(
         num_finite,
         num_nan,
         num_infinite,
@@ -178,7 +189,7 @@ def _histogram(
     return tuple(np.bincount(bins, minlength=NUM_BINS).tolist())
 
 
-def _part(values: torch.Tensor) -> _Part:
+def _part(values: torch.Tensor) -> BlockStats:
     if values.dtype.itemsize == 1:
         return _part_of_codes(values)
     numbers = real_numbers(values)
@@ -189,7 +200,7 @@ def _part(values: torch.Tensor) -> _Part:
         numbers = numbers[numbers.isfinite()]
         low, high = extremes(numbers)
     num_finite, largest = numbers.numel(), max(abs(low), abs(high))
-    return _Part(
+    return BlockStats(
         num_finite,
         num_nan,
         num_infinite=num_all - num_nan - num_finite,
@@ -208,7 +219,7 @@ def _sum(numbers: torch.Tensor, largest: float) -> float:
     return largest * float((numbers.double() / largest).sum())
 
 
-def _part_of_codes(values: torch.Tensor) -> _Part:
+def _part_of_codes(values: torch.Tensor) -> BlockStats:
     """Count how often each of 256 values is there, which takes less time than to convert them
     all.
     """
@@ -219,7 +230,7 @@ def _part_of_codes(values: torch.Tensor) -> _Part:
     numbers, weights = table[is_there], times[is_there]
     num_finite, num_nan = int(weights.sum()), int(times[np.isnan(table)].sum())
     low, high = extremes(torch.from_numpy(numbers))
-    return _Part(
+    return BlockStats(
         num_finite,
         num_nan,
         num_infinite=len(codes) - num_finite - num_nan,

@@ -7,7 +7,7 @@ from __future__ import annotations
 import contextlib
 import os
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal, NamedTuple
@@ -25,7 +25,7 @@ from distckpt._base.libc import read_into
 from distckpt._base.memory import Bytes, bounce_buffer
 from distckpt._base.messages import check_choice, check_count
 from distckpt._base.options import Progress
-from distckpt._base.threads import Pool, ProgressCounter
+from distckpt._base.threads import Pool, ProgressCounter, run_threads
 from distckpt._checkpoint.consistent_read import read_attempts
 from distckpt._checkpoint.opening import identify, open_checkpoint
 from distckpt._commit.conditional_put import stray_files
@@ -35,7 +35,6 @@ from distckpt._format.manifest import CHECKSUM_BYTES, is_manifest_name
 from distckpt._format.marker import CONFIG_FNAME, file_size
 from distckpt._format.stored_checkpoint import StoredCheckpoint
 from distckpt._geometry.region import IntArray
-from distckpt._io.direct_reads import unread_files
 from distckpt._mapping.wrappers import ShardedStateDict
 from distckpt._operations.on_demand import on_demand
 from distckpt._ranks.collectives import PhaseTimer, Ranks
@@ -137,7 +136,7 @@ def verify(
             checkpoint holds besides, objects and common state are not compared.
         process_group: the ranks that hold `live` together, see `save`.
         num_threads: number of threads that read, each with `UNIT_BYTES` of memory.
-        progress: called with the bytes read so far and the bytes to read, from one thread.
+        progress: called with the bytes read so far and the bytes to read, by one thread at a time.
 
     Returns:
         What was found. Damage does not raise: it is listed in `problems`, and so are tensors of
@@ -179,14 +178,29 @@ def _verify(
     started = time.perf_counter()
     timer = PhaseTimer("verify", 0, location)
     with timer.phase("plan"):
-        stored = _open(location, marker)
+        stored = open_or_describe(location, marker)
     if isinstance(stored, Problem):
-        seconds = time.perf_counter() - started
-        return VerifyReport(location, mode, (stored,), True, 0, 0, 0, 0, seconds)
-    manifest = stored.manifest
+        return unopened_report(location, mode, stored, time.perf_counter() - started)
     with timer.phase("read") as details:
         problems, num_bytes = _check_content(stored, mode, num_threads, progress)
         details["bytes"] = num_bytes
+    return report_of_verify(stored, mode, problems, num_bytes, time.perf_counter() - started)
+
+
+def unopened_report(location: str, mode: str, problem: Problem, seconds: float) -> VerifyReport:
+    """Return the report of a checkpoint that cannot be opened."""
+    return VerifyReport(location, mode, (problem,), True, 0, 0, 0, 0, seconds)
+
+
+def report_of_verify(
+    stored: StoredCheckpoint,
+    mode: str,
+    problems: Sequence[Problem],
+    num_bytes: int,
+    seconds: float,
+) -> VerifyReport:
+    """Return the report of a checkpoint that was checked."""
+    manifest, location = stored.manifest, stored.location
     return VerifyReport(
         location,
         mode,
@@ -196,12 +210,12 @@ def _verify(
         num_files=len(manifest.files),
         num_chunks=len(manifest.key_ids),
         num_bytes=num_bytes,
-        seconds=time.perf_counter() - started,
+        seconds=seconds,
         strays=tuple(stray_files(location, {file.name for file in manifest.files})),
     )
 
 
-def _open(location: str, marker: dict[str, Any] | None) -> StoredCheckpoint | Problem:
+def open_or_describe(location: str, marker: dict[str, Any] | None) -> StoredCheckpoint | Problem:
     """Open what is at a location, or return which of the files that describe it is damaged."""
     file = locations.join(location, CONFIG_FNAME)
     try:
@@ -230,19 +244,27 @@ def _check_content(
 ) -> tuple[list[Problem], int]:
     """Check the files of a checkpoint; return what is wrong, and the bytes read."""
     files = stored.manifest.files
-    open_files = OpenFiles(direct=unread_files(stored) if mode == "full" else ())
+    open_files = OpenFiles()
     stored = stored.with_files(open_files)
-    # An interrupt ends the iteration, which cancels what has not begun.
-    with open_files, Pool(num_threads, thread_name_prefix="distckpt-verify") as pool:
+    with open_files:
         # 1. Files are there, have their sizes, and begin with the headers that were written.
-        checked = pool.map(partial(_check_file, stored), range(len(files)))
-        problems = [problem for problem in checked if problem is not None]
+        problems = check_files(stored, range(len(files)), num_threads)
         num_bytes = sum(file.header_bytes for file in files)
         if mode == "fast":
             return problems, num_bytes
         # 2. Blocks have their checksums.
-        found, num_read = _check_blocks(stored, pool, progress)
+        found, num_read = _check_blocks(stored, num_threads, progress)
         return problems + found, num_bytes + num_read
+
+
+def check_files(
+    stored: StoredCheckpoint, file_ids: Sequence[int], num_threads: int
+) -> list[Problem]:
+    """Check that files are there, with the sizes and headers that were written."""
+    # An interrupt ends the iteration, which cancels what has not begun.
+    with Pool(num_threads, thread_name_prefix="distckpt-verify") as pool:
+        checked = list(pool.map(partial(_check_file, stored), file_ids))
+    return [problem for problem in checked if problem is not None]
 
 
 def _check_file(stored: StoredCheckpoint, file_id: int) -> Problem | None:
@@ -272,21 +294,41 @@ def _wrong_size(path: str, num_bytes: int, expected: int) -> Problem:
 
 
 def _check_blocks(
-    stored: StoredCheckpoint, pool: Pool, progress: Progress | None
+    stored: StoredCheckpoint, num_threads: int, progress: Progress | None
 ) -> tuple[list[Problem], int]:
     """Compare the checksums of all blocks; return what is wrong, and the bytes read."""
-    blocks = _list_blocks(stored)
+    blocks = list_blocks(stored)
     counter = ProgressCounter(progress, int((blocks.stops - blocks.starts).sum()))
-    bad: list[_BadBlock] = []
-    num_read = 0
-    for found, num_of_unit in pool.map(partial(_check_unit, stored, blocks), _units(blocks)):
-        bad += found
-        num_read += num_of_unit
-        counter.add(num_of_unit)
-    return _describe(stored, blocks, bad), num_read
+    units = units_of_blocks(blocks)
+    bad, num_read = check_units(stored, blocks, units, num_threads, counter.add)
+    return describe_blocks(stored, blocks, bad), num_read
 
 
-class _Blocks(NamedTuple):
+def check_units(
+    stored: StoredCheckpoint,
+    blocks: Blocks,
+    units: Iterable[range],
+    num_threads: int,
+    add_bytes: Callable[[int], None],
+) -> tuple[list[BadBlock], int]:
+    """Compare the checksums of ranges of blocks; return the bad ones in order, and the bytes
+    read.
+    """
+    bad: list[BadBlock] = []
+    num_read: list[int] = []
+
+    def check(unit: range) -> None:
+        found, num_of_unit = _check_unit(stored, blocks, unit)
+        bad.extend(found)
+        num_read.append(num_of_unit)
+        add_bytes(num_of_unit)
+
+    is_local = locations.is_local(stored.location)
+    run_threads(check, units, num_threads, in_stretches=is_local)
+    return sorted(bad), sum(num_read)
+
+
+class Blocks(NamedTuple):
     """The checksum blocks of all chunks in file order, as columns; `expected` is empty without
     checksums.
     """
@@ -298,7 +340,8 @@ class _Blocks(NamedTuple):
     expected: npt.NDArray[np.uint64]
 
 
-def _list_blocks(stored: StoredCheckpoint) -> _Blocks:
+def list_blocks(stored: StoredCheckpoint) -> Blocks:
+    """Return the blocks of all chunks whose checksums can be read."""
     manifest = stored.manifest
     counts = np.diff(manifest.block_starts)
     chunks = np.repeat(np.arange(len(counts)), counts)
@@ -312,7 +355,7 @@ def _list_blocks(stored: StoredCheckpoint) -> _Blocks:
         order = order[is_known]
     elif manifest.has_checksums:
         expected = expected[order]
-    return _Blocks(
+    return Blocks(
         chunks[order], manifest.file_ids[chunks][order], starts[order], stops[order], expected
     )
 
@@ -337,14 +380,14 @@ def _known_checksums(
 _NONE = np.zeros(0, np.uint64)
 
 
-class _BadBlock(NamedTuple):
+class BadBlock(NamedTuple):
     """A block that is not as it was saved, by its number, and what is wrong with it."""
 
     number: int
     message: str
 
 
-def _units(blocks: _Blocks) -> Iterator[range]:
+def units_of_blocks(blocks: Blocks) -> Iterator[range]:
     """Cut the blocks into ranges that are near each other in one file and fit one read."""
     file_ids = blocks.file_ids.tolist()
     starts = blocks.starts.tolist()
@@ -362,8 +405,8 @@ def _units(blocks: _Blocks) -> Iterator[range]:
 
 
 def _check_unit(
-    stored: StoredCheckpoint, blocks: _Blocks, unit: range
-) -> tuple[list[_BadBlock], int]:
+    stored: StoredCheckpoint, blocks: Blocks, unit: range
+) -> tuple[list[BadBlock], int]:
     """Read some blocks at once; return the bad ones and the bytes read."""
     path = stored.path_of_file(int(blocks.file_ids[unit[0]]))
     begin, end = int(blocks.starts[unit[0]]), int(blocks.stops[unit[-1]])
@@ -375,15 +418,15 @@ def _check_unit(
     except OSError as error:
         if len(unit) > 1:
             return _check_one_by_one(stored, blocks, unit)
-        return [_BadBlock(unit[0], f"a chunk cannot be read: {error.strerror or error}")], 0
+        return [BadBlock(unit[0], f"a chunk cannot be read: {error.strerror or error}")], 0
     return _compare(blocks, unit, data), len(data)
 
 
 def _check_one_by_one(
-    stored: StoredCheckpoint, blocks: _Blocks, unit: range
-) -> tuple[list[_BadBlock], int]:
+    stored: StoredCheckpoint, blocks: Blocks, unit: range
+) -> tuple[list[BadBlock], int]:
     """Find out which blocks cannot be read."""
-    bad: list[_BadBlock] = []
+    bad: list[BadBlock] = []
     num_read = 0
     for number in unit:
         found, num_of_block = _check_unit(stored, blocks, range(number, number + 1))
@@ -392,23 +435,23 @@ def _check_one_by_one(
     return bad, num_read
 
 
-def _compare(blocks: _Blocks, unit: range, data: Bytes) -> list[_BadBlock]:
+def _compare(blocks: Blocks, unit: range, data: Bytes) -> list[BadBlock]:
     """Compare blocks, whose bytes follow each other from the first on, with their checksums."""
     begin = int(blocks.starts[unit[0]])
     bad = []
     for number in unit:
         start, stop = int(blocks.starts[number]) - begin, int(blocks.stops[number]) - begin
         if stop > len(data):
-            bad.append(_BadBlock(number, "a chunk was cut off"))
+            bad.append(BadBlock(number, "a chunk was cut off"))
         elif len(blocks.expected) and checksum(data[start:stop]) != int(blocks.expected[number]):
-            bad.append(_BadBlock(number, "checksum mismatch in a chunk"))
+            bad.append(BadBlock(number, "checksum mismatch in a chunk"))
     return bad
 
 
-def _describe(
+def describe_blocks(
     stored: StoredCheckpoint,
-    blocks: _Blocks,
-    bad: Sequence[_BadBlock],
+    blocks: Blocks,
+    bad: Sequence[BadBlock],
 ) -> list[Problem]:
     """Say which chunks are concerned, one problem for blocks of a chunk that follow each other."""
     problems: list[Problem] = []
@@ -433,9 +476,6 @@ def _read(stored: StoredCheckpoint, path: str, start: int, stop: int) -> Bytes:
         return np.frombuffer(locations.read_range(path, start, stop), np.uint8)
     file_size(path)  # raises where this is no file
     assert stored.files is not None
-    content = stored.files.read_directly(path, start, stop - start)
-    if content is not None:
-        return content
     buffer = bounce_buffer("read", stop - start)
     with stored.files.open(path) as fd:
         return buffer[: read_into(fd, [buffer], start)]

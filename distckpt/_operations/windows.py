@@ -7,7 +7,7 @@ from __future__ import annotations
 import itertools
 import math
 import operator
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import NamedTuple, TypeVar
 
 import numpy as np
@@ -57,14 +57,26 @@ def map_windows(
     Each side has tensors of one checkpoint, the first of them of the same shape as the first of the
     other side, and so on. `values`, of each side, are in memory that is used again.
     """
-    windows = (
-        Window(number, region)
-        for number, tensor in enumerate(sides[0])
-        for region in window_regions(tensor.shape)
-    )
-    results = _results(sides, _batches(windows), compute, counter)
+    results = map_some_windows(sides, windows_of(sides[0]), compute, counter)
     for _, found in itertools.groupby(results, operator.itemgetter(0)):
         yield [result for _, result in found]
+
+
+def windows_of(tensors: Sequence[StoredTensor]) -> Iterator[Window]:
+    """Return the windows of all tensors of a side, in order."""
+    for number, tensor in enumerate(tensors):
+        for region in window_regions(tensor.shape):
+            yield Window(number, region)
+
+
+def map_some_windows(
+    sides: Sequence[Sequence[StoredTensor]],
+    windows: Iterable[Window],
+    compute: Callable[..., _Result],
+    counter: ProgressCounter,
+) -> Iterator[tuple[int, _Result]]:
+    """Yield the number of its tensor and the result for each of some windows, see `map_windows`."""
+    return _results(sides, _batches(iter(windows)), compute, counter)
 
 
 def window_regions(shape: tuple[int, ...]) -> Iterator[Region]:

@@ -297,6 +297,11 @@ class PhaseTimer:
                 }
                 events.info("%s", json.dumps(event))
 
+    @property
+    def seconds(self) -> float:
+        """Return how long the call has taken so far."""
+        return time.perf_counter() - self._started
+
     def summarize(
         self, ranks: Ranks, num_bytes: int, moving: str
     ) -> tuple[int, float, dict[str, float], int, int]:
@@ -305,7 +310,7 @@ class PhaseTimer:
         Collective operation: all ranks must call it. The slowest rank is the one that took longest
         in the phase `moving`.
         """
-        seconds = time.perf_counter() - self._started
+        seconds = self.seconds
         if ranks.size == 1:
             return num_bytes, seconds, self.phases, 0, 1
         own = np.array([num_bytes, seconds, *self.phases.values()])

@@ -75,7 +75,7 @@ def export(
     ranks = Ranks(process_group)
     with ranks.phase("check the arguments", decision=True):
         location, target = locations.normalize(checkpoint_dir), posix.resolve(output_dir)
-        _check_place(location, target)
+        check_place(location, target)
         if ranks.is_coordinator:
             posix.check_target(target, overwrite, os.fspath(output_dir))
     with opened(ranks, location) as stored:
@@ -106,7 +106,8 @@ def _write(
                 output.commit(None)
 
 
-def _check_place(location: str, target: str) -> None:
+def check_place(location: str, target: str) -> None:
+    """Refuse a target that is a URL, or the source."""
     if not locations.is_local(target):
         raise CheckpointingException(
             f"{target!r} is a URL: export to a local path, and copy the directory."
@@ -115,19 +116,23 @@ def _check_place(location: str, target: str) -> None:
         raise CheckpointingException(f"The export cannot replace its own source {location!r}.")
 
 
+def chunks_to_write(stored: StoredCheckpoint) -> list[tuple[str, int]]:
+    """Return the keys and chunks of tensors and objects."""
+    return [
+        (key, chunk)
+        for key in stored.manifest.key_index
+        if key != COMMON_KEY
+        for chunk in stored.chunks_of(key)
+    ]
+
+
 def _chunks_of_rank(
     stored: StoredCheckpoint,
     rank: int,
     num_ranks: int,
 ) -> list[tuple[str, int]]:
     """Return the keys and chunks of one rank: a run of about as many bytes as the others have."""
-    manifest = stored.manifest
-    chunks = [
-        (key, chunk)
-        for key in manifest.key_index
-        if key != COMMON_KEY
-        for chunk in stored.chunks_of(key)
-    ]
-    ends = np.cumsum([int(manifest.num_bytes[chunk]) + 1 for _, chunk in chunks])
+    chunks = chunks_to_write(stored)
+    ends = np.cumsum([int(stored.manifest.num_bytes[chunk]) + 1 for _, chunk in chunks])
     shares = (ends - 1) * num_ranks // max(1, int(ends[-1]) if chunks else 1)
     return [pair for pair, share in zip(chunks, shares.tolist(), strict=True) if share == rank]

@@ -1,0 +1,128 @@
+"""Work in parts: `--part`, `--status`, `--finish` and `--abandon` of several verbs."""
+
+from __future__ import annotations
+
+import os
+import time
+from argparse import Namespace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
+from typing import Any
+
+from distckpt._base.errors import CheckpointNotFoundError
+from distckpt._cli.output import MAX_LISTED, Output, count_text, size_text
+from distckpt._commit import posix
+from distckpt._parts.environment import part_of_environment
+from distckpt._parts.run import PartReport, PartsStatus, finish, run_part, statuses
+from distckpt._parts.tasks import abandon, make_work
+from distckpt._parts.work import Part
+
+_SECONDS_BETWEEN = 2.0
+
+
+def run(
+    arguments: Namespace,
+    output: Output,
+    verb: str,
+    given: Mapping[str, Any],
+    place: str,
+    show: Callable[[Any, Output], int],
+) -> int:
+    """Do what was asked for.
+
+    Args:
+        arguments: of the command line.
+        output: prints.
+        verb: what is done in parts.
+        given: its arguments.
+        place: where the output appears, or the verb in the directory of its journal.
+        show: prints the report of the verb, and returns the exit code.
+    """
+    place = posix.resolve(place)
+    if arguments.status:
+        return _show_status(place, arguments.watch, output)
+    if arguments.abandon:
+        return _abandon(place, output)
+    if arguments.finish:
+        return show(finish(make_work(verb, given)), output)
+    part = _part(arguments.part)
+    with output.progress(f"part {part}") as progress:
+        report = run_part(make_work(verb, given), part, progress)
+    _show_part(report, output)
+    return show(report.report, output) if report.is_complete else 0
+
+
+def _part(text: str) -> Part:
+    """Convert `K/N`, `auto` or `auto/N`."""
+    index, _, count = text.partition("/")
+    if index == "auto":
+        return part_of_environment(os.environ, int(count) if count else None)
+    return Part(int(index), int(count))
+
+
+def _show_part(report: PartReport, output: Output) -> None:
+    if not report.is_complete:
+        output.json(asdict(report))
+    output.line(
+        f"part {report.part}: {count_text(report.num_pieces, 'piece')}, "
+        f"{size_text(report.num_bytes)} in {report.seconds:.2f} s; {report.num_whole:,} of "
+        f"{count_text(report.num_total, 'piece')} whole"
+    )
+
+
+def _abandon(place: str, output: Output) -> int:
+    removed = abandon(place)
+    output.json({"removed": removed})
+    for location in removed:
+        output.line(f"removed {location}")
+    output.line(f"{count_text(len(removed), 'attempt')} removed")
+    return 0
+
+
+# --- Status ---------------------------------------------------------------------------------------
+
+
+def _show_status(place: str, watch: bool, output: Output) -> int:
+    found: Sequence[PartsStatus] = statuses(place)
+    if not found:
+        raise CheckpointNotFoundError(f"No work in parts was begun for {place!r}.")
+    if watch:
+        found = _watch(place, found, output)
+    output.json([asdict(status) for status in found])
+    for status in found:
+        _print_status(status, output)
+    return 0
+
+
+def _watch(place: str, found: Sequence[PartsStatus], output: Output) -> Sequence[PartsStatus]:
+    """Show the progress of all parts in one bar until all work is complete, or abandoned."""
+    with output.progress("all parts") as progress:
+        while any(not status.is_complete for status in found):
+            done = sum(_num_done(status) for status in found)
+            progress(done, sum(status.bytes_total for status in found))
+            time.sleep(_SECONDS_BETWEEN)
+            found = statuses(place)
+    return found
+
+
+def _num_done(status: PartsStatus) -> int:
+    return status.bytes_whole
+
+
+def _print_status(status: PartsStatus, output: Output) -> None:
+    state = "complete" if status.is_complete else "not complete"
+    output.line(f"{status.verb} of {', '.join(status.sources)}: {state} ({status.journal})")
+    output.line(
+        f"  {status.num_whole:,} of {count_text(status.num_total, 'piece')} whole, "
+        f"{size_text(status.bytes_whole)} of {size_text(status.bytes_total)}"
+    )
+    for worker in status.workers:
+        state = "running" if worker.is_running else f"silent for {worker.seconds:.0f} s"
+        output.line(
+            f"  part {worker.part} on {worker.host} (process {worker.pid}), at {worker.piece}: "
+            f"{state}"
+        )
+    for name in status.missing[:MAX_LISTED]:
+        output.line(f"  missing: {name}")
+    if len(status.missing) > MAX_LISTED:
+        output.line(f"  ... and {len(status.missing) - MAX_LISTED} more")

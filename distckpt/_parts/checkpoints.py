@@ -1,0 +1,215 @@
+"""Checkpoints in parts: `reshard`, and what is converted by it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict
+from typing import Any
+
+import numpy as np
+import torch
+
+from distckpt._base.errors import CheckpointingException
+from distckpt._base.messages import check_num_bytes
+from distckpt._base.options import check_switch
+from distckpt._checkpoint.consistent_read import reading
+from distckpt._checkpoint.opening import BACKEND, VERSION, open_undisturbed
+from distckpt._commit import posix
+from distckpt._commit.output import Output, OutputSettings, continued_output
+from distckpt._format.checksum import checksum
+from distckpt._format.manifest import ChunkTable
+from distckpt._format.marker import CONFIG_FNAME, CheckpointingConfig, write_marker
+from distckpt._format.stored_checkpoint import StoredCheckpoint
+from distckpt._io.export import counting_from, num_export_threads
+from distckpt._io.save_shards import report_of_written, write_manifest
+from distckpt._io.write import NewFile, WriteSettings, in_folder, write_files, write_span
+from distckpt._mapping.wrappers import CommonStateDict
+from distckpt._operations.reshard import (
+    Division,
+    ReshardPlan,
+    ReshardReport,
+    Selection,
+    check_content,
+    notes_of,
+    plan_reshard,
+    report_of_reshard,
+    tensor_file,
+)
+from distckpt._parts.exports import add_up, proof_of, remove_others
+from distckpt._parts.facts import check_sources, facts_of
+from distckpt._parts.work import Attempt, Piece, Work, cut_files
+from distckpt._ranks.collectives import Ranks
+from distckpt._rules.rule import Rule
+from distckpt._storage import locations
+from distckpt._storage.open_files import OpenFiles
+
+
+def resharding(
+    source_dir: str | os.PathLike[str],
+    checkpoint_dir: str | os.PathLike[str],
+    *,
+    num_ranks: int | None = None,
+    grids: Mapping[str, Sequence[int]] | None = None,
+    keys: str | Sequence[str] | None = None,
+    rules: Sequence[Rule] = (),
+    rename: Mapping[str, str] | None = None,
+    dtype: torch.dtype | Mapping[str, torch.dtype] | None = None,
+    common_state: CommonStateDict | None = None,
+    overwrite: bool = False,
+    verify: bool = True,
+    max_inflight_bytes: int = 256 << 20,
+) -> Work:
+    """Return what `reshard` does with these arguments."""
+    selection = Selection(keys, rules, rename or {}, dtype)
+    division = Division(1 if num_ranks is None else num_ranks, grids or {})
+    check_switch("overwrite", overwrite)
+    check_switch("verify", verify)
+    check_num_bytes("max_inflight_bytes", max_inflight_bytes)
+    check_content(selection, division, common_state)
+    location, target = locations.normalize(source_dir), posix.resolve(checkpoint_dir)
+    if target == posix.resolve(location):
+        raise CheckpointingException(
+            f"{location!r} cannot be rewritten in its own place in parts: parts that come late "
+            "would read the new one. Choose another directory."
+        )
+    ranks = Ranks.alone()
+    stored = open_undisturbed(ranks, location, verify=verify)
+    with reading(ranks, [stored]):
+        plan = plan_reshard(ranks, stored, target, selection, division, common_state)
+    options = {**vars(selection), **vars(division), "overwrite": overwrite, "verify": verify}
+    return _ReshardWork(
+        stored, target, plan, notes_of(stored, selection), options, max_inflight_bytes
+    )
+
+
+class _ReshardWork(Work):
+    """A checkpoint that is planned; `stored` is what it is made of."""
+
+    verb = "reshard"
+
+    def __init__(
+        self,
+        stored: StoredCheckpoint,
+        target: str,
+        plan: ReshardPlan,
+        notes: Mapping[str, Any],
+        options: Mapping[str, Any],
+        max_inflight_bytes: int,
+    ) -> None:
+        self._stored, self._plan, self._notes = stored, plan, notes
+        self._overwrite, self._max_inflight_bytes = bool(options["overwrite"]), max_inflight_bytes
+        self.place, self.sources = target, [stored.location]
+        self._is_local = locations.is_local(target)
+        self._files = {file.name: file for file in plan.layout.all_files}
+        sizes = {name: len(f.header) + sum(f.chunk_bytes) for name, f in self._files.items()}
+        self._num_bytes = sum(sizes.values())
+        self.pieces: Sequence[Piece] = cut_files(sizes, divides=self._is_local)
+        objects = [checksum(shard.data) for shard in plan.content.objects]
+        more = {"objects and common state": objects, "the layout": plan.layout.digest()}
+        self.facts = facts_of({**options, **more}, [stored], plan.content.outputs)
+
+    def _output(self, attempt: Attempt) -> Output:
+        settings = OutputSettings(
+            num_bytes=self._num_bytes,
+            folders=posix.SUBDIRECTORIES,
+            overwrite=self._overwrite,
+            has_marker=True,
+            has_own_folders=True,
+        )
+        return continued_output(self.place, attempt.nonce, attempt.journal, settings)
+
+    def files(self, attempt: Attempt) -> list[str]:
+        suffix = self._output(attempt).folder_suffix
+        return [in_folder(name, suffix) for name in self._files]
+
+    def check(self) -> None:
+        posix.check_target(self.place, self._overwrite)
+
+    def begin(self, attempt: Attempt, is_new: bool) -> None:
+        if self._is_local:
+            output = self._output(attempt)
+            output.begin_again()
+            if is_new:
+                output.check_space()
+
+    def is_begun(self, attempt: Attempt) -> bool:
+        return not self._is_local or locations.isdir(self.directory(attempt))
+
+    def directory(self, attempt: Attempt) -> str:
+        return self._output(attempt).location
+
+    def run(
+        self, attempt: Attempt, assigned: Iterable[int], add_bytes: Callable[[int], None]
+    ) -> Iterator[tuple[int, Any]]:
+        output = self._output(attempt)
+        num_threads = num_export_threads(self._max_inflight_bytes)
+        settings = WriteSettings(num_threads=num_threads, progress=add_bytes)
+        with (
+            reading(Ranks.alone(), [self._stored]),
+            OpenFiles.for_many_reads() as open_files,
+        ):
+            stored = self._plan.stored.with_files(open_files)
+            for number in assigned:
+                yield number, self._write(stored, output, self.pieces[number], settings)
+
+    def _write(
+        self, stored: StoredCheckpoint, output: Output, piece: Piece, settings: WriteSettings
+    ) -> dict[str, Any]:
+        """Write a piece; return its checksums, and the overflows in it by tensor."""
+        overflows: dict[str, int] = {}
+        file = self._new_file(stored, piece.name, overflows)
+        placed = file.below(output.location, output.folder_suffix)
+        if self._is_local:
+            uncounted = self._new_file(stored, piece.name, {}).fill
+            counted = counting_from(placed, piece.start, uncounted)
+            checksums = write_span(counted, piece.start, piece.stop, settings)
+            output.sync()
+        else:
+            checksums = write_files([placed], settings)
+        return {"checksums": checksums.tolist(), "overflows": overflows}
+
+    def _new_file(self, stored: StoredCheckpoint, name: str, overflows: dict[str, int]) -> NewFile:
+        of_objects = self._plan.layout.objects.get(name)
+        return of_objects or tensor_file(stored, self._plan, self._files[name], overflows)
+
+    def complete(self, attempt: Attempt, results: Sequence[Any]) -> None:
+        check_sources(self.facts, [self._stored])
+        if self._is_local:
+            output = self._output(attempt)
+            remove_others(output.location, posix.SUBDIRECTORIES)
+            marker, written = self._write_manifest(output, results)
+            output.check_files(written)
+            write_marker(output.location, marker, durable=True)
+
+    def _write_manifest(
+        self, output: Output, results: Sequence[Any]
+    ) -> tuple[dict[str, Any], list[tuple[str, int]]]:
+        """Write the manifest; return the fields of the marker, and names and sizes of all files."""
+        checksums = [number for result in results for number in result["checksums"]]
+        plan, suffix = self._plan.save, output.folder_suffix
+        assert plan.manifest is not None
+        report = report_of_written(
+            output.location, plan, ChunkTable.empty(), np.array(checksums, np.uint64), suffix
+        )
+        fields, files = write_manifest(
+            output.location, plan.manifest, [report], suffix, durable=True
+        )
+        config = CheckpointingConfig(BACKEND, VERSION)
+        return {**self._notes, **fields, **asdict(config)}, files
+
+    def commit(self, attempt: Attempt, results: Sequence[Any]) -> None:
+        output = self._output(attempt)
+        if self._is_local:
+            output.commit(None)
+            return
+        output.begin_again()
+        marker, written = self._write_manifest(output, results)
+        output.commit(marker, written)
+
+    def proof(self, directory: str) -> Any:
+        return proof_of(directory, CONFIG_FNAME)
+
+    def report(self, results: Sequence[Any], seconds: float) -> ReshardReport:
+        overflows = add_up(result["overflows"] for result in results)
+        return report_of_reshard(self.place, self._plan, overflows, seconds)

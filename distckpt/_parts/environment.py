@@ -1,0 +1,79 @@
+"""Which part a process does, from what its scheduler has put into the environment."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from distckpt._parts.work import Part
+
+_ARRAYS = (
+    ("JOB_COMPLETION_INDEX", None),
+    ("AWS_BATCH_JOB_ARRAY_INDEX", "AWS_BATCH_JOB_ARRAY_SIZE"),
+)
+"""The variables with the number and the count of jobs in an array: Kubernetes, which does not say
+how many there are, and AWS Batch.
+"""
+_PROCESSES = (
+    ("RANK", "WORLD_SIZE"),
+    ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"),
+    ("PMI_RANK", "PMI_SIZE"),
+    ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS"),
+)
+"""The same of the processes of one job: torchrun, Open MPI, other MPIs, and srun. The first that is
+there counts.
+"""
+
+
+def part_of_environment(variables: Mapping[str, str], count: int | None = None) -> Part:
+    """Return the part of this process: that of its job in an array, divided further among the
+    processes of the job.
+
+    Args:
+        variables: of the environment.
+        count: number of jobs in the array, where the scheduler does not say it.
+
+    Raises:
+        ValueError: the environment does not say it, or not all of it.
+    """
+    jobs = _slurm_array(variables) or _first(variables, _ARRAYS, count)
+    processes = _first(variables, _PROCESSES, None)
+    if jobs is None and processes is None:
+        raise ValueError(
+            "--part auto finds no SLURM_ARRAY_TASK_ID, JOB_COMPLETION_INDEX, "
+            "AWS_BATCH_JOB_ARRAY_INDEX or RANK in the environment: write --part K/N."
+        )
+    outer, inner = jobs or Part(0, 1), processes or Part(0, 1)
+    return Part(outer.index * inner.count + inner.index, outer.count * inner.count)
+
+
+def _slurm_array(variables: Mapping[str, str]) -> Part | None:
+    if "SLURM_ARRAY_TASK_ID" not in variables:
+        return None
+    names = ("ID", "MIN", "MAX", "STEP")
+    try:
+        index, low, high, step = (int(variables[f"SLURM_ARRAY_TASK_{name}"]) for name in names)
+    except (KeyError, ValueError) as error:
+        raise ValueError(f"The variables of the Slurm array are incomplete ({error}).") from error
+    # An array such as 1-4,9 has gaps, of which nothing is known but that the numbers are few.
+    num_tasks = int(variables.get("SLURM_ARRAY_TASK_COUNT", (high - low) // step + 1))
+    if num_tasks != (high - low) // step + 1:
+        raise ValueError(
+            f"The Slurm array has {num_tasks} tasks from {low} to {high}, with gaps: write --part "
+            f"K/{num_tasks}, K from 0, or submit it with --array=0-{num_tasks - 1}."
+        )
+    return Part((index - low) // step, num_tasks)
+
+
+def _first(
+    variables: Mapping[str, str], numberings: Sequence[tuple[str, str | None]], count: int | None
+) -> Part | None:
+    for index, size in numberings:
+        if index not in variables or (size is not None and size not in variables):
+            continue
+        if size is None and count is None:
+            raise ValueError(
+                f"{index} says which part this is, and nothing says of how many: write --part "
+                "auto/N with the number of completions of the job."
+            )
+        return Part(int(variables[index]), int(variables[size]) if size else int(count or 1))
+    return None

@@ -1,0 +1,114 @@
+"""What the result of some work depends on, as texts."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from distckpt._base.errors import CheckpointingException
+from distckpt._base.threads import NUM_REQUESTS, run_threads
+from distckpt._format.manifest import FORMAT_VERSION
+from distckpt._format.stored_checkpoint import StoredCheckpoint
+from distckpt._operations.export_write import check_is_unchanged
+from distckpt._plan.export import OutputTensor
+from distckpt._storage import locations
+
+_VERSION = 1
+"""Of the division into pieces and of what journals hold; processes of another one do not go on with
+them.
+"""
+_MAX_TEXT = 200
+_UNIMPORTANT = ("max_inflight_bytes", "progress")
+"""Options that change nothing in what is written."""
+_PLANNED = ("rules", "fqn_to_index_mapping")
+"""Options that show in the plan, and may have no text that is the same in each process."""
+
+
+def facts_of(
+    options: Mapping[str, Any],
+    checkpoints: Sequence[StoredCheckpoint],
+    outputs: Iterable[OutputTensor] = (),
+) -> dict[str, str]:
+    """Return what the result depends on, by name.
+
+    Args:
+        options: of the call.
+        checkpoints: that are read.
+        outputs: tensors that are written.
+    """
+    chosen = {
+        name: _short(value)
+        for name, value in options.items()
+        if name not in (*_UNIMPORTANT, *_PLANNED)
+    }
+    version = f"{_VERSION}, format {FORMAT_VERSION}"
+    facts = {"the version of journals": version, **chosen, **facts_of_sources(checkpoints)}
+    return {**facts, "the plan (rules, names, shapes)": _digest_of_plan(outputs)}
+
+
+def facts_of_sources(checkpoints: Sequence[StoredCheckpoint]) -> dict[str, str]:
+    """Return what tells the content of each source."""
+    many = len(checkpoints) > 1
+    return {
+        f"the source {number}" if many else "the source": _content_of(stored)
+        for number, stored in enumerate(checkpoints)
+    }
+
+
+def check_sources(facts: Mapping[str, str], checkpoints: Sequence[StoredCheckpoint]) -> None:
+    """Refuse to complete work whose sources have changed since it began.
+
+    Raises:
+        CheckpointNotFoundError: one was removed.
+        CheckpointingException: one has changed.
+    """
+    found = facts_of_sources(checkpoints)
+    for (name, fact), stored in zip(found.items(), checkpoints, strict=True):
+        check_is_unchanged(stored)
+        if facts[name] != fact:
+            raise CheckpointingException(
+                f"{stored.location!r} was changed while parts were reading it: nothing was "
+                "completed. Abandon this attempt (--abandon, or distckpt.tasks.abandon) and begin "
+                "again."
+            )
+
+
+def _content_of(stored: StoredCheckpoint) -> str:
+    """Return a text for the content of a checkpoint: another one has another text."""
+    manifest = stored.marker.get("manifest")
+    if isinstance(manifest, dict):
+        return str(manifest.get("checksum"))
+    # Without checksums, sizes and times have to tell.
+    files = range(len(stored.manifest.files))
+    looks: dict[int, Any] = {}
+
+    def look(file_id: int) -> None:
+        path = stored.path_of_file(file_id)
+        looks[file_id] = None
+        # One that is missing is for others to report.
+        with contextlib.suppress(OSError):
+            looks[file_id] = [locations.file_size(path), locations.modified_time(path)]
+
+    run_threads(look, files, NUM_REQUESTS)
+    text = json.dumps([looks[file_id] for file_id in files]).encode()
+    return _digest([stored.manifest.to_bytes(), text])
+
+
+def _digest_of_plan(outputs: Iterable[OutputTensor]) -> str:
+    return _digest(repr(tuple(output)).encode() for output in outputs)
+
+
+def _digest(texts: Iterable[bytes]) -> str:
+    found = hashlib.sha256()
+    for text in texts:
+        found.update(text)
+    return found.hexdigest()[:16]
+
+
+def _short(value: Any) -> str:
+    text = repr(os.fspath(value) if isinstance(value, os.PathLike) else value)
+    return text if len(text) <= _MAX_TEXT else f"{text[:_MAX_TEXT]}... {_digest([text.encode()])}"

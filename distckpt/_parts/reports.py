@@ -1,0 +1,355 @@
+"""Checks and comparisons in parts: `verify`, `stats` and `diff`, which write nothing but a journal.
+
+Their pieces are runs of what one process goes through in the same order, so that reports put
+together from the results are those of one process.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, Literal
+
+import numpy as np
+import torch
+
+from distckpt._base.dtypes import FROM_NAME
+from distckpt._base.messages import check_choice, check_count
+from distckpt._base.threads import ProgressCounter
+from distckpt._checkpoint.consistent_read import reading
+from distckpt._checkpoint.opening import open_undisturbed
+from distckpt._checkpoint.stored_values import StoredTensor
+from distckpt._commit import posix
+from distckpt._format.marker import marker_of
+from distckpt._format.stored_checkpoint import StoredCheckpoint
+from distckpt._operations.diff import (
+    Change,
+    Compared,
+    DiffReport,
+    check_arguments,
+    compare_window,
+    plan_diff,
+    report_of_diff,
+)
+from distckpt._operations.stats import (
+    BlockStats,
+    TensorStats,
+    WindowStats,
+    measure_window,
+    stats_of_windows,
+    tensors_to_measure,
+)
+from distckpt._operations.verify import (
+    BadBlock,
+    Problem,
+    VerifyReport,
+    check_files,
+    check_units,
+    describe_blocks,
+    list_blocks,
+    open_or_describe,
+    report_of_verify,
+    units_of_blocks,
+    unopened_report,
+)
+from distckpt._operations.windows import Window, map_some_windows, windows_of
+from distckpt._parts.facts import check_sources, facts_of
+from distckpt._parts.work import Attempt, Piece, Work, piece_bytes
+from distckpt._ranks.collectives import Ranks
+from distckpt._storage import locations
+from distckpt._storage.open_files import OpenFiles
+
+
+def place_of(verb: str, journal: str | os.PathLike[str]) -> str:
+    """Return the location that the journal of a verb is beside, in a directory for journals."""
+    return locations.join(posix.resolve(journal), verb)
+
+
+def runs_of(sizes: Sequence[int]) -> list[range]:
+    """Divide a sequence of items into runs of about as many bytes as a piece has."""
+    limit, runs, first, filled = piece_bytes(sum(sizes)), [], 0, 0
+    for number, size in enumerate(sizes):
+        if filled and filled + size > limit:
+            runs.append(range(first, number))
+            first, filled = number, 0
+        filled += size
+    return [*runs, range(first, len(sizes))] if sizes else runs
+
+
+# --- verify ---------------------------------------------------------------------------------------
+
+
+def verification(
+    checkpoint_dir: str | os.PathLike[str],
+    mode: Literal["fast", "full"] = "full",
+    *,
+    journal: str | os.PathLike[str],
+    num_threads: int = 8,
+) -> Work:
+    """Return what `verify` does with these arguments."""
+    check_choice("mode", mode, ("fast", "full"))
+    check_count("num_threads", num_threads)
+    location, place = locations.normalize(checkpoint_dir), place_of("verify", journal)
+    stored = open_or_describe(location, marker_of(location))
+    if isinstance(stored, Problem):
+        return _Unopened(location, place, mode, stored)
+    return _VerifyWork(stored, place, mode, num_threads)
+
+
+class _Unopened(Work):
+    """A checkpoint that cannot be opened, about which there is nothing more to do."""
+
+    verb = "verify"
+    pieces = ()
+
+    def __init__(self, location: str, place: str, mode: str, problem: Problem) -> None:
+        self.place, self.sources = place, [location]
+        self.facts = {"mode": mode, "the problem": problem.message}
+        self._mode, self._problem = mode, problem
+
+    def run(
+        self, attempt: Attempt, assigned: Iterable[int], add_bytes: Callable[[int], None]
+    ) -> Iterator[tuple[int, Any]]:
+        return iter(())
+
+    def report(self, results: Sequence[Any], seconds: float) -> VerifyReport:
+        return unopened_report(self.sources[0], self._mode, self._problem, seconds)
+
+
+class _VerifyWork(Work):
+    """A checkpoint whose files, then blocks, are checked."""
+
+    verb = "verify"
+
+    def __init__(self, stored: StoredCheckpoint, place: str, mode: str, num_threads: int) -> None:
+        self._stored, self._mode, self._num_threads = stored, mode, num_threads
+        self.place, self.sources = place, [stored.location]
+        self._headers = [file.header_bytes for file in stored.manifest.files]
+        self._of_files = runs_of([size + 1 for size in self._headers])
+        self._blocks = list_blocks(stored)
+        self._units = list(units_of_blocks(self._blocks)) if mode == "full" else []
+        sizes = [self._size_of(unit) for unit in self._units]
+        self._of_units = runs_of(sizes)
+        self.pieces: Sequence[Piece] = [
+            *(
+                Piece("headers", 0, sum(self._headers[run.start : run.stop]))
+                for run in self._of_files
+            ),
+            *(
+                Piece(self._file_of(run), 0, sum(sizes[run.start : run.stop]))
+                for run in self._of_units
+            ),
+        ]
+        self.facts = facts_of({"mode": mode}, [stored])
+
+    def _size_of(self, unit: range) -> int:
+        return int(self._blocks.stops[unit[-1]] - self._blocks.starts[unit[0]])
+
+    def _file_of(self, run: range) -> str:
+        """Return the file that the first block of some units is in."""
+        first = self._units[run.start][0]
+        return self._stored.manifest.files[int(self._blocks.file_ids[first])].name
+
+    def run(
+        self, attempt: Attempt, assigned: Iterable[int], add_bytes: Callable[[int], None]
+    ) -> Iterator[tuple[int, Any]]:
+        with OpenFiles() as open_files:
+            stored = self._stored.with_files(open_files)
+            for number in assigned:
+                if number < len(self._of_files):
+                    yield number, self._check_files(stored, self._of_files[number])
+                    continue
+                run = self._of_units[number - len(self._of_files)]
+                units = self._units[run.start : run.stop]
+                yield number, check_units(stored, self._blocks, units, self._num_threads, add_bytes)
+
+    def _check_files(self, stored: StoredCheckpoint, run: range) -> tuple[Any, int]:
+        problems = check_files(stored, run, self._num_threads)
+        return [vars(problem) for problem in problems], sum(self._headers[run.start : run.stop])
+
+    def complete(self, attempt: Attempt, results: Sequence[Any]) -> None:
+        check_sources(self.facts, [self._stored])
+
+    def report(self, results: Sequence[Any], seconds: float) -> VerifyReport:
+        num_of_files = len(self._of_files)
+        of_files = itertools.chain.from_iterable(found for found, _ in results[:num_of_files])
+        of_blocks = itertools.chain.from_iterable(found for found, _ in results[num_of_files:])
+        problems = [Problem(**problem) for problem in of_files]
+        bad = [BadBlock(*block) for block in of_blocks]
+        problems += describe_blocks(self._stored, self._blocks, bad)
+        num_bytes = sum(num_read for _, num_read in results)
+        return report_of_verify(self._stored, self._mode, problems, num_bytes, seconds)
+
+
+# --- Windows of tensors ---------------------------------------------------------------------------
+
+
+class _WindowWork(Work):
+    """Something that is computed of each window of some tensors of one checkpoint or of two.
+
+    Attributes:
+        checkpoints: one for each side.
+        sides: their tensors.
+    """
+
+    checkpoints: Sequence[StoredCheckpoint]
+    sides: Sequence[Sequence[StoredTensor]]
+
+    def _divide(self) -> None:
+        self.sources = [stored.location for stored in self.checkpoints]
+        self._windows = list(windows_of(self.sides[0]))
+        sizes = [sum(map(self._num_bytes, self.sides, itertools.repeat(w))) for w in self._windows]
+        self._runs = runs_of(sizes)
+        self.pieces = [
+            Piece(
+                self.sides[0][self._windows[run.start].tensor].key,
+                0,
+                sum(sizes[run.start : run.stop]),
+            )
+            for run in self._runs
+        ]
+
+    @staticmethod
+    def _num_bytes(side: Sequence[StoredTensor], window: Window) -> int:
+        itemsize = FROM_NAME[side[window.tensor].dtype].itemsize
+        return window.region.num_elements * itemsize
+
+    def compute(self, window: Window, *values: torch.Tensor) -> Any:
+        """Return the result of a window, given its values on each side."""
+        raise NotImplementedError
+
+    def encoded(self, result: Any) -> Any:
+        """Return a result for JSON."""
+        return result
+
+    def decoded(self, result: Any) -> Any:
+        """Return what `encoded` was given."""
+        raise NotImplementedError
+
+    def run(
+        self, attempt: Attempt, assigned: Iterable[int], add_bytes: Callable[[int], None]
+    ) -> Iterator[tuple[int, Any]]:
+        with reading(Ranks.alone(), self.checkpoints):
+            for number in assigned:
+                run = self._runs[number]
+                counter = ProgressCounter(_differences(add_bytes), self.pieces[number].num_bytes)
+                windows = self._windows[run.start : run.stop]
+                found = map_some_windows(self.sides, windows, self.compute, counter)
+                yield number, [self.encoded(result) for _, result in found]
+
+    def complete(self, attempt: Attempt, results: Sequence[Any]) -> None:
+        check_sources(self.facts, self.checkpoints)
+
+    def by_tensor(self, results: Sequence[Any]) -> list[list[Any]]:
+        """Return the results of the windows of each tensor."""
+        found: list[list[Any]] = [[] for _ in self.sides[0]]
+        for window, result in zip(
+            self._windows, itertools.chain.from_iterable(results), strict=True
+        ):
+            found[window.tensor].append(self.decoded(result))
+        return found
+
+
+def _differences(add_bytes: Callable[[int], None]) -> Callable[[int, int], None]:
+    """Return a function that is called with sums and passes on by how much they grow."""
+    before = 0
+
+    def report(done: int, total: int) -> None:
+        nonlocal before
+        add_bytes(done - before)
+        before = done
+
+    return report
+
+
+# --- stats ----------------------------------------------------------------------------------------
+
+
+def measurement(
+    checkpoint_dir: str | os.PathLike[str],
+    *,
+    journal: str | os.PathLike[str],
+    keys: Sequence[str] | None = None,
+) -> Work:
+    """Return what `distckpt stats` does with these arguments."""
+    stored = open_undisturbed(Ranks.alone(), locations.normalize(checkpoint_dir))
+    return _StatsWork(stored, place_of("stats", journal), keys)
+
+
+class _StatsWork(_WindowWork):
+    verb = "stats"
+
+    def __init__(self, stored: StoredCheckpoint, place: str, keys: Sequence[str] | None) -> None:
+        self.place, self.checkpoints = place, [stored]
+        self._tensors = tensors_to_measure(stored, keys)
+        self.sides = [self._tensors]
+        self.facts = facts_of({"keys": keys}, [stored])
+        self._divide()
+
+    def compute(self, window: Window, *values: torch.Tensor) -> WindowStats:
+        return measure_window(self._tensors, window, *values)
+
+    def encoded(self, result: WindowStats) -> Any:
+        return [result.parts, result.sample.tolist()]
+
+    def decoded(self, result: Any) -> WindowStats:
+        parts, sample = result
+        return WindowStats([BlockStats(*part) for part in parts], np.array(sample, np.float64))
+
+    def report(self, results: Sequence[Any], seconds: float) -> list[TensorStats]:
+        found = self.by_tensor(results)
+        return [stats_of_windows(*each) for each in zip(self._tensors, found, strict=True)]
+
+
+# --- diff -----------------------------------------------------------------------------------------
+
+
+def comparison(
+    a: str | os.PathLike[str],
+    b: str | os.PathLike[str],
+    *,
+    journal: str | os.PathLike[str],
+    keys: str | Sequence[str] | None = None,
+    rename: Mapping[str, str] | None = None,
+    atol: float = 0.0,
+    rtol: float = 0.0,
+) -> Work:
+    """Return what `diff` does with these arguments."""
+    check_arguments(keys, rename, atol, rtol)
+    ranks = Ranks.alone()
+    first, second = (open_undisturbed(ranks, locations.normalize(each)) for each in (a, b))
+    compared = plan_diff(first, second, keys, rename or {})
+    options = {"keys": keys, "rename": rename, "atol": atol, "rtol": rtol}
+    return _DiffWork(compared, place_of("diff", journal), options)
+
+
+class _DiffWork(_WindowWork):
+    verb = "diff"
+
+    def __init__(self, compared: Compared, place: str, options: Mapping[str, Any]) -> None:
+        self.place, self.checkpoints = place, [compared.first, compared.second]
+        self._compared, self._options = compared, options
+        self.sides = compared.sides
+        self.facts = facts_of(options, self.checkpoints)
+        self._divide()
+
+    def compute(self, window: Window, *values: torch.Tensor) -> Change | None:
+        atol, rtol = self._options["atol"], self._options["rtol"]
+        return compare_window(window, *values, atol=atol, rtol=rtol)
+
+    def decoded(self, result: Any) -> Change | None:
+        if result is None:
+            return None
+        num_different, largest, first_index, spans, norms = result
+        pairs = [(start, stop) for start, stop in spans]
+        return Change(num_different, largest, tuple(first_index), pairs, tuple(norms))
+
+    def report(self, results: Sequence[Any], seconds: float) -> DiffReport:
+        changes = dict(zip(self._compared.comparable, self.by_tensor(results), strict=True))
+        started = time.perf_counter()
+        with reading(Ranks.alone(), self.checkpoints):
+            return report_of_diff(
+                self._compared, changes, lambda: seconds + time.perf_counter() - started
+            )

@@ -1,0 +1,301 @@
+"""Doing work in parts: which pieces are missing, doing those of a part, and completing the work."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from distckpt._base.errors import CheckpointingException
+from distckpt._base.options import Progress
+from distckpt._base.threads import ProgressCounter
+from distckpt._commit import hidden_directories
+from distckpt._parts.journal import Journal, Note, Worker, journals_beside
+from distckpt._parts.work import Part, Work, share
+from distckpt._storage import locations
+
+
+@dataclass(frozen=True)
+class PartReport:
+    """What a call has done for some work, and how far the work is.
+
+    Attributes:
+        part: which part it was, such as `3/16`.
+        journal: where it is noted what is whole.
+        num_pieces: pieces that this call has done.
+        num_bytes: size of these.
+        num_whole: pieces of all parts that are whole.
+        num_total: pieces of all parts.
+        seconds: duration of the call.
+        is_complete: whether all is done, and the output has appeared.
+        report: what the verb returns, when all is done; its `seconds` are those of all parts
+            together. None before.
+    """
+
+    part: str
+    journal: str
+    num_pieces: int
+    num_bytes: int
+    num_whole: int
+    num_total: int
+    seconds: float
+    is_complete: bool = False
+    report: Any = None
+
+
+def run_part(work: Work, part: Part, progress: Progress | None = None) -> PartReport:
+    """Do the pieces of a part that are missing, and complete the work if no others are.
+
+    Raises:
+        CheckpointingException: other work, which is not complete, has a journal for the same
+            output.
+    """
+    started = time.perf_counter()
+    journal = Journal.of(work)
+    num_pieces, num_bytes = 0, 0
+    if not is_complete(work, journal):
+        _open(work, journal)
+        recorded = journal.recorded()
+        mine = [number for number in share(work.pieces, part) if number not in recorded]
+        try:
+            for number in _run(work, journal, part, mine, progress):
+                num_pieces, num_bytes = num_pieces + 1, num_bytes + work.pieces[number].num_bytes
+        except OSError:
+            # Others may have done the same meanwhile, and completed the work.
+            if not is_complete(work, journal):
+                raise
+    num_whole = len(journal.recorded())
+    is_whole = num_whole >= len(work.pieces)
+    return PartReport(
+        str(part),
+        journal.location,
+        num_pieces,
+        num_bytes,
+        num_whole,
+        len(work.pieces),
+        time.perf_counter() - started,
+        is_whole,
+        _finish(work, journal) if is_whole else None,
+    )
+
+
+def finish(work: Work) -> Any:
+    """Complete work of which all pieces are whole, and return the report of the verb.
+
+    Raises:
+        CheckpointingException: pieces are missing.
+    """
+    journal = Journal.of(work)
+    if not is_complete(work, journal):
+        _check_others(work, journal)
+        _check_is_all(work, journal)
+    return _finish(work, journal)
+
+
+def _check_is_all(work: Work, journal: Journal) -> None:
+    recorded = journal.recorded()
+    missing = [i for i in range(len(work.pieces)) if i not in recorded]
+    if missing:
+        name = work.pieces[missing[0]].name
+        raise CheckpointingException(
+            f"{len(missing)} of {len(work.pieces)} pieces of {work.place!r} are missing, the first "
+            f"of them of {name!r}: run the parts again, any number of them, such as --part 0/1 for "
+            "all that is left."
+        )
+
+
+def is_complete(work: Work, journal: Journal) -> bool:
+    """Tell whether the output of some work is in its place.
+
+    Raises:
+        CheckpointingException: it was, and something else is there now, or nothing.
+    """
+    proof = journal.proof()
+    if proof is None:
+        return False
+    if proof == work.proof(work.place):
+        return True
+    if work.is_begun(journal.attempt):
+        return False
+    raise CheckpointingException(
+        f"{work.place!r} was completed in parts, and was removed or replaced since. To do it "
+        f"again, remove the journal {journal.location!r} first (--abandon, or "
+        "distckpt.tasks.abandon)."
+    )
+
+
+def _open(work: Work, journal: Journal) -> None:
+    """Begin some work, or go on with it."""
+    _check_others(work, journal)
+    is_new = journal.header() is None
+    if is_new:
+        work.check()
+        journal.begin(work)
+    elif journal.recorded() and not work.is_begun(journal.attempt):
+        if is_complete(work, journal):
+            return
+        raise CheckpointingException(
+            f"What parts have written for {work.place!r} was removed from {journal.location!r}: "
+            "abandon this attempt (--abandon, or distckpt.tasks.abandon) and begin again."
+        )
+    work.begin(journal.attempt, is_new)
+
+
+def _check_others(work: Work, journal: Journal) -> None:
+    """Refuse to begin beside other work that is not complete, for the same output."""
+    for other in journals_beside(work.place):
+        header = other.header()
+        if other.attempt == journal.attempt or header is None or other.proof() is not None:
+            continue
+        raise CheckpointingException(
+            f"Other work in parts is not complete for {work.place!r} ({other.location!r}): "
+            f"{_differences(work, header)}. Go on with the same arguments, or remove what it has "
+            "written: --abandon, or distckpt.tasks.abandon."
+        )
+
+
+def _differences(work: Work, header: dict[str, Any]) -> str:
+    """Say what other work differs in."""
+    theirs = header["facts"]
+    if header["verb"] != work.verb:
+        return f"it is {header['verb']}, this is {work.verb}"
+    named = {
+        name: (theirs.get(name), work.facts.get(name))
+        for name in theirs | dict(work.facts)
+        if theirs.get(name) != work.facts.get(name)
+    }
+    texts = [
+        f"{name} was {before!s:.100} and is {now!s:.100}" for name, (before, now) in named.items()
+    ]
+    return "; ".join(texts) or "the division into pieces is another"
+
+
+def _run(
+    work: Work, journal: Journal, part: Part, mine: Sequence[int], progress: Progress | None
+) -> Iterator[int]:
+    """Do pieces; yield the number of each that is whole now."""
+    if not mine:
+        return
+    with journal.at_work(part) as note:
+
+        def report(done: int, total: int) -> None:
+            note.report(done, total)
+            if progress is not None:
+                progress(done, total)
+
+        counter = ProgressCounter(report, sum(work.pieces[i].num_bytes for i in mine))
+        assigned = _missing(work, journal, mine, note)
+        before = time.perf_counter()
+        for number, result in work.run(journal.attempt, assigned, counter.add):
+            now = time.perf_counter()
+            journal.record(number, result, now - before)
+            before = now
+            yield number
+        counter.finish()
+
+
+def _missing(work: Work, journal: Journal, mine: Iterable[int], note: Note) -> Iterator[int]:
+    """Yield the pieces that nobody else has done meanwhile, when their turn comes."""
+    for number in mine:
+        if number not in journal.recorded():
+            note.begin(work.pieces[number])
+            yield number
+
+
+def _finish(work: Work, journal: Journal) -> Any:
+    """Complete the work unless that is done; return the report of the verb."""
+    results, seconds = journal.results(len(work.pieces))
+    with _alone(journal):
+        if not is_complete(work, journal):
+            # What this notes is true when the output has appeared.
+            work.complete(journal.attempt, results)
+            journal.note_done(work.proof(work.directory(journal.attempt)))
+            work.commit(journal.attempt, results)
+            journal.note_done(work.proof(work.place))
+    return work.report(results, seconds)
+
+
+@contextlib.contextmanager
+def _alone(journal: Journal) -> Iterator[None]:
+    with contextlib.ExitStack() as held:
+        if locations.is_local(journal.location):
+            held.enter_context(hidden_directories.locked_if_offered(journal.location))
+        yield
+
+
+# --- Looking after it -----------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class PartsStatus:
+    """How far work in parts is.
+
+    Attributes:
+        journal: where it is noted what is whole.
+        verb: what is done.
+        sources: from what.
+        num_whole: pieces that are whole.
+        num_total: all pieces.
+        bytes_whole: size of the pieces that are whole.
+        bytes_total: size of all.
+        missing: names of what has pieces that are not whole.
+        workers: processes that are at work, or were killed.
+        is_complete: whether the output has appeared.
+    """
+
+    journal: str
+    verb: str
+    sources: tuple[str, ...]
+    num_whole: int
+    num_total: int
+    bytes_whole: int
+    bytes_total: int
+    missing: tuple[str, ...]
+    workers: tuple[Worker, ...]
+    is_complete: bool
+
+
+def statuses(place: str) -> list[PartsStatus]:
+    """Return how far all work in parts is whose output appears at a location; reads nothing but
+    journals.
+    """
+    found = [(journal, journal.header()) for journal in journals_beside(place)]
+    return [_status(journal, header) for journal, header in found if header is not None]
+
+
+def _status(journal: Journal, header: dict[str, Any]) -> PartsStatus:
+    recorded, pieces = journal.recorded(), header["pieces"]
+    sizes = [stop - start for _, start, stop in pieces]
+    missing = [name for i, (name, _, _) in enumerate(pieces) if i not in recorded]
+    return PartsStatus(
+        journal.location,
+        header["verb"],
+        tuple(header["sources"]),
+        num_whole=len(recorded),
+        num_total=len(pieces),
+        bytes_whole=sum(size for i, size in enumerate(sizes) if i in recorded),
+        bytes_total=sum(sizes),
+        missing=tuple(dict.fromkeys(missing)),
+        workers=tuple(journal.workers()),
+        is_complete=journal.proof() is not None,
+    )
+
+
+def abandon(place: str, remove_output: Callable[[str, str, Sequence[str]], None]) -> list[str]:
+    """Remove the journals of all work in parts whose output appears at a location, with what it has
+    written unless it is complete; return where they were.
+
+    Nobody may be at work there. On an object store, where files are in their final place already,
+    `remove_output` is called with the place, the nonce and the names of files.
+    """
+    removed = []
+    for journal in journals_beside(place):
+        header = journal.header()
+        is_remote = not locations.is_local(place)
+        if is_remote and header is not None and journal.proof() is None:
+            remove_output(place, journal.attempt.nonce, header["files"])
+        locations.remove_tree(journal.location)
+        removed.append(journal.location)
+    return removed

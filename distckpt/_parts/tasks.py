@@ -1,0 +1,250 @@
+"""Parts of work as values that any scheduler can send to other processes."""
+
+from __future__ import annotations
+
+import importlib
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from distckpt._base.memory import paused_garbage_collection
+from distckpt._base.messages import check_count
+from distckpt._base.options import ExportOptions, Progress, with_changes
+from distckpt._commit import posix
+from distckpt._commit.conditional_put import SAVE
+from distckpt._format.hf_names import INDEX_NAME
+from distckpt._format.marker import marker_of
+from distckpt._parts.run import PartReport, PartsStatus, finish, run_part, statuses
+from distckpt._parts.run import abandon as abandon_all
+from distckpt._parts.work import Part, Work
+from distckpt._storage import locations, object_store
+
+_MAKERS = {
+    "consolidate": ("exports", "consolidation"),
+    "merge": ("exports", "merger"),
+    "reshard": ("checkpoints", "resharding"),
+    "export_torch_dist": ("torch_dist", "exporting"),
+    "verify": ("reports", "verification"),
+    "stats": ("reports", "measurement"),
+    "diff": ("reports", "comparison"),
+}
+"""The module, and the function in it, that says what a verb does; imported when it is used."""
+
+
+@dataclass(frozen=True)
+class Task:
+    """A part of some work, which can be pickled and run in any process that sees the same storage.
+
+    Attributes:
+        verb: what is done, such as "consolidate".
+        arguments: of the verb.
+        index: which part, counted from 0.
+        count: of so many parts.
+    """
+
+    verb: str
+    arguments: Mapping[str, Any]
+    index: int
+    count: int
+
+    def run(self, progress: Progress | None = None) -> PartReport:
+        """Do what is missing of this part; complete the work if no other part is missing.
+
+        A task may be run again, also while it is running elsewhere, or with another `count`.
+
+        Args:
+            progress: called with the bytes of the part that are done, and those that this call
+                does.
+
+        Raises:
+            CheckpointingException: other work for the same output is not complete, or was begun
+                with other arguments. Otherwise what the verb raises.
+        """
+        return run_part(
+            make_work(self.verb, self.arguments), Part(self.index, self.count), progress
+        )
+
+    def finish(self) -> Any:
+        """Complete the work, of which all parts are done, and return the report of the verb.
+
+        The last part does that by itself, unless it is interrupted there.
+
+        Raises:
+            CheckpointingException: something is missing.
+        """
+        return finish(make_work(self.verb, self.arguments))
+
+
+@paused_garbage_collection()
+def make_work(verb: str, arguments: Mapping[str, Any]) -> Work:
+    """Plan what a verb does with these arguments."""
+    module, function = _MAKERS[verb]
+    make = getattr(importlib.import_module(f"distckpt._parts.{module}"), function)
+    work: Work = make(**arguments)
+    return work
+
+
+def make_tasks(verb: str, num_tasks: int, arguments: Mapping[str, Any]) -> list[Task]:
+    """Divide what a verb does with these arguments into tasks."""
+    check_count("num_tasks", num_tasks)
+    return [Task(verb, arguments, index, num_tasks) for index in range(num_tasks)]
+
+
+# --- The verbs ------------------------------------------------------------------------------------
+
+
+def consolidate(
+    checkpoint: str | os.PathLike[str],
+    output_dir: str | os.PathLike[str],
+    *,
+    num_tasks: int,
+    overwrite: bool = False,
+    options: ExportOptions | None = None,
+    **changes: Any,
+) -> list[Task]:
+    """Divide a call of `distckpt.consolidate` into tasks, even in bytes.
+
+        for task in distckpt.tasks.consolidate("run/step_1000", "exports/step_1000", num_tasks=64):
+            pool.submit(task.run)
+
+    Nothing is read yet. Arguments that are not described here are those of `consolidate`;
+    `progress` is an argument of `Task.run`.
+
+    Args:
+        num_tasks: how many. Another number may be used to go on with what was begun.
+    """
+    chosen = with_changes(consolidate, ExportOptions, options, changes)
+    arguments = {"checkpoint": checkpoint, "output_dir": output_dir, "overwrite": overwrite}
+    return make_tasks("consolidate", num_tasks, {**arguments, "options": chosen})
+
+
+def merge(
+    checkpoints: Sequence[str | os.PathLike[str]],
+    output_dir: str | os.PathLike[str],
+    *,
+    num_tasks: int,
+    weights: Sequence[float] | None = None,
+    ema: float | None = None,
+    overwrite: bool = False,
+    options: ExportOptions | None = None,
+    **changes: Any,
+) -> list[Task]:
+    """Divide a call of `distckpt.merge` into tasks, see `consolidate`."""
+    chosen = with_changes(merge, ExportOptions, options, changes)
+    how = {"weights": weights, "ema": ema, "overwrite": overwrite, "options": chosen}
+    arguments = {"checkpoints": list(checkpoints), "output_dir": output_dir, **how}
+    return make_tasks("merge", num_tasks, arguments)
+
+
+def reshard(
+    source_dir: str | os.PathLike[str],
+    checkpoint_dir: str | os.PathLike[str],
+    *,
+    num_tasks: int,
+    **arguments: Any,
+) -> list[Task]:
+    """Divide a call of `distckpt.reshard` into tasks, see `consolidate`.
+
+    The new checkpoint cannot be in the place of the old one.
+
+    Args:
+        source_dir: see `distckpt.reshard`.
+        checkpoint_dir: likewise.
+        num_tasks: how many.
+        arguments: of `distckpt.reshard`; `num_ranks` is 1 unless it is given.
+    """
+    where = {"source_dir": source_dir, "checkpoint_dir": checkpoint_dir}
+    return make_tasks("reshard", num_tasks, {**where, **arguments})
+
+
+def export_torch_dist(
+    checkpoint_dir: str | os.PathLike[str],
+    output_dir: str | os.PathLike[str],
+    *,
+    num_tasks: int,
+    overwrite: bool = False,
+) -> list[Task]:
+    """Divide a call of `distckpt.torch_dist.export` into tasks, see `consolidate`.
+
+    Chunks go to files of about a gigabyte, whatever the number of tasks, instead of one for each
+    rank.
+    """
+    arguments = {"checkpoint_dir": checkpoint_dir, "output_dir": output_dir}
+    return make_tasks("export_torch_dist", num_tasks, {**arguments, "overwrite": overwrite})
+
+
+def verify(
+    checkpoint_dir: str | os.PathLike[str],
+    mode: Literal["fast", "full"] = "full",
+    *,
+    journal: str | os.PathLike[str],
+    num_tasks: int,
+    num_threads: int = 8,
+) -> list[Task]:
+    """Divide a call of `distckpt.verify` into tasks, see `consolidate`.
+
+    Args:
+        checkpoint_dir: see `distckpt.verify`.
+        mode: likewise.
+        journal: a directory, which is made, for what the tasks find out; not in the checkpoint.
+        num_tasks: how many.
+        num_threads: of each task.
+    """
+    arguments = {"checkpoint_dir": checkpoint_dir, "mode": mode, "journal": journal}
+    return make_tasks("verify", num_tasks, {**arguments, "num_threads": num_threads})
+
+
+def diff(
+    a: str | os.PathLike[str],
+    b: str | os.PathLike[str],
+    *,
+    journal: str | os.PathLike[str],
+    num_tasks: int,
+    **arguments: Any,
+) -> list[Task]:
+    """Divide a call of `distckpt.diff` into tasks, see `verify`; `arguments` are those of
+    `distckpt.diff`.
+
+    Norms of tensors of which only some windows differ, and objects, are computed by whoever
+    completes the report.
+    """
+    return make_tasks("diff", num_tasks, {"a": a, "b": b, "journal": journal, **arguments})
+
+
+# --- Looking after them ---------------------------------------------------------------------------
+
+
+def status(output_dir: str | os.PathLike[str]) -> list[PartsStatus]:
+    """Return how far the work in parts is whose output appears in a directory: one value for each
+    attempt. Nothing but journals is read.
+
+    Args:
+        output_dir: of the work; for `verify` and `diff`, `journal/verify` and `journal/diff`.
+    """
+    return statuses(posix.resolve(output_dir))
+
+
+def abandon(output_dir: str | os.PathLike[str]) -> list[str]:
+    """Remove what work in parts has written for an output that has not appeared, and the journals
+    of all work there; a complete output stays.
+
+    No task of it may be running.
+
+    Returns:
+        The locations of the journals that were removed.
+    """
+    return abandon_all(posix.resolve(output_dir), _remove_output)
+
+
+def _remove_output(place: str, nonce: str, files: Sequence[str]) -> None:
+    """Remove what parts have written into its final place on an object store."""
+    is_there = locations.exists(locations.join(place, INDEX_NAME))
+    if is_there or (marker_of(place) or {}).get(SAVE) == nonce:
+        return  # complete, by a process that was killed before it could note that
+    paths = [locations.join(place, name) for name in files]
+    object_store.remove_all(paths)
+    remote = object_store.at(place)
+    for upload in remote.list_uploads():
+        if upload.location in paths:
+            remote.abort(upload)

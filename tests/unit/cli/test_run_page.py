@@ -1,0 +1,115 @@
+"""The pages of `distckpt ls --html` and `distckpt trace --html`."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+
+import pytest
+import torch
+
+import distckpt
+from distckpt import CheckpointManager
+from tests.support.cli_command import call
+
+HOSTILE = "<script>alert(1)</script>"
+
+
+@pytest.fixture
+def run_dir(tmp_path):
+    """Four steps of a model; layer 1 changes by a quarter from the second to the third, and has NaN
+    in the fourth.
+    """
+    model = torch.nn.ModuleDict(
+        {"layers": torch.nn.ModuleList(torch.nn.Linear(4, 4) for _ in "ab")}
+    )
+    optimizer = torch.optim.SGD(model.parameters(), momentum=0.9)
+    root = tmp_path / "run"
+    with CheckpointManager(root, async_save=False) as manager:
+        for step in (10, 20, 30, 40):
+            with torch.no_grad():
+                if step == 30:
+                    model["layers"][1].weight.mul_(1.25)
+                    model["layers"][1].bias.mul_(1.25)
+                if step == 40:
+                    model["layers"][1].weight[0, :2] = math.nan
+            state = {"model": model, "optimizer": optimizer, "step": step}
+            manager.save(step, state, metrics={HOSTILE: 1 / step})
+    return root
+
+
+def titles_of(page):
+    return re.findall(r"<title>([^<]*)</title>", page.read_text())
+
+
+def test_a_run_is_drawn_over_its_steps(run_dir, tmp_path, capsys):
+    call(capsys, "ls", run_dir, "--html", tmp_path / "run.html")
+    page = (tmp_path / "run.html").read_text()
+    names = [f"step_{step:08d}" for step in (10, 20, 30, 40)]
+    for name in names:
+        assert f"{name}: &lt;script&gt;alert(1)&lt;/script&gt;" in page
+        assert page.count(f"{name}: ") >= 3
+    assert "<script" not in page
+    assert all(info.seconds > 0 for info in distckpt.list_checkpoints(run_dir))
+    assert "Relative change" not in page
+
+
+def test_changes_of_layers_are_those_of_their_tensors(run_dir, tmp_path, capsys):
+    call(capsys, "ls", run_dir, "--html", tmp_path / "run.html", "--changes", "4")
+    titles = titles_of(tmp_path / "run.html")
+    changes = {text.split(": ")[0]: text for text in titles if "relative change" in text}
+    assert changes["layers.0, step 30"].endswith("relative change 0")
+    assert changes["layers.1, step 20"].endswith("relative change 0")
+    assert changes["layers.1, step 30"].endswith("relative change 0.2")
+    assert changes["layers.1, step 40"].endswith("NaN or infinite, 2 values NaN")
+    assert re.search(
+        r"layers\.1</td><td class=text>40 \(2 values\)", (tmp_path / "run.html").read_text()
+    )
+    assert not [text for text in titles if text.startswith("optimizer")]
+
+
+def test_damaged_steps_are_left_out_of_changes(run_dir, tmp_path, capsys):
+    (run_dir / "step_00000030" / "manifest.safetensors").unlink()
+    call(capsys, "ls", run_dir, "--html", tmp_path / "run.html", "--changes", "9")
+    page = (tmp_path / "run.html").read_text()
+    assert "layers.1, step 40: " in page
+    assert "layers.1, step 30: " not in page
+    assert "not whole" in page
+
+
+@pytest.mark.parametrize(
+    "words", [("ls", "run", "--changes", "2"), ("trace", "journal.jsonl")], ids=" ".join
+)
+def test_arguments_without_a_page_are_refused(words, capsys):
+    with pytest.raises(SystemExit):
+        call(capsys, *words)
+    assert "--html" in capsys.readouterr().err
+
+
+def event(verb, phase, rank, start, seconds, **more):
+    fields = {"verb": verb, "phase": phase, "rank": rank, "checkpoint": f"run/{HOSTILE}"}
+    return json.dumps(
+        {**fields, "start": start, "seconds": seconds, "thread": "MainThread", **more}
+    )
+
+
+def test_calls_have_a_row_for_each_rank(tmp_path, capsys):
+    lines = [
+        event("save", phase, rank, 1000 * number + place, 0.5 + rank / 8)
+        for number in range(3)
+        for rank in range(2)
+        for place, phase in enumerate(("plan", "write"))
+    ]
+    lines.append(event("load", "read", 0, 5000, 0.5, error="OSError", bytes=10**9))
+    journal = tmp_path / "journal.jsonl"
+    journal.write_text("\n".join(lines))
+    call(capsys, "trace", journal, "--html", tmp_path / "trace.html")
+    page = (tmp_path / "trace.html").read_text()
+    assert page.count("<h2>save run/") == 3
+    assert page.count("<h2>load run/") == 1
+    assert "<script" not in page
+    titles = titles_of(tmp_path / "trace.html")
+    assert titles.count("rank 1: write 0.625 s") == 3
+    assert titles.count("rank 0: waits") == 4
+    assert "rank 0: read 0.500 s, 1.00 GB, OSError" in titles

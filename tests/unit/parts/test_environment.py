@@ -1,0 +1,69 @@
+"""`--part auto`: which part a process does."""
+
+from __future__ import annotations
+
+import pytest
+
+from distckpt._parts.environment import part_of_environment
+from distckpt._parts.work import Part, Piece, cut_files, share
+
+ARRAY = {
+    "SLURM_ARRAY_TASK_ID": "5",
+    "SLURM_ARRAY_TASK_MIN": "1",
+    "SLURM_ARRAY_TASK_MAX": "9",
+    "SLURM_ARRAY_TASK_STEP": "2",
+    "SLURM_ARRAY_TASK_COUNT": "5",
+}
+SRUN = {"SLURM_PROCID": "3", "SLURM_STEP_NUM_TASKS": "4"}
+TORCHRUN = {"RANK": "1", "WORLD_SIZE": "2"}
+
+
+@pytest.mark.parametrize(
+    ("variables", "count", "expected"),
+    [
+        (ARRAY, None, "2/5"),
+        (SRUN, None, "3/4"),
+        (TORCHRUN, None, "1/2"),
+        ({**SRUN, **TORCHRUN}, None, "1/2"),
+        ({**ARRAY, **SRUN}, None, "11/20"),
+        ({"JOB_COMPLETION_INDEX": "2"}, 16, "2/16"),
+        ({"JOB_COMPLETION_INDEX": "2", **TORCHRUN}, 16, "5/32"),
+        ({"AWS_BATCH_JOB_ARRAY_INDEX": "1", "AWS_BATCH_JOB_ARRAY_SIZE": "3"}, None, "1/3"),
+        # Of a batch script that has not called srun: it runs once.
+        ({"SLURM_PROCID": "0", "SLURM_NTASKS": "8", **ARRAY}, None, "2/5"),
+    ],
+)
+def test_part(variables, count, expected):
+    assert str(part_of_environment(variables, count)) == expected
+
+
+@pytest.mark.parametrize(
+    ("variables", "text"),
+    [
+        ({}, "finds no SLURM_ARRAY_TASK_ID"),
+        ({"JOB_COMPLETION_INDEX": "2"}, "auto/N with the number of completions"),
+        ({**ARRAY, "SLURM_ARRAY_TASK_COUNT": "4"}, "with gaps"),
+        ({"SLURM_ARRAY_TASK_ID": "5"}, "variables of the Slurm array are incomplete"),
+    ],
+)
+def test_what_the_environment_does_not_say(variables, text):
+    with pytest.raises(ValueError, match=text):
+        part_of_environment(variables)
+
+
+def test_every_piece_has_one_part():
+    pieces = cut_files({"a": 5_000_000_000, "b": 17, "c": 300_000_000}, divides=True)
+    assert sum(piece.num_bytes for piece in pieces) == 5_300_000_017
+    assert all(piece.start % 4096 == 0 for piece in pieces)
+    for count in (1, 2, 3, 7, 100, 1000):
+        parts = [share(pieces, Part(index, count)) for index in range(count)]
+        assert sorted(number for part in parts for number in part) == list(range(len(pieces)))
+    sizes = [sum(pieces[i].num_bytes for i in share(pieces, Part(k, 7))) for k in range(7)]
+    assert max(sizes) - min(sizes) <= 2 * max(piece.num_bytes for piece in pieces)
+
+
+def test_parts_are_counted_from_0():
+    with pytest.raises(ValueError, match=r"the last of 4 is 3/4"):
+        Part(4, 4)
+    assert share([], Part(0, 1)) == []
+    assert Piece("a", 3, 5).num_bytes == 2

@@ -1,0 +1,189 @@
+"""Exports in parts: what they read and write, and what is refused."""
+
+from __future__ import annotations
+
+import pickle
+import shutil
+
+import pytest
+import torch
+
+import distckpt
+from distckpt import CheckpointExistsError, CheckpointingException, tasks
+from distckpt.rules import Rename
+from tests.support.disk import tree_of
+from tests.support.parts import run_all, run_in_process
+from tests.support.read_counts import counted_reads
+from tests.support.states import numbered, save_checkpoint
+
+MANY = {"max_file_bytes": 30_000}
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory):
+    """A checkpoint of many small tensors."""
+    tensors = {f"layers.{i}.w": numbered(60, 50) - i for i in range(20)}
+    return save_checkpoint(tmp_path_factory.mktemp("small") / "a", tensors)
+
+
+@pytest.fixture(scope="module")
+def large(tmp_path_factory):
+    """A checkpoint whose export is one file of several pieces."""
+    values = torch.arange(6000 * 1100) % 3001 * 0.37
+    values[::1007] = 1e6
+    matrix = values.to(torch.bfloat16).view(6000, 1100)
+    tensors = {f"layers.{i}.mlp.up_proj.weight": matrix + i for i in range(11)}
+    tensors["layers.0.norm"] = torch.ones(1001)
+    return save_checkpoint(tmp_path_factory.mktemp("large") / "a", tensors)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"dtype": torch.float16}, {"quantize": "fp8-block"}],
+    ids=["as stored", "converted", "quantized"],
+)
+def test_a_large_file_is_divided(large, tmp_path, options):
+    expected = distckpt.consolidate(large, tmp_path / "one", **options)
+    work = tasks.consolidate(large, tmp_path / "out", num_tasks=3, **options)
+    reports = [task.run() for task in work]
+    assert reports[-1].num_total == (2 if "quantize" in options else 3)
+    assert reports[-1].report.overflows == expected.overflows
+    assert bool(expected.overflows) == (options.get("dtype") == torch.float16)
+    assert tree_of(tmp_path / "out") == tree_of(tmp_path / "one")
+
+
+def test_rules_and_other_files(small, tmp_path):
+    extra = tmp_path / "extra"
+    extra.mkdir()
+    (extra / "config.json").write_text('{"torch_dtype": "float32"}')
+    (extra / "tokenizer.txt").write_text("a b c")
+    options = {
+        "rules": [Rename("layers.*.w", "model.layers.{0}.weight")],
+        "rename": {"model.": "language_model."},
+        "extra_files_from": extra,
+        "dtype": torch.bfloat16,
+        **MANY,
+    }
+    distckpt.consolidate(small, tmp_path / "one", **options)
+    for task in tasks.consolidate(small, tmp_path / "out", num_tasks=4, **options):
+        pickle.loads(pickle.dumps(task)).run()
+    assert tree_of(tmp_path / "out") == tree_of(tmp_path / "one")
+
+
+def test_any_number_of_parts_goes_on(small, tmp_path):
+    first = tasks.consolidate(small, tmp_path / "out", num_tasks=3, **MANY)[1].run()
+    assert 0 < first.num_pieces < first.num_total
+    second = tasks.consolidate(small, tmp_path / "out", num_tasks=7, **MANY)
+    done = [task.run() for task in second]
+    assert sum(report.num_pieces for report in done) == first.num_total - first.num_pieces
+    assert [report.is_complete for report in done] == [False] * 6 + [True]
+    distckpt.consolidate(small, tmp_path / "one", **MANY)
+    assert tree_of(tmp_path / "out") == tree_of(tmp_path / "one")
+
+
+def test_parts_are_even_in_bytes(small, tmp_path):
+    work = tasks.consolidate(small, tmp_path / "out", num_tasks=5, **MANY)
+    sizes = [task.run().num_bytes for task in work]
+    assert max(sizes) - min(sizes) <= MANY["max_file_bytes"] + 1000
+
+
+def test_the_same_part_twice_at_the_same_time(small, tmp_path):
+    work = tasks.consolidate(small, tmp_path / "out", num_tasks=2, **MANY)
+    running = [run_in_process(task) for task in [*work, *work, *work]]
+    for process in running:
+        process.join(100)
+        assert process.exitcode == 0
+    distckpt.consolidate(small, tmp_path / "one", **MANY)
+    assert tree_of(tmp_path / "out") == tree_of(tmp_path / "one")
+
+
+def test_finish_needs_all_pieces(small, tmp_path):
+    work = tasks.consolidate(small, tmp_path / "out", num_tasks=3, **MANY)
+    work[0].run()
+    with pytest.raises(CheckpointingException, match=r"7 of 10 pieces .* are missing"):
+        work[0].finish()
+    work[1].run()
+    assert work[2].run().is_complete
+    assert work[0].finish().num_tensors == 20
+
+
+def test_other_options_are_refused_by_name(small, tmp_path):
+    tasks.consolidate(small, tmp_path / "out", num_tasks=2, **MANY)[0].run()
+    others = tasks.consolidate(small, tmp_path / "out", num_tasks=2, dtype=torch.bfloat16, **MANY)
+    with pytest.raises(CheckpointingException, match=r"dtype was None and is torch.bfloat16"):
+        others[1].run()
+    with pytest.raises(CheckpointingException, match="it is consolidate, this is merge"):
+        tasks.merge([small, small], tmp_path / "out", num_tasks=1)[0].run()
+    (removed,) = tasks.abandon(tmp_path / "out")
+    assert ".out.parts-" in removed
+    assert sorted(tmp_path.iterdir()) == []
+    assert [task.run() for task in others][-1].is_complete
+
+
+def test_a_changed_source_is_refused(tmp_path):
+    save_checkpoint(tmp_path / "a", {"w": numbered(4, 4), "v": numbered(3)})
+    options = {"max_file_bytes": 10}
+    work = tasks.consolidate(tmp_path / "a", tmp_path / "out", num_tasks=2, **options)
+    work[0].run()
+    shutil.rmtree(tmp_path / "a")
+    save_checkpoint(tmp_path / "a", {"w": 2 * numbered(4, 4), "v": numbered(3)})
+    with pytest.raises(CheckpointingException, match=r"the source was .* and is"):
+        work[1].run()
+
+
+def test_a_target_that_is_there_is_refused(small, tmp_path):
+    distckpt.consolidate(small, tmp_path / "out")
+    with pytest.raises(CheckpointExistsError, match="already holds an export"):
+        run_all(lambda num_tasks: tasks.consolidate(small, tmp_path / "out", num_tasks=num_tasks))
+    work = tasks.consolidate(small, tmp_path / "out", num_tasks=2, overwrite=True, **MANY)
+    before = tree_of(tmp_path / "out")
+    work[0].run()
+    assert tree_of(tmp_path / "out") == before
+    work[1].run()
+    assert len(tree_of(tmp_path / "out")) == 11
+
+
+def test_an_output_that_was_removed_since_is_not_complete(small, tmp_path):
+    (task,) = tasks.consolidate(small, tmp_path / "out", num_tasks=1)
+    task.run()
+    shutil.rmtree(tmp_path / "out")
+    with pytest.raises(CheckpointingException, match="removed or replaced since"):
+        task.run()
+    tasks.abandon(tmp_path / "out")
+    assert task.run().is_complete
+
+
+def test_pieces_that_were_removed_are_missed(small, tmp_path):
+    work = tasks.consolidate(small, tmp_path / "out", num_tasks=2, **MANY)
+    work[0].run()
+    (journal,) = tmp_path.glob(".out.parts-*")
+    (output,) = journal.glob(".out.tmp-*")
+    shutil.rmtree(output)
+    with pytest.raises(CheckpointingException, match="was removed"):
+        work[1].run()
+
+
+def test_status(small, tmp_path):
+    assert tasks.status(tmp_path / "out") == []
+    work = tasks.consolidate(small, tmp_path / "out", num_tasks=2, **MANY)
+    work[0].run()
+    (status,) = tasks.status(tmp_path / "out")
+    assert (status.verb, status.num_whole, status.num_total) == ("consolidate", 5, 10)
+    assert status.missing[0] == "model-00006-of-00010.safetensors"
+    assert status.workers == ()
+    assert not status.is_complete
+    seen = []
+    work[1].run(progress=lambda done, total: seen.append(tasks.status(tmp_path / "out")[0].workers))
+    ((worker,), *_) = seen
+    assert (worker.part, worker.is_running) == ("1/2", True)
+    (status,) = tasks.status(tmp_path / "out")
+    assert (status.num_whole, status.missing, status.workers) == (10, (), ())
+    assert status.is_complete
+
+
+def test_a_rerun_reads_next_to_nothing(large, tmp_path):
+    (task,) = tasks.consolidate(large, tmp_path / "out", num_tasks=1)
+    task.run()
+    with counted_reads() as counts:
+        assert task.run().num_pieces == 0
+    assert counts.num_bytes < 0.01 * 145e6

@@ -1,0 +1,91 @@
+"""`verify`, `stats` and `diff` in parts: reports are those of one process."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+
+import distckpt
+from distckpt import CheckpointingException, tasks
+from tests.support.cli_command import call_json
+from tests.support.states import save_checkpoint, shard_files
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """Checkpoints of 160 MB that differ in a few places; the second is damaged in two."""
+    made = tmp_path_factory.mktemp("checkpoints")
+    values = torch.arange(6000 * 1101) % 3001 * 0.37
+    tensors = {f"layers.{i}.weight": values.view(6000, 1101) + i for i in range(6)}
+    save_checkpoint(made / "a", tensors, args={"lr": 1})
+    tensors["layers.2.weight"] = tensors["layers.2.weight"].clone()
+    tensors["layers.2.weight"][3000:, 7] = torch.nan
+    tensors["layers.5.weight"] = -tensors["layers.5.weight"]
+    save_checkpoint(made / "b", {**tensors, "more": torch.ones(3)}, args={"lr": 2})
+    save_checkpoint(made / "damaged", tensors)
+    (file,) = shard_files(made / "damaged")
+    with open(file, "r+b") as opened:
+        for position in (70_000_000, 70_300_000, 150_000_000):
+            opened.seek(position)
+            opened.write(b"\xff\x00\xff\x00")
+    return made
+
+
+def same(report, expected):
+    """Tell whether reports are equal, NaN in them as well, apart from the time that they took."""
+    texts = [repr(dataclasses.replace(each, seconds=0.0)) for each in (report, expected)]
+    return texts[0] == texts[1]
+
+
+def run_parts(work):
+    reports = [task.run() for task in work]
+    assert sum(report.num_pieces > 0 for report in reports) > 1
+    assert [report.is_complete for report in reports] == [False] * (len(work) - 1) + [True]
+    return reports[-1].report
+
+
+@pytest.mark.parametrize("name", ["a", "damaged"])
+def test_verify(name, folder, tmp_path):
+    expected = distckpt.verify(folder / name)
+    assert expected.is_whole == (name == "a")
+    work = tasks.verify(folder / name, journal=tmp_path / "journal", num_tasks=3)
+    assert same(run_parts(work), expected)
+
+
+def test_verify_fast_and_what_cannot_be_opened(folder, tmp_path):
+    (task,) = tasks.verify(folder / "a", "fast", journal=tmp_path / "j1", num_tasks=1)
+    assert same(task.run().report, distckpt.verify(folder / "a", "fast"))
+    save_checkpoint(tmp_path / "a", {"w": torch.ones(3)})
+    (tmp_path / "a/manifest.safetensors").write_bytes(b"nothing")
+    (task,) = tasks.verify(tmp_path / "a", journal=tmp_path / "j2", num_tasks=1)
+    assert same(task.run().report, distckpt.verify(tmp_path / "a"))
+
+
+@pytest.mark.parametrize("options", [{}, {"keys": "layers.", "atol": 0.5}])
+def test_diff(options, folder, tmp_path):
+    expected = distckpt.diff(folder / "a", folder / "b", **options)
+    assert len(expected.tensors) == 2
+    journal = tmp_path / "journal"
+    work = tasks.diff(folder / "a", folder / "b", journal=journal, num_tasks=3, **options)
+    assert same(run_parts(work), expected)
+
+
+def test_stats(capsys, folder, tmp_path):
+    expected = call_json(capsys, "stats", folder / "b", code=1)
+    parts = [
+        call_json(capsys, "stats", folder / "b", "--journal", tmp_path, "--part", part, code=code)
+        for part, code in (("0/2", 0), ("1/2", 1))
+    ]
+    assert not parts[0]["is_complete"]
+    assert parts[1] == expected
+
+
+def test_other_arguments_are_refused_by_name(folder, tmp_path):
+    tasks.diff(folder / "a", folder / "b", journal=tmp_path, num_tasks=3)[0].run()
+    others = tasks.diff(folder / "a", folder / "b", journal=tmp_path, num_tasks=3, atol=1.0)
+    with pytest.raises(CheckpointingException, match=r"atol was 0\.0 and is 1\.0"):
+        others[1].run()
+    assert tasks.abandon(tmp_path / "diff")
+    assert list(tmp_path.iterdir()) == []
