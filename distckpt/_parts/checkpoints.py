@@ -120,8 +120,9 @@ class _ReshardWork(Work):
         return continued_output(self.place, attempt.nonce, attempt.journal, settings)
 
     def files(self, attempt: Attempt) -> list[str]:
-        suffix = self._output(attempt).folder_suffix
-        return [in_folder(name, suffix) for name in self._files]
+        suffix, planned = self._output(attempt).folder_suffix, self._plan.save.manifest
+        assert planned is not None
+        return [in_folder(file.name, suffix) for file in planned.chunks.files]
 
     def check(self) -> None:
         posix.check_target(self.place, self._overwrite)
