@@ -101,6 +101,7 @@ __all__ = [
     "load",
     "merge",
     "open",
+    "record_loader",
     "register_object_type",
     "release_staging_memory",
     "reserve_staging_memory",
@@ -149,6 +150,7 @@ _HOMES = {
     "load": "_operations.load",
     "merge": "_operations.merge",
     "ReshardReport": "_operations.reshard",
+    "record_loader": "_operations.record_loader",
     "reshard": "_operations.reshard",
     "save": "_operations.save",
     "VerifyReport": "_operations.verify",
@@ -162,7 +164,9 @@ if not TYPE_CHECKING:  # else a type checker believes that the package has every
 
     def __getattr__(name: str) -> Any:
         if name in _HOMES:
-            module = importlib.import_module(f"{__name__}.{_HOMES[name]}")
+            garbage = importlib.import_module("distckpt._base.garbage")
+            with garbage.paused_garbage_collection():
+                module = importlib.import_module(f"{__name__}.{_HOMES[name]}")
             globals()[name] = value = getattr(module, name)
             importlib.import_module("distckpt._base.public").give_home(value, __name__)
             return value
@@ -172,7 +176,8 @@ if not TYPE_CHECKING:  # else a type checker believes that the package has every
         except ModuleNotFoundError as error:
             if error.name != full_name:
                 raise
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        near = importlib.import_module("distckpt._base.other_names").used_here(name)
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}{near}")
 
     def __dir__() -> list[str]:
         return sorted({*globals(), *__all__})

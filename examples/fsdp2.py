@@ -131,7 +131,7 @@ def main() -> None:
         )
         is_ok &= equal and off < 1e-4
     source, target = work_dir / "saved_by_4", work_dir / "exported"
-    distckpt.consolidate(source, target, keys="!optimizer.", overwrite=True)
+    distckpt.consolidate(source, target, overwrite=True)
     exported = load_file(target / "model.safetensors")
     equal = len(exported) > 0 and all(torch.equal(exported[name], saved[name]) for name in exported)
     print(f"Exported {len(exported)} tensors for Hugging Face, {'all' if equal else 'NOT'} equal.")

@@ -74,7 +74,7 @@ def run(url: str) -> None:
         print(f"\nlost the race: {error}")
     assert distckpt.load(state(0), place)["step"] == 4
     assert distckpt.verify(place).is_whole
-    distckpt.consolidate(place, f"{url}/export", keys="model.")
+    distckpt.consolidate(place, f"{url}/export")
     show("exported", f"{url}/export")
 
     with CheckpointManager(f"{url}/run", keep_last=2) as manager:

@@ -4,7 +4,8 @@
 
 `PreemptionGuard.should_stop` returns True on all ranks at the same step once one of them has
 received the signal. `CheckpointManager` finds the newest complete checkpoint. The second job
-repeats no step and loses none: its losses are those of an uninterrupted job.
+repeats no step and loses none: its losses are those of an uninterrupted job. A job on a cluster is
+in `cluster/`.
 """
 
 from __future__ import annotations

@@ -7,11 +7,9 @@ read.
 
 from __future__ import annotations
 
-import contextlib
-import gc
 import math
 import threading
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -135,22 +133,6 @@ def bounce_buffer(
         buffer = memory[-memory.ctypes.data % alignment :]
         setattr(_local, purpose, buffer)
     return buffer[:num_bytes]
-
-
-@contextlib.contextmanager
-def paused_garbage_collection() -> Iterator[None]:
-    """Keep the cyclic garbage collector from running.
-
-    Planning makes many small tuples that all live on; the collector would walk over them again and
-    again, which takes as long as the planning itself.
-    """
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()
 
 
 # --- Accelerators ---------------------------------------------------------------------------------

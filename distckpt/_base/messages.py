@@ -15,6 +15,10 @@ from typing import NamedTuple
 # Longer runs of digits are several numbers: Python refuses to convert thousands of digits.
 _NUMBER = re.compile(r"([0-9]{1,18})")
 _MAX_COMPARED = 1000
+_MAX_CANDIDATES = 10_000
+_MIN_PART = 3
+"""The shortest part of a name by which it is found."""
+
 _MAX_NAMED = 3
 """Up to this number, all keys with the same fault are named."""
 
@@ -75,10 +79,13 @@ def natural_order(key: str) -> list[str | int]:
 
 
 def did_you_mean(key: str, candidates: Iterable[str]) -> str:
-    """Return ` (did you mean 'a' or 'b'?)` with the nearest names, an empty string if none is
-    near.
+    """Return ` (did you mean 'a' or 'b'?)` with the nearest names, or names that contain the key,
+    an empty string if there are none.
     """
-    near = difflib.get_close_matches(key, list(candidates)[:10_000], n=2, cutoff=0.75)
+    compared = list(candidates)[:_MAX_CANDIDATES]
+    near = difflib.get_close_matches(key, compared, n=2, cutoff=0.75)
+    if not near and len(key) >= _MIN_PART:
+        near = [name for name in compared if key in name][:2]
     return f" (did you mean {' or '.join(map(repr, near))}?)" if near else ""
 
 

@@ -11,6 +11,7 @@ from typing import Any, Literal, TypeVar
 import torch
 
 from distckpt._base.messages import did_you_mean
+from distckpt._base.other_names import used_here
 from distckpt._base.threads import DEFAULT_INFLIGHT_BYTES
 
 Progress = Callable[[int, int], object]
@@ -114,7 +115,8 @@ class ExportOptions:
 
     Attributes:
         keys: which tensors: a prefix of their keys, a pattern with `*`, or a list of these;
-            `!optimizer.` for all but those. None for all.
+            `!*.bias` for all but those. Tensors of optimizers are exported only if a pattern
+            without `!` selects them: "*" for everything that is stored.
         rules: changes of names and shapes, see `distckpt.rules`.
         family: afterwards, the rules of the model's family, from the names of Megatron Core or of
             transformers in memory: "auto" reads the `config.json` of `like`, a path another one,
@@ -190,7 +192,8 @@ def with_changes(
         raise TypeError(f"options of {name} is a {kind.__name__}, got {type(options).__name__}")
     known: list[str] = [field.name for field in fields(kind)]
     for unknown in [name for name in changes if name not in known]:
-        near = did_you_mean(unknown, [*known, *inspect.signature(call).parameters])
+        accepted = [*known, *inspect.signature(call).parameters]
+        near = used_here(unknown) or did_you_mean(unknown, accepted)
         raise TypeError(f"{name}() has no option {unknown!r}{near}; see {kind.__name__}")
     return replace(options or kind(), **changes)
 

@@ -29,8 +29,13 @@ def load_shards(
         LoadMismatchError: a key, shape, dtype or object grid is not stored as requested.
         CorruptCheckpointError: files contradict the manifest or their checksums.
     """
-    tensors = [shard for shard in shards if isinstance(shard, ShardedTensor)]
-    objects = [shard for shard in shards if isinstance(shard, ShardedObject)]
+    tensors: list[ShardedTensor] = []
+    objects: list[ShardedObject] = []
+    for shard in shards:
+        if isinstance(shard, ShardedTensor):
+            tensors.append(shard)
+        else:
+            objects.append(shard)
     loaded_tensors = iter(load_tensors(ranks, stored, tensors, settings))
     check_keys(stored, [shard.key for shard in objects if shard.key != COMMON_KEY])
     loaded_objects = iter(load_objects(stored, objects))

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 import math
-from argparse import ArgumentParser, ArgumentTypeError, Namespace
+from argparse import ArgumentParser, ArgumentTypeError, Namespace, _ActionsContainer
 from collections.abc import Callable
 from typing import Any
 
@@ -102,6 +102,7 @@ def stats(parser: ArgumentParser) -> None:
     parser.add_argument(
         "path", help="a checkpoint, or a folder of safetensors files: a path or URL"
     )
+    parser.add_argument("--tree", action="store_true", help="list each tensor, layers one by one")
     add_keys(parser)
     _add_reading_parts(parser)
 
@@ -204,7 +205,10 @@ def _add_export(parser: ArgumentParser) -> None:
         action="store_true",
         help="list what would be exported and from where, and stop",
     )
-    add_keys(parser)
+    which = parser.add_mutually_exclusive_group()
+    add_keys(which)
+    everything = "export the state of the optimizer, too, which is left out otherwise"
+    which.add_argument("--all", action="store_true", help=everything)
     add_rename(parser)
     add_dtype(parser)
     parser.add_argument(
@@ -363,7 +367,7 @@ def trace(parser: ArgumentParser) -> None:
 # --- Shared
 
 
-def add_keys(parser: ArgumentParser) -> None:
+def add_keys(parser: _ActionsContainer) -> None:
     """Declare `--keys`."""
     help_text = "prefix of keys, or pattern with *; can be repeated"
     parser.add_argument("--keys", action="append", metavar="PATTERN", help=help_text)

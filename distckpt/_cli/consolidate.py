@@ -8,7 +8,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from distckpt._base.memory import paused_garbage_collection
+from distckpt._base.garbage import paused_garbage_collection
 from distckpt._base.options import ExportOptions
 from distckpt._cli.arguments import is_in_parts
 from distckpt._cli.output import Output, count_text, shape_text, size_text
@@ -82,7 +82,7 @@ def _in_parts(
 
 def _options(arguments: Namespace) -> ExportOptions:
     return ExportOptions(
-        keys=arguments.keys,
+        keys=["*"] if arguments.all else arguments.keys,
         family=arguments.family,
         rename=dict(arguments.rename),
         dtype=dtype_option(arguments.dtype),
@@ -105,8 +105,15 @@ def _print_report(output_dir: str, report: ExportReport, output: Output) -> int:
         f"parameters, {size_text(report.num_bytes)} in {count_text(len(report.files), 'file')} in "
         f"{output_dir}, {report.seconds:.2f} s"
     )
+    _print_left_out(report.left_out, output)
     warn_of_overflows(report.overflows, output)
     return 0
+
+
+def _print_left_out(left_out: Sequence[str], output: Output) -> None:
+    if left_out:
+        count = count_text(len(left_out), "tensor")
+        output.line(f"left out: {count} of the optimizer; --all exports them, too")
 
 
 # --- Without writing ------------------------------------------------------------------------------
@@ -118,13 +125,14 @@ def _show_plan(plan: ExportPlan, output: Output) -> None:
     output.json(
         {
             "tensors": [_facts(tensor, sources[tensor.name]) for tensor in plan.outputs],
-            "left_out": plan.left_out,
+            "left_out": [*plan.dropped, *plan.left_out],
         }
     )
     for tensor in plan.outputs:
         output.line(_line_of(tensor, sources[tensor.name]))
-    for key in plan.left_out:
+    for key in plan.dropped:
         output.line(f"left out: {key}")
+    _print_left_out(plan.left_out, output)
     num_bytes = sum(tensor.num_bytes for tensor in plan.outputs)
     output.line(
         f"{count_text(len(plan.outputs), 'tensor')}, {size_text(num_bytes)}; nothing was written"

@@ -8,11 +8,14 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
+from distckpt._base.messages import natural_order
 from distckpt._cli.arguments import is_in_parts
 from distckpt._cli.diff_texts import (
     DifferenceGroup,
     describe_object,
+    divided_by_owner,
     group_differences,
+    optimizer_text,
     outcome,
 )
 from distckpt._cli.output import MAX_LISTED, Output, size_text
@@ -47,7 +50,7 @@ def _show(arguments: Namespace, report: DiffReport, output: Output) -> int:
         page = importlib.import_module("distckpt._cli.diff_page")
         page.write_diff_page(arguments.html, report, arguments.keys, dict(arguments.rename))
         output.message(f"wrote {arguments.html}")
-    _print_differences(report, output)
+    _print_differences(report, output, arguments.keys is None)
     output.line(f"{'SAME' if report.is_same else 'DIFFERENT'}: {outcome(report)}")
     note = "" if report.objects_compared else "; objects and common state were not compared"
     output.line(_reading(report) + note)
@@ -59,14 +62,25 @@ def _as_json(report: DiffReport) -> dict[str, Any]:
         {**vars(item), "relative_difference": item.relative_difference} for item in report.tensors
     ]
     objects = [vars(item) for item in report.objects]
-    return {**vars(report), "is_same": report.is_same, "tensors": tensors, "objects": objects}
+    listed = {"tensors": tensors, "objects": objects}
+    optimizer_keys = sorted(report.optimizer_keys, key=natural_order)
+    return {**vars(report), "is_same": report.is_same, **listed, "optimizer_keys": optimizer_keys}
 
 
-def _print_differences(report: DiffReport, output: Output) -> None:
-    groups = group_differences(report)
+def _print_differences(report: DiffReport, output: Output, is_folding: bool) -> None:
+    """Print the differences, those of the model first; if `is_folding`, those of optimizers as one
+    line.
+    """
+    of_model, of_optimizers = divided_by_owner(report)
+    if is_folding:
+        groups = group_differences(of_model)
+    else:
+        groups = [*group_differences(of_model), *group_differences(of_optimizers)]
     if groups:
         _print_table(groups, output)
         output.line()
+    if is_folding and (text := optimizer_text(of_optimizers)):
+        output.line(text)
     for item in report.objects[:MAX_LISTED]:
         output.line(describe_object(item))
     num_left = max(0, len(groups) - MAX_LISTED) + max(0, len(report.objects) - MAX_LISTED)

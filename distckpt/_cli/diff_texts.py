@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
 
 from distckpt._base.messages import key_pattern, without_numbers
 from distckpt._cli.output import count_text, shape_text
@@ -39,6 +39,36 @@ class DifferenceGroup:
     def cells(self) -> list[str]:
         """Its line of the table."""
         return [self.pattern, self.changes, self.largest, self.relative, self.place]
+
+
+def divided_by_owner(report: DiffReport) -> tuple[DiffReport, DiffReport]:
+    """Return the differences of the tensors of models, and those of optimizers."""
+    names = report.optimizer_keys
+
+    def part(is_wanted: Callable[[str], bool]) -> DiffReport:
+        return replace(
+            report,
+            tensors=tuple(tensor for tensor in report.tensors if is_wanted(tensor.key)),
+            only_in_a=tuple(filter(is_wanted, report.only_in_a)),
+            only_in_b=tuple(filter(is_wanted, report.only_in_b)),
+        )
+
+    return part(lambda key: key not in names), part(lambda key: key in names)
+
+
+def optimizer_text(report: DiffReport) -> str:
+    """Sum up the differences of optimizers in one line; an empty text if there are none."""
+    counts = {
+        "differ": len(report.tensors),
+        "only in A": len(report.only_in_a),
+        "only in B": len(report.only_in_b),
+    }
+    parts = [f"{count:,} {name}" for name, count in counts.items() if count]
+    if not parts:
+        return ""
+    rates = [tensor.relative_difference for tensor in report.tensors if tensor.num_different]
+    largest = f", largest rel L2 {_largest(rates):.1e}" if rates else ""
+    return f"optimizer: {', '.join(parts)}{largest} (--keys lists them)"
 
 
 def group_differences(report: DiffReport) -> list[DifferenceGroup]:

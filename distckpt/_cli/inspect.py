@@ -12,29 +12,44 @@ from distckpt._base.messages import did_you_mean
 from distckpt._checkpoint.opening import opened
 from distckpt._cli import grid
 from distckpt._cli.groups import Group, group_keys, tree_lines
-from distckpt._cli.output import BOLD, Output, count_text, shape_text, size_text
+from distckpt._cli.output import BOLD, RED, Output, count_text, shape_text, size_text
 from distckpt._cli.summary import objects_text, save_text, summarize
-from distckpt._cli.verify import strays_text
+from distckpt._cli.verify import list_problems, strays_text
 from distckpt._cli.writers import balance_text, list_files, list_writers, owner_of
 from distckpt._commit.conditional_put import stray_files
 from distckpt._format.stored_checkpoint import StoredCheckpoint
 from distckpt._geometry.region import Region
+from distckpt._operations.verify import Problem, check_files
 from distckpt._ranks.collectives import Ranks
 from distckpt._storage import locations
 
 _MAX_WRITERS = 64
+_NUM_THREADS = 8
 _BAR_WIDTH = 30
 
 
 def run(arguments: Namespace, output: Output) -> int:
-    """Print the summary of a checkpoint, or the chunks of one key."""
+    """Print the summary of a checkpoint, or the chunks of one key; return 1 if files are missing or
+    damaged.
+    """
     with opened(Ranks.alone(), locations.normalize(arguments.path)) as stored:
+        file_ids = range(len(stored.manifest.files))
+        problems = check_files(stored, file_ids, _NUM_THREADS)
+        if problems:
+            count = count_text(len(problems), "problem")
+            output.line(f"DAMAGED ({count}): what follows is what was saved", RED)
+            list_problems(problems, output)
+            output.line()
         if arguments.key is not None:
-            return _show_key(stored, arguments.key, output)
-        return _show_all(stored, arguments, output)
+            _show_key(stored, arguments.key, problems, output)
+        else:
+            _show_all(stored, arguments, problems, output)
+    return 1 if problems else 0
 
 
-def _show_all(stored: StoredCheckpoint, arguments: Namespace, output: Output) -> int:
+def _show_all(
+    stored: StoredCheckpoint, arguments: Namespace, problems: Sequence[Problem], output: Output
+) -> None:
     manifest = stored.manifest
     groups, files = group_keys(manifest, is_merging=not arguments.tree), list_files(manifest)
     facts = summarize(stored)
@@ -47,19 +62,19 @@ def _show_all(stored: StoredCheckpoint, arguments: Namespace, output: Output) ->
             "files": files,
             "writers": list_writers(files),
             "strays": strays,
+            "problems": [vars(problem) for problem in problems],
         }
     )
     if arguments.html:
         # Imported when it is asked for, which is rare.
         page = importlib.import_module("distckpt._cli.inspect_page")
-        page.write_inspect_page(arguments.html, stored, facts)
+        page.write_inspect_page(arguments.html, stored, facts, problems)
         output.message(f"wrote {arguments.html}")
     elif not output.as_json:
         lines = tree_lines(groups, arguments.depth, is_by_size=arguments.sort == "size")
         _show(facts, lines, files, output)
         if strays:
             output.line(strays_text(strays))
-    return 0
 
 
 # --- The checkpoint -------------------------------------------------------------------------------
@@ -98,7 +113,7 @@ def _show_writers(writers: list[dict[str, Any]], output: Output) -> None:
         return
     shown = writers[:_MAX_WRITERS]
     largest = max((writer["data_bytes"] for writer in writers), default=0) or 1
-    bar = "\u2588" if output.in_color else "#"
+    bar = "\u2588" if output.in_color and output.draws_blocks else "#"
     rows = [
         [
             owner_of(writer["rank"], writer["file"]),
@@ -137,7 +152,9 @@ def _group_cells(group: Group) -> tuple[str, ...]:
 # --- One key --------------------------------------------------------------------------------------
 
 
-def _show_key(stored: StoredCheckpoint, key: str, output: Output) -> int:
+def _show_key(
+    stored: StoredCheckpoint, key: str, problems: Sequence[Problem], output: Output
+) -> None:
     known = stored.manifest.key_index
     if key not in known:
         raise LoadMismatchError(f"{stored.location!r} has no key {key!r}{did_you_mean(key, known)}")
@@ -145,17 +162,18 @@ def _show_key(stored: StoredCheckpoint, key: str, output: Output) -> int:
     stored_key = stored.manifest.keys[known[key]]
     chunks = grid.chunks_of(stored, key)
     facts = {"key": key, "stored_as": stored_key, "dtype": dtype, "shape": shape}
-    output.json({**facts, "chunks": [vars(chunk) for chunk in chunks]})
+    listed = [vars(chunk) for chunk in chunks]
+    output.json({**facts, "chunks": listed, "problems": [vars(each) for each in problems]})
     tied = "" if stored_key == key else f", tied to {stored_key}"
     output.line(f"{key}: {shape_text(shape)} {dtype}, {count_text(len(chunks), 'chunk')}{tied}")
     rows = [
         [str(Region(c.offset, c.shape)), c.owner, c.file, f"{c.first_byte:,}", f"{c.num_bytes:,}"]
         for c in chunks
     ]
-    output.table(["region", "owner", "file", "first byte", "bytes"], rows, num_text=3)
+    heads = ["region", "owner", "file", "begins", "bytes"]
+    output.table(heads, rows, num_text=3, drop="begins bytes owner")
     if not output.as_json:
         _draw(shape, chunks, output)
-    return 0
 
 
 def _draw(shape: tuple[int, ...], chunks: Sequence[grid.Chunk], output: Output) -> None:

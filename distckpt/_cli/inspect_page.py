@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from typing import Any
 
 from distckpt._checkpoint.stored_values import load_common_state
@@ -10,16 +11,23 @@ from distckpt._cli.output import count_text, finite, size_text
 from distckpt._cli.page import write_page
 from distckpt._cli.plain import plain
 from distckpt._cli.summary import objects_text, save_text
+from distckpt._cli.verify import describe
 from distckpt._cli.writers import list_files, list_writers
 from distckpt._format.stored_checkpoint import StoredCheckpoint
+from distckpt._operations.verify import Problem
 
 
-def write_inspect_page(path: str, stored: StoredCheckpoint, facts: dict[str, Any]) -> None:
-    """Write a page about a checkpoint, with the facts of `summarize`."""
+def write_inspect_page(
+    path: str, stored: StoredCheckpoint, facts: dict[str, Any], problems: Sequence[Problem]
+) -> None:
+    """Write a page about a checkpoint, with the facts of `summarize` and what is wrong with its
+    files.
+    """
     texts = (facts["location"], save_text(facts), objects_text(facts))
     head = {
         "title": stored.location.rstrip("/").rpartition("/")[2],
         "lines": [("", text) for text in texts if text],
+        "problems": [describe(problem) for problem in problems],
         "common": _common_state_text(stored) if facts["common_state"] else "",
         "tiles": _tiles(stored, facts),
     }

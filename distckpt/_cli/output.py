@@ -39,16 +39,23 @@ COLORS = (
 )
 """The colors of ranks, on pages as on terminals."""
 _MAX_SWATCHES = 16
+_BLOCK = "\u2588"
 
 
 class Output:
     """Prints the results and messages of a verb; with `as_json` the result is just one JSON
     value.
+
+    Attributes:
+        as_json: see above.
+        in_color: whether stdout shows colors.
+        draws_blocks: whether stdout can show bars of Unicode.
     """
 
     def __init__(self, as_json: bool = False) -> None:
         self.as_json = as_json
         self.in_color = sys.stdout.isatty() and "NO_COLOR" not in os.environ
+        self.draws_blocks = encodable(_BLOCK) == _BLOCK
 
     def json(self, value: Any) -> None:
         """Print the result as JSON if requested."""
@@ -61,12 +68,12 @@ class Output:
             text = printable(text)
             if sys.stdout.isatty() and "\n" not in text:
                 text = _wrapped(text, shutil.get_terminal_size().columns)
-            print(self.styled(text, style) if style else text)
+            print(encodable(self.styled(text, style) if style else text))
 
     def picture(self, lines: Iterable[str]) -> None:
         """Print lines that contain colors, and no names from a checkpoint."""
         for line in lines:
-            print(line)
+            print(encodable(line))
 
     def table(
         self,
@@ -92,7 +99,7 @@ class Output:
         if self.as_json:
             return
         width = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
-        shown = [[printable(cell) for cell in row] for row in rows]
+        shown = [[encodable(printable(cell)) for cell in row] for row in rows]
         head, rule, *lines = table_lines(heads, shown, num_text, drop.split(), width)
         print(self.styled(head, DIM), self.styled(rule, DIM), sep="\n")
         for line, ranks in itertools.zip_longest(lines, swatches if self.in_color else ()):
@@ -173,6 +180,12 @@ def printable(text: str) -> str:
     return "".join(
         char if char.isprintable() or char in "\n\t" else repr(char)[1:-1] for char in text
     )
+
+
+def encodable(text: str) -> str:
+    """Escape characters that the encoding of stdout does not have."""
+    encoding = sys.stdout.encoding or "utf-8"
+    return text.encode(encoding, "backslashreplace").decode(encoding)
 
 
 def finite(value: Any) -> Any:

@@ -39,8 +39,8 @@ def write_page(
         stored: the checkpoint.
         names: the tensors to show, as name on the page -> key.
         head: about the whole: `title`, `lines` (pairs of a label and a text), `tiles` (pairs of a
-            number and what it counts), `common` (a text); for a comparison also `same`, and
-            `objects` (place, value in A, in B).
+            number and what it counts), `common` (a text), `problems` (texts, if there are any); for
+            a comparison also `same`, and `objects` (place, value in A, in B).
         changes: for a comparison the differences by name: `text`, `rate` (rel L2, None if no values
             differ), and if some do, `max`, `different`, `elements` and `where`.
         other: for a comparison the other checkpoint, and the keys that it alone has.

@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NoReturn
 
 from distckpt import __version__
 from distckpt._base.messages import did_you_mean
@@ -92,6 +93,30 @@ VERBS = (
 )
 
 
+_ELSEWHERE = {
+    "compare": "diff A B",
+    "delete": "prune ROOT, or rm -r of the directory",
+    "dump": "cat PATH KEY",
+    "du": "ls ROOT, or inspect PATH --sort size",
+    "help": "--help, or VERB --help",
+    "info": "inspect PATH",
+    "list": "ls ROOT",
+    "print": "cat PATH KEY",
+    "rm": "prune ROOT, or rm -r of the directory",
+    "show": "inspect PATH, or cat PATH KEY",
+    "size": "ls ROOT, or inspect PATH --sort size",
+    "tree": "inspect PATH --tree",
+}
+"""Names that other commands have for verbs."""
+
+
+class _Parser(argparse.ArgumentParser):
+    """Says what is wrong with the arguments in one line."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: error: {message}; see {self.prog} --help\n")
+
+
 def parse(words: Sequence[str]) -> argparse.Namespace | None:
     """Parse the command line; without any words print help and return None."""
     parser = make_parser()
@@ -111,13 +136,14 @@ def parse(words: Sequence[str]) -> argparse.Namespace | None:
 def _check_verb(parser: argparse.ArgumentParser, word: str) -> None:
     verbs = [name for verb in VERBS for name in (verb.name, *verb.aliases)]
     if not word.startswith("-") and word not in verbs:
-        near = did_you_mean(word, verbs) or f": choose from {', '.join(verbs)}"
+        near = f": use {_ELSEWHERE[word]}" if word in _ELSEWHERE else did_you_mean(word, verbs)
+        near = near or f": choose from {', '.join(verbs)}"
         parser.error(f"there is no verb {word!r}{near}")
 
 
 def _refuse(parser: argparse.ArgumentParser, word: str) -> None:
     options = [option for action in parser._actions for option in action.option_strings]
-    near = did_you_mean(word, options) or f": see {parser.prog} --help"
+    near = did_you_mean(word, options)
     kind = "has no option" if word.startswith("-") else "does not take"
     verb = parser.prog.rpartition(" ")[2]
     parser.error(f"{verb} {kind} {word!r}{near}")
@@ -125,7 +151,7 @@ def _refuse(parser: argparse.ArgumentParser, word: str) -> None:
 
 def make_parser() -> argparse.ArgumentParser:
     """Return the parser of the whole command line."""
-    parser = argparse.ArgumentParser(
+    parser = _Parser(
         prog="distckpt",
         description="Inspect, verify, compare and convert checkpoints.",
         epilog=_EXAMPLES,

@@ -5,10 +5,12 @@ from __future__ import annotations
 import math
 import time
 from argparse import Namespace
+from collections import defaultdict
 from collections.abc import Sequence
 from functools import partial
 
 from distckpt._base.dtypes import FROM_NAME
+from distckpt._base.messages import key_pattern, summarize_keys, without_numbers
 from distckpt._checkpoint.opening import opened
 from distckpt._cli.arguments import is_in_parts
 from distckpt._cli.output import Output, count_text, size_text
@@ -18,13 +20,15 @@ from distckpt._ranks.collectives import Ranks
 from distckpt._storage import locations
 
 _BARS = "\u2581\u2582\u2583\u2584\u2585\u2586\u2587\u2588"
+_ASCII_BARS = "_.:-=+*#"
+_HEADS = ["tensor", "keys", "norm", "mean", "min", "max", "zeros", "NaN", "Inf", "values"]
 
 
 def run(arguments: Namespace, output: Output) -> int:
-    """Print a line for each tensor; return 1 if there is a NaN."""
+    """Print a line for the tensors of each name, or for each tensor; return 1 if there is a NaN."""
     started = time.perf_counter()
     location = locations.normalize(arguments.path)
-    show = partial(_print_stats, location, started)
+    show = partial(_print_stats, location, started, arguments.tree)
     if is_in_parts(arguments):
         given = {"checkpoint_dir": arguments.path, "keys": arguments.keys}
         return run_parts_of_check(arguments, output, "stats", given, show)
@@ -37,27 +41,67 @@ def run(arguments: Namespace, output: Output) -> int:
 
 
 def _print_stats(
-    location: str, started: float, found: Sequence[TensorStats], output: Output
+    location: str, started: float, is_listing: bool, found: Sequence[TensorStats], output: Output
 ) -> int:
     output.json({"location": location, "tensors": [vars(tensor) for tensor in found]})
-    heads = ["tensor", "norm", "mean", "min", "max", "zeros", "NaN", "Inf", "values"]
-    output.table(heads, [_cells(tensor) for tensor in found], drop="values zeros mean Inf min max")
+    groups = [[tensor] for tensor in found] if is_listing else _grouped(found)
+    bars = _BARS if output.draws_blocks else _ASCII_BARS
+    rows = [_cells(group, bars) for group in groups]
+    output.table(_HEADS, rows, drop="values zeros keys mean Inf min max")
     num_bytes = sum(math.prod(tensor.shape) * FROM_NAME[tensor.dtype].itemsize for tensor in found)
     seconds = time.perf_counter() - started
-    num_nan = sum(tensor.num_nan > 0 for tensor in found)
+    with_nan = [tensor.key for tensor in found if tensor.num_nan]
     output.line(
-        f"{count_text(len(found), 'tensor')}, {num_nan:,} with NaN; {size_text(num_bytes)} read in "
-        f"{seconds:.2f} s, {size_text(num_bytes / seconds)}/s"
+        f"{count_text(len(found), 'tensor')}, {len(with_nan):,} with NaN; {size_text(num_bytes)} "
+        f"read in {seconds:.2f} s, {size_text(num_bytes / seconds)}/s"
     )
-    return 1 if num_nan else 0
+    if with_nan:
+        output.line(f"NaN in {summarize_keys(with_nan)}")
+    return 1 if with_nan else 0
 
 
-def _cells(tensor: TensorStats) -> list[str]:
-    numbers = [f"{value:.3g}" for value in (tensor.norm, tensor.mean, tensor.min, tensor.max)]
-    counts = [
-        f"{count:,}" if count else ""
-        for count in (tensor.num_zero, tensor.num_nan, tensor.num_infinite)
+def _grouped(tensors: Sequence[TensorStats]) -> list[list[TensorStats]]:
+    """Put tensors together whose keys differ in numbers only, and that have one dtype and shape."""
+    groups = defaultdict(list)
+    for tensor in tensors:
+        groups[without_numbers(tensor.key), tensor.dtype, tensor.shape].append(tensor)
+    return list(groups.values())
+
+
+def _cells(group: Sequence[TensorStats], bars: str) -> list[str]:
+    """Format the statistics of all values of a group; those of one tensor have a histogram."""
+    totals = (
+        sum(tensor.num_zero for tensor in group),
+        sum(tensor.num_nan for tensor in group),
+        sum(tensor.num_infinite for tensor in group),
+    )
+    return [
+        key_pattern([tensor.key for tensor in group]),
+        str(len(group)),
+        *(f"{value:.3g}" for value in _of_all(group)),
+        *(f"{count:,}" if count else "" for count in totals),
+        _histogram(group[0], bars) if len(group) == 1 else "",
     ]
+
+
+def _of_all(group: Sequence[TensorStats]) -> tuple[float, float, float, float]:
+    """Return norm, mean, minimum and maximum of the finite values of a group."""
+    # What has no finite values has none of these.
+    members = [tensor for tensor in group if _num_finite(tensor)] or group[:1]
+    number = sum(_num_finite(tensor) for tensor in members) or 1
+    means = (tensor.mean * (_num_finite(tensor) / number) for tensor in members)
+    return (
+        math.hypot(*(tensor.norm for tensor in members)),
+        sum(means) if len(members) > 1 else members[0].mean,
+        min(tensor.min for tensor in members),
+        max(tensor.max for tensor in members),
+    )
+
+
+def _num_finite(tensor: TensorStats) -> int:
+    return tensor.num_elements - tensor.num_nan - tensor.num_infinite
+
+
+def _histogram(tensor: TensorStats, bars: str) -> str:
     tallest = max(tensor.histogram, default=1) or 1
-    bars = "".join(_BARS[count * (len(_BARS) - 1) // tallest] for count in tensor.histogram)
-    return [tensor.key, *numbers, *counts, bars]
+    return "".join(bars[count * (len(bars) - 1) // tallest] for count in tensor.histogram)

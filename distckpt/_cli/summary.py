@@ -93,5 +93,6 @@ def objects_text(facts: dict[str, Any]) -> str:
     names = facts["common_state"]
     more = f", ... ({len(names)})" if len(names) > _MAX_NAMES else ""
     common = f"common state ({', '.join(names[:_MAX_NAMES])}{more})" if names else ""
-    parts = [count_text(facts["num_objects"], "object") if facts["num_objects"] else "", common]
-    return f"{' and '.join(filter(None, parts))}, {size_text(facts['object_bytes'])}"
+    objects = count_text(facts["num_objects"], "object") if facts["num_objects"] else ""
+    parts = list(filter(None, [objects, common]))
+    return f"{' and '.join(parts)}, {size_text(facts['object_bytes'])}" if parts else ""

@@ -29,14 +29,19 @@ def run(arguments: Namespace, output: Output) -> int:
 def _print_report(report: VerifyReport, output: Output) -> int:
     problems = [vars(problem) for problem in report.problems]
     output.json({**vars(report), "is_whole": report.is_whole, "problems": problems})
-    for problem in report.problems[:MAX_LISTED]:
-        output.line(f"BAD  {describe(problem)}")
-    if len(report.problems) > MAX_LISTED:
-        output.line(f"BAD  ... and {len(report.problems) - MAX_LISTED} more (all with --json)")
+    list_problems(report.problems, output)
     if report.strays:
         output.line(strays_text(report.strays))
     output.line(summary(report))
     return 0 if report.is_whole else 1
+
+
+def list_problems(problems: Sequence[Problem], output: Output) -> None:
+    """Print a line for each problem."""
+    for problem in problems[:MAX_LISTED]:
+        output.line(f"BAD  {describe(problem)}")
+    if len(problems) > MAX_LISTED:
+        output.line(f"BAD  ... and {len(problems) - MAX_LISTED} more (all with --json)")
 
 
 def describe(problem: Problem) -> str:
@@ -70,7 +75,9 @@ def summary(report: VerifyReport) -> str:
         verdict = f"DAMAGED ({count_text(len(report.problems), 'problem')})"
     if report.mode == "full":
         rate = f", {size_text(report.num_bytes / report.seconds)}/s"
-    if not report.has_checksums:
+    if report.mode == "fast":
+        note = "; only sizes and headers were read, no values"
+    elif not report.has_checksums:
         note = "; these files have no checksums: only their structure was checked"
     keys, files = count_text(report.num_keys, "key"), count_text(report.num_files, "file")
     return (

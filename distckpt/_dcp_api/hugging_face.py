@@ -18,7 +18,7 @@ import torch
 from distckpt._base.arrays import as_torch_dtype
 from distckpt._base.dtypes import FROM_NAME, TO_NAME
 from distckpt._base.errors import CheckpointingException, CorruptCheckpointError
-from distckpt._base.memory import paused_garbage_collection
+from distckpt._base.garbage import paused_garbage_collection
 from distckpt._base.messages import summarize_keys
 from distckpt._base.options import ExportOptions, check_switch, with_changes
 from distckpt._checkpoint.consistent_read import read_attempts
@@ -28,7 +28,7 @@ from distckpt._format.stored_checkpoint import StoredCheckpoint
 from distckpt._io.tensor_source import TensorSource
 from distckpt._operations.consolidate import consolidate
 from distckpt._operations.export_plan import ExportPlan, plan_export
-from distckpt._operations.export_request import check_request
+from distckpt._operations.export_request import OpenedSources, check_request
 from distckpt._operations.export_write import ExportReport, write_and_commit
 from distckpt._plan.export import (
     OutputTensor,
@@ -165,7 +165,7 @@ def _consolidate(
     num_threads: int,
     conversions: _Conversions,
 ) -> None:
-    options = ExportOptions(max_file_bytes=_UNLIMITED)
+    options = ExportOptions(keys="*", max_file_bytes=_UNLIMITED)
     same = {"fqn_to_index_mapping": file_numbers, **conversions._asdict()}
     with ranks.phase("check the arguments", decision=True, same=same):
         _check_arguments(file_numbers, num_threads, conversions)
@@ -173,7 +173,7 @@ def _consolidate(
     request = replace(checked, num_threads=max(1, num_threads))
     try:
         stored = _open_shards(ranks, request.sources.checkpoints[0])
-        plan = plan_export(ranks, TensorSource(stored), options)
+        plan = plan_export(ranks, OpenedSources([stored]), TensorSource(stored), options)
         with ranks.phase("plan the output files"):
             plan = _converted(plan, stored, conversions, ranks.is_coordinator)
             if file_numbers is not None:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from distckpt._base.errors import CheckpointingException, LoadMismatchError
-from distckpt._base.memory import paused_garbage_collection
+from distckpt._base.garbage import paused_garbage_collection
 from distckpt._base.messages import did_you_mean, summarize_keys
 from distckpt._base.options import LoadOptions
 from distckpt._base.tree import HOLE, Position

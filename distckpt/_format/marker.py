@@ -179,6 +179,12 @@ def _matches_checksum(content: bytes, fields: Mapping[str, Any]) -> bool:
     return digits == f"{checksum(before + _NO_DIGITS.encode() + after):016x}"
 
 
+def first_name(key: str) -> str:
+    """Return the first name in a key, `#` for the number of a layer."""
+    first = key.partition(".")[0]
+    return "#" if first.isdigit() else first
+
+
 def note_of_module(names: Sequence[str]) -> dict[str, Any]:
     """Return the field for the first names in the keys of the module at `model`, unless they are
     too many.

@@ -13,7 +13,6 @@ from distckpt._base.dtypes import FROM_NAME
 from distckpt._base.errors import LoadMismatchError
 from distckpt._base.memory import Bytes, bounce_buffer
 from distckpt._base.threads import NUM_THREADS, UNIT_BYTES
-from distckpt._format import safetensors_file
 from distckpt._geometry.region import flat_range_regions, whole
 from distckpt._geometry.units import Span, cut_region, units_of
 from distckpt._io.casts import are_finite, cast_and_count
@@ -75,7 +74,7 @@ def output_file(
     overflows: dict[str, int],
 ) -> NewFile:
     """Describe an output file that is to be written; `overflows` is filled meanwhile."""
-    tensors, header = _laid_out(file)
+    tensors, header = file.laid_out
     fill = filling(source, tensors, overflows)
     return NewFile(location, header, [tensor.num_bytes for tensor in tensors], fill)
 
@@ -91,19 +90,6 @@ def counting_from(file: NewFile, start: int, uncounted: Fill) -> NewFile:
         return (uncounted if is_before else file.fill)(unit, memory_of_thread)
 
     return file._replace(fill=fill)
-
-
-def file_size(file: OutputFile) -> int:
-    """Return the size that an output file has when it is written."""
-    return len(_laid_out(file)[1]) + file.num_bytes
-
-
-def _laid_out(file: OutputFile) -> tuple[list[OutputTensor], bytes]:
-    """Return the tensors of a file in the order in which it has them, and its header."""
-    entries = [safetensors_file.Entry(t.name, t.dtype, t.shape, t.num_bytes) for t in file.tensors]
-    order = safetensors_file.layout_order(entries)
-    header, _ = safetensors_file.build_header([entries[i] for i in order], {"format": "pt"})
-    return [file.tensors[i] for i in order], header
 
 
 def check_tied(source: TensorSource, pairs: Iterable[tuple[OutputTensor, OutputTensor]]) -> None:
@@ -173,7 +159,7 @@ def filling(
     It adds to `overflows`, by name, the number of values that did not fit the dtype they were
     converted to.
     """
-    chunks = [_complete_chunk(source, tensor) for tensor in tensors]
+    chunks = _complete_chunks(source, tensors)
 
     def fill(unit: Sequence[Span], memory_of_thread: Bytes) -> list[Bytes]:
         filled = memory_of_thread[: sum(span.num_bytes for span in unit)]
@@ -213,20 +199,32 @@ def _divide(
     return ranges
 
 
-def _complete_chunk(source: TensorSource, tensor: OutputTensor) -> int | None:
-    """Return the chunk whose bytes are exactly those of a tensor; None if no chunk has them."""
-    mapped, stored = tensor.mapped, source.stored
+def _complete_chunks(source: TensorSource, tensors: Sequence[OutputTensor]) -> list[int | None]:
+    """Return for each tensor the chunk whose bytes are exactly its own; None if no chunk has
+    them.
+    """
+    stored, manifest = source.stored, source.stored.manifest
+    # As lists: thousands of lookups in arrays take longer.
+    starts, sizes = manifest.key_starts.tolist(), manifest.num_bytes.tolist()
+    found: list[int | None] = []
+    for tensor in tensors:
+        key = _copied_key(source, tensor)
+        key_id = -1 if key is None else manifest.key_index[key]
+        chunk = starts[key_id]
+        is_alone = key_id >= 0 and starts[key_id + 1] == chunk + 1 and chunk not in stored.quantized
+        # What has as many bytes as the whole is the whole.
+        found.append(chunk if is_alone and sizes[chunk] == tensor.num_bytes else None)
+    return found
+
+
+def _copied_key(source: TensorSource, tensor: OutputTensor) -> str | None:
+    """Return the key of which a tensor has the values in their order; None if there is none."""
+    mapped = tensor.mapped
     if len(mapped.parts) != 1 or tensor.dtype != mapped.dtype or not source.is_stored(tensor):
         return None
     part = mapped.parts[0]
     is_moved = part.order != tuple(range(len(part.order)))
-    if part.add or is_moved or part.target.shape != mapped.shape:
-        return None
-    chunks = stored.chunks_of(part.key)
-    chunk = chunks.start
-    is_alone = len(chunks) == 1 and chunk not in stored.quantized
-    # What has as many bytes as the whole is the whole.
-    return chunk if is_alone and stored.manifest.num_bytes[chunk] == tensor.num_bytes else None
+    return None if part.add or is_moved or part.target.shape != mapped.shape else part.key
 
 
 def _read_ranges(

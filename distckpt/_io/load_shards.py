@@ -23,7 +23,7 @@ from distckpt._io.read_values import read_apart, read_values, warn_of_overflows
 from distckpt._io.shared_read import Sharing, read_shared
 from distckpt._mapping.sharded_tensor import ShardedTensor
 from distckpt._plan.decoded import decoded, name_in_view
-from distckpt._plan.load import Copy, Request, check_dtype, check_keys, plan_load
+from distckpt._plan.load import Copy, Request, check_dtypes, check_keys, plan_load
 from distckpt._plan.translate import translate
 from distckpt._ranks import exchanges
 from distckpt._ranks.collectives import Ranks
@@ -93,6 +93,8 @@ def load_tensors(
         num_bytes = sum(target.nbytes for target in separated.targets)
         vote.number = num_bytes
     counter = ProgressCounter(options.progress, num_bytes)
+    # To count what was useful of each piece takes time.
+    progress = counter.add if options.progress is not None else None
     # Some of what follows is copied by other threads, whose streams know nothing of this thread's.
     Copier(separated.targets).wait_for_queued()
     sharing = Sharing(
@@ -110,11 +112,11 @@ def load_tensors(
             stored.with_files(files),
             targets=separated.targets,
             num_threads=num_threads,
-            progress=counter.add,
+            progress=progress,
         )
         read(read_shared(sharing, stored.manifest, planned.copies, separated.targets, read))
     apart = [pair for pair in zip(planned.requests, planned.targets, strict=True) if pair[0].step]
-    read_apart(stored, apart, num_threads, counter.add)
+    read_apart(stored, apart, num_threads, progress)
     settings.overwritten.update(aliases.join(planned.requests, separated, stored.location))
     warn_of_overflows(stored, planned.requests, planned.targets)
     _add(planned.additions)
@@ -208,8 +210,9 @@ def _plan_copies(
         ]
     keys = [request.key for request in requests]
     check_keys(stored, keys, has_rules=bool(settings.rules))
-    for key, dtype in dict.fromkeys(zip(keys, dtypes, strict=True)):
-        check_dtype(stored, key, dtype, settings.options.allow_dtype_cast)
+    check_dtypes(stored, keys, dtypes, settings.options.allow_dtype_cast)
+    if not any(request.step for request in requests):
+        return requests, plan_load(stored, requests)
     dense = [request.covered() if request.step else request for request in requests]
     return requests, [copy for copy in plan_load(stored, dense) if not requests[copy.request].step]
 

@@ -72,13 +72,7 @@ def read_copies(
     exact = locations.is_local(stored.location) and not stored.verifies
     unit_bytes = _unit_bytes(stored.location)
     copier = Copier(targets)
-    parts = [
-        part
-        for copy in copies
-        for part in parts_of(
-            stored, copy, targets[copy.request], copier, exact=exact, unit_bytes=unit_bytes
-        )
-    ]
+    parts = parts_of(stored, copies, targets, copier, exact=exact, unit_bytes=unit_bytes)
     if with_check:
         check_files(stored, [part.chunk for part in parts])
     with _open_files(stored) as files:
@@ -284,7 +278,10 @@ def _goals_of(reading: _Reading, unit: list[Span]) -> tuple[list[_Goal], list[tu
         if part.lead == NOT_PLAIN:
             values.append((span, start))
             continue
-        low, high = _bytes_of_target(part, span)
+        if part.lead == span.start == 0:
+            low, high = 0, min(span.stop, part.target.nbytes)
+        else:
+            low, high = _bytes_of_target(part, span)
         address, place = part.target.data_ptr() + low, start + part.lead + low - span.start
         if address == after and place == begin:
             last = goals.pop()
@@ -398,14 +395,16 @@ def _verify(reading: _Reading, unit: list[Span], buffers: Sequence[Bytes]) -> No
     """Compare the blocks of a unit with their checksums."""
     manifest = reading.stored.manifest
     block = manifest.block_bytes
-    blocks: list[int] = []
-    for span in unit:
-        part = reading.parts[span.chunk]
-        first = int(manifest.first_blocks[part.chunk]) + (part.start + span.start) // block
-        blocks.extend(range(first, first - (-span.num_bytes // block)))
-    found = block_checksums([span.num_bytes for span in unit], buffers, block)
-    known = checksums_in(manifest, reading.file_of(unit))
-    expected = known[blocks].tolist()
+    sizes = [span.stop - span.start for span in unit]
+    parts = [reading.parts[span.chunk] for span in unit]
+    chunks = np.array([part.chunk for part in parts], np.int64)
+    starts = np.array([p.start + s.start for p, s in zip(parts, unit, strict=True)], np.int64)
+    counts = -(-np.array(sizes, np.int64) // block)
+    # For each block: the first one of its span, plus its number within the span.
+    firsts = manifest.first_blocks[chunks] + starts // block - (np.cumsum(counts) - counts)
+    blocks = np.repeat(firsts, counts) + np.arange(int(counts.sum()))
+    found = block_checksums(sizes, buffers, block)
+    expected = checksums_in(manifest, reading.file_of(unit))[blocks].tolist()
     if found != expected:
         pairs = zip(found, expected, strict=True)
         raise _mismatch(reading, unit, next(i for i, (a, b) in enumerate(pairs) if a != b))

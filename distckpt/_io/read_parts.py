@@ -7,11 +7,13 @@ not verified.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
+import numpy as np
 import torch
 
+from distckpt._base.dtypes import FROM_NAME
 from distckpt._base.memory import Copier
 from distckpt._format.stored_checkpoint import StoredCheckpoint
 from distckpt._geometry.region import (
@@ -61,28 +63,35 @@ class ReadPart(NamedTuple):
 
 def parts_of(
     stored: StoredCheckpoint,
-    copy: Copy,
-    target: torch.Tensor,
+    copies: Sequence[Copy],
+    targets: Sequence[torch.Tensor],
     copier: Copier,
     *,
     exact: bool,
     unit_bytes: int,
-) -> Iterator[ReadPart]:
-    """Divide a copy into parts.
+) -> list[ReadPart]:
+    """Divide copies into parts.
 
-    `target` is what the copy's request fills. With `exact`, nothing is read that lies between the
-    runs of a region if they are long or far apart. Others are read in units of `unit_bytes`.
+    `targets` are what the requests of the copies fill. With `exact`, nothing is read that lies
+    between the runs of a region if they are long or far apart. Others are read in units of
+    `unit_bytes`.
     """
-    dtype, chunk = stored.dtype_of(copy.chunk), copy.chunk
-    goal = target if copy.target.shape == target.shape else target[copy.target.slices()]
-    size = int(stored.manifest.num_bytes[chunk])
-    if goal.nbytes == size and goal.dtype == dtype and copier.is_plain(goal):
-        yield ReadPart(chunk, 0, size, goal, lead=0)
-        return
-    if exact and _is_sparse(stored.manifest.chunk_region(chunk).shape, copy.source, dtype.itemsize):
-        yield from _sparse_parts(stored, copy, goal)
-    else:
-        yield from _dense_parts(stored, copy, goal, copier, unit_bytes)
+    manifest = stored.manifest
+    chunks = np.array([copy.chunk for copy in copies], np.int64)
+    sizes, key_ids = manifest.num_bytes[chunks].tolist(), manifest.key_ids[chunks].tolist()
+    parts: list[ReadPart] = []
+    for copy, size, key_id in zip(copies, sizes, key_ids, strict=True):
+        target, dtype = targets[copy.request], FROM_NAME[manifest.dtypes[key_id]]
+        goal = target if copy.target.shape == target.shape else target[copy.target.slices()]
+        if goal.nbytes == size and goal.dtype == dtype and copier.is_plain(goal):
+            parts.append(ReadPart(copy.chunk, 0, size, goal, 0))
+            continue
+        shape = manifest.chunk_region(copy.chunk).shape
+        if exact and _is_sparse(shape, copy.source, dtype.itemsize):
+            parts.extend(_sparse_parts(stored, copy, goal))
+        else:
+            parts.extend(_dense_parts(stored, copy, goal, copier, unit_bytes))
+    return parts
 
 
 def _sparse_parts(

@@ -93,8 +93,11 @@ def warn_of_overflows(
     a smaller range.
     """
     counts: Counter[str] = Counter()
+    key_index = stored.manifest.key_index
+    dtypes = [FROM_NAME.get(name) for name in stored.manifest.dtypes]
     for request, target in zip(requests, targets, strict=True):
-        if has_smaller_range(target.dtype, FROM_NAME[stored.dtype_name(request.key)]):
+        dtype = dtypes[key_index[request.key]]
+        if dtype not in (target.dtype, None) and has_smaller_range(target.dtype, dtype):
             for piece in cut_region(whole(tuple(target.shape)), PIECE_ELEMENTS):
                 counts[request.key] += int((~target[piece.slices()].float().isfinite()).sum())
     if counts := +counts:

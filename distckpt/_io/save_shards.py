@@ -434,11 +434,12 @@ def _plan_together(
     ranks: Ranks, table: ShardTable, options: SaveOptions
 ) -> tuple[_WholePlan | None, _Share]:
     """Let the coordinator plan for all ranks; only there the whole plan is returned."""
-    messages = ranks.gather_once(table.to_messages())
+    is_alone = ranks.size == 1
+    messages = [] if is_alone else ranks.gather_once(table.to_messages())
     plans: list[_WholePlan] = []
 
     def plan() -> list[bytes]:
-        tables = ShardTable.all_from_messages(*messages)
+        tables = [table] if is_alone else ShardTable.all_from_messages(*messages)
         # As large as what is made of them.
         messages.clear()
         plans.append(_plan_for_all(tables, options))

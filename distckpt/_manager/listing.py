@@ -34,8 +34,8 @@ class CheckpointInfo:
         num_bytes: the size of its files; 0 if that cannot be read.
         saved_at: when it was committed, in seconds since 1970, by the clock of the storage; None
             if that is unknown.
-        seconds: how long the save took, from the call until it was committed; None if that is
-            unknown.
+        seconds: how long the save of a step took, from the call until it was committed; None if
+            that is unknown.
         metrics: the metrics that were given to `CheckpointManager.save`.
         pinned: whether managers never remove it.
         problem: why it cannot be loaded; None if the marker, the manifest, and the sizes and

@@ -9,12 +9,13 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 from functools import partial
-from typing import Any, Literal, NoReturn
+from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
 from distckpt._base.errors import CheckpointingException, CheckpointNotFoundError
-from distckpt._base.memory import paused_garbage_collection
+from distckpt._base.garbage import paused_garbage_collection
 from distckpt._base.messages import check_choice
 from distckpt._base.options import LoadOptions, SaveOptions, with_changes
+from distckpt._base.other_names import used_here
 from distckpt._base.reports import SaveReport
 from distckpt._commit import posix
 from distckpt._commit.presence import absence
@@ -130,6 +131,14 @@ class CheckpointManager:
         self._named_newer: set[int] = set()
         self._last_saved: int | None = None
         self._is_closed = False
+
+    if not TYPE_CHECKING:  # else a type checker believes that a manager has every attribute
+
+        def __getattr__(self, name: str) -> Any:
+            kind = type(self).__name__
+            raise AttributeError(
+                f"{kind!r} object has no attribute {name!r}{used_here(name)}", name=name, obj=self
+            )
 
     def location(self, step: int) -> str:
         """Return where a step is saved, whether it is there or not."""
@@ -404,8 +413,10 @@ class CheckpointManager:
 
     def _nothing_to_load(self, is_partly_filled: bool) -> CheckpointNotFoundError:
         advice = ""
+        if not self.skipped:
+            advice = " A run that begins has none: call load() only if manager.steps() has any."
         if not locations.exists(self.root):
-            advice = f" {absence(self.root)}"
+            advice += f" {absence(self.root)}"
         elif is_partly_filled:
             advice = (
                 " What the given tensors hold now is undefined: some were filled before the damage "

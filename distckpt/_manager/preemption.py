@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import signal
 from collections.abc import Sequence
 from types import FrameType
@@ -9,7 +10,10 @@ from typing import Any
 
 from distckpt._base.errors import CheckpointingException
 from distckpt._base.interrupts import operation
+from distckpt._manager.launcher import warning_of_launcher
 from distckpt._ranks.collectives import Ranks
+
+logger = logging.getLogger(__name__)
 
 
 class PreemptionGuard:
@@ -24,6 +28,8 @@ class PreemptionGuard:
 
     Args:
         signals: numbers of the signals. Schedulers send SIGTERM some time before they kill.
+            `torchrun` passes it on to the ranks and kills them after 30 seconds, unless
+            `--shutdown-timeout` gives them the time that the scheduler gives (torch 2.12).
         process_group: the ranks that stop together; None for the default group, or this process
             alone.
     """
@@ -39,13 +45,18 @@ class PreemptionGuard:
         self._before: dict[int, Any] = {}
 
     def __enter__(self) -> PreemptionGuard:
-        """Install handlers for the signals, which Python allows only in the main thread."""
+        """Install handlers for the signals, which Python allows only in the main thread.
+
+        Warns if torchrun would kill the ranks before a scheduler that sends SIGTERM does.
+        """
         try:
             for number in self._signals:
                 self._before[number] = signal.signal(number, self._note)
         except BaseException:
             self.__exit__()
             raise
+        if signal.SIGTERM in self._signals and (text := warning_of_launcher()):
+            logger.warning("%s", text)
         return self
 
     def __exit__(self, *error: object) -> None:

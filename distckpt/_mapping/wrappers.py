@@ -28,6 +28,8 @@ def is_main_replica(replica_id: ReplicaId) -> bool:
     numbers them, usually by data parallel rank: with a number, or a tuple of numbers for several
     kinds of replication. The main one has 0, or a tuple of zeros, which may be empty.
     """
+    if isinstance(replica_id, tuple):
+        return not any(replica_id)
     if isinstance(replica_id, INTEGERS):
         return bool(replica_id == 0)
     return all(r == 0 for r in cast(Iterable[int], replica_id))

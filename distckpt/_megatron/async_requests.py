@@ -14,7 +14,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from distckpt._base.errors import CheckpointingException
-from distckpt._base.memory import paused_garbage_collection
+from distckpt._base.garbage import paused_garbage_collection
 from distckpt._io import background
 from distckpt._ranks.collectives import Ranks
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Literal, ParamSpec, TypeVar, overload
 
 from distckpt._base.errors import CheckpointingException
-from distckpt._base.memory import paused_garbage_collection
+from distckpt._base.garbage import paused_garbage_collection
 from distckpt._base.options import LoadOptions, SaveOptions, with_changes
 from distckpt._mapping.wrappers import CommonStateDict, ShardedStateDict, StateDict
 from distckpt._megatron.async_requests import AsyncRequest

@@ -36,6 +36,7 @@ from distckpt._base.tree import (
 from distckpt._format import codec
 from distckpt._format.checksum import checksum
 from distckpt._format.codec.tree import REGISTERED
+from distckpt._format.marker import first_name
 from distckpt._mapping.base import OpenReplicaId, ShardedBase
 from distckpt._mapping.sharded_tensor import ShardedTensor
 from distckpt._mapping.wrappers import LocalNonpersistentObject, ShardedObject, StateDict
@@ -131,12 +132,6 @@ class Described:
     def digest(self) -> int:
         """Return a hash, of 61 bits, of what all ranks agree on in the end."""
         return checksum(codec.encode([list(self.names), dict(self.settings)])) >> 3
-
-
-def first_name(key: str) -> str:
-    """Return the first name in a key, `#` for the number of a layer."""
-    first = key.partition(".")[0]
-    return "#" if first.isdigit() else first
 
 
 # --- Describing -----------------------------------------------------------------------------------

@@ -10,7 +10,8 @@ import numpy as np
 
 from distckpt._base.errors import LoadMismatchError
 from distckpt._base.messages import summarize_keys
-from distckpt._models.objects import Described, Kind, Place, first_name
+from distckpt._format.marker import first_name
+from distckpt._models.objects import Described, Kind, Place
 from distckpt._quantization.names import places_of
 from distckpt._ranks.collectives import Ranks
 from distckpt._state.stored_form import StoredEntry

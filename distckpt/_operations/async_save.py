@@ -7,7 +7,7 @@ from concurrent.futures import Future
 from dataclasses import replace
 from typing import Any
 
-from distckpt._base.memory import paused_garbage_collection
+from distckpt._base.garbage import paused_garbage_collection
 from distckpt._base.options import SaveOptions, with_changes
 from distckpt._mapping.wrappers import ShardedStateDict
 from distckpt._operations import background_save

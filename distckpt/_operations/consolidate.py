@@ -7,7 +7,7 @@ from __future__ import annotations
 import os
 from typing import Any
 
-from distckpt._base.memory import paused_garbage_collection
+from distckpt._base.garbage import paused_garbage_collection
 from distckpt._base.options import ExportOptions, with_changes
 from distckpt._checkpoint.consistent_read import reading
 from distckpt._operations.export_plan import ExportPlan, plan_export, stored_source
@@ -39,9 +39,9 @@ def consolidate(
     written beside `output_dir` and appears there in one step; an earlier one stays complete until
     then. Memory is bounded whatever the size of a tensor.
 
-        distckpt.consolidate(
-            "checkpoints/step_100", "exports/step_100", keys="model.", dtype=torch.bfloat16
-        )
+        distckpt.consolidate("checkpoints/step_100", "exports/step_100", dtype=torch.bfloat16)
+
+    The state of optimizers is left out, see `ExportOptions.keys`.
 
     Collective operation: all ranks must call it; each writes whole files. Works in one process as
     well.
@@ -94,4 +94,4 @@ def plan_opened(ranks: Ranks, opened: OpenedSources, options: ExportOptions) -> 
     """
     with reading(ranks, opened.all):
         source = stored_source(opened.checkpoints[0], options)
-        return plan_export(ranks, source, options, opened.adapter)
+        return plan_export(ranks, opened, source, options)

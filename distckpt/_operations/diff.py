@@ -41,6 +41,7 @@ from distckpt._operations.windows import (
     real_numbers,
     window_regions,
 )
+from distckpt._plan.model_keys import optimizer_keys
 from distckpt._plan.selection import (
     check_all_match,
     check_patterns,
@@ -130,6 +131,7 @@ class DiffReport:
         num_compared: tensors whose values were compared.
         num_bytes: bytes of the compared values, of both checkpoints together.
         seconds: duration of the call.
+        optimizer_keys: of all these names, those of tensors of optimizers.
     """
 
     a: str
@@ -142,6 +144,7 @@ class DiffReport:
     num_compared: int
     num_bytes: int
     seconds: float
+    optimizer_keys: frozenset[str] = frozenset()
 
     @property
     def is_same(self) -> bool:
@@ -167,7 +170,7 @@ def diff(
     Hugging Face directory for example. Each byte is read once, through windows of bounded size;
     objects are in memory whole.
 
-        report = distckpt.diff("checkpoints/step_100", "exports/step_100", keys="model.")
+        report = distckpt.diff("checkpoints/step_100", "exports/step_100", keys="!optimizer.")
         assert report.is_same, report.tensors
 
     Any rank may call, alone.
@@ -303,6 +306,7 @@ def report_of_diff(
         num_compared=len(compared.comparable),
         num_bytes=compared.num_bytes,
         seconds=seconds(),
+        optimizer_keys=_of_optimizers(first, of_a) | _of_optimizers(second, of_b),
     )
 
 
@@ -357,6 +361,12 @@ def _chosen(
             )
         tensors[new] = StoredTensor(stored, name)
     return tensors
+
+
+def _of_optimizers(stored: StoredCheckpoint, tensors: _Tensors) -> frozenset[str]:
+    """Return the names of tensors of optimizers of one side."""
+    keys = optimizer_keys(stored)
+    return frozenset(name for name, tensor in tensors.items() if tensor.key in keys)
 
 
 # --- Tensors --------------------------------------------------------------------------------------

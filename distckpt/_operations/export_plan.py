@@ -6,19 +6,20 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 
 from distckpt._base.errors import CheckpointingException, CheckpointNotFoundError
-from distckpt._base.messages import summarize_keys
+from distckpt._base.messages import natural_order, summarize_keys
 from distckpt._base.options import ExportOptions
 from distckpt._checkpoint.opening import holds_checkpoint, open_export
 from distckpt._format.stored_checkpoint import StoredCheckpoint
 from distckpt._io.export import check_tied
 from distckpt._io.extra_files import ExtraFiles, adapt_config, list_extra_files
 from distckpt._io.tensor_source import TensorSource
+from distckpt._operations.export_request import OpenedSources
 from distckpt._operations.on_demand import on_demand
 from distckpt._plan.codes import CONFIG_NAMES
 from distckpt._plan.decoded import decoded, find, hidden_keys
@@ -33,10 +34,10 @@ from distckpt._plan.export import (
     plan_files,
     plan_tensors,
 )
+from distckpt._plan.model_keys import cut_off, left_out
 from distckpt._plan.selection import select_tensors
 from distckpt._quantization.quantized import QuantizedTensor
 from distckpt._ranks.collectives import Ranks
-from distckpt._rules.families import config_for, read_config, rules_for
 from distckpt._rules.mapped import TensorSpec
 from distckpt._rules.rule import Rule
 from distckpt._rules.rules import Tie
@@ -78,6 +79,7 @@ class ExportPlan:
         selected: the stored tensors that were selected.
         tied: tensors that are stored and left out, with those of which the configuration says that
             they are the same.
+        left_out: keys of tensors of optimizers that no pattern of `keys` selects.
         extra_files: its other files; on the coordinator.
     """
 
@@ -86,10 +88,11 @@ class ExportPlan:
     files: Sequence[OutputFile]
     selected: Mapping[str, TensorSpec]
     tied: Pairs = ()
+    left_out: Sequence[str] = ()
     extra_files: ExtraFiles = field(default_factory=ExtraFiles)
 
     @property
-    def left_out(self) -> list[str]:
+    def dropped(self) -> list[str]:
         """Keys that were selected and of which nothing is exported."""
         used = {part.key for output in self.outputs for part in output.mapped.parts}
         stored = [key for key, info in self.selected.items() if 0 not in info.shape]
@@ -104,12 +107,10 @@ def stored_source(stored: StoredCheckpoint, options: ExportOptions) -> TensorSou
 
 
 def plan_export(
-    ranks: Ranks,
-    source: TensorSource,
-    options: ExportOptions,
-    adapter: StoredCheckpoint | None = None,
+    ranks: Ranks, opened: OpenedSources, source: TensorSource, options: ExportOptions
 ) -> ExportPlan:
-    """Decide what is exported, with an adapter merged into it.
+    """Decide what is exported from a source, which reads the opened checkpoints, with an adapter
+    merged into it.
 
     Collective operation: all ranks must call it.
 
@@ -118,7 +119,10 @@ def plan_export(
         CheckpointingException: names, dtypes, shapes or extra files are not as they must be.
     """
     with ranks.phase("plan the export"):
-        plan = _plan(source, options, adapter, ranks.is_coordinator)
+        plan = _plan(source, options, opened.adapter, ranks.is_coordinator)
+        plan = replace(plan, left_out=_left_out(opened.checkpoints, options))
+        if ranks.is_coordinator:
+            _warn_of_cut_off(opened.checkpoints[0], options, plan.selected)
     with ranks.phase("compare what is tied"):
         check_tied(source, plan.tied if ranks.is_coordinator else ())
     return plan
@@ -131,7 +135,13 @@ def _plan(
     is_coordinator: bool,
 ) -> ExportPlan:
     stored, writes_tied = source.stored, options.tied == "write"
-    selected = select_tensors(stored.manifest, options.keys, writes_tied, hidden_keys(stored))
+    selected = select_tensors(
+        stored.manifest,
+        options.keys,
+        writes_tied,
+        hidden_keys(stored),
+        left_out(stored, options.keys),
+    )
     model = _model(options, selected)
     outputs = _outputs(options, selected, model, stored.manifest.aliases)
     planned = _computed(PlannedTensors(source, outputs), options, model, adapter)
@@ -143,8 +153,32 @@ def _plan(
         _files(options, model, outputs, planned, is_coordinator),
         selected,
         _stored_twice(stored, selected, options.rules, model.rules),
-        _extra_files(options, planned) if is_coordinator else ExtraFiles(),
+        extra_files=_extra_files(options, planned) if is_coordinator else ExtraFiles(),
     )
+
+
+def _left_out(checkpoints: Iterable[StoredCheckpoint], options: ExportOptions) -> list[str]:
+    """Return the tensors of optimizers that are left out, in natural order."""
+    keys = {
+        key
+        for stored in checkpoints
+        for key in left_out(stored, options.keys)
+        if not stored.is_object(key)
+    }
+    return sorted(keys, key=natural_order)
+
+
+def _warn_of_cut_off(
+    stored: StoredCheckpoint, options: ExportOptions, selected: Collection[str]
+) -> None:
+    """Warn of tensors of the model that a prefix leaves out, perhaps by mistake."""
+    if absent := cut_off(stored, options.keys, selected):
+        logger.warning(
+            "keys=%r leaves out a part of the model that was saved: %s. Without `keys`, the whole "
+            "model is exported.",
+            options.keys,
+            summarize_keys(absent),
+        )
 
 
 def _files(
@@ -194,11 +228,13 @@ def _model(options: ExportOptions, selected: Mapping[str, TensorSpec]) -> _Model
         directory = locations.normalize(options.like)
         _check_is_no_checkpoint(directory)
         reference = open_export(directory)
+    if options.family is None:
+        return _Model(reference, None, ())
     location = None if reference is None else reference.location
     shapes = None if reference is None else reference.manifest.shapes_by_key
-    config = config_for(options.family, location)
-    rules = rules_for(config, selected, shapes)
-    return _Model(reference, config, rules)
+    families = on_demand("families")
+    config = families.config_for(options.family, location)
+    return _Model(reference, config, families.rules_for(config, selected, shapes))
 
 
 def _check_is_no_checkpoint(directory: str) -> None:
@@ -217,7 +253,7 @@ def _check_is_no_checkpoint(directory: str) -> None:
 def _config_beside(stored: StoredCheckpoint) -> dict[str, Any] | None:
     """Read the configuration of a model in its directory, None where there is none."""
     path = locations.join(stored.location, CONFIG_NAMES[0])
-    return read_config(path) if locations.exists(path) else None
+    return on_demand("families").read_config(path) if locations.exists(path) else None
 
 
 # --- Tensors --------------------------------------------------------------------------------------

@@ -24,7 +24,7 @@ from distckpt._format.hf_names import (
 from distckpt._format.marker import replaced
 from distckpt._format.read_header import read_header
 from distckpt._format.stored_checkpoint import StoredCheckpoint
-from distckpt._io.export import file_size, write_output_file
+from distckpt._io.export import write_output_file
 from distckpt._io.extra_files import write_extra_files
 from distckpt._operations.export_plan import ExportPlan
 from distckpt._operations.export_request import ExportRequest
@@ -46,6 +46,7 @@ class ExportReport:
         num_parameters: number of their elements.
         files: names of the files that hold them.
         dtypes: number of tensors of each safetensors dtype.
+        left_out: keys of the tensors of optimizers that were left out, see `ExportOptions.keys`.
         overflows: for each tensor with values that did not fit the dtype they were converted to
             (finite ones that became infinite or, in 8-bit floats without infinities, NaN; numbers
             beyond an integer's range), how many.
@@ -59,6 +60,7 @@ class ExportReport:
     dtypes: Mapping[str, int]
     overflows: Mapping[str, int]
     seconds: float
+    left_out: tuple[str, ...] = ()
 
 
 def write_and_commit(
@@ -107,6 +109,7 @@ def report_of_export(
         dtypes=dict(Counter(tensor.dtype for tensor in plan.outputs)),
         overflows=overflows,
         seconds=seconds,
+        left_out=tuple(plan.left_out),
     )
 
 
@@ -143,7 +146,8 @@ def complete_export(plan: ExportPlan, opened: Sequence[StoredCheckpoint], output
     directory = output.location
     for stored in opened:
         check_is_unchanged(stored)
-    output.check_files([(file.name, file_size(file)) for file in plan.files])
+    sizes = [(file.name, file.file_bytes) for file in plan.files]
+    output.check_files(sizes)
     for file in plan.files:
         _check_written(locations.join(directory, file.name), file)
     write_extra_files(plan.extra_files, directory)
@@ -166,6 +170,9 @@ def check_is_unchanged(stored: StoredCheckpoint) -> None:
 
 def _check_written(path: str, file: OutputFile) -> None:
     """Compare the header of a written file with the plan."""
+    header = file.laid_out[1]
+    if locations.read_range(path, 0, len(header)) == header:
+        return
     entries = read_header(path).entries
     written = {entry.name: (entry.dtype, entry.shape) for entry in entries}
     planned = {tensor.name: (tensor.dtype, tensor.shape) for tensor in file.tensors}

@@ -17,10 +17,10 @@ from distckpt._mapping.sharded_tensor import ShardedTensor
 from distckpt._mapping.wrappers import ShardedStateDict, StateDict
 from distckpt._models import objects
 from distckpt._models.whole import Coverage, coverage_of, refuse_left_out
+from distckpt._operations.on_demand import on_demand
 from distckpt._operations.shard_source import ShardSource, source_of
 from distckpt._plan.translate import stored_names
 from distckpt._ranks.collectives import Ranks
-from distckpt._rules.families import config_for, rules_for
 from distckpt._rules.rule import Rule
 from distckpt._rules.rules import Assemble, check_rules
 from distckpt._state import flatten
@@ -173,19 +173,23 @@ def describe_targets(
             ranks, state_dict, loads=True, materialize=request.options.materialize
         )
         split = flatten.split(described.state_dict)
+        ties = find_ties(split.shards)
         rules = (*request.rules, *_rules_of_family(request.family, location, split.shards, source))
-        vote.number = _how_much_is_needed(described, split.shards, rules, request.mode)
+        are_complex = may_be_complex(split.shards)
+        depends = are_complex or (not rules and _are_of_other_keys(ties, split))
+        vote.number = _how_much_is_needed(described, request.mode, depends)
     needed = vote.largest
     entries = source.entries() if needed else {}
     settings = _stored_settings(ranks, source, described, entries) if needed > 1 else {}
     with ranks.phase("describe the targets"):
         resolved = objects.resolve(ranks.rank, described, entries, settings)
-        if resolved.state_dict is not described.state_dict or _are_complex(split.shards):
+        if resolved.state_dict is not described.state_dict or are_complex:
             split = flatten.split(resolved.state_dict, {} if rules else entries)
+            ties = find_ties(split.shards)
         stored = _without_skipped(entries, described, resolved)
-        ties = _absent_ties(split.shards, stored) if not rules else {}
-        table = shard_table(split.shards)
-    return source, Targets(described, resolved, split, entries, stored, ties, table, rules)
+        absent = _absent_ties(split.shards, ties, stored) if not rules else {}
+        table = shard_table(split.shards, ties)
+    return source, Targets(described, resolved, split, entries, stored, absent, table, rules)
 
 
 def _rules_of_family(
@@ -197,30 +201,24 @@ def _rules_of_family(
     if family is None:
         return ()
     keys = [shard.key for shard in shards if isinstance(shard, ShardedTensor)]
-    return rules_for(config_for(family, location), keys, source.shapes())
+    families = on_demand("families")
+    rules: Sequence[Rule] = families.rules_for(
+        families.config_for(family, location), keys, source.shapes()
+    )
+    return rules
 
 
-def _how_much_is_needed(
-    described: objects.Described,
-    shards: Sequence[Shard],
-    rules: Sequence[Rule],
-    mode: StrictHandling,
-) -> int:
+def _how_much_is_needed(described: objects.Described, mode: StrictHandling, depends: bool) -> int:
     """Return 0 when the keys of the checkpoint need not be known, 2 when stored settings are needed
-    as well.
+    as well. `depends` tells whether what the shards are depends on the keys.
     """
     of_objects = objects.needs_stored(described)
     compares = StrictHandling.requires_explicit_ckpt_mismatch_check(mode)
-    depends = _are_complex(shards) or (not rules and _has_ties_of_other_keys(shards))
     return of_objects or compares or depends
 
 
-def _are_complex(shards: Sequence[Shard]) -> bool:
-    return any(map(may_be_complex, shards))
-
-
-def _has_ties_of_other_keys(shards: Sequence[Shard]) -> bool:
-    ties = find_ties(shards)
+def _are_of_other_keys(ties: Mapping[int, int], split: flatten.SplitState) -> bool:
+    shards = split.shards
     return any(shards[tie].key != shards[first].key for tie, first in ties.items())
 
 
@@ -257,12 +255,14 @@ def check_targets(
         LoadMismatchError: keys differ, and the mode of the request raises.
     """
     validates = request.options.validate_access_integrity is not False
-    messages = ranks.gather_once(targets.table.to_messages()) if validates else []
+    is_alone = ranks.size == 1
+    sends = validates and not is_alone
+    messages = ranks.gather_once(targets.table.to_messages()) if sends else []
     requested = targets.requested
     with ranks.phase("check the requested shards", decision=True) as vote:
         if validates and ranks.is_coordinator:
-            tables = ShardTable.all_from_messages(*messages)
-            asks_for_part = ranks.size == 1 and request.options.validate_access_integrity is None
+            tables = [targets.table] if is_alone else ShardTable.all_from_messages(*messages)
+            asks_for_part = is_alone and request.options.validate_access_integrity is None
             _validate(tables, validate_part if asks_for_part else validate_shards)
         is_lenient = request.mode is StrictHandling.ASSUME_OK_UNEXPECTED
         compared = targets.stored if is_lenient else ()
@@ -312,12 +312,14 @@ def _coverage(
     return found._replace(of_modules=known, unclaimed=found.unclaimed | (found.of_modules - known))
 
 
-def _absent_ties(shards: Sequence[Shard], stored: Mapping[str, StoredEntry]) -> dict[int, int]:
+def _absent_ties(
+    shards: Sequence[Shard], ties: Mapping[int, int], stored: Mapping[str, StoredEntry]
+) -> dict[int, int]:
     """Return the shards that are not stored but tied to one that is, whose number is the value:
     export stores one.
     """
     by_first: dict[int, list[int]] = {}
-    for tie, first in (find_ties(shards) if stored else {}).items():
+    for tie, first in (ties if stored else {}).items():
         by_first.setdefault(first, [first]).append(tie)
     absent: dict[int, int] = {}
     for group in by_first.values():

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from distckpt._base.errors import CheckpointExistsError, CheckpointingException
-from distckpt._base.memory import paused_garbage_collection
+from distckpt._base.garbage import paused_garbage_collection
 from distckpt._base.options import ExportOptions, with_changes
 from distckpt._checkpoint.consistent_read import reading
 from distckpt._checkpoint.opening import holds_checkpoint
@@ -51,7 +51,7 @@ def merge(
     float64 in the order of the checkpoints, and rounded once. Formats and layouts may differ.
     Memory is bounded whatever the number and sizes of checkpoints. `load` reads the result.
 
-        distckpt.merge(["run/step_800", "run/step_900", "run/step_1000"], "merged", keys="model.")
+        distckpt.merge(["run/step_800", "run/step_900", "run/step_1000"], "merged")
 
     Collective operation: all ranks must call it; each writes whole files. Works in one process as
     well.
@@ -127,7 +127,7 @@ def plan_opened_sum(
     """
     with reading(ranks, opened.all):
         source = _sum(ranks, opened.checkpoints, factors, ema, options)
-        return plan_export(ranks, source, options, opened.adapter)
+        return plan_export(ranks, opened, source, options)
 
 
 def _sum(

@@ -8,6 +8,7 @@ from typing import Any, Literal, TypeAlias
 _Name: TypeAlias = Literal[
     "background",
     "common_differences",
+    "families",
     "fingerprint",
     "merge_adapter",
     "peft_names",
@@ -19,6 +20,7 @@ _Name: TypeAlias = Literal[
 _MODULES: dict[_Name, str] = {
     "background": "distckpt._io.background",
     "common_differences": "distckpt._state.common_differences",
+    "families": "distckpt._rules.families",
     "fingerprint": "distckpt._operations.fingerprint",
     "merge_adapter": "distckpt._operations.merge_adapter",
     "peft_names": "distckpt._plan.peft_names",

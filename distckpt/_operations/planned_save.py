@@ -135,11 +135,10 @@ def write_and_commit(ranks: Ranks, save: PlannedSave) -> SaveReport:
 
 
 def _duration(save: PlannedSave) -> Mapping[str, Any]:
-    """Return the field of the marker that says how long a save took. What rewrites a checkpoint
-    writes the same bytes each time.
+    """Return the field of the marker that says how long the save of a step took. Other saves of
+    equal states are equal bytes.
     """
-    is_rewrite = save.request.verb == "reshard"
-    return {} if is_rewrite else {"seconds": round(save.timer.seconds, 3)}
+    return {"seconds": round(save.timer.seconds, 3)} if save.request.is_step else {}
 
 
 def _check_source(save: PlannedSave) -> None:

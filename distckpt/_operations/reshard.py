@@ -17,7 +17,7 @@ import torch
 
 from distckpt._base.dtypes import FROM_NAME
 from distckpt._base.errors import CheckpointingException
-from distckpt._base.memory import paused_garbage_collection
+from distckpt._base.garbage import paused_garbage_collection
 from distckpt._base.messages import check_count, check_num_bytes
 from distckpt._base.options import Progress, check_switch
 from distckpt._base.threads import ProgressCounter
@@ -199,8 +199,7 @@ def reshard(
             plan = plan_reshard(ranks, stored, target, selection, division, common_state)
 
     # 2. Write beside the target, and commit.
-    notes = notes_of(stored, selection)
-    request = SaveRequest(path=target, overwrite=overwrite, notes=notes, verb="reshard")
+    request = SaveRequest(path=target, overwrite=overwrite, notes=notes_of(stored, selection))
     source = stored.marker if target == posix.resolve(location) else None
     overflows: dict[str, int] = {}
     with (

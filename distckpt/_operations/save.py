@@ -12,7 +12,7 @@ from distckpt._base.errors import (
     InvalidShardingError,
     UnsupportedObjectError,
 )
-from distckpt._base.memory import paused_garbage_collection
+from distckpt._base.garbage import paused_garbage_collection
 from distckpt._base.options import SaveOptions, with_changes
 from distckpt._base.reports import SaveReport
 from distckpt._commit import posix

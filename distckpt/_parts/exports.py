@@ -16,7 +16,6 @@ from distckpt._format.hf_names import INDEX_NAME, SINGLE_NAME, belongs_to_export
 from distckpt._io.export import (
     counting_from,
     export_settings,
-    file_size,
     num_export_threads,
     output_file,
 )
@@ -92,7 +91,7 @@ class _ExportWork(Work):
         self._plan, self._options, self._overwrite = plan, options, overwrite
         self._located, self._opened = located, opened.all
         self._files = {file.name: file for file in plan.files}
-        self._sizes = {file.name: file_size(file) for file in plan.files}
+        self._sizes = {file.name: file.file_bytes for file in plan.files}
         self.verb, self.place, self.sources = verb, posix.resolve(output_dir), located.all
         self._is_local = locations.is_local(self.place)
         self.pieces: Sequence[Piece] = cut_files(self._sizes, divides=self._is_local)

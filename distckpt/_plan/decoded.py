@@ -33,7 +33,7 @@ PIECE_ELEMENTS = 8 << 20
 def find(stored: StoredCheckpoint) -> dict[str, QuantizedTensor]:
     """Find the quantized tensors of a checkpoint, by the key of the model."""
     manifest = stored.manifest
-    if not any(map(may_be_codes, manifest.dtypes)):
+    if not any(map(may_be_codes, set(manifest.dtypes))):
         return {}
     columns = zip(manifest.keys, manifest.global_shapes, manifest.dtypes, strict=True)
     tensors = {key: TensorSpec(shape, dtype) for key, shape, dtype in columns if dtype != OBJECT}

@@ -23,6 +23,7 @@ from distckpt._format.hf_names import (
     group_keys_by_bytes,
     output_filenames,
 )
+from distckpt._format.safetensors_file import Entry, build_header, layout_order
 from distckpt._format.stored_checkpoint import StoredCheckpoint
 from distckpt._plan.codes import check_scales_cast
 from distckpt._plan.selection import check_all_match, check_rename, matches, renamed
@@ -77,6 +78,19 @@ class OutputFile:
     def num_bytes(self) -> int:
         """The size of its data."""
         return sum(tensor.num_bytes for tensor in self.tensors)
+
+    @cached_property
+    def laid_out(self) -> tuple[list[OutputTensor], bytes]:
+        """The tensors in the order in which the file has them, and its header."""
+        entries = [Entry(t.name, t.dtype, t.shape, t.num_bytes) for t in self.tensors]
+        order = layout_order(entries)
+        header, _ = build_header([entries[i] for i in order], {"format": "pt"})
+        return [self.tensors[i] for i in order], header
+
+    @property
+    def file_bytes(self) -> int:
+        """The size of the file when it is written."""
+        return len(self.laid_out[1]) + self.num_bytes
 
 
 # --- Names and dtypes -----------------------------------------------------------------------------

@@ -4,7 +4,6 @@ functions.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
@@ -25,7 +24,6 @@ from distckpt._geometry.region import (
     find_tiling_faults,
     intersect_many,
     regions_to_arrays,
-    whole,
 )
 from distckpt._mapping.wrappers import ShardedObject
 from distckpt._plan.codes import check_cast, check_integers, undecoded
@@ -128,7 +126,24 @@ def _smaller_model(absent: Sequence[str], known: Iterable[str]) -> str:
     return " (the checkpoint has such keys with other numbers: was a smaller model saved?)"
 
 
-def check_dtype(
+def check_dtypes(
+    stored: StoredCheckpoint,
+    keys: Sequence[str],
+    requested: Sequence[torch.dtype],
+    allow_cast: bool,
+) -> None:
+    """Refuse tensors that are stored as objects, or whose values would change in the requested
+    dtypes, one for each key.
+    """
+    manifest = stored.manifest
+    stored_dtypes = [FROM_NAME.get(manifest.dtypes[manifest.key_index[key]]) for key in keys]
+    triples = zip(keys, stored_dtypes, requested, strict=True)
+    differing = [(key, dtype) for key, found, dtype in triples if found != dtype]
+    for key, dtype in dict.fromkeys(differing):
+        _check_dtype(stored, key, dtype, allow_cast)
+
+
+def _check_dtype(
     stored: StoredCheckpoint, key: str, requested: torch.dtype, allow_cast: bool
 ) -> None:
     """Refuse a tensor that is stored as an object, or whose values would change in the requested
@@ -192,11 +207,16 @@ def plan_load(stored: StoredCheckpoint, requests: Sequence[Request]) -> list[Cop
         LoadMismatchError: a request has another global shape than the stored tensor, or is not
             stored completely.
     """
-    for request in requests:
-        _check_shape(stored, request)
-    common = _intersect_chunks(stored.manifest, requests)
-    extents = [_stored_extent(stored, request) for request in requests]
-    fault = _find_fault(common, extents)
+    manifest = stored.manifest
+    key_ids = [manifest.key_index[request.key] for request in requests]
+    for request, key_id in zip(requests, key_ids, strict=True):
+        if request.global_shape != manifest.global_shapes[key_id]:
+            _check_shape(stored, request)
+    offsets, shapes = regions_to_arrays(
+        [request.region for request in requests], manifest.offsets.shape[1]
+    )
+    common = _intersect_chunks(manifest, np.array(key_ids, np.int64), offsets, shapes)
+    fault = _find_fault(common, _stored_extents(stored, requests, shapes))
     if fault is not None:
         request = requests[fault.tensor]
         if fault.num_covers > 1:
@@ -228,18 +248,16 @@ class _Intersections(NamedTuple):
     shapes: IntArray
 
 
-def _intersect_chunks(manifest: Manifest, requests: Sequence[Request]) -> _Intersections:
+def _intersect_chunks(
+    manifest: Manifest, key_ids: IntArray, offsets: IntArray, shapes: IntArray
+) -> _Intersections:
     """Intersect requested regions with the chunks of their keys, many pairs at once."""
-    offsets, shapes = regions_to_arrays(
-        [request.region for request in requests], manifest.offsets.shape[1]
-    )
-    key_ids = np.array([manifest.key_index[request.key] for request in requests], np.int64)
     first_chunks = manifest.key_starts[key_ids]
     counts = manifest.key_starts[key_ids + 1] - first_chunks
     ends = np.cumsum(counts)
     batches: list[_Intersections] = []
     start = 0
-    while start < len(requests):
+    while start < len(key_ids):
         done = int(ends[start - 1]) if start else 0
         stop = max(start + 1, int(np.searchsorted(ends, done + MAX_PAIRS, "right")))
         rows = np.repeat(np.arange(start, stop), counts[start:stop])
@@ -266,52 +284,53 @@ def _intersect_chunks(manifest: Manifest, requests: Sequence[Request]) -> _Inter
 
 def _to_copies(common: _Intersections, ndims: Sequence[int]) -> list[Copy]:
     copies = []
-    for chunk, request, source, target, shape in zip(
+    for chunk, request, in_chunk, in_request, shape in zip(
         *(column.tolist() for column in common), strict=True
     ):
         ndim = ndims[request]
         size = tuple(shape[:ndim])
-        copies.append(
-            Copy(
-                chunk,
-                Region(tuple(source[:ndim]), size),
-                request,
-                Region(tuple(target[:ndim]), size),
-            )
-        )
+        source = target = Region(tuple(in_chunk[:ndim]), size)
+        if in_request != in_chunk:
+            target = Region(tuple(in_request[:ndim]), size)
+        copies.append(Copy(chunk, source, request, target))
     return copies
 
 
-def _find_fault(common: _Intersections, extents: Sequence[tuple[int, ...]]) -> TilingFault | None:
+def _find_fault(common: _Intersections, extents: IntArray) -> TilingFault | None:
     """Find a request that the intersections do not cover exactly once; the `tensor` of the fault is
-    the index of the request.
+    the index of the request. `extents` are the shapes of what they should cover.
     """
     num_found = np.zeros(len(extents), np.int64)
     np.add.at(num_found, common.requests, np.prod(common.shapes, axis=1))
     is_divided = np.bincount(common.requests, minlength=len(extents)) > 1
     # A single intersection of the right size is the whole request.
-    is_suspect = is_divided | (num_found != [math.prod(extent) for extent in extents])
+    is_suspect = is_divided | (num_found != np.prod(extents, axis=1))
     if not is_suspect.any():
         return None
     suspects, rows = np.flatnonzero(is_suspect), np.flatnonzero(is_suspect[common.requests])
-    _, shapes = regions_to_arrays(
-        [whole(extents[index]) for index in suspects.tolist()], common.shapes.shape[1]
-    )
     faults = find_tiling_faults(
         np.searchsorted(suspects, common.requests[rows]),
         common.in_requests[rows],
         common.shapes[rows],
-        shapes,
+        extents[suspects],
     )
     return faults[0]._replace(tensor=int(suspects[faults[0].tensor])) if faults else None
 
 
-def _stored_extent(stored: StoredCheckpoint, request: Request) -> tuple[int, ...]:
-    """Return the shape of the part of a request that lies inside of the stored tensor."""
-    if not request.allow_shape_mismatch:
-        return request.region.shape
-    spans = zip(*request.region, stored.global_shape(request.key), strict=True)
-    return tuple(max(min(o + n, size) - o, 0) for o, n, size in spans)
+def _stored_extents(
+    stored: StoredCheckpoint, requests: Sequence[Request], shapes: IntArray
+) -> IntArray:
+    """Return the shapes of the parts of requests that lie inside of the stored tensors; `shapes`
+    are those of the requests.
+    """
+    extents = shapes
+    for row, request in enumerate(requests):
+        if request.allow_shape_mismatch:
+            extents = shapes.copy() if extents is shapes else extents
+            spans = zip(*request.region, stored.global_shape(request.key), strict=True)
+            inside = [max(min(o + n, size) - o, 0) for o, n, size in spans]
+            extents[row, : len(inside)] = inside
+    return extents
 
 
 def _check_shape(stored: StoredCheckpoint, request: Request) -> None:

@@ -12,9 +12,11 @@ from distckpt._base.dtypes import FROM_NAME, TO_NAME, is_summed
 from distckpt._base.errors import CheckpointingException, LoadMismatchError
 from distckpt._base.messages import summarize_keys
 from distckpt._format.manifest import ChunkTable, Manifest
+from distckpt._format.marker import names_of_module, note_of_module
 from distckpt._format.stored_checkpoint import StoredCheckpoint
 from distckpt._plan.codes import check_scales_cast
 from distckpt._plan.decoded import decoded, hidden_keys
+from distckpt._plan.model_keys import left_out
 from distckpt._plan.selection import select_tensors
 
 
@@ -53,7 +55,8 @@ def merged(
     dtypes = [_dtype_of_sum(name, terms) for name in names]
     shapes = [terms[0].global_shape(name) for name in names]
     manifest = Manifest(names, dtypes, shapes, ChunkTable.empty(), aliases, has_checksums=False)
-    return MergedView(StoredCheckpoint(terms[0].location, manifest), terms)
+    marker = note_of_module(names_of_module(terms[0].marker))
+    return MergedView(StoredCheckpoint(terms[0].location, manifest, marker=marker), terms)
 
 
 def _tied_in_all(names: Sequence[str], ids: Sequence[Mapping[str, int]]) -> dict[str, str]:
@@ -69,7 +72,9 @@ def _tied_in_all(names: Sequence[str], ids: Sequence[Mapping[str, int]]) -> dict
 
 def _select(stored: StoredCheckpoint, keys: str | Sequence[str] | None) -> dict[str, int]:
     """Return the index of each name that matches, tied ones included."""
-    tensors = select_tensors(stored.manifest, keys, True, hidden_keys(stored))
+    tensors = select_tensors(
+        stored.manifest, keys, True, hidden_keys(stored), left_out(stored, keys)
+    )
     summed = [key for key, info in tensors.items() if is_summed(FROM_NAME[info.dtype])]
     check_scales_cast(stored, dict.fromkeys(summed, torch.float64))
     manifest = stored.manifest

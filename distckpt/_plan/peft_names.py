@@ -291,7 +291,7 @@ def _pair(
     if is_whole:
         # The rows of the second matrix become those of the weight.
         rows = crop_axis(mapped, 1, 0, a.shape[0])
-        b = replace(rows, parts=tuple(replace(part, key=key + _OUT) for part in rows.parts))
+        b = replace(rows, parts=tuple(part._replace(key=key + _OUT) for part in rows.parts))
     elif b.shape[0] != mapped.shape[0]:
         raise LoadMismatchError(
             f"{key + _OUT!r} has {b.shape[0]} rows; {name!r} has {mapped.shape[0]}."

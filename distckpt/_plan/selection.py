@@ -22,7 +22,7 @@ def matches(key: str, patterns: str | Sequence[str]) -> bool:
 
     Patterns behind a `!` name what is left out; if there are no others, all else matches.
     """
-    wanted, unwanted = _divided(patterns)
+    wanted, unwanted = divided(patterns)
     if any(_fits(key, pattern) for pattern in unwanted):
         return False
     if not wanted:
@@ -30,7 +30,7 @@ def matches(key: str, patterns: str | Sequence[str]) -> bool:
     return any(_fits(key, pattern) for pattern in wanted)
 
 
-def _divided(patterns: str | Sequence[str]) -> tuple[list[str], list[str]]:
+def divided(patterns: str | Sequence[str]) -> tuple[list[str], list[str]]:
     """Return the patterns of what is wanted, and those of what is to be left out."""
     listed = [patterns] if isinstance(patterns, str) else patterns
     wanted, unwanted = [], []
@@ -85,7 +85,7 @@ def check_all_match(
     Raises:
         LoadMismatchError: one matches nothing.
     """
-    wanted, unwanted = _divided(keys or ())
+    wanted, unwanted = divided(keys or ())
     absent = _without_match(unwanted, names)
     if absent:
         named = ", ".join(map(repr, absent))
@@ -116,6 +116,7 @@ def select_tensors(
     keys: str | Sequence[str] | None,
     write_tied: bool,
     hidden: Set[str] = frozenset(),
+    left_out: Set[str] = frozenset(),
 ) -> dict[str, TensorSpec]:
     """Return the stored tensors that match, in natural order.
 
@@ -123,18 +124,21 @@ def select_tensors(
         manifest: what is stored.
         keys: see `matches`; None for all.
         write_tied: whether to return all tied tensors that match; else only the first of them.
-        hidden: keys to leave out.
+        hidden: keys that are no tensors of the model, such as scales.
+        left_out: further keys to leave out, those of optimizers.
 
     Raises:
         LoadMismatchError: nothing matches, or nothing matches one of the patterns.
     """
     check_patterns(keys)
     names = _names_of_tensors(manifest)
-    visible = [name for name in names if name not in hidden]
+    visible = [name for name in names if name not in hidden and name not in left_out]
     chosen = visible if keys is None else [name for name in visible if matches(name, keys)]
     if not chosen:
         there = summarize_keys(visible) or "none"
-        raise LoadMismatchError(f"No tensor matches {keys!r}; there are {there}.")
+        raise LoadMismatchError(
+            f"No tensor matches {keys!r}; there are {there}{_besides(names, left_out)}."
+        )
     check_all_match(names, keys)
     if not write_tied:
         chosen = _first_of_tied(chosen, manifest.key_index)
@@ -143,6 +147,14 @@ def select_tensors(
         key_id = manifest.key_index[name]
         infos[name] = TensorSpec(manifest.global_shapes[key_id], manifest.dtypes[key_id])
     return infos
+
+
+def _besides(names: Iterable[str], left_out: Set[str]) -> str:
+    """Name the tensors of optimizers, which an export leaves out unless they are selected."""
+    besides = [name for name in names if name in left_out]
+    if not besides:
+        return ""
+    return f' besides an optimizer\'s, which keys="*" selects: {summarize_keys(besides)}'
 
 
 def _first_of_tied(names: Iterable[str], key_index: Mapping[str, int]) -> list[str]:

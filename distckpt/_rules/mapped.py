@@ -13,6 +13,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -37,8 +38,7 @@ _FEW_PARTS = 8
 """Up to this number, intersecting one by one is faster than as arrays."""
 
 
-@dataclass(frozen=True, slots=True)
-class RegionCopy:
+class RegionCopy(NamedTuple):
     """A region `target` of a target tensor that is a copy of the region `source` of the source
     tensor `key`.
 
@@ -231,7 +231,7 @@ def permute(mapped: MappedTensor, order: Sequence[int]) -> MappedTensor:
         source_axes = dict(_axis_pairs(part))
         moved = [source_axes[axis] for axis in order if axis in source_axes]
         source_order = _complete_order(len(part.order), moved)
-        parts.append(replace(_with_axes(part, order), order=source_order))
+        parts.append(_with_axes(part, order)._replace(order=source_order))
     return MappedTensor(_pick(mapped.shape, order), mapped.dtype, tuple(parts), mapped.trimmed)
 
 
@@ -264,14 +264,14 @@ def interleave(mapped: MappedTensor, axis: int, num: int) -> MappedTensor:
             (offset, shape), step = part.target, part.target_step or (1,) * len(mapped.shape)
             target = Region(with_item(offset, axis, offset[axis] * num + index), shape)
             parts.append(
-                replace(part, target=target, target_step=with_item(step, axis, step[axis] * num))
+                part._replace(target=target, target_step=with_item(step, axis, step[axis] * num))
             )
     return MappedTensor(mapped.shape, mapped.dtype, tuple(parts), mapped.trimmed)
 
 
 def add(mapped: MappedTensor, value: float) -> MappedTensor:
     """Add a number to all elements."""
-    parts = tuple(replace(part, add=part.add + value) for part in mapped.parts)
+    parts = tuple(part._replace(add=part.add + value) for part in mapped.parts)
     return MappedTensor(mapped.shape, mapped.dtype, parts, mapped.trimmed)
 
 
@@ -294,7 +294,7 @@ def _rows_of(part: RegionCopy, apart: Sequence[int]) -> Iterator[RegionCopy]:
         for axis, number in zip(apart, index, strict=True):
             offset = with_item(offset, axis, first[axis] + number * steps[axis])
         row = Region(offset, row_shape)
-        yield replace(_restrict(part, row, row), target_step=())
+        yield _restrict(part, row, row)._replace(target_step=())
 
 
 def compose(mapped: MappedTensor, sources: Mapping[str, MappedTensor]) -> MappedTensor:
@@ -302,7 +302,7 @@ def compose(mapped: MappedTensor, sources: Mapping[str, MappedTensor]) -> Mapped
     parts: list[RegionCopy] = []
     for part in _single_rows(mapped):
         if (key := _same_as(sources[part.key])) is not None:
-            parts.append(part if key == part.key else replace(part, key=key))
+            parts.append(part if key == part.key else part._replace(key=key))
             continue
         piece = permute(crop(sources[part.key], part.source), part.order)
         for inner in reshape(piece, part.target.shape).parts:
@@ -310,7 +310,7 @@ def compose(mapped: MappedTensor, sources: Mapping[str, MappedTensor]) -> Mapped
                 a + b for a, b in zip(part.target.offset, inner.target.offset, strict=True)
             )
             parts.append(
-                replace(inner, target=Region(offset, inner.target.shape), add=inner.add + part.add)
+                inner._replace(target=Region(offset, inner.target.shape), add=inner.add + part.add)
             )
     trimmed = tuple(
         cut
@@ -348,7 +348,7 @@ def join(pieces: Sequence[MappedTensor], axis: int) -> MappedTensor:
 
 def _moved(part: RegionCopy, axis: int, distance: int) -> RegionCopy:
     offset, shape = part.target
-    return replace(part, target=Region(with_item(offset, axis, offset[axis] + distance), shape))
+    return part._replace(target=Region(with_item(offset, axis, offset[axis] + distance), shape))
 
 
 def invert(
@@ -459,7 +459,7 @@ def _complete_order(ndim: int, moved: list[int]) -> tuple[int, ...]:
 def _restrict(part: RegionCopy, target: Region, place: Region) -> RegionCopy:
     """Cut a part down to a region inside its target, and move that to `place`."""
     if target == part.target:
-        return part if place == target else replace(part, target=place)
+        return part if place == target else part._replace(target=place)
     offset, shape = list(part.source.offset), list(part.source.shape)
     for target_axis, source_axis in _axis_pairs(part):
         index = target.offset[target_axis] - part.target.offset[target_axis]
@@ -468,7 +468,6 @@ def _restrict(part: RegionCopy, target: Region, place: Region) -> RegionCopy:
         shape[source_axis] = target.shape[target_axis]
     order = _complete_order(len(shape), [axis for axis in part.order if shape[axis] != 1])
     source = Region(tuple(offset), tuple(shape))
-    # Not with `replace`, which is slow: there may be a part for each expert of each layer.
     return RegionCopy(place, part.key, source, order, part.target_step, part.source_step, part.add)
 
 
@@ -482,8 +481,8 @@ def _inverse(name: str, part: RegionCopy) -> RegionCopy:
 
 def _with_axes(part: RegionCopy, axes: Sequence[int]) -> RegionCopy:
     target = Region(_pick(part.target.offset, axes), _pick(part.target.shape, axes))
-    return replace(
-        part, target=target, target_step=part.target_step and _pick(part.target_step, axes)
+    return part._replace(
+        target=target, target_step=part.target_step and _pick(part.target_step, axes)
     )
 
 

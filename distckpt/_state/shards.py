@@ -10,7 +10,7 @@ import functools
 import itertools
 import json
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
@@ -30,9 +30,10 @@ from distckpt._geometry.region import (
     intersect,
     regions_to_arrays,
     row_hashes,
+    stacked,
     widen,
 )
-from distckpt._mapping.base import BufferReplicaId, OpenReplicaId, flat_bounds
+from distckpt._mapping.base import BufferReplicaId, OpenReplicaId, ReplicaId, flat_bounds
 from distckpt._mapping.sharded_tensor import ShardedTensor
 from distckpt._mapping.wrappers import ShardedObject, is_main_replica
 
@@ -116,24 +117,25 @@ def _parse_kinds(data: bytes) -> tuple[list[str], list[str], list[tuple[int, ...
     return keys, dtypes, [tuple(shape) for shape in shapes]
 
 
-def shard_regions(shard: Shard) -> Iterator[Region]:
-    """Yield the regions of the global tensor that a shard holds, even empty ones, in the order of
+def shard_regions(shard: Shard) -> list[Region]:
+    """Return the regions of the global tensor that a shard holds, even empty ones, in the order of
     its data.
     """
     offset = tuple(shard.global_offset)
-    if isinstance(shard, ShardedObject):
-        yield Region(offset, (1,) * len(offset))
-        return
+    if not isinstance(shard, ShardedTensor):
+        return [Region(offset, (1,) * len(offset))]
     prepended = (1,) * shard.prepend_axis_num
     local_shape = tuple(shard.local_shape)
     if shard.flattened_range is None:
-        yield Region(offset, prepended + local_shape)
-        return
-    for run in flat_range_regions(local_shape, *flat_bounds(shard.flattened_range, local_shape)):
-        yield Region(
+        return [Region(offset, prepended + local_shape)]
+    runs = flat_range_regions(local_shape, *flat_bounds(shard.flattened_range, local_shape))
+    return [
+        Region(
             tuple(map(int.__add__, offset, (0,) * len(prepended) + run.offset)),
             prepended + run.shape,
         )
+        for run in runs
+    ]
 
 
 def region_view(shard: ShardedTensor, region: Region) -> torch.Tensor:
@@ -156,25 +158,21 @@ def region_view(shard: ShardedTensor, region: Region) -> torch.Tensor:
     return data[start : start + inner.num_elements].view(region.shape)
 
 
-def shard_table(shards: Sequence[Shard]) -> ShardTable:
+def shard_table(shards: Sequence[Shard], ties: Mapping[int, int] | None = None) -> ShardTable:
     """Return the table of this rank's shards, which must fit their global tensors and agree with
-    one another.
+    one another. `ties` are what `find_ties` has found among them, if it was asked before.
     """
     key_index: dict[str, int] = {}
     kinds: list[_Kind] = []
     rows: list[tuple[int, int, int, bool, int, bool]] = []
     regions: list[Region] = []
-    ties = find_ties(shards)
+    ties = find_ties(shards) if ties is None else ties
     for shard_id, shard in enumerate(shards):
-        replica = shard.replica_id
-        open_rank = 1 + any(replica[:1]) if isinstance(replica, OpenReplicaId) else 0
-        is_main_row = not open_rank and is_main_replica(replica)
         key_id = _key_id(shard, key_index, kinds)
-        is_buffer = isinstance(replica, BufferReplicaId)
-        row = (key_id, shard_id, ties.get(shard_id, shard_id), is_main_row, open_rank, is_buffer)
-        for region in shard_regions(shard):
-            rows.append(row)
-            regions.append(region)
+        row = (key_id, shard_id, ties.get(shard_id, shard_id), *_copy_kind(shard.replica_id))
+        own = shard_regions(shard)
+        regions += own
+        rows += [row] * len(own)
     key_ids, shard_ids, tie_ids, is_main, open_ranks, is_buffers = (
         np.fromiter(itertools.chain.from_iterable(rows), np.int64).reshape(-1, 6).T.copy()
     )
@@ -197,6 +195,13 @@ def shard_table(shards: Sequence[Shard]) -> ShardTable:
     return table
 
 
+def _copy_kind(replica: ReplicaId) -> tuple[bool, int, bool]:
+    """Return `is_main`, `open_ranks` and `is_buffer` of a copy, see `ShardTable`."""
+    if not isinstance(replica, OpenReplicaId):
+        return is_main_replica(replica), 0, False
+    return False, 1 + any(replica[:1]), isinstance(replica, BufferReplicaId)
+
+
 def _key_id(shard: Shard, key_index: dict[str, int], kinds: list[_Kind]) -> int:
     """Return the number of a shard's key; a new key is added to both."""
     kind = (_dtype_name(shard), tuple(map(int, shard.global_shape)))
@@ -211,10 +216,8 @@ def _key_id(shard: Shard, key_index: dict[str, int], kinds: list[_Kind]) -> int:
 
 def _check_inside(table: ShardTable) -> None:
     ndim = table.offsets.shape[1]
-    bounds = np.ones((len(table.keys), ndim), np.int64)
-    for key_id, shape in enumerate(table.global_shapes):
-        # Longer shapes belong to keys of which this rank holds no element.
-        bounds[key_id, : len(shape)] = shape[:ndim]
+    # Longer shapes belong to keys of which this rank holds no element.
+    bounds = stacked([shape[:ndim] for shape in table.global_shapes], ndim, 1)
     outside = (table.offsets < 0) | (table.offsets + table.shapes > bounds[table.key_ids])
     rows = np.flatnonzero(outside.any(axis=1))
     if len(rows):
@@ -262,7 +265,6 @@ def merge_tables(tables: Sequence[ShardTable]) -> GlobalTable:
     """Join the tables of all ranks, which must agree on the dtype and global shape of every key."""
     key_index, kinds, id_maps = _number_keys(tables)
     ndim = max((len(shape) for _, shape in kinds), default=0)
-    padded = [shape + (1,) * (ndim - len(shape)) for _, shape in kinds]
 
     def joined(column: str) -> npt.NDArray[Any]:
         return np.concatenate([getattr(table, column) for table in tables])
@@ -270,7 +272,7 @@ def merge_tables(tables: Sequence[ShardTable]) -> GlobalTable:
     merged = GlobalTable(
         keys=list(key_index),
         dtypes=[dtype for dtype, _ in kinds],
-        global_shapes=np.array(padded, np.int64).reshape(len(kinds), ndim),
+        global_shapes=stacked([shape for _, shape in kinds], ndim, 1),
         ndims=np.array([len(shape) for _, shape in kinds], np.int64),
         ranks=np.repeat(np.arange(len(tables)), [len(table.key_ids) for table in tables]),
         key_ids=np.concatenate(
@@ -322,15 +324,16 @@ def _number_keys(
     """Number the keys of all tables. Return key -> id, the kind of each id, and for each table the
     ids of its keys.
     """
-    key_index: dict[str, int] = {}
-    kinds: list[_Kind] = []
-    first_rank: list[int] = []
+    # The keys of one table differ.
+    key_index = {key: key_id for key_id, key in enumerate(tables[0].keys)}
+    kinds = [*zip(tables[0].dtypes, tables[0].global_shapes, strict=True)]
+    first_rank = [0] * len(kinds)
     id_maps: list[IntArray] = []
-    seen: dict[Any, IntArray] = {}
+    seen = {_identity_of_keys(tables[0]): np.arange(len(kinds))}
     disagreements: list[KeyFault] = []
     for rank, table in enumerate(tables):
         # Tables of replicas share lists, and one look is enough.
-        identity = (id(table.keys), id(table.dtypes), id(table.global_shapes))
+        identity = _identity_of_keys(table)
         if identity not in seen:
             ids = np.empty(len(table.keys), np.int64)
             for i, (key, dtype, shape) in enumerate(
@@ -350,6 +353,10 @@ def _number_keys(
     return key_index, kinds, id_maps
 
 
+def _identity_of_keys(table: ShardTable) -> tuple[int, ...]:
+    return id(table.keys), id(table.dtypes), id(table.global_shapes)
+
+
 def _check_name(key: str) -> None:
     try:
         key.encode()
@@ -365,7 +372,7 @@ def _check_name(key: str) -> None:
 
 
 def _dtype_name(shard: Shard) -> str:
-    if isinstance(shard, ShardedObject):
+    if not isinstance(shard, ShardedTensor):
         return OBJECT
     name = TO_NAME.get(shard.dtype)
     if name is None:
@@ -381,12 +388,15 @@ def find_ties(shards: Sequence[Shard]) -> dict[int, int]:
     each -> the index of the first.
     """
     pointers = _pointers(shards)
-    num_at = Counter(pointers)
+    held = [pointer for pointer in pointers if pointer]
+    if len(set(held)) == len(held):
+        return {}
+    num_at = Counter(held)
     first: dict[Any, int] = {}
     ties: dict[int, int] = {}
     for index, pointer in enumerate(pointers):
         # Hardly any tensors begin at the same address; the others need no closer look.
-        if pointer and num_at[pointer] > 1:
+        if num_at[pointer] > 1:
             identity = _memory_identity(shards[index])
             if identity is not None and first.setdefault(identity, index) != index:
                 ties[index] = first[identity]
@@ -395,10 +405,9 @@ def find_ties(shards: Sequence[Shard]) -> dict[int, int]:
 
 def _pointers(shards: Sequence[Shard]) -> list[int]:
     """Return the address at which the data of each shard begins, 0 without memory."""
-    # One isinstance for each class, not for each shard: there may be many.
-    has_memory = {kind for kind in set(map(type, shards)) if issubclass(kind, ShardedTensor)}
     return [
-        s.data.data_ptr() if type(s) in has_memory and s.data is not None else 0 for s in shards
+        shard.data.data_ptr() if isinstance(shard, ShardedTensor) and shard.data is not None else 0
+        for shard in shards
     ]
 
 

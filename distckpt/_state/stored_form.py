@@ -9,7 +9,7 @@ stored as these.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -77,14 +77,18 @@ def _factory(
 # --- Complex numbers ------------------------------------------------------------------------------
 
 
-def may_be_complex(shard: ShardedTensor | ShardedObject) -> bool:
+def may_be_complex(shards: Iterable[ShardedTensor | ShardedObject]) -> bool:
     """Tell whether the form that a shard is requested in depends on the form in which it is
-    stored, given a result of `stored_form` or what it has built.
+    stored, given results of `stored_form` or what they have built.
     """
-    if not isinstance(shard, ShardedTensor):
-        return False
-    are_pairs = shard.dtype in _PARTS_OF.values() and tuple(shard.global_shape[-1:]) == (2,)
-    return are_pairs or shard.dtype.is_complex
+    tensors = [shard for shard in shards if isinstance(shard, ShardedTensor)]
+    dtypes = {tensor.dtype for tensor in tensors}
+    if any(dtype.is_complex for dtype in dtypes):
+        return True
+    of_pairs = dtypes.intersection(_PARTS_OF.values())
+    return bool(of_pairs) and any(
+        tensor.dtype in of_pairs and tuple(tensor.global_shape[-1:]) == (2,) for tensor in tensors
+    )
 
 
 def _complex_form(

@@ -23,6 +23,8 @@ ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT))  # what is documented, and no other version that is installed
 import distckpt  # noqa: E402
 
+_PROGRAMS = {".py", ".sbatch", ".sh", ".yaml", ".yml"}
+"""Files of examples that pages link to."""
 PAGES = {"README.md": "index.md", "CHANGELOG.md": "changelog.md"}
 
 CORE = [
@@ -152,7 +154,8 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     contents |= {f"api/{name}.md": module_page(name) for name in public_modules()}
     for target, content in contents.items():
         files.append(File.generated(config, target, content=content))
-    for example in sorted((ROOT / "examples").rglob("*.py")):
+    programs = (each for each in (ROOT / "examples").rglob("*.*") if each.suffix in _PROGRAMS)
+    for example in sorted(programs):
         files.append(
             File.generated(config, example.relative_to(ROOT).as_posix(), abs_src_path=str(example))
         )

@@ -34,7 +34,7 @@ from measure import peak_memory_bytes, timed
 from report import Cell, Report, parser_of
 
 from distckpt import InvalidShardingError, ShardedTensor
-from distckpt._base.memory import paused_garbage_collection
+from distckpt._base.garbage import paused_garbage_collection
 from distckpt._format.columns import pack
 from distckpt._format.manifest import (
     ChunkTable,

@@ -302,7 +302,7 @@ def test_any_region_of_a_tensor_is_found_in_the_sources(case, on_the_way_back, d
     asked = replace(
         tensor,
         shape=region.shape,
-        parts=tuple(replace(part, target=place) for place, part in parts),
+        parts=tuple(part._replace(target=place) for place, part in parts),
         padding=tuple(resolve_padding(tensor, region)),
     )
     expected = materialize(tensor, arrays)[region.slices()]

@@ -17,7 +17,7 @@ from distckpt._base.errors import (
     InvalidShardingError,
     UnsupportedObjectError,
 )
-from distckpt._base.memory import paused_garbage_collection
+from distckpt._base.garbage import paused_garbage_collection
 from distckpt._base.messages import summarize_keys
 from distckpt._base.threads import run_threads
 from distckpt._checkpoint.stored_pieces import StoredPiece, build_manifest, look_up_file

@@ -189,3 +189,16 @@ def test_long_keys_much_common_state_many_ranks_and_no_tensors_have_pages(tmp_pa
             "0 B of tensors",
             "1 file, written by 1 rank",
         ]
+
+
+def test_what_is_wrong_is_above_everything_else(pages, tmp_path, capsys):
+    file = next((tmp_path / "a/tensors").iterdir())
+    file.unlink()
+    call(capsys, "inspect", tmp_path / "a", "--html", tmp_path / "bad.html", code=1)
+    banner = "document.querySelector('#problems')"
+    with browser_page(tmp_path / "browser") as page:
+        for path, is_shown in ((pages[0], False), (tmp_path / "bad.html", True)):
+            page.open(path, 390, "dark")
+            assert page.evaluate(f"!{banner}.hidden") == is_shown
+            assert (str(file) in page.evaluate(f"{banner}.textContent")) == is_shown
+            assert page.evaluate("document.documentElement.scrollWidth") <= 390

@@ -4,10 +4,14 @@ tests/processes/cli.
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
+import os
 import re
 import struct
 import warnings
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -44,6 +48,23 @@ def checkpoint(tmp_path):
     state["rng"] = ShardedObject("rng", {"seed": 3}, (1,), (0,))
     distckpt.save(state, tmp_path / "c")
     return tmp_path / "c"
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [(Path.unlink, "the file is missing"), (lambda file: os.truncate(file, 100), "was cut off")],
+)
+def test_inspect_shows_missing_and_short_files(checkpoint, capsys, damage, message):
+    assert call_json(capsys, "inspect", checkpoint)["problems"] == []
+    file = next((checkpoint / "tensors").iterdir())
+    damage(file)
+    for more in ((), ("--key", "big")):
+        (problem,) = call_json(capsys, "inspect", checkpoint, *more, code=1)["problems"]
+        assert problem["file"] == str(file)
+        assert message in problem["message"]
+        first, second = call(capsys, "inspect", checkpoint, *more, code=1).splitlines()[:2]
+        assert first == "DAMAGED (1 problem): what follows is what was saved"
+        assert second.startswith(f"BAD  {file}: ")
 
 
 @pytest.fixture
@@ -118,7 +139,7 @@ def test_help_and_usage(capsys):
     assert "distckpt has no option '--verson' (did you mean '--version'" in call_usage_error(
         capsys, "--verson"
     )
-    assert "inspect has no option '--xyz': see distckpt inspect --help" in call_usage_error(
+    assert "inspect has no option '--xyz'; see distckpt inspect --help" in call_usage_error(
         capsys, "inspect", "x", "--xyz"
     )
     assert "inspect does not take 'y'" in call_usage_error(capsys, "inspect", "x", "y")
@@ -427,6 +448,18 @@ def test_export_is_another_name_and_sizes_have_units(checkpoint, tmp_path, capsy
     assert "is not OLD=NEW" in call_usage_error(capsys, "export", "a", "b", "--rename", "model")
 
 
+def test_export_says_that_it_leaves_out_the_optimizer(tmp_path, capsys):
+    keys = ("weight", "optimizer.state.exp_avg.weight")
+    state = {key: ShardedTensor.from_rank_offsets(key, torch.ones(2)) for key in keys}
+    distckpt.save(state, tmp_path / "saved")
+    said = "left out: 1 tensor of the optimizer; --all exports them, too"
+    assert said in call(capsys, "export", tmp_path / "saved", tmp_path / "out", "--dry-run")
+    assert said in call(capsys, "export", tmp_path / "saved", tmp_path / "out")
+    assert "left out" not in call(capsys, "export", tmp_path / "saved", tmp_path / "all", "--all")
+    usage = call_usage_error(capsys, "export", "a", "b", "--all", "--keys", "x")
+    assert "not allowed with argument" in usage
+
+
 # --- JSON -----------------------------------------------------------------------------------------
 
 
@@ -460,3 +493,79 @@ def test_fields_of_json_are_those_that_are_documented(checkpoint, tmp_path, caps
     for line in lines:
         documented = set(re.findall(r"`(\w+)`", sections[line[0]].partition("JSON")[2]))
         assert call_json(capsys, *line).keys() <= documented, line
+
+
+# --- Surprises ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("word", "use"),
+    [
+        ("list", "ls ROOT"),
+        ("info", "inspect PATH"),
+        ("show", "inspect PATH"),
+        ("compare", "diff A B"),
+        ("size", "ls ROOT"),
+        ("du", "ls ROOT"),
+        ("rm", "prune ROOT"),
+        ("help", "--help"),
+        ("inspekt", "did you mean 'inspect'?"),
+    ],
+)
+def test_names_that_other_commands_have_lead_to_the_verb(word, use, capsys):
+    printed = call_usage_error(capsys, word)
+    assert use in printed
+    assert printed.count("\n") == 1
+
+
+@pytest.mark.parametrize("line", [("inspect",), ("inspect", "a", "b"), ("verify", "a", "--x")])
+def test_mistakes_in_arguments_are_told_in_one_line(line, capsys):
+    printed = call_usage_error(capsys, *line)
+    assert printed.startswith(f"distckpt {line[0]}: error: ")
+    assert printed.count("\n") == 1
+
+
+def test_a_part_of_a_key_leads_to_the_key(checkpoint, capsys):
+    key = next(iter(LAYERS))
+    assert f"did you mean '{key}'" in call_error(capsys, "cat", checkpoint, key.split(".", 1)[1])
+    assert "did you mean 'grid'" in call_error(capsys, "inspect", checkpoint, "--key", "gri")
+
+
+def test_output_is_printed_in_ascii_where_there_is_nothing_else(tmp_path):
+    values = {"w\u00e9": ShardedTensor.from_rank_offsets("w\u00e9", torch.arange(9.0))}
+    distckpt.save(values, tmp_path / "c")
+    for line in (("stats",), ("inspect",), ("inspect", "--key", "w\u00e9")):
+        verb, *more = line
+        with redirected_to_ascii() as printed:
+            assert main([verb, str(tmp_path / "c"), *more]) == 0
+        assert b"w\\xe9" in printed.getvalue()
+
+
+@contextlib.contextmanager
+def redirected_to_ascii():
+    printed = io.BytesIO()
+    stream = io.TextIOWrapper(printed, "ascii", write_through=True)
+    with contextlib.redirect_stdout(stream):
+        yield printed
+    stream.detach()
+
+
+def test_a_checkpoint_of_a_model_alone_has_no_line_about_objects(tmp_path, capsys):
+    distckpt.save({"model": torch.nn.Linear(2, 2)}, tmp_path / "c")
+    lines = call(capsys, "inspect", tmp_path / "c").splitlines()
+    assert not [line for line in lines if line.startswith(",")]
+    assert lines[3] == ""
+
+
+def test_verify_says_how_much_it_has_read(checkpoint, capsys):
+    said = "only sizes and headers were read, no values"
+    assert said in call(capsys, "verify", checkpoint, "--fast")
+    assert said not in call(capsys, "verify", checkpoint)
+
+
+def test_the_chunks_of_a_key_fit_a_narrow_terminal():
+    heads = ["region", "owner", "file", "begins", "bytes"]
+    file = "tensors/shard-00001-model-00001-of-00001.safetensors"
+    row = ["[0:256, 0:64]", "rank 12", file, "12,345,678", "1,234,567"]
+    drop = ["begins", "bytes", "owner"]
+    assert max(map(len, table_lines(heads, [row], 3, drop, 80))) <= 80

@@ -360,3 +360,26 @@ def test_in_memory_of_an_object_store(capsys):
         1.5,
     )
     assert json.loads(call(capsys, "diff", f"{root}/a", f"{root}/a", "--json"))["is_same"]
+
+
+def test_the_model_comes_first_and_the_optimizer_is_one_line(tmp_path, capsys):
+    for name, factor in (("a", 1.0), ("b", 2.0)):
+        model = torch.nn.Linear(3, 2)
+        torch.nn.init.constant_(model.weight, factor)
+        torch.nn.init.constant_(model.bias, 1.0)
+        adam = torch.optim.AdamW(model.parameters(), lr=0.0)
+        model(torch.full((1, 3), factor)).sum().backward()
+        adam.step()
+        distckpt.save({"net": model, "adam": adam}, tmp_path / name)
+    lines = call(capsys, "diff", tmp_path / "a", tmp_path / "b", code=1).splitlines()
+    assert lines[2].startswith("net.weight")
+    assert lines[4].startswith("optimizer: 2 differ, largest rel L2 ")
+    assert not [line for line in lines if line.startswith("adam.state")]
+    found = call_json(capsys, "diff", tmp_path / "a", tmp_path / "b", code=1)
+    assert [name for name in found["optimizer_keys"] if name.endswith("exp_avg.net.weight")]
+    lines = call(capsys, "diff", tmp_path / "a", tmp_path / "b", "--keys", "*", code=1).splitlines()
+    assert lines[2].startswith("net.weight")
+    assert lines[3].startswith("adam.state")
+    distckpt.consolidate(tmp_path / "a", tmp_path / "hf")
+    text = call(capsys, "diff", tmp_path / "a", tmp_path / "hf", code=1)
+    assert "optimizer: 4 only in A (--keys lists them)" in text

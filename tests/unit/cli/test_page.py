@@ -62,6 +62,15 @@ def test_the_data_are_those_of_the_checkpoint(tmp_path, capsys):
     )
 
 
+def test_a_page_begins_with_what_is_wrong(tmp_path, capsys):
+    distckpt.save({"rank": {"objects": [1]}}, tmp_path / "c")
+    (file,) = (tmp_path / "c").glob("*/*.safetensors")
+    file.unlink()
+    call(capsys, "inspect", tmp_path / "c", "--html", tmp_path / "c.html", code=1)
+    content = content_of(tmp_path / "c.html")
+    assert content["problems"] == [f"{file}: the file is missing"]
+
+
 def test_a_page_of_many_tensors_is_small(tmp_path, capsys):
     """Each of 2,000 tensors has chunks of two ranks."""
     keys = [f"model.layers.{i // 100}.mlp.experts.{i % 100}.down_proj.weight" for i in range(2_000)]

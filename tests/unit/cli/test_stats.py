@@ -124,3 +124,22 @@ def test_tied_tensors_have_statistics_under_each_name(tmp_path, capsys):
         )
     names = {each["key"] for each in call_json(capsys, "stats", tmp_path / "tied")["tensors"]}
     assert names == {"embed.weight", "head.weight"}
+
+
+def test_layers_share_a_line(tmp_path, capsys):
+    layers = {f"layers.{i}.w": torch.randn(4, 3, generator=GENERATOR) * (i + 1) for i in range(3)}
+    layers["layers.3.w"] = torch.full((4, 3), float("nan"))
+    state = {
+        key: ShardedTensor.from_rank_offsets(key, value)
+        for key, value in {**layers, "head": torch.ones(2)}.items()
+    }
+    distckpt.save(state, tmp_path / "c")
+    _, _, head, line, summary, nan = call(capsys, "stats", tmp_path / "c", code=1).splitlines()
+    values = torch.cat([layers[f"layers.{i}.w"] for i in range(3)]).double()
+    numbers = (values.norm(), values.mean(), values.min(), values.max())
+    shown = [f"{number.item():.3g}" for number in numbers]
+    assert line.split() == ["layers.{0..3}.w", "4", *shown, "12"]
+    assert head.split()[:2] == ["head", "1"]
+    assert summary.startswith("5 tensors, 1 with NaN")
+    assert nan == "NaN in 'layers.3.w'"
+    assert "layers.1.w" in call(capsys, "stats", tmp_path / "c", "--tree", code=1)

@@ -371,13 +371,13 @@ def test_a_tensor_that_no_rule_matches(tmp_path):
         for i in range(3)
         for name in ("w", "extra")
     }
-    tensors |= {f"optimizer.{key}": -tensor for key, tensor in tensors.items()}
+    tensors |= {f"ema.{key}": -tensor for key, tensor in tensors.items()}
     source = save_checkpoint(tmp_path / "in", tensors)
     rules = [Rename("module.layers.*.w", "model.layers.{0}.weight")]
     with pytest.raises(LoadMismatchError) as caught:
         distckpt.consolidate(source, tmp_path / "out", rules=rules)
     assert "'module.layers.{0..2}.extra' (3 keys)" in str(caught.value)
-    assert "'optimizer.module.layers.{0..2}.w' (3 keys)" in str(caught.value)
+    assert "'ema.module.layers.{0..2}.w' (3 keys)" in str(caught.value)
     assert "unmatched='keep'" in str(caught.value)
     assert len(caught.value.missing) == 9
     assert os.listdir(tmp_path) == ["in"]

@@ -1,0 +1,134 @@
+"""Which tensors an export takes when nothing is said, and what a prefix cuts off."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import nn
+
+import distckpt
+from distckpt import LoadMismatchError, ShardedTensor
+from tests.support.states import save_checkpoint
+
+
+class Transformer(nn.Module):
+    """Has the names of a transformers model."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.model = nn.Linear(4, 4, bias=False)
+        self.lm_head = nn.Linear(4, 8, bias=False)
+
+
+@pytest.fixture
+def trained():
+    model = Transformer()
+    optimizer = torch.optim.AdamW(model.parameters())
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    return model, optimizer
+
+
+@pytest.mark.parametrize(
+    "names", [("model", "optimizer"), ("net", "opt"), ("net", "training.adam")]
+)
+def test_the_state_of_an_optimizer_is_left_out(tmp_path, trained, names):
+    of_model, of_optimizer = names
+    model, optimizer = trained
+    state = {of_model: model, **nested(of_optimizer, optimizer), "step": 3}
+    distckpt.save(state, tmp_path / "saved")
+    path = "" if of_model == "model" else f"{of_model}."
+
+    report = distckpt.consolidate(tmp_path / "saved", tmp_path / "export")
+
+    expected = {f"{path}{key}" for key in model.state_dict()}
+    assert load_file(tmp_path / "export/model.safetensors").keys() == expected
+    assert report.num_parameters == sum(each.numel() for each in model.parameters())
+    state = {f"{of_optimizer}.state.{name}.{key}" for key in expected for name in MOMENTS}
+    assert set(report.left_out) == state
+
+    everything = distckpt.consolidate(tmp_path / "saved", tmp_path / "all", keys="*")
+    assert load_file(tmp_path / "all/model.safetensors").keys() == expected | state
+    assert everything.left_out == ()
+
+    merged = distckpt.merge([tmp_path / "saved"] * 2, tmp_path / "merged")
+    assert load_file(tmp_path / "merged/model.safetensors").keys() == expected
+    assert merged.left_out == report.left_out
+
+
+MOMENTS = ("exp_avg", "exp_avg_sq")
+
+
+def nested(path, value):
+    first, _, rest = path.partition(".")
+    return {first: nested(rest, value) if rest else value}
+
+
+def test_a_pattern_of_what_is_left_out_does_not_bring_the_optimizer_back(tmp_path, trained):
+    model, optimizer = trained
+    distckpt.save({"model": model, "optimizer": optimizer}, tmp_path / "saved")
+    distckpt.consolidate(tmp_path / "saved", tmp_path / "export", keys="!lm_head.")
+    assert load_file(tmp_path / "export/model.safetensors").keys() == {"model.weight"}
+
+
+@pytest.mark.parametrize(
+    "key", ["optimizer.state.exp_avg.w", "chained_0.optimizer.state.exp_avg.w", "optim.w.exp_avg"]
+)
+def test_other_programs_optimizers_go_by_their_names(tmp_path, key):
+    saved = save_checkpoint(tmp_path / "saved", {"w": torch.ones(2), key: torch.ones(2)})
+    assert distckpt.consolidate(saved, tmp_path / "export").left_out == (key,)
+
+
+def test_a_module_that_is_called_optimizer_is_exported(tmp_path):
+    model = nn.ModuleDict({"optimizer": nn.Linear(2, 2), "head": nn.Linear(2, 2)})
+    distckpt.save({"model": model}, tmp_path / "saved")
+    report = distckpt.consolidate(tmp_path / "saved", tmp_path / "export")
+    assert (report.num_tensors, report.left_out) == (4, ())
+    averaged = distckpt.merge([tmp_path / "saved"] * 2, tmp_path / "merged")
+    assert averaged.num_tensors == 4
+
+
+def test_a_checkpoint_of_an_optimizer_alone_is_refused(tmp_path):
+    saved = save_checkpoint(tmp_path / "saved", {"optimizer.w": torch.ones(2)})
+    with pytest.raises(LoadMismatchError, match=r'optimizer\'s, which keys="\*" selects'):
+        distckpt.consolidate(saved, tmp_path / "export")
+
+
+@pytest.mark.parametrize(
+    ("keys", "lacks_head"),
+    [
+        ("model.", True),
+        ("model.*", True),
+        (["model"], True),
+        (["model.", "lm_head."], False),
+        (["model.", "!lm_head."], False),
+        ("model.weight", False),
+        ("*.weight", False),
+        ("!optimizer.", False),
+        (None, False),
+    ],
+)
+@pytest.mark.parametrize("verb", ["consolidate", "merge"])
+def test_a_prefix_that_cuts_through_the_model_is_warned_of(
+    tmp_path, trained, caplog, keys, lacks_head, verb
+):
+    model, optimizer = trained
+    distckpt.save({"model": model, "optimizer": optimizer}, tmp_path / "saved")
+    with caplog.at_level(logging.WARNING, "distckpt"):
+        if verb == "merge":
+            distckpt.merge([tmp_path / "saved"] * 2, tmp_path / "export", keys=keys)
+        else:
+            distckpt.consolidate(tmp_path / "saved", tmp_path / "export", keys=keys)
+    assert ("'lm_head.weight'" in caplog.text) == lacks_head
+
+
+def test_without_a_module_at_model_nothing_is_known_to_be_cut(tmp_path, caplog):
+    shard = ShardedTensor.from_rank_offsets
+    state = {"a": shard("model.w", torch.ones(2)), "b": shard("other.w", torch.ones(2))}
+    distckpt.save(state, tmp_path / "saved")
+    distckpt.consolidate(tmp_path / "saved", tmp_path / "export", keys="model.")
+    assert not caplog.records
