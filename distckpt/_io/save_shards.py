@@ -31,9 +31,15 @@ from distckpt._format.manifest import (
     ChunkTable,
     Manifest,
     PlannedManifest,
+    ShardFile,
+    file_of_checksums,
     marker_fields,
+    needs_checksum_files,
+    num_blocks_of,
     planned_manifest,
+    report_of,
 )
+from distckpt._format.manifest_parts import divided
 from distckpt._io.prepared_save import FileCopies, PreparedSave
 from distckpt._io.replicas import add_digests, samples_of_rows, weighted_digest
 from distckpt._io.write import NewFile, WriteSettings, file_of_tensors, in_folder, write_files
@@ -46,6 +52,7 @@ from distckpt._plan.layout import (
     PlannedFile,
     SavePlan,
     Structure,
+    checksum_file_name,
     chunk_table,
     lay_out_files,
     lay_out_object_file,
@@ -321,7 +328,6 @@ class ShardSave(PreparedSave):
         plan: its objects are written after the tensors, into a file of their own.
         encoded: the objects, by unique key.
         settings: how files are written.
-        alone: what a process without others has written.
     """
 
     make_tensor_files: Callable[[], Sequence[NewFile]]
@@ -331,7 +337,6 @@ class ShardSave(PreparedSave):
     num_bytes: int
     plan_reused: bool = False
     folder_suffix: str = ""
-    alone: ChunkTable | None = None
     exchanges_in_write = False
     written: Sequence[tuple[str, int]] = ()
 
@@ -372,21 +377,43 @@ class ShardSave(PreparedSave):
                 files.append(object_file)
             placed = [file.below(checkpoint_dir, suffix) for file in files]
             checksums = write_files(placed, self.settings)
-            written = chunk_table(planned_objects)._replace(block_checksums=checksums)
-        if ranks.size == 1:
-            self.alone = written
-            return b""
-        return written.to_bytes()
+            objects, durable = chunk_table(planned_objects), self.settings.durable
+            return report_of_written(checkpoint_dir, plan, objects, checksums, suffix, durable)
 
     def complete(self, checkpoint_dir: str, told: Sequence[bytes]) -> Mapping[str, Any]:
         assert self.plan.manifest is not None
-        alone = self.alone
-        of_all = [ChunkTable.from_bytes(data) for data in told] if alone is None else [alone]
-        manifest = self.plan.manifest.completed(of_all)
         fields, self.written = write_manifest(
-            checkpoint_dir, manifest, self.folder_suffix, self.settings.durable
+            checkpoint_dir, self.plan.manifest, told, self.folder_suffix, self.settings.durable
         )
         return fields
+
+
+def report_of_written(
+    checkpoint_dir: str,
+    plan: SavePlan,
+    objects: ChunkTable,
+    checksums: npt.NDArray[np.uint64],
+    suffix: str,
+    durable: bool = True,
+) -> bytes:
+    """Return what the coordinator learns of what a rank has written. Where checksums have a file of
+    their own, this writes it.
+
+    Args:
+        checkpoint_dir: where files are written, into the folders with the suffix.
+        plan: of the rank.
+        objects: the file of its objects, if there is one.
+        checksums: of the blocks of all of its files.
+        suffix: see `PreparedSave.folder_suffix`.
+        durable: whether the file must have reached the disk on return.
+    """
+    name = plan.checksum_file
+    if name is None:
+        return report_of(objects.files, objects.num_bytes, checksums)
+    data = checksums.astype("<u8").tobytes()
+    locations.write_bytes(locations.join(checkpoint_dir, in_folder(name, suffix)), data, durable)
+    file = file_of_checksums(name, data)
+    return report_of([*objects.files, file], objects.num_bytes, checksums[:0])
 
 
 def _gather_tables(ranks: Ranks, table: ChunkTable) -> list[ChunkTable]:
@@ -431,27 +458,30 @@ class _Share(NamedTuple):
 
     `weights` has a number for each row of its table, see `replica_weights`; `has_replicas` tells
     whether any rank has some, `have_differences` whether any of those differ. `sampled` are rows
-    whose samples the coordinator needs.
+    whose samples the coordinator needs. `has_checksum_file` tells whether each rank writes the
+    checksums of its blocks into a file.
     """
 
     number: int
     has_replicas: bool
     have_differences: bool
     sampled: list[int]
+    has_checksum_file: bool
     weights: npt.NDArray[np.uint64]
     pieces: Pieces
 
     def to_bytes(self) -> bytes:
         """Encode for sending."""
         columns = {"weights": self.weights, **self.pieces._asdict()}
-        return pack(self[:4], columns)
+        return pack(self[:5], columns)
 
     @classmethod
     def from_bytes(cls, data: bytes) -> _Share:
         """Decode what `to_bytes` made."""
-        (number, has_replicas, have_differences, sampled), columns = unpack(data)
+        (number, has_replicas, have_differences, sampled, has_file), columns = unpack(data)
         weights = columns.pop("weights")
-        return cls(number, has_replicas, have_differences, sampled, weights, Pieces(**columns))
+        pieces = Pieces(**columns)
+        return cls(number, has_replicas, have_differences, sampled, has_file, weights, pieces)
 
 
 class _WholePlan(NamedTuple):
@@ -488,12 +518,16 @@ def _make_plan(
                 known_keys = settings.plans.saved_keys()
                 comparing.report_differences(whole.differing, samples, known_keys)
     manifest = whole.manifest if whole is not None else None
-    files, objects, planned = _lay_out(ranks, table, share.pieces, manifest)
+    checksum_file = None
+    if share.has_checksum_file and len(share.pieces.key_ids):
+        checksum_file = checksum_file_name(ranks.rank)
+    files, objects, planned = _lay_out(ranks, table, share.pieces, manifest, checksum_file)
     replicas = None
     rows = np.flatnonzero(share.weights)
     if share.has_replicas:
         replicas = [(int(table.shard_ids[row]), table.row_region(row)) for row in rows.tolist()]
-    return SavePlan(share.number, files, objects, planned, replicas, share.weights[rows])
+    weights = share.weights[rows]
+    return SavePlan(share.number, files, objects, planned, replicas, weights, checksum_file)
 
 
 def _plan_together(
@@ -530,13 +564,15 @@ def _plan_for_all(tables: list[ShardTable], options: SaveOptions) -> _WholePlan:
     owned = plan_owners(merged, len(groups), aliases, groups)
     weights = replica_weights(merged)
     number, has_replicas = 1 + secrets.randbits(61), bool(weights.any())
+    manifest = manifest_of_keys(merged, aliases)
+    has_files = needs_checksum_files(num_blocks_of(manifest) + sum(len(p[0]) for p in owned))
     shares = [
-        _Share(number, has_replicas, differing is not None, sampled, of_rank, pieces)
+        _Share(number, has_replicas, differing is not None, sampled, has_files, of_rank, pieces)
         for sampled, of_rank, pieces in zip(
             sampled_of_ranks, np.split(weights, ends), owned, strict=True
         )
     ]
-    return _WholePlan(manifest_of_keys(merged, aliases), differing, shares)
+    return _WholePlan(manifest, differing, shares)
 
 
 def _different_replicas(
@@ -564,7 +600,11 @@ def _replica_differences() -> Any:
 
 
 def _lay_out(
-    ranks: Ranks, table: ShardTable, pieces: Pieces, manifest: Manifest | None
+    ranks: Ranks,
+    table: ShardTable,
+    pieces: Pieces,
+    manifest: Manifest | None,
+    checksum_file: str | None,
 ) -> tuple[list[PlannedFile], list[PlannedChunk], PlannedManifest | None]:
     """Lay out the files of this rank; return them, its objects, and on the coordinator the manifest
     of all ranks.
@@ -576,6 +616,8 @@ def _lay_out(
     try:
         files, objects = lay_out_files(ranks.rank, table, pieces)
         own = chunk_table([*files, open_object_file(ranks.rank, objects)] if objects else files)
+        if checksum_file is not None:
+            own.files.append(ShardFile(checksum_file, 0, 0, 0))
     except Exception as caught:
         error = caught
     # Whether or not it has failed: the coordinator waits for it.
@@ -585,7 +627,6 @@ def _lay_out(
         if error is not None:
             raise error
         if manifest is not None:
-            manifest.check_size(tables)
             planned = planned_manifest(manifest, tables)
     return files, objects, planned
 
@@ -621,26 +662,31 @@ def object_file_of(
 
 def write_manifest(
     checkpoint_dir: str,
-    manifest: Manifest,
+    planned: PlannedManifest,
+    reports: Sequence[bytes],
     suffix: str,
     durable: bool,
 ) -> tuple[Mapping[str, Any], list[tuple[str, int]]]:
-    """Write the manifest of what was written; its files get the names that they have in the folders
-    with the suffix.
+    """Write the manifest of what the ranks report; its files get the names that they have in the
+    folders with the suffix.
 
     Returns the marker fields that name it, and the names and sizes of all files, its own included.
     On an object store, a manifest that is there is never replaced, since a marker may name it; the
     new one gets another name.
     """
+    chunks, parts = divided(planned.completed(reports))
+    for part, content in parts.items():
+        place = locations.join(checkpoint_dir, in_folder(part, suffix))
+        locations.write_bytes(place, content, durable)
     if suffix:
-        named = [file._replace(name=in_folder(file.name, suffix)) for file in manifest.files]
-        manifest.files[:] = named
-    data = manifest.to_bytes()
+        named = [file._replace(name=in_folder(file.name, suffix)) for file in chunks.files]
+        chunks = chunks._replace(files=named)
+    data = planned.manifest.to_bytes(chunks)
     name = MANIFEST_NAME
     if not locations.create_bytes(locations.join(checkpoint_dir, name), data, durable):
         name = f"manifest{suffix or '-' + secrets.token_hex(8)}.safetensors"
         locations.write_bytes(locations.join(checkpoint_dir, name), data, durable)
-    sizes = [(file.name, file.num_bytes) for file in manifest.files]
+    sizes = [(file.name, file.num_bytes) for file in chunks.files]
     return marker_fields(data, name), [*sizes, (name, len(data))]
 
 
