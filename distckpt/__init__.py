@@ -49,6 +49,7 @@ if TYPE_CHECKING:
     from distckpt._operations.fingerprint import fingerprint
     from distckpt._operations.load import load
     from distckpt._operations.merge import merge
+    from distckpt._operations.record_loader import record_loader
     from distckpt._operations.redistribute import redistribute
     from distckpt._operations.reshard import ReshardReport, reshard
     from distckpt._operations.route import Route

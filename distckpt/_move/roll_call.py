@@ -12,7 +12,6 @@ import json
 import logging
 import time
 from collections.abc import Iterable, Iterator
-from datetime import timedelta
 from typing import Any, NamedTuple
 
 from distckpt._base.errors import CheckpointingException
@@ -25,7 +24,7 @@ ANSWER_SECONDS = 5.0
 lost to come back.
 """
 _POLL_SECONDS = 0.005
-_STEP = timedelta(seconds=0.5)
+_MAX_POLL_SECONDS = 0.04
 _SOURCE, _TARGET = "source rank", "target"
 
 
@@ -80,13 +79,13 @@ class Member:
                 return start
 
     def _wait(self, key: str) -> bytes:
-        deadline = time.monotonic() + self._timeout
-        # In steps, between which Python handles signals.
+        deadline, step = time.monotonic() + self._timeout, _POLL_SECONDS
+        # Not by `wait` of the store: torch prints a warning whenever that ends without the key.
         while not self._store.check([key]):
             if time.monotonic() > deadline:
                 raise RuntimeError(f"no {key!r} within {self._timeout:g} s")
-            with contextlib.suppress(RuntimeError):
-                self._store.wait([key], _STEP)
+            time.sleep(step)
+            step = min(2 * step, _MAX_POLL_SECONDS)
         value: bytes = self._store.get(key)
         return value
 

@@ -206,6 +206,16 @@ def check_elastic(output: str, work_dir: Path) -> None:
     assert not any(tensor.isnan().any() for tensor in saved.read_tensors().values())
 
 
+def check_rl_weight_sync(output: str, work_dir: Path) -> None:
+    first, last = losses_in(r"loss (\S+) to (\S+)\n", output)
+    assert last < 0.8 * first, "the model did not learn, so equal losses would say little"
+    found = [json.loads((work_dir / f"engine at TP{tp}.json").read_text()) for tp in (1, 2)]
+    assert [each["results"] for each in found] == [each["expected"] for each in found]
+    losses = [[loss for _, loss, _ in each["results"]] for each in found]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
+    assert losses[0][2] < losses[0][1] < losses[0][0]
+
+
 def check_preemption(output: str, work_dir: Path) -> None:
     _, whole, first, second = re.split(r"^(?:uninterrupted|preempted):\n", output, flags=re.M)
     losses = [
@@ -227,6 +237,7 @@ CHECKS = {
     "hugging_face.py": check_hugging_face,
     "moe.py": check_moe,
     "preemption.py": check_preemption,
+    "rl_weight_sync.py": check_rl_weight_sync,
     "single_process.py": check_single_process,
     "tensor_parallel_reshard.py": check_tensor_parallel_reshard,
     "train_reshard_resume.py": check_train_reshard_resume,
