@@ -10,10 +10,10 @@ from contextlib import AbstractContextManager
 from typing import NamedTuple
 
 import numpy as np
-import torch
 
 from distckpt._base.dtypes import as_integers
 from distckpt._base.errors import CorruptCheckpointError
+from distckpt._base.lazy import torch
 from distckpt._base.libc import copy_bytes, fetch, read_into
 from distckpt._base.memory import (
     Bytes,

@@ -11,9 +11,9 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
-import torch
 
 from distckpt._base.dtypes import FROM_NAME
+from distckpt._base.lazy import torch
 from distckpt._base.memory import Copier
 from distckpt._format.stored_checkpoint import StoredCheckpoint
 from distckpt._geometry.region import (

@@ -8,10 +8,10 @@ from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import numpy as np
-import torch
 
 from distckpt._base.dtypes import FROM_NAME, is_lossless_cast
 from distckpt._base.errors import CorruptCheckpointError, LoadMismatchError
+from distckpt._base.lazy import torch
 from distckpt._base.messages import did_you_mean, other_prefix, summarize_keys, without_numbers
 from distckpt._format.foreign_formats import is_export
 from distckpt._format.manifest import Manifest
