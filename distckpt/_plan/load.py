@@ -5,7 +5,7 @@ functions.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
@@ -27,6 +27,10 @@ from distckpt._geometry.region import (
 )
 from distckpt._mapping.wrappers import ShardedObject
 from distckpt._plan.codes import check_cast, check_integers, undecoded
+
+if TYPE_CHECKING:
+    # It imports torch, which reading a table of contents does not need.
+    from distckpt._mapping.sharded_tensor import ShardedTensor
 
 MAX_PAIRS = 1 << 18
 """Pairs of a request and a chunk that are compared at a time: about 50 MB."""
@@ -60,6 +64,11 @@ class Request(NamedTuple):
     def covered(self) -> Request:
         """Request everything from the first to the last element."""
         return self._replace(region=covering(self.region, self.step), step=())
+
+
+def request_of(shard: ShardedTensor, region: Region) -> Request:
+    """Request a region of a shard's tensor."""
+    return Request(shard.key, tuple(shard.global_shape), region, shard.allow_shape_mismatch)
 
 
 # --- Keys, dtypes and objects ---------------------------------------------------------------------
