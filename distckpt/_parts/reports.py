@@ -15,7 +15,7 @@ from typing import Any, Literal
 import numpy as np
 import torch
 
-from distckpt._base.dtypes import FROM_NAME
+from distckpt._base.dtypes import ITEM_BYTES
 from distckpt._base.messages import check_choice, check_count
 from distckpt._base.threads import ProgressCounter
 from distckpt._checkpoint.consistent_read import reading
@@ -213,7 +213,7 @@ class _WindowWork(Work):
 
     @staticmethod
     def _num_bytes(side: Sequence[StoredTensor], window: Window) -> int:
-        itemsize = FROM_NAME[side[window.tensor].dtype].itemsize
+        itemsize = ITEM_BYTES[side[window.tensor].dtype]
         return window.region.num_elements * itemsize
 
     def compute(self, window: Window, *values: torch.Tensor) -> Any:
