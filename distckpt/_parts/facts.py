@@ -59,6 +59,16 @@ def facts_of_sources(checkpoints: Sequence[StoredCheckpoint]) -> dict[str, str]:
     }
 
 
+def facts_of_copies(checkpoints: Sequence[StoredCheckpoint]) -> dict[str, str]:
+    """Return what tells each source from its copies, and files from what replaces them: for reports
+    on the files themselves.
+    """
+    return {
+        f"the files of the source {number}": f"{stored.location} {_digest([_looks_of(stored)])}"
+        for number, stored in enumerate(checkpoints)
+    }
+
+
 def check_sources(facts: Mapping[str, str], checkpoints: Sequence[StoredCheckpoint]) -> None:
     """Refuse to complete work whose sources have changed since it began.
 
@@ -83,6 +93,11 @@ def _content_of(stored: StoredCheckpoint) -> str:
     if isinstance(manifest, dict):
         return str(manifest.get("checksum"))
     # Without checksums, sizes and times have to tell.
+    return _digest([stored.manifest.to_bytes(), _looks_of(stored)])
+
+
+def _looks_of(stored: StoredCheckpoint) -> bytes:
+    """Return the sizes and times of the files of a checkpoint, as a text."""
     files = range(len(stored.manifest.files))
     looks: dict[int, Any] = {}
 
@@ -94,8 +109,7 @@ def _content_of(stored: StoredCheckpoint) -> str:
             looks[file_id] = [locations.file_size(path), locations.modified_time(path)]
 
     run_threads(look, files, NUM_REQUESTS)
-    text = json.dumps([looks[file_id] for file_id in files]).encode()
-    return _digest([stored.manifest.to_bytes(), text])
+    return json.dumps([looks[file_id] for file_id in files]).encode()
 
 
 def _digest_of_plan(outputs: Iterable[OutputTensor]) -> str:
