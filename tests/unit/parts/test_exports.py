@@ -187,3 +187,14 @@ def test_a_rerun_reads_next_to_nothing(large, tmp_path):
     with counted_reads() as counts:
         assert task.run().num_pieces == 0
     assert counts.num_bytes < 0.01 * 145e6
+
+
+def test_tasks_may_run_in_another_working_directory(small, tmp_path, monkeypatch):
+    monkeypatch.chdir(small.parent)
+    (small.parent / "extra").mkdir(exist_ok=True)
+    (small.parent / "extra/config.json").write_text("{}")
+    work = tasks.consolidate(small.name, "elsewhere", num_tasks=2, extra_files_from="extra", **MANY)
+    work[0].run()
+    monkeypatch.chdir(tmp_path)
+    assert pickle.loads(pickle.dumps(work[1])).run().is_complete
+    assert (small.parent / "elsewhere/config.json").exists()
