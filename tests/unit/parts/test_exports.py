@@ -198,3 +198,11 @@ def test_tasks_may_run_in_another_working_directory(small, tmp_path, monkeypatch
     monkeypatch.chdir(tmp_path)
     assert pickle.loads(pickle.dumps(work[1])).run().is_complete
     assert (small.parent / "elsewhere/config.json").exists()
+
+
+def test_status_is_not_complete_before_the_output_has_appeared(small, tmp_path):
+    tasks.consolidate(small, tmp_path / "out", num_tasks=2, **MANY)[0].run()
+    (journal,) = tmp_path.glob(".out.parts-*")
+    # As a process leaves it that is killed just before the output appears.
+    (journal / "done.json").write_text("[]")
+    assert not tasks.status(tmp_path / "out")[0].is_complete
