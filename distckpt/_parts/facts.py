@@ -22,6 +22,7 @@ _VERSION = 1
 them.
 """
 _MAX_TEXT = 200
+_CONFIG, _MAX_CONFIG = "config.json", 1 << 28
 _UNIMPORTANT = ("max_inflight_bytes", "progress")
 """Options that change nothing in what is written."""
 _PLANNED = ("rules", "fqn_to_index_mapping")
@@ -93,7 +94,17 @@ def _content_of(stored: StoredCheckpoint) -> str:
     if isinstance(manifest, dict):
         return str(manifest.get("checksum"))
     # Without checksums, sizes and times have to tell.
-    return _digest([stored.manifest.to_bytes(), _looks_of(stored)])
+    return _digest([stored.manifest.to_bytes(), _looks_of(stored), *_configs_of(stored)])
+
+
+def _configs_of(stored: StoredCheckpoint) -> list[bytes]:
+    """Return what the configurations beside files of other programs hold, which say how values are
+    read: how they are quantized, or the scaling of an adapter.
+    """
+    location = stored.location
+    names = locations.list_names(location) if locations.isdir(location) else []
+    paths = [locations.join(location, name) for name in sorted(names) if name.endswith(_CONFIG)]
+    return [locations.read_bytes(path, _MAX_CONFIG) for path in paths]
 
 
 def _looks_of(stored: StoredCheckpoint) -> bytes:
