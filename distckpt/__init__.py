@@ -24,8 +24,8 @@ if TYPE_CHECKING:
         RankFailedError,
         UnsupportedObjectError,
     )
-    from distckpt._base.options import ExportOptions, LoadOptions, SaveOptions
-    from distckpt._base.reports import LoadReport, SaveReport
+    from distckpt._base.options import ExportOptions, LoadOptions, MoveOptions, SaveOptions
+    from distckpt._base.reports import LoadReport, MoveReport, SaveReport
     from distckpt._format.codec import register_object_type
     from distckpt._format.codec.encode import UnknownObject
     from distckpt._format.fingerprint import Fingerprint
@@ -49,7 +49,9 @@ if TYPE_CHECKING:
     from distckpt._operations.fingerprint import fingerprint
     from distckpt._operations.load import load
     from distckpt._operations.merge import merge
+    from distckpt._operations.redistribute import redistribute
     from distckpt._operations.reshard import ReshardReport, reshard
+    from distckpt._operations.route import Route
     from distckpt._operations.save import save
     from distckpt._operations.verify import VerifyReport, verify
 
@@ -78,11 +80,14 @@ __all__ = [
     "LoadOptions",
     "LoadReport",
     "LocalNonpersistentObject",
+    "MoveOptions",
+    "MoveReport",
     "PerRank",
     "PreemptionGuard",
     "RankFailedError",
     "ReshardReport",
     "RngState",
+    "Route",
     "SaveHandle",
     "SaveOptions",
     "SaveReport",
@@ -101,6 +106,8 @@ __all__ = [
     "load",
     "merge",
     "open",
+    "record_loader",
+    "redistribute",
     "register_object_type",
     "release_staging_memory",
     "reserve_staging_memory",
@@ -120,6 +127,7 @@ _HOMES = {
     "UnsupportedObjectError": "_base.errors",
     "ExportOptions": "_base.options",
     "LoadOptions": "_base.options",
+    "MoveOptions": "_base.options",
     "SaveOptions": "_base.options",
     "UnknownObject": "_format.codec.encode",
     "register_object_type": "_format.codec",
@@ -148,12 +156,16 @@ _HOMES = {
     "fingerprint": "_operations.fingerprint",
     "load": "_operations.load",
     "merge": "_operations.merge",
+    "redistribute": "_operations.redistribute",
     "ReshardReport": "_operations.reshard",
+    "record_loader": "_operations.record_loader",
     "reshard": "_operations.reshard",
+    "Route": "_operations.route",
     "save": "_operations.save",
     "VerifyReport": "_operations.verify",
     "verify": "_operations.verify",
     "LoadReport": "_base.reports",
+    "MoveReport": "_base.reports",
     "SaveReport": "_base.reports",
 }
 """The module that defines each public name, imported when the name is first used."""

@@ -23,7 +23,10 @@ One thread calls at a time.
 ParallelLoad = Literal["auto", "on", "off"]
 """How ranks read what several of them request, see `LoadOptions`."""
 
-_Options = TypeVar("_Options", "SaveOptions", "LoadOptions", "ExportOptions")
+DEFAULT_MOVE_BYTES = 64 << 20
+"""Memory for tensors on their way between ranks; more is not faster."""
+
+_Options = TypeVar("_Options", "SaveOptions", "LoadOptions", "MoveOptions", "ExportOptions")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,6 +109,25 @@ class LoadOptions:
     materialize: str | torch.device | None = None
     max_inflight_bytes: int = DEFAULT_INFLIGHT_BYTES
     progress: Progress | None = None
+    on_report: Callable[[Any], object] | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class MoveOptions:
+    """Options of `redistribute` and `Route`.
+
+    Attributes:
+        atomic: change tensors only when everything has arrived: after an error, each rank has all
+            old values or all new ones. It takes memory for a second copy of what a rank gets.
+        allow_dtype_cast: convert tensors to the dtype of a target even when that loses information.
+            Lossless conversions (bf16 to fp32) are always made.
+        max_inflight_bytes: memory for data on its way, on each rank.
+        on_report: called with the `MoveReport` on every rank.
+    """
+
+    atomic: bool = False
+    allow_dtype_cast: bool = False
+    max_inflight_bytes: int = DEFAULT_MOVE_BYTES
     on_report: Callable[[Any], object] | None = None
 
 
@@ -198,7 +220,7 @@ def with_changes(
     return replace(options or kind(), **changes)
 
 
-def check_options(options: SaveOptions | LoadOptions | ExportOptions) -> None:
+def check_options(options: SaveOptions | LoadOptions | MoveOptions | ExportOptions) -> None:
     """Check switches and callbacks.
 
     Raises:

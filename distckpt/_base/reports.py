@@ -75,7 +75,24 @@ class LoadReport(_Report):
     _verb = "loaded"
 
 
-def publish(report: SaveReport | LoadReport, on_report: Callable[[Any], object]) -> None:
+@dataclass(frozen=True)
+class MoveReport(_Report):
+    """The size and duration of a move of tensors between ranks.
+
+    Phases: "plan" (describing both sides, planning unless the plan is known) and "move".
+    `num_bytes` counts what all ranks got, in the dtypes in which it was given.
+    """
+
+    sent_bytes: int = 0
+    """Bytes that went from one machine to another."""
+    version: int | None = None
+    """Of a `Route`, the version that was moved."""
+    _verb = "moved"
+
+
+def publish(
+    report: SaveReport | LoadReport | MoveReport, on_report: Callable[[Any], object]
+) -> None:
     """Pass a report to the caller's function.
 
     What that raises is logged and does not go further: the save or load has succeeded on all ranks.

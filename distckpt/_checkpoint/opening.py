@@ -20,6 +20,7 @@ from distckpt._commit.presence import check_marker
 from distckpt._format.checksum import checksum
 from distckpt._format.foreign_formats import FORMATS, is_export
 from distckpt._format.manifest import MANIFEST_NAME, MAX_TABLE_BYTES, Manifest, is_manifest_name
+from distckpt._format.manifest_parts import joined
 from distckpt._format.marker import CONFIG_FNAME, read_file, read_marker
 from distckpt._format.stored_checkpoint import StoredCheckpoint
 from distckpt._ranks.collectives import Ranks
@@ -175,7 +176,7 @@ def manifest_bytes(location: str, marker: Mapping[str, Any]) -> bytes:
             f"The manifest {path!r} is not the one that was saved (size or checksum differs from "
             f"{CONFIG_FNAME}): restore both from a copy, or load another checkpoint."
         )
-    return data
+    return joined(data, location)
 
 
 def check_is_same(rank: int, location: str, manifest_checksum: str | None) -> None:

@@ -6,7 +6,12 @@ from collections.abc import Sequence
 from typing import Any
 
 from distckpt._base.dtypes import FROM_NAME
-from distckpt._checkpoint.stored_values import load_objects
+from distckpt._checkpoint.stored_values import (
+    decode_common_state,
+    load_objects,
+    read_encoded,
+    stores_common_state,
+)
 from distckpt._format.stored_checkpoint import StoredCheckpoint
 from distckpt._io.load_shards import ReadSettings, load_tensors
 from distckpt._mapping.sharded_tensor import ShardedTensor
@@ -16,6 +21,7 @@ from distckpt._plan.load import check_keys
 from distckpt._ranks.collectives import Ranks
 from distckpt._state.common_state import COMMON_KEY
 from distckpt._state.shards import Shard
+from distckpt._storage import locations
 
 
 def load_shards(
@@ -38,11 +44,32 @@ def load_shards(
             objects.append(shard)
     loaded_tensors = iter(load_tensors(ranks, stored, tensors, settings))
     check_keys(stored, [shard.key for shard in objects if shard.key != COMMON_KEY])
-    loaded_objects = iter(load_objects(stored, objects))
+    loaded_objects = iter(_load_objects(ranks, stored, objects))
     return [
         next(loaded_tensors if isinstance(shard, ShardedTensor) else loaded_objects)
         for shard in shards
     ]
+
+
+def _load_objects(
+    ranks: Ranks, stored: StoredCheckpoint, objects: Sequence[ShardedObject]
+) -> list[Any]:
+    """Decode objects. On an object store, common state is read once, by the coordinator."""
+    is_far = ranks.size > 1 and not locations.is_local(stored.location)
+    if not (is_far and stores_common_state(stored)) or COMMON_KEY not in _keys_of(objects):
+        return load_objects(stored, objects)
+    with ranks.telling("read the common state") as told:
+        pass
+    with ranks.answering(told, "read the common state"):
+        if ranks.is_coordinator:
+            (told.answer,) = read_encoded(stored, COMMON_KEY).values()
+    others = iter(load_objects(stored, [each for each in objects if each.key != COMMON_KEY]))
+    common = decode_common_state(stored, told.answer)
+    return [common if shard.key == COMMON_KEY else next(others) for shard in objects]
+
+
+def _keys_of(objects: Sequence[ShardedObject]) -> set[str]:
+    return {shard.key for shard in objects}
 
 
 def describe_tensors(stored: StoredCheckpoint) -> dict[str, ShardedTensor]:

@@ -80,6 +80,11 @@ def load_common_state(stored: StoredCheckpoint) -> Any:
     return load_objects(stored, [ShardedObject(COMMON_KEY, None, (1,), (0,))])[0]
 
 
+def stores_common_state(stored: StoredCheckpoint) -> bool:
+    """Tell whether there is common state in distckpt's own encoding."""
+    return COMMON_KEY in stored.manifest.key_index and find_reader(stored) is None
+
+
 def holds_objects(stored: StoredCheckpoint) -> bool:
     """Tell whether checkpoints of this format hold objects and common state at all."""
     reader = find_reader(stored)
@@ -129,6 +134,11 @@ def _values_of_reader(
             f"of objects in {stored.location!r}."
         )
     return values
+
+
+def decode_common_state(stored: StoredCheckpoint, blob: bytes) -> Any:
+    """Decode the common state, which another rank may have read with `read_encoded`."""
+    return _decode(stored, int(stored.chunks_of(COMMON_KEY)[0]), blob)
 
 
 def _decode(stored: StoredCheckpoint, chunk: int, blob: bytes) -> Any:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.resources
 import math
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from html import escape
 from typing import NamedTuple
 
@@ -126,32 +126,48 @@ def line_chart(points: Sequence[Point], ends: tuple[float, float], height: int =
 
 def timeline(bars: Sequence[Bar], unit: str = "s") -> str:
     """Return a row for each name with its bars; what lies between them is gray."""
-    rows = list(dict.fromkeys(bar.row for bar in bars))
+    rows: dict[str, list[Bar]] = {}
+    for bar in bars:
+        rows.setdefault(bar.row, []).append(bar)
     first, last = min(bar.start for bar in bars), max(bar.stop for bar in bars)
     pitch = 20 if len(rows) <= 64 else 6
     height = _TOP + pitch * len(rows) + _BOTTOM
     at = _scale(first, last, _LABEL_WIDTH, _WIDTH - 20)
-    kinds = list(dict.fromkeys(bar.kind for bar in bars))
-    parts = []
-    for number, row in enumerate(rows):
-        own = [bar for bar in bars if bar.row == row]
+    colors = {kind: _color_of(number) for number, kind in enumerate(_kinds(bars))}
+    parts: list[str] = []
+    for number, (row, own) in enumerate(rows.items()):
         top = _TOP + pitch * number
-        begin, end = at(min(bar.start for bar in own)), at(max(bar.stop for bar in own))
-        parts.append(_rect(begin, top, end - begin, pitch - 3, 'class="wait"', f"{row}: waits"))
-        for bar in own:
-            color = f'fill="{_color_of(kinds.index(bar.kind))}"'
-            color = 'class="bad"' if bar.is_bad else color
-            width = max(at(bar.stop) - at(bar.start), 0.8)
-            parts.append(_rect(at(bar.start), top, width, pitch - 3, color, bar.text))
+        parts += _row_parts(row, own, at, colors, (top, pitch - 3))
         if pitch == 20:
             parts.append(_text(_LABEL_WIDTH - 8, top + 13, row, "end"))
     parts.append(_text(_LABEL_WIDTH, height - 6, f"0 {unit}", "start"))
     parts.append(_text(_WIDTH - 20, height - 6, f"{last - first:.3g} {unit}", "end"))
     legend = "".join(
-        f'<span><i class="dot" style="background:{_color_of(number)}"></i>{escape(kind)}</span>'
-        for number, kind in enumerate(kinds)
+        f'<span><i class="dot" style="background:{color}"></i>{escape(kind)}</span>'
+        for kind, color in colors.items()
     )
     return f'{_svg(height, "".join(parts))}<div class="legend">{legend}</div>'
+
+
+def _kinds(bars: Sequence[Bar]) -> list[str]:
+    return list(dict.fromkeys(bar.kind for bar in bars))
+
+
+def _row_parts(
+    row: str,
+    bars: Sequence[Bar],
+    at: _Scale,
+    colors: Mapping[str, str],
+    top_and_height: tuple[float, float],
+) -> Iterator[str]:
+    """Yield what is drawn in a row: how long it waits, and above that its bars."""
+    top, height = top_and_height
+    begin, end = at(min(bar.start for bar in bars)), at(max(bar.stop for bar in bars))
+    yield _rect(begin, top, end - begin, height, 'class="wait"', f"{row}: waits")
+    for bar in bars:
+        look = 'class="bad"' if bar.is_bad else f'fill="{colors[bar.kind]}"'
+        width = max(at(bar.stop) - at(bar.start), 0.8)
+        yield _rect(at(bar.start), top, width, height, look, bar.text)
 
 
 def heat_map(columns: Sequence[str], rows: Mapping[str, Sequence[tuple[float | None, str]]]) -> str:

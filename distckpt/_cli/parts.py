@@ -90,7 +90,7 @@ def _show_status(place: str, watch: bool, output: Output) -> int:
         raise CheckpointNotFoundError(f"No work in parts was begun for {place!r}.")
     if watch:
         found = _watch(place, found, output)
-    output.json([asdict(status) for status in found])
+    output.json([_as_json(status) for status in found])
     for status in found:
         _print_status(status, output)
     return 0
@@ -100,15 +100,16 @@ def _watch(place: str, found: Sequence[PartsStatus], output: Output) -> Sequence
     """Show the progress of all parts in one bar until all work is complete, or abandoned."""
     with output.progress("all parts") as progress:
         while any(not status.is_complete for status in found):
-            done = sum(_num_done(status) for status in found)
+            done = sum(status.bytes_whole for status in found)
             progress(done, sum(status.bytes_total for status in found))
             time.sleep(_SECONDS_BETWEEN)
             found = statuses(place)
     return found
 
 
-def _num_done(status: PartsStatus) -> int:
-    return status.bytes_whole
+def _as_json(status: PartsStatus) -> dict[str, Any]:
+    workers = [{**asdict(worker), "is_running": worker.is_running} for worker in status.workers]
+    return {**asdict(status), "workers": workers}
 
 
 def _print_status(status: PartsStatus, output: Output) -> None:

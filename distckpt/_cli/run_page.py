@@ -22,7 +22,7 @@ from distckpt._cli.ls import state_text, time_text
 from distckpt._cli.output import count_text, size_text
 from distckpt._manager.listing import CheckpointInfo
 from distckpt._operations.diff import diff
-from distckpt._operations.stats import compute_stats
+from distckpt._operations.stats import TensorStats, compute_stats
 from distckpt._ranks.collectives import Ranks
 
 
@@ -96,13 +96,17 @@ def _sizes_and_times(
     ]
     if durations:
         yield "Duration of the save, seconds", line_chart(durations, ends, 110)
-    timed = [(info, info.saved_at) for info in found if info.saved_at is not None]
-    waits = [
-        Point(info.step or 0, (at - before) / 60, f"{info.name}: {(at - before) / 60:.1f} minutes")
-        for (_, before), (info, at) in itertools.pairwise(timed)
-    ]
+    waits = list(_waits(found))
     if waits:
         yield "Minutes since the step before was committed", line_chart(waits, ends, 110)
+
+
+def _waits(found: Sequence[CheckpointInfo]) -> Iterator[Point]:
+    """Yield how long after the step before each step was committed."""
+    timed = [(info, info.saved_at) for info in found if info.saved_at is not None]
+    for (_, before), (info, at) in itertools.pairwise(timed):
+        minutes = (at - before) / 60
+        yield Point(info.step or 0, minutes, f"{info.name}: {minutes:.1f} minutes")
 
 
 def _table(found: Sequence[CheckpointInfo]) -> str:
@@ -170,25 +174,24 @@ def _layers_of(location: str, before: str | None, keys: Sequence[str] | None) ->
         if keys is None and all(map(stored.is_object, stored.manifest.key_index)):
             return {}
         stats = list(compute_stats(stored, chosen))
-    distances: Mapping[str, float] | None = None
+    distances: dict[str, float] | None = None
     if before is not None:
         report = diff(before, location, keys=chosen)
         distances = {tensor.key: tensor.difference_norm for tensor in report.tensors}
     members = defaultdict(list)
     for tensor in stats:
         members[_layer_of(tensor.key)].append(tensor)
-    return {
-        name: _Layer(
-            norm=math.hypot(*(each.norm for each in tensors if math.isfinite(each.norm))),
-            change=(
-                None
-                if distances is None
-                else math.hypot(*(distances.get(each.key, 0.0) for each in tensors))
-            ),
-            num_nan=sum(each.num_nan for each in tensors),
-        )
-        for name, tensors in members.items()
-    }
+    return {name: _layer(tensors, distances) for name, tensors in members.items()}
+
+
+def _layer(tensors: Sequence[TensorStats], distances: Mapping[str, float] | None) -> _Layer:
+    """Put the tensors of a layer together; `distances` has those that have changed."""
+    change = None
+    if distances is not None:
+        change = math.hypot(*(distances.get(each.key, 0.0) for each in tensors))
+    finite = [each.norm for each in tensors if math.isfinite(each.norm)]
+    num_nan = sum(each.num_nan for each in tensors)
+    return _Layer(norm=math.hypot(*finite), change=change, num_nan=num_nan)
 
 
 def _layer_of(key: str) -> str:

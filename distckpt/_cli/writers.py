@@ -14,7 +14,8 @@ from distckpt._format.manifest import Manifest
 
 def rank_of_file(name: str) -> int | None:
     """Return the rank that wrote a file, from its name; None if the name does not contain it."""
-    match = re.fullmatch(r"(?:.*/)?(?:shard|rank)-(\d+)(?:-model-\d+-of-\d+)?\.safetensors", name)
+    pattern = r"(?:.*/)?(?:shard|rank)-(\d+)(?:-model-\d+-of-\d+)?\.(?:safetensors|checksums)"
+    match = re.fullmatch(pattern, name)
     return int(match[1]) - 1 if match else None
 
 

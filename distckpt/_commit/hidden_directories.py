@@ -16,7 +16,7 @@ import hashlib
 import os
 import re
 import secrets
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Literal, NamedTuple
 
@@ -150,6 +150,19 @@ def claimed(directory: str) -> Iterator[bool | None]:
             except OSError:
                 has_ended = None
         yield has_ended
+
+
+@contextlib.contextmanager
+def kept_in_sight(directory: str) -> Iterator[Callable[[], bool]]:
+    """Yield a function that tells whether a local directory still has its name: it may have been
+    removed, or renamed, and another one may have the name by now.
+    """
+    fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        # As long as it is open, no other one gets its inode.
+        yield lambda: _has_name(fd, directory)
+    finally:
+        os.close(fd)
 
 
 @contextlib.contextmanager

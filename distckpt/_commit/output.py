@@ -2,6 +2,7 @@
 
     with new_output(ranks, target, settings) as output:
         with output.being_written(), ranks.phase("save"):
+            output.check_is_seen()
             ...  # files below output.location
             output.sync()
         with ranks.phase("commit", decision=True):
@@ -71,44 +72,59 @@ class OutputSettings:
     files: Sequence[str] = ()
 
 
-class Output:
-    """An output that is being written, see `new_output`.
+_DEFAULTS = OutputSettings()
 
-    Attributes:
-        location: where files are written before the output appears.
-    """
+
+class Output:
+    """An output that is being written, see `new_output`."""
 
     def __init__(
-        self,
-        ranks: Ranks,
-        place: SaveDirectory,
-        settings: OutputSettings,
-        held: contextlib.ExitStack,
+        self, ranks: Ranks, held: contextlib.ExitStack, place: SaveDirectory | None = None
     ) -> None:
         self._ranks = ranks
-        self._place = place
-        self._settings = settings
         self._held = held
+        self._target = ""
+        self._settings = OutputSettings()
+        self._place = place
         self._transaction: Transaction | None = None
-        self.location = place.location
+        self._is_committing = False
+
+    def aim(self, target: str, settings: OutputSettings) -> None:
+        """Say where the output is to appear, what `posix.resolve` has returned, and how it is
+        written.
+        """
+        self._target, self._settings = target, settings
+
+    @property
+    def location(self) -> str:
+        """Return where files are written before the output appears."""
+        return self._made.location
 
     @property
     def folder_suffix(self) -> str:
         """Return how the names of its folders end, which tell saves to an object store apart."""
-        return "" if self._place.is_hidden else f"-{self._place.nonce}"
+        return "" if self._made.is_hidden else f"-{self._made.nonce}"
+
+    @property
+    def _made(self) -> SaveDirectory:
+        assert self._place is not None, "it is not made yet"
+        return self._place
 
     @contextlib.contextmanager
     def being_written(self) -> Iterator[None]:
-        """Make the place of the output; the body writes into it, in a phase of its own.
+        """Make the place of the output, unless it is there; the body writes into it, in a phase of
+        its own.
 
         Collective operation: all ranks must call it. If another program takes away what the ranks
         write, the error says so.
         """
-        settings = self._settings
-        _make_directory(self._ranks, self._place, self._held, settings.folders, settings.durable)
-        if settings.has_marker and not self._place.is_hidden:
-            with self._ranks.phase("begin on the object store", decision=True):
-                self._begin()
+        if self._place is None:
+            with self._ranks.telling("create directories") as told:
+                told.payload = self._settings.num_bytes.to_bytes(8, "little")
+            with self._ranks.answering(told, "create directories"):
+                if self._ranks.is_coordinator:
+                    told.answer = self.make(sum(map(_number_in, told.payloads)))
+            self.enter(told.answer)
         try:
             yield
         except (FileNotFoundError, RankFailedError) as error:
@@ -116,12 +132,40 @@ class Output:
                 self._name_winner(error)
             raise
 
+    def make(self, num_bytes: int) -> bytes:
+        """Make the place of the output, into which all ranks write `num_bytes`; for the
+        coordinator.
+
+        Return what `enter` of all ranks is to be called with. Nothing but directories has been
+        written when this raises, which it also does when there is no space for that.
+        """
+        target, settings = self._target, self._settings
+        is_local = locations.is_local(target)
+        nonce = hidden_directories.new_nonce(target) if is_local else secrets.token_hex(8)
+        told = [nonce, os.uname().nodename, target]
+        place = self._place = _place_of(target, *told)
+        if place.is_hidden:
+            _make_hidden(place, self._held, settings.folders, settings.durable)
+            _check_space(place, num_bytes)
+        elif settings.has_marker:
+            self._begin()
+        return json.dumps(told).encode()
+
+    def enter(self, made: bytes) -> None:
+        """Note the place of the output, which the coordinator has made."""
+        self._place = _place_of(self._target, *json.loads(made))
+
+    def check_is_seen(self) -> None:
+        """Check that this rank sees the place that the coordinator has made."""
+        if self._ranks.size > 1:
+            _check_is_seen(self._ranks, self._made, self._settings.folders)
+
     def begin_again(self) -> None:
         """Make the directory of a continued output, unless it is there.
 
         On an object store, begin the commit of a checkpoint instead.
         """
-        place = self._place
+        place = self._made
         if not place.is_hidden:
             if self._settings.has_marker:
                 self._begin()
@@ -133,26 +177,27 @@ class Output:
 
     def check_space(self) -> None:
         """Raise ENOSPC when there is certainly no room for the output."""
-        if self._place.is_hidden:
-            _check_space(self._place)
+        if self._made.is_hidden:
+            _check_space(self._made, self._settings.num_bytes)
 
     def _begin(self) -> None:
-        if self._ranks.is_coordinator:
-            settings = self._settings
-            # Imported when it is needed: most programs save to local paths only.
-            conditional_put = importlib.import_module("distckpt._commit.conditional_put")
-            self._transaction = conditional_put.Transaction(
-                self._place.target,
-                self._place.nonce,
-                settings.overwrite,
-                settings.has_own_folders,
-            )
+        settings = self._settings
+        # Imported when it is needed: most programs save to local paths only.
+        conditional_put = importlib.import_module("distckpt._commit.conditional_put")
+        self._transaction = conditional_put.Transaction(
+            self._target,
+            self._made.nonce,
+            settings.overwrite,
+            settings.has_own_folders,
+        )
 
     def _name_winner(self, error: BaseException) -> None:
         """Report uploads that are gone as overtaken: a save that wins aborts those of the others.
         Report likewise that the directory is gone.
         """
         with self._ranks.phase("look for another program's save", decision=True):
+            if self._is_committing:
+                return
             if self._transaction is not None:
                 self._transaction.check_not_overtaken()
             elif self._ranks.is_coordinator and not locations.exists(self.location):
@@ -164,7 +209,7 @@ class Output:
 
     def sync(self) -> None:
         """Make the names of this rank's files durable, if the output is to be."""
-        if self._settings.durable and self._place.is_hidden:
+        if self._settings.durable and self._made.is_hidden:
             for name in self._settings.folders:
                 locations.sync_directory(os.path.join(self.location, name))
             locations.sync_directory(self.location)
@@ -182,6 +227,7 @@ class Output:
             CheckpointExistsError: another program was faster, or what is there cannot be replaced.
             CheckpointingException: a file is missing, or has another size.
         """
+        self._is_committing = True
         if self._transaction is not None:
             self._transaction.commit(marker or {}, [name for name, _ in files])
             return
@@ -189,8 +235,8 @@ class Output:
         self.check_files(files)
         if marker is not None:
             write_marker(self.location, marker, durable)
-        if self._place.is_hidden:
-            posix.commit(self.location, self._place.target, self._settings.overwrite, durable)
+        if self._made.is_hidden:
+            posix.commit(self.location, self._target, self._settings.overwrite, durable)
 
     def check_files(self, files: Sequence[tuple[str, int]]) -> None:
         """Check that the files of all ranks are there, given as names and sizes; for the
@@ -207,11 +253,13 @@ class Output:
 
         Those stay, unless the export has one of the same name, or the name is one that it replaces.
         """
-        if self._place.is_hidden:
-            posix.commit_beside_others(self.location, self._place.target, is_replaced)
+        if self._made.is_hidden:
+            posix.commit_beside_others(self.location, self._target, is_replaced)
 
     def abandon(self) -> None:
         """Remove what was written; for the coordinator."""
+        if self._place is None:
+            return
         if self._transaction is not None:
             self._transaction.abandon()
         elif self._place.is_hidden:
@@ -222,20 +270,25 @@ class Output:
 
 
 @contextlib.contextmanager
-def new_output(ranks: Ranks, target: str, settings: OutputSettings) -> Iterator[Output]:
-    """Choose where an output is written; nothing is made yet. It is given up when the body raises.
-
-    Collective operation: all ranks must call it. `target` is what `posix.resolve` has returned.
+def new_output(
+    ranks: Ranks, target: str = "", settings: OutputSettings = _DEFAULTS
+) -> Iterator[Output]:
+    """Make nothing yet; give the output up when the body raises. See `Output.aim` for the
+    arguments.
     """
-    place = _choose_directory(ranks, target, settings.num_bytes)
     with contextlib.ExitStack() as held:
-        output = Output(ranks, place, settings, held)
+        output = Output(ranks, held)
+        output.aim(target, settings)
         try:
             yield output
         except BaseException:
             if ranks.is_coordinator:
                 output.abandon()
             raise
+
+
+def _number_in(payload: bytes) -> int:
+    return int.from_bytes(payload, "little")
 
 
 def continued_output(target: str, nonce: str, journal: str, settings: OutputSettings) -> Output:
@@ -250,10 +303,10 @@ def continued_output(target: str, nonce: str, journal: str, settings: OutputSett
     directory = target
     if is_local:
         directory = hidden_directories.beside(locations.join(journal, name), "tmp", nonce)
-    place = SaveDirectory(
-        nonce, directory, is_local, target, os.uname().nodename, target, settings.num_bytes
-    )
-    return Output(Ranks.alone(), place, settings, contextlib.ExitStack())
+    place = SaveDirectory(nonce, directory, is_local, target, os.uname().nodename, target)
+    output = Output(Ranks.alone(), contextlib.ExitStack(), place)
+    output.aim(target, settings)
+    return output
 
 
 def _is_of_missing_files(error: BaseException) -> bool:
@@ -279,7 +332,6 @@ class SaveDirectory:
         target: where the save is to appear.
         first_host: of rank 0.
         first_target: where rank 0 sees the target.
-        num_bytes: how much all ranks together are going to write.
     """
 
     nonce: str
@@ -288,47 +340,12 @@ class SaveDirectory:
     target: str
     first_host: str
     first_target: str
-    num_bytes: int
 
 
-def _choose_directory(ranks: Ranks, target: str, num_bytes: int) -> SaveDirectory:
-    """Choose where a save is written, given how much this rank is going to write; nothing is made
-    yet.
-
-    Collective operation: all ranks must call it.
-    """
+def _place_of(target: str, nonce: str, first_host: str, first_target: str) -> SaveDirectory:
     is_local = locations.is_local(target)
-    told: list[Any] = [num_bytes]
-    if ranks.is_coordinator:
-        nonce = hidden_directories.new_nonce(target) if is_local else secrets.token_hex(8)
-        told += [nonce, os.uname().nodename, target]
-    sent = [json.loads(text) for text in ranks.all_gather(json.dumps(told).encode())]
-    _, nonce, host, first_target = sent[0]
-    total = sum(own for own, *_ in sent)
     place = hidden_directories.beside(target, "tmp", nonce) if is_local else target
-    return SaveDirectory(nonce, place, is_local, target, host, first_target, total)
-
-
-def _make_directory(
-    ranks: Ranks,
-    place: SaveDirectory,
-    held: contextlib.ExitStack,
-    folders: Sequence[str],
-    durable: bool,
-) -> None:
-    """Make the directory with folders of these names, and check that all ranks see it.
-
-    Collective operation: all ranks must call it. A local directory is locked until `held` is
-    closed. Nothing but directories has been written when this raises, which it also does when there
-    is no space for what the ranks are going to write.
-    """
-    with ranks.phase("create directories", decision=True):
-        if ranks.is_coordinator and place.is_hidden:
-            _make_hidden(place, held, folders, durable)
-            _check_space(place)
-    if ranks.size > 1:
-        with ranks.phase("find the directory of the save"):
-            _check_is_seen(ranks, place, folders)
+    return SaveDirectory(nonce, place, is_local, target, first_host, first_target)
 
 
 def _make_hidden(
@@ -360,7 +377,7 @@ def _remove_empty_leftovers(target: str) -> None:
                 locations.remove_tree(path)
 
 
-def _check_space(place: SaveDirectory) -> None:
+def _check_space(place: SaveDirectory, num_bytes: int) -> None:
     """Raise ENOSPC when a file system, which all ranks share, certainly has no room for so many
     bytes.
     """
@@ -370,9 +387,9 @@ def _check_space(place: SaveDirectory) -> None:
         return
     # The last blocks are for root. Some network file systems know no numbers, and report 0.
     free = disk.f_frsize * (disk.f_bfree if os.geteuid() == 0 else disk.f_bavail)
-    if disk.f_blocks and 0 < free < place.num_bytes:
+    if disk.f_blocks and 0 < free < num_bytes:
         numbers = (
-            f"{place.num_bytes} bytes are to be written, and host {os.uname().nodename!r} reports "
+            f"{num_bytes} bytes are to be written, and host {os.uname().nodename!r} reports "
             f"{free} free"
         )
         raise OSError(errno.ENOSPC, f"{os.strerror(errno.ENOSPC)}: {numbers}", place.target)

@@ -22,7 +22,10 @@ _FILE = re.compile(
     rf"{CONFIG_FNAME}|manifest(?:-{_NONCE})?\.safetensors"
     rf"|\.(?:{CONFIG_FNAME}|manifest\S*)\.{_NONCE}"
 )
-_CONTENT = re.compile(r"shard-\d+-model-\d+-of-\d+\.safetensors|rank-\d+\.safetensors")
+_CONTENT = re.compile(
+    r"shard-\d+-model-\d+-of-\d+\.safetensors|rank-\d+\.(?:safetensors|checksums)"
+    r"|chunks-\d+\.safetensors"
+)
 
 
 def replaced_names(location: str) -> Callable[[str], bool]:

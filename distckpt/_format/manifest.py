@@ -4,11 +4,13 @@ planned in milliseconds.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib
 import itertools
+import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -22,15 +24,23 @@ from distckpt._format.safetensors_file import MAX_HEADER_BYTES
 from distckpt._geometry.region import IntArray, Region, widen
 from distckpt._storage import locations
 
-FORMAT_VERSION = 2
-MIN_READER_VERSION = 1
+FORMAT_VERSION = 3
+MIN_READER_VERSION = 3
 MANIFEST_NAME = "manifest.safetensors"
 _MANIFEST_NAMES = re.compile(r"manifest(-[0-9a-f]{16})?\.safetensors")
 """The name has a nonce where an object store already holds another manifest."""
 MAX_TABLE_BYTES = 4 << 30
-"""Limit of manifests, and of all other files that say where the tensors of a checkpoint lie."""
+"""Limit of manifests, of files of checksums, and of all other files that say where the tensors of a
+checkpoint lie.
+"""
 MAX_BLOCK_BYTES = 64 << 20
 """Readers hold a few whole blocks in memory."""
+MAX_BLOCKS = 1 << 16
+"""With more blocks (16 GiB of data), their checksums are in files of their own, beside the shards;
+otherwise in the manifest, which takes no further file.
+"""
+CHECKSUMS_SUFFIX = ".checksums"
+CHECKSUM_BYTES = 8
 CHECKSUM = "xxh3-64"
 OBJECT = "OBJECT"
 """Takes the place of a dtype name where the chunks of a key are encoded objects, one for each cell
@@ -47,6 +57,13 @@ class ShardFile(NamedTuple):
     num_bytes: int
     header_bytes: int
     header_checksum: int
+
+    @property
+    def holds_checksums(self) -> bool:
+        """Tell whether it holds the checksums of blocks: those of all files that are listed between
+        the previous such file and this one. All of its bytes count as header.
+        """
+        return self.name.endswith(CHECKSUMS_SUFFIX)
 
 
 class ChunkTable(NamedTuple):
@@ -65,7 +82,7 @@ class ChunkTable(NamedTuple):
         offsets: together with `shapes`, the regions; int64 of shape (n, max ndim), padded with 0
             and 1.
         block_checksums: uint64 xxh3-64 digests of the blocks of all chunks in order; empty if they
-            are unknown.
+            are unknown, or in files of their own.
     """
 
     files: list[ShardFile]
@@ -122,7 +139,7 @@ class ChunkTable(NamedTuple):
 
     def take(self, rows: IntArray, block_bytes: int) -> ChunkTable:
         """Return the chunks in some rows, in their order, with the checksums of their blocks."""
-        blocks = _blocks_of(rows, self.num_bytes, block_bytes)
+        blocks = blocks_of(rows, self.num_bytes, block_bytes)
         return self.without_blocks(rows)._replace(block_checksums=self.block_checksums[blocks])
 
     def without_blocks(self, rows: IntArray) -> ChunkTable:
@@ -133,7 +150,7 @@ class ChunkTable(NamedTuple):
         return ChunkTable(self.files, **taken, block_checksums=np.zeros(0, np.uint64))
 
 
-def _blocks_of(rows: IntArray, num_bytes: IntArray, block_bytes: int) -> IntArray:
+def blocks_of(rows: IntArray, num_bytes: IntArray, block_bytes: int) -> IntArray:
     """Return the numbers of the blocks of the chunks in some rows, in their order."""
     counts = -(-num_bytes // block_bytes)
     starts = np.cumsum(counts) - counts
@@ -156,10 +173,19 @@ class Manifest:
         block_bytes: size of the blocks in which chunks are checksummed; the last block of a chunk
             may be shorter.
         has_checksums: False for files of other programs; `block_checksums` is empty then.
+            Otherwise it is empty when files beside the shards hold the checksums, see
+            `checksum_files`.
         origin: None for distckpt's own checkpoints; otherwise the name of the reader as `format`,
             and JSON fields for that reader.
         quantization: what the configuration beside another program's files said of quantized
             tensors, see `settings_of`.
+
+    Attributes:
+        checksum_files: the numbers of the files that hold checksums; none if `block_checksums` has
+            them.
+        first_blocks: for each chunk, where the checksums of its blocks begin: in the file that
+            holds them, as far as it was fetched, or in `block_checksums`.
+        fetched_checksums: what `checksum_files` hold, as far as it was fetched; by number of file.
     """
 
     def __init__(
@@ -194,34 +220,14 @@ class Manifest:
         self.key_starts: IntArray = np.searchsorted(self.key_ids, np.arange(len(self.keys) + 1))
         self.block_starts: IntArray = np.zeros(len(self.key_ids) + 1, np.int64)
         np.cumsum(-(-self.num_bytes // block_bytes), out=self.block_starts[1:])
-
-    def with_chunks(self, chunks: ChunkTable) -> Manifest:
-        """Return the manifest of the same keys with other chunks, sorted by key."""
-        return Manifest(
-            self.keys,
-            self.dtypes,
-            self.global_shapes,
-            chunks,
-            self.aliases,
-            quantization=self.quantization,
+        self.checksum_files: IntArray = np.flatnonzero(
+            [has_checksums and file.holds_checksums for file in self.files]
         )
-
-    def check_size(self, tables: Sequence[ChunkTable]) -> None:
-        """Refuse chunks with which the manifest would be larger than readers accept."""
-        ndim = max(map(len, self.global_shapes), default=0)
-        num_chunks = sum(len(table.key_ids) for table in tables)
-        num_blocks = sum(int((-(-table.num_bytes // self.block_bytes)).sum()) for table in tables)
-        file_names = [file.name for table in tables for file in table.files]
-        num_chars = sum(map(len, self.keys)) + sum(map(len, file_names))
-        # Of a chunk: four columns of one number, and two of one number for each axis.
-        per_chunk, per_key = 4 + 2 * ndim, 1 + ndim
-        num_numbers = num_chunks * per_chunk + num_blocks + len(self.keys) * per_key
-        at_least = 8 * num_numbers + num_chars
-        if at_least > MAX_TABLE_BYTES:
-            raise _too_large(
-                f"at least {at_least} bytes ({len(self.keys)} keys, {num_chunks} chunks, "
-                f"{num_blocks} blocks of {self.block_bytes} bytes)"
-            )
+        self.first_blocks = self.block_starts
+        if len(self.checksum_files):
+            # Filled together with `fetched_checksums`; pages that nobody fills take no memory.
+            self.first_blocks = np.zeros(len(self.key_ids), np.int64)
+        self.fetched_checksums: dict[int, npt.NDArray[np.uint64]] = {}
 
     @property
     def shapes_by_key(self) -> dict[str, tuple[int, ...]]:
@@ -269,13 +275,14 @@ class Manifest:
             tuple(self.offsets[row, :ndim].tolist()), tuple(self.shapes[row, :ndim].tolist())
         )
 
-    def to_bytes(self) -> bytes:
-        """Encode as the content of `manifest.safetensors`."""
+    def to_bytes(self, chunks: ChunkTable | None = None) -> bytes:
+        """Encode as the content of `manifest.safetensors`, with other chunks if some are given."""
+        chunks = chunks or self.chunks
         fields = {
             "format_version": FORMAT_VERSION,
             "keys": self.keys,
             "dtypes": self.dtypes,
-            "files": self.files,
+            "files": chunks.files,
             "aliases": self.aliases,
             "block_bytes": self.block_bytes,
             "checksum": CHECKSUM if self.has_checksums else None,
@@ -286,11 +293,11 @@ class Manifest:
         }
         fields |= {name: value for name, value in optional.items() if value is not None}
         columns = {
-            "key_shapes": self._key_shapes(),
+            "key_shapes": self._key_shapes(chunks.offsets.shape[1]),
             "key_ndims": np.array([len(shape) for shape in self.global_shapes], np.int64),
-            **self.chunks.columns(),
+            **chunks.columns(),
         }
-        data = pack(fields, columns)
+        data = pack(fields, {name: narrow(column) for name, column in columns.items()})
         if len(data) > MAX_TABLE_BYTES:
             raise _too_large(f"{len(data)} bytes")
         return data
@@ -298,20 +305,21 @@ class Manifest:
     @classmethod
     def from_bytes(cls, data: bytes, location: str) -> Manifest:
         """Decode a manifest, and check that it does not contradict itself."""
-        try:
+        with judging_manifest(location):
             fields, columns = unpack(data)
+            columns = {name: _widened(column) for name, column in columns.items()}
             files = [ShardFile(str(n), int(b), int(h), int(c)) for n, b, h, c in fields["files"]]
             key_shapes, key_ndims = columns.pop("key_shapes"), columns.pop("key_ndims")
             chunks = ChunkTable(files, **{name: columns[name] for name in ChunkTable._fields[1:]})
             _check_columns(chunks, key_shapes, key_ndims, len(fields["keys"]))
             is_axis = np.arange(key_shapes.shape[1]) < key_ndims[:, None]
-            _require(
+            require(
                 bool((is_axis.sum(axis=1) == key_ndims).all()), "a key has more axes than the table"
             )
             key_shapes = np.where(is_axis, key_shapes, 1)
             block_bytes = int(fields["block_bytes"])
             # Blocks must begin between items of any size.
-            _require(
+            require(
                 0 < block_bytes <= MAX_BLOCK_BYTES and block_bytes % 16 == 0,
                 f"block_bytes is {block_bytes}",
             )
@@ -330,59 +338,48 @@ class Manifest:
                 quantization=fields.get("quantization"),
             )
             manifest._check(key_shapes)
-        except (
-            ValueError,
-            KeyError,
-            TypeError,
-            IndexError,
-            AttributeError,
-            ArithmeticError,
-        ) as error:
-            raise CorruptCheckpointError(
-                f"The manifest {location!r} is damaged ({type(error).__name__}: {error}). "
-                "Load another checkpoint, or restore this file from a copy."
-            ) from error
         return manifest
 
-    def _key_shapes(self) -> IntArray:
-        key_shapes = np.ones((len(self.keys), self.offsets.shape[1]), np.int64)
+    def _key_shapes(self, ndim: int) -> IntArray:
+        key_shapes = np.ones((len(self.keys), ndim), np.int64)
         for i, shape in enumerate(self.global_shapes):
             key_shapes[i, : len(shape)] = shape
         return key_shapes
 
     def _check(self, key_shapes: IntArray) -> None:
         num_chunks, num_keys, keys = len(self.key_ids), len(self.keys), set(self.keys)
-        _require(
+        require(
             len(self.dtypes) == len(self.global_shapes) == num_keys,
             "keys and dtypes differ in number",
         )
-        _require(len(keys) == num_keys, "keys are not distinct")
-        _require(set(self.dtypes) <= {OBJECT, *FROM_NAME}, "a dtype is unknown")
-        _require(keys.issuperset(self.aliases.values()), "an alias has no target")
-        _require(keys.isdisjoint(self.aliases), "an alias has the name of a key")
-        _require(
-            self.origin is None or isinstance(self.origin, dict), "its origin is not described"
-        )
+        require(len(keys) == num_keys, "keys are not distinct")
+        require(set(self.dtypes) <= {OBJECT, *FROM_NAME}, "a dtype is unknown")
+        require(keys.issuperset(self.aliases.values()), "an alias has no target")
+        require(keys.isdisjoint(self.aliases), "an alias has the name of a key")
+        require(self.origin is None or isinstance(self.origin, dict), "its origin is not described")
         if self.quantization is not None:
             settings = importlib.import_module("distckpt._quantization.settings")
-            _require(
+            require(
                 settings.are_settings(self.quantization),
                 "what it says of quantized tensors is not a setting",
             )
         # Our own files lie at most one folder down; other programs may nest theirs deeper.
         max_parts = 2 if self.origin is None else 4
         for file in self.files:
-            _require(
+            require(
                 locations.is_inner_name(file.name, max_parts),
                 f"the file name {file.name!r:.300} leads elsewhere",
             )
-            fits = 0 <= file.header_bytes <= min(file.num_bytes, 8 + MAX_HEADER_BYTES)
-            _require(fits, f"the file {file.name!r} has a header of {file.header_bytes} bytes")
+            is_all_header = file.header_bytes == file.num_bytes
+            limit = MAX_TABLE_BYTES if is_all_header else 8 + MAX_HEADER_BYTES
+            fits = 0 <= file.header_bytes <= min(file.num_bytes, limit)
+            require(fits, f"the file {file.name!r} has a header of {file.header_bytes} bytes")
+        self._check_number_of_checksums()
         if num_chunks == 0:
             return
-        _require(bool((np.diff(self.key_ids) >= 0).all()), "chunks are not sorted by key")
-        _require(self.key_ids[0] >= 0 and self.key_ids[-1] < num_keys, "a chunk has no key")
-        _require(
+        require(bool((np.diff(self.key_ids) >= 0).all()), "chunks are not sorted by key")
+        require(self.key_ids[0] >= 0 and self.key_ids[-1] < num_keys, "a chunk has no key")
+        require(
             bool(((self.file_ids >= 0) & (self.file_ids < len(self.files))).all()),
             "a chunk has no file",
         )
@@ -392,11 +389,11 @@ class Manifest:
         inside = self.offsets.min(initial=0) == self.shapes.min(initial=0) == 0
         # A difference of numbers from 0 on does not wrap around.
         inside = inside and bool((self.offsets <= key_shapes[self.key_ids] - self.shapes).all())
-        _require(inside, "a chunk lies outside its tensor")
+        require(inside, "a chunk lies outside its tensor")
         sizes = np.array([f.num_bytes for f in self.files], np.int64)[self.file_ids]
         starts = np.array([f.header_bytes for f in self.files], np.int64)[self.file_ids]
         fits = (self.num_bytes >= 0) & (self.first_bytes >= starts) & (self.num_bytes <= sizes)
-        _require(
+        require(
             bool((fits & (self.first_bytes <= sizes - self.num_bytes)).all()),
             "a chunk lies outside its file",
         )
@@ -404,67 +401,107 @@ class Manifest:
         num_elements = functools.reduce(
             np.multiply, self.shapes.T, np.ones(len(self.key_ids), np.int64)
         )
-        _require(bool((num_elements < 2**58).all()), "a chunk is larger than any file")
+        require(bool((num_elements < 2**58).all()), "a chunk is larger than any file")
         item_sizes = {
             name: 0 if name == OBJECT else FROM_NAME[name].itemsize for name in set(self.dtypes)
         }
         per_item = np.array([item_sizes[name] for name in self.dtypes], np.int64)[self.key_ids]
         exact = num_elements * per_item == self.num_bytes
-        _require(bool((exact | (per_item == 0)).all()), "a chunk's size contradicts its shape")
+        require(bool((exact | (per_item == 0)).all()), "a chunk's size contradicts its shape")
         # No byte is in two chunks, so a small file cannot claim large tensors. Integer sums would
         # wrap around.
         in_files = np.bincount(self.file_ids, self.num_bytes.astype(np.float64), len(self.files))
-        _require(
+        require(
             all(in_files <= [float(f.num_bytes) for f in self.files]),
             "chunks take more room than their file has",
         )
-        _require(self.block_checksums.dtype == np.uint64, "checksums are not uint64")
-        num_blocks = int(self.block_starts[-1]) if self.has_checksums else 0
-        _require(len(self.block_checksums) == num_blocks, "the number of checksums is wrong")
-        _require(
+
+    def _check_number_of_checksums(self) -> None:
+        require(self.block_checksums.dtype == np.uint64, "checksums are not uint64")
+        require(
             self.has_checksums or self.block_bytes == BLOCK_BYTES,
             "blocks of an unusual size, without checksums",
         )
+        are_here = self.has_checksums and not len(self.checksum_files)
+        num_blocks = int(self.block_starts[-1]) if are_here else 0
+        require(len(self.block_checksums) == num_blocks, "the number of checksums is wrong")
+        if not len(self.checksum_files):
+            return
+        groups = np.searchsorted(self.checksum_files, self.file_ids)
+        require(groups.max(initial=0) < len(self.checksum_files), "a chunk has no checksums")
+        # Integer sums would wrap around.
+        num_blocks_of = np.bincount(
+            groups, np.diff(self.block_starts).astype(np.float64), len(self.checksum_files)
+        )
+        for file_id, expected in zip(self.checksum_files.tolist(), num_blocks_of, strict=True):
+            file = self.files[file_id]
+            require(
+                file.num_bytes == file.header_bytes == CHECKSUM_BYTES * expected,
+                f"the number of checksums in {file.name!r} is wrong",
+            )
 
 
 class PlannedManifest(NamedTuple):
     """A manifest without what is known only when the chunks are written. Repeated saves keep its
-    order.
+    order, and its columns in the form in which they are stored.
 
     Attributes:
-        manifest: its chunks have no checksums; objects, whose files are not laid out yet, no sizes.
-        order: the place of each of its chunks among the chunks of all ranks, one rank after the
-            other.
-        open_rows: the chunks of the files that are not laid out, in that order.
+        manifest: of the keys, without chunks.
+        chunks: without checksums; the chunks of objects, whose files are not laid out yet, have no
+            positions and sizes.
+        order: the place of each chunk among the chunks of all ranks, one rank after the other;
+            empty if the manifest does not have the checksums.
+        open_files: the files that are not laid out, or hold checksums.
+        open_rows: the chunks of these files, in their order.
+        num_open: of these files and of these chunks, those of each rank; of shape (ranks, 2).
     """
 
     manifest: Manifest
+    chunks: ChunkTable
     order: IntArray
+    open_files: IntArray
     open_rows: IntArray
+    num_open: IntArray
 
-    def completed(self, written: Sequence[ChunkTable]) -> Manifest:
-        """Return the manifest with what each rank has written.
+    def completed(self, reports: Sequence[bytes]) -> ChunkTable:
+        """Return the chunks with what each rank has written.
 
         Args:
-            written: by rank, the checksums of all chunks; and the files that were laid out late,
-                with positions and sizes of their chunks.
+            reports: by rank, what `report_of` has made.
         """
-        chunks = self.manifest.chunks
-        late = {file.name: file for table in written for file in table.files}
-        chunks = chunks._replace(
-            files=[late.get(file.name, file) for file in chunks.files],
-            first_bytes=self._filled(chunks.first_bytes, [each.first_bytes for each in written]),
-            num_bytes=self._filled(chunks.num_bytes, [each.num_bytes for each in written]),
+        parts = [_parts_of(data, *counts) for data, counts in self._with_counts(reports)]
+        of_files, of_chunks, checksums = map(np.concatenate, zip(*parts, strict=True))
+        of_files, sizes = of_files.reshape(-1, 3), of_chunks.astype(np.int64)
+        files = list(self.chunks.files)
+        for file_id, numbers in zip(self.open_files.tolist(), of_files.tolist(), strict=True):
+            files[file_id] = ShardFile(files[file_id].name, *numbers)
+        chunks = self.chunks._replace(
+            files=files,
+            first_bytes=self._filled(self.chunks.first_bytes, self._positions(of_files, sizes)),
+            num_bytes=self._filled(self.chunks.num_bytes, sizes),
         )
-        sizes = np.empty_like(chunks.num_bytes)
-        sizes[self.order] = chunks.num_bytes
-        checksums = np.concatenate([each.block_checksums for each in written])
-        blocks = _blocks_of(self.order, sizes, BLOCK_BYTES)
-        return self.manifest.with_chunks(chunks._replace(block_checksums=checksums[blocks]))
+        if not len(self.order):
+            return chunks
+        in_order_of_ranks = np.empty(len(self.order), np.int64)
+        in_order_of_ranks[self.order] = chunks.num_bytes
+        blocks = blocks_of(self.order, in_order_of_ranks, BLOCK_BYTES)
+        return chunks._replace(block_checksums=checksums[blocks])
 
-    def _filled(self, column: IntArray, late: Sequence[IntArray]) -> IntArray:
-        filled = column.copy()
-        filled[self.open_rows] = np.concatenate(late)
+    def _with_counts(self, reports: Sequence[bytes]) -> Iterator[tuple[bytes, list[int]]]:
+        return zip(reports, self.num_open.tolist(), strict=True)
+
+    def _positions(self, of_files: npt.NDArray[np.uint64], sizes: IntArray) -> IntArray:
+        """Return where the chunks of open files begin: they follow the header without gaps."""
+        file_ids = self.chunks.file_ids[self.open_rows]
+        headers: IntArray = of_files[np.searchsorted(self.open_files, file_ids), 1].astype(np.int64)
+        before: IntArray = np.cumsum(sizes) - sizes
+        return headers + before - before[np.searchsorted(file_ids, file_ids)]
+
+    def _filled(self, column: IntArray, values: IntArray) -> IntArray:
+        if not len(self.open_rows):
+            return column
+        filled = column.astype(np.int64)
+        filled[self.open_rows] = values
         return filled
 
 
@@ -473,14 +510,118 @@ def planned_manifest(manifest: Manifest, tables: Sequence[ChunkTable]) -> Planne
     manifest without chunks.
 
     A file that is not laid out yet has no header.
+
+    Raises:
+        CheckpointingException: the manifest would be larger than readers accept.
     """
     joined = ChunkTable.join(tables, max(map(len, manifest.global_shapes), default=0))
     order = joined.sorted_rows
     chunks = joined.without_blocks(order)
     is_open = np.array([not file.header_bytes for file in chunks.files], bool)
     open_rows = np.flatnonzero(is_open[chunks.file_ids])
-    in_order_of_ranks = open_rows[np.argsort(order[open_rows])]
-    return PlannedManifest(manifest.with_chunks(chunks), order, in_order_of_ranks)
+    ids = itertools.accumulate([len(table.files) for table in tables], initial=0)
+    num_open = [
+        [is_open[first : first + len(table.files)].sum(), _num_open_chunks(table)]
+        for first, table in zip(ids, tables, strict=False)
+    ]
+    planned = PlannedManifest(
+        manifest,
+        ChunkTable(chunks.files, *map(narrow, chunks.columns().values())),
+        np.zeros(0, np.int64) if any(f.holds_checksums for f in chunks.files) else order,
+        np.flatnonzero(is_open),
+        open_rows[np.argsort(order[open_rows])],
+        np.array(num_open, np.int64).reshape(-1, 2),
+    )
+    _check_size(planned)
+    return planned
+
+
+def _num_open_chunks(table: ChunkTable) -> int:
+    is_open = np.array([not file.header_bytes for file in table.files], bool)
+    return int(is_open[table.file_ids].sum())
+
+
+def report_of(
+    files: Sequence[ShardFile], num_bytes: IntArray, checksums: npt.NDArray[np.uint64]
+) -> bytes:
+    """Encode what the coordinator learns from a rank that has written its files.
+
+    Args:
+        files: those that were not laid out when the save was planned, in their order.
+        num_bytes: the sizes of their chunks.
+        checksums: of the blocks of all files of the rank, unless a file holds them.
+    """
+    of_files = np.array([numbers for _, *numbers in files], np.uint64).reshape(-1)
+    return np.concatenate([of_files, num_bytes.astype(np.uint64), checksums]).tobytes()
+
+
+def needs_checksum_files(num_blocks: int) -> bool:
+    """Tell whether checksums of this number of blocks are stored beside the shards."""
+    return num_blocks > MAX_BLOCKS
+
+
+def num_blocks_of(manifest: Manifest) -> int:
+    """Return how many blocks the tensors of a manifest have at least, however they are divided."""
+    sizes = (
+        math.prod(shape) * FROM_NAME[dtype].itemsize
+        for shape, dtype in zip(manifest.global_shapes, manifest.dtypes, strict=True)
+        if dtype != OBJECT
+    )
+    return sum(sizes) // manifest.block_bytes
+
+
+def file_of_checksums(name: str, data: bytes) -> ShardFile:
+    """Describe a file that holds checksums."""
+    return ShardFile(name, len(data), len(data), checksum(data))
+
+
+def _parts_of(
+    report: bytes, num_files: int, num_chunks: int
+) -> tuple[npt.NDArray[np.uint64], npt.NDArray[np.uint64], npt.NDArray[np.uint64]]:
+    """Undo `report_of`."""
+    words = np.frombuffer(report, np.uint64)
+    first, second = 3 * num_files, 3 * num_files + num_chunks
+    return words[:first], words[first:second], words[second:]
+
+
+def _check_size(planned: PlannedManifest) -> None:
+    """Refuse what readers would refuse, before anything is written."""
+    chunks, block_bytes = planned.chunks, planned.manifest.block_bytes
+    num_blocks = -(-chunks.num_bytes.astype(np.int64) // block_bytes)
+    if len(planned.order):
+        in_columns = CHECKSUM_BYTES * int(num_blocks.sum())
+    else:
+        in_columns = 0
+        ends = [i for i, file in enumerate(chunks.files) if file.holds_checksums]
+        groups = np.searchsorted(ends, chunks.file_ids)
+        largest = CHECKSUM_BYTES * int(np.bincount(groups, num_blocks).max(initial=0))
+        if largest > MAX_TABLE_BYTES:
+            raise _too_large(f"{largest} bytes of checksums in a file")
+    in_columns += sum(column.nbytes for column in chunks.columns().values())
+    manifest = planned.manifest
+    num_chars = sum(map(len, manifest.keys)) + sum(len(file.name) for file in chunks.files)
+    at_least = in_columns + num_chars
+    if at_least > MAX_TABLE_BYTES:
+        raise _too_large(
+            f"at least {at_least} bytes ({len(manifest.keys)} keys, {len(chunks.key_ids)} chunks, "
+            f"{int(num_blocks.sum())} blocks of {block_bytes} bytes)"
+        )
+
+
+def narrow(column: npt.NDArray[Any]) -> npt.NDArray[Any]:
+    """Return an int64 column with as few bytes per number as its numbers need; others as they
+    are.
+    """
+    if column.dtype != np.int64 or column.min(initial=0) < 0:
+        return column
+    largest = column.max(initial=0)
+    fitting = (each for each in (np.uint8, np.uint16, np.uint32) if largest <= np.iinfo(each).max)
+    return column.astype(next(fitting, np.int64))
+
+
+def _widened(column: npt.NDArray[Any]) -> npt.NDArray[Any]:
+    """Undo `narrow`."""
+    return column.astype(np.int64) if column.dtype in (np.uint8, np.uint16, np.uint32) else column
 
 
 def _too_large(size: str) -> CheckpointingException:
@@ -515,7 +656,7 @@ def _check_columns(
 ) -> None:
     """Check dtypes and shapes before all else: a column without elements can claim any length."""
     columns = {**chunks.columns(), "key_shapes": key_shapes, "key_ndims": key_ndims}
-    _require(columns.pop("block_checksums").ndim == 1, "checksums are not one column")
+    require(columns.pop("block_checksums").ndim == 1, "checksums are not one column")
     num_chunks, ndim = len(chunks.key_ids), chunks.offsets.shape[-1]
     shapes = {"key_shapes": (num_keys, ndim), "key_ndims": (num_keys,)}
     shapes |= dict.fromkeys(("offsets", "shapes"), (num_chunks, ndim))
@@ -523,14 +664,34 @@ def _check_columns(
         shape = shapes.get(name, (num_chunks,))
         if found.dtype != np.int64 or found.shape != shape:
             raise ValueError(f"column {name!r} is {found.dtype} {found.shape}, not int64 {shape}")
-    _require(key_shapes.ndim == 2 and bool((key_shapes >= 0).all()), "a global shape is negative")
+    require(key_shapes.ndim == 2 and bool((key_shapes >= 0).all()), "a global shape is negative")
     # Floating point detects products that would wrap around in int64.
     num_elements = np.prod(key_shapes.astype(np.float64), axis=1)
-    _require(
+    require(
         bool((num_elements < 2.0**62).all()), "a tensor has more elements than any storage holds"
     )
 
 
-def _require(condition: bool, what: str) -> None:
+@contextlib.contextmanager
+def judging_manifest(location: str) -> Iterator[None]:
+    """Report what goes wrong in decoding a manifest as damage."""
+    try:
+        yield
+    except (
+        ValueError,
+        KeyError,
+        TypeError,
+        IndexError,
+        AttributeError,
+        ArithmeticError,
+    ) as error:
+        raise CorruptCheckpointError(
+            f"The manifest {location!r} is damaged ({type(error).__name__}: {error}). "
+            "Load another checkpoint, or restore this file from a copy."
+        ) from error
+
+
+def require(condition: bool, what: str) -> None:
+    """Raise ValueError with a text unless a condition holds."""
     if not condition:
         raise ValueError(what)

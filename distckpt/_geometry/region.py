@@ -90,6 +90,20 @@ def intersect(first: Region, second: Region) -> Region | None:
     return Region(start, tuple(hi - lo for lo, hi in zip(start, stop, strict=True)))
 
 
+def subtract(region: Region, hole: Region) -> list[Region]:
+    """Cut what a region has beside a hole, which lies inside of it, into regions."""
+    rest: list[Region] = []
+    offset, shape = region
+    for axis, (first, size) in enumerate(zip(*hole, strict=True)):
+        low, high = offset[axis], offset[axis] + shape[axis]
+        for start, stop in ((low, first), (first + size, high)):
+            if start < stop:
+                place = with_item(offset, axis, start), with_item(shape, axis, stop - start)
+                rest.append(Region(*place))
+        offset, shape = with_item(offset, axis, first), with_item(shape, axis, size)
+    return rest
+
+
 def intersect_many(
     offsets: IntArray, shapes: IntArray, other_offsets: npt.ArrayLike, other_shapes: npt.ArrayLike
 ) -> tuple[IntArray, IntArray, IntArray]:

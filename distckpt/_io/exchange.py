@@ -148,14 +148,18 @@ def _copy_views(message: Message, memory: torch.Tensor, problems: list[Exception
             values = memory[start : start + view.nbytes].view(view.dtype).view(view.shape)
             start += _padded_bytes(view)
             if message.is_sent:
-                _copy_values(view.detach(), values)
+                copy_values(view.detach(), values)
             else:
-                _copy_values(values, view.detach())
+                copy_values(values, view.detach())
     except Exception as error:
         problems.append(error)
 
 
-def _copy_values(source: torch.Tensor, target: torch.Tensor) -> None:
+def copy_values(source: torch.Tensor, target: torch.Tensor) -> None:
+    """Copy values, bit by bit if the dtypes are the same."""
+    if source.dtype != target.dtype:
+        target.copy_(source)
+        return
     is_plain = not any(tensor.is_conj() or tensor.is_neg() for tensor in (source, target))
     if is_plain and source.element_size() <= 8:
         source, target = as_integers(source), as_integers(target)

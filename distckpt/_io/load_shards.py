@@ -23,7 +23,14 @@ from distckpt._io.read_values import read_apart, read_values, warn_of_overflows
 from distckpt._io.shared_read import Sharing, read_shared
 from distckpt._mapping.sharded_tensor import ShardedTensor
 from distckpt._plan.decoded import decoded, name_in_view
-from distckpt._plan.load import Copy, Request, check_dtypes, check_keys, plan_load
+from distckpt._plan.load import (
+    Copy,
+    Request,
+    check_dtypes,
+    check_keys,
+    plan_load,
+    request_of,
+)
 from distckpt._plan.translate import translate
 from distckpt._ranks import exchanges
 from distckpt._ranks.collectives import Ranks
@@ -139,7 +146,7 @@ def _plan_requests(
 ) -> _Requests:
     """Find out what to read into which tensors; `stored` is a view, see `decoded`."""
     pieces = _pieces_of(shards)
-    requests = [_request_of(shards[number], region) for number, region in pieces]
+    requests = [request_of(shards[number], region) for number, region in pieces]
     copies: list[Copy] = []
     if not settings.rules:
         # Before memory is allocated: what is not stored may be of any size.
@@ -169,15 +176,13 @@ def _translated(
     settings: ReadSettings,
 ) -> _Requests:
     """Request what the rules make the tensors from."""
-    requests, targets, values = translate(settings.rules, planned.requests, planned.targets)
-    dtypes = [target.dtype for target in targets]
-    requests, copies = _plan_copies(stored, requests, dtypes, settings)
-    additions = [pair for pair in zip(targets, values, strict=False) if pair[1]]
-    return _Requests(planned.shards, requests, targets, copies, additions)
-
-
-def _request_of(shard: ShardedTensor, region: Region) -> Request:
-    return Request(shard.key, tuple(shard.global_shape), region, shard.allow_shape_mismatch)
+    found = translate(settings.rules, planned.requests, planned.targets)
+    for padding in found.padding:
+        padding.zero_()
+    dtypes = [view.dtype for view in found.views]
+    requests, copies = _plan_copies(stored, found.requests, dtypes, settings)
+    additions = [pair for pair in zip(found.views, found.adds, strict=True) if pair[1]]
+    return _Requests(planned.shards, requests, found.views, copies, additions)
 
 
 def _dtype_of(shard: ShardedTensor) -> torch.dtype:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
@@ -27,13 +28,15 @@ class PreparedSave(ABC):
             before `write` if several saves may write in one place, on object stores. None for a
             strategy that gives files fixed names: its saves are not kept apart there, and do not
             replace a checkpoint.
-        written: on the coordinator, after `write`: name and size of each file. `save` looks at them
-            before it commits.
+        exchanges_in_write: whether ranks exchange something within `write_own`.
+        written: on the coordinator, after `complete`: name and size of each file. `save` looks at
+            them before it commits.
     """
 
     num_bytes: int = 0
     plan_reused: bool = False
     folder_suffix: str | None = None
+    exchanges_in_write = True
     written: Sequence[tuple[str, int]] = ()
 
     def stage(self, copies: FileCopies) -> PreparedSave | None:
@@ -53,3 +56,19 @@ class PreparedSave(ABC):
         After `stage` this runs in a background thread, and must use no other process group than
         that of `ranks`.
         """
+
+    def write_own(self, checkpoint_dir: str, ranks: Ranks) -> bytes:
+        """Write what this rank owns; return what the coordinator needs for `complete`.
+
+        The default calls `write`.
+        """
+        fields = self.write(checkpoint_dir, ranks)
+        return json.dumps(fields if ranks.is_coordinator else None).encode()
+
+    def complete(self, checkpoint_dir: str, told: Sequence[bytes]) -> Mapping[str, Any] | None:
+        """Return fields of the marker, given what `write_own` of each rank has returned; for the
+        coordinator.
+        """
+        del checkpoint_dir
+        fields: Mapping[str, Any] | None = json.loads(told[0])
+        return fields

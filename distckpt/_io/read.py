@@ -25,6 +25,7 @@ from distckpt._base.memory import (
 )
 from distckpt._base.threads import NUM_REQUESTS, NUM_THREADS, run_threads
 from distckpt._format.checksum import block_checksums
+from distckpt._format.checksum_files import checksums_in, fetch_checksums
 from distckpt._format.marker import file_size
 from distckpt._format.stored_checkpoint import StoredCheckpoint
 from distckpt._geometry.region import (
@@ -156,6 +157,8 @@ class _Reading:
         self.files = files
         self._in_order = in_order
         self._progress = progress
+        if stored.verifies:
+            fetch_checksums(stored, in_order.files)
 
     def run(self, num_threads: int) -> None:
         """Read everything. A disk is read fastest where a few threads each read on and on."""
@@ -208,10 +211,14 @@ class _Reading:
             with self.files.open(path) as fd:
                 num_read = read_into(fd, content.buffers, position)
         else:
-            num_read = object_store.at(path).read_into(position, content.buffers)
+            num_read = _fetch(self.stored, path, position, content.buffers)
         if num_read < sum(map(len, content.buffers)):
             raise _cut_off(self, unit, position, num_read)
         return content
+
+    def file_of(self, unit: list[Span]) -> int:
+        """Return the number of the file of a unit."""
+        return int(self._in_order.files[unit[0].chunk])
 
 
 class _Goal(NamedTuple):
@@ -394,22 +401,25 @@ def _verify(reading: _Reading, unit: list[Span], buffers: Sequence[Bytes]) -> No
     starts = np.array([p.start + s.start for p, s in zip(parts, unit, strict=True)], np.int64)
     counts = -(-np.array(sizes, np.int64) // block)
     # For each block: the first one of its span, plus its number within the span.
-    firsts = manifest.block_starts[chunks] + starts // block - (np.cumsum(counts) - counts)
+    firsts = manifest.first_blocks[chunks] + starts // block - (np.cumsum(counts) - counts)
     blocks = np.repeat(firsts, counts) + np.arange(int(counts.sum()))
     found = block_checksums(sizes, buffers, block)
-    expected = manifest.block_checksums[blocks].tolist()
+    expected = checksums_in(manifest, reading.file_of(unit))[blocks].tolist()
     if found != expected:
-        pairs = zip(blocks.tolist(), found, expected, strict=True)
-        raise _mismatch(reading.stored, next(block for block, a, b in pairs if a != b))
+        pairs = zip(found, expected, strict=True)
+        raise _mismatch(reading, unit, next(i for i, (a, b) in enumerate(pairs) if a != b))
 
 
-def _mismatch(stored: StoredCheckpoint, number: int) -> CorruptCheckpointError:
-    """Return the error about the block of a number."""
-    manifest = stored.manifest
-    chunk = int(np.searchsorted(manifest.block_starts, number, "right")) - 1
+def _mismatch(reading: _Reading, unit: list[Span], number: int) -> CorruptCheckpointError:
+    """Return the error about a block of a unit, counted from its first."""
+    stored, manifest = reading.stored, reading.stored.manifest
+    block = manifest.block_bytes
+    starts = [(span.chunk, start) for span in unit for start in range(*span[1:], block)]
+    part = reading.parts[starts[number][0]]
+    chunk = part.chunk
     first = int(manifest.first_bytes[chunk])
-    start = first + (number - int(manifest.block_starts[chunk])) * manifest.block_bytes
-    stop = min(start + manifest.block_bytes, first + int(manifest.num_bytes[chunk]))
+    start = first + part.start + starts[number][1]
+    stop = min(start + block, first + int(manifest.num_bytes[chunk]))
     key = stored.key_of(chunk)
     name = "common state" if key == COMMON_KEY else f"key {key!r}"
     return CorruptCheckpointError(
@@ -437,8 +447,13 @@ def _file_ends(stored: StoredCheckpoint, chunk: int, end: int) -> CorruptCheckpo
 
 
 def check_files(stored: StoredCheckpoint, chunks: Sequence[int]) -> None:
-    """Check that the files of some chunks have the sizes that the manifest says."""
-    # On an object store each takes a request.
+    """Check that the files of some chunks have the sizes that the manifest says.
+
+    On an object store each takes a request, so it is left to checksums, and to reads, whether what
+    is needed is there.
+    """
+    if stored.verifies and not locations.is_local(stored.location):
+        return
     num_threads = 1 if locations.is_local(stored.location) else NUM_REQUESTS
     file_ids = stored.manifest.file_ids[np.array(chunks, np.int64)]
     # np.unique would import a part of numpy, at a time when perhaps no file can be opened any more.
@@ -457,14 +472,26 @@ def _check_file(stored: StoredCheckpoint, file_id: int) -> None:
     try:
         actual = file_size(path)
     except FileNotFoundError as error:
-        raise CorruptCheckpointError(
-            f"{path!r} is missing, but the manifest of {stored.location!r} needs it: it was "
-            "deleted, or is not visible on this machine yet. Restore it from a copy, or check "
-            "that all machines see the same directory."
-        ) from error
+        raise _missing(stored, path) from error
     if actual != expected:
         raise CorruptCheckpointError(
             f"{path!r} has {actual} bytes, but the manifest of {stored.location!r} says "
             f"{expected}: the file was cut off, extended or replaced. Restore it from a copy or "
             "load another checkpoint."
         )
+
+
+def _fetch(stored: StoredCheckpoint, path: str, position: int, buffers: Sequence[Bytes]) -> int:
+    """Read from an object store; return how many bytes there were."""
+    try:
+        return object_store.at(path).read_into(position, buffers)
+    except FileNotFoundError as error:
+        raise _missing(stored, path) from error
+
+
+def _missing(stored: StoredCheckpoint, path: str) -> CorruptCheckpointError:
+    return CorruptCheckpointError(
+        f"{path!r} is missing, but the manifest of {stored.location!r} needs it: it was "
+        "deleted, or is not visible on this machine yet. Restore it from a copy, or check "
+        "that all machines see the same directory."
+    )

@@ -14,17 +14,31 @@ import torch
 from distckpt._base.errors import CheckpointingException, CorruptCheckpointError
 from distckpt._commit import posix
 from distckpt._commit.output import OutputSettings, new_output
-from distckpt._format.manifest import MANIFEST_NAME, OBJECT, Manifest, ShardFile, marker_fields
+from distckpt._format.checksum_files import moved_beside, with_checksums
+from distckpt._format.manifest import (
+    MANIFEST_NAME,
+    OBJECT,
+    Manifest,
+    ShardFile,
+    marker_fields,
+    needs_checksum_files,
+)
 from distckpt._format.marker import CheckpointingConfig
+from distckpt._format.stored_checkpoint import StoredCheckpoint
 from distckpt._geometry.region import IntArray
 from distckpt._io.write import WriteSettings, file_of_tensors, write_files
-from distckpt._plan.layout import PlannedChunk, chunk_table, lay_out_tensor_file
+from distckpt._plan.layout import (
+    PlannedChunk,
+    checksum_file_name,
+    chunk_table,
+    lay_out_tensor_file,
+)
 from distckpt._ranks.collectives import Ranks
 from distckpt._storage import locations
 
 
 def remove_tensors(
-    location: str, manifest: Manifest, key_prefix: str, config: CheckpointingConfig
+    stored: StoredCheckpoint, key_prefix: str, config: CheckpointingConfig
 ) -> list[str]:
     """Remove the tensors whose keys begin with a prefix; returns the removed keys, and changes
     nothing without any.
@@ -32,6 +46,7 @@ def remove_tensors(
     Files without such tensors are linked, the others written anew, verified while they are copied:
     when one has a checksum mismatch the checkpoint stays as it was.
     """
+    location, manifest = stored.location, stored.manifest
     removed = [
         key
         for key, key_id in manifest.key_index.items()
@@ -50,7 +65,12 @@ def remove_tensors(
     settings = OutputSettings(folders=sorted(folders), overwrite=True, has_marker=True)
     with new_output(Ranks.alone(), location, settings) as output:
         with output.being_written():
-            remaining = _write_remaining(location, output.location, manifest, names)
+            complete = with_checksums(stored)
+            remaining = _write_remaining(location, output.location, complete, names)
+            if needs_checksum_files(len(remaining.block_checksums)):
+                name = checksum_file_name(0)
+                remaining, content = moved_beside(remaining, name)
+                locations.write_bytes(locations.join(output.location, name), content)
             data = remaining.to_bytes()
             locations.write_bytes(locations.join(output.location, MANIFEST_NAME), data)
             output.sync()
@@ -130,6 +150,7 @@ def _write_remaining(
         ),
         aliases=dict(names.aliases),
         block_bytes=manifest.block_bytes,
+        quantization=manifest.quantization,
     )
 
 

@@ -31,9 +31,15 @@ from distckpt._format.manifest import (
     ChunkTable,
     Manifest,
     PlannedManifest,
+    ShardFile,
+    file_of_checksums,
     marker_fields,
+    needs_checksum_files,
+    num_blocks_of,
     planned_manifest,
+    report_of,
 )
+from distckpt._format.manifest_parts import divided
 from distckpt._io.prepared_save import FileCopies, PreparedSave
 from distckpt._io.replicas import add_digests, samples_of_rows, weighted_digest
 from distckpt._io.write import NewFile, WriteSettings, file_of_tensors, in_folder, write_files
@@ -45,6 +51,8 @@ from distckpt._plan.layout import (
     PlannedChunk,
     PlannedFile,
     SavePlan,
+    Structure,
+    checksum_file_name,
     chunk_table,
     lay_out_files,
     lay_out_object_file,
@@ -115,6 +123,68 @@ class ShardSettings:
         )
 
 
+class ReadyShards(NamedTuple):
+    """Shards of one rank that can be saved, and what it knows of a plan for them.
+
+    Attributes:
+        shards: with encoded objects.
+        settings: of the save.
+        structure: what a plan is found by.
+        table: describes the shards, where no plan was kept.
+        plan: that was kept; None if there is none.
+        digest: of samples of replicas, see `weighted_digest`.
+        num_bytes: how much this rank writes by that plan.
+    """
+
+    shards: list[Shard]
+    settings: ShardSettings
+    structure: Structure
+    table: ShardTable | None
+    plan: SavePlan | None = None
+    digest: int = 0
+    num_bytes: int = 0
+
+    def vote(self) -> bytes:
+        """Return what the coordinator compares, see `KeptPlans`."""
+        number = 0 if self.plan is None else self.plan.number
+        return np.array([number, self.digest, self.num_bytes], np.int64).tobytes()
+
+
+NO_VOTE = bytes(24)
+"""Of a rank that has not looked for a plan."""
+
+
+class KeptPlans(NamedTuple):
+    """What the coordinator finds out about plans that ranks have kept.
+
+    Attributes:
+        are_used: all know the same plan, and replicas are still equal.
+        some_know: at least one knows a plan.
+        num_bytes: how much all ranks write by that plan; known to the coordinator.
+    """
+
+    are_used: bool
+    some_know: bool
+    num_bytes: int = 0
+
+    @classmethod
+    def compared(cls, votes: Sequence[bytes]) -> KeptPlans:
+        """Compare the votes of all ranks, see `ReadyShards.vote`."""
+        numbers, digests, sizes = np.frombuffer(b"".join(votes), np.int64).reshape(-1, 3).T
+        # The digests of all ranks add up to 0 modulo 2**64.
+        is_same = bool((numbers == numbers[0]).all()) and not digests.sum()
+        return cls(is_same and bool(numbers[0]), bool(numbers.any()), int(sizes.sum()))
+
+    def to_bytes(self) -> bytes:
+        """Encode for sending."""
+        return bytes([self.are_used, self.some_know])
+
+    @classmethod
+    def from_bytes(cls, data: bytes) -> KeptPlans:
+        """Decode what `to_bytes` made."""
+        return cls(*map(bool, data))
+
+
 def prepare_shards(
     ranks: Ranks,
     shards: Sequence[Shard],
@@ -128,17 +198,70 @@ def prepare_shards(
     Raises:
         InvalidShardingError: shards overlap, leave gaps or contradict each other.
     """
-    ready, plan, is_reused = _find_or_make_plan(ranks, shards, settings)
-    encoded = encoded_objects(plan.objects, ready)
-    num_bytes = plan.tensor_bytes + sum(map(len, encoded.values()))
+    return plan_shards(ranks, *_compare_plans(ranks, shards, settings))
+
+
+def _compare_plans(
+    ranks: Ranks, shards: Sequence[Shard], settings: ShardSettings
+) -> tuple[ReadyShards, KeptPlans]:
+    with ranks.telling("describe the shards") as told:
+        ready = ready_to_plan(ranks, shards, settings)
+        told.payload = ready.vote()
+    with ranks.answering(told, "describe the shards"):
+        if ranks.is_coordinator:
+            told.answer = KeptPlans.compared(told.payloads).to_bytes()
+    return ready, KeptPlans.from_bytes(told.answer)
+
+
+def ready_to_plan(ranks: Ranks, shards: Sequence[Shard], settings: ShardSettings) -> ReadyShards:
+    """Encode objects, and look for a plan that was kept; otherwise describe the shards."""
+    options = settings.options
+    comparison = _comparison_of(ranks, options)
+    ready = _all_ready(shards, comparison, settings.leaves_out)
+    group = exchanges.group_number(settings.exchange_group)
+    structure = structure_of(ready, ranks, options.validate_access_integrity, group)
+    # Comparing the whole content of replicas takes an exchange each time.
+    known = None if comparison is _Comparison.ALL else settings.plans.find(structure)
+    if known is None:
+        return ReadyShards(ready, settings, structure, _described(ready, settings, comparison))
+    compares = comparison is _Comparison.SAMPLES and known.replicas is not None
+    digest = weighted_digest(known, ready) if compares else 0
+    num_bytes = known.tensor_bytes + sum(map(len, encoded_objects(known.objects, ready).values()))
+    return ReadyShards(ready, settings, structure, None, known, digest, num_bytes)
+
+
+def plan_shards(ranks: Ranks, ready: ReadyShards, kept: KeptPlans) -> ShardSave:
+    """Use the plan that all ranks have kept, or plan together. Collective operation: all ranks must
+    call it.
+    """
+    shards, num_bytes = ready.shards, ready.num_bytes
+    plan = _plan_of(ranks, ready, kept)
+    encoded = encoded_objects(plan.objects, shards)
+    if not kept.are_used:
+        num_bytes = plan.tensor_bytes + sum(map(len, encoded.values()))
     return ShardSave(
-        make_tensor_files=tensor_files_of(plan.files, ready),
+        make_tensor_files=tensor_files_of(plan.files, shards),
         plan=plan,
         encoded=encoded,
-        settings=settings.for_writing(num_bytes),
+        settings=ready.settings.for_writing(num_bytes),
         num_bytes=num_bytes,
-        plan_reused=is_reused,
+        plan_reused=kept.are_used,
     )
+
+
+def _plan_of(ranks: Ranks, ready: ReadyShards, kept: KeptPlans) -> SavePlan:
+    shards, settings, table = ready.shards, ready.settings, ready.table
+    if kept.are_used and ready.plan is not None:
+        return ready.plan
+    if kept.some_know:
+        # Some ranks, though not all, know a plan, or replicas have become different.
+        with ranks.phase("describe the shards again"):
+            comparison = _comparison_of(ranks, settings.options)
+            table = table or _described(shards, settings, comparison)
+    assert table is not None
+    plan = _make_plan(ranks, table, shards, settings)
+    settings.plans.keep(ready.structure, plan)
+    return plan
 
 
 class OwnedChunk(NamedTuple):
@@ -158,40 +281,11 @@ def plan_chunks(
 
     Collective operation: all ranks must call it.
     """
-    ready, plan, _ = _find_or_make_plan(ranks, shards, settings)
+    ready, kept = _compare_plans(ranks, shards, settings)
+    plan = _plan_of(ranks, ready, kept)
     chunks = [chunk for file in plan.files for chunk in file.chunks]
-    owned = [OwnedChunk(chunk, _tensors_of(chunk, ready)) for chunk in chunks]
+    owned = [OwnedChunk(chunk, _tensors_of(chunk, ready.shards)) for chunk in chunks]
     return owned, plan.manifest.manifest if plan.manifest is not None else None
-
-
-def _find_or_make_plan(
-    ranks: Ranks, shards: Sequence[Shard], settings: ShardSettings
-) -> tuple[list[Shard], SavePlan, bool]:
-    """Return the shards ready to save, their plan, and whether it was kept from an earlier save."""
-    options = settings.options
-    comparison = _comparison_of(ranks, options)
-    table = None
-    with ranks.phase("describe the shards") as vote:
-        ready = _all_ready(shards, comparison, settings.leaves_out)
-        group = exchanges.group_number(settings.exchange_group)
-        structure = structure_of(ready, ranks, options.validate_access_integrity, group)
-        # Comparing the whole content of replicas takes an exchange each time.
-        known = None if comparison is _Comparison.ALL else settings.plans.find(structure)
-        if known is None:
-            table = _described(ready, group, comparison)
-        else:
-            vote.number = known.number
-            digest = weighted_digest(known, ready) if comparison is _Comparison.SAMPLES else 0
-    if known is not None and vote.are_equal and _replicas_are_equal(ranks, known, digest):
-        return ready, known, True
-    if vote.largest:
-        # Some ranks, though not all, know a plan, or replicas have become different.
-        with ranks.phase("describe the shards again"):
-            table = table or _described(ready, group, comparison)
-    assert table is not None
-    plan = _make_plan(ranks, table, ready, settings)
-    settings.plans.keep(structure, plan)
-    return ready, plan, False
 
 
 def _all_ready(shards: Sequence[Shard], comparison: _Comparison, leaves_out: bool) -> list[Shard]:
@@ -214,19 +308,15 @@ def _comparison_of(ranks: Ranks, options: SaveOptions) -> _Comparison:
     return _Comparison.SAMPLES if is_wanted else _Comparison.NOTHING
 
 
-def _described(shards: Sequence[Shard], group: int, comparison: _Comparison) -> ShardTable:
+def _described(
+    shards: Sequence[Shard], settings: ShardSettings, comparison: _Comparison
+) -> ShardTable:
     """Describe shards, with hashes if replicas are compared."""
+    group = exchanges.group_number(settings.exchange_group)
     table = shard_table(shards)._replace(exchange_group=group)
     if comparison is not _Comparison.NOTHING:
         add_digests(table, shards, of_samples=comparison is _Comparison.SAMPLES)
     return table
-
-
-def _replicas_are_equal(ranks: Ranks, plan: SavePlan, digest: int) -> bool:
-    """Tell from a number of each rank, see `weighted_digest`, whether replicas are still equal."""
-    if ranks.size == 1 or plan.replicas is None:
-        return True
-    return not ranks.all_gather_numbers([digest]).sum()
 
 
 @dataclass
@@ -247,7 +337,15 @@ class ShardSave(PreparedSave):
     num_bytes: int
     plan_reused: bool = False
     folder_suffix: str = ""
+    exchanges_in_write = False
     written: Sequence[tuple[str, int]] = ()
+
+    def __init_subclass__(cls) -> None:
+        """Let a class that does more in `write` be written by that, as other strategies are."""
+        if "write" in vars(cls):
+            cls.exchanges_in_write = True
+            cls.write_own = PreparedSave.write_own  # type: ignore[method-assign]
+            cls.complete = PreparedSave.complete  # type: ignore[assignment, method-assign]
 
     def stage(self, copies: FileCopies) -> ShardSave:
         # Objects are copies already, encoded ones.
@@ -260,8 +358,17 @@ class ShardSave(PreparedSave):
         Collective operation: all ranks must call it. Chunks of objects, and checksums, go to the
         coordinator.
         """
+        fields: Mapping[str, Any] = {}
+        with ranks.telling("write shard files") as told:
+            told.payload = ShardSave.write_own(self, checkpoint_dir, ranks)
+        with ranks.answering(told, "write the manifest"):
+            if ranks.is_coordinator:
+                fields = ShardSave.complete(self, checkpoint_dir, told.payloads)
+        return fields
+
+    def write_own(self, checkpoint_dir: str, ranks: Ranks) -> bytes:
         plan, suffix = self.plan, self.folder_suffix
-        with ranks.phase("write shard files"):
+        with ranks.part("write shard files"):
             files = [*self.make_tensor_files()]
             planned_objects = []
             if plan.objects:
@@ -270,15 +377,43 @@ class ShardSave(PreparedSave):
                 files.append(object_file)
             placed = [file.below(checkpoint_dir, suffix) for file in files]
             checksums = write_files(placed, self.settings)
-            written = chunk_table(planned_objects)._replace(block_checksums=checksums)
-        gathered = _gather_tables(ranks, written)
-        if plan.manifest is None:
-            return {}
-        manifest = plan.manifest.completed(gathered)
+            objects, durable = chunk_table(planned_objects), self.settings.durable
+            return report_of_written(checkpoint_dir, plan, objects, checksums, suffix, durable)
+
+    def complete(self, checkpoint_dir: str, told: Sequence[bytes]) -> Mapping[str, Any]:
+        assert self.plan.manifest is not None
         fields, self.written = write_manifest(
-            checkpoint_dir, manifest, suffix, self.settings.durable
+            checkpoint_dir, self.plan.manifest, told, self.folder_suffix, self.settings.durable
         )
         return fields
+
+
+def report_of_written(
+    checkpoint_dir: str,
+    plan: SavePlan,
+    objects: ChunkTable,
+    checksums: npt.NDArray[np.uint64],
+    suffix: str,
+    durable: bool = True,
+) -> bytes:
+    """Return what the coordinator learns of what a rank has written. Where checksums have a file of
+    their own, this writes it.
+
+    Args:
+        checkpoint_dir: where files are written, into the folders with the suffix.
+        plan: of the rank.
+        objects: the file of its objects, if there is one.
+        checksums: of the blocks of all of its files.
+        suffix: see `PreparedSave.folder_suffix`.
+        durable: whether the file must have reached the disk on return.
+    """
+    name = plan.checksum_file
+    if name is None:
+        return report_of(objects.files, objects.num_bytes, checksums)
+    data = checksums.astype("<u8").tobytes()
+    locations.write_bytes(locations.join(checkpoint_dir, in_folder(name, suffix)), data, durable)
+    file = file_of_checksums(name, data)
+    return report_of([*objects.files, file], objects.num_bytes, checksums[:0])
 
 
 def _gather_tables(ranks: Ranks, table: ChunkTable) -> list[ChunkTable]:
@@ -323,27 +458,30 @@ class _Share(NamedTuple):
 
     `weights` has a number for each row of its table, see `replica_weights`; `has_replicas` tells
     whether any rank has some, `have_differences` whether any of those differ. `sampled` are rows
-    whose samples the coordinator needs.
+    whose samples the coordinator needs. `has_checksum_file` tells whether each rank writes the
+    checksums of its blocks into a file.
     """
 
     number: int
     has_replicas: bool
     have_differences: bool
     sampled: list[int]
+    has_checksum_file: bool
     weights: npt.NDArray[np.uint64]
     pieces: Pieces
 
     def to_bytes(self) -> bytes:
         """Encode for sending."""
         columns = {"weights": self.weights, **self.pieces._asdict()}
-        return pack(self[:4], columns)
+        return pack(self[:5], columns)
 
     @classmethod
     def from_bytes(cls, data: bytes) -> _Share:
         """Decode what `to_bytes` made."""
-        (number, has_replicas, have_differences, sampled), columns = unpack(data)
+        (number, has_replicas, have_differences, sampled, has_file), columns = unpack(data)
         weights = columns.pop("weights")
-        return cls(number, has_replicas, have_differences, sampled, weights, Pieces(**columns))
+        pieces = Pieces(**columns)
+        return cls(number, has_replicas, have_differences, sampled, has_file, weights, pieces)
 
 
 class _WholePlan(NamedTuple):
@@ -380,12 +518,16 @@ def _make_plan(
                 known_keys = settings.plans.saved_keys()
                 comparing.report_differences(whole.differing, samples, known_keys)
     manifest = whole.manifest if whole is not None else None
-    files, objects, planned = _lay_out(ranks, table, share.pieces, manifest)
+    checksum_file = None
+    if share.has_checksum_file and len(share.pieces.key_ids):
+        checksum_file = checksum_file_name(ranks.rank)
+    files, objects, planned = _lay_out(ranks, table, share.pieces, manifest, checksum_file)
     replicas = None
     rows = np.flatnonzero(share.weights)
     if share.has_replicas:
         replicas = [(int(table.shard_ids[row]), table.row_region(row)) for row in rows.tolist()]
-    return SavePlan(share.number, files, objects, planned, replicas, share.weights[rows])
+    weights = share.weights[rows]
+    return SavePlan(share.number, files, objects, planned, replicas, weights, checksum_file)
 
 
 def _plan_together(
@@ -422,13 +564,15 @@ def _plan_for_all(tables: list[ShardTable], options: SaveOptions) -> _WholePlan:
     owned = plan_owners(merged, len(groups), aliases, groups)
     weights = replica_weights(merged)
     number, has_replicas = 1 + secrets.randbits(61), bool(weights.any())
+    manifest = manifest_of_keys(merged, aliases)
+    has_files = needs_checksum_files(num_blocks_of(manifest) + sum(len(p[0]) for p in owned))
     shares = [
-        _Share(number, has_replicas, differing is not None, sampled, of_rank, pieces)
+        _Share(number, has_replicas, differing is not None, sampled, has_files, of_rank, pieces)
         for sampled, of_rank, pieces in zip(
             sampled_of_ranks, np.split(weights, ends), owned, strict=True
         )
     ]
-    return _WholePlan(manifest_of_keys(merged, aliases), differing, shares)
+    return _WholePlan(manifest, differing, shares)
 
 
 def _different_replicas(
@@ -456,7 +600,11 @@ def _replica_differences() -> Any:
 
 
 def _lay_out(
-    ranks: Ranks, table: ShardTable, pieces: Pieces, manifest: Manifest | None
+    ranks: Ranks,
+    table: ShardTable,
+    pieces: Pieces,
+    manifest: Manifest | None,
+    checksum_file: str | None,
 ) -> tuple[list[PlannedFile], list[PlannedChunk], PlannedManifest | None]:
     """Lay out the files of this rank; return them, its objects, and on the coordinator the manifest
     of all ranks.
@@ -468,6 +616,8 @@ def _lay_out(
     try:
         files, objects = lay_out_files(ranks.rank, table, pieces)
         own = chunk_table([*files, open_object_file(ranks.rank, objects)] if objects else files)
+        if checksum_file is not None:
+            own.files.append(ShardFile(checksum_file, 0, 0, 0))
     except Exception as caught:
         error = caught
     # Whether or not it has failed: the coordinator waits for it.
@@ -477,7 +627,6 @@ def _lay_out(
         if error is not None:
             raise error
         if manifest is not None:
-            manifest.check_size(tables)
             planned = planned_manifest(manifest, tables)
     return files, objects, planned
 
@@ -513,26 +662,31 @@ def object_file_of(
 
 def write_manifest(
     checkpoint_dir: str,
-    manifest: Manifest,
+    planned: PlannedManifest,
+    reports: Sequence[bytes],
     suffix: str,
     durable: bool,
 ) -> tuple[Mapping[str, Any], list[tuple[str, int]]]:
-    """Write the manifest of what was written; its files get the names that they have in the folders
-    with the suffix.
+    """Write the manifest of what the ranks report; its files get the names that they have in the
+    folders with the suffix.
 
     Returns the marker fields that name it, and the names and sizes of all files, its own included.
     On an object store, a manifest that is there is never replaced, since a marker may name it; the
     new one gets another name.
     """
+    chunks, parts = divided(planned.completed(reports))
+    for part, content in parts.items():
+        place = locations.join(checkpoint_dir, in_folder(part, suffix))
+        locations.write_bytes(place, content, durable)
     if suffix:
-        named = [file._replace(name=in_folder(file.name, suffix)) for file in manifest.files]
-        manifest.files[:] = named
-    data = manifest.to_bytes()
+        named = [file._replace(name=in_folder(file.name, suffix)) for file in chunks.files]
+        chunks = chunks._replace(files=named)
+    data = planned.manifest.to_bytes(chunks)
     name = MANIFEST_NAME
     if not locations.create_bytes(locations.join(checkpoint_dir, name), data, durable):
         name = f"manifest{suffix or '-' + secrets.token_hex(8)}.safetensors"
         locations.write_bytes(locations.join(checkpoint_dir, name), data, durable)
-    sizes = [(file.name, file.num_bytes) for file in manifest.files]
+    sizes = [(file.name, file.num_bytes) for file in chunks.files]
     return marker_fields(data, name), [*sizes, (name, len(data))]
 
 

@@ -121,10 +121,10 @@ def _may_pay(sharing: Sharing, targets: Sequence[torch.Tensor]) -> bool:
 
 def _place_of(sharing: Sharing) -> int:
     """Return a number that ranks have in common which do not share in any case."""
-    return _host_number() if sharing.is_auto and sharing.is_local else sharing.ranks.rank
+    return host_number() if sharing.is_auto and sharing.is_local else sharing.ranks.rank
 
 
-def _host_number() -> int:
+def host_number() -> int:
     """Return a number that is the same for processes on one machine, and differs between
     machines.
     """

@@ -244,11 +244,12 @@ class CheckpointManager:
         note: bytes,
         request: SaveRequest,
     ) -> SaveHandle:
-        notes = ranks.gather(note)
-        with ranks.phase("check the target step", decision=True):
+        with ranks.telling("describe the step") as told:
+            told.payload = note
+        with ranks.answering(told, "check the target step"):
             if ranks.is_coordinator:
                 # Its findings count for all ranks.
-                request = self._begin(step, notes, request)
+                request = self._begin(step, told.payloads, request)
         write = partial(self._write, step)
         if self._is_async:
             in_background = background_save.in_background(request)

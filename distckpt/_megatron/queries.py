@@ -7,6 +7,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Collection, Mapping
+from dataclasses import replace
 from typing import Any, TypeAlias
 
 import torch
@@ -187,12 +188,12 @@ def remove_sharded_tensors(checkpoint_dir: str | os.PathLike[str], key_prefix: s
         registered = registered_strategy(location, found.marker)
         registered.remove_sharded_tensors(location, key_prefix)
         return
-    manifest = found.stored.manifest
-    if not manifest.has_checksums:
+    if not found.stored.manifest.has_checksums:
         raise CheckpointingException(f"{location!r} was not written by distckpt: convert it first.")
     config = CheckpointingConfig(BUILT_IN, 1)
     with reading(Ranks.alone(), [found.stored]):
-        removed = remove_tensors(posix.resolve(location), manifest, key_prefix, config)
+        stored = replace(found.stored, location=posix.resolve(location))
+        removed = remove_tensors(stored, key_prefix, config)
     if not removed:
         logger.warning(
             "no tensor in %s has a key that begins with %r: nothing removed", location, key_prefix

@@ -16,8 +16,8 @@ from distckpt._megatron.async_save import request_of
 from distckpt._operations.load import run_load
 from distckpt._operations.load_request import LoadRequest
 from distckpt._operations.pending_saves import raising_pending_errors
-from distckpt._operations.planned_save import SaveRequest, write_and_commit
-from distckpt._operations.save import plan_save
+from distckpt._operations.planned_save import SaveRequest
+from distckpt._operations.save import save_now
 from distckpt._ranks.collectives import Ranks, collective
 from distckpt._rules.rule import Rule
 from distckpt._state.strictness import StrictHandling, parse_strict_flag
@@ -122,7 +122,7 @@ def save(
     with raising_pending_errors(ranks, request):
         if async_sharded_save:
             return request_of(ranks, sharded_state_dict, request)
-        write_and_commit(ranks, plan_save(ranks, sharded_state_dict, request))
+        save_now(ranks, sharded_state_dict, request)
     return None
 
 

@@ -129,6 +129,11 @@ class Described:
         classes = {place.name: name_class(place.value) for place in stateful}
         return {name: text for name, text in classes.items() if text}
 
+    @property
+    def has_stateful(self) -> bool:
+        """Whether there are objects whose states all ranks have in common."""
+        return any(place.kind is Kind.STATEFUL for place in self.places)
+
     def digest(self) -> int:
         """Return a hash, of 61 bits, of what all ranks agree on in the end."""
         return checksum(codec.encode([list(self.names), dict(self.settings)])) >> 3

@@ -127,6 +127,7 @@ def _write_files(
     overflows: dict[str, int] = {}
     counter = ProgressCounter(request.options.progress, sum(file.num_bytes for file in mine))
     with ranks.phase("write output files"), OpenFiles.for_many_reads() as open_files:
+        output.check_is_seen()
         source = plan.source.with_files(open_files)
         for file in mine:
             path = locations.join(output.location, file.name)

@@ -7,7 +7,8 @@ import logging
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from functools import partial
+from typing import Any, Literal, NamedTuple
 
 import torch
 
@@ -36,8 +37,8 @@ from distckpt._operations.load_request import (
     check_targets,
     describe_targets,
 )
-from distckpt._operations.shard_source import ShardSource
-from distckpt._ranks.collectives import PhaseTimer, Ranks, collective
+from distckpt._operations.shard_source import ShardSource, source_of
+from distckpt._ranks.collectives import Figures, PhaseTimer, Ranks, collective
 from distckpt._rules.rule import Rule
 from distckpt._state import flatten
 from distckpt._state.common_state import COMMON_KEY, CONTENT_METADATA
@@ -198,34 +199,110 @@ def run_load(ranks: Ranks, state_dict: ShardedStateDict, request: LoadRequest) -
                 found = find_checkpoint(
                     ranks, location, verify=request.options.verify, marker=attempt.marker
                 )
-                source, targets = describe_targets(ranks, state_dict, request, location, found)
+                choose_source = partial(
+                    source_of, ranks, location, found, request.options, request.process_group
+                )
+                source, targets = describe_targets(
+                    ranks, state_dict, request, location, choose_source
+                )
                 differences = check_targets(ranks, request, location, source, targets)
-            with timer.phase("read") as details, ranks.phase("load") as vote:
-                absent = _absent_keys(request, targets, differences)
-                values, common = _read(ranks, source, targets, absent)
-                details["bytes"] = num_bytes = _num_bytes(values)
-                loaded = flatten.put_together(targets.split.skeleton, values, common)
-                _refuse_absent(request, targets, loaded, location)
-                vote.number = len(source.overwritten)
+            with timer.phase("read") as details:
+                read = read_targets(ranks, request, location, source, targets, differences)
+                details["bytes"] = read.num_bytes
+    restored = restore(ranks, state_dict, request, read, timer)
+    report = LoadReport(
+        location,
+        *restored.figures,
+        missing=differences.missing | differences.left_out | read.lost,
+        unexpected=differences.unexpected_of_all | restored.absent_of_all,
+    )
+    _publish(ranks, request, report)
+    return Loaded(restored.state_dict, differences.missing, differences.unexpected, report)
+
+
+@dataclass(frozen=True)
+class _Read:
+    """What was read for the targets of a load.
+
+    Attributes:
+        location: of the checkpoint.
+        source: what it was read from.
+        targets: with their tensors filled.
+        loaded: the state dict, of values in the place of objects.
+        num_bytes: of tensors.
+        lost: keys that were read in vain on any rank.
+    """
+
+    location: str
+    source: ShardSource
+    targets: Targets
+    loaded: StateDict
+    num_bytes: int
+    lost: frozenset[str]
+
+
+def read_targets(
+    ranks: Ranks,
+    request: LoadRequest,
+    location: str,
+    source: ShardSource,
+    targets: Targets,
+    differences: Differences,
+) -> _Read:
+    """Fill the tensors of the targets of a load; objects and values are still as they were.
+
+    Collective operation: all ranks must call it.
+    """
+    with ranks.phase("load") as vote:
+        absent = _absent_keys(request, targets, differences)
+        values, common = _read(ranks, source, targets, absent)
+        num_bytes = _num_bytes(values)
+        loaded = flatten.put_together(targets.split.skeleton, values, common)
+        _refuse_absent(request, targets, loaded, location)
+        vote.number = len(source.overwritten)
     lost = _overwritten_of_all(ranks, request, source, location) if vote.largest else frozenset()
+    return _Read(location, source, targets, loaded, num_bytes, lost)
+
+
+class Restored(NamedTuple):
+    """A state dict whose objects and values are filled; paths of values for which no rank has got
+    anything; and the figures of all ranks for the report.
+    """
+
+    state_dict: StateDict
+    absent_of_all: frozenset[str]
+    figures: Figures
+
+
+def restore(
+    ranks: Ranks,
+    state_dict: ShardedStateDict,
+    request: LoadRequest,
+    read: _Read,
+    timer: PhaseTimer,
+    moving: str = "read",
+) -> Restored:
+    """Fill the objects of a state dict, and its values; `moving` is the phase in which the bytes
+    came.
+
+    Collective operation: all ranks must call it.
+    """
+    targets, loaded = read.targets, read.loaded
     absent_of_all = _report_absent_values(ranks, request, targets, loaded)
-    with ranks.phase("restore the objects of the state dict"):
-        saved = Saved(location, schedulers_of(source.marker))
+    with ranks.telling("restore the objects of the state dict") as told:
+        saved = Saved(read.location, schedulers_of(read.source.marker))
         values = targets.split.common if request.fills_values else {}
         changes = changes_of(state_dict, values, loaded)
         restored = restore_objects(targets.resolved, loaded, saved, request.asks_for_all)
+        told.payload = timer.figures(read.num_bytes)
+    with ranks.answering(told, "report"):
+        if ranks.is_coordinator:
+            told.answer = json.dumps(timer.united(told.payloads, moving)).encode()
     # No rank has failed. What can no longer fail comes last: values are changed all, or none.
     changes.apply()
     if ranks.is_coordinator:
-        _warn_of_unchanged(changes, location)
-    report = LoadReport(
-        location,
-        *timer.summarize(ranks, num_bytes, "read"),
-        missing=differences.missing | differences.left_out | lost,
-        unexpected=differences.unexpected_of_all | absent_of_all,
-    )
-    _publish(ranks, request, report)
-    return Loaded(restored, differences.missing, differences.unexpected, report)
+        _warn_of_unchanged(changes, read.location)
+    return Restored(restored, absent_of_all, tuple(json.loads(told.answer)))
 
 
 def _absent_keys(

@@ -11,14 +11,12 @@ from typing import Any, get_args
 from distckpt._base.errors import InvalidShardingError
 from distckpt._base.messages import check_choice, check_num_bytes
 from distckpt._base.options import LoadOptions, ParallelLoad, check_options
-from distckpt._checkpoint.opening import FoundCheckpoint
 from distckpt._format.marker import names_of_module
 from distckpt._mapping.sharded_tensor import ShardedTensor
 from distckpt._mapping.wrappers import ShardedStateDict, StateDict
 from distckpt._models import objects
 from distckpt._models.whole import Coverage, coverage_of, refuse_left_out
-from distckpt._operations.on_demand import on_demand
-from distckpt._operations.shard_source import ShardSource, source_of
+from distckpt._operations.shard_source import ShardSource
 from distckpt._plan.translate import stored_names
 from distckpt._ranks.collectives import Ranks
 from distckpt._rules.rule import Rule
@@ -114,7 +112,7 @@ class Targets:
         entries: of the checkpoint by key; empty when they are not needed.
         stored: those that the request is compared with.
         ties: shards that are not stored, and the numbers of those whose values they get.
-        table: its shards, without data.
+        table: its shards, without data; None where they are not compared between ranks.
         rules: from the keys of the request to those of the checkpoint.
     """
 
@@ -124,7 +122,7 @@ class Targets:
     entries: Mapping[str, StoredEntry]
     stored: Mapping[str, StoredEntry]
     ties: Mapping[int, int]
-    table: ShardTable
+    table: ShardTable | None
     rules: Sequence[Rule]
 
     @property
@@ -161,14 +159,14 @@ def describe_targets(
     state_dict: ShardedStateDict,
     request: LoadRequest,
     location: str,
-    found: FoundCheckpoint,
+    choose_source: Callable[[], ShardSource],
 ) -> tuple[ShardSource, Targets]:
     """Describe what a load fills, and choose what it is read from.
 
     Collective operation: all ranks must call it.
     """
     with ranks.phase("flatten the state dict") as vote:
-        source = source_of(ranks, location, found, request.options, request.process_group)
+        source = choose_source()
         described = objects.describe_objects(
             ranks, state_dict, loads=True, materialize=request.options.materialize
         )
@@ -188,7 +186,7 @@ def describe_targets(
             ties = find_ties(split.shards)
         stored = _without_skipped(entries, described, resolved)
         absent = _absent_ties(split.shards, ties, stored) if not rules else {}
-        table = shard_table(split.shards, ties)
+        table = None if source.has_free_targets else shard_table(split.shards, ties)
     return source, Targets(described, resolved, split, entries, stored, absent, table, rules)
 
 
@@ -201,11 +199,7 @@ def _rules_of_family(
     if family is None:
         return ()
     keys = [shard.key for shard in shards if isinstance(shard, ShardedTensor)]
-    families = on_demand("families")
-    rules: Sequence[Rule] = families.rules_for(
-        families.config_for(family, location), keys, source.shapes()
-    )
-    return rules
+    return source.rules_of_family(family, location, keys)
 
 
 def _how_much_is_needed(described: objects.Described, mode: StrictHandling, depends: bool) -> int:
@@ -254,14 +248,15 @@ def check_targets(
         InvalidShardingError: the requests of the ranks contradict each other.
         LoadMismatchError: keys differ, and the mode of the request raises.
     """
-    validates = request.options.validate_access_integrity is not False
-    is_alone = ranks.size == 1
-    sends = validates and not is_alone
-    messages = ranks.gather_once(targets.table.to_messages()) if sends else []
+    table, is_alone = targets.table, ranks.size == 1
+    validates = table is not None and request.options.validate_access_integrity is not False
+    messages: Sequence[list[bytes]] = ()
+    if table is not None and validates and not is_alone:
+        messages = ranks.gather_once(table.to_messages())
     requested = targets.requested
     with ranks.phase("check the requested shards", decision=True) as vote:
-        if validates and ranks.is_coordinator:
-            tables = [targets.table] if is_alone else ShardTable.all_from_messages(*messages)
+        if table is not None and validates and ranks.is_coordinator:
+            tables = [table] if is_alone else ShardTable.all_from_messages(*messages)
             asks_for_part = is_alone and request.options.validate_access_integrity is None
             _validate(tables, validate_part if asks_for_part else validate_shards)
         is_lenient = request.mode is StrictHandling.ASSUME_OK_UNEXPECTED

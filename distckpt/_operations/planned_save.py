@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
 import logging
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -12,11 +14,12 @@ from distckpt._base.messages import check_num_bytes
 from distckpt._base.options import SaveOptions, check_options, check_seconds, check_switch
 from distckpt._base.reports import SaveReport, publish
 from distckpt._commit import posix
-from distckpt._commit.output import OutputSettings, new_output
+from distckpt._commit.output import Output, OutputSettings, new_output
 from distckpt._format.marker import CheckpointingConfig, marker_of, replaced
 from distckpt._io.prepared_save import PreparedSave
 from distckpt._mapping.wrappers import CommonStateDict, StateDict
-from distckpt._ranks.collectives import PhaseTimer, Ranks
+from distckpt._ranks.collectives import Figures, PhaseTimer, Ranks
+from distckpt._ranks.exchanges import pack_parts, unpack_parts
 
 logger = logging.getLogger(__name__)
 
@@ -111,27 +114,50 @@ def write_and_commit(ranks: Ranks, save: PlannedSave) -> SaveReport:
     """Write everything beside the target and commit it. Collective operation: all ranks must call
     it.
     """
+    with new_output(ranks) as output:
+        return write_and_commit_to(ranks, save, output)
+
+
+def write_and_commit_to(ranks: Ranks, save: PlannedSave, output: Output) -> SaveReport:
+    """Do the same with an output whose place may have been made while the save was planned."""
     timer, prepared = save.timer, save.prepared
-    with new_output(ranks, save.location, _output_settings(save)) as output:
+    has_own_folders = prepared.folder_suffix is not None
+    settings = output_settings(save.request, prepared.num_bytes, has_own_folders)
+    output.aim(save.location, settings)
+    with contextlib.ExitStack() as written:
         with timer.phase("write") as details:
             details["bytes"] = prepared.num_bytes
-            if prepared.folder_suffix is not None:
-                prepared.folder_suffix = output.folder_suffix
-            with output.being_written(), ranks.phase("save"):
-                own_fields = prepared.write(output.location, ranks)
-                output.sync()
-        with timer.phase("commit"), ranks.phase("commit", decision=True):
+            written.enter_context(output.being_written())
+            if prepared.exchanges_in_write:
+                with ranks.phase("find the directory of the save"):
+                    output.check_is_seen()
+            with ranks.telling("save") as told:
+                own = _write_own(ranks, prepared, output)
+                told.payload = pack_parts([timer.figures(prepared.num_bytes), own])
+        with timer.phase("commit"), ranks.answering(told, "commit"):
             if ranks.is_coordinator:
-                if save.source is not None:
-                    _check_source(save)
-                marker = {
-                    **_duration(save),
-                    **save.request.notes,
-                    **(own_fields or {}),
-                    **asdict(save.config),
-                }
-                output.commit(marker, prepared.written)
-    return _report(ranks, save)
+                figures, of_all = zip(*map(unpack_parts, told.payloads), strict=True)
+                _commit(save, output, of_all)
+                told.answer = json.dumps(timer.united(figures, "write")).encode()
+    return _report(ranks, save, tuple(json.loads(told.answer)))
+
+
+def _write_own(ranks: Ranks, prepared: PreparedSave, output: Output) -> bytes:
+    """Write what this rank owns; return what the coordinator needs of it."""
+    output.check_is_seen()
+    if prepared.folder_suffix is not None:
+        prepared.folder_suffix = output.folder_suffix
+    own = prepared.write_own(output.location, ranks)
+    output.sync()
+    return own
+
+
+def _commit(save: PlannedSave, output: Output, told: Sequence[bytes]) -> None:
+    fields = save.prepared.complete(output.location, told) or {}
+    if save.source is not None:
+        _check_source(save)
+    notes = {**_duration(save), **save.request.notes}
+    output.commit({**notes, **fields, **asdict(save.config)}, save.prepared.written)
 
 
 def _duration(save: PlannedSave) -> Mapping[str, Any]:
@@ -147,19 +173,19 @@ def _check_source(save: PlannedSave) -> None:
         raise replaced(save.location)
 
 
-def _output_settings(save: PlannedSave) -> OutputSettings:
+def output_settings(request: SaveRequest, num_bytes: int, has_own_folders: bool) -> OutputSettings:
+    """Return how the output of a save is written."""
     return OutputSettings(
-        num_bytes=save.prepared.num_bytes,
+        num_bytes=num_bytes,
         folders=posix.SUBDIRECTORIES,
-        overwrite=save.request.overwrite,
-        durable=save.request.options.durable,
+        overwrite=request.overwrite,
+        durable=request.options.durable,
         has_marker=True,
-        has_own_folders=save.prepared.folder_suffix is not None,
+        has_own_folders=has_own_folders,
     )
 
 
-def _report(ranks: Ranks, save: PlannedSave) -> SaveReport:
-    figures = save.timer.summarize(ranks, save.prepared.num_bytes, "write")
+def _report(ranks: Ranks, save: PlannedSave, figures: Figures) -> SaveReport:
     report = SaveReport(save.location, *figures, save.prepared.plan_reused)
     if ranks.is_coordinator:
         logger.info("%s", report)

@@ -25,8 +25,14 @@ from distckpt._checkpoint.consistent_read import reading
 from distckpt._checkpoint.opening import BACKEND, VERSION, open_undisturbed
 from distckpt._checkpoint.stored_values import object_keys, read_encoded
 from distckpt._commit import posix
-from distckpt._format.checksum import checksum
-from distckpt._format.manifest import OBJECT, Manifest, planned_manifest
+from distckpt._format.checksum import BLOCK_BYTES, checksum
+from distckpt._format.manifest import (
+    OBJECT,
+    Manifest,
+    ShardFile,
+    needs_checksum_files,
+    planned_manifest,
+)
 from distckpt._format.marker import (
     CheckpointingConfig,
     names_of_module,
@@ -55,6 +61,7 @@ from distckpt._plan.layout import (
     PlannedChunk,
     PlannedFile,
     SavePlan,
+    checksum_file_name,
     chunk_table,
     lay_out_files,
     manifest_of_keys,
@@ -200,7 +207,7 @@ def reshard(
         OpenFiles.for_many_reads() as open_files,
     ):
         files = _files_of_rank(ranks, plan, open_files, overflows)
-        prepared = _prepare(ranks, plan.layout, files, max_inflight_bytes, progress)
+        prepared = _prepare(ranks, plan, files, max_inflight_bytes, progress)
         config = CheckpointingConfig(BACKEND, VERSION)
         write_and_commit(ranks, PlannedSave(target, request, config, prepared, timer, source))
     return report_of_reshard(target, plan, _sums(ranks, overflows), time.perf_counter() - started)
@@ -208,11 +215,14 @@ def reshard(
 
 @dataclass(frozen=True)
 class ReshardPlan:
-    """What is written, from which checkpoint (or view of one), and where to."""
+    """What is written, from which checkpoint (or view of one), and where to; `save` is the part of
+    this rank.
+    """
 
     stored: StoredCheckpoint
     content: _Content
     layout: _Layout
+    save: SavePlan
 
 
 def plan_reshard(
@@ -230,12 +240,13 @@ def plan_reshard(
             stored = decoded(stored)
         content = _content_of(stored, selection, common_state)
         layout = _lay_out(content, division)
+        save = _plan_save(ranks, layout)
         vote.number = layout.digest()
     if not vote.are_equal:
         raise CheckpointingException(
             f"{stored.location!r} was changed while it was read: nothing was written, try again."
         )
-    return ReshardPlan(stored, content, layout)
+    return ReshardPlan(stored, content, layout, save)
 
 
 def report_of_reshard(
@@ -496,7 +507,6 @@ def _lay_out(content: _Content, division: Division) -> _Layout:
             of_rank.append(planned)
             object_files[planned.name] = new_file
         files.append(of_rank)
-    manifest.check_size([chunk_table(list(itertools.chain(*files)))])
     return _Layout(manifest, files, object_files)
 
 
@@ -569,25 +579,35 @@ def _held_by(table: GlobalTable, holders: Sequence[range]) -> GlobalTable:
 # --- Writing it -----------------------------------------------------------------------------------
 
 
+def _plan_save(ranks: Ranks, layout: _Layout) -> SavePlan:
+    """Plan the files that describe what the ranks write."""
+    tables = [chunk_table(layout.share(rank, ranks.size)) for rank in range(ranks.size)]
+    num_blocks = sum(int((-(-table.num_bytes // BLOCK_BYTES)).sum()) for table in tables)
+    names: dict[int, str] = {}
+    if needs_checksum_files(num_blocks):
+        names = {rank: checksum_file_name(rank) for rank, table in enumerate(tables) if table.files}
+    for rank, name in names.items():
+        tables[rank].files.append(ShardFile(name, 0, 0, 0))
+    # On all ranks: it may refuse.
+    manifest = planned_manifest(layout.manifest, tables)
+    plan = SavePlan(0, [], [], manifest if ranks.is_coordinator else None)
+    return plan._replace(checksum_file=names.get(ranks.rank))
+
+
 def _prepare(
     ranks: Ranks,
-    layout: _Layout,
+    plan: ReshardPlan,
     files: Sequence[NewFile],
     max_inflight_bytes: int,
     progress: Progress | None,
 ) -> ShardSave:
     """Prepare the share of this rank as a save."""
-    shares = [layout.share(rank, ranks.size) for rank in range(ranks.size)]
-    num_bytes = sum(map(_num_bytes, shares[ranks.rank]))
+    num_bytes = sum(map(_num_bytes, plan.layout.share(ranks.rank, ranks.size)))
     counter = ProgressCounter(progress, num_bytes)
     settings = WriteSettings(
         num_threads=num_export_threads(max_inflight_bytes), progress=counter.add
     )
-    plan = SavePlan(0, [], [], None)
-    if ranks.is_coordinator:
-        manifest = planned_manifest(layout.manifest, [chunk_table(share) for share in shares])
-        plan = plan._replace(manifest=manifest)
-    return ShardSave(lambda: files, plan, {}, settings, num_bytes)
+    return ShardSave(lambda: files, plan.save, {}, settings, num_bytes)
 
 
 def _files_of_rank(

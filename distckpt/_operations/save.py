@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
 
 from distckpt._base.errors import (
     CheckpointingException,
@@ -16,6 +18,7 @@ from distckpt._base.garbage import paused_garbage_collection
 from distckpt._base.options import SaveOptions, with_changes
 from distckpt._base.reports import SaveReport
 from distckpt._commit import posix
+from distckpt._commit.output import Output, new_output
 from distckpt._format.marker import (
     BUILT_IN,
     CheckpointingConfig,
@@ -23,13 +26,27 @@ from distckpt._format.marker import (
     note_of_schedulers,
 )
 from distckpt._io.prepared_save import PreparedSave
-from distckpt._io.save_shards import ShardSettings, prepare_shards
+from distckpt._io.save_shards import (
+    NO_VOTE,
+    KeptPlans,
+    ReadyShards,
+    ShardSettings,
+    plan_shards,
+    prepare_shards,
+    ready_to_plan,
+)
 from distckpt._mapping.wrappers import CommonStateDict, ShardedObject, ShardedStateDict, StateDict
 from distckpt._models import objects
 from distckpt._operations.on_demand import on_demand
 from distckpt._operations.pending_saves import raising_pending_errors
-from distckpt._operations.planned_save import PlannedSave, SaveRequest, write_and_commit
+from distckpt._operations.planned_save import (
+    PlannedSave,
+    SaveRequest,
+    output_settings,
+    write_and_commit_to,
+)
 from distckpt._ranks.collectives import PhaseTimer, Ranks, collective
+from distckpt._ranks.exchanges import pack_parts, unpack_parts
 from distckpt._state import common_state, flatten
 from distckpt._state.common_state import COMMON_KEY, CONTENT_METADATA
 from distckpt._state.shards import Shard
@@ -104,8 +121,14 @@ def save(
         options=with_changes(save, SaveOptions, options, changes),
     )
     with raising_pending_errors(ranks, request):
-        planned = plan_save(ranks, state_dict, request)
-        return write_and_commit(ranks, planned)
+        return save_now(ranks, state_dict, request)
+
+
+def save_now(ranks: Ranks, state_dict: ShardedStateDict, request: SaveRequest) -> SaveReport:
+    """Save in this thread. Collective operation: all ranks must call it."""
+    with new_output(ranks) as output:
+        planned = plan_save(ranks, state_dict, request, output)
+        return write_and_commit_to(ranks, planned, output)
 
 
 @dataclass(frozen=True)
@@ -141,34 +164,102 @@ class _DescribedState:
     digest: int
     notes: Mapping[str, Any]
 
+    def all_shards(self, ranks: Ranks) -> list[Shard]:
+        """Return the shards that this rank saves: common state is one on the coordinator."""
+        if not ranks.is_coordinator:
+            return self.shards
+        return [*self.shards, ShardedObject(COMMON_KEY, self.common, (1,), (0,))]
+
+
+@dataclass(frozen=True)
+class _Own:
+    """What one rank finds out about a save, before it hears of others.
+
+    Attributes:
+        target: where to save.
+        objects: in the state dict.
+        state: without them.
+        ready: its shards; None for a strategy, and where ranks are expected to differ.
+    """
+
+    target: _Target
+    objects: objects.Described
+    state: _DescribedState
+    ready: ReadyShards | None
+
+    def vote(self) -> bytes:
+        """Return what the coordinator compares, see `_Agreement`."""
+        digest = np.array([self.state.digest ^ self.objects.digest()], np.int64)
+        return digest.tobytes() + (NO_VOTE if self.ready is None else self.ready.vote())
+
+
+class _Agreement(NamedTuple):
+    """What the coordinator finds out from the votes of all ranks.
+
+    Attributes:
+        is_same: what must be the same on all of them is.
+        kept: about plans that were kept.
+        made: the place of the output; empty if it was not made.
+    """
+
+    is_same: bool
+    kept: KeptPlans
+    made: bytes = b""
+
+    @classmethod
+    def compared(cls, votes: Sequence[bytes]) -> _Agreement:
+        """Compare the votes of all ranks."""
+        kept = KeptPlans.compared([vote[8:] for vote in votes])
+        is_same = len({vote[:8] for vote in votes}) == 1
+        return cls(is_same, kept._replace(are_used=is_same and kept.are_used))
+
+    def to_bytes(self) -> bytes:
+        """Encode for sending."""
+        return pack_parts([bytes([self.is_same]), self.kept.to_bytes(), self.made])
+
+    @classmethod
+    def from_bytes(cls, data: bytes) -> _Agreement:
+        """Decode what `to_bytes` made."""
+        is_same, kept, made = unpack_parts(data)
+        return cls(any(is_same), KeptPlans.from_bytes(kept), made)
+
 
 _saved_entries: set[Hashable] = set()
 """Names of the entries of state dicts that this process has planned to save."""
+_united_entries: set[Hashable] = set()
+"""Those of state dicts whose objects were not the same on all ranks."""
 
 
 def plan_save(
     ranks: Ranks,
     state_dict: ShardedStateDict,
     request: SaveRequest,
+    output: Output | None = None,
 ) -> PlannedSave:
     """Decide everything about a save. The result refers to the tensors of the state dict.
 
-    Collective operation: all ranks must call it.
+    Collective operation: all ranks must call it. The place of the `output` is made on the way if
+    nothing is to be planned anew.
     """
     timer = PhaseTimer(request.verb, ranks.rank, str(request.path))
     entries = frozenset(state_dict if isinstance(state_dict, dict) else ())
     request = replace(request, is_repeated=not _saved_entries.isdisjoint(entries))
+    expects_same = _united_entries.isdisjoint(entries)
     with timer.phase("describe"):
-        target = _check_target(ranks, request, timer)
-        described = _describe_state(ranks, state_dict, request)
+        own, agreement = _describe(ranks, state_dict, request, timer, expects_same, output)
+        if output is not None and agreement.made:
+            output.aim(own.target.location, output_settings(request, 0, True))
+            output.enter(agreement.made)
+        if not agreement.is_same:
+            _united_entries.update(entries)
     with timer.phase("plan"):
-        prepared = _prepare(ranks, target, described)
+        prepared = _prepare(ranks, own, agreement.kept)
         if ranks.is_coordinator and ranks.size > 1:
-            common_state.note_compared(described.compared)
+            common_state.note_compared(own.state.compared)
     if request.has_target:
         _saved_entries.update(entries)
-    request = replace(request, notes={**request.notes, **described.notes})
-    return PlannedSave(target.location, request, target.config, prepared, timer)
+    request = replace(request, notes={**request.notes, **own.state.notes})
+    return PlannedSave(own.target.location, request, own.target.config, prepared, timer)
 
 
 def describe_shards(
@@ -180,22 +271,71 @@ def describe_shards(
     Collective operation: all ranks must call it.
     """
     timer = PhaseTimer(request.verb, ranks.rank, str(request.path))
-    target = _check_target(ranks, request, timer)
-    described = _describe_state(ranks, state_dict, request)
-    return _all_shards(ranks, described), target.settings
+    own, _ = _describe(ranks, state_dict, request, timer, expects_same=False)
+    return own.state.all_shards(ranks), own.target.settings
 
 
-def _check_target(ranks: Ranks, request: SaveRequest, timer: PhaseTimer) -> _Target:
-    with ranks.phase("check the arguments", decision=True, same=request.of_all_ranks()):
-        request.check()
-        location = timer.location = posix.resolve(request.path) if request.has_target else ""
-        settings = ShardSettings(options=request.options, leaves_out=request.is_repeated)
-        strategy = None
-        if request.options.strategy is not None:
-            strategy, settings = _chosen_strategy(request)
-        if ranks.is_coordinator and request.has_target:
-            given = os.fspath(request.path)
-            posix.check_target(location, request.overwrite, given, is_step=request.is_step)
+def _describe(
+    ranks: Ranks,
+    state_dict: ShardedStateDict,
+    request: SaveRequest,
+    timer: PhaseTimer,
+    expects_same: bool,
+    output: Output | None = None,
+) -> tuple[_Own, _Agreement]:
+    """Describe a state dict in the same way on all ranks; the coordinator makes the place of the
+    output if kept plans fit.
+    """
+    with ranks.telling("describe the state dict", same=request.of_all_ranks()) as told:
+        own = _describe_own(ranks, state_dict, request, timer, expects_same)
+        told.payload = own.vote()
+    with ranks.answering(told, "create directories"):
+        if ranks.is_coordinator:
+            agreement = _Agreement.compared(told.payloads)
+            if output is not None and agreement.kept.are_used:
+                num_bytes = agreement.kept.num_bytes
+                output.aim(own.target.location, output_settings(request, num_bytes, True))
+                agreement = agreement._replace(made=output.make(num_bytes))
+            told.answer = agreement.to_bytes()
+    agreement = _Agreement.from_bytes(told.answer)
+    return own if agreement.is_same else _united(ranks, own, request), agreement
+
+
+def _describe_own(
+    ranks: Ranks,
+    state_dict: ShardedStateDict,
+    request: SaveRequest,
+    timer: PhaseTimer,
+    expects_same: bool,
+) -> _Own:
+    """Check the arguments and describe the state dict of this rank. Nothing is exchanged."""
+    with ranks.part("check the arguments", decision=True):
+        target = _check_target(ranks, request)
+    timer.location = target.location
+    with ranks.part("flatten the state dict"):
+        described = objects.describe_objects(ranks, state_dict)
+        state = _flatten(described, request, _compares(ranks, request))
+    ready = None
+    if target.strategy is None and expects_same:
+        with ranks.part("describe the shards"):
+            ready = ready_to_plan(ranks, state.all_shards(ranks), target.settings)
+    return _Own(target, described, state, ready)
+
+
+def _compares(ranks: Ranks, request: SaveRequest) -> bool:
+    return request.options.validate_access_integrity and ranks.size > 1 and request.has_target
+
+
+def _check_target(ranks: Ranks, request: SaveRequest) -> _Target:
+    request.check()
+    location = posix.resolve(request.path) if request.has_target else ""
+    settings = ShardSettings(options=request.options, leaves_out=request.is_repeated)
+    strategy = None
+    if request.options.strategy is not None:
+        strategy, settings = _chosen_strategy(request)
+    if ranks.is_coordinator and request.has_target:
+        given = os.fspath(request.path)
+        posix.check_target(location, request.overwrite, given, is_step=request.is_step)
     return _Target(location, strategy, settings)
 
 
@@ -216,25 +356,20 @@ def _chosen_strategy(request: SaveRequest) -> tuple[SaveShardedStrategy | None, 
     return strategy, settings if engine.plans is None else replace(settings, plans=engine.plans)
 
 
-def _describe_state(
-    ranks: Ranks, state_dict: ShardedStateDict, request: SaveRequest
-) -> _DescribedState:
-    """Describe the objects of a state dict and flatten it; compare what ranks must agree on."""
-    compares = request.options.validate_access_integrity and ranks.size > 1 and request.has_target
-    with ranks.phase("flatten the state dict") as vote:
-        with_objects = objects.describe_objects(ranks, state_dict)
-        described = _flatten(with_objects, request, compares)
-        own = with_objects.digest() if ranks.size > 1 else 0
-        vote.number = described.digest ^ own
-    if vote.are_equal:
-        return described
-    with_objects = objects.united(ranks, with_objects)
+def _united(ranks: Ranks, own: _Own, request: SaveRequest) -> _Own:
+    """Describe a state dict again, together: its objects or common state are not the same on all
+    ranks.
+
+    Collective operation: all ranks must call it.
+    """
+    compares = _compares(ranks, request)
+    with_objects = objects.united(ranks, own.objects)
     with ranks.phase("flatten the state dict"):
-        described = _flatten(with_objects, request, compares)
+        state = _flatten(with_objects, request, compares)
     if compares:
         differences = on_demand("common_differences")
-        differences.check_differences(ranks, described.compared, described.digest)
-    return described
+        differences.check_differences(ranks, state.compared, state.digest)
+    return _Own(own.target, with_objects, state, None)
 
 
 def _flatten(
@@ -274,17 +409,13 @@ def _check_metadata_entry(state_dict: StateDict, request: SaveRequest) -> None:
         )
 
 
-def _prepare(ranks: Ranks, target: _Target, described: _DescribedState) -> PreparedSave:
+def _prepare(ranks: Ranks, own: _Own, kept: KeptPlans) -> PreparedSave:
     """Decide which rank writes what, with the built-in engine or a strategy of the user."""
-    shards = _all_shards(ranks, described)
-    if target.strategy is not None:
-        by_name = {str(number): shard for number, shard in enumerate(shards)}
-        prepared: PreparedSave = on_demand("strategies").prepare_save(target.strategy, by_name)
-        return prepared
-    return prepare_shards(ranks, shards, target.settings)
-
-
-def _all_shards(ranks: Ranks, described: _DescribedState) -> list[Shard]:
-    if not ranks.is_coordinator:
-        return described.shards
-    return [*described.shards, ShardedObject(COMMON_KEY, described.common, (1,), (0,))]
+    if own.ready is not None:
+        return plan_shards(ranks, own.ready, kept)
+    shards = own.state.all_shards(ranks)
+    if own.target.strategy is None:
+        return prepare_shards(ranks, shards, own.target.settings)
+    by_name = {str(number): shard for number, shard in enumerate(shards)}
+    prepared: PreparedSave = on_demand("strategies").prepare_save(own.target.strategy, by_name)
+    return prepared

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import os
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeAlias
 
 from distckpt._base.dtypes import FROM_NAME, TO_NAME
 from distckpt._base.errors import CheckpointingException
@@ -18,6 +19,7 @@ from distckpt._format.stored_checkpoint import StoredCheckpoint
 from distckpt._io.load_shards import ReadSettings
 from distckpt._mapping.sharded_tensor import ShardedTensor
 from distckpt._mapping.wrappers import ShardedObject
+from distckpt._operations.on_demand import on_demand
 from distckpt._ranks.collectives import Ranks
 from distckpt._rules.rule import Rule
 from distckpt._state.common_state import COMMON_KEY
@@ -29,6 +31,9 @@ from distckpt.strategies.base import (
     choose_load_strategy,
 )
 
+FamilyName: TypeAlias = str | os.PathLike[str] | None
+"""See `family` of `load`."""
+
 
 class ShardSource(ABC):
     """A checkpoint that shards are read from.
@@ -36,9 +41,11 @@ class ShardSource(ABC):
     Attributes:
         marker: the fields of its marker.
         overwritten: keys that were read in vain, since the tensors of others have their memory.
+        has_free_targets: targets may be anything that it can fill: overlapping, of several dtypes.
     """
 
     marker: Mapping[str, Any]
+    has_free_targets = False
     overwritten: Collection[str] = frozenset()
 
     @abstractmethod
@@ -58,6 +65,13 @@ class ShardSource(ABC):
     @abstractmethod
     def read_objects(self, shards: Sequence[ShardedObject]) -> list[Any]:
         """Decode objects, the same ones on all ranks, which must all call it."""
+
+    def rules_of_family(self, family: FamilyName, location: str, keys: Sequence[str]) -> list[Rule]:
+        """Return the rules from the names of requested tensors to those of this source."""
+        families = on_demand("families")
+        config = families.config_for(family, location)
+        rules: list[Rule] = families.rules_for(config, keys, self.shapes())
+        return rules
 
     def shapes(self) -> Mapping[str, tuple[int, ...]] | None:
         """Return the shapes of what is stored by key, where they are known without reading."""

@@ -4,6 +4,7 @@ changes nothing.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -29,7 +30,8 @@ from distckpt._checkpoint.consistent_read import read_attempts
 from distckpt._checkpoint.opening import identify, open_checkpoint
 from distckpt._commit.conditional_put import stray_files
 from distckpt._format.checksum import checksum
-from distckpt._format.manifest import Manifest, is_manifest_name
+from distckpt._format.checksum_files import fetch_checksums
+from distckpt._format.manifest import CHECKSUM_BYTES, is_manifest_name
 from distckpt._format.marker import CONFIG_FNAME, file_size
 from distckpt._format.stored_checkpoint import StoredCheckpoint
 from distckpt._geometry.region import IntArray
@@ -279,7 +281,8 @@ def _check_file(stored: StoredCheckpoint, file_id: int) -> Problem | None:
     except OSError as error:
         return Problem(path, f"cannot be read: {error.strerror or error}")
     if stored.manifest.has_checksums and checksum(header) != expected.header_checksum:
-        text = "checksum mismatch in the header"
+        is_all_header = expected.header_bytes == expected.num_bytes
+        text = "checksum mismatch" if is_all_header else "checksum mismatch in the header"
         return Problem(path, text, first_byte=0, stop_byte=expected.header_bytes)
     return None
 
@@ -294,7 +297,7 @@ def _check_blocks(
     stored: StoredCheckpoint, num_threads: int, progress: Progress | None
 ) -> tuple[list[Problem], int]:
     """Compare the checksums of all blocks; return what is wrong, and the bytes read."""
-    blocks = list_blocks(stored.manifest)
+    blocks = list_blocks(stored)
     counter = ProgressCounter(progress, int((blocks.stops - blocks.starts).sum()))
     units = units_of_blocks(blocks)
     bad, num_read = check_units(stored, blocks, units, num_threads, counter.add)
@@ -337,20 +340,44 @@ class Blocks(NamedTuple):
     expected: npt.NDArray[np.uint64]
 
 
-def list_blocks(manifest: Manifest) -> Blocks:
-    """Return the blocks of all chunks."""
+def list_blocks(stored: StoredCheckpoint) -> Blocks:
+    """Return the blocks of all chunks whose checksums can be read."""
+    manifest = stored.manifest
     counts = np.diff(manifest.block_starts)
     chunks = np.repeat(np.arange(len(counts)), counts)
     within = (np.arange(len(chunks)) - manifest.block_starts[chunks]) * manifest.block_bytes
     starts = manifest.first_bytes[chunks] + within
     stops = starts + np.minimum(manifest.num_bytes[chunks] - within, manifest.block_bytes)
     order = np.lexsort((starts, manifest.file_ids[chunks]))
-    expected = (
-        manifest.block_checksums[order] if manifest.has_checksums else manifest.block_checksums
-    )
+    expected = manifest.block_checksums
+    if len(manifest.checksum_files):
+        is_known, expected = _known_checksums(stored)
+        order = order[is_known]
+    elif manifest.has_checksums:
+        expected = expected[order]
     return Blocks(
         chunks[order], manifest.file_ids[chunks][order], starts[order], stops[order], expected
     )
+
+
+def _known_checksums(
+    stored: StoredCheckpoint,
+) -> tuple[npt.NDArray[np.bool_], npt.NDArray[np.uint64]]:
+    """Return the checksums that files hold, in their order, and which of all are among them: those
+    of damaged files, which are reported already, are not.
+    """
+    files, holders = stored.manifest.files, stored.manifest.checksum_files
+    known = []
+    for holder in holders.tolist():
+        with contextlib.suppress(CorruptCheckpointError, OSError):
+            fetch_checksums(stored, np.array([holder]))
+        known.append(stored.manifest.fetched_checksums.get(holder))
+    counts = [files[holder].num_bytes // CHECKSUM_BYTES for holder in holders.tolist()]
+    is_known = np.repeat([each is not None for each in known], counts)
+    return is_known, np.concatenate([each for each in known if each is not None] or [_NONE])
+
+
+_NONE = np.zeros(0, np.uint64)
 
 
 class BadBlock(NamedTuple):

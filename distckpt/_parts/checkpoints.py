@@ -18,11 +18,11 @@ from distckpt._checkpoint.opening import BACKEND, VERSION, open_undisturbed
 from distckpt._commit import posix
 from distckpt._commit.output import Output, OutputSettings, continued_output
 from distckpt._format.checksum import checksum
-from distckpt._format.manifest import ChunkTable, planned_manifest
+from distckpt._format.manifest import ChunkTable
 from distckpt._format.marker import CONFIG_FNAME, CheckpointingConfig, write_marker
 from distckpt._format.stored_checkpoint import StoredCheckpoint
 from distckpt._io.export import counting_from, num_export_threads
-from distckpt._io.save_shards import write_manifest
+from distckpt._io.save_shards import report_of_written, write_manifest
 from distckpt._io.write import NewFile, WriteSettings, in_folder, write_files, write_span
 from distckpt._mapping.wrappers import CommonStateDict
 from distckpt._operations.reshard import (
@@ -39,7 +39,6 @@ from distckpt._operations.reshard import (
 from distckpt._parts.exports import add_up, proof_of, remove_others
 from distckpt._parts.facts import check_sources, facts_of
 from distckpt._parts.work import Attempt, Piece, Work, cut_files
-from distckpt._plan.layout import chunk_table
 from distckpt._ranks.collectives import Ranks
 from distckpt._rules.rule import Rule
 from distckpt._storage import locations
@@ -121,8 +120,9 @@ class _ReshardWork(Work):
         return continued_output(self.place, attempt.nonce, attempt.journal, settings)
 
     def files(self, attempt: Attempt) -> list[str]:
-        suffix = self._output(attempt).folder_suffix
-        return [in_folder(name, suffix) for name in self._files]
+        suffix, planned = self._output(attempt).folder_suffix, self._plan.save.manifest
+        assert planned is not None
+        return [in_folder(file.name, suffix) for file in planned.chunks.files]
 
     def check(self) -> None:
         posix.check_target(self.place, self._overwrite)
@@ -187,12 +187,14 @@ class _ReshardWork(Work):
         self, output: Output, results: Sequence[Any]
     ) -> tuple[dict[str, Any], list[tuple[str, int]]]:
         """Write the manifest; return the fields of the marker, and names and sizes of all files."""
-        layout = self._plan.layout
         checksums = [number for result in results for number in result["checksums"]]
-        planned = planned_manifest(layout.manifest, [chunk_table(layout.all_files)])
-        written = ChunkTable.empty()._replace(block_checksums=np.array(checksums, np.uint64))
+        plan, suffix = self._plan.save, output.folder_suffix
+        assert plan.manifest is not None
+        report = report_of_written(
+            output.location, plan, ChunkTable.empty(), np.array(checksums, np.uint64), suffix
+        )
         fields, files = write_manifest(
-            output.location, planned.completed([written]), output.folder_suffix, durable=True
+            output.location, plan.manifest, [report], suffix, durable=True
         )
         config = CheckpointingConfig(BACKEND, VERSION)
         return {**self._notes, **fields, **asdict(config)}, files

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from distckpt._base.errors import CheckpointingException
+from distckpt._base.interrupts import operation
 from distckpt._base.options import Progress
 from distckpt._base.threads import ProgressCounter
 from distckpt._commit import hidden_directories
@@ -45,6 +47,7 @@ class PartReport:
     report: Any = None
 
 
+@operation
 def run_part(work: Work, part: Part, progress: Progress | None = None) -> PartReport:
     """Do the pieces of a part that are missing, and complete the work if no others are.
 
@@ -81,6 +84,7 @@ def run_part(work: Work, part: Part, progress: Progress | None = None) -> PartRe
     )
 
 
+@operation
 def finish(work: Work) -> Any:
     """Complete work of which all pieces are whole, and return the report of the verb.
 
@@ -178,7 +182,8 @@ def _run(
     """Do pieces; yield the number of each that is whole now."""
     if not mine:
         return
-    with journal.at_work(part) as note:
+    directory = work.directory(journal.attempt)
+    with journal.at_work(part) as note, _in_sight(directory) as check:
 
         def report(done: int, total: int) -> None:
             note.report(done, total)
@@ -190,10 +195,30 @@ def _run(
         before = time.perf_counter()
         for number, result in work.run(journal.attempt, assigned, counter.add):
             now = time.perf_counter()
+            # Otherwise the record could be about files that were removed with another attempt.
+            check()
             journal.record(number, result, now - before)
             before = now
             yield number
         counter.finish()
+
+
+@contextlib.contextmanager
+def _in_sight(directory: str) -> Iterator[Callable[[], None]]:
+    """Yield a function that raises an error when a local directory was removed or renamed; what
+    is no directory stays.
+    """
+    if not (locations.is_local(directory) and locations.isdir(directory)):
+        yield lambda: None
+        return
+    with hidden_directories.kept_in_sight(directory) as is_same:
+
+        def check() -> None:
+            if not is_same():
+                text = "removed while this part was writing into it; run the part again"
+                raise FileNotFoundError(errno.ENOENT, text, directory)
+
+        yield check
 
 
 def _missing(work: Work, journal: Journal, mine: Iterable[int], note: Note) -> Iterator[int]:

@@ -18,6 +18,7 @@ import numpy.typing as npt
 from distckpt._base.dtypes import FROM_NAME
 from distckpt._format.checksum import checksum
 from distckpt._format.manifest import (
+    CHECKSUMS_SUFFIX,
     FORMAT_VERSION,
     OBJECT,
     ChunkTable,
@@ -81,6 +82,8 @@ class SavePlan(NamedTuple):
             rank has any.
         weights: one for each of them; the weights of all replicas of a region add up to 0, modulo
             2**64.
+        checksum_file: the name of the file that gets the checksums of what this rank writes; None
+            if they go into the manifest, or there are none.
     """
 
     number: int
@@ -89,6 +92,7 @@ class SavePlan(NamedTuple):
     manifest: PlannedManifest | None
     replicas: Sequence[tuple[int, Region]] | None = None
     weights: npt.NDArray[np.uint64] = np.empty(0, np.uint64)
+    checksum_file: str | None = None
 
     @property
     def tensor_bytes(self) -> int:
@@ -177,6 +181,11 @@ def lay_out_tensor_file(
 def open_object_file(rank: int, objects: Sequence[PlannedChunk]) -> PlannedFile:
     """Return the file of objects that are not encoded yet: without a header, and without sizes."""
     return PlannedFile("objects/" + object_file_name(rank), b"", list(objects))
+
+
+def checksum_file_name(rank: int) -> str:
+    """Name the file of the checksums of what a rank writes."""
+    return f"objects/rank-{rank + 1:05d}{CHECKSUMS_SUFFIX}"
 
 
 def lay_out_object_file(

@@ -25,6 +25,7 @@ from distckpt._geometry.region import (
     intersect_many,
     regions_to_arrays,
 )
+from distckpt._mapping.sharded_tensor import ShardedTensor
 from distckpt._mapping.wrappers import ShardedObject
 from distckpt._plan.codes import check_cast, check_integers, undecoded
 
@@ -60,6 +61,11 @@ class Request(NamedTuple):
     def covered(self) -> Request:
         """Request everything from the first to the last element."""
         return self._replace(region=covering(self.region, self.step), step=())
+
+
+def request_of(shard: ShardedTensor, region: Region) -> Request:
+    """Request a region of a shard's tensor."""
+    return Request(shard.key, tuple(shard.global_shape), region, shard.allow_shape_mismatch)
 
 
 # --- Keys, dtypes and objects ---------------------------------------------------------------------

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from typing import NamedTuple
 
 import torch
 
@@ -52,37 +53,54 @@ def stored_names(rules: Sequence[Rule], shapes: Mapping[str, tuple[int, ...]]) -
     return set(apply_rules([replace(rule, optional=True, count=None) for rule in rules], infos))
 
 
+class Translated(NamedTuple):
+    """Requests in terms of the checkpoint.
+
+    Attributes:
+        numbers: for each view, the number of the request that it is a part of.
+        requests: for each view.
+        views: of the tensors of the model, shaped as the stored regions.
+        adds: what the values of the model have in addition to the stored ones, for each view.
+        padding: views of elements for which the checkpoint has nothing: zeros.
+    """
+
+    numbers: list[int]
+    requests: list[Request]
+    views: list[torch.Tensor]
+    adds: list[float]
+    padding: list[torch.Tensor]
+
+
 def translate(
-    rules: Sequence[Rule], requests: Sequence[Request], targets: Sequence[torch.Tensor]
-) -> tuple[list[Request], list[torch.Tensor], list[float]]:
+    rules: Sequence[Rule], requests: Sequence[Request], tensors: Sequence[torch.Tensor]
+) -> Translated:
     """Turn requests for tensors of the model into requests for the tensors that rules make of them.
 
-    A rank that holds only a part of the model need not match all rules. `targets` has for each
-    request a view of its region's shape. Returns requests in terms of the checkpoint, with views to
-    fill and what to add to each afterwards. Where the checkpoint has no padding, targets are set to
-    zero.
+    A rank that holds only a part of the model need not match all rules. `tensors` has for each
+    request a view of its region's shape.
     """
     ties = _ties(rules)
     requests = [request._replace(key=ties.get(request.key, request.key)) for request in requests]
-    pairs = zip(requests, targets, strict=True)
+    pairs = zip(requests, tensors, strict=True)
     infos = {r.key: TensorSpec(r.global_shape, TO_NAME[t.dtype]) for r, t in pairs}
     stored = apply_rules([replace(rule, optional=True, count=None) for rule in rules], infos)
     mapped = invert(stored, infos | _of_other_ranks(stored, infos))
-    translated: list[Request] = []
-    views: list[torch.Tensor] = []
-    adds: list[float] = []
-    for request, target in zip(requests, targets, strict=True):
+    found = Translated([], [], [], [], [])
+    for number, (request, tensor) in enumerate(zip(requests, tensors, strict=True)):
         if request.key not in mapped:
             # Dropped by a rule: the message about unknown keys names it.
-            translated.append(request)
-            views.append(target)
-            adds.append(0.0)
+            found.numbers.append(number)
+            found.requests.append(request)
+            found.views.append(tensor)
+            found.adds.append(0.0)
             continue
         for padding in resolve_padding(mapped[request.key], request.region):
-            target[padding.slices()].zero_()
+            found.padding.append(tensor[padding.slices()])
         for place, part in resolve(mapped[request.key], request.region):
             shape, may_differ = stored[part.key].shape, request.allow_shape_mismatch
-            translated.append(Request(part.key, shape, part.source, may_differ, part.source_step))
-            views.append(target_view(target, place, part))
-            adds.append(part.add)
-    return translated, views, adds
+            translated = Request(part.key, shape, part.source, may_differ, part.source_step)
+            found.numbers.append(number)
+            found.requests.append(translated)
+            found.views.append(target_view(tensor, place, part))
+            found.adds.append(part.add)
+    return found

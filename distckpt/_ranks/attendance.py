@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from distckpt._base.errors import RankFailedError
@@ -121,9 +121,20 @@ class AttendanceLog:
         # A store that does not answer leaves all ranks unknown.
         with contextlib.suppress(RuntimeError):
             if self._store is not None:
-                texts = [
-                    self._store.get(name).decode() if self._store.check([name]) else "0 "
-                    for name in self._names
-                ]
+                texts = [value.decode() for value in _values(self._store, self._names)]
                 return [(int(text.split(" ")[0]), text.partition(" ")[2]) for text in texts]
         return []
+
+
+def _values(store: Any, names: Sequence[str]) -> list[bytes]:
+    """Return what a store has under names, of ranks that may not have come yet.
+
+    It would wait for those, so they are looked for first, half by half: two requests if all are
+    there.
+    """
+    if store.check(names):
+        return list(store.multi_get(names))
+    if len(names) == 1:
+        return [b"0 "]
+    middle = len(names) // 2
+    return _values(store, names[:middle]) + _values(store, names[middle:])

@@ -6,6 +6,7 @@ import contextlib
 import functools
 import json
 import logging
+import struct
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -18,11 +19,13 @@ from distckpt._base import interrupts
 from distckpt._base.errors import CheckpointingException, RankFailedError
 from distckpt._ranks.exchanges import Exchanges, mark_known, num_exchanges
 from distckpt._ranks.outcomes import (
+    Call,
     describe_call,
     describe_difference,
     describe_error,
+    digest_of,
     error_to_raise,
-    number_of,
+    note_part,
 )
 
 logger = logging.getLogger(__name__)
@@ -37,6 +40,12 @@ _Parameters = ParamSpec("_Parameters")
 _Result = TypeVar("_Result")
 _Settings: TypeAlias = Mapping[str, object] | None
 
+Figures: TypeAlias = tuple[int, float, dict[str, float], int, int]
+"""Of a report: bytes and seconds, seconds by phase, the slowest rank and how many there are."""
+
+
+_TWO_NUMBERS = struct.Struct("<qq")
+
 
 @dataclass
 class Vote:
@@ -47,6 +56,31 @@ class Vote:
     number: int = 0
     largest: int = 0
     are_equal: bool = True
+
+
+@dataclass
+class Told:
+    """What ranks tell the coordinator, and what it answers, see `Ranks.telling`.
+
+    Attributes:
+        call: what this rank is doing.
+        payload: of this rank.
+        payloads: of all ranks, on the coordinator.
+        answer: of the coordinator, on every rank.
+        is_decision: whether the body works on the coordinator on behalf of all.
+    """
+
+    call: Call
+    payload: bytes = b""
+    payloads: Sequence[bytes] = ()
+    answer: bytes = b""
+    is_decision: bool = False
+
+
+_FINE, _FAILED, _EXPLAIN = b"+", b"-", b"?"
+"""How messages begin. After the last one, which only the coordinator sends, every rank describes
+what it is doing and how that failed.
+"""
 
 
 class Ranks(Exchanges):
@@ -92,13 +126,40 @@ class Ranks(Exchanges):
         CheckpointingException.
         """
         vote = Vote()
-        if self.size == 1:
+        with self.telling(name, decision=decision, same=same) as told:
             yield vote
-            vote.largest = vote.number
+            told.payload = vote.number.to_bytes(8, "little", signed=True)
+        with self.answering(told, name):
+            numbers = np.frombuffer(b"".join(told.payloads), np.int64)
+            if len(numbers):
+                told.answer = _TWO_NUMBERS.pack(numbers.min(), numbers.max())
+        smallest, vote.largest = _TWO_NUMBERS.unpack(told.answer)
+        vote.are_equal = smallest == vote.largest
+
+    @contextlib.contextmanager
+    def telling(
+        self,
+        name: str,
+        *,
+        decision: bool = False,
+        same: _Settings = None,
+    ) -> Iterator[Told]:
+        """Run the body, then tell the coordinator its outcome and a payload: the first half of a
+        phase, see there.
+
+        The second half, `answering`, must follow at once. Where this rank or, on the coordinator,
+        another one has failed, all raise it here or there.
+        """
+        if self.size == 1:
+            told = Told({})
+            yield told
+            told.payloads = [told.payload]
             return
+        call = describe_call(interrupts.running_operation(), name, same or {})
+        told = Told(call, is_decision=decision)
         error: BaseException | None = None
         try:
-            yield vote
+            yield told
             if not decision:
                 # After a decision, what was done for all (perhaps a commit) must not be reported as
                 # a failure.
@@ -106,48 +167,71 @@ class Ranks(Exchanges):
         except BaseException as caught:
             error = caught
             self._log(error, name)
-        vote.are_equal, vote.largest = self._agree(error, name, decision, same, vote.number)
+        if error is not None and (self.is_known_to_all(error) or interrupts.is_forced()):
+            # All ranks have raised it together already, in a phase inside this one; or this rank
+            # leaves the others.
+            raise error
+        code = digest_of(told.call)
+        messages = self.gather((_FAILED if error else _FINE) + code + told.payload, name)
+        told.payloads = [message[1 + len(code) :] for message in messages]
+        is_fine = error is None and all(each.startswith(_FINE + code) for each in messages)
+        if not is_fine:
+            self.broadcast(_EXPLAIN, name)
+            self._raise_together_what_failed(told, error)
+
+    @contextlib.contextmanager
+    def answering(self, told: Told, name: str) -> Iterator[None]:
+        """Run the body, which works on the coordinator on behalf of all and sets the answer: the
+        second half of a phase.
+
+        Its errors are raised like those of a `decision`; elsewhere it must do nothing.
+        """
+        error: BaseException | None = None
+        if self.size == 1:
+            yield
+            return
+        try:
+            yield
+        except BaseException as caught:
+            error = caught
+            self._log(error, name)
+            if interrupts.is_forced():
+                raise
+        message = _FINE + told.answer if error is None else _describe(error)
+        answer = self.broadcast(message, name)
+        if answer == _EXPLAIN:
+            self._raise_together_what_failed(told, None)
+        told.answer = self._result(answer, name, error)
+
+    @staticmethod
+    @contextlib.contextmanager
+    def part(name: str, *, decision: bool = False) -> Iterator[None]:
+        """Run one part of the body of a phase: its errors name it, and are raised as if it was a
+        phase.
+        """
+        try:
+            yield
+        except BaseException as error:
+            note_part(error, name, decision)
+            raise
+
+    def _raise_together_what_failed(self, told: Told, error: BaseException | None) -> NoReturn:
+        """Raise on all ranks what has failed on one, or that they are not doing the same."""
+        sent = self.all_gather(json.dumps([told.call, describe_error(error)]).encode())
+        calls, outcomes = zip(*map(json.loads, sent), strict=True)
+        agreed: BaseException
+        if any(outcomes) and len({each["call"] for each in calls}) == 1:
+            # A rank that has failed before the first phase does not know its name.
+            agreed = error_to_raise(error, self.rank, outcomes, calls[0]["phase"], told.is_decision)
+        else:
+            agreed = CheckpointingException(describe_difference(calls))
+        self.raise_together(agreed, error)
 
     def _log(self, error: BaseException, name: str) -> None:
         if not self.is_known_to_all(error):
             logger.error(
                 "rank %d failed during %r: %s: %s", self.rank, name, type(error).__name__, error
             )
-
-    def _agree(
-        self,
-        error: BaseException | None,
-        name: str,
-        decision: bool = False,
-        same: _Settings = None,
-        number: int = 0,
-    ) -> tuple[bool, int]:
-        """Raise on all ranks if one has failed, or they are not doing the same.
-
-        Return whether their numbers are equal, and the largest one.
-        """
-        if error is not None and (self.is_known_to_all(error) or interrupts.is_forced()):
-            # All ranks have raised it together already, in a phase inside this one; or this rank
-            # leaves the others.
-            raise error
-        call = describe_call(interrupts.running_operation(), name, same or {})
-        code = number_of(call)
-        # Always of the same size, so that ranks in different calls understand each other.
-        figures = [error is not None, number, -number, code, -code]
-        has_failed, largest, negated_smallest, last, negated_first = self.all_reduce_max(
-            figures, name
-        )
-        if not has_failed and last == -negated_first:
-            return largest == -negated_smallest, largest
-        told = self.all_gather(json.dumps([call, describe_error(error)]).encode())
-        calls, outcomes = zip(*map(json.loads, told), strict=True)
-        agreed: BaseException
-        if has_failed and len({each["call"] for each in calls}) == 1:
-            # A rank that has failed before the first phase does not know its name.
-            agreed = error_to_raise(error, self.rank, outcomes, calls[0]["phase"], decision)
-        else:
-            agreed = CheckpointingException(describe_difference(calls))
-        self.raise_together(agreed, error)
 
     def decide(self, name: str, function: Callable[[], bytes]) -> bytes:
         """Call a function on the coordinator, as a decision (see `phase`); return its result on
@@ -178,23 +262,25 @@ class Ranks(Exchanges):
         if not self.is_coordinator:
             return [b""] * self.size, None
         try:
-            return [b"+" + payload for payload in function()], None
+            return [_FINE + payload for payload in function()], None
         except BaseException as error:
             self._log(error, name)
             if interrupts.is_forced():
                 raise
-            return [json.dumps(describe_error(error)).encode()] * self.size, error
+            return [_describe(error)] * self.size, error
 
     def _result(self, message: bytes, name: str, error: BaseException | None) -> bytes:
         """Return the result in a message of `_attempt`, or raise its error."""
-        if message[:1] == b"+":
+        if message[:1] == _FINE:
             return message[1:]
         outcomes = [json.loads(message), *[None] * (self.size - 1)]
         self.raise_together(error_to_raise(error, self.rank, outcomes, name, True), error)
 
     def all_equal(self, number: int) -> bool:
         """Tell whether every rank gave the same number, between -2**62 and 2**62."""
-        return self.size == 1 or self._agree(None, "compare a number", number=number)[0]
+        with self.phase("compare a number") as vote:
+            vote.number = number
+        return vote.are_equal
 
     def raise_together(self, agreed: BaseException, error: BaseException | None) -> NoReturn:
         """Raise an error that all ranks raise, instead of one that they have raised together.
@@ -206,6 +292,10 @@ class Ranks(Exchanges):
         if mark_known(agreed, self._group) is error:
             raise agreed
         raise agreed from error
+
+
+def _describe(error: BaseException) -> bytes:
+    return json.dumps(describe_error(error)).encode()
 
 
 def _given_group(*args: Any, process_group: Any = None, **kwargs: Any) -> Any:
@@ -269,6 +359,7 @@ class PhaseTimer:
         self._started = time.perf_counter()
         self._verb, self._rank, self.location = verb, rank, location
         self.phases: dict[str, float] = {}
+        self._running: dict[str, float] = {}
 
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[dict[str, Any]]:
@@ -277,6 +368,7 @@ class PhaseTimer:
         """
         start, started = time.time(), time.perf_counter()
         details: dict[str, Any] = {}
+        self._running[name] = started
         try:
             yield details
             self.phases[name] = self.phases.get(name, 0.0) + time.perf_counter() - started
@@ -284,6 +376,7 @@ class PhaseTimer:
             details["error"] = type(error).__name__
             raise
         finally:
+            del self._running[name]
             if events.handlers and events.isEnabledFor(logging.INFO):
                 event = {
                     "verb": self._verb,
@@ -302,19 +395,24 @@ class PhaseTimer:
         """Return how long the call has taken so far."""
         return time.perf_counter() - self._started
 
-    def summarize(
-        self, ranks: Ranks, num_bytes: int, moving: str
-    ) -> tuple[int, float, dict[str, float], int, int]:
-        """Return the fields of a report that follow the location, from the figures of all ranks.
+    def figures(self, num_bytes: int) -> bytes:
+        """Return what this rank has to say for a report; the phase that is running counts."""
+        phases = {**self.phases, **self._seconds_of_running()}
+        return np.array([num_bytes, self.seconds, *phases.values()]).tobytes()
 
-        Collective operation: all ranks must call it. The slowest rank is the one that took longest
-        in the phase `moving`.
+    def united(self, figures: Sequence[bytes], moving: str) -> Figures:
+        """Return the fields of a report that follow the location from the `figures` of all ranks.
+
+        The slowest rank is the one that took longest in the phase `moving`. Phases that are running
+        now are those of this rank.
         """
-        seconds = self.seconds
-        if ranks.size == 1:
-            return num_bytes, seconds, self.phases, 0, 1
-        own = np.array([num_bytes, seconds, *self.phases.values()])
-        figures = np.stack([np.frombuffer(data) for data in ranks.all_gather(own.tobytes())])
-        longest = dict(zip(self.phases, figures[:, 2:].max(axis=0).tolist(), strict=True))
-        slowest = int(figures[:, 2 + list(self.phases).index(moving)].argmax())
-        return int(figures[:, 0].sum()), float(figures[:, 1].max()), longest, slowest, ranks.size
+        table = np.stack([np.frombuffer(row) for row in figures])
+        longest = dict(zip(self.phases, table[:, 2:].max(axis=0).tolist(), strict=True))
+        slowest = int(table[:, 2 + list(self.phases).index(moving)].argmax())
+        running = self._seconds_of_running()
+        seconds = max(float(table[:, 1].max()) + sum(running.values()), self.seconds)
+        return int(table[:, 0].sum()), seconds, {**longest, **running}, slowest, len(table)
+
+    def _seconds_of_running(self) -> dict[str, float]:
+        now = time.perf_counter()
+        return {name: now - started for name, started in self._running.items()}

@@ -38,6 +38,10 @@ WAITING_LOG_SECONDS = 30.0
 _POLL = timedelta(seconds=0.5)
 """How long waiting may keep Python from handling signals."""
 
+_FRAME_BYTES = 512
+"""Of each message of a gather, scatter or broadcast: only what is longer takes a second one."""
+_BYTES_IN_FRAME = _FRAME_BYTES - 8
+
 _cpu_groups: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
 """Process group of the caller -> gloo group of the same ranks, for groups that cannot move CPU
 tensors.
@@ -47,6 +51,13 @@ _turns: weakref.WeakKeyDictionary[Any, threading.Lock] = weakref.WeakKeyDictiona
 """By process group of the caller: held by the thread that uses it, since exchanges of two threads
 could not be told apart.
 """
+
+FAN_OUT = 16
+"""Larger groups exchange messages along a tree. No rank has more than 15 others below it for each
+level, so that a rank of 65,536 has at most 61 connections."""
+
+_trees: weakref.WeakKeyDictionary[Any, list[Any]] = weakref.WeakKeyDictionary()
+"""By gloo group: those of its tree that this rank is in, from the leaves on."""
 
 _lone_groups: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
 """Default group -> the group of this process alone."""
@@ -99,15 +110,19 @@ class Exchanges:
             interrupts.hold(_turns.setdefault(group, threading.Lock()))
             self._group = _cpu_group(group)
 
+    def use_group(self, group: Any) -> None:
+        """Go on in a group that `group_over` made, which is used by one thread."""
+        self.stop = threading.Event()
+        self._group, self.rank, self.size = group, group.rank(), group.size()
+        self.is_coordinator = self.rank == 0
+
     def use_new_group(self, timeout: float) -> None:
         """Go on in a new gloo group of the same ranks, which wait up to `timeout` seconds for each
         other there.
         """
-        members, limit = dist.get_process_group_ranks(self._group), timedelta(seconds=timeout)
+        members = dist.get_process_group_ranks(self._group)
         with _contact(self._group, "make a process group"):
-            self._group = dist.new_group(
-                members, limit, backend="gloo", use_local_synchronization=True
-            )
+            self._group = _new_gloo_group(members, timedelta(seconds=timeout))
 
     @property
     def timeout(self) -> float:
@@ -121,9 +136,7 @@ class Exchanges:
 
     def is_known_to_all(self, error: BaseException) -> bool:
         """Tell whether all ranks have raised this error, or one with the same cause, together."""
-        return (
-            self._group is not None and getattr(error, "known_in", None) == self._group.group_name
-        )
+        return self._group is not None and getattr(error, "known_in", None) == _name_of(self._group)
 
     def are_in_step_after(self, error: BaseException) -> bool:
         """Tell whether ranks may go on together after an error: all have raised it, and no rank was
@@ -133,15 +146,14 @@ class Exchanges:
             self.is_known_to_all(error) and not getattr(error, "is_lost_contact", False)
         )
 
-    def gather(self, payload: bytes) -> list[bytes]:
+    def gather(self, payload: bytes, name: str = "gather") -> list[bytes]:
         """Send a payload to the coordinator; return the payloads of all ranks there, an empty list
         elsewhere.
         """
         if self.size == 1:
             return [payload]
-        with _contact(self._group, "gather"):
-            sizes = torch.cat(self._all_gather(torch.tensor([len(payload)]), "gather")).tolist()
-            return self._gather(payload, sizes)
+        with _contact(self._group, name):
+            return self._gather(payload, name)
 
     def gather_once(self, payloads: Sequence[bytes]) -> list[list[bytes]]:
         """Gather several payloads, the same number from each rank; of ranks with an equal one, only
@@ -152,35 +164,21 @@ class Exchanges:
         """
         if self.size == 1:
             return [[payload] for payload in payloads]
-        own = [_digest_and_size(payload) for payload in payloads]
+        digests = b"".join(map(_digest_of, payloads))
+        senders = np.empty((0, len(payloads)), np.int64)
         with _contact(self._group, "gather"):
-            # By rank and payload: two numbers of its digest, and its size.
-            table = torch.stack(self._all_gather(torch.tensor(own), "gather")).numpy()
-            senders = np.stack(
-                [_first_of_same(table[:, place]) for place in range(len(payloads))], axis=1
-            )
-            sends = senders == np.arange(self.size)[:, None]
-            sizes = np.where(sends, table[:, :, 2], 0)
-            sent = b"".join(itertools.compress(payloads, sends[self.rank]))
-            joined = self._gather(sent, sizes.sum(axis=1).tolist())
-        if not joined:
-            return [[] for _ in payloads]
-        stops = sizes.cumsum(axis=1)
-        starts = stops - sizes
-        return [
-            [
-                joined[rank][starts[rank, place] : stops[rank, place]]
-                for rank in senders[:, place].tolist()
-            ]
-            for place in range(len(payloads))
-        ]
-
-    def _gather(self, payload: bytes, sizes: Sequence[int]) -> list[bytes]:
-        if not self.is_coordinator:
-            self._send(payload, 0)
-            return []
-        others = [self._receive(size, rank) for rank, size in enumerate(sizes[1:], start=1)]
-        return [payload, *others]
+            gathered = self._gather(digests, "gather")
+            if gathered:
+                table = np.frombuffer(b"".join(gathered), np.int64)
+                table = table.reshape(self.size, len(payloads), -1)
+                columns = [_first_of_same(table[:, place]) for place in range(len(payloads))]
+                senders = np.stack(columns, axis=1)
+            sends = senders == np.arange(len(senders))[:, None]
+            own_sends = self._scatter([row.tobytes() for row in sends], "gather")
+            sent = list(itertools.compress(payloads, np.frombuffer(own_sends, np.bool_)))
+            joined = self._gather(pack_parts(sent), "gather")
+        parts = [iter(unpack_parts(message)) for message in joined]
+        return [_each_of_same(senders[:, place].tolist(), parts) for place in range(len(payloads))]
 
     def scatter(self, payloads: Sequence[bytes], name: str = "scatter") -> bytes:
         """Hand every rank its payload from the coordinator's list; the argument is ignored
@@ -189,64 +187,34 @@ class Exchanges:
         if self.size == 1:
             return payloads[0]
         with _contact(self._group, name):
-            own_sizes = [len(payload) for payload in payloads]
-            sizes = torch.tensor(own_sizes if self.is_coordinator else [0] * self.size)
-            self._broadcast(sizes, 0, name)
-            if not self.is_coordinator:
-                return self._receive(int(sizes[self.rank]), 0)
-            for rank, payload in enumerate(payloads[1:], start=1):
-                self._send(payload, rank)
-            return payloads[0]
+            return self._scatter(payloads, name)
 
     def broadcast(self, payload: bytes, name: str = "broadcast") -> bytes:
         """Return the coordinator's payload on every rank; the argument is ignored elsewhere."""
         if self.size == 1:
             return payload
         with _contact(self._group, name):
-            size = torch.tensor([len(payload)])
-            self._broadcast(size, 0, name)
-            if not size:
-                return b""
-            if self.is_coordinator:
-                self._broadcast(_as_tensor(payload), 0, name)
-                return payload
-            content = torch.empty(int(size), dtype=torch.uint8)
-            self._broadcast(content, 0, name)
-            return content.numpy().tobytes()
+            return self._broadcast_bytes(payload, name)
 
-    def all_gather(self, payload: bytes) -> list[bytes]:
-        """Return every rank's payload, by rank, on every rank."""
+    def all_gather(self, payload: bytes, name: str = "all_gather") -> list[bytes]:
+        """Return every rank's payload, by rank, on every rank.
+
+        They go through the coordinator: gloo's own function sends as many messages as there are
+        pairs of ranks.
+        """
         if self.size == 1:
             return [payload]
-        with _contact(self._group, "all_gather"):
-            sizes = torch.cat(self._all_gather(torch.tensor([len(payload)]), "all_gather")).tolist()
-            if not any(sizes):
-                return [b""] * self.size
-            padded = torch.zeros(max(sizes), dtype=torch.uint8)
-            padded[: len(payload)] = _as_tensor(payload)
-            gathered = self._all_gather(padded, "all_gather")
-            return [
-                tensor[:size].numpy().tobytes()
-                for tensor, size in zip(gathered, sizes, strict=True)
-            ]
+        with _contact(self._group, name):
+            joined = pack_parts(self._gather(payload, name))
+            return unpack_parts(self._broadcast_bytes(joined, name))
 
     def all_gather_numbers(self, numbers: Sequence[int]) -> IntArray:
         """Return the numbers of every rank, the same count from each, on every rank; of shape
         (ranks, numbers).
         """
-        own = torch.tensor(numbers, dtype=torch.int64)
-        if self.size == 1:
-            return own[None].numpy()
-        with _contact(self._group, "all_gather_numbers"):
-            return torch.stack(self._all_gather(own, "all_gather_numbers")).numpy()
-
-    def all_reduce_max(self, numbers: Sequence[int], name: str) -> list[int]:
-        """Return the largest number that any rank gave at each place, on every rank."""
-        largest = torch.tensor(numbers, dtype=torch.int64)
-        with _contact(self._group, name):
-            work = dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=self._group, async_op=True)
-            self._complete(work, name, [largest])
-        return largest.tolist()
+        own = np.array(numbers, np.int64)
+        gathered = self.all_gather(own.tobytes(), "all_gather_numbers")
+        return np.frombuffer(b"".join(gathered), np.int64).reshape(self.size, len(numbers))
 
     def all_reduce_sum(self, numbers: IntArray, name: str) -> IntArray:
         """Return the sum of the numbers that all ranks gave at each place, on every rank."""
@@ -254,7 +222,7 @@ class Exchanges:
         if self.size > 1:
             with _contact(self._group, name):
                 work = dist.all_reduce(total, group=self._group, async_op=True)
-                self._complete(work, name, [total])
+                self._complete(work, name, [total], self._group)
         summed: IntArray = total.numpy()
         return summed
 
@@ -286,33 +254,79 @@ class Exchanges:
             with _contact(self._group, "broadcast of a tensor"):
                 self._broadcast(torch.from_numpy(memory), src, "broadcast of a tensor")
 
-    def _send(self, payload: bytes, to: int) -> None:
-        if payload:
-            dist.send(_as_tensor(payload), group=self._group, group_dst=to)
+    def _gather(self, payload: bytes, name: str) -> list[bytes]:
+        if self.size <= FAN_OUT:
+            return self._gather_in(self._group, payload, name)
+        parts = [payload]
+        for group in _tree_of(self._group):
+            gathered = self._gather_in(group, pack_parts(parts), name)
+            if not gathered:
+                return []
+            parts = [part for message in gathered for part in unpack_parts(message)]
+        return parts
 
-    def _receive(self, size: int, source: int) -> bytes:
-        received = torch.empty(size, dtype=torch.uint8)
-        if size:
-            # Not `recv`, which looks for a global rank among all members.
-            work = dist.irecv(received, group=self._group, group_src=source)
-            work.wait()  # type: ignore[union-attr]
-        return received.numpy().tobytes()
+    def _scatter(self, payloads: Sequence[bytes], name: str) -> bytes:
+        if self.size <= FAN_OUT:
+            return self._scatter_in(self._group, payloads, name)
+        parts = payloads
+        tree = _tree_of(self._group)
+        for height, group in reversed([*enumerate(tree)]):
+            count = FAN_OUT**height
+            below = [parts[first : first + count] for first in range(0, len(parts), count)]
+            parts = unpack_parts(self._scatter_in(group, [*map(pack_parts, below)], name))
+        return parts[0]
 
-    def _broadcast(self, tensor: torch.Tensor, src: int, name: str) -> None:
-        self._complete(
-            dist.broadcast(tensor, group=self._group, group_src=src, async_op=True), name, [tensor]
-        )
+    def _broadcast_bytes(self, payload: bytes, name: str) -> bytes:
+        groups = [self._group] if self.size <= FAN_OUT else reversed(_tree_of(self._group))
+        for group in groups:
+            payload = self._broadcast_in(group, payload, name)
+        return payload
 
-    def _all_gather(self, tensor: torch.Tensor, name: str) -> list[torch.Tensor]:
-        gathered = [torch.empty_like(tensor) for _ in range(self.size)]
-        work = dist.all_gather(gathered, tensor, group=self._group, async_op=True)
-        self._complete(work, name, [tensor, *gathered])
-        return gathered
+    def _gather_in(self, group: Any, payload: bytes, name: str) -> list[bytes]:
+        frame = _frame_of(payload)
+        if group.rank() > 0:
+            work = dist.gather(frame, group=group, group_dst=0, async_op=True)
+            self._complete(work, name, [frame], group)
+            _send(group, payload[_BYTES_IN_FRAME:], 0)
+            return []
+        frames = [torch.empty_like(frame) for _ in range(group.size())]
+        work = dist.gather(frame, frames, group=group, group_dst=0, async_op=True)
+        self._complete(work, name, [frame, *frames], group)
+        others = [_content_of(group, frame, rank) for rank, frame in enumerate(frames[1:], 1)]
+        return [payload, *others]
 
-    def _complete(self, work: Any, name: str, tensors: Sequence[torch.Tensor]) -> None:
+    def _scatter_in(self, group: Any, payloads: Sequence[bytes], name: str) -> bytes:
+        own, is_first = _frame_of(b""), group.rank() == 0
+        frames = [_frame_of(payload) for payload in payloads] if is_first else None
+        work = dist.scatter(own, frames, group=group, group_src=0, async_op=True)
+        self._complete(work, name, [own, *(frames or ())], group)
+        if not is_first:
+            return _content_of(group, own, 0)
+        for rank, payload in enumerate(payloads[1:], start=1):
+            _send(group, payload[_BYTES_IN_FRAME:], rank)
+        return payloads[0]
+
+    def _broadcast_in(self, group: Any, payload: bytes, name: str) -> bytes:
+        frame, is_first = _frame_of(payload), group.rank() == 0
+        self._broadcast(frame, 0, name, group)
+        size, start = _size_and_start(frame)
+        if size == len(start):
+            return start
+        rest = torch.empty(size - len(start), dtype=torch.uint8)
+        if is_first:
+            rest = _as_tensor(payload[_BYTES_IN_FRAME:])
+        self._broadcast(rest, 0, name, group)
+        return payload if is_first else start + rest.numpy().tobytes()
+
+    def _broadcast(self, tensor: torch.Tensor, src: int, name: str, group: Any = None) -> None:
+        group = group or self._group
+        work = dist.broadcast(tensor, group=group, group_src=src, async_op=True)
+        self._complete(work, name, [tensor], group)
+
+    def _complete(self, work: Any, name: str, tensors: Sequence[torch.Tensor], group: Any) -> None:
         """Wait for a collective; after a while, log once which ranks have not come to it."""
         log_at: float = time.monotonic() + WAITING_LOG_SECONDS
-        with lent(self._group, work, tensors):
+        with lent(group, work, tensors):
             while not work.is_completed():
                 with contextlib.suppress(RuntimeError):
                     work.wait(min(_POLL, timedelta(seconds=WAITING_LOG_SECONDS)))
@@ -343,9 +357,61 @@ def _contact(group: Any, name: str, *, of_all: bool = True) -> Iterator[None]:
         raise mark_known(log.lost_contact(name, error), group) from error
 
 
-def _digest_and_size(payload: bytes) -> list[int]:
-    digest = np.frombuffer(hashlib.blake2b(payload, digest_size=16).digest(), np.int64)
-    return [*digest.tolist(), len(payload)]
+def _content_of(group: Any, frame: torch.Tensor, source: int) -> bytes:
+    """Return the payload of a frame; what does not fit into it comes from the same rank."""
+    size, start = _size_and_start(frame)
+    return start + _receive(group, size - len(start), source)
+
+
+def _send(group: Any, payload: bytes, to: int) -> None:
+    if payload:
+        dist.send(_as_tensor(payload), group=group, group_dst=to)
+
+
+def _receive(group: Any, size: int, source: int) -> bytes:
+    received = torch.empty(size, dtype=torch.uint8)
+    if size:
+        # Not `recv`, which looks for a global rank among all members.
+        work = dist.irecv(received, group=group, group_src=source)
+        work.wait()  # type: ignore[union-attr]
+    return received.numpy().tobytes()
+
+
+def _frame_of(payload: bytes) -> torch.Tensor:
+    """Return a message of the size that all have: the length of a payload, and its beginning."""
+    start = len(payload).to_bytes(8, "little") + payload[:_BYTES_IN_FRAME]
+    return _as_tensor(start.ljust(_FRAME_BYTES, b"\0"))
+
+
+def _size_and_start(frame: torch.Tensor) -> tuple[int, bytes]:
+    content = frame.numpy().tobytes()
+    size = int.from_bytes(content[:8], "little")
+    return size, content[8:][:size]
+
+
+def pack_parts(parts: Sequence[bytes]) -> bytes:
+    """Join byte strings into one, see `unpack_parts`."""
+    sizes = np.array([len(parts), *map(len, parts)], np.int64)
+    return b"".join([sizes.tobytes(), *parts])
+
+
+def unpack_parts(message: bytes) -> list[bytes]:
+    """Return the byte strings that `pack_parts` has joined."""
+    count = int.from_bytes(message[:8], "little")
+    stops = np.frombuffer(message, np.int64, count + 1).cumsum()
+    # The sizes themselves come first; the first of those numbers is their count.
+    stops += 8 * (count + 1) - count
+    return [message[start:stop] for start, stop in itertools.pairwise(stops.tolist())]
+
+
+def _digest_of(payload: bytes) -> bytes:
+    return hashlib.blake2b(payload, digest_size=16).digest()
+
+
+def _each_of_same(senders: Sequence[int], parts: Sequence[Iterator[bytes]]) -> list[bytes]:
+    """Return the payload of each rank, given which rank has sent it, and what each has sent."""
+    sent = {rank: next(parts[rank]) for rank in sorted(set(senders))}
+    return [sent[rank] for rank in senders]
 
 
 def _first_of_same(rows: IntArray) -> IntArray:
@@ -356,8 +422,50 @@ def _first_of_same(rows: IntArray) -> IntArray:
 
 def mark_known(error: BaseException, group: Any) -> BaseException:
     """Note that the ranks of a group have raised an error together, or no longer can."""
-    error.known_in = group.group_name  # type: ignore[attr-defined]
+    error.known_in = _name_of(group)  # type: ignore[attr-defined]
     return error
+
+
+def _name_of(group: Any) -> str:
+    return getattr(group, "group_name", None) or f"group at {id(group)}"
+
+
+def open_store(host: str, port: int, is_host: bool, timeout: float) -> Any:
+    """Open the store at an address, through which processes of any jobs find each other.
+
+    Raises:
+        CheckpointingException: nobody hosts it within `timeout` seconds, or the port is taken.
+    """
+    limit = timedelta(seconds=timeout)
+    try:
+        return dist.TCPStore(  # type: ignore[attr-defined]
+            host, port, None, is_host, timeout=limit, wait_for_workers=False
+        )
+    except RuntimeError as error:
+        problem = "cannot be hosted here" if is_host else f"did not answer within {timeout:g} s"
+        raise CheckpointingException(f"The store at {host}:{port} {problem}: {error}") from error
+
+
+def group_over(store: Any, name: str, rank: int, size: int, timeout: float) -> Any:
+    """Make a gloo group of processes of any jobs, which need no default group.
+
+    Collective operation: all `size` processes must call it, within `timeout` seconds.
+    """
+    prefixed = dist.PrefixStore  # type: ignore[attr-defined]
+    shared = prefixed(name, store)
+    attendance = AttendanceLog(prefixed("attendance", shared), rank, size)
+    try:
+        group = dist.ProcessGroupGloo(shared, rank, size, timedelta(seconds=timeout))
+    except RuntimeError as error:
+        raise attendance.lost_contact("make a process group", error) from error
+    _attendance_logs[group] = attendance
+    return group
+
+
+def place_in(process_group: Any) -> tuple[int, int]:
+    """Return the rank of this process in a group, and its size; 0 and 1 without one."""
+    group = group_of(process_group)
+    return (0, 1) if group is None else (dist.get_rank(group), dist.get_world_size(group))
 
 
 @contextlib.contextmanager
@@ -429,10 +537,48 @@ def _cpu_group(group: Any) -> Any:
         ranks = dist.get_process_group_ranks(group)
         with _contact(group, "make a process group"):
             _attendance_log_of(group).wait_for_all()
-            _cpu_groups[group] = dist.new_group(
-                ranks, backend="gloo", use_local_synchronization=True
-            )
+            _cpu_groups[group] = _new_gloo_group(ranks)
     return _cpu_groups[group]
+
+
+def _new_gloo_group(members: Sequence[int], timeout: timedelta | None = None) -> Any:
+    """Make a gloo group, whose ranks connect when they first exchange something, if torch can.
+
+    Collective operation: all members must call it. Otherwise every rank connects to all others.
+    """
+    name = "TORCH_GLOO_LAZY_INIT"
+    sets_it = len(members) >= FAN_OUT and name not in os.environ
+    if sets_it:
+        os.environ[name] = "1"
+    try:
+        return dist.new_group(
+            list(members), timeout, backend="gloo", use_local_synchronization=True
+        )
+    finally:
+        if sets_it:
+            os.environ.pop(name, None)
+
+
+def _tree_of(group: Any) -> list[Any]:
+    """Return the groups of a tree that this rank is in, from its leaves on: the first rank of each
+    is in the next one.
+
+    Collective operation when a group is first given: all its ranks must call it.
+    """
+    if group not in _trees:
+        ranks = dist.get_process_group_ranks(group)
+        own, limit = dist.get_rank(), group._get_backend(torch.device("cpu")).options._timeout
+        _trees[group] = []
+        while len(ranks) > 1:
+            is_in = own in ranks
+            first = ranks.index(own) // FAN_OUT * FAN_OUT if is_in else 0
+            # All ranks make as many groups, though some are of one rank: torch counts them, and
+            # names those of the same ranks by the count.
+            made = _new_gloo_group(ranks[first : first + FAN_OUT] if is_in else [own], limit)
+            if is_in:
+                _trees[group].append(made)
+            ranks = ranks[::FAN_OUT]
+    return _trees[group]
 
 
 def _attendance_log_of(group: Any) -> AttendanceLog:

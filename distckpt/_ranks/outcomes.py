@@ -47,9 +47,9 @@ def describe_call(
     return {"call": call, "phase": phase, **texts}
 
 
-def number_of(call: Call) -> int:
-    """Return a number of 56 bits that stands for a call."""
-    return int.from_bytes(hashlib.blake2b(json.dumps(call).encode(), digest_size=7).digest(), "big")
+def digest_of(call: Call) -> bytes:
+    """Return 8 bytes that stand for a call."""
+    return hashlib.blake2b(json.dumps(call).encode(), digest_size=8).digest()
 
 
 def describe_difference(calls: Sequence[Call]) -> str:
@@ -105,14 +105,19 @@ def error_to_raise(
     if error is not None:
         failures[rank] = error
     first = min(failures)
-    is_decided = decision and list(failures) == [0]
-    if _is_ours(outcomes[first]) and (is_decided or _are_equal(outcomes)):
+    # The coordinator's own, which decides, has no outcome after a decision.
+    of_first = outcomes[first] or {}
+    name, is_decision = of_first.get("part") or (phase, decision)
+    is_decided = is_decision and list(failures) == [0]
+    if of_first.get("is_ours") and (is_decided or _are_equal(outcomes)):
         return failures.get(rank, failures[first])
-    return RankFailedError(failures, phase=phase)
+    return RankFailedError(failures, phase=name)
 
 
-def _is_ours(outcome: dict[str, Any] | None) -> bool:
-    return outcome is not None and bool(outcome["is_ours"])
+def note_part(error: BaseException, name: str, decision: bool) -> None:
+    """Note in which part of a phase an error was raised, and whether that was a decision."""
+    if not hasattr(error, "part_of_phase"):
+        error.part_of_phase = name, decision  # type: ignore[attr-defined]
 
 
 def _are_equal(outcomes: Sequence[dict[str, Any] | None]) -> bool:
@@ -127,6 +132,7 @@ def describe_error(error: BaseException | None) -> dict[str, Any] | None:
         "type": type(error).__name__,
         "message": str(error),
         "is_ours": isinstance(error, CheckpointingException),
+        "part": getattr(error, "part_of_phase", None),
     }
     if isinstance(error, LoadMismatchError):
         described.update(missing=sorted(error.missing), unexpected=sorted(error.unexpected))

@@ -116,10 +116,11 @@ def _explain_fault(
     holders = rows[((low <= point) & (point < high)).all(axis=1)]
     mains = holders[table.is_main[holders]]
     if allow_gaps and len(mains) == 0:
-        pair = _find_overlap(table, rows[table.is_main[rows]], ndim)
+        main_rows = rows[table.is_main[rows]]
+        pair = find_overlap(table.offsets[main_rows, :ndim], table.shapes[main_rows, :ndim])
         if pair is None:
             return ""
-        mains = np.array(pair)
+        mains = main_rows[list(pair)]
     if len(mains) > 1:
         return (
             f"{_shape_of(table, key_id)}: {len(mains)} main replicas hold the same element"
@@ -157,14 +158,14 @@ def _places(table: GlobalTable, rows: IntArray) -> str:
     )
 
 
-def _find_overlap(table: GlobalTable, rows: IntArray, ndim: int) -> tuple[int, int] | None:
-    """Find two rows whose regions share an element, sweeping along the first axis."""
-    if ndim == 0:
-        return (int(rows[0]), int(rows[1])) if len(rows) > 1 else None
-    rows = rows[(table.shapes[rows, :ndim] > 0).all(axis=1)]
-    rows = rows[np.argsort(table.offsets[rows, 0], kind="stable")]
-    low = table.offsets[rows, :ndim]
-    high = low + table.shapes[rows, :ndim]
+def find_overlap(offsets: IntArray, shapes: IntArray) -> tuple[int, int] | None:
+    """Find two regions that share an element, sweeping along the first axis."""
+    if offsets.shape[1] == 0:
+        return (0, 1) if len(offsets) > 1 else None
+    rows = np.flatnonzero((shapes > 0).all(axis=1))
+    rows = rows[np.argsort(offsets[rows, 0], kind="stable")]
+    low = offsets[rows]
+    high = low + shapes[rows]
     for i in range(len(rows)):
         last = int(np.searchsorted(low[:, 0], high[i, 0], side="left"))
         others = slice(i + 1, last)

@@ -51,6 +51,10 @@ CORE = [
     "DiffReport",
     "reshard",
     "ReshardReport",
+    "redistribute",
+    "Route",
+    "MoveOptions",
+    "MoveReport",
 ]
 MODELS = ["ShardedTensor", "ShardedObject", "ShardedTensorFactory", "LocalNonpersistentObject"]
 HUGGING_FACE = ["consolidate", "merge", "ExportOptions", "ExportReport"]
@@ -120,10 +124,11 @@ def index_page() -> str:
 
 def group_page(group: str) -> str:
     """Return the page with the names of `distckpt` in a group."""
-    options = (
-        "    options: {show_root_heading: true, show_root_full_path: false, heading_level: 2}\n"
+    options = "    options: {show_root_heading: true, show_root_full_path: false, heading_level: 2"
+    hidden = {"SaveHandle": ', filters: ["!^_", "!^run$"]'}  # its thread calls it
+    return f"# {group}\n\n" + "\n".join(
+        f"::: distckpt.{name}\n{options}{hidden.get(name, '')}}}\n" for name in GROUPS[group]
     )
-    return f"# {group}\n\n" + "\n".join(f"::: distckpt.{name}\n{options}" for name in GROUPS[group])
 
 
 def module_page(name: str) -> str:

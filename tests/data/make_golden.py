@@ -1,5 +1,5 @@
 """Writes the checkpoints in `format-1/` and others like it, once: `python -m tests.data.make_golden
-NEW_DIRECTORY`.
+NEW_DIRECTORY [large]`; with `large` as large checkpoints are stored.
 
 What lies there was written when that format was released and is never written again:
 `tests/unit/format/test_golden.py` shows that it stays readable. For a new format, run this with the
@@ -26,6 +26,7 @@ import torch
 
 import distckpt
 from distckpt import ShardedObject, ShardedTensor
+from distckpt._format import manifest, manifest_parts
 from tests.support.harness import run
 
 NUM_RANKS = 2
@@ -239,8 +240,9 @@ def run_state(rank: int, step: int) -> dict[str, Any]:
     return {"w": ShardedTensor.from_rank_offsets("w", rows, (0, rank, 2)), "step": step}
 
 
-def write(rank: int, folder: str) -> None:
+def write(rank: int, folder: str, as_large: bool) -> None:
     """Save everything; both ranks call."""
+    _set_limits(as_large)
     distckpt.save(grid_state(rank), f"{folder}/grid", content_metadata={"layout": "tp2"})
     distckpt.save(flat_state(rank), f"{folder}/flat")
     distckpt.save(odd_state(rank), f"{folder}/odd")
@@ -250,16 +252,26 @@ def write(rank: int, folder: str) -> None:
             manager.save(step, run_state(rank, step), metrics={"loss": step / 10})
 
 
-def write_alone(rank: int, folder: str) -> None:
+def write_alone(rank: int, folder: str, as_large: bool) -> None:
     """Save what one process saves."""
     del rank
+    _set_limits(as_large)
     distckpt.save(dtypes_state(DTYPES), f"{folder}/dtypes")
     distckpt.save(dtypes_state(NEW_DTYPES), f"{folder}/new_dtypes")
 
 
+def _set_limits(as_large: bool) -> None:
+    """Let small checkpoints be stored like large ones, in which checksums have files of their
+    own, and the manifest has parts.
+    """
+    if as_large:
+        manifest.MAX_BLOCKS = 0
+        manifest_parts.PART_ROWS = 1
+
+
 if __name__ == "__main__":
-    (folder,) = sys.argv[1:]
+    folder, *large = sys.argv[1:]
     os.mkdir(folder)
-    run(write, NUM_RANKS, folder)
-    run(write_alone, 1, folder, backend=None)
+    run(write, NUM_RANKS, folder, bool(large))
+    run(write_alone, 1, folder, bool(large), backend=None)
     np.savez_compressed(os.path.join(folder, "expected.npz"), **EXPECTED)

@@ -307,7 +307,8 @@ def count_exchanges(rank: int, path: str) -> list[int]:
 
 def test_a_save_and_a_load_make_few_exchanges(tmp_path):
     for counts in run(count_exchanges, 2, str(tmp_path / "saved")):
-        assert all(map(operator.le, counts, (15, 12, 15))), counts
+        # Half of them tell the coordinator something, which the others answer.
+        assert all(map(operator.le, counts, (11, 4, 24))), counts
 
 
 class Stage(torch.nn.Module):

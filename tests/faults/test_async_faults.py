@@ -259,7 +259,7 @@ def test_a_rank_that_is_stopped_is_named(run, saved, tmp_path):
 
 def go_on_without_background(rank, root):
     """A rank whose background hangs does not keep the trainer from its own exchanges."""
-    strategy = stopping(StopsBefore if rank == 1 else ShardSave)
+    strategy = stopping(StopsWithin if rank == 1 else ShardSave)
     manager = CheckpointManager(root, strategy=strategy, timeout=TIMEOUT)
     handle = manager.save(1, state_of(1, rank, NUM_RANKS))
     sums = [sum_over_ranks(step) for step in range(50)]

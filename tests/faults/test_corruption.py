@@ -14,7 +14,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import safetensors.numpy
 import torch
 import xxhash
 from hypothesis import given, settings
@@ -29,6 +28,7 @@ from distckpt import (
     ShardedTensor,
 )
 from distckpt.megatron.core import read_marker, write_marker
+from tests.support.forged_files import forge
 
 COMMON = {
     "step": 7,
@@ -673,22 +673,6 @@ def test_what_is_not_asked_for_may_be_damaged(checkpoint):
 
 
 # ---- manifests made by somebody who means harm
-
-
-def forge(path, change):
-    """Change the manifest, and the marker with it so that they agree."""
-    file = path / "manifest.safetensors"
-    columns = safetensors.numpy.load(file.read_bytes())
-    fields = json.loads(columns.pop("json").tobytes())
-    change(fields, columns)
-    columns["json"] = np.frombuffer(json.dumps(fields).encode(), np.uint8)
-    data = safetensors.numpy.save(
-        {name: np.ascontiguousarray(column) for name, column in columns.items()}
-    )
-    file.write_bytes(data)
-    marker = json.loads((path / "metadata.json").read_text())
-    marker["manifest"].update(bytes=len(data), checksum=f"{xxhash.xxh3_64_intdigest(data):016x}")
-    write_marker(path, marker)
 
 
 def test_forging_nothing_changes_nothing(checkpoint):

@@ -31,7 +31,15 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 from distckpt.megatron.core import write_marker
 from tests.fuzz.contained import VERBS, serve
 from tests.fuzz.targets import WEIGHT, save_dcp, save_example, torch_saved
-from tests.support.forged_files import entry, file_of, forge, marker_of, object_of, with_object
+from tests.support.forged_files import (
+    entry,
+    file_of,
+    forge,
+    marker_of,
+    object_of,
+    widened,
+    with_object,
+)
 
 HUGE = 5 << 40
 """Size of a file without content, which takes no space on the disk."""
@@ -347,7 +355,8 @@ def forge_raw(path, change):
     """As `forge`, with columns that may be nothing but a dtype and a shape without elements."""
     file = path / "manifest.safetensors"
     columns = safetensors.numpy.load(file.read_bytes())
-    fields = json.loads(columns["json"].tobytes())
+    fields = json.loads(columns.pop("json").tobytes())
+    columns = {name: widened(column) for name, column in columns.items()}
     change(fields, columns)
     columns["json"] = np.frombuffer(json.dumps(fields).encode(), np.uint8)
     names = {"int64": "I64", "uint64": "U64", "uint8": "U8"}

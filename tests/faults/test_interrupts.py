@@ -280,6 +280,6 @@ def test_a_rank_that_waits_says_for_whom_and_a_second_interrupt_ends_the_wait(tm
         launch.answer(2)
         (error, texts, is_restored), _, _ = launch.values()
     assert isinstance(error, KeyboardInterrupt)
-    assert texts == ["rank 0: still waiting for ranks 1, 2 in 'check the arguments'"]
+    assert texts == ["rank 0: still waiting for ranks 1, 2 in 'describe the state dict'"]
     assert is_restored
     assert list(tmp_path.iterdir()) == []

@@ -124,7 +124,7 @@ def check_losses(losses, template, folder):
             assert f"Lost contact with rank {loss.victim} " in str(error)
         # A rank that is lost when the coordinator may have committed already finds it done,
         # perhaps.
-        may_be_new = loss.verb is overwrite and loss.name in ("commit", "all_gather")
+        may_be_new = loss.verb is overwrite and loss.name == "commit"
         assert value_in(copy / "checkpoint") in ((1, 2) if may_be_new else (1,)), loss
         if (copy / "export").exists():
             exported = load_file(copy / "export" / "model.safetensors").values()
@@ -145,9 +145,9 @@ def value_in(path):
 @lost_ranks_are_named
 def test_the_others_name_a_killed_rank(template, tmp_path):
     losses = [
-        Loss(overwrite, 2, True, "describe the shards"),
-        Loss(overwrite, 0, True, "gather"),
-        Loss(overwrite, 2, True, "write shard files"),
+        Loss(overwrite, 2, True, "describe the state dict"),
+        Loss(overwrite, 0, True, "create directories"),
+        Loss(overwrite, 2, True, "save"),
         Loss(overwrite, 0, True, "commit"),
         Loss(load, 2, True, "plan the reads"),
         Loss(load_sharing_reads, 2, True, "read for other ranks"),
@@ -160,9 +160,8 @@ def test_the_others_name_a_killed_rank(template, tmp_path):
 @lost_ranks_are_named
 def test_the_others_name_a_stopped_rank(template, tmp_path):
     losses = [
-        Loss(overwrite, 0, False, "describe the shards"),
-        # The third gather is that of what was written.
-        Loss(overwrite, 2, False, "gather", 3),
+        Loss(overwrite, 0, False, "describe the state dict"),
+        Loss(overwrite, 2, False, "save"),
         Loss(load, 0, False, "find the checkpoint"),
         Loss(load_sharing_reads, 2, False, "exchange of tensors"),
         Loss(consolidate, 2, False, "open the checkpoint"),

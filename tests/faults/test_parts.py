@@ -19,9 +19,8 @@ import distckpt
 from distckpt import tasks, torch_dist
 from tests.faults.test_crash_points import Point, dying_at, in_child, points_of
 from tests.support.calls import recorded
-from tests.support.disk import tree_of
 from tests.support.harness import run
-from tests.support.parts import NUM_PARTS, run_killed
+from tests.support.parts import NUM_PARTS, contents_of, run_killed
 from tests.support.states import numbered, save_checkpoint
 
 RESHARD = {"num_ranks": 20, "grids": {"layers.*": (3, 2)}}
@@ -99,7 +98,7 @@ def check_whole(case: Case, folder: Path, place: Path, expected: Any) -> None:
     assert (report.num_pieces, report.is_complete) == (0, True)
     assert without_seconds(report.report) == without_seconds(expected)
     if case.has_output:
-        assert tree_of(output) == tree_of(place / "one")
+        assert contents_of(output) == contents_of(place / "one")
 
 
 def check_killed(case: Case, folder: Path, place: Path, num_kills: int) -> None:
@@ -158,10 +157,10 @@ def sweep(rank: int, name: str, folder: Path, place: Path, first: int, step: int
         assert report.is_complete, point
         assert without_seconds(report.report) == without_seconds(expected), point
         if case.has_output:
-            assert tree_of(output) == tree_of(place / "one"), point
+            assert contents_of(output) == contents_of(place / "one"), point
             left = {name for name in os.listdir(work) if not name.startswith(".out.parts-")}
             assert left == {"out"}, point
-    assert num_killed > 0.8 * len(points)
+    assert num_killed > 0.5 * len(points)
     return num_killed
 
 

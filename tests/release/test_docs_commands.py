@@ -161,7 +161,8 @@ def test_commands_of_the_command_line_page(block: Block, places: Path, tmp_path:
 
 
 @pytest.mark.parametrize(
-    ("page", "place"), [("quickstart", '"looked_into"'), ("which-call", '"cheat/')]
+    ("page", "place"),
+    [("quickstart", '"looked_into"'), ("which-call", '"cheat/'), ("offline-parts", '"run/')],
 )
 def test_commands_about_what_a_page_has_saved(
     page: str, place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -188,6 +189,7 @@ def test_blocks_with_commands_of_distckpt_are_on_pages_whose_commands_run() -> N
     # The last in test_docs.py.
     assert pages == {
         "command-line",
+        "offline-parts",
         "quickstart",
         "which-call",
         "quantized",

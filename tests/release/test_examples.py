@@ -196,6 +196,16 @@ def check_async_training(output: str, work_dir: Path) -> None:
     assert kept == ["step_00000050", "step_00000060"]
 
 
+def check_elastic(output: str, work_dir: Path) -> None:
+    first, middle, last = losses_in(r"loss (\S+) on 4, (\S+) on 3, (\S+) on 6", output)
+    assert last < middle < first
+    (off,) = losses_in(r"losses off by (\S+) at most", output)
+    assert off < 1e-5
+    saved = distckpt.open(work_dir / "end")
+    assert saved.common_state["step"] == 12
+    assert not any(tensor.isnan().any() for tensor in saved.read_tensors().values())
+
+
 def check_preemption(output: str, work_dir: Path) -> None:
     _, whole, first, second = re.split(r"^(?:uninterrupted|preempted):\n", output, flags=re.M)
     losses = [
@@ -212,6 +222,7 @@ def check_preemption(output: str, work_dir: Path) -> None:
 
 CHECKS = {
     "async_training.py": check_async_training,
+    "elastic.py": check_elastic,
     "fsdp2.py": check_fsdp2,
     "hugging_face.py": check_hugging_face,
     "moe.py": check_moe,

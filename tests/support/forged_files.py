@@ -27,7 +27,7 @@ def forge(path, change):
     file = path / "manifest.safetensors"
     columns = safetensors.numpy.load(file.read_bytes())
     fields = json.loads(columns.pop("json").tobytes())
-    columns = {name: column.copy() for name, column in columns.items()}
+    columns = {name: widened(column) for name, column in columns.items()}
     change(fields, columns)
     columns["json"] = np.frombuffer(json.dumps(fields).encode(), np.uint8)
     data = safetensors.numpy.save(
@@ -37,6 +37,11 @@ def forge(path, change):
     marker = marker_of(path)
     marker["manifest"].update(bytes=len(data), checksum=f"{xxhash.xxh3_64_intdigest(data):016x}")
     write_marker(path, marker)
+
+
+def widened(column):
+    """Return a copy of a column that takes any number."""
+    return column.copy() if column.dtype == np.uint64 else column.astype(np.int64)
 
 
 def with_object(path, blob):

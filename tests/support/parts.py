@@ -2,15 +2,27 @@
 
 from __future__ import annotations
 
+import json
 import random
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 from distckpt.tasks import PartReport, Task
+from tests.support.disk import tree_of
 from tests.support.harness import fork_context
 
 NUM_PARTS, NUM_PROCESSES = 7, 3
 _PATIENCE = 200.0
+
+
+def contents_of(output: Path) -> dict[str, Any]:
+    """Return the files of an output, of markers all but how long the work has taken."""
+    files: dict[str, Any] = dict(tree_of(output))
+    if "metadata.json" in files:
+        marker = json.loads(files["metadata.json"])
+        files["metadata.json"] = {**marker, "seconds": None, "checksum": None}
+    return files
 
 
 def run_in_process(task: Task) -> Any:

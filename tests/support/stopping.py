@@ -19,18 +19,10 @@ class StopsBefore(ShardSave):
 class StopsWithin(ShardSave):
     """Waits for the test when its own files are written, and those of others perhaps."""
 
-    def write(self, checkpoint_dir, ranks):
-        written = super().write
-
-        class Stopping:
-            """The ranks, but for a stop before what is written is reported."""
-
-            def __getattr__(self, name):
-                if name == "gather":
-                    ask_parent()
-                return getattr(ranks, name)
-
-        return written(checkpoint_dir, Stopping())
+    def write_own(self, checkpoint_dir, ranks):
+        own = super().write_own(checkpoint_dir, ranks)
+        ask_parent()
+        return own
 
 
 class StopsAfter(ShardSave):

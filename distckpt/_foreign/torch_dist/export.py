@@ -94,14 +94,15 @@ def _write(
     mine = _chunks_of_rank(stored, ranks.rank, ranks.size)
     num_bytes = sum(int(stored.manifest.num_bytes[chunk]) for _, chunk in mine)
     settings = OutputSettings(num_bytes=num_bytes, overwrite=overwrite)
-    with new_output(ranks, target, settings) as output:
-        with output.being_written(), ranks.phase("write the export"):
+    with new_output(ranks, target, settings) as output, output.being_written():
+        with ranks.telling("write the export") as told:
+            output.check_is_seen()
             name = f"__{ranks.rank}_0.distcp"
             written = write_chunks(stored, mine, output.location, name, progress)
-        gathered = ranks.gather(json.dumps(written).encode())
-        with ranks.phase("commit the export", decision=True):
+            told.payload = json.dumps(written).encode()
+        with ranks.answering(told, "commit the export"):
             if ranks.is_coordinator:
-                of_all = [json.loads(entries) for entries in gathered]
+                of_all = [json.loads(entries) for entries in told.payloads]
                 write_metadata(stored, common, of_all, output.location)
                 output.commit(None)
 

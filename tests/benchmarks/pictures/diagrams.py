@@ -157,8 +157,16 @@ def architecture() -> str:
     """The folders of the package, layer by layer."""
     layers: Sequence[tuple[str, str, Sequence[str]]] = [
         ("What users import", "a", ["save, load, manager, modules, hf, dcp, cli ..."]),
-        ("Interfaces", "panel", ["_cli", "_parts", "_dcp_api", "_megatron", "_manager"]),
-        ("Verbs, and what a state dict holds", "b", ["_operations", "_models"]),
+        (
+            "Interfaces",
+            "panel",
+            ["_cli", "_parts", "_dcp_api", "_megatron", "_manager", "_engines"],
+        ),
+        (
+            "Verbs, and what a state dict holds",
+            "b",
+            ["_operations", "_move", "_recording", "_models"],
+        ),
         ("Checkpoints of any format", "c", ["_checkpoint", "_foreign"]),
         ("Moving bytes, and planning it", "d", ["_io", "_plan", "_state"]),
         ("Commit, format, shards", "panel", ["_commit", "_mapping", "_format"]),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import signal
 import threading
 from collections import Counter
@@ -27,6 +28,7 @@ from distckpt.megatron.core import (
 from distckpt.strategies.base import SaveShardedStrategy
 from distckpt.strategies.safetensors import SafetensorsSaveStrategy
 from distckpt.streaming import save_safetensors_streaming_sharded
+from tests.support.harness import run
 from tests.support.other_program import as_another_program
 from tests.support.s3_server import (
     Fault,
@@ -142,13 +144,13 @@ class FailsAfterWriting(SaveShardedStrategy):
 
     def prepare(self, sharded_state_dict):
         prepared = self.strategy.prepare(sharded_state_dict)
-        write = prepared.write
+        write = prepared.write_own
 
         def write_and_fail(*args):
             write(*args)
             raise self.error
 
-        prepared.write = write_and_fail
+        prepared.write_own = write_and_fail
         return prepared
 
     def save(self, sharded_state_dict, checkpoint_dir):
@@ -211,15 +213,52 @@ def test_a_load_makes_the_requests_that_the_documentation_lists(s3):
     assert Counter(proxy.requests) == {
         f"GET /{s3.url[5:]}/c/metadata.json": 2,
         f"GET /{s3.url[5:]}/c/manifest.safetensors": 1,
-        f"HEAD /{s3.url[5:]}/c/tensors-{nonce}/shard-00001-model-00001-of-00001.safetensors": 1,
         # A tensor of a little more than 16 MiB, and a small one.
         f"GET /{s3.url[5:]}/c/tensors-{nonce}/shard-00001-model-00001-of-00001.safetensors": 2,
-        f"HEAD /{s3.url[5:]}/c/objects-{nonce}/rank-00001.safetensors": 1,
         f"GET /{s3.url[5:]}/c/objects-{nonce}/rank-00001.safetensors": 1,
     }
 
 
-def test_an_export_asks_for_the_size_of_each_file_once(s3, tmp_path):
+def table_rows(rank):
+    return numbers(16 * 64, rank).view(16, 64)
+
+
+def load_columns(rank, location):
+    out = torch.empty(64, 16)
+    shard = ShardedTensor.from_rank_offsets("w", out, (1, rank, 4))
+    loaded = distckpt.load({"w": shard, "lr": 0.0}, location)
+    return loaded["lr"], out
+
+
+def save_rows(rank, location):
+    rows = numbers((16, 64), rank)
+    distckpt.save(
+        {"w": ShardedTensor.from_rank_offsets("w", rows, (0, rank, 4)), "lr": 0.5}, location
+    )
+
+
+def test_ranks_ask_for_no_sizes_and_one_reads_the_common_state(s3):
+    location = f"{s3.url}/c"
+    run(save_rows, 4, location)
+    proxy = FaultyProxy(s3.server)
+    with proxy.running() as url, reached_at(url):
+        loaded = run(load_columns, 4, location)
+    whole = torch.cat([table_rows(rank) for rank in range(4)])
+    for rank, (lr, columns) in enumerate(loaded):
+        assert lr == 0.5
+        assert torch.equal(columns, whole[:, 16 * rank : 16 * rank + 16])
+    requests = Counter(re.sub("-[0-9a-f]{16}.*", "", request) for request in proxy.requests)
+    start = f"GET /{s3.url[5:]}/c"
+    # Columns are in all four files, and runs are closer than a request is worth.
+    assert requests == {
+        f"{start}/metadata.json": 2,
+        f"{start}/manifest.safetensors": 1,
+        f"{start}/tensors": 16,
+        f"{start}/objects": 1,
+    }
+
+
+def test_an_export_looks_at_each_file_without_asking_for_its_size(s3, tmp_path):
     location = f"{s3.url}/c"
     distckpt.save(state(1.0, LARGE), location)
     proxy = FaultyProxy(s3.server)
@@ -230,7 +269,7 @@ def test_an_export_asks_for_the_size_of_each_file_once(s3, tmp_path):
     )
     # More than one unit of output is read from the file.
     assert requests[f"GET /{s3.url[5:]}/c"] > 1
-    assert requests[f"HEAD /{s3.url[5:]}/c"] == 1
+    assert requests[f"HEAD /{s3.url[5:]}/c"] == 0
 
 
 def test_a_request_removes_a_thousand_objects(s3):

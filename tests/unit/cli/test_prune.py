@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import time
 
 import pytest
 import torch
 
 import distckpt
-from distckpt import CheckpointManager, ShardedTensor
+from distckpt import CheckpointManager, ShardedTensor, tasks
 from tests.support.cli_command import call, call_error, call_json
 
 
@@ -148,3 +149,17 @@ def test_in_memory_of_an_object_store(capsys):
             manager.save(step, state(step))
     assert json.loads(call(capsys, "prune", root, "--keep-last", 1, "--json"))["removed"] == [0, 1]
     assert CheckpointManager(root).steps() == [2]
+
+
+def test_journals_of_work_in_parts_go_when_nothing_was_written_for_long(root, capsys):
+    output = root / "export"
+    options = {"num_tasks": 2, "max_file_bytes": 1000}
+    step = next(path for path in root.iterdir() if path.name.startswith("step_"))
+    tasks.consolidate(step, output, **options)[0].run()
+    (journal,) = root.glob(".export.parts-*")
+    assert journal.name in call_json(capsys, "prune", root)["leftovers_kept"]
+    long_ago = time.time() - 7200
+    for path in (journal, *journal.rglob("*")):
+        os.utime(path, (long_ago, long_ago))
+    assert call_json(capsys, "prune", root)["leftovers_removed"] == [journal.name]
+    assert not journal.exists()

@@ -8,7 +8,7 @@ import safetensors.numpy
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from distckpt._format.manifest import ChunkTable, Manifest, ShardFile, planned_manifest
+from distckpt._format.manifest import ChunkTable, Manifest, ShardFile, planned_manifest, report_of
 from distckpt._geometry.region import Region
 from distckpt.megatron.core import CorruptCheckpointError
 from tests.support.manifests import example_manifest
@@ -60,10 +60,12 @@ def test_chunks_are_found_by_key():
 
 def test_manifest_is_a_safetensors_file_of_plain_arrays():
     stored = safetensors.numpy.load(example_manifest().to_bytes())
-    assert stored["offsets"].dtype == np.int64
+    # As narrow as the numbers allow.
+    assert stored["offsets"].dtype == np.uint8
+    assert stored["first_bytes"].dtype == np.uint16
     assert stored["offsets"].tolist() == [[0, 0], [2, 0], [0, 0], [0, 0], [1, 0]]
     fields = json.loads(stored["json"].tobytes())
-    assert fields["format_version"] == 2
+    assert fields["format_version"] == 3
     assert fields["keys"] == ["a", "scalar", "rng/0"]
 
 
@@ -86,15 +88,11 @@ def test_chunks_of_all_ranks_are_sorted_once_and_completed_by_what_was_written()
     )
     for size, of_late in ((7, [4]), (600_000, [40, 41, 42])):
         laid_out = ShardFile("late", size + 100, 100, 5)
-        written = none._replace(
-            files=[laid_out], first_bytes=np.array([100]), num_bytes=np.array([size])
-        )
+        numbers = np.zeros(0, np.int64)
         checksums = [np.array(ids, np.uint64) for ids in (of_late, [1, 2], [0, 3])]
-        tables = [
-            each._replace(block_checksums=ids)
-            for each, ids in zip((written, none, none), checksums, strict=True)
-        ]
-        joined = planned.completed(tables).chunks
+        of_first = report_of([laid_out], np.array([size]), checksums[0])
+        reports = [of_first, *(report_of([], numbers, each) for each in checksums[1:])]
+        joined = planned.completed(reports)
         assert joined.files == [laid_out, *(whole.files[i] for i in (0, 0, 1))]
         assert joined.file_ids.tolist() == [2, 1, 1, 3, 0]
         assert joined.key_ids.tolist() == whole.key_ids.tolist()
@@ -103,7 +101,7 @@ def test_chunks_of_all_ranks_are_sorted_once_and_completed_by_what_was_written()
         assert joined.num_bytes.tolist() == [*whole.num_bytes[:4].tolist(), size]
         assert joined.first_bytes.tolist() == [*whole.first_bytes[:4].tolist(), 100]
         assert joined.block_checksums.tolist() == [0, 1, 2, 3, *of_late]
-    assert planned.manifest.chunks.num_bytes[-1] == 0
+    assert planned.chunks.num_bytes[-1] == 0
 
 
 def rows_of(table, rows):
@@ -207,12 +205,20 @@ def test_hostile_columns_are_found(columns):
     "columns",
     [
         {"offsets": np.zeros((5, 2), np.int32)},
+        {"offsets": np.zeros((5, 2), np.uint64)},
         {"key_ids": np.array([0, 0, 1, 2, 2.0])},
         {"block_checksums": np.arange(18, dtype=np.int64)},
         {"block_checksums": np.arange(17, dtype=np.uint64)},
         {"block_checksums": np.zeros((18, 2), np.uint64)},
     ],
-    ids=["narrow", "floating point", "signed checksums", "too few checksums", "wide checksums"],
+    ids=[
+        "signed",
+        "too wide",
+        "floating point",
+        "signed checksums",
+        "too few checksums",
+        "wide checksums",
+    ],
 )
 def test_columns_of_another_kind_are_found(columns):
     with pytest.raises(CorruptCheckpointError, match="The manifest 'here' is damaged"):

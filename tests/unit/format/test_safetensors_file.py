@@ -106,7 +106,7 @@ def test_files_are_named_as_torch_names_them_and_say_what_they_are(tmp_path):
         metadata = header_of(file)[0]["__metadata__"]
         assert metadata["format"] == "pt"
         assert metadata["DCP_VERSION"] == "1.0"
-        assert metadata["distckpt_format"] == "2"
+        assert metadata["distckpt_format"] == "3"
 
 
 def test_data_begin_at_a_page_and_follow_one_another_aligned_to_their_items(tmp_path):

@@ -7,7 +7,7 @@ import torch
 
 import distckpt
 from distckpt import CheckpointingException, tasks
-from tests.support.disk import tree_of
+from tests.support.parts import contents_of
 from tests.support.states import numbered, save_checkpoint
 
 
@@ -29,7 +29,7 @@ def test_a_large_file_is_divided(large, tmp_path):
     assert reports[-1].num_total == 4
     assert reports[-1].report.overflows == expected.overflows
     assert expected.overflows
-    assert tree_of(tmp_path / "out") == tree_of(tmp_path / "one")
+    assert contents_of(tmp_path / "out") == contents_of(tmp_path / "one")
     assert distckpt.verify(tmp_path / "out").is_whole
 
 

@@ -165,6 +165,25 @@ def test_pieces_that_were_removed_are_missed(small, tmp_path):
         work[1].run()
 
 
+def test_what_goes_to_removed_files_is_not_noted(small, tmp_path):
+    first, second = tasks.consolidate(small, tmp_path / "out", num_tasks=2, **MANY)
+    removed = []
+
+    def remove(done, total):
+        if not removed:
+            removed.extend(tasks.abandon(tmp_path / "out"))
+            process = run_in_process(second)
+            process.join(100)
+            assert process.exitcode == 0
+
+    with pytest.raises(FileNotFoundError, match="removed while this part was writing"):
+        first.run(progress=remove)
+    assert tasks.status(tmp_path / "out")[0].num_whole == 5
+    assert first.run().is_complete
+    distckpt.consolidate(small, tmp_path / "one", **MANY)
+    assert tree_of(tmp_path / "out") == tree_of(tmp_path / "one")
+
+
 def test_status(small, tmp_path):
     assert tasks.status(tmp_path / "out") == []
     work = tasks.consolidate(small, tmp_path / "out", num_tasks=2, **MANY)

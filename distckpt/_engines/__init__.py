@@ -1,0 +1,1 @@
+"""What inference engines are given: tensors in bounded memory, and buckets of bytes."""

@@ -1,0 +1,137 @@
+"""The checksums of blocks that lie in files of their own, beside the shards."""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+from distckpt._base.errors import CorruptCheckpointError
+from distckpt._base.threads import NUM_REQUESTS, run_threads
+from distckpt._format.checksum import checksum
+from distckpt._format.manifest import (
+    ChunkTable,
+    Manifest,
+    blocks_of,
+    file_of_checksums,
+)
+from distckpt._format.marker import read_file
+from distckpt._format.stored_checkpoint import StoredCheckpoint
+from distckpt._geometry.region import IntArray
+from distckpt._storage import locations
+
+Checksums = npt.NDArray[np.uint64]
+
+
+def fetch_checksums(stored: StoredCheckpoint, file_ids: IntArray) -> None:
+    """Fetch the checksums of what lies in some files, unless it was done before. The manifest keeps
+    them.
+
+    Raises:
+        CorruptCheckpointError: a file of checksums is missing or damaged.
+    """
+    manifest = stored.manifest
+    if not len(manifest.checksum_files):
+        return
+    groups = np.flatnonzero(np.bincount(np.searchsorted(manifest.checksum_files, file_ids)))
+    holders = manifest.checksum_files[groups].tolist()
+    missing = [holder for holder in holders if holder not in manifest.fetched_checksums]
+    if not missing:
+        return
+    contents: dict[int, Checksums] = {}
+
+    def fetch(holder: int) -> None:
+        contents[holder] = _read(stored, holder)
+
+    run_threads(fetch, missing, 1 if locations.is_local(stored.location) else NUM_REQUESTS)
+    _find_first_blocks(manifest, np.array(missing, np.int64))
+    manifest.fetched_checksums.update(contents)
+
+
+def checksums_in(manifest: Manifest, file_id: int) -> Checksums:
+    """Return the array that has the checksums of what lies in a file, after `fetch_checksums`;
+    `Manifest.first_blocks` says where.
+    """
+    holders = manifest.checksum_files
+    if not len(holders):
+        return manifest.block_checksums
+    return manifest.fetched_checksums[int(holders[np.searchsorted(holders, file_id)])]
+
+
+def _read(stored: StoredCheckpoint, holder: int) -> Checksums:
+    file, path = stored.manifest.files[holder], stored.path_of_file(holder)
+    try:
+        data = read_file(path, file.num_bytes)
+    except FileNotFoundError as error:
+        raise CorruptCheckpointError(
+            f"The file of checksums {path!r} is missing: restore it from a copy, or load without "
+            "comparing checksums (verify=False)."
+        ) from error
+    if len(data) != file.num_bytes or checksum(data) != file.header_checksum:
+        raise CorruptCheckpointError(
+            f"The file of checksums {path!r} is not the one that was saved (size or checksum "
+            "differs from the manifest): restore it from a copy, or load without comparing "
+            "checksums (verify=False)."
+        )
+    return np.frombuffer(data, "<u8").astype(np.uint64, copy=False)
+
+
+def _find_first_blocks(manifest: Manifest, holders: IntArray) -> None:
+    """Note where the checksums of chunks begin, for the chunks whose checksums some files hold."""
+    holder_of_file = np.searchsorted(manifest.checksum_files, np.arange(len(manifest.files)))
+    is_wanted = np.isin(holder_of_file, np.searchsorted(manifest.checksum_files, holders))
+    # What a view has besides lies nowhere.
+    rows = np.flatnonzero(is_wanted[manifest.file_ids] & (manifest.first_bytes >= 0))
+    rows = rows[_in_file_order(manifest, rows)]
+    counts = np.diff(manifest.block_starts)[rows]
+    starts = np.cumsum(counts) - counts
+    groups = holder_of_file[manifest.file_ids[rows]]
+    manifest.first_blocks[rows] = starts - starts[np.searchsorted(groups, groups)]
+
+
+def _in_file_order(manifest: Manifest, rows: IntArray) -> IntArray:
+    return np.lexsort((manifest.first_bytes[rows], manifest.file_ids[rows]))
+
+
+# --- All of them ----------------------------------------------------------------------------------
+
+
+def with_checksums(stored: StoredCheckpoint) -> Manifest:
+    """Return the manifest with the checksums of all blocks in it."""
+    manifest = stored.manifest
+    if not len(manifest.checksum_files):
+        return manifest
+    fetch_checksums(stored, manifest.file_ids)
+    rows = np.arange(len(manifest.key_ids))
+    in_file_order = _in_file_order(manifest, rows)
+    holders = manifest.checksum_files.tolist()
+    known = np.concatenate([manifest.fetched_checksums.get(h, _NONE) for h in holders])
+    checksums = np.empty_like(known)
+    checksums[blocks_of(in_file_order, manifest.num_bytes, manifest.block_bytes)] = known
+    return _with_chunks(manifest, manifest.chunks._replace(block_checksums=checksums))
+
+
+def moved_beside(manifest: Manifest, name: str) -> tuple[Manifest, bytes]:
+    """Return the manifest without its checksums, and the content of a new file that holds them."""
+    rows = np.arange(len(manifest.key_ids))
+    order = _in_file_order(manifest, rows)
+    blocks = blocks_of(order, manifest.num_bytes, manifest.block_bytes)
+    data = manifest.block_checksums[blocks].astype("<u8").tobytes()
+    chunks = manifest.chunks._replace(
+        files=[*manifest.files, file_of_checksums(name, data)], block_checksums=_NONE
+    )
+    return _with_chunks(manifest, chunks), data
+
+
+_NONE: Checksums = np.zeros(0, np.uint64)
+
+
+def _with_chunks(manifest: Manifest, chunks: ChunkTable) -> Manifest:
+    return Manifest(
+        manifest.keys,
+        manifest.dtypes,
+        manifest.global_shapes,
+        chunks,
+        manifest.aliases,
+        manifest.block_bytes,
+        quantization=manifest.quantization,
+    )

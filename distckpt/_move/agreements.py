@@ -1,0 +1,73 @@
+"""What ranks have agreed on, kept so that the same descriptions need not be sent again."""
+
+from __future__ import annotations
+
+import hashlib
+import secrets
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+from distckpt._ranks.collectives import Ranks
+
+_MAX_KEPT = 16
+
+
+class Agreement(NamedTuple):
+    """What the coordinator has decided for this rank.
+
+    Attributes:
+        number: the same on all ranks, and different for each agreement.
+        result: for this rank.
+        descriptions: on the coordinator, those of all ranks.
+    """
+
+    number: int
+    result: bytes
+    descriptions: list[bytes]
+
+
+class Agreements:
+    """The agreements of one rank, by what it described; the ones used last."""
+
+    def __init__(self) -> None:
+        self._kept: dict[bytes, Agreement] = {}
+
+    def reach(
+        self,
+        ranks: Ranks,
+        name: str,
+        description: bytes,
+        decide: Callable[[Sequence[bytes]], Sequence[bytes]],
+    ) -> Agreement:
+        """Let the coordinator decide from the descriptions of all ranks, unless it has done so
+        before.
+
+        Collective operation: all ranks must call it. When nothing has changed on any of them, one
+        number is exchanged. `decide` returns a result for each rank.
+        """
+        settings = f"{name} {ranks.rank} {ranks.size} ".encode()
+        key = hashlib.blake2b(settings + description, digest_size=16).digest()
+        known = self._kept.pop(key, None)
+        is_kept = ranks.all_equal(-1 - ranks.rank if known is None else known.number)
+        if known is None or not is_kept:
+            known = _reached(ranks, name, description, decide)
+        self._kept[key] = known
+        while len(self._kept) > _MAX_KEPT:
+            del self._kept[next(iter(self._kept))]
+        return known
+
+
+def _reached(
+    ranks: Ranks,
+    name: str,
+    description: bytes,
+    decide: Callable[[Sequence[bytes]], Sequence[bytes]],
+) -> Agreement:
+    (descriptions,) = ranks.gather_once([description])
+
+    def with_number() -> list[bytes]:
+        number = secrets.randbits(61).to_bytes(8, "big")
+        return [number + result for result in decide(descriptions)]
+
+    sent = ranks.decide_each(name, with_number)
+    return Agreement(int.from_bytes(sent[:8], "big"), sent[8:], descriptions)

@@ -1,0 +1,168 @@
+"""Who gives what in a move: a giver for every element that a rank takes. Pure functions."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple, TypeAlias
+
+import numpy as np
+
+from distckpt._base.dtypes import FROM_NAME
+from distckpt._base.errors import LoadMismatchError
+from distckpt._base.messages import KeyFault, did_you_mean, summarize_faults
+from distckpt._geometry.region import Region, intersect, intersect_many, subtract
+from distckpt._move.held import Held, Holders
+from distckpt._move.pieces import Kind
+
+
+class MoveSettings(NamedTuple):
+    """What a plan depends on besides what is given and taken.
+
+    Attributes:
+        hosts: a number for each rank; ranks with equal ones share memory.
+        bucket_bytes: the size of a buffer.
+        allow_dtype_cast: convert values to dtypes that change them.
+        has_fallback: what no rank holds comes from elsewhere.
+    """
+
+    hosts: Sequence[int]
+    bucket_bytes: int
+    allow_dtype_cast: bool = False
+    has_fallback: bool = False
+
+
+@dataclass(slots=True)
+class Unit:
+    """A region that a rank packs: the `row` of its piece, and `takes`: the rank, its row, and the
+    region that it takes.
+    """
+
+    key: str
+    giver: int
+    row: int
+    region: Region
+    takes: list[tuple[int, int, Region]] = field(default_factory=list)
+
+
+_Hit: TypeAlias = tuple[tuple[bool, int], int, int, Region]
+"""How far a giver is: on another machine or not, and how much it gives; the giver, the row of its
+piece, and what it has of a region.
+"""
+
+
+class Gap(NamedTuple):
+    key: str
+    rank: int
+    row: int
+    region: Region
+
+
+class Assignment:
+    """Finds for each target the units that fill it; those on a machine do for all its ranks."""
+
+    def __init__(self, held: Held, settings: MoveSettings) -> None:
+        self.held, self.settings = held, settings
+        self.units: dict[tuple[str, int, int, Region], Unit] = {}
+        self.copies: list[tuple[int, str, int, int, Region]] = []
+        self.gaps: list[Gap] = []
+        self.given = [0] * held.num_ranks
+        self._of_host: defaultdict[tuple[int, str], list[Unit]] = defaultdict(list)
+
+    def fill(self, key: str, kind: Kind, rank: int, row: int, region: Region) -> None:
+        """Find what fills the region of a piece that a rank takes."""
+        holders = self.held.by_key.get(key)
+        if holders is None:
+            self.gaps.append(Gap(key, rank, row, region))
+            return
+        wanted = region
+        if kind.may_differ:
+            clipped = intersect(region, Region((0,) * len(region.shape), holders.kind.shape))
+            if clipped is None:
+                return
+            wanted = clipped
+        left = self._from_holders(holders, rank, row, [wanted])
+        self.gaps += [Gap(key, rank, row, gap) for gap in left]
+
+    def _from_holders(
+        self, holders: Holders, rank: int, row: int, left: list[Region]
+    ) -> list[Region]:
+        """Take regions from whoever has them, the nearest first; return what nobody has."""
+        key, hosts = holders.kind.key, self.settings.hosts
+        host = hosts[rank]
+        own, others = self._found(holders, rank, left[0])
+        for _, _, row_of_giver, region in own:
+            taken, left = _divide(left, region)
+            self.copies += [(rank, key, row_of_giver, row, part) for part in taken]
+        for unit in self._of_host[host, key] if left else ():
+            taken, left = _divide(left, unit.region)
+            unit.takes += [(rank, row, part) for part in taken]
+        for _, giver, row_of_giver, region in sorted(others) if left else ():
+            taken, left = _divide(left, region)
+            for part in taken:
+                unit = self._unit(key, giver, row_of_giver, part, host)
+                unit.takes.append((rank, row, part))
+        return left
+
+    def _found(self, holders: Holders, rank: int, wanted: Region) -> tuple[list[_Hit], list[_Hit]]:
+        """Find who has elements of a region: this rank, and others."""
+        hosts = self.settings.hosts
+        places, offsets, shapes = intersect_many(holders.offsets, holders.shapes, *wanted)
+        own: list[_Hit] = []
+        others: list[_Hit] = []
+        for place, offset, shape in zip(
+            places.tolist(), offsets.tolist(), shapes.tolist(), strict=True
+        ):
+            giver = int(holders.ranks[place])
+            distance = (hosts[giver] != hosts[rank], self.given[giver])
+            hit = (distance, giver, int(holders.rows[place]), Region(tuple(offset), tuple(shape)))
+            (own if giver == rank else others).append(hit)
+        return own, others
+
+    def _unit(self, key: str, giver: int, row: int, region: Region, host: int) -> Unit:
+        identity = (key, giver, row, region)
+        if identity not in self.units:
+            self.units[identity] = Unit(*identity)
+            item = FROM_NAME[self.held.by_key[key].kind.dtype].itemsize
+            self.given[giver] += region.num_elements * item
+        unit = self.units[identity]
+        self._of_host[host, key].append(unit)
+        return unit
+
+    def check_gaps(self) -> None:
+        """Refuse what no rank holds, unless it comes from elsewhere."""
+        if not self.gaps or self.settings.has_fallback:
+            return
+        faults = [KeyFault(gap.key, text, text) for gap in self.gaps for text in [self._lack(gap)]]
+        lines = "\n- ".join(summarize_faults(faults))
+        raise LoadMismatchError(
+            f"Not held by any rank:\n- {lines}\nDescribe it on the rank that has it, or name a "
+            "checkpoint that has it as fallback.",
+            unexpected={gap.key for gap in self.gaps},
+        )
+
+    def _lack(self, gap: Gap) -> str:
+        holders = self.held.by_key.get(gap.key)
+        if holders is None:
+            hint = did_you_mean(gap.key, self.held.by_key)
+            return f": rank {gap.rank} takes region {gap.region}, and no rank has this key{hint}"
+        who = ", ".join(map(str, np.unique(holders.ranks).tolist()))
+        return (
+            f": rank {gap.rank} takes region {gap.region}, which is in none of the shards of "
+            f"rank {who}"
+        )
+
+
+def _divide(left: Iterable[Region], region: Region) -> tuple[list[Region], list[Region]]:
+    """Divide regions into what they have in common with another one, and the rest."""
+    taken: list[Region] = []
+    rest: list[Region] = []
+    for part in left:
+        common = intersect(part, region)
+        if common is None:
+            rest.append(part)
+            continue
+        taken.append(common)
+        rest += subtract(part, common)
+    return taken, rest

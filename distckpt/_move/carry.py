@@ -1,0 +1,136 @@
+"""Carrying out the plan of a move on one rank."""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Sequence
+
+import torch
+
+from distckpt._base.dtypes import FROM_NAME
+from distckpt._geometry.region import IntArray, Region
+from distckpt._io.exchange import copy_values
+from distckpt._move.host_memory import HostMemory
+from distckpt._move.pieces import Pieces
+from distckpt._move.rank_plan import RankPlan
+from distckpt._ranks.collectives import Ranks
+from distckpt._ranks.exchanges import Transfer
+
+
+def carry(
+    ranks: Ranks,
+    plan: RankPlan,
+    memory: HostMemory,
+    sources: Pieces,
+    targets: Sequence[torch.Tensor],
+) -> None:
+    """Fill the targets of all ranks.
+
+    Collective operation: all ranks must call it. No rank starts a wave before all have done the one
+    before, so that each buffer holds what others expect, and none waits for a rank that has failed.
+    """
+    carrier = _Carrier(ranks, plan, memory, sources, targets)
+    num_rounds = plan.num_waves + 1 + (plan.sent_bytes > 0)
+    for number in range(num_rounds):
+        with ranks.phase("move tensors"), torch.no_grad():
+            carrier.do_round(number)
+
+
+class _Carrier:
+    """What one rank does in each round of a move."""
+
+    def __init__(
+        self,
+        ranks: Ranks,
+        plan: RankPlan,
+        memory: HostMemory,
+        sources: Pieces,
+        targets: Sequence[torch.Tensor],
+    ) -> None:
+        self._ranks, self._plan, self._memory = ranks, plan, memory
+        self._sources, self._targets = sources, targets
+        self._packs = _by_wave(plan.packs)
+        self._takes = _by_wave(plan.takes)
+        self._sends, self._receives = _by_wave(plan.sends), _by_wave(plan.receives)
+
+    def do_round(self, number: int) -> None:
+        """Pack a wave; send and take what was packed before, and take what was received before."""
+        transfers = self._start_transfers(number - 1)
+        try:
+            if number == 0:
+                self._copy()
+            self._pack(number)
+            self._take(number - 1, is_landed=False)
+            self._take(number - 2, is_landed=True)
+        finally:
+            # The others wait for them, whatever has failed here.
+            for transfer in transfers:
+                self._ranks.finish(transfer)
+
+    def _start_transfers(self, wave: int) -> list[Transfer]:
+        started = []
+        for is_sent, messages in ((True, self._sends), (False, self._receives)):
+            for _, peer, start, num_bytes, tag in messages.get(wave, ()):
+                buffer = self._memory.buffer(self._ranks.rank, not is_sent, wave)
+                part = buffer[start : start + num_bytes]
+                started.append(self._ranks.start_transfer(part, peer, tag, is_sent))
+        return started
+
+    def _copy(self) -> None:
+        for source, target, *places in self._plan.copies.tolist():
+            at, to, shape = _split(places, 3)
+            view = _part(self._sources.views[source], at, shape)
+            place = _part(self._targets[target], to, shape)
+            copy_values(_moved(view, self._sources.adds[source]), place)
+
+    def _pack(self, wave: int) -> None:
+        for _, start, source, *places in self._packs.get(wave, ()):
+            view = _part(self._sources.views[source], *_split(places, 2))
+            buffer = self._memory.buffer(self._ranks.rank, False, wave)
+            copy_values(
+                _moved(view, self._sources.adds[source]),
+                _unit(buffer[start:], view.dtype, view.shape),
+            )
+
+    def _take(self, wave: int, is_landed: bool) -> None:
+        for _, holder, has_landed, start, dtype, target, *places in self._takes.get(wave, ()):
+            if has_landed != is_landed:
+                continue
+            to, shape, at, unit_shape = _split(places, 4)
+            place = _part(self._targets[target], to, shape)
+            buffer = self._memory.buffer(holder, is_landed, wave)
+            unit = _unit(
+                buffer[start:], FROM_NAME[self._plan.dtypes[dtype]], unit_shape[: place.ndim]
+            )
+            copy_values(_part(unit, at, shape), place)
+
+
+def _by_wave(rows: IntArray) -> dict[int, list[list[int]]]:
+    by_wave: defaultdict[int, list[list[int]]] = defaultdict(list)
+    for row in rows.tolist():
+        by_wave[row[0]].append(row)
+    return by_wave
+
+
+def _split(numbers: list[int], count: int) -> list[list[int]]:
+    """Divide a list into `count` ones of the same length."""
+    length = len(numbers) // count
+    return [numbers[i * length : (i + 1) * length] for i in range(count)]
+
+
+def _part(view: torch.Tensor, offset: Sequence[int], shape: Sequence[int]) -> torch.Tensor:
+    """Return a region of a tensor; the region may have further axes, of one index."""
+    region = Region(tuple(offset[: view.ndim]), tuple(shape[: view.ndim]))
+    return view if region.shape == tuple(view.shape) else view[region.slices()]
+
+
+def _unit(buffer: torch.Tensor, dtype: torch.dtype, shape: Sequence[int]) -> torch.Tensor:
+    """View the beginning of a buffer as a tensor."""
+    num_bytes = math.prod(shape) * dtype.itemsize
+    return buffer[:num_bytes].view(dtype).view(tuple(shape))
+
+
+def _moved(view: torch.Tensor, add: float) -> torch.Tensor:
+    """Return the values that are moved for those in memory."""
+    return view - add if add else view

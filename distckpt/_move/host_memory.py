@@ -1,0 +1,119 @@
+"""Buffers in memory that the ranks of a machine share.
+
+The memory has no name in any file system: other processes open it through the one that made it,
+nothing is left behind when processes are killed, and the size of /dev/shm does not matter.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from distckpt._base.options import MoveOptions
+from distckpt._io.shared_read import host_number
+from distckpt._ranks.collectives import Ranks
+
+NUM_BUFFERS = 4
+"""Of a rank: two for units that it packs, two for those that it receives."""
+_PAGE = 4096
+_HEADER_BYTES = _PAGE
+
+
+class HostMemory(NamedTuple):
+    """The buffers of a rank, and those of the ranks that share memory with it.
+
+    Attributes:
+        hosts: for each rank the number of its machine; ranks that cannot share memory have
+            different ones.
+        bucket_bytes: the size of a buffer.
+        memory: by rank, all buffers of it.
+    """
+
+    hosts: list[int]
+    bucket_bytes: int
+    memory: dict[int, torch.Tensor]
+
+    def buffer(self, rank: int, is_landed: bool, wave: int) -> torch.Tensor:
+        """Return the buffer that a rank uses in a wave, for units that it packs or receives."""
+        start = _HEADER_BYTES + (2 * is_landed + wave % 2) * self.bucket_bytes
+        return self.memory[rank][start : start + self.bucket_bytes]
+
+
+def bucket_bytes_of(options: MoveOptions) -> int:
+    """Return the size of the buffers that an option leaves room for."""
+    return max(options.max_inflight_bytes // NUM_BUFFERS // _PAGE * _PAGE, _PAGE)
+
+
+def share_memory(ranks: Ranks, bucket_bytes: int) -> HostMemory:
+    """Make the buffers of all ranks.
+
+    Collective operation: all ranks must call it. Memory is used only where something is written.
+    """
+    num_bytes = _HEADER_BYTES + NUM_BUFFERS * bucket_bytes
+    if ranks.size == 1:
+        return HostMemory([0], bucket_bytes, {})
+    descriptor = _new_file(num_bytes)
+    try:
+        return _shared(ranks, bucket_bytes, descriptor, _mapped(descriptor, num_bytes))
+    finally:
+        if descriptor is not None:
+            os.close(descriptor)
+
+
+def _shared(
+    ranks: Ranks, bucket_bytes: int, descriptor: int | None, own: torch.Tensor
+) -> HostMemory:
+    """Let the ranks of a machine open each other's memory."""
+    token = int.from_bytes(os.urandom(7), "big")
+    own[:8] = torch.from_numpy(np.array([token]).view(np.uint8))
+    host = ranks.rank if descriptor is None else host_number()
+    numbers = [host, os.getpid(), -1 if descriptor is None else descriptor, token]
+    table = ranks.all_gather_numbers(numbers).tolist()
+    memory = {ranks.rank: own}
+    with ranks.phase("share memory") as vote:
+        for rank, (other, *place) in enumerate(table):
+            if other == host and rank != ranks.rank:
+                vote.number |= not _open(memory, rank, place, len(own))
+    if vote.largest:
+        # Such as containers on one machine, which do not see each other's processes.
+        return HostMemory(list(range(ranks.size)), bucket_bytes, {ranks.rank: own})
+    return HostMemory([row[0] for row in table], bucket_bytes, memory)
+
+
+def _new_file(num_bytes: int) -> int | None:
+    """Return a new file in memory; None where the system has none."""
+    if not hasattr(os, "memfd_create"):
+        return None
+    try:
+        descriptor = os.memfd_create("distckpt")
+        os.truncate(descriptor, num_bytes)
+    except OSError:
+        return None
+    return descriptor
+
+
+def _mapped(descriptor: int | None, num_bytes: int) -> torch.Tensor:
+    if descriptor is None:
+        return torch.empty(num_bytes, dtype=torch.uint8)
+    return torch.frombuffer(mmap.mmap(descriptor, num_bytes), dtype=torch.uint8)
+
+
+def _open(memory: dict[int, torch.Tensor], rank: int, place: Sequence[int], num_bytes: int) -> bool:
+    """Add the memory of another rank; tell whether that has worked."""
+    pid, number, token = place
+    try:
+        descriptor = os.open(f"/proc/{pid}/fd/{number}", os.O_RDWR | os.O_CLOEXEC)
+    except OSError:
+        return False
+    try:
+        memory[rank] = _mapped(descriptor, num_bytes)
+    except (OSError, ValueError):
+        return False
+    finally:
+        os.close(descriptor)
+    return int(memory[rank][:8].numpy().view(np.int64)[0]) == token

@@ -1,0 +1,156 @@
+"""What one rank gives or takes: regions of named tensors, and the memory that holds them."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from distckpt._base.dtypes import TO_NAME
+from distckpt._base.errors import InvalidShardingError
+from distckpt._format.columns import compress, decompress, pack, unpack
+from distckpt._geometry.region import IntArray, Region, regions_to_arrays
+from distckpt._mapping.base import BufferReplicaId, OpenReplicaId
+from distckpt._mapping.sharded_tensor import ShardedTensor
+from distckpt._mapping.wrappers import is_main_replica
+from distckpt._plan.load import Request, request_of
+from distckpt._plan.translate import Translated, translate
+from distckpt._rules.rule import Rule
+from distckpt._state.shards import region_view, shard_regions
+
+_COLUMNS = ("kind_ids", "is_main", "is_buffer", "offsets", "shapes")
+
+
+class Kind(NamedTuple):
+    """A tensor as one side of a move knows it: `dtype` is its safetensors name. With `may_differ`,
+    the other side may have another shape (padding).
+    """
+
+    key: str
+    dtype: str
+    shape: tuple[int, ...]
+    may_differ: bool
+
+
+class PieceTable(NamedTuple):
+    """The pieces of one rank, without memory: `kind_ids`, `is_main` (replica), `is_buffer` (only
+    the first replica counts) of shape (n,); `offsets`, `shapes` of shape (n, max ndim), padded with
+    0 and 1.
+    """
+
+    kinds: list[Kind]
+    kind_ids: IntArray
+    is_main: npt.NDArray[np.bool_]
+    is_buffer: npt.NDArray[np.bool_]
+    offsets: IntArray
+    shapes: IntArray
+
+    def region(self, row: int) -> Region:
+        """Return the region of one piece."""
+        ndim = len(self.kinds[self.kind_ids[row]].shape)
+        return Region(
+            tuple(self.offsets[row, :ndim].tolist()), tuple(self.shapes[row, :ndim].tolist())
+        )
+
+    def to_bytes(self) -> bytes:
+        """Encode for sending."""
+        return compress(pack(self.kinds, {name: getattr(self, name) for name in _COLUMNS}))
+
+    @classmethod
+    def from_bytes(cls, data: bytes) -> PieceTable:
+        """Decode what `to_bytes` made."""
+        kinds, columns = unpack(decompress(data))
+        return cls([Kind(key, dtype, tuple(shape), m) for key, dtype, shape, m in kinds], **columns)
+
+
+class Pieces(NamedTuple):
+    """The pieces of one rank.
+
+    Attributes:
+        table: where they lie in their tensors.
+        views: the memory of each, shaped as its region; of any strides, device and dtype.
+        adds: what the values in memory have in addition to those that are moved.
+        padding: memory for which the other side has nothing: zeros.
+    """
+
+    table: PieceTable
+    views: list[torch.Tensor]
+    adds: list[float]
+    padding: list[torch.Tensor]
+
+
+def pieces_of(shards: Sequence[ShardedTensor], rules: Sequence[Rule]) -> Pieces:
+    """Return the pieces that shards consist of, under the names that rules give them.
+
+    Raises:
+        InvalidShardingError: a shard has no data.
+    """
+    without = next((shard for shard in shards if shard.data is None), None)
+    if without is not None:
+        raise InvalidShardingError(
+            f"Key {without.key!r} has no data: give each ShardedTensor the memory that is moved."
+        )
+    pieces = [
+        (number, region) for number, shard in enumerate(shards) for region in shard_regions(shard)
+    ]
+    requests = [request_of(shards[number], region) for number, region in pieces]
+    views = [region_view(shards[number], region) for number, region in pieces]
+    found = translate(rules, requests, views) if rules else _untranslated(requests, views)
+    return _pieces(found, [shards[pieces[number][0]] for number in found.numbers])
+
+
+def _untranslated(requests: list[Request], views: list[torch.Tensor]) -> Translated:
+    return Translated(list(range(len(requests))), requests, views, [0.0] * len(requests), [])
+
+
+def _pieces(found: Translated, owners: Sequence[ShardedTensor]) -> Pieces:
+    kinds: dict[Kind, int] = {}
+    rows: list[tuple[int, bool, bool]] = []
+    regions: list[Region] = []
+    views: list[torch.Tensor] = []
+    adds: list[float] = []
+    for request, view, add, owner in zip(*found[1:4], owners, strict=True):
+        dtype = TO_NAME[view.dtype]
+        kind = Kind(request.key, dtype, request.global_shape, request.allow_shape_mismatch)
+        row = (kinds.setdefault(kind, len(kinds)), *_copy_kind(owner))
+        for region, part in _single_steps(request, view):
+            rows.append(row)
+            regions.append(region)
+            views.append(part)
+            adds.append(add)
+    columns = np.array(rows, np.int64).reshape(-1, 3).T
+    table = PieceTable(
+        list(kinds),
+        columns[0].copy(),
+        columns[1].astype(np.bool_),
+        columns[2].astype(np.bool_),
+        *regions_to_arrays(regions),
+    )
+    return Pieces(table, views, adds, found.padding)
+
+
+def _copy_kind(shard: ShardedTensor) -> tuple[bool, bool]:
+    """Tell whether a shard is named as a main replica, and whether it is of a buffer."""
+    replica = shard.replica_id
+    is_main = not isinstance(replica, OpenReplicaId) and is_main_replica(replica)
+    return is_main, isinstance(replica, BufferReplicaId)
+
+
+def _single_steps(request: Request, view: torch.Tensor) -> Iterator[tuple[Region, torch.Tensor]]:
+    """Cut a piece whose elements lie apart into ones whose elements do not."""
+    apart = [axis for axis, step in enumerate(request.step) if step > 1]
+    if not apart:
+        yield request.region, view
+        return
+    (offset, shape), step = request.region, request.step
+    for index in itertools.product(*(range(shape[axis]) for axis in apart)):
+        first, size, place = list(offset), list(shape), [slice(None)] * len(shape)
+        for axis, number in zip(apart, index, strict=True):
+            first[axis] += number * step[axis]
+            size[axis] = 1
+            place[axis] = slice(number, number + 1)
+        yield Region(tuple(first), tuple(size)), view[tuple(place)]

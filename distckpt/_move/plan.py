@@ -1,0 +1,84 @@
+"""Planning a move: which rank gives which part of which tensor to whom, and when. Pure functions.
+
+What a rank holds itself it copies. Everything else is a *unit*: a region that one rank, its giver,
+packs into a buffer, from which the ranks of its machine take what they want. For every other
+machine that wants it, the unit is sent once, into a buffer of one rank there, and taken from that.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+
+import numpy as np
+
+from distckpt._base.dtypes import FROM_NAME, is_convertible, is_lossless_cast
+from distckpt._base.errors import LoadMismatchError
+from distckpt._move.assignment import Assignment, MoveSettings
+from distckpt._move.held import Held
+from distckpt._move.pieces import Kind, PieceTable
+from distckpt._move.rank_plan import RankPlan
+from distckpt._move.schedule import Schedule, Tables
+
+
+def plan_moves(
+    sources: Sequence[PieceTable], targets: Sequence[PieceTable], settings: MoveSettings
+) -> list[RankPlan]:
+    """Find for every element that a rank takes the rank that gives it; return a plan for each rank.
+
+    Raises:
+        InvalidShardingError: ranks give one element as main replicas of different shards, or
+            describe one tensor differently.
+        LoadMismatchError: no rank holds what is taken, or values would change in the dtype of a
+            target.
+    """
+    held = Held.of(sources)
+    assignment = Assignment(held, settings)
+    wanted = _wanted(targets, settings.hosts)
+    _check_kinds(held, targets, settings)
+    for (_, key), rows in sorted(wanted.items(), key=lambda item: item[0][1]):
+        for rank, row in rows:
+            table = targets[rank]
+            assignment.fill(key, table.kinds[table.kind_ids[row]], rank, row, table.region(row))
+    assignment.check_gaps()
+    return Schedule(assignment, Tables(sources, targets)).plans()
+
+
+def _wanted(
+    targets: Sequence[PieceTable], hosts: Sequence[int]
+) -> dict[tuple[int, str], list[tuple[int, int]]]:
+    """Return the pieces that are taken, `(rank, row)`, by machine and key."""
+    wanted: defaultdict[tuple[int, str], list[tuple[int, int]]] = defaultdict(list)
+    for rank, table in enumerate(targets):
+        for row in np.flatnonzero((table.shapes > 0).all(axis=1)).tolist():
+            key = table.kinds[table.kind_ids[row]].key
+            wanted[hosts[rank], key].append((rank, row))
+    return wanted
+
+
+def _check_kinds(held: Held, targets: Sequence[PieceTable], settings: MoveSettings) -> None:
+    """Refuse targets whose shape or dtype does not fit what is held."""
+    for rank, table in enumerate(targets):
+        for kind in table.kinds:
+            if kind.key in held.by_key:
+                _check_kind(held.by_key[kind.key].kind, kind, rank, settings)
+
+
+def _check_kind(given: Kind, taken: Kind, rank: int, settings: MoveSettings) -> None:
+    may_differ = taken.may_differ and len(taken.shape) == len(given.shape)
+    if given.shape != taken.shape and not may_differ:
+        raise LoadMismatchError(
+            f"Key {taken.key!r} is given with the global shape {given.shape}, and rank {rank} "
+            f"takes it with {taken.shape}: correct one of the state dicts, or set "
+            "allow_shape_mismatch=True on the ShardedTensor that takes it if it is padded.",
+            unexpected=[taken.key],
+        )
+    dtypes = FROM_NAME[given.dtype], FROM_NAME[taken.dtype]
+    fits = is_convertible if settings.allow_dtype_cast else is_lossless_cast
+    if not fits(*dtypes):
+        raise LoadMismatchError(
+            f"Key {taken.key!r} is given as {dtypes[0]}, and rank {rank} takes it as {dtypes[1]}, "
+            "which would change values: take the dtype that is given or a wider one, or pass "
+            "allow_dtype_cast=True.",
+            unexpected=[taken.key],
+        )

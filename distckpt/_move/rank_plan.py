@@ -1,0 +1,53 @@
+"""The part of one rank in a plan of a move, as a table of numbers."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from distckpt._format.columns import compress, decompress, pack, unpack
+from distckpt._geometry.region import IntArray
+
+
+class RankPlan(NamedTuple):
+    """The part of one rank in a plan of `num_waves` waves, as rows of numbers.
+
+    Attributes:
+        num_waves: of all ranks.
+        sent_bytes: what all ranks together send to other machines.
+        has_gaps: whether any rank has `gaps`.
+        num_bytes: that this rank gets, in the dtypes in which they are moved.
+        dtypes: safetensors names, which `takes` refers to.
+        copies: `source, target, *source offset, *target offset, *shape`: pieces of this rank, and
+            the places of a region in them.
+        packs: `wave, start, source, *offset, *shape`: a region of a piece, and where its bytes
+            begin in the buffer.
+        takes: `wave, holder, is_landed, start, dtype, target, *offset, *shape, *place, *unit`:
+            which rank's buffer for units that it has packed or received (landed) holds a unit, and
+            where that begins there; the place of a region in the target, and in the unit, and the
+            shape of the unit.
+        sends: `wave, peer, start, bytes, tag`: in the buffer for packed units.
+        receives: the same, in the buffer for units that have landed.
+        gaps: `target, *offset, *shape`: regions that no rank holds.
+    """
+
+    num_waves: int
+    sent_bytes: int
+    has_gaps: bool
+    num_bytes: int
+    dtypes: list[str]
+    copies: IntArray
+    packs: IntArray
+    takes: IntArray
+    sends: IntArray
+    receives: IntArray
+    gaps: IntArray
+
+    def to_bytes(self) -> bytes:
+        """Encode for sending."""
+        return compress(pack(self[:5], dict(zip(self._fields[5:], self[5:], strict=True))))
+
+    @classmethod
+    def from_bytes(cls, data: bytes) -> RankPlan:
+        """Decode what `to_bytes` made."""
+        fields, columns = unpack(decompress(data))
+        return cls(*fields, *(columns[name] for name in cls._fields[5:]))

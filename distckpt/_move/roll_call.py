@@ -1,0 +1,222 @@
+"""Who takes part in each version that moves between jobs which know only an address.
+
+The leader, rank 0 of the job that gives, hosts a store. All others ask there to take part. For each
+version the leader calls those that have asked, and lets those begin that answer: who asked and died
+since then is found here, and not in the middle of the move.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import time
+from collections.abc import Iterable, Iterator
+from datetime import timedelta
+from typing import Any, NamedTuple
+
+from distckpt._base.errors import CheckpointingException
+from distckpt._ranks.attendance import lost_contact
+
+logger = logging.getLogger(__name__)
+
+ANSWER_SECONDS = 5.0
+"""How long a member that waits for its call may take to answer it, and one with which contact was
+lost to come back.
+"""
+_POLL_SECONDS = 0.005
+_STEP = timedelta(seconds=0.5)
+_SOURCE, _TARGET = "source rank", "target"
+
+
+class Start(NamedTuple):
+    """The members of a move, by rank: those that give come first, the leader before all.
+
+    `number` tells groups of members apart; a group stays as long as its members do.
+    """
+
+    number: int
+    names: list[str]
+    version: int
+
+
+class Member:
+    """One that asks to take part: a target, or a rank that gives other than the leader."""
+
+    def __init__(self, store: Any, kind: str, number: int, timeout: float) -> None:
+        self._store, self._timeout = store, timeout
+        self.name = f"{kind} {number}"
+        self._num_asked = 0
+
+    @classmethod
+    def target(cls, store: Any, timeout: float) -> Member:
+        """Join as the next target."""
+        with _reaching_leader():
+            return cls(store, _TARGET, store.add("targets", 1), timeout)
+
+    @classmethod
+    def source(cls, store: Any, rank: int, timeout: float) -> Member:
+        """Join as a rank of the job that gives."""
+        return cls(store, _SOURCE, rank, timeout)
+
+    def wait_for_start(self, version: int | None) -> Start:
+        """Ask to take part in a version, None for whichever is next, and wait for its start.
+
+        Raises:
+            CheckpointingException: the leader moves another version.
+            RankFailedError: the leader does not call within the timeout, or is gone.
+        """
+        while True:
+            self._num_asked += 1
+            asked = f"{self.name} {self._num_asked}"
+            with _reaching_leader():
+                self._store.set(f"ask {asked}", json.dumps(version))
+                called = json.loads(self._wait(f"call {asked}"))
+                if "refused" in called:
+                    raise CheckpointingException(called["refused"])
+                self._store.set(f"here {called['round']} {self.name}", "")
+                start = Start(*json.loads(self._wait(f"start {called['round']}")))
+            if self.name in start.names:
+                return start
+
+    def _wait(self, key: str) -> bytes:
+        deadline = time.monotonic() + self._timeout
+        # In steps, between which Python handles signals.
+        while not self._store.check([key]):
+            if time.monotonic() > deadline:
+                raise RuntimeError(f"no {key!r} within {self._timeout:g} s")
+            with contextlib.suppress(RuntimeError):
+                self._store.wait([key], _STEP)
+        value: bytes = self._store.get(key)
+        return value
+
+
+@contextlib.contextmanager
+def _reaching_leader() -> Iterator[None]:
+    """Turn the errors of a store into one about the leader."""
+    try:
+        yield
+    except RuntimeError as error:
+        raise lost_contact(
+            {0: TimeoutError("did not respond, or died")},
+            f"Lost contact with {_SOURCE} 0, which hosts the address: it died, or has moved no "
+            f"version within the timeout. ({error})",
+        ) from error
+
+
+class Leader:
+    """Calls the members of each version together."""
+
+    def __init__(self, store: Any, num_sources: int, num_targets: int, timeout: float) -> None:
+        self._store, self._timeout = store, timeout
+        self._sources = [f"{_SOURCE} {rank}" for rank in range(num_sources)]
+        self._num_targets = num_targets
+        self._num_heard: dict[str, int] = {}
+        self._expected: set[str] = set()
+        self._doubtful: set[str] = set()
+        self._num_rounds = 0
+        self._start = Start(0, [], 0)
+
+    def start(self, version: int) -> Start:
+        """Call all that ask for a version, and let them begin.
+
+        Raises:
+            RankFailedError: a rank that gives does not come, or no target does.
+        """
+        asking = self._wait_for_all(version)
+        self._num_rounds += 1
+        for name in asking:
+            self._answer(name, {"round": self._num_rounds})
+        names = [self._sources[0], *self._answering(asking)]
+        self._refuse_absence([name for name in self._sources if name not in names], version)
+        self._expected = {name for name in names if name not in self._sources}
+        number = self._start.number
+        if names != self._start.names:
+            number = self._num_rounds
+        self._start = Start(number, names, version)
+        self._store.set(f"start {self._num_rounds}", json.dumps(self._start))
+        return self._start
+
+    def note_lost(self, ranks: Iterable[int]) -> None:
+        """Note that contact was lost with members of the last start, or that they were slow: those
+        that take are waited for shortly, and left out of what is moved again if they do not come.
+        """
+        lost = [self._start.names[rank] for rank in ranks]
+        self._doubtful = self._expected.intersection(lost)
+        # Its group does not work any more.
+        self._start = self._start._replace(names=[])
+        logger.warning(
+            "lost contact with %s in version %d, which is moved again",
+            ", ".join(lost) or "a member",
+            self._start.version,
+        )
+
+    def _refuse_absence(self, names: list[str], version: int) -> None:
+        if names:
+            raise lost_contact(
+                {self._sources.index(name): TimeoutError("did not come") for name in names},
+                f"{', '.join(names)} did not come to version {version}: it died, or does not call "
+                "route.run. Look for the first error in its log.",
+            )
+
+    def _wait_for_all(self, version: int) -> list[str]:
+        """Return who asks for a version: all that are expected, unless the time is over."""
+        begin, is_over = time.monotonic(), False
+        fewest = 1 if self._num_rounds else self._num_targets
+        seconds = dict.fromkeys((*self._sources[1:], *self._expected), self._timeout)
+        seconds.update(dict.fromkeys(self._doubtful, min(ANSWER_SECONDS, self._timeout)))
+        while not is_over:
+            time.sleep(_POLL_SECONDS)
+            waited = time.monotonic() - begin
+            asking = self._asking(version)
+            absent = [name for name in seconds if name not in asking]
+            num_targets = len({*asking}.difference(self._sources))
+            has_enough = num_targets >= fewest or waited > self._timeout
+            is_over = has_enough and all(seconds[name] < waited for name in absent)
+        self._refuse_absence([name for name in absent if name in self._sources], version)
+        self._doubtful = set()
+        text = f"{', '.join(sorted(absent)) or 'No more targets'} did not come to version {version}"
+        if num_targets < fewest:
+            raise lost_contact({}, f"{text}: {num_targets} targets are there, of {fewest}.")
+        if absent:
+            logger.warning("%s: left out until it does", text)
+        return asking
+
+    def _asking(self, version: int) -> list[str]:
+        """Return who has asked for a version; refuse others."""
+        num_targets = self._store.add("targets", 0)
+        targets = [f"{_TARGET} {number}" for number in range(1, num_targets + 1)]
+        asking = []
+        for name in (*self._sources[1:], *targets):
+            asked = f"ask {name} {self._num_heard.get(name, 0) + 1}"
+            if not self._store.check([asked]):
+                continue
+            wanted = json.loads(self._store.get(asked))
+            if wanted in (None, version):
+                asking.append(name)
+                continue
+            self._answer(
+                name,
+                {
+                    "refused": f"{name} asks for version {wanted}, and version {version} is moved: "
+                    "pass the same to route.run on both sides, or None to take what comes."
+                },
+            )
+        return asking
+
+    def _answer(self, name: str, answer: dict[str, Any]) -> None:
+        number = self._num_heard.get(name, 0) + 1
+        self._num_heard[name] = number
+        self._store.set(f"call {name} {number}", json.dumps(answer))
+
+    def _answering(self, names: list[str]) -> list[str]:
+        """Return who answers the call."""
+        deadline = time.monotonic() + min(ANSWER_SECONDS, self._timeout)
+        absent = names
+        while absent and time.monotonic() < deadline:
+            keys = {name: f"here {self._num_rounds} {name}" for name in absent}
+            absent = [name for name, key in keys.items() if not self._store.check([key])]
+            time.sleep(_POLL_SECONDS if absent else 0)
+        if absent:
+            logger.warning("%s asked to take part and is gone: left out", ", ".join(absent))
+        return [name for name in names if name not in absent]

@@ -1,0 +1,87 @@
+"""Memory that targets are filled in: their own, or other memory whose values are copied at the
+end.
+"""
+
+from __future__ import annotations
+
+import bisect
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+
+from distckpt._io.exchange import copy_values
+from distckpt._move.pieces import Pieces
+
+
+class Staged(NamedTuple):
+    """The targets of a rank.
+
+    Attributes:
+        targets: as they were given.
+        views: the memory to fill for each: its own, or a copy.
+    """
+
+    targets: Pieces
+    views: list[torch.Tensor]
+
+    @classmethod
+    def of(cls, sources: Pieces, targets: Pieces, atomic: bool) -> Staged:
+        """Choose the memory; with `atomic`, no target is changed before `commit`.
+
+        A target in memory that is given from is filled at the end in any case.
+        """
+        shared = [atomic] * len(targets.views)
+        if not atomic:
+            shared = _share_memory(targets.views, sources.views)
+        staged = zip(targets.views, shared, strict=True)
+        views = [torch.empty_like(v, memory_format=_DENSE) if s else v for v, s in staged]
+        for row, kind in enumerate(targets.table.kind_ids.tolist()):
+            if targets.table.kinds[kind].may_differ:
+                views[row].detach().zero_()
+        return cls(targets, views)
+
+    @torch.no_grad()
+    def commit(self) -> None:
+        """Give the targets their values."""
+        for view, target in zip(self.views, self.targets.views, strict=True):
+            if view is not target:
+                copy_values(view, target)
+        for padding in self.targets.padding:
+            padding.zero_()
+        # Once, if several targets are the same memory.
+        adds = {
+            (view.data_ptr(), view.shape, view.stride()): (view, add)
+            for view, add in zip(self.targets.views, self.targets.adds, strict=True)
+        }
+        for view, add in adds.values():
+            if add:
+                view.add_(add)
+
+
+_DENSE = torch.contiguous_format
+
+
+def _share_memory(views: Sequence[torch.Tensor], others: Sequence[torch.Tensor]) -> list[bool]:
+    """Tell for each tensor whether its memory may overlap that of others."""
+    ends: list[tuple[int, int]] = []
+    for start, stop in sorted(map(_extent, others)):
+        if ends and start <= ends[-1][1]:
+            ends[-1] = (ends[-1][0], max(stop, ends[-1][1]))
+        else:
+            ends.append((start, stop))
+    starts = [start for start, _ in ends]
+    found = []
+    for view in views:
+        start, stop = _extent(view)
+        place = bisect.bisect_left(starts, stop) - 1
+        found.append(start < stop and place >= 0 and ends[place][1] > start)
+    return found
+
+
+def _extent(view: torch.Tensor) -> tuple[int, int]:
+    """Return the addresses of the first byte of a tensor, and of the one behind its last."""
+    if not view.numel():
+        return 0, 0
+    last = sum((n - 1) * stride for n, stride in zip(view.shape, view.stride(), strict=True))
+    return view.data_ptr(), view.data_ptr() + (last + 1) * view.itemsize

@@ -1,0 +1,265 @@
+"""Where a move gets tensors from: the memories of all ranks, and a checkpoint for the rest."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from distckpt._base.dtypes import FROM_NAME
+from distckpt._base.errors import LoadMismatchError
+from distckpt._base.messages import summarize_keys
+from distckpt._base.options import MoveOptions
+from distckpt._base.tree import CONTAINERS, dotted, map_leaves
+from distckpt._format import codec
+from distckpt._mapping.base import OpenReplicaId
+from distckpt._mapping.sharded_tensor import ShardedTensor
+from distckpt._mapping.wrappers import ShardedObject, ShardedStateDict
+from distckpt._models import objects
+from distckpt._move.agreements import Agreement, Agreements
+from distckpt._move.assignment import MoveSettings
+from distckpt._move.carry import carry
+from distckpt._move.host_memory import HostMemory, bucket_bytes_of, share_memory
+from distckpt._move.pieces import Pieces, PieceTable, pieces_of
+from distckpt._move.plan import plan_moves
+from distckpt._move.rank_plan import RankPlan
+from distckpt._move.staging import Staged
+from distckpt._operations.on_demand import on_demand
+from distckpt._operations.shard_source import FamilyName, ShardSource
+from distckpt._ranks.collectives import Ranks
+from distckpt._rules.rule import Rule
+from distckpt._state import flatten
+from distckpt._state.common_state import COMMON_KEY
+from distckpt._state.shards import Shard
+from distckpt._state.stored_form import StoredEntry
+
+
+@dataclass(frozen=True)
+class GivenState:
+    """What this rank gives.
+
+    Attributes:
+        pieces: of tensors, under the names under which they are moved.
+        objects: by unique key.
+        common: values that are no shards.
+        description: of all this, without values.
+    """
+
+    pieces: Pieces
+    objects: dict[str, ShardedObject]
+    common: dict[Any, Any]
+    description: bytes
+
+
+def describe_given(
+    ranks: Ranks, state_dict: ShardedStateDict, rules: Sequence[Rule], family: FamilyName, at: str
+) -> GivenState:
+    """Describe what a rank gives, under the names that rules or a family give it.
+
+    Collective operation: all ranks must call it.
+    """
+    with ranks.phase("describe what is given") as vote:
+        described = objects.describe_objects(ranks, with_shards(state_dict, ranks.rank))
+        # Names of modules, which may differ, matter to checkpoints only.
+        has_more = bool(described.settings) or described.has_stateful
+        vote.number = described.digest() if has_more else 0
+    if not vote.are_equal:
+        described = objects.united(ranks, described)
+    with ranks.phase("describe what is given"):
+        shards, common, _ = flatten.split(objects.completed(described))
+        return _described(shards, common, rules, family, at)
+
+
+def _described(
+    shards: Sequence[Shard], common: Any, rules: Sequence[Rule], family: FamilyName, at: str
+) -> GivenState:
+    tensors = [shard for shard in shards if isinstance(shard, ShardedTensor)]
+    cells = {shard.unique_key: shard for shard in shards if isinstance(shard, ShardedObject)}
+    if family is not None and tensors:
+        keys = [shard.key for shard in tensors]
+        families = on_demand("families")
+        rules = [*rules, *families.rules_for(families.config_for(family, at), keys)]
+    pieces = pieces_of(tensors, rules)
+    kinds = {cell.key: cell.global_shape for cell in cells.values()}
+    header = json.dumps([kinds, bool(common)]).encode()
+    return GivenState(pieces, cells, common, header + b"\n" + pieces.table.to_bytes())
+
+
+def with_shards(state_dict: ShardedStateDict, rank: int) -> ShardedStateDict:
+    """Describe the plain tensors of a state dict: each is whole, and a copy of that of others."""
+
+    def described(path: tuple[Any, ...], leaf: Any) -> Any:
+        if type(leaf) not in (torch.Tensor, torch.nn.Parameter):
+            return leaf
+        copy = OpenReplicaId((0, rank))
+        return ShardedTensor.from_rank_offsets(dotted(path), leaf, replica_id=copy)
+
+    found: ShardedStateDict = map_leaves(
+        described, state_dict, lambda node: type(node) in CONTAINERS
+    )
+    return found
+
+
+@dataclass
+class LiveSource(ShardSource):
+    """The memories of all ranks.
+
+    Attributes:
+        ranks: who gives and takes.
+        given: by this rank.
+        fallback: has what no rank gives; None if nothing has.
+        options: of the caller.
+        agreements: of earlier moves.
+        memory: buffers that are there already; None to make them for each move.
+        plan: of this rank, once `read` has filled the targets.
+    """
+
+    ranks: Ranks
+    given: GivenState
+    fallback: ShardSource | None
+    options: MoveOptions
+    agreements: Agreements
+    memory: HostMemory | None = None
+    plan: RankPlan | None = None
+    has_free_targets = True
+    marker: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        """Agree on what all ranks give."""
+        self._held = self.agreements.reach(
+            self.ranks, "compare what is given", self.given.description, _join
+        )
+        self._entries, self._has_values = _read_joined(self._held)
+        self._values: dict[str, Any] | None = None
+
+    def entries(self) -> dict[str, StoredEntry]:
+        others = {} if self.fallback is None else self.fallback.entries()
+        return {**others, **self._entries}
+
+    def shapes(self) -> Mapping[str, tuple[int, ...]]:
+        return {key: entry.shape for key, entry in self._entries.items()}
+
+    def rules_of_family(self, family: FamilyName, location: str, keys: Sequence[str]) -> list[Rule]:
+        if self._entries.keys() >= set(keys):
+            # Both sides use the same names.
+            return []
+        return super().rules_of_family(family, location, keys)
+
+    def read_objects(self, shards: Sequence[ShardedObject]) -> list[Any]:
+        values = self._all_values()
+        absent = [shard for shard in shards if shard.unique_key not in values]
+        if self.fallback is not None and absent:
+            found = self.fallback.read_objects(absent)
+            names = [shard.unique_key for shard in absent]
+            values = {**values, **dict(zip(names, found, strict=True))}
+        elif absent:
+            raise LoadMismatchError(
+                f"No rank holds {summarize_keys(shard.key for shard in absent)}.",
+                unexpected={shard.key for shard in absent},
+            )
+        return [values[shard.unique_key] for shard in shards]
+
+    def read(self, shards: Sequence[Shard], rules: Sequence[Rule]) -> list[Any]:
+        tensors = [shard for shard in shards if isinstance(shard, ShardedTensor)]
+        cells = [shard for shard in shards if isinstance(shard, ShardedObject)]
+        self._fill(pieces_of(tensors, rules))
+        values = dict(zip(map(id, cells), self.read_objects(cells), strict=True))
+        return [
+            shard.data if isinstance(shard, ShardedTensor) else values[id(shard)]
+            for shard in shards
+        ]
+
+    def _all_values(self) -> dict[str, Any]:
+        """Return the objects and the common state of all ranks, by unique key."""
+        if self._values is None:
+            cells = {key: cell.data for key, cell in self.given.objects.items()}
+            own = codec.encode([list(cells.items()), self.given.common])
+            self._values = {}
+            common: dict[Any, Any] = {}
+            for data in self.ranks.all_gather(own) if self._has_values else ():
+                items, values = _decoded(data)
+                self._values = {**dict(items), **self._values}
+                common = common or values
+            if common or self.fallback is None:
+                self._values[_COMMON.unique_key] = common
+        return self._values
+
+    def _fill(self, targets: Pieces) -> None:
+        """Fill targets with what ranks hold, and with what the checkpoint has."""
+        ranks, options = self.ranks, self.options
+        memory = self.memory or share_memory(ranks, bucket_bytes_of(options))
+        settings = MoveSettings(
+            memory.hosts,
+            memory.bucket_bytes,
+            options.allow_dtype_cast,
+            has_fallback=self.fallback is not None,
+        )
+        self.plan = plan = self._agree_on_plan(targets, settings)
+        with ranks.phase("prepare the targets"):
+            staged = Staged.of(self.given.pieces, targets, options.atomic)
+        if plan.has_gaps and self.fallback is not None:
+            self.fallback.read(_gaps(plan, targets, staged), ())
+        carry(ranks, plan, memory, self.given.pieces, staged.views)
+        staged.commit()
+
+    def _agree_on_plan(self, targets: Pieces, settings: MoveSettings) -> RankPlan:
+        header = json.dumps([self._held.number, settings]).encode()
+
+        def decide(descriptions: Sequence[bytes]) -> list[bytes]:
+            sources = [_table_of(description) for description in self._held.descriptions]
+            wanted = [_table_of(description) for description in descriptions]
+            return [plan.to_bytes() for plan in plan_moves(sources, wanted, settings)]
+
+        description = header + b"\n" + targets.table.to_bytes()
+        agreed = self.agreements.reach(self.ranks, "plan the move", description, decide)
+        return RankPlan.from_bytes(agreed.result)
+
+
+def _decoded(data: bytes) -> Any:
+    return codec.decode(data)
+
+
+_COMMON = ShardedObject(COMMON_KEY, None, (1,), (0,))
+
+
+def _table_of(description: bytes) -> PieceTable:
+    return PieceTable.from_bytes(description.partition(b"\n")[2])
+
+
+def _join(descriptions: Sequence[bytes]) -> list[bytes]:
+    """Name all that ranks give, with dtypes and shapes; the same for each rank."""
+    found: dict[str, tuple[str | None, Sequence[int]]] = {}
+    has_values = False
+    for description in descriptions:
+        cells, has_common = json.loads(description.partition(b"\n")[0])
+        has_values |= bool(cells) or has_common
+        found.update({key: (None, shape) for key, shape in cells.items()})
+        for kind in _table_of(description).kinds:
+            found.setdefault(kind.key, (kind.dtype, kind.shape))
+    return [json.dumps([found, has_values]).encode()] * len(descriptions)
+
+
+def _read_joined(agreed: Agreement) -> tuple[dict[str, StoredEntry], bool]:
+    found, has_values = json.loads(agreed.result)
+    entries = {
+        key: StoredEntry(None if dtype is None else FROM_NAME[dtype], tuple(shape))
+        for key, (dtype, shape) in found.items()
+    }
+    return entries, has_values
+
+
+def _gaps(plan: RankPlan, targets: Pieces, staged: Staged) -> list[ShardedTensor]:
+    """Describe the regions of targets that no rank holds."""
+    shards = []
+    for row, *place in plan.gaps.tolist():
+        kind = targets.table.kinds[targets.table.kind_ids[row]]
+        ndim, region = len(kind.shape), targets.table.region(row)
+        at, shape = place[:ndim], tuple(place[len(place) // 2 :][:ndim])
+        view = staged.views[row]
+        part = view[tuple(slice(a, a + n) for a, n in zip(at, shape, strict=True))]
+        offset = tuple(map(int.__add__, region.offset, at))
+        shards.append(ShardedTensor(kind.key, part, part.dtype, shape, kind.shape, offset, None))
+    return shards

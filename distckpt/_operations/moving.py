@@ -1,0 +1,148 @@
+"""Moving a state dict between the memories of ranks: the part that all such verbs share."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
+
+from distckpt._base.messages import check_num_bytes, check_path
+from distckpt._base.options import LoadOptions, MoveOptions, check_options
+from distckpt._base.reports import MoveReport, publish
+from distckpt._checkpoint.opening import find_checkpoint
+from distckpt._mapping.wrappers import ShardedStateDict
+from distckpt._move.agreements import Agreements
+from distckpt._move.host_memory import HostMemory
+from distckpt._operations.live_source import LiveSource, describe_given, with_shards
+from distckpt._operations.load import read_targets, restore
+from distckpt._operations.load_request import LoadRequest, check_targets, describe_targets
+from distckpt._operations.shard_source import ShardSource, source_of
+from distckpt._ranks.collectives import PhaseTimer, Ranks
+from distckpt._rules.rule import Rule
+from distckpt._rules.rules import check_rules
+from distckpt._storage import locations
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True)
+class MoveRequest:
+    """How to move a state dict.
+
+    Attributes:
+        rules: from the names of what this rank gives to those of what is moved.
+        target_rules: from the names of what this rank takes to those of what is moved.
+        family: afterwards, the rules of the model's family, for both.
+        process_group: the ranks that move together.
+        fallback: where the checkpoint is that has what no rank gives.
+        options: of the caller.
+        place: between what tensors are moved, for reports.
+        version: of what is moved.
+        verb: name of the call in the journal.
+    """
+
+    rules: Sequence[Rule] = ()
+    target_rules: Sequence[Rule] = ()
+    family: str | os.PathLike[str] | None = None
+    process_group: Any = None
+    fallback: str | os.PathLike[str] | None = None
+    options: MoveOptions = field(default_factory=MoveOptions)
+    place: str = "in memory"
+    version: int | None = None
+    verb: str = "redistribute"
+
+    def check(self) -> None:
+        """Check the options.
+
+        Raises:
+            TypeError: a value is of a wrong type.
+            ValueError: an option is not one of its values.
+        """
+        check_options(self.options)
+        check_rules(self.rules)
+        check_rules(self.target_rules)
+        check_path("family", self.family)
+        check_path("fallback", self.fallback)
+        check_num_bytes("max_inflight_bytes", self.options.max_inflight_bytes)
+        if self.family == "auto" and self.fallback is None:
+            raise ValueError(
+                "family='auto' reads the config.json of `fallback`: give it, or the path of a "
+                "config.json as family."
+            )
+
+    def of_all_ranks(self) -> dict[str, object]:
+        """Return what must be the same on all ranks."""
+        options = asdict(replace(self.options, on_report=None))
+        return {"has_fallback": self.fallback is not None, **options}
+
+    @property
+    def directory(self) -> str:
+        """The location of the fallback; empty if there is none."""
+        return "" if self.fallback is None else locations.normalize(self.fallback)
+
+    @property
+    def as_load(self) -> LoadRequest:
+        """The request for what this rank takes."""
+        options = LoadOptions(
+            validate_access_integrity=False,
+            allow_dtype_cast=self.options.allow_dtype_cast,
+            max_inflight_bytes=self.options.max_inflight_bytes,
+        )
+        return LoadRequest(
+            path=self.place,
+            rules=self.target_rules,
+            family=self.family,
+            process_group=self.process_group,
+            fills_values=True,
+            options=options,
+        )
+
+
+def run_move(
+    ranks: Ranks,
+    old_state: ShardedStateDict,
+    new_state: ShardedStateDict,
+    request: MoveRequest,
+    agreements: Agreements,
+    memory: HostMemory | None = None,
+) -> MoveReport:
+    """Fill a state dict from that of all ranks, see `redistribute`.
+
+    Collective operation: all ranks must call it. Without `memory`, buffers are made for this move.
+    """
+    timer = PhaseTimer(request.verb, ranks.rank, request.place)
+    load, directory = request.as_load, request.directory
+    with timer.phase("plan"):
+        given = describe_given(ranks, old_state, request.rules, request.family, directory)
+        fallback = _fallback(ranks, load, directory)
+        source = LiveSource(ranks, given, fallback, request.options, agreements, memory)
+        wanted = with_shards(new_state, ranks.rank)
+        _, targets = describe_targets(ranks, wanted, load, directory, lambda: source)
+        differences = check_targets(ranks, load, request.place, source, targets)
+    with timer.phase("move"):
+        read = read_targets(ranks, load, request.place, source, targets, differences)
+    assert source.plan is not None
+    moved = replace(read, num_bytes=source.plan.num_bytes)
+    figures = restore(ranks, new_state, load, moved, timer, "move").figures
+    report = MoveReport(
+        request.place, *figures, sent_bytes=source.plan.sent_bytes, version=request.version
+    )
+    if ranks.is_coordinator:
+        logger.info("%s", report)
+    if request.options.on_report is not None:
+        publish(report, request.options.on_report)
+    return report
+
+
+def _fallback(ranks: Ranks, request: LoadRequest, location: str) -> ShardSource | None:
+    """Return the checkpoint that has what no rank holds.
+
+    Collective operation: all ranks must call it.
+    """
+    if not location:
+        return None
+    found = find_checkpoint(ranks, location)
+    with ranks.phase("open the fallback"):
+        return source_of(ranks, location, found, request.options, request.process_group)

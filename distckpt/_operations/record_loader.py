@@ -1,0 +1,228 @@
+"""Find out where the weight loader of an engine puts stored tensors, as a sharded state dict."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any, NamedTuple, TypeAlias
+
+import torch
+
+from distckpt._base.dtypes import is_lossless_cast
+from distckpt._base.errors import InvalidShardingError
+from distckpt._base.messages import summarize_keys
+from distckpt._geometry.region import Region
+from distckpt._mapping.base import OpenReplicaId, ReplicaId
+from distckpt._mapping.sharded_tensor import ShardedTensor
+from distckpt._operations.checkpoint import open as open_checkpoint
+from distckpt._recording.layout import Layout, boxes
+from distckpt._recording.memory import Memory, Piece, Step, overlaps
+from distckpt._recording.recorder import Recorded, Recording
+
+logger = logging.getLogger(__name__)
+
+Specs: TypeAlias = dict[str, tuple[tuple[int, ...], torch.dtype]]
+
+
+class LoaderTarget(dict[str, ShardedTensor]):
+    """A sharded state dict of what a weight loader fills, see `record_loader`.
+
+    Attributes:
+        unused: names of stored tensors that the loader put nowhere, such as tables that the model
+            computes itself.
+        unfilled: of each parameter and persistent buffer of the model that the loader did not fill,
+            the number of elements without a value.
+    """
+
+    unused: frozenset[str]
+    unfilled: Mapping[str, int]
+
+
+def record_loader(
+    load_weights: Callable[[Iterable[tuple[str, torch.Tensor]]], Any],
+    metadata: Any,
+    *,
+    module: torch.nn.Module | None = None,
+) -> LoaderTarget:
+    """Describe where a weight loader puts stored tensors, without code for the model.
+
+    The loader runs once on tensors that have names, shapes and dtypes and no storage. Which part of
+    each it copies where becomes a sharded state dict, whose keys are the stored names and whose
+    data are views of the model's own memory: what fills that state dict does what the loader does.
+
+        target = distckpt.record_loader(model.load_weights, "exports/qwen3")
+        distckpt.load(target, "exports/qwen3", allow_dtype_cast=True)
+
+    The loader may take views (`narrow`, `chunk`, slices, `t`, `view`, ...), convert, join and copy,
+    in any order. What it computes cannot be described. Values that it writes itself, such as zeros
+    behind the rows of a padded vocabulary, it writes in this call; nothing else of the model
+    changes. The state dict holds as long as the parameters keep their memory: record again when
+    they were moved or replaced.
+
+    Any rank may call, alone.
+
+    Args:
+        load_weights: called once with an iterable of `(name, tensor)`, as vLLM and SGLang call that
+            method of a model.
+        metadata: the names, shapes and dtypes that stored tensors have: `{name: (shape, dtype)}`,
+            objects with the attributes `name` (or `key`), `shape` and `dtype`, an opened checkpoint
+            (`distckpt.open(path, as_stored=True)` where it is quantized), or the path of one.
+        module: whose parameters and persistent buffers the loader should fill. None for the object
+            that `load_weights` is a method of.
+
+    Returns:
+        The state dict, with `unused` and `unfilled`, which are also logged.
+
+    Raises:
+        InvalidShardingError: the loader computes something of a stored tensor, which the error
+            names, or the model has no memory yet.
+    """
+    recording = Recording(_specs_of(metadata))
+    with recording:
+        _run(load_weights, recording)
+    module = module or getattr(load_weights, "__self__", None)
+    target = LoaderTarget(_state_of(recording))
+    target.unused = frozenset(recording.stored) - {shard.key for shard in target.values()}
+    target.unfilled = _unfilled(module, recording)
+    _log(target)
+    return target
+
+
+def _run(load_weights: Callable[..., Any], recording: Recording) -> None:
+    try:
+        load_weights(recording.tensors())
+    except InvalidShardingError:
+        raise
+    except (NotImplementedError, RuntimeError, TypeError) as error:
+        # How torch refuses what a tensor without storage cannot do.
+        raise InvalidShardingError(
+            f"The loader fails while it loads the stored tensor {recording.current!r} without "
+            f"storage: {error} If it needs the values of that tensor, leave the name out of "
+            "`metadata`, and give such tensors to the loader itself after each update."
+        ) from error
+
+
+def _specs_of(metadata: Any) -> Specs:
+    if isinstance(metadata, str | os.PathLike):
+        metadata = open_checkpoint(metadata, as_stored=True)
+    tensors = getattr(metadata, "tensors", metadata)
+    entries = tensors.items() if isinstance(tensors, Mapping) else ((None, e) for e in tensors)
+    return {key: spec for key, spec in (_spec_of(*entry) for entry in entries)}
+
+
+def _spec_of(name: str | None, entry: Any) -> tuple[str, tuple[tuple[int, ...], torch.dtype]]:
+    if isinstance(entry, tuple) and len(entry) == 2:
+        shape, dtype = entry
+    else:
+        shape, dtype = entry.shape, entry.dtype
+    key = name if name is not None else getattr(entry, "name", None) or entry.key
+    return key, (tuple(shape), dtype)
+
+
+def _named_tensors(module: object) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the parameters and persistent buffers of a module; nothing where it is not known."""
+    if not isinstance(module, torch.nn.Module):
+        return
+    for name, value in module.state_dict(keep_vars=True).items():
+        if isinstance(value, Recorded):
+            raise InvalidShardingError(
+                f"The loader makes a stored tensor the parameter {name!r} of the model, instead of "
+                "copying into memory of the model: there is nothing to record."
+            )
+        if isinstance(value, torch.Tensor):
+            yield name, value
+
+
+def _state_of(recording: Recording) -> Iterator[tuple[str, ShardedTensor]]:
+    """Describe what the model gets, under names that differ."""
+    by_key: dict[str, list[_Place]] = {}
+    for memory in recording.real.values():
+        memory.settle()
+        for place in (place for piece in memory.pieces for place in _places(memory, piece)):
+            by_key.setdefault(place.key, []).append(place)
+    for key, places in by_key.items():
+        copies = {max(pair) for pair in overlaps([place.region for place in places])}
+        for number, place in enumerate(places):
+            replica_id = (1, number) if number in copies else OpenReplicaId((0,))
+            yield f"{key}#{number}" if number else key, _shard_of(place, replica_id)
+
+
+def _shard_of(place: _Place, replica_id: ReplicaId) -> ShardedTensor:
+    offset, shape = place.region
+    whole = place.stored.shape
+    return ShardedTensor(
+        place.key, place.data, place.data.dtype, shape, whole, offset, None, replica_id
+    )
+
+
+class _Place(NamedTuple):
+    """A region of a stored tensor, and the view of a real memory that gets it."""
+
+    stored: Memory
+    region: Region
+    data: torch.Tensor
+
+    @property
+    def key(self) -> str:
+        """The name of the stored tensor."""
+        return str(self.stored.key)
+
+
+def _places(memory: Memory, piece: Piece) -> Iterator[_Place]:
+    if piece.stored is None or memory.tensor is None:
+        return
+    tensor = _typed(memory.tensor, piece.stored, piece.steps)
+    for region, view in boxes(piece.stored.shape, piece.layout, _layout_in(memory, piece.region)):
+        data = tensor.as_strided(view.shape, view.strides, view.offset)
+        yield _Place(piece.stored, region, data)
+
+
+def _layout_in(memory: Memory, region: Region) -> Layout:
+    """Return the view of a region of a row-major memory."""
+    strides = torch.empty(memory.shape, device="meta").stride()
+    return Layout(0, memory.shape, tuple(strides)).part(region)
+
+
+def _typed(tensor: torch.Tensor, stored: Memory, steps: Iterable[Step]) -> torch.Tensor:
+    """Return a memory as a tensor of the dtype that a load converts to.
+
+    InvalidShardingError where one conversion does not do what those of the loader do.
+    """
+    dtypes, kinds = [stored.dtype], set()
+    for kind, dtype in steps:
+        if dtype != dtypes[-1]:
+            kinds.add(kind)
+            dtypes.append(dtype)
+    if kinds == {"as"}:
+        return tensor.view(stored.dtype)
+    are_exact = all(is_lossless_cast(stored.dtype, dtype) for dtype in dtypes[1:-1])
+    if "as" in kinds or not are_exact:
+        raise InvalidShardingError(
+            f"The loader converts the stored tensor {stored.key!r} in several steps "
+            f"({' -> '.join(map(str, dtypes))}), which one conversion does not equal. Leave the "
+            "name out of `metadata`, and give this tensor to the loader itself after each update."
+        )
+    return tensor
+
+
+def _unfilled(module: object, recording: Recording) -> dict[str, int]:
+    """Count the elements of parameters that the loader did not write."""
+    missing = {}
+    for name, tensor in _named_tensors(module):
+        memory = recording.memory_of(tensor)
+        num = 0 if memory is None else memory.num_written(Layout.of(tensor))
+        if num < tensor.numel():
+            missing[name] = tensor.numel() - num
+    return missing
+
+
+def _log(target: LoaderTarget) -> None:
+    if target.unused:
+        logger.info("the loader puts nowhere: %s", summarize_keys(sorted(target.unused)))
+    if target.unfilled:
+        logger.warning(
+            "the loader leaves elements of %s as they are: nothing that fills its target changes "
+            "them",
+            summarize_keys(sorted(target.unfilled)),
+        )

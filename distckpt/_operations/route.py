@@ -1,0 +1,188 @@
+"""Move a state dict again and again between jobs that know only an address."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import replace
+from types import TracebackType
+from typing import Any
+
+from distckpt._base import interrupts
+from distckpt._base.errors import CheckpointingException, RankFailedError
+from distckpt._base.garbage import paused_garbage_collection
+from distckpt._base.options import MoveOptions, check_seconds, with_changes
+from distckpt._base.reports import MoveReport
+from distckpt._mapping.wrappers import ShardedStateDict
+from distckpt._move.agreements import Agreements
+from distckpt._move.host_memory import HostMemory, bucket_bytes_of, share_memory
+from distckpt._move.roll_call import Leader, Member, Start
+from distckpt._operations.moving import MoveRequest, run_move
+from distckpt._ranks.collectives import Ranks
+from distckpt._ranks.exchanges import group_over, open_store, place_in
+from distckpt._rules.rule import Rule
+
+
+class Route:
+    """The way from a job that has tensors, a trainer, to others that want them under another
+    layout, such as inference engines: they know only an address.
+
+        route = distckpt.Route("trainer-0:29700", source={"model": model})  # each trainer rank
+        route = distckpt.Route("trainer-0:29700", target=parameters)  # each engine worker
+
+        report = route.run(version=step)  # on both sides, at every step
+
+    The first run compares descriptions and plans, as `redistribute` does; later ones use the plan
+    as long as nobody's description and no member changes. A target that comes later, or comes
+    again after a restart, takes part from the next version on. One that disappears is named in a
+    warning, and the version is moved to the others.
+
+    Args:
+        address: "host:port", where rank 0 of the job that gives can be reached. It hosts a store
+            there.
+        source: what to give, a state dict as for `save`. All ranks of the job give their shards.
+        target: what to fill, a state dict as for `load`. Each process that takes is a target of its
+            own. Either `source` or `target` is given.
+        rules: from the names of this side to those under which tensors are moved, such as those of
+            a Hugging Face directory; see `distckpt.rules`.
+        family: afterwards, the rules of the model's family: the path of its `config.json`.
+        process_group: of the ranks that give; None for the default group, or for this process alone
+            when torch.distributed is not initialized.
+        num_targets: so many targets the first version waits for.
+        timeout: seconds to wait for others: for the store, for a version, for the ranks in the
+            middle of a move. It must be longer than what happens between two versions.
+        options: further options.
+        changes: options by keyword, such as `atomic=True`; see `MoveOptions` for all of them.
+            `atomic` must be the same on all sides, as must the other options.
+
+    Raises:
+        CheckpointingException: the address cannot be reached or hosted.
+    """
+
+    def __init__(
+        self,
+        address: str,
+        *,
+        source: ShardedStateDict | None = None,
+        target: ShardedStateDict | None = None,
+        rules: Sequence[Rule] = (),
+        family: str | os.PathLike[str] | None = None,
+        process_group: Any = None,
+        num_targets: int = 1,
+        timeout: float = 600.0,
+        options: MoveOptions | None = None,
+        **changes: Any,
+    ) -> None:
+        if (source is None) == (target is None):
+            raise ValueError("A Route has either a source or a target.")
+        check_seconds("timeout", timeout)
+        host, port = _split(address)
+        self._source, self._target = source or {}, target or {}
+        self._request = MoveRequest(
+            rules=() if source is None else rules,
+            target_rules=rules if source is None else (),
+            family=family,
+            options=with_changes(Route, MoveOptions, options, changes),
+            place=address,
+            verb="route",
+        )
+        self._request.check()
+        rank, size = place_in(process_group) if target is None else (-1, 0)
+        self._timeout = timeout
+        self._store = open_store(host, port, rank == 0, timeout)
+        self._leader = self._member = None
+        if rank == 0:
+            self._leader = Leader(self._store, size, num_targets, timeout)
+        elif rank < 0:
+            self._member = Member.target(self._store, timeout)
+        else:
+            self._member = Member.source(self._store, rank, timeout)
+        self._agreements = Agreements()
+        self._group: tuple[int, Any, HostMemory] | None = None
+
+    @interrupts.operation
+    @paused_garbage_collection()
+    def run(self, version: int | None = None) -> MoveReport:
+        """Move a version from the source to all targets that are there.
+
+        All ranks of the source call it, and all targets. Tensors must not change meanwhile. An
+        error leaves targets with a part of the new values, unless `atomic` is set: run again before
+        they are used.
+
+        Args:
+            version: a number for what is moved, such as the step. A target may pass None, and get
+                what comes.
+
+        Returns:
+            The version, how much was moved to all targets together, and how long it took.
+
+        Raises:
+            CheckpointingException: a target asks for another version than the source moves.
+            LoadMismatchError: the source lacks what a target takes. Nothing is changed.
+            RankFailedError: a rank of the source is lost, or no target is left. Or any member
+                failed.
+        """
+        if version is None and self._leader is not None:
+            raise ValueError("The side that gives names the version: route.run(version=step).")
+        while True:
+            start = self._start(version)
+            if version not in (None, start.version):
+                raise CheckpointingException(
+                    f"Rank 0 moves version {start.version}, and this rank version {version}."
+                )
+            try:
+                return self._move(start)
+            except RankFailedError as error:
+                self._group = None
+                if not error.is_lost_contact:
+                    raise
+                if self._leader is not None:
+                    self._leader.note_lost(error.failures)
+
+    def close(self) -> None:
+        """Leave the route. When rank 0 of the source does, targets can take no further version."""
+        self._group = self._store = self._leader = self._member = None
+
+    def __enter__(self) -> Route:
+        """Return the route."""
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        """Leave the route."""
+        self.close()
+
+    def _start(self, version: int | None) -> Start:
+        if self._leader is not None:
+            assert version is not None
+            return self._leader.start(version)
+        if self._member is None:
+            raise CheckpointingException("This route is closed.")
+        return self._member.wait_for_start(version)
+
+    def _move(self, start: Start) -> MoveReport:
+        rank = 0 if self._member is None else start.names.index(self._member.name)
+        ranks = Ranks.alone()
+        if self._group is None or self._group[0] != start.number:
+            # The old one first: its connections end.
+            self._group = None
+            size, name = len(start.names), f"group {start.number}"
+            ranks.use_group(group_over(self._store, name, rank, size, self._timeout))
+            memory = share_memory(ranks, bucket_bytes_of(self._request.options))
+            self._group = (start.number, ranks, memory)
+        _, ranks, memory = self._group
+        with ranks.phase("check the arguments", same=self._request.of_all_ranks()):
+            pass
+        request = replace(self._request, version=start.version)
+        return run_move(ranks, self._source, self._target, request, self._agreements, memory)
+
+
+def _split(address: str) -> tuple[str, int]:
+    host, _, port = str(address).rpartition(":")
+    if not host or not port.isdigit():
+        raise ValueError(f"address is 'host:port', got {address!r:.100}")
+    return host, int(port)

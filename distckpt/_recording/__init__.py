@@ -1,0 +1,1 @@
+"""Where the weight loader of an engine puts the elements of stored tensors."""

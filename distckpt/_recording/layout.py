@@ -1,0 +1,162 @@
+"""Views as numbers: which elements of a memory they have, and which boxes these are."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+
+from distckpt._geometry.region import Region
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The elements of a view: at `index`, element `offset + sum(index * strides)` of its memory."""
+
+    offset: int
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor) -> Layout:
+        """Describe a tensor of torch."""
+        return cls(int(tensor.storage_offset()), tuple(tensor.shape), tuple(tensor.stride()))
+
+    def part(self, region: Region) -> Layout:
+        """Return a region of the view."""
+        first = sum(i * s for i, s in zip(region.offset, self.strides, strict=True))
+        return Layout(self.offset + first, region.shape, self.strides)
+
+
+class Box(NamedTuple):
+    """A box of a memory, and the view of another memory whose elements belong to its elements."""
+
+    region: Region
+    partner: Layout
+
+
+class _Axis(NamedTuple):
+    """An axis that two views share: its size, and how far one index goes in each memory."""
+
+    size: int
+    step: int
+    partner_step: int
+
+
+class _Pair(NamedTuple):
+    """Two views of one shape, whose axes are in descending order of the steps of the first."""
+
+    offset: int
+    partner_offset: int
+    axes: tuple[_Axis, ...]
+
+    def at(self, number: int, start: int, *axes: _Axis) -> _Pair:
+        """Begin at an index of an axis, and put others in the place of that axis."""
+        axis = self.axes[number]
+        return _Pair(
+            self.offset + start * axis.step,
+            self.partner_offset + start * axis.partner_step,
+            (*self.axes[:number], *axes, *self.axes[number + 1 :]),
+        )
+
+
+def factored(num_elements: int, strides: Sequence[int]) -> tuple[int, ...]:
+    """Return a shape in which a row-major memory has rows where a view of these strides has them.
+
+    What the strides do not divide is taken as one row.
+    """
+    rows = [1]
+    for stride in sorted(set(strides)):
+        if stride > rows[-1] and stride % rows[-1] == 0:
+            rows.append(stride)
+    inner = [large // small for small, large in itertools.pairwise(rows)]
+    return (-(-num_elements // rows[-1]), *reversed(inner))
+
+
+def boxes(shape: tuple[int, ...], own: Layout, partner: Layout) -> Iterator[Box]:
+    """Cut a view of a row-major memory of `shape` into boxes, and a view of the same shape with
+    it.
+
+    Of elements that the view has several times, as expanded ones have, there are several boxes.
+    """
+    if 0 in own.shape:
+        return
+    axes = map(_Axis, own.shape, own.strides, partner.strides)
+    ordered = sorted((a for a in axes if a.size > 1), key=lambda axis: -axis.step)
+    pair = _Pair(own.offset, partner.offset, _merged(ordered))
+    steps = tuple(math.prod(shape[axis + 1 :]) for axis in range(len(shape)))
+    yield from _placed(shape, steps, pair)
+
+
+def _merged(axes: Sequence[_Axis]) -> tuple[_Axis, ...]:
+    """Join axes along which both views go on where the next one ends."""
+    merged: list[_Axis] = []
+    for axis in axes:
+        last = merged[-1] if merged else None
+        ends = (axis.size * axis.step, axis.size * axis.partner_step)
+        if last is not None and (last.step, last.partner_step) == ends:
+            merged[-1] = axis._replace(size=last.size * axis.size)
+        else:
+            merged.append(axis)
+    return tuple(merged)
+
+
+def _placed(shape: tuple[int, ...], steps: tuple[int, ...], pair: _Pair) -> Iterator[Box]:
+    """Give each axis of a pair an axis of the memory, or cut it until it has one."""
+    start = [pair.offset // step % size for size, step in zip(shape, steps, strict=True)]
+    places: dict[int, _Axis] = {}
+    for number, axis in enumerate(pair.axes):
+        place = _place(shape, steps, axis.step)
+        if place is None or place in places:
+            for index in range(axis.size):
+                yield from _placed(shape, steps, pair.at(number, index))
+            return
+        if start[place] + axis.size > shape[place]:
+            for smaller in _cut(pair, number, start[place], shape[place]):
+                yield from _placed(shape, steps, smaller)
+            return
+        places[place] = axis
+    sizes = tuple(places[at].size if at in places else 1 for at in range(len(shape)))
+    strides = tuple(places[at].partner_step if at in places else 0 for at in range(len(shape)))
+    yield Box(Region(tuple(start), sizes), Layout(pair.partner_offset, sizes, strides))
+
+
+def _place(shape: tuple[int, ...], steps: tuple[int, ...], step: int) -> int | None:
+    """Find the axis of a memory whose neighbors lie a step apart."""
+    for place, own in enumerate(steps):
+        if own == step and shape[place] > 1:
+            return place
+    return None
+
+
+def _cut(pair: _Pair, number: int, start: int, size: int) -> list[_Pair]:
+    """Cut an axis that goes on from one row into the next: into whole rows, and what remains."""
+    axis = pair.axes[number]
+    num_rows, rest = divmod(axis.size, size)
+    if start == 0 and rest == 0:
+        rows = _Axis(num_rows, axis.step * size, axis.partner_step * size)
+        return [pair.at(number, 0, rows, axis._replace(size=size))]
+    first = size - start if start else axis.size - rest
+    return [
+        pair.at(number, 0, axis._replace(size=first)),
+        pair.at(number, first, axis._replace(size=axis.size - first)),
+    ]
+
+
+def without(region: Region, hole: Region) -> Iterator[Region]:
+    """Yield what a region has outside another one that it intersects, as disjoint regions."""
+    offset, shape = list(region.offset), list(region.shape)
+    for axis, (low, num) in enumerate(zip(hole.offset, hole.shape, strict=True)):
+        end = offset[axis] + shape[axis]
+        for first, last in ((offset[axis], low), (low + num, end)):
+            if first < last:
+                at, size = [*offset], [*shape]
+                at[axis], size[axis] = first, last - first
+                yield Region(tuple(at), tuple(size))
+        high = min(end, low + num)
+        offset[axis] = max(offset[axis], low)
+        shape[axis] = high - offset[axis]

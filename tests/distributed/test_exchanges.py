@@ -1,0 +1,153 @@
+"""What ranks send each other: along a tree where there are many, and in few messages."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+
+import distckpt
+from distckpt import ShardedTensor
+from distckpt._ranks import exchanges
+from distckpt._ranks.collectives import Ranks
+from distckpt._ranks.exchanges import Exchanges, pack_parts, unpack_parts
+from tests.support.harness import error_of, run
+
+COLLECTIVES = ("all_gather", "all_reduce", "broadcast", "gather", "scatter", "reduce", "barrier")
+SIZES = (0, 1, 503, 504, 505, 100_000)
+"""Around what fits into one message."""
+
+
+def payload(rank, size):
+    return np.random.default_rng([rank, size]).bytes(size)
+
+
+def exchange(rank, fan_out):
+    """Exchange payloads of all sizes in every way; return what is wrong."""
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setattr(exchanges, "FAN_OUT", fan_out)
+        ranks = Exchanges()
+        wrong = []
+        for shift in range(len(SIZES)):
+            sizes = [SIZES[(other + shift) % len(SIZES)] for other in range(ranks.size)]
+            of_all = [payload(other, size) for other, size in enumerate(sizes)]
+            own, is_first = of_all[rank], ranks.is_coordinator
+            results = {
+                "gather": (ranks.gather(own), of_all if is_first else []),
+                "all_gather": (ranks.all_gather(own), of_all),
+                "scatter": (ranks.scatter(of_all if is_first else []), own),
+                "broadcast": (ranks.broadcast(own if is_first else b""), of_all[0]),
+                "gather_once": (
+                    ranks.gather_once([own, b"same" * shift]),
+                    [of_all, [b"same" * shift] * ranks.size] if is_first else [[], []],
+                ),
+                "numbers": (
+                    ranks.all_gather_numbers([rank, -shift]).tolist(),
+                    [[other, -shift] for other in range(ranks.size)],
+                ),
+            }
+            wrong += [name for name, (found, expected) in results.items() if found != expected]
+        return wrong
+
+
+@pytest.mark.parametrize(("num_ranks", "fan_out"), [(3, 16), (3, 2), (4, 3), (5, 2)])
+def test_every_rank_gets_what_others_sent(num_ranks, fan_out):
+    assert run(exchange, num_ranks, fan_out) == [[]] * num_ranks
+
+
+def rows_of(rank, num_ranks, value):
+    rows = torch.full((2, 8), float(100 * value + rank))
+    copied = torch.full((3,), float(value))
+    return {
+        "rows": ShardedTensor.from_rank_offsets("rows", rows, (0, rank, num_ranks)),
+        "copied": ShardedTensor.from_rank_offsets("copied", copied, replica_id=rank),
+        "step": value,
+    }
+
+
+def save_along_a_tree(rank, num_ranks, folder):
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setattr(exchanges, "FAN_OUT", 2)
+        for value in (1, 2):
+            distckpt.save(rows_of(rank, num_ranks, value), f"{folder}/{value}")
+        distckpt.async_save(rows_of(rank, num_ranks, 3), f"{folder}/3").result(60)
+        target = rows_of(rank, num_ranks, 0)
+        steps = [distckpt.load(target, f"{folder}/{value}")["step"] for value in (1, 2, 3)]
+        wrong = rows_of(rank, num_ranks, 4)
+        if rank == num_ranks - 1:
+            wrong["rows"].data = torch.zeros(1, 1)
+        return (
+            steps,
+            target["rows"].data[0, 0].item(),
+            error_of(distckpt.save, wrong, f"{folder}/4"),
+        )
+
+
+def test_saves_and_loads_along_a_tree(tmp_path):
+    num_ranks = 5
+    outcomes = run(save_along_a_tree, num_ranks, num_ranks, str(tmp_path))
+    for rank, (steps, last, error) in enumerate(outcomes):
+        assert steps == [1, 2, 3]
+        assert last == 300.0 + rank
+        assert isinstance(error, distckpt.RankFailedError)
+        assert list(error.failures) == [num_ranks - 1]
+    for value in (1, 2, 3):
+        rows = distckpt.open(tmp_path / str(value)).read_tensors()["rows"]
+        assert rows[::2, 0].tolist() == [100.0 * value + rank for rank in range(num_ranks)]
+
+
+def count_collectives(rank, num_ranks, folder):
+    """Return the collectives of each of three saves of one structure."""
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        calls = Counter()
+
+        def counting(name, function):
+            def call(*args, **kwargs):
+                calls[name] += 1
+                return function(*args, **kwargs)
+
+            return call
+
+        for name in COLLECTIVES:
+            monkeypatch.setattr(dist, name, counting(name, getattr(dist, name)))
+        counts = []
+        for value in range(3):
+            calls.clear()
+            distckpt.save(rows_of(rank, num_ranks, value), f"{folder}/{value}")
+            counts.append(dict(calls))
+        return counts
+
+
+@pytest.mark.parametrize("num_ranks", [2, 4])
+def test_a_repeated_save_makes_four_collectives(num_ranks, tmp_path):
+    for counts in run(count_collectives, num_ranks, num_ranks, str(tmp_path)):
+        assert counts[1:] == [{"gather": 2, "broadcast": 2}] * 2
+
+
+def differ_in_a_part(rank):
+    """One rank fails within a part of a phase."""
+
+    def work():
+        ranks = Ranks()
+        with ranks.phase("the whole"):
+            with ranks.part("the first half"):
+                pass
+            with ranks.part("the other half", decision=True):
+                if rank == 1:
+                    raise OSError(5, "broken")
+
+    return error_of(work)
+
+
+def test_an_error_names_the_part_of_a_phase():
+    for error in run(differ_in_a_part, 2):
+        assert "1 rank failed during 'the other half'" in str(error)
+        assert list(error.failures) == [1]
+
+
+@pytest.mark.parametrize("parts", [[], [b""], [b"", b"ab", b"", b"c" * 1000]])
+def test_packed_parts_are_the_same_again(parts):
+    assert unpack_parts(pack_parts(parts)) == parts

@@ -1,0 +1,366 @@
+"""Moving state dicts between layouts on real ranks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
+
+import distckpt
+from distckpt import InvalidShardingError, LoadMismatchError, ShardedTensor
+from distckpt._move import host_memory
+from distckpt.rules import Concat, Rename
+from tests.support.harness import ask_parent, error_of, kept_ranks, launched, sum_over_ranks
+from tests.support.harness import run as run_once
+
+KEYS = [f"layers.{number}.weight" for number in range(5)]
+
+
+@pytest.fixture(scope="module")
+def run():
+    with kept_ranks() as run_ranks:
+        yield run_ranks
+
+
+def values_of(key: str, shape: tuple[int, ...] = (24, 12)) -> torch.Tensor:
+    """Return the global tensor of a key."""
+    seed = sum(map(ord, key))
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def part_of(key: str, axis: int, rank: int, size: int, empty: bool = False) -> ShardedTensor:
+    part = values_of(key).chunk(size, axis)[rank].clone()
+    data = torch.full_like(part, torch.nan) if empty else part
+    return ShardedTensor.from_rank_offsets(key, data, (axis, rank, size))
+
+
+def split(axis: int, rank: int, size: int, empty: bool = False) -> dict[str, ShardedTensor]:
+    return {key: part_of(key, axis, rank, size, empty) for key in KEYS}
+
+
+def is_right(state: dict[str, ShardedTensor]) -> bool:
+    return all(
+        torch.equal(shard.data, values_of(shard.key)[shard.global_slice()])
+        for shard in state.values()
+    )
+
+
+# --- Layouts --------------------------------------------------------------------------------------
+
+
+def _rows_to_columns(rank: int, hosts: list[int] | None) -> Any:
+    if hosts is not None:
+        host_memory.host_number = lambda: hosts[rank]
+    size = dist.get_world_size()
+    reports = []
+    for _ in range(3):
+        target = split(1, rank, size, empty=True)
+        report = distckpt.redistribute(split(0, rank, size), target, max_inflight_bytes=4 * 4096)
+        assert is_right(target)
+        reports.append(report)
+    return reports[-1].num_bytes, reports[-1].sent_bytes
+
+
+@pytest.mark.parametrize(
+    ("size", "hosts", "share_sent"),
+    [(1, None, 0), (2, None, 0), (4, None, 0), (4, [0, 0, 1, 1], 1 / 2), (3, [0, 1, 2], 2 / 3)],
+)
+def test_rows_become_columns(run, size, hosts, share_sent):
+    total = 24 * 12 * 4 * len(KEYS)
+    for num_bytes, sent in run(_rows_to_columns, size, hosts):
+        assert num_bytes == total
+        # What a machine wants and does not hold.
+        assert sent == total * share_sent
+
+
+def _grown_and_shrunk(rank: int) -> None:
+    small = split(0, rank, 2) if rank < 2 else {}
+    large = split(1, rank, 4, empty=True)
+    distckpt.redistribute(small, large)
+    assert is_right(large)
+    back = split(0, rank - 1, 3, empty=True) if rank else {}
+    distckpt.redistribute(large, back)
+    assert is_right(back)
+
+
+def test_ranks_that_only_give_or_only_take(run):
+    run(_grown_and_shrunk, 4)
+
+
+def _every_rank_takes_all(rank: int) -> int:
+    host_memory.host_number = lambda: rank // 2
+    own = split(0, rank, 2) if rank < 2 else {}
+    whole = {
+        key: ShardedTensor.from_rank_offsets(key, torch.zeros(24, 12), replica_id=rank)
+        for key in KEYS
+    }
+    report = distckpt.redistribute(own, whole)
+    assert is_right(whole)
+    return report.sent_bytes
+
+
+def test_a_machine_gets_what_its_ranks_want_once(run):
+    assert run(_every_rank_takes_all, 4) == [24 * 12 * 4 * len(KEYS)] * 4
+
+
+def _views(rank: int) -> None:
+    """As an engine holds weights: fused, transposed, of another dtype, twice."""
+    own = {key: part_of(key, 0, rank, 2) for key in KEYS[:2]}
+    fused = torch.zeros(12, 48, dtype=torch.bfloat16)
+    again = torch.zeros(12, 12)
+    target = {
+        "first": sharded(KEYS[0], fused[:, :24].t(), (0, 0)),
+        "second": sharded(KEYS[1], fused[:, 24:].t(), (0, 0)),
+        "rows": sharded(KEYS[0], again, (6, 0)),
+        "same rows": sharded(KEYS[0], again.clone(), (6, 0)),
+    }
+    distckpt.redistribute(own, target, allow_dtype_cast=True)
+    expected = torch.cat([values_of(key) for key in KEYS[:2]]).t().bfloat16()
+    assert torch.equal(fused, expected)
+    for name in ("rows", "same rows"):
+        assert torch.equal(target[name].data, values_of(KEYS[0])[6:18])
+
+
+def sharded(key: str, view: torch.Tensor, offset: tuple[int, int]) -> ShardedTensor:
+    return ShardedTensor(key, view, view.dtype, tuple(view.shape), (24, 12), offset, None)
+
+
+def test_views_of_parameters_of_an_engine(run):
+    run(_views, 2)
+
+
+def _in_place(rank: int) -> None:
+    """Both layouts are views of one buffer."""
+    memory = values_of(KEYS[0]).chunk(2)[rank].clone().flatten()
+    old = {"a": ShardedTensor.from_rank_offsets(KEYS[0], memory.view(12, 12), (0, rank, 2))}
+    new = {"a": ShardedTensor.from_rank_offsets(KEYS[0], memory.view(24, 6), (1, rank, 2))}
+    distckpt.redistribute(old, new, max_inflight_bytes=4 * 4096)
+    assert is_right(new)
+
+
+def test_old_and_new_may_be_the_same_memory(run):
+    run(_in_place, 2)
+
+
+# --- State dicts ----------------------------------------------------------------------------------
+
+
+def model_of(seed: int) -> torch.nn.Module:
+    torch.manual_seed(seed)
+    return torch.nn.Sequential(torch.nn.Linear(8, 12), torch.nn.BatchNorm1d(12))
+
+
+def trained(module: torch.nn.Module) -> torch.optim.Optimizer:
+    optimizer = torch.optim.AdamW(module.parameters(), lr=0.01)
+    for step in range(2):
+        torch.manual_seed(step)
+        module(torch.randn(4, 8)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return optimizer
+
+
+def _objects(rank: int) -> None:
+    old_model, new_model = model_of(0), model_of(1)
+    old_optimizer, new_optimizer = trained(old_model), trained(new_model)
+    fully_shard(new_model, mesh=init_device_mesh("cpu", (2,)))
+    new_optimizer = torch.optim.AdamW(new_model.parameters(), lr=0.5)
+    old = {"model": old_model, "optimizer": old_optimizer, "step": 7, "scale": torch.ones(3)}
+    new = {"model": new_model, "optimizer": new_optimizer, "step": 0, "scale": torch.zeros(3)}
+    distckpt.redistribute(old, new)
+    assert new["step"] == 7
+    assert torch.equal(new["scale"], torch.ones(3))
+    assert new_optimizer.param_groups[0]["lr"] == 0.01
+    for (name, given), taken in zip(
+        old_model.state_dict().items(), new_model.state_dict().values(), strict=True
+    ):
+        taken = taken.full_tensor() if isinstance(taken, DTensor) else taken
+        assert torch.equal(given, taken), name
+    states = zip(old_optimizer.state.values(), new_optimizer.state.values(), strict=True)
+    for given, taken in states:
+        assert torch.equal(given["exp_avg"], taken["exp_avg"].full_tensor())
+
+
+def test_modules_optimizers_and_values():
+    run_once(_objects, 2)
+
+
+def _dtensors(rank: int) -> None:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
+    full = values_of("weight", (10, 7))
+    for old, new in [
+        ((Shard(0), Replicate()), (Replicate(), Shard(1))),
+        ((Shard(0), Shard(0)), (Shard(1), Shard(0))),
+        ((Replicate(), Replicate()), (Shard(1), Shard(1))),
+    ]:
+        given = DTensor.from_local(full, mesh, [Replicate()] * 2).redistribute(mesh, old)
+        taken = DTensor.from_local(full * 0, mesh, [Replicate()] * 2).redistribute(mesh, new)
+        distckpt.redistribute({"weight": given}, {"weight": taken})
+        assert torch.equal(taken.full_tensor(), full)
+        plain = torch.zeros(10, 7)
+        distckpt.redistribute({"weight": given}, {"weight": plain})
+        assert torch.equal(plain, full)
+
+
+def test_dtensors_and_plain_tensors():
+    run_once(_dtensors, 4)
+
+
+def _rules(rank: int) -> None:
+    own = {key: part_of(key, 0, rank, 2) for key in KEYS[:2]}
+    fused = torch.zeros(48, 12)
+    target = {"fused.weight": fused}
+    rules = [Concat(tuple(KEYS[:2]), "fused.weight", axis=0)]
+    distckpt.redistribute(own, target, rules=rules)
+    assert torch.equal(fused, torch.cat([values_of(key) for key in KEYS[:2]]))
+    renamed = torch.zeros(24, 12)
+    distckpt.redistribute(own, {"x": renamed}, rules=[Rename(KEYS[0], "x")])
+    assert torch.equal(renamed, values_of(KEYS[0]))
+
+
+def test_rules_lead_from_the_old_names_to_the_new_ones(run):
+    run(_rules, 2)
+
+
+# --- What no rank holds ---------------------------------------------------------------------------
+
+
+def _lost_rank(rank: int, path: str) -> None:
+    size = dist.get_world_size()
+    saved = {**split(0, rank, size), "step": 3}
+    distckpt.save(saved, path)
+    # The last rank has lost its memory; what the others have is newer than the checkpoint.
+    held = {} if rank == size - 1 else split(0, rank, size)
+    for shard in held.values():
+        shard.data += 1
+    target = {**split(1, rank, size, empty=True), "step": 0}
+    error = error_of(distckpt.redistribute, held, target)
+    assert isinstance(error, LoadMismatchError)
+    distckpt.redistribute(held, target, fallback=path)
+    first = 24 // size * (size - 1)
+    for key in KEYS:
+        expected = values_of(key)
+        expected[:first] += 1
+        assert torch.equal(target[key].data, expected.chunk(size, 1)[rank])
+    assert target["step"] == 3
+
+
+def test_what_no_rank_holds_comes_from_the_fallback(run, tmp_path):
+    run(_lost_rank, 3, str(tmp_path / "step"))
+
+
+def _gap(rank: int) -> str:
+    held = split(0, rank, 2)
+    if rank == 1:
+        del held[KEYS[2]]
+    target = split(1, rank, 2, empty=True)
+    error = error_of(distckpt.redistribute, held, target)
+    assert isinstance(error, LoadMismatchError)
+    assert all(shard.data.isnan().all() for shard in target.values())
+    assert sum_over_ranks(1) == 2
+    return str(error)
+
+
+def test_a_gap_is_named_and_nothing_changes(run):
+    first, second = run(_gap, 2)
+    assert first == second
+    assert KEYS[2] in first
+    assert "[12:24, 0:6]" in first
+    assert "rank 0" in first
+
+
+def _overlap(rank: int) -> str:
+    held = {"experts": ShardedTensor.from_rank_offsets(KEYS[0], torch.zeros(24, 12))}
+    error = error_of(distckpt.redistribute, held, {KEYS[0]: part_of(KEYS[0], 0, rank, 2)})
+    assert isinstance(error, InvalidShardingError)
+    return str(error)
+
+
+def test_an_overlap_is_named(run):
+    for text in run(_overlap, 2):
+        assert KEYS[0] in text
+        assert "on rank 0" in text
+        assert "on rank 1" in text
+
+
+def _mistakes(rank: int) -> list[str]:
+    held = split(0, rank, 2)
+    half = {
+        key: ShardedTensor.from_rank_offsets(key, torch.zeros(12, 12).half(), (0, rank, 2))
+        for key in KEYS
+    }
+    other_shape = {"a": ShardedTensor.from_rank_offsets(KEYS[0], torch.zeros(5, 5))}
+    empty = {"a": part_of(KEYS[0], 0, rank, 2).without_data()}
+    unknown = {"a": torch.zeros(2)}
+    return [
+        str(error_of(distckpt.redistribute, held, target))
+        for target in (half, other_shape, empty, unknown)
+    ]
+
+
+def test_mistakes_are_named(run):
+    for half, shape, empty, unknown in run(_mistakes, 2):
+        assert "allow_dtype_cast=True" in half
+        assert KEYS[0] in half
+        assert "(24, 12)" in shape
+        assert "(5, 5)" in shape
+        assert "has no data" in empty
+        assert "'a'" in unknown
+
+
+# --- Failures -------------------------------------------------------------------------------------
+
+
+def _one_fails(rank: int, atomic: bool) -> str:
+    target = split(1, rank, 2, empty=True)
+    held = split(0, rank, 2)
+    if rank == 1:
+        held["bad"] = "a value"
+        held[KEYS[0]].data = torch.empty(12, 12, device="meta")
+    error = error_of(distckpt.redistribute, held, target, atomic=atomic)
+    if atomic:
+        assert all(shard.data.isnan().all() for shard in target.values())
+    assert sum_over_ranks(1) == 2
+    return f"{type(error).__name__}: {error}"
+
+
+@pytest.mark.parametrize("atomic", [False, True])
+def test_an_error_on_one_rank_is_raised_on_all(run, atomic):
+    for text in run(_one_fails, 2, atomic):
+        assert text.startswith("RankFailedError")
+        assert "rank 1" in text
+
+
+def _killed_in_the_middle(rank: int, at_round: int) -> tuple[str, str]:
+    from distckpt._move import carry
+
+    original = carry._Carrier.do_round
+
+    def stopping(self: Any, number: int) -> None:
+        if number == at_round:
+            ask_parent()
+        original(self, number)
+
+    carry._Carrier.do_round = stopping
+    target = split(1, rank, 4, empty=True)
+    own = split(0, rank, 4)
+    error = error_of(distckpt.redistribute, own, target, atomic=True, max_inflight_bytes=4 * 4096)
+    data = torch.cat([shard.data.flatten() for shard in target.values()])
+    state = "new" if is_right(target) else "old" if data.isnan().all() else "mixed"
+    return str(error), state
+
+
+@pytest.mark.parametrize("at_round", [pytest.param(0, marks=pytest.mark.slow), 1])
+def test_a_killed_rank_is_named_and_targets_stay_as_they_were(at_round):
+    with launched(_killed_in_the_middle, 4, at_round, group_timeout=5.0) as launch:
+        outcomes = launch.lose(2)
+    for rank, outcome in enumerate(outcomes):
+        if rank != 2:
+            error, state = outcome
+            assert "Lost contact with rank 2" in error
+            assert state == "old"

@@ -1,0 +1,240 @@
+"""Moving versions between jobs that know only an address."""
+
+from __future__ import annotations
+
+import socket
+import time
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import distckpt
+from distckpt import CheckpointingException, LoadMismatchError, RankFailedError, ShardedTensor
+from distckpt._move import carry
+from distckpt.rules import Rename
+from tests.support.harness import ask_parent, error_of, kept_ranks, launched, signal_parent
+
+SHAPE = (24, 8)
+TIMEOUT = 30.0
+
+
+@pytest.fixture(scope="module")
+def run():
+    with kept_ranks() as run_ranks:
+        yield lambda *args: run_ranks(*args, backend=None)
+
+
+@pytest.fixture
+def address():
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return f"127.0.0.1:{probe.getsockname()[1]}"
+
+
+def values(version: int) -> torch.Tensor:
+    return torch.arange(24.0 * 8).view(SHAPE) + version
+
+
+def part(rank: int, size: int, axis: int = 0) -> ShardedTensor:
+    data = torch.full(SHAPE, torch.nan).chunk(size, axis)[rank].contiguous()
+    return ShardedTensor.from_rank_offsets("weight", data, (axis, rank, size))
+
+
+def is_of(shard: ShardedTensor, version: int) -> bool:
+    return torch.equal(shard.data, values(version)[shard.global_slice()])
+
+
+def _trainer_and_engines(rank: int, address: str) -> list[Any]:
+    if rank == 0:
+        weight = values(0)
+        route = distckpt.Route(address, source={"weight": weight}, num_targets=2, timeout=TIMEOUT)
+    else:
+        shard = part(rank - 1, 2, axis=1)
+        route = distckpt.Route(address, target={"weight": shard}, timeout=TIMEOUT)
+    reports = []
+    for version in (3, 5, 6):
+        if rank == 0:
+            weight.copy_(values(version))
+        reports.append(route.run(version=version if rank < 2 else None))
+        assert rank == 0 or is_of(shard, version)
+    route.close()
+    return [(report.version, report.num_bytes) for report in reports]
+
+
+def test_engines_get_every_version(run, address):
+    assert run(_trainer_and_engines, 3, address) == [[(3, 768), (5, 768), (6, 768)]] * 3
+
+
+def _two_trainer_ranks(rank: int, address: str) -> None:
+    """Both trainer ranks have a process group of their own job."""
+    if rank < 2:
+        host, port = address.split(":")
+        store = dist.TCPStore(host, int(port) + 1, None, rank == 0, wait_for_workers=False)
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
+        shard = part(rank, 2)
+        shard.key = "trainer.weight"
+        route = distckpt.Route(
+            address,
+            source={"weight": shard},
+            rules=[Rename("trainer.weight", "weight")],
+            timeout=TIMEOUT,
+        )
+    else:
+        shard = part(0, 1)
+        route = distckpt.Route(address, target={"weight": shard}, timeout=TIMEOUT)
+    for version in (1, 2):
+        if rank < 2:
+            shard.data.copy_(values(version)[shard.global_slice()])
+        assert route.run(version=version).version == version
+        assert is_of(shard, version)
+    if rank < 2:
+        dist.destroy_process_group()
+
+
+def test_all_ranks_of_a_trainer_give(address):
+    with launched(_two_trainer_ranks, 3, address, backend=None) as launch:
+        launch.values()
+
+
+def _late(rank: int, address: str) -> list[int]:
+    seen = []
+    if rank == 2:
+        ask_parent()
+    if rank == 0:
+        weight = values(0)
+        route = distckpt.Route(address, source={"weight": weight}, timeout=TIMEOUT)
+    else:
+        shard = part(0, 1)
+        route = distckpt.Route(address, target={"weight": shard}, timeout=TIMEOUT)
+        if rank == 2:
+            signal_parent()
+    for version in range(4):
+        if rank == 0:
+            weight.copy_(values(version))
+            if version == 2:
+                ask_parent()
+                # The late one has asked by then.
+                while not route._store.check(["ask target 2 1"]):
+                    time.sleep(0.01)
+        if rank == 2 and version > 1:
+            break
+        report = route.run(version=version if rank < 2 else None)
+        assert rank == 0 or is_of(shard, report.version)
+        seen.append(report.version)
+    return seen
+
+
+def test_a_late_engine_joins_at_the_next_version(address):
+    with launched(_late, 3, address, backend=None) as launch:
+        launch.wait_for_signal(0)
+        launch.wait_for_signal(2)
+        launch.answer(2)
+        launch.wait_for_signal(2)
+        launch.answer(0)
+        assert launch.values() == [[0, 1, 2, 3], [0, 1, 2, 3], [2, 3]]
+
+
+def _engine_dies(rank: int, address: str, at_round: int) -> list[int]:
+    if rank == 0:
+        weight = values(0)
+        state = {"source": {"weight": weight}, "num_targets": 3}
+    else:
+        shard = part((rank - 1) % 2, 2)
+        state = {"target": {"weight": shard}}
+    route = distckpt.Route(address, **state, atomic=True, timeout=TIMEOUT)
+    original = carry._Carrier.do_round
+    seen = []
+    for version in range(3):
+        if rank == 0:
+            weight.copy_(values(version))
+        if version == 1 and rank == 3:
+
+            def stopping(self: Any, number: int) -> None:
+                if number == at_round:
+                    ask_parent()
+                original(self, number)
+
+            carry._Carrier.do_round = stopping
+        seen.append(route.run(version=version).version)
+        assert rank == 0 or is_of(shard, version)
+    return seen
+
+
+@pytest.mark.parametrize("at_round", [pytest.param(0, marks=pytest.mark.slow), 1])
+def test_an_engine_that_dies_is_named_and_the_others_go_on(address, at_round):
+    with launched(_engine_dies, 4, address, at_round, backend=None) as launch:
+        launch.wait_for_signal(3)
+        launch.kill(3)
+        outcomes = launch.outcomes()
+    assert [outcome and outcome.value for outcome in outcomes] == [[0, 1, 2]] * 3 + [None]
+    lost, left_out = outcomes[0].warnings_logged
+    assert "lost contact with target" in lost
+    assert "in version 1" in lost
+    assert "did not come to version 1: left out" in left_out
+
+
+def _trainer_dies(rank: int, address: str) -> tuple[str, bool]:
+    if rank == 0:
+        route = distckpt.Route(address, source={"weight": values(0)}, timeout=TIMEOUT)
+        route.run(version=0)
+        ask_parent()
+    shard = part(0, 1)
+    route = distckpt.Route(address, target={"weight": shard}, timeout=TIMEOUT)
+    route.run()
+    signal_parent()
+    error = error_of(route.run)
+    assert isinstance(error, RankFailedError)
+    return str(error), is_of(shard, 0)
+
+
+def test_engines_name_a_trainer_that_is_gone(address):
+    with launched(_trainer_dies, 2, address, backend=None) as launch:
+        launch.wait_for_signal(0)
+        launch.wait_for_signal(1)
+        launch.kill(0)
+        text, is_old = launch.values()[1]
+    assert "source rank 0" in text
+    assert is_old
+
+
+def _mistakes(rank: int, address: str) -> list[str]:
+    if rank == 0:
+        route = distckpt.Route(address, source={"weight": values(0)}, timeout=TIMEOUT)
+        gap = error_of(route.run, 0)
+        assert isinstance(gap, LoadMismatchError)
+        route.run(1)
+        return [str(gap), str(error_of(route.run))]
+    shard = part(0, 1)
+    unknown = {"weight": shard, "bias": torch.zeros(2)}
+    route = distckpt.Route(address, target=unknown, timeout=TIMEOUT)
+    gap = error_of(route.run)
+    assert isinstance(gap, LoadMismatchError)
+    assert shard.data.isnan().all()
+    # What a route moves may change.
+    del unknown["bias"]
+    other = error_of(route.run, version=7)
+    assert isinstance(other, CheckpointingException)
+    assert route.run().version == 1
+    assert is_of(shard, 0)
+    return [str(gap), str(other)]
+
+
+def test_mistakes_are_named(run, address):
+    (gap, no_version), (same_gap, other) = run(_mistakes, 2, address)
+    assert gap == same_gap
+    assert "'bias'" in gap
+    assert "names the version" in no_version
+    assert "asks for version 7, and version 1 is moved" in other
+
+
+def test_arguments_are_checked(address):
+    with pytest.raises(ValueError, match="either a source or a target"):
+        distckpt.Route(address)
+    with pytest.raises(ValueError, match="host:port"):
+        distckpt.Route("nowhere", source={})
+    with pytest.raises(TypeError, match="has no option 'atomc'"):
+        distckpt.Route(address, source={}, atomc=True)
+    with pytest.raises(CheckpointingException, match="did not answer within 1 s"):
+        distckpt.Route(address, target={}, timeout=1)

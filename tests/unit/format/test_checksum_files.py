@@ -1,0 +1,165 @@
+"""Checkpoints as large ones are stored: with files of checksums, and parts of the manifest."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+import safetensors.numpy
+import torch
+import xxhash
+
+import distckpt
+from distckpt import CheckpointingException, CorruptCheckpointError, ShardedObject, ShardedTensor
+from distckpt._format import manifest, manifest_parts
+from distckpt.megatron.serialization import remove_sharded_tensors
+from tests.support.forged_files import forge
+
+GENERATOR = torch.Generator().manual_seed(5)
+TENSORS = {
+    "large": torch.randn(500, 700, generator=GENERATOR),
+    "other": torch.randn(700, 300, generator=GENERATOR).to(torch.bfloat16),
+    "small": torch.arange(7),
+}
+
+
+@pytest.fixture(autouse=True)
+def as_large(monkeypatch):
+    monkeypatch.setattr(manifest, "MAX_BLOCKS", 0)
+    monkeypatch.setattr(manifest_parts, "PART_ROWS", 1)
+
+
+def state_of(tensors):
+    sharded = {key: ShardedTensor.from_rank_offsets(key, value) for key, value in tensors.items()}
+    return {**sharded, "o": ShardedObject("o", {"a": [1]}, (1,), (0,)), "step": 3}
+
+
+@pytest.fixture
+def path(tmp_path):
+    distckpt.save(state_of(TENSORS), tmp_path / "c")
+    return tmp_path / "c"
+
+
+def assert_is_whole(path, keys=tuple(TENSORS)):
+    report = distckpt.verify(path)
+    assert report.problems == ()
+    tensors = distckpt.open(path).read_tensors()
+    assert tensors.keys() == set(keys)
+    for key in keys:
+        assert torch.equal(tensors[key], TENSORS[key])
+
+
+def checksum_file(path):
+    (file,) = (path / "objects").glob("*.checksums")
+    return file
+
+
+def flip(file, position):
+    content = bytearray(file.read_bytes())
+    content[position] ^= 1
+    file.write_bytes(content)
+
+
+def test_checksums_lie_in_the_order_of_the_bytes(path):
+    assert_is_whole(path)
+    expected = []
+    for file in (*(path / "tensors").iterdir(), path / "objects" / "rank-00001.safetensors"):
+        content = file.read_bytes()
+        length = int.from_bytes(content[:8], "little")
+        header = json.loads(content[8 : 8 + length])
+        header.pop("__metadata__", None)
+        for first, end in sorted(entry["data_offsets"] for entry in header.values()):
+            data = content[8 + length + first : 8 + length + end]
+            blocks = [data[i : i + (256 << 10)] for i in range(0, len(data), 256 << 10)]
+            expected += map(xxhash.xxh3_64_intdigest, blocks)
+    assert np.fromfile(checksum_file(path), "<u8").tolist() == expected
+    stored = safetensors.numpy.load((path / "manifest.safetensors").read_bytes())
+    assert stored["block_checksums"].size == stored["key_ids"].size == 0
+
+
+def test_repeated_saves_and_overwriting(path):
+    for _ in range(2):
+        distckpt.save(state_of(TENSORS), path, overwrite=True)
+        assert_is_whole(path)
+
+
+def test_a_part_of_a_tensor_is_verified(path):
+    wanted = {"large": ShardedTensor.from_rank_offsets("large", torch.zeros(500, 350), (1, 1, 2))}
+    assert torch.equal(distckpt.load(wanted, path)["large"], TENSORS["large"][:, 350:])
+    (file,) = (path / "tensors").iterdir()
+    place = len(file.read_bytes()) - 5
+    flip(file, place)
+    (problem,) = distckpt.verify(path).problems
+    assert problem.first_byte <= place < problem.stop_byte
+    with pytest.raises(CorruptCheckpointError, match=f"Checksum mismatch .*{problem.key}"):
+        distckpt.open(path).read_tensors()
+
+
+@pytest.mark.parametrize("how", ["missing", "damaged", "cut off"])
+def test_files_of_checksums_that_are_damaged(path, how):
+    file = checksum_file(path)
+    if how == "missing":
+        file.unlink()
+    elif how == "damaged":
+        flip(file, 9)
+    else:
+        file.write_bytes(file.read_bytes()[:-8])
+    (problem,) = distckpt.verify(path).problems
+    assert problem.file == str(file)
+    with pytest.raises(CorruptCheckpointError, match=r"rank-00001\.checksums.*verify=False"):
+        distckpt.open(path).read_tensors()
+    wanted = {"large": ShardedTensor.from_rank_offsets("large", torch.zeros(500, 700))}
+    loaded = distckpt.load(wanted, path, verify=False)
+    assert torch.equal(loaded["large"], TENSORS["large"])
+
+
+@pytest.mark.parametrize("how", ["missing", "damaged"])
+def test_parts_that_are_damaged(path, how):
+    part = min((path / "objects").glob("chunks-*"))
+    part.unlink() if how == "missing" else flip(part, -1)
+    assert len(distckpt.verify(path).problems) == 1
+    with pytest.raises(CorruptCheckpointError, match=r"chunks-00001\.safetensors"):
+        distckpt.open(path)
+
+
+def without_checksum_file(fields, columns):
+    fields["files"] = [each for each in fields["files"] if not each[0].endswith(".checksums")]
+
+
+def shorter(fields, columns):
+    for each in fields["files"]:
+        if each[0].endswith(".checksums"):
+            each[1:3] = [each[1] - 8] * 2
+
+
+def before_all(fields, columns):
+    fields["files"].sort(key=lambda each: not each[0].endswith(".checksums"))
+
+
+def huge_part(fields, columns):
+    for each in fields["files"]:
+        if "chunks-" in each[0]:
+            each[1:3] = [1 << 50] * 2
+
+
+@pytest.mark.parametrize("change", [without_checksum_file, shorter, before_all, huge_part])
+def test_manifests_that_contradict_their_files(path, change):
+    forge(path, change)
+    with pytest.raises(CorruptCheckpointError, match="is damaged"):
+        distckpt.open(path)
+
+
+def test_it_is_resharded_and_tensors_are_removed(path, tmp_path):
+    distckpt.reshard(path, tmp_path / "r", num_ranks=3, grids={"large": (4, 1)})
+    assert_is_whole(tmp_path / "r")
+    remove_sharded_tensors(tmp_path / "r", "other")
+    assert checksum_file(tmp_path / "r").stat().st_size % 8 == 0
+    assert_is_whole(tmp_path / "r", ["large", "small"])
+
+
+def test_a_checkpoint_too_large_for_readers_is_refused_before_it_is_written(tmp_path, monkeypatch):
+    monkeypatch.setattr(manifest, "MAX_TABLE_BYTES", 50)
+    with pytest.raises(CheckpointingException, match="readers accept 50"):
+        distckpt.save(state_of(TENSORS), tmp_path / "c")
+    assert not (tmp_path / "c").exists()

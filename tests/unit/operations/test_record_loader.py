@@ -1,0 +1,203 @@
+"""`record_loader`: what fills its state dict does what the loader does with whole tensors."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import nn
+
+import distckpt
+from tests.support.engine_loaders import MODELS, EngineModel, stored_values, tensors_of
+
+BF16, F32 = torch.bfloat16, torch.float32
+
+
+def load_recorded(target, values, folder) -> None:
+    folder.mkdir(exist_ok=True)
+    save_file(values, folder / "model.safetensors")
+    distckpt.load(target, folder, allow_dtype_cast=True)
+
+
+def assert_same(model: EngineModel, other: EngineModel) -> None:
+    for (name, one), (_, two) in zip(tensors_of(model), tensors_of(other), strict=True):
+        assert one.dtype == two.dtype
+        same = one.contiguous().view(torch.uint8).equal(two.contiguous().view(torch.uint8))
+        assert same, name
+
+
+@pytest.mark.parametrize("layout", [(0, 1), (0, 2), (1, 2)], ids=["tp1", "rank0", "rank1"])
+@pytest.mark.parametrize("name", MODELS)
+def test_what_fills_the_target_does_what_the_loader_does(name, layout, tmp_path):
+    model, expected = MODELS[name](*layout), MODELS[name](*layout)
+    target = distckpt.record_loader(model.load_weights, model.specs)
+    for seed in range(2):
+        values = stored_values(model.specs, seed)
+        load_recorded(target, values, tmp_path / str(seed))
+        expected.load_weights(iter(values.items()))
+        assert_same(model, expected)
+
+
+class Single(nn.Module):
+    """A model of one parameter, whose loader is a function."""
+
+    def __init__(self, load, *shape: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(shape), requires_grad=False)
+        self.load = load
+
+    def load_weights(self, weights) -> None:
+        for name, tensor in weights:
+            self.load(self, name, tensor)
+
+
+def into_weight(change):
+    def load(model, name, tensor):
+        model.weight.data.copy_(change(tensor))
+
+    return load
+
+
+REFUSED = {
+    "adds": into_weight(lambda tensor: tensor + 1),
+    "exponential": into_weight(lambda tensor: -torch.exp(tensor.float())),
+    "item": into_weight(lambda tensor: torch.full((4, 4), tensor[0, 0].item())),
+    "numpy": into_weight(lambda tensor: torch.from_numpy(tensor.numpy())),
+    "gathers": into_weight(lambda tensor: tensor[torch.tensor([1, 0, 3, 2])]),
+    "rounds": into_weight(lambda tensor: tensor.to(BF16).float()),
+    "asks": into_weight(lambda tensor: tensor if tensor.any() else tensor.t()),
+    "changes the stored": into_weight(lambda tensor: tensor.mul_(2)),
+    "fills the stored": into_weight(lambda tensor: tensor.fill_(2)),
+}
+
+
+@pytest.mark.parametrize("load", REFUSED.values(), ids=REFUSED)
+def test_a_loader_that_computes_is_refused_by_name(load):
+    model = Single(load, 4, 4)
+    with pytest.raises(distckpt.InvalidShardingError, match=r"'odd\.weight'"):
+        distckpt.record_loader(model.load_weights, {"odd.weight": ((4, 4), F32)})
+
+
+def compute_afterwards(model, name, tensor):
+    model.weight.data.copy_(tensor)
+    model.weight.data.add_(1)
+
+
+def compute_from_the_parameter(model, name, tensor):
+    model.weight.data.copy_(tensor)
+    model.scaled = model.weight * 2
+
+
+@pytest.mark.parametrize("load", [compute_afterwards, compute_from_the_parameter])
+def test_computing_with_what_was_loaded_is_refused(load):
+    with pytest.raises(distckpt.InvalidShardingError, match=r"'odd\.weight'"):
+        distckpt.record_loader(Single(load, 4, 4).load_weights, {"odd.weight": ((4, 4), F32)})
+
+
+def test_a_loader_that_replaces_a_parameter_is_refused():
+    def load(model, name, tensor):
+        model.weight = nn.Parameter(tensor, requires_grad=False)
+
+    with pytest.raises(distckpt.InvalidShardingError, match=r"parameter 'weight'"):
+        distckpt.record_loader(Single(load, 4, 4).load_weights, {"w": ((4, 4), F32)})
+
+
+def test_a_model_without_memory_is_refused():
+    model = Single(into_weight(lambda tensor: tensor), 4, 4).to("meta")
+    with pytest.raises(distckpt.InvalidShardingError, match="memory"):
+        distckpt.record_loader(model.load_weights, {"w": ((4, 4), F32)})
+
+
+def test_what_was_not_used_and_not_filled_is_named(caplog):
+    def load(model, name, tensor):
+        if name == "w":
+            model.weight.data[:3].copy_(tensor)
+
+    model = Single(load, 4, 4)
+    target = distckpt.record_loader(model.load_weights, {"w": ((3, 4), F32), "x": ((2,), F32)})
+    assert target.unused == {"x"}
+    assert target.unfilled == {"weight": 4}
+    assert "weight" in caplog.text
+
+
+def test_only_the_last_value_of_an_element_counts(tmp_path):
+    def load(model, name, tensor):
+        rows = {"a": slice(0, 4), "b": slice(1, 3), "c": slice(2, 3)}[name]
+        model.weight.data[rows].copy_(tensor)
+        if name == "c":
+            model.weight.data[3].zero_()
+
+    specs = {"a": ((4, 4), F32), "b": ((2, 4), F32), "c": ((1, 4), F32)}
+    model, expected = Single(load, 4, 4), Single(load, 4, 4)
+    target = distckpt.record_loader(model.load_weights, specs)
+    values = stored_values(specs)
+    expected.load_weights(values.items())
+    load_recorded(target, values, tmp_path / "stored")
+    assert torch.equal(model.weight, expected.weight)
+    assert target.unfilled == {}
+
+
+def through_a_buffer(tensor):
+    buffer = torch.ones(4, 6)
+    buffer[:, :4].copy_(tensor.t())
+    return buffer
+
+
+COPIED = {
+    "repeated": (lambda tensor: tensor.repeat(1, 2), (4, 8)),
+    "repeated in front": (lambda tensor: tensor.repeat(3, 2, 1), (3, 8, 4)),
+    "repeated by element": (lambda tensor: tensor.repeat_interleave(2, dim=0), (8, 4)),
+    "through a buffer": (through_a_buffer, (4, 6)),
+    "reshaped": (lambda tensor: tensor.t().reshape(2, 8), (2, 8)),
+    "flattened": (lambda tensor: tensor.t().flatten()[3:11].view(4, 2), (4, 2)),
+    "windows": (lambda tensor: tensor.unfold(0, 2, 1), (3, 4, 2)),
+    "diagonal": (lambda tensor: tensor.diagonal(), (4,)),
+    "strided": (lambda tensor: tensor.as_strided((3, 2), (5, 3), 1), (3, 2)),
+    "joined": (lambda tensor: torch.cat([tensor[2:], tensor[:2].clone()], 1), (2, 8)),
+    "stacked": (lambda tensor: torch.stack(tensor.unbind(1), 1), (4, 4)),
+    "same": (lambda tensor: tensor.to("cpu").float().contiguous().detach(), (4, 4)),
+    "broadcast": (lambda tensor: tensor[1], (3, 4)),
+    "in place": (lambda tensor: torch.clone(tensor)[:, 1:].copy_(tensor[:, :3]), (4, 3)),
+    "rearranged": (lambda tensor: tensor.view(2, 2, 4).permute(2, 1, 0).reshape(4, 4), (4, 4)),
+}
+
+
+@pytest.mark.parametrize(("change", "shape"), COPIED.values(), ids=COPIED)
+@pytest.mark.parametrize("is_inference", [False, True])
+def test_views_and_copies(change, shape, is_inference):
+    model, expected = Single(into_weight(change), *shape), Single(into_weight(change), *shape)
+    with torch.inference_mode(is_inference):
+        target = distckpt.record_loader(model.load_weights, {"w": ((4, 4), F32)})
+    values = {"w": torch.randn(4, 4)}
+    expected.load_weights(values.items())
+    with torch.inference_mode(is_inference):
+        for shard in target.values():
+            shard.data.copy_(values[shard.key][shard.global_slice()])
+    assert torch.equal(model.weight, expected.weight)
+
+
+def test_a_rank_that_takes_zeros_in_the_place_of_a_stored_tensor():
+    """As ranks do on which another one adds a bias."""
+
+    def load(model, name, tensor):
+        tensor.zero_()
+        model.weight.data[:2].copy_(tensor[1:3].to(F32))
+
+    model = Single(load, 4, 4)
+    model.weight.fill_(7)
+    target = distckpt.record_loader(model.load_weights, {"bias": ((4, 4), BF16)})
+    assert model.weight[:2].eq(0).all()
+    assert model.weight[2:].eq(7).all()
+    assert target.unused == {"bias"}
+    assert target.unfilled == {"weight": 8}
+
+
+@pytest.mark.parametrize("form", ["path", "opened", "objects"])
+def test_metadata_in_several_forms(form, tmp_path):
+    values = {"w": torch.randn(4, 4)}
+    save_file(values, tmp_path / "model.safetensors")
+    opened = distckpt.open(tmp_path, as_stored=True)
+    metadata = {"path": tmp_path, "opened": opened, "objects": list(opened.tensors.values())}[form]
+    model = Single(into_weight(lambda tensor: tensor), 4, 4)
+    distckpt.load(distckpt.record_loader(model.load_weights, metadata), tmp_path)
+    assert torch.equal(model.weight, values["w"])
