@@ -114,8 +114,12 @@ def _with_location(name: str, value: Any) -> Any:
         return [locations.normalize(each) for each in value]
     if isinstance(value, ExportOptions):
         given = {each: getattr(value, each) for each in _LOCATIONS_OF_OPTIONS}
-        paths = {each: path for each, path in given.items() if path not in (None, "auto")}
-        return replace(value, **{each: locations.normalize(path) for each, path in paths.items()})
+        absolute: dict[str, Any] = {
+            each: locations.normalize(path)
+            for each, path in given.items()
+            if path not in (None, "auto")
+        }
+        return replace(value, **absolute)
     return value
 
 
