@@ -6,9 +6,9 @@ import math
 from typing import Any
 
 import numpy as np
-import torch
 
 from distckpt._base.dtypes import FROM_NAME
+from distckpt._base.lazy import torch
 from distckpt._base.messages import did_you_mean
 
 

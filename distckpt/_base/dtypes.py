@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-import torch
+
+from distckpt._base.lazy import LazyTable, torch
 
 _NAMES: dict[str, str] = {
     "bool": "BOOL",
@@ -34,22 +36,57 @@ _NAMES: dict[str, str] = {
 }
 """torch attribute name -> safetensors name; torch releases differ in which of them exist."""
 
-TO_NAME: dict[torch.dtype, str] = {
-    getattr(torch, t): name for t, name in _NAMES.items() if hasattr(torch, t)
+TO_NAME: Mapping[torch.dtype, str] = LazyTable(
+    lambda: {getattr(torch, t): name for t, name in _NAMES.items() if hasattr(torch, t)}
+)
+FROM_NAME: Mapping[str, torch.dtype] = LazyTable(
+    lambda: {name: dtype for dtype, name in TO_NAME.items()}
+)
+
+ITEM_BYTES: dict[str, int] = {
+    "BOOL": 1,
+    "U8": 1,
+    "I8": 1,
+    "U16": 2,
+    "I16": 2,
+    "U32": 4,
+    "I32": 4,
+    "U64": 8,
+    "I64": 8,
+    "F16": 2,
+    "BF16": 2,
+    "F32": 4,
+    "F64": 8,
+    "C64": 8,
+    "F8_E4M3": 1,
+    "F8_E5M2": 1,
+    "F8_E4M3FNUZ": 1,
+    "F8_E5M2FNUZ": 1,
+    "F8_E8M0": 1,
+    "F4": 1,
 }
-FROM_NAME: dict[str, torch.dtype] = {name: dtype for dtype, name in TO_NAME.items()}
+"""safetensors name -> size of a torch item, for what needs no more than sizes: `FROM_NAME` takes an
+import of torch.
+"""
+_NOT_IN_ALL_RELEASES = frozenset(("F8_E8M0", "F4"))
+"""Names of dtypes that some supported releases of torch lack."""
 
 PACKED_PER_ITEM: dict[str, int] = {"F4": 2}
 """Elements packed into one torch item: a safetensors entry counts elements along its last axis,
 torch counts items.
 """
 
-_SAME_SIZE_INTEGER = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_SAME_SIZE_INTEGER = {1: "uint8", 2: "int16", 4: "int32", 8: "int64"}
+
+
+def is_known(name: str) -> bool:
+    """Tell whether a safetensors name is of a dtype that this torch has."""
+    return name in (FROM_NAME if name in _NOT_IN_ALL_RELEASES else ITEM_BYTES)
 
 
 def as_integers(tensor: torch.Tensor) -> torch.Tensor:
     """View a tensor's items as integers of the same size, so that copies work for every dtype."""
-    return tensor.view(_SAME_SIZE_INTEGER[tensor.dtype.itemsize])
+    return tensor.view(getattr(torch, _SAME_SIZE_INTEGER[tensor.dtype.itemsize]))
 
 
 def to_numpy(values: torch.Tensor) -> npt.NDArray[Any]:
@@ -86,7 +123,7 @@ def is_lossless_cast(source: torch.dtype, target: torch.dtype) -> bool:
         return False
     if target.is_complex:
         return target == torch.complex64 and is_lossless_cast(source, torch.float32)
-    if not _PECULIAR.isdisjoint((source, target)):
+    if not _peculiar().isdisjoint((source, target)):
         return False
     if source == torch.bool:
         return True
@@ -109,7 +146,9 @@ def is_convertible(source: torch.dtype, target: torch.dtype) -> bool:
     """
     if source == target:
         return True
-    if source in _PECULIAR or target in _PECULIAR or target == torch.bool or target not in TO_NAME:
+    if not _peculiar().isdisjoint((source, target)):
+        return False
+    if target == torch.bool or target not in TO_NAME:
         return False
     return target.is_complex or not source.is_complex
 
@@ -118,7 +157,7 @@ def is_summed(dtype: torch.dtype) -> bool:
     """Tell whether tensors of a dtype are added to merge checkpoints; integers and packed numbers
     are not.
     """
-    return (dtype.is_floating_point or dtype.is_complex) and dtype not in _PECULIAR
+    return (dtype.is_floating_point or dtype.is_complex) and dtype not in _peculiar()
 
 
 def has_smaller_range(target: torch.dtype, source: torch.dtype) -> bool:
@@ -141,7 +180,9 @@ def _contains_float(target: torch.dtype, source: torch.dtype) -> bool:
     return wide.eps <= narrow.eps and wide.max >= narrow.max and smallest_wide <= smallest_narrow
 
 
-_PECULIAR: frozenset[torch.dtype] = frozenset(
-    getattr(torch, name) for name in ("float8_e8m0fnu", "float4_e2m1fn_x2") if hasattr(torch, name)
-)
-"""Scales and packed types, without arithmetic of their own: they are only ever copied."""
+@functools.cache
+def _peculiar() -> frozenset[torch.dtype]:
+    """Return scales and packed types, without arithmetic of their own: they are only ever
+    copied.
+    """
+    return frozenset(FROM_NAME[name] for name in ("F8_E8M0", "F4") if name in FROM_NAME)

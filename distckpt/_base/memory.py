@@ -14,8 +14,8 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-import torch
 
+from distckpt._base.lazy import torch
 from distckpt._base.libc import ALIGNMENT, ask_for_huge_pages
 from distckpt._base.threads import UNIT_BYTES
 

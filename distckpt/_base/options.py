@@ -8,8 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any, Literal, TypeVar
 
-import torch
-
+from distckpt._base.lazy import torch
 from distckpt._base.messages import did_you_mean
 from distckpt._base.other_names import used_here
 from distckpt._base.threads import DEFAULT_INFLIGHT_BYTES

@@ -135,6 +135,16 @@ def reading(ranks: Ranks, checkpoints: Sequence[StoredCheckpoint]) -> Iterator[N
         ranks.raise_together(removed(location) if change == _REMOVED else replaced(location), error)
 
 
+def check_is_there(stored: StoredCheckpoint) -> None:
+    """Check that an open checkpoint was not removed since; for what does not raise errors of files.
+
+    Raises:
+        CheckpointNotFoundError: it was removed.
+    """
+    if _first_change([stored]) == _REMOVED:
+        raise removed(stored.location)
+
+
 def removed(location: str) -> CheckpointNotFoundError:
     """Return the error that a checkpoint was removed while it was read."""
     return CheckpointNotFoundError(

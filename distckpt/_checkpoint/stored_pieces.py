@@ -11,14 +11,13 @@ from typing import Any
 
 import numpy as np
 
-from distckpt._base.dtypes import FROM_NAME
+from distckpt._base.dtypes import ITEM_BYTES, is_known
 from distckpt._base.errors import CorruptCheckpointError
 from distckpt._format.manifest import OBJECT, ChunkTable, Manifest, ShardFile
 from distckpt._format.marker import file_size
 from distckpt._geometry.region import IntArray, Region, find_tiling_faults, regions_to_arrays
 from distckpt._storage import locations
 
-_DTYPES = {OBJECT, *FROM_NAME}
 _INTEGERS = (int, np.integer)
 _MAX_ELEMENTS = 1 << 62
 _OF_OBJECT = -1
@@ -126,7 +125,7 @@ def _fault_of_values(piece: StoredPiece) -> str | None:
     """Return which value of a piece is not of its type, None if all are."""
     if not (isinstance(piece.key, str) and isinstance(piece.file, str)):
         return "a key or a file is not a str"
-    if not isinstance(piece.dtype, str) or piece.dtype not in _DTYPES:
+    if not (isinstance(piece.dtype, str) and (piece.dtype == OBJECT or is_known(piece.dtype))):
         return "the dtype is unknown"
     offset, shape = piece.region
     sizes = piece.global_shape or ()
@@ -150,7 +149,7 @@ def _fault_of_region(piece: StoredPiece) -> str | None:
         )
     if piece.dtype == OBJECT:
         return None if set(shape) <= {1} else "a part of an object is not one cell of a grid"
-    expected = math.prod(shape) * FROM_NAME[piece.dtype].itemsize
+    expected = math.prod(shape) * ITEM_BYTES[piece.dtype]
     return None if piece.num_bytes == expected else f"{piece.num_bytes} bytes instead of {expected}"
 
 

@@ -6,10 +6,9 @@ import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-import torch
-
-from distckpt._base.dtypes import FROM_NAME
+from distckpt._base.dtypes import FROM_NAME, ITEM_BYTES
 from distckpt._base.errors import CheckpointingException
+from distckpt._base.lazy import torch
 from distckpt._base.threads import NUM_THREADS
 from distckpt._checkpoint.opening import find_reader, naming_reader
 from distckpt._checkpoint.reader import Reader
@@ -41,7 +40,7 @@ class StoredTensor(NamedTuple):
     @property
     def num_bytes(self) -> int:
         """Return the size of its data."""
-        return math.prod(self.shape) * FROM_NAME[self.dtype].itemsize
+        return math.prod(self.shape) * ITEM_BYTES[self.dtype]
 
     def read(self, region: Region) -> torch.Tensor:
         """Read a region, and only that."""

@@ -9,6 +9,7 @@ from typing import Any
 
 from distckpt._base.errors import LoadMismatchError
 from distckpt._base.messages import did_you_mean
+from distckpt._checkpoint.consistent_read import check_is_there
 from distckpt._checkpoint.opening import opened
 from distckpt._cli import grid
 from distckpt._cli.groups import Group, group_keys, tree_lines
@@ -36,6 +37,7 @@ def run(arguments: Namespace, output: Output) -> int:
         file_ids = range(len(stored.manifest.files))
         problems = check_files(stored, file_ids, _NUM_THREADS)
         if problems:
+            check_is_there(stored)
             count = count_text(len(problems), "problem")
             output.line(f"DAMAGED ({count}): what follows is what was saved", RED)
             list_problems(problems, output)

@@ -63,8 +63,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _import_verb(module: str) -> ModuleType:
-    """Import a verb, and torch with it. That takes seconds, and more if the garbage collector
-    went over all of it.
+    """Import a verb, and with most of them torch. That takes seconds, and more if the garbage
+    collector went over all of it.
     """
     was_enabled = gc.isenabled()
     gc.disable()

@@ -68,6 +68,8 @@ def _show_part(report: PartReport, output: Output) -> None:
         f"{size_text(report.num_bytes)} in {report.seconds:.2f} s; {report.num_whole:,} of "
         f"{count_text(report.num_total, 'piece')} whole"
     )
+    if report.is_complete and not report.num_pieces:
+        output.line("all was done before; to do it again: --abandon")
 
 
 def _abandon(place: str, output: Output) -> int:

@@ -7,8 +7,7 @@ from argparse import Namespace
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-import torch
-
+from distckpt._base.lazy import torch
 from distckpt._cli.output import Output
 from distckpt._storage import locations
 

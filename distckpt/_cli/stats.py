@@ -9,7 +9,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from functools import partial
 
-from distckpt._base.dtypes import FROM_NAME
+from distckpt._base.dtypes import ITEM_BYTES
 from distckpt._base.messages import key_pattern, summarize_keys, without_numbers
 from distckpt._checkpoint.opening import opened
 from distckpt._cli.arguments import is_in_parts
@@ -48,7 +48,7 @@ def _print_stats(
     bars = _BARS if output.draws_blocks else _ASCII_BARS
     rows = [_cells(group, bars) for group in groups]
     output.table(_HEADS, rows, drop="values zeros keys mean Inf min max")
-    num_bytes = sum(math.prod(tensor.shape) * FROM_NAME[tensor.dtype].itemsize for tensor in found)
+    num_bytes = sum(math.prod(tensor.shape) * ITEM_BYTES[tensor.dtype] for tensor in found)
     seconds = time.perf_counter() - started
     with_nan = [tensor.key for tensor in found if tensor.num_nan]
     output.line(

@@ -15,10 +15,9 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-import torch
-
 from distckpt._base.dtypes import FROM_NAME
 from distckpt._base.errors import CheckpointNotFoundError, CorruptCheckpointError
+from distckpt._base.lazy import torch
 from distckpt._base.messages import did_you_mean, natural_order, summarize_keys
 from distckpt._checkpoint.reader import Reader
 from distckpt._checkpoint.stored_pieces import StoredPiece, build_manifest

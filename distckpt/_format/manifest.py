@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from distckpt._base.dtypes import FROM_NAME
+from distckpt._base.dtypes import ITEM_BYTES, is_known
 from distckpt._base.errors import CheckpointingException, CorruptCheckpointError
 from distckpt._format.checksum import BLOCK_BYTES, checksum
 from distckpt._format.columns import pack, unpack
@@ -353,7 +353,10 @@ class Manifest:
             "keys and dtypes differ in number",
         )
         require(len(keys) == num_keys, "keys are not distinct")
-        require(set(self.dtypes) <= {OBJECT, *FROM_NAME}, "a dtype is unknown")
+        require(
+            all(name == OBJECT or is_known(name) for name in set(self.dtypes)),
+            "a dtype is unknown",
+        )
         require(keys.issuperset(self.aliases.values()), "an alias has no target")
         require(keys.isdisjoint(self.aliases), "an alias has the name of a key")
         require(self.origin is None or isinstance(self.origin, dict), "its origin is not described")
@@ -402,10 +405,8 @@ class Manifest:
             np.multiply, self.shapes.T, np.ones(len(self.key_ids), np.int64)
         )
         require(bool((num_elements < 2**58).all()), "a chunk is larger than any file")
-        item_sizes = {
-            name: 0 if name == OBJECT else FROM_NAME[name].itemsize for name in set(self.dtypes)
-        }
-        per_item = np.array([item_sizes[name] for name in self.dtypes], np.int64)[self.key_ids]
+        item_bytes = np.array([ITEM_BYTES.get(name, 0) for name in self.dtypes], np.int64)
+        per_item = item_bytes[self.key_ids]
         exact = num_elements * per_item == self.num_bytes
         require(bool((exact | (per_item == 0)).all()), "a chunk's size contradicts its shape")
         # No byte is in two chunks, so a small file cannot claim large tensors. Integer sums would
@@ -563,7 +564,7 @@ def needs_checksum_files(num_blocks: int) -> bool:
 def num_blocks_of(manifest: Manifest) -> int:
     """Return how many blocks the tensors of a manifest have at least, however they are divided."""
     sizes = (
-        math.prod(shape) * FROM_NAME[dtype].itemsize
+        math.prod(shape) * ITEM_BYTES[dtype]
         for shape, dtype in zip(manifest.global_shapes, manifest.dtypes, strict=True)
         if dtype != OBJECT
     )

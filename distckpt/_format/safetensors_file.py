@@ -16,7 +16,7 @@ import struct
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from distckpt._base.dtypes import FROM_NAME, PACKED_PER_ITEM
+from distckpt._base.dtypes import ITEM_BYTES, PACKED_PER_ITEM, is_known
 from distckpt._geometry.region import MAX_NDIM, Region
 
 DATA_ALIGNMENT = 4096
@@ -26,8 +26,6 @@ SHARDING_INFO = "DCP_SHARDING_INFO"
 """Metadata field of torch's sharded files: where in the global tensors the entries lie."""
 GLOBAL_SHAPES = "distckpt_global_shapes"
 """Metadata field of our shard files: the global shapes of the entries."""
-
-_ITEM_BYTES = {name: dtype.itemsize for name, dtype in FROM_NAME.items()}
 
 
 class Entry(NamedTuple):
@@ -56,7 +54,7 @@ def object_file_name(rank: int) -> str:
 
 def layout_order(entries: Sequence[Entry]) -> list[int]:
     """Return the order of entries in a file: those of larger items first, otherwise as given."""
-    return sorted(range(len(entries)), key=lambda i: -_ITEM_BYTES[entries[i].dtype])
+    return sorted(range(len(entries)), key=lambda i: -ITEM_BYTES[entries[i].dtype])
 
 
 def build_header(
@@ -171,7 +169,7 @@ def _stored_entry(name: str, entry: Any, data_start: int) -> Entry:
         if type(number) is int and 0 <= number < 2**62:
             continue
         raise ValueError(f"the entry {name[:50]!r} has no proper shape and position")
-    if dtype not in _ITEM_BYTES:
+    if not is_known(dtype):
         raise ValueError(
             f"the entry {name[:50]!r} has the dtype {dtype!r:.50}, which torch does not have"
         )
@@ -180,7 +178,7 @@ def _stored_entry(name: str, entry: Any, data_start: int) -> Entry:
         if not shape or shape[-1] % packed:
             raise ValueError(f"the size of the entry {name[:50]!r} is not a whole number of bytes")
         shape = [*shape[:-1], shape[-1] // packed]
-    if len(shape) > MAX_NDIM or math.prod(shape) * _ITEM_BYTES[dtype] != end - first:
+    if len(shape) > MAX_NDIM or math.prod(shape) * ITEM_BYTES[dtype] != end - first:
         raise ValueError(
             f"the entry {name[:50]!r} of shape {shape!s:.100} and dtype {dtype} has {end - first} "
             "bytes"

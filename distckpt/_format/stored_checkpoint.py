@@ -6,9 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-import torch
-
 from distckpt._base.dtypes import FROM_NAME
+from distckpt._base.lazy import torch
 from distckpt._format.manifest import OBJECT, Manifest
 from distckpt._quantization.quantized import QuantizedTensor
 from distckpt._storage import locations

@@ -7,13 +7,13 @@ import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
-import torch
 
 from distckpt._base.dtypes import as_integers
 from distckpt._base.errors import CorruptCheckpointError
+from distckpt._base.lazy import torch
 from distckpt._base.libc import copy_bytes, fetch, read_into
 from distckpt._base.memory import (
     Bytes,
@@ -103,7 +103,7 @@ def read_chunks_into(
     if with_check:
         check_files(stored, chunks)
     parts = [
-        ReadPart(chunk, 0, len(memory), torch.from_numpy(memory), lead=0)
+        ReadPart(chunk, 0, len(memory), memory, lead=0)
         for chunk, memory in zip(chunks, memories, strict=True)
     ]
     with _open_files(stored) as files:
@@ -282,7 +282,7 @@ def _goals_of(reading: _Reading, unit: list[Span]) -> tuple[list[_Goal], list[tu
             low, high = 0, min(span.stop, part.target.nbytes)
         else:
             low, high = _bytes_of_target(part, span)
-        address, place = part.target.data_ptr() + low, start + part.lead + low - span.start
+        address, place = _address(part.target) + low, start + part.lead + low - span.start
         if address == after and place == begin:
             last = goals.pop()
             goals.append(_Goal(last.address, last.place, last.num_bytes + high - low))
@@ -290,6 +290,14 @@ def _goals_of(reading: _Reading, unit: list[Span]) -> tuple[list[_Goal], list[tu
             goals.append(_Goal(address, place, high - low))
         after, begin = address + high - low, place + high - low
     return goals, values
+
+
+def _address(target: Any) -> int:
+    # Bytes are read without torch.
+    if isinstance(target, np.ndarray):
+        return target.ctypes.data
+    address: int = target.data_ptr()
+    return address
 
 
 def _bytes_of_target(part: ReadPart, span: Span) -> tuple[int, int]:

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
-import torch
 
 from distckpt._base.dtypes import FROM_NAME
+from distckpt._base.lazy import torch
 from distckpt._base.memory import Copier
 from distckpt._format.stored_checkpoint import StoredCheckpoint
 from distckpt._geometry.region import (
@@ -44,7 +44,7 @@ class ReadPart(NamedTuple):
     """Bytes [start, stop) of a chunk, and where they go.
 
     Attributes:
-        target: what the part fills.
+        target: what the part fills: a tensor, or an array of bytes.
         lead: the memory of `target` holds the very bytes from `start + lead` on; `NOT_PLAIN` if
             values are converted or scattered. The bytes around those are only needed to verify
             them.
@@ -55,7 +55,7 @@ class ReadPart(NamedTuple):
     chunk: int
     start: int
     stop: int
-    target: torch.Tensor
+    target: Any
     lead: int = NOT_PLAIN
     region: Region = Region((), ())
     is_sparse: bool = False

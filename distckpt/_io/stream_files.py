@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from distckpt._base.dtypes import FROM_NAME, TO_NAME
+from distckpt._base.dtypes import ITEM_BYTES, TO_NAME
 from distckpt._base.libc import write_all
 from distckpt._base.memory import Bytes, tensor_bytes
 from distckpt._base.messages import did_you_mean, summarize_keys
@@ -52,7 +52,7 @@ def _aligned(entries: Sequence[Entry]) -> Sequence[Entry]:
     """
     position = 0
     for entry in entries:
-        if position % FROM_NAME[entry.dtype].itemsize:
+        if position % ITEM_BYTES[entry.dtype]:
             return [entries[i] for i in layout_order(entries)]
         position += entry.num_bytes
     return entries

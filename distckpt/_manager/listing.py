@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 from collections.abc import Mapping, Sequence
@@ -130,7 +131,9 @@ class _Files:
     def seconds(self) -> float | None:
         """How long the marker says the save took, if it does."""
         seconds = (self.marker or {}).get("seconds")
-        return float(seconds) if isinstance(seconds, int | float) else None
+        with contextlib.suppress(TypeError, ValueError):
+            return float(seconds)  # type: ignore[arg-type]
+        return None
 
     @property
     def noted_step(self) -> Any:

@@ -10,9 +10,8 @@ from numbers import Integral
 from operator import index
 from typing import Any, NoReturn, TypeAlias
 
-import torch
-
 from distckpt._base.errors import InvalidShardingError
+from distckpt._base.lazy import torch
 
 ReplicaId: TypeAlias = int | tuple[int, ...]
 
@@ -102,14 +101,11 @@ def integers(kind: type, key: str, attribute: str, values: Any) -> tuple[int, ..
         fail(kind, key, f"{attribute} must be a sequence of integers, got {values!r}")
 
 
-_PLAIN = (torch.Tensor, torch.nn.Parameter)
-
-
 def unsuitable(data: Any) -> str:
     """Say why the elements of a tensor cannot be saved or loaded, and the way out; "" for ordinary
     tensors.
     """
-    is_plain = type(data) in _PLAIN and data.layout is torch.strided
+    is_plain = type(data) in (torch.Tensor, torch.nn.Parameter) and data.layout is torch.strided
     if is_plain and data.data_ptr() and not (data.is_nested or data.is_quantized):
         return ""
     return _unsuitable(data)

@@ -9,9 +9,8 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import Any, NoReturn, TypeAlias, cast
 
-import torch
-
 from distckpt._base.errors import InvalidShardingError
+from distckpt._base.lazy import torch
 from distckpt._base.tree import Position, at, dotted, nested_items_iter, nodes
 from distckpt._mapping.base import INTEGERS, ReplicaId, ShardedBase, fail, integers
 from distckpt._mapping.kinds import is_a
@@ -140,8 +139,10 @@ class ShardedObject(ShardedBase):
         return cls(key, None, shape, offset, replica_id)
 
 
-FactoryBuildFn: TypeAlias = Callable[[str, torch.Tensor, ReplicaId, slice | None], ShardedStateDict]
-FactoryMergeFn: TypeAlias = Callable[[StateDict], torch.Tensor]
+FactoryBuildFn: TypeAlias = Callable[
+    [str, "torch.Tensor", ReplicaId, slice | None], ShardedStateDict
+]
+FactoryMergeFn: TypeAlias = Callable[[StateDict], "torch.Tensor"]
 
 
 @dataclass(eq=False)
@@ -174,7 +175,7 @@ class ShardedTensorFactory(ShardedBase):
     def build(self) -> ShardedStateDict:
         """Return the shards in the form in which they are stored."""
         return self.build_fn(
-            self.key, cast(torch.Tensor, self.data), self.replica_id, self.flattened_range
+            self.key, cast("torch.Tensor", self.data), self.replica_id, self.flattened_range
         )
 
     def validate_metadata_integrity(self) -> None:

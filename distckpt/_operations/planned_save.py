@@ -164,7 +164,10 @@ def _duration(save: PlannedSave) -> Mapping[str, Any]:
     """Return the field of the marker that says how long the save of a step took. Other saves of
     equal states are equal bytes.
     """
-    return {"seconds": round(save.timer.seconds, 3)} if save.request.is_step else {}
+    if not save.request.is_step:
+        return {}
+    # Always as long, so that markers of equal saves have one size.
+    return {"seconds": f"{save.timer.seconds:012.3f}"}
 
 
 def _check_source(save: PlannedSave) -> None:

@@ -146,7 +146,7 @@ def verify(
         CheckpointNotFoundError: nothing that could be verified is there, or it was removed
             meanwhile.
         ValueError: `mode` is neither "fast" nor "full", or "fast" with `live`, or there is no
-            thread.
+            thread, or no tensor in `live`.
         RankFailedError: with `live`, raised on all ranks when any rank failed.
     """
     check_choice("mode", mode, ("fast", "full"))

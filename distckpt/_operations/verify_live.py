@@ -65,6 +65,11 @@ def compare_with_memory(
             with ranks.phase("compare with memory"):
                 problems, num_bytes = _compare(ranks, stored, held, num_threads, progress)
     keys, of_all, num_read = _of_all_ranks(ranks, held, problems, num_bytes)
+    if not keys:
+        raise ValueError(
+            "`live` holds no tensor that could be compared on any rank: plain tensors are common "
+            "state. Give it the module itself, such as {'model': model}."
+        )
     manifest = stored.manifest
     return VerifyReport(
         location,

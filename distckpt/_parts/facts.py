@@ -22,6 +22,7 @@ _VERSION = 1
 them.
 """
 _MAX_TEXT = 200
+_CONFIG, _MAX_CONFIG = "config.json", 1 << 28
 _UNIMPORTANT = ("max_inflight_bytes", "progress")
 """Options that change nothing in what is written."""
 _PLANNED = ("rules", "fqn_to_index_mapping")
@@ -59,6 +60,16 @@ def facts_of_sources(checkpoints: Sequence[StoredCheckpoint]) -> dict[str, str]:
     }
 
 
+def facts_of_copies(checkpoints: Sequence[StoredCheckpoint]) -> dict[str, str]:
+    """Return what tells each source from its copies, and files from what replaces them: for reports
+    on the files themselves.
+    """
+    return {
+        f"the files of the source {number}": f"{stored.location} {_digest([_looks_of(stored)])}"
+        for number, stored in enumerate(checkpoints)
+    }
+
+
 def check_sources(facts: Mapping[str, str], checkpoints: Sequence[StoredCheckpoint]) -> None:
     """Refuse to complete work whose sources have changed since it began.
 
@@ -83,6 +94,21 @@ def _content_of(stored: StoredCheckpoint) -> str:
     if isinstance(manifest, dict):
         return str(manifest.get("checksum"))
     # Without checksums, sizes and times have to tell.
+    return _digest([stored.manifest.to_bytes(), _looks_of(stored), *_configs_of(stored)])
+
+
+def _configs_of(stored: StoredCheckpoint) -> list[bytes]:
+    """Return what the configurations beside files of other programs hold, which say how values are
+    read: how they are quantized, or the scaling of an adapter.
+    """
+    location = stored.location
+    names = locations.list_names(location) if locations.isdir(location) else []
+    paths = [locations.join(location, name) for name in sorted(names) if name.endswith(_CONFIG)]
+    return [locations.read_bytes(path, _MAX_CONFIG) for path in paths]
+
+
+def _looks_of(stored: StoredCheckpoint) -> bytes:
+    """Return the sizes and times of the files of a checkpoint, as a text."""
     files = range(len(stored.manifest.files))
     looks: dict[int, Any] = {}
 
@@ -94,8 +120,7 @@ def _content_of(stored: StoredCheckpoint) -> str:
             looks[file_id] = [locations.file_size(path), locations.modified_time(path)]
 
     run_threads(look, files, NUM_REQUESTS)
-    text = json.dumps([looks[file_id] for file_id in files]).encode()
-    return _digest([stored.manifest.to_bytes(), text])
+    return json.dumps([looks[file_id] for file_id in files]).encode()
 
 
 def _digest_of_plan(outputs: Iterable[OutputTensor]) -> str:

@@ -151,6 +151,10 @@ class Journal:
         """Return what tells the output, if the work came to that."""
         return self._read(DONE)
 
+    def has_output(self) -> bool:
+        """Tell whether the output is still in the journal: it has not appeared."""
+        return any(hidden_directories.parse(name) is not None for name in self._names())
+
     # --- Who is at work
 
     @contextlib.contextmanager

@@ -15,7 +15,7 @@ from typing import Any, Literal
 import numpy as np
 import torch
 
-from distckpt._base.dtypes import FROM_NAME
+from distckpt._base.dtypes import ITEM_BYTES
 from distckpt._base.messages import check_choice, check_count
 from distckpt._base.threads import ProgressCounter
 from distckpt._checkpoint.consistent_read import reading
@@ -55,7 +55,7 @@ from distckpt._operations.verify import (
     unopened_report,
 )
 from distckpt._operations.windows import Window, map_some_windows, windows_of
-from distckpt._parts.facts import check_sources, facts_of
+from distckpt._parts.facts import check_sources, facts_of, facts_of_copies
 from distckpt._parts.work import Attempt, Piece, Work, piece_bytes
 from distckpt._ranks.collectives import Ranks
 from distckpt._storage import locations
@@ -142,7 +142,7 @@ class _VerifyWork(Work):
                 for run in self._of_units
             ),
         ]
-        self.facts = facts_of({"mode": mode}, [stored])
+        self.facts = {**facts_of({"mode": mode}, [stored]), **facts_of_copies([stored])}
 
     def _size_of(self, unit: range) -> int:
         return int(self._blocks.stops[unit[-1]] - self._blocks.starts[unit[0]])
@@ -213,7 +213,7 @@ class _WindowWork(Work):
 
     @staticmethod
     def _num_bytes(side: Sequence[StoredTensor], window: Window) -> int:
-        itemsize = FROM_NAME[side[window.tensor].dtype].itemsize
+        itemsize = ITEM_BYTES[side[window.tensor].dtype]
         return window.region.num_elements * itemsize
 
     def compute(self, window: Window, *values: torch.Tensor) -> Any:
@@ -285,7 +285,7 @@ class _StatsWork(_WindowWork):
         self.place, self.checkpoints = place, [stored]
         self._tensors = tensors_to_measure(stored, keys)
         self.sides = [self._tensors]
-        self.facts = facts_of({"keys": keys}, [stored])
+        self.facts = {**facts_of({"keys": keys}, [stored]), **facts_of_copies([stored])}
         self._divide()
 
     def compute(self, window: Window, *values: torch.Tensor) -> WindowStats:
@@ -332,7 +332,8 @@ class _DiffWork(_WindowWork):
         self.place, self.checkpoints = place, [compared.first, compared.second]
         self._compared, self._options = compared, options
         self.sides = compared.sides
-        self.facts = facts_of(options, self.checkpoints)
+        copies = facts_of_copies(self.checkpoints)
+        self.facts = {**facts_of(options, self.checkpoints), **copies}
         self._divide()
 
     def compute(self, window: Window, *values: torch.Tensor) -> Change | None:

@@ -304,7 +304,7 @@ def _status(journal: Journal, header: dict[str, Any]) -> PartsStatus:
         bytes_total=sum(sizes),
         missing=tuple(dict.fromkeys(missing)),
         workers=tuple(journal.workers()),
-        is_complete=journal.proof() is not None,
+        is_complete=journal.proof() is not None and not journal.has_output(),
     )
 
 

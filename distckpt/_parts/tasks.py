@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from distckpt._base.garbage import paused_garbage_collection
@@ -30,6 +30,16 @@ _MAKERS = {
     "diff": ("reports", "comparison"),
 }
 """The module, and the function in it, that says what a verb does; imported when it is used."""
+_LOCATIONS = (
+    "checkpoint",
+    "output_dir",
+    "source_dir",
+    "checkpoint_dir",
+    "journal",
+    "a",
+    "b",
+)
+_LOCATIONS_OF_OPTIONS = ("family", "like", "merge_adapter", "extra_files_from")
 
 
 @dataclass(frozen=True)
@@ -81,14 +91,36 @@ def make_work(verb: str, arguments: Mapping[str, Any]) -> Work:
     """Plan what a verb does with these arguments."""
     module, function = _MAKERS[verb]
     make = getattr(importlib.import_module(f"distckpt._parts.{module}"), function)
-    work: Work = make(**arguments)
+    work: Work = make(**_located(arguments))
     return work
 
 
 def make_tasks(verb: str, num_tasks: int, arguments: Mapping[str, Any]) -> list[Task]:
     """Divide what a verb does with these arguments into tasks."""
     check_count("num_tasks", num_tasks)
-    return [Task(verb, arguments, index, num_tasks) for index in range(num_tasks)]
+    located = _located(arguments)
+    return [Task(verb, located, index, num_tasks) for index in range(num_tasks)]
+
+
+def _located(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Return arguments with absolute paths: processes may have other working directories."""
+    return {name: _with_location(name, value) for name, value in arguments.items()}
+
+
+def _with_location(name: str, value: Any) -> Any:
+    if name in _LOCATIONS:
+        return locations.normalize(value)
+    if name == "checkpoints":
+        return [locations.normalize(each) for each in value]
+    if isinstance(value, ExportOptions):
+        given = {each: getattr(value, each) for each in _LOCATIONS_OF_OPTIONS}
+        absolute: dict[str, Any] = {
+            each: locations.normalize(path)
+            for each, path in given.items()
+            if path not in (None, "auto")
+        }
+        return replace(value, **absolute)
+    return value
 
 
 # --- The verbs ------------------------------------------------------------------------------------

@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import torch
-
 from distckpt._base.dtypes import FROM_NAME
 from distckpt._base.errors import LoadMismatchError
+from distckpt._base.lazy import torch
 from distckpt._base.messages import summarize_keys
 from distckpt._format.stored_checkpoint import StoredCheckpoint
 from distckpt._quantization.names import (

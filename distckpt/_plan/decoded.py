@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from distckpt._base.dtypes import FROM_NAME
+from distckpt._base.dtypes import FROM_NAME, ITEM_BYTES
 from distckpt._format.manifest import OBJECT, ChunkTable, Manifest
 from distckpt._format.stored_checkpoint import StoredCheckpoint
 from distckpt._geometry.region import Region
@@ -95,7 +95,7 @@ def _with_chunks(manifest: Manifest, tensors: Sequence[QuantizedTensor]) -> Chun
         # Nowhere, and each elsewhere.
         "first_bytes": np.arange(-len(tensors), 0),
         "num_bytes": np.prod(shapes, axis=1)
-        * np.array([FROM_NAME[each.dtype].itemsize for each in tensors]),
+        * np.array([ITEM_BYTES[each.dtype] for each in tensors]),
         "offsets": np.zeros((len(tensors), ndim), np.int64),
         "shapes": shapes,
     }

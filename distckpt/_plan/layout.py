@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from distckpt._base.dtypes import FROM_NAME
+from distckpt._base.dtypes import ITEM_BYTES
 from distckpt._format.checksum import checksum
 from distckpt._format.manifest import (
     CHECKSUMS_SUFFIX,
@@ -161,7 +161,7 @@ def _chunks_of_pieces(table: ShardTable, pieces: Pieces) -> Iterator[tuple[int, 
         index = key_of_shard[shard_id]
         ndim, dtype = len(table.global_shapes[index]), table.dtypes[index]
         region = Region(tuple(offset[:ndim]), tuple(shape[:ndim]))
-        num_bytes = 0 if dtype == OBJECT else region.num_elements * FROM_NAME[dtype].itemsize
+        num_bytes = region.num_elements * ITEM_BYTES.get(dtype, 0)
         parts = ((shard_id, region),)
         yield index, PlannedChunk(key_id, table.keys[index], dtype, region, num_bytes, parts)
 

@@ -5,13 +5,13 @@ functions.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
-import torch
 
 from distckpt._base.dtypes import FROM_NAME, is_lossless_cast
 from distckpt._base.errors import CorruptCheckpointError, LoadMismatchError
+from distckpt._base.lazy import torch
 from distckpt._base.messages import did_you_mean, other_prefix, summarize_keys, without_numbers
 from distckpt._format.foreign_formats import is_export
 from distckpt._format.manifest import Manifest
@@ -25,9 +25,12 @@ from distckpt._geometry.region import (
     intersect_many,
     regions_to_arrays,
 )
-from distckpt._mapping.sharded_tensor import ShardedTensor
 from distckpt._mapping.wrappers import ShardedObject
 from distckpt._plan.codes import check_cast, check_integers, undecoded
+
+if TYPE_CHECKING:
+    # It imports torch, which reading a table of contents does not need.
+    from distckpt._mapping.sharded_tensor import ShardedTensor
 
 MAX_PAIRS = 1 << 18
 """Pairs of a request and a chunk that are compared at a time: about 50 MB."""

@@ -3,16 +3,24 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Container, Iterable, Sequence
 
 from distckpt._format.manifest import OBJECT, Manifest
 from distckpt._format.marker import first_name, names_of_module
 from distckpt._format.stored_checkpoint import StoredCheckpoint
 from distckpt._plan.selection import check_patterns, divided, matches
 
-_SETTINGS = ".settings"
-_BY_NAME = re.compile(r"(chained_\d+\.)?optim[a-z]*\.")
-"""How keys of optimizers begin where nothing else tells: in Megatron Core, PyTorch, DeepSpeed."""
+_SETTINGS, _STATES = ".settings", ".state."
+_STATE = (
+    r"(?:states?|step|settings|groups|param_groups|param_state|distributed|sum|prev|exp_inf|"
+    r"row_var|col_var|\w*(?:avg|momentum|master|fp32)\w*)"
+)
+_BY_NAME = re.compile(
+    rf"(?:chained_\d+\.)?optim[a-z]*\.(?:optimizer\.)?(?:{_STATE}(?:\..*)?|.*\.{_STATE})"
+)
+"""Keys of optimizers where nothing else tells: in Megatron Core, PyTorch, DeepSpeed. `optim` alone
+does not, since modules have such names too.
+"""
 
 
 def optimizer_keys(stored: StoredCheckpoint) -> set[str]:
@@ -22,13 +30,23 @@ def optimizer_keys(stored: StoredCheckpoint) -> set[str]:
     manifest = stored.manifest
     of_module = set(names_of_module(stored.marker))
     prefixes = _prefixes(manifest)
+    states = tuple(prefix for prefix in prefixes if prefix.endswith(_STATES))
 
     def is_an_optimizers(key: str) -> bool:
-        if prefixes and key.startswith(prefixes):
+        if first_name(key) in of_module and key.startswith(states):
+            # The module at `model` has a part of the optimizer's name, with a part `state`.
+            return _is_state_of(key, states, manifest.key_index)
+        if key.startswith(prefixes):
             return True
-        return bool(_BY_NAME.match(key)) and first_name(key) not in of_module
+        return bool(_BY_NAME.fullmatch(key)) and first_name(key) not in of_module
 
     return {key for key in manifest.key_index if is_an_optimizers(key)}
+
+
+def _is_state_of(key: str, states: Iterable[str], keys: Container[str]) -> bool:
+    """Tell whether a key is PREFIX, the name of a state, and the key of a tensor that is stored."""
+    rests = (key.removeprefix(prefix) for prefix in states if key.startswith(prefix))
+    return any(rest.partition(".")[2] in keys for rest in rests)
 
 
 def _prefixes(manifest: Manifest) -> tuple[str, ...]:
@@ -37,7 +55,7 @@ def _prefixes(manifest: Manifest) -> tuple[str, ...]:
         key for key, dtype in zip(manifest.keys, manifest.dtypes, strict=True) if dtype == OBJECT
     )
     names = [key.removesuffix(_SETTINGS) for key in settings if key.endswith(_SETTINGS)]
-    ends = (".state.", _SETTINGS)
+    ends = (_STATES, _SETTINGS)
     return tuple(name + end for name in names for end in ends)
 
 

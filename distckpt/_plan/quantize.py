@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from distckpt._base.dtypes import FROM_NAME
+from distckpt._base.dtypes import FROM_NAME, ITEM_BYTES
 from distckpt._base.errors import CheckpointingException
 from distckpt._base.messages import check_choice
 from distckpt._plan.export import OutputTensor
@@ -112,7 +112,7 @@ def quantize_outputs(
         used.append(name)
         quantized = quantized_as(FORMATS[name], output.name, output.shape, output.dtype)
         for role, part in quantized.parts.items():
-            num_bytes = math.prod(part.shape) * FROM_NAME[part.dtype].itemsize
+            num_bytes = math.prod(part.shape) * ITEM_BYTES[part.dtype]
             result.append(OutputTensor(part.key, part.dtype, part.shape, num_bytes, output.mapped))
             parts[part.key] = EncodedPart(output, quantized, role)
     config = _config({name: FORMATS[name] for name in used}, formats, kept)

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from distckpt._base.dtypes import FROM_NAME
+from distckpt._base.dtypes import ITEM_BYTES
 from distckpt._format.manifest import OBJECT
 from distckpt._geometry.region import (
     IntArray,
@@ -129,9 +129,7 @@ def _group_replicas(
     aliases: dict[int, int],
     exchange_groups: Sequence[int] | None,
 ) -> _Groups:
-    item_bytes = np.array(
-        [1 if d == OBJECT else FROM_NAME[d].itemsize for d in table.dtypes], np.int64
-    )
+    item_bytes = np.array([ITEM_BYTES.get(dtype, 1) for dtype in table.dtypes], np.int64)
     num_bytes = np.prod(table.shapes, axis=1, dtype=np.int64) * item_bytes[table.key_ids]
     is_empty_key = (table.global_shapes == 0).any(axis=1)
     stored = (num_bytes > 0) | is_empty_key[table.key_ids]
@@ -267,7 +265,7 @@ def _row_bytes(table: GlobalTable, row: int, tolerance: int) -> int:
     between.
     """
     shape = table.row_region(row).shape
-    step = FROM_NAME[table.dtypes[table.key_ids[row]]].itemsize * math.prod(shape)
+    step = ITEM_BYTES[table.dtypes[table.key_ids[row]]] * math.prod(shape)
     for extent in shape:
         step //= extent
         if step <= tolerance:

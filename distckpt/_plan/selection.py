@@ -135,10 +135,7 @@ def select_tensors(
     visible = [name for name in names if name not in hidden and name not in left_out]
     chosen = visible if keys is None else [name for name in visible if matches(name, keys)]
     if not chosen:
-        there = summarize_keys(visible) or "none"
-        raise LoadMismatchError(
-            f"No tensor matches {keys!r}; there are {there}{_besides(names, left_out)}."
-        )
+        raise _nothing_chosen(keys, visible, _besides(names, left_out))
     check_all_match(names, keys)
     if not write_tied:
         chosen = _first_of_tied(chosen, manifest.key_index)
@@ -147,6 +144,20 @@ def select_tensors(
         key_id = manifest.key_index[name]
         infos[name] = TensorSpec(manifest.global_shapes[key_id], manifest.dtypes[key_id])
     return infos
+
+
+def _nothing_chosen(
+    keys: str | Sequence[str] | None, visible: Sequence[str], besides: str
+) -> LoadMismatchError:
+    if keys is None and not besides:
+        return LoadMismatchError(
+            "The checkpoint holds no tensors: plain tensors in a state dict, such as those of "
+            "model.state_dict(), are saved in common state. Save the module itself, "
+            '{"model": model}.'
+        )
+    there = summarize_keys(visible) or "none"
+    pattern = "the model" if keys is None else repr(keys)
+    return LoadMismatchError(f"No tensor matches {pattern}; there are {there}{besides}.")
 
 
 def _besides(names: Iterable[str], left_out: Set[str]) -> str:

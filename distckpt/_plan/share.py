@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from distckpt._base.dtypes import FROM_NAME
+from distckpt._base.dtypes import ITEM_BYTES
 from distckpt._format.columns import pack, unpack
 from distckpt._format.manifest import Manifest
 from distckpt._geometry.region import (
@@ -47,7 +47,7 @@ def divide(manifest: Manifest, copies: Sequence[Copy]) -> tuple[list[Copy], IntA
     units: list[Copy] = []
     copy_of: list[int] = []
     for index, copy in enumerate(copies):
-        item = FROM_NAME[manifest.dtypes[manifest.key_ids[copy.chunk]]].itemsize
+        item = ITEM_BYTES[manifest.dtypes[manifest.key_ids[copy.chunk]]]
         if copy.source.num_elements * item <= UNIT_BYTES:
             units.append(copy)
             copy_of.append(index)
@@ -100,9 +100,7 @@ def describe_units(
     offsets, shapes = regions_to_arrays([unit.source for unit in units])
     ndim = manifest.offsets.shape[1]
     kinds = np.array([chunks, [codes[unit.request] for unit in units]], np.int64).reshape(2, -1).T
-    item_bytes = np.array(
-        [getattr(FROM_NAME.get(name), "itemsize", 0) for name in manifest.dtypes], np.int64
-    )
+    item_bytes = np.array([ITEM_BYTES.get(name, 0) for name in manifest.dtypes], np.int64)
     rows = np.concatenate([kinds, widen(offsets, ndim, 0), widen(shapes, ndim, 1)], axis=1)
     num_bytes = np.prod(shapes, axis=1, dtype=np.int64) * item_bytes[manifest.key_ids[chunks]]
     return UnitTable(rows, num_bytes, group, place)

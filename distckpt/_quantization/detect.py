@@ -12,7 +12,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from distckpt._base.dtypes import FROM_NAME, TO_NAME
+from distckpt._base.dtypes import ITEM_BYTES
 from distckpt._quantization.numbers import NUMBERS
 from distckpt._quantization.quantized import E8M0, QuantizedTensor, StoredPart
 from distckpt._quantization.settings import block_of
@@ -78,11 +78,7 @@ _GROUPS = (32, 64, 128)
 """Usual sizes of blocks, and of groups of columns of 4-bit integers."""
 FIELDS = ("quantization_config", "compression_config", "quantization")
 """Of a configuration, for what it says of quantized tensors."""
-_MODEL_DTYPES = {
-    str(dtype).removeprefix("torch."): name
-    for dtype, name in TO_NAME.items()
-    if dtype.is_floating_point and dtype.itemsize > 1
-}
+_MODEL_DTYPES = {"float16": "F16", "bfloat16": "BF16", "float32": "F32", "float64": "F64"}
 """What a configuration may name: looking any other name up in torch could import a module of it."""
 _MAX_ELEMENTS = 1 << 62
 _MAX_AXES = 4
@@ -330,7 +326,7 @@ def _contradicts(settings: Mapping[str, Any], number: str) -> bool:
 
 def _shape(codes: StoredPart, number: str, has_groups: bool) -> tuple[int, ...]:
     """Return the shape of the values, with the axes of the codes."""
-    per_item = NUMBERS[number].per_byte * FROM_NAME[codes.dtype].itemsize
+    per_item = NUMBERS[number].per_byte * ITEM_BYTES[codes.dtype]
     lead = codes.shape[:-2] if has_groups else codes.shape[:-1]
     return (*lead, math.prod(codes.shape[len(lead) :]) * per_item)
 

@@ -9,7 +9,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from distckpt._base.dtypes import FROM_NAME
+from distckpt._base.dtypes import ITEM_BYTES
 from distckpt._quantization.numbers import NUMBERS
 from distckpt._quantization.quantized import QuantizedTensor, StoredPart
 
@@ -166,7 +166,7 @@ def takes(form: Format, name: str, shape: Sequence[int]) -> bool:
         return False
     if form.experts:
         return len(shape) == 3 and not name.endswith(_LINEAR) and shape[-2] % form.block[1] == 0
-    per_item = NUMBERS[form.number].per_byte * FROM_NAME[form.codes_dtype].itemsize
+    per_item = NUMBERS[form.number].per_byte * ITEM_BYTES[form.codes_dtype]
     whole_groups = form.block[0] != 1 or shape[-1] % math.lcm(form.block[1] or 1, per_item) == 0
     return len(shape) == 2 and name.endswith(_LINEAR) and whole_groups
 
@@ -182,7 +182,7 @@ def quantized_as(form: Format, name: str, shape: tuple[int, ...], dtype: str) ->
         *(size or whole for size, whole in zip(form.block, shape[-2:], strict=True)),
     )
     grid = tuple(-(-size // step) for size, step in zip(shape, block, strict=True))
-    per_item = NUMBERS[form.number].per_byte * FROM_NAME[form.codes_dtype].itemsize
+    per_item = NUMBERS[form.number].per_byte * ITEM_BYTES[form.codes_dtype]
     codes = (*shape[:-1], shape[-1] // per_item)
     if form.experts:
         group = form.block[1] // per_item

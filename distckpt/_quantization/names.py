@@ -9,9 +9,10 @@ import itertools
 import re
 from collections.abc import Container, Iterable, Iterator
 
-from distckpt._base.dtypes import FROM_NAME
+from distckpt._base.dtypes import ITEM_BYTES
 
-SMALL_CODES = frozenset(name for name in FROM_NAME if name.startswith(("F8_", "F4"))) | {"I8", "U8"}
+_SMALL_FLOATS = {name for name in ITEM_BYTES if name.startswith(("F8_", "F4"))}
+SMALL_CODES = frozenset({*_SMALL_FLOATS, "I8", "U8"})
 _PACKED_CODES = frozenset({"I32", "U32"})
 """Several codes in an item. Such numbers may be anything else, unless names show that they are
 codes.

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
-import torch
 
+from distckpt._base.lazy import torch
 from distckpt._base.memory import Bytes, bounce_buffer
 
 Bits = npt.NDArray[np.int16]
@@ -29,7 +29,7 @@ class Number:
         largest: the largest value; scales are chosen so that the largest value of a block becomes
             this one.
         factor: what unpacked values must be multiplied with.
-        dtype: of unpacked values.
+        dtype: of unpacked values, its safetensors name.
         unpack: fill bits of shape (..., n * per_byte) with values from bytes of shape (..., n),
             which it may overwrite.
         pack: float32 values, within the range, to bytes.
@@ -38,7 +38,7 @@ class Number:
     per_byte: int
     largest: float
     factor: float
-    dtype: torch.dtype
+    dtype: str
     unpack: Callable[[Bytes, Bits], None]
     pack: Callable[[torch.Tensor], torch.Tensor]
 
@@ -106,7 +106,7 @@ NUMBERS: dict[str, Number] = {
         1,
         448.0,
         256.0,
-        torch.float16,
+        "F16",
         _unpack_e4m3,
         lambda values: values.to(torch.float8_e4m3fn).view(torch.uint8),
     ),
@@ -114,23 +114,24 @@ NUMBERS: dict[str, Number] = {
         1,
         127.0,
         1.0,
-        torch.int16,
+        "I16",
         _unpack_int8,
         lambda values: values.round().to(torch.int8).view(torch.uint8),
     ),
-    "e2m1": Number(2, 6.0, 16384.0, torch.float16, _unpack_e2m1, _pack_e2m1),
+    "e2m1": Number(2, 6.0, 16384.0, "F16", _unpack_e2m1, _pack_e2m1),
     "int4": Number(
-        2, 7.0, 2.0**-12, torch.int16, _unpack_int4, lambda values: _pack_halves(values.round() + 8)
+        2, 7.0, 2.0**-12, "I16", _unpack_int4, lambda values: _pack_halves(values.round() + 8)
     ),
 }
 
 
-_POWERS = torch.tensor([*(2.0**exponent for exponent in range(-127, 128)), math.nan])
+_POWERS = np.array([*(2.0**exponent for exponent in range(-127, 128)), math.nan], np.float32)
 
 
 def unpack_exponents(codes: torch.Tensor) -> torch.Tensor:
     """Convert bytes of E8M0, powers of two from 2^-127 on, to float32; all bits set means NaN."""
-    return _POWERS.index_select(0, codes.view(torch.uint8).flatten().int()).view(codes.shape)
+    powers = torch.from_numpy(_POWERS)
+    return powers.index_select(0, codes.view(torch.uint8).flatten().int()).view(codes.shape)
 
 
 def pack_exponents(exponents: torch.Tensor) -> torch.Tensor:

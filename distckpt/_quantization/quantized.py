@@ -12,9 +12,8 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-import torch
-
-from distckpt._base.dtypes import FROM_NAME
+from distckpt._base.dtypes import FROM_NAME, ITEM_BYTES
+from distckpt._base.lazy import torch
 from distckpt._geometry.region import Region, whole
 from distckpt._quantization.numbers import NUMBERS, scratch, unpack_exponents
 
@@ -87,7 +86,7 @@ class QuantizedTensor:
         more.
         """
         codes = self.parts["codes"]
-        per_item = NUMBERS[self.number].per_byte * FROM_NAME[codes.dtype].itemsize
+        per_item = NUMBERS[self.number].per_byte * ITEM_BYTES[codes.dtype]
         return per_item * codes.shape[-1] if len(codes.shape) > len(self.shape) else per_item
 
     @property
@@ -150,7 +149,8 @@ def decode(
     width = codes.shape[-1] * number.per_byte
     num_rows = min(lead[-1], max(1, _CACHED_ELEMENTS // width))
     bits = scratch("bits", (num_rows, width), torch.int16)
-    unpacked, bits_array = bits.view(number.dtype)[:, skipped : skipped + columns], bits.numpy()
+    bits_array = bits.numpy()
+    unpacked = bits.view(FROM_NAME[number.dtype])[:, skipped : skipped + columns]
     values = scratch("values", (num_rows, columns), torch.float32)
     # Half the bytes go over a bus, or to memory in another order, in the dtype of the target.
     is_near = target.is_cpu and target.stride(-1) == 1

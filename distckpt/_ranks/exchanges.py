@@ -12,23 +12,28 @@ import itertools
 import logging
 import math
 import os
+import sys
 import threading
 import time
 import weakref
 from collections.abc import Iterator, Sequence
 from datetime import timedelta
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
-import torch
-import torch.distributed as dist
 
 from distckpt._base import interrupts
 from distckpt._base.errors import CheckpointingException
+from distckpt._base.lazy import LazyModule, torch
 from distckpt._geometry.region import IntArray
 from distckpt._ranks.attendance import ABANDONED, AttendanceLog, lost_contact
 from distckpt._ranks.lent_tensors import lent
+
+if TYPE_CHECKING:
+    import torch.distributed as dist
+else:
+    dist = LazyModule("torch.distributed")
 
 logger = logging.getLogger(__name__)
 
@@ -89,7 +94,7 @@ class Exchanges:
 
     def __init__(self, process_group: Any = None) -> None:
         self.stop = threading.Event()
-        if not (dist.is_available() and dist.is_initialized()):
+        if not _is_initialized():
             if process_group is not None:
                 raise CheckpointingException(
                     "A process_group was given but torch.distributed is not initialized here: "
@@ -488,9 +493,14 @@ def group_of(process_group: Any) -> Any:
     """Return the process group, or the default one for None; None if torch.distributed is not
     initialized.
     """
-    if process_group is None and dist.is_available() and dist.is_initialized():
+    if process_group is None and _is_initialized():
         return dist.group.WORLD
     return process_group
+
+
+def _is_initialized() -> bool:
+    # Who has made a process group has imported it.
+    return "torch.distributed" in sys.modules and dist.is_available() and dist.is_initialized()
 
 
 def num_exchanges(process_group: Any) -> int:
@@ -506,7 +516,7 @@ def num_exchanges(process_group: Any) -> int:
 
 def own_rank() -> int:
     """Return the rank of this process in the default group; 0 if there is none."""
-    return dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
+    return dist.get_rank() if _is_initialized() else 0
 
 
 def group_number(process_group: Any) -> int:

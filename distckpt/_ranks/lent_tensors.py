@@ -15,8 +15,7 @@ import weakref
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-import torch
-
+from distckpt._base.lazy import torch
 from distckpt._base.libc import keep_for_ever
 
 SECONDS_TO_LET_GO = 5.0

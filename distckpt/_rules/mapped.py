@@ -16,9 +16,9 @@ from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
-import torch
 
 from distckpt._base.errors import InvalidShardingError
+from distckpt._base.lazy import torch
 from distckpt._base.messages import summarize_keys
 from distckpt._geometry.region import (
     IntArray,

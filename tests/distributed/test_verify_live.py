@@ -90,3 +90,11 @@ def test_modules_and_optimizers_are_verified(tmp_path):
 def test_a_fast_comparison_with_memory_is_refused(path):
     with pytest.raises(ValueError, match="mode is 'full'"):
         distckpt.verify(path, "fast", live=state_of(Layout(), 0))
+
+
+def test_nothing_to_compare_is_refused(tmp_path):
+    model = torch.nn.Linear(2, 2)
+    distckpt.save({"model": model}, tmp_path / "step")
+    for live in ({}, {"model": model.state_dict()}):
+        with pytest.raises(ValueError, match="no tensor that could be compared"):
+            distckpt.verify(tmp_path / "step", live=live)

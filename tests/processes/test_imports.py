@@ -6,10 +6,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
+import pytest
 import torch
 
 import distckpt
-from distckpt import ShardedTensor
+from distckpt import CheckpointManager, ShardedTensor
 from tests.support.hf_folders import write_plain
 
 ROOT = Path(__file__).parents[2]
@@ -35,6 +37,35 @@ def test_help_and_completion_of_the_command_line_load_no_library():
         "pass"
     )
     assert {name.partition(".")[0] for name in new} - sys.stdlib_module_names == {"distckpt"}
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["ls", "run"],
+        ["ls", "run", "--json"],
+        ["inspect", "run/step_00000001"],
+        ["inspect", "run/step_00000001", "--json"],
+        ["inspect", "run/step_00000001", "--key", "up.weight"],
+        ["inspect", "exported"],
+    ],
+    ids=" ".join,
+)
+def test_listing_and_inspecting_do_not_wait_for_torch(tmp_path, arguments):
+    weight = torch.ones(8, 4, dtype=torch.bfloat16)
+    state = {"up.weight": ShardedTensor.from_rank_offsets("up.weight", weight)}
+    state |= {"step": 1, "schedule": {"rates": (1e-3, 2e-3), "warmup": np.arange(3)}}
+    with CheckpointManager(tmp_path / "run", async_save=False) as manager:
+        manager.save(1, state, metrics={"loss": 0.5})
+    # The readers of all formats look at what is no checkpoint.
+    (tmp_path / "run/logs").mkdir()
+    (tmp_path / "run/notes.txt").write_text("warm\n")
+    write_plain(tmp_path / "exported/model.safetensors", {"up.weight": weight})
+    loaded = modules_loaded_by(
+        f"import distckpt.cli, os; os.chdir({str(tmp_path)!r}); distckpt.cli.main({arguments})"
+    )
+    assert "distckpt._format.manifest" in loaded
+    assert "torch" not in loaded
 
 
 def test_saving_and_loading_need_little():

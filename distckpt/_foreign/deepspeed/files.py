@@ -9,13 +9,13 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
-import torch
 
 from distckpt._base.errors import (
     CheckpointingException,
     CorruptCheckpointError,
     UnsupportedObjectError,
 )
+from distckpt._base.lazy import torch
 from distckpt._base.threads import run_threads
 from distckpt._foreign.torch_dist.archive import Archive
 from distckpt._foreign.torch_dist.objects import TensorView, first_byte_of, read_views

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-import torch
-
+from distckpt._base.lazy import torch
 from distckpt._foreign.deepspeed.files import Shape, StateFile, is_array
 
 

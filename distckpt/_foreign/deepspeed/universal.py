@@ -7,9 +7,8 @@ import math
 from collections.abc import Mapping, Sequence, Set
 from typing import Any, NamedTuple
 
-import torch
-
 from distckpt._base.errors import CheckpointingException, CorruptCheckpointError
+from distckpt._base.lazy import torch
 from distckpt._base.messages import summarize_keys
 from distckpt._base.threads import run_threads
 from distckpt._checkpoint.stored_pieces import StoredPiece

@@ -8,10 +8,9 @@ import math
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-import torch
-
 from distckpt._base.dtypes import TO_NAME
 from distckpt._base.errors import CorruptCheckpointError
+from distckpt._base.lazy import torch
 from distckpt._checkpoint.stored_pieces import StoredPiece
 from distckpt._foreign.deepspeed.files import Shape, StateFile, is_contiguous
 from distckpt._foreign.torch_dist.objects import TensorView

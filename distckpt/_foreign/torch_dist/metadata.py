@@ -9,9 +9,8 @@ import operator
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-import torch
-
 from distckpt._base.errors import CheckpointingException, CorruptCheckpointError
+from distckpt._base.lazy import LazyTable, torch
 from distckpt._foreign.torch_dist.unpickle import (
     GlobalName,
     Made,
@@ -51,22 +50,24 @@ def _join_path(*parts: Any) -> str:
     return "/".join(str(part) for part in parts)
 
 
-_TABLE: dict[GlobalName, Any] = {
-    **{
-        (module, name): record(f"{module}.{name}")
-        for module, names in _RECORDS.items()
-        for name in names
-    },
-    **{("torch", name): dtype for name, dtype in DTYPES.items()},
-    ("torch", "Size"): Made("torch.Size", lambda sizes=(): _counts(sizes)),
-    ("torch.serialization", "_get_layout"): Made("torch.serialization._get_layout", str),
-    ("collections", "OrderedDict"): Made("collections.OrderedDict", dict),
-    **{
-        (module, name): Made(f"{module}.{name}", _join_path)
-        for module in ("pathlib", "pathlib._local")
-        for name in ("PosixPath", "WindowsPath", "PurePosixPath", "PureWindowsPath")
-    },
-}
+_TABLE: Mapping[GlobalName, Any] = LazyTable(
+    lambda: {
+        **{
+            (module, name): record(f"{module}.{name}")
+            for module, names in _RECORDS.items()
+            for name in names
+        },
+        **{("torch", name): dtype for name, dtype in DTYPES.items()},
+        ("torch", "Size"): Made("torch.Size", lambda sizes=(): _counts(sizes)),
+        ("torch.serialization", "_get_layout"): Made("torch.serialization._get_layout", str),
+        ("collections", "OrderedDict"): Made("collections.OrderedDict", dict),
+        **{
+            (module, name): Made(f"{module}.{name}", _join_path)
+            for module in ("pathlib", "pathlib._local")
+            for name in ("PosixPath", "WindowsPath", "PurePosixPath", "PureWindowsPath")
+        },
+    }
+)
 
 
 class StoredItem(NamedTuple):

@@ -17,12 +17,12 @@ import io
 import math
 import pathlib
 import types
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
-import torch
 
+from distckpt._base.lazy import LazyTable, torch
 from distckpt._foreign.torch_dist.archive import Archive, ReadRange
 from distckpt._foreign.torch_dist.unpickle import (
     GlobalName,
@@ -165,20 +165,22 @@ def _storage(persistent_id: Any) -> _Storage:
     raise ValueError("a persistent id that is not a storage")
 
 
-STORAGE_DTYPES = {
-    "Bool": torch.bool,
-    "Byte": torch.uint8,
-    "Char": torch.int8,
-    "Short": torch.int16,
-    "Int": torch.int32,
-    "Long": torch.int64,
-    "Half": torch.float16,
-    "BFloat16": torch.bfloat16,
-    "Float": torch.float32,
-    "Double": torch.float64,
-    "ComplexFloat": torch.complex64,
-    "ComplexDouble": torch.complex128,
-}
+STORAGE_DTYPES: Mapping[str, torch.dtype] = LazyTable(
+    lambda: {
+        "Bool": torch.bool,
+        "Byte": torch.uint8,
+        "Char": torch.int8,
+        "Short": torch.int16,
+        "Int": torch.int32,
+        "Long": torch.int64,
+        "Half": torch.float16,
+        "BFloat16": torch.bfloat16,
+        "Float": torch.float32,
+        "Double": torch.float64,
+        "ComplexFloat": torch.complex64,
+        "ComplexDouble": torch.complex128,
+    }
+)
 """Dtypes whose storages have classes of their own, by the beginning of the class name."""
 
 
@@ -242,17 +244,19 @@ def _size(values: Any) -> torch.Size:
     return torch.Size(values)
 
 
-_TENSOR_GLOBALS: dict[GlobalName, Any] = {
-    **_TENSOR_TYPES,
-    **{("torch", f"{name}Storage"): dtype for name, dtype in STORAGE_DTYPES.items()},
-    ("torch.storage", "UntypedStorage"): None,
-    **{("torch", name): dtype for name, dtype in DTYPES.items()},
-    ("torch", "Size"): Made("torch.Size", _size),
-    ("collections", "OrderedDict"): Made(
-        "collections.OrderedDict",
-        lambda pairs=(): collections.OrderedDict((hashable(key), v) for key, v in pairs),
-    ),
-}
+_TENSOR_GLOBALS: Mapping[GlobalName, Any] = LazyTable(
+    lambda: {
+        **_TENSOR_TYPES,
+        **{("torch", f"{name}Storage"): dtype for name, dtype in STORAGE_DTYPES.items()},
+        ("torch.storage", "UntypedStorage"): None,
+        **{("torch", name): dtype for name, dtype in DTYPES.items()},
+        ("torch", "Size"): Made("torch.Size", _size),
+        ("collections", "OrderedDict"): Made(
+            "collections.OrderedDict",
+            lambda pairs=(): collections.OrderedDict((hashable(key), v) for key, v in pairs),
+        ),
+    }
+)
 
 
 # ---- other objects
@@ -349,7 +353,7 @@ _OTHERS: dict[GlobalName, Callable[..., Any]] = {
     ("collections", "defaultdict"): _defaultdict,
     ("_io", "BytesIO"): io.BytesIO,
     ("io", "BytesIO"): io.BytesIO,
-    ("torch", "device"): torch.device,
+    ("torch", "device"): lambda *arguments: torch.device(*arguments),
     **{
         ("datetime", name): getattr(datetime, name)
         for name in ("date", "datetime", "timedelta", "timezone")

@@ -43,12 +43,12 @@ from distckpt._base.tree import Position, dotted, is_plain_container, map_leaves
 from distckpt._format import safetensors_file
 from distckpt._format.codec.decode import Entries, decode_node
 from distckpt._format.codec.encode import (
-    ENCODERS,
     NOT_STORED,
     UnknownObject,
     Writer,
     collect_fingerprints,
     encode_all,
+    encoders,
     how_to_register,
     unknown_objects,
 )
@@ -234,8 +234,12 @@ def register_object_type(
         )  # fmt: skip
     name = type_name(cls) if name is None else name
     _check_is_free(cls, name)
-    REGISTERED[cls] = REGISTERED_NAMES[name] = Registration(cls, name, to_state, from_state)
+    _register(Registration(cls, name, to_state, from_state))
     return cls
+
+
+def _register(registration: Registration) -> None:
+    REGISTERED[registration.cls] = REGISTERED_NAMES[registration.name] = registration
 
 
 def _check_is_registrable(cls: type, to_state: object, from_state: object) -> None:
@@ -243,7 +247,7 @@ def _check_is_registrable(cls: type, to_state: object, from_state: object) -> No
         raise TypeError(f"register_object_type takes a class, not {cls!r}")
     if (to_state is None) != (from_state is None):
         raise TypeError(f"{type_name(cls)}: give both to_state and from_state, or neither")
-    if cls in ENCODERS or issubclass(cls, np.generic):
+    if cls in encoders() or issubclass(cls, np.generic):
         raise ValueError(f"{type_name(cls)} is stored without being registered")
 
 
@@ -262,12 +266,14 @@ def _check_is_free(cls: type, name: str) -> None:
 
 
 # By name, as classes of programs: an earlier release that reads them says what is missing.
-register_object_type(Counter, "collections.Counter", to_state=dict, from_state=Counter)
-register_object_type(
-    deque,
-    "collections.deque",
-    to_state=lambda items: [items.maxlen, *items],
-    from_state=lambda state: deque(state[1:], state[0]),
+_register(Registration(Counter, "collections.Counter", dict, Counter))
+_register(
+    Registration(
+        deque,
+        "collections.deque",
+        lambda items: [items.maxlen, *items],
+        lambda state: deque(state[1:], state[0]),
+    )
 )
 
 

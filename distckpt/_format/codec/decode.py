@@ -17,9 +17,9 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-import torch
 
 from distckpt._base.arrays import in_memory_order
+from distckpt._base.lazy import torch
 from distckpt._base.tree import HOLE
 from distckpt._format.codec.encode import UnknownObject, unknown_objects
 from distckpt._format.codec.tree import (
@@ -264,7 +264,7 @@ DECODERS: dict[str, tuple[type, Callable[[Any], object]]] = {
     "$timezone": (list, lambda payload: datetime.timezone(*payload)),
     "$path": (list, _decode_path),
     "$torch.dtype": (str, lambda payload: _find_dtype(payload, DTYPES)),
-    "$torch.device": (str, torch.device),
+    "$torch.device": (str, lambda payload: torch.device(payload)),
     "$torch.Size": (list, lambda payload: torch.Size(_several(int, len(payload), payload))),
     "$numpy": (list, _decode_scalar),
 }

@@ -7,6 +7,7 @@ import base64
 import collections
 import contextlib
 import datetime
+import functools
 import math
 import re
 import struct
@@ -16,11 +17,11 @@ from typing import Any, NoReturn, cast
 
 import numpy as np
 import numpy.typing as npt
-import torch
 import xxhash
 
 from distckpt._base.arrays import memory_order
 from distckpt._base.errors import UnsupportedObjectError
+from distckpt._base.lazy import torch
 from distckpt._base.tree import Hole
 from distckpt._format.codec.tree import (
     FACTORIES,
@@ -133,7 +134,7 @@ def encode_all(obj: object, writer: Writer) -> Json:
 
 def _encoder_of(obj: object, writer: Writer) -> _Encoder:
     cls = type(obj)
-    encoder = ENCODERS.get(cls)
+    encoder = encoders().get(cls)
     if encoder is not None:
         return encoder
     if isinstance(obj, np.generic) and obj.dtype.type is cls:
@@ -192,7 +193,7 @@ def _refusal_of_kind(obj: object) -> tuple[str, str] | None:
 
 def _refusal_of_class(cls: type) -> tuple[str, str]:
     advice = f"Register its class before saving and before loading: {_registration(cls)}."
-    base = next((base for base in cls.__mro__ if base in ENCODERS), None)
+    base = next((base for base in cls.__mro__ if base in encoders()), None)
     if base is None:
         return "its class is not registered", advice
     return (
@@ -437,45 +438,48 @@ def _as_is(obj: object, writer: Writer) -> Json:
     return obj
 
 
-ENCODERS: dict[type, _Encoder] = {
-    type(None): _as_is,
-    bool: _as_is,
-    int: _encode_int,
-    float: _encode_float,
-    str: _encode_str,
-    list: _encode_list,
-    dict: _encode_dict,
-    Hole: _encode_state("hole", lambda obj: None),
-    tuple: _encode_state("tuple", list),
-    set: _encode_set,
-    frozenset: _encode_set,
-    collections.OrderedDict: lambda obj, writer: {"$OrderedDict": _encode_dict(obj, writer)},
-    collections.defaultdict: _encode_defaultdict,
-    bytes: _encode_bytes,
-    bytearray: _encode_bytes,
-    complex: _encode_state("complex", lambda obj: [obj.real, obj.imag]),
-    slice: _encode_state("slice", lambda obj: [obj.start, obj.stop, obj.step]),
-    range: _encode_state("range", lambda obj: [obj.start, obj.stop, obj.step]),
-    argparse.Namespace: _encode_attributes,
-    types.SimpleNamespace: _encode_attributes,
-    datetime.date: _encode_state("date", lambda obj: [obj.year, obj.month, obj.day]),
-    datetime.datetime: _encode_state("datetime", _datetime_state),
-    datetime.timedelta: _encode_state(
-        "timedelta", lambda obj: [obj.days, obj.seconds, obj.microseconds]
-    ),
-    datetime.timezone: _encode_state("timezone", _timezone_state),
-    **{
-        cls: _encode_state("path", lambda obj: [type(obj).__name__, str(obj)])
-        for cls in PATHS.values()
-    },
-    torch.Tensor: _encode_tensor,
-    torch.nn.Parameter: _encode_tensor,
-    torch.dtype: _encode_state("torch.dtype", lambda obj: _dtype_name(obj)),
-    torch.device: _encode_state("torch.device", str),
-    torch.Size: _encode_state("torch.Size", list),
-    np.ndarray: _encode_array,
-    UnknownObject: lambda obj, writer: _encode_as(obj.name, obj, obj.state, writer),
-}
+@functools.cache
+def encoders() -> dict[type, _Encoder]:
+    """Return the functions that encode objects, by class."""
+    return {
+        type(None): _as_is,
+        bool: _as_is,
+        int: _encode_int,
+        float: _encode_float,
+        str: _encode_str,
+        list: _encode_list,
+        dict: _encode_dict,
+        Hole: _encode_state("hole", lambda obj: None),
+        tuple: _encode_state("tuple", list),
+        set: _encode_set,
+        frozenset: _encode_set,
+        collections.OrderedDict: lambda obj, writer: {"$OrderedDict": _encode_dict(obj, writer)},
+        collections.defaultdict: _encode_defaultdict,
+        bytes: _encode_bytes,
+        bytearray: _encode_bytes,
+        complex: _encode_state("complex", lambda obj: [obj.real, obj.imag]),
+        slice: _encode_state("slice", lambda obj: [obj.start, obj.stop, obj.step]),
+        range: _encode_state("range", lambda obj: [obj.start, obj.stop, obj.step]),
+        argparse.Namespace: _encode_attributes,
+        types.SimpleNamespace: _encode_attributes,
+        datetime.date: _encode_state("date", lambda obj: [obj.year, obj.month, obj.day]),
+        datetime.datetime: _encode_state("datetime", _datetime_state),
+        datetime.timedelta: _encode_state(
+            "timedelta", lambda obj: [obj.days, obj.seconds, obj.microseconds]
+        ),
+        datetime.timezone: _encode_state("timezone", _timezone_state),
+        **{
+            cls: _encode_state("path", lambda obj: [type(obj).__name__, str(obj)])
+            for cls in PATHS.values()
+        },
+        torch.Tensor: _encode_tensor,
+        torch.nn.Parameter: _encode_tensor,
+        torch.dtype: _encode_state("torch.dtype", lambda obj: _dtype_name(obj)),
+        torch.device: _encode_state("torch.device", str),
+        torch.Size: _encode_state("torch.Size", list),
+        np.ndarray: _encode_array,
+        UnknownObject: lambda obj, writer: _encode_as(obj.name, obj, obj.state, writer),
+    }
 
 
 def collect_fingerprints(

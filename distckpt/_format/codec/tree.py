@@ -18,7 +18,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
-import torch
+
+from distckpt._base.lazy import LazyTable, torch
 
 MAX_DEPTH = 128
 """Containers inside one another. Each takes up to four nested calls, of which Python allows 1000 by
@@ -50,16 +51,20 @@ PATHS: dict[str, type[pathlib.PurePath]] = {
     )
 }
 
-DTYPES: dict[str, torch.dtype] = {
-    str(value)[len("torch.") :]: value
-    for value in vars(torch).values()
-    if isinstance(value, torch.dtype)
-}
-TENSOR_DTYPES = {
-    name: dtype
-    for name, dtype in DTYPES.items()
-    if re.fullmatch(r"bool|u?int(8|16|32|64)|b?float\d+(_\w+)?|complex\d+", name)
-}
+DTYPES: Mapping[str, torch.dtype] = LazyTable(
+    lambda: {
+        str(value)[len("torch.") :]: value
+        for value in map(functools.partial(getattr, torch), dir(torch))
+        if isinstance(value, torch.dtype)
+    }
+)
+TENSOR_DTYPES: Mapping[str, torch.dtype] = LazyTable(
+    lambda: {
+        name: dtype
+        for name, dtype in DTYPES.items()
+        if re.fullmatch(r"bool|u?int(8|16|32|64)|b?float\d+(_\w+)?|complex\d+", name)
+    }
+)
 """Dtypes with ordinary items, without quantized and sub-byte integer types."""
 
 

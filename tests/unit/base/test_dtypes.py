@@ -10,7 +10,7 @@ import torch
 
 import distckpt
 from distckpt import LoadMismatchError, ShardedTensor, UnsupportedObjectError
-from distckpt._base.dtypes import FROM_NAME, TO_NAME, is_lossless_cast
+from distckpt._base.dtypes import FROM_NAME, ITEM_BYTES, TO_NAME, is_known, is_lossless_cast
 from tests.support.reference import skip_where_safetensors_lacks
 from tests.support.states import shard_files
 
@@ -78,6 +78,11 @@ def test_every_dtype_that_torch_and_safetensors_both_have_is_supported():
         if hasattr(torch, attribute)
     } == TO_NAME
     assert {name: dtype for dtype, name in TO_NAME.items()} == FROM_NAME
+    assert set(ITEM_BYTES) == set(names.values())
+    assert {name: ITEM_BYTES[name] for name in FROM_NAME} == {
+        name: dtype.itemsize for name, dtype in FROM_NAME.items()
+    }
+    assert {name for name in [*ITEM_BYTES, "F6", "OBJECT", ""] if is_known(name)} == set(FROM_NAME)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

@@ -33,7 +33,7 @@ def test_bash_completes_verbs_options_choices_and_files(tmp_path, capsys):
 
     assert complete("ver") == ["verify"]
     assert complete("re") == ["reshard"]
-    assert complete("verify", "--f") == ["--fast", "--full"]
+    assert complete("verify", "--f") == ["--fast", "--full", "--finish"]
     assert complete("prune", "root", "--best-mode", "m") == ["min", "max"]
     assert complete("verify", "check") == ["checkpoints"]
     assert complete("inspect", "x", "--html", "dist") == ["distckpt.bash"]

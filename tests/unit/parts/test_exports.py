@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import pickle
 import shutil
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 import distckpt
 from distckpt import CheckpointExistsError, CheckpointingException, tasks
@@ -206,3 +208,50 @@ def test_a_rerun_reads_next_to_nothing(large, tmp_path):
     with counted_reads() as counts:
         assert task.run().num_pieces == 0
     assert counts.num_bytes < 0.01 * 145e6
+
+
+def test_tasks_may_run_in_another_working_directory(small, tmp_path, monkeypatch):
+    monkeypatch.chdir(small.parent)
+    (small.parent / "extra").mkdir(exist_ok=True)
+    (small.parent / "extra/config.json").write_text("{}")
+    work = tasks.consolidate(small.name, "elsewhere", num_tasks=2, extra_files_from="extra", **MANY)
+    work[0].run()
+    monkeypatch.chdir(tmp_path)
+    assert pickle.loads(pickle.dumps(work[1])).run().is_complete
+    assert (small.parent / "elsewhere/config.json").exists()
+
+
+def test_status_is_not_complete_before_the_output_has_appeared(small, tmp_path):
+    tasks.consolidate(small, tmp_path / "out", num_tasks=2, **MANY)[0].run()
+    (journal,) = tmp_path.glob(".out.parts-*")
+    # As a process leaves it that is killed just before the output appears.
+    (journal / "done.json").write_text("[]")
+    assert not tasks.status(tmp_path / "out")[0].is_complete
+
+
+def test_another_scaling_of_the_adapter_is_refused(tmp_path):
+    names = [f"layers.{i}" for i in range(4)]
+    base = save_checkpoint(tmp_path / "a", {f"{name}.weight": torch.ones(60, 50) for name in names})
+    adapter = tmp_path / "adapter"
+    adapter.mkdir()
+    matrices = {"A": torch.ones(2, 50), "B": torch.ones(60, 2)}
+    save_file(
+        {
+            f"base_model.model.{name}.lora_{side}.weight": matrix.clone()
+            for name in names
+            for side, matrix in matrices.items()
+        },
+        adapter / "adapter_model.safetensors",
+    )
+    config = {"peft_type": "LORA", "r": 2, "target_modules": names}
+
+    def run(index, alpha):
+        text = json.dumps(config | {"lora_alpha": alpha})
+        (adapter / "adapter_config.json").write_text(text)
+        options = {"merge_adapter": adapter, "max_file_bytes": 15_000}
+        return tasks.consolidate(base, tmp_path / "out", num_tasks=2, **options)[index].run()
+
+    run(0, 2)
+    with pytest.raises(CheckpointingException, match="the source 1 was"):
+        run(1, 8)
+    assert run(1, 2).is_complete

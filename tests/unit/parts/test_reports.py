@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import shutil
 
 import pytest
 import torch
@@ -89,3 +90,21 @@ def test_other_arguments_are_refused_by_name(folder, tmp_path):
         others[1].run()
     assert tasks.abandon(tmp_path / "diff")
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_journal_is_not_of_copies_and_not_of_files_that_changed_since(tmp_path):
+    save_checkpoint(tmp_path / "a", {"w": torch.ones(300)})
+    shutil.copytree(tmp_path / "a", tmp_path / "b")
+    (file,) = shard_files(tmp_path / "b")
+
+    def is_whole(name):
+        (task,) = tasks.verify(tmp_path / name, journal=tmp_path / "journal", num_tasks=1)
+        return task.run().report.is_whole
+
+    undamaged = file.read_bytes()
+    file.write_bytes(undamaged[:-4] + b"\xff\x00\xff\x00")
+    shutil.copystat(shard_files(tmp_path / "a")[0], file)
+    assert is_whole("a")
+    assert not is_whole("b")
+    file.write_bytes(undamaged)
+    assert is_whole("b")

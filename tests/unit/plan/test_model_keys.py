@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 from torch import nn
 
 import distckpt
-from distckpt import LoadMismatchError, ShardedTensor
+from distckpt import LoadMismatchError, ShardedObject, ShardedTensor
 from tests.support.states import save_checkpoint
 
 
@@ -92,8 +92,36 @@ def test_a_module_that_is_called_optimizer_is_exported(tmp_path):
     assert averaged.num_tensors == 4
 
 
+def test_a_part_that_is_called_state_in_a_module_called_as_the_optimizer_is_exported(tmp_path):
+    model = nn.ModuleDict({"optimizer": nn.ModuleDict({"state": nn.Linear(2, 2)})})
+    optimizer = torch.optim.AdamW(model.parameters())
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    distckpt.save({"model": model, "optimizer": optimizer}, tmp_path / "saved")
+    report = distckpt.consolidate(tmp_path / "saved", tmp_path / "export")
+    assert load_file(tmp_path / "export/model.safetensors").keys() == model.state_dict().keys()
+    assert len(report.left_out) == 4
+
+
+@pytest.mark.parametrize("entry", ["optim", "optimizer", "optimizer_net"])
+def test_a_module_at_an_entry_that_is_called_as_an_optimizer_is_exported(tmp_path, entry):
+    state = {"actor": nn.Linear(2, 2), entry: nn.Linear(2, 3)}
+    distckpt.save(state, tmp_path / "saved")
+    report = distckpt.consolidate(tmp_path / "saved", tmp_path / "export")
+    assert (report.num_tensors, report.left_out) == (4, ())
+
+
+def test_an_object_called_settings_makes_no_optimizer_of_the_model(tmp_path):
+    model = nn.ModuleDict({"env": nn.ModuleDict({"state": nn.Linear(2, 2)})})
+    settings = ShardedObject("env.settings", {"seed": 1}, (1,), (0,))
+    distckpt.save({"model": model, "env": settings}, tmp_path / "saved")
+    report = distckpt.consolidate(tmp_path / "saved", tmp_path / "export")
+    assert (report.num_tensors, report.left_out) == (2, ())
+
+
 def test_a_checkpoint_of_an_optimizer_alone_is_refused(tmp_path):
-    saved = save_checkpoint(tmp_path / "saved", {"optimizer.w": torch.ones(2)})
+    saved = save_checkpoint(tmp_path / "saved", {"optimizer.exp_avg.w": torch.ones(2)})
     with pytest.raises(LoadMismatchError, match=r'optimizer\'s, which keys="\*" selects'):
         distckpt.consolidate(saved, tmp_path / "export")
 
@@ -132,3 +160,9 @@ def test_without_a_module_at_model_nothing_is_known_to_be_cut(tmp_path, caplog):
     distckpt.save(state, tmp_path / "saved")
     distckpt.consolidate(tmp_path / "saved", tmp_path / "export", keys="model.")
     assert not caplog.records
+
+
+def test_an_export_of_plain_tensors_only_says_where_they_are(tmp_path):
+    distckpt.save({"model": nn.Linear(2, 2).state_dict()}, tmp_path / "saved")
+    with pytest.raises(LoadMismatchError, match=r"holds no tensors.*common state"):
+        distckpt.consolidate(tmp_path / "saved", tmp_path / "export")
