@@ -161,7 +161,7 @@ class Leader:
     def _wait_for_all(self, version: int) -> list[str]:
         """Return who asks for a version: all that are expected, unless the time is over."""
         begin, is_over = time.monotonic(), False
-        fewest = 1 if self._num_rounds else self._num_targets
+        fewest = self._fewest_targets
         seconds = dict.fromkeys((*self._sources[1:], *self._expected), self._timeout)
         seconds.update(dict.fromkeys(self._doubtful, min(ANSWER_SECONDS, self._timeout)))
         while not is_over:
@@ -172,14 +172,24 @@ class Leader:
             num_targets = len({*asking}.difference(self._sources))
             has_enough = num_targets >= fewest or waited > self._timeout
             is_over = has_enough and all(seconds[name] < waited for name in absent)
+        self._leave_out(absent, num_targets, version)
+        return asking
+
+    @property
+    def _fewest_targets(self) -> int:
+        """The first version needs all targets, later ones any."""
+        return 1 if self._num_rounds else self._num_targets
+
+    def _leave_out(self, absent: list[str], num_targets: int, version: int) -> None:
+        """Go on without those that are absent; refuse to where the others cannot."""
         self._refuse_absence([name for name in absent if name in self._sources], version)
         self._doubtful = set()
+        fewest = self._fewest_targets
         text = f"{', '.join(sorted(absent)) or 'No more targets'} did not come to version {version}"
         if num_targets < fewest:
             raise lost_contact({}, f"{text}: {num_targets} targets are there, of {fewest}.")
         if absent:
             logger.warning("%s: left out until it does", text)
-        return asking
 
     def _asking(self, version: int) -> list[str]:
         """Return who has asked for a version; refuse others."""

@@ -23,7 +23,6 @@ from distckpt._rules.rule import Rule
 from distckpt._rules.rules import Assemble, check_rules
 from distckpt._state import flatten
 from distckpt._state.shards import (
-    GlobalTable,
     Shard,
     ShardTable,
     find_ties,
@@ -248,17 +247,13 @@ def check_targets(
         InvalidShardingError: the requests of the ranks contradict each other.
         LoadMismatchError: keys differ, and the mode of the request raises.
     """
-    table, is_alone = targets.table, ranks.size == 1
-    validates = table is not None and request.options.validate_access_integrity is not False
-    messages: Sequence[list[bytes]] = ()
-    if table is not None and validates and not is_alone:
-        messages = ranks.gather_once(table.to_messages())
+    validates = request.options.validate_access_integrity
+    table = targets.table if validates is not False else None
+    messages = _messages_of_all(ranks, table)
     requested = targets.requested
     with ranks.phase("check the requested shards", decision=True) as vote:
-        if table is not None and validates and ranks.is_coordinator:
-            tables = [table] if is_alone else ShardTable.all_from_messages(*messages)
-            asks_for_part = is_alone and request.options.validate_access_integrity is None
-            _validate(tables, validate_part if asks_for_part else validate_shards)
+        if table is not None and ranks.is_coordinator:
+            _validate(table, messages, whole=bool(validates))
         is_lenient = request.mode is StrictHandling.ASSUME_OK_UNEXPECTED
         compared = targets.stored if is_lenient else ()
         coverage = _coverage(targets, requested, compared, names_of_module(source.marker))
@@ -273,7 +268,20 @@ def check_targets(
     return differences
 
 
-def _validate(tables: Sequence[ShardTable], validate: Callable[[GlobalTable], object]) -> None:
+def _messages_of_all(ranks: Ranks, table: ShardTable | None) -> Sequence[list[bytes]]:
+    """Gather the tables of several ranks on the coordinator; nothing where there is one rank."""
+    if table is None or ranks.size == 1:
+        return ()
+    return ranks.gather_once(table.to_messages())
+
+
+def _validate(table: ShardTable, messages: Sequence[list[bytes]], *, whole: bool) -> None:
+    """Validate the tables of all ranks, `messages`, or that of the only one: it may ask for parts
+    unless it must ask for the `whole`.
+    """
+    tables, validate = [table], validate_shards if whole else validate_part
+    if messages:
+        tables, validate = ShardTable.all_from_messages(*messages), validate_shards
     try:
         validate(merge_tables(tables))
     except InvalidShardingError as error:

@@ -167,10 +167,14 @@ class Ranks(Exchanges):
         except BaseException as caught:
             error = caught
             self._log(error, name)
-        if error is not None and (self.is_known_to_all(error) or interrupts.is_forced()):
-            # All ranks have raised it together already, in a phase inside this one; or this rank
-            # leaves the others.
-            raise error
+            if self.is_known_to_all(error) or interrupts.is_forced():
+                # All ranks have raised it together already, in a phase inside this one; or this
+                # rank leaves the others.
+                raise
+        self._tell(told, error, name)
+
+    def _tell(self, told: Told, error: BaseException | None, name: str) -> None:
+        """Send the coordinator the outcome of a body and its payload; raise what it knows of."""
         code = digest_of(told.call)
         messages = self.gather((_FAILED if error else _FINE) + code + told.payload, name)
         told.payloads = [message[1 + len(code) :] for message in messages]

@@ -97,13 +97,7 @@ def error_to_raise(
         # KeyboardInterrupt and its like keep their meaning for this process; for the others, this
         # rank has failed.
         return error
-    failures = {
-        number: _rebuild_error(outcome)
-        for number, outcome in enumerate(outcomes)
-        if outcome is not None
-    }
-    if error is not None:
-        failures[rank] = error
+    failures = _failures_by_rank(error, rank, outcomes)
     first = min(failures)
     # The coordinator's own, which decides, has no outcome after a decision.
     of_first = outcomes[first] or {}
@@ -112,6 +106,20 @@ def error_to_raise(
     if of_first.get("is_ours") and (is_decided or _are_equal(outcomes)):
         return failures.get(rank, failures[first])
     return RankFailedError(failures, phase=name)
+
+
+def _failures_by_rank(
+    error: BaseException | None, rank: int, outcomes: Sequence[dict[str, Any] | None]
+) -> dict[int, BaseException]:
+    """Return the errors of all ranks that failed: this rank's own, and copies of the others'."""
+    failures = {
+        number: _rebuild_error(outcome)
+        for number, outcome in enumerate(outcomes)
+        if outcome is not None
+    }
+    if error is not None:
+        failures[rank] = error
+    return failures
 
 
 def note_part(error: BaseException, name: str, decision: bool) -> None:

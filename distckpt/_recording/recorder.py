@@ -113,8 +113,7 @@ class Recording(TorchDispatchMode):  # type: ignore[no-untyped-call]
             packet = func.overloadpacket
             if packet in _WRITES:
                 return self._write(func, args, kwargs)
-            tensors = [each for each in tree_leaves((args, kwargs)) if _is_tensor(each)]
-            known = [each for each in tensors if self._names(each)]
+            known = self._known((args, kwargs))
             if not known:
                 return func(*args, **kwargs)
             with self:
@@ -132,6 +131,11 @@ class Recording(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if packet is aten.repeat:
                 return self._repeat(*args)
             return self._refuse(func, known)
+
+    def _known(self, arguments: Any) -> list[torch.Tensor]:
+        """Return the tensors among arguments that have stored elements."""
+        tensors = (each for each in tree_leaves(arguments) if _is_tensor(each))
+        return [each for each in tensors if self._names(each)]
 
     def _repeat(self, source: torch.Tensor, repeats: Sequence[int]) -> torch.Tensor:
         """Copy several times, as views and a copy do it."""
