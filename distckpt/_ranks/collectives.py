@@ -322,11 +322,13 @@ def collective(
         @functools.wraps(function)
         def call(*args: _Parameters.args, **kwargs: _Parameters.kwargs) -> _Result:
             process_group = group_of(*args, **kwargs)
-            num_before = num_exchanges(process_group)
+            num_before = None
             try:
+                num_before = num_exchanges(process_group)
                 return function(*args, **kwargs)
             except BaseException as error:
-                if num_exchanges(process_group) == num_before:
+                # None: a signal came before there was a number.
+                if num_before in (None, num_exchanges(process_group)):
                     _tell_others(process_group, error)
                 raise
 

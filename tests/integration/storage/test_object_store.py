@@ -223,10 +223,11 @@ def table_rows(rank):
     return numbers(16 * 64, rank).view(16, 64)
 
 
-def load_columns(rank, location):
+def load_columns(rank, url, location):
     out = torch.empty(64, 16)
     shard = ShardedTensor.from_rank_offsets("w", out, (1, rank, 4))
-    loaded = distckpt.load({"w": shard, "lr": 0.0}, location)
+    with reached_at(url):
+        loaded = distckpt.load({"w": shard, "lr": 0.0}, location)
     return loaded["lr"], out
 
 
@@ -241,8 +242,8 @@ def test_ranks_ask_for_no_sizes_and_one_reads_the_common_state(s3):
     location = f"{s3.url}/c"
     run(save_rows, 4, location)
     proxy = FaultyProxy(s3.server)
-    with proxy.running() as url, reached_at(url):
-        loaded = run(load_columns, 4, location)
+    with proxy.running() as url:
+        loaded = run(load_columns, 4, url, location)
     whole = torch.cat([table_rows(rank) for rank in range(4)])
     for rank, (lr, columns) in enumerate(loaded):
         assert lr == 0.5

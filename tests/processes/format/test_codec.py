@@ -42,6 +42,7 @@ def test_reading_runs_no_code_and_imports_nothing(tmp_path: pathlib.Path) -> Non
     (tmp_path / "blob").write_bytes(encode(sample))
     program = (
         "import pathlib, pickle, sys\n"
+        "import torch\n"
         "from distckpt._format.codec import decode\n"
         "blob = pathlib.Path(sys.argv[1]).read_bytes()\n"
         "class Stored: pass\n"

@@ -251,14 +251,14 @@ def test_inspect_shows_modules_with_totals_and_what_the_save_says(checkpoint, tm
     assert re.search(r"^1 object and common state \(step\), \d+ B$", top, re.M)
     zone = r"UTC([+-]\d{4})?"
     assert re.search(
-        rf"^format distckpt 2, metadata\.json written \d{{4}}-\d\d-\d\d \d\d:\d\d {zone}$",
+        rf"^format distckpt 3, metadata\.json written \d{{4}}-\d\d-\d\d \d\d:\d\d {zone}$",
         top,
         re.M,
     )
     with distckpt.CheckpointManager(tmp_path / "run", async_save=False) as manager:
         manager.save(7, {"lr": 0.1})
     found = call_json(capsys, "inspect", tmp_path / "run/step_00000007")
-    assert (found["step"], found["common_state"], found["format"]) == (7, ["lr"], "distckpt 2")
+    assert (found["step"], found["common_state"], found["format"]) == (7, ["lr"], "distckpt 3")
     assert call_json(capsys, "inspect", checkpoint)["groups"][0]["ranks"] == [0]
 
 
