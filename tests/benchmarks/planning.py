@@ -56,7 +56,7 @@ from distckpt._plan.layout import (
 from distckpt._plan.load import Request, plan_load
 from distckpt._plan.save import Pieces, find_aliases, plan_owners
 from distckpt._state.shards import ShardTable, merge_tables, shard_table
-from distckpt._state.validation import find_differences, replica_weights, validate_shards
+from distckpt._state.validation import find_differences, replica_factors, validate_shards
 from distckpt._storage import locations
 
 _T = TypeVar("_T")
@@ -228,10 +228,10 @@ def plan_for_all(
     step("compare replicas", lambda: find_differences(merged))
     aliases = step("find tied tensors", lambda: find_aliases(merged))
     pieces = step("give owners", lambda: plan_owners(merged, num_ranks, aliases, [0] * num_ranks))
-    weights = step("find replicas", lambda: replica_weights(merged))
-    pairs = list(zip(np.split(weights, ends), pieces, strict=True))
+    factors = step("find replicas", lambda: replica_factors(merged))
+    pairs = list(zip(np.split(factors, ends), pieces, strict=True))
     plans = step(
-        "encode plans", lambda: [pack([1, True], {"weights": w, **p._asdict()}) for w, p in pairs]
+        "encode plans", lambda: [pack([1, 1], {"factors": f, **p._asdict()}) for f, p in pairs]
     )
     figures.update(steps)
     figures["rank 0: all of it, s"] = sum(steps.values())
