@@ -167,6 +167,7 @@ def restored(loaded: LoadedPlan, table: ShardTable, description: bytes) -> Resto
 
 
 def _restored(loaded: LoadedPlan, table: ShardTable, description: bytes) -> SavePlan:
+    require(isinstance(_note_in(loaded)["structure"], str), "it says of no shards")
     _check_keys(loaded.own, table)
     files: list[PlannedFile] = []
     objects: list[PlannedChunk] = []
@@ -189,6 +190,11 @@ def _restored(loaded: LoadedPlan, table: ShardTable, description: bytes) -> Save
         checksum_file=checksum_file,
         description=description,
     )
+
+
+def _note_in(loaded: LoadedPlan) -> Mapping[str, Any]:
+    assert loaded.own.plan is not None
+    return loaded.own.plan
 
 
 def _names_of_files(loaded: LoadedPlan) -> tuple[list[str], str | None]:
@@ -236,6 +242,10 @@ def _chunks_of_file(manifest: Manifest, file_id: int) -> Iterator[PlannedChunk]:
     """Yield the chunks of a file, without pieces, in the order of their bytes."""
     rows = np.flatnonzero(manifest.file_ids == file_id)
     rows = rows[np.lexsort((manifest.num_bytes[rows], manifest.first_bytes[rows]))]
+    file, sizes = manifest.files[file_id], manifest.num_bytes[rows]
+    ends = file.header_bytes + np.cumsum(sizes)
+    follow = bool((manifest.first_bytes[rows] == ends - sizes).all())
+    require(follow and file.num_bytes == file.header_bytes + sizes.sum(), "a file has gaps")
     columns = manifest.key_ids, manifest.num_bytes, manifest.offsets, manifest.shapes
     of_chunks = zip(*(column[rows].tolist() for column in columns), strict=True)
     for key_id, size, offset, shape in of_chunks:
@@ -306,7 +316,7 @@ class _Holders:
 
 def _factors_in(loaded: LoadedPlan, table: ShardTable) -> tuple[IntArray, int]:
     """Return the factors of the shards of this rank, and the stride."""
-    note = loaded.own.plan or {}
+    note = _note_in(loaded)
     num_rows = len(table.key_ids)
     if "stride" not in note:
         return np.zeros(num_rows, np.int64), 0
