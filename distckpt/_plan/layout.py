@@ -291,7 +291,14 @@ def compared_replicas(
         return None, np.empty(0, np.uint64)
     weights = replica_weights(table, factors, stride)
     rows = np.flatnonzero(weights)
-    replicas = [(int(table.shard_ids[row]), table.row_region(row)) for row in rows.tolist()]
+    columns = table.shard_ids, table.key_ids, table.offsets, table.shapes
+    ndims = [len(shape) for shape in table.global_shapes]
+    replicas = [
+        (shard_id, Region(tuple(offset[: ndims[key_id]]), tuple(shape[: ndims[key_id]])))
+        for shard_id, key_id, offset, shape in zip(
+            *(column[rows].tolist() for column in columns), strict=True
+        )
+    ]
     return replicas, weights[rows]
 
 

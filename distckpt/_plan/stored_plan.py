@@ -12,6 +12,7 @@ and those of all ranks must fill every tensor. Otherwise there is no plan, and t
 from __future__ import annotations
 
 import base64
+import functools
 import itertools
 import re
 import zlib
@@ -151,8 +152,9 @@ def restored(loaded: LoadedPlan, table: ShardTable, description: bytes) -> Resto
     try:
         plan = _restored(loaded, table, description)
         factors, stride = _factors_in(loaded, table)
-        plans = [_with_replicas(plan, table, factors, each) for each in (stride, min(stride, 1))]
-        return RestoredPlan(*plans)
+        plan = _with_replicas(plan, table, factors, stride)
+        is_all = stride <= 1
+        return RestoredPlan(plan, plan if is_all else _with_replicas(plan, table, factors, 1))
     except (
         CheckpointingException,
         ValueError,
@@ -174,7 +176,7 @@ def _restored(loaded: LoadedPlan, table: ShardTable, description: bytes) -> Save
     holders = _Holders(table)
     names, checksum_file = _names_of_files(loaded)
     for file_id, name in enumerate(names):
-        chunks = [holders.filled(chunk) for chunk in _chunks_of_file(loaded.own, file_id)]
+        chunks = list(_chunks_of_file(loaded.own, file_id, holders))
         are_objects = {chunk.dtype == OBJECT for chunk in chunks}
         require(are_objects == {name.startswith("objects/")}, "a file has chunks of another kind")
         if are_objects == {True}:
@@ -225,10 +227,15 @@ def _plain_name(name: str) -> tuple[str, int]:
 
 def _check_keys(manifest: Manifest, table: ShardTable) -> None:
     """Check that everything of this rank is stored, or tied to what is stored."""
-    for key, dtype, shape in zip(table.keys, table.dtypes, table.global_shapes, strict=True):
-        number = manifest.key_index[key]
-        kind = manifest.dtypes[number], manifest.global_shapes[number]
-        require(kind == (dtype, shape), f"{key!r:.99} is another tensor")
+    numbers = [manifest.key_index[key] for key in table.keys]
+    are_same = table.dtypes == [manifest.dtypes[number] for number in numbers]
+    shapes = [manifest.global_shapes[number] for number in numbers]
+    require(are_same and table.global_shapes == shapes, "a tensor is another one")
+    if manifest.aliases:
+        _check_ties(manifest, table)
+
+
+def _check_ties(manifest: Manifest, table: ShardTable) -> None:
     is_alias = np.array([key in manifest.aliases for key in table.keys], bool)
     may_be_main = table.is_main | (table.open_ranks > 0)
     is_held = (table.shapes > 0).all(axis=1)
@@ -238,8 +245,8 @@ def _check_keys(manifest: Manifest, table: ShardTable) -> None:
         require(manifest.aliases[table.keys[table.key_ids[row]]] == tied, "it is tied no longer")
 
 
-def _chunks_of_file(manifest: Manifest, file_id: int) -> Iterator[PlannedChunk]:
-    """Yield the chunks of a file, without pieces, in the order of their bytes."""
+def _chunks_of_file(manifest: Manifest, file_id: int, holders: _Holders) -> Iterator[PlannedChunk]:
+    """Yield the chunks of a file in the order of their bytes."""
     rows = np.flatnonzero(manifest.file_ids == file_id)
     rows = rows[np.lexsort((manifest.num_bytes[rows], manifest.first_bytes[rows]))]
     file, sizes = manifest.files[file_id], manifest.num_bytes[rows]
@@ -251,12 +258,11 @@ def _chunks_of_file(manifest: Manifest, file_id: int) -> Iterator[PlannedChunk]:
     for key_id, size, offset, shape in of_chunks:
         key, dtype = manifest.keys[key_id], manifest.dtypes[key_id]
         num_bytes = 0 if dtype == OBJECT else size
-        region = _region(offset, shape, len(manifest.global_shapes[key_id]))
-        yield PlannedChunk(key_id, key, dtype, region, num_bytes)
-
-
-def _region(offset: list[int], shape: list[int], ndim: int) -> Region:
-    return Region(tuple(offset[:ndim]), tuple(shape[:ndim]))
+        ndim = len(manifest.global_shapes[key_id])
+        region = Region(tuple(offset[:ndim]), tuple(shape[:ndim]))
+        yield PlannedChunk(
+            key_id, key, dtype, region, num_bytes, holders.pieces(key, dtype, region)
+        )
 
 
 def _laid_out(
@@ -274,41 +280,43 @@ class _Holders:
 
     def __init__(self, table: ShardTable) -> None:
         self._table = table
-        self._rows: dict[tuple[str, Region], int] = {}
-        self._rows_of_keys: dict[str, list[int]] = {}
+        self._shard_ids = table.shard_ids.tolist()
+        self._rows: dict[tuple[str, tuple[tuple[int, ...], tuple[int, ...]]], int] = {}
         ndims = [len(shape) for shape in table.global_shapes]
         columns = table.key_ids.tolist(), table.offsets.tolist(), table.shapes.tolist()
         for row, (key_id, offset, shape) in enumerate(zip(*columns, strict=True)):
-            key = table.keys[key_id]
-            first = self._rows.setdefault((key, _region(offset, shape, ndims[key_id])), row)
-            if first == row:
-                self._rows_of_keys.setdefault(key, []).append(row)
-            elif table.tie_ids[first] != table.tie_ids[row]:
-                raise ValueError(f"{key!r:.99} is held twice")
+            ndim = ndims[key_id]
+            place = table.keys[key_id], (tuple(offset[:ndim]), tuple(shape[:ndim]))
+            first = self._rows.setdefault(place, row)
+            if first != row and table.tie_ids[first] != table.tie_ids[row]:
+                raise ValueError(f"{place} is held twice")
 
-    def filled(self, chunk: PlannedChunk) -> PlannedChunk:
-        """Return a chunk with its pieces: parts of the shards that hold it."""
-        held = self._rows.get((chunk.key, chunk.region))
-        if held is None:
-            return chunk._replace(pieces=self._pieces(chunk))
-        if chunk.dtype == OBJECT:
-            is_main = self._table.is_main[held] or self._table.open_ranks[held]
-            require(bool(is_main), f"{chunk.key!r:.99} is a copy")
-        return chunk._replace(pieces=((int(self._table.shard_ids[held]), chunk.region),))
-
-    def _pieces(self, chunk: PlannedChunk) -> tuple[tuple[int, Region], ...]:
+    def pieces(self, key: str, dtype: str, region: Region) -> tuple[tuple[int, Region], ...]:
         """Return the parts of shards that make up a chunk, one after the other."""
+        row = self._rows.get((key, region))
+        if row is None:
+            return self._joined_pieces(key, region)
+        if dtype == OBJECT:
+            is_main = self._table.is_main[row] or self._table.open_ranks[row]
+            require(bool(is_main), "an object is a copy")
+        return ((self._shard_ids[row], region),)
+
+    def _joined_pieces(self, key: str, region: Region) -> tuple[tuple[int, Region], ...]:
         parts = []
-        for row in self._rows_of_keys[chunk.key]:
-            common = intersect(self._table.row_region(row), chunk.region)
+        for row in self._rows_of_keys.get(key, ()):
+            common = intersect(self._table.row_region(row), region)
             if common is not None:
-                pieces = ((int(self._table.shard_ids[row]), common),)
-                parts.append(chunk._replace(region=common, pieces=pieces))
-        merged = coalesced(parts)
-        require(
-            [each.region for each in merged] == [chunk.region], f"{chunk.key!r:.99} is not here"
-        )
+                parts.append(PlannedChunk(0, key, "", common, 0, ((self._shard_ids[row], common),)))
+        merged = coalesced(parts) if parts else []
+        require([each.region for each in merged] == [region], "a chunk is not here")
         return merged[0].pieces
+
+    @functools.cached_property
+    def _rows_of_keys(self) -> dict[str, list[int]]:
+        rows: dict[str, list[int]] = {}
+        for (key, _), row in self._rows.items():
+            rows.setdefault(key, []).append(row)
+        return rows
 
 
 # --- Replicas -------------------------------------------------------------------------------------

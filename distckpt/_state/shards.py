@@ -89,8 +89,9 @@ class ShardTable(NamedTuple):
     def description(self) -> bytes:
         """Return a digest of everything that a plan depends on, which is all but `digests`."""
         digest = hashlib.blake2b(digest_size=16)
-        kinds = [self.keys, self.dtypes, self.global_shapes, self.exchange_group]
-        digest.update(json.dumps(kinds).encode())
+        digest.update(json.dumps([self.keys, self.dtypes, self.exchange_group]).encode())
+        for numbers in (map(len, self.global_shapes), itertools.chain(*self.global_shapes)):
+            digest.update(np.fromiter(numbers, np.int64))
         for name in _ROW_COLUMNS:
             if name != "digests":
                 column = getattr(self, name)
