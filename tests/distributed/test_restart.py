@@ -12,6 +12,9 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 
 import distckpt
 from distckpt import CheckpointManager, PerRank, ShardedObject, ShardedTensor
@@ -233,6 +236,34 @@ def test_on_an_object_store_it_makes_the_requests_of_any_save(server, bucket):
         made.append(Counter(name.replace(f"saved-{value}", "saved") for name in names))
         check(location, value)
     assert made[0] == made[1]
+
+
+def a_sharded_model():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 17), nn.BatchNorm1d(17), nn.Linear(17, 5))
+    fully_shard(model, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    return {"model": model, "optimizer": optimizer, "rng": distckpt.RngState(), "step": 0}
+
+
+def train(rank, path, loads=None):
+    """Take a step, and save; return whether the plan was reused, and a whole weight."""
+    state = a_sharded_model()
+    if loads is not None:
+        distckpt.load(state, loads)
+    inputs = torch.randn(4, 8, generator=torch.Generator().manual_seed(rank))
+    state["model"](inputs).square().sum().backward()
+    state["optimizer"].step()
+    reused = distckpt.save(state, path).plan_reused
+    return reused, state["model"][0].weight.full_tensor().detach()
+
+
+def test_a_training_job_goes_on(tmp_path):
+    first, second = str(tmp_path / "first"), str(tmp_path / "second")
+    run(train, 2, first)
+    for reused, weight in run(train, 2, second, first):
+        assert reused
+        assert torch.equal(distckpt.open(second).read_tensors()["0.weight"], weight)
 
 
 # --- What does not fit ----------------------------------------------------------------------------
