@@ -70,7 +70,7 @@ def read_copies(
     """
     # Checksums are of blocks: to verify them, what lies between the runs is needed as well.
     exact = locations.is_local(stored.location) and not stored.verifies
-    unit_bytes = _unit_bytes(stored.location)
+    unit_bytes = unit_bytes_at(stored.location)
     copier = Copier(targets)
     parts = parts_of(stored, copies, targets, copier, exact=exact, unit_bytes=unit_bytes)
     if with_check:
@@ -116,7 +116,8 @@ def _open_files(stored: StoredCheckpoint) -> AbstractContextManager[OpenFiles]:
     return contextlib.nullcontext(stored.files) if stored.files else OpenFiles()
 
 
-def _unit_bytes(location: str) -> int:
+def unit_bytes_at(location: str) -> int:
+    """Return how much one call reads of a location."""
     return READ_UNIT_BYTES if locations.is_local(location) else REQUEST_BYTES
 
 
@@ -181,7 +182,7 @@ class _Reading:
             | is_sparse[1:]
             | is_sparse[:-1]
         )
-        unit_bytes = _unit_bytes(self.stored.location)
+        unit_bytes = unit_bytes_at(self.stored.location)
         block_bytes = self.stored.manifest.block_bytes
         for first, end in itertools.pairwise([*np.flatnonzero(begins_run).tolist(), len(parts)]):
             if parts[first].is_sparse:
