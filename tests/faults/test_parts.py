@@ -5,6 +5,8 @@ byte.
 from __future__ import annotations
 
 import dataclasses
+import errno
+import fcntl
 import json
 import os
 import shutil
@@ -25,10 +27,10 @@ from distckpt._operations.stats import compute_stats
 from distckpt._ranks.collectives import Ranks
 from distckpt.rules import Rename
 from tests.faults.test_crash_points import Point, dying_at, in_child, points_of
-from tests.support.calls import recorded
+from tests.support.calls import Call, recorded, watched
 from tests.support.harness import run
 from tests.support.hf_folders import write_indexed, write_plain
-from tests.support.parts import NUM_PARTS, contents_of, run_killed
+from tests.support.parts import NUM_PARTS, contents_of, run_in_process, run_killed
 from tests.support.states import numbered, save_checkpoint
 
 RESHARD = {"num_ranks": 20, "grids": {"layers.*": (3, 2)}}
@@ -275,3 +277,62 @@ def test_killed_at_some_calls(name, folder, tmp_path):
 @pytest.mark.parametrize("name", CASES)
 def test_killed_at_every_call(name, first, folder, tmp_path):
     assert run(sweep, 1, name, folder, tmp_path, first, 8, backend=None)[0] > 2
+
+
+# --- Others at the same time ----------------------------------------------------------------------
+
+
+def refuse_locks(fd: int, operation: int) -> None:
+    """Stand for locks of directories where there are none, as on network file systems."""
+    raise OSError(errno.EBADF, os.strerror(errno.EBADF))
+
+
+def run_without_locks(task: tasks.Task) -> None:
+    fcntl.flock = refuse_locks
+    task.run()
+
+
+def recorded_calls(task: tasks.Task, place: Path) -> list[Call]:
+    with recorded(place) as calls:
+        task.run()
+    return calls
+
+
+def overtaking(name: str, folder: Path, place: Path, step: int) -> None:
+    """Have another process do all of the work in the middle of one that does the same, at one call
+    at a time.
+    """
+    case = CASES[name]
+    expected = case.in_one(folder, place / "one")
+    work = place / "work"
+    work.mkdir()
+    (task,) = case.in_parts(folder, work / "out", num_tasks=1)
+    calls = recorded_calls(task, work)
+    for number in [call.number for call in calls if call.changes_something][-1::-step]:
+        shutil.rmtree(work)
+        work.mkdir()
+
+        def overtake(call: Call, moment: str, number: int = number) -> None:
+            if (call.number, moment) == (number, "before"):
+                process = run_in_process(task, run_without_locks)
+                process.join(60)
+                assert process.exitcode == 0, call
+
+        with watched(work, overtake):
+            report = task.run()
+        assert report.is_complete, number
+        assert without_seconds(report.report) == without_seconds(expected), number
+        assert contents_of(work / "out") == contents_of(place / "one"), number
+
+
+@pytest.mark.parametrize("name", ["consolidate", "reshard", "export_torch_dist"])
+def test_overtaken_at_some_calls(name, folder, tmp_path, monkeypatch):
+    monkeypatch.setattr(fcntl, "flock", refuse_locks)
+    overtaking(name, folder, tmp_path, 30)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", CASES)
+def test_overtaken_at_every_call(name, folder, tmp_path, monkeypatch):
+    monkeypatch.setattr(fcntl, "flock", refuse_locks)
+    overtaking(name, folder, tmp_path, 1)
