@@ -275,7 +275,7 @@ def test_a_record_that_was_removed_from_a_journal_that_is_complete(small, tmp_pa
     (record,) = tmp_path.glob(".out.parts-*/piece-000003.json")
     record.unlink()
     for call in (work[0].run, work[0].finish):
-        with pytest.raises(CheckpointingException, match="lacks the record of piece 3.*--abandon"):
+        with pytest.raises(CheckpointingException, match=r"lacks the record of piece 3.*--abandon"):
             call()
     assert tasks.abandon(tmp_path / "out")
     assert (tmp_path / "out").exists()
