@@ -54,11 +54,14 @@ def _print_stats(
     rows = [_cells(group, bars) for group in groups]
     output.table(_HEADS, rows, drop="values zeros keys mean Inf min max")
     num_bytes = sum(math.prod(tensor.shape) * ITEM_BYTES[tensor.dtype] for tensor in found)
-    seconds = None if started is None else time.perf_counter() - started
+    speed = ""
+    if started is not None:
+        seconds = time.perf_counter() - started
+        speed = f" in {seconds:.2f} s, {size_text(num_bytes / seconds)}/s"
     with_nan = [tensor.key for tensor in found if tensor.num_nan]
     output.line(
-        f"{count_text(len(found), 'tensor')}, {len(with_nan):,} with NaN; {size_text(num_bytes)} read"
-        + ("" if seconds is None else f" in {seconds:.2f} s, {size_text(num_bytes / seconds)}/s")
+        f"{count_text(len(found), 'tensor')}, {len(with_nan):,} with NaN; {size_text(num_bytes)} "
+        f"read{speed}"
     )
     if with_nan:
         output.line(f"NaN in {summarize_keys(with_nan)}")

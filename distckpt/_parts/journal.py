@@ -164,7 +164,15 @@ class Journal:
 
     def has_output(self) -> bool:
         """Tell whether the output is still in the journal: it has not appeared."""
-        return any(hidden_directories.parse(name) is not None for name in self._names())
+        return bool(self._outputs())
+
+    def remove_output(self) -> None:
+        """Remove what a process that was late has begun again, when the output has appeared."""
+        for name in self._outputs():
+            locations.remove_tree(self._path(name))
+
+    def _outputs(self) -> list[str]:
+        return [name for name in self._names() if hidden_directories.parse(name) is not None]
 
     # --- Who is at work
 

@@ -241,6 +241,7 @@ def _finish(work: Work, journal: Journal) -> Any:
             if not is_complete(work, journal):
                 raise
         _abort_uploads(work.place, work.files(journal.attempt))
+    journal.remove_output()
     return work.report(results, seconds)
 
 
