@@ -142,8 +142,13 @@ def module_page(name: str) -> str:
 
 
 def on_config(config: MkDocsConfig) -> MkDocsConfig:
-    """Add the pages of the reference to the navigation."""
+    """Add the pages of the reference to the navigation; put the version, and the repository once it
+    has an address, into the header.
+    """
     assert config.nav is not None
+    config.site_name = f"distckpt {distckpt.__version__}"
+    if address := re.search(r'^Repository = "(.+)"', (ROOT / "pyproject.toml").read_text(), re.M):
+        config.repo_url, config.repo_name = address[1], "Repository"
     reference: list[Any] = ["api/index.md"]
     for group in GROUPS:
         own = [{"distckpt": page_of(group)}] if GROUPS[group] else []
