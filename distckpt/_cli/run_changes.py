@@ -11,9 +11,11 @@ from typing import NamedTuple, TypeAlias
 from distckpt._checkpoint.opening import opened
 from distckpt._cli.charts import heat_map, html_table, ramp
 from distckpt._cli.output import count_text
+from distckpt._format.stored_checkpoint import StoredCheckpoint
 from distckpt._manager.listing import CheckpointInfo
 from distckpt._operations.diff import diff
 from distckpt._operations.stats import TensorStats, compute_stats
+from distckpt._plan.model_keys import optimizer_keys
 from distckpt._ranks.collectives import Ranks
 
 
@@ -70,10 +72,10 @@ def _map_of_norms(names: Sequence[str], steps: Sequence[str], of_steps: Sequence
 
 def _layers_of(location: str, before: str | None, keys: Sequence[str] | None) -> dict[str, _Layer]:
     """Return the layers of a checkpoint, in its order."""
-    chosen = list(keys or ["!optimizer."])
     with opened(Ranks.alone(), location) as stored:
         if keys is None and all(map(stored.is_object, stored.manifest.key_index)):
             return {}
+        chosen = keys or _all_but_optimizers(stored)
         stats = list(compute_stats(stored, chosen))
     distances: dict[str, float] | None = None
     if before is not None:
@@ -83,6 +85,13 @@ def _layers_of(location: str, before: str | None, keys: Sequence[str] | None) ->
     for tensor in stats:
         members[_layer_of(tensor.key)].append(tensor)
     return {name: _layer(tensors, distances) for name, tensors in members.items()}
+
+
+def _all_but_optimizers(stored: StoredCheckpoint) -> list[str] | None:
+    """Return patterns that leave out the tensors of optimizers; None where there are none."""
+    keys = (key for key in optimizer_keys(stored) if not stored.is_object(key))
+    parts = (key.partition(".state.") for key in keys)
+    return sorted({f"!{entry}{state}" for entry, state, _ in parts}) or None
 
 
 def _layer(tensors: Sequence[TensorStats], distances: Mapping[str, float] | None) -> _Layer:

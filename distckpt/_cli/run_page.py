@@ -5,12 +5,15 @@ from __future__ import annotations
 import importlib
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from distckpt._cli.charts import Point, html_table, line_chart, tiles, write_static_page
 from distckpt._cli.ls import state_text, time_text
 from distckpt._cli.output import size_text
 from distckpt._manager.listing import CheckpointInfo
+
+_BYTES = {"TB": 1e12, "GB": 1e9, "MB": 1e6, "kB": 1e3}
+_SECONDS = {"hours": 3600, "minutes": 60, "seconds": 1}
 
 
 def write_run_page(
@@ -64,28 +67,37 @@ def _sizes_and_times(
     found: Sequence[CheckpointInfo], ends: tuple[int, int]
 ) -> Iterator[tuple[str, str]]:
     sizes = [
-        Point(info.step or 0, info.num_bytes / 1e9, f"{info.name}: {size_text(info.num_bytes)}")
+        Point(info.step or 0, info.num_bytes, f"{info.name}: {size_text(info.num_bytes)}")
         for info in found
     ]
-    yield "Size, GB", line_chart(sizes, ends, 110)
+    yield _chart_in("Size", sizes, ends, _BYTES)
     durations = [
         Point(info.step or 0, info.seconds, f"{info.name}: {info.seconds:.3f} s")
         for info in found
         if info.seconds is not None
     ]
     if durations:
-        yield "Duration of the save, seconds", line_chart(durations, ends, 110)
+        yield _chart_in("Duration of the save", durations, ends, _SECONDS)
     waits = list(_waits(found))
     if waits:
-        yield "Minutes since the step before was committed", line_chart(waits, ends, 110)
+        yield _chart_in("Time since the step before was committed", waits, ends, _SECONDS)
+
+
+def _chart_in(
+    title: str, points: Sequence[Point], ends: tuple[int, int], units: Mapping[str, float]
+) -> tuple[str, str]:
+    """Return a chart in the largest of the units that its largest value reaches."""
+    most = max(point.y for point in points)
+    unit = next((name for name, size in units.items() if most >= size), [*units][-1])
+    scaled = [point._replace(y=point.y / units[unit]) for point in points]
+    return f"{title}, {unit}", line_chart(scaled, ends, 110)
 
 
 def _waits(found: Sequence[CheckpointInfo]) -> Iterator[Point]:
     """Yield how long after the step before each step was committed."""
     timed = [(info, info.saved_at) for info in found if info.saved_at is not None]
     for (_, before), (info, at) in itertools.pairwise(timed):
-        minutes = (at - before) / 60
-        yield Point(info.step or 0, minutes, f"{info.name}: {minutes:.1f} minutes")
+        yield Point(info.step or 0, at - before, f"{info.name}: {(at - before) / 60:.1f} minutes")
 
 
 def _table(found: Sequence[CheckpointInfo]) -> str:

@@ -197,11 +197,17 @@ def on_page_markdown(markdown: str, page: Any, config: MkDocsConfig, files: File
 
 def on_post_page(output: str, page: Any, config: MkDocsConfig) -> str:
     """Put pictures into the page itself, since those in files follow the system's theme; let names
-    in tables break.
+    in tables break, and options not.
     """
     output = re.sub(
         r'<img alt="[^"]*" src="(\w+\.svg)"[^>]*>',
         lambda m: (ROOT / "docs" / m[1]).read_text(),
+        output,
+    )
+    # A line may not end within the dashes of an option.
+    output = re.sub(
+        r"(?<=<code>)[^<]*--[^<]*",
+        lambda code: re.sub(r"--\w[\w-]*", r'<span class="option">\g<0></span>', code[0]),
         output,
     )
     return re.sub(

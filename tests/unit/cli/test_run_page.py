@@ -64,7 +64,7 @@ def test_changes_of_layers_are_those_of_their_tensors(run_dir, tmp_path, capsys)
     assert changes["layers.1, step 30"].endswith("relative change 0.2")
     assert changes["layers.1, step 40"].endswith("NaN or infinite, 2 values NaN")
     assert re.search(
-        r"layers\.1</td><td class=text>40 \(2 values\)", (tmp_path / "run.html").read_text()
+        r"layers\.1</td><td [^>]*>40 \(2 values\)", (tmp_path / "run.html").read_text()
     )
     assert not [text for text in titles if text.startswith("optimizer")]
 
@@ -113,3 +113,21 @@ def test_calls_have_a_row_for_each_rank(tmp_path, capsys):
     assert titles.count("rank 1: write 0.625 s") == 3
     assert titles.count("rank 0: waits") == 4
     assert "rank 0: read 0.500 s, 1.00 GB, OSError" in titles
+
+
+@pytest.mark.parametrize("entry", ["optim", None])
+def test_the_state_of_an_optimizer_is_left_out_of_changes_whatever_its_entry_is_called(
+    entry, tmp_path, capsys, caplog
+):
+    model = torch.nn.Linear(4, 4)
+    optimizer = torch.optim.Adam(model.parameters())
+    model(torch.ones(1, 4)).sum().backward()
+    optimizer.step()
+    with CheckpointManager(tmp_path / "run", async_save=False) as manager:
+        for step in (1, 2):
+            manager.save(step, {"model": model} | ({entry: optimizer} if entry else {}))
+    call(capsys, "ls", tmp_path / "run", "--html", tmp_path / "run.html", "--changes", "2")
+    titles = titles_of(tmp_path / "run.html")
+    assert [text for text in titles if text.startswith("weight, step 2")]
+    assert not [text for text in titles if text.startswith("optim")]
+    assert caplog.records == []
