@@ -159,9 +159,8 @@ def _show_key(
 ) -> None:
     known = stored.manifest.key_index
     if key not in known:
-        raise LoadMismatchError(
-            f"{stored.location!r} has no key {key!r}{did_you_mean(key, known) or other_prefix([key], known)}"
-        )
+        near = did_you_mean(key, known) or other_prefix([key], known)
+        raise LoadMismatchError(f"{stored.location!r} has no key {key!r}{near}")
     shape, dtype = stored.global_shape(key), stored.dtype_name(key)
     stored_key = stored.manifest.keys[known[key]]
     chunks = grid.chunks_of(stored, key)
