@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import importlib.resources
+import json
 import math
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from html import escape
-from typing import NamedTuple
+from html import escape, unescape
+from typing import Any, NamedTuple
 
 from distckpt._base.errors import CheckpointingException
 from distckpt._cli.output import COLORS
@@ -43,6 +44,9 @@ _MAX_COLUMN_LABELS = 6
 """Below a heat map, so that they do not touch on a phone."""
 
 
+_FIGURES = ('<meta name="distckpt-figures" content="', '">')
+
+
 class Point(NamedTuple):
     """A place on a chart, and what is said about it."""
 
@@ -63,7 +67,11 @@ class Bar(NamedTuple):
 
 
 def write_static_page(
-    path: str, title: str, lines: Sequence[str], sections: Sequence[tuple[str, str]]
+    path: str,
+    title: str,
+    lines: Sequence[str],
+    sections: Sequence[tuple[str, str]],
+    figures: Mapping[str, Any] | None = None,
 ) -> None:
     """Write a page that stands alone. A program that reads it meanwhile sees the earlier one.
 
@@ -72,6 +80,7 @@ def write_static_page(
         title: of the page.
         lines: texts below it.
         sections: headings, and HTML below each.
+        figures: what the next page at this path may use again, see `figures_in`; JSON values.
     """
     template = importlib.resources.files("distckpt._cli").joinpath("page.html").read_text("utf-8")
     style = template.partition("<style>")[2].partition("</style>")[0]
@@ -83,6 +92,7 @@ def write_static_page(
         '<!doctype html><html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
         '<meta name="color-scheme" content="light dark"><link rel="icon" href="data:,">'
+        f"{_FIGURES[0]}{escape(json.dumps(figures or {}))}{_FIGURES[1]}"
         f"<title>{escape(title)}</title><style>{style}{_STYLE}</style></head><body><main>"
         f'<h1>{escape(title)}</h1><div id="head">{head}</div>{body}</main></body></html>\n'
     )
@@ -95,6 +105,17 @@ def write_static_page(
         raise CheckpointingException(
             f"The page cannot be written to {path!r}: {error.strerror}."
         ) from error
+
+
+def figures_in(path: str) -> dict[str, Any]:
+    """Return the figures in the page that is at a path; none if it has none."""
+    try:
+        with open(path, encoding="utf-8") as file:
+            text = file.read().partition(_FIGURES[0])[2].partition(_FIGURES[1])[0]
+        found = json.loads(unescape(text))
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
 
 
 def tiles(pairs: Iterable[tuple[str, str]]) -> str:

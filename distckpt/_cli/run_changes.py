@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import itertools
+import json
 import math
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 from distckpt._checkpoint.opening import opened
 from distckpt._cli.charts import heat_map, html_table, ramp
@@ -32,15 +33,37 @@ class _Layer(NamedTuple):
 _Layers: TypeAlias = Mapping[str, _Layer]
 
 
+def figures_of_layers(
+    found: Sequence[CheckpointInfo], keys: Sequence[str] | None, known: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Return the figures of the layers of each step, in its order; those that are known already are
+    not computed again.
+    """
+    figures = {}
+    for before, info in zip([None, *found], found, strict=False):
+        name = _name_of(info, before, keys)
+        layers = known.get(name)
+        if layers is None:
+            layers = _layers_of(info.location, before.location if before else None, keys)
+        figures[name] = layers
+    return figures
+
+
+def _name_of(
+    info: CheckpointInfo, before: CheckpointInfo | None, keys: Sequence[str] | None
+) -> str:
+    """Return a text that is another one when the step, the one before or the keys are others."""
+    steps = [[each.location, each.saved_at, each.num_bytes] for each in (before, info) if each]
+    return json.dumps([*steps, keys])
+
+
 def changes_of_layers(
-    found: Sequence[CheckpointInfo], keys: Sequence[str] | None
+    found: Sequence[CheckpointInfo], figures: Mapping[str, Any]
 ) -> Iterator[tuple[str, str]]:
-    """Read the tensors of steps; yield what they say about layers."""
+    """Yield what the figures of steps say about their layers."""
     steps = [f"{info.step:,}" for info in found]
-    places = [info.location for info in found]
     of_steps = [
-        _layers_of(place, before, keys)
-        for place, before in zip(places, [None, *places], strict=False)
+        {name: _Layer(*layer) for name, layer in layers.items()} for layers in figures.values()
     ]
     names = list(dict.fromkeys(itertools.chain.from_iterable(of_steps)))
     if not names:

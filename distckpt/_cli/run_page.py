@@ -7,7 +7,7 @@ import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
 
-from distckpt._cli.charts import Point, html_table, line_chart, tiles, write_static_page
+from distckpt._cli.charts import Point, figures_in, html_table, line_chart, tiles, write_static_page
 from distckpt._cli.ls import state_text, time_text
 from distckpt._cli.output import size_text
 from distckpt._manager.listing import CheckpointInfo
@@ -24,7 +24,7 @@ def write_run_page(
     keys: Sequence[str] | None,
 ) -> None:
     """Write a page about the checkpoints of a run; with `num_changes`, read the tensors of so many
-    of the newest ones that are whole.
+    of the newest ones that are whole, except for those that an earlier page at this path is about.
     """
     of_steps = [info for info in found if info.step is not None]
     sections = [("", tiles(_tiles(found)))]
@@ -32,13 +32,16 @@ def write_run_page(
         ends = (of_steps[0].step or 0, of_steps[-1].step or 0)
         sections += [(name, line_chart(points, ends)) for name, points in _metrics(of_steps)]
         sections += _sizes_and_times(of_steps, ends)
+    figures = None
     if num_changes:
         whole = [info for info in of_steps if info.problem is None]
         # It reads tensors, with torch, which the rest of the page does without.
         changes = importlib.import_module("distckpt._cli.run_changes")
-        sections += changes.changes_of_layers(whole[-num_changes:], keys)
+        figures = changes.figures_of_layers(whole[-num_changes:], keys, figures_in(path))
+        sections += changes.changes_of_layers(whole[-num_changes:], figures)
     sections.append(("Checkpoints", _table(found)))
-    write_static_page(path, root.rstrip("/").rpartition("/")[2] or root, [root], sections)
+    title = root.rstrip("/").rpartition("/")[2] or root
+    write_static_page(path, title, [root], sections, figures)
 
 
 def _tiles(found: Sequence[CheckpointInfo]) -> Iterator[tuple[str, str]]:

@@ -11,7 +11,7 @@ import torch
 
 import distckpt
 from distckpt import CheckpointManager
-from tests.support.cli_command import call
+from tests.support.cli_command import call, call_error
 
 HOSTILE = "<script>alert(1)</script>"
 
@@ -131,3 +131,27 @@ def test_the_state_of_an_optimizer_is_left_out_of_changes_whatever_its_entry_is_
     assert [text for text in titles if text.startswith("weight, step 2")]
     assert not [text for text in titles if text.startswith("optim")]
     assert caplog.records == []
+
+
+def test_a_page_that_is_written_again_reads_what_is_new(run_dir, tmp_path, capsys):
+    page = tmp_path / "run.html"
+    call(capsys, "ls", run_dir, "--html", page, "--changes", "4")
+    first = page.read_text()
+    before = titles_of(page)
+    # Nothing of these steps but their markers and sizes is looked at again.
+    for step in (10, 20, 30):
+        for file in (run_dir / f"step_000000{step}" / "tensors").iterdir():
+            data = file.read_bytes()
+            begin = 8 + int.from_bytes(data[:8], "little")
+            file.write_bytes(data[:begin] + b"\xff" * (len(data) - begin))
+    call(capsys, "ls", run_dir, "--html", page, "--changes", "4")
+    assert titles_of(page) == before
+    # A step that was saved again, others of the steps and other keys are.
+    with CheckpointManager(run_dir, async_save=False) as manager:
+        manager.save(40, {"model": torch.nn.Linear(2, 2), "step": 40}, overwrite=True)
+        manager.save(50, {"model": torch.nn.Linear(2, 2), "step": 50})
+    call(capsys, "ls", run_dir, "--html", page, "--changes", "2")
+    assert [text for text in titles_of(page) if text.startswith("weight, step 50: ")]
+    assert not [text for text in titles_of(page) if text.startswith("layers.1, step 40: ")]
+    page.write_text(first.replace("figures", "nothing"))
+    assert "Checksum" in call_error(capsys, "ls", run_dir, "--html", page, "--changes", "5")
