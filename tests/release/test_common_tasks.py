@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 from tests.support.common_tasks import COMMON, TASKS, num_lines
 
 PAGE = Path(__file__).parents[2] / "docs" / "compared.md"
-NEEDS = {"accelerate": "accelerate", "Lightning Fabric": "lightning_fabric"}
+NEEDS = {"accelerate": "accelerate", "Fabric": "lightning_fabric"}
 
 
 @pytest.mark.parametrize("library", COMMON)

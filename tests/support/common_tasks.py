@@ -13,7 +13,7 @@ import distckpt
 from distckpt import CheckpointManager, PreemptionGuard, RngState
 state = {"model": model, "optimizer": optimizer, "scheduler": scheduler, "step": step}
 """,
-    "PyTorch DCP": """
+    "DCP": """
 import glob, shutil
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_state_dict
@@ -31,7 +31,7 @@ accelerator = Accelerator(cpu=True)
 settings = ProjectConfiguration("run", automatic_checkpoint_naming=True, total_limit=3)
 model, optimizer, scheduler = accelerator.prepare(model, optimizer, scheduler)
 """,
-    "Lightning Fabric": """
+    "Fabric": """
 import glob, os
 from lightning_fabric import Fabric
 fabric = Fabric(accelerator="cpu", devices=1)
@@ -45,7 +45,7 @@ SAVE, RESUME = "save model, optimizer, scheduler and step", "resume from it"
 TASKS: dict[str, dict[str, str]] = {
     SAVE: {
         "distckpt": 'distckpt.save(state, "one")',
-        "PyTorch DCP": """
+        "DCP": """
 weights, moments = get_state_dict(model, optimizer)
 state = {"model": weights, "optimizer": moments, "scheduler": scheduler, "step": step}
 dcp.save(state, checkpoint_id="one")
@@ -54,11 +54,11 @@ dcp.save(state, checkpoint_id="one")
 with open("step.txt", "w") as file: file.write(str(step))
 accelerator.save_state("one")
 """,
-        "Lightning Fabric": 'fabric.save("one.ckpt", state)',
+        "Fabric": 'fabric.save("one.ckpt", state)',
     },
     RESUME: {
         "distckpt": 'distckpt.load(state, "one")',
-        "PyTorch DCP": """
+        "DCP": """
 weights, moments = get_state_dict(model, optimizer)
 state = {"model": weights, "optimizer": moments, "scheduler": scheduler, "step": 0}
 dcp.load(state, checkpoint_id="one")
@@ -68,11 +68,11 @@ set_state_dict(model, optimizer, model_state_dict=weights, optim_state_dict=mome
 accelerator.load_state("one")
 step = int(open("step.txt").read())
 """,
-        "Lightning Fabric": 'fabric.load("one.ckpt", state)',
+        "Fabric": 'fabric.load("one.ckpt", state)',
     },
     "save in the background": {
         "distckpt": 'handle = distckpt.async_save(state, "background")',
-        "PyTorch DCP": """
+        "DCP": """
 weights, moments = get_state_dict(model, optimizer)
 state = {"model": weights, "optimizer": moments, "scheduler": scheduler, "step": step}
 handle = dcp.async_save(state, checkpoint_id="background")
@@ -88,7 +88,7 @@ handle.result()
 manager = CheckpointManager("run", keep_last=3)
 manager.save(step, state)
 """,
-        "PyTorch DCP": """
+        "DCP": """
 weights, moments = get_state_dict(model, optimizer)
 state = {"model": weights, "optimizer": moments, "scheduler": scheduler, "step": step}
 dcp.save(state, checkpoint_id=f"run/step_{step:08d}")
@@ -99,7 +99,7 @@ for old in sorted(glob.glob("run/step_*"))[:-3]:
 accelerator.project_configuration = settings
 accelerator.save_state()
 """,
-        "Lightning Fabric": """
+        "Fabric": """
 fabric.save(f"run/step_{step:08d}.ckpt", state)
 for old in sorted(glob.glob("run/step_*"))[:-3]:
     os.remove(old)
@@ -107,7 +107,7 @@ for old in sorted(glob.glob("run/step_*"))[:-3]:
     },
     "resume from the newest whole step": {
         "distckpt": "manager.load(state)",
-        "PyTorch DCP": """
+        "DCP": """
 newest = sorted(glob.glob("run/step_*/.metadata"))[-1].removesuffix("/.metadata")
 weights, moments = get_state_dict(model, optimizer)
 state = {"model": weights, "optimizer": moments, "scheduler": scheduler, "step": 0}
@@ -115,7 +115,7 @@ dcp.load(state, checkpoint_id=newest)
 set_state_dict(model, optimizer, model_state_dict=weights, optim_state_dict=moments)
 """,
         "accelerate": "accelerator.load_state()",
-        "Lightning Fabric": 'fabric.load(sorted(glob.glob("run/step_*"))[-1], state)',
+        "Fabric": 'fabric.load(sorted(glob.glob("run/step_*"))[-1], state)',
     },
     "keep the best steps by a metric": {
         "distckpt": """
@@ -125,13 +125,13 @@ best.save(step, state, metrics={"loss": 0.5})
     },
     "load the weights alone": {
         "distckpt": 'distckpt.load({"model": model}, "one")',
-        "PyTorch DCP": """
+        "DCP": """
 weights = get_model_state_dict(model)
 dcp.load({"model": weights}, checkpoint_id="one")
 model.load_state_dict(weights)
 """,
         "accelerate": 'model.load_state_dict(load_file("one/model.safetensors"))',
-        "Lightning Fabric": 'fabric.load("one.ckpt", {"model": model})',
+        "Fabric": 'fabric.load("one.ckpt", {"model": model})',
     },
     "stop on SIGTERM, all ranks at one step": {
         "distckpt": """
@@ -143,39 +143,39 @@ if guard.should_stop():
     "list the steps with sizes and metrics": {"distckpt": 'distckpt.list_checkpoints("run")'},
     "list keys, shapes and dtypes": {
         "distckpt": 'distckpt.open("one").tensors',
-        "PyTorch DCP": 'FileSystemReader("one").read_metadata().state_dict_metadata',
+        "DCP": 'FileSystemReader("one").read_metadata().state_dict_metadata',
         "accelerate": 'list(safe_open("one/model.safetensors", "pt").keys())',
-        "Lightning Fabric": 'torch.load("one.ckpt").keys()',
+        "Fabric": 'torch.load("one.ckpt").keys()',
     },
     "read one tensor without the model": {
         "distckpt": 'distckpt.open("one").read("0.weight")',
-        "PyTorch DCP": """
+        "DCP": """
 weights = {"model": {"0.weight": torch.empty(64, 16)}}
 dcp.load(weights, checkpoint_id="one")
 """,
         "accelerate": 'safe_open("one/model.safetensors", "pt").get_tensor("0.weight")',
-        "Lightning Fabric": 'torch.load("one.ckpt")["model"]["0.weight"]',
+        "Fabric": 'torch.load("one.ckpt")["model"]["0.weight"]',
     },
     "read the step without the model": {
         "distckpt": 'distckpt.open("one").common_state["step"]',
-        "PyTorch DCP": """
+        "DCP": """
 state = {"step": 0}
 dcp.load(state, checkpoint_id="one")
 """,
         "accelerate": 'int(open("step.txt").read())',
-        "Lightning Fabric": 'torch.load("one.ckpt")["step"]',
+        "Fabric": 'torch.load("one.ckpt")["step"]',
     },
     "find damage": {"distckpt": 'distckpt.verify("one").problems'},
     "compare two checkpoints": {"distckpt": 'distckpt.diff("one", "with_rng")'},
     "make one file for other programs": {
         "distckpt": 'distckpt.consolidate("one", "exported")',
-        "PyTorch DCP": 'dcp_to_torch_save("one", "whole.pt")',
+        "DCP": 'dcp_to_torch_save("one", "whole.pt")',
         "accelerate": 'accelerator.save_model(model, "exported")',
-        "Lightning Fabric": 'torch.save(torch.load("one.ckpt")["model"], "whole.pt")',
+        "Fabric": 'torch.save(torch.load("one.ckpt")["model"], "whole.pt")',
     },
     "start from a Hugging Face directory": {
         "distckpt": 'distckpt.load({"model": model}, "hf")',
-        "PyTorch DCP": """
+        "DCP": """
 weights = get_model_state_dict(model)
 dcp.load(weights, storage_reader=HuggingFaceStorageReader("hf"))
 model.load_state_dict(weights)
