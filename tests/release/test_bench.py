@@ -284,7 +284,8 @@ def test_all_scripts_run(tmp_path, run_script):
 
 
 BENCHMARKS = ROOT / "tests" / "benchmarks"
-FOR_DEVELOPERS = {"structure", "structure_calls", "ab", "ab_run", "fingerprints", "moving"}
+OTHERS = {"fingerprints", "moving", "second_load"}
+FOR_DEVELOPERS = {"structure", "structure_calls", "ab", "ab_run", *OTHERS}
 SCRIPTS = {path.stem for path in BENCHMARKS.glob("*.py") if "\nif __name__" in path.read_text()} - {
     "run_all",
     *FOR_DEVELOPERS,
