@@ -2,7 +2,15 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING, Any
+
 _HERE = {
+    "Checkpoint.items": "tensors, and read(key)",
+    "Checkpoint.keys": "tensors, which has them",
+    "Checkpoint.load": "read(key), read_tensors(), or distckpt.load",
+    "Checkpoint.step": "common_state['step']",
+    "SaveHandle.wait": "result()",
+    "AsyncCheckpointer": "distckpt.async_save, or distckpt.CheckpointManager",
     "Checkpointer": "distckpt.save and distckpt.load, or distckpt.CheckpointManager",
     "PyTreeCheckpointer": "distckpt.save and distckpt.load, or distckpt.CheckpointManager",
     "StandardCheckpointer": "distckpt.save and distckpt.load, or distckpt.CheckpointManager",
@@ -11,11 +19,16 @@ _HERE = {
     "best_fn": "best_metric",
     "best_step": "best_metric and keep_best, or list_checkpoints",
     "checkpoint_id": "the path as it is",
+    "convert": "reshard, or the command distckpt convert",
     "dir": "the path as it is",
+    "exist_ok": "overwrite",
+    "export": "consolidate",
+    "inspect": "open, or the command distckpt inspect",
     "keep_last_n": "keep_last",
     "keep_period": "keep_every",
     "latest_step": "latest()",
     "load_checkpoint": "load",
+    "ls": "list_checkpoints",
     "load_state_dict": "load",
     "map_location": (
         "nothing: tensors are loaded to where those of the state dict are, modules on the meta "
@@ -24,6 +37,7 @@ _HERE = {
     "max_to_keep": "keep_last",
     "no_dist": "nothing: without a process group, one process saves and loads",
     "restore": "load",
+    "save_async": "async_save",
     "save_checkpoint": "save",
     "save_state_dict": "save",
     "save_total_limit": "keep_last",
@@ -37,3 +51,16 @@ def used_here(name: str) -> str:
     if the name is unknown.
     """
     return f" (here: {_HERE[name]})" if name in _HERE else ""
+
+
+class SaysOtherNames:
+    """An object that says what has the place of an attribute that it lacks."""
+
+    if not TYPE_CHECKING:  # else a type checker believes that it has every attribute
+
+        def __getattr__(self, name: str) -> Any:
+            kind = type(self).__name__
+            near = used_here(f"{kind}.{name}") or used_here(name)
+            raise AttributeError(
+                f"{kind!r} object has no attribute {name!r}{near}", name=name, obj=self
+            )

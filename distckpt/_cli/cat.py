@@ -17,9 +17,14 @@ import torch
 
 from distckpt._base.dtypes import FROM_NAME, to_numpy
 from distckpt._base.errors import LoadMismatchError
-from distckpt._base.messages import did_you_mean
+from distckpt._base.messages import did_you_mean, other_prefix
 from distckpt._checkpoint.opening import opened
-from distckpt._checkpoint.stored_values import StoredTensor, holds_objects, read_encoded
+from distckpt._checkpoint.stored_values import (
+    StoredTensor,
+    holds_objects,
+    load_common_state,
+    read_encoded,
+)
 from distckpt._cli.output import Output
 from distckpt._cli.plain import plain
 from distckpt._cli.tensor_index import Selection, parse_index
@@ -80,9 +85,13 @@ def split_key(stored: StoredCheckpoint, text: str) -> tuple[str, str | None]:
     if key not in known:
         if key == COMMON_KEY:
             raise LoadMismatchError(f"There is no common state in {stored.location!r}: name a key")
-        raise LoadMismatchError(
-            f"Not in {stored.location!r}: key {key!r}{did_you_mean(key, known)}"
-        )
+        if key.partition(".")[0] in load_common_state(stored):
+            raise LoadMismatchError(
+                f"{key!r} is a value of the common state of {stored.location!r}, which is printed "
+                "without a key."
+            )
+        near = did_you_mean(key, known) or other_prefix([key], known)
+        raise LoadMismatchError(f"Not in {stored.location!r}: key {key!r}{near}")
     return key, match[2] if match else None
 
 

@@ -3,29 +3,48 @@
 from __future__ import annotations
 
 import importlib.resources
+import json
 import math
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from html import escape
-from typing import NamedTuple
+from html import escape, unescape
+from typing import Any, NamedTuple
 
 from distckpt._base.errors import CheckpointingException
 from distckpt._cli.output import COLORS
 
-_WIDTH = 1160
-_LABEL_WIDTH = 190
 _TOP, _BOTTOM = 10, 24
+"""Pixels above and below what is drawn. Across, a picture is as wide as the window lets it be, and
+places are parts of 100.
+"""
 _STYLE = """
-svg { display: block; width: 100%; height: auto; font-size: 12px; }
+.chart { display: grid; grid-template-columns: minmax(64px, 16%) minmax(0, 1fr); gap: 8px; }
+.chart { padding-right: 12px; }
+.chart svg { display: block; width: 100%; font-size: 12px; }
+.chart .plot { overflow: visible; }
 svg text { fill: var(--soft); }
 svg .axis { stroke: var(--line); }
 svg .wait { fill: var(--group); }
 svg .curve { fill: none; stroke: var(--accent); stroke-width: 2; }
+svg .curve { vector-effect: non-scaling-stroke; }
 svg .dot { fill: var(--accent); }
 svg .bad { fill: var(--bad); }
-.scroll svg { min-width: 640px; }
+svg .cell { stroke: var(--card); }
 section h2 { margin: 0 0 10px; }
+@media (max-width: 640px) {
+  .chart svg { font-size: 11px; }
+  .cards thead { display: none; }
+  .cards tr { padding-left: 0; }
+  .cards td:first-child { flex: 0 0 100%; }
+}
 """
+
+
+_MAX_COLUMN_LABELS = 6
+"""Below a heat map, so that they do not touch on a phone."""
+
+
+_FIGURES = ('<meta name="distckpt-figures" content="', '">')
 
 
 class Point(NamedTuple):
@@ -48,7 +67,11 @@ class Bar(NamedTuple):
 
 
 def write_static_page(
-    path: str, title: str, lines: Sequence[str], sections: Sequence[tuple[str, str]]
+    path: str,
+    title: str,
+    lines: Sequence[str],
+    sections: Sequence[tuple[str, str]],
+    figures: Mapping[str, Any] | None = None,
 ) -> None:
     """Write a page that stands alone. A program that reads it meanwhile sees the earlier one.
 
@@ -57,6 +80,7 @@ def write_static_page(
         title: of the page.
         lines: texts below it.
         sections: headings, and HTML below each.
+        figures: what the next page at this path may use again, see `figures_in`; JSON values.
     """
     template = importlib.resources.files("distckpt._cli").joinpath("page.html").read_text("utf-8")
     style = template.partition("<style>")[2].partition("</style>")[0]
@@ -68,6 +92,7 @@ def write_static_page(
         '<!doctype html><html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
         '<meta name="color-scheme" content="light dark"><link rel="icon" href="data:,">'
+        f"{_FIGURES[0]}{escape(json.dumps(figures or {}))}{_FIGURES[1]}"
         f"<title>{escape(title)}</title><style>{style}{_STYLE}</style></head><body><main>"
         f'<h1>{escape(title)}</h1><div id="head">{head}</div>{body}</main></body></html>\n'
     )
@@ -82,6 +107,17 @@ def write_static_page(
         ) from error
 
 
+def figures_in(path: str) -> dict[str, Any]:
+    """Return the figures in the page that is at a path; none if it has none."""
+    try:
+        with open(path, encoding="utf-8") as file:
+            text = file.read().partition(_FIGURES[0])[2].partition(_FIGURES[1])[0]
+        found = json.loads(unescape(text))
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
 def tiles(pairs: Iterable[tuple[str, str]]) -> str:
     """Return tiles, of a number and what it counts."""
     cells = (
@@ -91,12 +127,20 @@ def tiles(pairs: Iterable[tuple[str, str]]) -> str:
 
 
 def html_table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Return a table of texts."""
+    """Return a table of texts; on a phone, its rows are cards."""
     head = "".join(f"<th>{escape(each)}</th>" for each in heads)
-    body = "".join(
-        f"<tr>{''.join(f'<td class=text>{escape(cell)}</td>' for cell in row)}</tr>" for row in rows
+    body = "".join(f"<tr>{_cells_of(heads, row)}</tr>" for row in rows)
+    table = f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
+    return f'<div class="cards">{table}</div>'
+
+
+def _cells_of(heads: Sequence[str], row: Sequence[str]) -> str:
+    first, *others = (escape(cell) for cell in row)
+    named = (
+        f'<td class="text" data-name="{escape(head)}">{cell}</td>' if cell else "<td></td>"
+        for head, cell in zip(heads[1:], others, strict=True)
     )
-    return f'<div class="scroll"><table><tr>{head}</tr>{body}</table></div>'
+    return f'<td class="text">{first}</td>{"".join(named)}'
 
 
 def line_chart(points: Sequence[Point], ends: tuple[float, float], height: int = 150) -> str:
@@ -104,24 +148,30 @@ def line_chart(points: Sequence[Point], ends: tuple[float, float], height: int =
     one of the ends to the other.
     """
     ys = [point.y for point in points]
-    left, right, bottom = _LABEL_WIDTH, _WIDTH - 20, height - _BOTTOM
-    at_x = _scale(*ends, left, right)
-    at_y = _scale(min(ys), max(ys), bottom, _TOP)
+    bottom = height - _BOTTOM
+    at_x, at_y = _scale(*ends, 0, 100), _scale(min(ys), max(ys), bottom, _TOP)
     places = [(at_x(point.x), at_y(point.y)) for point in points]
-    path = " ".join(f"{x:.1f},{y:.1f}" for x, y in places)
     dots = "".join(
-        f'<circle class="dot" cx="{x:.1f}" cy="{y:.1f}" r="4"><title>{escape(point.text)}</title>'
+        f'<circle class="dot" cx="{x:.2f}%" cy="{y:.1f}" r="4"><title>{escape(point.text)}</title>'
         "</circle>"
         for (x, y), point in zip(places, points, strict=True)
     )
-    labels = [
-        _text(left - 8, at_y(max(ys)) + 4, f"{max(ys):.4g}", "end"),
-        _text(left - 8, at_y(min(ys)) + 4, f"{min(ys):.4g}", "end"),
-        _text(left, height - 4, f"{ends[0]:g}", "start"),
-        _text(right, height - 4, f"{ends[1]:g}", "end"),
+    limits = dict.fromkeys((max(ys), min(ys)))
+    labels = [_label(at_y(limit) + 4, f"{limit:.4g}") for limit in limits]
+    below = [
+        _text(0, height - 4, f"{ends[0]:g}", "start"),
+        _text(100, height - 4, f"{ends[1]:g}", "end"),
     ]
-    curve = f'<polyline class="curve" points="{path}"/>'
-    return _svg(height, _line(left, bottom, right, bottom) + curve + dots + "".join(labels))
+    axis = f'<line class="axis" x1="0" y1="{bottom}" x2="100%" y2="{bottom}"/>'
+    return _chart(height, labels, [axis, _curve(places, height), dots, *below])
+
+
+def _curve(places: Sequence[tuple[float, float]], height: float) -> str:
+    """Return the line through places: a picture in the picture, stretched to its width."""
+    path = " ".join(f"{x:.2f},{y:.1f}" for x, y in places)
+    stretched = f'viewBox="0 0 100 {height:.0f}" preserveAspectRatio="none"'
+    line = f'<polyline class="curve" points="{path}"/>'
+    return f'<svg class="plot" {stretched} height="{height:.0f}">{line}</svg>'
 
 
 def timeline(bars: Sequence[Bar], unit: str = "s") -> str:
@@ -132,21 +182,22 @@ def timeline(bars: Sequence[Bar], unit: str = "s") -> str:
     first, last = min(bar.start for bar in bars), max(bar.stop for bar in bars)
     pitch = 20 if len(rows) <= 64 else 6
     height = _TOP + pitch * len(rows) + _BOTTOM
-    at = _scale(first, last, _LABEL_WIDTH, _WIDTH - 20)
+    at = _scale(first, last, 0, 100)
     colors = {kind: _color_of(number) for number, kind in enumerate(_kinds(bars))}
     parts: list[str] = []
+    labels: list[str] = []
     for number, (row, own) in enumerate(rows.items()):
         top = _TOP + pitch * number
         parts += _row_parts(row, own, at, colors, (top, pitch - 3))
         if pitch == 20:
-            parts.append(_text(_LABEL_WIDTH - 8, top + 13, row, "end"))
-    parts.append(_text(_LABEL_WIDTH, height - 6, f"0 {unit}", "start"))
-    parts.append(_text(_WIDTH - 20, height - 6, f"{last - first:.3g} {unit}", "end"))
+            labels.append(_label(top + 13, row))
+    parts.append(_text(0, height - 6, f"0 {unit}", "start"))
+    parts.append(_text(100, height - 6, f"{last - first:.3g} {unit}", "end"))
     legend = "".join(
         f'<span><i class="dot" style="background:{color}"></i>{escape(kind)}</span>'
         for kind, color in colors.items()
     )
-    return f'{_svg(height, "".join(parts))}<div class="legend">{legend}</div>'
+    return f'{_chart(height, labels, parts)}<div class="legend">{legend}</div>'
 
 
 def _kinds(bars: Sequence[Bar]) -> list[str]:
@@ -166,28 +217,27 @@ def _row_parts(
     yield _rect(begin, top, end - begin, height, 'class="wait"', f"{row}: waits")
     for bar in bars:
         look = 'class="bad"' if bar.is_bad else f'fill="{colors[bar.kind]}"'
-        width = max(at(bar.stop) - at(bar.start), 0.8)
+        width = max(at(bar.stop) - at(bar.start), 0.1)
         yield _rect(at(bar.start), top, width, height, look, bar.text)
 
 
 def heat_map(columns: Sequence[str], rows: Mapping[str, Sequence[tuple[float | None, str]]]) -> str:
     """Return a grid of values between 0 and 1, each with a text; None is a value that is bad."""
     pitch = max(14, min(22, 900 // max(1, len(rows))))
-    width = (_WIDTH - 20 - _LABEL_WIDTH) / max(1, len(columns))
+    width = 100 / max(1, len(columns))
     height = _TOP + pitch * len(rows) + _BOTTOM
-    parts = []
+    parts: list[str] = []
+    labels: list[str] = []
     for number, (name, cells) in enumerate(rows.items()):
         top = _TOP + pitch * number
-        parts.append(_text(_LABEL_WIDTH - 8, top + pitch - 5, name, "end", 26))
+        labels.append(_label(top + pitch - 5, name))
         for column, (value, text) in enumerate(cells):
-            shade = 'class="bad"' if value is None else f'fill="{_shade(value)}"'
-            left = _LABEL_WIDTH + column * width
-            parts.append(_rect(left, top, width - 1, pitch - 1, shade, text))
-    step = max(1, math.ceil(len(columns) / 12))
+            shade = 'class="cell bad"' if value is None else f'class="cell" fill="{_shade(value)}"'
+            parts.append(_rect(column * width, top, width, pitch, shade, text))
+    step = max(1, math.ceil(len(columns) / _MAX_COLUMN_LABELS))
     for column in range(0, len(columns), step):
-        middle = _LABEL_WIDTH + (column + 0.5) * width
-        parts.append(_text(middle, height - 6, columns[column], "middle"))
-    return _svg(height, "".join(parts))
+        parts.append(_text((column + 0.5) * width, height - 6, columns[column], "middle"))
+    return _chart(height, labels, parts)
 
 
 def ramp(low: str, high: str, bad: str) -> str:
@@ -232,21 +282,24 @@ def _scale(low: float, high: float, start: float, stop: float) -> _Scale:
     return _Scale(low, (stop - start) / (high - low), start)
 
 
-def _svg(height: float, content: str) -> str:
-    box = f'viewBox="0 0 {_WIDTH} {height:.0f}"'
-    return f'<div class="scroll"><svg {box} role="img">{content}</svg></div>'
+def _chart(height: float, labels: Sequence[str], parts: Sequence[str]) -> str:
+    """Return a picture, with labels on its left."""
+    left = f'<svg height="{height:.0f}" aria-hidden="true">{"".join(labels)}</svg>'
+    plot = f'<svg class="plot" height="{height:.0f}" role="img">{"".join(parts)}</svg>'
+    return f'<div class="chart">{left}{plot}</div>'
 
 
 def _rect(x: float, y: float, width: float, height: float, look: str, text: str) -> str:
-    place = f'x="{x:.1f}" y="{y:.1f}" width="{width:.1f}" height="{height:.1f}"'
+    place = f'x="{x:.2f}%" y="{y:.1f}" width="{width:.2f}%" height="{height:.1f}"'
     return f'<rect {place} rx="2" {look}><title>{escape(text)}</title></rect>'
 
 
-def _line(x: float, y: float, to_x: float, to_y: float) -> str:
-    return f'<line class="axis" x1="{x}" y1="{y}" x2="{to_x}" y2="{to_y}"/>'
+def _label(y: float, text: str) -> str:
+    """Return a text that ends at the picture; of a long one, its end is seen."""
+    return _text(100, y, text, "end", 26)
 
 
 def _text(x: float, y: float, text: str, anchor: str, most: int = 40) -> str:
     short = text if len(text) <= most else f"\u2026{text[1 - most :]}"
-    place = f'x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}"'
+    place = f'x="{x:.2f}%" y="{y:.1f}" text-anchor="{anchor}"'
     return f"<text {place}>{escape(short)}<title>{escape(text)}</title></text>"

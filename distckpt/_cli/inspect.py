@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from distckpt._base.errors import LoadMismatchError
-from distckpt._base.messages import did_you_mean
+from distckpt._base.messages import did_you_mean, other_prefix
 from distckpt._checkpoint.consistent_read import check_is_there
 from distckpt._checkpoint.opening import opened
 from distckpt._cli import grid
@@ -159,7 +159,8 @@ def _show_key(
 ) -> None:
     known = stored.manifest.key_index
     if key not in known:
-        raise LoadMismatchError(f"{stored.location!r} has no key {key!r}{did_you_mean(key, known)}")
+        near = did_you_mean(key, known) or other_prefix([key], known)
+        raise LoadMismatchError(f"{stored.location!r} has no key {key!r}{near}")
     shape, dtype = stored.global_shape(key), stored.dtype_name(key)
     stored_key = stored.manifest.keys[known[key]]
     chunks = grid.chunks_of(stored, key)

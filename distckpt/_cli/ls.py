@@ -55,6 +55,6 @@ def state_text(info: CheckpointInfo) -> str:
 
 
 def _write_page(arguments: Namespace, found: Sequence[CheckpointInfo]) -> None:
-    # It needs numpy and torch, which a list does not.
+    # Imported when it is asked for, which is rare.
     page = importlib.import_module("distckpt._cli.run_page")
     page.write_run_page(arguments.html, arguments.root, found, arguments.changes, arguments.keys)

@@ -94,18 +94,25 @@ VERBS = (
 
 
 _ELSEWHERE = {
+    "check": "verify PATH",
     "compare": "diff A B",
     "delete": "prune ROOT, or rm -r of the directory",
     "dump": "cat PATH KEY",
     "du": "ls ROOT, or inspect PATH --sort size",
+    "head": "cat PATH KEY",
     "help": "--help, or VERB --help",
     "info": "inspect PATH",
+    "keys": "inspect PATH",
     "list": "ls ROOT",
+    "load": "distckpt.load in a program; inspect PATH or cat PATH KEY to look",
     "print": "cat PATH KEY",
+    "restore": "distckpt.load in a program",
     "rm": "prune ROOT, or rm -r of the directory",
+    "save": "distckpt.save in a program",
     "show": "inspect PATH, or cat PATH KEY",
     "size": "ls ROOT, or inspect PATH --sort size",
     "tree": "inspect PATH --tree",
+    "watch": "ls ROOT --html FILE",
 }
 """Names that other commands have for verbs."""
 

@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from typing import Any, TypeGuard
 
 import numpy as np
-import torch
 
+from distckpt._base.lazy import torch
 from distckpt._format.codec.encode import UnknownObject
 
 _MAX_ELEMENTS = 1000
@@ -27,11 +27,14 @@ def plain(value: Any) -> Any:
         return {repr(value): plain(value.state)}
     if isinstance(value, list | tuple | set | frozenset):
         return [plain(item) for item in value]
-    if isinstance(value, torch.Tensor | np.ndarray):
+    if isinstance(value, np.ndarray):
         return _plain_array(value)
     if isinstance(value, np.generic):
         return plain(value.item())
-    return value if _is_json(value) else _text(value)
+    if _is_json(value):
+        return value
+    # Last, since it may import torch, which most pages do without.
+    return _plain_array(value) if isinstance(value, torch.Tensor) else _text(value)
 
 
 def _plain_array(array: torch.Tensor | np.ndarray[Any, Any]) -> dict[str, Any]:

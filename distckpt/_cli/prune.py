@@ -61,7 +61,8 @@ def run(arguments: Namespace, output: Output) -> int:
     outcome = _outcome(pruning, problems)
     output.json({"root": pruning.root, "dry_run": arguments.dry_run, **outcome})
     num_kept, num_saved = len(outcome["kept"]), len(pruning.saved)
-    output.line(f"{num_kept} of {num_saved} checkpoints kept in {pruning.root}")
+    all_are_kept = "" if arguments.keep_last else ": without --keep-last all are"
+    output.line(f"{num_kept} of {num_saved} checkpoints kept in {pruning.root}{all_are_kept}")
     return 1 if problems else 0
 
 

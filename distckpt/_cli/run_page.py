@@ -2,38 +2,18 @@
 
 from __future__ import annotations
 
+import importlib
 import itertools
 import math
-from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import NamedTuple, TypeAlias
+from collections.abc import Iterator, Mapping, Sequence
 
-from distckpt._checkpoint.opening import opened
-from distckpt._cli.charts import (
-    Point,
-    heat_map,
-    html_table,
-    line_chart,
-    ramp,
-    tiles,
-    write_static_page,
-)
+from distckpt._cli.charts import Point, figures_in, html_table, line_chart, tiles, write_static_page
 from distckpt._cli.ls import state_text, time_text
-from distckpt._cli.output import count_text, size_text
+from distckpt._cli.output import size_text
 from distckpt._manager.listing import CheckpointInfo
-from distckpt._operations.diff import diff
-from distckpt._operations.stats import TensorStats, compute_stats
-from distckpt._ranks.collectives import Ranks
 
-
-class _Layer(NamedTuple):
-    """A layer at one step: the norm of its tensors, that of their change since the step before, and
-    how many of its values are NaN.
-    """
-
-    norm: float
-    change: float | None
-    num_nan: int
+_BYTES = {"TB": 1e12, "GB": 1e9, "MB": 1e6, "kB": 1e3}
+_SECONDS = {"hours": 3600, "minutes": 60, "seconds": 1}
 
 
 def write_run_page(
@@ -44,7 +24,7 @@ def write_run_page(
     keys: Sequence[str] | None,
 ) -> None:
     """Write a page about the checkpoints of a run; with `num_changes`, read the tensors of so many
-    of the newest ones that are whole.
+    of the newest ones that are whole, except for those that an earlier page at this path is about.
     """
     of_steps = [info for info in found if info.step is not None]
     sections = [("", tiles(_tiles(found)))]
@@ -52,11 +32,16 @@ def write_run_page(
         ends = (of_steps[0].step or 0, of_steps[-1].step or 0)
         sections += [(name, line_chart(points, ends)) for name, points in _metrics(of_steps)]
         sections += _sizes_and_times(of_steps, ends)
+    figures = None
     if num_changes:
         whole = [info for info in of_steps if info.problem is None]
-        sections += _changes(whole[-num_changes:], keys)
+        # It reads tensors, with torch, which the rest of the page does without.
+        changes = importlib.import_module("distckpt._cli.run_changes")
+        figures = changes.figures_of_layers(whole[-num_changes:], keys, figures_in(path))
+        sections += changes.changes_of_layers(whole[-num_changes:], figures)
     sections.append(("Checkpoints", _table(found)))
-    write_static_page(path, root.rstrip("/").rpartition("/")[2] or root, [root], sections)
+    title = root.rstrip("/").rpartition("/")[2] or root
+    write_static_page(path, title, [root], sections, figures)
 
 
 def _tiles(found: Sequence[CheckpointInfo]) -> Iterator[tuple[str, str]]:
@@ -85,28 +70,37 @@ def _sizes_and_times(
     found: Sequence[CheckpointInfo], ends: tuple[int, int]
 ) -> Iterator[tuple[str, str]]:
     sizes = [
-        Point(info.step or 0, info.num_bytes / 1e9, f"{info.name}: {size_text(info.num_bytes)}")
+        Point(info.step or 0, info.num_bytes, f"{info.name}: {size_text(info.num_bytes)}")
         for info in found
     ]
-    yield "Size, GB", line_chart(sizes, ends, 110)
+    yield _chart_in("Size", sizes, ends, _BYTES)
     durations = [
         Point(info.step or 0, info.seconds, f"{info.name}: {info.seconds:.3f} s")
         for info in found
         if info.seconds is not None
     ]
     if durations:
-        yield "Duration of the save, seconds", line_chart(durations, ends, 110)
+        yield _chart_in("Duration of the save", durations, ends, _SECONDS)
     waits = list(_waits(found))
     if waits:
-        yield "Minutes since the step before was committed", line_chart(waits, ends, 110)
+        yield _chart_in("Time since the step before was committed", waits, ends, _SECONDS)
+
+
+def _chart_in(
+    title: str, points: Sequence[Point], ends: tuple[int, int], units: Mapping[str, float]
+) -> tuple[str, str]:
+    """Return a chart in the largest of the units that its largest value reaches."""
+    most = max(point.y for point in points)
+    unit = next((name for name, size in units.items() if most >= size), [*units][-1])
+    scaled = [point._replace(y=point.y / units[unit]) for point in points]
+    return f"{title}, {unit}", line_chart(scaled, ends, 110)
 
 
 def _waits(found: Sequence[CheckpointInfo]) -> Iterator[Point]:
     """Yield how long after the step before each step was committed."""
     timed = [(info, info.saved_at) for info in found if info.saved_at is not None]
     for (_, before), (info, at) in itertools.pairwise(timed):
-        minutes = (at - before) / 60
-        yield Point(info.step or 0, minutes, f"{info.name}: {minutes:.1f} minutes")
+        yield Point(info.step or 0, at - before, f"{info.name}: {(at - before) / 60:.1f} minutes")
 
 
 def _table(found: Sequence[CheckpointInfo]) -> str:
@@ -121,156 +115,3 @@ def _table(found: Sequence[CheckpointInfo]) -> str:
         for info in reversed(found)
     ]
     return html_table(["checkpoint", "saved", "metrics", "state", "size"], rows)
-
-
-# --- Changes of layers ----------------------------------------------------------------------------
-
-
-_Layers: TypeAlias = Mapping[str, _Layer]
-
-
-def _changes(
-    found: Sequence[CheckpointInfo], keys: Sequence[str] | None
-) -> Iterator[tuple[str, str]]:
-    """Read the tensors of steps; yield what they say about layers."""
-    steps = [f"{info.step:,}" for info in found]
-    places = [info.location for info in found]
-    of_steps = [
-        _layers_of(place, before, keys)
-        for place, before in zip(places, [None, *places], strict=False)
-    ]
-    names = list(dict.fromkeys(itertools.chain.from_iterable(of_steps)))
-    if not names:
-        yield "Changes", "<p>These steps have no tensors.</p>"
-        return
-    began = list(filter(None, (_beginning_of_nan(steps, of_steps, name) for name in names)))
-    if began:
-        yield "NaN", html_table(["layer", "first seen at step"], began)
-    if len(found) > 1:
-        yield "Most changed", _most_changed(steps[-1], of_steps[-1])
-        yield "Relative change since the step before", _map_of_changes(names, steps, of_steps)
-    yield "Norm, relative to the largest of the layer", _map_of_norms(names, steps, of_steps)
-
-
-def _map_of_changes(names: Sequence[str], steps: Sequence[str], of_steps: Sequence[_Layers]) -> str:
-    later = of_steps[1:]
-    ratios = [_ratio(layer) for layers in later for layer in layers.values()]
-    shade = _Shade.of([ratio for ratio in ratios if ratio])
-    cells = _cells(names, steps[1:], later, lambda _, layer: shade(_ratio(layer)))
-    legend = ramp(f"{shade.least:.2g}", f"{shade.most:.2g}", "NaN or infinite")
-    return heat_map(steps[1:], cells) + legend
-
-
-def _map_of_norms(names: Sequence[str], steps: Sequence[str], of_steps: Sequence[_Layers]) -> str:
-    largest = {name: max(_norm_in(layers, name) for layers in of_steps) for name in names}
-    cells = _cells(names, steps, of_steps, lambda name, layer: layer.norm / (largest[name] or 1.0))
-    return heat_map(steps, cells) + ramp("0", "1", "NaN")
-
-
-def _layers_of(location: str, before: str | None, keys: Sequence[str] | None) -> dict[str, _Layer]:
-    """Return the layers of a checkpoint, in its order."""
-    chosen = list(keys or ["!optimizer."])
-    with opened(Ranks.alone(), location) as stored:
-        if keys is None and all(map(stored.is_object, stored.manifest.key_index)):
-            return {}
-        stats = list(compute_stats(stored, chosen))
-    distances: dict[str, float] | None = None
-    if before is not None:
-        report = diff(before, location, keys=chosen)
-        distances = {tensor.key: tensor.difference_norm for tensor in report.tensors}
-    members = defaultdict(list)
-    for tensor in stats:
-        members[_layer_of(tensor.key)].append(tensor)
-    return {name: _layer(tensors, distances) for name, tensors in members.items()}
-
-
-def _layer(tensors: Sequence[TensorStats], distances: Mapping[str, float] | None) -> _Layer:
-    """Put the tensors of a layer together; `distances` has those that have changed."""
-    change = None
-    if distances is not None:
-        change = math.hypot(*(distances.get(each.key, 0.0) for each in tensors))
-    finite = [each.norm for each in tensors if math.isfinite(each.norm)]
-    num_nan = sum(each.num_nan for each in tensors)
-    return _Layer(norm=math.hypot(*finite), change=change, num_nan=num_nan)
-
-
-def _layer_of(key: str) -> str:
-    """Return the part of a key up to its first number, or the module."""
-    names = key.split(".")
-    numbers = [place for place, name in enumerate(names) if name.isdecimal()]
-    return ".".join(names[: numbers[0] + 1] if numbers else names[:-1] or names)
-
-
-def _beginning_of_nan(steps: Sequence[str], of_steps: Sequence[_Layers], name: str) -> list[str]:
-    """Return a row that says when NaN began, an empty one if there is none."""
-    for step, layers in zip(steps, of_steps, strict=True):
-        if name in layers and layers[name].num_nan:
-            return [name, f"{step} ({layers[name].num_nan:,} values)"]
-    return []
-
-
-def _most_changed(step: str, layers: _Layers) -> str:
-    ordered = sorted(layers.items(), key=lambda item: -(_ratio(item[1]) or 0.0))
-    rows = [[name, _ratio_text(layer)] for name, layer in ordered[:5]]
-    return html_table(["layer", f"relative change at step {step}"], rows)
-
-
-def _ratio(layer: _Layer) -> float | None:
-    """Return the change relative to the norm; None if it is not a number."""
-    ratio = (layer.change or 0.0) / layer.norm if layer.norm else 0.0
-    return ratio if math.isfinite(ratio) and not layer.num_nan else None
-
-
-def _ratio_text(layer: _Layer) -> str:
-    ratio = _ratio(layer)
-    return "NaN or infinite" if ratio is None else f"{ratio:.3g}"
-
-
-class _Shade(NamedTuple):
-    """The logarithmic scale of changes, between the least and the most."""
-
-    least: float
-    most: float
-
-    @classmethod
-    def of(cls, ratios: Sequence[float]) -> _Shade:
-        """Return the scale for changes above 0."""
-        return cls(min(ratios, default=0.1), max(ratios, default=1.0))
-
-    def __call__(self, ratio: float | None) -> float | None:
-        if not ratio:
-            return ratio
-        if self.least == self.most:
-            return 1.0
-        return math.log(ratio / self.least) / math.log(self.most / self.least)
-
-
-def _norm_in(layers: _Layers, name: str) -> float:
-    return layers[name].norm if name in layers else 0.0
-
-
-def _cells(
-    names: Sequence[str],
-    steps: Sequence[str],
-    of_steps: Sequence[_Layers],
-    value_of: Callable[[str, _Layer], float | None],
-) -> dict[str, list[tuple[float | None, str]]]:
-    """Return for each layer the value and the text of each step."""
-    rows: dict[str, list[tuple[float | None, str]]] = {name: [] for name in names}
-    for name, cells in rows.items():
-        for step, layers in zip(steps, of_steps, strict=True):
-            layer = layers.get(name)
-            if layer is None:
-                cells.append((0.0, f"{name} is not in step {step}"))
-                continue
-            text = f"{name}, step {step}: norm {layer.norm:.4g}"
-            if layer.change is not None:
-                text += f", relative change {_ratio_text(layer)}"
-            bad = value_of(name, layer) if not layer.num_nan else None
-            cells.append((bad, text + _count_of_nan(layer)))
-    return rows
-
-
-def _count_of_nan(layer: _Layer) -> str:
-    """Say how many values are NaN, if some are."""
-    return f", {count_text(layer.num_nan, 'value')} NaN" if layer.num_nan else ""

@@ -9,13 +9,13 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal, NoReturn
+from typing import Any, Literal, NoReturn
 
 from distckpt._base.errors import CheckpointingException, CheckpointNotFoundError
 from distckpt._base.garbage import paused_garbage_collection
 from distckpt._base.messages import check_choice
 from distckpt._base.options import LoadOptions, SaveOptions, with_changes
-from distckpt._base.other_names import used_here
+from distckpt._base.other_names import SaysOtherNames
 from distckpt._base.reports import SaveReport
 from distckpt._commit import posix
 from distckpt._commit.presence import absence
@@ -43,7 +43,7 @@ def _group_of(manager: CheckpointManager, *args: Any, **kwargs: Any) -> Any:
     return manager._request.process_group
 
 
-class CheckpointManager:
+class CheckpointManager(SaysOtherNames):
     """Save, find and remove the checkpoints of a run: subdirectories of one directory, such as
     `step_00000100`.
 
@@ -131,14 +131,6 @@ class CheckpointManager:
         self._named_newer: set[int] = set()
         self._last_saved: int | None = None
         self._is_closed = False
-
-    if not TYPE_CHECKING:  # else a type checker believes that a manager has every attribute
-
-        def __getattr__(self, name: str) -> Any:
-            kind = type(self).__name__
-            raise AttributeError(
-                f"{kind!r} object has no attribute {name!r}{used_here(name)}", name=name, obj=self
-            )
 
     def location(self, step: int) -> str:
         """Return where a step is saved, whether it is there or not."""

@@ -24,6 +24,7 @@ from typing import TypeAlias
 
 from distckpt._base.errors import CheckpointingException, RankFailedError
 from distckpt._base.interrupts import run_operation
+from distckpt._base.other_names import SaysOtherNames
 from distckpt._base.reports import SaveReport
 from distckpt._io import background
 from distckpt._io.host_copies import HostCopies, shared_memory, threads_to_copy_with
@@ -37,7 +38,7 @@ logger = logging.getLogger(__name__)
 Write: TypeAlias = Callable[[Ranks, PlannedSave], SaveReport]
 
 
-class SaveHandle(background.Task[SaveReport]):
+class SaveHandle(SaysOtherNames, background.Task[SaveReport]):
     """A save in the background: a `concurrent.futures.Future` of its `SaveReport`, which cannot be
     cancelled.
 

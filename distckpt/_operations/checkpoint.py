@@ -17,6 +17,7 @@ from distckpt._base.errors import CheckpointingException, LoadMismatchError
 from distckpt._base.interrupts import operation
 from distckpt._base.messages import nearest_names, summarize_keys
 from distckpt._base.options import LoadOptions
+from distckpt._base.other_names import SaysOtherNames
 from distckpt._base.threads import NUM_REQUESTS, run_threads
 from distckpt._checkpoint.consistent_read import read_attempts, reading
 from distckpt._checkpoint.opening import open_checkpoint
@@ -52,7 +53,7 @@ class TensorInfo:
     dtype: torch.dtype
 
 
-class Checkpoint:
+class Checkpoint(SaysOtherNames):
     """A checkpoint that is open for reading, see `distckpt.open`.
 
     It stays on the checkpoint that it has opened: when that one is replaced or removed, reads raise

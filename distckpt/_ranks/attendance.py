@@ -85,7 +85,8 @@ class AttendanceLog:
             {rank: TimeoutError("did not respond, or died") for rank in absent},
             f"Lost contact with {who} during {name!r}: it died or did not respond within the "
             "process group's timeout. Look for the first error in the other ranks' "
-            f"logs{self.different_calls()}. ({error})",
+            f"logs{self.different_calls()}; all ranks must make each call, not rank 0 alone. "
+            f"({error})",
         )
 
     def wait_for_all(self) -> None:

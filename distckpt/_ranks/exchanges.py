@@ -7,6 +7,7 @@ No payload is pickled, and the error of a broken exchange names the rank that wa
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
 import itertools
 import logging
@@ -100,6 +101,7 @@ class Exchanges:
                     "A process_group was given but torch.distributed is not initialized here: "
                     "call torch.distributed.init_process_group() first, or leave process_group out."
                 )
+            _warn_if_others_are_meant()
             return
         group = dist.group.WORLD if process_group is None else process_group
         self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
@@ -496,6 +498,20 @@ def group_of(process_group: Any) -> Any:
     if process_group is None and _is_initialized():
         return dist.group.WORLD
     return process_group
+
+
+@functools.cache
+def _warn_if_others_are_meant() -> None:
+    """Warn, once, of processes that a launcher has started together and that do not know it."""
+    rank, size = os.environ.get("RANK", ""), os.environ.get("WORLD_SIZE", "")
+    if rank.isdecimal() and size.isdecimal() and int(size) > 1:
+        logger.warning(
+            "This process is rank %s of %s to its launcher, but torch.distributed is not "
+            "initialized: it saves and loads as if it were alone. Call "
+            "torch.distributed.init_process_group() first.",
+            rank,
+            size,
+        )
 
 
 def _is_initialized() -> bool:

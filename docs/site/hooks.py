@@ -142,8 +142,13 @@ def module_page(name: str) -> str:
 
 
 def on_config(config: MkDocsConfig) -> MkDocsConfig:
-    """Add the pages of the reference to the navigation."""
+    """Add the pages of the reference to the navigation; put the version, and the repository once it
+    has an address, into the header.
+    """
     assert config.nav is not None
+    config.site_name = f"distckpt {distckpt.__version__}"
+    if address := re.search(r'^Repository = "(.+)"', (ROOT / "pyproject.toml").read_text(), re.M):
+        config.repo_url, config.repo_name = address[1], "Repository"
     reference: list[Any] = ["api/index.md"]
     for group in GROUPS:
         own = [{"distckpt": page_of(group)}] if GROUPS[group] else []
@@ -192,11 +197,17 @@ def on_page_markdown(markdown: str, page: Any, config: MkDocsConfig, files: File
 
 def on_post_page(output: str, page: Any, config: MkDocsConfig) -> str:
     """Put pictures into the page itself, since those in files follow the system's theme; let names
-    in tables break.
+    in tables break, and options not.
     """
     output = re.sub(
         r'<img alt="[^"]*" src="(\w+\.svg)"[^>]*>',
         lambda m: (ROOT / "docs" / m[1]).read_text(),
+        output,
+    )
+    # A line may not end within the dashes of an option.
+    output = re.sub(
+        r"(?<=<code>)[^<]*--[^<]*",
+        lambda code: re.sub(r"--\w[\w-]*", r'<span class="option">\g<0></span>', code[0]),
         output,
     )
     return re.sub(

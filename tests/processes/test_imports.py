@@ -44,9 +44,11 @@ def test_help_and_completion_of_the_command_line_load_no_library():
     [
         ["ls", "run"],
         ["ls", "run", "--json"],
+        ["ls", "run", "--html", "page.html"],
         ["inspect", "run/step_00000001"],
         ["inspect", "run/step_00000001", "--json"],
         ["inspect", "run/step_00000001", "--key", "up.weight"],
+        ["inspect", "run/step_00000001", "--html", "page.html"],
         ["inspect", "exported"],
     ],
     ids=" ".join,

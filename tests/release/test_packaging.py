@@ -191,6 +191,43 @@ def test_a_source_distribution_holds_all_sources_and_nothing_else(built):
     assert archive.stat().st_size < 3_000_000
 
 
+def readme_in(project: Path, folder: Path) -> str:
+    """Build a wheel of a project; return the README in it."""
+    run(sys.executable, "-m", "build", "-w", "--no-isolation", "-o", folder, project, cwd=folder)
+    (wheel,) = folder.glob("*.whl")
+    return readme_of(wheel)
+
+
+def readme_of(wheel: Path) -> str:
+    with zipfile.ZipFile(wheel) as archive:
+        (about,) = (name for name in archive.namelist() if name.endswith("/METADATA"))
+        headers, _, text = archive.read(about).decode().partition("\n\n")
+    assert "\nDescription-Content-Type: text/markdown" in headers
+    return text
+
+
+def test_the_readme_of_the_package_leads_to_the_repository_once_its_address_is_known(
+    built, tmp_path
+):
+    links = re.compile(r"\]\((?!\w+:|#)([^)\s]+)\)")
+    written = (ROOT / "README.md").read_text()
+    assert len(links.findall(written)) > 20
+    settings = (ROOT / "pyproject.toml").read_text()
+    has_address = "\n[project.urls]\n" in settings
+    (wheel,) = built.glob("*.whl")
+    assert (readme_of(wheel).rstrip() == written.rstrip()) != has_address
+    project = shutil.copytree(built.parent / "copy", tmp_path / "project")
+    if not has_address:
+        urls = '\n[project.urls]\nRepository = "https://example.org/us/distckpt/"\n'
+        (project / "pyproject.toml").write_text(settings + urls)
+    made = readme_in(project, tmp_path)
+    assert links.findall(made) == []
+    for link in links.findall(written):
+        view = "raw" if link.endswith((".svg", ".png")) else "blob"
+        assert f"/distckpt/{view}/v{distckpt.__version__}/{link})" in made
+    assert re.sub(r"https://\S+/distckpt/(raw|blob)/v[^/]+/", "", made).rstrip() == written.rstrip()
+
+
 PROGRAM_THAT_SAVES = """
 import distckpt, torch
 assert "venv" in distckpt.__file__, distckpt.__file__

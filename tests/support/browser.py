@@ -88,7 +88,10 @@ class Page:
             features=[{"name": "prefers-color-scheme", "value": scheme}],
         )
         self.call("Page.navigate", url=file.as_uri())
-        ready = "document.body && document.body.dataset.ready ? done() : setTimeout(look, 20)"
+        # Pages with a script say when it has run.
+        static = "!document.scripts.length && document.readyState === 'complete'"
+        is_ready = f"document.body && (document.body.dataset.ready || {static})"
+        ready = f"{is_ready} ? done() : setTimeout(look, 20)"
         self.evaluate(f"new Promise((done) => {{ const look = () => {ready}; look(); }})")
 
     def evaluate(self, expression: str) -> Any:

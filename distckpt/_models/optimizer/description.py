@@ -204,7 +204,9 @@ def _shards_of(
         elif not is_dtensor(param) or is_in_mesh(param):
             raise InvalidShardingError(
                 f"parameter {position} of the optimizer, of shape {tuple(param.shape)}, has no "
-                "shard in the state dict of the model: put the module that has it there."
+                "shard in the state dict of the model: put the module that has it there. An "
+                "optimizer that was made before fully_shard, or for another model, has other "
+                "parameters: make it afterwards."
                 f"{KEEP_VARS_HINT}"
             )
     return shards

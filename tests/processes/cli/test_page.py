@@ -1,6 +1,8 @@
-"""The page of `inspect --html` and `diff --html` in a browser."""
+"""The pages of `inspect`, `diff`, `ls` and `trace` with `--html` in a browser."""
 
 from __future__ import annotations
+
+import json
 
 import pytest
 import torch
@@ -202,3 +204,38 @@ def test_what_is_wrong_is_above_everything_else(pages, tmp_path, capsys):
             assert page.evaluate(f"!{banner}.hidden") == is_shown
             assert (str(file) in page.evaluate(f"{banner}.textContent")) == is_shown
             assert page.evaluate("document.documentElement.scrollWidth") <= 390
+
+
+WIDEST = "Math.max(...[...document.querySelectorAll('section *')].map((e) => {}))"
+RIGHT_ENDS = WIDEST.format("e.getBoundingClientRect().right")
+SMALLEST_TEXT = (
+    "Math.min(...[...document.querySelectorAll('svg text')]"
+    ".map((text) => text.getBoundingClientRect().height))"
+)
+
+
+def test_charts_and_tables_fit_a_phone_and_can_be_read_there(tmp_path, capsys):
+    layers = torch.nn.ModuleDict(
+        {f"a_long_name_of_a_layer_{i}": torch.nn.Linear(4, 4) for i in "ab"}
+    )
+    with distckpt.CheckpointManager(tmp_path / "run", async_save=False) as manager:
+        for step in range(100_000, 1_000_000, 100_000):
+            manager.save(step, {"model": layers}, metrics={"loss": 1 / step})
+    next((tmp_path / "run/step_00200000/tensors").iterdir()).unlink()
+    pages = [tmp_path / "run.html", tmp_path / "trace.html"]
+    call(capsys, "ls", tmp_path / "run", "--html", pages[0], "--changes", "9")
+    phases = [
+        {"verb": "save", "phase": phase, "rank": rank, "start": start, "seconds": 0.5}
+        for rank in range(2)
+        for start, phase in enumerate(("plan", "write"))
+    ]
+    lines = [json.dumps({**phase, "checkpoint": "x" * 90, "thread": "t"}) for phase in phases]
+    (tmp_path / "journal.jsonl").write_text("\n".join(lines))
+    call(capsys, "trace", tmp_path / "journal.jsonl", "--html", pages[1])
+    with browser_page(tmp_path / "browser") as page:
+        for path in pages:
+            for width in (1440, 390):
+                page.open(path, width, "light")
+                assert page.evaluate("document.documentElement.scrollWidth") <= width
+                assert page.evaluate(RIGHT_ENDS) <= width
+                assert page.evaluate(SMALLEST_TEXT) >= 10

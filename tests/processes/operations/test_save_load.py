@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 
+import pytest
 import torch
 
 import distckpt
@@ -79,3 +80,34 @@ def test_nothing_is_unpickled_and_no_process_started(tmp_path):
         timeout=200,
     )
     assert (done.returncode, done.stdout) == (0, "fine\n"), done.stderr
+
+
+SAVES_TWICE = """
+import sys
+import torch
+import distckpt
+
+for name in ("a", "b"):
+    distckpt.save({"w": torch.ones(4)}, f"{sys.argv[1]}/{name}")
+"""
+
+
+@pytest.mark.parametrize(("rank", "size", "times"), [("1", "2", 1), ("0", "1", 0), ("", "", 0)])
+def test_a_process_that_its_launcher_takes_for_one_of_several_is_warned_once(
+    tmp_path, rank, size, times
+):
+    """`init_process_group` was forgotten: each process would save alone, to the same place."""
+    done = subprocess.run(
+        [sys.executable, "-c", SAVES_TWICE, str(tmp_path)],
+        capture_output=True,
+        text=True,
+        check=True,
+        env={
+            **os.environ,
+            "PYTHONPATH": os.pathsep.join(sys.path),
+            "RANK": rank,
+            "WORLD_SIZE": size,
+        },
+        timeout=200,
+    )
+    assert done.stderr.count(f"rank {rank} of {size} to its launcher") == times

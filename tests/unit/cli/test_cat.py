@@ -140,6 +140,8 @@ def test_what_makes_no_sense_is_refused(checkpoint, tmp_path, capsys):
         "big[::2]": "steps are not supported",
         "big[x]": "neither an index nor start:stop",
         "bigg": "did you mean 'big'?",
+        "model.big": "stored without 'model.'",
+        "step": "a value of the common state of",
         "rng[0]": "is an object",
     }
     for text, message in cases.items():

@@ -502,6 +502,8 @@ def test_fields_of_json_are_those_that_are_documented(checkpoint, tmp_path, caps
     ("word", "use"),
     [
         ("list", "ls ROOT"),
+        ("check", "verify PATH"),
+        ("load", "distckpt.load in a program"),
         ("info", "inspect PATH"),
         ("show", "inspect PATH"),
         ("compare", "diff A B"),

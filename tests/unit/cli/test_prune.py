@@ -68,6 +68,12 @@ def test_what_is_kept(root, capsys, options, kept):
     assert CheckpointManager(root).latest() == 4
 
 
+def test_without_keep_last_all_are_kept_which_the_command_says(root, capsys):
+    assert "5 of 5 checkpoints kept" in call(capsys, "prune", root)
+    assert "without --keep-last all are" in call(capsys, "prune", root)
+    assert "without --keep" not in call(capsys, "prune", root, "--keep-last", 2)
+
+
 def test_a_dry_run_says_what_would_happen(root, capsys):
     text = call(capsys, "prune", root, "--keep-last", 1, "--dry-run")
     assert text.splitlines()[:3] == [f"would remove step_0000000{step}" for step in (0, 1, 3)]

@@ -1,0 +1,209 @@
+"""How the layers of a run change from step to step, for the page of `distckpt ls --html`."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple, TypeAlias
+
+from distckpt._checkpoint.opening import opened
+from distckpt._cli.charts import heat_map, html_table, ramp
+from distckpt._cli.output import count_text
+from distckpt._format.stored_checkpoint import StoredCheckpoint
+from distckpt._manager.listing import CheckpointInfo
+from distckpt._operations.diff import diff
+from distckpt._operations.stats import TensorStats, compute_stats
+from distckpt._plan.model_keys import optimizer_keys
+from distckpt._ranks.collectives import Ranks
+
+
+class _Layer(NamedTuple):
+    """A layer at one step: the norm of its tensors, that of their change since the step before, and
+    how many of its values are NaN.
+    """
+
+    norm: float
+    change: float | None
+    num_nan: int
+
+
+_Layers: TypeAlias = Mapping[str, _Layer]
+
+
+def figures_of_layers(
+    found: Sequence[CheckpointInfo], keys: Sequence[str] | None, known: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Return the figures of the layers of each step, in its order; those that are known already are
+    not computed again.
+    """
+    figures = {}
+    for before, info in zip([None, *found], found, strict=False):
+        name = _name_of(info, before, keys)
+        layers = known.get(name)
+        if layers is None:
+            layers = _layers_of(info.location, before.location if before else None, keys)
+        figures[name] = layers
+    return figures
+
+
+def _name_of(
+    info: CheckpointInfo, before: CheckpointInfo | None, keys: Sequence[str] | None
+) -> str:
+    """Return a text that is another one when the step, the one before or the keys are others."""
+    steps = [[each.location, each.saved_at, each.num_bytes] for each in (before, info) if each]
+    return json.dumps([*steps, keys])
+
+
+def changes_of_layers(
+    found: Sequence[CheckpointInfo], figures: Mapping[str, Any]
+) -> Iterator[tuple[str, str]]:
+    """Yield what the figures of steps say about their layers."""
+    steps = [f"{info.step:,}" for info in found]
+    of_steps = [
+        {name: _Layer(*layer) for name, layer in layers.items()} for layers in figures.values()
+    ]
+    names = list(dict.fromkeys(itertools.chain.from_iterable(of_steps)))
+    if not names:
+        yield "Changes", "<p>These steps have no tensors.</p>"
+        return
+    began = list(filter(None, (_beginning_of_nan(steps, of_steps, name) for name in names)))
+    if began:
+        yield "NaN", html_table(["layer", "first seen at step"], began)
+    if len(found) > 1:
+        yield "Most changed", _most_changed(steps[-1], of_steps[-1])
+        yield "Relative change since the step before", _map_of_changes(names, steps, of_steps)
+    yield "Norm, relative to the largest of the layer", _map_of_norms(names, steps, of_steps)
+
+
+def _map_of_changes(names: Sequence[str], steps: Sequence[str], of_steps: Sequence[_Layers]) -> str:
+    later = of_steps[1:]
+    ratios = [_ratio(layer) for layers in later for layer in layers.values()]
+    shade = _Shade.of([ratio for ratio in ratios if ratio])
+    cells = _cells(names, steps[1:], later, lambda _, layer: shade(_ratio(layer)))
+    legend = ramp(f"{shade.least:.2g}", f"{shade.most:.2g}", "NaN or infinite")
+    return heat_map(steps[1:], cells) + legend
+
+
+def _map_of_norms(names: Sequence[str], steps: Sequence[str], of_steps: Sequence[_Layers]) -> str:
+    largest = {name: max(_norm_in(layers, name) for layers in of_steps) for name in names}
+    cells = _cells(names, steps, of_steps, lambda name, layer: layer.norm / (largest[name] or 1.0))
+    return heat_map(steps, cells) + ramp("0", "1", "NaN")
+
+
+def _layers_of(location: str, before: str | None, keys: Sequence[str] | None) -> dict[str, _Layer]:
+    """Return the layers of a checkpoint, in its order."""
+    with opened(Ranks.alone(), location) as stored:
+        if keys is None and all(map(stored.is_object, stored.manifest.key_index)):
+            return {}
+        chosen = keys or _all_but_optimizers(stored)
+        stats = list(compute_stats(stored, chosen))
+    distances: dict[str, float] | None = None
+    if before is not None:
+        report = diff(before, location, keys=chosen)
+        distances = {tensor.key: tensor.difference_norm for tensor in report.tensors}
+    members = defaultdict(list)
+    for tensor in stats:
+        members[_layer_of(tensor.key)].append(tensor)
+    return {name: _layer(tensors, distances) for name, tensors in members.items()}
+
+
+def _all_but_optimizers(stored: StoredCheckpoint) -> list[str] | None:
+    """Return patterns that leave out the tensors of optimizers; None where there are none."""
+    keys = (key for key in optimizer_keys(stored) if not stored.is_object(key))
+    parts = (key.partition(".state.") for key in keys)
+    return sorted({f"!{entry}{state}" for entry, state, _ in parts}) or None
+
+
+def _layer(tensors: Sequence[TensorStats], distances: Mapping[str, float] | None) -> _Layer:
+    """Put the tensors of a layer together; `distances` has those that have changed."""
+    change = None
+    if distances is not None:
+        change = math.hypot(*(distances.get(each.key, 0.0) for each in tensors))
+    finite = [each.norm for each in tensors if math.isfinite(each.norm)]
+    num_nan = sum(each.num_nan for each in tensors)
+    return _Layer(norm=math.hypot(*finite), change=change, num_nan=num_nan)
+
+
+def _layer_of(key: str) -> str:
+    """Return the part of a key up to its first number, or the module."""
+    names = key.split(".")
+    numbers = [place for place, name in enumerate(names) if name.isdecimal()]
+    return ".".join(names[: numbers[0] + 1] if numbers else names[:-1] or names)
+
+
+def _beginning_of_nan(steps: Sequence[str], of_steps: Sequence[_Layers], name: str) -> list[str]:
+    """Return a row that says when NaN began, an empty one if there is none."""
+    for step, layers in zip(steps, of_steps, strict=True):
+        if name in layers and layers[name].num_nan:
+            return [name, f"{step} ({layers[name].num_nan:,} values)"]
+    return []
+
+
+def _most_changed(step: str, layers: _Layers) -> str:
+    ordered = sorted(layers.items(), key=lambda item: -(_ratio(item[1]) or 0.0))
+    rows = [[name, _ratio_text(layer)] for name, layer in ordered[:5]]
+    return html_table(["layer", f"relative change at step {step}"], rows)
+
+
+def _ratio(layer: _Layer) -> float | None:
+    """Return the change relative to the norm; None if it is not a number."""
+    ratio = (layer.change or 0.0) / layer.norm if layer.norm else 0.0
+    return ratio if math.isfinite(ratio) and not layer.num_nan else None
+
+
+def _ratio_text(layer: _Layer) -> str:
+    ratio = _ratio(layer)
+    return "NaN or infinite" if ratio is None else f"{ratio:.3g}"
+
+
+class _Shade(NamedTuple):
+    """The logarithmic scale of changes, between the least and the most."""
+
+    least: float
+    most: float
+
+    @classmethod
+    def of(cls, ratios: Sequence[float]) -> _Shade:
+        """Return the scale for changes above 0."""
+        return cls(min(ratios, default=0.1), max(ratios, default=1.0))
+
+    def __call__(self, ratio: float | None) -> float | None:
+        if not ratio:
+            return ratio
+        if self.least == self.most:
+            return 1.0
+        return math.log(ratio / self.least) / math.log(self.most / self.least)
+
+
+def _norm_in(layers: _Layers, name: str) -> float:
+    return layers[name].norm if name in layers else 0.0
+
+
+def _cells(
+    names: Sequence[str],
+    steps: Sequence[str],
+    of_steps: Sequence[_Layers],
+    value_of: Callable[[str, _Layer], float | None],
+) -> dict[str, list[tuple[float | None, str]]]:
+    """Return for each layer the value and the text of each step."""
+    rows: dict[str, list[tuple[float | None, str]]] = {name: [] for name in names}
+    for name, cells in rows.items():
+        for step, layers in zip(steps, of_steps, strict=True):
+            layer = layers.get(name)
+            if layer is None:
+                cells.append((0.0, f"{name} is not in step {step}"))
+                continue
+            text = f"{name}, step {step}: norm {layer.norm:.4g}"
+            if layer.change is not None:
+                text += f", relative change {_ratio_text(layer)}"
+            bad = value_of(name, layer) if not layer.num_nan else None
+            cells.append((bad, text + _count_of_nan(layer)))
+    return rows
+
+
+def _count_of_nan(layer: _Layer) -> str:
+    """Say how many values are NaN, if some are."""
+    return f", {count_text(layer.num_nan, 'value')} NaN" if layer.num_nan else ""
