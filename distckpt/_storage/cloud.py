@@ -17,17 +17,19 @@ from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
 from typing import Any, Literal, NamedTuple
 
+import numpy as np
+
 from distckpt._base.memory import Bytes
 from distckpt._base.threads import PART_BYTES
 from distckpt._storage.cloud_errors import is_temporary, os_error, text_of
 from distckpt._storage.fsspec_urls import settings_of
 from distckpt._storage.object_store import PROVIDERS
 from distckpt._storage.remote import (
+    NO_BYTES,
     RETRY_SECONDS,
     RefusedError,
     RemoteLocation,
     Upload,
-    fill,
     too_large,
 )
 
@@ -120,20 +122,19 @@ class CloudLocation(RemoteLocation):
 
         return bytes(self._request(fetch))
 
-    def read_into(self, start: int, buffers: Sequence[Bytes]) -> int:
-        wanted = sum(len(buffer) for buffer in buffers)
-        if not wanted:
-            return 0
+    def read_range(self, start: int, num_bytes: int) -> Bytes:
+        if not num_bytes:
+            return NO_BYTES
         try:
             data = self._request(
-                lambda: self._store.get_range(self._path, start=start, length=wanted)
+                lambda: self._store.get_range(self._path, start=start, length=num_bytes)
             )
         except OSError as error:
             if error.errno != errno.ESPIPE:
                 raise
             # The range begins after the end.
-            return 0
-        return fill(buffers, data)
+            return NO_BYTES
+        return np.frombuffer(data, np.uint8)
 
     def write(self, data: bytes) -> None:
         self._request(lambda: self._store.put(self._path, data, chunk_size=PART_BYTES))

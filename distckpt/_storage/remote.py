@@ -25,6 +25,8 @@ RETRY_SECONDS = 180
 _FIRST_DELAY = 0.2
 """Seconds before the second attempt. They double before each further one, less a random half."""
 
+NO_BYTES: Bytes = np.zeros(0, np.uint8)
+
 _Result = TypeVar("_Result")
 
 
@@ -86,8 +88,8 @@ class RemoteLocation(ABC):
         """
 
     @abstractmethod
-    def read_into(self, start: int, buffers: Sequence[Bytes]) -> int:
-        """Fill buffers from a position of the object on; return how many bytes there were."""
+    def read_range(self, start: int, num_bytes: int) -> Bytes:
+        """Return bytes from a position of the object on, fewer if it ends before that."""
 
     @abstractmethod
     def write(self, data: bytes) -> None:
@@ -201,16 +203,6 @@ def part_bytes_of(num_bytes: int, max_part_bytes: int) -> int:
     than `PART_BYTES`.
     """
     return max(PART_BYTES, min(num_bytes // 64, _MAX_PART_BYTES, max_part_bytes))
-
-
-def fill(buffers: Sequence[Bytes], data: Any) -> int:
-    """Copy data into buffers, one after the other; return its size."""
-    rest = np.frombuffer(data, np.uint8)
-    num_bytes = len(rest)
-    for buffer in buffers:
-        count = min(len(buffer), len(rest))
-        buffer[:count], rest = rest[:count], rest[count:]
-    return num_bytes
 
 
 def too_large(max_bytes: int, location: str) -> OSError:

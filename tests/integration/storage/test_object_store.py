@@ -260,6 +260,51 @@ def test_ranks_ask_for_no_sizes_and_one_reads_the_common_state(s3):
     }
 
 
+@pytest.mark.parametrize(
+    ("gap", "expected"), [(250 << 10, 1), (300 << 10, 3)], ids=["small gaps", "large gaps"]
+)
+@pytest.mark.parametrize("verify", [True, False])
+def test_ranges_that_are_near_are_read_with_one_request(s3, gap, expected, verify):
+    location = f"{s3.url}/c"
+    # Tensors of 4-byte elements lie in a file in the order of their names.
+    sizes = {"a": 1000, "b": gap // 4, "c": 3, "d": gap // 4, "e": 70000, "f": 5}
+    tensors = {key: numbers(size, size) for key, size in sizes.items()}
+    distckpt.save({key: whole(key, tensor) for key, tensor in tensors.items()}, location)
+    proxy = FaultyProxy(s3.server)
+    targets = {key: torch.zeros(sizes[key]) for key in "ace"}
+    with proxy.running() as url, reached_at(url):
+        distckpt.load({key: whole(key, t) for key, t in targets.items()}, location, verify=verify)
+    for key, target in targets.items():
+        assert torch.equal(target, tensors[key])
+    ranges = [(start, stop) for path, start, stop in proxy.ranges if "/tensors" in path]
+    assert len(ranges) == expected
+    wanted = sum(4 * sizes[key] for key in "ace")
+    assert sum(stop - start for start, stop in ranges) == wanted + 2 * gap * (expected == 1)
+
+
+def test_damage_is_found_in_what_a_request_reads_with_others(s3):
+    location = f"{s3.url}/c"
+    tensors = {key: numbers(size, size) for key, size in {"a": 1000, "b": 2000, "c": 300}.items()}
+    distckpt.save({key: whole(key, tensor) for key, tensor in tensors.items()}, location)
+    [name] = [name for name in s3.keys("c") if name.startswith("tensors-")]
+    data = bytearray(s3.read(f"c/{name}"))
+
+    def load(**damage):
+        for key, at in damage.items():
+            data[data.index(tensors[key].numpy().tobytes()) + at] ^= 1
+        s3.write(f"c/{name}", bytes(data))
+        targets = {key: torch.zeros(len(tensors[key])) for key in "ac"}
+        distckpt.load({key: whole(key, t) for key, t in targets.items()}, location)
+
+    # Nobody asked for what lies between.
+    load(b=17)
+    with pytest.raises(CorruptCheckpointError, match=r"Checksum mismatch.*key 'c'"):
+        load(c=1199)
+    del data[-1]
+    with pytest.raises(CorruptCheckpointError, match="key 'c' goes on after it"):
+        load()
+
+
 def test_an_export_looks_at_each_file_without_asking_for_its_size(s3, tmp_path):
     location = f"{s3.url}/c"
     distckpt.save(state(1.0, LARGE), location)
