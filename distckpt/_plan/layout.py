@@ -41,7 +41,6 @@ from distckpt._plan.save import Pieces
 from distckpt._ranks.collectives import Ranks
 from distckpt._state.shards import GlobalTable, Shard, ShardTable, find_ties
 
-
 SMALL_CHUNK_BYTES = 256 << 10
 """Chunks of at most this size lie side by side. A load by other ranks that needs only those, say
 the few rows of small tensors that a rank has, would otherwise read each with a request of its own.

@@ -21,7 +21,7 @@ import numpy as np
 
 from distckpt._base.memory import Bytes
 from distckpt._base.threads import PART_BYTES
-from distckpt._storage.cloud_errors import is_temporary, os_error, text_of
+from distckpt._storage.cloud_errors import is_busy, is_temporary, os_error, text_of
 from distckpt._storage.fsspec_urls import settings_of
 from distckpt._storage.object_store import PROVIDERS
 from distckpt._storage.remote import (
@@ -40,6 +40,8 @@ _MAX_REMOVED = 1000
 """Objects that one request may remove."""
 _ATTEMPTS = 8
 """Attempts at a request, unless AWS_MAX_ATTEMPTS says otherwise."""
+_ATTEMPTS_WHILE_BUSY = 20
+"""The same where the store says that it gets too many, say of thousands of ranks."""
 _REQUEST_LIMIT = timedelta(minutes=2)
 
 _REPLACED_SETTINGS: dict[str, dict[str, tuple[str, ...]]] = {
@@ -249,6 +251,9 @@ class CloudLocation(RemoteLocation):
         except FileNotFoundError:
             return None
 
+    def _attempts_after(self, error: Exception) -> int:
+        return _num_attempts(_ATTEMPTS_WHILE_BUSY) if is_busy(error) else self.num_attempts
+
     def _is_temporary(self, error: Exception) -> bool:
         return is_temporary(error)
 
@@ -369,11 +374,13 @@ def _connection_in(
             },
         )
 
-    return _Connection(obstore, store(1), store(_num_attempts()), container, client)
+    # That the store is reached, its first requests have shown.
+    streams = store(_num_attempts(_ATTEMPTS_WHILE_BUSY))
+    return _Connection(obstore, store(1), streams, container, client)
 
 
-def _num_attempts() -> int:
-    text = os.environ.get("AWS_MAX_ATTEMPTS") or str(_ATTEMPTS)
+def _num_attempts(default: int = _ATTEMPTS) -> int:
+    text = os.environ.get("AWS_MAX_ATTEMPTS") or str(default)
     if not text.isdecimal():
         raise ValueError(f"The environment variable AWS_MAX_ATTEMPTS is {text!r}, not a number.")
     return int(text)

@@ -6,8 +6,8 @@
 Every rank begins at the same time to upload one file in parts, ten at a time, and then a small file
 of checksums. A folder takes so many requests a second (S3: 3,500 PUTs for each prefix), and as many
 at once; it refuses others with 503. Clients try again after a time that doubles, from 0.1 s to 15
-s, with jitter, as those of distckpt do; after 8 attempts the save has failed. The rate of a rank is
-shared by its requests.
+s, with jitter, as those of distckpt do; after 20 attempts the save has failed. The rate of a rank
+is shared by its requests.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from typing import NamedTuple
 from report import Report, parser_of
 
 from distckpt._base.threads import DEFAULT_INFLIGHT_BYTES, NUM_REQUESTS, UNIT_BYTES
+from distckpt._storage.cloud import _ATTEMPTS_WHILE_BUSY as ATTEMPTS
 from distckpt._storage.remote import part_bytes_of
 
 LATENCY = 0.05
-ATTEMPTS = 8
 FIRST_DELAY, LONGEST_DELAY = 0.1, 15.0
 
 
