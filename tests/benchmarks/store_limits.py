@@ -1,7 +1,7 @@
 """What a limit of requests a second does to a save of many ranks: an event simulation.
 
     python tests/benchmarks/store_limits.py [--ranks 4096] [--tb 5.67] [--rank-mbps 5 150]
-        [--folders 1 256] [--json FILE]
+        [--folders 1 16] [--json FILE]
 
 Every rank begins at the same time to upload one file in parts, ten at a time, and then a small file
 of checksums. A folder takes so many requests a second (S3: 3,500 PUTs for each prefix), and as many
@@ -60,7 +60,7 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, default=4096)
     parser.add_argument("--tb", type=float, default=5.67)
     parser.add_argument("--rank-mbps", type=float, nargs="+", default=[5, 150])
-    parser.add_argument("--folders", type=int, nargs="+", default=[1, 256])
+    parser.add_argument("--folders", type=int, nargs="+", default=[1, 16])
     parser.add_argument("--limit", type=float, default=3500, help="requests a second of a folder")
     arguments = parser.parse_args()
     report = Report(arguments)
@@ -114,7 +114,7 @@ def simulated(
         if kind.startswith("done "):
             _go_on(kind[5:], rank, now, left, under_way, add)
             continue
-        if folders[rank % num_folders].takes(now):
+        if folders[rank * num_folders // num_ranks].takes(now):
             requests += 1
             seconds = part_seconds if kind == "part" else LATENCY
             add(now + seconds * rng.uniform(0.8, 1.2), rank, f"done {kind}")
