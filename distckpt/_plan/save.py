@@ -29,6 +29,16 @@ MIN_SLICE_BYTES = 4096
 """Nothing smaller is cut: the balance gained is not worth another chunk."""
 
 
+MAX_SMALL_WRITERS = 16
+"""So many ranks may write little each: then it matters more that all take part than that there are
+few files.
+"""
+MIN_RANK_BYTES = 1 << 20
+"""What each of more ranks writes at least of what they all hold: thousands of ranks would else
+write thousands of tiny files.
+"""
+
+
 class Pieces(NamedTuple):
     """Regions of the shards of one rank that it writes, and the ids that their keys have in the
     manifest.
@@ -101,12 +111,24 @@ def plan_owners(
             whole_owner[members] = candidates[0]
             loads[candidates[0]] += int(sizes.sum())
             continue
+        candidates = _writers(candidates, loads, int(sizes.sum()))
         shares = even_shares(loads[candidates], int(sizes.sum()))
         loads[candidates] += shares
         owners, slices = _cut_line(table, groups, members, np.cumsum(shares)[:-1], candidates)
         whole_owner[members] = owners
         cut.extend(slices)
     return _collect_pieces(table, groups, aliases, whole_owner, cut, num_ranks)
+
+
+def _writers(candidates: IntArray, loads: IntArray, num_bytes: int) -> IntArray:
+    """Choose which of many ranks write a line of bytes: so few that each writes `MIN_RANK_BYTES`.
+    Those that have a file anyway come first, then those with less to write.
+    """
+    count = max(MAX_SMALL_WRITERS, num_bytes // MIN_RANK_BYTES)
+    if len(candidates) <= count:
+        return candidates
+    order = np.lexsort((loads[candidates], loads[candidates] == 0))
+    return np.sort(candidates[order[:count]])
 
 
 class _Groups(NamedTuple):
