@@ -111,24 +111,12 @@ def plan_owners(
             whole_owner[members] = candidates[0]
             loads[candidates[0]] += int(sizes.sum())
             continue
-        candidates = _writers(candidates, loads, int(sizes.sum()))
-        shares = even_shares(loads[candidates], int(sizes.sum()))
+        shares = writer_shares(loads[candidates], int(sizes.sum()))
         loads[candidates] += shares
         owners, slices = _cut_line(table, groups, members, np.cumsum(shares)[:-1], candidates)
         whole_owner[members] = owners
         cut.extend(slices)
     return _collect_pieces(table, groups, aliases, whole_owner, cut, num_ranks)
-
-
-def _writers(candidates: IntArray, loads: IntArray, num_bytes: int) -> IntArray:
-    """Choose which of many ranks write a line of bytes: so few that each writes `MIN_RANK_BYTES`.
-    Those that have a file anyway come first, then those with less to write.
-    """
-    count = max(MAX_SMALL_WRITERS, num_bytes // MIN_RANK_BYTES)
-    if len(candidates) <= count:
-        return candidates
-    order = np.lexsort((loads[candidates], loads[candidates] == 0))
-    return np.sort(candidates[order[:count]])
 
 
 class _Groups(NamedTuple):
@@ -209,6 +197,19 @@ def lines(ranks: IntArray, starts: IntArray) -> Iterator[tuple[IntArray, IntArra
     for index in sorted(range(len(first)), key=lambda i: (sizes[first[i]], first[i])):
         start = starts[first[index]]
         yield members_of[index], ranks[start : start + sizes[first[index]]]
+
+
+def writer_shares(loads: IntArray, total: int) -> IntArray:
+    """Split `total` bytes among ranks that write them, like `even_shares`; of many ranks so few get
+    some that each writes `MIN_RANK_BYTES`. Those that have a file anyway come first.
+    """
+    count = max(MAX_SMALL_WRITERS, total // MIN_RANK_BYTES)
+    if len(loads) <= count:
+        return even_shares(loads, total)
+    shares = np.zeros(len(loads), np.int64)
+    chosen = np.lexsort((loads, loads == 0))[:count]
+    shares[chosen] = even_shares(loads[chosen], total)
+    return shares
 
 
 def even_shares(loads: IntArray, total: int) -> IntArray:
