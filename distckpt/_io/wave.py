@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -45,23 +45,28 @@ class OwnUnits(NamedTuple):
         """Return the regions that this rank reads in a wave, by their numbers in the plan. Those
         that no target holds go into `held`, bytes.
         """
-        plan, unit_in, sizes = self.plan, self._unit_in(), self.held_bytes()
+        plan, unit_in, sizes = self.plan, self._unit_in(), self.held_bytes().tolist()
         found: dict[int, ReadRegion] = {}
         end = 0
-        for number in np.flatnonzero(plan.read_waves == wave).tolist():
-            unit = int(plan.read_units[number])
+        numbers = np.flatnonzero(plan.read_waves == wave)
+        places = zip(
+            numbers.tolist(),
+            plan.read_units[numbers].tolist(),
+            plan.read_offsets[numbers].tolist(),
+            plan.read_shapes[numbers].tolist(),
+            strict=True,
+        )
+        for number, unit, offset, shape in places:
             sample = self.units[unit_in[number]]
-            ndim, target = len(sample.source.shape), self.targets[sample.request]
-            region = Region(
-                tuple(plan.read_offsets[number, :ndim].tolist()),
-                tuple(plan.read_shapes[number, :ndim].tolist()),
-            )
             if unit >= 0:
-                memory = self.target(unit)
-            else:
-                num_bytes = region.num_elements * target.itemsize
-                memory = held[end : end + num_bytes].view(target.dtype).view(region.shape)
-                end += int(sizes[number])
+                source = self.units[unit].source
+                found[number] = ReadRegion(sample.chunk, source, self.target(unit), unit)
+                continue
+            ndim, target = len(sample.source.shape), self.targets[sample.request]
+            region = Region(tuple(offset[:ndim]), tuple(shape[:ndim]))
+            num_bytes = region.num_elements * target.itemsize
+            memory = held[end : end + num_bytes].view(target.dtype).view(region.shape)
+            end += sizes[number]
             found[number] = ReadRegion(sample.chunk, region, memory, unit)
         return found
 
@@ -116,19 +121,18 @@ class Wave:
     def fill_own(self) -> None:
         """Fill the units of this rank in what it has read."""
         own, plan = self._own, self._own.plan
-        is_mine = (plan.waves == self._number) & (plan.unit_reads >= 0)
-        for unit in np.flatnonzero(is_mine).tolist():
-            read = self._regions[int(plan.unit_reads[unit])]
-            if unit != read.unit:
-                source = read.part(own.units[unit].source)
-                copy_values(source.detach(), own.target(unit).detach())
+        mine = np.flatnonzero((plan.waves == self._number) & (plan.unit_reads >= 0))
+        others = mine[plan.read_units[plan.unit_reads[mine]] != mine]
+        for unit in others.tolist():
+            source = self._regions[int(plan.unit_reads[unit])].part(own.units[unit].source)
+            copy_values(source.detach(), own.target(unit).detach())
 
     def messages(self, rank: int) -> list[Message]:
         """Put together what this rank exchanges with each peer."""
         own, plan = self._own, self._own.plan
         by_peer: dict[tuple[int, bool], list[tuple[int, torch.Tensor]]] = defaultdict(list)
-        for number, peer, sequence, part in self._sends():
-            by_peer[peer, True].append((sequence, self._regions[number].part(part)))
+        for peer, sequence, view in self._sent_views():
+            by_peer[peer, True].append((sequence, view))
         received = np.flatnonzero((plan.waves == self._number) & (plan.readers != rank))
         for unit in received[np.argsort(plan.sequence[received])].tolist():
             content = int(plan.sequence[unit]), own.target(unit)
@@ -139,16 +143,18 @@ class Wave:
             for message in make_messages(rank, peer, is_sent, contents)
         ]
 
-    def _sends(self) -> list[tuple[int, int, int, Region]]:
-        """Return for each part that is sent the number of its region, the peer, its place in the
-        sequence, and where in the chunk it is.
-        """
+    def _sent_views(self) -> Iterator[tuple[int, int, torch.Tensor]]:
+        """Yield for each part that is sent the peer, its place in the sequence, and its memory."""
         plan = self._own.plan
         sent = np.flatnonzero(plan.read_waves[plan.send_reads] == self._number)
-        columns = [column[sent].tolist() for column in plan.sends]
-        found = []
-        for number, peer, sequence, offset, shape in zip(*columns, strict=True):
-            ndim = len(self._regions[number].region.shape)
-            part = Region(tuple(offset[:ndim]), tuple(shape[:ndim]))
-            found.append((number, peer, sequence, part))
-        return found
+        reads, *columns = (column[sent] for column in plan.sends)
+        is_whole = (columns[-1] == plan.read_shapes[reads]).all(axis=1)
+        for number, whole_region, peer, sequence, offset, shape in zip(
+            reads.tolist(), is_whole.tolist(), *(c.tolist() for c in columns), strict=True
+        ):
+            read = self._regions[number]
+            if whole_region:
+                yield peer, sequence, read.memory
+                continue
+            ndim = len(read.region.shape)
+            yield peer, sequence, read.part(Region(tuple(offset[:ndim]), tuple(shape[:ndim])))

@@ -269,8 +269,9 @@ def test_ranks_ask_for_no_sizes_and_one_reads_the_common_state(s3, parallel_load
 @pytest.mark.parametrize("verify", [True, False])
 def test_ranges_that_are_near_are_read_with_one_request(s3, gap, expected, verify):
     location = f"{s3.url}/c"
-    # Tensors of 4-byte elements lie in a file in the order of their names.
-    sizes = {"a": 1000, "b": gap // 4, "c": 3, "d": gap // 4, "e": 70000, "f": 5}
+    # Small tensors of 4-byte elements lie in a file in the order of their names.
+    half = gap // 8
+    sizes = {"a": 1000, "b1": half, "b2": half, "c": 3, "d1": half, "d2": half, "e": 60000, "f": 5}
     tensors = {key: numbers(size, size) for key, size in sizes.items()}
     distckpt.save({key: whole(key, tensor) for key, tensor in tensors.items()}, location)
     proxy = FaultyProxy(s3.server)
