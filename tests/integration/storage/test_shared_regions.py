@@ -48,7 +48,7 @@ def shard_of(key, shape, place, data, replica=0):
     )
 
 
-def save_rows(rank, num_ranks, shapes, location):
+def save_rows(rank, url, num_ranks, shapes, location):
     """Save as FSDP2 does: rows of every tensor on each rank."""
     state = {}
     for key, shape in shapes.items():
@@ -56,7 +56,9 @@ def save_rows(rank, num_ranks, shapes, location):
         place = (rows, *[slice(0, n) for n in shape[1:]])
         data = torch.from_numpy(values_of(key, shape)[place].copy())
         state[key] = shard_of(key, shape, place, data)
-    distckpt.save(state, location)
+    # Ranks have the environment of the process that forks them, which may be older than the server.
+    with reached_at(url):
+        distckpt.save(state, location)
 
 
 def load_places(rank, url, location, shapes, places_of_ranks, options):
@@ -111,7 +113,7 @@ def pipeline_places(tp, pp):
 @pytest.mark.parametrize("verify", [True, False])
 def test_tensor_and_pipeline_parallel_ranks_read_what_fsdp_saved_once(run, server, verify):
     location = f"{new_bucket(server)}/c"
-    run(save_rows, 4, 4, SHAPES, location)
+    run(save_rows, 4, server, 4, SHAPES, location)
     places = pipeline_places(4, 2)
     total = sum(4 * int(np.prod(shape)) for shape in SHAPES.values())
     options = {"verify": verify}
@@ -141,7 +143,7 @@ def test_any_regions_are_right_and_sharing_reads_no_more(run, server, seed):
     rng = np.random.default_rng(seed)
     location = f"{new_bucket(server)}/c"
     writers, readers = rng.integers(1, 5), rng.integers(2, 7)
-    run(save_rows, writers, writers, SHAPES, location)
+    run(save_rows, writers, server, writers, SHAPES, location)
     places = random_places(rng, readers)
     _, shared = loaded(run, server, location, SHAPES, places, parallel_load="on")
     _, alone = loaded(run, server, location, SHAPES, places, parallel_load="off")
@@ -172,7 +174,7 @@ def load_columns_counting_memory(rank, url, location):
 
 def test_memory_for_other_ranks_is_within_the_limit(run, server):
     location = f"{new_bucket(server)}/c"
-    run(save_rows, 1, 1, LARGE, location)
+    run(save_rows, 1, server, 1, LARGE, location)
     for grown, is_right in run(load_columns_counting_memory, 4, server, location):
         assert is_right
         assert grown < (96 + 48) * MIB, f"{grown / MIB:.0f} MiB"
@@ -194,7 +196,7 @@ def load_refused(rank, url, location):
 
 def test_a_range_that_one_rank_cannot_read_is_an_error_on_all(run, server):
     location = f"{new_bucket(server)}/c"
-    run(save_rows, 4, 4, SHAPES, location)
+    run(save_rows, 4, server, 4, SHAPES, location)
     proxy = FaultyProxy(server, Fault("GET", "tensors-.*shard-00003", "403", count=99))
     with proxy.running() as url:
         results = run(load_refused, 4, url, location)
