@@ -1,10 +1,11 @@
 """Commit a save to an object store, where nothing can be renamed: the marker is put last, on a
 condition.
 
-Every save writes into folders of its own, `tensors-<nonce>/` and `objects-<nonce>/`, so files of
-two savers never meet. The marker names the manifest, and the manifest the files. It is put only if
-the marker that was there when the save began, or none, is still there. So of several savers one
-wins, and a reader finds the old checkpoint or the new one.
+Every save writes into folders of its own, `tensors-<nonce>/` and `objects-<nonce>/` (of many ranks
+also `tensors-<nonce>-1/` and so on), so files of two savers never meet. The marker names the
+manifest, and the manifest the files. It is put only if the marker that was there when the save
+began, or none, is still there. So of several savers one wins, and a reader finds the old checkpoint
+or the new one.
 
 What is no part of the checkpoint that the marker names was left by a save that was interrupted, or
 belongs to one that began before the marker was put and cannot win any more. Files that are there
@@ -37,9 +38,10 @@ SAVE = "save"
 """Field of the marker: the nonce of the save."""
 
 _OURS = re.compile(
-    r"(?:tensors|objects)(?:-([0-9a-f]{16}))?/.+|manifest(?:-([0-9a-f]{16}))?\.safetensors"
+    r"(?:tensors|objects)(?:-([0-9a-f]{16})(?:-[0-9]+)?)?/.+|"
+    r"manifest(?:-([0-9a-f]{16}))?\.safetensors"
 )
-_FOLDER = re.compile(rb"(?:tensors|objects)-([0-9a-f]{16})/")
+_FOLDER = re.compile(rb"(?:tensors|objects)-([0-9a-f]{16})(?:-[0-9]+)?/")
 
 
 def stray_files(location: str, named: Container[str]) -> list[str]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 import torch
@@ -112,18 +111,16 @@ def load_tensors(
         most_bytes=vote.largest,
         max_inflight_bytes=options.max_inflight_bytes,
     )
-    num_threads = _num_threads(stored, options)
     with OpenFiles() as files:
-        read = partial(
-            read_values,
-            stored.with_files(files),
-            targets=separated.targets,
-            num_threads=num_threads,
-            progress=progress,
-        )
-        read(read_shared(sharing, stored.manifest, planned.copies, separated.targets, read))
+        opened = stored.with_files(files)
+
+        def read(copies: Sequence[Copy], targets: Sequence[torch.Tensor], max_bytes: int) -> None:
+            read_values(opened, copies, targets, _num_threads(stored, max_bytes), progress)
+
+        left = read_shared(sharing, stored, planned.copies, separated.targets, read)
+        read(left, separated.targets, options.max_inflight_bytes)
     apart = [pair for pair in zip(planned.requests, planned.targets, strict=True) if pair[0].step]
-    read_apart(stored, apart, num_threads, progress)
+    read_apart(stored, apart, _num_threads(stored, options.max_inflight_bytes), progress)
     settings.overwritten.update(aliases.join(planned.requests, separated, stored.location))
     warn_of_overflows(stored, planned.requests, planned.targets)
     _add(planned.additions)
@@ -134,11 +131,11 @@ def load_tensors(
     ]
 
 
-def _num_threads(stored: StoredCheckpoint, options: LoadOptions) -> int:
-    """Return how many threads may read."""
+def _num_threads(stored: StoredCheckpoint, max_bytes: int) -> int:
+    """Return how many threads may read, if so much may be on its way."""
     if locations.is_local(stored.location):
-        return num_threads_within(options.max_inflight_bytes)
-    return num_requests_within(options.max_inflight_bytes)
+        return num_threads_within(max_bytes)
+    return num_requests_within(max_bytes)
 
 
 def _plan_requests(

@@ -48,6 +48,8 @@ REQUEST_BYTES = 16 << 20
 """Size of a request to an object store: enough that its answer takes longer than the way there."""
 FETCH_PITCH_BYTES = 64 << 10
 """If runs are closer than this, a disk delivers them faster with the gaps than one by one."""
+MAX_GAP_BYTES = 256 << 10
+"""An object store delivers so much more in the time that a further request takes."""
 SMALL_BYTES = 16 << 10
 """Less goes to its target by way of scratch memory: a copy costs less than a buffer of its own."""
 
@@ -164,8 +166,10 @@ class _Reading:
 
     def run(self, num_threads: int) -> None:
         """Read everything. A disk is read fastest where a few threads each read on and on."""
-        is_local = locations.is_local(self.stored.location)
-        run_threads(self.read, self.units(), num_threads, in_stretches=is_local)
+        if locations.is_local(self.stored.location):
+            run_threads(self.read, self.units(), num_threads, in_stretches=True)
+        else:
+            run_threads(self.fetch, self._near_units(), num_threads)
 
     def units(self) -> Iterator[list[Span]]:
         """Divide parts that follow one another in a file into units: one call reads each of them.
@@ -190,33 +194,65 @@ class _Reading:
                 continue
             yield from units_of(sizes[first:end], unit_bytes, block_bytes, first)
 
+    def _near_units(self) -> list[list[list[Span]]]:
+        """Put units together that one request to an object store reads, with the gaps between
+        them.
+        """
+        groups: list[list[list[Span]]] = []
+        file = start = stop = -1
+        for unit in self.units():
+            first = self._position(unit)
+            end = first + sum(span.num_bytes for span in unit)
+            is_near = self.file_of(unit) == file and first - stop <= MAX_GAP_BYTES
+            if is_near and max(stop, end) - start <= REQUEST_BYTES:
+                groups[-1].append(unit)
+                stop = max(stop, end)
+            else:
+                groups.append([unit])
+                file, start, stop = self.file_of(unit), first, end
+        return groups
+
     def read(self, unit: list[Span]) -> None:
-        """Read a unit, compare it with its checksums, and bring it to its targets."""
+        """Read a unit of a local file, and finish it."""
         part = self.parts[unit[0].chunk]
         if part.is_sparse:
             _read_runs(self, part)
-        else:
-            content = self._read(unit)
-            if self.stored.verifies:
-                _verify(self, unit, content.buffers)
-            if content.small or content.values:
-                _deliver(self, content)
+            self._count(unit)
+            return
+        content = _content_for(self, unit)
+        position = self._position(unit)
+        with self.files.open(self._paths[self.file_of(unit)]) as fd:
+            num_read = read_into(fd, content.buffers, position)
+        self._finish(unit, content, num_read)
+
+    def fetch(self, units: list[list[Span]]) -> None:
+        """Read units from an object store with one request, and finish them."""
+        position = self._position(units[0])
+        stop = max(self._position(unit) + sum(span.num_bytes for span in unit) for unit in units)
+        path = self._paths[self.file_of(units[0])]
+        data = _fetch(self.stored, path, position, stop - position)
+        for unit in units:
+            content = _content_for(self, unit)
+            num_read = _fill(content.buffers, data[self._position(unit) - position :])
+            self._finish(unit, content, num_read)
+
+    def _finish(self, unit: list[Span], content: _Content, num_read: int) -> None:
+        """Compare a unit with its checksums, and bring it to its targets."""
+        if num_read < sum(map(len, content.buffers)):
+            raise _cut_off(self, unit, self._position(unit), num_read)
+        if self.stored.verifies:
+            _verify(self, unit, content.buffers)
+        if content.small or content.values:
+            _deliver(self, content)
+        self._count(unit)
+
+    def _count(self, unit: list[Span]) -> None:
         if self._progress is not None:
             self._progress(sum(_useful_bytes(self, span) for span in unit))
 
-    def _read(self, unit: list[Span]) -> _Content:
-        content = _content_for(self, unit)
-        first = unit[0]
-        path = self._paths[self.file_of(unit)]
-        position = int(self._in_order.positions[first.chunk]) + first.start
-        if locations.is_local(path):
-            with self.files.open(path) as fd:
-                num_read = read_into(fd, content.buffers, position)
-        else:
-            num_read = _fetch(self.stored, path, position, content.buffers)
-        if num_read < sum(map(len, content.buffers)):
-            raise _cut_off(self, unit, position, num_read)
-        return content
+    def _position(self, unit: list[Span]) -> int:
+        """Return where in its file a unit begins."""
+        return int(self._in_order.positions[unit[0].chunk]) + unit[0].start
 
     def file_of(self, unit: list[Span]) -> int:
         """Return the number of the file of a unit."""
@@ -398,6 +434,15 @@ def _copy(source: torch.Tensor, target: torch.Tensor, copier: Copier) -> None:
     copier.copy(target, source)
 
 
+def _fill(buffers: Sequence[Bytes], data: Bytes) -> int:
+    """Copy data into buffers, one after the other; return how much of it they took."""
+    rest = data
+    for buffer in buffers:
+        count = min(len(buffer), len(rest))
+        buffer[:count], rest = rest[:count], rest[count:]
+    return len(data) - len(rest)
+
+
 # --- Damage ---------------------------------------------------------------------------------------
 
 
@@ -505,10 +550,10 @@ def _check_file(stored: StoredCheckpoint, file_id: int) -> None:
         )
 
 
-def _fetch(stored: StoredCheckpoint, path: str, position: int, buffers: Sequence[Bytes]) -> int:
-    """Read from an object store; return how many bytes there were."""
+def _fetch(stored: StoredCheckpoint, path: str, position: int, num_bytes: int) -> Bytes:
+    """Read from an object store; return fewer bytes if the file ends before that."""
     try:
-        return object_store.at(path).read_into(position, buffers)
+        return object_store.at(path).read_range(position, num_bytes)
     except FileNotFoundError as error:
         raise _missing(stored, path) from error
 

@@ -1,9 +1,10 @@
-"""Shared reads: of the ranks that request the same bytes, one reads them and sends them to the
-others.
+"""Shared reads: of the ranks that request parts of the same bytes, one reads them and sends the
+others their parts.
 
-This goes in waves. Every rank reads its part of a wave straight into its targets; then the ranks
-exchange what they have read, while they read their parts of the next wave. Before each exchange
-they agree that all have read, so that no rank waits for one that has failed.
+This goes in waves. Every rank reads its part of a wave, straight into its targets where they hold
+all of it; then the ranks exchange what they have read, while they read their parts of the next
+wave. Before each exchange they agree that all have read, so that no rank waits for one that has
+failed.
 """
 
 from __future__ import annotations
@@ -12,18 +13,28 @@ import socket
 import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 import torch
 
 from distckpt._base.threads import Pool
 from distckpt._format.checksum import checksum
-from distckpt._format.manifest import Manifest
+from distckpt._format.stored_checkpoint import StoredCheckpoint
 from distckpt._geometry.region import IntArray
-from distckpt._io.exchange import Message, exchange, make_buffers, make_messages
+from distckpt._io.exchange import exchange, make_buffers
+from distckpt._io.wave import OwnUnits, Wave
 from distckpt._plan.load import Copy
-from distckpt._plan.share import SharePlan, UnitTable, describe_units, divide, plan_shares
+from distckpt._plan.share import (
+    ReadCosts,
+    SharePlan,
+    Units,
+    UnitTable,
+    describe_units,
+    divide,
+    plan_shares,
+    unit_bytes_for,
+)
 from distckpt._ranks.collectives import Ranks
 
 MIN_REQUESTED_BYTES = 128 << 20
@@ -34,8 +45,13 @@ FAST_BYTES_PER_SECOND = 500 << 20
 """and some rank reads more slowly: otherwise sending would be no faster."""
 SAMPLE_BYTES = 8 << 20
 """Mode "auto" measures how fast a rank reads by this much of what it requests."""
+HELD_SHARE = 8
+"""Of the memory for data on its way, this part is for what is read in a wave for other ranks and
+does not lie in a target. Two waves are under way at a time.
+"""
 
-Read = Callable[[Sequence[Copy]], None]
+Read: TypeAlias = Callable[[Sequence[Copy], Sequence[torch.Tensor], int], None]
+"""Fills the targets of the requests of copies, with at most so many bytes on their way."""
 
 
 class Sharing(NamedTuple):
@@ -43,7 +59,7 @@ class Sharing(NamedTuple):
 
     `mode` is "on", "off" or "auto"; ranks share within their `group`. `is_local` says that the
     checkpoint is read through this machine's file system, whose cache ranks share anyway. No rank
-    requests more than `most_bytes`. `max_inflight_bytes` is memory for messages.
+    requests more than `most_bytes`. `max_inflight_bytes` is memory for what is on its way.
     """
 
     ranks: Ranks
@@ -60,17 +76,17 @@ class Sharing(NamedTuple):
 
 def read_shared(
     sharing: Sharing,
-    manifest: Manifest,
+    stored: StoredCheckpoint,
     copies: Sequence[Copy],
     targets: Sequence[torch.Tensor],
     read: Read,
 ) -> Sequence[Copy]:
-    """Let one of several ranks that request the same bytes read them for all, if that pays; return
-    the copies that are still to be read.
+    """Let one of several ranks that request parts of the same bytes read them for all, if that
+    pays; return the copies that are still to be read.
 
     Collective operation: all ranks must call it. `targets` has for each request a tensor of its
-    region's shape, of any strides, device and dtype. `read` fills them from storage; calls do not
-    overlap, but come from other threads too.
+    region's shape, of any strides, device and dtype. Calls of `read` do not overlap, but come from
+    other threads too.
 
     Raises:
         RankFailedError: a rank could not read what others wait for.
@@ -79,25 +95,27 @@ def read_shared(
     if not _may_pay(sharing, targets):
         return copies
     with ranks.phase("describe the reads"):
-        units, copy_of = divide(manifest, copies)
+        divided = divide(stored.manifest, copies, unit_bytes_for(sharing.most_bytes))
         dtypes = [target.dtype for target in targets]
-        table = describe_units(manifest, units, dtypes, sharing.group, _place_of(sharing))
-        pieces = _Pieces(copies, units, copy_of)
-    left = np.arange(len(units))
+        costs = ReadCosts(stored.manifest, sharing.is_local and not stored.verifies)
+        table = describe_units(costs, divided, dtypes, sharing.group, _place_of(sharing))
+        pieces = _Pieces(copies, divided)
+    left = np.arange(len(divided.units))
     if sharing.is_auto:
-        left, is_fast = _read_sample(ranks, pieces, table.num_bytes, read)
+        left, is_fast = _read_sample(sharing, pieces, table.num_bytes, targets, read)
         if is_fast:
             return pieces.join(left)
-    table = table._replace(rows=table.rows[left], num_bytes=table.num_bytes[left])
-    plan = _plan_together(ranks, table)
+    plan = _plan_together(sharing, table.take(left), costs)
     if plan.num_waves and not (sharing.is_auto and plan.most_bytes < MIN_SHARED_BYTES):
-        with ranks.phase("prepare to share reads"):
-            own = [
-                pieces.join(left[(plan.readers == ranks.rank) & (plan.waves == wave)])
-                for wave in range(plan.num_waves)
-            ]
-            units = [units[i] for i in left.tolist()]
-        _read_in_waves(sharing, plan, own, read, units, targets)
+        own = OwnUnits(plan, [divided.units[i] for i in left.tolist()], targets)
+
+        def read_wave(wave: Wave, max_bytes: int) -> None:
+            direct = pieces.join(left[wave.direct_units])
+            held, memories = wave.held_copies(len(targets))
+            read([*direct, *held], [*targets, *memories], max_bytes)
+            wave.fill_own()
+
+        _read_in_waves(sharing, own, read_wave)
         left = left[plan.readers < 0]
     return pieces.join(left)
 
@@ -136,49 +154,53 @@ def host_number() -> int:
     return checksum(socket.gethostname().encode() + b"\n" + boot) >> 2
 
 
-def _plan_together(ranks: Ranks, table: UnitTable) -> SharePlan:
-    tables = ranks.gather(table.to_bytes())
+def _plan_together(sharing: Sharing, table: UnitTable, costs: ReadCosts) -> SharePlan:
+    tables = sharing.ranks.gather(table.to_bytes())
 
     def plan() -> list[bytes]:
         units = [UnitTable.from_bytes(data) for data in tables]
-        return [share.to_bytes() for share in plan_shares(units)]
+        held_bytes = sharing.max_inflight_bytes // HELD_SHARE
+        return [share.to_bytes() for share in plan_shares(units, costs, held_bytes)]
 
-    return SharePlan.from_bytes(ranks.decide_each("plan shared reads", plan))
+    return SharePlan.from_bytes(sharing.ranks.decide_each("plan shared reads", plan))
 
 
 class _Pieces(NamedTuple):
-    """The copies that this rank requests, the units they are divided into, and for each of these
-    its copy.
-    """
+    """The copies that this rank requests, and the units they are divided into."""
 
     copies: Sequence[Copy]
-    units: Sequence[Copy]
-    copy_of: IntArray
+    divided: Units
 
-    def join(self, units: IntArray) -> list[Copy]:
+    def join(self, numbers: IntArray) -> list[Copy]:
         """Return what to read for some units; the original copy if these are all units of it."""
-        num_given = np.bincount(self.copy_of[units], minlength=len(self.copies))
-        is_complete = num_given == np.bincount(self.copy_of, minlength=len(self.copies))
+        units, copy_of, _ = self.divided
+        num_given = np.bincount(copy_of[numbers], minlength=len(self.copies))
+        is_complete = num_given == np.bincount(copy_of, minlength=len(self.copies))
         complete = np.flatnonzero(is_complete & (num_given > 0))
-        others = units[~is_complete[self.copy_of[units]]]
+        others = numbers[~is_complete[copy_of[numbers]]]
         return [
             *(self.copies[i] for i in complete.tolist()),
-            *(self.units[i] for i in others.tolist()),
+            *(units[i] for i in others.tolist()),
         ]
 
 
 def _read_sample(
-    ranks: Ranks, pieces: _Pieces, num_bytes: IntArray, read: Read
+    sharing: Sharing,
+    pieces: _Pieces,
+    num_bytes: IntArray,
+    targets: Sequence[torch.Tensor],
+    read: Read,
 ) -> tuple[IntArray, bool]:
     """Read some units, different ones on each rank; return the units that are left, and whether all
     ranks read fast.
     """
+    ranks = sharing.ranks
     in_turn = np.roll(np.arange(len(num_bytes)), -(len(num_bytes) * ranks.rank // ranks.size))
     is_sample = np.cumsum(num_bytes[in_turn]) - num_bytes[in_turn] < SAMPLE_BYTES
     sample_bytes = int(num_bytes[in_turn[is_sample]].sum())
     with ranks.phase("read"):
         started = time.perf_counter()
-        read(pieces.join(in_turn[is_sample]))
+        read(pieces.join(in_turn[is_sample]), targets, sharing.max_inflight_bytes)
         seconds = time.perf_counter() - started
     is_fast = sample_bytes >= FAST_BYTES_PER_SECOND * seconds
     all_fast = bool(ranks.all_gather_numbers([is_fast or not sample_bytes]).all())
@@ -187,54 +209,42 @@ def _read_sample(
 
 def _read_in_waves(
     sharing: Sharing,
-    plan: SharePlan,
-    to_read: Sequence[Sequence[Copy]],
-    read: Read,
-    units: Sequence[Copy],
-    targets: Sequence[torch.Tensor],
+    own: OwnUnits,
+    read: Callable[[Wave, int], None],
 ) -> None:
     """Read and exchange shared units: each wave is read while the one before is exchanged.
 
-    `to_read` has what this rank reads in each wave, `units` the units of the plan.
+    `read` fills what a wave reads, with at most so much memory.
     """
-    ranks = sharing.ranks
+    ranks, plan = sharing.ranks, own.plan
     problems: list[Exception] = []
-    buffers = make_buffers(sharing.max_inflight_bytes // 2)
+    with ranks.phase("prepare to share reads"):
+        held_bytes = own.held_bytes()
+        in_wave = np.bincount(plan.read_waves, held_bytes, plan.num_waves).astype(np.int64)
+        memory = torch.empty((2, int(in_wave.max())), dtype=torch.uint8)
+        message_bytes, read_bytes = _budget(sharing.max_inflight_bytes, memory.nbytes)
+        buffers = make_buffers(message_bytes)
+        upcoming = Wave(own, 0, memory[0])
     with Pool(1, thread_name_prefix="distckpt-share") as background:
-        reading = background.submit(read, to_read[0])
-        for wave in range(plan.num_waves):
+        reading = background.submit(read, upcoming, read_bytes)
+        for number in range(plan.num_waves):
             with ranks.phase("read for other ranks"):
                 reading.result()
                 if problems:
                     raise problems[0]
-            if wave + 1 < plan.num_waves:
-                reading = background.submit(read, to_read[wave + 1])
-            exchange(ranks, _messages(ranks.rank, plan, wave, units, targets), buffers, problems)
+                wave = upcoming
+                if number + 1 < plan.num_waves:
+                    upcoming = Wave(own, number + 1, memory[(number + 1) % 2])
+            if number + 1 < plan.num_waves:
+                reading = background.submit(read, upcoming, read_bytes)
+            exchange(ranks, wave.messages(ranks.rank), buffers, problems)
     if problems:
         raise problems[0]
 
 
-def _messages(
-    rank: int, plan: SharePlan, wave: int, units: Sequence[Copy], targets: Sequence[torch.Tensor]
-) -> list[Message]:
-    """Put together what this rank exchanges with each peer in a wave."""
-
-    def content(number: int) -> tuple[int, torch.Tensor]:
-        unit = units[number]
-        target = targets[unit.request]
-        view = target if unit.target.shape == tuple(target.shape) else target[unit.target.slices()]
-        return int(plan.sequence[number]), view
-
-    by_peer: dict[tuple[int, bool], list[tuple[int, torch.Tensor]]] = defaultdict(list)
-    sent = plan.waves[plan.send_units] == wave
-    numbers, peers = plan.send_units[sent].tolist(), plan.send_ranks[sent].tolist()
-    for number, peer in zip(numbers, peers, strict=True):
-        by_peer[peer, True].append(content(number))
-    received = np.flatnonzero((plan.waves == wave) & (plan.readers != rank))
-    for number in received[np.argsort(plan.sequence[received])].tolist():
-        by_peer[int(plan.readers[number]), False].append(content(number))
-    return [
-        message
-        for (peer, is_sent), contents in by_peer.items()
-        for message in make_messages(rank, peer, is_sent, contents)
-    ]
+def _budget(max_inflight_bytes: int, held_bytes: int) -> tuple[int, int]:
+    """Divide memory between messages and reads, beside what is held for other ranks."""
+    if not held_bytes:
+        return max_inflight_bytes // 2, max_inflight_bytes
+    message_bytes = max_inflight_bytes // HELD_SHARE
+    return message_bytes, max_inflight_bytes - held_bytes - message_bytes

@@ -7,6 +7,7 @@ import errno
 import importlib
 import itertools
 import os
+import re
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -31,6 +32,10 @@ SMALL_BYTES = 16 << 10
 """Less of a tensor is copied and written together with what lies beside it: a copy costs less than
 a view and a buffer of its own.
 """
+
+FOLDER_RANKS = 256
+"""Object stores limit the requests for what lies below one prefix."""
+_RANK = re.compile(r"(?:shard|rank)-(\d+)")
 
 Fill: TypeAlias = Callable[[Sequence[Span], Bytes], list[Bytes]]
 """Gives the bytes of some spans, in order: views of existing memory, or of the scratch memory of
@@ -167,10 +172,12 @@ def _upload(outputs: Sequence[_Output], settings: WriteSettings) -> None:
 
 def in_folder(name: str, suffix: str) -> str:
     """Return the name of a file with a suffix added to that of its folder, see
-    `PreparedSave.folder_suffix`.
+    `PreparedSave.folder_suffix`. With a suffix, a folder has the files of `FOLDER_RANKS` ranks.
     """
     folder, _, file = name.partition("/")
-    return f"{folder}{suffix}/{file}"
+    rank = _RANK.match(file) if suffix else None
+    number = (int(rank[1]) - 1) // FOLDER_RANKS if rank else 0
+    return f"{folder}{suffix}{f'-{number}' if number else ''}/{file}"
 
 
 def create_file(location: str, header: bytes, num_bytes: int) -> None:

@@ -44,6 +44,11 @@ from distckpt._ranks.collectives import Ranks
 from distckpt._state.shards import GlobalTable, Shard, ShardTable, find_ties
 from distckpt._state.validation import replica_weights
 
+SMALL_CHUNK_BYTES = 256 << 10
+"""Chunks of at most this size lie side by side. A load by other ranks that needs only those, say
+the few rows of small tensors that a rank has, would otherwise read each with a request of its own.
+"""
+
 
 class PlannedChunk(NamedTuple):
     """A chunk to be written: a region of a global tensor, or a cell of a grid of objects.
@@ -176,6 +181,8 @@ def lay_out_tensor_file(
 
     Chunks that are in this order already give the same bytes.
     """
+    # Stable: of items of one size, small chunks follow the others.
+    chunks = sorted(chunks, key=lambda chunk: chunk.num_bytes <= SMALL_CHUNK_BYTES)
     entries = [Entry(c.key, c.dtype, c.region.shape, c.num_bytes) for c in chunks]
     order = layout_order(entries)
     shapes = {chunks[i].key: global_shapes[chunks[i].key] for i in order}

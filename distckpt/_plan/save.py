@@ -29,6 +29,16 @@ MIN_SLICE_BYTES = 4096
 """Nothing smaller is cut: the balance gained is not worth another chunk."""
 
 
+MAX_SMALL_WRITERS = 16
+"""So many ranks may write little each: then it matters more that all take part than that there are
+few files.
+"""
+MIN_RANK_BYTES = 1 << 20
+"""What each of more ranks writes at least of what they all hold: thousands of ranks would else
+write thousands of tiny files.
+"""
+
+
 class Pieces(NamedTuple):
     """Regions of the shards of one rank that it writes, and the ids that their keys have in the
     manifest.
@@ -101,7 +111,7 @@ def plan_owners(
             whole_owner[members] = candidates[0]
             loads[candidates[0]] += int(sizes.sum())
             continue
-        shares = even_shares(loads[candidates], int(sizes.sum()))
+        shares = writer_shares(loads[candidates], int(sizes.sum()))
         loads[candidates] += shares
         owners, slices = _cut_line(table, groups, members, np.cumsum(shares)[:-1], candidates)
         whole_owner[members] = owners
@@ -187,6 +197,19 @@ def lines(ranks: IntArray, starts: IntArray) -> Iterator[tuple[IntArray, IntArra
     for index in sorted(range(len(first)), key=lambda i: (sizes[first[i]], first[i])):
         start = starts[first[index]]
         yield members_of[index], ranks[start : start + sizes[first[index]]]
+
+
+def writer_shares(loads: IntArray, total: int) -> IntArray:
+    """Split `total` bytes among ranks that write them, like `even_shares`; of many ranks so few get
+    some that each writes `MIN_RANK_BYTES`. Those that have a file anyway come first.
+    """
+    count = max(MAX_SMALL_WRITERS, total // MIN_RANK_BYTES)
+    if len(loads) <= count:
+        return even_shares(loads, total)
+    shares = np.zeros(len(loads), np.int64)
+    chosen = np.lexsort((loads, loads == 0))[:count]
+    shares[chosen] = even_shares(loads[chosen], total)
+    return shares
 
 
 def even_shares(loads: IntArray, total: int) -> IntArray:

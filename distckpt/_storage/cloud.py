@@ -17,17 +17,19 @@ from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
 from typing import Any, Literal, NamedTuple
 
+import numpy as np
+
 from distckpt._base.memory import Bytes
 from distckpt._base.threads import PART_BYTES
-from distckpt._storage.cloud_errors import is_temporary, os_error, text_of
+from distckpt._storage.cloud_errors import is_busy, is_temporary, os_error, text_of
 from distckpt._storage.fsspec_urls import settings_of
 from distckpt._storage.object_store import PROVIDERS
 from distckpt._storage.remote import (
+    NO_BYTES,
     RETRY_SECONDS,
     RefusedError,
     RemoteLocation,
     Upload,
-    fill,
     too_large,
 )
 
@@ -38,6 +40,8 @@ _MAX_REMOVED = 1000
 """Objects that one request may remove."""
 _ATTEMPTS = 8
 """Attempts at a request, unless AWS_MAX_ATTEMPTS says otherwise."""
+_ATTEMPTS_WHILE_BUSY = 20
+"""The same where the store says that it gets too many, say of thousands of ranks."""
 _REQUEST_LIMIT = timedelta(minutes=2)
 
 _REPLACED_SETTINGS: dict[str, dict[str, tuple[str, ...]]] = {
@@ -120,20 +124,19 @@ class CloudLocation(RemoteLocation):
 
         return bytes(self._request(fetch))
 
-    def read_into(self, start: int, buffers: Sequence[Bytes]) -> int:
-        wanted = sum(len(buffer) for buffer in buffers)
-        if not wanted:
-            return 0
+    def read_range(self, start: int, num_bytes: int) -> Bytes:
+        if not num_bytes:
+            return NO_BYTES
         try:
             data = self._request(
-                lambda: self._store.get_range(self._path, start=start, length=wanted)
+                lambda: self._store.get_range(self._path, start=start, length=num_bytes)
             )
         except OSError as error:
             if error.errno != errno.ESPIPE:
                 raise
             # The range begins after the end.
-            return 0
-        return fill(buffers, data)
+            return NO_BYTES
+        return np.frombuffer(data, np.uint8)
 
     def write(self, data: bytes) -> None:
         self._request(lambda: self._store.put(self._path, data, chunk_size=PART_BYTES))
@@ -247,6 +250,9 @@ class CloudLocation(RemoteLocation):
             return self._request(lambda: self._store.head(self._path))
         except FileNotFoundError:
             return None
+
+    def _attempts_after(self, error: Exception) -> int:
+        return _num_attempts(_ATTEMPTS_WHILE_BUSY) if is_busy(error) else self.num_attempts
 
     def _is_temporary(self, error: Exception) -> bool:
         return is_temporary(error)
@@ -368,11 +374,13 @@ def _connection_in(
             },
         )
 
-    return _Connection(obstore, store(1), store(_num_attempts()), container, client)
+    # That the store is reached, its first requests have shown.
+    streams = store(_num_attempts(_ATTEMPTS_WHILE_BUSY))
+    return _Connection(obstore, store(1), streams, container, client)
 
 
-def _num_attempts() -> int:
-    text = os.environ.get("AWS_MAX_ATTEMPTS") or str(_ATTEMPTS)
+def _num_attempts(default: int = _ATTEMPTS) -> int:
+    text = os.environ.get("AWS_MAX_ATTEMPTS") or str(default)
     if not text.isdecimal():
         raise ValueError(f"The environment variable AWS_MAX_ATTEMPTS is {text!r}, not a number.")
     return int(text)

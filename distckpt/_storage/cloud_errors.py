@@ -7,6 +7,7 @@ import http
 import re
 
 _TEMPORARY_STATUSES = (408, 429, 500, 502, 503, 504)
+_BUSY_STATUSES = (429, 503)
 _ERRNOS = {
     401: errno.EACCES,
     403: errno.EACCES,
@@ -45,6 +46,11 @@ def is_temporary(error: Exception) -> bool:
     status = _status_of(error)
     may_end = _is_of_library(error) and (status == 0 or status in _TEMPORARY_STATUSES)
     return may_end and not re.search(r"after \d+ retries", str(error))
+
+
+def is_busy(error: Exception) -> bool:
+    """Tell whether a store has refused a request since it gets too many."""
+    return _is_of_library(error) and _status_of(error) in _BUSY_STATUSES
 
 
 def _is_of_library(error: Exception) -> bool:

@@ -6,18 +6,19 @@ import contextlib
 import errno
 import re
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Literal
 
 import fsspec
 import fsspec.spec
+import numpy as np
 import xxhash
 from fsspec.implementations.dirfs import DirFileSystem
 from fsspec.implementations.local import LocalFileSystem
 from fsspec.implementations.memory import MemoryFileSystem
 
 from distckpt._base.memory import Bytes
-from distckpt._storage.remote import RemoteLocation, fill, too_large
+from distckpt._storage.remote import NO_BYTES, RemoteLocation, too_large
 
 _OVER_HTTP = re.compile(r"(?:^|::)https?://")
 _TEMPORARY_ERRNOS = {
@@ -131,16 +132,15 @@ class FsspecLocation(RemoteLocation):
             raise too_large(max_bytes, self.location)
         return bytes(self._request(lambda: self._fs.cat_file(self._path)))
 
-    def read_into(self, start: int, buffers: Sequence[Bytes]) -> int:
-        wanted = sum(len(buffer) for buffer in buffers)
+    def read_range(self, start: int, num_bytes: int) -> Bytes:
+        def fetch() -> Bytes:
+            data = self._fs.cat_file(self._path, start=start, end=start + num_bytes)
+            if len(data) < num_bytes and start + len(data) < self._fs.size(self._path):
+                raise OSError(errno.EIO, f"{len(data)} bytes came, {num_bytes} were requested")
+            content: Bytes = np.frombuffer(data, np.uint8)
+            return content
 
-        def fetch() -> int:
-            got = fill(buffers, self._fs.cat_file(self._path, start=start, end=start + wanted))
-            if got < wanted and start + got < self._fs.size(self._path):
-                raise OSError(errno.EIO, f"{got} bytes came, {wanted} were requested")
-            return got
-
-        return self._request(fetch) if wanted else 0
+        return self._request(fetch) if num_bytes else NO_BYTES
 
     def _check_writable(self) -> None:
         if _OVER_HTTP.search(self.location):

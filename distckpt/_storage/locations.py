@@ -15,8 +15,6 @@ import shutil
 import stat
 from collections.abc import Callable, Iterator, Mapping
 
-import numpy as np
-
 from distckpt._base.libc import swap_names
 from distckpt._storage import object_store
 
@@ -225,8 +223,7 @@ def read_range(location: str, start: int, stop: int) -> bytes:
         with naming(location), open(location, "rb") as file:
             file.seek(start)
             return file.read(stop - start)
-    buffer = np.empty(stop - start, np.uint8)
-    return buffer[: object_store.at(location).read_into(start, [buffer])].tobytes()
+    return object_store.at(location).read_range(start, stop - start).tobytes()
 
 
 def write_bytes(location: str, data: bytes, durable: bool = True) -> None:

@@ -22,8 +22,10 @@ _NUM_REMOVALS = 10
 """Removals at the same time."""
 RETRY_SECONDS = 180
 """After this time a request is no longer repeated."""
-_FIRST_DELAY = 0.2
+_FIRST_DELAY, _LONGEST_DELAY = 0.2, 15.0
 """Seconds before the second attempt. They double before each further one, less a random half."""
+
+NO_BYTES: Bytes = np.zeros(0, np.uint8)
 
 _Result = TypeVar("_Result")
 
@@ -86,8 +88,8 @@ class RemoteLocation(ABC):
         """
 
     @abstractmethod
-    def read_into(self, start: int, buffers: Sequence[Bytes]) -> int:
-        """Fill buffers from a position of the object on; return how many bytes there were."""
+    def read_range(self, start: int, num_bytes: int) -> Bytes:
+        """Return bytes from a position of the object on, fewer if it ends before that."""
 
     @abstractmethod
     def write(self, data: bytes) -> None:
@@ -172,15 +174,21 @@ class RemoteLocation(ABC):
             try:
                 return make()
             except Exception as error:
-                is_late = attempt >= self.num_attempts or time.monotonic() - started > RETRY_SECONDS
-                if is_late or not self._is_temporary(error):
+                is_late = time.monotonic() - started > RETRY_SECONDS
+                is_last = is_late or attempt >= self._attempts_after(error)
+                if is_last or not self._is_temporary(error):
                     translated = self._translated(error)
                     if translated is error:
                         raise
                     raise translated from error
                 logger.info("%s: %s: %s; trying again", self.location, type(error).__name__, error)
-            time.sleep(_FIRST_DELAY * 2 ** (attempt - 1) * random.uniform(0.5, 1.0))
+            delay = min(_FIRST_DELAY * 2 ** (attempt - 1), _LONGEST_DELAY)
+            time.sleep(delay * random.uniform(0.5, 1.0))
             attempt += 1
+
+    def _attempts_after(self, error: Exception) -> int:
+        """Return how often a request may be made that has failed with an error."""
+        return self.num_attempts
 
     @abstractmethod
     def _is_temporary(self, error: Exception) -> bool:
@@ -201,16 +209,6 @@ def part_bytes_of(num_bytes: int, max_part_bytes: int) -> int:
     than `PART_BYTES`.
     """
     return max(PART_BYTES, min(num_bytes // 64, _MAX_PART_BYTES, max_part_bytes))
-
-
-def fill(buffers: Sequence[Bytes], data: Any) -> int:
-    """Copy data into buffers, one after the other; return its size."""
-    rest = np.frombuffer(data, np.uint8)
-    num_bytes = len(rest)
-    for buffer in buffers:
-        count = min(len(buffer), len(rest))
-        buffer[:count], rest = rest[:count], rest[count:]
-    return num_bytes
 
 
 def too_large(max_bytes: int, location: str) -> OSError:

@@ -11,6 +11,7 @@ import torch
 
 import distckpt
 from distckpt import CheckpointManager, ShardedTensor
+from distckpt._io import write
 from distckpt.megatron.core import CheckpointExistsError, RankFailedError
 from tests.support.harness import ask_parent, error_of, launched, run, sum_over_ranks
 from tests.support.other_program import as_another_program
@@ -50,6 +51,51 @@ def test_save_load_overwrite_and_consolidate(server, bucket):
     assert sum(name.startswith(f"tensors-{nonce}/") for name in files) == 2
     assert keys_in(server, f"{bucket}/c-hf") == ["model.safetensors"]
     assert uploads_in(server, bucket) == []
+
+
+def save_into_several_folders(rank, server, location):
+    """Save as if a folder had room for two ranks, replace that, and fail to replace it."""
+    write.FOLDER_RANKS = 2
+
+    def fail(num_bytes, total_bytes):
+        raise OSError(5, "the cable is out", "eth0")
+
+    rows = 40 * 8
+    with reached_at(server):
+        distckpt.save(state(rank, 5, table(1, rows)), location)
+        distckpt.save(state(rank, 5, table(2, rows)), location, overwrite=True)
+        failing = state(rank, 5, table(3, rows))
+        error = error_of(distckpt.save, failing, location, overwrite=True, progress=fail)
+        loaded = distckpt.load(state(rank, 5, torch.zeros(rows, 1024)), location)
+    return isinstance(error, RankFailedError), torch.equal(
+        loaded["t"], table(2, rows).chunk(5)[rank]
+    )
+
+
+def test_many_ranks_write_into_several_folders(server, bucket):
+    location = f"{bucket}/c"
+    assert run(save_into_several_folders, 5, server, location) == [(True, True)] * 5
+    files = keys_in(server, location)
+    marker = client(server).get_object(Bucket=bucket[5:], Key="c/metadata.json")["Body"].read()
+    nonce = json.loads(marker)["save"]
+    folders = ["", "", "-1", "-1", "-2"]
+    assert files == [
+        "manifest" + ("" if "manifest.safetensors" in files else f"-{nonce}") + ".safetensors",
+        "metadata.json",
+        f"objects-{nonce}/rank-00001.safetensors",
+        *sorted(
+            f"tensors-{nonce}{folder}/shard-{rank:05d}-model-00001-of-00001.safetensors"
+            for rank, folder in enumerate(folders, 1)
+        ),
+    ]
+    with reached_at(server):
+        report = distckpt.verify(location)
+        assert report.is_whole
+        assert report.strays == ()
+        target = {"t": ShardedTensor.from_rank_offsets("t", torch.zeros(320, 1024))}
+        assert torch.equal(distckpt.load(target, location)["t"], table(2, 320))
+        distckpt.save({"step": 6}, location, overwrite=True)
+    assert len(keys_in(server, location)) == 3
 
 
 LARGE_ROWS = 9 << 10

@@ -496,3 +496,34 @@ def test_a_rank_that_dies_while_it_reads(checkpoint):
         launch.kill(1)
         first, _, last = launch.outcomes()
     assert first.value == last.value == (RankFailedError, [1])
+
+
+def load_columns_and_stop(rank, path):
+    """Load columns of one chunk; the rank that reads it for all waits until it is killed."""
+
+    def wait(file, start, stop):
+        if "/tensors/" in file and start is not None:
+            ask_parent()
+
+    layout = Layout(tp=4)
+    blank = np.zeros_like(content_of("columns"))
+    part = part_of("columns", layout, rank)
+    shard = irregular_shard("columns", blank, torch.bfloat16, part, 0)
+    with hooked_reads(wait):
+        error = error_of(
+            distckpt.load,
+            {"columns": shard},
+            f"hooked://{path}",
+            validate_access_integrity=False,
+            parallel_load="on",
+        )
+    return type(error), list(error.failures)
+
+
+def test_a_rank_that_dies_while_it_reads_for_others(checkpoint):
+    with launched(load_columns_and_stop, 4, checkpoint, group_timeout=15) as launch:
+        # The middle of the chunk lies in the second of four shares.
+        launch.wait_for_signal(1)
+        launch.kill(1)
+        first, _, *others = launch.outcomes()
+    assert [each.value for each in (first, *others)] == [(RankFailedError, [1])] * 3

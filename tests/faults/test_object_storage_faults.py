@@ -12,7 +12,7 @@ import torch
 
 import distckpt
 from distckpt import ShardedTensor
-from distckpt._storage import object_store
+from distckpt._storage import object_store, remote
 from distckpt.megatron.core import CheckpointExistsError, read_file
 from tests.support.large_states import holds, large_request, large_state, numbers
 from tests.support.other_program import as_another_program
@@ -67,6 +67,20 @@ def test_saves_survive(server, bucket, action, settings):
         assert len(keys_in(server, location)) == 4
     # Also what was begun by a request whose answer was lost.
     assert uploads_in(server, bucket) == []
+
+
+@pytest.mark.parametrize(("action", "survives"), [("503", True), ("500", False)])
+def test_a_busy_store_is_asked_more_often_than_a_broken_one(
+    server, bucket, action, survives, monkeypatch
+):
+    monkeypatch.setattr(remote, "_FIRST_DELAY", 1e-5)
+    distckpt.save(large_state(1), f"{bucket}/c")
+    with failing(server, Fault("GET", "shard-", action, count=15)):
+        if survives:
+            assert holds(f"{bucket}/c", 1)
+            return
+        with pytest.raises(OSError, match="500"):
+            holds(f"{bucket}/c", 1)
 
 
 @pytest.mark.parametrize("action", ACTIONS)

@@ -113,13 +113,15 @@ class Fault(NamedTuple):
 
 class FaultyProxy:
     """Stands in front of a server; `happened` lists what it did to which request, `requests` all
-    that came.
+    that came, and `ranges` those for a part of an object: its path, and the first byte and the one
+    after the last.
     """
 
     def __init__(self, server: str, *faults: Fault) -> None:
         self.faults = list(faults)
         self.happened: list[tuple[str, str]] = []
         self.requests: list[str] = []
+        self.ranges: list[tuple[str, int, int]] = []
         self._server = server.removeprefix("http://")
         self._numbers = [0] * len(faults)
         self._lock = threading.Lock()
@@ -142,6 +144,8 @@ class FaultyProxy:
         """Return what goes wrong with a request, None when nothing does."""
         with self._lock:
             self.requests.append(f"{method} {path}")
+            if found := re.fullmatch(r"bytes=(\d+)-(\d+)", headers.get("Range", "")):
+                self.ranges.append((path, int(found[1]), int(found[2]) + 1))
             for number, fault in enumerate(self.faults):
                 is_meant = fault.method == method and (not fault.header or fault.header in headers)
                 if is_meant and re.search(fault.pattern, path):

@@ -223,11 +223,11 @@ def table_rows(rank):
     return numbers(16 * 64, rank).view(16, 64)
 
 
-def load_columns(rank, url, location):
+def load_columns(rank, url, location, parallel_load):
     out = torch.empty(64, 16)
     shard = ShardedTensor.from_rank_offsets("w", out, (1, rank, 4))
     with reached_at(url):
-        loaded = distckpt.load({"w": shard, "lr": 0.0}, location)
+        loaded = distckpt.load({"w": shard, "lr": 0.0}, location, parallel_load=parallel_load)
     return loaded["lr"], out
 
 
@@ -239,12 +239,13 @@ def save_rows(rank, url, location):
         distckpt.save(state, location)
 
 
-def test_ranks_ask_for_no_sizes_and_one_reads_the_common_state(s3):
+@pytest.mark.parametrize(("parallel_load", "num_ranges"), [("off", 16), ("on", 4)])
+def test_ranks_ask_for_no_sizes_and_one_reads_the_common_state(s3, parallel_load, num_ranges):
     location = f"{s3.url}/c"
     run(save_rows, 4, s3.server, location)
     proxy = FaultyProxy(s3.server)
     with proxy.running() as url:
-        loaded = run(load_columns, 4, url, location)
+        loaded = run(load_columns, 4, url, location, parallel_load)
     whole = torch.cat([table_rows(rank) for rank in range(4)])
     for rank, (lr, columns) in enumerate(loaded):
         assert lr == 0.5
@@ -252,13 +253,60 @@ def test_ranks_ask_for_no_sizes_and_one_reads_the_common_state(s3):
     folders = re.compile("(tensors|objects)-[0-9a-f]{16}.*")
     requests = Counter(folders.sub(r"\1", request) for request in proxy.requests)
     start = f"GET /{s3.url[5:]}/c"
-    # Columns are in all four files, and runs are closer than a request is worth.
+    # Columns are in all four files, and runs are closer than a request is worth. Of ranks that
+    # share, one reads each file.
     assert requests == {
         f"{start}/metadata.json": 2,
         f"{start}/manifest.safetensors": 1,
-        f"{start}/tensors": 16,
+        f"{start}/tensors": num_ranges,
         f"{start}/objects": 1,
     }
+
+
+@pytest.mark.parametrize(
+    ("gap", "expected"), [(250 << 10, 1), (300 << 10, 3)], ids=["small gaps", "large gaps"]
+)
+@pytest.mark.parametrize("verify", [True, False])
+def test_ranges_that_are_near_are_read_with_one_request(s3, gap, expected, verify):
+    location = f"{s3.url}/c"
+    # Small tensors of 4-byte elements lie in a file in the order of their names.
+    half = gap // 8
+    sizes = {"a": 1000, "b1": half, "b2": half, "c": 3, "d1": half, "d2": half, "e": 60000, "f": 5}
+    tensors = {key: numbers(size, size) for key, size in sizes.items()}
+    distckpt.save({key: whole(key, tensor) for key, tensor in tensors.items()}, location)
+    proxy = FaultyProxy(s3.server)
+    targets = {key: torch.zeros(sizes[key]) for key in "ace"}
+    with proxy.running() as url, reached_at(url):
+        distckpt.load({key: whole(key, t) for key, t in targets.items()}, location, verify=verify)
+    for key, target in targets.items():
+        assert torch.equal(target, tensors[key])
+    ranges = [(start, stop) for path, start, stop in proxy.ranges if "/tensors" in path]
+    assert len(ranges) == expected
+    wanted = sum(4 * sizes[key] for key in "ace")
+    assert sum(stop - start for start, stop in ranges) == wanted + 2 * gap * (expected == 1)
+
+
+def test_damage_is_found_in_what_a_request_reads_with_others(s3):
+    location = f"{s3.url}/c"
+    tensors = {key: numbers(size, size) for key, size in {"a": 1000, "b": 2000, "c": 300}.items()}
+    distckpt.save({key: whole(key, tensor) for key, tensor in tensors.items()}, location)
+    [name] = [name for name in s3.keys("c") if name.startswith("tensors-")]
+    data = bytearray(s3.read(f"c/{name}"))
+
+    def load(**damage):
+        for key, at in damage.items():
+            data[data.index(tensors[key].numpy().tobytes()) + at] ^= 1
+        s3.write(f"c/{name}", bytes(data))
+        targets = {key: torch.zeros(len(tensors[key])) for key in "ac"}
+        distckpt.load({key: whole(key, t) for key, t in targets.items()}, location)
+
+    # Nobody asked for what lies between.
+    load(b=17)
+    with pytest.raises(CorruptCheckpointError, match=r"Checksum mismatch.*key 'c'"):
+        load(c=1199)
+    del data[-1]
+    with pytest.raises(CorruptCheckpointError, match="key 'c' goes on after it"):
+        load()
 
 
 def test_an_export_looks_at_each_file_without_asking_for_its_size(s3, tmp_path):

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from distckpt._format.columns import pack, unpack
-from distckpt._geometry.region import Region
+from distckpt._geometry.region import Region, whole
 from distckpt._plan.save import Pieces, find_aliases, plan_owners
 from distckpt._state.shards import ShardTable, merge_tables, shard_table
 from distckpt._state.validation import validate_shards
@@ -187,6 +187,31 @@ def test_small_tensors_are_not_cut():
     ]
     regions = [region for _, _, region in written(shards_of_ranks, plan(shards_of_ranks))]
     assert regions == [Region((0, 0), shape)] * 8
+
+
+def replicated(num_ranks, shape):
+    return [[shard("norm", whole(shape), shape, rank)] for rank in range(num_ranks)]
+
+
+@pytest.mark.parametrize(
+    ("num_bytes", "num_writers"), [(1 << 20, 16), (24 << 20, 24), (80 << 20, 40)]
+)
+def test_of_many_replicas_few_write_what_is_little(num_bytes, num_writers):
+    shards_of_ranks = replicated(40, (num_bytes // 64, 16))
+    counted = loads(shards_of_ranks, plan(shards_of_ranks))
+    assert sum(counted.values()) == num_bytes
+    writers = [count for count in counted.values() if count]
+    assert len(writers) == num_writers
+    assert max(writers) <= 1.02 * num_bytes / num_writers
+
+
+def test_ranks_that_have_a_file_anyway_write_what_is_little():
+    shards_of_ranks = replicated(40, (64, 16))
+    for rank in range(0, 40, 2):
+        region = Region((rank // 2, 0), (1, 5000))
+        shards_of_ranks[rank].append(shard("rows", region, (20, 5000)))
+    counted = loads(shards_of_ranks, plan(shards_of_ranks))
+    assert [rank for rank, count in counted.items() if count] == list(range(0, 40, 2))
 
 
 def test_copies_of_objects_write_nothing():

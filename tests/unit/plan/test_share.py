@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections import defaultdict
 
@@ -12,59 +13,76 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from distckpt._format.stored_checkpoint import StoredCheckpoint
-from distckpt._geometry.region import Region, flat_start, whole
+from distckpt._geometry.region import Region, flat_start, intersect, whole
 from distckpt._plan.load import Request, plan_load
 from distckpt._plan.share import (
+    MANY_UNITS,
+    MAX_UNIT_BYTES,
     UNIT_BYTES,
     WAVE_BYTES,
+    ReadCosts,
     SharePlan,
     UnitTable,
     describe_units,
     divide,
     plan_shares,
+    unit_bytes_for,
 )
 from tests.support.manifests import manifest_of
 
 MIB = 1 << 20
+NUM_CHUNKS = 250
 
 
-def table_of(names, group=0, place=0, num_bytes=100):
-    """Make a table whose units are named by numbers."""
+def table_of(names, group=0, place=0, num_bytes=104):
+    """Make a table whose units are whole chunks, of so many bytes."""
+    count = len(names)
+    chunks = np.array(names, np.int64)
+    zeros = np.zeros(count, np.int64)
     return UnitTable(
-        np.array(names, np.int64).reshape(-1, 1),
-        np.full(len(names), num_bytes, np.int64),
+        np.column_stack([chunks, zeros, zeros + 8]),
+        zeros.reshape(-1, 1),
+        np.full((count, 1), num_bytes // 8, np.int64),
+        np.full(count, num_bytes, np.int64),
         group,
         place,
     )
 
 
-def plan(tables):
+def costs_of(num_bytes=104):
+    shape = (num_bytes // 8,)
+    return ReadCosts(manifest_of({f"{i}": (shape, [whole(shape)]) for i in range(NUM_CHUNKS)}))
+
+
+def plan(tables, num_bytes=104):
     """Plan, by way of the bytes that ranks exchange."""
-    plans = plan_shares([UnitTable.from_bytes(table.to_bytes()) for table in tables])
-    return [SharePlan.from_bytes(plan.to_bytes()) for plan in plans]
+    sent = [UnitTable.from_bytes(table.to_bytes()) for table in tables]
+    return [SharePlan.from_bytes(p.to_bytes()) for p in plan_shares(sent, costs_of(num_bytes))]
 
 
 def by_name(tables, plans):
     """Return for each (group, unit) what its holders think of it, and what is sent."""
     known, sent = defaultdict(dict), defaultdict(set)
     for rank, (table, mine) in enumerate(zip(tables, plans, strict=True)):
-        names = table.rows[:, 0].tolist()
+        names = table.names[:, 0].tolist()
         for row, name in enumerate(names):
             if mine.readers[row] >= 0:
-                seen = (int(mine.readers[row]), int(mine.sequence[row]), int(mine.waves[row]))
                 assert rank not in known[table.group, name], "shared twice on one rank"
-                known[table.group, name][rank] = seen
-        for row, to in zip(mine.send_units.tolist(), mine.send_ranks.tolist(), strict=True):
-            assert mine.readers[row] == rank
-            sent[table.group, names[row]].add(to)
-        assert (np.diff(mine.sequence[mine.send_units]) >= 0).all()
+                known[table.group, name][rank] = (int(mine.readers[row]), int(mine.waves[row]))
+        for read, to in zip(mine.send_reads.tolist(), mine.send_ranks.tolist(), strict=True):
+            sent[table.group, int(mine.read_chunks[read])].add(to)
+        assert (np.diff(mine.send_sequence) > 0).all()
     return known, sent
 
 
 @settings(deadline=None, max_examples=60)
 @given(
     st.lists(
-        st.tuples(st.lists(st.integers(0, 8), max_size=8), st.integers(0, 1), st.integers(0, 2)),
+        st.tuples(
+            st.lists(st.integers(0, 8), max_size=8, unique=True),
+            st.integers(0, 1),
+            st.integers(0, 2),
+        ),
         min_size=1,
         max_size=5,
     )
@@ -84,8 +102,8 @@ def test_each_unit_has_one_reader_who_sends_it_to_all_others_that_want_it(wanted
         assert len(set(seen.values())) == 1, "all agree"
         reader = next(iter(seen.values()))[0]
         assert sent[unit] == holders[unit] - {reader}
-    numbers = sorted(next(iter(seen.values()))[1] for seen in known.values())
-    assert numbers == list(range(len(known))), "one order of all units"
+    numbers = [n for mine in plans for n in mine.sequence[mine.readers >= 0].tolist()]
+    assert sorted(numbers) == list(range(len(numbers))), "one order of all units"
 
 
 def test_replicas_read_equally_much():
@@ -104,19 +122,19 @@ def test_who_reads_much_alone_reads_less_for_others():
 
 def test_the_most_that_a_rank_shares_is_known_to_all():
     tables = [table_of([1, 2, 8]), table_of([1, 2, 3, 9], place=1), table_of([3, 7], place=2)]
-    assert [mine.most_bytes for mine in plan(tables)] == [300] * 3
+    assert [mine.most_bytes for mine in plan(tables)] == [312] * 3
 
 
 def test_readers_go_through_their_units_side_by_side():
     tables = [table_of(range(200), place=rank, num_bytes=2 * MIB) for rank in range(2)]
-    plans = plan(tables)
+    plans = plan(tables, 2 * MIB)
     for rank, mine in enumerate(plans):
         own = np.flatnonzero(mine.readers == rank)
         read = np.bincount(mine.waves[own]) * 2 * MIB
         assert (read[:-1] == WAVE_BYTES).all()
         assert len(read) == mine.num_waves
         # In the order of all units, readers take turns.
-        assert np.abs(mine.sequence[own] - 2 * np.arange(100)).max() <= 1
+        assert np.abs(mine.sequence[own] // 2 - 2 * np.arange(100)).max() <= 1
 
 
 def test_nothing_to_share():
@@ -128,7 +146,7 @@ def test_nothing_to_share():
         for mine in plan(tables):
             assert mine.num_waves == 0
             assert (mine.readers == -1).all()
-            assert len(mine.send_units) == 0
+            assert len(mine.read_chunks) == len(mine.send_ranks) == 0
 
 
 @pytest.mark.parametrize(
@@ -144,7 +162,8 @@ def test_nothing_to_share():
 def test_large_copies_are_divided_between_checksum_blocks(shape, num_units):
     manifest = manifest_of({"w": (shape, [whole(shape)])})
     copies = plan_load(StoredCheckpoint("", manifest), [Request("w", shape, whole(shape))])
-    units, copy_of = divide(manifest, copies)
+    units, copy_of, cells = divide(manifest, copies)
+    assert cells.tolist() == list(range(num_units))
     assert len(units) == num_units
     assert set(copy_of.tolist()) == {0}
     assert sum(unit.source.num_elements for unit in units) == math.prod(shape)
@@ -158,8 +177,9 @@ def test_units_of_a_strided_copy_keep_their_place_in_the_target():
     manifest = manifest_of({"w": (shape, [whole(shape)])})
     wanted = Region((96, 100), (4000, 600))
     copies = plan_load(StoredCheckpoint("", manifest), [Request("w", shape, wanted)])
-    units, _ = divide(manifest, copies)
-    assert len(units) == 10
+    units, _, _ = divide(manifest, copies)
+    # Cells have 256 rows, and the first and the last one are cut.
+    assert len(units) == 16
     covered = np.zeros(wanted.shape, np.int64)
     for unit in units:
         assert unit.source.num_elements * 8 <= UNIT_BYTES
@@ -168,25 +188,114 @@ def test_units_of_a_strided_copy_keep_their_place_in_the_target():
     assert (covered == 1).all()
 
 
-def test_units_are_equal_when_chunk_region_and_dtype_are():
-    manifest = manifest_of(
-        {"a": ((6, 4), [whole((6, 4))]), "b": ((6, 4), [whole((6, 4))]), "c": ((), [whole(())])}
-    )
+def test_units_have_equal_names_when_cell_and_dtype_are_equal():
+    shapes = {"a": (6, 4), "b": (6, 4), "c": ()}
+    manifest = manifest_of({key: (shape, [whole(shape)]) for key, shape in shapes.items()})
 
-    def rows_of(key, region, dtype):
+    def described(key, region, dtype):
         request = Request(key, manifest.global_shapes[manifest.key_index[key]], region)
-        units, _ = divide(manifest, plan_load(StoredCheckpoint("", manifest), [request]))
-        return describe_units(manifest, units, [dtype], 0, 0)
+        divided = divide(manifest, plan_load(StoredCheckpoint("", manifest), [request]))
+        return describe_units(ReadCosts(manifest), divided, [dtype], 0, 0)
 
-    base = rows_of("a", whole((6, 4)), torch.int64)
+    base = described("a", whole((6, 4)), torch.int64)
     assert base.num_bytes.tolist() == [192]
-    assert np.array_equal(base.rows, rows_of("a", whole((6, 4)), torch.int64).rows)
     for other in (
-        rows_of("b", whole((6, 4)), torch.int64),
-        rows_of("a", whole((6, 4)), torch.float64),
-        rows_of("a", Region((1, 0), (5, 4)), torch.int64),
-        rows_of("c", whole(()), torch.int64),
+        described("a", whole((6, 4)), torch.int64),
+        described("a", Region((1, 0), (5, 4)), torch.int64),
     ):
-        assert other.rows.shape == base.rows.shape
-        assert not np.array_equal(other.rows, base.rows)
-    assert rows_of("a", Region((6, 0), (0, 4)), torch.int64).rows.shape == (0, base.rows.shape[1])
+        assert np.array_equal(other.names, base.names)
+    for other in (
+        described("b", whole((6, 4)), torch.int64),
+        described("a", whole((6, 4)), torch.float64),
+        described("c", whole(()), torch.int64),
+    ):
+        assert other.offsets.shape == other.shapes.shape == base.shapes.shape
+        assert not np.array_equal(other.names, base.names)
+    assert described("a", Region((6, 0), (0, 4)), torch.int64).offsets.shape == (0, 2)
+
+
+def test_cells_grow_with_what_is_requested():
+    assert unit_bytes_for(1 << 30) == UNIT_BYTES
+    assert unit_bytes_for(MANY_UNITS * UNIT_BYTES + 1) == 2 * UNIT_BYTES
+    assert unit_bytes_for(1 << 50) == MAX_UNIT_BYTES
+
+
+@st.composite
+def layouts(draw):
+    """Draw a tensor, the chunks it is stored in, and what some ranks request of it."""
+    shape = draw(st.sampled_from([(40,), (12, 10), (6, 4, 5), (1, 9, 8)]))
+
+    def some_region():
+        edges = [sorted(draw(st.tuples(st.integers(0, n - 1), st.integers(1, n)))) for n in shape]
+        edges = [(low, max(high, low + 1)) for low, high in edges]
+        return Region(tuple(low for low, _ in edges), tuple(high - low for low, high in edges))
+
+    cuts = sorted({0, *draw(st.lists(st.integers(1, shape[0]), max_size=3)), shape[0]})
+    chunks = [
+        Region((low, *[0] * (len(shape) - 1)), (high - low, *shape[1:]))
+        for low, high in itertools.pairwise(cuts)
+    ]
+    wanted = [[some_region() for _ in range(draw(st.integers(0, 2)))] for _ in range(4)]
+    return shape, chunks, wanted, draw(st.sampled_from([8, 64, 160])), draw(st.booleans())
+
+
+@settings(deadline=None, max_examples=200)
+@given(layouts())
+def test_parts_of_overlapping_regions_come_from_one_reader(drawn):
+    """What each rank has in the end is compared with numpy indexing of the tensor."""
+    shape, chunks, wanted, unit_bytes, are_exact = drawn
+    values = np.arange(math.prod(shape)).reshape(shape)
+    manifest = manifest_of({"w": (shape, chunks)})
+    manifest.block_bytes = 16
+    costs = ReadCosts(manifest, are_exact)
+    stored = StoredCheckpoint("", manifest)
+    all_units, tables = [], []
+    for rank, regions in enumerate(wanted):
+        copies = plan_load(stored, [Request("w", shape, region) for region in regions])
+        all_units.append(divide(manifest, copies, unit_bytes))
+        dtypes = [torch.int64] * len(regions)
+        tables.append(describe_units(costs, all_units[-1], dtypes, 0, rank))
+    plans = plan_shares(tables, costs, max_held_bytes=64)
+    # What readers send: the values by receiver and place in the sequence.
+    sent = {}
+    for mine in plans:
+        for read, to, number, *part in zip(*mine.sends, strict=True):
+            held = region_of(mine.read_offsets[read], mine.read_shapes[read])
+            content = values[chunks[mine.read_chunks[read]].slices()][held.slices()]
+            inner = region_of(*part).relative_to(held.offset)
+            sent[to, number] = content[inner.slices()], mine.read_waves[read]
+    read_bytes = 0
+    for rank, (regions, mine) in enumerate(zip(wanted, plans, strict=True)):
+        found = [np.full(region.shape, -1) for region in regions]
+        for number, unit in enumerate(all_units[rank].units):
+            part = values[chunks[unit.chunk].slices()][unit.source.slices()]
+            if mine.readers[number] not in (-1, rank):
+                part, wave = sent.pop((rank, mine.sequence[number]))
+                assert wave == mine.waves[number]
+            found[unit.request][unit.target.slices()] = part
+        for region, array in zip(regions, found, strict=True):
+            assert np.array_equal(array, values[region.slices()])
+        check_regions(mine, rank, all_units[rank].units)
+        read_bytes += int(tables[rank].num_bytes[mine.readers < 0].sum())
+        read_bytes += int(costs.of(mine.read_chunks, mine.read_offsets, mine.read_shapes).sum())
+    assert not sent, "everything that is sent is expected"
+    assert read_bytes <= sum(int(table.num_bytes.sum()) for table in tables)
+
+
+def region_of(offset, shape):
+    return Region(tuple(offset.tolist()), tuple(shape.tolist()))
+
+
+def check_regions(mine, rank, units):
+    """Check that the regions that a rank reads hold its own units, and that those are whole which
+    the plan says are.
+    """
+    assert np.array_equal(mine.unit_reads >= 0, mine.readers == rank)
+    regions = list(map(region_of, mine.read_offsets, mine.read_shapes))
+    for unit, read in zip(units, mine.unit_reads.tolist(), strict=True):
+        if read >= 0:
+            assert unit.chunk == mine.read_chunks[read]
+            assert intersect(unit.source, regions[read]) == unit.source
+    for region, unit in zip(regions, mine.read_units.tolist(), strict=True):
+        if unit >= 0:
+            assert units[unit].source == region

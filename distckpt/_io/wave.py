@@ -1,0 +1,160 @@
+"""What a rank reads and exchanges in one wave of shared reads."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from distckpt._geometry.region import IntArray, Region, whole
+from distckpt._io.exchange import (
+    ALIGN_BYTES,
+    Message,
+    copy_values,
+    make_messages,
+)
+from distckpt._plan.load import Copy
+from distckpt._plan.share import SharePlan
+
+
+class OwnUnits(NamedTuple):
+    """The units of this rank in a plan: parts of copies that fill `targets`."""
+
+    plan: SharePlan
+    units: Sequence[Copy]
+    targets: Sequence[torch.Tensor]
+
+    def target(self, unit: int) -> torch.Tensor:
+        """Return what a unit fills of its target."""
+        _, _, request, region = self.units[unit]
+        target = self.targets[request]
+        return target if region.shape == tuple(target.shape) else target[region.slices()]
+
+    def held_bytes(self) -> IntArray:
+        """Return the memory that it takes to hold each region that this rank reads, 0 if it is read
+        into a target.
+        """
+        items = [self.targets[self.units[unit].request].itemsize for unit in self._unit_in()]
+        sizes = np.prod(self.plan.read_shapes, axis=1) * np.array(items, np.int64)
+        return np.where(self.plan.read_units < 0, -(-sizes // ALIGN_BYTES) * ALIGN_BYTES, 0)
+
+    def regions(self, wave: int, held: torch.Tensor) -> dict[int, ReadRegion]:
+        """Return the regions that this rank reads in a wave, by their numbers in the plan. Those
+        that no target holds go into `held`, bytes.
+        """
+        plan, unit_in, sizes = self.plan, self._unit_in(), self.held_bytes().tolist()
+        found: dict[int, ReadRegion] = {}
+        end = 0
+        numbers = np.flatnonzero(plan.read_waves == wave)
+        places = zip(
+            numbers.tolist(),
+            plan.read_units[numbers].tolist(),
+            plan.read_offsets[numbers].tolist(),
+            plan.read_shapes[numbers].tolist(),
+            strict=True,
+        )
+        for number, unit, offset, shape in places:
+            sample = self.units[unit_in[number]]
+            if unit >= 0:
+                source = self.units[unit].source
+                found[number] = ReadRegion(sample.chunk, source, self.target(unit), unit)
+                continue
+            ndim, target = len(sample.source.shape), self.targets[sample.request]
+            region = Region(tuple(offset[:ndim]), tuple(shape[:ndim]))
+            num_bytes = region.num_elements * target.itemsize
+            memory = held[end : end + num_bytes].view(target.dtype).view(region.shape)
+            end += sizes[number]
+            found[number] = ReadRegion(sample.chunk, region, memory, unit)
+        return found
+
+    def _unit_in(self) -> list[int]:
+        """Return a unit in each region that this rank reads."""
+        unit_in = np.zeros(len(self.plan.read_chunks), np.int64)
+        mine = np.flatnonzero(self.plan.unit_reads >= 0)
+        unit_in[self.plan.unit_reads[mine]] = mine
+        return unit_in.tolist()
+
+
+class ReadRegion(NamedTuple):
+    """A region of a chunk that this rank reads for several, and its memory: that of a unit, or held
+    memory if that is -1.
+    """
+
+    chunk: int
+    region: Region
+    memory: torch.Tensor
+    unit: int
+
+    def part(self, part: Region) -> torch.Tensor:
+        """Return some of it, by the place in the chunk."""
+        if part.shape == self.region.shape:
+            return self.memory
+        return self.memory[part.relative_to(self.region.offset).slices()]
+
+
+class Wave:
+    """What this rank reads in a wave, and what it exchanges after that."""
+
+    def __init__(self, own: OwnUnits, number: int, held: torch.Tensor) -> None:
+        self._own = own
+        self._number = number
+        self._regions = own.regions(number, held)
+
+    @property
+    def direct_units(self) -> IntArray:
+        """The units that are read into their targets."""
+        units = [read.unit for read in self._regions.values() if read.unit >= 0]
+        return np.array(units, np.int64)
+
+    def held_copies(self, first_request: int) -> tuple[list[Copy], list[torch.Tensor]]:
+        """Return what to read into held memory, as copies of further requests, and the targets."""
+        held = [read for read in self._regions.values() if read.unit < 0]
+        copies = [
+            Copy(read.chunk, read.region, number, whole(read.region.shape))
+            for number, read in enumerate(held, first_request)
+        ]
+        return copies, [read.memory for read in held]
+
+    def fill_own(self) -> None:
+        """Fill the units of this rank in what it has read."""
+        own, plan = self._own, self._own.plan
+        mine = np.flatnonzero((plan.waves == self._number) & (plan.unit_reads >= 0))
+        others = mine[plan.read_units[plan.unit_reads[mine]] != mine]
+        for unit in others.tolist():
+            source = self._regions[int(plan.unit_reads[unit])].part(own.units[unit].source)
+            copy_values(source.detach(), own.target(unit).detach())
+
+    def messages(self, rank: int) -> list[Message]:
+        """Put together what this rank exchanges with each peer."""
+        own, plan = self._own, self._own.plan
+        by_peer: dict[tuple[int, bool], list[tuple[int, torch.Tensor]]] = defaultdict(list)
+        for peer, sequence, view in self._sent_views():
+            by_peer[peer, True].append((sequence, view))
+        received = np.flatnonzero((plan.waves == self._number) & (plan.readers != rank))
+        for unit in received[np.argsort(plan.sequence[received])].tolist():
+            content = int(plan.sequence[unit]), own.target(unit)
+            by_peer[int(plan.readers[unit]), False].append(content)
+        return [
+            message
+            for (peer, is_sent), contents in by_peer.items()
+            for message in make_messages(rank, peer, is_sent, contents)
+        ]
+
+    def _sent_views(self) -> Iterator[tuple[int, int, torch.Tensor]]:
+        """Yield for each part that is sent the peer, its place in the sequence, and its memory."""
+        plan = self._own.plan
+        sent = np.flatnonzero(plan.read_waves[plan.send_reads] == self._number)
+        reads, *columns = (column[sent] for column in plan.sends)
+        is_whole = (columns[-1] == plan.read_shapes[reads]).all(axis=1)
+        for number, whole_region, peer, sequence, offset, shape in zip(
+            reads.tolist(), is_whole.tolist(), *(c.tolist() for c in columns), strict=True
+        ):
+            read = self._regions[number]
+            if whole_region:
+                yield peer, sequence, read.memory
+                continue
+            ndim = len(read.region.shape)
+            yield peer, sequence, read.part(Region(tuple(offset[:ndim]), tuple(shape[:ndim])))
