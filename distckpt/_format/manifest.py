@@ -179,6 +179,8 @@ class Manifest:
             and JSON fields for that reader.
         quantization: what the configuration beside another program's files said of quantized
             tensors, see `settings_of`.
+        plan: what a later job needs to use the plan of this save again, see `note_of_plan`; None
+            if it cannot.
 
     Attributes:
         checksum_files: the numbers of the files that hold checksums; none if `block_checksums` has
@@ -199,6 +201,7 @@ class Manifest:
         has_checksums: bool = True,
         origin: Mapping[str, Any] | None = None,
         quantization: Mapping[str, Any] | None = None,
+        plan: Mapping[str, Any] | None = None,
     ) -> None:
         self.keys = list(keys)
         self.dtypes = list(dtypes)
@@ -209,6 +212,7 @@ class Manifest:
         self.has_checksums = has_checksums
         self.origin = origin
         self.quantization = quantization or (origin or {}).get("quantization")
+        self.plan = plan
         self.files = chunks.files
         self.key_ids = chunks.key_ids
         self.file_ids = chunks.file_ids
@@ -290,6 +294,7 @@ class Manifest:
         optional = {
             "origin": self.origin,
             "quantization": None if self.origin else self.quantization,
+            "plan": self.plan,
         }
         fields |= {name: value for name, value in optional.items() if value is not None}
         columns = {
@@ -336,6 +341,7 @@ class Manifest:
                 has_checksums=_known_checksum(fields["checksum"]),
                 origin=fields.get("origin"),
                 quantization=fields.get("quantization"),
+                plan=fields.get("plan"),
             )
             manifest._check(key_shapes)
         return manifest
@@ -517,29 +523,39 @@ def planned_manifest(manifest: Manifest, tables: Sequence[ChunkTable]) -> Planne
     """
     joined = ChunkTable.join(tables, max(map(len, manifest.global_shapes), default=0))
     order = joined.sorted_rows
-    chunks = joined.without_blocks(order)
-    is_open = np.array([not file.header_bytes for file in chunks.files], bool)
-    open_rows = np.flatnonzero(is_open[chunks.file_ids])
-    ids = itertools.accumulate([len(table.files) for table in tables], initial=0)
-    num_open = [
-        [is_open[first : first + len(table.files)].sum(), _num_open_chunks(table)]
-        for first, table in zip(ids, tables, strict=False)
-    ]
-    planned = PlannedManifest(
-        manifest,
-        ChunkTable(chunks.files, *map(narrow, chunks.columns().values())),
-        np.zeros(0, np.int64) if any(f.holds_checksums for f in chunks.files) else order,
-        np.flatnonzero(is_open),
-        open_rows[np.argsort(order[open_rows])],
-        np.array(num_open, np.int64).reshape(-1, 2),
-    )
+    num_files = [len(table.files) for table in tables]
+    planned = planned_in_order(manifest, joined.without_blocks(order), order, num_files)
     _check_size(planned)
     return planned
 
 
-def _num_open_chunks(table: ChunkTable) -> int:
-    is_open = np.array([not file.header_bytes for file in table.files], bool)
-    return int(is_open[table.file_ids].sum())
+def planned_in_order(
+    manifest: Manifest, chunks: ChunkTable, order: IntArray, num_files: Sequence[int]
+) -> PlannedManifest:
+    """Do the same with chunks that are in the order of a manifest.
+
+    Args:
+        manifest: of the keys, without chunks.
+        chunks: of all ranks.
+        order: the place of each chunk among those of all ranks, one rank after the other.
+        num_files: how many of the files are those of each rank.
+    """
+    is_open = np.array([not file.header_bytes for file in chunks.files], bool)
+    open_files = np.flatnonzero(is_open)
+    open_rows = np.flatnonzero(is_open[chunks.file_ids])
+    ranks = np.repeat(np.arange(len(num_files)), num_files)
+    num_open = [
+        np.bincount(ranks[file_ids], minlength=len(num_files))
+        for file_ids in (open_files, chunks.file_ids[open_rows])
+    ]
+    return PlannedManifest(
+        manifest,
+        ChunkTable(chunks.files, *map(narrow, chunks.columns().values())),
+        np.zeros(0, np.int64) if any(f.holds_checksums for f in chunks.files) else order,
+        open_files,
+        open_rows[np.argsort(order[open_rows])],
+        np.stack(num_open, axis=1),
+    )
 
 
 def report_of(

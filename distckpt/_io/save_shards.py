@@ -40,6 +40,7 @@ from distckpt._format.manifest import (
     report_of,
 )
 from distckpt._format.manifest_parts import divided
+from distckpt._geometry.region import IntArray
 from distckpt._io.prepared_save import FileCopies, PreparedSave
 from distckpt._io.replicas import add_digests, samples_of_rows, weighted_digest
 from distckpt._io.write import NewFile, WriteSettings, file_of_tensors, in_folder, write_files
@@ -47,6 +48,7 @@ from distckpt._mapping.base import OpenReplicaId
 from distckpt._mapping.sharded_tensor import ShardedTensor
 from distckpt._mapping.wrappers import ShardedObject, is_main_replica
 from distckpt._plan.layout import (
+    LoadedPlan,
     PlanCache,
     PlannedChunk,
     PlannedFile,
@@ -54,15 +56,20 @@ from distckpt._plan.layout import (
     Structure,
     checksum_file_name,
     chunk_table,
+    compared_replicas,
+    forget_loaded_plan,
     lay_out_files,
     lay_out_object_file,
+    loaded_plans,
     manifest_of_keys,
     open_object_file,
     structure_of,
+    structure_of_all,
 )
 from distckpt._plan.save import Pieces, find_aliases, plan_owners
 from distckpt._ranks import exchanges
 from distckpt._ranks.collectives import Ranks
+from distckpt._ranks.exchanges import pack_parts, unpack_parts
 from distckpt._state.common_state import encoded as encode_object
 from distckpt._state.shards import (
     GlobalTable,
@@ -76,7 +83,8 @@ from distckpt._state.validation import (
     different_replicas_error,
     find_differences,
     keep_whole,
-    replica_weights,
+    replica_factors,
+    stride_of,
     validate_shards,
 )
 from distckpt._storage import locations
@@ -131,9 +139,11 @@ class ReadyShards(NamedTuple):
         settings: of the save.
         structure: what a plan is found by.
         table: describes the shards, where no plan was kept.
-        plan: that was kept; None if there is none.
+        plan: that was kept, or that a loaded checkpoint tells of; None if there is none.
         digest: of samples of replicas, see `weighted_digest`.
         num_bytes: how much this rank writes by that plan.
+        description: digest of the shards, see `ShardTable.description`.
+        loaded: where the plan is from, if it was not kept.
     """
 
     shards: list[Shard]
@@ -143,14 +153,27 @@ class ReadyShards(NamedTuple):
     plan: SavePlan | None = None
     digest: int = 0
     num_bytes: int = 0
+    description: bytes = b""
+    loaded: LoadedPlan | None = None
 
     def vote(self) -> bytes:
         """Return what the coordinator compares, see `KeptPlans`."""
         number = 0 if self.plan is None else self.plan.number
-        return np.array([number, self.digest, self.num_bytes], np.int64).tobytes()
+        numbers = np.array([number, self.digest, self.num_bytes], np.int64).tobytes()
+        return (numbers + self.description).ljust(_VOTE_BYTES, b"\0")
+
+    @property
+    def planned_structure(self) -> str | None:
+        """The digest of the shards of all ranks for which the plan was made; None where it is not
+        known.
+        """
+        planned = None if self.plan is None else self.plan.manifest
+        note = None if planned is None else planned.manifest.plan
+        return None if note is None else note["structure"]
 
 
-NO_VOTE = bytes(24)
+_VOTE_BYTES = 40
+NO_VOTE = bytes(_VOTE_BYTES)
 """Of a rank that has not looked for a plan."""
 
 
@@ -160,29 +183,37 @@ class KeptPlans(NamedTuple):
     Attributes:
         are_used: all know the same plan, and replicas are still equal.
         some_know: at least one knows a plan.
+        structure: digest of the shards of all ranks.
         num_bytes: how much all ranks write by that plan; known to the coordinator.
     """
 
     are_used: bool
     some_know: bool
+    structure: bytes
     num_bytes: int = 0
 
     @classmethod
-    def compared(cls, votes: Sequence[bytes]) -> KeptPlans:
-        """Compare the votes of all ranks, see `ReadyShards.vote`."""
-        numbers, digests, sizes = np.frombuffer(b"".join(votes), np.int64).reshape(-1, 3).T
+    def compared(cls, votes: Sequence[bytes], own: ReadyShards | None) -> KeptPlans:
+        """Compare the votes of all ranks, see `ReadyShards.vote`, of which the coordinator's `own`
+        may know what shards its plan was made for.
+        """
+        numbers, digests, sizes, *_ = np.frombuffer(b"".join(votes), np.int64).reshape(-1, 5).T
+        structure = structure_of_all([vote[24:] for vote in votes])
         # The digests of all ranks add up to 0 modulo 2**64.
         is_same = bool((numbers == numbers[0]).all()) and not digests.sum()
-        return cls(is_same and bool(numbers[0]), bool(numbers.any()), int(sizes.sum()))
+        if own is not None and own.planned_structure is not None:
+            is_same = is_same and own.planned_structure == structure.hex()
+        are_used = is_same and bool(numbers[0])
+        return cls(are_used, bool(numbers.any()), structure, int(sizes.sum()))
 
     def to_bytes(self) -> bytes:
         """Encode for sending."""
-        return bytes([self.are_used, self.some_know])
+        return bytes([self.are_used, self.some_know]) + self.structure
 
     @classmethod
     def from_bytes(cls, data: bytes) -> KeptPlans:
         """Decode what `to_bytes` made."""
-        return cls(*map(bool, data))
+        return cls(bool(data[0]), bool(data[1]), data[2:])
 
 
 def prepare_shards(
@@ -209,12 +240,14 @@ def _compare_plans(
         told.payload = ready.vote()
     with ranks.answering(told, "describe the shards"):
         if ranks.is_coordinator:
-            told.answer = KeptPlans.compared(told.payloads).to_bytes()
+            told.answer = KeptPlans.compared(told.payloads, ready).to_bytes()
     return ready, KeptPlans.from_bytes(told.answer)
 
 
 def ready_to_plan(ranks: Ranks, shards: Sequence[Shard], settings: ShardSettings) -> ReadyShards:
-    """Encode objects, and look for a plan that was kept; otherwise describe the shards."""
+    """Encode objects, and look for a plan that was kept, or that a loaded checkpoint tells of;
+    otherwise describe the shards.
+    """
     options = settings.options
     comparison = _comparison_of(ranks, options)
     ready = _all_ready(shards, comparison, settings.leaves_out)
@@ -223,11 +256,47 @@ def ready_to_plan(ranks: Ranks, shards: Sequence[Shard], settings: ShardSettings
     # Comparing the whole content of replicas takes an exchange each time.
     known = None if comparison is _Comparison.ALL else settings.plans.find(structure)
     if known is None:
-        return ReadyShards(ready, settings, structure, _described(ready, settings, comparison))
-    compares = comparison is _Comparison.SAMPLES and known.replicas is not None
-    digest = weighted_digest(known, ready) if compares else 0
-    num_bytes = known.tensor_bytes + sum(map(len, encoded_objects(known.objects, ready).values()))
-    return ReadyShards(ready, settings, structure, None, known, digest, num_bytes)
+        return _ready_without_plan(ranks, ready, settings, structure, comparison)
+    digest = _digest_of(known, ready, comparison)
+    num_bytes = _num_bytes_of(known, ready)
+    return ReadyShards(
+        ready, settings, structure, None, known, digest, num_bytes, known.description
+    )
+
+
+def _digest_of(plan: SavePlan, shards: Sequence[Shard], comparison: _Comparison) -> int:
+    compares = comparison is _Comparison.SAMPLES and plan.replicas is not None
+    return weighted_digest(plan, shards) if compares else 0
+
+
+def _num_bytes_of(plan: SavePlan, shards: Sequence[Shard]) -> int:
+    return plan.tensor_bytes + sum(map(len, encoded_objects(plan.objects, shards).values()))
+
+
+def _ready_without_plan(
+    ranks: Ranks,
+    shards: list[Shard],
+    settings: ShardSettings,
+    structure: Structure,
+    comparison: _Comparison,
+) -> ReadyShards:
+    """Describe the shards, and look for a plan in what loaded checkpoints tell."""
+    table = _described(shards, settings)
+    description = table.description() if ranks.size > 1 else b""
+    ready = ReadyShards(shards, settings, structure, table, description=description)
+    for loaded in [] if comparison is _Comparison.ALL else list(loaded_plans):
+        if (loaded.rank, loaded.num_ranks) == (ranks.rank, ranks.size):
+            found = _stored_plan().restored(loaded, table, description)
+            if found is not None:
+                return ready._replace(
+                    table=None,
+                    plan=found.plan,
+                    digest=_digest_of(found.with_all_replicas, shards, comparison),
+                    num_bytes=_num_bytes_of(found.plan, shards),
+                    loaded=loaded,
+                )
+    _add_digests(table, shards, comparison)
+    return ready
 
 
 def plan_shards(ranks: Ranks, ready: ReadyShards, kept: KeptPlans) -> ShardSave:
@@ -252,14 +321,19 @@ def plan_shards(ranks: Ranks, ready: ReadyShards, kept: KeptPlans) -> ShardSave:
 def _plan_of(ranks: Ranks, ready: ReadyShards, kept: KeptPlans) -> SavePlan:
     shards, settings, table = ready.shards, ready.settings, ready.table
     if kept.are_used and ready.plan is not None:
+        if ready.loaded is not None:
+            settings.plans.keep(ready.structure, ready.plan)
+            forget_loaded_plan(ready.loaded.number)
         return ready.plan
     if kept.some_know:
         # Some ranks, though not all, know a plan, or replicas have become different.
         with ranks.phase("describe the shards again"):
-            comparison = _comparison_of(ranks, settings.options)
-            table = table or _described(shards, settings, comparison)
+            if table is None:
+                table = _described(shards, settings)
+                _add_digests(table, shards, _comparison_of(ranks, settings.options))
     assert table is not None
-    plan = _make_plan(ranks, table, shards, settings)
+    plan = _make_plan(ranks, table, shards, settings, kept.structure)
+    plan = plan._replace(description=ready.description)
     settings.plans.keep(ready.structure, plan)
     return plan
 
@@ -308,15 +382,15 @@ def _comparison_of(ranks: Ranks, options: SaveOptions) -> _Comparison:
     return _Comparison.SAMPLES if is_wanted else _Comparison.NOTHING
 
 
-def _described(
-    shards: Sequence[Shard], settings: ShardSettings, comparison: _Comparison
-) -> ShardTable:
-    """Describe shards, with hashes if replicas are compared."""
+def _described(shards: Sequence[Shard], settings: ShardSettings) -> ShardTable:
     group = exchanges.group_number(settings.exchange_group)
-    table = shard_table(shards)._replace(exchange_group=group)
+    return shard_table(shards)._replace(exchange_group=group)
+
+
+def _add_digests(table: ShardTable, shards: Sequence[Shard], comparison: _Comparison) -> None:
+    """Add hashes to a description if replicas are compared."""
     if comparison is not _Comparison.NOTHING:
         add_digests(table, shards, of_samples=comparison is _Comparison.SAMPLES)
-    return table
 
 
 @dataclass
@@ -416,11 +490,16 @@ def report_of_written(
     return report_of([*objects.files, file], objects.num_bytes, checksums[:0])
 
 
-def _gather_tables(ranks: Ranks, table: ChunkTable) -> list[ChunkTable]:
-    """Return the tables of all ranks on the coordinator, an empty list elsewhere."""
+def _gather_tables(
+    ranks: Ranks, table: ChunkTable, factors: bytes
+) -> tuple[list[ChunkTable], list[bytes]]:
+    """Return the tables of all ranks on the coordinator, and their factors; empty lists
+    elsewhere.
+    """
     if ranks.size == 1:
-        return [table]
-    return [ChunkTable.from_bytes(data) for data in ranks.gather(table.to_bytes())]
+        return [table], []
+    gathered = [*map(unpack_parts, ranks.gather(pack_parts([table.to_bytes(), factors])))]
+    return [ChunkTable.from_bytes(data) for data, _ in gathered], [each for _, each in gathered]
 
 
 def ready_to_save(shard: Shard, encode_copies: bool, leaves_out: bool = False) -> Shard:
@@ -456,32 +535,32 @@ def _check_tensor(shard: ShardedTensor) -> None:
 class _Share(NamedTuple):
     """The part of one rank in a new plan: what it writes, and which of its rows are replicas.
 
-    `weights` has a number for each row of its table, see `replica_weights`; `has_replicas` tells
-    whether any rank has some, `have_differences` whether any of those differ. `sampled` are rows
+    `factors` has a number for each row of its table, see `replica_factors`; `stride` is 0 if no
+    rank has replicas; `have_differences` tells whether any of those differ. `sampled` are rows
     whose samples the coordinator needs. `has_checksum_file` tells whether each rank writes the
     checksums of its blocks into a file.
     """
 
     number: int
-    has_replicas: bool
+    stride: int
     have_differences: bool
     sampled: list[int]
     has_checksum_file: bool
-    weights: npt.NDArray[np.uint64]
+    factors: IntArray
     pieces: Pieces
 
     def to_bytes(self) -> bytes:
         """Encode for sending."""
-        columns = {"weights": self.weights, **self.pieces._asdict()}
+        columns = {"factors": self.factors, **self.pieces._asdict()}
         return pack(self[:5], columns)
 
     @classmethod
     def from_bytes(cls, data: bytes) -> _Share:
         """Decode what `to_bytes` made."""
-        (number, has_replicas, have_differences, sampled, has_file), columns = unpack(data)
-        weights = columns.pop("weights")
+        (number, stride, have_differences, sampled, has_file), columns = unpack(data)
+        factors = columns.pop("factors")
         pieces = Pieces(**columns)
-        return cls(number, has_replicas, have_differences, sampled, has_file, weights, pieces)
+        return cls(number, stride, have_differences, sampled, has_file, factors, pieces)
 
 
 class _WholePlan(NamedTuple):
@@ -493,9 +572,13 @@ class _WholePlan(NamedTuple):
 
 
 def _make_plan(
-    ranks: Ranks, table: ShardTable, shards: Sequence[Shard], settings: ShardSettings
+    ranks: Ranks,
+    table: ShardTable,
+    shards: Sequence[Shard],
+    settings: ShardSettings,
+    structure: bytes,
 ) -> SavePlan:
-    """Plan a save together.
+    """Plan a save together; `structure` is the digest of the shards of all ranks.
 
     Collective operation: all ranks must call it. Descriptions of shards go to the coordinator,
     pieces to write come back, tables of chunks go to it. Where replicas differ, it looks at samples
@@ -521,12 +604,12 @@ def _make_plan(
     checksum_file = None
     if share.has_checksum_file and len(share.pieces.key_ids):
         checksum_file = checksum_file_name(ranks.rank)
-    files, objects, planned = _lay_out(ranks, table, share.pieces, manifest, checksum_file)
-    replicas = None
-    rows = np.flatnonzero(share.weights)
-    if share.has_replicas:
-        replicas = [(int(table.shard_ids[row]), table.row_region(row)) for row in rows.tolist()]
-    weights = share.weights[rows]
+    # A plan with gaps, or for replicas that differ, is no plan for the next job.
+    is_sound = options.validate_access_integrity and not share.have_differences
+    files, objects, planned = _lay_out(
+        ranks, table, share, manifest, checksum_file, structure if is_sound else None
+    )
+    replicas, weights = compared_replicas(table, share.factors, share.stride)
     return SavePlan(share.number, files, objects, planned, replicas, weights, checksum_file)
 
 
@@ -562,14 +645,14 @@ def _plan_for_all(tables: list[ShardTable], options: SaveOptions) -> _WholePlan:
     sampled_of_ranks = [[]] * len(starts) if differing is None else differing.rows_of_ranks
     aliases = find_aliases(merged)
     owned = plan_owners(merged, len(groups), aliases, groups)
-    weights = replica_weights(merged)
-    number, has_replicas = 1 + secrets.randbits(61), bool(weights.any())
+    factors = replica_factors(merged)
+    number, stride = 1 + secrets.randbits(61), stride_of(factors)
     manifest = manifest_of_keys(merged, aliases)
     has_files = needs_checksum_files(num_blocks_of(manifest) + sum(len(p[0]) for p in owned))
     shares = [
-        _Share(number, has_replicas, differing is not None, sampled, has_files, of_rank, pieces)
+        _Share(number, stride, differing is not None, sampled, has_files, of_rank, pieces)
         for sampled, of_rank, pieces in zip(
-            sampled_of_ranks, np.split(weights, ends), owned, strict=True
+            sampled_of_ranks, np.split(factors, ends), owned, strict=True
         )
     ]
     return _WholePlan(manifest, differing, shares)
@@ -594,6 +677,11 @@ def _different_replicas(
     return differing
 
 
+def _stored_plan() -> Any:
+    # Imported when it is needed: one process alone plans without it.
+    return importlib.import_module("distckpt._plan.stored_plan")
+
+
 def _replica_differences() -> Any:
     # Imported when it is needed: replicas rarely differ.
     return importlib.import_module("distckpt._io.replica_differences")
@@ -602,31 +690,34 @@ def _replica_differences() -> Any:
 def _lay_out(
     ranks: Ranks,
     table: ShardTable,
-    pieces: Pieces,
+    share: _Share,
     manifest: Manifest | None,
     checksum_file: str | None,
+    structure: bytes | None,
 ) -> tuple[list[PlannedFile], list[PlannedChunk], PlannedManifest | None]:
     """Lay out the files of this rank; return them, its objects, and on the coordinator the manifest
-    of all ranks.
+    of all ranks, with a note of the plan if `structure` is given.
     """
     error = None
     files: list[PlannedFile] = []
     objects: list[PlannedChunk] = []
     own = ChunkTable.empty()
     try:
-        files, objects = lay_out_files(ranks.rank, table, pieces)
+        files, objects = lay_out_files(ranks.rank, table, share.pieces)
         own = chunk_table([*files, open_object_file(ranks.rank, objects)] if objects else files)
         if checksum_file is not None:
             own.files.append(ShardFile(checksum_file, 0, 0, 0))
     except Exception as caught:
         error = caught
     # Whether or not it has failed: the coordinator waits for it.
-    tables = _gather_tables(ranks, own)
+    tables, factors = _gather_tables(ranks, own, _stored_plan().factors_to_bytes(share.factors))
     planned = None
     with ranks.phase("lay out files", decision=True):
         if error is not None:
             raise error
         if manifest is not None:
+            if factors and structure is not None:
+                manifest.plan = _stored_plan().note_of_plan(structure, share.stride, factors)
             planned = planned_manifest(manifest, tables)
     return files, objects, planned
 

@@ -207,9 +207,9 @@ class _Agreement(NamedTuple):
     made: bytes = b""
 
     @classmethod
-    def compared(cls, votes: Sequence[bytes]) -> _Agreement:
-        """Compare the votes of all ranks."""
-        kept = KeptPlans.compared([vote[8:] for vote in votes])
+    def compared(cls, votes: Sequence[bytes], own: _Own) -> _Agreement:
+        """Compare the votes of all ranks; `own` is what the coordinator has found out."""
+        kept = KeptPlans.compared([vote[8:] for vote in votes], own.ready)
         is_same = len({vote[:8] for vote in votes}) == 1
         return cls(is_same, kept._replace(are_used=is_same and kept.are_used))
 
@@ -291,7 +291,7 @@ def _describe(
         told.payload = own.vote()
     with ranks.answering(told, "create directories"):
         if ranks.is_coordinator:
-            agreement = _Agreement.compared(told.payloads)
+            agreement = _Agreement.compared(told.payloads, own)
             if output is not None and agreement.kept.are_used:
                 num_bytes = agreement.kept.num_bytes
                 output.aim(own.target.location, output_settings(request, num_bytes, True))

@@ -6,8 +6,10 @@ regions, names and sizes; never a tensor, a pointer or a value.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import threading
+from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from operator import attrgetter
 from typing import Any, NamedTuple, TypeAlias
@@ -35,11 +37,12 @@ from distckpt._format.safetensors_file import (
     shard_file_name,
     sharding_metadata,
 )
-from distckpt._geometry.region import Region, regions_to_arrays, with_item
+from distckpt._geometry.region import IntArray, Region, regions_to_arrays, with_item
 from distckpt._mapping.wrappers import ShardedObject
 from distckpt._plan.save import Pieces
 from distckpt._ranks.collectives import Ranks
 from distckpt._state.shards import GlobalTable, Shard, ShardTable, find_ties
+from distckpt._state.validation import replica_weights
 
 SMALL_CHUNK_BYTES = 256 << 10
 """Chunks of at most this size lie side by side. A load by other ranks that needs only those, say
@@ -89,6 +92,7 @@ class SavePlan(NamedTuple):
             2**64.
         checksum_file: the name of the file that gets the checksums of what this rank writes; None
             if they go into the manifest, or there are none.
+        description: digest of the shards of this rank, see `ShardTable.description`.
     """
 
     number: int
@@ -98,6 +102,7 @@ class SavePlan(NamedTuple):
     replicas: Sequence[tuple[int, Region]] | None = None
     weights: npt.NDArray[np.uint64] = np.empty(0, np.uint64)
     checksum_file: str | None = None
+    description: bytes = b""
 
     @property
     def tensor_bytes(self) -> int:
@@ -135,9 +140,7 @@ def lay_out_files(
     global_shapes = dict(zip(table.keys, table.global_shapes, strict=True))
     files = [
         lay_out_tensor_file(
-            "tensors/" + shard_file_name(rank, number, len(of_files)),
-            chunks,
-            {chunk.key: global_shapes[chunk.key] for chunk in chunks},
+            "tensors/" + shard_file_name(rank, number, len(of_files)), chunks, global_shapes
         )
         for number, chunks in enumerate(of_files)
     ]
@@ -151,7 +154,7 @@ def _groups_for_files(chunks: Iterable[tuple[int, PlannedChunk]]) -> list[list[P
         by_key.setdefault(index, []).append(chunk)
     groups: list[list[PlannedChunk]] = []
     for of_key in by_key.values():
-        for number, chunk in enumerate(_coalesced(of_key)):
+        for number, chunk in enumerate(coalesced(of_key)):
             if number == len(groups):
                 groups.append([])
             groups[number].append(chunk)
@@ -174,12 +177,16 @@ def _chunks_of_pieces(table: ShardTable, pieces: Pieces) -> Iterator[tuple[int, 
 def lay_out_tensor_file(
     name: str, chunks: Sequence[PlannedChunk], global_shapes: Mapping[str, tuple[int, ...]]
 ) -> PlannedFile:
-    """Arrange chunks, at most one for each key, in the order that the format prescribes."""
+    """Arrange chunks, at most one for each key, in the order that the format prescribes.
+
+    Chunks that are in this order already give the same bytes.
+    """
     # Stable: of items of one size, small chunks follow the others.
     chunks = sorted(chunks, key=lambda chunk: chunk.num_bytes <= SMALL_CHUNK_BYTES)
     entries = [Entry(c.key, c.dtype, c.region.shape, c.num_bytes) for c in chunks]
     order = layout_order(entries)
-    own = {**_OWN_METADATA, GLOBAL_SHAPES: json.dumps(global_shapes, separators=(",", ":"))}
+    shapes = {chunks[i].key: global_shapes[chunks[i].key] for i in order}
+    own = {**_OWN_METADATA, GLOBAL_SHAPES: json.dumps(shapes, separators=(",", ":"))}
     metadata = sharding_metadata({chunks[i].key: chunks[i].region for i in order}, own)
     header, _ = build_header([entries[i] for i in order], metadata)
     return PlannedFile(name, header, [chunks[i] for i in order])
@@ -187,7 +194,12 @@ def lay_out_tensor_file(
 
 def open_object_file(rank: int, objects: Sequence[PlannedChunk]) -> PlannedFile:
     """Return the file of objects that are not encoded yet: without a header, and without sizes."""
-    return PlannedFile("objects/" + object_file_name(rank), b"", list(objects))
+    return PlannedFile(object_file_of_rank(rank), b"", list(objects))
+
+
+def object_file_of_rank(rank: int) -> str:
+    """Name the file of the objects that a rank writes."""
+    return "objects/" + object_file_name(rank)
 
 
 def checksum_file_name(rank: int) -> str:
@@ -204,7 +216,7 @@ def lay_out_object_file(
     entries = [Entry(key, "U8", (size,), size) for key, size in sizes.items()]
     header, _ = build_header(entries, _OWN_METADATA)
     # Cells of one object have different names, so all fit into one file.
-    return PlannedFile("objects/" + object_file_name(rank), header, chunks)
+    return PlannedFile(object_file_of_rank(rank), header, chunks)
 
 
 _OWN_METADATA = {"distckpt_format": str(FORMAT_VERSION)}
@@ -234,7 +246,7 @@ def chunk_table(files: Sequence[PlannedFile]) -> ChunkTable:
     )
 
 
-def _coalesced(chunks: list[PlannedChunk]) -> list[PlannedChunk]:
+def coalesced(chunks: list[PlannedChunk]) -> list[PlannedChunk]:
     """Put chunks of one key together whose contents follow one another; cells of objects stay as
     they are.
     """
@@ -274,6 +286,27 @@ def _joined(first: Region, second: Region) -> Region | None:
             extent = first.shape[axis] + second.shape[axis]
             return Region(first.offset, with_item(first.shape, axis, extent))
     return None
+
+
+def compared_replicas(
+    table: ShardTable, factors: IntArray, stride: int
+) -> tuple[list[tuple[int, Region]] | None, npt.NDArray[np.uint64]]:
+    """Return the `replicas` and `weights` of a plan for the shards of one rank, see
+    `replica_weights`; a stride of 0 stands for no replicas on any rank.
+    """
+    if not stride:
+        return None, np.empty(0, np.uint64)
+    weights = replica_weights(table, factors, stride)
+    rows = np.flatnonzero(weights)
+    columns = table.shard_ids, table.key_ids, table.offsets, table.shapes
+    ndims = [len(shape) for shape in table.global_shapes]
+    replicas = [
+        (shard_id, Region(tuple(offset[: ndims[key_id]]), tuple(shape[: ndims[key_id]])))
+        for shard_id, key_id, offset, shape in zip(
+            *(column[rows].tolist() for column in columns), strict=True
+        )
+    ]
+    return replicas, weights[rows]
 
 
 # --- Plans that are kept --------------------------------------------------------------------------
@@ -341,3 +374,41 @@ def structure_of(shards: Sequence[Shard], ranks: Ranks, *settings: object) -> St
     # Some compare equal to replica ids that the author has chosen.
     copies = [type(shard.replica_id) for shard in shards]
     return (ranks.rank, ranks.size, settings, find_ties(shards), described, copies)
+
+
+PLAN_VERSION = 1
+"""Counts changes of how saves are planned. Another version does not use the plans of this one."""
+
+
+def structure_of_all(descriptions: Iterable[bytes]) -> bytes:
+    """Return a digest of the shards of all ranks, from `ShardTable.description` of each."""
+    versioned = PLAN_VERSION.to_bytes(8, "little") + b"".join(descriptions)
+    return hashlib.blake2b(versioned, digest_size=16).digest()
+
+
+class LoadedPlan(NamedTuple):
+    """What a checkpoint that this process has loaded says of the plan by which it was saved.
+
+    Attributes:
+        number: identifies the checkpoint.
+        rank: of this process, when it loaded it.
+        num_ranks: that loaded it, as many as have saved it.
+        own: its keys, and the chunks of the files of this rank.
+        of_all: on the coordinator, the chunks of all ranks, without checksums.
+    """
+
+    number: int
+    rank: int
+    num_ranks: int
+    own: Manifest
+    of_all: ChunkTable | None
+
+
+loaded_plans: deque[LoadedPlan] = deque(maxlen=MAX_PLANS)
+"""Those of the latest checkpoints, the last one first, which `stored_plan` makes plans of."""
+
+
+def forget_loaded_plan(number: int) -> None:
+    """Forget what a checkpoint says of its plan."""
+    for loaded in [each for each in loaded_plans if each.number == number]:
+        loaded_plans.remove(loaded)

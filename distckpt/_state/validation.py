@@ -13,12 +13,13 @@ import numpy.typing as npt
 
 from distckpt._base.errors import InvalidShardingError
 from distckpt._base.messages import KeyFault, summarize_faults
+from distckpt._format.checksum import checksum
 from distckpt._format.manifest import OBJECT
-from distckpt._geometry.region import IntArray, find_tiling_faults
-from distckpt._state.shards import GlobalTable
+from distckpt._geometry.region import IntArray, find_tiling_faults, mixed, row_hashes
+from distckpt._state.shards import GlobalTable, ShardTable
 
 MAX_COMPARED = 256
-"""The number of regions that a save whose plan is known compares with their replicas."""
+"""About as many regions a save whose plan is known compares with their replicas."""
 
 
 def validate_shards(table: GlobalTable, *, allow_gaps: bool = False) -> None:
@@ -224,23 +225,59 @@ def keep_whole(table: GlobalTable, differences: ReplicaDifferences) -> None:
         table.is_buffer[rows[np.isin(firsts, np.unique(differences.firsts))]] = True
 
 
-def replica_weights(table: GlobalTable) -> npt.NDArray[np.uint64]:
-    """Return a weight for each row. The weights of the replicas of a region add up to 0, modulo
-    2**64.
+def replica_factors(table: GlobalTable) -> IntArray:
+    """Return a factor for each row. Those of the replicas of a region add up to 0: 1 for all but
+    one of them.
 
-    A weight is 0 for what only one rank has or what may differ. Of more than `MAX_COMPARED` regions
-    all but an even selection have the weight 0.
+    A factor is 0 for what only one rank has or what may differ.
     """
-    weights = np.zeros(len(table.key_ids), np.uint64)
     is_tensor = np.array([dtype != OBJECT for dtype in table.dtypes], np.bool_)
     rows, firsts = _replicas(table, np.flatnonzero(is_tensor[table.key_ids] & ~table.is_buffer))
-    copies = np.flatnonzero(rows != firsts)
-    regions = np.unique(firsts[copies])
-    chosen = regions[:: 1 + len(regions) // MAX_COMPARED]
-    copies = copies[np.isin(firsts[copies], chosen)]
-    weights[rows[copies]] = np.random.default_rng().integers(1, 1 << 63, len(copies), np.uint64)
-    np.subtract.at(weights, firsts[copies], weights[rows[copies]])
+    is_copy = rows != firsts
+    factors = -np.bincount(firsts[is_copy], minlength=len(table.key_ids))
+    factors[rows[is_copy]] = 1
+    return factors
+
+
+def stride_of(factors: IntArray) -> int:
+    """Return the `stride` for the factors of all ranks, see `replica_weights`: 0 without
+    replicas.
+    """
+    num_regions = int((factors < 0).sum())
+    return 1 + num_regions // MAX_COMPARED if num_regions else 0
+
+
+def replica_weights(
+    table: ShardTable, factors: IntArray, stride: int = 1
+) -> npt.NDArray[np.uint64]:
+    """Return a weight for each row of one rank, given its factors. The weights of the replicas of a
+    region, on all ranks, add up to 0, modulo 2**64.
+
+    Of `stride` regions all but one have the weight 0, as rows have whose factor is 0.
+    """
+    weights = np.zeros(len(factors), np.uint64)
+    rows = np.flatnonzero(factors)
+    if len(rows):
+        hashes = _hashes_of_regions(table, rows)
+        is_chosen = (hashes >> np.uint64(1)) % np.uint64(stride) == 0
+        weights[rows] = np.where(is_chosen, hashes * factors[rows].astype(np.uint64), np.uint64(0))
     return weights
+
+
+def _hashes_of_regions(table: ShardTable, rows: IntArray) -> npt.NDArray[np.uint64]:
+    """Return odd numbers that are the same on all ranks, which number keys in their own ways and
+    pad regions to different numbers of axes.
+    """
+    key_ids = table.key_ids[rows]
+    used = np.unique(key_ids)
+    of_keys = np.zeros(len(table.keys), np.uint64)
+    of_keys[used] = [checksum(table.keys[key_id].encode()) for key_id in used.tolist()]
+    hashes = of_keys[key_ids]
+    spans = zip(table.offsets[rows].T, table.shapes[rows].T, strict=True)
+    for axis, (offsets, shapes) in enumerate(spans):
+        own = row_hashes([np.full(len(rows), axis), offsets, shapes])
+        hashes ^= np.where((offsets == 0) & (shapes == 1), np.uint64(0), own)
+    return mixed(hashes) | np.uint64(1)
 
 
 def _replicas(table: GlobalTable, rows: IntArray) -> tuple[IntArray, IntArray]:

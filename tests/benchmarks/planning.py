@@ -35,8 +35,10 @@ from report import Cell, Report, parser_of
 
 from distckpt import InvalidShardingError, ShardedTensor
 from distckpt._base.garbage import paused_garbage_collection
+from distckpt._format.checksum import BLOCK_BYTES
 from distckpt._format.columns import pack
 from distckpt._format.manifest import (
+    CHECKSUM_BYTES,
     ChunkTable,
     Manifest,
     ShardFile,
@@ -47,16 +49,24 @@ from distckpt._format.manifest import (
 from distckpt._format.manifest_parts import divided
 from distckpt._format.stored_checkpoint import StoredCheckpoint
 from distckpt._geometry.region import Region, row_hashes
+from distckpt._plan import stored_plan
 from distckpt._plan.layout import (
     checksum_file_name,
     chunk_table,
     lay_out_files,
+    loaded_plans,
     manifest_of_keys,
+    structure_of_all,
 )
 from distckpt._plan.load import Request, plan_load
 from distckpt._plan.save import Pieces, find_aliases, plan_owners
 from distckpt._state.shards import ShardTable, merge_tables, shard_table
-from distckpt._state.validation import find_differences, replica_weights, validate_shards
+from distckpt._state.validation import (
+    find_differences,
+    replica_factors,
+    stride_of,
+    validate_shards,
+)
 from distckpt._storage import locations
 
 _T = TypeVar("_T")
@@ -169,13 +179,25 @@ def save_again(tables: list[ShardTable], pieces: list[Pieces]) -> dict[str, Any]
         laid_out.append(chunk_table(lay_out_files(rank, table, of_rank)[0]))
         laid_out[-1].files.append(ShardFile(checksum_file_name(rank), 0, 0, 0))
     merged = merge_tables(list(tables))
-    planned = planned_manifest(manifest_of_keys(merged, find_aliases(merged)), laid_out)
+    factors = np.split(
+        replica_factors(merged), np.cumsum([len(table.key_ids) for table in tables])[:-1]
+    )
+    manifest = manifest_of_keys(merged, find_aliases(merged))
+    manifest.plan = stored_plan.note_of_plan(
+        structure_of_all(table.description() for table in tables),
+        stride_of(np.concatenate(factors)),
+        [stored_plan.factors_to_bytes(each) for each in factors],
+    )
+    planned = planned_manifest(manifest, laid_out)
     none = np.zeros(0, np.int64)
-    file = file_of_checksums("", b"some")
-    report = report_of([file], none, none.astype(np.uint64))
+    reports = []
+    for own in laid_out:
+        num_blocks = int((-(-own.num_bytes // BLOCK_BYTES)).sum())
+        file = file_of_checksums("", bytes(CHECKSUM_BYTES * num_blocks))
+        reports.append(report_of([file], none, none.astype(np.uint64)))
 
     def complete() -> int:
-        chunks, parts = divided(planned.completed([report] * len(tables)))
+        chunks, parts = divided(planned.completed(reports))
         contents = [planned.manifest.to_bytes(chunks), *parts.values()]
         with tempfile.TemporaryDirectory() as folder:
             for number, content in enumerate(contents):
@@ -186,8 +208,32 @@ def save_again(tables: list[ShardTable], pieces: list[Pieces]) -> dict[str, Any]
     return {
         "rank 0: manifest of a repeated save, s": seconds,
         "manifest, MB": num_bytes / 1e6,
-        "rank 0: receives in a repeated save, MB": len(report) * len(tables) / 1e6,
+        "rank 0: receives in a repeated save, MB": sum(map(len, reports)) / 1e6,
+        **save_after_restart(tables, planned.manifest.to_bytes(planned.completed(reports))),
     }
+
+
+def save_after_restart(tables: list[ShardTable], manifest: bytes) -> dict[str, Any]:
+    """Return what ranks spend instead of planning when they have loaded a checkpoint of the same
+    structure.
+    """
+    loaded = Manifest.from_bytes(manifest, "manifest")
+    figures = {}
+    for rank, name in ((0, "rank 0"), (len(tables) // 2, "another rank")):
+
+        def remember(rank: int = rank) -> None:
+            stored_plan.remember(rank, len(tables), loaded, "0")
+
+        def restore(rank: int = rank) -> None:
+            table = tables[rank]
+            found = stored_plan.restored(loaded_plans[0], table, table.description())
+            assert found is not None
+
+        _, figures[f"{name}: remembers the plan of a load, s"] = cpu_timed(remember)
+        with paused_garbage_collection():
+            _, figures[f"{name}: first save after a restart, s"] = cpu_timed(restore)
+        figures[f"{name}: memory for that, MB"] = peak_memory_bytes(restore) / 1e6
+    return figures
 
 
 def sent(tables: list[ShardTable]) -> tuple[Any, list[int]]:
@@ -228,10 +274,10 @@ def plan_for_all(
     step("compare replicas", lambda: find_differences(merged))
     aliases = step("find tied tensors", lambda: find_aliases(merged))
     pieces = step("give owners", lambda: plan_owners(merged, num_ranks, aliases, [0] * num_ranks))
-    weights = step("find replicas", lambda: replica_weights(merged))
-    pairs = list(zip(np.split(weights, ends), pieces, strict=True))
+    factors = step("find replicas", lambda: replica_factors(merged))
+    pairs = list(zip(np.split(factors, ends), pieces, strict=True))
     plans = step(
-        "encode plans", lambda: [pack([1, True], {"weights": w, **p._asdict()}) for w, p in pairs]
+        "encode plans", lambda: [pack([1, 1], {"factors": f, **p._asdict()}) for f, p in pairs]
     )
     figures.update(steps)
     figures["rank 0: all of it, s"] = sum(steps.values())

@@ -1,4 +1,6 @@
-"""What a process remembers of its saves: some faults are errors at the first one alone."""
+"""What a process remembers of its saves and loads: some faults are errors at the first save
+alone.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +9,7 @@ import sys
 _MEMORIES = {
     "distckpt._operations.save": "_saved_entries",
     "distckpt._state.common_state": "compared_entries",
+    "distckpt._plan.layout": "loaded_plans",
 }
 
 
