@@ -10,6 +10,7 @@ from collections.abc import Collection, Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
 from distckpt._base.dtypes import ITEM_BYTES
 from distckpt._format.manifest import OBJECT
@@ -19,6 +20,7 @@ from distckpt._geometry.region import (
     mixed,
     regions_to_arrays,
     row_hashes,
+    stable_order,
     widen,
 )
 from distckpt._state.shards import GlobalTable
@@ -92,15 +94,14 @@ def plan_owners(
     each rank's group, replicas take over bytes only from a main replica in their own group.
     """
     groups = _group_replicas(table, num_ranks, aliases, exchange_groups)
-    loads = np.zeros(num_ranks, np.int64)
-    whole_owner = np.full(len(groups.rows), -1, np.int64)
+    whole_owner = groups.lone_owners()
+    is_lone = whole_owner >= 0
+    # Floating point is exact up to 2**53 bytes.
+    held = np.bincount(whole_owner[is_lone], groups.num_bytes[is_lone], num_ranks)
+    loads = held.astype(np.int64)
     cut: list[tuple[int, int, int, int]] = []
-    for members, candidates in lines(groups.holder_ranks, groups.holder_starts):
+    for members, candidates in groups.shared_lines():
         sizes = groups.num_bytes[members]
-        if len(candidates) == 1:
-            whole_owner[members] = candidates[0]
-            loads[candidates[0]] += int(sizes.sum())
-            continue
         shares = even_shares(loads[candidates], int(sizes.sum()))
         loads[candidates] += shares
         owners, slices = _cut_line(table, groups, members, np.cumsum(shares)[:-1], candidates)
@@ -122,6 +123,20 @@ class _Groups(NamedTuple):
     holder_shards: IntArray
     holder_starts: IntArray
 
+    def lone_owners(self) -> IntArray:
+        """Return the rank that holds each group, -1 where several do."""
+        return np.where(
+            np.diff(self.holder_starts) == 1, self.holder_ranks[self.holder_starts[:-1]], -1
+        )
+
+    def shared_lines(self) -> Iterator[tuple[IntArray, IntArray]]:
+        """Yield the `lines` of what several ranks hold."""
+        counts = np.diff(self.holder_starts)
+        shared = np.flatnonzero(counts > 1)
+        ranks = self.holder_ranks[np.repeat(counts > 1, counts)]
+        for members, candidates in lines(ranks, np.append(0, np.cumsum(counts[shared]))):
+            yield shared[members], candidates
+
 
 def _group_replicas(
     table: GlobalTable,
@@ -135,18 +150,13 @@ def _group_replicas(
     stored = (num_bytes > 0) | is_empty_key[table.key_ids]
     if aliases:
         stored &= ~np.isin(table.key_ids, np.fromiter(aliases, np.int64))
-    identity = row_hashes([table.key_ids, *table.offsets.T, *table.shapes.T])
-    # One sort, and no look-ups in the order of the ranks, each of which would miss the cache of the
-    # processor.
-    regions, region = np.unique(identity, return_inverse=True)
-    main_rows = np.flatnonzero(stored & table.is_main)[::-1]
-    first = np.full(len(regions), -1, np.int64)
-    first[region[main_rows]] = main_rows
+    main_of_row = _main_rows(table, stored, is_empty_key)
+    is_first = np.zeros(len(stored), np.bool_)
+    is_first[main_of_row[main_of_row >= 0]] = True
     # In the order in which the ranks named them.
-    rows = np.sort(first[first >= 0])
-    group_of_region = np.full(len(regions), -1, np.int64)
-    group_of_region[region[rows]] = np.arange(len(rows))
-    group = group_of_region[region]
+    rows = np.flatnonzero(is_first)
+    # The last item is for regions without a main replica.
+    group = np.append(np.cumsum(is_first) - 1, -1)[main_of_row]
     belongs = stored & (group >= 0)
     # Objects and buffers stay with their main replica: copies need not be equal, and copies of
     # objects are not encoded.
@@ -170,6 +180,28 @@ def _group_replicas(
         holder_shards=table.shard_ids[holders],
         holder_starts=np.searchsorted(group[holders], np.arange(len(rows) + 1)),
     )
+
+
+def _main_rows(
+    table: GlobalTable, stored: npt.NDArray[np.bool_], is_empty_key: npt.NDArray[np.bool_]
+) -> IntArray:
+    """Return for each row the first main row of the same region; -1 without one."""
+    main_of_row = np.where(stored & table.is_main, np.arange(len(stored)), -1)
+    # Regions of main replicas alone are all different, except for those without elements.
+    is_copied = is_empty_key.copy()
+    is_copied[table.key_ids[~table.is_main]] = True
+    rows = np.flatnonzero(is_copied[table.key_ids])
+    columns = (table.key_ids, *table.offsets.T, *table.shapes.T)
+    # One sort, and no look-ups in the order of the ranks, each of which would miss the cache of the
+    # processor.
+    regions, region = np.unique(
+        row_hashes([column[rows] for column in columns]), return_inverse=True
+    )
+    first = np.full(len(regions), -1, np.int64)
+    is_main = main_of_row[rows] >= 0
+    first[region[is_main][::-1]] = rows[is_main][::-1]
+    main_of_row[rows] = first[region]
+    return main_of_row
 
 
 def lines(ranks: IntArray, starts: IntArray) -> Iterator[tuple[IntArray, IntArray]]:
@@ -306,7 +338,11 @@ def _collect_pieces(
         np.concatenate(offsets),
         np.concatenate(shapes),
     )
-    order = np.lexsort((group_id, owner))
+    if cut:
+        order = np.argsort(group_id, kind="stable")
+        pieces = Pieces(*(column[order] for column in pieces))
+        owner = owner[order]
+    order = stable_order(owner, num_ranks)
     bounds = np.searchsorted(owner[order], np.arange(num_ranks + 1))
     return [
         Pieces(*(column[order[low:high]] for column in pieces))
@@ -321,9 +357,11 @@ def _shards_of(
     num_ranks: int,
 ) -> IntArray:
     """Return for each (group, owner) the owner's shard that holds the region of the group."""
-    holder_groups = np.repeat(np.arange(len(groups.rows)), np.diff(groups.holder_starts))
-    holder_pairs = holder_groups * num_ranks + groups.holder_ranks
-    pairs = group_id * num_ranks + owner
-    position = np.searchsorted(holder_pairs, pairs)
-    assert (holder_pairs[position] == pairs).all() if len(pairs) else True
+    counts = np.diff(groups.holder_starts)
+    position = groups.holder_starts[group_id]
+    several = np.flatnonzero(counts[group_id] > 1)
+    holder_pairs = np.repeat(np.arange(len(counts)), counts) * num_ranks + groups.holder_ranks
+    pairs = group_id[several] * num_ranks + owner[several]
+    position[several] = np.searchsorted(holder_pairs, pairs)
+    assert (groups.holder_ranks[position] == owner).all()
     return groups.holder_shards[position]

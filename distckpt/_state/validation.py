@@ -14,7 +14,12 @@ import numpy.typing as npt
 from distckpt._base.errors import InvalidShardingError
 from distckpt._base.messages import KeyFault, summarize_faults
 from distckpt._format.manifest import OBJECT
-from distckpt._geometry.region import IntArray, find_tiling_faults
+from distckpt._geometry.region import (
+    IntArray,
+    find_tiling_faults,
+    row_hashes,
+    stable_order,
+)
 from distckpt._state.shards import GlobalTable
 
 MAX_COMPARED = 256
@@ -28,8 +33,9 @@ def validate_shards(table: GlobalTable, *, allow_gaps: bool = False) -> None:
     """
     faults: list[tuple[int, tuple[int, ...]]] = []
     is_checked = ~_is_trivial(table, allow_gaps)
-    main = np.flatnonzero(table.is_main & is_checked[table.key_ids])
     _check_sizes(table)
+    is_checked &= ~_are_in_line(table, np.flatnonzero(table.is_main & is_checked[table.key_ids]))
+    main = np.flatnonzero(table.is_main & is_checked[table.key_ids])
     for ndim in np.unique(table.ndims).tolist():
         keys = np.flatnonzero((table.ndims == ndim) & is_checked)
         renumbered = np.full(len(table.keys), -1, np.int64)
@@ -71,6 +77,34 @@ def _is_trivial(table: GlobalTable, allow_gaps: bool) -> npt.NDArray[np.bool_]:
     num_main = np.bincount(table.key_ids[table.is_main], minlength=len(table.keys))
     num_whole = np.bincount(table.key_ids[is_whole], minlength=len(table.keys))
     return np.asarray((num_main == 1) & (num_whole == 1), np.bool_)
+
+
+def _are_in_line(table: GlobalTable, rows: IntArray) -> npt.NDArray[np.bool_]:
+    """Mark keys of which some rows, divided along one axis, follow one another without a gap from
+    one end of the tensor to the other. What is divided in another way takes a closer look.
+    """
+    proven = np.zeros(len(table.keys), np.bool_)
+    rows = rows[(table.shapes[rows] > 0).all(axis=1)]
+    rows = rows[stable_order(table.key_ids[rows], len(table.keys))]
+    if not table.shapes[rows].size:
+        return proven
+    key_ids = table.key_ids[rows]
+    begins = np.flatnonzero(np.diff(key_ids, prepend=-1))
+    keys = key_ids[begins]
+    is_divided = np.logical_or.reduceat(table.shapes[rows] != table.global_shapes[key_ids], begins)
+    axes = np.argmax(is_divided, axis=1)
+    of_row = np.repeat(axes, np.diff(begins, append=len(rows)))
+    low, size = table.offsets[rows, of_row], table.shapes[rows, of_row]
+    if (np.delete(np.diff(low), begins[1:] - 1) < 0).any():
+        order = np.lexsort((low, key_ids))
+        low, size = low[order], size[order]
+    high = low + size
+    expected = np.append(0, high[:-1])
+    expected[begins] = 0
+    follows = np.logical_and.reduceat(low == expected, begins)
+    reaches = high[np.append(begins[1:], len(rows)) - 1] == table.global_shapes[keys, axes]
+    proven[keys] = follows & reaches & (is_divided.sum(axis=1) == 1)
+    return proven
 
 
 def _check_sizes(table: GlobalTable) -> None:
@@ -189,7 +223,8 @@ class ReplicaDifferences(NamedTuple):
 
 def find_differences(table: GlobalTable) -> ReplicaDifferences:
     """Compare the digests of replicas, where they were computed."""
-    hashed = np.flatnonzero((table.digests != 0) & ~table.is_buffer)
+    hashed = rows_with_copies(table)
+    hashed = hashed[(table.digests[hashed] != 0) & ~table.is_buffer[hashed]]
     if not len(hashed):
         return ReplicaDifferences(hashed, hashed)
     rows, firsts = _replicas(table, hashed)
@@ -233,7 +268,9 @@ def replica_weights(table: GlobalTable) -> npt.NDArray[np.uint64]:
     """
     weights = np.zeros(len(table.key_ids), np.uint64)
     is_tensor = np.array([dtype != OBJECT for dtype in table.dtypes], np.bool_)
-    rows, firsts = _replicas(table, np.flatnonzero(is_tensor[table.key_ids] & ~table.is_buffer))
+    compared = rows_with_copies(table)
+    compared = compared[is_tensor[table.key_ids[compared]] & ~table.is_buffer[compared]]
+    rows, firsts = _replicas(table, compared)
     copies = np.flatnonzero(rows != firsts)
     regions = np.unique(firsts[copies])
     chosen = regions[:: 1 + len(regions) // MAX_COMPARED]
@@ -243,12 +280,22 @@ def replica_weights(table: GlobalTable) -> npt.NDArray[np.uint64]:
     return weights
 
 
-def _replicas(table: GlobalTable, rows: IntArray) -> tuple[IntArray, IntArray]:
-    """Order rows by region. Return them, and for each the first one of the same region, which is
-    the main replica if it is among them.
+def rows_with_copies(table: GlobalTable) -> IntArray:
+    """Return the rows of keys of which some shards are copies. Main replicas alone are all
+    different, since they cover a tensor once.
     """
-    columns = (*table.shapes[rows].T, *table.offsets[rows].T, table.key_ids[rows])
-    rows = rows[np.lexsort((table.ranks[rows], ~table.is_main[rows], *columns))]
-    regions = np.column_stack((table.key_ids[rows], table.offsets[rows], table.shapes[rows]))
-    is_first = np.append(True, (regions[1:] != regions[:-1]).any(axis=1))[: len(rows)]
+    is_copied = np.zeros(len(table.keys), np.bool_)
+    is_copied[table.key_ids[~table.is_main]] = True
+    return np.flatnonzero(is_copied[table.key_ids])
+
+
+def _replicas(table: GlobalTable, rows: IntArray) -> tuple[IntArray, IntArray]:
+    """Order rows, which ascend, by region. Return them, and for each the first one of the same
+    region, which is the main replica if it is among them.
+    """
+    columns = (table.key_ids, *table.offsets.T, *table.shapes.T)
+    identity = row_hashes([column[rows] for column in columns])
+    order = np.lexsort((~table.is_main[rows], identity))
+    rows, identity = rows[order], identity[order]
+    is_first = np.append(True, identity[1:] != identity[:-1])[: len(rows)]
     return rows, rows[np.maximum.accumulate(np.where(is_first, np.arange(len(rows)), 0))]
