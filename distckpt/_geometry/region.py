@@ -152,8 +152,8 @@ def widen(columns: IntArray, ndim: int, fill: int) -> IntArray:
 
 
 def stable_order(ids: npt.NDArray[Any], bound: int) -> IntArray:
-    """Return the order that sorts ids from 0 to `bound`, below 2**32, and leaves equal ones in their
-    order.
+    """Return the order that sorts ids from 0 to `bound`, at most 2**32, and leaves equal ones in
+    their order.
     """
     # numpy sorts numbers of 16 bits by counting, in a tenth of the time.
     order = np.argsort(ids.astype(np.uint16), kind="stable")
