@@ -60,7 +60,7 @@ from distckpt._plan.layout import (
     open_object_file,
     structure_of,
 )
-from distckpt._plan.save import Pieces, find_aliases, plan_owners
+from distckpt._plan.save import Pieces, find_aliases, num_planners_for, plan_owners
 from distckpt._ranks import exchanges
 from distckpt._ranks.collectives import Ranks
 from distckpt._state.common_state import encoded as encode_object
@@ -73,15 +73,14 @@ from distckpt._state.shards import (
     shard_table,
 )
 from distckpt._state.validation import (
-    different_replicas_error,
     find_differences,
-    keep_whole,
     replica_weights,
     validate_shards,
 )
 from distckpt._storage import locations
 
 if TYPE_CHECKING:
+    from distckpt._io.divided_plan import DividedPlan
     from distckpt._io.replica_differences import ReplicasToCompare
 
 _PLANS = PlanCache()
@@ -147,10 +146,11 @@ class ReadyShards(NamedTuple):
     def vote(self) -> bytes:
         """Return what the coordinator compares, see `KeptPlans`."""
         number = 0 if self.plan is None else self.plan.number
-        return np.array([number, self.digest, self.num_bytes], np.int64).tobytes()
+        numbers = [number, self.digest, self.num_bytes, len(self.shards)]
+        return np.array(numbers, np.int64).tobytes()
 
 
-NO_VOTE = bytes(24)
+NO_VOTE = bytes(32)
 """Of a rank that has not looked for a plan."""
 
 
@@ -161,28 +161,34 @@ class KeptPlans(NamedTuple):
         are_used: all know the same plan, and replicas are still equal.
         some_know: at least one knows a plan.
         num_bytes: how much all ranks write by that plan; known to the coordinator.
+        num_planners: how many ranks make a plan where none is used.
     """
 
     are_used: bool
     some_know: bool
     num_bytes: int = 0
+    num_planners: int = 1
 
     @classmethod
     def compared(cls, votes: Sequence[bytes]) -> KeptPlans:
         """Compare the votes of all ranks, see `ReadyShards.vote`."""
-        numbers, digests, sizes = np.frombuffer(b"".join(votes), np.int64).reshape(-1, 3).T
+        columns = np.frombuffer(b"".join(votes), np.int64).reshape(-1, 4).T
+        numbers, digests, sizes, num_shards = columns
         # The digests of all ranks add up to 0 modulo 2**64.
         is_same = bool((numbers == numbers[0]).all()) and not digests.sum()
-        return cls(is_same and bool(numbers[0]), bool(numbers.any()), int(sizes.sum()))
+        num_planners = num_planners_for(int(num_shards.sum()), len(votes))
+        are_used = is_same and bool(numbers[0])
+        return cls(are_used, bool(numbers.any()), int(sizes.sum()), num_planners)
 
     def to_bytes(self) -> bytes:
         """Encode for sending."""
-        return bytes([self.are_used, self.some_know])
+        return bytes([self.are_used, self.some_know, self.num_planners])
 
     @classmethod
     def from_bytes(cls, data: bytes) -> KeptPlans:
         """Decode what `to_bytes` made."""
-        return cls(*map(bool, data))
+        are_used, some_know, num_planners = data
+        return cls(bool(are_used), bool(some_know), num_planners=num_planners)
 
 
 def prepare_shards(
@@ -259,7 +265,7 @@ def _plan_of(ranks: Ranks, ready: ReadyShards, kept: KeptPlans) -> SavePlan:
             comparison = _comparison_of(ranks, settings.options)
             table = table or _described(shards, settings, comparison)
     assert table is not None
-    plan = _make_plan(ranks, table, shards, settings)
+    plan = _make_plan(ranks, table, shards, settings, kept.num_planners)
     settings.plans.keep(ready.structure, plan)
     return plan
 
@@ -493,7 +499,11 @@ class _WholePlan(NamedTuple):
 
 
 def _make_plan(
-    ranks: Ranks, table: ShardTable, shards: Sequence[Shard], settings: ShardSettings
+    ranks: Ranks,
+    table: ShardTable,
+    shards: Sequence[Shard],
+    settings: ShardSettings,
+    num_planners: int,
 ) -> SavePlan:
     """Plan a save together.
 
@@ -506,6 +516,8 @@ def _make_plan(
     if ranks.size == 1:
         whole = _plan_for_all([table], options)
         (share,) = whole.shares
+    elif num_planners > 1:
+        whole, share = _plan_divided(ranks, table, options, num_planners)
     else:
         whole, share = _plan_together(ranks, table, options)
     if share.have_differences:
@@ -549,6 +561,35 @@ def _plan_together(
     return next(iter(plans), None), share
 
 
+def _plan_divided(
+    ranks: Ranks, table: ShardTable, options: SaveOptions, num_planners: int
+) -> tuple[_WholePlan | None, _Share]:
+    """Let several planners plan for all ranks, see `_plan_together`."""
+    # Imported when it is needed: few jobs have as many shards.
+    divided_plan = importlib.import_module("distckpt._io.divided_plan")
+    plan: DividedPlan = divided_plan.plan_divided(
+        ranks,
+        table,
+        num_planners,
+        # Without validation, elements that no rank holds are accepted.
+        allow_gaps=not options.validate_access_integrity,
+        differences_are_errors=bool(options.validate_replicas),
+    )
+    share = _Share(
+        plan.number,
+        plan.has_replicas,
+        plan.sampled is not None,
+        plan.sampled or [],
+        plan.has_checksum_files,
+        plan.weights,
+        plan.pieces,
+    )
+    whole = None
+    if plan.manifest is not None:
+        whole = _WholePlan(plan.manifest, plan.differing, [])
+    return whole, share
+
+
 def _plan_for_all(tables: list[ShardTable], options: SaveOptions) -> _WholePlan:
     """Plan from the descriptions of all ranks, a list that is emptied."""
     groups = [table.exchange_group for table in tables]
@@ -587,10 +628,9 @@ def _different_replicas(
     differences = find_differences(merged)
     if not len(differences.rows):
         return None
-    if options.validate_replicas:
-        raise different_replicas_error(merged, differences)
-    keep_whole(merged, differences)
-    differing: ReplicasToCompare = _replica_differences().select_pairs(merged, differences, starts)
+    differing: ReplicasToCompare = _replica_differences().keep_different_whole(
+        merged, differences, starts, bool(options.validate_replicas)
+    )
     return differing
 
 

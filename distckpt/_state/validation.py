@@ -259,12 +259,12 @@ def keep_whole(table: GlobalTable, differences: ReplicaDifferences) -> None:
         table.is_buffer[rows[np.isin(firsts, np.unique(differences.firsts))]] = True
 
 
-def replica_weights(table: GlobalTable) -> npt.NDArray[np.uint64]:
+def replica_weights(table: GlobalTable, max_regions: int = MAX_COMPARED) -> npt.NDArray[np.uint64]:
     """Return a weight for each row. The weights of the replicas of a region add up to 0, modulo
     2**64.
 
-    A weight is 0 for what only one rank has or what may differ. Of more than `MAX_COMPARED` regions
-    all but an even selection have the weight 0.
+    A weight is 0 for what only one rank has or what may differ. Of more than `max_regions` all but
+    an even selection have the weight 0.
     """
     weights = np.zeros(len(table.key_ids), np.uint64)
     is_tensor = np.array([dtype != OBJECT for dtype in table.dtypes], np.bool_)
@@ -273,7 +273,7 @@ def replica_weights(table: GlobalTable) -> npt.NDArray[np.uint64]:
     rows, firsts = _replicas(table, compared)
     copies = np.flatnonzero(rows != firsts)
     regions = np.unique(firsts[copies])
-    chosen = regions[:: 1 + len(regions) // MAX_COMPARED]
+    chosen = regions[:: 1 + len(regions) // max_regions]
     copies = copies[np.isin(firsts[copies], chosen)]
     weights[rows[copies]] = np.random.default_rng().integers(1, 1 << 63, len(copies), np.uint64)
     np.subtract.at(weights, firsts[copies], weights[rows[copies]])

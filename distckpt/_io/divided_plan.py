@@ -1,0 +1,280 @@
+"""Planning a save of many shards together: ranks send the coordinator what they hold, it hands that
+on to several planners by key, and their answers back.
+"""
+
+from __future__ import annotations
+
+import json
+import secrets
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from distckpt._base.errors import InvalidShardingError
+from distckpt._format.manifest import ChunkTable, Manifest, needs_checksum_files, num_blocks_of
+from distckpt._io.replica_differences import (
+    ReplicasToCompare,
+    differences_to_json,
+    join_differences,
+    keep_different_whole,
+)
+from distckpt._plan.divided import (
+    Cuts,
+    Described,
+    Lines,
+    Numbering,
+    OwnKeys,
+    PlannedRows,
+    Planner,
+    describe_rows,
+    join_pieces,
+    number_keys,
+    planner_ranks,
+    read_descriptions,
+    share_lines,
+    tied_keys,
+)
+from distckpt._plan.save import Pieces
+from distckpt._ranks.collectives import Ranks
+from distckpt._ranks.exchanges import pack_parts, unpack_parts
+from distckpt._state.shards import ShardTable
+from distckpt._state.validation import (
+    MAX_COMPARED,
+    find_differences,
+    replica_weights,
+    validate_shards,
+)
+
+_STEP = "plan"
+_INVALID, _VALID = b"-", b"+"
+
+
+class DividedPlan(NamedTuple):
+    """The plan of a save as one rank knows it.
+
+    Attributes:
+        number: identifies the plan on all ranks.
+        has_replicas: any rank has some.
+        sampled: rows of this rank whose samples the coordinator needs; None if all replicas are
+            equal.
+        has_checksum_files: each rank writes the checksums of its blocks into a file.
+        weights: of the rows of this rank, see `replica_weights`.
+        pieces: that this rank writes.
+        manifest: of the keys of all ranks; on the coordinator.
+        differing: replicas of all ranks that differ; on the coordinator.
+    """
+
+    number: int
+    has_replicas: bool
+    sampled: list[int] | None
+    has_checksum_files: bool
+    weights: npt.NDArray[np.uint64]
+    pieces: Pieces
+    manifest: Manifest | None
+    differing: ReplicasToCompare | None
+
+
+def plan_divided(
+    ranks: Ranks,
+    table: ShardTable,
+    num_planners: int,
+    *,
+    allow_gaps: bool,
+    differences_are_errors: bool,
+) -> DividedPlan:
+    """Plan a save with several planners.
+
+    Collective operation: all ranks must call it. What a planner refuses, all ranks raise.
+
+    Raises:
+        InvalidShardingError: shards overlap, leave gaps or contradict each other.
+    """
+    coordinator = Coordinator(ranks.size, num_planners)
+    kinds, ties = ranks.gather_once((table.kinds_to_bytes(), tied_keys(table)))
+    own_keys = OwnKeys.from_bytes(
+        ranks.decide_each(_STEP, lambda: coordinator.number_keys(kinds, ties))
+    )
+    rows = own_keys.rows_of_planners(table)
+    described = ranks.gather_once([describe_rows(table, own_keys, each) for each in rows])
+    bundle = ranks.decide_each(_STEP, lambda: coordinator.hand_on(described))
+    planning = PartPlanning(num_planners, allow_gaps, differences_are_errors)
+    with ranks.telling(_STEP) as told:
+        if bundle:
+            told.payload = planning.begin(bundle)
+    with ranks.answering(told, _STEP):
+        if ranks.is_coordinator:
+            told.answer = coordinator.share_out(told.payloads)
+    number, has_replicas, aliases, differ = json.loads(told.answer)
+    cuts = ranks.decide_each(_STEP, coordinator.cuts_by_rank)
+    with ranks.telling(_STEP) as told:
+        if bundle:
+            told.payload = planning.finish(Cuts.from_bytes(cuts))
+    with ranks.answering(told, _STEP):
+        if ranks.is_coordinator:
+            told.answer = bytes([coordinator.gather_shares(told.payloads)])
+    has_files = any(told.answer)
+    shares = unpack_parts(ranks.decide_each(_STEP, coordinator.shares_by_rank))
+    planned = [PlannedRows.from_bytes(*each) for each in zip(shares, rows, strict=True)]
+    weights = np.zeros(len(table.key_ids), np.uint64)
+    for each in planned:
+        weights[each.weight_rows] = each.weights
+    sampled = [row for each in planned for row in each.sampled_rows.tolist()]
+    return DividedPlan(
+        number=number,
+        has_replicas=has_replicas,
+        sampled=sampled if differ else None,
+        has_checksum_files=has_files,
+        weights=weights,
+        pieces=join_pieces(table, planned, own_keys.ids, aliases),
+        manifest=coordinator.manifest,
+        differing=coordinator.differing,
+    )
+
+
+class _Found(NamedTuple):
+    """What a planner tells the coordinator of its keys. Aliases are pairs of keys."""
+
+    lines: Lines
+    aliases: list[tuple[int, int]]
+    has_replicas: bool
+    differing: Any
+
+    def to_bytes(self) -> bytes:
+        return pack_parts([self.lines.to_bytes(), json.dumps(self[1:]).encode()])
+
+    @classmethod
+    def from_bytes(cls, data: bytes) -> _Found:
+        lines, others = unpack_parts(data)
+        return cls(Lines.from_bytes(lines), *json.loads(others))
+
+
+class PartPlanning:
+    """The work of a planner."""
+
+    def __init__(self, num_planners: int, allow_gaps: bool, differences_are_errors: bool) -> None:
+        self._allow_gaps = allow_gaps
+        self._differences_are_errors = differences_are_errors
+        self._max_compared = max(1, MAX_COMPARED // num_planners)
+        self._sampled: Sequence[Sequence[int]] = ()
+
+    def begin(self, bundle: bytes) -> bytes:
+        """Validate what all ranks have of some keys; return what the coordinator shares out, or
+        what is wrong.
+        """
+        keys, first, senders, *messages = unpack_parts(bundle)
+        self._first_key = int.from_bytes(first, "little")
+        sent_by = np.frombuffer(senders, np.int32).astype(np.int64)
+        described = read_descriptions(keys, self._first_key, messages, sent_by)
+        try:
+            return _VALID + self._found(described).to_bytes()
+        except InvalidShardingError as error:
+            return _INVALID + str(error).encode()
+
+    def _found(self, described: Described) -> _Found:
+        table = described.table
+        validate_shards(table, allow_gaps=self._allow_gaps)
+        differences, differing = find_differences(table), None
+        starts = described.row_starts[:-1].tolist()
+        self._sampled = [()] * len(starts)
+        if len(differences.rows):
+            found = keep_different_whole(table, differences, starts, self._differences_are_errors)
+            self._sampled, differing = found.rows_of_ranks, differences_to_json(found)
+        self._planner = Planner(described)
+        self._weights = replica_weights(table, self._max_compared)
+        first = self._first_key
+        aliases = [(first + a, first + b) for a, b in self._planner.aliases.items()]
+        return _Found(self._planner.lines(), aliases, bool(self._weights.any()), differing)
+
+    def finish(self, cuts: Cuts) -> bytes:
+        """Return what each rank learns, after the number of all pieces."""
+        parts = self._planner.own(cuts)
+        shares = self._planner.shares(parts, self._weights, self._sampled)
+        return pack_parts([len(parts.rows).to_bytes(8, "little"), *shares])
+
+
+class Coordinator:
+    """What the coordinator knows and hands on. Elsewhere it knows nothing."""
+
+    manifest: Manifest | None = None
+    differing: ReplicasToCompare | None = None
+    not_stored: Sequence[int] = ()
+    _numbering: Numbering
+    _cuts: list[Cuts]
+    _shares: list[list[bytes]]
+
+    def __init__(self, num_ranks: int, num_planners: int) -> None:
+        self._num_ranks = num_ranks
+        self._planners = planner_ranks(num_planners, num_ranks)
+
+    def number_keys(self, kinds: list[bytes], ties: list[bytes]) -> list[bytes]:
+        """Number the keys; return what each rank learns of them."""
+        self._numbering = number_keys(kinds, ties, len(self._planners))
+        return self._numbering.to_ranks()
+
+    def hand_on(self, described: list[list[bytes]]) -> list[bytes]:
+        """Return, by rank, what each planner gets. The list is emptied meanwhile."""
+        bundles = []
+        for number, messages in enumerate(described):
+            place: dict[bytes, int] = {}
+            senders = [place.setdefault(message, len(place)) for message in messages]
+            first = self._numbering.edges[number].to_bytes(8, "little")
+            keys = self._numbering.to_planner(number)
+            bundles.append(pack_parts([keys, first, np.array(senders, np.int32).tobytes(), *place]))
+            described[number] = []
+        return self._by_rank(bundles)
+
+    def share_out(self, payloads: Sequence[bytes]) -> bytes:
+        """Even the bytes of ranks; return what all ranks learn of it.
+
+        Raises:
+            InvalidShardingError: that planners have found.
+        """
+        answers = [payloads[rank] for rank in self._planners]
+        refused = [answer[1:].decode() for answer in answers if answer[:1] == _INVALID]
+        if refused:
+            others = "\n- Other keys are wrong, too." if len(refused) > 1 else ""
+            raise InvalidShardingError(refused[0] + others)
+        found = [_Found.from_bytes(answer[1:]) for answer in answers]
+        self._cuts = share_lines([each.lines for each in found])
+        aliases = [pair for each in found for pair in each.aliases]
+        self.manifest = self._manifest_of_keys(aliases)
+        differing = [each.differing for each in found if each.differing]
+        self.differing = join_differences(differing) if differing else None
+        number, has_replicas = 1 + secrets.randbits(61), any(each.has_replicas for each in found)
+        self.not_stored = [alias for alias, _ in aliases]
+        return json.dumps([number, has_replicas, self.not_stored, bool(differing)]).encode()
+
+    def _manifest_of_keys(self, aliases: Sequence[tuple[int, int]]) -> Manifest:
+        numbering, not_stored = self._numbering, {alias for alias, _ in aliases}
+        stored = [i for i in range(len(numbering.keys)) if i not in not_stored]
+        return Manifest(
+            keys=[numbering.keys[i] for i in stored],
+            dtypes=[numbering.dtypes[i] for i in stored],
+            global_shapes=[numbering.global_shapes[i] for i in stored],
+            chunks=ChunkTable.empty(),
+            aliases={numbering.keys[alias]: numbering.keys[key] for alias, key in aliases},
+        )
+
+    def cuts_by_rank(self) -> list[bytes]:
+        """Return, by rank, the cuts of each planner."""
+        return self._by_rank([cuts.to_bytes() for cuts in self._cuts])
+
+    def gather_shares(self, payloads: Sequence[bytes]) -> bool:
+        """Keep what planners have made for ranks; tell whether checksums need files."""
+        assert self.manifest is not None
+        parts = [unpack_parts(payloads[rank]) for rank in self._planners]
+        num_pieces = sum(int.from_bytes(count, "little") for count, *_ in parts)
+        self._shares = [shares for _, *shares in parts]
+        return needs_checksum_files(num_blocks_of(self.manifest) + num_pieces)
+
+    def shares_by_rank(self) -> list[bytes]:
+        """Return, by rank, what all planners have made for it."""
+        return [pack_parts(shares) for shares in zip(*self._shares, strict=True)]
+
+    def _by_rank(self, of_planners: Sequence[bytes]) -> list[bytes]:
+        payloads = [b""] * self._num_ranks
+        for rank, payload in zip(self._planners, of_planners, strict=True):
+            payloads[rank] = payload
+        return payloads
