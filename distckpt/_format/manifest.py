@@ -19,9 +19,9 @@ import numpy.typing as npt
 from distckpt._base.dtypes import ITEM_BYTES, is_known
 from distckpt._base.errors import CheckpointingException, CorruptCheckpointError
 from distckpt._format.checksum import BLOCK_BYTES, checksum
-from distckpt._format.columns import pack, unpack
+from distckpt._format.columns import pack, unpack, unpack_table
 from distckpt._format.safetensors_file import MAX_HEADER_BYTES
-from distckpt._geometry.region import IntArray, Region, widen
+from distckpt._geometry.region import IntArray, Region, stable_order, widen
 from distckpt._storage import locations
 
 FORMAT_VERSION = 3
@@ -41,6 +41,10 @@ otherwise in the manifest, which takes no further file.
 """
 CHECKSUMS_SUFFIX = ".checksums"
 CHECKSUM_BYTES = 8
+CARRIED_PART = "part:"
+"""Begins the name of a column that holds the bytes of a part of the chunk table, in manifests that
+are sent to other ranks.
+"""
 CHECKSUM = "xxh3-64"
 OBJECT = "OBJECT"
 """Takes the place of a dtype name where the chunks of a key are encoded objects, one for each cell
@@ -135,6 +139,11 @@ class ChunkTable(NamedTuple):
     @property
     def sorted_rows(self) -> IntArray:
         """The rows in the order of a manifest: by key and offset."""
+        rows = stable_order(self.key_ids, int(self.key_ids.max(initial=0)) + 1)
+        keys, first_axis = self.key_ids[rows], self.offsets[rows, :1].ravel()
+        # Ranks often have parts of a tensor in the order of its rows.
+        if len(first_axis) and ((np.diff(first_axis) > 0) | (np.diff(keys) > 0)).all():
+            return rows
         return np.lexsort((*self.offsets.T[::-1], self.key_ids))
 
     def take(self, rows: IntArray, block_bytes: int) -> ChunkTable:
@@ -304,10 +313,10 @@ class Manifest:
 
     @classmethod
     def from_bytes(cls, data: bytes, location: str) -> Manifest:
-        """Decode a manifest, and check that it does not contradict itself."""
+        """Decode a manifest, which may carry parts; check that it does not contradict itself."""
         with judging_manifest(location):
             fields, columns = unpack(data)
-            columns = {name: _widened(column) for name, column in columns.items()}
+            columns = _with_parts(columns)
             files = [ShardFile(str(n), int(b), int(h), int(c)) for n, b, h, c in fields["files"]]
             key_shapes, key_ndims = columns.pop("key_shapes"), columns.pop("key_ndims")
             chunks = ChunkTable(files, **{name: columns[name] for name in ChunkTable._fields[1:]})
@@ -455,6 +464,8 @@ class PlannedManifest(NamedTuple):
         open_files: the files that are not laid out, or hold checksums.
         open_rows: the chunks of these files, in their order.
         num_open: of these files and of these chunks, those of each rank; of shape (ranks, 2).
+        parts: contents of files, by name, that hold further chunks, which come before the others
+            and are all laid out; none if `chunks` are all.
     """
 
     manifest: Manifest
@@ -463,6 +474,7 @@ class PlannedManifest(NamedTuple):
     open_files: IntArray
     open_rows: IntArray
     num_open: IntArray
+    parts: Mapping[str, bytes] = {}
 
     def completed(self, reports: Sequence[bytes]) -> ChunkTable:
         """Return the chunks with what each rank has written.
@@ -506,11 +518,13 @@ class PlannedManifest(NamedTuple):
         return filled
 
 
-def planned_manifest(manifest: Manifest, tables: Sequence[ChunkTable]) -> PlannedManifest:
+def planned_manifest(
+    manifest: Manifest, tables: Sequence[ChunkTable], parts: Mapping[str, bytes] | None = None
+) -> PlannedManifest:
     """Sort the chunks that the ranks are going to write, which the tables list by rank, into a
     manifest without chunks.
 
-    A file that is not laid out yet has no header.
+    A file that is not laid out yet has no header. For `parts` see `PlannedManifest`.
 
     Raises:
         CheckpointingException: the manifest would be larger than readers accept.
@@ -532,6 +546,7 @@ def planned_manifest(manifest: Manifest, tables: Sequence[ChunkTable]) -> Planne
         np.flatnonzero(is_open),
         open_rows[np.argsort(order[open_rows])],
         np.array(num_open, np.int64).reshape(-1, 2),
+        parts or {},
     )
     _check_size(planned)
     return planned
@@ -599,6 +614,7 @@ def _check_size(planned: PlannedManifest) -> None:
         if largest > MAX_TABLE_BYTES:
             raise _too_large(f"{largest} bytes of checksums in a file")
     in_columns += sum(column.nbytes for column in chunks.columns().values())
+    in_columns += sum(map(len, planned.parts.values()))
     manifest = planned.manifest
     num_chars = sum(map(len, manifest.keys)) + sum(len(file.name) for file in chunks.files)
     at_least = in_columns + num_chars
@@ -623,6 +639,22 @@ def narrow(column: npt.NDArray[Any]) -> npt.NDArray[Any]:
 def _widened(column: npt.NDArray[Any]) -> npt.NDArray[Any]:
     """Undo `narrow`."""
     return column.astype(np.int64) if column.dtype in (np.uint8, np.uint16, np.uint32) else column
+
+
+def _with_parts(columns: Mapping[str, npt.NDArray[Any]]) -> dict[str, npt.NDArray[Any]]:
+    """Return columns with the rows of the parts that are carried among them."""
+    names = sorted(name for name in columns if name.startswith(CARRIED_PART))
+    joined = {name: _widened(column) for name, column in columns.items() if name not in names}
+    if not names:
+        return joined
+    parts, max_bytes = list[Mapping[str, npt.NDArray[Any]]](), MAX_TABLE_BYTES
+    for name in names:
+        parts.append(unpack_table(columns[name].tobytes(), max_bytes))
+        max_bytes -= sum(8 * column.size for column in parts[-1].values())
+    for name in parts[0]:
+        widened = [_widened(part[name]) for part in parts]
+        joined[name] = np.concatenate([*widened, joined[name]])
+    return joined
 
 
 def _too_large(size: str) -> CheckpointingException:

@@ -14,6 +14,7 @@ import numpy.typing as npt
 
 from distckpt._base.errors import InvalidShardingError
 from distckpt._format.manifest import ChunkTable, Manifest, needs_checksum_files, num_blocks_of
+from distckpt._format.manifest_parts import name_of_part
 from distckpt._io.replica_differences import (
     ReplicasToCompare,
     differences_to_json,
@@ -31,9 +32,11 @@ from distckpt._plan.divided import (
     describe_rows,
     join_pieces,
     number_keys,
+    parts_of_chunks,
     planner_ranks,
     read_descriptions,
     share_lines,
+    split_chunks,
     tied_keys,
 )
 from distckpt._plan.save import Pieces
@@ -62,6 +65,7 @@ class DividedPlan(NamedTuple):
         has_checksum_files: each rank writes the checksums of its blocks into a file.
         weights: of the rows of this rank, see `replica_weights`.
         pieces: that this rank writes.
+        edges: of the keys in the manifest that each planner knows.
         manifest: of the keys of all ranks; on the coordinator.
         differing: replicas of all ranks that differ; on the coordinator.
     """
@@ -72,6 +76,7 @@ class DividedPlan(NamedTuple):
     has_checksum_files: bool
     weights: npt.NDArray[np.uint64]
     pieces: Pieces
+    edges: list[int]
     manifest: Manifest | None
     differing: ReplicasToCompare | None
 
@@ -128,9 +133,55 @@ def plan_divided(
         has_checksum_files=has_files,
         weights=weights,
         pieces=join_pieces(table, planned, own_keys.ids, aliases),
+        edges=(own_keys.edges - np.searchsorted(sorted(aliases), own_keys.edges)).tolist(),
         manifest=coordinator.manifest,
         differing=coordinator.differing,
     )
+
+
+def gather_parts(
+    ranks: Ranks, table: ChunkTable, edges: Sequence[int], manifest: Manifest | None
+) -> tuple[ChunkTable, dict[str, bytes]]:
+    """Let planners sort the chunks of all ranks into parts of the manifest.
+
+    Collective operation: all ranks must call it. Return the chunks of this rank that no part has,
+    with its files, and on the coordinator the parts by name.
+
+    Args:
+        ranks: who saves together.
+        table: what this rank writes.
+        edges: of the keys in the manifest that each planner knows.
+        manifest: of these keys; on the coordinator.
+    """
+    rest, encoded = split_chunks(table, edges)
+    num_files = len(table.files).to_bytes(8, "little")
+    gathered = ranks.gather(pack_parts([num_files, *encoded]))
+    planners = planner_ranks(len(encoded), ranks.size)
+
+    def hand_on() -> list[bytes]:
+        assert manifest is not None
+        ndim = max(map(len, manifest.global_shapes), default=0).to_bytes(1, "little")
+        counts, *of_planners = zip(*map(unpack_parts, gathered), strict=True)
+        gathered.clear()
+        ends = np.cumsum([int.from_bytes(count, "little") for count in counts])
+        first_files = np.append(0, ends[:-1]).astype(np.int64).tobytes()
+        payloads = [b""] * ranks.size
+        for rank, messages in zip(planners, of_planners, strict=True):
+            payloads[rank] = pack_parts([ndim, first_files, *messages])
+        return payloads
+
+    bundle = ranks.decide_each(_STEP, hand_on)
+    parts: dict[str, bytes] = {}
+    with ranks.telling(_STEP) as told:
+        if bundle:
+            ndim, first_files, *messages = unpack_parts(bundle)
+            numbers = np.frombuffer(first_files, np.int64)
+            told.payload = pack_parts(parts_of_chunks(messages, numbers, ndim[0]))
+    with ranks.answering(told, _STEP):
+        if ranks.is_coordinator:
+            made = [part for rank in planners for part in unpack_parts(told.payloads[rank])]
+            parts = {name_of_part(number): part for number, part in enumerate(made, 1)}
+    return rest, parts
 
 
 class _Found(NamedTuple):

@@ -7,6 +7,7 @@ from __future__ import annotations
 import copy
 import enum
 import importlib
+import json
 import secrets
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -39,7 +40,7 @@ from distckpt._format.manifest import (
     planned_manifest,
     report_of,
 )
-from distckpt._format.manifest_parts import divided
+from distckpt._format.manifest_parts import with_parts
 from distckpt._io.prepared_save import FileCopies, PreparedSave
 from distckpt._io.replicas import add_digests, samples_of_rows, weighted_digest
 from distckpt._io.write import NewFile, WriteSettings, file_of_tensors, in_folder, write_files
@@ -426,7 +427,25 @@ def _gather_tables(ranks: Ranks, table: ChunkTable) -> list[ChunkTable]:
     """Return the tables of all ranks on the coordinator, an empty list elsewhere."""
     if ranks.size == 1:
         return [table]
-    return [ChunkTable.from_bytes(data) for data in ranks.gather(table.to_bytes())]
+    if len(table.key_ids):
+        message = _TABLE + table.to_bytes()
+    else:
+        message = _FILES + json.dumps(table.files).encode()
+    return [*map(_read_table, ranks.gather(message))]
+
+
+_TABLE, _FILES = b"+", b"-"
+"""How messages begin: that of a rank without chunks has only its files."""
+
+
+def _read_table(message: bytes) -> ChunkTable:
+    if message[:1] == _TABLE:
+        return ChunkTable.from_bytes(message[1:])
+    files = [ShardFile(*file) for file in json.loads(message[1:])]
+    return _NO_CHUNKS._replace(files=files)
+
+
+_NO_CHUNKS = ChunkTable.empty()
 
 
 def ready_to_save(shard: Shard, encode_copies: bool, leaves_out: bool = False) -> Shard:
@@ -465,7 +484,7 @@ class _Share(NamedTuple):
     `weights` has a number for each row of its table, see `replica_weights`; `has_replicas` tells
     whether any rank has some, `have_differences` whether any of those differ. `sampled` are rows
     whose samples the coordinator needs. `has_checksum_file` tells whether each rank writes the
-    checksums of its blocks into a file.
+    checksums of its blocks into a file. `edges` are those of the keys of several planners.
     """
 
     number: int
@@ -475,6 +494,7 @@ class _Share(NamedTuple):
     has_checksum_file: bool
     weights: npt.NDArray[np.uint64]
     pieces: Pieces
+    edges: Sequence[int] = ()
 
     def to_bytes(self) -> bytes:
         """Encode for sending."""
@@ -533,7 +553,8 @@ def _make_plan(
     checksum_file = None
     if share.has_checksum_file and len(share.pieces.key_ids):
         checksum_file = checksum_file_name(ranks.rank)
-    files, objects, planned = _lay_out(ranks, table, share.pieces, manifest, checksum_file)
+    edges = share.edges if share.has_checksum_file else []
+    files, objects, planned = _lay_out(ranks, table, share.pieces, manifest, checksum_file, edges)
     replicas = None
     rows = np.flatnonzero(share.weights)
     if share.has_replicas:
@@ -565,9 +586,7 @@ def _plan_divided(
     ranks: Ranks, table: ShardTable, options: SaveOptions, num_planners: int
 ) -> tuple[_WholePlan | None, _Share]:
     """Let several planners plan for all ranks, see `_plan_together`."""
-    # Imported when it is needed: few jobs have as many shards.
-    divided_plan = importlib.import_module("distckpt._io.divided_plan")
-    plan: DividedPlan = divided_plan.plan_divided(
+    plan: DividedPlan = _divided_plan().plan_divided(
         ranks,
         table,
         num_planners,
@@ -583,11 +602,17 @@ def _plan_divided(
         plan.has_checksum_files,
         plan.weights,
         plan.pieces,
+        plan.edges,
     )
     whole = None
     if plan.manifest is not None:
         whole = _WholePlan(plan.manifest, plan.differing, [])
     return whole, share
+
+
+def _divided_plan() -> Any:
+    # Imported when it is needed: few jobs have as many shards.
+    return importlib.import_module("distckpt._io.divided_plan")
 
 
 def _plan_for_all(tables: list[ShardTable], options: SaveOptions) -> _WholePlan:
@@ -645,9 +670,10 @@ def _lay_out(
     pieces: Pieces,
     manifest: Manifest | None,
     checksum_file: str | None,
+    edges: Sequence[int],
 ) -> tuple[list[PlannedFile], list[PlannedChunk], PlannedManifest | None]:
     """Lay out the files of this rank; return them, its objects, and on the coordinator the manifest
-    of all ranks.
+    of all ranks. With `edges`, planners make the parts of it.
     """
     error = None
     files: list[PlannedFile] = []
@@ -661,13 +687,16 @@ def _lay_out(
     except Exception as caught:
         error = caught
     # Whether or not it has failed: the coordinator waits for it.
+    parts: Mapping[str, bytes] = {}
+    if edges:
+        own, parts = _divided_plan().gather_parts(ranks, own, edges, manifest)
     tables = _gather_tables(ranks, own)
     planned = None
     with ranks.phase("lay out files", decision=True):
         if error is not None:
             raise error
         if manifest is not None:
-            planned = planned_manifest(manifest, tables)
+            planned = planned_manifest(manifest, tables, parts)
     return files, objects, planned
 
 
@@ -714,7 +743,7 @@ def write_manifest(
     On an object store, a manifest that is there is never replaced, since a marker may name it; the
     new one gets another name.
     """
-    chunks, parts = divided(planned.completed(reports))
+    chunks, parts = with_parts(planned, planned.completed(reports))
     for part, content in parts.items():
         place = locations.join(checkpoint_dir, in_folder(part, suffix))
         locations.write_bytes(place, content, durable)

@@ -16,7 +16,8 @@ import numpy as np
 import numpy.typing as npt
 
 from distckpt._format.columns import compress, decompress, pack, unpack
-from distckpt._format.manifest import OBJECT, narrow
+from distckpt._format.manifest import OBJECT, ChunkTable, narrow
+from distckpt._format.manifest_parts import cut_into_parts
 from distckpt._geometry.region import IntArray, stacked
 from distckpt._plan.save import (
     Groups,
@@ -151,10 +152,20 @@ def describe_rows(table: ShardTable, own: OwnKeys, rows: IntArray) -> bytes:
     numbers[4 : 4 + ndim] = table.offsets[rows].T
     numbers[4 + own.ndim :] = 1
     numbers[4 + own.ndim : 4 + own.ndim + ndim] = table.shapes[rows].T
+    head = np.array([len(rows), table.exchange_group], np.int64)
+    return head.tobytes() + table.digests[rows].tobytes() + _numbers_to_bytes(numbers)
+
+
+def _numbers_to_bytes(numbers: IntArray) -> bytes:
+    """Encode columns of numbers from 0 on."""
     is_wide = bool(numbers.max(initial=0) > np.iinfo(np.int32).max)
-    head = np.array([len(rows), table.exchange_group, is_wide], np.int64)
     body = numbers.astype(np.int64 if is_wide else np.int32).tobytes()
-    return head.tobytes() + table.digests[rows].tobytes() + compress(body)
+    return bytes([is_wide]) + compress(body)
+
+
+def _numbers_from_bytes(data: bytes, num_columns: int) -> Any:
+    body = np.frombuffer(decompress(data[1:]), np.int64 if data[0] else np.int32)
+    return body.reshape(num_columns, -1)
 
 
 class _Rows(NamedTuple):
@@ -164,11 +175,10 @@ class _Rows(NamedTuple):
 
 
 def _read_rows(message: bytes, ndim: int) -> _Rows:
-    count, group, is_wide = np.frombuffer(message, np.int64, 3).tolist()
-    digests = np.frombuffer(message, np.uint64, count, 24)
-    body = decompress(message[24 + 8 * count :])
-    numbers: Any = np.frombuffer(body, np.int64 if is_wide else np.int32)
-    return _Rows(group, digests, numbers.reshape(4 + 2 * ndim, count))
+    count, group = np.frombuffer(message, np.int64, 2).tolist()
+    digests = np.frombuffer(message, np.uint64, count, 16)
+    numbers = _numbers_from_bytes(message[16 + 8 * count :], 4 + 2 * ndim)
+    return _Rows(group, digests, numbers)
 
 
 class Described(NamedTuple):
@@ -436,3 +446,55 @@ def join_pieces(
         ),
         shapes=np.concatenate([table.shapes[whole], *(each.shapes[:, :ndim] for each in planned)]),
     )
+
+
+# --- The manifest ---------------------------------------------------------------------------------
+
+
+def split_chunks(table: ChunkTable, edges: Sequence[int]) -> tuple[ChunkTable, list[bytes]]:
+    """Return the chunks of a rank whose files are not laid out yet, with all of its files; and the
+    others encoded, for each planner those of its keys.
+    """
+    is_open = np.array([not file.header_bytes for file in table.files], np.bool_)
+    is_rest = is_open[table.file_ids]
+    planner = np.searchsorted(edges[1:-1], table.key_ids, side="right")
+    columns = (table.key_ids, table.file_ids, table.first_bytes, table.num_bytes)
+    numbers = np.vstack((*columns, table.offsets.T, table.shapes.T))
+    of_planners = [numbers[:, ~is_rest & (planner == number)] for number in range(len(edges) - 1)]
+    encoded = [len(each).to_bytes(1, "little") + _numbers_to_bytes(each) for each in of_planners]
+    return table.without_blocks(np.flatnonzero(is_rest)), encoded
+
+
+def parts_of_chunks(messages: Sequence[bytes], first_files: IntArray, ndim: int) -> list[bytes]:
+    """Return the parts of the manifest that hold what all ranks have sent a planner.
+
+    Args:
+        messages: by rank, see `split_chunks`.
+        first_files: by rank, the number that its first file has in the manifest.
+        ndim: the number of axes that regions have in the manifest.
+    """
+    sent = [_numbers_from_bytes(message[1:], message[0]) for message in messages]
+    counts = [each.shape[1] for each in sent]
+    numbers = np.concatenate([_widened(each, ndim) for each in sent], axis=1)
+    key_ids, file_ids, first_bytes, num_bytes, *regions = numbers
+    if not len(key_ids):
+        return []
+    chunks = ChunkTable.empty()._replace(
+        key_ids=key_ids,
+        file_ids=file_ids + np.repeat(first_files, counts),
+        first_bytes=first_bytes,
+        num_bytes=num_bytes,
+        offsets=np.array(regions[:ndim]).T,
+        shapes=np.array(regions[ndim:]).T,
+    )
+    return cut_into_parts(chunks.without_blocks(chunks.sorted_rows))
+
+
+def _widened(numbers: IntArray, ndim: int) -> IntArray:
+    """Give regions as many axes as others have."""
+    missing = ndim - (len(numbers) - 4) // 2
+    if not missing:
+        return numbers
+    middle = 4 + (len(numbers) - 4) // 2
+    zeros = np.zeros((missing, numbers.shape[1]), numbers.dtype)
+    return np.vstack((numbers[:middle], zeros, numbers[middle:], zeros + 1))

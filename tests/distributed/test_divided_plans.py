@@ -11,6 +11,7 @@ import torch
 
 import distckpt
 from distckpt import ShardedObject, ShardedTensor
+from distckpt._format import manifest
 from distckpt._io import divided_plan, save_shards
 from distckpt._plan import save as plan_of_save
 from tests.support.harness import launched
@@ -41,8 +42,10 @@ def state_of(rank, num_ranks, drift=0.0):
     return state
 
 
-def save(rank, num_ranks, path, shards_of_planner):
+def save(rank, num_ranks, path, shards_of_planner, with_parts):
     plan_of_save.SHARDS_OF_PLANNER = shards_of_planner
+    # Of more blocks than that, planners make parts of the manifest.
+    manifest.MAX_BLOCKS = 0 if with_parts else 1 << 16
     save_shards._PLANS._plans.clear()
     state = state_of(rank, num_ranks)
     reports = [distckpt.save(state, path, overwrite=True, durable=False) for _ in range(2)]
@@ -69,20 +72,22 @@ def shards_at(path):
     return {
         file.relative_to(path).as_posix(): file.read_bytes()
         for file in path.rglob("*.safetensors")
-        if "manifest" not in file.name
+        if "manifest" not in file.name and "chunks" not in file.name
     }
 
 
-@pytest.mark.parametrize("num_ranks", [16, 32])
-def test_shards_are_the_same_for_any_number_of_planners(num_ranks, run, tmp_path):
+@pytest.mark.parametrize(("num_ranks", "with_parts"), [(16, False), (32, True)])
+def test_shards_are_the_same_for_any_number_of_planners(num_ranks, with_parts, run, tmp_path):
     # Each rank has 10 shards, and 4 of them one more.
     num_shards = num_ranks * 10 + 4
     for num_planners in (2, 5):
         path = str(tmp_path / str(num_planners))
-        reused = run(save, num_ranks, num_ranks, path, -(-num_shards // num_planners))
+        reused = run(save, num_ranks, num_ranks, path, -(-num_shards // num_planners), with_parts)
         assert reused == [[False, True]] * num_ranks
     assert shards_at(tmp_path / "2") == shards_at(tmp_path / "5")
     assert distckpt.verify(tmp_path / "2").is_whole
+    parts = sorted(file.name for file in (tmp_path / "5" / "objects").glob("chunks-*"))
+    assert parts == [f"chunks-0000{number}.safetensors" for number in range(1, 6 * with_parts)]
     assert all(run(load, num_ranks, num_ranks, str(tmp_path / "5")))
 
 
@@ -102,7 +107,7 @@ def test_replicas_that_differ_are_reported_or_refused(tmp_path):
     assert [outcome.error for outcome in outcomes] == [None] * 4
     warned = [text for text in outcomes[0].warnings_logged if "replicas differ" in text]
     assert len(warned) == 1
-    assert "'k{1..10}' (4 keys), 'tied' on rank 1, 2, 3" in warned[0]
+    assert "'k{1,4,7,10}' (4 keys), 'tied' on rank 1, 2, 3" in warned[0]
     assert distckpt.verify(tmp_path / "c").is_whole
 
 
