@@ -29,6 +29,8 @@ from distckpt._plan.divided import (
     OwnKeys,
     PlannedRows,
     Planner,
+    chunks_by_planner,
+    chunks_message,
     describe_rows,
     join_pieces,
     number_keys,
@@ -154,34 +156,35 @@ def gather_parts(
         manifest: of these keys; on the coordinator.
     """
     rest, encoded = split_chunks(table, edges)
-    num_files = len(table.files).to_bytes(8, "little")
-    gathered = ranks.gather(pack_parts([num_files, *encoded]))
+    gathered = ranks.gather(chunks_message(rest, encoded))
     planners = planner_ranks(len(encoded), ranks.size)
 
     def hand_on() -> list[bytes]:
         assert manifest is not None
-        ndim = max(map(len, manifest.global_shapes), default=0).to_bytes(1, "little")
-        counts, *of_planners = zip(*map(unpack_parts, gathered), strict=True)
-        gathered.clear()
-        ends = np.cumsum([int.from_bytes(count, "little") for count in counts])
-        first_files = np.append(0, ends[:-1]).astype(np.int64).tobytes()
-        payloads = [b""] * ranks.size
-        for rank, messages in zip(planners, of_planners, strict=True):
-            payloads[rank] = pack_parts([ndim, first_files, *messages])
-        return payloads
+        return _by_rank(chunks_by_planner(gathered, manifest), planners, ranks.size)
 
     bundle = ranks.decide_each(_STEP, hand_on)
     parts: dict[str, bytes] = {}
     with ranks.telling(_STEP) as told:
         if bundle:
-            ndim, first_files, *messages = unpack_parts(bundle)
-            numbers = np.frombuffer(first_files, np.int64)
-            told.payload = pack_parts(parts_of_chunks(messages, numbers, ndim[0]))
+            told.payload = pack_parts(parts_of_chunks(bundle))
     with ranks.answering(told, _STEP):
         if ranks.is_coordinator:
-            made = [part for rank in planners for part in unpack_parts(told.payloads[rank])]
-            parts = {name_of_part(number): part for number, part in enumerate(made, 1)}
+            parts = parts_by_name([told.payloads[rank] for rank in planners])
     return rest, parts
+
+
+def parts_by_name(made: Sequence[bytes]) -> dict[str, bytes]:
+    """Name the parts that planners have made, in their order."""
+    parts = [part for of_planner in made for part in unpack_parts(of_planner)]
+    return {name_of_part(number): part for number, part in enumerate(parts, 1)}
+
+
+def _by_rank(of_planners: Sequence[bytes], planners: Sequence[int], num_ranks: int) -> list[bytes]:
+    payloads = [b""] * num_ranks
+    for rank, payload in zip(planners, of_planners, strict=True):
+        payloads[rank] = payload
+    return payloads
 
 
 class _Found(NamedTuple):
@@ -274,7 +277,7 @@ class Coordinator:
             keys = self._numbering.to_planner(number)
             bundles.append(pack_parts([keys, first, np.array(senders, np.int32).tobytes(), *place]))
             described[number] = []
-        return self._by_rank(bundles)
+        return _by_rank(bundles, self._planners, self._num_ranks)
 
     def share_out(self, payloads: Sequence[bytes]) -> bytes:
         """Even the bytes of ranks; return what all ranks learn of it.
@@ -310,7 +313,8 @@ class Coordinator:
 
     def cuts_by_rank(self) -> list[bytes]:
         """Return, by rank, the cuts of each planner."""
-        return self._by_rank([cuts.to_bytes() for cuts in self._cuts])
+        cuts = [each.to_bytes() for each in self._cuts]
+        return _by_rank(cuts, self._planners, self._num_ranks)
 
     def gather_shares(self, payloads: Sequence[bytes]) -> bool:
         """Keep what planners have made for ranks; tell whether checksums need files."""
@@ -323,9 +327,3 @@ class Coordinator:
     def shares_by_rank(self) -> list[bytes]:
         """Return, by rank, what all planners have made for it."""
         return [pack_parts(shares) for shares in zip(*self._shares, strict=True)]
-
-    def _by_rank(self, of_planners: Sequence[bytes]) -> list[bytes]:
-        payloads = [b""] * self._num_ranks
-        for rank, payload in zip(self._planners, of_planners, strict=True):
-            payloads[rank] = payload
-        return payloads

@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from distckpt._format.columns import compress, decompress, pack, unpack
-from distckpt._format.manifest import OBJECT, ChunkTable, narrow
+from distckpt._format.manifest import OBJECT, ChunkTable, Manifest, narrow
 from distckpt._format.manifest_parts import cut_into_parts
 from distckpt._geometry.region import IntArray, stacked
 from distckpt._plan.save import (
@@ -31,6 +31,7 @@ from distckpt._plan.save import (
     group_replicas,
     owned_parts,
 )
+from distckpt._ranks.exchanges import pack_parts, unpack_parts
 from distckpt._state.shards import GlobalTable, ShardTable, choose_main_replicas, number_kinds
 
 _IS_MAIN, _IS_BUFFER, _OPEN_RANK = 1, 2, 4
@@ -465,14 +466,32 @@ def split_chunks(table: ChunkTable, edges: Sequence[int]) -> tuple[ChunkTable, l
     return table.without_blocks(np.flatnonzero(is_rest)), encoded
 
 
-def parts_of_chunks(messages: Sequence[bytes], first_files: IntArray, ndim: int) -> list[bytes]:
-    """Return the parts of the manifest that hold what all ranks have sent a planner.
+def chunks_message(rest: ChunkTable, encoded: Sequence[bytes]) -> bytes:
+    """Join what `split_chunks` has returned into what the coordinator gets."""
+    return pack_parts([len(rest.files).to_bytes(8, "little"), *encoded])
+
+
+def chunks_by_planner(messages: list[bytes], manifest: Manifest) -> list[bytes]:
+    """Return what each planner gets of the messages of all ranks, a list that is emptied.
 
     Args:
-        messages: by rank, see `split_chunks`.
-        first_files: by rank, the number that its first file has in the manifest.
-        ndim: the number of axes that regions have in the manifest.
+        messages: see `chunks_message`.
+        manifest: of the keys.
     """
+    counts, *of_planners = zip(*map(unpack_parts, messages), strict=True)
+    messages.clear()
+    ends = np.cumsum([int.from_bytes(count, "little") for count in counts])
+    first_files = np.append(0, ends[:-1]).astype(np.int64).tobytes()
+    ndim = max(map(len, manifest.global_shapes), default=0).to_bytes(1, "little")
+    return [pack_parts([ndim, first_files, *of_planner]) for of_planner in of_planners]
+
+
+def parts_of_chunks(bundle: bytes) -> list[bytes]:
+    """Return the parts of the manifest that hold what all ranks have sent a planner, see
+    `chunks_by_planner`.
+    """
+    axes, files, *messages = unpack_parts(bundle)
+    ndim, first_files = axes[0], np.frombuffer(files, np.int64)
     sent = [_numbers_from_bytes(message[1:], message[0]) for message in messages]
     counts = [each.shape[1] for each in sent]
     numbers = np.concatenate([_widened(each, ndim) for each in sent], axis=1)
