@@ -96,13 +96,8 @@ def unpack_table(data: bytes, max_bytes: int) -> dict[str, Column]:
         ValueError: it is something else, or its numbers would take more than `max_bytes`.
     """
     fields, columns = unpack(data)
-    # Floating point does not wrap around.
-    num_numbers = sum(
-        column.sum(dtype=np.float64) if name.endswith(_COUNTS) else column.size
-        for name, column in columns.items()
-    )
-    if 8 * num_numbers > max_bytes:
-        raise ValueError(f"{num_numbers} numbers are too many")
+    if (num_bytes := 8 * _num_numbers(columns)) > max_bytes:
+        raise ValueError(f"{num_bytes} bytes of numbers are too many")
     for name in [name for name in columns if name.endswith(_DELTAS)]:
         column = name.removesuffix(_DELTAS)
         deltas, counts = columns.pop(name), columns.pop(column + _COUNTS, None)
@@ -115,6 +110,14 @@ def unpack_table(data: bytes, max_bytes: int) -> dict[str, Column]:
         is_plain = column not in ("offsets", "shapes")
         columns[column] = flat if is_plain else flat.reshape(-1, num_rows).T
     return columns
+
+
+def _num_numbers(columns: Mapping[str, Column]) -> float:
+    """Count the numbers of a table. Floating point does not wrap around."""
+    return sum(
+        float(column.sum(dtype=np.float64)) if name.endswith(_COUNTS) else column.size
+        for name, column in columns.items()
+    )
 
 
 def _runs_of(column: Column) -> tuple[Column, Column]:

@@ -33,6 +33,7 @@ from distckpt._plan.divided import (
     chunks_message,
     describe_rows,
     join_pieces,
+    join_weights,
     number_keys,
     parts_of_chunks,
     planner_ranks,
@@ -124,21 +125,21 @@ def plan_divided(
     has_files = any(told.answer)
     shares = unpack_parts(ranks.decide_each(_STEP, coordinator.shares_by_rank))
     planned = [PlannedRows.from_bytes(*each) for each in zip(shares, rows, strict=True)]
-    weights = np.zeros(len(table.key_ids), np.uint64)
-    for each in planned:
-        weights[each.weight_rows] = each.weights
-    sampled = [row for each in planned for row in each.sampled_rows.tolist()]
     return DividedPlan(
         number=number,
         has_replicas=has_replicas,
-        sampled=sampled if differ else None,
+        sampled=_sampled_rows(planned) if differ else None,
         has_checksum_files=has_files,
-        weights=weights,
+        weights=join_weights(table, planned),
         pieces=join_pieces(table, planned, own_keys.ids, aliases),
         edges=(own_keys.edges - np.searchsorted(sorted(aliases), own_keys.edges)).tolist(),
         manifest=coordinator.manifest,
         differing=coordinator.differing,
     )
+
+
+def _sampled_rows(planned: Sequence[PlannedRows]) -> list[int]:
+    return [row for each in planned for row in each.sampled_rows.tolist()]
 
 
 def gather_parts(

@@ -541,14 +541,7 @@ def _make_plan(
     else:
         whole, share = _plan_together(ranks, table, options)
     if share.have_differences:
-        comparing = _replica_differences()
-        own = comparing.samples_to_bytes(samples_of_rows(table, shards, share.sampled))
-        gathered = ranks.gather(own)
-        with ranks.phase("compare replicas", decision=True):
-            if whole is not None:
-                samples = [comparing.samples_from_bytes(data) for data in gathered]
-                known_keys = settings.plans.saved_keys()
-                comparing.report_differences(whole.differing, samples, known_keys)
+        _report_differences(ranks, samples_of_rows(table, shards, share.sampled), whole, settings)
     manifest = whole.manifest if whole is not None else None
     checksum_file = None
     if share.has_checksum_file and len(share.pieces.key_ids):
@@ -561,6 +554,19 @@ def _make_plan(
         replicas = [(int(table.shard_ids[row]), table.row_region(row)) for row in rows.tolist()]
     weights = share.weights[rows]
     return SavePlan(share.number, files, objects, planned, replicas, weights, checksum_file)
+
+
+def _report_differences(
+    ranks: Ranks, samples: Sequence[bytes], whole: _WholePlan | None, settings: ShardSettings
+) -> None:
+    """Let the coordinator look at samples of replicas that differ."""
+    comparing = _replica_differences()
+    gathered = ranks.gather(comparing.samples_to_bytes(samples))
+    with ranks.phase("compare replicas", decision=True):
+        if whole is not None:
+            of_ranks = [comparing.samples_from_bytes(data) for data in gathered]
+            known_keys = settings.plans.saved_keys()
+            comparing.report_differences(whole.differing, of_ranks, known_keys)
 
 
 def _plan_together(

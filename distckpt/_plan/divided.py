@@ -449,6 +449,14 @@ def join_pieces(
     )
 
 
+def join_weights(table: ShardTable, planned: Sequence[PlannedRows]) -> npt.NDArray[np.uint64]:
+    """Return the weights of the rows of a rank's table, see `replica_weights`."""
+    weights = np.zeros(len(table.key_ids), np.uint64)
+    for each in planned:
+        weights[each.weight_rows] = each.weights
+    return weights
+
+
 # --- The manifest ---------------------------------------------------------------------------------
 
 

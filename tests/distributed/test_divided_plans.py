@@ -76,7 +76,13 @@ def shards_at(path):
     }
 
 
-@pytest.mark.parametrize(("num_ranks", "with_parts"), [(16, False), (32, True)])
+@pytest.mark.parametrize(
+    ("num_ranks", "with_parts"),
+    [
+        (16, True),
+        *(pytest.param(*each, marks=pytest.mark.slow) for each in [(16, False), (32, True)]),
+    ],
+)
 def test_shards_are_the_same_for_any_number_of_planners(num_ranks, with_parts, run, tmp_path):
     # Each rank has 10 shards, and 4 of them one more.
     num_shards = num_ranks * 10 + 4

@@ -14,6 +14,7 @@ from distckpt._plan.divided import (
     PlannedRows,
     describe_rows,
     join_pieces,
+    join_weights,
     planner_ranks,
     tied_keys,
 )
@@ -73,8 +74,6 @@ def plan_divided(
             for each in zip(unpack_parts(shares), of_rank, strict=True)
         ]
         pieces.append(join_pieces(table, planned, own.ids, aliases))
-        weights.append(np.zeros(len(table.key_ids), np.uint64))
-        for each in planned:
-            weights[-1][each.weight_rows] = each.weights
+        weights.append(join_weights(table, planned))
     manifest = coordinator.manifest
     return Planned(pieces, weights, manifest.keys, manifest.aliases, coordinator)
