@@ -4,6 +4,7 @@ on to several planners by key, and their answers back.
 
 from __future__ import annotations
 
+import itertools
 import json
 import secrets
 from collections.abc import Sequence
@@ -205,6 +206,15 @@ class _Found(NamedTuple):
         return cls(Lines.from_bytes(lines), *json.loads(others))
 
 
+def _read_found(answers: Sequence[bytes]) -> list[_Found]:
+    """Return what planners have found, or raise what they refuse."""
+    refused = [answer[1:].decode() for answer in answers if answer[:1] == _INVALID]
+    if refused:
+        others = "\n- Other keys are wrong, too." if len(refused) > 1 else ""
+        raise InvalidShardingError(refused[0] + others)
+    return [_Found.from_bytes(answer[1:]) for answer in answers]
+
+
 class PartPlanning:
     """The work of a planner."""
 
@@ -286,19 +296,14 @@ class Coordinator:
         Raises:
             InvalidShardingError: that planners have found.
         """
-        answers = [payloads[rank] for rank in self._planners]
-        refused = [answer[1:].decode() for answer in answers if answer[:1] == _INVALID]
-        if refused:
-            others = "\n- Other keys are wrong, too." if len(refused) > 1 else ""
-            raise InvalidShardingError(refused[0] + others)
-        found = [_Found.from_bytes(answer[1:]) for answer in answers]
+        found = _read_found([payloads[rank] for rank in self._planners])
         self._cuts = share_lines([each.lines for each in found])
-        aliases = [pair for each in found for pair in each.aliases]
-        self.manifest = self._manifest_of_keys(aliases)
-        differing = [each.differing for each in found if each.differing]
-        self.differing = join_differences(differing) if differing else None
-        number, has_replicas = 1 + secrets.randbits(61), any(each.has_replicas for each in found)
+        aliases = list(itertools.chain.from_iterable(each.aliases for each in found))
         self.not_stored = [alias for alias, _ in aliases]
+        self.manifest = self._manifest_of_keys(aliases)
+        if differing := list(filter(None, (each.differing for each in found))):
+            self.differing = join_differences(differing)
+        number, has_replicas = 1 + secrets.randbits(61), any(each.has_replicas for each in found)
         return json.dumps([number, has_replicas, self.not_stored, bool(differing)]).encode()
 
     def _manifest_of_keys(self, aliases: Sequence[tuple[int, int]]) -> Manifest:

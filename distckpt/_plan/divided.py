@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -95,28 +95,45 @@ def number_keys(kinds: Sequence[bytes], ties: Sequence[bytes], num_planners: int
         InvalidShardingError: ranks do not agree on a key.
     """
     keys, kind_of_key, found = number_kinds(kinds)
-    dtypes = [dtype for dtype, _ in kind_of_key]
-    group = np.array([1 + (dtype == OBJECT) for dtype in dtypes], np.int64)
-    for ids, tied in {(id(i), t): (i, t) for i, t in zip(found, ties, strict=True) if t}.values():
-        group[ids[np.frombuffer(tied, np.int64)]] = 0
+    dtypes, shapes = map(list, zip(*kind_of_key, strict=True)) if keys else ([], [])
+    # 0 for keys of tied tensors, 1 for others, 2 for objects.
+    group = 1 + (np.array(dtypes, np.str_) == OBJECT)
+    for ids, tied in zip(found, ties, strict=True):
+        if tied:
+            group[ids[np.frombuffer(tied, np.int64)]] = 0
     order = np.argsort(group, kind="stable")
     number = np.empty(len(order), np.int64)
     number[order] = np.arange(len(order))
-    renumbered = {id(ids): number[ids] for ids in found}
-    num_rows = np.zeros(len(order), np.int64)
-    for ids in found:
-        num_rows[renumbered[id(ids)]] += 1
-    ends = np.cumsum(num_rows)
-    even = np.arange(1, num_planners) * (int(ends[-1]) if len(ends) else 0) // num_planners
-    inner = np.maximum(np.searchsorted(ends, even), np.count_nonzero(group == 0))
+    ids_of_ranks = _each_once(found, lambda ids: number[ids])
     in_order = order.tolist()
     return Numbering(
         keys=[keys[i] for i in in_order],
         dtypes=[dtypes[i] for i in in_order],
-        global_shapes=[kind_of_key[i][1] for i in in_order],
-        ids_of_ranks=[renumbered[id(ids)] for ids in found],
-        edges=[0, *inner.tolist(), len(keys)],
+        global_shapes=[shapes[i] for i in in_order],
+        ids_of_ranks=ids_of_ranks,
+        edges=_edges(ids_of_ranks, len(keys), num_planners, int((group == 0).sum())),
     )
+
+
+def _each_once(
+    arrays: Sequence[IntArray], function: Callable[[IntArray], IntArray]
+) -> list[IntArray]:
+    """Call a function with each array once, however often it is listed."""
+    results = {number: function(array) for number, array in {id(a): a for a in arrays}.items()}
+    return [results[id(array)] for array in arrays]
+
+
+def _edges(
+    ids_of_ranks: Sequence[IntArray], num_keys: int, num_planners: int, num_tied: int
+) -> list[int]:
+    """Divide keys into ranges of about as many shards; the first has all of tied tensors."""
+    num_shards = np.zeros(num_keys, np.int64)
+    for ids in ids_of_ranks:
+        num_shards[ids] += 1
+    ends = np.cumsum(num_shards)
+    even = np.arange(1, num_planners) * int(num_shards.sum()) // num_planners
+    inner = np.maximum(np.searchsorted(ends, even), num_tied)
+    return [0, *inner.tolist(), num_keys]
 
 
 class OwnKeys(NamedTuple):

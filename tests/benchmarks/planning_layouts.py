@@ -150,7 +150,8 @@ def zero1(num_ranks: int, num_tensors: int) -> Iterator[ShardTable]:
         replica = rank // TP % num_replicas
         table = of_place(rank % TP, rank // TP // num_replicas)
         is_moment = np.array([key.startswith("optimizer.") for key in table.keys])[table.key_ids]
-        divided = _rows_of(table, replica, np.where(is_moment, num_replicas, 1))
+        parts, counts = np.where(is_moment, [[replica], [num_replicas]], [[0], [1]])
+        divided = _rows_of(table, parts, counts)
         is_copy = ~is_moment & (replica > 0)
         yield divided._replace(is_main=table.is_main & ~is_copy)
 
