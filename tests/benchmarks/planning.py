@@ -1,7 +1,7 @@
 """What planning costs at scale: seconds, memory and bytes by role, by layout and number of ranks.
 
     python tests/benchmarks/planning.py [--layouts fsdp2 zero1 deepseek 405b ddp]
-        [--ranks 256 1024] [--tensors N] [--planners N] [--dcp] [--json FILE]
+        [--ranks 256 1024] [--tensors N] [--planners N] [--dcp] [--chunks N] [--json FILE]
 
 One process makes up the descriptions of all ranks, without tensor data, and calls what the ranks
 call: the coordinator (rank 0), one of the planners if there are several, and another rank. Seconds
@@ -30,6 +30,7 @@ from typing import Any, TypeVar
 import numpy as np
 from measure import peak_memory_bytes
 from planning_layouts import LAYOUTS, PP, TP
+from planning_manifest import write_and_open_a_manifest
 from planning_roles import COORDINATOR, OTHER, Plan, plan_alone, plan_divided
 from report import Cell, Report, parser_of
 
@@ -51,6 +52,9 @@ def main() -> None:
     )
     parser.add_argument("--tensors", type=int, help="on each rank, at most")
     parser.add_argument("--planners", type=int, help="as many as a save has by default")
+    parser.add_argument(
+        "--chunks", type=int, default=0, help="of a manifest that is written and opened"
+    )
     parser.add_argument("--dcp", action="store_true", help="plan with torch, too")
     arguments = parser.parse_args()
     report = Report(arguments)
@@ -71,6 +75,10 @@ def main() -> None:
         found = [compare(num_ranks) for num_ranks in arguments.ranks]
         heads = ["1,024 x (1024, 1)", *(f"{n:,} ranks" for n in arguments.ranks), "exponent"]
         report.add(heads, _compared(arguments.ranks, found))
+    if arguments.chunks:
+        figures = write_and_open_a_manifest(arguments.chunks)
+        rows = [[name, _text(value)] for name, value in figures.items()]
+        report.add([f"a manifest of {arguments.chunks:,} chunks", ""], rows)
     report.finish()
 
 
