@@ -89,15 +89,15 @@ def pack_table(columns: Mapping[str, Column]) -> bytes:
     return pack({"rows": num_rows}, encoded)
 
 
-def unpack_table(data: bytes, max_bytes: int) -> dict[str, Column]:
+def unpack_table(data: bytes, max_numbers: int) -> dict[str, Column]:
     """Decode what `pack_table` made, and plain columns.
 
     Raises:
-        ValueError: it is something else, or its numbers would take more than `max_bytes`.
+        ValueError: it is something else, or has more than `max_numbers`.
     """
     fields, columns = unpack(data)
-    if (num_bytes := 8 * _num_numbers(columns)) > max_bytes:
-        raise ValueError(f"{num_bytes} bytes of numbers are too many")
+    if (num_numbers := _num_numbers(columns)) > max_numbers:
+        raise ValueError(f"{num_numbers} numbers are too many")
     for name in [name for name in columns if name.endswith(_DELTAS)]:
         column = name.removesuffix(_DELTAS)
         deltas, counts = columns.pop(name), columns.pop(column + _COUNTS, None)
@@ -117,6 +117,7 @@ def _num_numbers(columns: Mapping[str, Column]) -> float:
     return sum(
         float(column.sum(dtype=np.float64)) if name.endswith(_COUNTS) else column.size
         for name, column in columns.items()
+        if not name.endswith(_DELTAS)
     )
 
 

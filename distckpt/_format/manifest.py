@@ -33,6 +33,8 @@ MAX_TABLE_BYTES = 4 << 30
 """Limit of manifests, of files of checksums, and of all other files that say where the tensors of a
 checkpoint lie.
 """
+MAX_TABLE_NUMBERS = 1 << 31
+"""Limit of the numbers in the parts of a chunk table, which may take less than they are."""
 MAX_BLOCK_BYTES = 64 << 20
 """Readers hold a few whole blocks in memory."""
 MAX_BLOCKS = 1 << 16
@@ -615,6 +617,9 @@ def _check_size(planned: PlannedManifest) -> None:
             raise _too_large(f"{largest} bytes of checksums in a file")
     in_columns += sum(column.nbytes for column in chunks.columns().values())
     in_columns += sum(map(len, planned.parts.values()))
+    num_rows = len(chunks.key_ids) + sum(unpack(part)[0]["rows"] for part in planned.parts.values())
+    if num_rows * (4 + 2 * chunks.offsets.shape[1]) > MAX_TABLE_NUMBERS:
+        raise _too_large(f"{num_rows} chunks")
     manifest = planned.manifest
     num_chars = sum(map(len, manifest.keys)) + sum(len(file.name) for file in chunks.files)
     at_least = in_columns + num_chars
@@ -647,10 +652,10 @@ def _with_parts(columns: Mapping[str, npt.NDArray[Any]]) -> dict[str, npt.NDArra
     joined = {name: _widened(column) for name, column in columns.items() if name not in names}
     if not names:
         return joined
-    parts, max_bytes = list[Mapping[str, npt.NDArray[Any]]](), MAX_TABLE_BYTES
+    parts, max_numbers = list[Mapping[str, npt.NDArray[Any]]](), MAX_TABLE_NUMBERS
     for name in names:
-        parts.append(unpack_table(columns[name].tobytes(), max_bytes))
-        max_bytes -= sum(8 * column.size for column in parts[-1].values())
+        parts.append(unpack_table(columns[name].tobytes(), max_numbers))
+        max_numbers -= sum(column.size for column in parts[-1].values())
     for name in parts[0]:
         widened = [_widened(part[name]) for part in parts]
         joined[name] = np.concatenate([*widened, joined[name]])
@@ -659,7 +664,8 @@ def _with_parts(columns: Mapping[str, npt.NDArray[Any]]) -> dict[str, npt.NDArra
 
 def _too_large(size: str) -> CheckpointingException:
     return CheckpointingException(
-        f"The manifest of this checkpoint would have {size}, and readers accept {MAX_TABLE_BYTES}. "
+        f"The manifest of this checkpoint would have {size}, and readers accept {MAX_TABLE_BYTES} "
+        f"bytes and {MAX_TABLE_NUMBERS} numbers. "
         "Nothing was committed: save the state as several checkpoints."
     )
 

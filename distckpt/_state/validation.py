@@ -228,7 +228,9 @@ def find_differences(table: GlobalTable) -> ReplicaDifferences:
     if not len(hashed):
         return ReplicaDifferences(hashed, hashed)
     rows, firsts = _replicas(table, hashed)
-    different = table.digests[rows] != table.digests[firsts]
+    different = np.flatnonzero(table.digests[rows] != table.digests[firsts])
+    # In the order of the keys, then of the ranks.
+    different = different[np.lexsort((rows[different], table.key_ids[rows[different]]))]
     return ReplicaDifferences(rows[different], firsts[different])
 
 
