@@ -19,9 +19,9 @@ import numpy.typing as npt
 from distckpt._base.dtypes import ITEM_BYTES, is_known
 from distckpt._base.errors import CheckpointingException, CorruptCheckpointError
 from distckpt._format.checksum import BLOCK_BYTES, checksum
-from distckpt._format.columns import pack, unpack
+from distckpt._format.columns import pack, unpack, unpack_table
 from distckpt._format.safetensors_file import MAX_HEADER_BYTES
-from distckpt._geometry.region import IntArray, Region, widen
+from distckpt._geometry.region import IntArray, Region, stable_order, widen
 from distckpt._storage import locations
 
 FORMAT_VERSION = 3
@@ -33,6 +33,8 @@ MAX_TABLE_BYTES = 4 << 30
 """Limit of manifests, of files of checksums, and of all other files that say where the tensors of a
 checkpoint lie.
 """
+MAX_TABLE_NUMBERS = 1 << 31
+"""Limit of the numbers in the parts of a chunk table, which may take less than they are."""
 MAX_BLOCK_BYTES = 64 << 20
 """Readers hold a few whole blocks in memory."""
 MAX_BLOCKS = 1 << 16
@@ -41,6 +43,10 @@ otherwise in the manifest, which takes no further file.
 """
 CHECKSUMS_SUFFIX = ".checksums"
 CHECKSUM_BYTES = 8
+CARRIED_PART = "part:"
+"""Begins the name of a column that holds the bytes of a part of the chunk table, in manifests that
+are sent to other ranks.
+"""
 CHECKSUM = "xxh3-64"
 OBJECT = "OBJECT"
 """Takes the place of a dtype name where the chunks of a key are encoded objects, one for each cell
@@ -135,6 +141,11 @@ class ChunkTable(NamedTuple):
     @property
     def sorted_rows(self) -> IntArray:
         """The rows in the order of a manifest: by key and offset."""
+        rows = stable_order(self.key_ids, int(self.key_ids.max(initial=0)) + 1)
+        keys, first_axis = self.key_ids[rows], self.offsets[rows, :1].ravel()
+        # Ranks often have parts of a tensor in the order of its rows.
+        if len(first_axis) and ((np.diff(first_axis) > 0) | (np.diff(keys) > 0)).all():
+            return rows
         return np.lexsort((*self.offsets.T[::-1], self.key_ids))
 
     def take(self, rows: IntArray, block_bytes: int) -> ChunkTable:
@@ -309,10 +320,10 @@ class Manifest:
 
     @classmethod
     def from_bytes(cls, data: bytes, location: str) -> Manifest:
-        """Decode a manifest, and check that it does not contradict itself."""
+        """Decode a manifest, which may carry parts; check that it does not contradict itself."""
         with judging_manifest(location):
             fields, columns = unpack(data)
-            columns = {name: _widened(column) for name, column in columns.items()}
+            columns = _with_parts(columns)
             files = [ShardFile(str(n), int(b), int(h), int(c)) for n, b, h, c in fields["files"]]
             key_shapes, key_ndims = columns.pop("key_shapes"), columns.pop("key_ndims")
             chunks = ChunkTable(files, **{name: columns[name] for name in ChunkTable._fields[1:]})
@@ -461,6 +472,8 @@ class PlannedManifest(NamedTuple):
         open_files: the files that are not laid out, or hold checksums.
         open_rows: the chunks of these files, in their order.
         num_open: of these files and of these chunks, those of each rank; of shape (ranks, 2).
+        parts: contents of files, by name, that hold further chunks, which come before the others
+            and are all laid out; none if `chunks` are all.
     """
 
     manifest: Manifest
@@ -469,6 +482,7 @@ class PlannedManifest(NamedTuple):
     open_files: IntArray
     open_rows: IntArray
     num_open: IntArray
+    parts: Mapping[str, bytes] = {}
 
     def completed(self, reports: Sequence[bytes]) -> ChunkTable:
         """Return the chunks with what each rank has written.
@@ -512,11 +526,13 @@ class PlannedManifest(NamedTuple):
         return filled
 
 
-def planned_manifest(manifest: Manifest, tables: Sequence[ChunkTable]) -> PlannedManifest:
+def planned_manifest(
+    manifest: Manifest, tables: Sequence[ChunkTable], parts: Mapping[str, bytes] | None = None
+) -> PlannedManifest:
     """Sort the chunks that the ranks are going to write, which the tables list by rank, into a
     manifest without chunks.
 
-    A file that is not laid out yet has no header.
+    A file that is not laid out yet has no header. For `parts` see `PlannedManifest`.
 
     Raises:
         CheckpointingException: the manifest would be larger than readers accept.
@@ -524,13 +540,17 @@ def planned_manifest(manifest: Manifest, tables: Sequence[ChunkTable]) -> Planne
     joined = ChunkTable.join(tables, max(map(len, manifest.global_shapes), default=0))
     order = joined.sorted_rows
     num_files = [len(table.files) for table in tables]
-    planned = planned_in_order(manifest, joined.without_blocks(order), order, num_files)
+    planned = planned_in_order(manifest, joined.without_blocks(order), order, num_files, parts)
     _check_size(planned)
     return planned
 
 
 def planned_in_order(
-    manifest: Manifest, chunks: ChunkTable, order: IntArray, num_files: Sequence[int]
+    manifest: Manifest,
+    chunks: ChunkTable,
+    order: IntArray,
+    num_files: Sequence[int],
+    parts: Mapping[str, bytes] | None = None,
 ) -> PlannedManifest:
     """Do the same with chunks that are in the order of a manifest.
 
@@ -539,6 +559,7 @@ def planned_in_order(
         chunks: of all ranks.
         order: the place of each chunk among those of all ranks, one rank after the other.
         num_files: how many of the files are those of each rank.
+        parts: see `PlannedManifest`.
     """
     is_open = np.array([not file.header_bytes for file in chunks.files], bool)
     open_files = np.flatnonzero(is_open)
@@ -555,6 +576,7 @@ def planned_in_order(
         open_files,
         open_rows[np.argsort(order[open_rows])],
         np.stack(num_open, axis=1),
+        parts or {},
     )
 
 
@@ -615,6 +637,10 @@ def _check_size(planned: PlannedManifest) -> None:
         if largest > MAX_TABLE_BYTES:
             raise _too_large(f"{largest} bytes of checksums in a file")
     in_columns += sum(column.nbytes for column in chunks.columns().values())
+    in_columns += sum(map(len, planned.parts.values()))
+    num_rows = len(chunks.key_ids) + sum(unpack(part)[0]["rows"] for part in planned.parts.values())
+    if num_rows * (4 + 2 * chunks.offsets.shape[1]) > MAX_TABLE_NUMBERS:
+        raise _too_large(f"{num_rows} chunks")
     manifest = planned.manifest
     num_chars = sum(map(len, manifest.keys)) + sum(len(file.name) for file in chunks.files)
     at_least = in_columns + num_chars
@@ -641,9 +667,26 @@ def _widened(column: npt.NDArray[Any]) -> npt.NDArray[Any]:
     return column.astype(np.int64) if column.dtype in (np.uint8, np.uint16, np.uint32) else column
 
 
+def _with_parts(columns: Mapping[str, npt.NDArray[Any]]) -> dict[str, npt.NDArray[Any]]:
+    """Return columns with the rows of the parts that are carried among them."""
+    names = sorted(name for name in columns if name.startswith(CARRIED_PART))
+    joined = {name: _widened(column) for name, column in columns.items() if name not in names}
+    if not names:
+        return joined
+    parts, max_numbers = list[Mapping[str, npt.NDArray[Any]]](), MAX_TABLE_NUMBERS
+    for name in names:
+        parts.append(unpack_table(columns[name].tobytes(), max_numbers))
+        max_numbers -= sum(column.size for column in parts[-1].values())
+    for name in parts[0]:
+        widened = [_widened(part[name]) for part in parts]
+        joined[name] = np.concatenate([*widened, joined[name]])
+    return joined
+
+
 def _too_large(size: str) -> CheckpointingException:
     return CheckpointingException(
-        f"The manifest of this checkpoint would have {size}, and readers accept {MAX_TABLE_BYTES}. "
+        f"The manifest of this checkpoint would have {size}, and readers accept {MAX_TABLE_BYTES} "
+        f"bytes and {MAX_TABLE_NUMBERS} numbers. "
         "Nothing was committed: save the state as several checkpoints."
     )
 

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import itertools
 import re
+from collections.abc import Mapping
 
 import numpy as np
 
 from distckpt._base.errors import CorruptCheckpointError
 from distckpt._base.threads import NUM_REQUESTS, run_threads
 from distckpt._format.checksum import checksum
-from distckpt._format.columns import Column, pack, unpack
+from distckpt._format.columns import pack, pack_table, unpack
 from distckpt._format.manifest import (
+    CARRIED_PART,
     MAX_TABLE_BYTES,
     ChunkTable,
+    PlannedManifest,
     ShardFile,
     judging_manifest,
     narrow,
@@ -37,15 +40,38 @@ def divided(chunks: ChunkTable) -> tuple[ChunkTable, dict[str, bytes]]:
     """
     if len(chunks.key_ids) <= PART_ROWS:
         return chunks, {}
-    parts = {}
-    edges = [0, *_cuts(chunks.key_ids), len(chunks.key_ids)]
-    for number, (first, end) in enumerate(itertools.pairwise(edges), 1):
-        columns = {name: narrow(getattr(chunks, name)[first:end]) for name in _COLUMNS}
-        parts[f"objects/chunks-{number:05d}.safetensors"] = pack({}, columns)
-    files = [ShardFile(name, len(p), len(p), checksum(p)) for name, p in parts.items()]
+    parts = {name_of_part(i): part for i, part in enumerate(cut_into_parts(chunks), 1)}
     rest = chunks.without_blocks(np.zeros(0, np.int64))
-    rest = rest._replace(files=[*chunks.files, *files], block_checksums=chunks.block_checksums)
-    return rest, parts
+    rest = rest._replace(files=[*chunks.files, *files_of(parts)])
+    return rest._replace(block_checksums=chunks.block_checksums), parts
+
+
+def name_of_part(number: int) -> str:
+    """Name a part; they are counted from 1."""
+    return f"objects/chunks-{number:05d}.safetensors"
+
+
+def part_of(chunks: ChunkTable, rows: slice) -> bytes:
+    """Encode some rows of chunks as the content of a part."""
+    return pack_table({name: narrow(getattr(chunks, name)[rows]) for name in _COLUMNS})
+
+
+def files_of(parts: Mapping[str, bytes]) -> list[ShardFile]:
+    """Describe parts."""
+    return [ShardFile(name, len(p), len(p), checksum(p)) for name, p in parts.items()]
+
+
+def cut_into_parts(chunks: ChunkTable) -> list[bytes]:
+    """Return the contents of the parts that hold some chunks, which are sorted by key."""
+    edges = [0, *_cuts(chunks.key_ids), len(chunks.key_ids)]
+    return [part_of(chunks, slice(*edge)) for edge in itertools.pairwise(edges) if edge[1]]
+
+
+def with_parts(planned: PlannedManifest, chunks: ChunkTable) -> tuple[ChunkTable, dict[str, bytes]]:
+    """Do the same with the completed chunks of a plan, which may have parts already."""
+    if not planned.parts:
+        return divided(chunks)
+    return chunks._replace(files=[*chunks.files, *files_of(planned.parts)]), dict(planned.parts)
 
 
 def _cuts(key_ids: IntArray) -> list[int]:
@@ -56,7 +82,7 @@ def _cuts(key_ids: IntArray) -> list[int]:
 
 
 def joined(data: bytes, location: str) -> bytes:
-    """Return a manifest that holds what its parts at a location hold too.
+    """Return a manifest that carries its parts at a location, see `Manifest.from_bytes`.
 
     Raises:
         CorruptCheckpointError: a part is missing or damaged.
@@ -71,14 +97,13 @@ def joined(data: bytes, location: str) -> bytes:
             return data
         sizes = [int(part.num_bytes) for part in parts]
         require(min(sizes) >= 0 and sum(sizes) <= MAX_TABLE_BYTES, "its parts are too large")
-        contents = _read_parts(parts, location)
-        for name in _COLUMNS:
-            columns[name] = np.concatenate([*(part[name] for part in contents), columns[name]])
+        for number, content in enumerate(_read_parts(parts, location), 1):
+            columns[f"{CARRIED_PART}{number:05d}"] = np.frombuffer(content, np.uint8)
         return pack(fields, columns)
 
 
-def _read_parts(parts: list[ShardFile], location: str) -> list[dict[str, Column]]:
-    contents: list[dict[str, Column]] = [{} for _ in parts]
+def _read_parts(parts: list[ShardFile], location: str) -> list[bytes]:
+    contents = [b""] * len(parts)
 
     def read(number: int) -> None:
         part = parts[number]
@@ -94,7 +119,7 @@ def _read_parts(parts: list[ShardFile], location: str) -> list[dict[str, Column]
                 f"{path!r}, a part of the manifest, is not the one that was saved (size or "
                 "checksum differs): restore it from a copy, or load another checkpoint."
             )
-        _, contents[number] = unpack(data)
+        contents[number] = data
 
     num_threads = 1 if locations.is_local(location) else NUM_REQUESTS
     run_threads(read, range(len(parts)), num_threads)

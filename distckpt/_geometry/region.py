@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -149,6 +149,17 @@ def widen(columns: IntArray, ndim: int, fill: int) -> IntArray:
     return np.concatenate(
         [columns, np.full((len(columns), ndim - columns.shape[1]), fill, np.int64)], axis=1
     )
+
+
+def stable_order(ids: npt.NDArray[Any], bound: int) -> IntArray:
+    """Return the order that sorts ids from 0 to `bound`, at most 2**32, and leaves equal ones in
+    their order.
+    """
+    # numpy sorts numbers of 16 bits by counting, in a tenth of the time.
+    order = np.argsort(ids.astype(np.uint16), kind="stable")
+    if bound > 1 << 16:
+        order = order[np.argsort((ids[order] >> 16).astype(np.uint16), kind="stable")]
+    return order
 
 
 def row_hashes(columns: Sequence[IntArray]) -> npt.NDArray[np.uint64]:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -14,7 +15,11 @@ from distckpt._base.messages import summarize_keys
 from distckpt._format.columns import pack, unpack
 from distckpt._state.drift import compare_samples, largest_of
 from distckpt._state.shards import GlobalTable
-from distckpt._state.validation import ReplicaDifferences, different_replicas_error
+from distckpt._state.validation import (
+    ReplicaDifferences,
+    different_replicas_error,
+    keep_whole,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -81,6 +86,41 @@ def select_pairs(
         rows_of_ranks=rows_of_ranks,
         error=different_replicas_error(table, differences),
     )
+
+
+def keep_different_whole(
+    table: GlobalTable, differences: ReplicaDifferences, starts: Sequence[int], are_errors: bool
+) -> ReplicasToCompare:
+    """See to it that one rank writes each of the replicas that differ whole; see `select_pairs`.
+
+    Raises:
+        InvalidShardingError: `are_errors`.
+    """
+    if are_errors:
+        raise different_replicas_error(table, differences)
+    keep_whole(table, differences)
+    return select_pairs(table, differences, starts)
+
+
+def differences_to_json(compared: ReplicasToCompare) -> Any:
+    """Return what `join_differences` takes of the replicas that one planner has found."""
+    num_rows = {str(i): len(rows) for i, rows in enumerate(compared.rows_of_ranks) if rows}
+    return [compared.keys, compared.ranks, compared.pairs, num_rows, str(compared.error)]
+
+
+def join_differences(parts: Sequence[Any]) -> ReplicasToCompare:
+    """Join what several planners have found. Samples of a rank are in the order of the planners."""
+    num_before: Counter[int] = Counter()
+    keys, ranks, pairs = list[str](), set[int](), list[Pair]()
+    for keys_of_part, ranks_of_part, pairs_of_part, num_rows, _ in parts:
+        keys += keys_of_part
+        ranks.update(ranks_of_part)
+        for key, dtype, num_elements, *places in pairs_of_part:
+            main, other = ((rank, num_before[rank] + place) for rank, place in places)
+            pairs.append(Pair(key, dtype, num_elements, main, other))
+        num_before.update({int(rank): num for rank, num in num_rows.items()})
+    error = InvalidShardingError(parts[0][-1])
+    return ReplicasToCompare(keys, sorted(ranks), pairs, error=error)
 
 
 def _pair(table: GlobalTable, places: dict[int, tuple[int, int]], row: int, first: int) -> Pair:

@@ -7,6 +7,7 @@ from __future__ import annotations
 import copy
 import enum
 import importlib
+import json
 import secrets
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -39,7 +40,7 @@ from distckpt._format.manifest import (
     planned_manifest,
     report_of,
 )
-from distckpt._format.manifest_parts import divided
+from distckpt._format.manifest_parts import with_parts
 from distckpt._geometry.region import IntArray
 from distckpt._io.prepared_save import FileCopies, PreparedSave
 from distckpt._io.replicas import add_digests, samples_of_rows, weighted_digest
@@ -66,7 +67,7 @@ from distckpt._plan.layout import (
     structure_of,
     structure_of_all,
 )
-from distckpt._plan.save import Pieces, find_aliases, plan_owners
+from distckpt._plan.save import Pieces, find_aliases, num_planners_for, plan_owners
 from distckpt._ranks import exchanges
 from distckpt._ranks.collectives import Ranks
 from distckpt._ranks.exchanges import pack_parts, unpack_parts
@@ -80,9 +81,8 @@ from distckpt._state.shards import (
     shard_table,
 )
 from distckpt._state.validation import (
-    different_replicas_error,
     find_differences,
-    keep_whole,
+    num_replicated,
     replica_factors,
     stride_of,
     validate_shards,
@@ -90,6 +90,7 @@ from distckpt._state.validation import (
 from distckpt._storage import locations
 
 if TYPE_CHECKING:
+    from distckpt._io.divided_plan import DividedPlan
     from distckpt._io.replica_differences import ReplicasToCompare
 
 _PLANS = PlanCache()
@@ -159,8 +160,9 @@ class ReadyShards(NamedTuple):
     def vote(self) -> bytes:
         """Return what the coordinator compares, see `KeptPlans`."""
         number = 0 if self.plan is None else self.plan.number
-        numbers = np.array([number, self.digest, self.num_bytes], np.int64).tobytes()
-        return (numbers + self.description).ljust(_VOTE_BYTES, b"\0")
+        numbers = [number, self.digest, self.num_bytes, len(self.shards)]
+        encoded = np.array(numbers, np.int64).tobytes()
+        return (encoded + self.description).ljust(_VOTE_BYTES, b"\0")
 
     @property
     def planned_structure(self) -> str | None:
@@ -172,7 +174,8 @@ class ReadyShards(NamedTuple):
         return None if note is None else note["structure"]
 
 
-_VOTE_BYTES = 40
+_NUMBERS_BYTES = 32
+_VOTE_BYTES = _NUMBERS_BYTES + 16
 NO_VOTE = bytes(_VOTE_BYTES)
 """Of a rank that has not looked for a plan."""
 
@@ -185,35 +188,40 @@ class KeptPlans(NamedTuple):
         some_know: at least one knows a plan.
         structure: digest of the shards of all ranks.
         num_bytes: how much all ranks write by that plan; known to the coordinator.
+        num_planners: how many ranks make a plan where none is used.
     """
 
     are_used: bool
     some_know: bool
     structure: bytes
     num_bytes: int = 0
+    num_planners: int = 1
 
     @classmethod
     def compared(cls, votes: Sequence[bytes], own: ReadyShards | None) -> KeptPlans:
         """Compare the votes of all ranks, see `ReadyShards.vote`, of which the coordinator's `own`
         may know what shards its plan was made for.
         """
-        numbers, digests, sizes, *_ = np.frombuffer(b"".join(votes), np.int64).reshape(-1, 5).T
-        structure = structure_of_all([vote[24:] for vote in votes])
+        columns = np.frombuffer(b"".join(votes), np.int64).reshape(len(votes), -1).T
+        numbers, digests, sizes, num_shards, *_ = columns
+        structure = structure_of_all([vote[_NUMBERS_BYTES:] for vote in votes])
         # The digests of all ranks add up to 0 modulo 2**64.
         is_same = bool((numbers == numbers[0]).all()) and not digests.sum()
         if own is not None and own.planned_structure is not None:
             is_same = is_same and own.planned_structure == structure.hex()
         are_used = is_same and bool(numbers[0])
-        return cls(are_used, bool(numbers.any()), structure, int(sizes.sum()))
+        num_planners = num_planners_for(int(num_shards.sum()), len(votes))
+        return cls(are_used, bool(numbers.any()), structure, int(sizes.sum()), num_planners)
 
     def to_bytes(self) -> bytes:
         """Encode for sending."""
-        return bytes([self.are_used, self.some_know]) + self.structure
+        return bytes([self.are_used, self.some_know, self.num_planners]) + self.structure
 
     @classmethod
     def from_bytes(cls, data: bytes) -> KeptPlans:
         """Decode what `to_bytes` made."""
-        return cls(bool(data[0]), bool(data[1]), data[2:])
+        are_used, some_know, num_planners, *_ = data
+        return cls(bool(are_used), bool(some_know), data[3:], num_planners=num_planners)
 
 
 def prepare_shards(
@@ -332,7 +340,7 @@ def _plan_of(ranks: Ranks, ready: ReadyShards, kept: KeptPlans) -> SavePlan:
                 table = _described(shards, settings)
                 _add_digests(table, shards, _comparison_of(ranks, settings.options))
     assert table is not None
-    plan = _make_plan(ranks, table, shards, settings, kept.structure)
+    plan = _make_plan(ranks, table, shards, settings, kept)
     plan = plan._replace(description=ready.description)
     settings.plans.keep(ready.structure, plan)
     return plan
@@ -498,8 +506,26 @@ def _gather_tables(
     """
     if ranks.size == 1:
         return [table], []
-    gathered = [*map(unpack_parts, ranks.gather(pack_parts([table.to_bytes(), factors])))]
-    return [ChunkTable.from_bytes(data) for data, _ in gathered], [each for _, each in gathered]
+    if len(table.key_ids):
+        message = _TABLE + table.to_bytes()
+    else:
+        message = _FILES + json.dumps(table.files).encode()
+    gathered = [*map(unpack_parts, ranks.gather(pack_parts([message, factors])))]
+    return [_read_table(message) for message, _ in gathered], [each for _, each in gathered]
+
+
+_TABLE, _FILES = b"+", b"-"
+"""How messages begin: that of a rank without chunks has only its files."""
+
+
+def _read_table(message: bytes) -> ChunkTable:
+    if message[:1] == _TABLE:
+        return ChunkTable.from_bytes(message[1:])
+    files = [ShardFile(*file) for file in json.loads(message[1:])]
+    return _NO_CHUNKS._replace(files=files)
+
+
+_NO_CHUNKS = ChunkTable.empty()
 
 
 def ready_to_save(shard: Shard, encode_copies: bool, leaves_out: bool = False) -> Shard:
@@ -538,7 +564,7 @@ class _Share(NamedTuple):
     `factors` has a number for each row of its table, see `replica_factors`; `stride` is 0 if no
     rank has replicas; `have_differences` tells whether any of those differ. `sampled` are rows
     whose samples the coordinator needs. `has_checksum_file` tells whether each rank writes the
-    checksums of its blocks into a file.
+    checksums of its blocks into a file. `edges` are those of the keys of several planners.
     """
 
     number: int
@@ -548,6 +574,7 @@ class _Share(NamedTuple):
     has_checksum_file: bool
     factors: IntArray
     pieces: Pieces
+    edges: Sequence[int] = ()
 
     def to_bytes(self) -> bytes:
         """Encode for sending."""
@@ -576,9 +603,9 @@ def _make_plan(
     table: ShardTable,
     shards: Sequence[Shard],
     settings: ShardSettings,
-    structure: bytes,
+    kept: KeptPlans,
 ) -> SavePlan:
-    """Plan a save together; `structure` is the digest of the shards of all ranks.
+    """Plan a save together.
 
     Collective operation: all ranks must call it. Descriptions of shards go to the coordinator,
     pieces to write come back, tables of chunks go to it. Where replicas differ, it looks at samples
@@ -589,17 +616,12 @@ def _make_plan(
     if ranks.size == 1:
         whole = _plan_for_all([table], options)
         (share,) = whole.shares
+    elif kept.num_planners > 1:
+        whole, share = _plan_divided(ranks, table, options, kept.num_planners)
     else:
         whole, share = _plan_together(ranks, table, options)
     if share.have_differences:
-        comparing = _replica_differences()
-        own = comparing.samples_to_bytes(samples_of_rows(table, shards, share.sampled))
-        gathered = ranks.gather(own)
-        with ranks.phase("compare replicas", decision=True):
-            if whole is not None:
-                samples = [comparing.samples_from_bytes(data) for data in gathered]
-                known_keys = settings.plans.saved_keys()
-                comparing.report_differences(whole.differing, samples, known_keys)
+        _report_differences(ranks, samples_of_rows(table, shards, share.sampled), whole, settings)
     manifest = whole.manifest if whole is not None else None
     checksum_file = None
     if share.has_checksum_file and len(share.pieces.key_ids):
@@ -607,10 +629,23 @@ def _make_plan(
     # A plan with gaps, or for replicas that differ, is no plan for the next job.
     is_sound = options.validate_access_integrity and not share.have_differences
     files, objects, planned = _lay_out(
-        ranks, table, share, manifest, checksum_file, structure if is_sound else None
+        ranks, table, share, manifest, checksum_file, kept.structure if is_sound else None
     )
     replicas, weights = compared_replicas(table, share.factors, share.stride)
     return SavePlan(share.number, files, objects, planned, replicas, weights, checksum_file)
+
+
+def _report_differences(
+    ranks: Ranks, samples: Sequence[bytes], whole: _WholePlan | None, settings: ShardSettings
+) -> None:
+    """Let the coordinator look at samples of replicas that differ."""
+    comparing = _replica_differences()
+    gathered = ranks.gather(comparing.samples_to_bytes(samples))
+    with ranks.phase("compare replicas", decision=True):
+        if whole is not None:
+            of_ranks = [comparing.samples_from_bytes(data) for data in gathered]
+            known_keys = settings.plans.saved_keys()
+            comparing.report_differences(whole.differing, of_ranks, known_keys)
 
 
 def _plan_together(
@@ -632,6 +667,39 @@ def _plan_together(
     return next(iter(plans), None), share
 
 
+def _plan_divided(
+    ranks: Ranks, table: ShardTable, options: SaveOptions, num_planners: int
+) -> tuple[_WholePlan | None, _Share]:
+    """Let several planners plan for all ranks, see `_plan_together`."""
+    plan: DividedPlan = _divided_plan().plan_divided(
+        ranks,
+        table,
+        num_planners,
+        # Without validation, elements that no rank holds are accepted.
+        allow_gaps=not options.validate_access_integrity,
+        differences_are_errors=bool(options.validate_replicas),
+    )
+    share = _Share(
+        plan.number,
+        plan.stride,
+        plan.sampled is not None,
+        plan.sampled or [],
+        plan.has_checksum_files,
+        plan.factors,
+        plan.pieces,
+        plan.edges,
+    )
+    whole = None
+    if plan.manifest is not None:
+        whole = _WholePlan(plan.manifest, plan.differing, [])
+    return whole, share
+
+
+def _divided_plan() -> Any:
+    # Imported when it is needed: few jobs have as many shards.
+    return importlib.import_module("distckpt._io.divided_plan")
+
+
 def _plan_for_all(tables: list[ShardTable], options: SaveOptions) -> _WholePlan:
     """Plan from the descriptions of all ranks, a list that is emptied."""
     groups = [table.exchange_group for table in tables]
@@ -646,7 +714,7 @@ def _plan_for_all(tables: list[ShardTable], options: SaveOptions) -> _WholePlan:
     aliases = find_aliases(merged)
     owned = plan_owners(merged, len(groups), aliases, groups)
     factors = replica_factors(merged)
-    number, stride = 1 + secrets.randbits(61), stride_of(factors)
+    number, stride = 1 + secrets.randbits(61), stride_of(num_replicated(factors))
     manifest = manifest_of_keys(merged, aliases)
     has_files = needs_checksum_files(num_blocks_of(manifest) + sum(len(p[0]) for p in owned))
     shares = [
@@ -670,10 +738,9 @@ def _different_replicas(
     differences = find_differences(merged)
     if not len(differences.rows):
         return None
-    if options.validate_replicas:
-        raise different_replicas_error(merged, differences)
-    keep_whole(merged, differences)
-    differing: ReplicasToCompare = _replica_differences().select_pairs(merged, differences, starts)
+    differing: ReplicasToCompare = _replica_differences().keep_different_whole(
+        merged, differences, starts, bool(options.validate_replicas)
+    )
     return differing
 
 
@@ -696,7 +763,8 @@ def _lay_out(
     structure: bytes | None,
 ) -> tuple[list[PlannedFile], list[PlannedChunk], PlannedManifest | None]:
     """Lay out the files of this rank; return them, its objects, and on the coordinator the manifest
-    of all ranks, with a note of the plan if `structure` is given.
+    of all ranks, with a note of the plan if `structure` is given. Planners make parts of it where
+    there are several, and checksums have files.
     """
     error = None
     files: list[PlannedFile] = []
@@ -710,6 +778,9 @@ def _lay_out(
     except Exception as caught:
         error = caught
     # Whether or not it has failed: the coordinator waits for it.
+    parts: Mapping[str, bytes] = {}
+    if share.edges and share.has_checksum_file:
+        own, parts = _divided_plan().gather_parts(ranks, own, share.edges, manifest)
     tables, factors = _gather_tables(ranks, own, _stored_plan().factors_to_bytes(share.factors))
     planned = None
     with ranks.phase("lay out files", decision=True):
@@ -718,7 +789,7 @@ def _lay_out(
         if manifest is not None:
             if factors and structure is not None:
                 manifest.plan = _stored_plan().note_of_plan(structure, share.stride, factors)
-            planned = planned_manifest(manifest, tables)
+            planned = planned_manifest(manifest, tables, parts)
     return files, objects, planned
 
 
@@ -765,7 +836,7 @@ def write_manifest(
     On an object store, a manifest that is there is never replaced, since a marker may name it; the
     new one gets another name.
     """
-    chunks, parts = divided(planned.completed(reports))
+    chunks, parts = with_parts(planned, planned.completed(reports))
     for part, content in parts.items():
         place = locations.join(checkpoint_dir, in_folder(part, suffix))
         locations.write_bytes(place, content, durable)

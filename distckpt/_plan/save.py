@@ -7,9 +7,10 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Collection, Iterator, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
+import numpy.typing as npt
 
 from distckpt._base.dtypes import ITEM_BYTES
 from distckpt._format.manifest import OBJECT
@@ -19,6 +20,7 @@ from distckpt._geometry.region import (
     mixed,
     regions_to_arrays,
     row_hashes,
+    stable_order,
     widen,
 )
 from distckpt._state.shards import GlobalTable
@@ -27,6 +29,15 @@ BALANCE_TOLERANCE = 0.01
 """A cut may be this far, as a share of one rank's bytes, from where it would be perfectly even."""
 MIN_SLICE_BYTES = 4096
 """Nothing smaller is cut: the balance gained is not worth another chunk."""
+SHARDS_OF_PLANNER = 1 << 20
+"""With more shards on all ranks, several planners share the work, of about as many each."""
+MAX_PLANNERS = 16
+
+
+def num_planners_for(num_shards: int, num_ranks: int) -> int:
+    """Return how many ranks plan a save; 1 if that is the coordinator alone."""
+    wanted = -(-num_shards // SHARDS_OF_PLANNER)
+    return max(1, min(wanted, MAX_PLANNERS, num_ranks))
 
 
 MAX_SMALL_WRITERS = 16
@@ -101,62 +112,99 @@ def plan_owners(
     line are cut, between rows. Keys in `aliases` are not stored. With `exchange_groups`, the id of
     each rank's group, replicas take over bytes only from a main replica in their own group.
     """
-    groups = _group_replicas(table, num_ranks, aliases, exchange_groups)
-    loads = np.zeros(num_ranks, np.int64)
-    whole_owner = np.full(len(groups.rows), -1, np.int64)
-    cut: list[tuple[int, int, int, int]] = []
-    for members, candidates in lines(groups.holder_ranks, groups.holder_starts):
+    groups = group_replicas(table, num_ranks, aliases, exchange_groups)
+    whole_owner = groups.lone_owners()
+    loads = groups.loads_of(whole_owner, num_ranks)
+    cut: list[Slice] = []
+    for members, candidates in groups.shared_lines():
         sizes = groups.num_bytes[members]
-        if len(candidates) == 1:
-            whole_owner[members] = candidates[0]
-            loads[candidates[0]] += int(sizes.sum())
-            continue
         shares = writer_shares(loads[candidates], int(sizes.sum()))
         loads[candidates] += shares
-        owners, slices = _cut_line(table, groups, members, np.cumsum(shares)[:-1], candidates)
+        tolerance = cut_tolerance(int(sizes.sum()), len(candidates))
+        cuts = np.cumsum(shares)[:-1]
+        owners, slices = cut_line(table, groups, members, cuts, candidates, tolerance)
         whole_owner[members] = owners
         cut.extend(slices)
-    return _collect_pieces(table, groups, aliases, whole_owner, cut, num_ranks)
+    return _pieces_of_ranks(table, aliases, owned_parts(table, groups, whole_owner, cut), num_ranks)
 
 
-class _Groups(NamedTuple):
-    """Equal regions of one key: `rows` of their main replicas, and the ranks that hold each.
+def cut_tolerance(num_bytes: int, num_ranks: int) -> int:
+    """Return how many bytes a cut may be from where it would be perfectly even, where ranks share
+    some bytes.
+    """
+    return max(MIN_SLICE_BYTES, int(num_bytes / num_ranks * BALANCE_TOLERANCE))
 
-    `holders` lists (group, rank, shard) triples sorted by group, `holder_starts` where each group
-    begins in it.
+
+class Groups(NamedTuple):
+    """Equal regions of one key: `rows` of their main replicas, the ranks of these, and the ranks
+    that hold each.
+
+    `holder_rows` and `holder_ranks` are sorted by group and rank, `holder_starts` is where each
+    group begins in them.
     """
 
     rows: IntArray
+    ranks: IntArray
     num_bytes: IntArray
     holder_ranks: IntArray
-    holder_shards: IntArray
+    holder_rows: IntArray
     holder_starts: IntArray
 
+    @property
+    def is_shared(self) -> npt.NDArray[np.bool_]:
+        """Whether several ranks can write parts of each group."""
+        return (np.diff(self.holder_starts) > 1) & (self.num_bytes > 0)
 
-def _group_replicas(
+    def lone_owners(self) -> IntArray:
+        """Return the rank that writes each group, -1 where several can."""
+        first_holders = self.holder_ranks[self.holder_starts[:-1]]
+        owners = np.where(self.num_bytes > 0, first_holders, self.ranks)
+        return np.where(self.is_shared, -1, owners)
+
+    def loads_of(self, owners: IntArray, num_ranks: int) -> IntArray:
+        """Return how many bytes each rank writes of groups that have an owner."""
+        has_owner = owners >= 0
+        # Floating point is exact up to 2**53 bytes.
+        loads = np.bincount(owners[has_owner], self.num_bytes[has_owner], num_ranks)
+        return loads.astype(np.int64)
+
+    def shared_lines(self) -> Iterator[tuple[IntArray, IntArray]]:
+        """Yield the `lines` of what several ranks hold."""
+        counts, is_shared = np.diff(self.holder_starts), self.is_shared
+        shared = np.flatnonzero(is_shared)
+        ranks = self.holder_ranks[np.repeat(is_shared, counts)]
+        for members, candidates in lines(ranks, np.append(0, np.cumsum(counts[shared]))):
+            yield shared[members], candidates
+
+
+def group_replicas(
     table: GlobalTable,
     num_ranks: int,
     aliases: dict[int, int],
     exchange_groups: Sequence[int] | None,
-) -> _Groups:
+    *,
+    by_key: bool = False,
+) -> Groups:
+    """Find the ranks that hold each region; see `plan_owners`.
+
+    Groups are in the order in which the ranks named them or, `by_key`, in that of their keys first.
+    """
     item_bytes = np.array([ITEM_BYTES.get(dtype, 1) for dtype in table.dtypes], np.int64)
     num_bytes = np.prod(table.shapes, axis=1, dtype=np.int64) * item_bytes[table.key_ids]
     is_empty_key = (table.global_shapes == 0).any(axis=1)
     stored = (num_bytes > 0) | is_empty_key[table.key_ids]
     if aliases:
         stored &= ~np.isin(table.key_ids, np.fromiter(aliases, np.int64))
-    identity = row_hashes([table.key_ids, *table.offsets.T, *table.shapes.T])
-    # One sort, and no look-ups in the order of the ranks, each of which would miss the cache of the
-    # processor.
-    regions, region = np.unique(identity, return_inverse=True)
-    main_rows = np.flatnonzero(stored & table.is_main)[::-1]
-    first = np.full(len(regions), -1, np.int64)
-    first[region[main_rows]] = main_rows
-    # In the order in which the ranks named them.
-    rows = np.sort(first[first >= 0])
-    group_of_region = np.full(len(regions), -1, np.int64)
-    group_of_region[region[rows]] = np.arange(len(rows))
-    group = group_of_region[region]
+    main_of_row = _main_rows(table, stored, is_empty_key)
+    is_first = np.zeros(len(stored), np.bool_)
+    is_first[main_of_row[main_of_row >= 0]] = True
+    rows = np.flatnonzero(is_first)
+    if by_key:
+        rows = rows[stable_order(table.key_ids[rows], len(table.keys))]
+    # The last item is for regions without a main replica.
+    group_of_row = np.full(len(stored) + 1, -1, np.int64)
+    group_of_row[rows] = np.arange(len(rows))
+    group = group_of_row[main_of_row]
     belongs = stored & (group >= 0)
     # Objects and buffers stay with their main replica: copies need not be equal, and copies of
     # objects are not encoded.
@@ -173,13 +221,36 @@ def _group_replicas(
     holders = holders[np.argsort(group[holders], kind="stable")]
     pair = group[holders] * num_ranks + table.ranks[holders]
     holders = holders[np.diff(pair, prepend=-1) != 0]
-    return _Groups(
+    return Groups(
         rows=rows,
+        ranks=table.ranks[rows],
         num_bytes=num_bytes[rows],
         holder_ranks=table.ranks[holders],
-        holder_shards=table.shard_ids[holders],
+        holder_rows=holders,
         holder_starts=np.searchsorted(group[holders], np.arange(len(rows) + 1)),
     )
+
+
+def _main_rows(
+    table: GlobalTable, stored: npt.NDArray[np.bool_], is_empty_key: npt.NDArray[np.bool_]
+) -> IntArray:
+    """Return for each row the first main row of the same region; -1 without one."""
+    main_of_row = np.where(stored & table.is_main, np.arange(len(stored)), -1)
+    # Regions of main replicas alone are all different, except for those without elements.
+    is_copied = is_empty_key.copy()
+    is_copied[table.key_ids[~table.is_main]] = True
+    rows = np.flatnonzero(is_copied[table.key_ids])
+    columns = (table.key_ids, *table.offsets.T, *table.shapes.T)
+    # One sort, and no look-ups in the order of the ranks, each of which would miss the cache of the
+    # processor.
+    regions, region = np.unique(
+        row_hashes([column[rows] for column in columns]), return_inverse=True
+    )
+    first = np.full(len(regions), -1, np.int64)
+    is_main = main_of_row[rows] >= 0
+    first[region[is_main][::-1]] = rows[is_main][::-1]
+    main_of_row[rows] = first[region]
+    return main_of_row
 
 
 def lines(ranks: IntArray, starts: IntArray) -> Iterator[tuple[IntArray, IntArray]]:
@@ -232,19 +303,26 @@ def even_shares(loads: IntArray, total: int) -> IntArray:
     return shares
 
 
-def _cut_line(
-    table: GlobalTable, groups: _Groups, members: IntArray, cuts: IntArray, candidates: IntArray
-) -> tuple[IntArray, list[tuple[int, int, int, int]]]:
+Slice: TypeAlias = tuple[int, int, int, int]
+"""A part of a group that is cut: group, rank, first element, last element + 1."""
+
+
+def cut_line(
+    table: GlobalTable,
+    groups: Groups,
+    members: IntArray,
+    cuts: IntArray,
+    candidates: IntArray,
+    tolerance: int,
+) -> tuple[IntArray, list[Slice]]:
     """Cut one line of groups at the given bytes.
 
     Returns:
-        The rank that writes each group whole, -1 if it is cut; and for each piece of a group that
-        is cut, `(group, rank, first element, last element + 1)`.
+        The rank that writes each group whole, -1 if it is cut; and the parts of those.
     """
     sizes = groups.num_bytes[members]
     ends = np.cumsum(sizes)
     starts = ends - sizes
-    tolerance = max(MIN_SLICE_BYTES, int(ends[-1] / len(candidates) * BALANCE_TOLERANCE))
     # Where each cut falls: a position in bytes, moved to a border between groups or between rows.
     borders: list[int] = []
     for cut in cuts.tolist():
@@ -262,7 +340,7 @@ def _cut_line(
     # A group belongs to the run in which it begins; it is cut if it ends beyond that run.
     run = np.clip(np.searchsorted(edges, starts, side="right") - 1, 0, len(candidates) - 1)
     owners = candidates[run].copy()
-    slices: list[tuple[int, int, int, int]] = []
+    slices: list[Slice] = []
     for index in np.flatnonzero(ends > edges[run + 1]).tolist():
         group = int(members[index])
         owners[index] = -1
@@ -296,16 +374,32 @@ def _row_bytes(table: GlobalTable, row: int, tolerance: int) -> int:
     return step
 
 
-def _collect_pieces(
-    table: GlobalTable,
-    groups: _Groups,
-    aliases: Collection[int],
-    whole_owner: IntArray,
-    cut: Sequence[tuple[int, int, int, int]],
-    num_ranks: int,
-) -> list[Pieces]:
+class OwnedParts(NamedTuple):
+    """What ranks write, by rank: the rows of the table that hold it, and the regions, which are
+    those of the rows as far as `is_whole`.
+    """
+
+    ranks: IntArray
+    rows: IntArray
+    offsets: IntArray
+    shapes: IntArray
+    is_whole: npt.NDArray[np.bool_]
+
+    def bounds(self, num_ranks: int) -> list[int]:
+        """Return where the parts of each rank begin, and the end."""
+        bounds: list[int] = np.searchsorted(self.ranks, np.arange(num_ranks + 1)).tolist()
+        return bounds
+
+
+def owned_parts(
+    table: GlobalTable, groups: Groups, whole_owner: IntArray, cut: Sequence[Slice]
+) -> OwnedParts:
+    """List what ranks write, given the owners of groups that are written whole (-1 for others), and
+    the parts of others. Those of one rank are in the order of the groups.
+    """
     group_ids = [np.flatnonzero(whole_owner >= 0)]
     owners = [whole_owner[group_ids[0]]]
+    num_whole = len(group_ids[0])
     offsets, shapes = (
         [table.offsets[groups.rows[group_ids[0]]]],
         [table.shapes[groups.rows[group_ids[0]]]],
@@ -320,33 +414,42 @@ def _collect_pieces(
         group_ids.append(np.full(len(regions), group))
         owners.append(np.full(len(regions), rank))
     group_id, owner = np.concatenate(group_ids), np.concatenate(owners)
+    order = np.argsort(group_id, kind="stable") if cut else np.arange(num_whole)
+    order = order[stable_order(owner[order], int(owner.max(initial=0)) + 1)]
+    return OwnedParts(
+        ranks=owner[order],
+        rows=_rows_of_holders(groups, group_id[order], owner[order]),
+        offsets=np.concatenate(offsets)[order],
+        shapes=np.concatenate(shapes)[order],
+        is_whole=order < num_whole,
+    )
+
+
+def _rows_of_holders(groups: Groups, group_id: IntArray, owner: IntArray) -> IntArray:
+    """Return for each (group, owner) the owner's row that holds the region of the group."""
+    counts = np.diff(groups.holder_starts)
+    position = groups.holder_starts[group_id]
+    several = np.flatnonzero(counts[group_id] > 1)
+    stride = int(groups.holder_ranks.max(initial=0)) + 1
+    holder_pairs = np.repeat(np.arange(len(counts)), counts) * stride + groups.holder_ranks
+    pairs = group_id[several] * stride + owner[several]
+    position[several] = np.searchsorted(holder_pairs, pairs)
+    assert (groups.holder_ranks[position] == owner).all()
+    return groups.holder_rows[position]
+
+
+def _pieces_of_ranks(
+    table: GlobalTable, aliases: Collection[int], parts: OwnedParts, num_ranks: int
+) -> list[Pieces]:
     is_stored = np.ones(len(table.keys), np.bool_)
     is_stored[list(aliases)] = False
-    key_ids = (np.cumsum(is_stored) - 1)[table.key_ids[groups.rows[group_id]]]
     pieces = Pieces(
-        key_ids,
-        _shards_of(groups, group_id, owner, num_ranks),
-        np.concatenate(offsets),
-        np.concatenate(shapes),
+        (np.cumsum(is_stored) - 1)[table.key_ids[parts.rows]],
+        table.shard_ids[parts.rows],
+        parts.offsets,
+        parts.shapes,
     )
-    order = np.lexsort((group_id, owner))
-    bounds = np.searchsorted(owner[order], np.arange(num_ranks + 1))
     return [
-        Pieces(*(column[order[low:high]] for column in pieces))
-        for low, high in itertools.pairwise(bounds.tolist())
+        Pieces(*(column[low:high] for column in pieces))
+        for low, high in itertools.pairwise(parts.bounds(num_ranks))
     ]
-
-
-def _shards_of(
-    groups: _Groups,
-    group_id: IntArray,
-    owner: IntArray,
-    num_ranks: int,
-) -> IntArray:
-    """Return for each (group, owner) the owner's shard that holds the region of the group."""
-    holder_groups = np.repeat(np.arange(len(groups.rows)), np.diff(groups.holder_starts))
-    holder_pairs = holder_groups * num_ranks + groups.holder_ranks
-    pairs = group_id * num_ranks + owner
-    position = np.searchsorted(holder_pairs, pairs)
-    assert (holder_pairs[position] == pairs).all() if len(pairs) else True
-    return groups.holder_shards[position]

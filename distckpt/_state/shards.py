@@ -103,9 +103,13 @@ class ShardTable(NamedTuple):
         """Encode for sending: the keys with their kinds, which are the same on many ranks, and the
         rows.
         """
-        kinds = json.dumps([self.keys, self.dtypes, self.global_shapes], separators=(",", ":"))
         rows = pack(self.exchange_group, {name: getattr(self, name) for name in _ROW_COLUMNS})
-        return compress(kinds.encode()), compress(rows)
+        return self.kinds_to_bytes(), compress(rows)
+
+    def kinds_to_bytes(self) -> bytes:
+        """Encode the keys with their kinds: the first of the messages."""
+        kinds = json.dumps([self.keys, self.dtypes, self.global_shapes], separators=(",", ":"))
+        return compress(kinds.encode())
 
     @classmethod
     def all_from_messages(
@@ -300,11 +304,11 @@ def merge_tables(tables: Sequence[ShardTable]) -> GlobalTable:
         offsets=np.concatenate([widen(table.offsets, ndim, 0) for table in tables]),
         shapes=np.concatenate([widen(table.shapes, ndim, 1) for table in tables]),
     )
-    _choose_main_replicas(merged, joined("open_ranks"))
+    choose_main_replicas(merged, joined("open_ranks"))
     return merged
 
 
-def _choose_main_replicas(table: GlobalTable, open_ranks: npt.NDArray[np.uint8]) -> None:
+def choose_main_replicas(table: GlobalTable, open_ranks: npt.NDArray[np.uint8]) -> None:
     """Choose the main replica, in place, of each region for which it was not named."""
     if not open_ranks.any():
         return
@@ -365,6 +369,20 @@ def _number_keys(
     if disagreements:
         raise _sharding_error(disagreements)
     return key_index, kinds, id_maps
+
+
+def number_kinds(kinds: Sequence[bytes]) -> tuple[list[str], list[_Kind], list[IntArray]]:
+    """Number the keys of all ranks, see `ShardTable.kinds_to_bytes`.
+
+    Return them, the kind of each, and the numbers of the keys of each rank: of equal messages the
+    same array.
+    """
+    parse, without_rows = functools.cache(_parse_kinds), shard_table([])
+    tables = []
+    for keys, dtypes, shapes in map(parse, kinds):
+        tables.append(without_rows._replace(keys=keys, dtypes=dtypes, global_shapes=shapes))
+    key_index, found, id_maps = _number_keys(tables)
+    return list(key_index), found, id_maps
 
 
 def _identity_of_keys(table: ShardTable) -> tuple[int, ...]:

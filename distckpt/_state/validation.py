@@ -15,7 +15,13 @@ from distckpt._base.errors import InvalidShardingError
 from distckpt._base.messages import KeyFault, summarize_faults
 from distckpt._format.checksum import checksum
 from distckpt._format.manifest import OBJECT
-from distckpt._geometry.region import IntArray, find_tiling_faults, mixed, row_hashes
+from distckpt._geometry.region import (
+    IntArray,
+    find_tiling_faults,
+    mixed,
+    row_hashes,
+    stable_order,
+)
 from distckpt._state.shards import GlobalTable, ShardTable
 
 MAX_COMPARED = 256
@@ -29,8 +35,9 @@ def validate_shards(table: GlobalTable, *, allow_gaps: bool = False) -> None:
     """
     faults: list[tuple[int, tuple[int, ...]]] = []
     is_checked = ~_is_trivial(table, allow_gaps)
-    main = np.flatnonzero(table.is_main & is_checked[table.key_ids])
     _check_sizes(table)
+    is_checked &= ~_are_in_line(table, np.flatnonzero(table.is_main & is_checked[table.key_ids]))
+    main = np.flatnonzero(table.is_main & is_checked[table.key_ids])
     for ndim in np.unique(table.ndims).tolist():
         keys = np.flatnonzero((table.ndims == ndim) & is_checked)
         renumbered = np.full(len(table.keys), -1, np.int64)
@@ -72,6 +79,34 @@ def _is_trivial(table: GlobalTable, allow_gaps: bool) -> npt.NDArray[np.bool_]:
     num_main = np.bincount(table.key_ids[table.is_main], minlength=len(table.keys))
     num_whole = np.bincount(table.key_ids[is_whole], minlength=len(table.keys))
     return np.asarray((num_main == 1) & (num_whole == 1), np.bool_)
+
+
+def _are_in_line(table: GlobalTable, rows: IntArray) -> npt.NDArray[np.bool_]:
+    """Mark keys of which some rows, divided along one axis, follow one another without a gap from
+    one end of the tensor to the other. What is divided in another way takes a closer look.
+    """
+    proven = np.zeros(len(table.keys), np.bool_)
+    rows = rows[(table.shapes[rows] > 0).all(axis=1)]
+    rows = rows[stable_order(table.key_ids[rows], len(table.keys))]
+    if not table.shapes[rows].size:
+        return proven
+    key_ids = table.key_ids[rows]
+    begins = np.flatnonzero(np.diff(key_ids, prepend=-1))
+    keys = key_ids[begins]
+    is_divided = np.logical_or.reduceat(table.shapes[rows] != table.global_shapes[key_ids], begins)
+    axes = np.argmax(is_divided, axis=1)
+    of_row = np.repeat(axes, np.diff(begins, append=len(rows)))
+    low, size = table.offsets[rows, of_row], table.shapes[rows, of_row]
+    if (np.delete(np.diff(low), begins[1:] - 1) < 0).any():
+        order = np.lexsort((low, key_ids))
+        low, size = low[order], size[order]
+    high = low + size
+    expected = np.append(0, high[:-1])
+    expected[begins] = 0
+    follows = np.logical_and.reduceat(low == expected, begins)
+    reaches = high[np.append(begins[1:], len(rows)) - 1] == table.global_shapes[keys, axes]
+    proven[keys] = follows & reaches & (is_divided.sum(axis=1) == 1)
+    return proven
 
 
 def _check_sizes(table: GlobalTable) -> None:
@@ -190,11 +225,14 @@ class ReplicaDifferences(NamedTuple):
 
 def find_differences(table: GlobalTable) -> ReplicaDifferences:
     """Compare the digests of replicas, where they were computed."""
-    hashed = np.flatnonzero((table.digests != 0) & ~table.is_buffer)
+    hashed = rows_with_copies(table)
+    hashed = hashed[(table.digests[hashed] != 0) & ~table.is_buffer[hashed]]
     if not len(hashed):
         return ReplicaDifferences(hashed, hashed)
     rows, firsts = _replicas(table, hashed)
-    different = table.digests[rows] != table.digests[firsts]
+    different = np.flatnonzero(table.digests[rows] != table.digests[firsts])
+    # In the order of the keys, then of the ranks.
+    different = different[np.lexsort((rows[different], table.key_ids[rows[different]]))]
     return ReplicaDifferences(rows[different], firsts[different])
 
 
@@ -232,18 +270,24 @@ def replica_factors(table: GlobalTable) -> IntArray:
     A factor is 0 for what only one rank has or what may differ.
     """
     is_tensor = np.array([dtype != OBJECT for dtype in table.dtypes], np.bool_)
-    rows, firsts = _replicas(table, np.flatnonzero(is_tensor[table.key_ids] & ~table.is_buffer))
+    compared = rows_with_copies(table)
+    compared = compared[is_tensor[table.key_ids[compared]] & ~table.is_buffer[compared]]
+    rows, firsts = _replicas(table, compared)
     is_copy = rows != firsts
     factors = -np.bincount(firsts[is_copy], minlength=len(table.key_ids))
     factors[rows[is_copy]] = 1
     return factors
 
 
-def stride_of(factors: IntArray) -> int:
-    """Return the `stride` for the factors of all ranks, see `replica_weights`: 0 without
-    replicas.
+def num_replicated(factors: IntArray) -> int:
+    """Return how many regions have replicas, by the factors of all ranks."""
+    return int((factors < 0).sum())
+
+
+def stride_of(num_regions: int) -> int:
+    """Return the `stride` for so many regions with replicas, see `replica_weights`: 0 without
+    any.
     """
-    num_regions = int((factors < 0).sum())
     return 1 + num_regions // MAX_COMPARED if num_regions else 0
 
 
@@ -280,12 +324,22 @@ def _hashes_of_regions(table: ShardTable, rows: IntArray) -> npt.NDArray[np.uint
     return mixed(hashes) | np.uint64(1)
 
 
-def _replicas(table: GlobalTable, rows: IntArray) -> tuple[IntArray, IntArray]:
-    """Order rows by region. Return them, and for each the first one of the same region, which is
-    the main replica if it is among them.
+def rows_with_copies(table: GlobalTable) -> IntArray:
+    """Return the rows of keys of which some shards are copies. Main replicas alone are all
+    different, since they cover a tensor once.
     """
-    columns = (*table.shapes[rows].T, *table.offsets[rows].T, table.key_ids[rows])
-    rows = rows[np.lexsort((table.ranks[rows], ~table.is_main[rows], *columns))]
-    regions = np.column_stack((table.key_ids[rows], table.offsets[rows], table.shapes[rows]))
-    is_first = np.append(True, (regions[1:] != regions[:-1]).any(axis=1))[: len(rows)]
+    is_copied = np.zeros(len(table.keys), np.bool_)
+    is_copied[table.key_ids[~table.is_main]] = True
+    return np.flatnonzero(is_copied[table.key_ids])
+
+
+def _replicas(table: GlobalTable, rows: IntArray) -> tuple[IntArray, IntArray]:
+    """Order rows, which ascend, by region. Return them, and for each the first one of the same
+    region, which is the main replica if it is among them.
+    """
+    columns = (table.key_ids, *table.offsets.T, *table.shapes.T)
+    identity = row_hashes([column[rows] for column in columns])
+    order = np.lexsort((~table.is_main[rows], identity))
+    rows, identity = rows[order], identity[order]
+    is_first = np.append(True, identity[1:] != identity[:-1])[: len(rows)]
     return rows, rows[np.maximum.accumulate(np.where(is_first, np.arange(len(rows)), 0))]

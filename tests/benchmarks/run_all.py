@@ -58,7 +58,11 @@ BENCHMARKS = (
     Benchmark(
         "object_storage", "--mib 128 --runs 5", "--mib 4 --runs 1", ("moto", "boto3", "s3fs")
     ),
-    Benchmark("planning", "--ranks 512 1024 2048", "--ranks 128 256 --tensors 50 --chunks 1600"),
+    Benchmark(
+        "planning",
+        "--layouts fsdp2 zero1 ddp --ranks 256 1024 4096 --chunks 1000000",
+        "--layouts fsdp2 zero1 --ranks 128 256 --tensors 50 --chunks 1600",
+    ),
     Benchmark("repeated_save", "--dir DIR --runs 6", "--dir DIR --ranks 2 --tensors 50 --runs 1"),
     Benchmark("shared_reads", "--dir DIR --runs 9", "--dir DIR --gb 0.03 --runs 1"),
     Benchmark("gpu", "--dir DIR --gb 4 --runs 7", "--dir DIR --gb 0.05 --runs 1"),

@@ -11,6 +11,8 @@ import torch.distributed as dist
 
 import distckpt
 from distckpt import ShardedTensor
+from distckpt._format import manifest
+from distckpt._plan import save as plan_of_save
 from distckpt._ranks import exchanges
 from distckpt._ranks.collectives import Ranks
 from distckpt._ranks.exchanges import Exchanges, pack_parts, unpack_parts
@@ -125,6 +127,25 @@ def count_collectives(rank, num_ranks, folder):
 def test_a_repeated_save_makes_four_collectives(num_ranks, tmp_path):
     for counts in run(count_collectives, num_ranks, num_ranks, str(tmp_path)):
         assert counts[1:] == [{"gather": 2, "broadcast": 2}] * 2
+
+
+def count_with_planners(rank, num_ranks, folder):
+    """Do the same where the first save is planned by several ranks, and so large that they make
+    parts of the manifest.
+    """
+    plan_of_save.SHARDS_OF_PLANNER, manifest.MAX_BLOCKS = 2, 0
+    return count_collectives(rank, num_ranks, folder)
+
+
+def test_planners_take_as_many_collectives_as_documented(tmp_path):
+    for alone, divided in zip(
+        run(count_collectives, 4, 4, str(tmp_path / "alone")),
+        run(count_with_planners, 4, 4, str(tmp_path / "divided")),
+        strict=True,
+    ):
+        assert sum(alone[0].values()) == 13
+        assert sum(divided[0].values()) == 27
+        assert divided[1:] == alone[1:]
 
 
 def differ_in_a_part(rank):

@@ -163,3 +163,38 @@ def test_a_checkpoint_too_large_for_readers_is_refused_before_it_is_written(tmp_
     with pytest.raises(CheckpointingException, match="readers accept 50"):
         distckpt.save(state_of(TENSORS), tmp_path / "c")
     assert not (tmp_path / "c").exists()
+
+
+@pytest.mark.parametrize("num_rows", [1 << 40, 3])
+def test_parts_whose_runs_claim_other_rows(path, num_rows):
+    part = min((path / "objects").glob("chunks-*"))
+    columns = safetensors.numpy.load(part.read_bytes())
+    columns.pop("key_ids")
+    columns["key_ids.deltas"] = np.zeros(1, np.int64)
+    columns["key_ids.counts"] = np.array([num_rows])
+    content = safetensors.numpy.save(columns)
+    part.write_bytes(content)
+
+    def name_it(fields, columns):
+        for each in fields["files"]:
+            if each[0] == f"objects/{part.name}":
+                each[1:] = [len(content), len(content), xxhash.xxh3_64_intdigest(content)]
+
+    forge(path, name_it)
+    with pytest.raises(CorruptCheckpointError, match="is damaged"):
+        distckpt.open(path)
+
+
+def test_parts_of_regular_tensors_hold_runs(tmp_path):
+    # Parts along the last axis do not follow one another in memory: each is a chunk.
+    shards = {
+        f"part.{number}": ShardedTensor.from_rank_offsets(
+            "columns", torch.full((2, 3), number), (1, number, 100)
+        )
+        for number in range(100)
+    }
+    distckpt.save(shards, tmp_path / "c")
+    part = min((tmp_path / "c" / "objects").glob("chunks-*"))
+    assert "offsets.deltas" in safetensors.numpy.load(part.read_bytes())
+    tensor = distckpt.open(tmp_path / "c").read_tensors()["columns"]
+    assert torch.equal(tensor, torch.arange(100).repeat_interleave(3).expand(2, -1))

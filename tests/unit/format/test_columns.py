@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import zlib
 
+import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from distckpt._format.columns import compress, decompress
+from distckpt._format.columns import compress, decompress, pack, pack_table, unpack_table
 
 
 @pytest.mark.parametrize("data", [b"", b"a", bytes(range(8)), bytes(range(250)) * 5])
@@ -34,3 +37,37 @@ def announced(num_bytes: int, content: bytes) -> bytes:
 def test_hostile_messages_are_refused(data):
     with pytest.raises(ValueError, match=r"^not compressed"):
         decompress(data)
+
+
+@given(
+    st.lists(
+        st.tuples(st.integers(0, 1 << 40), st.integers(-3, 3), st.integers(1, 30)), max_size=6
+    ),
+    st.integers(0, 3),
+)
+def test_tables_of_regular_columns_come_back_whole(runs, ndim):
+    column = np.concatenate(
+        [np.zeros(0, np.int64), *(first + step * np.arange(num) for first, step, num in runs)]
+    )
+    wide = column[:, None] * np.arange(1, ndim + 1)
+    random = np.random.default_rng(len(column)).permutation(len(column)).astype(np.uint16)
+    columns = {"key_ids": column, "file_ids": random, "offsets": wide}
+    found = unpack_table(pack_table(columns), 1 << 30)
+    assert found.keys() == columns.keys()
+    for name, expected in columns.items():
+        assert np.array_equal(found[name], expected)
+
+
+def test_a_regular_table_takes_as_much_as_its_runs():
+    rows = np.arange(1 << 16)
+    table = {"key_ids": rows // 1024, "offsets": np.stack((rows % 1024 * 64, rows * 0), axis=1)}
+    assert len(pack_table(table)) < 5000
+
+
+@pytest.mark.parametrize(
+    "counts", [[1 << 40], [1 << 62] * 4, [-1, 5], [0, 4]], ids=["long", "wrapping", "below", "none"]
+)
+def test_runs_that_lie_are_refused(counts):
+    columns = {"key_ids.deltas": np.ones(len(counts), np.int64), "key_ids.counts": np.array(counts)}
+    with pytest.raises(ValueError, match=r"too many|is empty"):
+        unpack_table(pack({"rows": 4}, columns), 1 << 30)

@@ -24,7 +24,7 @@ from distckpt._plan.layout import (
 )
 from distckpt._plan.save import find_aliases, plan_owners
 from distckpt._state.shards import merge_tables, region_view, shard_table
-from distckpt._state.validation import replica_factors, stride_of
+from distckpt._state.validation import num_replicated, replica_factors, stride_of
 from distckpt.mapping import ShardedTensor
 
 NUM_RANKS = 3
@@ -82,7 +82,7 @@ def saved_manifest():
     ends = np.cumsum([len(table.key_ids) for table in TABLES])[:-1]
     manifest = manifest_of_keys(merged, aliases)
     encoded = [stored_plan.factors_to_bytes(each) for each in np.split(factors, ends)]
-    manifest.plan = stored_plan.note_of_plan(STRUCTURE, stride_of(factors), encoded)
+    manifest.plan = stored_plan.note_of_plan(STRUCTURE, stride_of(num_replicated(factors)), encoded)
     tables, reports = [], []
     for rank, (table, pieces) in enumerate(zip(TABLES, owned, strict=True)):
         files, objects = lay_out_files(rank, table, pieces)
