@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 import numpy as np
 
@@ -40,15 +40,17 @@ def divided(chunks: ChunkTable) -> tuple[ChunkTable, dict[str, bytes]]:
     """
     if len(chunks.key_ids) <= PART_ROWS:
         return chunks, {}
-    parts = {name_of_part(i): part for i, part in enumerate(cut_into_parts(chunks), 1)}
+    parts = parts_by_name(cut_into_parts(chunks))
     rest = chunks.without_blocks(np.zeros(0, np.int64))
     rest = rest._replace(files=[*chunks.files, *files_of(parts)])
     return rest._replace(block_checksums=chunks.block_checksums), parts
 
 
-def name_of_part(number: int) -> str:
-    """Name a part; they are counted from 1."""
-    return f"objects/chunks-{number:05d}.safetensors"
+def parts_by_name(parts: Iterable[bytes]) -> dict[str, bytes]:
+    """Name parts, in their order."""
+    return {
+        f"objects/chunks-{number:05d}.safetensors": part for number, part in enumerate(parts, 1)
+    }
 
 
 def part_of(chunks: ChunkTable, rows: slice) -> bytes:

@@ -14,7 +14,7 @@ import numpy as np
 
 from distckpt._base.errors import InvalidShardingError
 from distckpt._format.manifest import ChunkTable, Manifest, needs_checksum_files, num_blocks_of
-from distckpt._format.manifest_parts import name_of_part
+from distckpt._format.manifest_parts import parts_by_name
 from distckpt._geometry.region import IntArray
 from distckpt._io.replica_differences import (
     ReplicasToCompare,
@@ -173,14 +173,9 @@ def gather_parts(
             told.payload = pack_parts(parts_of_chunks(bundle))
     with ranks.answering(told, _STEP):
         if ranks.is_coordinator:
-            parts = parts_by_name([told.payloads[rank] for rank in planners])
+            made = [unpack_parts(told.payloads[rank]) for rank in planners]
+            parts = parts_by_name(itertools.chain(*made))
     return rest, parts
-
-
-def parts_by_name(made: Sequence[bytes]) -> dict[str, bytes]:
-    """Name the parts that planners have made, in their order."""
-    parts = [part for of_planner in made for part in unpack_parts(of_planner)]
-    return {name_of_part(number): part for number, part in enumerate(parts, 1)}
 
 
 def _by_rank(of_planners: Sequence[bytes], planners: Sequence[int], num_ranks: int) -> list[bytes]:

@@ -20,6 +20,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
 from distckpt._base.errors import CheckpointingException
 from distckpt._format.checksum import BLOCK_BYTES, checksum
@@ -33,6 +34,7 @@ from distckpt._format.manifest import (
     planned_in_order,
     require,
 )
+from distckpt._format.manifest_parts import cut_into_parts, parts_by_name
 from distckpt._format.safetensors_file import shard_file_name
 from distckpt._geometry.region import IntArray, Region, intersect, stacked
 from distckpt._plan.layout import (
@@ -373,7 +375,23 @@ def _planned_manifest(loaded: LoadedPlan) -> PlannedManifest:
     )
     _check_covered(own, planned)
     without_chunks = _with_chunks(own, ChunkTable.empty())
-    return planned_in_order(without_chunks, planned, order, num_files.tolist())
+    has_parts = len(files) < len(chunks.files)
+    first, parts = _parts_of(planned, is_open) if has_parts else (0, {})
+    rest = planned.without_blocks(np.arange(first, len(is_open)))
+    return planned_in_order(without_chunks, rest, order[first:], num_files.tolist(), parts)
+
+
+def _parts_of(chunks: ChunkTable, is_open: npt.NDArray[np.bool_]) -> tuple[int, dict[str, bytes]]:
+    """Return how many chunks come before those that are not laid out, and parts of the manifest
+    with them, as planners make them. There are none if other chunks come after those, or if the
+    manifest has the checksums.
+    """
+    num_laid_out = len(is_open) - int(is_open.sum())
+    have_files = any(file.holds_checksums for file in chunks.files)
+    if not have_files or is_open[:num_laid_out].any():
+        return 0, {}
+    laid_out = chunks.without_blocks(np.arange(num_laid_out))
+    return num_laid_out, parts_by_name(cut_into_parts(laid_out))
 
 
 def _check_covered(manifest: Manifest, chunks: ChunkTable) -> None:

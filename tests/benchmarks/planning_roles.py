@@ -327,7 +327,7 @@ class _Divided:
         )
 
     def _lay_out(self) -> None:
-        from distckpt._io.divided_plan import parts_by_name
+        from distckpt._format.manifest_parts import parts_by_name
         from distckpt._ranks.exchanges import pack_parts, unpack_parts
 
         divided, edges = self._functions, self._own_keys[0].edges
@@ -352,7 +352,9 @@ class _Divided:
         self.plan.manifest = self._step(
             COORDINATOR,
             lambda: planned_manifest(
-                manifest, rests, parts_by_name([made[rank] for rank in self._planners])
+                manifest,
+                rests,
+                parts_by_name(part for rank in self._planners for part in unpack_parts(made[rank])),
             ),
             made,
         )

@@ -6,12 +6,13 @@ import os
 import re
 import signal
 
+import numpy as np
 import pytest
 import torch
 
 import distckpt
 from distckpt import ShardedObject, ShardedTensor
-from distckpt._format import manifest
+from distckpt._format import columns, manifest
 from distckpt._io import divided_plan, save_shards
 from distckpt._plan import save as plan_of_save
 from tests.support.harness import launched
@@ -54,18 +55,19 @@ def save(rank, num_ranks, path, shards_of_planner, with_parts):
 
 def load(rank, num_ranks, path):
     """Load everything on all ranks."""
+    stored = [number for number in range(NUM_KEYS) if number % 3 < 2 or number < num_ranks]
     whole = {
         f"k{number}": ShardedTensor.from_rank_offsets(
             f"k{number}", torch.zeros(64, 5), replica_id=rank
         )
-        for number in range(NUM_KEYS)
+        for number in stored
     }
     whole["tied"] = ShardedTensor.from_rank_offsets("tied", torch.zeros(64, 5), replica_id=rank)
     whole["object"] = ShardedObject("object", None, (num_ranks,), (rank,))
     loaded = distckpt.load(whole, path)
     assert loaded["object"] == {"rank": rank}
     assert torch.equal(loaded["tied"], value_of(1))
-    return all(torch.equal(loaded[f"k{i}"], value_of(i)) for i in range(NUM_KEYS))
+    return all(torch.equal(loaded[f"k{i}"], value_of(i)) for i in stored)
 
 
 def shards_at(path):
@@ -95,6 +97,38 @@ def test_shards_are_the_same_for_any_number_of_planners(num_ranks, with_parts, r
     parts = sorted(file.name for file in (tmp_path / "5" / "objects").glob("chunks-*"))
     assert parts == [f"chunks-0000{number}.safetensors" for number in range(1, 6 * with_parts)]
     assert all(run(load, num_ranks, num_ranks, str(tmp_path / "5")))
+
+
+def go_on(rank, num_ranks, path, loads, with_parts):
+    """Load a checkpoint as a new job does, and save the same structure twice."""
+    plan_of_save.SHARDS_OF_PLANNER = 10
+    manifest.MAX_BLOCKS = 0 if with_parts else 1 << 16
+    save_shards._PLANS._plans.clear()
+    distckpt.load(state_of(rank, num_ranks), loads)
+    state = state_of(rank, num_ranks)
+    reports = [distckpt.save(state, path, overwrite=True, durable=False) for _ in range(2)]
+    return [report.plan_reused for report in reports]
+
+
+def table_of(path):
+    """Return what the manifest itself has of chunks, and the columns of its parts joined."""
+    files = [path / "manifest.safetensors", *sorted((path / "objects").glob("chunks-*"))]
+    own, *parts = [columns.unpack_table(file.read_bytes(), 1 << 20) for file in files]
+    return own["key_ids"].tolist(), [
+        np.concatenate([part[name] for part in parts]).tolist()
+        for name in sorted((parts or [{}])[0])
+    ]
+
+
+@pytest.mark.parametrize("with_parts", [True, False])
+def test_the_next_job_uses_the_plan_of_several_planners(with_parts, run, tmp_path):
+    first, second = tmp_path / "first", tmp_path / "second"
+    assert run(save, 4, 4, str(first), 10, with_parts) == [[False, True]] * 4
+    assert run(go_on, 4, 4, str(second), str(first), with_parts) == [[True, True]] * 4
+    assert shards_at(second) == shards_at(first)
+    assert table_of(second) == table_of(first)
+    assert distckpt.verify(second).is_whole
+    assert all(run(load, 4, 4, str(second)))
 
 
 def save_what_differs(rank, path):

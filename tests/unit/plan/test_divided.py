@@ -12,7 +12,13 @@ import torch
 from distckpt import InvalidShardingError
 from distckpt._base.dtypes import ITEM_BYTES
 from distckpt._mapping.base import OpenReplicaId
-from distckpt._plan.save import MIN_SLICE_BYTES, find_aliases, num_planners_for, plan_owners
+from distckpt._plan.save import (
+    MAX_SMALL_WRITERS,
+    MIN_SLICE_BYTES,
+    find_aliases,
+    num_planners_for,
+    plan_owners,
+)
 from distckpt._state.shards import merge_tables, shard_table
 from distckpt._state.validation import replica_factors, replica_weights, validate_shards
 from distckpt.mapping import ShardedObject, ShardedTensor
@@ -165,6 +171,23 @@ def test_what_only_one_rank_can_write_counts_for_all_planners():
     for num_planners in (1, 2, 4):
         loads = check_counts(shards, plan_divided(tables, num_planners))
         assert max(loads) <= 1.02 * sum(loads) / 4
+
+
+def test_few_of_many_ranks_write_few_bytes_that_all_have():
+    num_ranks = 40
+    shards = [
+        [rows_of(f"k{i}", 0, 1, num_rows=num_rows, replica_id=rank) for i, num_rows in enumerate(n)]
+        for rank, n in enumerate([(8, 64, 1, 512, 3)] * num_ranks)
+    ]
+    shards[30].append(rows_of("own", 0, 1))
+    tables = [shard_table(held) for held in shards]
+    alone = plan_owners(merge_tables(tables), num_ranks, {})
+    by_rank = [sorted(pieces.shard_ids.tolist()) for pieces in alone]
+    assert sum(map(bool, by_rank)) == MAX_SMALL_WRITERS
+    for num_planners in (1, 2, 5):
+        planned = plan_divided(tables, num_planners)
+        check_counts(shards, planned)
+        assert [sorted(pieces.shard_ids.tolist()) for pieces in planned.pieces] == by_rank
 
 
 def test_a_gap_an_overlap_and_a_contradiction_are_refused_by_name():
