@@ -199,6 +199,97 @@ def test_engines_name_a_trainer_that_is_gone(address):
     assert is_old
 
 
+def _as_an_engine_keeps_it(rank: int, address: str) -> None:
+    """Some tensors are converted, transposed, padded or wanted by several; some have NaN."""
+    weight, codes = values(0), torch.arange(96, dtype=torch.uint8).view(torch.float8_e4m3fn)
+    narrow, step = torch.randn(300).bfloat16(), torch.tensor(7)
+    weight[3, 3] = torch.nan
+    narrow[[0, 17, 299]] = torch.nan
+    if rank == 0:
+        source = {"weight": weight, "codes": codes, "narrow": narrow, "step": step}
+        sides: dict[str, Any] = {"source": source, "num_targets": 2}
+    else:
+        memory = torch.zeros(8, 24, dtype=torch.bfloat16)
+        wide, padded = torch.zeros(150), torch.ones(24, 10)
+        part_of_narrow = ShardedTensor(
+            "narrow", wide, wide.dtype, (150,), (300,), (150 * (rank - 1),), None
+        )
+        padded_weight = ShardedTensor.from_rank_offsets("weight", padded, allow_shape_mismatch=True)
+        target = {
+            "weight": ShardedTensor.from_rank_offsets("weight", memory.t()),
+            "padded": padded_weight,
+            "narrow": part_of_narrow,
+            "codes": torch.zeros(96, dtype=torch.float8_e4m3fn),
+            "step": torch.tensor(0),
+        }
+        sides = {"target": target}
+    route = distckpt.Route(address, **sides, allow_dtype_cast=True, timeout=TIMEOUT)
+    for version in range(2):
+        route.run(version=version, verify=True)
+    # Without comparing, again.
+    route.run(version=2)
+    if rank:
+        assert torch.equal(memory.nan_to_num(), weight.t().bfloat16().nan_to_num())
+        assert (padded[:, 8:] == 0).all()
+        assert target["step"] == 7
+
+
+def test_versions_are_compared_as_targets_keep_them(run, address):
+    run(_as_an_engine_keeps_it, 3, address)
+
+
+def _one_bit_is_wrong(rank: int, address: str, atomic: bool) -> tuple[str, str]:
+    if rank == 0:
+        sides: dict[str, Any] = {"source": {"weight": values(1), "bias": values(2)}}
+        route = distckpt.Route(address, **sides, num_targets=2, atomic=atomic, timeout=TIMEOUT)
+    else:
+        shard, bias = part(rank - 1, 2), torch.zeros(SHAPE)
+        sides = {"target": {"weight": shard, "bias": bias}}
+        route = distckpt.Route(address, **sides, atomic=atomic, timeout=TIMEOUT)
+    original = carry._Carrier._take
+
+    def take(self: Any, wave: int, is_landed: bool) -> None:
+        original(self, wave, is_landed)
+        if rank == 2 and wave == 0 and not is_landed:
+            flipped = next(view for view in self._targets if view.shape == (12, 8))
+            flipped.view(torch.int32)[5, 6] ^= 1 << 9
+
+    carry._Carrier._take = take
+    try:
+        error = error_of(route.run, 1, verify=True)
+    finally:
+        carry._Carrier._take = original
+    assert type(error) is CheckpointingException
+    if rank and atomic:
+        assert shard.data.isnan().all()
+        assert not bias.any()
+    route.run(2, verify=True)
+    assert rank == 0 or is_of(shard, 1)
+    # Targets are numbered as they join.
+    return str(error), f"key 'weight' on rank {route._member.name[-1] if rank else 0}"
+
+
+@pytest.mark.parametrize("atomic", [False, True])
+def test_what_arrives_otherwise_than_it_was_sent_is_named(run, address, atomic):
+    texts, names = zip(*run(_one_bit_is_wrong, 3, address, atomic), strict=True)
+    assert len(set(texts)) == 1
+    assert [name in texts[0] for name in names] == [False, False, True]
+    assert "bias" not in texts[0]
+
+
+def _only_one_side_compares(rank: int, address: str) -> str:
+    sides: dict[str, Any] = {"source": {"weight": values(1)}}
+    if rank:
+        sides = {"target": {"weight": part(0, 1)}}
+    route = distckpt.Route(address, **sides, timeout=TIMEOUT)
+    return str(error_of(route.run, 1, verify=rank == 0))
+
+
+def test_both_sides_must_ask_to_compare(run, address):
+    for text in run(_only_one_side_compares, 2, address):
+        assert "must give the same verify" in text
+
+
 def _mistakes(rank: int, address: str) -> list[str]:
     if rank == 0:
         route = distckpt.Route(address, source={"weight": values(0)}, timeout=TIMEOUT)
