@@ -1,0 +1,71 @@
+"""Fingerprints of tensors in memory: several threads add up the numbers of regions, and ranks add
+up theirs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from distckpt._base.threads import run_threads
+from distckpt._format.fingerprint import PRIME, region_number
+from distckpt._geometry.region import Region
+from distckpt._geometry.units import cut_region
+from distckpt._io.save_shards import OwnedChunk
+from distckpt._ranks.collectives import Ranks
+
+WINDOW_ELEMENTS = 1 << 22
+"""A thread works on so many elements at a time."""
+_LOW_BITS = np.int64(0xFFFFFFFF)
+
+
+class LiveRegion(NamedTuple):
+    """A region of a tensor, its values in memory, and the number of the sum that it belongs to."""
+
+    slot: int
+    region: Region
+    values: torch.Tensor
+
+
+def regions_of(owned: Iterable[OwnedChunk]) -> Iterator[LiveRegion]:
+    """Return the regions of the chunks of a rank; slots are the numbers of their keys."""
+    for chunk, values in owned:
+        for (_, region), part in zip(chunk.pieces, values, strict=True):
+            yield LiveRegion(chunk.key_id, region, part)
+
+
+def sums_of(regions: Iterable[LiveRegion], num_slots: int) -> list[int]:
+    """Return the sum of the regions of each slot, modulo the prime."""
+    windows = [window for each in regions for window in _windows_of(each)]
+    # One step for the interpreter each: no addition is lost.
+    found: list[tuple[int, int]] = []
+
+    def add(window: LiveRegion) -> None:
+        found.append((window.slot, region_number(window.values, window.region.offset)))
+
+    run_threads(add, windows)
+    sums = [0] * num_slots
+    for slot, number in found:
+        sums[slot] = (sums[slot] + number) % PRIME
+    return sums
+
+
+def _windows_of(live: LiveRegion) -> Iterator[LiveRegion]:
+    for part in cut_region(live.region, WINDOW_ELEMENTS):
+        local = part.relative_to(live.region.offset).slices()
+        yield LiveRegion(live.slot, part, live.values[local] if local else live.values)
+
+
+def sum_over_ranks(ranks: Ranks, numbers: Sequence[int]) -> list[int]:
+    """Add up numbers of all ranks modulo the prime.
+
+    Collective operation: all ranks must call it.
+    """
+    own = np.array(numbers, np.int64)
+    # In halves, whose sums over any number of ranks fit 64 bits.
+    halves = np.stack([own & _LOW_BITS, own >> 32])
+    low, high = ranks.all_reduce_sum(halves, "add up fingerprints").tolist()
+    return [(a + (b << 32)) % PRIME for a, b in zip(low, high, strict=True)]
