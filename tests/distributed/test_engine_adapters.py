@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import socket
 from dataclasses import asdict
 from typing import Any
 
@@ -14,6 +13,7 @@ import distckpt
 from distckpt import CheckpointingException, InvalidShardingError, LoadMismatchError
 from distckpt.engines import RouteInfo, register_vllm, sglang_loader, sglang_message
 from tests.support import vllm_stand_in
+from tests.support.addresses import reserved_address
 from tests.support.engine_loaders import Llama, stored_values
 from tests.support.harness import error_of, kept_ranks
 
@@ -28,12 +28,10 @@ def run():
 
 @pytest.fixture
 def info(tmp_path):
-    """Return what engines have to know, who have loaded the directory that it names."""
+    """Hand out what engines have to know, who have loaded the directory that it names."""
     save_file(stored_values(Llama().specs), tmp_path / "model.safetensors")
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        address = f"127.0.0.1:{probe.getsockname()[1]}"
-    return RouteInfo(address, str(tmp_path), allow_dtype_cast=True, timeout=30.0)
+    with reserved_address() as address:
+        yield RouteInfo(address, str(tmp_path), allow_dtype_cast=True, timeout=30.0)
 
 
 def engine_of(rank: int, size: int, version: int = 0) -> Llama:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import socket
 import time
 from typing import Any
 
@@ -14,6 +13,7 @@ import distckpt
 from distckpt import CheckpointingException, LoadMismatchError, RankFailedError, ShardedTensor
 from distckpt._move import carry
 from distckpt.rules import Rename
+from tests.support.addresses import reserved_address
 from tests.support.harness import ask_parent, error_of, kept_ranks, launched, signal_parent
 
 SHAPE = (24, 8)
@@ -28,9 +28,8 @@ def run():
 
 @pytest.fixture
 def address():
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return f"127.0.0.1:{probe.getsockname()[1]}"
+    with reserved_address() as reserved:
+        yield reserved
 
 
 def values(version: int) -> torch.Tensor:
@@ -67,12 +66,10 @@ def test_engines_get_every_version(run, address):
     assert run(_trainer_and_engines, 3, address) == [[(3, 768), (5, 768), (6, 768)]] * 3
 
 
-def _two_trainer_ranks(rank: int, address: str) -> None:
+def _two_trainer_ranks(rank: int, address: str, meeting: str) -> None:
     """Both trainer ranks have a process group of their own job."""
     if rank < 2:
-        host, port = address.split(":")
-        store = dist.TCPStore(host, int(port) + 1, None, rank == 0, wait_for_workers=False)
-        dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
+        dist.init_process_group("gloo", store=dist.FileStore(meeting, 2), rank=rank, world_size=2)
         shard = part(rank, 2)
         shard.key = "trainer.weight"
         route = distckpt.Route(
@@ -93,8 +90,9 @@ def _two_trainer_ranks(rank: int, address: str) -> None:
         dist.destroy_process_group()
 
 
-def test_all_ranks_of_a_trainer_give(address):
-    with launched(_two_trainer_ranks, 3, address, backend=None) as launch:
+def test_all_ranks_of_a_trainer_give(address, tmp_path):
+    meeting = str(tmp_path / "meeting")
+    with launched(_two_trainer_ranks, 3, address, meeting, backend=None) as launch:
         launch.values()
 
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 import os
 import re
 import signal
-import socket
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -18,6 +17,7 @@ import torch
 
 import distckpt
 from distckpt import ShardedTensor
+from tests.support.addresses import reserved_address
 from tests.support.harness import error_of, launched
 
 NUM_RANKS, VICTIM, NUM_TENSORS = 4, 2, 6
@@ -119,10 +119,10 @@ def _route(rank: int, address: str, moment: float) -> list[Any]:
 
 
 def check_route(moment: float) -> None:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        address = f"127.0.0.1:{probe.getsockname()[1]}"
-    with launched(_route, NUM_RANKS, address, moment, backend=None) as launch:
+    with (
+        reserved_address() as address,
+        launched(_route, NUM_RANKS, address, moment, backend=None) as launch,
+    ):
         outcomes = launch.outcomes()
     for rank, outcome in enumerate(outcomes):
         if rank != VICTIM:
