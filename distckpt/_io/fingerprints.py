@@ -8,10 +8,13 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
+from distckpt._base.dtypes import ITEM_BYTES
 from distckpt._base.threads import run_threads
 from distckpt._format.fingerprint import PRIME, region_number
+from distckpt._format.manifest import NO_FINGERPRINT, Manifest
 from distckpt._geometry.region import Region
 from distckpt._geometry.units import cut_region
 from distckpt._io.save_shards import OwnedChunk
@@ -57,6 +60,23 @@ def _windows_of(live: LiveRegion) -> Iterator[LiveRegion]:
     for part in cut_region(live.region, WINDOW_ELEMENTS):
         local = part.relative_to(live.region.offset).slices()
         yield LiveRegion(live.slot, part, live.values[local] if local else live.values)
+
+
+def numbers_of(owned: Iterable[OwnedChunk]) -> bytes:
+    """Return the sum of what a rank owns of each key, for `column_of`."""
+    regions = list(regions_of(owned))
+    key_ids = sorted({region.slot for region in regions})
+    sums = sums_of(regions, max(key_ids, default=-1) + 1)
+    return np.array([[key_id, sums[key_id]] for key_id in key_ids], np.int64).tobytes()
+
+
+def column_of(manifest: Manifest, numbers: Sequence[bytes]) -> npt.NDArray[np.uint64]:
+    """Add up the numbers of all ranks; return a column of the manifest."""
+    totals = [0 if dtype in ITEM_BYTES else NO_FINGERPRINT for dtype in manifest.dtypes]
+    for of_rank in numbers:
+        for key_id, number in np.frombuffer(of_rank, np.int64).reshape(-1, 2).tolist():
+            totals[key_id] = (totals[key_id] + number) % PRIME
+    return np.array(totals, np.uint64)
 
 
 def sum_over_ranks(ranks: Ranks, numbers: Sequence[int]) -> list[int]:

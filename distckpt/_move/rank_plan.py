@@ -53,7 +53,7 @@ class RankPlan(NamedTuple):
 
     def to_bytes(self) -> bytes:
         """Encode for sending."""
-        columns = dict(zip(TABLES, self[-len(TABLES) :], strict=True))
+        columns = {name: getattr(self, name) for name in TABLES}
         return compress(pack(self[: -len(TABLES)], columns))
 
     @classmethod

@@ -110,7 +110,8 @@ class Schedule:
 
     def _taken_as(self, rank: int, row: int) -> str:
         table = self._tables.targets[rank]
-        return table.kinds[table.kind_ids[row]].dtype
+        kind: Kind = table.kinds[table.kind_ids[row]]
+        return kind.dtype
 
     def _place(self, unit: Unit) -> None:
         item = self._item_bytes(unit.key)

@@ -4,16 +4,18 @@ files.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 
 from distckpt._base.dtypes import FROM_NAME
+from distckpt._base.errors import CheckpointingException
+from distckpt._base.messages import summarize_keys
 from distckpt._base.threads import ProgressCounter
 from distckpt._checkpoint.stored_values import StoredTensor
 from distckpt._format.fingerprint import PRIME, Fingerprint, region_number
-from distckpt._format.manifest import Manifest
+from distckpt._format.manifest import NO_FINGERPRINT, Manifest
 from distckpt._format.stored_checkpoint import StoredCheckpoint
 from distckpt._io.fingerprints import regions_of, sum_over_ranks, sums_of
 from distckpt._io.save_shards import plan_chunks
@@ -85,12 +87,16 @@ def _kinds_of(manifest: Manifest | None) -> _Kinds:
     return _Kinds(manifest.keys, manifest.dtypes, shapes, dict(manifest.aliases))
 
 
-def stored_fingerprints(stored: StoredCheckpoint, keys: Sequence[str]) -> dict[str, Fingerprint]:
+def computed_fingerprints(
+    stored: StoredCheckpoint, keys: Sequence[str], add_bytes: Callable[[int], None] | None = None
+) -> dict[str, Fingerprint]:
     """Compute the fingerprints of some tensors of a checkpoint, each of which is read once."""
     tensors = [StoredTensor(stored, key) for key in keys]
     counter = ProgressCounter(None, 0)
 
     def compute(window: Window, values: torch.Tensor) -> int:
+        if add_bytes is not None:
+            add_bytes(values.nbytes)
         return region_number(values, window.region.offset)
 
     numbers = map_windows([tensors], compute, counter)
@@ -98,3 +104,32 @@ def stored_fingerprints(stored: StoredCheckpoint, keys: Sequence[str]) -> dict[s
         tensor.key: Fingerprint(tensor.dtype, tensor.shape, sum(found) % PRIME)
         for tensor, found in zip(tensors, numbers, strict=True)
     }
+
+
+def saved_fingerprints(stored: StoredCheckpoint, keys: Sequence[str]) -> dict[str, Fingerprint]:
+    """Return the fingerprints of some tensors that were stored with them.
+
+    Raises:
+        CheckpointingException: some have none.
+    """
+    manifest = stored.manifest
+    numbers = {key: saved_number(manifest, key) for key in keys}
+    lacking = [key for key, number in numbers.items() if number is None]
+    if lacking:
+        raise CheckpointingException(
+            f"{stored.location!r} has no stored fingerprints of {summarize_keys(lacking)}: save "
+            "with fingerprint=True, or compute them from what is stored, without stored=True."
+        )
+    return {
+        key: Fingerprint(stored.dtype_name(key), stored.global_shape(key), number)
+        for key, number in numbers.items()
+        if number is not None
+    }
+
+
+def saved_number(manifest: Manifest, key: str) -> int | None:
+    """Return the number that was stored with a tensor; None if there is none."""
+    if manifest.fingerprints is None:
+        return None
+    number = int(manifest.fingerprints[manifest.key_index[key]])
+    return None if number == NO_FINGERPRINT else number
