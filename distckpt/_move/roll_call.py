@@ -8,6 +8,7 @@ since then is found here, and not in the middle of the move.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import logging
 import time
@@ -43,7 +44,8 @@ class Member:
     """One that asks to take part: a target, or a rank that gives other than the leader."""
 
     def __init__(self, store: Any, kind: str, number: int, timeout: float) -> None:
-        self._store, self._timeout = store, timeout
+        # The leader may come late, and wait for others then.
+        self._store, self._limit = store, 2 * timeout + ANSWER_SECONDS
         self.name = f"{kind} {number}"
         self._num_asked = 0
 
@@ -52,6 +54,11 @@ class Member:
         """Join as the next target."""
         with _reaching_leader():
             return cls(store, _TARGET, store.add("targets", 1), timeout)
+
+    def leave(self) -> None:
+        """Say that this member takes part no more, so that nobody waits for it."""
+        with contextlib.suppress(RuntimeError):
+            self._store.set(f"left {self.name}", "")
 
     @classmethod
     def source(cls, store: Any, rank: int, timeout: float) -> Member:
@@ -79,11 +86,11 @@ class Member:
                 return start
 
     def _wait(self, key: str) -> bytes:
-        deadline, step = time.monotonic() + self._timeout, _POLL_SECONDS
+        deadline, step = time.monotonic() + self._limit, _POLL_SECONDS
         # Not by `wait` of the store: torch prints a warning whenever that ends without the key.
         while not self._store.check([key]):
             if time.monotonic() > deadline:
-                raise RuntimeError(f"no {key!r} within {self._timeout:g} s")
+                raise RuntimeError(f"no {key!r} within {self._limit:g} s")
             time.sleep(step)
             step = min(2 * step, _MAX_POLL_SECONDS)
         value: bytes = self._store.get(key)
@@ -162,18 +169,22 @@ class Leader:
         """Return who asks for a version: all that are expected, unless the time is over."""
         begin, is_over = time.monotonic(), False
         fewest = self._fewest_targets
+        self._expected = set(itertools.filterfalse(self._has_left, self._expected))
         seconds = dict.fromkeys((*self._sources[1:], *self._expected), self._timeout)
         seconds.update(dict.fromkeys(self._doubtful, min(ANSWER_SECONDS, self._timeout)))
         while not is_over:
             time.sleep(_POLL_SECONDS)
             waited = time.monotonic() - begin
             asking = self._asking(version)
-            absent = [name for name in seconds if name not in asking]
+            absent = [name for name in seconds if name not in asking and not self._has_left(name)]
             num_targets = len({*asking}.difference(self._sources))
             has_enough = num_targets >= fewest or waited > self._timeout
             is_over = has_enough and all(seconds[name] < waited for name in absent)
         self._leave_out(absent, num_targets, version)
         return asking
+
+    def _has_left(self, name: str) -> bool:
+        return bool(self._store.check([f"left {name}"]))
 
     @property
     def _fewest_targets(self) -> int:
@@ -185,9 +196,10 @@ class Leader:
         self._refuse_absence([name for name in absent if name in self._sources], version)
         self._doubtful = set()
         fewest = self._fewest_targets
-        text = f"{', '.join(sorted(absent)) or 'No more targets'} did not come to version {version}"
+        text = f"{', '.join(sorted(absent))} did not come to version {version}"
         if num_targets < fewest:
-            raise lost_contact({}, f"{text}: {num_targets} targets are there, of {fewest}.")
+            first = text if absent else f"More targets are needed for version {version}"
+            raise lost_contact({}, f"{first}: {num_targets} are there, of {fewest}.")
         if absent:
             logger.warning("%s: left out until it does", text)
 

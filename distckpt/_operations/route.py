@@ -50,7 +50,8 @@ class Route:
             when torch.distributed is not initialized.
         num_targets: so many targets the first version waits for.
         timeout: seconds to wait for others: for the store, for a version, for the ranks in the
-            middle of a move. It must be longer than what happens between two versions.
+            middle of a move. It must be longer than what happens between two versions. A target
+            waits up to twice as long for a version, since the source may be waiting for others.
         options: further options.
         changes: options by keyword, such as `atomic=True`; see `MoveOptions` for all of them.
             `atomic` must be the same on all sides, as must the other options.
@@ -145,7 +146,11 @@ class Route:
                     self._leader.note_lost(error.failures)
 
     def close(self) -> None:
-        """Leave the route. When rank 0 of the source does, targets can take no further version."""
+        """Leave the route: the source does not wait for a target that has left. When rank 0 of the
+        source leaves, targets can take no further version.
+        """
+        if self._member is not None:
+            self._member.leave()
         self._group = self._store = self._leader = self._member = None
 
     def __enter__(self) -> Route:

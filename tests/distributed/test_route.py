@@ -173,6 +173,36 @@ def test_an_engine_that_dies_is_named_and_the_others_go_on(address, at_round):
     assert "did not come to version 1: left out" in left_out
 
 
+def _engine_ends(rank: int, address: str, closes: bool) -> list[int]:
+    """One of two targets ends between two versions."""
+    # The source has waited for the one that is gone for longer than the other one's timeout.
+    timeout = TIMEOUT if closes else 3.0 if rank == 0 else 2.0
+    if rank == 0:
+        sides: dict[str, Any] = {"source": {"weight": values(0)}, "num_targets": 2}
+    else:
+        sides = {"target": {"weight": part(rank - 1, 2)}}
+    route = distckpt.Route(address, **sides, timeout=timeout)
+    seen = [route.run(version=0).version]
+    if rank == 2:
+        if closes:
+            route.close()
+        return seen
+    for version in (1, 2):
+        seen.append(route.run(version=version if rank == 0 else None).version)
+    return seen
+
+
+@pytest.mark.parametrize("closes", [True, False])
+def test_others_go_on_when_an_engine_ends_between_versions(address, closes):
+    started = time.monotonic()
+    with launched(_engine_ends, 3, address, closes, backend=None) as launch:
+        outcomes = launch.outcomes()
+    assert [outcome.value for outcome in outcomes] == [[0, 1, 2], [0, 1, 2], [0]], outcomes
+    # One that has left is not waited for.
+    assert len(outcomes[0].warnings_logged) == (0 if closes else 1)
+    assert not closes or time.monotonic() - started < TIMEOUT
+
+
 def _trainer_dies(rank: int, address: str) -> tuple[str, bool]:
     if rank == 0:
         route = distckpt.Route(address, source={"weight": values(0)}, timeout=TIMEOUT)
