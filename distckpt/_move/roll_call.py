@@ -45,7 +45,7 @@ class Member:
 
     def __init__(self, store: Any, kind: str, number: int, timeout: float) -> None:
         # The leader may come late, and wait for others then.
-        self._store, self._limit = store, 2 * timeout + ANSWER_SECONDS
+        self._store, self._limit = store, 2 * (timeout + ANSWER_SECONDS)
         self.name = f"{kind} {number}"
         self._num_asked = 0
 
@@ -120,6 +120,7 @@ class Leader:
         self._num_heard: dict[str, int] = {}
         self._expected: set[str] = set()
         self._doubtful: set[str] = set()
+        self._ahead: set[str] = set()
         self._num_rounds = 0
         self._start = Start(0, [], 0)
 
@@ -168,17 +169,20 @@ class Leader:
     def _wait_for_all(self, version: int) -> list[str]:
         """Return who asks for a version: all that are expected, unless the time is over."""
         begin, is_over = time.monotonic(), False
+        # Where contact was lost, others may notice only after the timeout.
+        patience = self._timeout + ANSWER_SECONDS
         fewest = self._fewest_targets
         self._expected = set(itertools.filterfalse(self._has_left, self._expected))
-        seconds = dict.fromkeys((*self._sources[1:], *self._expected), self._timeout)
+        seconds = dict.fromkeys((*self._sources[1:], *self._expected), patience)
         seconds.update(dict.fromkeys(self._doubtful, min(ANSWER_SECONDS, self._timeout)))
         while not is_over:
             time.sleep(_POLL_SECONDS)
             waited = time.monotonic() - begin
             asking = self._asking(version)
-            absent = [name for name in seconds if name not in asking and not self._has_left(name)]
-            num_targets = len({*asking}.difference(self._sources))
-            has_enough = num_targets >= fewest or waited > self._timeout
+            there = self._ahead.union(asking)
+            absent = [name for name in seconds if name not in there and not self._has_left(name)]
+            num_targets = len(there.difference(self._sources))
+            has_enough = num_targets >= fewest or waited > patience
             is_over = has_enough and all(seconds[name] < waited for name in absent)
         self._leave_out(absent, num_targets, version)
         return asking
@@ -204,7 +208,13 @@ class Leader:
             logger.warning("%s: left out until it does", text)
 
     def _asking(self, version: int) -> list[str]:
-        """Return who has asked for a version; refuse others."""
+        """Return who has asked for a version; refuse others.
+
+        If contact was lost at the end of a version, which is moved again, some have all of it:
+        these are ahead, and wait for the next one.
+        """
+        is_again = not self._start.names and version == self._start.version
+        self._ahead = set()
         num_targets = self._store.add("targets", 0)
         targets = [f"{_TARGET} {number}" for number in range(1, num_targets + 1)]
         asking = []
@@ -215,6 +225,9 @@ class Leader:
             wanted = json.loads(self._store.get(asked))
             if wanted in (None, version):
                 asking.append(name)
+                continue
+            if is_again and wanted > version:
+                self._ahead.add(name)
                 continue
             self._answer(
                 name,

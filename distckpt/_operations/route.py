@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from collections.abc import Sequence
 from dataclasses import replace
@@ -144,6 +145,8 @@ class Route:
                     raise
                 if self._leader is not None:
                     self._leader.note_lost(error.failures)
+            # The error, which refers to itself, keeps the group: others notice when that ends.
+            gc.collect()
 
     def close(self) -> None:
         """Leave the route: the source does not wait for a target that has left. When rank 0 of the

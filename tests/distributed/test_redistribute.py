@@ -297,20 +297,23 @@ def _mistakes(rank: int) -> list[str]:
     other_shape = {"a": ShardedTensor.from_rank_offsets(KEYS[0], torch.zeros(5, 5))}
     empty = {"a": part_of(KEYS[0], 0, rank, 2).without_data()}
     unknown = {"a": torch.zeros(2)}
+    expanded = {"a": ShardedTensor.from_rank_offsets(KEYS[0], torch.zeros(1, 12).expand(24, 12))}
     return [
         str(error_of(distckpt.redistribute, held, target))
-        for target in (half, other_shape, empty, unknown)
+        for target in (half, other_shape, empty, unknown, expanded)
     ]
 
 
 def test_mistakes_are_named(run):
-    for half, shape, empty, unknown in run(_mistakes, 2):
+    for half, shape, empty, unknown, expanded in run(_mistakes, 2):
         assert "allow_dtype_cast=True" in half
         assert KEYS[0] in half
         assert "(24, 12)" in shape
         assert "(5, 5)" in shape
         assert "has no data" in empty
         assert "'a'" in unknown
+        assert "not expanded" in expanded
+        assert KEYS[0] in expanded
 
 
 # --- Failures -------------------------------------------------------------------------------------

@@ -12,6 +12,8 @@ import torch.distributed as dist
 import distckpt
 from distckpt import CheckpointingException, LoadMismatchError, RankFailedError, ShardedTensor
 from distckpt._move import carry
+from distckpt._operations import moving
+from distckpt._ranks.attendance import lost_contact
 from distckpt.rules import Rename
 from tests.support.addresses import reserved_address
 from tests.support.harness import ask_parent, error_of, kept_ranks, launched, signal_parent
@@ -201,6 +203,32 @@ def test_others_go_on_when_an_engine_ends_between_versions(address, closes):
     # One that has left is not waited for.
     assert len(outcomes[0].warnings_logged) == (0 if closes else 1)
     assert not closes or time.monotonic() - started < TIMEOUT
+
+
+def _contact_is_lost_at_the_end(rank: int, address: str) -> list[int]:
+    """The targets have all of version 1 when the source loses contact: it moves that again."""
+    if rank == 0:
+        sides: dict[str, Any] = {"source": {"weight": values(0)}, "num_targets": 2}
+    else:
+        sides = {"target": {"weight": part(rank - 1, 2)}}
+    route = distckpt.Route(address, **sides, timeout=TIMEOUT)
+    seen = [route.run(version=0).version]
+    original = moving.restore
+
+    def losing(*args: Any) -> Any:
+        restored = original(*args)
+        moving.restore = original
+        raise lost_contact({1: TimeoutError()}, f"lost after {restored.figures[0]} bytes")
+
+    if rank == 0:
+        moving.restore = losing
+    for version in (1, 2):
+        seen.append(route.run(version=version).version)
+    return seen
+
+
+def test_targets_that_have_a_version_which_is_moved_again_wait_for_the_next(run, address):
+    assert run(_contact_is_lost_at_the_end, 3, address) == [[0, 1, 2]] * 3
 
 
 def _trainer_dies(rank: int, address: str) -> tuple[str, bool]:
