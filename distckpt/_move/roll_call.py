@@ -16,6 +16,7 @@ from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
 from distckpt._base.errors import CheckpointingException
+from distckpt._base.messages import first_line
 from distckpt._ranks.attendance import lost_contact
 
 logger = logging.getLogger(__name__)
@@ -105,8 +106,8 @@ def _reaching_leader() -> Iterator[None]:
     except RuntimeError as error:
         raise lost_contact(
             {0: TimeoutError("did not respond, or died")},
-            f"Lost contact with {_SOURCE} 0, which hosts the address: it died, or has moved no "
-            f"version within the timeout. ({error})",
+            f"Lost contact with {_SOURCE} 0, which hosts the address: it ended or died, or has "
+            f"moved no version within the timeout. ({first_line(error)})",
         ) from error
 
 
@@ -130,12 +131,11 @@ class Leader:
         Raises:
             RankFailedError: a rank that gives does not come, or no target does.
         """
-        asking = self._wait_for_all(version)
-        self._num_rounds += 1
-        for name in asking:
-            self._answer(name, {"round": self._num_rounds})
-        names = [self._sources[0], *self._answering(asking)]
-        self._refuse_absence([name for name in self._sources if name not in names], version)
+        names = self._call(version)
+        while len(names) == len(self._sources) and not self._ahead:
+            # All who take died after they had asked. The others ask again.
+            self._store.set(f"start {self._num_rounds}", json.dumps(Start(0, [], version)))
+            names = self._call(version)
         self._expected = {name for name in names if name not in self._sources}
         number = self._start.number
         if names != self._start.names:
@@ -143,6 +143,16 @@ class Leader:
         self._start = Start(number, names, version)
         self._store.set(f"start {self._num_rounds}", json.dumps(self._start))
         return self._start
+
+    def _call(self, version: int) -> list[str]:
+        """Call all that ask for a version; return who is there, by rank."""
+        asking = self._wait_for_all(version)
+        self._num_rounds += 1
+        for name in asking:
+            self._answer(name, {"round": self._num_rounds})
+        names = [self._sources[0], *self._answering(asking)]
+        self._refuse_absence([name for name in self._sources if name not in names], version)
+        return names
 
     def note_lost(self, ranks: Iterable[int]) -> None:
         """Note that contact was lost with members of the last start, or that they were slow: those

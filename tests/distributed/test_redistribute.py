@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 import distckpt
 from distckpt import InvalidShardingError, LoadMismatchError, ShardedTensor
 from distckpt._move import host_memory
+from distckpt.modules import sharded_state_dict
 from distckpt.rules import Concat, Rename
 from tests.support.harness import ask_parent, error_of, kept_ranks, launched, sum_over_ranks
 from tests.support.harness import run as run_once
@@ -188,6 +189,21 @@ def _objects(rank: int) -> None:
 
 def test_modules_optimizers_and_values():
     run_once(_objects, 2)
+
+
+def _smaller_module(rank: int) -> str:
+    old, new = model_of(0), model_of(1)[:1]
+    text = str(error_of(distckpt.redistribute, {"model": old}, {"model": new}))
+    distckpt.redistribute({"model": old}, {"model": sharded_state_dict(new)})
+    assert torch.equal(new[0].weight, old[0].weight)
+    return text
+
+
+def test_a_module_that_takes_a_part_is_told_how(run):
+    for text in run(_smaller_module, 2):
+        assert "'1.bias'" in text
+        assert "sharded_state_dict" in text
+        assert "checkpoint" not in text
 
 
 def _dtensors(rank: int) -> None:

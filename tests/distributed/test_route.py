@@ -205,6 +205,32 @@ def test_others_go_on_when_an_engine_ends_between_versions(address, closes):
     assert not closes or time.monotonic() - started < TIMEOUT
 
 
+def _all_engines_are_restarted(rank: int, address: str) -> list[int]:
+    if rank == 0:
+        route = distckpt.Route(address, source={"weight": values(0)}, timeout=TIMEOUT)
+        seen = [route.run(version=0).version]
+        while not route._store.check(["ask target 1 2"]):
+            time.sleep(0.01)
+        ask_parent()
+        return [*seen, route.run(version=1).version]
+    if rank == 2:
+        ask_parent()
+    route = distckpt.Route(address, target={"weight": part(0, 1)}, timeout=TIMEOUT)
+    seen = [route.run().version]
+    return seen if rank == 2 else [*seen, route.run().version]
+
+
+def test_a_version_is_not_moved_to_nobody(address):
+    """The only engine dies while it waits, and is started again."""
+    with launched(_all_engines_are_restarted, 3, address, backend=None) as launch:
+        launch.wait_for_signal(0)
+        launch.wait_for_signal(2)
+        launch.kill(1)
+        launch.answer(0)
+        launch.answer(2)
+        assert launch.values() == [[0, 1], None, [1]]
+
+
 def _contact_is_lost_at_the_end(rank: int, address: str) -> list[int]:
     """The targets have all of version 1 when the source loses contact: it moves that again."""
     if rank == 0:
