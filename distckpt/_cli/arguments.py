@@ -438,10 +438,13 @@ def _part(text: str) -> str:
     index, slash, count = text.partition("/")
     numbers = [count] if index == "auto" else [index, count]
     is_right = text == "auto" or (slash and all(number.isdecimal() for number in numbers))
-    if not is_right:
+    if not is_right or (slash and int(count) == 0):
         raise ArgumentTypeError(f"{text!r} is no part; write 3/16, auto or auto/16")
     if index != "auto" and int(index) >= int(count):
-        raise ArgumentTypeError(f"{text!r} is no part: the last of {count} is {int(count) - 1}")
+        raise ArgumentTypeError(
+            f"{text!r} is no part: they are counted from 0, and the last of {count} is "
+            f"{int(count) - 1}/{count}"
+        )
     return text
 
 

@@ -28,20 +28,25 @@ def run(arguments: Namespace, output: Output) -> int:
     """Print a line for the tensors of each name, or for each tensor; return 1 if there is a NaN."""
     started = time.perf_counter()
     location = locations.normalize(arguments.path)
-    show = partial(_print_stats, location, started, arguments.tree)
     if is_in_parts(arguments):
         given = {"checkpoint_dir": arguments.path, "keys": arguments.keys}
+        # Other processes have read most of it.
+        show = partial(_print_stats, location, None, arguments.tree)
         return run_parts_of_check(arguments, output, "stats", given, show)
     with (
         opened(Ranks.alone(), location) as stored,
         output.progress("reading") as progress,
     ):
         found = list(compute_stats(stored, arguments.keys, progress))
-    return show(found, output)
+    return _print_stats(location, started, arguments.tree, found, output)
 
 
 def _print_stats(
-    location: str, started: float, is_listing: bool, found: Sequence[TensorStats], output: Output
+    location: str,
+    started: float | None,
+    is_listing: bool,
+    found: Sequence[TensorStats],
+    output: Output,
 ) -> int:
     output.json({"location": location, "tensors": [vars(tensor) for tensor in found]})
     groups = [[tensor] for tensor in found] if is_listing else _grouped(found)
@@ -49,11 +54,14 @@ def _print_stats(
     rows = [_cells(group, bars) for group in groups]
     output.table(_HEADS, rows, drop="values zeros keys mean Inf min max")
     num_bytes = sum(math.prod(tensor.shape) * ITEM_BYTES[tensor.dtype] for tensor in found)
-    seconds = time.perf_counter() - started
+    speed = ""
+    if started is not None:
+        seconds = time.perf_counter() - started
+        speed = f" in {seconds:.2f} s, {size_text(num_bytes / seconds)}/s"
     with_nan = [tensor.key for tensor in found if tensor.num_nan]
     output.line(
         f"{count_text(len(found), 'tensor')}, {len(with_nan):,} with NaN; {size_text(num_bytes)} "
-        f"read in {seconds:.2f} s, {size_text(num_bytes / seconds)}/s"
+        f"read{speed}"
     )
     if with_nan:
         output.line(f"NaN in {summarize_keys(with_nan)}")

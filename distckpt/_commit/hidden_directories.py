@@ -166,15 +166,25 @@ def kept_in_sight(directory: str) -> Iterator[Callable[[], bool]]:
 
 
 @contextlib.contextmanager
-def locked_if_offered(directory: str) -> Iterator[None]:
-    """Keep others that call this out of the body, where the file system has locks."""
-    with contextlib.ExitStack() as held:
+def locked_if_offered(path: str) -> Iterator[None]:
+    """Keep others that lock the same file out of the body, where the file system has locks.
+
+    Network file systems have them for files that are open for writing, and not for directories.
+    """
+    fd = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+    try:
         try:
-            held.enter_context(_locked(directory, fcntl.LOCK_EX))
+            fcntl.flock(fd, fcntl.LOCK_EX)
         except OSError as error:
             if error.errno not in _NOT_OFFERED:
                 raise
         yield
+    finally:
+        with contextlib.suppress(OSError):
+            # Processes that were forked meanwhile share the lock, and would keep it.
+            fcntl.flock(fd, fcntl.LOCK_UN)
+        with contextlib.suppress(OSError):
+            os.close(fd)
 
 
 @contextlib.contextmanager

@@ -70,7 +70,7 @@ def read_copies(
     """
     # Checksums are of blocks: to verify them, what lies between the runs is needed as well.
     exact = locations.is_local(stored.location) and not stored.verifies
-    unit_bytes = _unit_bytes(stored.location)
+    unit_bytes = unit_bytes_at(stored.location)
     copier = Copier(targets)
     parts = parts_of(stored, copies, targets, copier, exact=exact, unit_bytes=unit_bytes)
     if with_check:
@@ -116,7 +116,8 @@ def _open_files(stored: StoredCheckpoint) -> AbstractContextManager[OpenFiles]:
     return contextlib.nullcontext(stored.files) if stored.files else OpenFiles()
 
 
-def _unit_bytes(location: str) -> int:
+def unit_bytes_at(location: str) -> int:
+    """Return how much one call reads of a location."""
     return READ_UNIT_BYTES if locations.is_local(location) else REQUEST_BYTES
 
 
@@ -157,6 +158,7 @@ class _Reading:
         self.files = files
         self._in_order = in_order
         self._progress = progress
+        self._paths = {file: stored.path_of_file(file) for file in {*in_order.files.tolist()}}
         if stored.verifies:
             fetch_checksums(stored, in_order.files)
 
@@ -180,7 +182,7 @@ class _Reading:
             | is_sparse[1:]
             | is_sparse[:-1]
         )
-        unit_bytes = _unit_bytes(self.stored.location)
+        unit_bytes = unit_bytes_at(self.stored.location)
         block_bytes = self.stored.manifest.block_bytes
         for first, end in itertools.pairwise([*np.flatnonzero(begins_run).tolist(), len(parts)]):
             if parts[first].is_sparse:
@@ -205,7 +207,7 @@ class _Reading:
     def _read(self, unit: list[Span]) -> _Content:
         content = _content_for(self, unit)
         first = unit[0]
-        path = self.stored.path_of(self.parts[first.chunk].chunk)
+        path = self._paths[self.file_of(unit)]
         position = int(self._in_order.positions[first.chunk]) + first.start
         if locations.is_local(path):
             with self.files.open(path) as fd:
@@ -401,21 +403,35 @@ def _copy(source: torch.Tensor, target: torch.Tensor, copier: Copier) -> None:
 
 def _verify(reading: _Reading, unit: list[Span], buffers: Sequence[Bytes]) -> None:
     """Compare the blocks of a unit with their checksums."""
-    manifest = reading.stored.manifest
-    block = manifest.block_bytes
-    sizes = [span.stop - span.start for span in unit]
-    parts = [reading.parts[span.chunk] for span in unit]
-    chunks = np.array([part.chunk for part in parts], np.int64)
-    starts = np.array([p.start + s.start for p, s in zip(parts, unit, strict=True)], np.int64)
-    counts = -(-np.array(sizes, np.int64) // block)
-    # For each block: the first one of its span, plus its number within the span.
-    firsts = manifest.first_blocks[chunks] + starts // block - (np.cumsum(counts) - counts)
-    blocks = np.repeat(firsts, counts) + np.arange(int(counts.sum()))
-    found = block_checksums(sizes, buffers, block)
-    expected = checksums_in(manifest, reading.file_of(unit))[blocks].tolist()
+    block = reading.stored.manifest.block_bytes
+    found = block_checksums([span.stop - span.start for span in unit], buffers, block)
+    expected = _checksums_of(reading, unit)
     if found != expected:
         pairs = zip(found, expected, strict=True)
         raise _mismatch(reading, unit, next(i for i, (a, b) in enumerate(pairs) if a != b))
+
+
+def _checksums_of(reading: _Reading, unit: list[Span]) -> list[int]:
+    """Return the stored checksums of the blocks of a unit."""
+    manifest = reading.stored.manifest
+    block = manifest.block_bytes
+    checksums = checksums_in(manifest, reading.file_of(unit))
+    if len(unit) == 1:
+        # Most units of large tensors: no arrays are needed to find their blocks.
+        part, (_, start, stop) = reading.parts[unit[0].chunk], unit[0]
+        first = int(manifest.first_blocks[part.chunk]) + (part.start + start) // block
+        count = -(-(stop - start) // block)
+        alone: list[int] = checksums[first : first + count].tolist()
+        return alone
+    parts = [reading.parts[span.chunk] for span in unit]
+    chunks = np.array([part.chunk for part in parts], np.int64)
+    starts = np.array([p.start + s.start for p, s in zip(parts, unit, strict=True)], np.int64)
+    counts = -(-np.array([span.stop - span.start for span in unit], np.int64) // block)
+    # For each block: the first one of its span, plus its number within the span.
+    firsts = manifest.first_blocks[chunks] + starts // block - (np.cumsum(counts) - counts)
+    blocks = np.repeat(firsts, counts) + np.arange(int(counts.sum()))
+    found: list[int] = checksums[blocks].tolist()
+    return found
 
 
 def _mismatch(reading: _Reading, unit: list[Span], number: int) -> CorruptCheckpointError:

@@ -35,14 +35,12 @@ from distckpt._format.manifest import CHECKSUM_BYTES, NO_FINGERPRINT, is_manifes
 from distckpt._format.marker import CONFIG_FNAME, file_size
 from distckpt._format.stored_checkpoint import StoredCheckpoint
 from distckpt._geometry.region import IntArray
+from distckpt._io.read import unit_bytes_at
 from distckpt._mapping.wrappers import ShardedStateDict
 from distckpt._operations.on_demand import on_demand
 from distckpt._ranks.collectives import PhaseTimer, Ranks
 from distckpt._storage import locations
 from distckpt._storage.open_files import OpenFiles
-
-UNIT_BYTES = 8 << 20
-"""One thread reads this much at a time, at least one checksum block."""
 
 
 @dataclass(frozen=True)
@@ -137,7 +135,8 @@ def verify(
             tensors that it holds, replicas included, with those of the checkpoint. What the
             checkpoint holds besides, objects and common state are not compared.
         process_group: the ranks that hold `live` together, see `save`.
-        num_threads: number of threads that read, each with `UNIT_BYTES` of memory.
+        num_threads: number of threads that read, each with 2 MiB of memory; 16 MiB on an object
+            store.
         progress: called with the bytes read so far and the bytes to read, by one thread at a time.
 
     Returns:
@@ -260,7 +259,7 @@ def _check_content(
         keys = _keys_with_fingerprints(stored)
         tensor_bytes = sum(StoredTensor(stored, key).num_bytes for key in keys)
         counter = ProgressCounter(progress, block_bytes + tensor_bytes)
-        units = units_of_blocks(blocks)
+        units = units_of_blocks(blocks, stored.location)
         bad, num_read = check_units(stored, blocks, units, num_threads, counter.add)
         problems += describe_blocks(stored, blocks, bad)
         if not keys or problems:
@@ -407,8 +406,11 @@ class BadBlock(NamedTuple):
     message: str
 
 
-def units_of_blocks(blocks: Blocks) -> Iterator[range]:
-    """Cut the blocks into ranges that are near each other in one file and fit one read."""
+def units_of_blocks(blocks: Blocks, location: str) -> Iterator[range]:
+    """Cut the blocks of a checkpoint at a location into ranges that are near each other in one file
+    and fit one read, or are one block.
+    """
+    unit_bytes = unit_bytes_at(location)
     file_ids = blocks.file_ids.tolist()
     starts = blocks.starts.tolist()
     stops = blocks.stops.tolist()
@@ -417,7 +419,7 @@ def units_of_blocks(blocks: Blocks) -> Iterator[range]:
         ends = (
             index == len(starts)
             or file_ids[index] != file_ids[first]
-            or stops[index] - starts[first] > UNIT_BYTES
+            or stops[index] - starts[first] > unit_bytes
         )
         if ends:
             yield range(first, index)

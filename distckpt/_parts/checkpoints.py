@@ -18,7 +18,7 @@ from distckpt._checkpoint.opening import BACKEND, VERSION, open_undisturbed
 from distckpt._commit import posix
 from distckpt._commit.output import Output, OutputSettings, continued_output
 from distckpt._format.checksum import checksum
-from distckpt._format.manifest import ChunkTable
+from distckpt._format.manifest import MANIFEST_NAME, ChunkTable
 from distckpt._format.marker import CONFIG_FNAME, CheckpointingConfig, write_marker
 from distckpt._format.stored_checkpoint import StoredCheckpoint
 from distckpt._io.export import counting_from, num_export_threads
@@ -178,7 +178,8 @@ class _ReshardWork(Work):
         check_sources(self.facts, [self._stored])
         if self._is_local:
             output = self._output(attempt)
-            remove_others(output.location, posix.SUBDIRECTORIES)
+            names = (*posix.SUBDIRECTORIES, MANIFEST_NAME, CONFIG_FNAME)
+            remove_others(output.location, names)
             marker, written = self._write_manifest(output, results)
             output.check_files(written)
             write_marker(output.location, marker, durable=True)

@@ -37,6 +37,12 @@ def part_of_environment(variables: Mapping[str, str], count: int | None = None) 
     """
     jobs = _slurm_array(variables) or _first(variables, _ARRAYS, count)
     processes = _first(variables, _PROCESSES, None)
+    known = jobs or processes
+    if count is not None and known is not None and known.count != count:
+        raise ValueError(
+            f"--part auto/{count}: the environment says that there are {known.count}. Write "
+            "--part auto."
+        )
     if jobs is None and processes is None:
         raise ValueError(
             "--part auto finds no SLURM_ARRAY_TASK_ID, JOB_COMPLETION_INDEX, "
@@ -75,5 +81,14 @@ def _first(
                 f"{index} says which part this is, and nothing says of how many: write --part "
                 "auto/N with the number of completions of the job."
             )
-        return Part(int(variables[index]), int(variables[size]) if size else int(count or 1))
+        return Part(_number(variables, index), _number(variables, size) if size else count or 0)
     return None
+
+
+def _number(variables: Mapping[str, str], name: str) -> int:
+    try:
+        return int(variables[name])
+    except ValueError:
+        raise ValueError(
+            f"{name} is {variables[name]!r} in the environment, no number: write --part K/N."
+        ) from None

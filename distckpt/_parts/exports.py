@@ -162,7 +162,7 @@ class _ExportWork(Work):
         output = self._output(attempt)
         if self._is_local:
             check_target(self._located, self.place, self._overwrite)
-            remove_others(output.location, self._files)
+            remove_others(output.location, self.files(attempt))
         complete_export(self._plan, self._opened, output)
 
     def commit(self, attempt: Attempt, results: Sequence[Any]) -> None:
@@ -177,8 +177,8 @@ class _ExportWork(Work):
 
 
 def remove_others(directory: str, names: Container[str]) -> None:
-    """Remove what an interrupted attempt to complete an output has left in its directory: all that
-    pieces have not written.
+    """Remove what an interrupted attempt to complete an output has left in its directory, but files
+    of these names: another process may be about to let them appear.
     """
     for name in locations.list_names(directory):
         if name not in names:

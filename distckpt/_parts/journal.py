@@ -4,7 +4,8 @@ whole.
     .NAME.parts-NONCE/header.json           what is done, from what, with which options
     .NAME.parts-NONCE/piece-000012.json     the result of a piece whose bytes are on disk
     .NAME.parts-NONCE/part-NONCE.json       a process that is at work
-    .NAME.parts-NONCE/done.json             what tells the output, once it is complete
+    .NAME.parts-NONCE/done-HASH.json        what tells the output, once it is complete
+    .NAME.parts-NONCE/lock                  locked by who completes the work, on local disks
     .NAME.parts-NONCE/.NAME.tmp-NONCE/      the output until then, on local disks
 
 The nonce is a hash of everything that the result depends on, so all processes that do the same find
@@ -30,7 +31,8 @@ from distckpt._commit import hidden_directories
 from distckpt._parts.work import Attempt, Part, Piece, Work
 from distckpt._storage import locations
 
-HEADER, DONE = "header.json", "done.json"
+HEADER, LOCK = "header.json", "lock"
+_DONE = re.compile(r"done-[0-9a-f]{16}\.json")
 _RECORD = re.compile(r"piece-(\d{6,})\.json")
 _NOTE = re.compile(r"part-[0-9a-f]{16}\.json")
 _SECONDS_BETWEEN = 5.0
@@ -139,21 +141,38 @@ class Journal:
     def results(self, count: int) -> tuple[list[Any], float]:
         """Return the results of all pieces, and the seconds that they have taken."""
         records = [self._read(f"piece-{number:06d}.json") for number in range(count)]
+        if None in records:
+            raise CheckpointingException(
+                f"{self.location!r} lacks the record of piece {records.index(None)}: another "
+                "program removed it, or abandoned this attempt. Remove the journal (--abandon, or "
+                "distckpt.tasks.abandon), and begin again."
+            )
         seconds = sum(record["seconds"] for record in records)
         return [record["result"] for record in records], seconds
 
     def note_done(self, proof: Any) -> None:
         """Note what tells the output that this work makes, if it is there."""
         if proof is not None:
-            self._write(DONE, proof)
+            digest = hashlib.sha256(json.dumps(proof).encode()).hexdigest()[:16]
+            self._write(f"done-{digest}.json", proof)
 
-    def proof(self) -> Any:
-        """Return what tells the output, if the work came to that."""
-        return self._read(DONE)
+    def proofs(self) -> list[Any]:
+        """Return what tells the output, if the work came to that: several where processes have
+        completed it at the same time, or were killed.
+        """
+        return [self._read(name) for name in self._names() if _DONE.fullmatch(name)]
 
     def has_output(self) -> bool:
         """Tell whether the output is still in the journal: it has not appeared."""
-        return any(hidden_directories.parse(name) is not None for name in self._names())
+        return bool(self._outputs())
+
+    def remove_output(self) -> None:
+        """Remove what a process that was late has begun again, when the output has appeared."""
+        for name in self._outputs():
+            locations.remove_tree(self._path(name))
+
+    def _outputs(self) -> list[str]:
+        return [name for name in self._names() if hidden_directories.parse(name) is not None]
 
     # --- Who is at work
 

@@ -129,7 +129,7 @@ class _VerifyWork(Work):
         self._headers = [file.header_bytes for file in stored.manifest.files]
         self._of_files = runs_of([size + 1 for size in self._headers])
         self._blocks = list_blocks(stored)
-        self._units = list(units_of_blocks(self._blocks)) if mode == "full" else []
+        self._units = list(units_of_blocks(self._blocks, stored.location)) if mode == "full" else []
         sizes = [self._size_of(unit) for unit in self._units]
         self._of_units = runs_of(sizes)
         self.pieces: Sequence[Piece] = [

@@ -14,9 +14,9 @@ from distckpt._base.interrupts import operation
 from distckpt._base.options import Progress
 from distckpt._base.threads import ProgressCounter
 from distckpt._commit import hidden_directories
-from distckpt._parts.journal import Journal, Note, Worker, journals_beside
+from distckpt._parts.journal import LOCK, Journal, Note, Worker, journals_beside
 from distckpt._parts.work import Part, Work, share
-from distckpt._storage import locations
+from distckpt._storage import locations, object_store
 
 
 @dataclass(frozen=True)
@@ -59,10 +59,10 @@ def run_part(work: Work, part: Part, progress: Progress | None = None) -> PartRe
     journal = Journal.of(work)
     num_pieces, num_bytes = 0, 0
     if not is_complete(work, journal):
-        _open(work, journal)
-        recorded = journal.recorded()
-        mine = [number for number in share(work.pieces, part) if number not in recorded]
         try:
+            _open(work, journal)
+            recorded = journal.recorded()
+            mine = [number for number in share(work.pieces, part) if number not in recorded]
             for number in _run(work, journal, part, mine, progress):
                 num_pieces, num_bytes = num_pieces + 1, num_bytes + work.pieces[number].num_bytes
         except OSError:
@@ -70,7 +70,7 @@ def run_part(work: Work, part: Part, progress: Progress | None = None) -> PartRe
             if not is_complete(work, journal):
                 raise
     num_whole = len(journal.recorded())
-    is_whole = num_whole >= len(work.pieces)
+    is_whole = num_whole >= len(work.pieces) or is_complete(work, journal)
     return PartReport(
         str(part),
         journal.location,
@@ -116,10 +116,10 @@ def is_complete(work: Work, journal: Journal) -> bool:
     Raises:
         CheckpointingException: it was, and something else is there now, or nothing.
     """
-    proof = journal.proof()
-    if proof is None:
+    proofs = journal.proofs()
+    if not proofs:
         return False
-    if proof == work.proof(work.place):
+    if work.proof(work.place) in proofs:
         return True
     if work.is_begun(journal.attempt):
         return False
@@ -151,7 +151,7 @@ def _check_others(work: Work, journal: Journal) -> None:
     """Refuse to begin beside other work that is not complete, for the same output."""
     for other in journals_beside(work.place):
         header = other.header()
-        if other.attempt == journal.attempt or header is None or other.proof() is not None:
+        if other.attempt == journal.attempt or header is None or other.proofs():
             continue
         raise CheckpointingException(
             f"Other work in parts is not complete for {work.place!r} ({other.location!r}): "
@@ -232,21 +232,41 @@ def _missing(work: Work, journal: Journal, mine: Iterable[int], note: Note) -> I
 def _finish(work: Work, journal: Journal) -> Any:
     """Complete the work unless that is done; return the report of the verb."""
     results, seconds = journal.results(len(work.pieces))
-    with _alone(journal):
-        if not is_complete(work, journal):
-            # What this notes is true when the output has appeared.
-            work.complete(journal.attempt, results)
-            journal.note_done(work.proof(work.directory(journal.attempt)))
-            work.commit(journal.attempt, results)
-            journal.note_done(work.proof(work.place))
+    if not is_complete(work, journal):
+        try:
+            with _alone(journal):
+                _complete(work, journal, results)
+        except (OSError, CheckpointingException):
+            # Where there are no locks, others may have done the same meanwhile.
+            if not is_complete(work, journal):
+                raise
+        _abort_uploads(work.place, work.files(journal.attempt))
+    journal.remove_output()
     return work.report(results, seconds)
+
+
+def _abort_uploads(place: str, files: Sequence[str]) -> None:
+    """Abort what processes that were killed have left of uploads to files that are whole."""
+    if files and not locations.is_local(place):
+        object_store.abort_uploads_to(place, [locations.join(place, name) for name in files])
+
+
+def _complete(work: Work, journal: Journal, results: Sequence[Any]) -> None:
+    if is_complete(work, journal):
+        return
+    # What this notes is true when the output has appeared.
+    work.complete(journal.attempt, results)
+    journal.note_done(work.proof(work.directory(journal.attempt)))
+    work.commit(journal.attempt, results)
+    journal.note_done(work.proof(work.place))
 
 
 @contextlib.contextmanager
 def _alone(journal: Journal) -> Iterator[None]:
     with contextlib.ExitStack() as held:
         if locations.is_local(journal.location):
-            held.enter_context(hidden_directories.locked_if_offered(journal.location))
+            path = locations.join(journal.location, LOCK)
+            held.enter_context(hidden_directories.locked_if_offered(path))
         yield
 
 
@@ -304,8 +324,20 @@ def _status(journal: Journal, header: dict[str, Any]) -> PartsStatus:
         bytes_total=sum(sizes),
         missing=tuple(dict.fromkeys(missing)),
         workers=tuple(journal.workers()),
-        is_complete=journal.proof() is not None and not journal.has_output(),
+        is_complete=bool(journal.proofs()) and not journal.has_output(),
     )
+
+
+def _abandon_uploaded(
+    journal: Journal, place: str, remove_output: Callable[[str, str, Sequence[str]], None]
+) -> None:
+    header = journal.header()
+    if header is None:
+        return
+    if journal.proofs():
+        _abort_uploads(place, header["files"])
+    else:
+        remove_output(place, journal.attempt.nonce, header["files"])
 
 
 def abandon(place: str, remove_output: Callable[[str, str, Sequence[str]], None]) -> list[str]:
@@ -317,10 +349,8 @@ def abandon(place: str, remove_output: Callable[[str, str, Sequence[str]], None]
     """
     removed = []
     for journal in journals_beside(place):
-        header = journal.header()
-        is_remote = not locations.is_local(place)
-        if is_remote and header is not None and journal.proof() is None:
-            remove_output(place, journal.attempt.nonce, header["files"])
+        if not locations.is_local(place):
+            _abandon_uploaded(journal, place, remove_output)
         locations.remove_tree(journal.location)
         removed.append(journal.location)
     return removed

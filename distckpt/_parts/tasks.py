@@ -276,7 +276,4 @@ def _remove_output(place: str, nonce: str, files: Sequence[str]) -> None:
         return  # complete, by a process that was killed before it could note that
     paths = [locations.join(place, name) for name in files]
     object_store.remove_all(paths)
-    remote = object_store.at(place)
-    for upload in remote.list_uploads():
-        if upload.location in paths:
-            remote.abort(upload)
+    object_store.abort_uploads_to(place, paths)

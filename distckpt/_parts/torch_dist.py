@@ -11,6 +11,7 @@ from distckpt._checkpoint.opening import open_undisturbed
 from distckpt._commit import posix
 from distckpt._commit.output import Output, OutputSettings, continued_output
 from distckpt._foreign.torch_dist.export import check_place, chunks_to_write
+from distckpt._foreign.torch_dist.source import COMMON_NAME, METADATA_NAME
 from distckpt._foreign.torch_dist.write import (
     common_state_to_write,
     write_chunks,
@@ -23,6 +24,8 @@ from distckpt._parts.facts import check_sources, facts_of
 from distckpt._parts.work import Attempt, Piece, Work, piece_bytes
 from distckpt._ranks.collectives import Ranks
 from distckpt._storage import locations
+
+_OTHER_FILES = (COMMON_NAME, METADATA_NAME, CONFIG_FNAME)
 
 
 def exporting(
@@ -97,7 +100,7 @@ class _TorchDistWork(Work):
     def complete(self, attempt: Attempt, results: Sequence[Any]) -> None:
         check_sources(self.facts, [self._stored])
         directory = self.directory(attempt)
-        remove_others(directory, [piece.name for piece in self.pieces])
+        remove_others(directory, [*(piece.name for piece in self.pieces), *_OTHER_FILES])
         common = common_state_to_write(self._stored)
         write_metadata(self._stored, common, results, directory)
         ends = [

@@ -21,6 +21,8 @@ _BY_NAME = re.compile(
 """Keys of optimizers where nothing else tells: in Megatron Core, PyTorch, DeepSpeed. `optim` alone
 does not, since modules have such names too.
 """
+_BEGINNINGS = ("optim", "chained_")
+"""Of all keys that `_BY_NAME` matches."""
 
 
 def optimizer_keys(stored: StoredCheckpoint) -> set[str]:
@@ -40,7 +42,10 @@ def optimizer_keys(stored: StoredCheckpoint) -> set[str]:
             return True
         return bool(_BY_NAME.fullmatch(key)) and first_name(key) not in of_module
 
-    return {key for key in manifest.key_index if is_an_optimizers(key)}
+    # Most checkpoints have many keys, and few that could be an optimizer's.
+    beginnings = (*_BEGINNINGS, *prefixes)
+    possible = [key for key in manifest.key_index if key.startswith(beginnings)]
+    return {key for key in possible if is_an_optimizers(key)}
 
 
 def _is_state_of(key: str, states: Iterable[str], keys: Container[str]) -> bool:

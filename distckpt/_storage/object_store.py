@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -37,6 +37,14 @@ def remove_all(locations: Iterable[str]) -> None:
     listed = list(locations)
     if listed:
         at(listed[0]).remove_many(listed)
+
+
+def abort_uploads_to(location: str, paths: Collection[str]) -> None:
+    """Abort the unfinished uploads to some objects, which are below a prefix."""
+    remote = at(location)
+    for upload in remote.list_uploads():
+        if upload.location in paths:
+            remote.abort(upload)
 
 
 def abort_uploads(location: str) -> None:

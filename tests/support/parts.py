@@ -25,15 +25,11 @@ def contents_of(output: Path) -> dict[str, Any]:
     return files
 
 
-def run_in_process(task: Task) -> Any:
-    """Start a process that runs a task."""
-    process = fork_context().Process(target=_run, args=(task,))
+def run_in_process(task: Task, function: Callable[[Task], object] = Task.run) -> Any:
+    """Start a process that runs a task, or does something else with it."""
+    process = fork_context().Process(target=function, args=(task,))
     process.start()
     return process
-
-
-def _run(task: Task) -> None:
-    task.run()
 
 
 def run_killed(tasks: Sequence[Task], num_kills: int, seconds: float, seed: int) -> int:

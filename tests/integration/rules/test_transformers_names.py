@@ -25,6 +25,12 @@ from tests.support.tiny_models import COMPOSED, OVERRIDES, make_config, make_mod
 TOKENS = torch.tensor([[3, 1, 39, 7, 20, 11, 0, 5]])
 
 
+def logits_of(model) -> torch.Tensor:
+    # The whole of Llama 4 takes no text without pictures in transformers 5.24.
+    language_model = model.language_model if model.config.model_type == "llama4" else model
+    return language_model(TOKENS).logits
+
+
 @pytest.mark.parametrize("family", sorted([*OVERRIDES, *COMPOSED]))
 def test_an_export_is_what_transformers_saves_and_fills_the_model_again(family, tmp_path):
     model, empty = make_model(make_config(family)), make_model(make_config(family), seed=1)
@@ -38,9 +44,9 @@ def test_an_export_is_what_transformers_saves_and_fills_the_model_again(family, 
     assert same_bytes(empty.state_dict(), model.state_dict())
     opened = type(model).from_pretrained(exported, attn_implementation="eager")
     with torch.no_grad():
-        logits = model(TOKENS).logits
-        assert torch.equal(empty(TOKENS).logits, logits)
-        assert torch.equal(opened(TOKENS).logits, logits)
+        logits = logits_of(model)
+        assert torch.equal(logits_of(empty), logits)
+        assert torch.equal(logits_of(opened), logits)
 
 
 @pytest.fixture(scope="module")

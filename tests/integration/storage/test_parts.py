@@ -60,3 +60,23 @@ def test_reshard(bucket, s3_server):
     assert distckpt.verify(f"{bucket}/b").is_whole
     assert distckpt.diff(f"{bucket}/a", f"{bucket}/b").is_same
     assert work[1].run().num_pieces == 0
+
+
+def test_uploads_of_killed_processes_are_aborted_at_the_end(bucket, s3_server):
+    name = bucket.removeprefix("s3://")
+    keys = ("out/model-00004-of-00004.safetensors", "out/other.safetensors")
+
+    def leave_uploads():
+        for key in keys:
+            client(s3_server).create_multipart_upload(Bucket=name, Key=key)
+
+    work = tasks.consolidate(f"{bucket}/a", f"{bucket}/out", num_tasks=2, **OPTIONS)
+    work[0].run()
+    leave_uploads()
+    assert len(uploads_in(s3_server, name)) == 2
+    assert work[1].run().is_complete
+    assert uploads_in(s3_server, name) == ["out/other.safetensors"]
+    leave_uploads()
+    assert tasks.abandon(f"{bucket}/out")
+    assert set(uploads_in(s3_server, name)) == {"out/other.safetensors"}
+    assert distckpt.diff(f"{bucket}/a", f"{bucket}/out").is_same

@@ -64,7 +64,9 @@ def test_checks(capsys, folder):
 @pytest.mark.parametrize(
     ("line", "text"),
     [
-        (["consolidate", "a", "b", "--part", "4/4"], "the last of 4 is 3"),
+        (["consolidate", "a", "b", "--part", "4/4"], "counted from 0, and the last of 4 is 3/4"),
+        (["consolidate", "a", "b", "--part", "1/0"], "is no part; write 3/16"),
+        (["consolidate", "a", "b", "--part", "auto/0"], "is no part; write 3/16"),
         (["consolidate", "a", "b", "--part", "4"], "is no part; write 3/16"),
         (["consolidate", "a", "b", "--part", "0/2", "--finish"], "not allowed with"),
         (["consolidate", "a", "b", "--watch"], "--watch goes with --status"),

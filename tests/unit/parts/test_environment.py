@@ -26,6 +26,7 @@ TORCHRUN = {"RANK": "1", "WORLD_SIZE": "2"}
         (TORCHRUN, None, "1/2"),
         ({**SRUN, **TORCHRUN}, None, "1/2"),
         ({**ARRAY, **SRUN}, None, "11/20"),
+        ({**ARRAY, **TORCHRUN}, 5, "5/10"),
         ({"JOB_COMPLETION_INDEX": "2"}, 16, "2/16"),
         ({"JOB_COMPLETION_INDEX": "2", **TORCHRUN}, 16, "5/32"),
         ({"AWS_BATCH_JOB_ARRAY_INDEX": "1", "AWS_BATCH_JOB_ARRAY_SIZE": "3"}, None, "1/3"),
@@ -44,11 +45,22 @@ def test_part(variables, count, expected):
         ({"JOB_COMPLETION_INDEX": "2"}, "auto/N with the number of completions"),
         ({**ARRAY, "SLURM_ARRAY_TASK_COUNT": "4"}, "with gaps"),
         ({"SLURM_ARRAY_TASK_ID": "5"}, "variables of the Slurm array are incomplete"),
+        ({"RANK": "", "WORLD_SIZE": "2"}, "RANK is '' in the environment, no number"),
+        ({"RANK": "2", "WORLD_SIZE": "2"}, "There is no part 2/2"),
     ],
 )
 def test_what_the_environment_does_not_say(variables, text):
     with pytest.raises(ValueError, match=text):
         part_of_environment(variables)
+
+
+def test_another_count_than_the_environment_says():
+    with pytest.raises(ValueError, match="auto/16: the environment says that there are 5"):
+        part_of_environment(ARRAY, 16)
+    with pytest.raises(ValueError, match="auto/16: the environment says that there are 2"):
+        part_of_environment(TORCHRUN, 16)
+    with pytest.raises(ValueError, match="There is no part 12/8"):
+        part_of_environment({"JOB_COMPLETION_INDEX": "12"}, 8)
 
 
 def test_every_piece_has_one_part():

@@ -225,7 +225,7 @@ def test_status_is_not_complete_before_the_output_has_appeared(small, tmp_path):
     tasks.consolidate(small, tmp_path / "out", num_tasks=2, **MANY)[0].run()
     (journal,) = tmp_path.glob(".out.parts-*")
     # As a process leaves it that is killed just before the output appears.
-    (journal / "done.json").write_text("[]")
+    (journal / f"done-{16 * '0'}.json").write_text("[]")
     assert not tasks.status(tmp_path / "out")[0].is_complete
 
 
@@ -255,3 +255,27 @@ def test_another_scaling_of_the_adapter_is_refused(tmp_path):
     with pytest.raises(CheckpointingException, match="the source 1 was"):
         run(1, 8)
     assert run(1, 2).is_complete
+
+
+def test_a_damaged_journal(small, tmp_path):
+    work = tasks.consolidate(small, tmp_path / "out", num_tasks=2, **MANY)
+    work[0].run()
+    (journal,) = tmp_path.glob(".out.parts-*")
+    (journal / "header.json").write_bytes(b'{"verb')
+    with pytest.raises(CheckpointingException, match=r"header\.json' is damaged .*: remove it"):
+        work[1].run()
+    assert tasks.abandon(tmp_path / "out")
+    assert [task.run().is_complete for task in work] == [False, True]
+
+
+def test_a_record_that_was_removed_from_a_journal_that_is_complete(small, tmp_path):
+    work = tasks.consolidate(small, tmp_path / "out", num_tasks=2, **MANY)
+    for task in work:
+        task.run()
+    (record,) = tmp_path.glob(".out.parts-*/piece-000003.json")
+    record.unlink()
+    for call in (work[0].run, work[0].finish):
+        with pytest.raises(CheckpointingException, match=r"lacks the record of piece 3.*--abandon"):
+            call()
+    assert tasks.abandon(tmp_path / "out")
+    assert (tmp_path / "out").exists()
