@@ -196,6 +196,6 @@ class Route:
 
 def _split(address: str) -> tuple[str, int]:
     host, _, port = str(address).rpartition(":")
-    if not host or not port.isdigit():
+    if not host or not port.isdigit() or not 0 < int(port) < 1 << 16:
         raise ValueError(f"address is 'host:port', got {address!r:.100}")
     return host, int(port)

@@ -407,6 +407,8 @@ def test_arguments_are_checked(address):
         distckpt.Route(address)
     with pytest.raises(ValueError, match="host:port"):
         distckpt.Route("nowhere", source={})
+    with pytest.raises(ValueError, match="host:port"):
+        distckpt.Route("127.0.0.1:0", source={})
     with pytest.raises(TypeError, match="has no option 'atomc'"):
         distckpt.Route(address, source={}, atomc=True)
     with pytest.raises(CheckpointingException, match="did not answer within 1 s"):
