@@ -126,3 +126,25 @@ def test_every_flipped_bit_is_found(seed, num_faults):
         flat[place] ^= bit
         assert region_number(weight, (0, 0)) != whole, (place, bit)
         flat[place] ^= bit
+
+
+@pytest.mark.parametrize("seed", range(100))
+def test_swapped_stale_and_transposed_shards_are_found(seed):
+    generator = torch.Generator().manual_seed(seed)
+    weight = torch.randn(48, 48, generator=generator).bfloat16()
+    whole = region_number(weight, (0, 0))
+    first, second = torch.randperm(6, generator=generator)[:2].tolist()
+
+    for axis in (0, 1):
+        parts = list(weight.chunk(6, axis))
+        swapped = [*parts]
+        swapped[first], swapped[second] = parts[second], parts[first]
+        assert region_number(torch.cat(swapped, axis), (0, 0)) != whole
+        # Of an earlier version, in which a single element was another.
+        parts[first] = parts[first].clone()
+        parts[first][3, 2] += 1
+        assert region_number(torch.cat(parts, axis), (0, 0)) != whole
+        square = weight.clone()
+        square[:8, :8] = weight[:8, :8].t()
+        assert region_number(square, (0, 0)) != whole
+    assert region_number(weight.t(), (0, 0)) != whole
