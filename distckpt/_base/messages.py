@@ -167,6 +167,11 @@ def _range_text(values: list[int]) -> str:
     return f"{{{','.join(texts[:6])}{',...' if len(texts) > 6 else ''}}}"
 
 
+def first_line(error: BaseException) -> str:
+    """Return what an error says, without the stack that torch adds to it."""
+    return next(iter(str(error).splitlines()), "")
+
+
 def check_num_bytes(name: str, value: object) -> None:
     """Raise TypeError if an argument is not a number of bytes, such as '1GB'."""
     if not isinstance(value, int) or isinstance(value, bool):

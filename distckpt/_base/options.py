@@ -46,6 +46,11 @@ class SaveOptions:
             difference. False compares nothing: ranks share the writing of replicas, so parts of
             each are stored if they differ. Buffers of modules may differ: the main replica is
             stored.
+        fingerprint: store the fingerprint of each tensor, as it is in memory, see
+            `distckpt.fingerprint`. `verify` compares it with what is stored, and
+            `Checkpoint.fingerprints(stored=True)` returns it, for comparing copies in any format
+            and layout with the state that was saved. It takes one more pass over the tensors,
+            before `async_save` returns.
         durable: return only when everything is on disk. With False the checkpoint still appears in
             one step, but a power failure shortly afterwards may leave it damaged, which checksums
             reveal.
@@ -63,6 +68,7 @@ class SaveOptions:
     strategy: Any = None
     validate_access_integrity: bool = True
     validate_replicas: bool | None = None
+    fingerprint: bool = False
     durable: bool = True
     max_inflight_bytes: int | None = None
     timeout: float = 1800.0

@@ -37,6 +37,8 @@ class RouteInfo:
             other weights.
         atomic: change weights only when all of a version has arrived. The same as on the trainer.
         allow_dtype_cast: see `MoveOptions`. The same as on the trainer.
+        verify: compare what has arrived with what was sent, see `Route.run`. The same as on the
+            trainer.
         timeout: seconds to wait for the trainer.
     """
 
@@ -45,6 +47,7 @@ class RouteInfo:
     check: bool = True
     atomic: bool = False
     allow_dtype_cast: bool = False
+    verify: bool = False
     timeout: float = 600.0
 
 
@@ -91,7 +94,7 @@ class Receiver:
                 f"The engine has replaced the memory of {summarize_keys(moved)} since its loader "
                 "was recorded: set up the transfer again after such a change."
             )
-        return self._route.run(version)
+        return self._route.run(version, verify=self.info.verify)
 
     def close(self) -> None:
         """Leave the route."""

@@ -134,4 +134,5 @@ def _with_chunks(manifest: Manifest, chunks: ChunkTable) -> Manifest:
         manifest.aliases,
         manifest.block_bytes,
         quantization=manifest.quantization,
+        fingerprints=manifest.fingerprints,
     )

@@ -48,6 +48,8 @@ CARRIED_PART = "part:"
 are sent to other ranks.
 """
 CHECKSUM = "xxh3-64"
+_FINGERPRINTS = "fingerprints"
+NO_FINGERPRINT = (1 << 64) - 1
 OBJECT = "OBJECT"
 """Takes the place of a dtype name where the chunks of a key are encoded objects, one for each cell
 of the global shape.
@@ -192,6 +194,8 @@ class Manifest:
             tensors, see `settings_of`.
         plan: what a later job needs to use the plan of this save again, see `note_of_plan`; None
             if it cannot.
+        fingerprints: the number of each key, see `distckpt.fingerprint`, as it was when it was
+            saved; `NO_FINGERPRINT` for objects and tensors that have none. None if no key has one.
 
     Attributes:
         checksum_files: the numbers of the files that hold checksums; none if `block_checksums` has
@@ -213,6 +217,7 @@ class Manifest:
         origin: Mapping[str, Any] | None = None,
         quantization: Mapping[str, Any] | None = None,
         plan: Mapping[str, Any] | None = None,
+        fingerprints: npt.NDArray[np.uint64] | None = None,
     ) -> None:
         self.keys = list(keys)
         self.dtypes = list(dtypes)
@@ -224,6 +229,7 @@ class Manifest:
         self.origin = origin
         self.quantization = quantization or (origin or {}).get("quantization")
         self.plan = plan
+        self.fingerprints = fingerprints
         self.files = chunks.files
         self.key_ids = chunks.key_ids
         self.file_ids = chunks.file_ids
@@ -290,9 +296,16 @@ class Manifest:
             tuple(self.offsets[row, :ndim].tolist()), tuple(self.shapes[row, :ndim].tolist())
         )
 
-    def to_bytes(self, chunks: ChunkTable | None = None) -> bytes:
-        """Encode as the content of `manifest.safetensors`, with other chunks if some are given."""
+    def to_bytes(
+        self,
+        chunks: ChunkTable | None = None,
+        fingerprints: npt.NDArray[np.uint64] | None = None,
+    ) -> bytes:
+        """Encode as the content of `manifest.safetensors`, with other chunks and fingerprints if
+        some are given.
+        """
         chunks = chunks or self.chunks
+        fingerprints = self.fingerprints if fingerprints is None else fingerprints
         fields = {
             "format_version": FORMAT_VERSION,
             "keys": self.keys,
@@ -308,11 +321,9 @@ class Manifest:
             "plan": self.plan,
         }
         fields |= {name: value for name, value in optional.items() if value is not None}
-        columns = {
-            "key_shapes": self._key_shapes(chunks.offsets.shape[1]),
-            "key_ndims": np.array([len(shape) for shape in self.global_shapes], np.int64),
-            **chunks.columns(),
-        }
+        columns = {**self._columns_of_keys(chunks.offsets.shape[1]), **chunks.columns()}
+        if fingerprints is not None:
+            columns[_FINGERPRINTS] = fingerprints
         data = pack(fields, {name: narrow(column) for name, column in columns.items()})
         if len(data) > MAX_TABLE_BYTES:
             raise _too_large(f"{len(data)} bytes")
@@ -353,15 +364,17 @@ class Manifest:
                 origin=fields.get("origin"),
                 quantization=fields.get("quantization"),
                 plan=fields.get("plan"),
+                fingerprints=columns.get(_FINGERPRINTS),
             )
             manifest._check(key_shapes)
         return manifest
 
-    def _key_shapes(self, ndim: int) -> IntArray:
+    def _columns_of_keys(self, ndim: int) -> dict[str, IntArray]:
         key_shapes = np.ones((len(self.keys), ndim), np.int64)
         for i, shape in enumerate(self.global_shapes):
             key_shapes[i, : len(shape)] = shape
-        return key_shapes
+        key_ndims = np.array([len(shape) for shape in self.global_shapes], np.int64)
+        return {"key_shapes": key_shapes, "key_ndims": key_ndims}
 
     def _check(self, key_shapes: IntArray) -> None:
         num_chunks, num_keys, keys = len(self.key_ids), len(self.keys), set(self.keys)
@@ -374,6 +387,7 @@ class Manifest:
             all(name == OBJECT or is_known(name) for name in set(self.dtypes)),
             "a dtype is unknown",
         )
+        self._check_fingerprints()
         require(keys.issuperset(self.aliases.values()), "an alias has no target")
         require(keys.isdisjoint(self.aliases), "an alias has the name of a key")
         require(self.origin is None or isinstance(self.origin, dict), "its origin is not described")
@@ -404,6 +418,12 @@ class Manifest:
             "a chunk has no file",
         )
         self._check_positions(key_shapes)
+
+    def _check_fingerprints(self) -> None:
+        numbers = self.fingerprints
+        if numbers is not None:
+            fits = numbers.dtype == np.uint64 and numbers.shape == (len(self.keys),)
+            require(fits, "fingerprints are not one number for each key")
 
     def _check_positions(self, key_shapes: IntArray) -> None:
         inside = self.offsets.min(initial=0) == self.shapes.min(initial=0) == 0

@@ -151,6 +151,7 @@ def _write_remaining(
         aliases=dict(names.aliases),
         block_bytes=manifest.block_bytes,
         quantization=manifest.quantization,
+        fingerprints=None if manifest.fingerprints is None else manifest.fingerprints[key_ids],
     )
 
 

@@ -316,6 +316,10 @@ def plan_shards(ranks: Ranks, ready: ReadyShards, kept: KeptPlans) -> ShardSave:
     encoded = encoded_objects(plan.objects, shards)
     if not kept.are_used:
         num_bytes = plan.tensor_bytes + sum(map(len, encoded.values()))
+    fingerprints = None
+    if ready.settings.options.fingerprint:
+        with ranks.phase("compute fingerprints"):
+            fingerprints = _fingerprints().numbers_of(_owned_chunks(plan, shards))
     return ShardSave(
         make_tensor_files=tensor_files_of(plan.files, shards),
         plan=plan,
@@ -323,7 +327,13 @@ def plan_shards(ranks: Ranks, ready: ReadyShards, kept: KeptPlans) -> ShardSave:
         settings=ready.settings.for_writing(num_bytes),
         num_bytes=num_bytes,
         plan_reused=kept.are_used,
+        fingerprints=fingerprints,
     )
+
+
+def _fingerprints() -> Any:
+    # Imported when it is needed: few saves store fingerprints.
+    return importlib.import_module("distckpt._io.fingerprints")
 
 
 def _plan_of(ranks: Ranks, ready: ReadyShards, kept: KeptPlans) -> SavePlan:
@@ -365,9 +375,13 @@ def plan_chunks(
     """
     ready, kept = _compare_plans(ranks, shards, settings)
     plan = _plan_of(ranks, ready, kept)
-    chunks = [chunk for file in plan.files for chunk in file.chunks]
-    owned = [OwnedChunk(chunk, _tensors_of(chunk, ready.shards)) for chunk in chunks]
+    owned = _owned_chunks(plan, ready.shards)
     return owned, plan.manifest.manifest if plan.manifest is not None else None
+
+
+def _owned_chunks(plan: SavePlan, shards: Sequence[Shard]) -> list[OwnedChunk]:
+    chunks = (chunk for file in plan.files for chunk in file.chunks)
+    return [OwnedChunk(chunk, _tensors_of(chunk, shards)) for chunk in chunks]
 
 
 def _all_ready(shards: Sequence[Shard], comparison: _Comparison, leaves_out: bool) -> list[Shard]:
@@ -410,6 +424,8 @@ class ShardSave(PreparedSave):
         plan: its objects are written after the tensors, into a file of their own.
         encoded: the objects, by unique key.
         settings: how files are written.
+        fingerprints: what this rank adds to those that are stored, see `numbers_of`; None if none
+            are.
     """
 
     make_tensor_files: Callable[[], Sequence[NewFile]]
@@ -419,6 +435,7 @@ class ShardSave(PreparedSave):
     num_bytes: int
     plan_reused: bool = False
     folder_suffix: str = ""
+    fingerprints: bytes | None = None
     exchanges_in_write = False
     written: Sequence[tuple[str, int]] = ()
 
@@ -460,12 +477,23 @@ class ShardSave(PreparedSave):
             placed = [file.below(checkpoint_dir, suffix) for file in files]
             checksums = write_files(placed, self.settings)
             objects, durable = chunk_table(planned_objects), self.settings.durable
-            return report_of_written(checkpoint_dir, plan, objects, checksums, suffix, durable)
+            report = report_of_written(checkpoint_dir, plan, objects, checksums, suffix, durable)
+        return report if self.fingerprints is None else pack_parts([report, self.fingerprints])
 
     def complete(self, checkpoint_dir: str, told: Sequence[bytes]) -> Mapping[str, Any]:
-        assert self.plan.manifest is not None
+        planned = self.plan.manifest
+        assert planned is not None
+        fingerprints = None
+        if self.fingerprints is not None:
+            told, numbers = zip(*map(unpack_parts, told), strict=True)
+            fingerprints = _fingerprints().column_of(planned.manifest, numbers)
         fields, self.written = write_manifest(
-            checkpoint_dir, self.plan.manifest, told, self.folder_suffix, self.settings.durable
+            checkpoint_dir,
+            planned,
+            told,
+            self.folder_suffix,
+            self.settings.durable,
+            fingerprints,
         )
         return fields
 
@@ -828,6 +856,7 @@ def write_manifest(
     reports: Sequence[bytes],
     suffix: str,
     durable: bool,
+    fingerprints: npt.NDArray[np.uint64] | None = None,
 ) -> tuple[Mapping[str, Any], list[tuple[str, int]]]:
     """Write the manifest of what the ranks report; its files get the names that they have in the
     folders with the suffix.
@@ -843,7 +872,7 @@ def write_manifest(
     if suffix:
         named = [file._replace(name=in_folder(file.name, suffix)) for file in chunks.files]
         chunks = chunks._replace(files=named)
-    data = planned.manifest.to_bytes(chunks)
+    data = planned.manifest.to_bytes(chunks, fingerprints)
     name = MANIFEST_NAME
     if not locations.create_bytes(locations.join(checkpoint_dir, name), data, durable):
         name = f"manifest{suffix or '-' + secrets.token_hex(8)}.safetensors"

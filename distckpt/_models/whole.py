@@ -88,10 +88,14 @@ def _model_tensors(keys: Iterable[str], entries: Mapping[str, StoredEntry]) -> s
 
 
 def refuse_left_out(
-    ranks: Ranks, coverage: Coverage, entries: Mapping[str, StoredEntry], location: str
+    ranks: Ranks,
+    coverage: Coverage,
+    entries: Mapping[str, StoredEntry],
+    location: str,
+    is_live: bool = False,
 ) -> frozenset[str]:
     """Refuse a load that leaves out a part of what is stored for a module; warn of what else it
-    leaves out, and return that.
+    leaves out, and return that. With `is_live`, it is not stored, and other ranks give it.
 
     Collective operation: all ranks must call it. What one rank leaves out another may request.
     """
@@ -107,10 +111,21 @@ def refuse_left_out(
         )
         if of_modules and ranks.is_coordinator:
             absent = sorted(coverage.taken - entries.keys())
+            if is_live:
+                raise _not_taken(of_modules)
             raise _left_out_of_modules(of_modules, absent, location)
         if ranks.is_coordinator:
             _warn_of_left_out(of_optimizers, unclaimed, location)
     return frozenset([*of_optimizers, *unclaimed])
+
+
+def _not_taken(left_out: list[str]) -> LoadMismatchError:
+    return LoadMismatchError(
+        f"What is given has {summarize_keys(left_out)}, which the modules that take do not have. "
+        "To leave the rest out, take tensors in the place of modules: "
+        "distckpt.modules.sharded_state_dict(module).",
+        left_out,
+    )
 
 
 def _left_out_of_modules(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, TypeAlias
 
@@ -25,12 +25,14 @@ class MoveSettings(NamedTuple):
         bucket_bytes: the size of a buffer.
         allow_dtype_cast: convert values to dtypes that change them.
         has_fallback: what no rank holds comes from elsewhere.
+        compares: what arrives is compared with what is sent.
     """
 
     hosts: Sequence[int]
     bucket_bytes: int
     allow_dtype_cast: bool = False
     has_fallback: bool = False
+    compares: bool = False
 
 
 @dataclass(slots=True)
@@ -52,7 +54,9 @@ piece, and what it has of a region.
 """
 
 
-class Gap(NamedTuple):
+class Wanted(NamedTuple):
+    """A region that a rank takes: of the `row` of its piece."""
+
     key: str
     rank: int
     row: int
@@ -66,7 +70,8 @@ class Assignment:
         self.held, self.settings = held, settings
         self.units: dict[tuple[str, int, int, Region], Unit] = {}
         self.copies: list[tuple[int, str, int, int, Region]] = []
-        self.gaps: list[Gap] = []
+        self.gaps: list[Wanted] = []
+        self.wanted: list[Wanted] = []
         self.given = [0] * held.num_ranks
         self._of_host: defaultdict[tuple[int, str], list[Unit]] = defaultdict(list)
 
@@ -74,7 +79,7 @@ class Assignment:
         """Find what fills the region of a piece that a rank takes."""
         holders = self.held.by_key.get(key)
         if holders is None:
-            self.gaps.append(Gap(key, rank, row, region))
+            self.gaps.append(Wanted(key, rank, row, region))
             return
         wanted = region
         if kind.may_differ:
@@ -82,8 +87,9 @@ class Assignment:
             if clipped is None:
                 return
             wanted = clipped
+        self.wanted.append(Wanted(key, rank, row, wanted))
         left = self._from_holders(holders, rank, row, [wanted])
-        self.gaps += [Gap(key, rank, row, gap) for gap in left]
+        self.gaps += [Wanted(key, rank, row, gap) for gap in left]
 
     def _from_holders(
         self, holders: Holders, rank: int, row: int, left: list[Region]
@@ -130,6 +136,16 @@ class Assignment:
         self._of_host[host, key].append(unit)
         return unit
 
+    def gifts(self) -> Iterator[tuple[int, int, tuple[int, str, int, Region]]]:
+        """Yield all that is given: who gives it, and the row of its piece; who takes it, its key,
+        the row of the piece there, and the region.
+        """
+        for rank, key, source, row, region in self.copies:
+            yield rank, source, (rank, key, row, region)
+        for unit in self.units.values():
+            for rank, row, region in unit.takes:
+                yield unit.giver, unit.row, (rank, unit.key, row, region)
+
     def check_gaps(self) -> None:
         """Refuse what no rank holds, unless it comes from elsewhere."""
         if not self.gaps or self.settings.has_fallback:
@@ -142,7 +158,7 @@ class Assignment:
             unexpected={gap.key for gap in self.gaps},
         )
 
-    def _lack(self, gap: Gap) -> str:
+    def _lack(self, gap: Wanted) -> str:
         holders = self.held.by_key.get(gap.key)
         if holders is None:
             hint = did_you_mean(gap.key, self.held.by_key)

@@ -16,7 +16,9 @@ class RankPlan(NamedTuple):
         sent_bytes: what all ranks together send to other machines.
         has_gaps: whether any rank has `gaps`.
         num_bytes: that this rank gets, in the dtypes in which they are moved.
-        dtypes: safetensors names, which `takes` refers to.
+        dtypes: safetensors names, which `takes` and `sent` refer to.
+        compared: `rank, key`: for each, what has arrived is compared with what was sent; their
+            places in this list are slots.
         copies: `source, target, *source offset, *target offset, *shape`: pieces of this rank, and
             the places of a region in them.
         packs: `wave, start, source, *offset, *shape`: a region of a piece, and where its bytes
@@ -28,6 +30,10 @@ class RankPlan(NamedTuple):
         sends: `wave, peer, start, bytes, tag`: in the buffer for packed units.
         receives: the same, in the buffer for units that have landed.
         gaps: `target, *offset, *shape`: regions that no rank holds.
+        sent: `slot, source, dtype, *offset, *shape`: a region of a piece that another rank gets,
+            and in which dtype it keeps it.
+        arrived: `slot, target, is_cast, *offset, *shape`: a region that this rank gets, and whether
+            it keeps it in another dtype than the one in which it is moved.
     """
 
     num_waves: int
@@ -35,19 +41,27 @@ class RankPlan(NamedTuple):
     has_gaps: bool
     num_bytes: int
     dtypes: list[str]
+    compared: list[tuple[int, str]]
     copies: IntArray
     packs: IntArray
     takes: IntArray
     sends: IntArray
     receives: IntArray
     gaps: IntArray
+    sent: IntArray
+    arrived: IntArray
 
     def to_bytes(self) -> bytes:
         """Encode for sending."""
-        return compress(pack(self[:5], dict(zip(self._fields[5:], self[5:], strict=True))))
+        columns = {name: getattr(self, name) for name in TABLES}
+        return compress(pack(self[: -len(TABLES)], columns))
 
     @classmethod
     def from_bytes(cls, data: bytes) -> RankPlan:
         """Decode what `to_bytes` made."""
         fields, columns = unpack(decompress(data))
-        return cls(*fields, *(columns[name] for name in cls._fields[5:]))
+        return cls(*fields, *(columns[name] for name in TABLES))
+
+
+TABLES = RankPlan._fields[RankPlan._fields.index("copies") :]
+"""The names of the fields that are tables."""

@@ -8,6 +8,7 @@ since then is found here, and not in the middle of the move.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import logging
 import time
@@ -15,6 +16,7 @@ from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
 from distckpt._base.errors import CheckpointingException
+from distckpt._base.messages import first_line
 from distckpt._ranks.attendance import lost_contact
 
 logger = logging.getLogger(__name__)
@@ -43,7 +45,8 @@ class Member:
     """One that asks to take part: a target, or a rank that gives other than the leader."""
 
     def __init__(self, store: Any, kind: str, number: int, timeout: float) -> None:
-        self._store, self._timeout = store, timeout
+        # The leader may come late, and wait for others then.
+        self._store, self._limit = store, 2 * (timeout + ANSWER_SECONDS)
         self.name = f"{kind} {number}"
         self._num_asked = 0
 
@@ -52,6 +55,11 @@ class Member:
         """Join as the next target."""
         with _reaching_leader():
             return cls(store, _TARGET, store.add("targets", 1), timeout)
+
+    def leave(self) -> None:
+        """Say that this member takes part no more, so that nobody waits for it."""
+        with contextlib.suppress(RuntimeError):
+            self._store.set(f"left {self.name}", "")
 
     @classmethod
     def source(cls, store: Any, rank: int, timeout: float) -> Member:
@@ -79,11 +87,11 @@ class Member:
                 return start
 
     def _wait(self, key: str) -> bytes:
-        deadline, step = time.monotonic() + self._timeout, _POLL_SECONDS
+        deadline, step = time.monotonic() + self._limit, _POLL_SECONDS
         # Not by `wait` of the store: torch prints a warning whenever that ends without the key.
         while not self._store.check([key]):
             if time.monotonic() > deadline:
-                raise RuntimeError(f"no {key!r} within {self._timeout:g} s")
+                raise RuntimeError(f"no {key!r} within {self._limit:g} s")
             time.sleep(step)
             step = min(2 * step, _MAX_POLL_SECONDS)
         value: bytes = self._store.get(key)
@@ -98,8 +106,8 @@ def _reaching_leader() -> Iterator[None]:
     except RuntimeError as error:
         raise lost_contact(
             {0: TimeoutError("did not respond, or died")},
-            f"Lost contact with {_SOURCE} 0, which hosts the address: it died, or has moved no "
-            f"version within the timeout. ({error})",
+            f"Lost contact with {_SOURCE} 0, which hosts the address: it ended or died, or has "
+            f"moved no version within the timeout. ({first_line(error)})",
         ) from error
 
 
@@ -113,6 +121,7 @@ class Leader:
         self._num_heard: dict[str, int] = {}
         self._expected: set[str] = set()
         self._doubtful: set[str] = set()
+        self._ahead: set[str] = set()
         self._num_rounds = 0
         self._start = Start(0, [], 0)
 
@@ -122,12 +131,11 @@ class Leader:
         Raises:
             RankFailedError: a rank that gives does not come, or no target does.
         """
-        asking = self._wait_for_all(version)
-        self._num_rounds += 1
-        for name in asking:
-            self._answer(name, {"round": self._num_rounds})
-        names = [self._sources[0], *self._answering(asking)]
-        self._refuse_absence([name for name in self._sources if name not in names], version)
+        names = self._call(version)
+        while len(names) == len(self._sources) and not self._ahead:
+            # All who take died after they had asked. The others ask again.
+            self._store.set(f"start {self._num_rounds}", json.dumps(Start(0, [], version)))
+            names = self._call(version)
         self._expected = {name for name in names if name not in self._sources}
         number = self._start.number
         if names != self._start.names:
@@ -135,6 +143,16 @@ class Leader:
         self._start = Start(number, names, version)
         self._store.set(f"start {self._num_rounds}", json.dumps(self._start))
         return self._start
+
+    def _call(self, version: int) -> list[str]:
+        """Call all that ask for a version; return who is there, by rank."""
+        asking = self._wait_for_all(version)
+        self._num_rounds += 1
+        for name in asking:
+            self._answer(name, {"round": self._num_rounds})
+        names = [self._sources[0], *self._answering(asking)]
+        self._refuse_absence([name for name in self._sources if name not in names], version)
+        return names
 
     def note_lost(self, ranks: Iterable[int]) -> None:
         """Note that contact was lost with members of the last start, or that they were slow: those
@@ -161,19 +179,26 @@ class Leader:
     def _wait_for_all(self, version: int) -> list[str]:
         """Return who asks for a version: all that are expected, unless the time is over."""
         begin, is_over = time.monotonic(), False
+        # Where contact was lost, others may notice only after the timeout.
+        patience = self._timeout + ANSWER_SECONDS
         fewest = self._fewest_targets
-        seconds = dict.fromkeys((*self._sources[1:], *self._expected), self._timeout)
+        self._expected = set(itertools.filterfalse(self._has_left, self._expected))
+        seconds = dict.fromkeys((*self._sources[1:], *self._expected), patience)
         seconds.update(dict.fromkeys(self._doubtful, min(ANSWER_SECONDS, self._timeout)))
         while not is_over:
             time.sleep(_POLL_SECONDS)
             waited = time.monotonic() - begin
             asking = self._asking(version)
-            absent = [name for name in seconds if name not in asking]
-            num_targets = len({*asking}.difference(self._sources))
-            has_enough = num_targets >= fewest or waited > self._timeout
+            there = self._ahead.union(asking)
+            absent = [name for name in seconds if name not in there and not self._has_left(name)]
+            num_targets = len(there.difference(self._sources))
+            has_enough = num_targets >= fewest or waited > patience
             is_over = has_enough and all(seconds[name] < waited for name in absent)
         self._leave_out(absent, num_targets, version)
         return asking
+
+    def _has_left(self, name: str) -> bool:
+        return bool(self._store.check([f"left {name}"]))
 
     @property
     def _fewest_targets(self) -> int:
@@ -185,14 +210,21 @@ class Leader:
         self._refuse_absence([name for name in absent if name in self._sources], version)
         self._doubtful = set()
         fewest = self._fewest_targets
-        text = f"{', '.join(sorted(absent)) or 'No more targets'} did not come to version {version}"
+        text = f"{', '.join(sorted(absent))} did not come to version {version}"
         if num_targets < fewest:
-            raise lost_contact({}, f"{text}: {num_targets} targets are there, of {fewest}.")
+            first = text if absent else f"More targets are needed for version {version}"
+            raise lost_contact({}, f"{first}: {num_targets} are there, of {fewest}.")
         if absent:
             logger.warning("%s: left out until it does", text)
 
     def _asking(self, version: int) -> list[str]:
-        """Return who has asked for a version; refuse others."""
+        """Return who has asked for a version; refuse others.
+
+        If contact was lost at the end of a version, which is moved again, some have all of it:
+        these are ahead, and wait for the next one.
+        """
+        is_again = not self._start.names and version == self._start.version
+        self._ahead = set()
         num_targets = self._store.add("targets", 0)
         targets = [f"{_TARGET} {number}" for number in range(1, num_targets + 1)]
         asking = []
@@ -203,6 +235,9 @@ class Leader:
             wanted = json.loads(self._store.get(asked))
             if wanted in (None, version):
                 asking.append(name)
+                continue
+            if is_again and wanted > version:
+                self._ahead.add(name)
                 continue
             self._answer(
                 name,

@@ -6,7 +6,7 @@ Units are packed in *waves*: buffers are used again every second wave.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -15,8 +15,8 @@ from distckpt._base.dtypes import FROM_NAME
 from distckpt._geometry.region import Region, intersect
 from distckpt._geometry.units import cut_region
 from distckpt._move.assignment import Assignment, Unit
-from distckpt._move.pieces import PieceTable
-from distckpt._move.rank_plan import RankPlan
+from distckpt._move.pieces import Kind, PieceTable
+from distckpt._move.rank_plan import TABLES, RankPlan
 
 UNITS_PER_BUCKET = 4
 """The largest unit is this part of a buffer, so that little of it stays empty."""
@@ -29,10 +29,15 @@ class Tables(NamedTuple):
     targets: Sequence[PieceTable]
 
     @property
+    def kinds(self) -> Iterator[Kind]:
+        """What all ranks know of tensors."""
+        for table in (*self.sources, *self.targets):
+            yield from table.kinds
+
+    @property
     def ndim(self) -> int:
         """The number of axes of the tensor that has most."""
-        tables = (*self.sources, *self.targets)
-        return max((len(kind.shape) for table in tables for kind in table.kinds), default=0)
+        return max((len(kind.shape) for kind in self.kinds), default=0)
 
 
 class Schedule:
@@ -41,8 +46,7 @@ class Schedule:
     def __init__(self, assignment: Assignment, tables: Tables) -> None:
         self._assignment, self._tables, self._ndim = assignment, tables, tables.ndim
         self._hosts, self._bucket = assignment.settings.hosts, assignment.settings.bucket_bytes
-        kinds = (each.kind for each in assignment.held.by_key.values())
-        self._dtypes = sorted({kind.dtype for kind in kinds})
+        self._dtypes = sorted({kind.dtype for kind in tables.kinds})
         num_ranks = assignment.held.num_ranks
         # By rank, whether it is for units that have landed, and wave.
         self._used: defaultdict[tuple[int, bool, int], int] = defaultdict(int)
@@ -51,6 +55,7 @@ class Schedule:
         self._rows: defaultdict[tuple[str, int], list[list[int]]] = defaultdict(list)
         self._num_messages: defaultdict[tuple[int, int, int], int] = defaultdict(int)
         self._num_waves = self._sent_bytes = 0
+        self._slots: dict[tuple[int, str], int] = {}
 
     def plans(self) -> list[RankPlan]:
         """Return the plan of each rank."""
@@ -63,6 +68,8 @@ class Schedule:
         for gap in self._assignment.gaps:
             place = self._in_target(gap.rank, gap.row, gap.region)
             self._add("gaps", gap.rank, [gap.row], place, shapes=[gap.region.shape])
+        if self._assignment.settings.compares:
+            self._add_comparisons()
         return [self._plan_of(rank) for rank in range(self._assignment.held.num_ranks)]
 
     def _plan_of(self, rank: int) -> RankPlan:
@@ -71,10 +78,12 @@ class Schedule:
             "packs": 3 + 2 * self._ndim,
             "takes": 6 + 4 * self._ndim,
             "gaps": 1 + 2 * self._ndim,
+            "sent": 3 + 2 * self._ndim,
+            "arrived": 3 + 2 * self._ndim,
         }
         columns = {
             name: np.array(self._rows[name, rank], np.int64).reshape(-1, num_columns.get(name, 5))
-            for name in RankPlan._fields[5:]
+            for name in TABLES
         }
         return RankPlan(
             num_waves=self._num_waves,
@@ -82,8 +91,27 @@ class Schedule:
             has_gaps=bool(self._assignment.gaps),
             num_bytes=self._num_bytes[rank],
             dtypes=self._dtypes,
+            compared=list(self._slots),
             **columns,
         )
+
+    def _add_comparisons(self) -> None:
+        """Let takers add up all that they want, whoever gives it, and givers what they give."""
+        for key, rank, row, region in self._assignment.wanted:
+            slot = self._slots.setdefault((rank, key), len(self._slots))
+            is_cast = self._taken_as(rank, row) != self._assignment.held.by_key[key].kind.dtype
+            place = self._in_target(rank, row, region)
+            self._add("arrived", rank, [slot, row, int(is_cast)], place, shapes=[region.shape])
+        for giver, source, (rank, key, row, region) in self._assignment.gifts():
+            dtype = self._dtypes.index(self._taken_as(rank, row))
+            numbers = [self._slots[rank, key], source, dtype]
+            place = self._in_source(giver, source, region)
+            self._add("sent", giver, numbers, place, shapes=[region.shape])
+
+    def _taken_as(self, rank: int, row: int) -> str:
+        table = self._tables.targets[rank]
+        kind: Kind = table.kinds[table.kind_ids[row]]
+        return kind.dtype
 
     def _place(self, unit: Unit) -> None:
         item = self._item_bytes(unit.key)

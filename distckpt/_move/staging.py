@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 import torch
 
+from distckpt._base.errors import InvalidShardingError
 from distckpt._io.exchange import copy_values
 from distckpt._move.pieces import Pieces
 
@@ -31,6 +32,7 @@ class Staged(NamedTuple):
 
         A target in memory that is given from is filled at the end in any case.
         """
+        _refuse_repeated_memory(targets)
         shared = [atomic] * len(targets.views)
         if not atomic:
             shared = _share_memory(targets.views, sources.views)
@@ -60,6 +62,19 @@ class Staged(NamedTuple):
 
 
 _DENSE = torch.contiguous_format
+
+
+def _refuse_repeated_memory(targets: Pieces) -> None:
+    """Refuse targets several of whose elements are one in memory, as in expanded tensors."""
+    for row, view in enumerate(targets.views):
+        axes = zip(view.shape, view.stride(), strict=True)
+        if view.numel() and any(size > 1 and not stride for size, stride in axes):
+            key = targets.table.kinds[targets.table.kind_ids[row]].key
+            raise InvalidShardingError(
+                f"Key {key!r} is to be filled in memory where several of its elements are one "
+                f"(shape {tuple(view.shape)}, strides {view.stride()}): give it a tensor that is "
+                "not expanded."
+            )
 
 
 def _share_memory(views: Sequence[torch.Tensor], others: Sequence[torch.Tensor]) -> list[bool]:

@@ -158,7 +158,9 @@ class Checkpoint(SaysOtherNames):
         values = self._read([_requested(tensor, whole(tensor.shape)) for tensor in tensors])
         return {tensor.key: value for tensor, value in zip(tensors, values, strict=True)}
 
-    def fingerprints(self, keys: Collection[str] | None = None) -> dict[str, Fingerprint]:
+    def fingerprints(
+        self, keys: Collection[str] | None = None, *, stored: bool = False
+    ) -> dict[str, Fingerprint]:
         """Compute the fingerprint of each tensor, see `distckpt.fingerprint`; all are read, in
         pieces.
 
@@ -167,11 +169,14 @@ class Checkpoint(SaysOtherNames):
 
         Args:
             keys: of the tensors; None for all.
+            stored: return those of the tensors that were in memory when they were saved with
+                `fingerprint=True`, and read nothing.
 
         Raises:
             LoadMismatchError: there are no tensors of some keys.
             CheckpointingException: the checkpoint was replaced after it was opened, or holds
-                quantized tensors, which have fingerprints with `open(..., as_stored=True)`.
+                quantized tensors, which have fingerprints with `open(..., as_stored=True)`. Or,
+                with `stored`, it has no fingerprints of some of them.
             CorruptCheckpointError: files are missing, cut off or changed.
         """
         _check_keys(keys)
@@ -181,10 +186,13 @@ class Checkpoint(SaysOtherNames):
                 "stored: open it with as_stored=True."
             )
         found = list(self.tensors) if keys is None else [each.key for each in self._find(keys)]
+        verbs = on_demand("fingerprint")
+        if stored:
+            saved: dict[str, Fingerprint] = verbs.saved_fingerprints(self._stored, found)
+            return saved
         with self._reading():
-            stored_fingerprints = on_demand("fingerprint").stored_fingerprints
-            result: dict[str, Fingerprint] = stored_fingerprints(self._stored, found)
-        return result
+            computed: dict[str, Fingerprint] = verbs.computed_fingerprints(self._stored, found)
+        return computed
 
     def _find(self, keys: Collection[str]) -> list[TensorInfo]:
         unknown = [key for key in keys if key not in self.tensors]

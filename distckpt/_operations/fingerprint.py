@@ -4,27 +4,26 @@ files.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 
 from distckpt._base.dtypes import FROM_NAME
-from distckpt._base.threads import ProgressCounter, run_threads
+from distckpt._base.errors import CheckpointingException
+from distckpt._base.messages import summarize_keys
+from distckpt._base.threads import ProgressCounter
 from distckpt._checkpoint.stored_values import StoredTensor
 from distckpt._format.fingerprint import PRIME, Fingerprint, region_number
-from distckpt._format.manifest import Manifest
+from distckpt._format.manifest import NO_FINGERPRINT, Manifest
 from distckpt._format.stored_checkpoint import StoredCheckpoint
-from distckpt._geometry.units import cut_region
-from distckpt._io.save_shards import OwnedChunk, plan_chunks
+from distckpt._io.fingerprints import regions_of, sum_over_ranks, sums_of
+from distckpt._io.save_shards import plan_chunks
 from distckpt._mapping.wrappers import ShardedStateDict
 from distckpt._operations.planned_save import SaveRequest
 from distckpt._operations.save import describe_shards
-from distckpt._operations.windows import WINDOW_ELEMENTS, Window, map_windows
+from distckpt._operations.windows import Window, map_windows
 from distckpt._ranks.collectives import Ranks, collective
-
-_LOW_BITS = np.int64(0xFFFFFFFF)
 
 
 @collective()
@@ -63,8 +62,8 @@ def fingerprint(
     owned, manifest = plan_chunks(ranks, shards, settings)
     kinds = _Kinds(*ranks.decide_json("list the keys", lambda: _kinds_of(manifest)))
     with ranks.phase("compute fingerprints"):
-        own = _numbers_of(owned, len(kinds.keys))
-    totals = _sum_over_ranks(ranks, own)
+        own = sums_of(regions_of(owned), len(kinds.keys))
+    totals = sum_over_ranks(ranks, own)
     found = {
         key: Fingerprint(dtype, tuple(shape), number)
         for key, dtype, shape, number in zip(*kinds[:3], totals, strict=True)
@@ -88,59 +87,16 @@ def _kinds_of(manifest: Manifest | None) -> _Kinds:
     return _Kinds(manifest.keys, manifest.dtypes, shapes, dict(manifest.aliases))
 
 
-def _numbers_of(owned: Sequence[OwnedChunk], num_keys: int) -> list[int]:
-    """Return for each key the sum of what this rank owns of it."""
-    windows = [window for chunk in owned for window in _windows_of(chunk)]
-    numbers = [0] * num_keys
-
-    def add(window: _LiveWindow) -> None:
-        number = region_number(window.values, window.offset)
-        # One step for the interpreter each: no addition is lost.
-        found.append((window.key_id, number))
-
-    found: list[tuple[int, int]] = []
-    run_threads(add, windows)
-    for key_id, number in found:
-        numbers[key_id] = (numbers[key_id] + number) % PRIME
-    return numbers
-
-
-class _LiveWindow(NamedTuple):
-    """A region of a tensor in memory that one thread works on."""
-
-    key_id: int
-    values: torch.Tensor
-    offset: tuple[int, ...]
-
-
-def _windows_of(owned: OwnedChunk) -> list[_LiveWindow]:
-    windows = []
-    for (_, region), values in zip(owned.chunk.pieces, owned.values, strict=True):
-        for part in cut_region(region, WINDOW_ELEMENTS):
-            local = part.relative_to(region.offset).slices()
-            view = values[local] if local else values
-            windows.append(_LiveWindow(owned.chunk.key_id, view, part.offset))
-    return windows
-
-
-def _sum_over_ranks(ranks: Ranks, numbers: Sequence[int]) -> list[int]:
-    """Add up numbers of all ranks modulo the prime.
-
-    Collective operation: all ranks must call it.
-    """
-    own = np.array(numbers, np.int64)
-    # In halves, whose sums over any number of ranks fit 64 bits.
-    halves = np.stack([own & _LOW_BITS, own >> 32])
-    low, high = ranks.all_reduce_sum(halves, "add up fingerprints").tolist()
-    return [(a + (b << 32)) % PRIME for a, b in zip(low, high, strict=True)]
-
-
-def stored_fingerprints(stored: StoredCheckpoint, keys: Sequence[str]) -> dict[str, Fingerprint]:
+def computed_fingerprints(
+    stored: StoredCheckpoint, keys: Sequence[str], add_bytes: Callable[[int], None] | None = None
+) -> dict[str, Fingerprint]:
     """Compute the fingerprints of some tensors of a checkpoint, each of which is read once."""
     tensors = [StoredTensor(stored, key) for key in keys]
     counter = ProgressCounter(None, 0)
 
     def compute(window: Window, values: torch.Tensor) -> int:
+        if add_bytes is not None:
+            add_bytes(values.nbytes)
         return region_number(values, window.region.offset)
 
     numbers = map_windows([tensors], compute, counter)
@@ -148,3 +104,32 @@ def stored_fingerprints(stored: StoredCheckpoint, keys: Sequence[str]) -> dict[s
         tensor.key: Fingerprint(tensor.dtype, tensor.shape, sum(found) % PRIME)
         for tensor, found in zip(tensors, numbers, strict=True)
     }
+
+
+def saved_fingerprints(stored: StoredCheckpoint, keys: Sequence[str]) -> dict[str, Fingerprint]:
+    """Return the fingerprints of some tensors that were stored with them.
+
+    Raises:
+        CheckpointingException: some have none.
+    """
+    manifest = stored.manifest
+    numbers = {key: saved_number(manifest, key) for key in keys}
+    lacking = [key for key, number in numbers.items() if number is None]
+    if lacking:
+        raise CheckpointingException(
+            f"{stored.location!r} has no stored fingerprints of {summarize_keys(lacking)}: save "
+            "with fingerprint=True, or compute them from what is stored, without stored=True."
+        )
+    return {
+        key: Fingerprint(stored.dtype_name(key), stored.global_shape(key), number)
+        for key, number in numbers.items()
+        if number is not None
+    }
+
+
+def saved_number(manifest: Manifest, key: str) -> int | None:
+    """Return the number that was stored with a tensor; None if there is none."""
+    if manifest.fingerprints is None:
+        return None
+    number = int(manifest.fingerprints[manifest.key_index[key]])
+    return None if number == NO_FINGERPRINT else number

@@ -114,6 +114,7 @@ class LiveSource(ShardSource):
         options: of the caller.
         agreements: of earlier moves.
         memory: buffers that are there already; None to make them for each move.
+        compares: what arrives is compared with what is sent.
         plan: of this rank, once `read` has filled the targets.
     """
 
@@ -123,6 +124,7 @@ class LiveSource(ShardSource):
     options: MoveOptions
     agreements: Agreements
     memory: HostMemory | None = None
+    compares: bool = False
     plan: RankPlan | None = None
     has_free_targets = True
     marker: Mapping[str, Any] = field(default_factory=dict)
@@ -196,6 +198,7 @@ class LiveSource(ShardSource):
             memory.bucket_bytes,
             options.allow_dtype_cast,
             has_fallback=self.fallback is not None,
+            compares=self.compares,
         )
         self.plan = plan = self._agree_on_plan(targets, settings)
         with ranks.phase("prepare the targets"):
@@ -203,6 +206,9 @@ class LiveSource(ShardSource):
         if plan.has_gaps and self.fallback is not None:
             self.fallback.read(_gaps(plan, targets, staged), ())
         carry(ranks, plan, memory, self.given.pieces, staged.views)
+        if plan.compared:
+            check_arrival = on_demand("arrival").check_arrival
+            check_arrival(ranks, plan, self.given.pieces, targets, staged.views)
         staged.commit()
 
     def _agree_on_plan(self, targets: Pieces, settings: MoveSettings) -> RankPlan:

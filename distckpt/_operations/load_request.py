@@ -263,7 +263,9 @@ def check_targets(
     if compares and not targets.rules:
         differences = _compare_keys(ranks, request.mode, requested, targets.stored, location)
     if vote.largest:
-        left_out = refuse_left_out(ranks, coverage, targets.entries, location)
+        left_out = refuse_left_out(
+            ranks, coverage, targets.entries, location, source.has_free_targets
+        )
         return replace(differences, left_out=left_out)
     return differences
 

@@ -40,6 +40,7 @@ class MoveRequest:
         options: of the caller.
         place: between what tensors are moved, for reports.
         version: of what is moved.
+        compares: what arrives is compared with what is sent.
         verb: name of the call in the journal.
     """
 
@@ -51,6 +52,7 @@ class MoveRequest:
     options: MoveOptions = field(default_factory=MoveOptions)
     place: str = "in memory"
     version: int | None = None
+    compares: bool = False
     verb: str = "redistribute"
 
     def check(self) -> None:
@@ -75,7 +77,8 @@ class MoveRequest:
     def of_all_ranks(self) -> dict[str, object]:
         """Return what must be the same on all ranks."""
         options = asdict(replace(self.options, on_report=None))
-        return {"has_fallback": self.fallback is not None, **options}
+        has_fallback = self.fallback is not None
+        return {"has_fallback": has_fallback, "verify": self.compares, **options}
 
     @property
     def directory(self) -> str:
@@ -117,7 +120,9 @@ def run_move(
     with timer.phase("plan"):
         given = describe_given(ranks, old_state, request.rules, request.family, directory)
         fallback = _fallback(ranks, load, directory)
-        source = LiveSource(ranks, given, fallback, request.options, agreements, memory)
+        source = LiveSource(
+            ranks, given, fallback, request.options, agreements, memory, request.compares
+        )
         wanted = with_shards(new_state, ranks.rank)
         _, targets = describe_targets(ranks, wanted, load, directory, lambda: source)
         differences = check_targets(ranks, load, request.place, source, targets)

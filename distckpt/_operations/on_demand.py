@@ -6,6 +6,7 @@ import importlib
 from typing import Any, Literal, TypeAlias
 
 _Name: TypeAlias = Literal[
+    "arrival",
     "background",
     "common_differences",
     "families",
@@ -18,6 +19,7 @@ _Name: TypeAlias = Literal[
 ]
 
 _MODULES: dict[_Name, str] = {
+    "arrival": "distckpt._move.arrival",
     "background": "distckpt._io.background",
     "common_differences": "distckpt._state.common_differences",
     "families": "distckpt._rules.families",

@@ -84,6 +84,7 @@ class SaveRequest:
             "durable": options.durable,
             "validate_access_integrity": options.validate_access_integrity,
             "validate_replicas": options.validate_replicas,
+            "fingerprint": options.fingerprint,
             "strategy": options.strategy,
             "timeout": options.timeout,
         }

@@ -27,6 +27,7 @@ from distckpt._checkpoint.stored_values import object_keys, read_encoded
 from distckpt._commit import posix
 from distckpt._format.checksum import BLOCK_BYTES, checksum
 from distckpt._format.manifest import (
+    NO_FINGERPRINT,
     OBJECT,
     Manifest,
     ShardFile,
@@ -69,7 +70,7 @@ from distckpt._plan.layout import (
 from distckpt._plan.save import plan_owners
 from distckpt._plan.selection import matches, renamed, select_tensors
 from distckpt._ranks.collectives import PhaseTimer, Ranks, collective
-from distckpt._rules.mapped import crop
+from distckpt._rules.mapped import TensorSpec, crop, identity
 from distckpt._rules.rule import Rule
 from distckpt._rules.rules import check_rules
 from distckpt._state.common_state import COMMON_KEY
@@ -343,6 +344,7 @@ class _Content:
     aliases: Mapping[str, str]
     objects: Sequence[ShardedObject]
     quantization: Mapping[str, Any] | None
+    fingerprints: Mapping[str, int]
 
     @cached_property
     def outputs_by_name(self) -> dict[str, OutputTensor]:
@@ -359,7 +361,22 @@ def _content_of(
         aliases={} if selection.rules else _aliases(stored, selection),
         objects=_read_objects(stored, common_state),
         quantization=None if stored.quantized else _settings(stored, outputs),
+        fingerprints={} if stored.quantized else _fingerprints(stored.manifest, outputs),
     )
+
+
+def _fingerprints(manifest: Manifest, outputs: Sequence[OutputTensor]) -> Mapping[str, int]:
+    """Return the stored fingerprints of tensors that stay as they are."""
+    if manifest.fingerprints is None:
+        return {}
+    found = {}
+    for output in outputs:
+        for part in output.mapped.parts[:1]:
+            place = manifest.key_index[part.key]
+            spec = TensorSpec(manifest.global_shapes[place], manifest.dtypes[place])
+            if output.mapped == identity(part.key, spec) and output.dtype == spec.dtype:
+                found[output.name] = int(manifest.fingerprints[place])
+    return found
 
 
 def _settings(
@@ -498,6 +515,9 @@ def _lay_out(content: _Content, division: Division) -> _Layout:
     manifest = manifest_of_keys(table, {})
     manifest.aliases.update(content.aliases)
     manifest.quantization = content.quantization
+    if content.fingerprints:
+        numbers = [content.fingerprints.get(key, NO_FINGERPRINT) for key in manifest.keys]
+        manifest.fingerprints = np.array(numbers, np.uint64)
     files: list[list[PlannedFile]] = []
     object_files: dict[str, NewFile] = {}
     for rank, pieces in enumerate(plan_owners(table, division.num_ranks, {})):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from collections.abc import Sequence
 from dataclasses import replace
@@ -11,7 +12,7 @@ from typing import Any
 from distckpt._base import interrupts
 from distckpt._base.errors import CheckpointingException, RankFailedError
 from distckpt._base.garbage import paused_garbage_collection
-from distckpt._base.options import MoveOptions, check_seconds, with_changes
+from distckpt._base.options import MoveOptions, check_seconds, check_switch, with_changes
 from distckpt._base.reports import MoveReport
 from distckpt._mapping.wrappers import ShardedStateDict
 from distckpt._move.agreements import Agreements
@@ -50,7 +51,8 @@ class Route:
             when torch.distributed is not initialized.
         num_targets: so many targets the first version waits for.
         timeout: seconds to wait for others: for the store, for a version, for the ranks in the
-            middle of a move. It must be longer than what happens between two versions.
+            middle of a move. It must be longer than what happens between two versions. A target
+            waits up to twice as long for a version, since the source may be waiting for others.
         options: further options.
         changes: options by keyword, such as `atomic=True`; see `MoveOptions` for all of them.
             `atomic` must be the same on all sides, as must the other options.
@@ -102,7 +104,7 @@ class Route:
 
     @interrupts.operation
     @paused_garbage_collection()
-    def run(self, version: int | None = None) -> MoveReport:
+    def run(self, version: int | None = None, *, verify: bool = False) -> MoveReport:
         """Move a version from the source to all targets that are there.
 
         All ranks of the source call it, and all targets. Tensors must not change meanwhile. An
@@ -112,16 +114,21 @@ class Route:
         Args:
             version: a number for what is moved, such as the step. A target may pass None, and get
                 what comes.
+            verify: compare the fingerprint of what each target has got of each tensor with that of
+                what the source has in memory; the same on all sides. See `distckpt.fingerprint`.
 
         Returns:
             The version, how much was moved to all targets together, and how long it took.
 
         Raises:
-            CheckpointingException: a target asks for another version than the source moves.
+            CheckpointingException: a target asks for another version than the source moves. Or,
+                with `verify`, what has arrived is not what was sent.
             LoadMismatchError: the source lacks what a target takes. Nothing is changed.
             RankFailedError: a rank of the source is lost, or no target is left. Or any member
                 failed.
         """
+        check_switch("verify", verify)
+        request = replace(self._request, compares=verify)
         if version is None and self._leader is not None:
             raise ValueError("The side that gives names the version: route.run(version=step).")
         while True:
@@ -131,16 +138,22 @@ class Route:
                     f"Rank 0 moves version {start.version}, and this rank version {version}."
                 )
             try:
-                return self._move(start)
+                return self._move(start, request)
             except RankFailedError as error:
                 self._group = None
                 if not error.is_lost_contact:
                     raise
                 if self._leader is not None:
                     self._leader.note_lost(error.failures)
+            # The error, which refers to itself, keeps the group: others notice when that ends.
+            gc.collect()
 
     def close(self) -> None:
-        """Leave the route. When rank 0 of the source does, targets can take no further version."""
+        """Leave the route: the source does not wait for a target that has left. When rank 0 of the
+        source leaves, targets can take no further version.
+        """
+        if self._member is not None:
+            self._member.leave()
         self._group = self._store = self._leader = self._member = None
 
     def __enter__(self) -> Route:
@@ -164,7 +177,7 @@ class Route:
             raise CheckpointingException("This route is closed.")
         return self._member.wait_for_start(version)
 
-    def _move(self, start: Start) -> MoveReport:
+    def _move(self, start: Start, request: MoveRequest) -> MoveReport:
         rank = 0 if self._member is None else start.names.index(self._member.name)
         ranks = Ranks.alone()
         if self._group is None or self._group[0] != start.number:
@@ -172,17 +185,17 @@ class Route:
             self._group = None
             size, name = len(start.names), f"group {start.number}"
             ranks.use_group(group_over(self._store, name, rank, size, self._timeout))
-            memory = share_memory(ranks, bucket_bytes_of(self._request.options))
+            memory = share_memory(ranks, bucket_bytes_of(request.options))
             self._group = (start.number, ranks, memory)
         _, ranks, memory = self._group
-        with ranks.phase("check the arguments", same=self._request.of_all_ranks()):
+        with ranks.phase("check the arguments", same=request.of_all_ranks()):
             pass
-        request = replace(self._request, version=start.version)
+        request = replace(request, version=start.version)
         return run_move(ranks, self._source, self._target, request, self._agreements, memory)
 
 
 def _split(address: str) -> tuple[str, int]:
     host, _, port = str(address).rpartition(":")
-    if not host or not port.isdigit():
+    if not host or not port.isdigit() or not 0 < int(port) < 1 << 16:
         raise ValueError(f"address is 'host:port', got {address!r:.100}")
     return host, int(port)

@@ -1,10 +1,9 @@
-"""Verification of a checkpoint: is what lies on disk what was saved? Reads each byte at most once,
-changes nothing.
-"""
+"""Verification of a checkpoint: is what lies on disk what was saved? Changes nothing."""
 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -28,10 +27,11 @@ from distckpt._base.options import Progress
 from distckpt._base.threads import Pool, ProgressCounter, run_threads
 from distckpt._checkpoint.consistent_read import read_attempts
 from distckpt._checkpoint.opening import identify, open_checkpoint
+from distckpt._checkpoint.stored_values import StoredTensor
 from distckpt._commit.conditional_put import stray_files
 from distckpt._format.checksum import checksum
 from distckpt._format.checksum_files import fetch_checksums
-from distckpt._format.manifest import CHECKSUM_BYTES, is_manifest_name
+from distckpt._format.manifest import CHECKSUM_BYTES, NO_FINGERPRINT, is_manifest_name
 from distckpt._format.marker import CONFIG_FNAME, file_size
 from distckpt._format.stored_checkpoint import StoredCheckpoint
 from distckpt._geometry.region import IntArray
@@ -128,7 +128,9 @@ def verify(
         checkpoint_dir: a path or fsspec URL of a checkpoint, or of a folder of safetensors files
             that others wrote.
         mode: "fast" looks at the marker, the manifest, the sizes of all files and their headers;
-            "full" also reads every byte once and compares all checksums.
+            "full" also reads every byte and compares all checksums, and with the fingerprints that
+            `fingerprint=True` has stored, what is there with what was in memory; this reads tensors
+            a second time.
         live: a state dict as `save` takes it, under any layout. Every rank compares the bits of all
             tensors that it holds, replicas included, with those of the checkpoint. What the
             checkpoint holds besides, objects and common state are not compared.
@@ -252,8 +254,37 @@ def _check_content(
         if mode == "fast":
             return problems, num_bytes
         # 2. Blocks have their checksums.
-        found, num_read = _check_blocks(stored, num_threads, progress)
-        return problems + found, num_bytes + num_read
+        blocks = list_blocks(stored)
+        block_bytes = int((blocks.stops - blocks.starts).sum())
+        keys = _keys_with_fingerprints(stored)
+        tensor_bytes = sum(StoredTensor(stored, key).num_bytes for key in keys)
+        counter = ProgressCounter(progress, block_bytes + tensor_bytes)
+        units = units_of_blocks(blocks, stored.location)
+        bad, num_read = check_units(stored, blocks, units, num_threads, counter.add)
+        problems += describe_blocks(stored, blocks, bad)
+        if not keys or problems:
+            return problems, num_bytes + num_read
+        # 3. Tensors have the fingerprints that they had in memory.
+        problems = _check_fingerprints(stored, keys, counter.add)
+        return problems, num_bytes + num_read + tensor_bytes
+
+
+def _keys_with_fingerprints(stored: StoredCheckpoint) -> list[str]:
+    numbers = stored.manifest.fingerprints
+    if numbers is None:
+        return []
+    has_number = (numbers != NO_FINGERPRINT).tolist()
+    return list(itertools.compress(stored.manifest.keys, has_number))
+
+
+def _check_fingerprints(
+    stored: StoredCheckpoint, keys: Sequence[str], add_bytes: Callable[[int], None]
+) -> list[Problem]:
+    verbs = on_demand("fingerprint")
+    saved = verbs.saved_fingerprints(stored, keys)
+    found = verbs.computed_fingerprints(stored, keys, add_bytes)
+    text = "the tensor is not the one that was in memory when it was saved: fingerprint mismatch"
+    return [Problem(stored.location, text, key) for key in keys if found[key] != saved[key]]
 
 
 def check_files(
@@ -290,17 +321,6 @@ def _wrong_size(path: str, num_bytes: int, expected: int) -> Problem:
     how = "cut off" if num_bytes < expected else "extended or replaced"
     message = f"the file was {how}: it has {num_bytes} bytes, {expected} were saved"
     return Problem(path, message, first_byte=min(num_bytes, expected), stop_byte=expected)
-
-
-def _check_blocks(
-    stored: StoredCheckpoint, num_threads: int, progress: Progress | None
-) -> tuple[list[Problem], int]:
-    """Compare the checksums of all blocks; return what is wrong, and the bytes read."""
-    blocks = list_blocks(stored)
-    counter = ProgressCounter(progress, int((blocks.stops - blocks.starts).sum()))
-    units = units_of_blocks(blocks, stored.location)
-    bad, num_read = check_units(stored, blocks, units, num_threads, counter.add)
-    return describe_blocks(stored, blocks, bad), num_read
 
 
 def check_units(

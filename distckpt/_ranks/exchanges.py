@@ -27,6 +27,7 @@ import numpy.typing as npt
 from distckpt._base import interrupts
 from distckpt._base.errors import CheckpointingException
 from distckpt._base.lazy import LazyModule, torch
+from distckpt._base.messages import first_line
 from distckpt._geometry.region import IntArray
 from distckpt._ranks.attendance import ABANDONED, AttendanceLog, lost_contact
 from distckpt._ranks.lent_tensors import lent
@@ -450,7 +451,8 @@ def open_store(host: str, port: int, is_host: bool, timeout: float) -> Any:
         )
     except RuntimeError as error:
         problem = "cannot be hosted here" if is_host else f"did not answer within {timeout:g} s"
-        raise CheckpointingException(f"The store at {host}:{port} {problem}: {error}") from error
+        text = f"The store at {host}:{port} {problem}: {first_line(error)}"
+        raise CheckpointingException(text) from error
 
 
 def group_over(store: Any, name: str, rank: int, size: int, timeout: float) -> Any:

@@ -1,5 +1,5 @@
-"""Moving tensors from rows to columns: `redistribute`, beside a checkpoint in memory and torch's
-DTensors.
+"""Moving tensors from rows to columns: `redistribute`, beside a checkpoint in memory, torch's
+DTensors, and where it is installed the refit of Megatron Core over gloo.
 
     python tests/benchmarks/moving.py [--ranks 2] [--gb 0.5] [--tensors 16] [--runs 5] [--dir DIR]
 
@@ -109,15 +109,54 @@ def make_ways(
             shared.copy_(part)
             part.copy_(shared)
 
+    megatron = megatron_refit(rank, size, parts, filled)
     return {
         "redistribute": lambda: distckpt.redistribute(old, new),
         "redistribute, atomic": lambda: distckpt.redistribute(old, new, atomic=True),
         "save and load": save_and_load,
         "full_tensor": gather,
         "DTensor.redistribute": redistribute_dtensor,
+        **({} if megatron is None else {"Megatron's refit over gloo": megatron}),
         "shared memory, first run": copy_through_shared_memory,
         "shared memory, second run": copy_through_shared_memory,
     }
+
+
+def megatron_refit(
+    rank: int, size: int, parts: dict[str, torch.Tensor], filled: dict[str, torch.Tensor]
+) -> Callable[[], Any] | None:
+    """Return the execution of a plan of Megatron Core for the same move; None without it."""
+    try:
+        from megatron.core.resharding import execution, utils
+        from megatron.core.resharding.copy_services import gloo_copy_service
+    except ImportError:
+        return None
+
+    class Service(gloo_copy_service.GlooCopyService):
+        def __init__(self) -> None:
+            # As its own, without a stream of CUDA.
+            self.rank, self.world_size = rank, size
+            self.gloo_pg = dist.new_group(backend="gloo")
+            self.send_ops, self.recv_ops, self._copy_stream = [], [], None
+
+    def module_of(tensors: dict[str, torch.Tensor]) -> torch.nn.Module:
+        named = {key.replace(".", "_"): tensor for key, tensor in tensors.items()}
+        return torch.nn.ParameterDict(
+            {key: torch.nn.Parameter(tensor, requires_grad=False) for key, tensor in named.items()}
+        )
+
+    source, target = module_of(parts), module_of(filled)
+    rows, width = next(iter(parts.values())).shape[0], WIDTH // size
+    plan = utils.ReshardPlan([], [])
+    for number, key in enumerate(source.keys()):
+        for peer in range(size):
+            columns = (slice(None), slice(peer * width, (peer + 1) * width))
+            place = (slice(peer * rows, (peer + 1) * rows), slice(None))
+            sent, got = ((number * size + a) * size + b for a, b in ((rank, peer), (peer, rank)))
+            plan.send_ops.append(utils.TransferOp(key, peer, True, columns, place, sent))
+            plan.recv_ops.append(utils.TransferOp(key, peer, False, place, columns, got))
+    service = Service()
+    return lambda: execution.execute_reshard_plan(plan, source, target, service)
 
 
 if __name__ == "__main__":

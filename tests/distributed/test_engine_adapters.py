@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import socket
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 import pytest
@@ -14,6 +13,7 @@ import distckpt
 from distckpt import CheckpointingException, InvalidShardingError, LoadMismatchError
 from distckpt.engines import RouteInfo, register_vllm, sglang_loader, sglang_message
 from tests.support import vllm_stand_in
+from tests.support.addresses import reserved_address
 from tests.support.engine_loaders import Llama, stored_values
 from tests.support.harness import error_of, kept_ranks
 
@@ -28,12 +28,10 @@ def run():
 
 @pytest.fixture
 def info(tmp_path):
-    """Return what engines have to know, who have loaded the directory that it names."""
+    """Hand out what engines have to know, who have loaded the directory that it names."""
     save_file(stored_values(Llama().specs), tmp_path / "model.safetensors")
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        address = f"127.0.0.1:{probe.getsockname()[1]}"
-    return RouteInfo(address, str(tmp_path), allow_dtype_cast=True, timeout=30.0)
+    with reserved_address() as address:
+        yield RouteInfo(address, str(tmp_path), allow_dtype_cast=True, timeout=30.0)
 
 
 def engine_of(rank: int, size: int, version: int = 0) -> Llama:
@@ -55,7 +53,7 @@ def train(info: RouteInfo) -> None:
         for version in VERSIONS:
             for name, value in stored_values(Llama().specs, seed=version).items():
                 weights[name].copy_(value)
-            assert route.run(version=version).version == version
+            assert route.run(version=version, verify=info.verify).version == version
 
 
 def vllm_engine(model: Llama, **config: Any) -> Any:
@@ -100,7 +98,7 @@ def _in_sglang(rank: int, info: RouteInfo) -> None:
 
 
 def test_sglang_takes_versions(run, info):
-    run(_in_sglang, 3, info)
+    run(_in_sglang, 3, replace(info, verify=True))
 
 
 def test_names_and_shapes_can_be_given_in_the_place_of_a_directory(run, info):

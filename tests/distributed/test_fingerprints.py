@@ -1,13 +1,17 @@
-"""Fingerprints of a state under several layouts, and of its checkpoints."""
+"""Fingerprints of a state under several layouts, of its checkpoints, and those that saves store."""
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
 
 import distckpt
-from distckpt import ShardedTensor
+from distckpt import CheckpointingException, CheckpointManager, ShardedObject, ShardedTensor
+from distckpt._io import write
+from distckpt.rules import Rename
+from tests.support.harness import error_of
 from tests.support.layouts import (
     Layout,
     even_part,
@@ -100,9 +104,14 @@ def test_flat_shards_have_the_fingerprint_of_their_tensor(run):
     assert run(fingerprints_of_flat_shards, 3, 3) == [{"first.rows": expected}] * 3
 
 
-def fingerprints_of_tied_weights(rank):
+def tied_model():
     model = nn.ModuleDict({"embedding": nn.Embedding(10, 4), "head": nn.Linear(4, 10, bias=False)})
     model.head.weight = model.embedding.weight
+    return model
+
+
+def fingerprints_of_tied_weights(rank):
+    model = tied_model()
     with torch.no_grad():
         model.head.weight.copy_(torch.arange(40).view(10, 4))
     return distckpt.fingerprint({"model": model})
@@ -131,3 +140,124 @@ def _error_of(state):
 
 def test_a_tensor_that_is_not_complete_has_none(run):
     assert run(fingerprint_with_a_gap, 2) == ["InvalidShardingError"] * 2
+
+
+# --- Stored ones ---------------------------------------------------------------------------------
+
+WAYS = ["save", "async_save", "manager"]
+
+
+def _saved(rank: int, folder: str, way: str) -> dict[str, distckpt.Fingerprint]:
+    state = state_of(Layout(tp=2, pp=2), rank)
+    state |= {"object": ShardedObject("object", [1, 2], (1,), (0,), replica_id=rank), "step": 3}
+    found = distckpt.fingerprint(state)
+    for number in (1, 2):
+        # With the plan of the first save, too.
+        path = f"{folder}/step_{number:08d}"
+        if way == "save":
+            distckpt.save(state, path, fingerprint=True)
+        elif way == "async_save":
+            distckpt.async_save(state, path, fingerprint=True).result()
+        else:
+            with CheckpointManager(folder, options=distckpt.SaveOptions(fingerprint=True)) as kept:
+                kept.save(number, state)
+    return found
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_saves_store_what_was_in_memory(run, tmp_path, way):
+    expected = distckpt.fingerprint(whole_state())
+
+    assert run(_saved, 4, str(tmp_path), way) == [expected] * 4
+
+    for number in (1, 2):
+        checkpoint = distckpt.open(tmp_path / f"step_{number:08d}")
+        assert checkpoint.fingerprints(stored=True) == expected
+        assert checkpoint.fingerprints() == expected
+        assert checkpoint.fingerprints(["last.norm"], stored=True).keys() == {"last.norm"}
+        assert distckpt.verify(checkpoint.location).is_whole
+
+
+def test_copies_are_compared_with_what_was_saved(tmp_path):
+    state = {"model": tied_model(), "more": whole_state()}
+    distckpt.save(state, tmp_path / "step", fingerprint=True)
+    saved = distckpt.open(tmp_path / "step").fingerprints(stored=True)
+    assert saved == distckpt.fingerprint(state)
+
+    distckpt.reshard(tmp_path / "step", tmp_path / "divided", num_ranks=3, grids={"*rows": (4, 1)})
+    distckpt.consolidate(tmp_path / "step", tmp_path / "exported", keys="*")
+
+    divided = distckpt.open(tmp_path / "divided")
+    assert divided.fingerprints(stored=True) == divided.fingerprints() == saved
+    assert distckpt.verify(tmp_path / "divided").is_whole
+    exported = distckpt.open(tmp_path / "exported").fingerprints()
+    assert exported == {key: saved[key] for key in exported}
+    assert exported.keys() >= whole_state().keys()
+
+
+def test_a_reshard_keeps_the_fingerprints_of_what_stays_as_it_is(tmp_path):
+    distckpt.save(whole_state(), tmp_path / "step", fingerprint=True)
+    saved = distckpt.open(tmp_path / "step").fingerprints(stored=True)
+
+    distckpt.reshard(
+        tmp_path / "step",
+        tmp_path / "other",
+        keys=["first.rows", "first.columns", "last.norm"],
+        rules=[Rename("last.norm", "norm")],
+        dtype={"first.columns": torch.float64},
+    )
+
+    other = distckpt.open(tmp_path / "other")
+    assert other.fingerprints(["norm"], stored=True)["norm"] == saved["last.norm"]
+    assert other.fingerprints(["first.rows"], stored=True)["first.rows"] == saved["first.rows"]
+    with pytest.raises(CheckpointingException, match=r"no stored fingerprints of.*first\.columns"):
+        other.fingerprints(stored=True)
+    assert distckpt.verify(tmp_path / "other").is_whole
+
+
+def _spoiled(rank: int, path: str, is_async: bool) -> None:
+    """One bit changes between memory and checksum."""
+    state = state_of(Layout(tp=2), rank)
+    spoiled = write._bytes_of
+
+    def fill(*args):
+        buffers = [np.array(buffer) for buffer in spoiled(*args)]
+        if rank == 1:
+            buffers[0].reshape(-1)[3] ^= 4
+        return buffers
+
+    write._bytes_of = fill
+    try:
+        if is_async:
+            distckpt.async_save(state, path, fingerprint=True).result()
+        else:
+            distckpt.save(state, path, fingerprint=True)
+    finally:
+        write._bytes_of = spoiled
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+def test_verify_finds_what_was_written_otherwise_than_it_was(run, tmp_path, is_async):
+    run(_spoiled, 2, str(tmp_path / "step"), is_async)
+
+    report = distckpt.verify(tmp_path / "step")
+
+    assert not report.is_whole
+    assert {"fingerprint mismatch" in problem.message for problem in report.problems} == {True}
+    assert distckpt.verify(tmp_path / "step", mode="fast").is_whole
+
+
+def test_checkpoints_without_them_say_so(tmp_path):
+    distckpt.save(whole_state(), tmp_path / "step")
+
+    with pytest.raises(CheckpointingException, match="save with fingerprint=True"):
+        distckpt.open(tmp_path / "step").fingerprints(stored=True)
+
+
+def _different_options(rank: int, path: str) -> str:
+    return str(error_of(distckpt.save, whole_state(), path, fingerprint=rank == 0))
+
+
+def test_all_ranks_give_the_same(run, tmp_path):
+    for text in run(_different_options, 2, str(tmp_path / "step")):
+        assert "the same fingerprint" in text

@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 import distckpt
 from distckpt import InvalidShardingError, LoadMismatchError, ShardedTensor
 from distckpt._move import host_memory
+from distckpt.modules import sharded_state_dict
 from distckpt.rules import Concat, Rename
 from tests.support.harness import ask_parent, error_of, kept_ranks, launched, sum_over_ranks
 from tests.support.harness import run as run_once
@@ -190,6 +191,21 @@ def test_modules_optimizers_and_values():
     run_once(_objects, 2)
 
 
+def _smaller_module(rank: int) -> str:
+    old, new = model_of(0), model_of(1)[:1]
+    text = str(error_of(distckpt.redistribute, {"model": old}, {"model": new}))
+    distckpt.redistribute({"model": old}, {"model": sharded_state_dict(new)})
+    assert torch.equal(new[0].weight, old[0].weight)
+    return text
+
+
+def test_a_module_that_takes_a_part_is_told_how(run):
+    for text in run(_smaller_module, 2):
+        assert "'1.bias'" in text
+        assert "sharded_state_dict" in text
+        assert "checkpoint" not in text
+
+
 def _dtensors(rank: int) -> None:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
     full = values_of("weight", (10, 7))
@@ -297,20 +313,23 @@ def _mistakes(rank: int) -> list[str]:
     other_shape = {"a": ShardedTensor.from_rank_offsets(KEYS[0], torch.zeros(5, 5))}
     empty = {"a": part_of(KEYS[0], 0, rank, 2).without_data()}
     unknown = {"a": torch.zeros(2)}
+    expanded = {"a": ShardedTensor.from_rank_offsets(KEYS[0], torch.zeros(1, 12).expand(24, 12))}
     return [
         str(error_of(distckpt.redistribute, held, target))
-        for target in (half, other_shape, empty, unknown)
+        for target in (half, other_shape, empty, unknown, expanded)
     ]
 
 
 def test_mistakes_are_named(run):
-    for half, shape, empty, unknown in run(_mistakes, 2):
+    for half, shape, empty, unknown, expanded in run(_mistakes, 2):
         assert "allow_dtype_cast=True" in half
         assert KEYS[0] in half
         assert "(24, 12)" in shape
         assert "(5, 5)" in shape
         assert "has no data" in empty
         assert "'a'" in unknown
+        assert "not expanded" in expanded
+        assert KEYS[0] in expanded
 
 
 # --- Failures -------------------------------------------------------------------------------------

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import socket
 import time
 from typing import Any
 
@@ -13,7 +12,10 @@ import torch.distributed as dist
 import distckpt
 from distckpt import CheckpointingException, LoadMismatchError, RankFailedError, ShardedTensor
 from distckpt._move import carry
+from distckpt._operations import moving
+from distckpt._ranks.attendance import lost_contact
 from distckpt.rules import Rename
+from tests.support.addresses import reserved_address
 from tests.support.harness import ask_parent, error_of, kept_ranks, launched, signal_parent
 
 SHAPE = (24, 8)
@@ -28,9 +30,8 @@ def run():
 
 @pytest.fixture
 def address():
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return f"127.0.0.1:{probe.getsockname()[1]}"
+    with reserved_address() as reserved:
+        yield reserved
 
 
 def values(version: int) -> torch.Tensor:
@@ -67,12 +68,10 @@ def test_engines_get_every_version(run, address):
     assert run(_trainer_and_engines, 3, address) == [[(3, 768), (5, 768), (6, 768)]] * 3
 
 
-def _two_trainer_ranks(rank: int, address: str) -> None:
+def _two_trainer_ranks(rank: int, address: str, meeting: str) -> None:
     """Both trainer ranks have a process group of their own job."""
     if rank < 2:
-        host, port = address.split(":")
-        store = dist.TCPStore(host, int(port) + 1, None, rank == 0, wait_for_workers=False)
-        dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
+        dist.init_process_group("gloo", store=dist.FileStore(meeting, 2), rank=rank, world_size=2)
         shard = part(rank, 2)
         shard.key = "trainer.weight"
         route = distckpt.Route(
@@ -93,8 +92,9 @@ def _two_trainer_ranks(rank: int, address: str) -> None:
         dist.destroy_process_group()
 
 
-def test_all_ranks_of_a_trainer_give(address):
-    with launched(_two_trainer_ranks, 3, address, backend=None) as launch:
+def test_all_ranks_of_a_trainer_give(address, tmp_path):
+    meeting = str(tmp_path / "meeting")
+    with launched(_two_trainer_ranks, 3, address, meeting, backend=None) as launch:
         launch.values()
 
 
@@ -175,6 +175,88 @@ def test_an_engine_that_dies_is_named_and_the_others_go_on(address, at_round):
     assert "did not come to version 1: left out" in left_out
 
 
+def _engine_ends(rank: int, address: str, closes: bool) -> list[int]:
+    """One of two targets ends between two versions."""
+    # The source has waited for the one that is gone for longer than the other one's timeout.
+    timeout = TIMEOUT if closes else 3.0 if rank == 0 else 2.0
+    if rank == 0:
+        sides: dict[str, Any] = {"source": {"weight": values(0)}, "num_targets": 2}
+    else:
+        sides = {"target": {"weight": part(rank - 1, 2)}}
+    route = distckpt.Route(address, **sides, timeout=timeout)
+    seen = [route.run(version=0).version]
+    if rank == 2:
+        if closes:
+            route.close()
+        return seen
+    for version in (1, 2):
+        seen.append(route.run(version=version if rank == 0 else None).version)
+    return seen
+
+
+@pytest.mark.parametrize("closes", [True, False])
+def test_others_go_on_when_an_engine_ends_between_versions(address, closes):
+    started = time.monotonic()
+    with launched(_engine_ends, 3, address, closes, backend=None) as launch:
+        outcomes = launch.outcomes()
+    assert [outcome.value for outcome in outcomes] == [[0, 1, 2], [0, 1, 2], [0]], outcomes
+    # One that has left is not waited for.
+    assert len(outcomes[0].warnings_logged) == (0 if closes else 1)
+    assert not closes or time.monotonic() - started < TIMEOUT
+
+
+def _all_engines_are_restarted(rank: int, address: str) -> list[int]:
+    if rank == 0:
+        route = distckpt.Route(address, source={"weight": values(0)}, timeout=TIMEOUT)
+        seen = [route.run(version=0).version]
+        while not route._store.check(["ask target 1 2"]):
+            time.sleep(0.01)
+        ask_parent()
+        return [*seen, route.run(version=1).version]
+    if rank == 2:
+        ask_parent()
+    route = distckpt.Route(address, target={"weight": part(0, 1)}, timeout=TIMEOUT)
+    seen = [route.run().version]
+    return seen if rank == 2 else [*seen, route.run().version]
+
+
+def test_a_version_is_not_moved_to_nobody(address):
+    """The only engine dies while it waits, and is started again."""
+    with launched(_all_engines_are_restarted, 3, address, backend=None) as launch:
+        launch.wait_for_signal(0)
+        launch.wait_for_signal(2)
+        launch.kill(1)
+        launch.answer(0)
+        launch.answer(2)
+        assert launch.values() == [[0, 1], None, [1]]
+
+
+def _contact_is_lost_at_the_end(rank: int, address: str) -> list[int]:
+    """The targets have all of version 1 when the source loses contact: it moves that again."""
+    if rank == 0:
+        sides: dict[str, Any] = {"source": {"weight": values(0)}, "num_targets": 2}
+    else:
+        sides = {"target": {"weight": part(rank - 1, 2)}}
+    route = distckpt.Route(address, **sides, timeout=TIMEOUT)
+    seen = [route.run(version=0).version]
+    original = moving.restore
+
+    def losing(*args: Any) -> Any:
+        restored = original(*args)
+        moving.restore = original
+        raise lost_contact({1: TimeoutError()}, f"lost after {restored.figures[0]} bytes")
+
+    if rank == 0:
+        moving.restore = losing
+    for version in (1, 2):
+        seen.append(route.run(version=version).version)
+    return seen
+
+
+def test_targets_that_have_a_version_which_is_moved_again_wait_for_the_next(run, address):
+    assert run(_contact_is_lost_at_the_end, 3, address) == [[0, 1, 2]] * 3
+
+
 def _trainer_dies(rank: int, address: str) -> tuple[str, bool]:
     if rank == 0:
         route = distckpt.Route(address, source={"weight": values(0)}, timeout=TIMEOUT)
@@ -197,6 +279,97 @@ def test_engines_name_a_trainer_that_is_gone(address):
         text, is_old = launch.values()[1]
     assert "source rank 0" in text
     assert is_old
+
+
+def _as_an_engine_keeps_it(rank: int, address: str) -> None:
+    """Some tensors are converted, transposed, padded or wanted by several; some have NaN."""
+    weight, codes = values(0), torch.arange(96, dtype=torch.uint8).view(torch.float8_e4m3fn)
+    narrow, step = torch.randn(300).bfloat16(), torch.tensor(7)
+    weight[3, 3] = torch.nan
+    narrow[[0, 17, 299]] = torch.nan
+    if rank == 0:
+        source = {"weight": weight, "codes": codes, "narrow": narrow, "step": step}
+        sides: dict[str, Any] = {"source": source, "num_targets": 2}
+    else:
+        memory = torch.zeros(8, 24, dtype=torch.bfloat16)
+        wide, padded = torch.zeros(150), torch.ones(24, 10)
+        part_of_narrow = ShardedTensor(
+            "narrow", wide, wide.dtype, (150,), (300,), (150 * (rank - 1),), None
+        )
+        padded_weight = ShardedTensor.from_rank_offsets("weight", padded, allow_shape_mismatch=True)
+        target = {
+            "weight": ShardedTensor.from_rank_offsets("weight", memory.t()),
+            "padded": padded_weight,
+            "narrow": part_of_narrow,
+            "codes": torch.zeros(96, dtype=torch.float8_e4m3fn),
+            "step": torch.tensor(0),
+        }
+        sides = {"target": target}
+    route = distckpt.Route(address, **sides, allow_dtype_cast=True, timeout=TIMEOUT)
+    for version in range(2):
+        route.run(version=version, verify=True)
+    # Without comparing, again.
+    route.run(version=2)
+    if rank:
+        assert torch.equal(memory.nan_to_num(), weight.t().bfloat16().nan_to_num())
+        assert (padded[:, 8:] == 0).all()
+        assert target["step"] == 7
+
+
+def test_versions_are_compared_as_targets_keep_them(run, address):
+    run(_as_an_engine_keeps_it, 3, address)
+
+
+def _one_bit_is_wrong(rank: int, address: str, atomic: bool) -> tuple[str, str]:
+    if rank == 0:
+        sides: dict[str, Any] = {"source": {"weight": values(1), "bias": values(2)}}
+        route = distckpt.Route(address, **sides, num_targets=2, atomic=atomic, timeout=TIMEOUT)
+    else:
+        shard, bias = part(rank - 1, 2), torch.zeros(SHAPE)
+        sides = {"target": {"weight": shard, "bias": bias}}
+        route = distckpt.Route(address, **sides, atomic=atomic, timeout=TIMEOUT)
+    original = carry._Carrier._take
+
+    def take(self: Any, wave: int, is_landed: bool) -> None:
+        original(self, wave, is_landed)
+        if rank == 2 and wave == 0 and not is_landed:
+            flipped = next(view for view in self._targets if view.shape == (12, 8))
+            flipped.view(torch.int32)[5, 6] ^= 1 << 9
+
+    carry._Carrier._take = take
+    try:
+        error = error_of(route.run, 1, verify=True)
+    finally:
+        carry._Carrier._take = original
+    assert type(error) is CheckpointingException
+    if rank and atomic:
+        assert shard.data.isnan().all()
+        assert not bias.any()
+    route.run(2, verify=True)
+    assert rank == 0 or is_of(shard, 1)
+    # Targets are numbered as they join.
+    return str(error), f"key 'weight' on rank {route._member.name[-1] if rank else 0}"
+
+
+@pytest.mark.parametrize("atomic", [False, True])
+def test_what_arrives_otherwise_than_it_was_sent_is_named(run, address, atomic):
+    texts, names = zip(*run(_one_bit_is_wrong, 3, address, atomic), strict=True)
+    assert len(set(texts)) == 1
+    assert [name in texts[0] for name in names] == [False, False, True]
+    assert "bias" not in texts[0]
+
+
+def _only_one_side_compares(rank: int, address: str) -> str:
+    sides: dict[str, Any] = {"source": {"weight": values(1)}}
+    if rank:
+        sides = {"target": {"weight": part(0, 1)}}
+    route = distckpt.Route(address, **sides, timeout=TIMEOUT)
+    return str(error_of(route.run, 1, verify=rank == 0))
+
+
+def test_both_sides_must_ask_to_compare(run, address):
+    for text in run(_only_one_side_compares, 2, address):
+        assert "must give the same verify" in text
 
 
 def _mistakes(rank: int, address: str) -> list[str]:
@@ -234,6 +407,8 @@ def test_arguments_are_checked(address):
         distckpt.Route(address)
     with pytest.raises(ValueError, match="host:port"):
         distckpt.Route("nowhere", source={})
+    with pytest.raises(ValueError, match="host:port"):
+        distckpt.Route("127.0.0.1:0", source={})
     with pytest.raises(TypeError, match="has no option 'atomc'"):
         distckpt.Route(address, source={}, atomc=True)
     with pytest.raises(CheckpointingException, match="did not answer within 1 s"):

@@ -111,15 +111,40 @@ def test_changes_of_some_elements_are_added(dtype):
     assert (region_number(before, (0, 0, 0)) + change) % PRIME == expected
 
 
-@pytest.mark.parametrize("num_faults", [500, pytest.param(100_000, marks=pytest.mark.slow)])
-def test_every_flipped_bit_is_found(num_faults):
+@pytest.mark.parametrize(
+    ("seed", "num_faults"),
+    [(2, 500), *(pytest.param(seed, 10_000, marks=pytest.mark.slow) for seed in range(10))],
+)
+def test_every_flipped_bit_is_found(seed, num_faults):
     weight = content((16, 300), torch.bfloat16)
     whole = region_number(weight, (0, 0))
     flat = weight.view(torch.uint8).view(-1)
-    generator = random.Random(2)
+    generator = random.Random(seed)
 
     for _ in range(num_faults):
         place, bit = generator.randrange(len(flat)), 1 << generator.randrange(8)
         flat[place] ^= bit
         assert region_number(weight, (0, 0)) != whole, (place, bit)
         flat[place] ^= bit
+
+
+@pytest.mark.parametrize("seed", range(100))
+def test_swapped_stale_and_transposed_shards_are_found(seed):
+    generator = torch.Generator().manual_seed(seed)
+    weight = torch.randn(48, 48, generator=generator).bfloat16()
+    whole = region_number(weight, (0, 0))
+    first, second = torch.randperm(6, generator=generator)[:2].tolist()
+
+    for axis in (0, 1):
+        parts = list(weight.chunk(6, axis))
+        swapped = [*parts]
+        swapped[first], swapped[second] = parts[second], parts[first]
+        assert region_number(torch.cat(swapped, axis), (0, 0)) != whole
+        # Of an earlier version, in which a single element was another.
+        parts[first] = parts[first].clone()
+        parts[first][3, 2] += 1
+        assert region_number(torch.cat(parts, axis), (0, 0)) != whole
+        square = weight.clone()
+        square[:8, :8] = weight[:8, :8].t()
+        assert region_number(square, (0, 0)) != whole
+    assert region_number(weight.t(), (0, 0)) != whole
