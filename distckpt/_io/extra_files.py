@@ -5,7 +5,6 @@ from a directory.
 from __future__ import annotations
 
 import errno
-import functools
 import json
 import logging
 import os
@@ -107,24 +106,14 @@ def _check(path: str, directory: str) -> None:
 
 
 def write_extra_files(files: ExtraFiles, target: str) -> None:
-    """Copy and write files into a new directory; copies on local disks have the modes of the
-    originals.
+    """Copy and write files into a directory, in the place of those that an interrupted attempt has
+    left; copies on local disks have the modes of the originals.
     """
     for path in files.copied:
         copy = locations.join(target, locations.split(path)[1])
-        data = locations.read_bytes(path, _MAX_BYTES)
-        if not (locations.is_local(path) and locations.is_local(copy)):
-            locations.write_bytes(copy, data)
-            continue
-        mode = os.stat(path).st_mode & 0o777
         # As `cp` does: open to no more users than the original is, nor than the umask lets in.
-        with (
-            locations.naming(copy),
-            open(copy, "xb", opener=functools.partial(os.open, mode=mode)) as file,
-        ):
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
+        mode = os.stat(path).st_mode & 0o777 if locations.is_local(path) else 0o666
+        locations.write_bytes(copy, locations.read_bytes(path, _MAX_BYTES), mode=mode)
     for name, content in files.written.items():
         locations.write_bytes(locations.join(target, name), content)
     locations.sync_directory(target)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import functools
 import os
 import re
 import secrets
@@ -226,16 +227,17 @@ def read_range(location: str, start: int, stop: int) -> bytes:
     return object_store.at(location).read_range(start, stop - start).tobytes()
 
 
-def write_bytes(location: str, data: bytes, durable: bool = True) -> None:
+def write_bytes(location: str, data: bytes, durable: bool = True, mode: int = 0o666) -> None:
     """Write a small file that is there completely or not at all; if durable, it is on disk on
-    return.
+    return. A local one has at most the mode that is given.
     """
     if not is_local(location):
         object_store.at(location).write(data)
         return
     temporary = temporary_beside(location)
     try:
-        with naming(location), open(temporary, "xb") as file:
+        opener = functools.partial(os.open, mode=mode)
+        with naming(location), open(temporary, "xb", opener=opener) as file:
             file.write(data)
             file.flush()
             if durable:

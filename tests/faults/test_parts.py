@@ -243,7 +243,7 @@ def record(task: tasks.Task, place: Path) -> list[Any]:
     return [call._replace(buffers=(), outcome=None) for call in calls]
 
 
-def sweep(rank: int, name: str, folder: Path, place: Path, first: int, step: int) -> int:
+def sweep(rank: int, name: str, folder: Path, place: Path, chosen: slice) -> int:
     """Kill one process at a time at a call that changes something; another one goes on."""
     case = CASES[name]
     expected = case.in_one(folder, place / "one")
@@ -251,7 +251,7 @@ def sweep(rank: int, name: str, folder: Path, place: Path, first: int, step: int
     work.mkdir()
     output = work / "out"
     (task,) = case.in_parts(folder, output, num_tasks=1)
-    num_killed, points = 0, points_of(record(task, work), exhaustive=False)[first::step]
+    num_killed, points = 0, points_of(record(task, work), exhaustive=False)[chosen]
     for point in points:
         shutil.rmtree(work)
         work.mkdir()
@@ -270,14 +270,19 @@ def sweep(rank: int, name: str, folder: Path, place: Path, first: int, step: int
 
 @pytest.mark.parametrize("name", ["consolidate", "reshard"])
 def test_killed_at_some_calls(name, folder, tmp_path):
-    assert run(sweep, 1, name, folder, tmp_path, 0, 40, backend=None)[0] > 2
+    assert run(sweep, 1, name, folder, tmp_path, slice(0, None, 40), backend=None)[0] > 2
+
+
+def test_killed_while_completing(folder, tmp_path):
+    assert run(sweep, 1, "rules", folder, tmp_path, slice(-24, None, 2), backend=None)[0] > 2
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("first", range(8))
 @pytest.mark.parametrize("name", CASES)
 def test_killed_at_every_call(name, first, folder, tmp_path):
-    assert run(sweep, 1, name, folder, tmp_path, first, 8, backend=None)[0] > 2
+    chosen = slice(first, None, 8)
+    assert run(sweep, 1, name, folder, tmp_path, chosen, backend=None)[0] > 2
 
 
 # --- Others at the same time ----------------------------------------------------------------------
