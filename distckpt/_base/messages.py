@@ -173,9 +173,11 @@ def first_line(error: BaseException) -> str:
 
 
 def check_num_bytes(name: str, value: object) -> None:
-    """Raise TypeError if an argument is not a number of bytes, such as '1GB'."""
+    """Raise an error if an argument is not a number of bytes, such as '1GB'."""
     if not isinstance(value, int) or isinstance(value, bool):
         raise TypeError(f"{name} is a number of bytes, got {value!r:.100}")
+    if value < 0:
+        raise ValueError(f"{name} is a number of bytes and must not be negative, got {value}")
 
 
 def check_file_bytes(name: str, value: object) -> None:

@@ -126,7 +126,7 @@ class MoveOptions:
             old values or all new ones. It takes memory for a second copy of what a rank gets.
         allow_dtype_cast: convert tensors to the dtype of a target even when that loses information.
             Lossless conversions (bf16 to fp32) are always made.
-        max_inflight_bytes: memory for data on its way, on each rank.
+        max_inflight_bytes: memory for data on its way, on each rank; the next move uses it again.
         on_report: called with the `MoveReport` on every rank.
     """
 

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import mmap
 import os
+import weakref
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -28,12 +29,14 @@ class HostMemory(NamedTuple):
     """The buffers of a rank, and those of the ranks that share memory with it.
 
     Attributes:
+        number: the same on all ranks, and different for each time that they make buffers.
         hosts: for each rank the number of its machine; ranks that cannot share memory have
             different ones.
         bucket_bytes: the size of a buffer.
         memory: by rank, all buffers of it.
     """
 
+    number: int
     hosts: list[int]
     bucket_bytes: int
     memory: dict[int, torch.Tensor]
@@ -42,6 +45,31 @@ class HostMemory(NamedTuple):
         """Return the buffer that a rank uses in a wave, for units that it packs or receives."""
         start = _HEADER_BYTES + (2 * is_landed + wave % 2) * self.bucket_bytes
         return self.memory[rank][start : start + self.bucket_bytes]
+
+
+class KeptMemory:
+    """The buffers of the last move, for the next one in the same group: making them, and writing to
+    each of their pages for the first time, takes as long as the copies.
+    """
+
+    def __init__(self) -> None:
+        self._kept: weakref.WeakKeyDictionary[Any, HostMemory] = weakref.WeakKeyDictionary()
+
+    def take(self, ranks: Ranks, bucket_bytes: int) -> HostMemory:
+        """Return what was kept: ranks can use it if its number is the same on all of them.
+
+        A rank that has nothing that fits gets a number of its own.
+        """
+        kept = None if ranks.size == 1 else self._kept.pop(ranks.group, None)
+        if kept is None or kept.bucket_bytes != bucket_bytes:
+            return HostMemory(-1 - ranks.rank, [], 0, {})
+        return kept
+
+    def keep(self, ranks: Ranks, memory: HostMemory) -> None:
+        """Keep the buffers of a move that has not failed: nothing more arrives in them."""
+        self._kept.clear()
+        if ranks.size > 1:
+            self._kept[ranks.group] = memory
 
 
 def bucket_bytes_of(options: MoveOptions) -> int:
@@ -56,7 +84,7 @@ def share_memory(ranks: Ranks, bucket_bytes: int) -> HostMemory:
     """
     num_bytes = _HEADER_BYTES + NUM_BUFFERS * bucket_bytes
     if ranks.size == 1:
-        return HostMemory([0], bucket_bytes, {})
+        return HostMemory(0, [0], bucket_bytes, {})
     descriptor = _new_file(num_bytes)
     try:
         return _shared(ranks, bucket_bytes, descriptor, _mapped(descriptor, num_bytes))
@@ -74,15 +102,15 @@ def _shared(
     host = ranks.rank if descriptor is None else host_number()
     numbers = [host, os.getpid(), -1 if descriptor is None else descriptor, token]
     table = ranks.all_gather_numbers(numbers).tolist()
-    memory = {ranks.rank: own}
+    hosts, memory = [row[0] for row in table], {ranks.rank: own}
     with ranks.phase("share memory") as vote:
         for rank, (other, *place) in enumerate(table):
             if other == host and rank != ranks.rank:
                 vote.number |= not _open(memory, rank, place, len(own))
     if vote.largest:
         # Such as containers on one machine, which do not see each other's processes.
-        return HostMemory(list(range(ranks.size)), bucket_bytes, {ranks.rank: own})
-    return HostMemory([row[0] for row in table], bucket_bytes, memory)
+        hosts, memory = list(range(ranks.size)), {ranks.rank: own}
+    return HostMemory(table[0][-1], hosts, bucket_bytes, memory)
 
 
 def _new_file(num_bytes: int) -> int | None:

@@ -22,7 +22,7 @@ from distckpt._models import objects
 from distckpt._move.agreements import Agreement, Agreements
 from distckpt._move.assignment import MoveSettings
 from distckpt._move.carry import carry
-from distckpt._move.host_memory import HostMemory, bucket_bytes_of, share_memory
+from distckpt._move.host_memory import HostMemory
 from distckpt._move.pieces import Pieces, PieceTable, pieces_of
 from distckpt._move.plan import plan_moves
 from distckpt._move.rank_plan import RankPlan
@@ -113,7 +113,7 @@ class LiveSource(ShardSource):
         fallback: has what no rank gives; None if nothing has.
         options: of the caller.
         agreements: of earlier moves.
-        memory: buffers that are there already; None to make them for each move.
+        memory: buffers that the ranks share.
         compares: what arrives is compared with what is sent.
         plan: of this rank, once `read` has filled the targets.
     """
@@ -123,7 +123,7 @@ class LiveSource(ShardSource):
     fallback: ShardSource | None
     options: MoveOptions
     agreements: Agreements
-    memory: HostMemory | None = None
+    memory: HostMemory
     compares: bool = False
     plan: RankPlan | None = None
     has_free_targets = True
@@ -191,8 +191,7 @@ class LiveSource(ShardSource):
 
     def _fill(self, targets: Pieces) -> None:
         """Fill targets with what ranks hold, and with what the checkpoint has."""
-        ranks, options = self.ranks, self.options
-        memory = self.memory or share_memory(ranks, bucket_bytes_of(options))
+        ranks, options, memory = self.ranks, self.options, self.memory
         settings = MoveSettings(
             memory.hosts,
             memory.bucket_bytes,

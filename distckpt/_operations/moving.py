@@ -109,11 +109,11 @@ def run_move(
     new_state: ShardedStateDict,
     request: MoveRequest,
     agreements: Agreements,
-    memory: HostMemory | None = None,
+    memory: HostMemory,
 ) -> MoveReport:
     """Fill a state dict from that of all ranks, see `redistribute`.
 
-    Collective operation: all ranks must call it. Without `memory`, buffers are made for this move.
+    Collective operation: all ranks must call it.
     """
     timer = PhaseTimer(request.verb, ranks.rank, request.place)
     load, directory = request.as_load, request.directory

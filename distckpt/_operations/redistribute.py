@@ -11,12 +11,16 @@ from distckpt._base.options import MoveOptions, with_changes
 from distckpt._base.reports import MoveReport
 from distckpt._mapping.wrappers import ShardedStateDict
 from distckpt._move.agreements import Agreements
+from distckpt._move.host_memory import KeptMemory, bucket_bytes_of, share_memory
 from distckpt._operations.moving import MoveRequest, run_move
 from distckpt._ranks.collectives import Ranks, collective
 from distckpt._rules.rule import Rule
 
 _agreements = Agreements()
 """Of earlier calls: the plans of layouts that come again."""
+
+_memory = KeptMemory()
+"""Of the last call that has not failed."""
 
 
 @collective()
@@ -80,6 +84,13 @@ def redistribute(
         options=with_changes(redistribute, MoveOptions, options, changes),
     )
     ranks = Ranks(process_group)
-    with ranks.phase("check the arguments", same=request.of_all_ranks()):
+    with ranks.phase("check the arguments", same=request.of_all_ranks()) as vote:
         request.check()
-    return run_move(ranks, old_state, new_state, request, _agreements)
+        bucket_bytes = bucket_bytes_of(request.options)
+        memory = _memory.take(ranks, bucket_bytes)
+        vote.number = memory.number
+    if ranks.size == 1 or not vote.are_equal:
+        memory = share_memory(ranks, bucket_bytes)
+    report = run_move(ranks, old_state, new_state, request, _agreements, memory)
+    _memory.keep(ranks, memory)
+    return report

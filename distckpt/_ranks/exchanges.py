@@ -133,6 +133,11 @@ class Exchanges:
             self._group = _new_gloo_group(members, timedelta(seconds=timeout))
 
     @property
+    def group(self) -> Any:
+        """The gloo group of the ranks; None for a process alone."""
+        return self._group
+
+    @property
     def timeout(self) -> float:
         """Return how many seconds the ranks wait for each other in an exchange."""
         # A backend of another program need not tell.

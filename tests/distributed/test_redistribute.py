@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import gc
+import os
 from typing import Any
 
 import pytest
@@ -330,6 +333,70 @@ def test_mistakes_are_named(run):
         assert "'a'" in unknown
         assert "not expanded" in expanded
         assert KEYS[0] in expanded
+
+
+# --- Buffers --------------------------------------------------------------------------------------
+
+
+def _files_in_memory() -> set[int]:
+    """Return the inodes of the files in memory that this process has open for moves."""
+    found = set()
+    for name in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(FileNotFoundError):
+            path = f"/proc/self/fd/{name}"
+            if os.readlink(path).startswith("/memfd:distckpt"):
+                found.add(os.stat(path).st_ino)
+    return found
+
+
+def _moves(rank: int, size: int, group: Any = None, **options: Any) -> set[int]:
+    target = split(1, rank, size, empty=True)
+    distckpt.redistribute(split(0, rank, size), target, process_group=group, **options)
+    assert is_right(target)
+    return _files_in_memory()
+
+
+def _same_buffers(rank: int) -> None:
+    first = _moves(rank, 2)
+    assert len(first) == 2
+    assert _moves(rank, 2) == first
+    held = split(0, rank, 2)
+    del held[KEYS[0]]
+    error_of(distckpt.redistribute, held, split(1, rank, 2))
+    gc.collect()
+    assert not _files_in_memory()
+    second = _moves(rank, 2)
+    assert not second & first
+    larger = _moves(rank, 2, max_inflight_bytes=1 << 20)
+    assert len(larger) == 2
+    assert not larger & second
+    group = dist.new_group()
+    _moves(rank, 2, group)
+    dist.destroy_process_group(group)
+    del group
+    gc.collect()
+    assert not _files_in_memory()
+
+
+@pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="the system has no files in memory")
+def test_buffers_are_used_again_and_never_kept_twice():
+    run_once(_same_buffers, 2)
+
+
+def _groups_in_turn(rank: int) -> None:
+    pairs = [(0, 1), (2, 3), (0, 3), (1, 2), (0, 1)]
+    groups = [dist.new_group(list(pair)) for pair in pairs]
+    for pair, group in zip(pairs, groups, strict=True):
+        if rank in pair:
+            _moves(pair.index(rank), 2, group)
+        _moves(rank, 4, max_inflight_bytes=4 * 4096)
+    for pair, group in zip(pairs, groups, strict=True):
+        if rank in pair:
+            _moves(pair.index(rank), 2, group)
+
+
+def test_groups_that_have_ranks_in_common_move_in_turn(run):
+    run(_groups_in_turn, 4)
 
 
 # --- Failures -------------------------------------------------------------------------------------

@@ -185,7 +185,7 @@ EXPORTS = {
     "extra_files_from": [5],
     "fqn_to_index_mapping": [5, ["w"]],
     "rename": [5],
-    "max_inflight_bytes": ["1GB", True],
+    "max_inflight_bytes": ["1GB", True, -1],
 }
 
 
@@ -217,6 +217,7 @@ def test_wrong_arguments_of_exports_are_named(tmp_path: Path, name: str, value: 
         ("common_state", 5),
         ("overwrite", 1),
         ("max_inflight_bytes", "1GB"),
+        ("max_inflight_bytes", -1),
     ],
     ids=str,
 )
@@ -239,6 +240,16 @@ def test_wrong_arguments_of_diff_are_named(tmp_path: Path, name: str, value: obj
 
     with pytest.raises((TypeError, ValueError), match=f"^{name} "):
         distckpt.diff(source, source, **{name: value})  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("verb", ["save", "load", "redistribute"])
+def test_negative_numbers_of_bytes_are_refused(tmp_path: Path, verb: str) -> None:
+    call: Any = getattr(distckpt, verb)
+    state = {"w": whole("w", torch.ones(4, 2))}
+    place = state if verb == "redistribute" else _checkpoint(tmp_path)
+
+    with pytest.raises(ValueError, match=r"^max_inflight_bytes .* must not be negative, got -1$"):
+        call(state, place, max_inflight_bytes=-1)
 
 
 @pytest.mark.parametrize("value", [0, -1, "2", None, 1.5])
