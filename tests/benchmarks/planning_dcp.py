@@ -1,5 +1,5 @@
-"""Planning beside torch.distributed.checkpoint: the tensors of a public report
-(pytorch/pytorch, number 163548), 1,024 of shape (1024, 1) divided by rows.
+"""Planning beside torch.distributed.checkpoint: the tensors of a public report,
+1,024 of shape (1024, 1) divided by rows.
 
 Both plan from what ranks have described, in one process: torch with its functions
 `create_default_global_save_plan` and `_validate_global_plan`, as its DefaultSavePlanner does.
@@ -11,7 +11,7 @@ import time
 from typing import Any
 
 import torch
-from planning_layouts import report_163548
+from planning_layouts import rows_of_columns
 from planning_roles import COORDINATOR, plan_alone
 from torch.distributed.checkpoint.default_planner import (
     _validate_global_plan,
@@ -34,7 +34,7 @@ NUM_TENSORS, NUM_ROWS = 1024, 1024
 
 def compare(num_ranks: int) -> dict[str, Any]:
     """Plan with both; return the seconds of CPU time of the rank that plans for all."""
-    plan = plan_alone(list(report_163548(num_ranks, NUM_TENSORS)))
+    plan = plan_alone(list(rows_of_columns(num_ranks, NUM_TENSORS)))
     plans = [_plan_of_rank(rank, num_ranks) for rank in range(num_ranks)]
     started = time.process_time()
     plans, metadata = create_default_global_save_plan(plans)

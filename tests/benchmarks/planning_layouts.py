@@ -189,7 +189,7 @@ def deepseek(num_ranks: int, num_tensors: int) -> Iterator[ShardTable]:
         yield _rows_of(whole, parts, np.where(is_expert, num_ranks // EP, num_ranks))
 
 
-def report_163548(num_ranks: int, num_tensors: int) -> Iterator[ShardTable]:
+def rows_of_columns(num_ranks: int, num_tensors: int) -> Iterator[ShardTable]:
     """The tensors of a public report on planning in torch: (1024, 1), divided by rows."""
     weights: list[Weight] = [(f"tensor_{i}", 0, (1024, 1)) for i in range(num_tensors)]
     shards = [
