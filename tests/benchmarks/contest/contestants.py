@@ -11,7 +11,6 @@ from __future__ import annotations
 import functools
 import importlib
 import importlib.util
-import inspect
 import logging
 import os
 import warnings
@@ -148,14 +147,13 @@ def ours() -> Iterator[Contestant]:
         (WARM, COLD, ACROSS),
         _load_alone_unverified,
     )
-    if "durable" in inspect.signature(distckpt.save).parameters:
-        yield Contestant(
-            "distckpt, durable=False",
-            prepare,
-            _save_unsynced,
-            distckpt.load,
-            cases=(SAVE_UNSYNCED,),
-        )
+    yield Contestant(
+        "distckpt, durable=False",
+        prepare,
+        _save_unsynced,
+        distckpt.load,
+        cases=(SAVE_UNSYNCED,),
+    )
 
 
 def _sharded(sharded_tensor: Any) -> Callable[[State], dict[str, Any]]:
