@@ -79,8 +79,8 @@ def prepare(rank, folder):
 
 
 def rounds_of(rank, verb, folder, seeds):
-    """Call again and again; each time one rank gets SIGINT at some exchange, or a moment after
-    it.
+    """Call again and again; each time one rank gets SIGINT: at the first exchange in the first
+    round, a moment after some exchange in the others.
     """
     let_interrupts_through()
     prepare(rank, folder)
@@ -90,11 +90,9 @@ def rounds_of(rank, verb, folder, seeds):
     rounds = []
     for seed in seeds:
         chance = random.Random(f"{verb.__name__} {seed}")
-        victim, number, delay = (
-            chance.randrange(NUM_RANKS),
-            chance.randrange(len(names)),
-            chance.expovariate(500),
-        )
+        victim, number, delay = chance.randrange(NUM_RANKS), 0, 0.0
+        if rounds:
+            number, delay = chance.randrange(len(names)), chance.expovariate(500)
         sum_over_ranks(0)
         if rank == 0:
             shutil.rmtree(f"{folder}/saved", ignore_errors=True)
@@ -110,7 +108,10 @@ def interrupted(verb, rank, folder, victim, number, delay):
     def arrive(name):
         names.append(name)
         if rank == victim and len(names) == number + 1:
-            sender.start()
+            if delay:
+                sender.start()
+            else:
+                signal.raise_signal(signal.SIGINT)
 
     started = time.monotonic()
     try:

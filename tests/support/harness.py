@@ -384,9 +384,13 @@ def _run_job(job: Job) -> bytes:
     setting = job.setting
     try:
         if setting.backend is not None:
+            store = dist.TCPStore("127.0.0.1", setting.port, None, False, wait_for_workers=False)
+            # A busy machine may start a process later than a test's group waits for it.
+            store.set(f"started/{job.rank}", "")
+            store.wait([f"started/{rank}" for rank in range(setting.num_ranks)])
             dist.init_process_group(
                 setting.backend,
-                store=dist.TCPStore("127.0.0.1", setting.port, None, False, wait_for_workers=False),
+                store=store,
                 rank=job.rank,
                 world_size=setting.num_ranks,
                 timeout=timedelta(seconds=setting.group_timeout),
