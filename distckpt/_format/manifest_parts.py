@@ -17,13 +17,13 @@ from distckpt._format.manifest import (
     MAX_TABLE_BYTES,
     TABLE_COLUMNS,
     ChunkTable,
-    PlannedManifest,
     ShardFile,
     judging_manifest,
     narrow,
     require,
 )
 from distckpt._format.marker import read_file
+from distckpt._format.planned_manifest import PlannedManifest
 from distckpt._geometry.region import IntArray
 from distckpt._storage import locations
 

@@ -28,13 +28,12 @@ from distckpt._format.manifest import (
     OBJECT,
     ChunkTable,
     Manifest,
-    PlannedManifest,
     ShardFile,
     narrow,
-    planned_in_order,
     require,
 )
 from distckpt._format.manifest_parts import cut_into_parts, parts_by_name
+from distckpt._format.planned_manifest import PlannedManifest, planned_in_order
 from distckpt._format.safetensors_file import shard_file_name
 from distckpt._geometry.region import IntArray, Region, intersect, stacked
 from distckpt._plan.layout import (
