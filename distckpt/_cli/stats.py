@@ -30,13 +30,13 @@ def run(arguments: Namespace, output: Output) -> int:
     location = locations.normalize(arguments.path)
     if is_in_parts(arguments):
         return _run_part(location, arguments, output)
-    started = time.perf_counter()
     with opened(Ranks.alone(), location) as stored:
         found = None if arguments.recompute else saved_stats(stored, arguments.keys)
         if found is not None:
             return _print_stats(_Report(location, found, is_saved=True), arguments.tree, output)
+        computing = importlib.import_module("distckpt._operations.stats")
+        started = time.perf_counter()
         with output.progress("reading") as progress:
-            computing = importlib.import_module("distckpt._operations.stats")
             found = list(computing.compute_stats(stored, arguments.keys, progress))
     seconds = time.perf_counter() - started
     return _print_stats(_Report(location, found, seconds), arguments.tree, output)
