@@ -42,7 +42,7 @@ def facts_of(
         outputs: tensors that are written.
     """
     chosen = {
-        name: _short(value)
+        name: _short(_in_order(value) if name == "keys" else value)
         for name, value in options.items()
         if name not in (*_UNIMPORTANT, *_PLANNED)
     }
@@ -132,6 +132,13 @@ def _digest(texts: Iterable[bytes]) -> str:
     for text in texts:
         found.update(text)
     return found.hexdigest()[:16]
+
+
+def _in_order(patterns: str | Sequence[str] | None) -> list[str] | None:
+    """Return the same patterns for each order in which they may be given."""
+    if patterns is None:
+        return None
+    return sorted({patterns} if isinstance(patterns, str) else set(patterns))
 
 
 def _short(value: Any) -> str:

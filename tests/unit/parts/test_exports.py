@@ -122,6 +122,14 @@ def test_other_options_are_refused_by_name(small, tmp_path):
     assert [task.run() for task in others][-1].is_complete
 
 
+@pytest.mark.parametrize("make", [tasks.consolidate, tasks.reshard])
+def test_the_order_of_keys_is_of_no_account(make, small, tmp_path):
+    keys = ["layers.1*", "layers.2.w", "!layers.11.w"]
+    make(small, tmp_path / "out", keys=keys, num_tasks=2)[0].run()
+    assert make(small, tmp_path / "out", keys=keys[::-1], num_tasks=2)[1].run().is_complete
+    assert distckpt.diff(small, tmp_path / "out", keys="layers.2.w").is_same
+
+
 def test_a_changed_source_is_refused(tmp_path):
     save_checkpoint(tmp_path / "a", {"w": numbered(4, 4), "v": numbered(3)})
     options = {"max_file_bytes": 10}
