@@ -109,18 +109,16 @@ def _configs_of(stored: StoredCheckpoint) -> list[bytes]:
 
 def _looks_of(stored: StoredCheckpoint) -> bytes:
     """Return the sizes and times of the files of a checkpoint, as a text."""
-    files = range(len(stored.manifest.files))
-    looks: dict[int, Any] = {}
+    paths = [stored.path_of_file(file_id) for file_id in range(len(stored.manifest.files))]
+    looks: dict[str, Any] = dict(locations.listed_sizes_and_times(stored.location))
 
-    def look(file_id: int) -> None:
-        path = stored.path_of_file(file_id)
-        looks[file_id] = None
+    def look(path: str) -> None:
         # One that is missing is for others to report.
         with contextlib.suppress(OSError):
-            looks[file_id] = [locations.file_size(path), locations.modified_time(path)]
+            looks[path] = locations.size_and_time(path)
 
-    run_threads(look, files, NUM_REQUESTS)
-    return json.dumps([looks[file_id] for file_id in files]).encode()
+    run_threads(look, [path for path in paths if path not in looks], NUM_REQUESTS)
+    return json.dumps([looks.get(path) for path in paths]).encode()
 
 
 def _digest_of_plan(outputs: Iterable[OutputTensor]) -> str:

@@ -27,6 +27,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from distckpt._base.errors import CheckpointingException
+from distckpt._base.threads import NUM_REQUESTS, run_threads
 from distckpt._commit import hidden_directories
 from distckpt._parts.work import Attempt, Part, Piece, Work
 from distckpt._storage import locations
@@ -128,6 +129,10 @@ class Journal:
         found = map(_RECORD.fullmatch, self._names())
         return {int(match[1]) for match in found if match}
 
+    def has_record(self, number: int) -> bool:
+        """Tell whether a piece is whole."""
+        return self._read(_record_name(number)) is not None
+
     def _names(self) -> list[str]:
         try:
             return locations.list_names(self.location)
@@ -136,11 +141,16 @@ class Journal:
 
     def record(self, number: int, result: Any, seconds: float) -> None:
         """Note that a piece is whole."""
-        self._write(f"piece-{number:06d}.json", {"result": result, "seconds": seconds})
+        self._write(_record_name(number), {"result": result, "seconds": seconds})
 
     def results(self, count: int) -> tuple[list[Any], float]:
         """Return the results of all pieces, and the seconds that they have taken."""
-        records = [self._read(f"piece-{number:06d}.json") for number in range(count)]
+        records: list[Any] = [None] * count
+
+        def read(number: int) -> None:
+            records[number] = self._read(_record_name(number))
+
+        run_threads(read, range(count), NUM_REQUESTS)
         if None in records:
             raise CheckpointingException(
                 f"{self.location!r} lacks the record of piece {records.index(None)}: another "
@@ -225,6 +235,10 @@ class Note:
         # Nobody needs it after a power failure, nor when it cannot be written.
         with contextlib.suppress(OSError):
             locations.write_bytes(self._path, json.dumps(content).encode(), durable=False)
+
+
+def _record_name(number: int) -> str:
+    return f"piece-{number:06d}.json"
 
 
 def _listed(pieces: Sequence[Piece]) -> list[list[Any]]:

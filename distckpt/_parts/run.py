@@ -150,8 +150,9 @@ def _open(work: Work, journal: Journal) -> None:
 def _check_others(work: Work, journal: Journal) -> None:
     """Refuse to begin beside other work that is not complete, for the same output."""
     for other in journals_beside(work.place):
-        header = other.header()
-        if other.attempt == journal.attempt or header is None or other.proofs():
+        if other.attempt == journal.attempt or (header := other.header()) is None:
+            continue
+        if other.proofs():
             continue
         raise CheckpointingException(
             f"Other work in parts is not complete for {work.place!r} ({other.location!r}): "
@@ -224,7 +225,7 @@ def _in_sight(directory: str) -> Iterator[Callable[[], None]]:
 def _missing(work: Work, journal: Journal, mine: Iterable[int], note: Note) -> Iterator[int]:
     """Yield the pieces that nobody else has done meanwhile, when their turn comes."""
     for number in mine:
-        if number not in journal.recorded():
+        if not journal.has_record(number):
             note.begin(work.pieces[number])
             yield number
 
