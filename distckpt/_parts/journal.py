@@ -52,6 +52,8 @@ class Worker:
         host: name of its machine.
         pid: its process there.
         piece: what it is doing.
+        number: of the piece.
+        piece_bytes: how much of the piece it has done.
         num_bytes: how much of its part it has done.
         seconds: since it last said so.
     """
@@ -60,6 +62,8 @@ class Worker:
     host: str
     pid: int
     piece: str
+    number: int
+    piece_bytes: int
     num_bytes: int
     seconds: float
 
@@ -212,12 +216,13 @@ class Note:
 
     def __init__(self, path: str, fields: Mapping[str, Any]) -> None:
         self._path, self._fields = path, fields
-        self._piece, self._num_bytes = "", 0
+        self._piece, self._number = "", -1
+        self._num_bytes = self._bytes_before = 0
         self._written = -_SECONDS_BETWEEN
 
-    def begin(self, piece: Piece) -> None:
+    def begin(self, number: int, piece: Piece) -> None:
         """Say which piece comes next."""
-        self._piece = piece.name
+        self._piece, self._number, self._bytes_before = piece.name, number, self._num_bytes
         self._write()
 
     def report(self, num_bytes: int, total: int) -> None:
@@ -231,7 +236,13 @@ class Note:
         if now - self._written < _SECONDS_BETWEEN:
             return
         self._written = now
-        content = {**self._fields, "piece": self._piece, "num_bytes": self._num_bytes}
+        content = {
+            **self._fields,
+            "piece": self._piece,
+            "number": self._number,
+            "piece_bytes": self._num_bytes - self._bytes_before,
+            "num_bytes": self._num_bytes,
+        }
         # Nobody needs it after a power failure, nor when it cannot be written.
         with contextlib.suppress(OSError):
             locations.write_bytes(self._path, json.dumps(content).encode(), durable=False)

@@ -7,6 +7,7 @@ import errno
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any
 
 from distckpt._base.errors import CheckpointingException
@@ -226,7 +227,7 @@ def _missing(work: Work, journal: Journal, mine: Iterable[int], note: Note) -> I
     """Yield the pieces that nobody else has done meanwhile, when their turn comes."""
     for number in mine:
         if not journal.has_record(number):
-            note.begin(work.pieces[number])
+            note.begin(number, work.pieces[number])
             yield number
 
 
@@ -285,6 +286,7 @@ class PartsStatus:
         num_whole: pieces that are whole.
         num_total: all pieces.
         bytes_whole: size of the pieces that are whole.
+        bytes_running: how much is done of pieces that are not whole, by processes at work.
         bytes_total: size of all.
         missing: names of what has pieces that are not whole.
         workers: processes that are at work, or were killed.
@@ -297,6 +299,7 @@ class PartsStatus:
     num_whole: int
     num_total: int
     bytes_whole: int
+    bytes_running: int
     bytes_total: int
     missing: tuple[str, ...]
     workers: tuple[Worker, ...]
@@ -315,6 +318,13 @@ def _status(journal: Journal, header: dict[str, Any]) -> PartsStatus:
     recorded, pieces = journal.recorded(), header["pieces"]
     sizes = [stop - start for _, start, stop in pieces]
     missing = [name for i, (name, _, _) in enumerate(pieces) if i not in recorded]
+    workers = journal.workers()
+    # Several may do the same piece.
+    running = {
+        worker.number: worker.piece_bytes
+        for worker in sorted(workers, key=attrgetter("piece_bytes"))
+        if worker.is_running and worker.number not in recorded
+    }
     return PartsStatus(
         journal.location,
         header["verb"],
@@ -322,9 +332,10 @@ def _status(journal: Journal, header: dict[str, Any]) -> PartsStatus:
         num_whole=len(recorded),
         num_total=len(pieces),
         bytes_whole=sum(size for i, size in enumerate(sizes) if i in recorded),
+        bytes_running=sum(running.values()),
         bytes_total=sum(sizes),
         missing=tuple(dict.fromkeys(missing)),
-        workers=tuple(journal.workers()),
+        workers=tuple(workers),
         is_complete=bool(journal.proofs()) and not journal.has_output(),
     )
 

@@ -12,6 +12,7 @@ from safetensors.torch import save_file
 
 import distckpt
 from distckpt import CheckpointExistsError, CheckpointingException, tasks
+from distckpt._parts import journal
 from distckpt.rules import Rename
 from tests.support.disk import tree_of
 from tests.support.parts import run_all, run_in_process
@@ -120,6 +121,23 @@ def test_other_options_are_refused_by_name(small, tmp_path):
     assert ".out.parts-" in removed
     assert sorted(tmp_path.iterdir()) == []
     assert [task.run() for task in others][-1].is_complete
+
+
+@pytest.mark.parametrize("make", [tasks.consolidate, tasks.reshard])
+def test_the_status_has_what_is_done_of_pieces(make, large, tmp_path, monkeypatch):
+    monkeypatch.setattr(journal, "_SECONDS_BETWEEN", 0.0)
+    seen = []
+
+    def look(done, total):
+        (status,) = tasks.status(tmp_path / "out")
+        seen.append((done, status.bytes_whole + status.bytes_running, status.bytes_running))
+
+    (task,) = make(large, tmp_path / "out", num_tasks=1)
+    task.run(progress=look)
+    assert [done for done, _, _ in seen] == pytest.approx([found for _, found, _ in seen], rel=0.01)
+    assert max(running for _, _, running in seen) > 30_000_000
+    (status,) = tasks.status(tmp_path / "out")
+    assert (status.bytes_running, status.bytes_whole) == (0, status.bytes_total)
 
 
 @pytest.mark.parametrize("make", [tasks.consolidate, tasks.reshard])
