@@ -2,7 +2,7 @@
 to an object store, memory and time.
 
     PYTHONPATH=. python tests/benchmarks/parts.py [--only calls requests memory seconds]
-        [--verbs NAME ...] [--gigabytes 1] [--runs 3] [--dir DIR]
+        [--verbs NAME ...] [--gigabytes 1] [--tensor-mib 32] [--runs 3] [--dir DIR]
 
 - calls: of the file system, for 16 files of 4 MiB. Pieces are 4 MiB here, instead of 64.
 - requests: the same on an S3 server (moto) on this machine.
@@ -128,6 +128,7 @@ def main() -> None:
     parser.add_argument("--only", nargs="+", choices=list(TABLES), default=list(TABLES))
     parser.add_argument("--verbs", nargs="+", choices=list(VERBS), default=list(VERBS))
     parser.add_argument("--gigabytes", type=float, default=1.0, help="of each checkpoint")
+    parser.add_argument("--tensor-mib", type=int, default=32, help="size of a tensor there")
     parser.add_argument("--details", action="store_true", help="print what is counted")
     arguments = parser.parse_args()
     report = Report(arguments)
@@ -257,7 +258,9 @@ def count_requests(report: Report, arguments: argparse.Namespace, folder: str) -
         with proxy.running() as url, reached_at(url):
             for name in arguments.verbs:
                 row: list[Cell] = [name]
-                for run, function in runs_of(VERBS[name], bucket, f"{bucket}/{name}"):
+                # It writes local files only.
+                place = f"{folder if name == 'convert' else bucket}/{name}"
+                for run, function in runs_of(VERBS[name], bucket, place):
                     proxy.requests.clear()
                     function()
                     row.append(f"{len(proxy.requests):,}")
@@ -341,15 +344,15 @@ def remove_outputs(place: str, verb: Verb) -> None:
     shutil.rmtree(place, ignore_errors=True)
 
 
-def save_large(folder: str, gigabytes: float) -> None:
+def save_large(folder: str, gigabytes: float, tensor_bytes: int) -> None:
     """Save two checkpoints of one file each."""
-    save_both(folder, max(1, round(gigabytes * 1e9 / 2**25)), 1 << 25, 1)
+    save_both(folder, max(1, round(gigabytes * 1e9 / tensor_bytes)), tensor_bytes, 1)
     shutil.rmtree(f"{folder}/whole")
 
 
 def peaks(report: Report, arguments: argparse.Namespace, folder: str) -> None:
     """Compare the memory of one process and of parts with what they may take."""
-    save_large(folder, arguments.gigabytes)
+    save_large(folder, arguments.gigabytes, arguments.tensor_mib << 20)
     rows: list[list[Cell]] = []
     for name in arguments.verbs:
         verb = VERBS[name]
@@ -373,7 +376,7 @@ def peaks(report: Report, arguments: argparse.Namespace, folder: str) -> None:
 
 def seconds(report: Report, arguments: argparse.Namespace, folder: str) -> None:
     """Compare one process on one core with two parts on two cores."""
-    save_large(folder, arguments.gigabytes)
+    save_large(folder, arguments.gigabytes, arguments.tensor_mib << 20)
     rows: list[list[Cell]] = []
     for name in arguments.verbs:
         alone, larger, wall, wall_of_parts = [], [], [], []
