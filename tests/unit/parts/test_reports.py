@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import shutil
+from collections import Counter
 
 import numpy as np
 import pytest
@@ -12,6 +13,8 @@ import torch
 import distckpt
 from distckpt import CheckpointingException, ShardedTensor, tasks
 from distckpt._io import write
+from distckpt._parts import work
+from tests.support.calls import recorded
 from tests.support.cli_command import call_json
 from tests.support.states import numbered, save_checkpoint, shard_files
 
@@ -88,8 +91,8 @@ def test_verify_compares_stored_fingerprints(spoiled, tmp_path, monkeypatch):
             opened.write(b"\xff\x00\xff\x00")
     expected = distckpt.verify(tmp_path / "a")
     assert expected.is_whole == (spoiled == "nothing")
-    work = tasks.verify(tmp_path / "a", journal=tmp_path / "journal", num_tasks=2)
-    assert same(run_parts(work), expected)
+    parts = tasks.verify(tmp_path / "a", journal=tmp_path / "journal", num_tasks=2)
+    assert same(run_parts(parts), expected)
 
 
 @pytest.mark.parametrize("options", [{}, {"keys": "layers.", "atol": 0.5}])
@@ -109,6 +112,26 @@ def test_stats(capsys, folder, tmp_path):
     ]
     assert not parts[0]["is_complete"]
     assert parts[1] == expected
+
+
+@pytest.mark.parametrize("verb", ["verify", "stats", "diff"])
+def test_a_part_looks_at_each_file_once_and_opens_its_own(verb, tmp_path, monkeypatch):
+    monkeypatch.setattr(work, "_MIN_PIECE_BYTES", 1 << 20)
+    tensors = {f"w{i}": torch.arange(1 << 18, dtype=torch.float32) + i for i in range(8)}
+    save_checkpoint(tmp_path / "whole", tensors)
+    distckpt.reshard(tmp_path / "whole", tmp_path / "a", num_ranks=8)
+    source = {"a": tmp_path / "a", "b": tmp_path / "whole"}
+    arguments = source if verb == "diff" else {"checkpoint_dir": tmp_path / "a"}
+    part = tasks.Task(verb, {**arguments, "journal": tmp_path / "journal"}, 1, 4)
+    with recorded(tmp_path / "a/tensors") as calls:
+        part.run()
+    names = Counter(call.name for call in calls)
+    assert 1 <= names["open"] <= 3
+    # One that is opened is looked at once more.
+    assert 8 <= names["stat"] <= 8 + 2 * names["open"]
+    with recorded(tmp_path / "a") as calls:
+        tasks.status(tmp_path / "journal" / verb)
+    assert not calls
 
 
 def test_other_arguments_are_refused_by_name(folder, tmp_path):
