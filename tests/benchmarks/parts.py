@@ -86,6 +86,16 @@ VERBS = {
         small={"max_file_bytes": FILE_BYTES},
         has_limit=True,
     ),
+    "quantize": Verb(
+        lambda folder, place, **options: distckpt.consolidate(
+            f"{folder}/a", place, quantize="fp8-block", **options
+        ),
+        lambda folder, place, **options: tasks.consolidate(
+            f"{folder}/a", place, quantize="fp8-block", **options
+        ),
+        small={"max_file_bytes": FILE_BYTES // 4},
+        has_limit=True,
+    ),
     "merge": Verb(
         lambda folder, place, **options: distckpt.merge(sources(folder), place, **options),
         lambda folder, place, **options: tasks.merge(sources(folder), place, **options),
@@ -146,7 +156,7 @@ def save_both(folder: str, num_tensors: int, tensor_bytes: int, num_files: int) 
         for i in range(num_tensors):
             tensor = torch.randn(rows, 1024, generator=torch.Generator().manual_seed(i))
             tensor[i % rows, 0] += number
-            key = f"layers.{i}.w"
+            key = f"layers.{i}.mlp.up_proj.weight"
             state[key] = distckpt.ShardedTensor.from_rank_offsets(key, tensor)
         distckpt.save(state, f"{folder}/whole", overwrite=True)
         distckpt.reshard(f"{folder}/whole", path, num_ranks=num_files)

@@ -231,6 +231,7 @@ def test_killed_parts(name, folder, tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize("name", CASES)
 def test_killed_parts_sweep(name, folder, tmp_path):
     check_killed(CASES[name], folder, tmp_path, num_kills=100)
@@ -285,6 +286,7 @@ def test_killed_while_completing(folder, tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize("first", range(8))
 @pytest.mark.parametrize("name", CASES)
 def test_killed_at_every_call(name, first, folder, tmp_path):
@@ -349,6 +351,7 @@ def test_overtaken_at_some_calls(name, folder, tmp_path, monkeypatch):
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1500)
 @pytest.mark.parametrize("name", CASES)
 def test_overtaken_at_every_call(name, folder, tmp_path, monkeypatch):
     monkeypatch.setattr(fcntl, "flock", refuse_locks)
