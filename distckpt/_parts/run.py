@@ -63,7 +63,7 @@ def run_part(work: Work, part: Part, progress: Progress | None = None) -> PartRe
         try:
             _open(work, journal)
             recorded = journal.recorded()
-            mine = [number for number in share(work.pieces, part) if number not in recorded]
+            mine = [number for number in share(work.costs(), part) if number not in recorded]
             for number in _run(work, journal, part, mine, progress):
                 num_pieces, num_bytes = num_pieces + 1, num_bytes + work.pieces[number].num_bytes
         except OSError:

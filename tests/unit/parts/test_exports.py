@@ -13,6 +13,7 @@ from safetensors.torch import save_file
 import distckpt
 from distckpt import CheckpointExistsError, CheckpointingException, tasks
 from distckpt._parts import journal
+from distckpt._parts import work as work_in_parts
 from distckpt.rules import Rename
 from tests.support.disk import tree_of
 from tests.support.parts import run_all, run_in_process
@@ -88,6 +89,17 @@ def test_parts_are_even_in_bytes(small, tmp_path):
     work = tasks.consolidate(small, tmp_path / "out", num_tasks=5, **MANY)
     sizes = [task.run().num_bytes for task in work]
     assert max(sizes) - min(sizes) <= MANY["max_file_bytes"] + 1000
+
+
+def test_scales_are_as_much_work_as_their_codes(tmp_path, monkeypatch):
+    monkeypatch.setattr(work_in_parts, "_MIN_PIECE_BYTES", 1 << 20)
+    tensors = {f"layers.{i}.mlp.up_proj.weight": numbered(1024, 1024) + i for i in range(8)}
+    save_checkpoint(tmp_path / "a", tensors)
+    options = {"quantize": "fp8-block", "num_tasks": 2}
+    parts = [task.run() for task in tasks.consolidate(tmp_path / "a", tmp_path / "out", **options)]
+    # The scales of all are in the first piece of the file.
+    assert parts[0].num_pieces < parts[1].num_pieces / 2
+    assert parts[1].is_complete
 
 
 def test_the_same_part_twice_at_the_same_time(small, tmp_path):
