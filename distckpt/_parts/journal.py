@@ -22,7 +22,7 @@ import os
 import re
 import secrets
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -137,6 +137,11 @@ class Journal:
     def record(self, number: int, result: Any, seconds: float) -> None:
         """Note that a piece is whole."""
         self._write(f"piece-{number:06d}.json", {"result": result, "seconds": seconds})
+
+    def forget(self, numbers: Iterable[int]) -> None:
+        """Note that pieces are not whole any more."""
+        for number in numbers:
+            locations.remove_file(self._path(f"piece-{number:06d}.json"))
 
     def results(self, count: int) -> tuple[list[Any], float]:
         """Return the results of all pieces, and the seconds that they have taken."""
