@@ -167,9 +167,9 @@ class Journal:
         """
         return [self._read(name) for name in self._names() if _DONE.fullmatch(name)]
 
-    def has_output(self) -> bool:
-        """Tell whether the output is still in the journal: it has not appeared."""
-        return bool(self._outputs())
+    def has_appeared(self) -> bool:
+        """Tell whether the output has appeared: it was complete, and is not in the journal."""
+        return any(map(_DONE.fullmatch, self._names())) and not self._outputs()
 
     def remove_output(self) -> None:
         """Remove what a process that was late has begun again, when the output has appeared."""

@@ -388,7 +388,7 @@ def _status(journal: Journal, header: dict[str, Any]) -> PartsStatus:
         bytes_total=sum(sizes),
         missing=tuple(dict.fromkeys(missing)),
         workers=tuple(journal.workers()),
-        is_complete=bool(journal.proofs()) and not journal.has_output(),
+        is_complete=journal.has_appeared(),
     )
 
 
