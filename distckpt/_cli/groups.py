@@ -49,10 +49,10 @@ def group_keys(manifest: Manifest, is_merging: bool = True) -> list[Group]:
         key = manifest.keys[key_id]
         pattern = without_numbers(key) if is_merging else key
         members[pattern, manifest.dtypes[key_id], manifest.global_shapes[key_id]].append(key_id)
-    sizes = np.concatenate([[0], np.cumsum(manifest.num_bytes)])
+    sizes = np.concatenate([[0], np.cumsum(manifest.chunks.num_bytes)])
     starts = manifest.key_starts
     ranks = [rank_of_file(file.name) for file in manifest.files]
-    file_ids = manifest.file_ids.tolist()
+    file_ids = manifest.chunks.file_ids.tolist()
 
     def ranks_of(ids: Sequence[int]) -> frozenset[int]:
         found = {ranks[file_ids[row]] for i in ids for row in range(starts[i], starts[i + 1])}

@@ -27,7 +27,7 @@ def owner_of(rank: int | None, file: str) -> str:
 def list_files(manifest: Manifest) -> list[dict[str, Any]]:
     """List the files, each with the rank in its name, if any, and the size of its data."""
     data_bytes = np.zeros(len(manifest.files), np.int64)
-    np.add.at(data_bytes, manifest.file_ids, manifest.num_bytes)
+    np.add.at(data_bytes, manifest.chunks.file_ids, manifest.chunks.num_bytes)
     return [
         {
             "name": file.name,

@@ -12,7 +12,9 @@ from distckpt._format.manifest import (
     ChunkTable,
     Manifest,
     blocks_of,
+    check_size_of_checksums,
     file_of_checksums,
+    judging_manifest,
 )
 from distckpt._format.marker import read_file
 from distckpt._format.stored_checkpoint import StoredCheckpoint
@@ -33,7 +35,8 @@ def fetch_checksums(stored: StoredCheckpoint, file_ids: IntArray) -> None:
     if not len(manifest.checksum_files):
         return
     groups = np.flatnonzero(np.bincount(np.searchsorted(manifest.checksum_files, file_ids)))
-    holders = manifest.checksum_files[groups].tolist()
+    with judging_manifest(stored.location):
+        holders = manifest.checksum_files[groups].tolist()
     missing = [holder for holder in holders if holder not in manifest.fetched_checksums]
     if not missing:
         return
@@ -43,7 +46,8 @@ def fetch_checksums(stored: StoredCheckpoint, file_ids: IntArray) -> None:
         contents[holder] = _read(stored, holder)
 
     run_threads(fetch, missing, 1 if locations.is_local(stored.location) else NUM_REQUESTS)
-    _find_first_blocks(manifest, np.array(missing, np.int64))
+    with judging_manifest(stored.location):
+        _find_first_blocks(manifest, np.array(missing, np.int64))
     manifest.fetched_checksums.update(contents)
 
 
@@ -79,17 +83,23 @@ def _find_first_blocks(manifest: Manifest, holders: IntArray) -> None:
     """Note where the checksums of chunks begin, for the chunks whose checksums some files hold."""
     holder_of_file = np.searchsorted(manifest.checksum_files, np.arange(len(manifest.files)))
     is_wanted = np.isin(holder_of_file, np.searchsorted(manifest.checksum_files, holders))
+    rows = manifest.rows_in_files(np.flatnonzero(is_wanted))
+    manifest.check_rows(rows)
+    found = manifest.rows(rows)
+    order = _in_file_order(found)
     # What a view has besides lies nowhere.
-    rows = np.flatnonzero(is_wanted[manifest.file_ids] & (manifest.first_bytes >= 0))
-    rows = rows[_in_file_order(manifest, rows)]
-    counts = np.diff(manifest.block_starts)[rows]
+    order = order[found.first_bytes[order] >= 0]
+    counts = -(-found.num_bytes[order] // manifest.block_bytes)
     starts = np.cumsum(counts) - counts
-    groups = holder_of_file[manifest.file_ids[rows]]
-    manifest.first_blocks[rows] = starts - starts[np.searchsorted(groups, groups)]
+    groups = holder_of_file[found.file_ids[order]]
+    manifest.first_blocks[rows[order]] = starts - starts[np.searchsorted(groups, groups)]
+    num_blocks = np.bincount(groups, counts.astype(np.float64), len(manifest.checksum_files))
+    for holder, group in zip(holders.tolist(), holder_of_file[holders].tolist(), strict=True):
+        check_size_of_checksums(manifest.files[holder], num_blocks[group])
 
 
-def _in_file_order(manifest: Manifest, rows: IntArray) -> IntArray:
-    return np.lexsort((manifest.first_bytes[rows], manifest.file_ids[rows]))
+def _in_file_order(chunks: ChunkTable) -> IntArray:
+    return np.lexsort((chunks.first_bytes, chunks.file_ids))
 
 
 # --- All of them ----------------------------------------------------------------------------------
@@ -100,21 +110,20 @@ def with_checksums(stored: StoredCheckpoint) -> Manifest:
     manifest = stored.manifest
     if not len(manifest.checksum_files):
         return manifest
-    fetch_checksums(stored, manifest.file_ids)
-    rows = np.arange(len(manifest.key_ids))
-    in_file_order = _in_file_order(manifest, rows)
+    chunks = manifest.chunks
+    fetch_checksums(stored, chunks.file_ids)
+    in_file_order = _in_file_order(chunks)
     holders = manifest.checksum_files.tolist()
     known = np.concatenate([manifest.fetched_checksums.get(h, _NONE) for h in holders])
     checksums = np.empty_like(known)
-    checksums[blocks_of(in_file_order, manifest.num_bytes, manifest.block_bytes)] = known
-    return _with_chunks(manifest, manifest.chunks._replace(block_checksums=checksums))
+    checksums[blocks_of(in_file_order, chunks.num_bytes, manifest.block_bytes)] = known
+    return _with_chunks(manifest, chunks._replace(block_checksums=checksums))
 
 
 def moved_beside(manifest: Manifest, name: str) -> tuple[Manifest, bytes]:
     """Return the manifest without its checksums, and the content of a new file that holds them."""
-    rows = np.arange(len(manifest.key_ids))
-    order = _in_file_order(manifest, rows)
-    blocks = blocks_of(order, manifest.num_bytes, manifest.block_bytes)
+    order = _in_file_order(manifest.chunks)
+    blocks = blocks_of(order, manifest.chunks.num_bytes, manifest.block_bytes)
     data = manifest.block_checksums[blocks].astype("<u8").tobytes()
     chunks = manifest.chunks._replace(
         files=[*manifest.files, file_of_checksums(name, data)], block_checksums=_NONE

@@ -17,7 +17,7 @@ import safetensors.numpy
 Column = npt.NDArray[Any]
 
 _JSON = "json"
-_DELTAS, _COUNTS = ".deltas", ".counts"
+DELTAS, COUNTS = ".deltas", ".counts"
 _WORD_BYTES = 8
 _MAX_RATIO = 1040
 """The most bytes that zlib makes out of one."""
@@ -76,49 +76,17 @@ def unpack(data: bytes) -> tuple[Any, dict[str, Column]]:
 
 def pack_table(columns: Mapping[str, Column]) -> bytes:
     """Encode columns of integers of as many rows each: runs of equal differences where these take
-    less. The inverse of `unpack_table`.
+    less. See `lazy_columns` for what reads it.
     """
     encoded: dict[str, Column] = {}
     for name, column in columns.items():
         deltas, counts = _runs_of(column)
         if deltas.nbytes + counts.nbytes < column.nbytes // 2:
-            encoded |= {name + _DELTAS: deltas, name + _COUNTS: counts}
+            encoded |= {name + DELTAS: deltas, name + COUNTS: counts}
         else:
             encoded[name] = column
     num_rows = max(map(len, columns.values()), default=0)
     return pack({"rows": num_rows}, encoded)
-
-
-def unpack_table(data: bytes, max_numbers: int) -> dict[str, Column]:
-    """Decode what `pack_table` made, and plain columns.
-
-    Raises:
-        ValueError: it is something else, or has more than `max_numbers`.
-    """
-    fields, columns = unpack(data)
-    if (num_numbers := _num_numbers(columns)) > max_numbers:
-        raise ValueError(f"{num_numbers} numbers are too many")
-    for name in [name for name in columns if name.endswith(_DELTAS)]:
-        column = name.removesuffix(_DELTAS)
-        deltas, counts = columns.pop(name), columns.pop(column + _COUNTS, None)
-        if counts is None or not deltas.dtype == counts.dtype == np.int64:
-            raise ValueError(f"{column!r} has no runs of int64")
-        if counts.min(initial=1) < 1:
-            raise ValueError(f"a run of {column!r} is empty")
-        flat = np.cumsum(np.repeat(deltas, counts))
-        num_rows = fields["rows"]
-        is_plain = column not in ("offsets", "shapes")
-        columns[column] = flat if is_plain else flat.reshape(-1, num_rows).T
-    return columns
-
-
-def _num_numbers(columns: Mapping[str, Column]) -> float:
-    """Count the numbers of a table. Floating point does not wrap around."""
-    return sum(
-        float(column.sum(dtype=np.float64)) if name.endswith(_COUNTS) else column.size
-        for name, column in columns.items()
-        if not name.endswith(_DELTAS)
-    )
 
 
 def _runs_of(column: Column) -> tuple[Column, Column]:

@@ -19,7 +19,8 @@ import numpy.typing as npt
 from distckpt._base.dtypes import ITEM_BYTES, is_known
 from distckpt._base.errors import CheckpointingException, CorruptCheckpointError
 from distckpt._format.checksum import BLOCK_BYTES, checksum
-from distckpt._format.columns import pack, unpack, unpack_table
+from distckpt._format.columns import Column, pack, unpack
+from distckpt._format.lazy_columns import LazyColumn, Part, SortedRows, starts_of_keys
 from distckpt._format.safetensors_file import MAX_HEADER_BYTES
 from distckpt._geometry.region import IntArray, Region, stable_order, widen
 from distckpt._storage import locations
@@ -163,6 +164,36 @@ class ChunkTable(NamedTuple):
         return ChunkTable(self.files, **taken, block_checksums=np.zeros(0, np.uint64))
 
 
+class LazyChunks(NamedTuple):
+    """The same table where parts of the manifest hold it; its columns are computed for the rows
+    that are asked for.
+    """
+
+    location: str
+    files: list[ShardFile]
+    key_ids: LazyColumn
+    file_ids: LazyColumn
+    first_bytes: LazyColumn
+    num_bytes: LazyColumn
+    offsets: LazyColumn
+    shapes: LazyColumn
+    block_checksums: npt.NDArray[np.uint64]
+
+    def whole(self) -> ChunkTable:
+        """Return all chunks."""
+        columns = {name: getattr(self, name).whole() for name in TABLE_COLUMNS}
+        return ChunkTable(self.files, **columns, block_checksums=self.block_checksums)
+
+    def rows(self, rows: IntArray) -> ChunkTable:
+        """Return the chunks in some rows, without checksums."""
+        columns = {name: getattr(self, name)[rows] for name in TABLE_COLUMNS}
+        return ChunkTable(self.files, **columns, block_checksums=np.zeros(0, np.uint64))
+
+
+TABLE_COLUMNS = [name for name in ChunkTable._fields if name not in ("files", "block_checksums")]
+"""The columns that parts of a manifest have."""
+
+
 def blocks_of(rows: IntArray, num_bytes: IntArray, block_bytes: int) -> IntArray:
     """Return the numbers of the blocks of the chunks in some rows, in their order."""
     counts = -(-num_bytes // block_bytes)
@@ -200,8 +231,6 @@ class Manifest:
     Attributes:
         checksum_files: the numbers of the files that hold checksums; none if `block_checksums` has
             them.
-        first_blocks: for each chunk, where the checksums of its blocks begin: in the file that
-            holds them, as far as it was fetched, or in `block_checksums`.
         fetched_checksums: what `checksum_files` hold, as far as it was fetched; by number of file.
     """
 
@@ -210,7 +239,7 @@ class Manifest:
         keys: Sequence[str],
         dtypes: Sequence[str],
         global_shapes: Sequence[tuple[int, ...]],
-        chunks: ChunkTable,
+        chunks: ChunkTable | LazyChunks,
         aliases: Mapping[str, str],
         block_bytes: int = BLOCK_BYTES,
         has_checksums: bool = True,
@@ -222,7 +251,7 @@ class Manifest:
         self.keys = list(keys)
         self.dtypes = list(dtypes)
         self.global_shapes = list(global_shapes)
-        self.chunks = chunks
+        self._table = chunks
         self.aliases = dict(aliases)
         self.block_bytes = block_bytes
         self.has_checksums = has_checksums
@@ -238,17 +267,45 @@ class Manifest:
         self.offsets = chunks.offsets
         self.shapes = chunks.shapes
         self.block_checksums = chunks.block_checksums
-        self.key_starts: IntArray = np.searchsorted(self.key_ids, np.arange(len(self.keys) + 1))
-        self.block_starts: IntArray = np.zeros(len(self.key_ids) + 1, np.int64)
-        np.cumsum(-(-self.num_bytes // block_bytes), out=self.block_starts[1:])
+        self.key_starts = _key_starts(chunks, len(self.keys))
         self.checksum_files: IntArray = np.flatnonzero(
             [has_checksums and file.holds_checksums for file in self.files]
         )
-        self.first_blocks = self.block_starts
-        if len(self.checksum_files):
-            # Filled together with `fetched_checksums`; pages that nobody fills take no memory.
-            self.first_blocks = np.zeros(len(self.key_ids), np.int64)
         self.fetched_checksums: dict[int, npt.NDArray[np.uint64]] = {}
+
+    @functools.cached_property
+    def chunks(self) -> ChunkTable:
+        """All chunks. Where parts of the manifest hold them, they take much more memory than the
+        manifest.
+        """
+        if isinstance(self._table, ChunkTable):
+            return self._table
+        with judging_manifest(self._table.location):
+            chunks = self._table.whole()
+            self._check_chunks(chunks)
+        return chunks
+
+    @functools.cached_property
+    def block_starts(self) -> IntArray:
+        """The number of blocks before each chunk, and of all blocks."""
+        return np.append(0, np.cumsum(-(-self.chunks.num_bytes // self.block_bytes)))
+
+    @functools.cached_property
+    def first_blocks(self) -> IntArray:
+        """For each chunk, where the checksums of its blocks begin: in the file that holds them, as
+        far as it was fetched, or in `block_checksums`.
+        """
+        if not len(self.checksum_files):
+            return self.block_starts
+        # Filled together with `fetched_checksums`; pages that nobody fills take no memory.
+        return np.zeros(len(self.key_ids), np.int64)
+
+    @functools.cached_property
+    def _sorted_rows(self) -> SortedRows | None:
+        table = self._table
+        if isinstance(table, ChunkTable):
+            return None
+        return SortedRows.of(self.key_starts, table.offsets, table.shapes)
 
     @property
     def shapes_by_key(self) -> dict[str, tuple[int, ...]]:
@@ -289,6 +346,40 @@ class Manifest:
         """Return the rows of the chunk table that belong to a key."""
         return slice(int(self.key_starts[key_id]), int(self.key_starts[key_id + 1]))
 
+    def rows_near(
+        self, key_ids: IntArray, offsets: IntArray, shapes: IntArray
+    ) -> tuple[IntArray, IntArray]:
+        """Return for each of some regions of keys from which row on, and up to which, the chunks
+        are that it may meet.
+        """
+        if self._sorted_rows is not None:
+            return self._sorted_rows.near(key_ids, offsets, shapes)
+        return self.key_starts[key_ids], self.key_starts[key_ids + 1]
+
+    def rows_in_files(self, file_ids: IntArray) -> IntArray:
+        """Return the rows of the chunks in some files, in ascending order."""
+        if isinstance(self.file_ids, LazyColumn):
+            return self.file_ids.rows_of(file_ids)
+        is_wanted = np.zeros(len(self.files), bool)
+        is_wanted[file_ids] = True
+        return np.flatnonzero(is_wanted[self.file_ids])
+
+    def rows(self, rows: IntArray) -> ChunkTable:
+        """Return the chunks in some rows, in their order, without checksums."""
+        if isinstance(self._table, ChunkTable):
+            return self._table.without_blocks(rows)
+        return self._table.rows(rows)
+
+    def check_rows(self, rows: IntArray) -> None:
+        """Check that some chunks lie inside of their tensors and files, unless it is known.
+
+        Raises:
+            CorruptCheckpointError: a chunk does not.
+        """
+        if isinstance(self._table, LazyChunks):
+            with judging_manifest(self._table.location):
+                self._check_positions(self.rows(rows))
+
     def chunk_region(self, row: int) -> Region:
         """Return the region of the global tensor that a chunk holds."""
         ndim = len(self.global_shapes[self.key_ids[row]])
@@ -321,12 +412,14 @@ class Manifest:
             "plan": self.plan,
         }
         fields |= {name: value for name, value in optional.items() if value is not None}
-        columns = {**self._columns_of_keys(chunks.offsets.shape[1]), **chunks.columns()}
+        key_ndims = np.array([len(shape) for shape in self.global_shapes], np.int64)
+        key_shapes = _padded_shapes(self.global_shapes, chunks.offsets.shape[1])
+        columns = {"key_shapes": key_shapes, "key_ndims": key_ndims, **chunks.columns()}
         if fingerprints is not None:
             columns[_FINGERPRINTS] = fingerprints
         data = pack(fields, {name: narrow(column) for name, column in columns.items()})
         if len(data) > MAX_TABLE_BYTES:
-            raise _too_large(f"{len(data)} bytes")
+            raise too_large(f"{len(data)} bytes")
         return data
 
     @classmethod
@@ -334,11 +427,10 @@ class Manifest:
         """Decode a manifest, which may carry parts; check that it does not contradict itself."""
         with judging_manifest(location):
             fields, columns = unpack(data)
-            columns = _with_parts(columns)
-            files = [ShardFile(str(n), int(b), int(h), int(c)) for n, b, h, c in fields["files"]]
-            key_shapes, key_ndims = columns.pop("key_shapes"), columns.pop("key_ndims")
-            chunks = ChunkTable(files, **{name: columns[name] for name in ChunkTable._fields[1:]})
-            _check_columns(chunks, key_shapes, key_ndims, len(fields["keys"]))
+            files = list(map(ShardFile._make, fields["files"]))
+            key_shapes, key_ndims = map(_widened, (columns["key_shapes"], columns["key_ndims"]))
+            _check_columns_of_keys(key_shapes, key_ndims, len(fields["keys"]))
+            chunks = _read_chunks(files, columns, key_shapes.shape[1], location)
             is_axis = np.arange(key_shapes.shape[1]) < key_ndims[:, None]
             require(
                 bool((is_axis.sum(axis=1) == key_ndims).all()), "a key has more axes than the table"
@@ -366,18 +458,17 @@ class Manifest:
                 plan=fields.get("plan"),
                 fingerprints=columns.get(_FINGERPRINTS),
             )
-            manifest._check(key_shapes)
+            manifest._key_shapes = key_shapes
+            manifest._check()
         return manifest
 
-    def _columns_of_keys(self, ndim: int) -> dict[str, IntArray]:
-        key_shapes = np.ones((len(self.keys), ndim), np.int64)
-        for i, shape in enumerate(self.global_shapes):
-            key_shapes[i, : len(shape)] = shape
-        key_ndims = np.array([len(shape) for shape in self.global_shapes], np.int64)
-        return {"key_shapes": key_shapes, "key_ndims": key_ndims}
+    @functools.cached_property
+    def _key_shapes(self) -> IntArray:
+        """Global shapes, padded with 1 to as many axes as the table has."""
+        return _padded_shapes(self.global_shapes, self.offsets.shape[1])
 
-    def _check(self, key_shapes: IntArray) -> None:
-        num_chunks, num_keys, keys = len(self.key_ids), len(self.keys), set(self.keys)
+    def _check(self) -> None:
+        num_keys, keys = len(self.keys), set(self.keys)
         require(
             len(self.dtypes) == len(self.global_shapes) == num_keys,
             "keys and dtypes differ in number",
@@ -397,27 +488,28 @@ class Manifest:
                 settings.are_settings(self.quantization),
                 "what it says of quantized tensors is not a setting",
             )
+        self._check_files()
+        require(self.block_checksums.dtype == np.uint64, "checksums are not uint64")
+        require(self.block_checksums.ndim == 1, "checksums are not one column")
+        require(
+            self.has_checksums or self.block_bytes == BLOCK_BYTES,
+            "blocks of an unusual size, without checksums",
+        )
+        if isinstance(self._table, ChunkTable):
+            self._check_chunks(self._table)
+
+    def _check_files(self) -> None:
         # Our own files lie at most one folder down; other programs may nest theirs deeper.
         max_parts = 2 if self.origin is None else 4
-        for file in self.files:
-            require(
-                locations.is_inner_name(file.name, max_parts),
-                f"the file name {file.name!r:.300} leads elsewhere",
-            )
-            is_all_header = file.header_bytes == file.num_bytes
+        for name, num_bytes, header_bytes, header_checksum in self.files:
+            if not locations.is_inner_name(name, max_parts):
+                raise ValueError(f"the file name {name!r:.300} leads elsewhere")
+            is_all_header = header_bytes == num_bytes
             limit = MAX_TABLE_BYTES if is_all_header else 8 + MAX_HEADER_BYTES
-            fits = 0 <= file.header_bytes <= min(file.num_bytes, limit)
-            require(fits, f"the file {file.name!r} has a header of {file.header_bytes} bytes")
-        self._check_number_of_checksums()
-        if num_chunks == 0:
-            return
-        require(bool((np.diff(self.key_ids) >= 0).all()), "chunks are not sorted by key")
-        require(self.key_ids[0] >= 0 and self.key_ids[-1] < num_keys, "a chunk has no key")
-        require(
-            bool(((self.file_ids >= 0) & (self.file_ids < len(self.files))).all()),
-            "a chunk has no file",
-        )
-        self._check_positions(key_shapes)
+            if not 0 <= header_bytes <= num_bytes or header_bytes > limit:
+                raise ValueError(f"the file {name!r} has a header of {header_bytes} bytes")
+            if not type(num_bytes) is type(header_bytes) is type(header_checksum) is int:
+                raise TypeError(f"the numbers of the file {name!r} are not integers")
 
     def _check_fingerprints(self) -> None:
         numbers = self.fingerprints
@@ -425,193 +517,90 @@ class Manifest:
             fits = numbers.dtype == np.uint64 and numbers.shape == (len(self.keys),)
             require(fits, "fingerprints are not one number for each key")
 
-    def _check_positions(self, key_shapes: IntArray) -> None:
-        inside = self.offsets.min(initial=0) == self.shapes.min(initial=0) == 0
-        # A difference of numbers from 0 on does not wrap around.
-        inside = inside and bool((self.offsets <= key_shapes[self.key_ids] - self.shapes).all())
-        require(inside, "a chunk lies outside its tensor")
-        sizes = np.array([f.num_bytes for f in self.files], np.int64)[self.file_ids]
-        starts = np.array([f.header_bytes for f in self.files], np.int64)[self.file_ids]
-        fits = (self.num_bytes >= 0) & (self.first_bytes >= starts) & (self.num_bytes <= sizes)
-        require(
-            bool((fits & (self.first_bytes <= sizes - self.num_bytes)).all()),
-            "a chunk lies outside its file",
-        )
-        # Tensors have fewer than 2**62 elements, so none of these products wraps around.
-        num_elements = functools.reduce(
-            np.multiply, self.shapes.T, np.ones(len(self.key_ids), np.int64)
-        )
-        require(bool((num_elements < 2**58).all()), "a chunk is larger than any file")
-        item_bytes = np.array([ITEM_BYTES.get(name, 0) for name in self.dtypes], np.int64)
-        per_item = item_bytes[self.key_ids]
-        exact = num_elements * per_item == self.num_bytes
-        require(bool((exact | (per_item == 0)).all()), "a chunk's size contradicts its shape")
+    def _check_chunks(self, chunks: ChunkTable) -> None:
+        """Check a table of all chunks."""
+        self._check_number_of_checksums(chunks)
+        require(bool((np.diff(chunks.key_ids) >= 0).all()), "chunks are not sorted by key")
+        self._check_positions(chunks)
         # No byte is in two chunks, so a small file cannot claim large tensors. Integer sums would
         # wrap around.
-        in_files = np.bincount(self.file_ids, self.num_bytes.astype(np.float64), len(self.files))
+        in_files = np.bincount(
+            chunks.file_ids, chunks.num_bytes.astype(np.float64), len(self.files)
+        )
         require(
             all(in_files <= [float(f.num_bytes) for f in self.files]),
             "chunks take more room than their file has",
         )
 
-    def _check_number_of_checksums(self) -> None:
-        require(self.block_checksums.dtype == np.uint64, "checksums are not uint64")
-        require(
-            self.has_checksums or self.block_bytes == BLOCK_BYTES,
-            "blocks of an unusual size, without checksums",
+    def _check_positions(self, chunks: ChunkTable) -> None:
+        """Check some chunks, each by itself."""
+        key_ids, file_ids, num_bytes = chunks.key_ids, chunks.file_ids, chunks.num_bytes
+        if not len(key_ids):
+            return
+        require(key_ids.min() >= 0 and key_ids.max() < len(self.keys), "a chunk has no key")
+        require(file_ids.min() >= 0 and file_ids.max() < len(self.files), "a chunk has no file")
+        inside = chunks.offsets.min(initial=0) == chunks.shapes.min(initial=0) == 0
+        # A difference of numbers from 0 on does not wrap around.
+        inside = inside and bool(
+            (chunks.offsets <= self._key_shapes[key_ids] - chunks.shapes).all()
         )
+        require(inside, "a chunk lies outside its tensor")
+        sizes = np.array([f.num_bytes for f in self.files], np.int64)[file_ids]
+        starts = np.array([f.header_bytes for f in self.files], np.int64)[file_ids]
+        fits = (num_bytes >= 0) & (chunks.first_bytes >= starts) & (num_bytes <= sizes)
+        require(
+            bool((fits & (chunks.first_bytes <= sizes - num_bytes)).all()),
+            "a chunk lies outside its file",
+        )
+        # Tensors have fewer than 2**62 elements, so none of these products wraps around.
+        num_elements = functools.reduce(
+            np.multiply, chunks.shapes.T, np.ones(len(key_ids), np.int64)
+        )
+        require(bool((num_elements < 2**58).all()), "a chunk is larger than any file")
+        item_bytes = np.array([ITEM_BYTES.get(name, 0) for name in self.dtypes], np.int64)
+        per_item = item_bytes[key_ids]
+        exact = num_elements * per_item == num_bytes
+        require(bool((exact | (per_item == 0)).all()), "a chunk's size contradicts its shape")
+
+    def _check_number_of_checksums(self, chunks: ChunkTable) -> None:
+        num_blocks_of = (-(-chunks.num_bytes // self.block_bytes)).astype(np.float64)
         are_here = self.has_checksums and not len(self.checksum_files)
-        num_blocks = int(self.block_starts[-1]) if are_here else 0
+        num_blocks = num_blocks_of.sum() if are_here else 0
         require(len(self.block_checksums) == num_blocks, "the number of checksums is wrong")
         if not len(self.checksum_files):
             return
-        groups = np.searchsorted(self.checksum_files, self.file_ids)
+        groups = np.searchsorted(self.checksum_files, chunks.file_ids)
         require(groups.max(initial=0) < len(self.checksum_files), "a chunk has no checksums")
         # Integer sums would wrap around.
-        num_blocks_of = np.bincount(
-            groups, np.diff(self.block_starts).astype(np.float64), len(self.checksum_files)
-        )
-        for file_id, expected in zip(self.checksum_files.tolist(), num_blocks_of, strict=True):
-            file = self.files[file_id]
-            require(
-                file.num_bytes == file.header_bytes == CHECKSUM_BYTES * expected,
-                f"the number of checksums in {file.name!r} is wrong",
-            )
+        in_groups = np.bincount(groups, num_blocks_of, len(self.checksum_files))
+        for file_id, expected in zip(self.checksum_files.tolist(), in_groups, strict=True):
+            check_size_of_checksums(self.files[file_id], expected)
 
 
-class PlannedManifest(NamedTuple):
-    """A manifest without what is known only when the chunks are written. Repeated saves keep its
-    order, and its columns in the form in which they are stored.
-
-    Attributes:
-        manifest: of the keys, without chunks.
-        chunks: without checksums; the chunks of objects, whose files are not laid out yet, have no
-            positions and sizes.
-        order: the place of each chunk among the chunks of all ranks, one rank after the other;
-            empty if the manifest does not have the checksums.
-        open_files: the files that are not laid out, or hold checksums.
-        open_rows: the chunks of these files, in their order.
-        num_open: of these files and of these chunks, those of each rank; of shape (ranks, 2).
-        parts: contents of files, by name, that hold further chunks, which come before the others
-            and are all laid out; none if `chunks` are all.
-    """
-
-    manifest: Manifest
-    chunks: ChunkTable
-    order: IntArray
-    open_files: IntArray
-    open_rows: IntArray
-    num_open: IntArray
-    parts: Mapping[str, bytes] = {}
-
-    def completed(self, reports: Sequence[bytes]) -> ChunkTable:
-        """Return the chunks with what each rank has written.
-
-        Args:
-            reports: by rank, what `report_of` has made.
-        """
-        parts = [_parts_of(data, *counts) for data, counts in self._with_counts(reports)]
-        of_files, of_chunks, checksums = map(np.concatenate, zip(*parts, strict=True))
-        of_files, sizes = of_files.reshape(-1, 3), of_chunks.astype(np.int64)
-        files = list(self.chunks.files)
-        for file_id, numbers in zip(self.open_files.tolist(), of_files.tolist(), strict=True):
-            files[file_id] = ShardFile(files[file_id].name, *numbers)
-        chunks = self.chunks._replace(
-            files=files,
-            first_bytes=self._filled(self.chunks.first_bytes, self._positions(of_files, sizes)),
-            num_bytes=self._filled(self.chunks.num_bytes, sizes),
-        )
-        if not len(self.order):
-            return chunks
-        in_order_of_ranks = np.empty(len(self.order), np.int64)
-        in_order_of_ranks[self.order] = chunks.num_bytes
-        blocks = blocks_of(self.order, in_order_of_ranks, BLOCK_BYTES)
-        return chunks._replace(block_checksums=checksums[blocks])
-
-    def _with_counts(self, reports: Sequence[bytes]) -> Iterator[tuple[bytes, list[int]]]:
-        return zip(reports, self.num_open.tolist(), strict=True)
-
-    def _positions(self, of_files: npt.NDArray[np.uint64], sizes: IntArray) -> IntArray:
-        """Return where the chunks of open files begin: they follow the header without gaps."""
-        file_ids = self.chunks.file_ids[self.open_rows]
-        headers: IntArray = of_files[np.searchsorted(self.open_files, file_ids), 1].astype(np.int64)
-        before: IntArray = np.cumsum(sizes) - sizes
-        return headers + before - before[np.searchsorted(file_ids, file_ids)]
-
-    def _filled(self, column: IntArray, values: IntArray) -> IntArray:
-        if not len(self.open_rows):
-            return column
-        filled = column.astype(np.int64)
-        filled[self.open_rows] = values
-        return filled
+def _padded_shapes(global_shapes: Sequence[tuple[int, ...]], num_axes: int) -> IntArray:
+    padded = np.ones((len(global_shapes), num_axes), np.int64)
+    for row, shape in enumerate(global_shapes):
+        padded[row, : len(shape)] = shape
+    return padded
 
 
-def planned_manifest(
-    manifest: Manifest, tables: Sequence[ChunkTable], parts: Mapping[str, bytes] | None = None
-) -> PlannedManifest:
-    """Sort the chunks that the ranks are going to write, which the tables list by rank, into a
-    manifest without chunks.
-
-    A file that is not laid out yet has no header. For `parts` see `PlannedManifest`.
+def check_size_of_checksums(file: ShardFile, num_blocks: float) -> None:
+    """Check that a file holds the checksums of a number of blocks.
 
     Raises:
-        CheckpointingException: the manifest would be larger than readers accept.
+        ValueError: it does not.
     """
-    joined = ChunkTable.join(tables, max(map(len, manifest.global_shapes), default=0))
-    order = joined.sorted_rows
-    num_files = [len(table.files) for table in tables]
-    planned = planned_in_order(manifest, joined.without_blocks(order), order, num_files, parts)
-    _check_size(planned)
-    return planned
-
-
-def planned_in_order(
-    manifest: Manifest,
-    chunks: ChunkTable,
-    order: IntArray,
-    num_files: Sequence[int],
-    parts: Mapping[str, bytes] | None = None,
-) -> PlannedManifest:
-    """Do the same with chunks that are in the order of a manifest.
-
-    Args:
-        manifest: of the keys, without chunks.
-        chunks: of all ranks.
-        order: the place of each chunk among those of all ranks, one rank after the other.
-        num_files: how many of the files are those of each rank.
-        parts: see `PlannedManifest`.
-    """
-    is_open = np.array([not file.header_bytes for file in chunks.files], bool)
-    open_files = np.flatnonzero(is_open)
-    open_rows = np.flatnonzero(is_open[chunks.file_ids])
-    ranks = np.repeat(np.arange(len(num_files)), num_files)
-    num_open = [
-        np.bincount(ranks[file_ids], minlength=len(num_files))
-        for file_ids in (open_files, chunks.file_ids[open_rows])
-    ]
-    return PlannedManifest(
-        manifest,
-        ChunkTable(chunks.files, *map(narrow, chunks.columns().values())),
-        np.zeros(0, np.int64) if any(f.holds_checksums for f in chunks.files) else order,
-        open_files,
-        open_rows[np.argsort(order[open_rows])],
-        np.stack(num_open, axis=1),
-        parts or {},
+    require(
+        file.num_bytes == file.header_bytes == CHECKSUM_BYTES * num_blocks,
+        f"the number of checksums in {file.name!r} is wrong",
     )
 
 
-def report_of(
-    files: Sequence[ShardFile], num_bytes: IntArray, checksums: npt.NDArray[np.uint64]
-) -> bytes:
-    """Encode what the coordinator learns from a rank that has written its files.
-
-    Args:
-        files: those that were not laid out when the save was planned, in their order.
-        num_bytes: the sizes of their chunks.
-        checksums: of the blocks of all files of the rank, unless a file holds them.
-    """
-    of_files = np.array([numbers for _, *numbers in files], np.uint64).reshape(-1)
-    return np.concatenate([of_files, num_bytes.astype(np.uint64), checksums]).tobytes()
+def _key_starts(chunks: ChunkTable | LazyChunks, num_keys: int) -> IntArray:
+    """Return the first row of each key, and the number of all rows."""
+    if isinstance(chunks, ChunkTable):
+        return np.searchsorted(chunks.key_ids, np.arange(num_keys + 1))
+    return starts_of_keys(chunks.key_ids, num_keys)
 
 
 def needs_checksum_files(num_blocks: int) -> bool:
@@ -634,48 +623,11 @@ def file_of_checksums(name: str, data: bytes) -> ShardFile:
     return ShardFile(name, len(data), len(data), checksum(data))
 
 
-def _parts_of(
-    report: bytes, num_files: int, num_chunks: int
-) -> tuple[npt.NDArray[np.uint64], npt.NDArray[np.uint64], npt.NDArray[np.uint64]]:
-    """Undo `report_of`."""
-    words = np.frombuffer(report, np.uint64)
-    first, second = 3 * num_files, 3 * num_files + num_chunks
-    return words[:first], words[first:second], words[second:]
-
-
-def _check_size(planned: PlannedManifest) -> None:
-    """Refuse what readers would refuse, before anything is written."""
-    chunks, block_bytes = planned.chunks, planned.manifest.block_bytes
-    num_blocks = -(-chunks.num_bytes.astype(np.int64) // block_bytes)
-    if len(planned.order):
-        in_columns = CHECKSUM_BYTES * int(num_blocks.sum())
-    else:
-        in_columns = 0
-        ends = [i for i, file in enumerate(chunks.files) if file.holds_checksums]
-        groups = np.searchsorted(ends, chunks.file_ids)
-        largest = CHECKSUM_BYTES * int(np.bincount(groups, num_blocks).max(initial=0))
-        if largest > MAX_TABLE_BYTES:
-            raise _too_large(f"{largest} bytes of checksums in a file")
-    in_columns += sum(column.nbytes for column in chunks.columns().values())
-    in_columns += sum(map(len, planned.parts.values()))
-    num_rows = len(chunks.key_ids) + sum(unpack(part)[0]["rows"] for part in planned.parts.values())
-    if num_rows * (4 + 2 * chunks.offsets.shape[1]) > MAX_TABLE_NUMBERS:
-        raise _too_large(f"{num_rows} chunks")
-    manifest = planned.manifest
-    num_chars = sum(map(len, manifest.keys)) + sum(len(file.name) for file in chunks.files)
-    at_least = in_columns + num_chars
-    if at_least > MAX_TABLE_BYTES:
-        raise _too_large(
-            f"at least {at_least} bytes ({len(manifest.keys)} keys, {len(chunks.key_ids)} chunks, "
-            f"{int(num_blocks.sum())} blocks of {block_bytes} bytes)"
-        )
-
-
 def narrow(column: npt.NDArray[Any]) -> npt.NDArray[Any]:
-    """Return an int64 column with as few bytes per number as its numbers need; others as they
-    are.
+    """Return a column of signed integers with as few bytes per number as its numbers need; others
+    as they are.
     """
-    if column.dtype != np.int64 or column.min(initial=0) < 0:
+    if column.dtype.kind != "i" or column.min(initial=0) < 0:
         return column
     largest = column.max(initial=0)
     fitting = (each for each in (np.uint8, np.uint16, np.uint32) if largest <= np.iinfo(each).max)
@@ -687,23 +639,28 @@ def _widened(column: npt.NDArray[Any]) -> npt.NDArray[Any]:
     return column.astype(np.int64) if column.dtype in (np.uint8, np.uint16, np.uint32) else column
 
 
-def _with_parts(columns: Mapping[str, npt.NDArray[Any]]) -> dict[str, npt.NDArray[Any]]:
-    """Return columns with the rows of the parts that are carried among them."""
-    names = sorted(name for name in columns if name.startswith(CARRIED_PART))
-    joined = {name: _widened(column) for name, column in columns.items() if name not in names}
-    if not names:
-        return joined
-    parts, max_numbers = list[Mapping[str, npt.NDArray[Any]]](), MAX_TABLE_NUMBERS
-    for name in names:
-        parts.append(unpack_table(columns[name].tobytes(), max_numbers))
-        max_numbers -= sum(column.size for column in parts[-1].values())
-    for name in parts[0]:
-        widened = [_widened(part[name]) for part in parts]
-        joined[name] = np.concatenate([*widened, joined[name]])
-    return joined
+def _read_chunks(
+    files: list[ShardFile], columns: Mapping[str, Column], num_axes: int, location: str
+) -> ChunkTable | LazyChunks:
+    """Return the chunk table of a manifest, which may carry parts."""
+    carried = sorted(name for name in columns if name.startswith(CARRIED_PART))
+    if not carried:
+        chunks = ChunkTable(
+            files, **{name: _widened(columns[name]) for name in ChunkTable._fields[1:]}
+        )
+        _check_columns(chunks, num_axes)
+        return chunks
+    parts = [Part.from_bytes(columns[name].tobytes()) for name in carried]
+    parts.append(Part(len(columns["key_ids"]), columns))
+    num_rows = sum(part.num_rows for part in parts)
+    require(num_rows * (4 + 2 * num_axes) <= MAX_TABLE_NUMBERS, f"{num_rows} chunks are too many")
+    axes = dict.fromkeys(("offsets", "shapes"), num_axes)
+    lazy = {name: LazyColumn(parts, name, axes.get(name)) for name in TABLE_COLUMNS}
+    return LazyChunks(location, files, **lazy, block_checksums=columns["block_checksums"])
 
 
-def _too_large(size: str) -> CheckpointingException:
+def too_large(size: str) -> CheckpointingException:
+    """Return the error about a manifest that readers would refuse."""
     return CheckpointingException(
         f"The manifest of this checkpoint would have {size}, and readers accept {MAX_TABLE_BYTES} "
         f"bytes and {MAX_TABLE_NUMBERS} numbers. "
@@ -731,25 +688,29 @@ def _known_checksum(name: object) -> bool:
     return name == CHECKSUM
 
 
-def _check_columns(
-    chunks: ChunkTable, key_shapes: IntArray, key_ndims: IntArray, num_keys: int
-) -> None:
+def _check_columns(chunks: ChunkTable, num_axes: int) -> None:
     """Check dtypes and shapes before all else: a column without elements can claim any length."""
-    columns = {**chunks.columns(), "key_shapes": key_shapes, "key_ndims": key_ndims}
-    require(columns.pop("block_checksums").ndim == 1, "checksums are not one column")
-    num_chunks, ndim = len(chunks.key_ids), chunks.offsets.shape[-1]
-    shapes = {"key_shapes": (num_keys, ndim), "key_ndims": (num_keys,)}
-    shapes |= dict.fromkeys(("offsets", "shapes"), (num_chunks, ndim))
-    for name, found in columns.items():
-        shape = shapes.get(name, (num_chunks,))
-        if found.dtype != np.int64 or found.shape != shape:
-            raise ValueError(f"column {name!r} is {found.dtype} {found.shape}, not int64 {shape}")
+    num_chunks = len(chunks.key_ids)
+    shapes = dict.fromkeys(("offsets", "shapes"), (num_chunks, num_axes))
+    for name in TABLE_COLUMNS:
+        _check_column(name, getattr(chunks, name), shapes.get(name, (num_chunks,)))
+
+
+def _check_columns_of_keys(key_shapes: IntArray, key_ndims: IntArray, num_keys: int) -> None:
+    """Check the columns that have a row for each key."""
+    _check_column("key_ndims", key_ndims, (num_keys,))
+    _check_column("key_shapes", key_shapes, (num_keys, *key_shapes.shape[1:2]))
     require(key_shapes.ndim == 2 and bool((key_shapes >= 0).all()), "a global shape is negative")
     # Floating point detects products that would wrap around in int64.
     num_elements = np.prod(key_shapes.astype(np.float64), axis=1)
     require(
         bool((num_elements < 2.0**62).all()), "a tensor has more elements than any storage holds"
     )
+
+
+def _check_column(name: str, column: Column, shape: tuple[int, ...]) -> None:
+    if column.dtype != np.int64 or column.shape != shape:
+        raise ValueError(f"column {name!r} is {column.dtype} {column.shape}, not int64 {shape}")
 
 
 @contextlib.contextmanager

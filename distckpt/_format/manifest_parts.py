@@ -15,21 +15,21 @@ from distckpt._format.columns import pack, pack_table, unpack
 from distckpt._format.manifest import (
     CARRIED_PART,
     MAX_TABLE_BYTES,
+    TABLE_COLUMNS,
     ChunkTable,
-    PlannedManifest,
     ShardFile,
     judging_manifest,
     narrow,
     require,
 )
 from distckpt._format.marker import read_file
+from distckpt._format.planned_manifest import PlannedManifest
 from distckpt._geometry.region import IntArray
 from distckpt._storage import locations
 
 PART_ROWS = 1 << 20
 """With more chunks, a manifest is divided into parts of about as many."""
 _NAME = re.compile(r"objects(?:-[0-9a-f]{16})?/chunks-\d+\.safetensors")
-_COLUMNS = [name for name in ChunkTable._fields if name not in ("files", "block_checksums")]
 
 
 def divided(chunks: ChunkTable) -> tuple[ChunkTable, dict[str, bytes]]:
@@ -55,7 +55,7 @@ def parts_by_name(parts: Iterable[bytes]) -> dict[str, bytes]:
 
 def part_of(chunks: ChunkTable, rows: slice) -> bytes:
     """Encode some rows of chunks as the content of a part."""
-    return pack_table({name: narrow(getattr(chunks, name)[rows]) for name in _COLUMNS})
+    return pack_table({name: narrow(getattr(chunks, name)[rows]) for name in TABLE_COLUMNS})
 
 
 def files_of(parts: Mapping[str, bytes]) -> list[ShardFile]:

@@ -205,7 +205,7 @@ def _complete_chunks(source: TensorSource, tensors: Sequence[OutputTensor]) -> l
     """
     stored, manifest = source.stored, source.stored.manifest
     # As lists: thousands of lookups in arrays take longer.
-    starts, sizes = manifest.key_starts.tolist(), manifest.num_bytes.tolist()
+    starts, sizes = manifest.key_starts.tolist(), manifest.chunks.num_bytes.tolist()
     found: list[int | None] = []
     for tensor in tensors:
         key = _copied_key(source, tensor)

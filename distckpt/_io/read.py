@@ -521,10 +521,12 @@ def check_files(stored: StoredCheckpoint, chunks: Sequence[int]) -> None:
     On an object store each takes a request, so it is left to checksums, and to reads, whether what
     is needed is there.
     """
+    rows = np.array(chunks, np.int64)
+    stored.manifest.check_rows(rows)
     if stored.verifies and not locations.is_local(stored.location):
         return
     num_threads = 1 if locations.is_local(stored.location) else NUM_REQUESTS
-    file_ids = stored.manifest.file_ids[np.array(chunks, np.int64)]
+    file_ids = stored.manifest.file_ids[rows]
     # np.unique would import a part of numpy, at a time when perhaps no file can be opened any more.
     different = np.flatnonzero(np.bincount(file_ids)).tolist()
     check = _check_file if stored.files is None else _check_file_once

@@ -122,11 +122,11 @@ def _write_remaining(
     names: _Names,
 ) -> Manifest:
     """Write or link the files with what stays, and return their manifest."""
-    first_bytes = manifest.first_bytes.copy()
-    stays, changes = names.stays[manifest.key_ids], names.changes[manifest.key_ids]
+    first_bytes, file_ids = manifest.chunks.first_bytes.copy(), manifest.chunks.file_ids
+    stays, changes = names.stays[manifest.chunks.key_ids], names.changes[manifest.chunks.key_ids]
     files: dict[int, ShardFile] = {}
-    for file_id in sorted(set(manifest.file_ids[stays].tolist())):
-        file, in_file = manifest.files[file_id], manifest.file_ids == file_id
+    for file_id in sorted(set(file_ids[stays].tolist())):
+        file, in_file = manifest.files[file_id], file_ids == file_id
         if changes[in_file].any():
             rows = np.flatnonzero(in_file & stays)
             files[file_id], first_bytes[rows] = _rewrite(

@@ -31,16 +31,14 @@ from distckpt._format.manifest import (
     MANIFEST_NAME,
     ChunkTable,
     Manifest,
-    PlannedManifest,
     ShardFile,
     file_of_checksums,
     marker_fields,
     needs_checksum_files,
     num_blocks_of,
-    planned_manifest,
-    report_of,
 )
 from distckpt._format.manifest_parts import with_parts
+from distckpt._format.planned_manifest import PlannedManifest, planned_manifest, report_of
 from distckpt._geometry.region import IntArray
 from distckpt._io.prepared_save import FileCopies, PreparedSave
 from distckpt._io.replicas import add_digests, samples_of_rows, weighted_digest

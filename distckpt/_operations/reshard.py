@@ -32,7 +32,6 @@ from distckpt._format.manifest import (
     Manifest,
     ShardFile,
     needs_checksum_files,
-    planned_manifest,
 )
 from distckpt._format.marker import (
     CheckpointingConfig,
@@ -41,6 +40,7 @@ from distckpt._format.marker import (
     note_of_schedulers,
     schedulers_of,
 )
+from distckpt._format.planned_manifest import planned_manifest
 from distckpt._format.stored_checkpoint import StoredCheckpoint
 from distckpt._geometry.region import Region, whole
 from distckpt._io import background

@@ -222,7 +222,10 @@ def open_or_describe(location: str, marker: dict[str, Any] | None) -> StoredChec
     try:
         fields = identify(location, marker)
         file = _describing_file(location, fields)
-        return open_checkpoint(Ranks.alone(), location, marker=fields)
+        stored = open_checkpoint(Ranks.alone(), location, marker=fields)
+        # All chunks are checked, also those of parts, which other readers check as they need them.
+        _ = stored.manifest.chunks
+        return stored
     except CheckpointNotFoundError:
         raise
     except CheckpointingException as error:
@@ -362,12 +365,14 @@ class Blocks(NamedTuple):
 def list_blocks(stored: StoredCheckpoint) -> Blocks:
     """Return the blocks of all chunks whose checksums can be read."""
     manifest = stored.manifest
+    # All of them are needed: no row is computed by itself.
+    table = manifest.chunks
     counts = np.diff(manifest.block_starts)
     chunks = np.repeat(np.arange(len(counts)), counts)
     within = (np.arange(len(chunks)) - manifest.block_starts[chunks]) * manifest.block_bytes
-    starts = manifest.first_bytes[chunks] + within
-    stops = starts + np.minimum(manifest.num_bytes[chunks] - within, manifest.block_bytes)
-    order = np.lexsort((starts, manifest.file_ids[chunks]))
+    starts = table.first_bytes[chunks] + within
+    stops = starts + np.minimum(table.num_bytes[chunks] - within, manifest.block_bytes)
+    order = np.lexsort((starts, table.file_ids[chunks]))
     expected = manifest.block_checksums
     if len(manifest.checksum_files):
         is_known, expected = _known_checksums(stored)
@@ -375,7 +380,7 @@ def list_blocks(stored: StoredCheckpoint) -> Blocks:
     elif manifest.has_checksums:
         expected = expected[order]
     return Blocks(
-        chunks[order], manifest.file_ids[chunks][order], starts[order], stops[order], expected
+        chunks[order], table.file_ids[chunks][order], starts[order], stops[order], expected
     )
 
 

@@ -25,9 +25,9 @@ from distckpt._format.manifest import (
     OBJECT,
     ChunkTable,
     Manifest,
-    PlannedManifest,
     ShardFile,
 )
+from distckpt._format.planned_manifest import PlannedManifest
 from distckpt._format.safetensors_file import (
     GLOBAL_SHAPES,
     Entry,

@@ -196,6 +196,7 @@ def object_chunk(stored: StoredCheckpoint, shard: ShardedObject) -> int:
     offsets = stored.manifest.offsets[chunks.start : chunks.stop, : len(stored_shape)]
     hits = np.flatnonzero((offsets == np.array(shard.global_offset, np.int64)).all(axis=1))
     if len(hits):
+        stored.manifest.check_rows(chunks.start + hits[:1])
         return chunks[int(hits[0])]
     raise LoadMismatchError(
         f"Part {shard.global_offset} of the object {shard.key!r} is not in {stored.location!r}.",
@@ -225,6 +226,7 @@ def plan_load(stored: StoredCheckpoint, requests: Sequence[Request]) -> list[Cop
         [request.region for request in requests], manifest.offsets.shape[1]
     )
     common = _intersect_chunks(manifest, np.array(key_ids, np.int64), offsets, shapes)
+    manifest.check_rows(common.chunks)
     fault = _find_fault(common, _stored_extents(stored, requests, shapes))
     if fault is not None:
         request = requests[fault.tensor]
@@ -261,8 +263,8 @@ def _intersect_chunks(
     manifest: Manifest, key_ids: IntArray, offsets: IntArray, shapes: IntArray
 ) -> _Intersections:
     """Intersect requested regions with the chunks of their keys, many pairs at once."""
-    first_chunks = manifest.key_starts[key_ids]
-    counts = manifest.key_starts[key_ids + 1] - first_chunks
+    first_chunks, stops = manifest.rows_near(key_ids, offsets, shapes)
+    counts = stops - first_chunks
     ends = np.cumsum(counts)
     batches: list[_Intersections] = []
     start = 0

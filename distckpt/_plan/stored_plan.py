@@ -28,13 +28,12 @@ from distckpt._format.manifest import (
     OBJECT,
     ChunkTable,
     Manifest,
-    PlannedManifest,
     ShardFile,
     narrow,
-    planned_in_order,
     require,
 )
 from distckpt._format.manifest_parts import cut_into_parts, parts_by_name
+from distckpt._format.planned_manifest import PlannedManifest, planned_in_order
 from distckpt._format.safetensors_file import shard_file_name
 from distckpt._geometry.region import IntArray, Region, intersect, stacked
 from distckpt._plan.layout import (
@@ -107,10 +106,9 @@ def remember(rank: int, num_ranks: int, manifest: Manifest, manifest_checksum: s
 
 def _chunks_of_rank(manifest: Manifest, rank: int) -> ChunkTable:
     names = f"/shard-{rank + 1:05d}-model-", f"/rank-{rank + 1:05d}."
-    is_own = np.array([names[0] in f.name or names[1] in f.name for f in manifest.files], bool)
-    rows = np.flatnonzero(is_own[manifest.file_ids])
-    file_ids = np.flatnonzero(is_own)
-    return manifest.chunks.without_blocks(rows)._replace(
+    file_ids = np.flatnonzero([names[0] in f.name or names[1] in f.name for f in manifest.files])
+    rows = manifest.rows_in_files(file_ids)
+    return manifest.rows(rows)._replace(
         files=[manifest.files[file_id] for file_id in file_ids.tolist()],
         file_ids=np.searchsorted(file_ids, manifest.file_ids[rows]),
     )

@@ -20,6 +20,7 @@ from distckpt._base.libc import swap_names
 from distckpt._storage import object_store
 
 _MAX_NAME_BYTES = 255
+_ORDINARY_NAME = re.compile(r"[0-9A-Za-z][0-9A-Za-z_.-]{,200}(?:/[0-9A-Za-z][0-9A-Za-z_.-]{,200})*")
 _BROKEN_URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/(?:[^/]|/*$)")
 _SCHEME = re.compile(r"^[A-Za-z][A-Za-z0-9+.-]*://")
 
@@ -68,6 +69,9 @@ def is_inner_name(name: str, max_parts: int) -> bool:
     """Tell whether a name from a checkpoint can only be the name of a file inside of it, on every
     system.
     """
+    # Most names are of this kind, and a manifest has one for each rank.
+    if _ORDINARY_NAME.fullmatch(name):
+        return name.count("/") < max_parts
     parts = name.split("/")
     return len(parts) <= max_parts and all(_is_plain_part(part) for part in parts)
 

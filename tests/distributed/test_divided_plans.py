@@ -6,13 +6,14 @@ import os
 import re
 import signal
 
-import numpy as np
 import pytest
 import torch
 
 import distckpt
 from distckpt import ShardedObject, ShardedTensor
-from distckpt._format import columns, manifest
+from distckpt._format import manifest
+from distckpt._format.lazy_columns import LazyColumn, Part
+from distckpt._format.manifest import TABLE_COLUMNS
 from distckpt._io import divided_plan, save_shards
 from distckpt._plan import save as plan_of_save
 from tests.support.harness import launched
@@ -113,10 +114,10 @@ def go_on(rank, num_ranks, path, loads, with_parts):
 def table_of(path):
     """Return what the manifest itself has of chunks, and the columns of its parts joined."""
     files = [path / "manifest.safetensors", *sorted((path / "objects").glob("chunks-*"))]
-    own, *parts = [columns.unpack_table(file.read_bytes(), 1 << 20) for file in files]
-    return own["key_ids"].tolist(), [
-        np.concatenate([part[name] for part in parts]).tolist()
-        for name in sorted((parts or [{}])[0])
+    own, *parts = [Part.from_bytes(file.read_bytes()) for file in files]
+    axes = dict.fromkeys(("offsets", "shapes"), own.columns["offsets"].shape[1])
+    return own.columns["key_ids"].tolist(), [
+        LazyColumn(parts, name, axes.get(name)).whole().tolist() for name in TABLE_COLUMNS
     ]
 
 

@@ -146,8 +146,9 @@ def huge_part(fields, columns):
 @pytest.mark.parametrize("change", [without_checksum_file, shorter, before_all, huge_part])
 def test_manifests_that_contradict_their_files(path, change):
     forge(path, change)
-    with pytest.raises(CorruptCheckpointError, match="is damaged"):
-        distckpt.open(path)
+    assert len(distckpt.verify(path).problems) == 1
+    with pytest.raises(CorruptCheckpointError, match=r"is damaged|no such file"):
+        distckpt.open(path).read_tensors()
 
 
 def test_it_is_resharded_and_tensors_are_removed(path, tmp_path):

@@ -8,7 +8,8 @@ import safetensors.numpy
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from distckpt._format.manifest import ChunkTable, Manifest, ShardFile, planned_manifest, report_of
+from distckpt._format.manifest import ChunkTable, Manifest, ShardFile
+from distckpt._format.planned_manifest import planned_manifest, report_of
 from distckpt._geometry.region import Region
 from distckpt.megatron.core import CorruptCheckpointError
 from tests.support.manifests import example_manifest

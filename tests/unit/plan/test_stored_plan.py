@@ -11,7 +11,8 @@ import torch
 
 from distckpt._base.errors import CheckpointingException
 from distckpt._format.columns import pack, unpack
-from distckpt._format.manifest import Manifest, planned_manifest, report_of
+from distckpt._format.manifest import Manifest
+from distckpt._format.planned_manifest import planned_manifest, report_of
 from distckpt._mapping.wrappers import ShardedObject
 from distckpt._plan import layout, stored_plan
 from distckpt._plan.layout import (

@@ -1,0 +1,323 @@
+"""Columns of a large chunk table whose numbers are computed when they are asked for.
+
+Parts of the table store regular columns as runs, which take a thousandth of the room, and a rank
+needs few rows of many.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from distckpt._format.columns import COUNTS, DELTAS, Column, unpack
+from distckpt._geometry.region import IntArray
+
+_STORED = (np.uint8, np.uint16, np.uint32, np.int64)
+
+
+class _Runs(NamedTuple):
+    """Numbers as runs of equal differences; the arrays have an item for each run.
+
+    Attributes:
+        ends: how many numbers there are up to the end of the run.
+        befores: the number before the run, 0 before the first one.
+        deltas: the differences.
+    """
+
+    ends: IntArray
+    befores: IntArray
+    deltas: IntArray
+
+    @classmethod
+    def of(cls, deltas: IntArray, counts: IntArray) -> _Runs:
+        """Prepare stored runs for lookups."""
+        afters = np.cumsum(deltas * counts)
+        return cls(np.cumsum(counts), afters - deltas * counts, deltas)
+
+    @property
+    def counts(self) -> IntArray:
+        """How many numbers each run has."""
+        return np.diff(self.ends, prepend=0)
+
+    def at(self, places: IntArray) -> IntArray:
+        """Return the numbers at some places."""
+        runs = np.searchsorted(self.ends, places, "right")
+        # Counted from the end of the run: 0 for its last number.
+        steps = places - self.ends[runs] + 1
+        lasts = self.befores[runs] + self.deltas[runs] * self.counts[runs]
+        numbers: IntArray = lasts + self.deltas[runs] * steps
+        return numbers
+
+    def all(self) -> IntArray:
+        """Return all numbers."""
+        return np.cumsum(np.repeat(self.deltas, self.counts))
+
+    def up_to(self, num_numbers: int) -> _Runs:
+        """Return the runs of the first numbers; the last one may go on after them."""
+        stop = int(np.searchsorted(self.ends, num_numbers)) + 1
+        return _Runs(self.ends[:stop], self.befores[:stop], self.deltas[:stop])
+
+    def places_in(self, are_wanted: npt.NDArray[np.bool_]) -> IntArray:
+        """Return the places in some of the runs, in ascending order."""
+        counts = self.counts[are_wanted]
+        within = np.arange(int(counts.sum())) - np.repeat(np.cumsum(counts) - counts, counts)
+        places: IntArray = np.repeat(self.ends[are_wanted] - counts, counts) + within
+        return places
+
+    def largest_in(self, starts: IntArray, stops: IntArray) -> IntArray:
+        """Return the largest number of the runs that meet some ranges, none of them empty."""
+        firsts = np.searchsorted(self.ends, starts, "right")
+        lasts = np.searchsorted(self.ends, stops)
+        # One number more, for ranges that end with the last run.
+        of_runs = np.append(self.befores + np.maximum(self.deltas, self.deltas * self.counts), 0)
+        pairs = np.stack([firsts, lasts + 1], axis=1).ravel()
+        return np.maximum.reduceat(of_runs, pairs)[::2]
+
+    def places_of(self, numbers: IntArray) -> IntArray:
+        """Return the places of some distinct numbers, in ascending order."""
+        counts, starts = self.counts, self.ends - self.counts
+        is_constant = self.deltas == 0
+        found = [self.places_in(is_constant & np.isin(self.befores, numbers))]
+        divisors = np.where(is_constant, 1, self.deltas)
+        for number in numbers.tolist():
+            steps, rests = np.divmod(number - self.befores, divisors)
+            is_met = ~is_constant & (rests == 0) & (steps > 0) & (steps <= counts)
+            found.append((starts + steps - 1)[is_met])
+        return np.sort(np.concatenate(found))
+
+
+class Segment(NamedTuple):
+    """A column in one part of the table.
+
+    Attributes:
+        num_rows: of the part.
+        numbers: of shape (rows,) or (rows, axes), as they are stored; or runs, all rows of the
+            first axis first.
+    """
+
+    num_rows: int
+    numbers: Column | _Runs
+
+    def at(self, rows: IntArray, num_axes: int | None) -> IntArray:
+        """Return what is in some rows."""
+        if not isinstance(self.numbers, _Runs):
+            return self.numbers[rows].astype(np.int64)
+        if num_axes is None:
+            return self.numbers.at(rows)
+        places = rows[:, None] + self.num_rows * np.arange(num_axes)
+        return self.numbers.at(places.ravel()).reshape(places.shape)
+
+    def all(self, num_axes: int | None) -> IntArray:
+        """Return what is in all rows."""
+        if not isinstance(self.numbers, _Runs):
+            return self.numbers.astype(np.int64)
+        flat = self.numbers.all()
+        return flat if num_axes is None else flat.reshape(num_axes, self.num_rows).T
+
+    def runs(self) -> _Runs:
+        """Return the column, or its first axis, as runs, the last of which may go on after it."""
+        if isinstance(self.numbers, _Runs):
+            return self.numbers.up_to(self.num_rows)
+        numbers = self.numbers.reshape(self.num_rows, -1)[:, 0].astype(np.int64)
+        deltas = np.diff(numbers, prepend=0)
+        return _Runs(np.arange(1, self.num_rows + 1), numbers - deltas, deltas)
+
+    def rows_of(self, numbers: IntArray) -> IntArray:
+        """Return the rows that have some distinct numbers, in ascending order."""
+        runs = self.numbers
+        if isinstance(runs, _Runs) and len(runs.ends) * len(numbers) < self.num_rows:
+            return runs.places_of(numbers)
+        return np.flatnonzero(np.isin(self.all(None), numbers))
+
+
+class Part(NamedTuple):
+    """A part of the table: its columns as `pack_table` stores them."""
+
+    num_rows: int
+    columns: Mapping[str, Column]
+
+    @classmethod
+    def from_bytes(cls, data: bytes) -> Part:
+        """Decode what `pack_table` made, and plain columns.
+
+        Raises:
+            ValueError: it is something else.
+        """
+        fields, columns = unpack(data)
+        first = columns.get("key_ids")
+        num_rows = len(first) if first is not None else int(fields["rows"])
+        if num_rows < 0:
+            raise ValueError(f"a part has {num_rows} rows")
+        return cls(num_rows, columns)
+
+    def segment(self, name: str, num_axes: int | None) -> Segment:
+        """Return a column.
+
+        Raises:
+            ValueError: it has another size or dtype.
+        """
+        num_axes_or_one = 1 if num_axes is None else num_axes
+        deltas, counts = self.columns.get(name + DELTAS), self.columns.get(name + COUNTS)
+        if deltas is None or counts is None:
+            found = self.columns[name]
+            shape = (self.num_rows,) if num_axes is None else (self.num_rows, num_axes)
+            if found.shape != shape or found.dtype not in _STORED:
+                raise ValueError(f"column {name!r} is {found.dtype} {found.shape}, not {shape}")
+            return Segment(self.num_rows, found)
+        if not deltas.dtype == counts.dtype == np.int64 or deltas.shape != counts.shape:
+            raise ValueError(f"{name!r} has no runs of int64")
+        # Floating point does not wrap around.
+        is_exact = counts.sum(dtype=np.float64) == self.num_rows * num_axes_or_one
+        if counts.min(initial=1) < 1 or not is_exact:
+            raise ValueError(f"the runs of {name!r} are not of {self.num_rows} rows")
+        return Segment(self.num_rows, _Runs.of(deltas, counts))
+
+
+class LazyColumn:
+    """A column of a chunk table in parts, which is indexed as an array of int64.
+
+    Args:
+        parts: in the order of their rows.
+        name: of the column.
+        num_axes: None for one number in each row.
+
+    Attributes:
+        shape: (rows,) or (rows, axes).
+    """
+
+    def __init__(self, parts: Sequence[Part], name: str, num_axes: int | None = None) -> None:
+        segments = [part.segment(name, num_axes) for part in parts]
+        self._segments = [segment for segment in segments if segment.num_rows]
+        self._num_axes = num_axes
+        self._starts: IntArray = np.cumsum([0, *(each.num_rows for each in self._segments)])
+        axes = () if num_axes is None else (num_axes,)
+        self.shape: tuple[int, ...] = (int(self._starts[-1]), *axes)
+
+    def __len__(self) -> int:
+        return self.shape[0]
+
+    def __getitem__(self, index: Any) -> Any:
+        """Return what is in rows: in one, in those of a slice, or in those of an array. A second
+        index picks axes.
+        """
+        rows, *axes = index if isinstance(index, tuple) else (index,)
+        if isinstance(rows, slice):
+            found = self._at(np.arange(len(self))[rows])
+        elif isinstance(rows, (int, np.integer)):
+            found = self._at(np.array([rows], np.int64))[0]
+        else:
+            found = self._at(rows)
+        return found[(..., *axes)] if axes else found
+
+    def whole(self) -> IntArray:
+        """Return the column as an array."""
+        empty = np.zeros((0, *self.shape[1:]), np.int64)
+        return np.concatenate([empty, *(each.all(self._num_axes) for each in self._segments)])
+
+    def rows_of(self, numbers: IntArray) -> IntArray:
+        """Return the rows that have some distinct numbers, in ascending order."""
+        found = [start + segment.rows_of(numbers) for segment, start in self._with_starts()]
+        return np.concatenate([np.zeros(0, np.int64), *found])
+
+    def runs(self) -> Iterator[tuple[range, _Runs]]:
+        """Yield the rows of each part, and the column or its first axis there as runs, the last of
+        which may go on after it.
+        """
+        for segment, start in self._with_starts():
+            yield range(start, start + segment.num_rows), segment.runs()
+
+    def _with_starts(self) -> Iterator[tuple[Segment, int]]:
+        return zip(self._segments, self._starts.tolist(), strict=False)
+
+    def _at(self, rows: IntArray) -> IntArray:
+        found = np.empty((len(rows), *self.shape[1:]), np.int64)
+        parts = np.searchsorted(self._starts, rows, "right") - 1
+        for part in np.flatnonzero(np.bincount(parts)).tolist():
+            is_here = parts == part
+            here = rows[is_here] - self._starts[part]
+            found[is_here] = self._segments[part].at(here, self._num_axes)
+        return found
+
+
+class SortedRows(NamedTuple):
+    """Where to look for the chunks of a key that a region may meet.
+
+    Attributes:
+        key_starts: the first row of each key, and the number of all rows.
+        offsets: of all chunks.
+        extents: no chunk of the key is longer than this along the first axis.
+        is_sorted: whether the chunks of a key are in the order of their offsets along it.
+    """
+
+    key_starts: IntArray
+    offsets: LazyColumn
+    extents: IntArray
+    is_sorted: npt.NDArray[np.bool_]
+
+    @classmethod
+    def of(cls, key_starts: IntArray, offsets: LazyColumn, shapes: LazyColumn) -> SortedRows:
+        """Look at all chunks, as runs."""
+        extents = np.zeros(len(key_starts) - 1, np.int64)
+        descents = [np.zeros(0, np.int64)]
+        for rows, runs in offsets.runs():
+            descents.append(rows.start + runs.places_in(runs.deltas < 0))
+        for rows, runs in shapes.runs():
+            edges = np.clip(key_starts - rows.start, 0, len(rows))
+            keys = np.flatnonzero(np.diff(edges))
+            largest = runs.largest_in(edges[keys], edges[keys + 1])
+            extents[keys] = np.maximum(extents[keys], largest)
+        falls = np.sort(np.concatenate(descents))
+        # The first chunk of a key may have a smaller offset than the one before it.
+        up_to_first = np.searchsorted(falls, key_starts[:-1], "right")
+        return cls(
+            key_starts, offsets, extents, np.searchsorted(falls, key_starts[1:]) <= up_to_first
+        )
+
+    def near(
+        self, key_ids: IntArray, offsets: IntArray, shapes: IntArray
+    ) -> tuple[IntArray, IntArray]:
+        """Return from which row on, and up to which, the chunks are that regions may meet."""
+        firsts, stops = self.key_starts[key_ids], self.key_starts[key_ids + 1]
+        if not offsets.shape[1]:
+            return firsts, stops
+        is_sorted = self.is_sorted[key_ids]
+        lows = offsets[:, 0] - self.extents[key_ids] + 1
+        first_rows = self._bisect(firsts, stops, lows)
+        # Not before the first row, where nothing is requested.
+        ends = np.maximum(offsets[:, 0] + shapes[:, 0], lows)
+        stop_rows = self._bisect(firsts, stops, ends)
+        return np.where(is_sorted, first_rows, firsts), np.where(is_sorted, stop_rows, stops)
+
+    def _bisect(self, firsts: IntArray, stops: IntArray, bounds: IntArray) -> IntArray:
+        """Return the first rows, of some ranges, whose offset is at least a bound."""
+        low, high = firsts.copy(), stops.copy()
+        while len(open_ := np.flatnonzero(low < high)):
+            middle = (low[open_] + high[open_]) // 2
+            is_less = self.offsets[middle, 0] < bounds[open_]
+            low[open_[is_less]] = middle[is_less] + 1
+            high[open_[~is_less]] = middle[~is_less]
+        return low
+
+
+def starts_of_keys(key_ids: LazyColumn, num_keys: int) -> IntArray:
+    """Return the first row of each key, and the number of all rows.
+
+    Raises:
+        ValueError: the rows are not sorted by key, or a key does not exist.
+    """
+    num_rows = np.zeros(num_keys, np.int64)
+    last = 0
+    for _, runs in key_ids.runs():
+        if runs.deltas.min() < 0 or runs.deltas[0] < last:
+            raise ValueError("chunks are not sorted by key")
+        # Floating point does not wrap around.
+        if runs.deltas.astype(np.float64) @ runs.counts >= num_keys:
+            raise ValueError("a chunk has no key")
+        is_constant = runs.deltas == 0
+        np.add.at(num_rows, runs.befores[is_constant], runs.counts[is_constant])
+        np.add.at(num_rows, runs.at(runs.places_in(~is_constant)), 1)
+        last = int(runs.deltas @ runs.counts)
+    return np.append(0, np.cumsum(num_rows))

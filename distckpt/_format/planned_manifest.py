@@ -1,0 +1,196 @@
+"""The manifest of a save that is planned: what of it is known before the chunks are written."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from distckpt._format.checksum import BLOCK_BYTES
+from distckpt._format.columns import unpack
+from distckpt._format.manifest import (
+    CHECKSUM_BYTES,
+    MAX_TABLE_BYTES,
+    MAX_TABLE_NUMBERS,
+    ChunkTable,
+    Manifest,
+    ShardFile,
+    blocks_of,
+    narrow,
+    too_large,
+)
+from distckpt._geometry.region import IntArray
+
+
+class PlannedManifest(NamedTuple):
+    """A manifest without what is known only when the chunks are written. Repeated saves keep its
+    order, and its columns in the form in which they are stored.
+
+    Attributes:
+        manifest: of the keys, without chunks.
+        chunks: without checksums; the chunks of objects, whose files are not laid out yet, have no
+            positions and sizes.
+        order: the place of each chunk among the chunks of all ranks, one rank after the other;
+            empty if the manifest does not have the checksums.
+        open_files: the files that are not laid out, or hold checksums.
+        open_rows: the chunks of these files, in their order.
+        num_open: of these files and of these chunks, those of each rank; of shape (ranks, 2).
+        parts: contents of files, by name, that hold further chunks, which come before the others
+            and are all laid out; none if `chunks` are all.
+    """
+
+    manifest: Manifest
+    chunks: ChunkTable
+    order: IntArray
+    open_files: IntArray
+    open_rows: IntArray
+    num_open: IntArray
+    parts: Mapping[str, bytes] = {}
+
+    def completed(self, reports: Sequence[bytes]) -> ChunkTable:
+        """Return the chunks with what each rank has written.
+
+        Args:
+            reports: by rank, what `report_of` has made.
+        """
+        parts = [_parts_of(data, *counts) for data, counts in self._with_counts(reports)]
+        of_files, of_chunks, checksums = map(np.concatenate, zip(*parts, strict=True))
+        of_files, sizes = of_files.reshape(-1, 3), of_chunks.astype(np.int64)
+        files = list(self.chunks.files)
+        for file_id, numbers in zip(self.open_files.tolist(), of_files.tolist(), strict=True):
+            files[file_id] = ShardFile(files[file_id].name, *numbers)
+        chunks = self.chunks._replace(
+            files=files,
+            first_bytes=self._filled(self.chunks.first_bytes, self._positions(of_files, sizes)),
+            num_bytes=self._filled(self.chunks.num_bytes, sizes),
+        )
+        if not len(self.order):
+            return chunks
+        in_order_of_ranks = np.empty(len(self.order), np.int64)
+        in_order_of_ranks[self.order] = chunks.num_bytes
+        blocks = blocks_of(self.order, in_order_of_ranks, BLOCK_BYTES)
+        return chunks._replace(block_checksums=checksums[blocks])
+
+    def _with_counts(self, reports: Sequence[bytes]) -> Iterator[tuple[bytes, list[int]]]:
+        return zip(reports, self.num_open.tolist(), strict=True)
+
+    def _positions(self, of_files: npt.NDArray[np.uint64], sizes: IntArray) -> IntArray:
+        """Return where the chunks of open files begin: they follow the header without gaps."""
+        file_ids = self.chunks.file_ids[self.open_rows]
+        headers: IntArray = of_files[np.searchsorted(self.open_files, file_ids), 1].astype(np.int64)
+        before: IntArray = np.cumsum(sizes) - sizes
+        return headers + before - before[np.searchsorted(file_ids, file_ids)]
+
+    def _filled(self, column: IntArray, values: IntArray) -> IntArray:
+        if not len(self.open_rows):
+            return column
+        filled = column.astype(np.int64)
+        filled[self.open_rows] = values
+        return filled
+
+
+def planned_manifest(
+    manifest: Manifest, tables: Sequence[ChunkTable], parts: Mapping[str, bytes] | None = None
+) -> PlannedManifest:
+    """Sort the chunks that the ranks are going to write, which the tables list by rank, into a
+    manifest without chunks.
+
+    A file that is not laid out yet has no header. For `parts` see `PlannedManifest`.
+
+    Raises:
+        CheckpointingException: the manifest would be larger than readers accept.
+    """
+    joined = ChunkTable.join(tables, max(map(len, manifest.global_shapes), default=0))
+    order = joined.sorted_rows
+    num_files = [len(table.files) for table in tables]
+    planned = planned_in_order(manifest, joined.without_blocks(order), order, num_files, parts)
+    _check_size(planned)
+    return planned
+
+
+def planned_in_order(
+    manifest: Manifest,
+    chunks: ChunkTable,
+    order: IntArray,
+    num_files: Sequence[int],
+    parts: Mapping[str, bytes] | None = None,
+) -> PlannedManifest:
+    """Do the same with chunks that are in the order of a manifest.
+
+    Args:
+        manifest: of the keys, without chunks.
+        chunks: of all ranks.
+        order: the place of each chunk among those of all ranks, one rank after the other.
+        num_files: how many of the files are those of each rank.
+        parts: see `PlannedManifest`.
+    """
+    is_open = np.array([not file.header_bytes for file in chunks.files], bool)
+    open_files = np.flatnonzero(is_open)
+    open_rows = np.flatnonzero(is_open[chunks.file_ids])
+    ranks = np.repeat(np.arange(len(num_files)), num_files)
+    num_open = [
+        np.bincount(ranks[file_ids], minlength=len(num_files))
+        for file_ids in (open_files, chunks.file_ids[open_rows])
+    ]
+    return PlannedManifest(
+        manifest,
+        ChunkTable(chunks.files, *map(narrow, chunks.columns().values())),
+        np.zeros(0, np.int64) if any(f.holds_checksums for f in chunks.files) else order,
+        open_files,
+        open_rows[np.argsort(order[open_rows])],
+        np.stack(num_open, axis=1),
+        parts or {},
+    )
+
+
+def report_of(
+    files: Sequence[ShardFile], num_bytes: IntArray, checksums: npt.NDArray[np.uint64]
+) -> bytes:
+    """Encode what the coordinator learns from a rank that has written its files.
+
+    Args:
+        files: those that were not laid out when the save was planned, in their order.
+        num_bytes: the sizes of their chunks.
+        checksums: of the blocks of all files of the rank, unless a file holds them.
+    """
+    of_files = np.array([numbers for _, *numbers in files], np.uint64).reshape(-1)
+    return np.concatenate([of_files, num_bytes.astype(np.uint64), checksums]).tobytes()
+
+
+def _parts_of(
+    report: bytes, num_files: int, num_chunks: int
+) -> tuple[npt.NDArray[np.uint64], npt.NDArray[np.uint64], npt.NDArray[np.uint64]]:
+    """Undo `report_of`."""
+    words = np.frombuffer(report, np.uint64)
+    first, second = 3 * num_files, 3 * num_files + num_chunks
+    return words[:first], words[first:second], words[second:]
+
+
+def _check_size(planned: PlannedManifest) -> None:
+    """Refuse what readers would refuse, before anything is written."""
+    chunks, block_bytes = planned.chunks, planned.manifest.block_bytes
+    num_blocks = -(-chunks.num_bytes.astype(np.int64) // block_bytes)
+    if len(planned.order):
+        in_columns = CHECKSUM_BYTES * int(num_blocks.sum())
+    else:
+        in_columns = 0
+        ends = [i for i, file in enumerate(chunks.files) if file.holds_checksums]
+        groups = np.searchsorted(ends, chunks.file_ids)
+        largest = CHECKSUM_BYTES * int(np.bincount(groups, num_blocks).max(initial=0))
+        if largest > MAX_TABLE_BYTES:
+            raise too_large(f"{largest} bytes of checksums in a file")
+    in_columns += sum(column.nbytes for column in chunks.columns().values())
+    in_columns += sum(map(len, planned.parts.values()))
+    num_rows = len(chunks.key_ids) + sum(unpack(part)[0]["rows"] for part in planned.parts.values())
+    if num_rows * (4 + 2 * chunks.offsets.shape[1]) > MAX_TABLE_NUMBERS:
+        raise too_large(f"{num_rows} chunks")
+    manifest = planned.manifest
+    num_chars = sum(map(len, manifest.keys)) + sum(len(file.name) for file in chunks.files)
+    at_least = in_columns + num_chars
+    if at_least > MAX_TABLE_BYTES:
+        raise too_large(
+            f"at least {at_least} bytes ({len(manifest.keys)} keys, {len(chunks.key_ids)} chunks, "
+            f"{int(num_blocks.sum())} blocks of {block_bytes} bytes)"
+        )
