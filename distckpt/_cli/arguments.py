@@ -343,10 +343,11 @@ def prune(parser: ArgumentParser) -> None:
         metavar="N",
         help="number of these to keep (default: 1)",
     )
-    abandoned = "remove leftovers of saves that wrote nothing for this long (default: 60)"
-    parser.add_argument(
-        "--abandoned-after", type=positive, default=60, metavar="MINUTES", help=abandoned
+    abandoned = (
+        "remove leftovers in which nothing was written for this long (default: 60; a week for work "
+        "in parts that is not complete)"
     )
+    parser.add_argument("--abandoned-after", type=positive, metavar="MINUTES", help=abandoned)
     parser.add_argument(
         "--dry-run",
         action="store_true",
