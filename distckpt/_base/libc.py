@@ -101,15 +101,16 @@ def write_aligned(fd: int, data: _Bytes, position: int) -> int:
 # --- Files ----------------------------------------------------------------------------------------
 
 
-def reserve(fd: int, num_bytes: int) -> None:
-    """Reserve disk space for a file, so that a full disk is found before anything is written.
+def reserve(fd: int, num_bytes: int, start: int = 0) -> None:
+    """Reserve disk space for a file from a position on, so that a full disk is found before
+    anything is written.
 
     This is the system call and not posix_fallocate, which writes zeros where the file system cannot
     reserve.
     """
     if num_bytes == 0 or not hasattr(_libc, "fallocate"):
         return
-    if _libc.fallocate(fd, 0, ctypes.c_int64(0), ctypes.c_int64(num_bytes)) != 0:
+    if _libc.fallocate(fd, 0, ctypes.c_int64(start), ctypes.c_int64(num_bytes)) != 0:
         code = ctypes.get_errno()
         if code in _FULL_DISK:
             raise OSError(code, os.strerror(code))

@@ -109,7 +109,7 @@ def _watch(place: str, found: Sequence[PartsStatus], output: Output) -> Sequence
     """Show the progress of all parts in one bar until all work is complete, or abandoned."""
     with output.progress("all parts") as progress:
         while any(not status.is_complete for status in found):
-            done = sum(status.bytes_whole for status in found)
+            done = sum(status.bytes_whole + status.bytes_running for status in found)
             progress(done, sum(status.bytes_total for status in found))
             time.sleep(_SECONDS_BETWEEN)
             found = statuses(place)

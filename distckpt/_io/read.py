@@ -113,6 +113,22 @@ def read_chunks_into(
         reading.run(num_threads)
 
 
+def read_in_pieces(stored: StoredCheckpoint, chunk: int, piece_bytes: int) -> Iterator[Bytes]:
+    """Yield the bytes of a chunk as they are stored, about `piece_bytes` at a time, in memory that
+    is used again.
+    """
+    check_files(stored, [chunk])
+    size, block_bytes = int(stored.manifest.num_bytes[chunk]), stored.manifest.block_bytes
+    step = max(1, piece_bytes // block_bytes) * block_bytes
+    memory = np.empty(min(step, size), np.uint8)
+    with _open_files(stored) as files:
+        for start in range(0, size, step):
+            stop = min(start + step, size)
+            part = ReadPart(chunk, start, stop, memory[: stop - start], lead=0)
+            _Reading(stored, _in_file_order(stored, [part]), Copier(()), files).run(NUM_THREADS)
+            yield part.target
+
+
 def _open_files(stored: StoredCheckpoint) -> AbstractContextManager[OpenFiles]:
     """Return the files that the checkpoint keeps open, or new ones, which end with the context."""
     return contextlib.nullcontext(stored.files) if stored.files else OpenFiles()

@@ -119,7 +119,7 @@ def write_span(
     it is filled by itself.
     """
     output = _Output(file, True, settings, (start, stop))
-    open_shared_file(file.location, file.header if start == 0 else b"", output.num_bytes)
+    reserve_span(file.location, file.header if start == 0 else b"", start, stop)
     _write_and_close([output], settings)
     return np.array(list(itertools.chain.from_iterable(output.checksums)), np.uint64)
 
@@ -199,14 +199,15 @@ def create_file(location: str, header: bytes, num_bytes: int) -> None:
         raise
 
 
-def open_shared_file(location: str, header: bytes, num_bytes: int) -> None:
-    """Make a local file at its full size, unless it is there, and write its header, if one is
-    given.
+def reserve_span(location: str, header: bytes, start: int, stop: int) -> None:
+    """Make a local file, unless it is there, reserve bytes [start, stop) of it, and write its
+    header, if one is given.
     """
     with locations.naming(location):
         fd = os.open(location, os.O_CREAT | os.O_WRONLY | os.O_CLOEXEC, 0o666)
         try:
-            reserve(fd, num_bytes)
+            # Not all of it: some file systems write zeros, and each process would wait for that.
+            reserve(fd, stop - start, start)
             write_all(fd, [np.frombuffer(header, np.uint8)], 0)
         finally:
             os.close(fd)

@@ -4,7 +4,7 @@ files.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -97,9 +97,20 @@ def computed_fingerprints(
     def compute(window: Window, values: torch.Tensor) -> int:
         if add_bytes is not None:
             add_bytes(values.nbytes)
-        return region_number(values, window.region.offset)
+        return window_number(window, values)
 
-    numbers = map_windows([tensors], compute, counter)
+    return fingerprints_of(tensors, map_windows([tensors], compute, counter))
+
+
+def window_number(window: Window, values: torch.Tensor) -> int:
+    """Return what a window adds to the fingerprint of its tensor."""
+    return region_number(values, window.region.offset)
+
+
+def fingerprints_of(
+    tensors: Sequence[StoredTensor], numbers: Iterable[Sequence[int]]
+) -> dict[str, Fingerprint]:
+    """Return the fingerprints of tensors by key, from the numbers of the windows of each."""
     return {
         tensor.key: Fingerprint(tensor.dtype, tensor.shape, sum(found) % PRIME)
         for tensor, found in zip(tensors, numbers, strict=True)

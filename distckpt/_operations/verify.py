@@ -259,7 +259,7 @@ def _check_content(
         # 2. Blocks have their checksums.
         blocks = list_blocks(stored)
         block_bytes = int((blocks.stops - blocks.starts).sum())
-        keys = _keys_with_fingerprints(stored)
+        keys = keys_with_fingerprints(stored)
         tensor_bytes = sum(StoredTensor(stored, key).num_bytes for key in keys)
         counter = ProgressCounter(progress, block_bytes + tensor_bytes)
         units = units_of_blocks(blocks, stored.location)
@@ -272,7 +272,8 @@ def _check_content(
         return problems, num_bytes + num_read + tensor_bytes
 
 
-def _keys_with_fingerprints(stored: StoredCheckpoint) -> list[str]:
+def keys_with_fingerprints(stored: StoredCheckpoint) -> list[str]:
+    """Return the keys of tensors that were stored with their fingerprints."""
     numbers = stored.manifest.fingerprints
     if numbers is None:
         return []
@@ -283,11 +284,15 @@ def _keys_with_fingerprints(stored: StoredCheckpoint) -> list[str]:
 def _check_fingerprints(
     stored: StoredCheckpoint, keys: Sequence[str], add_bytes: Callable[[int], None]
 ) -> list[Problem]:
-    verbs = on_demand("fingerprint")
-    saved = verbs.saved_fingerprints(stored, keys)
-    found = verbs.computed_fingerprints(stored, keys, add_bytes)
+    found = on_demand("fingerprint").computed_fingerprints(stored, keys, add_bytes)
+    return describe_fingerprints(stored, found)
+
+
+def describe_fingerprints(stored: StoredCheckpoint, found: Mapping[str, Any]) -> list[Problem]:
+    """Say which tensors do not have the fingerprints that were stored, given those they have."""
+    saved = on_demand("fingerprint").saved_fingerprints(stored, list(found))
     text = "the tensor is not the one that was in memory when it was saved: fingerprint mismatch"
-    return [Problem(stored.location, text, key) for key in keys if found[key] != saved[key]]
+    return [Problem(stored.location, text, key) for key in found if found[key] != saved[key]]
 
 
 def check_files(

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections import Counter
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields
 from typing import Any
+
+import numpy as np
 
 from distckpt._base.options import ExportOptions
 from distckpt._checkpoint.consistent_read import reading
@@ -100,6 +103,18 @@ class _ExportWork(Work):
             **facts_of({**chosen, **(more or {})}, self._opened, plan.outputs),
             **facts_of_extra_files(plan.extra_files),
         }
+
+    def costs(self) -> Sequence[int]:
+        edges = {}
+        for file in self._plan.files:
+            tensors, header = file.laid_out
+            # Scales are small, and as much work as the codes of the same values.
+            sizes = [[t.num_bytes, max(t.num_bytes, math.prod(t.mapped.shape))] for t in tensors]
+            edges[file.name] = np.cumsum([[0, 0], [len(header)] * 2, *sizes], axis=0).T
+        return [
+            int(np.diff(np.interp([piece.start, piece.stop], *edges[piece.name]))[0])
+            for piece in self.pieces
+        ]
 
     def files(self, attempt: Attempt) -> list[str]:
         extra = self._plan.extra_files
@@ -197,6 +212,6 @@ def proof_of(directory: str, name: str) -> Any:
     """Return what tells a file in a directory from others of its name; None if it is not there."""
     path = locations.join(directory, name)
     try:
-        return [name, locations.file_size(path), locations.modified_time(path)]
+        return [name, *locations.size_and_time(path)]
     except FileNotFoundError:
         return None

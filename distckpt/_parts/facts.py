@@ -44,7 +44,7 @@ def facts_of(
         outputs: tensors that are written.
     """
     chosen = {
-        name: _short(value)
+        name: _short(_in_order(value) if name == "keys" else value)
         for name, value in options.items()
         if name not in (*_UNIMPORTANT, *_PLANNED)
     }
@@ -124,18 +124,16 @@ def _configs_of(stored: StoredCheckpoint) -> list[bytes]:
 
 def _looks_of(stored: StoredCheckpoint) -> bytes:
     """Return the sizes and times of the files of a checkpoint, as a text."""
-    files = range(len(stored.manifest.files))
-    looks: dict[int, Any] = {}
+    paths = [stored.path_of_file(file_id) for file_id in range(len(stored.manifest.files))]
+    looks: dict[str, Any] = dict(locations.listed_sizes_and_times(stored.location))
 
-    def look(file_id: int) -> None:
-        path = stored.path_of_file(file_id)
-        looks[file_id] = None
+    def look(path: str) -> None:
         # One that is missing is for others to report.
         with contextlib.suppress(OSError):
-            looks[file_id] = [locations.file_size(path), locations.modified_time(path)]
+            looks[path] = locations.size_and_time(path)
 
-    run_threads(look, files, NUM_REQUESTS)
-    return json.dumps([looks[file_id] for file_id in files]).encode()
+    run_threads(look, [path for path in paths if path not in looks], NUM_REQUESTS)
+    return json.dumps([looks.get(path) for path in paths]).encode()
 
 
 def _digest_of_plan(outputs: Iterable[OutputTensor]) -> str:
@@ -147,6 +145,13 @@ def _digest(texts: Iterable[bytes]) -> str:
     for text in texts:
         found.update(text)
     return found.hexdigest()[:16]
+
+
+def _in_order(patterns: str | Sequence[str] | None) -> list[str] | None:
+    """Return the same patterns for each order in which they may be given."""
+    if patterns is None:
+        return None
+    return sorted({patterns} if isinstance(patterns, str) else set(patterns))
 
 
 def _short(value: Any) -> str:

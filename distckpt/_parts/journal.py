@@ -27,6 +27,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from distckpt._base.errors import CheckpointingException
+from distckpt._base.threads import NUM_REQUESTS, run_threads
 from distckpt._commit import hidden_directories
 from distckpt._parts.work import Attempt, Part, Piece, Work
 from distckpt._storage import locations
@@ -51,6 +52,8 @@ class Worker:
         host: name of its machine.
         pid: its process there.
         piece: what it is doing.
+        number: of the piece.
+        piece_bytes: how much of the piece it has done.
         num_bytes: how much of its part it has done.
         seconds: since it last said so.
     """
@@ -59,6 +62,8 @@ class Worker:
     host: str
     pid: int
     piece: str
+    number: int
+    piece_bytes: int
     num_bytes: int
     seconds: float
 
@@ -128,6 +133,10 @@ class Journal:
         found = map(_RECORD.fullmatch, self._names())
         return {int(match[1]) for match in found if match}
 
+    def has_record(self, number: int) -> bool:
+        """Tell whether a piece is whole."""
+        return self._read(_record_name(number)) is not None
+
     def _names(self) -> list[str]:
         try:
             return locations.list_names(self.location)
@@ -136,7 +145,7 @@ class Journal:
 
     def record(self, number: int, result: Any, seconds: float) -> None:
         """Note that a piece is whole."""
-        self._write(f"piece-{number:06d}.json", {"result": result, "seconds": seconds})
+        self._write(_record_name(number), {"result": result, "seconds": seconds})
 
     def forget(self, numbers: Iterable[int]) -> None:
         """Note that pieces are not whole any more."""
@@ -145,7 +154,12 @@ class Journal:
 
     def results(self, count: int) -> tuple[list[Any], float]:
         """Return the results of all pieces, and the seconds that they have taken."""
-        records = [self._read(f"piece-{number:06d}.json") for number in range(count)]
+        records: list[Any] = [None] * count
+
+        def read(number: int) -> None:
+            records[number] = self._read(_record_name(number))
+
+        run_threads(read, range(count), NUM_REQUESTS)
         if None in records:
             raise CheckpointingException(
                 f"{self.location!r} lacks the record of piece {records.index(None)}: another "
@@ -207,12 +221,13 @@ class Note:
 
     def __init__(self, path: str, fields: Mapping[str, Any]) -> None:
         self._path, self._fields = path, fields
-        self._piece, self._num_bytes = "", 0
+        self._piece, self._number = "", -1
+        self._num_bytes = self._bytes_before = 0
         self._written = -_SECONDS_BETWEEN
 
-    def begin(self, piece: Piece) -> None:
+    def begin(self, number: int, piece: Piece) -> None:
         """Say which piece comes next."""
-        self._piece = piece.name
+        self._piece, self._number, self._bytes_before = piece.name, number, self._num_bytes
         self._write()
 
     def report(self, num_bytes: int, total: int) -> None:
@@ -226,10 +241,20 @@ class Note:
         if now - self._written < _SECONDS_BETWEEN:
             return
         self._written = now
-        content = {**self._fields, "piece": self._piece, "num_bytes": self._num_bytes}
+        content = {
+            **self._fields,
+            "piece": self._piece,
+            "number": self._number,
+            "piece_bytes": self._num_bytes - self._bytes_before,
+            "num_bytes": self._num_bytes,
+        }
         # Nobody needs it after a power failure, nor when it cannot be written.
         with contextlib.suppress(OSError):
             locations.write_bytes(self._path, json.dumps(content).encode(), durable=False)
+
+
+def _record_name(number: int) -> str:
+    return f"piece-{number:06d}.json"
 
 
 def _listed(pieces: Sequence[Piece]) -> list[list[Any]]:

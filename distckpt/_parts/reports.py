@@ -10,12 +10,13 @@ import itertools
 import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, TypeAlias
 
 import numpy as np
 import torch
 
 from distckpt._base.dtypes import ITEM_BYTES
+from distckpt._base.errors import CorruptCheckpointError
 from distckpt._base.messages import check_choice, check_count
 from distckpt._base.threads import ProgressCounter
 from distckpt._checkpoint.consistent_read import reading
@@ -24,6 +25,8 @@ from distckpt._checkpoint.stored_values import StoredTensor
 from distckpt._commit import posix
 from distckpt._format.marker import marker_of
 from distckpt._format.stored_checkpoint import StoredCheckpoint
+from distckpt._format.tensor_stats import TensorStats
+from distckpt._io.block_stats import BlockStats
 from distckpt._operations.diff import (
     Change,
     Compared,
@@ -33,9 +36,8 @@ from distckpt._operations.diff import (
     plan_diff,
     report_of_diff,
 )
+from distckpt._operations.fingerprint import fingerprints_of, window_number
 from distckpt._operations.stats import (
-    BlockStats,
-    TensorStats,
     WindowStats,
     measure_window,
     stats_of_windows,
@@ -48,6 +50,8 @@ from distckpt._operations.verify import (
     check_files,
     check_units,
     describe_blocks,
+    describe_fingerprints,
+    keys_with_fingerprints,
     list_blocks,
     open_or_describe,
     report_of_verify,
@@ -67,6 +71,10 @@ def place_of(verb: str, journal: str | os.PathLike[str]) -> str:
     return locations.join(posix.resolve(journal), verb)
 
 
+_Step: TypeAlias = Callable[[StoredCheckpoint, range, Callable[[int], None]], Any]
+"""Does a run of what a check goes through."""
+
+
 def runs_of(sizes: Sequence[int]) -> list[range]:
     """Divide a sequence of items into runs of about as many bytes as a piece has."""
     limit, runs, first, filled = piece_bytes(sum(sizes)), [], 0, 0
@@ -76,6 +84,28 @@ def runs_of(sizes: Sequence[int]) -> list[range]:
             first, filled = number, 0
         filled += size
     return [*runs, range(first, len(sizes))] if sizes else runs
+
+
+def pieces_of(
+    runs: Sequence[range], sizes: Sequence[int], name_of: Callable[[int], str]
+) -> list[Piece]:
+    """Return a piece for each run of items of some sizes, named after its first item."""
+    return [Piece(name_of(run.start), 0, sum(sizes[run.start : run.stop])) for run in runs]
+
+
+def bytes_of_window(tensors: Sequence[StoredTensor], window: Window) -> int:
+    """Return the size of a window of one of some tensors."""
+    return window.region.num_elements * ITEM_BYTES[tensors[window.tensor].dtype]
+
+
+def by_tensor(
+    tensors: Sequence[StoredTensor], windows: Sequence[Window], results: Iterable[Iterable[Any]]
+) -> list[list[Any]]:
+    """Return the results of the windows of each tensor, given those of each piece."""
+    found: list[list[Any]] = [[] for _ in tensors]
+    for window, result in zip(windows, itertools.chain.from_iterable(results), strict=True):
+        found[window.tensor].append(result)
+    return found
 
 
 # --- verify ---------------------------------------------------------------------------------------
@@ -119,68 +149,106 @@ class _Unopened(Work):
 
 
 class _VerifyWork(Work):
-    """A checkpoint whose files, then blocks, are checked."""
+    """A checkpoint whose files, then blocks, are checked, then tensors that have fingerprints."""
 
     verb = "verify"
 
     def __init__(self, stored: StoredCheckpoint, place: str, mode: str, num_threads: int) -> None:
         self._stored, self._mode, self._num_threads = stored, mode, num_threads
         self.place, self.sources = place, [stored.location]
+        is_full = mode == "full"
         self._headers = [file.header_bytes for file in stored.manifest.files]
-        self._of_files = runs_of([size + 1 for size in self._headers])
         self._blocks = list_blocks(stored)
-        self._units = list(units_of_blocks(self._blocks, stored.location)) if mode == "full" else []
-        sizes = [self._size_of(unit) for unit in self._units]
-        self._of_units = runs_of(sizes)
+        self._units = list(units_of_blocks(self._blocks, stored.location)) if is_full else []
+        keys = keys_with_fingerprints(stored) if is_full else []
+        self._tensors = [StoredTensor(stored, key) for key in keys]
+        self._windows = list(windows_of(self._tensors))
+        unit_bytes = list(map(self._size_of, self._units))
+        window_bytes = [bytes_of_window(self._tensors, window) for window in self._windows]
+        self._of_files = runs_of([size + 1 for size in self._headers])
+        self._of_units, self._of_windows = runs_of(unit_bytes), runs_of(window_bytes)
         self.pieces: Sequence[Piece] = [
-            *(
-                Piece("headers", 0, sum(self._headers[run.start : run.stop]))
-                for run in self._of_files
-            ),
-            *(
-                Piece(self._file_of(run), 0, sum(sizes[run.start : run.stop]))
-                for run in self._of_units
-            ),
+            *pieces_of(self._of_files, self._headers, lambda _: "headers"),
+            *pieces_of(self._of_units, unit_bytes, self._file_of),
+            *pieces_of(self._of_windows, window_bytes, self._key_of),
         ]
         self.facts = {**facts_of({"mode": mode}, [stored]), **facts_of_copies([stored])}
 
     def _size_of(self, unit: range) -> int:
         return int(self._blocks.stops[unit[-1]] - self._blocks.starts[unit[0]])
 
-    def _file_of(self, run: range) -> str:
-        """Return the file that the first block of some units is in."""
-        first = self._units[run.start][0]
+    def _file_of(self, unit: int) -> str:
+        """Return the file that the first block of a unit is in."""
+        first = self._units[unit][0]
         return self._stored.manifest.files[int(self._blocks.file_ids[first])].name
+
+    def _key_of(self, window: int) -> str:
+        return self._tensors[self._windows[window].tensor].key
 
     def run(
         self, attempt: Attempt, assigned: Iterable[int], add_bytes: Callable[[int], None]
     ) -> Iterator[tuple[int, Any]]:
+        steps: list[tuple[_Step, range]] = [
+            *((self._check_files, run) for run in self._of_files),
+            *((self._check_units, run) for run in self._of_units),
+            *((self._compute_numbers, run) for run in self._of_windows),
+        ]
         with OpenFiles() as open_files:
             stored = self._stored.with_files(open_files)
             for number in assigned:
-                if number < len(self._of_files):
-                    yield number, self._check_files(stored, self._of_files[number])
-                    continue
-                run = self._of_units[number - len(self._of_files)]
-                units = self._units[run.start : run.stop]
-                yield number, check_units(stored, self._blocks, units, self._num_threads, add_bytes)
+                step, run = steps[number]
+                yield number, step(stored, run, add_bytes)
 
-    def _check_files(self, stored: StoredCheckpoint, run: range) -> tuple[Any, int]:
+    def _check_files(
+        self, stored: StoredCheckpoint, run: range, add_bytes: Callable[[int], None]
+    ) -> tuple[Any, int]:
         problems = check_files(stored, run, self._num_threads)
         return [vars(problem) for problem in problems], sum(self._headers[run.start : run.stop])
+
+    def _check_units(
+        self, stored: StoredCheckpoint, run: range, add_bytes: Callable[[int], None]
+    ) -> tuple[Any, int]:
+        units = self._units[run.start : run.stop]
+        return check_units(stored, self._blocks, units, self._num_threads, add_bytes)
+
+    def _compute_numbers(
+        self, stored: StoredCheckpoint, run: range, add_bytes: Callable[[int], None]
+    ) -> tuple[list[int], str | None]:
+        """Return what windows add to fingerprints; or why they cannot be read, which matters only
+        if all blocks are whole.
+        """
+        windows = self._windows[run.start : run.stop]
+        tensors = [tensor._replace(stored=stored) for tensor in self._tensors]
+        counter = ProgressCounter(_differences(add_bytes), 0)
+        try:
+            found = map_some_windows([tensors], windows, window_number, counter)
+            return [number for _, number in found], None
+        except (CorruptCheckpointError, OSError) as error:
+            return [], str(error)
 
     def complete(self, attempt: Attempt, results: Sequence[Any]) -> None:
         check_sources(self.facts, [self._stored])
 
     def report(self, results: Sequence[Any], seconds: float) -> VerifyReport:
-        num_of_files = len(self._of_files)
-        of_files = itertools.chain.from_iterable(found for found, _ in results[:num_of_files])
-        of_blocks = itertools.chain.from_iterable(found for found, _ in results[num_of_files:])
-        problems = [Problem(**problem) for problem in of_files]
-        bad = [BadBlock(*block) for block in of_blocks]
+        found = iter(results)
+        of_files = list(itertools.islice(found, len(self._of_files)))
+        of_units = list(itertools.islice(found, len(self._of_units)))
+        problems = [Problem(**each) for problems, _ in of_files for each in problems]
+        bad = [BadBlock(*block) for blocks, _ in of_units for block in blocks]
         problems += describe_blocks(self._stored, self._blocks, bad)
-        num_bytes = sum(num_read for _, num_read in results)
+        num_bytes = sum(num_read for _, num_read in [*of_files, *of_units])
+        if self._tensors and not problems:
+            problems = self._compare(list(found))
+            num_bytes += sum(tensor.num_bytes for tensor in self._tensors)
         return report_of_verify(self._stored, self._mode, problems, num_bytes, seconds)
+
+    def _compare(self, results: Sequence[tuple[list[int], str | None]]) -> list[Problem]:
+        """Compare fingerprints."""
+        errors = [error for _, error in results if error is not None]
+        if errors:
+            return [Problem(self._stored.location, error) for error in errors]
+        numbers = by_tensor(self._tensors, self._windows, [found for found, _ in results])
+        return describe_fingerprints(self._stored, fingerprints_of(self._tensors, numbers))
 
 
 # --- Windows of tensors ---------------------------------------------------------------------------
@@ -200,21 +268,12 @@ class _WindowWork(Work):
     def _divide(self) -> None:
         self.sources = [stored.location for stored in self.checkpoints]
         self._windows = list(windows_of(self.sides[0]))
-        sizes = [sum(map(self._num_bytes, self.sides, itertools.repeat(w))) for w in self._windows]
+        sizes = [sum(bytes_of_window(side, w) for side in self.sides) for w in self._windows]
         self._runs = runs_of(sizes)
-        self.pieces = [
-            Piece(
-                self.sides[0][self._windows[run.start].tensor].key,
-                0,
-                sum(sizes[run.start : run.stop]),
-            )
-            for run in self._runs
-        ]
+        self.pieces = pieces_of(self._runs, sizes, self._key_of)
 
-    @staticmethod
-    def _num_bytes(side: Sequence[StoredTensor], window: Window) -> int:
-        itemsize = ITEM_BYTES[side[window.tensor].dtype]
-        return window.region.num_elements * itemsize
+    def _key_of(self, window: int) -> str:
+        return self.sides[0][self._windows[window].tensor].key
 
     def compute(self, window: Window, *values: torch.Tensor) -> Any:
         """Return the result of a window, given its values on each side."""
@@ -242,14 +301,10 @@ class _WindowWork(Work):
     def complete(self, attempt: Attempt, results: Sequence[Any]) -> None:
         check_sources(self.facts, self.checkpoints)
 
-    def by_tensor(self, results: Sequence[Any]) -> list[list[Any]]:
+    def decoded_by_tensor(self, results: Sequence[Any]) -> list[list[Any]]:
         """Return the results of the windows of each tensor."""
-        found: list[list[Any]] = [[] for _ in self.sides[0]]
-        for window, result in zip(
-            self._windows, itertools.chain.from_iterable(results), strict=True
-        ):
-            found[window.tensor].append(self.decoded(result))
-        return found
+        found = by_tensor(self.sides[0], self._windows, results)
+        return [[self.decoded(result) for result in of_tensor] for of_tensor in found]
 
 
 def _differences(add_bytes: Callable[[int], None]) -> Callable[[int, int], None]:
@@ -299,7 +354,7 @@ class _StatsWork(_WindowWork):
         return WindowStats([BlockStats(*part) for part in parts], np.array(sample, np.float64))
 
     def report(self, results: Sequence[Any], seconds: float) -> list[TensorStats]:
-        found = self.by_tensor(results)
+        found = self.decoded_by_tensor(results)
         return [stats_of_windows(*each) for each in zip(self._tensors, found, strict=True)]
 
 
@@ -348,7 +403,7 @@ class _DiffWork(_WindowWork):
         return Change(num_different, largest, tuple(first_index), pairs, tuple(norms))
 
     def report(self, results: Sequence[Any], seconds: float) -> DiffReport:
-        changes = dict(zip(self._compared.comparable, self.by_tensor(results), strict=True))
+        changes = dict(zip(self._compared.comparable, self.decoded_by_tensor(results), strict=True))
         started = time.perf_counter()
         with reading(Ranks.alone(), self.checkpoints):
             return report_of_diff(

@@ -9,6 +9,7 @@ import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any
 
 from distckpt._base.errors import CheckpointingException
@@ -69,7 +70,7 @@ def _run_part(work: Work, journal: Journal, part: Part, progress: Progress | Non
         try:
             _open(work, journal)
             recorded = journal.recorded()
-            mine = [number for number in share(work.pieces, part) if number not in recorded]
+            mine = [number for number in share(work.costs(), part) if number not in recorded]
             for number in _run(work, journal, part, mine, progress):
                 num_pieces, num_bytes = num_pieces + 1, num_bytes + work.pieces[number].num_bytes
         except OSError as error:
@@ -190,8 +191,9 @@ def _open(work: Work, journal: Journal) -> None:
 def _check_others(work: Work, journal: Journal) -> None:
     """Refuse to begin beside other work that is not complete, for the same output."""
     for other in journals_beside(work.place):
-        header = other.header()
-        if other.attempt == journal.attempt or header is None or other.proofs():
+        if other.attempt == journal.attempt or (header := other.header()) is None:
+            continue
+        if other.proofs():
             continue
         raise CheckpointingException(
             f"Other work in parts is not complete for {work.place!r} ({other.location!r}): "
@@ -264,8 +266,8 @@ def _in_sight(directory: str) -> Iterator[Callable[[], None]]:
 def _missing(work: Work, journal: Journal, mine: Iterable[int], note: Note) -> Iterator[int]:
     """Yield the pieces that nobody else has done meanwhile, when their turn comes."""
     for number in mine:
-        if number not in journal.recorded():
-            note.begin(work.pieces[number])
+        if not journal.has_record(number):
+            note.begin(number, work.pieces[number])
             yield number
 
 
@@ -357,6 +359,7 @@ class PartsStatus:
         num_whole: pieces that are whole.
         num_total: all pieces.
         bytes_whole: size of the pieces that are whole.
+        bytes_running: how much is done of pieces that are not whole, by processes at work.
         bytes_total: size of all.
         missing: names of what has pieces that are not whole.
         workers: processes that are at work, or were killed.
@@ -369,6 +372,7 @@ class PartsStatus:
     num_whole: int
     num_total: int
     bytes_whole: int
+    bytes_running: int
     bytes_total: int
     missing: tuple[str, ...]
     workers: tuple[Worker, ...]
@@ -387,6 +391,13 @@ def _status(journal: Journal, header: dict[str, Any]) -> PartsStatus:
     recorded, pieces = journal.recorded(), header["pieces"]
     sizes = [stop - start for _, start, stop in pieces]
     missing = [name for i, (name, _, _) in enumerate(pieces) if i not in recorded]
+    workers = journal.workers()
+    # Several may do the same piece.
+    running = {
+        worker.number: worker.piece_bytes
+        for worker in sorted(workers, key=attrgetter("piece_bytes"))
+        if worker.is_running and worker.number not in recorded
+    }
     return PartsStatus(
         journal.location,
         header["verb"],
@@ -394,9 +405,10 @@ def _status(journal: Journal, header: dict[str, Any]) -> PartsStatus:
         num_whole=len(recorded),
         num_total=len(pieces),
         bytes_whole=sum(size for i, size in enumerate(sizes) if i in recorded),
+        bytes_running=sum(running.values()),
         bytes_total=sum(sizes),
         missing=tuple(dict.fromkeys(missing)),
-        workers=tuple(journal.workers()),
+        workers=tuple(workers),
         is_complete=journal.has_appeared(),
     )
 

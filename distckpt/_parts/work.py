@@ -88,6 +88,10 @@ class Work(ABC):
     def report(self, results: Sequence[Any], seconds: float) -> Any:
         """Put the results of all pieces together; `seconds` is the time that all have taken."""
 
+    def costs(self) -> Sequence[int]:
+        """Return how much work each piece is, in bytes of output that is copied."""
+        return [piece.num_bytes for piece in self.pieces]
+
     # Work that only reads has no output, and needs nothing of the following.
 
     def files(self, attempt: Attempt) -> list[str]:
@@ -142,9 +146,11 @@ def cut_files(sizes: Mapping[str, int], *, divides: bool) -> list[Piece]:
     return pieces
 
 
-def share(pieces: Sequence[Piece], part: Part) -> list[int]:
-    """Return the numbers of the pieces of a part: a run of about as many bytes as the others."""
-    sizes = [piece.num_bytes + 1 for piece in pieces]
+def share(costs: Sequence[int], part: Part) -> list[int]:
+    """Return the numbers of the pieces of a part: a run that is about as much work as the others,
+    given how much each piece is.
+    """
+    sizes = [cost + 1 for cost in costs]
     total, end, numbers = sum(sizes), 0, []
     for number, size in enumerate(sizes):
         # By its middle; of halves, so that numbers stay whole.

@@ -104,16 +104,23 @@ class CloudLocation(RemoteLocation):
         return sorted(name.rstrip("/").rpartition("/")[2] for name in names)
 
     def list_files(self) -> list[str]:
-        entries = self._request(lambda: self._store.list(self._path).collect())
-        return sorted(entry["path"].removeprefix(self._path).lstrip("/") for entry in entries)
+        return sorted(self.list_sizes_and_times())
 
     def size(self) -> int:
-        return int(self._request(lambda: self._store.head(self._path))["size"])
+        return self.size_and_time()[0]
 
     def modified_time(self) -> float | None:
-        return float(
-            self._request(lambda: self._store.head(self._path))["last_modified"].timestamp()
-        )
+        return self.size_and_time()[1]
+
+    def size_and_time(self) -> tuple[int, float | None]:
+        return _size_and_time(self._request(lambda: self._store.head(self._path)))
+
+    def list_sizes_and_times(self) -> dict[str, tuple[int, float | None]]:
+        entries = self._request(lambda: self._store.list(self._path).collect())
+        return {
+            entry["path"].removeprefix(self._path).lstrip("/"): _size_and_time(entry)
+            for entry in entries
+        }
 
     def read(self, max_bytes: int | None = None) -> bytes:
         def fetch() -> Any:
@@ -433,3 +440,7 @@ def _azure_config(container: str) -> dict[str, str]:
         "BlobEndpoint": "endpoint",
     }
     return {ours: values[theirs] for theirs, ours in fields.items() if theirs in values}
+
+
+def _size_and_time(entry: Any) -> tuple[int, float | None]:
+    return int(entry["size"]), float(entry["last_modified"].timestamp())

@@ -186,14 +186,36 @@ def file_size(location: str) -> int:
     open.
     """
     if is_local(location):
-        try:
-            status = os.stat(location)
-        except NotADirectoryError as error:
-            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), location) from error
-        if not stat.S_ISREG(status.st_mode):
-            raise OSError(errno.EINVAL, "a directory, pipe or device", location)
-        return status.st_size
+        return _status_of_file(location).st_size
     return object_store.at(location).size()
+
+
+def _status_of_file(path: str) -> os.stat_result:
+    try:
+        status = os.stat(path)
+    except NotADirectoryError as error:
+        raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), path) from error
+    if not stat.S_ISREG(status.st_mode):
+        raise OSError(errno.EINVAL, "a directory, pipe or device", path)
+    return status
+
+
+def size_and_time(location: str) -> tuple[int, float | None]:
+    """Return the size of a file, see `file_size`, and when it was written, see `modified_time`."""
+    if is_local(location):
+        status = _status_of_file(location)
+        return status.st_size, status.st_mtime
+    return object_store.at(location).size_and_time()
+
+
+def listed_sizes_and_times(location: str) -> dict[str, tuple[int, float | None]]:
+    """Return the same for all objects below a prefix of a store that lists them together, by their
+    locations.
+    """
+    if is_local(location):
+        return {}
+    found = object_store.at(location).list_sizes_and_times()
+    return {join(location, name): each for name, each in found.items()}
 
 
 def modified_time(location: str) -> float | None:

@@ -81,6 +81,16 @@ class RemoteLocation(ABC):
         tell.
         """
 
+    def size_and_time(self) -> tuple[int, float | None]:
+        """Return both, in one request where the store tells both at once."""
+        return self.size(), self.modified_time()
+
+    def list_sizes_and_times(self) -> dict[str, tuple[int, float | None]]:
+        """Return both for all objects below the prefix, by the names of `list_files`; an empty dict
+        if a listing does not tell them.
+        """
+        return {}
+
     @abstractmethod
     def read(self, max_bytes: int | None = None) -> bytes:
         """Return the content of the object; OSError with errno EFBIG if it has more than

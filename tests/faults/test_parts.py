@@ -22,7 +22,7 @@ import torch
 import torch.distributed.checkpoint
 
 import distckpt
-from distckpt import tasks, torch_dist
+from distckpt import ShardedTensor, tasks, torch_dist
 from distckpt._checkpoint.opening import open_undisturbed
 from distckpt._operations.stats import compute_stats
 from distckpt._ranks.collectives import Ranks
@@ -110,6 +110,16 @@ def stats_tasks(folder: Path, place: Path, num_tasks: int) -> list[tasks.Task]:
     return [tasks.Task("stats", arguments, index, num_tasks) for index in range(num_tasks)]
 
 
+def verifying(name: str) -> Case:
+    return Case(
+        lambda folder, place: distckpt.verify(folder / name),
+        lambda folder, place, num_tasks: tasks.verify(
+            folder / name, journal=place, num_tasks=num_tasks
+        ),
+        has_output=False,
+    )
+
+
 CASES = {
     "consolidate": export(dtype=torch.bfloat16),
     "rules": export(rules=RULES, rename={"model.": "lm."}, extra_files_from=lambda f: f / "extra"),
@@ -122,13 +132,8 @@ CASES = {
     "convert": rewriting("dcp", num_ranks=10),
     "import": rewriting("hf", num_ranks=10),
     "export_torch_dist": Case(of("a", torch_dist.export), of("a", tasks.export_torch_dist)),
-    "verify": Case(
-        lambda folder, place: distckpt.verify(folder / "a"),
-        lambda folder, place, num_tasks: tasks.verify(
-            folder / "a", journal=place, num_tasks=num_tasks
-        ),
-        has_output=False,
-    ),
+    "verify": verifying("a"),
+    "verify fingerprints": verifying("fingerprints"),
     "stats": Case(stats, stats_tasks, has_output=False),
     "diff": Case(
         lambda folder, place: distckpt.diff(folder / "a", folder / "b"),
@@ -150,6 +155,8 @@ def folder(tmp_path_factory) -> Path:
     for factor, name in ((1.0, "a"), (3.0, "b")):
         tensors = {key: factor * (numbered(60, 500) - i) for i, key in enumerate(names)}
         save_checkpoint(made / name, tensors, args={"lr": factor})
+    state = {key: ShardedTensor.from_rank_offsets(key, each) for key, each in tensors.items()}
+    distckpt.save(state, made / "fingerprints", fingerprint=True)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         torch.distributed.checkpoint.save(tensors, checkpoint_id=made / "dcp")
@@ -224,6 +231,7 @@ def test_killed_parts(name, folder, tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize("name", CASES)
 def test_killed_parts_sweep(name, folder, tmp_path):
     check_killed(CASES[name], folder, tmp_path, num_kills=100)
@@ -278,6 +286,7 @@ def test_killed_while_completing(folder, tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize("first", range(8))
 @pytest.mark.parametrize("name", CASES)
 def test_killed_at_every_call(name, first, folder, tmp_path):
@@ -342,6 +351,7 @@ def test_overtaken_at_some_calls(name, folder, tmp_path, monkeypatch):
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1500)
 @pytest.mark.parametrize("name", CASES)
 def test_overtaken_at_every_call(name, folder, tmp_path, monkeypatch):
     monkeypatch.setattr(fcntl, "flock", refuse_locks)

@@ -9,7 +9,6 @@ import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import numpy as np
 import torch
 
 from distckpt._base.dtypes import FROM_NAME
@@ -31,10 +30,11 @@ from distckpt._foreign.torch_dist.encode import (
 from distckpt._format.marker import CONFIG_FNAME
 from distckpt._format.stored_checkpoint import StoredCheckpoint
 from distckpt._geometry.region import Region
-from distckpt._io.read import read_chunks_into
+from distckpt._io.read import read_in_pieces
 from distckpt._mapping.wrappers import ShardedObject
 from distckpt._state.common_state import COMMON_KEY
 from distckpt._storage import locations
+from distckpt._storage.open_files import OpenFiles
 
 _METADATA = "torch.distributed.checkpoint.metadata"
 _MARKER = {
@@ -44,6 +44,8 @@ _MARKER = {
     "common_backend_version": 1,
 }
 
+_PIECE_BYTES = 64 << 20
+"""So much of a chunk is in memory at a time."""
 _OTHER_COMMON_STATE = (
     "\nOr leave these values out: distckpt.reshard(checkpoint, another, common_state={...}) makes "
     "a checkpoint with another common state, which can be exported."
@@ -67,7 +69,9 @@ def write_chunks(
     num_bytes_of = {chunk: int(manifest.num_bytes[chunk]) for _, chunk in chunks}
     of_tensors = [chunk for key, chunk in chunks if not stored.is_object(key)]
     counter = ProgressCounter(progress, sum(num_bytes_of[chunk] for chunk in of_tensors))
-    with open(locations.join(directory, name), "w+b") as file:
+    path = locations.join(directory, name)
+    with open(path, "w+b") as file, OpenFiles.for_many_reads() as open_files:
+        stored = stored.with_files(open_files)
         for key, chunk in chunks:
             region = manifest.chunk_region(chunk)
             if stored.is_object(key):
@@ -77,11 +81,10 @@ def write_chunks(
                 refuse_formless(value, f"the object {key!r}")
                 num_bytes = write_object(file, objects)
             else:
-                content = np.empty(num_bytes_of[chunk], np.uint8)
-                read_chunks_into(stored, [chunk], [content])
                 tensor = TensorRecord(stored.dtype_of(chunk), region.shape)
-                num_bytes = write_tensor(file, tensor, [content])
-                counter.add(content.nbytes)
+                content = read_in_pieces(stored, chunk, _PIECE_BYTES)
+                num_bytes = write_tensor(file, tensor, content)
+                counter.add(num_bytes_of[chunk])
             written.append((chunk, name, start, num_bytes))
             start += num_bytes
         file.flush()

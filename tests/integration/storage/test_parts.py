@@ -8,7 +8,7 @@ import distckpt
 from distckpt import CheckpointingException, tasks
 from distckpt._storage import object_store
 from tests.support.disk import tree_of
-from tests.support.s3_server import client, keys_in, new_bucket, reached_at, uploads_in
+from tests.support.s3_server import FaultyProxy, client, keys_in, new_bucket, reached_at, uploads_in
 from tests.support.states import numbered, save_checkpoint
 
 OPTIONS = {"max_file_bytes": 100_000}
@@ -80,3 +80,15 @@ def test_uploads_of_killed_processes_are_aborted_at_the_end(bucket, s3_server):
     assert tasks.abandon(f"{bucket}/out")
     assert set(uploads_in(s3_server, name)) == {"out/other.safetensors"}
     assert distckpt.diff(f"{bucket}/a", f"{bucket}/out").is_same
+
+
+def test_a_part_of_a_check_lists_files_instead_of_asking_for_each(bucket, s3_server):
+    proxy = FaultyProxy(s3_server)
+    with proxy.running() as url, reached_at(url):
+        (task,) = tasks.verify(f"{bucket}/a", "fast", journal=f"{bucket}/journal", num_tasks=1)
+        report = task.run().report
+        assert report.is_whole
+        proxy.requests.clear()
+        assert task.run().report == report
+    of_source = [request for request in proxy.requests if "/tensors" in request]
+    assert of_source == []

@@ -13,6 +13,7 @@ import io
 import math
 import os
 import pathlib
+import tracemalloc
 import types
 import warnings
 from typing import NamedTuple
@@ -32,7 +33,8 @@ from distckpt import (
     torch_dist,
 )
 from distckpt.cli import main
-from tests.support.states import bits
+from tests.support.calls import recorded
+from tests.support.states import bits, save_checkpoint
 
 
 @distckpt.register_object_type
@@ -246,3 +248,28 @@ def test_the_command(tmp_path, capsys):
         "common.pt",
         "metadata.json",
     ]
+
+
+# --- What it takes --------------------------------------------------------------------------------
+
+
+def test_a_large_chunk_is_not_in_memory_as_a_whole(tmp_path):
+    large = torch.arange(50 << 20, dtype=torch.int32).view(50 << 10, 1 << 10)
+    save_checkpoint(tmp_path / "a", {"w": large}, num_parts=1)
+    tracemalloc.start()
+    torch_dist.export(tmp_path / "a", tmp_path / "b")
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 0.6 * large.nbytes
+    state = {"w": torch.empty_like(large)}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        dcp.load(state, checkpoint_id=tmp_path / "b")
+    assert torch.equal(state["w"], large)
+
+
+def test_each_file_is_opened_once(tmp_path):
+    save_checkpoint(tmp_path / "a", {f"w{i}": torch.arange(6) + i for i in range(9)})
+    with recorded(tmp_path / "a/tensors") as calls:
+        torch_dist.export(tmp_path / "a", tmp_path / "b")
+    assert [call.name for call in calls].count("open") == 1

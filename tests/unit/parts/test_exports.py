@@ -12,6 +12,8 @@ from safetensors.torch import save_file
 
 import distckpt
 from distckpt import CheckpointExistsError, CheckpointingException, tasks
+from distckpt._parts import journal
+from distckpt._parts import work as work_in_parts
 from distckpt.rules import Rename
 from tests.support.disk import tree_of
 from tests.support.parts import run_all, run_in_process
@@ -89,6 +91,17 @@ def test_parts_are_even_in_bytes(small, tmp_path):
     assert max(sizes) - min(sizes) <= MANY["max_file_bytes"] + 1000
 
 
+def test_scales_are_as_much_work_as_their_codes(tmp_path, monkeypatch):
+    monkeypatch.setattr(work_in_parts, "_MIN_PIECE_BYTES", 1 << 20)
+    tensors = {f"layers.{i}.mlp.up_proj.weight": numbered(1024, 1024) + i for i in range(8)}
+    save_checkpoint(tmp_path / "a", tensors)
+    options = {"quantize": "fp8-block", "num_tasks": 2}
+    parts = [task.run() for task in tasks.consolidate(tmp_path / "a", tmp_path / "out", **options)]
+    # The scales of all are in the first piece of the file.
+    assert parts[0].num_pieces < parts[1].num_pieces / 2
+    assert parts[1].is_complete
+
+
 def test_the_same_part_twice_at_the_same_time(small, tmp_path):
     work = tasks.consolidate(small, tmp_path / "out", num_tasks=2, **MANY)
     running = [run_in_process(task) for task in [*work, *work, *work]]
@@ -120,6 +133,31 @@ def test_other_options_are_refused_by_name(small, tmp_path):
     assert ".out.parts-" in removed
     assert sorted(tmp_path.iterdir()) == []
     assert [task.run() for task in others][-1].is_complete
+
+
+@pytest.mark.parametrize("make", [tasks.consolidate, tasks.reshard])
+def test_the_status_has_what_is_done_of_pieces(make, large, tmp_path, monkeypatch):
+    monkeypatch.setattr(journal, "_SECONDS_BETWEEN", 0.0)
+    seen = []
+
+    def look(done, total):
+        (status,) = tasks.status(tmp_path / "out")
+        seen.append((done, status.bytes_whole + status.bytes_running, status.bytes_running))
+
+    (task,) = make(large, tmp_path / "out", num_tasks=1)
+    task.run(progress=look)
+    assert [done for done, _, _ in seen] == pytest.approx([found for _, found, _ in seen], rel=0.01)
+    assert max(running for _, _, running in seen) > 30_000_000
+    (status,) = tasks.status(tmp_path / "out")
+    assert (status.bytes_running, status.bytes_whole) == (0, status.bytes_total)
+
+
+@pytest.mark.parametrize("make", [tasks.consolidate, tasks.reshard])
+def test_the_order_of_keys_is_of_no_account(make, small, tmp_path):
+    keys = ["layers.1*", "layers.2.w", "!layers.11.w"]
+    make(small, tmp_path / "out", keys=keys, num_tasks=2)[0].run()
+    assert make(small, tmp_path / "out", keys=keys[::-1], num_tasks=2)[1].run().is_complete
+    assert distckpt.diff(small, tmp_path / "out", keys="layers.2.w").is_same
 
 
 def test_a_changed_source_is_refused(tmp_path):

@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import dataclasses
 import shutil
+from collections import Counter
 
+import numpy as np
 import pytest
 import torch
 
 import distckpt
-from distckpt import CheckpointingException, tasks
+from distckpt import CheckpointingException, ShardedTensor, tasks
+from distckpt._io import write
+from distckpt._parts import work
+from tests.support.calls import recorded
 from tests.support.cli_command import call_json
-from tests.support.states import save_checkpoint, shard_files
+from tests.support.states import numbered, save_checkpoint, shard_files
 
 
 @pytest.fixture(scope="module")
@@ -64,6 +69,32 @@ def test_verify_fast_and_what_cannot_be_opened(folder, tmp_path):
     assert same(task.run().report, distckpt.verify(tmp_path / "a"))
 
 
+@pytest.mark.parametrize("spoiled", ["nothing", "in memory", "on disk"])
+def test_verify_compares_stored_fingerprints(spoiled, tmp_path, monkeypatch):
+    """A bit changes between memory and checksum, or afterwards as well."""
+    correct = write._bytes_of
+
+    def fill(*args):
+        buffers = [np.array(buffer) for buffer in correct(*args)]
+        buffers[0].reshape(-1)[3] ^= 4
+        return buffers
+
+    values = {"w": numbered(6000, 3100), "v": numbered(7), "empty": torch.zeros(0)}
+    state = {key: ShardedTensor.from_rank_offsets(key, each) for key, each in values.items()}
+    if spoiled != "nothing":
+        monkeypatch.setattr(write, "_bytes_of", fill)
+    distckpt.save(state, tmp_path / "a", fingerprint=True)
+    if spoiled == "on disk":
+        (file,) = shard_files(tmp_path / "a")
+        with open(file, "r+b") as opened:
+            opened.seek(-4, 2)
+            opened.write(b"\xff\x00\xff\x00")
+    expected = distckpt.verify(tmp_path / "a")
+    assert expected.is_whole == (spoiled == "nothing")
+    parts = tasks.verify(tmp_path / "a", journal=tmp_path / "journal", num_tasks=2)
+    assert same(run_parts(parts), expected)
+
+
 @pytest.mark.parametrize("options", [{}, {"keys": "layers.", "atol": 0.5}])
 def test_diff(options, folder, tmp_path):
     expected = distckpt.diff(folder / "a", folder / "b", **options)
@@ -83,6 +114,26 @@ def test_stats(capsys, folder, tmp_path):
     assert parts[1] == expected
 
 
+@pytest.mark.parametrize("verb", ["verify", "stats", "diff"])
+def test_a_part_looks_at_each_file_once_and_opens_its_own(verb, tmp_path, monkeypatch):
+    monkeypatch.setattr(work, "_MIN_PIECE_BYTES", 1 << 20)
+    tensors = {f"w{i}": torch.arange(1 << 18, dtype=torch.float32) + i for i in range(8)}
+    save_checkpoint(tmp_path / "whole", tensors)
+    distckpt.reshard(tmp_path / "whole", tmp_path / "a", num_ranks=8)
+    source = {"a": tmp_path / "a", "b": tmp_path / "whole"}
+    arguments = source if verb == "diff" else {"checkpoint_dir": tmp_path / "a"}
+    part = tasks.Task(verb, {**arguments, "journal": tmp_path / "journal"}, 1, 4)
+    with recorded(tmp_path / "a/tensors") as calls:
+        part.run()
+    names = Counter(call.name for call in calls)
+    assert 1 <= names["open"] <= 3
+    # One that is opened is looked at once more.
+    assert 8 <= names["stat"] <= 8 + 2 * names["open"]
+    with recorded(tmp_path / "a") as calls:
+        tasks.status(tmp_path / "journal" / verb)
+    assert not calls
+
+
 def test_other_arguments_are_refused_by_name(folder, tmp_path):
     tasks.diff(folder / "a", folder / "b", journal=tmp_path, num_tasks=3)[0].run()
     others = tasks.diff(folder / "a", folder / "b", journal=tmp_path, num_tasks=3, atol=1.0)
@@ -90,6 +141,18 @@ def test_other_arguments_are_refused_by_name(folder, tmp_path):
         others[1].run()
     assert tasks.abandon(tmp_path / "diff")
     assert list(tmp_path.iterdir()) == []
+
+
+def test_the_order_of_keys_is_of_no_account(capsys, folder, tmp_path):
+    keys = ["layers.1", "layers.2", "layers.1"]
+    first, second = [[f"--keys={key}" for key in each] for each in (keys, keys[1:])]
+    expected = call_json(capsys, "stats", folder / "a", *first)
+    command = ["stats", folder / "a", "--journal", tmp_path]
+    assert not call_json(capsys, *command, *first, "--part", "0/2")["is_complete"]
+    assert call_json(capsys, *command, *second, "--part", "1/2") == expected
+    tasks.diff(folder / "a", folder / "b", journal=tmp_path, num_tasks=2, keys=keys)[0].run()
+    others = {"journal": tmp_path, "num_tasks": 2, "keys": keys[1:]}
+    assert tasks.diff(folder / "a", folder / "b", **others)[1].run().is_complete
 
 
 def test_a_journal_is_not_of_copies_and_not_of_files_that_changed_since(tmp_path):
