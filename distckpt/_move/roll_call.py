@@ -239,14 +239,20 @@ class Leader:
             if is_again and wanted > version:
                 self._ahead.add(name)
                 continue
-            self._answer(
-                name,
-                {
-                    "refused": f"{name} asks for version {wanted}, and version {version} is moved: "
-                    "pass the same to route.run on both sides, or None to take what comes."
-                },
-            )
+            self._answer(name, {"refused": self._refusal(name, wanted, version)})
         return asking
+
+    def _refusal(self, name: str, wanted: int, version: int) -> str:
+        text = (
+            f"{name} asks for version {wanted}, and version {version} is moved: pass the same to "
+            "route.run on both sides, or None to take what comes."
+        )
+        if wanted != self._start.version:
+            return text
+        return (
+            f"{text} Version {wanted} is over: if {name} lost contact at its end, with a member "
+            "that died, it may have a part of it only, and needs the next version."
+        )
 
     def _answer(self, name: str, answer: dict[str, Any]) -> None:
         number = self._num_heard.get(name, 0) + 1

@@ -378,7 +378,8 @@ def _mistakes(rank: int, address: str) -> list[str]:
         gap = error_of(route.run, 0)
         assert isinstance(gap, LoadMismatchError)
         route.run(1)
-        return [str(gap), str(error_of(route.run))]
+        route.run(2)
+        return [str(gap), str(error_of(route.run)), ""]
     shard = part(0, 1)
     unknown = {"weight": shard, "bias": torch.zeros(2)}
     route = distckpt.Route(address, target=unknown, timeout=TIMEOUT)
@@ -391,15 +392,20 @@ def _mistakes(rank: int, address: str) -> list[str]:
     assert isinstance(other, CheckpointingException)
     assert route.run().version == 1
     assert is_of(shard, 0)
-    return [str(gap), str(other)]
+    over = error_of(route.run, version=1)
+    assert isinstance(over, CheckpointingException)
+    assert route.run().version == 2
+    return [str(gap), str(other), str(over)]
 
 
 def test_mistakes_are_named(run, address):
-    (gap, no_version), (same_gap, other) = run(_mistakes, 2, address)
+    (gap, no_version, _), (same_gap, other, over) = run(_mistakes, 2, address)
     assert gap == same_gap
     assert "'bias'" in gap
     assert "names the version" in no_version
     assert "asks for version 7, and version 1 is moved" in other
+    assert "asks for version 1, and version 2 is moved" in over
+    assert "Version 1 is over" in over
 
 
 def test_arguments_are_checked(address):
