@@ -119,15 +119,17 @@ def _route(rank: int, address: str, moment: float) -> list[Any]:
         if rank == VICTIM and version == 4:
             num_calls(lambda: route.run(), fatal=max(1, int(moment * count)))
             break
-        try:
-            count = num_calls(lambda version=version: route.run(version=version))
-        except distckpt.CheckpointingException as error:
+
+        def move(version: int = version) -> None:
+            nonlocal count
+            count = num_calls(lambda: route.run(version=version))
+
+        error = error_of(move)
+        if error is not None:
             # The source had finished the version before this target noticed who died.
             assert version == 4, error
             assert "Version 4 is over" in str(error), error
-            seen.append(4)
-            continue
-        seen.append(version if rank == 0 else version_of(new))
+        seen.append(version if rank == 0 or error is not None else version_of(new))
     if rank == VICTIM:
         os.kill(os.getpid(), signal.SIGKILL)
     return seen
