@@ -51,6 +51,10 @@ class SaveOptions:
             `Checkpoint.fingerprints(stored=True)` returns it, for comparing copies in any format
             and layout with the state that was saved. It takes one more pass over the tensors,
             before `async_save` returns.
+        stats: store statistics of each tensor: norm, mean, extremes, and how many values are NaN,
+            infinite and zero. `distckpt ls --html --changes` then draws the layers of a run without
+            reading tensors, and `distckpt stats` prints them. It takes one more pass over the
+            tensors, before `async_save` returns.
         durable: return only when everything is on disk. With False the checkpoint still appears in
             one step, but a power failure shortly afterwards may leave it damaged, which checksums
             reveal.
@@ -69,6 +73,7 @@ class SaveOptions:
     validate_access_integrity: bool = True
     validate_replicas: bool | None = None
     fingerprint: bool = False
+    stats: bool = False
     durable: bool = True
     max_inflight_bytes: int | None = None
     timeout: float = 1800.0

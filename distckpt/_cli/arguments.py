@@ -66,9 +66,11 @@ def ls(parser: ArgumentParser) -> None:
         "--changes",
         type=positive,
         metavar="N",
-        help="on the page, how the layers of the newest N steps have changed; reads them",
+        help="on the page, how the layers of the newest N steps have changed; reads the tensors of "
+        "those that were saved without stats=True",
     )
     add_keys(parser)
+    _add_recompute(parser)
 
 
 def cat(parser: ArgumentParser) -> None:
@@ -104,7 +106,13 @@ def stats(parser: ArgumentParser) -> None:
     )
     parser.add_argument("--tree", action="store_true", help="list each tensor, layers one by one")
     add_keys(parser)
+    _add_recompute(parser)
     _add_reading_parts(parser)
+
+
+def _add_recompute(parser: ArgumentParser) -> None:
+    text = "read the tensors, also where the save has stored their statistics (stats=True)"
+    parser.add_argument("--recompute", action="store_true", help=text)
 
 
 def diff(parser: ArgumentParser) -> None:
@@ -164,8 +172,16 @@ def contradiction(arguments: Namespace) -> str:
 def _contradiction_of_pages(arguments: Namespace) -> str:
     if "journals" in arguments and arguments.output is None and arguments.html is None:
         return "trace writes a trace (-o FILE), a page (--html FILE), or both"
-    if "changes" in arguments and arguments.html is None and (arguments.changes or arguments.keys):
-        return "--changes and --keys are for the page that --html writes"
+    if "changes" in arguments:
+        return _contradiction_of_changes(arguments)
+    return ""
+
+
+def _contradiction_of_changes(arguments: Namespace) -> str:
+    if arguments.html is None and (arguments.changes or arguments.keys or arguments.recompute):
+        return "--changes, --keys and --recompute are for the page that --html writes"
+    if arguments.recompute and not arguments.changes:
+        return "--recompute goes with --changes N"
     return ""
 
 
@@ -327,10 +343,11 @@ def prune(parser: ArgumentParser) -> None:
         metavar="N",
         help="number of these to keep (default: 1)",
     )
-    abandoned = "remove leftovers of saves that wrote nothing for this long (default: 60)"
-    parser.add_argument(
-        "--abandoned-after", type=positive, default=60, metavar="MINUTES", help=abandoned
+    abandoned = (
+        "remove leftovers in which nothing was written for this long (default: 60; a week for work "
+        "in parts that is not complete)"
     )
+    parser.add_argument("--abandoned-after", type=positive, metavar="MINUTES", help=abandoned)
     parser.add_argument(
         "--dry-run",
         action="store_true",

@@ -57,4 +57,5 @@ def state_text(info: CheckpointInfo) -> str:
 def _write_page(arguments: Namespace, found: Sequence[CheckpointInfo]) -> None:
     # Imported when it is asked for, which is rare.
     page = importlib.import_module("distckpt._cli.run_page")
-    page.write_run_page(arguments.html, arguments.root, found, arguments.changes, arguments.keys)
+    chosen = (arguments.changes, arguments.keys, arguments.recompute)
+    page.write_run_page(arguments.html, arguments.root, found, *chosen)

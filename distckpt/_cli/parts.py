@@ -86,14 +86,23 @@ def _abandon(place: str, output: Output) -> int:
 
 def _show_status(place: str, watch: bool, output: Output) -> int:
     found: Sequence[PartsStatus] = statuses(place)
-    if not found:
+    if not found and not watch:
         raise CheckpointNotFoundError(f"No work in parts was begun for {place!r}.")
     if watch:
+        found = found or _wait_for_begin(place, output)
         found = _watch(place, found, output)
     output.json([_as_json(status) for status in found])
     for status in found:
         _print_status(status, output)
     return 0
+
+
+def _wait_for_begin(place: str, output: Output) -> Sequence[PartsStatus]:
+    """Wait for the first part, which may still be in a queue."""
+    output.message(f"No work in parts was begun for {place!r} yet: waiting for the first part.")
+    while not (found := statuses(place)):
+        time.sleep(_SECONDS_BETWEEN)
+    return found
 
 
 def _watch(place: str, found: Sequence[PartsStatus], output: Output) -> Sequence[PartsStatus]:

@@ -20,7 +20,13 @@ from distckpt._manager import removal, steps
 from distckpt._manager.retention import Retention, metric_names, surplus, unknown_metric
 from distckpt._manager.seen_steps import changes_in
 from distckpt._manager.steps import Saved, step_name
+from distckpt._parts.journal import Journal
 from distckpt._storage import locations
+
+_MINUTES, _MINUTES_OF_PARTS = 60, 7 * 24 * 60
+"""What interrupted processes have left is removed when nothing was written there for so long; parts
+may wait in a queue for days.
+"""
 
 
 @dataclass(frozen=True)
@@ -57,7 +63,7 @@ def run(arguments: Namespace, output: Output) -> int:
         problem = problems.get(name)
         output.line(f"{doing} {what}" if problem is None else f"cannot remove {what}: {problem}")
     for name in pruning.live:
-        output.line(f"kept {name}: a {_writer_of(name)} may still be writing it")
+        output.line(f"kept {name}: {_why_kept(name)}")
     outcome = _outcome(pruning, problems)
     output.json({"root": pruning.root, "dry_run": arguments.dry_run, **outcome})
     num_kept, num_saved = len(outcome["kept"]), len(pruning.saved)
@@ -72,8 +78,10 @@ def _origin_of(name: str) -> str:
     return ", left by an interrupted save or removal"
 
 
-def _writer_of(name: str) -> str:
-    return "part" if steps.is_journal_of_parts(name) else "save"
+def _why_kept(name: str) -> str:
+    if steps.is_journal_of_parts(name):
+        return "work in parts may go on with it"
+    return "a save may still be writing it"
 
 
 def _plan(arguments: Namespace) -> _Pruning:
@@ -134,7 +142,7 @@ def _removable(root: str, saved: list[Saved], policy: Retention) -> list[Saved]:
     return [item for item in found if item.step != last]
 
 
-def _leftovers(root: str, abandoned_after: int) -> tuple[list[str], list[str]]:
+def _leftovers(root: str, abandoned_after: int | None) -> tuple[list[str], list[str]]:
     """Return the leftovers of interrupted saves and removals, and those that a save may still be
     writing.
     """
@@ -144,9 +152,21 @@ def _leftovers(root: str, abandoned_after: int) -> tuple[list[str], list[str]]:
         for name in steps.list_root(root)
         if steps.is_leftover(name) or (is_local and steps.is_journal_of_parts(name))
     ]
-    latest = _clock_of(root) - 60 * abandoned_after
-    dead = [name for name in names if steps.is_free_to_remove(name) or _is_dead(root, name, latest)]
+    now = _clock_of(root)
+    dead = [
+        name
+        for name in names
+        if steps.is_free_to_remove(name)
+        or _is_dead(root, name, now - 60 * (abandoned_after or _minutes_for(root, name)))
+    ]
     return dead, [name for name in names if name not in dead]
+
+
+def _minutes_for(root: str, name: str) -> int:
+    if not steps.is_journal_of_parts(name):
+        return _MINUTES
+    is_complete = Journal(locations.join(root, name)).has_appeared()
+    return _MINUTES if is_complete else _MINUTES_OF_PARTS
 
 
 def _is_dead(root: str, name: str, latest: float) -> bool:

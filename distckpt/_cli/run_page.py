@@ -22,9 +22,13 @@ def write_run_page(
     found: Sequence[CheckpointInfo],
     num_changes: int | None,
     keys: Sequence[str] | None,
+    is_reading: bool,
 ) -> None:
-    """Write a page about the checkpoints of a run; with `num_changes`, read the tensors of so many
-    of the newest ones that are whole, except for those that an earlier page at this path is about.
+    """Write a page about the checkpoints of a run; with `num_changes`, about the layers of so many
+    of the newest ones that are whole.
+
+    The tensors of those are read whose saves have stored no statistics, of all of them with
+    `is_reading`, except for those that an earlier page at this path is about.
     """
     of_steps = [info for info in found if info.step is not None]
     sections = [("", tiles(_tiles(found)))]
@@ -35,9 +39,10 @@ def write_run_page(
     figures = None
     if num_changes:
         whole = [info for info in of_steps if info.problem is None]
-        # It reads tensors, with torch, which the rest of the page does without.
+        # Imported when it is asked for.
         changes = importlib.import_module("distckpt._cli.run_changes")
-        figures = changes.figures_of_layers(whole[-num_changes:], keys, figures_in(path))
+        known = figures_in(path)
+        figures = changes.figures_of_layers(whole[-num_changes:], keys, known, is_reading)
         sections += changes.changes_of_layers(whole[-num_changes:], figures)
     sections.append(("Checkpoints", _table(found)))
     title = root.rstrip("/").rpartition("/")[2] or root

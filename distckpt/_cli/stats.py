@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
+import importlib
 import math
 import time
 from argparse import Namespace
 from collections import defaultdict
 from collections.abc import Sequence
-from functools import partial
+from typing import NamedTuple
 
 from distckpt._base.dtypes import ITEM_BYTES
 from distckpt._base.messages import key_pattern, summarize_keys, without_numbers
 from distckpt._checkpoint.opening import opened
 from distckpt._cli.arguments import is_in_parts
 from distckpt._cli.output import Output, count_text, size_text
-from distckpt._cli.selection import run_parts_of_check
-from distckpt._operations.stats import TensorStats, compute_stats
+from distckpt._format.tensor_stats import TensorStats
+from distckpt._operations.saved_stats import saved_stats
 from distckpt._ranks.collectives import Ranks
 from distckpt._storage import locations
 
@@ -26,42 +27,72 @@ _HEADS = ["tensor", "keys", "norm", "mean", "min", "max", "zeros", "NaN", "Inf",
 
 def run(arguments: Namespace, output: Output) -> int:
     """Print a line for the tensors of each name, or for each tensor; return 1 if there is a NaN."""
-    started = time.perf_counter()
     location = locations.normalize(arguments.path)
     if is_in_parts(arguments):
-        given = {"checkpoint_dir": arguments.path, "keys": arguments.keys}
+        return _run_part(location, arguments, output)
+    with opened(Ranks.alone(), location) as stored:
+        found = None if arguments.recompute else saved_stats(stored, arguments.keys)
+        if found is not None:
+            return _print_stats(_Report(location, found, is_saved=True), arguments.tree, output)
+        computing = importlib.import_module("distckpt._operations.stats")
+        started = time.perf_counter()
+        with output.progress("reading") as progress:
+            found = list(computing.compute_stats(stored, arguments.keys, progress))
+    seconds = time.perf_counter() - started
+    return _print_stats(_Report(location, found, seconds), arguments.tree, output)
+
+
+def _run_part(location: str, arguments: Namespace, output: Output) -> int:
+    def show(found: Sequence[TensorStats], output: Output) -> int:
         # Other processes have read most of it.
-        show = partial(_print_stats, location, None, arguments.tree)
-        return run_parts_of_check(arguments, output, "stats", given, show)
-    with (
-        opened(Ranks.alone(), location) as stored,
-        output.progress("reading") as progress,
-    ):
-        found = list(compute_stats(stored, arguments.keys, progress))
-    return _print_stats(location, started, arguments.tree, found, output)
+        return _print_stats(_Report(location, found), arguments.tree, output)
+
+    parts = importlib.import_module("distckpt._cli.selection")
+    given = {"checkpoint_dir": arguments.path, "keys": arguments.keys}
+    code: int = parts.run_parts_of_check(arguments, output, "stats", given, show)
+    return code
 
 
-def _print_stats(
-    location: str,
-    started: float | None,
-    is_listing: bool,
-    found: Sequence[TensorStats],
-    output: Output,
-) -> int:
-    output.json({"location": location, "tensors": [vars(tensor) for tensor in found]})
+class _Report(NamedTuple):
+    """Statistics, and where they are from: the tensors, read in some seconds if that is known, or
+    the save.
+    """
+
+    location: str
+    found: Sequence[TensorStats]
+    seconds: float | None = None
+    is_saved: bool = False
+
+    def source(self) -> str:
+        """Say where the statistics are from."""
+        if self.is_saved:
+            return "as stored by the save, nothing was read (--recompute reads the tensors)"
+        num_bytes = sum(math.prod(each.shape) * ITEM_BYTES[each.dtype] for each in self.found)
+        if self.seconds is None:
+            return f"{size_text(num_bytes)} read"
+        speed = size_text(num_bytes / self.seconds)
+        return f"{size_text(num_bytes)} read in {self.seconds:.2f} s, {speed}/s"
+
+
+def _print_stats(report: _Report, is_listing: bool, output: Output) -> int:
+    found = report.found
+    output.json(
+        {
+            "location": report.location,
+            "from_save": report.is_saved,
+            "tensors": [vars(tensor) for tensor in found],
+        }
+    )
     groups = [[tensor] for tensor in found] if is_listing else _grouped(found)
     bars = _BARS if output.draws_blocks else _ASCII_BARS
     rows = [_cells(group, bars) for group in groups]
-    output.table(_HEADS, rows, drop="values zeros keys mean Inf min max")
-    num_bytes = sum(math.prod(tensor.shape) * ITEM_BYTES[tensor.dtype] for tensor in found)
-    speed = ""
-    if started is not None:
-        seconds = time.perf_counter() - started
-        speed = f" in {seconds:.2f} s, {size_text(num_bytes / seconds)}/s"
+    # Saves store no histograms.
+    num_columns = len(_HEADS) - report.is_saved
+    shown = [row[:num_columns] for row in rows]
+    output.table(_HEADS[:num_columns], shown, drop="values zeros keys mean Inf min max")
     with_nan = [tensor.key for tensor in found if tensor.num_nan]
     output.line(
-        f"{count_text(len(found), 'tensor')}, {len(with_nan):,} with NaN; {size_text(num_bytes)} "
-        f"read{speed}"
+        f"{count_text(len(found), 'tensor')}, {len(with_nan):,} with NaN; {report.source()}"
     )
     if with_nan:
         output.line(f"NaN in {summarize_keys(with_nan)}")

@@ -144,4 +144,5 @@ def _with_chunks(manifest: Manifest, chunks: ChunkTable) -> Manifest:
         manifest.block_bytes,
         quantization=manifest.quantization,
         fingerprints=manifest.fingerprints,
+        stats=manifest.stats,
     )

@@ -11,7 +11,7 @@ import itertools
 import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -24,6 +24,9 @@ from distckpt._format.lazy_columns import LazyColumn, Part, SortedRows, starts_o
 from distckpt._format.safetensors_file import MAX_HEADER_BYTES
 from distckpt._geometry.region import IntArray, Region, stable_order, widen
 from distckpt._storage import locations
+
+if TYPE_CHECKING:
+    from distckpt._format.tensor_stats import StatsColumns
 
 FORMAT_VERSION = 3
 MIN_READER_VERSION = 3
@@ -49,7 +52,7 @@ CARRIED_PART = "part:"
 are sent to other ranks.
 """
 CHECKSUM = "xxh3-64"
-_FINGERPRINTS = "fingerprints"
+FINGERPRINTS = "fingerprints"
 NO_FINGERPRINT = (1 << 64) - 1
 OBJECT = "OBJECT"
 """Takes the place of a dtype name where the chunks of a key are encoded objects, one for each cell
@@ -227,6 +230,7 @@ class Manifest:
             if it cannot.
         fingerprints: the number of each key, see `distckpt.fingerprint`, as it was when it was
             saved; `NO_FINGERPRINT` for objects and tensors that have none. None if no key has one.
+        stats: statistics of the tensors as they were saved; None if no key has them.
 
     Attributes:
         checksum_files: the numbers of the files that hold checksums; none if `block_checksums` has
@@ -247,6 +251,7 @@ class Manifest:
         quantization: Mapping[str, Any] | None = None,
         plan: Mapping[str, Any] | None = None,
         fingerprints: npt.NDArray[np.uint64] | None = None,
+        stats: StatsColumns | None = None,
     ) -> None:
         self.keys = list(keys)
         self.dtypes = list(dtypes)
@@ -259,6 +264,7 @@ class Manifest:
         self.quantization = quantization or (origin or {}).get("quantization")
         self.plan = plan
         self.fingerprints = fingerprints
+        self.stats = stats
         self.files = chunks.files
         self.key_ids = chunks.key_ids
         self.file_ids = chunks.file_ids
@@ -390,13 +396,12 @@ class Manifest:
     def to_bytes(
         self,
         chunks: ChunkTable | None = None,
-        fingerprints: npt.NDArray[np.uint64] | None = None,
+        further: Mapping[str, npt.NDArray[Any]] | None = None,
     ) -> bytes:
-        """Encode as the content of `manifest.safetensors`, with other chunks and fingerprints if
-        some are given.
+        """Encode as the content of `manifest.safetensors`, with other chunks if they are given, and
+        further columns that have a row for each key.
         """
         chunks = chunks or self.chunks
-        fingerprints = self.fingerprints if fingerprints is None else fingerprints
         fields = {
             "format_version": FORMAT_VERSION,
             "keys": self.keys,
@@ -415,8 +420,7 @@ class Manifest:
         key_ndims = np.array([len(shape) for shape in self.global_shapes], np.int64)
         key_shapes = _padded_shapes(self.global_shapes, chunks.offsets.shape[1])
         columns = {"key_shapes": key_shapes, "key_ndims": key_ndims, **chunks.columns()}
-        if fingerprints is not None:
-            columns[_FINGERPRINTS] = fingerprints
+        columns |= self._columns_of_values() | dict(further or {})
         data = pack(fields, {name: narrow(column) for name, column in columns.items()})
         if len(data) > MAX_TABLE_BYTES:
             raise too_large(f"{len(data)} bytes")
@@ -456,7 +460,8 @@ class Manifest:
                 origin=fields.get("origin"),
                 quantization=fields.get("quantization"),
                 plan=fields.get("plan"),
-                fingerprints=columns.get(_FINGERPRINTS),
+                fingerprints=columns.get(FINGERPRINTS),
+                stats=_stats_of(columns, len(fields["keys"])),
             )
             manifest._key_shapes = key_shapes
             manifest._check()
@@ -466,6 +471,12 @@ class Manifest:
     def _key_shapes(self) -> IntArray:
         """Global shapes, padded with 1 to as many axes as the table has."""
         return _padded_shapes(self.global_shapes, self.offsets.shape[1])
+
+    def _columns_of_values(self) -> dict[str, npt.NDArray[Any]]:
+        columns = {} if self.stats is None else self.stats.columns()
+        if self.fingerprints is not None:
+            columns[FINGERPRINTS] = self.fingerprints
+        return columns
 
     def _check(self) -> None:
         num_keys, keys = len(self.keys), set(self.keys)
@@ -637,6 +648,16 @@ def narrow(column: npt.NDArray[Any]) -> npt.NDArray[Any]:
 def _widened(column: npt.NDArray[Any]) -> npt.NDArray[Any]:
     """Undo `narrow`."""
     return column.astype(np.int64) if column.dtype in (np.uint8, np.uint16, np.uint32) else column
+
+
+def _stats_of(columns: Mapping[str, Column], num_keys: int) -> StatsColumns | None:
+    of_stats = {name: _widened(each) for name, each in columns.items() if name[:6] == "stats_"}
+    if not of_stats:
+        return None
+    # Imported when it is needed: few saves store statistics.
+    tensor_stats = importlib.import_module("distckpt._format.tensor_stats")
+    found: StatsColumns | None = tensor_stats.StatsColumns.from_columns(of_stats, num_keys)
+    return found
 
 
 def _read_chunks(

@@ -14,7 +14,7 @@ import torch
 from distckpt._base.dtypes import ITEM_BYTES
 from distckpt._base.threads import run_threads
 from distckpt._format.fingerprint import PRIME, region_number
-from distckpt._format.manifest import NO_FINGERPRINT, Manifest
+from distckpt._format.manifest import FINGERPRINTS, NO_FINGERPRINT, Manifest
 from distckpt._geometry.region import Region
 from distckpt._geometry.units import cut_region
 from distckpt._io.save_shards import OwnedChunk
@@ -42,7 +42,7 @@ def regions_of(owned: Iterable[OwnedChunk]) -> Iterator[LiveRegion]:
 
 def sums_of(regions: Iterable[LiveRegion], num_slots: int) -> list[int]:
     """Return the sum of the regions of each slot, modulo the prime."""
-    windows = [window for each in regions for window in _windows_of(each)]
+    windows = [window for each in regions for window in windows_of(each)]
     # One step for the interpreter each: no addition is lost.
     found: list[tuple[int, int]] = []
 
@@ -56,27 +56,28 @@ def sums_of(regions: Iterable[LiveRegion], num_slots: int) -> list[int]:
     return sums
 
 
-def _windows_of(live: LiveRegion) -> Iterator[LiveRegion]:
+def windows_of(live: LiveRegion) -> Iterator[LiveRegion]:
+    """Cut a region into those that a thread works on at a time."""
     for part in cut_region(live.region, WINDOW_ELEMENTS):
         local = part.relative_to(live.region.offset).slices()
         yield LiveRegion(live.slot, part, live.values[local] if local else live.values)
 
 
 def numbers_of(owned: Iterable[OwnedChunk]) -> bytes:
-    """Return the sum of what a rank owns of each key, for `column_of`."""
+    """Return the sum of what a rank owns of each key, for `columns_of`."""
     regions = list(regions_of(owned))
     key_ids = sorted({region.slot for region in regions})
     sums = sums_of(regions, max(key_ids, default=-1) + 1)
     return np.array([[key_id, sums[key_id]] for key_id in key_ids], np.int64).tobytes()
 
 
-def column_of(manifest: Manifest, numbers: Sequence[bytes]) -> npt.NDArray[np.uint64]:
+def columns_of(manifest: Manifest, numbers: Sequence[bytes]) -> dict[str, npt.NDArray[np.uint64]]:
     """Add up the numbers of all ranks; return a column of the manifest."""
     totals = [0 if dtype in ITEM_BYTES else NO_FINGERPRINT for dtype in manifest.dtypes]
     for of_rank in numbers:
         for key_id, number in np.frombuffer(of_rank, np.int64).reshape(-1, 2).tolist():
             totals[key_id] = (totals[key_id] + number) % PRIME
-    return np.array(totals, np.uint64)
+    return {FINGERPRINTS: np.array(totals, np.uint64)}
 
 
 def sum_over_ranks(ranks: Ranks, numbers: Sequence[int]) -> list[int]:

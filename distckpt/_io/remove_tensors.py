@@ -152,6 +152,7 @@ def _write_remaining(
         block_bytes=manifest.block_bytes,
         quantization=manifest.quantization,
         fingerprints=None if manifest.fingerprints is None else manifest.fingerprints[key_ids],
+        stats=None if manifest.stats is None else manifest.stats.take(key_ids),
     )
 
 

@@ -10,7 +10,7 @@ import importlib
 import json
 import secrets
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -314,10 +314,11 @@ def plan_shards(ranks: Ranks, ready: ReadyShards, kept: KeptPlans) -> ShardSave:
     encoded = encoded_objects(plan.objects, shards)
     if not kept.are_used:
         num_bytes = plan.tensor_bytes + sum(map(len, encoded.values()))
-    fingerprints = None
-    if ready.settings.options.fingerprint:
-        with ranks.phase("compute fingerprints"):
-            fingerprints = _fingerprints().numbers_of(_owned_chunks(plan, shards))
+    measured = {}
+    for name, (option, _) in _MEASURES.items():
+        if getattr(ready.settings.options, option):
+            with ranks.phase(f"compute {name}"):
+                measured[name] = _measure(name).numbers_of(_owned_chunks(plan, shards))
     return ShardSave(
         make_tensor_files=tensor_files_of(plan.files, shards),
         plan=plan,
@@ -325,13 +326,20 @@ def plan_shards(ranks: Ranks, ready: ReadyShards, kept: KeptPlans) -> ShardSave:
         settings=ready.settings.for_writing(num_bytes),
         num_bytes=num_bytes,
         plan_reused=kept.are_used,
-        fingerprints=fingerprints,
+        measured=measured,
     )
 
 
-def _fingerprints() -> Any:
-    # Imported when it is needed: few saves store fingerprints.
-    return importlib.import_module("distckpt._io.fingerprints")
+_MEASURES = {
+    "fingerprints": ("fingerprint", "distckpt._io.fingerprints"),
+    "statistics": ("stats", "distckpt._io.save_stats"),
+}
+"""What is computed from values, the option that asks for it, and the module that does it."""
+
+
+def _measure(name: str) -> Any:
+    # Imported when it is needed, by few saves.
+    return importlib.import_module(_MEASURES[name][1])
 
 
 def _plan_of(ranks: Ranks, ready: ReadyShards, kept: KeptPlans) -> SavePlan:
@@ -422,8 +430,8 @@ class ShardSave(PreparedSave):
         plan: its objects are written after the tensors, into a file of their own.
         encoded: the objects, by unique key.
         settings: how files are written.
-        fingerprints: what this rank adds to those that are stored, see `numbers_of`; None if none
-            are.
+        measured: what this rank adds to the fingerprints and statistics that are stored, if they
+            are, see `numbers_of`.
     """
 
     make_tensor_files: Callable[[], Sequence[NewFile]]
@@ -433,7 +441,7 @@ class ShardSave(PreparedSave):
     num_bytes: int
     plan_reused: bool = False
     folder_suffix: str = ""
-    fingerprints: bytes | None = None
+    measured: Mapping[str, bytes] = field(default_factory=dict)
     exchanges_in_write = False
     written: Sequence[tuple[str, int]] = ()
 
@@ -476,22 +484,23 @@ class ShardSave(PreparedSave):
             checksums = write_files(placed, self.settings)
             objects, durable = chunk_table(planned_objects), self.settings.durable
             report = report_of_written(checkpoint_dir, plan, objects, checksums, suffix, durable)
-        return report if self.fingerprints is None else pack_parts([report, self.fingerprints])
+        return pack_parts([report, *self.measured.values()]) if self.measured else report
 
     def complete(self, checkpoint_dir: str, told: Sequence[bytes]) -> Mapping[str, Any]:
         planned = self.plan.manifest
         assert planned is not None
-        fingerprints = None
-        if self.fingerprints is not None:
-            told, numbers = zip(*map(unpack_parts, told), strict=True)
-            fingerprints = _fingerprints().column_of(planned.manifest, numbers)
+        columns: dict[str, npt.NDArray[Any]] = {}
+        if self.measured:
+            told, *of_all = zip(*map(unpack_parts, told), strict=True)
+            for name, numbers in zip(self.measured, of_all, strict=True):
+                columns |= _measure(name).columns_of(planned.manifest, numbers)
         fields, self.written = write_manifest(
             checkpoint_dir,
             planned,
             told,
             self.folder_suffix,
             self.settings.durable,
-            fingerprints,
+            columns,
         )
         return fields
 
@@ -854,10 +863,10 @@ def write_manifest(
     reports: Sequence[bytes],
     suffix: str,
     durable: bool,
-    fingerprints: npt.NDArray[np.uint64] | None = None,
+    columns: Mapping[str, npt.NDArray[Any]] | None = None,
 ) -> tuple[Mapping[str, Any], list[tuple[str, int]]]:
     """Write the manifest of what the ranks report; its files get the names that they have in the
-    folders with the suffix.
+    folders with the suffix, and it further columns.
 
     Returns the marker fields that name it, and the names and sizes of all files, its own included.
     On an object store, a manifest that is there is never replaced, since a marker may name it; the
@@ -870,7 +879,7 @@ def write_manifest(
     if suffix:
         named = [file._replace(name=in_folder(file.name, suffix)) for file in chunks.files]
         chunks = chunks._replace(files=named)
-    data = planned.manifest.to_bytes(chunks, fingerprints)
+    data = planned.manifest.to_bytes(chunks, columns)
     name = MANIFEST_NAME
     if not locations.create_bytes(locations.join(checkpoint_dir, name), data, durable):
         name = f"manifest{suffix or '-' + secrets.token_hex(8)}.safetensors"

@@ -33,12 +33,10 @@ from distckpt._checkpoint.stored_values import (
 from distckpt._format import codec
 from distckpt._format.stored_checkpoint import StoredCheckpoint
 from distckpt._geometry.region import Region
+from distckpt._io.block_stats import blocks_of, norm, real_numbers
 from distckpt._operations.windows import (
     Window,
-    blocks_of,
     map_windows,
-    norm,
-    real_numbers,
     window_regions,
 )
 from distckpt._plan.model_keys import optimizer_keys

@@ -85,6 +85,7 @@ class SaveRequest:
             "validate_access_integrity": options.validate_access_integrity,
             "validate_replicas": options.validate_replicas,
             "fingerprint": options.fingerprint,
+            "stats": options.stats,
             "strategy": options.strategy,
             "timeout": options.timeout,
         }

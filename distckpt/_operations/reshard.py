@@ -338,13 +338,16 @@ class _Content:
         aliases: further keys of tied tensors, and which of the tensors each is.
         objects: encoded, common state among them.
         quantization: what configurations say of it.
+        source: the manifest of what is read.
+        unchanged: for each tensor that stays as it is, which key of the source it is.
     """
 
     outputs: Sequence[OutputTensor]
     aliases: Mapping[str, str]
     objects: Sequence[ShardedObject]
     quantization: Mapping[str, Any] | None
-    fingerprints: Mapping[str, int]
+    source: Manifest
+    unchanged: Mapping[str, int]
 
     @cached_property
     def outputs_by_name(self) -> dict[str, OutputTensor]:
@@ -361,13 +364,14 @@ def _content_of(
         aliases={} if selection.rules else _aliases(stored, selection),
         objects=_read_objects(stored, common_state),
         quantization=None if stored.quantized else _settings(stored, outputs),
-        fingerprints={} if stored.quantized else _fingerprints(stored.manifest, outputs),
+        source=stored.manifest,
+        unchanged={} if stored.quantized else _unchanged(stored.manifest, outputs),
     )
 
 
-def _fingerprints(manifest: Manifest, outputs: Sequence[OutputTensor]) -> Mapping[str, int]:
-    """Return the stored fingerprints of tensors that stay as they are."""
-    if manifest.fingerprints is None:
+def _unchanged(manifest: Manifest, outputs: Sequence[OutputTensor]) -> Mapping[str, int]:
+    """Return the tensors that stay as they are, if something is stored about their values."""
+    if manifest.fingerprints is None and manifest.stats is None:
         return {}
     found = {}
     for output in outputs:
@@ -375,7 +379,7 @@ def _fingerprints(manifest: Manifest, outputs: Sequence[OutputTensor]) -> Mappin
             place = manifest.key_index[part.key]
             spec = TensorSpec(manifest.global_shapes[place], manifest.dtypes[place])
             if output.mapped == identity(part.key, spec) and output.dtype == spec.dtype:
-                found[output.name] = int(manifest.fingerprints[place])
+                found[output.name] = place
     return found
 
 
@@ -515,9 +519,8 @@ def _lay_out(content: _Content, division: Division) -> _Layout:
     manifest = manifest_of_keys(table, {})
     manifest.aliases.update(content.aliases)
     manifest.quantization = content.quantization
-    if content.fingerprints:
-        numbers = [content.fingerprints.get(key, NO_FINGERPRINT) for key in manifest.keys]
-        manifest.fingerprints = np.array(numbers, np.uint64)
+    if content.unchanged:
+        _keep_what_is_known(content, manifest)
     files: list[list[PlannedFile]] = []
     object_files: dict[str, NewFile] = {}
     for rank, pieces in enumerate(plan_owners(table, division.num_ranks, {})):
@@ -528,6 +531,17 @@ def _lay_out(content: _Content, division: Division) -> _Layout:
             object_files[planned.name] = new_file
         files.append(of_rank)
     return _Layout(manifest, files, object_files)
+
+
+def _keep_what_is_known(content: _Content, manifest: Manifest) -> None:
+    """Take over what is stored about the values of tensors that stay as they are."""
+    places = [content.unchanged.get(key, -1) for key in manifest.keys]
+    source = content.source
+    if source.fingerprints is not None:
+        numbers = np.append(source.fingerprints, np.uint64(NO_FINGERPRINT))
+        manifest.fingerprints = numbers[places]
+    if source.stats is not None:
+        manifest.stats = source.stats.take(places)
 
 
 def _hold_tensors(outputs: Iterable[OutputTensor], division: Division) -> Iterator[_Held]:

@@ -345,8 +345,9 @@ def _chosen_strategy(request: SaveRequest) -> tuple[SaveShardedStrategy | None, 
     """
     options = request.options
     strategy, engine = on_demand("strategies").choose_save_strategy(options.strategy)
-    if strategy is not None and options.fingerprint:
-        raise ValueError("fingerprint=True is for the built-in format: a strategy stores none.")
+    if strategy is not None and (options.fingerprint or options.stats):
+        name = "fingerprint" if options.fingerprint else "stats"
+        raise ValueError(f"{name}=True is for the built-in format: a strategy stores none.")
     if strategy is not None:
         strategy = strategy.configure(options, request.process_group)
     settings = ShardSettings(

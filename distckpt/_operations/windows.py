@@ -5,15 +5,13 @@ their caches.
 from __future__ import annotations
 
 import itertools
-import math
 import operator
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import NamedTuple, TypeVar
 
-import numpy as np
 import torch
 
-from distckpt._base.dtypes import FROM_NAME, item_values
+from distckpt._base.dtypes import FROM_NAME
 from distckpt._base.threads import NUM_REQUESTS, NUM_THREADS, ProgressCounter, run_threads
 from distckpt._checkpoint.stored_values import StoredTensor
 from distckpt._geometry.region import Region, whole
@@ -24,18 +22,10 @@ from distckpt._quantization.numbers import scratch
 from distckpt._storage import locations
 
 WINDOW_ELEMENTS = 1 << 22
-"""A thread reads so many of each side at a time, of one tensor or of many small ones,"""
-_BLOCK_ELEMENTS = 1 << 18
-"""and computes on so many."""
+"""A thread reads so many of each side at a time, of one tensor or of many small ones."""
 _BATCH_WINDOWS = 256
 _GROUP_BATCHES = 128
 """So many batches are in work together, and their results in memory."""
-_ROW = 1024
-"""So many squares are added with the precision of the numbers, sums of them with that of
-float64.
-"""
-_SAFE = (1e-15, 1e15)
-"""Squares of float32 numbers between these neither vanish nor overflow."""
 
 _Result = TypeVar("_Result")
 
@@ -82,11 +72,6 @@ def map_some_windows(
 def window_regions(shape: tuple[int, ...]) -> Iterator[Region]:
     """Return the windows of a tensor."""
     return cut_region(whole(shape), WINDOW_ELEMENTS)
-
-
-def blocks_of(values: torch.Tensor) -> Sequence[torch.Tensor]:
-    """Cut values into blocks."""
-    return torch.split(values.view(-1), _BLOCK_ELEMENTS)
 
 
 def _batches(windows: Iterator[Window]) -> Iterator[list[Window]]:
@@ -145,43 +130,3 @@ def _read(
     stored = tensors[0].stored
     read_copies(stored, plan_load(stored, requests), values, num_threads=1)
     return values
-
-
-def real_numbers(values: torch.Tensor) -> torch.Tensor:
-    """Return a block of values as a line of float32 or float64, in scratch memory where those are
-    other ones.
-    """
-    values = (torch.view_as_real(values) if values.is_complex() else values).reshape(-1)
-    if values.dtype in (torch.float32, torch.float64):
-        return values
-    if values.dtype.itemsize == 1:
-        return torch.from_numpy(item_values(values.dtype)[values.view(torch.uint8).numpy()])
-    wide = torch.float64 if values.dtype.itemsize > 2 else torch.float32
-    return scratch("numbers", values.shape, wide).copy_(values)
-
-
-def extremes(numbers: torch.Tensor) -> tuple[float, float]:
-    """Return the smallest and the largest number: NaN if there is one, or no number."""
-    if not numbers.numel():
-        return math.nan, math.nan
-    # numpy takes half of the time of torch.aminmax.
-    array = numbers.numpy()
-    with np.errstate(invalid="ignore"):
-        return float(array.min()), float(array.max())
-
-
-def norm(numbers: torch.Tensor, largest: float | None = None) -> float:
-    """Return the L2 norm of a block of real numbers, of which the largest absolute value may be
-    known.
-    """
-    if largest is None:
-        largest = max(map(abs, extremes(numbers)))
-    if not _SAFE[0] < largest < _SAFE[1]:
-        if not 0 < largest < math.inf:
-            return largest if len(numbers) else 0.0
-        return largest * norm(numbers.double() / largest, 1.0)
-    array = numbers.numpy()
-    rows = array[: len(array) // _ROW * _ROW].reshape(-1, 1, _ROW)
-    squares = np.matmul(rows, rows.transpose(0, 2, 1)).sum(dtype=np.float64)
-    rest = array[rows.size :]
-    return math.sqrt(squares + float(np.dot(rest, rest)))

@@ -35,8 +35,7 @@ def part_of_environment(variables: Mapping[str, str], count: int | None = None) 
     Raises:
         ValueError: the environment does not say it, or not all of it.
     """
-    jobs = _slurm_array(variables) or _first(variables, _ARRAYS, count)
-    processes = _first(variables, _PROCESSES, None)
+    jobs, processes = _job(variables, count), _first(variables, _PROCESSES, None)
     known = jobs or processes
     if count is not None and known is not None and known.count != count:
         raise ValueError(
@@ -50,6 +49,15 @@ def part_of_environment(variables: Mapping[str, str], count: int | None = None) 
         )
     outer, inner = jobs or Part(0, 1), processes or Part(0, 1)
     return Part(outer.index * inner.count + inner.index, outer.count * inner.count)
+
+
+def _job(variables: Mapping[str, str], count: int | None) -> Part | None:
+    """Return which job of an array this is."""
+    is_joined = variables.get("GROUP_WORLD_SIZE", "1") != "1"
+    if is_joined and "JOB_COMPLETION_INDEX" in variables:
+        # torchrun has joined the pods of an indexed job: its ranks count those of all pods.
+        return None
+    return _slurm_array(variables) or _first(variables, _ARRAYS, count)
 
 
 def _slurm_array(variables: Mapping[str, str]) -> Part | None:

@@ -36,7 +36,7 @@ from distckpt._operations.export_request import (
 )
 from distckpt._operations.export_write import ExportReport, complete_export, report_of_export
 from distckpt._operations.merge import check_is_apart, check_terms, plan_opened_sum
-from distckpt._parts.facts import check_sources, facts_of
+from distckpt._parts.facts import check_sources, facts_of, facts_of_extra_files
 from distckpt._parts.work import Attempt, Piece, Work, cut_files
 from distckpt._ranks.collectives import Ranks
 from distckpt._storage import locations
@@ -99,10 +99,10 @@ class _ExportWork(Work):
         self._is_local = locations.is_local(self.place)
         self.pieces: Sequence[Piece] = cut_files(self._sizes, divides=self._is_local)
         chosen = {field.name: getattr(options, field.name) for field in fields(options)}
-        extra = [locations.split(path)[1] for path in plan.extra_files.copied]
-        self.facts = facts_of(
-            {**chosen, **(more or {}), "extra files": extra}, self._opened, plan.outputs
-        )
+        self.facts = {
+            **facts_of({**chosen, **(more or {})}, self._opened, plan.outputs),
+            **facts_of_extra_files(plan.extra_files),
+        }
 
     def costs(self) -> Sequence[int]:
         edges = {}

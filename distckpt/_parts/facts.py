@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import importlib
 import json
 import os
 from collections.abc import Iterable, Mapping, Sequence
@@ -13,6 +14,7 @@ from distckpt._base.errors import CheckpointingException
 from distckpt._base.threads import NUM_REQUESTS, run_threads
 from distckpt._format.manifest import FORMAT_VERSION
 from distckpt._format.stored_checkpoint import StoredCheckpoint
+from distckpt._io.extra_files import ExtraFiles
 from distckpt._operations.export_write import check_is_unchanged
 from distckpt._plan.export import OutputTensor
 from distckpt._storage import locations
@@ -46,9 +48,22 @@ def facts_of(
         for name, value in options.items()
         if name not in (*_UNIMPORTANT, *_PLANNED)
     }
-    version = f"{_VERSION}, format {FORMAT_VERSION}"
-    facts = {"the version of journals": version, **chosen, **facts_of_sources(checkpoints)}
+    # What two versions compute of the same values may differ.
+    versions = {
+        "the version of distckpt": importlib.import_module("distckpt").__version__,
+        "the version of journals": f"{_VERSION}, format {FORMAT_VERSION}",
+    }
+    facts = {**versions, **chosen, **facts_of_sources(checkpoints)}
     return {**facts, "the plan (rules, names, shapes)": _digest_of_plan(outputs)}
+
+
+def facts_of_extra_files(extra: ExtraFiles) -> dict[str, str]:
+    """Return what tells the files beside the weights, by name."""
+    contents = {locations.split(path)[1]: locations.read_bytes(path) for path in extra.copied}
+    return {
+        f"the extra file {name}": _digest([content])
+        for name, content in {**contents, **extra.written}.items()
+    }
 
 
 def facts_of_sources(checkpoints: Sequence[StoredCheckpoint]) -> dict[str, str]:

@@ -22,7 +22,7 @@ import os
 import re
 import secrets
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -147,6 +147,11 @@ class Journal:
         """Note that a piece is whole."""
         self._write(_record_name(number), {"result": result, "seconds": seconds})
 
+    def forget(self, numbers: Iterable[int]) -> None:
+        """Note that pieces are not whole any more."""
+        for number in numbers:
+            locations.remove_file(self._path(f"piece-{number:06d}.json"))
+
     def results(self, count: int) -> tuple[list[Any], float]:
         """Return the results of all pieces, and the seconds that they have taken."""
         records: list[Any] = [None] * count
@@ -176,9 +181,9 @@ class Journal:
         """
         return [self._read(name) for name in self._names() if _DONE.fullmatch(name)]
 
-    def has_output(self) -> bool:
-        """Tell whether the output is still in the journal: it has not appeared."""
-        return bool(self._outputs())
+    def has_appeared(self) -> bool:
+        """Tell whether the output has appeared: it was complete, and is not in the journal."""
+        return any(map(_DONE.fullmatch, self._names())) and not self._outputs()
 
     def remove_output(self) -> None:
         """Remove what a process that was late has begun again, when the output has appeared."""

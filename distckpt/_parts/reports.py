@@ -25,6 +25,8 @@ from distckpt._checkpoint.stored_values import StoredTensor
 from distckpt._commit import posix
 from distckpt._format.marker import marker_of
 from distckpt._format.stored_checkpoint import StoredCheckpoint
+from distckpt._format.tensor_stats import TensorStats
+from distckpt._io.block_stats import BlockStats
 from distckpt._operations.diff import (
     Change,
     Compared,
@@ -36,8 +38,6 @@ from distckpt._operations.diff import (
 )
 from distckpt._operations.fingerprint import fingerprints_of, window_number
 from distckpt._operations.stats import (
-    BlockStats,
-    TensorStats,
     WindowStats,
     measure_window,
     stats_of_windows,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -56,8 +57,13 @@ def run_part(work: Work, part: Part, progress: Progress | None = None) -> PartRe
         CheckpointingException: other work, which is not complete, has a journal for the same
             output.
     """
-    started = time.perf_counter()
     journal = Journal.of(work)
+    with _naming_owner(journal.location):
+        return _run_part(work, journal, part, progress)
+
+
+def _run_part(work: Work, journal: Journal, part: Part, progress: Progress | None) -> PartReport:
+    started = time.perf_counter()
     num_pieces, num_bytes = 0, 0
     if not is_complete(work, journal):
         try:
@@ -66,9 +72,10 @@ def run_part(work: Work, part: Part, progress: Progress | None = None) -> PartRe
             mine = [number for number in share(work.costs(), part) if number not in recorded]
             for number in _run(work, journal, part, mine, progress):
                 num_pieces, num_bytes = num_pieces + 1, num_bytes + work.pieces[number].num_bytes
-        except OSError:
+        except OSError as error:
             # Others may have done the same meanwhile, and completed the work.
             if not is_complete(work, journal):
+                _check_is_there(journal, error)
                 raise
     num_whole = len(journal.recorded())
     is_whole = num_whole >= len(work.pieces) or is_complete(work, journal)
@@ -93,10 +100,42 @@ def finish(work: Work) -> Any:
         CheckpointingException: pieces are missing.
     """
     journal = Journal.of(work)
-    if not is_complete(work, journal):
-        _check_others(work, journal)
-        _check_is_all(work, journal)
-    return _finish(work, journal)
+    with _naming_owner(journal.location):
+        if not is_complete(work, journal):
+            _check_others(work, journal)
+            _check_is_all(work, journal)
+        return _finish(work, journal)
+
+
+@contextlib.contextmanager
+def _naming_owner(location: str) -> Iterator[None]:
+    """Say whose a journal is where access to it is denied."""
+    try:
+        yield
+    except PermissionError as error:
+        owner = _other_owner(location)
+        if owner is None or not str(error.filename).startswith(location):
+            raise
+        text = (
+            f"{error.strerror} (the journal belongs to user {owner}: parts of several users need "
+            "a directory of their group, and umask 002)"
+        )
+        raise PermissionError(error.errno, text, error.filename) from error
+
+
+def _other_owner(location: str) -> int | None:
+    """Return the user that a local directory belongs to; None where that is this one."""
+    if not locations.is_local(location) or not os.path.lexists(location):
+        return None
+    owner = os.stat(location).st_uid
+    return None if owner == os.geteuid() else owner
+
+
+def _check_is_there(journal: Journal, error: OSError) -> None:
+    """Say so when something is missing because all was abandoned while this part was at work."""
+    if isinstance(error, FileNotFoundError) and journal.header() is None:
+        text = "the work was abandoned while this part was at it; run the part again"
+        raise FileNotFoundError(errno.ENOENT, text, journal.location) from error
 
 
 def _check_is_all(work: Work, journal: Journal) -> None:
@@ -238,13 +277,38 @@ def _finish(work: Work, journal: Journal) -> Any:
         try:
             with _alone(journal):
                 _complete(work, journal, results)
-        except (OSError, CheckpointingException):
+        except (OSError, CheckpointingException) as error:
             # Where there are no locks, others may have done the same meanwhile.
             if not is_complete(work, journal):
+                _forget_lost(work, journal, error)
                 raise
         _abort_uploads(work.place, work.files(journal.attempt))
     journal.remove_output()
     return work.report(results, seconds)
+
+
+def _forget_lost(work: Work, journal: Journal, error: Exception) -> None:
+    """Let parts write the pieces again whose files were removed or cut since, and say so."""
+    names, directory = work.files(journal.attempt), work.directory(journal.attempt)
+    if not work.is_begun(journal.attempt):
+        return
+    sizes = {name: _size_of(locations.join(directory, name)) for name in names}
+    lost = [
+        i for i, piece in enumerate(work.pieces) if sizes.get(piece.name, piece.stop) < piece.stop
+    ]
+    if lost:
+        journal.forget(lost)
+        raise CheckpointingException(
+            f"{error} {len(lost)} piece{'s' * (len(lost) > 1)} of {len(work.pieces)} must be "
+            "written again: run the parts again."
+        ) from error
+
+
+def _size_of(path: str) -> int:
+    try:
+        return locations.file_size(path)
+    except FileNotFoundError:
+        return 0
 
 
 def _abort_uploads(place: str, files: Sequence[str]) -> None:
@@ -336,7 +400,7 @@ def _status(journal: Journal, header: dict[str, Any]) -> PartsStatus:
         bytes_total=sum(sizes),
         missing=tuple(dict.fromkeys(missing)),
         workers=tuple(workers),
-        is_complete=bool(journal.proofs()) and not journal.has_output(),
+        is_complete=journal.has_appeared(),
     )
 
 
@@ -358,11 +422,27 @@ def abandon(place: str, remove_output: Callable[[str, str, Sequence[str]], None]
 
     Nobody may be at work there. On an object store, where files are in their final place already,
     `remove_output` is called with the place, the nonce and the names of files.
+
+    Raises:
+        OSError: a journal could not be removed; the others were.
     """
-    removed = []
+    removed: list[str] = []
+    left: list[str] = []
     for journal in journals_beside(place):
         if not locations.is_local(place):
             _abandon_uploaded(journal, place, remove_output)
         locations.remove_tree(journal.location)
-        removed.append(journal.location)
+        is_left = locations.is_local(place) and os.path.lexists(journal.location)
+        (left if is_left else removed).append(journal.location)
+    if left:
+        _refuse_left(left[0])
     return removed
+
+
+def _refuse_left(location: str) -> None:
+    owner = _other_owner(location)
+    if owner is not None:
+        text = f"the journal cannot be removed, it belongs to user {owner}"
+        raise PermissionError(errno.EACCES, text, location)
+    text = "some of the journal cannot be removed: a part is writing into it, or another user did"
+    raise OSError(errno.EBUSY, text, location)

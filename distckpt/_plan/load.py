@@ -13,7 +13,7 @@ from distckpt._base.dtypes import FROM_NAME, is_lossless_cast
 from distckpt._base.errors import CorruptCheckpointError, LoadMismatchError
 from distckpt._base.lazy import torch
 from distckpt._base.messages import did_you_mean, other_prefix, summarize_keys, without_numbers
-from distckpt._format.foreign_formats import is_export
+from distckpt._format.foreign_formats import TORCH_DIST, is_export
 from distckpt._format.manifest import Manifest
 from distckpt._format.stored_checkpoint import StoredCheckpoint
 from distckpt._geometry.region import (
@@ -89,6 +89,12 @@ def check_keys(
     raise LoadMismatchError(text, unexpected=absent)
 
 
+_OF_DCP = (
+    " If torch.distributed.checkpoint wrote it, distckpt.dcp.load takes the state dict that was "
+    "saved."
+)
+
+
 def _advice(
     stored: StoredCheckpoint,
     absent: Sequence[str],
@@ -104,9 +110,10 @@ def _advice(
             "No state of an optimizer is stored there: leave the optimizer out of the state dict."
         )
     if prefix := other_prefix(absent, known):
+        is_dcp = (stored.manifest.origin or {}).get("format") == TORCH_DIST.name
         return prefix, (
             "Correct the prefix: a module at 'model' of the state dict has none, one at another "
-            "place its path."
+            "place its path." + _OF_DCP * is_dcp
         )
     hint = _smaller_model(absent, known) or did_you_mean(absent[0], known)
     if not (hint or has_rules) and is_export((stored.manifest.origin or {}).get("format")):

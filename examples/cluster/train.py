@@ -4,7 +4,7 @@
         examples/cluster/train.py --run-dir /tmp/run
 
 `slurm.sbatch` and `kubernetes.yaml` start it on several nodes. The exit code is 75 when it was
-stopped, so that the scheduler starts it again.
+stopped, so that the scheduler starts it again; that of a torchrun that got the signal is 1.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The 20 commonest tasks with checkpoints, as programs of four libraries: what is counted in
+"""The 20 commonest tasks with checkpoints, as programs of five libraries: what is counted in
 docs/compared.md.
 
 Each has what a training script has: `model`, `optimizer`, `scheduler` and `step`. Imports are not
@@ -38,6 +38,16 @@ fabric = Fabric(accelerator="cpu", devices=1)
 model, optimizer = fabric.setup(model, optimizer)
 state = {"model": model, "optimizer": optimizer, "scheduler": scheduler, "step": step}
 """,
+    "Orbax": """
+import os
+import jax, jax.numpy as jnp, numpy as np
+import orbax.checkpoint as ocp
+from safetensors.numpy import load_file, save_file
+here = os.getcwd()
+params = {name: jnp.asarray(tensor.numpy()) for name, tensor in model.state_dict().items()}
+state = {"params": params, "moments": jax.tree.map(jnp.zeros_like, params), "step": step}
+checkpointer, background = ocp.PyTreeCheckpointer(), ocp.StandardCheckpointer()
+""",
 }
 """What each program begins with; `state` is what a loop keeps anyway."""
 
@@ -55,6 +65,7 @@ with open("step.txt", "w") as file: file.write(str(step))
 accelerator.save_state("one")
 """,
         "Fabric": 'fabric.save("one.ckpt", state)',
+        "Orbax": 'checkpointer.save(f"{here}/one", state)',
     },
     RESUME: {
         "distckpt": 'distckpt.load(state, "one")',
@@ -69,6 +80,7 @@ accelerator.load_state("one")
 step = int(open("step.txt").read())
 """,
         "Fabric": 'fabric.load("one.ckpt", state)',
+        "Orbax": 'state = checkpointer.restore(f"{here}/one", item=state)',
     },
     "save in the background": {
         "distckpt": 'handle = distckpt.async_save(state, "background")',
@@ -78,10 +90,12 @@ state = {"model": weights, "optimizer": moments, "scheduler": scheduler, "step":
 handle = dcp.async_save(state, checkpoint_id="background")
 handle.result()
 """,
+        "Orbax": 'background.save(f"{here}/background", state)',
     },
     "with the random numbers of each rank": {
         "distckpt": 'distckpt.save(state | {"rng": RngState()}, "with_rng")',
         "accelerate": 'accelerator.save_state("with_rng")',
+        "Orbax": ('checkpointer.save(f"{here}/with_rng", state | {"key": jax.random.PRNGKey(0)})'),
     },
     "save a step of a run, keep the newest 3": {
         "distckpt": """
@@ -104,6 +118,10 @@ fabric.save(f"run/step_{step:08d}.ckpt", state)
 for old in sorted(glob.glob("run/step_*"))[:-3]:
     os.remove(old)
 """,
+        "Orbax": """
+manager = ocp.CheckpointManager(f"{here}/run", options=ocp.CheckpointManagerOptions(max_to_keep=3))
+manager.save(step, args=ocp.args.StandardSave(state))
+""",
     },
     "resume from the newest whole step": {
         "distckpt": "manager.load(state)",
@@ -116,11 +134,19 @@ set_state_dict(model, optimizer, model_state_dict=weights, optim_state_dict=mome
 """,
         "accelerate": "accelerator.load_state()",
         "Fabric": 'fabric.load(sorted(glob.glob("run/step_*"))[-1], state)',
+        "Orbax": (
+            "state = manager.restore(manager.latest_step(), args=ocp.args.StandardRestore(state))"
+        ),
     },
     "keep the best steps by a metric": {
         "distckpt": """
 best = CheckpointManager("best", keep_last=1, best_metric="loss", keep_best=2)
 best.save(step, state, metrics={"loss": 0.5})
+""",
+        "Orbax": """
+by_loss = ocp.CheckpointManagerOptions(max_to_keep=2, best_fn=lambda m: m["loss"], best_mode="min")
+best = ocp.CheckpointManager(f"{here}/best", options=by_loss)
+best.save(step, args=ocp.args.StandardSave(state), metrics={"loss": 0.5})
 """,
     },
     "load the weights alone": {
@@ -132,12 +158,21 @@ model.load_state_dict(weights)
 """,
         "accelerate": 'model.load_state_dict(load_file("one/model.safetensors"))',
         "Fabric": 'fabric.load("one.ckpt", {"model": model})',
+        "Orbax": """
+some = ocp.args.PyTreeRestore({"params": params}, partial_restore=True)
+params = checkpointer.restore(f"{here}/one", args=some)["params"]
+""",
     },
     "stop on SIGTERM, all ranks at one step": {
         "distckpt": """
 guard = PreemptionGuard().__enter__()
 if guard.should_stop():
     manager.save(step, state).result()
+""",
+        "Orbax": """
+if manager.reached_preemption(step):
+    manager.save(step, args=ocp.args.StandardSave(state))
+    manager.wait_until_finished()
 """,
     },
     "list the steps with sizes and metrics": {"distckpt": 'distckpt.list_checkpoints("run")'},
@@ -146,6 +181,7 @@ if guard.should_stop():
         "DCP": 'FileSystemReader("one").read_metadata().state_dict_metadata',
         "accelerate": 'list(safe_open("one/model.safetensors", "pt").keys())',
         "Fabric": 'torch.load("one.ckpt").keys()',
+        "Orbax": 'checkpointer.metadata(f"{here}/one").item_metadata.tree',
     },
     "read one tensor without the model": {
         "distckpt": 'distckpt.open("one").read("0.weight")',
@@ -155,6 +191,10 @@ dcp.load(weights, checkpoint_id="one")
 """,
         "accelerate": 'safe_open("one/model.safetensors", "pt").get_tensor("0.weight")',
         "Fabric": 'torch.load("one.ckpt")["model"]["0.weight"]',
+        "Orbax": """
+some = ocp.args.PyTreeRestore({"params": {"0.weight": 0}}, partial_restore=True)
+checkpointer.restore(f"{here}/one", args=some)["params"]["0.weight"]
+""",
     },
     "read the step without the model": {
         "distckpt": 'distckpt.open("one").common_state["step"]',
@@ -164,6 +204,10 @@ dcp.load(state, checkpoint_id="one")
 """,
         "accelerate": 'int(open("step.txt").read())',
         "Fabric": 'torch.load("one.ckpt")["step"]',
+        "Orbax": """
+some = ocp.args.PyTreeRestore({"step": 0}, partial_restore=True)
+checkpointer.restore(f"{here}/one", args=some)["step"]
+""",
     },
     "find damage": {"distckpt": 'distckpt.verify("one").problems'},
     "compare two checkpoints": {"distckpt": 'distckpt.diff("one", "with_rng")'},
@@ -172,6 +216,10 @@ dcp.load(state, checkpoint_id="one")
         "DCP": 'dcp_to_torch_save("one", "whole.pt")',
         "accelerate": 'accelerator.save_model(model, "exported")',
         "Fabric": 'torch.save(torch.load("one.ckpt")["model"], "whole.pt")',
+        "Orbax": """
+whole = checkpointer.restore(f"{here}/one")["params"]
+save_file(jax.tree.map(np.asarray, whole), "whole.safetensors")
+""",
     },
     "start from a Hugging Face directory": {
         "distckpt": 'distckpt.load({"model": model}, "hf")',
@@ -181,6 +229,7 @@ dcp.load(weights, storage_reader=HuggingFaceStorageReader("hf"))
 model.load_state_dict(weights)
 """,
         "accelerate": 'model.load_state_dict(load_file("hf/model.safetensors"))',
+        "Orbax": 'params = jax.tree.map(jnp.asarray, load_file("hf/model.safetensors"))',
     },
     "average three checkpoints": {
         "distckpt": 'distckpt.merge(["one", "with_rng", "background"], "average")',

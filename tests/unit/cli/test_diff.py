@@ -13,6 +13,7 @@ import torch
 
 import distckpt
 from distckpt import ShardedObject, ShardedTensor
+from distckpt._io import block_stats
 from distckpt._operations import windows
 from tests.support.cli_command import (
     call,
@@ -156,7 +157,7 @@ def test_special_numbers_and_tolerances(tmp_path, capsys):
 @pytest.mark.parametrize("block", [1 << 18, 100])
 def test_norms_of_every_dtype_are_those_of_numpy(tmp_path, monkeypatch, block):
     monkeypatch.setattr(windows, "WINDOW_ELEMENTS", 250)
-    monkeypatch.setattr(windows, "_BLOCK_ELEMENTS", block)
+    monkeypatch.setattr(block_stats, "BLOCK_ELEMENTS", block)
     dtypes = [
         torch.float8_e4m3fn,
         torch.bfloat16,

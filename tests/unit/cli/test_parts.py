@@ -35,6 +35,17 @@ def test_consolidate(capsys, folder):
     assert "No work in parts" in call_error(capsys, *line, "--status")
 
 
+def test_watching_before_the_first_part_has_begun(capsys, folder, monkeypatch):
+    line = ["consolidate", folder / "a", folder / "out"]
+
+    def begin(seconds):
+        distckpt.tasks.consolidate(folder / "a", folder / "out", num_tasks=1)[0].run()
+
+    # Where a user waits for the scheduler.
+    monkeypatch.setattr("distckpt._cli.parts.time.sleep", begin)
+    assert "1 of 1 piece whole" in call(capsys, *line, "--status", "--watch")
+
+
 def test_the_part_that_the_scheduler_says(capsys, folder, monkeypatch):
     line = ["reshard", folder / "a", folder / "out", "--ranks", 4]
     monkeypatch.setenv("JOB_COMPLETION_INDEX", "1")

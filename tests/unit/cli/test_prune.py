@@ -161,11 +161,24 @@ def test_journals_of_work_in_parts_go_when_nothing_was_written_for_long(root, ca
     output = root / "export"
     options = {"num_tasks": 2, "max_file_bytes": 1000}
     step = next(path for path in root.iterdir() if path.name.startswith("step_"))
-    tasks.consolidate(step, output, **options)[0].run()
+    first, second = tasks.consolidate(step, output, **options)
+    first.run()
     (journal,) = root.glob(".export.parts-*")
-    assert journal.name in call_json(capsys, "prune", root)["leftovers_kept"]
-    long_ago = time.time() - 7200
-    for path in (journal, *journal.rglob("*")):
-        os.utime(path, (long_ago, long_ago))
+
+    def prune_after(hours, *options):
+        long_ago = time.time() - hours * 3600
+        for path in (journal, *journal.rglob("*")):
+            os.utime(path, (long_ago, long_ago))
+        return call_json(capsys, "prune", root, *options, "--dry-run")["leftovers_removed"]
+
+    # The other part may be in a queue.
+    assert prune_after(0) == []
+    assert prune_after(48) == []
+    assert prune_after(2, "--abandoned-after", 60) == [journal.name]
+    assert prune_after(170) == [journal.name]
+    second.run()
+    assert prune_after(0) == []
+    assert prune_after(2) == [journal.name]
     assert call_json(capsys, "prune", root)["leftovers_removed"] == [journal.name]
     assert not journal.exists()
+    assert output.exists()

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import distckpt
-from distckpt import CheckpointManager
+from distckpt import CheckpointManager, SaveOptions
 from tests.support.cli_command import call, call_error
 
 HOSTILE = "<script>alert(1)</script>"
@@ -18,6 +18,10 @@ HOSTILE = "<script>alert(1)</script>"
 
 @pytest.fixture
 def run_dir(tmp_path):
+    return saved_run(tmp_path / "run", SaveOptions())
+
+
+def saved_run(root, options):
     """Four steps of a model; layer 1 changes by a quarter from the second to the third, and has NaN
     in the fourth.
     """
@@ -25,8 +29,7 @@ def run_dir(tmp_path):
         {"layers": torch.nn.ModuleList(torch.nn.Linear(4, 4) for _ in "ab")}
     )
     optimizer = torch.optim.SGD(model.parameters(), momentum=0.9)
-    root = tmp_path / "run"
-    with CheckpointManager(root, async_save=False) as manager:
+    with CheckpointManager(root, async_save=False, options=options) as manager:
         for step in (10, 20, 30, 40):
             with torch.no_grad():
                 if step == 30:
@@ -79,12 +82,18 @@ def test_damaged_steps_are_left_out_of_changes(run_dir, tmp_path, capsys):
 
 
 @pytest.mark.parametrize(
-    "words", [("ls", "run", "--changes", "2"), ("trace", "journal.jsonl")], ids=" ".join
+    ("words", "needed"),
+    [
+        (("ls", "run", "--changes", "2"), "--html"),
+        (("ls", "run", "--recompute"), "--html"),
+        (("ls", "run", "--html", "run.html", "--recompute"), "--changes N"),
+        (("trace", "journal.jsonl"), "--html"),
+    ],
 )
-def test_arguments_without_a_page_are_refused(words, capsys):
+def test_arguments_without_a_page_are_refused(words, needed, capsys):
     with pytest.raises(SystemExit):
         call(capsys, *words)
-    assert "--html" in capsys.readouterr().err
+    assert needed in capsys.readouterr().err
 
 
 def event(verb, phase, rank, start, seconds, **more):
@@ -155,3 +164,49 @@ def test_a_page_that_is_written_again_reads_what_is_new(run_dir, tmp_path, capsy
     assert not [text for text in titles_of(page) if text.startswith("layers.1, step 40: ")]
     page.write_text(first.replace("figures", "nothing"))
     assert "Checksum" in call_error(capsys, "ls", run_dir, "--html", page, "--changes", "5")
+
+
+def test_saved_statistics_take_the_place_of_the_tensors(tmp_path, capsys):
+    root, page = saved_run(tmp_path / "run", SaveOptions(stats=True)), tmp_path / "run.html"
+    call(capsys, "ls", root, "--html", page, "--changes", "4", "--recompute")
+    by_tensors = titles_of(page)
+    assert any("relative change 0.2" in text for text in by_tensors)
+    norms = [text.split(",")[0:2] for text in by_tensors if "norm" in text]
+    for file in root.glob("step_*/tensors/*"):
+        data = file.read_bytes()
+        begin = 8 + int.from_bytes(data[:8], "little")
+        file.write_bytes(data[:begin] + b"\xff" * (len(data) - begin))
+    page.unlink()
+
+    call(capsys, "ls", root, "--html", page, "--changes", "4")
+
+    titles = titles_of(page)
+    changes = {text.split(": ")[0]: text for text in titles if "change of the norm" in text}
+    assert changes["layers.1, step 20"].endswith("change of the norm 0")
+    # From a norm of 4 to one of 5.
+    assert changes["layers.1, step 30"].endswith("change of the norm 0.2")
+    assert changes["layers.1, step 40"].endswith("NaN or infinite, 2 values NaN")
+    assert "layers.1, step 10" not in changes
+    assert '<td class="text">layers.1</td>' in page.read_text()
+    assert "40 (2 values)" in page.read_text()
+    assert "--recompute" in page.read_text()
+    assert [text.split(",")[0:2] for text in titles if "norm" in text] == norms
+    assert not [text for text in titles if text.startswith("optimizer")]
+    assert "Checksum" in call_error(
+        capsys, "ls", root, "--html", page, "--changes", "4", "--recompute"
+    )
+
+
+def test_steps_without_saved_statistics_are_read(tmp_path, capsys):
+    root, page = tmp_path / "run", tmp_path / "run.html"
+    model = torch.nn.Linear(4, 4)
+    for step, stats in ((1, False), (2, True), (3, False)):
+        with CheckpointManager(root, async_save=False, options=SaveOptions(stats=stats)) as manager:
+            manager.save(step, {"model": model})
+        with torch.no_grad():
+            model.weight.mul_(2)
+            model.bias.mul_(2)
+    call(capsys, "ls", root, "--html", page, "--changes", "3")
+    found = sorted(text for text in titles_of(page) if "norm" in text and "step 3" in text)
+    assert len(found) == 2 * len(dict.fromkeys(text.split(",")[0] for text in found))
+    assert all(text.endswith("change of the norm 0.5") for text in found)

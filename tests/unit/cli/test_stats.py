@@ -11,6 +11,7 @@ import torch
 import distckpt
 from distckpt import ShardedTensor
 from distckpt._checkpoint.opening import open_checkpoint
+from distckpt._io import block_stats
 from distckpt._operations import stats, windows
 from distckpt._ranks.collectives import Ranks
 from tests.support.cli_command import call, call_error, call_json
@@ -51,7 +52,7 @@ def checkpoint(tmp_path):
 @pytest.mark.parametrize(("window", "block"), [(1 << 22, 1 << 18), (1024, 1024), (4096, 100)])
 def test_statistics_are_those_of_numpy(checkpoint, capsys, monkeypatch, window, block):
     monkeypatch.setattr(windows, "WINDOW_ELEMENTS", window)
-    monkeypatch.setattr(windows, "_BLOCK_ELEMENTS", block)
+    monkeypatch.setattr(block_stats, "BLOCK_ELEMENTS", block)
     found = {
         item["key"]: item for item in call_json(capsys, "stats", checkpoint, code=1)["tensors"]
     }
@@ -143,3 +144,38 @@ def test_layers_share_a_line(tmp_path, capsys):
     assert summary.startswith("5 tensors, 1 with NaN")
     assert nan == "NaN in 'layers.3.w'"
     assert "layers.1.w" in call(capsys, "stats", tmp_path / "c", "--tree", code=1)
+
+
+def test_statistics_that_a_save_has_stored_are_shown_unless_they_are_computed_again(
+    tmp_path, capsys
+):
+    state = {k: ShardedTensor.from_rank_offsets(k, v) for k, v in VALUES.items()}
+    distckpt.save(state, tmp_path / "c", stats=True)
+    computed = call_json(capsys, "stats", tmp_path / "c", "--recompute", code=1)
+    for file in (tmp_path / "c" / "tensors").iterdir():
+        file.unlink()
+
+    text = call(capsys, "stats", tmp_path / "c", code=1)
+    assert "as stored by the save, nothing was read (--recompute reads the tensors)" in text
+    assert f"{len(VALUES)} tensors, " in text
+    assert "values" not in text.splitlines()[0]
+    stored = call_json(capsys, "stats", tmp_path / "c", code=1)
+    assert (stored.pop("from_save"), computed.pop("from_save")) == (True, False)
+    for before, after in zip(computed["tensors"], stored["tensors"], strict=True):
+        assert after.pop("histogram") == []
+        del before["histogram"]
+        assert after == before
+    assert "missing" in call_error(capsys, "stats", tmp_path / "c", "--recompute", code=2)
+
+
+def test_saved_statistics_of_some_tensors_and_of_tied_ones(tmp_path, capsys):
+    model = torch.nn.ModuleDict(
+        {"embed": torch.nn.Linear(2, 3, bias=False), "head": torch.nn.Linear(2, 3, bias=False)}
+    )
+    model["head"].weight = model["embed"].weight
+    distckpt.save({"model": model, "step": 3}, tmp_path / "tied", stats=True)
+    found = call_json(capsys, "stats", tmp_path / "tied", "--keys", "head.*")
+    assert found["from_save"]
+    (item,) = found["tensors"]
+    assert item["norm"] == pytest.approx(float(model["head"].weight.detach().norm()), rel=1e-6)
+    assert "matches 'v'" in call_error(capsys, "stats", tmp_path / "tied", "--keys", "v", code=2)

@@ -8,6 +8,7 @@ import re
 import pytest
 import safetensors.torch
 import torch
+import torch.distributed.checkpoint
 
 import distckpt
 from distckpt import (
@@ -206,6 +207,16 @@ def test_where_a_prefix_comes_from(root):
         match=r"without 'net\.'\)\. Correct the prefix: a module at 'model' of the",
     ):
         distckpt.load(shards(*(f"net.{key}" for key in MODEL)), root / "bare")
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_module_is_not_what_dcp_has_saved(tmp_path):
+    model = torch.nn.Linear(2, 2)
+    torch.distributed.checkpoint.save(
+        {"model": model.state_dict()}, checkpoint_id=str(tmp_path / "old")
+    )
+    with pytest.raises(LoadMismatchError, match=r"distckpt\.dcp\.load takes the state dict"):
+        distckpt.load({"model": model}, tmp_path / "old")
 
 
 def test_a_prefix_is_named_when_most_keys_have_it_only(root):

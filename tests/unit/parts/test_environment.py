@@ -16,6 +16,7 @@ ARRAY = {
 }
 SRUN = {"SLURM_PROCID": "3", "SLURM_STEP_NUM_TASKS": "4"}
 TORCHRUN = {"RANK": "1", "WORLD_SIZE": "2"}
+JOINED = {"RANK": "2", "WORLD_SIZE": "6", "GROUP_RANK": "1", "GROUP_WORLD_SIZE": "3"}
 
 
 @pytest.mark.parametrize(
@@ -29,6 +30,9 @@ TORCHRUN = {"RANK": "1", "WORLD_SIZE": "2"}
         ({**ARRAY, **TORCHRUN}, 5, "5/10"),
         ({"JOB_COMPLETION_INDEX": "2"}, 16, "2/16"),
         ({"JOB_COMPLETION_INDEX": "2", **TORCHRUN}, 16, "5/32"),
+        # torchrun has joined the pods, and its ranks count all of them.
+        ({"JOB_COMPLETION_INDEX": "1", **JOINED}, None, "2/6"),
+        ({"JOB_COMPLETION_INDEX": "1", **JOINED, "GROUP_WORLD_SIZE": "1"}, 16, "8/96"),
         ({"AWS_BATCH_JOB_ARRAY_INDEX": "1", "AWS_BATCH_JOB_ARRAY_SIZE": "3"}, None, "1/3"),
         # Of a batch script that has not called srun: it runs once.
         ({"SLURM_PROCID": "0", "SLURM_NTASKS": "8", **ARRAY}, None, "2/5"),
@@ -59,6 +63,8 @@ def test_another_count_than_the_environment_says():
         part_of_environment(ARRAY, 16)
     with pytest.raises(ValueError, match="auto/16: the environment says that there are 2"):
         part_of_environment(TORCHRUN, 16)
+    with pytest.raises(ValueError, match="auto/3: the environment says that there are 6"):
+        part_of_environment({"JOB_COMPLETION_INDEX": "1", **JOINED}, 3)
     with pytest.raises(ValueError, match="There is no part 12/8"):
         part_of_environment({"JOB_COMPLETION_INDEX": "12"}, 8)
 

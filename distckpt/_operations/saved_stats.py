@@ -1,0 +1,57 @@
+"""Statistics that a save has stored with its tensors, which takes no torch to return."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from distckpt._base.errors import LoadMismatchError
+from distckpt._base.messages import natural_order, summarize_keys
+from distckpt._format.stored_checkpoint import StoredCheckpoint
+from distckpt._format.tensor_stats import TensorStats
+from distckpt._plan.selection import matches
+
+
+def saved_stats(
+    stored: StoredCheckpoint, keys: Sequence[str] | None = None
+) -> list[TensorStats] | None:
+    """Return the statistics of each tensor that matches, as the save has stored them; None if it
+    has not for all of them.
+
+    Raises:
+        LoadMismatchError: no tensor matches.
+    """
+    manifest = stored.manifest
+    if manifest.stats is None:
+        return None
+    found: list[TensorStats] = []
+    for name in chosen_names(stored, keys):
+        key_id = manifest.key_index[name]
+        dtype, shape = manifest.dtypes[key_id], manifest.global_shapes[key_id]
+        stats = manifest.stats.of_key(key_id, name, dtype, shape)
+        if stats is None:
+            return None
+        found.append(stats)
+    return found
+
+
+def chosen_names(stored: StoredCheckpoint, keys: Sequence[str] | None) -> list[str]:
+    """Return the names of the tensors that match, in natural order.
+
+    Raises:
+        LoadMismatchError: no tensor matches.
+    """
+    names = [key for key in stored.manifest.key_index if not stored.is_object(key)]
+    if not names:
+        raise LoadMismatchError(
+            f"{stored.location!r} has no tensors, only common state and objects."
+        )
+    names.sort(key=natural_order)
+    if keys is None:
+        return names
+    chosen = [name for name in names if matches(name, keys)]
+    if not chosen:
+        patterns, there = ", ".join(map(repr, keys)), summarize_keys(names)
+        raise LoadMismatchError(
+            f"No tensor of {stored.location!r} matches {patterns}; there are {there}."
+        )
+    return chosen
