@@ -2,7 +2,8 @@
 to an object store, memory and time.
 
     PYTHONPATH=. python tests/benchmarks/parts.py [--only calls requests memory seconds]
-        [--verbs NAME ...] [--gigabytes 1] [--tensor-mib 32] [--runs 3] [--dir DIR]
+        [--verbs NAME ...] [--gigabytes 1] [--tensor-mib 32] [--files 8] [--runs 3]
+        [--dir DIR]
 
 - calls: of the file system, for 16 files of 4 MiB. Pieces are 4 MiB here, instead of 64.
 - requests: the same on an S3 server (moto) on this machine.
@@ -139,6 +140,7 @@ def main() -> None:
     parser.add_argument("--verbs", nargs="+", choices=list(VERBS), default=list(VERBS))
     parser.add_argument("--gigabytes", type=float, default=1.0, help="of each checkpoint")
     parser.add_argument("--tensor-mib", type=int, default=32, help="size of a tensor there")
+    parser.add_argument("--files", type=int, default=8, help="of an output, for seconds")
     parser.add_argument("--details", action="store_true", help="print what is counted")
     arguments = parser.parse_args()
     report = Report(arguments)
@@ -391,8 +393,8 @@ def seconds(report: Report, arguments: argparse.Namespace, folder: str) -> None:
     for name in arguments.verbs:
         alone, larger, wall, wall_of_parts = [], [], [], []
         for _ in range(arguments.runs + 1):
-            one = run_on_cores(name, folder, 1)
-            two = run_on_cores(name, folder, 2)
+            one = run_on_cores(name, folder, 1, arguments)
+            two = run_on_cores(name, folder, 2, arguments)
             alone.append(one[0].processor)
             larger.append(max(each.processor for each in two))
             wall.append(one[0].ended - one[0].began)
@@ -412,13 +414,19 @@ def seconds(report: Report, arguments: argparse.Namespace, folder: str) -> None:
     report.add([*heads, "one: s", "2 parts: s", "ratio"], rows, "One process, and two parts")
 
 
-def run_on_cores(name: str, folder: str, num_parts: int) -> list[Used]:
+def run_on_cores(
+    name: str, folder: str, num_parts: int, arguments: argparse.Namespace
+) -> list[Used]:
     """Run a verb in one process or in parts, each on a core of its own."""
     place, verb = f"{folder}/out", VERBS[name]
-    options: dict[str, Any] = {}
+    sizes = {
+        "max_file_bytes": round(arguments.gigabytes * 1e9 / arguments.files),
+        "num_ranks": arguments.files,
+    }
+    options = {option: sizes[option] for option in verb.small}
     work: Sequence[tasks.Task | None] = [None]
     if num_parts > 1:
-        work = verb.in_parts(folder, place, num_tasks=num_parts)
+        work = verb.in_parts(folder, place, num_tasks=num_parts, **options)
     cores = sorted(os.sched_getaffinity(0))
     processes = [Fresh(name, folder, cores[i % len(cores)]) for i in range(num_parts)]
     for process, task in zip(processes, work, strict=True):

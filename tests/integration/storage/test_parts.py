@@ -55,7 +55,7 @@ def test_reshard(bucket, s3_server):
     for task in work[:2]:
         task.run()
     tasks.abandon(f"{bucket}/b")
-    assert [key for key in keys_in(s3_server, bucket) if "b/" in key] == []
+    assert {key.partition("/")[0] for key in keys_in(s3_server, bucket)} == {"a"}
     assert [task.run() for task in work][-1].is_complete
     assert distckpt.verify(f"{bucket}/b").is_whole
     assert distckpt.diff(f"{bucket}/a", f"{bucket}/b").is_same
