@@ -159,7 +159,6 @@ class Part(NamedTuple):
         Raises:
             ValueError: it has another size or dtype.
         """
-        num_axes_or_one = 1 if num_axes is None else num_axes
         deltas, counts = self.columns.get(name + DELTAS), self.columns.get(name + COUNTS)
         if deltas is None or counts is None:
             found = self.columns[name]
@@ -167,13 +166,17 @@ class Part(NamedTuple):
             if found.shape != shape or found.dtype not in _STORED:
                 raise ValueError(f"column {name!r} is {found.dtype} {found.shape}, not {shape}")
             return Segment(self.num_rows, found)
-        if not deltas.dtype == counts.dtype == np.int64 or deltas.shape != counts.shape:
-            raise ValueError(f"{name!r} has no runs of int64")
-        # Floating point does not wrap around.
-        is_exact = counts.sum(dtype=np.float64) == self.num_rows * num_axes_or_one
-        if counts.min(initial=1) < 1 or not is_exact:
-            raise ValueError(f"the runs of {name!r} are not of {self.num_rows} rows")
+        num_numbers = self.num_rows * (1 if num_axes is None else num_axes)
+        _check_runs(name, deltas, counts, num_numbers)
         return Segment(self.num_rows, _Runs.of(deltas, counts))
+
+
+def _check_runs(name: str, deltas: Column, counts: Column, num_numbers: int) -> None:
+    if not deltas.dtype == counts.dtype == np.int64 or deltas.shape != counts.shape:
+        raise ValueError(f"{name!r} has no runs of int64")
+    # Floating point does not wrap around.
+    if counts.min(initial=1) < 1 or counts.sum(dtype=np.float64) != num_numbers:
+        raise ValueError(f"the runs of {name!r} do not have {num_numbers} numbers")
 
 
 class LazyColumn:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import math
 import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -278,30 +279,38 @@ def _finish(work: Work, journal: Journal) -> Any:
             with _alone(journal):
                 _complete(work, journal, results)
         except (OSError, CheckpointingException) as error:
-            # Where there are no locks, others may have done the same meanwhile.
+            lost = _lost(work, journal)
+            # Where there are no locks, others may have done the same meanwhile, and have moved the
+            # files whose sizes were just asked for.
             if not is_complete(work, journal):
-                _forget_lost(work, journal, error)
+                _write_again(work, journal, lost, error)
                 raise
         _abort_uploads(work.place, work.files(journal.attempt))
     journal.remove_output()
     return work.report(results, seconds)
 
 
-def _forget_lost(work: Work, journal: Journal, error: Exception) -> None:
-    """Let parts write the pieces again whose files were removed or cut since, and say so."""
-    names, directory = work.files(journal.attempt), work.directory(journal.attempt)
-    if not work.is_begun(journal.attempt):
-        return
-    sizes = {name: _size_of(locations.join(directory, name)) for name in names}
-    lost = [
-        i for i, piece in enumerate(work.pieces) if sizes.get(piece.name, piece.stop) < piece.stop
-    ]
+def _write_again(work: Work, journal: Journal, lost: Sequence[int], error: Exception) -> None:
+    """Let parts write pieces again, and say so."""
     if lost:
         journal.forget(lost)
         raise CheckpointingException(
-            f"{error} {len(lost)} piece{'s' * (len(lost) > 1)} of {len(work.pieces)} must be "
-            "written again: run the parts again."
+            f"{error} {len(lost)} of {len(work.pieces)} pieces must be written again: run the "
+            "parts again."
         ) from error
+
+
+def _lost(work: Work, journal: Journal) -> list[int]:
+    """Return the pieces whose files were removed or cut since they were whole."""
+    if not work.is_begun(journal.attempt):
+        return []
+    directory = work.directory(journal.attempt)
+    sizes = {
+        name: _size_of(locations.join(directory, name)) for name in work.files(journal.attempt)
+    }
+    return [
+        i for i, piece in enumerate(work.pieces) if sizes.get(piece.name, math.inf) < piece.stop
+    ]
 
 
 def _size_of(path: str) -> int:

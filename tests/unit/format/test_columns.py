@@ -78,5 +78,5 @@ def test_a_regular_table_takes_as_much_as_its_runs():
 )
 def test_runs_that_lie_are_refused(counts):
     columns = {"key_ids.deltas": np.ones(len(counts), np.int64), "key_ids.counts": np.array(counts)}
-    with pytest.raises(ValueError, match="are not of 4 rows"):
+    with pytest.raises(ValueError, match="do not have 4 numbers"):
         LazyColumn([Part.from_bytes(pack({"rows": 4}, columns))], "key_ids")
