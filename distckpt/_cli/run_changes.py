@@ -85,13 +85,10 @@ def changes_of_layers(
     began = list(filter(None, (_beginning_of_nan(steps, of_steps, name) for name in names)))
     if began:
         yield "NaN", html_table(["layer", "first seen at step"], began)
-    what = "relative change"
-    if any(layer.change is None for layers in of_steps[1:] for layer in layers.values()):
-        what, of_steps = "relative change of the norm", _with_changes_of_norms(of_steps)
-    drawn = _Drawn(what, names, steps, of_steps)
+    drawn = _drawn(names, steps, of_steps)
     if len(found) > 1:
         yield "Most changed", _most_changed(drawn)
-        yield f"{what.capitalize()} since the step before", _map_of_changes(drawn)
+        yield f"{drawn.what.capitalize()} since the step before", _map_of_changes(drawn)
     yield "Norm, relative to the largest of the layer", _map_of_norms(drawn)
 
 
@@ -102,6 +99,13 @@ class _Drawn(NamedTuple):
     names: Sequence[str]
     steps: Sequence[str]
     of_steps: Sequence[_Layers]
+
+
+def _drawn(names: Sequence[str], steps: Sequence[str], of_steps: Sequence[_Layers]) -> _Drawn:
+    if any(layer.change is None for layers in of_steps[1:] for layer in layers.values()):
+        changes = _with_changes_of_norms(of_steps)
+        return _Drawn("relative change of the norm", names, steps, changes)
+    return _Drawn("relative change", names, steps, of_steps)
 
 
 def _with_changes_of_norms(of_steps: Sequence[_Layers]) -> list[_Layers]:

@@ -84,12 +84,7 @@ def _print_stats(report: _Report, is_listing: bool, output: Output) -> int:
         }
     )
     groups = [[tensor] for tensor in found] if is_listing else _grouped(found)
-    bars = _BARS if output.draws_blocks else _ASCII_BARS
-    rows = [_cells(group, bars) for group in groups]
-    # Saves store no histograms.
-    num_columns = len(_HEADS) - report.is_saved
-    shown = [row[:num_columns] for row in rows]
-    output.table(_HEADS[:num_columns], shown, drop="values zeros keys mean Inf min max")
+    _print_groups(groups, not report.is_saved, output)
     with_nan = [tensor.key for tensor in found if tensor.num_nan]
     output.line(
         f"{count_text(len(found), 'tensor')}, {len(with_nan):,} with NaN; {report.source()}"
@@ -97,6 +92,16 @@ def _print_stats(report: _Report, is_listing: bool, output: Output) -> int:
     if with_nan:
         output.line(f"NaN in {summarize_keys(with_nan)}")
     return 1 if with_nan else 0
+
+
+def _print_groups(
+    groups: Sequence[Sequence[TensorStats]], has_histograms: bool, output: Output
+) -> None:
+    bars = _BARS if output.draws_blocks else _ASCII_BARS
+    # Saves store no histograms.
+    num_columns = len(_HEADS) - (not has_histograms)
+    rows = [_cells(group, bars)[:num_columns] for group in groups]
+    output.table(_HEADS[:num_columns], rows, drop="values zeros keys mean Inf min max")
 
 
 def _grouped(tensors: Sequence[TensorStats]) -> list[list[TensorStats]]:
