@@ -7,6 +7,7 @@ import errno
 import math
 import os
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
@@ -265,10 +266,31 @@ def _in_sight(directory: str) -> Iterator[Callable[[], None]]:
 
 def _missing(work: Work, journal: Journal, mine: Iterable[int], note: Note) -> Iterator[int]:
     """Yield the pieces that nobody else has done meanwhile, when their turn comes."""
+    files = set(work.files(journal.attempt))
+    of_file = defaultdict(list)
+    for number, piece in enumerate(work.pieces):
+        of_file[piece.name].append(number)
     for number in mine:
+        name = work.pieces[number].name
         if not journal.has_record(number):
+            if name in files and len(of_file[name]) > 1:
+                _forget_removed(work, journal, name, of_file[name])
             note.begin(number, work.pieces[number])
             yield number
+
+
+def _forget_removed(work: Work, journal: Journal, name: str, numbers: Sequence[int]) -> None:
+    """If a file was removed, of which pieces were whole, let parts write these again: made anew for
+    the next piece, it would have zeros in their place.
+    """
+    directory = work.directory(journal.attempt)
+    path = locations.join(directory, name)
+    if not locations.is_local(path):
+        return
+    # Looked at first: another process may make the file at any time.
+    whole = [number for number in numbers if journal.has_record(number)]
+    if whole and locations.isdir(directory) and not locations.exists(path):
+        journal.forget(whole)
 
 
 def _finish(work: Work, journal: Journal) -> Any:

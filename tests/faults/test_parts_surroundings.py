@@ -12,6 +12,7 @@ import pytest
 
 import distckpt
 from distckpt import CheckpointingException, tasks
+from distckpt._parts import work as division
 from tests.support.disk import tree_of
 from tests.support.harness import error_of, run
 from tests.support.parts import contents_of
@@ -121,6 +122,28 @@ def test_files_that_were_lost_are_written_again(name, how, source, tmp_path):
     assert tasks.status(tmp_path / "out")[0].num_whole == reports[-1].num_total - 1
     assert any(task.run().is_complete for task in work)
     in_one(source, tmp_path / "one")
+    assert contents_of(tmp_path / "out") == contents_of(tmp_path / "one")
+
+
+@pytest.mark.parametrize(
+    ("in_one", "in_parts"),
+    [(distckpt.consolidate, tasks.consolidate), (distckpt.reshard, tasks.reshard)],
+    ids=VERBS,
+)
+def test_a_file_is_removed_before_the_rest_of_it_is_written(
+    in_one, in_parts, tmp_path, monkeypatch
+):
+    """Nobody takes the zeros in the place of what was removed for values."""
+    monkeypatch.setattr(division, "_MIN_PIECE_BYTES", 1 << 20)
+    source = save_checkpoint(tmp_path / "a", {"w": numbered(1000, 1000)})
+    in_one(source, tmp_path / "one")
+    first, second = in_parts(source, tmp_path / "out", num_tasks=2)
+    assert first.run().num_whole > 1
+    files = [*tmp_path.glob(".out.parts-*/.out.tmp-*/**/*.safetensors")]
+    max(files, key=lambda path: path.stat().st_size).unlink()
+    assert not second.run().is_complete
+    assert not (tmp_path / "out").exists()
+    assert first.run().is_complete
     assert contents_of(tmp_path / "out") == contents_of(tmp_path / "one")
 
 
