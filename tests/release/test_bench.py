@@ -284,7 +284,7 @@ def test_all_scripts_run(tmp_path, run_script):
 
 
 BENCHMARKS = ROOT / "tests" / "benchmarks"
-OTHERS = {"fingerprints", "moving", "second_load", "store_limits", "store_requests"}
+OTHERS = {"fingerprints", "moving", "parts", "second_load", "store_limits", "store_requests"}
 FOR_DEVELOPERS = {"structure", "structure_calls", "ab", "ab_run", *OTHERS}
 SCRIPTS = {path.stem for path in BENCHMARKS.glob("*.py") if "\nif __name__" in path.read_text()} - {
     "run_all",
