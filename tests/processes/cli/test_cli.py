@@ -86,7 +86,7 @@ def test_an_interrupt_while_torch_is_imported_is_quiet(checkpoint, tmp_path):
     (tmp_path / "hidden" / "torch").mkdir(parents=True)
     interrupt = "import os, signal; os.kill(os.getpid(), signal.SIGINT)"
     (tmp_path / "hidden" / "torch" / "__init__.py").write_text(interrupt)
-    line, environment = command("verify", checkpoint, path=[tmp_path / "hidden"])
+    line, environment = command("export", checkpoint, tmp_path / "o", path=[tmp_path / "hidden"])
     # Shells let what they start in the background ignore Ctrl-C, and that would be inherited.
     previous = signal.signal(signal.SIGINT, signal.default_int_handler)
     ended = subprocess.run(
