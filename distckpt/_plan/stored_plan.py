@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from distckpt._base.errors import CheckpointingException
+from distckpt._base.errors import CheckpointingException, CorruptCheckpointError
 from distckpt._format.checksum import BLOCK_BYTES, checksum
 from distckpt._format.manifest import (
     OBJECT,
@@ -98,8 +98,12 @@ def remember(rank: int, num_ranks: int, manifest: Manifest, manifest_checksum: s
         return
     # Not 0, which stands for no plan.
     number = 1 + (int(manifest_checksum, 16) >> 3)
-    own = _with_chunks(manifest, _chunks_of_rank(manifest, rank))
-    of_all = _without_checksums(manifest.chunks) if rank == 0 else None
+    try:
+        own = _with_chunks(manifest, _chunks_of_rank(manifest, rank))
+        of_all = _without_checksums(manifest.chunks) if rank == 0 else None
+    except CorruptCheckpointError:
+        # The load did not need what is damaged.
+        return
     forget_loaded_plan(number)
     loaded_plans.appendleft(LoadedPlan(number, rank, num_ranks, own, of_all))
 
@@ -108,6 +112,7 @@ def _chunks_of_rank(manifest: Manifest, rank: int) -> ChunkTable:
     names = f"/shard-{rank + 1:05d}-model-", f"/rank-{rank + 1:05d}."
     file_ids = np.flatnonzero([names[0] in f.name or names[1] in f.name for f in manifest.files])
     rows = manifest.rows_in_files(file_ids)
+    manifest.check_rows(rows)
     return manifest.rows(rows)._replace(
         files=[manifest.files[file_id] for file_id in file_ids.tolist()],
         file_ids=np.searchsorted(file_ids, manifest.file_ids[rows]),

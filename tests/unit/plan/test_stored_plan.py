@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from distckpt._base.errors import CheckpointingException
+from distckpt._format import manifest_parts
 from distckpt._format.columns import pack, unpack
 from distckpt._format.manifest import Manifest
 from distckpt._format.planned_manifest import planned_manifest, report_of
@@ -173,6 +174,24 @@ def check(plans):
         ]
     )
     return planned.manifest.to_bytes(again)
+
+
+@pytest.mark.parametrize("rank", range(NUM_RANKS))
+def test_parts_that_are_damaged_where_nobody_has_read_leave_no_plan(rank, tmp_path, monkeypatch):
+    monkeypatch.setattr(manifest_parts, "PART_ROWS", 1)
+    saved = Manifest.from_bytes(SAVED, "saved")
+    first_bytes = saved.chunks.first_bytes + (1 << 40)
+    rest, parts = manifest_parts.divided(saved.chunks._replace(first_bytes=first_bytes))
+    (tmp_path / "objects").mkdir()
+    for name, content in parts.items():
+        (tmp_path / name).write_bytes(content)
+    data = manifest_parts.joined(saved.to_bytes(rest), str(tmp_path))
+    opened = Manifest.from_bytes(data, str(tmp_path))
+    layout.loaded_plans.clear()
+    stored_plan.remember(rank, NUM_RANKS, opened, "ab" * 8)
+    assert not layout.loaded_plans
+    with pytest.raises(CheckpointingException, match="outside its file"):
+        _ = opened.chunks
 
 
 def test_the_plan_is_the_one_that_was_made():
