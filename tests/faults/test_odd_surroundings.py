@@ -20,9 +20,9 @@ from distckpt import CheckpointingException, CheckpointManager, RankFailedError
 from tests.support.calls import watched
 from tests.support.disk import tree_of
 from tests.support.harness import error_of, run
+from tests.support.rights import NOBODY, as_nobody
 from tests.support.states import state_of, value_in, value_of
 
-NOBODY = 65534
 TIMEOUT = 60.0
 
 
@@ -176,15 +176,6 @@ def test_a_relative_path_means_the_directory_of_the_call(tmp_path):
 
 
 # --- Rights ---------------------------------------------------------------------------------------
-
-
-def as_nobody(rank, function, *args):
-    """Do something without the rights of root."""
-    del rank
-    os.setgroups([])
-    os.setgid(NOBODY)
-    os.setuid(NOBODY)
-    return error_of(function, *args)
 
 
 def needs_root():

@@ -14,11 +14,11 @@ import distckpt
 from distckpt import CheckpointingException, tasks
 from distckpt._parts import work as division
 from tests.support.disk import tree_of
-from tests.support.harness import error_of, run
+from tests.support.harness import run
 from tests.support.parts import contents_of
+from tests.support.rights import NOBODY, as_nobody
 from tests.support.states import numbered, save_checkpoint
 
-NOBODY = 65534
 MANY = {"max_file_bytes": 30_000}
 VERBS = {
     "export": (
@@ -59,14 +59,6 @@ def public():
             path.chmod(0o755)
         folder.chmod(0o777)
         yield folder
-
-
-def as_nobody(rank, function, *args):
-    del rank
-    os.setgroups([])
-    os.setgid(NOBODY)
-    os.setuid(NOBODY)
-    return error_of(function, *args)
 
 
 def do(folder: str, index: int) -> None:
