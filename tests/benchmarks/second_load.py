@@ -5,7 +5,9 @@
 Both together should take no longer than reading the same bytes once from the disk, in the fastest
 way there is, and loading them once from the page cache. Ratios above 1 say by how much they do. Raw
 reads are made with 4 threads of one process, each with a quarter of every file, or past the page
-cache in requests of 8 MiB; the faster one of a round counts. What is read:
+cache in requests of 8 MiB. The way with the lower median counts: the faster one of each round would
+be the better of two draws. Two exports write twice, so they are compared with a raw read and two
+exports from the page cache. What is read:
 
 - same: each rank loads what it has saved, its rows.
 - other: each rank loads columns.
@@ -26,7 +28,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from measure import empty_cache, sync_file, time_together, timed
-from report import Report, figure, median, parser_of
+from report import Cell, Report, figure, median, parser_of
 
 import distckpt
 from distckpt import ShardedTensor
@@ -40,17 +42,15 @@ DIRECT_REQUEST_BYTES = 8 << 20
 
 
 class Seconds(NamedTuple):
-    """The times of one round."""
+    """The times of one round: of raw reads through the page cache and past it, of a cold load, a
+    second one and a third.
+    """
 
-    raw: float
+    buffered: float
+    direct: float
     first: float
     second: float
     warm: float
-
-    @property
-    def ratio(self) -> float:
-        """What both loads took, compared with a raw read and a warm load."""
-        return (self.first + self.second) / (self.raw + self.warm)
 
 
 def main() -> None:
@@ -66,23 +66,26 @@ def main() -> None:
         with tempfile.TemporaryDirectory(dir=arguments.dir) as folder:
             job = (folder, arguments.gb, arguments.runs)
             measured = run_ranks(measure, num_ranks, *job)
-        for name, rounds in measured.items():
-            rows.append(
-                [
-                    f"{num_ranks} rank(s), {name}",
-                    *(median([getattr(r, field) for r in rounds], "{:.3f}") for field in FIELDS),
-                    figure(
-                        f"{statistics.median(r.ratio for r in rounds):.2f}",
-                        [r.ratio for r in rounds],
-                    ),
-                ]
-            )
-    heads = ["", "raw cold s", "first s", "second s", "warm s", "both / (raw + warm)"]
-    report.add(heads, rows)
+        rows += [row_of(num_ranks, name, rounds) for name, rounds in measured.items()]
+    report.add(["", *COLUMNS], rows)
     report.finish()
 
 
-FIELDS = ("raw", "first", "second", "warm")
+COLUMNS = ("raw cold s", "first s", "second s", "warm s", "both / (raw + warm)")
+
+
+def row_of(num_ranks: int, name: str, rounds: list[Seconds]) -> list[Cell]:
+    """Return the row of a table about one case."""
+    buffered, direct, first, second, warm = (list(column) for column in zip(*rounds, strict=True))
+    raw = min(buffered, direct, key=statistics.median)
+    medians = [statistics.median(runs) for runs in (raw, first, second, warm)]
+    num_warm = 2 if name == "export" else 1
+    ratio = (medians[1] + medians[2]) / (medians[0] + num_warm * medians[3])
+    return [
+        f"{num_ranks} rank(s), {name}",
+        *(median(runs, "{:.3f}") for runs in (raw, first, second, warm)),
+        figure(f"{ratio:.2f}", raw, first, second, warm),
+    ]
 
 
 def measure(rank: int, folder: str, gigabytes: float, num_rounds: int) -> dict[str, list[Seconds]]:
@@ -131,9 +134,10 @@ def export(path: str, output: str) -> None:
 
 def one_round(rank: int, path: str, case: Callable[[], object]) -> Seconds:
     """Time a raw cold read, a cold and a second load, and one more that is warm."""
-    raw = min(cold(rank, path, lambda: read_raw(path)), cold(rank, path, lambda: read_direct(path)))
+    buffered = cold(rank, path, lambda: read_raw(path))
+    direct = cold(rank, path, lambda: read_direct(path))
     first = cold(rank, path, case, of_all=True)
-    return Seconds(raw, first, time_together(case), time_together(case))
+    return Seconds(buffered, direct, first, time_together(case), time_together(case))
 
 
 def cold(rank: int, path: str, case: Callable[[], object], of_all: bool = False) -> float:
