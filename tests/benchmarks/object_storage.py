@@ -114,7 +114,7 @@ def contestants(
         if found[0] is not None and isinstance(found[0], bytes):
             assert len(found[0]) == size
 
-    def load(verify: str) -> None:
+    def load(verify: bool) -> None:
         for target in targets:
             target.zero_()
         distckpt.load(state(targets), f"{url}/distckpt", verify=verify)
@@ -123,9 +123,9 @@ def contestants(
     return {
         "distckpt": (
             lambda: distckpt.save(state(tensors), f"{url}/distckpt", overwrite=True),
-            lambda: load("none"),
+            lambda: load(False),
         ),
-        "distckpt, verified": (lambda: None, lambda: load("full")),
+        "distckpt, verified": (lambda: None, lambda: load(True)),
         "s3fs pipe_file / cat_file": (
             lambda: all_at_once(lambda i: files.pipe_file(f"{place}/piped/{i}", contents[i])),
             lambda: all_at_once(lambda i: files.cat_file(f"{place}/piped/{i}")),
