@@ -32,9 +32,9 @@ from distckpt._plan.share import (
     UnitTable,
     describe_units,
     divide,
-    plan_shares,
     unit_bytes_for,
 )
+from distckpt._plan.share_out import plan_shares
 from distckpt._ranks.collectives import Ranks
 
 MIN_REQUESTED_BYTES = 128 << 20
@@ -155,12 +155,10 @@ def host_number() -> int:
 
 
 def _plan_together(sharing: Sharing, table: UnitTable, costs: ReadCosts) -> SharePlan:
-    tables = sharing.ranks.gather(table.to_bytes())
+    messages = sharing.ranks.gather(table.to_bytes())
 
     def plan() -> list[bytes]:
-        units = [UnitTable.from_bytes(data) for data in tables]
-        held_bytes = sharing.max_inflight_bytes // HELD_SHARE
-        return [share.to_bytes() for share in plan_shares(units, costs, held_bytes)]
+        return list(plan_shares(messages, costs, sharing.max_inflight_bytes // HELD_SHARE))
 
     return SharePlan.from_bytes(sharing.ranks.decide_each("plan shared reads", plan))
 

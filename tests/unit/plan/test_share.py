@@ -19,15 +19,14 @@ from distckpt._plan.share import (
     MANY_UNITS,
     MAX_UNIT_BYTES,
     UNIT_BYTES,
-    WAVE_BYTES,
     ReadCosts,
     SharePlan,
     UnitTable,
     describe_units,
     divide,
-    plan_shares,
     unit_bytes_for,
 )
+from distckpt._plan.share_out import WAVE_BYTES, plan_shares
 from tests.support.manifests import manifest_of
 
 MIB = 1 << 20
@@ -56,8 +55,12 @@ def costs_of(num_bytes=104):
 
 def plan(tables, num_bytes=104):
     """Plan, by way of the bytes that ranks exchange."""
-    sent = [UnitTable.from_bytes(table.to_bytes()) for table in tables]
-    return [SharePlan.from_bytes(p.to_bytes()) for p in plan_shares(sent, costs_of(num_bytes))]
+    return shared_out(tables, costs_of(num_bytes))
+
+
+def shared_out(tables, costs, **kwargs):
+    messages = [table.to_bytes() for table in tables]
+    return [SharePlan.from_bytes(data) for data in plan_shares(messages, costs, **kwargs)]
 
 
 def by_name(tables, plans):
@@ -255,7 +258,7 @@ def test_parts_of_overlapping_regions_come_from_one_reader(drawn):
         all_units.append(divide(manifest, copies, unit_bytes))
         dtypes = [torch.int64] * len(regions)
         tables.append(describe_units(costs, all_units[-1], dtypes, 0, rank))
-    plans = plan_shares(tables, costs, max_held_bytes=64)
+    plans = shared_out(tables, costs, max_held_bytes=64)
     # What readers send: the values by receiver and place in the sequence.
     sent = {}
     for mine in plans:
