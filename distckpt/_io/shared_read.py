@@ -9,6 +9,7 @@ failed.
 
 from __future__ import annotations
 
+import importlib
 import socket
 import time
 from collections import defaultdict
@@ -34,7 +35,6 @@ from distckpt._plan.share import (
     divide,
     unit_bytes_for,
 )
-from distckpt._plan.share_out import plan_shares
 from distckpt._ranks.collectives import Ranks
 
 MIN_REQUESTED_BYTES = 128 << 20
@@ -158,7 +158,10 @@ def _plan_together(sharing: Sharing, table: UnitTable, costs: ReadCosts) -> Shar
     messages = sharing.ranks.gather(table.to_bytes())
 
     def plan() -> list[bytes]:
-        return list(plan_shares(messages, costs, sharing.max_inflight_bytes // HELD_SHARE))
+        # Imported when it is needed: most loads share nothing.
+        share_out = importlib.import_module("distckpt._plan.share_out")
+        held_bytes = sharing.max_inflight_bytes // HELD_SHARE
+        return list(share_out.plan_shares(messages, costs, held_bytes))
 
     return SharePlan.from_bytes(sharing.ranks.decide_each("plan shared reads", plan))
 

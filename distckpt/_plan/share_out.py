@@ -25,7 +25,7 @@ WAVE_BYTES = 64 << 20
 """Bytes that each rank reads in a wave."""
 MIN_SAVED = 1 / 8
 """Units are shared if without that at least so much more would be read."""
-_PART_ROWS = 1 << 17
+PART_ROWS = 1 << 17
 """Tables of units are gone through in parts of about this many rows, which bounds the memory."""
 
 
@@ -46,18 +46,7 @@ def plan_shares(
     found = [_shared_among(units, rows, costs) for rows in _parts_of(units.names)]
     units = units._replace(names=())
     regions = _in_order_of_files(found, costs.manifest)
-    found.clear()
-    loads = units.requested - _bytes_alone(units, regions.rows)
-    sizes = regions.num_bytes.astype(np.int64)
-    readers, turns = _choose_readers(*_holders_of(units, regions), sizes, loads)
-    whole_rows = _whole_rows(units, regions, readers)
-    # What must be held besides the targets counts as more.
-    factor = WAVE_BYTES / max(1, min(WAVE_BYTES, max_held_bytes))
-    held = np.prod(regions.shapes, axis=1, dtype=np.int64) * units.item_bytes[regions.kinds]
-    weights = np.where(whole_rows < 0, (held * factor).astype(np.int64), sizes)
-    order, waves = _put_in_order(readers, turns, weights)
-    choice = _Choice(readers[order], waves[order], whole_rows[order])
-    del readers, turns, whole_rows, held, weights, sizes, waves
+    order, choice = _choose(units, regions, max_held_bytes)
     regions = regions.take(order)
     yield from _plans_of_ranks(units, regions, choice)
 
@@ -159,9 +148,10 @@ class _Regions(NamedTuple):
         return _Regions(rows, *(column[regions] for column in self[1:]))
 
 
-def _in_order_of_files(found: Sequence[_Regions], manifest: Manifest) -> _Regions:
-    """Join regions, in an order in which ranks read on and on in few files."""
+def _in_order_of_files(found: list[_Regions], manifest: Manifest) -> _Regions:
+    """Join regions, in an order in which ranks read on and on in few files. The list is emptied."""
     regions = _Regions(*map(np.concatenate, zip(*found, strict=True)))
+    found.clear()
     chunks = regions.chunks.astype(np.int64)
     places = (manifest.first_bytes[chunks], manifest.file_ids[chunks])
     return regions.take(np.lexsort((regions.kinds, regions.cells, *places)))
@@ -170,10 +160,13 @@ def _in_order_of_files(found: Sequence[_Regions], manifest: Manifest) -> _Region
 def _parts_of(names: Sequence[Column]) -> Iterator[IntArray]:
     """Yield the rows of units in parts, those with equal names in the same one."""
     num_rows = len(names[0])
-    num_parts = max(1, num_rows // _PART_ROWS)
+    num_parts = num_rows // PART_ROWS
+    if num_parts < 2:
+        yield np.arange(num_rows)
+        return
     part_of = _empty(num_rows, num_parts)
-    for first in range(0, num_rows, _PART_ROWS):
-        block = slice(first, first + _PART_ROWS)
+    for first in range(0, num_rows, PART_ROWS):
+        block = slice(first, first + PART_ROWS)
         part_of[block] = row_hashes([column[block] for column in names]) % np.uint64(num_parts)
     for number in range(num_parts):
         yield np.flatnonzero(part_of == number)
@@ -242,7 +235,7 @@ def _blocks(starts: IntArray) -> Iterator[tuple[int, int]]:
     """Yield the first group and the end of runs of groups that have about as many rows as a
     part.
     """
-    inner = np.searchsorted(starts, np.arange(_PART_ROWS, starts[-1], _PART_ROWS))
+    inner = np.searchsorted(starts, np.arange(PART_ROWS, starts[-1], PART_ROWS))
     for low, high in itertools.pairwise([0, *inner.tolist(), len(starts) - 1]):
         if low < high:
             yield low, high
@@ -255,11 +248,37 @@ def _run_starts(values: npt.NDArray[np.generic]) -> IntArray:
     return np.append(np.flatnonzero(is_first), len(values))
 
 
+class _Choice(NamedTuple):
+    """What was decided about each region: its reader, its wave, and the unit of the reader, as a
+    row of all units, that is the whole region (-1: none is).
+    """
+
+    readers: Column
+    waves: Column
+    whole_rows: Column
+
+
+def _choose(units: _AllUnits, regions: _Regions, max_held_bytes: int) -> tuple[IntArray, _Choice]:
+    """Return the regions in the order in which ranks go through them, and in this order what was
+    decided about each.
+    """
+    loads = units.requested - _bytes_alone(units, regions.rows)
+    sizes = regions.num_bytes.astype(np.int64)
+    readers, turns = _choose_readers(*_holders_of(units, regions), sizes, loads)
+    whole_rows = _whole_rows(units, regions, readers)
+    # What must be held besides the targets counts as more.
+    factor = WAVE_BYTES / max(1, min(WAVE_BYTES, max_held_bytes))
+    held = np.prod(regions.shapes, axis=1, dtype=np.int64) * units.item_bytes[regions.kinds]
+    weights = np.where(whole_rows < 0, (held * factor).astype(np.int64), sizes)
+    order, waves = _put_in_order(readers, turns, weights)
+    return order, _Choice(readers[order], waves[order], whole_rows[order])
+
+
 def _bytes_alone(units: _AllUnits, rows: Column) -> IntArray:
     """Return how many bytes of some units each rank would read without sharing."""
     total = np.zeros(len(units.places), np.int64)
-    for first in range(0, len(rows), _PART_ROWS):
-        part = rows[first : first + _PART_ROWS]
+    for first in range(0, len(rows), PART_ROWS):
+        part = rows[first : first + PART_ROWS]
         sums = np.bincount(units.ranks[part], units.num_bytes[part], len(total))
         total += sums.astype(np.int64)
     return total
@@ -320,16 +339,6 @@ def _whole_rows(units: _AllUnits, regions: _Regions, readers: Column) -> Column:
         is_whole &= units.ranks[rows] == readers[region]
         whole_rows[region[is_whole]] = rows[is_whole]
     return whole_rows
-
-
-class _Choice(NamedTuple):
-    """What was decided about each region: its reader, its wave, and the unit of the reader, as a
-    row of all units, that is the whole region (-1: none is).
-    """
-
-    readers: Column
-    waves: Column
-    whole_rows: Column
 
 
 def _plans_of_ranks(units: _AllUnits, regions: _Regions, choice: _Choice) -> Iterator[bytes]:
