@@ -9,9 +9,10 @@ failed.
 
 from __future__ import annotations
 
+import importlib
 import socket
 import time
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
 from typing import NamedTuple, TypeAlias
 
@@ -32,7 +33,6 @@ from distckpt._plan.share import (
     UnitTable,
     describe_units,
     divide,
-    plan_shares,
     unit_bytes_for,
 )
 from distckpt._ranks.collectives import Ranks
@@ -49,6 +49,8 @@ HELD_SHARE = 8
 """Of the memory for data on its way, this part is for what is read in a wave for other ranks and
 does not lie in a target. Two waves are under way at a time.
 """
+_FAST, _SLOW = b"+", b"-"
+"""How what a rank tells begins: whether it has read the sample fast."""
 
 Read: TypeAlias = Callable[[Sequence[Copy], Sequence[torch.Tensor], int], None]
 """Fills the targets of the requests of copies, with at most so many bytes on their way."""
@@ -94,18 +96,21 @@ def read_shared(
     ranks = sharing.ranks
     if not _may_pay(sharing, targets):
         return copies
-    with ranks.phase("describe the reads"):
-        divided = divide(stored.manifest, copies, unit_bytes_for(sharing.most_bytes))
-        dtypes = [target.dtype for target in targets]
+    with ranks.telling("describe the reads", answer_each=True) as told:
         costs = ReadCosts(stored.manifest, sharing.is_local and not stored.verifies)
-        table = describe_units(costs, divided, dtypes, sharing.group, _place_of(sharing))
+        divided, table = _describe(sharing, costs, copies, targets)
         pieces = _Pieces(copies, divided)
-    left = np.arange(len(divided.units))
-    if sharing.is_auto:
-        left, is_fast = _read_sample(sharing, pieces, table.num_bytes, targets, read)
-        if is_fast:
-            return pieces.join(left)
-    plan = _plan_together(sharing, table.take(left), costs)
+        left, is_fast = np.arange(len(divided.units)), False
+        if sharing.is_auto:
+            with ranks.part("read"):
+                left, is_fast = _read_sample(sharing, pieces, table.num_bytes, targets, read)
+        told.payload = (_FAST if is_fast else _SLOW) + table.take(left).to_bytes()
+    data = ranks.answer_each(
+        told, "plan shared reads", lambda: _plan_together(sharing, told.payloads, costs)
+    )
+    if not data:
+        return pieces.join(left)
+    plan = SharePlan.from_bytes(data)
     if plan.num_waves and not (sharing.is_auto and plan.most_bytes < MIN_SHARED_BYTES):
         own = OwnUnits(plan, [divided.units[i] for i in left.tolist()], targets)
 
@@ -154,15 +159,29 @@ def host_number() -> int:
     return checksum(socket.gethostname().encode() + b"\n" + boot) >> 2
 
 
-def _plan_together(sharing: Sharing, table: UnitTable, costs: ReadCosts) -> SharePlan:
-    tables = sharing.ranks.gather(table.to_bytes())
+def _describe(
+    sharing: Sharing, costs: ReadCosts, copies: Sequence[Copy], targets: Sequence[torch.Tensor]
+) -> tuple[Units, UnitTable]:
+    """Divide what this rank requests, and describe it."""
+    divided = divide(costs.manifest, copies, unit_bytes_for(sharing.most_bytes))
+    dtypes = [target.dtype for target in targets]
+    place = _place_of(sharing)
+    return divided, describe_units(costs, divided, dtypes, sharing.group, place)
 
-    def plan() -> list[bytes]:
-        units = [UnitTable.from_bytes(data) for data in tables]
-        held_bytes = sharing.max_inflight_bytes // HELD_SHARE
-        return [share.to_bytes() for share in plan_shares(units, costs, held_bytes)]
 
-    return SharePlan.from_bytes(sharing.ranks.decide_each("plan shared reads", plan))
+def _plan_together(
+    sharing: Sharing, payloads: Sequence[bytes], costs: ReadCosts
+) -> Sequence[bytes]:
+    """Return for each rank what it reads and sends, given what all have told; nothing if all read
+    fast.
+    """
+    if all(payload[:1] == _FAST for payload in payloads):
+        return [b""] * len(payloads)
+    # Imported when it is needed: most loads share nothing.
+    share_out = importlib.import_module("distckpt._plan.share_out")
+    messages = [payload[1:] for payload in payloads]
+    held_bytes = sharing.max_inflight_bytes // HELD_SHARE
+    return list(share_out.plan_shares(messages, costs, held_bytes))
 
 
 class _Pieces(NamedTuple):
@@ -191,20 +210,17 @@ def _read_sample(
     targets: Sequence[torch.Tensor],
     read: Read,
 ) -> tuple[IntArray, bool]:
-    """Read some units, different ones on each rank; return the units that are left, and whether all
-    ranks read fast.
+    """Read some units, different ones on each rank; return the units that are left, and whether
+    this rank reads fast.
     """
     ranks = sharing.ranks
     in_turn = np.roll(np.arange(len(num_bytes)), -(len(num_bytes) * ranks.rank // ranks.size))
     is_sample = np.cumsum(num_bytes[in_turn]) - num_bytes[in_turn] < SAMPLE_BYTES
     sample_bytes = int(num_bytes[in_turn[is_sample]].sum())
-    with ranks.phase("read"):
-        started = time.perf_counter()
-        read(pieces.join(in_turn[is_sample]), targets, sharing.max_inflight_bytes)
-        seconds = time.perf_counter() - started
-    is_fast = sample_bytes >= FAST_BYTES_PER_SECOND * seconds
-    all_fast = bool(ranks.all_gather_numbers([is_fast or not sample_bytes]).all())
-    return np.sort(in_turn[~is_sample]), all_fast
+    started = time.perf_counter()
+    read(pieces.join(in_turn[is_sample]), targets, sharing.max_inflight_bytes)
+    is_fast = sample_bytes >= FAST_BYTES_PER_SECOND * (time.perf_counter() - started)
+    return np.sort(in_turn[~is_sample]), is_fast or not sample_bytes
 
 
 def _read_in_waves(
@@ -216,30 +232,40 @@ def _read_in_waves(
 
     `read` fills what a wave reads, with at most so much memory.
     """
-    ranks, plan = sharing.ranks, own.plan
+    ranks, num_waves = sharing.ranks, own.plan.num_waves
     problems: list[Exception] = []
-    with ranks.phase("prepare to share reads"):
-        held_bytes = own.held_bytes()
-        in_wave = np.bincount(plan.read_waves, held_bytes, plan.num_waves).astype(np.int64)
-        memory = torch.empty((2, int(in_wave.max())), dtype=torch.uint8)
-        message_bytes, read_bytes = _budget(sharing.max_inflight_bytes, memory.nbytes)
-        buffers = make_buffers(message_bytes)
-        upcoming = Wave(own, 0, memory[0])
     with Pool(1, thread_name_prefix="distckpt-share") as background:
-        reading = background.submit(read, upcoming, read_bytes)
-        for number in range(plan.num_waves):
+        for number in range(num_waves):
             with ranks.phase("read for other ranks"):
+                if number == 0:
+                    with ranks.part("prepare to share reads"):
+                        memory, buffers, read_bytes = _memory_for(own, sharing.max_inflight_bytes)
+                        upcoming = Wave(own, 0, memory[0])
+                    reading = background.submit(read, upcoming, read_bytes)
                 reading.result()
                 if problems:
                     raise problems[0]
                 wave = upcoming
-                if number + 1 < plan.num_waves:
+                if number + 1 < num_waves:
                     upcoming = Wave(own, number + 1, memory[(number + 1) % 2])
-            if number + 1 < plan.num_waves:
+            if number + 1 < num_waves:
                 reading = background.submit(read, upcoming, read_bytes)
             exchange(ranks, wave.messages(ranks.rank), buffers, problems)
     if problems:
         raise problems[0]
+
+
+def _memory_for(
+    own: OwnUnits, max_inflight_bytes: int
+) -> tuple[torch.Tensor, deque[torch.Tensor], int]:
+    """Return the memory that holds what is read for other ranks in two waves, buffers for messages,
+    and how much may be on its way while this rank reads.
+    """
+    plan = own.plan
+    in_wave = np.bincount(plan.read_waves, own.held_bytes(), plan.num_waves).astype(np.int64)
+    memory = torch.empty((2, int(in_wave.max())), dtype=torch.uint8)
+    message_bytes, read_bytes = _budget(max_inflight_bytes, memory.nbytes)
+    return memory, make_buffers(message_bytes), read_bytes
 
 
 def _budget(max_inflight_bytes: int, held_bytes: int) -> tuple[int, int]:

@@ -262,7 +262,8 @@ def lines(ranks: IntArray, starts: IntArray) -> Iterator[tuple[IntArray, IntArra
     if len(starts) == 1:
         return
     sizes = np.diff(starts)
-    signature = np.add.reduceat(mixed(ranks.astype(np.uint64)), starts[:-1])
+    numbers = mixed(np.arange(int(ranks.max(initial=0)) + 1, dtype=np.uint64))
+    signature = np.add.reduceat(numbers[ranks], starts[:-1])
     _, first, line = np.unique(signature, return_index=True, return_inverse=True)
     members_of = np.split(np.argsort(line, kind="stable"), np.cumsum(np.bincount(line))[:-1])
     for index in sorted(range(len(first)), key=lambda i: (sizes[first[i]], first[i])):

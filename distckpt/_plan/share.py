@@ -1,10 +1,7 @@
-"""Planning shared reads: of several ranks that request parts of the same bytes, one reads them for
-all. Pure functions.
+"""Shared reads: what ranks tell rank 0 of what they request, and what it answers. Pure functions.
 
 Chunks are divided into cells, in the same way on every rank. A unit is the part of a `Copy` that
-lies in one cell. Rank 0 compares units by the numbers of their cells: where it saves reading,
-`plan_shares` gives the region that the units of a cell span one reader, and puts all units in one
-order, in which every rank sends and receives.
+lies in one cell. Rank 0 compares units by the numbers of their cells, see `share_out`.
 """
 
 from __future__ import annotations
@@ -17,15 +14,13 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from distckpt._base.dtypes import ITEM_BYTES
-from distckpt._format.columns import pack, unpack
+from distckpt._format.columns import compress, decompress
 from distckpt._format.manifest import Manifest
-from distckpt._geometry.region import IntArray, Region, regions_to_arrays, row_hashes, widen
+from distckpt._geometry.region import IntArray, Region, regions_to_arrays, widen
 from distckpt._plan.load import Copy
-from distckpt._plan.save import even_shares, lines
 
 UNIT_BYTES = 2 << 20
 """Chunks are divided into cells of about this size: few enough to be planned, small enough to be
@@ -36,10 +31,6 @@ MAX_UNIT_BYTES = 16 << 20
 MANY_UNITS = 2048
 UNALIGNED_UNIT_BYTES = 8 << 20
 """Cells that do not end where blocks do are larger: blocks on their edges are read twice."""
-WAVE_BYTES = 64 << 20
-"""Bytes that each rank reads in a wave."""
-MIN_SAVED = 1 / 8
-"""Units are shared if without that at least so much more would be read."""
 _KINDS = 64
 """Larger than the size of an element of any dtype."""
 
@@ -180,14 +171,13 @@ class UnitTable(NamedTuple):
     place: int
 
     def to_bytes(self) -> bytes:
-        """Encode for sending."""
-        return pack(self[4:], dict(zip(self._fields[:4], self[:4], strict=True)))
-
-    @classmethod
-    def from_bytes(cls, data: bytes) -> UnitTable:
-        """Decode what `to_bytes` made."""
-        (group, place), columns = unpack(data)
-        return cls(**columns, group=group, place=place)
+        """Encode for rank 0, see `UnitMessage`."""
+        kinds, kind = np.unique(self.names[:, 2], return_inverse=True)
+        names = (self.names[:, 0], self.names[:, 1], kind)
+        numbers = np.vstack([*names, self.num_bytes, self.offsets.T, self.shapes.T])
+        head = [len(self.names), len(kinds), self.group, self.place]
+        first = np.concatenate([head, kinds, numbers.max(axis=1, initial=0)], dtype=np.int64)
+        return first.tobytes() + compress(numbers.tobytes())
 
     def take(self, rows: IntArray) -> UnitTable:
         """Return the units in some rows."""
@@ -197,6 +187,46 @@ class UnitTable(NamedTuple):
             shapes=self.shapes[rows],
             num_bytes=self.num_bytes[rows],
         )
+
+
+class UnitMessage(NamedTuple):
+    """What a rank tells of its units.
+
+    Attributes:
+        num_units: how many there are.
+        group: of the rank,
+        place: and where it is.
+        kinds: the dtypes of targets, see `item_bytes_of`.
+        largest: number in each column.
+        data: with the columns: chunk, cell, place in `kinds`, bytes, and as many columns of
+            offsets and shapes as there are axes.
+    """
+
+    num_units: int
+    group: int
+    place: int
+    kinds: list[int]
+    largest: IntArray
+    data: bytes
+
+    @classmethod
+    def of(cls, data: bytes, ndim: int) -> UnitMessage:
+        """Read the beginning of what `UnitTable.to_bytes` made."""
+        num_units, num_kinds, group, place = np.frombuffer(data, np.int64, 4).tolist()
+        rest = np.frombuffer(data, np.int64, num_kinds + 4 + 2 * ndim, 32)
+        kinds, largest = rest[:num_kinds], rest[num_kinds:]
+        return cls(num_units, group, place, kinds.tolist(), largest.copy(), data)
+
+    def columns(self) -> IntArray:
+        """Return the columns, of shape (columns, units)."""
+        head_bytes = 8 * (4 + len(self.kinds) + len(self.largest))
+        numbers = np.frombuffer(decompress(self.data[head_bytes:]), np.int64)
+        return numbers.reshape(len(self.largest), self.num_units)
+
+
+def item_bytes_of(kind: int) -> int:
+    """Return the size of an element of the dtype that a number stands for."""
+    return kind % _KINDS
 
 
 def describe_units(
@@ -229,11 +259,11 @@ class SharePlan(NamedTuple):
         sequence: for each unit its place in the order of the units of all ranks.
         waves: for each unit the wave in which it is read and sent.
         unit_reads: for each unit that this rank reads, the row in the columns that follow; else -1.
-        read_chunks: for each region that this rank reads, its chunk,
-        read_offsets: where it begins there,
-        read_shapes: and its shape.
+        read_chunks: for each region that this rank reads, its chunk.
         read_waves: the wave,
         read_units: and the unit of this rank that is the whole region, -1 if none is.
+        read_offsets: where the region begins in the chunk,
+        read_shapes: and its shape.
         send_reads: for each message to another rank, the row of the region that it is a part of.
         send_ranks: to which rank,
         send_sequence: at which place in the order,
@@ -248,266 +278,54 @@ class SharePlan(NamedTuple):
     waves: IntArray
     unit_reads: IntArray
     read_chunks: IntArray
-    read_offsets: IntArray
-    read_shapes: IntArray
     read_waves: IntArray
     read_units: IntArray
+    read_offsets: IntArray
+    read_shapes: IntArray
     send_reads: IntArray
     send_ranks: IntArray
     send_sequence: IntArray
     send_offsets: IntArray
     send_shapes: IntArray
 
-    def to_bytes(self) -> bytes:
-        """Encode for sending."""
-        return pack(self[:2], dict(zip(self._fields[2:], self[2:], strict=True)))
-
     @property
     def sends(self) -> tuple[IntArray, ...]:
         """The columns of messages to other ranks."""
         return self[-5:]
 
+    @staticmethod
+    def encode(
+        num_waves: int,
+        most_bytes: int,
+        ndim: int,
+        columns: Sequence[IntArray],
+    ) -> bytes:
+        """Encode the columns about units, about regions and about messages, in the order of the
+        attributes; of offsets and shapes there are as many columns as axes.
+        """
+        counts = [each.shape[1] for each in columns]
+        head = np.array([num_waves, most_bytes, ndim, *counts], np.int64)
+        return head.tobytes() + compress(b"".join(each.tobytes() for each in columns))
+
     @classmethod
     def from_bytes(cls, data: bytes) -> SharePlan:
-        """Decode what `to_bytes` made."""
-        (num_waves, most_bytes), columns = unpack(data)
-        return cls(num_waves, most_bytes, **columns)
-
-
-# --- The plan -------------------------------------------------------------------------------------
-
-
-def plan_shares(
-    tables: Sequence[UnitTable], costs: ReadCosts, max_held_bytes: int = WAVE_BYTES
-) -> list[SharePlan]:
-    """Give what several ranks request parts of one reader, so that all ranks have about the same
-    amount to read.
-
-    Of what its targets cannot hold, a rank reads `max_held_bytes` in a wave, or one region.
-    """
-    every = _all_units(tables)
-    shared = _find_shared(tables, every, costs)
-    starts, holders = shared.starts, every.ranks[shared.rows]
-    is_new = np.diff(holders, prepend=-1) != 0
-    is_new[starts[:-1]] = True
-    holder_starts = np.append(0, np.cumsum(is_new))[starts]
-    read_alone = every.num_bytes.copy()
-    read_alone[shared.rows] = 0
-    loads = np.bincount(every.ranks, read_alone, len(tables)).astype(np.int64)
-    readers, turns = _choose_readers(holders[is_new], holder_starts, shared.num_bytes, loads)
-    region = np.repeat(np.arange(len(readers)), np.diff(starts))
-    is_reader = holders == readers[region]
-    is_whole = is_reader & (every.shapes[shared.rows] == shared.shapes[region]).all(axis=1)
-    whole_rows = np.full(len(readers), -1, np.int64)
-    whole_rows[region[is_whole]] = shared.rows[is_whole]
-    # What must be held besides the targets counts as more.
-    held_bytes = np.prod(shared.shapes, axis=1) * (
-        every.names[shared.rows[starts[:-1]], 2] % _KINDS
-    )
-    factor = WAVE_BYTES / max(1, min(WAVE_BYTES, max_held_bytes))
-    weights = np.where(whole_rows < 0, (held_bytes * factor).astype(np.int64), shared.num_bytes)
-    order, waves = _put_in_order(readers, turns, weights)
-    return _plans_of_ranks(tables, every, shared, _Choice(readers, order, waves, whole_rows))
-
-
-class _AllUnits(NamedTuple):
-    """The columns of all tables together, and the rank of each row."""
-
-    names: IntArray
-    offsets: IntArray
-    shapes: IntArray
-    num_bytes: IntArray
-    ranks: IntArray
-
-
-def _all_units(tables: Sequence[UnitTable]) -> _AllUnits:
-    counts = [len(table.names) for table in tables]
-    return _AllUnits(
-        names=np.concatenate([table.names for table in tables]),
-        offsets=np.concatenate([table.offsets for table in tables]),
-        shapes=np.concatenate([table.shapes for table in tables]),
-        num_bytes=np.concatenate([table.num_bytes for table in tables]),
-        ranks=np.repeat(np.arange(len(tables)), counts),
-    )
-
-
-class _Shared(NamedTuple):
-    """The regions that are read for several ranks.
-
-    From `starts[i]` to `starts[i + 1]` are the `rows` of the units of region i, their ranks
-    ascending. Regions, of `shapes` from `offsets` on, are in the order of files; each takes
-    `num_bytes` to read.
-    """
-
-    rows: IntArray
-    starts: IntArray
-    offsets: IntArray
-    shapes: IntArray
-    num_bytes: IntArray
-
-
-def _find_shared(tables: Sequence[UnitTable], every: _AllUnits, costs: ReadCosts) -> _Shared:
-    groups = np.array([table.group for table in tables], np.int64)[every.ranks]
-    rows, starts = _rows_of_same([groups, *every.names.T])
-    region = np.repeat(np.arange(len(starts) - 1), np.diff(starts))
-    _, places = np.unique(
-        np.array([table.place for table in tables], np.int64), return_inverse=True
-    )
-    pairs = np.unique(region * len(tables) + places[every.ranks[rows]])
-    is_shared = np.bincount(pairs // len(tables), minlength=len(starts) - 1) > 1
-    if not is_shared.any():
-        none = np.zeros(0, np.int64)
-        flat = np.zeros((0, every.offsets.shape[1]), np.int64)
-        return _Shared(none, np.zeros(1, np.int64), flat, flat, none)
-    rows, starts = _selected(rows, starts, is_shared)
-    # What is read is the smallest region around all units.
-    offsets = np.minimum.reduceat(every.offsets[rows], starts[:-1])
-    ends = np.maximum.reduceat(every.offsets[rows] + every.shapes[rows], starts[:-1])
-    chunks, cells = every.names[rows[starts[:-1]], :2].T
-    num_bytes = costs.of(chunks, offsets, ends - offsets)
-    alone = np.add.reduceat(every.num_bytes[rows], starts[:-1])
-    pays = np.flatnonzero(alone > (1 + MIN_SAVED) * num_bytes)
-    # Ranks then read on and on in few files.
-    manifest = costs.manifest
-    first_bytes, files = manifest.first_bytes[chunks[pays]], manifest.file_ids[chunks[pays]]
-    pays = pays[np.lexsort((cells[pays], first_bytes, files))]
-    rows, starts = _in_order(rows, starts, pays)
-    return _Shared(rows, starts, offsets[pays], (ends - offsets)[pays], num_bytes[pays])
-
-
-def _rows_of_same(columns: Sequence[IntArray]) -> tuple[IntArray, IntArray]:
-    """Group the rows that are equal; return the rows group by group, and where groups begin."""
-    hashes = row_hashes(columns)
-    # Stable: equal rows stay in the order of their ranks.
-    order = np.argsort(hashes, kind="stable")
-    starts = _run_starts(hashes[order])
-    first = order[np.repeat(starts[:-1], np.diff(starts))]
-    # Rows that share a hash by chance are read as if no other rank had them.
-    belongs = np.ones(len(order), np.bool_)
-    for column in columns:
-        belongs &= column[order] == column[first]
-    return order[belongs], np.append(0, np.cumsum(belongs))[starts]
-
-
-def _selected(
-    rows: IntArray, starts: IntArray, is_wanted: npt.NDArray[np.bool_]
-) -> tuple[IntArray, IntArray]:
-    """Return the groups of rows that are wanted, in their order."""
-    return _in_order(rows, starts, np.flatnonzero(is_wanted))
-
-
-def _in_order(rows: IntArray, starts: IntArray, groups: IntArray) -> tuple[IntArray, IntArray]:
-    """Return some groups of rows in the given order."""
-    counts = np.diff(starts)[groups]
-    new_starts = np.append(0, np.cumsum(counts))
-    within = np.arange(new_starts[-1]) - np.repeat(new_starts[:-1], counts)
-    return rows[np.repeat(starts[groups], counts) + within], new_starts
-
-
-def _run_starts(values: npt.NDArray[np.generic]) -> IntArray:
-    """Return where runs of equal values begin, and where the last one ends."""
-    is_first = np.ones(len(values), np.bool_)
-    is_first[1:] = values[1:] != values[:-1]
-    return np.append(np.flatnonzero(is_first), len(values))
-
-
-def _choose_readers(
-    holders: IntArray, starts: IntArray, sizes: IntArray, loads: IntArray
-) -> tuple[IntArray, IntArray]:
-    """Deal out regions with the same holders in runs, longer ones to ranks with less to read so
-    far.
-
-    Returns:
-        For each region its reader, and its place in the order in which regions were dealt out.
-    """
-    loads = loads.copy()
-    readers = np.zeros(len(sizes), np.int64)
-    turns = np.zeros(len(sizes), np.int64)
-    num_done = 0
-    for members, candidates in lines(holders, starts):
-        shares = even_shares(loads[candidates], int(sizes[members].sum()))
-        # A region goes to the rank in whose share its middle lies.
-        middles = np.cumsum(sizes[members]) - sizes[members] // 2
-        part = np.minimum(np.searchsorted(np.cumsum(shares), middles), len(candidates) - 1)
-        readers[members] = candidates[part]
-        loads[candidates] += np.bincount(part, sizes[members], len(candidates)).astype(np.int64)
-        turns[members] = num_done + np.arange(len(members))
-        num_done += len(members)
-    return readers, turns
-
-
-def _put_in_order(
-    readers: IntArray,
-    turns: IntArray,
-    weights: IntArray,
-) -> tuple[IntArray, IntArray]:
-    """Let all readers go through their regions side by side; return the regions in this order, and
-    the wave of each.
-    """
-    mine = np.lexsort((turns, readers))
-    before = np.cumsum(weights[mine]) - weights[mine]
-    starts = _run_starts(readers[mine])
-    position = np.empty(len(weights), np.int64)
-    position[mine] = before - np.repeat(before[starts[:-1]], np.diff(starts))
-    return np.lexsort((turns, readers, position)), position // WAVE_BYTES
-
-
-class _Choice(NamedTuple):
-    """What was decided about each region: its reader, its wave, and the unit of the reader, as a
-    row of all units, that is the whole region (-1: none is). `order` has the regions in sequence.
-    """
-
-    readers: IntArray
-    order: IntArray
-    waves: IntArray
-    whole_rows: IntArray
-
-
-def _plans_of_ranks(
-    tables: Sequence[UnitTable], every: _AllUnits, shared: _Shared, choice: _Choice
-) -> list[SharePlan]:
-    """Tell each rank its part."""
-    edges = np.cumsum([0, *(len(table.names) for table in tables)])
-    # All regions in sequence from here on; those of a rank follow one another after a stable sort.
-    rows, starts = _in_order(shared.rows, shared.starts, choice.order)
-    readers, waves = choice.readers[choice.order], choice.waves[choice.order]
-    region = np.repeat(np.arange(len(readers)), np.diff(starts))
-    by_reader = np.argsort(readers, kind="stable")
-    read_edges = np.searchsorted(readers[by_reader], np.arange(len(tables) + 1))
-    number = np.empty(len(readers), np.int64)
-    number[by_reader] = np.arange(len(readers)) - read_edges[readers[by_reader]]
-    is_own = every.ranks[rows] == readers[region]
-    own = np.full((4, len(every.ranks)), -1, np.int64)
-    own[:, rows] = [
-        readers[region],
-        np.arange(len(rows)),
-        waves[region],
-        np.where(is_own, number[region], -1),
-    ]
-    sends = np.flatnonzero(~is_own)
-    sends = sends[np.argsort(readers[region[sends]], kind="stable")]
-    send_edges = np.searchsorted(readers[region[sends]], np.arange(len(tables) + 1))
-    reads = choice.order[by_reader]
-    chunks = every.names[shared.rows[shared.starts[:-1]], 0]
-    most_bytes = np.bincount(every.ranks[rows], every.num_bytes[rows], len(tables)).max()
-    num_waves = int(waves.max(initial=-1)) + 1
-    plans = []
-    for rank in range(len(tables)):
-        mine = reads[read_edges[rank] : read_edges[rank + 1]]
-        sent = sends[send_edges[rank] : send_edges[rank + 1]]
-        wholes = choice.whole_rows[mine]
-        columns = (
-            *own[:, edges[rank] : edges[rank + 1]],
-            chunks[mine],
-            shared.offsets[mine],
-            shared.shapes[mine],
-            choice.waves[mine],
-            np.where(wholes < 0, -1, wholes - edges[rank]),
-            number[region[sent]],
-            every.ranks[rows[sent]],
-            sent,
-            every.offsets[rows[sent]],
-            every.shapes[rows[sent]],
+        """Decode what `encode` made."""
+        head = np.frombuffer(data, np.int64, 6)
+        num_waves, most_bytes, ndim, num_units, num_reads, num_sends = head.tolist()
+        numbers = np.frombuffer(decompress(data[head.nbytes :]), np.int64)
+        sizes = (4 * num_units, (3 + 2 * ndim) * num_reads)
+        own, reads, sends = np.split(numbers, np.cumsum(sizes))
+        return cls(
+            num_waves,
+            most_bytes,
+            *own.reshape(4, num_units),
+            *_columns_of(reads, num_reads, ndim),
+            *_columns_of(sends, num_sends, ndim),
         )
-        plans.append(SharePlan(num_waves, int(most_bytes), *columns))
-    return plans
+
+
+def _columns_of(numbers: IntArray, count: int, ndim: int) -> tuple[IntArray, ...]:
+    """Return three columns, and what follows as offsets and shapes, of `count` rows."""
+    first, second, third, *axes = numbers.reshape(3 + 2 * ndim, count)
+    regions = np.array(axes, np.int64).reshape(2, ndim, count)
+    return first, second, third, regions[0].T, regions[1].T

@@ -68,6 +68,7 @@ class Told:
         payloads: of all ranks, on the coordinator.
         answer: of the coordinator, on every rank.
         is_decision: whether the body works on the coordinator on behalf of all.
+        has_answer_each: whether ranks get different answers.
     """
 
     call: Call
@@ -75,6 +76,7 @@ class Told:
     payloads: Sequence[bytes] = ()
     answer: bytes = b""
     is_decision: bool = False
+    has_answer_each: bool = False
 
 
 _FINE, _FAILED, _EXPLAIN = b"+", b"-", b"?"
@@ -143,12 +145,13 @@ class Ranks(Exchanges):
         *,
         decision: bool = False,
         same: _Settings = None,
+        answer_each: bool = False,
     ) -> Iterator[Told]:
         """Run the body, then tell the coordinator its outcome and a payload: the first half of a
         phase, see there.
 
-        The second half, `answering`, must follow at once. Where this rank or, on the coordinator,
-        another one has failed, all raise it here or there.
+        The second half, `answering`, must follow at once; `answer_each` if that is given. Where
+        this rank or, on the coordinator, another one has failed, all raise it here or there.
         """
         if self.size == 1:
             told = Told({})
@@ -156,7 +159,7 @@ class Ranks(Exchanges):
             told.payloads = [told.payload]
             return
         call = describe_call(interrupts.running_operation(), name, same or {})
-        told = Told(call, is_decision=decision)
+        told = Told(call, is_decision=decision, has_answer_each=answer_each)
         error: BaseException | None = None
         try:
             yield told
@@ -180,7 +183,10 @@ class Ranks(Exchanges):
         told.payloads = [message[1 + len(code) :] for message in messages]
         is_fine = error is None and all(each.startswith(_FINE + code) for each in messages)
         if not is_fine:
-            self.broadcast(_EXPLAIN, name)
+            if told.has_answer_each:
+                self.scatter([_EXPLAIN] * self.size, name)
+            else:
+                self.broadcast(_EXPLAIN, name)
             self._raise_together_what_failed(told, error)
 
     @contextlib.contextmanager
@@ -206,6 +212,18 @@ class Ranks(Exchanges):
         if answer == _EXPLAIN:
             self._raise_together_what_failed(told, None)
         told.answer = self._result(answer, name, error)
+
+    def answer_each(self, told: Told, name: str, function: Callable[[], Sequence[bytes]]) -> bytes:
+        """Return what a function on the coordinator, which works on behalf of all, returns for this
+        rank: the second half of a phase whose ranks get different answers.
+        """
+        if self.size == 1:
+            return function()[0]
+        sent, error = self._attempt(name, function)
+        answer = self.scatter(sent, name)
+        if answer == _EXPLAIN:
+            self._raise_together_what_failed(told, None)
+        return self._result(answer, name, error)
 
     @staticmethod
     @contextlib.contextmanager

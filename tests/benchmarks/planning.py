@@ -1,7 +1,8 @@
 """What planning costs at scale: seconds, memory and bytes by role, by layout and number of ranks.
 
     python tests/benchmarks/planning.py [--layouts fsdp2 zero1 deepseek 405b ddp]
-        [--ranks 256 1024] [--tensors N] [--planners N] [--dcp] [--chunks N] [--json FILE]
+        [--ranks 256 1024] [--tensors N] [--planners N] [--dcp] [--chunks N] [--shared-reads N]
+        [--json FILE]
 
 One process makes up the descriptions of all ranks, without tensor data, and calls what the ranks
 call: the coordinator (rank 0), one of the planners if there are several, and another rank. Seconds
@@ -16,7 +17,8 @@ ranks, the last column is the exponent e of the power law N**e that fits best.
 - ddp: every rank has everything.
 
 --planners 1 plans with the coordinator alone, as few shards are. --dcp plans 1,024 tensors of shape
-(1024, 1), divided by rows, with the functions of torch.distributed.checkpoint too.
+(1024, 1), divided by rows, with the functions of torch.distributed.checkpoint too. --shared-reads N
+plans a load in which each rank requests N regions, and each 8 ranks columns of the same rows.
 """
 
 from __future__ import annotations
@@ -32,6 +34,7 @@ from measure import peak_memory_bytes
 from planning_layouts import LAYOUTS, PP, TP
 from planning_manifest import write_and_open_a_manifest
 from planning_roles import COORDINATOR, OTHER, Plan, plan_alone, plan_divided
+from planning_shares import plan_shared_reads
 from report import Cell, Report, parser_of
 
 from distckpt._base.garbage import paused_garbage_collection
@@ -59,6 +62,9 @@ def main() -> None:
         "--chunks", type=int, default=0, help="of a manifest that is written and opened"
     )
     parser.add_argument("--dcp", action="store_true", help="plan with torch, too")
+    parser.add_argument(
+        "--shared-reads", type=int, default=0, help="regions of each rank in a load that shares"
+    )
     arguments = parser.parse_args()
     report = Report(arguments)
     report.about = "Seconds are of CPU time."
@@ -77,6 +83,10 @@ def main() -> None:
 
         found = [compare(num_ranks) for num_ranks in arguments.ranks]
         heads = ["1,024 x (1024, 1)", *(f"{n:,} ranks" for n in arguments.ranks), "exponent"]
+        report.add(heads, _compared(arguments.ranks, found))
+    if arguments.shared_reads:
+        found = [plan_shared_reads(count, arguments.shared_reads) for count in arguments.ranks]
+        heads = ["shared reads", *(f"{n:,} ranks" for n in arguments.ranks), "exponent"]
         report.add(heads, _compared(arguments.ranks, found))
     if arguments.chunks:
         figures = write_and_open_a_manifest(arguments.chunks)

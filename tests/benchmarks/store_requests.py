@@ -30,7 +30,8 @@ from distckpt._io.read import REQUEST_BYTES, _in_file_order, _Reading
 from distckpt._io.read_parts import parts_of
 from distckpt._plan.layout import PlannedChunk, lay_out_tensor_file
 from distckpt._plan.load import Copy, Request, plan_load
-from distckpt._plan.share import ReadCosts, describe_units, divide, plan_shares, unit_bytes_for
+from distckpt._plan.share import ReadCosts, SharePlan, describe_units, divide, unit_bytes_for
+from distckpt._plan.share_out import plan_shares
 from distckpt._storage.open_files import OpenFiles
 
 URL = "s3://bucket/checkpoint"
@@ -364,12 +365,12 @@ def reads_together(
     wanted = [sum(target_bytes(manifest, r) for r in of_rank) for of_rank in requests]
     unit_bytes = unit_bytes_for(max(wanted))
     divided = [divide(manifest, of_rank, unit_bytes) for of_rank in copies]
-    tables = [
-        describe_units(costs, units, [_dtype_of(manifest, r) for r in of_rank], 0, rank)
+    messages = [
+        describe_units(costs, units, [_dtype_of(manifest, r) for r in of_rank], 0, rank).to_bytes()
         for rank, (units, of_rank) in enumerate(zip(divided, requests, strict=True))
     ]
     found = []
-    for rank, plan in enumerate(plan_shares(tables, costs)):
+    for rank, plan in enumerate(map(SharePlan.from_bytes, plan_shares(messages, costs))):
         alone = [unit for unit, r in zip(divided[rank].units, plan.readers, strict=True) if r < 0]
         mine, regions = list(alone), list(requests[rank])
         for chunk, offset, shape in zip(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from contextlib import contextmanager
 
 import numpy as np
 import pytest
@@ -16,7 +17,7 @@ from distckpt._plan import save as plan_of_save
 from distckpt._ranks import exchanges
 from distckpt._ranks.collectives import Ranks
 from distckpt._ranks.exchanges import Exchanges, pack_parts, unpack_parts
-from tests.support.harness import error_of, run
+from tests.support.harness import error_of, run, sum_over_ranks
 
 COLLECTIVES = ("all_gather", "all_reduce", "broadcast", "gather", "scatter", "reduce", "barrier")
 SIZES = (0, 1, 503, 504, 505, 100_000)
@@ -101,20 +102,27 @@ def test_saves_and_loads_along_a_tree(tmp_path):
         assert rows[::2, 0].tolist() == [100.0 * value + rank for rank in range(num_ranks)]
 
 
-def count_collectives(rank, num_ranks, folder):
-    """Return the collectives of each of three saves of one structure."""
+@contextmanager
+def counted_collectives():
+    """Count collectives by name: yields the counter."""
+    calls = Counter()
+
+    def counting(name, function):
+        def call(*args, **kwargs):
+            calls[name] += 1
+            return function(*args, **kwargs)
+
+        return call
+
     with pytest.MonkeyPatch.context() as monkeypatch:
-        calls = Counter()
-
-        def counting(name, function):
-            def call(*args, **kwargs):
-                calls[name] += 1
-                return function(*args, **kwargs)
-
-            return call
-
         for name in COLLECTIVES:
             monkeypatch.setattr(dist, name, counting(name, getattr(dist, name)))
+        yield calls
+
+
+def count_collectives(rank, num_ranks, folder):
+    """Return the collectives of each of three saves of one structure."""
+    with counted_collectives() as calls:
         counts = []
         for value in range(3):
             calls.clear()
@@ -167,6 +175,66 @@ def test_an_error_names_the_part_of_a_phase():
     for error in run(differ_in_a_part, 2):
         assert "1 rank failed during 'the other half'" in str(error)
         assert list(error.failures) == [1]
+
+
+def answer_each(rank, fan_out, failing):
+    """Tell the coordinator a number, which answers each rank with another; a rank fails, or the
+    coordinator with its answer. Return the answer or error, and whether the ranks are in step.
+    """
+
+    def answers(told):
+        if failing == "answer":
+            raise ValueError("no answer")
+        return [payload(number[0], 600) for number in told.payloads]
+
+    def tell():
+        ranks = Ranks()
+        with ranks.telling("tell a number", answer_each=True) as told:
+            if rank == failing:
+                raise ValueError(f"no number from {rank}")
+            told.payload = bytes([10 * rank])
+        return ranks.answer_each(told, "answer", lambda: answers(told))
+
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setattr(exchanges, "FAN_OUT", fan_out)
+        found = tell() if failing is None else str(error_of(tell))
+        return found, sum_over_ranks(1)
+
+
+@pytest.mark.parametrize("fan_out", [16, 2])
+@pytest.mark.parametrize("failing", [None, 0, 2, "answer"])
+def test_each_rank_gets_an_answer_or_all_raise_the_same_error(fan_out, failing):
+    answers, sums = zip(*run(answer_each, 3, fan_out, failing), strict=True)
+    assert sums == (3, 3, 3)
+    if failing is None:
+        assert list(answers) == [payload(10 * rank, 600) for rank in range(3)]
+        return
+    assert len(set(answers)) == 1
+    missing = "no answer" if failing == "answer" else f"no number from {failing}"
+    assert missing in answers[0]
+    if failing != "answer":
+        assert f"rank {failing}" in answers[0]
+
+
+def count_in_loads(rank, folder):
+    """Return the collectives of a load in which ranks read alone, and of one in which they share
+    what they read.
+    """
+    shard = ShardedTensor.from_rank_offsets("w", torch.ones(100), replica_id=rank)
+    distckpt.save({"w": shard}, folder)
+    with counted_collectives() as calls:
+        counts = []
+        for mode in ("off", "on"):
+            calls.clear()
+            distckpt.load({"w": shard}, folder, parallel_load=mode)
+            counts.append(dict(calls))
+        return counts
+
+
+def test_to_share_what_is_read_takes_four_collectives_if_it_is_one_wave(tmp_path):
+    for alone, shared in run(count_in_loads, 2, str(tmp_path / "checkpoint")):
+        more = {name: shared[name] - alone.get(name, 0) for name in shared}
+        assert more == {"gather": 2, "broadcast": 1, "scatter": 1}
 
 
 @pytest.mark.parametrize("parts", [[], [b""], [b"", b"ab", b"", b"c" * 1000]])

@@ -156,11 +156,21 @@ def test_replicas_read_each_byte_once(run, num_ranks, checkpoint):
     ] * num_ranks
 
 
-@pytest.mark.parametrize("verify", [True, False])
-def test_some_ranks_share_some_tensors(run, verify, checkpoint):
-    layout = Layout(tp=2, dp=2)
-    results = run(load_counting, 4, layout, checkpoint, {"parallel_load": "on", "verify": verify})
-    assert [wrong for wrong, _, _ in results] == [[]] * 4
+@pytest.mark.parametrize(
+    ("num_ranks", "verify"),
+    [
+        (4, True),
+        (4, False),
+        (8, True),
+        # Along a tree.
+        *(pytest.param(*each, marks=pytest.mark.slow) for each in [(18, True), (32, False)]),
+    ],
+)
+def test_some_ranks_share_some_tensors(run, num_ranks, verify, checkpoint):
+    layout = Layout(tp=2, dp=num_ranks // 2)
+    kwargs = {"parallel_load": "on", "verify": verify}
+    results = run(load_counting, num_ranks, layout, checkpoint, kwargs)
+    assert [wrong for wrong, _, _ in results] == [[]] * num_ranks
     # Everything once; what is divided between columns lies in blocks that both halves need.
     once = sum(content_of(key).size for key in TENSORS)
     assert (

@@ -14,20 +14,20 @@ from hypothesis import strategies as st
 
 from distckpt._format.stored_checkpoint import StoredCheckpoint
 from distckpt._geometry.region import Region, flat_start, intersect, whole
+from distckpt._plan import share_out
 from distckpt._plan.load import Request, plan_load
 from distckpt._plan.share import (
     MANY_UNITS,
     MAX_UNIT_BYTES,
     UNIT_BYTES,
-    WAVE_BYTES,
     ReadCosts,
     SharePlan,
     UnitTable,
     describe_units,
     divide,
-    plan_shares,
     unit_bytes_for,
 )
+from distckpt._plan.share_out import WAVE_BYTES, plan_shares
 from tests.support.manifests import manifest_of
 
 MIB = 1 << 20
@@ -56,8 +56,12 @@ def costs_of(num_bytes=104):
 
 def plan(tables, num_bytes=104):
     """Plan, by way of the bytes that ranks exchange."""
-    sent = [UnitTable.from_bytes(table.to_bytes()) for table in tables]
-    return [SharePlan.from_bytes(p.to_bytes()) for p in plan_shares(sent, costs_of(num_bytes))]
+    return shared_out(tables, costs_of(num_bytes))
+
+
+def shared_out(tables, costs, **kwargs):
+    messages = [table.to_bytes() for table in tables]
+    return [SharePlan.from_bytes(data) for data in plan_shares(messages, costs, **kwargs)]
 
 
 def by_name(tables, plans):
@@ -104,6 +108,60 @@ def test_each_unit_has_one_reader_who_sends_it_to_all_others_that_want_it(wanted
         assert sent[unit] == holders[unit] - {reader}
     numbers = [n for mine in plans for n in mine.sequence[mine.readers >= 0].tolist()]
     assert sorted(numbers) == list(range(len(numbers))), "one order of all units"
+
+
+@st.composite
+def all_tables(draw):
+    """Draw the units of some ranks: parts of whole chunks of 13 elements."""
+    tables = []
+    for rank in range(draw(st.integers(1, 7))):
+        pairs = st.tuples(st.integers(0, 30), st.integers(0, 12), st.sampled_from([8, 72]))
+        units = np.array(draw(st.lists(pairs, max_size=12)), np.int64).reshape(-1, 3)
+        chunks, firsts, kinds = units.T
+        tables.append(
+            UnitTable(
+                np.column_stack([chunks, np.zeros_like(chunks), kinds]),
+                firsts[:, None],
+                13 - firsts[:, None],
+                (13 - firsts) * 8,
+                draw(st.integers(0, 1)),
+                draw(st.integers(0, 3)) if draw(st.booleans()) else rank,
+            )
+        )
+    return tables
+
+
+@settings(deadline=None, max_examples=100)
+@given(all_tables(), st.integers(1, 20))
+def test_the_plan_is_the_same_however_many_units_are_planned_at_a_time(tables, part_rows):
+    messages = [table.to_bytes() for table in tables]
+    expected = list(plan_shares([*messages], costs_of()))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(share_out, "PART_ROWS", part_rows)
+        assert list(plan_shares(messages, costs_of())) == expected
+    assert not messages, "memory of what was sent is given back"
+
+
+def test_many_ranks_read_about_as_much_each_and_every_byte_once():
+    """Each four of 512 ranks request the same chunks, and all of them a few others."""
+    size, rng = 1 << 10, np.random.default_rng(0)
+    sizes = rng.integers(1, 9, (NUM_CHUNKS,)) * size
+    shapes = {f"{i}": (int(n) // 8,) for i, n in enumerate(sizes)}
+    costs = ReadCosts(manifest_of({key: (shape, [whole(shape)]) for key, shape in shapes.items()}))
+    # The manifest has keys in another order.
+    sizes = costs.manifest.num_bytes
+    tables = []
+    for rank in range(512):
+        chunks = np.append(np.arange(rank // 4, 200, 128), np.arange(200, NUM_CHUNKS))
+        zeros = np.zeros_like(chunks)
+        num_bytes = sizes[chunks]
+        names = np.column_stack([chunks, zeros, zeros + 8])
+        tables.append(UnitTable(names, zeros[:, None], num_bytes[:, None] // 8, num_bytes, 0, rank))
+    plans = shared_out(tables, costs)
+    read = [int(sizes[mine.read_chunks].sum()) for mine in plans]
+    assert all((mine.readers >= 0).all() for mine in plans)
+    assert sum(read) == sizes.sum()
+    assert max(read) <= 8 * size + sum(read) / len(read)
 
 
 def test_replicas_read_equally_much():
@@ -239,10 +297,17 @@ def layouts(draw):
     return shape, chunks, wanted, draw(st.sampled_from([8, 64, 160])), draw(st.booleans())
 
 
+@pytest.mark.parametrize("part_rows", [3, share_out.PART_ROWS])
 @settings(deadline=None, max_examples=200)
-@given(layouts())
-def test_parts_of_overlapping_regions_come_from_one_reader(drawn):
+@given(drawn=layouts())
+def test_parts_of_overlapping_regions_come_from_one_reader(part_rows, drawn):
     """What each rank has in the end is compared with numpy indexing of the tensor."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(share_out, "PART_ROWS", part_rows)
+        check_parts_of_overlapping_regions(drawn)
+
+
+def check_parts_of_overlapping_regions(drawn):
     shape, chunks, wanted, unit_bytes, are_exact = drawn
     values = np.arange(math.prod(shape)).reshape(shape)
     manifest = manifest_of({"w": (shape, chunks)})
@@ -255,7 +320,7 @@ def test_parts_of_overlapping_regions_come_from_one_reader(drawn):
         all_units.append(divide(manifest, copies, unit_bytes))
         dtypes = [torch.int64] * len(regions)
         tables.append(describe_units(costs, all_units[-1], dtypes, 0, rank))
-    plans = plan_shares(tables, costs, max_held_bytes=64)
+    plans = shared_out(tables, costs, max_held_bytes=64)
     # What readers send: the values by receiver and place in the sequence.
     sent = {}
     for mine in plans:
