@@ -223,7 +223,7 @@ class Leader:
         If contact was lost at the end of a version, which is moved again, some have all of it:
         these are ahead, and wait for the next one.
         """
-        is_again = not self._start.names and version == self._start.version
+        is_again = self._is_again(version)
         self._ahead = set()
         num_targets = self._store.add("targets", 0)
         targets = [f"{_TARGET} {number}" for number in range(1, num_targets + 1)]
@@ -242,12 +242,17 @@ class Leader:
             self._answer(name, {"refused": self._refusal(name, wanted, version)})
         return asking
 
+    def _is_again(self, version: int) -> bool:
+        """Tell whether a version was begun before, and contact was lost in it."""
+        has_begun = self._start.number > 0
+        return has_begun and not self._start.names and version == self._start.version
+
     def _refusal(self, name: str, wanted: int, version: int) -> str:
         text = (
             f"{name} asks for version {wanted}, and version {version} is moved: pass the same to "
             "route.run on both sides, or None to take what comes."
         )
-        if wanted != self._start.version:
+        if wanted != self._start.version or not self._start.number:
             return text
         return (
             f"{text} Version {wanted} is over: if {name} lost contact at its end, with a member "

@@ -408,6 +408,24 @@ def test_mistakes_are_named(run, address):
     assert "Version 1 is over" in over
 
 
+def _asks_for_more_at_first(rank: int, address: str) -> tuple[str, int | None, int]:
+    if rank == 0:
+        route = distckpt.Route(address, source={"weight": values(0)}, timeout=TIMEOUT)
+        report = route.run(0)
+        return "", report.version, report.num_bytes
+    route = distckpt.Route(address, target={"weight": part(0, 1)}, timeout=TIMEOUT)
+    refusal = str(error_of(route.run, 5))
+    report = route.run()
+    return refusal, report.version, report.num_bytes
+
+
+def test_the_first_version_is_not_moved_to_nobody(run, address):
+    """The only engine asks for a later one than the trainer begins with."""
+    (_, *given), (refusal, *taken) = run(_asks_for_more_at_first, 2, address)
+    assert given == taken == [0, values(0).nbytes]
+    assert "asks for version 5, and version 0 is moved" in refusal
+
+
 def test_arguments_are_checked(address):
     with pytest.raises(ValueError, match="either a source or a target"):
         distckpt.Route(address)
