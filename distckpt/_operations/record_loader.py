@@ -98,8 +98,8 @@ def _run(load_weights: Callable[..., Any], recording: Recording) -> None:
         # How torch refuses what a tensor without storage cannot do.
         raise InvalidShardingError(
             f"The loader fails while it loads the stored tensor {recording.current!r} without "
-            f"storage: {str(error).rstrip('.')}. If it needs the values of that tensor, leave the name out of "
-            "`metadata`, and give such tensors to the loader itself after each update."
+            f"storage: {str(error).rstrip('.')}. If it needs the values of that tensor, leave the "
+            "name out of `metadata`, and give such tensors to the loader itself after each update."
         ) from error
     if recording.refusal is not None:
         # The loader has caught it, and has gone on without that tensor.

@@ -25,7 +25,6 @@ from distckpt._ranks.collectives import Ranks
 from distckpt._ranks.exchanges import group_over, open_store, place_in
 from distckpt._rules.rule import Rule
 
-
 MAX_ATTEMPTS = 3
 """How often one version is moved among the same members: if none is lost, contact will not last."""
 
