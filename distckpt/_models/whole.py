@@ -115,7 +115,8 @@ def refuse_left_out(
                 raise _not_taken(of_modules)
             raise _left_out_of_modules(of_modules, absent, location)
         if ranks.is_coordinator:
-            _warn_of_left_out(of_optimizers, unclaimed, location)
+            holder = "what is given" if is_live else f"the checkpoint {location!r}"
+            _warn_of_left_out(of_optimizers, unclaimed, holder)
     return frozenset([*of_optimizers, *unclaimed])
 
 
@@ -145,17 +146,16 @@ def _left_out_of_modules(
     )
 
 
-def _warn_of_left_out(of_optimizers: list[str], unclaimed: list[str], location: str) -> None:
+def _warn_of_left_out(of_optimizers: list[str], unclaimed: list[str], holder: str) -> None:
     if of_optimizers:
         logger.warning(
-            "the checkpoint %r holds %s, for parameters that the optimizer does not have: left out",
-            location,
+            "%s holds %s, for parameters that the optimizer does not have: left out",
+            holder,
             summarize_keys(of_optimizers),
         )
     if unclaimed:
         logger.warning(
-            "the checkpoint %r holds %s, which no module of the state dict has: was a larger "
-            "model saved?",
-            location,
+            "%s holds %s, which no module of the state dict has: was a larger model saved?",
+            holder,
             summarize_keys(unclaimed),
         )

@@ -40,7 +40,8 @@ def check_arrival(
         lines = "\n- ".join(summarize_faults(faults))
         raise CheckpointingException(
             f"What has arrived is not what was sent:\n- {lines}\nEither was changed during the "
-            "move, or memory or a connection is faulty. Move it again before it is used."
+            "move, or two tensors with different values are one on the side that takes, or memory "
+            "or a connection is faulty. Move it again before it is used."
         )
 
 

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 from distckpt._base.errors import CheckpointingException
 from distckpt._base.messages import first_line
-from distckpt._ranks.attendance import lost_contact
+from distckpt._ranks.attendance import answer_of, lost_contact
 
 logger = logging.getLogger(__name__)
 
@@ -46,7 +46,8 @@ class Member:
 
     def __init__(self, store: Any, kind: str, number: int, timeout: float) -> None:
         # The leader may come late, and wait for others then.
-        self._store, self._limit = store, 2 * (timeout + ANSWER_SECONDS)
+        self._store, self._timeout = store, timeout
+        self._limit = 2 * (timeout + ANSWER_SECONDS)
         self.name = f"{kind} {number}"
         self._num_asked = 0
 
@@ -54,12 +55,13 @@ class Member:
     def target(cls, store: Any, timeout: float) -> Member:
         """Join as the next target."""
         with _reaching_leader():
-            return cls(store, _TARGET, store.add("targets", 1), timeout)
+            number = answer_of(lambda: store.add("targets", 1), timeout)
+        return cls(store, _TARGET, number, timeout)
 
     def leave(self) -> None:
         """Say that this member takes part no more, so that nobody waits for it."""
         with contextlib.suppress(RuntimeError):
-            self._store.set(f"left {self.name}", "")
+            answer_of(lambda: self._store.set(f"left {self.name}", ""), ANSWER_SECONDS)
 
     @classmethod
     def source(cls, store: Any, rank: int, timeout: float) -> Member:
@@ -77,16 +79,22 @@ class Member:
             self._num_asked += 1
             asked = f"{self.name} {self._num_asked}"
             with _reaching_leader():
-                self._store.set(f"ask {asked}", json.dumps(version))
+                self._tell(f"ask {asked}", json.dumps(version))
                 called = json.loads(self._wait(f"call {asked}"))
                 if "refused" in called:
                     raise CheckpointingException(called["refused"])
-                self._store.set(f"here {called['round']} {self.name}", "")
+                self._tell(f"here {called['round']} {self.name}", "")
                 start = Start(*json.loads(self._wait(f"start {called['round']}")))
             if self.name in start.names:
                 return start
 
+    def _tell(self, key: str, value: str) -> None:
+        answer_of(lambda: self._store.set(key, value), self._timeout)
+
     def _wait(self, key: str) -> bytes:
+        return answer_of(lambda: self._found(key), self._limit + ANSWER_SECONDS)
+
+    def _found(self, key: str) -> bytes:
         deadline, step = time.monotonic() + self._limit, _POLL_SECONDS
         # Not by `wait` of the store: torch prints a warning whenever that ends without the key.
         while not self._store.check([key]):
@@ -223,7 +231,7 @@ class Leader:
         If contact was lost at the end of a version, which is moved again, some have all of it:
         these are ahead, and wait for the next one.
         """
-        is_again = not self._start.names and version == self._start.version
+        is_again = self._is_again(version)
         self._ahead = set()
         num_targets = self._store.add("targets", 0)
         targets = [f"{_TARGET} {number}" for number in range(1, num_targets + 1)]
@@ -242,12 +250,17 @@ class Leader:
             self._answer(name, {"refused": self._refusal(name, wanted, version)})
         return asking
 
+    def _is_again(self, version: int) -> bool:
+        """Tell whether a version was begun before, and contact was lost in it."""
+        has_begun = self._start.number > 0
+        return has_begun and not self._start.names and version == self._start.version
+
     def _refusal(self, name: str, wanted: int, version: int) -> str:
         text = (
             f"{name} asks for version {wanted}, and version {version} is moved: pass the same to "
             "route.run on both sides, or None to take what comes."
         )
-        if wanted != self._start.version:
+        if wanted != self._start.version or not self._start.number:
             return text
         return (
             f"{text} Version {wanted} is over: if {name} lost contact at its end, with a member "

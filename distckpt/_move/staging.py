@@ -5,7 +5,7 @@ end.
 from __future__ import annotations
 
 import bisect
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
 import torch
@@ -27,15 +27,18 @@ class Staged(NamedTuple):
     views: list[torch.Tensor]
 
     @classmethod
-    def of(cls, sources: Pieces, targets: Pieces, atomic: bool) -> Staged:
+    def of(
+        cls, sources: Pieces, targets: Pieces, atomic: bool, fresh: Collection[int] = ()
+    ) -> Staged:
         """Choose the memory; with `atomic`, no target is changed before `commit`.
 
-        A target in memory that is given from is filled at the end in any case.
+        A target in memory that is given from is filled at the end in any case, as are `fresh` ones.
         """
         _refuse_repeated_memory(targets)
         shared = [atomic] * len(targets.views)
         if not atomic:
             shared = _share_memory(targets.views, sources.views)
+            shared = [is_shared or row in fresh for row, is_shared in enumerate(shared)]
         staged = zip(targets.views, shared, strict=True)
         views = [torch.empty_like(v, memory_format=_DENSE) if s else v for v, s in staged]
         for row, kind in enumerate(targets.table.kind_ids.tolist()):

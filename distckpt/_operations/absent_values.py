@@ -46,7 +46,7 @@ def refuse_absent_tensors(values: Any, loaded: StateDict, location: str) -> None
 
 
 def refuse_absent_values(
-    values: Any, objects: Collection[Position], loaded: StateDict, location: str
+    values: Any, objects: Collection[Position], loaded: StateDict, holder: str
 ) -> None:
     """Refuse plain values in a request for which nothing was loaded, see `refuse_absent_tensors`.
 
@@ -56,9 +56,9 @@ def refuse_absent_values(
     absent = _absent(_value_paths(values, objects), loaded)
     if absent:
         raise LoadMismatchError(
-            f"The checkpoint {location!r} holds no value for {summarize_keys(absent)}, which the "
-            "state dict asks for: leave that out of the state dict, and set it yourself after "
-            "the load.",
+            f"{holder} holds no value for {summarize_keys(absent)}, which the "
+            "state dict asks for: leave that out of the state dict, and set it yourself "
+            "afterwards.",
             unexpected=absent,
         )
 

@@ -43,7 +43,8 @@ def fingerprint(
     number for each tensor.
 
     Args:
-        state_dict: as `save` takes it. Objects and common state are left out.
+        state_dict: as `save` takes it. Objects and common state are left out, and so are plain
+            tensors: give the module itself, not its `state_dict()`.
         process_group: the ranks that hold it together, see `save`.
 
     Returns:
@@ -53,6 +54,7 @@ def fingerprint(
     Raises:
         InvalidShardingError: shards overlap, leave gaps or contradict each other.
         RankFailedError: raised on all ranks when any rank failed.
+        ValueError: no rank has a tensor that is not plain.
     """
     ranks = Ranks(process_group)
     request = SaveRequest(
@@ -61,6 +63,11 @@ def fingerprint(
     shards, settings = describe_shards(ranks, state_dict, request)
     owned, manifest = plan_chunks(ranks, shards, settings)
     kinds = _Kinds(*ranks.decide_json("list the keys", lambda: _kinds_of(manifest)))
+    if not set(kinds.dtypes).intersection(FROM_NAME):
+        raise ValueError(
+            "The state dict holds no tensor that has a fingerprint on any rank: plain tensors are "
+            "common state. Give it the module itself, such as {'model': model}."
+        )
     with ranks.phase("compute fingerprints"):
         own = sums_of(regions_of(owned), len(kinds.keys))
     totals = sum_over_ranks(ranks, own)

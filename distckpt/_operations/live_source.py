@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
-from distckpt._base.dtypes import FROM_NAME
+from distckpt._base.dtypes import FROM_NAME, as_integers
 from distckpt._base.errors import LoadMismatchError
 from distckpt._base.messages import summarize_keys
 from distckpt._base.options import MoveOptions
@@ -35,6 +36,8 @@ from distckpt._state import flatten
 from distckpt._state.common_state import COMMON_KEY
 from distckpt._state.shards import Shard
 from distckpt._state.stored_form import StoredEntry
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -84,8 +87,26 @@ def _described(
         rules = [*rules, *families.rules_for(families.config_for(family, at), keys)]
     pieces = pieces_of(tensors, rules)
     kinds = {cell.key: cell.global_shape for cell in cells.values()}
-    header = json.dumps([kinds, bool(common)]).encode()
-    return GivenState(pieces, cells, common, header + b"\n" + pieces.table.to_bytes())
+    header = json.dumps([kinds, bool(common), [_keys_of(pieces, pair) for pair in _tied(pieces)]])
+    return GivenState(pieces, cells, common, header.encode() + b"\n" + pieces.table.to_bytes())
+
+
+def _tied(pieces: Pieces) -> list[tuple[int, int]]:
+    """Return the pieces of different tensors that are one memory, each with the first of them."""
+    starts = [view.data_ptr() for view in pieces.views]
+    if len(set(starts)) == len(starts):
+        return []
+    first: dict[Any, int] = {}
+    pairs = []
+    for row, (start, view) in enumerate(zip(starts, pieces.views, strict=True)):
+        other = first.setdefault((start, view.device, view.shape, view.stride(), view.dtype), row)
+        if start and len(set(_keys_of(pieces, (other, row)))) > 1:
+            pairs.append((other, row))
+    return pairs
+
+
+def _keys_of(pieces: Pieces, rows: Sequence[int]) -> list[str]:
+    return [pieces.table.kinds[pieces.table.kind_ids[row]].key for row in rows]
 
 
 def with_shards(state_dict: ShardedStateDict, rank: int) -> ShardedStateDict:
@@ -126,7 +147,7 @@ class LiveSource(ShardSource):
     memory: HostMemory
     compares: bool = False
     plan: RankPlan | None = None
-    has_free_targets = True
+    is_live = True
     marker: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -134,7 +155,7 @@ class LiveSource(ShardSource):
         self._held = self.agreements.reach(
             self.ranks, "compare what is given", self.given.description, _join
         )
-        self._entries, self._has_values = _read_joined(self._held)
+        self._entries, self._has_values, self._ties = _read_joined(self._held)
         self._values: dict[str, Any] | None = None
 
     def entries(self) -> dict[str, StoredEntry]:
@@ -201,14 +222,22 @@ class LiveSource(ShardSource):
         )
         self.plan = plan = self._agree_on_plan(targets, settings)
         with ranks.phase("prepare the targets"):
-            staged = Staged.of(self.given.pieces, targets, options.atomic)
+            # With `compares`, tied targets with different values are found as errors.
+            apart = [] if self.compares else self._to_compare(targets)
+            fresh = {row for _, row in apart}
+            staged = Staged.of(self.given.pieces, targets, options.atomic, fresh)
         if plan.has_gaps and self.fallback is not None:
             self.fallback.read(_gaps(plan, targets, staged), ())
         carry(ranks, plan, memory, self.given.pieces, staged.views)
         if plan.compared:
             check_arrival = on_demand("arrival").check_arrival
             check_arrival(ranks, plan, self.given.pieces, targets, staged.views)
+        _warn_of_differences(targets, staged, apart)
         staged.commit()
+
+    def _to_compare(self, targets: Pieces) -> list[tuple[int, int]]:
+        """Return the targets that are tied, and are given as tensors of their own."""
+        return [pair for pair in _tied(targets) if _keys_of(targets, pair) not in self._ties]
 
     def _agree_on_plan(self, targets: Pieces, settings: MoveSettings) -> RankPlan:
         header = json.dumps([self._held.number, settings]).encode()
@@ -237,23 +266,40 @@ def _table_of(description: bytes) -> PieceTable:
 def _join(descriptions: Sequence[bytes]) -> list[bytes]:
     """Name all that ranks give, with dtypes and shapes; the same for each rank."""
     found: dict[str, tuple[str | None, Sequence[int]]] = {}
-    has_values = False
+    has_values, ties = False, []
     for description in descriptions:
-        cells, has_common = json.loads(description.partition(b"\n")[0])
+        cells, has_common, tied = json.loads(description.partition(b"\n")[0])
         has_values |= bool(cells) or has_common
+        ties += tied
         found.update({key: (None, shape) for key, shape in cells.items()})
         for kind in _table_of(description).kinds:
             found.setdefault(kind.key, (kind.dtype, kind.shape))
-    return [json.dumps([found, has_values]).encode()] * len(descriptions)
+    return [json.dumps([found, has_values, ties]).encode()] * len(descriptions)
 
 
-def _read_joined(agreed: Agreement) -> tuple[dict[str, StoredEntry], bool]:
-    found, has_values = json.loads(agreed.result)
+def _read_joined(agreed: Agreement) -> tuple[dict[str, StoredEntry], bool, list[list[str]]]:
+    found, has_values, ties = json.loads(agreed.result)
     entries = {
         key: StoredEntry(None if dtype is None else FROM_NAME[dtype], tuple(shape))
         for key, (dtype, shape) in found.items()
     }
-    return entries, has_values
+    return entries, has_values, ties
+
+
+def _warn_of_differences(targets: Pieces, staged: Staged, pairs: Sequence[tuple[int, int]]) -> None:
+    """Warn of tensors with different values that are to be one."""
+    for pair in pairs:
+        views = (staged.views[row].detach().resolve_conj().resolve_neg() for row in pair)
+        one, other = map(as_integers, views)
+        if not torch.equal(one, other):
+            first, last = _keys_of(targets, pair)
+            logger.warning(
+                "%r and %r have different values, and were to be moved into one tensor: it has "
+                "that of %r now. Take one of them, or untie the tensors.",
+                first,
+                last,
+                last,
+            )
 
 
 def _gaps(plan: RankPlan, targets: Pieces, staged: Staged) -> list[ShardedTensor]:

@@ -260,7 +260,7 @@ def read_targets(
         values, common = _read(ranks, source, targets, absent)
         num_bytes = _num_bytes(values)
         loaded = flatten.put_together(targets.split.skeleton, values, common)
-        _refuse_absent(request, targets, loaded, location)
+        _refuse_absent(request, targets, loaded, source, location)
         vote.number = len(source.overwritten)
     lost = _overwritten_of_all(ranks, request, source, location) if vote.largest else frozenset()
     return _Read(location, source, targets, loaded, num_bytes, lost)
@@ -355,10 +355,17 @@ def _name_plain_tensors(error: LoadMismatchError, source: ShardSource) -> None:
     place = next((names[key] for key in sorted(error.unexpected) if key in names), None)
     if place is None:
         return
+    advice = (
+        f"The common state has plain tensors of these names at {place!r}, which each rank gets "
+        f"whole: module.load_state_dict(distckpt.open(path).common_state[{place!r}]) loads them."
+    )
+    if source.is_live:
+        advice = (
+            f"Plain tensors of these names are given at {place!r}: give the module itself there, "
+            "in the place of its state_dict()."
+        )
     raise LoadMismatchError(
-        f"{error} The common state has plain tensors of these names at {place!r}, which each rank "
-        f"gets whole: module.load_state_dict(distckpt.open(path).common_state[{place!r}]) loads "
-        "them.",
+        f"{error} {advice}",
         error.missing,
         error.unexpected,
     ) from error
@@ -369,13 +376,18 @@ def _num_bytes(values: Sequence[Any]) -> int:
 
 
 def _refuse_absent(
-    request: LoadRequest, targets: Targets, loaded: StateDict, location: str
+    request: LoadRequest,
+    targets: Targets,
+    loaded: StateDict,
+    source: ShardSource,
+    location: str,
 ) -> None:
     if request.asks_for_all:
         refuse_absent_tensors(targets.split.common, loaded, location)
     if request.asks_for_all and not request.warns_of_values:
         of_objects = {place.path for place in targets.described.places}
-        refuse_absent_values(targets.split.common, of_objects, loaded, location)
+        holder = "No rank" if source.is_live else f"The checkpoint {location!r}"
+        refuse_absent_values(targets.split.common, of_objects, loaded, holder)
 
 
 def _report_absent_values(

@@ -185,7 +185,7 @@ def describe_targets(
             ties = find_ties(split.shards)
         stored = _without_skipped(entries, described, resolved)
         absent = _absent_ties(split.shards, ties, stored) if not rules else {}
-        table = None if source.has_free_targets else shard_table(split.shards, ties)
+        table = None if source.is_live else shard_table(split.shards, ties)
     return source, Targets(described, resolved, split, entries, stored, absent, table, rules)
 
 
@@ -263,9 +263,7 @@ def check_targets(
     if compares and not targets.rules:
         differences = _compare_keys(ranks, request.mode, requested, targets.stored, location)
     if vote.largest:
-        left_out = refuse_left_out(
-            ranks, coverage, targets.entries, location, source.has_free_targets
-        )
+        left_out = refuse_left_out(ranks, coverage, targets.entries, location, source.is_live)
         return replace(differences, left_out=left_out)
     return differences
 

@@ -18,7 +18,7 @@ from distckpt._mapping.sharded_tensor import ShardedTensor
 from distckpt._operations.checkpoint import open as open_checkpoint
 from distckpt._recording.layout import Layout, boxes
 from distckpt._recording.memory import Memory, Piece, Step, overlaps
-from distckpt._recording.recorder import Recorded, Recording
+from distckpt._recording.recorder import Recording, is_recorded
 
 logger = logging.getLogger(__name__)
 
@@ -98,9 +98,12 @@ def _run(load_weights: Callable[..., Any], recording: Recording) -> None:
         # How torch refuses what a tensor without storage cannot do.
         raise InvalidShardingError(
             f"The loader fails while it loads the stored tensor {recording.current!r} without "
-            f"storage: {error} If it needs the values of that tensor, leave the name out of "
-            "`metadata`, and give such tensors to the loader itself after each update."
+            f"storage: {str(error).rstrip('.')}. If it needs the values of that tensor, leave the "
+            "name out of `metadata`, and give such tensors to the loader itself after each update."
         ) from error
+    if recording.refusal is not None:
+        # The loader has caught it, and has gone on without that tensor.
+        raise recording.refusal
 
 
 def _specs_of(metadata: Any) -> Specs:
@@ -125,7 +128,7 @@ def _named_tensors(module: object) -> Iterator[tuple[str, torch.Tensor]]:
     if not isinstance(module, torch.nn.Module):
         return
     for name, value in module.state_dict(keep_vars=True).items():
-        if isinstance(value, Recorded):
+        if isinstance(value, torch.Tensor) and is_recorded(value):
             raise InvalidShardingError(
                 f"The loader makes a stored tensor the parameter {name!r} of the model, instead of "
                 "copying into memory of the model: there is nothing to record."

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import gc
+import operator
 import os
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from types import TracebackType
@@ -23,6 +25,9 @@ from distckpt._ranks.collectives import Ranks
 from distckpt._ranks.exchanges import group_over, open_store, place_in
 from distckpt._rules.rule import Rule
 
+MAX_ATTEMPTS = 3
+"""How often one version is moved among the same members: if none is lost, contact will not last."""
+
 
 class Route:
     """The way from a job that has tensors, a trainer, to others that want them under another
@@ -39,8 +44,8 @@ class Route:
     warning, and the version is moved to the others.
 
     Args:
-        address: "host:port", where rank 0 of the job that gives can be reached. It hosts a store
-            there.
+        address: "host:port", where rank 0 of the job that gives can be reached, such as
+            "trainer-0:29700" or "[fd00::1]:29700". It hosts a store there.
         source: what to give, a state dict as for `save`. All ranks of the job give their shards.
         target: what to fill, a state dict as for `load`. Each process that takes is a target of its
             own. Either `source` or `target` is given.
@@ -53,6 +58,7 @@ class Route:
         timeout: seconds to wait for others: for the store, for a version, for the ranks in the
             middle of a move. It must be longer than what happens between two versions. A target
             waits up to twice as long for a version, since the source may be waiting for others.
+            Each wait takes some seconds more, since others notice only after `timeout`.
         options: further options.
         changes: options by keyword, such as `atomic=True`; see `MoveOptions` for all of them.
             `atomic` must be the same on all sides, as must the other options.
@@ -124,13 +130,13 @@ class Route:
             CheckpointingException: a target asks for another version than the source moves. Or,
                 with `verify`, what has arrived is not what was sent.
             LoadMismatchError: the source lacks what a target takes. Nothing is changed.
-            RankFailedError: a rank of the source is lost, or no target is left. Or any member
-                failed.
+            RankFailedError: a rank of the source is lost, or no target is left, or the same members
+                have lost contact three times. Or any member failed.
         """
         check_switch("verify", verify)
         request = replace(self._request, compares=verify)
-        if version is None and self._leader is not None:
-            raise ValueError("The side that gives names the version: route.run(version=step).")
+        version = self._checked(version)
+        num_attempts: Counter[tuple[str, ...]] = Counter()
         while True:
             start = self._start(version)
             if version not in (None, start.version):
@@ -145,6 +151,10 @@ class Route:
                     raise
                 if self._leader is not None:
                     self._leader.note_lost(error.failures)
+                members = tuple(start.names)
+                num_attempts[members] += 1
+                if num_attempts[members] == MAX_ATTEMPTS:
+                    raise
             # The error, which refers to itself, keeps the group: others notice when that ends.
             gc.collect()
 
@@ -168,6 +178,14 @@ class Route:
     ) -> None:
         """Leave the route."""
         self.close()
+
+    def _checked(self, version: int | None) -> int | None:
+        if version is None and self._leader is not None:
+            raise ValueError("The side that gives names the version: route.run(version=step).")
+        try:
+            return None if version is None else operator.index(version)
+        except TypeError:
+            raise TypeError(f"version is a whole number, got {version!r:.100}") from None
 
     def _start(self, version: int | None) -> Start:
         if self._leader is not None:
@@ -196,6 +214,8 @@ class Route:
 
 def _split(address: str) -> tuple[str, int]:
     host, _, port = str(address).rpartition(":")
-    if not host or not port.isdigit() or not 0 < int(port) < 1 << 16:
+    has_port = port.isdigit() and 0 < int(port) < 1 << 16
+    if not host or "/" in host or not has_port:
         raise ValueError(f"address is 'host:port', got {address!r:.100}")
-    return host, int(port)
+    # The brackets of "[::1]:29700" are no part of the host.
+    return host.removeprefix("[").removesuffix("]"), int(port)

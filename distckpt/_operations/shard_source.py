@@ -36,16 +36,17 @@ FamilyName: TypeAlias = str | os.PathLike[str] | None
 
 
 class ShardSource(ABC):
-    """A checkpoint that shards are read from.
+    """A checkpoint, or memory of ranks, that shards are read from.
 
     Attributes:
         marker: the fields of its marker.
         overwritten: keys that were read in vain, since the tensors of others have their memory.
-        has_free_targets: targets may be anything that it can fill: overlapping, of several dtypes.
+        is_live: it is memory of ranks, and targets may be anything that it can fill: overlapping,
+            of several dtypes.
     """
 
     marker: Mapping[str, Any]
-    has_free_targets = False
+    is_live = False
     overwritten: Collection[str] = frozenset()
 
     @abstractmethod

@@ -5,9 +5,12 @@ lost rank.
 from __future__ import annotations
 
 import contextlib
+import threading
 import time
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as NotDone
+from typing import Any, TypeVar
 
 from distckpt._base.errors import RankFailedError
 
@@ -16,7 +19,41 @@ LATE_SECONDS = 2.0
 absent.
 """
 
+STORE_SECONDS = 5.0
+"""How long a store may take to answer: its host may be stopped, or cut off."""
+
 ABANDONED = "This save was abandoned: the process ends, or a rank is lost."
+
+
+_Answer = TypeVar("_Answer")
+
+
+class NoAnswerError(RuntimeError):
+    """A store does not answer; further requests would wait for the answer to this one."""
+
+
+def answer_of(request: Callable[[], _Answer], seconds: float) -> _Answer:
+    """Return what a store answers to a request.
+
+    torch waits without end for a store whose host is stopped or cut off, so another thread does it.
+
+    Raises:
+        NoAnswerError: it does not answer within some seconds.
+        RuntimeError: it has lost its host.
+    """
+    answer: Future[_Answer] = Future()
+
+    def ask() -> None:
+        try:
+            answer.set_result(request())
+        except BaseException as error:
+            answer.set_exception(error)
+
+    threading.Thread(target=ask, name="distckpt-store", daemon=True).start()
+    try:
+        return answer.result(seconds)
+    except NotDone:
+        raise NoAnswerError(f"the store has not answered within {seconds:g} s") from None
 
 
 def lost_contact(failures: Mapping[int, BaseException], message: str) -> RankFailedError:
@@ -44,6 +81,7 @@ class AttendanceLog:
         self._names = [str(other) for other in range(size)]
         self.num_exchanges = 0
         self._call = ""
+        self._is_silent = False
 
     def record(self, call: str | None = None) -> None:
         """Record that this rank has reached the next exchange, in a call; all ranks reach them in
@@ -81,6 +119,8 @@ class AttendanceLog:
         """
         absent = self.absent_ranks()
         who = ", ".join(f"rank {rank}" for rank in absent) or "another rank"
+        if self._is_silent:
+            who = "the host of the process group's store, usually rank 0,"
         return lost_contact(
             {rank: TimeoutError("did not respond, or died") for rank in absent},
             f"Lost contact with {who} during {name!r}: it died or did not respond within the "
@@ -119,12 +159,21 @@ class AttendanceLog:
         return [count for count, _ in self._records()]
 
     def _records(self) -> list[tuple[int, str]]:
+        store = self._store
         # A store that does not answer leaves all ranks unknown.
         with contextlib.suppress(RuntimeError):
-            if self._store is not None:
-                texts = [value.decode() for value in _values(self._store, self._names)]
+            if store is not None:
+                values = self._asked(lambda: _values(store, self._names))
+                texts = [value.decode() for value in values]
                 return [(int(text.split(" ")[0]), text.partition(" ")[2]) for text in texts]
         return []
+
+    def _asked(self, request: Callable[[], _Answer]) -> _Answer:
+        try:
+            return answer_of(request, STORE_SECONDS)
+        except NoAnswerError:
+            self._store, self._is_silent = None, True
+            raise
 
 
 def _values(store: Any, names: Sequence[str]) -> list[bytes]:

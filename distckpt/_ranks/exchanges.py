@@ -29,7 +29,7 @@ from distckpt._base.errors import CheckpointingException
 from distckpt._base.lazy import LazyModule, torch
 from distckpt._base.messages import first_line
 from distckpt._geometry.region import IntArray
-from distckpt._ranks.attendance import ABANDONED, AttendanceLog, lost_contact
+from distckpt._ranks.attendance import ABANDONED, AttendanceLog, answer_of, lost_contact
 from distckpt._ranks.lent_tensors import lent
 
 if TYPE_CHECKING:
@@ -443,6 +443,10 @@ def _name_of(group: Any) -> str:
     return getattr(group, "group_name", None) or f"group at {id(group)}"
 
 
+OPEN_SECONDS = 5.0
+"""How much longer than its timeout torch may take to open a store: it tries again at first."""
+
+
 def open_store(host: str, port: int, is_host: bool, timeout: float) -> Any:
     """Open the store at an address, through which processes of any jobs find each other.
 
@@ -450,10 +454,14 @@ def open_store(host: str, port: int, is_host: bool, timeout: float) -> Any:
         CheckpointingException: nobody hosts it within `timeout` seconds, or the port is taken.
     """
     limit = timedelta(seconds=timeout)
-    try:
+
+    def open_there() -> Any:
         return dist.TCPStore(  # type: ignore[attr-defined]
             host, port, None, is_host, timeout=limit, wait_for_workers=False
         )
+
+    try:
+        return answer_of(open_there, timeout + OPEN_SECONDS)
     except RuntimeError as error:
         problem = "cannot be hosted here" if is_host else f"did not answer within {timeout:g} s"
         text = f"The store at {host}:{port} {problem}: {first_line(error)}"
@@ -468,8 +476,9 @@ def group_over(store: Any, name: str, rank: int, size: int, timeout: float) -> A
     prefixed = dist.PrefixStore  # type: ignore[attr-defined]
     shared = prefixed(name, store)
     attendance = AttendanceLog(prefixed("attendance", shared), rank, size)
+    limit = timedelta(seconds=timeout)
     try:
-        group = dist.ProcessGroupGloo(shared, rank, size, timedelta(seconds=timeout))
+        group = answer_of(lambda: dist.ProcessGroupGloo(shared, rank, size, limit), 2 * timeout)
     except RuntimeError as error:
         raise attendance.lost_contact("make a process group", error) from error
     _attendance_logs[group] = attendance

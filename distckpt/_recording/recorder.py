@@ -85,6 +85,7 @@ class Recording(TorchDispatchMode):  # type: ignore[no-untyped-call]
         stored: the memories of stored tensors, by name.
         real: the memories of real tensors that the loader has written to.
         current: the stored tensor that the loader has taken last.
+        refusal: the first error about what cannot be recorded; the loader may catch it.
     """
 
     def __init__(self, specs: Mapping[str, tuple[tuple[int, ...], torch.dtype]]) -> None:
@@ -92,6 +93,7 @@ class Recording(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.stored = {key: Memory(shape, dtype, key) for key, (shape, dtype) in specs.items()}
         self.real: dict[tuple[Any, ...], Memory] = {}
         self.current = ""
+        self.refusal: InvalidShardingError | None = None
         self._lock = threading.RLock()
 
     def tensors(self) -> Iterator[tuple[str, Recorded]]:
@@ -254,12 +256,13 @@ class Recording(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _refuse(self, func: Any, tensors: Sequence[torch.Tensor]) -> NoReturn:
         names = [name for each in tensors for name in self._names(each)]
-        raise InvalidShardingError(
+        self.refusal = self.refusal or InvalidShardingError(
             f"The loader calls {func} on the stored tensor {summarize_keys(dict.fromkeys(names))} "
             f"(while it loads {self.current!r}), and only views, conversions and copies can be "
             "recorded. Leave these names out of `metadata`, and give such tensors to the loader "
             "itself after each update."
         )
+        raise self.refusal
 
 
 def _zero_what_is_not_stored(tensor: torch.Tensor, reads: Iterable[Read]) -> None:
@@ -267,6 +270,17 @@ def _zero_what_is_not_stored(tensor: torch.Tensor, reads: Iterable[Read]) -> Non
         if read.stored is None:
             place = read.partner
             tensor.as_strided(place.shape, place.strides, place.offset).zero_()
+
+
+def is_recorded(tensor: torch.Tensor) -> bool:
+    """Tell whether a tensor stands for a stored one, also where `tensor.data` was assigned."""
+    if isinstance(tensor, Recorded):
+        return True
+    try:
+        tensor.untyped_storage().data_ptr()
+    except RuntimeError:
+        return True
+    return False
 
 
 def _is_tensor(value: object) -> TypeGuard[torch.Tensor]:

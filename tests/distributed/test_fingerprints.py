@@ -261,3 +261,16 @@ def _different_options(rank: int, path: str) -> str:
 def test_all_ranks_give_the_same(run, tmp_path):
     for text in run(_different_options, 2, str(tmp_path / "step")):
         assert "the same fingerprint" in text
+
+
+def _of_plain_tensors(rank: int) -> str:
+    model = torch.nn.Linear(4, 4)
+    # A state dict of plain tensors has none; an empty result would equal any other.
+    state = {"model": model.state_dict(), "step": 3} if rank else {}
+    return str(error_of(distckpt.fingerprint, state))
+
+
+def test_plain_tensors_are_refused_where_nothing_else_is_there(run):
+    for text in run(_of_plain_tensors, 2):
+        assert "plain tensors" in text
+        assert "{'model': model}" in text

@@ -209,6 +209,50 @@ def test_a_module_that_takes_a_part_is_told_how(run):
         assert "checkpoint" not in text
 
 
+class _TwoNames(torch.nn.Module):
+    """A model whose head may be its embedding."""
+
+    def __init__(self, is_tied: bool) -> None:
+        super().__init__()
+        self.embed = torch.nn.Linear(4, 6, bias=False)
+        self.head = torch.nn.Linear(4, 6, bias=False)
+        if is_tied:
+            self.head.weight = self.embed.weight
+
+
+def test_tied_targets_of_different_values_are_named(caplog):
+    apart, tied = _TwoNames(False), _TwoNames(True)
+    distckpt.redistribute({"model": apart}, {"model": tied})
+    assert torch.equal(tied.head.weight, apart.head.weight)
+    (warning,) = (each.message for each in caplog.records if each.levelname == "WARNING")
+    assert "'embed.weight' and 'head.weight' have different values" in warning
+    assert "that of 'head.weight'" in warning
+
+
+def test_tied_targets_of_equal_values_are_not(caplog):
+    apart, tied, other = _TwoNames(False), _TwoNames(True), _TwoNames(True)
+    distckpt.redistribute({"model": tied}, {"model": apart})
+    assert torch.equal(apart.head.weight, tied.head.weight)
+    for old in (apart, tied):
+        torch.nn.init.zeros_(other.head.weight)
+        distckpt.redistribute({"model": old}, {"model": other})
+        assert torch.equal(other.embed.weight, tied.embed.weight)
+    assert not [each for each in caplog.records if each.levelname == "WARNING"]
+
+
+def test_what_is_given_otherwise_is_told_how():
+    module = torch.nn.Linear(3, 3)
+    with pytest.raises(LoadMismatchError) as plain:
+        distckpt.redistribute({"model": module.state_dict()}, {"model": module})
+    assert "given at 'model': give the module itself there" in str(plain.value)
+    assert "distckpt.open" not in str(plain.value)
+    with pytest.raises(LoadMismatchError) as absent:
+        distckpt.redistribute({"model": module}, {"model": module, "step": 0})
+    assert "No rank holds" in str(absent.value)
+    assert "'step'" in str(absent.value)
+    assert "checkpoint" not in str(absent.value)
+
+
 def _dtensors(rank: int) -> None:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
     full = values_of("weight", (10, 7))

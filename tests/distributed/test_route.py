@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from typing import Any
 
@@ -408,13 +409,70 @@ def test_mistakes_are_named(run, address):
     assert "Version 1 is over" in over
 
 
+def _cannot_connect(rank: int, address: str) -> str:
+    os.environ["GLOO_SOCKET_IFNAME"] = "nosuch0"
+    sides: dict[str, Any] = {"source": {"weight": values(0)}}
+    if rank:
+        sides = {"target": {"weight": part(0, 1)}}
+    error = error_of(distckpt.Route(address, **sides, timeout=TIMEOUT).run, 1)
+    assert isinstance(error, RankFailedError)
+    ask_parent()
+    return str(error)
+
+
+def test_contact_that_cannot_last_is_an_error(address):
+    with launched(_cannot_connect, 2, address, backend=None) as launch:
+        launch.wait_for_signal(0)
+        launch.wait_for_signal(1)
+        launch.answer(0)
+        launch.answer(1)
+        for text in launch.values():
+            assert "'make a process group'" in text
+            assert "nosuch0" in text
+
+
+def _runs_once(rank: int, address: str) -> int | None:
+    sides: dict[str, Any] = {"source": {"weight": values(0)}}
+    if rank:
+        sides = {"target": {"weight": part(0, 1)}}
+    return distckpt.Route(address, **sides, timeout=TIMEOUT).run(1).version
+
+
+def test_an_address_may_have_brackets(run, address):
+    host, port = address.split(":")
+    assert run(_runs_once, 2, f"[{host}]:{port}") == [1, 1]
+
+
+def _asks_for_more_at_first(rank: int, address: str) -> tuple[str, int | None, int]:
+    if rank == 0:
+        route = distckpt.Route(address, source={"weight": values(0)}, timeout=TIMEOUT)
+        report = route.run(0)
+        return "", report.version, report.num_bytes
+    route = distckpt.Route(address, target={"weight": part(0, 1)}, timeout=TIMEOUT)
+    refusal = str(error_of(route.run, 5))
+    report = route.run()
+    return refusal, report.version, report.num_bytes
+
+
+def test_the_first_version_is_not_moved_to_nobody(run, address):
+    """The only engine asks for a later one than the trainer begins with."""
+    (_, *given), (refusal, *taken) = run(_asks_for_more_at_first, 2, address)
+    assert given == taken == [0, values(0).nbytes]
+    assert "asks for version 5, and version 0 is moved" in refusal
+
+
 def test_arguments_are_checked(address):
     with pytest.raises(ValueError, match="either a source or a target"):
         distckpt.Route(address)
     with pytest.raises(ValueError, match="host:port"):
         distckpt.Route("nowhere", source={})
-    with pytest.raises(ValueError, match="host:port"):
-        distckpt.Route("127.0.0.1:0", source={})
+    for name in ("127.0.0.1:0", "tcp://127.0.0.1:29700", ":29700"):
+        with pytest.raises(ValueError, match="host:port"):
+            distckpt.Route(name, source={})
+    with distckpt.Route(address, source={}) as route:
+        for version in ("3", 1.5):
+            with pytest.raises(TypeError, match="version is a whole number"):
+                route.run(version)
     with pytest.raises(TypeError, match="has no option 'atomc'"):
         distckpt.Route(address, source={}, atomc=True)
     with pytest.raises(CheckpointingException, match="did not answer within 1 s"):

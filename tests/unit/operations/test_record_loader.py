@@ -94,12 +94,38 @@ def test_computing_with_what_was_loaded_is_refused(load):
         distckpt.record_loader(Single(load, 4, 4).load_weights, {"odd.weight": ((4, 4), F32)})
 
 
-def test_a_loader_that_replaces_a_parameter_is_refused():
-    def load(model, name, tensor):
-        model.weight = nn.Parameter(tensor, requires_grad=False)
+def replace_parameter(model, name, tensor):
+    model.weight = nn.Parameter(tensor, requires_grad=False)
 
+
+def replace_data(model, name, tensor):
+    model.weight.data = tensor
+
+
+@pytest.mark.parametrize("load", [replace_parameter, replace_data])
+def test_a_loader_that_replaces_a_parameter_is_refused(load):
     with pytest.raises(distckpt.InvalidShardingError, match=r"parameter 'weight'"):
         distckpt.record_loader(Single(load, 4, 4).load_weights, {"w": ((4, 4), F32)})
+
+
+def catch_and_skip(model, name, tensor):
+    try:
+        model.weight.data.copy_(tensor + 1)
+    except Exception:
+        print("skipped", name)
+
+
+def catch_and_guess(model, name, tensor):
+    try:
+        model.weight.data.copy_(tensor * tensor.max().item())
+    except Exception:
+        model.weight.data.fill_(1.0)
+
+
+@pytest.mark.parametrize("load", [catch_and_skip, catch_and_guess])
+def test_a_loader_that_catches_the_refusal_is_refused(load):
+    with pytest.raises(distckpt.InvalidShardingError, match=r"'odd\.weight'"):
+        distckpt.record_loader(Single(load, 4, 4).load_weights, {"odd.weight": ((4, 4), F32)})
 
 
 def test_a_model_without_memory_is_refused():
