@@ -11,7 +11,7 @@ import itertools
 import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -26,10 +26,13 @@ from distckpt._geometry.region import IntArray, Region, stable_order, widen
 from distckpt._storage import locations
 
 if TYPE_CHECKING:
+    from distckpt._format.file_table import FileTable
     from distckpt._format.tensor_stats import StatsColumns
 
 FORMAT_VERSION = 3
 MIN_READER_VERSION = 3
+DIVIDED_VERSION = 4
+"""Version of manifests that have parts, and of the oldest reader of these."""
 MANIFEST_NAME = "manifest.safetensors"
 _MANIFEST_NAMES = re.compile(r"manifest(-[0-9a-f]{16})?\.safetensors")
 """The name has a nonce where an object store already holds another manifest."""
@@ -51,6 +54,8 @@ CARRIED_PART = "part:"
 """Begins the name of a column that holds the bytes of a part of the chunk table, in manifests that
 are sent to other ranks.
 """
+FILE_PATTERNS = "file_patterns"
+"""Takes the place of the field `files` in manifests that have parts, see `file_table`."""
 CHECKSUM = "xxh3-64"
 FINGERPRINTS = "fingerprints"
 NO_FINGERPRINT = (1 << 64) - 1
@@ -78,6 +83,10 @@ class ShardFile(NamedTuple):
         return self.name.endswith(CHECKSUMS_SUFFIX)
 
 
+Files: TypeAlias = "list[ShardFile] | FileTable"
+"""A list, or, in manifests that have parts, a sequence that computes files."""
+
+
 class ChunkTable(NamedTuple):
     """Chunks and the files that hold them: those of one rank during a save, all of them in a
     manifest.
@@ -97,7 +106,7 @@ class ChunkTable(NamedTuple):
             are unknown, or in files of their own.
     """
 
-    files: list[ShardFile]
+    files: Files
     key_ids: IntArray
     file_ids: IntArray
     first_bytes: IntArray
@@ -173,7 +182,7 @@ class LazyChunks(NamedTuple):
     """
 
     location: str
-    files: list[ShardFile]
+    files: Files
     key_ids: LazyColumn
     file_ids: LazyColumn
     first_bytes: LazyColumn
@@ -274,9 +283,7 @@ class Manifest:
         self.shapes = chunks.shapes
         self.block_checksums = chunks.block_checksums
         self.key_starts = _key_starts(chunks, len(self.keys))
-        self.checksum_files: IntArray = np.flatnonzero(
-            [has_checksums and file.holds_checksums for file in self.files]
-        )
+        self.checksum_files = _holders_in(self.files, has_checksums)
         self.fetched_checksums: dict[int, npt.NDArray[np.uint64]] = {}
 
     @functools.cached_property
@@ -403,10 +410,10 @@ class Manifest:
         """
         chunks = chunks or self.chunks
         fields = {
-            "format_version": FORMAT_VERSION,
+            "format_version": version_of(chunks.files),
             "keys": self.keys,
             "dtypes": self.dtypes,
-            "files": chunks.files,
+            **_field_of_files(chunks.files),
             "aliases": self.aliases,
             "block_bytes": self.block_bytes,
             "checksum": CHECKSUM if self.has_checksums else None,
@@ -421,6 +428,8 @@ class Manifest:
         key_shapes = _padded_shapes(self.global_shapes, chunks.offsets.shape[1])
         columns = {"key_shapes": key_shapes, "key_ndims": key_ndims, **chunks.columns()}
         columns |= self._columns_of_values() | dict(further or {})
+        if not isinstance(chunks.files, list):
+            columns |= chunks.files.columns()
         data = pack(fields, {name: narrow(column) for name, column in columns.items()})
         if len(data) > MAX_TABLE_BYTES:
             raise too_large(f"{len(data)} bytes")
@@ -431,7 +440,7 @@ class Manifest:
         """Decode a manifest, which may carry parts; check that it does not contradict itself."""
         with judging_manifest(location):
             fields, columns = unpack(data)
-            files = list(map(ShardFile._make, fields["files"]))
+            files = files_in(fields, columns)
             key_shapes, key_ndims = map(_widened, (columns["key_shapes"], columns["key_ndims"]))
             _check_columns_of_keys(key_shapes, key_ndims, len(fields["keys"]))
             chunks = _read_chunks(files, columns, key_shapes.shape[1], location)
@@ -499,7 +508,8 @@ class Manifest:
                 settings.are_settings(self.quantization),
                 "what it says of quantized tensors is not a setting",
             )
-        self._check_files()
+        if isinstance(self.files, list):
+            self._check_files(self.files)
         require(self.block_checksums.dtype == np.uint64, "checksums are not uint64")
         require(self.block_checksums.ndim == 1, "checksums are not one column")
         require(
@@ -509,10 +519,10 @@ class Manifest:
         if isinstance(self._table, ChunkTable):
             self._check_chunks(self._table)
 
-    def _check_files(self) -> None:
+    def _check_files(self, files: list[ShardFile]) -> None:
         # Our own files lie at most one folder down; other programs may nest theirs deeper.
         max_parts = 2 if self.origin is None else 4
-        for name, num_bytes, header_bytes, header_checksum in self.files:
+        for name, num_bytes, header_bytes, header_checksum in files:
             if not locations.is_inner_name(name, max_parts):
                 raise ValueError(f"the file name {name!r:.300} leads elsewhere")
             is_all_header = header_bytes == num_bytes
@@ -539,7 +549,7 @@ class Manifest:
             chunks.file_ids, chunks.num_bytes.astype(np.float64), len(self.files)
         )
         require(
-            all(in_files <= [float(f.num_bytes) for f in self.files]),
+            bool((in_files <= _sizes_of(self.files)[0]).all()),
             "chunks take more room than their file has",
         )
 
@@ -556,8 +566,7 @@ class Manifest:
             (chunks.offsets <= self._key_shapes[key_ids] - chunks.shapes).all()
         )
         require(inside, "a chunk lies outside its tensor")
-        sizes = np.array([f.num_bytes for f in self.files], np.int64)[file_ids]
-        starts = np.array([f.header_bytes for f in self.files], np.int64)[file_ids]
+        sizes, starts = (column[file_ids].astype(np.int64) for column in _sizes_of(self.files))
         fits = (num_bytes >= 0) & (chunks.first_bytes >= starts) & (num_bytes <= sizes)
         require(
             bool((fits & (chunks.first_bytes <= sizes - num_bytes)).all()),
@@ -586,6 +595,42 @@ class Manifest:
         in_groups = np.bincount(groups, num_blocks_of, len(self.checksum_files))
         for file_id, expected in zip(self.checksum_files.tolist(), in_groups, strict=True):
             check_size_of_checksums(self.files[file_id], expected)
+
+
+def files_in(fields: Mapping[str, Any], columns: Mapping[str, Column]) -> Files:
+    """Return the files of a manifest, from its fields and columns."""
+    if FILE_PATTERNS not in fields:
+        return list(map(ShardFile._make, fields["files"]))
+    # Imported when it is needed: few checkpoints are so large.
+    file_table = importlib.import_module("distckpt._format.file_table")
+    files: FileTable = file_table.FileTable.from_columns(fields[FILE_PATTERNS], columns)
+    return files
+
+
+def _field_of_files(files: Files) -> dict[str, Any]:
+    if isinstance(files, list):
+        return {"files": files}
+    return {FILE_PATTERNS: [pattern.to_json() for pattern in files.patterns]}
+
+
+def _holders_in(files: Files, has_checksums: bool) -> IntArray:
+    """Return the numbers of the files that hold checksums."""
+    if isinstance(files, list):
+        return np.flatnonzero([has_checksums and file.holds_checksums for file in files])
+    return files.holders if has_checksums else np.zeros(0, np.int64)
+
+
+def _sizes_of(files: Files) -> tuple[Column, Column]:
+    """Return the sizes of files, and those of their headers."""
+    if not isinstance(files, list):
+        return files.num_bytes, files.header_bytes
+    sizes = [file.num_bytes for file in files], [file.header_bytes for file in files]
+    return np.array(sizes[0], np.int64), np.array(sizes[1], np.int64)
+
+
+def version_of(files: Files) -> int:
+    """Return the version of the format of a manifest that has some files."""
+    return FORMAT_VERSION if isinstance(files, list) else DIVIDED_VERSION
 
 
 def _padded_shapes(global_shapes: Sequence[tuple[int, ...]], num_axes: int) -> IntArray:
@@ -661,7 +706,7 @@ def _stats_of(columns: Mapping[str, Column], num_keys: int) -> StatsColumns | No
 
 
 def _read_chunks(
-    files: list[ShardFile], columns: Mapping[str, Column], num_axes: int, location: str
+    files: Files, columns: Mapping[str, Column], num_axes: int, location: str
 ) -> ChunkTable | LazyChunks:
     """Return the chunk table of a manifest, which may carry parts."""
     carried = sorted(name for name in columns if name.startswith(CARRIED_PART))
@@ -694,11 +739,15 @@ def is_manifest_name(name: object) -> bool:
     return isinstance(name, str) and _MANIFEST_NAMES.fullmatch(name) is not None
 
 
-def marker_fields(data: bytes, name: str = MANIFEST_NAME) -> dict[str, Any]:
-    """Return the fields by which a marker names a manifest that has these bytes."""
+def marker_fields(
+    data: bytes, name: str = MANIFEST_NAME, version: int = FORMAT_VERSION
+) -> dict[str, Any]:
+    """Return the fields by which a marker names a manifest that has these bytes, of a version of
+    the format.
+    """
     return {
-        "format_version": FORMAT_VERSION,
-        "min_reader_version": MIN_READER_VERSION,
+        "format_version": version,
+        "min_reader_version": max(version, MIN_READER_VERSION),
         "manifest": {"name": name, "bytes": len(data), "checksum": f"{checksum(data):016x}"},
     }
 

@@ -18,6 +18,7 @@ from distckpt._format.manifest import (
     TABLE_COLUMNS,
     ChunkTable,
     ShardFile,
+    files_in,
     judging_manifest,
     narrow,
     require,
@@ -93,7 +94,9 @@ def joined(data: bytes, location: str) -> bytes:
         return data
     with judging_manifest(location):
         fields, columns = unpack(data)
-        files = [ShardFile(*file) for file in fields["files"]]
+        files = files_in(fields, columns)
+        if not isinstance(files, list):
+            files = [files[number] for number in files.containing("/chunks-").tolist()]
         parts = [file for file in files if _NAME.fullmatch(str(file.name))]
         if not parts:
             return data

@@ -621,7 +621,8 @@ def _plan_save(ranks: Ranks, layout: _Layout) -> SavePlan:
     if needs_checksum_files(num_blocks):
         names = {rank: checksum_file_name(rank) for rank, table in enumerate(tables) if table.files}
     for rank, name in names.items():
-        tables[rank].files.append(ShardFile(name, 0, 0, 0))
+        files = [*tables[rank].files, ShardFile(name, 0, 0, 0)]
+        tables[rank] = tables[rank]._replace(files=files)
     # On all ranks: it may refuse.
     manifest = planned_manifest(layout.manifest, tables)
     plan = SavePlan(0, [], [], manifest if ranks.is_coordinator else None)

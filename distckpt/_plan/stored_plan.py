@@ -27,6 +27,7 @@ from distckpt._format.checksum import BLOCK_BYTES, checksum
 from distckpt._format.manifest import (
     OBJECT,
     ChunkTable,
+    Files,
     Manifest,
     ShardFile,
     narrow,
@@ -109,14 +110,20 @@ def remember(rank: int, num_ranks: int, manifest: Manifest, manifest_checksum: s
 
 
 def _chunks_of_rank(manifest: Manifest, rank: int) -> ChunkTable:
-    names = f"/shard-{rank + 1:05d}-model-", f"/rank-{rank + 1:05d}."
-    file_ids = np.flatnonzero([names[0] in f.name or names[1] in f.name for f in manifest.files])
+    file_ids = _files_of_rank(manifest.files, rank)
     rows = manifest.rows_in_files(file_ids)
     manifest.check_rows(rows)
     return manifest.rows(rows)._replace(
         files=[manifest.files[file_id] for file_id in file_ids.tolist()],
         file_ids=np.searchsorted(file_ids, manifest.file_ids[rows]),
     )
+
+
+def _files_of_rank(files: Files, rank: int) -> IntArray:
+    names = f"/shard-{rank + 1:05d}-model-", f"/rank-{rank + 1:05d}."
+    if isinstance(files, list):
+        return np.flatnonzero([names[0] in file.name or names[1] in file.name for file in files])
+    return np.union1d(files.containing(names[0]), files.containing(names[1]))
 
 
 def _without_checksums(chunks: ChunkTable) -> ChunkTable:

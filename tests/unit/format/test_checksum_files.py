@@ -14,7 +14,7 @@ import distckpt
 from distckpt import CheckpointingException, CorruptCheckpointError, ShardedObject, ShardedTensor
 from distckpt._format import manifest, manifest_parts
 from distckpt.megatron.serialization import remove_sharded_tensors
-from tests.support.forged_files import forge
+from tests.support.forged_files import forge_files
 
 GENERATOR = torch.Generator().manual_seed(5)
 TENSORS = {
@@ -123,29 +123,29 @@ def test_parts_that_are_damaged(path, how):
         distckpt.open(path)
 
 
-def without_checksum_file(fields, columns):
-    fields["files"] = [each for each in fields["files"] if not each[0].endswith(".checksums")]
+def without_checksum_file(files):
+    files[:] = [each for each in files if not each[0].endswith(".checksums")]
 
 
-def shorter(fields, columns):
-    for each in fields["files"]:
+def shorter(files):
+    for each in files:
         if each[0].endswith(".checksums"):
             each[1:3] = [each[1] - 8] * 2
 
 
-def before_all(fields, columns):
-    fields["files"].sort(key=lambda each: not each[0].endswith(".checksums"))
+def before_all(files):
+    files.sort(key=lambda each: not each[0].endswith(".checksums"))
 
 
-def huge_part(fields, columns):
-    for each in fields["files"]:
+def huge_part(files):
+    for each in files:
         if "chunks-" in each[0]:
             each[1:3] = [1 << 50] * 2
 
 
 @pytest.mark.parametrize("change", [without_checksum_file, shorter, before_all, huge_part])
 def test_manifests_that_contradict_their_files(path, change):
-    forge(path, change)
+    forge_files(path, change)
     assert len(distckpt.verify(path).problems) == 1
     with pytest.raises(CorruptCheckpointError, match=r"is damaged|no such file"):
         distckpt.open(path).read_tensors()
@@ -176,12 +176,12 @@ def test_parts_whose_runs_claim_other_rows(path, num_rows):
     content = safetensors.numpy.save(columns)
     part.write_bytes(content)
 
-    def name_it(fields, columns):
-        for each in fields["files"]:
+    def name_it(files):
+        for each in files:
             if each[0] == f"objects/{part.name}":
                 each[1:] = [len(content), len(content), xxhash.xxh3_64_intdigest(content)]
 
-    forge(path, name_it)
+    forge_files(path, name_it)
     with pytest.raises(CorruptCheckpointError, match="is damaged"):
         distckpt.open(path)
 
