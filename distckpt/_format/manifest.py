@@ -196,6 +196,13 @@ class LazyChunks(NamedTuple):
         columns = {name: getattr(self, name).whole() for name in TABLE_COLUMNS}
         return ChunkTable(self.files, **columns, block_checksums=self.block_checksums)
 
+    def parts(self) -> Iterator[ChunkTable]:
+        """Yield the chunks of each part that has some, without checksums."""
+        parts = zip(*(getattr(self, name).parts() for name in TABLE_COLUMNS), strict=True)
+        for numbers in parts:
+            columns = dict(zip(TABLE_COLUMNS, numbers, strict=True))
+            yield ChunkTable(self.files, **columns, block_checksums=np.zeros(0, np.uint64))
+
     def rows(self, rows: IntArray) -> ChunkTable:
         """Return the chunks in some rows, without checksums."""
         columns = {name: getattr(self, name)[rows] for name in TABLE_COLUMNS}
@@ -242,6 +249,7 @@ class Manifest:
         stats: statistics of the tensors as they were saved; None if no key has them.
 
     Attributes:
+        table: the chunks as they were given.
         checksum_files: the numbers of the files that hold checksums; none if `block_checksums` has
             them.
         fetched_checksums: what `checksum_files` hold, as far as it was fetched; by number of file.
@@ -265,7 +273,7 @@ class Manifest:
         self.keys = list(keys)
         self.dtypes = list(dtypes)
         self.global_shapes = list(global_shapes)
-        self._table = chunks
+        self.table = chunks
         self.aliases = dict(aliases)
         self.block_bytes = block_bytes
         self.has_checksums = has_checksums
@@ -291,10 +299,10 @@ class Manifest:
         """All chunks. Where parts of the manifest hold them, they take much more memory than the
         manifest.
         """
-        if isinstance(self._table, ChunkTable):
-            return self._table
-        with judging_manifest(self._table.location):
-            chunks = self._table.whole()
+        if isinstance(self.table, ChunkTable):
+            return self.table
+        with judging_manifest(self.table.location):
+            chunks = self.table.whole()
             self._check_chunks(chunks)
         return chunks
 
@@ -315,7 +323,7 @@ class Manifest:
 
     @functools.cached_property
     def _sorted_rows(self) -> SortedRows | None:
-        table = self._table
+        table = self.table
         if isinstance(table, ChunkTable):
             return None
         return SortedRows.of(self.key_starts, table.offsets, table.shapes)
@@ -379,9 +387,9 @@ class Manifest:
 
     def rows(self, rows: IntArray) -> ChunkTable:
         """Return the chunks in some rows, in their order, without checksums."""
-        if isinstance(self._table, ChunkTable):
-            return self._table.without_blocks(rows)
-        return self._table.rows(rows)
+        if isinstance(self.table, ChunkTable):
+            return self.table.without_blocks(rows)
+        return self.table.rows(rows)
 
     def check_rows(self, rows: IntArray) -> None:
         """Check that some chunks lie inside of their tensors and files, unless it is known.
@@ -389,8 +397,8 @@ class Manifest:
         Raises:
             CorruptCheckpointError: a chunk does not.
         """
-        if isinstance(self._table, LazyChunks):
-            with judging_manifest(self._table.location):
+        if isinstance(self.table, LazyChunks):
+            with judging_manifest(self.table.location):
                 self._check_positions(self.rows(rows))
 
     def chunk_region(self, row: int) -> Region:
@@ -516,8 +524,8 @@ class Manifest:
             self.has_checksums or self.block_bytes == BLOCK_BYTES,
             "blocks of an unusual size, without checksums",
         )
-        if isinstance(self._table, ChunkTable):
-            self._check_chunks(self._table)
+        if isinstance(self.table, ChunkTable):
+            self._check_chunks(self.table)
 
     def _check_files(self, files: list[ShardFile]) -> None:
         # Our own files lie at most one folder down; other programs may nest theirs deeper.
@@ -540,18 +548,32 @@ class Manifest:
 
     def _check_chunks(self, chunks: ChunkTable) -> None:
         """Check a table of all chunks."""
-        self._check_number_of_checksums(chunks)
-        require(bool((np.diff(chunks.key_ids) >= 0).all()), "chunks are not sorted by key")
-        self._check_positions(chunks)
-        # No byte is in two chunks, so a small file cannot claim large tensors. Integer sums would
-        # wrap around.
-        in_files = np.bincount(
-            chunks.file_ids, chunks.num_bytes.astype(np.float64), len(self.files)
-        )
+        for _ in self.checked(iter([chunks])):
+            pass
+
+    def checked(self, parts: Iterator[ChunkTable]) -> Iterator[ChunkTable]:
+        """Yield parts of a table of all chunks when they are checked; what they have together is
+        checked at the end.
+
+        Raises:
+            ValueError: the chunks contradict each other, or the rest of the manifest.
+        """
+        # Integer sums would wrap around.
+        in_files, num_blocks = np.zeros(len(self.files)), np.zeros(len(self.files))
+        for chunks in parts:
+            require(bool((np.diff(chunks.key_ids) >= 0).all()), "chunks are not sorted by key")
+            self._check_positions(chunks)
+            self._check_checksum_files(chunks)
+            blocks_of_chunks = -(-chunks.num_bytes // self.block_bytes)
+            in_files += np.bincount(chunks.file_ids, chunks.num_bytes, len(in_files))
+            num_blocks += np.bincount(chunks.file_ids, blocks_of_chunks, len(in_files))
+            yield chunks
+        # No byte is in two chunks, so a small file cannot claim large tensors.
         require(
             bool((in_files <= _sizes_of(self.files)[0]).all()),
             "chunks take more room than their file has",
         )
+        self._check_number_of_checksums(num_blocks)
 
     def _check_positions(self, chunks: ChunkTable) -> None:
         """Check some chunks, each by itself."""
@@ -582,18 +604,23 @@ class Manifest:
         exact = num_elements * per_item == num_bytes
         require(bool((exact | (per_item == 0)).all()), "a chunk's size contradicts its shape")
 
-    def _check_number_of_checksums(self, chunks: ChunkTable) -> None:
-        num_blocks_of = (-(-chunks.num_bytes // self.block_bytes)).astype(np.float64)
+    def _check_checksum_files(self, chunks: ChunkTable) -> None:
+        """Check that files of checksums come after those with some chunks."""
+        if len(self.checksum_files):
+            last = chunks.file_ids.max(initial=0)
+            require(last <= self.checksum_files[-1], "a chunk has no checksums")
+
+    def _check_number_of_checksums(self, num_blocks: npt.NDArray[np.float64]) -> None:
+        """Check how many checksums there are for the blocks in each file."""
         are_here = self.has_checksums and not len(self.checksum_files)
-        num_blocks = num_blocks_of.sum() if are_here else 0
-        require(len(self.block_checksums) == num_blocks, "the number of checksums is wrong")
+        expected_here = num_blocks.sum() if are_here else 0
+        require(len(self.block_checksums) == expected_here, "the number of checksums is wrong")
         if not len(self.checksum_files):
             return
-        groups = np.searchsorted(self.checksum_files, chunks.file_ids)
-        require(groups.max(initial=0) < len(self.checksum_files), "a chunk has no checksums")
-        # Integer sums would wrap around.
-        in_groups = np.bincount(groups, num_blocks_of, len(self.checksum_files))
-        for file_id, expected in zip(self.checksum_files.tolist(), in_groups, strict=True):
+        groups = np.searchsorted(self.checksum_files, np.arange(len(num_blocks)))
+        # Files after the last one have no chunks.
+        in_groups = np.bincount(groups, num_blocks).tolist()
+        for file_id, expected in zip(self.checksum_files.tolist(), in_groups, strict=False):
             check_size_of_checksums(self.files[file_id], expected)
 
 

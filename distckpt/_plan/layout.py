@@ -24,6 +24,7 @@ from distckpt._format.manifest import (
     FORMAT_VERSION,
     OBJECT,
     ChunkTable,
+    LazyChunks,
     Manifest,
     ShardFile,
 )
@@ -394,14 +395,14 @@ class LoadedPlan(NamedTuple):
         rank: of this process, when it loaded it.
         num_ranks: that loaded it, as many as have saved it.
         own: its keys, and the chunks of the files of this rank.
-        of_all: on the coordinator, the chunks of all ranks, without checksums.
+        of_all: on the coordinator, the chunks of all ranks, in the form in which they are stored.
     """
 
     number: int
     rank: int
     num_ranks: int
     own: Manifest
-    of_all: ChunkTable | None
+    of_all: ChunkTable | LazyChunks | None
 
 
 loaded_plans: deque[LoadedPlan] = deque(maxlen=MAX_PLANS)
