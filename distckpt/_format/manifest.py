@@ -435,9 +435,7 @@ class Manifest:
         key_ndims = np.array([len(shape) for shape in self.global_shapes], np.int64)
         key_shapes = _padded_shapes(self.global_shapes, chunks.offsets.shape[1])
         columns = {"key_shapes": key_shapes, "key_ndims": key_ndims, **chunks.columns()}
-        columns |= self._columns_of_values() | dict(further or {})
-        if not isinstance(chunks.files, list):
-            columns |= chunks.files.columns()
+        columns |= self._columns_of_values() | dict(further or {}) | _columns_of_files(chunks.files)
         data = pack(fields, {name: narrow(column) for name, column in columns.items()})
         if len(data) > MAX_TABLE_BYTES:
             raise too_large(f"{len(data)} bytes")
@@ -638,6 +636,10 @@ def _field_of_files(files: Files) -> dict[str, Any]:
     if isinstance(files, list):
         return {"files": files}
     return {FILE_PATTERNS: [pattern.to_json() for pattern in files.patterns]}
+
+
+def _columns_of_files(files: Files) -> dict[str, Column]:
+    return {} if isinstance(files, list) else files.columns()
 
 
 def _holders_in(files: Files, has_checksums: bool) -> IntArray:
