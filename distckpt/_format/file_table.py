@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import operator
 import re
-from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -120,12 +119,17 @@ class FileTable(Sequence[ShardFile]):
             columns[: len(numbers), ids] = numbers
             pattern_ids[ids] = len(patterns)
             patterns.append(pattern)
-        sizes = np.array([file[1:3] for file in files], np.int64).reshape(-1, 2)
+        num_bytes = np.array([file.num_bytes for file in files], np.int64)
+        header_bytes = np.array([file.header_bytes for file in files], np.int64)
         checksums = np.array([file.header_checksum for file in files], np.uint64)
-        pattern_ids, numbers, num_bytes, header_bytes = map(
-            narrow, (pattern_ids, columns.T, *sizes.T)
+        return cls(
+            patterns,
+            narrow(pattern_ids),
+            narrow(columns.T),
+            narrow(num_bytes),
+            narrow(header_bytes),
+            checksums,
         )
-        return cls(patterns, pattern_ids, numbers, num_bytes, header_bytes, checksums)
 
     @classmethod
     def from_columns(cls, patterns: Any, columns: Mapping[str, Column]) -> FileTable:
@@ -254,27 +258,29 @@ class FileTable(Sequence[ShardFile]):
 _DTYPES: Mapping[str, Sequence[Any]] = {_CHECKSUMS: (np.uint64,)}
 
 
-def _patterns_of(names: Sequence[str]) -> Iterator[tuple[NamePattern, list[int], IntArray]]:
+def _patterns_of(names: Sequence[str]) -> Iterator[tuple[NamePattern, IntArray, IntArray]]:
     """Yield patterns, each with the places of the names that have it, and a row for each of their
     numbers.
     """
-    places: dict[tuple[str, ...], list[int]] = defaultdict(list)
-    digits: dict[tuple[str, ...], list[list[str]]] = defaultdict(list)
-    for place, name in enumerate(names):
-        pieces = _NUMBER.split(name)
-        texts = tuple(pieces[::2])
-        places[texts].append(place)
-        digits[texts].append(pieces[1::2])
-    for texts, ids in places.items():
-        columns = [*zip(*digits[texts], strict=True)]
+    # All names at once, which takes half the time.
+    pieces = _NUMBER.split("\0".join(names))
+    texts, digits = pieces[::2], pieces[1::2]
+    forms = "0".join(texts).split("\0")[: len(names)]
+    kinds = {form: kind for kind, form in enumerate(dict.fromkeys(forms))}
+    kind_of = np.array([kinds[form] for form in forms], np.int64)
+    counts = np.array([form.count("0") for form in kinds], np.int64)[kind_of]
+    firsts = np.cumsum(counts) - counts
+    for form, kind in kinds.items():
+        ids = np.flatnonzero(kind_of == kind)
+        between = form.split("0")
+        places = (firsts[ids] + place for place in range(len(between) - 1))
+        columns = [[digits[place] for place in column.tolist()] for column in places]
         if all(map(_are_numbers, columns)):
-            yield _pattern_of(texts, columns, ids)
+            yield _pattern_of(between, columns, ids)
         else:
             # As the names of files of several saves may be.
-            yield from (
-                (NamePattern((names[each],), ()), [each], np.zeros((0, 1), np.int64))
-                for each in ids
-            )
+            for each in ids.tolist():
+                yield NamePattern((names[each],), ()), np.array([each]), np.zeros((0, 1), np.int64)
 
 
 def _are_numbers(texts: Sequence[str]) -> bool:
@@ -290,8 +296,8 @@ def _are_numbers(texts: Sequence[str]) -> bool:
 
 
 def _pattern_of(
-    texts: Sequence[str], columns: Iterable[Sequence[str]], ids: list[int]
-) -> tuple[NamePattern, list[int], IntArray]:
+    texts: Sequence[str], columns: Iterable[Sequence[str]], ids: IntArray
+) -> tuple[NamePattern, IntArray, IntArray]:
     """Return the pattern of names that have some texts, and columns of digits between them. Numbers
     that all names have are texts of it.
     """

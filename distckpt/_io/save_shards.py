@@ -885,6 +885,7 @@ def write_manifest(
     if suffix:
         named = [file._replace(name=in_folder(file.name, suffix)) for file in chunks.files]
         chunks = chunks._replace(files=named)
+    sizes = [(file.name, file.num_bytes) for file in chunks.files]
     if parts:
         chunks = chunks._replace(files=_file_table().FileTable.of(chunks.files))
     data = planned.manifest.to_bytes(chunks, columns)
@@ -892,7 +893,6 @@ def write_manifest(
     if not locations.create_bytes(locations.join(checkpoint_dir, name), data, durable):
         name = f"manifest{suffix or '-' + secrets.token_hex(8)}.safetensors"
         locations.write_bytes(locations.join(checkpoint_dir, name), data, durable)
-    sizes = [(file.name, file.num_bytes) for file in chunks.files]
     return marker_fields(data, name, version_of(chunks.files)), [*sizes, (name, len(data))]
 
 
