@@ -735,9 +735,9 @@ def _stats_of(columns: Mapping[str, Column], num_keys: int) -> StatsColumns | No
 
 
 def _read_chunks(
-    files: Files, columns: Mapping[str, Column], num_axes: int, location: str
+    files: Files, columns: dict[str, Column], num_axes: int, location: str
 ) -> ChunkTable | LazyChunks:
-    """Return the chunk table of a manifest, which may carry parts."""
+    """Return the chunk table of a manifest, which may carry parts: they are removed from it."""
     carried = sorted(name for name in columns if name.startswith(CARRIED_PART))
     if not carried:
         chunks = ChunkTable(
@@ -745,7 +745,8 @@ def _read_chunks(
         )
         _check_columns(chunks, num_axes)
         return chunks
-    parts = [Part.from_bytes(columns[name].tobytes()) for name in carried]
+    # Each is decoded into as much again.
+    parts = [Part.from_bytes(columns.pop(name).tobytes()) for name in carried]
     parts.append(Part(len(columns["key_ids"]), columns))
     num_rows = sum(part.num_rows for part in parts)
     require(num_rows * (4 + 2 * num_axes) <= MAX_TABLE_NUMBERS, f"{num_rows} chunks are too many")
