@@ -15,20 +15,13 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from distckpt._format.columns import Column
-from distckpt._format.manifest import (
-    CHECKSUMS_SUFFIX,
-    FILE_PATTERNS,
-    MAX_TABLE_BYTES,
-    ShardFile,
-    narrow,
-    require,
-)
-from distckpt._format.safetensors_file import MAX_HEADER_BYTES
+from distckpt._format.columns import Column, narrow, require
+from distckpt._format.safetensors_file import CHECKSUMS_SUFFIX, MAX_HEADER_BYTES, ShardFile
 from distckpt._geometry.region import IntArray
 from distckpt._storage import locations
 
-_NUMBERS, _BYTES, _HEADER_BYTES = "file_numbers", "file_bytes", "file_header_bytes"
+_PATTERNS, _NUMBERS = "file_patterns", "file_numbers"
+_BYTES, _HEADER_BYTES = "file_bytes", "file_header_bytes"
 _CHECKSUMS = "file_checksums"
 _INTEGERS = (np.uint8, np.uint16, np.uint32, np.int64)
 _MAX_DIGITS = 18
@@ -132,25 +125,32 @@ class FileTable(Sequence[ShardFile]):
         )
 
     @classmethod
-    def from_columns(cls, patterns: Any, columns: Mapping[str, Column]) -> FileTable:
+    def from_columns(
+        cls, patterns: Any, columns: Mapping[str, Column], max_table_bytes: int
+    ) -> FileTable:
         """Decode a field and columns of a manifest, and check them.
+
+        Args:
+            patterns: the field.
+            columns: all of the manifest.
+            max_table_bytes: the limit of files that are all header.
 
         Raises:
             ValueError: they contradict each other, or are no files of a checkpoint.
         """
         require(isinstance(patterns, list), "its patterns of names are no list")
-        names = (FILE_PATTERNS, _NUMBERS, _BYTES, _HEADER_BYTES, _CHECKSUMS)
+        names = (_PATTERNS, _NUMBERS, _BYTES, _HEADER_BYTES, _CHECKSUMS)
         found = [columns[name] for name in names]
         table = cls([*map(NamePattern.from_json, patterns)], *found)
         table._check_columns(dict(zip(names, found, strict=True)))
         table._check_names()
-        table._check_sizes()
+        table._check_sizes(max_table_bytes)
         return table
 
     def columns(self) -> dict[str, Column]:
         """Return the columns of a manifest."""
         return {
-            FILE_PATTERNS: self._pattern_ids,
+            _PATTERNS: self._pattern_ids,
             _NUMBERS: self._numbers,
             _BYTES: self.num_bytes,
             _HEADER_BYTES: self.header_bytes,
@@ -245,9 +245,9 @@ class FileTable(Sequence[ShardFile]):
         for place in np.flatnonzero(is_same)[:1].tolist():
             raise ValueError(f"two files have the name {self[order[place]].name!r:.300}")
 
-    def _check_sizes(self) -> None:
+    def _check_sizes(self, max_table_bytes: int) -> None:
         is_all_header = self.header_bytes == self.num_bytes
-        limits = np.where(is_all_header, MAX_TABLE_BYTES, 8 + MAX_HEADER_BYTES)
+        limits = np.where(is_all_header, max_table_bytes, 8 + MAX_HEADER_BYTES)
         fits = (self.header_bytes >= 0) & (self.header_bytes <= self.num_bytes)
         fits &= self.header_bytes <= limits
         for place in np.flatnonzero(~fits)[:1].tolist():

@@ -19,9 +19,9 @@ import numpy.typing as npt
 from distckpt._base.dtypes import ITEM_BYTES, is_known
 from distckpt._base.errors import CheckpointingException, CorruptCheckpointError
 from distckpt._format.checksum import BLOCK_BYTES, checksum
-from distckpt._format.columns import Column, pack, unpack
+from distckpt._format.columns import Column, narrow, pack, require, unpack
 from distckpt._format.lazy_columns import LazyColumn, Part, SortedRows, starts_of_keys
-from distckpt._format.safetensors_file import MAX_HEADER_BYTES
+from distckpt._format.safetensors_file import MAX_HEADER_BYTES, ShardFile
 from distckpt._geometry.region import IntArray, Region, stable_order, widen
 from distckpt._storage import locations
 
@@ -48,7 +48,6 @@ MAX_BLOCKS = 1 << 16
 """With more blocks (16 GiB of data), their checksums are in files of their own, beside the shards;
 otherwise in the manifest, which takes no further file.
 """
-CHECKSUMS_SUFFIX = ".checksums"
 CHECKSUM_BYTES = 8
 CARRIED_PART = "part:"
 """Begins the name of a column that holds the bytes of a part of the chunk table, in manifests that
@@ -63,24 +62,6 @@ OBJECT = "OBJECT"
 """Takes the place of a dtype name where the chunks of a key are encoded objects, one for each cell
 of the global shape.
 """
-
-
-class ShardFile(NamedTuple):
-    """A file of the checkpoint: its name, relative to the directory, its size, and the size and
-    checksum of its header.
-    """
-
-    name: str
-    num_bytes: int
-    header_bytes: int
-    header_checksum: int
-
-    @property
-    def holds_checksums(self) -> bool:
-        """Tell whether it holds the checksums of blocks: those of all files that are listed between
-        the previous such file and this one. All of its bytes count as header.
-        """
-        return self.name.endswith(CHECKSUMS_SUFFIX)
 
 
 Files: TypeAlias = "list[ShardFile] | FileTable"
@@ -628,7 +609,9 @@ def files_in(fields: Mapping[str, Any], columns: Mapping[str, Column]) -> Files:
         return list(map(ShardFile._make, fields["files"]))
     # Imported when it is needed: few checkpoints are so large.
     file_table = importlib.import_module("distckpt._format.file_table")
-    files: FileTable = file_table.FileTable.from_columns(fields[FILE_PATTERNS], columns)
+    files: FileTable = file_table.FileTable.from_columns(
+        fields[FILE_PATTERNS], columns, MAX_TABLE_BYTES
+    )
     return files
 
 
@@ -706,17 +689,6 @@ def num_blocks_of(manifest: Manifest) -> int:
 def file_of_checksums(name: str, data: bytes) -> ShardFile:
     """Describe a file that holds checksums."""
     return ShardFile(name, len(data), len(data), checksum(data))
-
-
-def narrow(column: npt.NDArray[Any]) -> npt.NDArray[Any]:
-    """Return a column of signed integers with as few bytes per number as its numbers need; others
-    as they are.
-    """
-    if column.dtype.kind != "i" or column.min(initial=0) < 0:
-        return column
-    largest = column.max(initial=0)
-    fitting = (each for each in (np.uint8, np.uint16, np.uint32) if largest <= np.iinfo(each).max)
-    return column.astype(next(fitting, np.int64))
 
 
 def _widened(column: npt.NDArray[Any]) -> npt.NDArray[Any]:
@@ -830,9 +802,3 @@ def judging_manifest(location: str) -> Iterator[None]:
             f"The manifest {location!r} is damaged ({type(error).__name__}: {error}). "
             "Load another checkpoint, or restore this file from a copy."
         ) from error
-
-
-def require(condition: bool, what: str) -> None:
-    """Raise ValueError with a text unless a condition holds."""
-    if not condition:
-        raise ValueError(what)

@@ -11,20 +11,18 @@ import numpy as np
 from distckpt._base.errors import CorruptCheckpointError
 from distckpt._base.threads import NUM_REQUESTS, run_threads
 from distckpt._format.checksum import checksum
-from distckpt._format.columns import pack, pack_table, unpack
+from distckpt._format.columns import narrow, pack, pack_table, require, unpack
 from distckpt._format.manifest import (
     CARRIED_PART,
     MAX_TABLE_BYTES,
     TABLE_COLUMNS,
     ChunkTable,
-    ShardFile,
     files_in,
     judging_manifest,
-    narrow,
-    require,
 )
 from distckpt._format.marker import read_file
 from distckpt._format.planned_manifest import PlannedManifest
+from distckpt._format.safetensors_file import ShardFile
 from distckpt._geometry.region import IntArray
 from distckpt._storage import locations
 

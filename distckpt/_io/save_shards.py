@@ -31,7 +31,6 @@ from distckpt._format.manifest import (
     MANIFEST_NAME,
     ChunkTable,
     Manifest,
-    ShardFile,
     file_of_checksums,
     marker_fields,
     needs_checksum_files,
@@ -40,6 +39,7 @@ from distckpt._format.manifest import (
 )
 from distckpt._format.manifest_parts import with_parts
 from distckpt._format.planned_manifest import PlannedManifest, planned_manifest, report_of
+from distckpt._format.safetensors_file import ShardFile
 from distckpt._geometry.region import IntArray
 from distckpt._io.prepared_save import FileCopies, PreparedSave
 from distckpt._io.replicas import add_digests, samples_of_rows, weighted_digest

@@ -26,13 +26,7 @@ from distckpt._checkpoint.opening import BACKEND, VERSION, open_undisturbed
 from distckpt._checkpoint.stored_values import object_keys, read_encoded
 from distckpt._commit import posix
 from distckpt._format.checksum import BLOCK_BYTES, checksum
-from distckpt._format.manifest import (
-    NO_FINGERPRINT,
-    OBJECT,
-    Manifest,
-    ShardFile,
-    needs_checksum_files,
-)
+from distckpt._format.manifest import NO_FINGERPRINT, OBJECT, Manifest, needs_checksum_files
 from distckpt._format.marker import (
     CheckpointingConfig,
     names_of_module,
@@ -41,6 +35,7 @@ from distckpt._format.marker import (
     schedulers_of,
 )
 from distckpt._format.planned_manifest import planned_manifest
+from distckpt._format.safetensors_file import ShardFile
 from distckpt._format.stored_checkpoint import StoredCheckpoint
 from distckpt._geometry.region import Region, whole
 from distckpt._io import background

@@ -19,19 +19,13 @@ import numpy.typing as npt
 
 from distckpt._base.dtypes import ITEM_BYTES
 from distckpt._format.checksum import checksum
-from distckpt._format.manifest import (
-    CHECKSUMS_SUFFIX,
-    FORMAT_VERSION,
-    OBJECT,
-    ChunkTable,
-    LazyChunks,
-    Manifest,
-    ShardFile,
-)
+from distckpt._format.manifest import FORMAT_VERSION, OBJECT, ChunkTable, LazyChunks, Manifest
 from distckpt._format.planned_manifest import PlannedManifest
 from distckpt._format.safetensors_file import (
+    CHECKSUMS_SUFFIX,
     GLOBAL_SHAPES,
     Entry,
+    ShardFile,
     build_header,
     layout_order,
     object_file_name,

@@ -24,19 +24,11 @@ import numpy.typing as npt
 
 from distckpt._base.errors import CheckpointingException, CorruptCheckpointError
 from distckpt._format.checksum import BLOCK_BYTES, checksum
-from distckpt._format.manifest import (
-    OBJECT,
-    ChunkTable,
-    Files,
-    LazyChunks,
-    Manifest,
-    ShardFile,
-    narrow,
-    require,
-)
+from distckpt._format.columns import narrow, require
+from distckpt._format.manifest import OBJECT, ChunkTable, Files, LazyChunks, Manifest
 from distckpt._format.manifest_parts import part_of, parts_by_name
 from distckpt._format.planned_manifest import PlannedManifest, planned_in_order
-from distckpt._format.safetensors_file import shard_file_name
+from distckpt._format.safetensors_file import ShardFile, shard_file_name
 from distckpt._geometry.region import IntArray, Region, intersect, stacked
 from distckpt._plan.layout import (
     LoadedPlan,

@@ -14,7 +14,8 @@ import distckpt
 from distckpt import CorruptCheckpointError, ShardedObject, ShardedTensor
 from distckpt._format import manifest, manifest_parts
 from distckpt._format.file_table import FileTable
-from distckpt._format.manifest import ChunkTable, Manifest, ShardFile
+from distckpt._format.manifest import ChunkTable, Manifest
+from distckpt._format.safetensors_file import ShardFile
 from tests.support.forged_files import files_in, forge, forge_files, marker_of
 
 WEIGHT = torch.arange(12.0).reshape(3, 4)
@@ -89,7 +90,7 @@ def test_names_of_files_on_object_stores(suffix):
 def decoded(table):
     """Return the files of a table as a reader gets it."""
     patterns = [pattern.to_json() for pattern in table.patterns]
-    return FileTable.from_columns(patterns, table.columns())
+    return FileTable.from_columns(patterns, table.columns(), 1 << 32)
 
 
 NAMES = st.lists(
