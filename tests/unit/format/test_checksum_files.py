@@ -9,10 +9,12 @@ import pytest
 import safetensors.numpy
 import torch
 import xxhash
+from safetensors.torch import load_file
 
 import distckpt
 from distckpt import CheckpointingException, CorruptCheckpointError, ShardedObject, ShardedTensor
 from distckpt._format import manifest, manifest_parts
+from distckpt.cli import main
 from distckpt.megatron.serialization import remove_sharded_tensors
 from tests.support.forged_files import forge_files
 
@@ -157,6 +159,23 @@ def test_it_is_resharded_and_tensors_are_removed(path, tmp_path):
     remove_sharded_tensors(tmp_path / "r", "other")
     assert checksum_file(tmp_path / "r").stat().st_size % 8 == 0
     assert_is_whole(tmp_path / "r", ["large", "small"])
+
+
+def test_it_is_exported_merged_compared_and_shown(path, tmp_path, capsys):
+    other = {**TENSORS, "large": TENSORS["large"] + 2}
+    distckpt.save(state_of(other), tmp_path / "other")
+    distckpt.consolidate(path, tmp_path / "export")
+    exported = load_file(tmp_path / "export" / "model.safetensors")
+    assert all(torch.equal(exported[key], TENSORS[key]) for key in TENSORS)
+    distckpt.merge([path, tmp_path / "other"], tmp_path / "merged")
+    merged = load_file(tmp_path / "merged" / "model.safetensors")
+    torch.testing.assert_close(merged["large"], TENSORS["large"] + 1)
+    found = distckpt.diff(path, tmp_path / "other")
+    assert [each.key for each in found.tensors] == ["large"]
+    assert main(["inspect", str(path), "--json"]) == 0
+    shown = json.loads(capsys.readouterr().out)
+    names = {str(file.relative_to(path)) for file in path.rglob("*/*") if file.is_file()}
+    assert {file["name"] for file in shown["files"]} == names
 
 
 def test_a_checkpoint_too_large_for_readers_is_refused_before_it_is_written(tmp_path, monkeypatch):
