@@ -14,7 +14,7 @@ from distckpt._format.manifest import is_manifest_name
 from distckpt._format.marker import CONFIG_FNAME, parse_config
 from distckpt._storage import locations
 
-READER_VERSION = 3
+READER_VERSION = 4
 """The newest format version this package reads."""
 _OF_TORCH_SAVE = (".pt", ".pth", ".bin", ".ckpt")
 _MARKERS = (CONFIG_FNAME, *(known.marker for known in MARKED_CHECKPOINTS))

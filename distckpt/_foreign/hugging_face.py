@@ -24,9 +24,10 @@ from distckpt._checkpoint.stored_pieces import StoredPiece, build_manifest
 from distckpt._format import safetensors_file
 from distckpt._format.foreign_formats import HUGGING_FACE
 from distckpt._format.hf_names import SINGLE_NAME, SUFFIX
-from distckpt._format.manifest import MAX_TABLE_BYTES, Manifest, ShardFile, is_manifest_name
+from distckpt._format.manifest import MAX_TABLE_BYTES, Manifest, is_manifest_name
 from distckpt._format.marker import read_file
 from distckpt._format.read_header import Header, read_header
+from distckpt._format.safetensors_file import ShardFile
 from distckpt._format.stored_checkpoint import StoredCheckpoint
 from distckpt._geometry.region import Region, whole
 from distckpt._io.read import read_chunks

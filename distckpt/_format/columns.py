@@ -97,3 +97,20 @@ def _runs_of(column: Column) -> tuple[Column, Column]:
     deltas = np.diff(flat, prepend=0)
     starts = np.flatnonzero(np.append(True, deltas[1:] != deltas[:-1])[: len(deltas)])
     return deltas[starts], np.diff(starts, append=len(deltas))
+
+
+def narrow(column: npt.NDArray[Any]) -> npt.NDArray[Any]:
+    """Return a column of signed integers with as few bytes per number as its numbers need; others
+    as they are.
+    """
+    if column.dtype.kind != "i" or column.min(initial=0) < 0:
+        return column
+    largest = column.max(initial=0)
+    fitting = (each for each in (np.uint8, np.uint16, np.uint32) if largest <= np.iinfo(each).max)
+    return column.astype(next(fitting, np.int64))
+
+
+def require(condition: bool, what: str) -> None:
+    """Raise ValueError with a text unless a condition holds."""
+    if not condition:
+        raise ValueError(what)

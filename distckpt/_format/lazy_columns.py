@@ -189,15 +189,16 @@ class LazyColumn:
 
     Attributes:
         shape: (rows,) or (rows, axes).
+        starts: the first row of each part that has rows, and the number of all rows.
     """
 
     def __init__(self, parts: Sequence[Part], name: str, num_axes: int | None = None) -> None:
         segments = [part.segment(name, num_axes) for part in parts]
         self._segments = [segment for segment in segments if segment.num_rows]
         self._num_axes = num_axes
-        self._starts: IntArray = np.cumsum([0, *(each.num_rows for each in self._segments)])
+        self.starts: IntArray = np.cumsum([0, *(each.num_rows for each in self._segments)])
         axes = () if num_axes is None else (num_axes,)
-        self.shape: tuple[int, ...] = (int(self._starts[-1]), *axes)
+        self.shape: tuple[int, ...] = (int(self.starts[-1]), *axes)
 
     def __len__(self) -> int:
         return self.shape[0]
@@ -218,7 +219,12 @@ class LazyColumn:
     def whole(self) -> IntArray:
         """Return the column as an array."""
         empty = np.zeros((0, *self.shape[1:]), np.int64)
-        return np.concatenate([empty, *(each.all(self._num_axes) for each in self._segments)])
+        return np.concatenate([empty, *self.parts()])
+
+    def parts(self) -> Iterator[IntArray]:
+        """Yield what is in each part that has rows."""
+        for segment in self._segments:
+            yield segment.all(self._num_axes)
 
     def rows_of(self, numbers: IntArray) -> IntArray:
         """Return the rows that have some distinct numbers, in ascending order."""
@@ -233,14 +239,14 @@ class LazyColumn:
             yield range(start, start + segment.num_rows), segment.runs()
 
     def _with_starts(self) -> Iterator[tuple[Segment, int]]:
-        return zip(self._segments, self._starts.tolist(), strict=False)
+        return zip(self._segments, self.starts.tolist(), strict=False)
 
     def _at(self, rows: IntArray) -> IntArray:
         found = np.empty((len(rows), *self.shape[1:]), np.int64)
-        parts = np.searchsorted(self._starts, rows, "right") - 1
+        parts = np.searchsorted(self.starts, rows, "right") - 1
         for part in np.flatnonzero(np.bincount(parts)).tolist():
             is_here = parts == part
-            here = rows[is_here] - self._starts[part]
+            here = rows[is_here] - self.starts[part]
             found[is_here] = self._segments[part].at(here, self._num_axes)
         return found
 

@@ -11,7 +11,7 @@ import itertools
 import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -19,17 +19,20 @@ import numpy.typing as npt
 from distckpt._base.dtypes import ITEM_BYTES, is_known
 from distckpt._base.errors import CheckpointingException, CorruptCheckpointError
 from distckpt._format.checksum import BLOCK_BYTES, checksum
-from distckpt._format.columns import Column, pack, unpack
+from distckpt._format.columns import Column, narrow, pack, require, unpack
 from distckpt._format.lazy_columns import LazyColumn, Part, SortedRows, starts_of_keys
-from distckpt._format.safetensors_file import MAX_HEADER_BYTES
+from distckpt._format.safetensors_file import MAX_HEADER_BYTES, ShardFile
 from distckpt._geometry.region import IntArray, Region, stable_order, widen
 from distckpt._storage import locations
 
 if TYPE_CHECKING:
+    from distckpt._format.file_table import FileTable
     from distckpt._format.tensor_stats import StatsColumns
 
 FORMAT_VERSION = 3
 MIN_READER_VERSION = 3
+DIVIDED_VERSION = 4
+"""Version of manifests that have parts, and of the oldest reader of these."""
 MANIFEST_NAME = "manifest.safetensors"
 _MANIFEST_NAMES = re.compile(r"manifest(-[0-9a-f]{16})?\.safetensors")
 """The name has a nonce where an object store already holds another manifest."""
@@ -45,12 +48,13 @@ MAX_BLOCKS = 1 << 16
 """With more blocks (16 GiB of data), their checksums are in files of their own, beside the shards;
 otherwise in the manifest, which takes no further file.
 """
-CHECKSUMS_SUFFIX = ".checksums"
 CHECKSUM_BYTES = 8
 CARRIED_PART = "part:"
 """Begins the name of a column that holds the bytes of a part of the chunk table, in manifests that
 are sent to other ranks.
 """
+FILE_PATTERNS = "file_patterns"
+"""Takes the place of the field `files` in manifests that have parts, see `file_table`."""
 CHECKSUM = "xxh3-64"
 FINGERPRINTS = "fingerprints"
 NO_FINGERPRINT = (1 << 64) - 1
@@ -60,22 +64,8 @@ of the global shape.
 """
 
 
-class ShardFile(NamedTuple):
-    """A file of the checkpoint: its name, relative to the directory, its size, and the size and
-    checksum of its header.
-    """
-
-    name: str
-    num_bytes: int
-    header_bytes: int
-    header_checksum: int
-
-    @property
-    def holds_checksums(self) -> bool:
-        """Tell whether it holds the checksums of blocks: those of all files that are listed between
-        the previous such file and this one. All of its bytes count as header.
-        """
-        return self.name.endswith(CHECKSUMS_SUFFIX)
+Files: TypeAlias = "list[ShardFile] | FileTable"
+"""A list, or, in manifests that have parts, a sequence that computes files."""
 
 
 class ChunkTable(NamedTuple):
@@ -97,7 +87,7 @@ class ChunkTable(NamedTuple):
             are unknown, or in files of their own.
     """
 
-    files: list[ShardFile]
+    files: Files
     key_ids: IntArray
     file_ids: IntArray
     first_bytes: IntArray
@@ -173,7 +163,7 @@ class LazyChunks(NamedTuple):
     """
 
     location: str
-    files: list[ShardFile]
+    files: Files
     key_ids: LazyColumn
     file_ids: LazyColumn
     first_bytes: LazyColumn
@@ -186,6 +176,13 @@ class LazyChunks(NamedTuple):
         """Return all chunks."""
         columns = {name: getattr(self, name).whole() for name in TABLE_COLUMNS}
         return ChunkTable(self.files, **columns, block_checksums=self.block_checksums)
+
+    def parts(self) -> Iterator[ChunkTable]:
+        """Yield the chunks of each part that has some, without checksums."""
+        parts = zip(*(getattr(self, name).parts() for name in TABLE_COLUMNS), strict=True)
+        for numbers in parts:
+            columns = dict(zip(TABLE_COLUMNS, numbers, strict=True))
+            yield ChunkTable(self.files, **columns, block_checksums=np.zeros(0, np.uint64))
 
     def rows(self, rows: IntArray) -> ChunkTable:
         """Return the chunks in some rows, without checksums."""
@@ -233,6 +230,7 @@ class Manifest:
         stats: statistics of the tensors as they were saved; None if no key has them.
 
     Attributes:
+        table: the chunks as they were given.
         checksum_files: the numbers of the files that hold checksums; none if `block_checksums` has
             them.
         fetched_checksums: what `checksum_files` hold, as far as it was fetched; by number of file.
@@ -256,7 +254,7 @@ class Manifest:
         self.keys = list(keys)
         self.dtypes = list(dtypes)
         self.global_shapes = list(global_shapes)
-        self._table = chunks
+        self.table = chunks
         self.aliases = dict(aliases)
         self.block_bytes = block_bytes
         self.has_checksums = has_checksums
@@ -274,9 +272,7 @@ class Manifest:
         self.shapes = chunks.shapes
         self.block_checksums = chunks.block_checksums
         self.key_starts = _key_starts(chunks, len(self.keys))
-        self.checksum_files: IntArray = np.flatnonzero(
-            [has_checksums and file.holds_checksums for file in self.files]
-        )
+        self.checksum_files = _holders_in(self.files, has_checksums)
         self.fetched_checksums: dict[int, npt.NDArray[np.uint64]] = {}
 
     @functools.cached_property
@@ -284,10 +280,10 @@ class Manifest:
         """All chunks. Where parts of the manifest hold them, they take much more memory than the
         manifest.
         """
-        if isinstance(self._table, ChunkTable):
-            return self._table
-        with judging_manifest(self._table.location):
-            chunks = self._table.whole()
+        if isinstance(self.table, ChunkTable):
+            return self.table
+        with judging_manifest(self.table.location):
+            chunks = self.table.whole()
             self._check_chunks(chunks)
         return chunks
 
@@ -308,7 +304,7 @@ class Manifest:
 
     @functools.cached_property
     def _sorted_rows(self) -> SortedRows | None:
-        table = self._table
+        table = self.table
         if isinstance(table, ChunkTable):
             return None
         return SortedRows.of(self.key_starts, table.offsets, table.shapes)
@@ -372,9 +368,9 @@ class Manifest:
 
     def rows(self, rows: IntArray) -> ChunkTable:
         """Return the chunks in some rows, in their order, without checksums."""
-        if isinstance(self._table, ChunkTable):
-            return self._table.without_blocks(rows)
-        return self._table.rows(rows)
+        if isinstance(self.table, ChunkTable):
+            return self.table.without_blocks(rows)
+        return self.table.rows(rows)
 
     def check_rows(self, rows: IntArray) -> None:
         """Check that some chunks lie inside of their tensors and files, unless it is known.
@@ -382,8 +378,8 @@ class Manifest:
         Raises:
             CorruptCheckpointError: a chunk does not.
         """
-        if isinstance(self._table, LazyChunks):
-            with judging_manifest(self._table.location):
+        if isinstance(self.table, LazyChunks):
+            with judging_manifest(self.table.location):
                 self._check_positions(self.rows(rows))
 
     def chunk_region(self, row: int) -> Region:
@@ -403,10 +399,10 @@ class Manifest:
         """
         chunks = chunks or self.chunks
         fields = {
-            "format_version": FORMAT_VERSION,
+            "format_version": version_of(chunks.files),
             "keys": self.keys,
             "dtypes": self.dtypes,
-            "files": chunks.files,
+            **_field_of_files(chunks.files),
             "aliases": self.aliases,
             "block_bytes": self.block_bytes,
             "checksum": CHECKSUM if self.has_checksums else None,
@@ -420,7 +416,7 @@ class Manifest:
         key_ndims = np.array([len(shape) for shape in self.global_shapes], np.int64)
         key_shapes = _padded_shapes(self.global_shapes, chunks.offsets.shape[1])
         columns = {"key_shapes": key_shapes, "key_ndims": key_ndims, **chunks.columns()}
-        columns |= self._columns_of_values() | dict(further or {})
+        columns |= self._columns_of_values() | dict(further or {}) | _columns_of_files(chunks.files)
         data = pack(fields, {name: narrow(column) for name, column in columns.items()})
         if len(data) > MAX_TABLE_BYTES:
             raise too_large(f"{len(data)} bytes")
@@ -431,7 +427,7 @@ class Manifest:
         """Decode a manifest, which may carry parts; check that it does not contradict itself."""
         with judging_manifest(location):
             fields, columns = unpack(data)
-            files = list(map(ShardFile._make, fields["files"]))
+            files = files_in(fields, columns)
             key_shapes, key_ndims = map(_widened, (columns["key_shapes"], columns["key_ndims"]))
             _check_columns_of_keys(key_shapes, key_ndims, len(fields["keys"]))
             chunks = _read_chunks(files, columns, key_shapes.shape[1], location)
@@ -499,20 +495,21 @@ class Manifest:
                 settings.are_settings(self.quantization),
                 "what it says of quantized tensors is not a setting",
             )
-        self._check_files()
+        if isinstance(self.files, list):
+            self._check_files(self.files)
         require(self.block_checksums.dtype == np.uint64, "checksums are not uint64")
         require(self.block_checksums.ndim == 1, "checksums are not one column")
         require(
             self.has_checksums or self.block_bytes == BLOCK_BYTES,
             "blocks of an unusual size, without checksums",
         )
-        if isinstance(self._table, ChunkTable):
-            self._check_chunks(self._table)
+        if isinstance(self.table, ChunkTable):
+            self._check_chunks(self.table)
 
-    def _check_files(self) -> None:
+    def _check_files(self, files: list[ShardFile]) -> None:
         # Our own files lie at most one folder down; other programs may nest theirs deeper.
         max_parts = 2 if self.origin is None else 4
-        for name, num_bytes, header_bytes, header_checksum in self.files:
+        for name, num_bytes, header_bytes, header_checksum in files:
             if not locations.is_inner_name(name, max_parts):
                 raise ValueError(f"the file name {name!r:.300} leads elsewhere")
             is_all_header = header_bytes == num_bytes
@@ -530,18 +527,32 @@ class Manifest:
 
     def _check_chunks(self, chunks: ChunkTable) -> None:
         """Check a table of all chunks."""
-        self._check_number_of_checksums(chunks)
-        require(bool((np.diff(chunks.key_ids) >= 0).all()), "chunks are not sorted by key")
-        self._check_positions(chunks)
-        # No byte is in two chunks, so a small file cannot claim large tensors. Integer sums would
-        # wrap around.
-        in_files = np.bincount(
-            chunks.file_ids, chunks.num_bytes.astype(np.float64), len(self.files)
-        )
+        for _ in self.checked(iter([chunks])):
+            pass
+
+    def checked(self, parts: Iterator[ChunkTable]) -> Iterator[ChunkTable]:
+        """Yield parts of a table of all chunks when they are checked; what they have together is
+        checked at the end.
+
+        Raises:
+            ValueError: the chunks contradict each other, or the rest of the manifest.
+        """
+        # Integer sums would wrap around.
+        in_files, num_blocks = np.zeros(len(self.files)), np.zeros(len(self.files))
+        for chunks in parts:
+            require(bool((np.diff(chunks.key_ids) >= 0).all()), "chunks are not sorted by key")
+            self._check_positions(chunks)
+            self._check_checksum_files(chunks)
+            blocks_of_chunks = -(-chunks.num_bytes // self.block_bytes)
+            in_files += np.bincount(chunks.file_ids, chunks.num_bytes, len(in_files))
+            num_blocks += np.bincount(chunks.file_ids, blocks_of_chunks, len(in_files))
+            yield chunks
+        # No byte is in two chunks, so a small file cannot claim large tensors.
         require(
-            all(in_files <= [float(f.num_bytes) for f in self.files]),
+            bool((in_files <= _sizes_of(self.files)[0]).all()),
             "chunks take more room than their file has",
         )
+        self._check_number_of_checksums(num_blocks)
 
     def _check_positions(self, chunks: ChunkTable) -> None:
         """Check some chunks, each by itself."""
@@ -556,8 +567,7 @@ class Manifest:
             (chunks.offsets <= self._key_shapes[key_ids] - chunks.shapes).all()
         )
         require(inside, "a chunk lies outside its tensor")
-        sizes = np.array([f.num_bytes for f in self.files], np.int64)[file_ids]
-        starts = np.array([f.header_bytes for f in self.files], np.int64)[file_ids]
+        sizes, starts = (column[file_ids].astype(np.int64) for column in _sizes_of(self.files))
         fits = (num_bytes >= 0) & (chunks.first_bytes >= starts) & (num_bytes <= sizes)
         require(
             bool((fits & (chunks.first_bytes <= sizes - num_bytes)).all()),
@@ -573,19 +583,66 @@ class Manifest:
         exact = num_elements * per_item == num_bytes
         require(bool((exact | (per_item == 0)).all()), "a chunk's size contradicts its shape")
 
-    def _check_number_of_checksums(self, chunks: ChunkTable) -> None:
-        num_blocks_of = (-(-chunks.num_bytes // self.block_bytes)).astype(np.float64)
+    def _check_checksum_files(self, chunks: ChunkTable) -> None:
+        """Check that files of checksums come after those with some chunks."""
+        if len(self.checksum_files):
+            last = chunks.file_ids.max(initial=0)
+            require(last <= self.checksum_files[-1], "a chunk has no checksums")
+
+    def _check_number_of_checksums(self, num_blocks: npt.NDArray[np.float64]) -> None:
+        """Check how many checksums there are for the blocks in each file."""
         are_here = self.has_checksums and not len(self.checksum_files)
-        num_blocks = num_blocks_of.sum() if are_here else 0
-        require(len(self.block_checksums) == num_blocks, "the number of checksums is wrong")
+        expected_here = num_blocks.sum() if are_here else 0
+        require(len(self.block_checksums) == expected_here, "the number of checksums is wrong")
         if not len(self.checksum_files):
             return
-        groups = np.searchsorted(self.checksum_files, chunks.file_ids)
-        require(groups.max(initial=0) < len(self.checksum_files), "a chunk has no checksums")
-        # Integer sums would wrap around.
-        in_groups = np.bincount(groups, num_blocks_of, len(self.checksum_files))
-        for file_id, expected in zip(self.checksum_files.tolist(), in_groups, strict=True):
+        groups = np.searchsorted(self.checksum_files, np.arange(len(num_blocks)))
+        # Files after the last one have no chunks.
+        in_groups = np.bincount(groups, num_blocks).tolist()
+        for file_id, expected in zip(self.checksum_files.tolist(), in_groups, strict=False):
             check_size_of_checksums(self.files[file_id], expected)
+
+
+def files_in(fields: Mapping[str, Any], columns: Mapping[str, Column]) -> Files:
+    """Return the files of a manifest, from its fields and columns."""
+    if FILE_PATTERNS not in fields:
+        return list(map(ShardFile._make, fields["files"]))
+    # Imported when it is needed: few checkpoints are so large.
+    file_table = importlib.import_module("distckpt._format.file_table")
+    files: FileTable = file_table.FileTable.from_columns(
+        fields[FILE_PATTERNS], columns, MAX_TABLE_BYTES
+    )
+    return files
+
+
+def _field_of_files(files: Files) -> dict[str, Any]:
+    if isinstance(files, list):
+        return {"files": files}
+    return {FILE_PATTERNS: [pattern.to_json() for pattern in files.patterns]}
+
+
+def _columns_of_files(files: Files) -> dict[str, Column]:
+    return {} if isinstance(files, list) else files.columns()
+
+
+def _holders_in(files: Files, has_checksums: bool) -> IntArray:
+    """Return the numbers of the files that hold checksums."""
+    if isinstance(files, list):
+        return np.flatnonzero([has_checksums and file.holds_checksums for file in files])
+    return files.holders if has_checksums else np.zeros(0, np.int64)
+
+
+def _sizes_of(files: Files) -> tuple[Column, Column]:
+    """Return the sizes of files, and those of their headers."""
+    if not isinstance(files, list):
+        return files.num_bytes, files.header_bytes
+    sizes = [file.num_bytes for file in files], [file.header_bytes for file in files]
+    return np.array(sizes[0], np.int64), np.array(sizes[1], np.int64)
+
+
+def version_of(files: Files) -> int:
+    """Return the version of the format of a manifest that has some files."""
+    return FORMAT_VERSION if isinstance(files, list) else DIVIDED_VERSION
 
 
 def _padded_shapes(global_shapes: Sequence[tuple[int, ...]], num_axes: int) -> IntArray:
@@ -634,17 +691,6 @@ def file_of_checksums(name: str, data: bytes) -> ShardFile:
     return ShardFile(name, len(data), len(data), checksum(data))
 
 
-def narrow(column: npt.NDArray[Any]) -> npt.NDArray[Any]:
-    """Return a column of signed integers with as few bytes per number as its numbers need; others
-    as they are.
-    """
-    if column.dtype.kind != "i" or column.min(initial=0) < 0:
-        return column
-    largest = column.max(initial=0)
-    fitting = (each for each in (np.uint8, np.uint16, np.uint32) if largest <= np.iinfo(each).max)
-    return column.astype(next(fitting, np.int64))
-
-
 def _widened(column: npt.NDArray[Any]) -> npt.NDArray[Any]:
     """Undo `narrow`."""
     return column.astype(np.int64) if column.dtype in (np.uint8, np.uint16, np.uint32) else column
@@ -661,9 +707,9 @@ def _stats_of(columns: Mapping[str, Column], num_keys: int) -> StatsColumns | No
 
 
 def _read_chunks(
-    files: list[ShardFile], columns: Mapping[str, Column], num_axes: int, location: str
+    files: Files, columns: dict[str, Column], num_axes: int, location: str
 ) -> ChunkTable | LazyChunks:
-    """Return the chunk table of a manifest, which may carry parts."""
+    """Return the chunk table of a manifest, which may carry parts: they are removed from it."""
     carried = sorted(name for name in columns if name.startswith(CARRIED_PART))
     if not carried:
         chunks = ChunkTable(
@@ -671,7 +717,8 @@ def _read_chunks(
         )
         _check_columns(chunks, num_axes)
         return chunks
-    parts = [Part.from_bytes(columns[name].tobytes()) for name in carried]
+    # Each is decoded into as much again.
+    parts = [Part.from_bytes(columns.pop(name).tobytes()) for name in carried]
     parts.append(Part(len(columns["key_ids"]), columns))
     num_rows = sum(part.num_rows for part in parts)
     require(num_rows * (4 + 2 * num_axes) <= MAX_TABLE_NUMBERS, f"{num_rows} chunks are too many")
@@ -694,11 +741,15 @@ def is_manifest_name(name: object) -> bool:
     return isinstance(name, str) and _MANIFEST_NAMES.fullmatch(name) is not None
 
 
-def marker_fields(data: bytes, name: str = MANIFEST_NAME) -> dict[str, Any]:
-    """Return the fields by which a marker names a manifest that has these bytes."""
+def marker_fields(
+    data: bytes, name: str = MANIFEST_NAME, version: int = FORMAT_VERSION
+) -> dict[str, Any]:
+    """Return the fields by which a marker names a manifest that has these bytes, of a version of
+    the format.
+    """
     return {
-        "format_version": FORMAT_VERSION,
-        "min_reader_version": MIN_READER_VERSION,
+        "format_version": version,
+        "min_reader_version": max(version, MIN_READER_VERSION),
         "manifest": {"name": name, "bytes": len(data), "checksum": f"{checksum(data):016x}"},
     }
 
@@ -751,9 +802,3 @@ def judging_manifest(location: str) -> Iterator[None]:
             f"The manifest {location!r} is damaged ({type(error).__name__}: {error}). "
             "Load another checkpoint, or restore this file from a copy."
         ) from error
-
-
-def require(condition: bool, what: str) -> None:
-    """Raise ValueError with a text unless a condition holds."""
-    if not condition:
-        raise ValueError(what)

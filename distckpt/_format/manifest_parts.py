@@ -11,19 +11,18 @@ import numpy as np
 from distckpt._base.errors import CorruptCheckpointError
 from distckpt._base.threads import NUM_REQUESTS, run_threads
 from distckpt._format.checksum import checksum
-from distckpt._format.columns import pack, pack_table, unpack
+from distckpt._format.columns import narrow, pack, pack_table, require, unpack
 from distckpt._format.manifest import (
     CARRIED_PART,
     MAX_TABLE_BYTES,
     TABLE_COLUMNS,
     ChunkTable,
-    ShardFile,
+    files_in,
     judging_manifest,
-    narrow,
-    require,
 )
 from distckpt._format.marker import read_file
 from distckpt._format.planned_manifest import PlannedManifest
+from distckpt._format.safetensors_file import ShardFile
 from distckpt._geometry.region import IntArray
 from distckpt._storage import locations
 
@@ -93,7 +92,9 @@ def joined(data: bytes, location: str) -> bytes:
         return data
     with judging_manifest(location):
         fields, columns = unpack(data)
-        files = [ShardFile(*file) for file in fields["files"]]
+        files = files_in(fields, columns)
+        if not isinstance(files, list):
+            files = [files[number] for number in files.containing("/chunks-").tolist()]
         parts = [file for file in files if _NAME.fullmatch(str(file.name))]
         if not parts:
             return data

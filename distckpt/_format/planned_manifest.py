@@ -9,18 +9,17 @@ import numpy as np
 import numpy.typing as npt
 
 from distckpt._format.checksum import BLOCK_BYTES
-from distckpt._format.columns import unpack
+from distckpt._format.columns import narrow, unpack
 from distckpt._format.manifest import (
     CHECKSUM_BYTES,
     MAX_TABLE_BYTES,
     MAX_TABLE_NUMBERS,
     ChunkTable,
     Manifest,
-    ShardFile,
     blocks_of,
-    narrow,
     too_large,
 )
+from distckpt._format.safetensors_file import ShardFile
 from distckpt._geometry.region import IntArray
 
 

@@ -26,6 +26,7 @@ SHARDING_INFO = "DCP_SHARDING_INFO"
 """Metadata field of torch's sharded files: where in the global tensors the entries lie."""
 GLOBAL_SHAPES = "distckpt_global_shapes"
 """Metadata field of our shard files: the global shapes of the entries."""
+CHECKSUMS_SUFFIX = ".checksums"
 
 
 class Entry(NamedTuple):
@@ -38,6 +39,24 @@ class Entry(NamedTuple):
     shape: tuple[int, ...]
     num_bytes: int
     first_byte: int = -1
+
+
+class ShardFile(NamedTuple):
+    """A file of the checkpoint: its name, relative to the directory, its size, and the size and
+    checksum of its header.
+    """
+
+    name: str
+    num_bytes: int
+    header_bytes: int
+    header_checksum: int
+
+    @property
+    def holds_checksums(self) -> bool:
+        """Tell whether it holds the checksums of blocks: those of all files that are listed between
+        the previous such file and this one. All of its bytes count as header.
+        """
+        return self.name.endswith(CHECKSUMS_SUFFIX)
 
 
 def shard_file_name(rank: int, index: int, count: int) -> str:

@@ -19,11 +19,11 @@ from distckpt._format.manifest import (
     MANIFEST_NAME,
     OBJECT,
     Manifest,
-    ShardFile,
     marker_fields,
     needs_checksum_files,
 )
 from distckpt._format.marker import CheckpointingConfig
+from distckpt._format.safetensors_file import ShardFile
 from distckpt._format.stored_checkpoint import StoredCheckpoint
 from distckpt._geometry.region import IntArray
 from distckpt._io.write import WriteSettings, file_of_tensors, write_files

@@ -31,14 +31,15 @@ from distckpt._format.manifest import (
     MANIFEST_NAME,
     ChunkTable,
     Manifest,
-    ShardFile,
     file_of_checksums,
     marker_fields,
     needs_checksum_files,
     num_blocks_of,
+    version_of,
 )
 from distckpt._format.manifest_parts import with_parts
 from distckpt._format.planned_manifest import PlannedManifest, planned_manifest, report_of
+from distckpt._format.safetensors_file import ShardFile
 from distckpt._geometry.region import IntArray
 from distckpt._io.prepared_save import FileCopies, PreparedSave
 from distckpt._io.replicas import add_digests, samples_of_rows, weighted_digest
@@ -784,6 +785,11 @@ def _stored_plan() -> Any:
     return importlib.import_module("distckpt._plan.stored_plan")
 
 
+def _file_table() -> Any:
+    # Imported when it is needed: few checkpoints are so large.
+    return importlib.import_module("distckpt._format.file_table")
+
+
 def _replica_differences() -> Any:
     # Imported when it is needed: replicas rarely differ.
     return importlib.import_module("distckpt._io.replica_differences")
@@ -809,7 +815,7 @@ def _lay_out(
         files, objects = lay_out_files(ranks.rank, table, share.pieces)
         own = chunk_table([*files, open_object_file(ranks.rank, objects)] if objects else files)
         if checksum_file is not None:
-            own.files.append(ShardFile(checksum_file, 0, 0, 0))
+            own = own._replace(files=[*own.files, ShardFile(checksum_file, 0, 0, 0)])
     except Exception as caught:
         error = caught
     # Whether or not it has failed: the coordinator waits for it.
@@ -879,13 +885,15 @@ def write_manifest(
     if suffix:
         named = [file._replace(name=in_folder(file.name, suffix)) for file in chunks.files]
         chunks = chunks._replace(files=named)
+    sizes = [(file.name, file.num_bytes) for file in chunks.files]
+    if parts:
+        chunks = chunks._replace(files=_file_table().FileTable.of(chunks.files))
     data = planned.manifest.to_bytes(chunks, columns)
     name = MANIFEST_NAME
     if not locations.create_bytes(locations.join(checkpoint_dir, name), data, durable):
         name = f"manifest{suffix or '-' + secrets.token_hex(8)}.safetensors"
         locations.write_bytes(locations.join(checkpoint_dir, name), data, durable)
-    sizes = [(file.name, file.num_bytes) for file in chunks.files]
-    return marker_fields(data, name), [*sizes, (name, len(data))]
+    return marker_fields(data, name, version_of(chunks.files)), [*sizes, (name, len(data))]
 
 
 def _tensors_of(chunk: PlannedChunk, shards: Sequence[Shard]) -> list[torch.Tensor]:

@@ -26,13 +26,7 @@ from distckpt._checkpoint.opening import BACKEND, VERSION, open_undisturbed
 from distckpt._checkpoint.stored_values import object_keys, read_encoded
 from distckpt._commit import posix
 from distckpt._format.checksum import BLOCK_BYTES, checksum
-from distckpt._format.manifest import (
-    NO_FINGERPRINT,
-    OBJECT,
-    Manifest,
-    ShardFile,
-    needs_checksum_files,
-)
+from distckpt._format.manifest import NO_FINGERPRINT, OBJECT, Manifest, needs_checksum_files
 from distckpt._format.marker import (
     CheckpointingConfig,
     names_of_module,
@@ -41,6 +35,7 @@ from distckpt._format.marker import (
     schedulers_of,
 )
 from distckpt._format.planned_manifest import planned_manifest
+from distckpt._format.safetensors_file import ShardFile
 from distckpt._format.stored_checkpoint import StoredCheckpoint
 from distckpt._geometry.region import Region, whole
 from distckpt._io import background
@@ -621,7 +616,8 @@ def _plan_save(ranks: Ranks, layout: _Layout) -> SavePlan:
     if needs_checksum_files(num_blocks):
         names = {rank: checksum_file_name(rank) for rank, table in enumerate(tables) if table.files}
     for rank, name in names.items():
-        tables[rank].files.append(ShardFile(name, 0, 0, 0))
+        files = [*tables[rank].files, ShardFile(name, 0, 0, 0)]
+        tables[rank] = tables[rank]._replace(files=files)
     # On all ranks: it may refuse.
     manifest = planned_manifest(layout.manifest, tables)
     plan = SavePlan(0, [], [], manifest if ranks.is_coordinator else None)

@@ -15,8 +15,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from distckpt._format.columns import compress, decompress, pack, unpack
-from distckpt._format.manifest import OBJECT, ChunkTable, Manifest, narrow
+from distckpt._format.columns import compress, decompress, narrow, pack, unpack
+from distckpt._format.manifest import OBJECT, ChunkTable, Manifest
 from distckpt._format.manifest_parts import cut_into_parts
 from distckpt._geometry.region import IntArray, stacked
 from distckpt._plan.save import (

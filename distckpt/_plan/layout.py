@@ -19,18 +19,13 @@ import numpy.typing as npt
 
 from distckpt._base.dtypes import ITEM_BYTES
 from distckpt._format.checksum import checksum
-from distckpt._format.manifest import (
-    CHECKSUMS_SUFFIX,
-    FORMAT_VERSION,
-    OBJECT,
-    ChunkTable,
-    Manifest,
-    ShardFile,
-)
+from distckpt._format.manifest import FORMAT_VERSION, OBJECT, ChunkTable, LazyChunks, Manifest
 from distckpt._format.planned_manifest import PlannedManifest
 from distckpt._format.safetensors_file import (
+    CHECKSUMS_SUFFIX,
     GLOBAL_SHAPES,
     Entry,
+    ShardFile,
     build_header,
     layout_order,
     object_file_name,
@@ -394,14 +389,14 @@ class LoadedPlan(NamedTuple):
         rank: of this process, when it loaded it.
         num_ranks: that loaded it, as many as have saved it.
         own: its keys, and the chunks of the files of this rank.
-        of_all: on the coordinator, the chunks of all ranks, without checksums.
+        of_all: on the coordinator, the chunks of all ranks, in the form in which they are stored.
     """
 
     number: int
     rank: int
     num_ranks: int
     own: Manifest
-    of_all: ChunkTable | None
+    of_all: ChunkTable | LazyChunks | None
 
 
 loaded_plans: deque[LoadedPlan] = deque(maxlen=MAX_PLANS)

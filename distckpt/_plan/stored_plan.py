@@ -24,17 +24,11 @@ import numpy.typing as npt
 
 from distckpt._base.errors import CheckpointingException, CorruptCheckpointError
 from distckpt._format.checksum import BLOCK_BYTES, checksum
-from distckpt._format.manifest import (
-    OBJECT,
-    ChunkTable,
-    Manifest,
-    ShardFile,
-    narrow,
-    require,
-)
-from distckpt._format.manifest_parts import cut_into_parts, parts_by_name
+from distckpt._format.columns import narrow, require
+from distckpt._format.manifest import OBJECT, ChunkTable, Files, LazyChunks, Manifest
+from distckpt._format.manifest_parts import part_of, parts_by_name
 from distckpt._format.planned_manifest import PlannedManifest, planned_in_order
-from distckpt._format.safetensors_file import shard_file_name
+from distckpt._format.safetensors_file import ShardFile, shard_file_name
 from distckpt._geometry.region import IntArray, Region, intersect, stacked
 from distckpt._plan.layout import (
     LoadedPlan,
@@ -100,7 +94,7 @@ def remember(rank: int, num_ranks: int, manifest: Manifest, manifest_checksum: s
     number = 1 + (int(manifest_checksum, 16) >> 3)
     try:
         own = _with_chunks(manifest, _chunks_of_rank(manifest, rank))
-        of_all = _without_checksums(manifest.chunks) if rank == 0 else None
+        of_all = _kept(manifest.table) if rank == 0 else None
     except CorruptCheckpointError:
         # The load did not need what is damaged.
         return
@@ -109,8 +103,7 @@ def remember(rank: int, num_ranks: int, manifest: Manifest, manifest_checksum: s
 
 
 def _chunks_of_rank(manifest: Manifest, rank: int) -> ChunkTable:
-    names = f"/shard-{rank + 1:05d}-model-", f"/rank-{rank + 1:05d}."
-    file_ids = np.flatnonzero([names[0] in f.name or names[1] in f.name for f in manifest.files])
+    file_ids = _files_of_rank(manifest.files, rank)
     rows = manifest.rows_in_files(file_ids)
     manifest.check_rows(rows)
     return manifest.rows(rows)._replace(
@@ -119,12 +112,22 @@ def _chunks_of_rank(manifest: Manifest, rank: int) -> ChunkTable:
     )
 
 
-def _without_checksums(chunks: ChunkTable) -> ChunkTable:
-    chunks = chunks._replace(block_checksums=np.zeros(0, np.uint64))
-    return ChunkTable(chunks.files, *map(narrow, chunks.columns().values()))
+def _files_of_rank(files: Files, rank: int) -> IntArray:
+    names = f"/shard-{rank + 1:05d}-model-", f"/rank-{rank + 1:05d}."
+    if isinstance(files, list):
+        return np.flatnonzero([names[0] in file.name or names[1] in file.name for file in files])
+    return np.union1d(files.containing(names[0]), files.containing(names[1]))
 
 
-def _with_chunks(manifest: Manifest, chunks: ChunkTable) -> Manifest:
+def _kept(table: ChunkTable | LazyChunks) -> ChunkTable | LazyChunks:
+    """Return chunks in the form in which they take little memory."""
+    if isinstance(table, LazyChunks):
+        return table
+    table = table._replace(block_checksums=np.zeros(0, np.uint64))
+    return ChunkTable(table.files, *map(narrow, table.columns().values()))
+
+
+def _with_chunks(manifest: Manifest, chunks: ChunkTable | LazyChunks) -> Manifest:
     return Manifest(
         manifest.keys,
         manifest.dtypes,
@@ -352,63 +355,125 @@ def _with_replicas(plan: SavePlan, table: ShardTable, factors: IntArray, stride:
 # --- The coordinator ------------------------------------------------------------------------------
 
 
+class _PlannedFiles(NamedTuple):
+    """The files of a plan.
+
+    Attributes:
+        files: with the names that they have in all saves; those of objects, which may have other
+            sizes now, are not laid out.
+        of_ranks: how many of them are those of each rank.
+        are_open: for each, whether it is one of objects.
+    """
+
+    files: list[ShardFile]
+    of_ranks: list[int]
+    are_open: npt.NDArray[np.bool_]
+
+    @classmethod
+    def of(cls, saved: Files, num_ranks: int) -> _PlannedFiles:
+        """Return the files of a checkpoint, without the parts of its manifest."""
+        files, ranks, are_open = [], [], []
+        for file in itertools.takewhile(lambda file: not _PART.fullmatch(file.name), saved):
+            name, rank = _plain_name(file.name)
+            is_open = name.startswith("objects/")
+            files.append(ShardFile(name, 0, 0, 0) if is_open else file._replace(name=name))
+            ranks.append(rank)
+            are_open.append(is_open)
+        of_ranks = np.bincount(ranks, minlength=num_ranks)
+        require(ranks == sorted(ranks) and len(of_ranks) == num_ranks, "a file is of no rank")
+        return cls(files, of_ranks.tolist(), np.array(are_open, bool))
+
+
 def _planned_manifest(loaded: LoadedPlan) -> PlannedManifest:
     """Return the manifest of what all ranks are going to write, if that is everything."""
-    own, chunks = loaded.own, loaded.of_all
-    assert chunks is not None
-    files = list(itertools.takewhile(lambda file: not _PART.fullmatch(file.name), chunks.files))
-    named = [_plain_name(file.name) for file in files]
-    ranks = [rank for _, rank in named]
-    num_files = np.bincount(ranks, minlength=loaded.num_ranks)
-    require(ranks == sorted(ranks) and len(num_files) == loaded.num_ranks, "a file is of no rank")
-    # Objects may have other sizes now.
-    is_open = np.array([name.startswith("objects/") for name, _ in named], bool)[chunks.file_ids]
-    is_object = np.array([dtype == OBJECT for dtype in own.dtypes], bool)[chunks.key_ids]
-    require(bool((is_open == is_object).all()), "a file has chunks of another kind")
-    order = np.empty(len(is_open), np.int64)
-    in_files = np.lexsort((chunks.num_bytes, chunks.first_bytes, chunks.file_ids))
-    order[in_files] = np.arange(len(is_open))
-    planned = chunks._replace(
-        files=[
-            ShardFile(name, 0, 0, 0) if name.startswith("objects/") else file._replace(name=name)
-            for file, (name, _) in zip(files, named, strict=True)
-        ],
-        first_bytes=np.where(is_open, 0, chunks.first_bytes),
-        num_bytes=np.where(is_open, 0, chunks.num_bytes),
+    assert loaded.of_all is not None
+    manifest = _with_chunks(loaded.own, loaded.of_all)
+    files = _PlannedFiles.of(manifest.files, loaded.num_ranks)
+    is_object = np.array([dtype == OBJECT for dtype in manifest.dtypes], bool)
+    parts: dict[str, bytes] = {}
+    if _keeps_parts(manifest, is_object):
+        rest, parts = _planned_in_parts(manifest, files, is_object)
+    else:
+        rest = manifest.chunks
+        _check_part(manifest, rest, files, is_object, slice(None))
+    order = np.empty(len(rest.key_ids), np.int64)
+    in_files = np.lexsort((rest.num_bytes, rest.first_bytes, rest.file_ids))
+    order[in_files] = np.arange(len(order))
+    is_open = files.are_open[rest.file_ids]
+    rest = rest._replace(
+        files=files.files,
+        first_bytes=np.where(is_open, 0, rest.first_bytes),
+        num_bytes=np.where(is_open, 0, rest.num_bytes),
+        block_checksums=np.zeros(0, np.uint64),
     )
-    _check_covered(own, planned)
-    without_chunks = _with_chunks(own, ChunkTable.empty())
-    has_parts = len(files) < len(chunks.files)
-    first, parts = _parts_of(planned, is_open) if has_parts else (0, {})
-    rest = planned.without_blocks(np.arange(first, len(is_open)))
-    return planned_in_order(without_chunks, rest, order[first:], num_files.tolist(), parts)
+    without_chunks = _with_chunks(loaded.own, ChunkTable.empty())
+    return planned_in_order(without_chunks, rest, order, files.of_ranks, parts)
 
 
-def _parts_of(chunks: ChunkTable, is_open: npt.NDArray[np.bool_]) -> tuple[int, dict[str, bytes]]:
-    """Return how many chunks come before those that are not laid out, and parts of the manifest
-    with them, as planners make them. There are none if other chunks come after those, or if the
-    manifest has the checksums.
+def _keeps_parts(manifest: Manifest, is_object: npt.NDArray[np.bool_]) -> bool:
+    """Tell whether the chunks of tensors, which are laid out, are in parts of the manifest by
+    themselves, and come before all others, as where planners make parts. Then the checksums are in
+    files.
     """
-    num_laid_out = len(is_open) - int(is_open.sum())
-    have_files = any(file.holds_checksums for file in chunks.files)
-    if not have_files or is_open[:num_laid_out].any():
-        return 0, {}
-    laid_out = chunks.without_blocks(np.arange(num_laid_out))
-    return num_laid_out, parts_by_name(cut_into_parts(laid_out))
+    if not isinstance(manifest.table, LazyChunks) or not len(manifest.checksum_files):
+        return False
+    num_chunks = np.diff(manifest.key_starts)
+    first = _first_of_objects(manifest, is_object)
+    are_last = (manifest.key_starts[:-1][is_object & (num_chunks > 0)] >= first).all()
+    return bool(first and are_last and first in manifest.table.key_ids.starts)
 
 
-def _check_covered(manifest: Manifest, chunks: ChunkTable) -> None:
-    """Check that chunks fill every tensor, and hold no element twice."""
+def _first_of_objects(manifest: Manifest, is_object: npt.NDArray[np.bool_]) -> int:
+    """Return the first row of objects if their chunks come after all others."""
+    num_chunks = np.diff(manifest.key_starts)
+    return int(num_chunks[~is_object].sum())
+
+
+def _planned_in_parts(
+    manifest: Manifest, files: _PlannedFiles, is_object: npt.NDArray[np.bool_]
+) -> tuple[ChunkTable, dict[str, bytes]]:
+    """Return the chunks of objects, and parts of the manifest with all others; only one part is
+    decoded at a time.
+    """
+    table = manifest.table
+    assert isinstance(table, LazyChunks)
+    starts = table.key_ids.starts
+    keys = np.searchsorted(manifest.key_starts, starts)
+    require(bool((manifest.key_starts[keys] == starts).all()), "a key is in two parts")
+    keys[-1] = len(manifest.keys)
+    first = _first_of_objects(manifest, is_object)
+    parts = []
+    places = zip(starts.tolist(), itertools.pairwise(keys.tolist()), strict=False)
+    for chunks, (start, edges) in zip(manifest.checked(table.parts()), places, strict=True):
+        _check_part(manifest, chunks, files, is_object, slice(*edges))
+        if start < first:
+            parts.append(part_of(chunks, slice(None)))
+    return table.rows(np.arange(first, len(table.key_ids))), parts_by_name(parts)
+
+
+def _check_part(
+    manifest: Manifest,
+    chunks: ChunkTable,
+    files: _PlannedFiles,
+    is_object: npt.NDArray[np.bool_],
+    keys: slice,
+) -> None:
+    """Check that all chunks of some keys are in files of their kind, fill every tensor, and hold no
+    element twice.
+    """
+    are_apart = bool((files.are_open[chunks.file_ids] == is_object[chunks.key_ids]).all())
+    require(are_apart, "a file has chunks of another kind")
     num_chunks, ndim = chunks.offsets.shape
-    numbers = np.arange(num_chunks)
+    numbers, global_shapes = np.arange(num_chunks), manifest.global_shapes[keys]
+    first, _, _ = keys.indices(len(manifest.keys))
     validate_shards(
         GlobalTable(
-            keys=manifest.keys,
-            dtypes=manifest.dtypes,
-            global_shapes=stacked(manifest.global_shapes, ndim, 1),
-            ndims=np.array([len(shape) for shape in manifest.global_shapes], np.int64),
+            keys=manifest.keys[keys],
+            dtypes=manifest.dtypes[keys],
+            global_shapes=stacked(global_shapes, ndim, 1),
+            ndims=np.array([len(shape) for shape in global_shapes], np.int64),
             ranks=np.zeros(num_chunks, np.int64),
-            key_ids=chunks.key_ids.astype(np.int64),
+            key_ids=chunks.key_ids.astype(np.int64) - first,
             shard_ids=numbers,
             tie_ids=numbers,
             is_main=np.ones(num_chunks, bool),

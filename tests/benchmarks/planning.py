@@ -38,9 +38,10 @@ from planning_shares import plan_shared_reads
 from report import Cell, Report, parser_of
 
 from distckpt._base.garbage import paused_garbage_collection
-from distckpt._format.manifest import Manifest, ShardFile
+from distckpt._format.manifest import Manifest
 from distckpt._format.manifest_parts import joined
 from distckpt._format.planned_manifest import report_of
+from distckpt._format.safetensors_file import ShardFile
 from distckpt._io.save_shards import write_manifest
 from distckpt._plan import stored_plan
 from distckpt._plan.layout import loaded_plans

@@ -11,7 +11,8 @@ from measure import timed
 from planning_layouts import LAYER
 
 from distckpt._base.garbage import paused_garbage_collection
-from distckpt._format.manifest import ChunkTable, Manifest, ShardFile
+from distckpt._format.manifest import ChunkTable, Manifest
+from distckpt._format.safetensors_file import ShardFile
 from distckpt._format.stored_checkpoint import StoredCheckpoint
 from distckpt._geometry.region import Region
 from distckpt._plan.load import Request, plan_load

@@ -15,8 +15,9 @@ from distckpt import InvalidShardingError
 from distckpt._base.dtypes import ITEM_BYTES
 from distckpt._format.checksum import BLOCK_BYTES
 from distckpt._format.columns import pack
-from distckpt._format.manifest import ChunkTable, Manifest, ShardFile
+from distckpt._format.manifest import ChunkTable, Manifest
 from distckpt._format.planned_manifest import planned_manifest
+from distckpt._format.safetensors_file import ShardFile
 from distckpt._geometry.region import IntArray
 from distckpt._plan import stored_plan
 from distckpt._plan.layout import (

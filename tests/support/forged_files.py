@@ -39,6 +39,46 @@ def forge(path, change):
     write_marker(path, marker)
 
 
+def files_in(fields, columns):
+    """Return the files of a manifest as lists, of the form in which the field `files` has them."""
+    if "files" in fields:
+        return fields["files"]
+    names = ("file_patterns", "file_numbers", "file_bytes", "file_header_bytes", "file_checksums")
+    rows = zip(*(columns[name].tolist() for name in names), strict=True)
+    files = []
+    for pattern, numbers, *others in rows:
+        pieces = fields["file_patterns"][pattern]
+        texts = [
+            f"{numbers[i]:0{width}d}" + pieces[2 * i + 2] for i, width in enumerate(pieces[1::2])
+        ]
+        files.append(["".join([pieces[0], *texts]), *others])
+    return files
+
+
+def put_files(fields, columns, files):
+    """Give a manifest other files; in columns each name is a pattern of its own."""
+    if "files" in fields:
+        fields["files"] = files
+        return
+    fields["file_patterns"] = [[name] for name, *_ in files]
+    columns["file_patterns"] = np.arange(len(files))
+    columns["file_numbers"] = np.zeros((len(files), 0), np.int64)
+    columns["file_bytes"] = np.array([file[1] for file in files], np.int64)
+    columns["file_header_bytes"] = np.array([file[2] for file in files], np.int64)
+    columns["file_checksums"] = np.array([file[3] for file in files], np.uint64)
+
+
+def forge_files(path, change):
+    """Change the list of the files of a checkpoint in its place."""
+
+    def change_all(fields, columns):
+        files = files_in(fields, columns)
+        change(files)
+        put_files(fields, columns, files)
+
+    forge(path, change_all)
+
+
 def widened(column):
     """Return a copy of a column that takes any number."""
     return column.copy() if column.dtype == np.uint64 else column.astype(np.int64)

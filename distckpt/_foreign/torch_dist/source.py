@@ -26,8 +26,9 @@ from distckpt._foreign.torch_dist.objects import locate_tensor
 from distckpt._foreign.torch_dist.runs import contiguous_runs, unflattened_runs
 from distckpt._foreign.torch_dist.unpickle import RefusedGlobalError
 from distckpt._format.foreign_formats import TORCH_DIST
-from distckpt._format.manifest import OBJECT, Manifest, ShardFile
+from distckpt._format.manifest import OBJECT, Manifest
 from distckpt._format.marker import read_marker
+from distckpt._format.safetensors_file import ShardFile
 from distckpt._geometry.region import Region
 from distckpt._mapping.wrappers import ShardedObject
 from distckpt._state.common_state import COMMON_KEY

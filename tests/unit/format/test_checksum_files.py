@@ -9,12 +9,14 @@ import pytest
 import safetensors.numpy
 import torch
 import xxhash
+from safetensors.torch import load_file
 
 import distckpt
 from distckpt import CheckpointingException, CorruptCheckpointError, ShardedObject, ShardedTensor
 from distckpt._format import manifest, manifest_parts
+from distckpt.cli import main
 from distckpt.megatron.serialization import remove_sharded_tensors
-from tests.support.forged_files import forge
+from tests.support.forged_files import forge_files
 
 GENERATOR = torch.Generator().manual_seed(5)
 TENSORS = {
@@ -123,29 +125,29 @@ def test_parts_that_are_damaged(path, how):
         distckpt.open(path)
 
 
-def without_checksum_file(fields, columns):
-    fields["files"] = [each for each in fields["files"] if not each[0].endswith(".checksums")]
+def without_checksum_file(files):
+    files[:] = [each for each in files if not each[0].endswith(".checksums")]
 
 
-def shorter(fields, columns):
-    for each in fields["files"]:
+def shorter(files):
+    for each in files:
         if each[0].endswith(".checksums"):
             each[1:3] = [each[1] - 8] * 2
 
 
-def before_all(fields, columns):
-    fields["files"].sort(key=lambda each: not each[0].endswith(".checksums"))
+def before_all(files):
+    files.sort(key=lambda each: not each[0].endswith(".checksums"))
 
 
-def huge_part(fields, columns):
-    for each in fields["files"]:
+def huge_part(files):
+    for each in files:
         if "chunks-" in each[0]:
             each[1:3] = [1 << 50] * 2
 
 
 @pytest.mark.parametrize("change", [without_checksum_file, shorter, before_all, huge_part])
 def test_manifests_that_contradict_their_files(path, change):
-    forge(path, change)
+    forge_files(path, change)
     assert len(distckpt.verify(path).problems) == 1
     with pytest.raises(CorruptCheckpointError, match=r"is damaged|no such file"):
         distckpt.open(path).read_tensors()
@@ -157,6 +159,23 @@ def test_it_is_resharded_and_tensors_are_removed(path, tmp_path):
     remove_sharded_tensors(tmp_path / "r", "other")
     assert checksum_file(tmp_path / "r").stat().st_size % 8 == 0
     assert_is_whole(tmp_path / "r", ["large", "small"])
+
+
+def test_it_is_exported_merged_compared_and_shown(path, tmp_path, capsys):
+    other = {**TENSORS, "large": TENSORS["large"] + 2}
+    distckpt.save(state_of(other), tmp_path / "other")
+    distckpt.consolidate(path, tmp_path / "export")
+    exported = load_file(tmp_path / "export" / "model.safetensors")
+    assert all(torch.equal(exported[key], TENSORS[key]) for key in TENSORS)
+    distckpt.merge([path, tmp_path / "other"], tmp_path / "merged")
+    merged = load_file(tmp_path / "merged" / "model.safetensors")
+    torch.testing.assert_close(merged["large"], TENSORS["large"] + 1)
+    found = distckpt.diff(path, tmp_path / "other")
+    assert [each.key for each in found.tensors] == ["large"]
+    assert main(["inspect", str(path), "--json"]) == 0
+    shown = json.loads(capsys.readouterr().out)
+    names = {str(file.relative_to(path)) for file in path.rglob("*/*") if file.is_file()}
+    assert {file["name"] for file in shown["files"]} == names
 
 
 def test_a_checkpoint_too_large_for_readers_is_refused_before_it_is_written(tmp_path, monkeypatch):
@@ -176,12 +195,12 @@ def test_parts_whose_runs_claim_other_rows(path, num_rows):
     content = safetensors.numpy.save(columns)
     part.write_bytes(content)
 
-    def name_it(fields, columns):
-        for each in fields["files"]:
+    def name_it(files):
+        for each in files:
             if each[0] == f"objects/{part.name}":
                 each[1:] = [len(content), len(content), xxhash.xxh3_64_intdigest(content)]
 
-    forge(path, name_it)
+    forge_files(path, name_it)
     with pytest.raises(CorruptCheckpointError, match="is damaged"):
         distckpt.open(path)
 

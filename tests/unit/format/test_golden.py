@@ -65,7 +65,7 @@ def copy_of(checkpoint, tmp_path):
     return Path(shutil.copytree(checkpoint, tmp_path / checkpoint.name))
 
 
-@pytest.fixture(params=["format-1", "format-2", "format-3", "format-3-large"])
+@pytest.fixture(params=["format-1", "format-2", "format-3", "format-3-large", "format-4-large"])
 def golden(request):
     """Return the folder of the checkpoints of a format; they hold the same."""
     return DATA / request.param

@@ -8,8 +8,9 @@ import safetensors.numpy
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from distckpt._format.manifest import ChunkTable, Manifest, ShardFile
+from distckpt._format.manifest import ChunkTable, Manifest
 from distckpt._format.planned_manifest import planned_manifest, report_of
+from distckpt._format.safetensors_file import ShardFile
 from distckpt._geometry.region import Region
 from distckpt.megatron.core import CorruptCheckpointError
 from tests.support.manifests import example_manifest

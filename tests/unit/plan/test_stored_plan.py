@@ -12,6 +12,7 @@ import torch
 from distckpt._base.errors import CheckpointingException
 from distckpt._format import manifest_parts
 from distckpt._format.columns import pack, unpack
+from distckpt._format.file_table import FileTable
 from distckpt._format.manifest import Manifest
 from distckpt._format.planned_manifest import planned_manifest, report_of
 from distckpt._mapping.wrappers import ShardedObject
@@ -176,17 +177,39 @@ def check(plans):
     return planned.manifest.to_bytes(again)
 
 
+def opened_in_parts(folder, damaged_ranks):
+    """Divide the manifest of the save, and move the chunks of some ranks out of their files."""
+    saved = Manifest.from_bytes(SAVED, "saved")
+    names = [f"{rank + 1:05d}" for rank in damaged_ranks]
+    is_damaged = np.array([any(name in file.name[8:22] for name in names) for file in saved.files])
+    first_bytes = saved.chunks.first_bytes + (is_damaged[saved.chunks.file_ids] << 40)
+    rest, parts = manifest_parts.divided(saved.chunks._replace(first_bytes=first_bytes))
+    (folder / "objects").mkdir()
+    for name, content in parts.items():
+        (folder / name).write_bytes(content)
+    data = saved.to_bytes(rest._replace(files=FileTable.of(rest.files)))
+    return Manifest.from_bytes(manifest_parts.joined(data, str(folder)), str(folder))
+
+
+@pytest.mark.parametrize(("damaged_ranks", "is_usable"), [([], True), ([2], False), ([1], False)])
+def test_rank_0_looks_at_the_parts_of_others_when_it_saves(
+    damaged_ranks, is_usable, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(manifest_parts, "PART_ROWS", 1)
+    opened = opened_in_parts(tmp_path, damaged_ranks)
+    layout.loaded_plans.clear()
+    stored_plan.remember(0, NUM_RANKS, opened, "ab" * 8)
+    found = stored_plan.restored(layout.loaded_plans[0], TABLES[0], TABLES[0].description())
+    assert (found is not None) == is_usable
+    if not is_usable:
+        with pytest.raises(CheckpointingException, match="outside its file"):
+            _ = opened.chunks
+
+
 @pytest.mark.parametrize("rank", range(NUM_RANKS))
 def test_parts_that_are_damaged_where_nobody_has_read_leave_no_plan(rank, tmp_path, monkeypatch):
     monkeypatch.setattr(manifest_parts, "PART_ROWS", 1)
-    saved = Manifest.from_bytes(SAVED, "saved")
-    first_bytes = saved.chunks.first_bytes + (1 << 40)
-    rest, parts = manifest_parts.divided(saved.chunks._replace(first_bytes=first_bytes))
-    (tmp_path / "objects").mkdir()
-    for name, content in parts.items():
-        (tmp_path / name).write_bytes(content)
-    data = manifest_parts.joined(saved.to_bytes(rest), str(tmp_path))
-    opened = Manifest.from_bytes(data, str(tmp_path))
+    opened = opened_in_parts(tmp_path, range(NUM_RANKS))
     layout.loaded_plans.clear()
     stored_plan.remember(rank, NUM_RANKS, opened, "ab" * 8)
     assert not layout.loaded_plans

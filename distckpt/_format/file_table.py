@@ -1,0 +1,312 @@
+"""The files of a large manifest, in columns: a name is computed when it is asked for.
+
+The names differ in numbers, mostly in that of a rank. They are stored as patterns, lists such as
+["objects/rank-", 5, ".checksums"] in which 5 stands for a number of at least 5 digits, and as the
+numbers of each file.
+"""
+
+from __future__ import annotations
+
+import operator
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from distckpt._format.columns import Column, narrow, require
+from distckpt._format.safetensors_file import CHECKSUMS_SUFFIX, MAX_HEADER_BYTES, ShardFile
+from distckpt._geometry.region import IntArray
+from distckpt._storage import locations
+
+_PATTERNS, _NUMBERS = "file_patterns", "file_numbers"
+_BYTES, _HEADER_BYTES = "file_bytes", "file_header_bytes"
+_CHECKSUMS = "file_checksums"
+_INTEGERS = (np.uint8, np.uint16, np.uint32, np.int64)
+_MAX_DIGITS = 18
+"""Numbers of as many digits fit into int64."""
+_NUMBER = re.compile("([0-9]+)")
+_BESIDE_NUMBER = re.compile("[0-9]\0|\0[0-9]|\0\0")
+_BLOCK_FILES = 1 << 12
+"""So many files are decoded together when all are."""
+
+
+class NamePattern(NamedTuple):
+    """What the names of some files have in common.
+
+    Attributes:
+        texts: what is before the first number, between two numbers, and after the last one.
+        widths: to how many digits each number is padded with zeros.
+    """
+
+    texts: tuple[str, ...]
+    widths: tuple[int, ...]
+
+    @classmethod
+    def from_json(cls, pieces: Any) -> NamePattern:
+        """Decode what `to_json` made.
+
+        Raises:
+            ValueError: it is something else, or different numbers could give the same name.
+        """
+        require(isinstance(pieces, list), "a pattern of names is no list")
+        texts, widths = tuple(pieces[::2]), tuple(pieces[1::2])
+        are_texts = len(texts) == len(widths) + 1 and {*map(type, texts)} == {str}
+        are_widths = all(type(width) is int and 0 < width <= _MAX_DIGITS for width in widths)
+        if not are_texts or not are_widths or _BESIDE_NUMBER.search("\0".join(texts)):
+            raise ValueError(f"{pieces!r:.300} is no pattern of names")
+        return cls(texts, widths)
+
+    def to_json(self) -> list[str | int]:
+        """Return texts and widths in turn."""
+        pieces: list[str | int] = [self.texts[0]]
+        for width, text in zip(self.widths, self.texts[1:], strict=True):
+            pieces += width, text
+        return pieces
+
+    def surrounds(self, place: int, before: str, number: str, after: str) -> bool:
+        """Tell whether texts are beside the number at a place, which is written as a given one."""
+        if place >= len(self.widths):
+            return False
+        are_beside = self.texts[place].endswith(before) and self.texts[place + 1].startswith(after)
+        return are_beside and f"{int(number):0{self.widths[place]}d}" == number
+
+    def template(self) -> str:
+        """Return what makes names of numbers with the operator %."""
+        texts = [text.replace("%", "%%") for text in self.texts]
+        return texts[0] + "".join(
+            f"%0{width}d{text}" for width, text in zip(self.widths, texts[1:], strict=True)
+        )
+
+
+class FileTable(Sequence[ShardFile]):
+    """Files, as a sequence that computes them; the columns have a number for each."""
+
+    def __init__(
+        self,
+        patterns: Sequence[NamePattern],
+        pattern_ids: Column,
+        numbers: Column,
+        num_bytes: Column,
+        header_bytes: Column,
+        checksums: npt.NDArray[np.uint64],
+    ) -> None:
+        self.patterns = patterns
+        self.num_bytes = num_bytes
+        self.header_bytes = header_bytes
+        self._pattern_ids = pattern_ids
+        self._numbers = numbers
+        self._checksums = checksums
+        self._templates = [(each.template(), len(each.widths)) for each in patterns]
+
+    @classmethod
+    def of(cls, files: Sequence[ShardFile]) -> FileTable:
+        """Encode files."""
+        patterns: list[NamePattern] = []
+        pattern_ids = np.empty(len(files), np.int64)
+        columns = np.zeros((0, len(files)), np.int64)
+        for pattern, ids, numbers in _patterns_of([file.name for file in files]):
+            missing = max(len(numbers) - len(columns), 0)
+            columns = np.concatenate([columns, np.zeros((missing, len(files)), np.int64)])
+            columns[: len(numbers), ids] = numbers
+            pattern_ids[ids] = len(patterns)
+            patterns.append(pattern)
+        num_bytes = np.array([file.num_bytes for file in files], np.int64)
+        header_bytes = np.array([file.header_bytes for file in files], np.int64)
+        checksums = np.array([file.header_checksum for file in files], np.uint64)
+        return cls(
+            patterns,
+            narrow(pattern_ids),
+            narrow(columns.T),
+            narrow(num_bytes),
+            narrow(header_bytes),
+            checksums,
+        )
+
+    @classmethod
+    def from_columns(
+        cls, patterns: Any, columns: Mapping[str, Column], max_table_bytes: int
+    ) -> FileTable:
+        """Decode a field and columns of a manifest, and check them.
+
+        Args:
+            patterns: the field.
+            columns: all of the manifest.
+            max_table_bytes: the limit of files that are all header.
+
+        Raises:
+            ValueError: they contradict each other, or are no files of a checkpoint.
+        """
+        require(isinstance(patterns, list), "its patterns of names are no list")
+        names = (_PATTERNS, _NUMBERS, _BYTES, _HEADER_BYTES, _CHECKSUMS)
+        found = [columns[name] for name in names]
+        table = cls([*map(NamePattern.from_json, patterns)], *found)
+        table._check_columns(dict(zip(names, found, strict=True)))
+        table._check_names()
+        table._check_sizes(max_table_bytes)
+        return table
+
+    def columns(self) -> dict[str, Column]:
+        """Return the columns of a manifest."""
+        return {
+            _PATTERNS: self._pattern_ids,
+            _NUMBERS: self._numbers,
+            _BYTES: self.num_bytes,
+            _HEADER_BYTES: self.header_bytes,
+            _CHECKSUMS: self._checksums,
+        }
+
+    def __len__(self) -> int:
+        return len(self._pattern_ids)
+
+    def __getitem__(self, index: Any) -> Any:
+        """Return a file, or those of a slice as a list."""
+        if isinstance(index, slice):
+            return [self[number] for number in range(len(self))[index]]
+        number = range(len(self))[operator.index(index)]
+        template, num_numbers = self._templates[self._pattern_ids[number]]
+        name = template % tuple(self._numbers[number, :num_numbers].tolist())
+        columns = (self.num_bytes, self.header_bytes, self._checksums)
+        return ShardFile(name, *(int(column[number]) for column in columns))
+
+    def __iter__(self) -> Iterator[ShardFile]:
+        for start in range(0, len(self), _BLOCK_FILES):
+            yield from self._decoded(slice(start, start + _BLOCK_FILES))
+
+    def containing(self, text: str) -> IntArray:
+        """Return which files have a text in their names, in which there is at most one number."""
+        before, *digits = _NUMBER.split(text)
+        is_whole = [any(text in each for each in pattern.texts) for pattern in self.patterns]
+        found = np.array(is_whole, bool)[self._pattern_ids]
+        if not digits:
+            return np.flatnonzero(found)
+        number, after = digits
+        for place, column in enumerate(self._numbers.T):
+            surround = [each.surrounds(place, before, number, after) for each in self.patterns]
+            found |= np.array(surround, bool)[self._pattern_ids] & (column == int(number))
+        return np.flatnonzero(found)
+
+    @property
+    def holders(self) -> IntArray:
+        """The files that hold checksums, see `ShardFile.holds_checksums`."""
+        hold = np.array([each.texts[-1].endswith(CHECKSUMS_SUFFIX) for each in self.patterns], bool)
+        return np.flatnonzero(hold[self._pattern_ids])
+
+    def _decoded(self, rows: slice) -> Iterator[ShardFile]:
+        columns = (self._pattern_ids, self._numbers, self.num_bytes, self.header_bytes)
+        lists = (column[rows].tolist() for column in (*columns, self._checksums))
+        for pattern, numbers, *others in zip(*lists, strict=True):
+            template, num_numbers = self._templates[pattern]
+            yield ShardFile(template % tuple(numbers[:num_numbers]), *others)
+
+    def _check_columns(self, columns: Mapping[str, Column]) -> None:
+        num_numbers = max((len(each.widths) for each in self.patterns), default=0)
+        shapes = {_NUMBERS: (len(self), num_numbers)}
+        for name, column in columns.items():
+            dtypes, shape = _DTYPES.get(name, _INTEGERS), shapes.get(name, (len(self),))
+            if column.dtype not in dtypes or column.shape != shape:
+                raise ValueError(f"column {name!r} is {column.dtype} {column.shape}, not {shape}")
+
+    def _check_names(self) -> None:
+        """Check that names are distinct and lead to files of the checkpoint."""
+        ids, numbers, num_patterns = self._pattern_ids, self._numbers, len(self.patterns)
+        require(num_patterns <= len(self), "there are more patterns of names than files")
+        if not len(self):
+            return
+        require(ids.min() >= 0 and ids.max() < num_patterns, "a file has no pattern of its name")
+        num_numbers = np.array([len(each.widths) for each in self.patterns])
+        is_unused = np.arange(numbers.shape[1]) >= num_numbers[ids][:, None]
+        fits = numbers.min(initial=0) == 0 and numbers.max(initial=0) < 10**_MAX_DIGITS
+        require(
+            bool(fits and not numbers[is_unused].any()), "a number in a file name is impossible"
+        )
+        largest = np.zeros((num_patterns, numbers.shape[1]), np.int64)
+        np.maximum.at(largest, ids, numbers)
+        # The number in a name makes it longer, and nothing else.
+        for (template, count), row in zip(self._templates, largest.tolist(), strict=True):
+            name = template % tuple(row[:count])
+            if not locations.is_inner_name(name, max_parts=2):
+                raise ValueError(f"the file name {name!r:.300} leads elsewhere")
+        self._check_names_are_distinct()
+
+    def _check_names_are_distinct(self) -> None:
+        texts = {re.sub("[0-9]+", "0", template % ((0,) * n)) for template, n in self._templates}
+        if len(texts) < len(self.patterns):
+            # Different patterns may give the same name.
+            names = [file.name for file in self]
+            require(len(set(names)) == len(names), "two files have the same name")
+            return
+        keys = (*self._numbers.T, self._pattern_ids)
+        order = np.lexsort(keys)
+        is_same = np.ones(len(order) - 1, bool)
+        for key in keys:
+            is_same &= key[order[1:]] == key[order[:-1]]
+        for place in np.flatnonzero(is_same)[:1].tolist():
+            raise ValueError(f"two files have the name {self[order[place]].name!r:.300}")
+
+    def _check_sizes(self, max_table_bytes: int) -> None:
+        is_all_header = self.header_bytes == self.num_bytes
+        limits = np.where(is_all_header, max_table_bytes, 8 + MAX_HEADER_BYTES)
+        fits = (self.header_bytes >= 0) & (self.header_bytes <= self.num_bytes)
+        fits &= self.header_bytes <= limits
+        for place in np.flatnonzero(~fits)[:1].tolist():
+            file = self[place]
+            raise ValueError(f"the file {file.name!r} has a header of {file.header_bytes} bytes")
+
+
+_DTYPES: Mapping[str, Sequence[Any]] = {_CHECKSUMS: (np.uint64,)}
+
+
+def _patterns_of(names: Sequence[str]) -> Iterator[tuple[NamePattern, IntArray, IntArray]]:
+    """Yield patterns, each with the places of the names that have it, and a row for each of their
+    numbers.
+    """
+    # All names at once, which takes half the time.
+    pieces = _NUMBER.split("\0".join(names))
+    texts, digits = pieces[::2], pieces[1::2]
+    forms = "0".join(texts).split("\0")[: len(names)]
+    kinds = {form: kind for kind, form in enumerate(dict.fromkeys(forms))}
+    kind_of = np.array([kinds[form] for form in forms], np.int64)
+    counts = np.array([form.count("0") for form in kinds], np.int64)[kind_of]
+    firsts = np.cumsum(counts) - counts
+    for form, kind in kinds.items():
+        ids = np.flatnonzero(kind_of == kind)
+        between = form.split("0")
+        places = (firsts[ids] + place for place in range(len(between) - 1))
+        columns = [[digits[place] for place in column.tolist()] for column in places]
+        if all(map(_are_numbers, columns)):
+            yield _pattern_of(between, columns, ids)
+        else:
+            # As the names of files of several saves may be.
+            for each in ids.tolist():
+                yield NamePattern((names[each],), ()), np.array([each]), np.zeros((0, 1), np.int64)
+
+
+def _are_numbers(texts: Sequence[str]) -> bool:
+    """Tell whether digits are all the same, or numbers that are padded with zeros to the length of
+    the shortest.
+    """
+    lengths = {*map(len, texts)}
+    if len(lengths) == 1 and max(lengths) <= _MAX_DIGITS:
+        return True
+    shortest = min(lengths)
+    are_padded = all(len(text) == shortest or text[0] != "0" for text in texts)
+    return len(set(texts)) == 1 or (are_padded and max(lengths) <= _MAX_DIGITS)
+
+
+def _pattern_of(
+    texts: Sequence[str], columns: Iterable[Sequence[str]], ids: IntArray
+) -> tuple[NamePattern, IntArray, IntArray]:
+    """Return the pattern of names that have some texts, and columns of digits between them. Numbers
+    that all names have are texts of it.
+    """
+    found, widths, numbers = [texts[0]], [], []
+    for column, text in zip(columns, texts[1:], strict=True):
+        if len(set(column)) == 1:
+            found[-1] += column[0] + text
+        else:
+            found.append(text)
+            widths.append(min(map(len, column)))
+            numbers.append(np.array([*map(int, column)], np.int64))
+    return NamePattern((*found,), (*widths,)), ids, np.array(numbers).reshape(-1, len(ids))
