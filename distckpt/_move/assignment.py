@@ -99,13 +99,13 @@ class Assignment:
         host = hosts[rank]
         own, others = self._found(holders, rank, left[0])
         for _, _, row_of_giver, region in own:
-            taken, left = _divide(left, region)
+            taken, left = divide(left, region)
             self.copies += [(rank, key, row_of_giver, row, part) for part in taken]
         for unit in self._of_host[host, key] if left else ():
-            taken, left = _divide(left, unit.region)
+            taken, left = divide(left, unit.region)
             unit.takes += [(rank, row, part) for part in taken]
         for _, giver, row_of_giver, region in sorted(others) if left else ():
-            taken, left = _divide(left, region)
+            taken, left = divide(left, region)
             for part in taken:
                 unit = self._unit(key, giver, row_of_giver, part, host)
                 unit.takes.append((rank, row, part))
@@ -170,7 +170,7 @@ class Assignment:
         )
 
 
-def _divide(left: Iterable[Region], region: Region) -> tuple[list[Region], list[Region]]:
+def divide(left: Iterable[Region], region: Region) -> tuple[list[Region], list[Region]]:
     """Divide regions into what they have in common with another one, and the rest."""
     taken: list[Region] = []
     rest: list[Region] = []
