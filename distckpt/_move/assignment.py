@@ -45,7 +45,17 @@ class Unit:
     giver: int
     row: int
     region: Region
+    item_bytes: int
     takes: list[tuple[int, int, Region]] = field(default_factory=list)
+
+    @property
+    def num_bytes(self) -> int:
+        """The size of the region."""
+        return self.region.num_elements * self.item_bytes
+
+    def machines(self, hosts: Sequence[int]) -> set[int]:
+        """Return the machines other than the giver's that take it."""
+        return {hosts[rank] for rank, _, _ in self.takes} - {hosts[self.giver]}
 
 
 _Hit: TypeAlias = tuple[tuple[bool, int], int, int, Region]
@@ -129,9 +139,9 @@ class Assignment:
     def _unit(self, key: str, giver: int, row: int, region: Region, host: int) -> Unit:
         identity = (key, giver, row, region)
         if identity not in self.units:
-            self.units[identity] = Unit(*identity)
             item = FROM_NAME[self.held.by_key[key].kind.dtype].itemsize
-            self.given[giver] += region.num_elements * item
+            self.units[identity] = Unit(*identity, item)
+            self.given[giver] += self.units[identity].num_bytes
         unit = self.units[identity]
         self._of_host[host, key].append(unit)
         return unit

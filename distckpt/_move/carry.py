@@ -75,15 +75,14 @@ class _Carrier:
                 self._ranks.finish(transfer)
 
     def _start_transfers(self, wave: int) -> list[Transfer]:
-        rank, buffer_of = self._ranks.rank, self._memory.buffer
-        kinds = (
-            (self._sends, buffer_of(rank, False, wave), True),
-            (self._forwards, buffer_of(rank, True, wave - 1), True),
-            (self._receives, buffer_of(rank, True, wave), False),
-        )
         started = []
-        for messages, buffer, is_sent in kinds:
+        for messages, is_sent, is_landed, of_wave in (
+            (self._sends, True, False, wave),
+            (self._forwards, True, True, wave - 1),
+            (self._receives, False, True, wave),
+        ):
             for _, peer, start, num_bytes, tag in messages.get(wave, ()):
+                buffer = self._memory.buffer(self._ranks.rank, is_landed, of_wave)
                 part = buffer[start : start + num_bytes]
                 started.append(self._ranks.start_transfer(part, peer, tag, is_sent))
         return started

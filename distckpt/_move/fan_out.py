@@ -1,14 +1,15 @@
 """How what several machines want reaches all of them. Pure functions.
 
-For one or two machines the giver sends it to each. For more it sends it once, to the first of them:
-that machine, and others after it, pass it on to two more each, along a binary tree. So `n`
-machines have it after `log2(n) + 1` steps at most, and each gets it once.
+A giver sends it to each, unless its machine would send more than twice as much as any receives.
+Then it sends it once, to the first of them: that machine, and others after it, pass it on to two
+more each, along a binary tree. So `n` machines have it after `log2(n) + 1` steps at most, and each
+gets it once.
 """
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Collection, Container, Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -18,8 +19,8 @@ from distckpt._geometry.region import Region
 from distckpt._move.assignment import Unit, divide
 from distckpt._state.validation import find_overlap
 
-_NUM_DIRECT = 2
-"""So many machines get a unit from its giver."""
+MAX_TIMES = 2
+"""A machine does not send more than so many times what any receives, if others can pass it on."""
 
 
 class Hop(NamedTuple):
@@ -33,23 +34,32 @@ class Hop(NamedTuple):
 class FanOut:
     """Chooses for each unit the rank that receives it on each machine, and who sends it there.
 
-    Whoever receives a unit for a machine also passes it on. What a giver has for the same machines
-    takes two trees by turns. Machines that pass on in one of them do not in the other one, so that
-    none sends more than it receives. Those of the next giver begin with the next machine, so that
-    each has all places in them.
+    Whoever receives a unit for a machine also passes it on. What goes to the same machines takes
+    two trees by turns. Machines that pass on in one of them do not in the other one, so that none
+    sends more than it receives, and about the same in each wave.
     """
 
-    def __init__(self, stretch_bytes: int) -> None:
-        self._stretch_bytes = stretch_bytes
+    def __init__(self, units: Sequence[Unit], hosts: Sequence[int], stretch_bytes: int) -> None:
+        self._units, self._hosts, self._stretch_bytes = units, hosts, stretch_bytes
+        self._overloaded = overloaded_machines(units, hosts)
         self._received: defaultdict[int, int] = defaultdict(int)
-        self._ways: dict[tuple[int, tuple[tuple[int, ...], ...]], _Way] = {}
+        # By the ranks that take, of each machine.
+        self._stretches: dict[tuple[tuple[int, ...], ...], _Stretch] = {}
+        # By the ranks that receive: the bytes of the first tree less those of the second one.
+        self._leads: defaultdict[tuple[int, ...], int] = defaultdict(int)
+
+    def units(self) -> Iterable[Unit]:
+        """Return the units to move, which may be parts of those that were given."""
+        if not self._overloaded:
+            return self._units
+        return _joined(self._units, self._hosts, self._overloaded)
 
     def hops(self, giver: int, takers: Sequence[Collection[int]], num_bytes: int) -> list[Hop]:
         """Return the way of a unit to the machines whose ranks take it, the giver's left out."""
-        if len(takers) <= _NUM_DIRECT:
-            hops = [Hop(giver, self._receiver(ranks), 1) for ranks in takers]
+        if len(takers) > MAX_TIMES and self._hosts[giver] in self._overloaded:
+            hops = _tree(giver, self._receivers(takers, num_bytes))
         else:
-            hops = self._way(giver, takers, num_bytes).hops
+            hops = [Hop(giver, self._receiver(ranks), 1) for ranks in takers]
         for hop in hops:
             self._received[hop.receiver] += num_bytes
         return hops
@@ -57,39 +67,43 @@ class FanOut:
     def _receiver(self, ranks: Collection[int]) -> int:
         return min(ranks, key=lambda rank: self._received[rank])
 
-    def _way(self, giver: int, takers: Sequence[Collection[int]], num_bytes: int) -> _Way:
-        """Return the way of the next unit: that of the last one, if both are small and become one
-        message, else the other tree, and in the end other ranks.
+    def _receivers(self, takers: Sequence[Collection[int]], num_bytes: int) -> Sequence[int]:
+        """Return the ranks of a tree, in its order: that which the last unit took, if both are
+        small and become one message.
         """
-        identity = giver, tuple(tuple(sorted(ranks)) for ranks in takers)
-        way = self._ways.get(identity)
-        if way is None:
-            first = giver % len(takers)
-            way = _Way([*identity[1][first:], *identity[1][:first]], [], [], -1)
-        left = way.num_left - num_bytes
-        if left < 0:
-            left = self._stretch_bytes - num_bytes
-            receivers = [self._receiver(ranks) for ranks in way.machines]
-            trees = way.next_trees or [_tree(giver, receivers), _tree(giver, receivers[::-1])]
-            way = way._replace(hops=trees[0], next_trees=trees[1:])
-        self._ways[identity] = way = way._replace(num_left=left)
-        return way
+        machines = tuple(tuple(sorted(ranks)) for ranks in takers)
+        stretch = self._stretches.get(machines)
+        if stretch is None or stretch.num_left < num_bytes:
+            receivers = tuple(map(self._receiver, machines))
+            # The second tree has the order of the first one reversed.
+            is_second = self._leads[receivers] > 0
+            stretch = _Stretch(receivers, is_second, self._stretch_bytes)
+        receivers, is_second, left = stretch
+        self._stretches[machines] = stretch._replace(num_left=left - num_bytes)
+        self._leads[receivers] += -num_bytes if is_second else num_bytes
+        return receivers[::-1] if is_second else receivers
 
 
-class _Way(NamedTuple):
-    """How units go to some machines.
-
-    Attributes:
-        machines: their ranks, in the order in which they are in the first tree.
-        hops: of the last unit.
-        next_trees: the hops of units after that.
-        num_left: so many bytes may follow in the same tree.
+class _Stretch(NamedTuple):
+    """Units that follow one another in one tree: its ranks, in the order of the first tree; whether
+    it is the second one; and how many bytes may follow.
     """
 
-    machines: list[tuple[int, ...]]
-    hops: list[Hop]
-    next_trees: list[list[Hop]]
+    receivers: tuple[int, ...]
+    is_second: bool
     num_left: int
+
+
+def overloaded_machines(units: Iterable[Unit], hosts: Sequence[int]) -> set[int]:
+    """Return the machines that would send too much, if givers sent to all who take."""
+    sent: Counter[int] = Counter()
+    received: Counter[int] = Counter()
+    for unit in units:
+        for other in unit.machines(hosts):
+            sent[hosts[unit.giver]] += unit.num_bytes
+            received[other] += unit.num_bytes
+    limit = MAX_TIMES * max(received.values(), default=0)
+    return {host for host, num_bytes in sent.items() if num_bytes > limit}
 
 
 def _tree(giver: int, receivers: Sequence[int]) -> list[Hop]:
@@ -106,26 +120,25 @@ def _tree(giver: int, receivers: Sequence[int]) -> list[Hop]:
 # --- Different layouts ----------------------------------------------------------------------------
 
 
-def joined_units(units: Iterable[Unit], hosts: Sequence[int]) -> Iterator[Unit]:
+def _joined(
+    units: Iterable[Unit], hosts: Sequence[int], overloaded: Container[int]
+) -> Iterator[Unit]:
     """Cut the units that overlap, so that what many machines want is one unit for all of them.
 
     Units overlap where a piece is wanted under different layouts. A machine that wants the whole of
     a unit gets the parts that this is cut into. The takes of a part may exceed its region.
     """
-    if len(set(hosts)) <= 1 + _NUM_DIRECT:
-        yield from units
-        return
     by_piece: defaultdict[tuple[str, int, int], list[Unit]] = defaultdict(list)
     for unit in units:
         by_piece[unit.key, unit.giver, unit.row].append(unit)
     for of_piece in by_piece.values():
-        others = {hosts[rank] for unit in of_piece for rank, _, _ in unit.takes}
-        others.discard(hosts[of_piece[0].giver])
-        are_apart = len(of_piece) == 1 or len(others) <= _NUM_DIRECT or not _overlap(of_piece)
-        yield from of_piece if are_apart else _parts(of_piece)
+        is_overloaded = hosts[of_piece[0].giver] in overloaded
+        yield from _parts(of_piece) if is_overloaded and _overlap(of_piece) else of_piece
 
 
 def _overlap(units: Sequence[Unit]) -> bool:
+    if len(units) == 1:
+        return False
     offsets, shapes = (np.array([unit.region[i] for unit in units]) for i in (0, 1))
     return find_overlap(offsets, shapes) is not None
 

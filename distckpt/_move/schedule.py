@@ -16,7 +16,7 @@ from distckpt._base.dtypes import FROM_NAME
 from distckpt._geometry.region import Region, intersect
 from distckpt._geometry.units import cut_region
 from distckpt._move.assignment import Assignment, Unit
-from distckpt._move.fan_out import FanOut, Hop, joined_units
+from distckpt._move.fan_out import FanOut, Hop
 from distckpt._move.pieces import Kind, PieceTable
 from distckpt._move.rank_plan import TABLES, RankPlan
 
@@ -54,7 +54,8 @@ class Schedule:
         self._used: defaultdict[tuple[int, bool, int], int] = defaultdict(int)
         self._first_wave = [0] * num_ranks
         self._num_bytes = [0] * num_ranks
-        self._fan_out = FanOut(self._bucket // UNITS_PER_BUCKET)
+        units = list(assignment.units.values())
+        self._fan_out = FanOut(units, self._hosts, self._bucket // UNITS_PER_BUCKET)
         self._rows: defaultdict[tuple[str, int], list[list[int]]] = defaultdict(list)
         # By wave, ranks, and for the last ones whether the sender is the giver.
         self._num_messages: defaultdict[tuple[int, int, int], int] = defaultdict(int)
@@ -64,7 +65,7 @@ class Schedule:
 
     def plans(self) -> list[RankPlan]:
         """Return the plan of each rank."""
-        for unit in joined_units(self._assignment.units.values(), self._hosts):
+        for unit in self._fan_out.units():
             self._place(unit)
         for rank, key, source, row, region in self._assignment.copies:
             places = self._in_source(rank, source, region), self._in_target(rank, row, region)
@@ -119,18 +120,16 @@ class Schedule:
         return kind.dtype
 
     def _place(self, unit: Unit) -> None:
-        item = self._item_bytes(unit.key)
-        pieces = list(cut_region(unit.region, max(1, self._bucket // UNITS_PER_BUCKET // item)))
-        for piece in pieces:
+        max_elements = max(1, self._bucket // UNITS_PER_BUCKET // unit.item_bytes)
+        for piece in cut_region(unit.region, max_elements):
             common = ((rank, row, intersect(piece, region)) for rank, row, region in unit.takes)
             takes = [(rank, row, part) for rank, row, part in common if part is not None]
             if takes:
-                self._place_piece(unit, piece, takes, item)
+                self._place_piece(unit, piece, takes)
 
-    def _place_piece(
-        self, unit: Unit, piece: Region, takes: list[tuple[int, int, Region]], item: int
-    ) -> None:
-        giver, size = unit.giver, piece.num_elements * item
+    def _place_piece(self, unit: Unit, piece: Region, takes: list[tuple[int, int, Region]]) -> None:
+        giver, item = unit.giver, unit.item_bytes
+        size = piece.num_elements * item
         by_host: defaultdict[int, list[tuple[int, int, Region]]] = defaultdict(list)
         for take in takes:
             by_host[self._hosts[take[0]]].append(take)
