@@ -15,6 +15,7 @@ from __future__ import annotations
 import functools
 import itertools
 import math
+import threading
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import NamedTuple, TypeAlias
@@ -215,17 +216,28 @@ def _group_sums(lanes: torch.Tensor, factors: _Numbers) -> npt.NDArray[np.int64]
     starts = range(0, len(lanes), step)
     if lanes.device.type == "cpu":
         # For two rows of factors numpy's BLAS takes half the time of torch's.
-        here, wide = lanes.numpy(), np.empty((min(step, len(lanes)), lanes.shape[1]))
+        here, wide = lanes.numpy(), _scratch_of_thread()
         products = []
         for first in starts:
             batch = here[first : first + step]
-            converted = wide[: len(batch)]
+            converted = wide[: batch.size].reshape(batch.shape)
             np.copyto(converted, batch)
             products.append(np.matmul(halves, converted.T))
         return np.concatenate(products, axis=1).astype(np.int64)
     there = torch.from_numpy(halves).to(lanes.device)
     found = [torch.mm(there, lanes[first : first + step].double().t()) for first in starts]
     return torch.cat(found, dim=1).to(torch.int64).cpu().numpy()
+
+
+_scratch = threading.local()
+
+
+def _scratch_of_thread() -> npt.NDArray[np.float64]:
+    """Return memory for a batch: new memory for each would take as long as to convert it."""
+    if not hasattr(_scratch, "batch"):
+        _scratch.batch = np.empty(_BATCH_LANES)
+    batch: npt.NDArray[np.float64] = _scratch.batch
+    return batch
 
 
 def _weighted(sums: npt.NDArray[np.int64], factors: _Numbers) -> _Numbers:
