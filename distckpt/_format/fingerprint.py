@@ -15,6 +15,7 @@ from __future__ import annotations
 import functools
 import itertools
 import math
+import threading
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import NamedTuple, TypeAlias
@@ -33,9 +34,13 @@ _Numbers: TypeAlias = npt.NDArray[np.uint64]
 _PRIME = np.uint64(PRIME)
 _GROUP_LANES = 256
 """Lanes whose products float64 adds up exactly."""
-_BATCH_LANES = 1 << 16
-"""Lanes that are converted to float64 at once: few enough to stay in the cache of a processor."""
+_BATCH_LANES = 1 << 17
+"""Lanes that are converted to float64 at once: few enough to stay in the cache of a processor, and
+for OpenBLAS to multiply them in the thread that calls it.
+"""
 _HALF_BITS = 30
+_MAX_TERMS = 128
+"""Of sums of products of 16 bits and half a factor, which float64 adds up exactly."""
 
 
 @dataclass(frozen=True)
@@ -113,10 +118,8 @@ def region_number(values: torch.Tensor, offset: tuple[int, ...]) -> int:
         for axis, (start, size) in enumerate(zip(offset[:-1], shape[:-1], strict=True))
     ]
     of_rows = functools.reduce(_outer_product, outer, np.ones(1, np.uint64))
-    sums = np.zeros(len(of_rows), np.uint64)
-    for strip in _strips(offset[-1], shape[-1], _group_elements(values.dtype)):
-        sums = _added(sums, _strip_sums(rows, strip, len(shape) - 1))
-    return _total(_times(sums, of_rows))
+    strips = _strips(offset[-1], shape[-1], _group_elements(values.dtype))
+    return sum(_strip_number(rows, strip, len(shape) - 1, of_rows) for strip in strips) % PRIME
 
 
 def change_number(
@@ -193,28 +196,71 @@ def _strips(offset: int, size: int, group: int) -> Iterator[_Strip]:
         yield _Strip(low - offset, high - offset, low // group, num_groups, low % group)
 
 
-def _strip_sums(rows: torch.Tensor, strip: _Strip, axis: int) -> _Numbers:
-    """Return the sums of the elements of a strip in each row, before the factors of the rows."""
+def _strip_number(rows: torch.Tensor, strip: _Strip, axis: int, of_rows: _Numbers) -> int:
+    """Return the sum of the elements of a strip."""
     num_rows, _, num_lanes = rows.shape
     lanes = rows[:, strip.start : strip.stop].reshape(num_rows * strip.num_groups, -1)
     begin = strip.within * num_lanes
-    halves = _halves(_lane_factors()[begin : begin + lanes.shape[1]], rows.device)
+    sums = _group_sums(lanes, _lane_factors()[begin : begin + lanes.shape[1]])
     of_groups = _factors(axis, strip.first_group, strip.num_groups)
-    sums = _group_sums(lanes, halves).reshape(num_rows, -1)
-    return _row_totals(_times(sums, of_groups))
+    if strip.num_groups == 1:
+        return int(_weighted(sums, of_rows)[0]) * int(of_groups[0])
+    return _total(_times(_weighted(sums, of_groups), of_rows))
 
 
-def _group_sums(lanes: torch.Tensor, halves: torch.Tensor) -> _Numbers:
-    """Return the sum of the lanes of each row times their factors; this is exact."""
-    found = torch.empty(2, len(lanes), dtype=torch.float64, device=lanes.device)
-    step = max(1, _BATCH_LANES // lanes.shape[1])
-    wide = torch.empty(step, lanes.shape[1], dtype=torch.float64, device=lanes.device)
-    for first in range(0, len(lanes), step):
-        some = lanes[first : first + step]
-        converted = wide[: len(some)].copy_(some)
-        found[:, first : first + step] = torch.mm(halves, converted.t())
-    low, high = found.to(torch.int64).cpu().numpy()
-    return _added(_modulo(low), _rotated(_modulo(high), _HALF_BITS))
+def _group_sums(lanes: torch.Tensor, factors: _Numbers) -> npt.NDArray[np.int64]:
+    """Return the sum of the lanes of each row times their factors, as two numbers below 2**53 with
+    signs, of shape (2, n): `low + high * 2**30`. This is exact.
+    """
+    halves, step = _halves(factors), max(1, _BATCH_LANES // lanes.shape[1])
+    starts = range(0, len(lanes), step)
+    if lanes.device.type == "cpu":
+        # For two rows of factors numpy's BLAS takes half the time of torch's.
+        here, wide = lanes.numpy(), _scratch_of_thread()
+        products = []
+        for first in starts:
+            batch = here[first : first + step]
+            converted = wide[: batch.size].reshape(batch.shape)
+            np.copyto(converted, batch)
+            products.append(np.matmul(halves, converted.T))
+        return np.concatenate(products, axis=1).astype(np.int64)
+    there = torch.from_numpy(halves).to(lanes.device)
+    found = [torch.mm(there, lanes[first : first + step].double().t()) for first in starts]
+    return torch.cat(found, dim=1).to(torch.int64).cpu().numpy()
+
+
+_scratch = threading.local()
+
+
+def _scratch_of_thread() -> npt.NDArray[np.float64]:
+    """Return memory for a batch: new memory for each would take as long as to convert it."""
+    if not hasattr(_scratch, "batch"):
+        _scratch.batch = np.empty(_BATCH_LANES)
+    batch: npt.NDArray[np.float64] = _scratch.batch
+    return batch
+
+
+def _weighted(sums: npt.NDArray[np.int64], factors: _Numbers) -> _Numbers:
+    """Return the sum of each row of numbers, of `_group_sums`, times factors modulo the prime.
+
+    This is a product of float64, too: of numbers in four parts of 16 bits, and factors in halves.
+    """
+    size = min(len(factors), _MAX_TERMS)
+    fill = -len(factors) % size
+    rows = sums.reshape(2, -1, len(factors))
+    if fill:
+        rows, factors = np.pad(rows, [(0, 0), (0, 0), (0, fill)]), np.pad(factors, (0, fill))
+    # Parts have no signs.
+    parts = (rows + (1 << 53)).view(np.uint16).reshape(2, rows.shape[1], -1, size, 4)
+    halves = _halves(factors).reshape(2, -1, size).transpose(1, 0, 2)
+    products = np.matmul(halves, parts.astype(np.float64)).astype(np.int64)
+    # By axis: of a number low or high, row, run of factors, half of a factor, part.
+    half, part = np.arange(2) * _HALF_BITS, np.arange(4) * 16
+    num_bits = half[:, None, None, None, None] + half[:, None] + part
+    powers = _rotated(_modulo(products), (num_bits % 61).astype(np.uint64))
+    totals = _row_totals(powers.swapaxes(0, 1).reshape(rows.shape[1], -1))
+    excess = _total(factors) * ((1 << 53) + (1 << 53 + _HALF_BITS)) % PRIME
+    return _reduced(totals + np.uint64(PRIME - excess))
 
 
 # --- Factors --------------------------------------------------------------------------------------
@@ -236,14 +282,14 @@ def _lane_factors() -> _Numbers:
     return _factors(-1, 0, _GROUP_LANES)
 
 
-def _halves(factors: _Numbers, device: torch.device) -> torch.Tensor:
+def _halves(factors: _Numbers) -> npt.NDArray[np.float64]:
     """Divide factors into two halves with signs, of shape (2, n): `low + high * 2**30`."""
     # Modulo the prime, large numbers are small negative ones.
     signed = np.where(factors > _PRIME // np.uint64(2), factors - _PRIME, factors).view(np.int64)
     middle = np.int64(1 << (_HALF_BITS - 1))
     high = (signed + middle) >> _HALF_BITS
     low = signed - (high << _HALF_BITS)
-    return torch.from_numpy(np.stack([low, high]).astype(np.float64)).to(device)
+    return np.stack([low, high]).astype(np.float64)
 
 
 # --- Arithmetic modulo the prime, of numbers below it ---------------------------------------------
@@ -267,10 +313,10 @@ def _added(first: _Numbers, second: _Numbers) -> _Numbers:
     return _reduced(first + second)
 
 
-def _rotated(numbers: _Numbers, num_bits: int) -> _Numbers:
-    """Return numbers times `2**num_bits`: 2**61 is 1."""
-    up = numbers << np.uint64(num_bits) & _PRIME
-    return _reduced(up | numbers >> np.uint64(61 - num_bits))
+def _rotated(numbers: _Numbers, num_bits: np.uint64 | _Numbers) -> _Numbers:
+    """Return numbers times `2**num_bits`, of fewer than 61 bits: 2**61 is 1."""
+    up = numbers << num_bits & _PRIME
+    return _reduced(up | numbers >> (np.uint64(61) - num_bits))
 
 
 def _times(first: _Numbers, second: _Numbers) -> _Numbers:
@@ -282,7 +328,7 @@ def _times(first: _Numbers, second: _Numbers) -> _Numbers:
     low = _folded(first_low * second_low)
     # 2**62 is 2.
     high = _folded((first_high * second_high) << np.uint64(1))
-    return _added(_added(low, high), _rotated(middle, 31))
+    return _added(_added(low, high), _rotated(middle, np.uint64(31)))
 
 
 def _folded(numbers: _Numbers) -> _Numbers:
@@ -294,7 +340,7 @@ def _row_totals(numbers: _Numbers) -> _Numbers:
     """Return the sum of each row of a matrix that has fewer than 2**32 columns."""
     low = (numbers & np.uint64(0xFFFFFFFF)).sum(axis=1)
     high = (numbers >> np.uint64(32)).sum(axis=1)
-    return _added(_folded(low), _rotated(_folded(high), 32))
+    return _added(_folded(low), _rotated(_folded(high), np.uint64(32)))
 
 
 def _total(numbers: _Numbers) -> int:

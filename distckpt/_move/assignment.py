@@ -45,7 +45,17 @@ class Unit:
     giver: int
     row: int
     region: Region
+    item_bytes: int
     takes: list[tuple[int, int, Region]] = field(default_factory=list)
+
+    @property
+    def num_bytes(self) -> int:
+        """The size of the region."""
+        return self.region.num_elements * self.item_bytes
+
+    def machines(self, hosts: Sequence[int]) -> set[int]:
+        """Return the machines other than the giver's that take it."""
+        return {hosts[rank] for rank, _, _ in self.takes} - {hosts[self.giver]}
 
 
 _Hit: TypeAlias = tuple[tuple[bool, int], int, int, Region]
@@ -99,13 +109,13 @@ class Assignment:
         host = hosts[rank]
         own, others = self._found(holders, rank, left[0])
         for _, _, row_of_giver, region in own:
-            taken, left = _divide(left, region)
+            taken, left = divide(left, region)
             self.copies += [(rank, key, row_of_giver, row, part) for part in taken]
         for unit in self._of_host[host, key] if left else ():
-            taken, left = _divide(left, unit.region)
+            taken, left = divide(left, unit.region)
             unit.takes += [(rank, row, part) for part in taken]
         for _, giver, row_of_giver, region in sorted(others) if left else ():
-            taken, left = _divide(left, region)
+            taken, left = divide(left, region)
             for part in taken:
                 unit = self._unit(key, giver, row_of_giver, part, host)
                 unit.takes.append((rank, row, part))
@@ -129,9 +139,9 @@ class Assignment:
     def _unit(self, key: str, giver: int, row: int, region: Region, host: int) -> Unit:
         identity = (key, giver, row, region)
         if identity not in self.units:
-            self.units[identity] = Unit(*identity)
             item = FROM_NAME[self.held.by_key[key].kind.dtype].itemsize
-            self.given[giver] += region.num_elements * item
+            self.units[identity] = Unit(*identity, item)
+            self.given[giver] += self.units[identity].num_bytes
         unit = self.units[identity]
         self._of_host[host, key].append(unit)
         return unit
@@ -170,7 +180,7 @@ class Assignment:
         )
 
 
-def _divide(left: Iterable[Region], region: Region) -> tuple[list[Region], list[Region]]:
+def divide(left: Iterable[Region], region: Region) -> tuple[list[Region], list[Region]]:
     """Divide regions into what they have in common with another one, and the rest."""
     taken: list[Region] = []
     rest: list[Region] = []

@@ -27,8 +27,11 @@ def carry(
 ) -> None:
     """Fill the targets of all ranks.
 
-    Collective operation: all ranks must call it. No rank starts a wave before all have done the one
-    before, so that each buffer holds what others expect, and none waits for a rank that has failed.
+    Collective operation: all ranks must call it. No rank starts a round before all have done the
+    one before, so that each buffer holds what others expect, and none waits for a rank that has
+    failed. Within a round no transfer waits for another one: what is sent was there when the round
+    began, and every rank starts all of its transfers before it waits for one. So ranks that pass
+    units on, whatever to whom, do not wait for each other in a circle.
     """
     carrier = _Carrier(ranks, plan, memory, sources, targets)
     num_rounds = plan.num_waves + 1 + (plan.sent_bytes > 0)
@@ -52,10 +55,13 @@ class _Carrier:
         self._sources, self._targets = sources, targets
         self._packs = _by_wave(plan.packs)
         self._takes = _by_wave(plan.takes)
-        self._sends, self._receives = _by_wave(plan.sends), _by_wave(plan.receives)
+        self._sends, self._forwards = _by_wave(plan.sends), _by_wave(plan.forwards)
+        self._receives = _by_wave(plan.receives)
 
     def do_round(self, number: int) -> None:
-        """Pack a wave; send and take what was packed before, and take what was received before."""
+        """Pack a wave; send and take what was packed before, and pass on and take what was received
+        before.
+        """
         transfers = self._start_transfers(number - 1)
         try:
             if number == 0:
@@ -70,9 +76,13 @@ class _Carrier:
 
     def _start_transfers(self, wave: int) -> list[Transfer]:
         started = []
-        for is_sent, messages in ((True, self._sends), (False, self._receives)):
+        for messages, is_sent, is_landed, of_wave in (
+            (self._sends, True, False, wave),
+            (self._forwards, True, True, wave - 1),
+            (self._receives, False, True, wave),
+        ):
             for _, peer, start, num_bytes, tag in messages.get(wave, ()):
-                buffer = self._memory.buffer(self._ranks.rank, not is_sent, wave)
+                buffer = self._memory.buffer(self._ranks.rank, is_landed, of_wave)
                 part = buffer[start : start + num_bytes]
                 started.append(self._ranks.start_transfer(part, peer, tag, is_sent))
         return started

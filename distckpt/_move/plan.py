@@ -1,8 +1,9 @@
 """Planning a move: which rank gives which part of which tensor to whom, and when. Pure functions.
 
 What a rank holds itself it copies. Everything else is a *unit*: a region that one rank, its giver,
-packs into a buffer, from which the ranks of its machine take what they want. For every other
-machine that wants it, the unit is sent once, into a buffer of one rank there, and taken from that.
+packs into a buffer, from which the ranks of its machine take what they want. Every other machine
+that wants it gets it once, from the giver or another machine, into a buffer of one rank there, and
+its ranks take it from that.
 """
 
 from __future__ import annotations

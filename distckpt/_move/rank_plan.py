@@ -28,7 +28,8 @@ class RankPlan(NamedTuple):
             where that begins there; the place of a region in the target, and in the unit, and the
             shape of the unit.
         sends: `wave, peer, start, bytes, tag`: in the buffer for packed units.
-        receives: the same, in the buffer for units that have landed.
+        forwards: the same, in the buffer for units that landed in the wave before.
+        receives: the same, in the buffer for units that land.
         gaps: `target, *offset, *shape`: regions that no rank holds.
         sent: `slot, source, dtype, *offset, *shape`: a region of a piece that another rank gets,
             and in which dtype it keeps it.
@@ -46,6 +47,7 @@ class RankPlan(NamedTuple):
     packs: IntArray
     takes: IntArray
     sends: IntArray
+    forwards: IntArray
     receives: IntArray
     gaps: IntArray
     sent: IntArray

@@ -282,4 +282,6 @@ class Leader:
             time.sleep(_POLL_SECONDS if absent else 0)
         if absent:
             logger.warning("%s asked to take part and is gone: left out", ", ".join(absent))
+        # Nobody waits for them, unless they ask again.
+        self._expected.difference_update(absent)
         return [name for name in names if name not in absent]

@@ -1,6 +1,7 @@
 """When each unit of a move is packed, sent and taken, and where in the buffers. Pure functions.
 
-Units are packed in *waves*: buffers are used again every second wave.
+Units are packed in *waves*, and land in the same wave; units that are passed on land in a later
+one. Buffers are used again every second wave.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from distckpt._base.dtypes import FROM_NAME
 from distckpt._geometry.region import Region, intersect
 from distckpt._geometry.units import cut_region
 from distckpt._move.assignment import Assignment, Unit
+from distckpt._move.fan_out import FanOut, Hop
 from distckpt._move.pieces import Kind, PieceTable
 from distckpt._move.rank_plan import TABLES, RankPlan
 
@@ -50,16 +52,20 @@ class Schedule:
         num_ranks = assignment.held.num_ranks
         # By rank, whether it is for units that have landed, and wave.
         self._used: defaultdict[tuple[int, bool, int], int] = defaultdict(int)
-        self._first_wave, self._landed = [0] * num_ranks, [0] * num_ranks
+        self._first_wave = [0] * num_ranks
         self._num_bytes = [0] * num_ranks
+        units = list(assignment.units.values())
+        self._fan_out = FanOut(units, self._hosts, self._bucket // UNITS_PER_BUCKET)
         self._rows: defaultdict[tuple[str, int], list[list[int]]] = defaultdict(list)
+        # By wave, ranks, and for the last ones whether the sender is the giver.
         self._num_messages: defaultdict[tuple[int, int, int], int] = defaultdict(int)
+        self._last_messages: dict[tuple[int, int, int, bool], _Message] = {}
         self._num_waves = self._sent_bytes = 0
         self._slots: dict[tuple[int, str], int] = {}
 
     def plans(self) -> list[RankPlan]:
         """Return the plan of each rank."""
-        for unit in self._assignment.units.values():
+        for unit in self._fan_out.units():
             self._place(unit)
         for rank, key, source, row, region in self._assignment.copies:
             places = self._in_source(rank, source, region), self._in_target(rank, row, region)
@@ -114,39 +120,37 @@ class Schedule:
         return kind.dtype
 
     def _place(self, unit: Unit) -> None:
-        item = self._item_bytes(unit.key)
-        pieces = list(cut_region(unit.region, max(1, self._bucket // UNITS_PER_BUCKET // item)))
-        for piece in pieces:
+        max_elements = max(1, self._bucket // UNITS_PER_BUCKET // unit.item_bytes)
+        for piece in cut_region(unit.region, max_elements):
             common = ((rank, row, intersect(piece, region)) for rank, row, region in unit.takes)
             takes = [(rank, row, part) for rank, row, part in common if part is not None]
             if takes:
-                self._place_piece(unit, piece, takes, item)
+                self._place_piece(unit, piece, takes)
 
-    def _place_piece(
-        self, unit: Unit, piece: Region, takes: list[tuple[int, int, Region]], item: int
-    ) -> None:
-        giver, size = unit.giver, piece.num_elements * item
+    def _place_piece(self, unit: Unit, piece: Region, takes: list[tuple[int, int, Region]]) -> None:
+        giver, item = unit.giver, unit.item_bytes
+        size = piece.num_elements * item
         by_host: defaultdict[int, list[tuple[int, int, Region]]] = defaultdict(list)
         for take in takes:
             by_host[self._hosts[take[0]]].append(take)
-        landings = {
-            host: min({rank for rank, _, _ in of_host}, key=lambda rank: self._landed[rank])
-            for host, of_host in by_host.items()
-            if host != self._hosts[giver]
-        }
-        wave = self._wave_of(giver, list(landings.values()), size, item)
+        own_host = self._hosts[giver]
+        others = [{r for r, _, _ in by_host[host]} for host in by_host if host != own_host]
+        hops = self._fan_out.hops(giver, others, size)
+        wave = self._wave_of(giver, hops, size, item)
         start = self._reserve(giver, False, wave, size, item)
         place = self._in_source(giver, unit.row, piece)
         self._add("packs", giver, [wave, start, unit.row], place, shapes=[piece.shape])
+        found = {own_host: (wave, giver, 0, start)}
+        for hop in hops:
+            landed = wave + hop.step - 1
+            at = self._reserve(hop.receiver, True, landed, size, item)
+            *_, sent_from = found[self._hosts[hop.sender]]
+            self._send(landed, hop, sent_from, at, size)
+            found[self._hosts[hop.receiver]] = (landed, hop.receiver, 1, at)
         dtype = self._dtypes.index(self._assignment.held.by_key[unit.key].kind.dtype)
         for host, of_host in by_host.items():
-            holder, at = giver, start
-            if host in landings:
-                holder = landings[host]
-                at = self._reserve(holder, True, wave, size, item)
-                self._send(wave, (giver, start), (holder, at), size)
             for rank, row, part in of_host:
-                numbers = [wave, holder, int(host in landings), at, dtype, row]
+                numbers = [*found[host], dtype, row]
                 places = self._in_target(rank, row, part), part.relative_to(piece.offset).offset
                 self._take(rank, numbers, places, part.shape, piece.shape)
                 self._num_bytes[rank] += part.num_elements * item
@@ -163,15 +167,18 @@ class Schedule:
         row = [*self._wide(in_target, 0), *self._wide(shape, 1), *self._wide(in_unit, 0)]
         self._rows["takes", rank].append([*numbers, *row, *self._wide(unit_shape, 1)])
 
-    def _wave_of(self, giver: int, landings: Sequence[int], size: int, item: int) -> int:
+    def _wave_of(self, giver: int, hops: Sequence[Hop], size: int, item: int) -> int:
         """Return the first wave in which there is room for a unit in all buffers that it passes."""
-        buffers = [(giver, False), *((rank, True) for rank in landings)]
+        buffers = [(giver, False, 0), *((hop.receiver, True, hop.step - 1) for hop in hops)]
         wave = self._first_wave[giver]
-        while any(self._end(*buffer, wave, item) + size > self._bucket for buffer in buffers):
+        while any(
+            self._end(rank, is_landed, wave + later, item) + size > self._bucket
+            for rank, is_landed, later in buffers
+        ):
             wave += 1
-        if not landings:
+        if not hops:
             self._first_wave[giver] = wave
-        self._num_waves = max(self._num_waves, wave + 1)
+        self._num_waves = max(self._num_waves, *(wave + later + 1 for *_, later in buffers))
         return wave
 
     def _end(self, rank: int, is_landed: bool, wave: int, item: int) -> int:
@@ -181,23 +188,23 @@ class Schedule:
     def _reserve(self, rank: int, is_landed: bool, wave: int, size: int, item: int) -> int:
         start = self._end(rank, is_landed, wave, item)
         self._used[rank, is_landed, wave] = start + size
-        self._landed[rank] += size if is_landed else 0
         return start
 
-    def _send(self, wave: int, source: tuple[int, int], target: tuple[int, int], size: int) -> None:
+    def _send(self, wave: int, hop: Hop, start: int, at: int, size: int) -> None:
         """Add a message to the plans of both ranks, or lengthen the last one."""
-        (giver, start), (holder, at) = source, target
+        sender, receiver, step = hop
+        is_given, places = step == 1, (start, at)
         self._sent_bytes += size
-        sends, receives = self._rows["sends", giver], self._rows["receives", holder]
-        number = self._num_messages[wave, giver, holder]
-        follows = _ends_at(sends, wave, holder, start, number)
-        if follows and _ends_at(receives, wave, giver, at, number):
-            sends[-1][3] += size
-            receives[-1][3] += size
+        last = self._last_messages.get((wave, sender, receiver, is_given))
+        if last is not None and last.ends_at(places):
+            last.lengthen(size)
             return
-        sends.append([wave, holder, start, size, number])
-        receives.append([wave, giver, at, size, number])
-        self._num_messages[wave, giver, holder] += 1
+        number = self._num_messages[wave, sender, receiver]
+        self._num_messages[wave, sender, receiver] += 1
+        message = _Message([wave, receiver, start, size, number], [wave, sender, at, size, number])
+        self._last_messages[wave, sender, receiver, is_given] = message
+        self._rows["sends" if is_given else "forwards", sender].append(message.sent)
+        self._rows["receives", receiver].append(message.received)
 
     def _add(
         self,
@@ -227,9 +234,17 @@ class Schedule:
         return region.relative_to(self._tables.targets[rank].region(row).offset).offset
 
 
-def _ends_at(messages: list[list[int]], wave: int, peer: int, start: int, number: int) -> bool:
-    """Tell whether the last message is also the last to its peer in a wave, and ends at a place."""
-    if not messages:
-        return False
-    *who, begin, size, tag = messages[-1]
-    return who == [wave, peer] and begin + size == start and tag == number - 1
+class _Message(NamedTuple):
+    """The rows of a message in the plans of the ranks that send and receive it."""
+
+    sent: list[int]
+    received: list[int]
+
+    def ends_at(self, places: tuple[int, int]) -> bool:
+        """Tell whether it ends at these places in the buffers of both."""
+        return all(row[2] + row[3] == place for row, place in zip(self, places, strict=True))
+
+    def lengthen(self, num_bytes: int) -> None:
+        """Add bytes that follow in both buffers."""
+        for row in self:
+            row[3] += num_bytes

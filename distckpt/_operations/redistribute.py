@@ -42,8 +42,9 @@ def redistribute(
         distckpt.redistribute({"model": old_model}, {"model": new_model})
 
     Every element comes from a rank that has it: from the same one if it can, else through memory
-    that the ranks of a machine share, else through the process group, once for each machine. A call
-    with the same descriptions as one before uses its plan, and sends no descriptions.
+    that the ranks of a machine share, else through the process group, once for each machine. What
+    one machine would send to many, these pass on to each other. A call with the same descriptions
+    as one before uses its plan, and sends no descriptions.
 
     Collective operation: all ranks must call it; those that only give or only take pass `{}` for
     the other state dict.

@@ -17,11 +17,11 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 
 import distckpt
 from distckpt import ShardedTensor
-from distckpt._move import host_memory
 from distckpt.rules import Concat, Rename, Rule, Transpose
 from tests.support.exchanges import watching_exchanges
 from tests.support.harness import run
 from tests.support.layouts import bytes_of, global_bytes, tensor_from
+from tests.support.machines import on_machine
 from tests.support.random_layouts import DTYPES, elements_of, random_shards
 
 NUM_RANKS = 4
@@ -40,11 +40,11 @@ class Pair(NamedTuple):
     lower_bound: int
 
 
-def random_pair(seed: int) -> Pair:
+def random_pair(seed: int, num_ranks: int, most_hosts: int) -> Pair:
     random = np.random.default_rng(seed)
-    hosts = random.integers(0, int(random.integers(1, 4)), NUM_RANKS).tolist()
-    old: list[dict[str, Any]] = [{} for _ in range(NUM_RANKS)]
-    new: list[dict[str, Any]] = [{} for _ in range(NUM_RANKS)]
+    hosts = random.integers(0, int(random.integers(1, 1 + most_hosts)), num_ranks).tolist()
+    old: list[dict[str, Any]] = [{} for _ in range(num_ranks)]
+    new: list[dict[str, Any]] = [{} for _ in range(num_ranks)]
     expected, rules, bound = {}, list[Rule](), 0
     for number in range(int(random.integers(1, 4))):
         dtype = DTYPES[int(random.integers(len(DTYPES)))]
@@ -69,11 +69,11 @@ def random_pair(seed: int) -> Pair:
         layout = int(random.integers(1 << 30))
         # A rank has all members of a Concat or none, as a rule demands.
         held = {
-            key: random_shards(np.random.default_rng(layout), key, c, dtype, NUM_RANKS)
+            key: random_shards(np.random.default_rng(layout), key, c, dtype, num_ranks)
             for key, c in names.items()
         }
-        wanted = random_shards(random, target, made, dtype, NUM_RANKS)
-        for rank in range(NUM_RANKS):
+        wanted = random_shards(random, target, made, dtype, num_ranks)
+        for rank in range(num_ranks):
             for key, shards in held.items():
                 old[rank][key] = shards[rank]
             new[rank][target] = wanted[rank]
@@ -92,7 +92,7 @@ def _lower_bound(
     target, takers = wanted
     total = 0
     for host in set(hosts):
-        members = [rank for rank in range(NUM_RANKS) if hosts[rank] == host]
+        members = [rank for rank, other in enumerate(hosts) if other == host]
         masks = [
             elements_of([s for rank in members for s in held[key][rank]], content.shape[:-1])
             for key, content in names.items()
@@ -124,10 +124,9 @@ def _is_right(state: dict[str, Any], expected: dict[str, np.ndarray]) -> bool:
     return True
 
 
-def _moved(rank: int, seed: int) -> list[int]:
-    pair = random_pair(seed)
+def _moved(rank: int, seed: int, most_hosts: int) -> list[int]:
+    pair = random_pair(seed, dist.get_world_size(), most_hosts)
     old, new = pair.old[rank], pair.new[rank]
-    host_memory.host_number = lambda: pair.hosts[rank]
     # Its buffers are made for these machines.
     group = dist.new_group()
     exchanged: list[list[str]] = []
@@ -136,7 +135,7 @@ def _moved(rank: int, seed: int) -> list[int]:
             if shard.data.numel():
                 shard.data.view(torch.uint8).fill_(0xA5)
         exchanged.append([])
-        with watching_exchanges(exchanged[-1].append):
+        with watching_exchanges(exchanged[-1].append), on_machine(pair.hosts[rank]):
             report = distckpt.redistribute(
                 old, new, rules=pair.rules, process_group=group, max_inflight_bytes=4 * 4096
             )
@@ -162,10 +161,10 @@ def _data_of_key(pair: Pair, key: str) -> ShardedTensor:
     return next(shards)
 
 
-def _random_moves(rank: int, first: int, count: int) -> list[int]:
+def _random_moves(rank: int, first: int, count: int, most_hosts: int) -> list[int]:
     totals = np.zeros(2, np.int64)
     for seed in range(first, first + count):
-        totals += _moved(rank, seed)
+        totals += _moved(rank, seed, most_hosts)
     return totals.tolist()
 
 
@@ -174,7 +173,17 @@ def _random_moves(rank: int, first: int, count: int) -> list[int]:
     [(0, 40), *(pytest.param(n, 100, marks=pytest.mark.slow) for n in range(1000, 2000, 100))],
 )
 def test_random_layouts(first, count):
-    for sent, bound in run(_random_moves, NUM_RANKS, first, count):
+    for sent, bound in run(_random_moves, NUM_RANKS, first, count, 3):
+        assert sent <= 1.02 * bound
+
+
+@pytest.mark.parametrize(
+    ("first", "count"),
+    [(0, 12), *(pytest.param(n, 50, marks=pytest.mark.slow) for n in range(3000, 3200, 50))],
+)
+def test_random_layouts_of_many_machines(first, count):
+    """Machines that have got something pass it on."""
+    for sent, bound in run(_random_moves, 8, first, count, 8):
         assert sent <= 1.02 * bound
 
 

@@ -16,11 +16,11 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 import distckpt
 from distckpt import InvalidShardingError, LoadMismatchError, ShardedTensor
-from distckpt._move import host_memory
 from distckpt.modules import sharded_state_dict
 from distckpt.rules import Concat, Rename
 from tests.support.harness import ask_parent, error_of, kept_ranks, launched, sum_over_ranks
 from tests.support.harness import run as run_once
+from tests.support.machines import on_machine
 
 KEYS = [f"layers.{number}.weight" for number in range(5)]
 
@@ -58,15 +58,13 @@ def is_right(state: dict[str, ShardedTensor]) -> bool:
 
 
 def _rows_to_columns(rank: int, hosts: list[int] | None) -> Any:
-    if hosts is not None:
-        host_memory.host_number = lambda: hosts[rank]
     size = dist.get_world_size()
     reports = []
-    for _ in range(3):
-        target = split(1, rank, size, empty=True)
-        report = distckpt.redistribute(split(0, rank, size), target, max_inflight_bytes=4 * 4096)
-        assert is_right(target)
-        reports.append(report)
+    with on_machine(hosts[rank]) if hosts else contextlib.nullcontext():
+        for _ in range(3):
+            old, new = split(0, rank, size), split(1, rank, size, empty=True)
+            reports.append(distckpt.redistribute(old, new, max_inflight_bytes=4 * 4096))
+            assert is_right(new)
     return reports[-1].num_bytes, reports[-1].sent_bytes
 
 
@@ -97,13 +95,13 @@ def test_ranks_that_only_give_or_only_take(run):
 
 
 def _every_rank_takes_all(rank: int) -> int:
-    host_memory.host_number = lambda: rank // 2
     own = split(0, rank, 2) if rank < 2 else {}
     whole = {
         key: ShardedTensor.from_rank_offsets(key, torch.zeros(24, 12), replica_id=rank)
         for key in KEYS
     }
-    report = distckpt.redistribute(own, whole)
+    with on_machine(rank // 2):
+        report = distckpt.redistribute(own, whole)
     assert is_right(whole)
     return report.sent_bytes
 

@@ -18,6 +18,7 @@ from distckpt._ranks.attendance import lost_contact
 from distckpt.rules import Rename
 from tests.support.addresses import reserved_address
 from tests.support.harness import ask_parent, error_of, kept_ranks, launched, signal_parent
+from tests.support.machines import on_machine
 
 SHAPE = (24, 8)
 TIMEOUT = 30.0
@@ -174,6 +175,70 @@ def test_an_engine_that_dies_is_named_and_the_others_go_on(address, at_round):
     assert "lost contact with target" in lost
     assert "in version 1" in lost
     assert "did not come to version 1: left out" in left_out
+
+
+NUM_ENGINES = 5
+
+
+def _engine_that_passes_on_dies(rank: int, address: str, atomic: bool) -> list[int]:
+    with on_machine(rank):
+        return _spread_versions(rank, address, atomic)
+
+
+def _spread_versions(rank: int, address: str, atomic: bool) -> list[int]:
+    """All engines take all that the trainer has; they join by rank."""
+    if rank == 0:
+        weight = values(0)
+        sides: dict[str, Any] = {"source": {"weight": weight}, "num_targets": NUM_ENGINES}
+    else:
+        ask_parent()
+        shard = part(0, 1)
+        sides = {"target": {"weight": shard}}
+    route = distckpt.Route(address, **sides, atomic=atomic, timeout=TIMEOUT)
+    if rank:
+        signal_parent()
+    original = carry._Carrier.do_round
+
+    def stopping(self: Any, number: int) -> None:
+        if rank == 1 and number == 2:
+            assert self._forwards[number - 1]
+            ask_parent()
+        original(self, number)
+
+    seen = []
+    for version in range(3):
+        if rank == 0:
+            weight.copy_(values(version))
+        if version == 1:
+            carry._Carrier.do_round = stopping
+        report = route.run(version=version)
+        # Everyone who is there gets it once.
+        num_engines = NUM_ENGINES - (version > 0)
+        assert report.sent_bytes == num_engines * values(0).nbytes
+        assert rank == 0 or is_of(shard, version)
+        seen.append(report.version)
+    return seen
+
+
+@pytest.mark.parametrize("atomic", [False, True])
+def test_engines_get_a_version_although_one_that_passes_it_on_dies(address, atomic):
+    arguments = (1 + NUM_ENGINES, address, atomic)
+    with launched(_engine_that_passes_on_dies, *arguments, backend=None) as launch:
+        for rank in range(1, 1 + NUM_ENGINES):
+            launch.wait_for_signal(rank)
+            launch.answer(rank)
+            launch.wait_for_signal(rank)
+        launch.wait_for_signal(1)
+        launch.kill(1)
+        outcomes = launch.outcomes()
+    texts = [outcome and outcome.error for outcome in outcomes]
+    assert [outcome and outcome.value for outcome in outcomes] == [
+        None if rank == 1 else [0, 1, 2] for rank in range(1 + NUM_ENGINES)
+    ], texts
+    lost, left_out = outcomes[0].warnings_logged
+    assert "target 1" in lost
+    assert "in version 1" in lost
+    assert "target 1 did not come to version 1: left out" in left_out
 
 
 def _engine_ends(rank: int, address: str, closes: bool) -> list[int]:

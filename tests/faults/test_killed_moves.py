@@ -23,8 +23,9 @@ import distckpt
 from distckpt import ShardedTensor
 from tests.support.addresses import reserved_address
 from tests.support.harness import error_of, launched
+from tests.support.machines import on_machine
 
-NUM_RANKS, VICTIM, NUM_TENSORS = 4, 2, 6
+NUM_RANKS, VICTIM, NUM_TENSORS = 4, 3, 6
 SHAPE = (24, 64)
 
 
@@ -72,11 +73,15 @@ def num_calls(function: Callable[[], object], fatal: int = -1) -> int:
     return count
 
 
-def _redistribute(rank: int, moment: float) -> tuple[str, Any]:
+def _redistribute(rank: int, moment: float, is_spread: bool) -> tuple[str, Any]:
     old, new = state_of(rank, NUM_RANKS, 0, 7), state_of(rank, NUM_RANKS, 1, None)
+    if is_spread:
+        # Each machine wants all that rank 0 has.
+        old, new = state_of(0, 1, 0, 7) if rank == 0 else {}, state_of(0, 1, 0, None)
 
     def move() -> None:
-        distckpt.redistribute(old, new, atomic=True, max_inflight_bytes=4 * 4096)
+        with on_machine(rank if is_spread else 0):
+            distckpt.redistribute(old, new, atomic=True, max_inflight_bytes=4 * 4096)
 
     move()
     # With the plan of the first one.
@@ -90,8 +95,8 @@ def _redistribute(rank: int, moment: float) -> tuple[str, Any]:
     return str(error_of(move)), version_of(new)
 
 
-def check_redistribute(moment: float) -> None:
-    with launched(_redistribute, NUM_RANKS, moment, group_timeout=5.0) as launch:
+def check_redistribute(moment: float, is_spread: bool = False) -> None:
+    with launched(_redistribute, NUM_RANKS, moment, is_spread, group_timeout=5.0) as launch:
         outcomes = launch.outcomes()
     for rank, outcome in enumerate(outcomes):
         if rank != VICTIM:
@@ -103,12 +108,25 @@ def check_redistribute(moment: float) -> None:
                 assert version == 7, moment
                 continue
             # On a busy machine others may be named beside it, as late.
-            assert re.search(r"Lost contact with .*rank 2\b", error), (moment, error)
+            assert re.search(r"Lost contact with .*rank 3\b", error), (moment, error)
             assert version in (None, 7), (moment, version)
 
 
-def _route(rank: int, address: str, moment: float) -> list[Any]:
+def _route(rank: int, address: str, moment: float, is_spread: bool) -> list[Any]:
     old, new = state_of(0, 1, 0, 0), state_of(max(rank - 1, 0), 3, 0, None)
+    if is_spread:
+        new = state_of(0, 1, 0, None)
+    with on_machine(rank if is_spread else 0):
+        return _moved(rank, address, moment, old, new)
+
+
+def _moved(
+    rank: int,
+    address: str,
+    moment: float,
+    old: dict[str, ShardedTensor],
+    new: dict[str, ShardedTensor],
+) -> list[Any]:
     sides = {"source": old, "num_targets": 3} if rank == 0 else {"target": new}
     route = distckpt.Route(address, **sides, atomic=True, timeout=20.0)
     seen: list[Any] = []
@@ -135,10 +153,10 @@ def _route(rank: int, address: str, moment: float) -> list[Any]:
     return seen
 
 
-def check_route(moment: float) -> None:
+def check_route(moment: float, is_spread: bool = False) -> None:
     with (
         reserved_address() as address,
-        launched(_route, NUM_RANKS, address, moment, backend=None) as launch,
+        launched(_route, NUM_RANKS, address, moment, is_spread, backend=None) as launch,
     ):
         outcomes = launch.outcomes()
     for rank, outcome in enumerate(outcomes):
@@ -153,22 +171,27 @@ def check_route(moment: float) -> None:
 MOMENTS = np.random.default_rng(0).random(20).tolist()
 
 
-@pytest.mark.parametrize(
-    "moment", [0.6, *(pytest.param(m, marks=pytest.mark.slow) for m in MOMENTS)]
-)
-def test_redistribute(moment):
-    check_redistribute(moment)
+def cases(moment: float) -> pytest.MarkDecorator:
+    """One moment for every run, many for a slow one; with several machines, and without."""
+    found = [(moment, False), (moment, True)]
+    slow = [(each, number % 2 == 0) for number, each in enumerate(MOMENTS)]
+    marked = [pytest.param(*case, marks=pytest.mark.slow) for case in slow]
+    return pytest.mark.parametrize(("moment", "is_spread"), [*found, *marked])
 
 
-@pytest.mark.parametrize(
-    "moment", [0.7, *(pytest.param(m, marks=pytest.mark.slow) for m in MOMENTS)]
-)
-def test_route(moment):
-    check_route(moment)
+@cases(0.6)
+def test_redistribute(moment, is_spread):
+    check_redistribute(moment, is_spread)
+
+
+@cases(0.7)
+def test_route(moment, is_spread):
+    check_route(moment, is_spread)
 
 
 if __name__ == "__main__":
     for number, moment in enumerate(np.random.default_rng(1).random(int(sys.argv[1])).tolist()):
-        check_redistribute(moment)
-        check_route(moment)
+        for is_spread in (False, True):
+            check_redistribute(moment, is_spread)
+            check_route(moment, is_spread)
         print(number, moment, flush=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
+from typing import TypeAlias
 
 import numpy as np
 import pytest
@@ -14,55 +15,170 @@ from distckpt._base.dtypes import FROM_NAME
 from distckpt._move.assignment import MoveSettings
 from distckpt._move.pieces import Pieces, pieces_of
 from distckpt._move.plan import plan_moves
-from distckpt._move.rank_plan import RankPlan
+from distckpt._move.rank_plan import TABLES, RankPlan
 from tests.support.layouts import global_bytes
 from tests.support.random_layouts import DTYPES, elements_of, random_shards
 
-
-def simulated(plans: list[RankPlan], sources: list[Pieces], targets: list[Pieces]) -> int:
-    """Carry out plans with one buffer for each rank and wave; return the bytes that were sent."""
-    buffers: defaultdict[tuple[int, bool, int], np.ndarray] = defaultdict(
-        lambda: np.zeros(BUCKET_BYTES, np.uint8)
-    )
-    num_sent = 0
-    for rank, plan in enumerate(plans):
-        ndim = (plan.packs.shape[1] - 3) // 2
-        for source, target, *places in plan.copies.tolist():
-            at, to, shape = (places[i * ndim : (i + 1) * ndim] for i in range(3))
-            cut(targets[rank].views[target], to, shape).copy_(
-                cut(sources[rank].views[source], at, shape)
-            )
-        for wave, start, source, *places in plan.packs.tolist():
-            values = cut(sources[rank].views[source], places[:ndim], places[ndim:]).contiguous()
-            data = values.view(-1).view(torch.uint8).numpy() if values.numel() else []
-            assert not buffers[rank, False, wave][start : start + len(data)].any() or True
-            buffers[rank, False, wave][start : start + len(data)] = data
-    for rank, plan in enumerate(plans):
-        for wave, peer, start, size, tag in plan.sends.tolist():
-            (match,) = [
-                row
-                for row in plans[peer].receives.tolist()
-                if row[:2] == [wave, rank] and row[4] == tag
-            ]
-            assert match[3] == size
-            buffers[peer, True, wave][match[2] : match[2] + size] = buffers[rank, False, wave][
-                start : start + size
-            ]
-            num_sent += size
-    for rank, plan in enumerate(plans):
-        for wave, holder, has_landed, start, dtype, target, *places in plan.takes.tolist():
-            ndim = len(places) // 4
-            to, shape, at, unit = (places[i * ndim : (i + 1) * ndim] for i in range(4))
-            kind = FROM_NAME[plan.dtypes[dtype]]
-            place = targets[rank].views[target]
-            size = math.prod(unit) * kind.itemsize
-            values = torch.from_numpy(buffers[holder, bool(has_landed), wave][start : start + size])
-            values = values.view(kind).view(tuple(unit[: place.ndim]))
-            cut(place, to, shape).copy_(cut(values, at, shape))
-    return num_sent
-
-
 BUCKET_BYTES = 512
+_Buffer: TypeAlias = tuple[int, bool, int]
+
+
+class Simulation:
+    """Ranks that carry out plans round by round, with the buffers that they have.
+
+    Attributes:
+        num_rounds: until all is done.
+        sent: by rank, how often it has sent each byte, by the number of the byte.
+        given: by rank, how many bytes it has sent that it did not receive before.
+        received: by rank, how many bytes it has received.
+    """
+
+    def __init__(
+        self, plans: list[RankPlan], sources: list[Pieces], targets: list[Pieces], bucket: int
+    ) -> None:
+        self._sources, self._targets, self._dtypes = sources, targets, plans[0].dtypes
+        # By table and rank, the rows of each round.
+        self._rows = {name: [by_wave(getattr(plan, name)) for plan in plans] for name in TABLES}
+        self._numbers, total = numbers_of(sources)
+        self._values: defaultdict[_Buffer, np.ndarray] = defaultdict(
+            lambda: np.zeros(bucket, np.uint8)
+        )
+        # Of the byte that is at each place.
+        self._origins: defaultdict[_Buffer, np.ndarray] = defaultdict(
+            lambda: np.full(bucket, -1, np.int64)
+        )
+        self.sent = [np.zeros(total, np.int64) for _ in plans]
+        self.given, self.received = [0] * len(plans), [0] * len(plans)
+        self._uses: defaultdict[_Buffer, np.ndarray] = defaultdict(lambda: np.zeros(bucket, "S1"))
+        self.num_rounds = plans[0].num_waves + 2
+        for rank, plan in enumerate(plans):
+            self._copy(rank, plan)
+        for number in range(self.num_rounds):
+            self._uses.clear()
+            for rank in range(len(plans)):
+                self._do_round(number, rank)
+
+    @property
+    def num_bytes(self) -> list[int]:
+        """Return what each rank has sent."""
+        return [int(counts.sum()) for counts in self.sent]
+
+    def _do_round(self, number: int, rank: int) -> None:
+        wave = number - 1
+        for _, start, source, *places in self._rows["packs"][rank][number]:
+            self._pack((rank, False, number % 2), start, source, places)
+        arriving = sorted(
+            (peer, tag, size) for _, peer, _, size, tag in self._rows["receives"][rank][wave]
+        )
+        on_the_way = sorted(
+            (sender, tag, size)
+            for name in ("sends", "forwards")
+            for sender, by_round in enumerate(self._rows[name])
+            for _, peer, _, size, tag in by_round[wave]
+            if peer == rank
+        )
+        # All that a rank waits for in a round is sent in the same round.
+        assert arriving == on_the_way
+        for name, is_landed in (("sends", False), ("forwards", True)):
+            for _, peer, start, size, tag in self._rows[name][rank][wave]:
+                buffer = (rank, is_landed, (wave - is_landed) % 2)
+                self._send(buffer, slice(start, start + size), peer, (wave, rank, tag))
+        for taken in (wave, wave - 1):
+            for _, holder, has_landed, *unit in self._rows["takes"][rank][taken]:
+                if has_landed == (taken < wave):
+                    self._take((holder, bool(has_landed), taken % 2), rank, unit)
+
+    def _use(self, buffer: _Buffer, place: slice, is_written: bool) -> None:
+        """Note that bytes are used in this round; none is written and used otherwise at a time."""
+        uses = self._uses[buffer][place]
+        assert len(uses) == place.stop - place.start
+        assert not (uses == b"w").any()
+        assert not is_written or not (uses == b"r").any()
+        uses[:] = b"w" if is_written else b"r"
+
+    def _copy(self, rank: int, plan: RankPlan) -> None:
+        for source, target, *places in plan.copies.tolist():
+            at, to, shape = split(places, 3)
+            cut(self._targets[rank].views[target], to, shape).copy_(
+                cut(self._sources[rank].views[source], at, shape)
+            )
+
+    def _pack(self, buffer: _Buffer, start: int, source: int, places: list[int]) -> None:
+        at, shape = split(places, 2)
+        values = cut(self._sources[buffer[0]].views[source], at, shape).contiguous()
+        data = values.view(-1).view(torch.uint8).numpy() if values.numel() else np.zeros(0)
+        numbers = cut_array(self._numbers[buffer[0]][source], at, shape)
+        place = slice(start, start + len(data))
+        self._use(buffer, place, is_written=True)
+        self._values[buffer][place] = data
+        self._origins[buffer][place] = numbers.reshape(-1)
+
+    def _send(
+        self, buffer: _Buffer, place: slice, peer: int, message: tuple[int, int, int]
+    ) -> None:
+        self._use(buffer, place, is_written=False)
+        wave, sender, tag = message
+        ((start, size),) = [
+            row[2:4]
+            for row in self._rows["receives"][peer][wave]
+            if row[1] == sender and row[4] == tag
+        ]
+        to, landing = (peer, True, wave % 2), slice(start, start + size)
+        self._use(to, landing, is_written=True)
+        self._values[to][landing] = self._values[buffer][place]
+        origins = self._origins[buffer][place]
+        self._origins[to][landing] = origins
+        self.received[peer] += size
+        self.given[sender] += 0 if buffer[1] else size
+        counts = self.sent[sender]
+        counts += np.bincount(origins[origins >= 0], minlength=len(counts))
+
+    def _take(self, buffer: _Buffer, rank: int, numbers: list[int]) -> None:
+        start, dtype, row, *places = numbers
+        to, shape, at, unit = split(places, 4)
+        kind, target = FROM_NAME[self._dtypes[dtype]], self._targets[rank].views[row]
+        bounds = slice(start, start + math.prod(unit) * kind.itemsize)
+        self._use(buffer, bounds, is_written=False)
+        values = torch.from_numpy(self._values[buffer][bounds].copy()).view(kind)
+        values = values.view(tuple(unit[: target.ndim]))
+        cut(target, to, shape).copy_(cut(values, at, shape))
+
+
+def by_wave(rows: np.ndarray) -> defaultdict[int, list[list[int]]]:
+    found: defaultdict[int, list[list[int]]] = defaultdict(list)
+    for row in rows.tolist():
+        found[row[0]].append(row)
+    return found
+
+
+def numbers_of(sources: list[Pieces]) -> tuple[list[list[np.ndarray]], int]:
+    """Number the bytes of all tensors; return those of each piece of each rank, and their count."""
+    first: dict[str, int] = {}
+    total = 0
+    for pieces in sources:
+        for kind in pieces.table.kinds:
+            if kind.key not in first:
+                first[kind.key] = total
+                total += math.prod(kind.shape) * FROM_NAME[kind.dtype].itemsize
+    found: list[list[np.ndarray]] = []
+    for pieces in sources:
+        found.append([])
+        for row, kind_id in enumerate(pieces.table.kind_ids.tolist()):
+            kind = pieces.table.kinds[kind_id]
+            item = FROM_NAME[kind.dtype].itemsize
+            numbers = np.arange(math.prod(kind.shape) * item).reshape(*kind.shape, item)
+            found[-1].append(first[kind.key] + numbers[pieces.table.region(row).slices()])
+    return found, total
+
+
+def split(numbers: list[int], count: int) -> list[list[int]]:
+    length = len(numbers) // count
+    return [numbers[i * length : (i + 1) * length] for i in range(count)]
+
+
+def cut_array(array: np.ndarray, offset: list[int], shape: list[int]) -> np.ndarray:
+    slices = [slice(o, o + n) for o, n in zip(offset, shape, strict=True)]
+    return array[tuple(slices[: array.ndim - 1])]
 
 
 def cut(tensor: torch.Tensor, offset: list[int], shape: list[int]) -> torch.Tensor:
@@ -75,7 +191,7 @@ def check_pair(seed: int) -> None:
     """Move tensors between two random layouts of random ranks on random machines."""
     random = np.random.default_rng(seed)
     num_ranks = int(random.integers(1, 9))
-    hosts = random.integers(0, int(random.integers(1, 4)), num_ranks).tolist()
+    hosts = random.integers(0, int(random.integers(1, 9)), num_ranks).tolist()
     givers: list[list[ShardedTensor]] = [[] for _ in range(num_ranks)]
     takers: list[list[ShardedTensor]] = [[] for _ in range(num_ranks)]
     shapes, lower_bound = {}, 0
@@ -101,14 +217,25 @@ def check_pair(seed: int) -> None:
     settings = MoveSettings(hosts, BUCKET_BYTES)
     tables = [[side.table for side in sides] for sides in (sources, targets)]
     plans = [RankPlan.from_bytes(plan.to_bytes()) for plan in plan_moves(*tables, settings)]
-    num_sent = simulated(plans, sources, targets)
+    done = Simulation(plans, sources, targets, BUCKET_BYTES)
     for rank, shards in enumerate(takers):
         for shard, values in zip(shards, expected[rank], strict=True):
             as_bytes = [
                 t.contiguous().view(-1).view(torch.uint8) for t in (shard.data, values) if t.numel()
             ]
             assert not as_bytes or torch.equal(*as_bytes), (seed, rank, shard)
-    assert num_sent == plans[0].sent_bytes == lower_bound, seed
+    assert sum(done.num_bytes) == plans[0].sent_bytes == lower_bound, seed
+    check_loads(done, hosts, seed)
+
+
+def check_loads(done: Simulation, hosts: list[int], seed: int) -> None:
+    """A machine sends each byte twice at most, unless all it gives is twice what one receives."""
+    num_given, num_received = (
+        np.bincount(hosts, weights=counts) for counts in (done.given, done.received)
+    )
+    for rank, counts in enumerate(done.sent):
+        is_light = num_given[hosts[rank]] <= 2 * num_received.max()
+        assert is_light or counts.max(initial=0) <= 2, (seed, rank)
 
 
 @pytest.mark.parametrize("seed", range(60))
@@ -121,3 +248,114 @@ def test_random_layouts(seed):
 def test_a_thousand_random_layouts(first):
     for seed in range(first, first + 50):
         check_pair(seed)
+
+
+# --- Many machines --------------------------------------------------------------------------------
+
+NUM_HOSTS = 7
+ROWS, WIDTH = 56, 64
+
+
+def spread(
+    layouts: list[list[tuple[slice, slice]]], num_keys: int = 8
+) -> tuple[list[RankPlan], Simulation]:
+    """Plan and simulate a move from rank 0 to machines whose ranks take regions of each tensor."""
+    regions = [None, *(region for layout in layouts for region in layout)]
+    hosts = [0, *(host for host, layout in enumerate(layouts, 1) for _ in layout)]
+    contents = {f"{n}": torch.randn(ROWS, WIDTH) for n in range(num_keys)}
+
+    def shard_of(key: str, place: tuple[slice, slice], data: torch.Tensor) -> ShardedTensor:
+        offset, shape = tuple(part.start for part in place), tuple(data.shape)
+        return ShardedTensor(key, data, data.dtype, shape, (ROWS, WIDTH), offset, None)
+
+    sources, targets = [], []
+    for region in regions:
+        given = [shard_of(k, WHOLE, c) for k, c in contents.items()] if region is None else []
+        taken = (
+            {} if region is None else {k: torch.zeros_like(c[region]) for k, c in contents.items()}
+        )
+        sources.append(pieces_of(given, ()))
+        targets.append(pieces_of([shard_of(k, region, c) for k, c in taken.items()], ()))
+    tables = [[side.table for side in sides] for sides in (sources, targets)]
+    plans = plan_moves(*tables, MoveSettings(hosts, BUCKET))
+    done = Simulation(plans, sources, targets, BUCKET)
+    for region, pieces in zip(regions, targets, strict=True):
+        for view, content in zip(pieces.views, contents.values(), strict=bool(region)):
+            assert torch.equal(view, content[region])
+    return plans, done
+
+
+BUCKET = 16 * WIDTH * 4
+TOTAL = 8 * ROWS * WIDTH * 4
+
+
+WHOLE = (slice(0, ROWS), slice(0, WIDTH))
+
+
+def rows(count: int) -> list[tuple[slice, slice]]:
+    step = ROWS // count
+    return [(slice(i * step, (i + 1) * step), slice(0, WIDTH)) for i in range(count)]
+
+
+def columns(count: int) -> list[tuple[slice, slice]]:
+    step = WIDTH // count
+    return [(slice(0, ROWS), slice(i * step, (i + 1) * step)) for i in range(count)]
+
+
+@pytest.mark.parametrize("layout", [[WHOLE], rows(4), [WHOLE] * 4])
+def test_what_many_machines_want_is_sent_once_by_each(layout):
+    plans, done = spread([layout] * NUM_HOSTS)
+    assert sum(done.num_bytes) == NUM_HOSTS * TOTAL
+    assert done.num_bytes[0] == TOTAL
+    by_rank = np.array(done.num_bytes[1:]).reshape(NUM_HOSTS, len(layout))
+    # Six of them pass on all that they get, half of it to two others; the seventh is the last one.
+    by_host = np.sort(by_rank.sum(axis=1))
+    assert (abs(by_host - [0, *[TOTAL] * (NUM_HOSTS - 1)]) <= BUCKET).all()
+    # So do their ranks: who receives something passes it on.
+    assert (np.ptp(by_rank, axis=1) <= BUCKET).all()
+    # The last machine has a unit three steps after it was packed. No buffer stays empty for that.
+    num_waves = max(plan.packs[:, 0].max(initial=0) for plan in plans) + 1
+    assert num_waves == TOTAL / BUCKET
+    assert done.num_rounds == num_waves + 4
+
+
+@pytest.mark.parametrize("num_hosts", [1, 2])
+def test_one_or_two_machines_get_all_from_the_giver(num_hosts):
+    plans, done = spread([rows(2)] * num_hosts)
+    assert done.num_bytes == [num_hosts * TOTAL] + [0] * 2 * num_hosts
+    assert done.num_rounds == plans[0].packs[:, 0].max(initial=0) + 3
+
+
+def test_machines_with_different_layouts_pass_on_what_they_have_in_common():
+    layouts = [rows(2), rows(4), rows(7), columns(2), columns(4), columns(1), rows(8)]
+    _, done = spread(layouts)
+    assert sum(done.num_bytes) == NUM_HOSTS * TOTAL
+    assert done.num_bytes[0] == TOTAL
+    check_loads(done, [0, *(host for host, of in enumerate(layouts, 1) for _ in of)], 0)
+
+
+def test_givers_send_directly_where_none_sends_more_than_others_receive():
+    """As in a gather of all parts by all machines: to pass them on would gain nothing."""
+    num_ranks, shape = 5, (20, 64)
+    content = torch.randn(shape)
+    sources, targets = [], []
+    for rank in range(num_ranks):
+        part, full = content.chunk(num_ranks)[rank].clone(), torch.zeros(shape)
+        given = ShardedTensor.from_rank_offsets("key", part, (0, rank, num_ranks))
+        taken = ShardedTensor.from_rank_offsets("key", full, replica_id=rank)
+        sources.append(pieces_of([given], ()))
+        targets.append(pieces_of([taken], ()))
+    tables = [[side.table for side in sides] for sides in (sources, targets)]
+    plans = plan_moves(*tables, MoveSettings(list(range(num_ranks)), BUCKET))
+    done = Simulation(plans, sources, targets, BUCKET)
+    assert done.num_bytes == [part.nbytes * (num_ranks - 1)] * num_ranks
+    assert done.num_rounds == 3
+
+
+def test_small_tensors_go_together():
+    """A message for each small tensor would take longer than what is in it."""
+    num_keys = 128
+    plans, done = spread([[(slice(0, 1), slice(0, WIDTH))]] * NUM_HOSTS, num_keys)
+    num_waves = num_keys * WIDTH * 4 / BUCKET
+    assert sum(len(plan.receives) for plan in plans) <= 4 * NUM_HOSTS * (num_waves + 1)
+    assert max(done.num_bytes) == num_keys * WIDTH * 4

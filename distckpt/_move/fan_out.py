@@ -1,0 +1,162 @@
+"""How what several machines want reaches all of them. Pure functions.
+
+A giver sends it to each, unless its machine would send more than twice as much as any receives.
+Then it sends it once, to the first of them: that machine, and others after it, pass it on to two
+more each, along a binary tree. So `n` machines have it after `log2(n) + 1` steps at most, and each
+gets it once.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Collection, Container, Iterable, Iterator, Sequence
+from dataclasses import replace
+from typing import NamedTuple
+
+import numpy as np
+
+from distckpt._geometry.region import Region
+from distckpt._move.assignment import Unit, divide
+from distckpt._state.validation import find_overlap
+
+MAX_TIMES = 2
+"""A machine does not send more than so many times what any receives, if others can pass it on."""
+
+
+class Hop(NamedTuple):
+    """A unit goes from one rank to another one, in the `step`th step after it was packed."""
+
+    sender: int
+    receiver: int
+    step: int
+
+
+class FanOut:
+    """Chooses for each unit the rank that receives it on each machine, and who sends it there.
+
+    Whoever receives a unit for a machine also passes it on. What goes to the same machines takes
+    two trees by turns. Machines that pass on in one of them do not in the other one, so that none
+    sends more than it receives, and about the same in each wave.
+    """
+
+    def __init__(self, units: Sequence[Unit], hosts: Sequence[int], stretch_bytes: int) -> None:
+        self._units, self._hosts, self._stretch_bytes = units, hosts, stretch_bytes
+        self._overloaded = overloaded_machines(units, hosts)
+        self._received: defaultdict[int, int] = defaultdict(int)
+        # By the ranks that take, of each machine.
+        self._stretches: dict[tuple[tuple[int, ...], ...], _Stretch] = {}
+        # By the ranks that receive: the bytes of the first tree less those of the second one.
+        self._leads: defaultdict[tuple[int, ...], int] = defaultdict(int)
+
+    def units(self) -> Iterable[Unit]:
+        """Return the units to move, which may be parts of those that were given."""
+        if not self._overloaded:
+            return self._units
+        return _joined(self._units, self._hosts, self._overloaded)
+
+    def hops(self, giver: int, takers: Sequence[Collection[int]], num_bytes: int) -> list[Hop]:
+        """Return the way of a unit to the machines whose ranks take it, the giver's left out."""
+        if len(takers) > MAX_TIMES and self._hosts[giver] in self._overloaded:
+            hops = _tree(giver, self._receivers(takers, num_bytes))
+        else:
+            hops = [Hop(giver, self._receiver(ranks), 1) for ranks in takers]
+        for hop in hops:
+            self._received[hop.receiver] += num_bytes
+        return hops
+
+    def _receiver(self, ranks: Collection[int]) -> int:
+        return min(ranks, key=lambda rank: self._received[rank])
+
+    def _receivers(self, takers: Sequence[Collection[int]], num_bytes: int) -> Sequence[int]:
+        """Return the ranks of a tree, in its order: that which the last unit took, if both are
+        small and become one message.
+        """
+        machines = tuple(tuple(sorted(ranks)) for ranks in takers)
+        stretch = self._stretches.get(machines)
+        if stretch is None or stretch.num_left < num_bytes:
+            receivers = tuple(map(self._receiver, machines))
+            # The second tree has the order of the first one reversed.
+            is_second = self._leads[receivers] > 0
+            stretch = _Stretch(receivers, is_second, self._stretch_bytes)
+        receivers, is_second, left = stretch
+        self._stretches[machines] = stretch._replace(num_left=left - num_bytes)
+        self._leads[receivers] += -num_bytes if is_second else num_bytes
+        return receivers[::-1] if is_second else receivers
+
+
+class _Stretch(NamedTuple):
+    """Units that follow one another in one tree: its ranks, in the order of the first tree; whether
+    it is the second one; and how many bytes may follow.
+    """
+
+    receivers: tuple[int, ...]
+    is_second: bool
+    num_left: int
+
+
+def overloaded_machines(units: Iterable[Unit], hosts: Sequence[int]) -> set[int]:
+    """Return the machines that would send too much, if givers sent to all who take."""
+    sent: Counter[int] = Counter()
+    received: Counter[int] = Counter()
+    for unit in units:
+        for other in unit.machines(hosts):
+            sent[hosts[unit.giver]] += unit.num_bytes
+            received[other] += unit.num_bytes
+    limit = MAX_TIMES * max(received.values(), default=0)
+    return {host for host, num_bytes in sent.items() if num_bytes > limit}
+
+
+def _tree(giver: int, receivers: Sequence[int]) -> list[Hop]:
+    """Return the way along a binary tree: the first half of the receivers send, the others do
+    not.
+    """
+    senders = [giver, *(rank for rank in receivers for _ in range(2))]
+    return [
+        Hop(sender, receiver, number.bit_length())
+        for number, (sender, receiver) in enumerate(zip(senders, receivers, strict=False), 1)
+    ]
+
+
+# --- Different layouts ----------------------------------------------------------------------------
+
+
+def _joined(
+    units: Iterable[Unit], hosts: Sequence[int], overloaded: Container[int]
+) -> Iterator[Unit]:
+    """Cut the units that overlap, so that what many machines want is one unit for all of them.
+
+    Units overlap where a piece is wanted under different layouts. A machine that wants the whole of
+    a unit gets the parts that this is cut into. The takes of a part may exceed its region.
+    """
+    by_piece: defaultdict[tuple[str, int, int], list[Unit]] = defaultdict(list)
+    for unit in units:
+        by_piece[unit.key, unit.giver, unit.row].append(unit)
+    for of_piece in by_piece.values():
+        is_overloaded = hosts[of_piece[0].giver] in overloaded
+        yield from _parts(of_piece) if is_overloaded and _overlap(of_piece) else of_piece
+
+
+def _overlap(units: Sequence[Unit]) -> bool:
+    if len(units) == 1:
+        return False
+    offsets, shapes = (np.array([unit.region[i] for unit in units]) for i in (0, 1))
+    return find_overlap(offsets, shapes) is not None
+
+
+def _parts(units: Iterable[Unit]) -> list[Unit]:
+    """Cut units into parts that do not overlap."""
+    parts: list[Unit] = []
+    for unit in units:
+        divided: list[Unit] = []
+        left = [unit.region]
+        for part in parts:
+            common, others = divide([part.region], unit.region)
+            divided += [_part(part, region, [*part.takes, *unit.takes]) for region in common]
+            divided += [_part(part, region, part.takes) for region in others]
+            _, left = divide(left, part.region)
+        parts = [*divided, *(_part(unit, region, unit.takes) for region in left)]
+    return parts
+
+
+def _part(unit: Unit, region: Region, takes: list[tuple[int, int, Region]]) -> Unit:
+    return replace(unit, region=region, takes=takes)
