@@ -15,8 +15,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from distckpt._format.columns import Column
-from distckpt._format.manifest import Manifest, narrow
+from distckpt._format.columns import Column, narrow
+from distckpt._format.manifest import Manifest
 from distckpt._geometry.region import IntArray, row_hashes
 from distckpt._plan.save import even_shares, lines
 from distckpt._plan.share import ReadCosts, SharePlan, UnitMessage, item_bytes_of
