@@ -55,10 +55,10 @@ def record_loader(
         distckpt.load(target, "exports/qwen3", allow_dtype_cast=True)
 
     The loader may take views (`narrow`, `chunk`, slices, `t`, `view`, ...), convert, join and copy,
-    in any order. What it computes cannot be described. Values that it writes itself, such as zeros
-    behind the rows of a padded vocabulary, it writes in this call; nothing else of the model
-    changes. The state dict holds as long as the parameters keep their memory: record again when
-    they were moved or replaced.
+    in any order; threads that it starts may copy into parameters of the model. What it computes
+    cannot be described. Values that it writes itself, such as zeros behind the rows of a padded
+    vocabulary, it writes in this call; nothing else of the model changes. The state dict holds as
+    long as the parameters keep their memory: record again when they were moved or replaced.
 
     Any rank may call, alone.
 
@@ -82,6 +82,7 @@ def record_loader(
     with recording:
         _run(load_weights, recording)
     module = module or getattr(load_weights, "__self__", None)
+    _refuse_copies_of_threads(module, recording)
     target = LoaderTarget(_state_of(recording))
     target.unused = frozenset(recording.stored) - {shard.key for shard in target.values()}
     target.unfilled = _unfilled(module, recording)
@@ -104,6 +105,22 @@ def _run(load_weights: Callable[..., Any], recording: Recording) -> None:
     if recording.refusal is not None:
         # The loader has caught it, and has gone on without that tensor.
         raise recording.refusal
+
+
+def _refuse_copies_of_threads(module: object, recording: Recording) -> None:
+    """Refuse memory of their own that threads have copied stored tensors to: whether they copied
+    it on is not known.
+    """
+    of_module = [recording.memory_of(tensor) for _, tensor in _named_tensors(module)]
+    for memory in recording.written_by_threads:
+        if not any(memory is each for each in of_module):
+            raise InvalidShardingError(
+                f"The loader copies the stored tensor {summarize_keys(memory.names())} in a thread "
+                "of its own, into memory that is no parameter or persistent buffer of the model, "
+                "and what the thread does with it afterwards is not recorded. Let threads copy "
+                "straight into parameters (pass module= where `load_weights` is no method of the "
+                "model), or load in one thread while the loader is recorded."
+            )
 
 
 def _specs_of(metadata: Any) -> Specs:

@@ -85,6 +85,8 @@ class Recording(TorchDispatchMode):  # type: ignore[no-untyped-call]
         stored: the memories of stored tensors, by name.
         real: the memories of real tensors that the loader has written to.
         current: the stored tensor that the loader has taken last.
+        written_by_threads: those of them that a thread which the loader has started has copied
+            stored elements to. What that thread does with real tensors afterwards is not seen.
         refusal: the first error about what cannot be recorded; the loader may catch it.
     """
 
@@ -92,9 +94,11 @@ class Recording(TorchDispatchMode):  # type: ignore[no-untyped-call]
         super().__init__()  # type: ignore[no-untyped-call]
         self.stored = {key: Memory(shape, dtype, key) for key, (shape, dtype) in specs.items()}
         self.real: dict[tuple[Any, ...], Memory] = {}
+        self.written_by_threads: list[Memory] = []
         self.current = ""
         self.refusal: InvalidShardingError | None = None
         self._lock = threading.RLock()
+        self._thread = threading.get_ident()
 
     def tensors(self) -> Iterator[tuple[str, Recorded]]:
         """Yield the names of stored tensors with tensors that stand for them."""
@@ -207,6 +211,8 @@ class Recording(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._refuse(func, [target])
         if not known:
             return
+        if threading.get_ident() != self._thread and not isinstance(target, Recorded):
+            self.written_by_threads.append(memory)
         source, place = self._memory(value), Layout.of(_meta_of(target))
         reads = self._reads(source, value, target, func)
         steps = [*_taken_as(source.dtype, value.dtype), ("to", target.dtype)]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+
 import pytest
 import torch
 from safetensors.torch import save_file
@@ -126,6 +128,55 @@ def catch_and_guess(model, name, tensor):
 def test_a_loader_that_catches_the_refusal_is_refused(load):
     with pytest.raises(distckpt.InvalidShardingError, match=r"'odd\.weight'"):
         distckpt.record_loader(Single(load, 4, 4).load_weights, {"odd.weight": ((4, 4), F32)})
+
+
+def in_a_thread(function) -> None:
+    thread = threading.Thread(target=function)
+    thread.start()
+    thread.join()
+
+
+def test_a_thread_of_the_loader_may_copy_into_the_model():
+    def load(model, name, tensor):
+        in_a_thread(lambda: model.weight.data[:2].copy_(tensor[2:]))
+
+    model = Single(load, 4, 4)
+    target = distckpt.record_loader(model.load_weights, {"w": ((4, 4), F32)})
+    (shard,) = target.values()
+    assert shard.data.data_ptr() == model.weight.data_ptr()
+    assert shard.global_slice() == (slice(2, 4), slice(0, 4))
+    assert target.unfilled == {"weight": 8}
+
+
+@pytest.mark.parametrize("is_made_there", [True, False])
+def test_what_a_thread_copies_into_memory_of_its_own_is_refused_by_name(is_made_there):
+    """What it copies on from there is not seen."""
+
+    def load(model, name, tensor):
+        made = torch.zeros(4, 4)
+
+        def work():
+            between = torch.zeros(4, 4) if is_made_there else made
+            between.copy_(tensor)
+            model.weight.data.copy_(between)
+
+        in_a_thread(work)
+
+    model = Single(load, 4, 4)
+    with pytest.raises(distckpt.InvalidShardingError, match=r"stored tensor 'w'.* thread"):
+        distckpt.record_loader(model.load_weights, {"w": ((4, 4), F32)})
+
+
+def test_copies_of_threads_are_refused_where_the_model_is_not_known():
+    model = Single(None, 4, 4)
+
+    def load(weights):
+        for _, tensor in weights:
+            in_a_thread(lambda: model.weight.data.copy_(tensor))  # noqa: B023
+
+    with pytest.raises(distckpt.InvalidShardingError, match=r"stored tensor 'w'.*module="):
+        distckpt.record_loader(load, {"w": ((4, 4), F32)})
+    assert set(distckpt.record_loader(load, {"w": ((4, 4), F32)}, module=model)) == {"w"}
 
 
 def test_a_model_without_memory_is_refused():
