@@ -490,7 +490,7 @@ def test_a_checkpoint_is_recognised_by_its_marker(tmp_path):
         verify_checkpoint(str(tmp_path / "empty"))
 
 
-@pytest.mark.parametrize("version", [4, "1", None, [1]])
+@pytest.mark.parametrize("version", [5, "1", None, [1]])
 def test_a_checkpoint_of_a_newer_format_is_refused(tmp_path, version):
     distckpt.save({"step": 1}, tmp_path / "c")
     write_marker(tmp_path / "c", {**read_marker(tmp_path / "c"), "min_reader_version": version})
