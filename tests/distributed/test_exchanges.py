@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from contextlib import contextmanager
-
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
 
 import distckpt
 from distckpt import ShardedTensor
@@ -17,9 +13,9 @@ from distckpt._plan import save as plan_of_save
 from distckpt._ranks import exchanges
 from distckpt._ranks.collectives import Ranks
 from distckpt._ranks.exchanges import Exchanges, pack_parts, unpack_parts
+from tests.support.collectives import counted_collectives
 from tests.support.harness import error_of, run, sum_over_ranks
 
-COLLECTIVES = ("all_gather", "all_reduce", "broadcast", "gather", "scatter", "reduce", "barrier")
 SIZES = (0, 1, 503, 504, 505, 100_000)
 """Around what fits into one message."""
 
@@ -100,24 +96,6 @@ def test_saves_and_loads_along_a_tree(tmp_path):
     for value in (1, 2, 3):
         rows = distckpt.open(tmp_path / str(value)).read_tensors()["rows"]
         assert rows[::2, 0].tolist() == [100.0 * value + rank for rank in range(num_ranks)]
-
-
-@contextmanager
-def counted_collectives():
-    """Count collectives by name: yields the counter."""
-    calls = Counter()
-
-    def counting(name, function):
-        def call(*args, **kwargs):
-            calls[name] += 1
-            return function(*args, **kwargs)
-
-        return call
-
-    with pytest.MonkeyPatch.context() as monkeypatch:
-        for name in COLLECTIVES:
-            monkeypatch.setattr(dist, name, counting(name, getattr(dist, name)))
-        yield calls
 
 
 def count_collectives(rank, num_ranks, folder):

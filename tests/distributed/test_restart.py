@@ -21,10 +21,9 @@ from distckpt import CheckpointManager, PerRank, ShardedObject, ShardedTensor
 from distckpt._format import manifest, manifest_parts
 from distckpt._plan import layout
 from distckpt._state import validation
+from tests.support.collectives import counted_collectives
 from tests.support.harness import error_of, launched, run
 from tests.support.s3_server import FaultyProxy, reached_at
-
-COLLECTIVES = ("all_gather", "all_reduce", "broadcast", "gather", "scatter", "reduce", "barrier")
 
 
 def values_of(key, shape, value):
@@ -135,19 +134,8 @@ def test_it_writes_the_bytes_of_a_save_that_was_planned(tmp_path, num_ranks):
 def count_collectives(rank, num_ranks, folder):
     """Return the collectives of the first save after a load, and of the next one."""
     distckpt.load(state_of(rank, num_ranks, 0), f"{folder}/first")
-    calls = Counter()
-
-    def counting(name, function):
-        def call(*args, **kwargs):
-            calls[name] += 1
-            return function(*args, **kwargs)
-
-        return call
-
     counts = []
-    with pytest.MonkeyPatch.context() as monkeypatch:
-        for name in COLLECTIVES:
-            monkeypatch.setattr(dist, name, counting(name, getattr(dist, name)))
+    with counted_collectives() as calls:
         for value in (2, 3):
             calls.clear()
             distckpt.save(state_of(rank, num_ranks, value), f"{folder}/{value}")
