@@ -69,6 +69,18 @@ class Recorded(torch.Tensor):
         """Say what it stands for."""
         return f"<recorded {', '.join(self.memory.names())} {tuple(self.shape)} {self.dtype}>"
 
+    def numpy(self, *_: Any, **__: Any) -> NoReturn:
+        """Refuse to give values, of which torch's dispatcher would not know."""
+        self.recording.refuse("numpy", [self])
+
+    def tolist(self) -> NoReturn:
+        """Refuse to give values, see `numpy`."""
+        self.recording.refuse("tolist", [self])
+
+    def __array__(self, *_: Any, **__: Any) -> NoReturn:
+        """Refuse to give values, see `numpy`."""
+        self.recording.refuse("numpy.asarray", [self])
+
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
@@ -136,7 +148,7 @@ class Recording(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 return self._copy(func, args, kwargs)
             if packet is aten.repeat:
                 return self._repeat(*args)
-            return self._refuse(func, known)
+            return self.refuse(func, known)
 
     def _known(self, arguments: Any) -> list[torch.Tensor]:
         """Return the tensors among arguments that have stored elements."""
@@ -157,7 +169,7 @@ class Recording(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return func(*args, **kwargs)
         seen = func(source.meta, *args[1:], **kwargs)
         if not all(_is_view_of(view, source.meta) for view in tree_leaves(seen)):
-            self._refuse(func, [source])
+            self.refuse(func, [source])
         return tree_map(lambda meta: Recorded(self, source.memory, meta), seen)
 
     def _copy(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
@@ -184,13 +196,13 @@ class Recording(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if func.overloadpacket is aten.zero_ and isinstance(target, Recorded):
             return self._zero(target)
         if isinstance(target, Recorded) and target.memory.key is not None:
-            self._refuse(func, [target])
+            self.refuse(func, [target])
         if not isinstance(target, Recorded) and not isinstance(value, Recorded):
             func(*args, **kwargs)
         if _is_tensor(value) and self._names(value):
             self._note(target, value, func)
         elif isinstance(target, Recorded):
-            self._refuse(func, [target])
+            self.refuse(func, [target])
         else:
             self._memory(target).fill(Layout.of(target))
         return target
@@ -198,7 +210,7 @@ class Recording(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _zero(self, target: Recorded) -> Recorded:
         """Take zeros in the place of a stored tensor, as ranks do on which another one adds it."""
         if target.numel() != math.prod(target.memory.shape):
-            self._refuse(aten.zero_, [target])
+            self.refuse(aten.zero_, [target])
         target.memory = Memory(target.memory.shape, target.memory.dtype)
         target.memory.fill(Layout.of(target.meta))
         return target
@@ -208,7 +220,7 @@ class Recording(TorchDispatchMode):  # type: ignore[no-untyped-call]
         memory = self._memory(target)
         known = bool(self._names(value))
         if not known and isinstance(target, Recorded):
-            self._refuse(func, [target])
+            self.refuse(func, [target])
         if not known:
             return
         if threading.get_ident() != self._thread and not isinstance(target, Recorded):
@@ -230,7 +242,7 @@ class Recording(TorchDispatchMode):  # type: ignore[no-untyped-call]
         reads = list(source.read(Layout.of(meta), Layout.of(_meta_of(target))))
         num_read = sum(math.prod(read.layout.shape) for read in reads)
         if isinstance(value, Recorded) and num_read != target.numel():
-            self._refuse(func, [value])
+            self.refuse(func, [value])
         return reads
 
     def _names(self, tensor: torch.Tensor) -> list[str]:
@@ -260,7 +272,8 @@ class Recording(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self.real[place] = Memory(shape, tensor.dtype, tensor=tensor.detach())
         return self.real[place]
 
-    def _refuse(self, func: Any, tensors: Sequence[torch.Tensor]) -> NoReturn:
+    def refuse(self, func: Any, tensors: Sequence[torch.Tensor]) -> NoReturn:
+        """Raise an error about a call that cannot be recorded, and keep it."""
         names = [name for each in tensors for name in self._names(each)]
         self.refusal = self.refusal or InvalidShardingError(
             f"The loader calls {func} on the stored tensor {summarize_keys(dict.fromkeys(names))} "

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import save_file
@@ -124,7 +125,26 @@ def catch_and_guess(model, name, tensor):
         model.weight.data.fill_(1.0)
 
 
-@pytest.mark.parametrize("load", [catch_and_skip, catch_and_guess])
+def catching(take):
+    def load(model, name, tensor):
+        try:
+            model.weight.data.copy_(torch.tensor(take(tensor)))
+        except Exception:
+            model.weight.data.fill_(1.0)
+
+    return load
+
+
+CATCH = {
+    "skip": catch_and_skip,
+    "guess": catch_and_guess,
+    "numpy": catching(lambda tensor: tensor.numpy()),
+    "tolist": catching(lambda tensor: tensor.tolist()),
+    "asarray": catching(np.asarray),
+}
+
+
+@pytest.mark.parametrize("load", CATCH.values(), ids=CATCH)
 def test_a_loader_that_catches_the_refusal_is_refused(load):
     with pytest.raises(distckpt.InvalidShardingError, match=r"'odd\.weight'"):
         distckpt.record_loader(Single(load, 4, 4).load_weights, {"odd.weight": ((4, 4), F32)})
