@@ -96,7 +96,9 @@ def verify(parser: ArgumentParser) -> None:
         "--fast", action="store_true", help="marker, manifest, file sizes and headers only"
     )
     mode.add_argument("--full", action="store_true", help="read every byte once (the default)")
-    parser.add_argument("--jobs", type=positive, default=8, help="threads (default: %(default)s)")
+    parser.add_argument(
+        "--jobs", type=positive, help="threads (default: 2 to 4, 10 on an object store)"
+    )
     _add_reading_parts(parser)
 
 

@@ -139,6 +139,11 @@ def unit_bytes_at(location: str) -> int:
     return READ_UNIT_BYTES if locations.is_local(location) else REQUEST_BYTES
 
 
+def num_threads_at(location: str) -> int:
+    """Return how many threads read from a location where the caller does not say."""
+    return NUM_THREADS if locations.is_local(location) else NUM_REQUESTS
+
+
 # --- Units ----------------------------------------------------------------------------------------
 
 

@@ -24,7 +24,7 @@ from distckpt._base.libc import read_into
 from distckpt._base.memory import Bytes, bounce_buffer
 from distckpt._base.messages import check_choice, check_count
 from distckpt._base.options import Progress
-from distckpt._base.threads import Pool, ProgressCounter, run_threads
+from distckpt._base.threads import NUM_REQUESTS, Pool, ProgressCounter, run_threads
 from distckpt._checkpoint.consistent_read import read_attempts
 from distckpt._checkpoint.opening import identify, open_checkpoint
 from distckpt._checkpoint.stored_values import StoredTensor
@@ -35,7 +35,7 @@ from distckpt._format.manifest import CHECKSUM_BYTES, NO_FINGERPRINT, is_manifes
 from distckpt._format.marker import CONFIG_FNAME, file_size
 from distckpt._format.stored_checkpoint import StoredCheckpoint
 from distckpt._geometry.region import IntArray
-from distckpt._io.read import unit_bytes_at
+from distckpt._io.read import num_threads_at, unit_bytes_at
 from distckpt._mapping.wrappers import ShardedStateDict
 from distckpt._operations.on_demand import on_demand
 from distckpt._ranks.collectives import PhaseTimer, Ranks
@@ -109,7 +109,7 @@ def verify(
     *,
     live: ShardedStateDict | None = None,
     process_group: Any = None,
-    num_threads: int = 8,
+    num_threads: int | None = None,
     progress: Progress | None = None,
 ) -> VerifyReport:
     """Compare a checkpoint with the checksums that were computed while it was saved, or with the
@@ -135,8 +135,8 @@ def verify(
             tensors that it holds, replicas included, with those of the checkpoint. What the
             checkpoint holds besides, objects and common state are not compared.
         process_group: the ranks that hold `live` together, see `save`.
-        num_threads: number of threads that read, each with 2 MiB of memory; 16 MiB on an object
-            store.
+        num_threads: number of threads that read, each with 2 MiB of memory, or 16 MiB on an object
+            store. None takes as many as a load: one per core, 2 to 4; 10 on an object store.
         progress: called with the bytes read so far and the bytes to read, by one thread at a time.
 
     Returns:
@@ -153,7 +153,8 @@ def verify(
     check_choice("mode", mode, ("fast", "full"))
     if live is not None and mode == "fast":
         raise ValueError("A comparison with live tensors reads the checkpoint: mode is 'full'.")
-    check_count("num_threads", num_threads)
+    if num_threads is not None:
+        check_count("num_threads", num_threads)
     location = locations.normalize(checkpoint_dir)
     if live is not None:
         compare = on_demand("verify_live").compare_with_memory
@@ -173,7 +174,7 @@ def _verify(
     location: str,
     marker: dict[str, Any] | None,
     mode: str,
-    num_threads: int,
+    num_threads: int | None,
     progress: Progress | None,
 ) -> VerifyReport:
     started = time.perf_counter()
@@ -244,7 +245,7 @@ def _describing_file(location: str, marker: Mapping[str, Any]) -> str:
 
 
 def _check_content(
-    stored: StoredCheckpoint, mode: str, num_threads: int, progress: Progress | None
+    stored: StoredCheckpoint, mode: str, num_threads: int | None, progress: Progress | None
 ) -> tuple[list[Problem], int]:
     """Check the files of a checkpoint; return what is wrong, and the bytes read."""
     files = stored.manifest.files
@@ -296,9 +297,11 @@ def describe_fingerprints(stored: StoredCheckpoint, found: Mapping[str, Any]) ->
 
 
 def check_files(
-    stored: StoredCheckpoint, file_ids: Sequence[int], num_threads: int
+    stored: StoredCheckpoint, file_ids: Sequence[int], num_threads: int | None
 ) -> list[Problem]:
     """Check that files are there, with the sizes and headers that were written."""
+    # Opening files and reading their headers is mostly waiting, also for a disk.
+    num_threads = num_threads or NUM_REQUESTS
     # An interrupt ends the iteration, which cancels what has not begun.
     with Pool(num_threads, thread_name_prefix="distckpt-verify") as pool:
         checked = list(pool.map(partial(_check_file, stored), file_ids))
@@ -335,7 +338,7 @@ def check_units(
     stored: StoredCheckpoint,
     blocks: Blocks,
     units: Iterable[range],
-    num_threads: int,
+    num_threads: int | None,
     add_bytes: Callable[[int], None],
 ) -> tuple[list[BadBlock], int]:
     """Compare the checksums of ranges of blocks; return the bad ones in order, and the bytes
@@ -351,6 +354,7 @@ def check_units(
         add_bytes(num_of_unit)
 
     is_local = locations.is_local(stored.location)
+    num_threads = num_threads or num_threads_at(stored.location)
     run_threads(check, units, num_threads, in_stretches=is_local)
     return sorted(bad), sum(num_read)
 

@@ -18,7 +18,7 @@ from distckpt._checkpoint.opening import open_checkpoint
 from distckpt._format.stored_checkpoint import StoredCheckpoint
 from distckpt._geometry.region import Region
 from distckpt._geometry.units import cut_region
-from distckpt._io.read import read_copies
+from distckpt._io.read import num_threads_at, read_copies
 from distckpt._mapping.sharded_tensor import ShardedTensor
 from distckpt._mapping.wrappers import ShardedStateDict
 from distckpt._operations.planned_save import SaveRequest
@@ -45,7 +45,7 @@ def compare_with_memory(
     live: ShardedStateDict,
     *,
     process_group: Any = None,
-    num_threads: int,
+    num_threads: int | None,
     progress: Progress | None = None,
 ) -> VerifyReport:
     """Compare what each rank holds with a checkpoint, see `verify`.
@@ -102,7 +102,7 @@ def _compare(
     ranks: Ranks,
     stored: StoredCheckpoint,
     held: Sequence[ShardedTensor],
-    num_threads: int,
+    num_threads: int | None,
     progress: Progress | None,
 ) -> tuple[list[Problem], int]:
     """Compare the tensors of this rank; return what differs, and the bytes read."""
@@ -124,7 +124,7 @@ def _compare(
             problems.append(found)
         counter.add(window.values.nbytes)
 
-    run_threads(compare, windows, num_threads)
+    run_threads(compare, windows, num_threads or num_threads_at(stored.location))
     return sorted(problems, key=lambda each: (each.key or "", each.region or "")), num_bytes
 
 

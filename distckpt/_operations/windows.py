@@ -12,14 +12,13 @@ from typing import NamedTuple, TypeVar
 import torch
 
 from distckpt._base.dtypes import FROM_NAME
-from distckpt._base.threads import NUM_REQUESTS, NUM_THREADS, ProgressCounter, run_threads
+from distckpt._base.threads import ProgressCounter, run_threads
 from distckpt._checkpoint.stored_values import StoredTensor
 from distckpt._geometry.region import Region, whole
 from distckpt._geometry.units import cut_region
-from distckpt._io.read import read_copies
+from distckpt._io.read import num_threads_at, read_copies
 from distckpt._plan.load import Request, plan_load
 from distckpt._quantization.numbers import scratch
-from distckpt._storage import locations
 
 WINDOW_ELEMENTS = 1 << 22
 """A thread reads so many of each side at a time, of one tensor or of many small ones."""
@@ -103,8 +102,8 @@ def _results(
             found[number] = [compute(*arguments) for arguments in zip(batch, *values, strict=True)]
             counter.add(sum(part.nbytes for part in itertools.chain(*values)))
 
-        is_local = all(locations.is_local(tensors[0].stored.location) for tensors in sides)
-        run_threads(work, enumerate(group), NUM_THREADS if is_local else NUM_REQUESTS)
+        num_threads = max(num_threads_at(tensors[0].stored.location) for tensors in sides)
+        run_threads(work, enumerate(group), num_threads)
         for number, batch in enumerate(group):
             yield from zip((window.tensor for window in batch), found[number], strict=True)
 

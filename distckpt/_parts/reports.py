@@ -116,11 +116,12 @@ def verification(
     mode: Literal["fast", "full"] = "full",
     *,
     journal: str | os.PathLike[str],
-    num_threads: int = 8,
+    num_threads: int | None = None,
 ) -> Work:
     """Return what `verify` does with these arguments."""
     check_choice("mode", mode, ("fast", "full"))
-    check_count("num_threads", num_threads)
+    if num_threads is not None:
+        check_count("num_threads", num_threads)
     location, place = locations.normalize(checkpoint_dir), place_of("verify", journal)
     stored = open_or_describe(location, marker_of(location))
     if isinstance(stored, Problem):
@@ -153,7 +154,9 @@ class _VerifyWork(Work):
 
     verb = "verify"
 
-    def __init__(self, stored: StoredCheckpoint, place: str, mode: str, num_threads: int) -> None:
+    def __init__(
+        self, stored: StoredCheckpoint, place: str, mode: str, num_threads: int | None
+    ) -> None:
         self._stored, self._mode, self._num_threads = stored, mode, num_threads
         self.place, self.sources = place, [stored.location]
         is_full = mode == "full"

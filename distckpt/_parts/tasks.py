@@ -212,7 +212,7 @@ def verify(
     *,
     journal: str | os.PathLike[str],
     num_tasks: int,
-    num_threads: int = 8,
+    num_threads: int | None = None,
 ) -> list[Task]:
     """Divide a call of `distckpt.verify` into tasks, see `consolidate`.
 
@@ -221,7 +221,7 @@ def verify(
         mode: likewise.
         journal: a directory, which is made, for what the tasks find out; not in the checkpoint.
         num_tasks: how many.
-        num_threads: of each task.
+        num_threads: of each task, see `distckpt.verify`.
     """
     arguments = {"checkpoint_dir": checkpoint_dir, "mode": mode, "journal": journal}
     return make_tasks("verify", num_tasks, {**arguments, "num_threads": num_threads})
