@@ -40,12 +40,8 @@ from distckpt._format.stored_checkpoint import StoredCheckpoint
 from distckpt._geometry.region import Region, whole
 from distckpt._io import background
 from distckpt._io.export import filling, num_export_threads
-from distckpt._io.save_shards import (
-    ShardSave,
-    encoded_objects,
-    object_file_of,
-    ready_to_save,
-)
+from distckpt._io.planned_shards import encoded_objects, ready_to_save
+from distckpt._io.save_shards import ShardSave, object_file_of
 from distckpt._io.tensor_source import TensorSource
 from distckpt._io.write import NewFile, WriteSettings
 from distckpt._mapping.sharded_tensor import ShardedTensor

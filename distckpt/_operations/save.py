@@ -25,16 +25,15 @@ from distckpt._format.marker import (
     note_of_module,
     note_of_schedulers,
 )
-from distckpt._io.prepared_save import PreparedSave
-from distckpt._io.save_shards import (
+from distckpt._io.planned_shards import (
     NO_VOTE,
     KeptPlans,
     ReadyShards,
     ShardSettings,
-    plan_shards,
-    prepare_shards,
     ready_to_plan,
 )
+from distckpt._io.prepared_save import PreparedSave
+from distckpt._io.save_shards import plan_shards, prepare_shards
 from distckpt._mapping.wrappers import CommonStateDict, ShardedObject, ShardedStateDict, StateDict
 from distckpt._models import objects
 from distckpt._operations.on_demand import on_demand

@@ -21,7 +21,8 @@ from distckpt._checkpoint.shards import describe_objects, describe_tensors, load
 from distckpt._format.marker import BUILT_IN
 from distckpt._format.stored_checkpoint import StoredCheckpoint
 from distckpt._io.load_shards import ReadSettings
-from distckpt._io.save_shards import ShardSave, ShardSettings, prepare_shards
+from distckpt._io.planned_shards import ShardSettings
+from distckpt._io.save_shards import ShardSave, prepare_shards
 from distckpt._mapping.sharded_tensor import ShardedTensor
 from distckpt._mapping.wrappers import ShardedObject, ShardedStateDict, StateDict
 from distckpt._plan.layout import PlanCache

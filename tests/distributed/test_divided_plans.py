@@ -14,7 +14,7 @@ from distckpt import ShardedObject, ShardedTensor
 from distckpt._format import manifest
 from distckpt._format.lazy_columns import LazyColumn, Part
 from distckpt._format.manifest import TABLE_COLUMNS
-from distckpt._io import divided_plan, save_shards
+from distckpt._io import divided_plan, planned_shards
 from distckpt._plan import save as plan_of_save
 from tests.support.harness import launched
 
@@ -48,7 +48,7 @@ def save(rank, num_ranks, path, shards_of_planner, with_parts):
     plan_of_save.SHARDS_OF_PLANNER = shards_of_planner
     # Of more blocks than that, planners make parts of the manifest.
     manifest.MAX_BLOCKS = 0 if with_parts else 1 << 16
-    save_shards._PLANS._plans.clear()
+    planned_shards._PLANS._plans.clear()
     state = state_of(rank, num_ranks)
     reports = [distckpt.save(state, path, overwrite=True, durable=False) for _ in range(2)]
     return [report.plan_reused for report in reports]
@@ -104,7 +104,7 @@ def go_on(rank, num_ranks, path, loads, with_parts):
     """Load a checkpoint as a new job does, and save the same structure twice."""
     plan_of_save.SHARDS_OF_PLANNER = 10
     manifest.MAX_BLOCKS = 0 if with_parts else 1 << 16
-    save_shards._PLANS._plans.clear()
+    planned_shards._PLANS._plans.clear()
     distckpt.load(state_of(rank, num_ranks), loads)
     state = state_of(rank, num_ranks)
     reports = [distckpt.save(state, path, overwrite=True, durable=False) for _ in range(2)]
