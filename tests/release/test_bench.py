@@ -528,6 +528,7 @@ def test_the_check_of_the_source_names_what_is_too_complex_or_too_wide(
     assert ended.value.code == 0
 
 
+@pytest.mark.slow
 def test_the_structure_of_this_checkout_has_all_figures(capsys, run_script):
     with pytest.raises(SystemExit) as ended:
         run_script("structure.py", "--json", ROOT)
@@ -571,6 +572,7 @@ def repository(tmp_path, monkeypatch):
     return git
 
 
+@pytest.mark.slow
 def test_two_commits_take_turns_and_leave_nothing(tmp_path, monkeypatch, capsys, repository):
     (tmp_path / "files").mkdir()
     options = ["--only", "import", "--rounds", "1", "--dir", str(tmp_path / "files")]
@@ -585,6 +587,7 @@ def test_two_commits_take_turns_and_leave_nothing(tmp_path, monkeypatch, capsys,
     assert len(listed.stdout.splitlines()) == 1
 
 
+@pytest.mark.slow
 def test_a_run_that_fails_ends_the_comparison_and_leaves_nothing(
     tmp_path, monkeypatch, capfd, repository
 ):
