@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import numpy.typing as npt
 
@@ -9,6 +11,7 @@ from distckpt._base.errors import CorruptCheckpointError
 from distckpt._base.threads import NUM_REQUESTS, run_threads
 from distckpt._format.checksum import checksum
 from distckpt._format.manifest import (
+    CHUNKS_AT_ONCE,
     ChunkTable,
     Manifest,
     blocks_of,
@@ -37,18 +40,31 @@ def fetch_checksums(stored: StoredCheckpoint, file_ids: IntArray) -> None:
     groups = np.flatnonzero(np.bincount(np.searchsorted(manifest.checksum_files, file_ids)))
     with judging_manifest(stored.location):
         holders = manifest.checksum_files[groups].tolist()
-    missing = [holder for holder in holders if holder not in manifest.fetched_checksums]
-    if not missing:
+    if manifest.located.issuperset(holders):
         return
+    # Threads that read parts of one tensor need the same.
+    with manifest.locating:
+        _fetch(stored, holders)
+
+
+def _fetch(stored: StoredCheckpoint, holders: Sequence[int]) -> None:
+    manifest = stored.manifest
+    missing = [holder for holder in holders if holder not in manifest.fetched_checksums]
+    new = [holder for holder in holders if holder not in manifest.located]
     contents: dict[int, Checksums] = {}
 
     def fetch(holder: int) -> None:
-        contents[holder] = _read(stored, holder)
+        contents[holder] = read_checksums(stored, holder)
 
     run_threads(fetch, missing, 1 if locations.is_local(stored.location) else NUM_REQUESTS)
+    # Not of all chunks at once: a whole tensor may lie in all files.
+    step = max(1, CHUNKS_AT_ONCE * len(manifest.checksum_files) // max(1, len(manifest.key_ids)))
     with judging_manifest(stored.location):
-        _find_first_blocks(manifest, np.array(missing, np.int64))
+        for start in range(0, len(new), step):
+            _find_first_blocks(manifest, np.array(new[start : start + step], np.int64))
     manifest.fetched_checksums.update(contents)
+    # When nothing is missing any more: other threads do not wait.
+    manifest.located.update(new)
 
 
 def checksums_in(manifest: Manifest, file_id: int) -> Checksums:
@@ -61,7 +77,12 @@ def checksums_in(manifest: Manifest, file_id: int) -> Checksums:
     return manifest.fetched_checksums[int(holders[np.searchsorted(holders, file_id)])]
 
 
-def _read(stored: StoredCheckpoint, holder: int) -> Checksums:
+def read_checksums(stored: StoredCheckpoint, holder: int) -> Checksums:
+    """Read a file of checksums.
+
+    Raises:
+        CorruptCheckpointError: it is missing or damaged.
+    """
     file, path = stored.manifest.files[holder], stored.path_of_file(holder)
     try:
         data = read_file(path, file.num_bytes)
@@ -83,16 +104,12 @@ def _find_first_blocks(manifest: Manifest, holders: IntArray) -> None:
     """Note where the checksums of chunks begin, for the chunks whose checksums some files hold."""
     holder_of_file = np.searchsorted(manifest.checksum_files, np.arange(len(manifest.files)))
     is_wanted = np.isin(holder_of_file, np.searchsorted(manifest.checksum_files, holders))
-    rows = manifest.rows_in_files(np.flatnonzero(is_wanted))
-    manifest.check_rows(rows)
-    found = manifest.rows(rows)
-    order = _in_file_order(found)
+    rows, found = manifest.in_file_order(np.flatnonzero(is_wanted))
     # What a view has besides lies nowhere.
-    order = order[found.first_bytes[order] >= 0]
-    counts = -(-found.num_bytes[order] // manifest.block_bytes)
+    counts = np.where(found.first_bytes < 0, 0, -(-found.num_bytes // manifest.block_bytes))
     starts = np.cumsum(counts) - counts
-    groups = holder_of_file[found.file_ids[order]]
-    manifest.first_blocks[rows[order]] = starts - starts[np.searchsorted(groups, groups)]
+    groups = holder_of_file[found.file_ids]
+    manifest.first_blocks[rows] = starts - starts[np.searchsorted(groups, groups)]
     num_blocks = np.bincount(groups, counts.astype(np.float64), len(manifest.checksum_files))
     for holder, group in zip(holders.tolist(), holder_of_file[holders].tolist(), strict=True):
         check_size_of_checksums(manifest.files[holder], num_blocks[group])

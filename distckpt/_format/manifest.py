@@ -10,6 +10,7 @@ import importlib
 import itertools
 import math
 import re
+import threading
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
@@ -42,6 +43,10 @@ checkpoint lie.
 """
 MAX_TABLE_NUMBERS = 1 << 31
 """Limit of the numbers in the parts of a chunk table, which may take less than they are."""
+CHUNKS_AT_ONCE = 1 << 19
+"""Of a checkpoint in more chunks or blocks, about so many are gone through at a time: in memory,
+they take some 100 MB.
+"""
 MAX_BLOCK_BYTES = 64 << 20
 """Readers hold a few whole blocks in memory."""
 MAX_BLOCKS = 1 << 16
@@ -190,6 +195,20 @@ class LazyChunks(NamedTuple):
         return ChunkTable(self.files, **columns, block_checksums=np.zeros(0, np.uint64))
 
 
+class Sums(NamedTuple):
+    """What all chunks have together; int64.
+
+    Attributes:
+        bytes_of_keys: the size of the chunks of each key.
+        bytes_in_files: the size of those in each file.
+        blocks_in_files: the number of their blocks.
+    """
+
+    bytes_of_keys: IntArray
+    bytes_in_files: IntArray
+    blocks_in_files: IntArray
+
+
 TABLE_COLUMNS = [name for name in ChunkTable._fields if name not in ("files", "block_checksums")]
 """The columns that parts of a manifest have."""
 
@@ -234,6 +253,8 @@ class Manifest:
         checksum_files: the numbers of the files that hold checksums; none if `block_checksums` has
             them.
         fetched_checksums: what `checksum_files` hold, as far as it was fetched; by number of file.
+        located: those of these files for whose chunks `first_blocks` is filled.
+        locating: held by the thread that fetches checksums.
     """
 
     def __init__(
@@ -274,6 +295,8 @@ class Manifest:
         self.key_starts = _key_starts(chunks, len(self.keys))
         self.checksum_files = _holders_in(self.files, has_checksums)
         self.fetched_checksums: dict[int, npt.NDArray[np.uint64]] = {}
+        self.located: set[int] = set()
+        self.locating = threading.Lock()
 
     @functools.cached_property
     def chunks(self) -> ChunkTable:
@@ -287,20 +310,45 @@ class Manifest:
             self._check_chunks(chunks)
         return chunks
 
+    def parts(self) -> Iterator[ChunkTable]:
+        """Yield all chunks, in order: one part of the manifest after the other, without checksums,
+        if parts hold them. Each is checked before, and all of them at the end.
+
+        Raises:
+            CorruptCheckpointError: the chunks contradict each other, or the rest of the manifest.
+        """
+        if isinstance(self.table, ChunkTable):
+            yield self.table
+            return
+        with judging_manifest(self.table.location):
+            yield from self.checked(self.table.parts())
+
+    @functools.cached_property
+    def sums(self) -> Sums:
+        """What all chunks have together, see `parts` for errors."""
+        of_keys, in_files, blocks = (
+            np.zeros(len(each), np.int64) for each in (self.keys, self.files, self.files)
+        )
+        for chunks in self.parts():
+            np.add.at(of_keys, chunks.key_ids, chunks.num_bytes)
+            np.add.at(in_files, chunks.file_ids, chunks.num_bytes)
+            np.add.at(blocks, chunks.file_ids, -(-chunks.num_bytes // self.block_bytes))
+        return Sums(of_keys, in_files, blocks)
+
     @functools.cached_property
     def block_starts(self) -> IntArray:
         """The number of blocks before each chunk, and of all blocks."""
         return np.append(0, np.cumsum(-(-self.chunks.num_bytes // self.block_bytes)))
 
     @functools.cached_property
-    def first_blocks(self) -> IntArray:
+    def first_blocks(self) -> npt.NDArray[Any]:
         """For each chunk, where the checksums of its blocks begin: in the file that holds them, as
         far as it was fetched, or in `block_checksums`.
         """
         if not len(self.checksum_files):
             return self.block_starts
-        # Filled together with `fetched_checksums`; pages that nobody fills take no memory.
-        return np.zeros(len(self.key_ids), np.int64)
+        # Filled by `fetch_checksums`; pages that nobody fills take no memory.
+        return np.zeros(len(self.key_ids), np.uint32)
 
     @functools.cached_property
     def _sorted_rows(self) -> SortedRows | None:
@@ -371,6 +419,32 @@ class Manifest:
         if isinstance(self.table, ChunkTable):
             return self.table.without_blocks(rows)
         return self.table.rows(rows)
+
+    def in_file_order(self, file_ids: IntArray) -> tuple[IntArray, ChunkTable]:
+        """Return the rows of the chunks in some files, in the order of their bytes, and what is in
+        these rows, without checksums.
+
+        Raises:
+            CorruptCheckpointError: a chunk does not lie inside of its tensor and file.
+        """
+        rows = self.rows_in_files(file_ids)
+        chunks = self.rows(rows)
+        if isinstance(self.table, LazyChunks):
+            with judging_manifest(self.table.location):
+                self._check_positions(chunks)
+        order = np.lexsort((chunks.first_bytes, chunks.file_ids))
+        return rows[order], chunks.without_blocks(order)
+
+    def ranges_of_files(self) -> list[range]:
+        """Cut the files that hold chunks into ranges of about `CHUNKS_AT_ONCE` blocks; files whose
+        checksums are in one file stay together.
+        """
+        ends = np.arange(1, len(self.files) + 1)
+        if len(self.checksum_files):
+            ends = self.checksum_files + 1
+        num_blocks = np.cumsum(self.sums.blocks_in_files)[ends - 1] // CHUNKS_AT_ONCE
+        edges = [0, *ends[:-1][np.diff(num_blocks) > 0].tolist(), *ends[-1:].tolist()]
+        return [range(*edge) for edge in itertools.pairwise(edges)]
 
     def check_rows(self, rows: IntArray) -> None:
         """Check that some chunks lie inside of their tensors and files, unless it is known.
