@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 
 import numpy as np
@@ -42,29 +43,31 @@ def fetch_checksums(stored: StoredCheckpoint, file_ids: IntArray) -> None:
         holders = manifest.checksum_files[groups].tolist()
     if manifest.located.issuperset(holders):
         return
-    # Threads that read parts of one tensor need the same.
-    with manifest.locating:
-        _fetch(stored, holders)
+    # Threads that read parts of one tensor need the same files: of many, each reads none twice.
+    num_missing = len(set(holders).difference(manifest.fetched_checksums))
+    with manifest.locating if num_missing > NUM_REQUESTS else contextlib.nullcontext():
+        _read_missing(stored, holders)
+    with manifest.locating, judging_manifest(stored.location):
+        _locate(manifest, [holder for holder in holders if holder not in manifest.located])
 
 
-def _fetch(stored: StoredCheckpoint, holders: Sequence[int]) -> None:
-    manifest = stored.manifest
-    missing = [holder for holder in holders if holder not in manifest.fetched_checksums]
-    new = [holder for holder in holders if holder not in manifest.located]
-    contents: dict[int, Checksums] = {}
+def _read_missing(stored: StoredCheckpoint, holders: Sequence[int]) -> None:
+    fetched, contents = stored.manifest.fetched_checksums, dict[int, Checksums]()
 
-    def fetch(holder: int) -> None:
+    def read(holder: int) -> None:
         contents[holder] = read_checksums(stored, holder)
 
-    run_threads(fetch, missing, 1 if locations.is_local(stored.location) else NUM_REQUESTS)
+    missing = [holder for holder in holders if holder not in fetched]
+    run_threads(read, missing, 1 if locations.is_local(stored.location) else NUM_REQUESTS)
+    fetched.update(contents)
+
+
+def _locate(manifest: Manifest, holders: Sequence[int]) -> None:
     # Not of all chunks at once: a whole tensor may lie in all files.
     step = max(1, CHUNKS_AT_ONCE * len(manifest.checksum_files) // max(1, len(manifest.key_ids)))
-    with judging_manifest(stored.location):
-        for start in range(0, len(new), step):
-            _find_first_blocks(manifest, np.array(new[start : start + step], np.int64))
-    manifest.fetched_checksums.update(contents)
-    # When nothing is missing any more: other threads do not wait.
-    manifest.located.update(new)
+    for start in range(0, len(holders), step):
+        _find_first_blocks(manifest, np.array(holders[start : start + step], np.int64))
+    manifest.located.update(holders)
 
 
 def checksums_in(manifest: Manifest, file_id: int) -> Checksums:

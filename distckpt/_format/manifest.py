@@ -254,7 +254,7 @@ class Manifest:
             them.
         fetched_checksums: what `checksum_files` hold, as far as it was fetched; by number of file.
         located: those of these files for whose chunks `first_blocks` is filled.
-        locating: held by the thread that fetches checksums.
+        locating: held by a thread that fetches many checksums, or fills `first_blocks`.
     """
 
     def __init__(
