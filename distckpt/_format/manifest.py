@@ -149,6 +149,16 @@ class ChunkTable(NamedTuple):
             return rows
         return np.lexsort((*self.offsets.T[::-1], self.key_ids))
 
+    def followed_by(self, more: ChunkTable) -> ChunkTable:
+        """Return the table with further chunks behind its own, which lie in no file and have no
+        checksums.
+        """
+        columns: dict[str, Any] = {
+            name: np.concatenate([getattr(self, name), getattr(more, name)])
+            for name in TABLE_COLUMNS
+        }
+        return self._replace(**columns)
+
     def take(self, rows: IntArray, block_bytes: int) -> ChunkTable:
         """Return the chunks in some rows, in their order, with the checksums of their blocks."""
         blocks = blocks_of(rows, self.num_bytes, block_bytes)
@@ -165,6 +175,9 @@ class ChunkTable(NamedTuple):
 class LazyChunks(NamedTuple):
     """The same table where parts of the manifest hold it; its columns are computed for the rows
     that are asked for.
+
+    Attributes:
+        num_unplaced: so many of the last rows were added by `followed_by`.
     """
 
     location: str
@@ -176,6 +189,18 @@ class LazyChunks(NamedTuple):
     offsets: LazyColumn
     shapes: LazyColumn
     block_checksums: npt.NDArray[np.uint64]
+    num_unplaced: int = 0
+
+    def followed_by(self, more: ChunkTable) -> LazyChunks:
+        """Do the same as with a `ChunkTable`."""
+        columns: dict[str, Any] = {
+            name: getattr(self, name).followed_by(getattr(more, name)) for name in TABLE_COLUMNS
+        }
+        return self._replace(**columns, num_unplaced=len(more.key_ids))
+
+    def placed(self, rows: IntArray) -> IntArray:
+        """Return the places of those of some rows whose chunks lie in files."""
+        return np.flatnonzero(rows < len(self.key_ids) - self.num_unplaced)
 
     def whole(self) -> ChunkTable:
         """Return all chunks."""
@@ -183,9 +208,10 @@ class LazyChunks(NamedTuple):
         return ChunkTable(self.files, **columns, block_checksums=self.block_checksums)
 
     def parts(self) -> Iterator[ChunkTable]:
-        """Yield the chunks of each part that has some, without checksums."""
+        """Yield the chunks of each part that has some, without checksums; not what was added."""
+        num_parts = len(self.key_ids.starts) - 1 - bool(self.num_unplaced)
         parts = zip(*(getattr(self, name).parts() for name in TABLE_COLUMNS), strict=True)
-        for numbers in parts:
+        for numbers in itertools.islice(parts, num_parts):
             columns = dict(zip(TABLE_COLUMNS, numbers, strict=True))
             yield ChunkTable(self.files, **columns, block_checksums=np.zeros(0, np.uint64))
 
@@ -338,7 +364,9 @@ class Manifest:
     @functools.cached_property
     def block_starts(self) -> IntArray:
         """The number of blocks before each chunk, and of all blocks."""
-        return np.append(0, np.cumsum(-(-self.chunks.num_bytes // self.block_bytes)))
+        if isinstance(self.table, LazyChunks):
+            _ = self.sums  # which checks all chunks
+        return np.append(0, np.cumsum(-(-self.num_bytes[:] // self.block_bytes)))
 
     @functools.cached_property
     def first_blocks(self) -> npt.NDArray[Any]:
@@ -429,9 +457,7 @@ class Manifest:
         """
         rows = self.rows_in_files(file_ids)
         chunks = self.rows(rows)
-        if isinstance(self.table, LazyChunks):
-            with judging_manifest(self.table.location):
-                self._check_positions(chunks)
+        self._check_placed(rows, chunks)
         order = np.lexsort((chunks.first_bytes, chunks.file_ids))
         return rows[order], chunks.without_blocks(order)
 
@@ -453,8 +479,12 @@ class Manifest:
             CorruptCheckpointError: a chunk does not.
         """
         if isinstance(self.table, LazyChunks):
+            self._check_placed(rows, self.rows(rows))
+
+    def _check_placed(self, rows: IntArray, chunks: ChunkTable) -> None:
+        if isinstance(self.table, LazyChunks):
             with judging_manifest(self.table.location):
-                self._check_positions(self.rows(rows))
+                self._check_positions(chunks.without_blocks(self.table.placed(rows)))
 
     def chunk_region(self, row: int) -> Region:
         """Return the region of the global tensor that a chunk holds."""
@@ -797,7 +827,9 @@ def _read_chunks(
     num_rows = sum(part.num_rows for part in parts)
     require(num_rows * (4 + 2 * num_axes) <= MAX_TABLE_NUMBERS, f"{num_rows} chunks are too many")
     axes = dict.fromkeys(("offsets", "shapes"), num_axes)
-    lazy = {name: LazyColumn(parts, name, axes.get(name)) for name in TABLE_COLUMNS}
+    lazy: dict[str, Any] = {
+        name: LazyColumn.of(parts, name, axes.get(name)) for name in TABLE_COLUMNS
+    }
     return LazyChunks(location, files, **lazy, block_checksums=columns["block_checksums"])
 
 
