@@ -82,7 +82,8 @@ def _ranks_of_groups(
         # They are nearly sorted, which np.unique makes no use of.
         pairs.sort(kind="stable")
         pairs = pairs[np.diff(pairs, prepend=-1) != 0]
-        for each in np.split(pairs, np.flatnonzero(np.diff(pairs // num_files)) + 1):
+        starts = np.flatnonzero(np.diff(pairs // num_files, prepend=-1))
+        for each in np.split(pairs, starts)[1:]:
             group, file_ids = int(each[0]) // num_files, each % num_files
             if len(found[group]):
                 file_ids = np.union1d(found[group], file_ids)
