@@ -6,6 +6,8 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+import numpy as np
+
 from distckpt._cli.output import printable, swatch
 from distckpt._cli.writers import owner_of, rank_of_file
 from distckpt._format.stored_checkpoint import StoredCheckpoint
@@ -31,23 +33,17 @@ class Chunk:
 
 def chunks_of(stored: StoredCheckpoint, key: str) -> list[Chunk]:
     """List the chunks of a key."""
-    manifest = stored.manifest
+    manifest, rows = stored.manifest, stored.chunks_of(key)
+    ndim = len(stored.global_shape(key))
+    table = manifest.rows(np.arange(rows.start, rows.stop))
+    regions = table.offsets[:, :ndim].tolist(), table.shapes[:, :ndim].tolist()
+    places = (table.file_ids.tolist(), table.first_bytes.tolist(), table.num_bytes.tolist())
     found = []
-    for row in stored.chunks_of(key):
-        region = manifest.chunk_region(row)
-        file = manifest.files[int(manifest.file_ids[row])].name
+    for offset, shape, file_id, first_byte, num_bytes in zip(*regions, *places, strict=True):
+        file = manifest.files[file_id].name
         rank = rank_of_file(file)
-        found.append(
-            Chunk(
-                offset=region.offset,
-                shape=region.shape,
-                owner=owner_of(rank, file),
-                rank=rank,
-                file=file,
-                first_byte=int(manifest.first_bytes[row]),
-                num_bytes=int(manifest.num_bytes[row]),
-            )
-        )
+        owner = owner_of(rank, file)
+        found.append(Chunk(tuple(offset), tuple(shape), owner, rank, file, first_byte, num_bytes))
     return found
 
 

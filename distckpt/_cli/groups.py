@@ -13,6 +13,7 @@ import numpy as np
 from distckpt._base.messages import key_pattern, natural_order, without_numbers
 from distckpt._cli.writers import rank_of_file
 from distckpt._format.manifest import Manifest
+from distckpt._geometry.region import IntArray
 from distckpt._state.common_state import COMMON_KEY
 
 
@@ -28,7 +29,7 @@ class Group:
         num_keys: how many there are.
         num_bytes: the size of their data.
         num_chunks: how many pieces they are stored in.
-        ranks: those that wrote them.
+        ranks: those that wrote them, in order.
     """
 
     pattern: str
@@ -37,7 +38,7 @@ class Group:
     num_keys: int
     num_bytes: int
     num_chunks: int
-    ranks: frozenset[int] = frozenset()
+    ranks: tuple[int, ...] = ()
 
 
 def group_keys(manifest: Manifest, is_merging: bool = True) -> list[Group]:
@@ -49,27 +50,50 @@ def group_keys(manifest: Manifest, is_merging: bool = True) -> list[Group]:
         key = manifest.keys[key_id]
         pattern = without_numbers(key) if is_merging else key
         members[pattern, manifest.dtypes[key_id], manifest.global_shapes[key_id]].append(key_id)
-    sizes = np.concatenate([[0], np.cumsum(manifest.chunks.num_bytes)])
-    starts = manifest.key_starts
-    ranks = [rank_of_file(file.name) for file in manifest.files]
-    file_ids = manifest.chunks.file_ids.tolist()
-
-    def ranks_of(ids: Sequence[int]) -> frozenset[int]:
-        found = {ranks[file_ids[row]] for i in ids for row in range(starts[i], starts[i + 1])}
-        return frozenset(rank for rank in found if rank is not None)
-
+    sizes, counts = manifest.sums.bytes_of_keys, np.diff(manifest.key_starts)
+    ranks = _ranks_of_groups(manifest, list(members.values()))
     return [
         Group(
             pattern=key_pattern([manifest.keys[i] for i in ids]),
             dtype=dtype,
             shape=shape,
             num_keys=len(ids),
-            num_bytes=int(sum(sizes[starts[i + 1]] - sizes[starts[i]] for i in ids)),
-            num_chunks=int(sum(starts[i + 1] - starts[i] for i in ids)),
-            ranks=ranks_of(ids),
+            num_bytes=int(sizes[ids].sum()),
+            num_chunks=int(counts[ids].sum()),
+            ranks=of_group,
         )
-        for (_, dtype, shape), ids in members.items()
+        for ((_, dtype, shape), ids), of_group in zip(members.items(), ranks, strict=True)
     ]
+
+
+def _ranks_of_groups(
+    manifest: Manifest, members: Sequence[Sequence[int]]
+) -> Iterator[tuple[int, ...]]:
+    """Yield the ranks that wrote each of some groups of keys. Equal ones are one tuple: thousands
+    of ranks write each of thousands of keys.
+    """
+    group_of, num_files = np.zeros(len(manifest.keys), np.int64), len(manifest.files)
+    for group, ids in enumerate(members):
+        group_of[ids] = group
+    found: list[IntArray] = [np.zeros(0, np.int64)] * len(members)
+    known: dict[bytes, IntArray] = {}
+    for chunks in manifest.parts():
+        pairs = group_of[chunks.key_ids] * num_files + chunks.file_ids
+        # They are nearly sorted, which np.unique makes no use of.
+        pairs.sort(kind="stable")
+        pairs = pairs[np.diff(pairs, prepend=-1) != 0]
+        starts = np.flatnonzero(np.diff(pairs // num_files, prepend=-1))
+        for each in np.split(pairs, starts)[1:]:
+            group, file_ids = int(each[0]) // num_files, each % num_files
+            if len(found[group]):
+                file_ids = np.union1d(found[group], file_ids)
+            found[group] = known.setdefault(file_ids.tobytes(), file_ids)
+    ranks = [rank_of_file(file.name) for file in manifest.files]
+    tuples = {
+        key: tuple(sorted({ranks[i] for i in file_ids.tolist()} - {None}))
+        for key, file_ids in known.items()
+    }
+    return (tuples.get(each.tobytes(), ()) for each in found)
 
 
 # --- The tree -------------------------------------------------------------------------------------

@@ -56,11 +56,10 @@ def _show_all(
     groups, files = group_keys(manifest, is_merging=not arguments.tree), list_files(manifest)
     facts = summarize(stored)
     strays = stray_files(stored.location, {file.name for file in manifest.files})
-    listed = [{**vars(group), "ranks": sorted(group.ranks)} for group in groups]
     output.json(
         {
             **facts,
-            "groups": listed,
+            "groups": [vars(group) for group in groups],
             "files": files,
             "writers": list_writers(files),
             "strays": strays,
@@ -97,7 +96,7 @@ def _show(
         output.line(objects)
     output.line()
     rows = [[label, *_group_cells(group)] for label, group in lines]
-    swatches = [sorted(group.ranks) if group.dtype else [] for _, group in lines]
+    swatches = [group.ranks if group.dtype else () for _, group in lines]
     heads = ["key", "shape", "dtype", "keys", "chunks", "size"]
     output.table(heads, rows, num_text=3, drop="chunks keys dtype shape", swatches=swatches)
     for alias, key in facts["tied"].items():

@@ -27,7 +27,7 @@ def summarize(stored: StoredCheckpoint) -> dict[str, Any]:
     """Count the tensors, objects, chunks and files of a checkpoint."""
     manifest = stored.manifest
     is_tensor = np.array([dtype != OBJECT for dtype in manifest.dtypes], bool)
-    of_tensors = is_tensor[manifest.chunks.key_ids] if len(manifest.keys) else np.zeros(0, bool)
+    sizes = manifest.sums.bytes_of_keys
     items = [
         math.prod(shape) * PACKED_PER_ITEM.get(dtype, 1)
         for shape, dtype in zip(manifest.global_shapes, manifest.dtypes, strict=True)
@@ -37,12 +37,12 @@ def summarize(stored: StoredCheckpoint) -> dict[str, Any]:
         "location": stored.location,
         "num_tensors": int(is_tensor.sum()),
         "num_elements": sum(items),
-        "tensor_bytes": int(manifest.chunks.num_bytes[of_tensors].sum()),
+        "tensor_bytes": int(sizes[is_tensor].sum()),
         "num_objects": sum(
             dtype == OBJECT and key != COMMON_KEY
             for key, dtype in zip(manifest.keys, manifest.dtypes, strict=True)
         ),
-        "object_bytes": int(manifest.chunks.num_bytes[~of_tensors].sum()),
+        "object_bytes": int(sizes[~is_tensor].sum()),
         "num_chunks": len(manifest.key_ids),
         "num_files": len(manifest.files),
         "has_checksums": manifest.has_checksums,

@@ -6,8 +6,6 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
-
 from distckpt._cli.output import count_text
 from distckpt._format.manifest import Manifest
 
@@ -26,8 +24,6 @@ def owner_of(rank: int | None, file: str) -> str:
 
 def list_files(manifest: Manifest) -> list[dict[str, Any]]:
     """List the files, each with the rank in its name, if any, and the size of its data."""
-    data_bytes = np.zeros(len(manifest.files), np.int64)
-    np.add.at(data_bytes, manifest.chunks.file_ids, manifest.chunks.num_bytes)
     return [
         {
             "name": file.name,
@@ -35,7 +31,7 @@ def list_files(manifest: Manifest) -> list[dict[str, Any]]:
             "bytes": file.num_bytes,
             "data_bytes": int(size),
         }
-        for file, size in zip(manifest.files, data_bytes, strict=True)
+        for file, size in zip(manifest.files, manifest.sums.bytes_in_files, strict=True)
     ]
 
 

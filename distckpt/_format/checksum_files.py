@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Sequence
+
 import numpy as np
 import numpy.typing as npt
 
@@ -9,6 +12,7 @@ from distckpt._base.errors import CorruptCheckpointError
 from distckpt._base.threads import NUM_REQUESTS, run_threads
 from distckpt._format.checksum import checksum
 from distckpt._format.manifest import (
+    CHUNKS_AT_ONCE,
     ChunkTable,
     Manifest,
     blocks_of,
@@ -37,18 +41,33 @@ def fetch_checksums(stored: StoredCheckpoint, file_ids: IntArray) -> None:
     groups = np.flatnonzero(np.bincount(np.searchsorted(manifest.checksum_files, file_ids)))
     with judging_manifest(stored.location):
         holders = manifest.checksum_files[groups].tolist()
-    missing = [holder for holder in holders if holder not in manifest.fetched_checksums]
-    if not missing:
+    if manifest.located.issuperset(holders):
         return
-    contents: dict[int, Checksums] = {}
+    # Threads that read parts of one tensor need the same files: of many, each reads none twice.
+    num_missing = len(set(holders).difference(manifest.fetched_checksums))
+    with manifest.locating if num_missing > NUM_REQUESTS else contextlib.nullcontext():
+        _read_missing(stored, holders)
+    with manifest.locating, judging_manifest(stored.location):
+        _locate(manifest, [holder for holder in holders if holder not in manifest.located])
 
-    def fetch(holder: int) -> None:
-        contents[holder] = _read(stored, holder)
 
-    run_threads(fetch, missing, 1 if locations.is_local(stored.location) else NUM_REQUESTS)
-    with judging_manifest(stored.location):
-        _find_first_blocks(manifest, np.array(missing, np.int64))
-    manifest.fetched_checksums.update(contents)
+def _read_missing(stored: StoredCheckpoint, holders: Sequence[int]) -> None:
+    fetched, contents = stored.manifest.fetched_checksums, dict[int, Checksums]()
+
+    def read(holder: int) -> None:
+        contents[holder] = read_checksums(stored, holder)
+
+    missing = [holder for holder in holders if holder not in fetched]
+    run_threads(read, missing, 1 if locations.is_local(stored.location) else NUM_REQUESTS)
+    fetched.update(contents)
+
+
+def _locate(manifest: Manifest, holders: Sequence[int]) -> None:
+    # Not of all chunks at once: a whole tensor may lie in all files.
+    step = max(1, CHUNKS_AT_ONCE * len(manifest.checksum_files) // max(1, len(manifest.key_ids)))
+    for start in range(0, len(holders), step):
+        _find_first_blocks(manifest, np.array(holders[start : start + step], np.int64))
+    manifest.located.update(holders)
 
 
 def checksums_in(manifest: Manifest, file_id: int) -> Checksums:
@@ -61,7 +80,12 @@ def checksums_in(manifest: Manifest, file_id: int) -> Checksums:
     return manifest.fetched_checksums[int(holders[np.searchsorted(holders, file_id)])]
 
 
-def _read(stored: StoredCheckpoint, holder: int) -> Checksums:
+def read_checksums(stored: StoredCheckpoint, holder: int) -> Checksums:
+    """Read a file of checksums.
+
+    Raises:
+        CorruptCheckpointError: it is missing or damaged.
+    """
     file, path = stored.manifest.files[holder], stored.path_of_file(holder)
     try:
         data = read_file(path, file.num_bytes)
@@ -83,16 +107,12 @@ def _find_first_blocks(manifest: Manifest, holders: IntArray) -> None:
     """Note where the checksums of chunks begin, for the chunks whose checksums some files hold."""
     holder_of_file = np.searchsorted(manifest.checksum_files, np.arange(len(manifest.files)))
     is_wanted = np.isin(holder_of_file, np.searchsorted(manifest.checksum_files, holders))
-    rows = manifest.rows_in_files(np.flatnonzero(is_wanted))
-    manifest.check_rows(rows)
-    found = manifest.rows(rows)
-    order = _in_file_order(found)
+    rows, found = manifest.in_file_order(np.flatnonzero(is_wanted))
     # What a view has besides lies nowhere.
-    order = order[found.first_bytes[order] >= 0]
-    counts = -(-found.num_bytes[order] // manifest.block_bytes)
+    counts = np.where(found.first_bytes < 0, 0, -(-found.num_bytes // manifest.block_bytes))
     starts = np.cumsum(counts) - counts
-    groups = holder_of_file[found.file_ids[order]]
-    manifest.first_blocks[rows[order]] = starts - starts[np.searchsorted(groups, groups)]
+    groups = holder_of_file[found.file_ids]
+    manifest.first_blocks[rows] = starts - starts[np.searchsorted(groups, groups)]
     num_blocks = np.bincount(groups, counts.astype(np.float64), len(manifest.checksum_files))
     for holder, group in zip(holders.tolist(), holder_of_file[holders].tolist(), strict=True):
         check_size_of_checksums(manifest.files[holder], num_blocks[group])

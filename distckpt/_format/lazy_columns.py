@@ -183,8 +183,7 @@ class LazyColumn:
     """A column of a chunk table in parts, which is indexed as an array of int64.
 
     Args:
-        parts: in the order of their rows.
-        name: of the column.
+        segments: of each part, in the order of their rows.
         num_axes: None for one number in each row.
 
     Attributes:
@@ -192,13 +191,21 @@ class LazyColumn:
         starts: the first row of each part that has rows, and the number of all rows.
     """
 
-    def __init__(self, parts: Sequence[Part], name: str, num_axes: int | None = None) -> None:
-        segments = [part.segment(name, num_axes) for part in parts]
+    def __init__(self, segments: Sequence[Segment], num_axes: int | None) -> None:
         self._segments = [segment for segment in segments if segment.num_rows]
         self._num_axes = num_axes
         self.starts: IntArray = np.cumsum([0, *(each.num_rows for each in self._segments)])
         axes = () if num_axes is None else (num_axes,)
         self.shape: tuple[int, ...] = (int(self.starts[-1]), *axes)
+
+    @classmethod
+    def of(cls, parts: Sequence[Part], name: str, num_axes: int | None = None) -> LazyColumn:
+        """Return a column of a table in parts."""
+        return cls([part.segment(name, num_axes) for part in parts], num_axes)
+
+    def followed_by(self, numbers: IntArray) -> LazyColumn:
+        """Return the column with further rows."""
+        return LazyColumn([*self._segments, Segment(len(numbers), numbers)], self._num_axes)
 
     def __len__(self) -> int:
         return self.shape[0]

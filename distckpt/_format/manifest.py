@@ -10,6 +10,7 @@ import importlib
 import itertools
 import math
 import re
+import threading
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
@@ -42,6 +43,10 @@ checkpoint lie.
 """
 MAX_TABLE_NUMBERS = 1 << 31
 """Limit of the numbers in the parts of a chunk table, which may take less than they are."""
+CHUNKS_AT_ONCE = 1 << 19
+"""Of a checkpoint in more chunks or blocks, about so many are gone through at a time: in memory,
+they take some 100 MB.
+"""
 MAX_BLOCK_BYTES = 64 << 20
 """Readers hold a few whole blocks in memory."""
 MAX_BLOCKS = 1 << 16
@@ -144,6 +149,16 @@ class ChunkTable(NamedTuple):
             return rows
         return np.lexsort((*self.offsets.T[::-1], self.key_ids))
 
+    def followed_by(self, more: ChunkTable) -> ChunkTable:
+        """Return the table with further chunks behind its own, which lie in no file and have no
+        checksums.
+        """
+        columns: dict[str, Any] = {
+            name: np.concatenate([getattr(self, name), getattr(more, name)])
+            for name in TABLE_COLUMNS
+        }
+        return self._replace(**columns)
+
     def take(self, rows: IntArray, block_bytes: int) -> ChunkTable:
         """Return the chunks in some rows, in their order, with the checksums of their blocks."""
         blocks = blocks_of(rows, self.num_bytes, block_bytes)
@@ -160,6 +175,9 @@ class ChunkTable(NamedTuple):
 class LazyChunks(NamedTuple):
     """The same table where parts of the manifest hold it; its columns are computed for the rows
     that are asked for.
+
+    Attributes:
+        num_unplaced: so many of the last rows were added by `followed_by`.
     """
 
     location: str
@@ -171,6 +189,18 @@ class LazyChunks(NamedTuple):
     offsets: LazyColumn
     shapes: LazyColumn
     block_checksums: npt.NDArray[np.uint64]
+    num_unplaced: int = 0
+
+    def followed_by(self, more: ChunkTable) -> LazyChunks:
+        """Do the same as with a `ChunkTable`."""
+        columns: dict[str, Any] = {
+            name: getattr(self, name).followed_by(getattr(more, name)) for name in TABLE_COLUMNS
+        }
+        return self._replace(**columns, num_unplaced=len(more.key_ids))
+
+    def placed(self, rows: IntArray) -> IntArray:
+        """Return the places of those of some rows whose chunks lie in files."""
+        return np.flatnonzero(rows < len(self.key_ids) - self.num_unplaced)
 
     def whole(self) -> ChunkTable:
         """Return all chunks."""
@@ -178,9 +208,10 @@ class LazyChunks(NamedTuple):
         return ChunkTable(self.files, **columns, block_checksums=self.block_checksums)
 
     def parts(self) -> Iterator[ChunkTable]:
-        """Yield the chunks of each part that has some, without checksums."""
+        """Yield the chunks of each part that has some, without checksums; not what was added."""
+        num_parts = len(self.key_ids.starts) - 1 - bool(self.num_unplaced)
         parts = zip(*(getattr(self, name).parts() for name in TABLE_COLUMNS), strict=True)
-        for numbers in parts:
+        for numbers in itertools.islice(parts, num_parts):
             columns = dict(zip(TABLE_COLUMNS, numbers, strict=True))
             yield ChunkTable(self.files, **columns, block_checksums=np.zeros(0, np.uint64))
 
@@ -188,6 +219,20 @@ class LazyChunks(NamedTuple):
         """Return the chunks in some rows, without checksums."""
         columns = {name: getattr(self, name)[rows] for name in TABLE_COLUMNS}
         return ChunkTable(self.files, **columns, block_checksums=np.zeros(0, np.uint64))
+
+
+class Sums(NamedTuple):
+    """What all chunks have together; int64.
+
+    Attributes:
+        bytes_of_keys: the size of the chunks of each key.
+        bytes_in_files: the size of those in each file.
+        blocks_in_files: the number of their blocks.
+    """
+
+    bytes_of_keys: IntArray
+    bytes_in_files: IntArray
+    blocks_in_files: IntArray
 
 
 TABLE_COLUMNS = [name for name in ChunkTable._fields if name not in ("files", "block_checksums")]
@@ -234,6 +279,8 @@ class Manifest:
         checksum_files: the numbers of the files that hold checksums; none if `block_checksums` has
             them.
         fetched_checksums: what `checksum_files` hold, as far as it was fetched; by number of file.
+        located: those of these files for whose chunks `first_blocks` is filled.
+        locating: held by a thread that fetches many checksums, or fills `first_blocks`.
     """
 
     def __init__(
@@ -274,6 +321,8 @@ class Manifest:
         self.key_starts = _key_starts(chunks, len(self.keys))
         self.checksum_files = _holders_in(self.files, has_checksums)
         self.fetched_checksums: dict[int, npt.NDArray[np.uint64]] = {}
+        self.located: set[int] = set()
+        self.locating = threading.Lock()
 
     @functools.cached_property
     def chunks(self) -> ChunkTable:
@@ -287,20 +336,47 @@ class Manifest:
             self._check_chunks(chunks)
         return chunks
 
+    def parts(self) -> Iterator[ChunkTable]:
+        """Yield all chunks, in order: one part of the manifest after the other, without checksums,
+        if parts hold them. Each is checked before, and all of them at the end.
+
+        Raises:
+            CorruptCheckpointError: the chunks contradict each other, or the rest of the manifest.
+        """
+        if isinstance(self.table, ChunkTable):
+            yield self.table
+            return
+        with judging_manifest(self.table.location):
+            yield from self.checked(self.table.parts())
+
+    @functools.cached_property
+    def sums(self) -> Sums:
+        """What all chunks have together, see `parts` for errors."""
+        of_keys, in_files, blocks = (
+            np.zeros(len(each), np.int64) for each in (self.keys, self.files, self.files)
+        )
+        for chunks in self.parts():
+            np.add.at(of_keys, chunks.key_ids, chunks.num_bytes)
+            np.add.at(in_files, chunks.file_ids, chunks.num_bytes)
+            np.add.at(blocks, chunks.file_ids, -(-chunks.num_bytes // self.block_bytes))
+        return Sums(of_keys, in_files, blocks)
+
     @functools.cached_property
     def block_starts(self) -> IntArray:
         """The number of blocks before each chunk, and of all blocks."""
-        return np.append(0, np.cumsum(-(-self.chunks.num_bytes // self.block_bytes)))
+        if isinstance(self.table, LazyChunks):
+            _ = self.sums  # which checks all chunks
+        return np.append(0, np.cumsum(-(-self.num_bytes[:] // self.block_bytes)))
 
     @functools.cached_property
-    def first_blocks(self) -> IntArray:
+    def first_blocks(self) -> npt.NDArray[Any]:
         """For each chunk, where the checksums of its blocks begin: in the file that holds them, as
         far as it was fetched, or in `block_checksums`.
         """
         if not len(self.checksum_files):
             return self.block_starts
-        # Filled together with `fetched_checksums`; pages that nobody fills take no memory.
-        return np.zeros(len(self.key_ids), np.int64)
+        # Filled by `fetch_checksums`; pages that nobody fills take no memory.
+        return np.zeros(len(self.key_ids), np.uint32)
 
     @functools.cached_property
     def _sorted_rows(self) -> SortedRows | None:
@@ -372,6 +448,30 @@ class Manifest:
             return self.table.without_blocks(rows)
         return self.table.rows(rows)
 
+    def in_file_order(self, file_ids: IntArray) -> tuple[IntArray, ChunkTable]:
+        """Return the rows of the chunks in some files, in the order of their bytes, and what is in
+        these rows, without checksums.
+
+        Raises:
+            CorruptCheckpointError: a chunk does not lie inside of its tensor and file.
+        """
+        rows = self.rows_in_files(file_ids)
+        chunks = self.rows(rows)
+        self._check_placed(rows, chunks)
+        order = np.lexsort((chunks.first_bytes, chunks.file_ids))
+        return rows[order], chunks.without_blocks(order)
+
+    def ranges_of_files(self) -> list[range]:
+        """Cut the files that hold chunks into ranges of about `CHUNKS_AT_ONCE` blocks; files whose
+        checksums are in one file stay together.
+        """
+        ends = np.arange(1, len(self.files) + 1)
+        if len(self.checksum_files):
+            ends = self.checksum_files + 1
+        num_blocks = np.cumsum(self.sums.blocks_in_files)[ends - 1] // CHUNKS_AT_ONCE
+        edges = [0, *ends[:-1][np.diff(num_blocks) > 0].tolist(), *ends[-1:].tolist()]
+        return [range(*edge) for edge in itertools.pairwise(edges)]
+
     def check_rows(self, rows: IntArray) -> None:
         """Check that some chunks lie inside of their tensors and files, unless it is known.
 
@@ -379,8 +479,12 @@ class Manifest:
             CorruptCheckpointError: a chunk does not.
         """
         if isinstance(self.table, LazyChunks):
+            self._check_placed(rows, self.rows(rows))
+
+    def _check_placed(self, rows: IntArray, chunks: ChunkTable) -> None:
+        if isinstance(self.table, LazyChunks):
             with judging_manifest(self.table.location):
-                self._check_positions(self.rows(rows))
+                self._check_positions(chunks.without_blocks(self.table.placed(rows)))
 
     def chunk_region(self, row: int) -> Region:
         """Return the region of the global tensor that a chunk holds."""
@@ -723,7 +827,9 @@ def _read_chunks(
     num_rows = sum(part.num_rows for part in parts)
     require(num_rows * (4 + 2 * num_axes) <= MAX_TABLE_NUMBERS, f"{num_rows} chunks are too many")
     axes = dict.fromkeys(("offsets", "shapes"), num_axes)
-    lazy = {name: LazyColumn(parts, name, axes.get(name)) for name in TABLE_COLUMNS}
+    lazy: dict[str, Any] = {
+        name: LazyColumn.of(parts, name, axes.get(name)) for name in TABLE_COLUMNS
+    }
     return LazyChunks(location, files, **lazy, block_checksums=columns["block_checksums"])
 
 

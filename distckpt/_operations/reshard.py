@@ -58,7 +58,7 @@ from distckpt._plan.layout import (
     lay_out_files,
     manifest_of_keys,
 )
-from distckpt._plan.save import plan_owners
+from distckpt._plan.save import plan_held
 from distckpt._plan.selection import matches, renamed, select_tensors
 from distckpt._ranks.collectives import PhaseTimer, Ranks, collective
 from distckpt._rules.mapped import TensorSpec, crop, identity
@@ -506,7 +506,8 @@ def _lay_out(content: _Content, division: Division) -> _Layout:
     held = [*_hold_tensors(content.outputs, division), *_hold_objects(content.objects, division)]
     shards = [each.shard for each in held]
     described = shard_table(shards)
-    table = _held_by(merge_tables([described]), [each.ranks for each in held])
+    table = _on_first_ranks(merge_tables([described]), [each.ranks for each in held])
+    holders = [held[shard_id].ranks for shard_id in table.shard_ids.tolist()]
     manifest = manifest_of_keys(table, {})
     manifest.aliases.update(content.aliases)
     manifest.quantization = content.quantization
@@ -514,7 +515,7 @@ def _lay_out(content: _Content, division: Division) -> _Layout:
         _keep_what_is_known(content, manifest)
     files: list[list[PlannedFile]] = []
     object_files: dict[str, NewFile] = {}
-    for rank, pieces in enumerate(plan_owners(table, division.num_ranks, {})):
+    for rank, pieces in enumerate(plan_held(table, division.num_ranks, holders)):
         of_rank, objects = lay_out_files(rank, described, pieces)
         if objects:
             planned, new_file = object_file_of(rank, objects, encoded_objects(objects, shards))
@@ -585,20 +586,15 @@ def _grid_regions(key: str, shape: tuple[int, ...], grid: tuple[int, ...]) -> li
     ]
 
 
-def _held_by(table: GlobalTable, holders: Sequence[range]) -> GlobalTable:
-    """Give the shards of one rank to the ranks that are to hold them; the first is the main
-    replica.
-    """
-    held = [holders[shard_id] for shard_id in table.shard_ids.tolist()]
-    rows = np.repeat(np.arange(len(held)), [len(ranks) for ranks in held])
-    ranks = np.fromiter(itertools.chain.from_iterable(held), np.int64)
-    is_main = np.diff(rows, prepend=-1) != 0
-    order = np.lexsort((rows, ranks))
+def _on_first_ranks(table: GlobalTable, holders: Sequence[range]) -> GlobalTable:
+    """Give each shard of one rank to the first of the ranks that are to hold it."""
+    ranks = np.array([holders[shard_id].start for shard_id in table.shard_ids.tolist()], np.int64)
+    order = np.argsort(ranks, kind="stable")
     columns: dict[str, Any] = {
-        name: getattr(table, name)[rows[order]]
+        name: getattr(table, name)[order]
         for name in ("key_ids", "shard_ids", "tie_ids", "is_buffer", "digests", "offsets", "shapes")
     }
-    return table._replace(ranks=ranks[order], is_main=is_main[order], **columns)
+    return table._replace(ranks=ranks[order], is_main=np.ones(len(order), bool), **columns)
 
 
 # --- Writing it -----------------------------------------------------------------------------------

@@ -30,8 +30,8 @@ from distckpt._checkpoint.opening import identify, open_checkpoint
 from distckpt._checkpoint.stored_values import StoredTensor
 from distckpt._commit.conditional_put import stray_files
 from distckpt._format.checksum import checksum
-from distckpt._format.checksum_files import fetch_checksums
-from distckpt._format.manifest import CHECKSUM_BYTES, NO_FINGERPRINT, is_manifest_name
+from distckpt._format.checksum_files import Checksums, read_checksums
+from distckpt._format.manifest import CHECKSUM_BYTES, NO_FINGERPRINT, Manifest, is_manifest_name
 from distckpt._format.marker import CONFIG_FNAME, file_size
 from distckpt._format.stored_checkpoint import StoredCheckpoint
 from distckpt._geometry.region import IntArray
@@ -225,7 +225,7 @@ def open_or_describe(location: str, marker: dict[str, Any] | None) -> StoredChec
         file = _describing_file(location, fields)
         stored = open_checkpoint(Ranks.alone(), location, marker=fields)
         # All chunks are checked, also those of parts, which other readers check as they need them.
-        _ = stored.manifest.chunks
+        _ = stored.manifest.sums
         return stored
     except CheckpointNotFoundError:
         raise
@@ -258,19 +258,21 @@ def _check_content(
         if mode == "fast":
             return problems, num_bytes
         # 2. Blocks have their checksums.
-        blocks = list_blocks(stored)
-        block_bytes = int((blocks.stops - blocks.starts).sum())
         keys = keys_with_fingerprints(stored)
         tensor_bytes = sum(StoredTensor(stored, key).num_bytes for key in keys)
+        block_bytes = int(stored.manifest.sums.bytes_in_files.sum())
         counter = ProgressCounter(progress, block_bytes + tensor_bytes)
-        units = units_of_blocks(blocks, stored.location)
-        bad, num_read = check_units(stored, blocks, units, num_threads, counter.add)
-        problems += describe_blocks(stored, blocks, bad)
+        for file_ids in stored.manifest.ranges_of_files():
+            blocks = list_blocks(stored, file_ids, num_threads, keeps_checksums=bool(keys))
+            units = units_of_blocks(blocks, stored.location)
+            bad, num_read = check_units(stored, blocks, units, num_threads, counter.add)
+            problems += describe_blocks(stored, blocks, bad)
+            num_bytes += num_read
         if not keys or problems:
-            return problems, num_bytes + num_read
+            return problems, num_bytes
         # 3. Tensors have the fingerprints that they had in memory.
         problems = _check_fingerprints(stored, keys, counter.add)
-        return problems, num_bytes + num_read + tensor_bytes
+        return problems, num_bytes + tensor_bytes
 
 
 def keys_with_fingerprints(stored: StoredCheckpoint) -> list[str]:
@@ -360,8 +362,8 @@ def check_units(
 
 
 class Blocks(NamedTuple):
-    """The checksum blocks of all chunks in file order, as columns; `expected` is empty without
-    checksums.
+    """The checksum blocks of the chunks in some files, in file order, as columns; `expected` is
+    empty without checksums.
     """
 
     chunks: IntArray
@@ -371,43 +373,63 @@ class Blocks(NamedTuple):
     expected: npt.NDArray[np.uint64]
 
 
-def list_blocks(stored: StoredCheckpoint) -> Blocks:
-    """Return the blocks of all chunks whose checksums can be read."""
-    manifest = stored.manifest
-    # All of them are needed: no row is computed by itself.
-    table = manifest.chunks
-    counts = np.diff(manifest.block_starts)
-    chunks = np.repeat(np.arange(len(counts)), counts)
-    within = (np.arange(len(chunks)) - manifest.block_starts[chunks]) * manifest.block_bytes
-    starts = table.first_bytes[chunks] + within
-    stops = starts + np.minimum(table.num_bytes[chunks] - within, manifest.block_bytes)
-    order = np.lexsort((starts, table.file_ids[chunks]))
-    expected = manifest.block_checksums
-    if len(manifest.checksum_files):
-        is_known, expected = _known_checksums(stored)
-        order = order[is_known]
-    elif manifest.has_checksums:
-        expected = expected[order]
-    return Blocks(
-        chunks[order], table.file_ids[chunks][order], starts[order], stops[order], expected
-    )
+def list_blocks(
+    stored: StoredCheckpoint, file_ids: range, num_threads: int | None, *, keeps_checksums: bool
+) -> Blocks:
+    """Return the blocks of the chunks in some files whose checksums can be read.
 
-
-def _known_checksums(
-    stored: StoredCheckpoint,
-) -> tuple[npt.NDArray[np.bool_], npt.NDArray[np.uint64]]:
-    """Return the checksums that files hold, in their order, and which of all are among them: those
-    of damaged files, which are reported already, are not.
+    Args:
+        stored: the checkpoint.
+        file_ids: one of its ranges of files.
+        num_threads: as many threads read files of checksums.
+        keeps_checksums: whether the manifest keeps these, for reads to come.
     """
-    files, holders = stored.manifest.files, stored.manifest.checksum_files
-    known = []
-    for holder in holders.tolist():
+    manifest, block_bytes = stored.manifest, stored.manifest.block_bytes
+    rows, chunks = manifest.in_file_order(np.array(file_ids))
+    counts = -(-chunks.num_bytes // block_bytes)
+    places = np.repeat(np.arange(len(rows)), counts)
+    numbers = np.arange(len(places)) - np.repeat(np.cumsum(counts) - counts, counts)
+    starts = chunks.first_bytes[places] + numbers * block_bytes
+    stops = starts + np.minimum(chunks.num_bytes[places] - numbers * block_bytes, block_bytes)
+    blocks = Blocks(rows[places], chunks.file_ids[places], starts, stops, _NONE)
+    if len(manifest.checksum_files):
+        holders = [holder for holder in manifest.checksum_files.tolist() if holder in file_ids]
+        known = _readable_checksums(stored, holders, num_threads or num_threads_at(stored.location))
+        if keeps_checksums:
+            manifest.fetched_checksums.update(known)
+        return _with_known(manifest, blocks, holders, known)
+    if manifest.has_checksums:
+        first_blocks = manifest.block_starts[blocks.chunks]
+        blocks = blocks._replace(expected=manifest.block_checksums[first_blocks + numbers])
+    return blocks
+
+
+def _readable_checksums(
+    stored: StoredCheckpoint, holders: Sequence[int], num_threads: int
+) -> dict[int, Checksums]:
+    """Return what files of checksums hold, without damaged ones, which are reported already."""
+    fetched = stored.manifest.fetched_checksums
+    known = {holder: fetched[holder] for holder in holders if holder in fetched}
+
+    def read(holder: int) -> None:
         with contextlib.suppress(CorruptCheckpointError, OSError):
-            fetch_checksums(stored, np.array([holder]))
-        known.append(stored.manifest.fetched_checksums.get(holder))
-    counts = [files[holder].num_bytes // CHECKSUM_BYTES for holder in holders.tolist()]
-    is_known = np.repeat([each is not None for each in known], counts)
-    return is_known, np.concatenate([each for each in known if each is not None] or [_NONE])
+            known[holder] = read_checksums(stored, holder)
+
+    run_threads(read, [holder for holder in holders if holder not in known], num_threads)
+    return known
+
+
+def _with_known(
+    manifest: Manifest, blocks: Blocks, holders: Sequence[int], known: Mapping[int, Checksums]
+) -> Blocks:
+    """Return the blocks whose checksums are known, with these, given which files hold those of all
+    blocks.
+    """
+    counts = [manifest.files[holder].num_bytes // CHECKSUM_BYTES for holder in holders]
+    is_known = np.repeat([holder in known for holder in holders], counts)
+    expected = np.concatenate([_NONE, *(known[holder] for holder in sorted(known))])
+    columns = zip(Blocks._fields, blocks[:4], strict=False)
+    return Blocks(**{name: column[is_known] for name, column in columns}, expected=expected)
 
 
 _NONE = np.zeros(0, np.uint64)

@@ -6,7 +6,9 @@ together from the results are those of one process.
 
 from __future__ import annotations
 
+import functools
 import itertools
+import operator
 import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -26,6 +28,7 @@ from distckpt._commit import posix
 from distckpt._format.marker import marker_of
 from distckpt._format.stored_checkpoint import StoredCheckpoint
 from distckpt._format.tensor_stats import TensorStats
+from distckpt._geometry.region import IntArray
 from distckpt._io.block_stats import BlockStats
 from distckpt._operations.diff import (
     Change,
@@ -45,6 +48,7 @@ from distckpt._operations.stats import (
 )
 from distckpt._operations.verify import (
     BadBlock,
+    Blocks,
     Problem,
     VerifyReport,
     check_files,
@@ -161,12 +165,17 @@ class _VerifyWork(Work):
         self.place, self.sources = place, [stored.location]
         is_full = mode == "full"
         self._headers = [file.header_bytes for file in stored.manifest.files]
-        self._blocks = list_blocks(stored)
-        self._units = list(units_of_blocks(self._blocks, stored.location)) if is_full else []
+        self._ranges = stored.manifest.ranges_of_files() if is_full else []
+        # Pieces follow one another within a range.
+        self._blocks_in = functools.lru_cache(maxsize=1)(self._list_blocks)
+        self._first_blocks, self._units = [0], np.zeros((0, 5), np.int64)
+        for number in range(len(self._ranges)):
+            self._units = np.concatenate([self._units, self._units_in(number)])
+            self._first_blocks.append(self._first_blocks[-1] + len(self._blocks_in(number).starts))
         keys = keys_with_fingerprints(stored) if is_full else []
         self._tensors = [StoredTensor(stored, key) for key in keys]
         self._windows = list(windows_of(self._tensors))
-        unit_bytes = list(map(self._size_of, self._units))
+        unit_bytes: list[int] = self._units[:, 3].tolist()
         window_bytes = [bytes_of_window(self._tensors, window) for window in self._windows]
         self._of_files = runs_of([size + 1 for size in self._headers])
         self._of_units, self._of_windows = runs_of(unit_bytes), runs_of(window_bytes)
@@ -177,13 +186,24 @@ class _VerifyWork(Work):
         ]
         self.facts = {**facts_of({"mode": mode}, [stored]), **facts_of_copies([stored])}
 
-    def _size_of(self, unit: range) -> int:
-        return int(self._blocks.stops[unit[-1]] - self._blocks.starts[unit[0]])
+    def _list_blocks(self, number: int) -> Blocks:
+        """Return the blocks of a range of files."""
+        file_ids = self._ranges[number]
+        return list_blocks(self._stored, file_ids, self._num_threads, keeps_checksums=True)
+
+    def _units_in(self, number: int) -> IntArray:
+        """Return the units of a range of files, as rows: the number of the range, the first of its
+        blocks and the one behind the last, how many bytes, and in which file.
+        """
+        blocks = self._blocks_in(number)
+        units = list(units_of_blocks(blocks, self._stored.location))
+        firsts, stops = np.array([(u.start, u.stop) for u in units], np.int64).reshape(-1, 2).T
+        sizes = blocks.stops[stops - 1] - blocks.starts[firsts]
+        return np.stack([0 * sizes + number, firsts, stops, sizes, blocks.file_ids[firsts]], axis=1)
 
     def _file_of(self, unit: int) -> str:
-        """Return the file that the first block of a unit is in."""
-        first = self._units[unit][0]
-        return self._stored.manifest.files[int(self._blocks.file_ids[first])].name
+        """Return the file that a unit is in."""
+        return self._stored.manifest.files[int(self._units[unit, 4])].name
 
     def _key_of(self, window: int) -> str:
         return self._tensors[self._windows[window].tensor].key
@@ -211,8 +231,14 @@ class _VerifyWork(Work):
     def _check_units(
         self, stored: StoredCheckpoint, run: range, add_bytes: Callable[[int], None]
     ) -> tuple[Any, int]:
-        units = self._units[run.start : run.stop]
-        return check_units(stored, self._blocks, units, self._num_threads, add_bytes)
+        units, bad, num_read = self._units[run.start : run.stop].tolist(), [], 0
+        for number, here in itertools.groupby(units, operator.itemgetter(0)):
+            blocks, first = self._blocks_in(number), self._first_blocks[number]
+            of_range = [range(*unit[1:3]) for unit in here]
+            found = check_units(stored, blocks, of_range, self._num_threads, add_bytes)
+            bad += [BadBlock(first + each.number, each.message) for each in found[0]]
+            num_read += found[1]
+        return bad, num_read
 
     def _compute_numbers(
         self, stored: StoredCheckpoint, run: range, add_bytes: Callable[[int], None]
@@ -238,12 +264,21 @@ class _VerifyWork(Work):
         of_units = list(itertools.islice(found, len(self._of_units)))
         problems = [Problem(**each) for problems, _ in of_files for each in problems]
         bad = [BadBlock(*block) for blocks, _ in of_units for block in blocks]
-        problems += describe_blocks(self._stored, self._blocks, bad)
+        problems += self._describe(bad)
         num_bytes = sum(num_read for _, num_read in [*of_files, *of_units])
         if self._tensors and not problems:
             problems = self._compare(list(found))
             num_bytes += sum(tensor.num_bytes for tensor in self._tensors)
         return report_of_verify(self._stored, self._mode, problems, num_bytes, seconds)
+
+    def _describe(self, bad: Sequence[BadBlock]) -> list[Problem]:
+        """Describe blocks by their numbers among all, which ascend."""
+        problems = []
+        for number, (first, stop) in enumerate(itertools.pairwise(self._first_blocks)):
+            here = [BadBlock(n - first, message) for n, message in bad if first <= n < stop]
+            if here:
+                problems += describe_blocks(self._stored, self._blocks_in(number), here)
+        return problems
 
     def _compare(self, results: Sequence[tuple[list[int], str | None]]) -> list[Problem]:
         """Compare fingerprints."""

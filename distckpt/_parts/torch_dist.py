@@ -121,7 +121,7 @@ class _TorchDistWork(Work):
 
 def _groups(stored: StoredCheckpoint) -> list[list[tuple[str, int]]]:
     """Divide chunks into runs of at most so many bytes as a piece has, or one chunk."""
-    limit = piece_bytes(int(stored.manifest.chunks.num_bytes.sum()))
+    limit = piece_bytes(int(stored.manifest.sums.bytes_of_keys.sum()))
     groups: list[list[tuple[str, int]]] = [[]]
     room = limit
     for key, chunk in chunks_to_write(stored):

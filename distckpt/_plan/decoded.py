@@ -9,13 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
 
 from distckpt._base.dtypes import FROM_NAME, ITEM_BYTES
-from distckpt._format.manifest import OBJECT, ChunkTable, Manifest
+from distckpt._format.manifest import OBJECT, ChunkTable, LazyChunks, Manifest
 from distckpt._format.stored_checkpoint import StoredCheckpoint
 from distckpt._geometry.region import Region
 from distckpt._geometry.units import cut_region
@@ -61,7 +61,7 @@ def decoded(stored: StoredCheckpoint) -> StoredCheckpoint:
         manifest.quantization,
     )
     renamed = [_with_names(each, names) for each in tensors]
-    quantized = dict(enumerate(renamed, len(manifest.chunks.key_ids)))
+    quantized = dict(enumerate(renamed, len(manifest.key_ids)))
     return replace(stored, manifest=view, quantized=quantized)
 
 
@@ -83,26 +83,23 @@ def _with_names(quantized: QuantizedTensor, names: Mapping[str, str]) -> Quantiz
     return replace(quantized, parts=parts, companions=companions)
 
 
-def _with_chunks(manifest: Manifest, tensors: Sequence[QuantizedTensor]) -> ChunkTable:
+def _with_chunks(manifest: Manifest, tensors: Sequence[QuantizedTensor]) -> ChunkTable | LazyChunks:
     """Add a chunk for each tensor, whose key follows those of the manifest."""
-    chunks, ndim, first_key = manifest.chunks, manifest.offsets.shape[1], len(manifest.keys)
+    ndim, first_key = manifest.offsets.shape[1], len(manifest.keys)
     shapes = np.ones((len(tensors), ndim), np.int64)
     for row, quantized in enumerate(tensors):
         shapes[row, : len(quantized.shape)] = quantized.model_shape
-    added = {
-        "key_ids": np.arange(first_key, first_key + len(tensors)),
-        "file_ids": np.zeros(len(tensors), np.int64),
+    items = np.array([ITEM_BYTES[each.dtype] for each in tensors], np.int64)
+    added = ChunkTable.empty()._replace(
+        key_ids=np.arange(first_key, first_key + len(tensors)),
+        file_ids=np.zeros(len(tensors), np.int64),
         # Nowhere, and each elsewhere.
-        "first_bytes": np.arange(-len(tensors), 0),
-        "num_bytes": np.prod(shapes, axis=1)
-        * np.array([ITEM_BYTES[each.dtype] for each in tensors]),
-        "offsets": np.zeros((len(tensors), ndim), np.int64),
-        "shapes": shapes,
-    }
-    columns: dict[str, Any] = {
-        name: np.concatenate([getattr(chunks, name), more]) for name, more in added.items()
-    }
-    return chunks._replace(**columns)
+        first_bytes=np.arange(-len(tensors), 0),
+        num_bytes=np.prod(shapes, axis=1) * items,
+        offsets=np.zeros((len(tensors), ndim), np.int64),
+        shapes=shapes,
+    )
+    return manifest.table.followed_by(added)
 
 
 def name_in_view(view: StoredCheckpoint, key: str, dtype: torch.dtype) -> str:

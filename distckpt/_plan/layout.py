@@ -158,10 +158,10 @@ def _groups_for_files(chunks: Iterable[tuple[int, PlannedChunk]]) -> list[list[P
 
 def _chunks_of_pieces(table: ShardTable, pieces: Pieces) -> Iterator[tuple[int, PlannedChunk]]:
     """Make a chunk of each piece; yield it after the number that its key has in the table."""
-    key_of_shard = dict(zip(table.shard_ids.tolist(), table.key_ids.tolist(), strict=True))
-    columns = (column.tolist() for column in pieces)
-    for key_id, shard_id, offset, shape in zip(*columns, strict=True):
-        index = key_of_shard[shard_id]
+    # A table lists shards in order. Those of pieces may be few of them.
+    indices = table.key_ids[np.searchsorted(table.shard_ids, pieces.shard_ids)]
+    columns = (column.tolist() for column in (*pieces, indices))
+    for key_id, shard_id, offset, shape, index in zip(*columns, strict=True):
         ndim, dtype = len(table.global_shapes[index]), table.dtypes[index]
         region = Region(tuple(offset[:ndim]), tuple(shape[:ndim]))
         num_bytes = region.num_elements * ITEM_BYTES.get(dtype, 0)

@@ -6,7 +6,8 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Collection, Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import NamedTuple, TypeAlias
 
 import numpy as np
@@ -113,10 +114,45 @@ def plan_owners(
     each rank's group, replicas take over bytes only from a main replica in their own group.
     """
     groups = group_replicas(table, num_ranks, aliases, exchange_groups)
-    whole_owner = groups.lone_owners()
+    return _pieces_of_lines(table, groups, groups.shared_lines(), aliases, num_ranks)
+
+
+def plan_held(table: GlobalTable, num_ranks: int, holders: Sequence[range]) -> list[Pieces]:
+    """Do the same for regions that ranges of ranks hold: a table with a row for each rank would be
+    large.
+
+    Args:
+        table: the main replicas, each on the first rank that holds it; the rest is known.
+        num_ranks: as many ranks write.
+        holders: of each row of the table.
+    """
+    groups = group_replicas(table, num_ranks, {}, None)
+    members: dict[range, list[int]] = defaultdict(list)
+    for group, row in enumerate(groups.rows.tolist()):
+        if len(holders[row]) > 1 and groups.num_bytes[group]:
+            members[holders[row]].append(group)
+    # In the order of `lines`.
+    in_order = sorted(members.items(), key=lambda line: (len(line[0]), line[1][0]))
+    shared = [(np.array(found), np.array(ranks)) for ranks, found in in_order]
+    return _pieces_of_lines(table, groups, shared, {}, num_ranks)
+
+
+def _pieces_of_lines(
+    table: GlobalTable,
+    groups: Groups,
+    shared: Iterable[tuple[IntArray, IntArray]],
+    aliases: Collection[int],
+    num_ranks: int,
+) -> list[Pieces]:
+    """Divide the lines of what several ranks hold, and give what is in none to the rank that holds
+    it.
+    """
+    whole_owner, shared = groups.lone_owners(), list(shared)
+    for members, _ in shared:
+        whole_owner[members] = -1
     loads = groups.loads_of(whole_owner, num_ranks)
     cut: list[Slice] = []
-    for members, candidates in groups.shared_lines():
+    for members, candidates in shared:
         sizes = groups.num_bytes[members]
         shares = writer_shares(loads[candidates], int(sizes.sum()))
         loads[candidates] += shares
@@ -427,7 +463,9 @@ def owned_parts(
 
 
 def _rows_of_holders(groups: Groups, group_id: IntArray, owner: IntArray) -> IntArray:
-    """Return for each (group, owner) the owner's row that holds the region of the group."""
+    """Return for each (group, owner) the owner's row that holds the region of the group, or the
+    only one that there is.
+    """
     counts = np.diff(groups.holder_starts)
     position = groups.holder_starts[group_id]
     several = np.flatnonzero(counts[group_id] > 1)
@@ -435,7 +473,7 @@ def _rows_of_holders(groups: Groups, group_id: IntArray, owner: IntArray) -> Int
     holder_pairs = np.repeat(np.arange(len(counts)), counts) * stride + groups.holder_ranks
     pairs = group_id[several] * stride + owner[several]
     position[several] = np.searchsorted(holder_pairs, pairs)
-    assert (groups.holder_ranks[position] == owner).all()
+    assert (groups.holder_ranks[position[several]] == owner[several]).all()
     return groups.holder_rows[position]
 
 

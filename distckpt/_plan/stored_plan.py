@@ -444,7 +444,7 @@ def _planned_in_parts(
     first = _first_of_objects(manifest, is_object)
     parts = []
     places = zip(starts.tolist(), itertools.pairwise(keys.tolist()), strict=False)
-    for chunks, (start, edges) in zip(manifest.checked(table.parts()), places, strict=True):
+    for chunks, (start, edges) in zip(manifest.parts(), places, strict=True):
         _check_part(manifest, chunks, files, is_object, slice(*edges))
         if start < first:
             parts.append(part_of(chunks, slice(None)))

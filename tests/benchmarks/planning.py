@@ -2,7 +2,7 @@
 
     python tests/benchmarks/planning.py [--layouts fsdp2 zero1 deepseek 405b ddp]
         [--ranks 256 1024] [--tensors N] [--planners N] [--dcp] [--chunks N] [--shared-reads N]
-        [--json FILE]
+        [--verbs] [--json FILE]
 
 One process makes up the descriptions of all ranks, without tensor data, and calls what the ranks
 call: the coordinator (rank 0), one of the planners if there are several, and another rank. Seconds
@@ -19,6 +19,7 @@ ranks, the last column is the exponent e of the power law N**e that fits best.
 --planners 1 plans with the coordinator alone, as few shards are. --dcp plans 1,024 tensors of shape
 (1024, 1), divided by rows, with the functions of torch.distributed.checkpoint too. --shared-reads N
 plans a load in which each rank requests N regions, and each 8 ranks columns of the same rows.
+--verbs opens each checkpoint with the verbs that go through all of it, and plans what they read.
 """
 
 from __future__ import annotations
@@ -35,9 +36,11 @@ from planning_layouts import LAYOUTS, PP, TP
 from planning_manifest import write_and_open_a_manifest
 from planning_roles import COORDINATOR, OTHER, Plan, plan_alone, plan_divided
 from planning_shares import plan_shared_reads
+from planning_verbs import measure_verbs
 from report import Cell, Report, parser_of
 
 from distckpt._base.garbage import paused_garbage_collection
+from distckpt._format.checksum import checksum
 from distckpt._format.manifest import Manifest
 from distckpt._format.manifest_parts import joined
 from distckpt._format.planned_manifest import report_of
@@ -66,6 +69,7 @@ def main() -> None:
     parser.add_argument(
         "--shared-reads", type=int, default=0, help="regions of each rank in a load that shares"
     )
+    parser.add_argument("--verbs", action="store_true", help="verify, consolidate and others, too")
     arguments = parser.parse_args()
     report = Report(arguments)
     report.about = "Seconds are of CPU time."
@@ -75,7 +79,7 @@ def main() -> None:
         for num_ranks in arguments.ranks:
             tables = list(layout(num_ranks, arguments.tensors or num_tensors))
             with paused_garbage_collection():  # as `save` does
-                found.append(plan_a_save(tables, arguments.planners))
+                found.append(plan_a_save(tables, arguments.planners, arguments.verbs))
         heads = [name, *(f"{count:,} ranks" for count in arguments.ranks), "exponent"]
         report.add(heads, _compared(arguments.ranks, found))
     if arguments.dcp:
@@ -96,32 +100,40 @@ def main() -> None:
     report.finish()
 
 
-def plan_a_save(tables: list[Any], num_planners: int | None) -> dict[str, Any]:
+def plan_a_save(
+    tables: list[Any], num_planners: int | None, with_verbs: bool = False
+) -> dict[str, Any]:
     """Return what the ranks spend on a save that is planned, one that repeats it, a load, and the
-    first save after that.
+    first save after that; and, if they are asked for, what verbs spend.
     """
     plan = plan_alone(tables) if num_planners == 1 else plan_divided(tables, num_planners)
     figures = plan.figures()
     with tempfile.TemporaryDirectory() as folder:
-        figures |= save_again(plan, folder)
+        marker, of_save = save_again(plan, folder)
+        figures |= of_save
         figures |= open_it(folder)
         figures |= save_after_restart(plan, folder)
+        if with_verbs:
+            figures |= measure_verbs(folder, marker, plan.num_blocks)
     return figures
 
 
-def save_again(plan: Plan, folder: str) -> dict[str, Any]:
-    """Return what the coordinator spends on the manifest of a save whose plan was kept, with files
-    of checksums.
+def save_again(plan: Plan, folder: str) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the fields of the marker, and what the coordinator spends on the manifest of a save
+    whose plan was kept, with files of checksums.
     """
     none = np.zeros(0, np.int64)
+    digests = {n: checksum(bytes(8 * n)) for n in set(plan.num_blocks)}
     reports = [
-        report_of([ShardFile("", 8 * n, 8 * n, 1 << 60)], none, none.astype(np.uint64))
+        report_of([ShardFile("", 8 * n, 8 * n, digests[n])], none, none.astype(np.uint64))
         for n in plan.num_blocks
     ]
     Path(folder, "objects").mkdir()
-    _, seconds = cpu_timed(lambda: write_manifest(folder, plan.manifest, reports, "", False))
+    (marker, _), seconds = cpu_timed(
+        lambda: write_manifest(folder, plan.manifest, reports, "", False)
+    )
     files = Path(folder).rglob("*.safetensors")
-    return {
+    return dict(marker), {
         f"{COORDINATOR}: repeated save, s": seconds,
         f"{COORDINATOR}: receives in a repeated save, MB": sum(map(len, reports)) / 1e6,
         "manifest with its parts, MB": sum(file.stat().st_size for file in files) / 1e6,

@@ -117,7 +117,7 @@ def table_of(path):
     own, *parts = [Part.from_bytes(file.read_bytes()) for file in files]
     axes = dict.fromkeys(("offsets", "shapes"), own.columns["offsets"].shape[1])
     return own.columns["key_ids"].tolist(), [
-        LazyColumn(parts, name, axes.get(name)).whole().tolist() for name in TABLE_COLUMNS
+        LazyColumn.of(parts, name, axes.get(name)).whole().tolist() for name in TABLE_COLUMNS
     ]
 
 

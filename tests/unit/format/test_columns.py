@@ -55,7 +55,7 @@ def test_tables_of_regular_columns_come_back_whole(runs, ndim):
     columns = {"key_ids": column, "file_ids": random, "offsets": wide}
     part = Part.from_bytes(pack_table(columns))
     for name, expected in columns.items():
-        found = LazyColumn([part, part], name, ndim if name == "offsets" else None)
+        found = LazyColumn.of([part, part], name, ndim if name == "offsets" else None)
         twice = np.concatenate([expected, expected])
         assert np.array_equal(found.whole(), twice)
         rows = np.random.default_rng(ndim).integers(0, max(1, len(twice)), min(9, len(twice)))
@@ -79,4 +79,4 @@ def test_a_regular_table_takes_as_much_as_its_runs():
 def test_runs_that_lie_are_refused(counts):
     columns = {"key_ids.deltas": np.ones(len(counts), np.int64), "key_ids.counts": np.array(counts)}
     with pytest.raises(ValueError, match="do not have 4 numbers"):
-        LazyColumn([Part.from_bytes(pack({"rows": 4}, columns))], "key_ids")
+        LazyColumn.of([Part.from_bytes(pack({"rows": 4}, columns))], "key_ids")

@@ -40,7 +40,7 @@ def test_regions_find_the_chunks_that_they_meet(seed, num_keys, is_shuffled, num
     ]
     key_ids, offsets, shapes = (np.concatenate(column) for column in columns.values())
     axes = {"key_ids": None, "offsets": 2, "shapes": 2}
-    lazy = {name: LazyColumn(parts, name, num_axes) for name, num_axes in axes.items()}
+    lazy = {name: LazyColumn.of(parts, name, num_axes) for name, num_axes in axes.items()}
     starts = starts_of_keys(lazy["key_ids"], num_keys)
     assert np.array_equal(starts, np.searchsorted(key_ids, np.arange(num_keys + 1)))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import tracemalloc
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ import distckpt
 from distckpt import CheckpointExistsError, CheckpointingException, ShardedObject, ShardedTensor
 from distckpt._storage import locations
 from tests.support.hf_folders import same_bytes
-from tests.support.states import numbered
+from tests.support.states import numbered, save_checkpoint
 
 TENSORS = {"model.w": numbered(40, 6), "optimizer.state.w": numbered(40, 6) / 8}
 
@@ -91,3 +92,17 @@ def test_progress_ends_with_everything(tmp_path):
     assert seen[-1] == (report.num_bytes, report.num_bytes)
     assert [done for done, _ in seen] == sorted(done for done, _ in seen)
     assert torch.equal(distckpt.open(tmp_path / "d").read("model.w"), TENSORS["model.w"])
+
+
+def test_memory_of_a_plan_for_many_ranks(tmp_path):
+    tensors = {f"layer.{i}": torch.full((64, 8), float(i)) for i in range(100)}
+    save_checkpoint(tmp_path / "a", tensors)
+    distckpt.reshard(tmp_path / "a", tmp_path / "warm", num_ranks=4096)
+    tracemalloc.start()
+    distckpt.reshard(tmp_path / "a", tmp_path / "b", num_ranks=4096)
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    # A row for each rank that could write a tensor would take 60 MB.
+    assert peak < 10e6
+    read = distckpt.open(tmp_path / "b").read_tensors()
+    assert all(torch.equal(read[key], tensor) for key, tensor in tensors.items())

@@ -15,6 +15,8 @@ import torch
 
 import distckpt
 from distckpt import CorruptCheckpointError, LoadMismatchError, ShardedTensor
+from distckpt._format import manifest, manifest_parts
+from distckpt._format.lazy_columns import LazyColumn
 from distckpt._storage import locations
 from distckpt.rules import Split, Transpose
 from tests.support.hf_folders import INDEX, same_bytes, write_indexed
@@ -502,3 +504,19 @@ def test_every_number_of_mxfp4_with_every_scale(tmp_path):
     assert torch.equal(loaded.transpose(1, 2).nan_to_num(7), expected.nan_to_num(7))
     found = read_with_torch(folder, "m.experts.down_proj_blocks", (1, 256, 512))
     assert torch.equal(found[:, :255, :16], expected[:, :255, :16])
+
+
+@pytest.mark.parametrize("max_blocks", [0, manifest.MAX_BLOCKS])
+def test_values_of_a_checkpoint_whose_manifest_has_parts(
+    model, folder, max_blocks, tmp_path, monkeypatch
+):
+    """The view with values computes no column of the whole table."""
+    monkeypatch.setattr(manifest, "MAX_BLOCKS", max_blocks)
+    monkeypatch.setattr(manifest_parts, "PART_ROWS", 1)
+    distckpt.reshard(folder, tmp_path / "checkpoint", num_ranks=3)
+    assert any((tmp_path / "checkpoint" / "objects").glob("chunks-*"))
+    monkeypatch.delattr(LazyColumn, "whole")
+    state = {key: request(key, values.shape, torch.float32) for key, values in model.values.items()}
+    assert same_bytes(distckpt.load(state, tmp_path / "checkpoint"), model.values)
+    distckpt.consolidate(tmp_path / "checkpoint", tmp_path / "export", dtype=torch.float32)
+    assert same_bytes(distckpt.megatron.load_plain_tensors(tmp_path / "export"), model.values)
