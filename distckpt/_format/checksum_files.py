@@ -118,10 +118,6 @@ def _find_first_blocks(manifest: Manifest, holders: IntArray) -> None:
         check_size_of_checksums(manifest.files[holder], num_blocks[group])
 
 
-def _in_file_order(chunks: ChunkTable) -> IntArray:
-    return np.lexsort((chunks.first_bytes, chunks.file_ids))
-
-
 # --- All of them ----------------------------------------------------------------------------------
 
 
@@ -132,18 +128,16 @@ def with_checksums(stored: StoredCheckpoint) -> Manifest:
         return manifest
     chunks = manifest.chunks
     fetch_checksums(stored, chunks.file_ids)
-    in_file_order = _in_file_order(chunks)
     holders = manifest.checksum_files.tolist()
     known = np.concatenate([manifest.fetched_checksums.get(h, _NONE) for h in holders])
     checksums = np.empty_like(known)
-    checksums[blocks_of(in_file_order, chunks.num_bytes, manifest.block_bytes)] = known
+    checksums[blocks_of(chunks.file_order, chunks.num_bytes, manifest.block_bytes)] = known
     return _with_chunks(manifest, chunks._replace(block_checksums=checksums))
 
 
 def moved_beside(manifest: Manifest, name: str) -> tuple[Manifest, bytes]:
     """Return the manifest without its checksums, and the content of a new file that holds them."""
-    order = _in_file_order(manifest.chunks)
-    blocks = blocks_of(order, manifest.chunks.num_bytes, manifest.block_bytes)
+    blocks = blocks_of(manifest.chunks.file_order, manifest.chunks.num_bytes, manifest.block_bytes)
     data = manifest.block_checksums[blocks].astype("<u8").tobytes()
     chunks = manifest.chunks._replace(
         files=[*manifest.files, file_of_checksums(name, data)], block_checksums=_NONE

@@ -149,6 +149,11 @@ class ChunkTable(NamedTuple):
             return rows
         return np.lexsort((*self.offsets.T[::-1], self.key_ids))
 
+    @property
+    def file_order(self) -> IntArray:
+        """The rows in the order of the files and of the bytes in them."""
+        return np.lexsort((self.first_bytes, self.file_ids))
+
     def followed_by(self, more: ChunkTable) -> ChunkTable:
         """Return the table with further chunks behind its own, which lie in no file and have no
         checksums.
@@ -458,7 +463,7 @@ class Manifest:
         rows = self.rows_in_files(file_ids)
         chunks = self.rows(rows)
         self._check_placed(rows, chunks)
-        order = np.lexsort((chunks.first_bytes, chunks.file_ids))
+        order = chunks.file_order
         return rows[order], chunks.without_blocks(order)
 
     def ranges_of_files(self) -> list[range]:
