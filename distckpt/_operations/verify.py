@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import os
 import time
@@ -266,6 +265,7 @@ def _check_content(
             blocks = list_blocks(stored, file_ids, num_threads, keeps_checksums=bool(keys))
             units = units_of_blocks(blocks, stored.location)
             bad, num_read = check_units(stored, blocks, units, num_threads, counter.add)
+            problems += not_in(problems, blocks.unread)
             problems += describe_blocks(stored, blocks, bad)
             num_bytes += num_read
         if not keys or problems:
@@ -322,12 +322,16 @@ def _check_file(stored: StoredCheckpoint, file_id: int) -> Problem | None:
     except CorruptCheckpointError as error:
         return Problem(path, str(error))
     except OSError as error:
-        return Problem(path, f"cannot be read: {error.strerror or error}")
+        return _unreadable(path, error)
     if stored.manifest.has_checksums and checksum(header) != expected.header_checksum:
         is_all_header = expected.header_bytes == expected.num_bytes
         text = "checksum mismatch" if is_all_header else "checksum mismatch in the header"
         return Problem(path, text, first_byte=0, stop_byte=expected.header_bytes)
     return None
+
+
+def _unreadable(path: str, error: OSError) -> Problem:
+    return Problem(path, f"cannot be read: {error.strerror or error}")
 
 
 def _wrong_size(path: str, num_bytes: int, expected: int) -> Problem:
@@ -363,7 +367,8 @@ def check_units(
 
 class Blocks(NamedTuple):
     """The checksum blocks of the chunks in some files, in file order, as columns; `expected` is
-    empty without checksums.
+    empty without checksums. `unread` are files of checksums that cannot be read, whose blocks are
+    left out.
     """
 
     chunks: IntArray
@@ -371,6 +376,7 @@ class Blocks(NamedTuple):
     starts: IntArray
     stops: IntArray
     expected: npt.NDArray[np.uint64]
+    unread: Sequence[Problem] = ()
 
 
 def list_blocks(
@@ -394,10 +400,10 @@ def list_blocks(
     blocks = Blocks(rows[places], chunks.file_ids[places], starts, stops, _NONE)
     if len(manifest.checksum_files):
         holders = [holder for holder in manifest.checksum_files.tolist() if holder in file_ids]
-        known = _readable_checksums(stored, holders, num_threads or num_threads_at(stored.location))
+        known, unread = _readable_checksums(stored, holders, num_threads)
         if keeps_checksums:
             manifest.fetched_checksums.update(known)
-        return _with_known(manifest, blocks, holders, known)
+        return _with_known(manifest, blocks, holders, known)._replace(unread=unread)
     if manifest.has_checksums:
         first_blocks = manifest.block_starts[blocks.chunks]
         blocks = blocks._replace(expected=manifest.block_checksums[first_blocks + numbers])
@@ -405,18 +411,30 @@ def list_blocks(
 
 
 def _readable_checksums(
-    stored: StoredCheckpoint, holders: Sequence[int], num_threads: int
-) -> dict[int, Checksums]:
-    """Return what files of checksums hold, without damaged ones, which are reported already."""
+    stored: StoredCheckpoint, holders: Sequence[int], num_threads: int | None
+) -> tuple[dict[int, Checksums], list[Problem]]:
+    """Return what files of checksums hold, and which of them cannot be read or are damaged."""
     fetched = stored.manifest.fetched_checksums
     known = {holder: fetched[holder] for holder in holders if holder in fetched}
+    unread: list[Problem] = []
 
     def read(holder: int) -> None:
-        with contextlib.suppress(CorruptCheckpointError, OSError):
+        try:
             known[holder] = read_checksums(stored, holder)
+        except CorruptCheckpointError as error:
+            unread.append(Problem(stored.path_of_file(holder), str(error)))
+        except OSError as error:
+            unread.append(_unreadable(stored.path_of_file(holder), error))
 
-    run_threads(read, [holder for holder in holders if holder not in known], num_threads)
-    return known
+    missing = [holder for holder in holders if holder not in known]
+    run_threads(read, missing, num_threads or num_threads_at(stored.location))
+    return known, unread
+
+
+def not_in(problems: Iterable[Problem], unread: Iterable[Problem]) -> list[Problem]:
+    """Return which files that cannot be read have no problem yet."""
+    reported = {problem.file for problem in problems}
+    return [problem for problem in unread if problem.file not in reported]
 
 
 def _with_known(

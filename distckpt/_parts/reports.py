@@ -57,6 +57,7 @@ from distckpt._operations.verify import (
     describe_fingerprints,
     keys_with_fingerprints,
     list_blocks,
+    not_in,
     open_or_describe,
     report_of_verify,
     units_of_blocks,
@@ -169,9 +170,11 @@ class _VerifyWork(Work):
         # Pieces follow one another within a range.
         self._blocks_in = functools.lru_cache(maxsize=1)(self._list_blocks)
         self._first_blocks, self._units = [0], np.zeros((0, 5), np.int64)
+        self._unread: list[Problem] = []
         for number in range(len(self._ranges)):
             self._units = np.concatenate([self._units, self._units_in(number)])
             self._first_blocks.append(self._first_blocks[-1] + len(self._blocks_in(number).starts))
+            self._unread += self._blocks_in(number).unread
         keys = keys_with_fingerprints(stored) if is_full else []
         self._tensors = [StoredTensor(stored, key) for key in keys]
         self._windows = list(windows_of(self._tensors))
@@ -264,6 +267,7 @@ class _VerifyWork(Work):
         of_units = list(itertools.islice(found, len(self._of_units)))
         problems = [Problem(**each) for problems, _ in of_files for each in problems]
         bad = [BadBlock(*block) for blocks, _ in of_units for block in blocks]
+        problems += not_in(problems, self._unread)
         problems += self._describe(bad)
         num_bytes = sum(num_read for _, num_read in [*of_files, *of_units])
         if self._tensors and not problems:

@@ -4,10 +4,13 @@ or files, at a time.
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import dataclasses
+import errno
 import io
 import json
+import os
 import tracemalloc
 from pathlib import Path
 
@@ -27,6 +30,7 @@ from distckpt._operations import windows
 from distckpt.cli import main
 from distckpt.megatron.core import write_marker
 from tests.support.calls import recorded
+from tests.support.hooked_store import hooked_reads
 
 NUM_RANKS, NUM_TENSORS, ROW_BYTES = 16, 256, 8
 NUM_CHUNKS = NUM_RANKS * NUM_TENSORS
@@ -290,3 +294,19 @@ def refusal(verb, path):
     with pytest.raises(CorruptCheckpointError) as caught:
         verb(path)
     return str(caught.value)
+
+
+def test_verify_reports_a_file_of_checksums_that_it_can_read_only_once(undivided):
+    reads = collections.Counter()
+
+    def fail_again(path, start, stop):
+        del start, stop
+        reads[path] += 1
+        if path.endswith("rank-00003.checksums") and reads[path] > 1:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    with hooked_reads(fail_again):
+        report = distckpt.verify(f"hooked://{undivided}")
+    (problem,) = report.problems
+    assert problem.file.endswith("rank-00003.checksums")
+    assert "cannot be read" in problem.message
