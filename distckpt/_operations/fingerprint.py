@@ -60,8 +60,8 @@ def fingerprint(
     request = SaveRequest(
         path="", process_group=process_group, has_target=False, verb="fingerprint"
     )
-    shards, settings = describe_shards(ranks, state_dict, request)
-    owned, manifest = plan_chunks(ranks, shards, settings)
+    described = describe_shards(ranks, state_dict, request)
+    owned, manifest = plan_chunks(ranks, described.shards, described.settings)
     kinds = _Kinds(*ranks.decide_json("list the keys", lambda: _kinds_of(manifest)))
     if not set(kinds.dtypes).intersection(FROM_NAME):
         raise ValueError(

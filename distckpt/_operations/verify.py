@@ -132,8 +132,11 @@ def verify(
             `fingerprint=True` has stored, what is there with what was in memory; this reads tensors
             a second time.
         live: a state dict as `save` takes it, under any layout. Every rank compares the bits of all
-            tensors that it holds, replicas included, with those of the checkpoint. What the
-            checkpoint holds besides, objects and common state are not compared.
+            tensors that it holds, replicas and plain tensors included, with those of the
+            checkpoint. Tensors that were saved for its modules and optimizers, and that no rank
+            has, are problems: give `sharded_state_dict(module)` to compare a part of a module.
+            Other values, and what the checkpoint holds besides, are not compared; neither is the
+            padding of a `ShardedTensor` with `allow_shape_mismatch`.
         process_group: the ranks that hold `live` together, see `save`.
         num_threads: number of threads that read, each with 2 MiB of memory; 16 MiB on an object
             store.
