@@ -134,7 +134,8 @@ def verify(
         live: a state dict as `save` takes it, under any layout. Every rank compares the bits of all
             tensors that it holds, replicas and plain tensors included, with those of the
             checkpoint. Tensors that were saved for its modules and optimizers, and that no rank
-            has, are problems: give `sharded_state_dict(module)` to compare a part of a module.
+            has, are problems: give `sharded_state_dict(module)` to compare a part of a module. So
+            are tensors of which several ranks together have only a part.
             Other values, and what the checkpoint holds besides, are not compared; neither is the
             padding of a `ShardedTensor` with `allow_shape_mismatch`.
         process_group: the ranks that hold `live` together, see `save`.

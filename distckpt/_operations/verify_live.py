@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import time
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 
@@ -56,12 +57,21 @@ class _Fault(NamedTuple):
     region: str | None = None
 
 
+_Extents: TypeAlias = set[tuple[tuple[int, ...], tuple[int, ...]]]
+"""Offsets and shapes of regions."""
+
+
 class _Found(NamedTuple):
-    """What a rank, or all of them, have found: names of tensors in memory that could be compared,
-    what differs, and the bytes that were read.
+    """What a rank, or all of them, have found.
+
+    Attributes:
+        held: by the name of each tensor in memory, the regions of it that were compared; none are
+            noted of plain tensors.
+        problems: what differs.
+        num_bytes: that were read.
     """
 
-    keys: set[str]
+    held: dict[str, _Extents]
     problems: list[Problem]
     num_bytes: int
 
@@ -94,7 +104,7 @@ def compare_with_memory(
                     attempt.check_is_there()
             absent = _absent_in_memory(ranks, stored, described)
     found = _of_all_ranks(ranks, own)
-    if not found.keys:
+    if not found.held:
         raise ValueError(
             "`live` holds no tensor that could be compared on any rank: the checkpoint has no "
             "plain tensors at their places in the state dict. Give it the module itself, such as "
@@ -104,9 +114,9 @@ def compare_with_memory(
     return VerifyReport(
         location,
         "live",
-        problems=(*found.problems, *absent),
+        problems=(*found.problems, *_held_in_part(ranks, stored, found), *absent),
         has_checksums=manifest.has_checksums,
-        num_keys=len(found.keys),
+        num_keys=len(found.held),
         num_files=len(manifest.files),
         num_chunks=len(manifest.key_ids),
         num_bytes=found.num_bytes,
@@ -119,11 +129,32 @@ def _of_all_ranks(ranks: Ranks, own: _Found) -> _Found:
 
     Collective operation: all ranks must call it.
     """
-    sent = [list(own.keys), list(map(dataclasses.asdict, own.problems)), own.num_bytes]
+    extents = {key: list(regions) for key, regions in own.held.items()}
+    sent = [extents, list(map(dataclasses.asdict, own.problems)), own.num_bytes]
     told = [json.loads(data) for data in ranks.all_gather(json.dumps(sent).encode())]
-    keys = {key for of_rank, _, _ in told for key in of_rank}
+    held: dict[str, _Extents] = {}
+    for of_rank, _, _ in told:
+        for key, regions in of_rank.items():
+            found = held.setdefault(key, set())
+            found.update((tuple(offset), tuple(shape)) for offset, shape in regions)
     problems = [Problem(**fields) for _, of_rank, _ in told for fields in of_rank]
-    return _Found(keys, problems, sum(each for _, _, each in told))
+    return _Found(held, problems, sum(each for _, _, each in told))
+
+
+def _held_in_part(ranks: Ranks, stored: StoredCheckpoint, found: _Found) -> list[Problem]:
+    """Name tensors of which several ranks together have a part; one process may have one."""
+    problems = []
+    differing = {problem.key for problem in found.problems}
+    for key, regions in found.held.items() if ranks.size > 1 else ():
+        if key in differing or key not in stored.manifest.key_index:
+            continue
+        # Regions that are not the same rarely overlap.
+        size = math.prod(stored.global_shape(key))
+        count = sum(math.prod(shape) for _, shape in regions)
+        if count < size:
+            text = f"the ranks hold {count} of {size} elements: the others were not compared"
+            problems.append(Problem(stored.location, text, key))
+    return problems
 
 
 def _absent_in_memory(
@@ -152,15 +183,22 @@ def _compare(
 ) -> _Found:
     """Compare the tensors of this rank."""
     held = [shard for shard in described.shards if isinstance(shard, ShardedTensor)]
-    keys, faults = _compare_plain(stored, described.common)
-    keys.update(shard.key for shard in held)
+    names, faults = _compare_plain(stored, described.common)
+    compared: dict[str, _Extents] = {name: set() for name in names}
     windows: list[_Window] = []
     for shard in _without_absent_ties(stored, held):
+        regions = compared.setdefault(shard.key, set())
         text = _fault_of(stored, shard)
         if text is not None:
             faults.append(_Fault(shard.key, text))
             continue
-        windows.extend(_windows_of(shard, stored.global_shape(shard.key)))
+        shape = stored.global_shape(shard.key)
+        if shard.allow_shape_mismatch:
+            # Which ranks have what is stored, and which only padding, is not looked at.
+            regions.add(((0,) * len(shape), shape))
+        for region, within in _compared_regions(shard, shape):
+            regions.add((within.offset, within.shape))
+            windows.extend(_windows_of(shard, region, within))
     num_bytes = sum(window.values.nbytes for window in windows)
     counter = ProgressCounter(progress, num_bytes)
 
@@ -176,7 +214,7 @@ def _compare(
         Problem(stored.location, f"{text} (rank {ranks.rank})", key, region)
         for key, text, region in faults
     ]
-    return _Found(keys, problems, num_bytes)
+    return _Found(compared, problems, num_bytes)
 
 
 def _compare_plain(stored: StoredCheckpoint, common: Any) -> tuple[set[str], list[_Fault]]:
@@ -236,13 +274,22 @@ def _difference_of_kinds(
     return f"the tensor is {kinds} in the checkpoint"
 
 
-def _windows_of(shard: ShardedTensor, stored_shape: tuple[int, ...]) -> Iterator[_Window]:
+def _compared_regions(
+    shard: ShardedTensor, stored_shape: tuple[int, ...]
+) -> Iterator[tuple[Region, Region]]:
+    """Yield the regions of a shard, each with what is stored of it."""
     for region in shard_regions(shard):
-        values = region_view(shard, region)
         within = intersect(region, whole(stored_shape))
-        for part in () if within is None else cut_region(within, WINDOW_ELEMENTS):
-            local = part.relative_to(region.offset).slices()
-            yield _Window(shard.key, part, values[local] if local else values)
+        if within is not None:
+            yield region, within
+
+
+def _windows_of(shard: ShardedTensor, region: Region, within: Region) -> Iterator[_Window]:
+    """Cut a part of one of the regions of a shard."""
+    values = region_view(shard, region)
+    for part in cut_region(within, WINDOW_ELEMENTS):
+        local = part.relative_to(region.offset).slices()
+        yield _Window(shard.key, part, values[local] if local else values)
 
 
 def _fault_of_window(stored: StoredCheckpoint, window: _Window) -> str | None:

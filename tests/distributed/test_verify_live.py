@@ -203,19 +203,28 @@ def test_a_tied_tensor_is_compared_under_the_name_that_is_stored(tmp_path):
     assert keys_of_problems(report) == {"embed.weight", "head.weight"}
 
 
+def _padded(rows, value):
+    table = torch.cat([torch.ones(6, 4), torch.full((rows - 6, 4), value)])
+    return ShardedTensor.from_rank_offsets("embed", table, allow_shape_mismatch=True)
+
+
+def _with_padding(rank, path, rows):
+    live = _padded(rows, 3.0)
+    part = live.data.chunk(2)[rank].clone()
+    half = ShardedTensor.from_rank_offsets("embed", part, (0, rank, 2), allow_shape_mismatch=True)
+    right = distckpt.verify(path, live={"embed": half})
+    part[1, 3] = 0
+    wrong = distckpt.verify(path, live={"embed": half})
+    return right.problems, [problem.message for problem in wrong.problems]
+
+
 @pytest.mark.parametrize("num_rows", [6, 8])
-def test_padding_is_not_compared(tmp_path, num_rows):
-    def padded(rows, value):
-        table = torch.cat([torch.ones(6, 4), torch.full((rows - 6, 4), value)])
-        return {"e": ShardedTensor.from_rank_offsets("embed", table, allow_shape_mismatch=True)}
+def test_padding_is_not_compared(tmp_path, run, num_rows):
+    distckpt.save({"embed": _padded(14 - num_rows, 2.0)}, tmp_path / "step")
 
-    distckpt.save(padded(14 - num_rows, 2.0), tmp_path / "step")
-    live = padded(num_rows, 3.0)
-
-    assert distckpt.verify(tmp_path / "step", live=live).is_whole
-    live["e"].data[5, 3] = 0
-    (problem,) = distckpt.verify(tmp_path / "step", live=live).problems
-    assert "[5, 3]" in problem.message
+    for right, wrong in run(_with_padding, 2, str(tmp_path / "step"), num_rows):
+        assert not right
+        assert ["[1, 3]" in wrong[0], f"[{num_rows // 2 + 1}, 3]" in wrong[1]] == [True, True]
 
 
 def test_a_tensor_without_data_is_named(tmp_path, path):
@@ -242,3 +251,18 @@ def test_damage_is_listed(path, run):
         assert not report.is_whole
         assert all("Checksum mismatch" in problem.message for problem in report.problems)
         assert all(str(file) in problem.message for problem in report.problems)
+
+
+def _held_by_some(rank, path, holders):
+    layout = Layout(tp=2, dp=2)
+    return distckpt.verify(path, live=state_of(layout, rank) if rank in holders else {})
+
+
+@pytest.mark.parametrize("holders", [(0, 1, 2, 3), (1, 2), (0, 2)])
+def test_what_is_compared_in_part_is_a_problem(path, run, holders):
+    has_all = {rank % 2 for rank in holders} == {0, 1}
+
+    for report in run(_held_by_some, 4, path, holders):
+        assert keys_of_problems(report) == (set() if has_all else {"weight"})
+        for problem in report.problems:
+            assert f"hold {48 * 350} of {48 * 700} elements" in problem.message
