@@ -142,6 +142,16 @@ def test_a_tensor_that_is_not_complete_has_none(run):
     assert run(fingerprint_with_a_gap, 2) == ["InvalidShardingError"] * 2
 
 
+def test_plain_tensors_that_are_left_out_are_named(caplog):
+    model = torch.nn.Linear(4, 4)
+    state = {"model": model, "ema": {"weight": torch.ones(4)}, "step": 3}
+
+    assert distckpt.fingerprint(state) == distckpt.fingerprint({"model": model})
+
+    (warning,) = (each.message for each in caplog.records if each.levelname == "WARNING")
+    assert "'ema.weight'" in warning
+
+
 # --- Stored ones ---------------------------------------------------------------------------------
 
 WAYS = ["save", "async_save", "manager"]
