@@ -83,6 +83,8 @@ class VerifyReport:
         seconds: duration of the call.
         strays: on an object store, files that are no part of the checkpoint: of saves that were
             interrupted, or that go on. The next save removes them.
+        num_fingerprints: how many tensors were compared with the fingerprints that were stored with
+            them; 0 if there are none, in the mode "fast", and where checksums differ already.
     """
 
     location: str
@@ -95,6 +97,7 @@ class VerifyReport:
     num_bytes: int
     seconds: float
     strays: tuple[str, ...] = ()
+    num_fingerprints: int = 0
 
     @property
     def is_whole(self) -> bool:
@@ -187,9 +190,9 @@ def _verify(
     if isinstance(stored, Problem):
         return unopened_report(location, mode, stored, time.perf_counter() - started)
     with timer.phase("read") as details:
-        problems, num_bytes = _check_content(stored, mode, num_threads, progress)
-        details["bytes"] = num_bytes
-    return report_of_verify(stored, mode, problems, num_bytes, time.perf_counter() - started)
+        checked = _check_content(stored, mode, num_threads, progress)
+        details["bytes"] = checked.num_bytes
+    return report_of_verify(stored, mode, checked, time.perf_counter() - started)
 
 
 def unopened_report(location: str, mode: str, problem: Problem, seconds: float) -> VerifyReport:
@@ -197,25 +200,32 @@ def unopened_report(location: str, mode: str, problem: Problem, seconds: float) 
     return VerifyReport(location, mode, (problem,), True, 0, 0, 0, 0, seconds)
 
 
+class Checked(NamedTuple):
+    """What was found in a checkpoint, the bytes that were read, and how many fingerprints were
+    compared.
+    """
+
+    problems: Sequence[Problem]
+    num_bytes: int
+    num_fingerprints: int = 0
+
+
 def report_of_verify(
-    stored: StoredCheckpoint,
-    mode: str,
-    problems: Sequence[Problem],
-    num_bytes: int,
-    seconds: float,
+    stored: StoredCheckpoint, mode: str, checked: Checked, seconds: float
 ) -> VerifyReport:
     """Return the report of a checkpoint that was checked."""
     manifest, location = stored.manifest, stored.location
     return VerifyReport(
         location,
         mode,
-        problems=tuple(problems),
+        problems=tuple(checked.problems),
         has_checksums=manifest.has_checksums,
         num_keys=len(manifest.keys) + len(manifest.aliases),
         num_files=len(manifest.files),
         num_chunks=len(manifest.key_ids),
-        num_bytes=num_bytes,
+        num_bytes=checked.num_bytes,
         seconds=seconds,
+        num_fingerprints=checked.num_fingerprints,
         strays=tuple(stray_files(location, {file.name for file in manifest.files})),
     )
 
@@ -249,8 +259,8 @@ def _describing_file(location: str, marker: Mapping[str, Any]) -> str:
 
 def _check_content(
     stored: StoredCheckpoint, mode: str, num_threads: int, progress: Progress | None
-) -> tuple[list[Problem], int]:
-    """Check the files of a checkpoint; return what is wrong, and the bytes read."""
+) -> Checked:
+    """Check the files of a checkpoint."""
     files = stored.manifest.files
     open_files = OpenFiles()
     stored = stored.with_files(open_files)
@@ -259,7 +269,7 @@ def _check_content(
         problems = check_files(stored, range(len(files)), num_threads)
         num_bytes = sum(file.header_bytes for file in files)
         if mode == "fast":
-            return problems, num_bytes
+            return Checked(problems, num_bytes)
         # 2. Blocks have their checksums.
         blocks = list_blocks(stored)
         block_bytes = int((blocks.stops - blocks.starts).sum())
@@ -270,10 +280,10 @@ def _check_content(
         bad, num_read = check_units(stored, blocks, units, num_threads, counter.add)
         problems += describe_blocks(stored, blocks, bad)
         if not keys or problems:
-            return problems, num_bytes + num_read
+            return Checked(problems, num_bytes + num_read)
         # 3. Tensors have the fingerprints that they had in memory.
         problems = _check_fingerprints(stored, keys, counter.add)
-        return problems, num_bytes + num_read + tensor_bytes
+        return Checked(problems, num_bytes + num_read + tensor_bytes, len(keys))
 
 
 def keys_with_fingerprints(stored: StoredCheckpoint) -> list[str]:

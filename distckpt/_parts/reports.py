@@ -45,6 +45,7 @@ from distckpt._operations.stats import (
 )
 from distckpt._operations.verify import (
     BadBlock,
+    Checked,
     Problem,
     VerifyReport,
     check_files,
@@ -237,10 +238,11 @@ class _VerifyWork(Work):
         bad = [BadBlock(*block) for blocks, _ in of_units for block in blocks]
         problems += describe_blocks(self._stored, self._blocks, bad)
         num_bytes = sum(num_read for _, num_read in [*of_files, *of_units])
+        checked = Checked(problems, num_bytes)
         if self._tensors and not problems:
-            problems = self._compare(list(found))
             num_bytes += sum(tensor.num_bytes for tensor in self._tensors)
-        return report_of_verify(self._stored, self._mode, problems, num_bytes, seconds)
+            checked = Checked(self._compare(list(found)), num_bytes, len(self._tensors))
+        return report_of_verify(self._stored, self._mode, checked, seconds)
 
     def _compare(self, results: Sequence[tuple[list[int], str | None]]) -> list[Problem]:
         """Compare fingerprints."""

@@ -185,7 +185,9 @@ def test_saves_store_what_was_in_memory(run, tmp_path, way):
         assert checkpoint.fingerprints(stored=True) == expected
         assert checkpoint.fingerprints() == expected
         assert checkpoint.fingerprints(["last.norm"], stored=True).keys() == {"last.norm"}
-        assert distckpt.verify(checkpoint.location).is_whole
+        report = distckpt.verify(checkpoint.location)
+        assert report.is_whole
+        assert report.num_fingerprints == len(expected)
 
 
 def test_copies_are_compared_with_what_was_saved(tmp_path):
@@ -222,7 +224,9 @@ def test_a_reshard_keeps_the_fingerprints_of_what_stays_as_it_is(tmp_path):
     assert other.fingerprints(["first.rows"], stored=True)["first.rows"] == saved["first.rows"]
     with pytest.raises(CheckpointingException, match=r"no stored fingerprints of.*first\.columns"):
         other.fingerprints(stored=True)
-    assert distckpt.verify(tmp_path / "other").is_whole
+    report = distckpt.verify(tmp_path / "other")
+    assert report.is_whole
+    assert report.num_fingerprints == 2
 
 
 def _spoiled(rank: int, path: str, is_async: bool) -> None:
@@ -254,7 +258,9 @@ def test_verify_finds_what_was_written_otherwise_than_it_was(run, tmp_path, is_a
 
     assert not report.is_whole
     assert {"fingerprint mismatch" in problem.message for problem in report.problems} == {True}
-    assert distckpt.verify(tmp_path / "step", mode="fast").is_whole
+    fast = distckpt.verify(tmp_path / "step", mode="fast")
+    assert fast.is_whole
+    assert fast.num_fingerprints == 0
 
 
 def test_checkpoints_without_them_say_so(tmp_path):
