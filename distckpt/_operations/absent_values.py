@@ -49,7 +49,6 @@ def refuse_absent_values(
     values: Any, objects: Collection[Position], loaded: StateDict, holder: str
 ) -> None:
     """Refuse plain values in a request for which nothing was loaded, see `refuse_absent_tensors`.
-    `holder` begins the error: who holds no value for them.
 
     Values that are None may be absent, as may paths to `objects`, which check for themselves
     whether they were loaded completely.
@@ -57,7 +56,7 @@ def refuse_absent_values(
     absent = _absent(_value_paths(values, objects), loaded)
     if absent:
         raise LoadMismatchError(
-            f"{holder} {summarize_keys(absent)}, which the "
+            f"{holder} holds no value for {summarize_keys(absent)}, which the "
             "state dict asks for: leave that out of the state dict, and set it yourself "
             "afterwards.",
             unexpected=absent,

@@ -293,7 +293,7 @@ def test_what_is_given_otherwise_is_told_how():
     assert "distckpt.open" not in str(plain.value)
     with pytest.raises(LoadMismatchError) as absent:
         distckpt.redistribute({"model": module}, {"model": module, "step": 0})
-    assert "No rank holds a value for 'step'" in str(absent.value)
+    assert "What is given holds no value for 'step'" in str(absent.value)
     assert "checkpoint" not in str(absent.value)
 
 
