@@ -292,3 +292,32 @@ def test_pipeline_stages_say_which_copy_they_have(tmp_path):
         for i in range(2)
         for name, shape in (("weight", (3, 2)), ("bias", (3,)))
     }
+
+
+def _in_another_order(rank: int, path: str) -> None:
+    """torch counts the ranks of a process group from the lowest one, wherever they are in a mesh."""
+    mesh = DeviceMesh("cpu", [[3, 2], [1, 0]], mesh_dim_names=("dp", "tp"))
+    torch.manual_seed(0)
+    table, net = torch.randn(8, 12), torch.nn.Sequential(torch.nn.Linear(8, 4))
+    expected = {name: value.clone() for name, value in net.state_dict().items()}
+    parallelize_module(net, mesh["tp"], {"0": RowwiseParallel()})
+    fully_shard(net, mesh=mesh["dp"])
+    placements = [[Shard(0), Shard(1)], [Shard(1), Replicate()], [Shard(0), Shard(0)]]
+    state = {
+        f"table.{number}": distribute_tensor(table, mesh, placement)
+        for number, placement in enumerate(placements)
+    }
+    for value in state.values():
+        assert torch.equal(value.full_tensor(), table)
+
+    distckpt.save({"model": net, **state}, path)
+
+    content = distckpt.open(path)
+    for name, value in expected.items():
+        assert torch.equal(content.read(name), value), name
+    for name in state:
+        assert torch.equal(content.read(name), table), name
+
+
+def test_ranks_may_be_in_any_order_in_a_mesh(tmp_path):
+    run(_in_another_order, 4, str(tmp_path / "step"))
