@@ -295,7 +295,7 @@ def test_pipeline_stages_say_which_copy_they_have(tmp_path):
 
 
 def _in_another_order(rank: int, path: str) -> None:
-    """torch counts the ranks of a process group from the lowest one, wherever they are in a mesh."""
+    """torch counts ranks from the lowest of a process group on, wherever they are in a mesh."""
     mesh = DeviceMesh("cpu", [[3, 2], [1, 0]], mesh_dim_names=("dp", "tp"))
     torch.manual_seed(0)
     table, net = torch.randn(8, 12), torch.nn.Sequential(torch.nn.Linear(8, 4))
