@@ -590,11 +590,15 @@ def _new_gloo_group(members: Sequence[int], timeout: timedelta | None = None) ->
     """
     name = "TORCH_GLOO_LAZY_INIT"
     sets_it = len(members) >= FAN_OUT and name not in os.environ
+    # A version of torch that cannot leave ranks in their order has no groups in another one.
+    order: dict[str, Any] = {}
+    if list(members) != sorted(members):
+        order["sort_ranks"] = False
     if sets_it:
         os.environ[name] = "1"
     try:
         return dist.new_group(
-            list(members), timeout, backend="gloo", use_local_synchronization=True
+            list(members), timeout, backend="gloo", use_local_synchronization=True, **order
         )
     finally:
         if sets_it:
