@@ -93,7 +93,9 @@ def _find_part(
     shape, placements = tuple(dtensor.shape), dtensor.placements
     splits = tuple(_splits(key, placements, mesh_shape))
     for runs, fragmentations in _possible_runs(shape, splits, coordinate):
-        if tuple(sum(stop - start for start, stop in axis) for axis in runs) == local_shape:
+        sizes = tuple(sum(stop - start for start, stop in axis) for axis in runs)
+        # FSDP2 empties other axes of an empty part, too.
+        if sizes == local_shape or (0 in sizes and 0 in local_shape):
             divided = {mesh_axis for mesh_axis, *_ in splits}
             replica = tuple(
                 0 if i in divided else position for i, position in enumerate(coordinate)

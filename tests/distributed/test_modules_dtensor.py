@@ -321,3 +321,25 @@ def _in_another_order(rank: int, path: str) -> None:
 
 def test_ranks_may_be_in_any_order_in_a_mesh(tmp_path):
     run(_in_another_order, 4, str(tmp_path / "step"))
+
+
+def _emptied(rank: int, path: str) -> None:
+    """The last of four ranks has no rows of five, and FSDP2 leaves it no columns either."""
+    mesh = init_device_mesh("cpu", (1, 4), mesh_dim_names=("dp", "tp"))
+    torch.manual_seed(0)
+    nets = [torch.nn.Sequential(torch.nn.Linear(10, 5)) for _ in range(2)]
+    expected = nets[0].state_dict()["0.weight"].clone()
+    for net in nets:
+        parallelize_module(net, mesh["tp"], {"0": ColwiseParallel()})
+        fully_shard(
+            net, mesh=mesh["dp"], shard_placement_fn=lambda p: Shard(1) if p.ndim > 1 else None
+        )
+    distckpt.save({"model": nets[0]}, path)
+    assert torch.equal(distckpt.open(path).read("0.weight"), expected)
+    distckpt.load({"model": nets[1]}, path)
+    local = [net[0].weight.to_local() for net in nets]
+    assert torch.equal(*local)
+
+
+def test_a_part_may_be_empty_along_all_axes(tmp_path):
+    run(_emptied, 4, str(tmp_path / "step"))
