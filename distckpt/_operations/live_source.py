@@ -16,6 +16,7 @@ from distckpt._base.messages import summarize_keys
 from distckpt._base.options import MoveOptions
 from distckpt._base.tree import CONTAINERS, dotted, map_leaves
 from distckpt._format import codec
+from distckpt._io.read_values import warn_of_overflows
 from distckpt._mapping.base import OpenReplicaId
 from distckpt._mapping.sharded_tensor import ShardedTensor
 from distckpt._mapping.wrappers import ShardedObject, ShardedStateDict
@@ -241,7 +242,16 @@ class LiveSource(ShardSource):
             check_arrival = on_demand("arrival").check_arrival
             check_arrival(ranks, plan, self.given.pieces, targets, staged.views)
         _warn_of_differences(targets, staged, apart)
+        self._warn_of_overflows(targets, staged)
         staged.commit()
+
+    def _warn_of_overflows(self, targets: Pieces, staged: Staged) -> None:
+        keys = [targets.table.kinds[number].key for number in targets.table.kind_ids.tolist()]
+        warn_of_overflows(
+            (key, self._entries[key].dtype, view.detach())
+            for key, view in zip(keys, staged.views, strict=True)
+            if key in self._entries
+        )
 
     def _check_fallback(self, gaps: Sequence[ShardedTensor]) -> None:
         """Refuse tensors that neither a rank nor the fallback holds.

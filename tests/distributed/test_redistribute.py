@@ -285,6 +285,19 @@ def test_tied_targets_of_equal_values_are_not(caplog):
     assert not [each for each in caplog.records if each.levelname == "WARNING"]
 
 
+def test_values_that_overflow_are_named(caplog):
+    given = {"a": torch.tensor([1e6, 1.0]), "b": torch.tensor(1e6), "c": torch.tensor(1e6)}
+    taken = {
+        "a": torch.zeros(2).half(),
+        "b": torch.tensor(0.0).half(),
+        "c": torch.zeros(()).double(),
+    }
+    distckpt.redistribute(given, taken, allow_dtype_cast=True)
+    (warning,) = (each.message for each in caplog.records if each.levelname == "WARNING")
+    assert "2 values are not finite" in warning
+    assert "'a', 'b'" in warning
+
+
 def test_what_is_given_otherwise_is_told_how():
     module = torch.nn.Linear(3, 3)
     with pytest.raises(LoadMismatchError) as plain:
