@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import math
 import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -287,12 +288,15 @@ def _check_content(
 
 
 def keys_with_fingerprints(stored: StoredCheckpoint) -> list[str]:
-    """Return the keys of tensors that were stored with their fingerprints."""
-    numbers = stored.manifest.fingerprints
-    if numbers is None:
+    """Return the keys of tensors that were stored with their fingerprints, and without gaps."""
+    manifest = stored.manifest
+    if manifest.fingerprints is None:
         return []
-    has_number = (numbers != NO_FINGERPRINT).tolist()
-    return list(itertools.compress(stored.manifest.keys, has_number))
+    table = manifest.chunks
+    counts = np.bincount(table.key_ids, table.shapes.prod(axis=1), len(manifest.keys))
+    are_whole = counts >= np.array([math.prod(shape) for shape in manifest.global_shapes])
+    chosen = (manifest.fingerprints != NO_FINGERPRINT) & are_whole
+    return list(itertools.compress(manifest.keys, chosen.tolist()))
 
 
 def _check_fingerprints(

@@ -149,8 +149,11 @@ def _held_in_part(ranks: Ranks, stored: StoredCheckpoint, found: _Found) -> list
         if key in differing or key not in stored.manifest.key_index:
             continue
         # Regions that are not the same rarely overlap.
-        size = math.prod(stored.global_shape(key))
         count = sum(math.prod(shape) for _, shape in regions)
+        size = math.prod(stored.global_shape(key))
+        if count < size:
+            chunks = map(stored.manifest.chunk_region, stored.chunks_of(key))
+            size = sum(region.num_elements for region in chunks)
         if count < size:
             text = f"the ranks hold {count} of {size} elements: the others were not compared"
             problems.append(Problem(stored.location, text, key))
