@@ -122,8 +122,12 @@ def _new_file(num_bytes: int) -> int | None:
         return None
     try:
         descriptor = os.memfd_create("distckpt")
-        os.truncate(descriptor, num_bytes)
     except OSError:
+        return None
+    try:
+        os.truncate(descriptor, num_bytes)
+    except (OSError, OverflowError):
+        os.close(descriptor)
         return None
     return descriptor
 
@@ -131,7 +135,7 @@ def _new_file(num_bytes: int) -> int | None:
 def _buffers(descriptor: int | None, num_bytes: int) -> torch.Tensor:
     try:
         return _mapped(descriptor, num_bytes)
-    except (OSError, RuntimeError) as error:
+    except (OSError, OverflowError, RuntimeError, TypeError) as error:
         raise CheckpointingException(
             f"No memory for buffers of {num_bytes} bytes: set a smaller max_inflight_bytes."
         ) from error
