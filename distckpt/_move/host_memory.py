@@ -143,7 +143,7 @@ def _buffers(descriptor: int | None, num_bytes: int) -> torch.Tensor:
 
 def _mapped(descriptor: int | None, num_bytes: int) -> torch.Tensor:
     if descriptor is None:
-        return torch.empty(num_bytes, dtype=torch.uint8)
+        return torch.empty(num_bytes, dtype=torch.uint8, device="cpu")
     return torch.frombuffer(mmap.mmap(descriptor, num_bytes), dtype=torch.uint8)
 
 
