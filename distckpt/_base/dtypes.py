@@ -107,7 +107,7 @@ def to_numpy(values: torch.Tensor) -> npt.NDArray[Any]:
 @functools.cache
 def item_values(dtype: torch.dtype) -> npt.NDArray[np.float32]:
     """Return the value of each byte as an item of a dtype of one byte; the byte if it is packed."""
-    codes = torch.arange(256).to(torch.uint8)
+    codes = torch.arange(256, device="cpu").to(torch.uint8)
     values = (codes if TO_NAME[dtype] in PACKED_PER_ITEM else codes.view(dtype)).float()
     # numpy warns when it converts some of the NaN that torch makes.
     return values.where(~values.isnan(), torch.nan).numpy()

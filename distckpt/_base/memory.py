@@ -151,7 +151,7 @@ class DeviceLayer:
 
     def pinned_memory(self, num_bytes: int) -> torch.Tensor:
         """Return new page-locked uint8 memory, which the device reaches by itself."""
-        return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
+        return torch.empty(num_bytes, dtype=torch.uint8, device="cpu", pin_memory=True)
 
     def mark(self) -> Any:
         """Mark the work that the calling thread has queued on the device so far."""

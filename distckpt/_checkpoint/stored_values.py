@@ -44,7 +44,7 @@ class StoredTensor(NamedTuple):
 
     def read(self, region: Region) -> torch.Tensor:
         """Read a region, and only that."""
-        values = torch.empty(region.shape, dtype=FROM_NAME[self.dtype])
+        values = torch.empty(region.shape, dtype=FROM_NAME[self.dtype], device="cpu")
         request = Request(self.key, self.shape, region)
         read_copies(self.stored, plan_load(self.stored, [request]), [values], NUM_THREADS)
         return values

@@ -50,12 +50,10 @@ def describe(problem: Problem) -> str:
     if problem.first_byte is not None:
         text += f"; bytes {problem.first_byte} to {problem.stop_byte}"
     if problem.key is not None:
-        name = (
-            "common state"
-            if problem.key == COMMON_KEY
-            else f"key {problem.key!r}, region {problem.region}"
-        )
+        name = "common state" if problem.key == COMMON_KEY else f"key {problem.key!r}"
         text += f"; {name}"
+        if problem.region is not None and problem.key != COMMON_KEY:
+            text += f", region {problem.region}"
     return text
 
 
@@ -79,6 +77,9 @@ def summary(report: VerifyReport) -> str:
         note = "; only sizes and headers were read, no values"
     elif not report.has_checksums:
         note = "; these files have no checksums: only their structure was checked"
+    if report.num_fingerprints:
+        tensors = count_text(report.num_fingerprints, "tensor")
+        note += f"; {tensors} compared with the fingerprints of the save"
     keys, files = count_text(report.num_keys, "key"), count_text(report.num_files, "file")
     return (
         f"{verdict}: {report.location}, {keys} in {files}, {report.mode}: "

@@ -87,7 +87,7 @@ class AdaptedSource(TensorSource):
 
     def _read_adapter(self, key: str, region: Region, dtype: torch.dtype) -> torch.Tensor:
         adapter = self._adapter
-        values = torch.empty(region.shape, dtype=FROM_NAME[adapter.dtype_name(key)])
+        values = torch.empty(region.shape, dtype=FROM_NAME[adapter.dtype_name(key)], device="cpu")
         request = Request(key, adapter.global_shape(key), region)
         read_values(adapter, plan_load(adapter, [request]), [values], num_threads=1)
         return values.to(dtype)

@@ -73,7 +73,7 @@ def make_messages(
 def make_buffers(max_bytes: int) -> deque[torch.Tensor]:
     """Return one or more buffers for messages, which take no memory before they are used."""
     count = max(1, min(MAX_BUFFERS, max_bytes // MESSAGE_BYTES))
-    memory = torch.empty(count * MESSAGE_BYTES, dtype=torch.uint8)
+    memory = torch.empty(count * MESSAGE_BYTES, dtype=torch.uint8, device="cpu")
     return deque(memory[i * MESSAGE_BYTES : (i + 1) * MESSAGE_BYTES] for i in range(count))
 
 

@@ -116,7 +116,7 @@ def _are_equal(source: TensorSource, one: OutputTensor, other: OutputTensor) -> 
         return False
     dtype = FROM_NAME[one.mapped.dtype]
     for region in cut_region(whole(one.shape), _COMPARED_AT_ONCE):
-        views = [torch.empty(region.shape, dtype=dtype) for _ in range(2)]
+        views = [torch.empty(region.shape, dtype=dtype, device="cpu") for _ in range(2)]
         source.read([Wanted(one, region, views[0]), Wanted(other, region, views[1])])
         if not torch.equal(*(view.view(-1).view(torch.uint8) for view in views)):
             return False

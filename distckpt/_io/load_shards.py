@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from distckpt._base.dtypes import FROM_NAME
 from distckpt._base.memory import Copier, in_huge_pages, may_overlap
 from distckpt._base.options import LoadOptions
 from distckpt._base.threads import (
@@ -122,7 +123,12 @@ def load_tensors(
     apart = [pair for pair in zip(planned.requests, planned.targets, strict=True) if pair[0].step]
     read_apart(stored, apart, _num_threads(stored, options.max_inflight_bytes), progress)
     settings.overwritten.update(aliases.join(planned.requests, separated, stored.location))
-    warn_of_overflows(stored, planned.requests, planned.targets)
+    key_index = stored.manifest.key_index
+    dtypes = [FROM_NAME.get(name) for name in stored.manifest.dtypes]
+    warn_of_overflows(
+        (request.key, dtypes[key_index[request.key]], target)
+        for request, target in zip(planned.requests, planned.targets, strict=True)
+    )
     _add(planned.additions)
     counter.finish()
     return [

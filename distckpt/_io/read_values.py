@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 
@@ -86,20 +86,15 @@ def read_apart(
         run_threads(read, pieces, num_threads)
 
 
-def warn_of_overflows(
-    stored: StoredCheckpoint, requests: Sequence[Request], targets: Sequence[torch.Tensor]
-) -> None:
+def warn_of_overflows(filled: Iterable[tuple[str, torch.dtype | None, torch.Tensor]]) -> None:
     """Warn about tensors with infinities or NaN that were converted to a floating-point dtype with
-    a smaller range.
+    a smaller range. Each has its key, the dtype that it had, None if none, and its values now.
     """
     counts: Counter[str] = Counter()
-    key_index = stored.manifest.key_index
-    dtypes = [FROM_NAME.get(name) for name in stored.manifest.dtypes]
-    for request, target in zip(requests, targets, strict=True):
-        dtype = dtypes[key_index[request.key]]
+    for key, dtype, target in filled:
         if dtype not in (target.dtype, None) and has_smaller_range(target.dtype, dtype):
             for piece in cut_region(whole(tuple(target.shape)), PIECE_ELEMENTS):
-                counts[request.key] += int((~target[piece.slices()].float().isfinite()).sum())
+                counts[key] += int((~target[piece.slices()].float().isfinite()).sum())
     if counts := +counts:
         named = summarize_keys(counts)
         logger.warning(

@@ -121,7 +121,8 @@ def _samples_of_device(tensors: Sequence[torch.Tensor]) -> list[Bytes]:
 
 def _places(tensor: torch.Tensor) -> torch.Tensor:
     firsts, length = _blocks(tensor.numel(), tensor.itemsize)
-    return (torch.tensor(firsts)[:, None] + torch.arange(length)).flatten()
+    places = torch.tensor(firsts, device="cpu")[:, None] + torch.arange(length, device="cpu")
+    return places.flatten()
 
 
 def _taken(tensor: torch.Tensor, places: torch.Tensor) -> torch.Tensor:

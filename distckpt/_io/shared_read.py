@@ -263,7 +263,7 @@ def _memory_for(
     """
     plan = own.plan
     in_wave = np.bincount(plan.read_waves, own.held_bytes(), plan.num_waves).astype(np.int64)
-    memory = torch.empty((2, int(in_wave.max())), dtype=torch.uint8)
+    memory = torch.empty((2, int(in_wave.max())), dtype=torch.uint8, device="cpu")
     message_bytes, read_bytes = _budget(max_inflight_bytes, memory.nbytes)
     return memory, make_buffers(message_bytes), read_bytes
 

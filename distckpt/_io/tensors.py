@@ -69,7 +69,7 @@ def to_plain_memory(tensor: torch.Tensor) -> torch.Tensor:
     return (
         tensor
         if is_plain_memory(tensor)
-        else torch.empty(tensor.shape, dtype=tensor.dtype).copy_(tensor)
+        else torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu").copy_(tensor)
     )
 
 

@@ -54,6 +54,21 @@ def _lowest_rank(mesh: Any) -> int:
     return int(mesh.mesh.min())
 
 
+@functools.lru_cache(maxsize=16)
+def _place_in_groups(mesh: Any, coordinate: tuple[int, ...]) -> tuple[int, ...]:
+    """Return which part this rank, at a coordinate of a mesh, has along each of its axes.
+
+    Collective operations of torch, and so FSDP2, count ranks in the order of their process group,
+    which is that of their numbers, and need not be that of the mesh.
+    """
+    place = []
+    for axis, position in enumerate(coordinate):
+        others = (*coordinate[:axis], slice(None), *coordinate[axis + 1 :])
+        ranks = mesh.mesh[others].tolist()
+        place.append(position if ranks == sorted(ranks) else mesh.get_local_rank(axis))
+    return tuple(place)
+
+
 def is_in_mesh(dtensor: Any) -> bool:
     """Tell whether this rank is in the mesh of a DTensor; ranks outside of it hold nothing."""
     return dtensor.device_mesh.get_coordinate() is not None
@@ -73,11 +88,14 @@ def _find_part(
             be made, say), or its local part has another shape than mesh and placements give it.
     """
     mesh, local_shape = dtensor.device_mesh, tuple(dtensor._local_tensor.shape)
-    coordinate, mesh_shape = tuple(mesh.get_coordinate()), tuple(mesh.shape)
+    coordinate = _place_in_groups(mesh, tuple(mesh.get_coordinate()))
+    mesh_shape = tuple(mesh.shape)
     shape, placements = tuple(dtensor.shape), dtensor.placements
     splits = tuple(_splits(key, placements, mesh_shape))
     for runs, fragmentations in _possible_runs(shape, splits, coordinate):
-        if tuple(sum(stop - start for start, stop in axis) for axis in runs) == local_shape:
+        sizes = tuple(sum(stop - start for start, stop in axis) for axis in runs)
+        # FSDP2 empties other axes of an empty part, too.
+        if sizes == local_shape or (0 in sizes and 0 in local_shape):
             divided = {mesh_axis for mesh_axis, *_ in splits}
             replica = tuple(
                 0 if i in divided else position for i, position in enumerate(coordinate)

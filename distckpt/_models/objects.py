@@ -307,15 +307,17 @@ def _names_of_model(tree: Any, places: list[Place]) -> list[str]:
 # --- Saving ---------------------------------------------------------------------------------------
 
 
-def united(ranks: Ranks, described: Described) -> Described:
-    """Give a description for a save the names and settings of all ranks.
+def united(ranks: Ranks, described: Described, *, first_has_all: bool = True) -> Described:
+    """Give a description for a save the names and settings of all ranks. `first_has_all` refuses
+    objects that rank 0, which saves their states, does not have.
 
     Collective operation: all ranks must call it.
     """
     stateful = [place.name for place in described.places if place.kind is Kind.STATEFUL]
     own = json.dumps([described.names, stateful]).encode()
     sent = [json.loads(text) for text in ranks.all_gather(own)]
-    _check_first_has_all([others for _, others in sent])
+    if first_has_all:
+        _check_first_has_all([others for _, others in sent])
     settings = unite(ranks, dict(described.settings))
     for place in described.places:
         state = at(described.state_dict, place.path)

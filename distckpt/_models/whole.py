@@ -87,6 +87,25 @@ def _model_tensors(keys: Iterable[str], entries: Mapping[str, StoredEntry]) -> s
     return {key for key in tensors if not key.startswith("optim")}
 
 
+def left_out_of_all(
+    ranks: Ranks, coverage: Coverage, entries: Mapping[str, StoredEntry]
+) -> tuple[list[str], list[str], list[str]]:
+    """Return the keys of modules, of optimizers, and unclaimed ones that no rank takes.
+
+    Collective operation: all ranks must call it. What one rank leaves out another may take.
+    """
+    keys = sorted(entries)
+    bits = np.array([[key in some for key in keys] for some in coverage], np.bool_)
+    gathered = ranks.all_gather(np.packbits(bits).tobytes())
+    of_all = np.bitwise_or.reduce([np.frombuffer(sent, np.uint8) for sent in gathered])
+    unpacked = np.unpackbits(of_all, count=bits.size).reshape(bits.shape)
+    is_taken, *is_own = unpacked.astype(np.bool_)
+    of_modules, of_optimizers, unclaimed = (
+        [keys[i] for i in np.flatnonzero(has & ~is_taken)] for has in is_own
+    )
+    return of_modules, of_optimizers, unclaimed
+
+
 def refuse_left_out(
     ranks: Ranks,
     coverage: Coverage,
@@ -97,18 +116,10 @@ def refuse_left_out(
     """Refuse a load that leaves out a part of what is stored for a module; warn of what else it
     leaves out, and return that. With `is_live`, it is not stored, and other ranks give it.
 
-    Collective operation: all ranks must call it. What one rank leaves out another may request.
+    Collective operation: all ranks must call it.
     """
-    keys = sorted(entries)
-    bits = np.array([[key in some for key in keys] for some in coverage], np.bool_)
-    gathered = ranks.all_gather(np.packbits(bits).tobytes())
+    of_modules, of_optimizers, unclaimed = left_out_of_all(ranks, coverage, entries)
     with ranks.phase("compare the keys of objects", decision=True):
-        of_all = np.bitwise_or.reduce([np.frombuffer(sent, np.uint8) for sent in gathered])
-        unpacked = np.unpackbits(of_all, count=bits.size).reshape(bits.shape)
-        is_taken, *is_own = unpacked.astype(np.bool_)
-        of_modules, of_optimizers, unclaimed = (
-            [keys[i] for i in np.flatnonzero(has & ~is_taken)] for has in is_own
-        )
         if of_modules and ranks.is_coordinator:
             absent = sorted(coverage.taken - entries.keys())
             if is_live:

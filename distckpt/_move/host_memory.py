@@ -6,6 +6,7 @@ nothing is left behind when processes are killed, and the size of /dev/shm does 
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 import os
 import weakref
@@ -15,6 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
+from distckpt._base.errors import CheckpointingException
 from distckpt._base.options import MoveOptions
 from distckpt._io.shared_read import host_number
 from distckpt._ranks.collectives import Ranks
@@ -85,12 +87,13 @@ def share_memory(ranks: Ranks, bucket_bytes: int) -> HostMemory:
     num_bytes = _HEADER_BYTES + NUM_BUFFERS * bucket_bytes
     if ranks.size == 1:
         return HostMemory(0, [0], bucket_bytes, {})
-    descriptor = _new_file(num_bytes)
-    try:
-        return _shared(ranks, bucket_bytes, descriptor, _mapped(descriptor, num_bytes))
-    finally:
-        if descriptor is not None:
-            os.close(descriptor)
+    with contextlib.ExitStack() as stack:
+        with ranks.phase("make buffers"):
+            descriptor = _new_file(num_bytes)
+            if descriptor is not None:
+                stack.callback(os.close, descriptor)
+            own = _buffers(descriptor, num_bytes)
+        return _shared(ranks, bucket_bytes, descriptor, own)
 
 
 def _shared(
@@ -119,15 +122,28 @@ def _new_file(num_bytes: int) -> int | None:
         return None
     try:
         descriptor = os.memfd_create("distckpt")
-        os.truncate(descriptor, num_bytes)
     except OSError:
+        return None
+    try:
+        os.truncate(descriptor, num_bytes)
+    except (OSError, OverflowError):
+        os.close(descriptor)
         return None
     return descriptor
 
 
+def _buffers(descriptor: int | None, num_bytes: int) -> torch.Tensor:
+    try:
+        return _mapped(descriptor, num_bytes)
+    except (OSError, OverflowError, RuntimeError, TypeError) as error:
+        raise CheckpointingException(
+            f"No memory for buffers of {num_bytes} bytes: set a smaller max_inflight_bytes."
+        ) from error
+
+
 def _mapped(descriptor: int | None, num_bytes: int) -> torch.Tensor:
     if descriptor is None:
-        return torch.empty(num_bytes, dtype=torch.uint8)
+        return torch.empty(num_bytes, dtype=torch.uint8, device="cpu")
     return torch.frombuffer(mmap.mmap(descriptor, num_bytes), dtype=torch.uint8)
 
 

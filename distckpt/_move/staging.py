@@ -70,14 +70,23 @@ _DENSE = torch.contiguous_format
 def _refuse_repeated_memory(targets: Pieces) -> None:
     """Refuse targets several of whose elements are one in memory, as in expanded tensors."""
     for row, view in enumerate(targets.views):
-        axes = zip(view.shape, view.stride(), strict=True)
-        if view.numel() and any(size > 1 and not stride for size, stride in axes):
+        if view.numel() and _has_repeated_memory(view):
             key = targets.table.kinds[targets.table.kind_ids[row]].key
             raise InvalidShardingError(
                 f"Key {key!r} is to be filled in memory where several of its elements are one "
                 f"(shape {tuple(view.shape)}, strides {view.stride()}): give it a tensor that is "
                 "not expanded."
             )
+
+
+def _has_repeated_memory(view: torch.Tensor) -> bool:
+    """Tell whether a step along an axis is no longer than what the axes with shorter steps take."""
+    last = 0
+    for stride, size in sorted(zip(view.stride(), view.shape, strict=True)):
+        if size > 1 and stride <= last:
+            return True
+        last += (size - 1) * stride
+    return False
 
 
 def _share_memory(views: Sequence[torch.Tensor], others: Sequence[torch.Tensor]) -> list[bool]:

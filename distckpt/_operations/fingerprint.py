@@ -4,6 +4,7 @@ files.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
@@ -13,6 +14,7 @@ from distckpt._base.dtypes import FROM_NAME
 from distckpt._base.errors import CheckpointingException
 from distckpt._base.messages import summarize_keys
 from distckpt._base.threads import ProgressCounter
+from distckpt._base.tree import dotted, leaves
 from distckpt._checkpoint.stored_values import StoredTensor
 from distckpt._format.fingerprint import PRIME, Fingerprint, region_number
 from distckpt._format.manifest import NO_FINGERPRINT, Manifest
@@ -24,6 +26,8 @@ from distckpt._operations.planned_save import SaveRequest
 from distckpt._operations.save import describe_shards
 from distckpt._operations.windows import Window, map_windows
 from distckpt._ranks.collectives import Ranks, collective
+
+logger = logging.getLogger(__name__)
 
 
 @collective()
@@ -44,7 +48,7 @@ def fingerprint(
 
     Args:
         state_dict: as `save` takes it. Objects and common state are left out, and so are plain
-            tensors: give the module itself, not its `state_dict()`.
+            tensors, with a warning: give the module itself, not its `state_dict()`.
         process_group: the ranks that hold it together, see `save`.
 
     Returns:
@@ -60,14 +64,16 @@ def fingerprint(
     request = SaveRequest(
         path="", process_group=process_group, has_target=False, verb="fingerprint"
     )
-    shards, settings = describe_shards(ranks, state_dict, request)
-    owned, manifest = plan_chunks(ranks, shards, settings)
+    described = describe_shards(ranks, state_dict, request)
+    owned, manifest = plan_chunks(ranks, described.shards, described.settings)
     kinds = _Kinds(*ranks.decide_json("list the keys", lambda: _kinds_of(manifest)))
     if not set(kinds.dtypes).intersection(FROM_NAME):
         raise ValueError(
             "The state dict holds no tensor that has a fingerprint on any rank: plain tensors are "
             "common state. Give it the module itself, such as {'model': model}."
         )
+    if ranks.is_coordinator:
+        _warn_of_plain(described.common)
     with ranks.phase("compute fingerprints"):
         own = sums_of(regions_of(owned), len(kinds.keys))
     totals = sum_over_ranks(ranks, own)
@@ -77,6 +83,16 @@ def fingerprint(
         if dtype in FROM_NAME
     }
     return found | {alias: found[key] for alias, key in kinds.aliases.items()}
+
+
+def _warn_of_plain(common: Any) -> None:
+    plain = [dotted(path) for path, leaf in leaves(common) if isinstance(leaf, torch.Tensor)]
+    if plain:
+        logger.warning(
+            "fingerprint leaves out %s, which are plain tensors: give it the module, or "
+            "ShardedTensors, in their place",
+            summarize_keys(plain),
+        )
 
 
 class _Kinds(NamedTuple):

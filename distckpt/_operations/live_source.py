@@ -16,6 +16,7 @@ from distckpt._base.messages import summarize_keys
 from distckpt._base.options import MoveOptions
 from distckpt._base.tree import CONTAINERS, dotted, map_leaves
 from distckpt._format import codec
+from distckpt._io.read_values import warn_of_overflows
 from distckpt._mapping.base import OpenReplicaId
 from distckpt._mapping.sharded_tensor import ShardedTensor
 from distckpt._mapping.wrappers import ShardedObject, ShardedStateDict
@@ -28,6 +29,7 @@ from distckpt._move.pieces import Pieces, PieceTable, pieces_of
 from distckpt._move.plan import plan_moves
 from distckpt._move.rank_plan import RankPlan
 from distckpt._move.staging import Staged
+from distckpt._move.values import united_values, warn_of_differences
 from distckpt._operations.on_demand import on_demand
 from distckpt._operations.shard_source import FamilyName, ShardSource
 from distckpt._ranks.collectives import Ranks
@@ -70,7 +72,7 @@ def describe_given(
         has_more = bool(described.settings) or described.has_stateful
         vote.number = described.digest() if has_more else 0
     if not vote.are_equal:
-        described = objects.united(ranks, described)
+        described = objects.united(ranks, described, first_has_all=False)
     with ranks.phase("describe what is given"):
         shards, common, _ = flatten.split(objects.completed(described))
         return _described(shards, common, rules, family, at)
@@ -180,7 +182,8 @@ class LiveSource(ShardSource):
             values = {**values, **dict(zip(names, found, strict=True))}
         elif absent:
             raise LoadMismatchError(
-                f"No rank holds {summarize_keys(shard.key for shard in absent)}.",
+                f"No rank holds {summarize_keys(shard.key for shard in absent)}: leave that out "
+                "of what is to be filled, or name a checkpoint that has it as fallback.",
                 unexpected={shard.key for shard in absent},
             )
         return [values[shard.unique_key] for shard in shards]
@@ -199,13 +202,17 @@ class LiveSource(ShardSource):
         """Return the objects and the common state of all ranks, by unique key."""
         if self._values is None:
             cells = {key: cell.data for key, cell in self.given.objects.items()}
-            own = codec.encode([list(cells.items()), self.given.common])
+            own = codec.encode([list(cells.items()), codec.encode(self.given.common)])
             self._values = {}
-            common: dict[Any, Any] = {}
-            for data in self.ranks.all_gather(own) if self._has_values else ():
+            first_with: dict[bytes, int] = {}
+            for rank, data in enumerate(self.ranks.all_gather(own) if self._has_values else ()):
                 items, values = _decoded(data)
                 self._values = {**dict(items), **self._values}
-                common = common or values
+                first_with.setdefault(values, rank)
+            of_ranks = {rank: _decoded(values) for values, rank in first_with.items()}
+            if self.ranks.is_coordinator and len(of_ranks) > 1:
+                warn_of_differences(of_ranks)
+            common = united_values(of_ranks)
             if common or self.fallback is None:
                 self._values[_COMMON.unique_key] = common
         return self._values
@@ -227,13 +234,41 @@ class LiveSource(ShardSource):
             fresh = {row for _, row in apart}
             staged = Staged.of(self.given.pieces, targets, options.atomic, fresh)
         if plan.has_gaps and self.fallback is not None:
-            self.fallback.read(_gaps(plan, targets, staged), ())
+            gaps = _gaps(plan, targets, staged)
+            self._check_fallback(gaps)
+            self.fallback.read(gaps, ())
         carry(ranks, plan, memory, self.given.pieces, staged.views)
         if plan.compared:
             check_arrival = on_demand("arrival").check_arrival
             check_arrival(ranks, plan, self.given.pieces, targets, staged.views)
         _warn_of_differences(targets, staged, apart)
+        self._warn_of_overflows(targets, staged)
         staged.commit()
+
+    def _warn_of_overflows(self, targets: Pieces, staged: Staged) -> None:
+        keys = [targets.table.kinds[number].key for number in targets.table.kind_ids.tolist()]
+        warn_of_overflows(
+            (key, self._entries[key].dtype, view.detach())
+            for key, view in zip(keys, staged.views, strict=True)
+            if key in self._entries
+        )
+
+    def _check_fallback(self, gaps: Sequence[ShardedTensor]) -> None:
+        """Refuse tensors that neither a rank nor the fallback holds.
+
+        Collective operation: all ranks must call it.
+        """
+        assert self.fallback is not None
+        stored = self.fallback.entries()
+        with self.ranks.phase("look for tensors in the fallback"):
+            absent = {gap.key for gap in gaps} - stored.keys()
+            if absent:
+                raise LoadMismatchError(
+                    f"No rank holds {summarize_keys(absent)}, and neither does the fallback: "
+                    "correct the keys. Plain tensors that were saved are not among its tensors, "
+                    "but in distckpt.open(path).common_state.",
+                    unexpected=absent,
+                )
 
     def _to_compare(self, targets: Pieces) -> list[tuple[int, int]]:
         """Return the targets that are tied, and are given as tensors of their own."""

@@ -386,7 +386,7 @@ def _refuse_absent(
         refuse_absent_tensors(targets.split.common, loaded, location)
     if request.asks_for_all and not request.warns_of_values:
         of_objects = {place.path for place in targets.described.places}
-        holder = "No rank" if source.is_live else f"The checkpoint {location!r}"
+        holder = "What is given" if source.is_live else f"The checkpoint {location!r}"
         refuse_absent_values(targets.split.common, of_objects, loaded, holder)
 
 

@@ -184,7 +184,7 @@ def describe_targets(
             split = flatten.split(resolved.state_dict, {} if rules else entries)
             ties = find_ties(split.shards)
         stored = _without_skipped(entries, described, resolved)
-        absent = _absent_ties(split.shards, ties, stored) if not rules else {}
+        absent = absent_ties(split.shards, ties, stored) if not rules else {}
         table = None if source.is_live else shard_table(split.shards, ties)
     return source, Targets(described, resolved, split, entries, stored, absent, table, rules)
 
@@ -315,8 +315,8 @@ def _coverage(
     return found._replace(of_modules=known, unclaimed=found.unclaimed | (found.of_modules - known))
 
 
-def _absent_ties(
-    shards: Sequence[Shard], ties: Mapping[int, int], stored: Mapping[str, StoredEntry]
+def absent_ties(
+    shards: Sequence[Shard], ties: Mapping[int, int], stored: Collection[str]
 ) -> dict[int, int]:
     """Return the shards that are not stored but tied to one that is, whose number is the value:
     export stores one.

@@ -261,17 +261,33 @@ def plan_save(
     return PlannedSave(own.target.location, request, own.target.config, prepared, timer)
 
 
+class DescribedShards(NamedTuple):
+    """What a rank would save.
+
+    Attributes:
+        shards: of tensors and objects; on the coordinator, the common state is one of them.
+        common: the common state.
+        objects: in the state dict.
+        settings: how the shards would be saved.
+    """
+
+    shards: list[Shard]
+    common: CommonStateDict
+    objects: objects.Described
+    settings: ShardSettings
+
+
 def describe_shards(
     ranks: Ranks, state_dict: ShardedStateDict, request: SaveRequest
-) -> tuple[list[Shard], ShardSettings]:
-    """Describe a state dict as a save does; return all shards of this rank, and how they would be
-    saved.
+) -> DescribedShards:
+    """Describe a state dict as a save does.
 
     Collective operation: all ranks must call it.
     """
     timer = PhaseTimer(request.verb, ranks.rank, str(request.path))
     own, _ = _describe(ranks, state_dict, request, timer, expects_same=False)
-    return own.state.all_shards(ranks), own.target.settings
+    state, settings = own.state, own.target.settings
+    return DescribedShards(state.all_shards(ranks), state.common, own.objects, settings)
 
 
 def _describe(

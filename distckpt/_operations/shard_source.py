@@ -131,7 +131,7 @@ class _OpenCheckpoint(ShardSource):
 
     def entries(self) -> dict[str, StoredEntry]:
         with self.ranks.phase("read the keys of the checkpoint"):
-            return _entries_of(self.stored)
+            return entries_of(self.stored)
 
     def read(self, shards: Sequence[Shard], rules: Sequence[Rule]) -> list[Any]:
         settings = ReadSettings(self.options, rules, self.engine.exchange_group, self.overwritten)
@@ -144,7 +144,8 @@ class _OpenCheckpoint(ShardSource):
         return self.stored.manifest.shapes_by_key
 
 
-def _entries_of(stored: StoredCheckpoint) -> dict[str, StoredEntry]:
+def entries_of(stored: StoredCheckpoint) -> dict[str, StoredEntry]:
+    """Return what is stored, without common state, by key."""
     manifest = stored.manifest
     entries = {}
     for key, number in manifest.key_index.items():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -82,6 +83,8 @@ class VerifyReport:
         seconds: duration of the call.
         strays: on an object store, files that are no part of the checkpoint: of saves that were
             interrupted, or that go on. The next save removes them.
+        num_fingerprints: how many tensors were compared with the fingerprints that were stored with
+            them; 0 if there are none, in the mode "fast", and where checksums differ already.
     """
 
     location: str
@@ -94,6 +97,7 @@ class VerifyReport:
     num_bytes: int
     seconds: float
     strays: tuple[str, ...] = ()
+    num_fingerprints: int = 0
 
     @property
     def is_whole(self) -> bool:
@@ -131,8 +135,12 @@ def verify(
             `fingerprint=True` has stored, what is there with what was in memory; this reads tensors
             a second time.
         live: a state dict as `save` takes it, under any layout. Every rank compares the bits of all
-            tensors that it holds, replicas included, with those of the checkpoint. What the
-            checkpoint holds besides, objects and common state are not compared.
+            tensors that it holds, replicas and plain tensors included, with those of the
+            checkpoint. Tensors that were saved for its modules and optimizers, and that no rank
+            has, are problems: give `sharded_state_dict(module)` to compare a part of a module. So
+            are tensors of which several ranks together have only a part.
+            Other values, and what the checkpoint holds besides, are not compared; neither is the
+            padding of a `ShardedTensor` with `allow_shape_mismatch`.
         process_group: the ranks that hold `live` together, see `save`.
         num_threads: number of threads that read, each with 2 MiB of memory, or 16 MiB on an object
             store. None takes as many as a load: one per core, 2 to 4; 10 on an object store.
@@ -183,9 +191,9 @@ def _verify(
     if isinstance(stored, Problem):
         return unopened_report(location, mode, stored, time.perf_counter() - started)
     with timer.phase("read") as details:
-        problems, num_bytes = _check_content(stored, mode, num_threads, progress)
-        details["bytes"] = num_bytes
-    return report_of_verify(stored, mode, problems, num_bytes, time.perf_counter() - started)
+        checked = _check_content(stored, mode, num_threads, progress)
+        details["bytes"] = checked.num_bytes
+    return report_of_verify(stored, mode, checked, time.perf_counter() - started)
 
 
 def unopened_report(location: str, mode: str, problem: Problem, seconds: float) -> VerifyReport:
@@ -193,25 +201,32 @@ def unopened_report(location: str, mode: str, problem: Problem, seconds: float) 
     return VerifyReport(location, mode, (problem,), True, 0, 0, 0, 0, seconds)
 
 
+class Checked(NamedTuple):
+    """What was found in a checkpoint, the bytes that were read, and how many fingerprints were
+    compared.
+    """
+
+    problems: Sequence[Problem]
+    num_bytes: int
+    num_fingerprints: int = 0
+
+
 def report_of_verify(
-    stored: StoredCheckpoint,
-    mode: str,
-    problems: Sequence[Problem],
-    num_bytes: int,
-    seconds: float,
+    stored: StoredCheckpoint, mode: str, checked: Checked, seconds: float
 ) -> VerifyReport:
     """Return the report of a checkpoint that was checked."""
     manifest, location = stored.manifest, stored.location
     return VerifyReport(
         location,
         mode,
-        problems=tuple(problems),
+        problems=tuple(checked.problems),
         has_checksums=manifest.has_checksums,
         num_keys=len(manifest.keys) + len(manifest.aliases),
         num_files=len(manifest.files),
         num_chunks=len(manifest.key_ids),
-        num_bytes=num_bytes,
+        num_bytes=checked.num_bytes,
         seconds=seconds,
+        num_fingerprints=checked.num_fingerprints,
         strays=tuple(stray_files(location, {file.name for file in manifest.files})),
     )
 
@@ -245,8 +260,8 @@ def _describing_file(location: str, marker: Mapping[str, Any]) -> str:
 
 def _check_content(
     stored: StoredCheckpoint, mode: str, num_threads: int | None, progress: Progress | None
-) -> tuple[list[Problem], int]:
-    """Check the files of a checkpoint; return what is wrong, and the bytes read."""
+) -> Checked:
+    """Check the files of a checkpoint."""
     files = stored.manifest.files
     open_files = OpenFiles()
     stored = stored.with_files(open_files)
@@ -255,7 +270,7 @@ def _check_content(
         problems = check_files(stored, range(len(files)), num_threads)
         num_bytes = sum(file.header_bytes for file in files)
         if mode == "fast":
-            return problems, num_bytes
+            return Checked(problems, num_bytes)
         # 2. Blocks have their checksums.
         keys = keys_with_fingerprints(stored)
         tensor_bytes = sum(StoredTensor(stored, key).num_bytes for key in keys)
@@ -269,19 +284,22 @@ def _check_content(
             problems += describe_blocks(stored, blocks, bad)
             num_bytes += num_read
         if not keys or problems:
-            return problems, num_bytes
+            return Checked(problems, num_bytes)
         # 3. Tensors have the fingerprints that they had in memory.
         problems = _check_fingerprints(stored, keys, counter.add)
-        return problems, num_bytes + tensor_bytes
+        return Checked(problems, num_bytes + tensor_bytes, len(keys))
 
 
 def keys_with_fingerprints(stored: StoredCheckpoint) -> list[str]:
-    """Return the keys of tensors that were stored with their fingerprints."""
-    numbers = stored.manifest.fingerprints
-    if numbers is None:
+    """Return the keys of tensors that were stored with their fingerprints, and without gaps."""
+    manifest = stored.manifest
+    if manifest.fingerprints is None:
         return []
-    has_number = (numbers != NO_FINGERPRINT).tolist()
-    return list(itertools.compress(stored.manifest.keys, has_number))
+    table = manifest.chunks
+    counts = np.bincount(table.key_ids, table.shapes.prod(axis=1), len(manifest.keys))
+    are_whole = counts >= np.array([math.prod(shape) for shape in manifest.global_shapes])
+    chosen = (manifest.fingerprints != NO_FINGERPRINT) & are_whole
+    return list(itertools.compress(manifest.keys, chosen.tolist()))
 
 
 def _check_fingerprints(

@@ -4,31 +4,41 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import time
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 
 from distckpt._base.dtypes import FROM_NAME, TO_NAME
+from distckpt._base.errors import CorruptCheckpointError
 from distckpt._base.options import Progress
 from distckpt._base.threads import ProgressCounter, run_threads
+from distckpt._base.tree import at, dotted, leaves
 from distckpt._checkpoint.consistent_read import read_attempts
 from distckpt._checkpoint.opening import open_checkpoint
+from distckpt._checkpoint.stored_values import load_common_state
+from distckpt._format.marker import names_of_module
 from distckpt._format.stored_checkpoint import StoredCheckpoint
-from distckpt._geometry.region import Region
+from distckpt._geometry.region import Region, intersect, whole
 from distckpt._geometry.units import cut_region
 from distckpt._io.read import num_threads_at, read_copies
 from distckpt._mapping.sharded_tensor import ShardedTensor
 from distckpt._mapping.wrappers import ShardedStateDict
+from distckpt._models.whole import coverage_of, left_out_of_all
+from distckpt._operations.load_request import absent_ties
 from distckpt._operations.planned_save import SaveRequest
-from distckpt._operations.save import describe_shards
+from distckpt._operations.save import DescribedShards, describe_shards
+from distckpt._operations.shard_source import entries_of
 from distckpt._operations.verify import Problem, VerifyReport
 from distckpt._operations.windows import WINDOW_ELEMENTS
 from distckpt._plan.load import Request, plan_load
 from distckpt._quantization.numbers import scratch
 from distckpt._ranks.collectives import Ranks, collective
-from distckpt._state.shards import region_view, shard_regions
+from distckpt._state.shards import find_ties, region_view, shard_regions
+
+_NOT_STORED = "the checkpoint has no such tensor"
 
 
 class _Window(NamedTuple):
@@ -37,6 +47,33 @@ class _Window(NamedTuple):
     key: str
     region: Region
     values: torch.Tensor
+
+
+class _Fault(NamedTuple):
+    """How a tensor in memory, or a region of it, differs from what is stored."""
+
+    key: str
+    text: str
+    region: str | None = None
+
+
+_Extents: TypeAlias = set[tuple[tuple[int, ...], tuple[int, ...]]]
+"""Offsets and shapes of regions."""
+
+
+class _Found(NamedTuple):
+    """What a rank, or all of them, have found.
+
+    Attributes:
+        held: by the name of each tensor in memory, the regions of it that were compared; none are
+            noted of plain tensors.
+        problems: what differs.
+        num_bytes: that were read.
+    """
+
+    held: dict[str, _Extents]
+    problems: list[Problem]
+    num_bytes: int
 
 
 @collective()
@@ -57,118 +94,235 @@ def compare_with_memory(
     request = SaveRequest(
         path=location, process_group=process_group, has_target=False, verb="verify"
     )
-    shards, _ = describe_shards(ranks, live, request)
-    held = [shard for shard in shards if isinstance(shard, ShardedTensor)]
+    described = describe_shards(ranks, live, request)
     for attempt in read_attempts(ranks, location):
         with attempt:
             stored = open_checkpoint(ranks, location, marker=attempt.marker)
             with ranks.phase("compare with memory"):
-                problems, num_bytes = _compare(ranks, stored, held, num_threads, progress)
-    keys, of_all, num_read = _of_all_ranks(ranks, held, problems, num_bytes)
-    if not keys:
+                own = _compare(ranks, stored, described, num_threads, progress)
+                if own.problems:
+                    attempt.check_is_there()
+            absent = _absent_in_memory(ranks, stored, described)
+    found = _of_all_ranks(ranks, own)
+    if not found.held:
         raise ValueError(
-            "`live` holds no tensor that could be compared on any rank: plain tensors are common "
-            "state. Give it the module itself, such as {'model': model}."
+            "`live` holds no tensor that could be compared on any rank: the checkpoint has no "
+            "plain tensors at their places in the state dict. Give it the module itself, such as "
+            "{'model': model}."
         )
     manifest = stored.manifest
     return VerifyReport(
         location,
         "live",
-        problems=tuple(of_all),
+        problems=(*found.problems, *_held_in_part(ranks, stored, found), *absent),
         has_checksums=manifest.has_checksums,
-        num_keys=len(keys),
+        num_keys=len(found.held),
         num_files=len(manifest.files),
         num_chunks=len(manifest.key_ids),
-        num_bytes=num_read,
+        num_bytes=found.num_bytes,
         seconds=time.perf_counter() - started,
     )
 
 
-def _of_all_ranks(
-    ranks: Ranks, held: Sequence[ShardedTensor], problems: Sequence[Problem], num_bytes: int
-) -> tuple[set[str], list[Problem], int]:
-    """Return the keys, problems and bytes of all ranks.
+def _of_all_ranks(ranks: Ranks, own: _Found) -> _Found:
+    """Collect what all ranks have found.
 
     Collective operation: all ranks must call it.
     """
-    own = [[shard.key for shard in held], list(map(dataclasses.asdict, problems)), num_bytes]
-    told = [json.loads(data) for data in ranks.all_gather(json.dumps(own).encode())]
-    keys = {key for of_rank, _, _ in told for key in of_rank}
-    found = [Problem(**fields) for _, of_rank, _ in told for fields in of_rank]
-    return keys, found, sum(each for _, _, each in told)
+    extents = {key: list(regions) for key, regions in own.held.items()}
+    sent = [extents, list(map(dataclasses.asdict, own.problems)), own.num_bytes]
+    told = [json.loads(data) for data in ranks.all_gather(json.dumps(sent).encode())]
+    held: dict[str, _Extents] = {}
+    for of_rank, _, _ in told:
+        for key, regions in of_rank.items():
+            found = held.setdefault(key, set())
+            found.update((tuple(offset), tuple(shape)) for offset, shape in regions)
+    problems = [Problem(**fields) for _, of_rank, _ in told for fields in of_rank]
+    return _Found(held, problems, sum(each for _, _, each in told))
+
+
+def _held_in_part(ranks: Ranks, stored: StoredCheckpoint, found: _Found) -> list[Problem]:
+    """Name tensors of which several ranks together have a part; one process may have one."""
+    problems = []
+    differing = {problem.key for problem in found.problems}
+    for key, regions in found.held.items() if ranks.size > 1 else ():
+        if key in differing or key not in stored.manifest.key_index:
+            continue
+        # Regions that are not the same rarely overlap.
+        count = sum(math.prod(shape) for _, shape in regions)
+        size = math.prod(stored.global_shape(key))
+        if count < size:
+            chunks = map(stored.manifest.chunk_region, stored.chunks_of(key))
+            size = sum(region.num_elements for region in chunks)
+        if count < size:
+            text = f"the ranks hold {count} of {size} elements: the others were not compared"
+            problems.append(Problem(stored.location, text, key))
+    return problems
+
+
+def _absent_in_memory(
+    ranks: Ranks, stored: StoredCheckpoint, described: DescribedShards
+) -> list[Problem]:
+    """Name the stored tensors of modules and optimizers that no rank has.
+
+    Collective operation: all ranks must call it.
+    """
+    entries = entries_of(stored)
+    tensors = [key for key, entry in entries.items() if entry.dtype is not None]
+    in_memory = {shard.key for shard in described.shards}
+    names = names_of_module(stored.marker)
+    coverage = coverage_of(described.objects, in_memory, entries, tensors, names)
+    of_modules, of_optimizers, _ = left_out_of_all(ranks, coverage, entries)
+    text = "no rank has it in memory, as a part of the object that it was saved for"
+    return [Problem(stored.location, text, key) for key in (*of_modules, *of_optimizers)]
 
 
 def _compare(
     ranks: Ranks,
     stored: StoredCheckpoint,
-    held: Sequence[ShardedTensor],
+    described: DescribedShards,
     num_threads: int | None,
     progress: Progress | None,
-) -> tuple[list[Problem], int]:
-    """Compare the tensors of this rank; return what differs, and the bytes read."""
-    problems: list[Problem] = []
+) -> _Found:
+    """Compare the tensors of this rank."""
+    held = [shard for shard in described.shards if isinstance(shard, ShardedTensor)]
+    names, faults = _compare_plain(stored, described.common)
+    compared: dict[str, _Extents] = {name: set() for name in names}
     windows: list[_Window] = []
-    for shard in held:
-        fault = _fault_of(stored, shard)
-        if fault is not None:
-            problems.append(_problem(ranks, stored, shard.key, fault))
+    for shard in _without_absent_ties(stored, held):
+        regions = compared.setdefault(shard.key, set())
+        text = _fault_of(stored, shard)
+        if text is not None:
+            faults.append(_Fault(shard.key, text))
             continue
-        windows.extend(_windows_of(shard))
+        shape = stored.global_shape(shard.key)
+        if shard.allow_shape_mismatch:
+            # Which ranks have what is stored, and which only padding, is not looked at.
+            regions.add(((0,) * len(shape), shape))
+        for region, within in _compared_regions(shard, shape):
+            regions.add((within.offset, within.shape))
+            windows.extend(_windows_of(shard, region, within))
     num_bytes = sum(window.values.nbytes for window in windows)
     counter = ProgressCounter(progress, num_bytes)
 
     def compare(window: _Window) -> None:
-        fault = _difference(stored, window)
-        if fault is not None:
-            found = _problem(ranks, stored, window.key, fault, str(window.region))
-            problems.append(found)
+        text = _fault_of_window(stored, window)
+        if text is not None:
+            faults.append(_Fault(window.key, text, str(window.region)))
         counter.add(window.values.nbytes)
 
     run_threads(compare, windows, num_threads or num_threads_at(stored.location))
-    return sorted(problems, key=lambda each: (each.key or "", each.region or "")), num_bytes
+    faults.sort(key=lambda fault: (fault.key, fault.region or ""))
+    problems = [
+        Problem(stored.location, f"{text} (rank {ranks.rank})", key, region)
+        for key, text, region in faults
+    ]
+    return _Found(compared, problems, num_bytes)
 
 
-def _problem(
-    ranks: Ranks, stored: StoredCheckpoint, key: str, fault: str, region: str | None = None
-) -> Problem:
-    return Problem(stored.location, f"{fault} (rank {ranks.rank})", key, region)
+def _compare_plain(stored: StoredCheckpoint, common: Any) -> tuple[set[str], list[_Fault]]:
+    """Compare plain tensors; return the names of those that the checkpoint has, and what
+    differs.
+    """
+    plain = [pair for pair in leaves(common) if isinstance(pair[1], torch.Tensor)]
+    stored_common = load_common_state(stored) if plain else {}
+    names: set[str] = set()
+    faults = []
+    for path, values in plain:
+        name, content = dotted(path), at(stored_common, path)
+        text: str | None = _NOT_STORED
+        if isinstance(content, torch.Tensor):
+            names.add(name)
+            kinds = [(_name_of(each.dtype), tuple(each.shape)) for each in (values, content)]
+            text = _difference_of_kinds(*kinds) or _difference(content, values)
+        if text is not None:
+            faults.append(_Fault(name, text))
+    return names, faults
+
+
+def _without_absent_ties(
+    stored: StoredCheckpoint, held: Sequence[ShardedTensor]
+) -> list[ShardedTensor]:
+    """Leave out other names of tensors that are stored under one name, as exports store them."""
+    absent = absent_ties(held, find_ties(held), stored.manifest.key_index)
+    return [shard for number, shard in enumerate(held) if number not in absent]
 
 
 def _fault_of(stored: StoredCheckpoint, shard: ShardedTensor) -> str | None:
     """Return why a shard cannot be compared."""
     if shard.key not in stored.manifest.key_index or stored.is_object(shard.key):
-        return "the checkpoint has no such tensor"
-    shape, dtype = stored.global_shape(shard.key), stored.dtype_name(shard.key)
-    in_memory = tuple(shard.global_shape), TO_NAME.get(shard.dtype, str(shard.dtype))
-    if in_memory != (shape, dtype):
-        kinds = f"{in_memory[1]} of {in_memory[0]} in memory, {dtype} of {shape} in the checkpoint"
-        return f"the tensor is {kinds}"
-    return None
+        return _NOT_STORED
+    if shard.data is None:
+        return "the tensor has no data in memory"
+    shape = stored.global_shape(shard.key)
+    in_memory = tuple(shard.global_shape)
+    if shard.allow_shape_mismatch and len(shape) == len(in_memory):
+        # What only one of the two has is padding.
+        in_memory = shape
+    kinds = (_name_of(shard.dtype), in_memory), (stored.dtype_name(shard.key), shape)
+    return _difference_of_kinds(*kinds)
 
 
-def _windows_of(shard: ShardedTensor) -> Iterator[_Window]:
+def _name_of(dtype: torch.dtype) -> str:
+    return TO_NAME.get(dtype, str(dtype))
+
+
+def _difference_of_kinds(
+    in_memory: tuple[str, tuple[int, ...]], stored: tuple[str, tuple[int, ...]]
+) -> str | None:
+    """Compare dtypes and shapes."""
+    if in_memory == stored:
+        return None
+    kinds = f"{in_memory[0]} of {in_memory[1]} in memory, {stored[0]} of {stored[1]}"
+    return f"the tensor is {kinds} in the checkpoint"
+
+
+def _compared_regions(
+    shard: ShardedTensor, stored_shape: tuple[int, ...]
+) -> Iterator[tuple[Region, Region]]:
+    """Yield the regions of a shard, each with what is stored of it."""
     for region in shard_regions(shard):
-        values = region_view(shard, region)
-        for part in cut_region(region, WINDOW_ELEMENTS):
-            local = part.relative_to(region.offset).slices()
-            if part.num_elements:
-                yield _Window(shard.key, part, values[local] if local else values)
+        within = intersect(region, whole(stored_shape))
+        if within is not None:
+            yield region, within
 
 
-def _difference(stored: StoredCheckpoint, window: _Window) -> str | None:
+def _windows_of(shard: ShardedTensor, region: Region, within: Region) -> Iterator[_Window]:
+    """Cut a part of one of the regions of a shard."""
+    values = region_view(shard, region)
+    for part in cut_region(within, WINDOW_ELEMENTS):
+        local = part.relative_to(region.offset).slices()
+        yield _Window(shard.key, part, values[local] if local else values)
+
+
+def _fault_of_window(stored: StoredCheckpoint, window: _Window) -> str | None:
     """Read a window; return how the values in memory differ from it."""
     dtype = FROM_NAME[stored.dtype_name(window.key)]
     content = scratch("stored window", window.region.shape, dtype)
     request = Request(window.key, stored.global_shape(window.key), window.region)
-    read_copies(stored, plan_load(stored, [request]), [content], num_threads=1)
-    differs = (_item_bytes(content) != _item_bytes(window.values.cpu())).any(dim=1)
+    try:
+        read_copies(stored, plan_load(stored, [request]), [content], num_threads=1)
+    except CorruptCheckpointError as error:
+        return str(error)
+    return _difference(content, window.values, window.region.offset)
+
+
+def _difference(
+    content: torch.Tensor, values: torch.Tensor, offset: tuple[int, ...] | None = None
+) -> str | None:
+    """Return how values in memory differ from what is stored; they begin at `offset` of their
+    tensor.
+    """
+    differs = (_item_bytes(content) != _item_bytes(values.detach().cpu())).any(dim=1)
     count = int(differs.sum())
     if not count:
         return None
-    first = torch.unravel_index(differs.nonzero()[0, 0], window.region.shape or (1,))
-    places = [int(i) + o for i, o in zip(first, window.region.offset, strict=False)]
-    size = window.region.num_elements
-    return f"{count} of {size} elements differ from those in memory, the first at {places}"
+    first = torch.unravel_index(differs.nonzero()[0, 0], tuple(content.shape) or (1,))
+    starts = (0,) * content.dim() if offset is None else offset
+    places = [int(i) + start for i, start in zip(first, starts, strict=False)]
+    return (
+        f"{count} of {values.numel()} elements differ from those in memory, the first at {places}"
+    )
 
 
 def _item_bytes(values: torch.Tensor) -> torch.Tensor:

@@ -49,6 +49,7 @@ from distckpt._operations.stats import (
 from distckpt._operations.verify import (
     BadBlock,
     Blocks,
+    Checked,
     Problem,
     VerifyReport,
     check_files,
@@ -270,10 +271,11 @@ class _VerifyWork(Work):
         problems += not_in(problems, self._unread)
         problems += self._describe(bad)
         num_bytes = sum(num_read for _, num_read in [*of_files, *of_units])
+        checked = Checked(problems, num_bytes)
         if self._tensors and not problems:
-            problems = self._compare(list(found))
             num_bytes += sum(tensor.num_bytes for tensor in self._tensors)
-        return report_of_verify(self._stored, self._mode, problems, num_bytes, seconds)
+            checked = Checked(self._compare(list(found)), num_bytes, len(self._tensors))
+        return report_of_verify(self._stored, self._mode, checked, seconds)
 
     def _describe(self, bad: Sequence[BadBlock]) -> list[Problem]:
         """Describe blocks by their numbers among all, which ascend."""

@@ -81,12 +81,13 @@ def encode(
     number = NUMBERS[quantized.number]
     parts: dict[str, torch.Tensor] = {}
     is_one = math.prod(quantized.grid) == 1
-    maxima = torch.tensor(maximum) if is_one else _maxima(values, quantized.block)
+    maxima = torch.tensor(maximum, device="cpu") if is_one else _maxima(values, quantized.block)
     if not maxima.isfinite().all():
         raise ValueError("some values are infinite or not a number")
     scale = quantized.parts["scale"]
     if "global_scale" in quantized.parts:
-        factor = torch.tensor(number.largest * _LARGEST_SCALE / maximum if maximum > 1e-30 else 1.0)
+        ratio = number.largest * _LARGEST_SCALE / maximum if maximum > 1e-30 else 1.0
+        factor = torch.tensor(ratio, device="cpu")
         parts["global_scale"] = factor.reshape(quantized.parts["global_scale"].shape)
         stored = (maxima / number.largest * factor).to(FROM_NAME[scale.dtype])
         # A scale cannot be zero: the smallest number takes its place.
@@ -106,7 +107,7 @@ def encode(
     parts["codes"], parts["scale"] = codes, stored
     if "shape" in quantized.parts:
         parts["shape"] = torch.tensor(
-            quantized.shape, dtype=FROM_NAME[quantized.parts["shape"].dtype]
+            quantized.shape, dtype=FROM_NAME[quantized.parts["shape"].dtype], device="cpu"
         )
     return parts
 

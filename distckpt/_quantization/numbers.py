@@ -96,8 +96,8 @@ def _pack_halves(nibbles: torch.Tensor) -> torch.Tensor:
 def _pack_e2m1(values: torch.Tensor) -> torch.Tensor:
     # The middle between neighbours goes to the even code: the one below for every second, just
     # above it for others.
-    middles = torch.tensor([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0])
-    middles[1::2] = torch.nextafter(middles[1::2], torch.zeros(3))
+    middles = torch.tensor([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0], device="cpu")
+    middles[1::2] = torch.nextafter(middles[1::2], torch.zeros(3, device="cpu"))
     return _pack_halves(torch.bucketize(values.abs(), middles) + 8 * values.signbit())
 
 

@@ -193,10 +193,9 @@ def scales_of_rows(
         return scales.reshape((1,) * len(region.shape)).expand(*lead, 1)
     scales = scales.reshape(grid.shape)
     if len(lead) and quantized.block[-2] > 1 and grid.shape[-2] > 1:
-        blocks = (
-            torch.arange(region.offset[-2], region.offset[-2] + lead[-1]) // quantized.block[-2]
-        )
-        scales = scales.index_select(-2, blocks - grid.offset[-2])
+        first = region.offset[-2]
+        rows = torch.arange(first, first + lead[-1], device=scales.device)
+        scales = scales.index_select(-2, rows // quantized.block[-2] - grid.offset[-2])
     return scales.expand(*lead, grid.shape[-1])
 
 

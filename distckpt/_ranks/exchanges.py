@@ -325,7 +325,7 @@ class Exchanges:
         size, start = _size_and_start(frame)
         if size == len(start):
             return start
-        rest = torch.empty(size - len(start), dtype=torch.uint8)
+        rest = torch.empty(size - len(start), dtype=torch.uint8, device="cpu")
         if is_first:
             rest = _as_tensor(payload[_BYTES_IN_FRAME:])
         self._broadcast(rest, 0, name, group)
@@ -382,7 +382,7 @@ def _send(group: Any, payload: bytes, to: int) -> None:
 
 
 def _receive(group: Any, size: int, source: int) -> bytes:
-    received = torch.empty(size, dtype=torch.uint8)
+    received = torch.empty(size, dtype=torch.uint8, device="cpu")
     if size:
         # Not `recv`, which looks for a global rank among all members.
         work = dist.irecv(received, group=group, group_src=source)
@@ -590,11 +590,15 @@ def _new_gloo_group(members: Sequence[int], timeout: timedelta | None = None) ->
     """
     name = "TORCH_GLOO_LAZY_INIT"
     sets_it = len(members) >= FAN_OUT and name not in os.environ
+    # A version of torch that cannot leave ranks in their order has no groups in another one.
+    order: dict[str, Any] = {}
+    if list(members) != sorted(members):
+        order["sort_ranks"] = False
     if sets_it:
         os.environ[name] = "1"
     try:
         return dist.new_group(
-            list(members), timeout, backend="gloo", use_local_synchronization=True
+            list(members), timeout, backend="gloo", use_local_synchronization=True, **order
         )
     finally:
         if sets_it:

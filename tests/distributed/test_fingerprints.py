@@ -142,6 +142,16 @@ def test_a_tensor_that_is_not_complete_has_none(run):
     assert run(fingerprint_with_a_gap, 2) == ["InvalidShardingError"] * 2
 
 
+def test_plain_tensors_that_are_left_out_are_named(caplog):
+    model = torch.nn.Linear(4, 4)
+    state = {"model": model, "ema": {"weight": torch.ones(4)}, "step": 3}
+
+    assert distckpt.fingerprint(state) == distckpt.fingerprint({"model": model})
+
+    (warning,) = (each.message for each in caplog.records if each.levelname == "WARNING")
+    assert "'ema.weight'" in warning
+
+
 # --- Stored ones ---------------------------------------------------------------------------------
 
 WAYS = ["save", "async_save", "manager"]
@@ -175,7 +185,9 @@ def test_saves_store_what_was_in_memory(run, tmp_path, way):
         assert checkpoint.fingerprints(stored=True) == expected
         assert checkpoint.fingerprints() == expected
         assert checkpoint.fingerprints(["last.norm"], stored=True).keys() == {"last.norm"}
-        assert distckpt.verify(checkpoint.location).is_whole
+        report = distckpt.verify(checkpoint.location)
+        assert report.is_whole
+        assert report.num_fingerprints == len(expected)
 
 
 def test_copies_are_compared_with_what_was_saved(tmp_path):
@@ -212,7 +224,9 @@ def test_a_reshard_keeps_the_fingerprints_of_what_stays_as_it_is(tmp_path):
     assert other.fingerprints(["first.rows"], stored=True)["first.rows"] == saved["first.rows"]
     with pytest.raises(CheckpointingException, match=r"no stored fingerprints of.*first\.columns"):
         other.fingerprints(stored=True)
-    assert distckpt.verify(tmp_path / "other").is_whole
+    report = distckpt.verify(tmp_path / "other")
+    assert report.is_whole
+    assert report.num_fingerprints == 2
 
 
 def _spoiled(rank: int, path: str, is_async: bool) -> None:
@@ -244,7 +258,9 @@ def test_verify_finds_what_was_written_otherwise_than_it_was(run, tmp_path, is_a
 
     assert not report.is_whole
     assert {"fingerprint mismatch" in problem.message for problem in report.problems} == {True}
-    assert distckpt.verify(tmp_path / "step", mode="fast").is_whole
+    fast = distckpt.verify(tmp_path / "step", mode="fast")
+    assert fast.is_whole
+    assert fast.num_fingerprints == 0
 
 
 def test_checkpoints_without_them_say_so(tmp_path):
@@ -252,6 +268,20 @@ def test_checkpoints_without_them_say_so(tmp_path):
 
     with pytest.raises(CheckpointingException, match="save with fingerprint=True"):
         distckpt.open(tmp_path / "step").fingerprints(stored=True)
+
+
+def test_tensors_with_gaps_are_not_compared(tmp_path):
+    state = {
+        "part": ShardedTensor.from_rank_offsets("part", torch.ones(4), (0, 0, 3)),
+        "whole": ShardedTensor.from_rank_offsets("whole", torch.ones(4)),
+    }
+    options = distckpt.SaveOptions(fingerprint=True, validate_access_integrity=False)
+    distckpt.save(state, tmp_path / "step", options=options)
+
+    report = distckpt.verify(tmp_path / "step")
+
+    assert report.is_whole
+    assert report.num_fingerprints == 1
 
 
 def _different_options(rank: int, path: str) -> str:

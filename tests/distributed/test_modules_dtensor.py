@@ -292,3 +292,54 @@ def test_pipeline_stages_say_which_copy_they_have(tmp_path):
         for i in range(2)
         for name, shape in (("weight", (3, 2)), ("bias", (3,)))
     }
+
+
+def _in_another_order(rank: int, path: str) -> None:
+    """torch counts ranks from the lowest of a process group on, wherever they are in a mesh."""
+    mesh = DeviceMesh("cpu", [[3, 2], [1, 0]], mesh_dim_names=("dp", "tp"))
+    torch.manual_seed(0)
+    table, net = torch.randn(8, 12), torch.nn.Sequential(torch.nn.Linear(8, 4))
+    expected = {name: value.clone() for name, value in net.state_dict().items()}
+    parallelize_module(net, mesh["tp"], {"0": RowwiseParallel()})
+    fully_shard(net, mesh=mesh["dp"])
+    placements = [[Shard(0), Shard(1)], [Shard(1), Replicate()], [Shard(0), Shard(0)]]
+    state = {
+        f"table.{number}": distribute_tensor(table, mesh, placement)
+        for number, placement in enumerate(placements)
+    }
+    for value in state.values():
+        assert torch.equal(value.full_tensor(), table)
+
+    distckpt.save({"model": net, **state}, path)
+
+    content = distckpt.open(path)
+    for name, value in expected.items():
+        assert torch.equal(content.read(name), value), name
+    for name in state:
+        assert torch.equal(content.read(name), table), name
+
+
+def test_ranks_may_be_in_any_order_in_a_mesh(tmp_path):
+    run(_in_another_order, 4, str(tmp_path / "step"))
+
+
+def _emptied(rank: int, path: str) -> None:
+    """The last of four ranks has no rows of five, and FSDP2 leaves it no columns either."""
+    mesh = init_device_mesh("cpu", (1, 4), mesh_dim_names=("dp", "tp"))
+    torch.manual_seed(0)
+    nets = [torch.nn.Sequential(torch.nn.Linear(10, 5)) for _ in range(2)]
+    expected = nets[0].state_dict()["0.weight"].clone()
+    for net in nets:
+        parallelize_module(net, mesh["tp"], {"0": ColwiseParallel()})
+        fully_shard(
+            net, mesh=mesh["dp"], shard_placement_fn=lambda p: Shard(1) if p.ndim > 1 else None
+        )
+    distckpt.save({"model": nets[0]}, path)
+    assert torch.equal(distckpt.open(path).read("0.weight"), expected)
+    distckpt.load({"model": nets[1]}, path)
+    local = [net[0].weight.to_local() for net in nets]
+    assert torch.equal(*local)
+
+
+def test_a_part_may_be_empty_along_all_axes(tmp_path):
+    run(_emptied, 4, str(tmp_path / "step"))

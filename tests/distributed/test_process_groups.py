@@ -4,6 +4,7 @@ have.
 
 from __future__ import annotations
 
+import inspect
 import threading
 import weakref
 
@@ -244,3 +245,26 @@ def save_in_two_threads(rank, size, folder):
 
 def test_threads_that_use_one_group_take_turns(tmp_path):
     assert run(save_in_two_threads, 2, 2, str(tmp_path)) == [True, True]
+
+
+def _group_in_another_order(rank: int, path: str) -> None:
+    group = dist.new_group([2, 0, 3], sort_ranks=False)
+    if rank == 1:
+        return
+    position = [2, 0, 3].index(rank)
+    assert dist.get_rank(group) == position
+    part = torch.full((2, 2), float(position))
+    state = {"w": ShardedTensor.from_rank_offsets("w", part, (0, position, 3))}
+    distckpt.save(state, f"{path}/saved", process_group=group)
+    distckpt.async_save(state, f"{path}/in_background", process_group=group).result()
+    expected = torch.arange(3.0).repeat_interleave(2)[:, None].expand(6, 2)
+    for name in ("saved", "in_background"):
+        assert torch.equal(distckpt.open(f"{path}/{name}").read("w"), expected)
+
+
+@pytest.mark.skipif(
+    "sort_ranks" not in inspect.signature(dist.new_group).parameters,
+    reason="torch sorts the ranks of all groups",
+)
+def test_ranks_may_be_in_any_order_in_a_group(tmp_path):
+    run(_group_in_another_order, 4, str(tmp_path))

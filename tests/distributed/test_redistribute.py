@@ -192,6 +192,53 @@ def test_modules_optimizers_and_values():
     run_once(_objects, 2)
 
 
+def _rank_0_is_new(rank: int) -> None:
+    old_model, new_model = model_of(0), model_of(1)
+    old_optimizer, new_optimizer = trained(old_model), torch.optim.AdamW(new_model.parameters())
+    decay = torch.optim.lr_scheduler.StepLR
+    old_scheduler, new_scheduler = decay(old_optimizer, 1), decay(new_optimizer, 1)
+    old_optimizer.step()
+    old_scheduler.step()
+    old = {"model": old_model, "optimizer": old_optimizer, "scheduler": old_scheduler, "step": 7}
+    new = {"model": new_model, "optimizer": new_optimizer, "scheduler": new_scheduler, "step": 0}
+    distckpt.redistribute(old if rank else {}, new)
+    assert new["step"] == 7
+    assert new_scheduler.last_epoch == 1
+    assert new_optimizer.param_groups[0]["lr"] == pytest.approx(0.001)
+    given, taken = old_optimizer.state_dict()["state"], new_optimizer.state_dict()["state"]
+    assert all(torch.equal(given[i]["exp_avg"], taken[i]["exp_avg"]) for i in range(4))
+
+
+def test_rank_0_may_have_nothing(run):
+    run(_rank_0_is_new, 2)
+
+
+def _values_of_several_ranks(rank: int) -> None:
+    new = {"step": 0, "epoch": 0, "scale": torch.zeros(2)}
+    distckpt.redistribute({"epoch": 2} if rank else {"step": 7, "scale": torch.ones(2)}, new)
+    assert (new["step"], new["epoch"], new["scale"].tolist()) == (7, 2, [1.0, 1.0])
+
+
+def test_ranks_may_give_different_values(run):
+    run(_values_of_several_ranks, 2)
+
+
+def _values_that_differ(rank: int) -> int:
+    new = {"step": 0, "args": {}}
+    old = {"step": 7 + rank // 2, "args": {"lr": 0.5}}
+    distckpt.redistribute(old if rank else {}, new)
+    return new["step"]
+
+
+def test_values_that_differ_between_ranks_are_named():
+    with launched(_values_that_differ, 3) as launch:
+        outcomes = launch.outcomes()
+    assert [outcome.value for outcome in outcomes] == [7, 7, 7]
+    (warning,) = outcomes[0].warnings_logged
+    assert "ranks 1 and 2 give different values for 'step'" in warning
+    assert "that of rank 1" in warning
+
+
 def _smaller_module(rank: int) -> str:
     old, new = model_of(0), model_of(1)[:1]
     text = str(error_of(distckpt.redistribute, {"model": old}, {"model": new}))
@@ -238,6 +285,19 @@ def test_tied_targets_of_equal_values_are_not(caplog):
     assert not [each for each in caplog.records if each.levelname == "WARNING"]
 
 
+def test_values_that_overflow_are_named(caplog):
+    given = {"a": torch.tensor([1e6, 1.0]), "b": torch.tensor(1e6), "c": torch.tensor(1e6)}
+    taken = {
+        "a": torch.zeros(2).half(),
+        "b": torch.tensor(0.0).half(),
+        "c": torch.zeros(()).double(),
+    }
+    distckpt.redistribute(given, taken, allow_dtype_cast=True)
+    (warning,) = (each.message for each in caplog.records if each.levelname == "WARNING")
+    assert "2 values are not finite" in warning
+    assert "'a', 'b'" in warning
+
+
 def test_what_is_given_otherwise_is_told_how():
     module = torch.nn.Linear(3, 3)
     with pytest.raises(LoadMismatchError) as plain:
@@ -246,9 +306,33 @@ def test_what_is_given_otherwise_is_told_how():
     assert "distckpt.open" not in str(plain.value)
     with pytest.raises(LoadMismatchError) as absent:
         distckpt.redistribute({"model": module}, {"model": module, "step": 0})
-    assert "No rank holds" in str(absent.value)
-    assert "'step'" in str(absent.value)
+    assert "What is given holds no value for 'step'" in str(absent.value)
     assert "checkpoint" not in str(absent.value)
+
+
+def test_what_the_fallback_lacks_is_told(tmp_path):
+    average, other = torch.ones(3), ShardedTensor.from_rank_offsets("other", torch.ones(3))
+    distckpt.save({"other": other, "ema": average}, tmp_path / "step")
+    with pytest.raises(LoadMismatchError) as absent:
+        distckpt.redistribute({}, {"ema": torch.zeros(3)}, fallback=tmp_path / "step")
+    assert "No rank holds 'ema', and neither does the fallback" in str(absent.value)
+    assert "common_state" in str(absent.value)
+    assert "strict" not in str(absent.value)
+
+
+@pytest.mark.parametrize("bits", [60, 80])
+def test_buffers_that_do_not_fit_memory_are_named(bits):
+    texts = run_once(_huge_buffers, 2, bits)
+    assert texts[0] == texts[1]
+    assert "max_inflight_bytes" in texts[0]
+
+
+def _huge_buffers(rank: int, bits: int) -> str:
+    held, target = split(0, rank, 2), split(1, rank, 2, empty=True)
+    error = error_of(distckpt.redistribute, held, target, max_inflight_bytes=1 << bits)
+    assert isinstance(error, distckpt.CheckpointingException)
+    assert sum_over_ranks(1) == 2
+    return str(error)
 
 
 def _dtensors(rank: int) -> None:
@@ -359,22 +443,24 @@ def _mistakes(rank: int) -> list[str]:
     empty = {"a": part_of(KEYS[0], 0, rank, 2).without_data()}
     unknown = {"a": torch.zeros(2)}
     expanded = {"a": ShardedTensor.from_rank_offsets(KEYS[0], torch.zeros(1, 12).expand(24, 12))}
+    windows = {"a": ShardedTensor.from_rank_offsets(KEYS[0], torch.zeros(35).unfold(0, 12, 1))}
     return [
         str(error_of(distckpt.redistribute, held, target))
-        for target in (half, other_shape, empty, unknown, expanded)
+        for target in (half, other_shape, empty, unknown, expanded, windows)
     ]
 
 
 def test_mistakes_are_named(run):
-    for half, shape, empty, unknown, expanded in run(_mistakes, 2):
+    for half, shape, empty, unknown, expanded, windows in run(_mistakes, 2):
         assert "allow_dtype_cast=True" in half
         assert KEYS[0] in half
         assert "(24, 12)" in shape
         assert "(5, 5)" in shape
         assert "has no data" in empty
         assert "'a'" in unknown
-        assert "not expanded" in expanded
-        assert KEYS[0] in expanded
+        for repeated in (expanded, windows):
+            assert "several of its elements are one" in repeated
+            assert KEYS[0] in repeated
 
 
 # --- Buffers --------------------------------------------------------------------------------------

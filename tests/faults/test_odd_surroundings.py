@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+import torch
 
 import distckpt
 from distckpt import CheckpointingException, CheckpointManager, RankFailedError
@@ -382,3 +383,28 @@ def test_a_load_that_does_not_see_a_file_yet_says_so(tmp_path):
         assert isinstance(error, RankFailedError)
         assert list(error.failures) == [1]
         assert "is not visible on this machine yet" in str(error)
+
+
+def _with_default_device(rank: int, path: str) -> None:
+    """Buffers of exchanges are on the CPU wherever new tensors are."""
+    torch.manual_seed(0)
+    models = [torch.nn.Linear(40, 30) for _ in range(3)]
+    state = {"net": models[0], "values": [1.5] * 9000}
+    with torch.device("meta"):
+        distckpt.save(state, f"{path}/saved", fingerprint=True, stats=True)
+        distckpt.async_save(state, f"{path}/in_background").result()
+        distckpt.load({"net": models[1], "values": None}, f"{path}/in_background")
+        assert distckpt.verify(f"{path}/saved", live={"net": models[1]}).is_whole
+        distckpt.redistribute({"net": models[0]} if rank == 0 else {}, {"net": models[2]})
+        distckpt.consolidate(f"{path}/saved", f"{path}/fp8", quantize="fp8-block")
+        distckpt.consolidate(f"{path}/saved", f"{path}/bf16", dtype=torch.bfloat16)
+        expected = distckpt.open(f"{path}/saved").fingerprints()
+        assert distckpt.fingerprint({"net": models[2]}) == expected
+    stored = distckpt.open(f"{path}/saved").read("net.weight")
+    quantized = distckpt.open(f"{path}/fp8").read("net.weight").float()
+    assert torch.allclose(quantized, stored, rtol=0.1, atol=0.01)
+    assert torch.equal(distckpt.open(f"{path}/bf16").read("net.weight"), stored.bfloat16())
+
+
+def test_another_default_device(tmp_path):
+    run(_with_default_device, 2, str(tmp_path))

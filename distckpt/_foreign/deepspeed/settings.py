@@ -67,7 +67,7 @@ def _values(
         del values["step"]
     else:
         # FusedAdam and DeepSpeedCPUAdam count with integers, PyTorch with tensors.
-        values["step"] = torch.tensor(float(values["step"]))
+        values["step"] = torch.tensor(float(values["step"]), device="cpu")
     return values
 
 

@@ -145,7 +145,7 @@ def read_object(blob: bytes) -> Any:
         if math.prod(view.shape) > max(num_items, _EXTRA_VALUES):
             raise ValueError(f"a tensor of shape {view.shape} in a storage of {num_items} items")
         if not num_items and not math.prod(view.shape):
-            return torch.empty(view.shape, dtype=view.dtype)
+            return torch.empty(view.shape, dtype=view.dtype, device="cpu")
         flat = items[: num_items * view.dtype.itemsize].view(view.dtype)
         return flat.as_strided(view.shape, view.strides, view.offset)
 

@@ -102,7 +102,7 @@ def _decode_tensor(payload: Any, entries: Entries) -> torch.Tensor:
     name, shape, number = payload
     dtype, raw = _find_dtype(name, TENSOR_DTYPES), _take(number, entries)
     _check_size(shape, dtype.itemsize, raw)
-    flat = torch.empty(len(raw), dtype=torch.uint8)
+    flat = torch.empty(len(raw), dtype=torch.uint8, device="cpu")
     flat.numpy()[:] = raw
     # Autograd does not take a detached tensor for a view.
     tensor = flat.view(dtype).reshape(shape).detach()

@@ -302,6 +302,13 @@ def test_verify_accepts_what_is_whole(checkpoint, two_ranks, capsys):
     assert "does not exist" in call_error(capsys, "verify", checkpoint / "nothing", code=2)
 
 
+def test_verify_says_how_many_fingerprints_were_compared(tmp_path, capsys):
+    distckpt.save({"model": torch.nn.Linear(2, 2)}, tmp_path / "step", fingerprint=True)
+    assert call_json(capsys, "verify", tmp_path / "step")["num_fingerprints"] == 2
+    assert "; 2 tensors compared with the fingerprints" in call(capsys, "verify", tmp_path / "step")
+    assert "fingerprints" not in call(capsys, "verify", tmp_path / "step", "--fast")
+
+
 def test_verify_finds_a_flipped_bit_in_each_chunk(checkpoint):
     places = [
         (file, *chunk) for file, chunks in chunk_places(checkpoint).items() for chunk in chunks

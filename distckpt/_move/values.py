@@ -1,0 +1,57 @@
+"""Values that ranks give, as one dict for all of them."""
+
+from __future__ import annotations
+
+import copy
+import logging
+from collections.abc import Mapping
+from typing import Any
+
+from distckpt._base.messages import summarize_keys
+from distckpt._base.tree import HOLE
+from distckpt._format import codec
+
+logger = logging.getLogger(__name__)
+
+
+def united_values(of_ranks: Mapping[int, Any]) -> Any:
+    """Unite nested dicts of values: where several ranks give one, that of the first of them is
+    taken.
+    """
+    united: Any = {}
+    for values in of_ranks.values():
+        united = _united(united, values)
+    return united
+
+
+def _united(first: Any, other: Any) -> Any:
+    if first is HOLE:
+        return other
+    if not (isinstance(first, dict) and isinstance(other, dict)):
+        return first
+    found = copy.copy(first)
+    for key, value in other.items():
+        found[key] = _united(found[key], value) if key in found else value
+    return found
+
+
+def warn_of_differences(of_ranks: Mapping[int, Any]) -> None:
+    """Warn of values that ranks give and that differ."""
+    given: dict[str, tuple[int, str]] = {}
+    differing: dict[tuple[int, int], list[str]] = {}
+    for rank, values in of_ranks.items():
+        for path, (digest, value) in codec.leaves(values).items():
+            if value is HOLE:
+                continue
+            first, digest_of_first = given.setdefault(path, (rank, digest))
+            if digest != digest_of_first:
+                differing.setdefault((first, rank), []).append(path)
+    for (first, rank), paths in differing.items():
+        logger.warning(
+            "ranks %d and %d give different values for %s: all ranks get that of rank %d. Were "
+            "they at the same step?",
+            first,
+            rank,
+            summarize_keys(paths),
+            first,
+        )
