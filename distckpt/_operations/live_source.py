@@ -245,6 +245,7 @@ class LiveSource(ShardSource):
         def decide(descriptions: Sequence[bytes]) -> list[bytes]:
             sources = [_table_of(description) for description in self._held.descriptions]
             wanted = [_table_of(description) for description in descriptions]
+            _warn_of_untaken(sources, wanted, self._ties)
             return [plan.to_bytes() for plan in plan_moves(sources, wanted, settings)]
 
         description = header + b"\n" + targets.table.to_bytes()
@@ -284,6 +285,24 @@ def _read_joined(agreed: Agreement) -> tuple[dict[str, StoredEntry], bool, list[
         for key, (dtype, shape) in found.items()
     }
     return entries, has_values, ties
+
+
+def _warn_of_untaken(
+    sources: Sequence[PieceTable], targets: Sequence[PieceTable], ties: Sequence[Sequence[str]]
+) -> None:
+    """Warn of tensors that are given and that no rank takes, under any of their names."""
+    taken = {kind.key for table in targets for kind in table.kinds}
+    for pair in ties:
+        taken.update(pair if taken.intersection(pair) else ())
+    untaken = {kind.key for table in sources for kind in table.kinds} - taken
+    # Those that take nothing at all wait for others, or for another time.
+    if taken and untaken:
+        logger.warning(
+            "no rank takes %s, which is given. If the model on the other side needs it, as it does "
+            "adapters that are not merged or a head that is not tied, give it the name there with "
+            "rules=. Else leave it out of what is given: rules=[Drop(...)].",
+            summarize_keys(untaken),
+        )
 
 
 def _warn_of_differences(targets: Pieces, staged: Staged, pairs: Sequence[tuple[int, int]]) -> None:

@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 import distckpt
 from distckpt import InvalidShardingError, LoadMismatchError, ShardedTensor
 from distckpt.modules import sharded_state_dict
-from distckpt.rules import Concat, Rename
+from distckpt.rules import Concat, Drop, Rename
 from tests.support.harness import ask_parent, error_of, kept_ranks, launched, sum_over_ranks
 from tests.support.harness import run as run_once
 from tests.support.machines import on_machine
@@ -235,6 +235,26 @@ def test_tied_targets_of_equal_values_are_not(caplog):
         torch.nn.init.zeros_(other.head.weight)
         distckpt.redistribute({"model": old}, {"model": other})
         assert torch.equal(other.embed.weight, tied.embed.weight)
+    assert not [each for each in caplog.records if each.levelname == "WARNING"]
+
+
+def test_what_no_rank_takes_is_named_once(caplog):
+    tied = torch.ones(4)
+    given = {
+        "embed": tied,
+        "head": tied,
+        "up.base_layer": torch.ones(4, 4),
+        "up.lora_A": torch.ones(2, 4),
+        "up.lora_B": torch.ones(4, 2),
+    }
+    taken = {"embed": torch.zeros(4), "up": torch.zeros(4, 4)}
+    rules = [Rename("up.base_layer", "up")]
+    for _ in range(2):
+        distckpt.redistribute(given, taken, rules=rules)
+    (warning,) = (each.message for each in caplog.records if each.levelname == "WARNING")
+    assert "no rank takes 'up.lora_A', 'up.lora_B', which is given" in warning
+    caplog.clear()
+    distckpt.redistribute(given, taken, rules=[Drop("up.lora_*"), *rules])
     assert not [each for each in caplog.records if each.levelname == "WARNING"]
 
 
