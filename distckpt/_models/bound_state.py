@@ -34,7 +34,8 @@ class BoundState(dict[str, ShardedTensor]):
             raise InvalidShardingError(
                 f"The module has replaced the memory of {summarize_keys(moved)} since its loader "
                 "was recorded (moved, converted, or made anew), so that nothing of it would be "
-                "filled: call record_loader again, and make a new Route with what it returns."
+                "filled. Record it again: with record_loader, and a new Route for what it returns, "
+                "or by sending the engine another RouteInfo, with check=False."
             )
 
 

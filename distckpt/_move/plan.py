@@ -77,9 +77,9 @@ def _check_kind(given: Kind, taken: Kind, rank: int, settings: MoveSettings) -> 
     dtypes = FROM_NAME[given.dtype], FROM_NAME[taken.dtype]
     fits = is_convertible if settings.allow_dtype_cast else is_lossless_cast
     if not fits(*dtypes):
+        way_out = ", or pass allow_dtype_cast=True" if is_convertible(*dtypes) else ""
         raise LoadMismatchError(
             f"Key {taken.key!r} is given as {dtypes[0]}, and rank {rank} takes it as {dtypes[1]}, "
-            "which would change values: take the dtype that is given or a wider one, or pass "
-            "allow_dtype_cast=True.",
+            f"which would change values: take the dtype that is given or a wider one{way_out}.",
             unexpected=[taken.key],
         )

@@ -10,12 +10,13 @@ from typing import Any
 
 import torch
 
-from distckpt._base.dtypes import FROM_NAME, as_integers
+from distckpt._base.dtypes import FROM_NAME
 from distckpt._base.errors import LoadMismatchError
 from distckpt._base.messages import summarize_keys
 from distckpt._base.options import MoveOptions
 from distckpt._base.tree import CONTAINERS, dotted, map_leaves
 from distckpt._format import codec
+from distckpt._io.aliases import overlapping
 from distckpt._mapping.base import OpenReplicaId
 from distckpt._mapping.sharded_tensor import ShardedTensor
 from distckpt._mapping.wrappers import ShardedObject, ShardedStateDict
@@ -222,9 +223,10 @@ class LiveSource(ShardSource):
         )
         self.plan = plan = self._agree_on_plan(targets, settings)
         with ranks.phase("prepare the targets"):
-            # With `compares`, tied targets with different values are found as errors.
-            apart = [] if self.compares else self._to_compare(targets)
-            fresh = {row for _, row in apart}
+            apart = self._to_compare(targets)
+            # With `compares`, those with different values are found as errors where they are
+            # filled.
+            fresh = {row for _, row in apart if not self.compares}
             staged = Staged.of(self.given.pieces, targets, options.atomic, fresh)
         if plan.has_gaps and self.fallback is not None:
             self.fallback.read(_gaps(plan, targets, staged), ())
@@ -232,12 +234,14 @@ class LiveSource(ShardSource):
         if plan.compared:
             check_arrival = on_demand("arrival").check_arrival
             check_arrival(ranks, plan, self.given.pieces, targets, staged.views)
-        _warn_of_differences(targets, staged, apart)
-        staged.commit()
+        _warn_of_differences(targets, staged.commit(apart))
 
     def _to_compare(self, targets: Pieces) -> list[tuple[int, int]]:
-        """Return the targets that are tied, and are given as tensors of their own."""
-        return [pair for pair in _tied(targets) if _keys_of(targets, pair) not in self._ties]
+        """Return the targets that share memory (first, second), unless they are one tensor on the
+        side that gives, too.
+        """
+        tied = {pair for pair in _tied(targets) if _keys_of(targets, pair) in self._ties}
+        return sorted(set(overlapping(targets.views)) - tied, key=lambda pair: pair[::-1])
 
     def _agree_on_plan(self, targets: Pieces, settings: MoveSettings) -> RankPlan:
         header = json.dumps([self._held.number, settings]).encode()
@@ -305,20 +309,17 @@ def _warn_of_untaken(
         )
 
 
-def _warn_of_differences(targets: Pieces, staged: Staged, pairs: Sequence[tuple[int, int]]) -> None:
-    """Warn of tensors with different values that are to be one."""
+def _warn_of_differences(targets: Pieces, pairs: Sequence[tuple[int, int]]) -> None:
+    """Warn of tensors with different values that were to be one, or have memory in common."""
     for pair in pairs:
-        views = (staged.views[row].detach().resolve_conj().resolve_neg() for row in pair)
-        one, other = map(as_integers, views)
-        if not torch.equal(one, other):
-            first, last = _keys_of(targets, pair)
-            logger.warning(
-                "%r and %r have different values, and were to be moved into one tensor: it has "
-                "that of %r now. Take one of them, or untie the tensors.",
-                first,
-                last,
-                last,
-            )
+        first, last = _keys_of(targets, pair)
+        logger.warning(
+            "%r and %r have different values, and were to be moved into memory that both have: it "
+            "has that of %r now. Take one of them, or give each memory of its own.",
+            first,
+            last,
+            last,
+        )
 
 
 def _gaps(plan: RankPlan, targets: Pieces, staged: Staged) -> list[ShardedTensor]:

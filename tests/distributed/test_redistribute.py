@@ -227,6 +227,56 @@ def test_tied_targets_of_different_values_are_named(caplog):
     assert "that of 'head.weight'" in warning
 
 
+@pytest.mark.parametrize("atomic", [False, True])
+@pytest.mark.parametrize(
+    ("shape", "other"),
+    [
+        ((8,), lambda memory: memory[4:]),
+        ((2, 4), lambda memory: memory[:8].view(2, 4)),
+        ((2, 4), lambda memory: memory.as_strided((2, 4), (6, 1), 1)),
+        ((8,), lambda memory: memory[:8].view(torch.int32)),
+    ],
+    ids=["flat buffer", "other shape", "strided", "other dtype"],
+)
+def test_targets_that_have_memory_in_common_are_named(shape, other, atomic, caplog):
+    memory = torch.zeros(12)
+    state = {"one": memory[:8], "two": other(memory)}
+    two = torch.ones(shape, dtype=state["two"].dtype)
+    distckpt.redistribute({"one": torch.arange(8.0), "two": two}, state, atomic=atomic)
+    assert torch.equal(state["two"], two)
+    (warning,) = (each.message for each in caplog.records if each.levelname == "WARNING")
+    assert "'one' and 'two' have different values" in warning
+    caplog.clear()
+    apart = {"one": memory[:6].view(2, 3)[:, :2], "two": memory[:6].view(2, 3)[:, 2]}
+    distckpt.redistribute({"one": torch.ones(2, 2), "two": torch.zeros(2)}, apart)
+    assert memory[:6].tolist() == [1, 1, 0, 1, 1, 0]
+    assert not caplog.records
+
+
+def test_wider_complex_numbers_are_filled():
+    given = torch.randn(4, dtype=torch.complex64)
+    target = torch.zeros(4, dtype=torch.complex128)
+    distckpt.redistribute({"weight": given}, {"weight": target})
+    assert torch.equal(target, given.to(torch.complex128))
+
+
+def test_a_conversion_that_no_option_allows_is_told_without_one():
+    given, taken = {"weight": torch.ones(4, dtype=torch.int8)}, torch.zeros(4, dtype=torch.bool)
+    with pytest.raises(LoadMismatchError, match="or a wider one.$"):
+        distckpt.redistribute(given, {"weight": taken}, allow_dtype_cast=True)
+
+
+def test_a_target_that_overlaps_itself_is_refused():
+    given = {"weight": torch.arange(8.0).view(2, 4)}
+    for strides in ((2, 1), (0, 1)):
+        target = torch.zeros(12).as_strided((2, 4), strides)
+        with pytest.raises(InvalidShardingError, match=r"'weight'.*several of its elements"):
+            distckpt.redistribute(given, {"weight": target})
+    woven = torch.zeros(12).as_strided((2, 4), (3, 2))
+    distckpt.redistribute(given, {"weight": woven})
+    assert torch.equal(woven, given["weight"])
+
+
 def test_tied_targets_of_equal_values_are_not(caplog):
     apart, tied, other = _TwoNames(False), _TwoNames(True), _TwoNames(True)
     distckpt.redistribute({"model": tied}, {"model": apart})

@@ -593,6 +593,8 @@ def test_arguments_are_checked(address):
         distckpt.Route(address)
     with pytest.raises(ValueError, match="host:port"):
         distckpt.Route("nowhere", source={})
+    with pytest.raises(ValueError, match=r"no directory to read here: give the path"):
+        distckpt.Route(address, source={}, family="auto")
     for name in ("127.0.0.1:0", "tcp://127.0.0.1:29700", ":29700"):
         with pytest.raises(ValueError, match="host:port"):
             distckpt.Route(name, source={})

@@ -231,9 +231,13 @@ def test_memory_that_was_replaced_since_is_named(move, place, tmp_path):
     values = {"weight": torch.randn(4, 2)}
     save_file(values, tmp_path / "model.safetensors")
     move(model)
-    with pytest.raises(InvalidShardingError, match=r"'weight'.*record_loader again"):
+    with pytest.raises(
+        InvalidShardingError, match=r"'weight'.*Record it again: with record_loader"
+    ):
         distckpt.load(state, tmp_path)
-    with pytest.raises(InvalidShardingError, match=r"'weight'.*record_loader again"):
+    with pytest.raises(
+        InvalidShardingError, match=r"'weight'.*Record it again: with record_loader"
+    ):
         distckpt.redistribute(values, state)
 
 
