@@ -262,7 +262,7 @@ def test_wider_complex_numbers_are_filled():
 
 def test_a_conversion_that_no_option_allows_is_told_without_one():
     given, taken = {"weight": torch.ones(4, dtype=torch.int8)}, torch.zeros(4, dtype=torch.bool)
-    with pytest.raises(LoadMismatchError, match="or a wider one.$"):
+    with pytest.raises(LoadMismatchError, match=r"or a wider one\.$"):
         distckpt.redistribute(given, {"weight": taken}, allow_dtype_cast=True)
 
 
