@@ -57,7 +57,9 @@ class RouteEngine:
     @staticmethod
     def trainer_send_weights(*_: Any, **__: Any) -> NoReturn:
         """Refuse to send: trainers have a `Route` of their own. Some releases of vLLM require it."""
-        raise CheckpointingException("The trainer gives weights by distckpt.Route(...).run(version).")
+        raise CheckpointingException(
+            "The trainer gives weights by distckpt.Route(...).run(version)."
+        )
 
     def shutdown(self) -> None:
         """Leave the route."""

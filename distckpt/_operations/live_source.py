@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -120,9 +121,13 @@ def with_shards(state_dict: ShardedStateDict, rank: int) -> ShardedStateDict:
         return ShardedTensor.from_rank_offsets(dotted(path), leaf, replica_id=copy)
 
     found: ShardedStateDict = map_leaves(
-        described, state_dict, lambda node: type(node) in CONTAINERS
+        described, state_dict, lambda node: type(node) in _CONTAINERS_OF_TENSORS
     )
     return found
+
+
+_CONTAINERS_OF_TENSORS = (*CONTAINERS, OrderedDict)
+"""Containers whose plain tensors are moved: what `state_dict()` of a module returns is one, too."""
 
 
 @dataclass
@@ -249,8 +254,9 @@ class LiveSource(ShardSource):
         def decide(descriptions: Sequence[bytes]) -> list[bytes]:
             sources = [_table_of(description) for description in self._held.descriptions]
             wanted = [_table_of(description) for description in descriptions]
+            plans = [plan.to_bytes() for plan in plan_moves(sources, wanted, settings)]
             _warn_of_untaken(sources, wanted, self._ties)
-            return [plan.to_bytes() for plan in plan_moves(sources, wanted, settings)]
+            return plans
 
         description = header + b"\n" + targets.table.to_bytes()
         agreed = self.agreements.reach(self.ranks, "plan the move", description, decide)

@@ -192,6 +192,22 @@ def test_modules_optimizers_and_values():
     run_once(_objects, 2)
 
 
+@pytest.mark.parametrize("place", ["alone", "below a name"])
+def test_state_dicts_of_modules_are_moved_as_tensors(place):
+    old, new = torch.nn.Linear(4, 3), torch.nn.Linear(4, 3).bfloat16()
+    named = {"alone": lambda state: state, "below a name": lambda state: {"model": state}}[place]
+    with pytest.raises(LoadMismatchError, match="allow_dtype_cast=True"):
+        distckpt.redistribute(named(old.state_dict()), named(new.state_dict()))
+    report = distckpt.redistribute(
+        named(old.state_dict()), named(new.state_dict()), allow_dtype_cast=True
+    )
+    assert report.num_bytes == 15 * 4
+    assert torch.equal(new.weight, old.weight.bfloat16())
+    wider = torch.nn.Linear(4, 5)
+    with pytest.raises(LoadMismatchError, match="global shape"):
+        distckpt.redistribute(named(old.state_dict()), named(wider.state_dict()))
+
+
 def _smaller_module(rank: int) -> str:
     old, new = model_of(0), model_of(1)[:1]
     text = str(error_of(distckpt.redistribute, {"model": old}, {"model": new}))
@@ -312,8 +328,8 @@ def test_what_is_given_otherwise_is_told_how():
     module = torch.nn.Linear(3, 3)
     with pytest.raises(LoadMismatchError) as plain:
         distckpt.redistribute({"model": module.state_dict()}, {"model": module})
-    assert "given at 'model': give the module itself there" in str(plain.value)
-    assert "distckpt.open" not in str(plain.value)
+    assert "given with the prefix 'model.'" in str(plain.value)
+    assert "state dicts on both" in str(plain.value)
     with pytest.raises(LoadMismatchError) as absent:
         distckpt.redistribute({"model": module}, {"model": module, "step": 0})
     assert "No rank holds" in str(absent.value)

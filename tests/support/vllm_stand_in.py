@@ -76,7 +76,10 @@ def install(base: type = WeightTransferEngine) -> None:
     for name in ("vllm", "vllm.distributed", "vllm.distributed.weight_transfer"):
         sys.modules[name] = ModuleType(name)
     package = "vllm.distributed.weight_transfer"
-    members = {"WeightTransferEngine": base}, {"WeightTransferEngineFactory": WeightTransferEngineFactory}
+    members = (
+        {"WeightTransferEngine": base},
+        {"WeightTransferEngineFactory": WeightTransferEngineFactory},
+    )
     for part, named in zip(("base", "factory"), members, strict=True):
         module = ModuleType(f"{package}.{part}")
         vars(module).update(named)
