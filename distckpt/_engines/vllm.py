@@ -56,7 +56,7 @@ class RouteEngine:
 
     @staticmethod
     def trainer_send_weights(*_: Any, **__: Any) -> NoReturn:
-        """Refuse to send: trainers have a `Route` of their own. Some releases of vLLM require it."""
+        """Refuse to send, which some releases of vLLM ask for: trainers have a `Route`."""
         raise CheckpointingException(
             "The trainer gives weights by distckpt.Route(...).run(version)."
         )

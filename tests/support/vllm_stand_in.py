@@ -47,9 +47,7 @@ class WeightTransferEngine(ABC):
 
 
 class OldWeightTransferEngine(ABC):
-    """The base class of vLLM until 0.22: without the model."""
-
-    def __init__(self, config: Any, parallel_config: Any) -> None: ...
+    """The base class of vLLM until 0.22, whose backends do not know the model."""
 
     @abstractmethod
     def receive_weights(self, update_info: Any, load_weights: Any) -> None: ...
