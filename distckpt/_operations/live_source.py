@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -22,6 +21,8 @@ from distckpt._mapping.base import OpenReplicaId
 from distckpt._mapping.sharded_tensor import ShardedTensor
 from distckpt._mapping.wrappers import ShardedObject, ShardedStateDict
 from distckpt._models import objects
+from distckpt._models.bound_state import BoundState
+from distckpt._models.optimizer.description import OptimizerState
 from distckpt._move.agreements import Agreement, Agreements
 from distckpt._move.assignment import MoveSettings
 from distckpt._move.carry import carry
@@ -48,14 +49,12 @@ class GivenState:
 
     Attributes:
         pieces: of tensors, under the names under which they are moved.
-        objects: by unique key.
-        common: values that are no shards.
+        values: objects by unique key, and what is no shard, encoded; empty if there is nothing.
         description: of all this, without values.
     """
 
     pieces: Pieces
-    objects: dict[str, ShardedObject]
-    common: dict[Any, Any]
+    values: bytes
     description: bytes
 
 
@@ -90,7 +89,10 @@ def _described(
     pieces = pieces_of(tensors, rules)
     kinds = {cell.key: cell.global_shape for cell in cells.values()}
     header = json.dumps([kinds, bool(common), [_keys_of(pieces, pair) for pair in _tied(pieces)]])
-    return GivenState(pieces, cells, common, header.encode() + b"\n" + pieces.table.to_bytes())
+    items = [(key, cell.data) for key, cell in cells.items()]
+    # Here, where all ranks learn of a value that cannot be encoded.
+    values = codec.encode([items, common]) if items or common else b""
+    return GivenState(pieces, values, header.encode() + b"\n" + pieces.table.to_bytes())
 
 
 def _tied(pieces: Pieces) -> list[tuple[int, int]]:
@@ -120,14 +122,13 @@ def with_shards(state_dict: ShardedStateDict, rank: int) -> ShardedStateDict:
         copy = OpenReplicaId((0, rank))
         return ShardedTensor.from_rank_offsets(dotted(path), leaf, replica_id=copy)
 
-    found: ShardedStateDict = map_leaves(
-        described, state_dict, lambda node: type(node) in _CONTAINERS_OF_TENSORS
-    )
+    found: ShardedStateDict = map_leaves(described, state_dict, _is_walked)
     return found
 
 
-_CONTAINERS_OF_TENSORS = (*CONTAINERS, OrderedDict)
-"""Containers whose plain tensors are moved: what `state_dict()` of a module returns is one, too."""
+def _is_walked(node: Any) -> bool:
+    """Tell whether the plain tensors in a container are moved, as those of `state_dict()` are."""
+    return isinstance(node, CONTAINERS) and not isinstance(node, OptimizerState | BoundState)
 
 
 @dataclass
@@ -204,11 +205,10 @@ class LiveSource(ShardSource):
     def _all_values(self) -> dict[str, Any]:
         """Return the objects and the common state of all ranks, by unique key."""
         if self._values is None:
-            cells = {key: cell.data for key, cell in self.given.objects.items()}
-            own = codec.encode([list(cells.items()), self.given.common])
             self._values = {}
             common: dict[Any, Any] = {}
-            for data in self.ranks.all_gather(own) if self._has_values else ():
+            sent = self.ranks.all_gather(self.given.values) if self._has_values else []
+            for data in filter(None, sent):
                 items, values = _decoded(data)
                 self._values = {**dict(items), **self._values}
                 common = common or values
@@ -305,8 +305,7 @@ def _warn_of_untaken(
     for pair in ties:
         taken.update(pair if taken.intersection(pair) else ())
     untaken = {kind.key for table in sources for kind in table.kinds} - taken
-    # Those that take nothing at all wait for others, or for another time.
-    if taken and untaken:
+    if untaken:
         logger.warning(
             "no rank takes %s, which is given. If the model on the other side needs it, as it does "
             "adapters that are not merged or a head that is not tied, give it the name there with "

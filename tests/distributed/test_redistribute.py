@@ -337,6 +337,26 @@ def test_what_is_given_otherwise_is_told_how():
     assert "checkpoint" not in str(absent.value)
 
 
+class _Unknown:
+    """A value that cannot be sent."""
+
+
+def _unknown_value(rank: int) -> str:
+    old = {"extra": _Unknown()} if rank == 1 else {"step": 1}
+    text = str(error_of(distckpt.redistribute, old, {"step": 0}))
+    new = {"step": 0}
+    distckpt.redistribute({"step": 2}, new)
+    assert new["step"] == 2
+    return text
+
+
+def test_a_value_that_cannot_be_sent_is_named_on_all_ranks(run):
+    for text in run(_unknown_value, 2):
+        assert "rank 1" in text
+        assert "'extra'" in text
+        assert "_Unknown" in text
+
+
 def _dtensors(rank: int) -> None:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
     full = values_of("weight", (10, 7))
