@@ -282,6 +282,18 @@ def test_a_conversion_that_no_option_allows_is_told_without_one():
         distckpt.redistribute(given, {"weight": taken}, allow_dtype_cast=True)
 
 
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.int8])
+def test_codes_are_not_converted_as_if_they_were_values(dtype):
+    codes = torch.ones(4, 4).to(dtype)
+    given = {"up.weight": codes, "up.weight_scale": torch.full((4, 1), 0.5)}
+    values = torch.zeros(4, 4, dtype=torch.bfloat16)
+    with pytest.raises(LoadMismatchError, match=r"'up\.weight' .*'up\.weight_scale' beside it"):
+        distckpt.redistribute(given, {"up.weight": values})
+    taken = {name: torch.zeros_like(tensor) for name, tensor in given.items()}
+    distckpt.redistribute(given, taken)
+    assert torch.equal(taken["up.weight"].float(), codes.float())
+
+
 def test_a_target_that_overlaps_itself_is_refused():
     given = {"weight": torch.arange(8.0).view(2, 4)}
     for strides in ((2, 1), (0, 1)):
