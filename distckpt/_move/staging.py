@@ -57,14 +57,25 @@ class Staged(NamedTuple):
         earlier: dict[int, list[int]] = {}
         for first, second in pairs:
             earlier.setdefault(second, []).append(first)
-        changed = []
+        changed: list[tuple[int, int]] = []
         for row, (view, target) in enumerate(zip(self.views, self.targets.views, strict=True)):
-            before = [(first, _bits(self.targets.views[first])) for first in earlier.get(row, ())]
+            firsts = earlier.get(row, [])
+            before = self._bits(firsts)
             if view is not target:
                 copy_values(view, target)
-            for first, bits in before:
-                if not torch.equal(bits, _bits(self.targets.views[first])):
-                    changed.append((first, row))
+            same = map(torch.equal, before, self._bits(firsts))
+            marked = zip(firsts, same, strict=True)
+            changed += [(first, row) for first, is_same in marked if not is_same]
+        self._complete()
+        return changed
+
+    def _bits(self, rows: Iterable[int]) -> list[torch.Tensor]:
+        """Return copies of the values of targets, which NaN equals as well."""
+        views = (self.targets.views[row].detach() for row in rows)
+        return [as_integers(view.resolve_conj().resolve_neg().clone()) for view in views]
+
+    def _complete(self) -> None:
+        """Write what is not moved."""
         for padding in self.targets.padding:
             padding.zero_()
         # Once, if several targets are the same memory.
@@ -75,15 +86,9 @@ class Staged(NamedTuple):
         for view, add in adds.values():
             if add:
                 view.add_(add)
-        return changed
 
 
 _DENSE = torch.contiguous_format
-
-
-def _bits(view: torch.Tensor) -> torch.Tensor:
-    """Return a copy of the values of a tensor, which NaN equals as well."""
-    return as_integers(view.detach().resolve_conj().resolve_neg().clone())
 
 
 def _refuse_repeated_memory(targets: Pieces) -> None:

@@ -89,10 +89,14 @@ def _described(
     pieces = pieces_of(tensors, rules)
     kinds = {cell.key: cell.global_shape for cell in cells.values()}
     header = json.dumps([kinds, bool(common), [_keys_of(pieces, pair) for pair in _tied(pieces)]])
+    description = header.encode() + b"\n" + pieces.table.to_bytes()
+    return GivenState(pieces, _encoded(cells, common), description)
+
+
+def _encoded(cells: Mapping[str, ShardedObject], common: Any) -> bytes:
+    """Encode values while all ranks can still learn of one that cannot be."""
     items = [(key, cell.data) for key, cell in cells.items()]
-    # Here, where all ranks learn of a value that cannot be encoded.
-    values = codec.encode([items, common]) if items or common else b""
-    return GivenState(pieces, values, header.encode() + b"\n" + pieces.table.to_bytes())
+    return codec.encode([items, common]) if items or common else b""
 
 
 def _tied(pieces: Pieces) -> list[tuple[int, int]]:
