@@ -86,7 +86,7 @@ def _described(
         keys = [shard.key for shard in tensors]
         families = on_demand("families")
         rules = [*rules, *families.rules_for(families.config_for(family, at), keys)]
-    pieces = pieces_of(tensors, rules)
+    pieces = pieces_of(tensors, rules, drops=True)
     kinds = {cell.key: cell.global_shape for cell in cells.values()}
     header = json.dumps([kinds, bool(common), [_keys_of(pieces, pair) for pair in _tied(pieces)]])
     description = header.encode() + b"\n" + pieces.table.to_bytes()

@@ -331,9 +331,15 @@ def test_what_no_rank_takes_is_named_once(caplog):
         distckpt.redistribute(given, taken, rules=rules)
     (warning,) = (each.message for each in caplog.records if each.levelname == "WARNING")
     assert "no rank takes 'up.lora_A', 'up.lora_B', which is given" in warning
-    caplog.clear()
-    distckpt.redistribute(given, taken, rules=[Drop("up.lora_*"), *rules])
+
+
+def test_what_rules_leave_out_is_not_given(caplog):
+    given = {"up": torch.ones(4), "up_lora": torch.ones(3)}
+    rules = [Drop("*_lora"), Rename("up", "down")]
+    distckpt.redistribute(given, {"down": torch.zeros(4)}, rules=rules)
     assert not [each for each in caplog.records if each.levelname == "WARNING"]
+    with pytest.raises(LoadMismatchError, match="'up_lora'"):
+        distckpt.redistribute(given, {"up_lora": torch.zeros(3)}, rules=rules)
 
 
 def test_what_is_given_otherwise_is_told_how():
