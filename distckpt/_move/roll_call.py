@@ -36,7 +36,7 @@ _HOST = "distckpt"
 """Key of the number and the release of a leader."""
 
 
-def name_host(store: Any, address: str, timeout: float) -> int:
+def name_host(store: Any) -> int:
     """Say in a store that a leader hosts it, and return a number for it."""
     number = secrets.randbits(61)
     store.set(_HOST, json.dumps([number, _release()]))
@@ -48,20 +48,27 @@ def check_host(store: Any, address: str, timeout: float) -> int:
 
     Raises:
         CheckpointingException: none does, or it is of another release, which may plan otherwise.
+        RankFailedError: it is gone.
     """
     try:
-        number, release = json.loads(answer_of(lambda: _found(store, _HOST, timeout), 2 * timeout))
-    except RuntimeError as error:
+        with _reaching_leader(AbsentKeyError):
+            found = answer_of(lambda: _found(store, _HOST, timeout), timeout + ANSWER_SECONDS)
+    except AbsentKeyError as error:
         raise CheckpointingException(
             f"What answers at {address} is not the trainer of a Route ({first_line(error)}): give "
             "the Route a port that no other program uses, such as torchrun."
         ) from error
+    number, release = json.loads(found)
     if release != _release():
         raise CheckpointingException(
             f"The trainer at {address} has distckpt {release}, and this process {_release()}: "
             "install the same release on both sides."
         )
     return int(number)
+
+
+class AbsentKeyError(RuntimeError):
+    """A store has not got a key in time."""
 
 
 def _release() -> str:
@@ -75,7 +82,7 @@ def _found(store: Any, key: str, seconds: float) -> bytes:
     # Not by `wait` of the store: torch prints a warning whenever that ends without the key.
     while not store.check([key]):
         if time.monotonic() > deadline:
-            raise RuntimeError(f"no {key!r} within {seconds:g} s")
+            raise AbsentKeyError(f"no {key!r} within {seconds:g} s")
         time.sleep(step)
         step = min(2 * step, _MAX_POLL_SECONDS)
     value: bytes = store.get(key)
@@ -149,10 +156,12 @@ class Member:
 
 
 @contextlib.contextmanager
-def _reaching_leader() -> Iterator[None]:
-    """Turn the errors of a store into one about the leader."""
+def _reaching_leader(*passed: type[RuntimeError]) -> Iterator[None]:
+    """Turn the errors of a store, other than those that are `passed`, into one about the leader."""
     try:
         yield
+    except passed:
+        raise
     except RuntimeError as error:
         raise lost_contact(
             {0: TimeoutError("did not respond, or died")},

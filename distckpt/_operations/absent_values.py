@@ -46,10 +46,9 @@ def refuse_absent_tensors(values: Any, loaded: StateDict, location: str) -> None
 
 
 def refuse_absent_values(
-    values: Any, objects: Collection[Position], loaded: StateDict, there_is: str
+    values: Any, objects: Collection[Position], loaded: StateDict, holder: str
 ) -> None:
     """Refuse plain values in a request for which nothing was loaded, see `refuse_absent_tensors`.
-    The message begins with `there_is`, such as "No rank holds a value".
 
     Values that are None may be absent, as may paths to `objects`, which check for themselves
     whether they were loaded completely.
@@ -57,8 +56,9 @@ def refuse_absent_values(
     absent = _absent(_value_paths(values, objects), loaded)
     if absent:
         raise LoadMismatchError(
-            f"{there_is} for {summarize_keys(absent)}, which the state dict asks for: leave that "
-            "out of the state dict, and set it yourself afterwards.",
+            f"{holder} holds no value for {summarize_keys(absent)}, which the "
+            "state dict asks for: leave that out of the state dict, and set it yourself "
+            "afterwards.",
             unexpected=absent,
         )
 

@@ -386,9 +386,8 @@ def _refuse_absent(
         refuse_absent_tensors(targets.split.common, loaded, location)
     if request.asks_for_all and not request.warns_of_values:
         of_objects = {place.path for place in targets.described.places}
-        of_checkpoint = f"The checkpoint {location!r} holds no value"
-        there_is = "No rank holds a value" if source.is_live else of_checkpoint
-        refuse_absent_values(targets.split.common, of_objects, loaded, there_is)
+        holder = "What is given" if source.is_live else f"The checkpoint {location!r}"
+        refuse_absent_values(targets.split.common, of_objects, loaded, holder)
 
 
 def _report_absent_values(

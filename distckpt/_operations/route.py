@@ -226,12 +226,14 @@ def _opened_together(
     Collective operation: all ranks that give must call it, so that none joins another job.
     """
     ranks, address = Ranks(process_group), f"{host}:{port}"
+    store, number = None, 0
     with ranks.phase("host the route", decision=True):
-        store = open_store(host, port, True, timeout) if ranks.is_coordinator else None
+        if ranks.is_coordinator:
+            store = open_store(host, port, True, timeout)
+            number = name_host(store)
     with ranks.phase("reach the route") as vote:
         store = store or open_store(host, port, False, timeout)
-        name = name_host if ranks.is_coordinator else check_host
-        vote.number = name(store, address, timeout)
+        vote.number = number or check_host(store, address, timeout)
     if not vote.are_equal:
         raise CheckpointingException(
             f"Ranks of one job reach different trainers at {address}: rank 0 hosts it where others "
