@@ -96,9 +96,9 @@ def nearest_names(keys: Sequence[str], known: Iterable[str]) -> str:
     return other_prefix(keys, known) or did_you_mean(keys[0], known)
 
 
-def other_prefix(keys: Sequence[str], known: Iterable[str]) -> str:
+def other_prefix(keys: Sequence[str], known: Iterable[str], are: str = "stored") -> str:
     """Return ` (stored with the prefix 'model.')` if most keys differ from known ones in that way,
-    else an empty string.
+    else an empty string. The known ones `are` stored, or given.
     """
     keys = keys[:_MAX_COMPARED]
     differences = collections.Counter(_prefix_differences(keys, known))
@@ -110,10 +110,10 @@ def other_prefix(keys: Sequence[str], known: Iterable[str]) -> str:
         return ""
     number = f"{count} of them " if count < len(keys) else ""
     if not asked:
-        return f" ({number}stored with the prefix {stored!r})"
+        return f" ({number}{are} with the prefix {stored!r})"
     if not stored:
-        return f" ({number}stored without {asked!r})"
-    return f" ({number}stored with {stored!r} in place of {asked!r})"
+        return f" ({number}{are} without {asked!r})"
+    return f" ({number}{are} with {stored!r} in place of {asked!r})"
 
 
 def _prefix_differences(keys: Iterable[str], known: Iterable[str]) -> Iterator[tuple[str, str]]:

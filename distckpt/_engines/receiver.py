@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from distckpt._base.dtypes import FROM_NAME
-from distckpt._base.errors import InvalidShardingError, LoadMismatchError
+from distckpt._base.errors import LoadMismatchError
 from distckpt._base.messages import summarize_keys
 from distckpt._base.reports import MoveReport
 from distckpt._geometry.region import Region
@@ -68,11 +67,10 @@ class Receiver:
         stored = None if isinstance(info.tensors, dict) else _opened(info.tensors)
         specs = _specs_of(info.tensors) if isinstance(info.tensors, dict) else stored
         load_weights: Any = model.load_weights
-        self.info, self._model = info, model
+        self.info = info
         self._target = record_loader(load_weights, specs, module=model)
         if stored is not None and info.check:
             _check_equal(self._target, stored)
-        self._addresses = dict(_addresses(model))
         self._route = Route(
             info.address,
             target=self._target,
@@ -87,13 +85,7 @@ class Receiver:
         Raises:
             InvalidShardingError: the engine has moved its parameters. Nothing is changed.
         """
-        now = dict(_addresses(self._model))
-        moved = [name for name, address in self._addresses.items() if now.get(name) != address]
-        if moved:
-            raise InvalidShardingError(
-                f"The engine has replaced the memory of {summarize_keys(moved)} since its loader "
-                "was recorded: set up the transfer again after such a change."
-            )
+        self._target.check_memory()
         return self._route.run(version, verify=self.info.verify)
 
     def close(self) -> None:
@@ -143,9 +135,3 @@ def _slices(shard: ShardedTensor) -> tuple[slice, ...]:
 def _bits(values: torch.Tensor) -> torch.Tensor:
     """Return values as bytes, so that NaN equals itself."""
     return values.contiguous().view(-1).view(torch.uint8)
-
-
-def _addresses(model: torch.nn.Module) -> Iterator[tuple[str, int]]:
-    for name, value in model.state_dict(keep_vars=True).items():
-        if isinstance(value, torch.Tensor):
-            yield name, value.data_ptr()

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import importlib
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 
 from distckpt._base.errors import CheckpointingException, InvalidShardingError
 from distckpt._engines.receiver import Receiver, RouteInfo
@@ -54,6 +54,13 @@ class RouteEngine:
     def finish_weight_update(self, *_: Any, **__: Any) -> None:
         """Do nothing: a version has arrived when `receive_weights` returns."""
 
+    @staticmethod
+    def trainer_send_weights(*_: Any, **__: Any) -> NoReturn:
+        """Refuse to send, which some releases of vLLM ask for: trainers have a `Route`."""
+        raise CheckpointingException(
+            "The trainer gives weights by distckpt.Route(...).run(version)."
+        )
+
     def shutdown(self) -> None:
         """Leave the route."""
         if self._receiver is not None:
@@ -85,9 +92,14 @@ def register_vllm(name: str = "distckpt") -> None:
         name: of the backend.
 
     Raises:
-        ImportError: vLLM is not installed, or has no weight transfer.
+        ImportError: vLLM is not installed, or has no weight transfer with `start_weight_update`.
     """
     factory = importlib.import_module(f"{_PACKAGE}.factory").WeightTransferEngineFactory
     base = importlib.import_module(f"{_PACKAGE}.base").WeightTransferEngine
+    if not hasattr(base, "start_weight_update"):
+        raise ImportError(
+            "The weight transfer of this vLLM has no start_weight_update: install a newer release, "
+            "or give its backends tensors."
+        )
     if name not in getattr(factory, "_registry", ()):
         factory.register_engine(name, type("DistckptEngine", (RouteEngine, base), {}))

@@ -43,7 +43,7 @@ def separate(
     """Give memory of its own to each target that has elements of an earlier one, unless both are
     stored in the same place.
     """
-    shared = sorted((second, first) for first, second in _overlapping(targets))
+    shared = sorted((second, first) for first, second in overlapping(targets))
     if not shared:
         return Separated(list(targets), targets, [])
     concerned = {number for pair in shared for number in pair}
@@ -101,7 +101,7 @@ def join(requests: Sequence[Request], separated: Separated, location: str) -> se
     return lost
 
 
-def _overlapping(targets: Sequence[torch.Tensor]) -> Iterator[tuple[int, int]]:
+def overlapping(targets: Sequence[torch.Tensor]) -> Iterator[tuple[int, int]]:
     """Yield the pairs of targets that have elements in common, in the order of the targets."""
     starts = np.fromiter((target.data_ptr() for target in targets), np.int64, len(targets))
     ends = starts + np.fromiter(map(_num_bytes_spanned, targets), np.int64, len(targets))

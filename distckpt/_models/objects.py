@@ -40,6 +40,7 @@ from distckpt._format.marker import first_name
 from distckpt._mapping.base import OpenReplicaId, ShardedBase
 from distckpt._mapping.sharded_tensor import ShardedTensor
 from distckpt._mapping.wrappers import LocalNonpersistentObject, ShardedObject, StateDict
+from distckpt._models.bound_state import BoundState
 from distckpt._models.dtensor import is_dtensor, is_in_mesh, shard_of_dtensor
 from distckpt._models.modules import (
     bare_module,
@@ -187,6 +188,9 @@ class _Walk:
         if isinstance(leaf, OptimizerState):
             self.optimizers.append((path, leaf))
             return leaf
+        if isinstance(leaf, BoundState):
+            leaf.check_memory()
+            return dict(leaf)
         kind = _kind_of(leaf)
         if kind is None:
             _refuse_plain_loader(path, leaf)
@@ -245,7 +249,7 @@ class _Walk:
 
 
 def _is_walked(node: Any) -> bool:
-    return isinstance(node, CONTAINERS) and not isinstance(node, OptimizerState)
+    return isinstance(node, CONTAINERS) and not isinstance(node, OptimizerState | BoundState)
 
 
 def _kind_of(node: Any) -> Kind | None:

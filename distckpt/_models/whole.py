@@ -114,7 +114,8 @@ def refuse_left_out(
     is_live: bool = False,
 ) -> frozenset[str]:
     """Refuse a load that leaves out a part of what is stored for a module; warn of what else it
-    leaves out, and return that. With `is_live`, it is not stored, and other ranks give it.
+    leaves out, and return that. With `is_live`, it is not stored, and other ranks give it: the plan
+    of the move knows what nobody takes.
 
     Collective operation: all ranks must call it.
     """
@@ -125,9 +126,8 @@ def refuse_left_out(
             if is_live:
                 raise _not_taken(of_modules)
             raise _left_out_of_modules(of_modules, absent, location)
-        if ranks.is_coordinator:
-            holder = "what is given" if is_live else f"the checkpoint {location!r}"
-            _warn_of_left_out(of_optimizers, unclaimed, holder)
+        if ranks.is_coordinator and not is_live:
+            _warn_of_left_out(of_optimizers, unclaimed, location)
     return frozenset([*of_optimizers, *unclaimed])
 
 
@@ -157,16 +157,17 @@ def _left_out_of_modules(
     )
 
 
-def _warn_of_left_out(of_optimizers: list[str], unclaimed: list[str], holder: str) -> None:
+def _warn_of_left_out(of_optimizers: list[str], unclaimed: list[str], location: str) -> None:
     if of_optimizers:
         logger.warning(
-            "%s holds %s, for parameters that the optimizer does not have: left out",
-            holder,
+            "the checkpoint %r holds %s, for parameters that the optimizer does not have: left out",
+            location,
             summarize_keys(of_optimizers),
         )
     if unclaimed:
         logger.warning(
-            "%s holds %s, which no module of the state dict has: was a larger model saved?",
-            holder,
+            "the checkpoint %r holds %s, which no module of the state dict has: was a larger model "
+            "saved?",
+            location,
             summarize_keys(unclaimed),
         )

@@ -11,7 +11,7 @@ import numpy as np
 
 from distckpt._base.dtypes import FROM_NAME
 from distckpt._base.errors import LoadMismatchError
-from distckpt._base.messages import KeyFault, did_you_mean, summarize_faults
+from distckpt._base.messages import KeyFault, did_you_mean, other_prefix, summarize_faults
 from distckpt._geometry.region import Region, intersect, intersect_many, subtract
 from distckpt._move.held import Held, Holders
 from distckpt._move.pieces import Kind
@@ -162,11 +162,15 @@ class Assignment:
             return
         faults = [KeyFault(gap.key, text, text) for gap in self.gaps for text in [self._lack(gap)]]
         lines = "\n- ".join(summarize_faults(faults))
-        raise LoadMismatchError(
-            f"Not held by any rank:\n- {lines}\nDescribe it on the rank that has it, or name a "
-            "checkpoint that has it as fallback.",
-            unexpected={gap.key for gap in self.gaps},
+        keys = {gap.key for gap in self.gaps}
+        prefix = other_prefix(sorted(keys - self.held.by_key.keys()), self.held.by_key, "given")
+        way_out = (
+            "Describe it on the rank that has it, or name a checkpoint that has it as fallback."
+            if not prefix
+            else f"Names differ{prefix}: give modules on both sides at the same place, or state "
+            "dicts on both, or rename what is given with rules=."
         )
+        raise LoadMismatchError(f"Not held by any rank:\n- {lines}\n{way_out}", unexpected=keys)
 
     def _lack(self, gap: Wanted) -> str:
         holders = self.held.by_key.get(gap.key)

@@ -83,8 +83,11 @@ class Pieces(NamedTuple):
     padding: list[torch.Tensor]
 
 
-def pieces_of(shards: Sequence[ShardedTensor], rules: Sequence[Rule]) -> Pieces:
-    """Return the pieces that shards consist of, under the names that rules give them.
+def pieces_of(
+    shards: Sequence[ShardedTensor], rules: Sequence[Rule], *, drops: bool = False
+) -> Pieces:
+    """Return the pieces that shards consist of, under the names that rules give them. With `drops`,
+    those that rules leave out are left out.
 
     Raises:
         InvalidShardingError: a shard has no data.
@@ -99,7 +102,10 @@ def pieces_of(shards: Sequence[ShardedTensor], rules: Sequence[Rule]) -> Pieces:
     ]
     requests = [request_of(shards[number], region) for number, region in pieces]
     views = [region_view(shards[number], region) for number, region in pieces]
-    found = translate(rules, requests, views) if rules else _untranslated(requests, views)
+    if rules:
+        found = translate(rules, requests, views, drops=drops)
+    else:
+        found = _untranslated(requests, views)
     return _pieces(found, [shards[pieces[number][0]] for number in found.numbers])
 
 

@@ -20,6 +20,12 @@ from distckpt._move.held import Held
 from distckpt._move.pieces import Kind, PieceTable
 from distckpt._move.rank_plan import RankPlan
 from distckpt._move.schedule import Schedule, Tables
+from distckpt._quantization.names import (
+    are_codes_beside_scales,
+    may_be_codes,
+    places_of_scales,
+    scale_beside,
+)
 
 
 def plan_moves(
@@ -59,10 +65,16 @@ def _wanted(
 
 def _check_kinds(held: Held, targets: Sequence[PieceTable], settings: MoveSettings) -> None:
     """Refuse targets whose shape or dtype does not fit what is held."""
+    scales: dict[str, str] | None = None
     for rank, table in enumerate(targets):
         for kind in table.kinds:
-            if kind.key in held.by_key:
-                _check_kind(held.by_key[kind.key].kind, kind, rank, settings)
+            if kind.key not in held.by_key:
+                continue
+            given = held.by_key[kind.key].kind
+            _check_kind(given, kind, rank, settings)
+            if given.dtype != kind.dtype and may_be_codes(given.dtype):
+                scales = places_of_scales(held.by_key) if scales is None else scales
+                _check_codes(given, kind, rank, scales)
 
 
 def _check_kind(given: Kind, taken: Kind, rank: int, settings: MoveSettings) -> None:
@@ -77,9 +89,26 @@ def _check_kind(given: Kind, taken: Kind, rank: int, settings: MoveSettings) -> 
     dtypes = FROM_NAME[given.dtype], FROM_NAME[taken.dtype]
     fits = is_convertible if settings.allow_dtype_cast else is_lossless_cast
     if not fits(*dtypes):
+        way_out = ", or pass allow_dtype_cast=True" if is_convertible(*dtypes) else ""
         raise LoadMismatchError(
             f"Key {taken.key!r} is given as {dtypes[0]}, and rank {rank} takes it as {dtypes[1]}, "
-            "which would change values: take the dtype that is given or a wider one, or pass "
-            "allow_dtype_cast=True.",
+            f"which would change values: take the dtype that is given or a wider one{way_out}.",
             unexpected=[taken.key],
         )
+
+
+def _check_codes(given: Kind, taken: Kind, rank: int, scales: dict[str, str]) -> None:
+    """Refuse to convert codes of a quantized tensor, whose scales are given as well, as if they
+    were values.
+    """
+    beside = scale_beside(given.key, scales)
+    if beside is None or not are_codes_beside_scales(given.key, given.dtype):
+        return
+    dtypes = FROM_NAME[given.dtype], FROM_NAME[taken.dtype]
+    raise LoadMismatchError(
+        f"Key {given.key!r} is given as {dtypes[0]}, and rank {rank} takes it as {dtypes[1]}, but "
+        f"its values are codes of a quantized tensor, as {beside!r} beside it shows: converted "
+        f"without scales they would be wrong weights. Take it as {dtypes[0]}, with its scales, or "
+        "give its values.",
+        unexpected=[given.key],
+    )

@@ -8,9 +8,11 @@ since then is found here, and not in the middle of the move.
 from __future__ import annotations
 
 import contextlib
+import importlib
 import itertools
 import json
 import logging
+import secrets
 import time
 from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
@@ -28,6 +30,63 @@ lost to come back.
 _POLL_SECONDS = 0.005
 _MAX_POLL_SECONDS = 0.04
 _SOURCE, _TARGET = "source rank", "target"
+
+
+_HOST = "distckpt"
+"""Key of the number and the release of a leader."""
+
+
+def name_host(store: Any) -> int:
+    """Say in a store that a leader hosts it, and return a number for it."""
+    number = secrets.randbits(61)
+    store.set(_HOST, json.dumps([number, _release()]))
+    return number
+
+
+def check_host(store: Any, address: str, timeout: float) -> int:
+    """Return the number of the leader that hosts a store.
+
+    Raises:
+        CheckpointingException: none does, or it is of another release, which may plan otherwise.
+        RankFailedError: it is gone.
+    """
+    try:
+        with _reaching_leader(AbsentKeyError):
+            found = answer_of(lambda: _found(store, _HOST, timeout), timeout + ANSWER_SECONDS)
+    except AbsentKeyError as error:
+        raise CheckpointingException(
+            f"What answers at {address} is not the trainer of a Route ({first_line(error)}): give "
+            "the Route a port that no other program uses, such as torchrun."
+        ) from error
+    number, release = json.loads(found)
+    if release != _release():
+        raise CheckpointingException(
+            f"The trainer at {address} has distckpt {release}, and this process {_release()}: "
+            "install the same release on both sides."
+        )
+    return int(number)
+
+
+class AbsentKeyError(RuntimeError):
+    """A store has not got a key in time."""
+
+
+def _release() -> str:
+    release: str = importlib.import_module("distckpt").__version__
+    return release
+
+
+def _found(store: Any, key: str, seconds: float) -> bytes:
+    """Wait for a key."""
+    deadline, step = time.monotonic() + seconds, _POLL_SECONDS
+    # Not by `wait` of the store: torch prints a warning whenever that ends without the key.
+    while not store.check([key]):
+        if time.monotonic() > deadline:
+            raise AbsentKeyError(f"no {key!r} within {seconds:g} s")
+        time.sleep(step)
+        step = min(2 * step, _MAX_POLL_SECONDS)
+    value: bytes = store.get(key)
+    return value
 
 
 class Start(NamedTuple):
@@ -92,30 +151,23 @@ class Member:
         answer_of(lambda: self._store.set(key, value), self._timeout)
 
     def _wait(self, key: str) -> bytes:
-        return answer_of(lambda: self._found(key), self._limit + ANSWER_SECONDS)
-
-    def _found(self, key: str) -> bytes:
-        deadline, step = time.monotonic() + self._limit, _POLL_SECONDS
-        # Not by `wait` of the store: torch prints a warning whenever that ends without the key.
-        while not self._store.check([key]):
-            if time.monotonic() > deadline:
-                raise RuntimeError(f"no {key!r} within {self._limit:g} s")
-            time.sleep(step)
-            step = min(2 * step, _MAX_POLL_SECONDS)
-        value: bytes = self._store.get(key)
-        return value
+        limit = self._limit
+        return answer_of(lambda: _found(self._store, key, limit), limit + ANSWER_SECONDS)
 
 
 @contextlib.contextmanager
-def _reaching_leader() -> Iterator[None]:
-    """Turn the errors of a store into one about the leader."""
+def _reaching_leader(*passed: type[RuntimeError]) -> Iterator[None]:
+    """Turn the errors of a store, other than those that are `passed`, into one about the leader."""
     try:
         yield
+    except passed:
+        raise
     except RuntimeError as error:
         raise lost_contact(
             {0: TimeoutError("did not respond, or died")},
             f"Lost contact with {_SOURCE} 0, which hosts the address: it ended or died, or has "
-            f"moved no version within the timeout. ({first_line(error)})",
+            "moved no version within the timeout. Make a new Route to take versions of one that "
+            f"starts again there. ({first_line(error)})",
         ) from error
 
 

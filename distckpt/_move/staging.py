@@ -5,12 +5,15 @@ end.
 from __future__ import annotations
 
 import bisect
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import NamedTuple
 
+import numpy as np
 import torch
 
+from distckpt._base.dtypes import as_integers
 from distckpt._base.errors import InvalidShardingError
+from distckpt._base.memory import may_overlap
 from distckpt._io.exchange import copy_values
 from distckpt._move.pieces import Pieces
 
@@ -47,11 +50,32 @@ class Staged(NamedTuple):
         return cls(targets, views)
 
     @torch.no_grad()
-    def commit(self) -> None:
-        """Give the targets their values."""
-        for view, target in zip(self.views, self.targets.views, strict=True):
+    def commit(self, pairs: Iterable[tuple[int, int]] = ()) -> list[tuple[int, int]]:
+        """Give the targets their values; return which of `pairs` (first, second) the second of has
+        changed elements of the first.
+        """
+        earlier: dict[int, list[int]] = {}
+        for first, second in pairs:
+            earlier.setdefault(second, []).append(first)
+        changed: list[tuple[int, int]] = []
+        for row, (view, target) in enumerate(zip(self.views, self.targets.views, strict=True)):
+            firsts = earlier.get(row, [])
+            before = self._bits(firsts)
             if view is not target:
                 copy_values(view, target)
+            same = map(torch.equal, before, self._bits(firsts))
+            marked = zip(firsts, same, strict=True)
+            changed += [(first, row) for first, is_same in marked if not is_same]
+        self._complete()
+        return changed
+
+    def _bits(self, rows: Iterable[int]) -> list[torch.Tensor]:
+        """Return copies of the values of targets, which NaN equals as well."""
+        views = (self.targets.views[row].detach() for row in rows)
+        return [as_integers(view.resolve_conj().resolve_neg().clone()) for view in views]
+
+    def _complete(self) -> None:
+        """Write what is not moved."""
         for padding in self.targets.padding:
             padding.zero_()
         # Once, if several targets are the same memory.
@@ -70,23 +94,23 @@ _DENSE = torch.contiguous_format
 def _refuse_repeated_memory(targets: Pieces) -> None:
     """Refuse targets several of whose elements are one in memory, as in expanded tensors."""
     for row, view in enumerate(targets.views):
-        if view.numel() and _has_repeated_memory(view):
+        if may_overlap(view) and _has_repeated_memory(view):
             key = targets.table.kinds[targets.table.kind_ids[row]].key
             raise InvalidShardingError(
                 f"Key {key!r} is to be filled in memory where several of its elements are one "
                 f"(shape {tuple(view.shape)}, strides {view.stride()}): give it a tensor that is "
-                "not expanded."
+                "not expanded or overlapping."
             )
 
 
 def _has_repeated_memory(view: torch.Tensor) -> bool:
-    """Tell whether a step along an axis is no longer than what the axes with shorter steps take."""
-    last = 0
-    for stride, size in sorted(zip(view.stride(), view.shape, strict=True)):
-        if size > 1 and stride <= last:
-            return True
-        last += (size - 1) * stride
-    return False
+    axes = [axis for axis in zip(view.shape, view.stride(), strict=True) if axis[0] > 1]
+    if not view.numel() or not all(stride for _, stride in axes):
+        return bool(view.numel())
+    places = np.zeros(1, np.int64)
+    for size, stride in axes:
+        places = (places[:, None] + np.arange(size) * stride).reshape(-1)
+    return len(np.unique(places)) < len(places)
 
 
 def _share_memory(views: Sequence[torch.Tensor], others: Sequence[torch.Tensor]) -> list[bool]:

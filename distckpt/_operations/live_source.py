@@ -10,17 +10,20 @@ from typing import Any
 
 import torch
 
-from distckpt._base.dtypes import FROM_NAME, as_integers
+from distckpt._base.dtypes import FROM_NAME
 from distckpt._base.errors import LoadMismatchError
 from distckpt._base.messages import summarize_keys
 from distckpt._base.options import MoveOptions
 from distckpt._base.tree import CONTAINERS, dotted, map_leaves
 from distckpt._format import codec
+from distckpt._io.aliases import overlapping
 from distckpt._io.read_values import warn_of_overflows
 from distckpt._mapping.base import OpenReplicaId
 from distckpt._mapping.sharded_tensor import ShardedTensor
 from distckpt._mapping.wrappers import ShardedObject, ShardedStateDict
 from distckpt._models import objects
+from distckpt._models.bound_state import BoundState
+from distckpt._models.optimizer.description import OptimizerState
 from distckpt._move.agreements import Agreement, Agreements
 from distckpt._move.assignment import MoveSettings
 from distckpt._move.carry import carry
@@ -48,14 +51,12 @@ class GivenState:
 
     Attributes:
         pieces: of tensors, under the names under which they are moved.
-        objects: by unique key.
-        common: values that are no shards.
+        values: objects by unique key, and what is no shard, encoded; empty if there is nothing.
         description: of all this, without values.
     """
 
     pieces: Pieces
-    objects: dict[str, ShardedObject]
-    common: dict[Any, Any]
+    values: bytes
     description: bytes
 
 
@@ -87,10 +88,17 @@ def _described(
         keys = [shard.key for shard in tensors]
         families = on_demand("families")
         rules = [*rules, *families.rules_for(families.config_for(family, at), keys)]
-    pieces = pieces_of(tensors, rules)
+    pieces = pieces_of(tensors, rules, drops=True)
     kinds = {cell.key: cell.global_shape for cell in cells.values()}
     header = json.dumps([kinds, bool(common), [_keys_of(pieces, pair) for pair in _tied(pieces)]])
-    return GivenState(pieces, cells, common, header.encode() + b"\n" + pieces.table.to_bytes())
+    description = header.encode() + b"\n" + pieces.table.to_bytes()
+    return GivenState(pieces, _encoded(cells, common), description)
+
+
+def _encoded(cells: Mapping[str, ShardedObject], common: Any) -> bytes:
+    """Encode values while all ranks can still learn of one that cannot be."""
+    items = [(key, cell.data) for key, cell in cells.items()]
+    return codec.encode([items, codec.encode(common)]) if items or common else b""
 
 
 def _tied(pieces: Pieces) -> list[tuple[int, int]]:
@@ -120,10 +128,13 @@ def with_shards(state_dict: ShardedStateDict, rank: int) -> ShardedStateDict:
         copy = OpenReplicaId((0, rank))
         return ShardedTensor.from_rank_offsets(dotted(path), leaf, replica_id=copy)
 
-    found: ShardedStateDict = map_leaves(
-        described, state_dict, lambda node: type(node) in CONTAINERS
-    )
+    found: ShardedStateDict = map_leaves(described, state_dict, _is_walked)
     return found
+
+
+def _is_walked(node: Any) -> bool:
+    """Tell whether the plain tensors in a container are moved, as those of `state_dict()` are."""
+    return isinstance(node, CONTAINERS) and not isinstance(node, OptimizerState | BoundState)
 
 
 @dataclass
@@ -201,11 +212,12 @@ class LiveSource(ShardSource):
     def _all_values(self) -> dict[str, Any]:
         """Return the objects and the common state of all ranks, by unique key."""
         if self._values is None:
-            cells = {key: cell.data for key, cell in self.given.objects.items()}
-            own = codec.encode([list(cells.items()), codec.encode(self.given.common)])
             self._values = {}
             first_with: dict[bytes, int] = {}
-            for rank, data in enumerate(self.ranks.all_gather(own) if self._has_values else ()):
+            sent = self.ranks.all_gather(self.given.values) if self._has_values else []
+            for rank, data in enumerate(sent):
+                if not data:
+                    continue
                 items, values = _decoded(data)
                 self._values = {**dict(items), **self._values}
                 first_with.setdefault(values, rank)
@@ -229,9 +241,10 @@ class LiveSource(ShardSource):
         )
         self.plan = plan = self._agree_on_plan(targets, settings)
         with ranks.phase("prepare the targets"):
-            # With `compares`, tied targets with different values are found as errors.
-            apart = [] if self.compares else self._to_compare(targets)
-            fresh = {row for _, row in apart}
+            apart = self._to_compare(targets)
+            # With `compares`, those with different values are found as errors where they are
+            # filled.
+            fresh = {row for _, row in apart if not self.compares}
             staged = Staged.of(self.given.pieces, targets, options.atomic, fresh)
         if plan.has_gaps and self.fallback is not None:
             gaps = _gaps(plan, targets, staged)
@@ -241,9 +254,8 @@ class LiveSource(ShardSource):
         if plan.compared:
             check_arrival = on_demand("arrival").check_arrival
             check_arrival(ranks, plan, self.given.pieces, targets, staged.views)
-        _warn_of_differences(targets, staged, apart)
         self._warn_of_overflows(targets, staged)
-        staged.commit()
+        _warn_of_differences(targets, staged.commit(apart))
 
     def _warn_of_overflows(self, targets: Pieces, staged: Staged) -> None:
         keys = [targets.table.kinds[number].key for number in targets.table.kind_ids.tolist()]
@@ -271,8 +283,11 @@ class LiveSource(ShardSource):
                 )
 
     def _to_compare(self, targets: Pieces) -> list[tuple[int, int]]:
-        """Return the targets that are tied, and are given as tensors of their own."""
-        return [pair for pair in _tied(targets) if _keys_of(targets, pair) not in self._ties]
+        """Return the targets that share memory (first, second), unless they are one tensor on the
+        side that gives, too.
+        """
+        tied = {pair for pair in _tied(targets) if _keys_of(targets, pair) in self._ties}
+        return sorted(set(overlapping(targets.views)) - tied, key=lambda pair: pair[::-1])
 
     def _agree_on_plan(self, targets: Pieces, settings: MoveSettings) -> RankPlan:
         header = json.dumps([self._held.number, settings]).encode()
@@ -280,7 +295,9 @@ class LiveSource(ShardSource):
         def decide(descriptions: Sequence[bytes]) -> list[bytes]:
             sources = [_table_of(description) for description in self._held.descriptions]
             wanted = [_table_of(description) for description in descriptions]
-            return [plan.to_bytes() for plan in plan_moves(sources, wanted, settings)]
+            plans = [plan.to_bytes() for plan in plan_moves(sources, wanted, settings)]
+            _warn_of_untaken(sources, wanted, self._ties)
+            return plans
 
         description = header + b"\n" + targets.table.to_bytes()
         agreed = self.agreements.reach(self.ranks, "plan the move", description, decide)
@@ -321,20 +338,34 @@ def _read_joined(agreed: Agreement) -> tuple[dict[str, StoredEntry], bool, list[
     return entries, has_values, ties
 
 
-def _warn_of_differences(targets: Pieces, staged: Staged, pairs: Sequence[tuple[int, int]]) -> None:
-    """Warn of tensors with different values that are to be one."""
+def _warn_of_untaken(
+    sources: Sequence[PieceTable], targets: Sequence[PieceTable], ties: Sequence[Sequence[str]]
+) -> None:
+    """Warn of tensors that are given and that no rank takes, under any of their names."""
+    taken = {kind.key for table in targets for kind in table.kinds}
+    for pair in ties:
+        taken.update(pair if taken.intersection(pair) else ())
+    untaken = {kind.key for table in sources for kind in table.kinds} - taken
+    if untaken:
+        logger.warning(
+            "no rank takes %s, which is given. If the model on the other side needs it, as it does "
+            "adapters that are not merged or a head that is not tied, give it the name there with "
+            "rules=. Else leave it out of what is given: rules=[Drop(...)].",
+            summarize_keys(untaken),
+        )
+
+
+def _warn_of_differences(targets: Pieces, pairs: Sequence[tuple[int, int]]) -> None:
+    """Warn of tensors with different values that were to be one, or have memory in common."""
     for pair in pairs:
-        views = (staged.views[row].detach().resolve_conj().resolve_neg() for row in pair)
-        one, other = map(as_integers, views)
-        if not torch.equal(one, other):
-            first, last = _keys_of(targets, pair)
-            logger.warning(
-                "%r and %r have different values, and were to be moved into one tensor: it has "
-                "that of %r now. Take one of them, or untie the tensors.",
-                first,
-                last,
-                last,
-            )
+        first, last = _keys_of(targets, pair)
+        logger.warning(
+            "%r and %r have different values, and were to be moved into memory that both have: it "
+            "has that of %r now. Take one of them, or give each memory of its own.",
+            first,
+            last,
+            last,
+        )
 
 
 def _gaps(plan: RankPlan, targets: Pieces, staged: Staged) -> list[ShardedTensor]:

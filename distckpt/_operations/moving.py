@@ -69,10 +69,10 @@ class MoveRequest:
         check_path("fallback", self.fallback)
         check_num_bytes("max_inflight_bytes", self.options.max_inflight_bytes)
         if self.family == "auto" and self.fallback is None:
-            raise ValueError(
-                "family='auto' reads the config.json of `fallback`: give it, or the path of a "
-                "config.json as family."
-            )
+            # A Route has no fallback.
+            auto = " reads the config.json of `fallback`: give it, or"
+            auto = auto if self.verb == "redistribute" else " has no directory to read here: give"
+            raise ValueError(f"family='auto'{auto} the path of a config.json as family.")
 
     def of_all_ranks(self) -> dict[str, object]:
         """Return what must be the same on all ranks."""

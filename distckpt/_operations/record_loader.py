@@ -15,6 +15,7 @@ from distckpt._base.messages import summarize_keys
 from distckpt._geometry.region import Region
 from distckpt._mapping.base import OpenReplicaId, ReplicaId
 from distckpt._mapping.sharded_tensor import ShardedTensor
+from distckpt._models.bound_state import BoundState, named_tensors
 from distckpt._operations.checkpoint import open as open_checkpoint
 from distckpt._recording.layout import Layout, boxes
 from distckpt._recording.memory import Memory, Piece, Step, overlaps
@@ -25,7 +26,7 @@ logger = logging.getLogger(__name__)
 Specs: TypeAlias = dict[str, tuple[tuple[int, ...], torch.dtype]]
 
 
-class LoaderTarget(dict[str, ShardedTensor]):
+class LoaderTarget(BoundState):
     """A sharded state dict of what a weight loader fills, see `record_loader`.
 
     Attributes:
@@ -58,7 +59,8 @@ def record_loader(
     in any order; threads that it starts may copy into parameters of the model. What it computes
     cannot be described. Values that it writes itself, such as zeros behind the rows of a padded
     vocabulary, it writes in this call; nothing else of the model changes. The state dict holds as
-    long as the parameters keep their memory: record again when they were moved or replaced.
+    long as the parameters keep their memory: record again when they were moved or replaced. What
+    uses it refuses to when they were.
 
     Any rank may call, alone.
 
@@ -81,11 +83,15 @@ def record_loader(
     recording = Recording(_specs_of(metadata))
     with recording:
         _run(load_weights, recording)
-    module = module or getattr(load_weights, "__self__", None)
-    _refuse_copies_of_threads(module, recording)
+    own = getattr(load_weights, "__self__", None)
+    module = module or (own if isinstance(own, torch.nn.Module) else None)
+    tensors = _tensors_of(module)
+    _refuse_copies_of_threads(tensors.values(), recording)
     target = LoaderTarget(_state_of(recording))
+    filled = {name for name, each in tensors.items() if recording.memory_of(each) is not None}
+    target.module, target.memory = module, {name: tensors[name].detach() for name in filled}
     target.unused = frozenset(recording.stored) - {shard.key for shard in target.values()}
-    target.unfilled = _unfilled(module, recording)
+    target.unfilled = _unfilled(tensors, recording)
     _log(target)
     return target
 
@@ -107,11 +113,11 @@ def _run(load_weights: Callable[..., Any], recording: Recording) -> None:
         raise recording.refusal
 
 
-def _refuse_copies_of_threads(module: object, recording: Recording) -> None:
+def _refuse_copies_of_threads(tensors: Iterable[torch.Tensor], recording: Recording) -> None:
     """Refuse memory of their own that threads have copied stored tensors to: whether they copied
     it on is not known.
     """
-    of_module = [recording.memory_of(tensor) for _, tensor in _named_tensors(module)]
+    of_module = [recording.memory_of(tensor) for tensor in tensors]
     for memory in recording.written_by_threads:
         if not any(memory is each for each in of_module):
             raise InvalidShardingError(
@@ -140,18 +146,16 @@ def _spec_of(name: str | None, entry: Any) -> tuple[str, tuple[tuple[int, ...], 
     return key, (tuple(shape), dtype)
 
 
-def _named_tensors(module: object) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the parameters and persistent buffers of a module; nothing where it is not known."""
-    if not isinstance(module, torch.nn.Module):
-        return
-    for name, value in module.state_dict(keep_vars=True).items():
-        if isinstance(value, torch.Tensor) and is_recorded(value):
+def _tensors_of(module: torch.nn.Module | None) -> dict[str, torch.Tensor]:
+    """Return the parameters and persistent buffers of a module, whose loader has run."""
+    found = dict(named_tensors(module))
+    for name, value in found.items():
+        if is_recorded(value):
             raise InvalidShardingError(
                 f"The loader makes a stored tensor the parameter {name!r} of the model, instead of "
                 "copying into memory of the model: there is nothing to record."
             )
-        if isinstance(value, torch.Tensor):
-            yield name, value
+    return found
 
 
 def _state_of(recording: Recording) -> Iterator[tuple[str, ShardedTensor]]:
@@ -226,10 +230,10 @@ def _typed(tensor: torch.Tensor, stored: Memory, steps: Iterable[Step]) -> torch
     return tensor
 
 
-def _unfilled(module: object, recording: Recording) -> dict[str, int]:
+def _unfilled(tensors: Mapping[str, torch.Tensor], recording: Recording) -> dict[str, int]:
     """Count the elements of parameters that the loader did not write."""
     missing = {}
-    for name, tensor in _named_tensors(module):
+    for name, tensor in tensors.items():
         memory = recording.memory_of(tensor)
         num = 0 if memory is None else memory.num_written(Layout.of(tensor))
         if num < tensor.numel():

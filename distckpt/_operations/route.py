@@ -19,10 +19,10 @@ from distckpt._base.reports import MoveReport
 from distckpt._mapping.wrappers import ShardedStateDict
 from distckpt._move.agreements import Agreements
 from distckpt._move.host_memory import HostMemory, bucket_bytes_of, share_memory
-from distckpt._move.roll_call import Leader, Member, Start
+from distckpt._move.roll_call import Leader, Member, Start, check_host, name_host
 from distckpt._operations.moving import MoveRequest, run_move
 from distckpt._ranks.collectives import Ranks
-from distckpt._ranks.exchanges import group_over, open_store, place_in
+from distckpt._ranks.exchanges import group_over, open_store
 from distckpt._rules.rule import Rule
 
 MAX_ATTEMPTS = 3
@@ -46,7 +46,8 @@ class Route:
     Args:
         address: "host:port", where rank 0 of the job that gives can be reached, such as
             "trainer-0:29700" or "[fd00::1]:29700". It hosts a store there.
-        source: what to give, a state dict as for `save`. All ranks of the job give their shards.
+        source: what to give, a state dict as for `save`. All ranks of the job give their shards,
+            and make their Routes together.
         target: what to fill, a state dict as for `load`. Each process that takes is a target of its
             own. Either `source` or `target` is given.
         rules: from the names of this side to those under which tensors are moved, such as those of
@@ -64,7 +65,8 @@ class Route:
             `atomic` must be the same on all sides, as must the other options.
 
     Raises:
-        CheckpointingException: the address cannot be reached or hosted.
+        CheckpointingException: the address cannot be reached or hosted, on all ranks of a source;
+            or another program, another trainer or another release of distckpt is there.
     """
 
     def __init__(
@@ -85,6 +87,7 @@ class Route:
             raise ValueError("A Route has either a source or a target.")
         check_seconds("timeout", timeout)
         host, port = _split(address)
+        self._timeout = timeout
         self._source, self._target = source or {}, target or {}
         self._request = MoveRequest(
             rules=() if source is None else rules,
@@ -95,16 +98,17 @@ class Route:
             verb="route",
         )
         self._request.check()
-        rank, size = place_in(process_group) if target is None else (-1, 0)
-        self._timeout = timeout
-        self._store = open_store(host, port, rank == 0, timeout)
         self._leader = self._member = None
-        if rank == 0:
-            self._leader = Leader(self._store, size, num_targets, timeout)
-        elif rank < 0:
+        if source is None:
+            self._store = open_store(host, port, False, timeout)
+            check_host(self._store, address, timeout)
             self._member = Member.target(self._store, timeout)
         else:
-            self._member = Member.source(self._store, rank, timeout)
+            rank, size, self._store = _opened_together(process_group, host, port, timeout)
+            if rank == 0:
+                self._leader = Leader(self._store, size, num_targets, timeout)
+            else:
+                self._member = Member.source(self._store, rank, timeout)
         self._agreements = Agreements()
         self._group: tuple[int, Any, HostMemory] | None = None
 
@@ -210,6 +214,32 @@ class Route:
             pass
         request = replace(request, version=start.version)
         return run_move(ranks, self._source, self._target, request, self._agreements, memory)
+
+
+@interrupts.operation
+def _opened_together(
+    process_group: Any, host: str, port: int, timeout: float
+) -> tuple[int, int, Any]:
+    """Host a store on rank 0, and open it on the other ranks; return the rank, the number of ranks
+    and the store.
+
+    Collective operation: all ranks that give must call it, so that none joins another job.
+    """
+    ranks, address = Ranks(process_group), f"{host}:{port}"
+    store, number = None, 0
+    with ranks.phase("host the route", decision=True):
+        if ranks.is_coordinator:
+            store = open_store(host, port, True, timeout)
+            number = name_host(store)
+    with ranks.phase("reach the route") as vote:
+        store = store or open_store(host, port, False, timeout)
+        vote.number = number or check_host(store, address, timeout)
+    if not vote.are_equal:
+        raise CheckpointingException(
+            f"Ranks of one job reach different trainers at {address}: rank 0 hosts it where others "
+            "do not reach it. Give the name of its machine, and a port of its own to each job."
+        )
+    return ranks.rank, ranks.size, store
 
 
 def _split(address: str) -> tuple[str, int]:

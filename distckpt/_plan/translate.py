@@ -72,12 +72,17 @@ class Translated(NamedTuple):
 
 
 def translate(
-    rules: Sequence[Rule], requests: Sequence[Request], tensors: Sequence[torch.Tensor]
+    rules: Sequence[Rule],
+    requests: Sequence[Request],
+    tensors: Sequence[torch.Tensor],
+    *,
+    drops: bool = False,
 ) -> Translated:
     """Turn requests for tensors of the model into requests for the tensors that rules make of them.
 
     A rank that holds only a part of the model need not match all rules. `tensors` has for each
-    request a view of its region's shape.
+    request a view of its region's shape. What rules leave out is kept under its name, where a
+    message about unknown keys names it, unless `drops` is set.
     """
     ties = _ties(rules)
     requests = [request._replace(key=ties.get(request.key, request.key)) for request in requests]
@@ -87,8 +92,9 @@ def translate(
     mapped = invert(stored, infos | _of_other_ranks(stored, infos))
     found = Translated([], [], [], [], [])
     for number, (request, tensor) in enumerate(zip(requests, tensors, strict=True)):
+        if request.key not in mapped and drops:
+            continue
         if request.key not in mapped:
-            # Dropped by a rule: the message about unknown keys names it.
             found.numbers.append(number)
             found.requests.append(request)
             found.views.append(tensor)

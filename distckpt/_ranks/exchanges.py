@@ -485,12 +485,6 @@ def group_over(store: Any, name: str, rank: int, size: int, timeout: float) -> A
     return group
 
 
-def place_in(process_group: Any) -> tuple[int, int]:
-    """Return the rank of this process in a group, and its size; 0 and 1 without one."""
-    group = group_of(process_group)
-    return (0, 1) if group is None else (dist.get_rank(group), dist.get_world_size(group))
-
-
 @contextlib.contextmanager
 def gloo_group(rank: int, num_ranks: int, rendezvous: str) -> Iterator[None]:
     """Make the default process group of processes of this machine that meet in the file

@@ -96,7 +96,9 @@ def _complex_form(
 ) -> ShardedTensor | ShardedTensorFactory:
     stored, shape = (entry.dtype, entry.shape) if entry is not None else (None, ())
     if shard.dtype == torch.complex128 and stored == torch.complex64:
-        narrow = replace(shard, data=None, dtype=torch.complex64)
+        own = shard.data
+        memory = None if own is None else torch.empty_like(own, dtype=torch.complex64)
+        narrow = replace(shard, data=memory, dtype=torch.complex64)
         return _factory(shard, narrow, lambda loaded: _put(shard, loaded))
     are_pairs = stored in _PARTS_OF.values() and shape == (*shard.global_shape, 2)
     if shard.dtype == torch.complex64 and not are_pairs:

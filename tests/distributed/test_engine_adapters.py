@@ -83,6 +83,12 @@ def test_vllm_takes_versions(run, info):
     run(_in_vllm, 3, info)
 
 
+def test_a_vllm_without_the_interface_is_refused():
+    vllm_stand_in.install(vllm_stand_in.OldWeightTransferEngine)
+    with pytest.raises(ImportError, match="no start_weight_update"):
+        register_vllm("old")
+
+
 def _in_sglang(rank: int, info: RouteInfo) -> None:
     if rank == 0:
         train(info)

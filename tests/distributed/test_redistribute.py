@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 import distckpt
 from distckpt import InvalidShardingError, LoadMismatchError, ShardedTensor
 from distckpt.modules import sharded_state_dict
-from distckpt.rules import Concat, Rename
+from distckpt.rules import Concat, Drop, Rename
 from tests.support.harness import ask_parent, error_of, kept_ranks, launched, sum_over_ranks
 from tests.support.harness import run as run_once
 from tests.support.machines import on_machine
@@ -239,6 +239,22 @@ def test_values_that_differ_between_ranks_are_named():
     assert "that of rank 1" in warning
 
 
+@pytest.mark.parametrize("place", ["alone", "below a name"])
+def test_state_dicts_of_modules_are_moved_as_tensors(place):
+    old, new = torch.nn.Linear(4, 3), torch.nn.Linear(4, 3).bfloat16()
+    named = {"alone": lambda state: state, "below a name": lambda state: {"model": state}}[place]
+    with pytest.raises(LoadMismatchError, match="allow_dtype_cast=True"):
+        distckpt.redistribute(named(old.state_dict()), named(new.state_dict()))
+    report = distckpt.redistribute(
+        named(old.state_dict()), named(new.state_dict()), allow_dtype_cast=True
+    )
+    assert report.num_bytes == 15 * 4
+    assert torch.equal(new.weight, old.weight.bfloat16())
+    wider = torch.nn.Linear(4, 5)
+    with pytest.raises(LoadMismatchError, match="global shape"):
+        distckpt.redistribute(named(old.state_dict()), named(wider.state_dict()))
+
+
 def _smaller_module(rank: int) -> str:
     old, new = model_of(0), model_of(1)[:1]
     text = str(error_of(distckpt.redistribute, {"model": old}, {"model": new}))
@@ -274,6 +290,68 @@ def test_tied_targets_of_different_values_are_named(caplog):
     assert "that of 'head.weight'" in warning
 
 
+@pytest.mark.parametrize("atomic", [False, True])
+@pytest.mark.parametrize(
+    ("shape", "other"),
+    [
+        ((8,), lambda memory: memory[4:]),
+        ((2, 4), lambda memory: memory[:8].view(2, 4)),
+        ((2, 4), lambda memory: memory.as_strided((2, 4), (6, 1), 1)),
+        ((8,), lambda memory: memory[:8].view(torch.int32)),
+    ],
+    ids=["flat buffer", "other shape", "strided", "other dtype"],
+)
+def test_targets_that_have_memory_in_common_are_named(shape, other, atomic, caplog):
+    memory = torch.zeros(12)
+    state = {"one": memory[:8], "two": other(memory)}
+    two = torch.ones(shape, dtype=state["two"].dtype)
+    distckpt.redistribute({"one": torch.arange(8.0), "two": two}, state, atomic=atomic)
+    assert torch.equal(state["two"], two)
+    (warning,) = (each.message for each in caplog.records if each.levelname == "WARNING")
+    assert "'one' and 'two' have different values" in warning
+    caplog.clear()
+    apart = {"one": memory[:6].view(2, 3)[:, :2], "two": memory[:6].view(2, 3)[:, 2]}
+    distckpt.redistribute({"one": torch.ones(2, 2), "two": torch.zeros(2)}, apart)
+    assert memory[:6].tolist() == [1, 1, 0, 1, 1, 0]
+    assert not caplog.records
+
+
+def test_wider_complex_numbers_are_filled():
+    given = torch.randn(4, dtype=torch.complex64)
+    target = torch.zeros(4, dtype=torch.complex128)
+    distckpt.redistribute({"weight": given}, {"weight": target})
+    assert torch.equal(target, given.to(torch.complex128))
+
+
+def test_a_conversion_that_no_option_allows_is_told_without_one():
+    given, taken = {"weight": torch.ones(4, dtype=torch.int8)}, torch.zeros(4, dtype=torch.bool)
+    with pytest.raises(LoadMismatchError, match=r"or a wider one\.$"):
+        distckpt.redistribute(given, {"weight": taken}, allow_dtype_cast=True)
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.int8])
+def test_codes_are_not_converted_as_if_they_were_values(dtype):
+    codes = torch.ones(4, 4).to(dtype)
+    given = {"up.weight": codes, "up.weight_scale": torch.full((4, 1), 0.5)}
+    values = torch.zeros(4, 4, dtype=torch.bfloat16)
+    with pytest.raises(LoadMismatchError, match=r"'up\.weight' .*'up\.weight_scale' beside it"):
+        distckpt.redistribute(given, {"up.weight": values})
+    taken = {name: torch.zeros_like(tensor) for name, tensor in given.items()}
+    distckpt.redistribute(given, taken)
+    assert torch.equal(taken["up.weight"].float(), codes.float())
+
+
+def test_a_target_that_overlaps_itself_is_refused():
+    given = {"weight": torch.arange(8.0).view(2, 4)}
+    for strides in ((2, 1), (0, 1)):
+        target = torch.zeros(12).as_strided((2, 4), strides)
+        with pytest.raises(InvalidShardingError, match=r"'weight'.*several of its elements"):
+            distckpt.redistribute(given, {"weight": target})
+    woven = torch.zeros(12).as_strided((2, 4), (3, 2))
+    distckpt.redistribute(given, {"weight": woven})
+    assert torch.equal(woven, given["weight"])
+
+
 def test_tied_targets_of_equal_values_are_not(caplog):
     apart, tied, other = _TwoNames(False), _TwoNames(True), _TwoNames(True)
     distckpt.redistribute({"model": tied}, {"model": apart})
@@ -298,12 +376,38 @@ def test_values_that_overflow_are_named(caplog):
     assert "'a', 'b'" in warning
 
 
+def test_what_no_rank_takes_is_named_once(caplog):
+    tied = torch.ones(4)
+    given = {
+        "embed": tied,
+        "head": tied,
+        "up.base_layer": torch.ones(4, 4),
+        "up.lora_A": torch.ones(2, 4),
+        "up.lora_B": torch.ones(4, 2),
+    }
+    taken = {"embed": torch.zeros(4), "up": torch.zeros(4, 4)}
+    rules = [Rename("up.base_layer", "up")]
+    for _ in range(2):
+        distckpt.redistribute(given, taken, rules=rules)
+    (warning,) = (each.message for each in caplog.records if each.levelname == "WARNING")
+    assert "no rank takes 'up.lora_A', 'up.lora_B', which is given" in warning
+
+
+def test_what_rules_leave_out_is_not_given(caplog):
+    given = {"up": torch.ones(4), "up_lora": torch.ones(3)}
+    rules = [Drop("*_lora"), Rename("up", "down")]
+    distckpt.redistribute(given, {"down": torch.zeros(4)}, rules=rules)
+    assert not [each for each in caplog.records if each.levelname == "WARNING"]
+    with pytest.raises(LoadMismatchError, match="'up_lora'"):
+        distckpt.redistribute(given, {"up_lora": torch.zeros(3)}, rules=rules)
+
+
 def test_what_is_given_otherwise_is_told_how():
     module = torch.nn.Linear(3, 3)
     with pytest.raises(LoadMismatchError) as plain:
         distckpt.redistribute({"model": module.state_dict()}, {"model": module})
-    assert "given at 'model': give the module itself there" in str(plain.value)
-    assert "distckpt.open" not in str(plain.value)
+    assert "given with the prefix 'model.'" in str(plain.value)
+    assert "state dicts on both" in str(plain.value)
     with pytest.raises(LoadMismatchError) as absent:
         distckpt.redistribute({"model": module}, {"model": module, "step": 0})
     assert "What is given holds no value for 'step'" in str(absent.value)
@@ -333,6 +437,26 @@ def _huge_buffers(rank: int, bits: int) -> str:
     assert isinstance(error, distckpt.CheckpointingException)
     assert sum_over_ranks(1) == 2
     return str(error)
+
+
+class _Unknown:
+    """A value that cannot be sent."""
+
+
+def _unknown_value(rank: int) -> str:
+    old = {"extra": _Unknown()} if rank == 1 else {"step": 1}
+    text = str(error_of(distckpt.redistribute, old, {"step": 0}))
+    new = {"step": 0}
+    distckpt.redistribute({"step": 2}, new)
+    assert new["step"] == 2
+    return text
+
+
+def test_a_value_that_cannot_be_sent_is_named_on_all_ranks(run):
+    for text in run(_unknown_value, 2):
+        assert "rank 1" in text
+        assert "'extra'" in text
+        assert "_Unknown" in text
 
 
 def _dtensors(rank: int) -> None:

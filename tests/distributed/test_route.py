@@ -100,6 +100,68 @@ def test_all_ranks_of_a_trainer_give(address, tmp_path):
         launch.values()
 
 
+def _two_jobs(rank: int, address: str, meetings: list[str]) -> str:
+    """Two trainers of two ranks have been given one address."""
+    job, rank_in_job = divmod(rank, 2)
+    meeting = dist.FileStore(meetings[job], 2)
+    dist.init_process_group("gloo", store=meeting, rank=rank_in_job, world_size=2)
+    source, text = {"weight": part(rank_in_job, 2)}, ""
+    if job == 0:
+        route = distckpt.Route(address, source=source, timeout=TIMEOUT)
+        ask_parent()
+        route.close()
+    else:
+        ask_parent()
+        text = str(error_of(distckpt.Route, address, source=source, timeout=TIMEOUT))
+    dist.destroy_process_group()
+    return text
+
+
+def test_no_rank_of_a_trainer_joins_another_trainer(address, tmp_path):
+    meetings = [str(tmp_path / "one"), str(tmp_path / "other")]
+    with launched(_two_jobs, 4, address, meetings, backend=None) as launch:
+        for rank in range(4):
+            launch.wait_for_signal(rank)
+        launch.answer(2)
+        launch.answer(3)
+        launch.wait_for_end(2, 3)
+        launch.answer(0)
+        launch.answer(1)
+        for text in launch.values()[2:]:
+            assert f"{address} cannot be hosted here" in text
+
+
+def _of_other_release(rank: int, address: str) -> str:
+    if rank == 0:
+        with distckpt.Route(address, source={"weight": values(0)}, timeout=TIMEOUT):
+            ask_parent()
+        return ""
+    ask_parent()
+    distckpt.__version__, own = "999.0", distckpt.__version__
+    error = error_of(distckpt.Route, address, target={"weight": part(0, 1)}, timeout=TIMEOUT)
+    distckpt.__version__ = own
+    return str(error)
+
+
+def test_another_release_is_refused(address):
+    with launched(_of_other_release, 2, address, backend=None) as launch:
+        launch.wait_for_signal(0)
+        launch.wait_for_signal(1)
+        launch.answer(1)
+        launch.wait_for_end(1)
+        launch.answer(0)
+        _, text = launch.values()
+    assert f"has distckpt {distckpt.__version__}, and this process 999.0" in text
+
+
+def test_the_store_of_another_program_is_not_joined(address):
+    host, port = address.split(":")
+    store = dist.TCPStore(host, int(port), is_master=True, wait_for_workers=False)
+    with pytest.raises(CheckpointingException, match="not the trainer of a Route"):
+        distckpt.Route(address, target={"weight": part(0, 1)}, timeout=0.1)
+    assert not store.check(["targets"])
+
+
 def _late(rank: int, address: str) -> list[int]:
     seen = []
     if rank == 2:
@@ -531,6 +593,8 @@ def test_arguments_are_checked(address):
         distckpt.Route(address)
     with pytest.raises(ValueError, match="host:port"):
         distckpt.Route("nowhere", source={})
+    with pytest.raises(ValueError, match=r"no directory to read here: give the path"):
+        distckpt.Route(address, source={}, family="auto")
     for name in ("127.0.0.1:0", "tcp://127.0.0.1:29700", ":29700"):
         with pytest.raises(ValueError, match="host:port"):
             distckpt.Route(name, source={})

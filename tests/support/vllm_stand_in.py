@@ -41,6 +41,17 @@ class WeightTransferEngine(ABC):
     @abstractmethod
     def shutdown(self) -> None: ...
 
+    @staticmethod
+    @abstractmethod
+    def trainer_send_weights(iterator: Any, trainer_args: Any) -> None: ...
+
+
+class OldWeightTransferEngine(ABC):
+    """The base class of vLLM until 0.22, whose backends do not know the model."""
+
+    @abstractmethod
+    def receive_weights(self, update_info: Any, load_weights: Any) -> None: ...
+
 
 class WeightTransferEngineFactory:
     """Makes backends by their names."""
@@ -58,12 +69,16 @@ class WeightTransferEngineFactory:
         return cls._registry[name](None, SimpleNamespace(**vllm_config), "cpu", model)
 
 
-def install() -> None:
+def install(base: type = WeightTransferEngine) -> None:
     """Let programs of this process import it as vllm."""
     for name in ("vllm", "vllm.distributed", "vllm.distributed.weight_transfer"):
         sys.modules[name] = ModuleType(name)
     package = "vllm.distributed.weight_transfer"
-    for part, member in (("base", WeightTransferEngine), ("factory", WeightTransferEngineFactory)):
+    members = (
+        {"WeightTransferEngine": base},
+        {"WeightTransferEngineFactory": WeightTransferEngineFactory},
+    )
+    for part, named in zip(("base", "factory"), members, strict=True):
         module = ModuleType(f"{package}.{part}")
-        setattr(module, member.__name__, member)
+        vars(module).update(named)
         sys.modules[module.__name__] = module

@@ -11,6 +11,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 import distckpt
+from distckpt import InvalidShardingError
 from tests.support.engine_loaders import MODELS, EngineModel, stored_values, tensors_of
 
 BF16, F32 = torch.bfloat16, torch.float32
@@ -203,6 +204,56 @@ def test_a_model_without_memory_is_refused():
     model = Single(into_weight(lambda tensor: tensor), 4, 4).to("meta")
     with pytest.raises(distckpt.InvalidShardingError, match="memory"):
         distckpt.record_loader(model.load_weights, {"w": ((4, 4), F32)})
+
+
+def _converted(model) -> None:
+    model.to(BF16)
+
+
+def _replaced(model) -> None:
+    model.weight = nn.Parameter(torch.zeros(4, 2), requires_grad=False)
+
+
+def _swapped(model) -> None:
+    model.weight.data = torch.zeros(4, 2)
+
+
+def _turned(model) -> None:
+    model.weight.data = model.weight.data.view(2, 4).t()
+
+
+@pytest.mark.parametrize("move", [_converted, _replaced, _swapped, _turned])
+@pytest.mark.parametrize("place", ["alone", "below a name"])
+def test_memory_that_was_replaced_since_is_named(move, place, tmp_path):
+    model = Single(into_weight(lambda tensor: tensor), 4, 2)
+    target = distckpt.record_loader(model.load_weights, {"weight": ((4, 2), F32)})
+    state = target if place == "alone" else {"engine": target}
+    values = {"weight": torch.randn(4, 2)}
+    save_file(values, tmp_path / "model.safetensors")
+    move(model)
+    with pytest.raises(
+        InvalidShardingError, match=r"'weight'.*Record it again: with record_loader"
+    ):
+        distckpt.load(state, tmp_path)
+    with pytest.raises(
+        InvalidShardingError, match=r"'weight'.*Record it again: with record_loader"
+    ):
+        distckpt.redistribute(values, state)
+
+
+def test_memory_that_was_freed_and_made_anew_is_filled(tmp_path):
+    """As an engine that sleeps between versions does it."""
+    model = Single(into_weight(lambda tensor: tensor), 4, 2)
+    target = distckpt.record_loader(model.load_weights, {"weight": ((4, 2), F32)})
+    values = {"weight": torch.randn(4, 2)}
+    storage = model.weight.untyped_storage()
+    size = storage.nbytes()
+    storage.resize_(0)
+    other = torch.zeros(size)  # else the same memory may be given out
+    storage.resize_(size)
+    distckpt.redistribute(values, target)
+    assert torch.equal(model.weight, values["weight"])
+    del other
 
 
 def test_what_was_not_used_and_not_filled_is_named(caplog):

@@ -1,0 +1,59 @@
+"""Shards that are views of the memory of a module."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+import torch
+
+from distckpt._base.errors import InvalidShardingError
+from distckpt._base.messages import summarize_keys
+from distckpt._mapping.sharded_tensor import ShardedTensor
+
+
+class BoundState(dict[str, ShardedTensor]):
+    """A sharded state dict that holds as long as a module keeps its memory.
+
+    Attributes:
+        module: whose memory it is; None where that is not known.
+        memory: the tensors of the module by name, as they were when this was made.
+    """
+
+    module: torch.nn.Module | None = None
+    memory: Mapping[str, torch.Tensor]
+
+    def check_memory(self) -> None:
+        """Refuse to be used when the module has other memory by now.
+
+        Raises:
+            InvalidShardingError: it has. What fills this would not reach the module.
+        """
+        now = dict(named_tensors(self.module))
+        moved = [name for name, kept in self.memory.items() if not _is_same(kept, now.get(name))]
+        if moved:
+            raise InvalidShardingError(
+                f"The module has replaced the memory of {summarize_keys(moved)} since its loader "
+                "was recorded (moved, converted, or made anew), so that nothing of it would be "
+                "filled. Record it again: with record_loader, and a new Route for what it returns, "
+                "or by sending the engine another RouteInfo, with check=False."
+            )
+
+
+def named_tensors(module: torch.nn.Module | None) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the parameters and persistent buffers of a module; nothing where it is not known."""
+    if module is None:
+        return
+    for name, value in module.state_dict(keep_vars=True).items():
+        if isinstance(value, torch.Tensor):
+            yield name, value
+
+
+def _is_same(kept: torch.Tensor, now: torch.Tensor | None) -> bool:
+    """Tell whether a tensor is one memory with another one. Its storage may have been freed and
+    made anew.
+    """
+    return now is not None and _place_of(kept) == _place_of(now)
+
+
+def _place_of(tensor: torch.Tensor) -> tuple[object, ...]:
+    return tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride(), tensor.device
