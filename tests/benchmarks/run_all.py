@@ -41,7 +41,7 @@ class Benchmark(NamedTuple):
 BENCHMARKS = (
     Benchmark(
         "save_load",
-        "--dir DIR --gb 2 --ranks 2 --runs 7",
+        "--dir DIR --gb 1 --ranks 2 --runs 5 --peaks",
         "--dir DIR --gb 0.02 --runs 1 --cases save",
     ),
     Benchmark("checksums", "--dir DIR --gb 0.5 --runs 15", "--dir DIR --gb 0.04 --runs 1"),
