@@ -97,7 +97,7 @@ def verify(parser: ArgumentParser) -> None:
     )
     mode.add_argument("--full", action="store_true", help="read every byte once (the default)")
     parser.add_argument(
-        "--jobs", type=positive, help="threads (default: 2 to 4, 10 on an object store)"
+        "--jobs", type=positive, help="threads (default: 4, or 10 on an object store)"
     )
     _add_reading_parts(parser)
 
