@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 import numpy as np
 import pytest
 import torch
@@ -218,3 +220,46 @@ def test_to_share_what_is_read_takes_four_collectives_if_it_is_one_wave(tmp_path
 @pytest.mark.parametrize("parts", [[], [b""], [b"", b"ab", b"", b"c" * 1000]])
 def test_packed_parts_are_the_same_again(parts):
     assert unpack_parts(pack_parts(parts)) == parts
+
+
+def num_sockets():
+    links = []
+    for name in os.listdir("/proc/self/fd"):
+        path = f"/proc/self/fd/{name}"
+        # The descriptor of the directory itself is closed by now.
+        links.append(os.readlink(path) if os.path.lexists(path) else "")
+    return sum(link.startswith("socket") for link in links)
+
+
+def connections_of_saves_and_loads(rank, num_ranks, fan_out, path):
+    """Return how many connections they open; all ranks are connected by the group before."""
+
+    def state(value):
+        part = torch.full((1, 4), float(value))
+        return {"a": ShardedTensor.from_rank_offsets("a", part, (0, rank, num_ranks))}
+
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setattr(exchanges, "FAN_OUT", fan_out)
+        sum_over_ranks(1)
+        before = num_sockets()
+        distckpt.save(state(rank), f"{path}/first")
+        distckpt.save(state(rank), f"{path}/second")
+        loaded = state(-1)
+        distckpt.load(loaded, f"{path}/second")
+        assert (loaded["a"].data == rank).all()
+        return num_sockets() - before
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "fan_out", "num_levels"),
+    [
+        (20, 4, 3),
+        pytest.param(128, 16, 2, marks=pytest.mark.slow),
+        pytest.param(320, 16, 3, marks=pytest.mark.slow),
+    ],
+)
+def test_connections_grow_with_the_levels_of_the_tree(tmp_path, num_ranks, fan_out, num_levels):
+    opened = run(connections_of_saves_and_loads, num_ranks, num_ranks, fan_out, str(tmp_path))
+    # One rank with the others of a group on each level, and the store; a mesh would be more.
+    most = (fan_out - 1) * num_levels + 4
+    assert 0 < max(opened) <= most < num_ranks - 1
