@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
+import numpy as np
 import xxhash
 
 from distckpt._base.memory import Bytes
@@ -21,31 +22,36 @@ def checksum(data: bytes | memoryview | Bytes) -> int:
 
 def block_checksums(
     sizes: Sequence[int],
-    runs: Sequence[Bytes],
+    runs: Iterable[Bytes],
     block_bytes: int,
 ) -> list[int]:
     """Return the checksums of the blocks of byte strings that follow one another in `runs`.
 
-    `sizes` are those of the byte strings; each begins a block.
+    `sizes` are those of the byte strings; each begins a block. A run is asked for when the ones
+    before it are hashed.
     """
     digests = []
-    index = position = 0
+    following = iter(runs)
+    run, position = _NO_BYTES, 0
     for size in sizes:
         for start in range(0, size, block_bytes):
             missing = min(block_bytes, size - start)
-            if position == len(runs[index]):
-                index, position = index + 1, 0
-            if len(runs[index]) - position >= missing:
-                digests.append(checksum(runs[index][position : position + missing]))
+            if position == len(run):
+                run, position = next(following), 0
+            if len(run) - position >= missing:
+                digests.append(checksum(run[position : position + missing]))
                 position += missing
                 continue
             hasher = xxhash.xxh3_64()
             while missing:
-                piece = runs[index][position : position + missing]
+                if position == len(run):
+                    run, position = next(following), 0
+                piece = run[position : position + missing]
                 hasher.update(piece)
                 missing -= len(piece)
                 position += len(piece)
-                if missing:
-                    index, position = index + 1, 0
             digests.append(hasher.intdigest())
     return digests
+
+
+_NO_BYTES: Bytes = np.empty(0, np.uint8)

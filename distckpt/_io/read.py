@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import itertools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
@@ -23,7 +24,7 @@ from distckpt._base.memory import (
     memory_at,
     run_bytes,
 )
-from distckpt._base.threads import NUM_REQUESTS, NUM_THREADS, run_threads
+from distckpt._base.threads import NUM_REQUESTS, NUM_THREADS, UNIT_BYTES, run_threads
 from distckpt._format.checksum import block_checksums
 from distckpt._format.checksum_files import checksums_in, fetch_checksums
 from distckpt._format.marker import file_size
@@ -38,12 +39,16 @@ from distckpt._geometry.region import (
     run_starts,
 )
 from distckpt._geometry.units import Span, units_of
-from distckpt._io.read_parts import NOT_PLAIN, READ_UNIT_BYTES, ReadPart, parts_of
+from distckpt._io.read_parts import NOT_PLAIN, REACH_BYTES, ReadPart, parts_of
 from distckpt._plan.load import Copy
 from distckpt._state.common_state import COMMON_KEY
 from distckpt._storage import locations, object_store
 from distckpt._storage.open_files import OpenFiles
 
+PIECE_BYTES = 512 << 10
+"""Of a local file, one call reads this much: little enough to be in the cache still when its
+checksums are computed. A unit has several, since what a unit takes besides would slow them down.
+"""
 REQUEST_BYTES = 16 << 20
 """Size of a request to an object store: enough that its answer takes longer than the way there."""
 FETCH_PITCH_BYTES = 64 << 10
@@ -66,15 +71,16 @@ def read_copies(
     """Fill requested regions from chunks.
 
     `targets` has for each request a tensor of its region's shape, of any strides, device and dtype.
-    Each thread has a buffer of about `READ_UNIT_BYTES`, or `REQUEST_BYTES`. `progress` is called
+    Each thread has a buffer of about `UNIT_BYTES`, or `REQUEST_BYTES`. `progress` is called
     with numbers of bytes, from several threads. `with_check=False` leaves `check_files` to the
     caller. Damage raises CorruptCheckpointError, which names file, key, region and bytes.
     """
     # Checksums are of blocks: to verify them, what lies between the runs is needed as well.
-    exact = locations.is_local(stored.location) and not stored.verifies
-    unit_bytes = unit_bytes_at(stored.location)
+    is_local = locations.is_local(stored.location)
+    exact = is_local and not stored.verifies
+    reach_bytes = REACH_BYTES if is_local else REQUEST_BYTES
     copier = Copier(targets)
-    parts = parts_of(stored, copies, targets, copier, exact=exact, unit_bytes=unit_bytes)
+    parts = parts_of(stored, copies, targets, copier, exact=exact, reach_bytes=reach_bytes)
     if with_check:
         check_files(stored, [part.chunk for part in parts])
     with _open_files(stored) as files:
@@ -135,8 +141,8 @@ def _open_files(stored: StoredCheckpoint) -> AbstractContextManager[OpenFiles]:
 
 
 def unit_bytes_at(location: str) -> int:
-    """Return how much one call reads of a location."""
-    return READ_UNIT_BYTES if locations.is_local(location) else REQUEST_BYTES
+    """Return how much of a location one thread reads at a time."""
+    return UNIT_BYTES if locations.is_local(location) else REQUEST_BYTES
 
 
 def num_threads_at(location: str) -> int:
@@ -193,7 +199,7 @@ class _Reading:
             run_threads(self.fetch, self._near_units(), num_threads)
 
     def units(self) -> Iterator[list[Span]]:
-        """Divide parts that follow one another in a file into units: one call reads each of them.
+        """Divide parts that follow one another in a file into units: one thread reads each of them.
 
         Their spans have the numbers of parts, and positions in them. A sparse part is a unit.
         """
@@ -241,10 +247,8 @@ class _Reading:
             self._count(unit)
             return
         content = _content_for(self, unit)
-        position = self._position(unit)
         with self.files.open(self._paths[self.file_of(unit)]) as fd:
-            num_read = read_into(fd, content.buffers, position)
-        self._finish(unit, content, num_read)
+            self._finish(unit, content, self._read_pieces(unit, content.buffers, fd))
 
     def fetch(self, units: list[list[Span]]) -> None:
         """Read units from an object store with one request, and finish them."""
@@ -255,14 +259,26 @@ class _Reading:
         for unit in units:
             content = _content_for(self, unit)
             num_read = _fill(content.buffers, data[self._position(unit) - position :])
-            self._finish(unit, content, num_read)
+            if num_read < sum(map(len, content.buffers)):
+                raise _cut_off(self, unit, self._position(unit), num_read)
+            self._finish(unit, content, content.buffers)
 
-    def _finish(self, unit: list[Span], content: _Content, num_read: int) -> None:
-        """Compare a unit with its checksums, and bring it to its targets."""
-        if num_read < sum(map(len, content.buffers)):
-            raise _cut_off(self, unit, self._position(unit), num_read)
+    def _read_pieces(self, unit: list[Span], buffers: Sequence[Bytes], fd: int) -> Iterator[Bytes]:
+        """Fill the buffers of a unit one after the other, and yield what was filled."""
+        position = begin = self._position(unit)
+        for piece in pieces_of(buffers, PIECE_BYTES):
+            num_read = read_into(fd, piece, position)
+            position += num_read
+            if num_read < sum(map(len, piece)):
+                raise _cut_off(self, unit, begin, position - begin)
+            yield from piece
+
+    def _finish(self, unit: list[Span], content: _Content, filled: Iterable[Bytes]) -> None:
+        """Compare a unit with its checksums while it is filled, and bring it to its targets."""
         if self.stored.verifies:
-            _verify(self, unit, content.buffers)
+            _verify(self, unit, filled)
+        else:
+            collections.deque(filled, maxlen=0)
         if content.small or content.values:
             _deliver(self, content)
         self._count(unit)
@@ -455,6 +471,24 @@ def _copy(source: torch.Tensor, target: torch.Tensor, copier: Copier) -> None:
     copier.copy(target, source)
 
 
+def pieces_of(buffers: Sequence[Bytes], num_bytes: int) -> Iterator[list[Bytes]]:
+    """Divide buffers that follow each other into pieces of a number of bytes."""
+    piece: list[Bytes] = []
+    room = num_bytes
+    for buffer in buffers:
+        start = 0
+        while start < len(buffer):
+            part = buffer[start : start + room]
+            piece.append(part)
+            start += len(part)
+            room -= len(part)
+            if not room:
+                yield piece
+                piece, room = [], num_bytes
+    if piece:
+        yield piece
+
+
 def _fill(buffers: Sequence[Bytes], data: Bytes) -> int:
     """Copy data into buffers, one after the other; return how much of it they took."""
     rest = data
@@ -467,10 +501,10 @@ def _fill(buffers: Sequence[Bytes], data: Bytes) -> int:
 # --- Damage ---------------------------------------------------------------------------------------
 
 
-def _verify(reading: _Reading, unit: list[Span], buffers: Sequence[Bytes]) -> None:
-    """Compare the blocks of a unit with their checksums."""
+def _verify(reading: _Reading, unit: list[Span], filled: Iterable[Bytes]) -> None:
+    """Compare the blocks of a unit with their checksums; the bytes come piece by piece."""
     block = reading.stored.manifest.block_bytes
-    found = block_checksums([span.stop - span.start for span in unit], buffers, block)
+    found = block_checksums([span.stop - span.start for span in unit], filled, block)
     expected = _checksums_of(reading, unit)
     if found != expected:
         pairs = zip(found, expected, strict=True)

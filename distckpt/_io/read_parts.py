@@ -26,9 +26,9 @@ from distckpt._geometry.region import (
 from distckpt._geometry.units import cut_region
 from distckpt._plan.load import Copy
 
-READ_UNIT_BYTES = 2 << 20
-"""One thread reads this much at a time: little enough to be in cache still when its checksum is
-computed.
+REACH_BYTES = 2 << 20
+"""Rows of a local file that begin further apart than half of this are read separately, without
+what lies between them.
 """
 LONG_RUN_BYTES = 128 << 10
 """Runs at least this long are read as parts of their own."""
@@ -68,13 +68,13 @@ def parts_of(
     copier: Copier,
     *,
     exact: bool,
-    unit_bytes: int,
+    reach_bytes: int,
 ) -> list[ReadPart]:
     """Divide copies into parts.
 
     `targets` are what the requests of the copies fill. With `exact`, nothing is read that lies
-    between the runs of a region if they are long or far apart. Others are read in units of
-    `unit_bytes`.
+    between the runs of a region if they are long or far apart. Otherwise only rows are separate of
+    which `reach_bytes` hold no two.
     """
     manifest = stored.manifest
     chunks = np.array([copy.chunk for copy in copies], np.int64)
@@ -90,7 +90,7 @@ def parts_of(
         if exact and _is_sparse(shape, copy.source, dtype.itemsize):
             parts.extend(_sparse_parts(stored, copy, goal))
         else:
-            parts.extend(_dense_parts(stored, copy, goal, copier, unit_bytes))
+            parts.extend(_dense_parts(stored, copy, goal, copier, reach_bytes))
     return parts
 
 
@@ -101,21 +101,21 @@ def _sparse_parts(
 ) -> Iterator[ReadPart]:
     shape = stored.manifest.chunk_region(copy.chunk).shape
     item = stored.dtype_of(copy.chunk).itemsize
-    for piece in cut_region(copy.source, READ_UNIT_BYTES // item):
+    for piece in cut_region(copy.source, REACH_BYTES // item):
         place = goal[piece.relative_to(copy.source.offset).slices()]
         span = _byte_range(shape, piece, item)
         yield ReadPart(copy.chunk, *span, place, region=piece, is_sparse=True)
 
 
 def _dense_parts(
-    stored: StoredCheckpoint, copy: Copy, goal: torch.Tensor, copier: Copier, unit_bytes: int
+    stored: StoredCheckpoint, copy: Copy, goal: torch.Tensor, copier: Copier, reach_bytes: int
 ) -> Iterator[ReadPart]:
     """Yield parts that hold what lies between the runs of a region, if any does."""
     shape = stored.manifest.chunk_region(copy.chunk).shape
     dtype, size = stored.dtype_of(copy.chunk), int(stored.manifest.num_bytes[copy.chunk])
     # Blocks of which a part is wanted are read whole.
     margin = stored.manifest.block_bytes if stored.verifies else 1
-    num_axes = _num_separate_axes(shape, copy.source, dtype.itemsize, unit_bytes, margin)
+    num_axes = _num_separate_axes(shape, copy.source, dtype.itemsize, reach_bytes, margin)
     for piece in step_over(copy.source, num_axes):
         place = goal[piece.relative_to(copy.source.offset).slices()] if shape else goal
         first, last = _byte_range(shape, piece, dtype.itemsize)
@@ -130,7 +130,7 @@ def _is_sparse(shape: tuple[int, ...], region: Region, item: int) -> bool:
     outer = num_outer_axes(shape, region)
     num_runs = math.prod(region.shape[:outer])
     run = math.prod(region.shape[outer:]) * item
-    if num_runs <= 1 or not 0 < run < READ_UNIT_BYTES:
+    if num_runs <= 1 or not 0 < run < REACH_BYTES:
         return False
     first_to_last = covering_elements(shape, region) * item - run
     return first_to_last >= (num_runs - 1) * PITCH_BYTES
@@ -145,7 +145,7 @@ def _byte_range(shape: tuple[int, ...], region: Region, item: int) -> tuple[int,
 
 
 def _num_separate_axes(
-    shape: tuple[int, ...], region: Region, item: int, unit_bytes: int, margin: int
+    shape: tuple[int, ...], region: Region, item: int, reach_bytes: int, margin: int
 ) -> int:
     """Count the leading axes along which each index is read separately, without what lies between.
 
@@ -157,4 +157,4 @@ def _num_separate_axes(
     num_needed = (run + margin // item) * math.prod(region.shape[:outer])
     if run * item >= LONG_RUN_BYTES and covering_elements(shape, region) > 2 * num_needed:
         return outer
-    return sum(2 * math.prod(shape[axis + 1 :]) > unit_bytes // item for axis in range(outer))
+    return sum(2 * math.prod(shape[axis + 1 :]) > reach_bytes // item for axis in range(outer))

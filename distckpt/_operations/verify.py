@@ -35,7 +35,7 @@ from distckpt._format.manifest import CHECKSUM_BYTES, NO_FINGERPRINT, Manifest, 
 from distckpt._format.marker import CONFIG_FNAME, file_size
 from distckpt._format.stored_checkpoint import StoredCheckpoint
 from distckpt._geometry.region import IntArray
-from distckpt._io.read import num_threads_at, unit_bytes_at
+from distckpt._io.read import PIECE_BYTES, num_threads_at, unit_bytes_at
 from distckpt._mapping.wrappers import ShardedStateDict
 from distckpt._operations.on_demand import on_demand
 from distckpt._ranks.collectives import PhaseTimer, Ranks
@@ -488,40 +488,48 @@ class BadBlock(NamedTuple):
 
 def units_of_blocks(blocks: Blocks, location: str) -> Iterator[range]:
     """Cut the blocks of a checkpoint at a location into ranges that are near each other in one file
-    and fit one read, or are one block.
+    and that one thread reads at a time.
     """
-    unit_bytes = unit_bytes_at(location)
-    file_ids = blocks.file_ids.tolist()
-    starts = blocks.starts.tolist()
-    stops = blocks.stops.tolist()
+    return _cut(blocks, range(len(blocks.starts)), unit_bytes_at(location))
+
+
+def _cut(blocks: Blocks, numbers: range, max_bytes: int) -> Iterator[range]:
+    """Cut a range of blocks into ranges of which each spans at most `max_bytes` of one file, or is
+    one block.
+    """
+    within = slice(numbers.start, numbers.stop)
+    file_ids, starts = blocks.file_ids[within].tolist(), blocks.starts[within].tolist()
+    stops = blocks.stops[within].tolist()
     first = 0
-    for index in range(1, len(starts) + 1):
+    for index in range(1, len(numbers) + 1):
         ends = (
-            index == len(starts)
+            index == len(numbers)
             or file_ids[index] != file_ids[first]
-            or stops[index] - starts[first] > unit_bytes
+            or stops[index] - starts[first] > max_bytes
         )
         if ends:
-            yield range(first, index)
+            yield numbers[first:index]
             first = index
 
 
 def _check_unit(
     stored: StoredCheckpoint, blocks: Blocks, unit: range
 ) -> tuple[list[BadBlock], int]:
-    """Read some blocks at once; return the bad ones and the bytes read."""
-    path = stored.path_of_file(int(blocks.file_ids[unit[0]]))
-    begin, end = int(blocks.starts[unit[0]]), int(blocks.stops[unit[-1]])
+    """Read some blocks of a file; return the bad ones and the bytes read."""
+    bad: list[BadBlock] = []
+    num_read = 0
     try:
-        data = _read(stored, path, begin, end)
+        for numbers, data in _read_blocks(stored, blocks, unit):
+            bad += _compare(blocks, numbers, data)
+            num_read += len(data)
     except (CorruptCheckpointError, FileNotFoundError):
         # What is wrong with the file is reported already.
-        return [], 0
+        return bad, num_read
     except OSError as error:
         if len(unit) > 1:
             return _check_one_by_one(stored, blocks, unit)
         return [BadBlock(unit[0], f"a chunk cannot be read: {error.strerror or error}")], 0
-    return _compare(blocks, unit, data), len(data)
+    return bad, num_read
 
 
 def _check_one_by_one(
@@ -537,15 +545,18 @@ def _check_one_by_one(
     return bad, num_read
 
 
-def _compare(blocks: Blocks, unit: range, data: Bytes) -> list[BadBlock]:
+def _compare(blocks: Blocks, numbers: range, data: Bytes) -> list[BadBlock]:
     """Compare blocks, whose bytes follow each other from the first on, with their checksums."""
-    begin = int(blocks.starts[unit[0]])
+    within = slice(numbers.start, numbers.stop)
+    starts = (blocks.starts[within] - blocks.starts[numbers.start]).tolist()
+    stops = (blocks.stops[within] - blocks.starts[numbers.start]).tolist()
+    # None without checksums.
+    expected = blocks.expected[within].tolist() or [None] * len(numbers)
     bad = []
-    for number in unit:
-        start, stop = int(blocks.starts[number]) - begin, int(blocks.stops[number]) - begin
+    for number, start, stop, digest in zip(numbers, starts, stops, expected, strict=True):
         if stop > len(data):
             bad.append(BadBlock(number, "a chunk was cut off"))
-        elif len(blocks.expected) and checksum(data[start:stop]) != int(blocks.expected[number]):
+        elif digest is not None and checksum(data[start:stop]) != digest:
             bad.append(BadBlock(number, "checksum mismatch in a chunk"))
     return bad
 
@@ -570,14 +581,27 @@ def describe_blocks(
     return problems
 
 
-def _read(stored: StoredCheckpoint, path: str, start: int, stop: int) -> Bytes:
-    """Return bytes of a file, fewer when it is shorter; they are the thread's until it reads
-    again.
+def _read_blocks(
+    stored: StoredCheckpoint, blocks: Blocks, unit: range
+) -> Iterator[tuple[range, Bytes]]:
+    """Yield the blocks of a unit with their bytes, fewer when the file is shorter.
+
+    Of a local file, few at a time are in the thread's scratch memory, which stays in the cache.
     """
+    path = stored.path_of_file(int(blocks.file_ids[unit[0]]))
     if not locations.is_local(path):
-        return np.frombuffer(locations.read_range(path, start, stop), np.uint8)
+        start, stop = _place_of(blocks, unit)
+        yield unit, np.frombuffer(locations.read_range(path, start, stop), np.uint8)
+        return
     file_size(path)  # raises where this is no file
     assert stored.files is not None
-    buffer = bounce_buffer("read", stop - start)
     with stored.files.open(path) as fd:
-        return buffer[: read_into(fd, [buffer], start)]
+        for numbers in _cut(blocks, unit, PIECE_BYTES):
+            start, stop = _place_of(blocks, numbers)
+            buffer = bounce_buffer("read", stop - start)
+            yield numbers, buffer[: read_into(fd, [buffer], start)]
+
+
+def _place_of(blocks: Blocks, numbers: range) -> tuple[int, int]:
+    """Return where in their file some blocks begin and end."""
+    return int(blocks.starts[numbers[0]]), int(blocks.stops[numbers[-1]])

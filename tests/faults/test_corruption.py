@@ -273,8 +273,10 @@ def test_the_old_name_of_full_verification(checkpoint):
 # ---- which blocks of a large chunk are checked
 
 
-ROWS, COLUMNS = 420, 3002
-"""Of a tensor of 4.8 MiB in one chunk. No block begins where a row does."""
+ROWS, COLUMNS = 840, 3002
+"""Of a tensor of 9.6 MiB in one chunk, which is read in two units. No block begins where a row
+does.
+"""
 BLOCK_BYTES = 256 << 10
 
 
