@@ -266,7 +266,8 @@ class _Reading:
     def _read_pieces(self, unit: list[Span], buffers: Sequence[Bytes], fd: int) -> Iterator[Bytes]:
         """Fill the buffers of a unit one after the other, and yield what was filled."""
         position = begin = self._position(unit)
-        for piece in pieces_of(buffers, PIECE_BYTES):
+        piece_bytes = PIECE_BYTES if self.stored.verifies else UNIT_BYTES
+        for piece in pieces_of(buffers, piece_bytes):
             num_read = read_into(fd, piece, position)
             position += num_read
             if num_read < sum(map(len, piece)):
