@@ -13,7 +13,7 @@ import torch
 
 from distckpt._base.dtypes import as_integers
 from distckpt._base.libc import bytes_at
-from distckpt._base.memory import Bytes, is_plain_memory, tensor_bytes
+from distckpt._base.memory import Bytes, is_plain_memory, spaced_bytes, tensor_bytes
 from distckpt._format.checksum import checksum
 from distckpt._geometry.region import Region
 from distckpt._mapping.sharded_tensor import ShardedTensor
@@ -98,11 +98,13 @@ def _samples(tensors: Sequence[torch.Tensor]) -> list[Any]:
 
 
 def _sample_of_memory(tensor: torch.Tensor) -> bytes:
-    start, size = tensor.data_ptr(), tensor.itemsize
+    size = tensor.itemsize
     firsts, length = _blocks(tensor.nbytes // size, size)
+    last = bytes_at(tensor.data_ptr() + firsts[-1] * size, length * size)
     if len(firsts) == 1:
-        return bytes_at(start, length * size)
-    return b"".join([bytes_at(start + first * size, length * size) for first in firsts])
+        return last
+    others = spaced_bytes(tensor, len(firsts) - 1, length * size, firsts[1] * size)
+    return others.tobytes() + last
 
 
 def _samples_of_device(tensors: Sequence[torch.Tensor]) -> list[Bytes]:
@@ -135,4 +137,6 @@ def _blocks(num_elements: int, element_bytes: int) -> tuple[list[int], int]:
     length = BLOCK_BYTES // element_bytes
     if num_elements <= NUM_BLOCKS * length:
         return [0], num_elements
-    return [(num_elements - length) * i // (NUM_BLOCKS - 1) for i in range(NUM_BLOCKS)], length
+    last = num_elements - length
+    # All others at equal distances: one view has them.
+    return [*(last // (NUM_BLOCKS - 1) * i for i in range(NUM_BLOCKS - 1)), last], length

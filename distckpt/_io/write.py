@@ -28,9 +28,9 @@ from distckpt._storage import locations
 
 DIRECT_MIN_BYTES = 16 << 20
 """Smaller files go through the page cache: one flush costs less than many waits for the disk."""
-SMALL_BYTES = 16 << 10
+SMALL_BYTES = 64 << 10
 """Less of a tensor is copied and written together with what lies beside it: a copy costs less than
-a view and a buffer of its own.
+a view and a buffer of its own, and threads that make these wait for each other.
 """
 
 FOLDER_RANKS = 256
