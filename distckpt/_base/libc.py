@@ -32,8 +32,6 @@ _NOT_OFFERED = (errno.EINVAL, errno.ENOSYS, errno.ENOTSUP)
 
 _libc = ctypes.CDLL(None, use_errno=True)
 
-bytes_at = ctypes.string_at
-"""Returns a number of bytes from an address."""
 copy_bytes = ctypes.PyDLL(None).memmove
 copy_bytes.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
 """Copies to an address, from another one, a small number of bytes: meanwhile the thread keeps the

@@ -44,26 +44,27 @@ def run_bytes(tensor: torch.Tensor, num_outer: int) -> Bytes:
     return np.asarray(_Memory(tensor, (*tensor.shape[:num_outer], num_bytes), strides))
 
 
-def spaced_bytes(
-    tensor: torch.Tensor, num_blocks: int, block_bytes: int, pitch_bytes: int
-) -> Bytes:
-    """View blocks of bytes of a contiguous CPU tensor, of which one begins every `pitch_bytes`;
-    of shape (blocks, bytes).
-    """
-    return np.asarray(_Memory(tensor, (num_blocks, block_bytes), (pitch_bytes, 1)))
-
-
 def memory_at(address: int, num_bytes: int) -> Bytes:
     """View memory as bytes. It belongs to tensors that the caller keeps."""
-    return np.asarray(_Address(address, num_bytes))
+    return np.asarray(_Address(address, (num_bytes,), (1,)))
+
+
+def blocks_at(address: int, num_blocks: int, block_bytes: int, pitch_bytes: int) -> Bytes:
+    """View blocks of memory as bytes, of shape (blocks, bytes); one begins every `pitch_bytes`. It
+    belongs to tensors that the caller keeps.
+    """
+    return np.asarray(_Address(address, (num_blocks, block_bytes), (pitch_bytes, 1)))
 
 
 class _Address:
     """Gives numpy access to memory."""
 
-    def __init__(self, address: int, num_bytes: int) -> None:
+    __slots__ = ("__array_interface__",)
+
+    def __init__(self, address: int, shape: Sequence[int], strides: Sequence[int]) -> None:
         self.__array_interface__ = {
-            "shape": (num_bytes,),
+            "shape": shape,
+            "strides": strides,
             "typestr": "|u1",
             "data": (address, False),
             "version": 3,

@@ -12,36 +12,45 @@ import numpy.typing as npt
 import torch
 
 from distckpt._base.dtypes import as_integers
-from distckpt._base.libc import bytes_at
-from distckpt._base.memory import Bytes, is_plain_memory, spaced_bytes, tensor_bytes
+from distckpt._base.memory import Bytes, blocks_at, is_plain_memory, tensor_bytes
 from distckpt._format.checksum import checksum
 from distckpt._geometry.region import Region
 from distckpt._mapping.sharded_tensor import ShardedTensor
 from distckpt._mapping.wrappers import ShardedObject
 from distckpt._plan.layout import SavePlan
-from distckpt._state.shards import Shard, ShardTable, region_view, shard_regions
+from distckpt._state.shards import Shard, ShardTable, region_view
 
 NUM_BLOCKS = 16
 """Of a tensor are a sample of it, the first and the last block among them; small tensors are hashed
 whole.
 """
 BLOCK_BYTES = 64
+"""A block has this much, and as many elements more as it takes for all to be at equal distances."""
 
 
 def add_digests(table: ShardTable, shards: Sequence[Shard], of_samples: bool) -> None:
     """Add hashes of shards, or of samples of their tensors, to the table; 0 means not hashed."""
-    # In the order of the rows.
-    held = [(shard, region) for shard in shards for region in shard_regions(shard)]
+    rows = [*enumerate(table.shard_ids.tolist())]
     if not of_samples:
-        for row, (shard, region) in enumerate(held):
-            table.digests[row] = max(1, checksum(_content_of(shard, region)))
+        for row, shard_id in rows:
+            content = _content_of(shards[shard_id], table.row_region(row))
+            table.digests[row] = max(1, checksum(content))
         return
     views = {
-        row: region_view(shard, region)
-        for row, (shard, region) in enumerate(held)
-        if isinstance(shard, ShardedTensor)
+        row: _values_of(table, row, shard)
+        for row, shard_id in rows
+        if isinstance(shard := shards[shard_id], ShardedTensor)
     }
     table.digests[list(views)] = sampled_digests(list(views.values()))
+
+
+def _values_of(table: ShardTable, row: int, shard: ShardedTensor) -> torch.Tensor:
+    """Return the values in a row of a table, of any shape."""
+    if shard.flattened_range is None:
+        # Most shards are one row, and need no view of a region.
+        assert shard.data is not None
+        return shard.data
+    return region_view(shard, table.row_region(row))
 
 
 def _content_of(shard: Shard, region: Region) -> bytes | Bytes:
@@ -91,7 +100,9 @@ def _samples(tensors: Sequence[torch.Tensor]) -> list[Any]:
             elsewhere[tensor.device].append(number)
     for numbers in elsewhere.values():
         for number, sample in zip(
-            numbers, _samples_of_device([tensors[number] for number in numbers]), strict=True
+            numbers,
+            _samples_of_device([tensors[number].detach() for number in numbers]),
+            strict=True,
         ):
             samples[number] = sample
     return samples
@@ -99,12 +110,8 @@ def _samples(tensors: Sequence[torch.Tensor]) -> list[Any]:
 
 def _sample_of_memory(tensor: torch.Tensor) -> bytes:
     size = tensor.itemsize
-    firsts, length = _blocks(tensor.nbytes // size, size)
-    last = bytes_at(tensor.data_ptr() + firsts[-1] * size, length * size)
-    if len(firsts) == 1:
-        return last
-    others = spaced_bytes(tensor, len(firsts) - 1, length * size, firsts[1] * size)
-    return others.tobytes() + last
+    count, length, pitch = _blocks(tensor.nbytes // size, size)
+    return blocks_at(tensor.data_ptr(), count, length * size, pitch * size).tobytes()
 
 
 def _samples_of_device(tensors: Sequence[torch.Tensor]) -> list[Bytes]:
@@ -122,9 +129,9 @@ def _samples_of_device(tensors: Sequence[torch.Tensor]) -> list[Bytes]:
 
 
 def _places(tensor: torch.Tensor) -> torch.Tensor:
-    firsts, length = _blocks(tensor.numel(), tensor.itemsize)
-    places = torch.tensor(firsts, device="cpu")[:, None] + torch.arange(length, device="cpu")
-    return places.flatten()
+    count, length, pitch = _blocks(tensor.numel(), tensor.itemsize)
+    firsts = torch.arange(count, device="cpu") * pitch
+    return (firsts[:, None] + torch.arange(length, device="cpu")).flatten()
 
 
 def _taken(tensor: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
@@ -132,11 +139,12 @@ def _taken(tensor: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
 
 
 @functools.lru_cache(4096)
-def _blocks(num_elements: int, element_bytes: int) -> tuple[list[int], int]:
-    """Return the first elements of the blocks of a sample, and how many elements each has."""
+def _blocks(num_elements: int, element_bytes: int) -> tuple[int, int, int]:
+    """Return the number of blocks of a sample, of how many elements each is, and after how many the
+    next one begins. The last one ends with the last element.
+    """
     length = BLOCK_BYTES // element_bytes
     if num_elements <= NUM_BLOCKS * length:
-        return [0], num_elements
-    last = num_elements - length
-    # All others at equal distances: one view has them.
-    return [*(last // (NUM_BLOCKS - 1) * i for i in range(NUM_BLOCKS - 1)), last], length
+        return 1, num_elements, 0
+    pitch, rest = divmod(num_elements - length, NUM_BLOCKS - 1)
+    return NUM_BLOCKS, length + rest, pitch

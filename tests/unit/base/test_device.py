@@ -106,14 +106,14 @@ class FailsAtTheSecondCopy(SlowDevice):
 @pytest.mark.parametrize("verb", ["save", "load"])
 def test_copies_under_way_are_waited_for_when_a_later_one_fails(monkeypatch, tmp_path, verb):
     """Since the memory that they copy from or to is used again."""
-    columns = torch.arange(512 * 3000, dtype=torch.float32).view(512, 3000)
+    columns = torch.arange(2048 * 3000, dtype=torch.float32).view(2048, 3000)
     state = {
         str(i): ShardedTensor.from_rank_offsets(str(i), columns[:, i : i + 9]) for i in range(2)
     }
     distckpt.save({"columns": ShardedTensor.from_rank_offsets("columns", columns)}, tmp_path / "c")
     # What one read brings of these columns are several regions, as it begins within a row.
     half = {
-        "columns": ShardedTensor.from_rank_offsets("columns", torch.zeros(512, 1500), (1, 0, 2))
+        "columns": ShardedTensor.from_rank_offsets("columns", torch.zeros(2048, 1500), (1, 0, 2))
     }
     device = FailsAtTheSecondCopy()
     monkeypatch.setattr(base_memory, "layer_of", lambda tensor: device)
