@@ -46,7 +46,7 @@ def read_into(fd: int, buffers: Sequence[_Bytes], position: int) -> int:
     """Fill buffers from a position of a file on; return how many bytes there were."""
     total = 0
     for first in range(0, len(buffers), MAX_BUFFERS):
-        batch = list(buffers[first : first + MAX_BUFFERS])
+        batch = buffers[first : first + MAX_BUFFERS]
         wanted = sum(map(len, batch))
         got = more = os.preadv(fd, batch, position + total)
         while got < wanted and more:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
 import xxhash
@@ -15,9 +15,8 @@ small enough to read a whole block where only a part of it is wanted.
 """
 
 
-def checksum(data: bytes | memoryview | Bytes) -> int:
-    """Return the xxh3-64 digest of some bytes."""
-    return xxhash.xxh3_64_intdigest(data)
+checksum: Callable[[bytes | memoryview | Bytes], int] = xxhash.xxh3_64_intdigest
+"""Returns the xxh3-64 digest of some bytes."""
 
 
 def block_checksums(
@@ -32,20 +31,23 @@ def block_checksums(
     """
     digests = []
     following = iter(runs)
-    run, position = _NO_BYTES, 0
+    run, position, end = _NO_BYTES, 0, 0
     for size in sizes:
-        for start in range(0, size, block_bytes):
-            missing = min(block_bytes, size - start)
-            if position == len(run):
-                run, position = next(following), 0
-            if len(run) - position >= missing:
+        while size:
+            missing = min(size, block_bytes)
+            size -= missing
+            if position == end:
+                run = next(following)
+                position, end = 0, len(run)
+            if position + missing <= end:
                 digests.append(checksum(run[position : position + missing]))
                 position += missing
                 continue
             hasher = xxhash.xxh3_64()
             while missing:
-                if position == len(run):
-                    run, position = next(following), 0
+                if position == end:
+                    run = next(following)
+                    position, end = 0, len(run)
                 piece = run[position : position + missing]
                 hasher.update(piece)
                 missing -= len(piece)

@@ -70,14 +70,22 @@ def _locate(manifest: Manifest, holders: Sequence[int]) -> None:
     manifest.located.update(holders)
 
 
-def checksums_in(manifest: Manifest, file_id: int) -> Checksums:
-    """Return the array that has the checksums of what lies in a file, after `fetch_checksums`;
-    `Manifest.first_blocks` says where.
+def checksums_of_blocks(manifest: Manifest, file_ids: IntArray, blocks: IntArray) -> Checksums:
+    """Return the checksums of blocks in some files, after `fetch_checksums`. The files are in
+    ascending order; `Manifest.first_blocks` says how blocks are numbered.
     """
     holders = manifest.checksum_files
     if not len(holders):
-        return manifest.block_checksums
-    return manifest.fetched_checksums[int(holders[np.searchsorted(holders, file_id)])]
+        return manifest.block_checksums[blocks]
+    groups = np.searchsorted(holders, file_ids)
+    found = [_NO_CHECKSUMS]
+    for group in np.unique(groups).tolist():
+        first, stop = np.searchsorted(groups, [group, group + 1]).tolist()
+        found.append(manifest.fetched_checksums[int(holders[group])][blocks[first:stop]])
+    return np.concatenate(found)
+
+
+_NO_CHECKSUMS = np.zeros(0, np.uint64)
 
 
 def read_checksums(stored: StoredCheckpoint, holder: int) -> Checksums:

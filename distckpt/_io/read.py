@@ -26,7 +26,7 @@ from distckpt._base.memory import (
 )
 from distckpt._base.threads import NUM_REQUESTS, NUM_THREADS, UNIT_BYTES, run_threads
 from distckpt._format.checksum import block_checksums
-from distckpt._format.checksum_files import checksums_in, fetch_checksums
+from distckpt._format.checksum_files import Checksums, checksums_of_blocks, fetch_checksums
 from distckpt._format.marker import file_size
 from distckpt._format.stored_checkpoint import StoredCheckpoint
 from distckpt._geometry.region import (
@@ -189,7 +189,7 @@ class _Reading:
         self._progress = progress
         self._paths = {file: stored.path_of_file(file) for file in {*in_order.files.tolist()}}
         if stored.verifies:
-            fetch_checksums(stored, in_order.files)
+            self._expected, self._first_expected = _expected_checksums(stored, in_order)
 
     def run(self, num_threads: int) -> None:
         """Read everything. A disk is read fastest where a few threads each read on and on."""
@@ -267,10 +267,10 @@ class _Reading:
         """Fill the buffers of a unit one after the other, and yield what was filled."""
         position = begin = self._position(unit)
         piece_bytes = PIECE_BYTES if self.stored.verifies else UNIT_BYTES
-        for piece in pieces_of(buffers, piece_bytes):
+        for piece, num_bytes in pieces_of(buffers, piece_bytes):
             num_read = read_into(fd, piece, position)
             position += num_read
-            if num_read < sum(map(len, piece)):
+            if num_read < num_bytes:
                 raise _cut_off(self, unit, begin, position - begin)
             yield from piece
 
@@ -287,6 +287,13 @@ class _Reading:
     def _count(self, unit: list[Span]) -> None:
         if self._progress is not None:
             self._progress(sum(_useful_bytes(self, span) for span in unit))
+
+    def expected(self, unit: list[Span], num_blocks: int) -> list[int]:
+        """Return the stored checksums of the blocks of a unit, of which there are so many."""
+        block_bytes = self.stored.manifest.block_bytes
+        first = int(self._first_expected[unit[0].chunk]) + unit[0].start // block_bytes
+        checksums: list[int] = self._expected[first : first + num_blocks].tolist()
+        return checksums
 
     def _position(self, unit: list[Span]) -> int:
         """Return where in its file a unit begins."""
@@ -472,22 +479,24 @@ def _copy(source: torch.Tensor, target: torch.Tensor, copier: Copier) -> None:
     copier.copy(target, source)
 
 
-def pieces_of(buffers: Sequence[Bytes], num_bytes: int) -> Iterator[list[Bytes]]:
-    """Divide buffers that follow each other into pieces of a number of bytes."""
+def pieces_of(buffers: Sequence[Bytes], max_bytes: int) -> Iterator[tuple[list[Bytes], int]]:
+    """Divide buffers that follow each other into pieces of `max_bytes`, of which the last may have
+    fewer; yield each with its number of bytes.
+    """
     piece: list[Bytes] = []
-    room = num_bytes
+    room = max_bytes
     for buffer in buffers:
-        start = 0
-        while start < len(buffer):
-            part = buffer[start : start + room]
-            piece.append(part)
-            start += len(part)
-            room -= len(part)
+        start, size = 0, len(buffer)
+        while start < size:
+            stop = min(start + room, size)
+            piece.append(buffer[start:stop])
+            room -= stop - start
+            start = stop
             if not room:
-                yield piece
-                piece, room = [], num_bytes
+                yield piece, max_bytes
+                piece, room = [], max_bytes
     if piece:
-        yield piece
+        yield piece, max_bytes - room
 
 
 def _fill(buffers: Sequence[Bytes], data: Bytes) -> int:
@@ -506,33 +515,25 @@ def _verify(reading: _Reading, unit: list[Span], filled: Iterable[Bytes]) -> Non
     """Compare the blocks of a unit with their checksums; the bytes come piece by piece."""
     block = reading.stored.manifest.block_bytes
     found = block_checksums([span.stop - span.start for span in unit], filled, block)
-    expected = _checksums_of(reading, unit)
+    expected = reading.expected(unit, len(found))
     if found != expected:
         pairs = zip(found, expected, strict=True)
         raise _mismatch(reading, unit, next(i for i, (a, b) in enumerate(pairs) if a != b))
 
 
-def _checksums_of(reading: _Reading, unit: list[Span]) -> list[int]:
-    """Return the stored checksums of the blocks of a unit."""
-    manifest = reading.stored.manifest
-    block = manifest.block_bytes
-    checksums = checksums_in(manifest, reading.file_of(unit))
-    if len(unit) == 1:
-        # Most units of large tensors: no arrays are needed to find their blocks.
-        part, (_, start, stop) = reading.parts[unit[0].chunk], unit[0]
-        first = int(manifest.first_blocks[part.chunk]) + (part.start + start) // block
-        count = -(-(stop - start) // block)
-        alone: list[int] = checksums[first : first + count].tolist()
-        return alone
-    parts = [reading.parts[span.chunk] for span in unit]
-    chunks = np.array([part.chunk for part in parts], np.int64)
-    starts = np.array([p.start + s.start for p, s in zip(parts, unit, strict=True)], np.int64)
-    counts = -(-np.array([span.stop - span.start for span in unit], np.int64) // block)
-    # For each block: the first one of its span, plus its number within the span.
-    firsts = manifest.first_blocks[chunks] + starts // block - (np.cumsum(counts) - counts)
+def _expected_checksums(stored: StoredCheckpoint, in_order: _Parts) -> tuple[Checksums, IntArray]:
+    """Return the stored checksums of the blocks of all parts, and where those of each begin."""
+    manifest, block = stored.manifest, stored.manifest.block_bytes
+    fetch_checksums(stored, in_order.files)
+    table = [(part.chunk, part.start, part.stop) for part in in_order.parts]
+    chunks, starts, stops = np.array(table, np.int64).reshape(-1, 3).T
+    counts = -(-(stops - starts) // block)
+    begins = np.cumsum(counts) - counts
+    # For each block: the first one of its part, plus its number within the part.
+    firsts = manifest.first_blocks[chunks] + starts // block - begins
     blocks = np.repeat(firsts, counts) + np.arange(int(counts.sum()))
-    found: list[int] = checksums[blocks].tolist()
-    return found
+    files = np.repeat(in_order.files, counts)
+    return checksums_of_blocks(manifest, files, blocks), begins
 
 
 def _mismatch(reading: _Reading, unit: list[Span], number: int) -> CorruptCheckpointError:
