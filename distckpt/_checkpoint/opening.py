@@ -21,7 +21,7 @@ from distckpt._format.checksum import checksum
 from distckpt._format.foreign_formats import FORMATS, is_export
 from distckpt._format.manifest import MANIFEST_NAME, MAX_TABLE_BYTES, Manifest, is_manifest_name
 from distckpt._format.manifest_parts import joined
-from distckpt._format.marker import CONFIG_FNAME, read_file, read_marker
+from distckpt._format.marker import CONFIG_FNAME, read_file, read_marker, replaced
 from distckpt._format.stored_checkpoint import StoredCheckpoint
 from distckpt._ranks.collectives import Ranks
 from distckpt._state.common_state import COMMON_KEY
@@ -177,6 +177,21 @@ def manifest_bytes(location: str, marker: Mapping[str, Any]) -> bytes:
             f"{CONFIG_FNAME}): restore both from a copy, or load another checkpoint."
         )
     return joined(data, location)
+
+
+def check_is_unchanged(stored: StoredCheckpoint) -> None:
+    """Compare a checkpoint with what it was when it was opened."""
+    location = stored.location
+    fields = identify(location)
+    if fields.get("manifest") is None:
+        # One of another format has no marker that would tell.
+        reader = _reader_named(fields.get("reader"), location)
+        with naming_reader(reader, location):
+            is_same = reader.is_unchanged(stored)
+    else:
+        is_same = fields["manifest"] == stored.marker.get("manifest")
+    if not is_same:
+        raise replaced(location)
 
 
 def check_is_same(rank: int, location: str, manifest_checksum: str | None) -> None:

@@ -43,6 +43,12 @@ class Reader(ABC):
             CorruptCheckpointError: a file is damaged or missing; the message names it.
         """
 
+    def is_unchanged(self, stored: StoredCheckpoint) -> bool:
+        """Tell whether a checkpoint still is as `manifest` described it: exports ask before they
+        commit. By default it is described again.
+        """
+        return self.manifest(stored.location).to_bytes() == stored.manifest.to_bytes()
+
     def load_objects(self, stored: StoredCheckpoint, chunks: Sequence[int]) -> list[Any]:
         """Load parts of objects, see `read_chunks`. For formats that hold objects beside tensors.
 

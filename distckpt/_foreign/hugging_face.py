@@ -22,11 +22,12 @@ from distckpt._base.messages import did_you_mean, natural_order, summarize_keys
 from distckpt._checkpoint.reader import Reader
 from distckpt._checkpoint.stored_pieces import StoredPiece, build_manifest
 from distckpt._format import safetensors_file
+from distckpt._format.checksum import checksum
 from distckpt._format.foreign_formats import HUGGING_FACE
 from distckpt._format.hf_names import SINGLE_NAME, SUFFIX
 from distckpt._format.manifest import MAX_TABLE_BYTES, Manifest, is_manifest_name
 from distckpt._format.marker import read_file
-from distckpt._format.read_header import Header, read_header
+from distckpt._format.read_header import Header, read_header, read_header_bytes
 from distckpt._format.safetensors_file import ShardFile
 from distckpt._format.stored_checkpoint import StoredCheckpoint
 from distckpt._geometry.region import Region, whole
@@ -62,6 +63,9 @@ class HuggingFaceReader(Reader):
 
     def manifest(self, location: str) -> Manifest:
         return read_directory(location)
+
+    def is_unchanged(self, stored: StoredCheckpoint) -> bool:
+        return _has_same_headers(stored) or super().is_unchanged(stored)
 
 
 class _Files(NamedTuple):
@@ -262,7 +266,36 @@ def _read_file(folder: str, name: str) -> tuple[ShardFile, bool, list[StoredPiec
             f"{path!r} is not a complete safetensors file ({type(error).__name__}: {error}): "
             "restore it from a copy."
         ) from error
-    return ShardFile(name, header.num_bytes, header.header_bytes, 0), has_info, pieces
+    file = ShardFile(name, header.num_bytes, header.header_bytes, header.checksum)
+    return file, has_info, pieces
+
+
+def _has_same_headers(stored: StoredCheckpoint) -> bool:
+    """Tell whether the headers, which are not parsed again, and the index are known to be the same.
+
+    What quantized checkpoints mean depends on other files, too.
+    """
+    manifest = stored.manifest
+    if manifest.quantization is not None:
+        return False
+    found = _find_files(stored.location)
+    names = [file.name for file in manifest.files]
+    if found.names != names or found.weight_map not in (None, _weight_map_of(manifest, names)):
+        return False
+    for file in manifest.files:
+        try:
+            size, header = read_header_bytes(locations.join(found.folder, file.name))
+        except (OSError, ValueError):
+            return False
+        if (size, checksum(header)) != (file.num_bytes, file.header_checksum):
+            return False
+    return True
+
+
+def _weight_map_of(manifest: Manifest, names: Sequence[str]) -> dict[str, str]:
+    """Return which file holds each key."""
+    pairs = zip(manifest.key_ids[:].tolist(), manifest.file_ids[:].tolist(), strict=True)
+    return {manifest.keys[key]: names[file] for key, file in pairs}
 
 
 def _pieces_of_tensors(file: str, header: Header) -> list[StoredPiece]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from distckpt._format.checksum import checksum
 from distckpt._format.marker import file_size
 from distckpt._format.safetensors_file import Entry, header_length, parse_header
 from distckpt._storage import locations
@@ -14,10 +15,11 @@ _GUESSED_BYTES = 1 << 17
 
 @dataclass(frozen=True)
 class Header:
-    """The size of a file, and the size and content of its header."""
+    """The size of a file, and the size, checksum and content of its header."""
 
     num_bytes: int
     header_bytes: int
+    checksum: int
     metadata: dict[str, str]
     entries: list[Entry]
 
@@ -28,9 +30,19 @@ def read_header(path: str) -> Header:
     Raises:
         ValueError: it is damaged.
     """
+    size, head = read_header_bytes(path)
+    return Header(size, len(head), checksum(head), *parse_header(head, size))
+
+
+def read_header_bytes(path: str) -> tuple[int, bytes]:
+    """Return the size of a safetensors file, and its header as it is stored.
+
+    Raises:
+        ValueError: its length is damaged.
+    """
     size = file_size(path)
     head = locations.read_range(path, 0, min(size, _GUESSED_BYTES))
     header_bytes = header_length(head, size)
     if header_bytes > len(head):
         head += locations.read_range(path, len(head), header_bytes)
-    return Header(size, header_bytes, *parse_header(head[:header_bytes], size))
+    return size, head[:header_bytes]

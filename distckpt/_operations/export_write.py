@@ -13,7 +13,7 @@ from distckpt._base.errors import CorruptCheckpointError
 from distckpt._base.messages import summarize_keys
 from distckpt._base.threads import ProgressCounter
 from distckpt._checkpoint.consistent_read import reading
-from distckpt._checkpoint.opening import identify, manifest_bytes
+from distckpt._checkpoint.opening import check_is_unchanged
 from distckpt._commit.output import Output, OutputSettings, new_output
 from distckpt._format.hf_names import (
     INDEX_NAME,
@@ -21,7 +21,6 @@ from distckpt._format.hf_names import (
     belongs_to_export,
     index_json,
 )
-from distckpt._format.marker import replaced
 from distckpt._format.read_header import read_header
 from distckpt._format.stored_checkpoint import StoredCheckpoint
 from distckpt._io.export import write_output_file
@@ -155,18 +154,6 @@ def complete_export(plan: ExportPlan, opened: Sequence[StoredCheckpoint], output
     if any(file.name != SINGLE_NAME for file in plan.files):
         index = locations.join(directory, INDEX_NAME)
         locations.write_bytes(index, _index_of(plan))
-
-
-def check_is_unchanged(stored: StoredCheckpoint) -> None:
-    """Compare a checkpoint with what it was when it was opened."""
-    fields = identify(stored.location)
-    if fields.get("manifest") is None:
-        # One of another format has no marker that would tell.
-        is_same = manifest_bytes(stored.location, fields) == stored.manifest.to_bytes()
-    else:
-        is_same = fields["manifest"] == stored.marker.get("manifest")
-    if not is_same:
-        raise replaced(stored.location)
 
 
 def _check_written(path: str, file: OutputFile) -> None:

@@ -12,10 +12,10 @@ from typing import Any
 
 from distckpt._base.errors import CheckpointingException
 from distckpt._base.threads import NUM_REQUESTS, run_threads
+from distckpt._checkpoint.opening import check_is_unchanged
 from distckpt._format.manifest import FORMAT_VERSION
 from distckpt._format.stored_checkpoint import StoredCheckpoint
 from distckpt._io.extra_files import ExtraFiles
-from distckpt._operations.export_write import check_is_unchanged
 from distckpt._plan.export import OutputTensor
 from distckpt._storage import locations
 

@@ -189,6 +189,8 @@ def target_view(tensor: torch.Tensor, place: Region, part: RegionCopy) -> torch.
         raise ValueError(
             f"a view of shape {tuple(view.shape)} was given for a part of shape {part.target.shape}"
         )
+    if part.source.shape == part.target.shape and part.order == tuple(range(view.dim())):
+        return view
     pairs = _axis_pairs(part)
     without_unit_axes = view[tuple(0 if size == 1 else slice(None) for size in part.target.shape)]
     in_source_order = without_unit_axes.permute(

@@ -897,6 +897,56 @@ def test_a_shard_that_vanishes_or_is_cut_off_is_named(tmp_path):
 # ---- places
 
 
+def renamed(folder):
+    (path,) = folder.glob("shard-00002*")
+    path.write_bytes(path.read_bytes().replace(b'"b"', b'"c"'))
+
+
+def longer(folder):
+    tensors = {"a": torch.ones(8, 4), "b": torch.ones(9, 4)}
+    write_folder(folder, tensors, 0, 2)
+
+
+def one_more(folder):
+    write_shard(folder, 3, {"c": ((0,), torch.ones(2))})
+
+
+def one_less(folder):
+    next(folder.glob("shard-00002*")).unlink()
+
+
+@pytest.mark.parametrize("change", [renamed, longer, one_more, one_less])
+def test_an_export_of_shards_that_changed_meanwhile_is_given_up(tmp_path, change):
+    tensors = {"a": torch.zeros(8, 4), "b": torch.zeros(8, 4)}
+    write_folder(tmp_path / "in", tensors, 0, 2)
+    changes = [change]
+
+    def progress(done, total):
+        if done == total and changes:
+            changes.pop()(tmp_path / "in")
+
+    with pytest.raises(CheckpointingException):
+        distckpt.consolidate(tmp_path / "in", tmp_path / "out", progress=progress)
+    assert not (tmp_path / "out").exists()
+
+
+def test_an_export_is_given_up_when_the_index_changed_meanwhile(tmp_path):
+    folder, tensors = tmp_path / "in", {key: torch.zeros(4) for key in "abc"}
+    last = {"2.safetensors": {"c": tensors.pop("c")}}
+    write_indexed(folder, {"1.safetensors": tensors} | last)
+    index = folder / INDEX
+
+    def progress(done, total):
+        if done == total:
+            fields = json.loads(index.read_bytes())
+            del fields["weight_map"]["b"]
+            index.write_text(json.dumps(fields))
+
+    with pytest.raises(CheckpointingException, match="was replaced after it was opened"):
+        distckpt.consolidate(folder, tmp_path / "out", progress=progress)
+    assert not (tmp_path / "out").exists()
+
+
 @pytest.mark.parametrize(
     "name", ["with [brackets] and *", "with  spaces", "ünïcödé-模型", "a%20b#c?d"]
 )
