@@ -156,6 +156,8 @@ def _fields(found: _Files, pieces: Sequence[StoredPiece]) -> dict[str, Any]:
     fields: dict[str, Any] = {}
     if found.is_alone:
         fields["is_file"] = True
+    if found.weight_map is not None:
+        fields["has_index"] = True
     if any(may_be_codes(piece.dtype) for piece in pieces):
         fields["quantization"] = _read_quantization(found.folder)
     return fields
@@ -280,7 +282,9 @@ def _has_same_headers(stored: StoredCheckpoint) -> bool:
         return False
     found = _find_files(stored.location)
     names = [file.name for file in manifest.files]
-    if found.names != names or found.weight_map not in (None, _weight_map_of(manifest, names)):
+    has_index = "has_index" in (manifest.origin or {})
+    weight_map = _weight_map_of(manifest, names) if has_index else None
+    if (found.names, found.weight_map) != (names, weight_map):
         return False
     for file in manifest.files:
         try:

@@ -78,14 +78,12 @@ def checksums_of_blocks(manifest: Manifest, file_ids: IntArray, blocks: IntArray
     if not len(holders):
         return manifest.block_checksums[blocks]
     groups = np.searchsorted(holders, file_ids)
-    found = [_NO_CHECKSUMS]
+    checksums = np.empty(len(blocks), np.uint64)
     for group in np.unique(groups).tolist():
         first, stop = np.searchsorted(groups, [group, group + 1]).tolist()
-        found.append(manifest.fetched_checksums[int(holders[group])][blocks[first:stop]])
-    return np.concatenate(found)
-
-
-_NO_CHECKSUMS = np.zeros(0, np.uint64)
+        fetched = manifest.fetched_checksums[int(holders[group])]
+        checksums[first:stop] = fetched[blocks[first:stop]]
+    return checksums
 
 
 def read_checksums(stored: StoredCheckpoint, holder: int) -> Checksums:

@@ -289,7 +289,7 @@ class _Reading:
             self._progress(sum(_useful_bytes(self, span) for span in unit))
 
     def expected(self, unit: list[Span], num_blocks: int) -> list[int]:
-        """Return the stored checksums of the blocks of a unit, of which there are so many."""
+        """Return the stored checksums of the `num_blocks` blocks of a unit."""
         block_bytes = self.stored.manifest.block_bytes
         first = int(self._first_expected[unit[0].chunk]) + unit[0].start // block_bytes
         checksums: list[int] = self._expected[first : first + num_blocks].tolist()

@@ -930,7 +930,14 @@ def test_an_export_of_shards_that_changed_meanwhile_is_given_up(tmp_path, change
     assert not (tmp_path / "out").exists()
 
 
-def test_an_export_is_given_up_when_the_index_changed_meanwhile(tmp_path):
+def without_a_key(index):
+    fields = json.loads(index.read_bytes())
+    del fields["weight_map"]["b"]
+    index.write_text(json.dumps(fields))
+
+
+@pytest.mark.parametrize("change", [without_a_key, Path.unlink])
+def test_an_export_is_given_up_when_the_index_changed_meanwhile(tmp_path, change):
     folder, tensors = tmp_path / "in", {key: torch.zeros(4) for key in "abc"}
     last = {"2.safetensors": {"c": tensors.pop("c")}}
     write_indexed(folder, {"1.safetensors": tensors} | last)
@@ -938,9 +945,7 @@ def test_an_export_is_given_up_when_the_index_changed_meanwhile(tmp_path):
 
     def progress(done, total):
         if done == total:
-            fields = json.loads(index.read_bytes())
-            del fields["weight_map"]["b"]
-            index.write_text(json.dumps(fields))
+            change(index)
 
     with pytest.raises(CheckpointingException, match="was replaced after it was opened"):
         distckpt.consolidate(folder, tmp_path / "out", progress=progress)
