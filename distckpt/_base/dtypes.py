@@ -89,6 +89,18 @@ def as_integers(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.view(getattr(torch, _SAME_SIZE_INTEGER[tensor.dtype.itemsize]))
 
 
+def flat_bytes(values: torch.Tensor) -> torch.Tensor:
+    """Return the bytes of values in row-major order, as uint8 on one axis; views where they can."""
+    plain = values.detach().resolve_conj().resolve_neg()
+    if plain.dtype.itemsize == 1:
+        # First of all: copies of bools have other bits than these, if they are not 0 or 1.
+        plain = plain.view(torch.uint8)
+    plain = plain.contiguous()
+    # A tensor of one item counts as contiguous whatever its strides, but view() refuses most of
+    # them.
+    return plain.as_strided((plain.numel(),), (1,)).view(torch.uint8)
+
+
 def to_numpy(values: torch.Tensor) -> npt.NDArray[Any]:
     """Convert CPU values to numpy: floats that it lacks become float32, packed values become their
     bytes (uint8).

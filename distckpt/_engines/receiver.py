@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from distckpt._base.dtypes import FROM_NAME
+from distckpt._base.dtypes import FROM_NAME, flat_bytes
 from distckpt._base.errors import LoadMismatchError
 from distckpt._base.messages import summarize_keys
 from distckpt._base.reports import MoveReport
@@ -124,14 +124,9 @@ def _holds(data: torch.Tensor | None, values: torch.Tensor) -> bool:
     if data is None:
         return False
     expected = values.to(data.dtype).view(data.shape)
-    kept, wanted = (_bits(each) for each in (data.detach().cpu(), expected))
-    return torch.equal(kept, wanted)
+    # As bytes, since NaN does not equal itself.
+    return torch.equal(flat_bytes(data.cpu()), flat_bytes(expected))
 
 
 def _slices(shard: ShardedTensor) -> tuple[slice, ...]:
     return Region(shard.global_offset, shard.local_shape).slices()
-
-
-def _bits(values: torch.Tensor) -> torch.Tensor:
-    """Return values as bytes, so that NaN equals itself."""
-    return values.contiguous().view(-1).view(torch.uint8)

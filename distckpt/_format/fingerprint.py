@@ -24,7 +24,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from distckpt._base.dtypes import FROM_NAME
+from distckpt._base.dtypes import FROM_NAME, flat_bytes
 from distckpt._geometry.region import IntArray, mixed
 
 PRIME = (1 << 61) - 1
@@ -164,11 +164,7 @@ def _group_elements(dtype: torch.dtype) -> int:
 
 def _lanes(values: torch.Tensor) -> torch.Tensor:
     """Return the bits of values as integers of at most 16 bits, contiguous in memory."""
-    plain = values.detach().resolve_conj().resolve_neg()
-    if values.dtype.itemsize == 1:
-        # First of all: copies of bools have other bits than these, if they are not 0 or 1.
-        return plain.view(torch.int8).contiguous().view(-1)
-    return plain.contiguous().view(-1).view(torch.int16)
+    return flat_bytes(values).view(torch.int8 if values.dtype.itemsize == 1 else torch.int16)
 
 
 class _Strip(NamedTuple):

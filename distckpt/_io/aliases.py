@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from distckpt._base.dtypes import as_integers
+from distckpt._base.dtypes import as_integers, flat_bytes
 from distckpt._base.errors import LoadMismatchError
 from distckpt._format.stored_checkpoint import StoredCheckpoint
 from distckpt._mapping.sharded_tensor import ShardedTensor
@@ -87,8 +87,7 @@ def join(requests: Sequence[Request], separated: Separated, location: str) -> se
         before = target.clone()
         with torch.no_grad():
             separated.given[second].copy_(value)
-        one, other = (t.contiguous().reshape(-1).view(torch.uint8) for t in (before, target))
-        if not torch.equal(one, other):
+        if not torch.equal(flat_bytes(before), flat_bytes(target)):
             lost.add(requests[first].key)
             logger.warning(
                 "%r and %r of %s have different values, and were to be loaded into one tensor: "

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 import torch
 
-from distckpt._base.dtypes import FROM_NAME, TO_NAME
+from distckpt._base.dtypes import FROM_NAME, TO_NAME, flat_bytes
 from distckpt._base.errors import CorruptCheckpointError
 from distckpt._base.options import Progress
 from distckpt._base.threads import ProgressCounter, run_threads
@@ -97,7 +97,7 @@ def compare_with_memory(
     described = describe_shards(ranks, live, request)
     for attempt in read_attempts(ranks, location):
         with attempt:
-            stored = open_checkpoint(ranks, location, marker=attempt.marker)
+            stored = open_checkpoint(ranks, location, attempt=attempt)
             with ranks.phase("compare with memory"):
                 own = _compare(ranks, stored, described, num_threads, progress)
                 if own.problems:
@@ -327,7 +327,4 @@ def _difference(
 
 def _item_bytes(values: torch.Tensor) -> torch.Tensor:
     """Return the bits of values, of shape (elements, bytes)."""
-    plain = values.resolve_conj().resolve_neg()
-    if plain.dtype.itemsize == 1:
-        plain = plain.view(torch.uint8)
-    return plain.contiguous().view(-1, 1).view(torch.uint8)
+    return flat_bytes(values).view(-1, values.dtype.itemsize)

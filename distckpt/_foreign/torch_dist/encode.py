@@ -22,6 +22,7 @@ from typing import Any, BinaryIO, NamedTuple, cast
 import numpy as np
 import torch
 
+from distckpt._base.dtypes import flat_bytes
 from distckpt._base.errors import UnsupportedObjectError
 from distckpt._base.memory import Bytes
 from distckpt._base.messages import KeyFault, summarize_faults
@@ -135,8 +136,7 @@ class _RestOfFile:
 
 
 def _raw(tensor: torch.Tensor) -> Any:
-    plain = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()
-    return plain.reshape(-1).view(torch.uint8).numpy().data if plain.numel() else b""
+    return flat_bytes(tensor.cpu()).numpy().data if tensor.numel() else b""
 
 
 def encode_pickle(obj: Any) -> tuple[bytes, list[Any]]:

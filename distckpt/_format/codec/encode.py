@@ -20,6 +20,7 @@ import numpy.typing as npt
 import xxhash
 
 from distckpt._base.arrays import memory_order
+from distckpt._base.dtypes import flat_bytes
 from distckpt._base.errors import UnsupportedObjectError
 from distckpt._base.lazy import torch
 from distckpt._base.tree import Hole
@@ -274,10 +275,7 @@ def _encode_tensor(obj: torch.Tensor, writer: Writer) -> Json:
         raise writer.unsupported(
             obj, reason, "Only dense tensors of plain dtypes that hold data can be stored."
         )
-    plain = obj.detach().resolve_conj().resolve_neg().cpu().contiguous()
-    # Tensors of at most one item count as contiguous whatever their stride, which view() refuses.
-    raw = plain.as_strided((plain.numel(),), (1,)).view(torch.uint8).numpy().data
-    number = writer.add_entry(obj, raw)
+    number = writer.add_entry(obj, flat_bytes(obj.cpu()).numpy().data)
     if order := memory_order(obj):
         writer.orders[number] = order
     return {"$tensor": [name, list(obj.shape), number]}

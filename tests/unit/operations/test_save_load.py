@@ -360,6 +360,31 @@ def test_tied_targets_with_equal_values_are_no_reason_to_warn(tmp_path, caplog):
     assert caplog.text == ""
 
 
+def one_item_that_steps_by_two():
+    """Make a tensor that counts as contiguous although the stride of its last axis is not 1."""
+    return torch.zeros(1, 8)[:, ::2][:, :1]
+
+
+@pytest.mark.parametrize(
+    "tied", [one_item_that_steps_by_two(), torch.zeros(1, 1, dtype=torch.complex64).conj()]
+)
+def test_tied_targets_of_unusual_memory(tmp_path, caplog, tied):
+    value = torch.full((1, 1), 3.0).to(tied.dtype)
+    of = ShardedTensor.from_rank_offsets
+    distckpt.save({key: of(key, value.clone()) for key in "ab"}, tmp_path / "c")
+    distckpt.load({key: of(key, tied) for key in "ab"}, tmp_path / "c")
+    assert torch.equal(tied, value)
+    assert caplog.text == ""
+
+
+def test_one_item_of_any_strides_has_a_fingerprint(tmp_path):
+    item = one_item_that_steps_by_two().fill_(3)
+    state = {"a": ShardedTensor.from_rank_offsets("a", item)}
+    distckpt.save(state, tmp_path / "c", fingerprint=True)
+    assert distckpt.fingerprint(state) == distckpt.open(tmp_path / "c").fingerprints(stored=True)
+    assert distckpt.verify(tmp_path / "c", live=state).is_whole
+
+
 # ---- arguments
 
 
