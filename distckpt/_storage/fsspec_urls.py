@@ -135,12 +135,26 @@ class FsspecLocation(RemoteLocation):
     def read_range(self, start: int, num_bytes: int) -> Bytes:
         def fetch() -> Bytes:
             data = self._fs.cat_file(self._path, start=start, end=start + num_bytes)
-            if len(data) < num_bytes and start + len(data) < self._fs.size(self._path):
-                raise OSError(errno.EIO, f"{len(data)} bytes came, {num_bytes} were requested")
+            if len(data) != num_bytes:
+                self._check_range(start, num_bytes, len(data))
             content: Bytes = np.frombuffer(data, np.uint8)
             return content
 
         return self._request(fetch) if num_bytes else NO_BYTES
+
+    def _check_range(self, start: int, num_bytes: int, num_received: int) -> None:
+        """Check that what came is what was requested, up to the end of the file."""
+        expected = max(0, min(num_bytes, self._fs.size(self._path) - start))
+        if num_received > expected:
+            raise OSError(
+                errno.EOPNOTSUPP,
+                f"{num_received} bytes came, {expected} were requested: what serves this URL "
+                "ignores ranges of bytes. Download the files, or serve them by a server that "
+                "answers range requests",
+                self.location,
+            )
+        if num_received < expected:
+            raise OSError(errno.EIO, f"{num_received} bytes came, {expected} were requested")
 
     def _check_writable(self) -> None:
         if _OVER_HTTP.search(self.location):
