@@ -57,7 +57,14 @@ class CheckpointExistsError(CheckpointingException, FileExistsError):
 
 
 class CorruptCheckpointError(CheckpointingException):
-    """Files of a checkpoint are missing or damaged, or contradict its marker."""
+    """Files of a checkpoint are missing or damaged, or contradict its marker.
+
+    Attributes:
+        file: the location of a part of the manifest that is missing or damaged; None in errors
+            about other files, which the message names.
+    """
+
+    file: str | None = None
 
 
 class LoadMismatchError(CheckpointingException, LookupError):

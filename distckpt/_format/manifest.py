@@ -910,6 +910,6 @@ def judging_manifest(location: str) -> Iterator[None]:
         ArithmeticError,
     ) as error:
         raise CorruptCheckpointError(
-            f"The manifest {location!r} is damaged ({type(error).__name__}: {error}). "
-            "Load another checkpoint, or restore this file from a copy."
+            f"The manifest of {location!r} is damaged ({type(error).__name__}: {error}). "
+            "Load another checkpoint, or restore this one from a copy."
         ) from error

@@ -114,16 +114,23 @@ def _read_parts(parts: list[ShardFile], location: str) -> list[bytes]:
         try:
             data = read_file(path, part.num_bytes)
         except FileNotFoundError as error:
-            raise CorruptCheckpointError(
-                f"{path!r} is missing, a part of the manifest: restore it from a copy."
+            raise _damaged(
+                path, f"{path!r} is missing, a part of the manifest: restore it from a copy."
             ) from error
         if len(data) != part.num_bytes or checksum(data) != part.header_checksum:
-            raise CorruptCheckpointError(
+            raise _damaged(
+                path,
                 f"{path!r}, a part of the manifest, is not the one that was saved (size or "
-                "checksum differs): restore it from a copy, or load another checkpoint."
+                "checksum differs): restore it from a copy, or load another checkpoint.",
             )
         contents[number] = data
 
     num_threads = 1 if locations.is_local(location) else NUM_REQUESTS
     run_threads(read, range(len(parts)), num_threads)
     return contents
+
+
+def _damaged(path: str, message: str) -> CorruptCheckpointError:
+    error = CorruptCheckpointError(message)
+    error.file = path
+    return error

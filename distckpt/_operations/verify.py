@@ -244,7 +244,7 @@ def open_or_describe(location: str, marker: dict[str, Any] | None) -> StoredChec
     except CheckpointNotFoundError:
         raise
     except CheckpointingException as error:
-        return Problem(file, str(error))
+        return Problem(getattr(error, "file", None) or file, str(error))
 
 
 def _describing_file(location: str, marker: Mapping[str, Any]) -> str:

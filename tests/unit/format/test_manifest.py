@@ -157,7 +157,7 @@ FIELDS = {
 
 @pytest.mark.parametrize("fields", FIELDS.values(), ids=FIELDS)
 def test_hostile_fields_are_found(fields):
-    with pytest.raises(CorruptCheckpointError, match="The manifest 'here' is damaged"):
+    with pytest.raises(CorruptCheckpointError, match="The manifest of 'here' is damaged"):
         Manifest.from_bytes(with_changes(fields), "here")
 
 
@@ -199,7 +199,7 @@ COLUMNS = {
 @pytest.mark.parametrize("columns", COLUMNS.values(), ids=COLUMNS)
 def test_hostile_columns_are_found(columns):
     arrays = {name: np.array(column, np.int64) for name, column in columns.items()}
-    with pytest.raises(CorruptCheckpointError, match="The manifest 'here' is damaged"):
+    with pytest.raises(CorruptCheckpointError, match="The manifest of 'here' is damaged"):
         Manifest.from_bytes(with_changes(columns=arrays), "here")
 
 
@@ -223,7 +223,7 @@ def test_hostile_columns_are_found(columns):
     ],
 )
 def test_columns_of_another_kind_are_found(columns):
-    with pytest.raises(CorruptCheckpointError, match="The manifest 'here' is damaged"):
+    with pytest.raises(CorruptCheckpointError, match="The manifest of 'here' is damaged"):
         Manifest.from_bytes(with_changes(columns=columns), "here")
 
 
