@@ -20,6 +20,7 @@ from typing import NamedTuple
 from unittest import mock
 
 import boto3
+from moto.s3.responses import S3Response
 from moto.server import ThreadedMotoServer
 
 CREDENTIALS = {
@@ -36,12 +37,23 @@ def running_server() -> Iterator[str]:
     """Run a server; yields its URL."""
     logging.getLogger("werkzeug").setLevel(logging.ERROR)
     server = ThreadedMotoServer("127.0.0.1", 0, verbose=False)
-    server.start()
-    host, port = server.get_host_and_port()
-    try:
-        yield f"http://{host}:{port}"
-    finally:
-        server.stop()
+    with mock.patch.object(S3Response, "put_object", _put_one_at_a_time):
+        server.start()
+        host, port = server.get_host_and_port()
+        try:
+            yield f"http://{host}:{port}"
+        finally:
+            server.stop()
+
+
+_puts = threading.Lock()
+_put_object = S3Response.put_object
+
+
+def _put_one_at_a_time(response: S3Response) -> object:
+    # S3 checks a condition and stores the object in one step, the server in two.
+    with _puts:
+        return _put_object(response)
 
 
 @contextlib.contextmanager
