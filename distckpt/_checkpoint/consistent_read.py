@@ -2,7 +2,7 @@
 
     for attempt in read_attempts(ranks, location):
         with attempt:
-            stored = open_checkpoint(ranks, location, marker=attempt.marker)
+            stored = open_checkpoint(ranks, location, attempt=attempt)
             ...
 
 The body runs again when the checkpoint was overwritten while it ran, so that nothing comes from two
@@ -18,6 +18,7 @@ from types import TracebackType
 from typing import Any
 
 from distckpt._base.errors import CheckpointingException, CheckpointNotFoundError
+from distckpt._checkpoint.file_states import changed_file
 from distckpt._format.marker import CONFIG_FNAME, marker_of, replaced
 from distckpt._format.stored_checkpoint import StoredCheckpoint
 from distckpt._io import background
@@ -36,7 +37,8 @@ class ReadAttempt:
     """One attempt to read a checkpoint, as a context.
 
     Two checkpoints with the same marker have the same content: the marker holds the checksum of the
-    manifest, which holds the checksums of all data.
+    manifest, which holds the checksums of all data. Of another format, the states of the files must
+    be the same.
 
     Collective operation: all ranks must enter and leave it. At the end they exchange whether to
     read again. An error that comes from a removal is replaced by a CheckpointNotFoundError that
@@ -44,6 +46,7 @@ class ReadAttempt:
 
     Attributes:
         marker: on rank 0, the marker when the attempt began, if there was one.
+        opened: the checkpoint that was opened in this attempt, once it was.
         is_final: whether the checkpoint stayed the same.
     """
 
@@ -51,6 +54,7 @@ class ReadAttempt:
         self._ranks = ranks
         self._location = location
         self.marker: dict[str, Any] | None = None
+        self.opened: StoredCheckpoint | None = None
         self.is_final = False
 
     def __enter__(self) -> ReadAttempt:
@@ -66,7 +70,7 @@ class ReadAttempt:
     ) -> bool:
         if error is not None and not self._ranks.are_in_step_after(error):
             return False
-        change = _agree(self._ranks, error, lambda: _change_of(self._location, self.marker))
+        change = _agree(self._ranks, error, self._change)
         if change == _REPLACED:
             if self._ranks.is_coordinator:
                 logger.warning(
@@ -86,8 +90,13 @@ class ReadAttempt:
         Raises:
             CheckpointNotFoundError: it was removed.
         """
-        if _change_of(self._location, self.marker) == _REMOVED:
+        if self._change() == _REMOVED:
             raise removed(self._location)
+
+    def _change(self) -> int:
+        if self.opened is not None and self.opened.states:
+            return _change_of_files(self.opened)
+        return _change_of(self._location, self.marker)
 
 
 def read_attempts(ranks: Ranks, location: str) -> Iterator[ReadAttempt]:
@@ -128,9 +137,40 @@ def reading(ranks: Ranks, checkpoints: Sequence[StoredCheckpoint]) -> Iterator[N
     except BaseException as error:
         if not ranks.are_in_step_after(error):
             raise
-        index, change = divmod(_agree(ranks, error, lambda: _first_change(checkpoints)), 3)
-        if change == _UNCHANGED:
-            raise
+        _raise_if_changed(ranks, checkpoints, error)
+        raise
+
+
+@contextlib.contextmanager
+def reading_unchanged(ranks: Ranks, checkpoints: Sequence[StoredCheckpoint]) -> Iterator[None]:
+    """Do the same, and also look at files without checksums where nothing goes wrong: for what ends
+    with a result. What is committed is checked before that, see `check_files`.
+    """
+    with reading(ranks, checkpoints):
+        yield
+    if not all(stored.manifest.has_checksums for stored in checkpoints):
+        _raise_if_changed(ranks, checkpoints, None)
+
+
+def check_files(stored: StoredCheckpoint) -> None:
+    """Check that the files of a checkpoint of another format are as they were when it was opened.
+
+    Raises:
+        CheckpointingException: one was replaced or written to.
+    """
+    changed = changed_file(stored)
+    if changed is not None:
+        raise CheckpointingException(
+            f"{changed!r} was replaced or written to while it was read (its size or time has "
+            "changed): what was read is given up. Try again when the files are left alone."
+        )
+
+
+def _raise_if_changed(
+    ranks: Ranks, checkpoints: Sequence[StoredCheckpoint], error: BaseException | None
+) -> None:
+    index, change = divmod(_agree(ranks, error, lambda: _first_change(checkpoints)), 3)
+    if change != _UNCHANGED:
         location = checkpoints[index].location
         ranks.raise_together(removed(location) if change == _REMOVED else replaced(location), error)
 
@@ -178,13 +218,24 @@ def _first_change(checkpoints: Sequence[StoredCheckpoint]) -> int:
     """
     for index, stored in enumerate(checkpoints):
         if stored.marker.get("manifest") is None:
-            # One of another format has no marker that would tell that it was replaced.
-            change = _removal_of(stored.location)
+            change = _change_of_files(stored)
         else:
             change = _change_of(stored.location, dict(stored.marker))
         if change != _UNCHANGED:
             return 3 * index + change
     return _UNCHANGED
+
+
+def _change_of_files(stored: StoredCheckpoint) -> int:
+    """Return what has happened to a checkpoint of another format, which has no marker that would
+    tell, since it was described.
+    """
+    change = _removal_of(stored.location)
+    if change == _UNCHANGED:
+        # As in `_removal_of`.
+        with contextlib.suppress(OSError):
+            change = _UNCHANGED if changed_file(stored) is None else _REPLACED
+    return change
 
 
 def _removal_of(path: str) -> int:

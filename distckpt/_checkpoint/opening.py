@@ -14,7 +14,13 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from distckpt._base.errors import CheckpointingException, CorruptCheckpointError
-from distckpt._checkpoint.consistent_read import read_attempts, reading
+from distckpt._checkpoint.consistent_read import (
+    ReadAttempt,
+    check_files,
+    read_attempts,
+    reading_unchanged,
+)
+from distckpt._checkpoint.file_states import states_of_files, states_within
 from distckpt._checkpoint.reader import Reader
 from distckpt._commit.presence import check_marker
 from distckpt._format.checksum import checksum
@@ -26,6 +32,7 @@ from distckpt._format.stored_checkpoint import StoredCheckpoint
 from distckpt._ranks.collectives import Ranks
 from distckpt._state.common_state import COMMON_KEY
 from distckpt._storage import locations
+from distckpt._storage.file_state import FileState
 
 BACKEND = "safetensors"
 VERSION = 1
@@ -145,20 +152,25 @@ def _reader_named(name: Any, location: str) -> Reader:
     return reader
 
 
+def _describe(location: str, marker: Mapping[str, Any]) -> tuple[bytes, dict[str, FileState]]:
+    """Let the reader of another format make a manifest; return it with the states of its files."""
+    reader = _reader_named(marker.get("reader"), location)
+    with naming_reader(reader, location):
+        # First: of a file that is replaced later, the reader may have seen either.
+        states = states_within(location)
+        manifest = reader.manifest(location)
+        if COMMON_KEY in manifest.keys and reader.name not in _RESERVED_NAMES:
+            raise CheckpointingException(
+                f"The reader of {reader.name!r} gives an object of {location!r} the key "
+                f"{COMMON_KEY!r}, which is reserved: return what it holds from "
+                "load_common_state, or give it another key."
+            )
+        return manifest.to_bytes(), states_of_files(location, manifest, states)
+
+
 def manifest_bytes(location: str, marker: Mapping[str, Any]) -> bytes:
-    """Read the manifest that a marker names; for a foreign format let its reader make one."""
+    """Read the manifest that a marker of distckpt names."""
     expected = marker.get("manifest", {})
-    if expected is None:
-        reader = _reader_named(marker.get("reader"), location)
-        with naming_reader(reader, location):
-            manifest = reader.manifest(location)
-            if COMMON_KEY in manifest.keys and reader.name not in _RESERVED_NAMES:
-                raise CheckpointingException(
-                    f"The reader of {reader.name!r} gives an object of {location!r} the key "
-                    f"{COMMON_KEY!r}, which is reserved: return what it holds from "
-                    "load_common_state, or give it another key."
-                )
-            return manifest.to_bytes()
     if not isinstance(expected, dict) or not is_manifest_name(expected.get("name")):
         raise CorruptCheckpointError(
             f"The marker of {location!r} names no {MANIFEST_NAME}: it was not written by the "
@@ -192,6 +204,7 @@ def check_is_unchanged(stored: StoredCheckpoint) -> None:
         is_same = fields["manifest"] == stored.marker.get("manifest")
     if not is_same:
         raise replaced(location)
+    check_files(stored)
 
 
 def check_is_same(rank: int, location: str, manifest_checksum: str | None) -> None:
@@ -239,7 +252,12 @@ class FoundCheckpoint:
 
 
 def find_checkpoint(
-    ranks: Ranks, location: str, *, verify: bool = True, marker: dict[str, Any] | None = None
+    ranks: Ranks,
+    location: str,
+    *,
+    verify: bool = True,
+    marker: dict[str, Any] | None = None,
+    attempt: ReadAttempt | None = None,
 ) -> FoundCheckpoint:
     """Find the checkpoint at a location, and open it if its format is distckpt's or has a reader.
 
@@ -252,14 +270,22 @@ def find_checkpoint(
         location: path or URL.
         verify: whether later reads compare checksums.
         marker: what rank 0 has read there already: on an object store each look takes a request.
+        attempt: the attempt in which it is opened; it has read the marker, and learns what was
+            opened.
 
     Raises:
         CheckpointNotFoundError: there is no checkpoint.
     """
+    states: dict[str, FileState] = {}
 
     def read() -> bytes:
-        fields = identify(location, marker)
-        data = manifest_bytes(location, fields) if _is_built_in(fields) else b""
+        fields = identify(location, marker if attempt is None else attempt.marker)
+        data = b""
+        if fields.get("manifest", {}) is None:
+            data, described = _describe(location, fields)
+            states.update(described)
+        elif _is_built_in(fields):
+            data = manifest_bytes(location, fields)
         return json.dumps(fields).encode() + b"\n" + data
 
     text, _, data = ranks.decide("find the checkpoint", read).partition(b"\n")
@@ -271,12 +297,25 @@ def find_checkpoint(
             check_is_same(ranks.rank, location, manifest_checksum)
         if not _is_built_in(fields):
             return FoundCheckpoint(fields, None)
-        stored = decode_manifest(location, data, verify)
-        return FoundCheckpoint(fields, replace(stored, marker=fields))
+        stored = replace(
+            decode_manifest(location, data, verify),
+            marker=fields,
+            states=states,
+            # Copies of the same tensors, in files of the same size, may have them at other places.
+            compares_headers=not ranks.is_coordinator and fields.get("manifest", {}) is None,
+        )
+        if attempt is not None:
+            attempt.opened = stored
+        return FoundCheckpoint(fields, stored)
 
 
 def open_checkpoint(
-    ranks: Ranks, location: str, *, verify: bool = True, marker: dict[str, Any] | None = None
+    ranks: Ranks,
+    location: str,
+    *,
+    verify: bool = True,
+    marker: dict[str, Any] | None = None,
+    attempt: ReadAttempt | None = None,
 ) -> StoredCheckpoint:
     """Open the checkpoint at a location, see `find_checkpoint`.
 
@@ -284,7 +323,7 @@ def open_checkpoint(
         CheckpointNotFoundError: there is no checkpoint.
         CheckpointingException: it has a format that only a strategy of the user reads.
     """
-    found = find_checkpoint(ranks, location, verify=verify, marker=marker)
+    found = find_checkpoint(ranks, location, verify=verify, marker=marker, attempt=attempt)
     if found.stored is None:
         raise CheckpointingException(
             f"{location!r} was written by the strategy {found.marker['sharded_backend']!r}: only "
@@ -298,14 +337,14 @@ def open_undisturbed(ranks: Ranks, location: str, *, verify: bool = True) -> Sto
     `open_checkpoint`.
 
     Waits first for this process to finish writing there. What reads the checkpoint afterwards does
-    so in the context `reading`.
+    so in the context `reading` or `reading_unchanged`.
 
     Raises:
         CheckpointNotFoundError: there is no checkpoint, or it was removed while it was opened.
     """
     for attempt in read_attempts(ranks, location):
         with attempt:
-            stored = open_checkpoint(ranks, location, verify=verify, marker=attempt.marker)
+            stored = open_checkpoint(ranks, location, verify=verify, attempt=attempt)
     return stored
 
 
@@ -313,7 +352,7 @@ def open_undisturbed(ranks: Ranks, location: str, *, verify: bool = True) -> Sto
 def opened(ranks: Ranks, location: str, *, verify: bool = True) -> Iterator[StoredCheckpoint]:
     """Open the checkpoint at a location for a body that reads it, see `open_undisturbed`."""
     stored = open_undisturbed(ranks, location, verify=verify)
-    with reading(ranks, [stored]):
+    with reading_unchanged(ranks, [stored]):
         yield stored
 
 

@@ -22,6 +22,7 @@ from distckpt._base.garbage import paused_garbage_collection
 from distckpt._base.messages import summarize_keys
 from distckpt._base.options import ExportOptions, check_switch, with_changes
 from distckpt._checkpoint.consistent_read import read_attempts
+from distckpt._checkpoint.file_states import states_of_files, states_within
 from distckpt._checkpoint.opening import decode_manifest
 from distckpt._foreign.hugging_face import read_directory
 from distckpt._format.stored_checkpoint import StoredCheckpoint
@@ -37,6 +38,7 @@ from distckpt._plan.export import (
     plan_files,
 )
 from distckpt._ranks.collectives import Ranks
+from distckpt._storage.file_state import FileState
 from distckpt.strategies.base import ConsolidationStrategy
 
 logger = logging.getLogger(__name__)
@@ -270,11 +272,16 @@ def _is_ordinary(dtype: torch.dtype) -> bool:
 def _open_shards(ranks: Ranks, location: str) -> StoredCheckpoint:
     """Open a folder all of whose files must be shards, of which positions are known."""
 
+    states: dict[str, FileState] = {}
+
     def read() -> bytes:
-        return read_directory(location, require_sharding_info=True).to_bytes()
+        known = states_within(location)
+        manifest = read_directory(location, require_sharding_info=True)
+        states.update(states_of_files(location, manifest, known))
+        return manifest.to_bytes()
 
     for attempt in read_attempts(ranks, location):
         with attempt:
             data = ranks.decide("open the checkpoint", read)
     with ranks.phase("open the checkpoint"):
-        return decode_manifest(location, data)
+        return replace(decode_manifest(location, data), states=states)

@@ -86,7 +86,7 @@ def load(
     is_strict = not getattr(planner, "allow_partial_load", False)
     for attempt in read_attempts(ranks, location):
         with attempt:
-            stored = open_checkpoint(ranks, location, marker=attempt.marker)
+            stored = open_checkpoint(ranks, location, attempt=attempt)
             others = _read(ranks, stored, leaves, is_strict)
     # 3. Put the other values in their places; nothing can fail any more.
     for path, value in others.items():

@@ -195,7 +195,16 @@ def _read_shapes(stored: StoredCheckpoint, keys: Sequence[str]) -> dict[str, lis
 
 
 def _check_all_are_there(location: str, names: Sequence[str]) -> None:
-    """Refuse a directory without an index that lacks one of its numbered files."""
+    """Refuse a directory without an index that lacks one of its numbered files, or holds more than
+    one checkpoint.
+    """
+    others = [name for name in names if name != SINGLE_NAME]
+    if others and SINGLE_NAME in names:
+        raise CorruptCheckpointError(
+            f"{location!r} holds {SINGLE_NAME}, which is a whole checkpoint, and other files such "
+            f"as {others[0]!r}, but no {INDEX_NAME} says what belongs together: give the location "
+            "of the file to read, or move the others elsewhere."
+        )
     matches = filter(None, map(_NUMBERED.fullmatch, names))
     for (start, end, total), there in Counter(match.groups() for match in matches).items():
         if there < int(total):
@@ -260,8 +269,8 @@ def _read_file(folder: str, name: str) -> tuple[ShardFile, bool, list[StoredPiec
         pieces = (_pieces_of_shards if has_info else _pieces_of_tensors)(name, header)
     except FileNotFoundError as error:
         raise CorruptCheckpointError(
-            f"{path!r} is missing, but {INDEX_NAME} names it: restore it, or finish copying the "
-            "directory."
+            f"{path!r} is missing, but {INDEX_NAME} or the directory names it: restore it (what a "
+            "link points to as well), or finish copying the directory."
         ) from error
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise CorruptCheckpointError(

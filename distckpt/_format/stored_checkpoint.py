@@ -11,6 +11,7 @@ from distckpt._base.lazy import torch
 from distckpt._format.manifest import OBJECT, Manifest
 from distckpt._quantization.quantized import QuantizedTensor
 from distckpt._storage import locations
+from distckpt._storage.file_state import FileState
 from distckpt._storage.open_files import OpenFiles
 
 
@@ -27,6 +28,10 @@ class StoredCheckpoint:
         marker: the fields of the marker; for another format, the fields that it would have.
         quantized: chunks of a view that are computed from others, see `_plan.decoded`.
         files: files that stay open from one read to the next; None if each read opens its own.
+        states: of another format, the states of its files when the rank that described it did so,
+            by location; empty on other ranks.
+        compares_headers: whether the header of each file that is read is compared first: another
+            rank has described the files, of a format without checksums.
     """
 
     location: str
@@ -35,6 +40,8 @@ class StoredCheckpoint:
     marker: Mapping[str, Any] = field(default_factory=dict)
     quantized: Mapping[int, QuantizedTensor] = field(default_factory=dict)
     files: OpenFiles | None = None
+    states: Mapping[str, FileState] = field(default_factory=dict)
+    compares_headers: bool = False
 
     def with_files(self, files: OpenFiles) -> StoredCheckpoint:
         """Return the checkpoint with files that stay open."""

@@ -6,6 +6,7 @@ import collections
 import contextlib
 import itertools
 import math
+import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
@@ -25,7 +26,7 @@ from distckpt._base.memory import (
     run_bytes,
 )
 from distckpt._base.threads import NUM_REQUESTS, NUM_THREADS, UNIT_BYTES, run_threads
-from distckpt._format.checksum import block_checksums
+from distckpt._format.checksum import block_checksums, checksum
 from distckpt._format.checksum_files import Checksums, checksums_of_blocks, fetch_checksums
 from distckpt._format.marker import file_size
 from distckpt._format.stored_checkpoint import StoredCheckpoint
@@ -607,6 +608,18 @@ def _check_file(stored: StoredCheckpoint, file_id: int) -> None:
             f"{expected}: the file was cut off, extended or replaced. Restore it from a copy or "
             "load another checkpoint."
         )
+    if stored.compares_headers and not _has_described_header(stored, file_id):
+        raise CorruptCheckpointError(
+            f"{path!r} on host {os.uname().nodename!r} has another header than where rank 0 has "
+            "read it: they are not copies of one file. Give all ranks the same files."
+        )
+
+
+def _has_described_header(stored: StoredCheckpoint, file_id: int) -> bool:
+    file = stored.manifest.files[file_id]
+    header = locations.read_range(stored.path_of_file(file_id), 0, file.header_bytes)
+    # Some formats have no headers that are known.
+    return not file.header_bytes or checksum(header) == file.header_checksum
 
 
 def _fetch(stored: StoredCheckpoint, path: str, position: int, num_bytes: int) -> Bytes:

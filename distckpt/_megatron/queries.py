@@ -16,7 +16,7 @@ from distckpt._base.errors import CheckpointingException, LoadMismatchError
 from distckpt._base.interrupts import operation
 from distckpt._base.messages import nearest_names, summarize_keys
 from distckpt._base.options import LoadOptions
-from distckpt._checkpoint.consistent_read import read_attempts, reading
+from distckpt._checkpoint.consistent_read import ReadAttempt, read_attempts, reading
 from distckpt._checkpoint.opening import find_checkpoint
 from distckpt._checkpoint.shards import describe_objects, describe_tensors, load_shards
 from distckpt._commit import posix
@@ -55,7 +55,7 @@ def load_common_state_dict(checkpoint_dir: str | os.PathLike[str]) -> StateDict:
     location = locations.normalize(checkpoint_dir)
     for attempt in read_attempts(Ranks.alone(), location):
         with attempt:
-            strategy = _strategy_that_reads(location, attempt.marker)
+            strategy = _strategy_that_reads(location, attempt)
             request: ShardedStateDict = {"common": ShardedObject(COMMON_KEY, None, (1,), (0,))}
             common = strategy.load(request, location)["common"]
     compacted: StateDict = flatten.compact(common)
@@ -76,7 +76,7 @@ def load_tensors_metadata(
     location = locations.normalize(checkpoint_dir)
     for attempt in read_attempts(Ranks.alone(), location):
         with attempt:
-            strategy = _strategy_that_reads(location, attempt.marker, sharded_strategy)
+            strategy = _strategy_that_reads(location, attempt, sharded_strategy)
             described = strategy.load_tensors_metadata(location)
     return described
 
@@ -94,7 +94,7 @@ def load_sharded_metadata(
     location = locations.normalize(checkpoint_dir)
     for attempt in read_attempts(Ranks.alone(), location):
         with attempt:
-            strategy = _strategy_that_reads(location, attempt.marker, sharded_strategy)
+            strategy = _strategy_that_reads(location, attempt, sharded_strategy)
             described = strategy.load_sharded_metadata(location)
     return {name: shard for name, shard in described.items() if shard.key != COMMON_KEY}
 
@@ -120,7 +120,7 @@ def load_plain_tensors(
     location = locations.normalize(checkpoint_dir)
     for attempt in read_attempts(Ranks.alone(), location):
         with attempt:
-            strategy = _strategy_that_reads(location, attempt.marker)
+            strategy = _strategy_that_reads(location, attempt)
             stored = strategy.load_tensors_metadata(location)
             wanted = stored if keys is None else _chosen(stored, keys, location)
             tensors = strategy.load(wanted, location)
@@ -183,7 +183,7 @@ def remove_sharded_tensors(checkpoint_dir: str | os.PathLike[str], key_prefix: s
     location = locations.normalize(checkpoint_dir)
     for attempt in read_attempts(Ranks.alone(), location):
         with attempt:
-            found = find_checkpoint(Ranks.alone(), location, marker=attempt.marker)
+            found = find_checkpoint(Ranks.alone(), location, attempt=attempt)
     if found.stored is None:
         registered = registered_strategy(location, found.marker)
         registered.remove_sharded_tensors(location, key_prefix)
@@ -221,10 +221,10 @@ class _OpenStrategy(LoadShardedStrategy):
 
 
 def _strategy_that_reads(
-    location: str, marker: dict[str, Any] | None, given: _Strategy | None = None
+    location: str, attempt: ReadAttempt, given: _Strategy | None = None
 ) -> LoadShardedStrategy:
     """Return the strategy to ask about a checkpoint: the caller's, or the one that wrote it."""
-    found = find_checkpoint(Ranks.alone(), location, marker=marker)
+    found = find_checkpoint(Ranks.alone(), location, attempt=attempt)
     if given is not None:
         strategy, _ = choose_load_strategy(given)
         if strategy is not None:

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from types import MappingProxyType
@@ -18,8 +17,7 @@ from distckpt._base.interrupts import operation
 from distckpt._base.messages import nearest_names, summarize_keys
 from distckpt._base.options import LoadOptions
 from distckpt._base.other_names import SaysOtherNames
-from distckpt._base.threads import NUM_REQUESTS, run_threads
-from distckpt._checkpoint.consistent_read import read_attempts, reading
+from distckpt._checkpoint.consistent_read import read_attempts, reading_unchanged
 from distckpt._checkpoint.opening import open_checkpoint
 from distckpt._checkpoint.stored_values import load_common_state
 from distckpt._format.fingerprint import Fingerprint
@@ -73,7 +71,6 @@ class Checkpoint(SaysOtherNames):
         self.location = stored.location
         self._stored = stored
         self._as_stored = as_stored
-        self._times = _times_of_files(stored)
 
     def __reduce__(self) -> tuple[Callable[..., Checkpoint], tuple[Any, ...]]:
         """Open the same checkpoint again where it is unpickled."""
@@ -110,7 +107,7 @@ class Checkpoint(SaysOtherNames):
         """Return everything that was saved without being sharded; read once. Copy what you change
         in it.
         """
-        with self._reading():
+        with reading_unchanged(Ranks.alone(), [self._stored]):
             compacted: StateDict = flatten.compact(load_common_state(self._stored))
         return compacted
 
@@ -190,7 +187,7 @@ class Checkpoint(SaysOtherNames):
         if stored:
             saved: dict[str, Fingerprint] = verbs.saved_fingerprints(self._stored, found)
             return saved
-        with self._reading():
+        with reading_unchanged(Ranks.alone(), [self._stored]):
             computed: dict[str, Fingerprint] = verbs.computed_fingerprints(self._stored, found)
         return computed
 
@@ -210,27 +207,9 @@ class Checkpoint(SaysOtherNames):
     @operation
     def _read(self, shards: Sequence[ShardedTensor]) -> list[torch.Tensor]:
         settings = ReadSettings(LoadOptions())
-        with self._reading():
+        with reading_unchanged(Ranks.alone(), [self._stored]):
             loaded = load_tensors(Ranks.alone(), self._stored, shards, settings)
         return [tensor for tensor in loaded if tensor is not None]
-
-    @contextlib.contextmanager
-    def _reading(self) -> Iterator[None]:
-        """Refuse what is read, and report what goes wrong otherwise, when the checkpoint was
-        replaced.
-        """
-        with reading(Ranks.alone(), [self._stored]):
-            try:
-                yield
-            except (CheckpointingException, OSError) as error:
-                self._check_times(error)
-                raise
-            self._check_times(None)
-
-    def _check_times(self, error: Exception | None) -> None:
-        # Without checksums, nothing else tells that what was read is of this checkpoint.
-        if _times_of_files(self._stored) != self._times:
-            raise replaced(self.location) from error
 
 
 @operation
@@ -259,7 +238,7 @@ def open(path: str | os.PathLike[str], *, as_stored: bool = False) -> Checkpoint
     location = locations.normalize(path)
     for attempt in read_attempts(Ranks.alone(), location):
         with attempt:
-            stored = open_checkpoint(Ranks.alone(), location, marker=attempt.marker)
+            stored = open_checkpoint(Ranks.alone(), location, attempt=attempt)
             checkpoint = Checkpoint(stored if as_stored else decoded(stored), as_stored)
     return checkpoint
 
@@ -329,20 +308,3 @@ def _is_within(each: slice, size: int) -> bool:
 def _text_of(each: slice) -> str:
     ends = [each.start, each.stop] if each.step is None else [each.start, each.stop, each.step]
     return ":".join("" if end is None else str(end) for end in ends)
-
-
-def _times_of_files(stored: StoredCheckpoint) -> dict[str, float | None]:
-    """Return when each file was written. Without checksums, this tells that one was replaced."""
-    if stored.manifest.has_checksums:
-        return {}
-    files = {stored.path_of_file(number) for number in range(len(stored.manifest.files))}
-    if locations.isdir(stored.location):
-        names = locations.list_names(stored.location)
-        files.update(locations.join(stored.location, name) for name in names)
-    times: dict[str, float | None] = {}
-
-    def look_at(file: str) -> None:
-        times[file] = locations.modified_time(file)
-
-    run_threads(look_at, files, NUM_REQUESTS)
-    return times

@@ -198,7 +198,7 @@ def run_load(ranks: Ranks, state_dict: ShardedStateDict, request: LoadRequest) -
         with attempt:
             with timer.phase("plan"):
                 found = find_checkpoint(
-                    ranks, location, verify=request.options.verify, marker=attempt.marker
+                    ranks, location, verify=request.options.verify, attempt=attempt
                 )
                 choose_source = partial(
                     source_of, ranks, location, found, request.options, request.process_group

@@ -13,9 +13,11 @@ from typing import Any
 from distckpt._base.messages import check_num_bytes
 from distckpt._base.options import SaveOptions, check_options, check_seconds, check_switch
 from distckpt._base.reports import SaveReport, publish
+from distckpt._checkpoint.consistent_read import check_files
 from distckpt._commit import posix
 from distckpt._commit.output import Output, OutputSettings, new_output
 from distckpt._format.marker import CheckpointingConfig, marker_of, replaced
+from distckpt._format.stored_checkpoint import StoredCheckpoint
 from distckpt._io.prepared_save import PreparedSave
 from distckpt._mapping.wrappers import CommonStateDict, StateDict
 from distckpt._ranks.collectives import Figures, PhaseTimer, Ranks
@@ -101,7 +103,7 @@ class PlannedSave:
         config: names the format.
         prepared: writes it.
         timer: of the call.
-        source: marker of the checkpoint that it is made of, where it takes the place of that one.
+        source: the checkpoint that it is made of, if it is made of one.
     """
 
     location: str
@@ -109,7 +111,7 @@ class PlannedSave:
     config: CheckpointingConfig
     prepared: PreparedSave
     timer: PhaseTimer
-    source: Mapping[str, Any] | None = None
+    source: StoredCheckpoint | None = None
 
 
 def write_and_commit(ranks: Ranks, save: PlannedSave) -> SaveReport:
@@ -157,7 +159,7 @@ def _write_own(ranks: Ranks, prepared: PreparedSave, output: Output) -> bytes:
 def _commit(save: PlannedSave, output: Output, told: Sequence[bytes]) -> None:
     fields = save.prepared.complete(output.location, told) or {}
     if save.source is not None:
-        _check_source(save)
+        _check_source(save.source, save.location)
     notes = {**_duration(save), **save.request.notes}
     output.commit({**notes, **fields, **asdict(save.config)}, save.prepared.written)
 
@@ -172,10 +174,11 @@ def _duration(save: PlannedSave) -> Mapping[str, Any]:
     return {"seconds": f"{save.timer.seconds:012.3f}"}
 
 
-def _check_source(save: PlannedSave) -> None:
-    """Refuse to replace another checkpoint than the one that this one is made of."""
-    if marker_of(save.location) != save.source:
-        raise replaced(save.location)
+def _check_source(source: StoredCheckpoint, target: str) -> None:
+    """Refuse what may be made of two checkpoints, and to replace another one than it is made of."""
+    check_files(source)
+    if posix.resolve(source.location) == target and marker_of(target) != source.marker:
+        raise replaced(target)
 
 
 def output_settings(request: SaveRequest, num_bytes: int, has_own_folders: bool) -> OutputSettings:

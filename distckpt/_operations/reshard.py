@@ -192,7 +192,6 @@ def reshard(
 
     # 2. Write beside the target, and commit.
     request = SaveRequest(path=target, overwrite=overwrite, notes=notes_of(stored, selection))
-    source = stored.marker if target == posix.resolve(location) else None
     overflows: dict[str, int] = {}
     with (
         reading(ranks, [stored]),
@@ -201,7 +200,7 @@ def reshard(
         files = _files_of_rank(ranks, plan, open_files, overflows)
         prepared = _prepare(ranks, plan, files, max_inflight_bytes, progress)
         config = CheckpointingConfig(BACKEND, VERSION)
-        write_and_commit(ranks, PlannedSave(target, request, config, prepared, timer, source))
+        write_and_commit(ranks, PlannedSave(target, request, config, prepared, timer, stored))
     return report_of_reshard(target, plan, _sums(ranks, overflows), time.perf_counter() - started)
 
 

@@ -212,6 +212,6 @@ def proof_of(directory: str, name: str) -> Any:
     """Return what tells a file in a directory from others of its name; None if it is not there."""
     path = locations.join(directory, name)
     try:
-        return [name, *locations.size_and_time(path)]
+        return [name, *locations.file_state(path)[:2]]
     except FileNotFoundError:
         return None

@@ -22,6 +22,7 @@ import numpy as np
 from distckpt._base.memory import Bytes
 from distckpt._base.threads import PART_BYTES
 from distckpt._storage.cloud_errors import is_busy, is_temporary, os_error, text_of
+from distckpt._storage.file_state import FileState
 from distckpt._storage.fsspec_urls import settings_of
 from distckpt._storage.object_store import PROVIDERS
 from distckpt._storage.remote import (
@@ -104,21 +105,21 @@ class CloudLocation(RemoteLocation):
         return sorted(name.rstrip("/").rpartition("/")[2] for name in names)
 
     def list_files(self) -> list[str]:
-        return sorted(self.list_sizes_and_times())
+        return sorted(self.list_states())
 
     def size(self) -> int:
-        return self.size_and_time()[0]
+        return self.state().num_bytes
 
     def modified_time(self) -> float | None:
-        return self.size_and_time()[1]
+        return self.state().modified
 
-    def size_and_time(self) -> tuple[int, float | None]:
-        return _size_and_time(self._request(lambda: self._store.head(self._path)))
+    def state(self) -> FileState:
+        return _state_of(self._request(lambda: self._store.head(self._path)))
 
-    def list_sizes_and_times(self) -> dict[str, tuple[int, float | None]]:
+    def list_states(self) -> dict[str, FileState]:
         entries = self._request(lambda: self._store.list(self._path).collect())
         return {
-            entry["path"].removeprefix(self._path).lstrip("/"): _size_and_time(entry)
+            entry["path"].removeprefix(self._path).lstrip("/"): _state_of(entry)
             for entry in entries
         }
 
@@ -442,5 +443,6 @@ def _azure_config(container: str) -> dict[str, str]:
     return {ours: values[theirs] for theirs, ours in fields.items() if theirs in values}
 
 
-def _size_and_time(entry: Any) -> tuple[int, float | None]:
-    return int(entry["size"]), float(entry["last_modified"].timestamp())
+def _state_of(entry: Any) -> FileState:
+    modified = float(entry["last_modified"].timestamp())
+    return FileState(int(entry["size"]), modified, entry["e_tag"])

@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterator, Mapping
 
 from distckpt._base.libc import swap_names
 from distckpt._storage import object_store
+from distckpt._storage.file_state import FileState
 
 _MAX_NAME_BYTES = 255
 _ORDINARY_NAME = re.compile(r"[0-9A-Za-z][0-9A-Za-z_.-]{,200}(?:/[0-9A-Za-z][0-9A-Za-z_.-]{,200})*")
@@ -200,21 +201,21 @@ def _status_of_file(path: str) -> os.stat_result:
     return status
 
 
-def size_and_time(location: str) -> tuple[int, float | None]:
-    """Return the size of a file, see `file_size`, and when it was written, see `modified_time`."""
+def file_state(location: str) -> FileState:
+    """Return what tells a file from one that takes its place; errors as in `file_size`."""
     if is_local(location):
         status = _status_of_file(location)
-        return status.st_size, status.st_mtime
-    return object_store.at(location).size_and_time()
+        return FileState(status.st_size, status.st_mtime, status.st_ctime_ns)
+    return object_store.at(location).state()
 
 
-def listed_sizes_and_times(location: str) -> dict[str, tuple[int, float | None]]:
+def listed_states(location: str) -> dict[str, FileState]:
     """Return the same for all objects below a prefix of a store that lists them together, by their
     locations.
     """
     if is_local(location):
         return {}
-    found = object_store.at(location).list_sizes_and_times()
+    found = object_store.at(location).list_states()
     return {join(location, name): each for name, each in found.items()}
 
 

@@ -14,6 +14,7 @@ import numpy as np
 
 from distckpt._base.memory import Bytes
 from distckpt._base.threads import PART_BYTES, Pool
+from distckpt._storage.file_state import FileState
 
 logger = logging.getLogger(__name__)
 
@@ -81,13 +82,13 @@ class RemoteLocation(ABC):
         tell.
         """
 
-    def size_and_time(self) -> tuple[int, float | None]:
-        """Return both, in one request where the store tells both at once."""
-        return self.size(), self.modified_time()
+    def state(self) -> FileState:
+        """Return the state of the object, in one request where the store tells all at once."""
+        return FileState(self.size(), self.modified_time())
 
-    def list_sizes_and_times(self) -> dict[str, tuple[int, float | None]]:
-        """Return both for all objects below the prefix, by the names of `list_files`; an empty dict
-        if a listing does not tell them.
+    def list_states(self) -> dict[str, FileState]:
+        """Return the states of all objects below the prefix, by the names of `list_files`; an empty
+        dict if a listing does not tell them.
         """
         return {}
 

@@ -15,7 +15,7 @@ from typing import Any
 
 from distckpt._base.options import LoadOptions, SaveOptions
 from distckpt._base.public import set_public_home
-from distckpt._checkpoint.consistent_read import reading
+from distckpt._checkpoint.consistent_read import reading_unchanged
 from distckpt._checkpoint.opening import open_undisturbed
 from distckpt._checkpoint.shards import describe_objects, describe_tensors, load_shards
 from distckpt._format.marker import BUILT_IN
@@ -153,8 +153,8 @@ class SafetensorsLoadStrategy(LoadShardedStrategy):
         stored = open_undisturbed(Ranks.alone(), location, verify=self.options.verify)
         settings = ReadSettings(self.options, (), self.exchange_group)
         # Several ranks are in a phase of `distckpt.load`, which notices removals itself.
-        noticing = reading(ranks, [stored]) if ranks.size == 1 else contextlib.nullcontext()
-        with noticing:
+        alone = reading_unchanged(ranks, [stored]) if ranks.size == 1 else contextlib.nullcontext()
+        with alone:
             values = load_shards(ranks, stored, list(sharded_state_dict.values()), settings)
         return dict(zip(sharded_state_dict, values, strict=True))
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import os
 import pathlib
 import zipfile
 
@@ -66,3 +68,27 @@ def test_deepspeed_on_another_number_of_ranks(tmp_path):
         torch.tensor(moments).flatten(0, 1), expected["optimizer.state.exp_avg.up.weight"]
     )
     assert steps == [3, 3, 3]
+
+
+def load_a_copy(rank, copies):
+    os.chdir(copies[rank])
+    shard = distckpt.ShardedTensor.from_rank_offsets("a", torch.zeros(2, 4), (0, rank, 2))
+    with pytest.raises(distckpt.RankFailedError, match=r"rank 1: .*has another header"):
+        distckpt.load({"a": shard}, "model.safetensors")
+
+
+def test_copies_that_hold_tensors_in_another_order_are_refused(tmp_path):
+    """Of the same tensors, in files of the same size: each rank sees its own disk."""
+    copies = []
+    for order in ("ab", "ba"):
+        places = {key: [64 * place, 64 * place + 64] for place, key in enumerate(order)}
+        entries = {
+            key: {"dtype": "F32", "shape": [4, 4], "data_offsets": places[key]} for key in "ab"
+        }
+        header = json.dumps(entries).encode()
+        data = b"".join(bytes([ord(key)]) * 64 for key in order)
+        copies.append(tmp_path / order)
+        copies[-1].mkdir()
+        content = len(header).to_bytes(8, "little") + header + data
+        (copies[-1] / "model.safetensors").write_bytes(content)
+    run(load_a_copy, 2, list(map(str, copies)))

@@ -21,7 +21,8 @@ import numpy as np
 
 from distckpt._base.errors import CheckpointingException
 from distckpt._base.options import Progress
-from distckpt._checkpoint.opening import opened
+from distckpt._checkpoint.consistent_read import check_files, reading
+from distckpt._checkpoint.opening import open_undisturbed
 from distckpt._commit import posix
 from distckpt._commit.output import OutputSettings, new_output
 from distckpt._foreign.torch_dist.write import (
@@ -78,7 +79,8 @@ def export(
         check_place(location, target)
         if ranks.is_coordinator:
             posix.check_target(target, overwrite, os.fspath(output_dir))
-    with opened(ranks, location) as stored:
+    stored = open_undisturbed(ranks, location)
+    with reading(ranks, [stored]):
         _write(ranks, stored, target, overwrite, progress)
 
 
@@ -104,6 +106,7 @@ def _write(
             if ranks.is_coordinator:
                 of_all = [json.loads(entries) for entries in told.payloads]
                 write_metadata(stored, common, of_all, output.location)
+                check_files(stored)
                 output.commit(None)
 
 

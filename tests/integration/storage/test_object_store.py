@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import re
 import signal
 import threading
 from collections import Counter
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler, SimpleHTTPRequestHandler, ThreadingHTTPServer
 from typing import NamedTuple
 
 import fsspec
@@ -761,6 +762,35 @@ def test_nothing_is_written_over_http():
         finally:
             server.shutdown()
         assert {"PUT", "POST"}.isdisjoint(server.methods)
+
+
+@pytest.mark.parametrize("first", ["a", "b"])
+def test_a_server_that_ignores_ranges_is_refused(tmp_path, first):
+    """As Python's own server does: it sends the whole file in any case."""
+    pytest.importorskip("aiohttp")
+    tensors = {"a": torch.ones(5000), "b": torch.zeros(5000)}
+    safetensors.torch.save_file(tensors, tmp_path / "model.safetensors")
+    handler = functools.partial(SimpleHTTPRequestHandler, directory=tmp_path)
+    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        threading.Thread(target=server.serve_forever).start()
+        url = f"http://127.0.0.1:{server.server_port}/model.safetensors"
+        try:
+            with pytest.raises(OSError, match="ignores ranges of bytes") as caught:
+                distckpt.open(url).read(first)
+            assert url in str(caught.value)
+        finally:
+            server.shutdown()
+
+
+def test_another_version_in_the_same_second_is_noticed(bucket):
+    """Objects tell their times in seconds."""
+    path = f"{bucket}/model.safetensors"
+    file = object_store.at(path)
+    file.write(safetensors.torch.save({"a": torch.zeros(5000)}))
+    checkpoint = distckpt.open(path)
+    file.write(safetensors.torch.save({"a": torch.ones(5000)}))
+    with pytest.raises(distckpt.CheckpointingException, match="was replaced"):
+        checkpoint.read("a")
 
 
 @pytest.mark.parametrize(("name", "value"), [("AWS_ENDPOINT_URL", ""), ("AWS_MAX_ATTEMPTS", "abc")])

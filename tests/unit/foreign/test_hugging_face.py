@@ -471,6 +471,20 @@ def test_a_numbered_file_is_missing(tmp_path):
     }
 
 
+def test_a_single_file_beside_another_one_without_an_index(tmp_path):
+    write_plain(tmp_path / "model.safetensors", {"a": torch.zeros(2)})
+    write_plain(tmp_path / "adapter_model.safetensors", {"b": torch.ones(2)})
+    with pytest.raises(CorruptCheckpointError, match=r"holds model\.safetensors, which is a whole"):
+        distckpt.open(tmp_path)
+    assert list(distckpt.open(tmp_path / "model.safetensors").tensors) == ["a"]
+
+
+def test_a_link_to_nothing_is_named(tmp_path):
+    (tmp_path / "model.safetensors").symlink_to(tmp_path / "removed")
+    with pytest.raises(CorruptCheckpointError, match="what a link points to"):
+        distckpt.open(tmp_path)
+
+
 def test_an_index_beside_a_single_file(tmp_path):
     write_indexed(tmp_path, {"model-00001-of-00001.safetensors": {"rows": ROWS}})
     write_plain(tmp_path / "model.safetensors", {"rows": -ROWS})
