@@ -261,10 +261,12 @@ def num_outer_axes(shape: tuple[int, ...], region: Region) -> int:
     return outer
 
 
-def run_starts(shape: tuple[int, ...], region: Region) -> IntArray:
-    """Return the flat index of the first element of each of these runs, in order."""
+def run_starts(shape: tuple[int, ...], region: Region, num_outer: int | None = None) -> IntArray:
+    """Return the flat index of the first element of each of these runs, in order; of shorter ones
+    if `num_outer` axes are stepped over.
+    """
     starts: IntArray = np.array([flat_start(shape, region)], np.int64)
-    for axis in range(num_outer_axes(shape, region)):
+    for axis in range(num_outer_axes(shape, region) if num_outer is None else num_outer):
         starts = np.add.outer(
             starts, np.arange(region.shape[axis]) * math.prod(shape[axis + 1 :])
         ).reshape(-1)

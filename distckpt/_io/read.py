@@ -58,6 +58,10 @@ MAX_GAP_BYTES = 256 << 10
 """An object store delivers so much more in the time that a further request takes."""
 SMALL_BYTES = 16 << 10
 """Less goes to its target by way of scratch memory: a copy costs less than a buffer of its own."""
+LONG_RUN_BYTES = 64 << 10
+"""Runs of a scattered region that are as long are read straight to where they belong. Shorter ones,
+copied together out of scratch memory, take less time.
+"""
 
 
 def read_copies(
@@ -360,7 +364,10 @@ def _goals_of(reading: _Reading, unit: list[Span]) -> tuple[list[_Goal], list[tu
         start, end = end, end + span.stop - span.start
         part = reading.parts[span.chunk]
         if part.lead == NOT_PLAIN:
-            values.append((span, start))
+            runs = _long_runs(reading, span, start)
+            goals.extend(runs)
+            if not runs:
+                values.append((span, start))
             continue
         if part.lead == span.start == 0:
             low, high = 0, min(span.stop, part.target.nbytes)
@@ -374,6 +381,41 @@ def _goals_of(reading: _Reading, unit: list[Span]) -> tuple[list[_Goal], list[tu
             goals.append(_Goal(address, place, high - low))
         after, begin = address + high - low, place + high - low
     return goals, values
+
+
+def _long_runs(reading: _Reading, span: Span, place: int) -> list[_Goal]:
+    """Return where the runs of a scattered region go that a span holds, which begins at a place in
+    its unit; nothing if they are short or their values are converted.
+    """
+    part = reading.parts[span.chunk]
+    target, dtype = part.target, reading.stored.dtype_of(part.chunk)
+    is_long = target.nbytes >= LONG_RUN_BYTES and target.dtype == dtype
+    if not is_long or reading.copier.is_away(target):
+        return []
+    shape = reading.stored.manifest.chunk_region(part.chunk).shape
+    # Runs are contiguous both in the file and in memory.
+    outer = num_outer_axes(shape, part.region)
+    while not is_plain_memory(target[(0,) * outer]) and outer < target.dim():
+        outer += 1
+    num_bytes = math.prod(target.shape[outer:]) * dtype.itemsize
+    if num_bytes < LONG_RUN_BYTES:
+        return []
+    in_unit = place - part.start - span.start
+    begins = run_starts(shape, part.region, outer) * dtype.itemsize + in_unit
+    places = begins.clip(place, place + span.num_bytes)
+    sizes = (begins + num_bytes).clip(place, place + span.num_bytes) - places
+    addresses = _run_addresses(target, outer) + places - begins
+    table = np.stack([addresses, places, sizes], axis=1)[sizes > 0]
+    return [_Goal(*row) for row in table.tolist()]
+
+
+def _run_addresses(target: torch.Tensor, num_outer: int) -> IntArray:
+    """Return where the runs of a tensor begin behind its first `num_outer` axes, in order."""
+    addresses: IntArray = np.array([target.data_ptr()], np.int64)
+    for size, stride in zip(target.shape[:num_outer], target.stride(), strict=False):
+        steps = np.arange(size) * stride * target.itemsize
+        addresses = np.add.outer(addresses, steps).reshape(-1)
+    return addresses
 
 
 def _address(target: Any) -> int:
