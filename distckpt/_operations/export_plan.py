@@ -36,6 +36,7 @@ from distckpt._plan.export import (
 )
 from distckpt._plan.model_keys import cut_off, left_out
 from distckpt._plan.selection import select_tensors
+from distckpt._quantization.names import may_be_codes, scales_of
 from distckpt._quantization.quantized import QuantizedTensor
 from distckpt._ranks.collectives import Ranks
 from distckpt._rules.mapped import TensorSpec
@@ -123,6 +124,8 @@ def plan_export(
         plan = replace(plan, left_out=_left_out(opened.checkpoints, options))
         if ranks.is_coordinator:
             _warn_of_cut_off(opened.checkpoints[0], options, plan.selected)
+            if isinstance(options.dtype, torch.dtype):
+                _warn_of_codes(source.stored, plan.outputs, options.dtype)
     with ranks.phase("compare what is tied"):
         check_tied(source, plan.tied if ranks.is_coordinator else ())
     return plan
@@ -166,6 +169,27 @@ def _left_out(checkpoints: Iterable[StoredCheckpoint], options: ExportOptions) -
         if not stored.is_object(key)
     }
     return sorted(keys, key=natural_order)
+
+
+def _warn_of_codes(
+    stored: StoredCheckpoint, outputs: Iterable[OutputTensor], requested: torch.dtype
+) -> None:
+    """Warn of quantized tensors that stay codes although another dtype is requested for all."""
+    index = stored.manifest.key_index
+    codes = [
+        output.name
+        for output in outputs
+        if may_be_codes(output.dtype)
+        and any(scales_of(part.key, index) for part in output.mapped.parts)
+    ]
+    if codes:
+        logger.warning(
+            "no values in %s are made of codes in %s, in a form that distckpt does not decode. "
+            "These are exported as they are stored: %s",
+            requested,
+            stored.location,
+            summarize_keys(codes),
+        )
 
 
 def _warn_of_cut_off(

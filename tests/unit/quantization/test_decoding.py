@@ -346,6 +346,20 @@ def test_codes_without_the_zero_points_of_the_configuration_are_refused(tmp_path
         distckpt.load({key: request(key, made.values[key].shape)}, tmp_path / "model")
 
 
+def test_an_export_in_another_dtype_warns_of_what_stays_codes(tmp_path, caplog):
+    made = int4()
+    weights = {"num_bits": 4, "type": "int", "symmetric": True, "group_size": 64}
+    made = made._replace(
+        config={"quantization_config": {"config_groups": {"group_0": {"weights": weights}}}}
+    )
+    made.write(tmp_path / "model")
+    distckpt.consolidate(tmp_path / "model", tmp_path / "same")
+    assert "no values in" not in caplog.text
+    distckpt.consolidate(tmp_path / "model", tmp_path / "out", dtype=torch.bfloat16)
+    assert "no values in torch.bfloat16 are made of codes" in caplog.text
+    assert "up_proj.weight_packed" in caplog.text
+
+
 def test_blocks_of_the_configuration_that_do_not_fit_the_scales_are_not_passed_over(tmp_path):
     made = fp8_block(130, 130)
     made.config["quantization_config"]["weight_block_size"] = [64, 64]
