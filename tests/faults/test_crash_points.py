@@ -2,8 +2,8 @@
 makes, is there, whole.
 
 Real processes are killed (`SIGKILL`) before a call, after it, or in the middle of a write. A call
-that changes nothing leaves what the one before it left: the default run takes the others, and a
-sample of them where several ranks work.
+that changes nothing leaves what the one before it left: the default run takes the first of each
+kind of the others and a sample of the rest, the long form every call.
 """
 
 from __future__ import annotations
@@ -30,6 +30,8 @@ NUM_PARTS = 3
 """Into which a sweep of all points is divided, so that each ends in time on a busy machine as
 well.
 """
+STRIDE = 3
+"""The default run takes one of so many points beside one of each kind."""
 VARIANTS = {
     "overwrite_without_exchange",
     "save_among_others",
@@ -37,8 +39,10 @@ VARIANTS = {
     "async_overwrite",
     "async_manager",
 }
-"""What differs little from another operation: the default run takes every other point."""
-AT_ONCE = 3
+"""What differs little from another operation: the default run takes fewer points, and others than
+of that one.
+"""
+AT_ONCE = 4
 """So many groups of ranks run at the same time: survivors mostly wait."""
 
 
@@ -66,6 +70,21 @@ def points_of(calls: Sequence[Call], *, exhaustive: bool) -> list[Point]:
         if exhaustive or call is calls[-1]:
             points.append(Point("after", str(call), counts[str(call)]))
     return points
+
+
+def sampled(points: Sequence[Point], is_variant: bool) -> list[tuple[int, Point]]:
+    """Take the first point of each kind, and one of some of the others, each with its number; of a
+    variant the last one of each kind.
+    """
+    one_of_each = {}
+    for number, point in enumerate(points):
+        kind = point.moment, point.call.split()[0]
+        if is_variant or kind not in one_of_each:
+            one_of_each[kind] = number
+    certain = {*one_of_each.values(), len(points) - 1}
+    others = [number for number in range(len(points)) if number not in certain]
+    step = STRIDE * (2 if is_variant else 1)
+    return [(number, points[number]) for number in sorted({*certain, *others[is_variant::step]})]
 
 
 def dying_at(point: Point, folder: Path) -> contextlib.AbstractContextManager[None]:
@@ -132,9 +151,10 @@ def sweep(
     shutil.copytree(prepared, work)
     assert in_child(record_to_file, name, work, file) == 0
     calls, names_after = pickle.loads(file.read_bytes()), os.listdir(work)
-    points = list(enumerate(points_of(calls, exhaustive=exhaustive)))
+    points = points_of(calls, exhaustive=exhaustive)
+    chosen = list(enumerate(points)) if exhaustive else sampled(points, name in VARIANTS)
     verdicts = []
-    for number, point in points[:: 1 if exhaustive or name not in VARIANTS else 2][part::num_parts]:
+    for number, point in chosen[part::num_parts]:
         shutil.rmtree(work)
         shutil.copytree(prepared, work)
         assert in_child(run_and_die, name, work, point) == -signal.SIGKILL
@@ -205,18 +225,18 @@ def run_and_lose_a_rank(
         return error_of(SCENARIOS[name].run, folder, rank, num_ranks)
 
 
-def lose_a_rank(
-    name: str, prepared: Path, num_ranks: int, victim: int, points: Sequence[Point]
+def lose_ranks(
+    name: str, prepared: Path, num_ranks: int, losses: Sequence[tuple[int, Point]]
 ) -> list[Verdict]:
-    """Run an operation once for each point, at the same time, and judge what each leaves where the
-    rank has died.
+    """Run an operation once for each victim and point, at the same time, and judge what each leaves
+    where the rank has died.
     """
-    works = [prepared.with_name(f"work_{number}") for number in range(len(points))]
+    works = [prepared.with_name(f"work_{number}") for number in range(len(losses))]
     with contextlib.ExitStack() as stack:
         launches = []
-        for work, point in zip(works, points, strict=True):
+        for work, loss in zip(works, losses, strict=True):
             shutil.copytree(prepared, work)
-            args = (name, work, num_ranks, victim, point)
+            args = (name, work, num_ranks, *loss)
             launches.append(
                 stack.enter_context(
                     launched(run_and_lose_a_rank, num_ranks, *args, group_timeout=GROUP_TIMEOUT)
@@ -224,7 +244,7 @@ def lose_a_rank(
             )
         outcomes = [launch.outcomes() for launch in launches]
     verdicts = []
-    for work, point, of_ranks in zip(works, points, outcomes, strict=True):
+    for work, (victim, point), of_ranks in zip(works, losses, outcomes, strict=True):
         verdict = judged(point, SCENARIOS[name].judge, work)
         check_survivors(
             of_ranks, victim, verdict, f"rank {victim} of {num_ranks} killed at {point}"
@@ -264,16 +284,16 @@ def check_lost_ranks(name: str, folder: Path, num_ranks: int, num_points: int | 
     scenario.prepare(prepared)
     shutil.copytree(prepared, folder / "recorded")
     recordings = run(record_on_rank, num_ranks, name, folder / "recorded", num_ranks)
-    verdicts: list[Verdict] = []
+    losses = []
     for victim, calls in enumerate(recordings):
         points = points_of(calls, exhaustive=False)
         step = 1 if num_points is None else max(1, len(points) // num_points)
         # Another rank dies at other points; rank 0 at the last one too, where all is committed.
         chosen = points[victim % step :: step] + ([points[-1]] if victim == 0 else [])
-        for start in range(0, len(chosen), AT_ONCE):
-            verdicts.extend(
-                lose_a_rank(name, prepared, num_ranks, victim, chosen[start : start + AT_ONCE])
-            )
+        losses += [(victim, point) for point in chosen]
+    verdicts: list[Verdict] = []
+    for start in range(0, len(losses), AT_ONCE):
+        verdicts += lose_ranks(name, prepared, num_ranks, losses[start : start + AT_ONCE])
     assert set(verdicts) == {scenario.before, "new"}
     return len(verdicts)
 
