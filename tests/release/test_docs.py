@@ -6,6 +6,7 @@ What is shown of the shell is in test_docs_commands.py.
 from __future__ import annotations
 
 import ast
+import functools
 import logging
 import os
 import re
@@ -148,6 +149,7 @@ def test_relative_links_lead_to_files(page: Path) -> None:
 # --- Messages -------------------------------------------------------------------------------------
 
 
+@functools.cache
 def texts_of_the_package() -> list[str]:
     """Return all texts in the code, with `…` in the place of what is filled in."""
     texts = []
@@ -164,7 +166,6 @@ def texts_of_the_package() -> list[str]:
     return texts
 
 
-TEXTS = texts_of_the_package()
 MESSAGES = re.findall(r"^### `(.*)`$", (ROOT / "docs" / "troubleshooting.md").read_text(), re.M)
 
 
@@ -185,4 +186,4 @@ def holds_in_order(text: str, parts: list[str]) -> bool:
 def test_an_explained_message_is_one_of_the_code(message: str) -> None:
     # What is filled in may stand between quotes in the code.
     parts = [part.strip() for part in message.split("…")]
-    assert [text for text in TEXTS if holds_in_order(text, parts)], message
+    assert [text for text in texts_of_the_package() if holds_in_order(text, parts)], message

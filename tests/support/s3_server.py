@@ -20,8 +20,6 @@ from typing import NamedTuple
 from unittest import mock
 
 import boto3
-from moto.s3.responses import S3Response
-from moto.server import ThreadedMotoServer
 
 CREDENTIALS = {
     "AWS_ACCESS_KEY_ID": "testing",
@@ -35,25 +33,26 @@ CREDENTIALS = {
 @contextlib.contextmanager
 def running_server() -> Iterator[str]:
     """Run a server; yields its URL."""
+    # Ranks import this module too, and nothing but the server needs moto, which takes long.
+    from moto.s3.responses import S3Response
+    from moto.server import ThreadedMotoServer
+
+    puts, put_object = threading.Lock(), S3Response.put_object
+
+    def put_one_at_a_time(response: S3Response) -> object:
+        # S3 checks a condition and stores the object in one step, moto in two.
+        with puts:
+            return put_object(response)
+
     logging.getLogger("werkzeug").setLevel(logging.ERROR)
     server = ThreadedMotoServer("127.0.0.1", 0, verbose=False)
-    with mock.patch.object(S3Response, "put_object", _put_one_at_a_time):
+    with mock.patch.object(S3Response, "put_object", put_one_at_a_time):
         server.start()
         host, port = server.get_host_and_port()
         try:
             yield f"http://{host}:{port}"
         finally:
             server.stop()
-
-
-_puts = threading.Lock()
-_put_object = S3Response.put_object
-
-
-def _put_one_at_a_time(response: S3Response) -> object:
-    # S3 checks a condition and stores the object in one step, the server in two.
-    with _puts:
-        return _put_object(response)
 
 
 @contextlib.contextmanager
