@@ -115,23 +115,32 @@ def check_resumed(run, root):
     assert names == {"step_00000001", "step_00000002"}, "what was interrupted has been cleared"
 
 
+KINDS = [StopsBefore, StopsWithin, StopsAfter]
+
+
+def lose(kind, victims, root):
+    """Kill ranks within a background save of this kind; return the outcomes."""
+    with launched(save_and_lose_a_rank, NUM_RANKS, str(root), kind) as launch:
+        return launch.lose(*victims)
+
+
 @lost_ranks_are_named
 @pytest.mark.parametrize("victims", [(1,), (0,), (0, 1, 2)], ids=["one", "coordinator", "all"])
-@pytest.mark.parametrize(
-    "kind", [StopsBefore, StopsWithin, StopsAfter], ids=lambda kind: kind.__name__
-)
-def test_killed_ranks(run, kind, victims, saved, root):
-    with launched(save_and_lose_a_rank, NUM_RANKS, str(root), kind) as launch:
-        outcomes = launch.lose(*victims)
-    for survivor in set(range(NUM_RANKS)) - set(victims):
-        error, is_same = outcomes[survivor]
-        assert isinstance(error, RankFailedError)
-        assert f"Lost contact with rank {victims[0]} " in str(error), error
-        assert list(error.failures) == list(victims)
-        assert is_same
-    assert not (root / "step_00000002").exists()
-    assert tree_of(root / "step_00000001") == tree_of(saved / "step_00000001")
-    check_resumed(run, root)
+def test_killed_ranks(run, victims, saved, tmp_path):
+    roots = [shutil.copytree(saved, tmp_path / kind.__name__) for kind in KINDS]
+    # At the same time: survivors may wait for the timeout.
+    with ThreadPoolExecutor(len(KINDS)) as pool:
+        losses = list(pool.map(lose, KINDS, [victims] * len(KINDS), roots))
+    for kind, root, outcomes in zip(KINDS, roots, losses, strict=True):
+        for survivor in set(range(NUM_RANKS)) - set(victims):
+            error, is_same = outcomes[survivor]
+            assert isinstance(error, RankFailedError), (kind, error)
+            assert f"Lost contact with rank {victims[0]} " in str(error), (kind, error)
+            assert list(error.failures) == list(victims), kind
+            assert is_same, kind
+        assert not (root / "step_00000002").exists(), kind
+        assert tree_of(root / "step_00000001") == tree_of(saved / "step_00000001"), kind
+        check_resumed(run, root)
 
 
 def save_after_a_death(rank, root):
@@ -141,14 +150,10 @@ def save_after_a_death(rank, root):
     return error_of(distckpt.async_save, state_of(2, rank, NUM_RANKS), f"{root}/checkpoint")
 
 
-@lost_ranks_are_named
-@pytest.mark.parametrize("backend", ["gloo", "cuda:gloo"])
-def test_a_rank_that_dies_before_the_first_save(backend, tmp_path):
-    """The process groups that a first save makes are not waited for in vain, nor without naming the
-    rank.
-    """
+def lose_before_the_first_save(backend, folder):
+    """Kill rank 1 before a first save; return what the others raise."""
     with launched(
-        save_after_a_death, NUM_RANKS, str(tmp_path), backend=backend, group_timeout=6.0
+        save_after_a_death, NUM_RANKS, str(folder), backend=backend, group_timeout=6.0
     ) as launch:
         for rank in range(NUM_RANKS):
             launch.wait_for_signal(rank)
@@ -156,10 +161,23 @@ def test_a_rank_that_dies_before_the_first_save(backend, tmp_path):
         launch.answer(0)
         launch.answer(2)
         outcomes = launch.values()
-    for error in (outcomes[0], outcomes[2]):
-        assert isinstance(error, RankFailedError)
-        assert list(error.failures) == [1]
-        assert "Lost contact with rank 1 " in str(error)
+    return outcomes[0], outcomes[2]
+
+
+@lost_ranks_are_named
+def test_a_rank_that_dies_before_the_first_save(tmp_path):
+    """The process groups that a first save makes are not waited for in vain, nor without naming the
+    rank.
+    """
+    backends = ["gloo", "cuda:gloo"]
+    # At the same time: survivors wait for the timeout.
+    with ThreadPoolExecutor(len(backends)) as pool:
+        losses = list(pool.map(lose_before_the_first_save, backends, [tmp_path] * len(backends)))
+    for backend, errors in zip(backends, losses, strict=True):
+        for error in errors:
+            assert isinstance(error, RankFailedError), (backend, error)
+            assert list(error.failures) == [1], backend
+            assert "Lost contact with rank 1 " in str(error), backend
     assert list(tmp_path.iterdir()) == []
 
 

@@ -8,6 +8,7 @@ import os
 import shutil
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -105,11 +106,8 @@ def folder(saved, tmp_path):
     return tmp_path / "run"
 
 
-@lost_ranks_are_named
-@pytest.mark.parametrize("target", ["new", "old"])
-@pytest.mark.parametrize("stop", STOPS, ids=lambda case: case.__name__)
-def test_one_killed_rank(run, stop, target, saved, folder):
-    path = folder / target
+def lose_one(stop, path):
+    """Kill rank 1 where all stop; return the outcomes, and when it was killed."""
     with launched(save_and_be_killed, NUM_RANKS, stop, str(path), group_timeout=TIMEOUT) as launch:
         for rank in range(NUM_RANKS):
             launch.wait_for_signal(rank)
@@ -117,18 +115,30 @@ def test_one_killed_rank(run, stop, target, saved, folder):
         killed = time.monotonic()
         for survivor in (0, 2):
             launch.answer(survivor)
-        outcomes = launch.values()
-    assert outcomes[1] is None
-    for survivor in (0, 2):
-        error, raised = outcomes[survivor]
-        assert isinstance(error, RankFailedError), error
-        assert "Lost contact with rank 1 " in str(error)
-        assert raised - killed < TIMEOUT + SLACK
-    assert [name for name in os.listdir(folder) if name.startswith(".")] == [], (
-        "rank 0 lives and has cleaned up"
-    )
-    assert (folder / "new").exists() is False
-    check_that_saving_goes_on(run, saved, folder, path)
+        return launch.values(), killed
+
+
+@lost_ranks_are_named
+@pytest.mark.parametrize("target", ["new", "old"])
+def test_one_killed_rank(run, target, saved, tmp_path):
+    folders = [tmp_path / stop.__name__ for stop in STOPS]
+    for folder in folders:
+        shutil.copytree(saved, folder / "old")
+    # At the same time: survivors wait for the timeout.
+    with ThreadPoolExecutor(len(STOPS)) as pool:
+        losses = list(pool.map(lose_one, STOPS, [folder / target for folder in folders]))
+    for stop, folder, (outcomes, killed) in zip(STOPS, folders, losses, strict=True):
+        assert outcomes[1] is None, stop
+        for survivor in (0, 2):
+            error, raised = outcomes[survivor]
+            assert isinstance(error, RankFailedError), (stop, error)
+            assert "Lost contact with rank 1 " in str(error), stop
+            assert raised - killed < TIMEOUT + SLACK, stop
+        assert [name for name in os.listdir(folder) if name.startswith(".")] == [], (
+            f"{stop}: rank 0 lives and has cleaned up"
+        )
+        assert (folder / "new").exists() is False, stop
+        check_that_saving_goes_on(run, saved, folder, folder / target)
 
 
 @lost_ranks_are_named
