@@ -3,11 +3,13 @@ memory and time last.
 
 Every directory is read in a process of its own with little memory and time, by every verb, while an
 audit hook notes what the interpreter does. Each verb must end by itself, with a result or with an
-error that it documents.
+error that it documents. Where each of several files or fields becomes each of several things, the
+default run takes a third of these pairs, the long form all.
 """
 
 from __future__ import annotations
 
+import functools
 import io
 import json
 import math
@@ -18,7 +20,9 @@ import shutil
 import socket
 import struct
 import zipfile
+from collections.abc import Callable
 from types import SimpleNamespace
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -79,26 +83,42 @@ def templates(tmp_path_factory):
 
 
 CASES = {}
+IN_LONG_FORM = set()
+"""Names of cases that the default run leaves out."""
+ONE_IN = 3
+"""Of each two things that are combined, the default run takes one of so many pairs."""
 
 
-def hostile(kind, refused=("load",), more=()):
+class Later(NamedTuple):
+    """An argument that takes long to make, which only the test that needs it does."""
+
+    make: Callable[[], Any]
+
+
+def hostile(kind, refused=("load",), more=(), row=None):
     """Note a function that makes a directory hostile.
 
     Args:
         kind: what the directory is to begin with.
         refused: verbs that must raise.
         more: further arguments, one case for each.
+        row: which of several functions with the same arguments this is; the default run takes each
+            of the arguments with some of these functions.
     """
 
     def note(function):
         name = function.__name__.replace("_", " ")
         if isinstance(more, dict):
-            for label, argument in more.items():
+            for column, (label, argument) in enumerate(more.items()):
                 CASES[f"{name}: {label}"] = (
                     kind,
-                    lambda path, argument=argument: function(path, argument),
+                    lambda path, argument=argument: function(
+                        path, argument.make() if isinstance(argument, Later) else argument
+                    ),
                     refused,
                 )
+                if row is not None and (row + column) % ONE_IN:
+                    IN_LONG_FORM.add(f"{name}: {label}")
         else:
             CASES[name] = (kind, function, refused)
         return function
@@ -176,22 +196,22 @@ def turned(path, file, turn):
     turn(target)
 
 
-@hostile("distckpt", ("load", "load_plain_tensors", "consolidate"), NO_FILES)
+@hostile("distckpt", ("load", "load_plain_tensors", "consolidate"), NO_FILES, row=0)
 def a_marker_turned(path, turn):
     turned(path, "metadata.json", turn)
 
 
-@hostile("distckpt", ("load", "load_plain_tensors", "consolidate"), NO_FILES)
+@hostile("distckpt", ("load", "load_plain_tensors", "consolidate"), NO_FILES, row=1)
 def a_manifest_turned(path, turn):
     turned(path, "manifest.safetensors", turn)
 
 
-@hostile("distckpt", ("load", "load_plain_tensors", "consolidate"), NO_FILES)
+@hostile("distckpt", ("load", "load_plain_tensors", "consolidate"), NO_FILES, row=2)
 def a_shard_file_turned(path, turn):
     turned(path, "tensors/*", turn)
 
 
-@hostile("distckpt", ("load", "load_common_state_dict"), NO_FILES)
+@hostile("distckpt", ("load", "load_common_state_dict"), NO_FILES, row=3)
 def an_object_file_turned(path, turn):
     turned(path, "objects/*", turn)
 
@@ -202,22 +222,22 @@ def a_directory_turned_into_a_file(path):
     (path / "tensors").write_bytes(b"x")
 
 
-@hostile("hf", ("load", "load_plain_tensors", "consolidate"), NO_FILES)
+@hostile("hf", ("load", "load_plain_tensors", "consolidate"), NO_FILES, row=4)
 def a_hugging_face_file_turned(path, turn):
     turned(path, "model.safetensors", turn)
 
 
-@hostile("hf", ("load", "load_plain_tensors", "consolidate"), NO_FILES)
+@hostile("hf", ("load", "load_plain_tensors", "consolidate"), NO_FILES, row=5)
 def an_index_turned(path, turn):
     turn(path / "model.safetensors.index.json")
 
 
-@hostile("dcp", ("load", "load_plain_tensors", "consolidate"), NO_FILES)
+@hostile("dcp", ("load", "load_plain_tensors", "consolidate"), NO_FILES, row=6)
 def a_dcp_metadata_file_turned(path, turn):
     turned(path, ".metadata", turn)
 
 
-@hostile("dcp", ("load", "load_plain_tensors", "consolidate"), NO_FILES)
+@hostile("dcp", ("load", "load_plain_tensors", "consolidate"), NO_FILES, row=7)
 def a_distcp_file_turned(path, turn):
     turned(path, "*.distcp", turn)
 
@@ -298,17 +318,17 @@ def a_shard_file_that_lies_outside(path):
 NUMBERS = {str(n): n for n in (-1, 0, 1, 2**31, 2**40, 2**62, 2**63, 10**30, -(2**63))}
 
 
-@hostile("distckpt", (), NUMBERS)
+@hostile("distckpt", (), NUMBERS, row=0)
 def a_file_size(path, number):
     forge(path, lambda fields, columns: [file.__setitem__(1, number) for file in fields["files"]])
 
 
-@hostile("distckpt", (), NUMBERS)
+@hostile("distckpt", (), NUMBERS, row=1)
 def a_header_size(path, number):
     forge(path, lambda fields, columns: [file.__setitem__(2, number) for file in fields["files"]])
 
 
-@hostile("distckpt", (), NUMBERS)
+@hostile("distckpt", (), NUMBERS, row=2)
 def a_block_size(path, number):
     forge(path, lambda fields, columns: fields.__setitem__("block_bytes", number))
 
@@ -325,23 +345,18 @@ COLUMNS = [
 ]
 
 
-@hostile("distckpt", (), {f"{c} {n}": (c, n) for c in COLUMNS for n in (-1, 2**40, 2**63 - 1)})
-def a_column(path, column_and_number):
-    column, number = column_and_number
+def with_column(function, column):
+    """Fill in which column a function changes."""
+    return functools.update_wrapper(
+        lambda path, argument: function(path, column, argument), function
+    )
+
+
+def a_column(path, column, number):
     forge(path, lambda fields, columns: columns[column].fill(number))
 
 
-SHAPES = {
-    f"{c} {s}": (c, s)
-    for c in [*COLUMNS, "block_checksums"]
-    for s in ((0,), (0, 2**40), (2**28, 0), (2**40, 0), (1, 10_000))
-}
-
-
-@hostile("distckpt", (), SHAPES)
-def a_column_of_shape(path, column_and_shape):
-    column, shape = column_and_shape
-
+def a_column_of_shape(path, column, shape):
     def change(fields, columns):
         columns[column] = np.zeros(shape if math.prod(shape) else (0,), columns[column].dtype)
         if not math.prod(shape):
@@ -349,6 +364,15 @@ def a_column_of_shape(path, column_and_shape):
             columns[column] = SimpleNamespace(shape=shape, dtype=columns[column].dtype)
 
     forge_raw(path, change)
+
+
+SHAPES = [(0,), (0, 2**40), (2**28, 0), (2**40, 0), (1, 10_000)]
+for _row, _column in enumerate([*COLUMNS, "block_checksums"]):
+    if _column in COLUMNS:
+        _more = {f"{_column} {n}": n for n in (-1, 2**40, 2**63 - 1)}
+        hostile("distckpt", (), _more, _row)(with_column(a_column, _column))
+    _more = {f"{_column} {shape}": shape for shape in SHAPES}
+    hostile("distckpt", (), _more, _row)(with_column(a_column_of_shape, _column))
 
 
 def forge_raw(path, change):
@@ -519,23 +543,23 @@ OBJECTS = {
     "tensor of no bytes and overflowing shape": object_of(
         {"$tensor": ["float32", [2**40, 0, 2**40], 0]}, [b""]
     ),
-    "tensor of very many axes": object_of(
-        {"$tensor": ["float32", [2**61] * 300_000 + [0], 0]}, [b""]
+    "tensor of very many axes": Later(
+        lambda: object_of({"$tensor": ["float32", [2**61] * 300_000 + [0], 0]}, [b""])
     ),
     "entry used often": object_of([{"$bytes": 0}] * 10_000, [bytes(10**6)]),
     "text of huge items": object_of({"$ndarray": ["<U1000000000", [0], 0]}, [b""]),
     "scalar of huge items": object_of({"$numpy": ["<U1000000000", {"$bytes": ""}]}),
     "range": object_of({"$tuple": [{"$range": [0, 10**18, 1]}]}),
-    "set of equal hashes": object_of({"$set": colliding(60_000)}),
-    "dict of equal hashes": object_of(
-        {"$dict": [x for key in colliding(60_000) for x in (key, 1)]}
+    "set of equal hashes": Later(lambda: object_of({"$set": colliding(60_000)})),
+    "dict of equal hashes": Later(
+        lambda: object_of({"$dict": [x for key in colliding(60_000) for x in (key, 1)]})
     ),
     "device": object_of({"$torch.device": "cuda:999"}),
     "path": object_of({"$path": ["PosixPath", "/etc/passwd"]}),
     "defaultdict of eval": object_of({"$defaultdict": ["eval", {}]}),
     "hidden attribute": object_of({"$SimpleNamespace": {"__class__": 1, "__reduce_ex__": 2}}),
     "other version": object_of(None, codec_version="2"),
-    "million empty lists": object_of("[" + ",".join(["[]"] * 10**6) + "]"),
+    "million empty lists": Later(lambda: object_of("[" + ",".join(["[]"] * 10**6) + "]")),
     "no table": b"\0" * 8,
     "header beyond the end": struct.pack("<Q", 2**63) + b"{}",
     "pickle": pickle.dumps({"a": 1}),
@@ -582,7 +606,7 @@ HEADERS = {
     ),
     "negative shape": file_of({"w": entry([-4, -6], 0, 96)}, bytes(96)),
     "shape of fractions": file_of({"w": entry([4.0, 6], 0, 96)}, bytes(96)),
-    "very many axes": file_of({"w": entry([2**61] * 300_000 + [0], 0, 0)}),
+    "very many axes": Later(lambda: file_of({"w": entry([2**61] * 300_000 + [0], 0, 0)})),
     "many axes": file_of({"w": entry([1] * 65, 0, 4)}, bytes(4)),
     "nesting": file_of(b'{"w":' + b"[" * 10**6 + b"]" * 10**6 + b"}"),
     "dtype of another": file_of({"w": entry([4, 6], 0, 96, "os.system")}, bytes(96)),
@@ -646,7 +670,9 @@ INDICES = {
     "numbers": '{"weight_map": {"w": 1}}',
     "objects": '{"weight_map": {"w": {"a": 1}}}',
     "nothing": "{}",
-    "many keys": json.dumps({"weight_map": {f"k{i}": "model.safetensors" for i in range(10**5)}}),
+    "many keys": Later(
+        lambda: json.dumps({"weight_map": {f"k{i}": "model.safetensors" for i in range(10**5)}})
+    ),
     "bytes that are no text": "\xff\xfe",
 }
 
@@ -884,8 +910,10 @@ ARCHIVES = {
     "encoding of tuples in tuples": zip_of(
         {"a/data.pkl": b"\x80\x02c_codecs\nencode\nX\1\0\0\0a" + tuples(60) + b"\x86R."}
     ),
-    "the same bytes again and again": zip_of({"a/data.pkl": array_calls(100_000)}),
-    "compressed": zip_of({"a/data.pkl": b"\x80\x02]" + b"N" * 10**8 + b"."}, zipfile.ZIP_DEFLATED),
+    "the same bytes again and again": Later(lambda: zip_of({"a/data.pkl": array_calls(100_000)})),
+    "compressed": Later(
+        lambda: zip_of({"a/data.pkl": b"\x80\x02]" + b"N" * 10**8 + b"."}, zipfile.ZIP_DEFLATED)
+    ),
     "name twice": zip_of({"a/data.pkl": b"\x80\x02N.", "b/data.pkl": b"\x80\x02]."}),
     "storage elsewhere": PLAIN.replace(b"X\x01\0\0\x000q", b"X\x01\0\0\x00/q"),
     "directory beyond the end": zip_of({"a/data.pkl": b"\x80\x02N."})[:-10]
@@ -977,7 +1005,10 @@ def an_object_named(path, name):
 # ---- all of them
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(n, marks=[pytest.mark.slow] if n in IN_LONG_FORM else []) for n in CASES],
+)
 def test_hostile_directories_do_no_harm(reader, templates, tmp_path, name):
     kind, make_hostile, refused = CASES[name]
     path = tmp_path / "in" / "c"
