@@ -13,7 +13,6 @@ import functools
 import io
 import json
 import math
-import multiprocessing
 import os
 import pickle
 import shutil
@@ -44,6 +43,7 @@ from tests.support.forged_files import (
     widened,
     with_object,
 )
+from tests.support.harness import fork_context
 
 HUGE = 5 << 40
 """Size of a file without content, which takes no space on the disk."""
@@ -52,7 +52,7 @@ HUGE = 5 << 40
 @pytest.fixture(scope="module")
 def reader():
     """Start the process whose forks read, and return what to call with a path."""
-    context = multiprocessing.get_context("spawn")
+    context = fork_context()
     ours, theirs = context.Pipe()
     process = context.Process(target=serve, args=(theirs,))
     process.start()
