@@ -83,8 +83,8 @@ def sampled(points: Sequence[Point], is_variant: bool) -> list[tuple[int, Point]
             one_of_each[kind] = number
     certain = {*one_of_each.values(), len(points) - 1}
     others = [number for number in range(len(points)) if number not in certain]
-    step = STRIDE * (2 if is_variant else 1)
-    return [(number, points[number]) for number in sorted({*certain, *others[is_variant::step]})]
+    others = others[1 :: 2 * STRIDE] if is_variant else others[::STRIDE]
+    return [(number, points[number]) for number in sorted({*certain, *others})]
 
 
 def dying_at(point: Point, folder: Path) -> contextlib.AbstractContextManager[None]:
