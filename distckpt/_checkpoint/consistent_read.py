@@ -230,12 +230,13 @@ def _change_of_files(stored: StoredCheckpoint) -> int:
     """Return what has happened to a checkpoint of another format, which has no marker that would
     tell, since it was described.
     """
+    changed = None
+    # As in `_removal_of`.
+    with contextlib.suppress(OSError):
+        changed = changed_file(stored)
+    # Afterwards: what is removed between two looks is not taken for replaced.
     change = _removal_of(stored.location)
-    if change == _UNCHANGED:
-        # As in `_removal_of`.
-        with contextlib.suppress(OSError):
-            change = _UNCHANGED if changed_file(stored) is None else _REPLACED
-    return change
+    return _REPLACED if change == _UNCHANGED and changed is not None else change
 
 
 def _removal_of(path: str) -> int:
