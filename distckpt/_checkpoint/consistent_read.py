@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import Any
 
@@ -24,6 +24,7 @@ from distckpt._format.stored_checkpoint import StoredCheckpoint
 from distckpt._io import background
 from distckpt._ranks.collectives import Ranks
 from distckpt._storage import locations
+from distckpt._storage.file_state import FileState
 
 logger = logging.getLogger(__name__)
 
@@ -46,7 +47,8 @@ class ReadAttempt:
 
     Attributes:
         marker: on rank 0, the marker when the attempt began, if there was one.
-        opened: the checkpoint that was opened in this attempt, once it was.
+        states: on rank 0, those of the files that describe a checkpoint of another format, and
+            hold it.
         is_final: whether the checkpoint stayed the same.
     """
 
@@ -54,7 +56,7 @@ class ReadAttempt:
         self._ranks = ranks
         self._location = location
         self.marker: dict[str, Any] | None = None
-        self.opened: StoredCheckpoint | None = None
+        self.states: Mapping[str, FileState] = {}
         self.is_final = False
 
     def __enter__(self) -> ReadAttempt:
@@ -94,8 +96,8 @@ class ReadAttempt:
             raise removed(self._location)
 
     def _change(self) -> int:
-        if self.opened is not None and self.opened.states:
-            return _change_of_files(self.opened)
+        if self.states:
+            return _change_of_files(self._location, self.states)
         return _change_of(self._location, self.marker)
 
 
@@ -158,12 +160,16 @@ def check_files(stored: StoredCheckpoint) -> None:
     Raises:
         CheckpointingException: one was replaced or written to.
     """
-    changed = changed_file(stored)
+    changed = changed_file(stored.location, stored.states)
     if changed is not None:
-        raise CheckpointingException(
-            f"{changed!r} was replaced or written to while it was read (its size or time has "
-            "changed): what was read is given up. Try again when the files are left alone."
-        )
+        raise _written_to(changed)
+
+
+def _written_to(location: str) -> CheckpointingException:
+    return CheckpointingException(
+        f"{location!r} was replaced or written to after it was opened (sizes or times of files have "
+        "changed): what was read is given up. Try again when nothing writes there."
+    )
 
 
 def _raise_if_changed(
@@ -171,8 +177,12 @@ def _raise_if_changed(
 ) -> None:
     index, change = divmod(_agree(ranks, error, lambda: _first_change(checkpoints)), 3)
     if change != _UNCHANGED:
-        location = checkpoints[index].location
-        ranks.raise_together(removed(location) if change == _REMOVED else replaced(location), error)
+        stored = checkpoints[index]
+        if change == _REMOVED:
+            ranks.raise_together(removed(stored.location), error)
+        is_ours = stored.manifest.has_checksums
+        replacement = replaced(stored.location) if is_ours else _written_to(stored.location)
+        ranks.raise_together(replacement, error)
 
 
 def check_is_there(stored: StoredCheckpoint) -> None:
@@ -218,7 +228,7 @@ def _first_change(checkpoints: Sequence[StoredCheckpoint]) -> int:
     """
     for index, stored in enumerate(checkpoints):
         if stored.marker.get("manifest") is None:
-            change = _change_of_files(stored)
+            change = _change_of_files(stored.location, stored.states)
         else:
             change = _change_of(stored.location, dict(stored.marker))
         if change != _UNCHANGED:
@@ -226,16 +236,16 @@ def _first_change(checkpoints: Sequence[StoredCheckpoint]) -> int:
     return _UNCHANGED
 
 
-def _change_of_files(stored: StoredCheckpoint) -> int:
+def _change_of_files(location: str, states: Mapping[str, FileState]) -> int:
     """Return what has happened to a checkpoint of another format, which has no marker that would
     tell, since it was described.
     """
     changed = None
     # As in `_removal_of`.
     with contextlib.suppress(OSError):
-        changed = changed_file(stored)
+        changed = changed_file(location, states)
     # Afterwards: what is removed between two looks is not taken for replaced.
-    change = _removal_of(stored.location)
+    change = _removal_of(location)
     return _REPLACED if change == _UNCHANGED and changed is not None else change
 
 

@@ -6,7 +6,7 @@ Without checksums, nothing in them tells that another program has replaced some 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 from distckpt._base.threads import NUM_REQUESTS, run_threads
 from distckpt._format.manifest import Manifest
@@ -14,17 +14,26 @@ from distckpt._format.stored_checkpoint import StoredCheckpoint
 from distckpt._storage import locations
 from distckpt._storage.file_state import FileState
 
+_UNIMPORTANT = (".md", ".txt", ".log", ".jsonl", ".lock", ".tmp")
+"""Ends of the names of files that no format reads, and that may be written to at any time."""
+
 
 def states_within(location: str) -> dict[str, FileState]:
-    """Return the states of the files directly inside a directory, of all below a prefix, or of a
-    single file; by their locations. What cannot be looked at is left out.
+    """Return the states of the files directly inside a directory or prefix, or of a single file; by
+    their locations. What cannot be looked at, and logs, are left out.
     """
     if not locations.is_local(location):
-        return locations.listed_states(location)
+        found = locations.listed_states(location)
+        inside = {path: found[path] for path in found if locations.split(path)[0] == location}
+        return {path: inside[path] for path in _important(inside)}
     if not locations.isdir(location):
         return _states_of([location], {})
     paths = [locations.join(location, name) for name in locations.list_names(location)]
-    return _states_of(paths, {})
+    return _states_of(_important(paths), {})
+
+
+def _important(paths: Iterable[str]) -> list[str]:
+    return [path for path in paths if not path.endswith(_UNIMPORTANT)]
 
 
 def states_of_files(
@@ -38,15 +47,15 @@ def states_of_files(
     return _states_of(paths, known)
 
 
-def changed_file(stored: StoredCheckpoint) -> str | None:
-    """Return the location of a file that is not as it was when the checkpoint was described, None
-    if all are.
-    """
-    if not stored.states:
+def changed_file(location: str, states: Mapping[str, FileState]) -> str | None:
+    """Return one of the files at a location that is not as it was, None if all are."""
+    if not states:
         return None
-    known = locations.listed_states(stored.location)
-    now = _states_of(list(stored.states), known)
-    return next((path for path, state in stored.states.items() if now.get(path) != state), None)
+    now = _states_of(list(states), locations.listed_states(location))
+    for path, before in states.items():
+        if path not in now or not now[path].is_same(before):
+            return path
+    return None
 
 
 def _states_of(paths: list[str], known: Mapping[str, FileState]) -> dict[str, FileState]:

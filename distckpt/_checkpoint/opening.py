@@ -152,12 +152,14 @@ def _reader_named(name: Any, location: str) -> Reader:
     return reader
 
 
-def _describe(location: str, marker: Mapping[str, Any]) -> tuple[bytes, dict[str, FileState]]:
-    """Let the reader of another format make a manifest; return it with the states of its files."""
+def _describe(
+    location: str, marker: Mapping[str, Any], states: Mapping[str, FileState]
+) -> tuple[bytes, dict[str, FileState]]:
+    """Let the reader of another format make a manifest; return it with the states of its files, and
+    of others beside them that were looked at before the reader did.
+    """
     reader = _reader_named(marker.get("reader"), location)
     with naming_reader(reader, location):
-        # First: of a file that is replaced later, the reader may have seen either.
-        states = states_within(location)
         manifest = reader.manifest(location)
         if COMMON_KEY in manifest.keys and reader.name not in _RESERVED_NAMES:
             raise CheckpointingException(
@@ -165,7 +167,7 @@ def _describe(location: str, marker: Mapping[str, Any]) -> tuple[bytes, dict[str
                 f"{COMMON_KEY!r}, which is reserved: return what it holds from "
                 "load_common_state, or give it another key."
             )
-        return manifest.to_bytes(), states_of_files(location, manifest, states)
+        return manifest.to_bytes(), {**states, **states_of_files(location, manifest, states)}
 
 
 def manifest_bytes(location: str, marker: Mapping[str, Any]) -> bytes:
@@ -270,8 +272,8 @@ def find_checkpoint(
         location: path or URL.
         verify: whether later reads compare checksums.
         marker: what rank 0 has read there already: on an object store each look takes a request.
-        attempt: the attempt in which it is opened; it has read the marker, and learns what was
-            opened.
+        attempt: the attempt in which it is opened; it has read the marker, and learns the states of
+            files.
 
     Raises:
         CheckpointNotFoundError: there is no checkpoint.
@@ -282,7 +284,11 @@ def find_checkpoint(
         fields = identify(location, marker if attempt is None else attempt.marker)
         data = b""
         if fields.get("manifest", {}) is None:
-            data, described = _describe(location, fields)
+            # First: of a file that is replaced later, the reader may have seen either.
+            states.update(states_within(location))
+            if attempt is not None:
+                attempt.states = states
+            data, described = _describe(location, fields, states)
             states.update(described)
         elif _is_built_in(fields):
             data = manifest_bytes(location, fields)
@@ -304,8 +310,6 @@ def find_checkpoint(
             # Copies of the same tensors, in files of the same size, may have them at other places.
             compares_headers=not ranks.is_coordinator and fields.get("manifest", {}) is None,
         )
-        if attempt is not None:
-            attempt.opened = stored
         return FoundCheckpoint(fields, stored)
 
 

@@ -277,7 +277,7 @@ def _open_shards(ranks: Ranks, location: str) -> StoredCheckpoint:
     def read() -> bytes:
         known = states_within(location)
         manifest = read_directory(location, require_sharding_info=True)
-        states.update(states_of_files(location, manifest, known))
+        states.update(known | states_of_files(location, manifest, known))
         return manifest.to_bytes()
 
     for attempt in read_attempts(ranks, location):

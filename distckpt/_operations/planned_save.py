@@ -13,7 +13,7 @@ from typing import Any
 from distckpt._base.messages import check_num_bytes
 from distckpt._base.options import SaveOptions, check_options, check_seconds, check_switch
 from distckpt._base.reports import SaveReport, publish
-from distckpt._checkpoint.consistent_read import check_files
+from distckpt._checkpoint.opening import check_is_unchanged
 from distckpt._commit import posix
 from distckpt._commit.output import Output, OutputSettings, new_output
 from distckpt._format.marker import CheckpointingConfig, marker_of, replaced
@@ -176,7 +176,8 @@ def _duration(save: PlannedSave) -> Mapping[str, Any]:
 
 def _check_source(source: StoredCheckpoint, target: str) -> None:
     """Refuse what may be made of two checkpoints, and to replace another one than it is made of."""
-    check_files(source)
+    if not source.manifest.has_checksums:
+        check_is_unchanged(source)
     if posix.resolve(source.location) == target and marker_of(target) != source.marker:
         raise replaced(target)
 

@@ -21,8 +21,8 @@ import numpy as np
 
 from distckpt._base.errors import CheckpointingException
 from distckpt._base.options import Progress
-from distckpt._checkpoint.consistent_read import check_files, reading
-from distckpt._checkpoint.opening import open_undisturbed
+from distckpt._checkpoint.consistent_read import reading
+from distckpt._checkpoint.opening import check_is_unchanged, open_undisturbed
 from distckpt._commit import posix
 from distckpt._commit.output import OutputSettings, new_output
 from distckpt._foreign.torch_dist.write import (
@@ -106,7 +106,8 @@ def _write(
             if ranks.is_coordinator:
                 of_all = [json.loads(entries) for entries in told.payloads]
                 write_metadata(stored, common, of_all, output.location)
-                check_files(stored)
+                if not stored.manifest.has_checksums:
+                    check_is_unchanged(stored)
                 output.commit(None)
 
 

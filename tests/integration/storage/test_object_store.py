@@ -786,9 +786,12 @@ def test_another_version_in_the_same_second_is_noticed(bucket):
     """Objects tell their times in seconds."""
     path = f"{bucket}/model.safetensors"
     file = object_store.at(path)
-    file.write(safetensors.torch.save({"a": torch.zeros(5000)}))
+    one, other = (safetensors.torch.save({"a": torch.full((5000,), n)}) for n in (0.0, 1.0))
+    file.write(one)
     checkpoint = distckpt.open(path)
-    file.write(safetensors.torch.save({"a": torch.ones(5000)}))
+    file.write(one)
+    assert torch.equal(checkpoint.read("a"), torch.zeros(5000))
+    file.write(other)
     with pytest.raises(distckpt.CheckpointingException, match="was replaced"):
         checkpoint.read("a")
 

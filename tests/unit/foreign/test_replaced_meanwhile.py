@@ -10,13 +10,16 @@ import shutil
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from safetensors.torch import save_file
 
 import distckpt
 from distckpt import CheckpointingException, ShardedTensor
 from distckpt._foreign import hugging_face
+from distckpt.readers import register_reader
 from distckpt.torch_dist import export as export_to_torch
 from tests.support.hf_folders import INDEX, write_indexed, write_plain
+from tests.support.toy_format import ToyReader, write_toy
 
 KEYS = [f"layers.{number}.weight" for number in range(6)]
 
@@ -113,7 +116,7 @@ def test_an_open_checkpoint_refuses_to_read_on(tmp_path, change):
     checkpoint = distckpt.open(folder)
     assert torch.equal(checkpoint.read(KEYS[0]), version(1)[KEYS[0]])
     change(folder)
-    with pytest.raises(CheckpointingException, match="was replaced after it was opened"):
+    with pytest.raises(CheckpointingException, match="was replaced"):
         checkpoint.read(KEYS[1])
     assert torch.equal(distckpt.open(folder).read(KEYS[1]), version(2)[KEYS[1]])
 
@@ -129,28 +132,98 @@ def file_with(keys):
     return len(header).to_bytes(8, "little") + header + b"".join(values)
 
 
+def once(change):
+    """Return a `read_header` that changes something when it has read the first header."""
+    read_header, changes = hugging_face.read_header, [change]
+
+    def read(path):
+        header = read_header(path)
+        if changes:
+            changes.pop()()
+        return header
+
+    return read
+
+
 def test_a_file_that_is_replaced_when_its_header_was_read(tmp_path, monkeypatch):
     path = tmp_path / "1.safetensors"
     path.write_bytes(file_with("ab"))
     write_plain(tmp_path / "2.safetensors", {"c": torch.zeros(8)})
-    read_header = hugging_face.read_header
-
-    def read_and_replace(name):
-        header = read_header(name)
-        path.write_bytes(file_with("ba"))
-        return header
-
-    monkeypatch.setattr(hugging_face, "read_header", read_and_replace)
-    with pytest.raises(CheckpointingException, match="was overwritten 20 times"):
-        distckpt.open(tmp_path)
-    monkeypatch.undo()
+    change = once(lambda: path.write_bytes(file_with("ba")))
+    monkeypatch.setattr(hugging_face, "read_header", change)
     found = distckpt.open(tmp_path).read_tensors()
     assert [float(found[key][0]) for key in "ab"] == [ord("a"), ord("b")]
 
 
-def test_other_files_may_come_and_go(tmp_path):
+def test_a_folder_of_other_files_takes_the_place_while_headers_are_read(tmp_path, monkeypatch):
+    """Index and files, which are looked at one after the other, are of two versions then."""
+    folder, other = write(tmp_path / "in", 1), tmp_path / "other"
+    write_indexed(other, {"model-x.safetensors": version(2)})
+
+    def swap():
+        folder.rename(tmp_path / "away")
+        other.rename(folder)
+
+    monkeypatch.setattr(hugging_face, "read_header", once(swap))
+    state = {key: ShardedTensor.from_rank_offsets(key, torch.zeros(64, 32)) for key in KEYS}
+    loaded = distckpt.load(state, folder)
+    assert all(torch.equal(loaded[key], value) for key, value in version(2).items())
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_a_description_that_is_written_last(tmp_path):
+    """As by torch: its data are there before the file that says where each tensor lies."""
+    folder = tmp_path / "in"
+    ones, twos = torch.ones(300_000), torch.full((300_000,), 2.0)
+    dcp.save({"a": ones, "b": twos}, checkpoint_id=tmp_path / "before", no_dist=True)
+    dcp.save({"b": twos, "a": ones}, checkpoint_id=folder, no_dist=True)
+    after = (folder / ".metadata").read_bytes()
+    shutil.copy(tmp_path / "before" / ".metadata", folder)
+    state = {key: ShardedTensor.from_rank_offsets(key, torch.zeros(300_000)) for key in "ab"}
+    changes = [lambda: (folder / ".metadata").write_bytes(after)]
+
+    def progress(done, total):
+        if changes:
+            changes.pop()()
+
+    loaded = distckpt.load(state, folder, progress=progress)
+    assert torch.equal(loaded["a"], ones)
+    assert torch.equal(loaded["b"], twos)
+
+
+class Changing(ToyReader):
+    """A reader that finds that something has changed."""
+
+    def is_unchanged(self, stored):
+        return False
+
+
+@pytest.mark.parametrize("verb", [consolidate, reshard, convert_to_torch])
+def test_a_reader_is_asked_before_anything_is_committed(tmp_path, verb):
+    register_reader(Changing())
+    try:
+        with pytest.raises(CheckpointingException, match="was replaced"):
+            verb(write_toy(tmp_path / "toy"), tmp_path / "out", None)
+    finally:
+        register_reader(ToyReader())
+    assert not (tmp_path / "out").exists()
+
+
+def test_links_and_modes_are_no_changes(tmp_path):
     folder = write(tmp_path / "in", 1)
     checkpoint = distckpt.open(folder)
+    for path in folder.iterdir():
+        os.link(path, tmp_path / path.name)
+        path.chmod(0o600)
+        path.rename(folder / "away")
+        (folder / "away").rename(path)
+    assert torch.equal(checkpoint.read(KEYS[1]), version(1)[KEYS[1]])
+
+
+def test_other_files_may_come_and_go(tmp_path):
+    folder = write(tmp_path / "in", 1)
     (folder / "README.md").write_text("Hello")
+    checkpoint = distckpt.open(folder)
+    (folder / "README.md").write_text("Hello, again")
     shutil.copy(folder / INDEX, folder / "copy.json")
     assert torch.equal(checkpoint.read(KEYS[1]), version(1)[KEYS[1]])
