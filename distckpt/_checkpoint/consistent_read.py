@@ -167,8 +167,8 @@ def check_files(stored: StoredCheckpoint) -> None:
 
 def _written_to(location: str) -> CheckpointingException:
     return CheckpointingException(
-        f"{location!r} was replaced or written to after it was opened (sizes or times of files have "
-        "changed): what was read is given up. Try again when nothing writes there."
+        f"{location!r} was replaced or written to after it was opened (sizes or times of files "
+        "have changed): what was read is given up. Try again when nothing writes there."
     )
 
 
