@@ -58,9 +58,9 @@ MAX_GAP_BYTES = 256 << 10
 """An object store delivers so much more in the time that a further request takes."""
 SMALL_BYTES = 16 << 10
 """Less goes to its target by way of scratch memory: a copy costs less than a buffer of its own."""
-LONG_RUN_BYTES = 64 << 10
+LONG_RUN_BYTES = 256 << 10
 """Runs of a scattered region that are as long are read straight to where they belong. Shorter ones,
-copied together out of scratch memory, take less time.
+copied together out of scratch memory, take less time: threads hash pieces of blocks by turns.
 """
 
 

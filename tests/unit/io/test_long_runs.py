@@ -13,6 +13,12 @@ ROWS = (40, 65_536)
 """The shape of 10 MB, more than is read at once, in rows of 256 KiB."""
 
 
+@pytest.fixture(autouse=True)
+def shorter_runs(monkeypatch):
+    """Let runs of 64 KiB be long, so that blocks and units end within many of them."""
+    monkeypatch.setattr("distckpt._io.read.LONG_RUN_BYTES", 64 << 10)
+
+
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory):
     path = tmp_path_factory.mktemp("saved") / "c"
