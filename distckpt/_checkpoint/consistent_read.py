@@ -146,7 +146,7 @@ def reading(ranks: Ranks, checkpoints: Sequence[StoredCheckpoint]) -> Iterator[N
 @contextlib.contextmanager
 def reading_unchanged(ranks: Ranks, checkpoints: Sequence[StoredCheckpoint]) -> Iterator[None]:
     """Do the same, and also look at files without checksums where nothing goes wrong: for what ends
-    with a result. What is committed is checked before that, see `check_files`.
+    with a result. What is committed is checked before that, see `check_is_unchanged`.
     """
     with reading(ranks, checkpoints):
         yield

@@ -13,11 +13,9 @@ from typing import Any
 from distckpt._base.messages import check_num_bytes
 from distckpt._base.options import SaveOptions, check_options, check_seconds, check_switch
 from distckpt._base.reports import SaveReport, publish
-from distckpt._checkpoint.opening import check_is_unchanged
 from distckpt._commit import posix
 from distckpt._commit.output import Output, OutputSettings, new_output
 from distckpt._format.marker import CheckpointingConfig, marker_of, replaced
-from distckpt._format.stored_checkpoint import StoredCheckpoint
 from distckpt._io.prepared_save import PreparedSave
 from distckpt._mapping.wrappers import CommonStateDict, StateDict
 from distckpt._ranks.collectives import Figures, PhaseTimer, Ranks
@@ -103,7 +101,7 @@ class PlannedSave:
         config: names the format.
         prepared: writes it.
         timer: of the call.
-        source: the checkpoint that it is made of, if it is made of one.
+        source: marker of the checkpoint that it is made of, where it takes the place of that one.
     """
 
     location: str
@@ -111,7 +109,7 @@ class PlannedSave:
     config: CheckpointingConfig
     prepared: PreparedSave
     timer: PhaseTimer
-    source: StoredCheckpoint | None = None
+    source: Mapping[str, Any] | None = None
 
 
 def write_and_commit(ranks: Ranks, save: PlannedSave) -> SaveReport:
@@ -159,7 +157,7 @@ def _write_own(ranks: Ranks, prepared: PreparedSave, output: Output) -> bytes:
 def _commit(save: PlannedSave, output: Output, told: Sequence[bytes]) -> None:
     fields = save.prepared.complete(output.location, told) or {}
     if save.source is not None:
-        _check_source(save.source, save.location)
+        _check_source(save)
     notes = {**_duration(save), **save.request.notes}
     output.commit({**notes, **fields, **asdict(save.config)}, save.prepared.written)
 
@@ -174,12 +172,10 @@ def _duration(save: PlannedSave) -> Mapping[str, Any]:
     return {"seconds": f"{save.timer.seconds:012.3f}"}
 
 
-def _check_source(source: StoredCheckpoint, target: str) -> None:
-    """Refuse what may be made of two checkpoints, and to replace another one than it is made of."""
-    if not source.manifest.has_checksums:
-        check_is_unchanged(source)
-    if posix.resolve(source.location) == target and marker_of(target) != source.marker:
-        raise replaced(target)
+def _check_source(save: PlannedSave) -> None:
+    """Refuse to replace another checkpoint than the one that this one is made of."""
+    if marker_of(save.location) != save.source:
+        raise replaced(save.location)
 
 
 def output_settings(request: SaveRequest, num_bytes: int, has_own_folders: bool) -> OutputSettings:

@@ -22,7 +22,12 @@ from distckpt._base.messages import check_count, check_num_bytes
 from distckpt._base.options import Progress, check_switch
 from distckpt._base.threads import ProgressCounter
 from distckpt._checkpoint.consistent_read import reading
-from distckpt._checkpoint.opening import BACKEND, VERSION, open_undisturbed
+from distckpt._checkpoint.opening import (
+    BACKEND,
+    VERSION,
+    check_is_unchanged,
+    open_undisturbed,
+)
 from distckpt._checkpoint.stored_values import object_keys, read_encoded
 from distckpt._commit import posix
 from distckpt._format.checksum import BLOCK_BYTES, checksum
@@ -192,15 +197,16 @@ def reshard(
 
     # 2. Write beside the target, and commit.
     request = SaveRequest(path=target, overwrite=overwrite, notes=notes_of(stored, selection))
+    source = stored.marker if target == posix.resolve(location) else None
     overflows: dict[str, int] = {}
     with (
         reading(ranks, [stored]),
         OpenFiles.for_many_reads() as open_files,
     ):
         files = _files_of_rank(ranks, plan, open_files, overflows)
-        prepared = _prepare(ranks, plan, files, max_inflight_bytes, progress)
+        prepared = _prepare(ranks, plan, files, stored, max_inflight_bytes, progress)
         config = CheckpointingConfig(BACKEND, VERSION)
-        write_and_commit(ranks, PlannedSave(target, request, config, prepared, timer, stored))
+        write_and_commit(ranks, PlannedSave(target, request, config, prepared, timer, source))
     return report_of_reshard(target, plan, _sums(ranks, overflows), time.perf_counter() - started)
 
 
@@ -615,10 +621,24 @@ def _plan_save(ranks: Ranks, layout: _Layout) -> SavePlan:
     return plan._replace(checksum_file=names.get(ranks.rank))
 
 
+@dataclass
+class _Rewriting(ShardSave):
+    """The part of one rank in a save that is made of another checkpoint, its `source`."""
+
+    source: StoredCheckpoint | None = None
+
+    def complete(self, checkpoint_dir: str, told: Sequence[bytes]) -> Mapping[str, Any]:
+        # One with checksums was compared with them while it was read.
+        if self.source is not None and not self.source.manifest.has_checksums:
+            check_is_unchanged(self.source)
+        return super().complete(checkpoint_dir, told)
+
+
 def _prepare(
     ranks: Ranks,
     plan: ReshardPlan,
     files: Sequence[NewFile],
+    source: StoredCheckpoint,
     max_inflight_bytes: int,
     progress: Progress | None,
 ) -> ShardSave:
@@ -628,7 +648,7 @@ def _prepare(
     settings = WriteSettings(
         num_threads=num_export_threads(max_inflight_bytes), progress=counter.add
     )
-    return ShardSave(lambda: files, plan.save, {}, settings, num_bytes)
+    return _Rewriting(lambda: files, plan.save, {}, settings, num_bytes, source=source)
 
 
 def _files_of_rank(

@@ -125,7 +125,7 @@ def _looks_of(stored: StoredCheckpoint) -> bytes:
     """Return the sizes and times of the files of a checkpoint, as a text."""
     known = locations.listed_states(stored.location)
     states = states_of_files(stored.location, stored.manifest, known)
-    # Not the tags: owners and modes may change between the parts, which can take days.
+    # Sizes and times alone: modes and links may change between the parts, which can take days.
     return json.dumps([state[:2] for state in states.values()]).encode()
 
 
