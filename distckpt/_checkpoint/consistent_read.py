@@ -56,7 +56,7 @@ class ReadAttempt:
         self._ranks = ranks
         self._location = location
         self.marker: dict[str, Any] | None = None
-        self.states: Mapping[str, FileState] = {}
+        self.states: dict[str, FileState] = {}
         self.is_final = False
 
     def __enter__(self) -> ReadAttempt:

@@ -6,7 +6,7 @@ Without checksums, nothing in them tells that another program has replaced some 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 
 from distckpt._base.threads import NUM_REQUESTS, run_threads
 from distckpt._format.manifest import Manifest
@@ -18,7 +18,20 @@ _UNIMPORTANT = (".md", ".txt", ".log", ".jsonl", ".lock", ".tmp")
 """Ends of the names of files that no format reads, and that may be written to at any time."""
 
 
-def states_within(location: str) -> dict[str, FileState]:
+def describe(
+    location: str, read_manifest: Callable[[str], Manifest], states: dict[str, FileState]
+) -> Manifest:
+    """Read what another program's checkpoint holds; take down the states of its files, and of
+    others beside them, as they were before that: of a file that is replaced later, the reader may
+    have seen either.
+    """
+    states.update(_states_within(location))
+    manifest = read_manifest(location)
+    states.update(states_of_files(location, manifest, states))
+    return manifest
+
+
+def _states_within(location: str) -> dict[str, FileState]:
     """Return the states of the files directly inside a directory or prefix, or of a single file; by
     their locations. What cannot be looked at, and logs, are left out.
     """

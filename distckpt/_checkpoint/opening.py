@@ -5,12 +5,12 @@ reader.
 from __future__ import annotations
 
 import contextlib
-import functools
 import importlib
 import json
 import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import cache, partial
 from typing import Any
 
 from distckpt._base.errors import CheckpointingException, CorruptCheckpointError
@@ -20,7 +20,7 @@ from distckpt._checkpoint.consistent_read import (
     read_attempts,
     reading_unchanged,
 )
-from distckpt._checkpoint.file_states import states_of_files, states_within
+from distckpt._checkpoint.file_states import describe
 from distckpt._checkpoint.reader import Reader
 from distckpt._commit.presence import check_marker
 from distckpt._format.checksum import checksum
@@ -42,7 +42,7 @@ REGISTERED: dict[str, Reader] = {}
 _RESERVED_NAMES = {*FORMATS, BACKEND, "distckpt"}
 
 
-@functools.cache
+@cache
 def _built_in(name: str) -> Reader:
     module, reader = FORMATS[name].reader
     made: Reader = getattr(importlib.import_module(module), reader)()
@@ -152,12 +152,8 @@ def _reader_named(name: Any, location: str) -> Reader:
     return reader
 
 
-def _describe(
-    location: str, marker: Mapping[str, Any], states: Mapping[str, FileState]
-) -> tuple[bytes, dict[str, FileState]]:
-    """Let the reader of another format make a manifest; return it with the states of its files, and
-    of others beside them that were looked at before the reader did.
-    """
+def _read_manifest(marker: Mapping[str, Any], location: str) -> Manifest:
+    """Let the reader of another format make a manifest."""
     reader = _reader_named(marker.get("reader"), location)
     with naming_reader(reader, location):
         manifest = reader.manifest(location)
@@ -167,7 +163,7 @@ def _describe(
                 f"{COMMON_KEY!r}, which is reserved: return what it holds from "
                 "load_common_state, or give it another key."
             )
-        return manifest.to_bytes(), {**states, **states_of_files(location, manifest, states)}
+        return manifest
 
 
 def manifest_bytes(location: str, marker: Mapping[str, Any]) -> bytes:
@@ -279,17 +275,14 @@ def find_checkpoint(
         CheckpointNotFoundError: there is no checkpoint.
     """
     states: dict[str, FileState] = {}
+    if attempt is not None:
+        marker, states = attempt.marker, attempt.states
 
     def read() -> bytes:
-        fields = identify(location, marker if attempt is None else attempt.marker)
+        fields = identify(location, marker)
         data = b""
         if fields.get("manifest", {}) is None:
-            # First: of a file that is replaced later, the reader may have seen either.
-            states.update(states_within(location))
-            if attempt is not None:
-                attempt.states = states
-            data, described = _describe(location, fields, states)
-            states.update(described)
+            data = describe(location, partial(_read_manifest, fields), states).to_bytes()
         elif _is_built_in(fields):
             data = manifest_bytes(location, fields)
         return json.dumps(fields).encode() + b"\n" + data

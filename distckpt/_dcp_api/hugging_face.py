@@ -11,6 +11,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -22,7 +23,7 @@ from distckpt._base.garbage import paused_garbage_collection
 from distckpt._base.messages import summarize_keys
 from distckpt._base.options import ExportOptions, check_switch, with_changes
 from distckpt._checkpoint.consistent_read import read_attempts
-from distckpt._checkpoint.file_states import states_of_files, states_within
+from distckpt._checkpoint.file_states import describe
 from distckpt._checkpoint.opening import decode_manifest
 from distckpt._foreign.hugging_face import read_directory
 from distckpt._format.stored_checkpoint import StoredCheckpoint
@@ -271,17 +272,16 @@ def _is_ordinary(dtype: torch.dtype) -> bool:
 
 def _open_shards(ranks: Ranks, location: str) -> StoredCheckpoint:
     """Open a folder all of whose files must be shards, of which positions are known."""
-
-    states: dict[str, FileState] = {}
-
-    def read() -> bytes:
-        known = states_within(location)
-        manifest = read_directory(location, require_sharding_info=True)
-        states.update(known | states_of_files(location, manifest, known))
-        return manifest.to_bytes()
-
     for attempt in read_attempts(ranks, location):
         with attempt:
+            read = partial(_describe_shards, location, attempt.states)
             data = ranks.decide("open the checkpoint", read)
     with ranks.phase("open the checkpoint"):
-        return replace(decode_manifest(location, data), states=states)
+        stored = decode_manifest(location, data)
+        is_copy = not ranks.is_coordinator
+        return replace(stored, states=attempt.states, compares_headers=is_copy)
+
+
+def _describe_shards(location: str, states: dict[str, FileState]) -> bytes:
+    read_manifest = partial(read_directory, require_sharding_info=True)
+    return describe(location, read_manifest, states).to_bytes()

@@ -12,6 +12,7 @@ import torch
 from safetensors.torch import load_file
 
 import distckpt
+from distckpt.hf import consolidate_safetensors_files_on_every_rank
 from distckpt.readers import register_reader
 from tests.support.harness import run
 from tests.support.toy_format import SAMPLER, WEIGHT, ToyReader, sampler_shard, write_toy
@@ -77,18 +78,37 @@ def load_a_copy(rank, copies):
         distckpt.load({"a": shard}, "model.safetensors")
 
 
-def test_copies_that_hold_tensors_in_another_order_are_refused(tmp_path):
-    """Of the same tensors, in files of the same size: each rank sees its own disk."""
+@pytest.fixture
+def copies(tmp_path):
+    """Copies of the same tensors, in files of the same size, in another order: what two nodes have
+    on their own disks.
+    """
     copies = []
+    info = json.dumps({key: {"saved_offsets": [0, 0]} for key in "ab"})
     for order in ("ab", "ba"):
         places = {key: [64 * place, 64 * place + 64] for place, key in enumerate(order)}
         entries = {
             key: {"dtype": "F32", "shape": [4, 4], "data_offsets": places[key]} for key in "ab"
         }
-        header = json.dumps(entries).encode()
+        header = json.dumps({"__metadata__": {"DCP_SHARDING_INFO": info}, **entries}).encode()
         data = b"".join(bytes([ord(key)]) * 64 for key in order)
         copies.append(tmp_path / order)
         copies[-1].mkdir()
         content = len(header).to_bytes(8, "little") + header + data
         (copies[-1] / "model.safetensors").write_bytes(content)
-    run(load_a_copy, 2, list(map(str, copies)))
+    return list(map(str, copies))
+
+
+def test_copies_that_hold_tensors_in_another_order_are_not_loaded(copies):
+    run(load_a_copy, 2, copies)
+
+
+def merge_a_copy(rank, copies, output):
+    os.chdir(copies[rank])
+    with pytest.raises(distckpt.RankFailedError, match=r"rank 1: .*has another header"):
+        consolidate_safetensors_files_on_every_rank(".", output, {"a": 1, "b": 2})
+
+
+def test_copies_that_hold_tensors_in_another_order_are_not_merged(copies, tmp_path):
+    run(merge_a_copy, 2, copies, str(tmp_path / "merged"))
+    assert not (tmp_path / "merged").exists()
