@@ -5,7 +5,8 @@
 Both are checked out into a temporary folder, which is removed at the end. They take turns (old,
 new, new, old, ...), each run in fresh processes, so that what else the machine does hits both
 alike. Ranks are processes of a gloo group; loads are warm, saves on disk when they return; "(CPU)"
-is processor time. Medians over the rounds.
+is processor time. Medians over the rounds. Each row also goes to stderr as soon as it is measured,
+so that a run that is interrupted leaves something.
 
 The verdict is that of a sign test over the pairs of runs: "faster" or "slower" where chance alone
 would make as many rounds agree in fewer than 1 of 20 comparisons. Fewer than 6 rounds are too few.
@@ -78,8 +79,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory(dir=arguments.dir, prefix="distckpt-ab-") as folder:
         old, new = f"{folder}/old", f"{folder}/new"
         with checkout(arguments.old, old) as old_side, checkout(arguments.new, new) as new_side:
-            results = measure_all((old_side, new_side), arguments)
-    rows = [row_of(result) for result in results]
+            rows = measure_all((old_side, new_side), arguments)
     print(markdown_table(["", "old s", "new s", "new / old", "verdict"], rows))
     print(f"\nAt the end: {machine()}.")
 
@@ -123,13 +123,13 @@ def run_quietly(command: Sequence[str]) -> None:
 # --- Runs -----------------------------------------------------------------------------------------
 
 
-def measure_all(sides: tuple[Side, Side], arguments: argparse.Namespace) -> list[Result]:
-    """Measure the chosen workloads, one after another."""
-    results = []
+def measure_all(sides: tuple[Side, Side], arguments: argparse.Namespace) -> list[list[str]]:
+    """Measure the chosen workloads, one after another; return the rows of the table."""
+    rows = []
     for workload in arguments.only or BY_NAME.values():
-        print(f"{workload.name} ...", file=sys.stderr)
-        results.append(measure(workload, sides, arguments.rounds, arguments.quick))
-    return results
+        rows.append(row_of(measure(workload, sides, arguments.rounds, arguments.quick)))
+        print(f"{workload.name}: {' | '.join(rows[-1])}", file=sys.stderr, flush=True)
+    return rows
 
 
 def measure(
