@@ -117,12 +117,19 @@ def run_threads(
 
 
 def _stretches(items: Sequence[_Item], num_threads: int) -> list[Sequence[_Item]]:
-    """Divide items into shorter and shorter stretches, so that threads end at the same time."""
-    stretches = []
+    """Divide items into shorter and shorter stretches, so that threads end at the same time.
+
+    A stretch takes items from both of its halves by turns: a disk reads ahead in one while a thread
+    reads the other.
+    """
+    stretches: list[Sequence[_Item]] = []
     first = 0
     while first < len(items):
         end = first + max(1, (len(items) - first) // (2 * num_threads))
-        stretches.append(items[first:end])
+        stretch = list(items[first:end])
+        half = (len(stretch) + 1) // 2
+        stretch[::2], stretch[1::2] = stretch[:half], stretch[half:]
+        stretches.append(stretch)
         first = end
     return stretches
 

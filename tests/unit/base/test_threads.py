@@ -34,9 +34,11 @@ def test_each_of_two_threads_takes_a_quarter_of_what_is_left():
 
     run_threads(note, range(1000), 2, in_stretches=True)
     assert sorted(mine[0] for mine in items.values()) == [0, 250]
+    assert sorted(mine[1] for mine in items.values()) == [125, 344]
     for mine in items.values():
-        steps = [b - a for a, b in itertools.pairwise(mine)]
-        assert steps[:180] == [1] * 180
+        # From both halves of the quarter by turns, each of them in order.
+        for half in mine[:180:2], mine[1:180:2]:
+            assert {b - a for a, b in itertools.pairwise(half)} == {1}
 
 
 def test_an_error_ends_the_stretch_in_which_it_occurs():
