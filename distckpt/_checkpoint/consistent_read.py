@@ -24,7 +24,7 @@ from distckpt._format.stored_checkpoint import StoredCheckpoint
 from distckpt._io import background
 from distckpt._ranks.collectives import Ranks
 from distckpt._storage import locations
-from distckpt._storage.file_state import FileState
+from distckpt._storage.file_state import FileState, written_to
 
 logger = logging.getLogger(__name__)
 
@@ -50,6 +50,7 @@ class ReadAttempt:
         states: on rank 0, those of the files that describe a checkpoint of another format, and
             hold it.
         is_final: whether the checkpoint stayed the same.
+        changed: on rank 0, the file that did not, if that is known.
     """
 
     def __init__(self, ranks: Ranks, location: str) -> None:
@@ -58,6 +59,7 @@ class ReadAttempt:
         self.marker: dict[str, Any] | None = None
         self.states: dict[str, FileState] = {}
         self.is_final = False
+        self.changed = location
 
     def __enter__(self) -> ReadAttempt:
         if self._ranks.is_coordinator:
@@ -75,8 +77,9 @@ class ReadAttempt:
         change = _agree(self._ranks, error, self._change)
         if change == _REPLACED:
             if self._ranks.is_coordinator:
+                self.changed = _changed_name(self._location, self.states)
                 logger.warning(
-                    "%s was overwritten while it was read: reading the new one", self._location
+                    "%s was overwritten while it was read: reading the new one", self.changed
                 )
             return True
         self.is_final = True
@@ -118,8 +121,8 @@ def read_attempts(ranks: Ranks, location: str) -> Iterator[ReadAttempt]:
         if attempt.is_final:
             return
     raise CheckpointingException(
-        f"{location!r} was overwritten {MAX_READS} times, each time before it was read. Load it "
-        "when it is left alone."
+        f"{attempt.changed!r} was overwritten {MAX_READS} times, each time before the checkpoint "
+        "was read. Load it when it is left alone."
     )
 
 
@@ -162,14 +165,7 @@ def check_files(stored: StoredCheckpoint) -> None:
     """
     changed = changed_file(stored.location, stored.states)
     if changed is not None:
-        raise _written_to(changed)
-
-
-def _written_to(location: str) -> CheckpointingException:
-    return CheckpointingException(
-        f"{location!r} was replaced or written to after it was opened (sizes or times of files "
-        "have changed): what was read is given up. Try again when nothing writes there."
-    )
+        raise written_to(changed)
 
 
 def _raise_if_changed(
@@ -180,9 +176,18 @@ def _raise_if_changed(
         stored = checkpoints[index]
         if change == _REMOVED:
             ranks.raise_together(removed(stored.location), error)
-        is_ours = stored.manifest.has_checksums
-        replacement = replaced(stored.location) if is_ours else _written_to(stored.location)
-        ranks.raise_together(replacement, error)
+        ranks.raise_together(_replacement_of(stored), error)
+
+
+def _replacement_of(stored: StoredCheckpoint) -> CheckpointingException:
+    """Return the error that a checkpoint was replaced; the rank that looks knows which file was."""
+    if stored.manifest.has_checksums:
+        return replaced(stored.location)
+    return written_to(_changed_name(stored.location, stored.states))
+
+
+def _changed_name(location: str, states: Mapping[str, FileState]) -> str:
+    return changed_file(location, states) or location
 
 
 def check_is_there(stored: StoredCheckpoint) -> None:

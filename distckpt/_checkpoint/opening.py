@@ -10,7 +10,7 @@ import json
 import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from functools import cache, partial
+from functools import cache
 from typing import Any
 
 from distckpt._base.errors import CheckpointingException, CorruptCheckpointError
@@ -152,11 +152,12 @@ def _reader_named(name: Any, location: str) -> Reader:
     return reader
 
 
-def _read_manifest(marker: Mapping[str, Any], location: str) -> Manifest:
-    """Let the reader of another format make a manifest."""
+def _describe(location: str, marker: Mapping[str, Any], states: dict[str, FileState]) -> Manifest:
+    """Let the reader of another format make a manifest, see `describe`."""
     reader = _reader_named(marker.get("reader"), location)
+    names = FORMATS[reader.name].names if reader.name in FORMATS else ()
     with naming_reader(reader, location):
-        manifest = reader.manifest(location)
+        manifest = describe(location, reader.manifest, states, names)
         if COMMON_KEY in manifest.keys and reader.name not in _RESERVED_NAMES:
             raise CheckpointingException(
                 f"The reader of {reader.name!r} gives an object of {location!r} the key "
@@ -268,21 +269,21 @@ def find_checkpoint(
         location: path or URL.
         verify: whether later reads compare checksums.
         marker: what rank 0 has read there already: on an object store each look takes a request.
-        attempt: the attempt in which it is opened; it has read the marker, and learns the states of
-            files.
+        attempt: the attempt in which it is opened; it has read the marker, too, and learns the
+            states of files.
 
     Raises:
         CheckpointNotFoundError: there is no checkpoint.
     """
     states: dict[str, FileState] = {}
     if attempt is not None:
-        marker, states = attempt.marker, attempt.states
+        marker, states = marker or attempt.marker, attempt.states
 
     def read() -> bytes:
         fields = identify(location, marker)
         data = b""
         if fields.get("manifest", {}) is None:
-            data = describe(location, partial(_read_manifest, fields), states).to_bytes()
+            data = _describe(location, fields, states).to_bytes()
         elif _is_built_in(fields):
             data = manifest_bytes(location, fields)
         return json.dumps(fields).encode() + b"\n" + data

@@ -26,6 +26,7 @@ from distckpt._checkpoint.consistent_read import read_attempts
 from distckpt._checkpoint.file_states import describe
 from distckpt._checkpoint.opening import decode_manifest
 from distckpt._foreign.hugging_face import read_directory
+from distckpt._format.foreign_formats import HUGGING_FACE
 from distckpt._format.stored_checkpoint import StoredCheckpoint
 from distckpt._io.tensor_source import TensorSource
 from distckpt._operations.consolidate import consolidate
@@ -284,4 +285,4 @@ def _open_shards(ranks: Ranks, location: str) -> StoredCheckpoint:
 
 def _describe_shards(location: str, states: dict[str, FileState]) -> bytes:
     read_manifest = partial(read_directory, require_sharding_info=True)
-    return describe(location, read_manifest, states).to_bytes()
+    return describe(location, read_manifest, states, HUGGING_FACE.names).to_bytes()

@@ -19,6 +19,7 @@ class ForeignFormat:
         program: the program that writes it, in messages.
         marker: the file that every complete directory has; "" if there is none.
         data_suffix: how the names of the files with data end, if that tells the format; else "".
+        names: how the names of all files end that its reader reads.
         is_export: whether it holds a model alone, under the names of another program.
         is_given_to_save: whether programs also pass its name to a save, which means distckpt's own
             format then.
@@ -29,6 +30,7 @@ class ForeignFormat:
     program: str
     marker: str = ""
     data_suffix: str = ""
+    names: tuple[str, ...]
     is_export: bool = False
     is_given_to_save: bool = False
 
@@ -39,6 +41,7 @@ TORCH_DIST = ForeignFormat(
     program="torch",
     marker=".metadata",
     data_suffix=".distcp",
+    names=(".metadata", ".distcp", "common.pt", "metadata.json"),
     is_given_to_save=True,
 )
 HUGGING_FACE = ForeignFormat(
@@ -46,12 +49,14 @@ HUGGING_FACE = ForeignFormat(
     reader=("distckpt._foreign.hugging_face", "HuggingFaceReader"),
     program="transformers",
     marker="model.safetensors.index.json",
+    names=(".safetensors", ".safetensors.index.json", "config.json"),
     is_export=True,
 )
 DEEPSPEED = ForeignFormat(
     name="deepspeed",
     reader=("distckpt._foreign.deepspeed.reader", "DeepSpeedReader"),
     program="DeepSpeed",
+    names=("latest", "latest_universal", ".pt"),
 )
 
 FORMATS = {known.name: known for known in (HUGGING_FACE, TORCH_DIST, DEEPSPEED)}

@@ -252,8 +252,12 @@ class _Reading:
             self._count(unit)
             return
         content = _content_for(self, unit)
-        with self.files.open(self._paths[self.file_of(unit)]) as fd:
+        with self.open(self._paths[self.file_of(unit)]) as fd:
             self._finish(unit, content, self._read_pieces(unit, content.buffers, fd))
+
+    def open(self, path: str) -> AbstractContextManager[int]:
+        """Open a local file, which must be as it was when the checkpoint was described."""
+        return self.files.open(path, self.stored.states.get(path))
 
     def fetch(self, units: list[list[Span]]) -> None:
         """Read units from an object store with one request, and finish them."""
@@ -500,7 +504,7 @@ def _read_runs(reading: _Reading, part: ReadPart) -> None:
     first_byte = int(stored.manifest.first_bytes[part.chunk])
     positions = (first_byte + run_starts(shape, region) * dtype.itemsize).tolist()
     num_bytes = part.stop - part.start
-    with reading.files.open(stored.path_of(part.chunk)) as fd:
+    with reading.open(stored.path_of(part.chunk)) as fd:
         if num_bytes < len(positions) * FETCH_PITCH_BYTES:
             fetch(fd, positions[0], num_bytes)
         for position, index in zip(positions, np.ndindex(memory.shape[:-1]), strict=True):
@@ -653,7 +657,8 @@ def _check_file(stored: StoredCheckpoint, file_id: int) -> None:
     if stored.compares_headers and not _has_described_header(stored, file_id):
         raise CorruptCheckpointError(
             f"{path!r} on host {os.uname().nodename!r} has another header than where rank 0 has "
-            "read it: they are not copies of one file. Give all ranks the same files."
+            "read it: they are not copies of one file, or it was replaced meanwhile. Give all "
+            "ranks the same files."
         )
 
 

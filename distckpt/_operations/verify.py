@@ -25,7 +25,7 @@ from distckpt._base.memory import Bytes, bounce_buffer
 from distckpt._base.messages import check_choice, check_count
 from distckpt._base.options import Progress
 from distckpt._base.threads import NUM_REQUESTS, Pool, ProgressCounter, run_threads
-from distckpt._checkpoint.consistent_read import read_attempts
+from distckpt._checkpoint.consistent_read import ReadAttempt, read_attempts
 from distckpt._checkpoint.opening import identify, open_checkpoint
 from distckpt._checkpoint.stored_values import StoredTensor
 from distckpt._commit.conditional_put import stray_files
@@ -171,7 +171,7 @@ def verify(
         return found
     for attempt in read_attempts(Ranks.alone(), location):
         with attempt:
-            report = _verify(location, attempt.marker, mode, num_threads, progress)
+            report = _verify(location, attempt, mode, num_threads, progress)
             if report.problems:
                 attempt.check_is_there()
     return report
@@ -179,7 +179,7 @@ def verify(
 
 def _verify(
     location: str,
-    marker: dict[str, Any] | None,
+    attempt: ReadAttempt,
     mode: str,
     num_threads: int | None,
     progress: Progress | None,
@@ -187,7 +187,7 @@ def _verify(
     started = time.perf_counter()
     timer = PhaseTimer("verify", 0, location)
     with timer.phase("plan"):
-        stored = open_or_describe(location, marker)
+        stored = open_or_describe(location, attempt.marker, attempt)
     if isinstance(stored, Problem):
         return unopened_report(location, mode, stored, time.perf_counter() - started)
     with timer.phase("read") as details:
@@ -231,13 +231,15 @@ def report_of_verify(
     )
 
 
-def open_or_describe(location: str, marker: dict[str, Any] | None) -> StoredCheckpoint | Problem:
+def open_or_describe(
+    location: str, marker: dict[str, Any] | None, attempt: ReadAttempt | None = None
+) -> StoredCheckpoint | Problem:
     """Open what is at a location, or return which of the files that describe it is damaged."""
     file = locations.join(location, CONFIG_FNAME)
     try:
         fields = identify(location, marker)
         file = _describing_file(location, fields)
-        stored = open_checkpoint(Ranks.alone(), location, marker=fields)
+        stored = open_checkpoint(Ranks.alone(), location, marker=fields, attempt=attempt)
         # All chunks are checked, also those of parts, which other readers check as they need them.
         _ = stored.manifest.sums
         return stored

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
 from typing import NamedTuple
+
+from distckpt._base.errors import CheckpointingException
 
 
 class FileState(NamedTuple):
@@ -13,7 +16,8 @@ class FileState(NamedTuple):
         modified: when it was written, in seconds since 1970; None if that is unknown.
         etag: of an object.
         inode: of a local file.
-        changed: when the content, name or mode of a local file last changed, in nanoseconds.
+        changed: when the content, name or attributes of a local file last changed, in nanoseconds.
+        attributes: its links, mode and owners.
     """
 
     num_bytes: int
@@ -21,6 +25,18 @@ class FileState(NamedTuple):
     etag: str | None = None
     inode: int | None = None
     changed: int | None = None
+    attributes: tuple[int, ...] = ()
+
+    @classmethod
+    def of_local(cls, status: os.stat_result) -> FileState:
+        """Return the state of a local file."""
+        return cls(
+            status.st_size,
+            status.st_mtime,
+            inode=status.st_ino,
+            changed=status.st_ctime_ns,
+            attributes=(status.st_nlink, status.st_mode, status.st_uid, status.st_gid),
+        )
 
     def is_same(self, other: FileState) -> bool:
         """Tell whether nothing shows that this is another content than an earlier one."""
@@ -30,6 +46,17 @@ class FileState(NamedTuple):
             return self.etag == other.etag
         if self.modified != other.modified:
             return False
-        # What was moved to this place with its old time differs in both. One of them alone shows
-        # nothing: links and modes change the second, and some network file systems the first.
-        return self.inode == other.inode or self.changed == other.changed
+        if self.changed == other.changed:
+            # Some network file systems number files anew.
+            return True
+        # What was moved to this place with its old time has another inode. What was written in
+        # place, and given its old time again, shows only in `changed`; so do links and modes.
+        return self.inode == other.inode and self.attributes != other.attributes
+
+
+def written_to(location: str) -> CheckpointingException:
+    """Return the error that a file has changed while a checkpoint was read."""
+    return CheckpointingException(
+        f"{location!r} was replaced or written to after it was opened (sizes or times of files "
+        "have changed): what was read is given up. Try again when nothing writes there."
+    )

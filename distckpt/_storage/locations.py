@@ -204,13 +204,7 @@ def _status_of_file(path: str) -> os.stat_result:
 def file_state(location: str) -> FileState:
     """Return what tells a file from one that takes its place; errors as in `file_size`."""
     if is_local(location):
-        status = _status_of_file(location)
-        return FileState(
-            status.st_size,
-            status.st_mtime,
-            inode=status.st_ino,
-            changed=status.st_ctime_ns,
-        )
+        return FileState.of_local(_status_of_file(location))
     return object_store.at(location).state()
 
 

@@ -12,6 +12,7 @@ import threading
 from collections.abc import Callable, Iterator
 from types import TracebackType
 
+from distckpt._storage.file_state import FileState, written_to
 from distckpt._storage.locations import naming
 
 MAX_OPEN = 16
@@ -23,6 +24,7 @@ class _Opened:
     def __init__(self, fd: int) -> None:
         self.fd = fd
         self.num_users = 0
+        self.is_checked = False
 
 
 class OpenFiles:
@@ -70,8 +72,12 @@ class OpenFiles:
                 self._checked.add(file)
 
     @contextlib.contextmanager
-    def open(self, file: str) -> Iterator[int]:
-        """Yield a descriptor of a file; errors of the system in the body name the file."""
+    def open(self, file: str, state: FileState | None = None) -> Iterator[int]:
+        """Yield a descriptor of a file; errors of the system in the body name the file.
+
+        A file that is not in the given state any more, when it is opened, is refused: its name may
+        stand for another one now, and for the first one again when somebody looks next.
+        """
         with self._lock:
             opened = self._opened.pop(file, None) or _Opened(self._open(file))
             # Those that were used longest ago come first.
@@ -79,6 +85,10 @@ class OpenFiles:
             opened.num_users += 1
         try:
             with naming(file):
+                if state is not None and not opened.is_checked:
+                    if not FileState.of_local(os.fstat(opened.fd)).is_same(state):
+                        raise written_to(file)
+                    opened.is_checked = True
                 yield opened.fd
         finally:
             with self._lock:

@@ -15,7 +15,9 @@ from safetensors.torch import save_file
 
 import distckpt
 from distckpt import CheckpointingException, ShardedTensor
+from distckpt._checkpoint.file_states import seconds_until_settled
 from distckpt._foreign import hugging_face
+from distckpt._storage.file_state import FileState
 from distckpt.readers import register_reader
 from distckpt.torch_dist import export as export_to_torch
 from tests.support.hf_folders import INDEX, write_indexed, write_plain
@@ -55,7 +57,17 @@ def swapped(folder):
     folder.with_name("other").rename(folder)
 
 
-CHANGES = [rewritten, replaced_with_equal_times, swapped]
+def rewritten_with_equal_times(folder):
+    """As by `cp -p` onto the files that are there."""
+    for name, value in version(2).items():
+        path = folder / f"model-{name}.safetensors"
+        before = path.stat()
+        save_file({name: value}, folder / "new")
+        path.write_bytes((folder / "new").read_bytes())
+        os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
+
+
+CHANGES = [rewritten, replaced_with_equal_times, rewritten_with_equal_times, swapped]
 
 
 def once_in_between(change, folder):
@@ -119,6 +131,79 @@ def test_an_open_checkpoint_refuses_to_read_on(tmp_path, change):
     with pytest.raises(CheckpointingException, match="was replaced"):
         checkpoint.read(KEYS[1])
     assert torch.equal(distckpt.open(folder).read(KEYS[1]), version(2)[KEYS[1]])
+
+
+@pytest.mark.parametrize("verb", [consolidate, merge])
+def test_a_version_that_was_there_for_a_moment_is_not_read(tmp_path, verb):
+    """When somebody looks again, all files are as they were."""
+    folder = write(tmp_path / "in", 1)
+    other, away = write(tmp_path / "other", 2), tmp_path / "away"
+    changes = [(other, folder, away), (away, folder, other)]
+
+    def swap(done, total):
+        if done and changes:
+            come, stay, go = changes.pop(0)
+            stay.rename(go)
+            come.rename(stay)
+
+    with pytest.raises(CheckpointingException, match=r"model-layers.*safetensors' was replaced"):
+        verb(folder, tmp_path / "out", swap)
+    assert not (tmp_path / "out").exists()
+
+
+def test_verify_begins_again(tmp_path, monkeypatch):
+    """What is replaced meanwhile is not damaged."""
+    folder, other = write(tmp_path / "in", 1), tmp_path / "other"
+    write_indexed(other, {"model-x.safetensors": version(2)})
+    (tmp_path / "latest").symlink_to(folder)
+
+    def swap():
+        (tmp_path / "new").symlink_to(other)
+        os.replace(tmp_path / "new", tmp_path / "latest")
+
+    monkeypatch.setattr(hugging_face, "read_header", once(swap))
+    report = distckpt.verify(tmp_path / "latest")
+    assert report.problems == ()
+    assert report.num_files == 1
+
+
+@pytest.mark.parametrize(
+    "name", ["nohup.out", "optimizer.pt", "trainer_state.json", "events.out.tfevents.1", "stderr"]
+)
+def test_other_files_may_be_written_to_meanwhile(tmp_path, name):
+    folder = write(tmp_path / "in", 1)
+    (folder / name).write_text("{}")
+
+    def append(done, total):
+        (folder / name).write_text(f"{{}}{' ' * done}")
+
+    distckpt.consolidate(folder, tmp_path / "out", progress=append, max_file_bytes=20_000)
+    assert distckpt.open(tmp_path / "out").read_tensors().keys() == set(KEYS)
+
+
+def test_a_change_is_told_with_the_name_of_the_file(tmp_path):
+    folder = write(tmp_path / "in", 1)
+    checkpoint = distckpt.open(folder)
+    os.utime(folder / f"model-{KEYS[4]}.safetensors")
+    with pytest.raises(CheckpointingException, match=r"model-layers.4.weight.safetensors' was"):
+        checkpoint.read(KEYS[1])
+
+
+@pytest.mark.parametrize(
+    ("modified", "expected"),
+    [
+        (100.0, 1.5),  # a file system that knows whole seconds, perhaps only even ones
+        (98.0, 0.0),
+        (100.49, 0.01),
+        (100.4, 0.0),
+        (200.0, 0.0),  # of a clock that is ahead
+        (None, 0.0),
+    ],
+)
+def test_files_are_looked_at_when_a_change_gives_them_another_time(modified, expected):
+    states = [FileState(1, 50.0, inode=1), FileState(1, modified, inode=2)]
+    assert seconds_until_settled(states, 100.5) == pytest.approx(expected)
+    assert seconds_until_settled([FileState(1, modified, etag="a")], 100.5) == 0
 
 
 def file_with(keys):
