@@ -11,7 +11,6 @@ import shutil
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from safetensors.torch import save_file
 
 import distckpt
 from distckpt import CheckpointingException, ShardedTensor
@@ -41,13 +40,29 @@ def rewritten(folder):
     write(folder, 2)
 
 
-def replaced_with_equal_times(folder):
+def with_equal_times(folder, put):
+    """Put the second version in the place of each file, of equal size, with its old time."""
     for name, value in version(2).items():
         path = folder / f"model-{name}.safetensors"
-        before = path.stat()
-        save_file({name: value}, folder / "new")
-        os.utime(folder / "new", ns=(before.st_atime_ns, before.st_mtime_ns))
-        os.replace(folder / "new", path)
+        before, header = path.stat(), path.read_bytes()[: -value.nbytes]
+        put(path, header + value.numpy().tobytes())
+        os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
+        assert path.stat().st_size == before.st_size
+
+
+def replace(path, content):
+    path.with_name("new").write_bytes(content)
+    os.replace(path.with_name("new"), path)
+
+
+def replaced_with_equal_times(folder):
+    """As by `rsync -t`."""
+    with_equal_times(folder, replace)
+
+
+def rewritten_with_equal_times(folder):
+    """As by `cp -p` onto the files that are there."""
+    with_equal_times(folder, lambda path, content: path.write_bytes(content))
 
 
 def swapped(folder):
@@ -55,16 +70,6 @@ def swapped(folder):
     write(folder.with_name("other"), 2)
     folder.rename(folder.with_name("away"))
     folder.with_name("other").rename(folder)
-
-
-def rewritten_with_equal_times(folder):
-    """As by `cp -p` onto the files that are there."""
-    for name, value in version(2).items():
-        path = folder / f"model-{name}.safetensors"
-        before = path.stat()
-        save_file({name: value}, folder / "new")
-        path.write_bytes((folder / "new").read_bytes())
-        os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
 
 
 CHANGES = [rewritten, replaced_with_equal_times, rewritten_with_equal_times, swapped]
