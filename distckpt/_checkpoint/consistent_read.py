@@ -187,7 +187,10 @@ def _replacement_of(stored: StoredCheckpoint) -> CheckpointingException:
 
 
 def _changed_name(location: str, states: Mapping[str, FileState]) -> str:
-    return changed_file(location, states) or location
+    # Other ranks do not wait for an error of the storage here.
+    with contextlib.suppress(OSError):
+        return changed_file(location, states) or location
+    return location
 
 
 def check_is_there(stored: StoredCheckpoint) -> None:
