@@ -8,12 +8,13 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 
 from distckpt._base.threads import NUM_REQUESTS, run_threads
 from distckpt._format.manifest import Manifest
 from distckpt._format.stored_checkpoint import StoredCheckpoint
 from distckpt._storage import locations
-from distckpt._storage.file_state import FileState
+from distckpt._storage.file_state import FileState, has_changed
 
 _LOGS = (".md", ".txt", ".log", ".jsonl", ".lock", ".tmp")
 """Ends of the names of files that no format reads, and that may be written to at any time."""
@@ -99,9 +100,13 @@ def changed_file(location: str, states: Mapping[str, FileState]) -> str | None:
         return None
     now = _states_of(list(states), locations.listed_states(location))
     for path, before in states.items():
-        if path not in now or not now[path].is_same(before):
+        if has_changed(before, now.get(path), partial(_state_of, path)):
             return path
     return None
+
+
+def _state_of(path: str) -> FileState | None:
+    return _states_of([path], {}).get(path)
 
 
 def _states_of(paths: list[str], known: Mapping[str, FileState]) -> dict[str, FileState]:

@@ -281,15 +281,12 @@ def _clear_up(
 
 
 def _state_of(location: str) -> _State:
-    is_local = locations.is_local(location)
-    if is_local and not locations.exists(location):
-        return "absent"
-    if not locations.isdir(location):
-        if not is_local:
-            return "absent"
+    if locations.is_local(location) and locations.isfile(location):
         raise CheckpointExistsError(
             f"{location!r} is a file: a checkpoint is a directory. Choose another path."
         )
+    if not locations.isdir(location):
+        return "absent"
     if locations.exists(locations.join(location, CONFIG_FNAME)):
         return "complete"
     try:

@@ -134,7 +134,7 @@ def _is_single_file(location: str) -> bool:
     """Tell whether a location is a safetensors file, not a directory."""
     if not location.endswith(SUFFIX):
         return False
-    return locations.exists(location) and not locations.isdir(location)
+    return locations.isfile(location)
 
 
 def _safetensors_names(location: str) -> list[str]:

@@ -139,11 +139,11 @@ def check_target(sources: SourceLocations, target: str, overwrite: bool) -> None
     for source in sources.all:
         _check_is_not_inside(target, source)
     posix.put_back(target)
-    exists = locations.exists(target)
-    if exists and not locations.isdir(target):
+    if locations.isfile(target):
         raise CheckpointExistsError(f"{target!r} is a file, an export is a directory.")
     check_replaceable(target)
-    present = list(filter(belongs_to_export, locations.list_names(target) if exists else []))
+    names = locations.list_names(target) if locations.isdir(target) else []
+    present = list(filter(belongs_to_export, names))
     if not overwrite and holds_checkpoint(target):
         raise CheckpointExistsError(
             f"{target!r} is a checkpoint, which distckpt.load would go on to read there: choose a "

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import os
+import time
+from collections.abc import Callable
 from typing import NamedTuple
 
 from distckpt._base.errors import CheckpointingException
+
+_LOOK_AGAIN_SECONDS = 0.001
 
 
 class FileState(NamedTuple):
@@ -52,6 +56,24 @@ class FileState(NamedTuple):
         # What was moved to this place with its old time has another inode. What was written in
         # place, and given its old time again, shows only in `changed`; so do links and modes.
         return self.inode == other.inode and self.attributes != other.attributes
+
+
+def has_changed(
+    before: FileState, now: FileState | None, look: Callable[[], FileState | None]
+) -> bool:
+    """Tell whether a file shows another content `now` than `before`; None if it is missing. `look`
+    returns its state once more.
+
+    Linux sets the time of a change before the links or the mode that change: who looks in between
+    sees what a write would show.
+    """
+    if now is None or now.is_same(before):
+        return now is None
+    if now._replace(changed=before.changed) != before:
+        return True
+    time.sleep(_LOOK_AGAIN_SECONDS)
+    again = look()
+    return again is None or not again.is_same(before)
 
 
 def written_to(location: str) -> CheckpointingException:

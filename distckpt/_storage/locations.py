@@ -124,6 +124,16 @@ def isdir(location: str) -> bool:
     return object_store.at(location).kind() == "directory"
 
 
+def isfile(location: str) -> bool:
+    """Tell whether a location is an object, or on a disk anything but a directory, such as a link
+    that leads nowhere.
+    """
+    if is_local(location):
+        mode = _mode_of(location, follow_symlinks=True)
+        return os.path.islink(location) if mode is None else not stat.S_ISDIR(mode)
+    return object_store.at(location).kind() == "file"
+
+
 def _mode_of(path: str, *, follow_symlinks: bool) -> int | None:
     """Return the mode of what a path names, None if nothing is there. A disk that does not answer
     is an error.
@@ -370,9 +380,13 @@ def remove_tree(location: str) -> None:
 
 def take_over_access(source: str, target: str) -> None:
     """Give a new local directory or file the mode of another one, and its group and owner as far as
-    that is allowed.
+    that is allowed. Another program may have removed that one meanwhile.
     """
-    wanted, found = os.stat(source), os.stat(target)
+    try:
+        wanted = os.stat(source)
+    except FileNotFoundError:
+        return
+    found = os.stat(target)
     if (wanted.st_uid, wanted.st_gid) != (found.st_uid, found.st_gid):
         with contextlib.suppress(PermissionError):
             os.chown(target, wanted.st_uid if os.geteuid() == 0 else -1, wanted.st_gid)

@@ -12,7 +12,7 @@ import threading
 from collections.abc import Callable, Iterator
 from types import TracebackType
 
-from distckpt._storage.file_state import FileState, written_to
+from distckpt._storage.file_state import FileState, has_changed, written_to
 from distckpt._storage.locations import naming
 
 MAX_OPEN = 16
@@ -86,14 +86,21 @@ class OpenFiles:
         try:
             with naming(file):
                 if state is not None and not opened.is_checked:
-                    if not FileState.of_local(os.fstat(opened.fd)).is_same(state):
-                        raise written_to(file)
+                    self._check_state(file, opened.fd, state)
                     opened.is_checked = True
                 yield opened.fd
         finally:
             with self._lock:
                 opened.num_users -= 1
                 self._close_unused(max(0, len(self._opened) - self._max_open))
+
+    @staticmethod
+    def _check_state(file: str, fd: int, state: FileState) -> None:
+        def look() -> FileState:
+            return FileState.of_local(os.fstat(fd))
+
+        if has_changed(state, look(), look):
+            raise written_to(file)
 
     def _open(self, file: str) -> int:
         flags = os.O_RDONLY | os.O_CLOEXEC

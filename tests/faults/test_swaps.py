@@ -6,13 +6,14 @@ from __future__ import annotations
 
 import os
 import shutil
+from functools import partial
 
 import pytest
 
 import distckpt
 from distckpt import CheckpointExistsError, CheckpointManager, CheckpointNotFoundError
 from distckpt._storage import locations
-from tests.support.calls import watched
+from tests.support.calls import recorded, watched
 from tests.support.harness import run
 from tests.support.scenarios import (
     NEW,
@@ -22,6 +23,7 @@ from tests.support.scenarios import (
     judge_export_over_another,
     old_checkpoint,
     save,
+    save_without_exchange,
     scenario_state,
     source_and_old_export,
     two_steps,
@@ -171,3 +173,24 @@ def test_another_program_comes_between_two_renames(other, tmp_path, monkeypatch)
     shutil.rmtree(tmp_path / "other", ignore_errors=True)
     assert judge_checkpoint(tmp_path) == "new"
     assert os.listdir(tmp_path) == ["checkpoint"]
+
+
+@pytest.mark.parametrize("save", [save, save_without_exchange])
+def test_what_is_overwritten_is_removed_at_any_moment(save, tmp_path):
+    """By a job that keeps few steps, say: it is not there to be replaced, which is no error."""
+    overwrite = save if save is save_without_exchange else partial(save, overwrite=True)
+    old_checkpoint(tmp_path)
+    with recorded(tmp_path) as calls:
+        overwrite(tmp_path, 0, 1)
+    about_it = [call.number for call in calls if "checkpoint" in call.paths]
+    committed = next(call.number for call in calls if call.name.startswith("rename"))
+    for number in about_it[: about_it.index(committed) + 1]:
+
+        def on_call(call, moment, number=number):
+            if call.number == number and moment == "before":
+                shutil.rmtree(tmp_path / "checkpoint")
+
+        with watched(tmp_path, on_call):
+            overwrite(tmp_path, 0, 1)
+        assert judge_checkpoint(tmp_path) == "new", calls[number - 1]
+        assert os.listdir(tmp_path) == ["checkpoint"]

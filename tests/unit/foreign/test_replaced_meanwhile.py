@@ -16,7 +16,7 @@ import distckpt
 from distckpt import CheckpointingException, ShardedTensor
 from distckpt._checkpoint.file_states import seconds_until_settled
 from distckpt._foreign import hugging_face
-from distckpt._storage.file_state import FileState
+from distckpt._storage.file_state import FileState, has_changed
 from distckpt.readers import register_reader
 from distckpt.torch_dist import export as export_to_torch
 from tests.support.hf_folders import INDEX, write_indexed, write_plain
@@ -209,6 +209,25 @@ def test_files_are_looked_at_when_a_change_gives_them_another_time(modified, exp
     states = [FileState(1, 50.0, inode=1), FileState(1, modified, inode=2)]
     assert seconds_until_settled(states, 100.5) == pytest.approx(expected)
     assert seconds_until_settled([FileState(1, modified, etag="a")], 100.5) == 0
+
+
+@pytest.mark.parametrize(
+    ("now", "again", "is_write"),
+    [
+        # The system sets the time of a new mode before the mode: seen before that, and after it.
+        ({"changed": 2}, {"changed": 2, "attributes": (1, 0o600)}, False),
+        ({"changed": 2, "attributes": (1, 0o600)}, None, False),
+        ({"changed": 2}, {"changed": 2}, True),
+        ({"changed": 2}, None, True),
+        # Another file was there for a moment.
+        ({"changed": 2, "inode": 8}, {}, True),
+        ({"changed": 2, "modified": 60.0}, {}, True),
+    ],
+)
+def test_a_mode_that_changes_while_it_is_looked_at_is_no_write(now, again, is_write):
+    before = FileState(1, 50.0, inode=7, changed=1, attributes=(1, 0o644))
+    later = None if again is None else before._replace(**again)
+    assert has_changed(before, before._replace(**now), lambda: later) == is_write
 
 
 def file_with(keys):
