@@ -157,7 +157,8 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @fsdp2_trains
 @pytest.mark.parametrize(
-    ("num_ranks", "layouts"), [(4, FOUR_RANKS), (3, FEWER_RANKS), (2, FEWER_RANKS)]
+    ("num_ranks", "layouts"),
+    [(4, FOUR_RANKS), pytest.param(3, FEWER_RANKS, marks=pytest.mark.slow), (2, FEWER_RANKS)],
 )
 def test_what_one_mesh_saved_every_other_one_loads(saved, num_ranks, layouts):
     run(load_under, num_ranks, str(saved), layouts)

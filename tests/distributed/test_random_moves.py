@@ -170,7 +170,7 @@ def _random_moves(rank: int, first: int, count: int, most_hosts: int) -> list[in
 
 @pytest.mark.parametrize(
     ("first", "count"),
-    [(0, 40), *(pytest.param(n, 100, marks=pytest.mark.slow) for n in range(1000, 2000, 100))],
+    [(0, 20), *(pytest.param(n, 100, marks=pytest.mark.slow) for n in range(1000, 2000, 100))],
 )
 def test_random_layouts(first, count):
     for sent, bound in run(_random_moves, NUM_RANKS, first, count, 3):
@@ -179,7 +179,7 @@ def test_random_layouts(first, count):
 
 @pytest.mark.parametrize(
     ("first", "count"),
-    [(0, 12), *(pytest.param(n, 50, marks=pytest.mark.slow) for n in range(3000, 3200, 50))],
+    [(0, 6), *(pytest.param(n, 50, marks=pytest.mark.slow) for n in range(3000, 3200, 50))],
 )
 def test_random_layouts_of_many_machines(first, count):
     """Machines that have got something pass it on."""
@@ -209,7 +209,7 @@ def _dtensor_moves(rank: int, first: int, count: int) -> None:
 
 @pytest.mark.parametrize(
     ("first", "count"),
-    [(0, 20), *(pytest.param(n, 100, marks=pytest.mark.slow) for n in range(1000, 1300, 100))],
+    [(0, 10), *(pytest.param(n, 100, marks=pytest.mark.slow) for n in range(1000, 1300, 100))],
 )
 def test_random_dtensors(first, count):
     run(_dtensor_moves, NUM_RANKS, first, count)

@@ -30,7 +30,7 @@ NUM_PARTS = 3
 """Into which a sweep of all points is divided, so that each ends in time on a busy machine as
 well.
 """
-STRIDE = 3
+STRIDE = 6
 """The default run takes one of so many points beside one of each kind."""
 VARIANTS = {
     "overwrite_without_exchange",

@@ -41,7 +41,7 @@ FAULTS = {name: getattr(errno, name) for name in ("EIO", "ENOSPC", "EDQUOT", "EI
 }
 MAX_TOGETHER = 50
 """So many failures the same ranks live through."""
-STRIDE = 9
+STRIDE = 18
 """The default run takes one of so many calls, with one fault each."""
 
 

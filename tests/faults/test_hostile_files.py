@@ -87,6 +87,8 @@ IN_LONG_FORM = set()
 """Names of cases that the default run leaves out."""
 ONE_IN = 3
 """Of each two things that are combined, the default run takes one of so many pairs."""
+MANY = 12
+"""Of more arguments of one function, the default run takes every other one."""
 
 
 class Later(NamedTuple):
@@ -103,7 +105,8 @@ def hostile(kind, refused=("load",), more=(), row=None):
         refused: verbs that must raise.
         more: further arguments, one case for each.
         row: which of several functions with the same arguments this is; the default run takes each
-            of the arguments with some of these functions.
+            of the arguments with some of these functions. Without, it takes half of the arguments
+            if there are many.
     """
 
     def note(function):
@@ -117,7 +120,8 @@ def hostile(kind, refused=("load",), more=(), row=None):
                     ),
                     refused,
                 )
-                if row is not None and (row + column) % ONE_IN:
+                stride = ONE_IN if row is not None else 1 + (len(more) > MANY)
+                if ((row or 0) + column) % stride:
                     IN_LONG_FORM.add(f"{name}: {label}")
         else:
             CASES[name] = (kind, function, refused)

@@ -5,6 +5,7 @@ answer.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import re
 
 import pytest
@@ -25,6 +26,7 @@ from tests.support.s3_server import (
     reached_at,
     uploads_in,
 )
+from tests.support.sampling import one_in
 
 FEW_ATTEMPTS = {"AWS_MAX_ATTEMPTS": "4"}
 """What goes on failing is not waited for long."""
@@ -52,13 +54,29 @@ REQUESTS_OF_A_SAVE = {
 }
 
 
-@pytest.mark.parametrize(
-    ("action", "settings"), [*((action, FEW_ATTEMPTS) for action in ACTIONS), ("lose answer", {})]
-)
-def test_saves_survive(server, bucket, action, settings):
+def in_turn(requests, first, count=1):
+    """Return a fault for each request, `(method, pattern)`, whose actions take turns."""
+    actions = itertools.islice(itertools.cycle(ACTIONS), first, None)
+    return [
+        Fault(method, pattern, action, count=count)
+        for (method, pattern), action in zip(requests, actions, strict=False)
+    ]
+
+
+@pytest.mark.parametrize("first", one_in(2, range(len(ACTIONS))))
+def test_saves_survive(server, bucket, first):
     """The first request of every kind fails, in a save and in one that replaces it."""
+    faults = in_turn(REQUESTS_OF_A_SAVE.values(), first)
+    check_saves(server, bucket, faults, FEW_ATTEMPTS)
+
+
+def test_saves_survive_with_as_many_attempts_as_are_usual(server, bucket):
+    faults = [Fault(*request, "lose answer") for request in REQUESTS_OF_A_SAVE.values()]
+    check_saves(server, bucket, faults, {})
+
+
+def check_saves(server, bucket, faults, settings):
     location = f"{bucket}/run/c"
-    faults = [Fault(method, pattern, action) for method, pattern in REQUESTS_OF_A_SAVE.values()]
     for seed in (1, 2):
         with failing(server, *faults, **settings) as proxy:
             distckpt.save(large_state(seed), location, overwrite=True)
@@ -83,17 +101,14 @@ def test_a_busy_store_is_asked_more_often_than_a_broken_one(
             holds(f"{bucket}/c", 1)
 
 
-@pytest.mark.parametrize("action", ACTIONS)
-def test_a_load_survives(server, bucket, action):
+@pytest.mark.parametrize("first", one_in(2, range(len(ACTIONS))))
+def test_a_load_survives(server, bucket, first):
     """The first two requests for every file fail."""
     location = f"{bucket}/c"
     distckpt.save(large_state(1), location)
     patterns = [r"shard-", r"rank-", r"/manifest", r"/metadata\.json"]
-    faults = [
-        Fault(method, pattern, action, count=2)
-        for method in ("GET", "HEAD")
-        for pattern in patterns
-    ]
+    requests = [(method, pattern) for method in ("GET", "HEAD") for pattern in patterns]
+    faults = in_turn(requests, first, count=2)
     with failing(server, *faults, **FEW_ATTEMPTS) as proxy:
         assert holds(location, 1)
     assert {(fault.method, fault.pattern) for fault in faults[:4]} <= {

@@ -32,6 +32,7 @@ from tests.support.calls import Call, recorded, watched
 from tests.support.harness import run
 from tests.support.hf_folders import write_indexed, write_plain
 from tests.support.parts import NUM_PARTS, contents_of, run_in_process, run_killed
+from tests.support.sampling import one_in
 from tests.support.states import numbered, save_checkpoint
 
 RESHARD = {"num_ranks": 20, "grids": {"layers.*": (3, 2)}}
@@ -225,7 +226,7 @@ def check_killed(case: Case, folder: Path, place: Path, num_kills: int) -> None:
         check_whole(case, folder, place, expected)
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", one_in(2, CASES))
 def test_killed_parts(name, folder, tmp_path):
     check_killed(CASES[name], folder, tmp_path, num_kills=3)
 

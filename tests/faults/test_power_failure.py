@@ -29,7 +29,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:torch.distributed is "),
 ]
 
-FEW, MANY = 16, 2048
+FEW, MANY = 8, 2048
 """Combinations of what is kept and what is lost that are all tried; of more, a choice."""
 
 

@@ -162,6 +162,7 @@ def test_an_interrupted_benchmark_leaves_nothing(tmp_path, number, code):
     assert number == signal.SIGKILL or list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.slow
 def test_an_interrupted_benchmark_leaves_nothing_on_a_store(server, place):
     process = start_and_wait_for_ranks(place)
     assert len(keys_in(server, place)) > 1
