@@ -18,6 +18,7 @@ import torch
 from distckpt._base.dtypes import FROM_NAME, to_numpy
 from distckpt._base.errors import LoadMismatchError
 from distckpt._base.messages import did_you_mean, other_prefix
+from distckpt._checkpoint.consistent_read import check_files
 from distckpt._checkpoint.opening import opened
 from distckpt._checkpoint.stored_values import (
     StoredTensor,
@@ -44,7 +45,7 @@ _WIDTH = 120
 
 
 def run(arguments: Namespace, output: Output) -> int:
-    """Print or save values."""
+    """Print or save values, once it is sure that nothing has replaced them meanwhile."""
     with opened(Ranks.alone(), locations.normalize(arguments.path)) as stored:
         _show(stored, arguments, output)
     return 0
@@ -62,12 +63,15 @@ def _show(stored: StoredCheckpoint, arguments: Namespace, output: Output) -> Non
     tensor = StoredTensor(stored, key)
     selection = parse_index(index or "", tensor.shape)
     if arguments.npy:
-        _save(tensor, selection, arguments.npy, output)
+        _save(stored, tensor, selection, arguments.npy, output)
     elif output.as_json:
         values = to_numpy(tensor.read(selection.region)).reshape(selection.shape)
+        check_files(stored)
         output.json({**_facts(tensor, selection), "values": plain(values.tolist())})
     else:
-        output.line(f"{_title(tensor, selection)}\n{printed(tensor, selection)}")
+        text = printed(tensor, selection)
+        check_files(stored)
+        output.line(f"{_title(tensor, selection)}\n{text}")
 
 
 # --- Arguments ------------------------------------------------------------------------------------
@@ -135,7 +139,9 @@ def _corners(region: Region, short: tuple[int, ...]) -> Iterator[tuple[Region, R
     yield from pairs
 
 
-def _save(tensor: StoredTensor, selection: Selection, path: str, output: Output) -> None:
+def _save(
+    stored: StoredCheckpoint, tensor: StoredTensor, selection: Selection, path: str, output: Output
+) -> None:
     """Write a .npy file, a window at a time; it appears when it is complete."""
     temporary = f"{path}.tmp-{secrets.token_hex(8)}"
     try:
@@ -143,6 +149,7 @@ def _save(tensor: StoredTensor, selection: Selection, path: str, output: Output)
             for part, done in _npy_parts(tensor, selection):
                 file.write(part)
                 progress(done, selection.region.num_elements * _numpy_dtype(tensor.dtype).itemsize)
+        check_files(stored)
         os.replace(temporary, path)
     except BaseException as error:
         locations.remove_file(temporary)
@@ -203,6 +210,7 @@ def _show_object(stored: StoredCheckpoint, key: str, output: Output) -> None:
         offset: plain(codec.decode(blob, placeholders=True))
         for offset, blob in sorted(parts.items())
     }
+    check_files(stored)
     output.json(
         {
             "key": key,

@@ -9,7 +9,7 @@ from typing import Any
 
 from distckpt._base.errors import LoadMismatchError
 from distckpt._base.messages import did_you_mean, other_prefix
-from distckpt._checkpoint.consistent_read import check_is_there
+from distckpt._checkpoint import consistent_read
 from distckpt._checkpoint.opening import opened
 from distckpt._cli import grid
 from distckpt._cli.groups import Group, group_keys, tree_lines
@@ -36,8 +36,9 @@ def run(arguments: Namespace, output: Output) -> int:
     with opened(Ranks.alone(), locations.normalize(arguments.path)) as stored:
         file_ids = range(len(stored.manifest.files))
         problems = check_files(stored, file_ids, _NUM_THREADS)
+        consistent_read.check_files(stored)
         if problems:
-            check_is_there(stored)
+            consistent_read.check_is_there(stored)
             count = count_text(len(problems), "problem")
             output.line(f"DAMAGED ({count}): what follows is what was saved", RED)
             list_problems(problems, output)

@@ -19,6 +19,8 @@ from distckpt._foreign import hugging_face
 from distckpt._storage.file_state import FileState, has_changed
 from distckpt.readers import register_reader
 from distckpt.torch_dist import export as export_to_torch
+from tests.support.calls import READS, recorded, watched
+from tests.support.cli_command import call, call_error
 from tests.support.hf_folders import INDEX, write_indexed, write_plain
 from tests.support.toy_format import ToyReader, write_toy
 
@@ -125,6 +127,27 @@ def test_what_is_written_is_given_up(tmp_path, verb, change):
     with pytest.raises(CheckpointingException, match="was replaced"):
         verb(folder, tmp_path / "out", once_in_between(change, folder))
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("verb", ["inspect", "cat", "cat --json", "cat --npy"])
+def test_commands_print_nothing(tmp_path, capsys, verb):
+    """Nor do they leave a file, when what they have read last is replaced."""
+    folder, out = write(tmp_path / "in", 1), tmp_path / "out.npy"
+    arguments = [*verb.split(), *([out] if verb.endswith("npy") else [])]
+    arguments[1:1] = [folder] if verb == "inspect" else [folder, KEYS[0]]
+    with recorded(folder) as calls:
+        call(capsys, *arguments)
+    reads = [str(each) for each in calls if each.name in READS]
+    left = [rewritten, *[None] * (reads.count(reads[-1]) - 1)]
+    out.unlink(missing_ok=True)
+
+    def on_call(each, moment):
+        if str(each) == reads[-1] and moment == "after" and (change := left.pop()):
+            change(folder)
+
+    with watched(folder, on_call):
+        assert "was replaced or written to" in call_error(capsys, *arguments)
+    assert not out.exists()
 
 
 @pytest.mark.parametrize("change", CHANGES)
