@@ -23,16 +23,20 @@ _MOST_OPEN = 1024
 class _Opened:
     def __init__(self, fd: int) -> None:
         self.fd = fd
-        self.num_users = 0
         self.is_checked = False
 
 
 class OpenFiles:
-    """Local files that several threads read; closed when the context ends."""
+    """Local files that several threads read; closed when the context ends.
+
+    No two threads read through one descriptor at a time: the system reads ahead for each of them,
+    and less far where it sees reads at two places by turns.
+    """
 
     def __init__(self, max_open: int = MAX_OPEN) -> None:
         self._max_open = max_open
-        self._opened: dict[str, _Opened] = {}
+        self._unused: dict[str, list[_Opened]] = {}
+        self._num_unused = 0
         self._checks: dict[str, threading.Lock] = {}
         self._checked: set[str] = set()
         self._lock = threading.Lock()
@@ -56,9 +60,9 @@ class OpenFiles:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        for opened in self._opened.values():
-            _close(opened.fd)
-        self._opened.clear()
+        # What is put back later is closed at once.
+        self._max_open = 0
+        self._close_unused(self._num_unused)
 
     def check_once(self, file: str, check: Callable[[], None]) -> None:
         """Check a file, perhaps a remote one, unless that has been done; others wait for the thread
@@ -78,11 +82,7 @@ class OpenFiles:
         A file that is not in the given state any more, when it is opened, is refused: its name may
         stand for another one now, and for the first one again when somebody looks next.
         """
-        with self._lock:
-            opened = self._opened.pop(file, None) or _Opened(self._open(file))
-            # Those that were used longest ago come first.
-            self._opened[file] = opened
-            opened.num_users += 1
+        opened = self._take(file) or _Opened(self._open(file))
         try:
             with naming(file):
                 if state is not None and not opened.is_checked:
@@ -90,9 +90,23 @@ class OpenFiles:
                     opened.is_checked = True
                 yield opened.fd
         finally:
-            with self._lock:
-                opened.num_users -= 1
-                self._close_unused(max(0, len(self._opened) - self._max_open))
+            self._put_back(file, opened)
+
+    def _take(self, file: str) -> _Opened | None:
+        """Return a descriptor that nobody uses, if there is one."""
+        with self._lock:
+            unused = self._unused.get(file)
+            if not unused:
+                return None
+            self._num_unused -= 1
+            return unused.pop()
+
+    def _put_back(self, file: str, opened: _Opened) -> None:
+        with self._lock:
+            # Those that were used longest ago come first.
+            self._unused[file] = [*self._unused.pop(file, ()), opened]
+            self._num_unused += 1
+        self._close_unused(self._num_unused - self._max_open)
 
     @staticmethod
     def _check_state(file: str, fd: int, state: FileState) -> None:
@@ -108,19 +122,24 @@ class OpenFiles:
             return os.open(file, flags)
         except OSError as error:
             # The program may have opened many others meanwhile.
-            if error.errno != errno.EMFILE or not self._close_unused(len(self._opened)):
+            if error.errno != errno.EMFILE or not self._close_unused(self._num_unused):
                 raise
             return os.open(file, flags)
 
     def _close_unused(self, max_closed: int) -> int:
         """Close files that were used longest ago, and return how many there were."""
-        if not max_closed:
-            # Mostly; and there may be many files.
+        if max_closed <= 0:
+            # Mostly.
             return 0
-        unused = [name for name, other in self._opened.items() if not other.num_users][:max_closed]
-        for name in unused:
-            _close(self._opened.pop(name).fd)
-        return len(unused)
+        closed: list[_Opened] = []
+        with self._lock:
+            while len(closed) < max_closed and self._unused:
+                file = next(iter(self._unused))
+                closed += self._unused.pop(file)
+            self._num_unused -= len(closed)
+        for opened in closed:
+            _close(opened.fd)
+        return len(closed)
 
 
 def _close(fd: int) -> None:

@@ -29,3 +29,20 @@ def test_files_that_are_not_in_use_make_room_for_others(tmp_path):
             assert os.pread(first, 10, 0) == b"0"
         finally:
             resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+def test_no_two_readers_share_a_descriptor(tmp_path):
+    """The system reads ahead for each descriptor."""
+    path = tmp_path / "file"
+    path.write_text("content")
+    with OpenFiles() as files:
+        with files.open(str(path)) as first, files.open(str(path)) as second:
+            assert first != second
+        with files.open(str(path)) as again:
+            assert again in (first, second), "it was kept open"
+        late = files.open(str(path))
+        late.__enter__()
+    late.__exit__(None, None, None)
+    for fd in (first, second):
+        with pytest.raises(OSError, match="Bad file descriptor"):
+            os.fstat(fd)
