@@ -129,7 +129,7 @@ class OpenFiles:
     def _close_unused(self, max_closed: int) -> int:
         """Close files that were used longest ago, and return how many there were."""
         if max_closed <= 0:
-            # Mostly.
+            # Nearly always, so without the lock.
             return 0
         closed: list[_Opened] = []
         with self._lock:
