@@ -184,7 +184,11 @@ def load_app(rank, name, path, layout):
 @fsdp2_trains
 @pytest.mark.parametrize(
     ("saving", "loading"),
-    [((4, fsdp), (2, fsdp)), ((4, fsdp_over_tp), (4, hsdp)), ((4, hsdp), (1, plain))],
+    [
+        ((4, fsdp), (2, fsdp)),
+        pytest.param((4, fsdp_over_tp), (4, hsdp), marks=pytest.mark.slow),
+        ((4, hsdp), (1, plain)),
+    ],
 )
 def test_the_app_state_of_the_recipe_moves_to_another_layout(tmp_path, saving, loading):
     saved = run(save_with_both, saving[0], save_app, str(tmp_path), saving[1])

@@ -87,7 +87,7 @@ IN_LONG_FORM = set()
 """Names of cases that the default run leaves out."""
 ONE_IN = 3
 """Of each two things that are combined, the default run takes one of so many pairs."""
-MANY = 12
+MANY = 6
 """Of more arguments of one function, the default run takes every other one."""
 
 

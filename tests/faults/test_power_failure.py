@@ -22,6 +22,7 @@ from tests.support import harness, scenarios
 from tests.support.after_crash import SYNCS, history_of, merged, states_after, tree_of, write_tree
 from tests.support.calls import recorded
 from tests.support.hf_folders import read_export
+from tests.support.sampling import one_in
 from tests.support.scenarios import NEW, SCENARIOS, Scenario, scenario_state, verdict_on
 
 pytestmark = [
@@ -276,7 +277,7 @@ def test_more_states(tmp_path, record_property, name):
     note(record_property, Story(NAMED[name], tmp_path).survives(MANY, max_retries=1000))
 
 
-@pytest.mark.parametrize("name", ON_TWO_RANKS)
+@pytest.mark.parametrize("name", one_in(2, ON_TWO_RANKS))
 def test_on_two_ranks(tmp_path, record_property, name):
     note(record_property, Story(NAMED[name], tmp_path, 2).survives(FEW, max_retries=2))
 

@@ -108,6 +108,7 @@ def test_edits_of_a_manifest(edits):
     use_manifest(edit_manifest(edits))
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(
     find_spec("atheris") is None, reason="atheris is not installed (wheels for some Pythons only)"
 )

@@ -141,12 +141,11 @@ def test_a_rank_that_fails_ends_the_benchmark_with_one_line(fork, server, place,
     assert re.search(r"^error: rank \d failed: .*metadata", error)
 
 
-# SIGINT is also sent by the test of a store.
 @pytest.mark.parametrize(
     ("number", "code"),
     [
-        pytest.param(signal.SIGINT, 130, marks=pytest.mark.slow),
-        (signal.SIGTERM, 143),
+        (signal.SIGINT, 130),
+        pytest.param(signal.SIGTERM, 143, marks=pytest.mark.slow),
         (signal.SIGKILL, -9),
     ],
 )
