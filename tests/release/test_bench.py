@@ -204,6 +204,7 @@ def run_script(fork, monkeypatch, capsys):
     return run
 
 
+@pytest.mark.slow
 def test_the_comparison_runs(storage, tmp_path, run_script):
     options = [
         "--gb",

@@ -27,9 +27,9 @@ PAGE = (ROOT / "docs" / "examples.md").read_text()
 # Run by the tests of what they show.
 ELSEWHERE = {"object_storage.py", "from_dcp.py"}
 EXAMPLES = sorted({file.name for file in (ROOT / "examples").glob("[!_]*.py")} - ELSEWHERE)
-# Run by the very command, one for each launcher: the start of a process takes longer than what most
-# examples do.
-BY_COMMAND = {"single_process.py", "tensor_parallel_reshard.py"}
+# Run by the very command, as test_cluster_examples.py runs torchrun: the start of a process takes
+# longer than what most examples do.
+BY_COMMAND = {"single_process.py"}
 
 
 def num_lines_of(file: Path) -> int:

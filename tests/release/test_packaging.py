@@ -303,6 +303,7 @@ def test_pip_installs_the_sources_as_the_wheel(built, tmp_path, kind):
     assert files - of_pip - {"../../../bin/distckpt"} == files_in(wheel)
 
 
+@pytest.mark.slow
 def test_a_source_distribution_runs_its_own_tests(built, tmp_path):
     (archive,) = built.glob("*.tar.gz")
     with tarfile.open(archive) as source:
