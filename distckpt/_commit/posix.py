@@ -224,11 +224,18 @@ def commit_beside_others(directory: str, location: str, is_replaced: Callable[[s
     Those stay, unless `directory` has one of the same name, or the name is one that the new content
     replaces.
     """
-    if _state_of(location) in ("absent", "empty"):
-        locations.rename(directory, location)
-        return
-    target.check_replaceable(location)
-    _clear_up(directory, location, _swap_beside_others(directory, location, is_replaced))
+    while True:
+        try:
+            if _state_of(location) in ("absent", "empty"):
+                locations.rename(directory, location)
+                return
+            target.check_replaceable(location)
+            stays = _swap_beside_others(directory, location, is_replaced)
+            break
+        except OSError as error:
+            if not _was_interfered_with(error, directory):
+                raise
+    _clear_up(directory, location, stays)
 
 
 def _swap_beside_others(

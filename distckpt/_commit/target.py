@@ -55,14 +55,17 @@ def _foreign_format_in(location: str) -> ForeignFormat | None:
 def others_in(location: str) -> list[str]:
     """Return the names in a local directory that a new checkpoint leaves there."""
     is_replaced = replaced_names(location)
-    return [name for name in _names_in(location) if not is_replaced(name)]
+    return [name for name in names_in(location) if not is_replaced(name)]
 
 
-def _names_in(directory: str) -> list[str]:
+def names_in(location: str) -> list[str]:
+    """Return the names in a directory; none if it is not there, or another program has just moved
+    it.
+    """
     try:
-        return locations.list_names(directory)
+        return locations.list_names(location)
     except FileNotFoundError:
-        return []  # another program has just moved it
+        return []
 
 
 def check_replaceable(location: str) -> None:
@@ -127,10 +130,10 @@ def check_content(location: str, overwrite: bool) -> None:
         )
     if replaced_names(location)(""):
         return  # another format, which is replaced with all that is there
-    for name in filter(_FOLDER.fullmatch, _names_in(location)):
+    for name in filter(_FOLDER.fullmatch, names_in(location)):
         path = locations.join(location, name)
         try:
-            content = _names_in(path)
+            content = names_in(path)
         except NotADirectoryError:
             content = ["no directory"]
         strange = next((file for file in content if not _CONTENT.fullmatch(file)), None)
@@ -144,7 +147,7 @@ def check_no_model(location: str) -> None:
     """
     # Imported when it is needed: what is there is looked at only where something is.
     hf_names = importlib.import_module("distckpt._format.hf_names")
-    name = next(filter(hf_names.is_model_name, _names_in(location)), None)
+    name = next(filter(hf_names.is_model_name, names_in(location)), None)
     if name is not None:
         raise CheckpointExistsError(
             f"{location!r} holds a Hugging Face model ({name!r}), of which distckpt.load would "

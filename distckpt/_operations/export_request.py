@@ -12,7 +12,7 @@ from distckpt._base.messages import check_choice, check_file_bytes, check_num_by
 from distckpt._base.options import ExportOptions, check_options, check_switch
 from distckpt._checkpoint.opening import holds_checkpoint, open_undisturbed
 from distckpt._commit import posix
-from distckpt._commit.target import check_replaceable
+from distckpt._commit.target import check_replaceable, names_in
 from distckpt._format.hf_names import belongs_to_export
 from distckpt._format.stored_checkpoint import StoredCheckpoint
 from distckpt._io.export import num_export_threads
@@ -142,8 +142,7 @@ def check_target(sources: SourceLocations, target: str, overwrite: bool) -> None
     if locations.isfile(target):
         raise CheckpointExistsError(f"{target!r} is a file, an export is a directory.")
     check_replaceable(target)
-    names = locations.list_names(target) if locations.isdir(target) else []
-    present = list(filter(belongs_to_export, names))
+    present = list(filter(belongs_to_export, names_in(target)))
     if not overwrite and holds_checkpoint(target):
         raise CheckpointExistsError(
             f"{target!r} is a checkpoint, which distckpt.load would go on to read there: choose a "

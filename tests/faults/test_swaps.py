@@ -20,6 +20,7 @@ from tests.support.scenarios import (
     OLD,
     export,
     judge_checkpoint,
+    judge_export,
     judge_export_over_another,
     old_checkpoint,
     save,
@@ -194,3 +195,34 @@ def test_what_is_overwritten_is_removed_at_any_moment(save, tmp_path):
             overwrite(tmp_path, 0, 1)
         assert judge_checkpoint(tmp_path) == "new", calls[number - 1]
         assert os.listdir(tmp_path) == ["checkpoint"]
+
+
+def test_the_export_that_another_one_replaces_is_removed_at_any_moment(tmp_path):
+    """With the files of others in it: the new export is there without them."""
+    prepared, folder = tmp_path / "prepared", tmp_path / "folder"
+    prepared.mkdir()
+    source_and_old_export(prepared)
+    shutil.copytree(prepared, folder)
+    with recorded(folder) as calls:
+        export(folder, 0, 1, overwrite=True)
+    # The swap, or the name that the new export gets where none is to be replaced any more.
+    committed = next(
+        call.number for call in calls if call.name.startswith("rename") and "export" in call.paths
+    )
+    about_it = [
+        call.number
+        for call in calls[:committed]
+        if any(path.partition("/")[0] == "export" for path in call.paths)
+    ]
+    for number in about_it:
+        shutil.rmtree(folder)
+        shutil.copytree(prepared, folder)
+
+        def on_call(call, moment, number=number):
+            if call.number == number and moment == "before":
+                shutil.rmtree(folder / "export")
+
+        with watched(folder, on_call):
+            export(folder, 0, 1, overwrite=True)
+        assert judge_export(folder) == "new", calls[number - 1]
+        assert sorted(os.listdir(folder)) == sorted(os.listdir(prepared)), calls[number - 1]
