@@ -213,8 +213,10 @@ def put_back(location: str) -> None:
             raise
         return
     logger.warning(
-        "an overwrite of %s was interrupted: its earlier content is back, from %s", location, aside
-    )
+        "an overwrite or a removal of %s was interrupted, or another job is removing it: its "
+        "earlier content is back, from %s",
+        location, aside,
+    )  # fmt: skip
 
 
 def commit_beside_others(directory: str, location: str, is_replaced: Callable[[str], bool]) -> None:

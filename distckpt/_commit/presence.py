@@ -8,7 +8,7 @@ from typing import Any
 
 from distckpt._base.errors import CheckpointNotFoundError, CorruptCheckpointError
 from distckpt._base.messages import did_you_mean
-from distckpt._commit import posix
+from distckpt._commit import hidden_directories, posix
 from distckpt._format.foreign_formats import MARKED_CHECKPOINTS, ForeignFormat
 from distckpt._format.manifest import is_manifest_name
 from distckpt._format.marker import CONFIG_FNAME, parse_config
@@ -71,7 +71,8 @@ def _absence_of_anything(location: str) -> str:
         return f"{text}. Its overwriting was interrupted: rename {aside!r}, which is its content."
     if locations.is_local(location) and not locations.exists(parent):
         return f"{text}, and neither does {parent!r}."
-    text += f"{did_you_mean(name, _names_in(parent))}."
+    names = [other for other in _names_in(parent) if hidden_directories.parse(other) is None]
+    text += f"{did_you_mean(name, names)}."
     beside = _checkpoints_in(parent)
     return f"{text} Beside it: {beside}." if beside else text
 

@@ -48,6 +48,17 @@ def remove_step(root: str, step: int, save: str) -> bool:
     if not locations.is_local(root):
         return conditional_put.remove_checkpoint(location, is_that_save)
     _check_removable(location)
+    while not _take_away(location, is_that_save):
+        # Another manager may have put it back meanwhile.
+        if not is_that_save(location):
+            return not locations.exists(location)
+    return True
+
+
+def _take_away(location: str, is_meant: Callable[[str], bool]) -> bool:
+    """Remove a local step; return False if it is another one than was meant, or another manager was
+    faster.
+    """
     # If this is interrupted, the next manager puts a directory of this name back; other programs do
     # not remove it.
     aside = hidden_directories.beside(location, "old")
@@ -56,12 +67,9 @@ def remove_step(root: str, step: int, save: str) -> bool:
     except FileNotFoundError:
         return True
     try:
-        if not is_that_save(aside):
-            return False
-        _discard(aside)
+        return is_meant(aside) and _discard(aside)
     finally:
         posix.put_back(location)
-    return True
 
 
 def _check_removable(directory: str) -> None:
@@ -73,14 +81,20 @@ def _check_removable(directory: str) -> None:
             raise PermissionError(errno.EACCES, "its files cannot be removed by this user", inner)
 
 
-def _discard(directory: str) -> None:
-    """Remove a local directory beside the steps; under its name it disappears in one step."""
+def _discard(directory: str) -> bool:
+    """Remove a local directory beside the steps; under its name it disappears in one step. Return
+    False if another program was faster.
+    """
     trash = hidden_directories.beside(hidden_directories.target_of(directory), "trash")
-    with contextlib.suppress(FileNotFoundError):  # another program was faster
+    try:
         locations.rename(directory, trash)
+    except FileNotFoundError:
+        return False
+    with contextlib.suppress(FileNotFoundError):
         locations.remove_tree(trash)
     if locations.exists(trash):
         raise OSError(errno.ENOTEMPTY, "not all of it can be removed", trash)
+    return True
 
 
 # --- Leftovers ------------------------------------------------------------------------------------

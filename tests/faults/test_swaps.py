@@ -226,3 +226,31 @@ def test_the_export_that_another_one_replaces_is_removed_at_any_moment(tmp_path)
             export(folder, 0, 1, overwrite=True)
         assert judge_export(folder) == "new", calls[number - 1]
         assert sorted(os.listdir(folder)) == sorted(os.listdir(prepared)), calls[number - 1]
+
+
+def save_beside(rank, folder):
+    with CheckpointManager(folder, async_save=False) as manager:
+        manager.save(4, scenario_state(NEW))
+
+
+def test_a_step_that_is_removed_while_another_job_saves_stays_removed(tmp_path):
+    """The other manager takes what is being removed for what an interrupted overwrite has left, and
+    gives it its name back.
+    """
+    two_steps(tmp_path)
+    done = []
+
+    def on_call(call, moment):
+        if call.name == "rename" and moment == "after" and "step_00000001" in call.paths:
+            if not done:
+                run(save_beside, 1, tmp_path, backend=None)
+            done.append(call)
+
+    with (
+        watched(tmp_path, on_call),
+        CheckpointManager(tmp_path, keep_last=1, async_save=False) as manager,
+    ):
+        manager.save(3, scenario_state(NEW))
+    assert len(done) > 1, "it was put back, and removed again"
+    assert CheckpointManager(tmp_path).steps() == [3, 4]
+    assert [name for name in os.listdir(tmp_path) if name.startswith(".")] == []

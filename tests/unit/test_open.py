@@ -250,6 +250,16 @@ def test_nothing_to_open(tmp_path):
         distckpt.open(tmp_path / "nothing")
 
 
+def test_a_directory_of_a_save_that_is_running_is_not_suggested(tmp_path):
+    (tmp_path / ".step.tmp-0123456789abcdef").mkdir()
+    with pytest.raises(CheckpointNotFoundError, match="does not exist") as caught:
+        distckpt.open(tmp_path / "step")
+    assert "did you mean" not in str(caught.value)
+    (tmp_path / "steps").mkdir()
+    with pytest.raises(CheckpointNotFoundError, match=r"did you mean 'steps'\?"):
+        distckpt.open(tmp_path / "step")
+
+
 class SaveNumbers(SaveShardedStrategy):
     backend = "numbers"
     version = 1

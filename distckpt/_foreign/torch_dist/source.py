@@ -58,14 +58,16 @@ def read_directory(location: str, format_name: str) -> Manifest:
     Reads `.metadata`, and the few bytes of each stored tensor that say where its elements lie. For
     a checkpoint of PyTorch, `origin` of the manifest has the path of each object in the state dict.
     """
-    is_megatron = read_marker(location) is not None
+    marker = read_marker(location)
     metadata = read_metadata(locations.join(location, METADATA_NAME))
     items = [(entry.key, item) for entry in metadata.tensors for _, item in entry.chunks]
     files = _look_up_files(location, [*items, *metadata.objects.items()])
     pieces = _tensor_pieces(location, metadata.tensors)
     fields: dict[str, Any] = {}
-    if is_megatron:
-        cells = _megatron_objects(location, metadata.objects, files)
+    if marker is not None:
+        cells = _megatron_objects(location, metadata.objects)
+        if not any(cell.key == COMMON_KEY for cell in cells):
+            cells.extend(_common_file(location, marker, files))
     else:
         names = sorted(metadata.objects)
         fields["paths"] = [metadata.paths.get(name, (name,)) for name in names]
@@ -176,11 +178,9 @@ def _pieces_of_chunk(
 # ---- objects
 
 
-def _megatron_objects(
-    location: str, objects: Mapping[str, StoredItem], files: dict[str, ShardFile]
-) -> list[_Cell]:
-    """Return the cells of Megatron's objects, whose names end in `/shard_<offset>_<shape>`, and of
-    its common state.
+def _megatron_objects(location: str, objects: Mapping[str, StoredItem]) -> list[_Cell]:
+    """Return the cells of Megatron's objects, whose names end in `/shard_<offset>_<shape>`; in
+    later versions its common state is one.
     """
     cells: list[_Cell] = []
     last_sizes: dict[str, int] = {}
@@ -196,12 +196,25 @@ def _megatron_objects(
         cells.append(_Cell(key, shard.global_offset, shard.global_shape, item))
         last = shard.global_offset[-1] if shard.global_offset else 0
         last_sizes[key] = max(last_sizes.get(key, 1), last + 1)
-    if COMMON_KEY not in last_sizes and locations.exists(locations.join(location, COMMON_NAME)):
-        files[COMMON_NAME] = look_up_file(location, COMMON_NAME, COMMON_KEY)
-        item = StoredItem(COMMON_NAME, 0, files[COMMON_NAME].num_bytes)
-        cells.append(_Cell(COMMON_KEY, (0,), (1,), item))
     # Old names lack the last size.
     return [
         cell._replace(shape=tuple(last_sizes[cell.key] if n < 0 else n for n in cell.shape))
         for cell in cells
     ]
+
+
+def _common_file(
+    location: str, marker: Mapping[str, Any], files: dict[str, ShardFile]
+) -> Iterator[_Cell]:
+    """Yield the cell of the file in which most versions of Megatron store common state."""
+    path = locations.join(location, COMMON_NAME)
+    if locations.exists(path):
+        files[COMMON_NAME] = look_up_file(location, COMMON_NAME, COMMON_KEY)
+        item = StoredItem(COMMON_NAME, 0, files[COMMON_NAME].num_bytes)
+        yield _Cell(COMMON_KEY, (0,), (1,), item)
+    elif "common_backend" in marker:
+        raise CorruptCheckpointError(
+            f"{path!r} is missing, in which Megatron stores the iteration and other common state: "
+            "it was deleted, or not copied. Restore it from a copy. If tensors alone are needed, "
+            f"put an empty one in its place: torch.save({{}}, {path!r})."
+        )

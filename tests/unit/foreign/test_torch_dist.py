@@ -504,6 +504,33 @@ def test_a_checkpoint_that_megatron_core_0_14_wrote(tmp_path):
     assert [key for key, tensor in full.items() if not torch.equal(plain[key], tensor)] == []
 
 
+@pytest.mark.parametrize(
+    "read",
+    [
+        lambda place: distckpt.load({}, place),
+        lambda place: distckpt.open(place).common_state,
+        lambda place: distckpt.reshard(place, place.with_name("out")),
+        lambda place: distckpt.consolidate(place, place.with_name("out")),
+    ],
+    ids=["load", "open", "reshard", "consolidate"],
+)
+def test_a_checkpoint_of_megatron_without_its_common_state(tmp_path, read):
+    """A copy that was interrupted: the iteration would be lost without a word."""
+    place = tmp_path / "c"
+    with zipfile.ZipFile(
+        pathlib.Path(__file__).parents[2] / "data" / "megatron_core_0_14.zip"
+    ) as archive:
+        archive.extractall(place)
+    (place / "common.pt").unlink()
+    with pytest.raises(CorruptCheckpointError, match=r"common\.pt' is missing.*Restore it"):
+        read(place)
+    assert not (tmp_path / "out").exists()
+
+    torch.save({}, place / "common.pt")
+    assert distckpt.open(place).common_state == {}
+    assert torch.equal(distckpt.open(place).read("bias"), torch.arange(100.0, 112.0))
+
+
 # ---- damage
 
 
