@@ -7,8 +7,9 @@ most versions a `common.pt`.
 
 from __future__ import annotations
 
+import contextlib
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from distckpt._base.dtypes import TO_NAME
@@ -27,7 +28,7 @@ from distckpt._foreign.torch_dist.runs import contiguous_runs, unflattened_runs
 from distckpt._foreign.torch_dist.unpickle import RefusedGlobalError
 from distckpt._format.foreign_formats import TORCH_DIST
 from distckpt._format.manifest import OBJECT, Manifest
-from distckpt._format.marker import read_marker
+from distckpt._format.marker import CONFIG_FNAME, read_marker
 from distckpt._format.safetensors_file import ShardFile
 from distckpt._geometry.region import Region
 from distckpt._mapping.wrappers import ShardedObject
@@ -69,6 +70,7 @@ def read_directory(location: str, format_name: str) -> Manifest:
         if not any(cell.key == COMMON_KEY for cell in cells):
             cells.extend(_common_file(location, marker, files))
     else:
+        _check_is_not_of_megatron(location, metadata.objects)
         names = sorted(metadata.objects)
         fields["paths"] = [metadata.paths.get(name, (name,)) for name in names]
         cells = [
@@ -201,6 +203,20 @@ def _megatron_objects(location: str, objects: Mapping[str, StoredItem]) -> list[
         cell._replace(shape=tuple(last_sizes[cell.key] if n < 0 else n for n in cell.shape))
         for cell in cells
     ]
+
+
+def _check_is_not_of_megatron(location: str, names: Iterable[str]) -> None:
+    """Refuse a checkpoint with Megatron's objects and without the marker that it writes last."""
+    for name in names:
+        if "/shard_" not in name:
+            continue
+        with contextlib.suppress(InvalidShardingError):
+            ShardedObject.empty_from_unique_key(name)
+            raise CorruptCheckpointError(
+                f"{location!r} holds an object of Megatron ({name!r}), but not the {CONFIG_FNAME} "
+                "that Megatron writes at the end: its save did not finish, or not all files were "
+                "copied. Restore the file from a copy, or load another checkpoint."
+            )
 
 
 def _common_file(

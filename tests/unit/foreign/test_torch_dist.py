@@ -17,6 +17,7 @@ import os
 import pathlib
 import pickle
 import pickletools
+import re
 import shutil
 import struct
 import sys
@@ -504,6 +505,7 @@ def test_a_checkpoint_that_megatron_core_0_14_wrote(tmp_path):
     assert [key for key, tensor in full.items() if not torch.equal(plain[key], tensor)] == []
 
 
+@pytest.mark.parametrize("file", ["common.pt", "metadata.json"])
 @pytest.mark.parametrize(
     "read",
     [
@@ -514,18 +516,25 @@ def test_a_checkpoint_that_megatron_core_0_14_wrote(tmp_path):
     ],
     ids=["load", "open", "reshard", "consolidate"],
 )
-def test_a_checkpoint_of_megatron_without_its_common_state(tmp_path, read):
-    """A copy that was interrupted: the iteration would be lost without a word."""
+def test_a_checkpoint_of_megatron_without_one_of_its_small_files(tmp_path, read, file):
+    """A copy or a save that was interrupted: the iteration would be lost without a word."""
     place = tmp_path / "c"
     with zipfile.ZipFile(
         pathlib.Path(__file__).parents[2] / "data" / "megatron_core_0_14.zip"
     ) as archive:
         archive.extractall(place)
-    (place / "common.pt").unlink()
-    with pytest.raises(CorruptCheckpointError, match=r"common\.pt' is missing.*Restore it"):
+    (place / file).unlink()
+    with pytest.raises(CorruptCheckpointError, match=rf"{re.escape(file)}.*Restore"):
         read(place)
     assert not (tmp_path / "out").exists()
 
+
+def test_tensors_of_a_checkpoint_of_megatron_with_an_empty_common_file(tmp_path):
+    place = tmp_path / "c"
+    with zipfile.ZipFile(
+        pathlib.Path(__file__).parents[2] / "data" / "megatron_core_0_14.zip"
+    ) as archive:
+        archive.extractall(place)
     torch.save({}, place / "common.pt")
     assert distckpt.open(place).common_state == {}
     assert torch.equal(distckpt.open(place).read("bias"), torch.arange(100.0, 112.0))
