@@ -86,9 +86,11 @@ CASES = {}
 IN_LONG_FORM = set()
 """Names of cases that the default run leaves out."""
 ONE_IN = 3
-"""Of each two things that are combined, the default run takes one of so many pairs."""
+"""Of each two things that are combined, the default run takes one of so many pairs, and of many
+arguments of one function one of so many.
+"""
 MANY = 6
-"""Of more arguments of one function, the default run takes every other one."""
+"""As many arguments of one function are taken in any case."""
 
 
 class Later(NamedTuple):
@@ -105,8 +107,8 @@ def hostile(kind, refused=("load",), more=(), row=None):
         refused: verbs that must raise.
         more: further arguments, one case for each.
         row: which of several functions with the same arguments this is; the default run takes each
-            of the arguments with some of these functions. Without, it takes half of the arguments
-            if there are many.
+            of the arguments with some of these functions. Without, it takes all arguments unless
+            there are many.
     """
 
     def note(function):
@@ -120,7 +122,7 @@ def hostile(kind, refused=("load",), more=(), row=None):
                     ),
                     refused,
                 )
-                stride = ONE_IN if row is not None else 1 + (len(more) > MANY)
+                stride = ONE_IN if row is not None or len(more) > MANY else 1
                 if ((row or 0) + column) % stride:
                     IN_LONG_FORM.add(f"{name}: {label}")
         else:

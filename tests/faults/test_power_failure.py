@@ -292,7 +292,9 @@ def test_more_states_on_several_ranks(tmp_path, record_property, name, num_ranks
     note(record_property, story.survives(MANY // 8, max_retries=50))
 
 
-@pytest.mark.parametrize("name", [name for name in NAMED if not name.startswith("async")])
+@pytest.mark.parametrize(
+    "name", one_in(2, [name for name in NAMED if not name.startswith("async")])
+)
 def test_a_flush_that_were_left_out_would_be_noticed(tmp_path, record_property, name):
     """Any one of them; where a file or directory is flushed more than once without need, all of
     these.

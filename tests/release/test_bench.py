@@ -146,7 +146,7 @@ def test_a_rank_that_fails_ends_the_benchmark_with_one_line(fork, server, place,
     [
         (signal.SIGINT, 130),
         pytest.param(signal.SIGTERM, 143, marks=pytest.mark.slow),
-        (signal.SIGKILL, -9),
+        pytest.param(signal.SIGKILL, -9, marks=pytest.mark.slow),
     ],
 )
 def test_an_interrupted_benchmark_leaves_nothing(tmp_path, number, code):
@@ -435,6 +435,7 @@ def test_figures_that_noise_makes_worthless_are_marked(monkeypatch, runs, others
     assert ("mean little" in text) == bool(mark)
 
 
+@pytest.mark.slow
 def test_a_benchmark_that_fails_leaves_older_figures_and_others_go_on(tmp_path, run_script):
     (tmp_path / "figures").mkdir()
     (tmp_path / "performance.md").write_text("<!-- figures/modules.json -->\n<!-- end -->\n")

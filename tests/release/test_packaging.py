@@ -20,7 +20,6 @@ from packaging.requirements import Requirement
 
 import distckpt
 from tests.support.made_once import made_once
-from tests.support.sampling import one_in
 
 ROOT = Path(__file__).parents[2]
 SOURCES = [
@@ -283,7 +282,8 @@ def test_the_command_line_needs_no_extra(installed, tmp_path):
         assert done.stderr.count("\n") == 1, done.stderr
 
 
-@pytest.mark.parametrize("kind", one_in(2, ["archive", "folder"]))
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["archive", "folder"])
 def test_pip_installs_the_sources_as_the_wheel(built, tmp_path, kind):
     (archive,) = built.glob("*.tar.gz")
     python = install(
