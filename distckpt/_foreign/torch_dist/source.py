@@ -7,7 +7,6 @@ most versions a `common.pt`.
 
 from __future__ import annotations
 
-import contextlib
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -207,16 +206,22 @@ def _megatron_objects(location: str, objects: Mapping[str, StoredItem]) -> list[
 
 def _check_is_not_of_megatron(location: str, names: Iterable[str]) -> None:
     """Refuse a checkpoint with Megatron's objects and without the marker that it writes last."""
-    for name in names:
-        if "/shard_" not in name:
-            continue
-        with contextlib.suppress(InvalidShardingError):
-            ShardedObject.empty_from_unique_key(name)
-            raise CorruptCheckpointError(
-                f"{location!r} holds an object of Megatron ({name!r}), but not the {CONFIG_FNAME} "
-                "that Megatron writes at the end: its save did not finish, or not all files were "
-                "copied. Restore the file from a copy, or load another checkpoint."
-            )
+    name = next(filter(_is_of_megatron, names), None)
+    if name is not None:
+        raise CorruptCheckpointError(
+            f"{location!r} holds an object of Megatron ({name!r}), but not the {CONFIG_FNAME} that "
+            "Megatron writes at the end: its save did not finish, or not all files were copied. "
+            "Restore the file from a copy, or load another checkpoint."
+        )
+
+
+def _is_of_megatron(name: str) -> bool:
+    """Tell whether an object has a name that Megatron gives."""
+    try:
+        ShardedObject.empty_from_unique_key(name)
+    except InvalidShardingError:
+        return False
+    return True
 
 
 def _common_file(

@@ -469,15 +469,19 @@ def test_flattened_tensors_load_in_other_layouts(tmp_path, cuts):
     assert torch.equal(distckpt.load({"x": flat}, tmp_path)["x"], full[:, 8:].flatten()[30:80])
 
 
+def extract_megatron(place):
+    """Put a checkpoint that Megatron Core 0.14 wrote into a directory."""
+    data = pathlib.Path(__file__).parents[2] / "data" / "megatron_core_0_14.zip"
+    with zipfile.ZipFile(data) as archive:
+        archive.extractall(place)
+
+
 def test_a_checkpoint_that_megatron_core_0_14_wrote(tmp_path):
     """Two ranks wrote it: flattened pieces of `exp_avg` (layers as a prepended axis, two parts
     along its last axis) and of `bias` (two parts), which each rank held a part of; rows of `w`; an
     object for each rank.
     """
-    with zipfile.ZipFile(
-        pathlib.Path(__file__).parents[2] / "data" / "megatron_core_0_14.zip"
-    ) as archive:
-        archive.extractall(tmp_path / "c")
+    extract_megatron(tmp_path / "c")
     full = {
         "exp_avg": torch.arange(96.0).view(2, 6, 8),
         "bias": torch.arange(100.0, 112.0),
@@ -519,22 +523,18 @@ def test_a_checkpoint_that_megatron_core_0_14_wrote(tmp_path):
 def test_a_checkpoint_of_megatron_without_one_of_its_small_files(tmp_path, read, file):
     """A copy or a save that was interrupted: the iteration would be lost without a word."""
     place = tmp_path / "c"
-    with zipfile.ZipFile(
-        pathlib.Path(__file__).parents[2] / "data" / "megatron_core_0_14.zip"
-    ) as archive:
-        archive.extractall(place)
+    extract_megatron(place)
     (place / file).unlink()
     with pytest.raises(CorruptCheckpointError, match=rf"{re.escape(file)}.*Restore"):
         read(place)
     assert not (tmp_path / "out").exists()
+    report = distckpt.verify(place)
+    assert [file in problem.message for problem in report.problems] == [True]
 
 
 def test_tensors_of_a_checkpoint_of_megatron_with_an_empty_common_file(tmp_path):
     place = tmp_path / "c"
-    with zipfile.ZipFile(
-        pathlib.Path(__file__).parents[2] / "data" / "megatron_core_0_14.zip"
-    ) as archive:
-        archive.extractall(place)
+    extract_megatron(place)
     torch.save({}, place / "common.pt")
     assert distckpt.open(place).common_state == {}
     assert torch.equal(distckpt.open(place).read("bias"), torch.arange(100.0, 112.0))
