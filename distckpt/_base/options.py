@@ -36,16 +36,21 @@ class SaveOptions:
         strategy: writes the shards in a format of your own; a `SaveShardedStrategy`, or
             `(backend, version)` of a registered one. None for the built-in safetensors format.
         validate_access_integrity: refuse state dicts in which an element of a global tensor is held
-            by no rank, and tensors in common state that have nothing in common on two ranks, the
-            first time that they are saved; warn about other values there that differ. With False,
-            gaps are not saved and cannot be loaded. Overlaps and contradictions are always refused.
+            by no rank, and tensors in common state that have nothing in common on two ranks (see
+            `unsupported`); warn about other values there that differ. With False, gaps are not
+            saved and cannot be loaded. Overlaps and contradictions are always refused.
         validate_replicas: None compares samples of tensors that several ranks hold (up to 1 KiB of
             each). Those that differ are stored whole, from their main replicas, with a warning that
-            names them; where they have nothing in common, the first save of them is refused. True
-            compares all of each tensor, and objects, which reads them once more, and refuses any
-            difference. False compares nothing: ranks share the writing of replicas, so parts of
+            names them; where they have nothing in common, the save is refused (see `unsupported`).
+            True compares all of each tensor, and objects, which reads them once more, and refuses
+            any difference. False compares nothing: ranks share the writing of replicas, so parts of
             each are stored if they differ. Buffers of modules may differ: the main replica is
             stored.
+        unsupported: "raise" refuses a state dict with values that cannot be stored, or with tensors
+            that should be copies of each other and have nothing in common. "warn" stores all else,
+            and the main replicas of such tensors, and names them in a warning, so that a running
+            job keeps its checkpoints. None is "raise", except for the saves of a
+            `CheckpointManager` after its first one.
         fingerprint: store the fingerprint of each tensor, as it is in memory, see
             `distckpt.fingerprint`. `verify` compares it with what is stored, and
             `Checkpoint.fingerprints(stored=True)` returns it, for comparing copies in any format
@@ -72,6 +77,7 @@ class SaveOptions:
     strategy: Any = None
     validate_access_integrity: bool = True
     validate_replicas: bool | None = None
+    unsupported: Literal["raise", "warn"] | None = None
     fingerprint: bool = False
     stats: bool = False
     durable: bool = True

@@ -95,14 +95,12 @@ class ShardSettings:
             it, True insists.
         plans: plans of earlier saves. While nothing but the data of the shards changes on any rank,
             later saves are not planned again.
-        leaves_out: warn of values that cannot be stored, and leave them out.
     """
 
     options: SaveOptions
     exchange_group: Any = None
     direct_io: bool | None = None
     plans: PlanCache = _PLANS
-    leaves_out: bool = False
 
     def for_writing(self, num_bytes: int) -> WriteSettings:
         """Return how files of `num_bytes` in total are written."""
@@ -230,7 +228,7 @@ def ready_to_plan(ranks: Ranks, shards: Sequence[Shard], settings: ShardSettings
     """
     options = settings.options
     comparison = _comparison_of(ranks, options)
-    ready = _all_ready(shards, comparison, settings.leaves_out)
+    ready = _all_ready(shards, comparison, options.unsupported == "warn")
     group = exchanges.group_number(settings.exchange_group)
     structure = structure_of(ready, ranks, options.validate_access_integrity, group)
     # Comparing the whole content of replicas takes an exchange each time.
@@ -452,8 +450,8 @@ def _report_differences(
     with ranks.phase("compare replicas", decision=True):
         if whole is not None:
             of_ranks = [comparing.samples_from_bytes(data) for data in gathered]
-            known_keys = settings.plans.saved_keys()
-            comparing.report_differences(whole.differing, of_ranks, known_keys)
+            warns = settings.options.unsupported == "warn"
+            comparing.report_differences(whole.differing, of_ranks, warns)
 
 
 def _plan_together(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -148,16 +148,16 @@ def samples_from_bytes(data: bytes) -> list[bytes]:
 def report_differences(
     compared: ReplicasToCompare,
     samples: Sequence[Sequence[bytes]],
-    saved_keys: Collection[str],
+    warns: bool,
 ) -> None:
     """Warn of replicas that differ.
 
-    `samples` are, by rank, those of `rows_of_ranks`. At the first save of a key, nothing is lost by
-    an error, and tensors that have nothing in common are no drift but a mistake.
+    `samples` are, by rank, those of `rows_of_ranks`. Tensors that have nothing in common are no
+    drift but a mistake; `warns` stores them all the same.
 
     Raises:
-        InvalidShardingError: most of the elements that differ are of tensors which are saved for
-            the first time, and which have nothing in common.
+        InvalidShardingError: most of the elements that differ are of tensors which have nothing in
+            common, unless `warns`.
     """
     found = [
         compare_samples(pair.dtype, _sample(samples, pair.main), _sample(samples, pair.other))
@@ -166,10 +166,11 @@ def report_differences(
     unrelated = [
         pair.num_elements
         for pair, difference in zip(compared.pairs, found, strict=True)
-        if difference.is_unrelated and pair.key not in saved_keys
+        if difference.is_unrelated
     ]
     num_elements = sum(pair.num_elements for pair in compared.pairs)
-    if unrelated and 2 * sum(unrelated) >= num_elements and compared.error is not None:
+    are_most = bool(unrelated) and 2 * sum(unrelated) >= num_elements
+    if are_most and not warns and compared.error is not None:
         raise compared.error
     logger.warning(
         "replicas differ: %s on rank %s differ from their main replicas by %s. Each tensor is "

@@ -129,6 +129,7 @@ class CheckpointManager(SaysOtherNames):
         self._seen = SeenSteps(self.root, patience, removes_steps=keep_last is not None)
         self._handles: list[SaveHandle] = []
         self._named_newer: set[int] = set()
+        self._has_planned = False
         self._last_saved: int | None = None
         self._is_closed = False
 
@@ -242,13 +243,20 @@ class CheckpointManager(SaysOtherNames):
             if ranks.is_coordinator:
                 # Its findings count for all ranks.
                 request = self._begin(step, told.payloads, request)
+            told.answer = bytes([self._has_planned])
+        if request.options.unsupported is None and any(told.answer):
+            # The job is running: it would lose a checkpoint.
+            request = replace(request, options=replace(request.options, unsupported="warn"))
         write = partial(self._write, step)
         if self._is_async:
             in_background = background_save.in_background(request)
             planned = plan_save(ranks, state_dict, in_background.request)
+            self._has_planned = True
             save = background_save.prepare(ranks, in_background, planned, write)
             return background_save.start(ranks, save)
-        report = write(ranks, plan_save(ranks, state_dict, request))
+        planned = plan_save(ranks, state_dict, request)
+        self._has_planned = True
+        report = write(ranks, planned)
         return background_save.finished_handle(report.location, lambda: report)
 
     def _begin(self, step: int, notes: Sequence[bytes], request: SaveRequest) -> SaveRequest:

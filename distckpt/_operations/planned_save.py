@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from distckpt._base.messages import check_num_bytes
+from distckpt._base.messages import check_choice, check_num_bytes
 from distckpt._base.options import SaveOptions, check_options, check_seconds, check_switch
 from distckpt._base.reports import SaveReport, publish
 from distckpt._commit import posix
@@ -40,8 +40,6 @@ class SaveRequest:
         notes: further fields of the marker.
         is_step: whether it is a step of a manager, which nothing else than steps is read from.
         verb: name of the call in the journal.
-        is_repeated: this process has planned a save of one of these entries before. A value that
-            cannot be stored is left out then, with a warning: the job would lose a checkpoint.
         has_target: False to plan only: the location is not looked at, and common state, which may
             be another by then, is not compared.
     """
@@ -56,7 +54,6 @@ class SaveRequest:
     notes: Mapping[str, Any] = field(default_factory=dict)
     is_step: bool = False
     verb: str = "save"
-    is_repeated: bool = False
     has_target: bool = True
 
     def check(self) -> None:
@@ -67,6 +64,7 @@ class SaveRequest:
             ValueError: a duration is no number of seconds above 0.
         """
         check_options(self.options)
+        check_choice("unsupported", self.options.unsupported, ("raise", "warn", None))
         check_switch("overwrite", self.overwrite)
         if not isinstance(self.content_metadata, dict | None):
             raise TypeError(f"content_metadata is a dict, got {self.content_metadata!r:.100}")
@@ -86,6 +84,7 @@ class SaveRequest:
             "validate_replicas": options.validate_replicas,
             "fingerprint": options.fingerprint,
             "stats": options.stats,
+            "unsupported": options.unsupported,
             "strategy": options.strategy,
             "timeout": options.timeout,
         }

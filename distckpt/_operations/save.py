@@ -178,7 +178,7 @@ class _Own:
         target: where to save.
         objects: in the state dict.
         state: without them.
-        ready: its shards; None for a strategy, and where ranks are expected to differ.
+        ready: its shards; None for a strategy, and where a rank has not looked for a plan.
     """
 
     target: _Target
@@ -197,36 +197,44 @@ class _Agreement(NamedTuple):
 
     Attributes:
         is_same: what must be the same on all of them is.
+        are_ready: all have looked for a plan.
         kept: about plans that were kept.
         made: the place of the output; empty if it was not made.
     """
 
     is_same: bool
+    are_ready: bool
     kept: KeptPlans
     made: bytes = b""
 
     @classmethod
     def compared(cls, votes: Sequence[bytes], own: _Own) -> _Agreement:
         """Compare the votes of all ranks; `own` is what the coordinator has found out."""
-        kept = KeptPlans.compared([vote[8:] for vote in votes], own.ready)
+        about_plans = [vote[8:] for vote in votes]
+        kept = KeptPlans.compared(about_plans, own.ready)
         is_same = len({vote[:8] for vote in votes}) == 1
-        return cls(is_same, kept._replace(are_used=is_same and kept.are_used))
+        are_ready = is_same and NO_VOTE not in about_plans
+        return cls(is_same, are_ready, kept._replace(are_used=are_ready and kept.are_used))
 
     def to_bytes(self) -> bytes:
         """Encode for sending."""
-        return pack_parts([bytes([self.is_same]), self.kept.to_bytes(), self.made])
+        flags = bytes([self.is_same, self.are_ready])
+        return pack_parts([flags, self.kept.to_bytes(), self.made])
 
     @classmethod
     def from_bytes(cls, data: bytes) -> _Agreement:
         """Decode what `to_bytes` made."""
-        is_same, kept, made = unpack_parts(data)
-        return cls(any(is_same), KeptPlans.from_bytes(kept), made)
+        flags, kept, made = unpack_parts(data)
+        is_same, are_ready = map(bool, flags)
+        return cls(is_same, are_ready, KeptPlans.from_bytes(kept), made)
 
 
-_saved_entries: set[Hashable] = set()
-"""Names of the entries of state dicts that this process has planned to save."""
 _united_entries: set[Hashable] = set()
-"""Those of state dicts whose objects were not the same on all ranks."""
+"""Names of the entries of state dicts whose objects were not the same on all ranks.
+
+Such a state dict is described again, together, so a rank does not look for a plan before. That
+saves time and decides nothing: ranks may remember different saves.
+"""
 
 
 def plan_save(
@@ -242,7 +250,6 @@ def plan_save(
     """
     timer = PhaseTimer(request.verb, ranks.rank, str(request.path))
     entries = frozenset(state_dict if isinstance(state_dict, dict) else ())
-    request = replace(request, is_repeated=not _saved_entries.isdisjoint(entries))
     expects_same = _united_entries.isdisjoint(entries)
     with timer.phase("describe"):
         own, agreement = _describe(ranks, state_dict, request, timer, expects_same, output)
@@ -253,10 +260,6 @@ def plan_save(
             _united_entries.update(entries)
     with timer.phase("plan"):
         prepared = _prepare(ranks, own, agreement.kept)
-        if ranks.is_coordinator and ranks.size > 1:
-            common_state.note_compared(own.state.compared)
-    if request.has_target:
-        _saved_entries.update(entries)
     request = replace(request, notes={**request.notes, **own.state.notes})
     return PlannedSave(own.target.location, request, own.target.config, prepared, timer)
 
@@ -313,7 +316,11 @@ def _describe(
                 agreement = agreement._replace(made=output.make(num_bytes))
             told.answer = agreement.to_bytes()
     agreement = _Agreement.from_bytes(told.answer)
-    return own if agreement.is_same else _united(ranks, own, request), agreement
+    if not agreement.is_same:
+        own = _united(ranks, own, request)
+    elif not agreement.are_ready:
+        own = replace(own, ready=None)
+    return own, agreement
 
 
 def _describe_own(
@@ -344,7 +351,7 @@ def _compares(ranks: Ranks, request: SaveRequest) -> bool:
 def _check_target(ranks: Ranks, request: SaveRequest) -> _Target:
     request.check()
     location = posix.resolve(request.path) if request.has_target else ""
-    settings = ShardSettings(options=request.options, leaves_out=request.is_repeated)
+    settings = ShardSettings(options=request.options)
     strategy = None
     if request.options.strategy is not None:
         strategy, settings = _chosen_strategy(request)
@@ -369,7 +376,6 @@ def _chosen_strategy(request: SaveRequest) -> tuple[SaveShardedStrategy | None, 
         options=options,
         exchange_group=engine.exchange_group,
         direct_io=engine.direct_io,
-        leaves_out=request.is_repeated,
     )
     return strategy, settings if engine.plans is None else replace(settings, plans=engine.plans)
 
@@ -386,7 +392,8 @@ def _united(ranks: Ranks, own: _Own, request: SaveRequest) -> _Own:
         state = _flatten(with_objects, request, compares)
     if compares:
         differences = on_demand("common_differences")
-        differences.check_differences(ranks, state.compared, state.digest)
+        warns = request.options.unsupported == "warn"
+        differences.check_differences(ranks, state.compared, state.digest, warns)
     return _Own(own.target, with_objects, state, None)
 
 
@@ -411,7 +418,7 @@ def _flatten(
     try:
         digest = common_state.digest(compared)
     except UnsupportedObjectError:
-        if not request.is_repeated:
+        if request.options.unsupported != "warn":
             raise
         common = common_state.storable(COMMON_KEY, common)
         compared = common_state.comparable(common, request.preprocess_common)

@@ -331,13 +331,6 @@ class PlanCache:
                     return plan
         return None
 
-    def saved_keys(self) -> set[str]:
-        """Return the keys of all plans that are kept. Only the coordinator knows them."""
-        with self._lock:
-            planned = [plan.manifest for _, plan in self._plans if plan.manifest is not None]
-        manifests = [each.manifest for each in planned]
-        return {key for manifest in manifests for key in (*manifest.keys, *manifest.aliases)}
-
     def keep(self, structure: Structure, plan: SavePlan) -> None:
         """Keep a plan, in the place of the one that was used longest ago."""
         with self._lock:

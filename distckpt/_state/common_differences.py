@@ -19,7 +19,6 @@ from distckpt._base.tree import HOLE, Position, is_plain_container, map_nodes
 from distckpt._format import codec
 from distckpt._mapping.wrappers import CommonStateDict
 from distckpt._ranks.collectives import Ranks
-from distckpt._state.common_state import compared_entries
 from distckpt._state.drift import Difference, compare_samples, largest_of
 
 logger = logging.getLogger(__name__)
@@ -33,15 +32,15 @@ MAX_SAMPLES = 256
 SAMPLED_ELEMENTS = 256
 
 
-def check_differences(ranks: Ranks, common: CommonStateDict, digest: int) -> None:
+def check_differences(ranks: Ranks, common: CommonStateDict, digest: int, warns: bool) -> None:
     """Compare common state: ranks exchange hashes, and look at single entries only if those differ.
 
     Collective operation: all ranks must call it. Values that differ are warned about, and so are
     tensors that have drifted apart; the coordinator's are saved.
 
     Raises:
-        InvalidShardingError: on all ranks, if tensors have nothing in common, in an entry that is
-            saved for the first time. Most of them are part of something.
+        InvalidShardingError: on all ranks, if tensors have nothing in common, unless `warns`. Most
+            of them are part of something.
     """
     if ranks.all_equal(digest):
         return
@@ -54,7 +53,7 @@ def check_differences(ranks: Ranks, common: CommonStateDict, digest: int) -> Non
             decoded = [json.loads(text) for text in samples] or [{}] * ranks.size
             for rank in range(1, ranks.size):
                 pairs = _Pairs(gathered[0], gathered[rank], decoded[0], decoded[rank])
-                _compare(rank, pairs, paths)
+                _compare(rank, pairs, paths, warns)
 
 
 class _Pairs(NamedTuple):
@@ -107,14 +106,14 @@ def _samples(common: CommonStateDict, paths: Sequence[str]) -> dict[str, tuple[s
     return found
 
 
-def _compare(rank: int, pairs: _Pairs, sampled: Sequence[str]) -> None:
-    """Compare a rank with rank 0: warn of what differs, and refuse tensors that have nothing in
-    common, before anything is lost.
+def _compare(rank: int, pairs: _Pairs, sampled: Sequence[str], warns: bool) -> None:
+    """Compare a rank with rank 0: warn of differences, and refuse tensors that have nothing in
+    common, before anything is lost, unless `warns`.
     """
     paths = _differing(pairs.first, pairs.other)
     tensors = _tensors(pairs.first, pairs.other)
     if tensors:
-        _compare_tensors(rank, tensors, pairs, sampled)
+        _compare_tensors(rank, tensors, pairs, sampled, warns)
     # "" is all of it: worth naming only when no part differs.
     values = [path for path in paths if path not in tensors]
     named = list(filter(None, values)) or values
@@ -129,16 +128,11 @@ def _compare(rank: int, pairs: _Pairs, sampled: Sequence[str]) -> None:
 
 
 def _compare_tensors(
-    rank: int, paths: Sequence[str], pairs: _Pairs, sampled: Sequence[str]
+    rank: int, paths: Sequence[str], pairs: _Pairs, sampled: Sequence[str], warns: bool
 ) -> None:
     compared = sorted({*paths} & {*sampled})
-    differences = {path: _difference(pairs, path) for path in compared}
-    unrelated = [
-        path
-        for path, difference in differences.items()
-        if difference.is_unrelated and not _was_compared(path)
-    ]
-    if unrelated:
+    differences = [_difference(pairs, path) for path in compared]
+    if not warns and any(difference.is_unrelated for difference in differences):
         raise InvalidShardingError(
             f"The tensors {summarize_keys(paths)} differ between rank 0 and rank {rank}, and "
             "are neither shards nor part of an object: one rank's would be saved, the others "
@@ -148,7 +142,7 @@ def _compare_tensors(
         "the tensors %s differ between rank 0 and rank %d, by %s; the checkpoint gets rank 0's. %s",
         summarize_keys(paths),
         rank,
-        largest_of(differences.values()),
+        largest_of(differences),
         _WAY_OUT,
     )
 
@@ -166,14 +160,6 @@ def _difference(pairs: _Pairs, path: str) -> Difference:
     if first is None or other is None or first[:2] != other[:2]:
         return Difference(math.inf, math.inf, True)
     return compare_samples(first[0], bytes.fromhex(first[2]), bytes.fromhex(other[2]))
-
-
-def _was_compared(path: str) -> bool:
-    """Tell whether the entry that a path begins with was part of an earlier save."""
-    return any(
-        path.startswith(entry) and path[len(entry) :][:1] in ("", ".", "[")
-        for entry in compared_entries
-    )
 
 
 def _have_tensors(gathered: Iterable[_Hashes], path: str) -> bool:

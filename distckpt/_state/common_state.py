@@ -64,8 +64,7 @@ def storable(key: str, value: Any) -> Any:
     """Return a value of an object without what cannot be stored of it, which a warning names."""
     kept, problems = codec.without_unsupported(value)
     logger.warning(
-        "%s is stored without %d of its values, since this process has saved entries of "
-        "this state dict before and would lose a checkpoint: %s",
+        "%s is stored without %d of its values, which cannot be stored: %s",
         object_text(key),
         len(problems),
         "; ".join(problems),
@@ -76,14 +75,3 @@ def storable(key: str, value: Any) -> Any:
 def digest(common: CommonStateDict) -> int:
     """Return a hash of common state, of 61 bits, for `check_differences`."""
     return checksum(codec.encode(common)) >> 3
-
-
-compared_entries: set[str] = set()
-"""Paths of the entries of common state that this process, as coordinator, has compared in the saves
-that it has planned.
-"""
-
-
-def note_compared(common: CommonStateDict) -> None:
-    """Remember, on the coordinator, that a save with these entries has been planned."""
-    compared_entries.update(codec.fingerprints(dict.fromkeys(common, 0)))

@@ -74,7 +74,7 @@ def resume(rank, root):
 
 
 def fail_unnoticed(rank, root):
-    manager = CheckpointManager(root)
+    manager = CheckpointManager(root, unsupported="raise")
     manager.save(1, rows_of(rank, 2, 1)).result(PATIENCE)
     if rank == 0:
         with open(f"{root}/step_00000002", "w") as file:
@@ -162,7 +162,7 @@ def test_all_ranks_pass_over_a_step_that_is_damaged_for_one(tmp_path):
 
 
 def go_on_without_checkpoints(rank, root):
-    manager = CheckpointManager(root, on_failure="log", timeout=20.0)
+    manager = CheckpointManager(root, on_failure="log", unsupported="raise", timeout=20.0)
 
     with open(f"{root}/step_0000000{rank + 1}", "w") as file:
         file.write("in the way")

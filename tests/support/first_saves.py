@@ -7,8 +7,6 @@ from __future__ import annotations
 import sys
 
 _MEMORIES = {
-    "distckpt._operations.save": "_saved_entries",
-    "distckpt._state.common_state": "compared_entries",
     "distckpt._plan.layout": "loaded_plans",
 }
 

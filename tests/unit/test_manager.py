@@ -170,7 +170,8 @@ def test_wait_raises_what_nobody_has_asked_for_once(tmp_path):
 @pytest.mark.parametrize("async_save", [True, False])
 def test_a_job_that_goes_on_without_a_checkpoint(async_save, tmp_path, caplog):
     in_the_way(tmp_path, 1)
-    with CheckpointManager(tmp_path, async_save=async_save, on_failure="log") as manager:
+    settings = {"async_save": async_save, "on_failure": "log", "unsupported": "raise"}
+    with CheckpointManager(tmp_path, **settings) as manager:
         handle = manager.save(1, state_of(1))
         manager.save(2, state_of(2))
         manager.save(3, state_of(3)).result(PATIENCE)

@@ -508,17 +508,28 @@ def with_metrics(value):
     return {"w of this test": whole("w", torch.ones(3)), "metrics": {"loss": 0.5, "plot": value}}
 
 
-def test_a_value_that_cannot_be_stored_is_refused_at_the_first_save_alone(tmp_path, caplog):
-    """Later, the job would lose a checkpoint."""
-    with pytest.raises(UnsupportedObjectError, match=r"\['metrics'\]\['plot'\] of type .*Plot"):
-        distckpt.save(with_metrics(Plot()), tmp_path / "0")
-    distckpt.save(with_metrics(None), tmp_path / "1")
+def test_a_value_that_cannot_be_stored_is_refused_by_any_save(tmp_path, caplog):
+    refused = pytest.raises(UnsupportedObjectError, match=r"\['metrics'\]\['plot'\] of type .*Plot")
+    for number in range(2):
+        with refused:
+            distckpt.save(with_metrics(Plot()), tmp_path / "new")
+        distckpt.save(with_metrics(None), tmp_path / str(number))
+    with refused:
+        distckpt.async_save(with_metrics(Plot()), tmp_path / "2")
+    with refused:
+        distckpt.dcp.save(with_metrics(Plot()), checkpoint_id=tmp_path / "2")
     assert caplog.messages == []
-    distckpt.save(with_metrics([Plot(), 1.5]), tmp_path / "2")
+    assert sorted(os.listdir(tmp_path)) == ["0", "1"]
+
+
+def test_a_value_that_cannot_be_stored_is_left_out_with_a_warning(tmp_path, caplog):
+    with pytest.raises(ValueError, match="unsupported must be 'raise', 'warn' or None"):
+        distckpt.save({}, tmp_path / "1", unsupported="ignore")
+    distckpt.save(with_metrics([Plot(), 1.5]), tmp_path / "2", unsupported="warn")
     (warning,) = caplog.messages
     assert "Common state is stored without 1 of its values" in warning
     assert "'metrics.plot.0': Cannot store the object of type" in warning
-    assert sorted(os.listdir(tmp_path)) == ["1", "2"]
+    assert os.listdir(tmp_path) == ["2"]
 
     assert torch.equal(distckpt.open(tmp_path / "2").read_tensors()["w"], torch.ones(3))
     loaded = distckpt.load({"w of this test": whole("w", torch.zeros(3))}, tmp_path / "2")
@@ -529,21 +540,31 @@ def test_a_value_that_cannot_be_stored_is_refused_at_the_first_save_alone(tmp_pa
         distckpt.load({"metrics": {"plot": [0, 0]}}, tmp_path / "2")
 
 
-def test_an_entry_that_is_new_costs_no_later_checkpoint(tmp_path, caplog):
+@pytest.mark.parametrize("async_save", [False, True])
+def test_an_entry_that_is_new_costs_a_run_no_checkpoint(async_save, tmp_path, caplog):
     """A program adds entries while it runs, such as an average or the best metric."""
     state = {"w of this test": whole("w", torch.ones(3)), "step": 1}
-    distckpt.save(state, tmp_path / "1")
-    distckpt.save(state | {"step": 2, "plot": Plot()}, tmp_path / "2")
-    (warning,) = caplog.messages
-    assert "'plot': Cannot store the object of type" in warning
-    loaded = distckpt.load({"w of this test": whole("w", torch.zeros(3))}, tmp_path / "2")
-    assert (loaded["step"], loaded["w of this test"].tolist()) == (2, [1, 1, 1])
+    with_plot = state | {"step": 2, "plot": Plot()}
+    with distckpt.CheckpointManager(tmp_path, async_save=async_save) as manager:
+        for _ in range(2):
+            with pytest.raises(UnsupportedObjectError, match="plot"):
+                manager.save(1, with_plot)
+        manager.save(1, state)
+        manager.save(2, with_plot)
+        manager.wait()
+        (warning,) = caplog.messages
+        assert "'plot': Cannot store the object of type" in warning
+        loaded = manager.load({"w of this test": whole("w", torch.zeros(3))})
+        assert (loaded["step"], loaded["w of this test"].tolist()) == (2, [1, 1, 1])
+    with distckpt.CheckpointManager(tmp_path, unsupported="raise") as manager:
+        manager.save(3, state)
+        with pytest.raises(UnsupportedObjectError, match="plot"):
+            manager.save(4, with_plot)
 
 
 @pytest.mark.parametrize("key", [Plot(), (1, Plot())])
 def test_a_dict_with_a_key_that_cannot_be_stored_is_left_out(key, tmp_path, caplog):
-    distckpt.save(with_metrics({"a": 1}), tmp_path / "1")
-    distckpt.save(with_metrics({key: 1}), tmp_path / "2")
+    distckpt.save(with_metrics({key: 1}), tmp_path / "2", unsupported="warn")
     (warning,) = caplog.messages
     assert "'metrics.plot': Cannot store <key>" in warning
     loaded = distckpt.load({"w of this test": whole("w", torch.zeros(3))}, tmp_path / "2")
@@ -552,10 +573,10 @@ def test_a_dict_with_a_key_that_cannot_be_stored_is_left_out(key, tmp_path, capl
 
 
 def test_an_object_of_which_a_part_cannot_be_stored(tmp_path, caplog):
-    cell = ShardedObject("cell", {"a": 1}, (1,), (0,))
-    distckpt.save({"object of this test": cell}, tmp_path / "1")
-    cell.data = {"a": 2, "b": Plot()}
-    distckpt.save({"object of this test": cell}, tmp_path / "2")
+    cell = ShardedObject("cell", {"a": 2, "b": Plot()}, (1,), (0,))
+    with pytest.raises(UnsupportedObjectError, match="The object 'cell' cannot be saved"):
+        distckpt.save({"object of this test": cell}, tmp_path / "1")
+    distckpt.save({"object of this test": cell}, tmp_path / "2", unsupported="warn")
     (warning,) = caplog.messages
     assert "The object 'cell' is stored without 1 of its values" in warning
     request = {"object of this test": ShardedObject("cell", None, (1,), (0,))}
