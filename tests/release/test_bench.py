@@ -4,6 +4,7 @@ compare.
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import json
 import os
@@ -21,6 +22,7 @@ import psutil
 import pytest
 import torch
 
+from distckpt._cli import bench
 from distckpt._ranks import processes
 from tests.support.cli_command import call, call_error
 from tests.support.programs import Program, fork_spawned
@@ -51,15 +53,28 @@ def fork(monkeypatch):
     fork_spawned(monkeypatch, processes)
 
 
-def start_and_wait_for_ranks(folder):
-    """Start a benchmark that would take for ever, of one tensor per rank; return it when its ranks
-    have begun.
-    """
+@pytest.fixture(autouse=True)
+def enough_memory(monkeypatch):
+    """A machine with 64 GB to spare: other programs may leave less."""
+    monkeypatch.setattr(bench, "estimate_available_memory", lambda: 64 * 10**9)
+
+
+BENCH = """
+from distckpt import __main__
+from distckpt._cli import bench
+bench.estimate_available_memory = lambda: 64 * 10**9
+raise SystemExit(__main__.main())
+"""
+
+
+@contextlib.contextmanager
+def benchmark_with_ranks(folder):
+    """A benchmark that would take for ever, of one tensor per rank, whose ranks have begun."""
     arguments = ["bench", str(folder), "--gb", "0.001", "--runs", "1000000"]
-    program = Program(["-m", "distckpt", *arguments], {**os.environ, **ENVIRONMENT})
-    while not program.stderr.readline().startswith("round 1 of"):
-        assert program.returncode is None
-    return program
+    with Program(["-c", BENCH, *arguments], {**os.environ, **ENVIRONMENT}) as program:
+        lines = iter(program.stderr.readline, "")
+        assert any(line.startswith("round 1 of") for line in lines)
+        yield program
 
 
 @pytest.fixture
@@ -150,12 +165,12 @@ def test_a_rank_that_fails_ends_the_benchmark_with_one_line(fork, server, place,
     ],
 )
 def test_an_interrupted_benchmark_leaves_nothing(tmp_path, number, code):
-    process = start_and_wait_for_ranks(tmp_path)
-    children = psutil.Process(process.pid).children(recursive=True)
-    assert sum("spawn_main" in " ".join(child.cmdline()) for child in children) == 2
-    process.send_signal(number)
-    process.communicate()
-    assert process.returncode == code
+    with benchmark_with_ranks(tmp_path) as process:
+        children = psutil.Process(process.pid).children(recursive=True)
+        assert sum("spawn_main" in " ".join(child.cmdline()) for child in children) == 2
+        process.send_signal(number)
+        process.communicate()
+        assert process.returncode == code
     assert psutil.wait_procs(children, timeout=600)[1] == []
     # Who is killed cannot put away.
     assert number == signal.SIGKILL or list(tmp_path.iterdir()) == []
@@ -163,11 +178,11 @@ def test_an_interrupted_benchmark_leaves_nothing(tmp_path, number, code):
 
 @pytest.mark.slow
 def test_an_interrupted_benchmark_leaves_nothing_on_a_store(server, place):
-    process = start_and_wait_for_ranks(place)
-    assert len(keys_in(server, place)) > 1
-    process.send_signal(signal.SIGINT)
-    process.communicate()
-    assert process.returncode == 130
+    with benchmark_with_ranks(place) as process:
+        assert len(keys_in(server, place)) > 1
+        process.send_signal(signal.SIGINT)
+        process.communicate()
+        assert process.returncode == 130
 
 
 @pytest.mark.parametrize(

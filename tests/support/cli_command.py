@@ -79,16 +79,16 @@ def shown_on_terminal(line, environment, stream):
     terminal shows.
     """
     master, terminal = pty.openpty()
-    program = Program(line, environment, **{stream: terminal})
-    os.close(terminal)
-    shown = b""
-    try:
-        while part := os.read(master, 65536):
-            shown += part
-    except OSError:
-        pass  # how Linux reports that the other end of a terminal is closed
-    os.close(master)
-    printed = program.communicate()
+    with Program(line, environment, **{stream: terminal}) as program:
+        os.close(terminal)
+        shown = b""
+        try:
+            while part := os.read(master, 65536):
+                shown += part
+        except OSError:
+            pass  # how Linux reports that the other end of a terminal is closed
+        os.close(master)
+        printed = program.communicate()
     assert (program.returncode, printed[1]) == (0, "")
     return shown
 

@@ -32,6 +32,8 @@ PATIENCE = 200.0
 class Program:
     """A running program; what it prints comes through the files `stdout` and `stderr`.
 
+    At the end of a `with` block it is killed, and its files are closed.
+
     Args:
         arguments: those of `python`: `-c CODE`, `-m MODULE` or a file, with `-W error` before it or
             not.
@@ -59,6 +61,14 @@ class Program:
         for end in ends.values():
             end.close()
         self.pid: int = self._process.pid  # type: ignore[assignment]
+        self._is_read = False
+
+    def __enter__(self) -> Program:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._process.kill()
+        self.communicate()
 
     @property
     def returncode(self) -> int | None:
@@ -72,7 +82,10 @@ class Program:
         os.kill(self.pid, number)
 
     def communicate(self) -> tuple[str, str]:
-        """Wait for the end; return what was printed and not read yet."""
+        """Wait for the end; return the rest of the output, in the first call."""
+        if self._is_read:
+            return "", ""
+        self._is_read = True
         with ThreadPoolExecutor() as pool:
             reads = [
                 pool.submit(file.read) if file else None for file in (self.stdout, self.stderr)

@@ -113,11 +113,11 @@ def test_an_interrupted_export_leaves_nothing(checkpoint, tmp_path, number, code
         words, environment = command(
             "export", checkpoint, tmp_path / "out", "--extra-files-from", tmp_path / "extra"
         )
-        process = Program(words, environment)
-        assert is_opened.wait(200)
-        assert any(".tmp-" in path.name for path in tmp_path.iterdir())
-        process.send_signal(number)
-        errors = process.communicate()[1]
+        with Program(words, environment) as process:
+            assert is_opened.wait(200)
+            assert any(".tmp-" in path.name for path in tmp_path.iterdir())
+            process.send_signal(number)
+            errors = process.communicate()[1]
     signal.signal(signal.SIGUSR2, previous)
     assert process.returncode == code
     assert f"error: {line}\n" in errors

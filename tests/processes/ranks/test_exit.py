@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
-import signal
 
 import pytest
 
@@ -31,12 +31,16 @@ distckpt.async_save(state, "checkpoint", progress=progress, exit_timeout=0)
 """
 
 
-def start_ranks(script, folder):
+@contextlib.contextmanager
+def two_ranks(script, folder):
+    """Two running ranks, which do not outlive the block."""
     environment = {**os.environ, "MEETING": str(folder / "meeting"), "GLOO_SOCKET_IFNAME": "lo"}
-    return [
-        Program(["-c", MEET + script], {**environment, "RANK": str(rank)}, folder)
-        for rank in range(2)
-    ]
+    words = ["-c", MEET + script]
+    with (
+        Program(words, {**environment, "RANK": "0"}, folder) as first,
+        Program(words, {**environment, "RANK": "1"}, folder) as second,
+    ):
+        yield first, second
 
 
 @pytest.mark.parametrize("rounds", [2, pytest.param(40, marks=pytest.mark.slow)])
@@ -47,17 +51,15 @@ def test_a_process_may_end_right_after_a_load(rounds, tmp_path):
     for number in range(rounds):
         folder = tmp_path / str(number)
         folder.mkdir()
-        ranks = start_ranks(LOAD_AND_END, folder)
-        errors = [rank.communicate()[1] for rank in ranks]
+        with two_ranks(LOAD_AND_END, folder) as ranks:
+            errors = [rank.communicate()[1] for rank in ranks]
         assert [rank.returncode for rank in ranks] == [0, 0], errors
 
 
 def test_a_process_may_end_while_it_waits_in_the_background(tmp_path):
     """A thread that wakes up in torch's code while the process ends would abort it."""
-    ending, waiting = start_ranks(END_ALONE, tmp_path)
-    _, errors = ending.communicate()
-    assert waiting.returncode is None
-    waiting.send_signal(signal.SIGKILL)
-    waiting.communicate()
+    with two_ranks(END_ALONE, tmp_path) as (ending, waiting):
+        _, errors = ending.communicate()
+        assert waiting.returncode is None
     assert ending.returncode == 0, errors
     assert "is abandoned, nothing of it is committed" in errors
