@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -17,7 +18,7 @@ from distckpt._mapping.wrappers import ShardedStateDict, StateDict
 from distckpt._models import objects
 from distckpt._models.whole import Coverage, coverage_of, refuse_left_out
 from distckpt._operations.shard_source import ShardSource
-from distckpt._plan.translate import stored_names
+from distckpt._plan.translate import match_flags, stored_names
 from distckpt._ranks.collectives import Ranks
 from distckpt._rules.rule import Rule
 from distckpt._rules.rules import Assemble, check_rules
@@ -32,6 +33,8 @@ from distckpt._state.shards import (
 from distckpt._state.stored_form import StoredEntry, may_be_complex
 from distckpt._state.strictness import StrictHandling, handle_mismatch
 from distckpt._state.validation import validate_part, validate_shards
+
+logger = logging.getLogger(__name__)
 
 _MODES_WITH_RULES = (StrictHandling.ASSUME_OK_UNEXPECTED, StrictHandling.RAISE_UNEXPECTED)
 _MODES_OF_ALL = (*_MODES_WITH_RULES, StrictHandling.RAISE_ALL)
@@ -256,8 +259,11 @@ def check_targets(
             _validate(table, messages, whole=bool(validates))
         is_lenient = request.mode is StrictHandling.ASSUME_OK_UNEXPECTED
         compared = targets.stored if is_lenient else ()
+        flags = match_flags(request.rules, targets.shapes) if request.rules else b""
         coverage = _coverage(targets, requested, compared, names_of_module(source.marker))
         vote.number = len(coverage.of_modules | coverage.of_optimizers | coverage.unclaimed)
+    if request.rules:
+        _warn_of_unmatched(request.rules, ranks.gather(flags))
     differences = Differences()
     compares = StrictHandling.requires_explicit_ckpt_mismatch_check(request.mode)
     if compares and not targets.rules:
@@ -266,6 +272,17 @@ def check_targets(
         left_out = refuse_left_out(ranks, coverage, targets.entries, location, source.is_live)
         return replace(differences, left_out=left_out)
     return differences
+
+
+def _warn_of_unmatched(rules: Sequence[Rule], flags: Sequence[bytes]) -> None:
+    """Name rules without a tensor on any rank, on the coordinator: others get no `flags`."""
+    for rule, *matched in zip(rules, *flags, strict=False) if flags else ():
+        if not any(matched) and not rule.optional:
+            logger.warning(
+                "%s matches no tensor that is requested: nothing is loaded through it. Correct the "
+                "pattern, or set optional=True.",
+                rule,
+            )
 
 
 def _messages_of_all(ranks: Ranks, table: ShardTable | None) -> Sequence[list[bytes]]:

@@ -19,7 +19,7 @@ from distckpt._rules.mapped import (
     target_view,
 )
 from distckpt._rules.rule import Rule
-from distckpt._rules.rules import Tie, apply_rules
+from distckpt._rules.rules import Tie, apply_rules, matched_rules
 
 
 def _of_other_ranks(
@@ -48,9 +48,18 @@ def stored_names(rules: Sequence[Rule], shapes: Mapping[str, tuple[int, ...]]) -
     """Return the keys of a checkpoint that are read for tensors of the model; not all rules need
     match.
     """
-    ties = _ties(rules)
-    infos = {ties.get(key, key): TensorSpec(shape, "F32") for key, shape in shapes.items()}
+    infos = _infos(rules, shapes)
     return set(apply_rules([replace(rule, optional=True, count=None) for rule in rules], infos))
+
+
+def match_flags(rules: Sequence[Rule], shapes: Mapping[str, tuple[int, ...]]) -> bytes:
+    """One byte for each rule: whether it matches a tensor of the model on this rank."""
+    return bytes(matched_rules(rules, _infos(rules, shapes)))
+
+
+def _infos(rules: Sequence[Rule], shapes: Mapping[str, tuple[int, ...]]) -> dict[str, TensorSpec]:
+    ties = _ties(rules)
+    return {ties.get(key, key): TensorSpec(shape, "F32") for key, shape in shapes.items()}
 
 
 class Translated(NamedTuple):

@@ -308,6 +308,18 @@ def apply_rules(
     return current
 
 
+def matched_rules(rules: Iterable[Rule], tensors: Mapping[str, TensorSpec]) -> list[bool]:
+    """Whether each rule, applied in order, matches some tensor."""
+    current = {key: identity(key, info) for key, info in tensors.items()}
+    origins: dict[str, tuple[Rule, Step]] = {}
+    matched = []
+    for rule in rules:
+        lenient = replace(rule, optional=True, count=None)
+        matched.append(next(iter(lenient.steps(current)), None) is not None)
+        _apply(lenient, current, origins)
+    return matched
+
+
 def _apply(
     rule: Rule, tensors: dict[str, MappedTensor], origins: dict[str, tuple[Rule, Step]]
 ) -> None:

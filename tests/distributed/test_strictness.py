@@ -15,7 +15,8 @@ from distckpt import (
     ShardedObject,
     ShardedTensor,
 )
-from tests.support.harness import error_of, launched, sum_over_ranks
+from distckpt.rules import Rename
+from tests.support.harness import error_of, launched, run, sum_over_ranks
 
 
 def whole(key, rank, value=0.0):
@@ -233,3 +234,28 @@ def test_a_checkpoint_that_is_not_there(run, tmp_path):
         assert isinstance(error, distckpt.CheckpointNotFoundError)
         assert str(tmp_path / "absent") in str(error)
         assert total == 3
+
+
+def load_through_rules(rank, path):
+    """Each rank asks for another tensor, as the stages of a pipeline do."""
+    name = ["first", "second"][rank]
+    rules = [
+        Rename("first", "a"),
+        Rename("second", "b"),
+        Rename("third.*", "layers.{0}.w"),
+        Rename("fourth", "layers.1.w", optional=True),
+    ]
+    state = {name: whole(name, 0)}
+    distckpt.load(state, path, rules=rules)
+    return state[name].data.tolist()
+
+
+def test_a_rule_without_a_tensor_on_any_rank_is_named(tmp_path):
+    path = str(tmp_path / "checkpoint")
+    run(save_keys, 3, path)
+    with launched(load_through_rules, 2, path) as launch:
+        first, second = launch.outcomes()
+    assert (first.value, second.value) == ([7.0] * 4, [7.0] * 4)
+    (warning,) = first.warnings_logged
+    assert "Rename(pattern='third.*', to='layers.{0}.w') matches no tensor" in warning
+    assert second.warnings_logged == []
