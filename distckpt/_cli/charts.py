@@ -156,14 +156,22 @@ def line_chart(points: Sequence[Point], ends: tuple[float, float], height: int =
         "</circle>"
         for (x, y), point in zip(places, points, strict=True)
     )
-    limits = dict.fromkeys((max(ys), min(ys)))
-    labels = [_label(at_y(limit) + 4, f"{limit:.4g}") for limit in limits]
-    below = [
-        _text(0, height - 4, f"{ends[0]:g}", "start"),
-        _text(100, height - 4, f"{ends[1]:g}", "end"),
-    ]
+    limits = dict(zip(_apart(max(ys), min(ys)), (max(ys), min(ys)), strict=True))
+    labels = [_label(at_y(limit) + 4, text) for text, limit in limits.items()]
+    first, last = _apart(*ends)
+    below = [_text(0, height - 4, first, "start"), _text(100, height - 4, last, "end")]
     axis = f'<line class="axis" x1="0" y1="{bottom}" x2="100%" y2="{bottom}"/>'
     return _chart(height, labels, [axis, _curve(places, height), dots, *below])
+
+
+def _apart(first: float, second: float) -> tuple[str, str]:
+    """Two numbers with as many digits as it takes to tell them apart; integers have all."""
+    if isinstance(first, int) and isinstance(second, int):
+        return str(first), str(second)
+    digits = 4
+    while first != second and f"{first:.{digits}g}" == f"{second:.{digits}g}":
+        digits += 1
+    return f"{first:.{digits}g}", f"{second:.{digits}g}"
 
 
 def _curve(places: Sequence[tuple[float, float]], height: float) -> str:

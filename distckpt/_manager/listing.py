@@ -174,7 +174,7 @@ def _look(location: str, step: int | None) -> _Files | None:
         marker = read_marker(location)
         manifest = open_checkpoint(Ranks.alone(), location).manifest
     except (CheckpointingException, OSError) as error:
-        is_ours = marker is not None or step is not None
+        is_ours = marker is not None or (step is not None and not steps.is_file(location))
         if not is_ours and not isinstance(error, CorruptCheckpointError):
             return None
         return _Files(marker, 0, f"{type(error).__name__}: {error}")

@@ -207,6 +207,11 @@ def problem_at(location: str, step: int | None) -> str | None:
     return f"{problems[0].file}: {problems[0].message}{more}"
 
 
+def is_file(location: str) -> bool:
+    """Whether a plain file of the disk has the name of a step."""
+    return locations.is_local(location) and locations.isfile(location)
+
+
 def _why_unfinished(location: str) -> str:
     aside = posix.left_aside(location)
     if aside is not None:
@@ -216,6 +221,8 @@ def _why_unfinished(location: str) -> str:
         )
     if not locations.exists(location):
         return REMOVED
+    if is_file(location):
+        return "it is a file, and a checkpoint is a directory"
     if locations.is_local(location):
         return f"there is no {CONFIG_FNAME}: the save was not finished"
     return f"there is no {CONFIG_FNAME}: the save was not finished, or another program removes it"

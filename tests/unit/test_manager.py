@@ -327,7 +327,7 @@ BREAKAGES = {
     changed_manifest: "manifest",
     no_tensors: "missing",
     empty_directory: "no metadata.json",
-    a_file: "no metadata.json",
+    a_file: "it is a file",
     a_dangling_link: "no metadata.json",
     another_step: "says that this is step 1",
 }

@@ -210,3 +210,24 @@ def test_steps_without_saved_statistics_are_read(tmp_path, capsys):
     found = sorted(text for text in titles_of(page) if "norm" in text and "step 3" in text)
     assert len(found) == 2 * len(dict.fromkeys(text.split(",")[0] for text in found))
     assert all(text.endswith("change of the norm 0.5") for text in found)
+
+
+def test_axes_have_all_digits(tmp_path, capsys):
+    root, page = tmp_path / "run", tmp_path / "run.html"
+    with CheckpointManager(root, async_save=False) as manager:
+        for step, loss in ((1234567, 2.000012), (1300000, 2.000011)):
+            manager.save(step, {"w": 1}, metrics={"loss": loss, "lr": 0.5})
+    call(capsys, "ls", root, "--html", page)
+    texts = re.findall(r"<text[^>]*>([^<]*)", page.read_text())
+    assert texts[:4] == ["2.000012", "2.000011", "1234567", "1300000"]
+    assert texts[4:7] == ["0.5", "1234567", "1300000"]
+
+
+def test_a_plain_file_with_the_name_of_a_step_is_no_checkpoint(tmp_path, capsys):
+    with CheckpointManager(tmp_path, async_save=False) as manager:
+        manager.save(1, {"w": 1})
+        (tmp_path / "step_00000002").write_text("notes")
+        assert manager.load({})["w"] == 1
+        assert manager.skipped == {2: "it is a file, and a checkpoint is a directory"}
+    assert [info.name for info in distckpt.list_checkpoints(tmp_path)] == ["step_00000001"]
+    assert "step_00000002" not in call(capsys, "ls", tmp_path)
