@@ -1,7 +1,11 @@
-"""Reports of saves and loads: how many bytes moved, and how long each phase took."""
+"""Reports of saves and loads: how many bytes moved, and how long each phase took; and lines of JSON
+with a checksum, for all that is noted outside of checkpoints and read again.
+"""
 
 from __future__ import annotations
 
+import hashlib
+import json
 import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -101,3 +105,43 @@ def publish(
         on_report(report)
     except Exception:
         logger.exception("%s, and on_report failed", report)
+
+
+# --- Lines with a checksum ------------------------------------------------------------------------
+
+_CHECKSUM = "checksum"
+
+
+def sealed(fields: Mapping[str, Any]) -> str:
+    """Encode fields as a line of JSON, the last field a checksum of the others."""
+    return json.dumps({**fields, _CHECKSUM: _digest(fields)})
+
+
+def unsealed(line: str | bytes, form: Mapping[str, type]) -> dict[str, Any]:
+    """Decode a line that `sealed` made.
+
+    Args:
+        line: may be written with other spaces.
+        form: names and types of fields that it must have.
+
+    Raises:
+        ValueError: it is something else, was damaged or edited.
+    """
+    try:
+        fields = json.loads(line)
+        if not isinstance(fields, dict):
+            raise ValueError("it is no JSON object")
+        digest = fields.pop(_CHECKSUM, None)
+        if digest != _digest(fields):
+            raise ValueError("the content does not match the checksum in it")
+    except RecursionError as error:
+        raise ValueError("it is nested too deep") from error
+    wrong = [name for name, kind in form.items() if not isinstance(fields.get(name), kind)]
+    if wrong:
+        raise ValueError(f"the field {wrong[0]!r} is missing, or of another type")
+    return fields
+
+
+def _digest(fields: Mapping[str, Any]) -> str:
+    # Of the values, not of the text: other programs write the same values with other spaces.
+    return hashlib.blake2b(json.dumps(fields).encode(), digest_size=8).hexdigest()

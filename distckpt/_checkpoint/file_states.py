@@ -72,9 +72,9 @@ def _states_within(location: str, names: tuple[str, ...]) -> dict[str, FileState
         inside = {path: found[path] for path in found if locations.split(path)[0] == location}
         return {path: inside[path] for path in _describing(inside, names)}
     if not locations.isdir(location):
-        return _states_of([location], {})
+        return states_of([location], {})
     paths = [locations.join(location, name) for name in locations.list_names(location)]
-    return _states_of(_describing(paths, names), {})
+    return states_of(_describing(paths, names), {})
 
 
 def _describing(paths: Iterable[str], names: tuple[str, ...]) -> list[str]:
@@ -91,14 +91,14 @@ def states_of_files(
     """
     stored = StoredCheckpoint(location, manifest)
     paths = [stored.path_of_file(file_id) for file_id in range(len(manifest.files))]
-    return _states_of(paths, known)
+    return states_of(paths, known)
 
 
 def changed_file(location: str, states: Mapping[str, FileState]) -> str | None:
     """Return one of the files at a location that is not as it was, None if all are."""
     if not states:
         return None
-    now = _states_of(list(states), locations.listed_states(location))
+    now = states_of(list(states), locations.listed_states(location))
     for path, before in states.items():
         if has_changed(before, now.get(path), partial(_state_of, path)):
             return path
@@ -106,10 +106,13 @@ def changed_file(location: str, states: Mapping[str, FileState]) -> str | None:
 
 
 def _state_of(path: str) -> FileState | None:
-    return _states_of([path], {}).get(path)
+    return states_of([path], {}).get(path)
 
 
-def _states_of(paths: list[str], known: Mapping[str, FileState]) -> dict[str, FileState]:
+def states_of(paths: list[str], known: Mapping[str, FileState]) -> dict[str, FileState]:
+    """Return the states of files by location, as far as they are known; looks at the others. One
+    that is missing is left out.
+    """
     states = {path: known[path] for path in paths if path in known}
 
     def look(path: str) -> None:

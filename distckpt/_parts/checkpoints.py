@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
@@ -209,8 +210,15 @@ class _ReshardWork(Work):
         marker, written = self._write_manifest(output, results)
         output.commit(marker, written)
 
-    def proof(self, directory: str) -> Any:
-        return proof_of(directory, CONFIG_FNAME)
+    def proof(self, attempt: Attempt, directory: str) -> Any:
+        suffix = self._output(attempt).folder_suffix
+        names = [*self.files(attempt), MANIFEST_NAME, f"manifest{suffix}.safetensors"]
+        # Checksums, and parts of the manifest, are in files that only the end has named.
+        folder = in_folder("objects/", suffix).rstrip("/")
+        with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+            inside = locations.list_names(locations.join(directory, folder))
+            names += [f"{folder}/{name}" for name in inside]
+        return proof_of(directory, CONFIG_FNAME, names)
 
     def report(self, results: Sequence[Any], seconds: float) -> ReshardReport:
         overflows = add_up(result["overflows"] for result in results)

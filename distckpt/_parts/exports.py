@@ -13,6 +13,7 @@ import numpy as np
 
 from distckpt._base.options import ExportOptions
 from distckpt._checkpoint.consistent_read import reading
+from distckpt._checkpoint.file_states import states_of
 from distckpt._commit import posix
 from distckpt._commit.output import Output, OutputSettings, continued_output
 from distckpt._format.hf_names import INDEX_NAME, SINGLE_NAME, belongs_to_export
@@ -183,9 +184,10 @@ class _ExportWork(Work):
     def commit(self, attempt: Attempt, results: Sequence[Any]) -> None:
         self._output(attempt).commit_beside_others(belongs_to_export)
 
-    def proof(self, directory: str) -> Any:
+    def proof(self, attempt: Attempt, directory: str) -> Any:
         is_single = [*self._files] == [SINGLE_NAME]
-        return proof_of(directory, SINGLE_NAME if is_single else INDEX_NAME)
+        last = SINGLE_NAME if is_single else INDEX_NAME
+        return proof_of(directory, last, self.files(attempt))
 
     def report(self, results: Sequence[Any], seconds: float) -> ExportReport:
         return report_of_export(self._plan, add_up(results), seconds)
@@ -208,10 +210,14 @@ def add_up(counts: Iterable[Mapping[str, int]]) -> dict[str, int]:
     return dict(total)
 
 
-def proof_of(directory: str, name: str) -> Any:
-    """Return what tells a file in a directory from others of its name; None if it is not there."""
-    path = locations.join(directory, name)
-    try:
-        return [name, *locations.file_state(path)[:2]]
-    except FileNotFoundError:
+def proof_of(directory: str, marker: str, names: Iterable[str]) -> Any:
+    """Return what tells a complete output in a directory from any other: the time of its last file,
+    and the sizes of all that are there; None without its last file.
+    """
+    paths = {locations.join(directory, *name.split("/")): name for name in [*names, marker]}
+    states = states_of(list(paths), locations.listed_states(directory))
+    last = states.get(locations.join(directory, marker))
+    if last is None:
         return None
+    sizes = sorted((paths[path], state.num_bytes) for path, state in states.items())
+    return {"modified": last.modified, "sizes": sizes}

@@ -18,7 +18,7 @@ from distckpt._io.extra_files import ExtraFiles
 from distckpt._plan.export import OutputTensor
 from distckpt._storage import locations
 
-_VERSION = 1
+_VERSION = 2
 """Of the division into pieces and of what journals hold; processes of another one do not go on with
 them.
 """

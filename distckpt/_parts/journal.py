@@ -4,13 +4,13 @@ whole.
     .NAME.parts-NONCE/header.json           what is done, from what, with which options
     .NAME.parts-NONCE/piece-000012.json     the result of a piece whose bytes are on disk
     .NAME.parts-NONCE/part-NONCE.json       a process that is at work
-    .NAME.parts-NONCE/done-HASH.json        what tells the output, once it is complete
+    .NAME.parts-NONCE/done-HASH.json        files of the output, once it is complete, and their hash
     .NAME.parts-NONCE/lock                  locked by who completes the work, on local disks
     .NAME.parts-NONCE/.NAME.tmp-NONCE/      the output until then, on local disks
 
 The nonce is a hash of everything that the result depends on, so all processes that do the same find
-the same journal. Every file of it is written in one step, and none is ever changed but the notes of
-processes.
+the same journal. Every file of it is written in one step, has a checksum, and is never changed,
+but for the notes of processes.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
+import logging
 import os
 import re
 import secrets
@@ -26,16 +27,31 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from distckpt._base.errors import CheckpointingException
+from distckpt._base.errors import CorruptCheckpointError
+from distckpt._base.reports import sealed, unsealed
 from distckpt._base.threads import NUM_REQUESTS, run_threads
 from distckpt._commit import hidden_directories
 from distckpt._parts.work import Attempt, Part, Piece, Work
 from distckpt._storage import locations
 
+logger = logging.getLogger(__name__)
+
 HEADER, LOCK = "header.json", "lock"
 _DONE = re.compile(r"done-[0-9a-f]{16}\.json")
 _RECORD = re.compile(r"piece-(\d{6,})\.json")
 _NOTE = re.compile(r"part-[0-9a-f]{16}\.json")
+_HEADER_FORM = {"verb": str, "sources": list, "facts": dict, "pieces": list, "files": list}
+_RECORD_FORM = {"result": object, "seconds": float}
+_DONE_FORM = {"proof": object}
+_NOTE_FORM = {
+    "part": str,
+    "host": str,
+    "pid": int,
+    "piece": str,
+    "number": int,
+    "piece_bytes": int,
+    "num_bytes": int,
+}
 _SECONDS_BETWEEN = 5.0
 """A process at work says so this often."""
 SECONDS_SILENT = 60.0
@@ -95,26 +111,45 @@ class Journal:
     def _path(self, name: str) -> str:
         return locations.join(self.location, name)
 
-    def _read(self, name: str) -> Any:
-        """Return the content of a file, None where there is none."""
+    def _read(self, name: str, form: Mapping[str, type]) -> dict[str, Any] | None:
+        """Return the content of a file, None where there is none.
+
+        Raises:
+            CorruptCheckpointError: it is damaged.
+        """
+        path = self._path(name)
         try:
-            return json.loads(locations.read_bytes(self._path(name), _MAX_BYTES))
+            return unsealed(locations.read_bytes(path, _MAX_BYTES), form)
         except (FileNotFoundError, NotADirectoryError):
             return None
         except ValueError as error:
-            raise CheckpointingException(
-                f"{self._path(name)!r} is damaged ({error}): remove it, and run the parts again."
+            raise CorruptCheckpointError(
+                f"{path!r} is damaged ({error}). Run the parts again, which write it anew, or "
+                "remove the journal: --abandon, or distckpt.tasks.abandon."
             ) from error
 
-    def _write(self, name: str, content: Any) -> None:
-        locations.write_bytes(self._path(name), json.dumps(content).encode())
+    def _read_if_whole(self, name: str, form: Mapping[str, type]) -> dict[str, Any] | None:
+        """Return the content of a file; None where there is none, and with a warning where it is
+        damaged.
+        """
+        try:
+            return self._read(name, form)
+        except CorruptCheckpointError as error:
+            logger.warning("%s", error)
+            return None
+
+    def _write(self, name: str, content: Mapping[str, Any]) -> None:
+        locations.write_bytes(self._path(name), sealed(content).encode())
 
     # --- What is done
 
     def header(self) -> dict[str, Any] | None:
         """Return what the journal is of; None where there is none."""
-        header: dict[str, Any] | None = self._read(HEADER)
-        return header
+        return self._read(HEADER, _HEADER_FORM)
+
+    def is_begun(self) -> bool:
+        """Tell whether there is a journal; a damaged header is made anew."""
+        return self._read_if_whole(HEADER, _HEADER_FORM) is not None
 
     def begin(self, work: Work) -> None:
         """Make the journal."""
@@ -135,7 +170,7 @@ class Journal:
 
     def has_record(self, number: int) -> bool:
         """Tell whether a piece is whole."""
-        return self._read(_record_name(number)) is not None
+        return self._read_if_whole(_record_name(number), _RECORD_FORM) is not None
 
     def _names(self) -> list[str]:
         try:
@@ -150,40 +185,63 @@ class Journal:
     def forget(self, numbers: Iterable[int]) -> None:
         """Note that pieces are not whole any more."""
         for number in numbers:
-            locations.remove_file(self._path(f"piece-{number:06d}.json"))
+            locations.remove_file(self._path(_record_name(number)))
 
-    def results(self, count: int) -> tuple[list[Any], float]:
-        """Return the results of all pieces, and the seconds that they have taken."""
-        records: list[Any] = [None] * count
+    def records(self, count: int) -> tuple[list[dict[str, Any] | None], str]:
+        """Return the records of all pieces, None for those that are missing or damaged, and why the
+        first of these is.
+        """
+        records: list[dict[str, Any] | None] = [None] * count
+        damage: dict[int, str] = {}
 
         def read(number: int) -> None:
-            records[number] = self._read(_record_name(number))
+            try:
+                records[number] = self._read(_record_name(number), _RECORD_FORM)
+            except CorruptCheckpointError as error:
+                damage[number] = str(error)
 
         run_threads(read, range(count), NUM_REQUESTS)
-        if None in records:
-            raise CheckpointingException(
-                f"{self.location!r} lacks the record of piece {records.index(None)}: another "
-                "program removed it, or abandoned this attempt. Remove the journal (--abandon, or "
-                "distckpt.tasks.abandon), and begin again."
-            )
-        seconds = sum(record["seconds"] for record in records)
-        return [record["result"] for record in records], seconds
+        if None not in records:
+            return records, ""
+        first = records.index(None)
+        absence = (
+            f"{self.location!r} lacks the record of piece {first}: another program removed it, or "
+            "abandoned this attempt."
+        )
+        return records, damage.get(first, absence)
 
     def note_done(self, proof: Any) -> None:
         """Note what tells the output that this work makes, if it is there."""
         if proof is not None:
-            digest = hashlib.sha256(json.dumps(proof).encode()).hexdigest()[:16]
-            self._write(f"done-{digest}.json", proof)
+            self._write(_done_name(proof), {"proof": proof})
 
-    def proofs(self) -> list[Any]:
-        """Return what tells the output, if the work came to that: several where processes have
+    def forget_done(self) -> None:
+        """Note that the work is not done any more."""
+        for name in self._done_names():
+            locations.remove_file(self._path(name))
+
+    def _done_names(self) -> list[str]:
+        return [name for name in self._names() if _DONE.fullmatch(name)]
+
+    def is_done(self) -> bool:
+        """Tell whether the work came to its end, if it was not killed just before."""
+        return bool(self._done_names())
+
+    def is_proof(self, proof: Any) -> bool:
+        """Tell whether something tells the output of this work: one of several where processes have
         completed it at the same time, or were killed.
         """
-        return [self._read(name) for name in self._names() if _DONE.fullmatch(name)]
+        # The name is enough, so damage inside of the file costs nothing.
+        return _done_name(proof) in self._done_names()
+
+    def proofs(self) -> list[Any]:
+        """Return what tells the output, as far as it can be read."""
+        found = [self._read_if_whole(name, _DONE_FORM) for name in self._done_names()]
+        return [each["proof"] for each in found if each is not None]
 
     def has_appeared(self) -> bool:
         """Tell whether the output has appeared: it was complete, and is not in the journal."""
-        return any(map(_DONE.fullmatch, self._names())) and not self._outputs()
+        return self.is_done() and not self._outputs()
 
     def remove_output(self) -> None:
         """Remove what a process that was late has begun again, when the output has appeared."""
@@ -210,9 +268,11 @@ class Journal:
         """Return who is at work, or was killed."""
         found = []
         for name in filter(_NOTE.fullmatch, self._names()):
-            note, written = self._read(name), locations.modified_time(self._path(name))
+            note = self._read_if_whole(name, _NOTE_FORM)
+            written = locations.modified_time(self._path(name))
             if note is not None and written is not None:
-                found.append(Worker(**note, seconds=max(0.0, time.time() - written)))
+                fields = {name: note[name] for name in _NOTE_FORM}
+                found.append(Worker(**fields, seconds=max(0.0, time.time() - written)))
         return found
 
 
@@ -250,11 +310,16 @@ class Note:
         }
         # Nobody needs it after a power failure, nor when it cannot be written.
         with contextlib.suppress(OSError):
-            locations.write_bytes(self._path, json.dumps(content).encode(), durable=False)
+            locations.write_bytes(self._path, sealed(content).encode(), durable=False)
 
 
 def _record_name(number: int) -> str:
     return f"piece-{number:06d}.json"
+
+
+def _done_name(proof: Any) -> str:
+    digest = hashlib.sha256(json.dumps(proof).encode()).hexdigest()[:16]
+    return f"done-{digest}.json"
 
 
 def _listed(pieces: Sequence[Piece]) -> list[list[Any]]:

@@ -135,7 +135,7 @@ def _other_owner(location: str) -> int | None:
 
 def _check_is_there(journal: Journal, error: OSError) -> None:
     """Say so when something is missing because all was abandoned while this part was at work."""
-    if isinstance(error, FileNotFoundError) and journal.header() is None:
+    if isinstance(error, FileNotFoundError) and not journal.is_begun():
         text = "the work was abandoned while this part was at it; run the part again"
         raise FileNotFoundError(errno.ENOENT, text, journal.location) from error
 
@@ -158,24 +158,41 @@ def is_complete(work: Work, journal: Journal) -> bool:
     Raises:
         CheckpointingException: it was, and something else is there now, or nothing.
     """
-    proofs = journal.proofs()
-    if not proofs:
+    if not journal.is_done():
         return False
-    if work.proof(work.place) in proofs:
+    proof = work.proof(journal.attempt, work.place)
+    if journal.is_proof(proof):
         return True
-    if work.is_begun(journal.attempt):
+    difference = _difference(journal, proof)
+    # On a local disk it may be about to take the place of an earlier one.
+    is_open = locations.is_local(work.place) or not difference
+    if is_open and work.is_begun(journal.attempt):
         return False
     raise CheckpointingException(
-        f"{work.place!r} was completed in parts, and was removed or replaced since. To do it "
-        f"again, remove the journal {journal.location!r} first (--abandon, or "
+        f"{work.place!r} was completed in parts, and was removed or replaced since{difference}. To "
+        f"do it again, remove the journal {journal.location!r} first (--abandon, or "
         "distckpt.tasks.abandon)."
     )
+
+
+def _difference(journal: Journal, proof: Any) -> str:
+    """Name a file of an output that is missing, or has another size than when it was complete."""
+    if proof is None:
+        return ""
+    now = dict(proof["sizes"])
+    for before in journal.proofs():
+        for name, size in before["sizes"]:
+            if name not in now:
+                return f": {name!r} is missing"
+            if now[name] != size:
+                return f": {name!r} has {now[name]} bytes instead of {size}"
+    return ""
 
 
 def _open(work: Work, journal: Journal) -> None:
     """Begin some work, or go on with it."""
     _check_others(work, journal)
-    is_new = journal.header() is None
+    is_new = not journal.is_begun()
     if is_new:
         work.check()
         journal.begin(work)
@@ -192,9 +209,10 @@ def _open(work: Work, journal: Journal) -> None:
 def _check_others(work: Work, journal: Journal) -> None:
     """Refuse to begin beside other work that is not complete, for the same output."""
     for other in journals_beside(work.place):
-        if other.attempt == journal.attempt or (header := other.header()) is None:
+        if other.attempt == journal.attempt or other.is_done():
             continue
-        if other.proofs():
+        header = other.header()
+        if header is None:
             continue
         raise CheckpointingException(
             f"Other work in parts is not complete for {work.place!r} ({other.location!r}): "
@@ -295,7 +313,7 @@ def _forget_removed(work: Work, journal: Journal, name: str, numbers: Sequence[i
 
 def _finish(work: Work, journal: Journal) -> Any:
     """Complete the work unless that is done; return the report of the verb."""
-    results, seconds = journal.results(len(work.pieces))
+    results, seconds = _results(work, journal)
     if not is_complete(work, journal):
         try:
             with _alone(journal):
@@ -305,21 +323,44 @@ def _finish(work: Work, journal: Journal) -> Any:
             # Where there are no locks, others may have done the same meanwhile, and have moved the
             # files whose sizes were just asked for.
             if not is_complete(work, journal):
-                _write_again(work, journal, lost, error)
+                if lost:
+                    raise _again(work, journal, lost, error) from error
                 raise
         _abort_uploads(work.place, work.files(journal.attempt))
     journal.remove_output()
     return work.report(results, seconds)
 
 
-def _write_again(work: Work, journal: Journal, lost: Sequence[int], error: Exception) -> None:
-    """Let parts write pieces again, and say so."""
-    if lost:
-        journal.forget(lost)
+def _results(work: Work, journal: Journal) -> tuple[list[Any], float]:
+    """Return the results of all pieces, and the seconds that they have taken.
+
+    Raises:
+        CheckpointingException: records are missing or damaged. Parts do these pieces again.
+    """
+    records, fault = journal.records(len(work.pieces))
+    whole = [record for record in records if record is not None]
+    if not fault:
+        return [record["result"] for record in whole], sum(record["seconds"] for record in whole)
+    has_output = bool(work.files(journal.attempt))
+    if has_output and is_complete(work, journal):
         raise CheckpointingException(
-            f"{error} {len(lost)} of {len(work.pieces)} pieces must be written again: run the "
-            "parts again."
-        ) from error
+            f"{fault} {work.place!r} is complete, and its report alone is lost: remove the journal "
+            "(--abandon, or distckpt.tasks.abandon), which leaves the output."
+        )
+    if not has_output:
+        journal.forget_done()
+    raise _again(work, journal, [i for i, each in enumerate(records) if each is None], fault)
+
+
+def _again(
+    work: Work, journal: Journal, numbers: Sequence[int], fault: object
+) -> CheckpointingException:
+    """Let parts do pieces again; return the error that says so."""
+    journal.forget(numbers)
+    return CheckpointingException(
+        f"{fault} {len(numbers)} of {len(work.pieces)} pieces must be done again: run the parts "
+        "again."
+    )
 
 
 def _lost(work: Work, journal: Journal) -> list[int]:
@@ -353,9 +394,9 @@ def _complete(work: Work, journal: Journal, results: Sequence[Any]) -> None:
         return
     # What this notes is true when the output has appeared.
     work.complete(journal.attempt, results)
-    journal.note_done(work.proof(work.directory(journal.attempt)))
+    journal.note_done(work.proof(journal.attempt, work.directory(journal.attempt)))
     work.commit(journal.attempt, results)
-    journal.note_done(work.proof(work.place))
+    journal.note_done(work.proof(journal.attempt, work.place))
 
 
 @contextlib.contextmanager
@@ -441,7 +482,7 @@ def _abandon_uploaded(
     header = journal.header()
     if header is None:
         return
-    if journal.proofs():
+    if journal.is_done():
         _abort_uploads(place, header["files"])
     else:
         remove_output(place, journal.attempt.nonce, header["files"])

@@ -58,6 +58,9 @@ class _TorchDistWork(Work):
         ]
         self.facts = facts_of({"overwrite": overwrite, "format": "torch_dist"}, [stored])
 
+    def files(self, attempt: Attempt) -> list[str]:
+        return [*(piece.name for piece in self.pieces), *_OTHER_FILES]
+
     def _output(self, attempt: Attempt) -> Output:
         num_bytes = sum(piece.num_bytes for piece in self.pieces)
         settings = OutputSettings(num_bytes=num_bytes, overwrite=self._overwrite)
@@ -100,7 +103,7 @@ class _TorchDistWork(Work):
     def complete(self, attempt: Attempt, results: Sequence[Any]) -> None:
         check_sources(self.facts, [self._stored])
         directory = self.directory(attempt)
-        remove_others(directory, [*(piece.name for piece in self.pieces), *_OTHER_FILES])
+        remove_others(directory, self.files(attempt))
         common = common_state_to_write(self._stored)
         write_metadata(self._stored, common, results, directory)
         ends = [
@@ -112,8 +115,8 @@ class _TorchDistWork(Work):
     def commit(self, attempt: Attempt, results: Sequence[Any]) -> None:
         self._output(attempt).commit(None)
 
-    def proof(self, directory: str) -> Any:
-        return proof_of(directory, CONFIG_FNAME)
+    def proof(self, attempt: Attempt, directory: str) -> Any:
+        return proof_of(directory, CONFIG_FNAME, self.files(attempt))
 
     def report(self, results: Sequence[Any], seconds: float) -> None:
         return None

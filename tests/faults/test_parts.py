@@ -7,9 +7,11 @@ from __future__ import annotations
 import dataclasses
 import errno
 import fcntl
+import functools
 import itertools
 import json
 import os
+import random
 import shutil
 import signal
 import warnings
@@ -22,7 +24,7 @@ import torch
 import torch.distributed.checkpoint
 
 import distckpt
-from distckpt import ShardedTensor, tasks, torch_dist
+from distckpt import CheckpointingException, ShardedTensor, tasks, torch_dist
 from distckpt._checkpoint.opening import open_undisturbed
 from distckpt._operations.stats import compute_stats
 from distckpt._ranks.collectives import Ranks
@@ -357,3 +359,78 @@ def test_overtaken_at_some_calls(name, folder, tmp_path, monkeypatch):
 def test_overtaken_at_every_call(name, folder, tmp_path, monkeypatch):
     monkeypatch.setattr(fcntl, "flock", refuse_locks)
     overtaking(name, folder, tmp_path, slice(None))
+
+
+# --- Damaged notes --------------------------------------------------------------------------------
+
+
+def damaged(content: bytes, chance: random.Random, how: str) -> bytes | None:
+    """Return a note with a flipped bit, or cut; None for one that is lost."""
+    if how == "lost":
+        return None
+    if how == "cut":
+        return content[: chance.randrange(len(content))]
+    place = chance.randrange(8 * len(content))
+    flipped = bytearray(content)
+    flipped[place // 8] ^= 1 << place % 8
+    return bytes(flipped)
+
+
+def notes_in(place: Path) -> dict[str, list[Path]]:
+    """Return the files of the only journal below a place, by kind."""
+    found: dict[str, list[Path]] = {}
+    for path in sorted(place.rglob("*.json")):
+        if ".parts-" in path.parent.name:
+            found.setdefault(path.name.partition("-")[0], []).append(path)
+    return found
+
+
+def run_until_complete(make: Callable[..., list[tasks.Task]]) -> Any:
+    """Run all parts as often as they say that they must be run again; return the last report, or
+    the text of the last error.
+    """
+    for _ in range(3):
+        try:
+            return [task.run() for task in make(num_tasks=2)][-1]
+        except CheckpointingException as error:
+            last = str(error)
+    return last
+
+
+def check_damaged(case: Case, folder: Path, top: Path, repeats: int) -> None:
+    """Parts find damage to notes, and it costs no more than work: reports and outputs are right."""
+    expected, chance = case.in_one(folder, top / "one"), random.Random(7)
+    for num_done in (1, 2):
+        begun, place = top / f"begun {num_done}", top / "place"
+        for task in case.in_parts(folder, begun / "out", num_tasks=2)[:num_done]:
+            task.run()
+        for kind, how in itertools.product(notes_in(begun), ["flipped", "cut", "lost"] * repeats):
+            shutil.copytree(begun, place, symlinks=True)
+            note = chance.choice(notes_in(place)[kind])
+            content = damaged(note.read_bytes(), chance, how)
+            note.unlink() if content is None else note.write_bytes(content)
+            found = run_until_complete(functools.partial(case.in_parts, folder, place / "out"))
+            where = f"{how} {note.name} after {num_done} parts: {found}"
+            if isinstance(found, str):
+                # The output had appeared before.
+                assert case.has_output, where
+                assert (kind, num_done) == ("piece", 2) or (kind, how) == ("done", "lost"), where
+                assert "report alone is lost" in found or "was removed from" in found, where
+            else:
+                assert found.is_complete, where
+                assert without_seconds(found.report) == without_seconds(expected), where
+            if case.has_output:
+                assert contents_of(place / "out") == contents_of(top / "one"), where
+            shutil.rmtree(place)
+
+
+@pytest.mark.parametrize("name", one_in(4, CASES, 2))
+def test_damaged_notes(name, folder, tmp_path):
+    check_damaged(CASES[name], folder, tmp_path, repeats=1)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("name", CASES)
+def test_damaged_notes_sweep(name, folder, tmp_path):
+    check_damaged(CASES[name], folder, tmp_path, repeats=10)

@@ -108,7 +108,7 @@ def test_files_that_were_lost_are_written_again(name, how, source, tmp_path):
         lost[0].unlink()
     else:
         os.truncate(lost[0], 100)
-    with pytest.raises(CheckpointingException, match=r"1 of \d+ pieces must be written again"):
+    with pytest.raises(CheckpointingException, match=r"1 of \d+ pieces must be done again"):
         work[-1].run()
     assert not (tmp_path / "out").exists()
     assert tasks.status(tmp_path / "out")[0].num_whole == reports[-1].num_total - 1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import pickle
 import shutil
 
@@ -11,7 +12,12 @@ import torch
 from safetensors.torch import save_file
 
 import distckpt
-from distckpt import CheckpointExistsError, CheckpointingException, tasks
+from distckpt import (
+    CheckpointExistsError,
+    CheckpointingException,
+    CorruptCheckpointError,
+    tasks,
+)
 from distckpt._parts import journal
 from distckpt._parts import work as work_in_parts
 from distckpt.rules import Rename
@@ -295,15 +301,55 @@ def test_another_scaling_of_the_adapter_is_refused(tmp_path):
     assert run(1, 2).is_complete
 
 
-def test_a_damaged_journal(small, tmp_path):
+def test_a_damaged_journal(small, tmp_path, caplog):
     work = tasks.consolidate(small, tmp_path / "out", num_tasks=2, **MANY)
     work[0].run()
     (journal,) = tmp_path.glob(".out.parts-*")
     (journal / "header.json").write_bytes(b'{"verb')
-    with pytest.raises(CheckpointingException, match=r"header\.json' is damaged .*: remove it"):
+    others = tasks.consolidate(small, tmp_path / "out", num_tasks=1)
+    for call in (others[0].run, lambda: tasks.status(tmp_path / "out")):
+        with pytest.raises(CorruptCheckpointError, match=r"header\.json' is damaged .*--abandon"):
+            call()
+    assert work[1].run().is_complete
+    assert "header.json' is damaged" in caplog.text
+    assert tasks.status(tmp_path / "out")[0].is_complete
+
+
+def test_a_damaged_record(small, tmp_path):
+    work = tasks.consolidate(small, tmp_path / "out", num_tasks=2, **MANY)
+    work[0].run()
+    record = next(tmp_path.glob(".out.parts-*/piece-*.json"))
+    record.write_bytes(record.read_bytes().replace(b"result", b"resulT"))
+    text = rf"{record.name}' is damaged .* 1 of \d+ pieces must be done again: run the parts again"
+    with pytest.raises(CheckpointingException, match=text):
         work[1].run()
-    assert tasks.abandon(tmp_path / "out")
-    assert [task.run().is_complete for task in work] == [False, True]
+    assert [task.run().is_complete for task in work] == [True, True]
+
+
+@pytest.mark.parametrize(
+    ("verb", "options"),
+    [(tasks.consolidate, MANY), (tasks.reshard, {}), (tasks.export_torch_dist, {})],
+    ids=["consolidate", "reshard", "export_torch_dist"],
+)
+def test_a_file_of_a_complete_output_that_was_removed_is_found(verb, options, small, tmp_path):
+    (task,) = verb(small, tmp_path / "out", num_tasks=1, **options)
+    assert task.run().is_complete
+    files = [path for path in (tmp_path / "out").rglob("*") if path.is_file()]
+    assert len(files) > 3
+    for path in files:
+        content, state = path.read_bytes(), path.stat()
+        path.unlink()
+        with pytest.raises(CheckpointingException, match="removed or replaced since") as caught:
+            task.run()
+        # Without its last file there is no output.
+        is_last = path.name in ("model.safetensors.index.json", "metadata.json")
+        assert is_last or f"{path.name}' is missing" in str(caught.value)
+        path.write_bytes(content[:-1])
+        with pytest.raises(CheckpointingException, match="removed or replaced since"):
+            task.run()
+        path.write_bytes(content)
+        os.utime(path, ns=(state.st_atime_ns, state.st_mtime_ns))
+        assert task.run().is_complete
 
 
 def test_a_record_that_was_removed_from_a_journal_that_is_complete(small, tmp_path):
