@@ -285,6 +285,7 @@ class Manifest:
             them.
         fetched_checksums: what `checksum_files` hold, as far as it was fetched; by number of file.
         located: those of these files for whose chunks `first_blocks` is filled.
+        checked_keys: the keys all of whose chunks were checked before they were used.
         locating: held by a thread that fetches many checksums, or fills `first_blocks`.
     """
 
@@ -327,6 +328,7 @@ class Manifest:
         self.checksum_files = _holders_in(self.files, has_checksums)
         self.fetched_checksums: dict[int, npt.NDArray[np.uint64]] = {}
         self.located: set[int] = set()
+        self.checked_keys: set[int] = set()
         self.locating = threading.Lock()
 
     @functools.cached_property
@@ -458,11 +460,12 @@ class Manifest:
         these rows, without checksums.
 
         Raises:
-            CorruptCheckpointError: a chunk does not lie inside of its tensor and file.
+            CorruptCheckpointError: a chunk does not lie inside of its tensor and file, or the chunks
+                take more room than a file has.
         """
         rows = self.rows_in_files(file_ids)
         chunks = self.rows(rows)
-        self._check_placed(rows, chunks)
+        self._check_placed(rows, chunks, are_whole_files=True)
         order = chunks.file_order
         return rows[order], chunks.without_blocks(order)
 
@@ -486,10 +489,23 @@ class Manifest:
         if isinstance(self.table, LazyChunks):
             self._check_placed(rows, self.rows(rows))
 
-    def _check_placed(self, rows: IntArray, chunks: ChunkTable) -> None:
-        if isinstance(self.table, LazyChunks):
-            with judging_manifest(self.table.location):
-                self._check_positions(chunks.without_blocks(self.table.placed(rows)))
+    def check_key(self, key_id: int) -> None:
+        """Check all chunks of a key, see `check_rows`; once."""
+        if isinstance(self.table, LazyChunks) and key_id not in self.checked_keys:
+            rows = self.chunk_rows(key_id)
+            self.check_rows(np.arange(rows.start, rows.stop))
+            self.checked_keys.add(key_id)
+
+    def _check_placed(
+        self, rows: IntArray, chunks: ChunkTable, are_whole_files: bool = False
+    ) -> None:
+        if not isinstance(self.table, LazyChunks):
+            return
+        with judging_manifest(self.table.location):
+            placed = chunks.without_blocks(self.table.placed(rows))
+            self._check_positions(placed)
+            if are_whole_files:
+                _check_room(self.files, np.bincount(placed.file_ids, placed.num_bytes))
 
     def chunk_region(self, row: int) -> Region:
         """Return the region of the global tensor that a chunk holds."""
@@ -594,7 +610,7 @@ class Manifest:
             all(name == OBJECT or is_known(name) for name in set(self.dtypes)),
             "a dtype is unknown",
         )
-        self._check_fingerprints()
+        self._check_columns_of_values()
         require(keys.issuperset(self.aliases.values()), "an alias has no target")
         require(keys.isdisjoint(self.aliases), "an alias has the name of a key")
         require(self.origin is None or isinstance(self.origin, dict), "its origin is not described")
@@ -612,6 +628,7 @@ class Manifest:
             self.has_checksums or self.block_bytes == BLOCK_BYTES,
             "blocks of an unusual size, without checksums",
         )
+        self._check_files_of_checksums()
         if isinstance(self.table, ChunkTable):
             self._check_chunks(self.table)
 
@@ -628,11 +645,32 @@ class Manifest:
             if not type(num_bytes) is type(header_bytes) is type(header_checksum) is int:
                 raise TypeError(f"the numbers of the file {name!r} are not integers")
 
-    def _check_fingerprints(self) -> None:
-        numbers = self.fingerprints
+    def _check_columns_of_values(self) -> None:
+        """Check fingerprints and statistics, which objects have none of."""
+        numbers, stats = self.fingerprints, self.stats
+        if numbers is None and stats is None:
+            return
+        are_objects = np.array([name == OBJECT for name in self.dtypes], bool)
         if numbers is not None:
             fits = numbers.dtype == np.uint64 and numbers.shape == (len(self.keys),)
             require(fits, "fingerprints are not one number for each key")
+            has_one = bool((numbers[are_objects] != NO_FINGERPRINT).any())
+            require(not has_one, "an object has a fingerprint")
+        if stats is not None:
+            require(not bool(stats.are_known[are_objects].any()), "an object has statistics")
+
+    def _check_files_of_checksums(self) -> None:
+        holders = self.checksum_files
+        are_here = self.has_checksums and not len(holders)
+        require(
+            are_here or not len(self.block_checksums), "checksums are in the manifest and in files"
+        )
+        if not len(holders):
+            return
+        sizes, header_sizes = (column[holders] for column in _sizes_of(self.files))
+        for place in np.flatnonzero((sizes % CHECKSUM_BYTES != 0) | (sizes != header_sizes))[:1]:
+            name = self.files[int(holders[place])].name
+            raise ValueError(f"the size of the file of checksums {name!r} is wrong")
 
     def _check_chunks(self, chunks: ChunkTable) -> None:
         """Check a table of all chunks."""
@@ -656,11 +694,7 @@ class Manifest:
             in_files += np.bincount(chunks.file_ids, chunks.num_bytes, len(in_files))
             num_blocks += np.bincount(chunks.file_ids, blocks_of_chunks, len(in_files))
             yield chunks
-        # No byte is in two chunks, so a small file cannot claim large tensors.
-        require(
-            bool((in_files <= _sizes_of(self.files)[0]).all()),
-            "chunks take more room than their file has",
-        )
+        _check_room(self.files, in_files)
         self._check_number_of_checksums(num_blocks)
 
     def _check_positions(self, chunks: ChunkTable) -> None:
@@ -747,6 +781,14 @@ def _sizes_of(files: Files) -> tuple[Column, Column]:
         return files.num_bytes, files.header_bytes
     sizes = [file.num_bytes for file in files], [file.header_bytes for file in files]
     return np.array(sizes[0], np.int64), np.array(sizes[1], np.int64)
+
+
+def _check_room(files: Files, num_bytes: npt.NDArray[np.float64]) -> None:
+    """Check that the chunks in the first files have no more bytes than these. No byte is in two
+    chunks, so a small file cannot claim large tensors.
+    """
+    sizes = _sizes_of(files)[0][: len(num_bytes)]
+    require(bool((num_bytes <= sizes).all()), "chunks take more room than their file has")
 
 
 def version_of(files: Files) -> int:

@@ -71,8 +71,14 @@ class StoredCheckpoint:
         return FROM_NAME[self.manifest.dtypes[int(self.manifest.key_ids[chunk])]]
 
     def chunks_of(self, key: str) -> range:
-        """Return the chunks of a key."""
-        rows = self.manifest.chunk_rows(self.manifest.key_index[key])
+        """Return the chunks of a key, which are checked before.
+
+        Raises:
+            CorruptCheckpointError: a chunk does not lie inside of its tensor and file.
+        """
+        key_id = self.manifest.key_index[key]
+        self.manifest.check_key(key_id)
+        rows = self.manifest.chunk_rows(key_id)
         return range(rows.start, rows.stop)
 
     def global_shape(self, key: str) -> tuple[int, ...]:

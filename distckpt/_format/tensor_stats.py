@@ -80,6 +80,11 @@ class StatsColumns(NamedTuple):
         """Return the columns by name."""
         return {_COUNTS: self.counts, _VALUES: self.values}
 
+    @property
+    def are_known(self) -> npt.NDArray[np.bool_]:
+        """Which keys have statistics, one flag for each."""
+        return ~np.isnan(self.values[:, 0]) | self.counts.any(axis=1)
+
     def take(self, key_ids: Sequence[int]) -> StatsColumns:
         """Return the rows of some keys, in their order; -1 stands for a key without statistics."""
         places = np.array(key_ids, np.int64)
