@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import io
 import json
+import math
 import os
 import re
 import secrets
@@ -27,7 +28,7 @@ from distckpt._checkpoint.stored_values import (
     read_encoded,
 )
 from distckpt._cli.output import Output
-from distckpt._cli.plain import plain
+from distckpt._cli.plain import plain, without_middle
 from distckpt._cli.tensor_index import Selection, parse_index
 from distckpt._format import codec
 from distckpt._format.stored_checkpoint import StoredCheckpoint
@@ -40,6 +41,8 @@ from distckpt._storage import locations
 _SUMMARIZED = 1000
 """Of tensors with more elements only the edges are read and printed, as numpy prints them."""
 _EDGE = 3
+_MAX_LISTED = 100
+"""Of longer lists in objects only the ends are printed."""
 _WINDOW_ELEMENTS = 4 << 20
 _WIDTH = 120
 
@@ -205,11 +208,10 @@ def _title(tensor: StoredTensor, selection: Selection) -> str:
 
 
 def _show_object(stored: StoredCheckpoint, key: str, output: Output) -> None:
-    parts = read_encoded(stored, key)
-    values = {
-        offset: plain(codec.decode(blob, placeholders=True))
-        for offset, blob in sorted(parts.items())
-    }
+    parts = sorted(read_encoded(stored, key).items())
+    decoded = {offset: codec.decode(blob, placeholders=True) for offset, blob in parts}
+    limit = {"max_elements": math.inf} if output.as_json else {}
+    values = {offset: plain(value, **limit) for offset, value in decoded.items()}
     check_files(stored)
     output.json(
         {
@@ -220,4 +222,16 @@ def _show_object(stored: StoredCheckpoint, key: str, output: Output) -> None:
     for offset, value in values.items():
         if len(values) > 1:
             output.line(f"{key}{list(offset)}:")
-        output.line(json.dumps(value, indent=2, ensure_ascii=False))
+        output.line(json.dumps(_shortened(value), indent=2, ensure_ascii=False))
+
+
+def _shortened(value: Any) -> Any:
+    """Leave out the middle of long lists of numbers and texts."""
+    if isinstance(value, dict):
+        return {name: _shortened(item) for name, item in value.items()}
+    if not isinstance(value, list):
+        return value
+    is_flat = not any(isinstance(item, list | dict) for item in value)
+    if is_flat and len(value) > _MAX_LISTED:
+        return without_middle(value)
+    return [_shortened(item) for item in value]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib.resources
-import json
+import logging
 import math
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -11,7 +11,10 @@ from html import escape, unescape
 from typing import Any, NamedTuple
 
 from distckpt._base.errors import CheckpointingException
+from distckpt._base.reports import sealed, unsealed
 from distckpt._cli.output import COLORS
+
+logger = logging.getLogger(__name__)
 
 _TOP, _BOTTOM = 10, 24
 """Pixels above and below what is drawn. Across, a picture is as wide as the window lets it be, and
@@ -92,7 +95,7 @@ def write_static_page(
         '<!doctype html><html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
         '<meta name="color-scheme" content="light dark"><link rel="icon" href="data:,">'
-        f"{_FIGURES[0]}{escape(json.dumps(figures or {}))}{_FIGURES[1]}"
+        f"{_FIGURES[0]}{escape(sealed(figures or {}))}{_FIGURES[1]}"
         f"<title>{escape(title)}</title><style>{style}{_STYLE}</style></head><body><main>"
         f'<h1>{escape(title)}</h1><div id="head">{head}</div>{body}</main></body></html>\n'
     )
@@ -108,14 +111,18 @@ def write_static_page(
 
 
 def figures_in(path: str) -> dict[str, Any]:
-    """Return the figures in the page that is at a path; none if it has none."""
+    """Return the figures in the page that is at a path; none if it has none, and with a warning if
+    they are damaged.
+    """
     try:
-        with open(path, encoding="utf-8") as file:
+        with open(path, encoding="utf-8", errors="replace") as file:
             text = file.read().partition(_FIGURES[0])[2].partition(_FIGURES[1])[0]
-        found = json.loads(unescape(text))
-    except (OSError, ValueError):
+        return unsealed(unescape(text), {}) if text else {}
+    except OSError:
         return {}
-    return found if isinstance(found, dict) else {}
+    except ValueError as error:
+        logger.warning("the figures in %s are damaged, and made anew: %s", path, error)
+        return {}
 
 
 def tiles(pairs: Iterable[tuple[str, str]]) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, TypeGuard
 
 import numpy as np
@@ -12,37 +12,50 @@ from distckpt._base.lazy import torch
 from distckpt._format.codec.encode import UnknownObject
 
 _MAX_ELEMENTS = 1000
-"""Of tensors whose values are shown."""
+"""Of tensors all of whose values are shown."""
+_NUM_AT_EDGE = 3
 _MAX_DECIMAL_BITS = 1 << 12
 """Python prints longer integers as decimals slowly, and those over 4300 digits not at all; they are
 shown in hex.
 """
 
 
-def plain(value: Any) -> Any:
-    """Convert an object to JSON values: other types become text, tensors and arrays a summary."""
+def plain(value: Any, max_elements: float = _MAX_ELEMENTS) -> Any:
+    """Convert an object to JSON values: other types become text, and tensors and arrays what they
+    are and their values; the first and last of these where there are more than `max_elements`.
+    """
     if isinstance(value, Mapping):
-        return {_name(key): plain(item) for key, item in value.items()}
+        return {_name(key): plain(item, max_elements) for key, item in value.items()}
     if isinstance(value, UnknownObject):
-        return {repr(value): plain(value.state)}
+        return {repr(value): plain(value.state, max_elements)}
     if isinstance(value, list | tuple | set | frozenset):
-        return [plain(item) for item in value]
+        return [plain(item, max_elements) for item in value]
     if isinstance(value, np.ndarray):
-        return _plain_array(value)
+        return _plain_array(value, max_elements)
     if isinstance(value, np.generic):
         return plain(value.item())
     if _is_json(value):
         return value
     # Last, since it may import torch, which most pages do without.
-    return _plain_array(value) if isinstance(value, torch.Tensor) else _text(value)
+    is_tensor = isinstance(value, torch.Tensor)
+    return _plain_array(value, max_elements) if is_tensor else _text(value)
 
 
-def _plain_array(array: torch.Tensor | np.ndarray[Any, Any]) -> dict[str, Any]:
-    is_small = math.prod(array.shape) <= _MAX_ELEMENTS
+def without_middle(values: Sequence[Any]) -> list[Any]:
+    """Return the first and the last of some values."""
+    return [*values[:_NUM_AT_EDGE], "...", *values[-_NUM_AT_EDGE:]]
+
+
+def _plain_array(array: torch.Tensor | np.ndarray[Any, Any], max_elements: float) -> dict[str, Any]:
+    if math.prod(array.shape) <= max_elements:
+        values = array.tolist()
+    else:
+        flat = array.reshape(-1)
+        values = without_middle([*flat[:_NUM_AT_EDGE].tolist(), *flat[-_NUM_AT_EDGE:].tolist()])
     return {
         "dtype": str(array.dtype).removeprefix("torch."),
         "shape": list(array.shape),
-        "values": plain(array.tolist()) if is_small else None,
+        "values": plain(values),
     }
 
 

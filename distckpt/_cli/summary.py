@@ -24,7 +24,7 @@ _MAX_NAMES = 12
 
 
 def summarize(stored: StoredCheckpoint) -> dict[str, Any]:
-    """Count the tensors, objects, chunks and files of a checkpoint."""
+    """Count the tensors, each tied one by its name, objects, chunks and files of a checkpoint."""
     manifest = stored.manifest
     is_tensor = np.array([dtype != OBJECT for dtype in manifest.dtypes], bool)
     sizes = manifest.sums.bytes_of_keys
@@ -35,7 +35,7 @@ def summarize(stored: StoredCheckpoint) -> dict[str, Any]:
     ]
     return {
         "location": stored.location,
-        "num_tensors": int(is_tensor.sum()),
+        "num_tensors": manifest.num_tensors,
         "num_elements": sum(items),
         "tensor_bytes": int(sizes[is_tensor].sum()),
         "num_objects": sum(

@@ -10,15 +10,27 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from distckpt._base.errors import CheckpointingException
+from distckpt._base.reports import unsealed
 from distckpt._cli.output import Output
 from distckpt._cli.trace_page import write_trace_page
+
+_FORM = {
+    "verb": str,
+    "phase": str,
+    "rank": int,
+    "checkpoint": str,
+    "start": float,
+    "seconds": float,
+    "thread": str,
+}
 
 
 def run(arguments: Namespace, output: Output) -> int:
     """Write the trace."""
     events: list[Mapping[str, Any]] = []
     for path in arguments.journals:
-        with open(path, encoding="utf-8") as file:
+        # What is no text is an error that names the line.
+        with open(path, encoding="utf-8", errors="replace") as file:
             events += [
                 _parsed(line, f"{path}:{number}")
                 for number, line in enumerate(file, 1)
@@ -37,14 +49,11 @@ def run(arguments: Namespace, output: Output) -> int:
 
 def _parsed(line: str, place: str) -> Mapping[str, Any]:
     try:
-        event: Mapping[str, Any] = json.loads(line)
-        [event[name] for name in ("verb", "phase", "rank", "thread", "checkpoint")]
-        float(event["start"]) + float(event["seconds"])
-    except (ValueError, TypeError, KeyError) as error:
+        return unsealed(line, _FORM)
+    except ValueError as error:
         raise CheckpointingException(
-            f"{place} is no event of distckpt.events: {line.strip():.100}"
+            f"{place} is no event of distckpt.events ({error}): {line.strip():.100}"
         ) from error
-    return event
 
 
 def _trace_events(events: Iterable[Mapping[str, Any]]) -> list[Mapping[str, Any]]:

@@ -78,10 +78,10 @@ def summary(report: VerifyReport) -> str:
     elif not report.has_checksums:
         note = "; these files have no checksums: only their structure was checked"
     if report.num_fingerprints:
-        tensors = count_text(report.num_fingerprints, "tensor")
-        note += f"; {tensors} compared with the fingerprints of the save"
-    keys, files = count_text(report.num_keys, "key"), count_text(report.num_files, "file")
+        compared = count_text(report.num_fingerprints, "tensor")
+        note += f"; {compared} compared with the fingerprints of the save"
+    tensors, files = count_text(report.num_tensors, "tensor"), count_text(report.num_files, "file")
     return (
-        f"{verdict}: {report.location}, {keys} in {files}, {report.mode}: "
+        f"{verdict}: {report.location}, {tensors} in {files}, {report.mode}: "
         f"{size_text(report.num_bytes)} read in {report.seconds:.2f} s{rate}{note}"
     )

@@ -404,6 +404,11 @@ class Manifest:
         index.update((alias, index[key]) for alias, key in self.aliases.items())
         return index
 
+    @property
+    def num_tensors(self) -> int:
+        """How many names of tensors there are; each tied one counts."""
+        return sum(self.dtypes[key_id] != OBJECT for key_id in self.key_index.values())
+
     @functools.cached_property
     def scales_key(self) -> str | None:
         """A key of scales that belong to codes, None if there is no such key."""
@@ -460,8 +465,8 @@ class Manifest:
         these rows, without checksums.
 
         Raises:
-            CorruptCheckpointError: a chunk does not lie inside of its tensor and file, or the chunks
-                take more room than a file has.
+            CorruptCheckpointError: a chunk does not lie inside of its tensor and file, or all of a
+                file take more room than it has.
         """
         rows = self.rows_in_files(file_ids)
         chunks = self.rows(rows)

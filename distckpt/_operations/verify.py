@@ -76,7 +76,8 @@ class VerifyReport:
         problems: everything that is wrong; empty for a whole checkpoint.
         has_checksums: False for formats without checksums: only sizes and headers of their files
             are checked.
-        num_keys: number of stored tensors and objects.
+        num_keys: number of stored tensors and objects; common state is one, and each name of tied
+            tensors counts.
         num_files: number of files that hold them.
         num_chunks: number of pieces that they are stored in.
         num_bytes: bytes that were read.
@@ -85,6 +86,7 @@ class VerifyReport:
             interrupted, or that go on. The next save removes them.
         num_fingerprints: how many tensors were compared with the fingerprints that were stored with
             them; 0 if there are none, in the mode "fast", and where checksums differ already.
+        num_tensors: number of tensors among the keys.
     """
 
     location: str
@@ -98,6 +100,7 @@ class VerifyReport:
     seconds: float
     strays: tuple[str, ...] = ()
     num_fingerprints: int = 0
+    num_tensors: int = 0
 
     @property
     def is_whole(self) -> bool:
@@ -227,6 +230,7 @@ def report_of_verify(
         num_bytes=checked.num_bytes,
         seconds=seconds,
         num_fingerprints=checked.num_fingerprints,
+        num_tensors=manifest.num_tensors,
         strays=tuple(stray_files(location, {file.name for file in manifest.files})),
     )
 

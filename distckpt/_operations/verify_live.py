@@ -117,6 +117,7 @@ def compare_with_memory(
         problems=(*found.problems, *_held_in_part(ranks, stored, found), *absent),
         has_checksums=manifest.has_checksums,
         num_keys=len(found.held),
+        num_tensors=len(found.held),
         num_files=len(manifest.files),
         num_chunks=len(manifest.key_ids),
         num_bytes=found.num_bytes,

@@ -17,6 +17,7 @@ import numpy as np
 
 from distckpt._base import interrupts
 from distckpt._base.errors import CheckpointingException, RankFailedError
+from distckpt._base.reports import sealed
 from distckpt._ranks.exchanges import Exchanges, mark_known, num_exchanges
 from distckpt._ranks.outcomes import (
     Call,
@@ -412,7 +413,7 @@ class PhaseTimer:
                     "thread": threading.current_thread().name,
                     **details,
                 }
-                events.info("%s", json.dumps(event))
+                events.info("%s", sealed(event))
 
     @property
     def seconds(self) -> float:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
-
 import pytest
 import torch
 
 import distckpt
 from distckpt import ShardedTensor
+from distckpt._base.reports import sealed
 from tests.support.browser import CHROMIUM, browser_page
 from tests.support.cli_command import call
 
@@ -225,11 +224,11 @@ def test_charts_and_tables_fit_a_phone_and_can_be_read_there(tmp_path, capsys):
     pages = [tmp_path / "run.html", tmp_path / "trace.html"]
     call(capsys, "ls", tmp_path / "run", "--html", pages[0], "--changes", "9")
     phases = [
-        {"verb": "save", "phase": phase, "rank": rank, "start": start, "seconds": 0.5}
+        {"verb": "save", "phase": phase, "rank": rank, "start": float(start), "seconds": 0.5}
         for rank in range(2)
         for start, phase in enumerate(("plan", "write"))
     ]
-    lines = [json.dumps({**phase, "checkpoint": "x" * 90, "thread": "t"}) for phase in phases]
+    lines = [sealed({**phase, "checkpoint": "x" * 90, "thread": "t"}) for phase in phases]
     (tmp_path / "journal.jsonl").write_text("\n".join(lines))
     call(capsys, "trace", tmp_path / "journal.jsonl", "--html", pages[1])
     with browser_page(tmp_path / "browser") as page:

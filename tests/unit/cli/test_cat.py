@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import random
 import resource
 
 import numpy as np
@@ -122,6 +123,24 @@ def test_objects_and_common_state(checkpoint, capsys):
     found = call_json(capsys, "cat", checkpoint, "rng")
     state = {"dtype": "int64", "shape": [1], "values": [1]}
     assert found["parts"][1] == {"offset": [1], "value": {"seed": 1, "state": state}}
+
+
+def test_states_of_generators_are_shortened_but_not_in_json(tmp_path, capsys):
+    path = str(tmp_path / "c")
+    distckpt.save({"rng": distckpt.RngState()}, path)
+    python, torchs = random.getstate()[1], torch.get_rng_state()
+    text = call(capsys, "cat", path, "rng")
+    assert len(text.splitlines()) < 60
+    assert str(python[0]) in text
+    assert "null" in text  # what Python's generator says about its next Gaussian number
+    (part,) = call_json(capsys, "cat", path, "rng")["parts"]
+    shown = part["value"]["value"]
+    assert shown["python"] == [3, list(python), None]
+    assert shown["torch"]["values"] == torchs.tolist()
+    shortened = json.loads(text[text.index("{") :])["value"]
+    first, last = torchs[:3].tolist(), torchs[-3:].tolist()
+    assert shortened["torch"]["values"] == [*first, "...", *last]
+    assert shortened["python"][1] == [*python[:3], "...", *python[-3:]]
 
 
 def test_a_long_integer_is_printed_in_hex(tmp_path, capsys):

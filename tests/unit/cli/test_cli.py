@@ -578,3 +578,19 @@ def test_the_chunks_of_a_key_fit_a_narrow_terminal():
     row = ["[0:256, 0:64]", "rank 12", file, "12,345,678", "1,234,567"]
     drop = ["begins", "bytes", "owner"]
     assert max(map(len, table_lines(heads, [row], 3, drop, 80))) <= 80
+
+
+def test_all_commands_count_tensors_alike(tmp_path, capsys):
+    model = torch.nn.ModuleDict({"embed": torch.nn.Embedding(6, 4), "norm": torch.nn.LayerNorm(4)})
+    model["head"] = torch.nn.Linear(4, 6, bias=False)
+    model["head"].weight = model["embed"].weight
+    path = str(tmp_path / "c")
+    distckpt.save({"model": model, "rng": distckpt.RngState(), "step": 3}, path)
+    count = len(model.state_dict())
+    assert call_json(capsys, "inspect", path)["num_tensors"] == count == 4
+    assert call_json(capsys, "verify", path)["num_tensors"] == count
+    assert call_json(capsys, "diff", path, path)["num_compared"] == count
+    for command in (["inspect", path], ["verify", path], ["verify", path, "--fast"]):
+        assert f"{count} tensors" in call(capsys, *command)
+    assert f"{count} tensors compared" in call(capsys, "diff", path, path)
+    assert distckpt.verify(path, live={"model": model}).num_tensors == count

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import re
 
@@ -11,6 +10,7 @@ import torch
 
 import distckpt
 from distckpt import CheckpointManager, SaveOptions
+from distckpt._base.reports import sealed
 from tests.support.cli_command import call, call_error
 
 HOSTILE = "<script>alert(1)</script>"
@@ -98,9 +98,8 @@ def test_arguments_without_a_page_are_refused(words, needed, capsys):
 
 def event(verb, phase, rank, start, seconds, **more):
     fields = {"verb": verb, "phase": phase, "rank": rank, "checkpoint": f"run/{HOSTILE}"}
-    return json.dumps(
-        {**fields, "start": start, "seconds": seconds, "thread": "MainThread", **more}
-    )
+    times = {"start": float(start), "seconds": seconds}
+    return sealed({**fields, **times, "thread": "MainThread", **more})
 
 
 def test_calls_have_a_row_for_each_rank(tmp_path, capsys):
@@ -142,11 +141,18 @@ def test_the_state_of_an_optimizer_is_left_out_of_changes_whatever_its_entry_is_
     assert caplog.records == []
 
 
-def test_a_page_that_is_written_again_reads_what_is_new(run_dir, tmp_path, capsys):
+def test_a_page_that_is_written_again_reads_what_is_new(run_dir, tmp_path, capsys, caplog):
     page = tmp_path / "run.html"
     call(capsys, "ls", run_dir, "--html", page, "--changes", "4")
     first = page.read_text()
     before = titles_of(page)
+    # Damaged figures are made anew.
+    place = first.index("content=", first.index("distckpt-figures")) + 200
+    page.write_text(first[:place] + chr(ord(first[place]) ^ 1) + first[place + 1 :])
+    with caplog.at_level("WARNING"):
+        call(capsys, "ls", run_dir, "--html", page, "--changes", "4")
+    assert f"the figures in {page} are damaged" in caplog.text
+    assert titles_of(page) == before
     # Nothing of these steps but their markers and sizes is looked at again.
     for step in (10, 20, 30):
         for file in (run_dir / f"step_000000{step}" / "tensors").iterdir():

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
+import math
 import time
 
+import numpy as np
 import pytest
 import torch
 
 import distckpt
 from distckpt import CheckpointExistsError, ShardedTensor
+from distckpt._base.reports import sealed, unsealed
+from distckpt.cli import main
 from tests.support.cli_command import call
 
 
@@ -33,7 +38,9 @@ def journal(tmp_path):
 
 
 def events_in(path):
-    return [json.loads(line) for line in path.read_text().splitlines()]
+    events = [json.loads(line) for line in path.read_text().splitlines()]
+    assert all(len(event.pop("checksum")) == 16 for event in events)
+    return events
 
 
 def phases_in(path):
@@ -107,7 +114,8 @@ def test_other_loggers_do_not_get_the_journal(tmp_path, journal):
 def test_a_trace_shows_the_phases_of_all_ranks(tmp_path, journal, capsys):
     distckpt.save(state(), tmp_path / "c")
     journals = [journal, tmp_path / "of rank 1"]
-    journals[1].write_text(journal.read_text().replace('"rank": 0', '"rank": 1'))
+    lines = [sealed({**event, "rank": 1}) for event in events_in(journal)]
+    journals[1].write_text("\n".join(lines))
     assert "8 phases" in call(capsys, "trace", *journals, "-o", tmp_path / "trace.json")
     traced = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
     spans = [event for event in traced if event["ph"] == "X"]
@@ -135,3 +143,43 @@ def test_a_line_that_is_no_event_is_named(tmp_path, capsys, line):
     journal.write_text(f"\n{line}\n")
     call(capsys, "trace", journal, "-o", tmp_path / "trace.json", code=1)
     assert not (tmp_path / "trace.json").exists()
+
+
+def test_a_flipped_bit_in_a_journal_is_named(tmp_path, journal, capsys):
+    distckpt.save(state(), tmp_path / "c")
+    content, random = journal.read_bytes(), np.random.default_rng(5)
+    events = events_in(journal)
+    for place in random.integers(0, 8 * len(content), 40).tolist():
+        flipped = bytearray(content)
+        flipped[place // 8] ^= 1 << place % 8
+        (tmp_path / "flipped").write_bytes(flipped)
+        code = main(["trace", str(tmp_path / "flipped"), "-o", str(tmp_path / "trace.json")])
+        shown = capsys.readouterr()
+        if code:
+            assert "is no event of distckpt.events" in shown.err, shown
+        else:
+            # A space, or the end of a line, was another.
+            traced = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+            assert [event["args"] for event in traced if event["ph"] == "X"] == events
+
+
+@pytest.mark.parametrize("form", [{}, {"verb": str, "start": float}])
+def test_every_flipped_bit_of_a_line_is_found_or_does_no_harm(form):
+    fields = {"verb": "save \u00fc", "start": 1.5, "sizes": [1, [2, None]], "more": {"7": math.inf}}
+    content = sealed(fields).encode()
+    assert unsealed(content, form) == fields
+    for place in range(8 * len(content)):
+        flipped = bytearray(content)
+        flipped[place // 8] ^= 1 << place % 8
+        with contextlib.suppress(ValueError):
+            assert unsealed(bytes(flipped), form) == fields
+    for stop in range(len(content)):
+        with pytest.raises(ValueError, match=r"."):
+            unsealed(content[:stop], form)
+
+
+def test_lines_of_another_form(tmp_path):
+    assert unsealed(json.dumps(json.loads(sealed({"a": 1})), indent=4), {"a": int}) == {"a": 1}
+    for line in ("[" * 100_000, "[]", "{}", '{"a": 1}', sealed({"b": 1}), sealed({"a": "1"})):
+        with pytest.raises(ValueError, match=r"."):
+            unsealed(line, {"a": int})
