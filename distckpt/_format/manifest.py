@@ -788,7 +788,7 @@ def _sizes_of(files: Files) -> tuple[Column, Column]:
     return np.array(sizes[0], np.int64), np.array(sizes[1], np.int64)
 
 
-def _check_room(files: Files, num_bytes: npt.NDArray[np.float64]) -> None:
+def _check_room(files: Files, num_bytes: npt.NDArray[Any]) -> None:
     """Check that the chunks in the first files have no more bytes than these. No byte is in two
     chunks, so a small file cannot claim large tensors.
     """
