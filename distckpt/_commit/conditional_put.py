@@ -15,7 +15,6 @@ when a marker is about to be put are therefore safe to remove once it has been p
 from __future__ import annotations
 
 import contextlib
-import errno
 import logging
 import re
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
@@ -30,7 +29,7 @@ from distckpt._commit import posix
 from distckpt._format.manifest import MANIFEST_NAME
 from distckpt._format.marker import CONFIG_FNAME, encode_marker, read_marker
 from distckpt._storage import locations, object_store
-from distckpt._storage.remote import RefusedError, Upload
+from distckpt._storage.remote import NoConditionsError, RefusedError, Upload
 
 logger = logging.getLogger(__name__)
 
@@ -73,9 +72,8 @@ def remove_checkpoint(location: str, is_meant: Callable[[str], bool]) -> bool:
         try:
             if not marker.replace(encode_marker(fields), version):
                 return False
-        except OSError as error:
-            if error.errno != errno.ENOSYS:
-                raise
+        except NoConditionsError:
+            pass  # removed as it is
     marker.remove()
     locations.remove_tree(location)
     return True
@@ -146,9 +144,7 @@ class Transaction:
         """
         try:
             self._put_and_clear_up(fields, files)
-        except OSError as error:
-            if error.errno != errno.ENOSYS or not self._is_conditional:
-                raise
+        except NoConditionsError:
             self._is_conditional = False
             self._warn_about_conditions()
             self._put_and_clear_up(fields, files)
@@ -178,17 +174,18 @@ class Transaction:
             raise self._overtaken()
         with _only_logging(f"remove what the checkpoint in {self._location} does not need"):
             object_store.remove_all(locations.join(self._location, name) for name in strays)
-            for upload in uploads:
-                self._remote.abort(upload)
+        with _only_logging(f"abort unfinished uploads in {self._location}"):
+            self._abort(uploads)
 
     def _put(self, content: bytes) -> bool:
         """Put the marker; False when it is not what it was when the save began."""
         if self._is_conditional:
             return self._marker.replace(content, self._version)
-        is_unchanged: bool = self._marker.version() == self._version
-        if is_unchanged:
+        if self._marker.version() == self._version:
             self._marker.write(content)
-        return is_unchanged
+            return True
+        # The store may have carried out a conditional put, and have refused its repetition.
+        return self._marker.read() == content
 
     def abandon(self) -> None:
         """Remove what the save has written, unless its marker may have been put."""
@@ -197,8 +194,8 @@ class Transaction:
         with _only_logging(f"remove the files of a save that failed from {self._location}"):
             own = [name for name in _files_of_saves(self._location) if self._is_own(name)]
             object_store.remove_all(locations.join(self._location, name) for name in own)
-            for upload in self._uploads(strays=False):
-                self._remote.abort(upload)
+        with _only_logging(f"abort the uploads of a save that failed to {self._location}"):
+            self._abort(self._uploads(strays=False))
 
     def _warn_about_conditions(self) -> None:
         logger.warning(
@@ -239,6 +236,10 @@ class Transaction:
             if _OURS.fullmatch(name) and (every or self._is_own(name))
         ]
 
+    def _abort(self, uploads: Sequence[Upload]) -> None:
+        for upload in uploads:
+            self._remote.abort(upload)
+
     def _is_own(self, name: str) -> bool:
         nonce = _nonce_of(name)
         if nonce is not None:
@@ -274,5 +275,5 @@ def _nonce_of(name: str) -> str | None:
 def _only_logging(doing: str) -> Iterator[None]:
     try:
         yield
-    except OSError as error:
-        logger.warning("could not %s: %s", doing, error)
+    except Exception as error:
+        logger.warning("could not %s: %s: %s", doing, type(error).__name__, error)

@@ -28,6 +28,7 @@ from distckpt._storage.object_store import PROVIDERS
 from distckpt._storage.remote import (
     NO_BYTES,
     RETRY_SECONDS,
+    NoConditionsError,
     RefusedError,
     RemoteLocation,
     Upload,
@@ -225,6 +226,10 @@ class CloudLocation(RemoteLocation):
             if known_version is None:
                 raise
             return False
+        except OSError as error:
+            if error.errno != errno.ENOSYS:
+                raise
+            raise NoConditionsError(error.errno, error.strerror, error.filename) from error
         return True
 
     def list_uploads(self) -> list[Upload]:
@@ -234,7 +239,13 @@ class CloudLocation(RemoteLocation):
         pages = client.get_paginator("list_multipart_uploads").paginate(
             Bucket=bucket, Prefix=self._path
         )
-        found = self._request(lambda: [item for page in pages for item in page.get("Uploads", [])])
+        try:
+            found = self._request(
+                lambda: [item for page in pages for item in page.get("Uploads", [])]
+            )
+        except OSError as error:
+            self._warn_of_uploads("listed", "s3:ListBucketMultipartUploads", error)
+            return []
         keys = [(item["Key"], item["UploadId"]) for item in found]
         prefix = f"{self._path}/" if self._path else ""
         root = self.location.removesuffix(self._path).rstrip("/")
@@ -247,10 +258,27 @@ class CloudLocation(RemoteLocation):
     def abort(self, upload: Upload) -> None:
         client, bucket = self._connection.s3_client, self._connection.container
         key = upload.location.partition("://")[2].partition("/")[2]
-        with contextlib.suppress(FileNotFoundError):
+        try:
             self._request(
                 lambda: client.abort_multipart_upload(Bucket=bucket, Key=key, UploadId=upload.id)
             )
+        except FileNotFoundError:
+            return
+        except OSError as error:
+            self._warn_of_uploads("aborted", "s3:AbortMultipartUpload", error)
+
+    def _warn_of_uploads(self, action: str, permission: str, error: OSError) -> None:
+        """Say once that unfinished uploads stay in a bucket; no save or removal fails for that."""
+        connection = self._connection
+        if action in connection.warned:
+            return
+        connection.warned.add(action)
+        logger.warning(
+            "unfinished uploads in the bucket %s cannot be %s: %s. Parts that killed processes "
+            "have uploaded stay there and cost money: allow %s, or give the bucket a lifecycle "
+            "rule AbortIncompleteMultipartUpload",
+            connection.container, action, error.strerror, permission,
+        )  # fmt: skip
 
     def _head(self) -> Any:
         """Return the metadata of the object, None when there is none."""
@@ -296,7 +324,7 @@ class _Connection(NamedTuple):
 
     `store` makes each request once, and `RemoteLocation` repeats it; so does boto3's `s3_client`,
     which is None for other stores and if nothing is signed. `streams` itself repeats the requests
-    of multipart uploads, one by one.
+    of multipart uploads, one by one. `warned` holds what was said about unfinished uploads.
     """
 
     obstore: Any
@@ -304,6 +332,7 @@ class _Connection(NamedTuple):
     streams: Any
     container: str
     s3_client: Any
+    warned: set[str]
 
 
 def _connect(location: str, scheme: str, container: str) -> _Connection:
@@ -384,7 +413,7 @@ def _connection_in(
 
     # That the store is reached, its first requests have shown.
     streams = store(_num_attempts(_ATTEMPTS_WHILE_BUSY))
-    return _Connection(obstore, store(1), streams, container, client)
+    return _Connection(obstore, store(1), streams, container, client, set())
 
 
 def _num_attempts(default: int = _ATTEMPTS) -> int:

@@ -296,7 +296,9 @@ def temporary_beside(location: str) -> str:
 
 
 def create_bytes(location: str, data: bytes, durable: bool = True) -> bool:
-    """Write a small file like `write_bytes`; False if a remote one is there with other content."""
+    """Write a small file like `write_bytes`; False if a remote one is there with other content, or
+    the store cannot tell.
+    """
     if not is_local(location):
         return object_store.at(location).create(data)
     write_bytes(location, data, durable)

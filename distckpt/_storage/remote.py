@@ -35,6 +35,10 @@ class RefusedError(PermissionError):
     """The store has refused a request, and has certainly not carried it out."""
 
 
+class NoConditionsError(OSError):
+    """The store has answered to a conditional put that it has none."""
+
+
 class Upload(NamedTuple):
     """A multipart upload that has been neither completed nor aborted; until then, its parts are
     stored and cost money.
@@ -143,15 +147,20 @@ class RemoteLocation(ABC):
 
     def create(self, data: bytes) -> bool:
         """Put an object where there is none; False if there is one, unless it has this very
-        content: then an earlier attempt was carried out, and its answer was lost.
+        content: then an earlier attempt was carried out, and its answer was lost. Also False if
+        the store has no conditional writes.
         """
-        return self.replace(data, None)
+        try:
+            return self.replace(data, None)
+        except NoConditionsError:
+            return False
 
     def replace(self, data: bytes, known_version: Any) -> bool:
         """Put an object in the place of a known version; False if the object has changed since, see
         `create`.
 
-        A `RefusedError` means that it was not put; after other errors, that is unknown.
+        A `RefusedError` means that it was not put; after other errors, that is unknown. No other
+        request than the conditional put raises a `NoConditionsError`.
         """
         if self._put_if(known_version, data):
             return True
@@ -167,13 +176,13 @@ class RemoteLocation(ABC):
         """
 
     def list_uploads(self) -> list[Upload]:
-        """Return the unfinished multipart uploads to this object or below this prefix, if the store
-        lists them.
+        """Return the unfinished multipart uploads to this object or below this prefix; none, with a
+        warning, where the store does not list them.
         """
         return []
 
     def abort(self, upload: Upload) -> None:
-        """Give up an upload; one that is already gone is fine."""
+        """Give up an upload; one that is already gone is fine. A failure is a warning."""
         raise NotImplementedError
 
     def _request(self, make: Callable[[], _Result]) -> _Result:
