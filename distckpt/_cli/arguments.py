@@ -362,7 +362,10 @@ def bench(parser: ArgumentParser) -> None:
         "dir", metavar="DIR", help="directory on the storage, or URL; everything written is removed"
     )
     parser.add_argument(
-        "--gb", type=positive_number, default=2.0, help="size of the whole state (default: 2)"
+        "--gb",
+        type=not_negative,
+        default=2.0,
+        help="size of the whole state (default: 2); 0 tries what saves need, and measures nothing",
     )
     parser.add_argument(
         "--ranks", type=positive, default=2, help="number of processes (default: %(default)s)"
@@ -507,9 +510,9 @@ def positive(text: str) -> int:
     return int(_checked(text, int, lambda number: number >= 1, "a positive integer"))
 
 
-def positive_number(text: str) -> float:
-    """Convert a positive number."""
-    return _checked(text, float, lambda number: 0 < number < math.inf, "a positive number")
+def not_negative(text: str) -> float:
+    """Convert a number of at least 0."""
+    return _checked(text, float, lambda number: 0 <= number < math.inf, "a number of at least 0")
 
 
 def _tolerance(text: str) -> float:

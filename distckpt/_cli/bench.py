@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import secrets
 import shutil
@@ -16,8 +17,11 @@ from distckpt._base.available_memory import estimate_available_memory
 from distckpt._base.errors import CheckpointingException
 from distckpt._cli.output import Output, count_text, size_text
 from distckpt._cli.storage_speed import TENSOR_BYTES, Task, measure
+from distckpt._cli.store_trial import try_requests
 from distckpt._ranks.processes import run_ranks
 from distckpt._storage import locations
+
+logger = logging.getLogger(__name__)
 
 TITLES = {
     "save": "durable save",
@@ -37,6 +41,8 @@ def run(arguments: Namespace, output: Output) -> int:
     num_tensors = max(1, round(arguments.gb * 1e9 / arguments.ranks / TENSOR_BYTES))
     task = Task(folder, arguments.ranks, num_tensors, arguments.runs)
     _check_resources(task)
+    if arguments.gb == 0:
+        return _only_try(folder, output)
     with scratch_folder(folder) as scratch:
         seconds = run_ranks(measure, task.num_ranks, task._replace(folder=scratch))
     titles = TITLES if locations.is_local(folder) else STORE_TITLES
@@ -65,6 +71,14 @@ def run(arguments: Namespace, output: Output) -> int:
         output.line(
             "cold load was not measured: the files cannot be dropped from the page cache here"
         )
+    return 0
+
+
+def _only_try(folder: str, output: Output) -> int:
+    with scratch_folder(folder):
+        pass
+    output.json({"location": folder, "num_bytes": 0, "num_ranks": 0, "figures": []})
+    output.line(f"{folder} can be written to, read, listed and cleared up")
     return 0
 
 
@@ -104,6 +118,22 @@ def _check_resources(task: Task) -> None:
             )
 
 
+def _warn_of_races(folder: str, reason: str) -> None:
+    if reason:
+        logger.warning(
+            "%s has %s: nothing keeps two programs that save there at the same time apart",
+            folder,
+            reason,
+        )
+
+
+def _remove(scratch: str) -> None:
+    try:
+        locations.remove_tree(scratch)
+    except OSError as error:
+        logger.warning("%s could not be removed: %s", scratch, error)
+
+
 @contextlib.contextmanager
 def scratch_folder(folder: str) -> Iterator[str]:
     """Make a folder below a directory or URL that is removed afterwards, even if Ctrl-C is pressed
@@ -114,17 +144,17 @@ def scratch_folder(folder: str) -> Iterator[str]:
         if locations.is_local(folder):
             os.mkdir(scratch)
         else:
-            # Object stores have no directories: find out before the ranks start that this one
-            # cannot be written to.
-            locations.write_bytes(locations.join(scratch, "probe"), b"")
+            # Before the ranks start, and before a job finds out after all bytes are uploaded.
+            _warn_of_races(folder, try_requests(scratch))
         yield scratch
     finally:
         before = {
             number: signal.signal(number, signal.SIG_IGN)
             for number in (signal.SIGINT, signal.SIGTERM)
         }
-        for _ in range(2):
-            # A store may still carry out a request of a rank that was killed: look again.
+        with contextlib.suppress(OSError):
             locations.remove_tree(scratch)
+        # A store may still carry out a request of a rank that was killed: look again.
+        _remove(scratch)
         for number, handler in before.items():
             signal.signal(number, handler)

@@ -17,7 +17,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import re
-from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from typing import Any
 
 from distckpt._base.errors import (
@@ -172,9 +172,11 @@ class Transaction:
         if not is_put:
             self._may_be_committed = False
             raise self._overtaken()
-        with _only_logging(f"remove what the checkpoint in {self._location} does not need"):
+        with locations.only_logging(
+            f"remove what the checkpoint in {self._location} does not need"
+        ):
             object_store.remove_all(locations.join(self._location, name) for name in strays)
-        with _only_logging(f"abort unfinished uploads in {self._location}"):
+        with locations.only_logging(f"abort unfinished uploads in {self._location}"):
             self._abort(uploads)
 
     def _put(self, content: bytes) -> bool:
@@ -191,10 +193,12 @@ class Transaction:
         """Remove what the save has written, unless its marker may have been put."""
         if self._may_be_committed:
             return
-        with _only_logging(f"remove the files of a save that failed from {self._location}"):
+        with locations.only_logging(
+            f"remove the files of a save that failed from {self._location}"
+        ):
             own = [name for name in _files_of_saves(self._location) if self._is_own(name)]
             object_store.remove_all(locations.join(self._location, name) for name in own)
-        with _only_logging(f"abort the uploads of a save that failed to {self._location}"):
+        with locations.only_logging(f"abort the uploads of a save that failed to {self._location}"):
             self._abort(self._uploads(strays=False))
 
     def _warn_about_conditions(self) -> None:
@@ -269,11 +273,3 @@ def _manifest_named_by(marker: Mapping[str, Any]) -> str:
 def _nonce_of(name: str) -> str | None:
     match = _OURS.fullmatch(name)
     return (match[1] or match[2]) if match else None
-
-
-@contextlib.contextmanager
-def _only_logging(doing: str) -> Iterator[None]:
-    try:
-        yield
-    except Exception as error:
-        logger.warning("could not %s: %s: %s", doing, type(error).__name__, error)

@@ -172,34 +172,40 @@ def locked_if_offered(path: str) -> Iterator[None]:
     Network file systems have them for files that are open for writing, and not for directories.
     """
     fd = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+    is_locked = False
     try:
         try:
             fcntl.flock(fd, fcntl.LOCK_EX)
+            is_locked = True
         except OSError as error:
             if error.errno not in _NOT_OFFERED:
                 raise
         yield
     finally:
-        with contextlib.suppress(OSError):
-            # Processes that were forked meanwhile share the lock, and would keep it.
-            fcntl.flock(fd, fcntl.LOCK_UN)
-        with contextlib.suppress(OSError):
-            os.close(fd)
+        _release(fd, path, is_locked)
 
 
 @contextlib.contextmanager
 def _locked(directory: str, mode: int) -> Iterator[bool]:
     """Lock a directory; False when another one has its name by now."""
     fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
+    is_locked = False
     try:
         fcntl.flock(fd, mode)
+        is_locked = True
         yield _has_name(fd, directory)
-        # Processes that were forked meanwhile share the lock, and would keep it.
-        fcntl.flock(fd, fcntl.LOCK_UN)
     finally:
-        # A save may be committed by now, whatever comes of releasing its lock.
-        with contextlib.suppress(OSError):
-            os.close(fd)
+        _release(fd, directory, is_locked)
+
+
+def _release(fd: int, path: str, is_locked: bool) -> None:
+    """Close a file. A failure is a warning: what its lock was held for may be committed by now."""
+    if is_locked:
+        with locations.only_logging(f"release the lock of {path}"):
+            # Processes that were forked meanwhile share the lock, and would keep it.
+            fcntl.flock(fd, fcntl.LOCK_UN)
+    with contextlib.suppress(OSError):
+        os.close(fd)
 
 
 def _has_name(fd: int, directory: str) -> bool:

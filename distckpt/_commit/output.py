@@ -266,7 +266,9 @@ class Output:
             locations.remove_tree(self.location)
         else:
             for name in self._settings.files:
-                locations.remove_file(locations.join(self.location, name))
+                path = locations.join(self.location, name)
+                with locations.only_logging(f"remove {path}, which is not complete"):
+                    locations.remove_file(path)
 
 
 @contextlib.contextmanager

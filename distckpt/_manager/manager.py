@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 from functools import partial
@@ -308,7 +308,7 @@ class CheckpointManager(SaysOtherNames):
 
     def _write(self, step: int, ranks: Ranks, save: PlannedSave) -> SaveReport:
         if ranks.is_coordinator:
-            with _only_logging(f"clear up in {self.root}"):
+            with locations.only_logging(f"clear up in {self.root}"):
                 removal.clear_leftovers(self.root, self._seen)
         report = write_and_commit(ranks, save)
         if ranks.is_coordinator:
@@ -320,9 +320,9 @@ class CheckpointManager(SaysOtherNames):
         save.
         """
         self._last_saved = step
-        with _only_logging(f"write {steps.TRACKER}"):
+        with locations.only_logging(f"write {steps.TRACKER}"):
             steps.write_tracker(self.root, step, self._request.options.durable)
-        with _only_logging(f"remove old checkpoints from {self.root}"):
+        with locations.only_logging(f"remove old checkpoints from {self.root}"):
             saved = steps.own_steps(self.root) if self._policy.keep_last is not None else []
             found = surplus(self.root, self._policy, saved, step)
             known = [old for old in found if self._seen.knows(old)]
@@ -371,7 +371,7 @@ class CheckpointManager(SaysOtherNames):
         background.wait_for_all()
         ranks = self._ranks()
         if ranks.is_coordinator:
-            with _only_logging(f"look into {self.root}"):
+            with locations.only_logging(f"look into {self.root}"):
                 self._seen.look()
         with ranks.phase("check the step", same={"step": step}):
             if step is not None:
@@ -495,14 +495,6 @@ class CheckpointManager(SaysOtherNames):
 
     def _ranks(self) -> Ranks:
         return Ranks(self._request.process_group)
-
-
-@contextlib.contextmanager
-def _only_logging(doing: str) -> Iterator[None]:
-    try:
-        yield
-    except Exception as error:
-        logger.warning("could not %s: %s: %s", doing, type(error).__name__, error)
 
 
 def _raise(error: BaseException) -> NoReturn:

@@ -327,7 +327,8 @@ def _finish(work: Work, journal: Journal) -> Any:
                     raise _again(work, journal, lost, error) from error
                 raise
         _abort_uploads(work.place, work.files(journal.attempt))
-    journal.remove_output()
+    with locations.only_logging(f"clear up in {journal.location}"):
+        journal.remove_output()
     return work.report(results, seconds)
 
 

@@ -13,7 +13,7 @@ import importlib
 import logging
 import os
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from datetime import timedelta
 from typing import Any, Literal, NamedTuple
 
@@ -162,17 +162,32 @@ class CloudLocation(RemoteLocation):
             "chunk_size": max(part_bytes, -(-num_bytes // _MAX_PARTS)),
             "max_concurrency": num_requests,
         }
+        failures: list[Exception] = []
+
+        def pieces() -> Iterator[bytes]:
+            failures.clear()
+            try:
+                yield from content()
+            except Exception as error:
+                failures.append(error)
+                raise
+
         try:
             # obstore aborts the upload when a part, or the content, fails.
-            self._request(
-                lambda: streams.put(self._path, iter(content()), use_multipart=True, **options)
-            )
-        except FileNotFoundError as error:
-            # The upload is gone. If the object is there, an attempt whose answer was lost has
-            # completed it.
-            is_ours = error.filename == self.location
-            if not is_ours or (head := self._head()) is None or head["size"] != num_bytes:
+            self._request(lambda: streams.put(self._path, pieces(), use_multipart=True, **options))
+        except OSError as error:
+            if failures and failures[-1] is not error:
+                # This is about the attempt to abort the upload.
+                raise failures[-1] from error
+            if not self._was_completed(error, num_bytes):
                 raise
+
+    def _was_completed(self, error: OSError, num_bytes: int) -> bool:
+        """Tell whether an attempt whose answer was lost has completed an upload that is gone."""
+        if not isinstance(error, FileNotFoundError) or error.filename != self.location:
+            return False
+        head = self._head()
+        return head is not None and head["size"] == num_bytes
 
     def open_for_writing(self) -> Any:
         return _Writer(

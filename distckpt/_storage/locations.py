@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import functools
+import logging
 import os
 import re
 import secrets
@@ -19,6 +20,8 @@ from collections.abc import Callable, Iterator, Mapping
 from distckpt._base.libc import swap_names
 from distckpt._storage import object_store
 from distckpt._storage.file_state import FileState
+
+logger = logging.getLogger(__name__)
 
 _MAX_NAME_BYTES = 255
 _ORDINARY_NAME = re.compile(r"[0-9A-Za-z][0-9A-Za-z_.-]{,200}(?:/[0-9A-Za-z][0-9A-Za-z_.-]{,200})*")
@@ -336,6 +339,15 @@ def sync_directory(location: str) -> None:
                 raise
         finally:
             os.close(fd)
+
+
+@contextlib.contextmanager
+def only_logging(doing: str) -> Iterator[None]:
+    """Log errors of the body as a warning: nothing that was promised depends on it."""
+    try:
+        yield
+    except Exception as error:
+        logger.warning("could not %s: %s: %s", doing, type(error).__name__, error)
 
 
 @contextlib.contextmanager
