@@ -87,8 +87,15 @@ def unfinished_files(location: str) -> list[str]:
 
 def remove_unfinished(location: str) -> None:
     """Remove the files of saves from a location without a marker; nobody may be saving there."""
-    object_store.remove_all([locations.join(location, name) for name in _files_of_saves(location)])
+    _remove(location, _files_of_saves(location))
     object_store.abort_uploads(location)
+
+
+def _remove(location: str, names: Sequence[str]) -> None:
+    """Remove files of a location, and the folders that are empty then."""
+    if names:
+        object_store.remove_all(locations.join(location, name) for name in names)
+        object_store.at(location).remove_empty_folders()
 
 
 class Transaction:
@@ -175,7 +182,7 @@ class Transaction:
         with locations.only_logging(
             f"remove what the checkpoint in {self._location} does not need"
         ):
-            object_store.remove_all(locations.join(self._location, name) for name in strays)
+            _remove(self._location, strays)
         with locations.only_logging(f"abort unfinished uploads in {self._location}"):
             self._abort(uploads)
 
@@ -196,8 +203,8 @@ class Transaction:
         with locations.only_logging(
             f"remove the files of a save that failed from {self._location}"
         ):
-            own = [name for name in _files_of_saves(self._location) if self._is_own(name)]
-            object_store.remove_all(locations.join(self._location, name) for name in own)
+            files = _files_of_saves(self._location)
+            _remove(self._location, [name for name in files if self._is_own(name)])
         with locations.only_logging(f"abort the uploads of a save that failed to {self._location}"):
             self._abort(self._uploads(strays=False))
 

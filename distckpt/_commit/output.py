@@ -200,12 +200,16 @@ class Output:
                 return
             if self._transaction is not None:
                 self._transaction.check_not_overtaken()
-            elif self._ranks.is_coordinator and not locations.exists(self.location):
+            elif self._is_taken_away():
                 raise CheckpointingException(
                     f"{self.location!r} was removed by another program while this save was written "
                     "into it: nothing was committed. Keep programs that clean up away from hidden "
                     "directories there, and save again."
                 ) from error
+
+    def _is_taken_away(self) -> bool:
+        is_looking = self._ranks.is_coordinator and self._made.is_hidden
+        return is_looking and not locations.exists(self.location)
 
     def sync(self) -> None:
         """Make the names of this rank's files durable, if the output is to be."""

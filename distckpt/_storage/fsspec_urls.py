@@ -7,7 +7,7 @@ import errno
 import re
 import threading
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import fsspec
 import fsspec.spec
@@ -19,6 +19,8 @@ from fsspec.implementations.memory import MemoryFileSystem
 
 from distckpt._base.memory import Bytes
 from distckpt._storage.remote import NO_BYTES, RemoteLocation, too_large
+
+_Result = TypeVar("_Result")
 
 _OVER_HTTP = re.compile(r"(?:^|::)https?://")
 _TEMPORARY_ERRNOS = {
@@ -46,6 +48,11 @@ _TEMPORARY_CLASSES = {
 """By name, wherever they are defined: file systems of fsspec bring their own, which are not
 imported here.
 """
+
+_WITHOUT_BUCKETS = {"sftp", "ssh", "ftp"}
+"""Protocols of file systems all of whose folders can be made."""
+_with_folders: set[type] = set()
+"""File systems in which folders had to be made: they stay when they are empty."""
 
 _lock = threading.Lock()
 """Conditional writes take turns."""
@@ -162,7 +169,56 @@ class FsspecLocation(RemoteLocation):
 
     def write(self, data: bytes) -> None:
         self._check_writable()
-        self._request(lambda: self._fs.pipe_file(self._path, data))
+        self._request(lambda: self._with_parents(lambda: self._fs.pipe_file(self._path, data)))
+
+    def _with_parents(self, put: Callable[[], _Result]) -> _Result:
+        """Put a file; if the folder for it is missing, make that and put it again."""
+        try:
+            return put()
+        except Exception:
+            if not self._make_parents():
+                raise
+        return put()
+
+    def _make_parents(self) -> bool:
+        """Make the folder of the file and those above it; False if none was missing, or they cannot
+        be made. The first one may be a bucket, which is not made by accident.
+        """
+        fs, parent = self._fs, self._fs._parent(self._path)
+        names = parent.strip("/").split("/")
+        root = parent[: parent.index(names[0]) + len(names[0])]
+        if fs.exists(parent) or not (self._has_no_buckets or fs.exists(root)):
+            return False
+        for _ in names:
+            # Another rank may make one of them at the same time.
+            with contextlib.suppress(Exception):
+                fs.makedirs(parent, exist_ok=True)
+            if self._fs.exists(parent):
+                _with_folders.add(type(fs))
+                return True
+        return False
+
+    @property
+    def _has_no_buckets(self) -> bool:
+        protocol = self._uncached.protocol
+        names = {protocol} if isinstance(protocol, str) else set(protocol)
+        return not names.isdisjoint(_WITHOUT_BUCKETS)
+
+    def remove_empty_folders(self) -> None:
+        if self._has_no_buckets or type(self._uncached) in _with_folders:
+            # Others may put files there: what is not empty stays.
+            with contextlib.suppress(Exception):
+                self._remove_if_empty(self._path)
+
+    def _remove_if_empty(self, path: str) -> bool:
+        """Remove a folder if nothing but empty folders is in it; return whether it is gone."""
+        entries = self._fs.ls(path, detail=True)
+        folders = [entry["name"] for entry in entries if entry["type"] == "directory"]
+        are_gone = [self._remove_if_empty(folder) for folder in folders]
+        if len(folders) < len(entries) or not all(are_gone):
+            return False
+        self._fs.rmdir(path)
+        return True
 
     def write_stream(
         self,
@@ -187,11 +243,14 @@ class FsspecLocation(RemoteLocation):
                     raise OSError(errno.EIO, str(error)) from error
                 raise
 
-        self._request(send)
+        self._request(lambda: self._with_parents(send))
 
     def open_for_writing(self) -> Any:
         self._check_writable()
-        return self._fs.open(self._path, "wb")
+        if self._has_no_buckets:
+            # The stream may find out too late that its folder is missing.
+            self._make_parents()
+        return self._with_parents(lambda: self._fs.open(self._path, "wb"))
 
     def remove(self) -> None:
         with contextlib.suppress(FileNotFoundError):

@@ -23,6 +23,10 @@ from distckpt._storage.file_state import FileState
 
 logger = logging.getLogger(__name__)
 
+_ONLY_SEQUENTIAL = (
+    "this mount takes only sequential writes: mount it with a cache for writes (rclone: "
+    "--vfs-cache-mode writes), or save to the URL of the store"
+)
 _MAX_NAME_BYTES = 255
 _ORDINARY_NAME = re.compile(r"[0-9A-Za-z][0-9A-Za-z_.-]{,200}(?:/[0-9A-Za-z][0-9A-Za-z_.-]{,200})*")
 _BROKEN_URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/(?:[^/]|/*$)")
@@ -365,6 +369,8 @@ def name_file(error: OSError, location: str) -> None:
     # Our own errors have no number; an error that already names a file is about that one.
     if error.errno is not None and error.filename is None:
         error.filename = location
+    if error.errno == errno.ESPIPE:
+        error.strerror = _ONLY_SEQUENTIAL
 
 
 def remove_file(location: str) -> None:
@@ -388,7 +394,9 @@ def remove_tree(location: str) -> None:
             else:
                 os.unlink(location)
         return
-    object_store.remove_all(join(location, name) for name in object_store.at(location).list_files())
+    remote = object_store.at(location)
+    object_store.remove_all(join(location, name) for name in remote.list_files())
+    remote.remove_empty_folders()
     object_store.abort_uploads(location)
 
 

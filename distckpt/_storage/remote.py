@@ -141,6 +141,13 @@ class RemoteLocation(ABC):
         with Pool(_NUM_REMOVALS, thread_name_prefix="distckpt-remove") as pool:
             list(pool.map(lambda location: type(self)(location).remove(), locations))
 
+    def remove_empty_folders(self) -> None:
+        """Remove folders below the prefix that are empty, and its own, where there are folders.
+
+        Whatever else happens there is no error: nothing depends on them.
+        """
+        return
+
     @abstractmethod
     def version(self) -> Any:
         """Return a value that changes whenever the object does; None if there is no object."""
