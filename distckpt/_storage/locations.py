@@ -24,8 +24,8 @@ from distckpt._storage.file_state import FileState
 logger = logging.getLogger(__name__)
 
 _ONLY_SEQUENTIAL = (
-    "this mount takes only sequential writes: mount it with a cache for writes (rclone: "
-    "--vfs-cache-mode writes), or save to the URL of the store"
+    "this mount takes only sequential writes (rclone without a cache does): save to the URL of the "
+    "store, such as s3:// or sftp://, or to a disk, and copy it from there"
 )
 _MAX_NAME_BYTES = 255
 _ORDINARY_NAME = re.compile(r"[0-9A-Za-z][0-9A-Za-z_.-]{,200}(?:/[0-9A-Za-z][0-9A-Za-z_.-]{,200})*")
