@@ -190,11 +190,12 @@ class Transaction:
         """Put the marker; False when it is not what it was when the save began."""
         if self._is_conditional:
             return self._marker.replace(content, self._version)
-        if self._marker.version() == self._version:
+        version = self._marker.version()
+        if version == self._version:
             self._marker.write(content)
             return True
         # The store may have carried out a conditional put, and have refused its repetition.
-        return self._marker.read() == content
+        return version is not None and self._marker.read() == content
 
     def abandon(self) -> None:
         """Remove what the save has written, unless its marker may have been put."""
