@@ -84,6 +84,38 @@ def bucket(server):
     return new_bucket(server)
 
 
+@pytest.fixture(scope="session")
+def azurite():
+    """The URL of Azure's emulator."""
+    from tests.support.cloud_servers import running_azurite
+
+    with running_azurite() as url:
+        yield url
+
+
+@pytest.fixture(scope="session")
+def fake_gcs():
+    """The URL of fake-gcs-server."""
+    from tests.support.cloud_servers import running_fake_gcs
+
+    with running_fake_gcs() as url:
+        yield url
+
+
+@pytest.fixture(params=["s3", "google", "azure"])
+def cloud(request):
+    """An empty place in a store of each kind, and a way to let its requests fail."""
+    from tests.support import cloud_servers
+
+    make, server = {
+        "s3": (cloud_servers.s3_store, "s3_server"),
+        "google": (cloud_servers.google_store, "fake_gcs"),
+        "azure": (cloud_servers.azure_store, "azurite"),
+    }[request.param]
+    with make(request.getfixturevalue(server)) as store:
+        yield store
+
+
 @pytest.fixture
 def memory():
     """The prefix of an empty in-memory object store."""

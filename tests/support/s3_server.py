@@ -11,6 +11,7 @@ import http.client
 import http.server
 import logging
 import os
+import random
 import re
 import secrets
 import threading
@@ -112,6 +113,7 @@ class Fault(NamedTuple):
         first: the number of the first request that it happens to, from 1.
         count: how many requests it happens to.
         header: that a request has; of any kind when empty.
+        share: of these requests that it happens to, chosen at random.
     """
 
     method: str
@@ -120,6 +122,7 @@ class Fault(NamedTuple):
     first: int = 1
     count: int = 1
     header: str = ""
+    share: float = 1.0
 
 
 class FaultyProxy:
@@ -136,6 +139,7 @@ class FaultyProxy:
         self._server = server.removeprefix("http://")
         self._numbers = [0] * len(faults)
         self._lock = threading.Lock()
+        self._random = random.Random(0)
 
     @contextlib.contextmanager
     def running(self) -> Iterator[str]:
@@ -161,7 +165,8 @@ class FaultyProxy:
                 is_meant = fault.method == method and (not fault.header or fault.header in headers)
                 if is_meant and re.search(fault.pattern, path):
                     self._numbers[number] += 1
-                    if fault.first <= self._numbers[number] < fault.first + fault.count:
+                    is_due = fault.first <= self._numbers[number] < fault.first + fault.count
+                    if is_due and self._random.random() < fault.share:
                         self.happened.append((fault.action, f"{method} {path}"))
                         return fault.action
         return None

@@ -16,29 +16,14 @@ import distckpt
 from distckpt import ShardedTensor
 from distckpt._storage import object_store
 from distckpt.megatron.core import CheckpointExistsError
-from tests.support.cloud_servers import running_azurite, running_google_proxy
 from tests.support.large_states import holds, large_request, large_state, numbers
 from tests.support.other_program import as_another_program
 from tests.support.s3_server import client, keys_in, new_bucket, reached_at
 
 
-@pytest.fixture(scope="module")
-def azure():
-    with running_azurite() as container:
-        yield container
-
-
-@pytest.fixture(params=["s3", "google", "azure"])
-def place(request):
-    if request.param == "azure":
-        yield f"{request.getfixturevalue('azure')}/{request.node.name}"
-        return
-    server = request.getfixturevalue("server")
-    if request.param == "s3":
-        yield f"{new_bucket(server)}/run"
-        return
-    with running_google_proxy(server) as bucket:
-        yield f"{bucket}/run"
+@pytest.fixture
+def place(cloud):
+    return f"{cloud.url}/run"
 
 
 def test_an_object_is_created_once_and_replaced_in_its_known_version(place):
