@@ -7,6 +7,7 @@ import logging
 import random
 import time
 from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Literal, NamedTuple, TypeVar
 
@@ -197,12 +198,16 @@ class RemoteLocation(ABC):
         temporary.
         """
         attempt, started = 1, time.monotonic()
+        num_failures: Counter[int] = Counter()
         while True:
             try:
                 return make()
             except Exception as error:
                 is_late = time.monotonic() - started > RETRY_SECONDS
-                is_last = is_late or attempt >= self._attempts_after(error)
+                # Refusals of a busy store do not use up the attempts that other failures have.
+                limit = self._attempts_after(error)
+                num_failures[limit] += 1
+                is_last = is_late or num_failures[limit] >= limit
                 if is_last or not self._is_temporary(error):
                     translated = self._translated(error)
                     if translated is error:

@@ -101,6 +101,17 @@ def test_a_busy_store_is_asked_more_often_than_a_broken_one(
             holds(f"{bucket}/c", 1)
 
 
+def test_requests_that_are_refused_since_there_are_too_many_do_not_use_up_other_attempts(
+    server, bucket, monkeypatch
+):
+    monkeypatch.setattr(remote, "_FIRST_DELAY", 1e-5)
+    distckpt.save(large_state(1), f"{bucket}/c")
+    faults = Fault("GET", "rank-", "503", count=8), Fault("GET", "rank-", "cut answer", count=2)
+    with failing(server, *faults) as proxy:
+        assert holds(f"{bucket}/c", 1)
+    assert len(proxy.happened) == 10
+
+
 @pytest.mark.parametrize("first", one_in(2, range(len(ACTIONS))))
 def test_a_load_survives(server, bucket, first):
     """The first two requests for every file fail."""
