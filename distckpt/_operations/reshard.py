@@ -8,7 +8,7 @@ import os
 import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -199,12 +199,8 @@ def reshard(
     request = SaveRequest(path=target, overwrite=overwrite, notes=notes_of(stored, selection))
     source = stored.marker if target == posix.resolve(location) else None
     overflows: dict[str, int] = {}
-    with (
-        reading(ranks, [stored]),
-        OpenFiles.for_many_reads() as open_files,
-    ):
-        files = _files_of_rank(ranks, plan, open_files, overflows)
-        prepared = _prepare(ranks, plan, files, stored, max_inflight_bytes, progress)
+    with reading(ranks, [stored]):
+        prepared = _prepare(ranks, plan, stored, overflows, max_inflight_bytes, progress)
         config = CheckpointingConfig(BACKEND, VERSION)
         write_and_commit(ranks, PlannedSave(target, request, config, prepared, timer, source))
     return report_of_reshard(target, plan, _sums(ranks, overflows), time.perf_counter() - started)
@@ -626,6 +622,13 @@ class _Rewriting(ShardSave):
     """The part of one rank in a save that is made of another checkpoint, its `source`."""
 
     source: StoredCheckpoint | None = None
+    open_files: OpenFiles = field(default_factory=OpenFiles)
+
+    def write_own(self, checkpoint_dir: str, ranks: Ranks) -> bytes:
+        # Closed before the commit, which may remove the source: NFS keeps the directory of an open
+        # file.
+        with self.open_files:
+            return super().write_own(checkpoint_dir, ranks)
 
     def complete(self, checkpoint_dir: str, told: Sequence[bytes]) -> Mapping[str, Any]:
         # One with checksums was compared with them while it was read.
@@ -637,31 +640,28 @@ class _Rewriting(ShardSave):
 def _prepare(
     ranks: Ranks,
     plan: ReshardPlan,
-    files: Sequence[NewFile],
     source: StoredCheckpoint,
+    overflows: dict[str, int],
     max_inflight_bytes: int,
     progress: Progress | None,
 ) -> ShardSave:
-    """Prepare the share of this rank as a save."""
+    """Prepare the share of this rank as a save; `overflows` gets, while it is written, the numbers
+    of values that do not fit.
+    """
+    open_files = OpenFiles.for_many_reads()
+    stored = plan.stored.with_files(open_files)
+    files = [
+        plan.layout.objects.get(file.name) or tensor_file(stored, plan, file, overflows)
+        for file in plan.layout.share(ranks.rank, ranks.size)
+    ]
     num_bytes = sum(map(_num_bytes, plan.layout.share(ranks.rank, ranks.size)))
     counter = ProgressCounter(progress, num_bytes)
     settings = WriteSettings(
         num_threads=num_export_threads(max_inflight_bytes), progress=counter.add
     )
-    return _Rewriting(lambda: files, plan.save, {}, settings, num_bytes, source=source)
-
-
-def _files_of_rank(
-    ranks: Ranks, plan: ReshardPlan, open_files: OpenFiles, overflows: dict[str, int]
-) -> list[NewFile]:
-    """Return the files that this rank writes; `overflows` gets, while they are written, the numbers
-    of values that do not fit.
-    """
-    stored = plan.stored.with_files(open_files)
-    return [
-        plan.layout.objects.get(file.name) or tensor_file(stored, plan, file, overflows)
-        for file in plan.layout.share(ranks.rank, ranks.size)
-    ]
+    return _Rewriting(
+        lambda: files, plan.save, {}, settings, num_bytes, source=source, open_files=open_files
+    )
 
 
 def tensor_file(
@@ -670,7 +670,7 @@ def tensor_file(
     file: PlannedFile,
     overflows: dict[str, int],
 ) -> NewFile:
-    """Describe a file of tensors that is to be written, see `_files_of_rank`."""
+    """Describe a file of tensors that is to be written, see `_prepare`."""
     outputs = plan.content.outputs_by_name
     tensors = [_cropped(outputs[chunk.key], chunk) for chunk in file.chunks]
     fill = filling(TensorSource(stored), tensors, overflows)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import tracemalloc
+from pathlib import Path
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ import torch
 import distckpt
 from distckpt import CheckpointExistsError, CheckpointingException, ShardedObject, ShardedTensor
 from distckpt._storage import locations
+from tests.support.calls import watched
 from tests.support.hf_folders import same_bytes
 from tests.support.states import numbered, save_checkpoint
 
@@ -41,6 +43,27 @@ def test_tensors_are_removed_in_place(place):
     verified = distckpt.verify(f"{place}/c")
     assert (verified.problems, verified.strays) == ((), ())
     assert locations.list_names(place) == ["c"]
+
+
+def test_no_file_of_the_old_checkpoint_is_open_when_it_is_removed(tmp_path):
+    """On NFS its directory would stay."""
+    save(tmp_path / "c")
+    at_renames = []
+
+    def note_open_files(call, moment):
+        if moment == "before" and call.name in ("rename", "renameat2"):
+            at_renames.append(open_files_below(tmp_path))
+
+    with watched(tmp_path, note_open_files):
+        distckpt.reshard(tmp_path / "c", tmp_path / "c", keys="!optimizer.", overwrite=True)
+    assert at_renames
+    assert [name for names in at_renames for name in names] == []
+
+
+def open_files_below(folder):
+    """Return the regular files that this process has open."""
+    paths = [path.readlink() for path in Path("/proc/self/fd").iterdir() if path.is_symlink()]
+    return [path for path in paths if path.is_relative_to(folder) and path.is_file()]
 
 
 def test_a_checkpoint_is_rewritten_in_place_when_that_is_said(place):
