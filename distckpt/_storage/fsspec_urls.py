@@ -51,8 +51,6 @@ imported here.
 
 _WITHOUT_BUCKETS = {"sftp", "ssh", "ftp"}
 """Protocols of file systems all of whose folders can be made."""
-_with_folders: set[type] = set()
-"""File systems in which folders had to be made: they stay when they are empty."""
 
 _lock = threading.Lock()
 """Conditional writes take turns."""
@@ -194,7 +192,6 @@ class FsspecLocation(RemoteLocation):
             with contextlib.suppress(Exception):
                 fs.makedirs(parent, exist_ok=True)
             if self._fs.exists(parent):
-                _with_folders.add(type(fs))
                 return True
         return False
 
@@ -205,8 +202,9 @@ class FsspecLocation(RemoteLocation):
         return not names.isdisjoint(_WITHOUT_BUCKETS)
 
     def remove_empty_folders(self) -> None:
-        if self._has_no_buckets or type(self._uncached) in _with_folders:
-            # Others may put files there: what is not empty stays.
+        is_bucket = "/" not in self._path.strip("/")
+        if self._has_no_buckets or not is_bucket:
+            # Others may put files there: a folder with files stays.
             with contextlib.suppress(Exception):
                 self._remove_if_empty(self._path)
 
@@ -299,6 +297,7 @@ def _discard(stream: Any) -> None:
         if isinstance(stream, fsspec.spec.AbstractBufferedFile):
             # The garbage collector would close it later, over what has been put there by then.
             stream.closed = True
-            stream.discard()
-        else:
-            stream.close()
+        stream.discard()
+    with contextlib.suppress(Exception):
+        # Of files that cannot be discarded. Those that were are closed.
+        stream.close()

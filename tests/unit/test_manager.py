@@ -10,6 +10,7 @@ import signal
 import threading
 from pathlib import Path
 
+import fsspec
 import numpy as np
 import pytest
 import torch
@@ -777,6 +778,19 @@ def test_on_an_object_store():
         manager.wait()
         assert (manager.steps(), manager.latest()) == ([2, 3], 3)
         assert value_of(manager.load(state_of(-1), 2)) == 2
+
+
+def test_removed_files_leave_no_folders_in_a_remote_file_system_that_has_them(
+    tmp_path, monkeypatch
+):
+    monkeypatch.setitem(fsspec.config.conf, "hooked", {"auto_mkdir": True})
+    with CheckpointManager(f"hooked://{tmp_path}/run", keep_last=1, async_save=False) as manager:
+        for step in (1, 2):
+            manager.save(step, state_of(step))
+    distckpt.save(state_of(3), f"hooked://{tmp_path}/run/step_00000002", overwrite=True)
+    empty = [below for below, folders, files in os.walk(tmp_path) if not folders + files]
+    assert empty == []
+    assert directories_in(tmp_path / "run") == ["step_00000002"]
 
 
 # --- Preemption -----------------------------------------------------------------------------------
