@@ -102,18 +102,34 @@ def fake_gcs():
         yield url
 
 
+@pytest.fixture
+def s3_store(s3_server):
+    from tests.support.cloud_servers import s3_store
+
+    with s3_store(s3_server) as store:
+        yield store
+
+
+@pytest.fixture
+def google_store(fake_gcs):
+    from tests.support.cloud_servers import google_store
+
+    with google_store(fake_gcs) as store:
+        yield store
+
+
+@pytest.fixture
+def azure_store(azurite):
+    from tests.support.cloud_servers import azure_store
+
+    with azure_store(azurite) as store:
+        yield store
+
+
 @pytest.fixture(params=["s3", "google", "azure"])
 def cloud(request):
     """An empty place in a store of each kind, and a way to let its requests fail."""
-    from tests.support import cloud_servers
-
-    make, server = {
-        "s3": (cloud_servers.s3_store, "s3_server"),
-        "google": (cloud_servers.google_store, "fake_gcs"),
-        "azure": (cloud_servers.azure_store, "azurite"),
-    }[request.param]
-    with make(request.getfixturevalue(server)) as store:
-        yield store
+    return request.getfixturevalue(f"{request.param}_store")
 
 
 @pytest.fixture

@@ -28,7 +28,7 @@ import distckpt
 from distckpt import CorruptCheckpointError, RankFailedError, ShardedTensor
 from tests.support.calls import READS, WRITES, Call, recorded, watched
 from tests.support.disk import tree_of
-from tests.support.disks import ext4_disk, limited, small_disk
+from tests.support.disks import limited, loop_disk, small_disk
 from tests.support.harness import Launch, ask_parent, error_of, launched, run, sum_over_ranks
 from tests.support.readings import READINGS
 from tests.support.scenarios import SCENARIOS, judge_checkpoint, old_checkpoint, save
@@ -364,7 +364,7 @@ def export(folder: Path) -> None:
 def test_an_ext4_disk_with_little_space(rounds, tmp_path):
     disk, random, failed = tmp_path / "disk", Random(5), []
     disk.mkdir()
-    with ext4_disk(disk, tmp_path / "image", 16 << 20):
+    with loop_disk("ext4", disk, tmp_path / "image", 16 << 20):
         distckpt.save(state_of(0), disk / "checkpoint")
         export(disk)
         value = 0

@@ -188,8 +188,10 @@ class Removal:
         if moment == "before" and call.number == self.number:
             # As managers do: no name in it is there any more.
             self.is_done = True
-            os.rename(self.path, f"{self.path}.trash")
-            shutil.rmtree(f"{self.path}.trash")
+            trash = f"{self.path}.trash{self.number}"
+            os.rename(self.path, trash)
+            # Some file systems keep the directory of an open file.
+            shutil.rmtree(trash, ignore_errors=True)
 
 
 @pytest.fixture(scope="module")
@@ -263,7 +265,7 @@ class Pruning:
             for step in (10, 14):
                 trash = self.root / f".step_{step:08d}.trash-0123456789abcdef"
                 (self.root / f"step_{step:08d}").rename(trash)
-                shutil.rmtree(trash)
+                shutil.rmtree(trash, ignore_errors=True)
 
 
 def load_newest(root):

@@ -19,11 +19,12 @@ import secrets
 import urllib.request
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 from unittest import mock
 from urllib.parse import parse_qsl, quote, unquote, urlsplit
 
 import pytest
+from obstore.fsspec import FsspecStore
 
 from tests.support.addresses import found_program, reserved_address, serving
 from tests.support.s3_server import Fault, FaultyProxy, new_bucket, reached_at
@@ -43,11 +44,13 @@ class CloudStore(NamedTuple):
         url: of the place.
         proxy: makes a proxy in front of the server, given the faults.
         reached_at: lets this process, and those it starts, find the store at a proxy's URL.
+        files: the objects as fsspec sees them, to look at what distckpt does; not of S3.
     """
 
     url: str
     proxy: Callable[..., FaultyProxy]
     reached_at: Callable[..., contextlib.AbstractContextManager[None]]
+    files: Any = None
 
     @contextlib.contextmanager
     def failing(self, *faults: Fault, **settings: str) -> Iterator[FaultyProxy]:
@@ -86,7 +89,11 @@ def azure_store(server: str) -> Iterator[CloudStore]:
     name = f"container-{secrets.token_hex(8)}"
     _make_container(f"{server}/{_ACCOUNT}", name)
     with _azure_at(server):
-        yield CloudStore(f"az://{name}", lambda *faults: FaultyProxy(server, *faults), _azure_at)
+        config = {"account_name": _ACCOUNT, "account_key": _KEY, "endpoint": f"{server}/{_ACCOUNT}"}
+        files = FsspecStore("az", config=config, client_options={"allow_http": True})
+        yield CloudStore(
+            f"az://{name}", lambda *faults: FaultyProxy(server, *faults), _azure_at, files
+        )
 
 
 def _azure_at(url: str, **settings: str) -> contextlib.AbstractContextManager[None]:
@@ -134,9 +141,16 @@ def google_store(server: str) -> Iterator[CloudStore]:
     name = f"bucket-{secrets.token_hex(8)}"
     body = json.dumps({"name": name}).encode()
     urllib.request.urlopen(f"{server}/storage/v1/b", body).close()
-    store = CloudStore(f"gs://{name}", lambda *faults: GoogleFront(server, *faults), _google_at)
-    with store.failing():
-        yield store
+    with GoogleFront(server).running() as url, _google_at(url):
+        files = FsspecStore(
+            "gs",
+            config={"base_url": url},
+            client_options={"allow_http": True},
+            credential_provider=lambda: {"token": "none", "expires_at": None},
+        )
+        yield CloudStore(
+            f"gs://{name}", lambda *faults: GoogleFront(server, *faults), _google_at, files
+        )
 
 
 def _google_at(url: str, **settings: str) -> contextlib.AbstractContextManager[None]:

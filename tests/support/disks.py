@@ -7,8 +7,12 @@ import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from unittest import mock
 
+import fsspec
 import pytest
+
+from tests.support.addresses import found_program, reserved_address, serving
 
 
 def do_or_skip(*command: str) -> None:
@@ -31,19 +35,59 @@ def small_disk(folder: Path, num_bytes: int) -> Iterator[None]:
         subprocess.run(["umount", str(folder)], check=True)
 
 
+_MKFS = {
+    # It keeps more blocks for itself than it reports.
+    "ext4": ("mkfs.ext4", "-q", "-m", "0"),
+    "xfs": ("mkfs.xfs", "-q"),
+    "btrfs": ("mkfs.btrfs", "-q"),
+}
+
+
 @contextmanager
-def ext4_disk(folder: Path, image: Path, num_bytes: int) -> Iterator[None]:
-    """Mount an ext4 file system of this size, where the test may. It keeps more blocks for itself
-    than it reports.
-    """
+def loop_disk(kind: str, folder: Path, image: Path, num_bytes: int) -> Iterator[None]:
+    """Mount a file system of a kind and size, where the test may."""
     with image.open("wb") as file:
         file.truncate(num_bytes)
-    do_or_skip("mkfs.ext4", "-q", "-m", "0", str(image))
+    do_or_skip(*_MKFS[kind], str(image))
     do_or_skip("mount", "-o", "loop", str(image), str(folder))
     try:
         yield
     finally:
         subprocess.run(["umount", str(folder)], check=True)
+
+
+@contextmanager
+def bindfs(source: Path, folder: Path) -> Iterator[None]:
+    """Show a directory in another place through FUSE, where the test may.
+
+    As on NFS, an open file that is removed leaves a hidden name, so that its directory is not
+    empty, and directories cannot be exchanged.
+    """
+    do_or_skip("bindfs", str(source), str(folder))
+    try:
+        yield
+    finally:
+        subprocess.run(["umount", str(folder)], check=True)
+
+
+@contextmanager
+def served(kind: str, folder: Path) -> Iterator[str]:
+    """Serve a directory over SFTP or WebDAV; yields its URL for fsspec."""
+    module = {"sftp": "paramiko", "webdav": "webdav4.fsspec"}[kind]
+    pytest.importorskip(module)
+    program = found_program("rclone", "Debian's package of this name")
+    login = ("--user", "tester", "--pass", "secret")
+    with (
+        reserved_address() as address,
+        serving(address, program, "serve", kind, str(folder), "--addr", address, *login),
+    ):
+        host, _, port = address.partition(":")
+        settings = {
+            "sftp": {"host": host, "port": int(port), "username": "tester", "password": "secret"},
+            "webdav": {"base_url": f"http://{address}", "auth": ("tester", "secret")},
+        }[kind]
+        with mock.patch.dict(fsspec.config.conf, {kind: settings}):
+            yield {"sftp": "sftp://", "webdav": "webdav:/"}[kind]
 
 
 @contextmanager

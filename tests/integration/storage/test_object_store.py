@@ -48,19 +48,21 @@ class Store(NamedTuple):
 
     url: str
     server: str | None
+    files: fsspec.AbstractFileSystem | None = None
+    """Of stores other than S3."""
 
     def keys(self, below: str = "") -> list[str]:
         place = f"{self.url}/{below}".rstrip("/")
         if self.server is not None:
             return keys_in(self.server, place)
-        path = place.removeprefix("memory:/")
-        return sorted(name[len(path) + 1 :] for name in fsspec.filesystem("memory").find(path))
+        path = place.partition("://")[2]
+        return sorted(name.lstrip("/")[len(path) + 1 :] for name in self.files.find(place))
 
     def read(self, name: str) -> bytes:
         if self.server is not None:
             bucket = self.url.removeprefix("s3://")
             return client(self.server).get_object(Bucket=bucket, Key=name)["Body"].read()
-        return fsspec.filesystem("memory").cat_file(f"{self.url}/{name}")
+        return self.files.cat_file(f"{self.url}/{name}")
 
     def write(self, name: str, data: bytes) -> None:
         if self.server is not None:
@@ -68,30 +70,34 @@ class Store(NamedTuple):
                 Bucket=self.url.removeprefix("s3://"), Key=name, Body=data
             )
         else:
-            fsspec.filesystem("memory").pipe_file(f"{self.url}/{name}", data)
+            self.files.pipe_file(f"{self.url}/{name}", data)
 
     def remove(self, name: str) -> None:
         if self.server is not None:
             client(self.server).delete_object(Bucket=self.url.removeprefix("s3://"), Key=name)
         else:
-            fsspec.filesystem("memory").rm_file(f"{self.url}/{name}")
+            self.files.rm_file(f"{self.url}/{name}")
 
     def uploads(self) -> list[str]:
         return [] if self.server is None else uploads_in(self.server, self.url)
 
 
-@pytest.fixture(params=["memory", "s3"])
+OTHER_CLOUDS = [
+    pytest.param("google", marks=pytest.mark.slow),
+    pytest.param("azure", marks=pytest.mark.slow),
+]
+
+
+@pytest.fixture(params=["memory", "s3", *OTHER_CLOUDS])
 def store(request):
     if request.param == "s3":
         server = request.getfixturevalue("server")
         yield Store(new_bucket(server), server)
-        return
-    files = fsspec.filesystem("memory")
-    files.store.clear()
-    files.pseudo_dirs[:] = [""]
-    yield Store("memory://bucket", None)
-    files.store.clear()
-    files.pseudo_dirs[:] = [""]
+    elif request.param == "memory":
+        yield Store(request.getfixturevalue("memory"), None, fsspec.filesystem("memory"))
+    else:
+        place = request.getfixturevalue(f"{request.param}_store")
+        yield Store(place.url, None, place.files)
 
 
 @pytest.fixture
