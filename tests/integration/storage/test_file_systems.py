@@ -130,11 +130,11 @@ def test_an_export_of_a_damaged_checkpoint_leaves_nothing(place):
 def test_a_stream_that_fails_puts_no_part_of_a_file(tmp_path):
     def content():
         yield b"half"
-        raise ValueError
+        raise ValueError("no more")
 
     with served("webdav", tmp_path) as root:
         file = object_store.at(f"{root}/file")
-        with pytest.raises(ValueError):
+        with pytest.raises(ValueError, match="no more"):
             file.write_stream(content, 8, 1, 8)
     assert list(tmp_path.iterdir()) == []
 
