@@ -209,7 +209,7 @@ def problem_at(location: str, step: int | None) -> str | None:
 
 def is_file(location: str) -> bool:
     """Whether a plain file of the disk has the name of a step."""
-    return locations.is_local(location) and locations.isfile(location)
+    return locations.is_local(location) and os.path.isfile(location)
 
 
 def _why_unfinished(location: str) -> str:
