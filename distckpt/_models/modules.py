@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
 import torch
 
-from distckpt._base.errors import LoadMismatchError
+from distckpt._base.errors import InvalidShardingError, LoadMismatchError
 from distckpt._base.messages import summarize_keys
 from distckpt._base.tree import Position, map_leaves
 from distckpt._mapping.base import BufferReplicaId, OpenReplicaId, ReplicaId
@@ -29,7 +29,7 @@ from distckpt._state.stored_form import StoredEntry
 
 _WRAPPED = ("_orig_mod", "_checkpoint_wrapped_module", "_original_module")
 """Names under which torch.compile, activation checkpointing and Fabric hold the module that they
-wrap.
+wrap. A module of any class may have such a child, see `_wrapped_name`.
 """
 _WRAPPERS = frozenset({"DistributedDataParallel", "DataParallel", "DeepSpeedEngine"})
 """Classes that have the module itself as `module`."""
@@ -90,8 +90,26 @@ def sharded_state_dict(
             state[key] = shard_of_dtensor(key, value, offsets, len(offsets), replica_id)
     for name, child in delegates:
         described = sharded_state_dict_default(child, prefix + name, offsets, metadata)
-        state.update(described if replica_id is None else _with_replica_id(described, replica_id))
+        _add(
+            state,
+            described if replica_id is None else _with_replica_id(described, replica_id),
+        )
     return state
+
+
+def _add(state: ShardedStateDict, described: ShardedStateDict) -> None:
+    """Add what a module has described itself.
+
+    Raises:
+        InvalidShardingError: another tensor has the same name.
+    """
+    for name, part in described.items():
+        other = state.setdefault(name, part)
+        if getattr(other, "data", other) is not getattr(part, "data", part):
+            raise InvalidShardingError(
+                f"Two modules describe different tensors under the name {name!r}: let "
+                "sharded_state_dict(prefix) of each put its prefix before every name."
+            )
 
 
 def _copies(replica_id: ReplicaId | None) -> tuple[ReplicaId, ReplicaId]:
@@ -144,7 +162,7 @@ def sharded_state_dict_default(
         own_state, prefix, {}, offsets, tp_group=tp_group, dp_cp_group=copies
     )
     for name, child in delegates:
-        state.update(sharded_state_dict_default(child, prefix + name, offsets, metadata, tp_group))
+        _add(state, sharded_state_dict_default(child, prefix + name, offsets, metadata, tp_group))
     return state
 
 
@@ -341,14 +359,14 @@ def _entries(
     """
     module = bare_module(module)
     delegates = list(_delegates(module)) if delegate else []
-    added = [
-        _plain_name(f"{path}.module.")
-        for path, below in module.named_modules()
-        if _wrapped_name(below) == "module"
-    ]
+    plain_names = _PlainNames(module)
+    entries: dict[str, tuple[str, Any]] = {}
     # Not walked by hand: hooks rename entries, and FSDP takes its parameters apart again in one.
-    own = module.state_dict(keep_vars=True)
-    entries = {_plain_name(name, added): (name, value) for name, value in own.items()}
+    for name, value in module.state_dict(keep_vars=True).items():
+        plain_name = plain_names.of(name)
+        other_name, other = entries.setdefault(plain_name, (name, value))
+        if other is not value:
+            raise _same_name(module, plain_name, other_name, name)
     if delegates:
         prefixes = {name for name, _ in delegates}
         entries = {
@@ -380,27 +398,84 @@ def bare_module(module: torch.nn.Module) -> torch.nn.Module:
 
 
 def _wrapped_name(module: torch.nn.Module) -> str | None:
-    """Return the name of the module that this one is a wrapper of, None if it is not a wrapper."""
+    """Return the name of the module that this one is a wrapper of, None if it is not a wrapper.
+
+    A wrapper stores nothing but what it wraps. Any other module that has a child of such a name is
+    a layer with state of its own.
+    """
     for name in _WRAPPED:
-        if module._modules.get(name) is not None:
+        if module._modules.get(name) is not None and _stores_only(module, name):
             return name
-    is_wrapper = "module" in module._modules and _WRAPPERS & {
-        base.__name__ for base in type(module).__mro__
-    }
-    return "module" if is_wrapper else None
+    if module._modules.get("module") is None:
+        return None
+    classes = {base.__name__ for base in type(module).__mro__}
+    return "module" if classes & _WRAPPERS and _stores_only(module, "module") else None
+
+
+def _stores_only(module: torch.nn.Module, name: str) -> bool:
+    """Tell whether all state of a module is that of one of its children."""
+    if _has_own_state(module):
+        return False
+    # Fabric has the module a second time, as it is called in forward().
+    others = [child for other, child in module._modules.items() if other != name]
+    inside = {id(inner) for inner in module._modules[name].modules()} if others else set()
+    return not any(_has_state_outside(child, inside) for child in others if child is not None)
+
+
+def _has_state_outside(module: torch.nn.Module, inside: Collection[int]) -> bool:
+    """Tell whether some module in this one stores something and is not among those `inside`."""
+    return any(_has_own_state(below) for below in module.modules() if id(below) not in inside)
+
+
+def _has_own_state(module: torch.nn.Module) -> bool:
+    """Tell whether a module stores more than its children do."""
+    plain = torch.nn.Module
+    if type(module).get_extra_state is not plain.get_extra_state:
+        return True
+    if type(module)._save_to_state_dict is not plain._save_to_state_dict:
+        return True
+    transient = module._non_persistent_buffers_set
+    buffers = [value for name, value in module._buffers.items() if name not in transient]
+    return any(value is not None for value in (*module._parameters.values(), *buffers))
 
 
 def _lies_below(name: str, prefixes: set[str]) -> bool:
     return any(name[: i + 1] in prefixes for i, character in enumerate(name) if character == ".")
 
 
-def _plain_name(name: str, added: Sequence[str] = ()) -> str:
-    """Remove from a name what wrappers add to it. `added` are the prefixes of what is inside
-    wrappers, outer ones first.
-    """
-    if any(part in name for part in _WRAPPED):
-        name = ".".join(part for part in name.split(".") if part not in _WRAPPED)
-    for prefix in reversed(added):
-        if name.startswith(prefix):
-            name = prefix.removesuffix("module.") + name.removeprefix(prefix)
-    return name
+class _PlainNames:
+    """Names in the state dict of a module, without what the wrappers in it add to them."""
+
+    def __init__(self, module: torch.nn.Module) -> None:
+        self._found: dict[str, tuple[str, torch.nn.Module | None]] = {"": ("", module)}
+
+    def of(self, name: str) -> str:
+        """Return the plain name of an entry."""
+        path, _, last = name.rpartition(".")
+        return self._at(path)[0] + last
+
+    def _at(self, path: str) -> tuple[str, torch.nn.Module | None]:
+        """Return the plain prefix of a path and the module there, None if none is there."""
+        if path not in self._found:
+            above, _, part = path.rpartition(".")
+            self._found[path] = _below(*self._at(above), part)
+        return self._found[path]
+
+
+def _below(
+    prefix: str, module: torch.nn.Module | None, part: str
+) -> tuple[str, torch.nn.Module | None]:
+    """Return the plain prefix of a part of a module at `prefix`, and the module that it is."""
+    while module is not None and (name := _wrapped_name(module)):
+        module = module._modules[name]
+        if part == name:
+            return prefix, module
+        # A hook of the wrapper has removed its name already.
+    return f"{prefix}{part}.", None if module is None else module._modules.get(part)
+
+
+def _same_name(module: torch.nn.Module, name: str, first: str, second: str) -> InvalidShardingError:
+    return InvalidShardingError(
+        f"Two entries of the {type(module).__name__} would have the name {name!r}, from which "
+        f"names of wrappers are removed: {first!r} and {second!r}. Rename one in its module."
+    )
