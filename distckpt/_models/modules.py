@@ -403,23 +403,24 @@ def _wrapped_name(module: torch.nn.Module) -> str | None:
     A wrapper stores nothing but what it wraps. Any other module that has a child of such a name is
     a layer with state of its own.
     """
-    for name in _WRAPPED:
-        if module._modules.get(name) is not None and _stores_only(module, name):
+    names = _WRAPPED
+    if "module" in module._modules and _WRAPPERS & {cls.__name__ for cls in type(module).__mro__}:
+        names = (*_WRAPPED, "module")
+    for name in names:
+        inner = module._modules.get(name)
+        if inner is not None and _stores_only(module, inner):
             return name
-    if module._modules.get("module") is None:
-        return None
-    classes = {base.__name__ for base in type(module).__mro__}
-    return "module" if classes & _WRAPPERS and _stores_only(module, "module") else None
+    return None
 
 
-def _stores_only(module: torch.nn.Module, name: str) -> bool:
+def _stores_only(module: torch.nn.Module, inner: torch.nn.Module) -> bool:
     """Tell whether all state of a module is that of one of its children."""
     if _has_own_state(module):
         return False
     # Fabric has the module a second time, as it is called in forward().
-    others = [child for other, child in module._modules.items() if other != name]
-    inside = {id(inner) for inner in module._modules[name].modules()} if others else set()
-    return not any(_has_state_outside(child, inside) for child in others if child is not None)
+    children = [child for child in module._modules.values() if child is not None]
+    inside = {id(below) for below in inner.modules()} if len(children) > 1 else {id(inner)}
+    return not any(_has_state_outside(child, inside) for child in children if child is not inner)
 
 
 def _has_state_outside(module: torch.nn.Module, inside: Collection[int]) -> bool:
