@@ -403,7 +403,7 @@ def _wrapped_name(module: torch.nn.Module) -> str | None:
     A wrapper stores nothing but what it wraps. Any other module that has a child of such a name is
     a layer with state of its own.
     """
-    names = _WRAPPED
+    names: tuple[str, ...] = _WRAPPED
     if "module" in module._modules and _WRAPPERS & {cls.__name__ for cls in type(module).__mro__}:
         names = (*_WRAPPED, "module")
     for name in names:
