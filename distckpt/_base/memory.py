@@ -1,4 +1,5 @@
-"""Memory: the bytes of tensors, scratch memory, and copies between it and accelerators.
+"""Memory: the bytes of tensors, which of them overlap, scratch memory, and copies between it and
+accelerators.
 
 Copies run beside what an accelerator is computing. Every thread that moves bytes has page-locked
 memory and a stream of its own, so one thread's copy runs while another one's bytes are written or
@@ -9,12 +10,15 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from distckpt._base.dtypes import flat_bytes
+from distckpt._base.errors import LoadMismatchError
 from distckpt._base.lazy import torch
 from distckpt._base.libc import ALIGNMENT, ask_for_huge_pages
 from distckpt._base.threads import UNIT_BYTES
@@ -106,19 +110,97 @@ def is_plain_memory(tensor: torch.Tensor) -> bool:
     return tensor.is_cpu and tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
 
 
-def may_overlap(tensor: torch.Tensor) -> bool:
-    """Tell whether several elements of a tensor may be one place in memory, as in expanded
-    tensors.
-    """
-    if tensor.is_contiguous():
+# --- Memory that elements have in common ----------------------------------------------------------
+
+
+def repeats_memory(tensor: torch.Tensor) -> bool:
+    """Tell whether several elements of a tensor are one place in memory, as in expanded tensors."""
+    if tensor.is_contiguous() or not tensor.numel():
         return False
     strides = zip(tensor.stride(), tensor.shape, strict=True)
-    reach = 0
-    for stride, size in sorted(pair for pair in strides if pair[1] > 1):
-        if stride <= reach:
-            return True
+    axes = sorted(pair for pair in strides if pair[1] > 1)
+    reach, are_apart = 0, True
+    for stride, size in axes:
+        are_apart &= stride > reach
         reach += stride * (size - 1)
-    return False
+    if are_apart or not axes[0][0]:
+        return not are_apart
+    # Axes that are woven into each other: mark each place that an element is at.
+    marks = np.zeros(reach + 1, np.bool_)
+    np.lib.stride_tricks.as_strided(marks, tensor.shape, tensor.stride())[...] = True
+    return int(np.count_nonzero(marks)) < tensor.numel()
+
+
+def fill(key: str, target: torch.Tensor, values: torch.Tensor) -> None:
+    """Copy values into a tensor, of which several elements may be one place in memory.
+
+    Raises:
+        LoadMismatchError: such elements have different values.
+    """
+    target = target.detach()
+    if not repeats_memory(target):
+        target.copy_(values)
+        return
+    # torch refuses to fill expanded axes.
+    once = tuple(slice(0, 1) if stride == 0 else slice(None) for stride in target.stride())
+    target[once].copy_(values[once])
+    if not torch.equal(flat_bytes(target), flat_bytes(values.to(target))):
+        raise LoadMismatchError(
+            f"Key {key!r}: several elements of the tensor are one place in memory "
+            f"(strides {target.stride()}), but have different values in the checkpoint. Give "
+            "it memory of its own: clone() it before loading.",
+            unexpected=[key],
+        )
+
+
+def overlapping(tensors: Sequence[torch.Tensor]) -> Iterator[tuple[int, int]]:
+    """Yield the pairs of tensors that have elements in common, in the order of the tensors."""
+    starts = np.fromiter((tensor.data_ptr() for tensor in tensors), np.int64, len(tensors))
+    ends = starts + np.fromiter(map(num_bytes_spanned, tensors), np.int64, len(tensors))
+    order = np.argsort(starts, kind="stable")
+    order = order[(starts != 0)[order] & (ends != starts)[order]]
+    if (starts[order][1:] >= np.maximum.accumulate(ends[order])[:-1]).all():
+        return
+    earlier: list[int] = []
+    for number in order.tolist():
+        earlier = [other for other in earlier if ends[other] > starts[number]]
+        for other in earlier:
+            same_device = tensors[other].device == tensors[number].device
+            if same_device and np.shares_memory(
+                address_array(tensors[other]), address_array(tensors[number])
+            ):
+                yield min(other, number), max(other, number)
+        earlier.append(number)
+
+
+def num_bytes_spanned(tensor: torch.Tensor) -> int:
+    """Return the number of bytes from the first element of a tensor to the end of its last."""
+    if tensor.is_contiguous() or not tensor.numel():
+        return tensor.nbytes
+    steps = sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True))
+    return (steps + 1) * tensor.element_size()
+
+
+def address_array(tensor: torch.Tensor) -> Any:
+    """Return an array at the addresses of a tensor on any device, which must not be read."""
+    size = tensor.element_size()
+    strides = tuple(step * size for step in tensor.stride())
+    place = {"version": 3, "shape": tuple(tensor.shape), "typestr": f"|V{size}", "strides": strides}
+    return np.asarray(
+        SimpleNamespace(__array_interface__={**place, "data": (tensor.data_ptr(), False)})
+    )
+
+
+def addresses(tensor: torch.Tensor) -> npt.NDArray[np.int64]:
+    """Return the address of each element of a tensor, in row-major order."""
+    found = np.array([tensor.data_ptr()], np.int64)
+    for size, stride in zip(tensor.shape, tensor.stride(), strict=True):
+        steps = np.arange(size, dtype=np.int64) * (stride * tensor.element_size())
+        found = (found[:, None] + steps).reshape(-1)
+    return found
+
+
+# --- Scratch memory -------------------------------------------------------------------------------
 
 
 def bounce_buffer(

@@ -6,15 +6,13 @@ from __future__ import annotations
 
 import logging
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
-from types import SimpleNamespace
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 
-from distckpt._base.dtypes import as_integers, flat_bytes
-from distckpt._base.errors import LoadMismatchError
+from distckpt._base.dtypes import flat_bytes
+from distckpt._base.memory import address_array, fill, overlapping
 from distckpt._format.stored_checkpoint import StoredCheckpoint
 from distckpt._mapping.sharded_tensor import ShardedTensor
 from distckpt._plan.load import Copy, Request
@@ -48,7 +46,9 @@ def separate(
         return Separated(list(targets), targets, [])
     concerned = {number for pair in shared for number in pair}
     sources = _sources_of(stored, copies, concerned)
-    places = {n: (targets[n].dtype, _as_array(targets[n]).__array_interface__) for n in concerned}
+    places = {
+        n: (targets[n].dtype, address_array(targets[n]).__array_interface__) for n in concerned
+    }
 
     def is_same(first: int, second: int) -> bool:
         return (sources[first], places[first]) == (sources[second], places[second])
@@ -81,77 +81,65 @@ def join(requests: Sequence[Request], separated: Separated, location: str) -> se
     """Give shared memory the value that was read last, and warn if it differs from the one read
     before; return the keys of those that are lost.
     """
-    lost = set()
+    earlier: dict[int, list[int]] = defaultdict(list)
     for first, second in separated.pairs:
-        target, value = separated.given[first].detach(), separated.targets[second]
-        before = target.clone()
-        with torch.no_grad():
-            separated.given[second].copy_(value)
-        if not torch.equal(flat_bytes(before), flat_bytes(target)):
-            lost.add(requests[first].key)
-            logger.warning(
-                "%r and %r of %s have different values, and were to be loaded into one tensor: "
-                "it has that of %r now. Request one of them, or untie the tensors.",
-                requests[first].key,
-                requests[second].key,
-                location,
-                requests[second].key,
-            )
+        earlier[second].append(first)
+    lost: set[str] = set()
+    for second, firsts in earlier.items():
+        target, values = separated.given[second], separated.targets[second]
+        others = [(requests[n].key, separated.given[n]) for n in firsts]
+        lost |= _put(requests[second].key, target, values, others, location)
     return lost
 
 
-def overlapping(targets: Sequence[torch.Tensor]) -> Iterator[tuple[int, int]]:
-    """Yield the pairs of targets that have elements in common, in the order of the targets."""
-    starts = np.fromiter((target.data_ptr() for target in targets), np.int64, len(targets))
-    ends = starts + np.fromiter(map(_num_bytes_spanned, targets), np.int64, len(targets))
-    order = np.argsort(starts, kind="stable")
-    order = order[(starts != 0)[order] & (ends != starts)[order]]
-    if (starts[order][1:] >= np.maximum.accumulate(ends[order])[:-1]).all():
-        return
-    earlier: list[int] = []
-    for number in order.tolist():
-        earlier = [other for other in earlier if ends[other] > starts[number]]
-        for other in earlier:
-            same_device = targets[other].device == targets[number].device
-            if same_device and np.shares_memory(
-                _as_array(targets[other]), _as_array(targets[number])
-            ):
-                yield min(other, number), max(other, number)
-        earlier.append(number)
+def settle(
+    given: Sequence[ShardedTensor], filled: Sequence[ShardedTensor], location: str
+) -> set[str]:
+    """Give tensors the values that were loaded elsewhere because several of their elements are one
+    place in memory; return the keys of others that have lost values by this.
 
-
-def _num_bytes_spanned(target: torch.Tensor) -> int:
-    if target.is_contiguous() or not target.numel():
-        return target.nbytes
-    steps = sum((n - 1) * step for n, step in zip(target.shape, target.stride(), strict=True))
-    return (steps + 1) * target.element_size()
-
-
-def _as_array(target: torch.Tensor) -> Any:
-    """Return an array at the addresses of a tensor on any device, which must not be read."""
-    size = target.element_size()
-    strides = tuple(step * size for step in target.stride())
-    place = {"version": 3, "shape": tuple(target.shape), "typestr": f"|V{size}", "strides": strides}
-    return np.asarray(
-        SimpleNamespace(__array_interface__={**place, "data": (target.data_ptr(), False)})
-    )
-
-
-def settled(shard: ShardedTensor, loaded: torch.Tensor) -> torch.Tensor:
-    """Give a tensor the values that were loaded elsewhere because several of its elements are one
-    place in memory.
+    Raises:
+        LoadMismatchError: elements that are one place have different values.
     """
-    target = shard.data
-    if target is None or target is loaded:
-        return loaded
-    with torch.no_grad():
-        once = tuple(slice(0, 1) if stride == 0 else slice(None) for stride in target.stride())
-        target[once].copy_(loaded[once])
-        if not torch.equal(as_integers(target.resolve_conj().resolve_neg()), as_integers(loaded)):
-            raise LoadMismatchError(
-                f"Key {shard.key!r}: several elements of the tensor are one place in memory "
-                f"(strides {target.stride()}), but have different values in the checkpoint. Give "
-                "it memory of its own: clone() it before loading.",
-                unexpected=[shard.key],
+    pairs = zip(given, filled, strict=True)
+    targets: list[tuple[str, Any]] = [
+        (one.key, other.data if one.data is None else one.data) for one, other in pairs
+    ]
+    values: list[Any] = [other.data for other in filled]
+    apart = [n for n, (_, target) in enumerate(targets) if target is not values[n]]
+    if not apart:
+        return set()
+    neighbors: dict[int, list[int]] = defaultdict(list)
+    for first, second in overlapping([target for _, target in targets]):
+        neighbors[first].append(second)
+        neighbors[second].append(first)
+    lost: set[str] = set()
+    for number in apart:
+        others = [targets[n] for n in neighbors[number] if n < number or n not in apart]
+        lost |= _put(*targets[number], values[number], others, location)
+    return lost
+
+
+def _put(
+    key: str,
+    target: torch.Tensor,
+    values: torch.Tensor,
+    others: Sequence[tuple[str, torch.Tensor]],
+    location: str,
+) -> set[str]:
+    """Fill a target; return the keys of other ones that have lost values by this, and warn."""
+    before = [flat_bytes(other.clone()) for _, other in others]
+    fill(key, target, values)
+    lost = set()
+    for (name, other), bits in zip(others, before, strict=True):
+        if not torch.equal(bits, flat_bytes(other)):
+            lost.add(name)
+            logger.warning(
+                "%r and %r of %s have different values, and were to be loaded into one tensor: "
+                "it has that of %r now. Request one of them, or untie the tensors.",
+                name,
+                key,
+                location,
+                key,
             )
-    return target
+    return lost

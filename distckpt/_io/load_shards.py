@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from distckpt._base.dtypes import FROM_NAME
-from distckpt._base.memory import Copier, in_huge_pages, may_overlap
+from distckpt._base.memory import Copier, in_huge_pages, repeats_memory
 from distckpt._base.options import LoadOptions
 from distckpt._base.threads import (
     ProgressCounter,
@@ -131,8 +131,9 @@ def load_tensors(
     )
     _add(planned.additions)
     counter.finish()
+    settings.overwritten.update(aliases.settle(shards, planned.shards, stored.location))
     return [
-        None if shard.data is None else aliases.settled(given, shard.data)
+        shard.data if given.data is None else given.data
         for given, shard in zip(shards, planned.shards, strict=True)
     ]
 
@@ -194,7 +195,7 @@ def _dtype_of(shard: ShardedTensor) -> torch.dtype:
 
 def _with_memory(shard: ShardedTensor) -> ShardedTensor:
     """Return a shard whose tensor can be filled in place."""
-    if shard.data is not None and not may_overlap(shard.data):
+    if shard.data is not None and not repeats_memory(shard.data):
         return shard
     filled = shard.without_data()
     device = "cpu" if shard.data is None else shard.data.device

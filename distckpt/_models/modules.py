@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from distckpt._base.errors import InvalidShardingError, LoadMismatchError
+from distckpt._base.memory import fill
 from distckpt._base.messages import summarize_keys
 from distckpt._base.tree import Position, map_leaves
 from distckpt._mapping.base import BufferReplicaId, OpenReplicaId, ReplicaId
@@ -345,7 +346,7 @@ def _copy_into(name: str, target: torch.Tensor, value: torch.Tensor) -> None:
             "loaded for it: load the sharded state dict of this very module.",
             unexpected=[name],
         )
-    local.copy_(value)
+    fill(name, local, value)
 
 
 def _entries(

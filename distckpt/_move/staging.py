@@ -8,12 +8,11 @@ import bisect
 from collections.abc import Collection, Iterable, Sequence
 from typing import NamedTuple
 
-import numpy as np
 import torch
 
 from distckpt._base.dtypes import as_integers
 from distckpt._base.errors import InvalidShardingError
-from distckpt._base.memory import may_overlap
+from distckpt._base.memory import num_bytes_spanned, repeats_memory
 from distckpt._io.exchange import copy_values
 from distckpt._move.pieces import Pieces
 
@@ -94,23 +93,13 @@ _DENSE = torch.contiguous_format
 def _refuse_repeated_memory(targets: Pieces) -> None:
     """Refuse targets several of whose elements are one in memory, as in expanded tensors."""
     for row, view in enumerate(targets.views):
-        if may_overlap(view) and _has_repeated_memory(view):
+        if repeats_memory(view):
             key = targets.table.kinds[targets.table.kind_ids[row]].key
             raise InvalidShardingError(
                 f"Key {key!r} is to be filled in memory where several of its elements are one "
                 f"(shape {tuple(view.shape)}, strides {view.stride()}): give it a tensor that is "
                 "not expanded or overlapping."
             )
-
-
-def _has_repeated_memory(view: torch.Tensor) -> bool:
-    axes = [axis for axis in zip(view.shape, view.stride(), strict=True) if axis[0] > 1]
-    if not view.numel() or not all(stride for _, stride in axes):
-        return bool(view.numel())
-    places = np.zeros(1, np.int64)
-    for size, stride in axes:
-        places = (places[:, None] + np.arange(size) * stride).reshape(-1)
-    return len(np.unique(places)) < len(places)
 
 
 def _share_memory(views: Sequence[torch.Tensor], others: Sequence[torch.Tensor]) -> list[bool]:
@@ -132,7 +121,5 @@ def _share_memory(views: Sequence[torch.Tensor], others: Sequence[torch.Tensor])
 
 def _extent(view: torch.Tensor) -> tuple[int, int]:
     """Return the addresses of the first byte of a tensor, and of the one behind its last."""
-    if not view.numel():
-        return 0, 0
-    last = sum((n - 1) * stride for n, stride in zip(view.shape, view.stride(), strict=True))
-    return view.data_ptr(), view.data_ptr() + (last + 1) * view.itemsize
+    size = num_bytes_spanned(view)
+    return (view.data_ptr(), view.data_ptr() + size) if size else (0, 0)

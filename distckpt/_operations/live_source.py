@@ -12,11 +12,11 @@ import torch
 
 from distckpt._base.dtypes import FROM_NAME
 from distckpt._base.errors import LoadMismatchError
+from distckpt._base.memory import overlapping
 from distckpt._base.messages import summarize_keys
 from distckpt._base.options import MoveOptions
 from distckpt._base.tree import CONTAINERS, dotted, map_leaves
 from distckpt._format import codec
-from distckpt._io.aliases import overlapping
 from distckpt._io.read_values import warn_of_overflows
 from distckpt._mapping.base import OpenReplicaId
 from distckpt._mapping.sharded_tensor import ShardedTensor

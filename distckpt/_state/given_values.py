@@ -8,12 +8,16 @@ list, dict or tensor in common with them: the next load does not change what thi
 from __future__ import annotations
 
 import copy
-from collections import OrderedDict
+from collections import OrderedDict, defaultdict
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import torch
 
+from distckpt._base.dtypes import flat_bytes
+from distckpt._base.memory import addresses, overlapping, repeats_memory
 from distckpt._base.tree import (
     CONTAINERS,
     HOLE,
@@ -21,6 +25,7 @@ from distckpt._base.tree import (
     children_of,
     dotted,
     is_plain_container,
+    leaves,
 )
 from distckpt._format import codec
 
@@ -46,8 +51,12 @@ class Changes:
     contents: list[tuple[Any, Any]] = field(default_factory=list)
     fixed: list[str] = field(default_factory=list)
     not_filled: list[str] = field(default_factory=list)
+    neighbors: Mapping[int, Sequence[torch.Tensor]] = field(default_factory=dict)
+    """The tensors that each tensor has elements in common with, by its `id()`."""
+    taken: dict[int, torch.Tensor] = field(default_factory=dict)
+    """The values that tensors have or get, by their `id()`."""
     _values: dict[Any, Any] = field(default_factory=dict)
-    """What is stored for each container and tensor, by its identity."""
+    """What is stored for each container, by its identity."""
 
     @torch.no_grad()
     def apply(self) -> None:
@@ -64,8 +73,8 @@ class Changes:
             container[key] = value
 
     def is_first(self, identity: Any, value: Any) -> bool | None:
-        """Tell whether a container or tensor is met for the first time: None if it has been, and
-        another value is stored there.
+        """Tell whether a container is met for the first time: None if it has been, and another
+        value is stored there.
         """
         if identity not in self._values:
             self._values[identity] = value
@@ -83,9 +92,32 @@ def changes_of(given: Any, values: Any, loaded: Any) -> Changes:
         values: the same without its shards and objects, see `flatten.SplitState.common`.
         loaded: what was loaded in its place.
     """
-    changes = Changes()
+    changes = _with_neighbors(values, loaded)
     _change_holder(changes, (), given, values, loaded)
     return changes
+
+
+def _with_neighbors(values: Any, loaded: Any) -> Changes:
+    """Find which tensors among values share memory with others, or with ones that are filled."""
+    changes = Changes()
+    targets = [leaf for _, leaf in leaves(values) if _has_memory(leaf)]
+    if not targets:
+        return changes
+    filled = [leaf for _, leaf in leaves(loaded) if _has_memory(leaf)]
+    tensors = [*targets, *filled]
+    neighbors = defaultdict(list)
+    for first, second in overlapping(tensors):
+        if first < len(targets):
+            neighbors[id(tensors[first])].append(tensors[second])
+            neighbors[id(tensors[second])].append(tensors[first])
+    changes.neighbors = neighbors
+    changes.taken.update((id(tensor), tensor) for tensor in filled)
+    return changes
+
+
+def _has_memory(value: Any) -> bool:
+    is_plain = type(value) in _PLAIN_TENSORS and not value.is_meta
+    return is_plain and value.layout == torch.strided
 
 
 def _change_holder(
@@ -165,13 +197,10 @@ def _counterparts(given: Any, new: Any) -> list[Any]:
 
 
 def _changed_tensor(changes: Changes, position: Position, given: torch.Tensor, new: Any) -> Any:
-    if _takes_values(given, new):
-        memory = (given.data_ptr(), given.shape, given.stride())
-        is_first = changes.is_first(memory if given.numel() else id(given), new)
-        if is_first:
-            changes.tensors.append((given, new))
-        if is_first is not None:
-            return given
+    if _takes_values(given, new) and _is_free(changes, given, new):
+        changes.taken[id(given)] = new
+        changes.tensors.append((given, new))
+        return given
     if isinstance(new, torch.Tensor):
         changes.not_filled.append(dotted(position))
     return _own(new)
@@ -179,13 +208,28 @@ def _changed_tensor(changes: Changes, position: Position, given: torch.Tensor, n
 
 def _takes_values(given: torch.Tensor, new: Any) -> bool:
     """Tell whether a tensor can be filled: one whose elements share memory cannot, for example."""
-    if type(given) not in _PLAIN_TENSORS or given.is_meta or given.is_inference():
+    if not _has_memory(given) or given.is_inference() or not isinstance(new, torch.Tensor):
         return False
-    if not isinstance(new, torch.Tensor) or given.layout != torch.strided:
+    return (given.shape, given.dtype) == (new.shape, new.dtype) and not repeats_memory(given)
+
+
+def _is_free(changes: Changes, given: torch.Tensor, new: torch.Tensor) -> bool:
+    """Tell whether a tensor can be filled without changing another one."""
+    others = [other for other in changes.neighbors.get(id(given), ()) if id(other) in changes.taken]
+    return all(_agree(given, new, other, changes.taken[id(other)]) for other in others)
+
+
+def _agree(
+    first: torch.Tensor, its_values: torch.Tensor, second: torch.Tensor, others: torch.Tensor
+) -> bool:
+    """Tell whether two tensors with elements in common have equal values there."""
+    if first.dtype != second.dtype or first.is_conj() != second.is_conj():
         return False
-    if (given.shape, given.dtype) != (new.shape, new.dtype):
-        return False
-    return all(stride or size < 2 for size, stride in zip(given.shape, given.stride(), strict=True))
+    places = addresses(first), addresses(second)
+    _, here, there = np.intersect1d(*places, return_indices=True)
+    own = its_values.detach().reshape(-1).cpu()[torch.from_numpy(here)]
+    other = others.detach().reshape(-1).cpu()[torch.from_numpy(there)]
+    return len(here) > 0 and torch.equal(flat_bytes(own), flat_bytes(other))
 
 
 def _takes_contents(given: Any, new: Any) -> bool:

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import torch
 
 from distckpt._base.errors import InvalidShardingError, LoadMismatchError, UnsupportedObjectError
+from distckpt._base.memory import fill
 from distckpt._geometry.region import with_item
 from distckpt._mapping.base import flat_bounds, unsuitable
 from distckpt._mapping.sharded_tensor import ShardedTensor
@@ -111,7 +112,7 @@ def _put(shard: ShardedTensor, values: torch.Tensor) -> torch.Tensor:
     """Return values in the dtype of a shard, in its tensor if it has one."""
     if shard.data is None:
         return values.to(shard.dtype)
-    shard.data.detach().copy_(values)
+    fill(shard.key, shard.data, values)
     return shard.data
 
 

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from distckpt._base.errors import LoadMismatchError
+from distckpt._base.memory import fill
 from distckpt._models.dtensor import is_dtensor, local_part
 from distckpt._models.optimizer.description import OwnState, places_of
 from distckpt._models.optimizer.ids import memory_of
@@ -90,7 +91,7 @@ def _fill(
         if target is not value and (
             memory_of(target) is None or memory_of(target) != memory_of(value)
         ):
-            target.detach().copy_(value)
+            fill(name, target, value)
 
 
 def _scalar(
