@@ -17,7 +17,7 @@ from distckpt._base.errors import InvalidShardingError
 from distckpt._base.tree import Position
 from distckpt._dcp_api import state_dicts
 from distckpt._format.checksum import checksum
-from distckpt._mapping.base import ShardedBase
+from distckpt._mapping.base import OpenReplicaId, ShardedBase
 from distckpt._mapping.sharded_tensor import ShardedTensor
 from distckpt._mapping.wrappers import (
     LocalNonpersistentObject,
@@ -25,7 +25,13 @@ from distckpt._mapping.wrappers import (
     ShardedStateDict,
     is_main_replica,
 )
-from distckpt._models.dtensor import is_dtensor, is_in_mesh, shard_of_dtensor
+from distckpt._models.dtensor import (
+    has_parts,
+    is_dtensor,
+    is_in_mesh,
+    shard_of_dtensor,
+    shard_of_parts,
+)
 from distckpt._ranks.collectives import Ranks
 
 _MAIN, _EVERYWHERE = 1, 2
@@ -76,12 +82,22 @@ def shards_of(key: str, value: Any, rank: int) -> list[ShardedBase]:
         return [shard_of_dtensor(key, value, (), 0, None)] if is_in_mesh(value) else []
     if _is_torch_sharded(value):
         return list(_shards_of_torch(key, value))
+    if has_parts(value):
+        return _shards_of_parts(key, value, rank)
     return [ShardedTensor.from_rank_offsets(key, value, replica_id=rank)]
 
 
 def _is_torch_sharded(value: Any) -> bool:
     """Tell whether a tensor is of the class ShardedTensor of PyTorch, as FSDP1 makes them."""
     return hasattr(type(value), "local_shards") and hasattr(type(value), "sharding_spec")
+
+
+def _shards_of_parts(key: str, value: Any, rank: int) -> list[ShardedBase]:
+    described = shard_of_parts(key, value, (), 0, OpenReplicaId((0, rank)))
+    if isinstance(described, ShardedTensor):
+        return [described]
+    shards: Any = described.build()
+    return list(shards)
 
 
 def _shards_of_torch(key: str, value: Any) -> Iterator[ShardedTensor]:

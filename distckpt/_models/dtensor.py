@@ -1,4 +1,5 @@
-"""The place of this rank's part of a DTensor in the global tensor.
+"""The place of this rank's part of a DTensor, or of a plain tensor that says so, in the global
+tensor.
 
 DTensors are recognized by their attributes, not by their class: importing
 `torch.distributed.tensor` takes half a second, which only programs that have DTensors spend.
@@ -29,6 +30,8 @@ Runs: TypeAlias = tuple[tuple[int, int], ...]
 """Ranges `(start, stop)` of one axis, not empty, in the order of the local tensor."""
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 """The types of most tensors, asked about first."""
+_ATTRIBUTES = ("global_shape", "global_offsets", "local_offsets", "local_sizes")
+"""Attributes of torch's `CheckpointableTensor`, new in torch 2.14."""
 _Split: TypeAlias = tuple[int, int, int, int]
 """Mesh axis, tensor axis, split factor (1 unless strided), number of parts."""
 
@@ -38,6 +41,15 @@ def is_dtensor(value: Any) -> bool:
     # Asked of the class: looking for a missing attribute of a tensor costs more.
     kind = type(value)
     return kind not in _PLAIN and hasattr(kind, "device_mesh") and hasattr(kind, "placements")
+
+
+def has_parts(value: Any) -> bool:
+    """Tell whether a tensor has the attributes of torch's `CheckpointableTensor`."""
+    if type(value) in _PLAIN:
+        return "global_offsets" in vars(value) and vars(value).keys() >= {*_ATTRIBUTES}
+    if not isinstance(value, torch.Tensor) or is_dtensor(value):
+        return False
+    return all(hasattr(value, name) for name in _ATTRIBUTES)
 
 
 def local_part(tensor: Any) -> Any:
@@ -251,6 +263,84 @@ def shard_of_dtensor(
     offset = _moved(first, [axis[0][0] if axis else 0 for axis in runs])
     place = (tuple(local.shape), shape, offset, fragmentations)
     return ShardedTensor(key, local, local.dtype, *place, replica, num_prepended, **attributes)
+
+
+def shard_of_parts(
+    key: str,
+    tensor: Any,
+    rank_offsets: Sequence[tuple[int, int, int]],
+    num_prepended: int,
+    replica_id: ReplicaId,
+    **attributes: Any,
+) -> ShardedTensor | ShardedTensorFactory:
+    """Describe a tensor that says which parts of a global tensor it has, see `has_parts`.
+
+    The arguments are those of `shard_of_dtensor`. A tensor with several parts, or with elements
+    that belong to none, becomes a factory that makes a shard of each part.
+    """
+    sizes = tuple(map(int, tensor.global_shape))
+    shape, first, _ = grid_from_ranks(key, sizes, rank_offsets, num_prepended)
+    local_shape = tuple(tensor.shape)
+    parts = [
+        FusedPart(start, size, _moved(first, offset), shape)
+        for offset, start, size in _checked_parts(key, tensor, sizes)
+    ]
+    if not parts and local_shape:
+        # A rank without elements names the tensor, too.
+        nothing = (0,) * len(local_shape)
+        parts = [FusedPart(nothing, nothing, _moved(first, nothing), shape)]
+    if len(parts) == 1 and parts[0].shape == local_shape:
+        place = (local_shape, shape, parts[0].global_offset, None)
+        return ShardedTensor(
+            key, tensor, tensor.dtype, *place, replica_id, num_prepended, **attributes
+        )
+    if attributes or not parts:
+        raise InvalidShardingError(
+            f"Tensor {key!r} has {len(parts)} parts of the global tensor and elements beside them: "
+            f"it takes no {sorted(attributes)}, and has at least one part if it has no axes."
+        )
+    return parts_factory(
+        key,
+        tensor,
+        parts,
+        local_shape=local_shape,
+        prepend_axis_num=num_prepended,
+        replica_id=replica_id,
+    )
+
+
+def _checked_parts(
+    key: str, tensor: Any, sizes: tuple[int, ...]
+) -> list[tuple[tuple[int, ...], ...]]:
+    """Return the global offset, local offset and size of each part of a tensor.
+
+    Raises:
+        InvalidShardingError: they do not fit the tensor, or one another.
+    """
+    given = (tensor.global_offsets, tensor.local_offsets, tensor.local_sizes)
+    fits = len({*map(len, given)}) == 1 and len(sizes) == tensor.ndim
+    parts: list[tuple[tuple[int, ...], ...]] = []
+    for part in zip(*given, strict=fits):
+        offset, start, size = (tuple(map(int, values)) for values in part)
+        fits = fits and len(offset) == len(start) == len(size) == tensor.ndim
+        axes = zip(offset, start, size, sizes, tensor.shape, strict=fits)
+        fits = fits and all(map(_is_inside, axes))
+        parts.append((offset, start, size))
+    if not fits:
+        raise InvalidShardingError(
+            f"Tensor {key!r} of shape {tuple(tensor.shape)} has the attributes of a part of a "
+            f"global tensor of shape {sizes}, which contradict one another: global_offsets, "
+            f"local_offsets and local_sizes are {given}. Each part has one of them, with a number "
+            "for each axis, and lies inside both shapes."
+        )
+    return parts
+
+
+def _is_inside(axis: tuple[int, ...]) -> bool:
+    """Tell whether a part lies inside the global and the local tensor along an axis."""
+    offset, start, size, most, most_local = axis
+    is_valid = min(offset, start, size) >= 0
+    return is_valid and offset + size <= most and start + size <= most_local
 
 
 def _replica_id(

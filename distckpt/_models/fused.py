@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple, NoReturn
 
@@ -50,9 +49,9 @@ def parts_factory(
 ) -> ShardedTensorFactory:
     """Make the factory of a parameter whose parts have different places in stored tensors.
 
-    `parts` tile a view of the parameter of shape `view_shape`: `local_shape` with some axes divided
-    into several. `axes` gives, for each axis of the stored tensor (prepended ones aside), the axis
-    of the view that it is.
+    `parts` are regions of a view of the parameter of shape `view_shape`: `local_shape` with some
+    axes divided into several. Elements in no part are not stored. `axes` gives, for each axis of
+    the stored tensor (prepended ones aside), the axis of the view that it is.
 
     `build` gives one shard for each part, in their order; for a flat parameter a dict, with a shard
     for each region of a part that its range covers.
@@ -60,9 +59,6 @@ def parts_factory(
     local_shape = tuple(local_shape)
     view_shape = local_shape if view_shape is None else tuple(view_shape)
     axes = tuple(range(len(view_shape)) if axes is None else axes)
-    assert sum(math.prod(part.shape) for part in parts) == math.prod(local_shape), (
-        "the parts must tile the tensor"
-    )
     form = _Form(local_shape, view_shape, axes, tuple(parts), prepend_axis_num)
     return ShardedTensorFactory(key, data, form.build, form.merge, replica_id, flattened_range)
 
@@ -189,7 +185,7 @@ class _Form(NamedTuple):
         model = torch.empty(shape, dtype=tensors[0].dtype, device="meta")
         merged = _behind(tensors, self.views(model, cells, bounds), model)
         if merged is None:
-            merged = torch.empty(shape, dtype=tensors[0].dtype, device=tensors[0].device)
+            merged = torch.zeros(shape, dtype=tensors[0].dtype, device=tensors[0].device)
             for view, tensor in zip(self.views(merged, cells, bounds), tensors, strict=True):
                 view.copy_(tensor)
         return merged
@@ -203,11 +199,18 @@ def _behind(
     """
     memory = tensors[0].untyped_storage().data_ptr()
     start = tensors[0].storage_offset() - views[0].storage_offset()
-    is_shared = memory != 0 and all(
-        tensor.untyped_storage().data_ptr() == memory
-        and tensor.storage_offset() - view.storage_offset() == start
-        and (tensor.dtype, tensor.shape, tensor.stride()) == (view.dtype, view.shape, view.stride())
-        for tensor, view in zip(tensors, views, strict=True)
+    end = (start + model.numel()) * model.itemsize
+    has_room = start >= 0 and end <= tensors[0].untyped_storage().nbytes()
+    is_shared = (
+        memory != 0
+        and has_room
+        and all(
+            tensor.untyped_storage().data_ptr() == memory
+            and tensor.storage_offset() - view.storage_offset() == start
+            and (tensor.dtype, tensor.shape, tensor.stride())
+            == (view.dtype, view.shape, view.stride())
+            for tensor, view in zip(tensors, views, strict=True)
+        )
     )
     return tensors[0].as_strided(model.shape, model.stride(), start) if is_shared else None
 

@@ -19,7 +19,7 @@ from distckpt._mapping.wrappers import (
     ShardedTensorFactory,
     StateDict,
 )
-from distckpt._models.dtensor import is_dtensor, shard_of_dtensor
+from distckpt._models.dtensor import has_parts, is_dtensor, shard_of_dtensor, shard_of_parts
 from distckpt._ranks.exchanges import own_rank
 
 Offsets: TypeAlias = Iterable[tuple[int, int, int]]
@@ -123,6 +123,9 @@ def _shard(
         prepended_axes(offsets, "prepend_offsets")
         return shard_of_dtensor(key, tensor, offsets + division, len(offsets), outer, **attributes)
     replica_id = default_replica_id if replica_id is None else replica_id
+    if has_parts(tensor):
+        division = offsets + division
+        return shard_of_parts(key, tensor, division, len(offsets), replica_id, **attributes)
     return ShardedTensor.from_rank_offsets(
         key,
         tensor,

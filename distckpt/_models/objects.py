@@ -41,7 +41,13 @@ from distckpt._mapping.base import OpenReplicaId, ShardedBase
 from distckpt._mapping.sharded_tensor import ShardedTensor
 from distckpt._mapping.wrappers import LocalNonpersistentObject, ShardedObject, StateDict
 from distckpt._models.bound_state import BoundState
-from distckpt._models.dtensor import is_dtensor, is_in_mesh, shard_of_dtensor
+from distckpt._models.dtensor import (
+    has_parts,
+    is_dtensor,
+    is_in_mesh,
+    shard_of_dtensor,
+    shard_of_parts,
+)
 from distckpt._models.modules import (
     bare_module,
     sharded_state_dict,
@@ -183,7 +189,7 @@ class _Walk:
         return map_leaves(self._described_leaf, node, _is_walked, path)
 
     def _described_leaf(self, path: Position, leaf: Any) -> Any:
-        if type(leaf) in _VALUES:
+        if type(leaf) in _VALUES and not has_parts(leaf):
             return leaf
         if isinstance(leaf, OptimizerState):
             self.optimizers.append((path, leaf))
@@ -203,6 +209,9 @@ class _Walk:
         if place.kind is Kind.MODULE:
             return self._described_module(place)
         if place.kind is Kind.DTENSOR:
+            if has_parts(place.value):
+                copy = OpenReplicaId((0, self.ranks.rank))
+                return shard_of_parts(place.name, place.value, (), 0, copy)
             if not is_in_mesh(place.value):
                 return LocalNonpersistentObject(place.value)
             return shard_of_dtensor(place.name, place.value, (), 0, None)
@@ -254,7 +263,7 @@ def _is_walked(node: Any) -> bool:
 
 def _kind_of(node: Any) -> Kind | None:
     if isinstance(node, torch.Tensor):
-        return Kind.DTENSOR if is_dtensor(node) else None
+        return Kind.DTENSOR if is_dtensor(node) or has_parts(node) else None
     if isinstance(node, torch.nn.Module):
         return Kind.MODULE
     if isinstance(node, type | ShardedBase) or type(node) in REGISTERED:

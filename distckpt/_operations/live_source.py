@@ -23,6 +23,7 @@ from distckpt._mapping.sharded_tensor import ShardedTensor
 from distckpt._mapping.wrappers import ShardedObject, ShardedStateDict
 from distckpt._models import objects
 from distckpt._models.bound_state import BoundState
+from distckpt._models.dtensor import has_parts
 from distckpt._models.optimizer.description import OptimizerState
 from distckpt._move.agreements import Agreement, Agreements
 from distckpt._move.assignment import MoveSettings
@@ -123,7 +124,7 @@ def with_shards(state_dict: ShardedStateDict, rank: int) -> ShardedStateDict:
     """Describe the plain tensors of a state dict: each is whole, and a copy of that of others."""
 
     def described(path: tuple[Any, ...], leaf: Any) -> Any:
-        if type(leaf) not in (torch.Tensor, torch.nn.Parameter):
+        if type(leaf) not in (torch.Tensor, torch.nn.Parameter) or has_parts(leaf):
             return leaf
         copy = OpenReplicaId((0, rank))
         return ShardedTensor.from_rank_offsets(dotted(path), leaf, replica_id=copy)
