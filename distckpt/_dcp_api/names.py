@@ -28,6 +28,9 @@ _FOLLOWS_NO_STORAGE = (
 _HAS_NO_METADATA = "use distckpt.open(path).tensors; save returns a SaveReport"
 _INSTEAD = {
     "BytesStorageMetadata": _HAS_NO_METADATA,
+    "CheckpointableTensor": (
+        "it is a protocol: tensors with its attributes are recognized without it"
+    ),
     "ChunkStorageMetadata": _HAS_NO_METADATA,
     "HuggingFaceStorageWriter": "save, then distckpt.consolidate(path, output_dir)",
     "LoadPlan": _FOLLOWS_NO_PLANNER,

@@ -164,7 +164,7 @@ def _chunks_of_pieces(table: ShardTable, pieces: Pieces) -> Iterator[tuple[int, 
     for key_id, shard_id, offset, shape, index in zip(*columns, strict=True):
         ndim, dtype = len(table.global_shapes[index]), table.dtypes[index]
         region = Region(tuple(offset[:ndim]), tuple(shape[:ndim]))
-        num_bytes = region.num_elements * ITEM_BYTES.get(dtype, 0)
+        num_bytes = 0 if dtype == OBJECT else region.num_elements * ITEM_BYTES[dtype]
         parts = ((shard_id, region),)
         yield index, PlannedChunk(key_id, table.keys[index], dtype, region, num_bytes, parts)
 

@@ -225,7 +225,8 @@ def group_replicas(
 
     Groups are in the order in which the ranks named them or, `by_key`, in that of their keys first.
     """
-    item_bytes = np.array([ITEM_BYTES.get(dtype, 1) for dtype in table.dtypes], np.int64)
+    sizes = {**ITEM_BYTES, OBJECT: 1}
+    item_bytes = np.array([sizes[dtype] for dtype in table.dtypes], np.int64)
     num_bytes = np.prod(table.shapes, axis=1, dtype=np.int64) * item_bytes[table.key_ids]
     is_empty_key = (table.global_shapes == 0).any(axis=1)
     stored = (num_bytes > 0) | is_empty_key[table.key_ids]

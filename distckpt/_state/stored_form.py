@@ -1,9 +1,9 @@
 """Tensors that are stored in another form than a rank holds them in: complex numbers, and
 subclasses of tensors.
 
-safetensors files hold neither complex32 nor complex128: these become pairs of real numbers along
-one more axis. A tensor that is made of others (one with `__tensor_flatten__`, such as torchao's) is
-stored as these.
+safetensors files hold neither complex32, bcomplex32 nor complex128: these become pairs of real
+numbers along one more axis. A tensor that is made of others (one with `__tensor_flatten__`, such as
+torchao's) is stored as these.
 """
 
 from __future__ import annotations
@@ -22,7 +22,18 @@ from distckpt._mapping.base import flat_bounds, unsuitable
 from distckpt._mapping.sharded_tensor import ShardedTensor
 from distckpt._mapping.wrappers import ShardedObject, ShardedTensorFactory, is_main_replica
 
-_PARTS_OF = {torch.complex32: torch.float16, torch.complex128: torch.float64}
+_PARTS_OF = {
+    getattr(torch, name): part
+    for name, part in (
+        ("complex32", torch.float16),
+        ("bcomplex32", torch.bfloat16),
+        ("complex128", torch.float64),
+    )
+    if hasattr(torch, name)
+}
+"""Complex dtypes that become pairs, and the dtype of the numbers in these. Old releases of torch
+lack some.
+"""
 
 
 class StoredEntry(NamedTuple):
@@ -126,7 +137,7 @@ def _pairs(shard: ShardedTensor) -> ShardedTensor:
     return replace(
         shard,
         data=data if data is None or flat is None else data.flatten(),
-        dtype=_PARTS_OF.get(shard.dtype, torch.float32),
+        dtype=_part_of(shard),
         local_shape=(*shard.local_shape, 2),
         global_shape=(*shard.global_shape, 2),
         global_offset=(*shard.global_offset, 0),
@@ -137,6 +148,18 @@ def _pairs(shard: ShardedTensor) -> ShardedTensor:
     )
 
 
+def _part_of(shard: ShardedTensor) -> torch.dtype:
+    """Return the dtype of the real numbers of a complex one."""
+    if shard.dtype == torch.complex64:
+        return torch.float32
+    if shard.dtype not in _PARTS_OF:
+        raise UnsupportedObjectError(
+            f"Key {shard.key!r} has dtype {shard.dtype}, whose elements distckpt does not know: "
+            "convert it to another complex dtype first."
+        )
+    return _PARTS_OF[shard.dtype]
+
+
 def _complex(
     shard: ShardedTensor,
     pairs: ShardedTensor,
@@ -145,7 +168,9 @@ def _complex(
     target = shard.data
     if target is not None and _is_filled_through(pairs, target):
         return target
-    values = torch.view_as_complex(loaded if shard.flattened_range is None else loaded.view(-1, 2))
+    numbers = loaded if shard.flattened_range is None else loaded.view(-1, 2)
+    # torch.view_as_complex does not make bcomplex32.
+    values = numbers.contiguous().view(shard.dtype).squeeze(-1)
     return _put(shard, values)
 
 

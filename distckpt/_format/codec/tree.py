@@ -62,7 +62,7 @@ TENSOR_DTYPES: Mapping[str, torch.dtype] = LazyTable(
     lambda: {
         name: dtype
         for name, dtype in DTYPES.items()
-        if re.fullmatch(r"bool|u?int(8|16|32|64)|b?float\d+(_\w+)?|complex\d+", name)
+        if re.fullmatch(r"bool|u?int(8|16|32|64)|b?float\d+(_\w+)?|b?complex\d+", name)
     }
 )
 """Dtypes with ordinary items, without quantized and sub-byte integer types."""
