@@ -150,9 +150,12 @@ def test_the_optimizer_of_such_a_parameter_resumes(tmp_path):
     fresh, other = trained(0)
     distckpt.load({"model": fresh, "optimizer": other}, tmp_path / "saved")
     moments, expected = other.state[fresh.w]["exp_avg"], adam.state[model.w]["exp_avg"]
+    beside = torch.ones(moments.shape, dtype=torch.bool)
     for start, shape in zip(tensor.local_offsets, tensor.local_sizes, strict=True):
+        view_of(beside, start, shape).fill_(False)
         assert torch.equal(view_of(moments, start, shape), view_of(expected, start, shape))
         assert torch.equal(view_of(fresh.w, start, shape), view_of(model.w, start, shape))
+    assert not moments[beside].any(), "what is not loaded is not left to chance"
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from distckpt._base.tree import leaves
 from distckpt._mapping.kinds import is_a
 from distckpt._mapping.sharded_tensor import ShardedTensor
 from distckpt._mapping.wrappers import ShardedTensorFactory
-from distckpt._models.dtensor import is_dtensor, local_part, shard_of_dtensor
+from distckpt._models.dtensor import has_parts, is_dtensor, local_part, shard_of_dtensor
 from distckpt._state.stored_form import StoredEntry, shard_at
 
 
@@ -205,7 +205,9 @@ def _new_target(
     if order is not None and len(order) == len(shape) and not is_dtensor(param):
         return _new_transposed(shape, dtype, param.device, order)
     if shape == tuple(param.shape):
-        return _new_like(param, dtype)
+        new = _new_like(param, dtype)
+        # What is in no part is not loaded, and steps compute with it.
+        return new.zero_() if has_parts(param) else new
     blank = in_huge_pages(torch.empty(shape, dtype=dtype, device=local_part(param).device))
     return _distributed_like(param, blank) if is_dtensor(param) else blank
 
