@@ -40,7 +40,11 @@ class Factored(torch.optim.Optimizer):
             for p in group["params"]:
                 if p.grad is not None:
                     scale = self._scale(self.state[p], p.grad.square())
-                    p.add_(p.grad / (scale.sqrt() + 1e-3), alpha=-group["lr"])
+                    update = p.grad / (scale.sqrt() + 1e-3)
+                    if isinstance(p, DTensor):
+                        # Since torch 2.14, operations in place change no placements.
+                        update = update.redistribute(placements=p.placements)
+                    p.add_(update, alpha=-group["lr"])
 
     def _scale(self, state: dict, squares: torch.Tensor) -> torch.Tensor:
         state["step"] = state.get("step", 0) + 1
