@@ -10,6 +10,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
+from distckpt._checkpoint.model_keys import optimizer_keys
 from distckpt._checkpoint.opening import opened
 from distckpt._cli.charts import heat_map, html_table, ramp
 from distckpt._cli.output import count_text
@@ -17,7 +18,6 @@ from distckpt._format.stored_checkpoint import StoredCheckpoint
 from distckpt._format.tensor_stats import TensorStats
 from distckpt._manager.listing import CheckpointInfo
 from distckpt._operations.saved_stats import saved_stats
-from distckpt._plan.model_keys import optimizer_keys
 from distckpt._ranks.collectives import Ranks
 
 

@@ -23,6 +23,7 @@ from distckpt._base.interrupts import operation
 from distckpt._base.messages import check_tolerance, natural_order
 from distckpt._base.options import Progress
 from distckpt._base.threads import ProgressCounter
+from distckpt._checkpoint.model_keys import optimizer_keys
 from distckpt._checkpoint.opening import opened
 from distckpt._checkpoint.stored_values import (
     StoredTensor,
@@ -39,7 +40,6 @@ from distckpt._operations.windows import (
     map_windows,
     window_regions,
 )
-from distckpt._plan.model_keys import optimizer_keys
 from distckpt._plan.selection import (
     check_all_match,
     check_patterns,

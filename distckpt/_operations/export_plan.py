@@ -14,6 +14,7 @@ import torch
 from distckpt._base.errors import CheckpointingException, CheckpointNotFoundError
 from distckpt._base.messages import natural_order, summarize_keys
 from distckpt._base.options import ExportOptions
+from distckpt._checkpoint.model_keys import cut_off, left_out
 from distckpt._checkpoint.opening import holds_checkpoint, open_export
 from distckpt._format.stored_checkpoint import StoredCheckpoint
 from distckpt._io.export import check_tied
@@ -34,7 +35,6 @@ from distckpt._plan.export import (
     plan_files,
     plan_tensors,
 )
-from distckpt._plan.model_keys import cut_off, left_out
 from distckpt._plan.selection import select_tensors
 from distckpt._quantization.names import may_be_codes, scales_of
 from distckpt._quantization.quantized import QuantizedTensor

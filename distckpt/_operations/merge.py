@@ -13,6 +13,7 @@ from distckpt._base.errors import CheckpointExistsError, CheckpointingException
 from distckpt._base.garbage import paused_garbage_collection
 from distckpt._base.options import ExportOptions, with_changes
 from distckpt._checkpoint.consistent_read import reading
+from distckpt._checkpoint.model_keys import left_out
 from distckpt._checkpoint.opening import holds_checkpoint
 from distckpt._commit import posix
 from distckpt._format.stored_checkpoint import StoredCheckpoint
@@ -138,7 +139,8 @@ def _sum(
     options: ExportOptions,
 ) -> SummedSource:
     with ranks.phase("compare the checkpoints"):
-        view = merged(checkpoints, options.keys, options.tied == "write")
+        unused = [left_out(stored, options.keys) for stored in checkpoints]
+        view = merged(checkpoints, options.keys, unused, options.tied == "write")
     return SummedSource(view.stored, view.terms, factors, decay=1.0 if ema is None else float(ema))
 
 

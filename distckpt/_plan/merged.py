@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 
 import torch
@@ -16,7 +16,6 @@ from distckpt._format.marker import names_of_module, note_of_module
 from distckpt._format.stored_checkpoint import StoredCheckpoint
 from distckpt._plan.codes import check_scales_cast
 from distckpt._plan.decoded import decoded, hidden_keys
-from distckpt._plan.model_keys import left_out
 from distckpt._plan.selection import select_tensors
 
 
@@ -34,10 +33,13 @@ class MergedView:
 
 
 def merged(
-    checkpoints: Sequence[StoredCheckpoint], keys: str | Sequence[str] | None, write_tied: bool
+    checkpoints: Sequence[StoredCheckpoint],
+    keys: str | Sequence[str] | None,
+    left_out: Sequence[Set[str]],
+    write_tied: bool,
 ) -> MergedView:
     """Return the view of the tensors that match `keys`, which must be in all checkpoints, with the
-    same shapes.
+    same shapes. `left_out` are further keys to leave out, of each checkpoint.
 
     Names are tied that are tied in all.
 
@@ -47,7 +49,7 @@ def merged(
         CheckpointingException: a tensor has dtypes that cannot be added.
     """
     terms = [decoded(checkpoint) for checkpoint in checkpoints]
-    ids = [_select(term, keys) for term in terms]
+    ids = [_select(term, keys, unused) for term, unused in zip(terms, left_out, strict=True)]
     common = [name for name in ids[0] if all(name in others for others in ids)]
     _check_all_are_common(terms, ids, common, write_tied)
     aliases = _tied_in_all(common, ids)
@@ -70,11 +72,11 @@ def _tied_in_all(names: Sequence[str], ids: Sequence[Mapping[str, int]]) -> dict
     return aliases
 
 
-def _select(stored: StoredCheckpoint, keys: str | Sequence[str] | None) -> dict[str, int]:
+def _select(
+    stored: StoredCheckpoint, keys: str | Sequence[str] | None, left_out: Set[str]
+) -> dict[str, int]:
     """Return the index of each name that matches, tied ones included."""
-    tensors = select_tensors(
-        stored.manifest, keys, True, hidden_keys(stored), left_out(stored, keys)
-    )
+    tensors = select_tensors(stored.manifest, keys, True, hidden_keys(stored), left_out)
     summed = [key for key, info in tensors.items() if is_summed(FROM_NAME[info.dtype])]
     check_scales_cast(stored, dict.fromkeys(summed, torch.float64))
     manifest = stored.manifest

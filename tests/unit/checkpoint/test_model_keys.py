@@ -6,8 +6,10 @@ import logging
 
 import pytest
 import torch
+import torch.distributed.checkpoint as torch_dcp
 from safetensors.torch import load_file
 from torch import nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict
 
 import distckpt
 from distckpt import LoadMismatchError, ShardedObject, ShardedTensor
@@ -81,6 +83,86 @@ def test_a_pattern_of_what_is_left_out_does_not_bring_the_optimizer_back(tmp_pat
 def test_other_programs_optimizers_go_by_their_names(tmp_path, key):
     saved = save_checkpoint(tmp_path / "saved", {"w": torch.ones(2), key: torch.ones(2)})
     assert distckpt.consolidate(saved, tmp_path / "export").left_out == (key,)
+
+
+def flattened(model, optimizer):
+    options = StateDictOptions(flatten_optimizer_state_dict=True)
+    return get_optimizer_state_dict(model, optimizer, options=options)
+
+
+OPTIMIZER_STATES = {
+    "by name": get_optimizer_state_dict,
+    "flattened": flattened,
+    "by number": lambda model, optimizer: optimizer.state_dict(),
+}
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+@pytest.mark.parametrize("is_converted", [False, True])
+@pytest.mark.parametrize(
+    ("form", "name"),
+    [
+        ("by name", "optimizer_0"),
+        ("by name", "list"),
+        ("by name", ""),
+        ("flattened", "opt"),
+        ("by number", "optim"),
+    ],
+)
+def test_state_dicts_of_pytorch_go_by_their_parameter_groups(
+    tmp_path, trained, form, name, is_converted
+):
+    model, optimizer = trained
+    of_optimizer = OPTIMIZER_STATES[form](model, optimizer)
+    entry = {name: of_optimizer} if name else of_optimizer
+    entry = {"list": [{"first": of_optimizer}, of_optimizer]} if name == "list" else entry
+    torch_dcp.save({"net": model.state_dict(), **entry}, checkpoint_id=tmp_path / "dcp")
+    saved = tmp_path / "dcp"
+    if is_converted:
+        saved = tmp_path / "converted"
+        distckpt.reshard(tmp_path / "dcp", saved)
+    expected = {f"net.{key}" for key in model.state_dict()}
+    others = distckpt.open(saved).tensors.keys() - expected
+    assert len(others) == (12 if name == "list" else 6)
+
+    report = distckpt.consolidate(saved, tmp_path / "export")
+    assert load_file(tmp_path / "export/model.safetensors").keys() == expected
+    assert set(report.left_out) == others
+    assert distckpt.diff(saved, saved).optimizer_keys == others
+    merged = distckpt.merge([saved] * 2, tmp_path / "merged")
+    assert load_file(tmp_path / "merged/model.safetensors").keys() == expected
+    assert set(merged.left_out) == others
+
+
+class Learned(nn.Module):
+    """Has the names of the state of an optimizer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.optimizer = nn.ModuleDict({"state": nn.Linear(4, 4), "momentum": nn.Linear(4, 4)})
+        self.opt = nn.ModuleDict({"state": nn.ModuleDict({"weight": nn.Linear(4, 4)})})
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+@pytest.mark.parametrize("has_optimizer", [False, True])
+def test_a_module_with_the_names_of_an_optimizer_is_exported_from_pytorchs_checkpoints(
+    tmp_path, has_optimizer
+):
+    model = Learned()
+    optimizer = torch.optim.AdamW(model.parameters())
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    state = model.state_dict()
+    if has_optimizer:
+        state = {**state, "optimizer": get_optimizer_state_dict(model, optimizer)}
+    torch_dcp.save(state, checkpoint_id=tmp_path / "saved")
+    report = distckpt.consolidate(tmp_path / "saved", tmp_path / "export")
+    assert load_file(tmp_path / "export/model.safetensors").keys() == model.state_dict().keys()
+    assert len(report.left_out) == (18 if has_optimizer else 0)
+
+    again = distckpt.consolidate(tmp_path / "export", tmp_path / "again")
+    assert (again.num_tensors, again.left_out) == (6, ())
 
 
 def test_a_module_that_is_called_optimizer_is_exported(tmp_path):
