@@ -29,6 +29,7 @@ from distckpt._foreign.deepspeed.files import (
 from distckpt._foreign.deepspeed.module import module_contents
 from distckpt._foreign.deepspeed.settings import settings_of, step_of
 from distckpt._foreign.deepspeed.vectors import FlatVector, flat_vector, pieces_in_vectors
+from distckpt._foreign.deepspeed.without_zero import contents_without_zero
 from distckpt._foreign.torch_dist.objects import TensorView
 
 logger = logging.getLogger(__name__)
@@ -47,6 +48,7 @@ class _RankState:
         is_stage_3: whether ZeRO-3 wrote it.
         states: states of the flat parameters by number.
         groups: `param_groups` of the optimizer.
+        paddings: how many elements of each group, at the end, are none of a parameter.
         vectors: for each group, which ZeRO-3 calls a sub-group, its weights and states by name.
     """
 
@@ -55,19 +57,26 @@ class _RankState:
     is_stage_3: bool
     states: dict[int, dict[str, Any]]
     groups: list[dict[str, Any]]
+    paddings: list[int]
     vectors: list[dict[str, TensorView]]
 
     def num_elements(self, group: int) -> int:
         """Return how many weights of a group the rank has."""
         return self.vectors[group][WEIGHT].shape[0]
 
+    def has_elements(self, group: int, state: str) -> bool:
+        """Tell whether a state of a group has an element for each weight of the rank."""
+        size = math.prod(self.vectors[group][state].shape)
+        # Only the weights are stored without the padding at the end.
+        return size - self.num_elements(group) in (0, self.paddings[group])
+
 
 def zero_contents(location: str, states: States) -> Contents:
-    """Find what a checkpoint of ZeRO-1, 2 or 3 holds; without ZeRO, all but the optimizer."""
+    """Return the contents of a checkpoint of ZeRO-1, 2 or 3, or without ZeRO."""
     models, optims = read_save(location, states)
     shapes = models[0].shapes("param_shapes")
     if not shapes and not states.optim:
-        return Contents(*module_contents(models, ()), [])
+        return contents_without_zero(models)
     ranks = [_rank_state(file) for file in optims]
     _check_ranks(states, ranks, join(location, states.folder))
     _check_model(models[0], ranks, shapes)
@@ -75,11 +84,15 @@ def zero_contents(location: str, states: States) -> Contents:
         (rank.file, view) for rank in ranks for vectors in rank.vectors for view in vectors.values()
     )
     pieces: list[StoredPiece] = []
+    kept: dict[int, dict[str, Any]] = {}
     for number, group in enumerate(shapes):
-        pieces.extend(_pieces_of_group(ranks, number, group))
+        found, unread = _pieces_of_group(ranks, number, group)
+        pieces.extend(found)
+        state = _holders(ranks, number)[0].states.get(number, {})
+        kept[number] = {name: value for name, value in state.items() if name not in unread}
     trained = [name for group in shapes for name in group]
     others, aliases = module_contents(models, trained)
-    settings = settings_of(ranks[0].file, ranks[0].groups, ranks[0].states, shapes)
+    settings = settings_of(ranks[0].file, ranks[0].groups, kept, shapes)
     return Contents([*pieces, *others], aliases, settings)
 
 
@@ -93,33 +106,16 @@ def _rank_state(file: StateFile) -> _RankState:
         flat = fields["fp32_flat_groups" if is_stage_3 else "single_partition_of_fp32_groups"]
         base = fields["optimizer_state_dict" if is_stage_3 else "base_optimizer_state"]
         states, groups = dict(base["state"]), list(base["param_groups"])
-        paddings = fields.get("group_paddings") or [0] * len(flat)
+        paddings = list(fields.get("group_paddings") or [0] * len(flat))
         vectors = []
-        for weights, (number, padding) in zip(flat, enumerate(paddings), strict=True):
-            size = math.prod(weights.shape)
-            # Only the weights are stored without the padding at the end.
-            others = _state_vectors(file, states.get(number, {}), (size, size + padding))
+        for weights, number in zip(flat, range(len(paddings)), strict=True):
+            others = {n: value for n, value in states.get(number, {}).items() if is_array(value)}
             vectors.append({WEIGHT: weights, **others})
     except (KeyError, TypeError, AttributeError, ValueError) as error:
         raise file.damaged(
             f"no optimizer state of ZeRO, or one of an elastic checkpoint: {error!r}"
         ) from error
-    return _RankState(file, fields, is_stage_3, states, groups, vectors)
-
-
-def _state_vectors(
-    file: StateFile, state: Mapping[str, Any], sizes: tuple[int, int]
-) -> dict[str, TensorView]:
-    """Return the tensors of a state that have an element for each weight."""
-    arrays = {name: value for name, value in state.items() if is_array(value)}
-    vectors = {name: view for name, view in arrays.items() if math.prod(view.shape) in sizes}
-    if odd := arrays.keys() - vectors.keys():
-        logger.warning(
-            "%s: of the optimizer, %s is not read: no element for each weight",
-            file.path,
-            summarize_keys(odd),
-        )
-    return vectors
+    return _RankState(file, fields, is_stage_3, states, groups, paddings, vectors)
 
 
 def _check_ranks(states: States, ranks: Sequence[_RankState], path: str) -> None:
@@ -130,11 +126,20 @@ def _check_ranks(states: States, ranks: Sequence[_RankState], path: str) -> None
         )
     for rank in ranks:
         _check_all_are_there(states, rank, path)
-        if _traits(rank) != _traits(ranks[0]):
-            raise CorruptCheckpointError(
-                f"{rank.file.path!r} and {ranks[0].file.path!r} are of different saves (their "
-                "groups, states or steps differ): copy the files of one save again."
-            )
+        if len(rank.vectors) != len(ranks[0].vectors):
+            raise _of_different_saves(rank, ranks[0])
+    for number in range(len(ranks[0].vectors)):
+        first, *others = _holders(ranks, number)
+        for rank in others:
+            if _traits(rank, number) != _traits(first, number):
+                raise _of_different_saves(rank, first)
+
+
+def _of_different_saves(rank: _RankState, other: _RankState) -> CorruptCheckpointError:
+    return CorruptCheckpointError(
+        f"{rank.file.path!r} and {other.file.path!r} are of different saves (their groups, states "
+        "or steps differ): copy the files of one save again."
+    )
 
 
 def _check_all_are_there(states: States, rank: _RankState, path: str) -> None:
@@ -154,10 +159,15 @@ def _check_all_are_there(states: States, rank: _RankState, path: str) -> None:
             )
 
 
-def _traits(rank: _RankState) -> Any:
-    """Return what is the same on all ranks of a save."""
-    steps = [step_of(rank.file, state) for _, state in sorted(rank.states.items())]
-    return rank.is_stage_3, [set(vectors) for vectors in rank.vectors], steps
+def _holders(ranks: Sequence[_RankState], group: int) -> Sequence[_RankState]:
+    """Return the ranks that have weights of a group; of an empty one, all."""
+    return [rank for rank in ranks if rank.num_elements(group)] or ranks
+
+
+def _traits(rank: _RankState, group: int) -> Any:
+    """Return what is the same of a group on all ranks of a save that have weights of it."""
+    step = step_of(rank.file, rank.states.get(group, {}))
+    return rank.is_stage_3, set(rank.vectors[group]), step
 
 
 def _check_model(model: StateFile, ranks: Sequence[_RankState], shapes: _Groups) -> None:
@@ -178,18 +188,77 @@ def _check_model(model: StateFile, ranks: Sequence[_RankState], shapes: _Groups)
 
 def _pieces_of_group(
     ranks: Sequence[_RankState], number: int, shapes: Mapping[str, Shape]
-) -> Iterator[StoredPiece]:
-    """Yield the pieces of the weights and states of a group."""
+) -> tuple[list[StoredPiece], set[str]]:
+    """Return the pieces of the weights and states of a group, and the states that are not read."""
     paddings = _paddings_of_group(ranks[0], number, len(shapes))
-    for state in ranks[0].vectors[number]:
-        vectors = _vectors_of_group(ranks, number, state)
-        end = 0
-        for (name, shape), padding in zip(shapes.items(), paddings, strict=True):
-            yield from pieces_in_vectors(key_of(state, name), shape, vectors, end)
-            end += -(-math.prod(shape) // len(vectors)) + padding
-        _check_end(ranks, number, vectors, end)
+    holders = _holders(ranks, number)
+    pieces: list[StoredPiece] = []
+    unread: set[str] = set()
+    for state in holders[0].vectors[number]:
+        if all(rank.has_elements(number, state) for rank in holders):
+            pieces.extend(_pieces_of_state(ranks, number, state, shapes, paddings))
+        elif (of_wholes := _pieces_of_wholes(ranks, number, state, shapes, paddings)) is not None:
+            pieces.extend(of_wholes)
+        else:
+            unread.add(state)
     if _notes_places(ranks[0], paddings):
         _check_slices(ranks, number, shapes)
+    if unread:
+        logger.warning(
+            "%s: of the optimizer, %s is not read: neither an element for each weight of a rank, "
+            "nor whole parameters",
+            holders[0].file.path,
+            summarize_keys(unread),
+        )
+    return pieces, unread
+
+
+def _pieces_of_state(
+    ranks: Sequence[_RankState],
+    number: int,
+    state: str,
+    shapes: Mapping[str, Shape],
+    paddings: Sequence[int],
+) -> Iterator[StoredPiece]:
+    """Yield the pieces of the weights of a group, or of a state with an element for each."""
+    vectors = _vectors_of_group(ranks, number, state)
+    end = 0
+    for (name, shape), padding in zip(shapes.items(), paddings, strict=True):
+        yield from pieces_in_vectors(key_of(state, name), shape, vectors, end)
+        end += -(-math.prod(shape) // len(vectors)) + padding
+    _check_end(ranks, number, vectors, end)
+
+
+def _pieces_of_wholes(
+    ranks: Sequence[_RankState],
+    number: int,
+    state: str,
+    shapes: Mapping[str, Shape],
+    paddings: Sequence[int],
+) -> list[StoredPiece] | None:
+    """Return the pieces of a state that each rank has for the whole of those parameters of which
+    it has weights, as Muon does under ZeRO-1 and 2; None if it is of another form.
+    """
+    found: dict[str, list[StoredPiece]] = {}
+    first = 0
+    for rank in [] if ranks[0].is_stage_3 else ranks:
+        last = first + rank.num_elements(number)
+        held = list(_slices_between(shapes, paddings, first, last))
+        first = last
+        sizes = [math.prod(shapes[name]) for name in held]
+        view = rank.vectors[number].get(state)
+        if held and (view is None or math.prod(view.shape) != sum(sizes)):
+            return None
+        vectors = [flat_vector([(rank.file, view, sum(sizes))])] if held and view else []
+        end = 0
+        for name, size in zip(held, sizes, strict=True):
+            # Several ranks have a parameter that is divided.
+            pieces = pieces_in_vectors(key_of(state, name), shapes[name], vectors, end)
+            found.setdefault(name, list(pieces))
+            end += size
+    if shapes.keys() - found.keys():
+        return None
+    return [piece for pieces in found.values() for piece in pieces]
 
 
 def _paddings_of_group(
@@ -213,7 +282,11 @@ def _vectors_of_group(
     state: str,
 ) -> list[FlatVector]:
     """Return the vector of each rank, or the one vector that all ranks share in ZeRO-1 and 2."""
-    runs = [(rank.file, rank.vectors[number][state], rank.num_elements(number)) for rank in ranks]
+    runs = [
+        (rank.file, rank.vectors[number][state], rank.num_elements(number))
+        for rank in ranks
+        if state in rank.vectors[number]
+    ]
     return [flat_vector([run]) for run in runs] if ranks[0].is_stage_3 else [flat_vector(runs)]
 
 
@@ -255,7 +328,7 @@ def _check_slices(
             for name, place in dict(*noted[number : number + 1]).items()
         }
         held = {name: place for name, place in found.items() if place[1]}
-        expected = _slices_between(shapes, first, last)
+        expected = _slices_between(shapes, [0] * len(shapes), first, last)
         if noted and held != expected:
             raise CorruptCheckpointError(
                 f"{rank.file.path!r} is not the file of its rank, or of another model "
@@ -266,14 +339,15 @@ def _check_slices(
 
 
 def _slices_between(
-    shapes: Mapping[str, Shape], first: int, last: int
+    shapes: Mapping[str, Shape], paddings: Sequence[int], first: int, last: int
 ) -> dict[str, tuple[int, int]]:
     """Return start and size of the parameters in the elements [first, last) of a group."""
     slices = {}
     end = 0
-    for name, shape in shapes.items():
+    for (name, shape), padding in zip(shapes.items(), paddings, strict=True):
         begin, end = end, end + math.prod(shape)
         start, stop = max(begin, first), min(end, last)
         if start < stop:
             slices[name] = (start - first, stop - start)
+        end += padding
     return slices

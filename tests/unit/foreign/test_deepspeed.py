@@ -565,6 +565,136 @@ def test_numbers_besides_the_step_are_kept(tmp_path):
     assert torch.equal(optimizer.state[model.weight]["exp_avg"].flatten(), state["exp_avg"])
 
 
+def save_without_zero(path, weights, optimizer, **fields):
+    """Write the one file that DeepSpeed writes without ZeRO."""
+    path.mkdir(parents=True)
+    module = {"count": torch.tensor([3.0]), **{k: v.bfloat16() for k, v in weights.items()}}
+    module["tied"] = module["w"]
+    state = {"module": module, "buffer_names": ["count"], "param_shapes": None, **fields}
+    torch.save({**state, "optimizer": optimizer, "global_steps": 2}, path / MODEL)
+
+
+def with_groups(weights, groups):
+    """Weights of 32 bits and the state of Adam, for groups of names."""
+    made = {name: {"exp_avg": w + 1, "exp_avg_sq": w + 2} for name, w in weights.items()}
+    names = [name for group in groups for name in group]
+    numbers = {name: number for number, name in enumerate(names)}
+    options = [
+        {"lr": float(i + 1), "params": [numbers[name] for name in group]}
+        for i, group in enumerate(groups)
+    ]
+    step = {"step": torch.tensor(5.0)}
+    states = {number: {**made[name], **step} for name, number in numbers.items()}
+    return {
+        "cur_scale": 1.0,
+        "fp32_groups": [[weights[name].clone() for name in group] for group in groups],
+        "optimizer_state_dict": {"state": states, "param_groups": options},
+    }
+
+
+def flat(optimizer):
+    """The same as DeepSpeed's FusedAdam has it: one vector for each group."""
+    inner = optimizer["optimizer_state_dict"]
+    states, options = {}, []
+    for number, group in enumerate(inner["param_groups"]):
+        parts = [inner["state"][param] for param in group["params"]]
+        joined = {k: torch.cat([p[k].flatten() for p in parts]) for k in ("exp_avg", "exp_avg_sq")}
+        states[number] = {**joined, "step": torch.tensor(5.0)}
+        options.append({**group, "params": [number]})
+    vectors = [torch.cat([w.flatten() for w in group]) for group in optimizer["fp32_groups"]]
+    inner = {"state": states, "param_groups": options}
+    return {"cur_scale": 1.0, "fp32_groups_flat": vectors, "optimizer_state_dict": inner}
+
+
+WEIGHTS = {"w": (300, 2), "norm": (7,), "v": (300, 2), "b": (7,), "norm2": (7,)}
+
+
+def random_weights():
+    torch.manual_seed(0)
+    weights = {name: torch.randn(shape) for name, shape in WEIGHTS.items()}
+    # Layers that have not been trained yet.
+    return {**weights, "norm": torch.ones(7), "norm2": torch.ones(7)}
+
+
+@pytest.mark.parametrize("is_flat", [False, True])
+@pytest.mark.parametrize(
+    "groups", [[["w", "norm", "v", "b", "norm2"]], [["w", "v"], ["norm", "b", "norm2"]]]
+)
+def test_without_zero_the_optimizer_has_the_weights(tmp_path, groups, is_flat):
+    weights = random_weights()
+    optimizer = with_groups(weights, groups)
+    save_without_zero(tmp_path / "c", weights, flat(optimizer) if is_flat else optimizer)
+    model = torch.nn.ParameterDict({name: torch.zeros(shape) for name, shape in WEIGHTS.items()})
+    model["tied"] = model["w"]
+    model.register_buffer("count", torch.zeros(1))
+    theirs = torch.optim.AdamW([{"params": [model[name] for name in group]} for group in groups])
+    distckpt.load({"model": model, "optimizer": theirs}, tmp_path / "c")
+    assert model.count == 3
+    for name, weight in weights.items():
+        assert torch.equal(model[name], weight)
+        state = theirs.state[model[name]]
+        assert torch.equal(state["exp_avg"], weight + 1)
+        assert torch.equal(state["exp_avg_sq"], weight + 2)
+        assert state["step"] == 5
+    assert [group["lr"] for group in theirs.param_groups] == [1.0, 2.0][: len(groups)]
+
+
+@pytest.mark.parametrize("is_flat", [False, True])
+@pytest.mark.parametrize("change", ["equal ones in two groups", "other values"])
+def test_without_zero_rounded_weights_are_warned_of(tmp_path, caplog, change, is_flat):
+    weights = random_weights()
+    optimizer = with_groups(weights, [["w", "v", "norm"], ["b", "norm2"]])
+    if change == "other values":
+        optimizer["fp32_groups"][0][0] += 1
+        optimizer["fp32_groups"][1][1] += 1
+    save_without_zero(tmp_path / "c", weights, flat(optimizer) if is_flat else optimizer)
+    found = distckpt.open(tmp_path / "c").read_tensors()
+    assert torch.equal(found["w"], weights["w"].bfloat16())
+    assert "rounded to 16 bits" in caplog.text
+    model = torch.nn.ParameterDict({name: torch.zeros(shape) for name, shape in WEIGHTS.items()})
+    request = {"model": model, "optimizer": torch.optim.AdamW(model.parameters())}
+    with pytest.raises(distckpt.LoadMismatchError, match="is read from there"):
+        distckpt.load(request, tmp_path / "c")
+
+
+@pytest.mark.parametrize(
+    ("sizes", "held"),
+    [
+        ((9, 3), (["p", "q", "r"], ["r"])),
+        ((6, 6), (["p", "q"], ["q", "r"])),
+        ((12, 0), (["p", "q", "r"], [])),
+    ],
+)
+def test_muon_has_whole_parameters_on_each_rank(tmp_path, sizes, held):
+    """Ranks have the momentum of all parameters that meet their parts of the flat vector."""
+    torch.manual_seed(0)
+    names = {"p": (1, 5), "q": (1, 3), "r": (2, 2)}
+    weights = OrderedDict((name, torch.randn(shape)) for name, shape in names.items())
+    momenta = {name: torch.randn(shape) for name, shape in names.items()}
+    vector = torch.cat([weight.flatten() for weight in weights.values()])
+    buffers = [[momenta[name].flatten() for name in own] for own in held]
+    states = [[{"momentum_buffer": torch.cat(own)} if own else {}] for own in buffers]
+    parts = [[part] for part in vector.split(list(sizes))]
+    options = [{"lr": 0.5, "use_muon": True}]
+    save_zero(tmp_path / "c", weights, [list(names)], parts, states, options)
+    found = distckpt.open(tmp_path / "c").read_tensors()
+    for name in names:
+        assert torch.equal(found[name], weights[name])
+        assert torch.equal(found[f"optimizer.state.momentum_buffer.{name}"], momenta[name])
+
+
+def test_a_state_of_another_form_is_left_out(tmp_path, caplog):
+    vector = torch.arange(6.0)
+    state = {"momentum_buffer": vector + 1, "row": torch.ones(2)}
+    module = OrderedDict(weight=torch.zeros(2, 3))
+    save_zero(tmp_path / "c", module, [["weight"]], [[vector]], [[state]], [{"lr": 0.5}])
+    model = torch.nn.Linear(3, 2, bias=False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    distckpt.load({"model": model, "optimizer": optimizer}, tmp_path / "c")
+    assert torch.equal(optimizer.state[model.weight]["momentum_buffer"].flatten(), vector + 1)
+    assert "'row' is not read" in caplog.text
+
+
 def test_a_slice_of_a_large_parameter_reads_that_slice(tmp_path):
     size = 1 << 20
     flat = torch.arange(float(size))

@@ -1,0 +1,209 @@
+"""Checkpoints without ZeRO: the model's file has the optimizer, which numbers its parameters.
+
+With 16-bit weights, the optimizer keeps those of 32 bits: a tensor for each parameter, or with
+DeepSpeed's FusedAdam one flat vector for each group. Names are found by content: rounded, they are
+the weights of the module.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from distckpt._base.lazy import torch
+from distckpt._base.messages import summarize_keys
+from distckpt._base.threads import run_threads
+from distckpt._checkpoint.stored_pieces import StoredPiece
+from distckpt._foreign.deepspeed.contents import WEIGHT, Contents, key_of
+from distckpt._foreign.deepspeed.files import Shape, StateFile, is_array, is_contiguous
+from distckpt._foreign.deepspeed.module import module_contents
+from distckpt._foreign.deepspeed.settings import settings_of
+from distckpt._foreign.deepspeed.vectors import flat_vector, pieces_in_vectors
+from distckpt._foreign.torch_dist.objects import TensorView
+
+logger = logging.getLogger(__name__)
+
+_SAMPLE = 256
+"""Elements of a parameter that are compared."""
+
+
+class _Master(NamedTuple):
+    """A tensor of 32-bit weights: its number in the optimizer, its group, and whether it is flat,
+    of several parameters.
+    """
+
+    number: int
+    group: int
+    view: TensorView
+    is_flat: bool
+
+
+class _Place(NamedTuple):
+    """The place of a parameter: a tensor of the optimizer, and the first element in it."""
+
+    master: _Master
+    start: int
+
+
+def contents_without_zero(models: Sequence[StateFile]) -> Contents:
+    """Return the contents of a checkpoint without ZeRO."""
+    file = models[0]
+    optimizer = file.content.get("optimizer")
+    masters = _masters(optimizer) if isinstance(optimizer, dict) else []
+    if not masters:
+        return Contents(*module_contents(models, ()), [])
+    trained, tied = _parameters(file)
+    places = _places(file, masters, trained)
+    if not places:
+        logger.warning(
+            "%s: the 32-bit weights and the state of the optimizer are not read, since it numbers "
+            "parameters, and their values do not tell which is which. The weights are those of the "
+            "module, rounded to 16 bits.",
+            file.path,
+        )
+        return Contents(*module_contents(models, ()), [])
+    shapes: list[dict[str, Shape]] = [{} for _ in range(1 + masters[-1].number)]
+    for name, place in places.items():
+        shapes[place.master.number][name] = trained[name].shape
+    aliases = {alias: name for alias, name in tied.items() if name in places}
+    base = optimizer["optimizer_state_dict"]
+    pieces, states = _pieces_of(file, places, trained, dict(base["state"]))
+    others, more = module_contents(models, [*places, *aliases])
+    settings = settings_of(file, base["param_groups"], states, shapes)
+    return Contents([*pieces, *others], {**aliases, **more}, settings)
+
+
+def _masters(optimizer: Mapping[str, Any]) -> list[_Master]:
+    """Return the 32-bit weights of an optimizer, none where the module has all there is."""
+    found: list[_Master] = []
+    flat = optimizer.get("fp32_groups_flat")
+    groups = optimizer.get("fp32_groups") if flat is None else [[view] for view in flat]
+    for group, views in enumerate(groups or ()):
+        found += [_Master(0, group, view, flat is not None) for view in views]
+    return [master._replace(number=number) for number, master in enumerate(found)]
+
+
+def _parameters(file: StateFile) -> tuple[dict[str, TensorView], dict[str, str]]:
+    """Return the parameters of the module, and further names of those that are tied."""
+    parameters: dict[str, TensorView] = {}
+    tied: dict[str, str] = {}
+    first: dict[TensorView, str] = {}
+    buffers = set(file.content.get("buffer_names") or ())
+    for name, view in file.content["module"].items():
+        if type(view) is not TensorView or name in buffers:
+            continue
+        if first.setdefault(view, name) == name:
+            parameters[name] = view
+        else:
+            tied[name] = first[view]
+    return parameters, tied
+
+
+# ---- names of parameters
+
+
+def _places(
+    file: StateFile, masters: Sequence[_Master], parameters: Mapping[str, TensorView]
+) -> dict[str, _Place]:
+    """Return the place of each trained parameter; nothing if some place is not certain."""
+    left = _samples(file, parameters)
+    groups: dict[Any, set[int]] = defaultdict(set)
+    places: dict[str, _Place] = {}
+    for master in masters:
+        start, size = 0, math.prod(master.view.shape)
+        while start < size:
+            name = _name_at(file, master, start, parameters, left)
+            if name is None:
+                return {}
+            places[name] = _Place(master, start)
+            start += math.prod(parameters[name].shape)
+            groups[parameters[name].shape, left.pop(name)].add(master.group)
+    # Groups keep the order of the module. Which of two equal parameters is in which is not known.
+    return {} if any(len(each) > 1 for each in groups.values()) else places
+
+
+def _samples(file: StateFile, parameters: Mapping[str, TensorView]) -> dict[str, bytes]:
+    """Return the first elements of parameters, read several at once."""
+    found = dict.fromkeys(parameters, b"")
+
+    def read(name: str) -> None:
+        view = parameters[name]
+        if is_contiguous(view):
+            found[name] = _bytes_of(_elements(file, view, 0, _SAMPLE))
+
+    run_threads(read, list(parameters))
+    return {name: sample for name, sample in found.items() if sample}
+
+
+def _name_at(
+    file: StateFile,
+    master: _Master,
+    start: int,
+    parameters: Mapping[str, TensorView],
+    left: Mapping[str, bytes],
+) -> str | None:
+    """Return which of the parameters that are left a tensor has at an element, None if none."""
+    values = _elements(file, master.view, start, _SAMPLE)
+    for name, sample in left.items():
+        view = parameters[name]
+        if not master.is_flat and view.shape != master.view.shape:
+            continue
+        if sample == _bytes_of(values[: math.prod(view.shape)].to(view.dtype)):
+            return name
+    return None
+
+
+def _elements(file: StateFile, view: TensorView, start: int, count: int) -> Any:
+    stop = min(start + count, math.prod(view.shape))
+    part = view._replace(offset=view.offset + start, shape=(stop - start,), strides=(1,))
+    return file.values(part, "a weight")
+
+
+def _bytes_of(values: Any) -> bytes:
+    data: bytes = values.contiguous().view(torch.uint8).numpy().tobytes()
+    return data
+
+
+# ---- pieces
+
+
+def _pieces_of(
+    file: StateFile,
+    places: Mapping[str, _Place],
+    parameters: Mapping[str, TensorView],
+    states: Mapping[int, Mapping[str, Any]],
+) -> tuple[list[StoredPiece], dict[int, dict[str, Any]]]:
+    """Return the pieces of the weights and states, and of the states what is read."""
+    pieces: list[StoredPiece] = []
+    kept: dict[int, dict[str, Any]] = {}
+    unread: set[str] = set()
+    for name, place in places.items():
+        master, shape = place.master, parameters[name].shape
+        state = states.get(master.number, {})
+        arrays = {WEIGHT: master.view, **{n: v for n, v in state.items() if is_array(v)}}
+        alike = {n: v for n, v in arrays.items() if v.shape == master.view.shape}
+        for key, view in alike.items():
+            pieces.extend(_pieces_at(file, key_of(key, name), shape, view, place.start))
+        unread |= arrays.keys() - alike.keys()
+        kept[master.number] = {n: v for n, v in state.items() if n not in arrays.keys() - alike}
+    if unread:
+        logger.warning(
+            "%s: of the optimizer, %s is not read: no element for each weight",
+            file.path,
+            summarize_keys(unread),
+        )
+    return pieces, kept
+
+
+def _pieces_at(
+    file: StateFile, key: str, shape: Shape, view: TensorView, start: int
+) -> Iterator[StoredPiece]:
+    """Yield the pieces of a tensor from an element of another one on."""
+    if not is_contiguous(view):
+        raise file.damaged(f"{key!r} is not a contiguous tensor")
+    size = math.prod(view.shape)
+    flat = flat_vector([(file, view._replace(shape=(size,), strides=(1,)), size)])
+    yield from pieces_in_vectors(key, shape, [flat], start)
