@@ -9,7 +9,7 @@ from typing import Any
 from distckpt._base.errors import CheckpointNotFoundError, CorruptCheckpointError
 from distckpt._base.messages import did_you_mean
 from distckpt._commit import hidden_directories, posix
-from distckpt._format.foreign_formats import MARKED_CHECKPOINTS, ForeignFormat
+from distckpt._format.foreign_formats import MARKED_CHECKPOINTS, TORCH_DIST, ForeignFormat
 from distckpt._format.manifest import is_manifest_name
 from distckpt._format.marker import CONFIG_FNAME, parse_config
 from distckpt._storage import locations
@@ -17,6 +17,7 @@ from distckpt._storage import locations
 READER_VERSION = 4
 """The newest format version this package reads."""
 _OF_TORCH_SAVE = (".pt", ".pth", ".bin", ".ckpt")
+_MEGATRON_COMMON = "common.pt"
 _MARKERS = (CONFIG_FNAME, *(known.marker for known in MARKED_CHECKPOINTS))
 _MAX_PROBED, _MAX_NAMED = 200, 6
 _ABOUT_PICKLES = (
@@ -95,6 +96,12 @@ def _about_directory(location: str) -> str:
             "CheckpointManager."
         )
     names = _names_in(location)
+    if _MEGATRON_COMMON in names:
+        return (
+            f"{location!r} holds Megatron's {_MEGATRON_COMMON!r}, and neither {TORCH_DIST.marker} "
+            f"nor {CONFIG_FNAME}, which Megatron writes last: a save did not finish here, or not "
+            "all files were copied; load another step."
+        )
     for name in names:
         if name.endswith(_OF_TORCH_SAVE):
             return f"{location!r} holds files of torch.save ({name!r}), {_ABOUT_PICKLES}"

@@ -160,7 +160,7 @@ def _described_param(
     """Describe the tensors in the state of a parameter; return the state."""
     # Not state[param], which would make an entry.
     state = section.state.get(param)
-    kept = param_state(described.own.names[place], state, not param.requires_grad)
+    kept = param_state(described.own.names[place], state, param)
     shards = described.add(section.path, place, param, shard, kept.tensors)
     if orders := orders_of(kept.tensors, param):
         kept = kept._replace(orders=orders)
@@ -204,10 +204,11 @@ def _shards_of(
         elif not is_dtensor(param) or is_in_mesh(param):
             raise InvalidShardingError(
                 f"parameter {position} of the optimizer, of shape {tuple(param.shape)}, has no "
-                "shard in the state dict of the model: put the module that has it there. An "
-                "optimizer that was made before fully_shard, or for another model, has other "
-                "parameters: make it afterwards."
-                f"{KEEP_VARS_HINT}"
+                "shard in the state dict of the model: put the module that has it there. "
+                "An optimizer that was made before fully_shard, or for another model, has other "
+                "parameters: make it afterwards. One that was made after a forward has the "
+                "gathered parameters of FSDP2, and trains these in vain: call model.reshard() "
+                f"before making it.{KEEP_VARS_HINT}"
             )
     return shards
 
@@ -231,7 +232,7 @@ def optimizer_targets(
             # too.
             names = () if entry is None else entry["tensors"] or sorted(forms.get(shard.key, ()))
             if names and targets.owns(param):
-                kept = param_state("", section.state.get(param), False).tensors
+                kept = param_state("", section.state.get(param), param).tensors
                 orders = {} if entry is None else entry.get("orders", {})
                 pairs = _pairs_in(entry, param, names)
                 tensors = {

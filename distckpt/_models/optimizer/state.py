@@ -64,9 +64,10 @@ _BASIC = (bool, int, float, str, type(None), torch.dtype)
 class ParamState(NamedTuple):
     """The state of one parameter.
 
-    `tensors` are those with axes, by name. Those in lists and dicts have names such as `Q.0`, and
-    leave `HOLE`s in their places in `values`, the rest of the state. `scalars` are the tensors
-    without axes. A parameter without `has_state` has not been used yet. `forms` are dtype and
+    `tensors` are those with axes, or of a parameter without axes, by name. Those in lists and dicts
+    have names such as `Q.0`, and leave `HOLE`s in their places in `values`, the rest of the state.
+    `scalars` are the other tensors without axes. A parameter without `has_state` has not been used
+    yet. `forms` are dtype and
     global shape of the tensors, for parameters that share a key; `orders` the axes of transposed
     tensors, in the order in which they lie in memory; `pairs` the dtypes of complex tensors that
     are stored as pairs.
@@ -86,12 +87,13 @@ class ParamState(NamedTuple):
 _NO_STATE = ParamState("", {}, {}, {}, has_state=False)
 
 
-def param_state(name: str, state: Any, is_frozen: bool) -> ParamState:
+def param_state(name: str, state: Any, param: torch.Tensor) -> ParamState:
     """Separate the tensors in the state of a parameter from its other values."""
+    is_frozen = not param.requires_grad
     named = state if isinstance(state, dict) else {} if state is None else {_ITSELF: state}
     kept = ParamState(name, {}, {}, {}, bool(named), is_frozen)
     for key, value in named.items():
-        if isinstance(value, torch.Tensor) and not value.ndim:
+        if isinstance(value, torch.Tensor) and not value.ndim and (param.ndim or key == "step"):
             kept.scalars[key] = value
         elif isinstance(value, torch.Tensor) and isinstance(key, str):
             _add(kept.tensors, key, value)
