@@ -35,7 +35,8 @@ def optimizer_keys(stored: StoredCheckpoint) -> set[str]:
     """
     found = _saved_with_settings(stored)
     others = [key for key in stored.manifest.key_index if key not in found]
-    for beginning in optimizers_with_groups(stored, others):
+    possible = {beginning for key in others for beginning in _before("state", key)}
+    for beginning in possible & parameter_groups(stored) if possible else ():
         found |= _keys_of(beginning, others)
     return found | _named_as_optimizers(stored, others)
 
@@ -73,16 +74,12 @@ def _prefixes(manifest: Manifest) -> tuple[str, ...]:
     return tuple(name + end for name in names for end in ends)
 
 
-def optimizers_with_groups(stored: StoredCheckpoint, keys: Iterable[str]) -> list[str]:
-    """Return the beginnings X of keys `Xstate.<parameter>.<state>` beside which the common state
-    has `Xparam_groups`: the state dicts of PyTorch's optimizers.
+def parameter_groups(stored: StoredCheckpoint) -> set[str]:
+    """Return what comes before `param_groups` in the names of values and tensors: where state dicts
+    of PyTorch's optimizers are, with `state.<parameter>.<state>` beside.
     """
-    possible = {beginning for key in keys for beginning in _before("state", key)}
-    if not possible:
-        return []
-    names = (*keys, *_names_of_values(stored))
-    with_groups = {beginning for name in names for beginning in _before("param_groups", name)}
-    return sorted(possible & with_groups)
+    names = (*stored.manifest.key_index, *_names_of_values(stored))
+    return {beginning for name in names for beginning in _before("param_groups", name)}
 
 
 def _before(part: str, name: str) -> Iterator[str]:

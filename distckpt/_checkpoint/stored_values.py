@@ -14,7 +14,7 @@ from distckpt._checkpoint.opening import find_reader, naming_reader
 from distckpt._checkpoint.reader import Reader
 from distckpt._format import codec
 from distckpt._format.stored_checkpoint import StoredCheckpoint
-from distckpt._geometry.region import Region
+from distckpt._geometry.region import Region, whole
 from distckpt._io.read import read_chunks, read_copies
 from distckpt._mapping.wrappers import ShardedObject
 from distckpt._plan.load import Request, object_chunk, plan_load
@@ -44,10 +44,23 @@ class StoredTensor(NamedTuple):
 
     def read(self, region: Region) -> torch.Tensor:
         """Read a region, and only that."""
-        values = torch.empty(region.shape, dtype=FROM_NAME[self.dtype], device="cpu")
-        request = Request(self.key, self.shape, region)
-        read_copies(self.stored, plan_load(self.stored, [request]), [values], NUM_THREADS)
-        return values
+        return _read_regions(self.stored, [Request(self.key, self.shape, region)])[0]
+
+
+def read_tensors(stored: StoredCheckpoint, keys: Sequence[str]) -> list[torch.Tensor]:
+    """Read whole tensors, all at once."""
+    shapes = [stored.global_shape(key) for key in keys]
+    pairs = zip(keys, shapes, strict=True)
+    return _read_regions(stored, [Request(key, shape, whole(shape)) for key, shape in pairs])
+
+
+def _read_regions(stored: StoredCheckpoint, requests: Sequence[Request]) -> list[torch.Tensor]:
+    values = [
+        torch.empty(each.region.shape, dtype=FROM_NAME[stored.dtype_name(each.key)], device="cpu")
+        for each in requests
+    ]
+    read_copies(stored, plan_load(stored, requests), values, NUM_THREADS)
+    return values
 
 
 def load_objects(stored: StoredCheckpoint, shards: Sequence[ShardedObject]) -> list[Any]:

@@ -41,7 +41,7 @@ TORCH_DIST = ForeignFormat(
     program="torch",
     marker=".metadata",
     data_suffix=".distcp",
-    names=(".metadata", ".distcp", "common.pt", "metadata.json"),
+    names=(".metadata", ".distcp", "common.pt", "meta.pt", "metadata.json"),
     is_given_to_save=True,
 )
 HUGGING_FACE = ForeignFormat(

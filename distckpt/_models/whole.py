@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Set
 from typing import NamedTuple
 
 import numpy as np
@@ -39,9 +39,10 @@ def coverage_of(
     entries: Mapping[str, StoredEntry],
     wanted: Collection[str],
     names: Collection[str],
+    optimizer_keys: Callable[[], Set[str]],
 ) -> Coverage:
     """Find what a rank leaves out of its objects. `wanted` are keys that are not left out on
-    purpose.
+    purpose; `optimizer_keys` returns those of optimizers, where that is of interest.
 
     Keys begin with the path of the object. The module at `model` has no path in its keys. It is
     taken to have the keys whose first name is among `names`, which it was saved with, and keys that
@@ -59,7 +60,8 @@ def coverage_of(
         of_model = set(requested) - _below(prefixes, requested)
         beginnings = {*names, *map(first_name, of_model)}
         own |= {key for key in left if first_name(key) in beginnings}
-        unclaimed = set() if names else _model_tensors(left, entries) - own
+        unclaimed = set() if names else _tensors(left, entries) - own
+        unclaimed -= optimizer_keys() if unclaimed else set()
     return Coverage(taken, own - of_optimizers, of_optimizers, unclaimed)
 
 
@@ -81,10 +83,8 @@ def _below(prefixes: tuple[str, ...], keys: Iterable[str]) -> set[str]:
     return {key for key in keys if key.startswith(prefixes)}
 
 
-def _model_tensors(keys: Iterable[str], entries: Mapping[str, StoredEntry]) -> set[str]:
-    """Return the keys of tensors that are not an optimizer's."""
-    tensors = (key for key in keys if entries[key].dtype is not None)
-    return {key for key in tensors if not key.startswith("optim")}
+def _tensors(keys: Iterable[str], entries: Mapping[str, StoredEntry]) -> set[str]:
+    return {key for key in keys if entries[key].dtype is not None}
 
 
 def left_out_of_all(

@@ -7,6 +7,7 @@ import logging
 import os
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, get_args
 
 from distckpt._base.errors import InvalidShardingError
@@ -179,6 +180,8 @@ def describe_targets(
         depends = are_complex or (not rules and _are_of_other_keys(ties, split))
         vote.number = _how_much_is_needed(described, request.mode, depends)
     needed = vote.largest
+    if needed and request.family is None and not request.rules:
+        source = source.for_objects(described, needed > 1)
     entries = source.entries() if needed else {}
     settings = _stored_settings(ranks, source, described, entries) if needed > 1 else {}
     with ranks.phase("describe the targets"):
@@ -260,7 +263,7 @@ def check_targets(
         is_lenient = request.mode is StrictHandling.ASSUME_OK_UNEXPECTED
         compared = targets.stored if is_lenient else ()
         flags = match_flags(request.rules, targets.shapes) if request.rules else b""
-        coverage = _coverage(targets, requested, compared, names_of_module(source.marker))
+        coverage = _coverage(targets, requested, compared, source)
         vote.number = len(coverage.of_modules | coverage.of_optimizers | coverage.unclaimed)
     if request.rules:
         _warn_of_unmatched(request.rules, ranks.gather(flags))
@@ -314,20 +317,28 @@ def _coverage(
     targets: Targets,
     requested: Collection[str],
     compared: Collection[str],
-    names: Collection[str],
+    source: ShardSource,
 ) -> Coverage:
     """Find what the objects leave out; through rules, what they surely should have is what a
     configuration says.
     """
     rules = targets.rules
+    find = partial(
+        coverage_of,
+        targets.resolved,
+        entries=targets.entries,
+        wanted=compared,
+        names=names_of_module(source.marker),
+        optimizer_keys=source.optimizer_keys,
+    )
     if not rules or not compared:
-        return coverage_of(targets.resolved, requested, targets.entries, compared, names)
+        return find(requested)
     of_config: dict[str, tuple[int, ...]] = {}
     for rule in rules:
         if isinstance(rule, Assemble):
             of_config.update(rule.sources)
     taken = stored_names(rules, targets.shapes)
-    found = coverage_of(targets.resolved, taken, targets.entries, compared, names)
+    found = find(taken)
     known = stored_names(rules, of_config) & found.of_modules
     return found._replace(of_modules=known, unclaimed=found.unclaimed | (found.of_modules - known))
 

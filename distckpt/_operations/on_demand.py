@@ -12,8 +12,10 @@ _Name: TypeAlias = Literal[
     "families",
     "fingerprint",
     "merge_adapter",
+    "model_keys",
     "peft_names",
     "quantize",
+    "state_dict_names",
     "strategies",
     "verify_live",
 ]
@@ -25,8 +27,10 @@ _MODULES: dict[_Name, str] = {
     "families": "distckpt._rules.families",
     "fingerprint": "distckpt._operations.fingerprint",
     "merge_adapter": "distckpt._operations.merge_adapter",
+    "model_keys": "distckpt._checkpoint.model_keys",
     "peft_names": "distckpt._plan.peft_names",
     "quantize": "distckpt._operations.quantize",
+    "state_dict_names": "distckpt._operations.state_dict_names",
     "strategies": "distckpt.strategies.base",
     "verify_live": "distckpt._operations.verify_live",
 }

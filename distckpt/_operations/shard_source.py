@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeAlias
 
 from distckpt._base.dtypes import FROM_NAME, TO_NAME
@@ -19,6 +19,7 @@ from distckpt._format.stored_checkpoint import StoredCheckpoint
 from distckpt._io.load_shards import ReadSettings
 from distckpt._mapping.sharded_tensor import ShardedTensor
 from distckpt._mapping.wrappers import ShardedObject
+from distckpt._models.objects import Described
 from distckpt._operations.on_demand import on_demand
 from distckpt._ranks.collectives import Ranks
 from distckpt._rules.rule import Rule
@@ -48,6 +49,19 @@ class ShardSource(ABC):
     marker: Mapping[str, Any]
     is_live = False
     overwritten: Collection[str] = frozenset()
+
+    def for_objects(self, described: Described, has_optimizers: bool) -> ShardSource:
+        """Return the source under the names of the described objects, if it has others for them;
+        some rank `has_optimizers`, or none.
+
+        Collective operation: all ranks must call it.
+        """
+        del described, has_optimizers
+        return self
+
+    def optimizer_keys(self) -> set[str]:
+        """Return the keys of optimizers, where they are known without a request."""
+        return set()
 
     @abstractmethod
     def entries(self) -> dict[str, StoredEntry]:
@@ -117,13 +131,20 @@ def _choose(
 
 @dataclass(frozen=True)
 class _OpenCheckpoint(ShardSource):
-    """A checkpoint of distckpt, or of a format that has a reader."""
+    """A checkpoint of distckpt, or of a format that has a reader.
+
+    Attributes:
+        settings: objects that are read already, by key.
+        hidden: keys that were read for them.
+    """
 
     ranks: Ranks
     stored: StoredCheckpoint
     options: LoadOptions
     engine: EngineSettings
     overwritten: set[str] = field(default_factory=set)
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    hidden: Collection[str] = ()
 
     @property
     def marker(self) -> Mapping[str, Any]:  # type: ignore[override]
@@ -131,14 +152,35 @@ class _OpenCheckpoint(ShardSource):
 
     def entries(self) -> dict[str, StoredEntry]:
         with self.ranks.phase("read the keys of the checkpoint"):
-            return entries_of(self.stored)
+            entries = entries_of(self.stored)
+        entries |= dict.fromkeys(self.settings, StoredEntry(None, (1,)))
+        return {key: entry for key, entry in entries.items() if key not in self.hidden}
+
+    def for_objects(self, described: Described, has_optimizers: bool) -> ShardSource:
+        names = on_demand("state_dict_names")
+        found = names.translated(self.ranks, self.stored, described, has_optimizers)
+        return replace(self, stored=found.stored, settings=found.settings, hidden=found.hidden)
+
+    def optimizer_keys(self) -> set[str]:
+        keys: set[str] = on_demand("model_keys").optimizer_keys(self.stored)
+        return keys
 
     def read(self, shards: Sequence[Shard], rules: Sequence[Rule]) -> list[Any]:
         settings = ReadSettings(self.options, rules, self.engine.exchange_group, self.overwritten)
-        return load_shards(self.ranks, self.stored, shards, settings)
+        asked = [shard for shard in shards if shard.key not in self.settings]
+        return self._with_settings(shards, load_shards(self.ranks, self.stored, asked, settings))
 
     def read_objects(self, shards: Sequence[ShardedObject]) -> list[Any]:
-        return load_objects(self.stored, shards)
+        asked = [shard for shard in shards if shard.key not in self.settings]
+        return self._with_settings(shards, load_objects(self.stored, asked))
+
+    def _with_settings(self, shards: Sequence[Shard], read: Iterable[Any]) -> list[Any]:
+        """Return the values of all shards, given those that were read now."""
+        values = iter(read)
+        return [
+            self.settings[shard.key] if shard.key in self.settings else next(values)
+            for shard in shards
+        ]
 
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
         return self.stored.manifest.shapes_by_key

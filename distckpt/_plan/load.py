@@ -106,8 +106,14 @@ def _advice(
     if about_codes:
         return "", about_codes
     if _lack_optimizer(absent, known):
+        if places := sorted({key.partition(".state.")[0] for key in known if ".state." in key}):
+            return "", (
+                f"States like an optimizer's are stored at {summarize_keys(places)}: put the "
+                "optimizer at that place of the state dict, or leave it out."
+            )
         return "", (
-            "No state of an optimizer is stored there: leave the optimizer out of the state dict."
+            "No state of an optimizer is read from there: leave the optimizer out of the state "
+            "dict."
         )
     if prefix := other_prefix(absent, known):
         is_dcp = (stored.manifest.origin or {}).get("format") == TORCH_DIST.name

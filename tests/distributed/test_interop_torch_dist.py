@@ -12,7 +12,9 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 import distckpt
@@ -123,3 +125,74 @@ def test_all_ranks_hear_of_a_missing_file(saved, tmp_path):
         assert is_ours
         assert "__1_0.distcp" in message
         assert "is missing" in message
+
+
+def trained_by_fsdp(rank, path, size):
+    """Train a model that FSDP2 divides, save it with torch, and return what it is whole."""
+    warnings.simplefilter("ignore")
+    torch.manual_seed(0)
+    model, optimizer = divided_model(size)
+    model(torch.ones(2, 5)).square().sum().backward()
+    optimizer.step()
+    of_model, of_optimizer = get_state_dict(model, optimizer)
+    dcp.save({"model": of_model, "optim": of_optimizer, "step": 3}, checkpoint_id=path)
+    return whole(model, optimizer)
+
+
+def divided_model(size):
+    model = torch.nn.Sequential(torch.nn.Linear(5, 7), torch.nn.Linear(7, 3))
+    fully_shard(model, mesh=init_device_mesh("cpu", (size,)))
+    return model, torch.optim.AdamW(model.parameters(), lr=0.1)
+
+
+def whole(model, optimizer):
+    options = StateDictOptions(full_state_dict=True)
+    of_model, of_optimizer = get_state_dict(model, optimizer, options=options)
+    return dict(of_model), of_optimizer["state"], of_optimizer["param_groups"]
+
+
+def load_objects(rank, path, size):
+    warnings.simplefilter("ignore")
+    model, optimizer = divided_model(size)
+    optimizer.param_groups[0]["lr"] = 5.0
+    state = {"model": model, "optim": optimizer, "step": 0}
+    distckpt.load(state, path)
+    return state["step"], whole(model, optimizer)
+
+
+def assert_equal(found, expected):
+    assert found.keys() == expected.keys()
+    for key, value in expected.items():
+        if isinstance(value, dict):
+            assert_equal(found[key], value)
+        else:
+            assert torch.equal(found[key], value)
+
+
+@pytest.mark.parametrize("num_ranks", [1, 3])
+def test_objects_that_fsdp_divides(tmp_path, num_ranks):
+    path = str(tmp_path / "saved")
+    model, state, groups = run(trained_by_fsdp, 2, path, 2)[0]
+    step, found = run(load_objects, num_ranks, path, num_ranks)[0]
+    assert step == 3
+    assert_equal(found[0], model)
+    assert_equal(found[1], state)
+    assert found[2] == groups
+
+
+def load_by_stages(rank, path):
+    """Each rank has one of the layers, and an optimizer of that."""
+    model = torch.nn.ModuleDict({str(rank): torch.nn.Linear(*[(5, 7), (7, 3)][rank])})
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    distckpt.load({"model": model, "optim": optimizer}, path)
+    states = {name: optimizer.state[param] for name, param in model.named_parameters()}
+    return dict(model.state_dict()), states
+
+
+def test_objects_on_the_ranks_of_a_pipeline(tmp_path):
+    path = str(tmp_path / "saved")
+    expected = run(trained_by_fsdp, 2, path, 2)[0][:2]
+    for rank, found in enumerate(run(load_by_stages, 2, path)):
+        for own, of_all in zip(found, expected, strict=True):
+            names = [name for name in of_all if name.startswith(str(rank))]
+            assert_equal(own, {name: of_all[name] for name in names})

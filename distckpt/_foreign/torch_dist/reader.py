@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -14,11 +15,14 @@ from distckpt._foreign.torch_dist.objects import read_object
 from distckpt._foreign.torch_dist.source import COMMON_NAME, METADATA_NAME, read_directory
 from distckpt._foreign.torch_dist.unpickle import RefusedGlobalError
 from distckpt._format.foreign_formats import TORCH_DIST
-from distckpt._format.manifest import Manifest
+from distckpt._format.manifest import MAX_TABLE_BYTES, Manifest
+from distckpt._format.marker import read_file
 from distckpt._format.stored_checkpoint import StoredCheckpoint
 from distckpt._io.read import read_chunks
 from distckpt._state.common_state import COMMON_KEY, object_text
 from distckpt._storage import locations
+
+logger = logging.getLogger(__name__)
 
 _MAX_LIST = 1 << 20
 
@@ -46,7 +50,7 @@ class TorchDistReader(Reader):
         is stored by itself.
         """
         if COMMON_KEY not in stored.manifest.key_index:
-            return {}
+            return _extra_values(stored)
         values = self.load_objects(stored, stored.chunks_of(COMMON_KEY))
         paths = _paths(stored)
         if paths is None:
@@ -55,7 +59,7 @@ class TorchDistReader(Reader):
             raise CorruptCheckpointError(
                 f"The manifest of {stored.location!r} does not say where its values belong."
             )
-        tree: dict[Any, Any] = {}
+        tree = _extra_values(stored)
         # Each item of a list holds a tensor or an object.
         max_items = len(stored.manifest.keys) + len(paths)
         for path, value in zip(paths, values, strict=True):
@@ -65,6 +69,32 @@ class TorchDistReader(Reader):
                     f"{stored.location!r} stores lists with more items than it has values."
                 )
         return tree
+
+
+def _extra_values(stored: StoredCheckpoint) -> dict[Any, Any]:
+    """Load what Lightning stores beside the state dicts; with a warning nothing, if that holds
+    objects of other classes than can be read.
+    """
+    name = (stored.manifest.origin or {}).get("extra")
+    if name is None:
+        return {}
+    path = locations.join(stored.location, name)
+    try:
+        found = read_object(read_file(path, MAX_TABLE_BYTES))
+    except RefusedGlobalError as error:
+        logger.warning(
+            "%s is not read, and nothing of it was run: it needs %r. If this is an Enum class, a "
+            "dataclass or a namedtuple class that you trust, pass it to "
+            "distckpt.register_object_type before loading.",
+            path,
+            error.name,
+        )
+        return {}
+    except (ValueError, TypeError, IndexError, RecursionError) as error:
+        raise CorruptCheckpointError(
+            f"{path!r} is damaged or of an unknown form ({error!s:.300}): restore it from a copy."
+        ) from error
+    return found if isinstance(found, dict) else {}
 
 
 def _paths(stored: StoredCheckpoint) -> Any:

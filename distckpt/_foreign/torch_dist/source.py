@@ -36,6 +36,8 @@ from distckpt._storage import locations
 
 METADATA_NAME = TORCH_DIST.marker
 COMMON_NAME = "common.pt"
+EXTRA_NAME = "meta.pt"
+"""The file in which Lightning keeps what is no state dict of a module or optimizer."""
 
 _MEGATRON_COMMON_KEY = "common_state"
 
@@ -76,6 +78,8 @@ def read_directory(location: str, format_name: str) -> Manifest:
             _Cell(COMMON_KEY, (i,), (len(names),), metadata.objects[name])
             for i, name in enumerate(names)
         ]
+        if locations.exists(locations.join(location, EXTRA_NAME)):
+            fields["extra"] = EXTRA_NAME
     for cell in cells:
         place = Region(cell.offset, (1,) * len(cell.offset))
         pieces.append(StoredPiece(cell.key, OBJECT, place, cell.shape, *cell.item))

@@ -691,7 +691,7 @@ def test_nothing_is_loaded_without_a_word(tmp_path):
     for state in (saved, make(2)):
         request = {name: state[name] for name in ("model", "optimizer")}
         with pytest.raises(
-            distckpt.LoadMismatchError, match=r"No state of an optimizer is stored there: leave"
+            distckpt.LoadMismatchError, match=r"No state of an optimizer is read from there: leave"
         ):
             distckpt.load(request, tmp_path / "weights")
     with pytest.raises(distckpt.InvalidShardingError, match="put the module that has it there"):

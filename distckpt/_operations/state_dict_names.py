@@ -1,0 +1,382 @@
+"""Names of PyTorch's state dicts, translated for the objects that a load fills.
+
+`torch.distributed.checkpoint` stores a module at `model` with the prefix `model.`, the state of an
+optimizer at `optim` as `optim.state.<parameter>.<state>`, and its options as `optim.param_groups`.
+Parameters go by name or number there, and by their keys here: `optim.state.<state>.<key>`.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, cast
+
+import torch
+
+from distckpt._base.dtypes import FROM_NAME
+from distckpt._base.errors import LoadMismatchError
+from distckpt._base.tree import at, dotted, leaves
+from distckpt._checkpoint.model_keys import parameter_groups
+from distckpt._checkpoint.stored_values import load_common_state, read_tensors
+from distckpt._format import codec
+from distckpt._format.foreign_formats import is_export
+from distckpt._format.manifest import Manifest
+from distckpt._format.marker import names_of_module
+from distckpt._format.stored_checkpoint import StoredCheckpoint
+from distckpt._mapping.kinds import is_a
+from distckpt._mapping.sharded_tensor import ShardedTensor
+from distckpt._mapping.wrappers import ShardedTensorFactory
+from distckpt._models.dtensor import local_part
+from distckpt._models.objects import Described, Kind
+from distckpt._models.optimizer.description import OptimizerState
+from distckpt._models.optimizer.shards import param_name
+from distckpt._models.optimizer.state import Entry, ParamState, group_entries
+from distckpt._models.optimizer.view import params_of
+from distckpt._ranks.collectives import Ranks
+
+_MODEL = "model."
+
+
+@dataclass
+class _Optimizer:
+    """An optimizer of the request that a state dict is stored for.
+
+    Attributes:
+        path: in the state dict.
+        prefix: of its keys here.
+        params: its parameters: by key, their names there, and their numbers.
+        count: of its parameters.
+        by_number: whether parameters go by number there.
+        states: the stored keys, by key of the parameter and name of the state.
+    """
+
+    path: tuple[Any, ...]
+    prefix: str
+    params: dict[str, tuple[str, int]]
+    count: int
+    by_number: bool = False
+    states: dict[str, dict[str, str]] = field(default_factory=dict)
+
+    @property
+    def beginning(self) -> str:
+        """What its keys begin with there."""
+        return f"{dotted(self.path)}." if self.path else ""
+
+
+@dataclass(frozen=True)
+class Translation:
+    """A checkpoint under the names of a request.
+
+    Attributes:
+        stored: a view of it.
+        settings: of optimizers, by key.
+        hidden: keys whose values are in the settings.
+    """
+
+    stored: StoredCheckpoint
+    settings: Mapping[str, list[Entry]] = field(default_factory=dict)
+    hidden: frozenset[str] = frozenset()
+
+
+def translated(
+    ranks: Ranks, stored: StoredCheckpoint, described: Described, has_optimizers: bool
+) -> Translation:
+    """Return a checkpoint under the names of the objects of a request, which has optimizers on some
+    rank or on none.
+
+    Collective operation: all ranks must call it.
+
+    Raises:
+        LoadMismatchError: parameters go by number, and the optimizer has others.
+    """
+    if not _may_hold_state_dicts(stored, has_optimizers):
+        return Translation(stored)
+    with ranks.phase("list the names of objects"):
+        is_renamed = _has_model_prefix(stored, described)
+        own = list(_own_optimizers(described))
+    sent = ranks.all_gather(json.dumps([is_renamed, [vars(each) for each in own]]).encode())
+    listed = [json.loads(text) for text in sent]
+    united = _united(_Optimizer(**each) for _, optimizers in listed for each in optimizers)
+
+    def settings_of_all() -> bytes:
+        return codec.encode(_settings(stored, united))
+
+    names = _names_of_module(stored) if any(renamed for renamed, _ in listed) else {}
+    if not names and not united:
+        return Translation(stored)
+    encoded = ranks.decide("read the settings of optimizers", settings_of_all)
+    with ranks.phase("translate the names of the checkpoint"):
+        settings: dict[str, list[Entry]] = {}
+        hidden: set[str] = set()
+        for optimizer, found in zip(united, cast(Any, codec.decode(encoded)), strict=True):
+            if found is not None:
+                optimizer.by_number, entries = found
+                names.update(_names_of_states(stored, optimizer, hidden))
+                settings.setdefault(f"{optimizer.prefix}.settings", []).extend(entries)
+        view = replace(stored, manifest=_with_names(stored.manifest, names))
+        return Translation(view, settings, frozenset(hidden))
+
+
+def _may_hold_state_dicts(stored: StoredCheckpoint, has_optimizers: bool) -> bool:
+    """Tell whether a checkpoint may hold state dicts of PyTorch: it was not made of objects."""
+    manifest = stored.manifest
+    if names_of_module(stored.marker) or is_export((manifest.origin or {}).get("format")):
+        return False
+    if any(key.endswith(".settings") for key in manifest.key_index):
+        return False
+    return has_optimizers or any(key.startswith(_MODEL) for key in manifest.key_index)
+
+
+# --- The request ----------------------------------------------------------------------------------
+
+
+def _has_model_prefix(stored: StoredCheckpoint, described: Described) -> bool:
+    """Tell whether the module at `model` is stored with that prefix."""
+    known = stored.manifest.key_index
+    for place in described.places:
+        if place.is_model and place.path:
+            keys = set(_keys_in(at(described.state_dict, place.path)))
+            if not keys & known.keys():
+                return any(f"{_MODEL}{key}" in known for key in keys)
+    return False
+
+
+def _keys_in(tree: Any) -> Iterator[str]:
+    for _, shard in leaves(tree):
+        if is_a(shard, ShardedTensor, ShardedTensorFactory):
+            yield shard.key
+
+
+def _own_optimizers(described: Described) -> Iterator[_Optimizer]:
+    """Yield the optimizers of this rank, with their parameters by key."""
+    modules = [place.prefix for place in described.places if place.kind is Kind.MODULE]
+    prefixes = sorted((f"{prefix}." for prefix in modules if prefix), key=len, reverse=True)
+    for path, state in described.optimizers:
+        params = params_of(state.optimizer.param_groups)
+        named = dict(_named_params(state, params, prefixes))
+        yield _Optimizer(path, state.prefix, named, len(params))
+
+
+def _named_params(
+    state: OptimizerState, params: Sequence[torch.Tensor], prefixes: Sequence[str]
+) -> Iterator[tuple[str, tuple[str, int]]]:
+    for number, param in enumerate(params):
+        shard = state.shards.get(id(local_part(param)))
+        if shard is not None:
+            key = param_name(shard)
+            prefix = next((each for each in prefixes if key.startswith(each)), "")
+            yield key, (key.removeprefix(prefix), number)
+
+
+def _united(optimizers: Iterable[_Optimizer]) -> list[_Optimizer]:
+    """Return the optimizers of all ranks, by place, with the parameters of all."""
+    united: dict[tuple[Any, ...], _Optimizer] = {}
+    for each in optimizers:
+        first = united.setdefault(tuple(each.path), replace(each, path=tuple(each.path)))
+        first.params.update(each.params)
+    return list(united.values())
+
+
+# --- The checkpoint -------------------------------------------------------------------------------
+
+
+def _names_of_module(stored: StoredCheckpoint) -> dict[str, str]:
+    """Return the names of the module at `model` here, by those there."""
+    known = stored.manifest.key_index
+    names = {key: key.removeprefix(_MODEL) for key in known if key.startswith(_MODEL)}
+    return {key: name for key, name in names.items() if name not in known}
+
+
+def _settings(stored: StoredCheckpoint, optimizers: Sequence[_Optimizer]) -> list[Any]:
+    """Return for each optimizer whether parameters go by number, and the settings; None where no
+    state dict is stored.
+    """
+    known = parameter_groups(stored)
+    if not any(each.beginning in known for each in optimizers):
+        return [None] * len(optimizers)
+    common = load_common_state(stored)
+    return [
+        _settings_of(stored, each, at(common, each.path, {})) if each.beginning in known else None
+        for each in optimizers
+    ]
+
+
+def _settings_of(
+    stored: StoredCheckpoint, optimizer: _Optimizer, tree: Any
+) -> tuple[bool, list[Entry]]:
+    """Return the settings of an optimizer, of which `tree` has what is stored besides tensors."""
+    scalars = _scalars_of(stored, optimizer)
+    groups = _groups(tree, optimizer, scalars)
+    names = [name for group in groups for name in group["params"]]
+    optimizer.by_number = any(type(name) is int for name in names)
+    optimizer.states = _states_of(stored, optimizer)
+    if optimizer.by_number:
+        _check_numbers(stored, optimizer, len(names))
+    keys = {pair[optimizer.by_number]: key for key, pair in optimizer.params.items()}
+    pairs = []
+    for group in groups:
+        own = [name for name in group["params"] if name in keys]
+        states = [_state_of(stored, optimizer, tree, keys[name], scalars) for name in own]
+        pairs.append(({**group, "params": own}, states))
+    return optimizer.by_number, group_entries([pair for pair in pairs if pair[1]], {})
+
+
+def _states_of(stored: StoredCheckpoint, optimizer: _Optimizer) -> dict[str, dict[str, str]]:
+    """Return which keys hold the states of the parameters of an optimizer."""
+    found: dict[str, dict[str, str]] = {}
+    keys = {str(pair[optimizer.by_number]): key for key, pair in optimizer.params.items()}
+    start = f"{optimizer.beginning}state."
+    for there in stored.manifest.key_index:
+        if there.startswith(start):
+            rest = there.removeprefix(start)
+            ends = (place for place, sign in enumerate(rest) if sign == ".")
+            end = next((place for place in ends if rest[:place] in keys), None)
+            if end is not None:
+                found.setdefault(keys[rest[:end]], {})[rest[end + 1 :]] = there
+    return found
+
+
+def _is_scalar(stored: StoredCheckpoint, key: str) -> bool:
+    return not stored.global_shape(key)
+
+
+def _scalars_of(stored: StoredCheckpoint, optimizer: _Optimizer) -> dict[str, torch.Tensor]:
+    """Read the tensors without axes of an optimizer, by key."""
+    beginnings = tuple(f"{optimizer.beginning}{part}." for part in ("state", "param_groups"))
+    known = stored.manifest.key_index
+    keys = [key for key in known if key.startswith(beginnings) and _is_scalar(stored, key)]
+    return dict(zip(keys, read_tensors(stored, keys), strict=True))
+
+
+def _groups(
+    tree: Any, optimizer: _Optimizer, scalars: Mapping[str, torch.Tensor]
+) -> list[dict[str, Any]]:
+    """Return parameter groups; where options are stored for each parameter, one for each."""
+    start = f"{optimizer.beginning}param_groups."
+    options = {key.removeprefix(start): v for key, v in scalars.items() if key.startswith(start)}
+    if isinstance(tree.get("param_groups"), list):
+        return [
+            {**group, **_options(options, str(number))}
+            for number, group in enumerate(tree["param_groups"])
+        ]
+    flat = {key.removeprefix("param_groups."): value for key, value in tree.items()}
+    names = [name for name, _ in optimizer.params.values()]
+    found = {name: {**_options(flat, name), **_options(options, name)} for name in names}
+    return [{"params": [name], **values} for name, values in found.items() if values]
+
+
+def _options(values: Mapping[str, Any], name: str) -> dict[str, Any]:
+    """Return the values whose keys are a name and one more, by the latter."""
+    pairs = ((key.rpartition("."), value) for key, value in values.items())
+    return {last: value for (first, _, last), value in pairs if first == name}
+
+
+def _state_of(
+    stored: StoredCheckpoint,
+    optimizer: _Optimizer,
+    tree: Any,
+    key: str,
+    scalars: Mapping[str, torch.Tensor],
+) -> ParamState:
+    """Return the state of a parameter, without the values of tensors that have axes."""
+    keys = optimizer.states.get(key, {})
+    own = {state: scalars[there] for state, there in keys.items() if there in scalars}
+    tensors = {
+        state: torch.empty(stored.global_shape(there), dtype=_dtype(stored, there), device="meta")
+        for state, there in keys.items()
+        if there not in scalars
+    }
+    values = _values_of(tree, optimizer.params[key][optimizer.by_number])
+    return ParamState(key, tensors, values, own, has_state=bool(keys or values))
+
+
+def _values_of(tree: Any, name: str | int) -> dict[str, Any]:
+    """Return the values of the state of a parameter that are no tensors."""
+    values = _options({k: v for k, v in tree.items() if k.startswith("state.")}, f"state.{name}")
+    states = tree.get("state", {})
+    if isinstance(states, list):
+        # The numbers of parameters were taken for places.
+        states = dict(enumerate(states))
+    kept = states.get(name)
+    return {**values, **kept} if isinstance(kept, dict) else values
+
+
+def _dtype(stored: StoredCheckpoint, key: str) -> torch.dtype:
+    return FROM_NAME[stored.dtype_name(key)]
+
+
+def _check_numbers(stored: StoredCheckpoint, optimizer: _Optimizer, count: int) -> None:
+    """Check that an optimizer has parameters like those that were numbered."""
+    numbers = {number for _, number in optimizer.params.values()}
+    if count != optimizer.count or len(numbers) != len(optimizer.params):
+        raise LoadMismatchError(
+            f"The state of the optimizer at {dotted(optimizer.path)!r} goes by the numbers of "
+            f"{count} parameters, and this optimizer has {optimizer.count} on a rank: create the "
+            "optimizer that was saved, or leave it out of the state dict."
+        )
+    for key, states in optimizer.states.items():
+        shape = _shape_of(stored, key)
+        for state, there in states.items():
+            _check_shape(optimizer, key, shape, state, stored.global_shape(there))
+
+
+def _check_shape(
+    optimizer: _Optimizer,
+    key: str,
+    shape: tuple[int, ...] | None,
+    state: str,
+    found: tuple[int, ...],
+) -> None:
+    """Check that a state has the shape of its parameter, or size 1 along some axes."""
+    if shape is None or len(found) != len(shape):
+        return
+    if not all(n in (1, size) for n, size in zip(found, shape, strict=True)):
+        number = optimizer.params[key][1]
+        raise LoadMismatchError(
+            f"{state!r} of parameter {number} of the optimizer at {dotted(optimizer.path)!r} has "
+            f"shape {found}, and parameter {number} here is {key!r} of shape {shape}: create the "
+            "optimizer with its parameters in the order in which it was saved."
+        )
+
+
+def _shape_of(stored: StoredCheckpoint, key: str) -> tuple[int, ...] | None:
+    """Return the shape of a parameter, if it is stored."""
+    known = stored.manifest.key_index
+    name = next((each for each in (key, f"{_MODEL}{key}") if each in known), None)
+    return None if name is None else stored.global_shape(name)
+
+
+# --- The view -------------------------------------------------------------------------------------
+
+
+def _names_of_states(
+    stored: StoredCheckpoint, optimizer: _Optimizer, hidden: set[str]
+) -> dict[str, str]:
+    """Return the names of an optimizer's tensors here, by those there; add keys to `hidden` whose
+    values are in the settings.
+    """
+    names = {}
+    for key, states in _states_of(stored, optimizer).items():
+        for state, there in states.items():
+            if _is_scalar(stored, there):
+                hidden.add(there)
+            else:
+                names[there] = f"{optimizer.prefix}.state.{state}.{key}"
+    return names
+
+
+def _with_names(manifest: Manifest, names: Mapping[str, str]) -> Manifest:
+    """Return a manifest with other names for some keys."""
+    aliases = manifest.aliases.items()
+    return Manifest(
+        [names.get(key, key) for key in manifest.keys],
+        manifest.dtypes,
+        manifest.global_shapes,
+        manifest.table,
+        {names.get(alias, alias): names.get(key, key) for alias, key in aliases},
+        manifest.block_bytes,
+        manifest.has_checksums,
+        manifest.origin,
+        manifest.quantization,
+    )

@@ -1,0 +1,179 @@
+"""Loading the state dicts that PyTorch's `dcp.save` stored into modules and optimizers."""
+
+from __future__ import annotations
+
+import copy
+import logging
+
+import pytest
+import torch
+import torch.distributed.checkpoint as torch_dcp
+from torch import nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict
+
+import distckpt
+
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+
+
+def flattened(model, optimizer):
+    options = StateDictOptions(flatten_optimizer_state_dict=True)
+    return get_optimizer_state_dict(model, optimizer, options=options)
+
+
+FORMS = {
+    "by name": get_optimizer_state_dict,
+    "flattened": flattened,
+    "by number": lambda model, optimizer: optimizer.state_dict(),
+}
+LAYOUTS = {
+    "entries": lambda model, optimizer: {"model": model, "optim": optimizer},
+    "Lightning": lambda model, optimizer: {"state_dict": model, "optimizer_0": optimizer},
+    "application": lambda model, optimizer: {"app": {"model": model, "optim": optimizer}},
+    "list": lambda model, optimizer: {"model": model, "optims": [optimizer]},
+}
+OPTIMIZERS = {
+    "AdamW": lambda groups: torch.optim.AdamW(groups, amsgrad=True),
+    "SGD": torch.optim.SGD,
+    "Adafactor": torch.optim.Adafactor,
+    "tensor": lambda groups: torch.optim.NAdam(groups, lr=torch.tensor(0.5), foreach=False),
+}
+
+
+def make(kind="AdamW"):
+    """A model with a parameter without axes, and an optimizer with groups in another order."""
+    model = nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 3))
+    model.register_parameter("scale", nn.Parameter(torch.tensor(2.0)))
+    params = list(model.parameters())
+    vectors = [param for param in params if param.ndim < 2]
+    matrices = [param for param in params if param.ndim > 1]
+    return model, OPTIMIZERS[kind]([{"params": vectors, "weight_decay": 0.5}, {"params": matrices}])
+
+
+def train(model, optimizer):
+    for _ in range(2):
+        (model(torch.rand(2, 4)) * model.scale).square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return model, optimizer
+
+
+def assert_same(found, expected):
+    assert found.keys() == expected.keys()
+    for key, value in expected.items():
+        assert type(found[key]) is type(value)
+        if isinstance(value, dict):
+            assert_same(found[key], value)
+        elif isinstance(value, torch.Tensor):
+            assert torch.equal(found[key], value)
+            assert found[key].dtype == value.dtype
+        else:
+            assert found[key] == value
+
+
+def assert_same_training(found, expected):
+    for own, other in zip(found, expected, strict=True):
+        assert_same(own.state_dict(), other.state_dict())
+
+
+CASES = [
+    ("by name", "entries", "AdamW"),
+    ("by name", "Lightning", "SGD"),
+    ("by number", "application", "tensor"),
+    ("by number", "entries", "AdamW"),
+    ("flattened", "list", "tensor"),
+    ("flattened", "Lightning", "Adafactor"),
+]
+
+
+@pytest.mark.parametrize(("form", "layout", "kind"), CASES)
+def test_objects_are_filled_from_state_dicts(tmp_path, form, layout, kind):
+    trained = train(*make(kind))
+    state = LAYOUTS[layout](trained[0].state_dict(), FORMS[form](*trained))
+    torch_dcp.save(copy.deepcopy({**state, "step": 3}), checkpoint_id=tmp_path / "saved")
+    distckpt.reshard(tmp_path / "saved", tmp_path / "converted")
+    pairs = (make(kind), "saved"), (train(*make(kind)), "converted")
+    for fresh, name in pairs:
+        request = {**LAYOUTS[layout](*fresh), "step": 0}
+        loaded = distckpt.load(request, tmp_path / name)
+        assert (request["step"], loaded["step"]) == (3, 3)
+        assert_same_training(fresh, trained)
+
+
+def test_parameters_of_a_model_at_the_top(tmp_path):
+    trained = train(*make())
+    state = {**trained[0].state_dict(), "optimizer": flattened(*trained)}
+    torch_dcp.save(copy.deepcopy(state), checkpoint_id=tmp_path / "saved")
+    fresh = make()
+    distckpt.load({"model": fresh[0], "optimizer": fresh[1]}, tmp_path / "saved")
+    assert_same_training(fresh, trained)
+
+
+def test_several_modules_with_equal_names(tmp_path):
+    pairs = {"gen": train(*make()), "disc": train(*make("SGD"))}
+    state = {name: model.state_dict() for name, (model, _) in pairs.items()}
+    state |= {f"opt_{name}": get_optimizer_state_dict(*pair) for name, pair in pairs.items()}
+    torch_dcp.save(copy.deepcopy(state), checkpoint_id=tmp_path / "saved")
+    fresh = {"gen": make(), "disc": make("SGD")}
+    request = {name: model for name, (model, _) in fresh.items()}
+    request |= {f"opt_{name}": optimizer for name, (_, optimizer) in fresh.items()}
+    distckpt.load(request, tmp_path / "saved")
+    for name, pair in fresh.items():
+        assert_same_training(pair, pairs[name])
+
+
+def test_a_model_alone(tmp_path, caplog):
+    trained = train(*make())
+    state = {"model": trained[0].state_dict(), "o": get_optimizer_state_dict(*trained)}
+    torch_dcp.save(copy.deepcopy(state), checkpoint_id=tmp_path / "saved")
+    model, _ = make()
+    distckpt.load({"model": model}, tmp_path / "saved")
+    assert_same(model.state_dict(), trained[0].state_dict())
+    assert [each for each in caplog.records if each.levelno >= logging.WARNING] == []
+
+
+def test_an_optimizer_at_another_place_is_named(tmp_path):
+    trained = train(*make())
+    state = {"model": trained[0].state_dict(), "optim": get_optimizer_state_dict(*trained)}
+    torch_dcp.save(copy.deepcopy(state), checkpoint_id=tmp_path / "saved")
+    model, optimizer = make()
+    with pytest.raises(distckpt.LoadMismatchError, match=r"at 'optim'") as raised:
+        distckpt.load({"model": model, "optimizer": optimizer}, tmp_path / "saved")
+    assert "No state of an optimizer" not in str(raised.value)
+
+
+def test_numbers_of_other_parameters_are_refused(tmp_path):
+    model, optimizer = train(*make())
+    state = {"model": model.state_dict(), "optim": optimizer.state_dict()}
+    torch_dcp.save(copy.deepcopy(state), checkpoint_id=tmp_path / "saved")
+    model, _ = make()
+    optimizer = torch.optim.AdamW(model.parameters(), amsgrad=True)
+    with pytest.raises(distckpt.LoadMismatchError, match="in the order in which it was saved"):
+        distckpt.load({"model": model, "optim": optimizer}, tmp_path / "saved")
+    optimizer = torch.optim.AdamW([model.scale], amsgrad=True)
+    with pytest.raises(distckpt.LoadMismatchError, match="numbers of 5 parameters"):
+        distckpt.load({"model": model, "optim": optimizer}, tmp_path / "saved")
+
+
+class Unknown:
+    pass
+
+
+@pytest.mark.parametrize("is_known", [True, False])
+def test_values_that_lightning_stores_beside(tmp_path, caplog, is_known):
+    """As Fabric's strategies do: state dicts with `dcp.save`, all else with `torch.save`."""
+    trained = train(*make())
+    state = {"model": trained[0].state_dict(), "optimizer": get_optimizer_state_dict(*trained)}
+    torch_dcp.save(copy.deepcopy(state), checkpoint_id=tmp_path / "saved")
+    extra = {"step": 7, "hparams": {"lr": 0.5, "dims": (1, 2)}, "rng": torch.arange(3)}
+    torch.save(extra if is_known else {"step": Unknown()}, tmp_path / "saved/meta.pt")
+    model, optimizer = make()
+    request = {"model": model, "optimizer": optimizer}
+    loaded = distckpt.load(request, tmp_path / "saved")
+    assert_same_training((model, optimizer), trained)
+    if is_known:
+        assert (loaded["step"], loaded["hparams"]) == (7, extra["hparams"])
+        assert torch.equal(loaded["rng"], extra["rng"])
+    else:
+        assert "Unknown" in caplog.text
+        assert "nothing of it was run" in caplog.text
