@@ -11,7 +11,6 @@ import numpy as np
 import torch
 
 from distckpt._base.dtypes import FROM_NAME
-from distckpt._base.errors import LoadMismatchError
 from distckpt._base.memory import Bytes, bounce_buffer
 from distckpt._base.threads import NUM_THREADS, UNIT_BYTES
 from distckpt._geometry.region import flat_range_regions, whole
@@ -93,22 +92,11 @@ def counting_from(file: NewFile, start: int, uncounted: Fill) -> NewFile:
     return file._replace(fill=fill)
 
 
-def check_tied(source: TensorSource, pairs: Iterable[tuple[OutputTensor, OutputTensor]]) -> None:
-    """Compare tensors that are stored apart with those that take their places in the export, a
-    window at a time.
-
-    Raises:
-        LoadMismatchError: they differ.
-    """
-    for left_out, exported in pairs:
-        if not _are_equal(source, left_out, exported):
-            raise LoadMismatchError(
-                f"{left_out.name!r} and {exported.name!r} are stored in "
-                f"{source.stored.location!r} and differ; the configuration says that they are one "
-                "tensor, and only the second would be exported. Let tie_word_embeddings be false "
-                "there, or leave out the one that is not of the model with `keys`.",
-                unexpected=[left_out.name],
-            )
+def differing(
+    source: TensorSource, pairs: Iterable[tuple[OutputTensor, OutputTensor]]
+) -> list[str]:
+    """Compare tensors, a window at a time; return the first names of pairs that differ."""
+    return [one.name for one, other in pairs if not _are_equal(source, one, other)]
 
 
 def _are_equal(source: TensorSource, one: OutputTensor, other: OutputTensor) -> bool:

@@ -17,7 +17,7 @@ from distckpt._base.options import ExportOptions
 from distckpt._checkpoint.model_keys import cut_off, left_out
 from distckpt._checkpoint.opening import holds_checkpoint, open_export
 from distckpt._format.stored_checkpoint import StoredCheckpoint
-from distckpt._io.export import check_tied
+from distckpt._io.export import differing
 from distckpt._io.extra_files import ExtraFiles, adapt_config, list_extra_files
 from distckpt._io.tensor_source import TensorSource
 from distckpt._operations.export_request import OpenedSources
@@ -36,6 +36,7 @@ from distckpt._plan.export import (
     plan_tensors,
 )
 from distckpt._plan.selection import select_tensors
+from distckpt._plan.translate import without_ties
 from distckpt._quantization.names import may_be_codes, scales_of
 from distckpt._quantization.quantized import QuantizedTensor
 from distckpt._ranks.collectives import Ranks
@@ -78,8 +79,6 @@ class ExportPlan:
         outputs: its tensors, with the regions of stored tensors that they are made of.
         files: its files with tensors.
         selected: the stored tensors that were selected.
-        tied: tensors that are stored and left out, with those of which the configuration says that
-            they are the same.
         left_out: keys of tensors of optimizers that no pattern of `keys` selects.
         extra_files: its other files; on the coordinator.
     """
@@ -88,7 +87,6 @@ class ExportPlan:
     outputs: Sequence[OutputTensor]
     files: Sequence[OutputFile]
     selected: Mapping[str, TensorSpec]
-    tied: Pairs = ()
     left_out: Sequence[str] = ()
     extra_files: ExtraFiles = field(default_factory=ExtraFiles)
 
@@ -120,32 +118,59 @@ def plan_export(
         CheckpointingException: names, dtypes, shapes or extra files are not as they must be.
     """
     with ranks.phase("plan the export"):
-        plan = _plan(source, options, opened.adapter, ranks.is_coordinator)
+        selected, model = _select(source.stored, options)
+        pairs, tied_keys = _ties(source.stored, selected, options.rules, model.rules)
+    if pairs:
+        apart = ranks.decide_json("compare what is tied", lambda: differing(source, pairs))
+        if apart and ranks.is_coordinator:
+            _warn_of_untied(source.stored, apart)
+        model = replace(model, rules=[rule for rule in model.rules if not _is_tie(rule, apart)])
+    with ranks.phase("plan the export"):
+        model = replace(model, tied_keys=tied_keys)
+        plan = _plan(source, options, selected, model, opened.adapter, ranks.is_coordinator)
         plan = replace(plan, left_out=_left_out(opened.checkpoints, options))
         if ranks.is_coordinator:
             _warn_of_cut_off(opened.checkpoints[0], options, plan.selected)
             if isinstance(options.dtype, torch.dtype):
                 _warn_of_codes(source.stored, plan.outputs, options.dtype)
-    with ranks.phase("compare what is tied"):
-        check_tied(source, plan.tied if ranks.is_coordinator else ())
     return plan
+
+
+def _select(
+    stored: StoredCheckpoint, options: ExportOptions
+) -> tuple[dict[str, TensorSpec], _Model]:
+    """Select tensors, and read what is known of their model."""
+    selected = select_tensors(
+        stored.manifest,
+        options.keys,
+        # The rules of a family know which names of a tensor files do without.
+        options.tied == "write" or options.family is not None,
+        hidden_keys(stored),
+        left_out(stored, options.keys),
+    )
+    return selected, _model(options, selected)
+
+
+def _warn_of_untied(stored: StoredCheckpoint, apart: Sequence[str]) -> None:
+    logger.warning(
+        "the configuration says that %s %s, of which %s holds other values: all are exported. Set "
+        "tie_word_embeddings to false in the config.json of the export, since not all programs "
+        "compare them",
+        summarize_keys(apart),
+        "is tied to another tensor" if len(apart) == 1 else "are tied to other tensors",
+        stored.location,
+    )
 
 
 def _plan(
     source: TensorSource,
     options: ExportOptions,
+    selected: Mapping[str, TensorSpec],
+    model: _Model,
     adapter: StoredCheckpoint | None,
     is_coordinator: bool,
 ) -> ExportPlan:
-    stored, writes_tied = source.stored, options.tied == "write"
-    selected = select_tensors(
-        stored.manifest,
-        options.keys,
-        writes_tied,
-        hidden_keys(stored),
-        left_out(stored, options.keys),
-    )
-    model = _model(options, selected)
+    stored = source.stored
     outputs = _outputs(options, selected, model, stored.manifest.aliases)
     planned = _computed(PlannedTensors(source, outputs), options, model, adapter)
     check_codes(stored, planned.outputs, planned.made_of)
@@ -155,7 +180,6 @@ def _plan(
         planned.outputs,
         _files(options, model, outputs, planned, is_coordinator),
         selected,
-        _stored_twice(stored, selected, options.rules, model.rules),
         extra_files=_extra_files(options, planned) if is_coordinator else ExtraFiles(),
     )
 
@@ -218,6 +242,10 @@ def _files(
     numbers = None
     if model.reference is not None:
         numbers = _file_numbers(model.reference, values, planned, logs_warnings)
+        last = max(numbers.values(), default=1)
+        for tensor in values:
+            if all(part.key in model.tied_keys for part in tensor.mapped.parts):
+                numbers.setdefault(tensor.name, last)
     elif options.fqn_to_index_mapping is not None:
         mapping, names = options.fqn_to_index_mapping, {tensor.name for tensor in planned.outputs}
         absent = set(mapping).difference(names, planned.source.stored.manifest.aliases)
@@ -239,11 +267,14 @@ class _Model:
         reference: the directory that the export is to be like.
         config: the configuration of the family.
         rules: those of the family.
+        tied_keys: of stored tensors that the rules tie to others, which may have either name in the
+            reference.
     """
 
     reference: StoredCheckpoint | None
     config: dict[str, Any] | None
     rules: Sequence[Rule]
+    tied_keys: Collection[str] = ()
 
 
 def _model(options: ExportOptions, selected: Mapping[str, TensorSpec]) -> _Model:
@@ -258,7 +289,11 @@ def _model(options: ExportOptions, selected: Mapping[str, TensorSpec]) -> _Model
     shapes = None if reference is None else reference.manifest.shapes_by_key
     families = on_demand("families")
     config = families.config_for(options.family, location)
-    return _Model(reference, config, families.rules_for(config, selected, shapes))
+    rules = families.rules_for(config, selected, shapes)
+    if shapes is not None:
+        given = {key: spec.shape for key, spec in selected.items()}
+        rules = without_ties(options.rules, rules, given, shapes)
+    return _Model(reference, config, rules)
 
 
 def _check_is_no_checkpoint(directory: str) -> None:
@@ -323,29 +358,35 @@ def _computed(
     return planned
 
 
-def _stored_twice(
+def _is_tie(rule: Rule, names: Collection[str]) -> bool:
+    return isinstance(rule, Tie) and rule.key in names
+
+
+def _ties(
     stored: StoredCheckpoint,
     selected: Mapping[str, TensorSpec],
     rules: Sequence[Rule],
     of_model: Sequence[Rule],
-) -> Pairs:
+) -> tuple[Pairs, set[str]]:
     """Return tensors under both of their names, where the rules of the model take them for one and
-    a checkpoint holds two.
+    a checkpoint holds two; and the keys of all tensors in such rules.
 
     `rules` are those that come before.
     """
-    ties = [rule for rule in of_model if isinstance(rule, Tie)]
-    if not ties:
-        return ()
-    outputs = plan_tensors(selected, rules, {}, None, keep_unmatched=True)
+    first = next((n for n, rule in enumerate(of_model) if isinstance(rule, Tie)), None)
+    if first is None:
+        return (), set()
+    before = [*rules, *of_model[:first]]
+    outputs = plan_tensors(selected, before, {}, None, keep_unmatched=True)
     named = {output.name: output for output in outputs}
     pairs = []
-    for tie in ties:
-        if tie.key in named and tie.to in named:
-            pair = named[tie.key], named[tie.to]
-            if len(_key_ids(pair, stored.manifest.key_index)) > 1:
-                pairs.append(pair)
-    return pairs
+    keys: set[str] = set()
+    for tie in (rule for rule in of_model if isinstance(rule, Tie)):
+        pair = [named[name] for name in (tie.key, tie.to) if name in named]
+        keys.update(part.key for output in pair for part in output.mapped.parts)
+        if len(pair) == 2 and len(_key_ids(pair, stored.manifest.key_index)) > 1:
+            pairs.append((pair[0], pair[1]))
+    return pairs, keys
 
 
 def _key_ids(outputs: Iterable[OutputTensor], index: Mapping[str, int]) -> set[int]:

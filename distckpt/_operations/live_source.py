@@ -38,9 +38,10 @@ from distckpt._operations.on_demand import on_demand
 from distckpt._operations.shard_source import FamilyName, ShardSource
 from distckpt._ranks.collectives import Ranks
 from distckpt._rules.rule import Rule
+from distckpt._rules.rules import Tie
 from distckpt._state import flatten
 from distckpt._state.common_state import COMMON_KEY
-from distckpt._state.shards import Shard
+from distckpt._state.shards import Shard, find_ties
 from distckpt._state.stored_form import StoredEntry
 
 logger = logging.getLogger(__name__)
@@ -88,12 +89,25 @@ def _described(
     if family is not None and tensors:
         keys = [shard.key for shard in tensors]
         families = on_demand("families")
-        rules = [*rules, *families.rules_for(families.config_for(family, at), keys)]
+        of_family = families.rules_for(families.config_for(family, at), keys)
+        rules = [*rules, *_of_tied(of_family, tensors)]
     pieces = pieces_of(tensors, rules, drops=True)
     kinds = {cell.key: cell.global_shape for cell in cells.values()}
     header = json.dumps([kinds, bool(common), [_keys_of(pieces, pair) for pair in _tied(pieces)]])
     description = header.encode() + b"\n" + pieces.table.to_bytes()
     return GivenState(pieces, _encoded(cells, common), description)
+
+
+def _of_tied(rules: Sequence[Rule], tensors: Sequence[ShardedTensor]) -> list[Rule]:
+    """Leave out the ties of tensors that are both given and have memory of their own."""
+    firsts = find_ties(tensors)
+    memory = {tensor.key: firsts.get(n, n) for n, tensor in enumerate(tensors)}
+    kept = []
+    for rule in rules:
+        names = (rule.key, rule.to) if isinstance(rule, Tie) else ()
+        if len({memory[name] for name in names if name in memory}) < 2:
+            kept.append(rule)
+    return kept
 
 
 def _encoded(cells: Mapping[str, ShardedObject], common: Any) -> bytes:

@@ -19,7 +19,7 @@ from distckpt._mapping.wrappers import ShardedStateDict, StateDict
 from distckpt._models import objects
 from distckpt._models.whole import Coverage, coverage_of, refuse_left_out
 from distckpt._operations.shard_source import ShardSource
-from distckpt._plan.translate import match_flags, stored_names
+from distckpt._plan.translate import decide_ties, match_flags, stored_names
 from distckpt._ranks.collectives import Ranks
 from distckpt._rules.rule import Rule
 from distckpt._rules.rules import Assemble, check_rules
@@ -175,7 +175,7 @@ def describe_targets(
         )
         split = flatten.split(described.state_dict)
         ties = find_ties(split.shards)
-        rules = (*request.rules, *_rules_of_family(request.family, location, split.shards, source))
+        rules = _rules(request, location, split.shards, ties, source)
         are_complex = may_be_complex(split.shards)
         depends = are_complex or (not rules and _are_of_other_keys(ties, split))
         vote.number = _how_much_is_needed(described, request.mode, depends)
@@ -195,16 +195,26 @@ def describe_targets(
     return source, Targets(described, resolved, split, entries, stored, absent, table, rules)
 
 
-def _rules_of_family(
-    family: str | os.PathLike[str] | None,
+def _rules(
+    request: LoadRequest,
     location: str,
     shards: Sequence[Shard],
+    ties: Mapping[int, int],
     source: ShardSource,
 ) -> Sequence[Rule]:
-    if family is None:
-        return ()
-    keys = [shard.key for shard in shards if isinstance(shard, ShardedTensor)]
-    return source.rules_of_family(family, location, keys)
+    """Return the rules from the names of the request to those of the source."""
+    shapes = {
+        shard.key: tuple(shard.global_shape) for shard in shards if isinstance(shard, ShardedTensor)
+    }
+    of_family: Sequence[Rule] = ()
+    if request.family is not None:
+        of_family = source.rules_of_family(request.family, location, list(shapes))
+    stored = source.shapes() if request.rules or of_family else None
+    if stored is None:
+        return (*request.rules, *of_family)
+    pairs = ((shards[tie].key, shards[first].key) for tie, first in ties.items())
+    shared = {key: to for key, to in pairs if key != to}
+    return decide_ties(request.rules, of_family, shapes, shared, stored)
 
 
 def _how_much_is_needed(described: objects.Described, mode: StrictHandling, depends: bool) -> int:

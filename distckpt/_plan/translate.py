@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -44,12 +44,119 @@ def _ties(rules: Sequence[Rule]) -> dict[str, str]:
     return {rule.key: rule.to for rule in rules if isinstance(rule, Tie)}
 
 
+def decide_ties(
+    rules: Sequence[Rule],
+    of_model: Sequence[Rule],
+    shapes: Mapping[str, tuple[int, ...]],
+    shared: Mapping[str, str],
+    stored: Collection[str],
+) -> list[Rule]:
+    """Let a checkpoint decide which names of a model stand for one tensor, not the configuration.
+
+    Names that are stored apart are read apart; of others, one that is stored stands for all.
+
+    Args:
+        rules: of the user, which come first and stay as they are.
+        of_model: those of the family.
+        shapes: of the requested tensors by key.
+        shared: requested keys with the same memory as another one, and that one.
+        stored: names of the tensors in the checkpoint.
+    """
+    before, ties, after = _around_ties(rules, of_model)
+    known = {**_ties(rules), **ties}
+    shared = {key: to for key, to in shared.items() if key not in known and to not in known}
+    return [
+        *_decided(shared, [*before, *after], shapes, stored),
+        *before,
+        *_decided(ties, after, _shapes_after(before, shapes) if ties else {}, stored),
+        *after,
+    ]
+
+
+def without_ties(
+    rules: Sequence[Rule],
+    of_model: Sequence[Rule],
+    shapes: Mapping[str, tuple[int, ...]],
+    stored: Collection[str],
+) -> list[Rule]:
+    """Leave those ties out of the rules of a model whose tensors are both given, and both stored.
+
+    See `decide_ties`; `shapes` are of all tensors that are given.
+    """
+    before, ties, after = _around_ties(rules, of_model)
+    shapes = _shapes_after(before, shapes) if ties else {}
+    both = {key: to for key, to in ties.items() if {key, to} <= shapes.keys()}
+    apart = _stored_ones(both, after, shapes, stored)
+    return [
+        rule for rule in of_model if not (isinstance(rule, Tie) and {rule.key, rule.to} <= apart)
+    ]
+
+
+def _around_ties(
+    rules: Sequence[Rule], of_model: Sequence[Rule]
+) -> tuple[list[Rule], dict[str, str], list[Rule]]:
+    """Return the rules before the first tie of a model, its ties, and its other rules."""
+    first = next((n for n, rule in enumerate(of_model) if isinstance(rule, Tie)), 0)
+    after = [rule for rule in of_model[first:] if not isinstance(rule, Tie)]
+    return [*rules, *of_model[:first]], _ties(of_model), after
+
+
+def _shapes_after(
+    rules: Sequence[Rule], shapes: Mapping[str, tuple[int, ...]]
+) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of what rules make, by name."""
+    made = _apply_some(rules, {key: TensorSpec(shape, "F32") for key, shape in shapes.items()})
+    return {name: tensor.shape for name, tensor in made.items()}
+
+
+def _decided(
+    ties: Mapping[str, str],
+    rules: Sequence[Rule],
+    shapes: Mapping[str, tuple[int, ...]],
+    stored: Collection[str],
+) -> list[Rule]:
+    """Return ties of the names that are not stored to one that is."""
+    there = _stored_ones(ties, rules, shapes, stored)
+    stand_ins = {to: to for to in ties.values()}
+    for key, to in ties.items():
+        if key in there and stand_ins[to] not in there:
+            stand_ins[to] = key
+    pairs = [(key, stand_ins[to]) for key, to in ties.items()] + list(stand_ins.items())
+    return [Tie(key, to, optional=True) for key, to in pairs if key not in there and key != to]
+
+
+def _stored_ones(
+    ties: Mapping[str, str],
+    rules: Sequence[Rule],
+    shapes: Mapping[str, tuple[int, ...]],
+    stored: Collection[str],
+) -> set[str]:
+    """Return which names of tied tensors are stored."""
+    specs = {}
+    for key, to in ties.items():
+        shape = shapes.get(key, shapes.get(to))
+        if shape is not None:
+            specs[key] = specs[to] = TensorSpec(shape, "F32")
+    there = set(specs)
+    for name, tensor in _apply_some(rules, specs).items() if specs else ():
+        if name not in stored:
+            there.difference_update(part.key for part in tensor.parts)
+    return there
+
+
+def _apply_some(
+    rules: Sequence[Rule], tensors: Mapping[str, TensorSpec]
+) -> dict[str, MappedTensor]:
+    """Apply rules to some tensors of a model; not all rules need match."""
+    return apply_rules([replace(rule, optional=True, count=None) for rule in rules], tensors)
+
+
 def stored_names(rules: Sequence[Rule], shapes: Mapping[str, tuple[int, ...]]) -> set[str]:
     """Return the keys of a checkpoint that are read for tensors of the model; not all rules need
     match.
     """
     infos = _infos(rules, shapes)
-    return set(apply_rules([replace(rule, optional=True, count=None) for rule in rules], infos))
+    return set(_apply_some(rules, infos))
 
 
 def match_flags(rules: Sequence[Rule], shapes: Mapping[str, tuple[int, ...]]) -> bytes:
@@ -97,7 +204,7 @@ def translate(
     requests = [request._replace(key=ties.get(request.key, request.key)) for request in requests]
     pairs = zip(requests, tensors, strict=True)
     infos = {r.key: TensorSpec(r.global_shape, TO_NAME[t.dtype]) for r, t in pairs}
-    stored = apply_rules([replace(rule, optional=True, count=None) for rule in rules], infos)
+    stored = _apply_some(rules, infos)
     mapped = invert(stored, infos | _of_other_ranks(stored, infos))
     found = Translated([], [], [], [], [])
     for number, (request, tensor) in enumerate(zip(requests, tensors, strict=True)):

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 from distckpt._base.errors import CheckpointingException
 from distckpt._rules.pieces import Concat, Split, SplitQKV, Stack, Unstack
 from distckpt._rules.rule import Rule
-from distckpt._rules.rules import Add, Copy, Drop, Rename, Trim
+from distckpt._rules.rules import Add, Copy, Drop, Rename, Tie, Trim
 
 LAYER, HF_LAYER = "decoder.layers.*.", "model.layers.{0}."
 _STACKS = ("self_attention", "mlp", "mixer", "norm", "input_layernorm", "pre_mlp_layernorm")
@@ -136,11 +136,23 @@ def _joined_gates() -> list[Rule]:
 
 def outside_layers(config: Config, *, tied: bool = False) -> list[Rule]:
     """Embedding, last norm and output layer; without the rows that pad the vocabulary."""
-    names = {"embedding.word_embeddings.weight": "model.embed_tokens.weight"}
-    if not config("tie_word_embeddings", default=tied):
-        names["output_layer.weight"] = "lm_head.weight"
+    names = {
+        "embedding.word_embeddings.weight": "model.embed_tokens.weight",
+        "output_layer.weight": "lm_head.weight",
+    }
+    embedding, output = names
     size = config.number_of("vocab_size", most=_MAX_SIZE)
-    rules: list[Rule] = [Trim(key, axis=0, size=size, is_vocabulary=True, count=1) for key in names]
+    if config("tie_word_embeddings", default=tied):
+        trim = Trim(output, axis=0, size=size, is_vocabulary=True, optional=True)
+        # Files may hold apart what the configuration ties.
+        rules: list[Rule] = [
+            Tie(output, embedding, optional=True),
+            trim,
+            Rename(output, names.pop(output), optional=True),
+        ]
+    else:
+        rules = []
+    rules += [Trim(key, axis=0, size=size, is_vocabulary=True, count=1) for key in names]
     names["decoder.final_layernorm.weight"] = "model.norm.weight"
     return rules + [Rename(key, name, count=1) for key, name in names.items()]
 

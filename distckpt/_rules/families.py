@@ -29,8 +29,9 @@ Source: TypeAlias = Literal["megatron", "transformers"]
 """Whose names the tensors have in memory, or in the checkpoint."""
 
 _MEGATRON_KEY = re.compile(
+    # Models of transformers have such layers, too, with decoder.layers.0.mlp.fc1.
     r"(^|\.)(decoder\.layers\.(\d+\.)?(self_attention|mlp)"
-    r"|mtp\.layers|embedding\.word_embeddings)\."
+    r"|mtp\.layers|embedding\.word_embeddings)\.(?!(fc\d|[qkvo]_proj)\.)"
 )
 
 _MTP_KEY = re.compile(r"(?:^|\.)mtp\.layers\.(\d+)\.")

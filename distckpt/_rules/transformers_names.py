@@ -40,10 +40,16 @@ def transformers_rules(config: Mapping[str, Any]) -> list[Rule]:
     model = _make_model(config)
     shapes = _shapes(model)
     tied = _tied(model, shapes)
-    sources = {key: shape for key, shape in shapes.items() if key not in tied}
+    own: dict[str, MappedTensor] = {}
+    of_tied: dict[str, MappedTensor] = {}
+    for name, mapped in _converted(model, shapes, config["model_type"]).items():
+        is_tied = all(part.key in tied for part in mapped.parts)
+        (of_tied if is_tied else own)[name] = mapped
     return [
         *(Tie(key, to, optional=True) for key, to in tied.items()),
-        Assemble(_converted(model, sources, config["model_type"]), sources),
+        # Files may hold apart what the configuration ties.
+        Assemble(of_tied, {key: shapes[key] for key in tied}, optional=True),
+        Assemble(own, {key: shape for key, shape in shapes.items() if key not in tied}),
     ]
 
 

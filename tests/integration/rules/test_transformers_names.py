@@ -9,6 +9,7 @@ import json
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 import distckpt
 from distckpt import (
@@ -130,14 +131,16 @@ def test_both_names_of_a_tied_tensor_are_filled_and_one_is_written(tmp_path):
 
 
 @pytest.mark.parametrize("prefix", ["", "module."])
-def test_names_that_are_tied_by_the_configuration_alone_are_compared(prefix, tmp_path):
+def test_names_that_are_tied_by_the_configuration_alone_are_compared(prefix, tmp_path, caplog):
     model = make_model(make_config("qwen3"))
     model.save_pretrained(tmp_path / "saved")
     state = {key: tensor.clone() for key, tensor in model.state_dict().items()}
     state["lm_head.weight"][-1, -1] += 1
-    state = {f"{prefix}{key}": tensor for key, tensor in state.items()}
     distckpt.save(
-        {k: ShardedTensor.from_rank_offsets(k, t) for k, t in state.items()},
+        {
+            f"{prefix}{key}": ShardedTensor.from_rank_offsets(f"{prefix}{key}", tensor)
+            for key, tensor in state.items()
+        },
         tmp_path / "checkpoint",
     )
     options = {
@@ -145,14 +148,103 @@ def test_names_that_are_tied_by_the_configuration_alone_are_compared(prefix, tmp
         "like": tmp_path / "saved",
         "rules": [Rename("module.**", "{0}")] if prefix else (),
     }
-    with pytest.raises(
-        LoadMismatchError, match=r"'lm_head.weight' and 'model.embed_tokens.weight' .* differ"
-    ):
-        distckpt.consolidate(tmp_path / "checkpoint", tmp_path / "exported", **options)
-    assert not (tmp_path / "exported").exists()
+    distckpt.consolidate(tmp_path / "checkpoint", tmp_path / "untied", **options)
+    assert same_bytes(read_export(tmp_path / "untied"), state)
+    assert "says that 'lm_head.weight' is tied" in caplog.text
     options["keys"] = f"!{prefix}lm_head.weight"
     distckpt.consolidate(tmp_path / "checkpoint", tmp_path / "exported", **options)
     assert same_bytes(read_export(tmp_path / "exported"), read_export(tmp_path / "saved"))
+
+
+def make_tied(family):
+    """Make a model whose configuration ties its output layer to the embedding."""
+    if family in OVERRIDES:
+        return make_model(make_config(family))
+    sizes = {"vocab_size": 40, "d_model": 16, "pad_token_id": 0, "decoder_start_token_id": 0}
+    sizes |= {"d_kv": 4, "d_ff": 32, "num_layers": 1, "num_heads": 4}
+    sizes |= {"encoder_layers": 1, "decoder_layers": 1, "eos_token_id": 1, "bos_token_id": 2}
+    sizes |= {"encoder_attention_heads": 4, "decoder_attention_heads": 4}
+    config = transformers.AutoConfig.for_model(family, **sizes, is_encoder_decoder=True)
+    return transformers.AutoModelForSeq2SeqLM.from_config(config)
+
+
+def directory_of_tied(family, form, path):
+    """Write a directory that holds what the configuration ties as one tensor, as two, or under the
+    name that is usually left out; return the model as transformers opens it.
+    """
+    model = make_tied(family)
+    model.save_pretrained(path)
+    name = "lm_head.weight"
+    other = model.all_tied_weights_keys[name]
+    tensors = read_export(path)
+    if form == "apart":
+        tensors[name] = torch.randn_like(tensors[other])
+    if form == "other name":
+        tensors[name] = tensors.pop(other)
+    save_file(tensors, path / "model.safetensors", {"format": "pt"})
+    opened = type(model).from_pretrained(path, attn_implementation="eager")
+    assert torch.equal(opened.state_dict()[name], tensors.get(name, tensors.get(other)))
+    return opened
+
+
+def with_zeros(model):
+    zeros = copy.deepcopy(model)
+    for tensor in zeros.state_dict().values():
+        tensor.zero_()
+    return zeros
+
+
+@pytest.mark.parametrize("form", ["one", "apart", "other name"])
+@pytest.mark.parametrize("family", ["t5", "mt5", "bart", "qwen3", "gemma3_text"])
+def test_files_decide_what_is_tied_whatever_the_configuration_says(family, form, tmp_path, caplog):
+    model = directory_of_tied(family, form, tmp_path / "saved")
+    loaded = with_zeros(model)
+    distckpt.load({"model": loaded}, tmp_path / "saved", family="auto")
+    assert same_bytes(loaded.state_dict(), model.state_dict())
+    distckpt.save({"model": model}, tmp_path / "checkpoint")
+    distckpt.consolidate(
+        tmp_path / "checkpoint", tmp_path / "exported", family="auto", like=tmp_path / "saved"
+    )
+    model.save_pretrained(tmp_path / "again")
+    assert same_bytes(read_export(tmp_path / "exported"), read_export(tmp_path / "again"))
+    assert not [text for text in caplog.messages if "no module" in text]
+
+
+def test_what_has_memory_of_its_own_is_moved_whatever_the_configuration_says(tmp_path):
+    model = directory_of_tied("t5", "apart", tmp_path / "saved")
+    moved = with_zeros(model)
+    distckpt.redistribute({"model": model}, {"model": moved}, family=tmp_path / "saved")
+    assert same_bytes(moved.state_dict(), model.state_dict())
+    names = {
+        key: ShardedTensor.from_rank_offsets(key, torch.zeros_like(tensor))
+        for key, tensor in read_export(tmp_path / "saved").items()
+    }
+    distckpt.redistribute({"model": model}, names, family=tmp_path / "saved")
+    assert torch.equal(names["lm_head.weight"].data, model.lm_head.weight)
+
+
+def test_a_tied_model_is_warned_of_files_that_hold_two_tensors(tmp_path, caplog):
+    directory_of_tied("t5", "apart", tmp_path / "saved")
+    distckpt.load({"model": make_tied("t5")}, tmp_path / "saved", family="auto")
+    assert "different values, and were to be loaded into one tensor" in caplog.text
+
+
+@pytest.mark.parametrize("rules", [[], [Rename("module.**", "{0}")]])
+def test_a_tied_model_takes_one_tensor_where_the_configuration_ties_none(rules, tmp_path):
+    model = make_tied("qwen3")
+    model.save_pretrained(tmp_path / "saved")
+    path = tmp_path / "saved" / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"tie_word_embeddings": False}))
+    loaded = with_zeros(model)
+    state = {"module": loaded} if rules else {"model": loaded}
+    distckpt.load(state, tmp_path / "saved", family="auto", rules=rules)
+    assert same_bytes(loaded.state_dict(), model.state_dict())
+    distckpt.save(state, tmp_path / "checkpoint")
+    distckpt.consolidate(
+        tmp_path / "checkpoint", tmp_path / "exported", family=tmp_path / "saved", rules=rules
+    )
+    # By this configuration, transformers expects both.
+    assert same_bytes(read_export(tmp_path / "exported"), model.state_dict())
 
 
 def test_what_is_missing_or_unknown_is_named(mixtral, tmp_path):
