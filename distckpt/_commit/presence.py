@@ -25,11 +25,21 @@ _ABOUT_PICKLES = (
     "weights_only=True), load_state_dict it into the model, and save that with distckpt.save."
 )
 
-_GGUF = ".gguf"
-_ABOUT_GGUF = (
-    "a file of llama.cpp (GGUF), which distckpt does not read: open it with transformers, "
-    "from_pretrained(path, gguf_file=...), and save that model, or load the Hugging Face directory "
-    "that it was made of."
+_ABOUT_OTHERS = {
+    ".gguf": (
+        "a file of llama.cpp (GGUF), which distckpt does not read: open it with transformers, "
+        "from_pretrained(path, gguf_file=...), and save that model, or load the Hugging Face "
+        "directory that it was made of."
+    ),
+    ".tensors": (
+        "a file of tensorizer, which distckpt does not read: load the model with tensorizer's "
+        "TensorDeserializer and save that, or load the Hugging Face directory that it was made of."
+    ),
+}
+_OF_ORBAX = ("_CHECKPOINT_METADATA", "manifest.ocdbt")
+_ABOUT_ORBAX = (
+    "a checkpoint of Orbax (JAX), which distckpt does not read: restore it with "
+    "orbax.checkpoint and store the arrays with safetensors.numpy.save_file, which distckpt loads."
 )
 
 
@@ -82,8 +92,8 @@ def _about_file(location: str) -> str:
     parent, name = locations.split(location)
     if name in _MARKERS or is_manifest_name(name):
         return f"{location!r} is a file of a checkpoint: give the directory, {parent!r}."
-    if name.endswith(_GGUF):
-        return f"{location!r} is {_ABOUT_GGUF}"
+    if about := _about_other(name):
+        return f"{location!r} is {about}"
     if name.endswith(_OF_TORCH_SAVE):
         return f"{location!r} is a file of torch.save, {_ABOUT_PICKLES}"
     return f"{location!r} is a file: a checkpoint is a directory, or a .safetensors file."
@@ -102,11 +112,13 @@ def _about_directory(location: str) -> str:
             f"nor {CONFIG_FNAME}, which Megatron writes last: a save did not finish here, or not "
             "all files were copied; load another step."
         )
+    if any(name in _OF_ORBAX for name in names):
+        return f"{location!r} is {_ABOUT_ORBAX}"
     for name in names:
         if name.endswith(_OF_TORCH_SAVE):
             return f"{location!r} holds files of torch.save ({name!r}), {_ABOUT_PICKLES}"
-        if name.endswith(_GGUF):
-            return f"{location!r} holds {name!r}, {_ABOUT_GGUF}"
+        if about := _about_other(name):
+            return f"{location!r} holds {name!r}, {about}"
     foreign = _format_of_files(names)
     state = "nor files of another format at its top level"
     if foreign is not None or "tensors" in names:
@@ -115,6 +127,11 @@ def _about_directory(location: str) -> str:
         state = "so nothing was saved here"
     lacks = CONFIG_FNAME if foreign is None else foreign.marker
     return f"{location!r} is not a distributed checkpoint: it has no {lacks}, {state}."
+
+
+def _about_other(name: str) -> str | None:
+    """Say what a file of a program is whose files are not read."""
+    return next((text for end, text in _ABOUT_OTHERS.items() if name.endswith(end)), None)
 
 
 def _format_of_files(names: Sequence[str]) -> ForeignFormat | None:

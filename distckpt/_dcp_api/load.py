@@ -26,6 +26,7 @@ from distckpt._format.stored_checkpoint import StoredCheckpoint
 from distckpt._io.load_shards import ReadSettings
 from distckpt._mapping.base import ShardedBase
 from distckpt._models.dtensor import local_part
+from distckpt._plan.load import forgotten
 from distckpt._ranks.collectives import Ranks, collective
 from distckpt._state import flatten
 from distckpt._state.common_state import COMMON_KEY
@@ -110,12 +111,14 @@ def _read(
     with ranks.phase("compare with the checkpoint"):
         request = _make_request(leaves, content, ranks.rank)
     if is_strict:
-        _refuse_missing(ranks, request.missing, content)
+        _refuse_missing(ranks, request.missing, content, stored)
     settings = ReadSettings(LoadOptions(allow_dtype_cast=True))
     with ranks.phase("load"):
         tensors, _, _ = flatten.split({"tensors": request.tensors})
         requested: list[Any] = [*request.objects.values(), *tensors]
         values = load_shards(ranks, stored, requested, settings)
+        for target, value in request.copies:
+            target.detach().copy_(value)
     return {**request.common, **dict(zip(request.objects, values, strict=False))}
 
 
@@ -145,12 +148,13 @@ class _Content:
 @dataclass(frozen=True)
 class _Request:
     """The request of one rank: shards to fill, objects to read and values of common state by path,
-    and missing keys.
+    tensors to fill from those of common state, and missing keys.
     """
 
     tensors: list[ShardedBase] = field(default_factory=list)
     objects: dict[Position, ShardedBase] = field(default_factory=dict)
     common: dict[Position, Any] = field(default_factory=dict)
+    copies: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)
     missing: list[str] = field(default_factory=list)
 
 
@@ -163,7 +167,7 @@ def _make_request(
     for leaf in leaves:
         is_tensor = isinstance(leaf.value, torch.Tensor)
         if leaf.key not in content.keys:
-            _request_of_common_state(request, leaf, content)
+            _request_of_common_state(request, leaf, content, rank)
         elif is_tensor:
             _refuse_meta(leaf)
             request.tensors.extend(shards.shards_of(leaf.key, leaf.value, rank))
@@ -173,26 +177,37 @@ def _make_request(
 
 
 def _request_of_common_state(
-    request: _Request,
-    leaf: state_dicts.Leaf,
-    content: _Content,
+    request: _Request, leaf: state_dicts.Leaf, content: _Content, rank: int
 ) -> None:
     value = content.find_in_common(leaf)
     if value is HOLE:
         request.missing.append(leaf.key)
-    elif isinstance(leaf.value, torch.Tensor):
-        kind = f"of type {type(value).__name__}"
-        if isinstance(value, torch.Tensor):
-            kind = "part of an object"
+    elif not isinstance(leaf.value, torch.Tensor):
+        refuse_unknown(value)
+        request.common[leaf.path] = value
+    elif not isinstance(value, torch.Tensor):
         raise LoadMismatchError(
-            f"Key {leaf.key!r} is {kind} in {content.location!r} but a tensor was requested. "
-            "Request it as it was saved; distckpt.open(path).common_state shows what is not stored "
-            "as tensors.",
+            f"Key {leaf.key!r} is of type {type(value).__name__} in {content.location!r} but a "
+            "tensor was requested. Request it as it was saved; distckpt.open(path).common_state "
+            "shows what is not stored as tensors.",
             unexpected=[leaf.key],
         )
     else:
-        refuse_unknown(value)
-        request.common[leaf.path] = value
+        _refuse_meta(leaf)
+        for shard in shards.shards_of(leaf.key, leaf.value, rank):
+            request.copies.append((shard.data, _part_of(value, shard, content.location)))
+
+
+def _part_of(value: torch.Tensor, shard: Any, location: str) -> torch.Tensor:
+    """Return the region of a whole tensor that a shard holds."""
+    if tuple(value.shape) != tuple(shard.global_shape):
+        raise LoadMismatchError(
+            f"Key {shard.key!r} has shape {tuple(value.shape)} in {location!r} but "
+            f"{tuple(shard.global_shape)} was requested.",
+            unexpected=[shard.key],
+        )
+    sizes = zip(shard.global_offset, shard.local_shape, strict=True)
+    return value[tuple(slice(offset, offset + size) for offset, size in sizes)]
 
 
 def _refuse_meta(leaf: state_dicts.Leaf) -> None:
@@ -203,7 +218,9 @@ def _refuse_meta(leaf: state_dicts.Leaf) -> None:
         )
 
 
-def _refuse_missing(ranks: Ranks, missing: Sequence[str], content: _Content) -> None:
+def _refuse_missing(
+    ranks: Ranks, missing: Sequence[str], content: _Content, stored: StoredCheckpoint
+) -> None:
     """Raise the same error on all ranks when any of them requests keys that are not stored.
 
     Collective operation: all ranks must call it.
@@ -212,10 +229,12 @@ def _refuse_missing(ranks: Ranks, missing: Sequence[str], content: _Content) -> 
         return
     of_all = map(json.loads, ranks.all_gather(json.dumps(missing).encode()))
     requested = sorted(set().union(*of_all))
+    about_index = forgotten(stored, requested)
+    advice = f"{about_index} Correct" if about_index else "Correct"
     raise LoadMismatchError(
         f"Not in the checkpoint {content.location!r}: "
-        f"{summarize_keys(requested)}{did_you_mean(requested[0], content.keys)}. Correct the state "
-        "dict, or pass planner=DefaultLoadPlanner(allow_partial_load=True), which leaves them as "
-        "they are.",
+        f"{summarize_keys(requested)}{did_you_mean(requested[0], content.keys)}. {advice} the "
+        "state dict, or pass planner=DefaultLoadPlanner(allow_partial_load=True), which leaves "
+        "them as they are.",
         unexpected=requested,
     )

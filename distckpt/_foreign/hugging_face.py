@@ -24,7 +24,12 @@ from distckpt._checkpoint.stored_pieces import StoredPiece, build_manifest
 from distckpt._format import safetensors_file
 from distckpt._format.checksum import checksum
 from distckpt._format.foreign_formats import HUGGING_FACE
-from distckpt._format.hf_names import SINGLE_NAME, SUFFIX
+from distckpt._format.hf_names import (
+    INDEX_SUFFIX,
+    SINGLE_NAME,
+    SUFFIX,
+    derive_base_prefix_from_path,
+)
 from distckpt._format.manifest import MAX_TABLE_BYTES, Manifest, is_manifest_name
 from distckpt._format.marker import read_file
 from distckpt._format.read_header import Header, read_header, read_header_bytes
@@ -57,7 +62,11 @@ class HuggingFaceReader(Reader):
         if _is_single_file(location):
             names = [locations.split(location)[1]]
         else:
-            names = _safetensors_names(location)
+            present = _names(location)
+            names = _safetensors_names(present)
+            if not names and _index_among(present) is not None:
+                # The files that it names lie in folders.
+                return marker is None
         # A directory with a manifest but no marker is an incomplete checkpoint.
         return marker is None and not all(map(is_manifest_name, names))
 
@@ -75,12 +84,16 @@ class _Files(NamedTuple):
         folder: where they lie.
         names: of the files.
         weight_map: from the index, the name of the file that holds each key; None without an index.
+        index: its name.
+        others: names of files at the top level that it does not name.
         is_alone: whether a single file was given as the checkpoint.
     """
 
     folder: str
     names: list[str]
-    weight_map: dict[str, str] | None
+    weight_map: dict[str, str] | None = None
+    index: str = INDEX_NAME
+    others: Sequence[str] = ()
     is_alone: bool = False
 
 
@@ -94,22 +107,23 @@ def read_directory(location: str, *, require_sharding_info: bool = False) -> Man
     if not found.names:
         state = f"holds no {SUFFIX} files" if locations.exists(location) else "does not exist"
         raise CheckpointNotFoundError(f"{location!r} {state}.")
-    files: list[ShardFile] = []
-    pieces: list[StoredPiece] = []
-    without_info: list[str] = []
-    for name in found.names:
-        file, has_info, in_file = _read_file(found.folder, name)
-        files.append(file)
-        pieces.extend(in_file)
-        if not has_info:
-            without_info.append(name)
-    if without_info and (require_sharding_info or len(without_info) < len(files)):
+    read = [_read_file(found, name) for name in found.names]
+    if found.weight_map is None and not found.is_alone:
+        read = _without_variants(read)
+    without_info = [each.file.name for each in read if not each.has_info]
+    if without_info and (require_sharding_info or len(without_info) < len(read)):
         raise _no_sharding_info(locations.join(found.folder, without_info[0]))
+    pieces = [piece for each in read for piece in each.pieces]
+    forgotten: dict[str, list[str]] = {}
     if found.weight_map is not None:
-        pieces = _indexed(found.folder, pieces, found.weight_map)
+        pieces = _indexed(found, pieces, found.weight_map)
+        forgotten = _forgotten(found, read, found.weight_map)
     elif not found.is_alone:
         _check_all_are_there(found.folder, without_info)
     fields = _fields(found, pieces)
+    if forgotten:
+        fields["forgotten"] = forgotten
+    files = [each.file for each in read]
     manifest = build_manifest(HuggingFaceReader.name, found.folder, pieces, files, fields)
     return _with_shapes(location, manifest)
 
@@ -117,17 +131,34 @@ def read_directory(location: str, *, require_sharding_info: bool = False) -> Man
 def _find_files(location: str) -> _Files:
     if _is_single_file(location):
         folder, name = locations.split(location)
-        return _Files(folder, [name], None, is_alone=True)
-    weight_map = _read_index(location)
-    if weight_map is None:
-        return _Files(location, _safetensors_names(location), None)
+        return _Files(folder, [name], is_alone=True)
+    present = _names(location)
+    at_top = _safetensors_names(present)
+    index = _index_among(present)
+    if index is None:
+        return _Files(location, at_top)
+    weight_map = _read_index(location, index)
     names = sorted(set(weight_map.values()))
-    if SINGLE_NAME not in names and locations.exists(locations.join(location, SINGLE_NAME)):
+    single = index.removesuffix(".index.json")
+    if single in at_top and single not in names:
         raise CorruptCheckpointError(
-            f"{location!r} holds {INDEX_NAME} and a {SINGLE_NAME} that is not in it, of two "
-            f"exports: remove one of them, or give the location of {SINGLE_NAME} itself."
+            f"{location!r} holds {index} and a {single} that is not in it, of two "
+            f"exports: remove one of them, or give the location of {single} itself."
         )
-    return _Files(location, names, weight_map)
+    others = [name for name in at_top if name not in names]
+    return _Files(location, names, weight_map, index, others)
+
+
+def _index_among(names: Sequence[str]) -> str | None:
+    """Return the name of the index, which other programs call differently; None without one, or
+    where there are several of equal rank.
+    """
+    if INDEX_NAME in names:
+        return INDEX_NAME
+    found = sorted((name for name in names if name.endswith(INDEX_SUFFIX)), key=len)
+    # Those of variants have names such as diffusion_pytorch_model.fp16.safetensors.index.json.
+    beginning = found[0].removesuffix(INDEX_SUFFIX) + "." if found else ""
+    return found[0] if found and all(name.startswith(beginning) for name in found) else None
 
 
 def _is_single_file(location: str) -> bool:
@@ -137,8 +168,11 @@ def _is_single_file(location: str) -> bool:
     return locations.isfile(location)
 
 
-def _safetensors_names(location: str) -> list[str]:
-    present = locations.list_names(location) if locations.isdir(location) else []
+def _names(location: str) -> list[str]:
+    return locations.list_names(location) if locations.isdir(location) else []
+
+
+def _safetensors_names(present: Sequence[str]) -> list[str]:
     return sorted((name for name in present if name.endswith(SUFFIX)), key=natural_order)
 
 
@@ -234,23 +268,21 @@ def _read_quantization(location: str) -> dict[str, Any] | None:
     return settings_of(configs)
 
 
-def _read_index(location: str) -> dict[str, str] | None:
-    """Return the name of the file that holds each key, from the index; None without an index."""
-    path = locations.join(location, INDEX_NAME)
+def _read_index(location: str, index: str) -> dict[str, str]:
+    """Return the name of the file that holds each key, from the index."""
+    path = locations.join(location, index)
     try:
         weight_map = safetensors_file.parse_json(read_file(path, MAX_TABLE_BYTES))["weight_map"]
         names = [str(name) for name in weight_map.values()]
-    except FileNotFoundError:
-        return None
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise CorruptCheckpointError(
             f"The index {path!r} is damaged ({error}): restore it from a copy."
         ) from error
-    for name in names:
-        if not name.endswith(SUFFIX) or not locations.is_inner_name(name, max_parts=1):
+    for name in set(names):
+        if not name.endswith(SUFFIX) or not locations.is_inner_name(name, max_parts=4):
             raise CorruptCheckpointError(
                 f"The index {path!r} names {name!r:.300}, which is not a safetensors file beside "
-                "it."
+                "it, nor in a folder there."
             )
     if not names:
         raise CorruptCheckpointError(
@@ -260,16 +292,23 @@ def _read_index(location: str) -> dict[str, str] | None:
     return dict(weight_map)
 
 
-def _read_file(folder: str, name: str) -> tuple[ShardFile, bool, list[StoredPiece]]:
-    """Read a header; return the file, whether it says where its entries lie, and its pieces."""
-    path = locations.join(folder, name)
+class _ReadFile(NamedTuple):
+    """A file by its header: whether that says where its entries lie, and its pieces."""
+
+    file: ShardFile
+    has_info: bool
+    pieces: list[StoredPiece]
+
+
+def _read_file(found: _Files, name: str) -> _ReadFile:
+    path = locations.join(found.folder, *name.split("/"))
     try:
         header = read_header(path)
         has_info = safetensors_file.SHARDING_INFO in header.metadata
         pieces = (_pieces_of_shards if has_info else _pieces_of_tensors)(name, header)
     except FileNotFoundError as error:
         raise CorruptCheckpointError(
-            f"{path!r} is missing, but {INDEX_NAME} or the directory names it: restore it (what a "
+            f"{path!r} is missing, but {found.index} or the directory names it: restore it (what a "
             "link points to as well), or finish copying the directory."
         ) from error
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
@@ -278,7 +317,24 @@ def _read_file(folder: str, name: str) -> tuple[ShardFile, bool, list[StoredPiec
             "restore it from a copy."
         ) from error
     file = ShardFile(name, header.num_bytes, header.header_bytes, header.checksum)
-    return file, has_info, pieces
+    return _ReadFile(file, has_info, pieces)
+
+
+def _without_variants(files: Sequence[_ReadFile]) -> list[_ReadFile]:
+    """Leave out files with the same tensors in another precision, such as
+    `diffusion_pytorch_model.fp16.safetensors`.
+    """
+    keys: dict[str, set[str]] = {}
+    for each in files:
+        stem = derive_base_prefix_from_path(each.file.name)
+        keys.setdefault(stem, set()).update(piece.key for piece in each.pieces)
+    variants = {
+        stem
+        for stem in keys
+        for plain in [stem.rpartition(".")[0]]
+        if plain in keys and keys[stem] <= keys[plain]
+    }
+    return [each for each in files if derive_base_prefix_from_path(each.file.name) not in variants]
 
 
 def _has_same_headers(stored: StoredCheckpoint) -> bool:
@@ -344,21 +400,56 @@ def _counts(entry: safetensors_file.Entry, values: Any) -> tuple[int, ...]:
 
 
 def _indexed(
-    location: str, pieces: Sequence[StoredPiece], weight_map: Mapping[str, str]
+    found: _Files, pieces: Sequence[StoredPiece], weight_map: Mapping[str, str]
 ) -> list[StoredPiece]:
-    """Return the pieces that the index names, all of which must be there, and warn of others."""
+    """Return the pieces that the index names, all of which must be there."""
     kept = [piece for piece in pieces if weight_map.get(piece.key) == piece.file]
     absent = sorted(set(weight_map) - {piece.key for piece in kept})
     if absent:
         in_file = [piece.key for piece in pieces if piece.file == weight_map[absent[0]]]
         raise CorruptCheckpointError(
-            f"{locations.join(location, INDEX_NAME)!r} says that {weight_map[absent[0]]!r} holds "
-            f"{absent[0]!r}, which is not there{did_you_mean(absent[0], in_file)}: file and index "
-            "are of different exports."
-        )
-    if len(kept) < len(pieces):
-        others = [piece.key for piece in pieces if weight_map.get(piece.key) != piece.file]
-        logger.warning(
-            "%s: not in the index and therefore ignored: %s", location, summarize_keys(others)
+            f"{locations.join(found.folder, found.index)!r} says that {weight_map[absent[0]]!r} "
+            f"holds {absent[0]!r}, which is not there{did_you_mean(absent[0], in_file)}: file and "
+            "index are of different exports."
         )
     return kept
+
+
+def _forgotten(
+    found: _Files, read: Sequence[_ReadFile], weight_map: Mapping[str, str]
+) -> dict[str, list[str]]:
+    """Return the tensors that the index does not name, by their file, with a warning.
+
+    Looked for in the files that it names, and in those that are named like them.
+    """
+    forgotten = {
+        each.file.name: [
+            piece.key for piece in each.pieces if weight_map.get(piece.key) != each.file.name
+        ]
+        for each in read
+    }
+    beginnings = tuple(f"{derive_base_prefix_from_path(name)}-" for name in found.names)
+    for name in found.others:
+        if name.startswith(beginnings):
+            forgotten[name] = _keys_of_other(found, name, weight_map)
+    forgotten = {name: keys for name, keys in forgotten.items() if keys}
+    for name, keys in forgotten.items():
+        logger.warning(
+            "%s: not in the index and therefore ignored: %s, in %r. Add them to %s if they belong "
+            "to the model",
+            found.folder,
+            summarize_keys(keys),
+            name,
+            found.index,
+        )
+    return forgotten
+
+
+def _keys_of_other(found: _Files, name: str, weight_map: Mapping[str, str]) -> list[str]:
+    """Return the tensors that only a file which the index does not name has."""
+    try:
+        pieces = _read_file(found, name).pieces
+    except CorruptCheckpointError as error:
+        logger.warning("not in the index %s and therefore ignored: %s", found.index, error)
+        return []
+    return [piece.key for piece in pieces if piece.key not in weight_map]

@@ -134,7 +134,9 @@ def parse_header(header: bytes | memoryview, file_bytes: int) -> tuple[dict[str,
     data.
     """
     described = parse_json(str(header[8:], "utf-8"))
-    metadata = described.pop("__metadata__", {}) if type(described) is dict else None
+    metadata = described.pop("__metadata__", None) if type(described) is dict else described
+    if metadata is None and described is not None:
+        metadata = {}  # MLX writes null
     if type(metadata) is not dict or not all(type(value) is str for value in metadata.values()):
         raise ValueError("the header is not a JSON object with strings as metadata")
     entries = [_stored_entry(name, entry, len(header)) for name, entry in described.items()]

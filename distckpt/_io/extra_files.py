@@ -8,6 +8,7 @@ import errno
 import json
 import logging
 import os
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -35,8 +36,9 @@ _WEIGHT_SUFFIXES = (
     ".gguf",
     ".h5",
     ".msgpack",
-    ".index.json",
 )
+_INDEX = re.compile(r".+\.index(\.[^.]+)?\.json")
+"""Names of indexes, also of variants, such as `model.safetensors.index.fp16.json`."""
 
 
 @dataclass(frozen=True)
@@ -80,7 +82,9 @@ def _without_code(names: Sequence[str], directory: str) -> list[str]:
 
 
 def _is_beside_weights(name: str) -> bool:
-    return not name.startswith(".") and not name.endswith(_WEIGHT_SUFFIXES)
+    if name.startswith(".") or name.endswith(_WEIGHT_SUFFIXES):
+        return False
+    return _INDEX.fullmatch(name) is None
 
 
 def _is_checkpoint(directory: str) -> bool:

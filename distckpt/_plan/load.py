@@ -4,7 +4,7 @@ functions.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -103,8 +103,9 @@ def _advice(
     """Return why keys may be absent, to follow them in a message, and what to do."""
     known = stored.manifest.key_index
     about_codes = next(filter(None, (undecoded(stored, key) for key in absent)), None)
-    if about_codes:
-        return "", about_codes
+    about_these = forgotten(stored, absent) or about_codes
+    if about_these:
+        return "", about_these
     if _lack_optimizer(absent, known):
         if places := sorted({key.partition(".state.")[0] for key in known if ".state." in key}):
             return "", (
@@ -131,6 +132,19 @@ def _advice(
         "Correct the keys, or leave such keys out with strict='report' ('log_all' in "
         "distckpt.megatron)."
     )
+
+
+def forgotten(stored: StoredCheckpoint, absent: Collection[str]) -> str:
+    """Say which file holds absent keys, of a directory whose index does not name them."""
+    by_file = (stored.manifest.origin or {}).get("forgotten", {})
+    for name, keys in by_file.items():
+        found = [key for key in keys if key in absent]
+        if found:
+            return (
+                f"The index does not name {summarize_keys(found)}, in {name!r}: add to its "
+                "weight_map what belongs to the model."
+            )
+    return ""
 
 
 def _lack_optimizer(absent: Sequence[str], known: Iterable[str]) -> bool:

@@ -167,20 +167,43 @@ def test_values_are_found_by_their_dotted_keys(writer, reader, is_flat, tmp_path
     assert same(loaded, state(3, not is_flat))
 
 
-def test_a_tensor_inside_of_an_object_is_no_tensor_of_its_own(tmp_path):
+def test_a_tensor_inside_of_an_object_is_loaded(tmp_path):
     """PyTorch goes on with what the target holds, without a word."""
     planner = torch_dcp.DefaultSavePlanner(flatten_state_dict=False)
     torch_dcp.save({"list": [torch.ones(2), 1]}, checkpoint_id=tmp_path / "saved", planner=planner)
-    state = {"list": [torch.zeros(2), 0]}
-    with pytest.raises(
-        LoadMismatchError,
-        match=r"'list\.0' is part of an object .*distckpt\.open\(path\)\.common_state",
-    ):
+    for state in ({"list": [torch.zeros(2), 0]}, {"list": None}):
         dcp.load(state, checkpoint_id=tmp_path / "saved")
-    assert same(state, {"list": [torch.zeros(2), 0]})
-    state = {"list": None}
+        assert same(state, {"list": [torch.ones(2), 1]})
+
+
+def test_plain_tensors_that_distckpt_saved_are_loaded(tmp_path):
+    """`distckpt.save` stores them beside shards, in common state."""
+    stored = {"mean": torch.arange(6.0).view(2, 3), "list": [torch.ones(2), {"a": torch.ones(1)}]}
+    distckpt.save({**stored, "step": 4}, tmp_path / "saved")
+    mean = torch.zeros(2, 3, dtype=torch.bfloat16)
+    state = {"mean": mean, "list": [torch.zeros(2), {"a": torch.zeros(1)}], "step": 0}
     dcp.load(state, checkpoint_id=tmp_path / "saved")
-    assert same(state, {"list": [torch.ones(2), 1]})
+    assert state["mean"] is mean
+    assert same(state, {**stored, "mean": stored["mean"].bfloat16(), "step": 4})
+    flat = {"list.1.a": torch.zeros(1)}
+    dcp.load(flat, checkpoint_id=tmp_path / "saved")
+    assert flat["list.1.a"] == 1
+
+
+@pytest.mark.parametrize(
+    ("target", "message"),
+    [
+        ({"mean": torch.zeros(2)}, r"'mean' has shape \(3,\) in .* but \(2,\) was requested"),
+        ({"step": torch.zeros(2)}, r"'step' is of type int in .* but a tensor was requested"),
+        ({"mean": torch.zeros(3, device="meta")}, "meta device"),
+    ],
+)
+def test_plain_tensors_that_do_not_fit_change_nothing(target, message, tmp_path):
+    distckpt.save({"first": torch.ones(3), "mean": torch.ones(3), "step": 4}, tmp_path / "saved")
+    state = {"first": torch.zeros(3), **target}
+    with pytest.raises(distckpt.CheckpointingException, match=message):
+        dcp.load(state, checkpoint_id=tmp_path / "saved")
+    assert same(state["first"], torch.zeros(3))
 
 
 def test_what_is_saved_is_an_ordinary_checkpoint(tmp_path):

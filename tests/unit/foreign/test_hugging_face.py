@@ -18,13 +18,21 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from safetensors.torch import load_file
 
 import distckpt
-from distckpt import CheckpointNotFoundError, CorruptCheckpointError, ShardedTensor
+from distckpt import (
+    CheckpointNotFoundError,
+    CorruptCheckpointError,
+    LoadMismatchError,
+    ShardedTensor,
+)
+from distckpt.cli import main
 from distckpt.hf import consolidate_safetensors_files
 from distckpt.megatron.core import CheckpointingException
 from tests.support.hf_folders import (
     INDEX,
+    read_export,
     same_bytes,
     shard_name,
     tilings,
@@ -551,3 +559,121 @@ def test_unusual_paths(tmp_path, name):
     assert same_bytes(
         distckpt.open(f"file://{tmp_path / name / 'in'}").read_tensors(), {"w": ROWS, "n": NORM}
     )
+
+
+# ---- indexes that name too little, or files elsewhere, and other precisions
+
+
+def mtp_folder(folder):
+    """Write a directory whose index has forgotten a file, and a tensor of another one."""
+    files = {f"model-0000{n}-of-00002.safetensors": {f"{n}.weight": ROWS * n} for n in (1, 2)}
+    write_indexed(folder, files)
+    # An earlier export of the same tensors is no reason to warn.
+    write_plain(folder / "model-00003-of-00003.safetensors", {"1.weight": ROWS})
+    write_plain(folder / "model-mtp-of-00002.safetensors", {"mtp.weight": NORM})
+    write_plain(folder / "model-00002-of-00002.safetensors", {"2.weight": ROWS, "extra": NORM})
+    return folder
+
+
+def modules_of(*names):
+    modules = torch.nn.ModuleDict({name: torch.nn.Module() for name in names})
+    for name in names:
+        modules[name].weight = torch.nn.Parameter(torch.zeros(7 if name == "mtp" else (12, 5)))
+    return modules
+
+
+DOORS = {
+    "open": lambda folder, beside: distckpt.open(folder),
+    "verify": lambda folder, beside: distckpt.verify(folder),
+    "consolidate": lambda folder, beside: distckpt.consolidate(folder, beside / "out"),
+    "reshard": lambda folder, beside: distckpt.reshard(folder, beside / "out"),
+    "load": lambda folder, beside: distckpt.load({"model": modules_of("1", "2")}, folder),
+    "inspect": lambda folder, beside: main(["inspect", str(folder)]),
+}
+
+
+@pytest.mark.parametrize("door", DOORS.values(), ids=list(DOORS))
+def test_tensors_that_an_index_has_forgotten_are_named(door, tmp_path, caplog):
+    door(mtp_folder(tmp_path / "folder"), tmp_path)
+    told = " ".join(caplog.messages)
+    assert "'mtp.weight', in 'model-mtp-of-00002.safetensors'" in told
+    assert "'extra', in 'model-00002-of-00002.safetensors'" in told
+    assert "of-00003" not in told
+
+
+def test_a_load_says_which_file_holds_what_the_index_has_forgotten(tmp_path):
+    folder = mtp_folder(tmp_path / "folder")
+    message = r"Not in .*: 'mtp\.weight'.* The index does not name .* in 'model-mtp-of-00002"
+    with pytest.raises(LoadMismatchError, match=message):
+        distckpt.load({"model": modules_of("1", "2", "mtp")}, folder)
+    with pytest.raises(LoadMismatchError, match=message):
+        distckpt.dcp.load({"mtp.weight": torch.zeros(7)}, checkpoint_id=folder)
+
+
+def test_a_damaged_file_that_no_index_names_is_no_error(tmp_path, caplog):
+    folder = mtp_folder(tmp_path / "folder")
+    (folder / "model-mtp-of-00002.safetensors").write_bytes(b"cut")
+    assert torch.equal(distckpt.open(folder).read("1.weight"), ROWS)
+    assert "model-mtp-of-00002.safetensors' is not a complete safetensors file" in caplog.text
+
+
+def test_an_index_names_files_in_folders(tmp_path):
+    files = {f"weights/{n}/model-0000{n}-of-00002.safetensors": {f"{n}": ROWS * n} for n in (1, 2)}
+    write_indexed(tmp_path / "folder", files)
+    distckpt.consolidate(tmp_path / "folder", tmp_path / "out", like=tmp_path / "folder")
+    for place in ("folder", "out"):
+        opened = distckpt.open(tmp_path / place)
+        assert all(torch.equal(opened.read(f"{n}"), ROWS * n) for n in (1, 2))
+    assert distckpt.verify(tmp_path / "folder").is_whole
+    (tmp_path / "folder" / next(iter(files))).unlink()
+    with pytest.raises(CorruptCheckpointError, match=r"weights/1/.* is missing, but model\.safe"):
+        distckpt.open(tmp_path / "folder")
+
+
+def test_metadata_may_be_null(tmp_path):
+    """As MLX writes it."""
+    header = {"__metadata__": None, "w": {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}}
+    text = json.dumps(header).encode()
+    path = tmp_path / "model.safetensors"
+    path.write_bytes(struct.pack("<Q", len(text)) + text + struct.pack("<2f", 1, 2))
+    assert load_file(path)["w"].tolist() == [1, 2]
+    assert distckpt.open(tmp_path).read("w").tolist() == [1, 2]
+
+
+STEMS = ["diffusion_pytorch_model", "model"]
+FULL, HALF = {"a.weight": ROWS, "b": NORM}, {"a.weight": ROWS.half(), "b": NORM.half()}
+
+
+@pytest.mark.parametrize("stem", STEMS)
+@pytest.mark.parametrize("variant", ["fp16", "non_ema"])
+@pytest.mark.parametrize("are_many", [False, True])
+def test_another_precision_beside_the_files_is_left_alone(stem, variant, are_many, tmp_path):
+    folder = tmp_path / "folder"
+    for name, tensors, kind in ((stem, FULL, ""), (f"{stem}.{variant}", HALF, f"{variant}.")):
+        files = {f"{name}.safetensors": tensors}
+        if are_many:
+            pairs = enumerate(tensors.items(), 1)
+            files = {f"{name}-0000{n}-of-00002.safetensors": {k: t} for n, (k, t) in pairs}
+        for file, content in files.items():
+            write_plain(folder / file, content)
+        weight_map = {key: file for file, content in files.items() for key in content}
+        if are_many:
+            index = folder / f"{stem}.safetensors.index.{kind}json"
+            index.write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+    assert same_bytes(distckpt.open(folder).read_tensors(), FULL)
+    distckpt.consolidate(folder, tmp_path / "out", extra_files_from=folder)
+    assert same_bytes(read_export(tmp_path / "out"), FULL)
+    assert [path.name for path in (tmp_path / "out").iterdir()] == ["model.safetensors"]
+
+
+@pytest.mark.parametrize("stem", STEMS)
+def test_files_with_names_like_a_precision_and_other_tensors_are_not_left_alone(stem, tmp_path):
+    write_plain(tmp_path / f"{stem}.safetensors", FULL)
+    write_plain(tmp_path / f"{stem}.mtp.safetensors", {"mtp": NORM})
+    if stem == "model":
+        with pytest.raises(
+            CorruptCheckpointError, match=r"no model\.safetensors\.index\.json says"
+        ):
+            distckpt.open(tmp_path)
+    else:
+        assert same_bytes(distckpt.open(tmp_path).read_tensors(), {**FULL, "mtp": NORM})

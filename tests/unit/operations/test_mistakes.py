@@ -50,6 +50,12 @@ def root(tmp_path_factory):
     (root / "gguf").mkdir()
     (root / "gguf/model-Q4_K_M.gguf").write_bytes(b"GGUF")
     (root / "gguf/config.json").write_text("{}")
+    (root / "tensorizer").mkdir()
+    (root / "tensorizer/model-rank-000.tensors").touch()
+    # The items of a step of Orbax's CheckpointManager are folders.
+    for name in ("orbax/_CHECKPOINT_METADATA", "orbax/default/manifest.ocdbt"):
+        (root / name).parent.mkdir(exist_ok=True)
+        (root / name).touch()
     (root / "empty").mkdir()
     return root
 
@@ -68,6 +74,10 @@ LOCATIONS = {
     r".*torch\.load\(path, weights_only=True\)",
     "gguf": r"holds 'model-Q4_K_M\.gguf', a file of llama\.cpp \(GGUF\), .*gguf_file=",
     "gguf/model-Q4_K_M.gguf": r"is a file of llama\.cpp \(GGUF\), .*gguf_file=",
+    "tensorizer": r"holds 'model-rank-000\.tensors', a file of tensorizer",
+    "tensorizer/model-rank-000.tensors": r"is a file of tensorizer, .*TensorDeserializer",
+    "orbax": r"is a checkpoint of Orbax \(JAX\), .*safetensors\.numpy\.save_file",
+    "orbax/default": r"is a checkpoint of Orbax \(JAX\)",
     "unfinished": r"has no metadata\.json, so a save did not finish here",
     "torch": r"has no \.metadata, so a save did not finish here",
     "deepspeed": r"has no metadata\.json, nor files of another format at its top level",
