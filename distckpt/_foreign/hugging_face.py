@@ -84,7 +84,7 @@ class _Files(NamedTuple):
         folder: where they lie.
         names: of the files.
         weight_map: from the index, the name of the file that holds each key; None without an index.
-        index: its name.
+        index_name: of the index.
         others: names of files at the top level that it does not name.
         is_alone: whether a single file was given as the checkpoint.
     """
@@ -92,7 +92,7 @@ class _Files(NamedTuple):
     folder: str
     names: list[str]
     weight_map: dict[str, str] | None = None
-    index: str = INDEX_NAME
+    index_name: str = INDEX_NAME
     others: Sequence[str] = ()
     is_alone: bool = False
 
@@ -308,7 +308,7 @@ def _read_file(found: _Files, name: str) -> _ReadFile:
         pieces = (_pieces_of_shards if has_info else _pieces_of_tensors)(name, header)
     except FileNotFoundError as error:
         raise CorruptCheckpointError(
-            f"{path!r} is missing, but {found.index} or the directory names it: restore it (what a "
+            f"{path!r} is missing, but {found.index_name} or the directory names it: restore it (what a "
             "link points to as well), or finish copying the directory."
         ) from error
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
@@ -408,7 +408,7 @@ def _indexed(
     if absent:
         in_file = [piece.key for piece in pieces if piece.file == weight_map[absent[0]]]
         raise CorruptCheckpointError(
-            f"{locations.join(found.folder, found.index)!r} says that {weight_map[absent[0]]!r} "
+            f"{locations.join(found.folder, found.index_name)!r} says that {weight_map[absent[0]]!r} "
             f"holds {absent[0]!r}, which is not there{did_you_mean(absent[0], in_file)}: file and "
             "index are of different exports."
         )
@@ -440,7 +440,7 @@ def _forgotten(
             found.folder,
             summarize_keys(keys),
             name,
-            found.index,
+            found.index_name,
         )
     return forgotten
 
@@ -450,6 +450,6 @@ def _keys_of_other(found: _Files, name: str, weight_map: Mapping[str, str]) -> l
     try:
         pieces = _read_file(found, name).pieces
     except CorruptCheckpointError as error:
-        logger.warning("not in the index %s and therefore ignored: %s", found.index, error)
+        logger.warning("not in the index %s and therefore ignored: %s", found.index_name, error)
         return []
     return [piece.key for piece in pieces if piece.key not in weight_map]

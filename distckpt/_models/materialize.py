@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any, TypeAlias
 
 import torch
 
+from distckpt._base.dtypes import flat_bytes
 from distckpt._base.errors import CheckpointingException
 from distckpt._base.memory import in_huge_pages
 from distckpt._base.messages import summarize_keys
@@ -18,27 +20,111 @@ _Place: TypeAlias = tuple[torch.nn.Module, str]
 
 
 def materialize_module(module: torch.nn.Module, device: Any) -> None:
-    """Give a module on the meta device memory; tied parameters stay tied. What a load does not fill
-    is computed.
+    """Give a module on the meta device memory; tied parameters stay tied.
 
-    Buffers that are not in the state dict are computed by the `reset_parameters` of the modules
-    that have them.
+    Buffers that are not in the state dict are computed: by the `reset_parameters` of the module
+    that has them, or by the `_init_weights` of the nearest module around it, as transformers does.
 
     Raises:
-        CheckpointingException: a module has such buffers and no `reset_parameters`.
+        CheckpointingException: neither computes some of them.
     """
     tied_places = _places_on_meta(module)
+    # Before the parameters have memory: initializing these would take longer than loading them.
+    _compute_unsaved(module, tied_places, device)
     if not tied_places:
         return
-    resetters = _resetters(module, itertools.chain.from_iterable(tied_places))
-    module.to_empty(device=device)
+    # What has memory keeps its values.
+    module._apply(  # type: ignore[no-untyped-call]
+        lambda t: torch.empty_like(t, device=device) if t.is_meta else t.to(device)
+    )
     for (owner, name), *others in tied_places:
         in_huge_pages(local_part(getattr(owner, name)))
         for other, other_name in others:
             setattr(other, other_name, getattr(owner, name))
-    with torch.no_grad():
-        for owner in resetters:
-            owner.reset_parameters()  # type: ignore[operator]
+
+
+def _compute_unsaved(
+    module: torch.nn.Module, tied_places: Sequence[Sequence[_Place]], device: Any
+) -> None:
+    """Compute the buffers that no checkpoint holds; without an effect where that fails."""
+    unsaved: dict[torch.nn.Module, dict[str, torch.Tensor]] = {}
+    for owner, name in itertools.chain.from_iterable(tied_places):
+        if name in owner._non_persistent_buffers_set:
+            unsaved.setdefault(owner, {})[name] = owner.get_buffer(name)
+    if not unsaved:
+        return
+    paths = {owner: path for path, owner in module.named_modules()}
+    left: list[str] = []
+    failed: list[Exception] = []
+    for owner, buffers in unsaved.items():
+        for name, buffer in buffers.items():
+            memory = torch.empty_like(buffer, device=device, memory_format=torch.contiguous_format)
+            setattr(owner, name, memory)
+        names = _left_by_all(owner, list(buffers), _initializers(paths, owner), failed)
+        left += (f"{paths[owner]}.{name}".removeprefix(".") for name in names)
+    if left:
+        for owner, buffers in unsaved.items():
+            for name, buffer in buffers.items():
+                setattr(owner, name, buffer)
+        why = f" ({type(failed[0]).__name__}: {failed[0]})" if failed else ""
+        raise CheckpointingException(
+            f"The buffers {summarize_keys(left)} are on the meta device, and no checkpoint holds "
+            "them, as they are not persistent: their modules need a method reset_parameters() that "
+            f"computes them, or a module around them one _init_weights(module) that does{why}. Or "
+            "make the module on a device with memory."
+        )
+
+
+def _left_by_all(
+    owner: torch.nn.Module,
+    names: Sequence[str],
+    initializers: Iterable[Callable[[], object]],
+    failed: list[Exception],
+) -> Sequence[str]:
+    """Return those of a module's buffers that no function computes; note errors in `failed`."""
+    for initialize in initializers:
+        try:
+            names = _not_computed(owner, names, initialize)
+        except Exception as error:  # of any class: the next function may do without
+            failed.append(error)
+        if not names:
+            break
+    return names
+
+
+def _initializers(
+    paths: Mapping[torch.nn.Module, str], owner: torch.nn.Module
+) -> Iterator[Callable[[], object]]:
+    """Yield what may compute the buffers of a module, the nearest first."""
+    if hasattr(owner, "reset_parameters"):
+        yield owner.reset_parameters  # type: ignore[misc]
+    own = f"{paths[owner]}."
+    # Modules come after those around them.
+    for around, path in reversed(list(paths.items())):
+        is_around = not path or own.startswith(f"{path}.")
+        initialize = getattr(around, "_init_weights", None)
+        if is_around and callable(initialize):
+            yield partial(initialize, owner)
+
+
+def _not_computed(
+    owner: torch.nn.Module, names: Sequence[str], initialize: Callable[[], object]
+) -> list[str]:
+    """Return those of a module's buffers that depend on what was in their memory before a function
+    has computed them: NaN, or zeros.
+    """
+    state, values = torch.get_rng_state(), []
+    for mark in (255, 0):
+        torch.set_rng_state(state)
+        for name in names:
+            buffer = local_part(owner.get_buffer(name))
+            flat_bytes(buffer).fill_(min(mark, 1) if buffer.dtype is torch.bool else mark)
+        with torch.no_grad():
+            initialize()
+        buffers = {name: local_part(owner.get_buffer(name)) for name in names}
+        values.append({name: flat_bytes(buffer).clone() for name, buffer in buffers.items()})
+    marked, zeroed = values
+    return [name for name in names if not torch.equal(marked[name], zeroed[name])]
 
 
 def _places_on_meta(module: torch.nn.Module) -> list[list[_Place]]:
@@ -49,21 +135,3 @@ def _places_on_meta(module: torch.nn.Module) -> list[list[_Place]]:
             if tensor is not None and tensor.is_meta:
                 places.setdefault(id(tensor), []).append((owner, name))
     return list(places.values())
-
-
-def _resetters(module: torch.nn.Module, places: Iterable[_Place]) -> list[torch.nn.Module]:
-    """Return the modules that compute those tensors that no checkpoint holds."""
-    unsaved = [place for place in places if place[1] in place[0]._non_persistent_buffers_set]
-    paths = {owner: path for path, owner in module.named_modules()}
-    helpless = [
-        f"{paths[owner]}.{name}".removeprefix(".")
-        for owner, name in unsaved
-        if not hasattr(owner, "reset_parameters")
-    ]
-    if helpless:
-        raise CheckpointingException(
-            f"The buffers {summarize_keys(helpless)} are on the meta device, and no checkpoint "
-            "holds them, as they are not persistent: their modules need a method "
-            "reset_parameters() that computes them. Or make the module on a device with memory."
-        )
-    return list(dict.fromkeys(owner for owner, _ in unsaved))

@@ -247,6 +247,17 @@ def test_a_tied_model_takes_one_tensor_where_the_configuration_ties_none(rules, 
     assert same_bytes(read_export(tmp_path / "exported"), model.state_dict())
 
 
+@pytest.mark.parametrize("family", ["llama", "gemma3_text", "gpt_oss", "qwen2_5_vl", "jamba", "t5"])
+def test_a_model_on_the_meta_device_computes_what_no_file_holds(family, tmp_path):
+    saved = make_model(make_config(family)) if family != "t5" else make_tied("t5").eval()
+    saved.save_pretrained(tmp_path / "saved")
+    with torch.device("meta"):
+        loaded = type(saved)(copy.deepcopy(saved.config)).eval()
+    distckpt.load({"model": loaded}, tmp_path / "saved", family="auto", materialize="cpu")
+    assert same_bytes(loaded.state_dict(), saved.state_dict())
+    assert same_bytes(dict(loaded.named_buffers()), dict(saved.named_buffers()))
+
+
 def test_what_is_missing_or_unknown_is_named(mixtral, tmp_path):
     model, saved = mixtral
     state = {

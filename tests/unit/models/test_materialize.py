@@ -1,0 +1,112 @@
+"""Memory for modules on the meta device: what no checkpoint holds is computed, or refused."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import distckpt
+from distckpt import CheckpointingException
+
+
+class Buffers(torch.nn.Embedding):
+    """A layer whose inherited `reset_parameters` does not know its buffers."""
+
+    def __init__(self):
+        super().__init__(3, 2)
+        for name, value in self.values().items():
+            self.register_buffer(name, value, persistent=False)
+
+    @staticmethod
+    def values():
+        return {
+            "scale": torch.tensor(0.0),
+            "frequencies": torch.tensor([1.0, float("nan")], dtype=torch.bfloat16),
+            "positions": torch.arange(4).expand(2, -1).T,
+            "minus": torch.full((2,), -1),
+            "mask": torch.ones(2, 2, dtype=torch.bool).tril(),
+            "all": torch.ones(2, dtype=torch.bool),
+            "empty": torch.ones(0),
+        }
+
+
+class Computing(torch.nn.Module):
+    """A model that initializes its layers, as those of transformers do."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = torch.nn.ModuleList([torch.nn.Sequential(Buffers()) for _ in range(2)])
+
+    def _init_weights(self, module):
+        for name, value in module.values().items():
+            module.get_buffer(name).copy_(value)
+
+
+class Plain(Computing):
+    _init_weights = None
+
+
+class Failing(Computing):
+    def _init_weights(self, module):
+        raise RuntimeError("of another version")
+
+
+class Random(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("projection", torch.empty(5), persistent=False)
+        self.weight = torch.nn.Parameter(torch.ones(2))
+
+    def reset_parameters(self):
+        self.projection.normal_()
+
+
+def on_meta(kind):
+    with torch.device("meta"):
+        return kind()
+
+
+def test_the_nearest_module_around_a_buffer_computes_it(tmp_path):
+    saved = Computing()
+    distckpt.save({"model": saved}, tmp_path / "saved")
+    loaded = on_meta(Computing)
+    distckpt.load({"model": loaded}, tmp_path / "saved", materialize="cpu")
+    for layer, expected in zip(loaded.layers, saved.layers, strict=True):
+        assert torch.equal(layer[0].weight, expected[0].weight)
+        for name, value in Buffers.values().items():
+            torch.testing.assert_close(
+                layer[0].get_buffer(name), value, rtol=0, atol=0, equal_nan=True
+            )
+
+
+@pytest.mark.parametrize("kind", [Plain, Failing, Buffers])
+def test_buffers_that_nothing_computes_are_refused_each_time(kind, tmp_path):
+    saved, loaded = kind(), on_meta(kind)
+    distckpt.save({"model": saved}, tmp_path / "saved")
+    why = "RuntimeError: of another version" if kind is Failing else "_init_weights"
+    for _ in range(2):
+        with pytest.raises(CheckpointingException, match=rf"'\S*scale'.* on the meta .*{why}"):
+            distckpt.load({"model": loaded}, tmp_path / "saved", materialize="cpu")
+        assert all(buffer.is_meta for buffer in loaded.buffers())
+        assert all(parameter.is_meta for parameter in loaded.parameters())
+
+
+def test_a_buffer_may_be_random(tmp_path):
+    distckpt.save({"model": Random()}, tmp_path / "saved")
+    loaded = on_meta(Random)
+    torch.manual_seed(5)
+    distckpt.load({"model": loaded}, tmp_path / "saved", materialize="cpu")
+    torch.manual_seed(5)
+    assert torch.equal(loaded.projection, torch.randn(5))
+
+
+def test_buffers_with_memory_keep_their_values(tmp_path):
+    """As in a model that accelerate's `init_empty_weights` has made."""
+    saved, loaded = Plain(), Plain()
+    distckpt.save({"model": saved}, tmp_path / "saved")
+    for layer in loaded.layers:
+        layer[0].weight = torch.nn.Parameter(layer[0].weight.to("meta"))
+    distckpt.load({"model": loaded}, tmp_path / "saved", materialize="cpu")
+    for layer, expected in zip(loaded.layers, saved.layers, strict=True):
+        assert torch.equal(layer[0].weight, expected[0].weight)
+        assert torch.equal(layer[0].positions, expected[0].positions)
