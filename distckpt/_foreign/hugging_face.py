@@ -308,8 +308,8 @@ def _read_file(found: _Files, name: str) -> _ReadFile:
         pieces = (_pieces_of_shards if has_info else _pieces_of_tensors)(name, header)
     except FileNotFoundError as error:
         raise CorruptCheckpointError(
-            f"{path!r} is missing, but {found.index_name} or the directory names it: restore it (what a "
-            "link points to as well), or finish copying the directory."
+            f"{path!r} is missing, but {found.index_name} or the directory names it: restore it "
+            "(what a link points to as well), or finish copying the directory."
         ) from error
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise CorruptCheckpointError(
@@ -407,8 +407,9 @@ def _indexed(
     absent = sorted(set(weight_map) - {piece.key for piece in kept})
     if absent:
         in_file = [piece.key for piece in pieces if piece.file == weight_map[absent[0]]]
+        index = locations.join(found.folder, found.index_name)
         raise CorruptCheckpointError(
-            f"{locations.join(found.folder, found.index_name)!r} says that {weight_map[absent[0]]!r} "
+            f"{index!r} says that {weight_map[absent[0]]!r} "
             f"holds {absent[0]!r}, which is not there{did_you_mean(absent[0], in_file)}: file and "
             "index are of different exports."
         )
