@@ -98,13 +98,19 @@ def _initializers(
     """Yield what may compute the buffers of a module, the nearest first."""
     if hasattr(owner, "reset_parameters"):
         yield owner.reset_parameters  # type: ignore[misc]
-    own = f"{paths[owner]}."
-    # Modules come after those around them.
-    for around, path in reversed(list(paths.items())):
-        is_around = not path or own.startswith(f"{path}.")
+    for around in (owner, *_around(paths, owner)):
         initialize = getattr(around, "_init_weights", None)
-        if is_around and callable(initialize):
+        if callable(initialize):
             yield partial(initialize, owner)
+            # Falcon-H1 computes the buffers of its layers with its own.
+            yield from (partial(initialize, other) for other in _around(paths, owner))
+
+
+def _around(paths: Mapping[torch.nn.Module, str], owner: torch.nn.Module) -> list[torch.nn.Module]:
+    """Return the modules around one, the nearest first."""
+    own = paths[owner]
+    around = [other for other, path in paths.items() if not path or own.startswith(f"{path}.")]
+    return [other for other in reversed(around) if other is not owner]
 
 
 def _not_computed(
