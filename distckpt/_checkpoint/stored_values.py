@@ -6,6 +6,8 @@ import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from distckpt._base.dtypes import FROM_NAME, ITEM_BYTES
 from distckpt._base.errors import CheckpointingException
 from distckpt._base.lazy import torch
@@ -13,6 +15,7 @@ from distckpt._base.threads import NUM_THREADS
 from distckpt._checkpoint.opening import find_reader, naming_reader
 from distckpt._checkpoint.reader import Reader
 from distckpt._format import codec
+from distckpt._format.checksum_files import checksums_of_blocks, fetch_checksums
 from distckpt._format.stored_checkpoint import StoredCheckpoint
 from distckpt._geometry.region import Region, whole
 from distckpt._io.read import read_chunks, read_copies
@@ -107,6 +110,21 @@ def object_keys(stored: StoredCheckpoint) -> list[str]:
     """Return the keys of all objects; the common state is always among them."""
     keys = [key for key in stored.manifest.keys if stored.is_object(key)]
     return keys if COMMON_KEY in keys else [COMMON_KEY, *keys]
+
+
+def has_equal_cells(stored: StoredCheckpoint, key: str) -> bool:
+    """Whether an object has several cells, all of the same bytes, by their checksums."""
+    manifest, rows = stored.manifest, np.array(stored.chunks_of(key))
+    chunks = manifest.rows(rows)
+    if not manifest.has_checksums or len(rows) < 2 or np.ptp(chunks.num_bytes) > 0:
+        return False
+    fetch_checksums(stored, np.unique(chunks.file_ids))
+    order = chunks.file_order
+    num_blocks = int(-(-chunks.num_bytes[0] // manifest.block_bytes))
+    blocks = manifest.first_blocks[rows[order]].astype(np.int64)[:, None] + np.arange(num_blocks)
+    file_ids = np.repeat(chunks.file_ids[order], num_blocks)
+    checksums = checksums_of_blocks(manifest, file_ids, blocks.ravel()).reshape(blocks.shape)
+    return bool((checksums == checksums[0]).all())
 
 
 def read_encoded(stored: StoredCheckpoint, key: str) -> dict[tuple[int, ...], bytes]:

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import importlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import IntEnum
 from typing import Any, NamedTuple
@@ -385,7 +385,11 @@ def settings_of(
 
 
 def resolve(
-    rank: int, described: Described, stored: Mapping[str, StoredEntry], settings: StateDict
+    rank: int,
+    described: Described,
+    stored: Mapping[str, StoredEntry],
+    settings: StateDict,
+    shared_value: Callable[[str], Any],
 ) -> Described:
     """Complete the description of a load by what the checkpoint holds, and the settings in it."""
     tree = described.state_dict
@@ -407,17 +411,17 @@ def resolve(
             tree = tree if requested is shards else replaced(tree, place.path, requested)
     places = []
     for place in described.places:
-        if _is_of_another_grid(place, tree, stored):
-            tree = replaced(tree, place.path, LocalNonpersistentObject(place.value))
-        else:
+        entry, cell = stored.get(place.name), at(tree, place.path, HOLE)
+        if place.kind is not Kind.PER_RANK or entry is None or entry.shape == cell.global_shape:
             places.append(place)
+            continue
+        shared = shared_value(place.name)
+        if shared is not HOLE:
+            # From now on a state that all ranks have in common.
+            places.append(place._replace(kind=Kind.STATEFUL))
+            tree = replaced(tree, place.path, LocalNonpersistentObject(shared["value"]))
+        else:
+            grids = f"grid {tuple(entry.shape)}", f"grid {cell.global_shape}"
+            warn_of_skipped(place.value, cell, *grids)
+            tree = replaced(tree, place.path, LocalNonpersistentObject(place.value))
     return Described(tree, places, described.optimizers)
-
-
-def _is_of_another_grid(place: Place, tree: Any, stored: Mapping[str, StoredEntry]) -> bool:
-    """Tell whether a value that each rank has of its own was saved by other ranks; warn of it."""
-    entry, cell = stored.get(place.name), at(tree, place.path, HOLE)
-    if place.kind is not Kind.PER_RANK or entry is None or entry.shape == cell.global_shape:
-        return False
-    warn_of_skipped(cell, f"grid {tuple(entry.shape)}", f"grid {cell.global_shape}")
-    return True

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 from distckpt._base.errors import CheckpointingException
 from distckpt._mapping.base import OpenReplicaId
@@ -13,15 +13,20 @@ from distckpt._ranks.collectives import Ranks
 
 logger = logging.getLogger(__name__)
 
+_SAME_ON_ALL = 'PerRank(..., {"all": (0, 1)}) is saved and loaded as one by any number of ranks'
+
 
 class PerRank:
-    """A value that differs between ranks: it is stored for each of them, and restored under the
-    same layout only.
+    """A value that may differ between ranks: it is stored for each of them, and restored under the
+    same layout.
 
         loader = distckpt.PerRank(data_loader, {"dp": (dp_rank, dp_size)})
         state = {"model": model, "loader": loader}
 
-    A load under another layout leaves the value as it is, with a warning that names it.
+    Under another layout, all ranks get a value that was the same on all ranks, of which there were
+    several. Values that differed have no meaning there: the value stays as it is, with a warning
+    that names it. `PerRank(value, {"all": (0, 1)})` says that the value is the same on all ranks
+    under any layout: one is stored, and what a single rank has stored is loaded on all.
 
     Args:
         value: something that `save` can store, or has `state_dict()` and `load_state_dict()`. After
@@ -33,6 +38,10 @@ class PerRank:
             has its own value, and the layout is the number of ranks and the device meshes of the
             modules in the same state dict.
     """
+
+    _if_skipped: ClassVar[str] = (
+        f"It keeps its value. Where that is the same on all ranks, {_SAME_ON_ALL}."
+    )
 
     def __init__(self, value: Any, grid: Mapping[str, tuple[int, int]] | None = None) -> None:
         for axis, place in (grid or {}).items():
@@ -82,22 +91,35 @@ def cell_of(node: Any, key: str, ranks: Ranks, meshes: list[str], loads: bool) -
     """Describe the value of this rank as a cell of the grid of all; for a load, its layout only."""
     grid = node.grid if isinstance(node, PerRank) else None
     axes = grid or {"rank": (ranks.rank, ranks.size)}
-    data = {"layout": list(axes) if grid else [*axes, *meshes]}
-    if not loads:
+    data: dict[str, Any] = {"layout": list(axes) if grid else [*axes, *meshes]}
+    if loads:
+        data["is_of_all"] = bool(grid) and all(size == 1 for _, size in axes.values())
+    else:
         data["value"] = state_of(node, key)
     place = zip(*axes.values(), strict=True)
     offset, shape = place
     return ShardedObject(key, data, shape, offset, OpenReplicaId((0, ranks.rank)))
 
 
-def warn_of_skipped(cell: ShardedObject, saved: str, own: str) -> None:
+def warn_of_skipped(node: Any, cell: ShardedObject, saved: str, own: str) -> None:
     """Warn, once for all copies, of a value that was saved under another layout."""
     if not any(cell.replica_id):  # type: ignore[arg-type]  # Of rank 0.
         logger.warning(
             "%r is not restored: each rank has its own, and it was saved under the %s, while "
-            "this load has the %s. A data loader begins anew, random numbers go on from where "
-            "they are.",
+            "this load has the %s. %s",
             cell.key,
             saved,
             own,
+            _consequence(node),
         )
+
+
+def _consequence(node: Any) -> str:
+    """Say what becomes of a value that is not restored, and what to do."""
+    value = node.value if isinstance(node, PerRank) else node
+    if hasattr(value, "load_state_dict") and hasattr(value, "__iter__"):
+        return (
+            f"The {type(value).__name__} begins with its first element: skip what was used. Where "
+            f"its state is the same on all ranks, {_SAME_ON_ALL}."
+        )
+    return node._if_skipped

@@ -19,8 +19,14 @@ class RngState(PerRank):
         state = {"model": model, "rng": distckpt.RngState()}
 
     A checkpoint has one state for each rank. A load under another layout leaves the generators as
-    they are, with a warning: see `PerRank`, also for `grid`.
+    they are, with a warning, unless those of several ranks were all the same: see `PerRank`, also
+    for `grid`.
     """
+
+    _if_skipped = (
+        "The random number generators go on from where they are: seed them with other numbers than "
+        "at the start, or they repeat what was drawn then."
+    )
 
     def __init__(self, grid: Mapping[str, tuple[int, int]] | None = None) -> None:
         super().__init__(None, grid)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 from distckpt._base.errors import CheckpointingException, LoadMismatchError
@@ -18,10 +18,17 @@ from distckpt._models.schedulers import check_scheduler
 
 
 class Saved(NamedTuple):
-    """Where the objects were saved, and the classes of schedulers by place."""
+    """The checkpoint that objects are restored from.
+
+    Attributes:
+        location: its path or URL.
+        schedulers: the classes of learning rate schedulers, by place.
+        shared_value: what several ranks have stored under a key, if that is the same, else `HOLE`.
+    """
 
     location: str
     schedulers: Mapping[str, str]
+    shared_value: Callable[[str], Any]
 
 
 def restore_objects(
@@ -128,7 +135,8 @@ def _restore_per_rank(
     place: Place, value: Mapping[str, Any], cell: ShardedObject, saved: Saved
 ) -> None:
     stored, own = value["layout"], cell.data["layout"]
-    if stored == own:
+    is_known = stored == own or cell.data["is_of_all"]
+    if is_known or saved.shared_value(place.name) is not HOLE:
         _load_state(place, value["value"], saved, has_dict=False)
     else:
-        warn_of_skipped(cell, f"layout {stored}", f"layout {own}")
+        warn_of_skipped(place.value, cell, f"layout {stored}", f"layout {own}")

@@ -292,7 +292,8 @@ def restore(
     targets, loaded = read.targets, read.loaded
     absent_of_all = _report_absent_values(ranks, request, targets, loaded)
     with ranks.telling("restore the objects of the state dict") as told:
-        saved = Saved(read.location, schedulers_of(read.source.marker))
+        schedulers = schedulers_of(read.source.marker)
+        saved = Saved(read.location, schedulers, read.source.shared_value)
         values = targets.split.common if request.fills_values else {}
         changes = changes_of(state_dict, values, loaded)
         restored = restore_objects(targets.resolved, loaded, saved, request.asks_for_all)

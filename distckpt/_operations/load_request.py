@@ -185,7 +185,7 @@ def describe_targets(
     entries = source.entries() if needed else {}
     settings = _stored_settings(ranks, source, described, entries) if needed > 1 else {}
     with ranks.phase("describe the targets"):
-        resolved = objects.resolve(ranks.rank, described, entries, settings)
+        resolved = objects.resolve(ranks.rank, described, entries, settings, source.shared_value)
         if resolved.state_dict is not described.state_dict or are_complex:
             split = flatten.split(resolved.state_dict, {} if rules else entries)
             ties = find_ties(split.shards)
@@ -246,9 +246,9 @@ def _stored_settings(
 def _without_skipped(
     entries: Mapping[str, StoredEntry], described: objects.Described, resolved: objects.Described
 ) -> dict[str, StoredEntry]:
-    """Leave out states of another number of ranks, which are neither loaded nor missing."""
-    skipped = {place.name for place in described.places}
-    skipped -= {place.name for place in resolved.places}
+    """Leave out states of another number of ranks, of which no shard is requested or missing."""
+    kept = {(place.name, place.kind) for place in resolved.places}
+    skipped = {place.name for place in described.places if (place.name, place.kind) not in kept}
     return {key: entry for key, entry in entries.items() if key not in skipped}
 
 

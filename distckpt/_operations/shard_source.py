@@ -11,9 +11,10 @@ from typing import Any, TypeAlias
 from distckpt._base.dtypes import FROM_NAME, TO_NAME
 from distckpt._base.errors import CheckpointingException
 from distckpt._base.options import LoadOptions
+from distckpt._base.tree import HOLE
 from distckpt._checkpoint.opening import FoundCheckpoint
 from distckpt._checkpoint.shards import describe_quantized, load_shards
-from distckpt._checkpoint.stored_values import load_objects
+from distckpt._checkpoint.stored_values import has_equal_cells, load_objects
 from distckpt._format.manifest import OBJECT
 from distckpt._format.stored_checkpoint import StoredCheckpoint
 from distckpt._io.load_shards import ReadSettings
@@ -80,6 +81,12 @@ class ShardSource(ABC):
     @abstractmethod
     def read_objects(self, shards: Sequence[ShardedObject]) -> list[Any]:
         """Decode objects, the same ones on all ranks, which must all call it."""
+
+    def shared_value(self, key: str) -> Any:
+        """Return the object that several ranks have stored, if it is known that all have stored the
+        same; else `HOLE`.
+        """
+        return HOLE
 
     def rules_of_family(self, family: FamilyName, location: str, keys: Sequence[str]) -> list[Rule]:
         """Return the rules from the names of requested tensors to those of this source."""
@@ -181,6 +188,12 @@ class _OpenCheckpoint(ShardSource):
             self.settings[shard.key] if shard.key in self.settings else next(values)
             for shard in shards
         ]
+
+    def shared_value(self, key: str) -> Any:
+        if not has_equal_cells(self.stored, key):
+            return HOLE
+        shape = self.stored.global_shape(key)
+        return self.read_objects([ShardedObject(key, None, shape, (0,) * len(shape))])[0]
 
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
         return self.stored.manifest.shapes_by_key

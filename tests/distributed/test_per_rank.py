@@ -4,13 +4,17 @@ one.
 
 from __future__ import annotations
 
+import random
+
+import numpy as np
+import pytest
 import torch
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 import distckpt
 from distckpt import PerRank, RngState
-from tests.support.harness import launched
+from tests.support.harness import launched, run
 
 
 class Loader:
@@ -85,3 +89,89 @@ def test_random_numbers_of_another_mesh_are_not_restored(tmp_path):
     assert [outcome.value for outcome in outcomes] == [True, True]
     (warning,) = outcomes[0].warnings_logged
     assert "'rng' is not restored" in warning
+
+
+# --- Another number of ranks ----------------------------------------------------------------------
+
+
+class Stream(Loader):
+    """Counts what it has given to this rank."""
+
+    def __iter__(self):
+        return iter(())
+
+
+def own_states(seed, position, place):
+    """States of a rank by name: a generator, streams, and plain values, some for all ranks."""
+    random.seed(seed)
+    np.random.seed(seed)
+    torch.manual_seed(seed)
+    return {
+        "rng": RngState(),
+        "stream": Stream(position),
+        "place": PerRank(Stream(place), {"dp": (place, 3)} if place >= 0 else None),
+        "value": PerRank(torch.tensor([position, 7])),
+        "declared": PerRank(Stream(place), {"all": (0, 1)}),
+    }
+
+
+def save_own_states(rank, path, is_shared):
+    """Save states that ranks share, or that each has of its own."""
+    own = 0 if is_shared else rank
+    state = own_states(5 + own, 40 + own, own)
+    state["place"] = PerRank(Stream(own))
+    distckpt.save(state, path)
+    return torch.rand(1).item()
+
+
+def load_own_states(rank, path):
+    """Load them on this number of ranks; return what came back, and a number that is drawn."""
+    state = own_states(99, -1, -1)
+    distckpt.load(state, path, strict="raise")
+    names = ("stream", "place", "declared")
+    seen = [getattr(state[name], "value", state[name]).seen for name in names]
+    return seen, state["value"].value[0].item(), torch.rand(1).item()
+
+
+def loaded_by(num_ranks, path):
+    with launched(load_own_states, num_ranks, path) as launch:
+        return launch.outcomes()
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 3])
+def test_what_was_equal_on_all_ranks_is_restored_on_any_number_of_ranks(tmp_path, num_ranks):
+    path = str(tmp_path / "c")
+    drawn = run(save_own_states, 2, path, True)
+    for outcome in loaded_by(num_ranks, path):
+        assert outcome.value == ([40, 0, 0], 40, drawn[0])
+        assert outcome.warnings_logged == []
+
+
+def test_what_differed_between_ranks_is_named_by_its_kind(tmp_path):
+    path = str(tmp_path / "c")
+    drawn = run(save_own_states, 2, path, False)
+    for rank, outcome in enumerate(loaded_by(2, path)):
+        assert outcome.value == ([40 + rank, rank, 0], 40 + rank, drawn[rank])
+    first, *others = loaded_by(3, path)
+    for outcome in (first, *others):
+        assert outcome.value[:2] == ([-1, -1, 0], -1)
+    kinds = {text.split("'")[1]: text for text in first.warnings_logged}
+    assert kinds.keys() == {"rng", "stream", "place", "value"}
+    assert "random number generators go on from where they are" in kinds["rng"]
+    assert "The Stream begins with its first element" in kinds["stream"]
+    assert "The Stream begins with its first element" in kinds["place"]
+    assert "It keeps its value." in kinds["value"]
+    assert [outcome.warnings_logged for outcome in others] == [[], []]
+
+
+def test_the_state_of_one_rank_is_loaded_by_several_that_declare_it_the_same(tmp_path):
+    path = str(tmp_path / "c")
+    distckpt.save({"stream": Stream(8), "other": Stream(9)}, path)
+    for outcome in run(load_one_state, 2, path):
+        assert outcome == (8, -1)
+
+
+def load_one_state(rank, path):
+    stream, other = Stream(), Stream()
+    distckpt.load({"stream": PerRank(stream, {"all": (0, 1)}), "other": other}, path)
+    return stream.seen, other.seen
