@@ -1,0 +1,1 @@
+"""Checkpoints of training libraries: a module for each, which imports its library."""

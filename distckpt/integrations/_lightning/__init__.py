@@ -1,0 +1,1 @@
+"""Machinery of `distckpt.integrations.lightning`."""

@@ -1,0 +1,78 @@
+"""The state of Lightning's Trainer besides tensors of the model and optimizers."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import lightning
+
+_LOADERS = "combined_loader"
+
+
+class DataLoaders:
+    """The states of this rank's data loaders, which Trainer takes once it has made these."""
+
+    def __init__(self, states: Any) -> None:
+        self.states = states
+
+    def __iter__(self) -> Any:
+        return iter(self.states)
+
+    def state_dict(self) -> Any:
+        return self.states
+
+    def load_state_dict(self, states: Any) -> None:
+        self.states = states
+
+
+class Progress:
+    """The state of a Trainer without its model, optimizers and schedulers."""
+
+    def __init__(self, trainer: Any) -> None:
+        self._trainer, self._module = trainer, trainer.lightning_module
+        self._loops = trainer.fit_loop.state_dict()
+        self.loaders = DataLoaders(self._loops["state_dict"].pop(_LOADERS, []))
+
+    def state_dict(self) -> dict[str, Any]:
+        trainer, weights = self._trainer, self._module.state_dict()
+        checkpoint = {
+            "state_dict": weights,
+            "loops": {"fit_loop": self._loops},
+            "epoch": trainer.current_epoch,
+            "global_step": trainer.global_step,
+            "pytorch-lightning_version": lightning.__version__,
+            "callbacks": {each.state_key: each.state_dict() for each in trainer.callbacks},
+        }
+        checkpoint |= {type(each).__qualname__: each.state_dict() for each in self._plugins()}
+        for callback in trainer.callbacks:
+            callback.on_save_checkpoint(trainer, self._module, checkpoint)
+        self._module.on_save_checkpoint(checkpoint)
+        # Callbacks that average weights put the average into "state_dict", and these elsewhere.
+        places = [name for name, value in checkpoint.items() if value is weights]
+        rest = {name: value for name, value in checkpoint.items() if name not in places}
+        return {**rest, "places_of_weights": places, "has_loaders": bool(self.loaders.states)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        trainer, weights = self._trainer, self._module.state_dict()
+        checkpoint = {**state, **dict.fromkeys(state["places_of_weights"], weights)}
+        self._module.on_load_checkpoint(checkpoint)
+        for each in self._plugins():
+            each.load_state_dict(checkpoint.get(type(each).__qualname__, {}))
+        for callback in trainer.callbacks:
+            callback.on_load_checkpoint(trainer, self._module, checkpoint)
+        restore_callbacks(trainer, checkpoint)
+        loops = checkpoint["loops"]["fit_loop"]
+        loops["state_dict"] |= {_LOADERS: self.loaders.states} if self.loaders.states else {}
+        trainer.fit_loop.load_state_dict(loops)
+
+    def _plugins(self) -> list[Any]:
+        plugins = (self._trainer.datamodule, self._trainer.precision_plugin)
+        return [each for each in plugins if each is not None]
+
+
+def restore_callbacks(trainer: Any, checkpoint: dict[str, Any]) -> None:
+    """Give callbacks the states that a checkpoint has of them."""
+    for callback in trainer.callbacks:
+        if state := checkpoint["callbacks"].get(callback.state_key):
+            callback.load_state_dict(copy.deepcopy(state))

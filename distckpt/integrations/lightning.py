@@ -1,0 +1,112 @@
+"""Checkpoints of Lightning's Trainer, by a callback."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import lightning
+from lightning.pytorch.callbacks import Checkpoint
+
+from distckpt._manager.manager import CheckpointManager
+from distckpt._models.random_state import RngState
+from distckpt.integrations._lightning.progress import Progress, restore_callbacks
+
+__all__ = ["Checkpoints"]
+
+
+class Checkpoints(lightning.Callback):
+    """Save what `Trainer.fit` has reached, and resume from the newest step.
+
+        callback = Checkpoints("checkpoints", every_n_train_steps=1000, keep_last=3)
+        trainer = lightning.Trainer(callbacks=[callback], enable_checkpointing=False)
+        trainer.fit(model, data)
+
+    A step is named after `trainer.global_step`. It has the model, all optimizers and schedulers,
+    the progress of the loops, the states of callbacks, of the data module and of data loaders, what
+    `on_save_checkpoint` adds, and the random number generators. Any number of processes resumes it.
+
+    Args:
+        root: the directory of the steps, a path or URL.
+        every_n_train_steps: save after so many steps of the optimizers.
+        every_n_epochs: save at the end of so many epochs; of each one if neither is given.
+        options: further arguments of `CheckpointManager`, such as `keep_last`. Its `best_metric` is
+            the name of a metric that is logged; the ends of epochs have it.
+
+    Attributes:
+        manager: the `CheckpointManager` of the steps.
+    """
+
+    def __init__(
+        self, root: Any, *, every_n_train_steps: int = 0, every_n_epochs: int = 0, **options: Any
+    ) -> None:
+        self.manager = CheckpointManager(root, **options)
+        every_n_epochs = every_n_epochs or int(not every_n_train_steps)
+        self._saver = _Saver(self, every_n_train_steps, every_n_epochs)
+
+    def state_of(self, trainer: Any) -> dict[str, Any]:
+        """Return what is saved and loaded: objects by name, to which a subclass may add."""
+        progress = Progress(trainer)
+        state = {"model": trainer.model, "rng": RngState(), "trainer": progress}
+        state |= {f"optimizer_{number}": each for number, each in enumerate(trainer.optimizers)}
+        state["schedulers"] = [config.scheduler for config in trainer.lr_scheduler_configs]
+        if progress.loaders.states or self._saver.resumes_loaders:
+            state["data"] = progress.loaders
+        return state
+
+    def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        """Give callbacks the states that some use in `on_fit_start`."""
+        if stage != "fit" or trainer.fast_dev_run:
+            return
+        others = [callback for callback in trainer.callbacks if callback is not self._saver]
+        trainer.callbacks = [*others, self._saver]
+        self._saver.resumes = bool(steps := self.manager.steps())
+        if steps and trainer.ckpt_path:
+            raise ValueError(
+                f"Trainer.fit is told to resume from ckpt_path={trainer.ckpt_path!r}, and "
+                f"{self.manager.root!r} has the steps {steps}: leave out ckpt_path, or give "
+                "Checkpoints a directory without steps."
+            )
+        if steps:
+            progress = self.manager.load({})["trainer"]
+            self._saver.resumes_loaders = progress["has_loaders"]
+            restore_callbacks(trainer, progress)
+
+
+class _Saver(Checkpoint):
+    """The last of all callbacks: what the others change at a step is saved with it."""
+
+    best_model_path = ""  # Trainer.test(ckpt_path="best") says that there is none
+    resumes = resumes_loaders = False
+
+    def __init__(self, owner: Checkpoints, every_steps: int, every_epochs: int) -> None:
+        self._owner, self._every_steps, self._every_epochs = owner, every_steps, every_epochs
+        self._last_step = self._validated_step = 0
+
+    def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
+        if self.resumes:
+            self._owner.manager.load(self._owner.state_of(trainer))
+        self.resumes_loaders, self._last_step = False, trainer.global_step
+
+    def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
+        self._validated_step = trainer.global_step
+
+    def on_train_batch_end(self, trainer: Any, *args: Any) -> None:
+        if self._every_steps and trainer.global_step % self._every_steps == 0:
+            self._save(trainer, {})
+
+    def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
+        if self._every_epochs and (trainer.current_epoch + 1) % self._every_epochs == 0:
+            # Trainer keeps the metrics of a validation until the next one.
+            is_old = trainer.enable_validation and self._validated_step != trainer.global_step
+            self._save(trainer, {} if is_old else trainer.callback_metrics)
+
+    def on_fit_end(self, trainer: Any, pl_module: Any) -> None:
+        self._owner.manager.wait()
+
+    def _save(self, trainer: Any, metrics: dict[str, Any]) -> None:
+        step, numbers = trainer.global_step, {name: float(each) for name, each in metrics.items()}
+        if step != self._last_step:  # batches whose gradients are accumulated have the same one
+            # A step that is there already is one that the resumed run passed over.
+            state = self._owner.state_of(trainer)
+            self._owner.manager.save(step, state, metrics=numbers, overwrite=True)
+            self._last_step = step
