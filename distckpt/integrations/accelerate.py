@@ -1,0 +1,76 @@
+"""Checkpoints of what an Accelerator has prepared."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from accelerate.utils import DistributedType
+
+from distckpt._models.random_state import RngState
+
+__all__ = ["training_state"]
+
+_HAVE_OWN_CHECKPOINTS = (DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM)
+
+
+def training_state(accelerator: Any) -> dict[str, Any]:
+    """Return what `accelerator.save_state` saves, for distckpt to save and load.
+
+        model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+        state = {**training_state(accelerator), "step": 0}
+        with distckpt.CheckpointManager("checkpoints") as manager:
+            if manager.steps():
+                manager.load(state)
+            for step in range(state["step"], num_steps):
+                train(step)
+                manager.save(step + 1, {**state, "step": step + 1})
+
+    Call it once all is prepared and registered. Any number of processes loads the checkpoint.
+
+    Returns:
+        By name: the models, optimizers and schedulers that are prepared, registered objects, data
+        loaders with a state (`model` is the first one, `model_1` the second), the scaler, the
+        random number generators, and what the accelerator counts: epochs of data loaders, batches
+        whose gradients are accumulated.
+
+    Raises:
+        ValueError: the accelerator uses DeepSpeed or Megatron-LM, which save checkpoints of their
+            own.
+    """
+    if accelerator.distributed_type in _HAVE_OWN_CHECKPOINTS:
+        raise ValueError(
+            f"{accelerator.distributed_type.value} saves checkpoints of its own: use "
+            "accelerator.save_state. distckpt.open, load and consolidate read them."
+        )
+    loaders = [each for each in accelerator._dataloaders if each.use_stateful_dataloader]
+    return {
+        **_numbered("model", accelerator._models),
+        **_numbered("optimizer", accelerator._optimizers),
+        **_numbered("scheduler", accelerator._schedulers),
+        **_numbered("registered", accelerator._custom_objects),
+        **_numbered("data", loaders),
+        **_numbered("scaler", [accelerator.scaler] if accelerator.scaler else []),
+        "rng": RngState(),
+        "counters": _Counters(accelerator),
+    }
+
+
+def _numbered(name: str, objects: Sequence[Any]) -> dict[str, Any]:
+    return {f"{name}_{number}" if number else name: each for number, each in enumerate(objects)}
+
+
+class _Counters:
+    """What an accelerator counts, which are the same on all ranks."""
+
+    def __init__(self, accelerator: Any) -> None:
+        self._accelerator = accelerator
+
+    def state_dict(self) -> dict[str, Any]:
+        epochs = [each.iteration for each in self._accelerator._dataloaders]
+        return {"step": self._accelerator.step, "epochs": epochs}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._accelerator.step = state["step"]
+        for loader, epoch in zip(self._accelerator._dataloaders, state["epochs"], strict=False):
+            loader.set_epoch(epoch)
