@@ -59,14 +59,8 @@ class Checkpoints(lightning.Callback):
             return
         others = [callback for callback in trainer.callbacks if callback is not self._saver]
         trainer.callbacks = [*others, self._saver]
-        self._saver.resumes = bool(steps := self.manager.steps())
-        if steps and trainer.ckpt_path:
-            raise ValueError(
-                f"Trainer.fit is told to resume from ckpt_path={trainer.ckpt_path!r}, and "
-                f"{self.manager.root!r} has the steps {steps}: leave out ckpt_path, or give "
-                "Checkpoints a directory without steps."
-            )
-        if steps:
+        self._saver.resumes = bool(self.manager.steps())
+        if self._saver.resumes:
             progress = self.manager.load({})["trainer"]
             self._saver.resumes_loaders = progress["has_loaders"]
             restore_callbacks(trainer, progress)
@@ -86,6 +80,14 @@ class _Saver(Checkpoint):
         if self.resumes:
             self._owner.manager.load(self._owner.state_of(trainer))
         self.resumes_loaders, self._last_step = False, trainer.global_step
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        if self.resumes and trainer.ckpt_path:  # which not all strategies have set earlier
+            raise ValueError(
+                f"Trainer.fit is told to resume from ckpt_path={trainer.ckpt_path!r}, and "
+                f"{self._owner.manager.root!r} has steps to resume from: leave out ckpt_path, or "
+                "give Checkpoints a directory without steps."
+            )
 
     def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
         self._validated_step = trainer.global_step
