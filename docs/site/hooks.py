@@ -8,7 +8,7 @@ they follow its theme.
 
 from __future__ import annotations
 
-import importlib
+import ast
 import inspect
 import re
 import sys
@@ -65,6 +65,7 @@ GROUPS = {
     ],
     "Models": MODELS,
     "Hugging Face": HUGGING_FACE,
+    "Trainers": [],
     "Compatibility": [],
 }
 """The names of `distckpt` itself, on one page a group."""
@@ -72,6 +73,12 @@ MODULES = {
     "Core": ["tensors"],
     "Models": ["modules", "optimizer", "factories", "experts"],
     "Hugging Face": ["hf", "rules", "families", "streaming", "readers"],
+    "Trainers": [
+        "integrations",
+        "integrations.lightning",
+        "integrations.transformers",
+        "integrations.accelerate",
+    ],
 }
 """The other public modules, each on a page of its own. All that are not named belong to
 "Compatibility".
@@ -108,6 +115,28 @@ def summary(value: object) -> str:
     return (inspect.getdoc(value) or "").partition("\n")[0]
 
 
+def _parsed(name: str) -> ast.Module:
+    """Parse a public module: some of them import a library that the site does not need."""
+    path = ROOT.joinpath(*name.split("."))
+    file = path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
+    return ast.parse(file.read_text())
+
+
+def _docstring(name: str) -> str:
+    return ast.get_docstring(_parsed(name)) or ""
+
+
+def _listed(name: str) -> list[str]:
+    """Return the names in `__all__` of a public module."""
+    for node in _parsed(name).body:
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__":
+            names: list[str] = ast.literal_eval(node.value)
+            return names
+        if isinstance(node, ast.ImportFrom) and "__all__" in {each.name for each in node.names}:
+            return _listed(node.module or "")
+    return []
+
+
 def index_page() -> str:
     """Return the tables of all public names and modules."""
     text = (ROOT / "docs" / "api" / "index.md").read_text()
@@ -118,7 +147,7 @@ def index_page() -> str:
             for name in names
         )
         for name in modules_of(group):
-            text += f"| [`{name}`]({name}.md) | {summary(importlib.import_module(name))} |\n"
+            text += f"| [`{name}`]({name}.md) | {_docstring(name).partition(chr(10))[0]} |\n"
     return text
 
 
@@ -133,7 +162,7 @@ def group_page(group: str) -> str:
 
 def module_page(name: str) -> str:
     """Return the page of a module; names that `distckpt` has as well are explained once."""
-    names = getattr(importlib.import_module(name), "__all__", [])
+    names = _listed(name)
     elsewhere = [other for other in names if other in distckpt.__all__]
     links = ", ".join(f"[`{other}`][distckpt.{other}]" for other in elsewhere)
     also = f"Also here, the same as in `distckpt`: {links}.\n" if elsewhere else ""

@@ -13,6 +13,7 @@ from _common import arguments, loss_of, make_model, report
 from accelerate import Accelerator, FullyShardedDataParallelPlugin
 
 import distckpt
+from distckpt.integrations.accelerate import training_state
 
 options = arguments()
 plugin = FullyShardedDataParallelPlugin(
@@ -22,7 +23,7 @@ has_accelerator = torch.accelerator.is_available()
 accelerator = Accelerator(cpu=not has_accelerator, fsdp_plugin=plugin if has_accelerator else None)
 model = make_model()
 model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=0.01))
-state = {"model": model, "optimizer": optimizer, "step": 0}
+state = {**training_state(accelerator), "step": 0}
 
 with distckpt.CheckpointManager(options.work_dir) as manager:
     if manager.steps():

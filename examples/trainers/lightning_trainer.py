@@ -3,8 +3,7 @@
     torchrun --standalone --nproc-per-node 2 examples/trainers/lightning_trainer.py \
         --work-dir /tmp/lightning
 
-The callback is what a program adds. The loop of the Trainer has the numbers of epochs and steps; an
-epoch here has one step.
+The callback is what a program adds. An epoch here has one step.
 """
 
 import os
@@ -13,26 +12,7 @@ import lightning
 import torch
 from _common import arguments, loss_of, make_model, report
 
-import distckpt
-
-
-class Checkpoints(lightning.Callback):
-    def __init__(self, root: str) -> None:
-        self.manager = distckpt.CheckpointManager(root)
-
-    def state_of(self, trainer):
-        return {
-            "model": trainer.model,
-            "optimizer": trainer.optimizers[0],
-            "loop": trainer.fit_loop,
-        }
-
-    def on_fit_start(self, trainer, module) -> None:
-        if self.manager.steps():
-            self.manager.load(self.state_of(trainer))
-
-    def on_train_epoch_end(self, trainer, module) -> None:
-        self.manager.save(trainer.global_step, self.state_of(trainer))
+from distckpt.integrations.lightning import Checkpoints
 
 
 class Task(lightning.LightningModule):

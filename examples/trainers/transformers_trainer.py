@@ -4,9 +4,9 @@ all tensors.
     torchrun --standalone --nproc-per-node 2 examples/trainers/transformers_trainer.py \
         --work-dir /tmp/trainer
 
-Trainer keeps its own directories `checkpoint-<step>` with its state; distckpt writes the model, the
-optimizer and the scheduler into them. Each device has a part of one global batch, so that another
-number of devices sees the same rows.
+Trainer keeps its own directories `checkpoint-<step>` with its state; the one that is imported here
+writes the model, the optimizer and the scheduler into them as a checkpoint of distckpt. Each device
+has a part of one global batch, so that another number of devices sees the same rows.
 """
 
 import os
@@ -14,31 +14,10 @@ import os
 import torch
 from _common import GLOBAL_BATCH, arguments
 from torch.utils.data import Dataset
-from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments
+from transformers import LlamaConfig, LlamaForCausalLM, TrainerCallback, TrainingArguments
 from transformers.trainer_utils import get_last_checkpoint
 
-import distckpt
-
-
-class Checkpointing(Trainer):
-    """A Trainer whose checkpoints load with any number of processes."""
-
-    def _objects(self):
-        return {"model": self.model, "optimizer": self.optimizer, "scheduler": self.lr_scheduler}
-
-    def save_model(self, output_dir=None, _internal_call=False):
-        if not _internal_call:
-            super().save_model(output_dir)
-
-    def _save_optimizer_and_scheduler(self, output_dir):
-        distckpt.save(self._objects(), f"{output_dir}/state", overwrite=True)
-
-    def _load_from_checkpoint(self, resume_from_checkpoint, model=None):
-        pass  # with the optimizer, once that is there
-
-    def _load_optimizer_and_scheduler(self, checkpoint):
-        if checkpoint:
-            distckpt.load(self._objects(), f"{checkpoint}/state")
+from distckpt.integrations.transformers import Trainer
 
 
 class Counting(Dataset):
@@ -82,7 +61,7 @@ training = TrainingArguments(
     disable_tqdm=True,
 )
 model = LlamaForCausalLM(LlamaConfig(vocab_size=32, max_position_embeddings=8, **sizes))
-trainer = Checkpointing(model, training, train_dataset=Counting())
+trainer = Trainer(model, training, train_dataset=Counting())
 newest = get_last_checkpoint(options.work_dir) if os.path.isdir(options.work_dir) else None
 trainer.add_callback(StopAt(options.until))
 trainer.train(resume_from_checkpoint=newest)

@@ -59,6 +59,7 @@ LAYERS = [
     "dcp",
     "megatron",
     "__init__",
+    "integrations",
     "_cli",
     "cli",
     "__main__",

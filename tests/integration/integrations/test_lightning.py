@@ -291,7 +291,9 @@ def test_the_best_step_by_an_evaluation_set_is_kept_and_predicts_as_it_did(tmp_p
 def test_a_checkpoint_of_the_trainer_beside_steps_to_resume_from_is_refused(tmp_path):
     trainer = fit(Task(), Checkpoints(tmp_path / "steps"), max_epochs=1)
     trainer.save_checkpoint(tmp_path / "own.ckpt")
-    with pytest.raises(ValueError, match=r"ckpt_path.*has steps to resume from: leave out ckpt_path"):
+    with pytest.raises(
+        ValueError, match=r"ckpt_path.*has steps to resume from: leave out ckpt_path"
+    ):
         fit(Task(), Checkpoints(tmp_path / "steps"), ckpt_path=tmp_path / "own.ckpt")
     fit(Task(), Checkpoints(tmp_path / "others"), ckpt_path=tmp_path / "own.ckpt", max_epochs=2)
     assert distckpt.CheckpointManager(tmp_path / "others").steps() == [12]
