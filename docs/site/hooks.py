@@ -122,8 +122,8 @@ def _parsed(name: str) -> ast.Module:
     return ast.parse(file.read_text())
 
 
-def _docstring(name: str) -> str:
-    return ast.get_docstring(_parsed(name)) or ""
+def _summary_of_module(name: str) -> str:
+    return (ast.get_docstring(_parsed(name)) or "").partition("\n")[0]
 
 
 def _listed(name: str) -> list[str]:
@@ -147,7 +147,7 @@ def index_page() -> str:
             for name in names
         )
         for name in modules_of(group):
-            text += f"| [`{name}`]({name}.md) | {_docstring(name).partition(chr(10))[0]} |\n"
+            text += f"| [`{name}`]({name}.md) | {_summary_of_module(name)} |\n"
     return text
 
 

@@ -81,9 +81,9 @@ def described(name: str, value: Any) -> Iterator[str]:
         yield f"{name}{signature(value)}" if callable(value) else name
         return
     kind = " (dataclass)" if dataclasses.is_dataclass(value) else ""
-    # That of another library differs between its releases.
-    is_own = getattr(value.__init__, "__module__", "distckpt").startswith("distckpt")
-    yield f"class {name}{signature(value) if is_own else ''}{kind}"
+    # A signature that comes from another library differs between its releases.
+    is_foreign = getattr(value.__init__, "__module__", "").startswith("transformers.")
+    yield f"class {name}{'' if is_foreign else signature(value)}{kind}"
     for member, attribute in sorted(vars(value).items()):
         if not member.startswith("_"):
             function = getattr(attribute, "__func__", attribute)

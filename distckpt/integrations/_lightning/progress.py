@@ -36,7 +36,7 @@ class Progress:
 
     def state_dict(self) -> dict[str, Any]:
         trainer, weights = self._trainer, self._module.state_dict()
-        checkpoint = {
+        checkpoint: dict[str, Any] = {
             "state_dict": weights,
             "loops": {"fit_loop": self._loops},
             "epoch": trainer.current_epoch,
@@ -44,7 +44,9 @@ class Progress:
             "pytorch-lightning_version": lightning.__version__,
             "callbacks": {each.state_key: each.state_dict() for each in trainer.callbacks},
         }
-        checkpoint |= {type(each).__qualname__: each.state_dict() for each in self._plugins()}
+        for each in self._plugins():
+            if own := each.state_dict():
+                checkpoint[type(each).__qualname__] = own
         for callback in trainer.callbacks:
             callback.on_save_checkpoint(trainer, self._module, checkpoint)
         self._module.on_save_checkpoint(checkpoint)
@@ -58,7 +60,8 @@ class Progress:
         checkpoint = {**state, **dict.fromkeys(state["places_of_weights"], weights)}
         self._module.on_load_checkpoint(checkpoint)
         for each in self._plugins():
-            each.load_state_dict(checkpoint.get(type(each).__qualname__, {}))
+            if own := checkpoint.get(type(each).__qualname__):
+                each.load_state_dict(own)
         for callback in trainer.callbacks:
             callback.on_load_checkpoint(trainer, self._module, checkpoint)
         restore_callbacks(trainer, checkpoint)
