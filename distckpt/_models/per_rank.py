@@ -122,4 +122,5 @@ def _consequence(node: Any) -> str:
             f"The {type(value).__name__} begins with its first element: skip what was used. Where "
             f"its state is the same on all ranks, {_SAME_ON_ALL}."
         )
-    return node._if_skipped
+    consequence: str = node._if_skipped
+    return consequence
