@@ -1,25 +1,31 @@
 """Who takes part in each version that moves between jobs which know only an address.
 
-The leader, rank 0 of the job that gives, hosts a store. All others ask there to take part. For each
-version the leader calls those that have asked, and lets those begin that answer: who asked and died
-since then is found here, and not in the middle of the move.
+The leader, rank 0 of the job that gives, hosts a store. All others append messages to one entry of
+it, the inbox, and each waits for an answer under a key of its own. For each version the leader
+calls those that have asked, and lets those begin that come: who asked and died since then is found
+here, and not in the middle of the move.
+
+The store does not grow with versions: the leader empties the inbox, and deletes an answer when the
+next message of its member shows that it was read, or when nobody can be waiting for it any more.
 """
 
 from __future__ import annotations
 
 import contextlib
 import importlib
-import itertools
 import json
 import logging
+import re
 import secrets
 import time
 from collections.abc import Iterable, Iterator
+from types import NoneType
 from typing import Any, NamedTuple
 
 from distckpt._base.errors import CheckpointingException
 from distckpt._base.messages import first_line
 from distckpt._ranks.attendance import answer_of, lost_contact
+from distckpt._ranks.exchanges import forget_group
 
 logger = logging.getLogger(__name__)
 
@@ -27,18 +33,23 @@ ANSWER_SECONDS = 5.0
 """How long a member that waits for its call may take to answer it, and one with which contact was
 lost to come back.
 """
+MAX_TARGETS = 4096
+"""Targets that may ask for a version."""
 _POLL_SECONDS = 0.005
 _MAX_POLL_SECONDS = 0.04
 _SOURCE, _TARGET = "source rank", "target"
-
+_TARGET_NAME = re.compile(rf"{_TARGET} -?\d{{1,19}}")
 
 _HOST = "distckpt"
 """Key of the number and the release of a leader."""
+_INBOX = "inbox"
+"""Key of the messages to the leader, a line each."""
 
 
 def name_host(store: Any) -> int:
     """Say in a store that a leader hosts it, and return a number for it."""
     number = secrets.randbits(61)
+    store.set(_INBOX, "")
     store.set(_HOST, json.dumps([number, _release()]))
     return number
 
@@ -53,12 +64,12 @@ def check_host(store: Any, address: str, timeout: float) -> int:
     try:
         with _reaching_leader(AbsentKeyError):
             found = answer_of(lambda: _found(store, _HOST, timeout), timeout + ANSWER_SECONDS)
-    except AbsentKeyError as error:
+        number, release = _values(found, [int, str], _HOST)
+    except (AbsentKeyError, _OtherFormError) as error:
         raise CheckpointingException(
             f"What answers at {address} is not the trainer of a Route ({first_line(error)}): give "
             "the Route a port that no other program uses, such as torchrun."
         ) from error
-    number, release = json.loads(found)
     if release != _release():
         raise CheckpointingException(
             f"The trainer at {address} has distckpt {release}, and this process {_release()}: "
@@ -69,6 +80,22 @@ def check_host(store: Any, address: str, timeout: float) -> int:
 
 class AbsentKeyError(RuntimeError):
     """A store has not got a key in time."""
+
+
+class _OtherFormError(CheckpointingException):
+    """A store holds a value that no Route has put there."""
+
+
+def _values(text: bytes, types: list[type], key: str) -> list[Any]:
+    """Return the values that a JSON text lists, of these types."""
+    with contextlib.suppress(ValueError, RecursionError):
+        values = json.loads(text)
+        if isinstance(values, list) and [type(value) for value in values] == types:
+            return values
+    raise _OtherFormError(
+        f"The store of this Route holds {text[:60]!r} under {key!r}, which no Route writes there: "
+        "give it a port that no other program uses."
+    )
 
 
 def _release() -> str:
@@ -100,6 +127,35 @@ class Start(NamedTuple):
     version: int
 
 
+class Message(NamedTuple):
+    """A line of the inbox.
+
+    Attributes:
+        name: of the member that sends it.
+        number: counts the messages of a member.
+        kind: "ask", "here" or "left".
+        value: the version that is asked for, None for any; the round that the member comes to.
+    """
+
+    name: str
+    number: int
+    kind: str
+    value: int | None
+
+
+_ASK, _HERE, _LEFT = "ask", "here", "left"
+_AGAIN = Start(0, [], 0)
+"""A start without members, after which all ask again."""
+
+
+def _message(line: bytes) -> Message | None:
+    """Return the message of a line; None if it is of another form."""
+    for type_of_value in (int, NoneType):
+        with contextlib.suppress(_OtherFormError):
+            return Message(*_values(line, [str, int, str, type_of_value], _INBOX))
+    return None
+
+
 class Member:
     """One that asks to take part: a target, or a rank that gives other than the leader."""
 
@@ -108,7 +164,7 @@ class Member:
         self._store, self._timeout = store, timeout
         self._limit = 2 * (timeout + ANSWER_SECONDS)
         self.name = f"{kind} {number}"
-        self._num_asked = 0
+        self._num_sent = 0
 
     @classmethod
     def target(cls, store: Any, timeout: float) -> Member:
@@ -120,7 +176,7 @@ class Member:
     def leave(self) -> None:
         """Say that this member takes part no more, so that nobody waits for it."""
         with contextlib.suppress(RuntimeError):
-            answer_of(lambda: self._store.set(f"left {self.name}", ""), ANSWER_SECONDS)
+            self._send(_LEFT, None, ANSWER_SECONDS)
 
     @classmethod
     def source(cls, store: Any, rank: int, timeout: float) -> Member:
@@ -131,28 +187,34 @@ class Member:
         """Ask to take part in a version, None for whichever is next, and wait for its start.
 
         Raises:
-            CheckpointingException: the leader moves another version.
+            CheckpointingException: the leader moves another version, or has too many targets.
             RankFailedError: the leader does not call within the timeout, or is gone.
         """
         while True:
-            self._num_asked += 1
-            asked = f"{self.name} {self._num_asked}"
             with _reaching_leader():
-                self._tell(f"ask {asked}", json.dumps(version))
-                called = json.loads(self._wait(f"call {asked}"))
-                if "refused" in called:
-                    raise CheckpointingException(called["refused"])
-                self._tell(f"here {called['round']} {self.name}", "")
-                start = Start(*json.loads(self._wait(f"start {called['round']}")))
+                number, refusal = self._answer([int, str], _ASK, version)
+                if refusal:
+                    raise CheckpointingException(refusal)
+                group, names, version_moved = self._answer([int, str, int], _HERE, number)
+            start = Start(group, names.split("\n"), version_moved)
             if self.name in start.names:
                 return start
 
-    def _tell(self, key: str, value: str) -> None:
-        answer_of(lambda: self._store.set(key, value), self._timeout)
+    def _answer(self, types: list[type], kind: str, value: int | None) -> list[Any]:
+        """Send a message, and wait for the answer."""
+        self._send(kind, value, self._timeout)
+        key, limit = _key_of_answer(self.name, self._num_sent), self._limit
+        found = answer_of(lambda: _found(self._store, key, limit), limit + ANSWER_SECONDS)
+        return _values(found, types, key)
 
-    def _wait(self, key: str) -> bytes:
-        limit = self._limit
-        return answer_of(lambda: _found(self._store, key, limit), limit + ANSWER_SECONDS)
+    def _send(self, kind: str, value: int | None, seconds: float) -> None:
+        self._num_sent += 1
+        line = json.dumps(Message(self.name, self._num_sent, kind, value)) + "\n"
+        answer_of(lambda: self._store.append(_INBOX, line), seconds)
+
+
+def _key_of_answer(name: str, number: int) -> str:
+    return f"answer {number} to {name}"
 
 
 @contextlib.contextmanager
@@ -171,6 +233,13 @@ def _reaching_leader(*passed: type[RuntimeError]) -> Iterator[None]:
         ) from error
 
 
+class _Told(NamedTuple):
+    """An answer in the store, until its member has read it or cannot be waiting for it."""
+
+    key: str
+    deadline: float
+
+
 class Leader:
     """Calls the members of each version together."""
 
@@ -178,41 +247,77 @@ class Leader:
         self._store, self._timeout = store, timeout
         self._sources = [f"{_SOURCE} {rank}" for rank in range(num_sources)]
         self._num_targets = num_targets
-        self._num_heard: dict[str, int] = {}
+        self._asks: dict[str, Message] = {}
+        self._called: dict[str, Message | None] = {}
+        self._told: dict[str, _Told] = {}
         self._expected: set[str] = set()
         self._doubtful: set[str] = set()
         self._ahead: set[str] = set()
-        self._num_rounds = 0
-        self._start = Start(0, [], 0)
+        self._num_read = self._num_rounds = 0
+        self._start = self._group = self._last_group = _AGAIN
 
     def start(self, version: int) -> Start:
         """Call all that ask for a version, and let them begin.
 
         Raises:
             RankFailedError: a rank that gives does not come, or no target does.
+            CheckpointingException: the store does not work any more.
         """
-        names = self._call(version)
+        # Where contact was lost, others may notice only after the timeout.
+        deadline = time.monotonic() + self._timeout + ANSWER_SECONDS
+        try:
+            self._forget_unread()
+            return self._started(version, deadline)
+        except RuntimeError as error:
+            raise CheckpointingException(
+                "The store that this process hosts for a Route does not work any more, perhaps "
+                "because another program wrote to it: make the Route again, on all sides. "
+                f"({first_line(error)})"
+            ) from error
+
+    def _started(self, version: int, deadline: float) -> Start:
+        names = self._call(version, deadline)
         while len(names) == len(self._sources) and not self._ahead:
             # All who take died after they had asked. The others ask again.
-            self._store.set(f"start {self._num_rounds}", json.dumps(Start(0, [], version)))
-            names = self._call(version)
+            self._let_begin(_AGAIN)
+            if time.monotonic() > deadline:
+                text = f"No target that asked for version {version} came when it was called."
+                raise lost_contact({}, text)
+            names = self._call(version, deadline)
         self._expected = {name for name in names if name not in self._sources}
         number = self._start.number
         if names != self._start.names:
             number = self._num_rounds
-        self._start = Start(number, names, version)
-        self._store.set(f"start {self._num_rounds}", json.dumps(self._start))
+            self._forget_group()
+        self._start = self._group = Start(number, names, version)
+        self._let_begin(self._start)
         return self._start
 
-    def _call(self, version: int) -> list[str]:
+    def _forget_group(self) -> None:
+        """Forget the group before the last: members may still be looking why the last one broke."""
+        forget_group(self._store, self._last_group.number, len(self._last_group.names))
+        self._last_group = self._group
+
+    def _call(self, version: int, deadline: float) -> list[str]:
         """Call all that ask for a version; return who is there, by rank."""
-        asking = self._wait_for_all(version)
+        asking = self._wait_for_all(version, deadline)
         self._num_rounds += 1
+        self._called = dict.fromkeys(asking)
         for name in asking:
-            self._answer(name, {"round": self._num_rounds})
-        names = [self._sources[0], *self._answering(asking)]
-        self._refuse_absence([name for name in self._sources if name not in names], version)
+            self._answer(self._asks.pop(name), self._num_rounds, "")
+        self._wait_for_called()
+        names = [self._sources[0], *(name for name in asking if self._called.get(name))]
+        absent = [name for name in self._sources if name not in names]
+        if absent:
+            self._let_begin(_AGAIN)
+        self._refuse_absence(absent, version)
         return names
+
+    def _let_begin(self, start: Start) -> None:
+        """Answer all that came when they were called."""
+        for message in filter(None, self._called.values()):
+            self._answer(message, start.number, "\n".join(start.names), start.version)
+        self._called = {}
 
     def note_lost(self, ranks: Iterable[int]) -> None:
         """Note that contact was lost with members of the last start, or that they were slow: those
@@ -236,29 +341,26 @@ class Leader:
                 "route.run. Look for the first error in its log.",
             )
 
-    def _wait_for_all(self, version: int) -> list[str]:
+    def _wait_for_all(self, version: int, deadline: float) -> list[str]:
         """Return who asks for a version: all that are expected, unless the time is over."""
-        begin, is_over = time.monotonic(), False
-        # Where contact was lost, others may notice only after the timeout.
-        patience = self._timeout + ANSWER_SECONDS
-        fewest = self._fewest_targets
-        self._expected = set(itertools.filterfalse(self._has_left, self._expected))
-        seconds = dict.fromkeys((*self._sources[1:], *self._expected), patience)
-        seconds.update(dict.fromkeys(self._doubtful, min(ANSWER_SECONDS, self._timeout)))
+        now = time.monotonic()
+        soon = min(now + min(ANSWER_SECONDS, self._timeout), deadline)
+        is_over = False
         while not is_over:
             time.sleep(_POLL_SECONDS)
-            waited = time.monotonic() - begin
-            asking = self._asking(version)
+            self._read_inbox()
+            now, asking = time.monotonic(), self._asking(version)
             there = self._ahead.union(asking)
-            absent = [name for name in seconds if name not in there and not self._has_left(name)]
+            absent = self._expected.union(self._sources[1:]).difference(there)
             num_targets = len(there.difference(self._sources))
-            has_enough = num_targets >= fewest or waited > patience
-            is_over = has_enough and all(seconds[name] < waited for name in absent)
-        self._leave_out(absent, num_targets, version)
+            has_enough = num_targets >= self._fewest_targets or now > deadline
+            is_over = has_enough and (not absent or now > self._limit(absent, soon, deadline))
+        self._leave_out(sorted(absent, key=_order), num_targets, version)
         return asking
 
-    def _has_left(self, name: str) -> bool:
-        return bool(self._store.check([f"left {name}"]))
+    def _limit(self, absent: set[str], soon: float, deadline: float) -> float:
+        """Return until when absent members are waited for."""
+        return soon if absent <= self._doubtful else deadline
 
     @property
     def _fewest_targets(self) -> int:
@@ -270,7 +372,7 @@ class Leader:
         self._refuse_absence([name for name in absent if name in self._sources], version)
         self._doubtful = set()
         fewest = self._fewest_targets
-        text = f"{', '.join(sorted(absent))} did not come to version {version}"
+        text = f"{', '.join(absent)} did not come to version {version}"
         if num_targets < fewest:
             first = text if absent else f"More targets are needed for version {version}"
             raise lost_contact({}, f"{first}: {num_targets} are there, of {fewest}.")
@@ -278,29 +380,23 @@ class Leader:
             logger.warning("%s: left out until it does", text)
 
     def _asking(self, version: int) -> list[str]:
-        """Return who has asked for a version; refuse others.
+        """Return who has asked for a version, by rank; refuse others.
 
         If contact was lost at the end of a version, which is moved again, some have all of it:
         these are ahead, and wait for the next one.
         """
         is_again = self._is_again(version)
         self._ahead = set()
-        num_targets = self._store.add("targets", 0)
-        targets = [f"{_TARGET} {number}" for number in range(1, num_targets + 1)]
         asking = []
-        for name in (*self._sources[1:], *targets):
-            asked = f"ask {name} {self._num_heard.get(name, 0) + 1}"
-            if not self._store.check([asked]):
-                continue
-            wanted = json.loads(self._store.get(asked))
-            if wanted in (None, version):
+        for name, ask in list(self._asks.items()):
+            wanted = version if ask.value is None else ask.value
+            if wanted == version:
                 asking.append(name)
-                continue
-            if is_again and wanted > version:
+            elif is_again and wanted > version:
                 self._ahead.add(name)
-                continue
-            self._answer(name, {"refused": self._refusal(name, wanted, version)})
-        return asking
+            else:
+                self._answer(self._asks.pop(name), 0, self._refusal(name, wanted, version))
+        return sorted(asking, key=_order)
 
     def _is_again(self, version: int) -> bool:
         """Tell whether a version was begun before, and contact was lost in it."""
@@ -319,21 +415,89 @@ class Leader:
             "that died, it may have a part of it only, and needs the next version."
         )
 
-    def _answer(self, name: str, answer: dict[str, Any]) -> None:
-        number = self._num_heard.get(name, 0) + 1
-        self._num_heard[name] = number
-        self._store.set(f"call {name} {number}", json.dumps(answer))
-
-    def _answering(self, names: list[str]) -> list[str]:
-        """Return who answers the call."""
+    def _wait_for_called(self) -> None:
+        """Wait until all that are called have come, which takes those that live no time."""
         deadline = time.monotonic() + min(ANSWER_SECONDS, self._timeout)
-        absent = names
-        while absent and time.monotonic() < deadline:
-            keys = {name: f"here {self._num_rounds} {name}" for name in absent}
-            absent = [name for name, key in keys.items() if not self._store.check([key])]
-            time.sleep(_POLL_SECONDS if absent else 0)
+        while None in self._called.values() and time.monotonic() < deadline:
+            time.sleep(_POLL_SECONDS)
+            self._read_inbox()
+        absent = [name for name, message in self._called.items() if message is None]
         if absent:
             logger.warning("%s asked to take part and is gone: left out", ", ".join(absent))
         # Nobody waits for them, unless they ask again.
         self._expected.difference_update(absent)
-        return [name for name in names if name not in absent]
+
+    def _read_inbox(self) -> None:
+        """Act on all messages that have come."""
+        text = self._store.get(_INBOX)
+        lines, others = text[self._num_read :].splitlines(), []
+        self._num_read = len(text)
+        # The inbox is emptied unless something was appended meanwhile.
+        if text and not self._store.compare_set(_INBOX, text, ""):
+            self._num_read = 0
+        for line in lines:
+            message = _message(line)
+            if message is not None and self._knows(message):
+                self._take(message)
+            else:
+                others.append(line)
+        if others:
+            logger.warning(
+                "%d messages to this Route are of another form, such as %.60r: another program "
+                "reaches its port",
+                len(others),
+                others[0],
+            )
+
+    def _knows(self, message: Message) -> bool:
+        is_member = _TARGET_NAME.fullmatch(message.name) or message.name in self._sources[1:]
+        return bool(is_member) and message.kind in (_ASK, _HERE, _LEFT)
+
+    def _take(self, message: Message) -> None:
+        name = message.name
+        # It has read what it was told before.
+        self._forget(name)
+        if message.kind == _LEFT:
+            self._asks.pop(name, None)
+            self._called.pop(name, None)
+            self._expected.discard(name)
+        elif message.kind == _HERE:
+            self._take_presence(message)
+        elif name in self._asks or len(self._asks) < MAX_TARGETS + len(self._sources):
+            self._asks[name] = message
+        else:
+            text = f"More than {MAX_TARGETS} targets ask for a version: {name} is left out."
+            self._answer(message, 0, text)
+
+    def _take_presence(self, message: Message) -> None:
+        is_called = message.name in self._called
+        if is_called and message.value == self._num_rounds:
+            self._called[message.name] = message
+        else:
+            # It was left out of its round.
+            self._answer(message, 0, "", 0)
+
+    def _answer(self, message: Message, *values: Any) -> None:
+        key = _key_of_answer(message.name, message.number)
+        # A member waits no longer, if it has the same timeout.
+        deadline = time.monotonic() + 2 * (self._timeout + ANSWER_SECONDS)
+        self._told[message.name] = _Told(key, deadline)
+        self._store.set(key, json.dumps(values))
+
+    def _forget(self, name: str) -> None:
+        told = self._told.pop(name, None)
+        if told is not None:
+            self._store.delete_key(told.key)
+
+    def _forget_unread(self) -> None:
+        """Forget what was told to members that do not read it any more."""
+        now = time.monotonic()
+        for name, told in list(self._told.items()):
+            if told.deadline < now:
+                self._forget(name)
+
+
+def _order(name: str) -> tuple[str, int]:
+    """Sort names by kind and number."""
+    kind, number = name.rsplit(" ", 1)
+    return kind, int(number)

@@ -19,14 +19,25 @@ from distckpt._base.reports import MoveReport
 from distckpt._mapping.wrappers import ShardedStateDict
 from distckpt._move.agreements import Agreements
 from distckpt._move.host_memory import HostMemory, bucket_bytes_of, share_memory
-from distckpt._move.roll_call import Leader, Member, Start, check_host, name_host
+from distckpt._move.roll_call import (
+    MAX_TARGETS,
+    Leader,
+    Member,
+    Start,
+    check_host,
+    name_host,
+)
 from distckpt._operations.moving import MoveRequest, run_move
 from distckpt._ranks.collectives import Ranks
 from distckpt._ranks.exchanges import group_over, open_store
 from distckpt._rules.rule import Rule
 
 MAX_ATTEMPTS = 3
-"""How often one version is moved among the same members: if none is lost, contact will not last."""
+"""How often one version is moved among the same members: if none is lost, contact will not last.
+
+Altogether it is moved so many times more than it had members at first: targets that start again and
+die each time do not keep the others in it.
+"""
 
 
 class Route:
@@ -45,7 +56,9 @@ class Route:
 
     Args:
         address: "host:port", where rank 0 of the job that gives can be reached, such as
-            "trainer-0:29700" or "[fd00::1]:29700". It hosts a store there.
+            "trainer-0:29700" or "[fd00::1]:29700". It hosts a store there, on this address of its
+            machine alone; "0.0.0.0:29700" on rank 0 stands for all of them. Nothing asks who
+            connects: whoever reaches the port can take the tensors, and disturb the move.
         source: what to give, a state dict as for `save`. All ranks of the job give their shards,
             and make their Routes together.
         target: what to fill, a state dict as for `load`. Each process that takes is a target of its
@@ -55,7 +68,7 @@ class Route:
         family: afterwards, the rules of the model's family: the path of its `config.json`.
         process_group: of the ranks that give; None for the default group, or for this process alone
             when torch.distributed is not initialized.
-        num_targets: so many targets the first version waits for.
+        num_targets: so many targets the first version waits for, at most 4,096.
         timeout: seconds to wait for others: for the store, for a version, for the ranks in the
             middle of a move. It must be longer than what happens between two versions. A target
             waits up to twice as long for a version, since the source may be waiting for others.
@@ -86,7 +99,9 @@ class Route:
         if (source is None) == (target is None):
             raise ValueError("A Route has either a source or a target.")
         check_seconds("timeout", timeout)
-        host, port = _split(address)
+        if num_targets not in range(MAX_TARGETS + 1):
+            raise ValueError(f"num_targets is at most {MAX_TARGETS}, got {num_targets!r:.100}")
+        self._address = host, port = _split(address)
         self._timeout = timeout
         self._source, self._target = source or {}, target or {}
         self._request = MoveRequest(
@@ -135,7 +150,7 @@ class Route:
                 with `verify`, what has arrived is not what was sent.
             LoadMismatchError: the source lacks what a target takes. Nothing is changed.
             RankFailedError: a rank of the source is lost, or no target is left, or the same members
-                have lost contact three times. Or any member failed.
+                have lost contact three times, or new ones again and again. Or any member failed.
         """
         check_switch("verify", verify)
         request = replace(self._request, compares=verify)
@@ -157,7 +172,9 @@ class Route:
                     self._leader.note_lost(error.failures)
                 members = tuple(start.names)
                 num_attempts[members] += 1
-                if num_attempts[members] == MAX_ATTEMPTS:
+                num_first = len(next(iter(num_attempts)))
+                is_last = num_attempts.total() >= num_first + MAX_ATTEMPTS
+                if is_last or num_attempts[members] == MAX_ATTEMPTS:
                     raise
             # The error, which refers to itself, keeps the group: others notice when that ends.
             gc.collect()
@@ -205,8 +222,8 @@ class Route:
         if self._group is None or self._group[0] != start.number:
             # The old one first: its connections end.
             self._group = None
-            size, name = len(start.names), f"group {start.number}"
-            ranks.use_group(group_over(self._store, name, rank, size, self._timeout))
+            members = (start.number, rank, len(start.names))
+            ranks.use_group(group_over(self._store, *members, self._timeout, self._address))
             memory = share_memory(ranks, bucket_bytes_of(request.options))
             self._group = (start.number, ranks, memory)
         _, ranks, memory = self._group

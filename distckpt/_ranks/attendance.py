@@ -160,8 +160,8 @@ class AttendanceLog:
 
     def _records(self) -> list[tuple[int, str]]:
         store = self._store
-        # A store that does not answer leaves all ranks unknown.
-        with contextlib.suppress(RuntimeError):
+        # A store that does not answer, or holds other values, leaves all ranks unknown.
+        with contextlib.suppress(RuntimeError, ValueError):
             if store is not None:
                 values = self._asked(lambda: _values(store, self._names))
                 texts = [value.decode() for value in values]

@@ -7,12 +7,14 @@ No payload is pickled, and the error of a broken exchange names the rank that wa
 from __future__ import annotations
 
 import contextlib
+import errno
 import functools
 import hashlib
 import itertools
 import logging
 import math
 import os
+import socket
 import sys
 import threading
 import time
@@ -445,10 +447,14 @@ def _name_of(group: Any) -> str:
 
 OPEN_SECONDS = 5.0
 """How much longer than its timeout torch may take to open a store: it tries again at first."""
+_BACKLOG = 1024
+"""Connections that may wait until a store accepts them."""
 
 
 def open_store(host: str, port: int, is_host: bool, timeout: float) -> Any:
     """Open the store at an address, through which processes of any jobs find each other.
+
+    The host listens on this address alone; torch would listen on all addresses of the machine.
 
     Raises:
         CheckpointingException: nobody hosts it within `timeout` seconds, or the port is taken.
@@ -456,33 +462,128 @@ def open_store(host: str, port: int, is_host: bool, timeout: float) -> Any:
     limit = timedelta(seconds=timeout)
 
     def open_there() -> Any:
+        listener = _listener(host, port) if is_host else None
         return dist.TCPStore(  # type: ignore[attr-defined]
-            host, port, None, is_host, timeout=limit, wait_for_workers=False
+            host,
+            port,
+            None,
+            is_host,
+            timeout=limit,
+            wait_for_workers=False,
+            master_listen_fd=listener,
         )
 
     try:
         return answer_of(open_there, timeout + OPEN_SECONDS)
-    except RuntimeError as error:
+    except (RuntimeError, OSError) as error:
         problem = "cannot be hosted here" if is_host else f"did not answer within {timeout:g} s"
         text = f"The store at {host}:{port} {problem}: {first_line(error)}"
         raise CheckpointingException(text) from error
 
 
-def group_over(store: Any, name: str, rank: int, size: int, timeout: float) -> Any:
+def _listener(host: str, port: int) -> int:
+    """Return the descriptor of a socket that listens on an address of this machine.
+
+    Raises:
+        OSError: none of the addresses of the host is one of this machine, or the port is taken.
+    """
+    found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    for family, kind, protocol, _, address in found:
+        with contextlib.closing(socket.socket(family, kind, protocol)) as listener:
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            try:
+                listener.bind(address)
+                listener.listen(_BACKLOG)
+            except OSError as error:
+                failure = error
+                continue
+            _warn_of_loopback(host, str(address[0]))
+            return listener.detach()
+    addresses = ", ".join(sorted({str(address[0]) for *_, address in found}))
+    if failure.errno != errno.EADDRNOTAVAIL:
+        raise failure
+    raise OSError(
+        f"{addresses} is no address of this machine; give rank 0 one of its own, or 0.0.0.0 to "
+        "listen on all of them"
+    )
+
+
+def _warn_of_loopback(host: str, address: str) -> None:
+    """Warn of a name that leads to this machine only here, as some systems set up its own name."""
+    is_loopback = address == "::1" or address.startswith("127.")
+    if is_loopback and host not in (address, "localhost"):
+        logger.warning(
+            "%s is %s on this machine, where other machines do not reach it: give the address of a "
+            "network interface unless all is on this machine.",
+            host,
+            address,
+        )
+
+
+def group_over(
+    store: Any, number: int, rank: int, size: int, timeout: float, address: tuple[str, int]
+) -> Any:
     """Make a gloo group of processes of any jobs, which need no default group.
 
+    Its connections use the interface that leads to `address`, unless GLOO_SOCKET_IFNAME names one.
     Collective operation: all `size` processes must call it, within `timeout` seconds.
     """
     prefixed = dist.PrefixStore  # type: ignore[attr-defined]
-    shared = prefixed(name, store)
+    shared = prefixed(_prefix_of(number), store)
     attendance = AttendanceLog(prefixed("attendance", shared), rank, size)
     limit = timedelta(seconds=timeout)
+
+    def connect() -> Any:
+        own = None if os.environ.get("GLOO_SOCKET_IFNAME") else _own_address(*address)
+        return dist.ProcessGroupGloo(shared, rank, size, _gloo_options(own, limit) if own else limit)
+
     try:
-        group = answer_of(lambda: dist.ProcessGroupGloo(shared, rank, size, limit), 2 * timeout)
+        group = answer_of(connect, 2 * timeout)
     except RuntimeError as error:
         raise attendance.lost_contact("make a process group", error) from error
     _attendance_logs[group] = attendance
     return group
+
+
+def forget_group(store: Any, number: int, size: int) -> None:
+    """Delete what the members of a group wrote to a store when they made it."""
+    prefix = _prefix_of(number)
+    for rank in range(size):
+        # The address that gloo listens on, and the count of exchanges.
+        store.delete_key(f"{prefix}/0/{rank}")
+        store.delete_key(f"{prefix}/attendance/{rank}")
+
+
+def _gloo_options(own_address: str, limit: timedelta) -> Any:
+    gloo = dist.ProcessGroupGloo
+    options = gloo._Options()
+    options._devices = [gloo.create_device(hostname=own_address)]
+    # As many as without options, for one device.
+    options._threads = 2
+    options._timeout = limit
+    return options
+
+
+def _prefix_of(number: int) -> str:
+    return f"group {number}"
+
+
+def _own_address(host: str, port: int) -> str | None:
+    """Return the address of this machine from which packets go to a host.
+
+    None where the host is all addresses of this machine, or cannot be reached.
+    """
+    with contextlib.suppress(OSError):
+        for family, kind, protocol, _, address in socket.getaddrinfo(
+            host, port, type=socket.SOCK_DGRAM
+        ):
+            if address[0] in ("0.0.0.0", "::"):
+                return None
+            # Nothing is sent.
+            with socket.socket(family, kind, protocol) as probe, contextlib.suppress(OSError):
+                probe.connect(address)
+                return str(probe.getsockname()[0])
+    return None
 
 
 @contextlib.contextmanager

@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
+import itertools
+import json
 import os
+import random
+import socket
+import threading
 import time
 from typing import Any
 
@@ -12,7 +18,7 @@ import torch.distributed as dist
 
 import distckpt
 from distckpt import CheckpointingException, LoadMismatchError, RankFailedError, ShardedTensor
-from distckpt._move import carry
+from distckpt._move import carry, roll_call
 from distckpt._operations import moving
 from distckpt._ranks.attendance import lost_contact
 from distckpt.rules import Rename
@@ -180,7 +186,7 @@ def _late(rank: int, address: str) -> list[int]:
             if version == 2:
                 ask_parent()
                 # The late one has asked by then.
-                while not route._store.check(["ask target 2 1"]):
+                while b'"target 2", 1, "ask"' not in route._store.get("inbox"):
                     time.sleep(0.01)
         if rank == 2 and version > 1:
             break
@@ -337,7 +343,7 @@ def _all_engines_are_restarted(rank: int, address: str) -> list[int]:
     if rank == 0:
         route = distckpt.Route(address, source={"weight": values(0)}, timeout=TIMEOUT)
         seen = [route.run(version=0).version]
-        while not route._store.check(["ask target 1 2"]):
+        while b'"target 1", 3, "ask"' not in route._store.get("inbox"):
             time.sleep(0.01)
         ask_parent()
         return [*seen, route.run(version=1).version]
@@ -568,6 +574,191 @@ def _runs_once(rank: int, address: str) -> int | None:
 def test_an_address_may_have_brackets(run, address):
     host, port = address.split(":")
     assert run(_runs_once, 2, f"[{host}]:{port}") == [1, 1]
+
+
+def _stays_small(rank: int, address: str) -> int:
+    """One target takes all versions; others come for one, and leave or die."""
+    if rank == 0:
+        route = distckpt.Route(address, source={"weight": values(0)}, timeout=TIMEOUT)
+        for version in range(12):
+            route.run(version)
+        return route._store.num_keys()
+    route = distckpt.Route(address, target={"weight": part(0, 1)}, timeout=TIMEOUT)
+    for version in range(12):
+        if version % 3 == 1:
+            with distckpt.Route(address, target={"weight": part(0, 1)}, timeout=TIMEOUT) as other:
+                other_run = threading.Thread(target=other.run)
+                other_run.start()
+                route.run(version)
+                other_run.join()
+        else:
+            route.run(version)
+    return 0
+
+
+def test_the_store_does_not_grow_with_versions_and_targets(address):
+    with launched(_stays_small, 2, address, backend=None) as launch:
+        num_keys, _ = launch.values()
+    # Three of the route, an answer to each target, and two members in each of two groups.
+    assert num_keys <= 3 + 2 + 2 * 2 * 3
+
+
+def _listening_addresses() -> set[str]:
+    """Return the addresses, in the kernel's words, on which this process listens."""
+    own = set()
+    for name in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):
+            own.add(os.readlink(f"/proc/self/fd/{name}"))
+    found = set()
+    for table in ("tcp", "tcp6"):
+        with open(f"/proc/self/net/{table}") as lines:
+            for fields in map(str.split, lines):
+                if fields[3] == "0A" and f"socket:[{fields[9]}]" in own:
+                    found.add(fields[1].split(":")[0])
+    return found
+
+
+def _listens(rank: int, address: str) -> tuple[set[str], set[str]]:
+    os.environ.pop("GLOO_SOCKET_IFNAME", None)
+    sides: dict[str, Any] = {"source": {"weight": values(0)}}
+    if rank:
+        sides = {"target": {"weight": part(0, 1)}}
+    before = _listening_addresses()
+    with distckpt.Route(address, **sides, timeout=TIMEOUT) as route:
+        hosting = _listening_addresses()
+        route.run(1)
+        return hosting - before, _listening_addresses() - before
+
+
+def test_a_route_listens_on_the_address_that_it_is_given_alone():
+    with reserved_address("127.0.0.5") as address:
+        with launched(_listens, 2, address, backend=None) as launch:
+            (hosting, source), (_, target) = launch.values()
+    assert hosting == {"0500007F"}
+    # Members reach each other on the interface of that address.
+    assert source | target <= {"0500007F", "0100007F"}
+
+
+def test_an_address_of_another_machine_is_not_hosted():
+    with pytest.raises(CheckpointingException, match=r"192\.0\.2\.77 is no address of this machine"):
+        distckpt.Route("192.0.2.77:29700", source={}, timeout=1)
+
+
+@pytest.fixture
+def route(address, monkeypatch):
+    """A Route that gives, and does not wait long for others."""
+    monkeypatch.setattr(roll_call, "ANSWER_SECONDS", 0.1)
+    with distckpt.Route(address, source={"weight": values(0)}, timeout=0.4) as source:
+        yield source
+
+
+def client(address: str) -> Any:
+    host, port = address.split(":")
+    return dist.TCPStore(host, int(port), is_master=False, wait_for_workers=False)
+
+
+def ask(store: Any, name: str, number: int) -> None:
+    store.append("inbox", json.dumps([name, number, "ask", None]) + "\n")
+
+
+def test_a_target_that_asks_again_and_again_is_not_waited_for(route, address):
+    store, is_over = client(address), threading.Event()
+
+    def ask_without_coming() -> None:
+        for number in itertools.takewhile(lambda _: not is_over.is_set(), itertools.count(1)):
+            ask(store, "target 1", number)
+
+    asking = threading.Thread(target=ask_without_coming)
+    asking.start()
+    error = error_of(route.run, 1)
+    is_over.set()
+    asking.join()
+    assert isinstance(error, RankFailedError)
+    assert "No target that asked for version 1 came when it was called" in str(error)
+    assert store.num_keys() <= 3 + 1
+
+
+def test_answers_that_nobody_reads_are_forgotten(route, address):
+    store = client(address)
+    for number in range(20):
+        ask(store, f"target {number}", 1)
+    assert isinstance(error_of(route.run, 1), RankFailedError)
+    assert store.num_keys() > 3 + 10
+    while store.num_keys() > 3:
+        # Each start looks for those that wait no longer.
+        assert isinstance(error_of(route.run, 2), RankFailedError)
+
+
+def test_the_number_of_targets_is_bounded(route, address, monkeypatch):
+    monkeypatch.setattr(roll_call, "MAX_TARGETS", 2)
+    store = client(address)
+    for number in range(1, 5):
+        ask(store, f"target {number}", 1)
+    error_of(route.run, 1)
+    answers = [store.get(f"answer 1 to target {number}").decode() for number in range(1, 5)]
+    assert ["More than 2 targets" in answer for answer in answers] == [False, False, False, True]
+    with pytest.raises(ValueError, match="num_targets is at most"):
+        distckpt.Route(address, source={}, num_targets=10**6)
+
+
+OTHER_VALUES = [b"\xff\xfe", b"[" * 100_000, b"{}", b"[]", b"7", b'["target 1", 1, "ask"]']
+
+
+@pytest.mark.parametrize("value", OTHER_VALUES)
+def test_messages_of_another_form_are_named_and_change_nothing(route, address, value, caplog):
+    store = client(address)
+    store.append("inbox", value + b"\n")
+    assert "of 1" in str(error_of(route.run, 1))
+    assert "messages to this Route are of another form" in caplog.text
+
+
+@pytest.mark.parametrize("message", [["target 1", 1, "come", 1], ["rank 1", 1, "ask", 1]])
+def test_messages_of_nobody_are_named(route, address, message, caplog):
+    client(address).append("inbox", json.dumps(message) + "\n")
+    assert "of 1" in str(error_of(route.run, 1))
+    assert "messages to this Route are of another form" in caplog.text
+
+
+@pytest.mark.parametrize("value", OTHER_VALUES)
+def test_answers_of_another_form_are_errors(address, value):
+    host, port = address.split(":")
+    store = dist.TCPStore(host, int(port), is_master=True, wait_for_workers=False)
+    store.set("distckpt", value)
+    with pytest.raises(CheckpointingException, match="not the trainer of a Route"):
+        distckpt.Route(address, target={"weight": part(0, 1)}, timeout=1)
+    roll_call.name_host(store)
+    with distckpt.Route(address, target={"weight": part(0, 1)}, timeout=1) as route:
+        store.set("answer 1 to target 1", value)
+        with pytest.raises(CheckpointingException, match="under 'answer 1 to target 1', which no"):
+            route.run()
+        store.set("answer 2 to target 1", '[1, ""]')
+        store.set("answer 3 to target 1", value)
+        with pytest.raises(CheckpointingException, match="under 'answer 3 to target 1', which no"):
+            route.run()
+
+
+def test_a_store_that_others_change_is_an_error_of_the_trainer(route, address):
+    client(address).delete_key("inbox")
+    with pytest.raises(CheckpointingException, match="The store that this process hosts"):
+        route.run(1)
+
+
+def _moves_beside_garbage(rank: int, address: str) -> int | None:
+    sides: dict[str, Any] = {"source": {"weight": values(0)}}
+    if rank:
+        sides = {"target": {"weight": part(0, 1)}}
+    route = distckpt.Route(address, **sides, timeout=TIMEOUT)
+    route.run(1)
+    if rank:
+        host, port = address.split(":")
+        for number in range(300):
+            with socket.create_connection((host, int(port))) as connection:
+                connection.sendall(random.Random(number).randbytes(200))
+    return route.run(2).version
+
+
+def test_versions_move_beside_connections_of_other_programs(run, address):
+    assert run(_moves_beside_garbage, 2, address) == [2, 2]
 
 
 def _asks_for_more_at_first(rank: int, address: str) -> tuple[str, int | None, int]:
