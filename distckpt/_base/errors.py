@@ -22,7 +22,7 @@ class CheckpointingException(Exception):
         kind: Any = cls
         theirs: Any = megatron_error()
         if theirs is not None and not issubclass(cls, theirs):
-            kind = _of_both(kind, theirs)
+            kind = class_of_both(kind, theirs)
         made: CheckpointingException = super().__new__(kind, *args)
         return made
 
@@ -34,7 +34,7 @@ def megatron_error() -> type[Exception] | None:
 
 
 @functools.cache
-def _of_both(cls: Any, theirs: Any) -> Any:
+def class_of_both(cls: Any, theirs: Any) -> Any:
     """Return a class derived from two, which is pickled as the first."""
 
     def reduce(self: Any) -> tuple[Any, ...]:

@@ -27,6 +27,7 @@ BUILT_IN = "safetensors"
 CHECKSUM_VERSION = 2
 """Since this version of the format, every marker has a checksum."""
 
+_COMMON_BACKEND = "torch"
 _CHECKSUM = "checksum"
 _NO_DIGITS = "0" * 16
 """In place of the checksum while it is computed."""
@@ -48,10 +49,15 @@ class CheckpointingConfig:
     Attributes:
         sharded_backend: name of the format that holds the tensors, such as "safetensors".
         sharded_backend_version: version of that format.
+        common_backend: how Megatron Core before 0.19 stores common state; distckpt stores it with
+            the objects. As its version, it is in a marker only where it is another one.
+        common_backend_version: version of that.
     """
 
     sharded_backend: str
     sharded_backend_version: int = 1
+    common_backend: str = _COMMON_BACKEND
+    common_backend_version: int = 1
 
 
 def check_is_distributed_checkpoint(checkpoint_dir: str | os.PathLike[str]) -> bool:
@@ -94,7 +100,24 @@ def parse_config(
         raise CorruptCheckpointError(
             f"{path}: 'sharded_backend_version' must be an integer, found {version!r:.100}"
         )
-    return CheckpointingConfig(backend, version)
+    common = (
+        fields.get("common_backend", _COMMON_BACKEND),
+        fields.get("common_backend_version", 1),
+    )
+    if [type(value) for value in common] != [str, int]:
+        raise CorruptCheckpointError(
+            f"{path}: 'common_backend' must be a string and 'common_backend_version' an integer, "
+            f"found {common!r:.200}"
+        )
+    return CheckpointingConfig(backend, version, *common)
+
+
+def config_fields(config: CheckpointingConfig) -> dict[str, Any]:
+    """Return the fields of a marker that name a format."""
+    fields = asdict(config)
+    if (config.common_backend, config.common_backend_version) == (_COMMON_BACKEND, 1):
+        del fields["common_backend"], fields["common_backend_version"]
+    return fields
 
 
 def save_config(
@@ -113,7 +136,7 @@ def save_config(
         extra: further JSON fields of the marker; fields of `config` replace those of the same name.
         durable: whether it must have reached the disk on return.
     """
-    write_marker(checkpoint_dir, {**(extra or {}), **asdict(config)}, durable)
+    write_marker(checkpoint_dir, {**(extra or {}), **config_fields(config)}, durable)
 
 
 def read_marker(checkpoint_dir: str | os.PathLike[str]) -> dict[str, Any] | None:

@@ -103,26 +103,26 @@ def to_host(
     return x.cpu() if cpu_offload else x
 
 
-def reshard(x: torch.Tensor, target: Any) -> torch.Tensor:
+def reshard(x: torch.Tensor, target_sharding: Any) -> torch.Tensor:
     """Change how a tensor is distributed. Collective operation: all ranks of the mesh must call it.
 
     Args:
         x: a DTensor, or a plain tensor that all ranks hold, which becomes one.
-        target: placements, one for each axis of the mesh, or `(mesh, placements)`, or None to
-            return `x` as it is.
+        target_sharding: placements, one for each axis of the mesh, or `(mesh, placements)`, or
+            None to return `x` as it is.
 
     Raises:
         TypeError: `x` is a plain tensor, and no mesh is given.
     """
-    if target is None:
+    if target_sharding is None:
         return x
-    has_mesh = len(target) == 2 and isinstance(target[1], (list, tuple))
-    mesh, placements = target if has_mesh else (None, target)
+    has_mesh = len(target_sharding) == 2 and isinstance(target_sharding[1], (list, tuple))
+    mesh, placements = target_sharding if has_mesh else (None, target_sharding)
     if not hasattr(x, "redistribute"):
         if mesh is None:
             raise TypeError(
-                f"a plain tensor of shape {tuple(x.shape)} has no mesh to be resharded to {target} "
-                "on: give (mesh, placements), or a DTensor"
+                f"a plain tensor of shape {tuple(x.shape)} has no mesh to be resharded to "
+                f"{target_sharding} on: give (mesh, placements), or a DTensor"
             )
         return torch.distributed.tensor.distribute_tensor(x, mesh, placements)
     return x.redistribute(mesh, placements)  # type: ignore[no-any-return]
@@ -144,7 +144,7 @@ def read_process_array(
     key: str,
     shard_fns: Mapping[str, TensorFunction | None] | None,
     mismatch_allowed: bool,
-    source: TensorSource | Mapping[str, torch.Tensor],
+    manager: TensorSource | Mapping[str, torch.Tensor],
     callback: Callable[[torch.Tensor, str], torch.Tensor] | None = None,
     dtype: torch.dtype | str | np.dtype[Any] | None = None,
 ) -> tuple[str, torch.Tensor, int]:
@@ -156,7 +156,7 @@ def read_process_array(
             nothing.
         mismatch_allowed: whether a tensor may lack a function in `shard_fns`; then it stays where
             it is.
-        source: gives the tensor: an open safetensors file, or a mapping.
+        manager: gives the tensor: an open safetensors file, or a mapping.
         callback: called with the placed tensor and its key; returns the tensor to go on with.
         dtype: to cast to; only floating tensors are cast, as in `to_host`.
 
@@ -167,7 +167,7 @@ def read_process_array(
         ValueError: there is no function for the key, and that is not allowed.
     """
     num_mismatches = 0
-    tensor = source[key] if isinstance(source, Mapping) else source.get_tensor(key)
+    tensor = manager[key] if isinstance(manager, Mapping) else manager.get_tensor(key)
     if shard_fns is not None:
         place = shard_fns.get(key)
         if place is not None:

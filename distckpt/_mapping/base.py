@@ -5,13 +5,14 @@ the words.
 from __future__ import annotations
 
 import math
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from numbers import Integral
 from operator import index
 from typing import Any, NoReturn, TypeAlias
 
 from distckpt._base.errors import InvalidShardingError
 from distckpt._base.lazy import torch
+from distckpt._mapping.kinds import ShardedMeta, megatron_counterpart
 
 ReplicaId: TypeAlias = int | tuple[int, ...]
 
@@ -33,7 +34,7 @@ class BufferReplicaId(OpenReplicaId):
     """
 
 
-class ShardedBase(ABC):
+class ShardedBase(metaclass=ShardedMeta):
     """Base of the parts of global tensors and objects in a sharded state dict.
 
     Two of them are equal when they are of one class, describe the same thing and hold the very same
@@ -57,6 +58,9 @@ class ShardedBase(ABC):
     @abstractmethod
     def without_data(self) -> ShardedBase:
         """Return a copy whose `data` is None."""
+
+    def __post_init__(self) -> None:
+        megatron_counterpart(type(self))
 
     def _check_identity(self) -> None:
         if not isinstance(self.key, str):

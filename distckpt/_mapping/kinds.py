@@ -1,5 +1,4 @@
-"""Tell what a leaf of a sharded state dict is: an object of distckpt, or its counterpart of
-Megatron Core.
+"""Counterparts of the sharded classes in Megatron Core: `isinstance` answers for both.
 
 Megatron's classes are recognized by their names and fields: it need not be installed, and any
 version of it will do.
@@ -8,6 +7,8 @@ version of it will do.
 from __future__ import annotations
 
 import functools
+import sys
+from abc import ABCMeta
 from typing import Any
 
 _FIELDS = {
@@ -40,14 +41,44 @@ def kind_of(cls: type) -> str | None:
     return None
 
 
-def is_a(value: Any, *classes: type) -> bool:
-    """Tell whether a value is an instance of one of the classes, or of Megatron's class of the same
-    name.
+class ShardedMeta(ABCMeta):
+    """Metaclass of the sharded classes: objects of Megatron's class of the same name are instances
+    of them, so that a program need not know who made an object.
+
+    Their classes are no subclasses.
     """
-    if isinstance(value, classes):
+
+    def __instancecheck__(cls, instance: Any) -> bool:
+        """Tell whether an object is of the class, or of its counterpart."""
+        return _covers(cls, type(instance))  # type: ignore[arg-type]  # Classes are hashable.
+
+
+@functools.cache
+def _covers(cls: type, other: type) -> bool:
+    if issubclass(other, cls):
         return True
-    kind = kind_of(type(value))  # type: ignore[arg-type]  # Classes are hashable.
-    if kind is None:
-        return False
-    names = {cls.__name__ for cls in classes}
-    return kind in names or ("ShardedBase" in names and kind in _FIELDS)
+    kind = kind_of(other)  # type: ignore[arg-type]
+    # Not what a program derives from ours.
+    is_ours = cls.__module__.partition(".")[0] == __name__.partition(".")[0]
+    return is_ours and (kind == cls.__name__ or (cls.__name__ == "ShardedBase" and kind in _FIELDS))
+
+
+@functools.cache
+def _counterpart(cls: type, theirs: Any) -> Any:
+    """Return Megatron's class of the same kind, for which objects of a class are instances now."""
+    counterpart = getattr(theirs, str(kind_of(cls)), None)
+    if isinstance(counterpart, ABCMeta):
+        counterpart.register(cls)
+    return counterpart
+
+
+def megatron_counterpart(cls: type) -> Any:
+    """Make Megatron's class of the same kind known to a class, whichever was imported first.
+
+    Objects of the class become instances of Megatron's where that is an abstract base class.
+    Returns Megatron's class; None where Megatron has not been imported.
+    """
+    theirs = sys.modules.get("megatron.core.dist_checkpointing.mapping")
+    # While that is imported it has no class yet.
+    is_complete = hasattr(theirs, "ShardedTensorFactory")
+    return _counterpart(cls, theirs) if is_complete else None

@@ -63,6 +63,7 @@ class ShardedTensor(ShardedBase):
     flattened_range: slice | None = None
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         self.local_shape = integers(type(self), self.key, "local_shape", self.local_shape)
         self.global_shape = integers(type(self), self.key, "global_shape", self.global_shape)
         self.global_offset = integers(type(self), self.key, "global_offset", self.global_offset)

@@ -9,11 +9,11 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import Any, NoReturn, TypeAlias, cast
 
-from distckpt._base.errors import InvalidShardingError
+from distckpt._base.errors import InvalidShardingError, class_of_both
 from distckpt._base.lazy import torch
 from distckpt._base.tree import Position, at, dotted, nested_items_iter, nodes
 from distckpt._mapping.base import INTEGERS, ReplicaId, ShardedBase, fail, integers
-from distckpt._mapping.kinds import is_a
+from distckpt._mapping.kinds import ShardedMeta, megatron_counterpart
 
 StateDict: TypeAlias = dict[str, Any]
 CommonStateDict: TypeAlias = dict[str, Any]
@@ -34,12 +34,24 @@ def is_main_replica(replica_id: ReplicaId) -> bool:
     return all(r == 0 for r in cast(Iterable[int], replica_id))
 
 
-class LocalNonpersistentObject:
+class LocalNonpersistentObject(metaclass=ShardedMeta):
     """A value of this rank that is not saved; `load` returns it as it is."""
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> LocalNonpersistentObject:
+        """Make an object that is also one of Megatron, which has no abstract class for it."""
+        theirs = megatron_counterpart(cls)
+        kind: Any = cls
+        if theirs is not None and not issubclass(cls, theirs):
+            kind = class_of_both(cls, theirs)
+        made: LocalNonpersistentObject = super().__new__(kind)
+        return made
 
     def __init__(self, obj: Any) -> None:
         """Wrap a value."""
         self.obj = obj
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self.obj,)
 
     def unwrap(self) -> Any:
         """Return the wrapped value."""
@@ -69,6 +81,7 @@ class ShardedObject(ShardedBase):
     replica_id: ReplicaId = 0
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         self.global_shape = integers(type(self), self.key, "global_shape", self.global_shape)
         self.global_offset = integers(type(self), self.key, "global_offset", self.global_offset)
         self.validate_metadata_integrity()
@@ -189,7 +202,7 @@ class ShardedTensorFactory(ShardedBase):
 def apply_factories(sharded_state_dict: ShardedStateDict) -> None:
     """Replace each factory in nested dicts and lists by what it builds, in place."""
     for container, key, value in nested_items_iter(sharded_state_dict):
-        if is_a(value, ShardedTensorFactory):
+        if isinstance(value, ShardedTensorFactory):
             container[key] = value.build()
 
 
@@ -208,14 +221,14 @@ def apply_factory_merges(x1: Any, x2: Any, key: Position = ()) -> Any:
     Raises:
         InvalidShardingError: `x1` has no counterpart of a factory; the message gives the position.
     """
-    if is_a(x2, ShardedTensorFactory):
+    if isinstance(x2, ShardedTensorFactory):
         return x2.merge_fn(x1)
     for position, node in nodes(x2, _holds_factories):
         if position:
             *above, last = position
             loaded = at(x1, tuple(above))
             _check_is_loaded(loaded, last, (*key, *above))
-        if is_a(node, ShardedTensorFactory):
+        if isinstance(node, ShardedTensorFactory):
             loaded[last] = node.merge_fn(loaded[last])
         else:
             _check_containers(at(x1, position), node, (*key, *position))

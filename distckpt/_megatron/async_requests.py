@@ -90,10 +90,11 @@ class AsyncCallsQueue:
     """Scheduled requests, finalized in their order.
 
     Args:
-        persistent: accepted for compatibility: one thread does all requests.
+        persistent: accepted for compatibility, as is `cpu_shm_mode`: one thread does all requests.
     """
 
-    def __init__(self, persistent: bool = False) -> None:
+    def __init__(self, persistent: bool = False, cpu_shm_mode: bool = False) -> None:
+        del cpu_shm_mode
         self.async_calls: deque[tuple[background.Task[None], AsyncRequest]] = deque()
         self.call_idx = -1
         self.persistent = persistent
@@ -167,9 +168,17 @@ class AsyncCallsQueue:
         self.async_calls.clear()
 
     @classmethod
-    def warmup_persistent_caller(cls, rank: int, **kwargs: Any) -> None:
+    def warmup_persistent_caller(
+        cls,
+        rank: int,
+        mp_mode: str = "spawn",
+        cpu_priority: int = 10,
+        io_priority: int | None = None,
+        cpu_shm_mode: bool = False,
+        **kwargs: Any,
+    ) -> None:
         """Do nothing: no process is started that would need time."""
-        del cls, rank, kwargs
+        del cls, rank, mp_mode, cpu_priority, io_priority, cpu_shm_mode, kwargs
 
 
 class AsyncCaller:
@@ -179,6 +188,9 @@ class AsyncCaller:
 
     def __init__(self) -> None:
         self._queue = AsyncCallsQueue()
+
+    def __del__(self) -> None:
+        """Do nothing: what was scheduled goes on in the background thread."""
 
     def schedule_async_call(self, async_req: AsyncRequest) -> None:
         """Start a request. Collective operation, see `AsyncCallsQueue.schedule_async_request`."""

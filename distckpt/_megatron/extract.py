@@ -6,7 +6,6 @@ from collections.abc import Callable
 from typing import Any
 
 from distckpt._mapping.base import ShardedBase
-from distckpt._mapping.kinds import is_a
 from distckpt._mapping.sharded_tensor import ShardedTensor
 from distckpt._mapping.wrappers import (
     LocalNonpersistentObject,
@@ -32,7 +31,7 @@ def extract_sharded_tensors(
     everything else. They keep the nesting, close gaps in lists, and do not change their argument;
     see `dict_utils.extract_matching_values`.
     """
-    return extract_matching_values(sharded_state_dict, lambda v: is_a(v, ShardedTensor))
+    return extract_matching_values(sharded_state_dict, lambda v: isinstance(v, ShardedTensor))
 
 
 def extract_sharded_tensors_and_factories(
@@ -40,7 +39,7 @@ def extract_sharded_tensors_and_factories(
 ) -> tuple[ShardedStateDict, StateDict]:
     """Split a state dict into its `ShardedTensor`s and `ShardedTensorFactory`s, and the rest."""
     return extract_matching_values(
-        sharded_state_dict, lambda v: is_a(v, ShardedTensor, ShardedTensorFactory)
+        sharded_state_dict, lambda v: isinstance(v, ShardedTensor | ShardedTensorFactory)
     )
 
 
@@ -52,7 +51,7 @@ def extract_sharded_tensors_or_nonpersistent(
     """
     return extract_matching_values(
         sharded_state_dict,
-        lambda v: is_a(v, ShardedTensor, ShardedTensorFactory, LocalNonpersistentObject),
+        lambda v: isinstance(v, ShardedTensor | ShardedTensorFactory | LocalNonpersistentObject),
     )
 
 
@@ -60,14 +59,16 @@ def extract_sharded_base(
     sharded_state_dict: ShardedStateDict,
 ) -> tuple[ShardedStateDict, StateDict]:
     """Split a state dict into `ShardedBase` values (shards, objects, factories) and the rest."""
-    return extract_matching_values(sharded_state_dict, lambda v: is_a(v, ShardedBase))
+    return extract_matching_values(sharded_state_dict, lambda v: isinstance(v, ShardedBase))
 
 
 def extract_nonpersistent(
     sharded_state_dict: ShardedStateDict,
 ) -> tuple[ShardedStateDict, StateDict]:
     """Split a state dict into its `LocalNonpersistentObject`s, still wrapped, and the rest."""
-    return extract_matching_values(sharded_state_dict, lambda v: is_a(v, LocalNonpersistentObject))
+    return extract_matching_values(
+        sharded_state_dict, lambda v: isinstance(v, LocalNonpersistentObject)
+    )
 
 
 def add_prefix_for_sharding(sharded_state_dict: ShardedStateDict, prefix: str) -> None:
@@ -86,7 +87,7 @@ def replace_prefix_for_sharding(
         ValueError: a key does not start with `old_prefix`; nothing is changed then.
     """
     for value in nested_values([sharded_state_dict]):
-        if is_a(value, ShardedBase) and not value.key.startswith(old_prefix):
+        if isinstance(value, ShardedBase) and not value.key.startswith(old_prefix):
             raise ValueError(
                 f"expected every key to begin with prefix {old_prefix!r}, but found {value.key!r}; "
                 "apply_prefix_mapping leaves other keys alone"
@@ -113,7 +114,7 @@ def apply_prefix_mapping(sharded_state_dict: ShardedStateDict, prefix_map: dict[
 def _rename_keys(sharded_state_dict: ShardedStateDict, rename: Callable[[str], str]) -> None:
     # By identity: a value that is at several positions of a state dict is renamed once.
     # In a list, since a single wrapped value is accepted as well.
-    wrapped = {id(v): v for v in nested_values([sharded_state_dict]) if is_a(v, ShardedBase)}
+    wrapped = {id(v): v for v in nested_values([sharded_state_dict]) if isinstance(v, ShardedBase)}
     for value in wrapped.values():
         value.key = rename(value.key)
 
@@ -124,9 +125,9 @@ def force_all_tensors_to_non_fp8(sharded_state_dict: ShardedStateDict) -> None:
     Such a tensor pretends to be of a high precision type, but holds 8-bit numbers and scales.
     """
     for value in nested_values([sharded_state_dict]):
-        if is_a(value, ShardedBase) and _is_float8(value.data):
+        if isinstance(value, ShardedBase) and _is_float8(value.data):
             value.data = value.data.dequantize()
-            if is_a(value, ShardedTensor):
+            if isinstance(value, ShardedTensor):
                 value.dtype = value.data.dtype
 
 

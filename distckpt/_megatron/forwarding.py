@@ -130,7 +130,8 @@ _OURS = (LocalNonpersistentObject, ShardedObject, ShardedTensor, ShardedTensorFa
 
 
 def _is_ours(value: Any) -> bool:
-    return isinstance(value, _OURS)
+    # Megatron's objects are instances, too.
+    return issubclass(type(value), _OURS)
 
 
 def _to_theirs(value: Any, name: str) -> Any:

@@ -142,8 +142,12 @@ class FullyParallelLoadStrategyWrapper(LoadShardedStrategy):
         return _engine_within_group(self, FullyParallelLoadStrategyWrapper)
 
     def load(
-        self, sharded_state_dict: ShardedStateDict, checkpoint_dir: str | os.PathLike[str]
+        self,
+        sharded_state_dict: ShardedStateDict,
+        checkpoint_dir: str | os.PathLike[str],
+        async_strategy: str = "mcore",
     ) -> StateDict:
+        del async_strategy
         return self.base_strategy.load(sharded_state_dict, os.fspath(checkpoint_dir))
 
     def apply_loading_parallelization(self, sharded_state_dict: ShardedStateDict) -> Any:

@@ -7,7 +7,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from distckpt._mapping.kinds import is_a
 from distckpt._mapping.sharded_tensor import ShardedTensor
 from distckpt._mapping.wrappers import (
     CommonStateDict,
@@ -55,7 +54,7 @@ def load_preprocess(
     copied, _ = extract_matching_values(sharded_state_dict, lambda value: True)
     copied = filter_out_empty_flatten_tensor(copied)
     factories, _ = extract_matching_values(
-        copied, lambda v: is_a(v, ShardedTensorFactory), return_lists_as_dicts=True
+        copied, lambda v: isinstance(v, ShardedTensorFactory), return_lists_as_dicts=True
     )
     apply_factories(copied)
     dict_list_map_inplace(lambda factory: factory.without_data(), factories)
@@ -68,7 +67,7 @@ def filter_out_empty_flatten_tensor(sharded_state_dict: ShardedStateDict) -> Sha
     """Return a state dict without flat shards that hold no elements."""
 
     def holds_elements(value: Any) -> bool:
-        flat = getattr(value, "flattened_range", None) if is_a(value, ShardedTensor) else None
+        flat = getattr(value, "flattened_range", None) if isinstance(value, ShardedTensor) else None
         return flat is None or flat.start != flat.stop
 
     kept: ShardedStateDict

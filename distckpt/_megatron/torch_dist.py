@@ -167,8 +167,8 @@ class _AsyncModules(dict[str, Any]):
 
 
 def get_async_strategy(async_strategy: str = "nvrx", module: str | None = None) -> tuple[str, Any]:
-    """Return the classes for background saves, whichever of Megatron's two ways is asked for:
-    ("mcore", by name).
+    """Return the classes for background saves: the name that was asked for, and the same classes
+    for both of Megatron's ways.
 
     Args:
         async_strategy: "nvrx" or "mcore"; nvidia-resiliency-ext is not needed.
@@ -186,7 +186,7 @@ def get_async_strategy(async_strategy: str = "nvrx", module: str | None = None) 
         AsyncCallsQueue=AsyncCallsQueue, AsyncRequest=AsyncRequest, _results_queue=None,
         get_write_results_queue=get_write_results_queue,
     )  # fmt: skip
-    return "mcore", modules if module is None else modules[module]
+    return async_strategy, modules if module is None else modules[module]
 
 
 def get_write_results_queue(mp_mode: str = "spawn") -> None:

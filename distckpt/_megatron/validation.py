@@ -16,7 +16,6 @@ from distckpt._base.tree import HOLE, fold, without_holes
 from distckpt._commit.presence import check_marker
 from distckpt._format.marker import read_marker
 from distckpt._mapping.base import ShardedBase
-from distckpt._mapping.kinds import is_a
 from distckpt._mapping.sharded_tensor import ShardedTensor
 from distckpt._mapping.wrappers import ShardedObject, ShardedStateDict
 from distckpt._megatron.dict_utils import nested_values
@@ -215,4 +214,4 @@ def _without_holes(container: Any, children: list[Any]) -> Any:
 
 
 def _has_key(node: Any, keys: set[str]) -> bool:
-    return is_a(node, ShardedBase) and node.key in keys
+    return isinstance(node, ShardedBase) and node.key in keys

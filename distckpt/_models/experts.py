@@ -13,7 +13,6 @@ from distckpt._base.errors import InvalidShardingError
 from distckpt._base.tree import Position, map_leaves
 from distckpt._geometry.region import with_item
 from distckpt._mapping.base import ReplicaId
-from distckpt._mapping.kinds import is_a
 from distckpt._mapping.sharded_tensor import ShardedTensor
 from distckpt._mapping.wrappers import ShardedObject, ShardedStateDict, ShardedTensorFactory
 from distckpt._models.fused import FusedPart, fail, parts_factory
@@ -190,7 +189,7 @@ def _with_built(
     """Make the factory of changed shards."""
 
     def changed(_: Position, leaf: Any) -> Any:
-        return change(adopt(leaf)) if is_a(leaf, ShardedTensor, ShardedObject) else leaf
+        return change(adopt(leaf)) if isinstance(leaf, ShardedTensor | ShardedObject) else leaf
 
     def build(
         key: str, tensor: torch.Tensor, replica_id: ReplicaId, flattened_range: slice | None

@@ -7,7 +7,7 @@ import json
 import logging
 import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any
 
 from distckpt._base.messages import check_choice, check_num_bytes
@@ -15,7 +15,7 @@ from distckpt._base.options import SaveOptions, check_options, check_seconds, ch
 from distckpt._base.reports import SaveReport, publish
 from distckpt._commit import posix
 from distckpt._commit.output import Output, OutputSettings, new_output
-from distckpt._format.marker import CheckpointingConfig, marker_of, replaced
+from distckpt._format.marker import CheckpointingConfig, config_fields, marker_of, replaced
 from distckpt._io.prepared_save import PreparedSave
 from distckpt._mapping.wrappers import CommonStateDict, StateDict
 from distckpt._ranks.collectives import Figures, PhaseTimer, Ranks
@@ -158,7 +158,7 @@ def _commit(save: PlannedSave, output: Output, told: Sequence[bytes]) -> None:
     if save.source is not None:
         _check_source(save)
     notes = {**_duration(save), **save.request.notes}
-    output.commit({**notes, **fields, **asdict(save.config)}, save.prepared.written)
+    output.commit({**notes, **fields, **config_fields(save.config)}, save.prepared.written)
 
 
 def _duration(save: PlannedSave) -> Mapping[str, Any]:

@@ -535,7 +535,8 @@ def group_over(
 
     def connect() -> Any:
         own = None if os.environ.get("GLOO_SOCKET_IFNAME") else _own_address(*address)
-        return dist.ProcessGroupGloo(shared, rank, size, _gloo_options(own, limit) if own else limit)
+        settings = limit if own is None else _gloo_options(own, limit)
+        return dist.ProcessGroupGloo(shared, rank, size, settings)
 
     try:
         group = answer_of(connect, 2 * timeout)
@@ -556,7 +557,7 @@ def forget_group(store: Any, number: int, size: int) -> None:
 
 def _gloo_options(own_address: str, limit: timedelta) -> Any:
     gloo = dist.ProcessGroupGloo
-    options = gloo._Options()
+    options = gloo._Options()  # type: ignore[attr-defined]
     options._devices = [gloo.create_device(hostname=own_address)]
     # As many as without options, for one device.
     options._threads = 2

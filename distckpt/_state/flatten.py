@@ -37,7 +37,7 @@ from distckpt._format.codec import refuse_unknown
 from distckpt._mapping.base import ShardedBase
 from distckpt._mapping.sharded_tensor import ShardedTensor
 from distckpt._mapping.wrappers import LocalNonpersistentObject, ShardedObject, ShardedTensorFactory
-from distckpt._state.megatron_shards import adopt, is_foreign
+from distckpt._state.megatron_shards import adopt
 from distckpt._state.shards import Shard
 from distckpt._state.stored_form import StoredEntry, stored_form
 
@@ -181,7 +181,7 @@ def _is_walked(node: Any) -> bool:
 
 
 def _is_part(leaf: Any) -> bool:
-    return isinstance(leaf, ShardedBase | LocalNonpersistentObject) or is_foreign(leaf)
+    return isinstance(leaf, ShardedBase | LocalNonpersistentObject)
 
 
 # --- Checking -------------------------------------------------------------------------------------

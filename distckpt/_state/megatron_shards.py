@@ -35,11 +35,6 @@ def adopt(node: Any) -> Any:
     return node if convert is None else convert(node)
 
 
-def is_foreign(node: Any) -> bool:
-    """Tell whether a value is an object of Megatron that `adopt` converts."""
-    return _converter_of(type(node)) is not None  # type: ignore[arg-type]
-
-
 def _adopt_tensor(node: Any) -> ShardedTensor:
     data = node.data
     dtype = node.dtype

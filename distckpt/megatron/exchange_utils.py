@@ -15,4 +15,5 @@ __getattr__ = forward(
     "exchange_loaded_tensors_gather_object",
     "exchange_loaded_tensors_gather_rounds",
     "is_float8tensor",
+    "logger",
 )

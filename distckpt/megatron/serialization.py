@@ -2,8 +2,11 @@
 `dist_checkpointing.serialization`.
 """
 
+import logging
+
 from distckpt._base.public import set_public_home
 from distckpt._mapping.wrappers import CommonStateDict, ShardedStateDict, StateDict
+from distckpt._megatron.common import COMMON_STATE_FNAME as COMMON_STATE_FNAME
 from distckpt._megatron.default_strategies import (
     get_default_load_sharded_strategy,
     get_default_save_sharded_strategy,
@@ -37,3 +40,5 @@ __all__ = [
 ]
 
 set_public_home(globals())
+
+logger = logging.getLogger(__name__)

@@ -46,7 +46,7 @@ __all__ = [
 set_public_home(globals())
 
 _clean_metadata_for_serialization = storable_metadata
-_fallback_logger = logging.getLogger(__name__)
+fallback_logger = logging.getLogger(__name__)
 # Context variables, so that threads (an asynchronous save, say) do not see one another's nesting.
 _names: ContextVar[tuple[str, ...]] = ContextVar("distckpt_debug_names", default=())
 _loggers: ContextVar[tuple[logging.Logger, ...]] = ContextVar("distckpt_debug_loggers", default=())
@@ -77,7 +77,7 @@ def logger_stack(
     names_token = _names.set((*names, name) if name else names)
     loggers_token = _loggers.set((*loggers, current_logger) if current_logger else loggers)
     try:
-        yield ".".join(_names.get()), (_loggers.get() or (_fallback_logger,))[-1]
+        yield ".".join(_names.get()), (_loggers.get() or (fallback_logger,))[-1]
     finally:
         _loggers.reset(loggers_token)
         _names.reset(names_token)

@@ -2,6 +2,8 @@
 hold the same keys.
 """
 
+import logging
+
 from distckpt._base.public import set_public_home
 from distckpt._commit.presence import READER_VERSION
 from distckpt._megatron.validation import (
@@ -17,6 +19,7 @@ from distckpt._megatron.validation import (
 from distckpt._state.strictness import StrictHandling, parse_strict_flag
 
 __all__ = [
+    "INTEGRITY_FNAME",
     "READER_VERSION",
     "StrictHandling",
     "adjust_non_strict_load",
@@ -31,3 +34,8 @@ __all__ = [
 ]
 
 set_public_home(globals())
+
+logger = logging.getLogger(__name__)
+
+INTEGRITY_FNAME = "integrity.json"
+"""Megatron's file of hashes; distckpt has checksums in its own files."""

@@ -10,7 +10,6 @@ import torch
 
 from distckpt._base.errors import InvalidShardingError
 from distckpt._base.tree import leaves
-from distckpt._mapping.kinds import is_a
 from distckpt._mapping.sharded_tensor import ShardedTensor
 from distckpt._mapping.wrappers import (
     LocalNonpersistentObject,
@@ -70,7 +69,7 @@ def get_param_id_to_sharded_param_map(
     by_memory.pop(None, None)
     sharded_params: dict[int, ShardedTensor | ShardedTensorFactory] = {}
     for _, shard in leaves(model_sharded_state_dict):
-        if not is_a(shard, ShardedTensor, ShardedTensorFactory):
+        if not isinstance(shard, ShardedTensor | ShardedTensorFactory):
             continue
         position = by_object.get(id(shard.data))
         if position is None and shard.data is not None:

@@ -11,7 +11,6 @@ import torch
 from distckpt._base.errors import InvalidShardingError, LoadMismatchError
 from distckpt._base.memory import in_huge_pages
 from distckpt._base.tree import leaves
-from distckpt._mapping.kinds import is_a
 from distckpt._mapping.sharded_tensor import ShardedTensor
 from distckpt._mapping.wrappers import ShardedTensorFactory
 from distckpt._models.dtensor import has_parts, is_dtensor, local_part, shard_of_dtensor
@@ -37,7 +36,7 @@ def make_sharded_optimizer_tensor(
     """
     data = local_part(optim_param)
     key = f"{prefix}.{model_param.key}"
-    if is_a(model_param, ShardedTensorFactory):
+    if isinstance(model_param, ShardedTensorFactory):
         return replace(model_param, key=key, data=data)
     return replace(model_param, key=key, data=data, dtype=data.dtype)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ast
+import copy
 import dataclasses
 import importlib
 import inspect
@@ -10,6 +12,7 @@ import subprocess
 import sys
 
 import pytest
+import torch
 
 from distckpt import mapping, megatron
 from distckpt.megatron import serialization
@@ -242,6 +245,7 @@ def test_strict_modes_are_megatrons():
 INTERNAL = {
     "dict_utils": {"U", "V"},
     "exchange_utils": {"T"},
+    "strategies.async_utils": {"TORCH_MIN_VERSION"},
     "serialization": {"get_default_save_common_strategy"},
     "strategies.common": {"register_default_common_strategies"},
     "strategies.fully_parallel": {"T"},
@@ -252,19 +256,147 @@ INTERNAL = {
 
 
 def test_every_name_of_the_installed_megatron_is_there():
-    theirs = megatron_or_skip("dist_checkpointing")
-    found = pkgutil.walk_packages(theirs.__path__)
-    for path in ["", *(module.name for module in found)]:
-        name = f"{theirs.__name__}.{path}".rstrip(".")
-        module = importlib.import_module(name)
-        own = importlib.import_module(f"distckpt.megatron.{path}".rstrip("."))
-        defined = {
-            public
-            for public, value in vars(module).items()
-            if not public.startswith("_") and getattr(value, "__module__", None) == name
-        }
-        absent = {public for public in defined if not hasattr(own, public)}
+    for path, module, own in modules_of_both():
+        absent = {name for name in names_in(module) if not hasattr(own, name)}
+        if path.startswith("strategies."):
+            absent.discard("logger")
         assert absent <= INTERNAL.get(path, set()), path
+
+
+def modules_of_both():
+    """Yield each module of the installed Megatron, with its path, beside that of distckpt."""
+    theirs = megatron_or_skip("dist_checkpointing")
+    prefix = f"{theirs.__name__}."
+    found = [module.name for module in pkgutil.walk_packages(theirs.__path__, prefix)]
+    assert f"{prefix}strategies.torch" in found
+    for name in [theirs.__name__, *found]:
+        path = name.removeprefix(theirs.__name__).removeprefix(".")
+        own = importlib.import_module(f"distckpt.megatron.{path}".rstrip("."))
+        yield path, importlib.import_module(name), own
+
+
+def names_in(module):
+    """Return the public names that the code of a module assigns or defines, constants included."""
+    names = set()
+    for node in ast.parse(inspect.getsource(module)).body:
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            names.add(node.name)
+        targets = node.targets if isinstance(node, ast.Assign) else []
+        names.update(target.id for target in targets if isinstance(target, ast.Name))
+    return {name for name in names if not name.startswith("_")}
+
+
+OTHER_ARGUMENTS = {
+    "serialization.load",
+    "serialization.load_sharded_metadata",
+    "serialization.save",
+}
+"""What lost the argument `common_strategy`, as in newer versions of Megatron."""
+
+
+def argument_names(function):
+    """Return the names of the arguments of a function; None if it takes any."""
+    parameters = inspect.signature(function).parameters.values()
+    kinds = {parameter.kind for parameter in parameters}
+    if {inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD} <= kinds:
+        return None
+    return [parameter.name for parameter in parameters]
+
+
+def other_arguments(where, own, theirs):
+    """Return functions and methods below a name whose first arguments are not Megatron's."""
+    if inspect.isclass(theirs):
+        methods = [
+            name
+            for name, value in vars(theirs).items()
+            if inspect.isroutine(value) and (not name.startswith("_") or name == "__del__")
+        ]
+        return [
+            other
+            for name in methods
+            for other in other_arguments(
+                f"{where}.{name}", getattr(own, name, None), getattr(theirs, name)
+            )
+        ]
+    if not inspect.isroutine(theirs):
+        return []
+    if own is None:
+        # Other methods are steps of Megatron's own format.
+        return [where] if where.endswith("__del__") else []
+    names, wanted = argument_names(own), argument_names(theirs)
+    are_same = names is None or wanted is None or names[: len(wanted)] == wanted
+    return [] if are_same else [where]
+
+
+def test_arguments_have_the_names_and_order_of_the_installed_megatron():
+    others = set()
+    for path, module, own in modules_of_both():
+        for name in names_in(module):
+            if hasattr(own, name):
+                where = f"{path}.{name}"
+                others.update(other_arguments(where, getattr(own, name), getattr(module, name)))
+    assert others == OTHER_ARGUMENTS
+
+
+def test_names_of_newer_releases_are_there():
+    validation = importlib.import_module("distckpt.megatron.validation")
+    fully_parallel = importlib.import_module("distckpt.megatron.strategies.fully_parallel")
+    torch_strategies = importlib.import_module("distckpt.megatron.strategies.torch")
+    assert validation.INTEGRITY_FNAME == "integrity.json"
+    assert serialization.COMMON_STATE_FNAME == "common.pt"
+    load = fully_parallel.FullyParallelLoadStrategyWrapper.load
+    assert argument_names(load)[-1] == "async_strategy"
+    for name in ("nvrx", "mcore"):
+        assert torch_strategies.get_async_strategy(name)[0] == name
+
+
+def test_the_backend_of_common_state_is_in_the_marker_where_it_is_another_one(tmp_path):
+    config = megatron.core.CheckpointingConfig("torch_dist")
+    assert (config.common_backend, config.common_backend_version) == ("torch", 1)
+    megatron.core.save_config(config, tmp_path)
+    assert "common_backend" not in (tmp_path / "metadata.json").read_text()
+    assert megatron.core.maybe_load_config(tmp_path) == config
+    other = megatron.core.CheckpointingConfig("torch_dist", 1, "zarr", 2)
+    megatron.core.save_config(other, tmp_path)
+    assert megatron.core.maybe_load_config(tmp_path) == other
+
+
+SHARDED = ["ShardedTensor", "ShardedObject", "ShardedTensorFactory", "LocalNonpersistentObject"]
+
+
+def made_by(module):
+    """Return an object of each sharded class of a module."""
+    data = torch.ones(2)
+    return {
+        "ShardedTensor": module.ShardedTensor.from_rank_offsets("weight", data),
+        "ShardedObject": module.ShardedObject("state", 1, (1,), (0,)),
+        "ShardedTensorFactory": module.ShardedTensorFactory("fused", data, dict, sum),
+        "LocalNonpersistentObject": module.LocalNonpersistentObject(3),
+    }
+
+
+@pytest.mark.parametrize("name", SHARDED)
+def test_classes_answer_for_megatrons_objects_and_megatrons_for_ours(name):
+    theirs = megatron_or_skip("dist_checkpointing.mapping")
+    for made, module in ((made_by(mapping), theirs), (made_by(theirs), mapping)):
+        kinds = [other for other in SHARDED if isinstance(made[name], getattr(module, other))]
+        assert kinds == [name]
+        assert isinstance(made[name], module.ShardedBase) == (name != SHARDED[-1])
+        copied = copy.deepcopy(made[name])
+        assert type(copied) is type(made[name])
+    assert not isinstance(data := torch.ones(2), mapping.ShardedTensor), data
+
+
+def test_classes_that_a_program_derives_do_not_answer_for_megatrons_objects():
+    theirs = megatron_or_skip("dist_checkpointing.mapping")
+
+    class Own(mapping.ShardedTensor):
+        pass
+
+    assert not isinstance(made_by(theirs)["ShardedTensor"], Own)
+    own = Own.from_rank_offsets("weight", torch.ones(2))
+    assert isinstance(own, mapping.ShardedTensor)
+    assert isinstance(own, theirs.ShardedTensor)
 
 
 @pytest.mark.parametrize("verb", ["save", "load"])
