@@ -245,7 +245,7 @@ def test_strict_modes_are_megatrons():
 INTERNAL = {
     "dict_utils": {"U", "V"},
     "exchange_utils": {"T"},
-    "strategies.async_utils": {"TORCH_MIN_VERSION"},
+    "strategies.base": {"async_calls", "default_strategies"},
     "serialization": {"get_default_save_common_strategy"},
     "strategies.common": {"register_default_common_strategies"},
     "strategies.fully_parallel": {"T"},
