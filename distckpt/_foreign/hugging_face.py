@@ -113,19 +113,26 @@ def read_directory(location: str, *, require_sharding_info: bool = False) -> Man
     without_info = [each.file.name for each in read if not each.has_info]
     if without_info and (require_sharding_info or len(without_info) < len(read)):
         raise _no_sharding_info(locations.join(found.folder, without_info[0]))
-    pieces = [piece for each in read for piece in each.pieces]
-    forgotten: dict[str, list[str]] = {}
-    if found.weight_map is not None:
-        pieces = _indexed(found, pieces, found.weight_map)
-        forgotten = _forgotten(found, read, found.weight_map)
-    elif not found.is_alone:
-        _check_all_are_there(found.folder, without_info)
+    pieces, forgotten = _pieces_in(found, read, without_info)
     fields = _fields(found, pieces)
     if forgotten:
         fields["forgotten"] = forgotten
     files = [each.file for each in read]
     manifest = build_manifest(HuggingFaceReader.name, found.folder, pieces, files, fields)
     return _with_shapes(location, manifest)
+
+
+def _pieces_in(
+    found: _Files, read: Sequence[_ReadFile], without_info: Sequence[str]
+) -> tuple[list[StoredPiece], dict[str, list[str]]]:
+    """The pieces that the index names, and the tensors of each file that it has forgotten."""
+    pieces = [piece for each in read for piece in each.pieces]
+    if found.weight_map is not None:
+        forgotten = _forgotten(found, read, found.weight_map)
+        return _indexed(found, pieces, found.weight_map), forgotten
+    if not found.is_alone:
+        _check_all_are_there(found.folder, without_info)
+    return pieces, {}
 
 
 def _find_files(location: str) -> _Files:

@@ -24,7 +24,6 @@ from distckpt._format.foreign_formats import is_export
 from distckpt._format.manifest import Manifest
 from distckpt._format.marker import names_of_module
 from distckpt._format.stored_checkpoint import StoredCheckpoint
-from distckpt._mapping.kinds import is_a
 from distckpt._mapping.sharded_tensor import ShardedTensor
 from distckpt._mapping.wrappers import ShardedTensorFactory
 from distckpt._models.dtensor import local_part
@@ -144,7 +143,7 @@ def _has_model_prefix(stored: StoredCheckpoint, described: Described) -> bool:
 
 def _keys_in(tree: Any) -> Iterator[str]:
     for _, shard in leaves(tree):
-        if is_a(shard, ShardedTensor, ShardedTensorFactory):
+        if isinstance(shard, ShardedTensor | ShardedTensorFactory):
             yield shard.key
 
 

@@ -494,7 +494,9 @@ def test_preparation_of_state_dicts():
 
 def test_callers_and_strategies_for_the_background():
     name, modules = get_async_strategy("nvrx")
-    assert (name, modules["AsyncCallsQueue"]) == ("mcore", async_utils.AsyncCallsQueue)
+    assert (name, modules["AsyncCallsQueue"]) == ("nvrx", async_utils.AsyncCallsQueue)
+    # As Megatron-LM makes it for this strategy.
+    assert modules["AsyncCallsQueue"](persistent=True, cpu_shm_mode=True) is not None
     assert get_async_strategy("mcore", "AsyncRequest")[1] is async_utils.AsyncRequest
     with pytest.raises(TypeError, match="'other'"):
         get_async_strategy("other")

@@ -247,6 +247,7 @@ INTERNAL = {
     "exchange_utils": {"T"},
     "strategies.base": {"async_calls", "default_strategies"},
     "serialization": {"get_default_save_common_strategy"},
+    "strategies.filesystem_async": {"WriteBucket"},
     "strategies.common": {"register_default_common_strategies"},
     "strategies.fully_parallel": {"T"},
     "strategies.torch": {"register_default_torch_strategies"},
