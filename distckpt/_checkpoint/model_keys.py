@@ -129,6 +129,16 @@ def left_out(stored: StoredCheckpoint, keys: str | Sequence[str] | None) -> set[
     return set() if divided(keys or ())[0] else optimizer_keys(stored)
 
 
+def beside_model(
+    stored: StoredCheckpoint, keys: str | Sequence[str] | None, selected: Collection[str]
+) -> list[str]:
+    """Selected tensors of other entries than `model`, where no pattern asks for them."""
+    names = set(names_of_module(stored.marker))
+    if not names or divided(keys or ())[0]:
+        return []
+    return [key for key in selected if first_name(key) not in names]
+
+
 def cut_off(
     stored: StoredCheckpoint, keys: str | Sequence[str] | None, selected: Collection[str]
 ) -> list[str]:

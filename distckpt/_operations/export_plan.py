@@ -14,7 +14,7 @@ import torch
 from distckpt._base.errors import CheckpointingException, CheckpointNotFoundError
 from distckpt._base.messages import natural_order, summarize_keys
 from distckpt._base.options import ExportOptions
-from distckpt._checkpoint.model_keys import cut_off, left_out
+from distckpt._checkpoint.model_keys import beside_model, cut_off, left_out
 from distckpt._checkpoint.opening import holds_checkpoint, open_export
 from distckpt._format.stored_checkpoint import StoredCheckpoint
 from distckpt._io.export import differing
@@ -131,6 +131,7 @@ def plan_export(
         plan = replace(plan, left_out=_left_out(opened.checkpoints, options))
         if ranks.is_coordinator:
             _warn_of_cut_off(opened.checkpoints[0], options, plan.selected)
+            _warn_of_others(opened.checkpoints[0], options, plan.selected)
             if isinstance(options.dtype, torch.dtype):
                 _warn_of_codes(source.stored, plan.outputs, options.dtype)
     return plan
@@ -226,6 +227,20 @@ def _warn_of_cut_off(
             "model is exported.",
             options.keys,
             summarize_keys(absent),
+        )
+
+
+def _warn_of_others(
+    stored: StoredCheckpoint, options: ExportOptions, selected: Collection[str]
+) -> None:
+    """Warn of tensors that were saved beside the model, such as an average of its weights."""
+    if others := beside_model(stored, options.keys, selected):
+        entry = others[0].partition(".")[0]
+        logger.warning(
+            "tensors that were saved beside the model are exported with it: %s. keys='!%s.*' "
+            "leaves them out; keys='%s.*' with rename={'%s.': ''} exports them in its place.",
+            summarize_keys(others),
+            *(entry, entry, entry),
         )
 
 

@@ -236,6 +236,25 @@ def test_a_prefix_that_cuts_through_the_model_is_warned_of(
     assert ("'lm_head.weight'" in caplog.text) == lacks_head
 
 
+def test_an_average_that_is_exported_beside_the_model_is_warned_of(tmp_path, trained, caplog):
+    model, _ = trained
+    average = torch.optim.swa_utils.AveragedModel(model)
+    distckpt.save({"model": model, "ema": average}, tmp_path / "saved")
+    names = sorted(model.state_dict())
+    with caplog.at_level(logging.WARNING, "distckpt"):
+        distckpt.consolidate(tmp_path / "saved", tmp_path / "both")
+    (warning,) = caplog.messages
+    assert "saved beside the model are exported with it: 'ema." in warning
+    caplog.clear()
+    distckpt.consolidate(tmp_path / "saved", tmp_path / "model", keys="!ema.*")
+    distckpt.consolidate(
+        tmp_path / "saved", tmp_path / "ema", keys="ema.module.*", rename={"ema.module.": ""}
+    )
+    assert not caplog.records
+    for name in ("model", "ema"):
+        assert sorted(distckpt.open(tmp_path / name).tensors) == names
+
+
 def test_without_a_module_at_model_nothing_is_known_to_be_cut(tmp_path, caplog):
     shard = ShardedTensor.from_rank_offsets
     state = {"a": shard("model.w", torch.ones(2)), "b": shard("other.w", torch.ones(2))}
