@@ -37,7 +37,7 @@ def is_main_replica(replica_id: ReplicaId) -> bool:
 class LocalNonpersistentObject(metaclass=ShardedMeta):
     """A value of this rank that is not saved; `load` returns it as it is."""
 
-    def __new__(cls, *args: Any, **kwargs: Any) -> LocalNonpersistentObject:
+    def __new__(cls, obj: Any) -> LocalNonpersistentObject:
         """Make an object that is also one of Megatron, which has no abstract class for it."""
         theirs = megatron_counterpart(cls)
         kind: Any = cls
