@@ -250,7 +250,8 @@ INTERNAL = {
     "strategies.filesystem_async": {"WriteBucket"},
     "strategies.common": {"register_default_common_strategies"},
     "strategies.fully_parallel": {"T"},
-    "strategies.torch": {"register_default_torch_strategies"},
+    "strategies.torch": {"MSC_PREFIX", "register_default_torch_strategies"},
+    "tensor_aware_state_dict": {"logger"},
     "validation": {"validate_sharded_objects_handling", "verify_checkpoint_and_load_strategy"},
 }
 """What only Megatron's own modules use, in some versions."""
