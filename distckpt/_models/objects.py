@@ -13,6 +13,7 @@ pipeline may be a list.
 from __future__ import annotations
 
 import importlib
+import itertools
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -270,15 +271,15 @@ def _kind_of(node: Any) -> Kind | None:
         return None
     if is_optimizer(node):
         return Kind.OPTIMIZER
-    if not _has_state(node):
+    return _kind_of_stateful(node)
+
+
+def _kind_of_stateful(node: Any) -> Kind | None:
+    names = ("state_dict", "load_state_dict")
+    if not all(callable(getattr(node, name, None)) for name in names):
         return None
     is_per_rank = isinstance(node, PerRank) or hasattr(node, "__iter__")
     return Kind.PER_RANK if is_per_rank else Kind.STATEFUL
-
-
-def _has_state(node: Any) -> bool:
-    names = ("state_dict", "load_state_dict")
-    return all(callable(getattr(node, name, None)) for name in names)
 
 
 def _refuse_plain_loader(path: Position, leaf: Any) -> None:
@@ -321,27 +322,29 @@ def _names_of_model(tree: Any, places: list[Place]) -> list[str]:
 
 
 def united(ranks: Ranks, described: Described, *, first_has_all: bool = True) -> Described:
-    """Give a description for a save the names and settings of all ranks. `first_has_all` refuses
-    objects that rank 0, which saves their states, does not have.
+    """Unite the names and settings of all ranks for a save.
+
+    `first_has_all` refuses objects that rank 0, which saves their states, does not have.
 
     Collective operation: all ranks must call it.
     """
     stateful = [place.name for place in described.places if place.kind is Kind.STATEFUL]
     own = json.dumps([described.names, stateful]).encode()
-    sent = [json.loads(text) for text in ranks.all_gather(own)]
+    sent = map(json.loads, ranks.all_gather(own))
+    names, stateful_names = zip(*sent, strict=True)
     if first_has_all:
-        _check_first_has_all([others for _, others in sent])
+        _check_first_has_all(stateful_names)
     settings = unite(ranks, dict(described.settings))
     for place in described.places:
         state = at(described.state_dict, place.path)
         if place.kind is Kind.OPTIMIZER and "settings" in state:
             # Rank 0 may have no such optimizer.
             state["settings"].replica_id = OpenReplicaId((0, ranks.rank))
-    names = {name for names, _ in sent for name in names}
-    return replace(described, names=sorted(names), settings=settings)
+    united_names = sorted(set(itertools.chain.from_iterable(names)))
+    return replace(described, names=united_names, settings=settings)
 
 
-def _check_first_has_all(stateful: list[list[str]]) -> None:
+def _check_first_has_all(stateful: Sequence[list[str]]) -> None:
     """Refuse objects that rank 0, which saves their states, does not have."""
     for rank, names in enumerate(stateful):
         if lost := sorted({*names} - {*stateful[0]}):
@@ -391,19 +394,8 @@ def resolve(
     settings: StateDict,
     shared_value: Callable[[str], Any],
 ) -> Described:
-    """Complete the description of a load by what the checkpoint holds, and the settings in it."""
-    tree = described.state_dict
-    unrequested = set(settings)
-    for path, state in described.optimizers:
-        key = f"{state.prefix}.settings"
-        if key not in settings:
-            continue
-        targets = optimizer_targets(state, settings[key], stored)
-        if key in unrequested:
-            # Requested once more, by the first with this prefix, as all that is loaded is.
-            unrequested.remove(key)
-            targets["settings"] = ShardedObject(key, None, (1,), (0,), OpenReplicaId((0, rank)))
-        tree = replaced(tree, path, targets)
+    """Complete the description of a load from stored entries and settings."""
+    tree = _with_optimizer_targets(rank, described, stored, settings)
     for place in described.places:
         if place.kind is Kind.MODULE:
             module, shards = bare_module(place.value), at(tree, place.path)
@@ -425,3 +417,25 @@ def resolve(
             warn_of_skipped(place.value, cell, *grids)
             tree = replaced(tree, place.path, LocalNonpersistentObject(place.value))
     return Described(tree, places, described.optimizers)
+
+
+def _with_optimizer_targets(
+    rank: int,
+    described: Described,
+    stored: Mapping[str, StoredEntry],
+    settings: StateDict,
+) -> Any:
+    """Return the state dict with targets for stored optimizer states."""
+    tree = described.state_dict
+    unrequested = set(settings)
+    for path, state in described.optimizers:
+        key = f"{state.prefix}.settings"
+        if key not in settings:
+            continue
+        targets = optimizer_targets(state, settings[key], stored)
+        if key in unrequested:
+            # Requested once more, by the first with this prefix, as all that is loaded is.
+            unrequested.remove(key)
+            targets["settings"] = ShardedObject(key, None, (1,), (0,), OpenReplicaId((0, rank)))
+        tree = replaced(tree, path, targets)
+    return tree

@@ -41,8 +41,10 @@ def coverage_of(
     names: Collection[str],
     optimizer_keys: Callable[[], Set[str]],
 ) -> Coverage:
-    """Find what a rank leaves out of its objects. `wanted` are keys that are not left out on
-    purpose; `optimizer_keys` returns those of optimizers, where that is of interest.
+    """Find the keys that a rank leaves out of its objects.
+
+    `wanted` are keys that are not left out on purpose; `optimizer_keys` returns those of
+    optimizers, where that is of interest.
 
     Keys begin with the path of the object. The module at `model` has no path in its keys. It is
     taken to have the keys whose first name is among `names`, which it was saved with, and keys that
@@ -51,7 +53,7 @@ def coverage_of(
     taken = set(requested)
     for key in entries.keys() & taken:
         taken.update(entries[key].parts)
-    left = {key for key in wanted if key not in taken and _is_stored(key, entries[key])}
+    left = _without_taken(wanted, taken, entries)
     of_optimizers = _below(_prefixes(described, Kind.OPTIMIZER), left)
     prefixes = _prefixes(described, Kind.MODULE, Kind.STATEFUL, Kind.OPTIMIZER)
     own = _below(prefixes, left)
@@ -65,9 +67,13 @@ def coverage_of(
     return Coverage(taken, own - of_optimizers, of_optimizers, unclaimed)
 
 
-def _is_stored(key: str, entry: StoredEntry) -> bool:
-    """Tell whether a key is stored itself, and not only computed from its parts."""
-    return not entry.parts or key in entry.parts
+def _without_taken(
+    wanted: Iterable[str], taken: Collection[str], entries: Mapping[str, StoredEntry]
+) -> set[str]:
+    """Return the stored keys that are not taken."""
+    left = {key for key in wanted if key not in taken}
+    # Others are computed from their parts.
+    return {key for key in left if not entries[key].parts or key in entries[key].parts}
 
 
 def _prefixes(described: Described, *kinds: Kind) -> tuple[str, ...]:

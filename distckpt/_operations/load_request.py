@@ -164,7 +164,7 @@ def describe_targets(
     location: str,
     choose_source: Callable[[], ShardSource],
 ) -> tuple[ShardSource, Targets]:
-    """Describe what a load fills, and choose what it is read from.
+    """Describe the targets of a load, and choose their source.
 
     Collective operation: all ranks must call it.
     """
@@ -179,11 +179,7 @@ def describe_targets(
         are_complex = may_be_complex(split.shards)
         depends = are_complex or (not rules and _are_of_other_keys(ties, split))
         vote.number = _how_much_is_needed(described, request.mode, depends)
-    needed = vote.largest
-    if needed and request.family is None and not request.rules:
-        source = source.for_objects(described, needed > 1)
-    entries = source.entries() if needed else {}
-    settings = _stored_settings(ranks, source, described, entries) if needed > 1 else {}
+    source, entries, settings = _look_up(ranks, source, described, request, vote.largest)
     with ranks.phase("describe the targets"):
         resolved = objects.resolve(ranks.rank, described, entries, settings, source.shared_value)
         if resolved.state_dict is not described.state_dict or are_complex:
@@ -224,6 +220,26 @@ def _how_much_is_needed(described: objects.Described, mode: StrictHandling, depe
     of_objects = objects.needs_stored(described)
     compares = StrictHandling.requires_explicit_ckpt_mismatch_check(mode)
     return of_objects or compares or depends
+
+
+def _look_up(
+    ranks: Ranks,
+    source: ShardSource,
+    described: objects.Described,
+    request: LoadRequest,
+    needed: int,
+) -> tuple[ShardSource, Mapping[str, StoredEntry], StateDict]:
+    """Return the source for the objects, its entries, and their stored settings.
+
+    `needed` is that of `_how_much_is_needed`, the largest of all ranks.
+    """
+    if not needed:
+        return source, {}, {}
+    if request.family is None and not request.rules:
+        source = source.for_objects(described, needed > 1)
+    entries = source.entries()
+    settings = _stored_settings(ranks, source, described, entries) if needed > 1 else {}
+    return source, entries, settings
 
 
 def _are_of_other_keys(ties: Mapping[int, int], split: flatten.SplitState) -> bool:

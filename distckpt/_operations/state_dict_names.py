@@ -7,6 +7,7 @@ Parameters go by name or number there, and by their keys here: `optim.state.<sta
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -81,8 +82,9 @@ class Translation:
 def translated(
     ranks: Ranks, stored: StoredCheckpoint, described: Described, has_optimizers: bool
 ) -> Translation:
-    """Return a checkpoint under the names of the objects of a request, which has optimizers on some
-    rank or on none.
+    """Return a checkpoint under the names of a request's objects.
+
+    `has_optimizers` is the same on all ranks: whether any of them requests some.
 
     Collective operation: all ranks must call it.
 
@@ -91,17 +93,12 @@ def translated(
     """
     if not _may_hold_state_dicts(stored, has_optimizers):
         return Translation(stored)
-    with ranks.phase("list the names of objects"):
-        is_renamed = _has_model_prefix(stored, described)
-        own = list(_own_optimizers(described))
-    sent = ranks.all_gather(json.dumps([is_renamed, [vars(each) for each in own]]).encode())
-    listed = [json.loads(text) for text in sent]
-    united = _united(_Optimizer(**each) for _, optimizers in listed for each in optimizers)
+    has_model_prefix, united = _list_objects(ranks, stored, described)
 
     def settings_of_all() -> bytes:
         return codec.encode(_settings(stored, united))
 
-    names = _names_of_module(stored) if any(renamed for renamed, _ in listed) else {}
+    names = _names_of_module(stored) if has_model_prefix else {}
     if not names and not united:
         return Translation(stored)
     encoded = ranks.decide("read the settings of optimizers", settings_of_all)
@@ -128,6 +125,22 @@ def _may_hold_state_dicts(stored: StoredCheckpoint, has_optimizers: bool) -> boo
 
 
 # --- The request ----------------------------------------------------------------------------------
+
+
+def _list_objects(
+    ranks: Ranks, stored: StoredCheckpoint, described: Described
+) -> tuple[bool, list[_Optimizer]]:
+    """Gather whether `model` has its prefix there, and all ranks' optimizers.
+
+    Collective operation: all ranks must call it.
+    """
+    with ranks.phase("list the names of objects"):
+        has_prefix = _has_model_prefix(stored, described)
+        own = [vars(optimizer) for optimizer in _own_optimizers(described)]
+    sent = map(json.loads, ranks.all_gather(json.dumps([has_prefix, own]).encode()))
+    prefixes, listed = zip(*sent, strict=True)
+    optimizers = (_Optimizer(**each) for each in itertools.chain.from_iterable(listed))
+    return any(prefixes), _united(optimizers)
 
 
 def _has_model_prefix(stored: StoredCheckpoint, described: Described) -> bool:
@@ -204,14 +217,13 @@ def _settings(stored: StoredCheckpoint, optimizers: Sequence[_Optimizer]) -> lis
 def _settings_of(
     stored: StoredCheckpoint, optimizer: _Optimizer, tree: Any
 ) -> tuple[bool, list[Entry]]:
-    """Return the settings of an optimizer, of which `tree` has what is stored besides tensors."""
+    """Return whether parameters go by number, and the settings of an optimizer.
+
+    `tree` has what is stored of it besides tensors.
+    """
     scalars = _scalars_of(stored, optimizer)
     groups = _groups(tree, optimizer, scalars)
-    names = [name for group in groups for name in group["params"]]
-    optimizer.by_number = any(type(name) is int for name in names)
-    optimizer.states = _states_of(stored, optimizer)
-    if optimizer.by_number:
-        _check_numbers(stored, optimizer, len(names))
+    _find_states(stored, optimizer, groups)
     keys = {pair[optimizer.by_number]: key for key, pair in optimizer.params.items()}
     pairs = []
     for group in groups:
@@ -219,6 +231,17 @@ def _settings_of(
         states = [_state_of(stored, optimizer, tree, keys[name], scalars) for name in own]
         pairs.append(({**group, "params": own}, states))
     return optimizer.by_number, group_entries([pair for pair in pairs if pair[1]], {})
+
+
+def _find_states(
+    stored: StoredCheckpoint, optimizer: _Optimizer, groups: Iterable[Mapping[str, Any]]
+) -> None:
+    """Find the keys of states, for parameters by name or by number."""
+    names = [name for group in groups for name in group["params"]]
+    optimizer.by_number = any(type(name) is int for name in names)
+    optimizer.states = _states_of(stored, optimizer)
+    if optimizer.by_number:
+        _check_numbers(stored, optimizer, len(names))
 
 
 def _states_of(stored: StoredCheckpoint, optimizer: _Optimizer) -> dict[str, dict[str, str]]:

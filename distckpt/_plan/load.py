@@ -100,30 +100,20 @@ def _advice(
     absent: Sequence[str],
     has_rules: bool,
 ) -> tuple[str, str]:
-    """Return why keys may be absent, to follow them in a message, and what to do."""
+    """Return a reason why keys are absent, and advice."""
     known = stored.manifest.key_index
-    about_codes = next(filter(None, (undecoded(stored, key) for key in absent)), None)
-    about_these = forgotten(stored, absent) or about_codes
-    if about_these:
+    if about_these := _stored_otherwise(stored, absent):
         return "", about_these
     if _lack_optimizer(absent, known):
-        if places := sorted({key.partition(".state.")[0] for key in known if ".state." in key}):
-            return "", (
-                f"States like an optimizer's are stored at {summarize_keys(places)}: put the "
-                "optimizer at that place of the state dict, or leave it out."
-            )
-        return "", (
-            "No state of an optimizer is read from there: leave the optimizer out of the state "
-            "dict."
-        )
+        return "", _optimizer_advice(known)
+    foreign_format = (stored.manifest.origin or {}).get("format")
     if prefix := other_prefix(absent, known):
-        is_dcp = (stored.manifest.origin or {}).get("format") == TORCH_DIST.name
         return prefix, (
             "Correct the prefix: a module at 'model' of the state dict has none, one at another "
-            "place its path." + _OF_DCP * is_dcp
+            "place its path." + _OF_DCP * (foreign_format == TORCH_DIST.name)
         )
     hint = _smaller_model(absent, known) or did_you_mean(absent[0], known)
-    if not (hint or has_rules) and is_export((stored.manifest.origin or {}).get("format")):
+    if not (hint or has_rules) and is_export(foreign_format):
         return "", (
             "Names of another program need rules=, or family='auto' for those of Megatron Core "
             "and transformers."
@@ -132,6 +122,12 @@ def _advice(
         "Correct the keys, or leave such keys out with strict='report' ('log_all' in "
         "distckpt.megatron)."
     )
+
+
+def _stored_otherwise(stored: StoredCheckpoint, absent: Sequence[str]) -> str:
+    """Explain absent keys whose values a forgotten file or codes hold."""
+    about_codes = filter(None, (undecoded(stored, key) for key in absent))
+    return forgotten(stored, absent) or next(about_codes, "")
 
 
 def forgotten(stored: StoredCheckpoint, absent: Collection[str]) -> str:
@@ -151,6 +147,20 @@ def _lack_optimizer(absent: Sequence[str], known: Iterable[str]) -> bool:
     """Tell whether absent keys are the state of an optimizer, of which nothing is stored."""
     are_of_optimizer = all(key.endswith(".settings") or ".state." in key for key in absent)
     return are_of_optimizer and not any(key.endswith(".settings") for key in known)
+
+
+def _optimizer_advice(known: Iterable[str]) -> str:
+    """Say where states like an optimizer's are stored, if they are."""
+    places = sorted({key.partition(".state.")[0] for key in known if ".state." in key})
+    if not places:
+        return (
+            "No state of an optimizer is read from there: leave the optimizer out of the state "
+            "dict."
+        )
+    return (
+        f"States like an optimizer's are stored at {summarize_keys(places)}: put the optimizer at "
+        "that place of the state dict, or leave it out."
+    )
 
 
 def _smaller_model(absent: Sequence[str], known: Iterable[str]) -> str:
