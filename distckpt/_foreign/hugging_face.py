@@ -98,7 +98,7 @@ class _Files(NamedTuple):
 
 
 def read_directory(location: str, *, require_sharding_info: bool = False) -> Manifest:
-    """Read the headers of a folder of safetensors files, or of a single one.
+    """Read the headers of safetensors files: of a folder, or a single one.
 
     With `require_sharding_info`, files without the positions of their entries in the global tensors
     are refused.
@@ -107,19 +107,23 @@ def read_directory(location: str, *, require_sharding_info: bool = False) -> Man
     if not found.names:
         state = f"holds no {SUFFIX} files" if locations.exists(location) else "does not exist"
         raise CheckpointNotFoundError(f"{location!r} {state}.")
-    read = [_read_file(found, name) for name in found.names]
-    if found.weight_map is None and not found.is_alone:
-        read = _without_variants(read)
+    read = _read_files(found)
     without_info = [each.file.name for each in read if not each.has_info]
     if without_info and (require_sharding_info or len(without_info) < len(read)):
         raise _no_sharding_info(locations.join(found.folder, without_info[0]))
     pieces, forgotten = _pieces_in(found, read, without_info)
-    fields = _fields(found, pieces)
-    if forgotten:
-        fields["forgotten"] = forgotten
+    fields = _fields(found, pieces, forgotten)
     files = [each.file for each in read]
     manifest = build_manifest(HuggingFaceReader.name, found.folder, pieces, files, fields)
     return _with_shapes(location, manifest)
+
+
+def _read_files(found: _Files) -> list[_ReadFile]:
+    """Read the headers, without variants in another precision."""
+    read = [_read_file(found, name) for name in found.names]
+    if found.weight_map is None and not found.is_alone:
+        return _without_variants(read)
+    return read
 
 
 def _pieces_in(
@@ -192,7 +196,9 @@ def _no_sharding_info(path: str) -> CorruptCheckpointError:
     )
 
 
-def _fields(found: _Files, pieces: Sequence[StoredPiece]) -> dict[str, Any]:
+def _fields(
+    found: _Files, pieces: Sequence[StoredPiece], forgotten: Mapping[str, Sequence[str]]
+) -> dict[str, Any]:
     """Return what the manifest notes of the format."""
     fields: dict[str, Any] = {}
     if found.is_alone:
@@ -201,6 +207,8 @@ def _fields(found: _Files, pieces: Sequence[StoredPiece]) -> dict[str, Any]:
         fields["has_index"] = True
     if any(may_be_codes(piece.dtype) for piece in pieces):
         fields["quantization"] = _read_quantization(found.folder)
+    if forgotten:
+        fields["forgotten"] = forgotten
     return fields
 
 

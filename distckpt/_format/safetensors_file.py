@@ -130,15 +130,9 @@ def header_length(head: bytes | memoryview, file_bytes: int) -> int:
 
 
 def parse_header(header: bytes | memoryview, file_bytes: int) -> tuple[dict[str, str], list[Entry]]:
-    """Return the metadata, and the entries in the order of their bytes, from the bytes before the
-    data.
-    """
+    """Parse the bytes before the data: into metadata, and entries in byte order."""
     described = parse_json(str(header[8:], "utf-8"))
-    metadata = described.pop("__metadata__", None) if type(described) is dict else described
-    if metadata is None and described is not None:
-        metadata = {}  # MLX writes null
-    if type(metadata) is not dict or not all(type(value) is str for value in metadata.values()):
-        raise ValueError("the header is not a JSON object with strings as metadata")
+    metadata = _metadata_of(described)
     entries = [_stored_entry(name, entry, len(header)) for name, entry in described.items()]
     entries.sort(key=lambda entry: (entry.first_byte, entry.num_bytes))
     position = len(header)
@@ -151,6 +145,16 @@ def parse_header(header: bytes | memoryview, file_bytes: int) -> tuple[dict[str,
     if position != file_bytes:
         raise ValueError(f"the entries end at byte {position}, the file at {file_bytes}")
     return metadata, entries
+
+
+def _metadata_of(described: Any) -> dict[str, str]:
+    """Take the metadata out of a header."""
+    metadata = described.pop("__metadata__", None) if type(described) is dict else described
+    if metadata is None and described is not None:
+        metadata = {}  # MLX writes null
+    if type(metadata) is not dict or not all(type(value) is str for value in metadata.values()):
+        raise ValueError("the header is not a JSON object with strings as metadata")
+    return metadata
 
 
 def parse_json(text: str | bytes) -> Any:

@@ -7,6 +7,7 @@ ZeRO-3 divides each parameter among the ranks and flattens what a rank has of a 
 
 from __future__ import annotations
 
+import itertools
 import logging
 import math
 from collections.abc import Iterator, Mapping, Sequence
@@ -90,8 +91,7 @@ def zero_contents(location: str, states: States) -> Contents:
         pieces.extend(found)
         state = _holders(ranks, number)[0].states.get(number, {})
         kept[number] = {name: value for name, value in state.items() if name not in unread}
-    trained = [name for group in shapes for name in group]
-    others, aliases = module_contents(models, trained)
+    others, aliases = module_contents(models, list(itertools.chain.from_iterable(shapes)))
     settings = settings_of(ranks[0].file, ranks[0].groups, kept, shapes)
     return Contents([*pieces, *others], aliases, settings)
 
@@ -236,29 +236,50 @@ def _pieces_of_wholes(
     shapes: Mapping[str, Shape],
     paddings: Sequence[int],
 ) -> list[StoredPiece] | None:
-    """Return the pieces of a state that each rank has for the whole of those parameters of which
-    it has weights, as Muon does under ZeRO-1 and 2; None if it is of another form.
+    """Return the pieces of a state that ranks hold for whole parameters.
+
+    Under ZeRO-1 and 2, Muon has it on each rank that has weights of a parameter. None if it is of
+    another form.
     """
+    if ranks[0].is_stage_3:
+        return None
     found: dict[str, list[StoredPiece]] = {}
     first = 0
-    for rank in [] if ranks[0].is_stage_3 else ranks:
+    for rank in ranks:
         last = first + rank.num_elements(number)
-        held = list(_slices_between(shapes, paddings, first, last))
-        first = last
-        sizes = [math.prod(shapes[name]) for name in held]
-        view = rank.vectors[number].get(state)
-        if held and (view is None or math.prod(view.shape) != sum(sizes)):
+        held = {name: shapes[name] for name in _slices_between(shapes, paddings, first, last)}
+        wholes = _wholes_of_rank(rank, number, state, held)
+        if wholes is None:
             return None
-        vectors = [flat_vector([(rank.file, view, sum(sizes))])] if held and view else []
-        end = 0
-        for name, size in zip(held, sizes, strict=True):
-            # Several ranks have a parameter that is divided.
-            pieces = pieces_in_vectors(key_of(state, name), shapes[name], vectors, end)
-            found.setdefault(name, list(pieces))
-            end += size
+        # Several ranks have a parameter that is divided: the first one's is read.
+        for name, pieces in wholes.items():
+            found.setdefault(name, pieces)
+        first = last
     if shapes.keys() - found.keys():
         return None
-    return [piece for pieces in found.values() for piece in pieces]
+    return list(itertools.chain.from_iterable(found.values()))
+
+
+def _wholes_of_rank(
+    rank: _RankState, number: int, state: str, shapes: Mapping[str, Shape]
+) -> dict[str, list[StoredPiece]] | None:
+    """Return the pieces of whole parameters in a rank's file, by name.
+
+    None if the file does not hold just them.
+    """
+    if not shapes:
+        return {}
+    count = sum(map(math.prod, shapes.values()))
+    view = rank.vectors[number].get(state)
+    if view is None or math.prod(view.shape) != count:
+        return None
+    vectors = [flat_vector([(rank.file, view, count)])]
+    found = {}
+    end = 0
+    for name, shape in shapes.items():
+        found[name] = list(pieces_in_vectors(key_of(state, name), shape, vectors, end))
+        end += math.prod(shape)
+    return found
 
 
 def _paddings_of_group(
