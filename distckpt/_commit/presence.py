@@ -119,6 +119,11 @@ def _about_directory(location: str) -> str:
             return f"{location!r} holds files of torch.save ({name!r}), {_ABOUT_PICKLES}"
         if about := _about_other(name):
             return f"{location!r} holds {name!r}, {about}"
+    return _about_incomplete(location, names)
+
+
+def _about_incomplete(location: str, names: Sequence[str]) -> str:
+    """Name the marker that a directory lacks, and the likely reason."""
     foreign = _format_of_files(names)
     state = "nor files of another format at its top level"
     if foreign is not None or "tensors" in names:

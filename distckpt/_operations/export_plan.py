@@ -4,6 +4,7 @@ to.
 
 from __future__ import annotations
 
+import itertools
 import logging
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -383,29 +384,31 @@ def _ties(
     rules: Sequence[Rule],
     of_model: Sequence[Rule],
 ) -> tuple[Pairs, set[str]]:
-    """Return tensors under both of their names, where the rules of the model take them for one and
-    a checkpoint holds two; and the keys of all tensors in such rules.
+    """Find tensors that the model ties and the checkpoint holds twice.
 
-    `rules` are those that come before.
+    Return them in pairs, and the keys of all tensors that rules of the model tie. `rules` are those
+    that come before.
     """
-    first = next((n for n, rule in enumerate(of_model) if isinstance(rule, Tie)), None)
-    if first is None:
+    ties = [rule for rule in of_model if isinstance(rule, Tie)]
+    if not ties:
         return (), set()
-    before = [*rules, *of_model[:first]]
-    outputs = plan_tensors(selected, before, {}, None, keep_unmatched=True)
+    before = itertools.takewhile(lambda rule: not isinstance(rule, Tie), of_model)
+    outputs = plan_tensors(selected, [*rules, *before], {}, None, keep_unmatched=True)
     named = {output.name: output for output in outputs}
     pairs = []
     keys: set[str] = set()
-    for tie in (rule for rule in of_model if isinstance(rule, Tie)):
+    for tie in ties:
         pair = [named[name] for name in (tie.key, tie.to) if name in named]
-        keys.update(part.key for output in pair for part in output.mapped.parts)
-        if len(pair) == 2 and len(_key_ids(pair, stored.manifest.key_index)) > 1:
+        of_pair = _stored_keys(pair)
+        keys |= of_pair
+        if len(pair) == 2 and len(set(map(stored.manifest.key_index.get, of_pair))) > 1:
             pairs.append((pair[0], pair[1]))
     return pairs, keys
 
 
-def _key_ids(outputs: Iterable[OutputTensor], index: Mapping[str, int]) -> set[int]:
-    return {index[part.key] for output in outputs for part in output.mapped.parts}
+def _stored_keys(outputs: Iterable[OutputTensor]) -> set[str]:
+    """Return the keys that outputs are read from."""
+    return {part.key for output in outputs for part in output.mapped.parts}
 
 
 # --- A directory that the export is to be like ----------------------------------------------------

@@ -333,24 +333,32 @@ def _finish(work: Work, journal: Journal) -> Any:
 
 
 def _results(work: Work, journal: Journal) -> tuple[list[Any], float]:
-    """Return the results of all pieces, and the seconds that they have taken.
+    """Return the results of all pieces, and the seconds they took.
 
     Raises:
         CheckpointingException: records are missing or damaged. Parts do these pieces again.
     """
     records, fault = journal.records(len(work.pieces))
+    if fault:
+        absent = [i for i, record in enumerate(records) if record is None]
+        raise _without_records(work, journal, absent, fault)
     whole = [record for record in records if record is not None]
-    if not fault:
-        return [record["result"] for record in whole], sum(record["seconds"] for record in whole)
+    return [record["result"] for record in whole], sum(record["seconds"] for record in whole)
+
+
+def _without_records(
+    work: Work, journal: Journal, numbers: Sequence[int], fault: str
+) -> CheckpointingException:
+    """Let parts repeat pieces unless only the report lacks them; return the error."""
     has_output = bool(work.files(journal.attempt))
     if has_output and is_complete(work, journal):
-        raise CheckpointingException(
+        return CheckpointingException(
             f"{fault} {work.place!r} is complete, and its report alone is lost: remove the journal "
             "(--abandon, or distckpt.tasks.abandon), which leaves the output."
         )
     if not has_output:
         journal.forget_done()
-    raise _again(work, journal, [i for i, each in enumerate(records) if each is None], fault)
+    return _again(work, journal, numbers, fault)
 
 
 def _again(
