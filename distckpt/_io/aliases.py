@@ -95,29 +95,39 @@ def join(requests: Sequence[Request], separated: Separated, location: str) -> se
 def settle(
     given: Sequence[ShardedTensor], filled: Sequence[ShardedTensor], location: str
 ) -> set[str]:
-    """Give tensors the values that were loaded elsewhere because several of their elements are one
-    place in memory; return the keys of others that have lost values by this.
+    """Fill tensors whose elements share memory from those that were loaded instead.
+
+    Return the keys of others that have lost values by this.
 
     Raises:
         LoadMismatchError: elements that are one place have different values.
     """
     pairs = zip(given, filled, strict=True)
-    targets: list[tuple[str, Any]] = [
-        (one.key, other.data if one.data is None else one.data) for one, other in pairs
-    ]
-    values: list[Any] = [other.data for other in filled]
-    apart = [n for n, (_, target) in enumerate(targets) if target is not values[n]]
+    targets: list[Any] = [other.data if one.data is None else one.data for one, other in pairs]
+    apart: dict[int, Any] = {
+        number: shard.data
+        for number, shard in enumerate(filled)
+        if shard.data is not targets[number]
+    }
     if not apart:
         return set()
+    neighbors = _neighbors(targets)
+    lost: set[str] = set()
+    for number, values in apart.items():
+        others = [
+            (given[n].key, targets[n]) for n in neighbors[number] if n < number or n not in apart
+        ]
+        lost |= _put(given[number].key, targets[number], values, others, location)
+    return lost
+
+
+def _neighbors(targets: Sequence[torch.Tensor]) -> dict[int, list[int]]:
+    """Return for each target the others that share memory with it."""
     neighbors: dict[int, list[int]] = defaultdict(list)
-    for first, second in overlapping([target for _, target in targets]):
+    for first, second in overlapping(targets):
         neighbors[first].append(second)
         neighbors[second].append(first)
-    lost: set[str] = set()
-    for number in apart:
-        others = [targets[n] for n in neighbors[number] if n < number or n not in apart]
-        lost |= _put(*targets[number], values[number], others, location)
-    return lost
+    return neighbors
 
 
 def _put(

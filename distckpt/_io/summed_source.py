@@ -170,13 +170,11 @@ def _divided(values: torch.Tensor, requests: Sequence[Request]) -> list[torch.Te
 def _fill_with_sum(
     target: torch.Tensor, terms: Sequence[torch.Tensor], weights: Sequence[float], decay: float
 ) -> None:
-    """Round the sum of flat terms times their weights, each product and sum in float64; `decay` is
-    what the sum is multiplied with before each further term.
+    """Round the sum of flat terms times their weights, computed in float64.
+
+    Before each further term, the sum is multiplied with `decay`.
     """
-    if target.dtype.is_complex and any(values.dtype.is_complex for values in terms):
-        # Part by part: the weights are real.
-        target = target.view(target.dtype.to_real())
-        terms = [values.to(torch.complex64).view(torch.float32) for values in terms]
+    target, terms = _real_parts(target, terms)
     with np.errstate(all="ignore"):
         for low in range(0, len(target), _SUMMED_AT_ONCE):
             place = target[low : low + _SUMMED_AT_ONCE]
@@ -193,6 +191,16 @@ def _fill_with_sum(
                 if index:
                     np.add(total.numpy(), product.numpy(), out=total.numpy())
             round_once(total, place)
+
+
+def _real_parts(
+    target: torch.Tensor, terms: Sequence[torch.Tensor]
+) -> tuple[torch.Tensor, Sequence[torch.Tensor]]:
+    """View complex values as real and imaginary parts: the weights are real."""
+    if not (target.dtype.is_complex and any(values.dtype.is_complex for values in terms)):
+        return target, terms
+    parts = [values.to(torch.complex64).view(torch.float32) for values in terms]
+    return target.view(target.dtype.to_real()), parts
 
 
 def _check_equal(

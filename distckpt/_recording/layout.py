@@ -47,6 +47,9 @@ class _Axis(NamedTuple):
     partner_step: int
 
 
+_ONE_ELEMENT = _Axis(1, 0, 0)
+
+
 class _Pair(NamedTuple):
     """Two views of one shape, whose axes are in descending order of the steps of the first."""
 
@@ -120,8 +123,9 @@ def _placed(shape: tuple[int, ...], steps: tuple[int, ...], pair: _Pair) -> Iter
                 yield from _placed(shape, steps, smaller)
             return
         places[place] = axis
-    sizes = tuple(places[at].size if at in places else 1 for at in range(len(shape)))
-    strides = tuple(places[at].partner_step if at in places else 0 for at in range(len(shape)))
+    axes = [places.get(number, _ONE_ELEMENT) for number in range(len(shape))]
+    sizes = tuple(axis.size for axis in axes)
+    strides = tuple(axis.partner_step for axis in axes)
     yield Box(Region(tuple(start), sizes), Layout(pair.partner_offset, sizes, strides))
 
 

@@ -84,15 +84,13 @@ def read_sections(optimizer: Any) -> tuple[list[Section], Any]:
 def write_sections(
     optimizer: Any, own: Iterable[Section], given: Iterable[Section], rest: Any
 ) -> None:
-    """Give an optimizer sections and the rest of its state dict, in place of its `own` sections;
-    parameters of the groups that have no state in them lose theirs.
+    """Replace the `own` sections of an optimizer, and the rest of its state dict.
+
+    Parameters of the groups that have no state in the given ones lose theirs.
     """
     inner = sharded_inner(optimizer)
     if inner is None and not _is_plain(optimizer):
-        tree = {} if rest is HOLE else rest
-        for section, replaced in zip(given, own, strict=True):
-            _put_section(tree, section, replaced)
-        optimizer.load_state_dict(tree)
+        _load_sections(optimizer, own, given, rest)
         return
     state = (inner or optimizer).state
     shared = {} if rest is HOLE else rest["state"]
@@ -105,6 +103,16 @@ def write_sections(
     pairs = zip(optimizer.param_groups, inner.param_groups, strict=True) if inner else ()
     for outer, below in pairs:
         _set_options(outer, below)
+
+
+def _load_sections(
+    optimizer: Any, own: Iterable[Section], given: Iterable[Section], rest: Any
+) -> None:
+    """Give an optimizer sections by its `load_state_dict`."""
+    tree = {} if rest is HOLE else rest
+    for section, replaced in zip(given, own, strict=True):
+        _put_section(tree, section, replaced)
+    optimizer.load_state_dict(tree)
 
 
 def params_of(groups: Iterable[Mapping[str, Any]]) -> list[torch.Tensor]:
