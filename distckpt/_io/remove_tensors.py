@@ -5,7 +5,7 @@ one.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
@@ -22,7 +22,7 @@ from distckpt._format.manifest import (
     marker_fields,
     needs_checksum_files,
 )
-from distckpt._format.marker import CheckpointingConfig
+from distckpt._format.marker import CheckpointingConfig, config_fields
 from distckpt._format.safetensors_file import ShardFile
 from distckpt._format.stored_checkpoint import StoredCheckpoint
 from distckpt._geometry.region import IntArray
@@ -74,7 +74,7 @@ def remove_tensors(
             data = remaining.to_bytes()
             locations.write_bytes(locations.join(output.location, MANIFEST_NAME), data)
             output.sync()
-        output.commit({**marker_fields(data), **asdict(config)})
+        output.commit({**marker_fields(data), **config_fields(config)})
     return removed
 
 

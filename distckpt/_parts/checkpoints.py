@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict
 from typing import Any
 
 import numpy as np
@@ -20,7 +19,12 @@ from distckpt._commit import posix
 from distckpt._commit.output import Output, OutputSettings, continued_output
 from distckpt._format.checksum import checksum
 from distckpt._format.manifest import MANIFEST_NAME, ChunkTable
-from distckpt._format.marker import CONFIG_FNAME, CheckpointingConfig, write_marker
+from distckpt._format.marker import (
+    CONFIG_FNAME,
+    CheckpointingConfig,
+    config_fields,
+    write_marker,
+)
 from distckpt._format.stored_checkpoint import StoredCheckpoint
 from distckpt._io.export import counting_from, num_export_threads
 from distckpt._io.save_shards import report_of_written, write_manifest
@@ -199,7 +203,7 @@ class _ReshardWork(Work):
             output.location, plan.manifest, [report], suffix, durable=True
         )
         config = CheckpointingConfig(BACKEND, VERSION)
-        return {**self._notes, **fields, **asdict(config)}, files
+        return {**self._notes, **fields, **config_fields(config)}, files
 
     def commit(self, attempt: Attempt, results: Sequence[Any]) -> None:
         output = self._output(attempt)

@@ -90,12 +90,13 @@ def public_modules() -> list[str]:
     files = [
         file.relative_to(ROOT).with_suffix("") for file in sorted((ROOT / "distckpt").rglob("*.py"))
     ]
+    modules = [file.parent if file.name == "__init__" else file for file in files]
     names = [
-        ".".join(file.parts)
-        for file in files
-        if not any(part.startswith("_") for part in file.parts)
+        ".".join(module.parts)
+        for module in modules
+        if not any(part.startswith("_") for part in module.parts)
     ]
-    return [name for name in names if name != "distckpt.cli"]
+    return [name for name in names if name not in ("distckpt", "distckpt.cli")]
 
 
 def modules_of(group: str) -> list[str]:

@@ -186,9 +186,10 @@ def test_blocks_with_commands_of_distckpt_are_on_pages_whose_commands_run() -> N
         for block in blocks("sh", "console")
         if re.search(r"^(\$ )?distckpt ", block.text, re.M)
     }
-    # The last in test_docs.py.
+    # The last in test_docs.py; those for a store in test_bench.py and test_permissions.py.
     assert pages == {
         "command-line",
+        "object-storage",
         "offline-parts",
         "quickstart",
         "which-call",

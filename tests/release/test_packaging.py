@@ -263,6 +263,8 @@ for name in sys.argv[1:]:
     modules = {path.removesuffix("/__init__").replace("/", ".") for path in paths} - {
         "distckpt.__main__"
     }
+    # Each needs the library of its trainer.
+    modules = {name for name in modules if not name.startswith("distckpt.integrations.")}
     assert {"distckpt", "distckpt._cli.bench", "distckpt.megatron.interop"} <= modules
     run(installed, "-c", program, *sorted(modules), cwd=tmp_path)
 

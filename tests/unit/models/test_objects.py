@@ -313,9 +313,7 @@ def test_complex_optimizers_change_their_precision_with_the_model(tmp_path):
         assert torch.equal(param, other.detach().to(torch.complex64))
         for name in ("exp_avg", "exp_avg_sq"):
             expected = optimizer.state[other][name]
-            assert resumed.state[param][name].dtype == (
-                torch.complex64 if param.ndim else torch.complex128
-            )
+            assert resumed.state[param][name].dtype == (torch.complex64)
             assert torch.allclose(resumed.state[param][name].to(torch.complex128), expected)
     distckpt.save(request, tmp_path / "narrow")
     wide = params_of(torch.complex128)
@@ -812,7 +810,7 @@ def test_tensors_of_other_formats_that_no_module_takes_are_named(tmp_path, way, 
     sum(p.sum() for p in model.parameters()).backward()
     optimizer.step()
     if way == "torch":
-        state = {**model.state_dict(), "optimizer": {"exp_avg": torch.ones(2)}}
+        state = {**model.state_dict(), "optimizer": optimizer.state_dict()}
         torch.distributed.checkpoint.save(state, checkpoint_id=path)
     else:
         distckpt.save({"model": model, "optimizer": optimizer}, tmp_path / "saved")

@@ -220,13 +220,18 @@ def test_where_a_prefix_comes_from(root):
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_a_module_is_not_what_dcp_has_saved(tmp_path):
+def test_a_module_is_filled_from_what_dcp_has_saved(tmp_path):
     model = torch.nn.Linear(2, 2)
+    expected = model.weight.detach().clone()
     torch.distributed.checkpoint.save(
         {"model": model.state_dict()}, checkpoint_id=str(tmp_path / "old")
     )
-    with pytest.raises(LoadMismatchError, match=r"distckpt\.dcp\.load takes the state dict"):
-        distckpt.load({"model": model}, tmp_path / "old")
+    with torch.no_grad():
+        model.weight.zero_()
+    distckpt.load({"model": model}, tmp_path / "old")
+    assert torch.equal(model.weight, expected)
+    with pytest.raises(LoadMismatchError, match="weight"):
+        distckpt.load({"model": torch.nn.Linear(3, 2)}, tmp_path / "old")
 
 
 def test_a_prefix_is_named_when_most_keys_have_it_only(root):
