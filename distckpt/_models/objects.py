@@ -61,7 +61,7 @@ from distckpt._models.optimizer.description import (
     fill_gaps,
     optimizer_targets,
 )
-from distckpt._models.optimizer.state import check_one_rest, unite
+from distckpt._models.optimizer.state import check_one_rest, storable_entries, unite
 from distckpt._models.optimizer.view import is_optimizer
 from distckpt._models.per_rank import PerRank, cell_of, state_of, warn_of_skipped
 from distckpt._ranks.collectives import Ranks
@@ -145,6 +145,17 @@ class Described:
     def digest(self) -> int:
         """Return a hash, of 61 bits, of what all ranks agree on in the end."""
         return checksum(codec.encode([list(self.names), dict(self.settings)])) >> 3
+
+
+def with_storable_settings(described: Described) -> Described:
+    """A description without settings of optimizers that cannot be stored."""
+    settings = dict(described.settings)
+    for prefix, entries in settings.items():
+        try:
+            codec.encode(entries)
+        except UnsupportedObjectError:
+            settings[prefix] = storable_entries(prefix, entries)
+    return replace(described, settings=settings)
 
 
 # --- Describing -----------------------------------------------------------------------------------

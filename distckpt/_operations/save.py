@@ -179,16 +179,18 @@ class _Own:
         objects: in the state dict.
         state: without them.
         ready: its shards; None for a strategy, and where a rank has not looked for a plan.
+        digest: of the objects, for the vote.
     """
 
     target: _Target
     objects: objects.Described
     state: _DescribedState
     ready: ReadyShards | None
+    digest: int = 0
 
     def vote(self) -> bytes:
         """Return what the coordinator compares, see `_Agreement`."""
-        digest = np.array([self.state.digest ^ self.objects.digest()], np.int64)
+        digest = np.array([self.state.digest ^ self.digest], np.int64)
         return digest.tobytes() + (NO_VOTE if self.ready is None else self.ready.vote())
 
 
@@ -335,13 +337,27 @@ def _describe_own(
         target = _check_target(ranks, request)
     timer.location = target.location
     with ranks.part("flatten the state dict"):
-        described = objects.describe_objects(ranks, state_dict)
+        described, digest = _described_objects(ranks, state_dict, request)
         state = _flatten(described, request, _compares(ranks, request))
     ready = None
     if target.strategy is None and expects_same:
         with ranks.part("describe the shards"):
             ready = ready_to_plan(ranks, state.all_shards(ranks), target.settings)
-    return _Own(target, described, state, ready)
+    return _Own(target, described, state, ready, digest)
+
+
+def _described_objects(
+    ranks: Ranks, state_dict: ShardedStateDict, request: SaveRequest
+) -> tuple[objects.Described, int]:
+    """The objects of this rank and their digest, without settings that cannot be stored."""
+    described = objects.describe_objects(ranks, state_dict)
+    try:
+        return described, described.digest()
+    except UnsupportedObjectError:
+        if request.options.unsupported != "warn":
+            raise
+    described = objects.with_storable_settings(described)
+    return described, described.digest()
 
 
 def _compares(ranks: Ranks, request: SaveRequest) -> bool:

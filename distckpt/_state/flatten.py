@@ -8,6 +8,7 @@ lists stay the same.
 from __future__ import annotations
 
 import contextlib
+import logging
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -34,12 +35,15 @@ from distckpt._base.tree import (
     without_holes,
 )
 from distckpt._format.codec import refuse_unknown
+from distckpt._format.codec.encode import how_to_register, unknown_objects
 from distckpt._mapping.base import ShardedBase
 from distckpt._mapping.sharded_tensor import ShardedTensor
 from distckpt._mapping.wrappers import LocalNonpersistentObject, ShardedObject, ShardedTensorFactory
 from distckpt._state.megatron_shards import adopt
 from distckpt._state.shards import Shard
 from distckpt._state.stored_form import StoredEntry, stored_form
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)
@@ -250,9 +254,12 @@ def put_together(skeleton: Any, values: Sequence[Any], common: Any) -> dict[Any,
     at other places.
 
     Places that nothing fills are dropped, and lists close up. What only `common` has is added.
-    Objects of unknown classes are an error where the skeleton has a value.
+    Objects of unknown classes are an error where the skeleton has a value, and a warning beside the
+    values of a container that it has.
     """
-    refuse_unknown(common, lambda position: _asks_for(skeleton, position))
+    if next(unknown_objects(common), None) is not None:
+        refuse_unknown(common, lambda position: _asks_for(skeleton, position))
+        _warn_of_unknown(skeleton, common)
 
     def fill(mark: Any, value: Any) -> Any:
         filling = values[mark.number] if type(mark) is _Slot else _value_of(mark, values)
@@ -264,7 +271,20 @@ def put_together(skeleton: Any, values: Sequence[Any], common: Any) -> dict[Any,
 
 
 def _asks_for(skeleton: Any, position: Position) -> bool:
-    return any(node is HOLE for node in on_the_way(skeleton, position))
+    found = list(on_the_way(skeleton, position))
+    return len(found) > len(position) or any(node is HOLE for node in found)
+
+
+def _warn_of_unknown(skeleton: Any, common: Any) -> None:
+    """Name objects of unknown classes that are put into containers of the request."""
+    for position, unknown in unknown_objects(common):
+        if len(position) > 1 and len(list(on_the_way(skeleton, position))) > 1:
+            logger.warning(
+                "%r is %r where it is loaded: %s",
+                dotted(position),
+                unknown,
+                how_to_register(unknown),
+            )
 
 
 def _value_of(mark: Any, values: Sequence[Any]) -> Any:

@@ -557,7 +557,8 @@ def test_numbers_are_stored_once_and_not_as_tensors(tmp_path):
         (["expert.weight", "expert.bias"], False, {}),
     ]
     # Moments are tensors, even those of a parameter without axes.
-    assert stored["optimizer.exp_avg.scale"].shape == ()
+    (moment,) = [key for key in stored if "exp_avg." in key and key.endswith("scale")]
+    assert stored[moment].shape == ()
 
 
 def test_two_optimizers_of_one_checkpoint_have_prefixes(tmp_path):

@@ -39,7 +39,7 @@ from distckpt._base.errors import (
     CorruptCheckpointError,
     UnsupportedObjectError,
 )
-from distckpt._base.tree import Position, dotted, is_plain_container, map_leaves
+from distckpt._base.tree import Position, dotted, is_plain_container, map_nodes
 from distckpt._format import safetensors_file
 from distckpt._format.codec.decode import Entries, decode_node
 from distckpt._format.codec.encode import (
@@ -100,30 +100,31 @@ def encode(obj: object) -> bytes:
 
 def without_unsupported(tree: object) -> tuple[object, list[str]]:
     """Return a tree with an `UnknownObject` in the place of each leaf that cannot be encoded, and
-    of each dict with such a key, and what is wrong with these.
+    without the keys of dicts that cannot be, and what is wrong with these.
     """
     problems: list[str] = []
 
-    def storable(position: Position, leaf: object) -> object:
+    def fault_of(position: Position, value: object) -> str:
         try:
-            encode(leaf)
+            encode(value)
         except UnsupportedObjectError as error:
             problems.append(f"{dotted(position)!r}: {error}")
-            return UnknownObject(NOT_STORED + type_name(type(leaf)), str(error))
-        return leaf
+            return str(error)
+        return ""
 
-    return map_leaves(storable, tree, _has_storable_parts), problems
+    def storable(position: Position, node: object) -> object:
+        if is_plain_container(node) and not isinstance(node, dict):
+            return node
+        if type(node) is dict:
+            kept = {key: node[key] for key in node if not fault_of(position, {key: None})}
+            if kept or not node:
+                return kept
+            fault = "none of its keys can be stored"
+        elif not (fault := fault_of(position, node)):
+            return node
+        return UnknownObject(NOT_STORED + type_name(type(node)), fault)
 
-
-def _has_storable_parts(node: object) -> bool:
-    """Tell whether a value is a container whose items can be stored one by one."""
-    if not isinstance(node, dict) or not is_plain_container(node):
-        return is_plain_container(node)
-    try:
-        encode(dict.fromkeys(node))
-    except UnsupportedObjectError:
-        return False
-    return True
+    return map_nodes(storable, tree, is_plain_container), problems
 
 
 def decode(blob: bytes | bytearray | memoryview, *, placeholders: bool = False) -> object:

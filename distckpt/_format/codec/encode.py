@@ -308,7 +308,12 @@ def _dtype_text(obj: npt.NDArray[Any] | np.generic, writer: Writer) -> str:
 
 def _encode_registered(obj: object, writer: Writer) -> Json:
     registration = REGISTERED[type(obj)]
-    return _encode_as(registration.name, obj, registration.to_state(obj), writer)
+    try:
+        state = registration.to_state(obj)
+    except Exception as error:
+        reason = f"its to_state raised {type(error).__name__}: {error}"
+        raise writer.unsupported(obj, reason, "Correct that function.") from error
+    return _encode_as(registration.name, obj, state, writer)
 
 
 def _encode_as(name: str, obj: object, state: object, writer: Writer) -> Json:

@@ -35,7 +35,11 @@ from typing import Any, NamedTuple, TypeAlias, cast
 import torch
 
 from distckpt._base.arrays import memory_order
-from distckpt._base.errors import InvalidShardingError, LoadMismatchError
+from distckpt._base.errors import (
+    InvalidShardingError,
+    LoadMismatchError,
+    UnsupportedObjectError,
+)
 from distckpt._base.messages import summarize_keys
 from distckpt._base.tree import HOLE, Position, dotted, is_plain_container, leaves, map_leaves
 from distckpt._format import codec
@@ -199,6 +203,30 @@ def _looks(state: ParamState, values: dict[str, Any]) -> tuple[Any, ...]:
     scalars = tuple((name, tensor.dtype) for name, tensor in state.scalars.items())
     texts = (*(repr(dict(each)) for each in (state.forms, state.orders, state.pairs)), text)
     return state.has_state, state.is_frozen, tuple(state.tensors), scalars, *texts
+
+
+def storable_entries(prefix: str, entries: Sequence[Entry]) -> list[Entry]:
+    """Entries without options and values that cannot be stored, which a warning names."""
+    kept, problems = [], set[str]()
+    for entry in entries:
+        stored = dict(entry)
+        for field in ("options", "values"):
+            stored[field] = {}
+            for name, value in entry[field].items():
+                try:
+                    codec.encode({name: value})
+                    stored[field][name] = value
+                except UnsupportedObjectError as error:
+                    problems.add(f"{name!r}: {error}")
+        kept.append(stored)
+    logger.warning(
+        "the optimizer %r is stored without %d of its options or values, which cannot be stored: "
+        "%s",
+        prefix,
+        len(problems),
+        "; ".join(sorted(problems)),
+    )
+    return kept
 
 
 def _new_entry(

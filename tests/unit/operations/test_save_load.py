@@ -584,3 +584,48 @@ def test_an_object_of_which_a_part_cannot_be_stored(tmp_path, caplog):
         distckpt.load(request, tmp_path / "2")
     stored = distckpt.open(tmp_path / "2").objects["cell"]
     assert stored is not None
+
+
+class Odd:
+    """Registered, and fails when it is stored."""
+
+
+distckpt.register_object_type(
+    Odd, "tests.Odd", to_state=lambda odd: odd.missing, from_state=lambda state: Odd()
+)
+
+
+@pytest.mark.parametrize("odd", [Plot(), Odd()])
+def test_an_option_of_an_optimizer_that_cannot_be_stored_costs_no_checkpoint(odd, tmp_path, caplog):
+    model = torch.nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    model(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+    momenta = [optimizer.state[p]["momentum_buffer"].clone() for p in model.parameters()]
+    optimizer.param_groups[0]["odd"] = odd
+    state = {"model": model, "optimizer": optimizer}
+    with pytest.raises(UnsupportedObjectError, match="odd"):
+        distckpt.save(state, tmp_path / "saved")
+    distckpt.save(state, tmp_path / "saved", unsupported="warn")
+    assert "'optimizer' is stored without 1 of its options" in caplog.text
+    new = torch.optim.SGD(model.parameters(), lr=9.0, momentum=0.5)
+    distckpt.load({"model": model, "optimizer": new}, tmp_path / "saved")
+    assert new.param_groups[0]["lr"] == 0.1
+    for param, momentum in zip(model.parameters(), momenta, strict=True):
+        assert torch.equal(new.state[param]["momentum_buffer"], momentum)
+
+
+@pytest.mark.parametrize("odd", [Plot(), Odd()])
+def test_a_key_or_value_that_cannot_be_stored_leaves_its_neighbors(odd, tmp_path, caplog):
+    state = {"w": whole("w", torch.ones(3)), "step": 2, odd: 5, "x": {odd: 1, "b": 2, "c": odd}}
+    distckpt.save(state, tmp_path / "saved", unsupported="warn")
+    assert "stored without 3 of its values" in caplog.text
+    target = {"w": whole("w", torch.zeros(3)), "step": 0, "x": {"b": 0}}
+    caplog.clear()
+    loaded = distckpt.load(target, tmp_path / "saved")
+    assert (loaded["step"], loaded["x"]["b"]) == (2, 2)
+    assert "'x.c' is <object" in caplog.text
+    assert "the save left out this value" in caplog.text
+    for asked in (0, {}, []):
+        with pytest.raises(UnsupportedObjectError, match="the save left out this value"):
+            distckpt.load({"x": {"c": asked}}, tmp_path / "saved")
