@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 
@@ -13,14 +13,31 @@ from distckpt._base.dtypes import flat_bytes
 from distckpt._base.errors import CheckpointingException
 from distckpt._base.memory import in_huge_pages
 from distckpt._base.messages import summarize_keys
+from distckpt._mapping.sharded_tensor import ShardedTensor
 from distckpt._models.dtensor import local_part
+from distckpt._state.shards import Shard
 
 _Place: TypeAlias = tuple[torch.nn.Module, str]
 """A module, and the name of one of its own parameters or buffers."""
 
 
-def materialize_module(module: torch.nn.Module, device: Any) -> None:
+class Made(NamedTuple):
+    """A place of a module that got memory, and the tensor on the meta device that was there."""
+
+    owner: torch.nn.Module
+    name: str
+    on_meta: torch.Tensor
+
+    @property
+    def address(self) -> int:
+        """Where its memory is; 0 for an empty tensor."""
+        return _address(local_part(getattr(self.owner, self.name)))
+
+
+def materialize_module(module: torch.nn.Module, device: Any) -> list[Made]:
     """Give a module on the meta device memory; tied parameters stay tied.
+
+    Returns what has no values yet.
 
     Buffers that are not in the state dict are computed: by the `reset_parameters` of the module
     that has them, or by the `_init_weights` of the nearest module around it, as transformers does.
@@ -31,8 +48,11 @@ def materialize_module(module: torch.nn.Module, device: Any) -> None:
     tied_places = _places_on_meta(module)
     # Before the parameters have memory: initializing these would take longer than loading them.
     _compute_unsaved(module, tied_places, device)
+    places = itertools.chain.from_iterable(tied_places)
+    made = [Made(owner, name, getattr(owner, name)) for owner, name in places]
+    made = [each for each in made if each.on_meta.is_meta]
     if not tied_places:
-        return
+        return made
     # What has memory keeps its values.
     module._apply(  # type: ignore[no-untyped-call]
         lambda t: torch.empty_like(t, device=device) if t.is_meta else t.to(device)
@@ -41,6 +61,30 @@ def materialize_module(module: torch.nn.Module, device: Any) -> None:
         in_huge_pages(local_part(getattr(owner, name)))
         for other, other_name in others:
             setattr(other, other_name, getattr(owner, name))
+    return made
+
+
+def keys_without_values(
+    shards: Iterable[Shard], absent: Collection[str], made: Sequence[Made]
+) -> list[str]:
+    """Return the absent keys of shards that are in memory which has no values yet."""
+    addresses = {each.address for each in made} - {0}
+    shards_of_tensors = [shard for shard in shards if isinstance(shard, ShardedTensor)]
+    return sorted(
+        shard.key
+        for shard in shards_of_tensors
+        if shard.key in absent and shard.data is not None and _address(shard.data) in addresses
+    )
+
+
+def put_back(made: Sequence[Made]) -> None:
+    """Put tensors on the meta device back: what a failed load has made has no values."""
+    for each in made:
+        setattr(each.owner, each.name, each.on_meta)
+
+
+def _address(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
 
 
 def _compute_unsaved(

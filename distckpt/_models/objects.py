@@ -162,14 +162,20 @@ def with_storable_settings(described: Described) -> Described:
 
 
 def describe_objects(
-    ranks: Ranks, state_dict: Any, *, loads: bool = False, materialize: Any = None
+    ranks: Ranks,
+    state_dict: Any,
+    *,
+    loads: bool = False,
+    materialize: Any = None,
+    made: list[Any] | None = None,
 ) -> Described:
     """Describe the objects in a state dict, which is not changed.
 
     For a load, settings of optimizers and values are left out: they come from the checkpoint.
-    Modules on the meta device get memory on the device `materialize`, if it is given.
+    Modules on the meta device get memory on the device `materialize`, if it is given; what has
+    no values then is added to `made`.
     """
-    walk = _Walk(ranks, loads, materialize)
+    walk = _Walk(ranks, loads, materialize, [] if made is None else made)
     try:
         tree = walk.described(state_dict, ())
     except RecursionError as error:
@@ -191,6 +197,7 @@ class _Walk:
     ranks: Ranks
     loads: bool
     materialize: Any
+    made: list[Any]
     places: list[Place] = field(default_factory=list)
     optimizers: list[tuple[Position, OptimizerState]] = field(default_factory=list)
 
@@ -237,7 +244,7 @@ class _Walk:
         if self.materialize is not None:
             # Imported when it is needed: most modules have memory.
             materializing = importlib.import_module("distckpt._models.materialize")
-            materializing.materialize_module(module, self.materialize)
+            self.made += materializing.materialize_module(module, self.materialize)
         # Its own method is called here, unlike by sharded_state_dict.
         has_own = callable(getattr(module, "sharded_state_dict", None))
         return (sharded_state_dict_default if has_own else sharded_state_dict)(module, prefix)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import json
 import logging
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal, NamedTuple
@@ -195,7 +196,7 @@ def run_load(ranks: Ranks, state_dict: ShardedStateDict, request: LoadRequest) -
         location = locations.normalize(request.path)
     timer = PhaseTimer("load", ranks.rank, location)
     for attempt in read_attempts(ranks, location):
-        with attempt:
+        with attempt, _putting_back(request):
             with timer.phase("plan"):
                 found = find_checkpoint(
                     ranks, location, verify=request.options.verify, attempt=attempt
@@ -220,6 +221,20 @@ def run_load(ranks: Ranks, state_dict: ShardedStateDict, request: LoadRequest) -
     _publish(ranks, request, report)
     _remember_plan(ranks, found)
     return Loaded(restored.state_dict, differences.missing, differences.unexpected, report)
+
+
+@contextlib.contextmanager
+def _putting_back(request: LoadRequest) -> Iterator[None]:
+    """On failure, leave modules on the meta device: another load must not take their memory for
+    values.
+    """
+    try:
+        yield
+    except BaseException:
+        if request.made:
+            importlib.import_module("distckpt._models.materialize").put_back(request.made)
+            request.made.clear()
+        raise
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import logging
 import os
@@ -10,8 +11,8 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, get_args
 
-from distckpt._base.errors import InvalidShardingError
-from distckpt._base.messages import check_choice, check_num_bytes
+from distckpt._base.errors import InvalidShardingError, LoadMismatchError
+from distckpt._base.messages import check_choice, check_num_bytes, summarize_keys
 from distckpt._base.options import LoadOptions, ParallelLoad, check_options
 from distckpt._format.marker import names_of_module
 from distckpt._mapping.sharded_tensor import ShardedTensor
@@ -57,6 +58,7 @@ class LoadRequest:
             Megatron leaves them out of what it returns.
         fills_values: put what is loaded for plain values into the state dict that was given.
         options: of the caller.
+        made: is filled: places of modules that got memory, and have no values before the load.
     """
 
     path: str | os.PathLike[str]
@@ -68,6 +70,7 @@ class LoadRequest:
     warns_of_values: bool = False
     fills_values: bool = False
     options: LoadOptions = field(default_factory=LoadOptions)
+    made: list[Any] = field(default_factory=list)
 
     @property
     def asks_for_all(self) -> bool:
@@ -171,7 +174,11 @@ def describe_targets(
     with ranks.phase("flatten the state dict") as vote:
         source = choose_source()
         described = objects.describe_objects(
-            ranks, state_dict, loads=True, materialize=request.options.materialize
+            ranks,
+            state_dict,
+            loads=True,
+            materialize=request.options.materialize,
+            made=request.made,
         )
         split = flatten.split(described.state_dict)
         ties = find_ties(split.shards)
@@ -296,7 +303,7 @@ def check_targets(
     differences = Differences()
     compares = StrictHandling.requires_explicit_ckpt_mismatch_check(request.mode)
     if compares and not targets.rules:
-        differences = _compare_keys(ranks, request.mode, requested, targets.stored, location)
+        differences = _compare_keys(ranks, request, requested, targets, location)
     if vote.largest:
         left_out = refuse_left_out(ranks, coverage, targets.entries, location, source.is_live)
         return replace(differences, left_out=left_out)
@@ -389,21 +396,45 @@ def absent_ties(
 
 def _compare_keys(
     ranks: Ranks,
-    mode: StrictHandling,
+    request: LoadRequest,
     requested: set[str],
-    entries: Mapping[str, StoredEntry],
+    targets: Targets,
     location: str,
 ) -> Differences:
     """Find keys that differ, and do what the mode says."""
-    sent = json.dumps(sorted(requested)).encode()
+    mode, stored = request.mode, frozenset(targets.stored)
+    own_garbage = _without_values(request, targets, requested - stored)
+    sent = ranks.all_gather(json.dumps([sorted(requested), own_garbage]).encode())
     # Every rank compares the keys of all, so that all raise the same error.
-    of_all = frozenset[str]().union(*map(json.loads, ranks.all_gather(sent)))
-    stored = frozenset(entries)
+    received = [json.loads(each) for each in sent]
+    of_all = frozenset[str]().union(*(keys for keys, _ in received))
     missing = frozenset[str]()
     if StrictHandling.requires_global_app_metadata(mode):
-        missing = _missing(entries, of_all)
+        missing = _missing(targets.stored, of_all)
     handle_mismatch(mode, missing, of_all - stored, stored, location)
+    _refuse_garbage(frozenset[str]().union(*(keys for _, keys in received)), location)
     return Differences(missing, frozenset(requested - stored), of_all - stored)
+
+
+def _without_values(
+    request: LoadRequest, targets: Targets, absent: Collection[str]
+) -> Sequence[str]:
+    """Return the absent keys of tensors that got memory for this load."""
+    if not (request.made and absent):
+        return []
+    materializing = importlib.import_module("distckpt._models.materialize")
+    keys: list[str] = materializing.keys_without_values(targets.split.shards, absent, request.made)
+    return keys
+
+
+def _refuse_garbage(keys: frozenset[str], location: str) -> None:
+    if keys:
+        raise LoadMismatchError(
+            f"materialize= has no values for {summarize_keys(keys)}, of which the checkpoint "
+            f"{location!r} holds none: make the module on a device with memory, where it "
+            "initializes them, or give these tensors memory and values before the load.",
+            unexpected=keys,
+        )
 
 
 def _missing(entries: Mapping[str, StoredEntry], requested: frozenset[str]) -> frozenset[str]:

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from distckpt._base.errors import CheckpointingException
+from distckpt._base.errors import CheckpointingException, CorruptCheckpointError
 from distckpt._base.messages import check_num_bytes
 from distckpt._base.options import check_switch
 from distckpt._checkpoint.consistent_read import reading
@@ -41,7 +41,7 @@ from distckpt._operations.reshard import (
     report_of_reshard,
     tensor_file,
 )
-from distckpt._parts.exports import add_up, proof_of, remove_others
+from distckpt._parts.exports import add_up, other_files, proof_of, remove_others
 from distckpt._parts.facts import check_sources, facts_of
 from distckpt._parts.work import Attempt, Piece, Work, cut_files
 from distckpt._ranks.collectives import Ranks
@@ -107,9 +107,9 @@ class _ReshardWork(Work):
         self.place, self.sources = target, [stored.location]
         self._is_local = locations.is_local(target)
         self._files = {file.name: file for file in plan.layout.all_files}
-        sizes = {name: len(f.header) + sum(f.chunk_bytes) for name, f in self._files.items()}
-        self._num_bytes = sum(sizes.values())
-        self.pieces: Sequence[Piece] = cut_files(sizes, divides=self._is_local)
+        self._sizes = {name: len(f.header) + sum(f.chunk_bytes) for name, f in self._files.items()}
+        self._num_bytes = sum(self._sizes.values())
+        self.pieces: Sequence[Piece] = cut_files(self._sizes, divides=self._is_local)
         objects = [checksum(shard.data) for shard in plan.content.objects]
         more = {"objects and common state": objects, "the layout": plan.layout.digest()}
         self.facts = facts_of({**options, **more}, [stored], plan.content.outputs)
@@ -128,6 +128,12 @@ class _ReshardWork(Work):
         suffix, planned = self._output(attempt).folder_suffix, self._plan.save.manifest
         assert planned is not None
         return [in_folder(file.name, suffix) for file in planned.chunks.files]
+
+    def damaged(self, attempt: Attempt) -> list[str]:
+        if not self._is_local:
+            return []
+        headers = {name: file.header for name, file in self._files.items()}
+        return other_files(self.directory(attempt), self._sizes, headers)
 
     def check(self) -> None:
         posix.check_target(self.place, self._overwrite)
@@ -187,6 +193,12 @@ class _ReshardWork(Work):
             remove_others(output.location, names)
             marker, written = self._write_manifest(output, results)
             output.check_files(written)
+            for name in self.damaged(attempt):
+                path = locations.join(output.location, name)
+                raise CorruptCheckpointError(
+                    f"{path!r} was changed while the checkpoint was written: its header is not the "
+                    "planned one."
+                )
             write_marker(output.location, marker, durable=True)
 
     def _write_manifest(

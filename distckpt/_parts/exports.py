@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
 from collections import Counter
@@ -122,6 +123,10 @@ class _ExportWork(Work):
         copied = [locations.split(path)[1] for path in extra.copied]
         return [*self._files, *copied, *extra.written, INDEX_NAME]
 
+    def damaged(self, attempt: Attempt) -> list[str]:
+        headers = {name: file.laid_out[1] for name, file in self._files.items()}
+        return other_files(self.directory(attempt), self._sizes, headers)
+
     def check(self) -> None:
         check_target(self._located, self.place, self._overwrite)
         if self.verb == "merge":
@@ -200,6 +205,20 @@ def remove_others(directory: str, names: Container[str]) -> None:
     for name in locations.list_names(directory):
         if name not in names:
             locations.remove_tree(locations.join(directory, name))
+
+
+def other_files(
+    directory: str, sizes: Mapping[str, int], headers: Mapping[str, bytes]
+) -> list[str]:
+    """Return the files that are longer than planned, or begin with another header."""
+    others = []
+    for name, header in headers.items():
+        path = locations.join(directory, name)
+        with contextlib.suppress(FileNotFoundError):
+            is_longer = locations.file_size(path) > sizes[name]
+            if is_longer or locations.read_range(path, 0, len(header)) != header:
+                others.append(name)
+    return others
 
 
 def add_up(counts: Iterable[Mapping[str, int]]) -> dict[str, int]:

@@ -319,11 +319,13 @@ def _finish(work: Work, journal: Journal) -> Any:
             with _alone(journal):
                 _complete(work, journal, results)
         except (OSError, CheckpointingException) as error:
-            lost = _lost(work, journal)
+            damaged = work.damaged(journal.attempt)
+            lost = _lost(work, journal, damaged)
             # Where there are no locks, others may have done the same meanwhile, and have moved the
             # files whose sizes were just asked for.
             if not is_complete(work, journal):
                 if lost:
+                    _remove(work, journal, damaged)
                     raise _again(work, journal, lost, error) from error
                 raise
         _abort_uploads(work.place, work.files(journal.attempt))
@@ -372,17 +374,25 @@ def _again(
     )
 
 
-def _lost(work: Work, journal: Journal) -> list[int]:
-    """Return the pieces whose files were removed or cut since they were whole."""
+def _lost(work: Work, journal: Journal, damaged: Sequence[str]) -> list[int]:
+    """Return the pieces whose files were removed, cut or damaged since they were whole."""
     if not work.is_begun(journal.attempt):
         return []
     directory = work.directory(journal.attempt)
     sizes = {
         name: _size_of(locations.join(directory, name)) for name in work.files(journal.attempt)
     }
+    sizes.update(dict.fromkeys(damaged, 0))
     return [
         i for i, piece in enumerate(work.pieces) if sizes.get(piece.name, math.inf) < piece.stop
     ]
+
+
+def _remove(work: Work, journal: Journal, names: Iterable[str]) -> None:
+    """Remove damaged files: one that is too long would stay so when it is written again."""
+    directory = work.directory(journal.attempt)
+    for name in names:
+        locations.remove_file(locations.join(directory, name))
 
 
 def _size_of(path: str) -> int:

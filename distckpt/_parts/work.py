@@ -98,6 +98,11 @@ class Work(ABC):
         """Return the names of the files of the output."""
         return []
 
+    def damaged(self, attempt: Attempt) -> list[str]:
+        """Return the names of files that are there, and are not those that pieces have written."""
+        del attempt
+        return []
+
     def check(self) -> None:
         """Refuse to begin, for example because the target is there."""
         return

@@ -117,6 +117,33 @@ def test_files_that_were_lost_are_written_again(name, how, source, tmp_path):
     assert contents_of(tmp_path / "out") == contents_of(tmp_path / "one")
 
 
+DAMAGES = {
+    "noise": lambda content, other: bytes(len(content)),
+    "other JSON": lambda content, other: content[:8] + b'{"a": 1}' + content[16:],
+    "another file": lambda content, other: other,
+    "appended": lambda content, other: content + b"more",
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+@pytest.mark.parametrize("name", VERBS)
+def test_files_that_are_not_those_that_were_written_are_written_again(
+    name, damage, source, tmp_path
+):
+    in_one, in_parts = VERBS[name]
+    work = in_parts(source, tmp_path / "out")
+    for task in work[:-1]:
+        task.run()
+    file, other, *_ = sorted(tmp_path.glob(".out.parts-*/.out.tmp-*/**/*.safetensors"))
+    file.write_bytes(DAMAGES[damage](file.read_bytes(), other.read_bytes()))
+    with pytest.raises(CheckpointingException, match=rf"{file.name}.*pieces must be done again"):
+        work[-1].run()
+    assert not (tmp_path / "out").exists()
+    assert any(task.run().is_complete for task in work)
+    in_one(source, tmp_path / "one")
+    assert contents_of(tmp_path / "out") == contents_of(tmp_path / "one")
+
+
 @pytest.mark.parametrize(
     ("in_one", "in_parts"),
     [(distckpt.consolidate, tasks.consolidate), (distckpt.reshard, tasks.reshard)],

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import distckpt
-from distckpt import CheckpointingException
+from distckpt import CheckpointingException, LoadMismatchError
 
 
 class Buffers(torch.nn.Embedding):
@@ -110,3 +110,42 @@ def test_buffers_with_memory_keep_their_values(tmp_path):
     for layer, expected in zip(loaded.layers, saved.layers, strict=True):
         assert torch.equal(layer[0].weight, expected[0].weight)
         assert torch.equal(layer[0].positions, expected[0].positions)
+
+
+class Headed(torch.nn.Module):
+    """A model of which the checkpoint has the body only."""
+
+    def __init__(self):
+        super().__init__()
+        self.net = torch.nn.Linear(8, 8)
+        self.head = torch.nn.Linear(8, 8)
+        self.tied = self.head
+
+
+def save_body(path):
+    net = torch.nn.Linear(8, 8)
+    distckpt.save({"model": torch.nn.ModuleDict({"net": net})}, path)
+    return net
+
+
+@pytest.mark.parametrize("strict", ["report", "raise", "complete"])
+def test_parameters_that_are_not_stored_are_refused_each_time(strict, tmp_path):
+    save_body(tmp_path / "saved")
+    loaded = on_meta(Headed)
+    for each in (strict, "report"):
+        with pytest.raises(LoadMismatchError, match=r"'head\.bias'.*'head\.weight'") as caught:
+            distckpt.load({"model": loaded}, tmp_path / "saved", materialize="cpu", strict=each)
+        assert all(parameter.is_meta for parameter in loaded.parameters())
+        assert loaded.tied.weight is loaded.head.weight
+    assert "materialize= has no values" in str(caught.value)
+    assert caught.value.unexpected >= {"head.bias", "head.weight"}
+
+
+def test_parameters_with_memory_that_are_not_stored_keep_their_values(tmp_path):
+    net = save_body(tmp_path / "saved")
+    loaded = on_meta(Headed)
+    loaded.head = loaded.tied = torch.nn.Linear(8, 8)
+    expected = loaded.head.weight.clone()
+    distckpt.load({"model": loaded}, tmp_path / "saved", materialize="cpu", strict="report")
+    assert torch.equal(loaded.net.weight, net.weight)
+    assert torch.equal(loaded.head.weight, expected)
