@@ -111,7 +111,8 @@ class LoadOptions:
         materialize: a device; modules of the state dict that are on the meta device get memory
             there, tied parameters stay tied, and buffers that no checkpoint holds are computed by
             the `reset_parameters` of their modules, or the `_init_weights` of modules around them
-            (transformers). Create the optimizer after that.
+            (transformers). Parameters that are not stored are an error with any `strict`, and
+            modules are on the meta device again when a load fails. Create the optimizer after that.
         max_inflight_bytes: memory for data on its way from storage, on each rank. At least one
             window of 8 MiB is used.
         progress: called with the bytes read so far and the bytes this rank will read.

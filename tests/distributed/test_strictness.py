@@ -259,3 +259,27 @@ def test_a_rule_without_a_tensor_on_any_rank_is_named(tmp_path):
     (warning,) = first.warnings_logged
     assert "Rename(pattern='third.*', to='layers.{0}.w') matches no tensor" in warning
     assert second.warnings_logged == []
+
+
+def load_on_meta(rank, path, rules):
+    """Only rank 1 has a part of which nothing is stored, as the last stage of a pipeline may."""
+    with torch.device("meta"):
+        model = torch.nn.ModuleDict({"a": torch.nn.Linear(2, 2, bias=False)})
+        if rank == 1:
+            model["head"] = torch.nn.Linear(2, 2, bias=False)
+    strict = "complete" if rules else "report"
+    error = error_of(
+        distckpt.load, {"model": model}, path, rules=rules, strict=strict, materialize="cpu"
+    )
+    return error, all(parameter.is_meta for parameter in model.parameters())
+
+
+@pytest.mark.parametrize("rules", [(), (Rename("a.weight", "a"),)], ids=["", "rules"])
+def test_no_rank_is_left_with_memory_without_values(rules, tmp_path):
+    path = str(tmp_path / "checkpoint")
+    name = "a" if rules else "a.weight"
+    distckpt.save({"w": ShardedTensor.from_rank_offsets(name, torch.ones(2, 2))}, path)
+    for error, is_left in run(load_on_meta, 2, path, rules):
+        assert isinstance(error, LoadMismatchError if not rules else CheckpointingException)
+        assert "'head.weight'" in str(error)
+        assert is_left
