@@ -325,7 +325,7 @@ def _finish(work: Work, journal: Journal) -> Any:
             # files whose sizes were just asked for.
             if not is_complete(work, journal):
                 if lost:
-                    _remove(work, journal, damaged)
+                    _cut(work, journal, damaged)
                     raise _again(work, journal, lost, error) from error
                 raise
         _abort_uploads(work.place, work.files(journal.attempt))
@@ -388,11 +388,19 @@ def _lost(work: Work, journal: Journal, damaged: Sequence[str]) -> list[int]:
     ]
 
 
-def _remove(work: Work, journal: Journal, names: Iterable[str]) -> None:
-    """Remove damaged files: one that is too long would stay so when it is written again."""
+def _cut(work: Work, journal: Journal, names: Iterable[str]) -> None:
+    """Cut local files to their planned size; written again, longer ones would stay as long.
+
+    They are not removed: another process may be writing them again already.
+    """
+    if not locations.is_local(work.place):
+        return
     directory = work.directory(journal.attempt)
     for name in names:
-        locations.remove_file(locations.join(directory, name))
+        path = locations.join(directory, name)
+        planned = max(piece.stop for piece in work.pieces if piece.name == name)
+        if _size_of(path) > planned:
+            os.truncate(path, planned)
 
 
 def _size_of(path: str) -> int:
