@@ -9,7 +9,12 @@ from lightning.pytorch.callbacks import Checkpoint
 
 from distckpt._manager.manager import CheckpointManager
 from distckpt._models.random_state import RngState
-from distckpt.integrations._lightning.progress import Progress, restore_callbacks
+from distckpt.integrations._lightning.progress import (
+    Progress,
+    is_in_mid_epoch,
+    restore_callbacks,
+    start_at_first_batch,
+)
 
 __all__ = ["Checkpoints"]
 
@@ -75,10 +80,13 @@ class _Saver(Checkpoint):
     def __init__(self, owner: Checkpoints, every_steps: int, every_epochs: int) -> None:
         self._owner, self._every_steps, self._every_epochs = owner, every_steps, every_epochs
         self._last_step = self._validated_step = 0
+        self._random: dict[str, Any] | None = None
 
     def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
         if self.resumes:
             self._owner.manager.load(self._owner.state_of(trainer))
+        in_middle = self.resumes and is_in_mid_epoch(trainer)
+        self._random = RngState().state_dict() if in_middle else None
         self.resumes_loaders, self._last_step = False, trainer.global_step
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
@@ -88,6 +96,14 @@ class _Saver(Checkpoint):
                 f"{self._owner.manager.root!r} has steps to resume from: leave out ckpt_path, or "
                 "give Checkpoints a directory without steps."
             )
+        if self._random:  # new iterators of loaders have drawn seeds, which the run did long ago
+            RngState().load_state_dict(self._random)
+            self._random = self._random if start_at_first_batch(trainer) else None
+
+    def on_train_batch_start(self, trainer: Any, *args: Any) -> None:
+        if self._random:
+            RngState().load_state_dict(self._random)
+            self._random = None
 
     def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
         self._validated_step = trainer.global_step

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import copy
+import inspect
 from typing import Any
 
 import lightning
+from lightning.pytorch.utilities import CombinedLoader
 
 _LOADERS = "combined_loader"
 
@@ -79,3 +81,15 @@ def restore_callbacks(trainer: Any, checkpoint: dict[str, Any]) -> None:
     for callback in trainer.callbacks:
         if state := checkpoint["callbacks"].get(callback.state_key):
             callback.load_state_dict(copy.deepcopy(state))
+
+
+def is_in_mid_epoch(trainer: Any) -> bool:
+    """Return whether the epoch that the training has reached has further batches."""
+    batches = trainer.fit_loop.epoch_loop.batch_progress
+    return batches.current.ready > 0 and not batches.is_last_batch
+
+
+def start_at_first_batch(trainer: Any) -> bool:
+    """Return whether iterators of loaders are generators, which do nothing until a batch is due."""
+    loaders = CombinedLoader(trainer.train_dataloader).flattened
+    return any(inspect.isgeneratorfunction(type(each).__iter__) for each in loaders)

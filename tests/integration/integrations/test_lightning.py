@@ -126,8 +126,8 @@ class OwnAverage(lightning.Callback):
 class Rows(DataLoader):
     """A loader that knows its position, as torchdata's StatefulDataLoader."""
 
-    def __init__(self):
-        super().__init__(TensorDataset(ROWS), batch_size=4, generator=torch.Generator())
+    def __init__(self, generator=None):
+        super().__init__(TensorDataset(ROWS), batch_size=4, generator=generator)
         self.given, self.skipped = 0, 0
 
     def __iter__(self):
@@ -210,16 +210,69 @@ def test_a_resumed_run_is_the_one_that_was_not_interrupted(name, tmp_path):
             assert torch.equal(one.average.module.weight, other.average.module.weight)
 
 
-def test_a_run_goes_on_in_the_middle_of_an_epoch_with_a_loader_that_has_a_state(tmp_path):
+@pytest.mark.parametrize("generator", [None, torch.Generator()])
+def test_a_run_goes_on_in_the_middle_of_an_epoch_with_a_loader_that_has_a_state(
+    generator, tmp_path
+):
     whole, resumed = Task(), Task()
     settings = {"accumulate_grad_batches": 2, "max_epochs": 3}
-    fit(whole, Checkpoints(tmp_path, every_n_train_steps=2), loader=Rows(), **settings)
+    fit(whole, Checkpoints(tmp_path, every_n_train_steps=2), loader=Rows(generator), **settings)
     manager = distckpt.CheckpointManager(tmp_path)
     assert manager.steps() == [2, 4, 6, 8]
     keep_until(manager, 4)
-    fit(resumed, Checkpoints(tmp_path, every_n_train_steps=2), loader=Rows(), **settings)
+    fit(resumed, Checkpoints(tmp_path, every_n_train_steps=2), loader=Rows(generator), **settings)
     assert_goes_on(whole, resumed, 3 * BATCHES_PER_EPOCH - 8)
     assert manager.steps() == [2, 4, 6, 8]
+
+
+class Augmented(Task):
+    """Changes its batches at random, as augmentations on accelerators do."""
+
+    def on_after_batch_transfer(self, batch, dataloader_idx):
+        return [batch[0] + torch.rand(4)]
+
+
+class Same(TensorDataset):
+    """The same row again and again, so that a loader may begin anew."""
+
+    def __init__(self):
+        super().__init__(ROWS[:1].repeat(len(ROWS), 1))
+
+
+class Drawn(Same):
+    """Rows that are drawn when they are fetched."""
+
+    def __getitem__(self, index):
+        return [torch.randn(4)]
+
+
+MIDDLES = {
+    "in_order": (Task, Same, {}, {}),
+    "own_generator": (Task, Same, {"shuffle": True, "generator": torch.Generator()}, {}),
+    "drawn_when_fetched": (Task, Drawn, {}, {}),
+    "augmented": (Augmented, Same, {}, {}),
+    "two_optimizers": (TwoOptimizers, Same, {}, {}),
+    "sanity_check": (Task, Same, {}, {"num_sanity_val_steps": 2}),
+    "accumulation": (Task, Same, {}, {"accumulate_grad_batches": 2}),
+    "validation": (Task, Same, {}, {"val_check_interval": 3}),
+    "end_of_an_epoch": (Task, Same, {}, {"limit_val_batches": 0}),
+    "shuffled_from_the_end": (Task, Same, {"shuffle": True}, {"limit_val_batches": 0}),
+}
+
+
+@pytest.mark.parametrize("name", MIDDLES)
+def test_a_loader_that_begins_anew_leaves_the_random_numbers_of_the_run(name, tmp_path):
+    make, rows, arguments, settings = MIDDLES[name]
+    whole, resumed = make(), make()
+    saved = {"every_n_train_steps": 2}
+    for task in (whole, resumed):
+        loader = DataLoader(rows(), batch_size=4, **arguments)
+        fit(task, Checkpoints(tmp_path, **saved), loader=loader, max_epochs=3, **settings)
+        manager = distckpt.CheckpointManager(tmp_path)
+        if task is whole:
+            keep_until(manager, 6 if "end" in name else 4)
+    assert len(resumed.seen) < len(whole.seen)
+    assert_goes_on(whole, resumed, len(resumed.seen))
 
 
 class Plateau(Task):
