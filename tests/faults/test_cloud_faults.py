@@ -16,7 +16,7 @@ ALWAYS = 10**6
 METHODS = ["GET", "HEAD", "PUT", "POST", "DELETE"]
 PUT_MARKER = ("PUT", r"metadata\.json|metadata%2Ejson")
 LIST = ("GET", "list-type=2|comp=list")
-REMOVE = [("DELETE", ""), ("POST", r"\?delete")]
+REMOVE = [("DELETE", ""), ("POST", r"\?delete"), ("POST", "comp=batch")]
 
 
 @pytest.fixture(autouse=True)
