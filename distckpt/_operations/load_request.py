@@ -104,6 +104,9 @@ class LoadRequest:
             "verify": options.verify,
             "parallel_load": options.parallel_load,
             "validate_access_integrity": options.validate_access_integrity,
+            # Ranks exchange more where there are some.
+            "number of rules": len(self.rules),
+            "has a family": self.family is not None,
         }
 
 
@@ -298,7 +301,8 @@ def check_targets(
         flags = match_flags(request.rules, targets.shapes) if request.rules else b""
         coverage = _coverage(targets, requested, compared, source)
         vote.number = len(coverage.of_modules | coverage.of_optimizers | coverage.unclaimed)
-    if request.rules:
+    # The members of a move may have rules of their own.
+    if request.rules and not source.is_live:
         _warn_of_unmatched(request.rules, ranks.gather(flags))
     differences = Differences()
     compares = StrictHandling.requires_explicit_ckpt_mismatch_check(request.mode)

@@ -19,6 +19,7 @@ from distckpt import (
     reshard,
     save,
 )
+from distckpt.rules import Rename
 from tests.support.harness import error_of, sum_over_ranks
 from tests.support.states import state_of, value_of
 
@@ -59,6 +60,9 @@ def make_different_calls(rank, root):
         ),
         "setting: timeout": lambda: async_save(state, f"{root}/new", timeout=60 + rank),
         "setting: strict": lambda: load(state, whole, strict="raise" if is_first else "report"),
+        "setting: number of rules": lambda: load(
+            state, whole, rules=[Rename("none", "other", optional=True)] if is_first else []
+        ),
         "setting: parallel_load": lambda: load(
             state, whole, parallel_load="on" if is_first else "off"
         ),

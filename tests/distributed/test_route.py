@@ -72,6 +72,25 @@ def _trainer_and_engines(rank: int, address: str) -> list[Any]:
     return [(report.version, report.num_bytes) for report in reports]
 
 
+def _trainer_and_renaming_engine(rank: int, address: str) -> None:
+    """The engine alone has rules, one of which matches nothing."""
+    if rank == 0:
+        weight = values(1)
+        route = distckpt.Route(address, source={"weight": weight}, timeout=TIMEOUT)
+    else:
+        weight = torch.zeros_like(values(1))
+        rules = [Rename("engine.weight", "weight"), Rename("none", "other")]
+        target = {"engine": {"weight": weight}}
+        route = distckpt.Route(address, target=target, rules=rules, timeout=TIMEOUT)
+    route.run(version=1 if rank == 0 else None)
+    assert torch.equal(weight, values(1))
+    route.close()
+
+
+def test_an_engine_has_rules_of_its_own(run, address):
+    run(_trainer_and_renaming_engine, 2, address)
+
+
 def test_engines_get_every_version(run, address):
     assert run(_trainer_and_engines, 3, address) == [[(3, 768), (5, 768), (6, 768)]] * 3
 
