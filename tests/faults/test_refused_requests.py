@@ -6,14 +6,14 @@ import contextlib
 import re
 
 import pytest
-import torch
 
 import distckpt
-from distckpt import CheckpointManager, ShardedTensor
+from distckpt import CheckpointManager
 from distckpt.megatron.core import CheckpointExistsError
 from tests.support.large_states import holds, large_state
 from tests.support.other_program import as_another_program
 from tests.support.s3_server import Fault, FaultyProxy, client, keys_in, reached_at, uploads_in
+from tests.support.states import state_of_step, step_in
 
 FEW_ATTEMPTS = {"AWS_MAX_ATTEMPTS": "2"}
 LISTING_OF_UPLOADS = r"[?&]uploads(&|$)"
@@ -28,17 +28,6 @@ def reached_through(proxy):
 
 def refusing(server, *faults):
     return reached_through(FaultyProxy(server, *faults))
-
-
-def small_state(step):
-    return {"w": ShardedTensor.from_rank_offsets("w", torch.full((8,), float(step))), "step": step}
-
-
-def step_in(location):
-    request = {"w": ShardedTensor.from_rank_offsets("w", torch.zeros(8)), "step": 0}
-    loaded = distckpt.load(request, location)
-    assert loaded["w"].tolist() == [float(loaded["step"])] * 8
-    return loaded["step"]
 
 
 class RacingProxy(FaultyProxy):
@@ -61,17 +50,17 @@ def test_of_two_savers_one_wins_whatever_the_listing_of_uploads_answers(
 ):
     location = f"{bucket}/c"
     if overwrite:
-        distckpt.save(small_state(1), location)
+        distckpt.save(state_of_step(1), location)
 
     def save_of_another():
-        distckpt.save(small_state(3), location, overwrite=overwrite)
+        distckpt.save(state_of_step(3), location, overwrite=overwrite)
 
     refused = Fault("GET", LISTING_OF_UPLOADS, action, count=1000)
     with (
         reached_through(RacingProxy(server, save_of_another, refused)) as proxy,
         pytest.raises(CheckpointExistsError, match="Another program"),
     ):
-        distckpt.save(small_state(2), location, overwrite=overwrite)
+        distckpt.save(state_of_step(2), location, overwrite=overwrite)
     assert proxy.happened
     assert step_in(location) == 3
     assert distckpt.verify(location).is_whole
@@ -82,17 +71,17 @@ def test_everything_works_without_a_listing_of_uploads(server, bucket, action, c
     refused = Fault("GET", LISTING_OF_UPLOADS, action, count=1000)
     with refusing(server, refused) as proxy:
         for step in (1, 2):
-            distckpt.save(small_state(step), f"{bucket}/c", overwrite=step == 2)
+            distckpt.save(state_of_step(step), f"{bucket}/c", overwrite=step == 2)
             assert step_in(f"{bucket}/c") == step
-        distckpt.async_save(small_state(3), f"{bucket}/d").result()
+        distckpt.async_save(state_of_step(3), f"{bucket}/d").result()
         distckpt.consolidate(f"{bucket}/d", f"{bucket}/hf")
         with CheckpointManager(f"{bucket}/run", keep_last=1) as manager:
             for step in (1, 2):
-                manager.save(step, small_state(step))
+                manager.save(step, state_of_step(step))
             manager.wait()
             assert manager.steps() == [2]
         with pytest.raises(distckpt.CheckpointExistsError):
-            distckpt.save(small_state(4), f"{bucket}/c")
+            distckpt.save(state_of_step(4), f"{bucket}/c")
     assert proxy.happened
     assert step_in(f"{bucket}/d") == 3
     assert len(keys_in(server, f"{bucket}/c")) == 4
@@ -106,11 +95,11 @@ def test_an_upload_that_may_not_be_aborted_fails_no_save(server, bucket, caplog)
     name, _, key = killed.removeprefix("s3://").partition("/")
     client(server).create_multipart_upload(Bucket=name, Key=key)
     with refusing(server, Fault("DELETE", "uploadId", "403", count=1000)):
-        distckpt.save(small_state(1), f"{bucket}/c")
+        distckpt.save(state_of_step(1), f"{bucket}/c")
     assert step_in(f"{bucket}/c") == 1
     assert uploads_in(server, bucket) == [key]
     assert "allow s3:AbortMultipartUpload" in caplog.text
-    distckpt.save(small_state(2), f"{bucket}/c", overwrite=True)
+    distckpt.save(state_of_step(2), f"{bucket}/c", overwrite=True)
     assert uploads_in(server, bucket) == []
 
 
@@ -118,7 +107,7 @@ def test_files_that_may_not_be_removed_fail_no_save(server, bucket, caplog):
     refused = Fault("POST", r"\?delete", "403", count=1000)
     with refusing(server, refused) as proxy:
         for step in (1, 2):
-            distckpt.save(small_state(step), f"{bucket}/c", overwrite=step == 2)
+            distckpt.save(state_of_step(step), f"{bucket}/c", overwrite=step == 2)
     assert len(proxy.happened) == 1
     assert step_in(f"{bucket}/c") == 2
     assert "could not remove what the checkpoint" in caplog.text
@@ -136,11 +125,11 @@ def test_a_store_that_refuses_all_conditions_is_saved_to(server, bucket, caplog)
     location = f"{bucket}/c"
     with refusing(server, *CONDITIONAL_PUTS) as proxy:
         for step in (1, 2, 3):
-            distckpt.save(small_state(step), location, overwrite=step > 1)
+            distckpt.save(state_of_step(step), location, overwrite=step > 1)
             assert step_in(location) == step
         with CheckpointManager(f"{bucket}/run", keep_last=1, async_save=False) as manager:
             for step in (1, 2):
-                manager.save(step, small_state(step))
+                manager.save(step, state_of_step(step))
             assert manager.steps() == [2]
     assert proxy.happened
     assert caplog.text.count(f"{location} has no conditional writes") == 3
@@ -154,7 +143,7 @@ def test_a_marker_that_was_put_before_conditions_were_refused_is_found(server, b
     for step in (1, 2):
         faults = Fault(*kind, "lose answer"), Fault(*kind, "501")
         with refusing(server, *faults) as proxy:
-            distckpt.save(small_state(step), location, overwrite=step == 2)
+            distckpt.save(state_of_step(step), location, overwrite=step == 2)
         assert [action for action, _ in proxy.happened] == ["lose answer", "501"]
         assert step_in(location) == step
         assert distckpt.verify(location).is_whole

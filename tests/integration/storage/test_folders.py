@@ -20,6 +20,7 @@ import distckpt
 from distckpt import CheckpointManager, ShardedTensor, streaming
 from tests.support.hooked_store import HookedFileSystem, hooked_reads
 from tests.support.large_states import holds, large_state
+from tests.support.states import state_of_step, step_in
 
 
 @pytest.fixture(params=["local", "sftp"])
@@ -59,17 +60,6 @@ def wait_for(port):
             time.sleep(0.05)
 
 
-def small_state(step):
-    return {"w": ShardedTensor.from_rank_offsets("w", torch.full((8,), float(step))), "step": step}
-
-
-def step_in(location):
-    request = {"w": ShardedTensor.from_rank_offsets("w", torch.zeros(8)), "step": 0}
-    loaded = distckpt.load(request, location)
-    assert loaded["w"].tolist() == [float(loaded["step"])] * 8
-    return loaded["step"]
-
-
 def folders_in(directory):
     return [path for path in directory.rglob("*") if path.is_dir()]
 
@@ -78,7 +68,7 @@ def test_saves_make_their_folders_and_leave_no_empty_ones(place):
     url, directory = place
     location = f"{url}/a/b/c"
     for step in (1, 2):
-        distckpt.save(small_state(step), location, overwrite=step == 2)
+        distckpt.save(state_of_step(step), location, overwrite=step == 2)
         assert step_in(location) == step
     assert distckpt.verify(location).is_whole
     assert len(folders_in(directory)) == 5
@@ -96,8 +86,8 @@ def test_a_manager_keeps_and_removes(place):
     url, directory = place
     with CheckpointManager(f"{url}/runs/1", keep_last=1, async_save=False) as manager:
         for step in (1, 2):
-            manager.save(step, small_state(step))
-        assert manager.load(small_state(0))["step"] == 2
+            manager.save(step, state_of_step(step))
+        assert manager.load(state_of_step(0))["step"] == 2
     assert manager.not_removed == {}
     names = [path.name for path in (directory / "runs" / "1").iterdir() if path.is_dir()]
     assert names == ["step_00000002"]
@@ -106,7 +96,7 @@ def test_a_manager_keeps_and_removes(place):
 def test_exports(place, tmp_path_factory):
     url, directory = place
     source = tmp_path_factory.mktemp("source") / "c"
-    distckpt.save(small_state(3), source)
+    distckpt.save(state_of_step(3), source)
     (directory / "empty").mkdir()
     for name in ("empty", "new/exports"):
         distckpt.consolidate(source, f"{url}/{name}")
@@ -127,10 +117,10 @@ def test_a_save_that_fails_leaves_nothing(place):
         raise ValueError("stop")
 
     with pytest.raises(ValueError, match="stop"):
-        distckpt.save(small_state(1), f"{url}/run/c", progress=fail)
+        distckpt.save(state_of_step(1), f"{url}/run/c", progress=fail)
     assert [path for path in directory.rglob("*") if path.is_file()] == []
     assert folders_in(directory) in ([], [directory / "run"])
-    distckpt.save(small_state(2), f"{url}/run/c")
+    distckpt.save(state_of_step(2), f"{url}/run/c")
     assert step_in(f"{url}/run/c") == 2
 
 
@@ -151,7 +141,7 @@ def test_an_export_to_a_place_that_cannot_be_there_is_not_called_removed(tmp_pat
 
 
 def saved(tmp_path):
-    distckpt.save(small_state(1), tmp_path / "c")
+    distckpt.save(state_of_step(1), tmp_path / "c")
     return tmp_path / "c"
 
 
@@ -162,8 +152,8 @@ def test_folders_of_others_stay(tmp_path):
         (tmp_path / "c" / "tensors-of-others").mkdir(exist_ok=True)
         (tmp_path / "c" / "tensors-of-others" / "file").write_text("mine")
 
-    distckpt.save(small_state(1), f"hooked://{tmp_path}/c")
+    distckpt.save(state_of_step(1), f"hooked://{tmp_path}/c")
     with hooked_reads(put):
-        distckpt.save(small_state(2), f"hooked://{tmp_path}/c", overwrite=True)
+        distckpt.save(state_of_step(2), f"hooked://{tmp_path}/c", overwrite=True)
     assert step_in(tmp_path / "c") == 2
     assert (tmp_path / "c" / "tensors-of-others" / "file").read_text() == "mine"
