@@ -9,6 +9,7 @@ import os
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from operator import length_hint
 from typing import Any, get_args
 
 from distckpt._base.errors import InvalidShardingError, LoadMismatchError
@@ -104,8 +105,8 @@ class LoadRequest:
             "verify": options.verify,
             "parallel_load": options.parallel_load,
             "validate_access_integrity": options.validate_access_integrity,
-            # Ranks exchange more where there are some.
-            "number of rules": len(self.rules),
+            # Ranks exchange more where there are some. Their type is checked afterwards.
+            "number of rules": length_hint(self.rules),
             "has a family": self.family is not None,
         }
 

@@ -106,7 +106,7 @@ def test_allow_dtype_cast_is_a_bool(tmp_path: Path) -> None:
         distckpt.load({"step": 0}, tmp_path / "c", allow_dtype_cast="no")
 
 
-@pytest.mark.parametrize("rules", [None, "x", [1]])
+@pytest.mark.parametrize("rules", [None, 3, "x", [1]])
 def test_rules_of_a_wrong_type_are_named(tmp_path: Path, rules: Any) -> None:
     distckpt.save({"w": whole("w", torch.ones(2))}, tmp_path / "c")
 
