@@ -75,11 +75,28 @@ def _prefixes(manifest: Manifest) -> tuple[str, ...]:
 
 
 def parameter_groups(stored: StoredCheckpoint) -> set[str]:
-    """Return what comes before `param_groups` in the names of values and tensors: where state dicts
-    of PyTorch's optimizers are, with `state.<parameter>.<state>` beside.
+    """Return the prefixes of optimizers' state dicts: those before the values of `param_groups`.
+
+    A state dict of PyTorch has `state.<parameter>.<state>` beside. Tensors alone tell nothing,
+    since modules may have these names too.
     """
-    names = (*stored.manifest.key_index, *_names_of_values(stored))
-    return {beginning for name in names for beginning in _before("param_groups", name)}
+    return {
+        prefix
+        for name in _names_of_values(stored)
+        for prefix in _before("param_groups", name)
+        if _is_option(name[len(prefix) + len("param_groups.") :])
+    }
+
+
+def _is_option(name: str) -> bool:
+    """Tell whether a value below `param_groups` is one of an optimizer's.
+
+    Groups are a list, where each has `params`, or there is an entry for each parameter.
+    """
+    first, *others = name.split(".")
+    if first.isdecimal():
+        return others[:1] == ["params"]
+    return "_extra_state" not in (first, *others)
 
 
 def _before(part: str, name: str) -> Iterator[str]:

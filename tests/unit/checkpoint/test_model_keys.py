@@ -12,7 +12,7 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict
 
 import distckpt
-from distckpt import LoadMismatchError, ShardedObject, ShardedTensor
+from distckpt import LoadMismatchError, ShardedObject, ShardedTensor, tasks
 from tests.support.states import save_checkpoint
 
 
@@ -184,6 +184,57 @@ def test_a_part_that_is_called_state_in_a_module_called_as_the_optimizer_is_expo
     report = distckpt.consolidate(tmp_path / "saved", tmp_path / "export")
     assert load_file(tmp_path / "export/model.safetensors").keys() == model.state_dict().keys()
     assert len(report.left_out) == 4
+
+
+class Grouped(nn.Module):
+    """Has the names of a whole state dict of an optimizer, and extra state beside them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Linear(4, 4)
+        self.state = nn.Linear(4, 4)
+        self.param_groups = nn.ModuleDict({"own": nn.Linear(4, 4)})
+        self.param_groups.get_extra_state = lambda: {"seen": 3}
+        self.param_groups.set_extra_state = lambda state: None
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+@pytest.mark.parametrize("form", ["object", "sharded", "pytorch", "converted"])
+@pytest.mark.parametrize("prefix", ["", "part."])
+@pytest.mark.parametrize("has_optimizer", [False, True])
+def test_a_module_with_state_and_param_groups_is_no_optimizer(
+    tmp_path, form, prefix, has_optimizer
+):
+    model = nn.ModuleDict({"part": Grouped()}) if prefix else Grouped()
+    optimizer = torch.optim.AdamW(model.parameters())
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    tensors = {key: value for key, value in model.state_dict().items() if torch.is_tensor(value)}
+    extra = {}
+    if form == "object":
+        extra = {"optimizer": optimizer} if has_optimizer else {}
+        distckpt.save({"model": model, **extra}, tmp_path / "saved")
+    elif form == "sharded":
+        extra = {"optimizer.state.exp_avg.w": torch.ones(2)} if has_optimizer else {}
+        save_checkpoint(tmp_path / "saved", {**tensors, **extra})
+    else:
+        extra = {"optim": get_optimizer_state_dict(model, optimizer)} if has_optimizer else {}
+        torch_dcp.save({**model.state_dict(), **extra}, checkpoint_id=tmp_path / "saved")
+    saved = tmp_path / "saved"
+    if form == "converted":
+        saved = tmp_path / "converted"
+        distckpt.reshard(tmp_path / "saved", saved)
+
+    report = distckpt.consolidate(saved, tmp_path / "export")
+    assert load_file(tmp_path / "export/model.safetensors").keys() == tensors.keys()
+    assert bool(report.left_out) == has_optimizer
+    assert distckpt.diff(saved, saved).optimizer_keys == set(report.left_out)
+    distckpt.merge([saved] * 2, tmp_path / "merged")
+    assert load_file(tmp_path / "merged/model.safetensors").keys() == tensors.keys()
+    for task in tasks.consolidate(saved, tmp_path / "parts", num_tasks=2):
+        task.run()
+    assert distckpt.open(tmp_path / "parts").tensors.keys() == tensors.keys()
 
 
 @pytest.mark.parametrize("entry", ["optim", "optimizer", "optimizer_net"])
