@@ -118,6 +118,8 @@ def _advice(
             "Names of another program need rules=, or family='auto' for those of Megatron Core "
             "and transformers."
         )
+    if has_rules:
+        return hint, "Correct the keys or the rules, or leave such keys out of the state dict."
     return hint, (
         "Correct the keys, or leave such keys out with strict='report' ('log_all' in "
         "distckpt.megatron)."

@@ -254,6 +254,14 @@ def test_the_way_out_that_strict_is(root):
         distckpt.megatron.load(shards(MODEL[0]), root / "bare", strict="raise_al")
 
 
+def test_a_load_with_rules_is_not_told_of_a_strict_that_it_refuses(root):
+    with pytest.raises(LoadMismatchError, match="the keys or the rules") as caught:
+        distckpt.load(
+            shards("other.a"), root / "bare", rules=[distckpt.rules.Rename("other", "absent")]
+        )
+    assert "strict" not in str(caught.value)
+
+
 def test_a_hugging_face_directory_under_the_names_of_another_program(root):
     with pytest.raises(LoadMismatchError, match="need rules=, or family='auto'"):
         distckpt.load(shards("embedding.word_embeddings.weight"), root / "hf")
