@@ -94,8 +94,9 @@ def _is_option(name: str) -> bool:
     Groups are a list, where each has `params`, or there is an entry for each parameter.
     """
     first, *others = name.split(".")
-    if first.isdecimal():
-        return others[:1] == ["params"]
+    # The parts of an nn.Sequential are called by numbers too.
+    if first.isdecimal() and len(others) < 2:
+        return others == ["params"]
     return "_extra_state" not in (first, *others)
 
 

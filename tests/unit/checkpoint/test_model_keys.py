@@ -318,3 +318,22 @@ def test_an_export_of_plain_tensors_only_says_where_they_are(tmp_path):
     distckpt.save({"model": nn.Linear(2, 2).state_dict()}, tmp_path / "saved")
     with pytest.raises(LoadMismatchError, match=r"holds no tensors.*common state"):
         distckpt.consolidate(tmp_path / "saved", tmp_path / "export")
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_options_of_numbered_parameters_are_those_of_an_optimizer(tmp_path):
+    from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict
+
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4))
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(1, 4)).sum().backward()
+    optimizer.step()
+    flat = StateDictOptions(flatten_optimizer_state_dict=True)
+    weights, state = get_state_dict(model, optimizer, options=flat)
+    torch.distributed.checkpoint.save(
+        {"model": weights, "optim": state}, checkpoint_id=tmp_path / "c"
+    )
+
+    distckpt.consolidate(tmp_path / "c", tmp_path / "e")
+
+    assert set(distckpt.open(tmp_path / "e").tensors) == {"model.0.weight", "model.0.bias"}
