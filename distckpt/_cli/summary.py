@@ -11,9 +11,12 @@ import numpy as np
 
 from distckpt._base.dtypes import PACKED_PER_ITEM
 from distckpt._base.errors import CheckpointingException
+from distckpt._base.messages import summarize_keys
+from distckpt._base.tree import dotted
 from distckpt._checkpoint.stored_values import holds_objects, load_common_state
 from distckpt._cli.ls import time_text
 from distckpt._cli.output import count_text, size_text
+from distckpt._format.codec.encode import NOT_STORED, unknown_objects
 from distckpt._format.manifest import OBJECT
 from distckpt._format.marker import CONFIG_FNAME, read_marker
 from distckpt._format.stored_checkpoint import StoredCheckpoint
@@ -53,7 +56,7 @@ def summarize(stored: StoredCheckpoint) -> dict[str, Any]:
 
 def _of_the_save(stored: StoredCheckpoint) -> dict[str, Any]:
     """Return what the marker and common state say: the time, the step, the format, the names in
-    common state.
+    common state, and the values that the save left out of it.
     """
     path = locations.join(stored.location, CONFIG_FNAME)
     origin = stored.manifest.origin
@@ -64,16 +67,21 @@ def _of_the_save(stored: StoredCheckpoint) -> dict[str, Any]:
         "saved_at": locations.modified_time(path) if marker else None,
         "step": note.get("step") if isinstance(note, dict) else None,
         "format": (origin or {}).get("format") or own_format,
-        "common_state": _names_in_common_state(stored),
+        **_of_common_state(stored),
     }
 
 
-def _names_in_common_state(stored: StoredCheckpoint) -> list[str]:
-    """Return the names in common state; an empty list if it cannot be read."""
+def _of_common_state(stored: StoredCheckpoint) -> dict[str, list[str]]:
+    """Return the names in common state; none if it cannot be read."""
+    common: dict[Any, Any] = {}
     with contextlib.suppress(CheckpointingException, OSError):
-        if holds_objects(stored):
-            return [str(name) for name in load_common_state(stored)]
-    return []
+        common = load_common_state(stored) if holds_objects(stored) else {}
+    left_out = [
+        dotted(position)
+        for position, unknown in unknown_objects(common)
+        if unknown.name.startswith(NOT_STORED)
+    ]
+    return {"common_state": [str(name) for name in common], "left_out": left_out}
 
 
 def save_text(facts: dict[str, Any]) -> str:
@@ -93,6 +101,8 @@ def objects_text(facts: dict[str, Any]) -> str:
     names = facts["common_state"]
     more = f", ... ({len(names)})" if len(names) > _MAX_NAMES else ""
     common = f"common state ({', '.join(names[:_MAX_NAMES])}{more})" if names else ""
+    if facts["left_out"]:
+        common += f" without {summarize_keys(facts['left_out'])}, which the save left out"
     objects = count_text(facts["num_objects"], "object") if facts["num_objects"] else ""
     parts = list(filter(None, [objects, common]))
     return f"{' and '.join(parts)}, {size_text(facts['object_bytes'])}" if parts else ""

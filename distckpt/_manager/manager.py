@@ -207,7 +207,8 @@ class CheckpointManager(SaysOtherNames):
 
         Collective operation: all ranks must call it. Pointless with `async_save=False`.
         """
-        return reserve_for(state_dict, self._request)
+        request = self._request
+        return reserve_for(state_dict, _of_running_job(request) if self._has_planned else request)
 
     def _start_or_log(
         self,
@@ -244,9 +245,8 @@ class CheckpointManager(SaysOtherNames):
                 # Its findings count for all ranks.
                 request = self._begin(step, told.payloads, request)
             told.answer = bytes([self._has_planned])
-        if request.options.unsupported is None and any(told.answer):
-            # The job is running: it would lose a checkpoint.
-            request = replace(request, options=replace(request.options, unsupported="warn"))
+        if any(told.answer):
+            request = _of_running_job(request)
         write = partial(self._write, step)
         if self._is_async:
             in_background = background_save.in_background(request)
@@ -495,6 +495,13 @@ class CheckpointManager(SaysOtherNames):
 
     def _ranks(self) -> Ranks:
         return Ranks(self._request.process_group)
+
+
+def _of_running_job(request: SaveRequest) -> SaveRequest:
+    """Return a request that warns of what cannot be stored: its job would lose a checkpoint."""
+    if request.options.unsupported is not None:
+        return request
+    return replace(request, options=replace(request.options, unsupported="warn"))
 
 
 def _raise(error: BaseException) -> NoReturn:

@@ -152,7 +152,7 @@ def with_storable_settings(described: Described) -> Described:
     settings = dict(described.settings)
     for prefix, entries in settings.items():
         try:
-            codec.encode(entries)
+            codec.encode(entries, refuses_left_out=True)
         except UnsupportedObjectError:
             settings[prefix] = storable_entries(prefix, entries)
     return replace(described, settings=settings)
@@ -168,14 +168,16 @@ def describe_objects(
     loads: bool = False,
     materialize: Any = None,
     made: list[Any] | None = None,
+    breaks_cycles: bool = False,
 ) -> Described:
     """Describe the objects in a state dict, which is not changed.
 
     For a load, settings of optimizers and values are left out: they come from the checkpoint.
     Modules on the meta device get memory on the device `materialize`, if it is given; what has
-    no values then is added to `made`.
+    no values then is added to `made`. With `breaks_cycles`, containers that hold themselves are
+    left out.
     """
-    walk = _Walk(ranks, loads, materialize, [] if made is None else made)
+    walk = _Walk(ranks, loads, materialize, [] if made is None else made, breaks_cycles)
     try:
         tree = walk.described(state_dict, ())
     except RecursionError as error:
@@ -198,6 +200,7 @@ class _Walk:
     loads: bool
     materialize: Any
     made: list[Any]
+    breaks_cycles: bool
     places: list[Place] = field(default_factory=list)
     optimizers: list[tuple[Position, OptimizerState]] = field(default_factory=list)
 
@@ -205,7 +208,14 @@ class _Walk:
         """Return a part of the state dict without objects, except optimizers and what each rank has
         of its own.
         """
-        return map_leaves(self._described_leaf, node, _is_walked, path)
+        num_places, num_optimizers = len(self.places), len(self.optimizers)
+        try:
+            return map_leaves(self._described_leaf, node, _is_walked, path)
+        except RecursionError:
+            if not self.breaks_cycles:
+                raise
+        del self.places[num_places:], self.optimizers[num_optimizers:]
+        return map_leaves(self._described_leaf, codec.without_cycles(node), _is_walked, path)
 
     def _described_leaf(self, path: Position, leaf: Any) -> Any:
         if type(leaf) in _VALUES and not has_parts(leaf):
@@ -339,10 +349,13 @@ def _names_of_model(tree: Any, places: list[Place]) -> list[str]:
 # --- Saving ---------------------------------------------------------------------------------------
 
 
-def united(ranks: Ranks, described: Described, *, first_has_all: bool = True) -> Described:
+def united(
+    ranks: Ranks, described: Described, *, first_has_all: bool = True, warns: bool = False
+) -> Described:
     """Unite the names and settings of all ranks for a save.
 
-    `first_has_all` refuses objects that rank 0, which saves their states, does not have.
+    `first_has_all` refuses objects that rank 0, which saves their states, does not have. `warns`
+    takes the first of settings that differ, with a warning.
 
     Collective operation: all ranks must call it.
     """
@@ -352,7 +365,7 @@ def united(ranks: Ranks, described: Described, *, first_has_all: bool = True) ->
     names, stateful_names = zip(*sent, strict=True)
     if first_has_all:
         _check_first_has_all(stateful_names)
-    settings = unite(ranks, dict(described.settings))
+    settings = unite(ranks, dict(described.settings), warns)
     for place in described.places:
         state = at(described.state_dict, place.path)
         if place.kind is Kind.OPTIMIZER and "settings" in state:

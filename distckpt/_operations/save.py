@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -52,6 +53,8 @@ from distckpt._state.shards import Shard
 
 if TYPE_CHECKING:
     from distckpt.strategies.base import SaveShardedStrategy
+
+logger = logging.getLogger(__name__)
 
 
 @collective()
@@ -338,7 +341,7 @@ def _describe_own(
     timer.location = target.location
     with ranks.part("flatten the state dict"):
         described, digest = _described_objects(ranks, state_dict, request)
-        state = _flatten(described, request, _compares(ranks, request))
+        state = _flatten(ranks, described, request)
     ready = None
     if target.strategy is None and expects_same:
         with ranks.part("describe the shards"):
@@ -350,11 +353,12 @@ def _described_objects(
     ranks: Ranks, state_dict: ShardedStateDict, request: SaveRequest
 ) -> tuple[objects.Described, int]:
     """The objects of this rank and their digest, without settings that cannot be stored."""
-    described = objects.describe_objects(ranks, state_dict)
+    warns = request.options.unsupported == "warn"
+    described = objects.describe_objects(ranks, state_dict, breaks_cycles=warns)
     try:
         return described, described.digest()
     except UnsupportedObjectError:
-        if request.options.unsupported != "warn":
+        if not warns:
             raise
     described = objects.with_storable_settings(described)
     return described, described.digest()
@@ -402,22 +406,21 @@ def _united(ranks: Ranks, own: _Own, request: SaveRequest) -> _Own:
 
     Collective operation: all ranks must call it.
     """
-    compares = _compares(ranks, request)
-    with_objects = objects.united(ranks, own.objects)
+    warns = request.options.unsupported == "warn"
+    with_objects = objects.united(ranks, own.objects, warns=warns)
     with ranks.phase("flatten the state dict"):
-        state = _flatten(with_objects, request, compares)
-    if compares:
+        state = _flatten(ranks, with_objects, request)
+    if _compares(ranks, request):
         differences = on_demand("common_differences")
-        warns = request.options.unsupported == "warn"
         differences.check_differences(ranks, state.compared, state.digest, warns)
     return _Own(own.target, with_objects, state, None)
 
 
 def _flatten(
-    with_objects: objects.Described, request: SaveRequest, compares: bool
+    ranks: Ranks, with_objects: objects.Described, request: SaveRequest
 ) -> _DescribedState:
     state_dict = objects.completed(with_objects)
-    split = flatten.split(state_dict)
+    split = _split(state_dict, request)
     shards, common, _ = split
     if any(shard.key == COMMON_KEY for shard in shards):
         raise InvalidShardingError(f"The key {COMMON_KEY!r} is reserved: rename yours.")
@@ -429,17 +432,29 @@ def _flatten(
         common = {**common, CONTENT_METADATA: metadata}
     notes = note_of_module(with_objects.names) | note_of_schedulers(with_objects.schedulers)
     compared = common_state.comparable(common, request.preprocess_common)
-    if not compares:
+    if not _compares(ranks, request):
         return _DescribedState(shards, common, compared, 0, notes)
     try:
         digest = common_state.digest(compared)
     except UnsupportedObjectError:
         if request.options.unsupported != "warn":
             raise
-        common = common_state.storable(COMMON_KEY, common)
+        common = common_state.storable(COMMON_KEY, common, warns=ranks.is_coordinator)
         compared = common_state.comparable(common, request.preprocess_common)
         digest = common_state.digest(compared)
     return _DescribedState(shards, common, compared, digest, notes)
+
+
+def _split(state_dict: StateDict, request: SaveRequest) -> flatten.SplitState:
+    if request.options.unsupported != "warn":
+        return flatten.split(state_dict)
+    problems: list[str] = []
+    split = flatten.split(state_dict, problems=problems)
+    if problems:
+        logger.warning(
+            "%d tensors are left out, which cannot be stored: %s", len(problems), " ".join(problems)
+        )
+    return split
 
 
 def _check_metadata_entry(state_dict: StateDict, request: SaveRequest) -> None:

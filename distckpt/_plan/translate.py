@@ -161,7 +161,9 @@ def stored_names(rules: Sequence[Rule], shapes: Mapping[str, tuple[int, ...]]) -
 
 def match_flags(rules: Sequence[Rule], shapes: Mapping[str, tuple[int, ...]]) -> bytes:
     """One byte for each rule: whether it matches a tensor of the model on this rank."""
-    return bytes(matched_rules(rules, _infos(rules, shapes)))
+    flags = matched_rules(rules, _infos(rules, shapes))
+    are_ties = [isinstance(rule, Tie) and rule.key in shapes for rule in rules]
+    return bytes(map(max, flags, are_ties))
 
 
 def _infos(rules: Sequence[Rule], shapes: Mapping[str, tuple[int, ...]]) -> dict[str, TensorSpec]:

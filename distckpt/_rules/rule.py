@@ -35,8 +35,8 @@ class Rule(ABC):
 
     Attributes:
         optional: whether the rule may match nothing, which is an error otherwise.
-        count: how often the rule must match, where it is known beforehand (the number of layers,
-            say).
+        count: how often the rule must match in an export, where it is known beforehand (the number
+            of layers, say). A load, whose ranks may hold parts of the model, does not count.
     """
 
     optional: bool = field(default=False, kw_only=True, repr=False)

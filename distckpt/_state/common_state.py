@@ -53,17 +53,18 @@ def encoded(key: str, value: Any, leaves_out: bool) -> bytes:
         UnsupportedObjectError: it holds something that cannot be stored.
     """
     try:
-        return codec.encode(value)
+        return codec.encode(value, refuses_left_out=True)
     except UnsupportedObjectError as error:
         if not leaves_out:
             raise UnsupportedObjectError(f"{object_text(key)} cannot be saved: {error}") from error
     return codec.encode(storable(key, value))
 
 
-def storable(key: str, value: Any) -> Any:
+def storable(key: str, value: Any, *, warns: bool = True) -> Any:
     """Return a value of an object without what cannot be stored of it, which a warning names."""
     kept, problems = codec.without_unsupported(value)
-    logger.warning(
+    logger.log(
+        logging.WARNING if warns else logging.DEBUG,
         "%s is stored without %d of its values, which cannot be stored: %s",
         object_text(key),
         len(problems),

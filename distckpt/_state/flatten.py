@@ -38,7 +38,12 @@ from distckpt._format.codec import refuse_unknown
 from distckpt._format.codec.encode import how_to_register, unknown_objects
 from distckpt._mapping.base import ShardedBase
 from distckpt._mapping.sharded_tensor import ShardedTensor
-from distckpt._mapping.wrappers import LocalNonpersistentObject, ShardedObject, ShardedTensorFactory
+from distckpt._mapping.wrappers import (
+    LocalNonpersistentObject,
+    ShardedObject,
+    ShardedTensorFactory,
+    is_main_replica,
+)
 from distckpt._state.megatron_shards import adopt
 from distckpt._state.shards import Shard
 from distckpt._state.stored_form import StoredEntry, stored_form
@@ -88,23 +93,31 @@ class SplitState(NamedTuple):
 
 
 class _Found(NamedTuple):
-    """The shards found so far, and what is stored for them, which a save does not know."""
+    """The shards found so far, what is stored for them, which a save does not know, and what is
+    wrong with tensors that are left out, None where these are refused.
+    """
 
     shards: list[Shard]
     entries: Mapping[str, StoredEntry]
+    problems: list[str] | None
 
 
-def split(state_dict: Any, entries: Mapping[str, StoredEntry] = MappingProxyType({})) -> SplitState:
+def split(
+    state_dict: Any,
+    entries: Mapping[str, StoredEntry] = MappingProxyType({}),
+    problems: list[str] | None = None,
+) -> SplitState:
     """Flatten a sharded state dict into its shards, its common state and its structure.
 
     With the `entries` of a checkpoint, shards are requested in the form in which it stores them.
+    With `problems`, tensors that cannot be stored are left out, and what is wrong is added there.
     """
     if not isinstance(state_dict, dict):
         raise CheckpointingException(
             f"A sharded state dict is a dict, such as {{'model': model, 'step': 100}}, got "
             f"{type(state_dict).__name__}."
         )
-    found = _Found([], entries)
+    found = _Found([], entries, problems)
     skeleton, common = _take_apart(state_dict, found, inside_factory=False)
     return SplitState(found.shards, {} if common is HOLE else common, skeleton)
 
@@ -117,7 +130,7 @@ def _take_apart(tree: Any, found: _Found, inside_factory: bool) -> tuple[Any, An
         if type(node) not in _NEVER_FOREIGN:
             node = adopt(node)
         if isinstance(node, ShardedTensor):
-            node = stored_form(node, found.entries.get(node.key))
+            node = _stored_form(node, found)
         if type(node) is ShardedTensor or isinstance(node, ShardedTensor | ShardedObject):
             found.shards.append(node)
             return _Slot(len(found.shards) - 1), HOLE
@@ -125,6 +138,17 @@ def _take_apart(tree: Any, found: _Found, inside_factory: bool) -> tuple[Any, An
 
     parts: tuple[Any, Any] = fold(take, _join, tree, _is_walked)
     return parts
+
+
+def _stored_form(tensor: ShardedTensor, found: _Found) -> Any:
+    try:
+        return stored_form(tensor, found.entries.get(tensor.key))
+    except UnsupportedObjectError as error:
+        if found.problems is None:
+            raise
+        if is_main_replica(tensor.replica_id):
+            found.problems.append(str(error))
+        return LocalNonpersistentObject(None)
 
 
 def _take_other(node: Any, found: _Found, inside_factory: bool) -> tuple[Any, Any]:

@@ -245,3 +245,36 @@ def save_in_turns(rank, root):
 
 def test_blocking_saves(tmp_path):
     assert run(save_in_turns, 2, str(tmp_path)) == [([2], 2)] * 2
+
+
+def stepped(steps):
+    torch.manual_seed(0)
+    model = torch.nn.Linear(2, 2)
+    optimizer = torch.optim.Adam(model.parameters())
+    model(torch.ones(1, 2)).sum().backward()
+    for _ in range(steps):
+        optimizer.step()
+    return {"model": model, "optimizer": optimizer}
+
+
+def save_steps_that_differ(rank, root):
+    state = stepped(1 + rank)
+    refusal = error_of(distckpt.save, state, f"{root}/refused")
+    manager = distckpt.CheckpointManager(root)
+    manager.save(1, stepped(1)).result()
+    manager.save(2, state).result()
+    manager.close()
+    target = stepped(5)
+    distckpt.load(target, manager.location(2))
+    return str(refusal), [float(each["step"]) for each in target["optimizer"].state.values()]
+
+
+def test_optimizers_that_have_made_different_numbers_of_steps_cost_a_run_no_checkpoint(tmp_path):
+    with launched(save_steps_that_differ, 2, str(tmp_path)) as launch:
+        outcomes = launch.outcomes()
+    assert [outcome.error for outcome in outcomes] == [None] * 2
+    refusals, steps = zip(*(outcome.value for outcome in outcomes), strict=True)
+    assert all("{'step': 1.0} and {'step': 2.0}" in refusal for refusal in refusals)
+    assert steps == ([1.0, 1.0], [1.0, 1.0])
+    warnings = [text for outcome in outcomes for text in outcome.warnings_logged]
+    assert any("Ranks disagree" in text and "first of these is stored" in text for text in warnings)

@@ -39,7 +39,15 @@ from distckpt._base.errors import (
     CorruptCheckpointError,
     UnsupportedObjectError,
 )
-from distckpt._base.tree import Position, dotted, is_plain_container, map_nodes
+from distckpt._base.tree import (
+    CONTAINERS,
+    Position,
+    children_of,
+    dotted,
+    is_plain_container,
+    map_nodes,
+    rebuilt,
+)
 from distckpt._format import safetensors_file
 from distckpt._format.codec.decode import Entries, decode_node
 from distckpt._format.codec.encode import (
@@ -53,6 +61,7 @@ from distckpt._format.codec.encode import (
     unknown_objects,
 )
 from distckpt._format.codec.tree import (
+    MAX_DEPTH,
     REGISTERED,
     REGISTERED_NAMES,
     Raw,
@@ -77,13 +86,15 @@ _TREE_ENTRY = "tree"
 _Class = TypeVar("_Class", bound=type)
 
 
-def encode(obj: object) -> bytes:
+def encode(obj: object, *, refuses_left_out: bool = False) -> bytes:
     """Encode an object as a complete safetensors file.
 
     Raises:
-        UnsupportedObjectError: it holds something that cannot be stored; the message names it.
+        UnsupportedObjectError: it holds something that cannot be stored; the message names it. With
+            `refuses_left_out`, also the place of a value that an earlier save has left out.
     """
     writer = Writer()
+    writer.refuses_left_out = refuses_left_out
     try:
         tree = to_text(encode_all(obj, writer))
     except RecursionError as error:
@@ -100,31 +111,67 @@ def encode(obj: object) -> bytes:
 
 def without_unsupported(tree: object) -> tuple[object, list[str]]:
     """Return a tree with an `UnknownObject` in the place of each leaf that cannot be encoded, and
-    without the keys of dicts that cannot be, and what is wrong with these.
+    of each entry of a dict whose key cannot be, and what is wrong with these.
     """
     problems: list[str] = []
 
-    def fault_of(position: Position, value: object) -> str:
-        try:
-            encode(value)
-        except UnsupportedObjectError as error:
-            problems.append(f"{dotted(position)!r}: {error}")
-            return str(error)
-        return ""
+    def noted(position: Position, node: object, fault: str) -> UnknownObject:
+        problems.append(f"{dotted(position)!r}: {fault}")
+        return node if isinstance(node, UnknownObject) else _left_out(node, fault)
 
     def storable(position: Position, node: object) -> object:
-        if is_plain_container(node) and not isinstance(node, dict):
-            return node
         if type(node) is dict:
-            kept = {key: node[key] for key in node if not fault_of(position, {key: None})}
-            if kept or not node:
-                return kept
-            fault = "none of its keys can be stored"
-        elif not (fault := fault_of(position, node)):
-            return node
-        return UnknownObject(NOT_STORED + type_name(type(node)), fault)
+            faults = [_fault_of({key: None}) for key in node]
+            if faults and all(faults):
+                return noted(position, node, faults[0])
+            numbered = enumerate(zip(faults, node.items(), strict=True))
+            # What takes the place of an entry is noted when its turn comes.
+            return dict(_entry(number, *item, fault) for number, (fault, item) in numbered)
+        fault = "" if is_plain_container(node) else _fault_of(node)
+        return noted(position, node, fault) if fault else node
 
-    return map_nodes(storable, tree, is_plain_container), problems
+    return map_nodes(storable, without_cycles(tree), is_plain_container), problems
+
+
+def _fault_of(value: object) -> str:
+    """Say why a value cannot be stored; "" if it can."""
+    try:
+        encode(value, refuses_left_out=True)
+    except UnsupportedObjectError as error:
+        return str(error)
+    return ""
+
+
+def _entry(number: int, key: object, value: object, fault: str) -> tuple[object, object]:
+    """Return an entry of a dict, or what takes its place where there is a fault in its key."""
+    if not fault:
+        return key, value
+    return f"<key {number} of type {type_name(type(key))}>", _left_out(key, fault)
+
+
+def _left_out(value: object, fault: str) -> UnknownObject:
+    return UnknownObject(NOT_STORED + type_name(type(value)), fault)
+
+
+def without_cycles(tree: object) -> object:
+    """Return a tree with an `UnknownObject` in the place of each container that holds itself, or is
+    nested too deeply.
+    """
+    enclosing: list[int] = []
+
+    def copied(node: Any) -> Any:
+        if not isinstance(node, CONTAINERS):
+            return node
+        if id(node) in enclosing:
+            return _left_out(node, "it contains itself")
+        if len(enclosing) >= MAX_DEPTH:
+            return _left_out(node, f"it lies in more than {MAX_DEPTH} containers")
+        enclosing.append(id(node))
+        children = [copied(child) for _, child in children_of(node)]
+        enclosing.pop()
+        return rebuilt(node, children)
+
+    return copied(tree)
 
 
 def decode(blob: bytes | bytearray | memoryview, *, placeholders: bool = False) -> object:

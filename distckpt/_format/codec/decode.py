@@ -19,6 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from distckpt._base.arrays import in_memory_order
+from distckpt._base.errors import UnsupportedObjectError
 from distckpt._base.lazy import torch
 from distckpt._base.tree import HOLE
 from distckpt._format.codec.encode import UnknownObject, unknown_objects
@@ -213,8 +214,11 @@ def _decode_registered(payload: Any, entries: Entries) -> object:
     try:
         return registration.from_state(state)
     except Exception as error:
-        raise ValueError(
-            f"an object {name!r} does not fit its class: {type(error).__name__}: {error}"
+        # The bytes are as they were saved: the class is another one than it was then, or wrong.
+        raise UnsupportedObjectError(
+            f"An object {name!r} does not fit its class as it is registered here: "
+            f"{type(error).__name__}: {error}. Register it as it was saved, or a from_state that "
+            "takes such a state, before loading."
         ) from error
 
 

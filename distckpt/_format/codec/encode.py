@@ -57,6 +57,7 @@ class Writer:
             None to raise that at once.
         inline: whether bytes stay in the tree, as they do in keys and sets: otherwise the arbitrary
             order of a set would number the entries.
+        refuses_left_out: whether the place of a value that an earlier save left out is an error.
     """
 
     def __init__(self) -> None:
@@ -66,6 +67,7 @@ class Writer:
         self.orders: dict[int, list[int]] = {}
         self.unregistered: dict[type, tuple[str, UnsupportedObjectError]] | None = None
         self.inline = False
+        self.refuses_left_out = False
 
     def enter(self, container: object) -> None:
         """Begin a container."""
@@ -396,6 +398,16 @@ def unknown_objects(obj: object) -> Iterator[tuple[tuple[object, ...], UnknownOb
             yield path, node
 
 
+def _encode_unknown(obj: UnknownObject, writer: Writer) -> Json:
+    if writer.refuses_left_out and obj.name.startswith(NOT_STORED):
+        raise UnsupportedObjectError(
+            f"Cannot store {writer.where()}: its value, of type "
+            f"{obj.name.removeprefix(NOT_STORED)!r}, was left out ({obj.state}). Give it a value, "
+            "or drop it before saving."
+        )
+    return _encode_as(obj.name, obj, obj.state, writer)
+
+
 def how_to_register(unknown: UnknownObject) -> str:
     """Say what to register so that an object of an unknown class is decoded."""
     while inner := next(unknown_objects(unknown.state), None):
@@ -481,7 +493,7 @@ def encoders() -> dict[type, _Encoder]:
         torch.device: _encode_state("torch.device", str),
         torch.Size: _encode_state("torch.Size", list),
         np.ndarray: _encode_array,
-        UnknownObject: lambda obj, writer: _encode_as(obj.name, obj, obj.state, writer),
+        UnknownObject: _encode_unknown,
     }
 
 

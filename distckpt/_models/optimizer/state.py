@@ -214,7 +214,7 @@ def storable_entries(prefix: str, entries: Sequence[Entry]) -> list[Entry]:
             stored[field] = {}
             for name, value in entry[field].items():
                 try:
-                    codec.encode({name: value})
+                    codec.encode({name: value}, refuses_left_out=True)
                     stored[field][name] = value
                 except UnsupportedObjectError as error:
                     problems.add(f"{name!r}: {error}")
@@ -274,12 +274,15 @@ def _plain_values(states: Sequence[ParamState]) -> list[dict[str, Any]]:
     return plain
 
 
-def unite(ranks: Ranks, settings: dict[str, list[Entry]]) -> dict[str, list[Entry]]:
+def unite(
+    ranks: Ranks, settings: dict[str, list[Entry]], warns: bool = False
+) -> dict[str, list[Entry]]:
     """Return the entries of all ranks together, the same on each; nothing but a hash is sent where
     they are the same.
 
     They are given by the prefix of the optimizer. If only some ranks have a state for a parameter,
-    theirs counts. InvalidShardingError where ranks disagree.
+    theirs counts. InvalidShardingError where ranks disagree, unless `warns`: then those of the
+    first rank count.
     """
     if ranks.size == 1:
         return settings
@@ -293,22 +296,21 @@ def unite(ranks: Ranks, settings: dict[str, list[Entry]]) -> dict[str, list[Entr
     united = b""
     with ranks.phase("unite the settings of the optimizer", decision=True):
         if ranks.is_coordinator:
-            united = codec.encode(
-                _merged_by_prefix([codec.decode(data) for data in gathered if data])
-            )
+            received = [codec.decode(data) for data in gathered if data]
+            united = codec.encode(_merged_by_prefix(received, warns))
     return cast(dict[str, list[Entry]], codec.decode(ranks.broadcast(united)))
 
 
-def _merged_by_prefix(settings: Sequence[Any]) -> dict[str, list[Entry]]:
+def _merged_by_prefix(settings: Sequence[Any], warns: bool) -> dict[str, list[Entry]]:
     """Merge the entries of ranks, given by prefix for each."""
     by_prefix: dict[str, list[Entry]] = {}
     for of_rank in settings:
         for prefix, entries in of_rank.items():
             by_prefix.setdefault(prefix, []).extend(entries)
-    return {prefix: _merged(entries) for prefix, entries in by_prefix.items()}
+    return {prefix: _merged(entries, warns) for prefix, entries in by_prefix.items()}
 
 
-def _merged(entries: list[Entry]) -> list[Entry]:
+def _merged(entries: list[Entry], warns: bool) -> list[Entry]:
     merged: dict[bytes, Entry] = {}
     taken: dict[Any, tuple[bytes, Entry]] = {}
     # The sort is stable: ranks stay in order.
@@ -322,7 +324,7 @@ def _merged(entries: list[Entry]) -> list[Entry]:
             if first is entry:
                 own.append(name)
             elif first_kind != kind and _must_agree(name, first, entry):
-                raise InvalidShardingError(_disagreement(name, first, entry))
+                _refuse_disagreement(name, first, entry, warns)
     return [entry for entry in merged.values() if entry["params"]]
 
 
@@ -331,7 +333,10 @@ def _must_agree(name: str | int, first: Entry, second: Entry) -> bool:
     return isinstance(name, str) and bool(first["has_state"] == second["has_state"])
 
 
-def _disagreement(name: str, first: Entry, second: Entry) -> str:
+def _refuse_disagreement(name: str | int, first: Entry, second: Entry, warns: bool) -> None:
+    """Refuse what ranks disagree about, or warn of it where only numbers differ: without states
+    that the first rank lacks, a checkpoint would be wrong.
+    """
     names = sorted(
         key
         for key in (first.keys() | second.keys()) - {"params"}
@@ -341,11 +346,14 @@ def _disagreement(name: str, first: Entry, second: Entry) -> str:
     details = "; ".join(
         f"{key}: {first.get(key)!r:.200} and {second.get(key)!r:.200}" for key in names
     )
-    return (
+    text = (
         f"Ranks disagree about what the optimizer keeps{whose}, of which one value is stored "
         f"({details}). Values that each rank has for its own part of a parameter can be stored as "
         "tensors that are divided as the parameter is."
     )
+    if not (warns and {"options", "values"}.issuperset(names)):
+        raise InvalidShardingError(text)
+    logger.warning("%s The first of these is stored.", text)
 
 
 def _differ(first: Any, second: Any) -> bool:

@@ -262,6 +262,13 @@ def test_inspect_shows_modules_with_totals_and_what_the_save_says(checkpoint, tm
     assert call_json(capsys, "inspect", checkpoint)["groups"][0]["ranks"] == [0]
 
 
+def test_inspect_names_the_values_that_the_save_left_out(tmp_path, capsys):
+    distckpt.save({"args": {"lr": 1, "log": object()}}, tmp_path / "step", unsupported="warn")
+    text = call(capsys, "inspect", tmp_path / "step")
+    assert "common state (args) without 'args.log', which the save left out, " in text
+    assert call_json(capsys, "inspect", tmp_path / "step")["left_out"] == ["args.log"]
+
+
 def test_inspect_draws_the_chunks_of_a_key(two_ranks, capsys):
     text = call(capsys, "inspect", two_ranks, "--key", "grid")
     assert text.splitlines().count("0000011111") == 6

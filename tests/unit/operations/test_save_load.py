@@ -629,3 +629,106 @@ def test_a_key_or_value_that_cannot_be_stored_leaves_its_neighbors(odd, tmp_path
     for asked in (0, {}, []):
         with pytest.raises(UnsupportedObjectError, match="the save left out this value"):
             distckpt.load({"x": {"c": asked}}, tmp_path / "saved")
+
+
+def test_what_a_save_left_out_is_said_by_the_load_and_refused_by_the_next_save(tmp_path, caplog):
+    counts = {Plot(): 1, "b": 2, "c": Plot()}
+    distckpt.save({"counts": counts}, tmp_path / "saved", unsupported="warn")
+    caplog.clear()
+    loaded = distckpt.load({"counts": {"b": 0}}, tmp_path / "saved")["counts"]
+    keys = sorted({*loaded} - {"b", "c"})
+    assert len(loaded) == 3
+    assert keys == [f"<key 0 of type {__name__}.Plot>"]
+    assert all(repr(f"counts.{key}") in caplog.text for key in (*keys, "c"))
+
+    with pytest.raises(UnsupportedObjectError, match=r"\['counts'\].*was left out.*Plot"):
+        distckpt.save({"counts": loaded}, tmp_path / "again")
+    caplog.clear()
+    distckpt.save({"counts": loaded}, tmp_path / "again", unsupported="warn")
+    assert "stored without 2 of its values" in caplog.text
+    again = distckpt.open(tmp_path / "again").common_state["counts"]
+    assert again == loaded
+    cell = ShardedObject("cell", loaded, (1,), (0,))
+    with pytest.raises(UnsupportedObjectError, match="The object 'cell' cannot be saved"):
+        distckpt.save({"cell": cell}, tmp_path / "cell")
+
+
+class Log:
+    """An object with state."""
+
+    def __init__(self, state):
+        self.state = state
+
+    def state_dict(self):
+        return self.state
+
+    def load_state_dict(self, state):
+        self.state = state
+
+
+def cyclic():
+    items = [1]
+    items.append(items)
+    return items
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        cyclic(),
+        {"a": cyclic(), "b": 2},
+        distckpt.PerRank(cyclic()),
+        Log({"history": cyclic()}),
+        ShardedObject("odd", cyclic(), (1,), (0,)),
+    ],
+    ids=["list", "in a dict", "per rank", "stateful", "sharded object"],
+)
+def test_a_value_that_contains_itself_costs_a_run_no_checkpoint(value, tmp_path, caplog):
+    model = torch.nn.Linear(2, 2)
+    state = {"model": model, "step": 2, "odd": value}
+    with pytest.raises(UnsupportedObjectError, match="contains itself"):
+        distckpt.save(state, tmp_path / "refused")
+    with distckpt.CheckpointManager(tmp_path / "run", async_save=False) as manager:
+        manager.save(1, {"model": model, "step": 1})
+        manager.save(2, state)
+        assert "it contains itself" in caplog.text
+        target = {"model": torch.nn.Linear(2, 2), "step": 0}
+        manager.load(target)
+    assert target["step"] == 2
+    assert torch.equal(target["model"].weight, model.weight)
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_a_buffer_that_cannot_be_stored_costs_a_run_no_checkpoint(device, tmp_path, caplog):
+    model = torch.nn.Linear(2, 2)
+    with distckpt.CheckpointManager(tmp_path, async_save=False) as manager:
+        manager.save(1, {"model": model, "step": 1})
+        odd = torch.eye(2).to_sparse() if device == "cpu" else torch.empty(2, device="meta")
+        model.register_buffer("odd", odd)
+        state = {"model": model, "step": 2}
+        assert manager.reserve_staging_memory(state).result() > 0
+        caplog.clear()
+        manager.save(2, state)
+        (warning,) = [text for text in caplog.messages if "left out" in text]
+        assert "1 tensors are left out" in warning
+        assert "Key 'odd'" in warning
+        assert sorted(distckpt.open(manager.location(2)).tensors) == ["bias", "weight"]
+    with pytest.raises(UnsupportedObjectError, match="Key 'odd'"):
+        distckpt.save(state, tmp_path / "refused")
+
+
+class Moved:
+    """Registered with functions that do not fit any more."""
+
+
+def test_a_class_that_refuses_its_state_is_no_damage(tmp_path, caplog):
+    distckpt.register_object_type(
+        Moved, "tests.Moved", to_state=lambda moved: {"x": 1}, from_state=lambda state: state["y"]
+    )
+    with distckpt.CheckpointManager(tmp_path, async_save=False) as manager:
+        manager.save(1, {"step": 1})
+        manager.save(2, {"step": 2, "moved": Moved()})
+        target = {"step": 0, "moved": None}
+        with pytest.raises(UnsupportedObjectError, match=r"'tests\.Moved' does not fit.*KeyError"):
+            manager.load(target)
+        assert target["step"] == 0

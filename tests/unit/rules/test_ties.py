@@ -102,3 +102,14 @@ def test_memory_that_is_shared_takes_the_one_tensor_that_is_stored(tmp_path):
     rules = [Rename("head.weight", NAMES[OUTPUT]), Rename("wte.weight", NAMES[EMBEDDING])]
     distckpt.load({"model": model}, tmp_path / "saved", rules=rules)
     assert torch.equal(model.wte.weight, distckpt.open(tmp_path / "saved").read(NAMES[OUTPUT]))
+
+
+def test_a_tie_that_fills_a_tensor_is_not_called_useless(tmp_path, caplog):
+    distckpt.save({"model": torch.nn.Linear(2, 2)}, tmp_path / "saved")
+    request = {"copy": ShardedTensor.from_rank_offsets("copy", torch.zeros(2, 2))}
+    ties = [Tie("copy", "weight"), Tie("nobody", "bias")]
+    distckpt.load(request, tmp_path / "saved", rules=ties)
+    stored = distckpt.open(tmp_path / "saved").read_tensors()
+    assert torch.equal(request["copy"].data, stored["weight"])
+    (warning,) = caplog.messages
+    assert "Tie(key='nobody', to='bias') matches no tensor" in warning
