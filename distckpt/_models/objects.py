@@ -277,7 +277,9 @@ class _Walk:
             described, entries = describe_optimizer(place.value, tree, place.prefix)
             if self.loads or place.prefix not in settings:
                 key, rank = f"{place.prefix}.settings", self.ranks.rank
-                described["settings"] = ShardedObject(key, None, (1,), (0,), rank)
+                # A load may have several optimizers of one prefix.
+                copy = OpenReplicaId((1, rank)) if place.prefix in settings else rank
+                described["settings"] = ShardedObject(key, None, (1,), (0,), copy)
             settings.setdefault(place.prefix, []).extend(entries)
             self.optimizers.append((place.path, described))
             tree = replaced(tree, place.path, described)

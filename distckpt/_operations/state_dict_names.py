@@ -107,7 +107,8 @@ def translated(
         hidden: set[str] = set()
         for optimizer, found in zip(united, cast(Any, codec.decode(encoded)), strict=True):
             if found is not None:
-                optimizer.by_number, entries = found
+                path, optimizer.by_number, entries = found
+                optimizer.path = tuple(path)
                 names.update(_names_of_states(stored, optimizer, hidden))
                 settings.setdefault(f"{optimizer.prefix}.settings", []).extend(entries)
         view = replace(stored, manifest=_with_names(stored.manifest, names))
@@ -201,10 +202,14 @@ def _names_of_module(stored: StoredCheckpoint) -> dict[str, str]:
 
 
 def _settings(stored: StoredCheckpoint, optimizers: Sequence[_Optimizer]) -> list[Any]:
-    """Return for each optimizer whether parameters go by number, and the settings; None where no
-    state dict is stored.
+    """Return for each optimizer where its state dict is, whether parameters go by number, and the
+    settings; None where no state dict is stored.
     """
     known = parameter_groups(stored)
+    for each in optimizers:
+        # `get_state_dict(model, [first, second])` makes one of several.
+        while each.path and isinstance(each.path[-1], int) and each.beginning not in known:
+            each.path = each.path[:-1]
     if not any(each.beginning in known for each in optimizers):
         return [None] * len(optimizers)
     common = load_common_state(stored)
@@ -216,8 +221,8 @@ def _settings(stored: StoredCheckpoint, optimizers: Sequence[_Optimizer]) -> lis
 
 def _settings_of(
     stored: StoredCheckpoint, optimizer: _Optimizer, tree: Any
-) -> tuple[bool, list[Entry]]:
-    """Return whether parameters go by number, and the settings of an optimizer.
+) -> tuple[Sequence[Any], bool, list[Entry]]:
+    """Return where an optimizer is, whether parameters go by number, and the settings.
 
     `tree` has what is stored of it besides tensors.
     """
@@ -229,8 +234,8 @@ def _settings_of(
     for group in groups:
         own = [name for name in group["params"] if name in keys]
         states = [_state_of(stored, optimizer, tree, keys[name], scalars) for name in own]
-        pairs.append(({**group, "params": own}, states))
-    return optimizer.by_number, group_entries([pair for pair in pairs if pair[1]], {})
+        pairs.append((group, states))
+    return list(optimizer.path), optimizer.by_number, group_entries(pairs, {})
 
 
 def _find_states(

@@ -177,3 +177,52 @@ def test_values_that_lightning_stores_beside(tmp_path, caplog, is_known):
     else:
         assert "Unknown" in caplog.text
         assert "nothing of it was run" in caplog.text
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_the_options_of_a_group_without_parameters(form, tmp_path):
+    def make_with_empty_group(lr):
+        model = nn.Linear(4, 4)
+        groups = [{"params": [], "lr": 2 * lr}, {"params": list(model.parameters()), "lr": lr}]
+        return model, torch.optim.AdamW(groups)
+
+    model, optimizer = make_with_empty_group(0.1)
+    model(torch.ones(2, 4)).sum().backward()
+    optimizer.step()
+    saved = {"model": model.state_dict(), "optim": FORMS[form](model, optimizer)}
+    torch_dcp.save(saved, checkpoint_id=tmp_path)
+    model, optimizer = make_with_empty_group(9.0)
+    distckpt.load({"model": model, "optim": optimizer}, tmp_path)
+    # Flattened state dicts have options by parameter.
+    empty = 18.0 if form == "flattened" else 0.2
+    assert [group["lr"] for group in optimizer.param_groups] == [empty, 0.1]
+
+
+@pytest.mark.parametrize("flat", [False, True])
+def test_optimizers_whose_states_were_made_one(flat, tmp_path):
+    def make_two(lr):
+        model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+        sgd = torch.optim.SGD(model[1].parameters(), lr=lr, momentum=0.9)
+        return model, [torch.optim.AdamW(model[0].parameters()), sgd]
+
+    model, optimizers = make_two(0.3)
+    model(torch.ones(2, 4)).sum().backward()
+    for optimizer in optimizers:
+        optimizer.step()
+    options = StateDictOptions(flatten_optimizer_state_dict=flat)
+    merged = get_optimizer_state_dict(model, optimizers, options=options)
+    torch_dcp.save({"model": model.state_dict(), "optim": merged}, checkpoint_id=tmp_path)
+    expected = [optimizer.state_dict() for optimizer in optimizers]
+    model, loaded = make_two(0.1)
+    distckpt.load({"model": model, "optim": loaded}, tmp_path)
+    assert loaded[1].param_groups[0]["lr"] == 0.3
+    for optimizer, state_dict in zip(loaded, expected, strict=True):
+        assert_same(optimizer.state_dict()["state"], state_dict["state"])
+
+
+def test_a_checkpoint_without_optimizers_for_several(tmp_path):
+    model, optimizer = make("SGD")
+    distckpt.save({"model": model}, tmp_path / "saved")
+    others = [optimizer, torch.optim.SGD(model.parameters(), lr=0.1)]
+    with pytest.raises(distckpt.LoadMismatchError, match="No state of an optimizer is read"):
+        distckpt.load({"model": model, "optim": others}, tmp_path / "saved")
