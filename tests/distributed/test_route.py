@@ -603,15 +603,17 @@ def _stays_small(rank: int, address: str) -> int:
             route.run(version)
         return route._store.num_keys()
     route = distckpt.Route(address, target={"weight": part(0, 1)}, timeout=TIMEOUT)
-    for version in range(12):
-        if version % 3 == 1:
-            with distckpt.Route(address, target={"weight": part(0, 1)}, timeout=TIMEOUT) as other:
-                other_run = threading.Thread(target=other.run)
-                other_run.start()
-                route.run(version)
-                other_run.join()
-        else:
-            route.run(version)
+    # On a busy machine a target may be left out of a version, even of the last one.
+    with contextlib.suppress(distckpt.CheckpointingException):
+        while (version := route.run().version) < 11:
+            if version % 3 == 0 and version < 9:
+                with distckpt.Route(
+                    address, target={"weight": part(0, 1)}, timeout=TIMEOUT
+                ) as other:
+                    other_run = threading.Thread(target=other.run)
+                    other_run.start()
+                    route.run()
+                    other_run.join()
     return 0
 
 
