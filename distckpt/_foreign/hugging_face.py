@@ -259,7 +259,7 @@ def _check_all_are_there(location: str, names: Sequence[str]) -> None:
         if there < int(total):
             raise CorruptCheckpointError(
                 f"{location!r} holds {there} of the {total} files {f'{start}*{end}'!r}: copy the "
-                f"others, and {INDEX_NAME}, or give the location of one file to read that alone."
+                "others, and their index, or give the location of one file to read that alone."
             )
 
 
