@@ -95,6 +95,12 @@ _OF_DCP = (
 )
 
 
+_OF_TRAINERS = (
+    " The optimizer.bin of accelerate and the optimizer.pt of transformers are pickles: give what "
+    "torch.load(..., weights_only=True) returns to optimizer.load_state_dict."
+)
+
+
 def _advice(
     stored: StoredCheckpoint,
     absent: Sequence[str],
@@ -104,9 +110,9 @@ def _advice(
     known = stored.manifest.key_index
     if about_these := _stored_otherwise(stored, absent):
         return "", about_these
-    if _lack_optimizer(absent, known):
-        return "", _optimizer_advice(known)
     foreign_format = (stored.manifest.origin or {}).get("format")
+    if _lack_optimizer(absent, known):
+        return "", _optimizer_advice(known) + _OF_TRAINERS * is_export(foreign_format)
     if prefix := other_prefix(absent, known):
         return prefix, (
             "Correct the prefix: a module at 'model' of the state dict has none, one at another "

@@ -8,6 +8,7 @@ import logging
 import pytest
 import torch
 import torch.distributed.checkpoint as torch_dcp
+from safetensors.torch import save_file
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict
 
@@ -226,3 +227,12 @@ def test_a_checkpoint_without_optimizers_for_several(tmp_path):
     others = [optimizer, torch.optim.SGD(model.parameters(), lr=0.1)]
     with pytest.raises(distckpt.LoadMismatchError, match="No state of an optimizer is read"):
         distckpt.load({"model": model, "optim": others}, tmp_path / "saved")
+
+
+def test_where_trainers_keep_the_state_of_an_optimizer(tmp_path):
+    model, optimizer = make("SGD")
+    save_file(model.state_dict(), tmp_path / "model.safetensors")
+    torch.save(optimizer.state_dict(), tmp_path / "optimizer.bin")
+    with pytest.raises(distckpt.LoadMismatchError, match=r"optimizer\.bin of accelerate"):
+        distckpt.load({"model": model, "optimizer": optimizer}, tmp_path)
+    distckpt.load({"model": model}, tmp_path)
