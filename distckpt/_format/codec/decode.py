@@ -19,7 +19,6 @@ import numpy as np
 import numpy.typing as npt
 
 from distckpt._base.arrays import in_memory_order
-from distckpt._base.errors import UnsupportedObjectError
 from distckpt._base.lazy import torch
 from distckpt._base.tree import HOLE
 from distckpt._format.codec.encode import UnknownObject, unknown_objects
@@ -215,11 +214,8 @@ def _decode_registered(payload: Any, entries: Entries) -> object:
         return registration.from_state(state)
     except Exception as error:
         # The bytes are as they were saved: the class is another one than it was then, or wrong.
-        raise UnsupportedObjectError(
-            f"An object {name!r} does not fit its class as it is registered here: "
-            f"{type(error).__name__}: {error}. Register it as it was saved, or a from_state that "
-            "takes such a state, before loading."
-        ) from error
+        entries.has_unknown = True
+        return UnknownObject(name, state, f"{type(error).__name__}: {error}")
 
 
 def _several(cls: type, count: int, values: Any) -> list[Any]:

@@ -327,7 +327,8 @@ NOT_STORED = "not stored: "
 
 
 class UnknownObject:
-    """A stored object of a class that this program has not registered under the stored name.
+    """A stored object of a class that this program has not registered under the stored name, or
+    whose `from_state` does not take the stored state.
 
     It can only be saved again, as it was stored. Any other use raises an error that names the
     class.
@@ -335,10 +336,11 @@ class UnknownObject:
     Attributes:
         name: name of the class in the checkpoint.
         state: the stored state of the object.
+        fault: the error of `from_state`; empty for a class that is not registered.
     """
 
-    def __init__(self, name: str, state: object) -> None:
-        self.name, self.state = name, state
+    def __init__(self, name: str, state: object, fault: str = "") -> None:
+        self.name, self.state, self.fault = name, state, fault
 
     def __repr__(self) -> str:
         return f"<object of an unknown class, registered as {self.name!r}>"
@@ -417,6 +419,12 @@ def how_to_register(unknown: UnknownObject) -> str:
         return (
             f"the save left out this value, of type {name.removeprefix(NOT_STORED)!r}, and stored "
             f"all others ({unknown.state}). Leave it out of the load."
+        )
+    if unknown.fault:
+        return (
+            f"what is stored of {name!r} does not fit its class as it is registered here "
+            f"({unknown.fault}). Before loading, register the class as it was saved, or a "
+            "from_state that takes such a state."
         )
     if name.startswith("megatron."):
         return (

@@ -732,3 +732,7 @@ def test_a_class_that_refuses_its_state_is_no_damage(tmp_path, caplog):
         with pytest.raises(UnsupportedObjectError, match=r"'tests\.Moved' does not fit.*KeyError"):
             manager.load(target)
         assert target["step"] == 0
+        loaded = manager.load({"step": 0})
+        assert (loaded["step"], loaded["moved"].state) == (2, {"x": 1})
+        distckpt.save(loaded, tmp_path / "again")
+        assert distckpt.open(tmp_path / "again").common_state["moved"] == loaded["moved"]
