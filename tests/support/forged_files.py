@@ -88,8 +88,12 @@ def with_object(path, blob):
     """Save a checkpoint again, its object encoded as `blob`."""
     shutil.rmtree(path)
     encode = codec.encode
+
+    def forged(obj, **options):
+        return blob if obj == "hostile" else encode(obj, **options)
+
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(codec, "encode", lambda obj: blob if obj == "hostile" else encode(obj))
+        patch.setattr(codec, "encode", forged)
         state = {
             "w": ShardedTensor.from_rank_offsets("w", WEIGHT),
             "o": ShardedObject("o", "hostile", (1,), (0,)),
