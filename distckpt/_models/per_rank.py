@@ -25,8 +25,10 @@ class PerRank:
 
     Under another layout, all ranks get a value that was the same on all ranks, of which there were
     several. Values that differed have no meaning there: the value stays as it is, with a warning
-    that names it. `PerRank(value, {"all": (0, 1)})` says that the value is the same on all ranks
-    under any layout: one is stored, and what a single rank has stored is loaded on all.
+    that names it. So does what iterates: equal counts of data that are divided among the ranks mean
+    other places among fewer or more of them. `PerRank(value, {"all": (0, 1)})` says that the value
+    is the same on all ranks under any layout: one is stored, and what a single rank has stored is
+    loaded on all.
 
     Args:
         value: something that `save` can store, or has `state_dict()` and `load_state_dict()`. After
@@ -101,6 +103,15 @@ def cell_of(node: Any, key: str, ranks: Ranks, meshes: list[str], loads: bool) -
     return ShardedObject(key, data, shape, offset, OpenReplicaId((0, ranks.rank)))
 
 
+def means_the_same(node: Any) -> bool:
+    """Tell whether a state that was equal on all ranks may be given to another number of ranks."""
+    return not _iterates(node.value if isinstance(node, PerRank) else node)
+
+
+def _iterates(value: Any) -> bool:
+    return hasattr(value, "load_state_dict") and hasattr(value, "__iter__")
+
+
 def warn_of_skipped(node: Any, cell: ShardedObject, saved: str, own: str) -> None:
     """Warn, once for all copies, of a value that was saved under another layout."""
     if not any(cell.replica_id):  # type: ignore[arg-type]  # Of rank 0.
@@ -117,10 +128,10 @@ def warn_of_skipped(node: Any, cell: ShardedObject, saved: str, own: str) -> Non
 def _consequence(node: Any) -> str:
     """Say what becomes of a value that is not restored, and what to do."""
     value = node.value if isinstance(node, PerRank) else node
-    if hasattr(value, "load_state_dict") and hasattr(value, "__iter__"):
+    if _iterates(value):
         return (
             f"The {type(value).__name__} begins with its first element: skip what was used. Where "
-            f"its state is the same on all ranks, {_SAME_ON_ALL}."
+            f"all ranks read the same elements, {_SAME_ON_ALL}."
         )
     consequence: str = node._if_skipped
     return consequence
