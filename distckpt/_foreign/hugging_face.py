@@ -47,6 +47,7 @@ from distckpt._storage import locations
 logger = logging.getLogger(__name__)
 
 INDEX_NAME = HUGGING_FACE.marker
+_VARIANT_INDEX = re.compile(r".+\.safetensors\.index\.([^.]+)\.json")
 _NUMBERED = re.compile(r"(.*-)\d+(-of-0*(\d+)\.safetensors)", re.ASCII)
 _MAX_CONFIG_BYTES = 64 << 20
 _MAX_ELEMENTS = 1 << 62
@@ -168,8 +169,24 @@ def _index_among(names: Sequence[str]) -> str | None:
         return INDEX_NAME
     found = sorted((name for name in names if name.endswith(INDEX_SUFFIX)), key=len)
     # Those of variants have names such as diffusion_pytorch_model.fp16.safetensors.index.json.
-    beginning = found[0].removesuffix(INDEX_SUFFIX) + "." if found else ""
-    return found[0] if found and all(name.startswith(beginning) for name in found) else None
+    if not found:
+        return _index_of_variant(names)
+    beginning = found[0].removesuffix(INDEX_SUFFIX) + "."
+    return found[0] if all(name.startswith(beginning) for name in found) else None
+
+
+def _index_of_variant(names: Sequence[str]) -> str | None:
+    """Return the name of an index such as `model.safetensors.index.fp16.json`, where there are
+    files of this variant only.
+    """
+    matches = list(filter(None, map(_VARIANT_INDEX.fullmatch, names)))
+    variants = {match.group(1) for match in matches}
+    files = [name for name in names if name.endswith(SUFFIX)]
+    if len(matches) != 1 or not all(
+        f".{variant}" in file for variant in variants for file in files
+    ):
+        return None
+    return matches[0].string
 
 
 def _is_single_file(location: str) -> bool:

@@ -462,6 +462,21 @@ def test_no_header_makes_reading_fail_in_an_unknown_way(data):
 # ---- what is refused: indexes
 
 
+def test_the_index_of_a_variant_names_its_files(tmp_path):
+    files = {f"part{i}.fp16.safetensors": {f"layers.{i}": ROWS} for i in (1, 2, 3)}
+    write_indexed(tmp_path, files)
+    (tmp_path / INDEX).rename(tmp_path / "model.safetensors.index.fp16.json")
+    assert len(distckpt.open(tmp_path).read_tensors()) == 3
+    write_plain(tmp_path / "model.safetensors", {"layers.4": ROWS})
+    (tmp_path / "part2.fp16.safetensors").unlink()
+    # What is there besides has its own names.
+    assert "model.safetensors" in distckpt.verify(tmp_path).problems[0].message
+    (tmp_path / "model.safetensors").unlink()
+    with pytest.raises(CorruptCheckpointError, match=r"part2.*missing.*index\.fp16\.json"):
+        distckpt.open(tmp_path).read_tensors()
+    assert not distckpt.verify(tmp_path).is_whole
+
+
 def test_a_numbered_file_is_missing(tmp_path):
     files = {f"model-{i:05}-of-00003.safetensors": {f"layers.{i}": ROWS} for i in (1, 2, 3)}
     write_indexed(tmp_path, files)
