@@ -85,11 +85,20 @@ def tensor_paths(tree: Any) -> Iterator[Position]:
 
 
 def _value_paths(tree: Any, objects: Collection[Position]) -> Iterator[Position]:
-    """Yield the keys that lead to each value that is not None. A dict that contains no objects
-    counts as one value.
+    """Yield the keys that lead to each value that is not None. A dict or list that contains no
+    objects counts as one value.
     """
     above = itertools.chain([tree], *(on_the_way(tree, place[:-1]) for place in objects))
     holders = set(map(id, filter(is_container, above)))
-    for position, value in leaves(tree, lambda node: is_dict(node) and id(node) in holders):
-        if value is not None and position not in objects and id(value) not in holders:
+
+    def is_holder(node: Any) -> bool:
+        return id(node) in holders or _holds_shards(node)
+
+    for position, value in leaves(tree, is_holder):
+        is_value = value is not None and value is not HOLE
+        if is_value and position not in objects and id(value) not in holders:
             yield position
+
+
+def _holds_shards(node: Any) -> bool:
+    return isinstance(node, list | tuple) and any(item is HOLE for item in node)

@@ -452,7 +452,8 @@ def _warn_of_unchanged(changes: Changes, location: str) -> None:
     if changes.fixed:
         logger.warning(
             "what the checkpoint %r holds for %s is in the dict that load returns, and not in the "
-            "one that was given: tuples and frozen dicts cannot be changed",
+            "one that was given: tuples, frozen dicts, and lists of objects that have another "
+            "length cannot be changed",
             location,
             summarize_keys(changes.fixed),
         )

@@ -185,6 +185,7 @@ def describe_targets(
             made=request.made,
         )
         split = flatten.split(described.state_dict)
+        _check_modules_are_different(described, split)
         ties = find_ties(split.shards)
         rules = _rules(request, location, split.shards, ties, source)
         are_complex = may_be_complex(split.shards)
@@ -200,6 +201,13 @@ def describe_targets(
         absent = absent_ties(split.shards, ties, stored) if not rules else {}
         table = None if source.is_live else shard_table(split.shards, ties)
     return source, Targets(described, resolved, split, entries, stored, absent, table, rules)
+
+
+def _check_modules_are_different(described: objects.Described, split: flatten.SplitState) -> None:
+    """Refuse modules of a list that would all get the tensors of one: lists hold stages."""
+    modules = [place for place in described.places if place.kind is objects.Kind.MODULE]
+    if len({place.prefix for place in modules}) < len(modules):
+        flatten.check_keys_are_different(split, [place.path for place in modules])
 
 
 def _rules(

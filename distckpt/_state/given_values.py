@@ -125,6 +125,8 @@ def _change_holder(
 ) -> None:
     """Find what is to be changed in a container of shards and objects."""
     if not _are_alike(given, values, loaded):
+        if isinstance(values, list | tuple) and any(value is not HOLE for value in values):
+            changes.fixed.append(dotted(position))
         return
     is_changeable = _is_changeable(given)
     for key, value in children_of(values):

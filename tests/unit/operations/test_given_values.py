@@ -8,8 +8,15 @@ import pytest
 import torch
 
 import distckpt
-from distckpt import LocalNonpersistentObject, ShardedObject, ShardedTensor
+from distckpt import (
+    InvalidShardingError,
+    LoadMismatchError,
+    LocalNonpersistentObject,
+    ShardedObject,
+    ShardedTensor,
+)
 from distckpt import megatron as dist_checkpointing
+from tests.support.states import whole
 
 Pair = namedtuple("Pair", "first second")
 
@@ -308,3 +315,46 @@ def test_an_empty_container_gets_what_is_stored(path, empty, value):
     loaded = distckpt.load(given, path)
     assert loaded == given == {"value": value}
     assert type(loaded["value"]) is type(value)
+
+
+# ---- lists that hold objects
+
+
+def linear(value):
+    model = torch.nn.Linear(2, 2)
+    for param in model.parameters():
+        param.data.fill_(value)
+    return model
+
+
+@pytest.mark.parametrize("make", [linear, lambda value: whole("w", torch.full((2,), value))])
+def test_values_beside_an_object_in_a_list(make, tmp_path, caplog):
+    distckpt.save({"list": [make(1.0), 5]}, tmp_path / "five")
+    distckpt.save({"list": [make(1.0)]}, tmp_path / "none")
+    state = {"list": [make(0.0), 7]}
+    distckpt.load(state, tmp_path / "five")
+    assert state["list"][1] == 5
+    for items, name in ([7], "none"), ([7, 9], "five"):
+        state = {"list": [make(0.0), *items]}
+        with pytest.raises(LoadMismatchError, match=f"holds no value for 'list.{len(items)}'"):
+            distckpt.load(state, tmp_path / name)
+        assert state["list"][1:] == items
+    # A longer list than was given is returned.
+    distckpt.save({"list": [make(1.0), 5, 6]}, tmp_path / "more")
+    state = {"list": [make(0.0), 7]}
+    caplog.clear()
+    loaded = distckpt.load(state, tmp_path / "more")
+    assert (state["list"][1:], loaded["list"][1:]) == ([7], [5, 6])
+    assert "'list'" in caplog.text
+    assert "lists of objects that have another length" in caplog.text
+
+
+@pytest.mark.parametrize("is_in_dict", [False, True])
+def test_modules_of_a_list_do_not_share_what_one_was_saved_with(is_in_dict, tmp_path):
+    def stage(value):
+        return {"model": linear(value), "n": 1} if is_in_dict else linear(value)
+
+    distckpt.save({"stages": [stage(1.0)]}, tmp_path / "one")
+    state = {"stages": [stage(8.0), stage(9.0)]}
+    with pytest.raises(InvalidShardingError, match="The same key twice: 'stages"):
+        distckpt.load(state, tmp_path / "one")
