@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from typing import Any
 
@@ -10,6 +11,8 @@ from accelerate.utils import DistributedType
 from distckpt._models.random_state import RngState
 
 __all__ = ["training_state"]
+
+logger = logging.getLogger(__name__)
 
 _HAVE_OWN_CHECKPOINTS = (DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM)
 
@@ -36,12 +39,17 @@ def training_state(accelerator: Any) -> dict[str, Any]:
 
     Raises:
         ValueError: the accelerator uses DeepSpeed or Megatron-LM, which save checkpoints of their
-            own.
+            own; or nothing is prepared or registered yet.
     """
     if accelerator.distributed_type in _HAVE_OWN_CHECKPOINTS:
         raise ValueError(
             f"{accelerator.distributed_type.value} saves checkpoints of its own: use "
             "accelerator.save_state. distckpt.open, load and consolidate read them."
+        )
+    if not (accelerator._models or accelerator._optimizers or accelerator._custom_objects):
+        raise ValueError(
+            "The accelerator has prepared no model, so none would be saved: call training_state "
+            "after accelerator.prepare."
         )
     loaders = [each for each in accelerator._dataloaders if each.use_stateful_dataloader]
     return {
@@ -65,8 +73,20 @@ class _Counters:
 
     def __init__(self, accelerator: Any) -> None:
         self._accelerator = accelerator
+        self._num_prepared = self._count_prepared()
+
+    def _count_prepared(self) -> int:
+        own = self._accelerator
+        return sum(map(len, (own._models, own._optimizers, own._schedulers, own._custom_objects)))
 
     def state_dict(self) -> dict[str, Any]:
+        added = self._count_prepared() - self._num_prepared
+        if added > 0 and self._accelerator.is_main_process:
+            logger.warning(
+                "%d objects were prepared or registered after training_state was called, which has "
+                "none of them: call it again, once all is prepared",
+                added,
+            )
         epochs = [each.iteration for each in self._accelerator._dataloaders]
         return {"step": self._accelerator.step, "epochs": epochs}
 

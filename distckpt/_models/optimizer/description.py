@@ -117,7 +117,10 @@ class OptimizerState(dict[str, Any]):
             name: state_shard(shard, param, tensor, name, self.key(path, name))
             for name, tensor in tensors.items()
         }
-        self.own.tensors[place], self["state"][place] = tensors, shards
+        self.own.tensors[place] = tensors
+        if shards:
+            # An empty dict would be a value, which other ranks may not have.
+            self["state"][place] = shards
         return shards
 
 
@@ -179,7 +182,7 @@ def fill_gaps(described: OptimizerState, settings: list[Entry]) -> None:
     for section in read_sections(described.optimizer)[0]:
         forms = forms_by_key(settings, section.path)
         for _, place, param, shard in described.places(section) if forms else ():
-            if shard.key in forms and not described["state"][place] and described.owns(param):
+            if shard.key in forms and place not in described["state"] and described.owns(param):
                 zeros: dict[str, torch.Tensor] = {}
                 for name, form in forms[shard.key].items():
                     prefix = described.key(section.path, name)

@@ -121,3 +121,17 @@ def test_a_manager_keeps_the_state_and_removes_old_steps(tmp_path):
         assert manager.steps() == [2 * NUM_BATCHES]
         manager.load(resumed.state)
     assert_same(resumed, run)
+
+
+def test_what_is_prepared_later_is_said_to_be_missing(tmp_path, caplog):
+    accelerator = Accelerator(cpu=True)
+    with pytest.raises(ValueError, match=r"call training_state after accelerator\.prepare"):
+        training_state(accelerator)
+    model = accelerator.prepare(torch.nn.Linear(2, 2))
+    state = training_state(accelerator)
+    distckpt.save(state, tmp_path / "1")
+    assert caplog.messages == []
+    accelerator.prepare(torch.optim.SGD(model.parameters(), lr=0.1))
+    distckpt.save(state, tmp_path / "2")
+    (warning,) = caplog.messages
+    assert "1 objects were prepared or registered after training_state" in warning

@@ -1141,3 +1141,17 @@ def test_plain_tensors_are_named_where_shards_are_requested(tmp_path):
         distckpt.load({"model": Net(2)}, tmp_path / "saved")
     loaded = distckpt.load({"model": Net(2).state_dict()}, tmp_path / "saved")
     assert_same(dict(loaded["model"]), dict(saved.state_dict()))
+
+
+def test_parameters_without_state_leave_nothing_in_common_state(tmp_path):
+    """Under ZeroRedundancyOptimizer a rank has no state for the parameters of others."""
+    model = torch.nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    optimizer.state[model.bias] = {"momentum_buffer": torch.ones(2)}
+    distckpt.save({"model": model, "optimizer": optimizer}, tmp_path / "saved")
+    assert distckpt.open(tmp_path / "saved").common_state == {}
+    other = torch.optim.SGD(model.parameters(), lr=0.9, momentum=0.9)
+    distckpt.load({"model": model, "optimizer": other}, tmp_path / "saved")
+    assert other.param_groups[0]["lr"] == 0.1
+    assert torch.equal(other.state[model.bias]["momentum_buffer"], torch.ones(2))
+    assert model.weight not in other.state
