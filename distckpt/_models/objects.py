@@ -440,7 +440,7 @@ def resolve(
         if place.kind is not Kind.PER_RANK or entry is None or entry.shape == cell.global_shape:
             places.append(place)
             continue
-        shared = shared_value(place.name) if means_the_same(place.value) else HOLE
+        shared: Any = shared_value(place.name) if means_the_same(place.value) else HOLE
         if shared is not HOLE:
             # From now on a state that all ranks have in common.
             places.append(place._replace(kind=Kind.STATEFUL))
