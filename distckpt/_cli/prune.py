@@ -10,7 +10,7 @@ import tempfile
 import time
 from argparse import Namespace
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from distckpt._base.errors import CheckpointNotFoundError
@@ -56,7 +56,9 @@ class _Pruning:
 def run(arguments: Namespace, output: Output) -> int:
     """Remove checkpoints and leftovers, and print what was removed."""
     pruning = _plan(arguments)
-    problems = {} if arguments.dry_run else _remove(pruning)
+    problems: dict[str, str] = {}
+    if not arguments.dry_run:
+        pruning, problems = _remove(pruning)
     doing = "would remove" if arguments.dry_run else "removed"
     for name in pruning.names:
         what = f"{name}{_origin_of(name)}" if name in pruning.leftovers else name
@@ -102,8 +104,8 @@ def _plan(arguments: Namespace) -> _Pruning:
     return _Pruning(root, saved, _removable(root, saved, policy), leftovers, live)
 
 
-def _remove(pruning: _Pruning) -> dict[str, str]:
-    """Remove steps and leftovers; return why some could not be removed, by name."""
+def _remove(pruning: _Pruning) -> tuple[_Pruning, dict[str, str]]:
+    """Remove steps and leftovers; return what was to be removed, and by name why it was not."""
     root = pruning.root
     problems = removal.remove_steps(root, pruning.surplus)
     still_there = [
@@ -111,8 +113,19 @@ def _remove(pruning: _Pruning) -> dict[str, str]:
         for name in pruning.leftovers
         if not removal.clear_leftover(root, name, locations.exists)
     ]
+    # A save had made its directory, and had not locked it yet, when leftovers were looked for.
+    live = [name for name in still_there if _is_in_use(root, name)]
+    others = [name for name in pruning.leftovers if name not in live]
     by_name = {step_name(step): problem for step, problem in problems.items()}
-    return by_name | dict.fromkeys(still_there, "it is still there")
+    by_name |= {name: "it is still there" for name in still_there if name not in live}
+    return replace(pruning, leftovers=others, live=[*pruning.live, *live]), by_name
+
+
+def _is_in_use(root: str, name: str) -> bool:
+    """Tell whether a save has locked what looked like a leftover, or has ended and removed it."""
+    location = locations.join(root, name)
+    with hidden_directories.claimed(location) as has_ended:
+        return has_ended is False or not locations.exists(location)
 
 
 def _outcome(pruning: _Pruning, problems: dict[str, str]) -> dict[str, Any]:

@@ -188,6 +188,8 @@ class _ReshardWork(Work):
     def complete(self, attempt: Attempt, results: Sequence[Any]) -> None:
         check_sources(self.facts, [self._stored])
         if self._is_local:
+            # Something else may have come to the place meanwhile.
+            self.check()
             output = self._output(attempt)
             names = (*posix.SUBDIRECTORIES, MANIFEST_NAME, CONFIG_FNAME)
             remove_others(output.location, names)

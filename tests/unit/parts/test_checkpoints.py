@@ -55,3 +55,13 @@ def test_other_objects_are_another_source(tmp_path):
     others = {"common_state": {"args": {"lr": 2}}, **options}
     with pytest.raises(CheckpointingException, match=r"objects and common state was .* and is"):
         tasks.reshard(tmp_path / "a", tmp_path / "b", num_tasks=3, **others)[1].run()
+
+
+def test_a_model_that_comes_between_parts_is_not_hidden(tmp_path):
+    save_checkpoint(tmp_path / "a", {f"w{i}": numbered(4, 4) for i in range(2)})
+    first, second = tasks.reshard(tmp_path / "a", tmp_path / "b", num_tasks=2, num_ranks=2)
+    first.run()
+    distckpt.consolidate(tmp_path / "a", tmp_path / "b")
+    with pytest.raises(distckpt.CheckpointExistsError, match="holds a Hugging Face model"):
+        second.run()
+    assert list(distckpt.open(tmp_path / "b").tensors) == ["w0", "w1"]
