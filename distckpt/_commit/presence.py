@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
 from collections.abc import Sequence
 from typing import Any
 
@@ -88,13 +89,24 @@ def _absence_of_anything(location: str) -> str:
     return f"{text} Beside it: {beside}." if beside else text
 
 
+def _is_archive_of_torch(location: str) -> bool:
+    """Tell whether a local file with a name of any kind is what torch.save writes."""
+    if not locations.is_local(location):
+        return False
+    # Imported when it is needed: where something is wrong.
+    zipfile = importlib.import_module("zipfile")
+    with contextlib.suppress(OSError, zipfile.BadZipFile), zipfile.ZipFile(location) as archive:
+        return any(name.endswith("/data.pkl") for name in archive.namelist())
+    return False
+
+
 def _about_file(location: str) -> str:
     parent, name = locations.split(location)
     if name in _MARKERS or is_manifest_name(name):
         return f"{location!r} is a file of a checkpoint: give the directory, {parent!r}."
     if about := _about_other(name):
         return f"{location!r} is {about}"
-    if name.endswith(_OF_TORCH_SAVE):
+    if name.endswith(_OF_TORCH_SAVE) or _is_archive_of_torch(location):
         return f"{location!r} is a file of torch.save, {_ABOUT_PICKLES}"
     return f"{location!r} is a file: a checkpoint is a directory, or a .safetensors file."
 

@@ -43,6 +43,8 @@ def root(tmp_path_factory):
     )
     (root / "pickles").mkdir()
     torch.save(torch.ones(4), root / "pickles/pytorch_model.bin")
+    torch.save(torch.ones(4), root / "fabric")
+    (root / "note").write_text("no checkpoint")
     (root / "unfinished/tensors").mkdir(parents=True)
     for name in ("torch/__0_0.distcp", "deepspeed/global_step3/mp_rank_00_model_states.pt"):
         (root / name).parent.mkdir(parents=True)
@@ -72,6 +74,8 @@ LOCATIONS = {
     r".*torch\.load\(path, weights_only=True\)",
     "pickles/pytorch_model.bin": r"is a file of torch\.save, "
     r".*torch\.load\(path, weights_only=True\)",
+    "fabric": r"is a file of torch\.save, .*torch\.load\(path, weights_only=True\)",
+    "note": r"is a file: a checkpoint is a directory, or a \.safetensors file",
     "gguf": r"holds 'model-Q4_K_M\.gguf', a file of llama\.cpp \(GGUF\), .*gguf_file=",
     "gguf/model-Q4_K_M.gguf": r"is a file of llama\.cpp \(GGUF\), .*gguf_file=",
     "tensorizer": r"holds 'model-rank-000\.tensors', a file of tensorizer",
