@@ -63,7 +63,7 @@ from distckpt._models.optimizer.description import (
 )
 from distckpt._models.optimizer.state import check_one_rest, storable_entries, unite
 from distckpt._models.optimizer.view import is_optimizer
-from distckpt._models.per_rank import PerRank, cell_of, means_the_same, state_of, warn_of_skipped
+from distckpt._models.per_rank import PerRank, cell_of, state_of, warn_of_shared, warn_of_skipped
 from distckpt._ranks.collectives import Ranks
 from distckpt._state.stored_form import StoredEntry
 
@@ -440,8 +440,9 @@ def resolve(
         if place.kind is not Kind.PER_RANK or entry is None or entry.shape == cell.global_shape:
             places.append(place)
             continue
-        shared: Any = shared_value(place.name) if means_the_same(place.value) else HOLE
+        shared = shared_value(place.name)
         if shared is not HOLE:
+            warn_of_shared(place.value, cell)
             # From now on a state that all ranks have in common.
             places.append(place._replace(kind=Kind.STATEFUL))
             tree = replaced(tree, place.path, LocalNonpersistentObject(shared["value"]))

@@ -24,11 +24,11 @@ class PerRank:
         state = {"model": model, "loader": loader}
 
     Under another layout, all ranks get a value that was the same on all ranks, of which there were
-    several. Values that differed have no meaning there: the value stays as it is, with a warning
-    that names it. So does what iterates: equal counts of data that are divided among the ranks mean
-    other places among fewer or more of them. `PerRank(value, {"all": (0, 1)})` says that the value
-    is the same on all ranks under any layout: one is stored, and what a single rank has stored is
-    loaded on all.
+    several; where it iterates, with a warning, since equal counts of data that are divided among
+    the ranks mean other places among fewer or more of them. Values that differed have no meaning
+    there: the value stays as it is, with a warning that names it. `PerRank(value, {"all": (0, 1)})`
+    says that the value is the same on all ranks under any layout: one is stored, and what a single
+    rank has stored is loaded on all.
 
     Args:
         value: something that `save` can store, or has `state_dict()` and `load_state_dict()`. After
@@ -103,9 +103,17 @@ def cell_of(node: Any, key: str, ranks: Ranks, meshes: list[str], loads: bool) -
     return ShardedObject(key, data, shape, offset, OpenReplicaId((0, ranks.rank)))
 
 
-def means_the_same(node: Any) -> bool:
-    """Tell whether a state that was equal on all ranks may be given to another number of ranks."""
-    return not _iterates(node.value if isinstance(node, PerRank) else node)
+def warn_of_shared(node: Any, cell: ShardedObject) -> None:
+    """Warn, once for all copies, of a loader whose state was equal on other ranks."""
+    value = node.value if isinstance(node, PerRank) else node
+    if _iterates(value) and not any(cell.replica_id):  # type: ignore[arg-type]  # Of rank 0.
+        logger.warning(
+            "%r goes on from the state that was equal on all ranks of another layout. If ranks "
+            "divide its elements among them, this is another place, from which some are repeated "
+            "or skipped: start it anew, and skip what was used. If all read the same elements, %s.",
+            cell.key,
+            _SAME_ON_ALL,
+        )
 
 
 def _iterates(value: Any) -> bool:

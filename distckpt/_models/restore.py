@@ -13,7 +13,7 @@ from distckpt._mapping.wrappers import ShardedObject, StateDict
 from distckpt._models.modules import bare_module, load_sharded_state_dict
 from distckpt._models.objects import Described, Kind, Place
 from distckpt._models.optimizer.sharded import load_sharded_optimizer_state_dict
-from distckpt._models.per_rank import means_the_same, warn_of_skipped
+from distckpt._models.per_rank import warn_of_shared, warn_of_skipped
 from distckpt._models.schedulers import check_scheduler
 
 
@@ -136,8 +136,10 @@ def _restore_per_rank(
 ) -> None:
     stored, own = value["layout"], cell.data["layout"]
     is_known = stored == own or cell.data["is_of_all"]
-    may_share = means_the_same(place.value)
-    if is_known or (may_share and saved.shared_value(place.name) is not HOLE):
+    is_shared = not is_known and saved.shared_value(place.name) is not HOLE
+    if is_shared:
+        warn_of_shared(place.value, cell)
+    if is_known or is_shared:
         _load_state(place, value["value"], saved, has_dict=False)
     else:
         warn_of_skipped(place.value, cell, f"layout {stored}", f"layout {own}")
