@@ -168,6 +168,9 @@ def is_complete(work: Work, journal: Journal) -> bool:
     is_open = locations.is_local(work.place) or not difference
     if is_open and work.is_begun(journal.attempt):
         return False
+    # Another part may have put it there between the two looks.
+    if journal.is_proof(work.proof(journal.attempt, work.place)):
+        return True
     raise CheckpointingException(
         f"{work.place!r} was completed in parts, and was removed or replaced since{difference}. To "
         f"do it again, remove the journal {journal.location!r} first (--abandon, or "
