@@ -452,7 +452,7 @@ def _split(state_dict: StateDict, request: SaveRequest) -> flatten.SplitState:
     split = flatten.split(state_dict, problems=problems)
     if problems:
         logger.warning(
-            "%d tensors are left out, which cannot be stored: %s", len(problems), " ".join(problems)
+            "tensors that cannot be stored are left out (%d): %s", len(problems), " ".join(problems)
         )
     return split
 

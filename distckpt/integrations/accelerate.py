@@ -83,8 +83,8 @@ class _Counters:
         added = self._count_prepared() - self._num_prepared
         if added > 0 and self._accelerator.is_main_process:
             logger.warning(
-                "%d objects were prepared or registered after training_state was called, which has "
-                "none of them: call it again, once all is prepared",
+                "the state that is saved lacks what was prepared or registered after "
+                "training_state was called (%d objects): call it again, once all is prepared",
                 added,
             )
         epochs = [each.iteration for each in self._accelerator._dataloaders]

@@ -134,4 +134,4 @@ def test_what_is_prepared_later_is_said_to_be_missing(tmp_path, caplog):
     accelerator.prepare(torch.optim.SGD(model.parameters(), lr=0.1))
     distckpt.save(state, tmp_path / "2")
     (warning,) = caplog.messages
-    assert "1 objects were prepared or registered after training_state" in warning
+    assert "lacks what was prepared or registered after training_state" in warning
