@@ -91,7 +91,8 @@ def _absence_of_anything(location: str) -> str:
 
 def _is_archive_of_torch(location: str) -> bool:
     """Tell whether a local file with a name of any kind is what torch.save writes."""
-    if not locations.is_local(location):
+    # To open a pipe would wait for its other end.
+    if not (locations.is_local(location) and locations.isfile(location)):
         return False
     # Imported when it is needed: where something is wrong.
     zipfile = importlib.import_module("zipfile")

@@ -15,6 +15,7 @@ from typing import Any, get_args
 from distckpt._base.errors import InvalidShardingError, LoadMismatchError
 from distckpt._base.messages import check_choice, check_num_bytes, summarize_keys
 from distckpt._base.options import LoadOptions, ParallelLoad, check_options
+from distckpt._base.tree import at, leaves
 from distckpt._format.marker import names_of_module
 from distckpt._mapping.sharded_tensor import ShardedTensor
 from distckpt._mapping.wrappers import ShardedStateDict, StateDict
@@ -204,9 +205,16 @@ def describe_targets(
 
 
 def _check_modules_are_different(described: objects.Described, split: flatten.SplitState) -> None:
-    """Refuse modules of a list that would all get the tensors of one: lists hold stages."""
+    """Refuse modules of a list that would all get the tensors of one.
+
+    Lists hold stages, which may have copies of a tensor, but not of all.
+    """
     modules = [place for place in described.places if place.kind is objects.Kind.MODULE]
-    if len({place.prefix for place in modules}) < len(modules):
+    if len({place.prefix for place in modules}) == len(modules):
+        return
+    tensors = [leaves(at(described.state_dict, place.path)) for place in modules]
+    keys = [frozenset(shard.key for _, shard in each if hasattr(shard, "key")) for each in tensors]
+    if len(set(keys)) < len(keys):
         flatten.check_keys_are_different(split, [place.path for place in modules])
 
 

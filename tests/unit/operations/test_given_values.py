@@ -358,3 +358,16 @@ def test_modules_of_a_list_do_not_share_what_one_was_saved_with(is_in_dict, tmp_
     state = {"stages": [stage(8.0), stage(9.0)]}
     with pytest.raises(InvalidShardingError, match="The same key twice: 'stages"):
         distckpt.load(state, tmp_path / "one")
+
+
+def test_stages_of_a_list_may_have_copies_of_a_tensor(tmp_path):
+    def stage(name, value):
+        return torch.nn.ModuleDict({"embed": linear(value), name: linear(value)})
+
+    # As pipeline ranks save them: each has one stage, and its copy of the embedding.
+    whole_model = torch.nn.ModuleDict({name: linear(3.0) for name in ("embed", "first", "second")})
+    distckpt.save({"model": whole_model}, tmp_path / "saved")
+    stages = [stage("first", 0.0), stage("second", 0.0)]
+    distckpt.load({"model": stages}, tmp_path / "saved")
+    params = [param for each in stages for param in each.parameters()]
+    assert all(param.unique().tolist() == [3.0] for param in params)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 
 import pytest
@@ -45,6 +46,7 @@ def root(tmp_path_factory):
     torch.save(torch.ones(4), root / "pickles/pytorch_model.bin")
     torch.save(torch.ones(4), root / "fabric")
     (root / "note").write_text("no checkpoint")
+    os.mkfifo(root / "pipe")
     (root / "unfinished/tensors").mkdir(parents=True)
     for name in ("torch/__0_0.distcp", "deepspeed/global_step3/mp_rank_00_model_states.pt"):
         (root / name).parent.mkdir(parents=True)
@@ -76,6 +78,7 @@ LOCATIONS = {
     r".*torch\.load\(path, weights_only=True\)",
     "fabric": r"is a file of torch\.save, .*torch\.load\(path, weights_only=True\)",
     "note": r"is a file: a checkpoint is a directory, or a \.safetensors file",
+    "pipe": r"is a file: a checkpoint is a directory",
     "gguf": r"holds 'model-Q4_K_M\.gguf', a file of llama\.cpp \(GGUF\), .*gguf_file=",
     "gguf/model-Q4_K_M.gguf": r"is a file of llama\.cpp \(GGUF\), .*gguf_file=",
     "tensorizer": r"holds 'model-rank-000\.tensors', a file of tensorizer",
