@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import os
 from collections.abc import Sequence
 from typing import Any
 
@@ -92,7 +93,7 @@ def _absence_of_anything(location: str) -> str:
 def _is_archive_of_torch(location: str) -> bool:
     """Tell whether a local file with a name of any kind is what torch.save writes."""
     # To open a pipe would wait for its other end.
-    if not (locations.is_local(location) and locations.isfile(location)):
+    if not (locations.is_local(location) and os.path.isfile(location)):
         return False
     # Imported when it is needed: where something is wrong.
     zipfile = importlib.import_module("zipfile")
