@@ -202,9 +202,9 @@ class Output:
                 self._transaction.check_not_overtaken()
             elif self._is_taken_away():
                 raise CheckpointingException(
-                    f"{self.location!r} was removed by another program while this save was written "
-                    "into it: nothing was committed. Keep programs that clean up away from hidden "
-                    "directories there, and save again."
+                    f"{self.location!r} was removed or renamed by another program while this save "
+                    "was written into it: nothing was committed. Leave hidden directories there, "
+                    "and those that hold them, alone during a save, and save again."
                 ) from error
 
     def _is_taken_away(self) -> bool:

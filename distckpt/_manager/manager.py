@@ -103,6 +103,7 @@ class CheckpointManager(SaysOtherNames):
         options: SaveOptions | None = None,
         **changes: Any,
     ) -> None:
+        self._given = locations.normalize(root)
         self.root = posix.resolve(root)
         self.skipped: dict[int, str] = {}
         self.failures: dict[int, str] = {}
@@ -129,6 +130,7 @@ class CheckpointManager(SaysOtherNames):
         self._seen = SeenSteps(self.root, patience, removes_steps=keep_last is not None)
         self._handles: list[SaveHandle] = []
         self._named_newer: set[int] = set()
+        self._named_elsewhere = ""
         self._has_planned = False
         self._last_saved: int | None = None
         self._is_closed = False
@@ -289,7 +291,19 @@ class CheckpointManager(SaysOtherNames):
             )
 
     def _warn_about_root(self, step: int) -> None:
-        """Say that the directory is gone with what was saved there: it was renamed or removed."""
+        """Say that the directory is gone with what was saved there: it was renamed or removed.
+        Say likewise that the path as given leads elsewhere, which is where a restart looks.
+        """
+        leads_to = posix.resolve(self._given)
+        if leads_to not in (self.root, self._named_elsewhere):
+            self._named_elsewhere = leads_to
+            logger.warning(
+                "%s leads to %s now, where a restart looks for steps: this manager goes on in %s. "
+                "Make a new manager to save there.",
+                self._given,
+                leads_to,
+                self.root,
+            )
         has_saved = self._last_saved is not None and locations.is_local(self.root)
         if has_saved and not locations.exists(self.root):
             logger.warning(

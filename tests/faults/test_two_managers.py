@@ -80,7 +80,7 @@ def test_a_save_whose_directory_another_program_removes(tmp_path):
             shutil.rmtree(staging)
 
     with pytest.raises(
-        CheckpointingException, match=r"step_00000001.tmp-.* was removed by another program"
+        CheckpointingException, match=r"step_00000001.tmp-.* was removed or renamed by another"
     ):
         distckpt.save(state_of(1), tmp_path / "step_00000001", progress=remove_once)
     assert os.listdir(tmp_path) == []

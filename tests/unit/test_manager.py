@@ -697,6 +697,25 @@ def test_a_directory_that_is_renamed_during_a_run(tmp_path, caplog):
     assert value_of(CheckpointManager(tmp_path / "renamed").load(state_of(-1))) == 1
 
 
+def test_a_link_to_the_directory_that_leads_elsewhere_during_a_run(tmp_path, caplog):
+    for name in ("old disk", "new disk"):
+        (tmp_path / name).mkdir()
+    link = tmp_path / "run"
+    link.symlink_to("old disk")
+    with CheckpointManager(link, async_save=False) as manager:
+        manager.save(1, state_of(1))
+        assert caplog.text == ""
+        link.unlink()
+        link.symlink_to("new disk")
+        manager.save(2, state_of(2))
+        manager.save(3, state_of(3))
+    (warning,) = caplog.messages
+    assert f"{link} leads to {tmp_path / 'new disk'} now" in warning
+    assert f"goes on in {tmp_path / 'old disk'}" in warning
+    assert directories_in(tmp_path / "old disk") == [f"step_0000000{step}" for step in (1, 2, 3)]
+    assert directories_in(tmp_path / "new disk") == []
+
+
 def test_steps_on_a_read_only_file_system_say_so(tmp_path, capsys):
     root = tmp_path / "run"
     save_steps(root, [1, 2])
