@@ -36,6 +36,7 @@ from distckpt._base.tree import (
 )
 from distckpt._format import codec
 from distckpt._format.checksum import checksum
+from distckpt._format.codec.encode import is_object_of_state, nodes_of_any
 from distckpt._format.codec.tree import REGISTERED
 from distckpt._format.marker import first_name
 from distckpt._mapping.base import OpenReplicaId, ShardedBase
@@ -229,6 +230,8 @@ class _Walk:
         kind = _kind_of(leaf)
         if kind is None:
             _refuse_plain_loader(path, leaf)
+            if self.loads:
+                _refuse_hidden_objects(path, leaf)
             return leaf
         place = Place(path, kind, leaf)
         self.places.append(place)
@@ -320,6 +323,19 @@ def _refuse_plain_loader(path: Position, leaf: Any) -> None:
         )
 
 
+def _refuse_hidden_objects(path: Position, leaf: Any) -> None:
+    """Refuse a target of a load that holds objects where none are looked for, such as a deque. A
+    save refuses these when it encodes them.
+    """
+    for place, node in nodes_of_any(leaf, path):
+        if node is not leaf and is_object_of_state(node):
+            raise UnsupportedObjectError(
+                f"{dotted(place)!r} holds an object of type {type(node).__name__} in a container "
+                f"of type {type(leaf).__name__}, in which no objects are looked for: keep it in a "
+                "list, tuple or dict of the state dict."
+            )
+
+
 def _only_shards(described: Any) -> Any:
     """Return a described tree with None for all values that are not sharded."""
     return map_leaves(_shard_or_none, described, _is_walked)
@@ -397,6 +413,9 @@ def completed(described: Described) -> Any:
             fill_gaps(state, described.settings[place.prefix])
             if "settings" in state:
                 state["settings"].data = described.settings[place.prefix]
+            if not state["state"]:
+                # An empty dict would be a value, which ranks with other parameters do not have.
+                state["state"] = LocalNonpersistentObject({})
     return described.state_dict
 
 

@@ -459,9 +459,9 @@ def _warn_of_unchanged(changes: Changes, location: str) -> None:
         )
     if changes.not_filled:
         logger.warning(
-            "the tensors %s of the state dict are replaced by those of the checkpoint %r, and not "
-            "filled, since shapes, dtypes or memory differ: a module that they belong to keeps its "
-            "own values",
+            "the tensors %s of the state dict are not filled: what the checkpoint %r holds there "
+            "has other shapes, dtypes, memory or containers, or is no tensor, and takes their "
+            "places in the dict. A module that they belong to keeps its own values",
             summarize_keys(changes.not_filled),
             location,
         )

@@ -8,7 +8,7 @@ list, dict or tensor in common with them: the next load does not change what thi
 from __future__ import annotations
 
 import copy
-from collections import OrderedDict, defaultdict
+from collections import OrderedDict, defaultdict, deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -26,10 +26,13 @@ from distckpt._base.tree import (
     dotted,
     is_plain_container,
     leaves,
+    rebuilt,
 )
 from distckpt._format import codec
+from distckpt._format.codec.encode import nodes_of_any
 
-_SETTERS = {cls.__setitem__ for cls in (dict, list, OrderedDict)}
+_SETTERS = {cls.__setitem__ for cls in (dict, list, OrderedDict, deque)}
+_LISTS = (list, deque)
 _PLAIN_TENSORS = (torch.Tensor, torch.nn.Parameter)
 
 
@@ -39,14 +42,16 @@ class Changes:
 
     Attributes:
         tensors: pairs of a tensor to fill and its values.
+        filled: positions of these tensors.
         items: triples of a dict or list, a key or index, and what takes the place there.
         contents: pairs of a dict or list and all that it will hold.
         fixed: positions of values in containers that cannot be changed.
-        not_filled: positions of tensors that are replaced in their dict or list, since what is
-            stored does not fit into them.
+        not_filled: positions of tensors that keep their values, since what is stored there does not
+            fit into them.
     """
 
     tensors: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)
+    filled: set[Position] = field(default_factory=set)
     items: list[tuple[Any, Any, Any]] = field(default_factory=list)
     contents: list[tuple[Any, Any]] = field(default_factory=list)
     fixed: list[str] = field(default_factory=list)
@@ -65,7 +70,7 @@ class Changes:
             target.copy_(values)
         for container, new in self.contents:
             container.clear()
-            if isinstance(container, list):
+            if isinstance(container, _LISTS):
                 container.extend(new)
             for key in new if isinstance(container, dict) else ():
                 container[key] = new[key]
@@ -92,15 +97,18 @@ def changes_of(given: Any, values: Any, loaded: Any) -> Changes:
         values: the same without its shards and objects, see `flatten.SplitState.common`.
         loaded: what was loaded in its place.
     """
-    changes = _with_neighbors(values, loaded)
+    found = nodes_of_any(values)
+    tensors = [(position, node) for position, node in found if isinstance(node, torch.Tensor)]
+    changes = _with_neighbors([tensor for _, tensor in tensors], loaded)
     _change_holder(changes, (), given, values, loaded)
+    changes.not_filled = [dotted(place) for place, _ in tensors if place not in changes.filled]
     return changes
 
 
-def _with_neighbors(values: Any, loaded: Any) -> Changes:
-    """Find which tensors among values share memory with others, or with ones that are filled."""
+def _with_neighbors(given: Sequence[torch.Tensor], loaded: Any) -> Changes:
+    """Find which tensors share memory with others, or with ones that are filled."""
     changes = Changes()
-    targets = [leaf for _, leaf in leaves(values) if _has_memory(leaf)]
+    targets = list(filter(_has_memory, given))
     if not targets:
         return changes
     filled = [leaf for _, leaf in leaves(loaded) if _has_memory(leaf)]
@@ -176,35 +184,45 @@ def _changed(changes: Changes, position: Position, given: Any, new: Any) -> Any:
     """
     if isinstance(given, torch.Tensor):
         return _changed_tensor(changes, position, given, new)
+    if _is_rebuilt(given) and type(given) is type(new):
+        items = list(_changed_items(changes, position, given, new).values())
+        return given if [*map(id, given)] == [*map(id, items)] else rebuilt(given, items)
     if not _takes_contents(given, new):
         return _own(new)
     is_first = changes.is_first(id(given), new)
     if is_first is None:
         return _own(new)
     if is_first:
-        contents = {
-            key: _changed(changes, (*position, key), old, item)
-            for (key, item), old in zip(children_of(new), _counterparts(given, new), strict=True)
-        }
-        is_list = isinstance(given, list)
+        contents = _changed_items(changes, position, given, new)
+        is_list = isinstance(given, _LISTS)
         changes.contents.append((given, list(contents.values()) if is_list else contents))
     return given
+
+
+def _changed_items(changes: Changes, position: Position, given: Any, new: Any) -> dict[Any, Any]:
+    pairs = zip(children_of(new), _counterparts(given, new), strict=True)
+    return {key: _changed(changes, (*position, key), old, item) for (key, item), old in pairs}
+
+
+def _is_rebuilt(container: Any) -> bool:
+    return type(container) is tuple or (
+        isinstance(container, tuple) and hasattr(container, "_fields")
+    )
 
 
 def _counterparts(given: Any, new: Any) -> list[Any]:
     """Return what a given container has in the place of each item of the new one."""
     if isinstance(given, dict):
         return [given.get(key, HOLE) for key in new]
-    return [*given[: len(new)], *[HOLE] * (len(new) - len(given))]
+    return [*given, *[HOLE] * (len(new) - len(given))][: len(new)]
 
 
 def _changed_tensor(changes: Changes, position: Position, given: torch.Tensor, new: Any) -> Any:
     if _takes_values(given, new) and _is_free(changes, given, new):
         changes.taken[id(given)] = new
         changes.tensors.append((given, new))
+        changes.filled.add(position)
         return given
-    if isinstance(new, torch.Tensor):
-        changes.not_filled.append(dotted(position))
     return _own(new)
 
 
@@ -237,12 +255,14 @@ def _agree(
 def _takes_contents(given: Any, new: Any) -> bool:
     if isinstance(given, dict):
         return type(new) in (dict, OrderedDict, type(given)) and _is_changeable(given)
-    return isinstance(given, list) and type(new) in (list, type(given)) and _is_changeable(given)
+    is_sequence = isinstance(given, _LISTS) and type(new) in (list, type(given))
+    has_room = getattr(given, "maxlen", None) == getattr(new, "maxlen", None)
+    return is_sequence and has_room and _is_changeable(given)
 
 
 def _is_changeable(container: Any) -> bool:
-    """Tell whether a container is a dict or list whose items can be replaced: classes derived from
-    them may be frozen, or do something of their own.
+    """Tell whether the items of a dict, list or deque can be replaced: classes derived from these
+    may be frozen, or do something of their own.
     """
     return getattr(type(container), "__setitem__", None) in _SETTERS
 
@@ -251,7 +271,7 @@ def _own(value: Any) -> Any:
     """Copy the dicts, lists and tensors of a value."""
     if isinstance(value, torch.Tensor):
         return value.clone()
-    if not isinstance(value, CONTAINERS):
+    if not isinstance(value, (*CONTAINERS, deque)):
         return value
     if type(value) is tuple:
         return tuple(map(_own, value))

@@ -11,6 +11,7 @@ from distckpt._manager.manager import CheckpointManager
 from distckpt._models.random_state import RngState
 from distckpt.integrations._lightning.progress import (
     Progress,
+    has_states,
     is_in_mid_epoch,
     restore_callbacks,
     start_at_first_batch,
@@ -81,15 +82,20 @@ class _Saver(Checkpoint):
         self._owner, self._every_steps, self._every_epochs = owner, every_steps, every_epochs
         self._last_step = self._validated_step = 0
         self._random: dict[str, Any] | None = None
+        self._is_due = False
 
     def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
         if self.resumes:
             self._owner.manager.load(self._owner.state_of(trainer))
+            # A validation of the sanity check would change what was loaded.
+            self._num_sanity_steps, trainer.num_sanity_val_steps = trainer.num_sanity_val_steps, 0
         in_middle = self.resumes and is_in_mid_epoch(trainer)
         self._random = RngState().state_dict() if in_middle else None
         self.resumes_loaders, self._last_step = False, trainer.global_step
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        if self.resumes:
+            trainer.num_sanity_val_steps = self._num_sanity_steps
         if self.resumes and trainer.ckpt_path:  # which not all strategies have set earlier
             raise ValueError(
                 f"Trainer.fit is told to resume from ckpt_path={trainer.ckpt_path!r}, and "
@@ -110,13 +116,19 @@ class _Saver(Checkpoint):
 
     def on_train_batch_end(self, trainer: Any, *args: Any) -> None:
         if self._every_steps and trainer.global_step % self._every_steps == 0:
-            self._save(trainer, {})
+            # A loader knows that its epoch has ended when it is asked for a further batch.
+            self._is_due = trainer.is_last_batch and has_states(trainer)
+            if not self._is_due:
+                self._save(trainer, {})
 
     def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
         if self._every_epochs and (trainer.current_epoch + 1) % self._every_epochs == 0:
             # Trainer keeps the metrics of a validation until the next one.
             is_old = trainer.enable_validation and self._validated_step != trainer.global_step
             self._save(trainer, {} if is_old else trainer.callback_metrics)
+        elif self._is_due:
+            self._save(trainer, {})
+        self._is_due = False
 
     def on_fit_end(self, trainer: Any, pl_module: Any) -> None:
         self._owner.manager.wait()

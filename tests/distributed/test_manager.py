@@ -278,3 +278,31 @@ def test_optimizers_that_have_made_different_numbers_of_steps_cost_a_run_no_chec
     assert steps == ([1.0, 1.0], [1.0, 1.0])
     warnings = [text for outcome in outcomes for text in outcome.warnings_logged]
     assert any("Ranks disagree" in text and "first of these is stored" in text for text in warnings)
+
+
+def save_with_losses_of_ranks(rank, path):
+    torch.manual_seed(0)
+    model = torch.nn.Linear(2, 2)
+    optimizer = torch.optim.LBFGS(model.parameters(), max_iter=2)
+
+    def closure():
+        optimizer.zero_grad()
+        loss = model(torch.ones(1, 2)).square().sum()
+        loss.backward()
+        return loss + rank
+
+    optimizer.step(closure)
+    state = {"model": model, "optimizer": optimizer}
+    refusal = error_of(distckpt.save, state, f"{path}/refused")
+    distckpt.save(state, f"{path}/saved", unsupported="warn")
+    return str(refusal)
+
+
+def test_what_ranks_disagree_about_is_named_without_the_rest(tmp_path):
+    with launched(save_with_losses_of_ranks, 2, str(tmp_path)) as launch:
+        outcomes = launch.outcomes()
+    for outcome in outcomes:
+        assert outcome.error is None
+        assert "values: {'prev_loss': " in outcome.value
+        assert "func_evals" not in outcome.value
+        assert "unsupported='warn'" in outcome.value

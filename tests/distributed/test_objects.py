@@ -181,6 +181,32 @@ def test_zero_redundancy_optimizers_resume_here_and_as_others(tmp_path, losses):
     assert train(state, range(3, 5)) == pytest.approx(losses[3:], rel=1e-5)
 
 
+def save_zero_for_each_parameter(rank: int, path: str) -> None:
+    with warnings.catch_warnings(action="ignore"):
+        from torch.distributed.optim import ZeroRedundancyOptimizer
+    net = DistributedDataParallel(Net(1))
+    optimizers = [
+        ZeroRedundancyOptimizer([param], torch.optim.AdamW, lr=0.01) for param in net.parameters()
+    ]
+    net(torch.ones(2, 6)).square().sum().backward()
+    for optimizer in optimizers:
+        optimizer.step()
+    distckpt.save({"model": net, "optimizer": optimizers}, path)
+    other = [torch.optim.AdamW([param]) for param in net.parameters()]
+    distckpt.load({"model": net, "optimizer": other}, path)
+    owned = [state for each in optimizers for state in each.optim.state.values()]
+    loaded = [state["exp_avg"] for each in other for state in each.state.values()]
+    assert len(loaded) == len(optimizers)
+    assert len(owned) == (0 if rank else len(loaded))
+    assert all(any(torch.equal(state["exp_avg"], one) for one in loaded) for state in owned)
+
+
+def test_optimizers_whose_states_are_all_on_another_rank(tmp_path):
+    with launched(save_zero_for_each_parameter, 2, str(tmp_path / "saved")) as launch:
+        outcomes = launch.outcomes()
+    assert [(outcome.error, outcome.warnings_logged) for outcome in outcomes] == [(None, [])] * 2
+
+
 def save_running_statistics(rank: int, path: str) -> list[torch.Tensor]:
     net = torch.nn.Sequential(*[torch.nn.BatchNorm1d(2048) for _ in range(4)])
     # As under DistributedDataParallel: each rank normalizes its own part of the data.

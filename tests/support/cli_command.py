@@ -54,7 +54,7 @@ def call_error(capsys, *arguments, code=1):
     assert cli.main(list(map(str, arguments))) == code
     printed = capsys.readouterr()
     assert printed.out == ""
-    assert printed.err.startswith("error: ")
+    assert printed.err.startswith("error: "), printed.err
     assert printed.err.count("\n") == 1
     return printed.err
 

@@ -178,6 +178,11 @@ def _registration(cls: type) -> str:
 
 def _refusal_of_kind(obj: object) -> tuple[str, str] | None:
     """Say why an object cannot be stored even if its class is registered; None if it can."""
+    if is_object_of_state(obj):
+        return (
+            "it is in a container in which no objects are looked for",
+            "Keep it in a list, tuple or dict of the state dict.",
+        )
     if isinstance(obj, torch.Tensor):
         return (
             "it is a subclass of torch.Tensor",
@@ -192,6 +197,14 @@ def _refusal_of_kind(obj: object) -> tuple[str, str] | None:
             "Store a name instead, or drop it before saving.",
         )
     return None
+
+
+def is_object_of_state(obj: object) -> bool:
+    """Whether an object has a state of its own, as modules do, or is sharded."""
+    if isinstance(obj, type):
+        return False
+    methods = (getattr(obj, name, None) for name in ("state_dict", "load_state_dict"))
+    return all(map(callable, methods)) or hasattr(obj, "replica_id")
 
 
 def _refusal_of_class(cls: type) -> tuple[str, str]:
@@ -389,6 +402,23 @@ def nodes(
         yield from nodes((obj.start, obj.stop, obj.step), path)
     elif isinstance(obj, argparse.Namespace | types.SimpleNamespace):
         yield from nodes(vars(obj), path)
+
+
+_WALKED = (dict, list, tuple, collections.deque)
+
+
+def nodes_of_any(
+    obj: object, path: tuple[object, ...] = ()
+) -> Iterator[tuple[tuple[object, ...], object]]:
+    """Yield an object and all that it holds, see `nodes`, also in objects of registered classes."""
+    for place, node in nodes(obj, path):
+        yield place, node
+        if type(node) in REGISTERED and not isinstance(node, _WALKED):
+            state: object = None
+            # The state of a given object may not be complete before the load.
+            with contextlib.suppress(Exception):
+                state = REGISTERED[type(node)].to_state(node)
+            yield from nodes_of_any(state, place)
 
 
 def unknown_objects(obj: object) -> Iterator[tuple[tuple[object, ...], UnknownObject]]:

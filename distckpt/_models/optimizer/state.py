@@ -344,16 +344,27 @@ def _refuse_disagreement(name: str | int, first: Entry, second: Entry, warns: bo
     )
     whose = f" for the parameter {name!r}" if name else ""
     details = "; ".join(
-        f"{key}: {first.get(key)!r:.200} and {second.get(key)!r:.200}" for key in names
+        f"{key}: {_unlike(first.get(key), second.get(key))!r:.200} and "
+        f"{_unlike(second.get(key), first.get(key))!r:.200}"
+        for key in names
     )
     text = (
         f"Ranks disagree about what the optimizer keeps{whose}, of which one value is stored "
-        f"({details}). Values that each rank has for its own part of a parameter can be stored as "
-        "tensors that are divided as the parameter is."
+        f"({details}). Make these equal on all ranks (LBFGS keeps the loss of its closure: average "
+        "it over the ranks), or pass unsupported='warn' to store the first. Values that each rank "
+        "has for its own part of a parameter can be stored as tensors that are divided as the "
+        "parameter is."
     )
     if not (warns and {"options", "values"}.issuperset(names)):
         raise InvalidShardingError(text)
     logger.warning("%s The first of these is stored.", text)
+
+
+def _unlike(value: Any, other: Any) -> Any:
+    """Return the items of a dict that another one does not have; any other value as it is."""
+    if not (isinstance(value, dict) and isinstance(other, dict)):
+        return value
+    return {key: item for key, item in value.items() if _differ(item, other.get(key))}
 
 
 def _differ(first: Any, second: Any) -> bool:

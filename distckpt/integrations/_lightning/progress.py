@@ -89,6 +89,12 @@ def is_in_mid_epoch(trainer: Any) -> bool:
     return batches.current.ready > 0 and not batches.is_last_batch
 
 
+def has_states(trainer: Any) -> bool:
+    """Return whether a loader of the training has a state."""
+    loaders = CombinedLoader(trainer.train_dataloader).flattened
+    return any(hasattr(each, "state_dict") for each in loaders)
+
+
 def start_at_first_batch(trainer: Any) -> bool:
     """Return whether iterators of loaders are generators, which do nothing until a batch is due."""
     loaders = CombinedLoader(trainer.train_dataloader).flattened

@@ -107,6 +107,17 @@ class Backbone(Task):
         return torch.optim.AdamW(self.head.parameters(), lr=0.1)
 
 
+class CountedValidations(Task):
+    """Keeps the number of its validations, as schedules that go by a metric do."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("validations", torch.tensor(0))
+
+    def on_validation_epoch_end(self):
+        self.validations += 1
+
+
 class OwnAverage(lightning.Callback):
     """Averages weights, and keeps them by the hook for checkpoints."""
 
@@ -136,12 +147,14 @@ class Rows(DataLoader):
             if number >= self.given:
                 self.given += 1
                 yield batch
+        # Only now: a state that was taken at the last batch has nothing left of its epoch.
+        self.given = 0
 
     def state_dict(self):
         return {"given": self.given}
 
     def load_state_dict(self, state):
-        self.skipped = state["given"] % BATCHES_PER_EPOCH
+        self.skipped = state["given"]
 
 
 def fit(task, *given, ckpt_path=None, loader=None, **settings):
@@ -188,6 +201,7 @@ RUNS = {
     "warm_up_by_step": (Task, [], {}),
     "schedules_by_epoch": (PerEpoch, [], {}),
     "two_optimizers": (TwoOptimizers, [], {}),
+    "sanity_check": (CountedValidations, [], {"num_sanity_val_steps": 2}),
     "own_average": (Task, [OwnAverage], {}),
     "gradient_accumulation": (Task, [], {"accumulate_grad_batches": 4}),
     "early_stopping": (Task, [lambda: callbacks.EarlyStopping("val_loss/dataloader_idx_0")], {}),
@@ -223,6 +237,22 @@ def test_a_run_goes_on_in_the_middle_of_an_epoch_with_a_loader_that_has_a_state(
     fit(resumed, Checkpoints(tmp_path, every_n_train_steps=2), loader=Rows(generator), **settings)
     assert_goes_on(whole, resumed, 3 * BATCHES_PER_EPOCH - 8)
     assert manager.steps() == [2, 4, 6, 8]
+
+
+@pytest.mark.parametrize(("every", "accumulated"), [(6, 1), (3, 1), (3, 2)])
+def test_a_run_goes_on_after_the_last_batch_of_an_epoch_of_a_loader_that_has_a_state(
+    every, accumulated, tmp_path
+):
+    whole, resumed = Task(), Task()
+    settings = {"accumulate_grad_batches": accumulated, "max_epochs": 3}
+    fit(whole, Checkpoints(tmp_path, every_n_train_steps=every), loader=Rows(), **settings)
+    end_of_epoch = BATCHES_PER_EPOCH // accumulated
+    keep_until(distckpt.CheckpointManager(tmp_path), end_of_epoch)
+    again = Checkpoints(tmp_path, every_n_train_steps=every)
+    trainer = fit(resumed, again, loader=Rows(), **settings)
+    assert_goes_on(whole, resumed, 2 * BATCHES_PER_EPOCH)
+    assert trainer.global_step == 3 * end_of_epoch
+    assert again.manager.steps()[-1] == 3 * end_of_epoch
 
 
 class Augmented(Task):

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections import Counter, OrderedDict, defaultdict, namedtuple
+from collections import Counter, OrderedDict, defaultdict, deque, namedtuple
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -14,11 +17,21 @@ from distckpt import (
     LocalNonpersistentObject,
     ShardedObject,
     ShardedTensor,
+    UnsupportedObjectError,
 )
 from distckpt import megatron as dist_checkpointing
 from tests.support.states import whole
 
 Pair = namedtuple("Pair", "first second")
+
+
+@dataclass
+class Holder:
+    content: Any
+
+
+distckpt.register_object_type(Pair, "tests.given_values.Pair")
+distckpt.register_object_type(Holder, "tests.given_values.Holder")
 
 
 def shard(value=0.0):
@@ -102,6 +115,83 @@ def test_a_tensor_that_cannot_be_filled_is_replaced_and_named(path, caplog, targ
     assert "part.t" in caplog.text
     assert "not filled" in caplog.text
     assert target.is_meta or not target.any()
+
+
+@pytest.mark.parametrize(
+    "held",
+    [
+        lambda tensor: (tensor,),
+        lambda tensor: [(1, [tensor])],
+        lambda tensor: Pair(tensor, 3),
+        lambda tensor: deque([tensor]),
+        lambda tensor: deque([[tensor]], maxlen=2),
+        lambda tensor: {"queue": deque([(tensor,)])},
+    ],
+    ids=["tuple", "tuple in a list", "named tuple", "deque", "list in a deque", "tuple in a deque"],
+)
+def test_tensors_are_filled_whatever_sequence_holds_them(path, held, caplog):
+    distckpt.save({"value": held(torch.arange(3.0))}, path)
+    tensor = torch.zeros(3)
+    state = {"value": held(tensor)}
+    kept = state["value"]
+    loaded = distckpt.load(state, path)
+    assert tensor.tolist() == [0, 1, 2]
+    assert state["value"] is kept
+    assert repr(kept) == repr(loaded["value"]) == repr(held(torch.arange(3.0)))
+    tensor.fill_(7)
+    assert repr(loaded["value"]) == repr(held(torch.arange(3.0)))
+    assert caplog.text == ""
+
+
+@pytest.mark.parametrize(
+    ("stored", "held"),
+    [
+        (Holder(torch.arange(3.0)), Holder),
+        (SimpleNamespace(t=torch.arange(3.0)), lambda tensor: SimpleNamespace(t=tensor)),
+        ([torch.arange(3.0)], lambda tensor: [torch.ones(3), tensor]),
+        ((torch.arange(3.0),), lambda tensor: (torch.ones(3), tensor)),
+        (deque([torch.arange(3.0)], 5), lambda tensor: deque([tensor], 6)),
+        (7, lambda tensor: tensor),
+    ],
+    ids=["dataclass", "namespace", "longer list", "longer tuple", "maxlen", "number"],
+)
+def test_a_tensor_that_is_not_filled_is_named_whatever_holds_it(path, stored, held, caplog):
+    distckpt.save({"value": stored}, path)
+    tensor = torch.zeros(3)
+    state = {"value": held(tensor)}
+    loaded = distckpt.load(state, path)
+    assert not tensor.any()
+    assert repr(state["value"]) == repr(stored) == repr(loaded["value"])
+    (warning,) = caplog.messages
+    assert "value" in warning
+    assert "not filled" in warning
+
+
+@pytest.mark.parametrize(
+    "held",
+    [
+        lambda value: deque([value, 5]),
+        lambda value: [deque([value])],
+        lambda value: SimpleNamespace(inner=value),
+        lambda value: Holder(value),
+        lambda value: Pair(1, {"queue": deque([[value]])}),
+    ],
+    ids=["deque", "deque in a list", "namespace", "dataclass", "deque in a tuple"],
+)
+@pytest.mark.parametrize(
+    "make",
+    [lambda: torch.nn.Linear(2, 2), shard, lambda: torch.optim.SGD([torch.zeros(1)])],
+    ids=["module", "shard", "optimizer"],
+)
+def test_an_object_where_none_is_looked_for_is_refused(tmp_path, path, held, make):
+    refused = "in which no objects are looked for.*list, tuple or dict"
+    with pytest.raises(UnsupportedObjectError, match=f"'value.*{refused}"):
+        distckpt.save({"value": held(make())}, tmp_path / "refused")
+    distckpt.save({"value": [5], "step": 3}, path)
+    state = {"value": held(make()), "step": 0}
+    with pytest.raises(UnsupportedObjectError, match=f"'value.*{refused}"):
+        distckpt.load(state, path)
+    assert state["step"] == 0
 
 
 def test_values_whose_types_differ_from_the_stored_ones(path):
