@@ -263,7 +263,6 @@ class CheckpointManager(SaysOtherNames):
 
     def _begin(self, step: int, notes: Sequence[bytes], request: SaveRequest) -> SaveRequest:
         """Return the request with the notes of all ranks, after a look at what is there."""
-        self._warn_about_newer(step)
         self._warn_about_root(step)
         note = united_note(notes)
         name = self._seen.begin_save(step, note.names, self._policy.best_metric)
@@ -291,8 +290,8 @@ class CheckpointManager(SaysOtherNames):
             )
 
     def _warn_about_root(self, step: int) -> None:
-        """Say that the directory is gone with what was saved there: it was renamed or removed.
-        Say likewise that the path as given leads elsewhere, which is where a restart looks.
+        """Name, once, what a restart would find there instead of this run: steps that it would
+        prefer, another place of the same path, or what has replaced the directory.
         """
         leads_to = posix.resolve(self._given)
         if leads_to not in (self.root, self._named_elsewhere):
@@ -304,15 +303,17 @@ class CheckpointManager(SaysOtherNames):
                 leads_to,
                 self.root,
             )
-        has_saved = self._last_saved is not None and locations.is_local(self.root)
-        if has_saved and not locations.exists(self.root):
-            logger.warning(
-                "%s, where step %d was saved, is there no more: it was renamed or removed. Step %d "
-                "is saved to a new directory of this name.",
-                self.root,
-                self._last_saved,
-                step,
-            )
+        last, is_local = self._last_saved, locations.is_local(self.root)
+        if last is None or not is_local or locations.exists(self.location(last)):
+            self._warn_about_newer(step)
+            return
+        logger.warning(
+            "step %d is no longer in %s, where it was saved: it, or the directory, was renamed, "
+            "replaced or removed. Step %d is saved to the directory that has this name now.",
+            last,
+            self.root,
+            step,
+        )
 
     def _note_failure(self, step: int, handle: Future[SaveReport]) -> None:
         # `exception` of the handle itself would count as asking.

@@ -687,14 +687,29 @@ def test_a_directory_that_is_renamed_during_a_run(tmp_path, caplog):
     root = tmp_path / "run"
     with CheckpointManager(root, keep_last=1, async_save=False) as manager:
         manager.save(1, state_of(1))
-        assert "renamed or removed" not in caplog.text
+        assert caplog.text == ""
         root.rename(tmp_path / "renamed")
         manager.save(2, state_of(2))
-        assert f"{root}, where step 1 was saved, is there no more" in caplog.text
+        assert f"step 1 is no longer in {root}, where it was saved" in caplog.text
         manager.save(3, state_of(3))
-    assert caplog.text.count("renamed or removed") == 1
+    assert caplog.text.count("renamed, replaced or removed") == 1
     assert directories_in(root) == ["step_00000003"]
     assert value_of(CheckpointManager(tmp_path / "renamed").load(state_of(-1))) == 1
+
+
+@pytest.mark.parametrize("others", [[], [5, 6]], ids=["empty", "another run"])
+def test_a_directory_that_is_replaced_during_a_run(tmp_path, caplog, others):
+    root, other = tmp_path / "run", tmp_path / "other"
+    other.mkdir()
+    save_steps(other, others)
+    with CheckpointManager(root, async_save=False) as manager:
+        manager.save(1, state_of(1))
+        root.rename(tmp_path / "renamed")
+        other.rename(root)
+        manager.save(2, state_of(2))
+    (warning,) = caplog.messages
+    assert f"step 1 is no longer in {root}, where it was saved" in warning
+    assert CheckpointManager(root).steps() == [2, *others]
 
 
 def test_a_link_to_the_directory_that_leads_elsewhere_during_a_run(tmp_path, caplog):
