@@ -11,6 +11,7 @@ from typing import Any, Literal, TypeAlias
 
 from distckpt._base.errors import CheckpointingException, CheckpointNotFoundError
 from distckpt._base.messages import check_choice, check_path
+from distckpt._format.hf_names import SUFFIX
 from distckpt._rules.blocks import MTP_NAMES, Config, IncompleteConfigError
 from distckpt._rules.megatron import megatron_rules
 from distckpt._rules.on_disk import forms_on_disk
@@ -75,8 +76,12 @@ def rules(config: Any, source: Source) -> list[Rule]:
 
 
 def read_config(path: str | os.PathLike[str]) -> dict[str, Any]:
-    """Read a `config.json`, given the path or URL of it or of its directory."""
+    """Read a `config.json`, given the path or URL of it, of its directory, or of a safetensors file
+    there.
+    """
     location = locations.normalize(path)
+    if location.endswith(SUFFIX):
+        location = locations.split(location)[0]
     if not location.endswith(".json"):
         location = locations.join(location, CONFIG_NAME)
     if not locations.exists(location):

@@ -74,6 +74,16 @@ def test_transformers_opens_an_export_whose_config_follows_the_dtype(mixtral, tm
         assert same_bytes(opened.state_dict(), expected)
 
 
+def test_a_file_has_the_configuration_beside_it(mixtral, tmp_path):
+    model, saved = mixtral
+    (tmp_path / "config.json").write_bytes((saved / "config.json").read_bytes())
+    (file,) = saved.glob("*.safetensors")
+    (tmp_path / "model.fp16.safetensors").write_bytes(file.read_bytes())
+    empty = make_model(make_config("mixtral"), seed=1)
+    distckpt.load({"model": empty}, tmp_path / "model.fp16.safetensors", family="auto")
+    assert same_bytes(empty.state_dict(), model.state_dict())
+
+
 def test_a_rank_loads_its_slices(mixtral):
     model, saved = mixtral
     key, tensor = (
