@@ -495,8 +495,8 @@ def add_output(parser: ArgumentParser) -> None:
 
 def parse_size(text: str) -> int:
     """Convert `5GB`, `256MiB` or `1000` to bytes."""
-    number = text.removesuffix("B").rstrip("KMGTi")
-    unit = text.removesuffix("B")[len(number) :]
+    number = text.removesuffix("B").rstrip("kKMGTi")
+    unit = text.removesuffix("B")[len(number) :].replace("k", "K")
     try:
         return int(float(number) * _UNITS[unit])
     except (ValueError, KeyError, OverflowError):

@@ -20,6 +20,7 @@ READER_VERSION = 4
 """The newest format version this package reads."""
 _OF_TORCH_SAVE = (".pt", ".pth", ".bin", ".ckpt")
 _MEGATRON_COMMON = "common.pt"
+_PIPELINE = "model_index.json"
 _MARKERS = (CONFIG_FNAME, *(known.marker for known in MARKED_CHECKPOINTS))
 _MAX_PROBED, _MAX_NAMED = 200, 6
 _ABOUT_PICKLES = (
@@ -138,6 +139,11 @@ def _about_directory(location: str) -> str:
 
 def _about_incomplete(location: str, names: Sequence[str]) -> str:
     """Name the marker that a directory lacks, and the likely reason."""
+    if _PIPELINE in names:
+        return (
+            f"{location!r} is a pipeline of diffusers ({_PIPELINE}): give the folder of a "
+            "component, such as unet or transformer."
+        )
     foreign = _format_of_files(names)
     state = "nor files of another format at its top level"
     if foreign is not None or "tensors" in names:

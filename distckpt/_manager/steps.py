@@ -221,6 +221,8 @@ def _why_unfinished(location: str) -> str:
         )
     if not locations.exists(location):
         return REMOVED
+    if locations.is_local(location) and not os.path.exists(location):
+        return "it is a link that leads nowhere"
     if is_file(location):
         return "it is a file, and a checkpoint is a directory"
     if locations.is_local(location):

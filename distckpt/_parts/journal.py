@@ -124,8 +124,8 @@ class Journal:
             return None
         except ValueError as error:
             raise CorruptCheckpointError(
-                f"{path!r} is damaged ({error}). Run the parts again, which write it anew, or "
-                "remove the journal: --abandon, or distckpt.tasks.abandon."
+                f"{path!r} is damaged ({error}). Run the parts again, which write it anew "
+                "unless all are done, or remove the journal: --abandon, or distckpt.tasks.abandon."
             ) from error
 
     def _read_if_whole(self, name: str, form: Mapping[str, type]) -> dict[str, Any] | None:

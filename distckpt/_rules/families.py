@@ -11,7 +11,6 @@ from typing import Any, Literal, TypeAlias
 
 from distckpt._base.errors import CheckpointingException, CheckpointNotFoundError
 from distckpt._base.messages import check_choice, check_path
-from distckpt._format.hf_names import SUFFIX
 from distckpt._rules.blocks import MTP_NAMES, Config, IncompleteConfigError
 from distckpt._rules.megatron import megatron_rules
 from distckpt._rules.on_disk import forms_on_disk
@@ -80,7 +79,7 @@ def read_config(path: str | os.PathLike[str]) -> dict[str, Any]:
     there.
     """
     location = locations.normalize(path)
-    if location.endswith(SUFFIX):
+    if location.endswith(".safetensors"):
         location = locations.split(location)[0]
     if not location.endswith(".json"):
         location = locations.join(location, CONFIG_NAME)

@@ -329,7 +329,7 @@ BREAKAGES = {
     no_tensors: "missing",
     empty_directory: "no metadata.json",
     a_file: "it is a file",
-    a_dangling_link: "no metadata.json",
+    a_dangling_link: "leads nowhere",
     another_step: "says that this is step 1",
 }
 

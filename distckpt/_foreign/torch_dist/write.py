@@ -70,7 +70,11 @@ def write_chunks(
     of_tensors = [chunk for key, chunk in chunks if not stored.is_object(key)]
     counter = ProgressCounter(progress, sum(num_bytes_of[chunk] for chunk in of_tensors))
     path = locations.join(directory, name)
-    with open(path, "w+b") as file, OpenFiles.for_many_reads() as open_files:
+    with (
+        locations.naming(path),
+        open(path, "w+b") as file,
+        OpenFiles.for_many_reads() as open_files,
+    ):
         stored = stored.with_files(open_files)
         for key, chunk in chunks:
             region = manifest.chunk_region(chunk)
@@ -114,7 +118,8 @@ def write_metadata(
     directory: str,
 ) -> None:
     """Write everything other than chunks, the marker last."""
-    with open(locations.join(directory, "common.pt"), "w+b") as file:
+    path = locations.join(directory, "common.pt")
+    with locations.naming(path), open(path, "w+b") as file:
         write_object(file, common)
         os.fsync(file.fileno())
     places = {

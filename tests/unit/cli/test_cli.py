@@ -22,6 +22,7 @@ import torch.distributed.checkpoint
 import distckpt
 from distckpt import CheckpointNotFoundError, ShardedObject, ShardedTensor
 from distckpt._cli import arguments
+from distckpt._cli.arguments import parse_size
 from distckpt._cli.output import Output
 from distckpt._cli.table import table_lines
 from distckpt._quantization.formats import FORMATS
@@ -460,6 +461,11 @@ def test_export_is_another_name_and_sizes_have_units(checkpoint, tmp_path, capsy
         capsys, "export", "a", "b", "--max-file-bytes", "5 apples"
     )
     assert "is not OLD=NEW" in call_usage_error(capsys, "export", "a", "b", "--rename", "model")
+
+
+@pytest.mark.parametrize("text", ["40kB", "40KB", "40k", "40000"])
+def test_sizes_are_read_as_they_are_printed(text):
+    assert parse_size(text) == 40_000
 
 
 def test_export_says_that_it_leaves_out_the_optimizer(tmp_path, capsys):

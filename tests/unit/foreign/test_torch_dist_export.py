@@ -9,10 +9,12 @@ import collections
 import dataclasses
 import datetime
 import enum
+import errno
 import io
 import math
 import os
 import pathlib
+import resource
 import tracemalloc
 import types
 import warnings
@@ -34,6 +36,7 @@ from distckpt import (
 )
 from distckpt.cli import main
 from tests.support.calls import recorded
+from tests.support.disks import limited
 from tests.support.states import bits, save_checkpoint
 
 
@@ -221,6 +224,15 @@ def test_targets_and_values_that_are_refused(source, exported, tmp_path):
     with pytest.raises(UnsupportedObjectError, match=r"'values' of type collections\.deque"):
         torch_dist.export(tmp_path / "c", tmp_path / "d")
     assert os.listdir(tmp_path) == ["c"]
+
+
+@pytest.mark.parametrize("limit", [0, 100])
+def test_a_file_that_cannot_be_written_is_named(source, tmp_path, limit):
+    with limited(resource.RLIMIT_FSIZE, limit), pytest.raises(OSError, match="large") as caught:
+        torch_dist.export(source[0], tmp_path / "exported")
+    assert caught.value.errno == errno.EFBIG
+    assert str(tmp_path) in caught.value.filename
+    assert not (tmp_path / "exported").exists()
 
 
 def test_the_command(tmp_path, capsys):

@@ -60,11 +60,14 @@ def root(tmp_path_factory):
     for name in ("orbax/_CHECKPOINT_METADATA", "orbax/default/manifest.ocdbt"):
         (root / name).parent.mkdir(exist_ok=True)
         (root / name).touch()
+    (root / "pipeline/unet").mkdir(parents=True)
+    (root / "pipeline/model_index.json").write_text("{}")
     (root / "empty").mkdir()
     return root
 
 
 LOCATIONS = {
+    "pipeline": r"pipeline' is a pipeline of diffusers .*: give the folder of a component",
     "run": r"run' is a directory of checkpoints \('step_00000100', 'step_00000200'\): "
     r"give one of them",
     "run/step_0000100": r"does not exist \(did you mean 'step_00000100'",
