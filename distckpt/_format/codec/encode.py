@@ -204,7 +204,8 @@ def is_object_of_state(obj: object) -> bool:
     if isinstance(obj, type):
         return False
     methods = (getattr(obj, name, None) for name in ("state_dict", "load_state_dict"))
-    return all(map(callable, methods)) or hasattr(obj, "replica_id")
+    is_sharded = all(hasattr(obj, name) for name in ("key", "data", "replica_id"))
+    return is_sharded or all(map(callable, methods))
 
 
 def _refusal_of_class(cls: type) -> tuple[str, str]:
