@@ -20,6 +20,7 @@ from distckpt._base.options import SaveOptions, with_changes
 from distckpt._base.reports import SaveReport
 from distckpt._commit import posix
 from distckpt._commit.output import Output, new_output
+from distckpt._format import codec
 from distckpt._format.marker import (
     BUILT_IN,
     CheckpointingConfig,
@@ -439,7 +440,8 @@ def _flatten(
     except UnsupportedObjectError:
         if request.options.unsupported != "warn":
             raise
-        common = common_state.storable(COMMON_KEY, common, warns=ranks.is_coordinator)
+        # What is left out is named when the coordinator encodes it.
+        common = codec.without_unsupported(common)[0]
         compared = common_state.comparable(common, request.preprocess_common)
         digest = common_state.digest(compared)
     return _DescribedState(shards, common, compared, digest, notes)

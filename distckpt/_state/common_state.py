@@ -57,20 +57,14 @@ def encoded(key: str, value: Any, leaves_out: bool) -> bytes:
     except UnsupportedObjectError as error:
         if not leaves_out:
             raise UnsupportedObjectError(f"{object_text(key)} cannot be saved: {error}") from error
-    return codec.encode(storable(key, value))
-
-
-def storable(key: str, value: Any, *, warns: bool = True) -> Any:
-    """Return a value of an object without what cannot be stored of it, which a warning names."""
     kept, problems = codec.without_unsupported(value)
-    logger.log(
-        logging.WARNING if warns else logging.DEBUG,
+    logger.warning(
         "%s is stored without %d of its values, which cannot be stored: %s",
         object_text(key),
         len(problems),
         "; ".join(problems),
     )
-    return kept
+    return codec.encode(kept)
 
 
 def digest(common: CommonStateDict) -> int:

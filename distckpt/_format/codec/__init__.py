@@ -116,7 +116,8 @@ def without_unsupported(tree: object) -> tuple[object, list[str]]:
     problems: list[str] = []
 
     def noted(position: Position, node: object, fault: str) -> UnknownObject:
-        problems.append(f"{dotted(position)!r}: {fault}")
+        is_left_out = isinstance(node, UnknownObject) and node.name.startswith(NOT_STORED)
+        problems.append(f"{dotted(position)!r}: {node.state if is_left_out else fault}")
         return node if isinstance(node, UnknownObject) else _left_out(node, fault)
 
     def storable(position: Position, node: object) -> object:
