@@ -265,3 +265,23 @@ def load_into_given_dicts(rank, path):
 def test_given_dicts_get_the_values_on_all_ranks_or_on_none(tmp_path):
     results = run(load_into_given_dicts, 4, str(tmp_path / "checkpoint"))
     assert results == [[(7, {"list": [7]}, True), (0, {"list": []}, True)]] * 4
+
+
+class Unregistered:
+    pass
+
+
+def save_without_some_values(rank, path):
+    value = {"kept": 2, Unregistered(): 1, "sparse": torch.ones(2).to_sparse()}
+    distckpt.save({"value": value, "step": 1}, path, unsupported="warn")
+
+
+def test_what_a_save_leaves_out_is_named_once_by_its_own_fault(tmp_path):
+    with launched(save_without_some_values, 2, str(tmp_path / "saved")) as launch:
+        outcomes = launch.outcomes()
+    assert [outcome.error for outcome in outcomes] == [None] * 2
+    (warning,) = [text for outcome in outcomes for text in outcome.warnings_logged]
+    assert "stored without 2 of its values" in warning
+    assert "its class is not registered" in warning
+    assert "layout torch.sparse_coo" in warning
+    assert "was left out" not in warning
