@@ -6,7 +6,7 @@ import logging
 import os
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import numpy as np
 
@@ -441,7 +441,7 @@ def _flatten(
         if request.options.unsupported != "warn":
             raise
         # What is left out is named when the coordinator encodes it.
-        common = codec.without_unsupported(common)[0]
+        common = cast(CommonStateDict, codec.without_unsupported(common)[0])
         compared = common_state.comparable(common, request.preprocess_common)
         digest = common_state.digest(compared)
     return _DescribedState(shards, common, compared, digest, notes)

@@ -116,9 +116,11 @@ def without_unsupported(tree: object) -> tuple[object, list[str]]:
     problems: list[str] = []
 
     def noted(position: Position, node: object, fault: str) -> UnknownObject:
-        is_left_out = isinstance(node, UnknownObject) and node.name.startswith(NOT_STORED)
-        problems.append(f"{dotted(position)!r}: {node.state if is_left_out else fault}")
-        return node if isinstance(node, UnknownObject) else _left_out(node, fault)
+        if not isinstance(node, UnknownObject):
+            node = _left_out(node, fault)
+        why = node.state if node.name.startswith(NOT_STORED) else fault
+        problems.append(f"{dotted(position)!r}: {why}")
+        return node
 
     def storable(position: Position, node: object) -> object:
         if type(node) is dict:
