@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 import lightning
@@ -14,6 +15,7 @@ from distckpt.integrations._lightning.progress import (
     has_states,
     is_in_mid_epoch,
     restore_callbacks,
+    restore_loaders,
     start_at_first_batch,
 )
 
@@ -89,8 +91,7 @@ class _Saver(Checkpoint):
             self._owner.manager.load(self._owner.state_of(trainer))
             # A validation of the sanity check would change what was loaded.
             self._num_sanity_steps, trainer.num_sanity_val_steps = trainer.num_sanity_val_steps, 0
-        in_middle = self.resumes and is_in_mid_epoch(trainer)
-        self._random = RngState().state_dict() if in_middle else None
+        self._random = RngState().state_dict() if self.resumes else None
         self.resumes_loaders, self._last_step = False, trainer.global_step
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
@@ -102,6 +103,9 @@ class _Saver(Checkpoint):
                 f"{self._owner.manager.root!r} has steps to resume from: leave out ckpt_path, or "
                 "give Checkpoints a directory without steps."
             )
+        if self._random and not is_in_mid_epoch(trainer):
+            restore_loaders(trainer, self._random)
+            self._random = None
         if self._random:  # new iterators of loaders have drawn seeds, which the run did long ago
             RngState().load_state_dict(self._random)
             self._random = self._random if start_at_first_batch(trainer) else None
@@ -132,6 +136,11 @@ class _Saver(Checkpoint):
 
     def on_fit_end(self, trainer: Any, pl_module: Any) -> None:
         self._owner.manager.wait()
+
+    def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
+        # The next fit of this process may look for the step that is being saved.
+        with contextlib.suppress(Exception):  # which the manager has logged
+            self._owner.manager.wait()
 
     def _save(self, trainer: Any, metrics: dict[str, Any]) -> None:
         step, numbers = trainer.global_step, {name: float(each) for name, each in metrics.items()}

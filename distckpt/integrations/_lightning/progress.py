@@ -9,6 +9,8 @@ from typing import Any
 import lightning
 from lightning.pytorch.utilities import CombinedLoader
 
+from distckpt._models.random_state import RngState
+
 _LOADERS = "combined_loader"
 
 
@@ -87,6 +89,25 @@ def is_in_mid_epoch(trainer: Any) -> bool:
     """Return whether the epoch that the training has reached has further batches."""
     batches = trainer.fit_loop.epoch_loop.batch_progress
     return batches.current.ready > 0 and not batches.is_last_batch
+
+
+def restore_loaders(trainer: Any, random: Any) -> None:
+    """Give loaders their states at the end of an epoch, which Trainer restores in the middle only.
+
+    `random` is the state of the random numbers with which the run began the next epoch.
+    """
+    loop = trainer.fit_loop
+    states, loop._combined_loader_states_to_load = loop._combined_loader_states_to_load, []
+    loaders = [each for each in loop._combined_loader.flattened if hasattr(each, "state_dict")]
+    if not states:
+        return
+    for loader, state in zip(loaders, states, strict=True):
+        loader.load_state_dict(state)
+        # Trainer asks for no more than the last batch, after which nothing is left of the epoch.
+        if next(iter(loader), None) is not None:
+            loader.load_state_dict(state)
+    RngState().load_state_dict(random)
+    iter(loop._data_fetcher)  # as Trainer begins an epoch
 
 
 def has_states(trainer: Any) -> bool:

@@ -157,6 +157,31 @@ class Rows(DataLoader):
         self.skipped = state["given"]
 
 
+class ShuffledRows(Rows):
+    """Its order goes on from epoch to epoch, by a generator of its own."""
+
+    def __init__(self):
+        super().__init__()
+        self.order = torch.Generator().manual_seed(5)
+        self.begun = self.order.get_state()
+
+    def __iter__(self):
+        self.given, self.skipped = self.skipped, 0
+        self.begun = self.order.get_state()
+        for number, batch in enumerate(torch.randperm(BATCHES_PER_EPOCH, generator=self.order)):
+            if number >= self.given:
+                self.given += 1
+                yield [ROWS[4 * batch : 4 * batch + 4]]
+        self.given, self.begun = 0, self.order.get_state()
+
+    def state_dict(self):
+        return {"given": self.given, "begun": self.begun}
+
+    def load_state_dict(self, state):
+        super().load_state_dict(state)
+        self.order.set_state(state["begun"])
+
+
 def fit(task, *given, ckpt_path=None, loader=None, **settings):
     """Train as Trainer does with these callbacks and settings; return the Trainer."""
     trainer = lightning.Trainer(
@@ -253,6 +278,28 @@ def test_a_run_goes_on_after_the_last_batch_of_an_epoch_of_a_loader_that_has_a_s
     assert_goes_on(whole, resumed, 2 * BATCHES_PER_EPOCH)
     assert trainer.global_step == 3 * end_of_epoch
     assert again.manager.steps()[-1] == 3 * end_of_epoch
+
+
+@pytest.mark.parametrize("every", [0, 2, 3])
+def test_the_order_of_a_loader_goes_on_at_the_end_of_an_epoch(every, tmp_path):
+    whole, resumed = Task(), Task()
+    fit(whole, Checkpoints(tmp_path, every_n_train_steps=every), loader=ShuffledRows())
+    keep_until(distckpt.CheckpointManager(tmp_path), 2 * BATCHES_PER_EPOCH)
+    fit(resumed, Checkpoints(tmp_path, every_n_train_steps=every), loader=ShuffledRows())
+    assert_goes_on(whole, resumed, 2 * BATCHES_PER_EPOCH)
+
+
+class Failing(Task):
+    def training_step(self, batch, index):
+        if self.trainer.global_step == 3:
+            raise RuntimeError("out of memory")
+        return super().training_step(batch, index)
+
+
+def test_another_fit_of_the_process_finds_what_was_being_saved(tmp_path):
+    with pytest.raises(RuntimeError, match="out of memory"):
+        fit(Failing(), Checkpoints(tmp_path, every_n_train_steps=1))
+    assert distckpt.CheckpointManager(tmp_path).steps() == [1, 2, 3]
 
 
 class Augmented(Task):
