@@ -39,6 +39,14 @@ from distckpt._storage import locations
 logger = logging.getLogger(__name__)
 
 
+def _identity_of(directory: str) -> object:
+    """Return what tells a local directory from others that have its name."""
+    with contextlib.suppress(OSError):
+        status = os.stat(directory)
+        return status.st_dev, status.st_ino
+    return None
+
+
 def _group_of(manager: CheckpointManager, *args: Any, **kwargs: Any) -> Any:
     return manager._request.process_group
 
@@ -132,7 +140,7 @@ class CheckpointManager(SaysOtherNames):
         self._named_newer: set[int] = set()
         self._named_elsewhere = ""
         self._has_planned = False
-        self._last_saved: int | None = None
+        self._last_saved: tuple[int, object] | None = None
         self._is_closed = False
 
     def location(self, step: int) -> str:
@@ -294,7 +302,7 @@ class CheckpointManager(SaysOtherNames):
         prefer, another place of the same path, or what has replaced the directory.
         """
         leads_to = posix.resolve(self._given)
-        if leads_to not in (self.root, self._named_elsewhere):
+        if leads_to not in (posix.resolve(self.root), self._named_elsewhere):
             self._named_elsewhere = leads_to
             logger.warning(
                 "%s leads to %s now, where a restart looks for steps: this manager goes on in %s. "
@@ -303,8 +311,10 @@ class CheckpointManager(SaysOtherNames):
                 leads_to,
                 self.root,
             )
-        last, is_local = self._last_saved, locations.is_local(self.root)
-        if last is None or not is_local or locations.exists(self.location(last)):
+        last, directory = self._last_saved or (None, None)
+        # Other jobs and people remove steps, too, and stores do not say which directory it is.
+        is_same = last is None or _identity_of(self.root) == directory
+        if last is None or is_same or locations.exists(self.location(last)):
             self._warn_about_newer(step)
             return
         logger.warning(
@@ -334,7 +344,7 @@ class CheckpointManager(SaysOtherNames):
         """Update the tracker file and remove what is not kept. An error here does not fail the
         save.
         """
-        self._last_saved = step
+        self._last_saved = step, _identity_of(self.root)
         with locations.only_logging(f"write {steps.TRACKER}"):
             steps.write_tracker(self.root, step, self._request.options.durable)
         with locations.only_logging(f"remove old checkpoints from {self.root}"):

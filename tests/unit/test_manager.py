@@ -712,6 +712,26 @@ def test_a_directory_that_is_replaced_during_a_run(tmp_path, caplog, others):
     assert CheckpointManager(root).steps() == [2, *others]
 
 
+def test_steps_that_go_in_other_ways_are_no_replaced_directory(tmp_path, caplog):
+    root = tmp_path / "run"
+    with CheckpointManager(root, async_save=False) as manager, CheckpointManager(root) as other:
+        for step in (1, 2, 3):
+            manager.save(step, state_of(step))
+        # Going back, as the warning about newer steps says.
+        shutil.rmtree(manager.location(3))
+        manager.save(3, state_of(3))
+        # The retention of another job, or a person.
+        other.save(4, state_of(4)).result(PATIENCE)
+        shutil.rmtree(manager.location(3))
+        manager.save(5, state_of(5))
+        # Another disk, with a link in the place of the directory.
+        root.rename(tmp_path / "elsewhere")
+        root.symlink_to("elsewhere")
+        manager.save(6, state_of(6))
+    assert caplog.messages == []
+    assert CheckpointManager(tmp_path / "elsewhere").steps() == [1, 2, 4, 5, 6]
+
+
 def test_a_link_to_the_directory_that_leads_elsewhere_during_a_run(tmp_path, caplog):
     for name in ("old disk", "new disk"):
         (tmp_path / name).mkdir()

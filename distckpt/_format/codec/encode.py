@@ -201,7 +201,7 @@ def _refusal_of_kind(obj: object) -> tuple[str, str] | None:
 
 def is_object_of_state(obj: object) -> bool:
     """Whether an object has a state of its own, as modules do, or is sharded."""
-    if isinstance(obj, type):
+    if isinstance(obj, type) or type(obj) in encoders() or type(obj) in REGISTERED:
         return False
     methods = (getattr(obj, name, None) for name in ("state_dict", "load_state_dict"))
     is_sharded = all(hasattr(obj, name) for name in ("key", "data", "replica_id"))

@@ -194,6 +194,26 @@ def test_an_object_where_none_is_looked_for_is_refused(tmp_path, path, held, mak
     assert state["step"] == 0
 
 
+@dataclass
+class Replica:
+    """Looks like a shard."""
+
+    key: str
+    data: Any
+    replica_id: int
+
+
+distckpt.register_object_type(Replica, "tests.given_values.Replica")
+
+
+@pytest.mark.parametrize("held", [lambda value: value, lambda value: deque([value])])
+def test_a_value_that_looks_like_a_shard_is_a_value(path, held):
+    distckpt.save({"value": held(Replica("k", 5, 1))}, path)
+    state = {"value": held(Replica("", 0, 0))}
+    distckpt.load(state, path)
+    assert state["value"] == held(Replica("k", 5, 1))
+
+
 def test_values_whose_types_differ_from_the_stored_ones(path):
     stored = {
         "none": {"a": 1},
