@@ -12,7 +12,6 @@ from distckpt._manager.manager import CheckpointManager
 from distckpt._models.random_state import RngState
 from distckpt.integrations._lightning.progress import (
     Progress,
-    has_states,
     is_in_mid_epoch,
     restore_callbacks,
     restore_loaders,
@@ -87,8 +86,11 @@ class _Saver(Checkpoint):
         self._is_due = False
 
     def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
+        self._loaders: list[Any] = []
         if self.resumes:
-            self._owner.manager.load(self._owner.state_of(trainer))
+            state = self._owner.state_of(trainer)
+            self._owner.manager.load(state)
+            self._loaders = [*state.get("data", ())]
             # A validation of the sanity check would change what was loaded.
             self._num_sanity_steps, trainer.num_sanity_val_steps = trainer.num_sanity_val_steps, 0
         self._random = RngState().state_dict() if self.resumes else None
@@ -103,12 +105,14 @@ class _Saver(Checkpoint):
                 f"{self._owner.manager.root!r} has steps to resume from: leave out ckpt_path, or "
                 "give Checkpoints a directory without steps."
             )
-        if self._random and not is_in_mid_epoch(trainer):
-            restore_loaders(trainer, self._random)
-            self._random = None
-        if self._random:  # new iterators of loaders have drawn seeds, which the run did long ago
+        in_middle = is_in_mid_epoch(trainer)
+        if self._loaders:
+            restore_loaders(trainer, self._loaders, self._random)
+        if self._random and in_middle:
+            # New iterators of loaders have drawn seeds, which the run did long ago.
             RngState().load_state_dict(self._random)
-            self._random = self._random if start_at_first_batch(trainer) else None
+        has_more = in_middle and start_at_first_batch(trainer)
+        self._random = self._random if has_more else None
 
     def on_train_batch_start(self, trainer: Any, *args: Any) -> None:
         if self._random:
@@ -120,8 +124,8 @@ class _Saver(Checkpoint):
 
     def on_train_batch_end(self, trainer: Any, *args: Any) -> None:
         if self._every_steps and trainer.global_step % self._every_steps == 0:
-            # A loader knows that its epoch has ended when it is asked for a further batch.
-            self._is_due = trainer.is_last_batch and has_states(trainer)
+            # A run of another number of ranks, whose epoch has more batches, would go on in it.
+            self._is_due = trainer.is_last_batch
             if not self._is_due:
                 self._save(trainer, {})
 

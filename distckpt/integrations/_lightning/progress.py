@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import copy
 import inspect
+from collections.abc import Sequence
 from typing import Any
 
 import lightning
+from lightning.fabric.utilities.data import _set_sampler_epoch
 from lightning.pytorch.utilities import CombinedLoader
 
 from distckpt._models.random_state import RngState
@@ -91,29 +93,26 @@ def is_in_mid_epoch(trainer: Any) -> bool:
     return batches.current.ready > 0 and not batches.is_last_batch
 
 
-def restore_loaders(trainer: Any, random: Any) -> None:
-    """Give loaders their states at the end of an epoch, which Trainer restores in the middle only.
+def restore_loaders(trainer: Any, states: Sequence[Any], random: Any) -> None:
+    """Give loaders their states, and begin to iterate as the run did.
 
-    `random` is the state of the random numbers with which the run began the next epoch.
+    Trainer does so in the middle of an epoch only, and before samplers know of their epoch.
+
+    Args:
+        trainer: which has made the loaders.
+        states: of those that have one.
+        random: the state of the random numbers that the run had.
     """
     loop = trainer.fit_loop
-    states, loop._combined_loader_states_to_load = loop._combined_loader_states_to_load, []
     loaders = [each for each in loop._combined_loader.flattened if hasattr(each, "state_dict")]
-    if not states:
-        return
     for loader, state in zip(loaders, states, strict=True):
+        _set_sampler_epoch(loader, loop.epoch_progress.current.processed)
         loader.load_state_dict(state)
         # Trainer asks for no more than the last batch, after which nothing is left of the epoch.
-        if next(iter(loader), None) is not None:
+        if not is_in_mid_epoch(trainer) and next(iter(loader), None) is not None:
             loader.load_state_dict(state)
     RngState().load_state_dict(random)
     iter(loop._data_fetcher)  # as Trainer begins an epoch
-
-
-def has_states(trainer: Any) -> bool:
-    """Return whether a loader of the training has a state."""
-    loaders = CombinedLoader(trainer.train_dataloader).flattened
-    return any(hasattr(each, "state_dict") for each in loaders)
 
 
 def start_at_first_batch(trainer: Any) -> bool:
