@@ -317,6 +317,7 @@ class CheckpointManager(SaysOtherNames):
         if last is None or is_same or locations.exists(self.location(last)):
             self._warn_about_newer(step)
             return
+        self._last_saved = None
         logger.warning(
             "step %d is no longer in %s, where it was saved: it, or the directory, was renamed, "
             "replaced or removed. Step %d is saved to the directory that has this name now.",

@@ -29,7 +29,7 @@ from distckpt._base.tree import (
     rebuilt,
 )
 from distckpt._format import codec
-from distckpt._format.codec.encode import nodes_of_any
+from distckpt._format.codec.encode import nodes
 
 _SETTERS = {cls.__setitem__ for cls in (dict, list, OrderedDict, deque)}
 _LISTS = (list, deque)
@@ -97,7 +97,8 @@ def changes_of(given: Any, values: Any, loaded: Any) -> Changes:
         values: the same without its shards and objects, see `flatten.SplitState.common`.
         loaded: what was loaded in its place.
     """
-    found = nodes_of_any(values)
+    # An object of a registered class is one value, whatever is in it.
+    found = nodes(values)
     tensors = [(position, node) for position, node in found if isinstance(node, torch.Tensor)]
     changes = _with_neighbors([tensor for _, tensor in tensors], loaded)
     _change_holder(changes, (), given, values, loaded)
