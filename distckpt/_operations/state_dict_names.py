@@ -36,6 +36,8 @@ from distckpt._models.optimizer.view import params_of
 from distckpt._ranks.collectives import Ranks
 
 _MODEL = "model."
+_LIKE_PARAMETERS = {"exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer", "square_avg"}
+"""Names of states that have the shape of their parameter in all optimizers."""
 
 
 @dataclass
@@ -355,10 +357,14 @@ def _check_shape(
     state: str,
     found: tuple[int, ...],
 ) -> None:
-    """Check that a state has the shape of its parameter, or size 1 along some axes."""
-    if shape is None or len(found) != len(shape):
+    """Check that a state has the shape of its parameter, or size 1 along some axes. States of other
+    names may have other axes, such as the factors of Adafactor.
+    """
+    if shape is None or (len(found) != len(shape) and state not in _LIKE_PARAMETERS):
         return
-    if not all(n in (1, size) for n, size in zip(found, shape, strict=True)):
+    if len(found) != len(shape) or not all(
+        n in (1, size) for n, size in zip(found, shape, strict=True)
+    ):
         number = optimizer.params[key][1]
         raise LoadMismatchError(
             f"{state!r} of parameter {number} of the optimizer at {dotted(optimizer.path)!r} has "

@@ -160,6 +160,25 @@ class Unknown:
     pass
 
 
+def test_numbers_of_other_groups_are_refused(tmp_path):
+    def grouped(*which):
+        torch.manual_seed(0)
+        model = torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.Linear(3, 4))
+        groups = [{"params": [p for p in model.parameters() if p.ndim == n]} for n in which]
+        return model, torch.optim.AdamW(groups)
+
+    model, optimizer = grouped(2, 1)
+    model(torch.ones(2, 4)).square().sum().backward()
+    optimizer.step()
+    torch_dcp.save({"model": model, "optimizer": optimizer}, checkpoint_id=tmp_path / "saved")
+    model, other = grouped(1, 2)
+    with pytest.raises(distckpt.LoadMismatchError, match="in the order in which it was saved"):
+        distckpt.load({"model": model, "optimizer": other}, tmp_path / "saved")
+    model, same = grouped(2, 1)
+    distckpt.load({"model": model, "optimizer": same}, tmp_path / "saved")
+    assert_same(same.state_dict(), optimizer.state_dict())
+
+
 @pytest.mark.parametrize("is_known", [True, False])
 def test_values_that_lightning_stores_beside(tmp_path, caplog, is_known):
     """As Fabric's strategies do: state dicts with `dcp.save`, all else with `torch.save`."""
