@@ -291,9 +291,11 @@ def plan_of(ranks: Ranks, ready: ReadyShards, kept: KeptPlans) -> SavePlan:
                 table = _described(shards, settings)
                 _add_digests(table, shards, _comparison_of(ranks, settings.options))
     assert table is not None
-    plan = _make_plan(ranks, table, shards, settings, kept)
+    plan, have_differences = _make_plan(ranks, table, shards, settings, kept)
     plan = plan._replace(description=ready.description)
-    settings.plans.keep(ready.structure, plan)
+    if not have_differences:
+        # Replicas that have drifted apart may have nothing in common at the next save.
+        settings.plans.keep(ready.structure, plan)
     return plan
 
 
@@ -410,8 +412,8 @@ def _make_plan(
     shards: Sequence[Shard],
     settings: ShardSettings,
     kept: KeptPlans,
-) -> SavePlan:
-    """Plan a save together.
+) -> tuple[SavePlan, bool]:
+    """Plan a save together; return the plan, and whether replicas differ.
 
     Collective operation: all ranks must call it. Descriptions of shards go to the coordinator,
     pieces to write come back, tables of chunks go to it. Where replicas differ, it looks at samples
@@ -438,7 +440,8 @@ def _make_plan(
         ranks, table, share, manifest, checksum_file, kept.structure if is_sound else None
     )
     replicas, weights = compared_replicas(table, share.factors, share.stride)
-    return SavePlan(share.number, files, objects, planned, replicas, weights, checksum_file)
+    plan = SavePlan(share.number, files, objects, planned, replicas, weights, checksum_file)
+    return plan, share.have_differences
 
 
 def _report_differences(

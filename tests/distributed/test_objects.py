@@ -267,16 +267,41 @@ def test_replicas_that_come_apart_are_stored_whole(tmp_path):
         assert "differs between rank 0 and rank 1" in texts[0]
         assert "'part." not in texts[0]
         assert texts[1:] == ["None"] * 4
-        assert reused == [False, True, False, True]
+        assert reused == [False, True, False, False], "each save is judged by what it holds"
     of_rank_0, of_rank_1 = [outcome.value[2] for outcome in outcomes]
     for number in (3, 4):
         saved = distckpt.open(tmp_path / f"saved_{number}").read_tensors()
         bits = saved["1.weight"].view(torch.int16)
         assert torch.equal(bits, of_rank_0[number - 3])
         assert not torch.equal(bits, of_rank_1[number - 3])
-    _, warning = outcomes[0].warnings_logged
-    assert "replicas differ: '1.weight' on rank 1 differ" in warning
+    _, *warnings_of_saves = outcomes[0].warnings_logged
+    assert len(warnings_of_saves) == 2
+    for warning in warnings_of_saves:
+        assert "replicas differ: '1.weight' on rank 1 differ" in warning
     assert outcomes[1].warnings_logged == []
+
+
+def save_in_turns(rank: int, path: str) -> list[str]:
+    """Save replicas that are equal, drift apart, have nothing in common, and are equal again."""
+    texts = []
+    for number, kind in enumerate(["equal", "drift", "more", "unrelated", "equal", "unrelated"]):
+        torch.manual_seed(rank if kind == "unrelated" else 0)
+        net = torch.nn.Linear(40, 40)
+        with torch.no_grad():
+            net.weight *= 1.0 + rank * {"drift": 1e-5, "more": 1e-2}.get(kind, 0.0)
+        texts.append(str(error_of(distckpt.save, {"model": net}, f"{path}_{number}")))
+    return texts
+
+
+def test_each_save_judges_its_replicas(tmp_path):
+    with launched(save_in_turns, 2, str(tmp_path / "saved")) as launch:
+        outcomes = launch.outcomes()
+    for outcome in outcomes:
+        saved = [text == "None" for text in outcome.value]
+        assert saved == [True, True, True, False, True, False]
+        assert "differs between rank 0 and rank 1" in outcome.value[3]
+    warned = [text for text in outcomes[0].warnings_logged if "replicas differ" in text]
+    assert len(warned) == 2
 
 
 def resume_own_head(rank: int, path: str) -> bool:
