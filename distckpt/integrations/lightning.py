@@ -90,7 +90,9 @@ class _Saver(Checkpoint):
         if self.resumes:
             state = self._owner.state_of(trainer)
             self._owner.manager.load(state)
-            self._loaders = [*state.get("data", ())]
+            # The last batch of a rank is not the last one where there are fewer.
+            if state["trainer"].num_ranks == trainer.world_size or is_in_mid_epoch(trainer):
+                self._loaders = [*state.get("data", ())]
             # A validation of the sanity check would change what was loaded.
             self._num_sanity_steps, trainer.num_sanity_val_steps = trainer.num_sanity_val_steps, 0
         self._random = RngState().state_dict() if self.resumes else None

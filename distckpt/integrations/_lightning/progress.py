@@ -39,6 +39,7 @@ class Progress:
         self._trainer, self._module = trainer, trainer.lightning_module
         self._loops = trainer.fit_loop.state_dict()
         self.loaders = DataLoaders(self._loops["state_dict"].pop(_LOADERS, []))
+        self.num_ranks = trainer.world_size
 
     def state_dict(self) -> dict[str, Any]:
         trainer, weights = self._trainer, self._module.state_dict()
@@ -47,6 +48,7 @@ class Progress:
             "loops": {"fit_loop": self._loops},
             "epoch": trainer.current_epoch,
             "global_step": trainer.global_step,
+            "num_ranks": self.num_ranks,
             "pytorch-lightning_version": lightning.__version__,
             "callbacks": {each.state_key: each.state_dict() for each in trainer.callbacks},
         }
@@ -63,6 +65,7 @@ class Progress:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         trainer, weights = self._trainer, self._module.state_dict()
+        self.num_ranks = state["num_ranks"]
         checkpoint = {**state, **dict.fromkeys(state["places_of_weights"], weights)}
         self._module.on_load_checkpoint(checkpoint)
         for each in self._plugins():

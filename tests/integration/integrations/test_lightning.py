@@ -4,6 +4,7 @@ interrupted, and one that is resumed from Trainer's own checkpoint.
 
 from __future__ import annotations
 
+import os
 import shutil
 import warnings
 
@@ -14,6 +15,7 @@ from torch.optim.swa_utils import AveragedModel
 from torch.utils.data import DataLoader, TensorDataset
 
 import distckpt
+from tests.support.harness import run
 
 with warnings.catch_warnings(action="ignore"):  # of Lightning, when it is imported
     lightning = pytest.importorskip("lightning", reason="lightning is not installed")
@@ -137,8 +139,9 @@ class OwnAverage(lightning.Callback):
 class Rows(DataLoader):
     """A loader that knows its position, as torchdata's StatefulDataLoader."""
 
-    def __init__(self, generator=None):
-        super().__init__(TensorDataset(ROWS), batch_size=4, generator=generator)
+    def __init__(self, generator=None, **settings):  # Trainer gives it a sampler for each rank
+        defaults = {"dataset": TensorDataset(ROWS), "batch_size": 4}
+        super().__init__(**{**defaults, **settings}, generator=generator)
         self.given, self.skipped = 0, 0
 
     def __iter__(self):
@@ -186,13 +189,12 @@ def fit(task, *given, ckpt_path=None, loader=None, **settings):
     """Train as Trainer does with these callbacks and settings; return the Trainer."""
     trainer = lightning.Trainer(
         accelerator="cpu",
-        devices=1,
         callbacks=list(given),
         enable_checkpointing=any(isinstance(each, callbacks.ModelCheckpoint) for each in given),
         enable_progress_bar=False,
         enable_model_summary=False,
         logger=False,
-        **{"max_epochs": 4, "num_sanity_val_steps": 0, **settings},
+        **{"max_epochs": 4, "num_sanity_val_steps": 0, "devices": 1, **settings},
     )
     loader = loader or DataLoader(TensorDataset(ROWS), batch_size=4, shuffle=True)
     held_out = [DataLoader(TensorDataset(rows), batch_size=4) for rows in (ROWS[:8], -ROWS)]
@@ -287,6 +289,42 @@ def test_the_order_of_a_loader_goes_on_at_the_end_of_an_epoch(every, tmp_path):
     keep_until(distckpt.CheckpointManager(tmp_path), 2 * BATCHES_PER_EPOCH)
     fit(resumed, Checkpoints(tmp_path, every_n_train_steps=every), loader=ShuffledRows())
     assert_goes_on(whole, resumed, 2 * BATCHES_PER_EPOCH)
+
+
+def rows_of_ranks(rank, root, num_ranks, every, last):
+    """Train on ranks from the step `last`; return the losses by step, and the batches."""
+    names = {
+        "RANK": rank,
+        "LOCAL_RANK": rank,
+        "WORLD_SIZE": num_ranks,
+        "LOCAL_WORLD_SIZE": num_ranks,
+    }
+    os.environ |= {name: str(value) for name, value in names.items()}
+    os.environ |= {"TORCHELASTIC_RUN_ID": "none", "GROUP_RANK": "0"}
+    if last and rank == 0:
+        keep_until(distckpt.CheckpointManager(root), last)
+    torch.distributed.barrier()
+    warnings.simplefilter("ignore")  # in a process of its own
+    task, callback = Task(), Checkpoints(root, every_n_train_steps=every)
+    fit(task, callback, loader=Rows(), max_epochs=3, strategy="ddp", devices=num_ranks)
+    return task.seen
+
+
+@pytest.mark.parametrize(("every", "last"), [(0, 6), (3, 3), (2, 4)])
+def test_ranks_go_on_at_the_epoch_of_their_samplers(every, last, tmp_path):
+    whole = run(rows_of_ranks, 2, tmp_path, 2, every, 0)
+    resumed = run(rows_of_ranks, 2, tmp_path, 2, every, last)
+    assert [len(seen) for seen in resumed] == [9 - last] * 2
+    for all_seen, seen in zip(whole, resumed, strict=True):
+        assert seen == all_seen[last:]
+
+
+def test_fewer_ranks_begin_the_epoch_after_the_last_batch(tmp_path):
+    run(rows_of_ranks, 2, tmp_path, 2, 3, 0)
+    (seen,) = run(rows_of_ranks, 1, tmp_path, 1, 3, 3)
+    assert [(epoch, index) for _, epoch, index, *_ in seen] == [
+        (epoch, index) for epoch in (1, 2) for index in range(BATCHES_PER_EPOCH)
+    ]
 
 
 class Failing(Task):
