@@ -459,6 +459,11 @@ def open_store(host: str, port: int, is_host: bool, timeout: float) -> Any:
     Raises:
         CheckpointingException: nobody hosts it within `timeout` seconds, or the port is taken.
     """
+    if torch.__version__.startswith("2.6."):
+        raise CheckpointingException(
+            f"The store at {host}:{port} needs a newer torch than {torch.__version__}, which makes "
+            "no groups of processes of several jobs: upgrade torch on all sides."
+        )
     limit = timedelta(seconds=timeout)
 
     def open_there() -> Any:
