@@ -112,7 +112,7 @@ def _advice(
         return "", about_these
     foreign_format = (stored.manifest.origin or {}).get("format")
     if _lack_optimizer(absent, known):
-        return "", _optimizer_advice(known) + _OF_TRAINERS * is_export(foreign_format)
+        return "", _optimizer_advice(absent, known) + _OF_TRAINERS * is_export(foreign_format)
     if prefix := other_prefix(absent, known):
         return prefix, (
             "Correct the prefix: a module at 'model' of the state dict has none, one at another "
@@ -157,13 +157,20 @@ def _lack_optimizer(absent: Sequence[str], known: Iterable[str]) -> bool:
     return are_of_optimizer and not any(key.endswith(".settings") for key in known)
 
 
-def _optimizer_advice(known: Iterable[str]) -> str:
+def _optimizer_advice(absent: Sequence[str], known: Iterable[str]) -> str:
     """Say where states like an optimizer's are stored, if they are."""
     places = sorted({key.partition(".state.")[0] for key in known if ".state." in key})
     if not places:
         return (
             "No state of an optimizer is read from there: leave the optimizer out of the state "
             "dict."
+        )
+    asked = {key.removesuffix(".settings").partition(".state.")[0] for key in absent}
+    if asked.issubset(places):
+        return (
+            f"States like an optimizer's are stored at {summarize_keys(places)} without the "
+            "parameter groups that tell whose they are: load the checkpoint that this one was made "
+            "of, or leave the optimizer out."
         )
     return (
         f"States like an optimizer's are stored at {summarize_keys(places)}: put the optimizer at "

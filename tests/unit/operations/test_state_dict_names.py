@@ -13,6 +13,7 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict
 
 import distckpt
+import distckpt.torch_dist
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
@@ -141,6 +142,17 @@ def test_an_optimizer_at_another_place_is_named(tmp_path):
     with pytest.raises(distckpt.LoadMismatchError, match=r"at 'optim'") as raised:
         distckpt.load({"model": model, "optimizer": optimizer}, tmp_path / "saved")
     assert "No state of an optimizer" not in str(raised.value)
+
+
+def test_states_without_their_parameter_groups_are_called_that(tmp_path):
+    trained = train(*make())
+    state = {"model": trained[0].state_dict(), "optim": get_optimizer_state_dict(*trained)}
+    torch_dcp.save(copy.deepcopy(state), checkpoint_id=tmp_path / "saved")
+    distckpt.reshard(tmp_path / "saved", tmp_path / "converted")
+    distckpt.torch_dist.export(tmp_path / "converted", tmp_path / "exported")
+    model, optimizer = make()
+    with pytest.raises(distckpt.LoadMismatchError, match="at 'optim' without the parameter groups"):
+        distckpt.load({"model": model, "optim": optimizer}, tmp_path / "exported")
 
 
 def test_numbers_of_other_parameters_are_refused(tmp_path):
