@@ -299,11 +299,13 @@ def test_replicas_that_drift_are_stored_whole_and_named(tmp_path, drift, absolut
     path = str(tmp_path / "saved")
     with launched(save_drifted, 2, path, [drift, drift, unchanged]) as launch:
         first, second = launch.outcomes()
-    assert first.value == second.value == ([None] * 3, [False, True, True])
+    # A plan for replicas that differ is not kept: each save is judged by what it holds.
+    assert first.value == second.value == ([None] * 3, [False, False, False])
     assert second.warnings_logged == []
-    (warning,) = first.warnings_logged
-    for words in ("'norms.3' on rank 1", absolute, relative, "validate_replicas=True"):
-        assert words in warning
+    assert len(first.warnings_logged) == 2
+    for warning in first.warnings_logged:
+        for words in ("'norms.3' on rank 1", absolute, relative, "validate_replicas=True"):
+            assert words in warning
     expected = torch.linspace(1, 2, 4096).numpy().tobytes()
     assert [as_bytes(f"{path}_{number}") for number in range(3)] == [expected] * 3
 
@@ -327,9 +329,10 @@ def test_replicas_with_nothing_in_common_are_stored_whole_where_that_is_allowed(
     drifts = [unchanged, turned_around, turned_around]
     with launched(save_drifted, 2, path, drifts, "warn") as launch:
         first, _ = launch.outcomes()
-    assert first.value == ([None] * 3, [False, False, True])
-    (warning,) = first.warnings_logged
-    assert "'norms.3' on rank 1 differ from their main replicas by up to 4 (2 of" in warning
+    assert first.value == ([None] * 3, [False, False, False])
+    assert len(first.warnings_logged) == 2
+    for warning in first.warnings_logged:
+        assert "'norms.3' on rank 1 differ from their main replicas by up to 4 (2 of" in warning
     expected = torch.linspace(1, 2, 4096).numpy().tobytes()
     assert [as_bytes(f"{path}_{number}") for number in range(3)] == [expected] * 3
 
