@@ -17,6 +17,10 @@ from tests.support.addresses import reserved_address
 from tests.support.engine_loaders import Llama, stored_values
 from tests.support.harness import error_of, kept_ranks
 
+pytestmark = pytest.mark.skipif(
+    torch.__version__.startswith("2.6."), reason="a Route needs a newer torch"
+)
+
 VERSIONS = (3, 4)
 
 

@@ -26,6 +26,10 @@ from tests.support.addresses import reserved_address
 from tests.support.harness import ask_parent, error_of, kept_ranks, launched, signal_parent
 from tests.support.machines import on_machine
 
+pytestmark = pytest.mark.skipif(
+    torch.__version__.startswith("2.6."), reason="a Route needs a newer torch"
+)
+
 SHAPE = (24, 8)
 TIMEOUT = 30.0
 

@@ -212,7 +212,7 @@ def save_for_hugging_face(path):
 
 
 def save_with_torch(path):
-    torch.distributed.checkpoint.save(VALUES, checkpoint_id=path, no_dist=True)
+    torch.distributed.checkpoint.save(VALUES, checkpoint_id=path)
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")

@@ -307,8 +307,8 @@ def test_a_description_that_is_written_last(tmp_path):
     """As by torch: its data are there before the file that says where each tensor lies."""
     folder = tmp_path / "in"
     ones, twos = torch.ones(300_000), torch.full((300_000,), 2.0)
-    dcp.save({"a": ones, "b": twos}, checkpoint_id=tmp_path / "before", no_dist=True)
-    dcp.save({"b": twos, "a": ones}, checkpoint_id=folder, no_dist=True)
+    dcp.save({"a": ones, "b": twos}, checkpoint_id=tmp_path / "before")
+    dcp.save({"b": twos, "a": ones}, checkpoint_id=folder)
     after = (folder / ".metadata").read_bytes()
     shutil.copy(tmp_path / "before" / ".metadata", folder)
     state = {key: ShardedTensor.from_rank_offsets(key, torch.zeros(300_000)) for key in "ab"}
