@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import gc
+from importlib.metadata import version
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -11,6 +12,15 @@ from tests.support.first_saves import forget_saves
 # code.
 settings.register_profile("files", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("files")
+
+
+OF_TORCH_2_6 = ("TypedStorage is deprecated", "torch.distributed is unavailable or uninitialized")
+"""Warnings of its own torch.distributed.checkpoint."""
+
+
+def pytest_configure(config):
+    for text in OF_TORCH_2_6 if version("torch").startswith("2.6.") else ():
+        config.addinivalue_line("filterwarnings", f"ignore:{text}:UserWarning")
 
 
 def pytest_collection_modifyitems(config, items):
