@@ -730,10 +730,17 @@ def _tree_of(group: Any) -> list[Any]:
 
 def _attendance_log_of(group: Any) -> AttendanceLog:
     if group not in _attendance_logs:
-        store = group.get_group_store() if hasattr(group, "get_group_store") else None
-        shared = store and dist.PrefixStore("distckpt", store)  # type: ignore[attr-defined]
+        shared = dist.PrefixStore("distckpt", _store_of(group))  # type: ignore[attr-defined]
         _attendance_logs[group] = AttendanceLog(shared, group.rank(), group.size())
     return _attendance_logs[group]
+
+
+def _store_of(group: Any) -> Any:
+    """Return the store through which the ranks of a group found each other."""
+    # Groups of torch 2.6 do not tell their store.
+    if hasattr(group, "get_group_store"):
+        return group.get_group_store()
+    return dist.distributed_c10d._get_process_group_store(group)
 
 
 def _as_tensor(payload: bytes) -> torch.Tensor:

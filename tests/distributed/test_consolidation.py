@@ -24,7 +24,7 @@ from tests.support.harness import ask_parent, error_of, launched, run, sum_over_
 from tests.support.hf_folders import read_export, same_bytes, shard_name, write_folder, write_plain
 from tests.support.hooked_store import hooked_reads
 from tests.support.read_counts import counted_reads
-from tests.support.reference import lost_ranks_are_named, needs_torchs_hugging_face
+from tests.support.reference import needs_torchs_hugging_face
 from tests.support.states import numbered
 
 # ---- folders that torch wrote
@@ -334,7 +334,6 @@ def export_until_killed(rank, folder, options):
     return error_of(distckpt.consolidate, f"hooked://{folder}/in", f"{folder}/out", **options)
 
 
-@lost_ranks_are_named
 def test_a_rank_that_is_killed_does_not_make_the_others_wait(tmp_path, two_files):
     before = tree_of(tmp_path / "out")
     with launched(export_until_killed, 3, str(tmp_path), two_files, group_timeout=30) as launch:

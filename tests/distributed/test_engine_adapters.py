@@ -16,10 +16,9 @@ from tests.support import vllm_stand_in
 from tests.support.addresses import reserved_address
 from tests.support.engine_loaders import Llama, stored_values
 from tests.support.harness import error_of, kept_ranks
+from tests.support.reference import has_routes
 
-pytestmark = pytest.mark.skipif(
-    torch.__version__.startswith("2.6."), reason="a Route needs a newer torch"
-)
+pytestmark = has_routes
 
 VERSIONS = (3, 4)
 

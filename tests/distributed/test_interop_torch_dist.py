@@ -20,6 +20,7 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 import distckpt
 from distckpt import CorruptCheckpointError, RankFailedError, ShardedTensor
 from tests.support.harness import error_of, run
+from tests.support.reference import fsdp2_trains
 from tests.support.states import numbered
 
 WEIGHTS = {
@@ -169,6 +170,7 @@ def assert_equal(found, expected):
             assert torch.equal(found[key], value)
 
 
+@fsdp2_trains
 @pytest.mark.parametrize("num_ranks", [1, 3])
 def test_objects_that_fsdp_divides(tmp_path, num_ranks):
     path = str(tmp_path / "saved")
@@ -189,6 +191,7 @@ def load_by_stages(rank, path):
     return dict(model.state_dict()), states
 
 
+@fsdp2_trains
 def test_objects_on_the_ranks_of_a_pipeline(tmp_path):
     path = str(tmp_path / "saved")
     expected = run(trained_by_fsdp, 2, path, 2)[0][:2]

@@ -351,5 +351,6 @@ def _emptied(rank: int, path: str) -> None:
     assert torch.equal(*local)
 
 
+@fsdp2_trains
 def test_a_part_may_be_empty_along_all_axes(tmp_path):
     run(_emptied, 4, str(tmp_path / "step"))

@@ -20,6 +20,7 @@ import distckpt
 from tests.support.exchanges import watching_exchanges
 from tests.support.harness import error_of, launched, run
 from tests.support.parallel_modules import fsdp, plain, tp
+from tests.support.reference import fsdp2_trains
 
 
 class Net(torch.nn.Module):
@@ -122,6 +123,7 @@ def resume(rank: int, path: str) -> tuple[list[float], list[float], int, float]:
     return train(state, range(3, 5)), values.tolist(), loader.count, random.random()
 
 
+@fsdp2_trains
 def test_a_dict_of_objects_resumes_under_other_layouts(tmp_path, losses, caplog):
     path = str(tmp_path / "saved")
     drawn = run(train_and_save, 2, path)

@@ -23,6 +23,7 @@ from distckpt._plan import layout
 from distckpt._state import validation
 from tests.support.collectives import counted_collectives
 from tests.support.harness import error_of, launched, run
+from tests.support.reference import fsdp2_trains
 from tests.support.s3_server import FaultyProxy, reached_at
 from tests.support.sampling import one_in
 
@@ -247,6 +248,7 @@ def train(rank, path, loads=None):
     return reused, state["model"][0].weight.full_tensor().detach()
 
 
+@fsdp2_trains
 def test_a_training_job_goes_on(tmp_path):
     first, second = str(tmp_path / "first"), str(tmp_path / "second")
     run(train, 2, first)

@@ -25,10 +25,9 @@ from distckpt.rules import Rename
 from tests.support.addresses import reserved_address
 from tests.support.harness import ask_parent, error_of, kept_ranks, launched, signal_parent
 from tests.support.machines import on_machine
+from tests.support.reference import has_routes
 
-pytestmark = pytest.mark.skipif(
-    torch.__version__.startswith("2.6."), reason="a Route needs a newer torch"
-)
+pytestmark = has_routes
 
 SHAPE = (24, 8)
 TIMEOUT = 30.0

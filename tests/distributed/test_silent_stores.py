@@ -17,6 +17,7 @@ import distckpt
 from distckpt import CheckpointingException, RankFailedError
 from tests.support.addresses import reserved_address
 from tests.support.harness import ask_parent, error_of, launched, signal_parent
+from tests.support.reference import has_routes
 
 TIMEOUT = 4.0
 
@@ -78,6 +79,7 @@ def _take(rank: int, address: str) -> str:
     return str(error)
 
 
+@has_routes
 def test_a_target_raises_when_the_trainer_is_stopped(address):
     with launched(_take, 2, address, backend=None) as launch:
         (text,) = errors_of_others(launch, 2)

@@ -22,7 +22,6 @@ from distckpt.strategies.safetensors import ShardSave
 from tests.support.disk import tree_of
 from tests.support.disks import small_disk
 from tests.support.harness import ask_parent, error_of, launched, run, sum_over_ranks
-from tests.support.reference import lost_ranks_are_named
 from tests.support.states import state_of
 from tests.support.stopping import StopsAfter, StopsBefore, StopsWithin, stopping
 
@@ -124,7 +123,6 @@ def lose(kind, victims, root):
         return launch.lose(*victims)
 
 
-@lost_ranks_are_named
 @pytest.mark.parametrize("victims", [(1,), (0,), (0, 1, 2)], ids=["one", "coordinator", "all"])
 def test_killed_ranks(run, victims, saved, tmp_path):
     roots = [shutil.copytree(saved, tmp_path / kind.__name__) for kind in KINDS]
@@ -164,7 +162,6 @@ def lose_before_the_first_save(backend, folder):
     return outcomes[0], outcomes[2]
 
 
-@lost_ranks_are_named
 def test_a_rank_that_dies_before_the_first_save(tmp_path):
     """The process groups that a first save makes are not waited for in vain, nor without naming the
     rank.
@@ -259,7 +256,6 @@ def stop_a_rank(victim, root):
     return [outcomes[survivor][0] for survivor in survivors], seconds
 
 
-@lost_ranks_are_named
 def test_a_rank_that_is_stopped_is_named(run, saved, tmp_path):
     victims = (0, 2)
     roots = [shutil.copytree(saved, tmp_path / str(victim)) for victim in victims]

@@ -24,6 +24,7 @@ from distckpt import ShardedTensor
 from tests.support.addresses import reserved_address
 from tests.support.harness import error_of, launched
 from tests.support.machines import on_machine
+from tests.support.reference import has_routes
 
 NUM_RANKS, VICTIM, NUM_TENSORS = 4, 3, 6
 SHAPE = (24, 64)
@@ -184,6 +185,7 @@ def test_redistribute(moment, is_spread):
     check_redistribute(moment, is_spread)
 
 
+@has_routes
 @cases(0.7)
 def test_route(moment, is_spread):
     check_route(moment, is_spread)

@@ -18,7 +18,6 @@ import distckpt
 from distckpt import RankFailedError, ShardedTensor, ShardedTensorFactory
 from tests.support.disk import tree_of
 from tests.support.harness import ask_parent, error_of, launched
-from tests.support.reference import lost_ranks_are_named
 from tests.support.states import state_of
 from tests.support.stopping import StopsAfter, StopsBefore, stopping
 
@@ -118,7 +117,6 @@ def lose_one(stop, path):
         return launch.values(), killed
 
 
-@lost_ranks_are_named
 @pytest.mark.parametrize("target", ["new", "old"])
 def test_one_killed_rank(run, target, saved, tmp_path):
     folders = [tmp_path / stop.__name__ for stop in STOPS]
@@ -141,7 +139,6 @@ def test_one_killed_rank(run, target, saved, tmp_path):
         check_that_saving_goes_on(run, saved, folder, folder / target)
 
 
-@lost_ranks_are_named
 @pytest.mark.parametrize("target", ["new", "old"])
 @pytest.mark.parametrize("victims", [(0,), (0, 1, 2)], ids=["coordinator", "all"])
 def test_killed_coordinator(run, victims, target, saved, folder):
@@ -202,7 +199,6 @@ def load_and_be_killed(rank, path):
     return error_of(distckpt.load, {"shared": factory}, path)
 
 
-@lost_ranks_are_named
 def test_a_rank_killed_while_loading(folder):
     before = tree_of(folder)
     with launched(

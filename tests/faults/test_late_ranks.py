@@ -20,7 +20,6 @@ from distckpt import RankFailedError
 from tests.support.exchanges import watching_exchanges
 from tests.support.harness import ask_parent, error_of, launched, run
 from tests.support.rank_calls import NUM_RANKS, load, load_sharing_reads, overwrite
-from tests.support.reference import lost_ranks_are_named
 from tests.support.states import state_of
 
 TIMEOUT = 12.0
@@ -142,7 +141,6 @@ def value_in(path):
     return value
 
 
-@lost_ranks_are_named
 def test_the_others_name_a_killed_rank(template, tmp_path):
     losses = [
         Loss(overwrite, 2, True, "describe the state dict"),
@@ -157,7 +155,6 @@ def test_the_others_name_a_killed_rank(template, tmp_path):
     check_losses(losses, template, tmp_path)
 
 
-@lost_ranks_are_named
 def test_the_others_name_a_stopped_rank(template, tmp_path):
     losses = [
         Loss(overwrite, 0, False, "describe the state dict"),
@@ -169,7 +166,6 @@ def test_the_others_name_a_stopped_rank(template, tmp_path):
     check_losses(losses, template, tmp_path)
 
 
-@lost_ranks_are_named
 @pytest.mark.slow
 @pytest.mark.parametrize("is_killed", [True, False], ids=["killed", "stopped"])
 @pytest.mark.parametrize("victim", [0, 2], ids=["coordinator", "other"])

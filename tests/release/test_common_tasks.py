@@ -15,12 +15,19 @@ import torch
 from safetensors.torch import save_file
 
 from tests.support.common_tasks import COMMON, TASKS, num_lines
+from tests.support.reference import needs_torchs_hugging_face
 
 PAGE = Path(__file__).parents[2] / "docs" / "compared.md"
 NEEDS = {"accelerate": "accelerate", "Fabric": "lightning_fabric", "Orbax": "orbax"}
 
 
-@pytest.mark.parametrize("library", COMMON)
+@pytest.mark.parametrize(
+    "library",
+    [
+        pytest.param(library, marks=needs_torchs_hugging_face if library == "DCP" else ())
+        for library in COMMON
+    ],
+)
 def test_the_programs_run(library, tmp_path, monkeypatch):
     if importlib.util.find_spec(NEEDS.get(library, "torch")) is None:
         pytest.skip(f"{library} is not installed")

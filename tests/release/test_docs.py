@@ -14,6 +14,7 @@ import warnings
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -33,6 +34,7 @@ from tests.support.docs_pages import (
     lines_of,
     name_of,
 )
+from tests.support.reference import needs_torchs_hugging_face
 
 COVERED = {
     "python": "run here",
@@ -63,7 +65,13 @@ FOR_MEGATRON = blocks("python", "sh", page="migrating-from-megatron")
 FOR_ANYBODY = [block for block in blocks("python") if block not in FOR_MEGATRON]
 
 
-@pytest.mark.parametrize("block", FOR_ANYBODY, ids=[block.name for block in FOR_ANYBODY])
+def runnable(block: Block) -> Any:
+    needs_writer = "HuggingFaceStorageWriter" in block.text
+    marks = [needs_torchs_hugging_face] if needs_writer else []
+    return pytest.param(block, id=block.name, marks=marks)
+
+
+@pytest.mark.parametrize("block", [runnable(block) for block in FOR_ANYBODY])
 def test_python_block_runs(block: Block, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     names = {"__name__": "__main__"}

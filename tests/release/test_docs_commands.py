@@ -249,7 +249,8 @@ def check_torchrun(words: list[str]) -> None:
     docstring says.
     """
     (at,) = [i for i, word in enumerate(words) if word.endswith(".py")]
-    check_options(words[:at], help_of("torch.distributed.run"))
+    with_torch_2_12 = "--shutdown-timeout" if torch.__version__ < "2.12" else ""
+    check_options(words[:at], help_of("torch.distributed.run") + with_torch_2_12)
     if words[at:] != ["train.py"]:
         (documented,) = commands_in(command_of(words[at].removeprefix("examples/")))
         assert ["torchrun", *words[:-1]] == documented[:-1]  # the last one is a directory

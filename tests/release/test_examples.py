@@ -22,6 +22,7 @@ from tests.support.example_programs import (
     run_preloaded,
 )
 from tests.support.programs import run_program
+from tests.support.reference import fsdp2_trains, has_routes
 
 PAGE = (ROOT / "docs" / "examples.md").read_text()
 # Run by the tests of what they show.
@@ -245,7 +246,17 @@ CHECKS = {
 }
 
 
-@pytest.mark.parametrize("name", EXAMPLES)
+NEEDS = {
+    "elastic.py": fsdp2_trains,
+    "fsdp2.py": fsdp2_trains,
+    "hugging_face.py": fsdp2_trains,
+    "rl_weight_sync.py": has_routes,
+}
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=NEEDS.get(name, ())) for name in EXAMPLES]
+)
 def test_an_example_prints_what_its_page_shows(name, tmp_path):
     work_dir = tmp_path / "work"
     output = (run_command if name in BY_COMMAND else run_preloaded)(name, work_dir)

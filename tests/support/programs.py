@@ -156,6 +156,8 @@ def _become(
         warnings.simplefilter("error")
         warnings.filterwarnings("ignore", "DTensor random operators", UserWarning)  # of torch 2.6
         arguments = arguments[2:]
+    # Torch 2.6 leaves a directory to the exit.
+    warnings.filterwarnings("ignore", "Implicitly cleaning up", ResourceWarning)
     code: Any = 0
     try:
         _run(arguments)

@@ -41,11 +41,9 @@ fsdp2_trains = pytest.mark.skipif(
     torch.__version__ < "2.7",
     reason="FSDP2 of torch 2.6 neither trains on the CPU nor has uneven parts beside others",
 )
-lost_ranks_are_named = pytest.mark.skipif(
-    not hasattr(torch.distributed.ProcessGroup, "get_group_store"),
-    reason=f"torch {torch.__version__} does not give away the store of a group, "
-    "so that no lost rank is named",
-)
+
+
+has_routes = pytest.mark.skipif(torch.__version__ < "2.7", reason="a Route needs a newer torch")
 
 
 def needs_dtypes(*names: str) -> pytest.MarkDecorator:
