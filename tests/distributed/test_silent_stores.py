@@ -94,6 +94,7 @@ def _reach(rank: int, address: str) -> str:
     return str(error)
 
 
+@has_routes
 def test_a_server_that_says_nothing_is_not_waited_for():
     """Another program has the port."""
     with socket.create_server(("127.0.0.1", 0)) as server:

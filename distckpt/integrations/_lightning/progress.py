@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Sequence
+import logging
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import lightning
 from lightning.fabric.utilities.data import _set_sampler_epoch
+from lightning.fabric.utilities.distributed import DistributedSamplerWrapper
+from lightning.pytorch.loops.loop import _Loop
 from lightning.pytorch.utilities import CombinedLoader
 
 from distckpt._models.random_state import RngState
+
+logger = logging.getLogger(__name__)
 
 _LOADERS = "combined_loader"
 
@@ -77,6 +82,9 @@ class Progress:
         loops = checkpoint["loops"]["fit_loop"]
         loops["state_dict"] |= {_LOADERS: self.loaders.states} if self.loaders.states else {}
         trainer.fit_loop.load_state_dict(loops)
+        if not is_in_mid_epoch(trainer):
+            # Trainer takes any run with `max_steps` for one that goes on in its epoch.
+            _Loop.restarting.fset(trainer.fit_loop, False)
 
     def _plugins(self) -> list[Any]:
         plugins = (self._trainer.datamodule, self._trainer.precision_plugin)
@@ -107,6 +115,12 @@ def restore_loaders(trainer: Any, states: Sequence[Any], random: Any) -> None:
         random: the state of the random numbers that the run had.
     """
     loop = trainer.fit_loop
+    if is_in_mid_epoch(trainer) and _has_wrapped_sampler(loop._combined_loader.flattened):
+        logger.warning(
+            "the rest of this epoch may repeat rows and leave others out: Trainer has wrapped the "
+            "sampler of a data loader for its ranks, and the state of the loader does not have its "
+            "order. Give the loader a DistributedSampler, whose order depends on its seed and epoch"
+        )
     loaders = [each for each in loop._combined_loader.flattened if hasattr(each, "state_dict")]
     for loader, state in zip(loaders, states, strict=True):
         _set_sampler_epoch(loader, loop.epoch_progress.current.processed)
@@ -116,6 +130,15 @@ def restore_loaders(trainer: Any, states: Sequence[Any], random: Any) -> None:
             loader.load_state_dict(state)
     RngState().load_state_dict(random)
     iter(loop._data_fetcher)  # as Trainer begins an epoch
+
+
+def _has_wrapped_sampler(loaders: Iterable[Any]) -> bool:
+    for loader in loaders:
+        batches = getattr(loader, "batch_sampler", None)
+        samplers = getattr(loader, "sampler", None), getattr(batches, "sampler", None)
+        if any(isinstance(each, DistributedSamplerWrapper) for each in samplers):
+            return True
+    return False
 
 
 def start_at_first_batch(trainer: Any) -> bool:

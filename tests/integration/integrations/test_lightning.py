@@ -12,10 +12,10 @@ import pytest
 import torch
 from torch.optim import lr_scheduler
 from torch.optim.swa_utils import AveragedModel
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, Sampler, TensorDataset
 
 import distckpt
-from tests.support.harness import run
+from tests.support.harness import launched, run
 
 with warnings.catch_warnings(action="ignore"):  # of Lightning, when it is imported
     lightning = pytest.importorskip("lightning", reason="lightning is not installed")
@@ -231,6 +231,8 @@ RUNS = {
     "sanity_check": (CountedValidations, [], {"num_sanity_val_steps": 2}),
     "own_average": (Task, [OwnAverage], {}),
     "gradient_accumulation": (Task, [], {"accumulate_grad_batches": 4}),
+    "limit_of_steps": (Task, [], {"max_epochs": -1, "max_steps": 24}),
+    "limit_beyond_the_end": (Task, [], {"max_steps": 100}),
     "early_stopping": (Task, [lambda: callbacks.EarlyStopping("val_loss/dataloader_idx_0")], {}),
 } | ({"average": (Task, [lambda: EMA(decay=0.9)], {})} if EMA else {})
 
@@ -251,12 +253,13 @@ def test_a_resumed_run_is_the_one_that_was_not_interrupted(name, tmp_path):
             assert torch.equal(one.average.module.weight, other.average.module.weight)
 
 
+@pytest.mark.parametrize("max_steps", [-1, 9])
 @pytest.mark.parametrize("generator", [None, torch.Generator()])
 def test_a_run_goes_on_in_the_middle_of_an_epoch_with_a_loader_that_has_a_state(
-    generator, tmp_path
+    generator, max_steps, tmp_path
 ):
     whole, resumed = Task(), Task()
-    settings = {"accumulate_grad_batches": 2, "max_epochs": 3}
+    settings = {"accumulate_grad_batches": 2, "max_epochs": 3, "max_steps": max_steps}
     fit(whole, Checkpoints(tmp_path, every_n_train_steps=2), loader=Rows(generator), **settings)
     manager = distckpt.CheckpointManager(tmp_path)
     assert manager.steps() == [2, 4, 6, 8]
@@ -266,12 +269,13 @@ def test_a_run_goes_on_in_the_middle_of_an_epoch_with_a_loader_that_has_a_state(
     assert manager.steps() == [2, 4, 6, 8]
 
 
+@pytest.mark.parametrize("max_steps", [-1, 100])
 @pytest.mark.parametrize(("every", "accumulated"), [(6, 1), (3, 1), (3, 2)])
 def test_a_run_goes_on_after_the_last_batch_of_an_epoch_of_a_loader_that_has_a_state(
-    every, accumulated, tmp_path
+    every, accumulated, max_steps, tmp_path
 ):
     whole, resumed = Task(), Task()
-    settings = {"accumulate_grad_batches": accumulated, "max_epochs": 3}
+    settings = {"accumulate_grad_batches": accumulated, "max_epochs": 3, "max_steps": max_steps}
     fit(whole, Checkpoints(tmp_path, every_n_train_steps=every), loader=Rows(), **settings)
     end_of_epoch = BATCHES_PER_EPOCH // accumulated
     keep_until(distckpt.CheckpointManager(tmp_path), end_of_epoch)
@@ -280,6 +284,17 @@ def test_a_run_goes_on_after_the_last_batch_of_an_epoch_of_a_loader_that_has_a_s
     assert_goes_on(whole, resumed, 2 * BATCHES_PER_EPOCH)
     assert trainer.global_step == 3 * end_of_epoch
     assert again.manager.steps()[-1] == 3 * end_of_epoch
+
+
+@pytest.mark.parametrize("every", [0, 3])
+def test_a_run_that_stopped_at_its_limit_of_steps_goes_on_with_a_higher_one(every, tmp_path):
+    whole, resumed = Task(), Task()
+    fit(whole, loader=Rows(), max_epochs=-1, max_steps=14)
+    for limit in (8, 14):
+        resumed.seen.clear()
+        callback = Checkpoints(tmp_path, every_n_train_steps=every)
+        fit(resumed, callback, loader=Rows(), max_epochs=-1, max_steps=limit)
+    assert_goes_on(whole, resumed, 8 if every else 6)
 
 
 @pytest.mark.parametrize("every", [0, 2, 3])
@@ -291,7 +306,20 @@ def test_the_order_of_a_loader_goes_on_at_the_end_of_an_epoch(every, tmp_path):
     assert_goes_on(whole, resumed, 2 * BATCHES_PER_EPOCH)
 
 
-def rows_of_ranks(rank, root, num_ranks, every, last):
+class Drawing(Sampler):
+    """Draws an order for each epoch, which Trainer divides among ranks."""
+
+    def __init__(self):
+        self.order = torch.Generator().manual_seed(5)
+
+    def __iter__(self):
+        return iter(torch.randperm(len(ROWS), generator=self.order).tolist())
+
+    def __len__(self):
+        return len(ROWS)
+
+
+def rows_of_ranks(rank, root, num_ranks, every, last, sampler=None):
     """Train on ranks from the step `last`; return the losses by step, and the batches."""
     names = {
         "RANK": rank,
@@ -306,7 +334,8 @@ def rows_of_ranks(rank, root, num_ranks, every, last):
     torch.distributed.barrier()
     warnings.simplefilter("ignore")  # in a process of its own
     task, callback = Task(), Checkpoints(root, every_n_train_steps=every)
-    fit(task, callback, loader=Rows(), max_epochs=3, strategy="ddp", devices=num_ranks)
+    loader = Rows(sampler=sampler and sampler())
+    fit(task, callback, loader=loader, max_epochs=3, strategy="ddp", devices=num_ranks)
     return task.seen
 
 
@@ -317,6 +346,17 @@ def test_ranks_go_on_at_the_epoch_of_their_samplers(every, last, tmp_path):
     assert [len(seen) for seen in resumed] == [9 - last] * 2
     for all_seen, seen in zip(whole, resumed, strict=True):
         assert seen == all_seen[last:]
+
+
+@pytest.mark.parametrize(("last", "is_warned"), [(4, True), (6, False)])
+def test_an_order_that_no_state_has_is_warned_of_in_the_middle_of_an_epoch(
+    last, is_warned, tmp_path
+):
+    run(rows_of_ranks, 2, tmp_path, 2, 2, 0, Drawing)
+    with launched(rows_of_ranks, 2, tmp_path, 2, 2, last, Drawing) as launch:
+        launch.values()
+        logged = " ".join(launch.outcomes()[0].warnings_logged)
+    assert ("wrapped the sampler" in logged) is is_warned
 
 
 def test_fewer_ranks_begin_the_epoch_after_the_last_batch(tmp_path):
