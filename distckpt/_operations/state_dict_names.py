@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, cast
@@ -17,6 +18,7 @@ import torch
 
 from distckpt._base.dtypes import FROM_NAME
 from distckpt._base.errors import LoadMismatchError
+from distckpt._base.messages import summarize_keys
 from distckpt._base.tree import at, dotted, leaves
 from distckpt._checkpoint.model_keys import parameter_groups
 from distckpt._checkpoint.stored_values import load_common_state, read_tensors
@@ -35,6 +37,8 @@ from distckpt._models.optimizer.state import Entry, ParamState, group_entries
 from distckpt._models.optimizer.view import params_of
 from distckpt._ranks.collectives import Ranks
 
+logger = logging.getLogger(__name__)
+
 _MODEL = "model."
 _LIKE_PARAMETERS = {"exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer", "square_avg"}
 """Names of states that have the shape of their parameter in all optimizers."""
@@ -49,6 +53,7 @@ class _Optimizer:
         prefix: of its keys here.
         params: its parameters: by key, their names there, and their numbers.
         count: of its parameters.
+        own_names: the keys of its parameters, by the names that it was given with them.
         by_number: whether parameters go by number there.
         states: the stored keys, by key of the parameter and name of the state.
     """
@@ -57,6 +62,7 @@ class _Optimizer:
     prefix: str
     params: dict[str, tuple[str, int]]
     count: int
+    own_names: dict[str, str] = field(default_factory=dict)
     by_number: bool = False
     states: dict[str, dict[str, str]] = field(default_factory=dict)
 
@@ -64,6 +70,11 @@ class _Optimizer:
     def beginning(self) -> str:
         """What its keys begin with there."""
         return f"{dotted(self.path)}." if self.path else ""
+
+    def number(self, numbers: Mapping[str, int]) -> None:
+        """Number the parameters, by their keys, as they are there."""
+        for key, (name, _) in self.params.items():
+            self.params[key] = name, numbers[key]
 
 
 @dataclass(frozen=True)
@@ -109,8 +120,9 @@ def translated(
         hidden: set[str] = set()
         for optimizer, found in zip(united, cast(Any, codec.decode(encoded)), strict=True):
             if found is not None:
-                path, optimizer.by_number, entries = found
+                path, optimizer.by_number, numbers, entries = found
                 optimizer.path = tuple(path)
+                optimizer.number(numbers)
                 names.update(_names_of_states(stored, optimizer, hidden))
                 settings.setdefault(f"{optimizer.prefix}.settings", []).extend(entries)
         view = replace(stored, manifest=_with_names(stored.manifest, names))
@@ -168,9 +180,13 @@ def _own_optimizers(described: Described) -> Iterator[_Optimizer]:
     modules = [place.prefix for place in described.places if place.kind is Kind.MODULE]
     prefixes = sorted((f"{prefix}." for prefix in modules if prefix), key=len, reverse=True)
     for path, state in described.optimizers:
-        params = params_of(state.optimizer.param_groups)
+        groups = state.optimizer.param_groups
+        params = params_of(groups)
         named = dict(_named_params(state, params, prefixes))
-        yield _Optimizer(path, state.prefix, named, len(params))
+        numbers = _numbers_of_names(groups, range(len(params)))
+        keys = {number: key for key, (_, number) in named.items()}
+        own_names = {name: keys[number] for name, number in numbers.items() if number in keys}
+        yield _Optimizer(path, state.prefix, named, len(params), own_names)
 
 
 def _named_params(
@@ -190,6 +206,7 @@ def _united(optimizers: Iterable[_Optimizer]) -> list[_Optimizer]:
     for each in optimizers:
         first = united.setdefault(tuple(each.path), replace(each, path=tuple(each.path)))
         first.params.update(each.params)
+        first.own_names.update(each.own_names)
     return list(united.values())
 
 
@@ -223,8 +240,9 @@ def _settings(stored: StoredCheckpoint, optimizers: Sequence[_Optimizer]) -> lis
 
 def _settings_of(
     stored: StoredCheckpoint, optimizer: _Optimizer, tree: Any
-) -> tuple[Sequence[Any], bool, list[Entry]]:
-    """Return where an optimizer is, whether parameters go by number, and the settings.
+) -> tuple[Sequence[Any], bool, dict[str, int], list[Entry]]:
+    """Return where an optimizer is, whether parameters go by number, their numbers by key, and the
+    settings.
 
     `tree` has what is stored of it besides tensors.
     """
@@ -237,18 +255,55 @@ def _settings_of(
         own = [name for name in group["params"] if name in keys]
         states = [_state_of(stored, optimizer, tree, keys[name], scalars) for name in own]
         pairs.append((group, states))
-    return list(optimizer.path), optimizer.by_number, group_entries(pairs, {})
+    numbers = {key: number for key, (_, number) in optimizer.params.items()}
+    return list(optimizer.path), optimizer.by_number, numbers, group_entries(pairs, {})
 
 
 def _find_states(
-    stored: StoredCheckpoint, optimizer: _Optimizer, groups: Iterable[Mapping[str, Any]]
+    stored: StoredCheckpoint, optimizer: _Optimizer, groups: Sequence[Mapping[str, Any]]
 ) -> None:
     """Find the keys of states, for parameters by name or by number."""
     names = [name for group in groups for name in group["params"]]
     optimizer.by_number = any(type(name) is int for name in names)
+    has_names = optimizer.by_number and _number_by_name(optimizer, groups, names)
     optimizer.states = _states_of(stored, optimizer)
     if optimizer.by_number:
-        _check_numbers(stored, optimizer, len(names))
+        if not has_names:
+            _check_numbers(optimizer, len(names))
+        _check_shapes(stored, optimizer)
+
+
+def _number_by_name(
+    optimizer: _Optimizer, groups: Sequence[Mapping[str, Any]], numbers: Sequence[Any]
+) -> bool:
+    """Give parameters the numbers that were stored with their names; return whether there are any.
+    A parameter without a stored name gets -1.
+    """
+    stored = _numbers_of_names(groups, numbers)
+    of_model = {name: key for key, (name, _) in optimizer.params.items()}
+    for keys in (optimizer.own_names, of_model):
+        if stored.keys() & keys.keys():
+            found = {key: stored[name] for name, key in keys.items() if name in stored}
+            optimizer.number({key: found.get(key, -1) for key in optimizer.params})
+            return True
+    if stored and optimizer.params:
+        logger.warning(
+            "the state of the optimizer at %r names its parameters %s, and none of these is here: "
+            "it is loaded in the order of the parameters",
+            dotted(optimizer.path),
+            summarize_keys(stored),
+        )
+    return False
+
+
+def _numbers_of_names(
+    groups: Sequence[Mapping[str, Any]], numbers: Sequence[Any]
+) -> dict[str, Any]:
+    """Return the numbers of parameters by the names that an optimizer was given with them, if it
+    was.
+    """
+    names = [name for group in groups for name in group.get("param_names") or ()]
+    return dict(zip(names, numbers, strict=True)) if len(names) == len(numbers) else {}
 
 
 def _states_of(stored: StoredCheckpoint, optimizer: _Optimizer) -> dict[str, dict[str, str]]:
@@ -335,8 +390,8 @@ def _dtype(stored: StoredCheckpoint, key: str) -> torch.dtype:
     return FROM_NAME[stored.dtype_name(key)]
 
 
-def _check_numbers(stored: StoredCheckpoint, optimizer: _Optimizer, count: int) -> None:
-    """Check that an optimizer has parameters like those that were numbered."""
+def _check_numbers(optimizer: _Optimizer, count: int) -> None:
+    """Check that an optimizer has as many parameters as were numbered."""
     numbers = {number for _, number in optimizer.params.values()}
     if count != optimizer.count or len(numbers) != len(optimizer.params):
         raise LoadMismatchError(
@@ -344,6 +399,10 @@ def _check_numbers(stored: StoredCheckpoint, optimizer: _Optimizer, count: int) 
             f"{count} parameters, and this optimizer has {optimizer.count} on a rank: create the "
             "optimizer that was saved, or leave it out of the state dict."
         )
+
+
+def _check_shapes(stored: StoredCheckpoint, optimizer: _Optimizer) -> None:
+    """Check that the states of an optimizer are like its parameters."""
     for key, states in optimizer.states.items():
         shape = _shape_of(stored, key)
         for state, there in states.items():

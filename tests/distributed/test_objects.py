@@ -209,6 +209,27 @@ def test_optimizers_whose_states_are_all_on_another_rank(tmp_path):
     assert [(outcome.error, outcome.warnings_logged) for outcome in outcomes] == [(None, [])] * 2
 
 
+def load_by_stored_names(rank: int, path: str) -> list[float]:
+    """Return a moment of each weight of a stage, whose optimizer has the names of the weights."""
+    model = torch.nn.Sequential(*(torch.nn.Linear(2, 2, bias=False) for _ in range(4)))
+    if not rank:
+        optimizer = torch.optim.SGD(model.named_parameters(), lr=0.1, momentum=0.9)
+        for number, param in enumerate(model.parameters()):
+            param.grad = torch.full((2, 2), float(number))
+        optimizer.step()
+        state = {"model": model.state_dict(), "optim": optimizer.state_dict()}
+        distckpt.dcp.save(state, checkpoint_id=path, no_dist=True)
+    torch.distributed.barrier()
+    stage = {f"{number}.weight": model[number].weight for number in (3 - rank, 1 - rank)}
+    optimizer = torch.optim.SGD(list(stage.items()), lr=0.5, momentum=0.9)
+    distckpt.load({"model": model, "optim": optimizer}, path)
+    return [optimizer.state[param]["momentum_buffer"][0, 0].item() for param in stage.values()]
+
+
+def test_stages_load_a_state_by_the_names_that_were_stored_with_numbers(tmp_path):
+    assert run(load_by_stored_names, 2, str(tmp_path / "saved")) == [[3.0, 1.0], [2.0, 0.0]]
+
+
 def save_running_statistics(rank: int, path: str) -> list[torch.Tensor]:
     net = torch.nn.Sequential(*[torch.nn.BatchNorm1d(2048) for _ in range(4)])
     # As under DistributedDataParallel: each rank normalizes its own part of the data.

@@ -84,7 +84,7 @@ class Progress:
         trainer.fit_loop.load_state_dict(loops)
         if not is_in_mid_epoch(trainer):
             # Trainer takes any run with `max_steps` for one that goes on in its epoch.
-            _Loop.restarting.fset(trainer.fit_loop, False)
+            _Loop.restarting.fset(trainer.fit_loop, False)  # type: ignore[attr-defined]
 
     def _plugins(self) -> list[Any]:
         plugins = (self._trainer.datamodule, self._trainer.precision_plugin)

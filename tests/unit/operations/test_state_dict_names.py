@@ -102,6 +102,60 @@ def test_objects_are_filled_from_state_dicts(tmp_path, form, layout, kind):
         assert_same_training(fresh, trained)
 
 
+def trained_by_name(order, prefix=""):
+    """An optimizer that knows the names of its parameters, each with a moment of its own."""
+    model = nn.Sequential(*(nn.Linear(2, 2, bias=False) for _ in range(3)))
+    named = [(f"{prefix}{number}.weight", model[number].weight) for number in order]
+    optimizer = torch.optim.AdamW(named, lr=0.5)
+    for number, layer in enumerate(model):
+        layer.weight.grad = torch.full((2, 2), number + 1.0)
+    optimizer.step()
+    return model, optimizer
+
+
+@pytest.mark.parametrize(("names_itself", "prefix"), [(True, ""), (True, "net."), (False, "")])
+def test_numbers_with_names_are_those_of_the_names(tmp_path, names_itself, prefix):
+    saved = trained_by_name([0, 1, 2], prefix)
+    torch_dcp.save(
+        {"model": saved[0].state_dict(), "optim": saved[1].state_dict()},
+        checkpoint_id=tmp_path / "saved",
+    )
+    model, optimizer = trained_by_name([2, 0, 1], prefix)
+    if not names_itself:
+        optimizer = torch.optim.AdamW([model[number].weight for number in (2, 0, 1)])
+    distckpt.load({"model": model, "optim": optimizer}, tmp_path / "saved")
+    for own, other in zip(model, saved[0], strict=True):
+        assert_same(optimizer.state[own.weight], saved[1].state[other.weight])
+    assert optimizer.param_groups[0]["lr"] == 0.5
+
+
+def test_a_parameter_without_a_stored_name_starts_anew(tmp_path, caplog):
+    saved = trained_by_name([0, 1])
+    torch_dcp.save(
+        {"model": saved[0].state_dict(), "optim": saved[1].state_dict()},
+        checkpoint_id=tmp_path / "saved",
+    )
+    model = trained_by_name([0])[0]
+    optimizer = torch.optim.AdamW([("1.weight", model[1].weight), ("2.weight", model[2].weight)])
+    distckpt.load({"model": model, "optim": optimizer}, tmp_path / "saved")
+    assert_same(optimizer.state[model[1].weight], saved[1].state[saved[0][1].weight])
+    assert not optimizer.state[model[2].weight]
+    assert "no state of the optimizer for '2.weight'" in caplog.text
+    assert "'optim.state.0.exp_avg'" in caplog.text
+
+
+def test_names_that_are_not_here_are_warned_of(tmp_path, caplog):
+    saved = trained_by_name([0, 1, 2], "net.")
+    torch_dcp.save(
+        {"model": saved[0].state_dict(), "optim": saved[1].state_dict()},
+        checkpoint_id=tmp_path / "saved",
+    )
+    model, optimizer = trained_by_name([0, 1, 2])
+    distckpt.load({"model": model, "optim": optimizer}, tmp_path / "saved")
+    assert_same(optimizer.state[model[1].weight], saved[1].state[saved[0][1].weight])
+    assert "names its parameters 'net.{0..2}.weight'" in caplog.text
+
+
 def test_parameters_of_a_model_at_the_top(tmp_path):
     trained = train(*make())
     state = {**trained[0].state_dict(), "optimizer": flattened(*trained)}
