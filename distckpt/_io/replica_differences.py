@@ -164,22 +164,25 @@ def report_differences(
         for pair in compared.pairs
     ]
     unrelated = [
-        pair.num_elements
+        pair
         for pair, difference in zip(compared.pairs, found, strict=True)
         if difference.is_unrelated
     ]
     num_elements = sum(pair.num_elements for pair in compared.pairs)
-    are_most = bool(unrelated) and 2 * sum(unrelated) >= num_elements
+    num_unrelated = sum(pair.num_elements for pair in unrelated)
+    are_most = bool(unrelated) and 2 * num_unrelated >= num_elements
     if are_most and not warns and compared.error is not None:
         raise compared.error
+    names = dict.fromkeys(pair.key for pair in unrelated)
     logger.warning(
-        "replicas differ: %s on rank %s differ from their main replicas by %s. Each tensor is "
+        "replicas differ: %s on rank %s differ from their main replicas by %s%s. Each tensor is "
         "stored whole, from its main replica. If they should be equal, look for an operation that "
         "is not deterministic, or a gradient that is not reduced; validate_replicas=True makes it "
         "an error.",
         summarize_keys(compared.keys),
         ", ".join(map(str, compared.ranks[:8])) + (", ..." if len(compared.ranks) > 8 else ""),
         largest_of(found),
+        f", and {summarize_keys(names)} have nothing in common with them" if names else "",
     )
 
 

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
-import math
-from collections import OrderedDict
+from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
@@ -131,18 +130,22 @@ def _compare_tensors(
     rank: int, paths: Sequence[str], pairs: _Pairs, sampled: Sequence[str], warns: bool
 ) -> None:
     compared = sorted({*paths} & {*sampled})
-    differences = [_difference(pairs, path) for path in compared]
-    if not warns and any(difference.is_unrelated for difference in differences):
+    found = [_difference(pairs, path) for path in compared]
+    differences = [difference for difference in found if difference is not None]
+    are_alike = len(differences) == len(found)
+    is_drift = are_alike and not any(difference.is_unrelated for difference in differences)
+    if not (is_drift or warns):
         raise InvalidShardingError(
             f"The tensors {summarize_keys(paths)} differ between rank 0 and rank {rank}, and "
             "are neither shards nor part of an object: one rank's would be saved, the others "
             f"lost. {_WAY_OUT}"
         )
     logger.warning(
-        "the tensors %s differ between rank 0 and rank %d, by %s; the checkpoint gets rank 0's. %s",
+        "the tensors %s differ between rank 0 and rank %d%s%s; the checkpoint gets rank 0's. %s",
         summarize_keys(paths),
         rank,
-        largest_of(differences),
+        "" if are_alike else " in shape or dtype, or are on one of them alone",
+        f", by {largest_of(differences)}" if differences else "",
         _WAY_OUT,
     )
 
@@ -155,10 +158,11 @@ _WAY_OUT = (
 )
 
 
-def _difference(pairs: _Pairs, path: str) -> Difference:
+def _difference(pairs: _Pairs, path: str) -> Difference | None:
+    """Compare the samples of two tensors; None if they have no elements to compare."""
     first, other = pairs.first_samples.get(path), pairs.other_samples.get(path)
     if first is None or other is None or first[:2] != other[:2]:
-        return Difference(math.inf, math.inf, True)
+        return None
     return compare_samples(first[0], bytes.fromhex(first[2]), bytes.fromhex(other[2]))
 
 
@@ -167,13 +171,15 @@ def _have_tensors(gathered: Iterable[_Hashes], path: str) -> bool:
 
 
 def _plain(common: Any, with_tensors: bool) -> Any:
-    """Return a tree with dicts for OrderedDicts, which are leaves for the codec, and holes for
+    """Return a tree with dicts for what is a leaf for the codec and may hold tensors, and holes for
     tensors if they are left out.
     """
 
     def plain(_: Position, node: Any) -> Any:
         if isinstance(node, torch.Tensor) and not with_tensors:
             return HOLE
-        return dict(node) if type(node) is OrderedDict else node
+        if isinstance(node, tuple | deque) and len(node):
+            return dict(enumerate(node))
+        return dict(node) if isinstance(node, dict) else node
 
     return map_nodes(plain, common, is_plain_container)

@@ -7,7 +7,7 @@ from __future__ import annotations
 import dataclasses
 import enum
 import re
-from collections import OrderedDict
+from collections import OrderedDict, defaultdict, deque, namedtuple
 
 import pytest
 import torch
@@ -129,6 +129,52 @@ def test_tensors_that_drift_are_those_of_rank_0(tmp_path):
         (ema,) = distckpt.open(tmp_path / f"saved/step_0000000{number}").common_state["ema"]
         assert torch.equal(ema["w"], torch.linspace(1, 2, 5000))
         assert torch.equal(ema["a.b"], torch.ones(3, dtype=torch.bfloat16))
+
+
+Pair = namedtuple("Pair", ["first", "second"])
+distckpt.register_object_type(Pair, "tests.Pair")
+CONTAINERS = {
+    "tuple": lambda tensor: (1, tensor),
+    "deque": lambda tensor: deque([1, tensor]),
+    "named tuple": lambda tensor: Pair(1, tensor),
+    "ordered": lambda tensor: OrderedDict(first=1, second=tensor),
+    "defaultdict": lambda tensor: defaultdict(list, {1: tensor}),
+    "nested": lambda tensor: deque([(tensor,)]),
+}
+
+
+def save_in_containers(rank, path):
+    """Save a tensor in each container: equal, drifted and unrelated; then of another kind."""
+    texts = {}
+    for name, held in CONTAINERS.items():
+        for change in (0.0, 1e-6, -9.0):
+            value = held(torch.linspace(1, 2, 9) + rank * change)
+            texts[name, change] = str(
+                error_of(distckpt.save, {"v": value}, f"{path}_{name}{change}")
+            )
+    with distckpt.CheckpointManager(path) as manager:
+        manager.save(0, {"v": torch.ones(2)})
+        manager.save(1, {"v": torch.ones(2) if rank else torch.ones(2, dtype=torch.float64)})
+        manager.save(2, {"v": torch.ones(2 + rank)})
+    return texts
+
+
+def test_tensors_in_containers_are_compared(tmp_path):
+    with launched(save_in_containers, 2, str(tmp_path / "saved")) as launch:
+        outcomes = launch.outcomes()
+    for (name, change), text in outcomes[1].value.items():
+        if change >= 0:
+            assert text == "None", name
+        else:
+            assert re.match(r"The tensors 'v\S+' differ between rank 0 and rank 1", text), name
+    warned = [line for line in outcomes[0].warnings_logged if "WARNING: the tensors" in line]
+    drift, other = warned[: len(CONTAINERS)], warned[len(CONTAINERS) :]
+    for name, text in zip(CONTAINERS, drift, strict=True):
+        assert re.search("the tensors 'v.+' differ between rank 0 and rank 1, by up to", text), name
+    for text in other:
+        assert "the tensors 'v' differ between rank 0 and rank 1 in shape or dtype" in text
+        assert "inf" not in text
+    assert len(other) == 2
 
 
 def save_many_tensors(rank, path, change):

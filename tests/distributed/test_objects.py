@@ -327,6 +327,25 @@ def test_each_save_judges_its_replicas(tmp_path):
     assert len(warned) == 2
 
 
+def save_a_head_that_was_not_sent(rank: int, path: str) -> None:
+    """Save a body that has drifted, and a smaller head that has nothing in common."""
+    torch.manual_seed(0)
+    body, head = torch.nn.Linear(40, 40), torch.nn.Linear(40, 4)
+    with torch.no_grad():
+        body.weight *= 1.0 + rank * 1e-4
+        head.weight += rank * torch.randn(4, 40)
+        head.weight *= 1.0 - 2 * rank
+    distckpt.save({"model": torch.nn.ModuleDict({"body": body, "head": head})}, path)
+
+
+def test_what_has_nothing_in_common_is_named_beside_what_has_drifted(tmp_path):
+    with launched(save_a_head_that_was_not_sent, 2, str(tmp_path / "saved")) as launch:
+        (warning,) = launch.outcomes()[0].warnings_logged
+    assert "replicas differ: 'body.weight', 'head.weight' on rank 1" in warning
+    assert "'head.weight' have nothing in common" in warning
+    assert "'body.weight' have" not in warning
+
+
 def resume_own_head(rank: int, path: str) -> bool:
     """Save and load a module and an optimizer that only rank 1 has."""
 
