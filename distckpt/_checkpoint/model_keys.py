@@ -36,7 +36,7 @@ def optimizer_keys(stored: StoredCheckpoint) -> set[str]:
     found = _saved_with_settings(stored)
     others = [key for key in stored.manifest.key_index if key not in found]
     possible = {beginning for key in others for beginning in _before("state", key)}
-    for beginning in possible & parameter_groups(stored) if possible else ():
+    for beginning in possible & parameter_groups(names_of_values(stored)) if possible else ():
         found |= _keys_of(beginning, others)
     return found | _named_as_optimizers(stored, others)
 
@@ -74,7 +74,7 @@ def _prefixes(manifest: Manifest) -> tuple[str, ...]:
     return tuple(name + end for name in names for end in ends)
 
 
-def parameter_groups(stored: StoredCheckpoint) -> set[str]:
+def parameter_groups(names: Iterable[str]) -> set[str]:
     """Return the prefixes of optimizers' state dicts: those before the values of `param_groups`.
 
     A state dict of PyTorch has `state.<parameter>.<state>` beside. Tensors alone tell nothing,
@@ -82,7 +82,7 @@ def parameter_groups(stored: StoredCheckpoint) -> set[str]:
     """
     return {
         prefix
-        for name in _names_of_values(stored)
+        for name in names
         for prefix in _before("param_groups", name)
         if _is_option(name[len(prefix) + len("param_groups.") :])
     }
@@ -107,8 +107,10 @@ def _before(part: str, name: str) -> Iterator[str]:
         yield padded[1:place]
 
 
-def _names_of_values(stored: StoredCheckpoint) -> Iterable[str]:
-    """Return the dotted paths of the values in the common state."""
+def names_of_values(stored: StoredCheckpoint) -> Iterable[str]:
+    """Return the dotted paths of the values in the common state, as far as the manifest and
+    distckpt's own format tell.
+    """
     if find_reader(stored) is None:
         return (dotted(path) for path, _ in leaves(load_common_state(stored)))
     # Of the formats of others, only that of PyTorch has the state dicts of optimizers.

@@ -20,10 +20,10 @@ from distckpt._base.dtypes import FROM_NAME
 from distckpt._base.errors import LoadMismatchError
 from distckpt._base.messages import summarize_keys
 from distckpt._base.tree import at, dotted, leaves
-from distckpt._checkpoint.model_keys import parameter_groups
+from distckpt._checkpoint.model_keys import names_of_values, parameter_groups
 from distckpt._checkpoint.stored_values import load_common_state, read_tensors
 from distckpt._format import codec
-from distckpt._format.foreign_formats import is_export
+from distckpt._format.foreign_formats import TORCH_DIST, is_export
 from distckpt._format.manifest import Manifest
 from distckpt._format.marker import names_of_module
 from distckpt._format.stored_checkpoint import StoredCheckpoint
@@ -224,7 +224,7 @@ def _settings(stored: StoredCheckpoint, optimizers: Sequence[_Optimizer]) -> lis
     """Return for each optimizer where its state dict is, whether parameters go by number, and the
     settings; None where no state dict is stored.
     """
-    known = parameter_groups(stored)
+    known = parameter_groups(_names_of_values(stored))
     for each in optimizers:
         # `get_state_dict(model, [first, second])` makes one of several.
         while each.path and isinstance(each.path[-1], int) and each.beginning not in known:
@@ -238,17 +238,39 @@ def _settings(stored: StoredCheckpoint, optimizers: Sequence[_Optimizer]) -> lis
     ]
 
 
+def _names_of_values(stored: StoredCheckpoint) -> Iterable[str]:
+    """Return the dotted paths of the values beside the tensors."""
+    if _has_common_file(stored):
+        return (dotted(path) for path, _ in leaves(load_common_state(stored)))
+    return names_of_values(stored)
+
+
+def _has_common_file(stored: StoredCheckpoint) -> bool:
+    """Tell whether common state is in a file, as in exports and Megatron Core's checkpoints."""
+    origin = stored.manifest.origin or {}
+    return origin.get("format") == TORCH_DIST.name and not origin.get("paths")
+
+
+def _has_states_of_others(stored: StoredCheckpoint, optimizer: _Optimizer) -> bool:
+    """Tell whether Megatron Core has stored states, which are not those of one parameter."""
+    start = f"{optimizer.beginning}state."
+    has_states = any(key.startswith(start) for key in stored.manifest.key_index)
+    return has_states and not optimizer.states and _has_common_file(stored)
+
+
 def _settings_of(
     stored: StoredCheckpoint, optimizer: _Optimizer, tree: Any
-) -> tuple[Sequence[Any], bool, dict[str, int], list[Entry]]:
+) -> tuple[Sequence[Any], bool, dict[str, int], list[Entry]] | None:
     """Return where an optimizer is, whether parameters go by number, their numbers by key, and the
-    settings.
+    settings; None where its states are in another order, as in Megatron Core's checkpoints.
 
     `tree` has what is stored of it besides tensors.
     """
     scalars = _scalars_of(stored, optimizer)
     groups = _groups(tree, optimizer, scalars)
     _find_states(stored, optimizer, groups)
+    if _has_states_of_others(stored, optimizer):
+        return None
     keys = {pair[optimizer.by_number]: key for key, pair in optimizer.params.items()}
     pairs = []
     for group in groups:

@@ -198,15 +198,25 @@ def test_an_optimizer_at_another_place_is_named(tmp_path):
     assert "No state of an optimizer" not in str(raised.value)
 
 
+@pytest.mark.parametrize(("form", "layout", "kind"), CASES)
+def test_objects_are_filled_from_exports_of_state_dicts(tmp_path, form, layout, kind):
+    trained = train(*make(kind))
+    state = LAYOUTS[layout](trained[0].state_dict(), FORMS[form](*trained))
+    torch_dcp.save(copy.deepcopy(state), checkpoint_id=tmp_path / "saved")
+    distckpt.torch_dist.export(tmp_path / "saved", tmp_path / "exported")
+    fresh = make(kind)
+    distckpt.load(LAYOUTS[layout](*fresh), tmp_path / "exported")
+    assert_same_training(fresh, trained)
+
+
 def test_states_without_their_parameter_groups_are_called_that(tmp_path):
     trained = train(*make())
-    state = {"model": trained[0].state_dict(), "optim": get_optimizer_state_dict(*trained)}
-    torch_dcp.save(copy.deepcopy(state), checkpoint_id=tmp_path / "saved")
-    distckpt.reshard(tmp_path / "saved", tmp_path / "converted")
-    distckpt.torch_dist.export(tmp_path / "converted", tmp_path / "exported")
+    states = {"state": get_optimizer_state_dict(*trained)["state"]}
+    saved = {"model": trained[0].state_dict(), "optim": states}
+    torch_dcp.save(copy.deepcopy(saved), checkpoint_id=tmp_path / "saved")
     model, optimizer = make()
     with pytest.raises(distckpt.LoadMismatchError, match="at 'optim' without the parameter groups"):
-        distckpt.load({"model": model, "optim": optimizer}, tmp_path / "exported")
+        distckpt.load({"model": model, "optim": optimizer}, tmp_path / "saved")
 
 
 def test_numbers_of_other_parameters_are_refused(tmp_path):
