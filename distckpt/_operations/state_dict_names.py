@@ -19,7 +19,7 @@ import torch
 from distckpt._base.dtypes import FROM_NAME
 from distckpt._base.errors import LoadMismatchError
 from distckpt._base.messages import summarize_keys
-from distckpt._base.tree import at, dotted, leaves
+from distckpt._base.tree import HOLE, at, dotted, leaves
 from distckpt._checkpoint.model_keys import names_of_values, parameter_groups
 from distckpt._checkpoint.stored_values import load_common_state, read_tensors
 from distckpt._format import codec
@@ -387,14 +387,40 @@ def _state_of(
 ) -> ParamState:
     """Return the state of a parameter, without the values of tensors that have axes."""
     keys = optimizer.states.get(key, {})
-    own = {state: scalars[there] for state, there in keys.items() if there in scalars}
-    tensors = {
-        state: torch.empty(stored.global_shape(there), dtype=_dtype(stored, there), device="meta")
-        for state, there in keys.items()
-        if there not in scalars
-    }
+    own: dict[str, torch.Tensor] = {}
+    tensors: dict[str, torch.Tensor] = {}
+    nested: dict[str, Any] = {}
+    for state, there in keys.items():
+        if _is_setting(stored, state, there):
+            own[state] = scalars[there]
+            continue
+        shape, dtype = stored.global_shape(there), _dtype(stored, there)
+        tensors[state] = torch.empty(shape, dtype=dtype, device="meta")
+        node = nested
+        for part in state.split("."):
+            node = node.setdefault(part, {})
     values = _values_of(tree, optimizer.params[key][optimizer.by_number])
+    for name, parts in nested.items():
+        if parts:
+            values[name] = _with_holes(values.get(name), parts)
     return ParamState(key, tensors, values, own, has_state=bool(keys or values))
+
+
+def _is_setting(stored: StoredCheckpoint, state: str, key: str) -> bool:
+    """Tell whether a state is a tensor without axes that is in no list or dict."""
+    return _is_scalar(stored, key) and "." not in state
+
+
+def _with_holes(value: Any, parts: Mapping[str, Any]) -> Any:
+    """Return a list or dict with `HOLE`s for the tensors of a state, which `parts` name by item."""
+    items = dict(enumerate(value)) if isinstance(value, list) else dict(value or {})
+    keys = {str(key): key for key in items}
+    for name, inner in parts.items():
+        key = keys.get(name, int(name) if name.isdecimal() else name)
+        items[key] = _with_holes(items.get(key), inner) if inner else HOLE
+    # torch names the items of lists by their places.
+    is_list = not isinstance(value, dict) and items.keys() == {*range(len(items))}
+    return [items[place] for place in range(len(items))] if is_list else items
 
 
 def _values_of(tree: Any, name: str | int) -> dict[str, Any]:
@@ -404,7 +430,8 @@ def _values_of(tree: Any, name: str | int) -> dict[str, Any]:
     if isinstance(states, list):
         # The numbers of parameters were taken for places.
         states = dict(enumerate(states))
-    kept = states.get(name)
+    # torch turns the keys of dicts into text.
+    kept = states.get(name, states.get(str(name)))
     return {**values, **kept} if isinstance(kept, dict) else values
 
 
@@ -441,7 +468,8 @@ def _check_shape(
     """Check that a state has the shape of its parameter, or size 1 along some axes. States of other
     names may have other axes, such as the factors of Adafactor.
     """
-    if shape is None or (len(found) != len(shape) and state not in _LIKE_PARAMETERS):
+    may_differ = "." in state or (len(found) != len(shape or ()) and state not in _LIKE_PARAMETERS)
+    if shape is None or may_differ:
         return
     if len(found) != len(shape) or not all(
         n in (1, size) for n, size in zip(found, shape, strict=True)
@@ -473,7 +501,7 @@ def _names_of_states(
     names = {}
     for key, states in _states_of(stored, optimizer).items():
         for state, there in states.items():
-            if _is_scalar(stored, there):
+            if _is_setting(stored, state, there):
                 hidden.add(there)
             else:
                 names[there] = f"{optimizer.prefix}.state.{state}.{key}"

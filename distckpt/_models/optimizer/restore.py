@@ -40,7 +40,10 @@ def restored_section(
                 state[param] = section.state[param]
         elif entry["has_state"] and (owned is None or id(param) in owned):
             tensors = own.tensors.get(place, {})
-            _fill(own.names[place], tensors, loaded.get(place, {}), entry)
+            # Values of a state by number are at its place in common state, and are in the entry.
+            found = loaded.get(place, {}).items()
+            given = {name: value for name, value in found if isinstance(value, torch.Tensor)}
+            _fill(own.names[place], tensors, given, entry)
             scalar = partial(_scalar, section.groups[number], param, section.state.get(param))
             state[param] = joined_state(entry, tensors, scalar, local_part(param).device)
     groups = _restored_groups(section, own, settings)

@@ -34,7 +34,30 @@ LAYOUTS = {
     "application": lambda model, optimizer: {"app": {"model": model, "optim": optimizer}},
     "list": lambda model, optimizer: {"model": model, "optims": [optimizer]},
 }
+
+
+class Preconditioned(torch.optim.Optimizer):
+    """Keeps states in lists and dicts, as SOAP and Shampoo do, and counts in plain numbers."""
+
+    def __init__(self, params):
+        super().__init__(params, {"lr": 0.1})
+
+    def step(self):
+        for param in [param for group in self.param_groups for param in group["params"]]:
+            state = self.state[param]
+            if not state:
+                factors = [torch.zeros(size, size) for size in param.shape]
+                state.update(step=0, factors=factors, scales=[None, torch.tensor(1.0)])
+                state["norms"] = {"kind": "rms", "largest": torch.zeros(2)}
+            state["step"] += 1
+            state["scales"][1] *= 2
+            state["norms"]["largest"] += param.grad.abs().max()
+            for factor in state["factors"]:
+                factor += param.grad.sum()
+
+
 OPTIMIZERS = {
+    "Preconditioned": Preconditioned,
     "AdamW": lambda groups: torch.optim.AdamW(groups, amsgrad=True),
     "SGD": torch.optim.SGD,
     "Adafactor": torch.optim.Adafactor,
@@ -66,6 +89,9 @@ def assert_same(found, expected):
         assert type(found[key]) is type(value)
         if isinstance(value, dict):
             assert_same(found[key], value)
+        elif isinstance(value, list):
+            assert len(found[key]) == len(value)
+            assert_same(dict(enumerate(found[key])), dict(enumerate(value)))
         elif isinstance(value, torch.Tensor):
             assert torch.equal(found[key], value)
             assert found[key].dtype == value.dtype
@@ -85,6 +111,8 @@ CASES = [
     ("by number", "entries", "AdamW"),
     ("flattened", "list", "tensor"),
     ("flattened", "Lightning", "Adafactor"),
+    ("by name", "entries", "Preconditioned"),
+    ("by number", "list", "Preconditioned"),
 ]
 
 
@@ -100,6 +128,26 @@ def test_objects_are_filled_from_state_dicts(tmp_path, form, layout, kind):
         loaded = distckpt.load(request, tmp_path / name)
         assert (request["step"], loaded["step"]) == (3, 3)
         assert_same_training(fresh, trained)
+
+
+def test_lbfgs_by_number(tmp_path):
+    def make_lbfgs():
+        model = nn.Linear(4, 2)
+        return model, torch.optim.LBFGS(model.parameters(), max_iter=3)
+
+    def closure():
+        optimizer.zero_grad()
+        loss = (model(torch.arange(4.0)) - 1).square().sum()
+        loss.backward()
+        return loss
+
+    model, optimizer = make_lbfgs()
+    optimizer.step(closure)
+    state = {"model": model.state_dict(), "optim": optimizer.state_dict()}
+    torch_dcp.save(copy.deepcopy(state), checkpoint_id=tmp_path / "saved")
+    fresh = make_lbfgs()
+    distckpt.load({"model": fresh[0], "optim": fresh[1]}, tmp_path / "saved")
+    assert_same(fresh[1].state_dict(), optimizer.state_dict())
 
 
 def trained_by_name(order, prefix=""):
