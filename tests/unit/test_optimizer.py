@@ -426,9 +426,16 @@ def test_an_optimizer_of_another_kind_is_refused(tmp_path):
         load_net(net, adam, tmp_path / "named")
     with pytest.raises(
         distckpt.LoadMismatchError,
-        match=r"another kind.* have 'dampening', 'momentum', 'nesterov', ",
+        match=r"saved at 'optimizer' has no 'exp_avg', 'exp_avg_sq': Adam cannot go on",
     ):
         load_net(net, adam, tmp_path / "saved")
+    untrained = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
+    distckpt.save(without_class(training_state(net, untrained)), tmp_path / "untrained")
+    with pytest.raises(
+        distckpt.LoadMismatchError,
+        match=r"another kind.* have 'dampening', 'momentum', 'nesterov', ",
+    ):
+        load_net(net, adam, tmp_path / "untrained")
     assert dict(adam.state) == {}
     loaded = distckpt.load(training_state(net, saved), tmp_path / "saved")["optimizer"]
     with pytest.raises(

@@ -35,23 +35,25 @@ def check_class(
     optimizer: Any, prefix: str, settings: Iterable[Entry], names: Collection[str]
 ) -> None:
     """Warn of an optimizer that gets the state of one of another class, given the names of its
-    parameters.
+    parameters. State dicts of PyTorch do not name the class.
 
     LoadMismatchError when its next step would fail.
     """
     own_names = set(names)
-    named = (entry for entry in settings if "class" in entry)
-    known = [entry for entry in named if not own_names.isdisjoint(entry["params"])]
-    own, stored = class_name(optimizer), sorted({entry["class"] for entry in known})
-    if not stored or own in stored:
+    known = [entry for entry in settings if not own_names.isdisjoint(entry["params"])]
+    own = class_name(optimizer)
+    stored = sorted({entry["class"] for entry in known if "class" in entry})
+    if own in stored:
         return
     text = f"The optimizer that was saved at {prefix!r} is of class {', '.join(stored)}, "
     if lacking := _lacking(optimizer, known):
+        keeps = f"{text}which keeps" if stored else f"The state that was saved at {prefix!r} has"
         raise LoadMismatchError(
-            f"{text}which keeps no {summarize_keys(lacking)}: {own} cannot go on from there. "
+            f"{keeps} no {summarize_keys(lacking)}: {own} cannot go on from there. "
             "Create the optimizer that was saved, or leave it out of the state dict."
         )
-    logger.warning("%sand is loaded into one of class %s, which trains otherwise.", text, own)
+    if stored:
+        logger.warning("%sand is loaded into one of class %s, which trains otherwise.", text, own)
 
 
 def _lacking(optimizer: Any, known: Iterable[Entry]) -> set[str]:

@@ -150,6 +150,16 @@ def test_lbfgs_by_number(tmp_path):
     assert_same(fresh[1].state_dict(), optimizer.state_dict())
 
 
+@pytest.mark.parametrize("form", FORMS)
+def test_states_of_an_optimizer_that_keeps_others_are_refused(tmp_path, form):
+    model, optimizer = train(*make("AdamW"))
+    state = {"model": model.state_dict(), "optim": FORMS[form](model, optimizer)}
+    torch_dcp.save(copy.deepcopy(state), checkpoint_id=tmp_path / "saved")
+    other = torch.optim.Adamax(optimizer.param_groups)
+    with pytest.raises(distckpt.LoadMismatchError, match="at 'optim' has no 'exp_inf': Adamax"):
+        distckpt.load({"model": model, "optim": other}, tmp_path / "saved")
+
+
 def trained_by_name(order, prefix=""):
     """An optimizer that knows the names of its parameters, each with a moment of its own."""
     model = nn.Sequential(*(nn.Linear(2, 2, bias=False) for _ in range(3)))
