@@ -57,7 +57,9 @@ def list_extra_files(directory: str, with_code: bool) -> list[str]:
     """
     if not locations.isdir(directory):
         raise FileNotFoundError(
-            errno.ENOENT, "there is no directory to copy extra files from", directory
+            errno.ENOENT,
+            "`like` or `extra_files_from` is not a directory to copy extra files from",
+            directory,
         )
     names = [name for name in locations.list_names(directory) if _is_beside_weights(name)]
     if _is_checkpoint(directory):
