@@ -163,16 +163,12 @@ def report_differences(
         compare_samples(pair.dtype, _sample(samples, pair.main), _sample(samples, pair.other))
         for pair in compared.pairs
     ]
-    unrelated = [
-        pair
-        for pair, difference in zip(compared.pairs, found, strict=True)
-        if difference.is_unrelated
-    ]
-    num_elements = sum(pair.num_elements for pair in compared.pairs)
-    num_unrelated = sum(pair.num_elements for pair in unrelated)
-    are_most = bool(unrelated) and 2 * num_unrelated >= num_elements
-    if are_most and not warns and compared.error is not None:
+    pairs = zip(compared.pairs, found, strict=True)
+    unrelated = [pair for pair, difference in pairs if difference.is_unrelated]
+    are_most = 2 * _num_elements(unrelated) >= _num_elements(compared.pairs)
+    if unrelated and are_most and not warns and compared.error is not None:
         raise compared.error
+    more = ", ..." if len(compared.ranks) > 8 else ""
     names = dict.fromkeys(pair.key for pair in unrelated)
     logger.warning(
         "replicas differ: %s on rank %s differ from their main replicas by %s%s. Each tensor is "
@@ -180,10 +176,14 @@ def report_differences(
         "is not deterministic, or a gradient that is not reduced; validate_replicas=True makes it "
         "an error.",
         summarize_keys(compared.keys),
-        ", ".join(map(str, compared.ranks[:8])) + (", ..." if len(compared.ranks) > 8 else ""),
+        ", ".join(map(str, compared.ranks[:8])) + more,
         largest_of(found),
         f", and {summarize_keys(names)} have nothing in common with them" if names else "",
     )
+
+
+def _num_elements(pairs: Sequence[Pair]) -> int:
+    return sum(pair.num_elements for pair in pairs)
 
 
 def _sample(samples: Sequence[Sequence[bytes]], place: tuple[int, int]) -> bytes:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import json
 import logging
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
@@ -33,15 +33,25 @@ from distckpt._models.dtensor import local_part
 from distckpt._models.objects import Described, Kind
 from distckpt._models.optimizer.description import OptimizerState
 from distckpt._models.optimizer.shards import param_name
-from distckpt._models.optimizer.state import Entry, ParamState, group_entries
-from distckpt._models.optimizer.view import params_of
+from distckpt._models.optimizer.state import Entry, ParamState, group_entries, rest_entry
+from distckpt._models.optimizer.view import params_of, sharded_inner
+from distckpt._operations.state_dict_values import (
+    joined_value,
+    nested_by_name,
+    unknown_keys_error,
+)
 from distckpt._ranks.collectives import Ranks
 
 logger = logging.getLogger(__name__)
 
 _MODEL = "model."
-_LIKE_PARAMETERS = {"exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer", "square_avg"}
-"""Names of states that have the shape of their parameter in all optimizers."""
+_LIKE_PARAMETERS = {
+    *("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer", "square_avg", "exp_inf"),
+    *("acc_delta", "grad_avg", "prev", "step_size", "sum", "ax", "variance"),
+}
+"""Names of states that have the shape of their parameter in all optimizers of torch."""
+_WRAPPERS = {"module", "_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"}
+"""Parts of the names that parameters have in wrappers of their module."""
 
 
 @dataclass
@@ -54,6 +64,7 @@ class _Optimizer:
         params: its parameters: by key, their names there, and their numbers.
         count: of its parameters.
         own_names: the keys of its parameters, by the names that it was given with them.
+        is_of_torch: its states have the shapes that torch's optimizers give them.
         by_number: whether parameters go by number there.
         states: the stored keys, by key of the parameter and name of the state.
     """
@@ -63,6 +74,7 @@ class _Optimizer:
     params: dict[str, tuple[str, int]]
     count: int
     own_names: dict[str, str] = field(default_factory=dict)
+    is_of_torch: bool = True
     by_number: bool = False
     states: dict[str, dict[str, str]] = field(default_factory=dict)
 
@@ -120,7 +132,8 @@ def translated(
         hidden: set[str] = set()
         for optimizer, found in zip(united, cast(Any, codec.decode(encoded)), strict=True):
             if found is not None:
-                path, optimizer.by_number, numbers, entries = found
+                path, optimizer.by_number, numbers, keys, entries = found
+                hidden.update(keys)
                 optimizer.path = tuple(path)
                 optimizer.number(numbers)
                 names.update(_names_of_states(stored, optimizer, hidden))
@@ -186,7 +199,9 @@ def _own_optimizers(described: Described) -> Iterator[_Optimizer]:
         numbers = _numbers_of_names(groups, range(len(params)))
         keys = {number: key for key, (_, number) in named.items()}
         own_names = {name: keys[number] for name, number in numbers.items() if number in keys}
-        yield _Optimizer(path, state.prefix, named, len(params), own_names)
+        inner = sharded_inner(state.optimizer) or state.optimizer
+        is_of_torch = type(inner).__module__.startswith("torch.optim.")
+        yield _Optimizer(path, state.prefix, named, len(params), own_names, is_of_torch)
 
 
 def _named_params(
@@ -260,9 +275,10 @@ def _has_states_of_others(stored: StoredCheckpoint, optimizer: _Optimizer) -> bo
 
 def _settings_of(
     stored: StoredCheckpoint, optimizer: _Optimizer, tree: Any
-) -> tuple[Sequence[Any], bool, dict[str, int], list[Entry]] | None:
-    """Return where an optimizer is, whether parameters go by number, their numbers by key, and the
-    settings; None where its states are in another order, as in Megatron Core's checkpoints.
+) -> tuple[Sequence[Any], bool, dict[str, int], list[str], list[Entry]] | None:
+    """Return where an optimizer is, whether parameters go by number, their numbers by key, the keys
+    of tensors in the settings, and these; None where its states are in another order, as in
+    Megatron Core's checkpoints.
 
     `tree` has what is stored of it besides tensors.
     """
@@ -271,14 +287,32 @@ def _settings_of(
     _find_states(stored, optimizer, groups)
     if _has_states_of_others(stored, optimizer):
         return None
+    entries, keys_of_rest = (
+        _entries_of_groups(stored, optimizer, tree, groups, scalars),
+        list[str](),
+    )
+    if optimizer.by_number and optimizer.beginning:
+        rest, keys_of_rest = _rest_of(stored, optimizer, tree, groups)
+        entries += [rest_entry(rest, [((), True)])] if rest else []
+    numbers = {key: number for key, (_, number) in optimizer.params.items()}
+    hidden = _keys_of_options(stored, optimizer) + keys_of_rest
+    return list(optimizer.path), optimizer.by_number, numbers, hidden, entries
+
+
+def _entries_of_groups(
+    stored: StoredCheckpoint,
+    optimizer: _Optimizer,
+    tree: Any,
+    groups: Iterable[dict[str, Any]],
+    scalars: Mapping[str, torch.Tensor],
+) -> list[Entry]:
     keys = {pair[optimizer.by_number]: key for key, pair in optimizer.params.items()}
     pairs = []
     for group in groups:
         own = [name for name in group["params"] if name in keys]
         states = [_state_of(stored, optimizer, tree, keys[name], scalars) for name in own]
         pairs.append((group, states))
-    numbers = {key: number for key, (_, number) in optimizer.params.items()}
-    return list(optimizer.path), optimizer.by_number, numbers, group_entries(pairs, {})
+    return group_entries(pairs, {})
 
 
 def _find_states(
@@ -302,7 +336,7 @@ def _number_by_name(
     A parameter without a stored name gets -1.
     """
     stored = _numbers_of_names(groups, numbers)
-    of_model = {name: key for key, (name, _) in optimizer.params.items()}
+    of_model = {_without_wrappers(name): key for key, (name, _) in optimizer.params.items()}
     for keys in (optimizer.own_names, of_model):
         if stored.keys() & keys.keys():
             found = {key: stored[name] for name, key in keys.items() if name in stored}
@@ -325,7 +359,13 @@ def _numbers_of_names(
     was.
     """
     names = [name for group in groups for name in group.get("param_names") or ()]
-    return dict(zip(names, numbers, strict=True)) if len(names) == len(numbers) else {}
+    if len(names) != len(numbers):
+        return {}
+    return dict(zip(map(_without_wrappers, names), numbers, strict=True))
+
+
+def _without_wrappers(name: str) -> str:
+    return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
 
 
 def _states_of(stored: StoredCheckpoint, optimizer: _Optimizer) -> dict[str, dict[str, str]]:
@@ -348,11 +388,52 @@ def _is_scalar(stored: StoredCheckpoint, key: str) -> bool:
 
 
 def _scalars_of(stored: StoredCheckpoint, optimizer: _Optimizer) -> dict[str, torch.Tensor]:
-    """Read the tensors without axes of an optimizer, by key."""
-    beginnings = tuple(f"{optimizer.beginning}{part}." for part in ("state", "param_groups"))
+    """Read the options of an optimizer that are tensors, and the tensors without axes of its
+    states, by key.
+    """
+    start = f"{optimizer.beginning}state."
     known = stored.manifest.key_index
-    keys = [key for key in known if key.startswith(beginnings) and _is_scalar(stored, key)]
+    keys = [key for key in known if key.startswith(start) and _is_scalar(stored, key)]
+    return _read(stored, keys + _keys_of_options(stored, optimizer))
+
+
+def _keys_of_options(stored: StoredCheckpoint, optimizer: _Optimizer) -> list[str]:
+    start = f"{optimizer.beginning}param_groups."
+    return [key for key in stored.manifest.key_index if key.startswith(start)]
+
+
+def _read(stored: StoredCheckpoint, keys: Sequence[str]) -> dict[str, torch.Tensor]:
     return dict(zip(keys, read_tensors(stored, keys), strict=True))
+
+
+def _rest_of(
+    stored: StoredCheckpoint, optimizer: _Optimizer, tree: Any, groups: Iterable[Any]
+) -> tuple[dict[Any, Any], list[str]]:
+    """Return the values that belong to no parameter, of a state dict by number, and the keys of
+    those that are tensors.
+    """
+    numbers = {str(number) for group in groups for number in group["params"]}
+    kept = {key: value for key, value in tree.items() if key not in ("state", "param_groups")}
+    states = _states_in(tree)
+    if others := {key: value for key, value in states.items() if str(key) not in numbers}:
+        kept["state"] = others
+    keys = _keys_of_rest(stored, optimizer, numbers)
+    tensors = _read(stored, keys)
+    names = {key.removeprefix(optimizer.beginning): tensors[key] for key in keys}
+    what = f"optimizer at {dotted(optimizer.path)!r}"
+    return joined_value(kept, nested_by_name(names), what), keys
+
+
+def _keys_of_rest(
+    stored: StoredCheckpoint, optimizer: _Optimizer, numbers: Container[str]
+) -> list[str]:
+    found = []
+    for key in stored.manifest.key_index if optimizer.beginning else ():
+        first, *others = key.removeprefix(optimizer.beginning).split(".")
+        is_of_parameter = first == "param_groups" or (first == "state" and others[0] in numbers)
+        if key.startswith(optimizer.beginning) and not (is_of_parameter or stored.is_object(key)):
+            found.append(key)
+    return found
 
 
 def _groups(
@@ -362,8 +443,9 @@ def _groups(
     start = f"{optimizer.beginning}param_groups."
     options = {key.removeprefix(start): v for key, v in scalars.items() if key.startswith(start)}
     if isinstance(tree.get("param_groups"), list):
+        nested = nested_by_name(options)
         return [
-            {**group, **_options(options, str(number))}
+            joined_value(group, nested.get(str(number), {}), "param_groups")
             for number, group in enumerate(tree["param_groups"])
         ]
     flat = {key.removeprefix("param_groups."): value for key, value in tree.items()}
@@ -389,20 +471,19 @@ def _state_of(
     keys = optimizer.states.get(key, {})
     own: dict[str, torch.Tensor] = {}
     tensors: dict[str, torch.Tensor] = {}
-    nested: dict[str, Any] = {}
     for state, there in keys.items():
         if _is_setting(stored, state, there):
             own[state] = scalars[there]
             continue
         shape, dtype = stored.global_shape(there), _dtype(stored, there)
         tensors[state] = torch.empty(shape, dtype=dtype, device="meta")
-        node = nested
-        for part in state.split("."):
-            node = node.setdefault(part, {})
     values = _values_of(tree, optimizer.params[key][optimizer.by_number])
+    nested = nested_by_name({state: HOLE for state in tensors})
     for name, parts in nested.items():
-        if parts:
-            values[name] = _with_holes(values.get(name), parts)
+        if name.isdecimal():
+            raise unknown_keys_error(f"state of {key!r}")
+        if isinstance(parts, dict):
+            values[name] = joined_value(values.get(name), parts, f"{name!r} of {key!r}")
     return ParamState(key, tensors, values, own, has_state=bool(keys or values))
 
 
@@ -411,28 +492,19 @@ def _is_setting(stored: StoredCheckpoint, state: str, key: str) -> bool:
     return _is_scalar(stored, key) and "." not in state
 
 
-def _with_holes(value: Any, parts: Mapping[str, Any]) -> Any:
-    """Return a list or dict with `HOLE`s for the tensors of a state, which `parts` name by item."""
-    items = dict(enumerate(value)) if isinstance(value, list) else dict(value or {})
-    keys = {str(key): key for key in items}
-    for name, inner in parts.items():
-        key = keys.get(name, int(name) if name.isdecimal() else name)
-        items[key] = _with_holes(items.get(key), inner) if inner else HOLE
-    # torch names the items of lists by their places.
-    is_list = not isinstance(value, dict) and items.keys() == {*range(len(items))}
-    return [items[place] for place in range(len(items))] if is_list else items
-
-
 def _values_of(tree: Any, name: str | int) -> dict[str, Any]:
     """Return the values of the state of a parameter that are no tensors."""
     values = _options({k: v for k, v in tree.items() if k.startswith("state.")}, f"state.{name}")
-    states = tree.get("state", {})
-    if isinstance(states, list):
-        # The numbers of parameters were taken for places.
-        states = dict(enumerate(states))
+    states = _states_in(tree)
     # torch turns the keys of dicts into text.
     kept = states.get(name, states.get(str(name)))
     return {**values, **kept} if isinstance(kept, dict) else values
+
+
+def _states_in(tree: Any) -> dict[Any, Any]:
+    states = tree.get("state", {})
+    # Where the numbers of parameters were taken for places.
+    return dict(enumerate(states)) if isinstance(states, list) else states
 
 
 def _dtype(stored: StoredCheckpoint, key: str) -> torch.dtype:
@@ -451,35 +523,30 @@ def _check_numbers(optimizer: _Optimizer, count: int) -> None:
 
 
 def _check_shapes(stored: StoredCheckpoint, optimizer: _Optimizer) -> None:
-    """Check that the states of an optimizer are like its parameters."""
+    """Check that states have the shapes of their parameters, or size 1 along some axes. Optimizers
+    that are not torch's may have others under the same names: then a warning says so.
+    """
     for key, states in optimizer.states.items():
         shape = _shape_of(stored, key)
-        for state, there in states.items():
-            _check_shape(optimizer, key, shape, state, stored.global_shape(there))
+        for state in sorted(_LIKE_PARAMETERS & states.keys()):
+            found = stored.global_shape(states[state])
+            if shape is None or _are_alike(found, shape):
+                continue
+            number = optimizer.params[key][1]
+            text = (
+                f"{state!r} of parameter {number} of the optimizer at {dotted(optimizer.path)!r} "
+                f"has shape {found}, and parameter {number} here is {key!r} of shape {shape}: "
+                "create the optimizer with its parameters in the order in which it was saved."
+            )
+            if optimizer.is_of_torch:
+                raise LoadMismatchError(text)
+            logger.warning("%s Unless this optimizer keeps states of other shapes.", text)
+            return
 
 
-def _check_shape(
-    optimizer: _Optimizer,
-    key: str,
-    shape: tuple[int, ...] | None,
-    state: str,
-    found: tuple[int, ...],
-) -> None:
-    """Check that a state has the shape of its parameter, or size 1 along some axes. States of other
-    names may have other axes, such as the factors of Adafactor.
-    """
-    may_differ = "." in state or (len(found) != len(shape or ()) and state not in _LIKE_PARAMETERS)
-    if shape is None or may_differ:
-        return
-    if len(found) != len(shape) or not all(
-        n in (1, size) for n, size in zip(found, shape, strict=True)
-    ):
-        number = optimizer.params[key][1]
-        raise LoadMismatchError(
-            f"{state!r} of parameter {number} of the optimizer at {dotted(optimizer.path)!r} has "
-            f"shape {found}, and parameter {number} here is {key!r} of shape {shape}: create the "
-            "optimizer with its parameters in the order in which it was saved."
-        )
+def _are_alike(found: tuple[int, ...], shape: tuple[int, ...]) -> bool:
+    pairs = zip(found, shape, strict=False)
+    return len(found) == len(shape) and all(size in (1, whole) for size, whole in pairs)
 
 
 def _shape_of(stored: StoredCheckpoint, key: str) -> tuple[int, ...] | None:

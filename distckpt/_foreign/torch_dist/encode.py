@@ -26,7 +26,7 @@ from distckpt._base.dtypes import flat_bytes
 from distckpt._base.errors import UnsupportedObjectError
 from distckpt._base.memory import Bytes
 from distckpt._base.messages import KeyFault, summarize_faults
-from distckpt._base.tree import dotted
+from distckpt._base.tree import Hole, dotted
 from distckpt._foreign.torch_dist.objects import STORAGE_DTYPES
 from distckpt._format.codec.encode import UnknownObject, how_to_register, nodes
 from distckpt._format.codec.tree import registration_of, type_name
@@ -320,6 +320,8 @@ def _date_args(obj: Any) -> tuple[Any, ...]:
 
 _FORMS: dict[type, Callable[[_Encoder, Any], None]] = {
     type(None): lambda encoder, obj: encoder.instructions.append(b"N"),
+    # Of a tensor in a list, which is stored by itself: loads put it there.
+    Hole: lambda encoder, obj: encoder.instructions.append(b"N"),
     bool: lambda encoder, obj: encoder.instructions.append(b"\x88" if obj else b"\x89"),
     int: _Encoder.add_int,
     float: lambda encoder, obj: encoder.instructions.append(b"G" + struct.pack(">d", obj)),

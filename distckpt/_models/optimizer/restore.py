@@ -41,8 +41,8 @@ def restored_section(
         elif entry["has_state"] and (owned is None or id(param) in owned):
             tensors = own.tensors.get(place, {})
             # Values of a state by number are at its place in common state, and are in the entry.
-            found = loaded.get(place, {}).items()
-            given = {name: value for name, value in found if isinstance(value, torch.Tensor)}
+            found = loaded.get(place, {})
+            given = {name: found[name] for name in entry["tensors"] if name in found}
             _fill(own.names[place], tensors, given, entry)
             scalar = partial(_scalar, section.groups[number], param, section.state.get(param))
             state[param] = joined_state(entry, tensors, scalar, local_part(param).device)

@@ -152,8 +152,10 @@ def joined_state(
     left = dict(tensors)
 
     def put_back(position: Position, leaf: Any) -> Any:
-        if leaf is HOLE:
-            return left.pop(dotted(position))
+        name = dotted(position)
+        # An export has None for `HOLE`.
+        if leaf is HOLE or (leaf is None and name in left):
+            return left.pop(name)
         return leaf.to(device) if isinstance(leaf, torch.Tensor) else leaf
 
     scalars = _scalars_of(entry)
@@ -386,7 +388,9 @@ def options_of(
     options, name = stored
     added = options.keys() - group.keys() - _OF_SCHEDULERS
     ignored = _OF_SCHEDULERS.union(_OF_NEWER_RELEASES, _OWN_CHOICE, _NOT_STORED)
-    lacking = group.keys() - options.keys() - ignored
+    # torch's state dicts are stored without dicts that are empty.
+    held = {name for name, value in group.items() if value != {}}
+    lacking = held - options.keys() - ignored
     if added and lacking:
         raise LoadMismatchError(
             f"An optimizer of another kind was saved: its options for {name!r} have "

@@ -93,7 +93,7 @@ def write_sections(
         _load_sections(optimizer, own, given, rest)
         return
     state = (inner or optimizer).state
-    shared = {} if rest is HOLE else rest["state"]
+    shared = {} if rest is HOLE else rest.get("state", {})
     for section in given:
         for param in params_of(section.groups):
             state.pop(param, None)

@@ -56,7 +56,35 @@ class Preconditioned(torch.optim.Optimizer):
                 factor += param.grad.sum()
 
 
+class Counting(torch.optim.Optimizer):
+    """Keeps values of no parameter, and tensors among its options, as Prodigy and EmoNavi do."""
+
+    def __init__(self, params):
+        super().__init__(params, {"lr": 0.1, "extra": {}})
+        self.total = 0
+
+    def step(self):
+        self.total += 1
+        self.state["ema"] = {"short": 0.5, "long": torch.tensor([self.total, 2.0])}
+        self.state["steps"] = self.total
+        for group in self.param_groups:
+            group["d_numerator"] = torch.tensor([7.0 * self.total])
+            group["d_lists"] = [torch.tensor(self.total), None, torch.ones(2)]
+            for param in group["params"]:
+                self.state[param].setdefault("factor", torch.zeros(0))
+                self.state[param]["seen"] = param.detach().flatten()[:2] * 2
+
+    def state_dict(self):
+        return {**super().state_dict(), "total": self.total, "last": torch.ones(self.total)}
+
+    def load_state_dict(self, state):
+        own = dict(state)
+        self.total, self.last = own.pop("total"), own.pop("last")
+        super().load_state_dict(own)
+
+
 OPTIMIZERS = {
+    "Counting": Counting,
     "Preconditioned": Preconditioned,
     "AdamW": lambda groups: torch.optim.AdamW(groups, amsgrad=True),
     "SGD": torch.optim.SGD,
@@ -113,6 +141,8 @@ CASES = [
     ("flattened", "Lightning", "Adafactor"),
     ("by name", "entries", "Preconditioned"),
     ("by number", "list", "Preconditioned"),
+    ("by number", "entries", "Counting"),
+    ("by number", "Lightning", "Counting"),
 ]
 
 
@@ -171,7 +201,46 @@ def trained_by_name(order, prefix=""):
     return model, optimizer
 
 
-@pytest.mark.parametrize(("names_itself", "prefix"), [(True, ""), (True, "net."), (False, "")])
+def with_factors(keys):
+    """A model and an optimizer that keeps tensors in a dict with these keys."""
+    model = nn.Linear(3, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    for param in model.parameters():
+        optimizer.state[param]["factors"] = {key: torch.ones(2) for key in keys}
+    return model, optimizer
+
+
+@pytest.mark.parametrize("keys", [(0.0, 0.9, 0.99), (3, 5)])
+@pytest.mark.parametrize("form", ["by name", "by number"])
+def test_keys_that_names_do_not_tell_are_refused(tmp_path, form, keys):
+    model, optimizer = with_factors(keys)
+    state = {"model": model.state_dict(), "optim": FORMS[form](model, optimizer)}
+    torch_dcp.save(copy.deepcopy(state), checkpoint_id=tmp_path / "saved")
+    with pytest.raises(distckpt.LoadMismatchError, match="in a dict whose keys are no text"):
+        distckpt.load({"model": model, "optim": optimizer}, tmp_path / "saved")
+
+
+def test_another_optimizers_states_of_other_shapes_are_warned_of(tmp_path, caplog):
+    class LowRank(torch.optim.SGD):
+        """As GaLore, whose moments are smaller than its parameters."""
+
+    model = nn.Linear(3, 2)
+    optimizer = LowRank(model.parameters(), lr=0.5)
+    for param in model.parameters():
+        optimizer.state[param]["exp_avg"] = torch.ones(1, 5)
+    state = {"model": model.state_dict(), "optim": optimizer.state_dict()}
+    torch_dcp.save(copy.deepcopy(state), checkpoint_id=tmp_path / "saved")
+    fresh = LowRank(model.parameters(), lr=0.1)
+    distckpt.load({"model": model, "optim": fresh}, tmp_path / "saved")
+    assert_same(fresh.state_dict(), optimizer.state_dict())
+    (warning,) = [line.getMessage() for line in caplog.records if line.name.startswith("distckpt")]
+    assert "'exp_avg' of parameter 0" in warning
+    assert "Unless this optimizer keeps states of other shapes" in warning
+
+
+@pytest.mark.parametrize(
+    ("names_itself", "prefix"), [(True, ""), (True, "net."), (False, ""), (False, "module.")]
+)
 def test_numbers_with_names_are_those_of_the_names(tmp_path, names_itself, prefix):
     saved = trained_by_name([0, 1, 2], prefix)
     torch_dcp.save(

@@ -1,0 +1,63 @@
+"""Lists and dicts of PyTorch's state dicts, whose tensors are stored by names with dots."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from distckpt._base.errors import LoadMismatchError
+
+
+def nested_by_name(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return values by name as dicts in dicts, one for each part of a name."""
+    nested: dict[str, Any] = {}
+    for name, value in values.items():
+        *outer, last = name.split(".")
+        node = nested
+        for part in outer:
+            node = node.setdefault(part, {})
+        node[last] = value
+    return nested
+
+
+def joined_value(value: Any, parts: Mapping[str, Any], what: str) -> Any:
+    """Return a list or dict with the tensors that were stored apart from it.
+
+    torch names the items of lists by their places, and those of dicts by their keys as text.
+
+    Args:
+        value: the items that are no tensors; None if nothing else is known.
+        parts: the tensors, see `nested_by_name`.
+        what: it is, for an error.
+
+    Raises:
+        LoadMismatchError: it is a dict whose keys are no text.
+    """
+    items = _items_of(value)
+    keys = {str(key): key for key in items}
+    for name, inner in parts.items():
+        key = keys.get(name, _key_of(name))
+        is_nested = isinstance(inner, dict)
+        items[key] = joined_value(items.get(key), inner, what) if is_nested else inner
+    if not isinstance(value, dict) and items.keys() == {*range(len(items))}:
+        return [items[place] for place in range(len(items))]
+    if int in map(type, items.keys() - keys.values()):
+        raise unknown_keys_error(what)
+    return items
+
+
+def _items_of(value: Any) -> dict[Any, Any]:
+    return dict(enumerate(value)) if isinstance(value, list) else dict(value or {})
+
+
+def _key_of(name: str) -> str | int:
+    return int(name) if name.isdecimal() else name
+
+
+def unknown_keys_error(what: str) -> LoadMismatchError:
+    """Return the error about a dict whose keys the names of its tensors do not tell."""
+    return LoadMismatchError(
+        f"The {what} has tensors in a dict whose keys are no text, which their names do not tell. "
+        "Load the state dict itself, with `optimizer.state_dict()` in the place of the optimizer, "
+        "and give it to `optimizer.load_state_dict`."
+    )
