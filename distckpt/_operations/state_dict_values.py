@@ -9,14 +9,21 @@ from distckpt._base.errors import LoadMismatchError
 
 
 def nested_by_name(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return values by name as dicts in dicts, one for each part of a name."""
+    """Return values by name as dicts in dicts, one for each part of a name.
+
+    Raises:
+        LoadMismatchError: a name is the beginning of another one.
+    """
     nested: dict[str, Any] = {}
-    for name, value in values.items():
+    # A name comes before those that begin with it.
+    for name in sorted(values):
         *outer, last = name.split(".")
         node = nested
         for part in outer:
             node = node.setdefault(part, {})
-        node[last] = value
+            if not isinstance(node, dict):
+                raise unknown_keys_error(f"entry {name!r}")
+        node[last] = values[name]
     return nested
 
 

@@ -220,6 +220,16 @@ def test_keys_that_names_do_not_tell_are_refused(tmp_path, form, keys):
         distckpt.load({"model": model, "optim": optimizer}, tmp_path / "saved")
 
 
+def test_a_state_whose_name_is_the_beginning_of_another_is_refused(tmp_path):
+    model, optimizer = with_factors("ab")
+    for param in model.parameters():
+        optimizer.state[param] = {"m.0": torch.ones(2), "m": torch.zeros(2)}
+    state = {"model": model.state_dict(), "optim": optimizer.state_dict()}
+    torch_dcp.save(copy.deepcopy(state), checkpoint_id=tmp_path / "saved")
+    with pytest.raises(distckpt.LoadMismatchError, match=r"entry 'm\.0' has tensors in a dict"):
+        distckpt.load({"model": model, "optim": optimizer}, tmp_path / "saved")
+
+
 def test_another_optimizers_states_of_other_shapes_are_warned_of(tmp_path, caplog):
     class LowRank(torch.optim.SGD):
         """As GaLore, whose moments are smaller than its parameters."""
