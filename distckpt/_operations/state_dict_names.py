@@ -287,10 +287,8 @@ def _settings_of(
     _find_states(stored, optimizer, groups)
     if _has_states_of_others(stored, optimizer):
         return None
-    entries, keys_of_rest = (
-        _entries_of_groups(stored, optimizer, tree, groups, scalars),
-        list[str](),
-    )
+    entries = _entries_of_groups(stored, optimizer, tree, groups, scalars)
+    keys_of_rest: list[str] = []
     if optimizer.by_number and optimizer.beginning:
         rest, keys_of_rest = _rest_of(stored, optimizer, tree, groups)
         entries += [rest_entry(rest, [((), True)])] if rest else []
@@ -312,7 +310,24 @@ def _entries_of_groups(
         own = [name for name in group["params"] if name in keys]
         states = [_state_of(stored, optimizer, tree, keys[name], scalars) for name in own]
         pairs.append((group, states))
+    if not optimizer.is_of_torch:
+        _warn_of_nested(optimizer, pairs)
     return group_entries(pairs, {})
+
+
+def _warn_of_nested(
+    optimizer: _Optimizer, pairs: Iterable[tuple[dict[str, Any], Sequence[ParamState]]]
+) -> None:
+    """Warn of lists and dicts that are told by names alone: an own name may have dots, too."""
+    names = {name for _, states in pairs for state in states for name in state.tensors}
+    if nested := sorted(name for name in names if "." in name):
+        logger.warning(
+            "the tensors %s in states of the optimizer at %r are loaded into lists and dicts, "
+            "whose items PyTorch names like this. If these are whole names of states, load the "
+            "state dict itself, and give it to load_state_dict",
+            summarize_keys(nested),
+            dotted(optimizer.path),
+        )
 
 
 def _find_states(

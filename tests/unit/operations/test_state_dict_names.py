@@ -230,6 +230,17 @@ def test_a_state_whose_name_is_the_beginning_of_another_is_refused(tmp_path):
         distckpt.load({"model": model, "optim": optimizer}, tmp_path / "saved")
 
 
+def test_lists_that_names_alone_tell_are_warned_of(tmp_path, caplog):
+    trained = train(*make("Preconditioned"))
+    state = {"model": trained[0].state_dict(), "optim": get_optimizer_state_dict(*trained)}
+    torch_dcp.save(copy.deepcopy(state), checkpoint_id=tmp_path / "saved")
+    fresh = make("Preconditioned")
+    distckpt.load({"model": fresh[0], "optim": fresh[1]}, tmp_path / "saved")
+    (warning,) = [line.getMessage() for line in caplog.records if line.name.startswith("distckpt")]
+    assert "'factors.{0..1}' (2 keys), 'norms.largest', 'scales.1'" in warning
+    assert "at 'optim' are loaded into lists and dicts" in warning
+
+
 def test_another_optimizers_states_of_other_shapes_are_warned_of(tmp_path, caplog):
     class LowRank(torch.optim.SGD):
         """As GaLore, whose moments are smaller than its parameters."""
