@@ -319,15 +319,23 @@ def _warn_of_nested(
     optimizer: _Optimizer, pairs: Iterable[tuple[dict[str, Any], Sequence[ParamState]]]
 ) -> None:
     """Warn of lists and dicts that are told by names alone: an own name may have dots, too."""
-    names = {name for _, states in pairs for state in states for name in state.tensors}
-    if nested := sorted(name for name in names if "." in name):
+    states = itertools.chain.from_iterable(of_group for _, of_group in pairs)
+    names: set[str] = set()
+    for state in states:
+        names.update(name for name, value in state.values.items() if _holds_tensors_alone(value))
+    if names:
         logger.warning(
-            "the tensors %s in states of the optimizer at %r are loaded into lists and dicts, "
-            "whose items PyTorch names like this. If these are whole names of states, load the "
-            "state dict itself, and give it to load_state_dict",
-            summarize_keys(nested),
+            "the states %s of the optimizer at %r are loaded as lists and dicts, since PyTorch "
+            "names their tensors with dots. If these are whole names of states, load the state "
+            "dict itself, and give it to load_state_dict",
+            summarize_keys(sorted(names)),
             dotted(optimizer.path),
         )
+
+
+def _holds_tensors_alone(value: Any) -> bool:
+    found = [leaf for _, leaf in leaves(value)]
+    return bool(found) and all(leaf is HOLE for leaf in found)
 
 
 def _find_states(
