@@ -6,8 +6,6 @@ from importlib.metadata import version
 import pytest
 from hypothesis import HealthCheck, settings
 
-from tests.support.first_saves import forget_saves
-
 # Tests save and load files: how long an example takes says more about the machine than about the
 # code.
 settings.register_profile("files", deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -38,12 +36,6 @@ def pytest_collection_finish():
     """
     gc.freeze()
     gc.set_threshold(10_000)
-
-
-@pytest.fixture(autouse=True)
-def no_saves_before():
-    """Let the saves of a test be the first ones of the process."""
-    forget_saves()
 
 
 @pytest.fixture(scope="module")

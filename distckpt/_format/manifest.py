@@ -273,8 +273,6 @@ class Manifest:
             and JSON fields for that reader.
         quantization: what the configuration beside another program's files said of quantized
             tensors, see `settings_of`.
-        plan: what a later job needs to use the plan of this save again, see `note_of_plan`; None
-            if it cannot.
         fingerprints: the number of each key, see `distckpt.fingerprint`, as it was when it was
             saved; `NO_FINGERPRINT` for objects and tensors that have none. None if no key has one.
         stats: statistics of the tensors as they were saved; None if no key has them.
@@ -300,7 +298,6 @@ class Manifest:
         has_checksums: bool = True,
         origin: Mapping[str, Any] | None = None,
         quantization: Mapping[str, Any] | None = None,
-        plan: Mapping[str, Any] | None = None,
         fingerprints: npt.NDArray[np.uint64] | None = None,
         stats: StatsColumns | None = None,
     ) -> None:
@@ -313,7 +310,6 @@ class Manifest:
         self.has_checksums = has_checksums
         self.origin = origin
         self.quantization = quantization or (origin or {}).get("quantization")
-        self.plan = plan
         self.fingerprints = fingerprints
         self.stats = stats
         self.files = chunks.files
@@ -540,7 +536,6 @@ class Manifest:
         optional = {
             "origin": self.origin,
             "quantization": None if self.origin else self.quantization,
-            "plan": self.plan,
         }
         fields |= {name: value for name, value in optional.items() if value is not None}
         key_ndims = np.array([len(shape) for shape in self.global_shapes], np.int64)
@@ -585,7 +580,6 @@ class Manifest:
                 has_checksums=_known_checksum(fields["checksum"]),
                 origin=fields.get("origin"),
                 quantization=fields.get("quantization"),
-                plan=fields.get("plan"),
                 fingerprints=columns.get(FINGERPRINTS),
                 stats=_stats_of(columns, len(fields["keys"])),
             )

@@ -103,37 +103,16 @@ def planned_manifest(
     """
     joined = ChunkTable.join(tables, max(map(len, manifest.global_shapes), default=0))
     order = joined.sorted_rows
-    num_files = [len(table.files) for table in tables]
-    planned = planned_in_order(manifest, joined.without_blocks(order), order, num_files, parts)
-    _check_size(planned)
-    return planned
-
-
-def planned_in_order(
-    manifest: Manifest,
-    chunks: ChunkTable,
-    order: IntArray,
-    num_files: Sequence[int],
-    parts: Mapping[str, bytes] | None = None,
-) -> PlannedManifest:
-    """Do the same with chunks that are in the order of a manifest.
-
-    Args:
-        manifest: of the keys, without chunks.
-        chunks: of all ranks.
-        order: the place of each chunk among those of all ranks, one rank after the other.
-        num_files: how many of the files are those of each rank.
-        parts: see `PlannedManifest`.
-    """
+    chunks = joined.without_blocks(order)
     is_open = np.array([not file.header_bytes for file in chunks.files], bool)
     open_files = np.flatnonzero(is_open)
     open_rows = np.flatnonzero(is_open[chunks.file_ids])
-    ranks = np.repeat(np.arange(len(num_files)), num_files)
+    ranks = np.repeat(np.arange(len(tables)), [len(table.files) for table in tables])
     num_open = [
-        np.bincount(ranks[file_ids], minlength=len(num_files))
+        np.bincount(ranks[file_ids], minlength=len(tables))
         for file_ids in (open_files, chunks.file_ids[open_rows])
     ]
-    return PlannedManifest(
+    planned = PlannedManifest(
         manifest,
         ChunkTable(chunks.files, *map(narrow, chunks.columns().values())),
         np.zeros(0, np.int64) if any(f.holds_checksums for f in chunks.files) else order,
@@ -142,6 +121,8 @@ def planned_in_order(
         np.stack(num_open, axis=1),
         parts or {},
     )
+    _check_size(planned)
+    return planned
 
 
 def report_of(

@@ -40,7 +40,6 @@ from distckpt._mapping.base import OpenReplicaId
 from distckpt._mapping.sharded_tensor import ShardedTensor
 from distckpt._mapping.wrappers import ShardedObject, is_main_replica
 from distckpt._plan.layout import (
-    LoadedPlan,
     PlanCache,
     PlannedChunk,
     PlannedFile,
@@ -49,18 +48,14 @@ from distckpt._plan.layout import (
     checksum_file_name,
     chunk_table,
     compared_replicas,
-    forget_loaded_plan,
     lay_out_files,
-    loaded_plans,
     manifest_of_keys,
     open_object_file,
     structure_of,
-    structure_of_all,
 )
 from distckpt._plan.save import Pieces, find_aliases, num_planners_for, plan_owners
 from distckpt._ranks import exchanges
 from distckpt._ranks.collectives import Ranks
-from distckpt._ranks.exchanges import pack_parts, unpack_parts
 from distckpt._state.common_state import encoded as encode_object
 from distckpt._state.shards import (
     GlobalTable,
@@ -126,11 +121,9 @@ class ReadyShards(NamedTuple):
         settings: of the save.
         structure: what a plan is found by.
         table: describes the shards, where no plan was kept.
-        plan: that was kept, or that a loaded checkpoint tells of; None if there is none.
+        plan: that was kept; None if there is none.
         digest: of samples of replicas, see `weighted_digest`.
         num_bytes: how much this rank writes by that plan.
-        description: digest of the shards, see `ShardTable.description`.
-        loaded: where the plan is from, if it was not kept.
     """
 
     shards: list[Shard]
@@ -140,29 +133,15 @@ class ReadyShards(NamedTuple):
     plan: SavePlan | None = None
     digest: int = 0
     num_bytes: int = 0
-    description: bytes = b""
-    loaded: LoadedPlan | None = None
 
     def vote(self) -> bytes:
         """Return what the coordinator compares, see `KeptPlans`."""
         number = 0 if self.plan is None else self.plan.number
         numbers = [number, self.digest, self.num_bytes, len(self.shards)]
-        encoded = np.array(numbers, np.int64).tobytes()
-        return (encoded + self.description).ljust(_VOTE_BYTES, b"\0")
-
-    @property
-    def planned_structure(self) -> str | None:
-        """The digest of the shards of all ranks for which the plan was made; None where it is not
-        known.
-        """
-        planned = None if self.plan is None else self.plan.manifest
-        note = None if planned is None else planned.manifest.plan
-        return None if note is None else note["structure"]
+        return np.array(numbers, np.int64).tobytes()
 
 
-_NUMBERS_BYTES = 32
-_VOTE_BYTES = _NUMBERS_BYTES + 16
-NO_VOTE = bytes(_VOTE_BYTES)
+NO_VOTE = np.array([0, 0, 0, -1], np.int64).tobytes()
 """Of a rank that has not looked for a plan."""
 
 
@@ -172,42 +151,35 @@ class KeptPlans(NamedTuple):
     Attributes:
         are_used: all know the same plan, and replicas are still equal.
         some_know: at least one knows a plan.
-        structure: digest of the shards of all ranks.
         num_bytes: how much all ranks write by that plan; known to the coordinator.
         num_planners: how many ranks make a plan where none is used.
     """
 
     are_used: bool
     some_know: bool
-    structure: bytes
     num_bytes: int = 0
     num_planners: int = 1
 
     @classmethod
-    def compared(cls, votes: Sequence[bytes], own: ReadyShards | None) -> KeptPlans:
-        """Compare the votes of all ranks, see `ReadyShards.vote`, of which the coordinator's `own`
-        may know what shards its plan was made for.
-        """
+    def compared(cls, votes: Sequence[bytes]) -> KeptPlans:
+        """Compare the votes of all ranks, see `ReadyShards.vote`."""
         columns = np.frombuffer(b"".join(votes), np.int64).reshape(len(votes), -1).T
-        numbers, digests, sizes, num_shards, *_ = columns
-        structure = structure_of_all([vote[_NUMBERS_BYTES:] for vote in votes])
+        numbers, digests, sizes, num_shards = columns
         # The digests of all ranks add up to 0 modulo 2**64.
         is_same = bool((numbers == numbers[0]).all()) and not digests.sum()
-        if own is not None and own.planned_structure is not None:
-            is_same = is_same and own.planned_structure == structure.hex()
         are_used = is_same and bool(numbers[0])
         num_planners = num_planners_for(int(num_shards.sum()), len(votes))
-        return cls(are_used, bool(numbers.any()), structure, int(sizes.sum()), num_planners)
+        return cls(are_used, bool(numbers.any()), int(sizes.sum()), num_planners)
 
     def to_bytes(self) -> bytes:
         """Encode for sending."""
-        return bytes([self.are_used, self.some_know, self.num_planners]) + self.structure
+        return bytes([self.are_used, self.some_know, self.num_planners])
 
     @classmethod
     def from_bytes(cls, data: bytes) -> KeptPlans:
         """Decode what `to_bytes` made."""
-        are_used, some_know, num_planners, *_ = data
-        return cls(bool(are_used), bool(some_know), data[3:], num_planners=num_planners)
+        are_used, some_know, num_planners = data
+        return cls(bool(are_used), bool(some_know), num_planners=num_planners)
 
 
 def compare_plans(
@@ -218,14 +190,12 @@ def compare_plans(
         told.payload = ready.vote()
     with ranks.answering(told, "describe the shards"):
         if ranks.is_coordinator:
-            told.answer = KeptPlans.compared(told.payloads, ready).to_bytes()
+            told.answer = KeptPlans.compared(told.payloads).to_bytes()
     return ready, KeptPlans.from_bytes(told.answer)
 
 
 def ready_to_plan(ranks: Ranks, shards: Sequence[Shard], settings: ShardSettings) -> ReadyShards:
-    """Encode objects, and look for a plan that was kept, or that a loaded checkpoint tells of;
-    otherwise describe the shards.
-    """
+    """Encode objects, and look for a plan that was kept; otherwise describe the shards."""
     options = settings.options
     comparison = _comparison_of(ranks, options)
     ready = _all_ready(shards, comparison, options.unsupported == "warn")
@@ -234,12 +204,12 @@ def ready_to_plan(ranks: Ranks, shards: Sequence[Shard], settings: ShardSettings
     # Comparing the whole content of replicas takes an exchange each time.
     known = None if comparison is _Comparison.ALL else settings.plans.find(structure)
     if known is None:
-        return _ready_without_plan(ranks, ready, settings, structure, comparison)
+        table = _described(ready, settings)
+        _add_digests(table, ready, comparison)
+        return ReadyShards(ready, settings, structure, table)
     digest = _digest_of(known, ready, comparison)
     num_bytes = _num_bytes_of(known, ready)
-    return ReadyShards(
-        ready, settings, structure, None, known, digest, num_bytes, known.description
-    )
+    return ReadyShards(ready, settings, structure, None, known, digest, num_bytes)
 
 
 def _digest_of(plan: SavePlan, shards: Sequence[Shard], comparison: _Comparison) -> int:
@@ -251,38 +221,9 @@ def _num_bytes_of(plan: SavePlan, shards: Sequence[Shard]) -> int:
     return plan.tensor_bytes + sum(map(len, encoded_objects(plan.objects, shards).values()))
 
 
-def _ready_without_plan(
-    ranks: Ranks,
-    shards: list[Shard],
-    settings: ShardSettings,
-    structure: Structure,
-    comparison: _Comparison,
-) -> ReadyShards:
-    """Describe the shards, and look for a plan in what loaded checkpoints tell."""
-    table = _described(shards, settings)
-    description = table.description() if ranks.size > 1 else b""
-    ready = ReadyShards(shards, settings, structure, table, description=description)
-    for loaded in [] if comparison is _Comparison.ALL else list(loaded_plans):
-        if (loaded.rank, loaded.num_ranks) == (ranks.rank, ranks.size):
-            found = _stored_plan().restored(loaded, table, description)
-            if found is not None:
-                return ready._replace(
-                    table=None,
-                    plan=found.plan,
-                    digest=_digest_of(found.with_all_replicas, shards, comparison),
-                    num_bytes=_num_bytes_of(found.plan, shards),
-                    loaded=loaded,
-                )
-    _add_digests(table, shards, comparison)
-    return ready
-
-
 def plan_of(ranks: Ranks, ready: ReadyShards, kept: KeptPlans) -> SavePlan:
     shards, settings, table = ready.shards, ready.settings, ready.table
     if kept.are_used and ready.plan is not None:
-        if ready.loaded is not None:
-            settings.plans.keep(ready.structure, ready.plan)
-            forget_loaded_plan(ready.loaded.number)
         return ready.plan
     if kept.some_know:
         # Some ranks, though not all, know a plan, or replicas have become different.
@@ -292,7 +233,6 @@ def plan_of(ranks: Ranks, ready: ReadyShards, kept: KeptPlans) -> SavePlan:
                 _add_digests(table, shards, _comparison_of(ranks, settings.options))
     assert table is not None
     plan, have_differences = _make_plan(ranks, table, shards, settings, kept)
-    plan = plan._replace(description=ready.description)
     if not have_differences:
         # Replicas that have drifted apart may have nothing in common at the next save.
         settings.plans.keep(ready.structure, plan)
@@ -434,11 +374,7 @@ def _make_plan(
     checksum_file = None
     if share.has_checksum_file and len(share.pieces.key_ids):
         checksum_file = checksum_file_name(ranks.rank)
-    # A plan with gaps, or for replicas that differ, is no plan for the next job.
-    is_sound = options.validate_access_integrity and not share.have_differences
-    files, objects, planned = _lay_out(
-        ranks, table, share, manifest, checksum_file, kept.structure if is_sound else None
-    )
+    files, objects, planned = _lay_out(ranks, table, share, manifest, checksum_file)
     replicas, weights = compared_replicas(table, share.factors, share.stride)
     plan = SavePlan(share.number, files, objects, planned, replicas, weights, checksum_file)
     return plan, share.have_differences
@@ -553,11 +489,6 @@ def _different_replicas(
     return differing
 
 
-def _stored_plan() -> Any:
-    # Imported when it is needed: one process alone plans without it.
-    return importlib.import_module("distckpt._plan.stored_plan")
-
-
 def _replica_differences() -> Any:
     # Imported when it is needed: replicas rarely differ.
     return importlib.import_module("distckpt._io.replica_differences")
@@ -569,11 +500,9 @@ def _lay_out(
     share: _Share,
     manifest: Manifest | None,
     checksum_file: str | None,
-    structure: bytes | None,
 ) -> tuple[list[PlannedFile], list[PlannedChunk], PlannedManifest | None]:
     """Lay out the files of this rank; return them, its objects, and on the coordinator the manifest
-    of all ranks, with a note of the plan if `structure` is given. Planners make parts of it where
-    there are several, and checksums have files.
+    of all ranks. Planners make parts of it where there are several, and checksums have files.
     """
     error = None
     files: list[PlannedFile] = []
@@ -590,32 +519,25 @@ def _lay_out(
     parts: Mapping[str, bytes] = {}
     if share.edges and share.has_checksum_file:
         own, parts = _divided_plan().gather_parts(ranks, own, share.edges, manifest)
-    tables, factors = _gather_tables(ranks, own, _stored_plan().factors_to_bytes(share.factors))
+    tables = _gather_tables(ranks, own)
     planned = None
     with ranks.phase("lay out files", decision=True):
         if error is not None:
             raise error
         if manifest is not None:
-            if factors and structure is not None:
-                manifest.plan = _stored_plan().note_of_plan(structure, share.stride, factors)
             planned = planned_manifest(manifest, tables, parts)
     return files, objects, planned
 
 
-def _gather_tables(
-    ranks: Ranks, table: ChunkTable, factors: bytes
-) -> tuple[list[ChunkTable], list[bytes]]:
-    """Return the tables of all ranks on the coordinator, and their factors; empty lists
-    elsewhere.
-    """
+def _gather_tables(ranks: Ranks, table: ChunkTable) -> list[ChunkTable]:
+    """Return the tables of all ranks on the coordinator; an empty list elsewhere."""
     if ranks.size == 1:
-        return [table], []
+        return [table]
     if len(table.key_ids):
         message = _TABLE + table.to_bytes()
     else:
         message = _FILES + json.dumps(table.files).encode()
-    gathered = [*map(unpack_parts, ranks.gather(pack_parts([message, factors])))]
-    return [_read_table(message) for message, _ in gathered], [each for _, each in gathered]
+    return [_read_table(data) for data in ranks.gather(message)]
 
 
 _TABLE, _FILES = b"+", b"-"

@@ -21,7 +21,7 @@ from distckpt._base.options import LoadOptions, with_changes
 from distckpt._base.reports import LoadReport, publish
 from distckpt._base.tree import HOLE
 from distckpt._checkpoint.consistent_read import read_attempts
-from distckpt._checkpoint.opening import FoundCheckpoint, find_checkpoint
+from distckpt._checkpoint.opening import find_checkpoint
 from distckpt._format.marker import schedulers_of
 from distckpt._mapping.wrappers import ShardedObject, ShardedStateDict, StateDict
 from distckpt._models.objects import Kind
@@ -219,7 +219,6 @@ def run_load(ranks: Ranks, state_dict: ShardedStateDict, request: LoadRequest) -
         unexpected=differences.unexpected_of_all | restored.absent_of_all,
     )
     _publish(ranks, request, report)
-    _remember_plan(ranks, found)
     return Loaded(restored.state_dict, differences.missing, differences.unexpected, report)
 
 
@@ -465,15 +464,6 @@ def _warn_of_unchanged(changes: Changes, location: str) -> None:
             summarize_keys(changes.not_filled),
             location,
         )
-
-
-def _remember_plan(ranks: Ranks, found: FoundCheckpoint) -> None:
-    """Remember how a checkpoint was planned: the next save may be one of the same structure."""
-    if ranks.size > 1 and found.stored is not None and found.stored.manifest.plan is not None:
-        # Imported when it is needed: a program that runs alone plans without it.
-        stored_plan = importlib.import_module("distckpt._plan.stored_plan")
-        manifest_checksum = found.marker["manifest"]["checksum"]
-        stored_plan.remember(ranks.rank, ranks.size, found.stored.manifest, manifest_checksum)
 
 
 def _publish(ranks: Ranks, request: LoadRequest, report: LoadReport) -> None:

@@ -214,10 +214,10 @@ class _Agreement(NamedTuple):
     made: bytes = b""
 
     @classmethod
-    def compared(cls, votes: Sequence[bytes], own: _Own) -> _Agreement:
-        """Compare the votes of all ranks; `own` is what the coordinator has found out."""
+    def compared(cls, votes: Sequence[bytes]) -> _Agreement:
+        """Compare the votes of all ranks."""
         about_plans = [vote[8:] for vote in votes]
-        kept = KeptPlans.compared(about_plans, own.ready)
+        kept = KeptPlans.compared(about_plans)
         is_same = len({vote[:8] for vote in votes}) == 1
         are_ready = is_same and NO_VOTE not in about_plans
         return cls(is_same, are_ready, kept._replace(are_used=are_ready and kept.are_used))
@@ -315,7 +315,7 @@ def _describe(
         told.payload = own.vote()
     with ranks.answering(told, "create directories"):
         if ranks.is_coordinator:
-            agreement = _Agreement.compared(told.payloads, own)
+            agreement = _Agreement.compared(told.payloads)
             if output is not None and agreement.kept.are_used:
                 num_bytes = agreement.kept.num_bytes
                 output.aim(own.target.location, output_settings(request, num_bytes, True))

@@ -6,10 +6,8 @@ regions, names and sizes; never a tensor, a pointer or a value.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import threading
-from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from operator import attrgetter
 from typing import Any, NamedTuple, TypeAlias
@@ -19,7 +17,7 @@ import numpy.typing as npt
 
 from distckpt._base.dtypes import ITEM_BYTES
 from distckpt._format.checksum import checksum
-from distckpt._format.manifest import FORMAT_VERSION, OBJECT, ChunkTable, LazyChunks, Manifest
+from distckpt._format.manifest import FORMAT_VERSION, OBJECT, ChunkTable, Manifest
 from distckpt._format.planned_manifest import PlannedManifest
 from distckpt._format.safetensors_file import (
     CHECKSUMS_SUFFIX,
@@ -87,7 +85,6 @@ class SavePlan(NamedTuple):
             2**64.
         checksum_file: the name of the file that gets the checksums of what this rank writes; None
             if they go into the manifest, or there are none.
-        description: digest of the shards of this rank, see `ShardTable.description`.
     """
 
     number: int
@@ -97,7 +94,6 @@ class SavePlan(NamedTuple):
     replicas: Sequence[tuple[int, Region]] | None = None
     weights: npt.NDArray[np.uint64] = np.empty(0, np.uint64)
     checksum_file: str | None = None
-    description: bytes = b""
 
     @property
     def tensor_bytes(self) -> int:
@@ -362,41 +358,3 @@ def structure_of(shards: Sequence[Shard], ranks: Ranks, *settings: object) -> St
     # Some compare equal to replica ids that the author has chosen.
     copies = [type(shard.replica_id) for shard in shards]
     return (ranks.rank, ranks.size, settings, find_ties(shards), described, copies)
-
-
-PLAN_VERSION = 1
-"""Counts changes of how saves are planned. Another version does not use the plans of this one."""
-
-
-def structure_of_all(descriptions: Iterable[bytes]) -> bytes:
-    """Return a digest of the shards of all ranks, from `ShardTable.description` of each."""
-    versioned = PLAN_VERSION.to_bytes(8, "little") + b"".join(descriptions)
-    return hashlib.blake2b(versioned, digest_size=16).digest()
-
-
-class LoadedPlan(NamedTuple):
-    """What a checkpoint that this process has loaded says of the plan by which it was saved.
-
-    Attributes:
-        number: identifies the checkpoint.
-        rank: of this process, when it loaded it.
-        num_ranks: that loaded it, as many as have saved it.
-        own: its keys, and the chunks of the files of this rank.
-        of_all: on the coordinator, the chunks of all ranks, in the form in which they are stored.
-    """
-
-    number: int
-    rank: int
-    num_ranks: int
-    own: Manifest
-    of_all: ChunkTable | LazyChunks | None
-
-
-loaded_plans: deque[LoadedPlan] = deque(maxlen=MAX_PLANS)
-"""Those of the latest checkpoints, the last one first, which `stored_plan` makes plans of."""
-
-
-def forget_loaded_plan(number: int) -> None:
-    """Forget what a checkpoint says of its plan."""
-    for loaded in [each for each in loaded_plans if each.number == number]:
-        loaded_plans.remove(loaded)

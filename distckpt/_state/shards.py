@@ -7,7 +7,6 @@ grid, so that everything after this point is about regions only.
 from __future__ import annotations
 
 import functools
-import hashlib
 import itertools
 import json
 from collections import Counter
@@ -85,19 +84,6 @@ class ShardTable(NamedTuple):
         return Region(
             tuple(self.offsets[row, :ndim].tolist()), tuple(self.shapes[row, :ndim].tolist())
         )
-
-    def description(self) -> bytes:
-        """Return a digest of everything that a plan depends on, which is all but `digests`."""
-        digest = hashlib.blake2b(digest_size=16)
-        digest.update(json.dumps([self.keys, self.dtypes, self.exchange_group]).encode())
-        for numbers in (map(len, self.global_shapes), itertools.chain(*self.global_shapes)):
-            digest.update(np.fromiter(numbers, np.int64))
-        for name in _ROW_COLUMNS:
-            if name != "digests":
-                column = getattr(self, name)
-                digest.update(f"{name} {column.dtype} {column.shape} ".encode())
-                digest.update(np.ascontiguousarray(column))
-        return digest.digest()
 
     def to_messages(self) -> tuple[bytes, bytes]:
         """Encode for sending: the keys with their kinds, which are the same on many ranks, and the

@@ -46,8 +46,6 @@ from distckpt._format.manifest_parts import joined
 from distckpt._format.planned_manifest import report_of
 from distckpt._format.safetensors_file import ShardFile
 from distckpt._io.save_shards import write_manifest
-from distckpt._plan import stored_plan
-from distckpt._plan.layout import loaded_plans
 from distckpt._storage import locations
 
 _T = TypeVar("_T")
@@ -103,8 +101,8 @@ def main() -> None:
 def plan_a_save(
     tables: list[Any], num_planners: int | None, with_verbs: bool = False
 ) -> dict[str, Any]:
-    """Return what the ranks spend on a save that is planned, one that repeats it, a load, and the
-    first save after that; and, if they are asked for, what verbs spend.
+    """Return what the ranks spend on a save that is planned, one that repeats it, and a load; and,
+    if they are asked for, what verbs spend.
     """
     plan = plan_alone(tables) if num_planners == 1 else plan_divided(tables, num_planners)
     figures = plan.figures()
@@ -112,7 +110,6 @@ def plan_a_save(
         marker, of_save = save_again(plan, folder)
         figures |= of_save
         figures |= open_it(folder)
-        figures |= save_after_restart(plan, folder)
         if with_verbs:
             figures |= measure_verbs(folder, marker, plan.num_blocks)
     return figures
@@ -155,30 +152,6 @@ def open_it(folder: str) -> dict[str, Any]:
         f"{OTHER}: memory to open, MB": peak_memory_bytes(decode) / 1e6,
         f"{OTHER}: open, s": seconds[0],
     }
-
-
-def save_after_restart(plan: Plan, folder: str) -> dict[str, Any]:
-    """Return what ranks spend instead of planning when they have loaded a checkpoint of the same
-    structure.
-    """
-    data = joined(locations.read_bytes(f"{folder}/manifest.safetensors"), folder)
-    loaded, num_ranks = Manifest.from_bytes(data, folder), len(plan.tables)
-    figures = {}
-    for role, rank in ((COORDINATOR, 0), (OTHER, plan.other)):
-
-        def remember(rank: int = rank) -> None:
-            stored_plan.remember(rank, num_ranks, loaded, "0")
-
-        def restore(rank: int = rank) -> None:
-            table = plan.tables[rank]
-            found = stored_plan.restored(loaded_plans[0], table, table.description())
-            assert found is not None
-
-        _, figures[f"{role}: remembers the plan of a load, s"] = cpu_timed(remember)
-        with paused_garbage_collection():
-            _, figures[f"{role}: first save after a restart, s"] = cpu_timed(restore)
-        figures[f"{role}: memory for that, MB"] = peak_memory_bytes(restore) / 1e6
-    return figures
 
 
 def cpu_timed(function: Callable[[], _T]) -> tuple[_T, float]:

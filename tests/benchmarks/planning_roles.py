@@ -15,25 +15,21 @@ from distckpt import InvalidShardingError
 from distckpt._base.dtypes import ITEM_BYTES
 from distckpt._format.checksum import BLOCK_BYTES
 from distckpt._format.columns import pack
-from distckpt._format.manifest import ChunkTable, Manifest
+from distckpt._format.manifest import ChunkTable
 from distckpt._format.planned_manifest import planned_manifest
 from distckpt._format.safetensors_file import ShardFile
 from distckpt._geometry.region import IntArray
-from distckpt._plan import stored_plan
 from distckpt._plan.layout import (
     checksum_file_name,
     chunk_table,
     lay_out_files,
     manifest_of_keys,
-    structure_of_all,
 )
 from distckpt._plan.save import Pieces, find_aliases, plan_owners
 from distckpt._state.shards import ShardTable, merge_tables
 from distckpt._state.validation import (
     find_differences,
-    num_replicated,
     replica_factors,
-    stride_of,
     validate_shards,
 )
 
@@ -57,7 +53,6 @@ class Plan:
         self.sent: dict[str, float] = defaultdict(float)
         self.others: dict[str, Any] = {}
         self.pieces: list[Pieces] = []
-        self.factors: list[IntArray] = []
         self.keys: list[str] = []
         self.num_blocks: list[int] = []
         self.manifest: Any = None
@@ -119,13 +114,6 @@ class Plan:
             "digest of the plan": digest.hexdigest()[:12],
         }
 
-    def note(self, manifest: Manifest) -> None:
-        """Note in a manifest what a later job needs to know of the plan."""
-        factors = [stored_plan.factors_to_bytes(each) for each in self.factors]
-        stride = stride_of(sum(map(num_replicated, self.factors)))
-        structure = structure_of_all(table.description() for table in self.tables)
-        manifest.plan = stored_plan.note_of_plan(structure, stride, factors)
-
     def laid_out(self, rank: int) -> ChunkTable:
         """Describe the files of a rank; those of most ranks without making their headers."""
         checksum_file = ShardFile(checksum_file_name(rank), 0, 0, 0)
@@ -173,11 +161,11 @@ def plan_alone(tables: list[ShardTable]) -> Plan:
         aliases = find_aliases(merged)
         plan.pieces = plan_owners(merged, len(tables), aliases, groups)
         ends = np.cumsum([len(table.key_ids) for table in tables])[:-1]
-        plan.factors = np.split(replica_factors(merged), ends)
+        factors = np.split(replica_factors(merged), ends)
         plan.others["manifest"] = manifest_of_keys(merged, aliases)
         return [
             pack([1, 1], {"factors": f, **p._asdict()})
-            for f, p in zip(plan.factors, plan.pieces, strict=True)
+            for f, p in zip(factors, plan.pieces, strict=True)
         ]
 
     shares = plan.step(COORDINATOR, owners, held)
@@ -186,7 +174,6 @@ def plan_alone(tables: list[ShardTable]) -> Plan:
     plan.peaks[COORDINATOR] += sum(column.nbytes for column in columns) / 1e6
     plan.sent[COORDINATOR] = sum(map(len, shares))
     manifest = plan.others.pop("manifest")
-    plan.note(manifest)
     plan.keys = manifest.keys
     own, pieces = tables[other], plan.pieces[other]
     plan.step(OTHER, lambda: (own.to_messages(), lay_out_files(other, own, pieces)))
@@ -316,11 +303,9 @@ class _Divided:
             return pieces, divided.join_factors(table, planned)
 
         for rank in range(len(self._tables)):
-            pieces, factors = join(rank)
+            pieces, _ = join(rank)
             self.plan.pieces.append(pieces)
-            self.plan.factors.append(factors)
         self.plan.keys = coordinator.manifest.keys
-        self.plan.note(coordinator.manifest)
         table, pieces = self._tables[self._other], self.plan.pieces[self._other]
         self._step(
             OTHER,

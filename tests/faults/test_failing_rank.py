@@ -28,7 +28,6 @@ from distckpt import (
 from distckpt.strategies.safetensors import SafetensorsLoadStrategy, SafetensorsSaveStrategy
 from tests.support.disk import header_of, tree_of
 from tests.support.disks import limited
-from tests.support.first_saves import forget_saves
 from tests.support.harness import error_of, launched, run, sum_over_ranks
 
 NUM_RANKS = 4
@@ -118,13 +117,11 @@ def unsupported_common_state(rank, path):
         **good_state(rank, 5),
         "args": {"callback": NotRegistered() if rank == FAILING else None},
     }
-    forget_saves()
     distckpt.save(state, path, overwrite=True)
 
 
 def unsupported_object(rank, path):
     value = {"sampler": [0, NotRegistered()]} if rank == FAILING else None
-    forget_saves()
     distckpt.save(
         {**good_state(rank, 5), "o": ShardedObject("loader", value, (4,), (rank,))},
         path,

@@ -32,8 +32,6 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.support.first_saves import forget_saves
-
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 GROUP_TIMEOUT = 60.0
@@ -395,7 +393,6 @@ def _run_job(job: Job) -> bytes:
                 world_size=setting.num_ranks,
                 timeout=timedelta(seconds=setting.group_timeout),
             )
-        forget_saves()
         value = job.function(job.rank, *job.args)
     except BaseException:
         error = traceback.format_exc()
