@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import logging
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
@@ -100,27 +99,6 @@ def keep_different_whole(
         raise different_replicas_error(table, differences)
     keep_whole(table, differences)
     return select_pairs(table, differences, starts)
-
-
-def differences_to_json(compared: ReplicasToCompare) -> Any:
-    """Return what `join_differences` takes of the replicas that one planner has found."""
-    num_rows = {str(i): len(rows) for i, rows in enumerate(compared.rows_of_ranks) if rows}
-    return [compared.keys, compared.ranks, compared.pairs, num_rows, str(compared.error)]
-
-
-def join_differences(parts: Sequence[Any]) -> ReplicasToCompare:
-    """Join what several planners have found. Samples of a rank are in the order of the planners."""
-    num_before: Counter[int] = Counter()
-    keys, ranks, pairs = list[str](), set[int](), list[Pair]()
-    for keys_of_part, ranks_of_part, pairs_of_part, num_rows, _ in parts:
-        keys += keys_of_part
-        ranks.update(ranks_of_part)
-        for key, dtype, num_elements, *places in pairs_of_part:
-            main, other = ((rank, num_before[rank] + place) for rank, place in places)
-            pairs.append(Pair(key, dtype, num_elements, main, other))
-        num_before.update({int(rank): num for rank, num in num_rows.items()})
-    error = InvalidShardingError(parts[0][-1])
-    return ReplicasToCompare(keys, sorted(ranks), pairs, error=error)
 
 
 def _pair(table: GlobalTable, places: dict[int, tuple[int, int]], row: int, first: int) -> Pair:

@@ -22,8 +22,8 @@ from distckpt._format.manifest import (
 )
 from distckpt._format.manifest_parts import with_parts
 from distckpt._format.planned_manifest import PlannedManifest, report_of
+from distckpt._io.plan_vote import PlanVerdict
 from distckpt._io.planned_shards import (
-    KeptPlans,
     ReadyShards,
     ShardSettings,
     compare_plans,
@@ -62,14 +62,14 @@ def prepare_shards(
     return plan_shards(ranks, *compare_plans(ranks, shards, settings))
 
 
-def plan_shards(ranks: Ranks, ready: ReadyShards, kept: KeptPlans) -> ShardSave:
+def plan_shards(ranks: Ranks, ready: ReadyShards, verdict: PlanVerdict) -> ShardSave:
     """Use the plan that all ranks have kept, or plan together. Collective operation: all ranks must
     call it.
     """
     shards, num_bytes = ready.shards, ready.num_bytes
-    plan = plan_of(ranks, ready, kept)
+    plan = plan_of(ranks, ready, verdict)
     encoded = encoded_objects(plan.objects, shards)
-    if not kept.are_used:
+    if not verdict.reuses_plan:
         num_bytes = plan.tensor_bytes + sum(map(len, encoded.values()))
     measured = {}
     for name, (option, _) in _MEASURES.items():
@@ -82,7 +82,7 @@ def plan_shards(ranks: Ranks, ready: ReadyShards, kept: KeptPlans) -> ShardSave:
         encoded=encoded,
         settings=ready.settings.for_writing(num_bytes),
         num_bytes=num_bytes,
-        plan_reused=kept.are_used,
+        plan_reused=verdict.reuses_plan,
         measured=measured,
     )
 
@@ -116,8 +116,8 @@ def plan_chunks(
 
     Collective operation: all ranks must call it.
     """
-    ready, kept = compare_plans(ranks, shards, settings)
-    plan = plan_of(ranks, ready, kept)
+    ready, verdict = compare_plans(ranks, shards, settings)
+    plan = plan_of(ranks, ready, verdict)
     owned = _owned_chunks(plan, ready.shards)
     return owned, plan.manifest.manifest if plan.manifest is not None else None
 

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
-
-import numpy as np
 
 from distckpt._base.errors import (
     CheckpointingException,
@@ -27,13 +25,8 @@ from distckpt._format.marker import (
     note_of_module,
     note_of_schedulers,
 )
-from distckpt._io.planned_shards import (
-    NO_VOTE,
-    KeptPlans,
-    ReadyShards,
-    ShardSettings,
-    ready_to_plan,
-)
+from distckpt._io.plan_vote import PlanVerdict, PlanVote
+from distckpt._io.planned_shards import ReadyShards, ShardSettings, ready_to_plan
 from distckpt._io.prepared_save import PreparedSave
 from distckpt._io.save_shards import plan_shards, prepare_shards
 from distckpt._mapping.wrappers import CommonStateDict, ShardedObject, ShardedStateDict, StateDict
@@ -175,14 +168,14 @@ class _DescribedState:
 
 
 @dataclass(frozen=True)
-class _Own:
-    """What one rank finds out about a save, before it hears of others.
+class _LocalSave:
+    """The part of this rank in a save, before the first exchange.
 
     Attributes:
         target: where to save.
         objects: in the state dict.
         state: without them.
-        ready: its shards; None for a strategy, and where a rank has not looked for a plan.
+        ready: its shards; None for a strategy, and where no save is planned.
         digest: of the objects, for the vote.
     """
 
@@ -193,54 +186,10 @@ class _Own:
     digest: int = 0
 
     def vote(self) -> bytes:
-        """Return what the coordinator compares, see `_Agreement`."""
-        digest = np.array([self.state.digest ^ self.digest], np.int64)
-        return digest.tobytes() + (NO_VOTE if self.ready is None else self.ready.vote())
-
-
-class _Agreement(NamedTuple):
-    """What the coordinator finds out from the votes of all ranks.
-
-    Attributes:
-        is_same: what must be the same on all of them is.
-        are_ready: all have looked for a plan.
-        kept: about plans that were kept.
-        made: the place of the output; empty if it was not made.
-    """
-
-    is_same: bool
-    are_ready: bool
-    kept: KeptPlans
-    made: bytes = b""
-
-    @classmethod
-    def compared(cls, votes: Sequence[bytes]) -> _Agreement:
-        """Compare the votes of all ranks."""
-        about_plans = [vote[8:] for vote in votes]
-        kept = KeptPlans.compared(about_plans)
-        is_same = len({vote[:8] for vote in votes}) == 1
-        are_ready = is_same and NO_VOTE not in about_plans
-        return cls(is_same, are_ready, kept._replace(are_used=are_ready and kept.are_used))
-
-    def to_bytes(self) -> bytes:
-        """Encode for sending."""
-        flags = bytes([self.is_same, self.are_ready])
-        return pack_parts([flags, self.kept.to_bytes(), self.made])
-
-    @classmethod
-    def from_bytes(cls, data: bytes) -> _Agreement:
-        """Decode what `to_bytes` made."""
-        flags, kept, made = unpack_parts(data)
-        is_same, are_ready = map(bool, flags)
-        return cls(is_same, are_ready, KeptPlans.from_bytes(kept), made)
-
-
-_united_entries: set[Hashable] = set()
-"""Names of the entries of state dicts whose objects were not the same on all ranks.
-
-Such a state dict is described again, together, so a rank does not look for a plan before. That
-saves time and decides nothing: ranks may remember different saves.
-"""
+        """Return the vote of this rank, encoded."""
+        digest = self.state.digest ^ self.digest
+        vote = PlanVote(digest) if self.ready is None else self.ready.vote(digest)
+        return vote.to_bytes()
 
 
 def plan_save(
@@ -255,17 +204,10 @@ def plan_save(
     nothing is to be planned anew.
     """
     timer = PhaseTimer(request.verb, ranks.rank, str(request.path))
-    entries = frozenset(state_dict if isinstance(state_dict, dict) else ())
-    expects_same = _united_entries.isdisjoint(entries)
     with timer.phase("describe"):
-        own, agreement = _describe(ranks, state_dict, request, timer, expects_same, output)
-        if output is not None and agreement.made:
-            output.aim(own.target.location, output_settings(request, 0, True))
-            output.enter(agreement.made)
-        if not agreement.is_same:
-            _united_entries.update(entries)
+        own, verdict = _describe(ranks, state_dict, request, timer, output)
     with timer.phase("plan"):
-        prepared = _prepare(ranks, own, agreement.kept)
+        prepared = _prepare(ranks, own, verdict)
     request = replace(request, notes={**request.notes, **own.state.notes})
     return PlannedSave(own.target.location, request, own.target.config, prepared, timer)
 
@@ -294,7 +236,7 @@ def describe_shards(
     Collective operation: all ranks must call it.
     """
     timer = PhaseTimer(request.verb, ranks.rank, str(request.path))
-    own, _ = _describe(ranks, state_dict, request, timer, expects_same=False)
+    own, _ = _describe(ranks, state_dict, request, timer)
     state, settings = own.state, own.target.settings
     return DescribedShards(state.all_shards(ranks), state.common, own.objects, settings)
 
@@ -304,38 +246,38 @@ def _describe(
     state_dict: ShardedStateDict,
     request: SaveRequest,
     timer: PhaseTimer,
-    expects_same: bool,
     output: Output | None = None,
-) -> tuple[_Own, _Agreement]:
+) -> tuple[_LocalSave, PlanVerdict]:
     """Describe a state dict in the same way on all ranks; the coordinator makes the place of the
     output if kept plans fit.
     """
     with ranks.telling("describe the state dict", same=request.of_all_ranks()) as told:
-        own = _describe_own(ranks, state_dict, request, timer, expects_same)
+        own = _describe_own(ranks, state_dict, request, timer)
         told.payload = own.vote()
     with ranks.answering(told, "create directories"):
         if ranks.is_coordinator:
-            agreement = _Agreement.compared(told.payloads)
-            if output is not None and agreement.kept.are_used:
-                num_bytes = agreement.kept.num_bytes
+            verdict = PlanVerdict.of(told.payloads)
+            place = b""
+            if output is not None and verdict.reuses_plan:
+                num_bytes = verdict.num_bytes
                 output.aim(own.target.location, output_settings(request, num_bytes, True))
-                agreement = agreement._replace(made=output.make(num_bytes))
-            told.answer = agreement.to_bytes()
-    agreement = _Agreement.from_bytes(told.answer)
-    if not agreement.is_same:
+                place = output.make(num_bytes)
+            told.answer = pack_parts([verdict.to_bytes(), place])
+    verdict_bytes, place = unpack_parts(told.answer)
+    verdict = PlanVerdict.from_bytes(verdict_bytes)
+    if output is not None and place:
+        output.aim(own.target.location, output_settings(request, 0, True))
+        output.enter(place)
+    if not verdict.is_same_state:
+        if own.ready is not None and own.ready.plan is None:
+            own.target.settings.plans.keep(own.ready.structure, None)
         own = _united(ranks, own, request)
-    elif not agreement.are_ready:
-        own = replace(own, ready=None)
-    return own, agreement
+    return own, verdict
 
 
 def _describe_own(
-    ranks: Ranks,
-    state_dict: ShardedStateDict,
-    request: SaveRequest,
-    timer: PhaseTimer,
-    expects_same: bool,
-) -> _Own:
+    ranks: Ranks, state_dict: ShardedStateDict, request: SaveRequest, timer: PhaseTimer
+) -> _LocalSave:
     """Check the arguments and describe the state dict of this rank. Nothing is exchanged."""
     with ranks.part("check the arguments", decision=True):
         target = _check_target(ranks, request)
@@ -344,10 +286,10 @@ def _describe_own(
         described, digest = _described_objects(ranks, state_dict, request)
         state = _flatten(ranks, described, request)
     ready = None
-    if target.strategy is None and expects_same:
+    if target.strategy is None and request.has_target:
         with ranks.part("describe the shards"):
             ready = ready_to_plan(ranks, state.all_shards(ranks), target.settings)
-    return _Own(target, described, state, ready, digest)
+    return _LocalSave(target, described, state, ready, digest)
 
 
 def _described_objects(
@@ -401,7 +343,7 @@ def _chosen_strategy(request: SaveRequest) -> tuple[SaveShardedStrategy | None, 
     return strategy, settings if engine.plans is None else replace(settings, plans=engine.plans)
 
 
-def _united(ranks: Ranks, own: _Own, request: SaveRequest) -> _Own:
+def _united(ranks: Ranks, own: _LocalSave, request: SaveRequest) -> _LocalSave:
     """Describe a state dict again, together: its objects or common state are not the same on all
     ranks.
 
@@ -414,7 +356,7 @@ def _united(ranks: Ranks, own: _Own, request: SaveRequest) -> _Own:
     if _compares(ranks, request):
         differences = on_demand("common_differences")
         differences.check_differences(ranks, state.compared, state.digest, warns)
-    return _Own(own.target, with_objects, state, None)
+    return _LocalSave(own.target, with_objects, state, None)
 
 
 def _flatten(
@@ -467,10 +409,10 @@ def _check_metadata_entry(state_dict: StateDict, request: SaveRequest) -> None:
         )
 
 
-def _prepare(ranks: Ranks, own: _Own, kept: KeptPlans) -> PreparedSave:
+def _prepare(ranks: Ranks, own: _LocalSave, verdict: PlanVerdict) -> PreparedSave:
     """Decide which rank writes what, with the built-in engine or a strategy of the user."""
     if own.ready is not None:
-        return plan_shards(ranks, own.ready, kept)
+        return plan_shards(ranks, own.ready, verdict)
     shards = own.state.all_shards(ranks)
     if own.target.strategy is None:
         return prepare_shards(ranks, shards, own.target.settings)

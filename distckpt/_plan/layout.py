@@ -307,28 +307,32 @@ Structure: TypeAlias = tuple[Any, ...]
 plans.
 """
 
-MAX_PLANS = 4
-"""Plans that are kept, for programs that save several state dicts in turn."""
+MAX_PLANS = 8
+"""Structures that are kept, for programs that save several state dicts in turn."""
 
 
 class PlanCache:
-    """The latest plans of one strategy, by structure; those that were used last come first."""
+    """The latest structures of one strategy and their plans; the last used come first."""
 
     def __init__(self) -> None:
-        self._plans: list[tuple[Structure, SavePlan]] = []
+        self._plans: list[tuple[Structure, SavePlan | None]] = []
         self._lock = threading.Lock()
 
-    def find(self, structure: Structure) -> SavePlan | None:
-        """Return the plan that was kept for a structure."""
+    def find(self, structure: Structure) -> tuple[bool, SavePlan | None]:
+        """Return whether a structure was kept, and its plan."""
         with self._lock:
             for place, (known, plan) in enumerate(self._plans):
                 if known == structure:
                     self._plans.insert(0, self._plans.pop(place))
-                    return plan
-        return None
+                    return True, plan
+        return False, None
 
-    def keep(self, structure: Structure, plan: SavePlan) -> None:
-        """Keep a plan, in the place of the one that was used longest ago."""
+    def keep(self, structure: Structure, plan: SavePlan | None) -> None:
+        """Keep a structure in the place of the one that was used longest ago.
+
+        A plan of None stands for a state dict that ranks had to describe together: its own
+        structure has no plan.
+        """
         with self._lock:
             others = [item for item in self._plans if item[0] != structure]
             self._plans = [(structure, plan), *others[: MAX_PLANS - 1]]

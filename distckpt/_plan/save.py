@@ -30,17 +30,6 @@ BALANCE_TOLERANCE = 0.01
 """A cut may be this far, as a share of one rank's bytes, from where it would be perfectly even."""
 MIN_SLICE_BYTES = 4096
 """Nothing smaller is cut: the balance gained is not worth another chunk."""
-SHARDS_OF_PLANNER = 1 << 20
-"""With more shards on all ranks, several planners share the work, of about as many each."""
-MAX_PLANNERS = 16
-
-
-def num_planners_for(num_shards: int, num_ranks: int) -> int:
-    """Return how many ranks plan a save; 1 if that is the coordinator alone."""
-    wanted = -(-num_shards // SHARDS_OF_PLANNER)
-    return max(1, min(wanted, MAX_PLANNERS, num_ranks))
-
-
 MAX_SMALL_WRITERS = 16
 """So many ranks may write little each: then it matters more that all take part than that there are
 few files.

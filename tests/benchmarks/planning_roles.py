@@ -198,7 +198,7 @@ def plan_alone(tables: list[ShardTable]) -> Plan:
 
 def plan_divided(tables: list[ShardTable], num_planners: int | None) -> Plan:
     """Plan as many ranks do; by default, with as many planners as a save has."""
-    from distckpt._plan.save import num_planners_for
+    from distckpt._io.shared_plan import num_planners_for
 
     num_shards = sum(len(table.key_ids) for table in tables)
     num_planners = num_planners or num_planners_for(num_shards, len(tables))
@@ -208,11 +208,11 @@ def plan_divided(tables: list[ShardTable], num_planners: int | None) -> Plan:
 
 
 class _Divided:
-    """What ranks do with `distckpt._io.divided_plan`, one after the other."""
+    """What ranks do with `distckpt._io.divided.plan`, one after the other."""
 
     def __init__(self, tables: list[ShardTable], num_planners: int) -> None:
-        from distckpt._io.divided_plan import Coordinator, PartPlanning
-        from distckpt._plan import divided
+        from distckpt._io.divided import planner as divided
+        from distckpt._io.divided.plan import Coordinator, PartPlanning
 
         self._functions = divided
         self._tables, self._num_planners = tables, num_planners

@@ -11,7 +11,7 @@ import torch
 import distckpt
 from distckpt import ShardedTensor
 from distckpt._format import manifest
-from distckpt._plan import save as plan_of_save
+from distckpt._io import shared_plan
 from distckpt._ranks import exchanges
 from distckpt._ranks.collectives import Ranks
 from distckpt._ranks.exchanges import Exchanges, pack_parts, unpack_parts
@@ -121,7 +121,8 @@ def count_with_planners(rank, num_ranks, folder):
     """Do the same where the first save is planned by several ranks, and so large that they make
     parts of the manifest.
     """
-    plan_of_save.SHARDS_OF_PLANNER, manifest.MAX_BLOCKS = 2, 0
+    shared_plan.SHARDS_OF_PLANNER = 2
+    manifest.MAX_BLOCKS = 0
     return count_collectives(rank, num_ranks, folder)
 
 

@@ -7,8 +7,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from distckpt._io.divided_plan import Coordinator, PartPlanning
-from distckpt._plan.divided import (
+from distckpt._io.divided.plan import Coordinator, PartPlanning
+from distckpt._io.divided.planner import (
     Cuts,
     OwnKeys,
     PlannedRows,
@@ -36,7 +36,7 @@ class Planned(NamedTuple):
 def plan_divided(
     tables: Sequence[ShardTable], num_planners: int, *, allow_gaps: bool = False
 ) -> Planned:
-    """Do what the ranks do with `distckpt._io.divided_plan.plan_divided`, one after the other."""
+    """Do what the ranks do with `distckpt._io.divided.plan.plan_divided`, one after the other."""
     coordinator = Coordinator(len(tables), num_planners)
     told = coordinator.number_keys(
         [table.kinds_to_bytes() for table in tables], [tied_keys(table) for table in tables]

@@ -7,22 +7,18 @@ from __future__ import annotations
 import itertools
 import json
 import secrets
+from collections import Counter
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from distckpt._base.errors import InvalidShardingError
+from distckpt._base.options import SaveOptions
 from distckpt._format.manifest import ChunkTable, Manifest, needs_checksum_files, num_blocks_of
 from distckpt._format.manifest_parts import parts_by_name
-from distckpt._geometry.region import IntArray
-from distckpt._io.replica_differences import (
-    ReplicasToCompare,
-    differences_to_json,
-    join_differences,
-    keep_different_whole,
-)
-from distckpt._plan.divided import (
+from distckpt._io.divided.planner import (
     Cuts,
     Described,
     Lines,
@@ -43,7 +39,12 @@ from distckpt._plan.divided import (
     split_chunks,
     tied_keys,
 )
-from distckpt._plan.save import Pieces
+from distckpt._io.replica_differences import (
+    Pair,
+    ReplicasToCompare,
+    keep_different_whole,
+)
+from distckpt._io.shared_plan import Share, SharedPlan, without_parts
 from distckpt._ranks.collectives import Ranks
 from distckpt._ranks.exchanges import pack_parts, unpack_parts
 from distckpt._state.shards import ShardTable
@@ -59,44 +60,12 @@ _STEP = "plan"
 _INVALID, _VALID = b"-", b"+"
 
 
-class DividedPlan(NamedTuple):
-    """The plan of a save as one rank knows it.
-
-    Attributes:
-        number: identifies the plan on all ranks.
-        stride: see `replica_weights`; 0 if no rank has replicas.
-        sampled: rows of this rank whose samples the coordinator needs; None if all replicas are
-            equal.
-        has_checksum_files: each rank writes the checksums of its blocks into a file.
-        factors: of the rows of this rank, see `replica_factors`.
-        pieces: that this rank writes.
-        edges: of the keys in the manifest that each planner knows.
-        manifest: of the keys of all ranks; on the coordinator.
-        differing: replicas of all ranks that differ; on the coordinator.
-    """
-
-    number: int
-    stride: int
-    sampled: list[int] | None
-    has_checksum_files: bool
-    factors: IntArray
-    pieces: Pieces
-    edges: list[int]
-    manifest: Manifest | None
-    differing: ReplicasToCompare | None
-
-
 def plan_divided(
-    ranks: Ranks,
-    table: ShardTable,
-    num_planners: int,
-    *,
-    allow_gaps: bool,
-    differences_are_errors: bool,
-) -> DividedPlan:
+    ranks: Ranks, table: ShardTable, options: SaveOptions, num_planners: int
+) -> SharedPlan:
     """Plan a save with several planners.
 
-    Collective operation: all ranks must call it. What a planner refuses, all ranks raise.
+    Collective operation: all ranks must call it. All ranks raise the refusal of a planner.
 
     Raises:
         InvalidShardingError: shards overlap, leave gaps or contradict each other.
@@ -109,7 +78,9 @@ def plan_divided(
     rows = own_keys.rows_of_planners(table)
     described = ranks.gather_once([describe_rows(table, own_keys, each) for each in rows])
     bundle = ranks.decide_each(_STEP, lambda: coordinator.hand_on(described))
-    planning = PartPlanning(allow_gaps, differences_are_errors)
+    # Without validation, elements that no rank holds are accepted.
+    allow_gaps = not options.validate_access_integrity
+    planning = PartPlanning(allow_gaps, bool(options.validate_replicas))
     with ranks.telling(_STEP) as told:
         if bundle:
             told.payload = planning.begin(bundle)
@@ -127,16 +98,21 @@ def plan_divided(
     has_files = any(told.answer)
     shares = unpack_parts(ranks.decide_each(_STEP, coordinator.shares_by_rank))
     planned = [PlannedRows.from_bytes(*each) for each in zip(shares, rows, strict=True)]
-    return DividedPlan(
+    share = Share(
         number=number,
         stride=stride,
         sampled=_sampled_rows(planned) if differ else None,
-        has_checksum_files=has_files,
+        has_checksum_file=has_files,
         factors=join_factors(table, planned),
         pieces=join_pieces(table, planned, own_keys.ids, aliases),
-        edges=(own_keys.edges - np.searchsorted(sorted(aliases), own_keys.edges)).tolist(),
-        manifest=coordinator.manifest,
-        differing=coordinator.differing,
+    )
+    edges = own_keys.edges - np.searchsorted(sorted(aliases), own_keys.edges)
+    divide = partial(_gather_parts, edges=edges.tolist(), manifest=coordinator.manifest)
+    return SharedPlan(
+        share,
+        coordinator.manifest,
+        coordinator.differing,
+        divide if has_files else without_parts,
     )
 
 
@@ -144,7 +120,7 @@ def _sampled_rows(planned: Sequence[PlannedRows]) -> list[int]:
     return [row for each in planned for row in each.sampled_rows.tolist()]
 
 
-def gather_parts(
+def _gather_parts(
     ranks: Ranks, table: ChunkTable, edges: Sequence[int], manifest: Manifest | None
 ) -> tuple[ChunkTable, dict[str, bytes]]:
     """Let planners sort the chunks of all ranks into parts of the manifest.
@@ -330,3 +306,29 @@ class Coordinator:
     def shares_by_rank(self) -> list[bytes]:
         """Return, by rank, what all planners have made for it."""
         return [pack_parts(shares) for shares in zip(*self._shares, strict=True)]
+
+
+# --- Replicas that differ -------------------------------------------------------------------------
+
+
+def differences_to_json(compared: ReplicasToCompare) -> Any:
+    """Encode the replicas that differ among the keys of one planner, for `join_differences`."""
+    num_rows = {str(i): len(rows) for i, rows in enumerate(compared.rows_of_ranks) if rows}
+    return [compared.keys, compared.ranks, compared.pairs, num_rows, str(compared.error)]
+
+
+def join_differences(parts: Sequence[Any]) -> ReplicasToCompare:
+    """Join the differing replicas of all planners, in whose order samples of a rank are."""
+    num_before: Counter[int] = Counter()
+    keys: list[str] = []
+    ranks: set[int] = set()
+    pairs: list[Pair] = []
+    for keys_of_part, ranks_of_part, pairs_of_part, num_rows, _ in parts:
+        keys += keys_of_part
+        ranks.update(ranks_of_part)
+        for key, dtype, num_elements, *places in pairs_of_part:
+            main, other = ((rank, num_before[rank] + place) for rank, place in places)
+            pairs.append(Pair(key, dtype, num_elements, main, other))
+        num_before.update({int(rank): num for rank, num in num_rows.items()})
+    error = InvalidShardingError(parts[0][-1])
+    return ReplicasToCompare(keys, sorted(ranks), pairs, error=error)

@@ -11,12 +11,12 @@ import torch
 
 from distckpt import InvalidShardingError
 from distckpt._base.dtypes import ITEM_BYTES
+from distckpt._io.shared_plan import num_planners_for
 from distckpt._mapping.base import OpenReplicaId
 from distckpt._plan.save import (
     MAX_SMALL_WRITERS,
     MIN_SLICE_BYTES,
     find_aliases,
-    num_planners_for,
     plan_owners,
 )
 from distckpt._state.shards import merge_tables, shard_table

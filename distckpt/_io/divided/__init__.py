@@ -1,0 +1,1 @@
+"""Planning of a save with very many shards, by several ranks."""
