@@ -29,29 +29,34 @@ def estimate_array_nbytes(array: Any) -> int:
             f"the size of a {type(array).__name__} is unknown: it has no shape and dtype"
         )
     dtype = array.dtype
-    item = dtype.itemsize if isinstance(dtype, np.dtype) else as_torch_dtype(dtype).itemsize
-    return int(math.prod(array.shape) * item)
+    if not isinstance(dtype, np.dtype):
+        dtype = as_torch_dtype(dtype)
+    return int(math.prod(array.shape) * dtype.itemsize)
 
 
 def memory_order(tensor: torch.Tensor) -> list[int] | None:
-    """Return the order in which the axes of a transposed tensor lie in memory, outermost first;
+    """Return the order of a transposed tensor's axes in memory, outermost first.
+
     None for other tensors, expanded ones included.
     """
     strides = tensor.stride()
     if tensor.is_contiguous() or 0 in strides:
         return None
     order = sorted(range(tensor.ndim), key=lambda axis: -strides[axis])
-    return order if order != sorted(order) else None
+    if order == sorted(order):
+        return None
+    return order
 
 
 def in_memory_order(tensor: torch.Tensor, order: list[int]) -> torch.Tensor:
-    """Return a copy of a tensor whose axes lie in memory in another order."""
+    """Return a copy of a tensor with its axes reordered in memory."""
     return tensor.permute(order).contiguous().permute([order.index(i) for i in range(len(order))])
 
 
 def as_torch_dtype(dtype: torch.dtype | str | np.dtype[Any] | type) -> torch.dtype:
-    """Return the torch dtype for one of torch or numpy, or for a name ("bfloat16",
-    "torch.bfloat16", "BF16", "bf16").
+    """Return the torch dtype for a torch or numpy dtype or name.
+
+    Names are "bfloat16", "torch.bfloat16", "BF16" or "bf16".
 
     Raises:
         ValueError: there is no such dtype.
@@ -60,9 +65,9 @@ def as_torch_dtype(dtype: torch.dtype | str | np.dtype[Any] | type) -> torch.dty
         return dtype
     if not isinstance(dtype, str):
         dtype = np.dtype(dtype).name
-    found = FROM_NAME.get(dtype.upper(), getattr(torch, dtype.removeprefix("torch."), None))
-    if not isinstance(found, torch.dtype):
+    torch_dtype = FROM_NAME.get(dtype.upper(), getattr(torch, dtype.removeprefix("torch."), None))
+    if not isinstance(torch_dtype, torch.dtype):
         raise ValueError(
             f"torch {torch.__version__} has no dtype {dtype!r}{did_you_mean(dtype, FROM_NAME)}"
         )
-    return found
+    return torch_dtype

@@ -1,4 +1,4 @@
-"""How much host memory this process can still take."""
+"""The host memory that this process can still take."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from collections.abc import Iterator, Sequence
 
 
 def estimate_available_memory(*, proc: str = "/proc", cgroups: str = "/sys/fs/cgroup") -> int:
-    """Estimate how many bytes of host memory this process can still take without swapping or being
-    killed.
+    """Estimate the host memory in bytes that this process can still take.
 
-    The smaller of what the machine has available and what the memory limits of this process's
-    control groups (of containers and batch jobs; version 1 and 2) leave. File cache that the kernel
-    drops on demand counts as available.
+    More would make the machine swap, or the process be killed. The estimate is the smaller of the
+    machine's available memory and the memory left by the limits of this process's control groups
+    (of containers and batch jobs; version 1 and 2). File cache that the kernel drops on demand
+    counts as available.
 
     Args:
         proc: directory of the proc file system.
@@ -32,8 +32,9 @@ def _machine_memory(proc: str) -> Iterator[int]:
 
 
 def _cgroup_memory(proc: str, cgroups: str) -> Iterator[int]:
-    """Yield what each memory limit that applies leaves: the limits of the groups around its own
-    bind a process, too.
+    """Yield the memory that each applicable limit leaves.
+
+    The limits of the groups around its own bind a process, too.
     """
     for line in _lines(os.path.join(proc, "self", "cgroup")):
         _, controllers, path = line.split(":", 2)
@@ -50,7 +51,8 @@ def _cgroup_memory(proc: str, cgroups: str) -> Iterator[int]:
 def _memory_upward(
     root: str, path: str, limit_name: str, usage_name: str, cache_name: str
 ) -> Iterator[int]:
-    # In a container the root may be the group itself, and the path one that is seen outside only.
+    # In a container the root may be the group itself, and the path one that is visible outside
+    # only.
     parts = [part for part in path.split("/") if part not in ("", "..")]
     for depth in range(len(parts), -1, -1):
         group = os.path.join(root, *parts[:depth])

@@ -11,19 +11,19 @@ _P = ParamSpec("_P")
 _T = TypeVar("_T")
 
 
-def warn_deprecated(what: str, *, instead: str, since: str, removed_in: str) -> None:
+def warn_deprecated(subject: str, *, instead: str, since: str, removed_in: str) -> None:
     """Warn the caller of a public function that something is deprecated.
 
     A `FutureWarning`, since the people who run a program see these, not only its authors.
 
     Args:
-        what: what the caller used, such as "the argument `path` of `load`".
-        instead: what to use.
+        subject: the deprecated thing, such as "the argument `path` of `load`".
+        instead: its replacement.
         since: the release that deprecated it.
         removed_in: the release that removes it, at least two minor releases later.
     """
     warnings.warn(
-        f"{what} is deprecated since distckpt {since} and will be removed in {removed_in}: use "
+        f"{subject} is deprecated since distckpt {since} and will be removed in {removed_in}: use "
         f"{instead}.",
         FutureWarning,
         stacklevel=3,

@@ -1,4 +1,4 @@
-"""Element types: torch dtypes, their safetensors names, and which conversions lose nothing."""
+"""Element types: torch dtypes, their safetensors names, and lossless conversions."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _NAMES: dict[str, str] = {
     "float8_e8m0fnu": "F8_E8M0",
     "float4_e2m1fn_x2": "F4",
 }
-"""torch attribute name -> safetensors name; torch releases differ in which of them exist."""
+"""torch attribute name -> safetensors name; torch releases lack some of them."""
 
 TO_NAME: Mapping[torch.dtype, str] = LazyTable(
     lambda: {getattr(torch, t): name for t, name in _NAMES.items() if hasattr(torch, t)}
@@ -65,14 +65,14 @@ ITEM_BYTES: dict[str, int] = {
     "F8_E8M0": 1,
     "F4": 1,
 }
-"""safetensors name -> size of a torch item, for what needs no more than sizes: `FROM_NAME` takes an
-import of torch.
+"""safetensors name -> size of a torch item. Sizes alone need no import of torch, unlike
+`FROM_NAME`.
 """
 _NOT_IN_ALL_RELEASES = frozenset(("F8_E8M0", "F4"))
 """Names of dtypes that some supported releases of torch lack."""
 
 PACKED_PER_ITEM: dict[str, int] = {"F4": 2}
-"""Elements packed into one torch item: a safetensors entry counts elements along its last axis,
+"""Elements packed into one torch item. A safetensors entry counts elements along its last axis,
 torch counts items.
 """
 
@@ -80,20 +80,28 @@ _SAME_SIZE_INTEGER = {1: "uint8", 2: "int16", 4: "int32", 8: "int64"}
 
 
 def is_known(name: str) -> bool:
-    """Tell whether a safetensors name is of a dtype that this torch has."""
-    return name in (FROM_NAME if name in _NOT_IN_ALL_RELEASES else ITEM_BYTES)
+    """Return whether this torch has the dtype of a safetensors name."""
+    if name in _NOT_IN_ALL_RELEASES:
+        return name in FROM_NAME
+    return name in ITEM_BYTES
 
 
 def as_integers(tensor: torch.Tensor) -> torch.Tensor:
-    """View a tensor's items as integers of the same size, so that copies work for every dtype."""
+    """View a tensor's items as integers of the same size.
+
+    Copies of integers work for every dtype.
+    """
     return tensor.view(getattr(torch, _SAME_SIZE_INTEGER[tensor.dtype.itemsize]))
 
 
 def flat_bytes(values: torch.Tensor) -> torch.Tensor:
-    """Return the bytes of values in row-major order, as uint8 on one axis; views where they can."""
+    """Return the bytes of values in row-major order, as a uint8 vector.
+
+    The result is a view where possible.
+    """
     plain = values.detach().resolve_conj().resolve_neg()
     if plain.dtype.itemsize == 1:
-        # First of all: copies of bools have other bits than these, if they are not 0 or 1.
+        # This comes first: copies of bools have other bits than these, if they are not 0 or 1.
         plain = plain.view(torch.uint8)
     plain = plain.contiguous()
     # A tensor of one item counts as contiguous whatever its strides, but view() refuses most of
@@ -102,8 +110,9 @@ def flat_bytes(values: torch.Tensor) -> torch.Tensor:
 
 
 def to_numpy(values: torch.Tensor) -> npt.NDArray[Any]:
-    """Convert CPU values to numpy: floats that it lacks become float32, packed values become their
-    bytes (uint8).
+    """Convert CPU values to numpy.
+
+    Floats that numpy lacks become float32, packed values become their bytes (uint8).
     """
     if TO_NAME[values.dtype] in PACKED_PER_ITEM:
         values = values.view(torch.uint8)
@@ -118,16 +127,21 @@ def to_numpy(values: torch.Tensor) -> npt.NDArray[Any]:
 
 @functools.cache
 def item_values(dtype: torch.dtype) -> npt.NDArray[np.float32]:
-    """Return the value of each byte as an item of a dtype of one byte; the byte if it is packed."""
+    """Return each byte's value as an item of a one-byte dtype.
+
+    For a packed dtype, the value is the byte.
+    """
     codes = torch.arange(256, device="cpu").to(torch.uint8)
-    values = (codes if TO_NAME[dtype] in PACKED_PER_ITEM else codes.view(dtype)).float()
+    items = codes if TO_NAME[dtype] in PACKED_PER_ITEM else codes.view(dtype)
+    values = items.float()
     # numpy warns when it converts some of the NaN that torch makes.
     return values.where(~values.isnan(), torch.nan).numpy()
 
 
 def is_lossless_cast(source: torch.dtype, target: torch.dtype) -> bool:
-    """Tell whether every value of `source` has an equal value in `target` (bf16 in fp32, int64 not
-    in fp32).
+    """Return whether every value of `source` has an equal value in `target`.
+
+    Every bf16 has one in fp32, not every int64.
     """
     if source == target:
         return True
@@ -153,8 +167,9 @@ def _contains_integers(target: torch.dtype, source: torch.iinfo) -> bool:
 
 
 def is_convertible(source: torch.dtype, target: torch.dtype) -> bool:
-    """Tell whether a conversion keeps the meaning of values, apart from range and precision;
-    complex to real does not.
+    """Return whether a conversion keeps the meaning of values.
+
+    Range and precision may change; complex to real does not keep the meaning.
     """
     if source == target:
         return True
@@ -166,22 +181,25 @@ def is_convertible(source: torch.dtype, target: torch.dtype) -> bool:
 
 
 def is_summed(dtype: torch.dtype) -> bool:
-    """Tell whether tensors of a dtype are added to merge checkpoints; integers and packed numbers
-    are not.
+    """Return whether merging checkpoints adds tensors of a dtype.
+
+    Integers and packed numbers are not added.
     """
     return (dtype.is_floating_point or dtype.is_complex) and dtype not in _peculiar()
 
 
 def has_smaller_range(target: torch.dtype, source: torch.dtype) -> bool:
-    """Tell whether finite values of `source` may be infinite in `target`; from float32 to bfloat16,
-    they hardly ever are.
+    """Return whether finite values of `source` may be infinite in `target`.
+
+    From float32 to bfloat16, they hardly ever are.
     """
     are_floats = target != source and target.is_floating_point and source.is_floating_point
     return are_floats and 2 * torch.finfo(target).max < torch.finfo(source).max
 
 
 def _contains_float(target: torch.dtype, source: torch.dtype) -> bool:
-    wide, narrow = torch.finfo(target), torch.finfo(source)
+    wide = torch.finfo(target)
+    narrow = torch.finfo(source)
     # Only float16, bfloat16, float32 and float64 can be targets: 8-bit floats differ in their
     # special values.
     if wide.bits <= narrow.bits or wide.bits == 8:
@@ -194,7 +212,8 @@ def _contains_float(target: torch.dtype, source: torch.dtype) -> bool:
 
 @functools.cache
 def _peculiar() -> frozenset[torch.dtype]:
-    """Return scales and packed types, without arithmetic of their own: they are only ever
-    copied.
+    """Return scales and packed types.
+
+    They have no arithmetic of their own and are only ever copied.
     """
     return frozenset(FROM_NAME[name] for name in ("F8_E8M0", "F4") if name in FROM_NAME)

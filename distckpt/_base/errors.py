@@ -13,29 +13,32 @@ _MAX_LISTED_RANKS = 8
 class CheckpointingException(Exception):
     """Base class of the errors of distckpt.
 
-    In programs that have imported Megatron Core, they can be caught as that package's class of the
-    same name, too.
+    In programs that have imported Megatron Core, they can also be caught as its class of the same
+    name.
     """
 
     def __new__(cls, *args: Any, **kwargs: Any) -> CheckpointingException:
-        """Make an error that is also one of Megatron, whichever package was imported first."""
+        """Make an error that is also a Megatron error.
+
+        The order of imports of the two packages does not matter.
+        """
         kind: Any = cls
         theirs: Any = megatron_error()
         if theirs is not None and not issubclass(cls, theirs):
             kind = class_of_both(kind, theirs)
-        made: CheckpointingException = super().__new__(kind, *args)
-        return made
+        error: CheckpointingException = super().__new__(kind, *args)
+        return error
 
 
 def megatron_error() -> type[Exception] | None:
-    """Return the class of Megatron's errors; None where Megatron has not been imported."""
+    """Return the class of Megatron's errors, None where Megatron is not imported."""
     module = sys.modules.get("megatron.core.dist_checkpointing.core")
     return getattr(module, "CheckpointingException", None)
 
 
 @functools.cache
 def class_of_both(cls: Any, theirs: Any) -> Any:
-    """Return a class derived from two, which is pickled as the first."""
+    """Return a class derived from both, which is pickled as the first."""
 
     def reduce(self: Any) -> tuple[Any, ...]:
         return (cls, *cls.__reduce__(self)[1:])
@@ -45,19 +48,19 @@ def class_of_both(cls: Any, theirs: Any) -> Any:
 
 
 class InvalidShardingError(CheckpointingException, ValueError):
-    """Shards overlap, leave gaps, contradict each other, or describe an impossible placement."""
+    """Shards that overlap, leave gaps, contradict each other, or cannot be placed."""
 
 
 class CheckpointNotFoundError(CheckpointingException, FileNotFoundError):
-    """There is no complete checkpoint at the location: its marker is missing."""
+    """No complete checkpoint at the location: its marker is missing."""
 
 
 class CheckpointExistsError(CheckpointingException, FileExistsError):
-    """A complete checkpoint is already there, and `overwrite` was not given."""
+    """A complete checkpoint is already there, and `overwrite` is not set."""
 
 
 class CorruptCheckpointError(CheckpointingException):
-    """Files of a checkpoint are missing or damaged, or contradict its marker.
+    """Checkpoint files that are missing or damaged, or contradict the marker.
 
     Attributes:
         file: the location of a part of the manifest that is missing or damaged; None in errors
@@ -68,11 +71,11 @@ class CorruptCheckpointError(CheckpointingException):
 
 
 class LoadMismatchError(CheckpointingException, LookupError):
-    """The checkpoint does not match what a load requests.
+    """A checkpoint that does not match the request of a load.
 
     Attributes:
-        missing: keys that are in the checkpoint and no rank asked for.
-        unexpected: keys that were asked for and are not in the checkpoint, or not as asked for.
+        missing: keys of the checkpoint that no rank requested.
+        unexpected: requested keys that the checkpoint does not have in the requested form.
     """
 
     def __init__(
@@ -84,11 +87,11 @@ class LoadMismatchError(CheckpointingException, LookupError):
 
 
 class UnsupportedObjectError(CheckpointingException, TypeError):
-    """An object cannot be stored, because its type is neither built in nor registered."""
+    """An object that cannot be stored: its type is neither built in nor registered."""
 
 
 class RankFailedError(CheckpointingException):
-    """Some ranks failed: raised on all ranks, with the error of each rank that failed.
+    """Failure of some ranks, raised on all with each rank's error.
 
     Attributes:
         failures: the exception of each failed rank, by rank number, in ascending order.
@@ -104,10 +107,10 @@ class RankFailedError(CheckpointingException):
         *,
         phase: str | None = None,
     ) -> None:
-        """Describe what the ranks were doing (`phase`) and each failure, or say `message`
-        instead.
-        """
-        super().__init__(_describe_failures(failures, phase) if message is None else message)
+        """Describe the ranks' phase and each failure, unless `message` is there."""
+        if message is None:
+            message = _describe_failures(failures, phase)
+        super().__init__(message)
         self.failures = dict(sorted(failures.items()))
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -121,6 +124,8 @@ def _describe_failures(failures: Mapping[int, BaseException], phase: str | None)
     ]
     if len(lines) > _MAX_LISTED_RANKS:
         lines[_MAX_LISTED_RANKS:] = [f"... and {len(lines) - _MAX_LISTED_RANKS} more"]
-    ranks = "1 rank" if len(failures) == 1 else f"{len(failures)} ranks"
+    ranks = f"{len(failures)} ranks"
+    if len(failures) == 1:
+        ranks = "1 rank"
     during = "" if phase is None else f" during {phase!r}"
     return "\n  ".join([f"{ranks} failed{during}, so all ranks stopped:", *lines])

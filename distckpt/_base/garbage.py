@@ -11,7 +11,7 @@ from collections.abc import Iterator
 def paused_garbage_collection() -> Iterator[None]:
     """Keep the cyclic garbage collector from running.
 
-    Planning makes many small tuples that all live on, and an import many objects; the collector
+    Planning makes many small tuples that all live on, and an import many objects. The collector
     would walk over them, and over all of torch's, again and again, which takes as long as the
     planning or the import itself.
     """

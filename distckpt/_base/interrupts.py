@@ -1,8 +1,8 @@
-"""What interrupts an operation: signals, and calls in the middle of it.
+"""Interruptions of an operation: signals, and calls in the middle of it.
 
 Python runs the handlers of signals between any two instructions of the main thread. An exception
-raised there, such as KeyboardInterrupt, could take this rank out of an exchange in which the others
-wait. So while several ranks work together, handlers run only where all ranks learn of their
+raised there, such as KeyboardInterrupt, could take this rank out of an exchange in which other
+ranks wait. So while several ranks work together, handlers run only where all ranks learn of their
 exceptions: at the ends of phases, and while threads move bytes within a phase. A call that a
 handler makes would find the operation in the middle of its work, so it is refused.
 """
@@ -21,8 +21,8 @@ from typing import ParamSpec, TypeAlias, TypeVar, cast
 from distckpt._base.errors import CheckpointingException
 
 INSISTING_SECONDS = 1.0
-"""A signal that comes again after this time is handled at once. Sooner ones do not count: launchers
-pass on what the terminal has already sent.
+"""Seconds after which a repeated signal is handled at once. Sooner ones do not count: launchers
+pass on signals that the terminal has already sent.
 """
 
 _SIGNALS = tuple(signal.valid_signals())
@@ -32,31 +32,32 @@ _Result = TypeVar("_Result")
 
 _Handler: TypeAlias = Callable[[int, FrameType | None], object]
 
-# What follows belongs to the main thread.
+# All of this belongs to the main thread.
 _handlers: dict[int, _Handler] = {}
-"""By signal: what is called later."""
+"""Signal -> its handler, to be called later."""
 _arrived: dict[int, tuple[float, _Handler]] = {}
-"""By signal: when it came, and what is to be called."""
+"""Signal -> the time of its arrival, and the handler to call."""
 _is_forced = False
 """Whether a handler that would not wait has raised an exception: the ranks are out of step."""
 
 _thread = threading.local()
-"""`names`: the operations that a thread is in the middle of; `locks`: those that they hold."""
+"""`names`: the running operations of a thread; `locks`: the locks that they hold."""
 
 
 def operation(function: Callable[_Parameters, _Result]) -> Callable[_Parameters, _Result]:
-    """Make a function an operation, which cannot be called in the middle of another one in the same
-    thread.
+    """Make a function an operation, which never runs inside another one.
 
-    Operations of this package may nevertheless consist of others. After `defer_signals` in an
-    operation, the handlers of signals wait for `run_handlers`, or for its end.
+    This holds within a thread. Operations of this package may nevertheless consist of other
+    operations. After `defer_signals` in an operation, the handlers of signals wait for
+    `run_handlers`, or for its end.
     """
 
     @functools.wraps(function)
     def call(*args: _Parameters.args, **kwargs: _Parameters.kwargs) -> _Result:
-        name, names = function.__qualname__, _names()
-        # An exception of a signal handler may end any step below but a deletion, so what ends this
-        # call puts back what was there before.
+        name = function.__qualname__
+        names = _names()
+        # An exception of a signal handler may end any step below but a deletion, so the end of this
+        # call restores the state before it.
         num_running = len(names)
         if num_running:
             _refuse_callbacks(name, names[0], sys._getframe(1))
@@ -78,13 +79,13 @@ def operation(function: Callable[_Parameters, _Result]) -> Callable[_Parameters,
 
 
 def _names() -> list[str]:
-    """Return the names of the operations that this thread is in the middle of, outermost first."""
+    """Return the names of this thread's running operations, outermost first."""
     names: list[str] = _thread.__dict__.setdefault("names", [])
     return names
 
 
 def run_operation(name: str, function: Callable[[], _Result]) -> _Result:
-    """Call a function in the name of an operation that another thread is in the middle of."""
+    """Call a function in the name of another thread's operation."""
     names = _names()
     num_running = len(names)
     try:
@@ -95,11 +96,14 @@ def run_operation(name: str, function: Callable[[], _Result]) -> _Result:
 
 
 _CALLS: set[CodeType] = {run_operation.__code__}
-"""The code of operations, and of what calls a function in the name of one."""
+"""The code of operations, and of their substitutes in other threads."""
 
 
 def _refuse_callbacks(name: str, running: str, caller: FrameType | None) -> None:
-    """Refuse a call in the middle of another one, unless only this package lies between them."""
+    """Refuse a call in the middle of another one.
+
+    A call is allowed if only this package lies between them.
+    """
     while caller is not None and caller.f_code not in _CALLS:
         if not f"{caller.f_globals.get('__name__')}.".startswith(("distckpt.", "contextlib.")):
             raise CheckpointingException(
@@ -111,17 +115,15 @@ def _refuse_callbacks(name: str, running: str, caller: FrameType | None) -> None
 
 
 def running_operation() -> str | None:
-    """Return the name of the operation that this thread is in the middle of, None when there is
-    none.
-    """
+    """Return the name of this thread's running operation, or None."""
     names = _names()
-    return names[0] if names else None
+    if not names:
+        return None
+    return names[0]
 
 
 def hold(lock: threading.Lock) -> None:
-    """Wait for a lock, and hold it until the end of the operation that this thread is in the middle
-    of.
-    """
+    """Hold a lock until the end of the thread's running operation."""
     locks = getattr(_thread, "locks", None)
     if locks is not None and _names() and lock not in locks:
         lock.acquire()
@@ -129,9 +131,7 @@ def hold(lock: threading.Lock) -> None:
 
 
 def defer_signals() -> None:
-    """Let the handlers of signals wait, until the end of the operation that this thread is in the
-    middle of.
-    """
+    """Let signal handlers wait until the thread's running operation ends."""
     if not _is_main_thread() or running_operation() is None:
         return
     for number in _SIGNALS:
@@ -142,7 +142,10 @@ def defer_signals() -> None:
 
 
 def run_handlers() -> None:
-    """Run the handlers that have waited, in the main thread; what they raise is raised here."""
+    """Run the handlers that have waited, in the main thread.
+
+    Their exceptions are raised here.
+    """
     if _arrived and _is_main_thread():
         number, (_, handler) = _arrived.popitem()
         try:
@@ -152,9 +155,7 @@ def run_handlers() -> None:
 
 
 def is_forced() -> bool:
-    """Tell whether a signal that came again has ended what this thread was doing, wherever it
-    was.
-    """
+    """Return whether a repeated signal has ended this thread's work."""
     return _is_forced and _is_main_thread()
 
 
@@ -176,8 +177,9 @@ def _defer(number: int, frame: FrameType | None) -> None:
 
 
 def _end_deferral() -> None:
-    """Restore the handlers, and run those that still wait: what has ended is in order on all
-    ranks.
+    """Restore the handlers, and run those that still wait.
+
+    The operation has ended in order on all ranks.
     """
     global _is_forced
     _is_forced = False

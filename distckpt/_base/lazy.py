@@ -1,9 +1,9 @@
-"""What is imported, or made, when it is first used.
+"""Modules and tables that are imported, or made, at their first use.
 
 `import torch` takes seconds, which listing and inspecting checkpoints need not wait for. Modules
 that they import get torch from here:
 
-    from distckpt._base.lazy import torch
+from distckpt._base.lazy import torch
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _Value = TypeVar("_Value")
 
 
 class LazyModule:
-    """A module that is imported when a name in it is first used."""
+    """A module that is imported at the first use of its names."""
 
     __slots__ = ("__dict__", "_name")
 
@@ -37,7 +37,7 @@ class LazyModule:
     def _imported(self) -> ModuleType:
         with paused_garbage_collection():
             module = importlib.import_module(self._name)
-        # From now on its names are found here, as fast as there.
+        # From now on its names are attributes of this object, as fast as in the module.
         self.__dict__ = module.__dict__
         return module
 

@@ -18,11 +18,11 @@ import numpy.typing as npt
 _Bytes = npt.NDArray[np.uint8]
 
 ALIGNMENT = 4096
-"""Direct I/O needs addresses, positions and lengths in multiples of this."""
+"""Divisor of the addresses, positions and lengths of direct I/O."""
 MAX_BUFFERS = 512
 """Buffers per vectored call, below every system's IOV_MAX."""
 DIRECT = getattr(os, "O_DIRECT", 0)
-"""Opens a file for direct I/O, past the page cache; 0 where the system has none."""
+"""Flag that opens a file for direct I/O, past the page cache; 0 where the system has none."""
 
 _AT_FDCWD = -100
 _RENAME_EXCHANGE = 2
@@ -34,7 +34,7 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 copy_bytes = ctypes.PyDLL(None).memmove
 copy_bytes.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
-"""Copies to an address, from another one, a small number of bytes: meanwhile the thread keeps the
+"""Copies a small number of bytes to an address, from another one. Meanwhile the thread keeps the
 interpreter's lock, which it would otherwise have to wait for each time.
 """
 
@@ -43,19 +43,19 @@ interpreter's lock, which it would otherwise have to wait for each time.
 
 
 def read_into(fd: int, buffers: Sequence[_Bytes], position: int) -> int:
-    """Fill buffers from a position of a file on; return how many bytes there were."""
+    """Fill buffers from a position of a file; return the bytes read."""
     total = 0
     for first in range(0, len(buffers), MAX_BUFFERS):
         batch = buffers[first : first + MAX_BUFFERS]
-        wanted = sum(map(len, batch))
-        got = more = os.preadv(fd, batch, position + total)
-        while got < wanted and more:
+        num_wanted = sum(map(len, batch))
+        num_read = more = os.preadv(fd, batch, position + total)
+        while num_read < num_wanted and more:
             # A short read, because of a signal or on a network file system: go on until all bytes
             # are there, or the file ends.
-            more = os.preadv(fd, _after(batch, got), position + total + got)
-            got += more
-        total += got
-        if got < wanted:
+            more = os.preadv(fd, _after(batch, num_read), position + total + num_read)
+            num_read += more
+        total += num_read
+        if num_read < num_wanted:
             break
     return total
 
@@ -64,16 +64,16 @@ def write_all(fd: int, buffers: Sequence[_Bytes], position: int) -> None:
     """Write buffers one after the other."""
     for first in range(0, len(buffers), MAX_BUFFERS):
         batch = list(buffers[first : first + MAX_BUFFERS])
-        wanted = sum(map(len, batch))
+        num_wanted = sum(map(len, batch))
         written = os.pwritev(fd, batch, position)
-        while written < wanted:
+        while written < num_wanted:
             # A short write: a signal, or almost no space left (then the next call says so).
             written += os.pwritev(fd, _after(batch, written), position + written)
-        position += wanted
+        position += num_wanted
 
 
 def _after(buffers: Sequence[_Bytes], num_bytes: int) -> list[_Bytes]:
-    """Return what is left of some buffers behind their first bytes."""
+    """Return the rest of some buffers behind their first bytes."""
     rest = []
     for buffer in buffers:
         if len(buffer) > num_bytes:
@@ -83,7 +83,10 @@ def _after(buffers: Sequence[_Bytes], num_bytes: int) -> list[_Bytes]:
 
 
 def write_aligned(fd: int, data: _Bytes, position: int) -> int:
-    """Write as much as a file that was opened for direct I/O takes; return the number of bytes."""
+    """Write as much as direct I/O takes; return the bytes written.
+
+    The file was opened for direct I/O.
+    """
     written = 0
     while written < len(data) and written % ALIGNMENT == 0:
         try:
@@ -100,11 +103,10 @@ def write_aligned(fd: int, data: _Bytes, position: int) -> int:
 
 
 def reserve(fd: int, num_bytes: int, start: int = 0) -> None:
-    """Reserve disk space for a file from a position on, so that a full disk is found before
-    anything is written.
+    """Reserve disk space for a file from a position on.
 
-    This is the system call and not posix_fallocate, which writes zeros where the file system cannot
-    reserve.
+    A full disk shows before anything is written. This is the system call and not posix_fallocate,
+    which writes zeros where the file system cannot reserve.
     """
     if num_bytes == 0 or not hasattr(_libc, "fallocate"):
         return
@@ -115,7 +117,10 @@ def reserve(fd: int, num_bytes: int, start: int = 0) -> None:
 
 
 def swap_names(first: str, second: str) -> bool:
-    """Swap two files or directories in one atomic step; False where the file system cannot."""
+    """Swap two files or directories in one atomic step.
+
+    False where the file system cannot.
+    """
     if not hasattr(_libc, "renameat2"):
         return False
     paths = (os.fsencode(first), os.fsencode(second))
@@ -131,14 +136,15 @@ def swap_names(first: str, second: str) -> bool:
 
 
 def fetch(fd: int, position: int, num_bytes: int) -> None:
-    """Let the system bring a part of a file into the page cache."""
+    """Let the system bring part of a file into the page cache."""
     if hasattr(os, "posix_fadvise"):
         os.posix_fadvise(fd, position, num_bytes, os.POSIX_FADV_WILLNEED)
 
 
 def cached_fraction(fd: int, position: int, num_bytes: int) -> float:
-    """Estimate from samples how much of a part of a file is in memory; 1.0 where the system does
-    not tell.
+    """Estimate from samples the fraction of a file's range in memory.
+
+    1.0 where the system does not tell.
     """
     low = position // mmap.ALLOCATIONGRANULARITY * mmap.ALLOCATIONGRANULARITY
     starts = range(0, position + num_bytes - low, max(mmap.PAGESIZE, num_bytes // _NUM_SAMPLES))
@@ -165,12 +171,15 @@ def cached_fraction(fd: int, position: int, num_bytes: int) -> float:
 def ask_for_huge_pages(address: int, num_bytes: int) -> None:
     """Ask the system to back memory by huge pages."""
     if hasattr(mmap, "MADV_HUGEPAGE"):
-        # From page to page, as numpy does: tensors beside each other remain one mapping.
+        # From page to page, as numpy does: adjacent tensors remain one mapping.
         start = address // mmap.PAGESIZE * mmap.PAGESIZE
         length = ctypes.c_size_t(address + num_bytes - start)
         _libc.madvise(ctypes.c_void_p(start), length, mmap.MADV_HUGEPAGE)
 
 
 def keep_for_ever(value: Any) -> None:
-    """Keep a value until the process is gone: not even the exit of the interpreter frees it."""
+    """Keep a value until the process is gone.
+
+    Not even the exit of the interpreter frees it.
+    """
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(value))

@@ -1,9 +1,7 @@
-"""Memory: the bytes of tensors, which of them overlap, scratch memory, and copies between it and
-accelerators.
+"""Memory of tensors: their bytes, overlaps, scratch memory, and copies to accelerators.
 
-Copies run beside what an accelerator is computing. Every thread that moves bytes has page-locked
-memory and a stream of its own, so one thread's copy runs while another one's bytes are written or
-read.
+Copies run while an accelerator computes. Every thread that moves bytes has page-locked memory and a
+stream of its own, so one thread's copy runs while another one's bytes are written or read.
 """
 
 from __future__ import annotations
@@ -24,9 +22,7 @@ from distckpt._base.libc import ALIGNMENT, ask_for_huge_pages
 from distckpt._base.threads import UNIT_BYTES
 
 HUGE_PAGE_BYTES = 2 << 20
-"""Scratch memory begins at a multiple of this: a disk is faster if one of its requests consists of
-few pages.
-"""
+"""Alignment of scratch memory: a disk is faster if one of its requests consists of few pages."""
 
 Bytes = npt.NDArray[np.uint8]
 
@@ -36,12 +32,15 @@ _local = threading.local()
 def tensor_bytes(tensor: torch.Tensor) -> Bytes:
     """View the memory of a contiguous CPU tensor as bytes."""
     num_bytes = tensor.nbytes
-    return np.asarray(_Memory(tensor, (num_bytes,), (1,))) if num_bytes else np.empty(0, np.uint8)
+    if not num_bytes:
+        return np.empty(0, np.uint8)
+    return np.asarray(_Memory(tensor, (num_bytes,), (1,)))
 
 
 def run_bytes(tensor: torch.Tensor, num_outer: int) -> Bytes:
-    """View the memory of a CPU tensor as bytes. It is contiguous behind its first `num_outer` axes,
-    which the result has.
+    """View the memory of a CPU tensor as bytes.
+
+    It is contiguous behind its first `num_outer` axes, which the result has.
     """
     num_bytes = math.prod(tensor.shape[num_outer:]) * tensor.itemsize
     strides = (*(step * tensor.itemsize for step in tensor.stride()[:num_outer]), 1)
@@ -54,14 +53,15 @@ def memory_at(address: int, num_bytes: int) -> Bytes:
 
 
 def blocks_at(address: int, num_blocks: int, block_bytes: int, pitch_bytes: int) -> Bytes:
-    """View blocks of memory as bytes, of shape (blocks, bytes); one begins every `pitch_bytes`. It
-    belongs to tensors that the caller keeps.
+    """View blocks of memory as bytes, of shape (blocks, bytes).
+
+    One begins every `pitch_bytes`. The memory belongs to tensors that the caller keeps.
     """
     return np.asarray(_Address(address, (num_blocks, block_bytes), (pitch_bytes, 1)))
 
 
 class _Address:
-    """Gives numpy access to memory."""
+    """Numpy's access to memory at an address."""
 
     __slots__ = ("__array_interface__",)
 
@@ -76,8 +76,9 @@ class _Address:
 
 
 class _Memory:
-    """Gives numpy access to the memory of a tensor. After `tensor.numpy()` its storage could never
-    be resized again.
+    """Numpy's access to the memory of a tensor.
+
+    After `tensor.numpy()` its storage could never be resized again.
     """
 
     def __init__(
@@ -97,8 +98,9 @@ class _Memory:
 
 
 def in_huge_pages(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a new tensor after asking for huge pages for its memory, which is filled three times
-    as fast then.
+    """Return a new tensor after asking for huge pages for its memory.
+
+    It is filled three times as fast then.
     """
     if tensor.is_cpu and tensor.nbytes >= 2 * HUGE_PAGE_BYTES:
         ask_for_huge_pages(tensor.data_ptr(), tensor.nbytes)
@@ -106,7 +108,7 @@ def in_huge_pages(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def is_plain_memory(tensor: torch.Tensor) -> bool:
-    """Tell whether a tensor's values are exactly its bytes in CPU memory, in row-major order."""
+    """Return whether a tensor is plain row-major bytes in CPU memory."""
     return tensor.is_cpu and tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
 
 
@@ -114,25 +116,29 @@ def is_plain_memory(tensor: torch.Tensor) -> bool:
 
 
 def repeats_memory(tensor: torch.Tensor) -> bool:
-    """Tell whether several elements of a tensor are one place in memory, as in expanded tensors."""
+    """Return whether several elements of a tensor share one place in memory.
+
+    Expanded tensors are an example.
+    """
     if tensor.is_contiguous() or not tensor.numel():
         return False
     strides = zip(tensor.stride(), tensor.shape, strict=True)
     axes = sorted(pair for pair in strides if pair[1] > 1)
-    reach, are_apart = 0, True
+    reach = 0
+    are_apart = True
     for stride, size in axes:
         are_apart &= stride > reach
         reach += stride * (size - 1)
     if are_apart or not axes[0][0]:
         return not are_apart
-    # Axes that are woven into each other: mark each place that an element is at.
+    # Interleaved axes: mark the place of each element.
     marks = np.zeros(reach + 1, np.bool_)
     np.lib.stride_tricks.as_strided(marks, tensor.shape, tensor.stride())[...] = True
     return int(np.count_nonzero(marks)) < tensor.numel()
 
 
 def fill(key: str, target: torch.Tensor, values: torch.Tensor) -> None:
-    """Copy values into a tensor, of which several elements may be one place in memory.
+    """Copy values into a tensor, whose elements may share places in memory.
 
     Raises:
         LoadMismatchError: such elements have different values.
@@ -142,7 +148,9 @@ def fill(key: str, target: torch.Tensor, values: torch.Tensor) -> None:
         target.copy_(values)
         return
     # torch refuses to fill expanded axes.
-    once = tuple(slice(0, 1) if stride == 0 else slice(None) for stride in target.stride())
+    once: tuple[slice, ...] = ()
+    for stride in target.stride():
+        once += (slice(None) if stride else slice(0, 1),)
     target[once].copy_(values[once])
     if not torch.equal(flat_bytes(target), flat_bytes(values.to(target))):
         raise LoadMismatchError(
@@ -154,7 +162,7 @@ def fill(key: str, target: torch.Tensor, values: torch.Tensor) -> None:
 
 
 def overlapping(tensors: Sequence[torch.Tensor]) -> Iterator[tuple[int, int]]:
-    """Yield the pairs of tensors that have elements in common, in the order of the tensors."""
+    """Yield the pairs of tensors that overlap, in the tensors' order."""
     starts = np.fromiter((tensor.data_ptr() for tensor in tensors), np.int64, len(tensors))
     ends = starts + np.fromiter(map(num_bytes_spanned, tensors), np.int64, len(tensors))
     order = np.argsort(starts, kind="stable")
@@ -174,7 +182,7 @@ def overlapping(tensors: Sequence[torch.Tensor]) -> Iterator[tuple[int, int]]:
 
 
 def num_bytes_spanned(tensor: torch.Tensor) -> int:
-    """Return the number of bytes from the first element of a tensor to the end of its last."""
+    """Return the bytes between a tensor's first element and its end."""
     if tensor.is_contiguous() or not tensor.numel():
         return tensor.nbytes
     steps = sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True))
@@ -182,7 +190,10 @@ def num_bytes_spanned(tensor: torch.Tensor) -> int:
 
 
 def address_array(tensor: torch.Tensor) -> Any:
-    """Return an array at the addresses of a tensor on any device, which must not be read."""
+    """Return an array at the addresses of a tensor on any device.
+
+    It must not be read.
+    """
     size = tensor.element_size()
     strides = tuple(step * size for step in tensor.stride())
     place = {"version": 3, "shape": tuple(tensor.shape), "typestr": f"|V{size}", "strides": strides}
@@ -193,11 +204,11 @@ def address_array(tensor: torch.Tensor) -> Any:
 
 def addresses(tensor: torch.Tensor) -> npt.NDArray[np.int64]:
     """Return the address of each element of a tensor, in row-major order."""
-    found = np.array([tensor.data_ptr()], np.int64)
+    result = np.array([tensor.data_ptr()], np.int64)
     for size, stride in zip(tensor.shape, tensor.stride(), strict=True):
         steps = np.arange(size, dtype=np.int64) * (stride * tensor.element_size())
-        found = (found[:, None] + steps).reshape(-1)
-    return found
+        result = (result[:, None] + steps).reshape(-1)
+    return result
 
 
 # --- Scratch memory -------------------------------------------------------------------------------
@@ -208,19 +219,21 @@ def bounce_buffer(
     num_bytes: int,
     device: DeviceLayer | None = None,
 ) -> Bytes:
-    """Return this thread's scratch memory for a purpose; it is reused by the thread's next call.
+    """Return this thread's scratch memory for a purpose.
 
-    It begins at a multiple of `ALIGNMENT`. With a device it is page-locked, so that the device
-    reaches it by itself.
+    The thread's next call reuses it. It begins at a multiple of `ALIGNMENT`. With a device it is
+    page-locked, so that the device reaches it by itself.
     """
-    purpose = purpose if device is None else f"{purpose} pinned"
+    if device is not None:
+        purpose = f"{purpose} pinned"
     buffer: Bytes | None = getattr(_local, purpose, None)
     if buffer is None or len(buffer) < num_bytes:
-        size, alignment = max(num_bytes, UNIT_BYTES), ALIGNMENT if device else HUGE_PAGE_BYTES
+        size = max(num_bytes, UNIT_BYTES)
+        alignment = ALIGNMENT if device else HUGE_PAGE_BYTES
         if device:
             memory: Bytes = device.pinned_memory(size + alignment).numpy()
         else:
-            # numpy asks for huge pages. What is skipped at the beginning takes no memory.
+            # numpy asks for huge pages. The bytes skipped at the beginning take no memory.
             memory = np.empty(size + alignment, np.uint8)
         buffer = memory[-memory.ctypes.data % alignment :]
         setattr(_local, purpose, buffer)
@@ -231,8 +244,9 @@ def bounce_buffer(
 
 
 class DeviceLayer:
-    """The operations of a device that moving bytes takes, for all kinds that torch has streams for:
-    cuda, xpu, ...
+    """The operations of a device that moving bytes takes.
+
+    It serves all kinds that torch has streams for: cuda, xpu, ...
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -246,29 +260,31 @@ class DeviceLayer:
         return torch.empty(num_bytes, dtype=torch.uint8, device="cpu", pin_memory=True)
 
     def mark(self) -> Any:
-        """Mark the work that the calling thread has queued on the device so far."""
+        """Mark the calling thread's work on the device queued so far."""
         with self._module.device(self._device):
             event = self._module.Event()
             event.record(self._module.current_stream(self._device))
         return event
 
     def wait_for_queued(self) -> None:
-        """Return when the work is done that the calling thread has queued on the device so far."""
+        """Return when the calling thread's queued work on the device is done."""
         self.mark().synchronize()
 
     def copy(self, target: torch.Tensor, source: torch.Tensor, after: Any) -> None:
-        """Queue a copy behind the work that was marked, on a stream of this thread; it is done when
-        `wait` returns.
+        """Queue a copy behind the marked work, on this thread's stream.
+
+        It is done when `wait` returns.
         """
         own = self._local.__dict__
         if "stream" not in own:
-            own["stream"], own["sources"] = self._take_stream(), []
+            own["stream"] = self._take_stream()
+            own["sources"] = []
         own["stream"].wait_event(after)
         # The device first: else leaving the stream would make device 0 the current one, and start a
         # context on it.
         with self._module.device(self._device), self._module.stream(own["stream"]):
             # Not by copy_: in host memory it would conjugate before the bytes have come, and let go
-            # of what is made contiguous before the device has read it.
+            # of the contiguous copy before the device has read it.
             source = source.resolve_conj().resolve_neg().contiguous()
             own["sources"].append(source)
             target.copy_(source, non_blocking=True)
@@ -279,14 +295,14 @@ class DeviceLayer:
         stream = own.pop("stream", None)
         if stream is not None:
             # Not `stream.synchronize`: a program that looks for its own by `set_sync_debug_mode`
-            # would find this.
+            # would report this one.
             stream.record_event().synchronize()
             del own["sources"]
             self._idle_streams.append(stream)
 
     def _take_stream(self) -> Any:
-        # Of an earlier thread, since the memory that torch allocates for copies on a stream stays
-        # with the stream.
+        # A stream of an earlier thread first: the memory that torch allocates for copies on a
+        # stream stays with the stream.
         try:
             return self._idle_streams.pop()
         except IndexError:
@@ -297,14 +313,14 @@ _layers: dict[torch.device, DeviceLayer] = {}
 
 
 def layer_of(tensor: torch.Tensor) -> DeviceLayer | None:
-    """Return the device that a tensor is on; None when it is in host memory."""
+    """Return the layer of a tensor's device, None for host memory."""
     if tensor.device.type == "cpu":
         return None
     return _layers.setdefault(tensor.device, DeviceLayer(tensor.device))
 
 
 class Copier:
-    """Copies between host memory and the devices that some tensors are on.
+    """Copies between host memory and the devices of some tensors.
 
     Make it in the thread that computes: work that it has queued on a device is done before bytes
     are copied.
@@ -315,28 +331,36 @@ class Copier:
 
     def __init__(self, tensors: Iterable[torch.Tensor]) -> None:
         one_of_each = {tensor.device: tensor for tensor in tensors}
-        layers = {device: layer_of(tensor) for device, tensor in one_of_each.items()}
-        self._layers = {device: layer for device, layer in layers.items() if layer is not None}
-        self._marks = {device: layer.mark() for device, layer in self._layers.items()}
+        self._layers: dict[torch.device, DeviceLayer] = {}
+        self._marks: dict[torch.device, Any] = {}
+        for device, tensor in one_of_each.items():
+            layer = layer_of(tensor)
+            if layer is not None:
+                self._layers[device] = layer
+                self._marks[device] = layer.mark()
         self.layer = next(iter(self._layers.values()), None)
 
     def is_away(self, tensor: torch.Tensor) -> bool:
-        """Tell whether a tensor is not in host memory."""
+        """Return whether a tensor is not in host memory."""
         return self.layer is not None and tensor.device in self._layers
 
     def is_plain(self, tensor: torch.Tensor) -> bool:
-        """Tell whether the values of a tensor are exactly its bytes in host memory, in row-major
-        order.
+        """Return whether a tensor's values are exactly its bytes in host memory.
+
+        The bytes are in row-major order.
         """
         return is_plain_memory(tensor) and not self.is_away(tensor)
 
     def wait_for_queued(self) -> None:
-        """Return when the work is done that the calling thread has queued on the devices so far."""
+        """Return when the calling thread's queued work on the devices is done."""
         for layer in self._layers.values():
             layer.wait_for_queued()
 
     def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
-        """Copy values; between host and device this is done only when `wait` returns."""
+        """Copy values.
+
+        Between host and device this is done only when `wait` returns.
+        """
         for device in (source.device, target.device):
             if device in self._layers:
                 self._layers[device].copy(target, source, self._marks[device])

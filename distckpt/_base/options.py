@@ -1,4 +1,4 @@
-"""Options of the verbs: frozen values that pass whole from the caller to what uses them."""
+"""Options of the verbs: frozen values that pass whole from callers to users."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from distckpt._base.other_names import used_here
 from distckpt._base.threads import DEFAULT_INFLIGHT_BYTES
 
 Progress = Callable[[int, int], object]
-"""Called with the bytes done so far and the bytes there are, on this rank.
+"""Called with the finished and the total bytes of this rank.
 
 One thread calls at a time.
 """
 
 ParallelLoad = Literal["auto", "on", "off"]
-"""How ranks read what several of them request, see `LoadOptions`."""
+"""Reading of values that several ranks request, see `LoadOptions`."""
 
 DEFAULT_MOVE_BYTES = 64 << 20
 """Memory for tensors on their way between ranks; more is not faster."""
@@ -52,7 +52,7 @@ class SaveOptions:
             job keeps its checkpoints. None is "raise", except for the saves of a
             `CheckpointManager` after its first one.
         fingerprint: store the fingerprint of each tensor, as it is in memory, see
-            `distckpt.fingerprint`. `verify` compares it with what is stored, and
+            `distckpt.fingerprint`. `verify` compares it with the stored values, and
             `Checkpoint.fingerprints(stored=True)` returns it, for comparing copies in any format
             and layout with the state that was saved. It takes one more pass over the tensors,
             before `async_save` returns.
@@ -94,20 +94,20 @@ class LoadOptions:
 
     Attributes:
         strategy: reads the shards in a format of your own; a `LoadShardedStrategy`, or
-            `(backend, version)` of a registered one. None for what the checkpoint was saved with.
+            `(backend, version)` of a registered one. None for the format of the checkpoint.
         validate_access_integrity: check first that the main replicas of all ranks cover each
             requested tensor and object grid exactly once, which finds mistakes in offsets. None
             checks the same, except that one process alone may request a part of a tensor; True
-            refuses this, too; with False nothing is checked, and each rank gets what it requests.
+            refuses this, too; with False nothing is checked, and each rank gets its request.
         verify: compare the checksum of every block of 256 KiB of which a byte is loaded.
         allow_dtype_cast: convert tensors to the requested dtype even when that loses information.
             Lossless conversions (bf16 to fp32) are always made. Where values are infinite or NaN
             afterwards, in a floating point dtype of a smaller range (fp32 to fp16), a warning names
             the tensors.
-        parallel_load: how to read what several ranks request: on one of them, which sends it to the
-            others, or on each. "auto" shares what is large where a sample shows that storage is
-            slow, but not when ranks of one machine read a local path, since they share its cache.
-            "on" always shares, "off" never does. Tensors are the same in each case.
+        parallel_load: how to read values that several ranks request: on one of them, which sends
+            them to the others, or on each. "auto" shares large reads where a sample shows that
+            storage is slow, but not when ranks of one machine read a local path, since they share
+            its cache. "on" always shares, "off" never does. Tensors are the same in each case.
         materialize: a device; modules of the state dict that are on the meta device get memory
             there, tied parameters stay tied, and buffers that no checkpoint holds are computed by
             the `reset_parameters` of their modules, or the `_init_weights` of modules around them
@@ -136,7 +136,7 @@ class MoveOptions:
 
     Attributes:
         atomic: change tensors only when everything has arrived: after an error, each rank has all
-            old values or all new ones. It takes memory for a second copy of what a rank gets.
+            old values or all new ones. It takes memory for a second copy of the arriving values.
         allow_dtype_cast: convert tensors to the dtype of a target even when that loses information.
             Lossless conversions (bf16 to fp32) are always made.
         max_inflight_bytes: memory for data on its way, on each rank; the next move uses it again.
@@ -172,10 +172,10 @@ class ExportOptions:
             shape ("keep").
         max_file_bytes: maximum size of the data in one file.
         fqn_to_index_mapping: new name -> number of its file, from 1, in place of `max_file_bytes`.
-        quantize: quantize what models usually quantize to a format: "fp8-block", "fp8-block-ue8m0",
+        quantize: quantize the usual tensors of a format: "fp8-block", "fp8-block-ue8m0",
             "fp8-tensor", "fp8-channel", "int8-channel", "mxfp4", "mxfp4-packed", "int4" or "nvfp4".
             Or a dict of patterns of new names -> format; the first that matches counts.
-            `config.json` says what was done.
+            `config.json` describes the result.
         like: divide the tensors among files as this Hugging Face directory does, and compare shapes
             with it. When it is quantized, `quantize` with one format is for the same tensors.
         merge_adapter: a directory that PEFT saved, with LoRA for a model of the names of the
@@ -184,7 +184,7 @@ class ExportOptions:
         extra_files_from: a directory whose other files (config, tokenizer) are copied, with their
             modes: files of at most 256 MiB, and links to such files inside the directory; with a
             family, `like` where it is left out. In `config.json` the dtype follows `dtype`, or that
-            of all tensors; what it says of quantized ones, too.
+            of all tensors; its description of quantized ones, too.
         extra_code: copy `*.py` files too, which programs that trust the export may run.
         verify: compare the checksums of a distckpt checkpoint.
         max_inflight_bytes: memory for data on its way; at least one window of 32 MiB is used.
@@ -216,10 +216,10 @@ def with_changes(
     options: _Options | None,
     changes: Mapping[str, Any],
 ) -> _Options:
-    """Return the options of a call: those given as a value, with those given by keyword.
+    """Return the options of a call: a value, changed by keywords.
 
     Args:
-        call: what the caller has called, a function or class.
+        call: the called function or class.
         kind: class of its options.
         options: given as a value.
         changes: given by keyword.

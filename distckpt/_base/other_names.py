@@ -1,4 +1,4 @@
-"""Names of other libraries, and what has their place here."""
+"""Names of other libraries, and their counterparts here."""
 
 from __future__ import annotations
 
@@ -47,14 +47,17 @@ _HERE = {
 
 
 def used_here(name: str) -> str:
-    """Return ` (here: ...)` with what has the place of a name of another library, an empty string
-    if the name is unknown.
+    """Return ` (here: ...)` with the counterpart of a name of another library.
+
+    An empty string if the name is unknown.
     """
-    return f" (here: {_HERE[name]})" if name in _HERE else ""
+    if name not in _HERE:
+        return ""
+    return f" (here: {_HERE[name]})"
 
 
 class SaysOtherNames:
-    """An object that says what has the place of an attribute that it lacks."""
+    """An object that names the counterpart of an attribute that it lacks."""
 
     if not TYPE_CHECKING:  # else a type checker believes that it has every attribute
 

@@ -1,4 +1,4 @@
-"""Public names tell which public module they are imported from."""
+"""Public names that tell their public module."""
 
 from __future__ import annotations
 
@@ -8,19 +8,19 @@ from typing import Any
 
 
 def set_public_home(module: MutableMapping[str, Any]) -> None:
-    """Give everything that a public module lists in `__all__`, and that a private module defines,
-    the name of the public one as its `__module__`.
+    """Set the `__module__` of a public module's names to it.
 
-    Call it with `globals()` below the imports. The first public module that lists a name is its
-    home.
+    This concerns the names in its `__all__` that a private module defines. Call it with `globals()`
+    below the imports. The first public module that lists a name is its home.
     """
     for name in module["__all__"]:
         give_home(module.get(name), module["__name__"])
 
 
 def give_home(value: Any, home: str) -> None:
-    """Set `home` as the module of something that a private module defines, so that tracebacks,
-    `help()` and pickles show what programs import.
+    """Set `home` as the module of a value from a private module.
+
+    Tracebacks, `help()` and pickles then show the name that programs import.
     """
     if "._" not in getattr(value, "__module__", ""):
         return

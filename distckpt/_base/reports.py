@@ -1,5 +1,7 @@
-"""Reports of saves and loads: how many bytes moved, and how long each phase took; and lines of JSON
-with a checksum, for all that is noted outside of checkpoints and read again.
+"""Reports of saves and loads, and lines of JSON with a checksum.
+
+Reports tell the bytes moved and the duration of each phase. The lines are for all records outside
+of checkpoints that are read again.
 """
 
 from __future__ import annotations
@@ -16,16 +18,16 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class _Report:
-    """The size and duration of a save or load, the same on every rank."""
+    """Size and duration of a save or load, the same everywhere."""
 
     location: str
     """Location of the checkpoint."""
     num_bytes: int
     """Bytes of tensors and objects, of all ranks together."""
     seconds: float
-    """Seconds from the call to the return, on the rank that took longest."""
+    """Seconds from the call to the return, on the slowest rank."""
     phases: Mapping[str, float]
-    """Seconds by phase, each on the rank that took longest in it."""
+    """Seconds by phase, each on its slowest rank."""
     slowest_rank: int
     """The rank that spent most time moving bytes."""
     num_ranks: int
@@ -34,7 +36,7 @@ class _Report:
 
     @property
     def gigabytes_per_second(self) -> float:
-        """10**9 bytes per second over the whole call, all ranks together."""
+        """The rate in GB per second, of all ranks together."""
         return self.num_bytes / self.seconds / 1e9 if self.seconds else 0.0
 
     def __str__(self) -> str:
@@ -51,8 +53,8 @@ class _Report:
 class SaveReport(_Report):
     """The size and duration of a save.
 
-    Phases: "describe" (flattening the state dict, comparing common state), "plan" (deciding who
-    writes what), "stage" (copying tensors, in a background save), "write" (shard files and
+    Phases: "describe" (flattening the state dict, comparing common state), "plan" (dividing the
+    writing among ranks), "stage" (copying tensors, in a background save), "write" (shard files and
     manifest) and "commit".
     """
 
@@ -66,13 +68,15 @@ class LoadReport(_Report):
     """The size and duration of a load.
 
     Phases: "plan" (finding the checkpoint, comparing the requests) and "read" (manifest, tensors
-    and objects). `num_bytes` counts what each rank requested.
+    and objects). `num_bytes` counts the requests of all ranks.
     """
 
     missing: frozenset[str] = frozenset()
-    """Keys of the checkpoint whose values were left out: those that no rank requested, where
-    `strict` compares keys, else those that modules and optimizers have no place for. Also tensors
-    that are tied to others now and were not when they were saved.
+    """Keys of the checkpoint whose values were left out.
+
+    Where `strict` compares keys, these are the keys that no rank requested, else the keys that
+    modules and optimizers have no place for. Also tensors that are tied to other tensors now and
+    were not when they were saved.
     """
     unexpected: frozenset[str] = frozenset()
     """Keys that some rank requested and the checkpoint does not have; they were left out."""
@@ -84,13 +88,13 @@ class MoveReport(_Report):
     """The size and duration of a move of tensors between ranks.
 
     Phases: "plan" (describing both sides, planning unless the plan is known) and "move".
-    `num_bytes` counts what all ranks got, in the dtypes in which it was given.
+    `num_bytes` counts the values that all ranks got, in their original dtypes.
     """
 
     sent_bytes: int = 0
     """Bytes that went from one machine to another."""
     version: int | None = None
-    """Of a `Route`, the version that was moved."""
+    """The version that a `Route` moved."""
     _verb = "moved"
 
 
@@ -99,7 +103,7 @@ def publish(
 ) -> None:
     """Pass a report to the caller's function.
 
-    What that raises is logged and does not go further: the save or load has succeeded on all ranks.
+    Its exceptions are logged and go no further: the save or load has succeeded on all ranks.
     """
     try:
         on_report(report)
@@ -113,7 +117,7 @@ _CHECKSUM = "checksum"
 
 
 def sealed(fields: Mapping[str, Any]) -> str:
-    """Encode fields as a line of JSON, the last field a checksum of the others."""
+    """Encode fields as a line of JSON that ends with their checksum."""
     return json.dumps({**fields, _CHECKSUM: _digest(fields)})
 
 

@@ -1,4 +1,4 @@
-"""Sizes of reads and writes, the threads that make them, and their progress."""
+"""Sizes of reads and writes, their threads, and their progress."""
 
 from __future__ import annotations
 
@@ -13,34 +13,34 @@ from typing import Any, TypeVar
 from distckpt._base.interrupts import run_handlers, run_operation, running_operation
 
 PART_BYTES = 16 << 20
-"""Larger objects are put into stores in parts, of this size at least."""
+"""Minimum size of a part: larger objects are put into stores in parts."""
 UNIT_BYTES = 8 << 20
-"""One thread moves this much at a time; bounce buffers have this size."""
+"""Bytes that one thread moves at a time; bounce buffers have this size."""
 NUM_THREADS = max(2, min(4, os.cpu_count() or 1))
-"""Enough to keep a disk busy while bytes are hashed; more threads than cores would only take
+"""Threads that keep a disk busy while bytes are hashed. More threads than cores would only take
 turns.
 """
 DEFAULT_INFLIGHT_BYTES = 256 << 20
-"""Memory for data that is being moved, unless the caller says otherwise."""
+"""Default memory for data that is being moved."""
 NUM_REQUESTS = 10
 """Requests to an object store at the same time: they wait for the network, not for a processor."""
 SIGNAL_SECONDS = 0.2
-"""How long the handler of a signal may have to wait while threads work."""
+"""Longest delay of a signal's handler while threads work."""
 
 _Item = TypeVar("_Item")
 
 
 class Pool(ThreadPoolExecutor):
-    """A pool in which the calling thread does the work for which no thread can be started.
+    """A pool whose calling thread works if no thread can start.
 
-    None starts beyond the limits on processes and memory, nor, in some versions of Python, while
-    the interpreter shuts down, when background saves still go on.
+    No thread starts beyond the limits on processes and memory, nor, in some versions of Python,
+    while the interpreter shuts down, when background saves still go on.
     """
 
     def submit(
         self, function: Callable[..., Any], /, *arguments: Any, **options: Any
     ) -> Future[Any]:
-        """Call a function in a thread of the pool, or at once in this one."""
+        """Call a function in a thread of the pool, or here."""
         future: Future[Any] = Future()
         # A pool that could not start a thread has queued the call for its other threads
         # nevertheless.
@@ -78,10 +78,10 @@ def run_threads(
     *,
     in_stretches: bool = False,
 ) -> None:
-    """Call `function` on every item in a few threads; the first error stops the rest and is
-    raised.
+    """Call `function` on every item in a few threads.
 
-    Threads take one item after the other, or, `in_stretches`, many that follow one another.
+    The first error stops the rest and is raised. Threads take one item after the other, or,
+    `in_stretches`, many that follow one another.
     """
     work = list(items)
     if len(work) <= 1 or num_threads == 1:
@@ -92,7 +92,10 @@ def run_threads(
     num_threads = min(num_threads, len(work))
     # next() on this is one step for the interpreter, so threads need no lock; a future for each
     # item would cost more.
-    upcoming = iter(_stretches(work, num_threads) if in_stretches else list(zip(work)))
+    batches: Sequence[Sequence[_Item]] = list(zip(work))
+    if in_stretches:
+        batches = _stretches(work, num_threads)
+    upcoming = iter(batches)
     errors: list[BaseException] = []
 
     def take_items() -> None:
@@ -117,10 +120,10 @@ def run_threads(
 
 
 def _stretches(items: Sequence[_Item], num_threads: int) -> list[Sequence[_Item]]:
-    """Divide items into shorter and shorter stretches, so that threads end at the same time.
+    """Divide items into shorter and shorter stretches.
 
-    A stretch takes items from both of its halves by turns: a disk reads ahead in one while a thread
-    reads the other.
+    Threads then end at the same time. A stretch takes items from both of its halves by turns: a
+    disk reads ahead in one while a thread reads the other.
     """
     stretches: list[Sequence[_Item]] = []
     first = 0
@@ -128,37 +131,43 @@ def _stretches(items: Sequence[_Item], num_threads: int) -> list[Sequence[_Item]
         end = first + max(1, (len(items) - first) // (2 * num_threads))
         stretch = list(items[first:end])
         half = (len(stretch) + 1) // 2
-        stretch[::2], stretch[1::2] = stretch[:half], stretch[half:]
+        stretch[::2] = items[first : first + half]
+        stretch[1::2] = items[first + half : end]
         stretches.append(stretch)
         first = end
     return stretches
 
 
 def wait_for_all(futures: Sequence[Future[Any]]) -> None:
-    """Wait until all have ended or one has failed; handlers of signals run meanwhile, see
-    `interrupts`.
+    """Wait until all have ended or one has failed.
+
+    Handlers of signals run meanwhile, see `interrupts`.
     """
     while True:
-        done, others = wait(futures, SIGNAL_SECONDS, FIRST_EXCEPTION)
+        done, unfinished = wait(futures, SIGNAL_SECONDS, FIRST_EXCEPTION)
         run_handlers()
-        if not others or any(future.exception() for future in done):
+        if not unfinished or any(future.exception() for future in done):
             return
 
 
 def num_threads_within(max_inflight_bytes: int, num_threads: int = NUM_THREADS) -> int:
-    """Return how many threads may move a unit each; one always may."""
+    """Return the number of threads that may move a unit each.
+
+    It is at least one.
+    """
     return max(1, min(num_threads, max_inflight_bytes // UNIT_BYTES))
 
 
 def num_requests_within(max_inflight_bytes: int) -> int:
-    """Return how many requests to an object store may be under way, each with the memory of three
-    units.
+    """Return the number of simultaneous requests to an object store.
+
+    Each has the memory of three units.
     """
     return max(1, min(NUM_REQUESTS, max_inflight_bytes // (3 * UNIT_BYTES)))
 
 
 class ProgressCounter:
-    """Adds up the bytes that several threads have moved, and reports the sum.
+    """The sum of the bytes that threads have moved, with its report.
 
     The sum never exceeds the total: reads may cover a little more than was requested.
     """

@@ -1,4 +1,4 @@
-"""Nested dicts, lists and tuples: walking through them, and changing them.
+"""Nested dicts, lists and tuples: walks through them, and changes.
 
 A *position* is the tuple of dict keys and indices that leads to a value. Dicts, lists and tuples
 are containers, and everything else is a leaf. `is_container` arguments narrow that down, or admit
@@ -29,23 +29,23 @@ class Hole:
 
 
 HOLE = Hole()
-"""Takes the place in a container of a value that is kept elsewhere, so that the items of a list
-keep theirs.
+"""Placeholder in a container for a value that is stored elsewhere. The items of a list keep their
+places.
 """
 
 
 def is_container(node: object) -> bool:
-    """Tell whether a value is a dict, list or tuple, or of a class derived from them."""
+    """Return whether a value is a dict, list or tuple, or derived."""
     return isinstance(node, CONTAINERS)
 
 
 def is_plain_container(node: object) -> bool:
-    """Tell whether a value is a dict, list or tuple itself."""
+    """Return whether a value is a dict, list or tuple itself."""
     return type(node) in CONTAINERS
 
 
 def is_dict(node: object) -> bool:
-    """Tell whether a value is a dict, or of a class derived from it."""
+    """Return whether a value is a dict, or derived from it."""
     return isinstance(node, dict)
 
 
@@ -60,14 +60,18 @@ def dotted(position: Position) -> str:
 def children_of(container: Any) -> Iterable[tuple[Any, Any]]:
     """Return the values in a container with their keys or indices."""
     # A dict first: asking an abstract class takes longer.
-    is_mapping = isinstance(container, dict | Mapping)
-    return container.items() if is_mapping else enumerate(container)
+    if isinstance(container, dict | Mapping):
+        return container.items()
+    return enumerate(container)
 
 
 def nodes(
     tree: Any, is_container: Callable[[Any], bool] = is_container, position: Position = ()
 ) -> Iterator[tuple[Position, Any]]:
-    """Yield the containers and leaves with their positions, each container before its children."""
+    """Yield all containers and leaves with their positions.
+
+    Each container comes before its children.
+    """
     yield position, tree
     if is_container(tree):
         for key, child in children_of(tree):
@@ -91,32 +95,37 @@ def fold(
     tree: Any,
     is_container: Callable[[Any], bool] = is_container,
 ) -> Any:
-    """Return what a tree comes to: `function(leaf)` for a leaf, and for a container
-    `join(container, children)`, where `children` is what its children come to.
+    """Return the result of a tree, from the leaves up.
+
+    It is `function(leaf)` for a leaf, and for a container `join(container, children)`, where
+    `children` are the results of its children.
     """
     if not is_container(tree):
         return function(tree)
     children = tree.values() if isinstance(tree, dict) else tree
-    return join(
-        tree,
-        [
-            # To call `is_container` for each of many leaves, or `isinstance`, takes longer.
-            fold(function, join, child, is_container)
-            if issubclass(type(child), CONTAINERS)
-            else function(child)
-            for child in children
-        ],
-    )
+    children = tree.values() if isinstance(tree, dict) else tree
+    results = []
+    for child in children:
+        # To call `is_container` for each of many leaves, or `isinstance`, takes longer.
+        if issubclass(type(child), CONTAINERS):
+            results.append(fold(function, join, child, is_container))
+        else:
+            results.append(function(child))
+    return join(tree, results)
 
 
 def on_the_way(tree: Any, position: Position) -> Iterator[Any]:
-    """Yield the tree, and what is at each step towards a position, as far as there is something."""
+    """Yield the tree, and the value at each step towards a position.
+
+    The walk ends where there is no value.
+    """
     yield tree
     for key in position:
-        is_there = isinstance(tree, CONTAINERS) and (
-            key in tree if isinstance(tree, dict) else key in range(len(tree))
-        )
-        if not is_there:
+        if not isinstance(tree, CONTAINERS):
+            return
+        known = tree if isinstance(tree, dict) else range(len(tree))
+        if key not in known:
+            return
             return
         tree = tree[key]
         yield tree
@@ -124,13 +133,16 @@ def on_the_way(tree: Any, position: Position) -> Iterator[Any]:
 
 def at(tree: Any, position: Position, default: Any = None) -> Any:
     """Return the value at a position, `default` if there is none."""
-    found = list(on_the_way(tree, position))
-    return found[-1] if len(found) > len(position) else default
+    values = list(on_the_way(tree, position))
+    if len(values) <= len(position):
+        return default
+    return values[-1]
 
 
 def nested_items_iter(x: dict[Any, Any] | list[Any]) -> Iterator[tuple[Any, Any, Any]]:
-    """Yield `(container, key, leaf)` for the leaves of nested dicts and lists, where tuples are
-    leaves. They may be replaced during the iteration.
+    """Yield `(container, key, leaf)` for the leaves of nested dicts and lists.
+
+    Tuples are leaves. Leaves may be replaced during the iteration.
     """
     for key, value in children_of(x):
         if isinstance(value, (dict, list)):
@@ -143,10 +155,11 @@ def nested_items_iter(x: dict[Any, Any] | list[Any]) -> Iterator[tuple[Any, Any,
 
 
 def rebuilt(container: Any, children: Sequence[Any]) -> Any:
-    """Return a container with other children: a dict, a list, or a tuple of the same class.
+    """Return a container with other children.
 
-    An instance of another class (OrderedDict, defaultdict, torch.Size) is kept if its children are
-    the same; one that no children can be given, unlike a named tuple, also if they are copies.
+    It is a dict, a list, or a tuple of the same class. An instance of another class (OrderedDict,
+    defaultdict, torch.Size) is kept if its children are the same; one that no children can be
+    given, unlike a named tuple, also if they are copies.
     """
     if not is_plain_container(container):
         own = (child for _, child in children_of(container))
@@ -154,8 +167,9 @@ def rebuilt(container: Any, children: Sequence[Any]) -> Any:
         if all(map(is_same, own, children)):
             return container
     if isinstance(container, tuple):
-        has_fields = hasattr(container, "_fields")
-        return type(container)(*children) if has_fields else tuple(children)
+        if hasattr(container, "_fields"):
+            return type(container)(*children)
+        return tuple(children)
     return new_like(container, children)
 
 
@@ -169,28 +183,34 @@ def new_like(container: Any, children: Sequence[Any]) -> Any:
 
 
 def without_holes(container: Any, children: Sequence[Any]) -> Any:
-    """Return a dict, list or tuple with those of other children that are no holes: `HOLE` if there
-    are only holes. A named tuple has None in the place of a hole.
+    """Return a dict, list or tuple with other children, without the holes.
+
+    `HOLE` if there are only holes. A named tuple has None where a hole was.
     """
-    kept = [child for child in children if child is not HOLE]
-    if children and not kept:
+    values = [child for child in children if child is not HOLE]
+    if children and not values:
         return HOLE
     if isinstance(container, dict):
         pairs = zip(container, children, strict=True)
         return {key: child for key, child in pairs if child is not HOLE}
     if hasattr(container, "_fields"):
         return _named_tuple(container, children)
-    return tuple(kept) if isinstance(container, tuple) else kept
+    if isinstance(container, tuple):
+        return tuple(values)
+    return values
 
 
 def _named_tuple(container: Any, children: Sequence[Any]) -> Any:
-    """Return a named tuple, which has a place for each of its fields, and for nothing else."""
-    fields = children[: len(container)]
-    return type(container)(*(None if child is HOLE else child for child in fields))
+    """Return a named tuple: a place for each field, and no other."""
+    fields = list(children[: len(container)])
+    for index, child in enumerate(fields):
+        if child is HOLE:
+            fields[index] = None
+    return type(container)(*fields)
 
 
 def _is_copy(old: Any, new: Any) -> bool:
-    """Tell whether a tree is another one, or consists of new containers with the same leaves."""
+    """Return whether a tree is the same, or a copy of containers."""
     if old is new:
         return True
     if not is_plain_container(old) or type(old) is not type(new) or len(old) != len(new):
@@ -205,7 +225,10 @@ def copied(tree: Any) -> Any:
 
 
 def compacted(tree: Any) -> Any:
-    """Drop the holes of a tree; lists close up. `HOLE` if there is nothing else in it."""
+    """Drop the holes of a tree, so that lists close up.
+
+    `HOLE` if there is nothing else in it.
+    """
     if not is_plain_container(tree):
         return tree
     return fold(_itself, without_holes, tree, is_plain_container)
@@ -223,8 +246,9 @@ def map_leaves(
     *,
     join: Callable[[Any, list[Any]], Any] = rebuilt,
 ) -> Any:
-    """Return a tree with `function(position, leaf)` in the place of each leaf. Its containers are
-    `join(container, children)`.
+    """Return a tree with `function(position, leaf)` for each leaf.
+
+    Its containers are `join(container, children)`.
     """
     if not is_container(tree):
         return function(position, tree)
@@ -241,8 +265,9 @@ def map_nodes(
     is_container: Callable[[Any], bool] = is_container,
     position: Position = (),
 ) -> Any:
-    """Return a tree with `function(position, node)` in the place of each node. A container gets its
-    turn before its children, which are those of what takes its place.
+    """Return a tree with `function(position, node)` for each node.
+
+    A container gets its turn before its children: the children of its replacement.
     """
     node = function(position, tree)
     if not is_container(node):
@@ -255,12 +280,12 @@ def map_nodes(
 
 
 def filled(function: Callable[[Any, Any], Any], tree: Any, other: Any) -> Any:
-    """Return what two trees have, in one.
+    """Return one tree with the values of two.
 
-    `function(leaf, value)` takes the place of each leaf of `tree`, where `value` is what the other
-    tree has at its position. The leaf is `HOLE` where only the other tree has something, and the
-    value is `HOLE` where it has nothing. Holes that are left are dropped; where a container has
-    only holes, or is empty, `function(HOLE, value)` takes its place.
+    `function(leaf, value)` replaces each leaf of `tree`, where `value` is the value at its position
+    in the other tree. The leaf is `HOLE` where only the other tree has a value, and the value is
+    `HOLE` where the other tree has none. Remaining holes are dropped; where a container has only
+    holes, or is empty, `function(HOLE, value)` replaces it.
     """
     if not isinstance(tree, CONTAINERS):
         return function(tree, other)
@@ -274,18 +299,23 @@ def filled(function: Callable[[Any, Any], Any], tree: Any, other: Any) -> Any:
         items = other if isinstance(other, list | tuple) else ()
         container = tree
         pairs = itertools.zip_longest(tree, items, fillvalue=HOLE)
-    children = [
-        filled(function, leaf, value)
-        if issubclass(type(leaf), CONTAINERS)
-        else function(leaf, value)
-        for leaf, value in pairs
-    ]
-    found = without_holes(container, children)
-    return function(HOLE, other) if found is HOLE else found
+    children = []
+    for leaf, value in pairs:
+        if issubclass(type(leaf), CONTAINERS):
+            children.append(filled(function, leaf, value))
+        else:
+            children.append(function(leaf, value))
+    result = without_holes(container, children)
+    if result is HOLE:
+        return function(HOLE, other)
+    return result
 
 
 def replaced(tree: Any, position: Position, value: Any) -> Any:
-    """Return a tree with another value at a position; the containers on the way are copied."""
+    """Return a tree with another value at a position.
+
+    The containers on the way are copied.
+    """
     if not position:
         return value
     first, *below = position

@@ -1,12 +1,13 @@
-"""Reading a checkpoint that another program may overwrite or remove meanwhile.
+"""Reads of a checkpoint that another program may overwrite or remove.
 
     for attempt in read_attempts(ranks, location):
         with attempt:
             stored = open_checkpoint(ranks, location, attempt=attempt)
             ...
 
-The body runs again when the checkpoint was overwritten while it ran, so that nothing comes from two
-of them. What cannot begin again reads an open checkpoint in the context `reading`.
+The body runs again when the checkpoint was overwritten while it ran, so that no values of two
+checkpoints are mixed. Work that cannot begin again reads an open checkpoint in the context
+`reading`.
 """
 
 from __future__ import annotations
@@ -29,28 +30,29 @@ from distckpt._storage.file_state import FileState, written_to
 logger = logging.getLogger(__name__)
 
 MAX_READS = 20
-"""Number of times that a checkpoint is read which is overwritten each time."""
+"""Number of reads of a repeatedly overwritten checkpoint before an error."""
 
-_UNCHANGED, _REPLACED, _REMOVED = 0, 1, 2
+_UNCHANGED = 0
+_REPLACED = 1
+_REMOVED = 2
 
 
 class ReadAttempt:
     """One attempt to read a checkpoint, as a context.
 
     Two checkpoints with the same marker have the same content: the marker holds the checksum of the
-    manifest, which holds the checksums of all data. Of another format, the states of the files must
-    be the same.
+    manifest, which holds the checksums of all data. For another format, the states of the files
+    must be the same.
 
-    Collective operation: all ranks must enter and leave it. At the end they exchange whether to
-    read again. An error that comes from a removal is replaced by a CheckpointNotFoundError that
-    says so.
+    Collective operation: all ranks must enter and leave it. At the end they agree whether to read
+    again. An error that comes from a removal is replaced by a CheckpointNotFoundError that says so.
 
     Attributes:
         marker: on rank 0, the marker when the attempt began, if there was one.
-        states: on rank 0, those of the files that describe a checkpoint of another format, and
-            hold it.
+        states: on rank 0, the states of the files that describe and hold a checkpoint of another
+            format.
         is_final: whether the checkpoint stayed the same.
-        changed: on rank 0, the file that did not, if that is known.
+        changed: on rank 0, the file that changed, if it is known.
     """
 
     def __init__(self, ranks: Ranks, location: str) -> None:
@@ -83,14 +85,15 @@ class ReadAttempt:
                 )
             return True
         self.is_final = True
-        # Where nothing was from the beginning, the error says so.
+        # If the checkpoint was missing from the beginning, the error says so.
         if change == _REMOVED and not isinstance(error, CheckpointNotFoundError | None):
             self._ranks.raise_together(removed(self._location), error)
         return False
 
     def check_is_there(self) -> None:
-        """Check that the checkpoint was not removed since; for what does not raise errors of
-        files.
+        """Check that the checkpoint has not been removed since.
+
+        It is for readers that raise no errors of files.
 
         Raises:
             CheckpointNotFoundError: it was removed.
@@ -105,10 +108,10 @@ class ReadAttempt:
 
 
 def read_attempts(ranks: Ranks, location: str) -> Iterator[ReadAttempt]:
-    """Yield attempts to read a checkpoint until one was not disturbed, see the example above.
+    """Yield attempts to read a checkpoint until one was not disturbed.
 
-    Collective operation: all ranks must iterate. Waits first for this process to finish writing
-    there.
+    See the example above. Collective operation: all ranks must iterate. Waits first for this
+    process to finish writing there.
 
     Raises:
         CheckpointingException: it was overwritten during `MAX_READS` attempts.
@@ -128,8 +131,9 @@ def read_attempts(ranks: Ranks, location: str) -> Iterator[ReadAttempt]:
 
 @contextlib.contextmanager
 def reading(ranks: Ranks, checkpoints: Sequence[StoredCheckpoint]) -> Iterator[None]:
-    """Report what goes wrong while open checkpoints are read as what it is when one of them was
-    removed or replaced meanwhile.
+    """Report errors of reading as a removal or replacement of the checkpoint.
+
+    That is their cause when an open checkpoint has changed meanwhile.
 
     Collective operation: all ranks must enter and leave it.
 
@@ -148,8 +152,10 @@ def reading(ranks: Ranks, checkpoints: Sequence[StoredCheckpoint]) -> Iterator[N
 
 @contextlib.contextmanager
 def reading_unchanged(ranks: Ranks, checkpoints: Sequence[StoredCheckpoint]) -> Iterator[None]:
-    """Do the same, and also look at files without checksums where nothing goes wrong: for what ends
-    with a result. What is committed is checked before that, see `check_is_unchanged`.
+    """Do the same, and check files without checksums also after success.
+
+    It is for operations that end with a result. Committed results are checked before that, see
+    `check_is_unchanged`.
     """
     with reading(ranks, checkpoints):
         yield
@@ -158,7 +164,9 @@ def reading_unchanged(ranks: Ranks, checkpoints: Sequence[StoredCheckpoint]) -> 
 
 
 def check_files(stored: StoredCheckpoint) -> None:
-    """Check that the files of a checkpoint of another format are as they were when it was opened.
+    """Check that the files of another format's checkpoint have not changed.
+
+    They are compared with their states when it was opened.
 
     Raises:
         CheckpointingException: one was replaced or written to.
@@ -180,7 +188,10 @@ def _raise_if_changed(
 
 
 def _replacement_of(stored: StoredCheckpoint) -> CheckpointingException:
-    """Return the error that a checkpoint was replaced; the rank that looks knows which file was."""
+    """Return the error that a checkpoint was replaced.
+
+    The rank that looks knows the replaced file.
+    """
     if stored.manifest.has_checksums:
         return replaced(stored.location)
     return written_to(_changed_name(stored.location, stored.states))
@@ -194,7 +205,9 @@ def _changed_name(location: str, states: Mapping[str, FileState]) -> str:
 
 
 def check_is_there(stored: StoredCheckpoint) -> None:
-    """Check that an open checkpoint was not removed since; for what does not raise errors of files.
+    """Check that an open checkpoint has not been removed since.
+
+    It is for readers that raise no errors of files.
 
     Raises:
         CheckpointNotFoundError: it was removed.
@@ -213,27 +226,32 @@ def removed(location: str) -> CheckpointNotFoundError:
 
 
 def _agree(ranks: Ranks, error: BaseException | None, look: Callable[[], int]) -> int:
-    """Return what the coordinator sees; `_UNCHANGED` if the error of some rank does not come from
-    files.
+    """Return the coordinator's finding.
+
+    `_UNCHANGED` if the error of some rank does not come from files.
     """
     may_come_from_files = error is None or isinstance(error, CheckpointingException | OSError)
-    change = look() if ranks.is_coordinator and may_come_from_files else _UNCHANGED
+    change = _UNCHANGED
+    if ranks.is_coordinator and may_come_from_files:
+        change = look()
     votes = ranks.all_gather_numbers([may_come_from_files, change])
-    return int(votes[0, 1]) if votes[:, 0].all() else _UNCHANGED
+    if not votes[:, 0].all():
+        return _UNCHANGED
+    return int(votes[0, 1])
 
 
 def _change_of(location: str, marker: dict[str, Any] | None) -> int:
-    """Return what has happened to a checkpoint since its marker was read."""
+    """Return the change of a checkpoint since its marker was read."""
     after = marker_of(location)
     if after is not None:
         return _REPLACED if after != marker else _UNCHANGED
-    return _removal_of(location if marker is None else locations.join(location, CONFIG_FNAME))
+    if marker is None:
+        return _removal_of(location)
+    return _removal_of(locations.join(location, CONFIG_FNAME))
 
 
 def _first_change(checkpoints: Sequence[StoredCheckpoint]) -> int:
-    """Return what has happened to the first of some checkpoints that something has happened to,
-    plus three times its index.
-    """
+    """Return the first change of some checkpoints, plus three times its index."""
     for index, stored in enumerate(checkpoints):
         if stored.marker.get("manifest") is None:
             change = _change_of_files(stored.location, stored.states)
@@ -245,16 +263,19 @@ def _first_change(checkpoints: Sequence[StoredCheckpoint]) -> int:
 
 
 def _change_of_files(location: str, states: Mapping[str, FileState]) -> int:
-    """Return what has happened to a checkpoint of another format, which has no marker that would
-    tell, since it was described.
+    """Return the change of another format's checkpoint since its description.
+
+    It has no marker that would tell.
     """
     changed = None
     # As in `_removal_of`.
     with contextlib.suppress(OSError):
         changed = changed_file(location, states)
-    # Afterwards: what is removed between two looks is not taken for replaced.
+    # Afterwards: a file that is removed between two looks does not count as replaced.
     change = _removal_of(location)
-    return _REPLACED if change == _UNCHANGED and changed is not None else change
+    if change == _UNCHANGED and changed is not None:
+        return _REPLACED
+    return change
 
 
 def _removal_of(path: str) -> int:

@@ -1,6 +1,7 @@
-"""Telling whether the files of another program's checkpoint are still the ones that were described.
+"""States of another program's files, to notice that they were replaced.
 
-Without checksums, nothing in them tells that another program has replaced some of them meanwhile.
+Without checksums, nothing in the files tells that another program has replaced some of them since
+they were described.
 """
 
 from __future__ import annotations
@@ -17,12 +18,11 @@ from distckpt._storage import locations
 from distckpt._storage.file_state import FileState, has_changed
 
 _LOGS = (".md", ".txt", ".log", ".jsonl", ".lock", ".tmp")
-"""Ends of the names of files that no format reads, and that may be written to at any time."""
+"""Endings of files that no format reads, but programs write to."""
 _WHOLE_SECONDS = 2.0
+"""Resolution of file times on some file systems: one or two seconds."""
 _TICK_SECONDS = 0.02
-"""The time of a file is a whole number of one or two seconds on some file systems, that of the last
-tick of the system's clock on others.
-"""
+"""Resolution of file times elsewhere: a tick of the system's clock."""
 
 
 def describe(
@@ -31,15 +31,16 @@ def describe(
     states: dict[str, FileState],
     names: tuple[str, ...] = (),
 ) -> Manifest:
-    """Read what another program's checkpoint holds; take down the states of its files, and of those
-    beside them that describe it, as they were before that: of a file that is replaced later, the
-    reader may have seen either.
+    """Describe another program's checkpoint, and record its files' states before.
+
+    The states are recorded first, since the reader may have seen either version of a file that is
+    replaced later. They include the states of neighboring files that describe the checkpoint.
 
     Args:
-        location: of the checkpoint.
+        location: location of the checkpoint.
         read_manifest: makes its manifest.
-        states: is filled, by location.
-        names: ends of the names of files that describe it; all but logs if there are none.
+        states: filled with the states, by location.
+        names: endings of the files that describe it; all files but logs if there are none.
     """
     states.update(_states_within(location, names))
     seconds = seconds_until_settled(states.values(), time.time())
@@ -52,7 +53,10 @@ def describe(
 
 
 def seconds_until_settled(states: Iterable[FileState], now: float) -> float:
-    """Return how long to wait until all local files that are written to have another time then."""
+    """Return the seconds until any further write changes a file's time.
+
+    Only local files count.
+    """
     waits = [0.0]
     for state in states:
         if state.inode is not None and state.modified is not None:
@@ -64,12 +68,16 @@ def seconds_until_settled(states: Iterable[FileState], now: float) -> float:
 
 
 def _states_within(location: str, names: tuple[str, ...]) -> dict[str, FileState]:
-    """Return the states of the files directly inside a directory or prefix that describe it, or of
-    a single file; by their locations. What cannot be looked at is left out.
+    """Return the states of the files that describe a checkpoint, by location.
+
+    They are the files directly inside a directory or prefix, or a single file. Unreadable ones are
+    left out.
     """
     if not locations.is_local(location):
-        found = locations.listed_states(location)
-        inside = {path: found[path] for path in found if locations.split(path)[0] == location}
+        inside: dict[str, FileState] = {}
+        for path, state in locations.listed_states(location).items():
+            if locations.split(path)[0] == location:
+                inside[path] = state
         return {path: inside[path] for path in _describing(inside, names)}
     if not locations.isdir(location):
         return states_of([location], {})
@@ -86,8 +94,9 @@ def _describing(paths: Iterable[str], names: tuple[str, ...]) -> list[str]:
 def states_of_files(
     location: str, manifest: Manifest, known: Mapping[str, FileState]
 ) -> dict[str, FileState]:
-    """Return the states of the files of a checkpoint, by their locations, as far as they are known;
-    looks at the others. One that is missing is left out.
+    """Return the states of a checkpoint's files, by location.
+
+    Known states are used, other files are looked at. Missing ones are left out.
     """
     stored = StoredCheckpoint(location, manifest)
     paths = [stored.path_of_file(file_id) for file_id in range(len(manifest.files))]
@@ -95,7 +104,7 @@ def states_of_files(
 
 
 def changed_file(location: str, states: Mapping[str, FileState]) -> str | None:
-    """Return one of the files at a location that is not as it was, None if all are."""
+    """Return a file at a location that has changed, or None."""
     if not states:
         return None
     now = states_of(list(states), locations.listed_states(location))
@@ -110,13 +119,14 @@ def _state_of(path: str) -> FileState | None:
 
 
 def states_of(paths: list[str], known: Mapping[str, FileState]) -> dict[str, FileState]:
-    """Return the states of files by location, as far as they are known; looks at the others. One
-    that is missing is left out.
+    """Return the states of files, by location.
+
+    Known states are used, other files are looked at. Missing ones are left out.
     """
     states = {path: known[path] for path in paths if path in known}
 
     def look(path: str) -> None:
-        # What is missing, or no file, is for others to report.
+        # A missing file, or a directory, is an error of a later step.
         with contextlib.suppress(OSError):
             states[path] = locations.file_state(path)
 

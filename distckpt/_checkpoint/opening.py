@@ -1,6 +1,4 @@
-"""Opening whatever is at a location: a distckpt checkpoint, or one of a format that has a
-reader.
-"""
+"""Opening of checkpoints: of distckpt, or of a format with a reader."""
 
 from __future__ import annotations
 
@@ -38,20 +36,21 @@ BACKEND = "safetensors"
 VERSION = 1
 
 REGISTERED: dict[str, Reader] = {}
-"""Readers of users by name, the one that was registered last at the end."""
+"""Readers of users by name, the latest registration last."""
 _RESERVED_NAMES = {*FORMATS, BACKEND, "distckpt"}
 
 
 @cache
 def _built_in(name: str) -> Reader:
-    module, reader = FORMATS[name].reader
-    made: Reader = getattr(importlib.import_module(module), reader)()
-    return made
+    module, class_name = FORMATS[name].reader
+    reader: Reader = getattr(importlib.import_module(module), class_name)()
+    return reader
 
 
 def _readers() -> Iterator[Reader]:
-    """Yield all readers in the order in which they look at a location: those of users first, the
-    latest before all.
+    """Yield all readers in the order of their looks at a location.
+
+    Readers of users come first, the latest before all others.
     """
     yield from reversed(list(REGISTERED.values()))
     yield from map(_built_in, FORMATS)
@@ -61,8 +60,8 @@ def register_reader(reader: Reader) -> None:
     """Read checkpoints of one more format. Call it on every rank.
 
     Args:
-        reader: takes the place of an earlier one of the same name, and looks at checkpoints before
-            all others do.
+        reader: replaces an earlier one of the same name, and looks at checkpoints before all other
+            readers do.
 
     Raises:
         TypeError: `reader` is no instance of `Reader`.
@@ -81,7 +80,7 @@ def register_reader(reader: Reader) -> None:
 
 @contextlib.contextmanager
 def naming_reader(reader: Reader, location: str) -> Iterator[None]:
-    """Name the reader and the location in errors of a reader that are not meant for users."""
+    """Name the reader and the location in errors not meant for users."""
     try:
         yield
     except (CheckpointingException, MemoryError):
@@ -98,11 +97,10 @@ def naming_reader(reader: Reader, location: str) -> Iterator[None]:
 
 
 def identify(location: str, marker: dict[str, Any] | None = None) -> dict[str, Any]:
-    """Return the marker of a checkpoint; for one of a foreign format a marker that names its
-    reader.
+    """Return the marker of a checkpoint; a made one for foreign formats.
 
-    Pass the marker when it was read already: on an object store each look takes a request. Raises
-    CheckpointNotFoundError where nothing is that can be read.
+    The made marker names the reader. Pass the marker when it was read already: on an object store
+    each look takes a request. Raises CheckpointNotFoundError where there is nothing to read.
     """
     if marker is None:
         marker = read_marker(location)
@@ -110,40 +108,46 @@ def identify(location: str, marker: dict[str, Any] | None = None) -> dict[str, A
         check_marker(marker, location)
         is_foreign = marker["sharded_backend"] != BACKEND
     else:
-        # A reader is not asked about what does not exist.
+        # A reader is only asked about existing files.
         is_foreign = locations.exists(location)
     if is_foreign:
         for reader in _readers():
             with naming_reader(reader, location):
-                is_found = reader.detect(location, marker)
-            if is_found:
+                is_readable = reader.detect(location, marker)
+            if is_readable:
                 config = {"sharded_backend": BACKEND, "sharded_backend_version": VERSION}
                 return {**config, "manifest": None, "reader": reader.name}
     return check_marker(marker, location)
 
 
 def holds_checkpoint(location: str) -> bool:
-    """Tell whether a location is a checkpoint of any format, and no export."""
+    """Return whether a location is a checkpoint of any format but exports."""
     marker = read_marker(location)
-    others = (reader for reader in _readers() if not is_export(reader.name))
-    for reader in others if locations.exists(location) else ():
-        with naming_reader(reader, location):
-            if reader.detect(location, marker):
-                return True
+    if locations.exists(location):
+        for reader in _readers():
+            if is_export(reader.name):
+                continue
+            with naming_reader(reader, location):
+                if reader.detect(location, marker):
+                    return True
     return "sharded_backend" in (marker or {})
 
 
 def find_reader(stored: StoredCheckpoint) -> Reader | None:
     """Return the reader of a checkpoint's format, None for distckpt's own."""
     origin = stored.manifest.origin
-    return None if origin is None else _reader_named(origin.get("format"), stored.location)
+    if origin is None:
+        return None
+    return _reader_named(origin.get("format"), stored.location)
 
 
 def _reader_named(name: Any, location: str) -> Reader:
     reader = None
     # A damaged marker may hold anything here.
     if isinstance(name, str):
-        reader = REGISTERED.get(name) or (_built_in(name) if name in FORMATS else None)
+        reader = REGISTERED.get(name)
+        if reader is None and name in FORMATS:
+            reader = _built_in(name)
     if reader is None:
         raise CheckpointingException(
             f"{location!r} is of the format {name!r:.100}, for which no reader is registered here: "
@@ -191,11 +195,11 @@ def manifest_bytes(location: str, marker: Mapping[str, Any]) -> bytes:
 
 
 def check_is_unchanged(stored: StoredCheckpoint) -> None:
-    """Compare a checkpoint with what it was when it was opened."""
+    """Check that a checkpoint has not changed since it was opened."""
     location = stored.location
     fields = identify(location)
     if fields.get("manifest") is None:
-        # One of another format has no marker that would tell.
+        # A checkpoint of another format has no marker that would tell.
         reader = _reader_named(fields.get("reader"), location)
         with naming_reader(reader, location):
             is_same = reader.is_unchanged(stored)
@@ -207,8 +211,9 @@ def check_is_unchanged(stored: StoredCheckpoint) -> None:
 
 
 def check_is_same(rank: int, location: str, manifest_checksum: str | None) -> None:
-    """Check that a rank sees the checkpoint that rank 0 has opened; of a format without such a
-    checksum, None, only that something is there.
+    """Check that a rank sees the checkpoint that rank 0 has opened.
+
+    A format without a manifest checksum (None) only has to exist.
 
     Only on local paths: nodes may have disks of their own, an object store is the same one for all.
     """
@@ -225,7 +230,7 @@ def check_is_same(rank: int, location: str, manifest_checksum: str | None) -> No
 
 
 def _difference(location: str, manifest_checksum: str | None) -> str | None:
-    """Say what a location is if it is not the checkpoint of a manifest, see `check_is_same`."""
+    """Return the difference to the expected checkpoint, see `check_is_same`."""
     if manifest_checksum is None:
         return None if locations.exists(location) else "does not exist"
     marker = read_marker(location)
@@ -242,7 +247,7 @@ class FoundCheckpoint:
     """A checkpoint at a location.
 
     Attributes:
-        marker: its marker; of another format, the fields that its marker would need.
+        marker: its marker; for another format, the fields that its marker would need.
         stored: the opened checkpoint; None for a format that a strategy of the user reads.
     """
 
@@ -258,17 +263,20 @@ def find_checkpoint(
     marker: dict[str, Any] | None = None,
     attempt: ReadAttempt | None = None,
 ) -> FoundCheckpoint:
-    """Find the checkpoint at a location, and open it if its format is distckpt's or has a reader.
+    """Find the checkpoint at a location, and open it if possible.
+
+    It can be opened if its format is distckpt's or has a reader.
 
     Collective operation: all ranks must call it, in one of `read_attempts`. Rank 0 reads marker and
-    manifest and sends them to the others, which check on local paths that they see the same
+    manifest and sends them to the other ranks, which check on local paths that they see the same
     checkpoint.
 
     Args:
-        ranks: who reads together.
+        ranks: the ranks that read together.
         location: path or URL.
         verify: whether later reads compare checksums.
-        marker: what rank 0 has read there already: on an object store each look takes a request.
+        marker: the marker that rank 0 has read already: on an object store each look takes a
+            request.
         attempt: the attempt in which it is opened; it has read the marker, too, and learns the
             states of files.
 
@@ -277,7 +285,8 @@ def find_checkpoint(
     """
     states: dict[str, FileState] = {}
     if attempt is not None:
-        marker, states = marker or attempt.marker, attempt.states
+        marker = marker or attempt.marker
+        states = attempt.states
 
     def read() -> bytes:
         fields = identify(location, marker)
@@ -292,7 +301,7 @@ def find_checkpoint(
     with ranks.phase("open the checkpoint"):
         fields = json.loads(text)
         manifest_checksum = _manifest_checksum(fields)
-        # Where a strategy of the user has its files is up to it.
+        # A strategy of the user may place its files anywhere.
         if ranks.size > 1 and (manifest_checksum is not None or _is_built_in(fields)):
             check_is_same(ranks.rank, location, manifest_checksum)
         if not _is_built_in(fields):
@@ -321,21 +330,20 @@ def open_checkpoint(
         CheckpointNotFoundError: there is no checkpoint.
         CheckpointingException: it has a format that only a strategy of the user reads.
     """
-    found = find_checkpoint(ranks, location, verify=verify, marker=marker, attempt=attempt)
-    if found.stored is None:
+    checkpoint = find_checkpoint(ranks, location, verify=verify, marker=marker, attempt=attempt)
+    if checkpoint.stored is None:
         raise CheckpointingException(
-            f"{location!r} was written by the strategy {found.marker['sharded_backend']!r}: only "
-            "distckpt.load reads it, with the strategy of that name."
+            f"{location!r} was written by the strategy {checkpoint.marker['sharded_backend']!r}: "
+            "only distckpt.load reads it, with the strategy of that name."
         )
-    return found.stored
+    return checkpoint.stored
 
 
 def open_undisturbed(ranks: Ranks, location: str, *, verify: bool = True) -> StoredCheckpoint:
-    """Open the checkpoint at a location, as often as it is overwritten meanwhile; see
-    `open_checkpoint`.
+    """Open the checkpoint at a location, again if it is overwritten meanwhile.
 
-    Waits first for this process to finish writing there. What reads the checkpoint afterwards does
-    so in the context `reading` or `reading_unchanged`.
+    See `open_checkpoint`. Waits first for this process to finish writing there. Later reads of the
+    checkpoint run in the context `reading` or `reading_unchanged`.
 
     Raises:
         CheckpointNotFoundError: there is no checkpoint, or it was removed while it was opened.
@@ -348,7 +356,10 @@ def open_undisturbed(ranks: Ranks, location: str, *, verify: bool = True) -> Sto
 
 @contextlib.contextmanager
 def opened(ranks: Ranks, location: str, *, verify: bool = True) -> Iterator[StoredCheckpoint]:
-    """Open the checkpoint at a location for a body that reads it, see `open_undisturbed`."""
+    """Open the checkpoint at a location for a body that reads it.
+
+    See `open_undisturbed`.
+    """
     stored = open_undisturbed(ranks, location, verify=verify)
     with reading_unchanged(ranks, [stored]):
         yield stored
@@ -370,6 +381,6 @@ def decode_manifest(location: str, data: bytes, verify: bool = True) -> StoredCh
 
 
 def open_export(location: str) -> StoredCheckpoint:
-    """Open a directory as exports are, in this process alone."""
+    """Open a directory in the format of exports, in this process alone."""
     reader = next(reader for reader in _readers() if is_export(reader.name))
     return StoredCheckpoint(location, reader.manifest(location))

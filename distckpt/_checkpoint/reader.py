@@ -12,22 +12,22 @@ from distckpt._format.stored_checkpoint import StoredCheckpoint
 
 
 class Reader(ABC):
-    """Reads the checkpoints of one format that is not distckpt's own.
+    """Reader of the checkpoints of one format that is not distckpt's.
 
-    A reader describes which bytes of which files hold which regions of tensors. Everything else
-    follows from that: `load` with any parallel layout, `consolidate`, `reshard`, `verify`, `diff`
-    and the command line.
+    A reader describes the bytes of files that hold the regions of tensors. Everything else follows
+    from that: `load` with any parallel layout, `consolidate`, `reshard`, `verify`, `diff` and the
+    command line.
 
     Attributes:
-        name: of the format. Rank 0 opens checkpoints, and the other ranks find the reader by the
-            name in the manifest: register it on every rank.
+        name: the name of the format. Rank 0 opens checkpoints, and other ranks find the reader by
+            the name in the manifest: register it on every rank.
     """
 
     name: str
 
     @abstractmethod
     def detect(self, location: str, marker: Mapping[str, Any] | None) -> bool:
-        """Tell whether a checkpoint of this format is at a location.
+        """Return whether a checkpoint of this format is at a location.
 
         Args:
             location: a path or URL.
@@ -37,20 +37,25 @@ class Reader(ABC):
 
     @abstractmethod
     def manifest(self, location: str) -> Manifest:
-        """Describe a checkpoint, see `build_manifest`. Called in one process only.
+        """Describe a checkpoint, see `build_manifest`.
+
+        Called in one process only.
 
         Raises:
             CorruptCheckpointError: a file is damaged or missing; the message names it.
         """
 
     def is_unchanged(self, stored: StoredCheckpoint) -> bool:
-        """Tell whether a checkpoint still is as `manifest` described it: exports ask before they
-        commit. By default it is described again.
+        """Return whether a checkpoint still is as `manifest` described it.
+
+        Exports ask before they commit. By default it is described again.
         """
         return self.manifest(stored.location).to_bytes() == stored.manifest.to_bytes()
 
     def load_objects(self, stored: StoredCheckpoint, chunks: Sequence[int]) -> list[Any]:
-        """Load parts of objects, see `read_chunks`. For formats that hold objects beside tensors.
+        """Load parts of objects, see `read_chunks`.
+
+        It is for formats that hold objects as well as tensors.
 
         Args:
             stored: the checkpoint.
@@ -66,7 +71,7 @@ class Reader(ABC):
         return []
 
     def load_common_state(self, stored: StoredCheckpoint) -> Any:
-        """Return the state that belongs to no tensor, such as arguments and step counters.
+        """Return the state outside of tensors, such as arguments and step counters.
 
         It must be a dict, and is an empty one by default.
         """
@@ -75,7 +80,7 @@ class Reader(ABC):
 
     @property
     def holds_objects(self) -> bool:
-        """Tell whether the format has objects or common state at all."""
+        """Return whether the format has objects or common state at all."""
         cls = type(self)
         return (
             cls.load_objects is not Reader.load_objects

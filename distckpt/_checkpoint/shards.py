@@ -1,4 +1,4 @@
-"""Shards of an opened checkpoint: those that are stored, without data, and loading others."""
+"""Shards of an opened checkpoint: descriptions of stored ones, and loads."""
 
 from __future__ import annotations
 
@@ -27,7 +27,9 @@ from distckpt._storage import locations
 def load_shards(
     ranks: Ranks, stored: StoredCheckpoint, shards: Sequence[Shard], settings: ReadSettings
 ) -> list[Any]:
-    """Read tensors in place and decode objects; return both in the order of the shards.
+    """Read tensors in place and decode objects.
+
+    Both are returned in the order of the shards.
 
     Collective operation: all ranks must call it.
 
@@ -45,61 +47,70 @@ def load_shards(
     loaded_tensors = iter(load_tensors(ranks, stored, tensors, settings))
     check_keys(stored, [shard.key for shard in objects if shard.key != COMMON_KEY])
     loaded_objects = iter(_load_objects(ranks, stored, objects))
-    return [
-        next(loaded_tensors if isinstance(shard, ShardedTensor) else loaded_objects)
-        for shard in shards
-    ]
+    values = []
+    for shard in shards:
+        loaded = loaded_tensors if isinstance(shard, ShardedTensor) else loaded_objects
+        values.append(next(loaded))
+    return values
 
 
 def _load_objects(
     ranks: Ranks, stored: StoredCheckpoint, objects: Sequence[ShardedObject]
 ) -> list[Any]:
-    """Decode objects. On an object store, common state is read once, by the coordinator."""
+    """Decode objects.
+
+    On an object store, common state is read once, by the coordinator.
+    """
     is_far = ranks.size > 1 and not locations.is_local(stored.location)
-    if not (is_far and stores_common_state(stored)) or COMMON_KEY not in _keys_of(objects):
+    is_requested = any(shard.key == COMMON_KEY for shard in objects)
+    if not (is_far and is_requested and stores_common_state(stored)):
         return load_objects(stored, objects)
     with ranks.telling("read the common state") as told:
         pass
     with ranks.answering(told, "read the common state"):
         if ranks.is_coordinator:
             (told.answer,) = read_encoded(stored, COMMON_KEY).values()
-    others = iter(load_objects(stored, [each for each in objects if each.key != COMMON_KEY]))
+    rest = [shard for shard in objects if shard.key != COMMON_KEY]
+    others = iter(load_objects(stored, rest))
     common = decode_common_state(stored, told.answer)
-    return [common if shard.key == COMMON_KEY else next(others) for shard in objects]
-
-
-def _keys_of(objects: Sequence[ShardedObject]) -> set[str]:
-    return {shard.key for shard in objects}
+    values = []
+    for shard in objects:
+        values.append(common if shard.key == COMMON_KEY else next(others))
+    return values
 
 
 def describe_tensors(stored: StoredCheckpoint) -> dict[str, ShardedTensor]:
     """Describe every stored tensor as one shard without data, by key."""
-    return {
-        key: _unsharded(key, stored.dtype_name(key), stored.global_shape(key))
-        for key in stored.manifest.key_index
-        if not stored.is_object(key)
-    }
+    shards = {}
+    for key in stored.manifest.key_index:
+        if not stored.is_object(key):
+            shards[key] = _unsharded(key, stored.dtype_name(key), stored.global_shape(key))
+    return shards
 
 
 def describe_objects(stored: StoredCheckpoint) -> dict[str, ShardedObject]:
     """Describe every cell of the stored objects, without data, by unique key."""
-    described = {}
+    shards = {}
     for key in filter(stored.is_object, stored.manifest.keys):
         for chunk in stored.chunks_of(key):
             offset = stored.manifest.chunk_region(chunk).offset
             shard = ShardedObject(key, None, stored.global_shape(key), offset)
-            described[shard.unique_key] = shard
-    return described
+            shards[shard.unique_key] = shard
+    return shards
 
 
 def describe_quantized(
     stored: StoredCheckpoint,
 ) -> dict[str, tuple[ShardedTensor, tuple[str, ...]]]:
-    """Describe the tensors that are stored as codes and scales, and name these, by key."""
-    return {
-        key: (_unsharded(key, each.dtype, each.model_shape), each.keys)
-        for key, each in find(stored).items()
-    }
+    """Describe the tensors stored as codes and scales, by key.
+
+    The description names the codes and scales.
+    """
+    descriptions = {}
+    for key, tensor in find(stored).items():
+        shard = _unsharded(key, tensor.dtype, tensor.model_shape)
+        descriptions[key] = (shard, tensor.keys)
+    return descriptions
 
 
 def _unsharded(key: str, dtype: str, shape: tuple[int, ...]) -> ShardedTensor:

@@ -1,4 +1,4 @@
-"""Manifests for files of any format, from the pieces of tensors and objects in them."""
+"""Manifests for files of any format, from the pieces in them."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from distckpt._storage import locations
 
 _INTEGERS = (int, np.integer)
 _MAX_ELEMENTS = 1 << 62
-_OF_OBJECT = -1
-"""In the place of a number of axes."""
+_OBJECT_NDIM = -1
+"""Stands for an object instead of a number of axes."""
 
 
 @dataclass(frozen=True)
 class StoredPiece:
-    """A region of a tensor, or a part of an object, and the bytes that hold it.
+    """A region of a tensor, or part of an object, in bytes.
 
     Attributes:
         key: name of the tensor or object.
@@ -35,9 +35,10 @@ class StoredPiece:
         region: offset and shape inside the global tensor, which the bytes hold in row-major order.
             The parts of an object are the cells of a grid; an object that is not divided has one
             part, `Region((0,), (1,))`.
-        global_shape: of the tensor, or of the object's grid; None if it ends where its pieces do.
+        global_shape: shape of the tensor, or of the object's grid; None if it ends where its pieces
+            do.
         file: name of the file, relative to the checkpoint, with `/` between folders.
-        first_byte: where in the file the bytes begin.
+        first_byte: position of the bytes in the file.
         num_bytes: number of bytes.
     """
 
@@ -63,11 +64,11 @@ def build_manifest(
     Args:
         format_name: `name` of the `Reader` that reads the format.
         location: path or URL of the checkpoint.
-        pieces: of all tensors and objects, in any order.
+        pieces: pieces of all tensors and objects, in any order.
         files: names and sizes of the files; looked up if it is None.
         fields: values that JSON can hold, for the reader to find again in `manifest.origin`.
         aliases: for tied tensors, of which only one has pieces, the key of that one by the keys of
-            the others.
+            the other ones.
 
     Returns:
         A manifest without checksums.
@@ -123,7 +124,7 @@ def _check_each(format_name: str, location: str, pieces: Sequence[StoredPiece]) 
 
 
 def _fault_of_values(piece: StoredPiece) -> str | None:
-    """Return which value of a piece is not of its type, None if all are."""
+    """Return the value with a wrong type in a piece, or None."""
     if not (isinstance(piece.key, str) and isinstance(piece.file, str)):
         return "a key or a file is not a str"
     if not (isinstance(piece.dtype, str) and (piece.dtype == OBJECT or is_known(piece.dtype))):
@@ -137,7 +138,7 @@ def _fault_of_values(piece: StoredPiece) -> str | None:
 
 
 def _fault_of_region(piece: StoredPiece) -> str | None:
-    """Return how a piece contradicts itself, None if it does not."""
+    """Return the contradiction within a piece, or None."""
     offset, shape = piece.region
     ends = tuple(map(operator.add, offset, shape))
     limits = ends if piece.global_shape is None else piece.global_shape
@@ -149,9 +150,13 @@ def _fault_of_region(piece: StoredPiece) -> str | None:
             f"{piece.global_shape}"
         )
     if piece.dtype == OBJECT:
-        return None if set(shape) <= {1} else "a part of an object is not one cell of a grid"
+        if set(shape) <= {1}:
+            return None
+        return "a part of an object is not one cell of a grid"
     expected = math.prod(shape) * ITEM_BYTES[piece.dtype]
-    return None if piece.num_bytes == expected else f"{piece.num_bytes} bytes instead of {expected}"
+    if piece.num_bytes != expected:
+        return f"{piece.num_bytes} bytes instead of {expected}"
+    return None
 
 
 # ---- the pieces of a key
@@ -169,7 +174,7 @@ def _group_by_key(pieces: Iterable[StoredPiece]) -> dict[str, list[StoredPiece]]
 
 
 def _global_shape(location: str, pieces: Sequence[StoredPiece]) -> tuple[int, ...]:
-    """Check that the pieces of a tensor agree, and return its global shape."""
+    """Check that a tensor's pieces agree, and return its global shape."""
     first = pieces[0]
     for other in pieces[1:]:
         same_kind = (other.dtype, len(other.region.shape)) == (first.dtype, len(first.region.shape))
@@ -181,9 +186,8 @@ def _global_shape(location: str, pieces: Sequence[StoredPiece]) -> tuple[int, ..
             )
     shape = first.global_shape
     if shape is None:
-        shape = tuple(
-            map(max, zip(*(map(operator.add, *piece.region) for piece in pieces), strict=True))
-        )
+        ends = [map(operator.add, *piece.region) for piece in pieces]
+        shape = tuple(map(max, zip(*ends, strict=True)))
     if math.prod([n + 1 for n in shape]) > _MAX_ELEMENTS:
         farthest = max(pieces, key=lambda piece: max(map(operator.add, *piece.region)))
         raise CorruptCheckpointError(
@@ -205,17 +209,18 @@ def _check_tiling(
     shapes: Sequence[tuple[int, ...]],
     columns: tuple[IntArray, IntArray, IntArray],
 ) -> None:
-    """Check that the pieces of each tensor cover it exactly once; cells of objects may be
-    missing.
+    """Check that the pieces of each tensor cover it exactly once.
+
+    Cells of objects may be missing.
     """
     key_ids, offsets, extents = columns
-    ndims = np.full(len(groups), _OF_OBJECT)
+    ndims = np.full(len(groups), _OBJECT_NDIM)
     for key_id, (group, shape) in enumerate(zip(groups, shapes, strict=True)):
         if group[0].dtype == OBJECT:
             _check_cells(location, group, shape)
         else:
             ndims[key_id] = len(shape)
-    for ndim in sorted(set(ndims.tolist()) - {_OF_OBJECT}):
+    for ndim in sorted(set(ndims.tolist()) - {_OBJECT_NDIM}):
         members = np.flatnonzero(ndims == ndim)
         rows = np.flatnonzero(ndims[key_ids] == ndim)
         ids = np.searchsorted(members, key_ids[rows])
@@ -270,12 +275,15 @@ def _tiling_error(
 
 
 def _look_up_files(location: str, pieces: Sequence[StoredPiece]) -> list[ShardFile]:
-    key_in = {piece.file: piece.key for piece in reversed(pieces)}
-    return [look_up_file(location, name, key) for name, key in key_in.items()]
+    keys = {piece.file: piece.key for piece in reversed(pieces)}
+    return [look_up_file(location, name, key) for name, key in keys.items()]
 
 
 def look_up_file(location: str, name: str, key: str) -> ShardFile:
-    """Return the size of a file that holds a key, after checking that it lies in the checkpoint."""
+    """Return the size of a file with a key.
+
+    It must lie in the checkpoint.
+    """
     path = locations.join(location, *name.split("/"))
     if not locations.is_inner_name(name, max_parts=4):
         raise CorruptCheckpointError(

@@ -1,4 +1,4 @@
-"""Reading regions of tensors, and objects, from a checkpoint of any format in one process."""
+"""Reads of tensor regions and objects in one process, in any format."""
 
 from __future__ import annotations
 
@@ -52,34 +52,40 @@ class StoredTensor(NamedTuple):
 
 def read_tensors(stored: StoredCheckpoint, keys: Sequence[str]) -> list[torch.Tensor]:
     """Read whole tensors, all at once."""
-    shapes = [stored.global_shape(key) for key in keys]
-    pairs = zip(keys, shapes, strict=True)
-    return _read_regions(stored, [Request(key, shape, whole(shape)) for key, shape in pairs])
+    requests = []
+    for key in keys:
+        shape = stored.global_shape(key)
+        requests.append(Request(key, shape, whole(shape)))
+    return _read_regions(stored, requests)
 
 
 def _read_regions(stored: StoredCheckpoint, requests: Sequence[Request]) -> list[torch.Tensor]:
-    values = [
-        torch.empty(each.region.shape, dtype=FROM_NAME[stored.dtype_name(each.key)], device="cpu")
-        for each in requests
-    ]
+    values = []
+    for request in requests:
+        dtype = FROM_NAME[stored.dtype_name(request.key)]
+        values.append(torch.empty(request.region.shape, dtype=dtype, device="cpu"))
     read_copies(stored, plan_load(stored, requests), values, NUM_THREADS)
     return values
 
 
 def load_objects(stored: StoredCheckpoint, shards: Sequence[ShardedObject]) -> list[Any]:
-    """Load cells of objects; common state that is not stored is an empty dict."""
+    """Load cells of objects; common state defaults to an empty dict."""
     reader = find_reader(stored)
     if reader is None and COMMON_KEY in stored.manifest.key_index:
         return _load_cells(None, stored, shards)
     others = [shard for shard in shards if shard.key != COMMON_KEY]
     cells = iter(_load_cells(reader, stored, others))
-    return [
-        load_common_state(stored) if shard.key == COMMON_KEY else next(cells) for shard in shards
-    ]
+    values = []
+    for shard in shards:
+        if shard.key == COMMON_KEY:
+            values.append(load_common_state(stored))
+        else:
+            values.append(next(cells))
+    return values
 
 
 def load_common_state(stored: StoredCheckpoint) -> Any:
-    """Load the common state, which is an empty dict if it is not stored."""
+    """Load the common state, an empty dict if it is not stored."""
     reader = find_reader(stored)
     if reader is not None:
         with naming_reader(reader, stored.location):
@@ -96,25 +102,31 @@ def load_common_state(stored: StoredCheckpoint) -> Any:
 
 
 def stores_common_state(stored: StoredCheckpoint) -> bool:
-    """Tell whether there is common state in distckpt's own encoding."""
+    """Return whether there is common state in distckpt's own encoding."""
     return COMMON_KEY in stored.manifest.key_index and find_reader(stored) is None
 
 
 def holds_objects(stored: StoredCheckpoint) -> bool:
-    """Tell whether checkpoints of this format hold objects and common state at all."""
+    """Return whether this format holds objects and common state at all."""
     reader = find_reader(stored)
     return reader is None or reader.holds_objects
 
 
 def object_keys(stored: StoredCheckpoint) -> list[str]:
-    """Return the keys of all objects; the common state is always among them."""
+    """Return the keys of all objects, always including the common state."""
     keys = [key for key in stored.manifest.keys if stored.is_object(key)]
-    return keys if COMMON_KEY in keys else [COMMON_KEY, *keys]
+    if COMMON_KEY in keys:
+        return keys
+    return [COMMON_KEY, *keys]
 
 
 def has_equal_cells(stored: StoredCheckpoint, key: str) -> bool:
-    """Whether an object has several cells, all of the same bytes, by their checksums."""
-    manifest, rows = stored.manifest, np.array(stored.chunks_of(key))
+    """Return whether an object has several cells with equal bytes.
+
+    Their checksums tell.
+    """
+    manifest = stored.manifest
+    rows = np.array(stored.chunks_of(key))
     chunks = manifest.rows(rows)
     if not manifest.has_checksums or len(rows) < 2 or np.ptp(chunks.num_bytes) > 0:
         return False
@@ -128,7 +140,7 @@ def has_equal_cells(stored: StoredCheckpoint, key: str) -> bool:
 
 
 def read_encoded(stored: StoredCheckpoint, key: str) -> dict[tuple[int, ...], bytes]:
-    """Read the cells of an object by offset, encoded as `codec.decode` takes them."""
+    """Read the cells of an object by offset, encoded for `codec.decode`."""
     reader = find_reader(stored)
     if key == COMMON_KEY and (reader is not None or key not in stored.manifest.key_index):
         return {(0,): codec.encode(load_common_state(stored))}
@@ -167,13 +179,13 @@ def _values_of_reader(
 
 
 def decode_common_state(stored: StoredCheckpoint, blob: bytes) -> Any:
-    """Decode the common state, which another rank may have read with `read_encoded`."""
+    """Decode the common state, perhaps from another rank's `read_encoded`."""
     return _decode(stored, int(stored.chunks_of(COMMON_KEY)[0]), blob)
 
 
 def _decode(stored: StoredCheckpoint, chunk: int, blob: bytes) -> Any:
     try:
-        # Common state is read whole: objects in it that nobody asks for must not be in the way.
+        # Common state is read whole: objects in it that no one requests must not be in the way.
         return codec.decode(blob, placeholders=stored.key_of(chunk) == COMMON_KEY)
     except CheckpointingException as error:
         where = f"{object_text(stored.key_of(chunk))} in {stored.path_of(chunk)!r}"

@@ -1,15 +1,16 @@
-"""Commit a save to an object store, where nothing can be renamed: the marker is put last, on a
-condition.
+"""Commit of a save to an object store: the marker is put last.
+
+Nothing can be renamed there, so the marker is put on a condition.
 
 Every save writes into folders of its own, `tensors-<nonce>/` and `objects-<nonce>/` (of many ranks
 also `tensors-<nonce>-1/` and so on), so files of two savers never meet. The marker names the
-manifest, and the manifest the files. It is put only if the marker that was there when the save
-began, or none, is still there. So of several savers one wins, and a reader finds the old checkpoint
-or the new one.
+manifest, and the manifest the files. It is put only if the marker of the beginning of the save, or
+none, is still there. So of several savers one wins, and a reader finds the old checkpoint or the
+new one.
 
-What is no part of the checkpoint that the marker names was left by a save that was interrupted, or
-belongs to one that began before the marker was put and cannot win any more. Files that are there
-when a marker is about to be put are therefore safe to remove once it has been put.
+A file that is no part of the checkpoint was left by an interrupted save, or belongs to a save that
+began before the marker was put and cannot win any more. Files that are there when a marker is about
+to be put are therefore safe to remove afterwards.
 """
 
 from __future__ import annotations
@@ -44,21 +45,26 @@ _FOLDER = re.compile(rb"(?:tensors|objects)-([0-9a-f]{16})(?:-[0-9]+)?/")
 
 
 def stray_files(location: str, named: Container[str]) -> list[str]:
-    """Return the files of saves at a location that neither its manifest names nor its marker,
-    relative to it.
+    """Return the files of saves that a location does not refer to.
 
-    There are none on local disks, where a save becomes visible by a rename.
+    Neither its manifest nor its marker names them; names are relative to the location. There are
+    none on local disks, where a save becomes visible by a rename.
     """
     if locations.is_local(location):
         return []
     manifest_name = _manifest_named_by(read_marker(location) or {})
-    return [
-        name for name in _files_of_saves(location) if name != manifest_name and name not in named
-    ]
+    strays = []
+    for name in _files_of_saves(location):
+        if name != manifest_name and name not in named:
+            strays.append(name)
+    return strays
 
 
 def remove_checkpoint(location: str, is_meant: Callable[[str], bool]) -> bool:
-    """Remove a checkpoint, the marker first; False when another one is there, or replaces it."""
+    """Remove a checkpoint, the marker first.
+
+    False when another checkpoint is there, or replaces it.
+    """
     marker = object_store.at(locations.join(location, CONFIG_FNAME))
     version = marker.version()
     if version is None:
@@ -66,8 +72,8 @@ def remove_checkpoint(location: str, is_meant: Callable[[str], bool]) -> bool:
     if not is_meant(location):
         return False
     if marker.has_conditions:
-        # Removals have no conditions. A marker that is put on one fails all saves that may replace
-        # this checkpoint.
+        # Removals have no conditions. A marker put on one fails all saves that may replace this
+        # checkpoint.
         fields = {**(read_marker(location) or {}), "removed": True}
         try:
             if not marker.replace(encode_marker(fields), version):
@@ -86,13 +92,16 @@ def unfinished_files(location: str) -> list[str]:
 
 
 def remove_unfinished(location: str) -> None:
-    """Remove the files of saves from a location without a marker; nobody may be saving there."""
+    """Remove the files of saves from a location without a marker.
+
+    No save may be running there.
+    """
     _remove(location, _files_of_saves(location))
     object_store.abort_uploads(location)
 
 
 def _remove(location: str, names: Sequence[str]) -> None:
-    """Remove files of a location, and the folders that are empty then."""
+    """Remove files of a location, and the folders that become empty."""
     if names:
         object_store.remove_all(locations.join(location, name) for name in names)
         object_store.at(location).remove_empty_folders()
@@ -102,7 +111,7 @@ class Transaction:
     """A save to an object store, used by the coordinator alone.
 
     Without `has_folders` the save writes into no folders of its own, as strategies of users may. It
-    cannot replace a checkpoint then, and removes nothing but what it has written.
+    cannot replace a checkpoint then, and removes nothing but its own files.
     """
 
     def __init__(
@@ -122,17 +131,18 @@ class Transaction:
         self._is_conditional = self._marker.has_conditions
         self._may_be_committed = False
         if self._version is not None and not (overwrite and has_folders):
-            advice = (
-                "pass overwrite=True"
-                if has_folders
-                else "save with another strategy: this one cannot replace it"
-            )
+            advice = "save with another strategy: this one cannot replace it"
+            if has_folders:
+                advice = "pass overwrite=True"
             raise posix.already_complete(location, advice)
         if not self._is_conditional:
             self._warn_about_conditions()
 
     def check_not_overtaken(self) -> None:
-        """Raise CheckpointExistsError when another save has put its marker since this one began."""
+        """Raise CheckpointExistsError if another save has put its marker meanwhile.
+
+        The time is counted from the beginning of this save.
+        """
         if self._marker.version() != self._version:
             raise self._overtaken()
 
@@ -143,11 +153,11 @@ class Transaction:
         )
 
     def commit(self, fields: Mapping[str, Any], files: Sequence[str] = ()) -> None:
-        """Put the marker unless it has changed since the save began, then remove what the
-        checkpoint does not name.
+        """Put the marker unless it has changed since the save began.
 
-        Nothing is put when any of these files is not there. After an OSError other than a refusal
-        it is not known whether the marker was put, and nothing is removed.
+        Then remove files that the checkpoint does not name. Nothing is put when any of these files
+        is not there. After an OSError other than a refusal it is not known whether the marker was
+        put, and nothing is removed.
         """
         try:
             self._put_and_clear_up(fields, files)
@@ -157,8 +167,11 @@ class Transaction:
             self._put_and_clear_up(fields, files)
 
     def _put_and_clear_up(self, fields: Mapping[str, Any], files: Sequence[str]) -> None:
-        present = _files_of_saves(self._location) if self._has_folders else []
-        missing = sorted(set(files).difference(present)) if self._has_folders else []
+        present: list[str] = []
+        missing: list[str] = []
+        if self._has_folders:
+            present = _files_of_saves(self._location)
+            missing = sorted(set(files).difference(present))
         # With another marker, the save that has won the race removes them; the put below says so.
         if missing and self._marker.version() == self._version:
             more = f" (and {len(missing) - 1} more files)" if len(missing) > 1 else ""
@@ -187,7 +200,10 @@ class Transaction:
             self._abort(uploads)
 
     def _put(self, content: bytes) -> bool:
-        """Put the marker; False when it is not what it was when the save began."""
+        """Put the marker, or return False when it has changed.
+
+        It is compared with the marker at the beginning of the save.
+        """
         if self._is_conditional:
             return self._marker.replace(content, self._version)
         version = self._marker.version()
@@ -198,7 +214,7 @@ class Transaction:
         return version is not None and self._marker.read() == content
 
     def abandon(self) -> None:
-        """Remove what the save has written, unless its marker may have been put."""
+        """Remove the files of the save, unless its marker may be there."""
         if self._may_be_committed:
             return
         with locations.only_logging(
@@ -222,31 +238,32 @@ class Transaction:
             return []
         named = _manifest_named_by(fields)
         if not self._is_conditional:
-            # Other saves may still be committed, whenever they began: only what is replaced goes.
+            # Other saves may still be committed, whenever they began: only replaced files go.
             with contextlib.suppress(CorruptCheckpointError):
                 old = read_marker(self._location) or {}
-                old_manifest, old_nonce = _manifest_named_by(old), old.get(SAVE, "")
-                replaced = {
-                    name
-                    for name in self._earlier
-                    if name == old_manifest or _nonce_of(name) == old_nonce
-                }
+                old_manifest = _manifest_named_by(old)
+                old_nonce = old.get(SAVE, "")
+                replaced = set()
+                for name in self._earlier:
+                    if name == old_manifest or _nonce_of(name) == old_nonce:
+                        replaced.add(name)
                 return sorted(replaced - {named})
             return []
         return [name for name in present if name != named and not self._is_own(name)]
 
     def _uploads(self, strays: bool) -> list[Upload]:
-        """Return unfinished uploads: of this save, and with `strays` of others that cannot win any
-        more.
+        """Return the unfinished uploads of this save.
+
+        With `strays`, also those of saves that cannot win any more.
         """
         uploads = self._remote.list_uploads()
-        names = [(upload, upload.location[len(self._location) + 1 :]) for upload in uploads]
-        every = strays and self._is_conditional and self._has_folders
-        return [
-            upload
-            for upload, name in names
-            if _OURS.fullmatch(name) and (every or self._is_own(name))
-        ]
+        has_all = strays and self._is_conditional and self._has_folders
+        selected = []
+        for upload in uploads:
+            name = upload.location[len(self._location) + 1 :]
+            if _OURS.fullmatch(name) and (has_all or self._is_own(name)):
+                selected.append(upload)
+        return selected
 
     def _abort(self, uploads: Sequence[Upload]) -> None:
         for upload in uploads:
@@ -264,7 +281,7 @@ class Transaction:
                 )
         if folders:
             return self._nonce.encode() in folders
-        # Of a strategy that does not know of folders.
+        # A file of a strategy that does not know of folders.
         return name not in self._earlier
 
 
@@ -273,11 +290,15 @@ def _files_of_saves(location: str) -> list[str]:
 
 
 def _manifest_named_by(marker: Mapping[str, Any]) -> str:
-    """Return the name of the manifest, nothing when a marker names none."""
+    """Return the name of a marker's manifest, or an empty string."""
     manifest = marker.get("manifest")
-    return str(manifest.get("name", "")) if isinstance(manifest, dict) else ""
+    if not isinstance(manifest, dict):
+        return ""
+    return str(manifest.get("name", ""))
 
 
 def _nonce_of(name: str) -> str | None:
     match = _OURS.fullmatch(name)
-    return (match[1] or match[2]) if match else None
+    if match is None:
+        return None
+    return match[1] or match[2]

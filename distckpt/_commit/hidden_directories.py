@@ -1,9 +1,8 @@
-"""Directories that are put beside an output on a local disk, named `.NAME.KIND-NONCE`; and which of
-them a save is still writing into.
+"""Directories next to a local output, named `.NAME.KIND-NONCE`, and their locks.
 
 The coordinator of a save to a local path locks the directory that it writes into; the kernel
-releases the lock when the process ends, however it ends. So saves that are running are told from
-what interrupted ones have left without comparing times. Such locks are seen on the same kernel and
+releases the lock when the process ends, however it ends. So running saves are told from the
+leftovers of interrupted ones without comparing times. Such locks are visible on the same kernel and
 mount only, so the nonce of a save begins with 8 digits that stand for these two.
 """
 
@@ -27,20 +26,20 @@ _NOT_OFFERED = (errno.ENOSYS, errno.ENOTSUP, errno.ENOLCK, errno.EINVAL, errno.E
 """Errors of file systems without such locks."""
 
 Kind = Literal["tmp", "old", "trash", "incomplete", "damaged", "parts"]
-"""What is in such a directory: an output that is being written, what an overwrite is replacing,
-what is being removed, what an unfinished save has left, a checkpoint that is damaged, and the
-journal of work in parts.
+"""Content of such a directory. It is an output that is being written, an output that an overwrite
+is replacing, files that are being removed, leftovers of an unfinished save, a damaged checkpoint,
+or the journal of work in parts.
 """
 
 _HIDDEN = re.compile(r"\.(.+)\.(tmp|old|trash|incomplete|damaged|parts)-([0-9a-f]{16})", re.DOTALL)
 
 
 class HiddenName(NamedTuple):
-    """The name of a directory beside an output.
+    """The name of a directory next to an output.
 
     Attributes:
-        name: of the output.
-        kind: what is in the directory.
+        name: name of the output.
+        kind: content of the directory.
         nonce: 16 hex digits.
     """
 
@@ -52,11 +51,16 @@ class HiddenName(NamedTuple):
 def parse(name: str) -> HiddenName | None:
     """Return the parts of a name, None for any other name."""
     match = _HIDDEN.fullmatch(name)
-    return None if match is None else HiddenName(match[1], match[2], match[3])
+    if match is None:
+        return None
+    return HiddenName(match[1], match[2], match[3])
 
 
 def beside(location: str, kind: Kind, nonce: str | None = None) -> str:
-    """Return the path of a directory beside a local output, a new one without a nonce."""
+    """Return the path of a directory next to a local output.
+
+    Without a nonce, the directory is a new one.
+    """
     parent, name = os.path.split(location)
     return os.path.join(parent, f".{name}.{kind}-{nonce or secrets.token_hex(8)}")
 
@@ -69,7 +73,7 @@ def nonce_of(directory: str) -> str:
 
 
 def target_of(directory: str) -> str:
-    """Return the output that a directory is beside, which `beside` has named."""
+    """Return the output next to a directory that `beside` has named."""
     parent, name = os.path.split(directory)
     hidden = parse(name)
     assert hidden is not None, directory
@@ -77,20 +81,20 @@ def target_of(directory: str) -> str:
 
 
 def left_beside(location: str, kind: Kind) -> list[str]:
-    """Return the directories of a kind that are beside a local output."""
+    """Return the directories of a kind next to a local output."""
     parent, name = os.path.split(location)
     try:
-        found = sorted(os.listdir(parent))
+        names = sorted(os.listdir(parent))
     except (FileNotFoundError, NotADirectoryError):
         return []
     # Everything else, such as other steps, is passed over without a closer look.
     start = f".{name}.{kind}-"
-    hidden = [(other, parse(other)) for other in found if other.startswith(start)]
-    return [
-        os.path.join(parent, other)
-        for other, parts in hidden
-        if parts is not None and (parts.name, parts.kind) == (name, kind)
-    ]
+    directories = []
+    for other in names:
+        hidden = parse(other) if other.startswith(start) else None
+        if hidden is not None and (hidden.name, hidden.kind) == (name, kind):
+            directories.append(os.path.join(parent, other))
+    return directories
 
 
 # --- Saves that are running -----------------------------------------------------------------------
@@ -106,23 +110,23 @@ def new_nonce(location: str) -> str:
 
 @contextlib.contextmanager
 def locked_directory(directory: str, durable: bool) -> Iterator[None]:
-    """Create the local directory of a save and the ones above it, and keep it locked."""
+    """Create the local directory of a save, and lock it."""
     locations.make_directories(os.path.dirname(directory), durable)
-    with contextlib.ExitStack() as held:
+    with contextlib.ExitStack() as locks:
         is_there = False
         while not is_there:
             with contextlib.suppress(FileExistsError):
                 os.mkdir(directory)
             try:
-                is_there = held.enter_context(_locked(directory, fcntl.LOCK_EX))
+                is_there = locks.enter_context(_locked(directory, fcntl.LOCK_EX))
                 if not is_there:
-                    # Before the next attempt, which would wait for this lock if the name was only
-                    # seen late.
-                    held.close()
+                    # Before the next attempt, which would wait for this lock if the name only
+                    # appeared late.
+                    locks.close()
             except OSError as error:
-                # Without locks nobody can tell whether a save is running.
+                # Without locks, a running save cannot be told from an ended one.
                 is_there = error.errno in _NOT_OFFERED
-                # Another program may have seen a directory that nobody had locked yet, and have
+                # Another program may have found a directory that was not locked yet, and have
                 # removed it.
                 if not is_there and error.errno != errno.ENOENT:
                     raise
@@ -131,19 +135,19 @@ def locked_directory(directory: str, durable: bool) -> Iterator[None]:
 
 @contextlib.contextmanager
 def claimed(directory: str) -> Iterator[bool | None]:
-    """Find out whether a save is running: True when it has ended, False when it goes on, None when
-    unknown.
+    """Find out whether a save has ended, and lock its directory then.
 
-    One that has ended stays locked for the body, which may remove what it has left.
+    True when it has ended, False when it goes on, None when unknown. The lock lasts for the body,
+    which may remove the leftovers.
     """
     parent, name = os.path.split(directory)
     hidden = parse(name) if locations.is_local(directory) else None
-    with contextlib.ExitStack() as held:
+    with contextlib.ExitStack() as locks:
         has_ended: bool | None = None
         if hidden is not None and hidden.nonce.startswith(_place_of(parent)):
             try:
                 has_ended = (
-                    held.enter_context(_locked(directory, fcntl.LOCK_EX | fcntl.LOCK_NB)) or None
+                    locks.enter_context(_locked(directory, fcntl.LOCK_EX | fcntl.LOCK_NB)) or None
                 )
             except BlockingIOError:
                 has_ended = False
@@ -154,8 +158,9 @@ def claimed(directory: str) -> Iterator[bool | None]:
 
 @contextlib.contextmanager
 def kept_in_sight(directory: str) -> Iterator[Callable[[], bool]]:
-    """Yield a function that tells whether a local directory still has its name: it may have been
-    removed, or renamed, and another one may have the name by now.
+    """Yield a function that tells whether a directory still has its name.
+
+    It may have been removed, or renamed, and another one may have the name by now.
     """
     fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
     try:
@@ -167,9 +172,10 @@ def kept_in_sight(directory: str) -> Iterator[Callable[[], bool]]:
 
 @contextlib.contextmanager
 def locked_if_offered(path: str) -> Iterator[None]:
-    """Keep others that lock the same file out of the body, where the file system has locks.
+    """Keep other users of the same lock file out of the body.
 
-    Network file systems have them for files that are open for writing, and not for directories.
+    This works where the file system has locks. Network file systems have them for files that are
+    open for writing, and not for directories.
     """
     fd = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
     is_locked = False
@@ -199,7 +205,10 @@ def _locked(directory: str, mode: int) -> Iterator[bool]:
 
 
 def _release(fd: int, path: str, is_locked: bool) -> None:
-    """Close a file. A failure is a warning: what its lock was held for may be committed by now."""
+    """Close a file; a failure is a warning.
+
+    The work that its lock protected may be committed by now.
+    """
     if is_locked:
         with locations.only_logging(f"release the lock of {path}"):
             # Processes that were forked meanwhile share the lock, and would keep it.
@@ -216,8 +225,9 @@ def _has_name(fd: int, directory: str) -> bool:
 
 
 def _place_of(directory: str) -> str:
-    """Return 8 hex digits for this kernel since it was started, and the mount that a directory is
-    on.
+    """Return 8 hex digits for the kernel's boot and a mount.
+
+    The mount is the one of a directory.
     """
     try:
         text = f"{_BOOT_ID.read_text()} {os.stat(directory).st_dev}"

@@ -9,9 +9,9 @@
             if ranks.is_coordinator:
                 output.commit(marker, files)
 
-It is written into a hidden directory beside the target, which is renamed, or on an object store in
-its final place, where nobody sees it before its marker (or index) is there. When the body raises,
-what was written is removed.
+It is written into a hidden directory next to the target, which is renamed, or on an object store in
+its final place, where no one reads it before its marker (or index) is there. When the body raises,
+its files are removed.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ import os
 import secrets
 import stat
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -40,8 +40,8 @@ if TYPE_CHECKING:
     from distckpt._commit.conditional_put import Transaction
 
 SECONDS_TO_APPEAR = 10.0
-"""So long a network file system may take to show on one node what another one has written. Ranks
-with a shorter timeout give up earlier, before the others lose contact with the one that looks.
+"""Longest delay until one node sees another one's files on network storage. Ranks with a shorter
+timeout give up earlier, before the other ranks lose contact with the one that looks.
 """
 _FILES_PER_BATCH = 64
 _MAX_THREADS = 16
@@ -49,18 +49,18 @@ _MAX_THREADS = 16
 
 @dataclass(frozen=True, kw_only=True)
 class OutputSettings:
-    """How an output is written.
+    """Settings of the writing of an output.
 
     Attributes:
-        num_bytes: how much this rank is going to write.
-        folders: that are made in it first.
+        num_bytes: number of bytes that this rank is going to write.
+        folders: folders that are made in it first.
         overwrite: replace a complete checkpoint that is there.
         durable: everything is on disk before the output appears.
         has_marker: whether a marker makes it a checkpoint. On an object store that is put last, on
             a condition, see `conditional_put`.
         has_own_folders: whether the names of its folders end in `Output.folder_suffix`.
-        files: what ranks write into its final place on an object store, without a marker: removed
-            when the output is given up.
+        files: files that ranks write into its final place on an object store, without a marker:
+            removed when the output is given up.
     """
 
     num_bytes: int = 0
@@ -79,10 +79,10 @@ class Output:
     """An output that is being written, see `new_output`."""
 
     def __init__(
-        self, ranks: Ranks, held: contextlib.ExitStack, place: SaveDirectory | None = None
+        self, ranks: Ranks, locks: contextlib.ExitStack, place: SaveDirectory | None = None
     ) -> None:
         self._ranks = ranks
-        self._held = held
+        self._locks = locks
         self._target = ""
         self._settings = OutputSettings()
         self._place = place
@@ -90,20 +90,27 @@ class Output:
         self._is_committing = False
 
     def aim(self, target: str, settings: OutputSettings) -> None:
-        """Say where the output is to appear, what `posix.resolve` has returned, and how it is
-        written.
+        """Set the target and the settings of the output.
+
+        The target is a result of `posix.resolve`.
         """
-        self._target, self._settings = target, settings
+        self._target = target
+        self._settings = settings
 
     @property
     def location(self) -> str:
-        """Return where files are written before the output appears."""
+        """Return the place of files before the output appears."""
         return self._made.location
 
     @property
     def folder_suffix(self) -> str:
-        """Return how the names of its folders end, which tell saves to an object store apart."""
-        return "" if self._made.is_hidden else f"-{self._made.nonce}"
+        """Return the suffix of its folders.
+
+        It tells saves to an object store apart.
+        """
+        if self._made.is_hidden:
+            return ""
+        return f"-{self._made.nonce}"
 
     @property
     def _made(self) -> SaveDirectory:
@@ -112,11 +119,12 @@ class Output:
 
     @contextlib.contextmanager
     def being_written(self) -> Iterator[None]:
-        """Make the place of the output, unless it is there; the body writes into it, in a phase of
-        its own.
+        """Make the place of the output, unless it is there.
 
-        Collective operation: all ranks must call it. If another program takes away what the ranks
-        write, the error says so.
+        The body writes into it, in a phase of its own.
+
+        Collective operation: all ranks must call it. If another program takes the files of the
+        ranks away, the error says so.
         """
         if self._place is None:
             with self._ranks.telling("create directories") as told:
@@ -133,30 +141,31 @@ class Output:
             raise
 
     def make(self, num_bytes: int) -> bytes:
-        """Make the place of the output, into which all ranks write `num_bytes`; for the
-        coordinator.
+        """Make the place of the output, where all ranks write `num_bytes`.
 
-        Return what `enter` of all ranks is to be called with. Nothing but directories has been
-        written when this raises, which it also does when there is no space for that.
+        It is for the coordinator. Return the argument for `enter` of all ranks. Nothing but
+        directories has been written when this raises, which it also does when there is no space for
+        that.
         """
-        target, settings = self._target, self._settings
+        target = self._target
+        settings = self._settings
         is_local = locations.is_local(target)
         nonce = hidden_directories.new_nonce(target) if is_local else secrets.token_hex(8)
-        told = [nonce, os.uname().nodename, target]
-        place = self._place = _place_of(target, *told)
+        description = [nonce, os.uname().nodename, target]
+        place = self._place = _place_of(target, *description)
         if place.is_hidden:
-            _make_hidden(place, self._held, settings.folders, settings.durable)
+            _make_hidden(place, self._locks, settings.folders, settings.durable)
             _check_space(place, num_bytes)
         elif settings.has_marker:
             self._begin()
-        return json.dumps(told).encode()
+        return json.dumps(description).encode()
 
     def enter(self, made: bytes) -> None:
         """Note the place of the output, which the coordinator has made."""
         self._place = _place_of(self._target, *json.loads(made))
 
     def check_is_seen(self) -> None:
-        """Check that this rank sees the place that the coordinator has made."""
+        """Check that this rank sees the coordinator's place of the output."""
         if self._ranks.size > 1:
             _check_is_seen(self._ranks, self._made, self._settings.folders)
 
@@ -192,8 +201,10 @@ class Output:
         )
 
     def _name_winner(self, error: BaseException) -> None:
-        """Report uploads that are gone as overtaken: a save that wins aborts those of the others.
-        Report likewise that the directory is gone.
+        """Report missing uploads as overtaken.
+
+        A save that wins aborts the uploads of other saves. Report likewise that the directory is
+        missing.
         """
         with self._ranks.phase("look for another program's save", decision=True):
             if self._is_committing:
@@ -212,7 +223,7 @@ class Output:
         return is_looking and not locations.exists(self.location)
 
     def sync(self) -> None:
-        """Make the names of this rank's files durable, if the output is to be."""
+        """Make the names of this rank's files durable, if settings say so."""
         if self._settings.durable and self._made.is_hidden:
             for name in self._settings.folders:
                 locations.sync_directory(os.path.join(self.location, name))
@@ -228,7 +239,8 @@ class Output:
             files: names and sizes of its files, which must all be there.
 
         Raises:
-            CheckpointExistsError: another program was faster, or what is there cannot be replaced.
+            CheckpointExistsError: another program was faster, or the directory there cannot be
+                replaced.
             CheckpointingException: a file is missing, or has another size.
         """
         self._is_committing = True
@@ -243,8 +255,9 @@ class Output:
             posix.commit(self.location, self._target, self._settings.overwrite, durable)
 
     def check_files(self, files: Sequence[tuple[str, int]]) -> None:
-        """Check that the files of all ranks are there, given as names and sizes; for the
-        coordinator.
+        """Check that the files of all ranks are there.
+
+        They are given as names and sizes. It is for the coordinator.
 
         Raises:
             CheckpointingException: a file is missing, or has another size.
@@ -252,16 +265,16 @@ class Output:
         _check_files(self._ranks, self.location, files)
 
     def commit_beside_others(self, is_replaced: Callable[[str], bool]) -> None:
-        """Let an export appear, together with the files that are there already; for the
-        coordinator, as the last step.
+        """Let an export appear, together with the files already there.
 
-        Those stay, unless the export has one of the same name, or the name is one that it replaces.
+        It is for the coordinator, as the last step. Those files stay, unless the export has one of
+        the same name, or the name is one that it replaces.
         """
         if self._made.is_hidden:
             posix.commit_beside_others(self.location, self._target, is_replaced)
 
     def abandon(self) -> None:
-        """Remove what was written; for the coordinator."""
+        """Remove the output's files; for the coordinator."""
         if self._place is None:
             return
         if self._transaction is not None:
@@ -279,11 +292,12 @@ class Output:
 def new_output(
     ranks: Ranks, target: str = "", settings: OutputSettings = _DEFAULTS
 ) -> Iterator[Output]:
-    """Make nothing yet; give the output up when the body raises. See `Output.aim` for the
-    arguments.
+    """Return an output of which nothing is made yet.
+
+    It is given up when the body raises. See `Output.aim` for the arguments.
     """
-    with contextlib.ExitStack() as held:
-        output = Output(ranks, held)
+    with contextlib.ExitStack() as locks:
+        output = Output(ranks, locks)
         output.aim(target, settings)
         try:
             yield output
@@ -298,11 +312,11 @@ def _number_in(payload: bytes) -> int:
 
 
 def continued_output(target: str, nonce: str, journal: str, settings: OutputSettings) -> Output:
-    """Return an output that several processes write without knowing of each other, and that stays
-    when they end; nothing is made yet.
+    """Return an output that several processes write independently.
 
-    On a local disk its directory is in `journal`, a directory beside the target. Its name is always
-    the same for a nonce, which must be one for what is written.
+    It stays when they end; nothing is made yet. On a local disk its directory is in `journal`, a
+    directory next to the target. Its name is always the same for a nonce, which must belong to one
+    content.
     """
     is_local = locations.is_local(target)
     name = locations.split(target)[1]
@@ -316,28 +330,33 @@ def continued_output(target: str, nonce: str, journal: str, settings: OutputSett
 
 
 def _is_of_missing_files(error: BaseException) -> bool:
-    failures = error.failures.values() if isinstance(error, RankFailedError) else [error]
+    failures: Iterable[BaseException] = [error]
+    if isinstance(error, RankFailedError):
+        failures = error.failures.values()
     return all(isinstance(failure, FileNotFoundError) for failure in failures)
 
 
 # --- The place that is written into ---------------------------------------------------------------
 #
-# Ranks that share no storage would each leave their files where no other rank sees them. The name
-# of the directory ends in a random nonce, so whoever sees it under its own path sees the directory
-# that rank 0 has made, whatever that path is: nodes may mount one file system in different places.
+# Ranks that share no storage would each leave their files where no other rank finds them. The name
+# of the directory ends in a random nonce, so any rank that finds it under its own path has found
+# the directory of rank 0, whatever that path is: nodes may mount one file system in different
+# places.
 
 
 @dataclass(frozen=True)
 class SaveDirectory:
-    """The place that all ranks of a save write into, as this rank sees it.
+    """The place that all ranks of a save write into.
+
+    Paths are the ones of this rank.
 
     Attributes:
-        nonce: of the save.
-        location: of the directory; the target itself on an object store.
-        is_hidden: whether it is beside the target, on a local disk.
-        target: where the save is to appear.
-        first_host: of rank 0.
-        first_target: where rank 0 sees the target.
+        nonce: nonce of the save.
+        location: path of the directory; the target itself on an object store.
+        is_hidden: whether it is next to the target, on a local disk.
+        target: path where the save is to appear.
+        first_host: host of rank 0.
+        first_target: path of the target on rank 0.
     """
 
     nonce: str
@@ -355,12 +374,15 @@ def _place_of(target: str, nonce: str, first_host: str, first_target: str) -> Sa
 
 
 def _make_hidden(
-    place: SaveDirectory, held: contextlib.ExitStack, folders: Sequence[str], durable: bool
+    place: SaveDirectory, locks: contextlib.ExitStack, folders: Sequence[str], durable: bool
 ) -> None:
-    """Make the directory, and those above it, which are on disk on return if durable."""
+    """Make the directory and its parents.
+
+    They are on disk on return if durable.
+    """
     _remove_empty_leftovers(place.target)
     try:
-        held.enter_context(hidden_directories.locked_directory(place.location, durable))
+        locks.enter_context(hidden_directories.locked_directory(place.location, durable))
         if locations.isdir(place.target):
             prepare_to_replace(place.target, place.location)
         for name in folders:
@@ -373,7 +395,7 @@ def _make_hidden(
 
 
 def _remove_empty_leftovers(target: str) -> None:
-    """Remove directories of ended saves of this target in which no file is left.
+    """Remove directories of ended saves of this target without files.
 
     Network file systems keep a removed file as long as a reader has it open, and its directory.
     """
@@ -384,8 +406,9 @@ def _remove_empty_leftovers(target: str) -> None:
 
 
 def _check_space(place: SaveDirectory, num_bytes: int) -> None:
-    """Raise ENOSPC when a file system, which all ranks share, certainly has no room for so many
-    bytes.
+    """Raise ENOSPC when a shared file system lacks room for the bytes.
+
+    It is raised only when that is certain.
     """
     try:
         disk = os.statvfs(place.location)
@@ -421,29 +444,33 @@ def _seconds_to_appear(ranks: Ranks) -> float:
 
 
 def _check_files(ranks: Ranks, directory: str, files: Sequence[tuple[str, int]]) -> None:
-    """Check that files, given as names in a directory and sizes, are there; for the coordinator."""
+    """Check that files in a directory have their sizes; for the coordinator."""
     is_local = locations.is_local(directory)
     wrong = dict(files)
-    found: dict[str, int | None] = {}
+    sizes: dict[str, int | None] = {}
 
     def look_at(names: Sequence[str]) -> None:
         for name in names:
-            found[name] = _size_of(os.path.join(directory, name), is_local)
+            sizes[name] = _size_of(os.path.join(directory, name), is_local)
 
     def are_right() -> bool:
         names = list(wrong)
         starts = range(0, len(names), _FILES_PER_BATCH)
         run_threads(look_at, [names[i : i + _FILES_PER_BATCH] for i in starts], _MAX_THREADS)
-        for name in [name for name, size in wrong.items() if found[name] == size]:
-            del wrong[name]
+        for name in names:
+            if wrong[name] == sizes[name]:
+                del wrong[name]
         return not wrong
 
-    # A single process has written all of them itself, and object stores show what they have.
+    # A single process has written all of them itself, and object stores list all their files.
     is_waiting = ranks.size > 1 and is_local
-    if _wait_until(are_right, _seconds_to_appear(ranks) if is_waiting else 0.0):
+    seconds = _seconds_to_appear(ranks) if is_waiting else 0.0
+    if _wait_until(are_right, seconds):
         return
     name, size = next(iter(wrong.items()))
-    state = "is missing" if found[name] is None else f"has {found[name]} bytes instead of {size}"
+    state = f"has {sizes[name]} bytes instead of {size}"
+    if sizes[name] is None:
+        state = "is missing"
     more = f" (and {len(wrong) - 1} more files)" if len(wrong) > 1 else ""
     raise CheckpointingException(
         f"{os.path.join(directory, name)!r} was written and {state} as rank 0 (host "
@@ -453,18 +480,21 @@ def _check_files(ranks: Ranks, directory: str, files: Sequence[tuple[str, int]])
 
 
 def _size_of(path: str, is_local: bool) -> int | None:
-    """Return the size of a file; None if something else is there, or nothing."""
+    """Return the size of a file, None if there is no file."""
     try:
         if not is_local:
             return locations.file_size(path)
         status = os.stat(path)
     except (FileNotFoundError, NotADirectoryError):
         return None
-    return status.st_size if stat.S_ISREG(status.st_mode) else None
+    if not stat.S_ISREG(status.st_mode):
+        return None
+    return status.st_size
 
 
 def _wait_until(is_true: Callable[[], bool], seconds: float) -> bool:
-    deadline, delay = time.monotonic() + seconds, 0.01
+    deadline = time.monotonic() + seconds
+    delay = 0.01
     while not is_true():
         if time.monotonic() >= deadline:
             return False

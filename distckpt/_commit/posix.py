@@ -1,7 +1,7 @@
-"""Commit a save to a POSIX file system: written beside the target, made durable, and renamed.
+"""Commit of a save to a POSIX file system: written aside, then renamed.
 
-A reader sees a complete checkpoint or none. Object stores, which rename nothing: see
-`conditional_put`.
+It is made durable before the rename. A reader sees a complete checkpoint or none. Object stores,
+which rename nothing: see `conditional_put`.
 """
 
 from __future__ import annotations
@@ -27,18 +27,21 @@ _State = Literal["absent", "empty", "incomplete", "complete"]
 
 
 def resolve(location: str | os.PathLike[str]) -> str:
-    """Return the location of the checkpoint itself: absolute, with symbolic links followed."""
+    """Return the absolute location of a checkpoint, behind symbolic links."""
     normalized = locations.normalize(location)
-    return os.path.realpath(normalized) if locations.is_local(normalized) else normalized
+    if not locations.is_local(normalized):
+        return normalized
+    return os.path.realpath(normalized)
 
 
 def check_target(
     location: str, overwrite: bool, given: str | None = None, *, is_step: bool = False
 ) -> None:
-    """Refuse a target that must not be written to, before anything is written; for the coordinator.
+    """Refuse a target that must not be written to.
 
-    `given` is the location as the caller gave it, which may be a link. The step of a manager may
-    lie beside a model of Hugging Face, since nothing else than steps is read there.
+    It is for the coordinator, before anything is written. `given` is the caller's form of the
+    location, which may be a link. The step of a manager may lie next to a model of Hugging Face,
+    since nothing else than steps is read there.
     """
     put_back(location)
     state = _state_of(location)
@@ -80,10 +83,10 @@ def already_complete(location: str, advice: str) -> CheckpointExistsError:
 
 
 def commit(directory: str, location: str, overwrite: bool, durable: bool = True) -> None:
-    """Make a completely written save visible under its name; for the coordinator, as the last step.
+    """Make a complete save visible under its name.
 
-    Files of others that are in its place stay there. What an unfinished save has left is moved
-    aside.
+    It is for the coordinator, as the last step. Other programs' files in its place stay there.
+    Leftovers of an unfinished save are moved aside.
     """
     while True:
         state = _state_of(location)
@@ -102,8 +105,9 @@ def commit(directory: str, location: str, overwrite: bool, durable: bool = True)
 def _put_in_place(
     directory: str, location: str, state: _State, overwrite: bool, durable: bool
 ) -> None:
-    """Give a directory the name of the location, where nothing has changed since it was found in
-    a state.
+    """Give a directory the name of the location.
+
+    Nothing may have changed there since the state was determined.
     """
     if state in ("absent", "empty"):
         locations.rename(directory, location, durable)
@@ -121,12 +125,16 @@ def _put_in_place(
         # Another program has finished its save since we looked: back with it.
         _swap(directory, location, durable)
         raise already_complete(location, "pass overwrite=True")
-    _clear_up(directory, location, stays, aside if state == "incomplete" else None)
+    if state != "incomplete":
+        _clear_up(directory, location, stays)
+    else:
+        _clear_up(directory, location, stays, aside)
 
 
 def _was_interfered_with(error: OSError, directory: str) -> bool:
-    """Tell whether another program has put something at the target, or taken it away, since we
-    looked: look again.
+    """Return whether another program has changed the target meanwhile: look again.
+
+    It has put a file there, or taken it away.
     """
     if error.errno == errno.ENOENT:
         return locations.exists(directory)
@@ -156,9 +164,7 @@ def _warn_about(location: str, aside: str) -> None:
 
 
 def _swap(directory: str, location: str, durable: bool = True) -> None:
-    """Put a completely written directory in the place of another one, which is then in its
-    place.
-    """
+    """Swap a completely written directory with another one."""
     if locations.exchange(directory, location, durable):
         return
     aside = hidden_directories.beside(location, "old", hidden_directories.nonce_of(directory))
@@ -178,8 +184,9 @@ def _swap(directory: str, location: str, durable: bool = True) -> None:
 
 
 def left_aside(location: str) -> str | None:
-    """Return where an overwrite that was interrupted between two renames has left the content of a
-    location, if so.
+    """Return the directory that holds a location's content, if any.
+
+    An overwrite that was interrupted between two renames leaves it there.
     """
     if not locations.is_local(location) or locations.exists(location):
         return None
@@ -187,19 +194,22 @@ def left_aside(location: str) -> str | None:
 
 
 def _is_trusted(directory: str) -> bool:
-    """Tell whether a directory is ours, or that of the owner of the one it is in: others may put
-    one with any name.
+    """Return whether a directory is ours, or its parent's owner's.
+
+    Other users may put one with any name there.
     """
     try:
-        status, above = os.lstat(directory), os.stat(os.path.dirname(directory))
+        status = os.lstat(directory)
+        above = os.stat(os.path.dirname(directory))
     except FileNotFoundError:
         return False
     return stat.S_ISDIR(status.st_mode) and status.st_uid in (os.geteuid(), above.st_uid)
 
 
 def put_back(location: str) -> None:
-    """Give a location its content again that an interrupted overwrite has left beside it. Only
-    writers call.
+    """Restore the content that an interrupted overwrite has left aside.
+
+    Only writers call this.
     """
     aside = left_aside(location)
     if aside is None:
@@ -220,8 +230,7 @@ def put_back(location: str) -> None:
 
 
 def commit_beside_others(directory: str, location: str, is_replaced: Callable[[str], bool]) -> None:
-    """Make a completely written directory visible, together with other files that are in its place
-    already.
+    """Make a directory visible, together with the files already in its place.
 
     Those stay, unless `directory` has one of the same name, or the name is one that the new content
     replaces.
@@ -243,8 +252,9 @@ def commit_beside_others(directory: str, location: str, is_replaced: Callable[[s
 def _swap_beside_others(
     directory: str, location: str, is_replaced: Callable[[str], bool], durable: bool = True
 ) -> Callable[[str], bool]:
-    """Swap two directories after linking into the new one what stays of the old one; return which
-    names stay.
+    """Swap two directories, and link the remaining files into the new one.
+
+    The files are linked before. Return a function that tells the names that stay.
     """
     own = set(locations.list_names(directory))
 
@@ -259,7 +269,7 @@ def _swap_beside_others(
             locations.sync_directory(directory)
         _swap(directory, location, durable)
     except OSError:
-        # The caller may look again, and link what is there then.
+        # The caller may look again, and link the files that are there then.
         for name in others:
             locations.remove_tree(locations.join(directory, name))
         raise
@@ -269,11 +279,9 @@ def _swap_beside_others(
 def _clear_up(
     replaced: str, location: str, stays: Callable[[str], bool], aside: str | None = None
 ) -> None:
-    """Remove the directory that was replaced, or move what an unfinished save has left in it
-    `aside`.
-    """
+    """Remove the replaced directory, or move an unfinished save `aside`."""
     try:
-        # What other programs have changed or added there since it was linked.
+        # Files that other programs have changed or added there since the links were made.
         for name in filter(stays, locations.list_names(replaced)):
             locations.move_tree(locations.join(replaced, name), locations.join(location, name))
             locations.remove_tree(locations.join(replaced, name))

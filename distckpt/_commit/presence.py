@@ -1,4 +1,4 @@
-"""Whether a complete checkpoint of a readable version is at a location."""
+"""Presence of a complete checkpoint of a readable version at a location."""
 
 from __future__ import annotations
 
@@ -17,12 +17,13 @@ from distckpt._format.marker import CONFIG_FNAME, parse_config
 from distckpt._storage import locations
 
 READER_VERSION = 4
-"""The newest format version this package reads."""
+"""The newest format version that this package reads."""
 _OF_TORCH_SAVE = (".pt", ".pth", ".bin", ".ckpt")
 _MEGATRON_COMMON = "common.pt"
 _PIPELINE = "model_index.json"
 _MARKERS = (CONFIG_FNAME, *(known.marker for known in MARKED_CHECKPOINTS))
-_MAX_PROBED, _MAX_NAMED = 200, 6
+_MAX_PROBED = 200
+_MAX_NAMED = 6
 _ABOUT_PICKLES = (
     "which distckpt does not open, since pickles can run code: read it with torch.load(path, "
     "weights_only=True), load_state_dict it into the model, and save that with distckpt.save."
@@ -47,8 +48,9 @@ _ABOUT_ORBAX = (
 
 
 def check_marker(marker: dict[str, Any] | None, location: str) -> dict[str, Any]:
-    """Check that a marker that was read, None when there is none, is of a readable format; as
-    `verify_checkpoint`.
+    """Check that a marker is of a readable format.
+
+    None stands for no marker. See `verify_checkpoint`.
     """
     if marker is None:
         raise CheckpointNotFoundError(absence(location))
@@ -70,7 +72,7 @@ def check_marker(marker: dict[str, Any] | None, location: str) -> dict[str, Any]
 
 
 def absence(location: str) -> str:
-    """Say what is at a location that holds no complete checkpoint, and where one is."""
+    """Describe a location without a complete checkpoint, and name one nearby."""
     if not locations.exists(location):
         return _absence_of_anything(location)
     if not locations.isdir(location):
@@ -87,12 +89,14 @@ def _absence_of_anything(location: str) -> str:
         return f"{text}, and neither does {parent!r}."
     names = [other for other in _names_in(parent) if hidden_directories.parse(other) is None]
     text += f"{did_you_mean(name, names)}."
-    beside = _checkpoints_in(parent)
-    return f"{text} Beside it: {beside}." if beside else text
+    neighbors = _checkpoints_in(parent)
+    if neighbors:
+        return f"{text} Beside it: {neighbors}."
+    return text
 
 
 def _is_archive_of_torch(location: str) -> bool:
-    """Tell whether a local file with a name of any kind is what torch.save writes."""
+    """Return whether a local file of any name comes from torch.save."""
     # To open a pipe would wait for its other end.
     if not (locations.is_local(location) and os.path.isfile(location)):
         return False
@@ -150,17 +154,17 @@ def _about_incomplete(location: str, names: Sequence[str]) -> str:
         state = "so a save did not finish here; load another step"
     elif not names:
         state = "so nothing was saved here"
-    lacks = CONFIG_FNAME if foreign is None else foreign.marker
+    lacks = foreign.marker if foreign is not None else CONFIG_FNAME
     return f"{location!r} is not a distributed checkpoint: it has no {lacks}, {state}."
 
 
 def _about_other(name: str) -> str | None:
-    """Say what a file of a program is whose files are not read."""
+    """Describe a file of an unsupported program, None for other files."""
     return next((text for end, text in _ABOUT_OTHERS.items() if name.endswith(end)), None)
 
 
 def _format_of_files(names: Sequence[str]) -> ForeignFormat | None:
-    """Return the format of another program that files in a directory have."""
+    """Return the format of another program's files in a directory, or None."""
     for known in MARKED_CHECKPOINTS:
         if known.data_suffix and any(name.endswith(known.data_suffix) for name in names):
             return known
@@ -174,15 +178,17 @@ def _names_in(directory: str) -> list[str]:
 
 
 def _checkpoints_in(directory: str) -> str:
-    """Name the newest checkpoints in a directory; an empty string when there are none, or none can
-    be seen.
+    """Name the newest checkpoints in a directory.
+
+    An empty string when there are none, or none can be listed.
     """
-    found: list[str] = []
+    names: list[str] = []
     with contextlib.suppress(OSError):
-        found = [
-            name
-            for name in _names_in(directory)[-_MAX_PROBED:]
-            if any(locations.exists(locations.join(directory, name, marker)) for marker in _MARKERS)
-        ]
-    more = f"{len(found) - _MAX_NAMED} checkpoints and " if len(found) > _MAX_NAMED else ""
-    return more + ", ".join(map(repr, found[-_MAX_NAMED:]))
+        for name in _names_in(directory)[-_MAX_PROBED:]:
+            paths = [locations.join(directory, name, marker) for marker in _MARKERS]
+            if any(map(locations.exists, paths)):
+                names.append(name)
+    text = ", ".join(map(repr, names[-_MAX_NAMED:]))
+    if len(names) > _MAX_NAMED:
+        return f"{len(names) - _MAX_NAMED} checkpoints and {text}"
+    return text

@@ -1,5 +1,6 @@
-"""What is at the place of a save already: files of saves, which a new one replaces, and those of
-others, which stay.
+"""Content at the place of a save: saves to replace, and other files.
+
+Files of saves are replaced by a new one; files of other programs stay.
 """
 
 from __future__ import annotations
@@ -29,10 +30,10 @@ _CONTENT = re.compile(
 
 
 def replaced_names(location: str) -> Callable[[str], bool]:
-    """Return which names in a local directory a new checkpoint replaces: those of saves.
+    """Return whether names in a local directory are replaced by a checkpoint.
 
-    A checkpoint of another format is replaced with everything that is in its directory: readers
-    would find two.
+    These are the names of saves. A checkpoint of another format is replaced with everything that is
+    in its directory: readers would find two.
     """
     try:
         marker = read_marker(location)
@@ -45,7 +46,7 @@ def replaced_names(location: str) -> Callable[[str], bool]:
 
 
 def _foreign_format_in(location: str) -> ForeignFormat | None:
-    """Return the format of a checkpoint of another program in a local directory."""
+    """Return the format of another program's checkpoint in a local directory."""
     for known in MARKED_CHECKPOINTS:
         if locations.exists(locations.join(location, known.marker)):
             return known
@@ -53,14 +54,15 @@ def _foreign_format_in(location: str) -> ForeignFormat | None:
 
 
 def others_in(location: str) -> list[str]:
-    """Return the names in a local directory that a new checkpoint leaves there."""
+    """Return the names in a directory that a new checkpoint keeps."""
     is_replaced = replaced_names(location)
     return [name for name in names_in(location) if not is_replaced(name)]
 
 
 def names_in(location: str) -> list[str]:
-    """Return the names in a directory; none if it is not there, or another program has just moved
-    it.
+    """Return the names in a directory.
+
+    There are none if it is not there, or another program has just moved it.
     """
     try:
         return locations.list_names(location)
@@ -69,14 +71,15 @@ def names_in(location: str) -> list[str]:
 
 
 def check_replaceable(location: str) -> None:
-    """Refuse a local directory that no checkpoint, or export, can take the place of in one step."""
+    """Refuse a local directory that cannot be replaced in one step."""
     if not locations.is_local(location) or not locations.isdir(location):
         return
     for point in locations.mount_points_within(location):
         inner = os.path.relpath(point, location)
-        raise refused(
-            location, "it is a mount point" if inner == "." else f"{inner!r} in it is a mount point"
-        )
+        reason = f"{inner!r} in it is a mount point"
+        if inner == ".":
+            reason = "it is a mount point"
+        raise refused(location, reason)
     if _is_in_use(location):
         raise refused(location, "it is the current directory, or above it")
     for name in others_in(location):
@@ -86,10 +89,10 @@ def check_replaceable(location: str) -> None:
 
 
 def prepare_to_replace(location: str, directory: str) -> None:
-    """Give a new local directory the access of the one whose place it is to take, before data is in
-    it.
+    """Give a new local directory the access rights of its predecessor.
 
-    Nobody may read more than before. A directory that the file system will not rename is refused.
+    They are set before data is in it. No one may read more than before. A directory that the file
+    system will not rename is refused.
     """
     if locations.is_on_overlay(location):
         _check_movable(location, directory)
@@ -97,8 +100,9 @@ def prepare_to_replace(location: str, directory: str) -> None:
 
 
 def _check_movable(location: str, directory: str) -> None:
-    """Refuse a directory of a lower layer: a rename fails for that before it fails for a target
-    that is not empty.
+    """Refuse a directory of a lower layer of an overlay.
+
+    A rename fails for that before it fails for a target that is not empty.
     """
     probe = locations.join(directory, ".probe")
     os.makedirs(locations.join(probe, "not_empty"))
@@ -118,8 +122,9 @@ def _check_movable(location: str, directory: str) -> None:
 
 
 def check_content(location: str, overwrite: bool) -> None:
-    """Refuse a local directory whose folders hold files of others; unasked, also one with a
-    checkpoint of another program.
+    """Refuse a local directory whose folders hold foreign files.
+
+    Without `overwrite`, also one with a checkpoint of another program.
     """
     foreign = None if overwrite else _foreign_format_in(location)
     if foreign is not None:
@@ -142,10 +147,11 @@ def check_content(location: str, overwrite: bool) -> None:
 
 
 def check_no_model(location: str) -> None:
-    """Refuse a directory with a model or an adapter of Hugging Face, which a checkpoint would
-    hide.
+    """Refuse a directory with a Hugging Face model or adapter.
+
+    A checkpoint would hide it.
     """
-    # Imported when it is needed: what is there is looked at only where something is.
+    # Imported when it is needed: the content is looked at only where there is one.
     hf_names = importlib.import_module("distckpt._format.hf_names")
     name = next(filter(hf_names.is_model_name, names_in(location)), None)
     if name is not None:

@@ -10,13 +10,13 @@ import xxhash
 from distckpt._base.memory import Bytes
 
 BLOCK_BYTES = 256 << 10
-"""New chunks are checksummed in blocks of this size: large enough to keep manifests small, and
-small enough to read a whole block where only a part of it is wanted.
+"""Size of the blocks of new chunks' checksums. It is large enough to keep manifests small, and
+small enough to read a whole block where only a part of it is requested.
 """
 
 
 checksum: Callable[[bytes | memoryview | Bytes], int] = xxhash.xxh3_64_intdigest
-"""Returns the xxh3-64 digest of some bytes."""
+"""Return the xxh3-64 digest of some bytes."""
 
 
 def block_checksums(
@@ -24,21 +24,24 @@ def block_checksums(
     runs: Iterable[Bytes],
     block_bytes: int,
 ) -> list[int]:
-    """Return the checksums of the blocks of byte strings that follow one another in `runs`.
+    """Return the checksums of the blocks of consecutive byte strings.
 
-    `sizes` are those of the byte strings; each begins a block. A run is asked for when the ones
-    before it are hashed.
+    The strings follow one another in `runs`, and `sizes` are their sizes; each begins a block. A
+    run is asked for when the ones before it are hashed.
     """
     digests = []
     following = iter(runs)
-    run, position, end = _NO_BYTES, 0, 0
+    run = _NO_BYTES
+    position = 0
+    end = 0
     for size in sizes:
         while size:
             missing = min(size, block_bytes)
             size -= missing
             if position == end:
                 run = next(following)
-                position, end = 0, len(run)
+                position = 0
+                end = len(run)
             if position + missing <= end:
                 digests.append(checksum(run[position : position + missing]))
                 position += missing
@@ -47,7 +50,8 @@ def block_checksums(
             while missing:
                 if position == end:
                     run = next(following)
-                    position, end = 0, len(run)
+                    position = 0
+                    end = len(run)
                 piece = run[position : position + missing]
                 hasher.update(piece)
                 missing -= len(piece)

@@ -1,4 +1,4 @@
-"""The checksums of blocks that lie in files of their own, beside the shards."""
+"""Checksums of blocks in files of their own, next to the shards."""
 
 from __future__ import annotations
 
@@ -29,8 +29,9 @@ Checksums = npt.NDArray[np.uint64]
 
 
 def fetch_checksums(stored: StoredCheckpoint, file_ids: IntArray) -> None:
-    """Fetch the checksums of what lies in some files, unless it was done before. The manifest keeps
-    them.
+    """Fetch the checksums of some files' blocks, unless done before.
+
+    The manifest keeps them.
 
     Raises:
         CorruptCheckpointError: a file of checksums is missing or damaged.
@@ -52,7 +53,8 @@ def fetch_checksums(stored: StoredCheckpoint, file_ids: IntArray) -> None:
 
 
 def _read_missing(stored: StoredCheckpoint, holders: Sequence[int]) -> None:
-    fetched, contents = stored.manifest.fetched_checksums, dict[int, Checksums]()
+    fetched = stored.manifest.fetched_checksums
+    contents = dict[int, Checksums]()
 
     def read(holder: int) -> None:
         contents[holder] = read_checksums(stored, holder)
@@ -71,8 +73,9 @@ def _locate(manifest: Manifest, holders: Sequence[int]) -> None:
 
 
 def checksums_of_blocks(manifest: Manifest, file_ids: IntArray, blocks: IntArray) -> Checksums:
-    """Return the checksums of blocks in some files, after `fetch_checksums`. The files are in
-    ascending order; `Manifest.first_blocks` says how blocks are numbered.
+    """Return the checksums of blocks in some files, after `fetch_checksums`.
+
+    The files are in ascending order; `Manifest.first_blocks` tells how blocks are numbered.
     """
     holders = manifest.checksum_files
     if not len(holders):
@@ -92,7 +95,8 @@ def read_checksums(stored: StoredCheckpoint, holder: int) -> Checksums:
     Raises:
         CorruptCheckpointError: it is missing or damaged.
     """
-    file, path = stored.manifest.files[holder], stored.path_of_file(holder)
+    file = stored.manifest.files[holder]
+    path = stored.path_of_file(holder)
     try:
         data = read_file(path, file.num_bytes)
     except FileNotFoundError as error:
@@ -110,14 +114,17 @@ def read_checksums(stored: StoredCheckpoint, holder: int) -> Checksums:
 
 
 def _find_first_blocks(manifest: Manifest, holders: IntArray) -> None:
-    """Note where the checksums of chunks begin, for the chunks whose checksums some files hold."""
+    """Note the beginning of chunks' checksums in some files.
+
+    The chunks are the ones whose checksums these files hold.
+    """
     holder_of_file = np.searchsorted(manifest.checksum_files, np.arange(len(manifest.files)))
-    is_wanted = np.isin(holder_of_file, np.searchsorted(manifest.checksum_files, holders))
-    rows, found = manifest.in_file_order(np.flatnonzero(is_wanted))
-    # What a view has besides lies nowhere.
-    counts = np.where(found.first_bytes < 0, 0, -(-found.num_bytes // manifest.block_bytes))
+    is_in_holders = np.isin(holder_of_file, np.searchsorted(manifest.checksum_files, holders))
+    rows, chunks = manifest.in_file_order(np.flatnonzero(is_in_holders))
+    # Other chunks of a view lie nowhere.
+    counts = np.where(chunks.first_bytes < 0, 0, -(-chunks.num_bytes // manifest.block_bytes))
     starts = np.cumsum(counts) - counts
-    groups = holder_of_file[found.file_ids]
+    groups = holder_of_file[chunks.file_ids]
     manifest.first_blocks[rows] = starts - starts[np.searchsorted(groups, groups)]
     num_blocks = np.bincount(groups, counts.astype(np.float64), len(manifest.checksum_files))
     for holder, group in zip(holders.tolist(), holder_of_file[holders].tolist(), strict=True):
@@ -142,7 +149,10 @@ def with_checksums(stored: StoredCheckpoint) -> Manifest:
 
 
 def moved_beside(manifest: Manifest, name: str) -> tuple[Manifest, bytes]:
-    """Return the manifest without its checksums, and the content of a new file that holds them."""
+    """Return the manifest without checksums, and a file with them.
+
+    The file is the content of a new one.
+    """
     blocks = blocks_of(manifest.chunks.file_order, manifest.chunks.num_bytes, manifest.block_bytes)
     data = manifest.block_checksums[blocks].astype("<u8").tobytes()
     chunks = manifest.chunks._replace(

@@ -1,5 +1,6 @@
-"""Tables as bytes, in messages and on disk: named numpy columns and one JSON value in a safetensors
-blob.
+"""Tables as bytes, in messages and on disk.
+
+They are named numpy columns and one JSON value in a safetensors blob.
 """
 
 from __future__ import annotations
@@ -17,14 +18,15 @@ import safetensors.numpy
 Column = npt.NDArray[Any]
 
 _JSON = "json"
-DELTAS, COUNTS = ".deltas", ".counts"
+DELTAS = ".deltas"
+COUNTS = ".counts"
 _WORD_BYTES = 8
 _MAX_RATIO = 1040
-"""The most bytes that zlib makes out of one."""
+"""Maximum number of bytes that zlib makes of one."""
 
 
 def pack(fields: Any, columns: Mapping[str, Column]) -> bytes:
-    """Encode a value that JSON can hold, and arrays; the inverse of `unpack`."""
+    """Encode a value of JSON, and arrays; the inverse of `unpack`."""
     text = json.dumps(fields, separators=(",", ":")).encode()
     arrays = {name: np.ascontiguousarray(column) for name, column in columns.items()}
     return safetensors.numpy.save({_JSON: np.frombuffer(text, np.uint8), **arrays})
@@ -34,14 +36,16 @@ def compress(data: bytes) -> bytes:
     """Compress bytes for a message.
 
     Its numbers have 64 bits, and their high bytes are mostly zeros: bytes of equal weight are put
-    side by side.
+    next to each other.
     """
     words = np.frombuffer(data + bytes(-len(data) % _WORD_BYTES), np.uint8).reshape(-1, _WORD_BYTES)
     return len(data).to_bytes(_WORD_BYTES, "big") + zlib.compress(words.T.tobytes(), level=1)
 
 
 def decompress(data: bytes) -> bytes:
-    """Undo `compress`. The size that the bytes claim is not trusted.
+    """Undo `compress`.
+
+    The size that the bytes claim is not trusted.
 
     Raises:
         ValueError: `compress` did not make them.
@@ -61,7 +65,7 @@ def decompress(data: bytes) -> bytes:
 
 
 def unpack(data: bytes) -> tuple[Any, dict[str, Column]]:
-    """Decode what `pack` made.
+    """Decode a result of `pack`.
 
     Raises:
         ValueError: `pack` did not make it.
@@ -75,8 +79,9 @@ def unpack(data: bytes) -> tuple[Any, dict[str, Column]]:
 
 
 def pack_table(columns: Mapping[str, Column]) -> bytes:
-    """Encode columns of integers of as many rows each: runs of equal differences where these take
-    less. See `lazy_columns` for what reads it.
+    """Encode columns of integers with the same number of rows.
+
+    Runs of equal differences are stored where these take less. `lazy_columns` reads them.
     """
     encoded: dict[str, Column] = {}
     for name, column in columns.items():
@@ -90,8 +95,9 @@ def pack_table(columns: Mapping[str, Column]) -> bytes:
 
 
 def _runs_of(column: Column) -> tuple[Column, Column]:
-    """Return the differences between the numbers of a column, axis by axis, and how many of each
-    follow one another.
+    """Return a column's differences, axis by axis, and their counts.
+
+    A count tells how many equal differences follow one another.
     """
     flat = column.astype(np.int64).T.ravel()
     deltas = np.diff(flat, prepend=0)
@@ -100,17 +106,20 @@ def _runs_of(column: Column) -> tuple[Column, Column]:
 
 
 def narrow(column: npt.NDArray[Any]) -> npt.NDArray[Any]:
-    """Return a column of signed integers with as few bytes per number as its numbers need; others
-    as they are.
+    """Return signed integers in the fewest bytes that hold them.
+
+    Other columns are returned as they are.
     """
     if column.dtype.kind != "i" or column.min(initial=0) < 0:
         return column
     largest = column.max(initial=0)
-    fitting = (each for each in (np.uint8, np.uint16, np.uint32) if largest <= np.iinfo(each).max)
-    return column.astype(next(fitting, np.int64))
+    for dtype in (np.uint8, np.uint16, np.uint32):
+        if largest <= np.iinfo(dtype).max:
+            return column.astype(dtype)
+    return column.astype(np.int64)
 
 
-def require(condition: bool, what: str) -> None:
-    """Raise ValueError with a text unless a condition holds."""
+def require(condition: bool, message: str) -> None:
+    """Raise ValueError with a message unless a condition holds."""
     if not condition:
-        raise ValueError(what)
+        raise ValueError(message)

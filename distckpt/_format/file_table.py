@@ -1,8 +1,8 @@
-"""The files of a large manifest, in columns: a name is computed when it is asked for.
+"""The files of a large manifest, in columns.
 
-The names differ in numbers, mostly in that of a rank. They are stored as patterns, lists such as
-["objects/rank-", 5, ".checksums"] in which 5 stands for a number of at least 5 digits, and as the
-numbers of each file.
+A name is computed when it is asked for. The names differ in numbers, mostly in the number of a
+rank. They are stored as patterns, lists such as ["objects/rank-", 5, ".checksums"] in which 5
+stands for a number of at least 5 digits, and as the numbers of each file.
 """
 
 from __future__ import annotations
@@ -20,24 +20,26 @@ from distckpt._format.safetensors_file import CHECKSUMS_SUFFIX, MAX_HEADER_BYTES
 from distckpt._geometry.region import IntArray
 from distckpt._storage import locations
 
-_PATTERNS, _NUMBERS = "file_patterns", "file_numbers"
-_BYTES, _HEADER_BYTES = "file_bytes", "file_header_bytes"
+_PATTERNS = "file_patterns"
+_NUMBERS = "file_numbers"
+_BYTES = "file_bytes"
+_HEADER_BYTES = "file_header_bytes"
 _CHECKSUMS = "file_checksums"
 _INTEGERS = (np.uint8, np.uint16, np.uint32, np.int64)
 _MAX_DIGITS = 18
-"""Numbers of as many digits fit into int64."""
+"""Maximum digits of a number that fits into int64."""
 _NUMBER = re.compile("([0-9]+)")
 _BESIDE_NUMBER = re.compile("[0-9]\0|\0[0-9]|\0\0")
 _BLOCK_FILES = 1 << 12
-"""So many files are decoded together when all are."""
+"""Files that are decoded together when all are."""
 
 
 class NamePattern(NamedTuple):
-    """What the names of some files have in common.
+    """The common pattern of some files' names.
 
     Attributes:
-        texts: what is before the first number, between two numbers, and after the last one.
-        widths: to how many digits each number is padded with zeros.
+        texts: texts before the first number, between two numbers, and after the last one.
+        widths: number of digits to which each number is padded with zeros.
     """
 
     texts: tuple[str, ...]
@@ -45,13 +47,14 @@ class NamePattern(NamedTuple):
 
     @classmethod
     def from_json(cls, pieces: Any) -> NamePattern:
-        """Decode what `to_json` made.
+        """Decode a result of `to_json`.
 
         Raises:
             ValueError: it is something else, or different numbers could give the same name.
         """
         require(isinstance(pieces, list), "a pattern of names is no list")
-        texts, widths = tuple(pieces[::2]), tuple(pieces[1::2])
+        texts = tuple(pieces[::2])
+        widths = tuple(pieces[1::2])
         are_texts = len(texts) == len(widths) + 1 and {*map(type, texts)} == {str}
         are_widths = all(type(width) is int and 0 < width <= _MAX_DIGITS for width in widths)
         if not are_texts or not are_widths or _BESIDE_NUMBER.search("\0".join(texts)):
@@ -66,14 +69,17 @@ class NamePattern(NamedTuple):
         return pieces
 
     def surrounds(self, place: int, before: str, number: str, after: str) -> bool:
-        """Tell whether texts are beside the number at a place, which is written as a given one."""
+        """Return whether texts surround the number at a place.
+
+        It must be written as the given number.
+        """
         if place >= len(self.widths):
             return False
         are_beside = self.texts[place].endswith(before) and self.texts[place + 1].startswith(after)
         return are_beside and f"{int(number):0{self.widths[place]}d}" == number
 
     def template(self) -> str:
-        """Return what makes names of numbers with the operator %."""
+        """Return the template that makes names of numbers with %."""
         texts = [text.replace("%", "%%") for text in self.texts]
         return texts[0] + "".join(
             f"%0{width}d{text}" for width, text in zip(self.widths, texts[1:], strict=True)
@@ -81,7 +87,10 @@ class NamePattern(NamedTuple):
 
 
 class FileTable(Sequence[ShardFile]):
-    """Files, as a sequence that computes them; the columns have a number for each."""
+    """Files, as a sequence that computes them.
+
+    The columns have a number for each file.
+    """
 
     def __init__(
         self,
@@ -98,7 +107,7 @@ class FileTable(Sequence[ShardFile]):
         self._pattern_ids = pattern_ids
         self._numbers = numbers
         self._checksums = checksums
-        self._templates = [(each.template(), len(each.widths)) for each in patterns]
+        self._templates = [(pattern.template(), len(pattern.widths)) for pattern in patterns]
 
     @classmethod
     def of(cls, files: Sequence[ShardFile]) -> FileTable:
@@ -132,7 +141,7 @@ class FileTable(Sequence[ShardFile]):
 
         Args:
             patterns: the field.
-            columns: all of the manifest.
+            columns: all columns of the manifest.
             max_table_bytes: the limit of files that are all header.
 
         Raises:
@@ -140,9 +149,9 @@ class FileTable(Sequence[ShardFile]):
         """
         require(isinstance(patterns, list), "its patterns of names are no list")
         names = (_PATTERNS, _NUMBERS, _BYTES, _HEADER_BYTES, _CHECKSUMS)
-        found = [columns[name] for name in names]
-        table = cls([*map(NamePattern.from_json, patterns)], *found)
-        table._check_columns(dict(zip(names, found, strict=True)))
+        values = [columns[name] for name in names]
+        table = cls([*map(NamePattern.from_json, patterns)], *values)
+        table._check_columns(dict(zip(names, values, strict=True)))
         table._check_names()
         table._check_sizes(max_table_bytes)
         return table
@@ -161,7 +170,7 @@ class FileTable(Sequence[ShardFile]):
         return len(self._pattern_ids)
 
     def __getitem__(self, index: Any) -> Any:
-        """Return a file, or those of a slice as a list."""
+        """Return a file, or the files of a slice as a list."""
         if isinstance(index, slice):
             return [self[number] for number in range(len(self))[index]]
         number = range(len(self))[operator.index(index)]
@@ -175,23 +184,29 @@ class FileTable(Sequence[ShardFile]):
             yield from self._decoded(slice(start, start + _BLOCK_FILES))
 
     def containing(self, text: str) -> IntArray:
-        """Return which files have a text in their names, in which there is at most one number."""
+        """Return the files with a text in their names.
+
+        The text has at most one number.
+        """
         before, *digits = _NUMBER.split(text)
-        is_whole = [any(text in each for each in pattern.texts) for pattern in self.patterns]
-        found = np.array(is_whole, bool)[self._pattern_ids]
+        is_whole = []
+        for pattern in self.patterns:
+            is_whole.append(any(text in own for own in pattern.texts))
+        is_found = np.array(is_whole, bool)[self._pattern_ids]
         if not digits:
-            return np.flatnonzero(found)
+            return np.flatnonzero(is_found)
         number, after = digits
         for place, column in enumerate(self._numbers.T):
-            surround = [each.surrounds(place, before, number, after) for each in self.patterns]
-            found |= np.array(surround, bool)[self._pattern_ids] & (column == int(number))
-        return np.flatnonzero(found)
+            fits = [pattern.surrounds(place, before, number, after) for pattern in self.patterns]
+            is_found |= np.array(fits, bool)[self._pattern_ids] & (column == int(number))
+        return np.flatnonzero(is_found)
 
     @property
     def holders(self) -> IntArray:
         """The files that hold checksums, see `ShardFile.holds_checksums`."""
-        hold = np.array([each.texts[-1].endswith(CHECKSUMS_SUFFIX) for each in self.patterns], bool)
-        return np.flatnonzero(hold[self._pattern_ids])
+        suffixes = [pattern.texts[-1] for pattern in self.patterns]
+        holds = np.array([suffix.endswith(CHECKSUMS_SUFFIX) for suffix in suffixes], bool)
+        return np.flatnonzero(holds[self._pattern_ids])
 
     def _decoded(self, rows: slice) -> Iterator[ShardFile]:
         columns = (self._pattern_ids, self._numbers, self.num_bytes, self.header_bytes)
@@ -201,21 +216,24 @@ class FileTable(Sequence[ShardFile]):
             yield ShardFile(template % tuple(numbers[:num_numbers]), *others)
 
     def _check_columns(self, columns: Mapping[str, Column]) -> None:
-        num_numbers = max((len(each.widths) for each in self.patterns), default=0)
+        num_numbers = max((len(pattern.widths) for pattern in self.patterns), default=0)
         shapes = {_NUMBERS: (len(self), num_numbers)}
         for name, column in columns.items():
-            dtypes, shape = _DTYPES.get(name, _INTEGERS), shapes.get(name, (len(self),))
+            dtypes = _DTYPES.get(name, _INTEGERS)
+            shape = shapes.get(name, (len(self),))
             if column.dtype not in dtypes or column.shape != shape:
                 raise ValueError(f"column {name!r} is {column.dtype} {column.shape}, not {shape}")
 
     def _check_names(self) -> None:
         """Check that names are distinct and lead to files of the checkpoint."""
-        ids, numbers, num_patterns = self._pattern_ids, self._numbers, len(self.patterns)
+        ids = self._pattern_ids
+        numbers = self._numbers
+        num_patterns = len(self.patterns)
         require(num_patterns <= len(self), "there are more patterns of names than files")
         if not len(self):
             return
         require(ids.min() >= 0 and ids.max() < num_patterns, "a file has no pattern of its name")
-        num_numbers = np.array([len(each.widths) for each in self.patterns])
+        num_numbers = np.array([len(pattern.widths) for pattern in self.patterns])
         is_unused = np.arange(numbers.shape[1]) >= num_numbers[ids][:, None]
         fits = numbers.min(initial=0) == 0 and numbers.max(initial=0) < 10**_MAX_DIGITS
         require(
@@ -259,12 +277,14 @@ _DTYPES: Mapping[str, Sequence[Any]] = {_CHECKSUMS: (np.uint64,)}
 
 
 def _patterns_of(names: Sequence[str]) -> Iterator[tuple[NamePattern, IntArray, IntArray]]:
-    """Yield patterns, each with the places of the names that have it, and a row for each of their
-    numbers.
+    """Yield patterns, each with its names' places and their numbers.
+
+    There is a row for each number of a name.
     """
     # All names at once, which takes half the time.
     pieces = _NUMBER.split("\0".join(names))
-    texts, digits = pieces[::2], pieces[1::2]
+    texts = pieces[::2]
+    digits = pieces[1::2]
     forms = "0".join(texts).split("\0")[: len(names)]
     kinds = {form: kind for kind, form in enumerate(dict.fromkeys(forms))}
     kind_of = np.array([kinds[form] for form in forms], np.int64)
@@ -273,19 +293,22 @@ def _patterns_of(names: Sequence[str]) -> Iterator[tuple[NamePattern, IntArray, 
     for form, kind in kinds.items():
         ids = np.flatnonzero(kind_of == kind)
         between = form.split("0")
-        places = (firsts[ids] + place for place in range(len(between) - 1))
-        columns = [[digits[place] for place in column.tolist()] for column in places]
+        columns = []
+        for place in range(len(between) - 1):
+            columns.append([digits[index] for index in (firsts[ids] + place).tolist()])
         if all(map(_are_numbers, columns)):
             yield _pattern_of(between, columns, ids)
         else:
             # As the names of files of several saves may be.
-            for each in ids.tolist():
-                yield NamePattern((names[each],), ()), np.array([each]), np.zeros((0, 1), np.int64)
+            for index in ids.tolist():
+                pattern = NamePattern((names[index],), ())
+                yield pattern, np.array([index]), np.zeros((0, 1), np.int64)
 
 
 def _are_numbers(texts: Sequence[str]) -> bool:
-    """Tell whether digits are all the same, or numbers that are padded with zeros to the length of
-    the shortest.
+    """Return whether digits are all the same, or padded numbers.
+
+    Padded numbers have zeros up to the length of the shortest.
     """
     lengths = {*map(len, texts)}
     if len(lengths) == 1 and max(lengths) <= _MAX_DIGITS:
@@ -298,15 +321,20 @@ def _are_numbers(texts: Sequence[str]) -> bool:
 def _pattern_of(
     texts: Sequence[str], columns: Iterable[Sequence[str]], ids: IntArray
 ) -> tuple[NamePattern, IntArray, IntArray]:
-    """Return the pattern of names that have some texts, and columns of digits between them. Numbers
-    that all names have are texts of it.
+    """Return the pattern of names with common texts, and their numbers.
+
+    There are columns of digits between the texts. Numbers that all names have are texts of the
+    pattern.
     """
-    found, widths, numbers = [texts[0]], [], []
+    pattern_texts = [texts[0]]
+    widths = []
+    numbers = []
     for column, text in zip(columns, texts[1:], strict=True):
         if len(set(column)) == 1:
-            found[-1] += column[0] + text
+            pattern_texts[-1] += column[0] + text
         else:
-            found.append(text)
+            pattern_texts.append(text)
             widths.append(min(map(len, column)))
             numbers.append(np.array([*map(int, column)], np.int64))
-    return NamePattern((*found,), (*widths,)), ids, np.array(numbers).reshape(-1, len(ids))
+    pattern = NamePattern((*pattern_texts,), (*widths,))
+    return pattern, ids, np.array(numbers).reshape(-1, len(ids))

@@ -1,4 +1,4 @@
-"""Fingerprints of tensors that do not depend on how a tensor is divided.
+"""Fingerprints of tensors, independent of the tensors' division.
 
 The fingerprint of a tensor is the sum, over its elements, of the bits of the element times a
 pseudo-random factor of its place, modulo a prime. Regions of a tensor have sums of their own, and
@@ -35,12 +35,14 @@ _PRIME = np.uint64(PRIME)
 _GROUP_LANES = 256
 """Lanes whose products float64 adds up exactly."""
 _BATCH_LANES = 1 << 17
-"""Lanes that are converted to float64 at once: few enough to stay in the cache of a processor, and
-for OpenBLAS to multiply them in the thread that calls it.
+"""Lanes that are converted to float64 at once. They are few enough to stay in the cache of a
+processor, and for OpenBLAS to multiply them in the thread that calls it.
 """
 _HALF_BITS = 30
 _MAX_TERMS = 128
-"""Of sums of products of 16 bits and half a factor, which float64 adds up exactly."""
+"""Maximum terms of a sum that float64 adds up exactly. Terms are products of 16 bits and half a
+factor.
+"""
 
 
 @dataclass(frozen=True)
@@ -48,12 +50,12 @@ class Fingerprint:
     """The fingerprint of a tensor.
 
     Two tensors of one dtype and shape whose bits differ anywhere have the same number with a
-    probability of about 2**-58. This finds accidents. It does not protect from somebody who means
-    to deceive: the number is no cryptographic hash.
+    probability of about 2**-58. This finds accidents. It does not protect from deliberate
+    deception: the number is no cryptographic hash.
 
     Attributes:
         dtype: safetensors name of the dtype, such as "BF16".
-        shape: of the whole tensor.
+        shape: shape of the whole tensor.
         number: the sum of the bits of all elements times a factor of the place of each, modulo
             2**61 - 1.
     """
@@ -67,13 +69,13 @@ class Fingerprint:
         return f"{self.dtype} {list(self.shape)} {self.number:016x}"
 
     def changed(self, indices: torch.Tensor, old: torch.Tensor, new: torch.Tensor) -> Fingerprint:
-        """Return the fingerprint after some elements have changed. This takes time in proportion to
-        their number.
+        """Return the fingerprint after some elements have changed.
 
-            after = before.changed(torch.tensor([5, 77]), old_values, new_values)
+        This takes time in proportion to their number.
 
         Args:
-            indices: of the elements in the flattened tensor, each once, of shape (n,), integers.
+            indices: indices of the elements in the flattened tensor, each once, of shape (n,),
+                integers.
             old: their values before, of shape (n,), in the dtype of the tensor.
             new: their values after.
 
@@ -105,21 +107,23 @@ def region_number(values: torch.Tensor, offset: tuple[int, ...]) -> int:
     """Return the sum of a region of a tensor, in [0, `PRIME`).
 
     Args:
-        values: of the region, in its shape and its stored dtype, on any device, with any strides.
-        offset: where the region begins in the tensor.
+        values: values of the region, in its shape and its stored dtype, on any device, with any
+            strides.
+        offset: offset of the region in the tensor.
     """
     if not values.numel():
         return 0
     # A tensor without axes has the sum of one with a single element.
-    shape, offset = tuple(values.shape) or (1,), offset or (0,)
+    shape = tuple(values.shape) or (1,)
+    offset = offset or (0,)
     rows = _lanes(values).reshape(-1, shape[-1], _num_lanes(values.dtype))
-    outer = [
-        _factors(axis, start, size)
-        for axis, (start, size) in enumerate(zip(offset[:-1], shape[:-1], strict=True))
-    ]
-    of_rows = functools.reduce(_outer_product, outer, np.ones(1, np.uint64))
-    strips = _strips(offset[-1], shape[-1], _group_elements(values.dtype))
-    return sum(_strip_number(rows, strip, len(shape) - 1, of_rows) for strip in strips) % PRIME
+    factors_of_rows = np.ones(1, np.uint64)
+    for axis, (start, size) in enumerate(zip(offset[:-1], shape[:-1], strict=True)):
+        factors_of_rows = _outer_product(factors_of_rows, _factors(axis, start, size))
+    total = 0
+    for strip in _strips(offset[-1], shape[-1], _group_elements(values.dtype)):
+        total += _strip_number(rows, strip, len(shape) - 1, factors_of_rows)
+    return total % PRIME
 
 
 def change_number(
@@ -128,11 +132,12 @@ def change_number(
     old: torch.Tensor,
     new: torch.Tensor,
 ) -> int:
-    """Return what is added to the sum of a tensor when some of its elements change.
+    """Return the change of a tensor's sum when elements change.
 
     Args:
-        shape: of the tensor.
-        indices: of the elements that change, each once, in the flattened tensor, of shape (n,).
+        shape: shape of the tensor.
+        indices: indices of the elements that change, each once, in the flattened tensor, of shape
+            (n,).
         old: their values before, of shape (n,), in the dtype of the tensor.
         new: their values after.
     """
@@ -145,7 +150,7 @@ def change_number(
     factors = _times(factors, _factors_at(len(outer), last // group))
     num_lanes = _num_lanes(old.dtype)
     within = _lane_factors().reshape(group, num_lanes)[last % group]
-    before, after = (_lanes(each).reshape(-1, num_lanes).cpu().numpy() for each in (old, new))
+    before, after = (_lanes(part).reshape(-1, num_lanes).cpu().numpy() for part in (old, new))
     differences = _modulo(after.astype(np.int64) - before.astype(np.int64))
     return _total(_times(_times(differences, within), factors[:, None]))
 
@@ -158,21 +163,23 @@ def _num_lanes(dtype: torch.dtype) -> int:
 
 
 def _group_elements(dtype: torch.dtype) -> int:
-    """Return how many elements, along the last axis, share a factor."""
+    """Return the number of last-axis elements that share a factor."""
     return _GROUP_LANES // _num_lanes(dtype)
 
 
 def _lanes(values: torch.Tensor) -> torch.Tensor:
-    """Return the bits of values as integers of at most 16 bits, contiguous in memory."""
+    """Return the bits of values as small integers, contiguous in memory.
+
+    They have at most 16 bits.
+    """
     return flat_bytes(values).view(torch.int8 if values.dtype.itemsize == 1 else torch.int16)
 
 
 class _Strip(NamedTuple):
-    """Elements [start, stop) of the rows of a region, which lie in some groups that follow one
-    another.
+    """Elements [start, stop) of a region's rows, in consecutive groups.
 
-    If there is more than one group, each is complete. `within` is where the elements begin in
-    theirs.
+    If there is more than one group, each is complete. `within` is the beginning of the elements in
+    their group.
     """
 
     start: int
@@ -183,7 +190,10 @@ class _Strip(NamedTuple):
 
 
 def _strips(offset: int, size: int, group: int) -> Iterator[_Strip]:
-    """Divide a row that begins at an offset of the last axis into strips, at most three."""
+    """Divide a row at an offset into strips, at most three.
+
+    The offset is one of the last axis.
+    """
     end = offset + size
     whole = (-(-offset // group) * group, end // group * group)
     edges = [offset, *(edge for edge in whole if offset < edge < end), end]
@@ -192,27 +202,30 @@ def _strips(offset: int, size: int, group: int) -> Iterator[_Strip]:
         yield _Strip(low - offset, high - offset, low // group, num_groups, low % group)
 
 
-def _strip_number(rows: torch.Tensor, strip: _Strip, axis: int, of_rows: _Numbers) -> int:
+def _strip_number(rows: torch.Tensor, strip: _Strip, axis: int, row_factors: _Numbers) -> int:
     """Return the sum of the elements of a strip."""
     num_rows, _, num_lanes = rows.shape
     lanes = rows[:, strip.start : strip.stop].reshape(num_rows * strip.num_groups, -1)
     begin = strip.within * num_lanes
     sums = _group_sums(lanes, _lane_factors()[begin : begin + lanes.shape[1]])
-    of_groups = _factors(axis, strip.first_group, strip.num_groups)
+    group_factors = _factors(axis, strip.first_group, strip.num_groups)
     if strip.num_groups == 1:
-        return int(_weighted(sums, of_rows)[0]) * int(of_groups[0])
-    return _total(_times(_weighted(sums, of_groups), of_rows))
+        return int(_weighted(sums, row_factors)[0]) * int(group_factors[0])
+    return _total(_times(_weighted(sums, group_factors), row_factors))
 
 
 def _group_sums(lanes: torch.Tensor, factors: _Numbers) -> npt.NDArray[np.int64]:
-    """Return the sum of the lanes of each row times their factors, as two numbers below 2**53 with
-    signs, of shape (2, n): `low + high * 2**30`. This is exact.
+    """Return the sums of rows of lanes times their factors, exactly.
+
+    They are two numbers below 2**53 with signs, of shape (2, n): `low + high * 2**30`.
     """
-    halves, step = _halves(factors), max(1, _BATCH_LANES // lanes.shape[1])
+    halves = _halves(factors)
+    step = max(1, _BATCH_LANES // lanes.shape[1])
     starts = range(0, len(lanes), step)
     if lanes.device.type == "cpu":
         # For two rows of factors numpy's BLAS takes half the time of torch's.
-        here, wide = lanes.numpy(), _scratch_of_thread()
+        here = lanes.numpy()
+        wide = _scratch_of_thread()
         products = []
         for first in starts:
             batch = here[first : first + step]
@@ -221,15 +234,18 @@ def _group_sums(lanes: torch.Tensor, factors: _Numbers) -> npt.NDArray[np.int64]
             products.append(np.matmul(halves, converted.T))
         return np.concatenate(products, axis=1).astype(np.int64)
     there = torch.from_numpy(halves).to(lanes.device)
-    found = [torch.mm(there, lanes[first : first + step].double().t()) for first in starts]
-    return torch.cat(found, dim=1).to(torch.int64).cpu().numpy()
+    sums = [torch.mm(there, lanes[first : first + step].double().t()) for first in starts]
+    return torch.cat(sums, dim=1).to(torch.int64).cpu().numpy()
 
 
 _scratch = threading.local()
 
 
 def _scratch_of_thread() -> npt.NDArray[np.float64]:
-    """Return memory for a batch: new memory for each would take as long as to convert it."""
+    """Return memory for a batch.
+
+    New memory for each would take as long as the conversion.
+    """
     if not hasattr(_scratch, "batch"):
         _scratch.batch = np.empty(_BATCH_LANES)
     batch: npt.NDArray[np.float64] = _scratch.batch
@@ -237,21 +253,24 @@ def _scratch_of_thread() -> npt.NDArray[np.float64]:
 
 
 def _weighted(sums: npt.NDArray[np.int64], factors: _Numbers) -> _Numbers:
-    """Return the sum of each row of numbers, of `_group_sums`, times factors modulo the prime.
+    """Return the sums of rows times factors, modulo the prime.
 
-    This is a product of float64, too: of numbers in four parts of 16 bits, and factors in halves.
+    Rows are numbers of `_group_sums`. This is a product of float64, too: of numbers in four parts
+    of 16 bits, and factors in halves.
     """
     size = min(len(factors), _MAX_TERMS)
     fill = -len(factors) % size
     rows = sums.reshape(2, -1, len(factors))
     if fill:
-        rows, factors = np.pad(rows, [(0, 0), (0, 0), (0, fill)]), np.pad(factors, (0, fill))
+        rows = np.pad(rows, [(0, 0), (0, 0), (0, fill)])
+        factors = np.pad(factors, (0, fill))
     # Parts have no signs.
     parts = (rows + (1 << 53)).view(np.uint16).reshape(2, rows.shape[1], -1, size, 4)
     halves = _halves(factors).reshape(2, -1, size).transpose(1, 0, 2)
     products = np.matmul(halves, parts.astype(np.float64)).astype(np.int64)
-    # By axis: of a number low or high, row, run of factors, half of a factor, part.
-    half, part = np.arange(2) * _HALF_BITS, np.arange(4) * 16
+    # Axes: a number low or high, row, run of factors, half of a factor, part.
+    half = np.arange(2) * _HALF_BITS
+    part = np.arange(4) * 16
     num_bits = half[:, None, None, None, None] + half[:, None] + part
     powers = _rotated(_modulo(products), (num_bits % 61).astype(np.uint64))
     totals = _row_totals(powers.swapaxes(0, 1).reshape(rows.shape[1], -1))
@@ -263,7 +282,10 @@ def _weighted(sums: npt.NDArray[np.int64], factors: _Numbers) -> _Numbers:
 
 
 def _factors(axis: int, first: int, count: int) -> _Numbers:
-    """Return the factors of indices along an axis, or of groups along the last one."""
+    """Return the factors of indices along an axis.
+
+    Along the last axis, they are of groups.
+    """
     return _factors_at(axis, np.arange(first, first + count))
 
 
@@ -279,7 +301,10 @@ def _lane_factors() -> _Numbers:
 
 
 def _halves(factors: _Numbers) -> npt.NDArray[np.float64]:
-    """Divide factors into two halves with signs, of shape (2, n): `low + high * 2**30`."""
+    """Divide factors into two signed halves, of shape (2, n).
+
+    A factor is `low + high * 2**30`.
+    """
     # Modulo the prime, large numbers are small negative ones.
     signed = np.where(factors > _PRIME // np.uint64(2), factors - _PRIME, factors).view(np.int64)
     middle = np.int64(1 << (_HALF_BITS - 1))
@@ -310,7 +335,10 @@ def _added(first: _Numbers, second: _Numbers) -> _Numbers:
 
 
 def _rotated(numbers: _Numbers, num_bits: np.uint64 | _Numbers) -> _Numbers:
-    """Return numbers times `2**num_bits`, of fewer than 61 bits: 2**61 is 1."""
+    """Return numbers times `2**num_bits`, modulo the prime.
+
+    There are fewer than 61 bits: 2**61 is 1.
+    """
     up = numbers << num_bits & _PRIME
     return _reduced(up | numbers >> (np.uint64(61) - num_bits))
 
@@ -318,8 +346,10 @@ def _rotated(numbers: _Numbers, num_bits: np.uint64 | _Numbers) -> _Numbers:
 def _times(first: _Numbers, second: _Numbers) -> _Numbers:
     """Return products, by way of halves of 31 and 30 bits."""
     mask = np.uint64((1 << 31) - 1)
-    first_low, first_high = first & mask, first >> np.uint64(31)
-    second_low, second_high = second & mask, second >> np.uint64(31)
+    first_low = first & mask
+    first_high = first >> np.uint64(31)
+    second_low = second & mask
+    second_high = second >> np.uint64(31)
     middle = _folded(first_low * second_high + first_high * second_low)
     low = _folded(first_low * second_low)
     # 2**62 is 2.
@@ -333,7 +363,10 @@ def _folded(numbers: _Numbers) -> _Numbers:
 
 
 def _row_totals(numbers: _Numbers) -> _Numbers:
-    """Return the sum of each row of a matrix that has fewer than 2**32 columns."""
+    """Return the sum of each row of a matrix.
+
+    It has fewer than 2**32 columns.
+    """
     low = (numbers & np.uint64(0xFFFFFFFF)).sum(axis=1)
     high = (numbers >> np.uint64(32)).sum(axis=1)
     return _added(_folded(low), _rotated(_folded(high), np.uint64(32)))

@@ -1,4 +1,4 @@
-"""The formats of other programs that distckpt reads: what is known of them without their readers.
+"""Formats of other programs that distckpt reads, without their readers.
 
 The code of a format is in `_foreign`; nothing else names one.
 """
@@ -13,13 +13,13 @@ class ForeignFormat:
     """A format of another program.
 
     Attributes:
-        name: what manifests call it.
+        name: its name in manifests.
         reader: module and class of its reader, which is imported when a location is not a
             checkpoint of distckpt.
         program: the program that writes it, in messages.
         marker: the file that every complete directory has; "" if there is none.
-        data_suffix: how the names of the files with data end, if that tells the format; else "".
-        names: how the names of all files end that its reader reads.
+        data_suffix: suffix of the names of the files with data, if it tells the format; else "".
+        names: suffixes of the names of all files that its reader reads.
         is_export: whether it holds a model alone, under the names of another program.
         is_given_to_save: whether programs also pass its name to a save, which means distckpt's own
             format then.
@@ -60,14 +60,14 @@ DEEPSPEED = ForeignFormat(
 )
 
 FORMATS = {known.name: known for known in (HUGGING_FACE, TORCH_DIST, DEEPSPEED)}
-"""The formats by name, in the order in which their readers look at a location."""
+"""Formats by name, in the order in which their readers look."""
 
 MARKED = tuple(known for known in FORMATS.values() if known.marker)
-"""Those whose directories are known by a file."""
+"""Formats whose directories are known by a file."""
 
 MARKED_CHECKPOINTS = tuple(known for known in MARKED if not known.is_export)
 
 
 def is_export(name: object) -> bool:
-    """Tell whether a name is that of a format which holds a model alone."""
+    """Return whether a name is of a format for models alone."""
     return isinstance(name, str) and name in FORMATS and FORMATS[name].is_export

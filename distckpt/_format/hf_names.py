@@ -1,4 +1,4 @@
-"""Hugging Face checkpoints: names of files, the index, and the division of tensors among files."""
+"""Hugging Face checkpoints: names of files, index, and division among files."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ _FILE_NAME_END = re.compile(r"(-[0-9]+-of-[0-9]+)?\.safetensors(\.index\.json)?\
 
 
 def shard_filename(base_prefix: str, idx: int, total: int) -> str:
-    """Return the name of file `idx` of `total`, counted from 1, such as
-    `model-00001-of-00004.safetensors`.
+    """Return the name of file `idx` of `total`, counted from 1.
 
-    `base_prefix` comes before the numbers, and may begin with a directory or URL.
+    An example is `model-00001-of-00004.safetensors`. `base_prefix` comes before the numbers, and
+    may begin with a directory or URL.
 
     Raises:
         ValueError: there is no such file.
@@ -42,14 +42,17 @@ def index_filename(base_prefix: str) -> str:
 
 
 def output_filenames(base_prefix: str, total: int) -> list[str]:
-    """Return the names of all output files in order; a single file has no number and no index."""
+    """Return the names of all output files, in order.
+
+    A single file has no number and no index.
+    """
     if total == 1:
         return [base_prefix + SUFFIX]
     return [shard_filename(base_prefix, idx, total) for idx in range(1, total + 1)]
 
 
 def derive_base_prefix_from_path(path_str: str | os.PathLike[str]) -> str:
-    """Return what the names of the files of a model have in common.
+    """Return the common beginning of the names of a model's files.
 
     `/x/model.safetensors`, `/x/model.safetensors.index.json` and
     `/x/model-00001-of-00004.safetensors` (with any number of digits) all give `/x/model`; other
@@ -59,19 +62,27 @@ def derive_base_prefix_from_path(path_str: str | os.PathLike[str]) -> str:
 
 
 def belongs_to_export(name: str) -> bool:
-    """Tell whether an export of a model may give this name to a file of tensors or to its index."""
+    """Return whether an export of a model may have this file name.
+
+    It is of a file of tensors or of its index.
+    """
     return derive_base_prefix_from_path(name) == BASE_PREFIX != name
 
 
 def is_model_name(name: str) -> bool:
-    """Tell whether a file holds, or lists, the tensors of a model or of an adapter of PEFT."""
+    """Return whether a file holds or lists tensors of a model.
+
+    The model may be an adapter of PEFT.
+    """
     return belongs_to_export(name) or name == ADAPTER_NAME
 
 
 def group_keys_by_shard_size(
     flat_state: Mapping[str, Any], max_shard_size_bytes: int
 ) -> list[list[str]]:
-    """Divide tensors among output files in the order in which they come; return the keys of each.
+    """Divide tensors among output files in their order.
+
+    Return the keys of each file.
 
     Args:
         flat_state: tensors, or anything else that `estimate_array_nbytes` takes, by key.
@@ -92,15 +103,15 @@ def group_keys_by_bytes(num_bytes: Mapping[str, int], max_file_bytes: int) -> li
 
 
 def optimize_shard_layout(state: Mapping[str, Any], max_shard_size_bytes: int) -> list[list[str]]:
-    """Divide tensors among output files so that those of a module stay together, and few files are
-    read for it.
+    """Divide tensors among output files so that modules stay together.
 
-    Keys are ordered with `layers.2` before `layers.10`. A numbered module such as `model.layers.3`
-    stays together, and elsewhere the parameters of one module such as `model.embed_tokens`. A
-    module that is larger than a file is divided at the next numbers within it (`experts.0`,
-    `experts.1`), then into its innermost modules, then into single tensors.
+    Few files are read for a module then. Keys are ordered with `layers.2` before `layers.10`. A
+    numbered module such as `model.layers.3` stays together, and elsewhere the parameters of one
+    module such as `model.embed_tokens`. A module that is larger than a file is divided at the next
+    numbers within it (`experts.0`, `experts.1`), then into its innermost modules, then into single
+    tensors.
 
-    Keys have dots between their parts. Arguments and result are the same as those of
+    Keys have dots between their parts. Arguments and result are the same as for
     `group_keys_by_shard_size`.
     """
     num_bytes = {key: estimate_array_nbytes(state[key]) for key in sorted(state, key=natural_order)}
@@ -110,8 +121,9 @@ def optimize_shard_layout(state: Mapping[str, Any], max_shard_size_bytes: int) -
 
 
 def _fill_files(units: Iterable[tuple[list[str], int]], max_file_bytes: int) -> list[list[str]]:
-    """Fill files with units of keys, each given with its size; a unit that does not fit begins the
-    next file.
+    """Fill files with units of keys, each given with its size.
+
+    A unit that does not fit begins the next file.
     """
     if max_file_bytes <= 0:
         raise ValueError(f"the size of a file must be positive, not {max_file_bytes} bytes")
@@ -129,9 +141,9 @@ def _fill_files(units: Iterable[tuple[list[str], int]], max_file_bytes: int) -> 
 def _modules(
     keys: Sequence[str], num_bytes: Mapping[str, int], limit: int, level: int
 ) -> Iterator[tuple[list[str], int]]:
-    """Yield groups of keys and their sizes, by the `level`-th of the modules around them.
+    """Yield groups of keys and their sizes, by a module around them.
 
-    Groups above the limit are divided at the next level.
+    It is the `level`-th of the modules. Groups above the limit are divided at the next level.
     """
     groups: dict[str, list[str]] = {}
     for key in keys:
@@ -146,14 +158,16 @@ def _modules(
 
 
 def _modules_around(key: str) -> list[str]:
-    """Return the units that hold a key, outermost first: numbered modules, its own module, the key
-    alone.
+    """Return the units that hold a key, outermost first.
+
+    They are numbered modules, its own module, the key alone.
     """
     parts = key.split(".")
-    ends = [
-        end for end in range(1, len(parts)) if parts[end - 1].isdigit() or end == len(parts) - 1
-    ]
-    return [*(".".join(parts[:end]) + "." for end in ends), key]
+    units = []
+    for end in range(1, len(parts)):
+        if parts[end - 1].isdigit() or end == len(parts) - 1:
+            units.append(".".join(parts[:end]) + ".")
+    return [*units, key]
 
 
 def index_json(
@@ -161,9 +175,10 @@ def index_json(
     total_bytes: int,
     total_parameters: int,
 ) -> bytes:
-    """Return the content of the index file, byte for byte as Hugging Face's libraries write it.
+    """Return the content of the index file, as Hugging Face writes it.
 
-    `weight_map` has the name of the file that holds each key; `total_parameters` counts elements.
+    It is the same byte for byte. `weight_map` has the name of the file that holds each key;
+    `total_parameters` counts elements.
     """
     metadata = {"total_parameters": total_parameters, "total_size": total_bytes}
     text = json.dumps(

@@ -1,4 +1,4 @@
-"""Columns of a large chunk table whose numbers are computed when they are asked for.
+"""Columns of a large chunk table, computed on demand.
 
 Parts of the table store regular columns as runs, which take a thousandth of the room, and a rank
 needs few rows of many.
@@ -19,10 +19,12 @@ _STORED = (np.uint8, np.uint16, np.uint32, np.int64)
 
 
 class _Runs(NamedTuple):
-    """Numbers as runs of equal differences; the arrays have an item for each run.
+    """Numbers as runs of equal differences.
+
+    The arrays have an item for each run.
 
     Attributes:
-        ends: how many numbers there are up to the end of the run.
+        ends: count of numbers up to the end of the run.
         befores: the number before the run, 0 before the first one.
         deltas: the differences.
     """
@@ -39,7 +41,7 @@ class _Runs(NamedTuple):
 
     @property
     def counts(self) -> IntArray:
-        """How many numbers each run has."""
+        """Count of numbers of each run."""
         return np.diff(self.ends, prepend=0)
 
     def at(self, places: IntArray) -> IntArray:
@@ -56,44 +58,51 @@ class _Runs(NamedTuple):
         return np.cumsum(np.repeat(self.deltas, self.counts))
 
     def up_to(self, num_numbers: int) -> _Runs:
-        """Return the runs of the first numbers; the last one may go on after them."""
+        """Return the runs of the first numbers.
+
+        The last run may go on after them.
+        """
         stop = int(np.searchsorted(self.ends, num_numbers)) + 1
         return _Runs(self.ends[:stop], self.befores[:stop], self.deltas[:stop])
 
-    def places_in(self, are_wanted: npt.NDArray[np.bool_]) -> IntArray:
+    def places_in(self, are_selected: npt.NDArray[np.bool_]) -> IntArray:
         """Return the places in some of the runs, in ascending order."""
-        counts = self.counts[are_wanted]
+        counts = self.counts[are_selected]
         within = np.arange(int(counts.sum())) - np.repeat(np.cumsum(counts) - counts, counts)
-        places: IntArray = np.repeat(self.ends[are_wanted] - counts, counts) + within
+        places: IntArray = np.repeat(self.ends[are_selected] - counts, counts) + within
         return places
 
     def largest_in(self, starts: IntArray, stops: IntArray) -> IntArray:
-        """Return the largest number of the runs that meet some ranges, none of them empty."""
+        """Return the largest number of the runs that meet some ranges.
+
+        No range is empty.
+        """
         firsts = np.searchsorted(self.ends, starts, "right")
         lasts = np.searchsorted(self.ends, stops)
         # One number more, for ranges that end with the last run.
-        of_runs = np.append(self.befores + np.maximum(self.deltas, self.deltas * self.counts), 0)
+        largest = np.append(self.befores + np.maximum(self.deltas, self.deltas * self.counts), 0)
         pairs = np.stack([firsts, lasts + 1], axis=1).ravel()
-        return np.maximum.reduceat(of_runs, pairs)[::2]
+        return np.maximum.reduceat(largest, pairs)[::2]
 
     def places_of(self, numbers: IntArray) -> IntArray:
         """Return the places of some distinct numbers, in ascending order."""
-        counts, starts = self.counts, self.ends - self.counts
+        counts = self.counts
+        starts = self.ends - self.counts
         is_constant = self.deltas == 0
-        found = [self.places_in(is_constant & np.isin(self.befores, numbers))]
+        places = [self.places_in(is_constant & np.isin(self.befores, numbers))]
         divisors = np.where(is_constant, 1, self.deltas)
         for number in numbers.tolist():
             steps, rests = np.divmod(number - self.befores, divisors)
-            is_met = ~is_constant & (rests == 0) & (steps > 0) & (steps <= counts)
-            found.append((starts + steps - 1)[is_met])
-        return np.sort(np.concatenate(found))
+            has_number = ~is_constant & (rests == 0) & (steps > 0) & (steps <= counts)
+            places.append((starts + steps - 1)[has_number])
+        return np.sort(np.concatenate(places))
 
 
 class Segment(NamedTuple):
     """A column in one part of the table.
 
     Attributes:
-        num_rows: of the part.
+        num_rows: number of rows of the part.
         numbers: of shape (rows,) or (rows, axes), as they are stored; or runs, all rows of the
             first axis first.
     """
@@ -102,7 +111,7 @@ class Segment(NamedTuple):
     numbers: Column | _Runs
 
     def at(self, rows: IntArray, num_axes: int | None) -> IntArray:
-        """Return what is in some rows."""
+        """Return the numbers in some rows."""
         if not isinstance(self.numbers, _Runs):
             return self.numbers[rows].astype(np.int64)
         if num_axes is None:
@@ -111,14 +120,19 @@ class Segment(NamedTuple):
         return self.numbers.at(places.ravel()).reshape(places.shape)
 
     def all(self, num_axes: int | None) -> IntArray:
-        """Return what is in all rows."""
+        """Return the numbers in all rows."""
         if not isinstance(self.numbers, _Runs):
             return self.numbers.astype(np.int64)
         flat = self.numbers.all()
-        return flat if num_axes is None else flat.reshape(num_axes, self.num_rows).T
+        if num_axes is None:
+            return flat
+        return flat.reshape(num_axes, self.num_rows).T
 
     def runs(self) -> _Runs:
-        """Return the column, or its first axis, as runs, the last of which may go on after it."""
+        """Return the column, or its first axis, as runs.
+
+        The last run may go on after it.
+        """
         if isinstance(self.numbers, _Runs):
             return self.numbers.up_to(self.num_rows)
         numbers = self.numbers.reshape(self.num_rows, -1)[:, 0].astype(np.int64)
@@ -126,7 +140,7 @@ class Segment(NamedTuple):
         return _Runs(np.arange(1, self.num_rows + 1), numbers - deltas, deltas)
 
     def rows_of(self, numbers: IntArray) -> IntArray:
-        """Return the rows that have some distinct numbers, in ascending order."""
+        """Return the rows with some distinct numbers, in ascending order."""
         runs = self.numbers
         if isinstance(runs, _Runs) and len(runs.ends) * len(numbers) < self.num_rows:
             return runs.places_of(numbers)
@@ -141,7 +155,7 @@ class Part(NamedTuple):
 
     @classmethod
     def from_bytes(cls, data: bytes) -> Part:
-        """Decode what `pack_table` made, and plain columns.
+        """Decode a result of `pack_table`, and plain columns.
 
         Raises:
             ValueError: it is something else.
@@ -159,13 +173,14 @@ class Part(NamedTuple):
         Raises:
             ValueError: it has another size or dtype.
         """
-        deltas, counts = self.columns.get(name + DELTAS), self.columns.get(name + COUNTS)
+        deltas = self.columns.get(name + DELTAS)
+        counts = self.columns.get(name + COUNTS)
         if deltas is None or counts is None:
-            found = self.columns[name]
+            column = self.columns[name]
             shape = (self.num_rows,) if num_axes is None else (self.num_rows, num_axes)
-            if found.shape != shape or found.dtype not in _STORED:
-                raise ValueError(f"column {name!r} is {found.dtype} {found.shape}, not {shape}")
-            return Segment(self.num_rows, found)
+            if column.shape != shape or column.dtype not in _STORED:
+                raise ValueError(f"column {name!r} is {column.dtype} {column.shape}, not {shape}")
+            return Segment(self.num_rows, column)
         num_numbers = self.num_rows * (1 if num_axes is None else num_axes)
         _check_runs(name, deltas, counts, num_numbers)
         return Segment(self.num_rows, _Runs.of(deltas, counts))
@@ -180,10 +195,12 @@ def _check_runs(name: str, deltas: Column, counts: Column, num_numbers: int) -> 
 
 
 class LazyColumn:
-    """A column of a chunk table in parts, which is indexed as an array of int64.
+    """A column of a chunk table in parts, indexed like an array.
+
+    Its numbers are int64.
 
     Args:
-        segments: of each part, in the order of their rows.
+        segments: segments of all parts, in the order of their rows.
         num_axes: None for one number in each row.
 
     Attributes:
@@ -194,7 +211,7 @@ class LazyColumn:
     def __init__(self, segments: Sequence[Segment], num_axes: int | None) -> None:
         self._segments = [segment for segment in segments if segment.num_rows]
         self._num_axes = num_axes
-        self.starts: IntArray = np.cumsum([0, *(each.num_rows for each in self._segments)])
+        self.starts: IntArray = np.cumsum([0, *(segment.num_rows for segment in self._segments)])
         axes = () if num_axes is None else (num_axes,)
         self.shape: tuple[int, ...] = (int(self.starts[-1]), *axes)
 
@@ -211,17 +228,20 @@ class LazyColumn:
         return self.shape[0]
 
     def __getitem__(self, index: Any) -> Any:
-        """Return what is in rows: in one, in those of a slice, or in those of an array. A second
-        index picks axes.
+        """Return the numbers in rows: one, a slice, or an array.
+
+        A second index picks axes.
         """
         rows, *axes = index if isinstance(index, tuple) else (index,)
         if isinstance(rows, slice):
-            found = self._at(np.arange(len(self))[rows])
+            numbers = self._at(np.arange(len(self))[rows])
         elif isinstance(rows, (int, np.integer)):
-            found = self._at(np.array([rows], np.int64))[0]
+            numbers = self._at(np.array([rows], np.int64))[0]
         else:
-            found = self._at(rows)
-        return found[(..., *axes)] if axes else found
+            numbers = self._at(rows)
+        if axes:
+            return numbers[(..., *axes)]
+        return numbers
 
     def whole(self) -> IntArray:
         """Return the column as an array."""
@@ -229,18 +249,19 @@ class LazyColumn:
         return np.concatenate([empty, *self.parts()])
 
     def parts(self) -> Iterator[IntArray]:
-        """Yield what is in each part that has rows."""
+        """Yield the numbers of each part that has rows."""
         for segment in self._segments:
             yield segment.all(self._num_axes)
 
     def rows_of(self, numbers: IntArray) -> IntArray:
-        """Return the rows that have some distinct numbers, in ascending order."""
-        found = [start + segment.rows_of(numbers) for segment, start in self._with_starts()]
-        return np.concatenate([np.zeros(0, np.int64), *found])
+        """Return the rows with some distinct numbers, in ascending order."""
+        rows = [start + segment.rows_of(numbers) for segment, start in self._with_starts()]
+        return np.concatenate([np.zeros(0, np.int64), *rows])
 
     def runs(self) -> Iterator[tuple[range, _Runs]]:
-        """Yield the rows of each part, and the column or its first axis there as runs, the last of
-        which may go on after it.
+        """Yield the rows of each part, and its column as runs.
+
+        The runs are of the column or its first axis; the last one may go on after it.
         """
         for segment, start in self._with_starts():
             yield range(start, start + segment.num_rows), segment.runs()
@@ -249,21 +270,21 @@ class LazyColumn:
         return zip(self._segments, self.starts.tolist(), strict=False)
 
     def _at(self, rows: IntArray) -> IntArray:
-        found = np.empty((len(rows), *self.shape[1:]), np.int64)
+        numbers = np.empty((len(rows), *self.shape[1:]), np.int64)
         parts = np.searchsorted(self.starts, rows, "right") - 1
         for part in np.flatnonzero(np.bincount(parts)).tolist():
             is_here = parts == part
             here = rows[is_here] - self.starts[part]
-            found[is_here] = self._segments[part].at(here, self._num_axes)
-        return found
+            numbers[is_here] = self._segments[part].at(here, self._num_axes)
+        return numbers
 
 
 class SortedRows(NamedTuple):
-    """Where to look for the chunks of a key that a region may meet.
+    """Lookup of the chunks of a key that a region may meet.
 
     Attributes:
         key_starts: the first row of each key, and the number of all rows.
-        offsets: of all chunks.
+        offsets: offsets of all chunks.
         extents: no chunk of the key is longer than this along the first axis.
         is_sorted: whether the chunks of a key are in the order of their offsets along it.
     """
@@ -295,8 +316,12 @@ class SortedRows(NamedTuple):
     def near(
         self, key_ids: IntArray, offsets: IntArray, shapes: IntArray
     ) -> tuple[IntArray, IntArray]:
-        """Return from which row on, and up to which, the chunks are that regions may meet."""
-        firsts, stops = self.key_starts[key_ids], self.key_starts[key_ids + 1]
+        """Return the first and last row of the chunks near regions.
+
+        Regions may meet these chunks; the last row is excluded.
+        """
+        firsts = self.key_starts[key_ids]
+        stops = self.key_starts[key_ids + 1]
         if not offsets.shape[1]:
             return firsts, stops
         is_sorted = self.is_sorted[key_ids]
@@ -308,8 +333,9 @@ class SortedRows(NamedTuple):
         return np.where(is_sorted, first_rows, firsts), np.where(is_sorted, stop_rows, stops)
 
     def _bisect(self, firsts: IntArray, stops: IntArray, bounds: IntArray) -> IntArray:
-        """Return the first rows, of some ranges, whose offset is at least a bound."""
-        low, high = firsts.copy(), stops.copy()
+        """Return the first rows, of some ranges, with offsets from bounds on."""
+        low = firsts.copy()
+        high = stops.copy()
         while len(open_ := np.flatnonzero(low < high)):
             middle = (low[open_] + high[open_]) // 2
             is_less = self.offsets[middle, 0] < bounds[open_]
@@ -319,7 +345,7 @@ class SortedRows(NamedTuple):
 
 
 def starts_of_keys(key_ids: LazyColumn, num_keys: int) -> IntArray:
-    """Return the first row of each key, and the number of all rows.
+    """Return the first row of each key, and the row count.
 
     Raises:
         ValueError: the rows are not sorted by key, or a key does not exist.

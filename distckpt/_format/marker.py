@@ -1,9 +1,8 @@
-"""The marker file that says "this directory is a complete checkpoint". `distckpt.megatron.core` is
-the public path.
+"""The marker file of a complete checkpoint; `distckpt.megatron.core` is public.
 
 The marker (`metadata.json`) is written last. Without one there is no checkpoint; with one, readers
-may rely on everything that it names. It has the fields of Megatron's `CheckpointingConfig` beside
-those of distckpt, so programs for Megatron Core recognize a distckpt checkpoint and vice versa.
+may rely on everything that it names. It has the fields of Megatron's `CheckpointingConfig` as well
+as distckpt's own, so programs for Megatron Core recognize a distckpt checkpoint and vice versa.
 """
 
 from __future__ import annotations
@@ -25,33 +24,33 @@ BUILT_IN = "safetensors"
 """Backend of the built-in format, in version 1."""
 
 CHECKSUM_VERSION = 2
-"""Since this version of the format, every marker has a checksum."""
+"""First version of the format whose markers have a checksum."""
 
 _COMMON_BACKEND = "torch"
 _CHECKSUM = "checksum"
 _NO_DIGITS = "0" * 16
-"""In place of the checksum while it is computed."""
+"""Placeholder of the checksum while it is computed."""
 _MODULE_NAMES = "module_names"
 _SCHEDULERS = "scheduler_classes"
 _MAX_NAMES = 4096
 _MAX_MARKER_BYTES = 4 << 20
 _MAX_BACKEND_CHARS = 255
 _NO_FILE = {errno.EINVAL, errno.ELOOP, errno.ENAMETOOLONG}
-"""Errors for a name that leads to no file; other errors come from the disk and may be temporary."""
+"""Errors for a name that leads to no file. Other errors come from the disk and may be temporary."""
 
 
 @dataclass
 class CheckpointingConfig:
     """The format of a checkpoint, as its marker records it.
 
-    The version counts changes of the format, not of what an application stores in it.
+    The version counts changes of the format, not of the values that an application stores in it.
 
     Attributes:
         sharded_backend: name of the format that holds the tensors, such as "safetensors".
         sharded_backend_version: version of that format.
-        common_backend: how Megatron Core before 0.19 stores common state; distckpt stores it with
+        common_backend: format of common state in Megatron Core before 0.19; distckpt stores it with
             the objects. As its version, it is in a marker only where it is another one.
-        common_backend_version: version of that.
+        common_backend_version: version of that format.
     """
 
     sharded_backend: str
@@ -61,14 +60,17 @@ class CheckpointingConfig:
 
 
 def check_is_distributed_checkpoint(checkpoint_dir: str | os.PathLike[str]) -> bool:
-    """Tell whether a directory or URL prefix holds a checkpoint; see `maybe_load_config`."""
+    """Return whether a location holds a checkpoint; see `maybe_load_config`.
+
+    It is a directory or URL prefix.
+    """
     return maybe_load_config(checkpoint_dir) is not None
 
 
 def maybe_load_config(checkpoint_dir: str | os.PathLike[str] | None) -> CheckpointingConfig | None:
-    """Read the format of a checkpoint from its marker; None if there is no marker or no location.
+    """Read the format of a checkpoint from its marker, or None.
 
-    Fields that this version does not know are dropped.
+    None if there is no marker or no location. Fields that this version does not know are dropped.
 
     Raises:
         CorruptCheckpointError: the marker is not JSON, lacks `sharded_backend`, or has a field of a
@@ -77,13 +79,15 @@ def maybe_load_config(checkpoint_dir: str | os.PathLike[str] | None) -> Checkpoi
     if not checkpoint_dir:
         return None
     fields = read_marker(checkpoint_dir)
-    return None if fields is None else parse_config(fields, checkpoint_dir)
+    if fields is None:
+        return None
+    return parse_config(fields, checkpoint_dir)
 
 
 def parse_config(
     fields: Mapping[str, Any], checkpoint_dir: str | os.PathLike[str]
 ) -> CheckpointingConfig:
-    """Return the format that the fields of a marker name; see `maybe_load_config`."""
+    """Return the format that a marker's fields name; see `maybe_load_config`."""
     path = _marker_path(checkpoint_dir)
     if "sharded_backend" not in fields:
         raise CorruptCheckpointError(
@@ -140,15 +144,17 @@ def save_config(
 
 
 def read_marker(checkpoint_dir: str | os.PathLike[str]) -> dict[str, Any] | None:
-    """Read all fields of a marker except its checksum, as JSON gives them; None if there is no
-    marker.
+    """Read all fields of a marker except its checksum, as JSON.
+
+    None if there is no marker.
 
     Raises:
         CorruptCheckpointError: the marker is not a JSON object, or does not match its checksum.
     """
     path = _marker_path(checkpoint_dir)
     try:
-        # The marker's own name is short: what is too long is the path that the caller gave.
+        # The marker's own name is short: if a name is too long, it is the path that the caller
+        # gave.
         with _judging(path, _NO_FILE - {errno.ENAMETOOLONG}):
             content = locations.read_bytes(path, _MAX_MARKER_BYTES)
     except (FileNotFoundError, NotADirectoryError):
@@ -174,7 +180,10 @@ def read_marker(checkpoint_dir: str | os.PathLike[str]) -> dict[str, Any] | None
 
 
 def marker_of(location: str) -> dict[str, Any] | None:
-    """Return the marker, to compare it with another; None when there is none that can be read."""
+    """Return the marker, to compare it with another, or None.
+
+    None when there is none that can be read.
+    """
     try:
         return read_marker(location)
     except (CheckpointingException, OSError):
@@ -189,8 +198,9 @@ def replaced(location: str) -> CheckpointingException:
 
 
 def _matches_checksum(content: bytes, fields: Mapping[str, Any]) -> bool:
-    """Tell whether a marker has the right checksum, or needs none: it is older, was written by
-    another program, or says so.
+    """Return whether a marker has the right checksum, or needs none.
+
+    It needs none if it is older, was written by another program, or says so.
     """
     if _CHECKSUM not in fields:
         version = fields.get("format_version")
@@ -203,35 +213,46 @@ def _matches_checksum(content: bytes, fields: Mapping[str, Any]) -> bool:
 
 
 def first_name(key: str) -> str:
-    """Return the first name in a key, `#` for the number of a layer."""
+    """Return the first name in a key, `#` for a layer's number."""
     first = key.partition(".")[0]
-    return "#" if first.isdigit() else first
+    if first.isdigit():
+        return "#"
+    return first
 
 
 def note_of_module(names: Sequence[str]) -> dict[str, Any]:
-    """Return the field for the first names in the keys of the module at `model`, unless they are
-    too many.
+    """Return the field for the first names in a module's keys.
+
+    The module is the one at `model`; there is no field if the names are too many.
     """
-    return {_MODULE_NAMES: list(names)} if 0 < len(names) <= _MAX_NAMES else {}
+    if not 0 < len(names) <= _MAX_NAMES:
+        return {}
+    return {_MODULE_NAMES: list(names)}
 
 
 def names_of_module(marker: Mapping[str, Any]) -> list[str]:
-    """Return the first names in the keys of the module saved at `model`; an empty list if they are
-    unknown.
+    """Return the first names in the keys of the saved `model`.
+
+    The list is empty if they are unknown.
     """
     names = marker.get(_MODULE_NAMES)
-    return [name for name in names if isinstance(name, str)] if isinstance(names, list) else []
+    if not isinstance(names, list):
+        return []
+    return [name for name in names if isinstance(name, str)]
 
 
 def note_of_schedulers(classes: Mapping[str, str]) -> dict[str, Any]:
-    """Return the field for the classes of schedulers by their places in the state dict, unless they
-    are too many.
+    """Return the field for the classes of schedulers.
+
+    They are by places in the state dict; there is no field if they are too many.
     """
-    return {_SCHEDULERS: dict(classes)} if 0 < len(classes) <= _MAX_NAMES else {}
+    if not 0 < len(classes) <= _MAX_NAMES:
+        return {}
+    return {_SCHEDULERS: dict(classes)}
 
 
 def schedulers_of(marker: Mapping[str, Any]) -> dict[str, str]:
-    """Return the classes of the saved schedulers by place, as far as they are known."""
+    """Return the known classes of the saved schedulers by place."""
     classes = marker.get(_SCHEDULERS)
     if not isinstance(classes, dict):
         return {}
@@ -239,7 +260,7 @@ def schedulers_of(marker: Mapping[str, Any]) -> dict[str, str]:
 
 
 def file_size(path: str) -> int:
-    """Return the size of a file of a checkpoint that is not trusted.
+    """Return the size of a file of an untrusted checkpoint.
 
     Raises:
         FileNotFoundError: nothing is there.
@@ -250,7 +271,7 @@ def file_size(path: str) -> int:
 
 
 def read_file(path: str, max_bytes: int) -> bytes:
-    """Read a whole file of a checkpoint that is not trusted, of at most `max_bytes`.
+    """Read a whole file of an untrusted checkpoint, up to `max_bytes`.
 
     Raises:
         FileNotFoundError: nothing is there.
@@ -262,7 +283,7 @@ def read_file(path: str, max_bytes: int) -> bytes:
 
 @contextlib.contextmanager
 def _judging(path: str, no_file: Set[int] = _NO_FILE) -> Iterator[None]:
-    """Report errors that show that no file of a checkpoint is at `path` as damage."""
+    """Report errors as damage if no checkpoint file is at `path`."""
     try:
         yield
     except OSError as error:
@@ -282,19 +303,22 @@ def _judging(path: str, no_file: Set[int] = _NO_FILE) -> Iterator[None]:
 def write_marker(
     checkpoint_dir: str | os.PathLike[str], fields: Mapping[str, Any], durable: bool = True
 ) -> None:
-    """Write the marker of a checkpoint from raw fields, in one step; see `save_config`.
+    """Write the marker of a checkpoint from raw fields, in one step.
+
+    See `save_config`.
 
     Raises:
-        TypeError: a field holds something that JSON cannot hold; nothing is written then.
+        TypeError: a field holds a value that JSON cannot hold; nothing is written then.
     """
     content = encode_marker(fields)
     locations.write_bytes(_marker_path(checkpoint_dir), content, durable)
 
 
 def encode_marker(fields: Mapping[str, Any]) -> bytes:
-    """Return the content of a marker, with the checksum of all other bytes as its last field.
+    """Return the content of a marker, with a checksum at the end.
 
-    With only Megatron's fields it has no checksum, as Megatron's reader accepts no other fields.
+    It is the checksum of all other bytes, as the last field. With only Megatron's fields it has no
+    checksum, as Megatron's reader accepts no other fields.
     """
     named = {name: value for name, value in fields.items() if name != _CHECKSUM}
     if named.keys() <= CheckpointingConfig.__dataclass_fields__.keys():

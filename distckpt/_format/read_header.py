@@ -10,12 +10,12 @@ from distckpt._format.safetensors_file import Entry, header_length, parse_header
 from distckpt._storage import locations
 
 _GUESSED_BYTES = 1 << 17
-"""Read at first: most headers are no longer."""
+"""Size of the first read: most headers are no longer."""
 
 
 @dataclass(frozen=True)
 class Header:
-    """The size of a file, and the size, checksum and content of its header."""
+    """Sizes of a file and its header, and the header's content."""
 
     num_bytes: int
     header_bytes: int
@@ -35,7 +35,7 @@ def read_header(path: str) -> Header:
 
 
 def read_header_bytes(path: str) -> tuple[int, bytes]:
-    """Return the size of a safetensors file, and its header as it is stored.
+    """Return a safetensors file's size, and its header as stored.
 
     Raises:
         ValueError: its length is damaged.

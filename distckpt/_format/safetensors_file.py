@@ -21,17 +21,19 @@ from distckpt._geometry.region import MAX_NDIM, Region
 
 DATA_ALIGNMENT = 4096
 MAX_HEADER_BYTES = 100_000_000
-"""Readers of the format refuse longer headers."""
+"""Maximum size of a header; readers of the format refuse longer ones."""
 SHARDING_INFO = "DCP_SHARDING_INFO"
-"""Metadata field of torch's sharded files: where in the global tensors the entries lie."""
+"""Metadata field of torch's sharded files: offsets in global tensors."""
 GLOBAL_SHAPES = "distckpt_global_shapes"
-"""Metadata field of our shard files: the global shapes of the entries."""
+"""Metadata field of our shard files: the entries' global shapes."""
 CHECKSUMS_SUFFIX = ".checksums"
 
 
 class Entry(NamedTuple):
-    """A tensor in a file: its name, its safetensors dtype name, its shape in torch items, its size
-    and where it begins.
+    """A tensor in a file.
+
+    It has its name, its safetensors dtype name, its shape in torch items, its size and its
+    beginning.
     """
 
     name: str
@@ -42,8 +44,9 @@ class Entry(NamedTuple):
 
 
 class ShardFile(NamedTuple):
-    """A file of the checkpoint: its name, relative to the directory, its size, and the size and
-    checksum of its header.
+    """A file of the checkpoint.
+
+    It has its name, relative to the directory, its size, and the size and checksum of its header.
     """
 
     name: str
@@ -53,37 +56,39 @@ class ShardFile(NamedTuple):
 
     @property
     def holds_checksums(self) -> bool:
-        """Tell whether it holds the checksums of blocks: those of all files that are listed between
-        the previous such file and this one. All of its bytes count as header.
+        """Return whether it holds the checksums of blocks.
+
+        They are of all files that are listed between the previous such file and this one. All of
+        its bytes count as header.
         """
         return self.name.endswith(CHECKSUMS_SUFFIX)
 
 
 def shard_file_name(rank: int, index: int, count: int) -> str:
-    """Name the index-th (from 0) of the `count` shard files of a rank, as torch's sharded Hugging
-    Face writer does.
+    """Return the name of a rank's index-th shard file (from 0).
+
+    It is the name of torch's sharded Hugging Face writer, for `count` files of a rank.
     """
     return f"shard-{rank + 1:05d}-model-{index + 1:05d}-of-{count:05d}.safetensors"
 
 
 def object_file_name(rank: int) -> str:
-    """Name the file with the encoded objects of a rank."""
+    """Return the name of the file with a rank's encoded objects."""
     return f"rank-{rank + 1:05d}.safetensors"
 
 
 def layout_order(entries: Sequence[Entry]) -> list[int]:
-    """Return the order of entries in a file: those of larger items first, otherwise as given."""
+    """Return the order of entries in a file: larger items first."""
     return sorted(range(len(entries)), key=lambda i: -ITEM_BYTES[entries[i].dtype])
 
 
 def build_header(
     entries: Sequence[Entry], metadata: Mapping[str, str], alignment: int = DATA_ALIGNMENT
 ) -> tuple[bytes, list[int]]:
-    """Lay out a file of entries that are in `layout_order`, with data from a multiple of
-    `alignment` on.
+    """Lay out a file of entries in `layout_order`.
 
-    Returns the header (all bytes before the data), and where in the file each entry begins. The
-    file ends where the last entry does.
+    Data begins at a multiple of `alignment`. Returns the header (all bytes before the data), and
+    the beginning of each entry in the file. The file ends where the last entry does.
     """
     encode = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
     members = [f'"__metadata__":{encode(dict(metadata))}']
@@ -112,17 +117,21 @@ def build_header(
 def join_file(
     entries: Mapping[str, bytes | bytearray | memoryview], metadata: Mapping[str, str]
 ) -> bytes:
-    """Return a file of entries of bytes (U8) in the given order. Equal arguments give equal files.
+    """Return a file of byte entries (U8) in the given order.
 
-    The safetensors library would write metadata in random order and copy the data twice.
+    Equal arguments give equal files. The safetensors library would write metadata in random order
+    and copy the data twice.
     """
-    described = [Entry(name, "U8", (len(raw),), len(raw)) for name, raw in entries.items()]
-    header, _ = build_header(described, metadata, alignment=8)
+    layout = [Entry(name, "U8", (len(raw),), len(raw)) for name, raw in entries.items()]
+    header, _ = build_header(layout, metadata, alignment=8)
     return b"".join([header, *entries.values()])
 
 
 def header_length(head: bytes | memoryview, file_bytes: int) -> int:
-    """Return how many bytes of a file come before the data, from its first 8 bytes or more."""
+    """Return the number of bytes before the data.
+
+    The first 8 bytes of the file or more tell it.
+    """
     length = int.from_bytes(head[:8], "little")
     if len(head) < 8 or length > min(file_bytes - 8, MAX_HEADER_BYTES):
         raise ValueError("the header is cut off")
@@ -130,10 +139,13 @@ def header_length(head: bytes | memoryview, file_bytes: int) -> int:
 
 
 def parse_header(header: bytes | memoryview, file_bytes: int) -> tuple[dict[str, str], list[Entry]]:
-    """Parse the bytes before the data: into metadata, and entries in byte order."""
-    described = parse_json(str(header[8:], "utf-8"))
-    metadata = _metadata_of(described)
-    entries = [_stored_entry(name, entry, len(header)) for name, entry in described.items()]
+    """Parse the bytes before the data.
+
+    Return metadata, and entries in byte order.
+    """
+    members = parse_json(str(header[8:], "utf-8"))
+    metadata = _metadata_of(members)
+    entries = [_stored_entry(name, entry, len(header)) for name, entry in members.items()]
     entries.sort(key=lambda entry: (entry.first_byte, entry.num_bytes))
     position = len(header)
     for entry in entries:
@@ -147,10 +159,12 @@ def parse_header(header: bytes | memoryview, file_bytes: int) -> tuple[dict[str,
     return metadata, entries
 
 
-def _metadata_of(described: Any) -> dict[str, str]:
+def _metadata_of(members: Any) -> dict[str, str]:
     """Take the metadata out of a header."""
-    metadata = described.pop("__metadata__", None) if type(described) is dict else described
-    if metadata is None and described is not None:
+    metadata = members
+    if type(members) is dict:
+        metadata = members.pop("__metadata__", None)
+    if metadata is None and members is not None:
         metadata = {}  # MLX writes null
     if type(metadata) is not dict or not all(type(value) is str for value in metadata.values()):
         raise ValueError("the header is not a JSON object with strings as metadata")
@@ -158,8 +172,9 @@ def _metadata_of(described: Any) -> dict[str, str]:
 
 
 def parse_json(text: str | bytes) -> Any:
-    """Parse JSON as the format demands: no object has a name twice, and there are no NaN or
-    infinities.
+    """Parse JSON as the format demands.
+
+    No object has a name twice, and there are no NaN or infinities.
     """
     try:
         return json.loads(text, parse_constant=_refuse_constant, object_pairs_hook=_distinct_pairs)
@@ -168,7 +183,10 @@ def parse_json(text: str | bytes) -> Any:
 
 
 def sharding_metadata(regions: Mapping[str, Region], extra: Mapping[str, str]) -> dict[str, str]:
-    """Return the metadata in which torch and NeMo Automodel find the global offsets of entries."""
+    """Return the metadata with the global offsets of entries.
+
+    torch and NeMo Automodel read them there.
+    """
     info = {key: {"saved_offsets": list(region.offset)} for key, region in regions.items()}
     return {
         "format": "pt",
@@ -179,17 +197,22 @@ def sharding_metadata(regions: Mapping[str, Region], extra: Mapping[str, str]) -
 
 
 def stored_shape(dtype: str, shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Return the shape as the format counts it: along the last axis, elements of packed types
-    rather than items.
+    """Return the shape as the format counts it.
+
+    Along the last axis, it counts elements of packed types rather than items.
     """
     packed = PACKED_PER_ITEM.get(dtype, 1)
     if packed == 1:
         return shape
-    return (*shape[:-1], shape[-1] * packed) if shape else (packed,)
+    if not shape:
+        return (packed,)
+    return (*shape[:-1], shape[-1] * packed)
 
 
 def _stored_entry(name: str, entry: Any, data_start: int) -> Entry:
-    dtype, shape, (first, end) = entry["dtype"], entry["shape"], entry["data_offsets"]
+    dtype = entry["dtype"]
+    shape = entry["shape"]
+    first, end = entry["data_offsets"]
     for number in (first, end, *shape):
         if type(number) is int and 0 <= number < 2**62:
             continue

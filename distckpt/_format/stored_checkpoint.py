@@ -1,4 +1,4 @@
-"""A checkpoint in storage, as one value for everything that reads it."""
+"""A checkpoint in storage, as one value for all its readers."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ from distckpt._storage.open_files import OpenFiles
 
 @dataclass(frozen=True)
 class StoredCheckpoint:
-    """A checkpoint in storage: where it is, what it holds, and how its reads are verified.
+    """A checkpoint in storage: location, content, and verification of its reads.
 
     Its methods take chunks as rows of the manifest's table, and keys as names.
 
     Attributes:
         location: path or URL.
-        manifest: of any format; the reader of another format makes one.
+        manifest: manifest of any format; the reader of another format makes one.
         verify: whether each block that is read, even in part, is compared with its checksum.
         marker: the fields of the marker; for another format, the fields that it would have.
-        quantized: chunks of a view that are computed from others, see `_plan.decoded`.
+        quantized: chunks of a view that are computed from other chunks, see `_plan.decoded`.
         files: files that stay open from one read to the next; None if each read opens its own.
-        states: of another format, the states of its files when the rank that described it did so,
+        states: for another format, the states of its files when the rank that described it did so,
             by location; empty on other ranks.
         compares_headers: whether the header of each file that is read is compared first: another
             rank has described the files, of a format without checksums.
@@ -49,7 +49,10 @@ class StoredCheckpoint:
 
     @property
     def verifies(self) -> bool:
-        """Tell whether reads are compared with checksums, which not all formats have."""
+        """Return whether reads are compared with checksums.
+
+        Not all formats have them.
+        """
         return self.verify and self.manifest.has_checksums
 
     def path_of_file(self, file_id: int) -> str:
@@ -82,7 +85,7 @@ class StoredCheckpoint:
         return range(rows.start, rows.stop)
 
     def global_shape(self, key: str) -> tuple[int, ...]:
-        """Return the shape of a tensor, or of the grid of an object's parts."""
+        """Return the shape of a tensor, or of an object's grid."""
         return self.manifest.global_shapes[self.manifest.key_index[key]]
 
     def dtype_name(self, key: str) -> str:
@@ -90,5 +93,5 @@ class StoredCheckpoint:
         return self.manifest.dtypes[self.manifest.key_index[key]]
 
     def is_object(self, key: str) -> bool:
-        """Tell whether a key holds encoded objects instead of a tensor."""
+        """Return whether a key holds encoded objects instead of a tensor."""
         return self.dtype_name(key) == OBJECT

@@ -1,5 +1,6 @@
-"""Statistics of the values of tensors, and the columns of a manifest that hold those that a save
-has stored.
+"""Statistics of the values of tensors, and their columns in manifests.
+
+The columns hold the statistics that a save has stored.
 """
 
 from __future__ import annotations
@@ -14,17 +15,20 @@ import numpy.typing as npt
 
 from distckpt._geometry.region import IntArray
 
-_COUNTS, _VALUES = "stats_counts", "stats_values"
-_NUM_COUNTS, _NUM_VALUES = 3, 4
+_COUNTS = "stats_counts"
+_VALUES = "stats_values"
+_NUM_COUNTS = 3
+_NUM_VALUES = 4
 
 
 @dataclass(frozen=True)
 class TensorStats:
-    """Statistics of one tensor; of finite values only, but for the counts. A complex number counts
-    as two.
+    """Statistics of one tensor.
+
+    They are about finite values only, but for the counts. A complex number counts as two.
 
     Attributes:
-        num_elements: all of them, and how many are NaN, infinite and zero.
+        num_elements: number of all elements; other numbers count NaN, infinite values and zeros.
         norm: the L2 norm.
         histogram: counts of values, of a sample where there are many, in bins of equal width from
             `min` to `max`; empty where a save has stored the statistics.
@@ -48,7 +52,7 @@ class StatsColumns(NamedTuple):
     """Statistics of all keys of a manifest.
 
     Attributes:
-        counts: how many values are NaN, infinite and zero, of shape (keys, 3).
+        counts: numbers of NaN, infinite values and zeros, of shape (keys, 3).
         values: norm, mean, minimum and maximum of the finite ones, of shape (keys, 4); the norm is
             NaN for keys without statistics, the others also where no value is finite.
     """
@@ -60,21 +64,21 @@ class StatsColumns(NamedTuple):
     def from_columns(
         cls, columns: Mapping[str, npt.NDArray[Any]], num_keys: int
     ) -> StatsColumns | None:
-        """Return those among the columns of a manifest; None if there are none.
+        """Return the statistics in the columns of a manifest, or None.
 
         Raises:
             ValueError: they do not fit the manifest.
         """
         if _COUNTS not in columns and _VALUES not in columns:
             return None
-        found = cls(columns[_COUNTS], columns[_VALUES])
+        stats = cls(columns[_COUNTS], columns[_VALUES])
         shapes = (num_keys, _NUM_COUNTS), (num_keys, _NUM_VALUES)
         kinds = np.dtype(np.int64), np.dtype(np.float64)
-        if tuple(c.shape for c in found) != shapes or tuple(c.dtype for c in found) != kinds:
+        if tuple(c.shape for c in stats) != shapes or tuple(c.dtype for c in stats) != kinds:
             raise ValueError("statistics are not a row of numbers for each key")
-        if found.counts.min(initial=0) < 0:
+        if stats.counts.min(initial=0) < 0:
             raise ValueError("statistics count less than nothing")
-        return found
+        return stats
 
     def columns(self) -> dict[str, npt.NDArray[Any]]:
         """Return the columns by name."""
@@ -82,11 +86,14 @@ class StatsColumns(NamedTuple):
 
     @property
     def are_known(self) -> npt.NDArray[np.bool_]:
-        """Which keys have statistics, one flag for each."""
+        """A flag for each key: whether it has statistics."""
         return ~np.isnan(self.values[:, 0]) | self.counts.any(axis=1)
 
     def take(self, key_ids: Sequence[int]) -> StatsColumns:
-        """Return the rows of some keys, in their order; -1 stands for a key without statistics."""
+        """Return the rows of some keys, in their order.
+
+        -1 stands for a key without statistics.
+        """
         places = np.array(key_ids, np.int64)
         counts = np.concatenate([self.counts, np.zeros((1, _NUM_COUNTS), np.int64)])
         values = np.concatenate([self.values, np.full((1, _NUM_VALUES), math.nan)])

@@ -1,1 +1,1 @@
-"""Regions of tensors, and how tensors are pieced together from regions of others."""
+"""Regions of tensors, and tensors pieced together from other tensors' regions."""

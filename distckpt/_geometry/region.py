@@ -17,14 +17,15 @@ import numpy.typing as npt
 IntArray = npt.NDArray[np.int64]
 
 MAX_NDIM = 64
-"""Axes of a tensor that files of others describe; numpy has no more."""
+"""Maximum axes of a tensor in foreign files; numpy has no more."""
 _MAX_DIVIDED_AXES = 8
 _MAX_CORNERS = 1 << 22
 
 
 class Region(NamedTuple):
-    """A rectangle of indices of a tensor: `offset` of its first element and `shape`, one int per
-    axis.
+    """A rectangle of indices of a tensor.
+
+    `offset` is the offset of its first element, and `shape` its size, one int per axis.
     """
 
     offset: tuple[int, ...]
@@ -47,8 +48,9 @@ class Region(NamedTuple):
         return Region(tuple(o - b for o, b in zip(self.offset, origin, strict=True)), self.shape)
 
     def slices(self, step: tuple[int, ...] = ()) -> tuple[slice, ...]:
-        """Return the index that selects this region of a tensor; with `step`, so many indices
-        further on each time.
+        """Return the index that selects this region of a tensor.
+
+        With `step`, the selected indices lie so far apart.
         """
         if not step:
             return tuple(slice(o, o + s) for o, s in zip(self.offset, self.shape, strict=True))
@@ -58,8 +60,9 @@ class Region(NamedTuple):
 
 
 def covering(region: Region, step: tuple[int, ...]) -> Region:
-    """Return the region from the first to the last element of one whose elements lie `step` apart
-    along the axes.
+    """Return the smallest region around elements that lie `step` apart.
+
+    It goes from the first to the last of them along each axis.
     """
     if not step:
         return region
@@ -79,7 +82,10 @@ def with_item(values: Sequence[int], position: int, value: int) -> tuple[int, ..
 
 
 def intersect(first: Region, second: Region) -> Region | None:
-    """Return the elements that two regions share as a region, None when they share none."""
+    """Return the elements that two regions share, or None.
+
+    They are a region, too.
+    """
     start = tuple(map(max, first.offset, second.offset))
     stop = tuple(
         min(a + n, b + m)
@@ -91,26 +97,32 @@ def intersect(first: Region, second: Region) -> Region | None:
 
 
 def subtract(region: Region, hole: Region) -> list[Region]:
-    """Cut what a region has beside a hole, which lies inside of it, into regions."""
+    """Cut a region outside of a hole into regions.
+
+    The hole lies inside of the region.
+    """
     rest: list[Region] = []
     offset, shape = region
     for axis, (first, size) in enumerate(zip(*hole, strict=True)):
-        low, high = offset[axis], offset[axis] + shape[axis]
+        low = offset[axis]
+        high = low + shape[axis]
         for start, stop in ((low, first), (first + size, high)):
             if start < stop:
-                place = with_item(offset, axis, start), with_item(shape, axis, stop - start)
-                rest.append(Region(*place))
-        offset, shape = with_item(offset, axis, first), with_item(shape, axis, size)
+                piece_offset = with_item(offset, axis, start)
+                piece_shape = with_item(shape, axis, stop - start)
+                rest.append(Region(piece_offset, piece_shape))
+        offset = with_item(offset, axis, first)
+        shape = with_item(shape, axis, size)
     return rest
 
 
 def intersect_many(
     offsets: IntArray, shapes: IntArray, other_offsets: npt.ArrayLike, other_shapes: npt.ArrayLike
 ) -> tuple[IntArray, IntArray, IntArray]:
-    """Intersect n regions with others: as many, one with one, or the same one with all.
+    """Intersect n regions with n others, or all with the same one.
 
-    Returns `(rows, offsets, shapes)`: the indices of those that share elements, and what they have
-    in common.
+    Returns `(rows, offsets, shapes)`: the indices of the regions that share elements, and their
+    intersections.
     """
     others = np.asarray(other_offsets, np.int64)
     start = np.maximum(offsets, others)
@@ -122,12 +134,13 @@ def intersect_many(
 def regions_to_arrays(
     regions: Sequence[Region], ndim: int | None = None
 ) -> tuple[IntArray, IntArray]:
-    """Stack regions into `(offsets, shapes)` of shape (n, ndim), padding offsets with 0 and shapes
-    with 1.
+    """Stack regions into `(offsets, shapes)` of shape (n, ndim).
 
-    Without `ndim`, as many axes as the longest has.
+    Offsets are padded with 0 and shapes with 1. Without `ndim`, the longest region determines the
+    number of axes.
     """
-    ndim = max((len(region.offset) for region in regions), default=0) if ndim is None else ndim
+    if ndim is None:
+        ndim = max((len(region.offset) for region in regions), default=0)
     return (
         stacked([region.offset for region in regions], ndim, 0),
         stacked([region.shape for region in regions], ndim, 1),
@@ -135,10 +148,10 @@ def regions_to_arrays(
 
 
 def stacked(rows: Sequence[tuple[int, ...]], ndim: int, fill: int) -> IntArray:
-    """Stack rows of at most `ndim` numbers, and fill up those with fewer."""
+    """Stack rows of at most `ndim` numbers, and pad shorter ones."""
     if not {ndim}.issuperset(map(len, rows)):
         rows = [row + (fill,) * (ndim - len(row)) for row in rows]
-    # There may be many: np.array takes three times as long.
+    # There may be many rows: np.array takes three times as long.
     numbers = np.fromiter(itertools.chain.from_iterable(rows), np.int64)
     return numbers.reshape(len(rows), ndim)
 
@@ -152,8 +165,9 @@ def widen(columns: IntArray, ndim: int, fill: int) -> IntArray:
 
 
 def stable_order(ids: npt.NDArray[Any], bound: int) -> IntArray:
-    """Return the order that sorts ids from 0 to `bound`, at most 2**32, and leaves equal ones in
-    their order.
+    """Return a stable order that sorts ids from 0 to `bound`.
+
+    `bound` is at most 2**32.
     """
     # numpy sorts numbers of 16 bits by counting, in a tenth of the time.
     order = np.argsort(ids.astype(np.uint16), kind="stable")
@@ -180,10 +194,10 @@ def mixed(values: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
 
 
 def flat_range_regions(shape: tuple[int, ...], start: int, stop: int) -> Iterator[Region]:
-    """Cut elements [start, stop) of a row-major tensor into regions, at most 2 * ndim - 1 of them.
+    """Cut elements [start, stop) of a row-major tensor into regions.
 
-    The regions come in memory order and each is contiguous in memory, so their flattened contents,
-    one after another, are exactly the flat slice.
+    There are at most 2 * ndim - 1 of them. The regions come in memory order and each is contiguous
+    in memory, so their flattened contents, one after another, are exactly the flat slice.
     """
     if stop <= start:
         return
@@ -191,8 +205,9 @@ def flat_range_regions(shape: tuple[int, ...], start: int, stop: int) -> Iterato
         yield Region((), ())
         return
     row = math.prod(shape[1:])
-    # Complete rows, and before and after them parts of one, which may be the same.
-    low, high = -(-start // row), stop // row
+    # Complete rows, and before and after them parts of rows, which may be the same row.
+    low = -(-start // row)
+    high = stop // row
     origin = (0,) * (len(shape) - 1)
     if start % row:
         yield from _inside_row(shape, low - 1, start % row, min(row, stop - (low - 1) * row))
@@ -213,8 +228,9 @@ def _inside_row(
 
 
 def flat_start(shape: tuple[int, ...], region: Region) -> int:
-    """Return the flat index, inside a row-major tensor of `shape`, of the region's first
-    element.
+    """Return the flat index of a region's first element.
+
+    It is an index into a row-major tensor of `shape`.
     """
     index = 0
     for size, offset in zip(shape, region.offset, strict=True):
@@ -223,8 +239,9 @@ def flat_start(shape: tuple[int, ...], region: Region) -> int:
 
 
 def covering_elements(shape: tuple[int, ...], region: Region) -> int:
-    """Count the elements from the first to the last one of a region, those between its runs
-    included.
+    """Count the elements from a region's first to its last.
+
+    Elements between its runs are included.
     """
     if region.num_elements == 0:
         return 0
@@ -236,21 +253,20 @@ def covering_elements(shape: tuple[int, ...], region: Region) -> int:
 
 
 def step_over(region: Region, num_axes: int) -> Iterator[Region]:
-    """Cut a region into pieces with a single index along each of its first axes, in row-major
-    order.
+    """Cut a region into pieces of one index along its first axes.
+
+    Pieces come in row-major order.
     """
-    first = itertools.product(
-        *(range(o, o + n) for o, n in zip(region.offset[:num_axes], region.shape, strict=False))
-    )
-    for index in first:
+    leading = zip(region.offset[:num_axes], region.shape, strict=False)
+    for index in itertools.product(*(range(start, start + size) for start, size in leading)):
         yield Region(index + region.offset[num_axes:], (1,) * num_axes + region.shape[num_axes:])
 
 
 def num_outer_axes(shape: tuple[int, ...], region: Region) -> int:
-    """Return how many leading axes one must step over to walk a region as contiguous runs of
-    memory.
+    """Return the number of leading axes outside of a region's contiguous runs.
 
-    The runs are `region.shape[num_outer_axes:]`; leading axes of extent 1 cost no step.
+    Walking the region steps over them. The runs are `region.shape[num_outer_axes:]`; leading axes
+    of extent 1 cost no step.
     """
     inner = len(shape)
     while inner > 0 and region.shape[inner - 1] == shape[inner - 1]:
@@ -262,11 +278,14 @@ def num_outer_axes(shape: tuple[int, ...], region: Region) -> int:
 
 
 def run_starts(shape: tuple[int, ...], region: Region, num_outer: int | None = None) -> IntArray:
-    """Return the flat index of the first element of each of these runs, in order; of shorter ones
-    if `num_outer` axes are stepped over.
+    """Return the flat index of each run's first element, in order.
+
+    The runs are the ones of `num_outer_axes`, or shorter ones if `num_outer` axes are stepped over.
     """
     starts: IntArray = np.array([flat_start(shape, region)], np.int64)
-    for axis in range(num_outer_axes(shape, region) if num_outer is None else num_outer):
+    if num_outer is None:
+        num_outer = num_outer_axes(shape, region)
+    for axis in range(num_outer):
         starts = np.add.outer(
             starts, np.arange(region.shape[axis]) * math.prod(shape[axis + 1 :])
         ).reshape(-1)
@@ -276,30 +295,35 @@ def run_starts(shape: tuple[int, ...], region: Region, num_outer: int | None = N
 def reshaped_regions(
     region: Region, shape: tuple[int, ...], new_shape: tuple[int, ...]
 ) -> Iterator[tuple[Region, Region]]:
-    """Cut a region where a row of either shape ends; yield each piece, and where it lies after a
-    reshape.
+    """Cut a region where a row of either shape ends.
+
+    Yield each piece, and its region after a reshape.
     """
     groups = _axis_groups(shape, new_shape)
-    for runs in itertools.product(
-        *(list(_runs(region, shape, old, new_shape, new)) for old, new in groups)
-    ):
-        old = _region_of([item for run in runs for item in run[0]], len(shape))
-        new = _region_of([item for run in runs for item in run[1]], len(new_shape))
-        yield old, new
+    runs_of_groups = [list(_runs(region, shape, old, new_shape, new)) for old, new in groups]
+    for runs in itertools.product(*runs_of_groups):
+        spans: list[_Span] = []
+        new_spans: list[_Span] = []
+        for old, new in runs:
+            spans += old
+            new_spans += new
+        yield _region_of(spans, len(shape)), _region_of(new_spans, len(new_shape))
 
 
 def _axis_groups(
     shape: tuple[int, ...], new_shape: tuple[int, ...]
 ) -> Iterator[tuple[list[int], list[int]]]:
-    """Divide the axes of two shapes, without those of size 1, into the smallest groups of as many
-    elements.
+    """Divide the axes of two shapes into the smallest equal groups.
+
+    Axes of size 1 are left out; groups have the same number of elements.
     """
-    axes, new_axes = (
-        [axis for axis, size in enumerate(sizes) if size != 1] for sizes in (shape, new_shape)
-    )
+    axes = [axis for axis, size in enumerate(shape) if size != 1]
+    new_axes = [axis for axis, size in enumerate(new_shape) if size != 1]
     while axes:
-        old, new = [axes.pop(0)], [new_axes.pop(0)]
-        num, new_num = shape[old[0]], new_shape[new[0]]
+        old = [axes.pop(0)]
+        new = [new_axes.pop(0)]
+        num = shape[old[0]]
+        new_num = new_shape[new[0]]
         while num != new_num:
             if num < new_num:
                 old.append(axes.pop(0))
@@ -311,7 +335,7 @@ def _axis_groups(
 
 
 _Span: TypeAlias = tuple[int, int, int]
-"""An axis, the first index along it, and how many."""
+"""An axis, the first index along it, and the number of indices."""
 
 
 def _runs(
@@ -321,47 +345,49 @@ def _runs(
     new_shape: tuple[int, ...],
     new: list[int],
 ) -> Iterator[tuple[list[_Span], list[_Span]]]:
-    """Cut a region, along a group of axes, into runs that lie along the last axis of the group in
-    both shapes.
+    """Cut a region, along a group of axes, into runs.
+
+    The runs lie along the last axis of the group in both shapes.
     """
-    start, length = region.offset[old[-1]], region.shape[old[-1]]
+    start = region.offset[old[-1]]
+    length = region.shape[old[-1]]
     if len(old) == len(new) == 1:
         yield [(old[0], start, length)], [(new[0], start, length)]
         return
-    width, new_width = shape[old[-1]], new_shape[new[-1]]
-    for outer in itertools.product(
-        *(range(region.offset[a], region.offset[a] + region.shape[a]) for a in old[:-1])
-    ):
+    width = shape[old[-1]]
+    new_width = new_shape[new[-1]]
+    ranges = [range(region.offset[a], region.offset[a] + region.shape[a]) for a in old[:-1]]
+    for outer in itertools.product(*ranges):
         row = 0
         for axis, index in zip(old, outer, strict=False):
             row = row * shape[axis] + index
-        at, stop = row * width + start, row * width + start + length
+        outer_spans = [(axis, index, 1) for axis, index in zip(old, outer, strict=False)]
+        at = row * width + start
+        stop = at + length
         while at < stop:
             num = min(stop, at - at % new_width + new_width) - at
-            rest, spans = at // new_width, [(new[-1], at % new_width, num)]
+            rest = at // new_width
+            spans = [(new[-1], at % new_width, num)]
             for axis in reversed(new[:-1]):
                 rest, index = divmod(rest, new_shape[axis])
                 spans.append((axis, index, 1))
-            yield (
-                [
-                    *((a, i, 1) for a, i in zip(old, outer, strict=False)),
-                    (old[-1], at - row * width, num),
-                ],
-                spans,
-            )
+            yield [*outer_spans, (old[-1], at - row * width, num)], spans
             at += num
 
 
 def _region_of(spans: Sequence[_Span], ndim: int) -> Region:
-    offset, shape = [0] * ndim, [1] * ndim
+    offset = [0] * ndim
+    shape = [1] * ndim
     for axis, start, num in spans:
-        offset[axis], shape[axis] = start, num
+        offset[axis] = start
+        shape[axis] = num
     return Region(tuple(offset), tuple(shape))
 
 
 class TilingFault(NamedTuple):
-    """A fault of regions that should tile a tensor: `element` is covered `num_covers` times instead
-    of once.
+    """A fault of regions that should tile a tensor.
+
+    `element` is covered `num_covers` times instead of once.
     """
 
     tensor: int
@@ -372,17 +398,17 @@ class TilingFault(NamedTuple):
 def find_tiling_faults(
     tensor_ids: IntArray, offsets: IntArray, shapes: IntArray, global_shapes: IntArray
 ) -> list[TilingFault]:
-    """Find every tensor whose regions do not cover each of its elements exactly once, in the order
-    of their ids.
+    """Find every tensor whose regions do not tile it exactly.
 
-    `tensor_ids` (n,) are indices into `global_shapes` (t, ndim); `offsets` and `shapes` (n, ndim)
-    are of regions that lie inside their tensors. ValueError when so many axes are divided that the
-    corners would not fit memory.
+    Faults come in the order of their ids. `tensor_ids` (n,) are indices into `global_shapes` (t,
+    ndim); `offsets` and `shapes` (n, ndim) are of regions that lie inside their tensors. ValueError
+    when so many axes are divided that the corners would not fit memory.
 
     A region is the sum of signed steps at its 2^ndim corners, and this sum is unique. So regions
-    tile a tensor exactly when their signed corners, added up, equal those of the whole tensor: one
-    sort, whatever the grid (regular, irregular, with empty pieces), in O(n 2^ndim log n). The first
-    corner that is left over, in row-major order, is an element covered the wrong number of times.
+    tile a tensor exactly when their signed corners, added up, equal the corners of the whole
+    tensor: one sort, whatever the grid (regular, irregular, with empty pieces), in O(n 2^ndim log
+    n). The first remaining corner, in row-major order, is an element covered the wrong number of
+    times.
     """
     num_tensors = len(global_shapes)
     ids = np.concatenate([tensor_ids, np.arange(num_tensors, dtype=np.int64)])
@@ -390,7 +416,7 @@ def find_tiling_faults(
     high = low + np.concatenate([shapes, global_shapes])
     weight = np.repeat(np.array([1, -1]), [len(tensor_ids), num_tensors])
     weight[(high <= low).any(axis=1)] = 0
-    # Where nothing is divided, the corners at both ends say the same: those at the beginning will
+    # Along an undivided axis, the corners at both ends say the same: the ones at the beginning will
     # do.
     is_divided = (shapes != global_shapes[tensor_ids]).any(axis=0)
     num_divided = int(is_divided.sum())
@@ -426,20 +452,24 @@ def _sum_corners(
     weight: IntArray,
     is_divided: npt.NDArray[np.bool_],
 ) -> tuple[IntArray, IntArray, IntArray]:
-    """Add up the signed corners of regions, whose edges are given as flat positions, per axis.
+    """Add up the signed corners of regions.
 
-    Returns the distinct corners: `(ids, flat positions, sums)`, sorted by id and position.
+    The edges of regions are flat positions, per axis. Returns the distinct corners: `(ids, flat
+    positions, sums)`, sorted by id and position.
     """
-    position, sign = np.zeros((len(ids), 1), np.int64), weight[:, None]
+    position = np.zeros((len(ids), 1), np.int64)
+    sign = weight[:, None]
     for axis in np.flatnonzero(is_divided).tolist():
         position = np.concatenate(
             [position + low[:, axis, None], position + high[:, axis, None]], axis=1
         )
         sign = np.concatenate([sign, -sign], axis=1)
     corner_ids = np.repeat(ids, position.shape[1])
-    flat_position, flat_sign = position.reshape(-1), sign.reshape(-1)
+    flat_position = position.reshape(-1)
+    flat_sign = sign.reshape(-1)
     order = np.lexsort((flat_position, corner_ids))
-    corner_ids, flat_position = corner_ids[order], flat_position[order]
+    corner_ids = corner_ids[order]
+    flat_position = flat_position[order]
     is_new = np.ones(len(order), np.bool_)
     is_new[1:] = (corner_ids[1:] != corner_ids[:-1]) | (flat_position[1:] != flat_position[:-1])
     starts = np.flatnonzero(is_new)

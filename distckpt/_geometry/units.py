@@ -1,6 +1,4 @@
-"""Cutting work into units, in the two ways there are: runs of bytes between blocks, and regions of
-tensors.
-"""
+"""Units of work: runs of bytes between blocks, and regions of tensors."""
 
 from __future__ import annotations
 
@@ -21,17 +19,17 @@ class Span(NamedTuple):
 
     @property
     def num_bytes(self) -> int:
-        """Its size."""
+        """Return the number of bytes."""
         return self.stop - self.start
 
 
 def units_of(
     sizes: Sequence[int], unit_bytes: int, block_bytes: int, first: int = 0
 ) -> Iterator[list[Span]]:
-    """Divide chunks that lie one after the other into units of at most `unit_bytes`, or one block.
+    """Divide consecutive chunks into units of at most `unit_bytes`, or one block.
 
-    Chunks are cut only between their blocks of `block_bytes`; with blocks as large as units, what
-    fits a unit stays whole. The chunks are numbered from `first` on.
+    Chunks are cut only between their blocks of `block_bytes`; with blocks as large as units, a
+    chunk that fits a unit stays whole. The chunks are numbered from `first` on.
     """
     unit_bytes = max(unit_bytes, block_bytes)
     unit: list[Span] = []
@@ -48,16 +46,16 @@ def units_of(
                 start = stop
             if start < size or not room:
                 yield unit
-                unit, room = [], unit_bytes
+                unit = []
+                room = unit_bytes
     if unit:
         yield unit
 
 
 def spans_within(sizes: Sequence[int], start: int, stop: int, block_bytes: int = 1) -> list[Span]:
-    """Return which bytes of chunks that lie one after the other are in [start, stop), in whole
-    blocks.
-    """
-    spans, begin = [], 0
+    """Return the whole blocks of consecutive chunks that meet [start, stop)."""
+    spans = []
+    begin = 0
     for chunk, size in enumerate(sizes):
         first = max(0, start - begin) // block_bytes * block_bytes
         last = min(size, -(-max(0, stop - begin) // block_bytes) * block_bytes)
@@ -70,23 +68,23 @@ def spans_within(sizes: Sequence[int], start: int, stop: int, block_bytes: int =
 def units_of_spans(
     spans: Sequence[Span], unit_bytes: int, block_bytes: int
 ) -> Iterator[list[Span]]:
-    """Divide spans that begin at blocks of their chunks into units, see `units_of`."""
+    """Divide spans that begin at blocks into units, see `units_of`."""
     for unit in units_of([span.num_bytes for span in spans], unit_bytes, block_bytes):
-        yield [
-            Span(spans[i].chunk, spans[i].start + start, spans[i].start + stop)
-            for i, start, stop in unit
-        ]
+        spans_of_unit = []
+        for index, start, stop in unit:
+            span = spans[index]
+            spans_of_unit.append(Span(span.chunk, span.start + start, span.start + stop))
+        yield spans_of_unit
 
 
 def cut_region(
     region: Region, max_elements: int, *, shape: tuple[int, ...] | None = None, multiple: int = 1
 ) -> Iterator[Region]:
-    """Cut a region across its leading axes into pieces of at most `max_elements`, in row-major
-    order.
+    """Cut a region across its leading axes into pieces, in row-major order.
 
-    Pieces are runs of rows; only rows that are larger than the limit are cut along later axes. The
-    edges lie at multiples of a number of rows that depends on the shape alone, so that regions
-    which overlap share most of them.
+    Pieces have at most `max_elements`. They are runs of rows; only rows that are larger than the
+    limit are cut along later axes. The edges lie at multiples of a number of rows that depends on
+    the shape alone, so that regions which overlap share most of them.
 
     With `multiple`, a piece begins only where its first element's flat index in the row-major
     tensor of `shape` is a multiple of it. Pieces may then be larger.
@@ -95,14 +93,18 @@ def cut_region(
         yield region
         return
     axis = next(i for i, n in enumerate(region.shape) if n > 1)
-    first, end = region.offset[axis], region.offset[axis] + region.shape[axis]
-    num_rows, can_cut = 1, True
+    first = region.offset[axis]
+    end = first + region.shape[axis]
+    num_rows = 1
+    can_cut = True
     if shape is not None:
         stride = math.prod(shape[axis + 1 :])
         num_rows = math.lcm(stride, multiple) // stride
         can_cut = (flat_start(shape, region) - first * stride) % multiple == 0
     step = max(1, max_elements // (math.prod(region.shape[axis + 1 :]) * num_rows)) * num_rows
-    edges = [first, *(range((first // step + 1) * step, end, step) if can_cut else ()), end]
+    edges = [first, end]
+    if can_cut:
+        edges[1:1] = range((first // step + 1) * step, end, step)
     for low, high in itertools.pairwise(edges):
         piece = Region(
             with_item(region.offset, axis, low), with_item(region.shape, axis, high - low)

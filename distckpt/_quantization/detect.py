@@ -1,5 +1,6 @@
-"""Finding quantized tensors among stored ones: by names, dtypes and shapes, and by the
-configuration beside them.
+"""Detection of quantized tensors among stored ones.
+
+Names, dtypes and shapes tell, and the configuration next to the tensors.
 """
 
 from __future__ import annotations
@@ -21,8 +22,9 @@ from distckpt._rules.mapped import TensorSpec
 
 @dataclass(frozen=True)
 class Naming:
-    """How the parts of a tensor are named: endings of keys that stand in the place of the tensor's
-    own ending.
+    """Names of the parts of a tensor.
+
+    They are endings of keys that replace the tensor's own ending.
     """
 
     ending: str
@@ -37,7 +39,7 @@ NAMINGS = (
     Naming("", "", {"scale": "_scale", "global_scale": "_scale_2"}),
     Naming("weight", "weight", {"scale": "scale"}),
 )
-_OF_ACTIVATIONS = (
+_ACTIVATION_SCALES = (
     "input_scale",
     "input_global_scale",
     "activation_scale",
@@ -45,20 +47,20 @@ _OF_ACTIVATIONS = (
     "k_scale",
     "v_scale",
 )
-"""Scales of a module that belong to none of its weights."""
-_OF_WEIGHTS = re.compile(
+"""Names of a module's scales that belong to no weight."""
+_DEPENDENCY_NAMES = re.compile(
     r"scale|zero_?point|_zeros?$|_zp$|offset|shift|smooth|outlier|codebook|g_idx|perm$|rotat",
     re.ASCII,
 )
-"""In the name of a tensor beside codes: values are more than codes times scales, if it is none of
-their scales.
+"""Names of tensors next to codes that change the codes' values. Unless they are among the codes'
+scales, values are more than codes times scales.
 """
-_OF_MODULES = ("zero_point", "pre_quant_scale", "smooth_scale")
-"""Those of all weights of a module."""
-_NOT_OF_WEIGHTS = re.compile(
+_MODULE_DEPENDENCIES = ("zero_point", "pre_quant_scale", "smooth_scale")
+"""Names of tensors that all weights of a module depend on."""
+_OTHER_SCALES = re.compile(
     r"((in|out)put|act(ivation)?|[qkv]|kv|prob|bias)_(\w*_)?(scale(_ub)?|zero_point)", re.ASCII
 )
-"""Names of scales that belong to something else of the module."""
+"""Names of scales that belong to other tensors of the module."""
 _METHODS = (
     "fp8",
     "fbgemm_fp8",
@@ -70,19 +72,25 @@ _METHODS = (
     "w8a8_fp8",
     "w8a8_int8",
 )
-"""Values of `quant_method` of which it is known that values are codes times scales."""
+"""Values of `quant_method` for which values are codes times scales."""
 _ALGORITHMS = frozenset({"rotation", "quarot", "svdquant"})
-"""Of AMD Quark: they change inputs of layers as well, or add products of matrices."""
+"""Algorithms of AMD Quark that change more than the weights. They change inputs of layers as well,
+or add products of matrices.
+"""
 _BLOCKS = (128, 32)
 _GROUPS = (32, 64, 128)
-"""Usual sizes of blocks, and of groups of columns of 4-bit integers."""
+"""Usual sizes of groups of columns of 4-bit integers. Usual sizes of blocks are in `_BLOCKS`."""
 FIELDS = ("quantization_config", "compression_config", "quantization")
-"""Of a configuration, for what it says of quantized tensors."""
+"""Fields of a configuration that describe quantized tensors."""
 _MODEL_DTYPES = {"float16": "F16", "bfloat16": "BF16", "float32": "F32", "float64": "F64"}
-"""What a configuration may name: looking any other name up in torch could import a module of it."""
+"""Dtypes that a configuration may name. Looking any other name up in torch could import a module of
+it.
+"""
 _MAX_ELEMENTS = 1 << 62
 _MAX_AXES = 4
-"""Of scales with fewer axes than the tensor: there may be very many ways in which they fit more."""
+"""Maximum axes of a tensor whose scales have fewer axes. There may be very many ways in which they
+fit more.
+"""
 
 
 def find_quantized(
@@ -92,41 +100,44 @@ def find_quantized(
 
     Args:
         tensors: all stored tensors.
-        quantization: what `settings_of` returns; None without a configuration.
+        quantization: result of `settings_of`; None without a configuration.
 
     Returns:
-        Quantized tensors by the key that they have in the model.
+        Quantized tensors by their key in the model.
     """
     settings = quantization or {}
-    found: dict[str, QuantizedTensor] = {}
+    quantized_tensors: dict[str, QuantizedTensor] = {}
     if settings.get("transformed"):
-        return found
-    beside = _names_of_weights(tensors)
+        return quantized_tensors
+    dependencies = _names_of_weights(tensors)
     for key in tensors:
         for naming in NAMINGS:
             if key.endswith(naming.codes):
                 stem = key[: len(key) - len(naming.codes)]
-                others = beside.get(key.rpartition(".")[0], ())
-                quantized = _find(key, stem, naming, tensors, settings, others)
+                names = dependencies.get(key.rpartition(".")[0], ())
+                quantized = _find(key, stem, naming, tensors, settings, names)
                 if quantized is not None:
-                    found[stem + naming.ending] = quantized
+                    quantized_tensors[stem + naming.ending] = quantized
                     break
-    return found
+    return quantized_tensors
 
 
 def _names_of_weights(keys: Iterable[str]) -> dict[str, list[str]]:
-    """Return for each module the names in it by which values of codes may depend on tensors."""
+    """Return, by module, the names of tensors that values depend on.
+
+    The dependency is possible, not certain.
+    """
     names: dict[str, list[str]] = {}
     for key in keys:
         module, _, name = key.rpartition(".")
-        if _is_of_weights(name):
+        if _is_dependency(name):
             names.setdefault(module, []).append(name)
     return names
 
 
 @functools.lru_cache(maxsize=4096)
-def _is_of_weights(name: str) -> bool:
-    return bool(_OF_WEIGHTS.search(name)) and not _NOT_OF_WEIGHTS.fullmatch(name)
+def _is_dependency(name: str) -> bool:
+    return bool(_DEPENDENCY_NAMES.search(name)) and not _OTHER_SCALES.fullmatch(name)
 
 
 def _find(
@@ -135,42 +146,42 @@ def _find(
     naming: Naming,
     tensors: Mapping[str, TensorSpec],
     settings: Mapping[str, Any],
-    beside: Iterable[str],
+    dependencies: Iterable[str],
 ) -> QuantizedTensor | None:
-    """Find the quantized tensor that has its codes at a key; None if that holds no codes.
+    """Find the quantized tensor with codes at a key, or None.
 
-    `beside` are names in its module by which values may depend on tensors.
+    `dependencies` are names in its module by which values may depend on tensors.
     """
     is_stored = naming.codes != naming.ending and stem + naming.ending in tensors
-    # What is stored under the name of the tensor itself is that tensor.
+    # A tensor stored under the name of the tensor itself is that tensor.
     if stem + naming.others["scale"] not in tensors or is_stored:
         return None
     names = {"codes": key, **{role: stem + ending for role, ending in naming.others.items()}}
-    if _has_more(stem, names.values(), beside):
+    if _has_more(stem, names.values(), dependencies):
         return None
     parts = {role: _part(name, tensors[name]) for role, name in names.items() if name in tensors}
     quantized = _describe(parts, settings)
     return quantized and replace(quantized, companions=_companions(key, tensors))
 
 
-def _has_more(stem: str, parts: Collection[str], beside: Iterable[str]) -> bool:
-    """Tell whether values depend on more than the parts of a tensor.
+def _has_more(stem: str, parts: Collection[str], dependencies: Iterable[str]) -> bool:
+    """Return whether values depend on more than the parts of a tensor.
 
     In a module with several weights, names begin with those of their weights.
     """
     module, dot, own = stem.rpartition(".")
     is_alone = own in ("", "weight")
-    return any(
-        f"{module}{dot}{name}" not in parts
-        for name in beside
-        if is_alone or name.startswith(own) or name in _OF_MODULES
-    )
+    for name in dependencies:
+        concerns_tensor = is_alone or name.startswith(own) or name in _MODULE_DEPENDENCIES
+        if concerns_tensor and f"{module}{dot}{name}" not in parts:
+            return True
+    return False
 
 
 def _companions(key: str, tensors: Collection[str]) -> tuple[str, ...]:
-    """Return the keys of the scales of activations in the module of codes."""
+    """Return the keys of the activation scales in the module of codes."""
     module = key.rpartition(".")[0]
-    names = [f"{module}.{each}" for each in _OF_ACTIVATIONS]
+    names = [f"{module}.{scale}" for scale in _ACTIVATION_SCALES]
     return tuple(name for name in names if name in tensors)
 
 
@@ -182,77 +193,94 @@ def _part(key: str, info: TensorSpec) -> StoredPart:
 
 
 def parts_of(config: Mapping[str, Any]) -> list[Any]:
-    """Return a configuration and those inside it, of text models and towers, without what is said
-    of quantization.
+    """Return a configuration and those inside it, without quantization.
+
+    Text models and towers have configurations inside.
     """
     parts = [config]
     for part in parts:
-        parts += [
-            value
-            for field, value in part.items()
-            if isinstance(value, dict) and field not in FIELDS
-        ]
+        for field, value in part.items():
+            if isinstance(value, dict) and field not in FIELDS:
+                parts.append(value)
     return parts
 
 
 def settings_of(configs: Mapping[str, Mapping[str, Any]]) -> dict[str, Any] | None:
-    """Return what configurations say about quantized tensors, wherever in them; None for nothing.
+    """Return the quantization settings of configurations, None for nothing.
+
+    They may be anywhere in the configurations.
 
     Args:
         configs: by the name of the file.
 
     Returns:
-        The "file" that says so, "dtype" of the model, "blocks" (rows, columns) and "num_bits" of
+        The "file" of the settings, "dtype" of the model, "blocks" (rows, columns) and "num_bits" of
         weights that are named, the bits of those that are "asymmetric", and whether weights are
-        "transformed" besides: True, or what says so.
+        also "transformed": True, or the field that says so.
     """
-    found = [each for file, config in configs.items() for each in _quantizations(file, config)]
-    if not found:
+    statements: list[_Statement] = []
+    for file, config in configs.items():
+        statements += _quantizations(file, config)
+    if not statements:
         return None
-    weights = [each for said in found for each in _weights_of(said.quantization)]
+    weights: list[Mapping[str, Any]] = []
+    for statement in statements:
+        weights += _weights_of(statement.quantization)
+    inner_configs = [statement.config for statement in statements]
     return {
-        "file": found[0].file,
-        "dtype": _dtype_in([*configs.values(), *(said.config for said in found)]),
-        **_said_of_weights(weights),
-        "transformed": _transform_of([said.quantization for said in found]),
+        "file": statements[0].file,
+        "dtype": _dtype_in([*configs.values(), *inner_configs]),
+        **_settings_of_weights(weights),
+        "transformed": _transform_of([statement.quantization for statement in statements]),
     }
 
 
-def _said_of_weights(weights: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    blocks = map(block_of, weights)
+def _settings_of_weights(weights: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    num_bits = []
+    asymmetric = []
+    for weight in weights:
+        if type(weight.get("num_bits")) is int:
+            num_bits.append(weight["num_bits"])
+        if weight.get("symmetric") is False:
+            asymmetric.append(weight.get("num_bits"))
     return {
-        "blocks": [block for block in blocks if block],
-        "num_bits": [each["num_bits"] for each in weights if type(each.get("num_bits")) is int],
-        "asymmetric": [each.get("num_bits") for each in weights if each.get("symmetric") is False],
+        "blocks": list(filter(None, map(block_of, weights))),
+        "num_bits": num_bits,
+        "asymmetric": asymmetric,
     }
 
 
 @dataclass(frozen=True)
-class _Said:
-    """What is said of quantized tensors: in which file, and in which configuration there."""
+class _Statement:
+    """A statement about quantized tensors in a file, and its configuration."""
 
     file: str
     config: Mapping[str, Any]
     quantization: Mapping[str, Any]
 
 
-def _quantizations(file: str, config: Mapping[str, Any]) -> Iterator[_Said]:
+def _quantizations(file: str, config: Mapping[str, Any]) -> Iterator[_Statement]:
     for part in parts_of(config):
         for field in FIELDS:
             quantization = part.get(field)
             if isinstance(quantization, dict) and quantization:
-                yield _Said(file, part, quantization)
+                yield _Statement(file, part, quantization)
 
 
 def _dtype_in(configs: Iterable[Mapping[str, Any]]) -> str | None:
     """Return the first dtype that configurations name."""
-    named = (config.get(field) for config in configs for field in ("dtype", "torch_dtype"))
-    return next((dtype for dtype in named if isinstance(dtype, str)), None)
+    for config in configs:
+        for field in ("dtype", "torch_dtype"):
+            dtype = config.get(field)
+            if isinstance(dtype, str):
+                return dtype
+    return None
 
 
 def _transform_of(quantizations: Sequence[Mapping[str, Any]]) -> bool | str:
-    """Return whether values are more than codes times scales, or the `quant_method` of which that
-    is not known.
+    """Return whether values are more than codes times scales.
+
+    If a `quant_method` is unknown, return that instead.
     """
     for quantization in quantizations:
         method = quantization.get("quant_method")
@@ -260,23 +288,30 @@ def _transform_of(quantizations: Sequence[Mapping[str, Any]]) -> bool | str:
             return f"quant_method: {method!s:.50}"
         if algorithms := sorted(_names_of_algorithms(quantization) & _ALGORITHMS):
             return f"algo_config: {algorithms[0]}"
-    transforms = [quantization.get("transform_config") for quantization in quantizations]
-    dicts = [each for each in transforms if isinstance(each, dict)]
-    return any(bool(each.get("config_groups", each)) for each in dicts)
+    for quantization in quantizations:
+        transform = quantization.get("transform_config")
+        if isinstance(transform, dict) and transform.get("config_groups", transform):
+            return True
+    return False
 
 
 def _names_of_algorithms(quantization: Mapping[str, Any]) -> set[str]:
     configs = quantization.get("algo_config")
-    listed = configs if isinstance(configs, list) else [configs]
-    return {str(each.get("name")).lower() for each in listed if isinstance(each, dict)}
+    if not isinstance(configs, list):
+        configs = [configs]
+    return {str(config.get("name")).lower() for config in configs if isinstance(config, dict)}
 
 
 def _weights_of(config: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    """Return what a `quantization_config` says of weights: for all, or for each of its groups."""
+    """Return the weights in a `quantization_config`: one for all, or by group."""
     groups = config.get("config_groups")
-    each_group = groups.values() if isinstance(groups, dict) else [{"weights": config}]
-    weights = [group.get("weights") for group in each_group if isinstance(group, dict)]
-    return [each for each in weights if isinstance(each, dict)]
+    if not isinstance(groups, dict):
+        groups = {"": {"weights": config}}
+    weights = []
+    for group in groups.values():
+        if isinstance(group, dict) and isinstance(group.get("weights"), dict):
+            weights.append(group["weights"])
+    return weights
 
 
 # --- Forms ----------------------------------------------------------------------------------------
@@ -285,8 +320,9 @@ def _weights_of(config: Mapping[str, Any]) -> list[Mapping[str, Any]]:
 def _describe(
     parts: Mapping[str, StoredPart], settings: Mapping[str, Any]
 ) -> QuantizedTensor | None:
-    """Describe a tensor by its parts; None where they are of no form that is known."""
-    codes, overall = parts["codes"], parts.get("global_scale")
+    """Describe a tensor by its parts; None for unknown forms."""
+    codes = parts["codes"]
+    overall = parts.get("global_scale")
     number = _number(codes.dtype, parts["scale"].dtype, overall is not None)
     if number is None or not codes.shape or not _is_known(parts, number, settings):
         return None
@@ -303,12 +339,16 @@ def _describe(
 
 
 def _is_known(parts: Mapping[str, StoredPart], number: str, settings: Mapping[str, Any]) -> bool:
-    """Tell whether names, dtypes and a configuration leave no doubt which numbers codes are."""
-    codes, scale = parts["codes"], parts["scale"]
+    """Return whether the number format of codes is beyond doubt.
+
+    Names, dtypes and a configuration tell.
+    """
+    codes = parts["codes"]
+    scale = parts["scale"]
     if number == "int4" and not codes.key.endswith("_packed"):
         return False
     if number == "e2m1" and scale.dtype == "U8" and not scale.key.endswith("_scales"):
-        # Any bytes beside any bytes, unless a configuration says which.
+        # Any bytes next to any bytes, unless a configuration says which.
         return "file" in settings
     if number != "e2m1" and "global_scale" in parts:
         return False
@@ -316,8 +356,9 @@ def _is_known(parts: Mapping[str, StoredPart], number: str, settings: Mapping[st
 
 
 def _contradicts(settings: Mapping[str, Any], number: str) -> bool:
-    """Tell whether a configuration says that codes are other numbers, or that there are zero points
-    where none are stored.
+    """Return whether a configuration contradicts the number format of codes.
+
+    Zero points that are not stored are a contradiction, too.
     """
     if number == "int4" and set(settings.get("num_bits", [])) - {4}:
         return True
@@ -327,25 +368,37 @@ def _contradicts(settings: Mapping[str, Any], number: str) -> bool:
 def _shape(codes: StoredPart, number: str, has_groups: bool) -> tuple[int, ...]:
     """Return the shape of the values, with the axes of the codes."""
     per_item = NUMBERS[number].per_byte * ITEM_BYTES[codes.dtype]
-    lead = codes.shape[:-2] if has_groups else codes.shape[:-1]
+    num_lead = -2 if has_groups else -1
+    lead = codes.shape[:num_lead]
     return (*lead, math.prod(codes.shape[len(lead) :]) * per_item)
 
 
 def _unpadded(
     shape: tuple[int, ...], parts: Mapping[str, StoredPart], settings: Mapping[str, Any]
 ) -> tuple[int, ...]:
-    """Return the shape that is stored beside codes, where it is smaller by padding of columns."""
-    stored = settings.get("shapes", {}).get(parts["shape"].key) if "shape" in parts else None
+    """Return the shape that is stored next to codes, without padding.
+
+    The stored shape is smaller by padding of columns.
+    """
+    if "shape" not in parts:
+        return shape
+    stored = settings.get("shapes", {}).get(parts["shape"].key)
     if not stored or len(stored) != len(shape) or list(shape[:-1]) != stored[:-1]:
         return shape
     per_item = shape[-1] // max(1, parts["codes"].shape[-1])
-    return tuple(stored) if 0 <= shape[-1] - stored[-1] < per_item else shape
+    if 0 <= shape[-1] - stored[-1] < per_item:
+        return tuple(stored)
+    return shape
 
 
 def unclear_shapes(tensors: Mapping[str, TensorSpec], settings: Mapping[str, Any]) -> list[str]:
-    """Return the keys of stored shapes that must be read, since packed columns may be padded."""
-    named = [block[1] for block in settings.get("blocks", [])]
-    sizes = named or ([] if "file" in settings else _GROUPS)
+    """Return the keys of stored shapes that must be read.
+
+    Packed columns may be padded.
+    """
+    sizes: Sequence[int] = [block[1] for block in settings.get("blocks", [])]
+    if not sizes and "file" not in settings:
+        sizes = _GROUPS
     unclear = []
     for key, info in tensors.items():
         stem = key.removesuffix("_packed")
@@ -357,17 +410,24 @@ def unclear_shapes(tensors: Mapping[str, TensorSpec], settings: Mapping[str, Any
 
 
 def _are_whole_groups(codes: TensorSpec, scale: TensorSpec | None, sizes: Iterable[int]) -> bool:
-    """Tell whether packed columns are several groups of a known size, so that none is padded."""
-    counts = scale.shape[-1:] if scale is not None else ()
+    """Return whether packed columns are groups of a known size.
+
+    There are several, so that none is padded.
+    """
+    if scale is None:
+        return False
     columns = [8 * items for items in codes.shape[-1:]]
-    return any([count * size] == columns for count in counts if count > 1 for size in sizes)
+    for count in scale.shape[-1:]:
+        if count > 1 and any([count * size] == columns for size in sizes):
+            return True
+    return False
 
 
 def _fits_all(overall: tuple[int, ...], shape: tuple[int, ...], grid: tuple[int, ...]) -> bool:
-    """Tell whether a scale of all scales is one, or one for each expert."""
+    """Return whether there is one global scale, or one per expert."""
     has_experts = len(shape) > 2 and grid[:1] == shape[:1]
-    of_experts = shape[:1] if has_experts else (1,)
-    return (math.prod(overall), *overall[:1]) in ((1,), (1, 1), 2 * of_experts)
+    counts = shape[:1] if has_experts else (1,)
+    return (math.prod(overall), *overall[:1]) in ((1,), (1, 1), 2 * counts)
 
 
 def _block_shape(
@@ -376,8 +436,9 @@ def _block_shape(
     number: str,
     shape: tuple[int, ...],
 ) -> tuple[int, ...] | None:
-    """Return the size of blocks along each axis; None where that cannot be known."""
-    scale, overall = parts["scale"], parts.get("global_scale")
+    """Return the size of blocks along each axis; None if unknown."""
+    scale = parts["scale"]
+    overall = parts.get("global_scale")
     blocks = settings.get("blocks", [])
     grid = _grid(scale.shape, shape, is_by_channel="file" in settings and not blocks)
     if len(grid) != len(shape) or max(shape) > _MAX_ELEMENTS:
@@ -392,7 +453,9 @@ def _block_shape(
     block = tuple(_block(*axis) for axis in axes)
     # One scale for more than a group: these are not 4-bit numbers.
     is_too_wide = number == "e2m1" and block[-1] > columns.sizes[0]
-    return None if 0 in block or is_too_wide else block
+    if 0 in block or is_too_wide:
+        return None
+    return block
 
 
 @dataclass(frozen=True)
@@ -402,7 +465,7 @@ class _Sizes:
     Attributes:
         sizes: the candidates.
         are_known: whether the format or a configuration names them. Then the last block may be
-            smaller; else others would fit as well.
+            smaller; else other sizes would fit as well.
     """
 
     sizes: Sequence[int]
@@ -418,17 +481,18 @@ def _sizes_of_rows(number: str, blocks: Sequence[Sequence[int]]) -> _Sizes:
 
 def _sizes_of_columns(number: str, scale: StoredPart, blocks: Sequence[Sequence[int]]) -> _Sizes:
     if number == "e2m1":
-        return _Sizes([16 if scale.dtype == "F8_E4M3" else 32], are_known=True)
+        width = 16 if scale.dtype == "F8_E4M3" else 32
+        return _Sizes([width], are_known=True)
     columns = [block[1] for block in blocks]
     usual = _GROUPS if number == "int4" else _BLOCKS
     return _Sizes(columns or usual, are_known=bool(columns))
 
 
 def _grid(scales: tuple[int, ...], shape: tuple[int, ...], is_by_channel: bool) -> tuple[int, ...]:
-    """Return how many blocks there are along each axis; () where that cannot be known.
+    """Return the number of blocks along each axis; () if unknown.
 
-    Scales with fewer axes than the tensor are for its first ones. Where they fit others as well (a
-    square matrix), a configuration without blocks must say that there is one for each channel.
+    Scales with fewer axes than the tensor are for its first ones. Where they fit other axes as well
+    (a square matrix), a configuration without blocks must say that there is one for each channel.
     """
     if math.prod(scales) == 1:
         return (1,) * len(shape)
@@ -438,23 +502,30 @@ def _grid(scales: tuple[int, ...], shape: tuple[int, ...], is_by_channel: bool) 
         scales = scales[:-1]
     num_fits = sum(sizes == scales for sizes in itertools.combinations(shape, len(scales)))
     is_known = scales == shape[: len(scales)] and (num_fits == 1 or is_by_channel)
-    return scales + (1,) * (len(shape) - len(scales)) if is_known else ()
+    if not is_known:
+        return ()
+    return scales + (1,) * (len(shape) - len(scales))
 
 
 def _number(codes: str, scale: str, has_global: bool) -> str | None:
-    """Return the number format of codes, given the dtypes of codes and scales; None for none that
-    is known.
+    """Return the number format of codes, or None if it is unknown.
+
+    The dtypes of codes and scales tell.
     """
     if codes in ("U8", "F4", "I8") and (scale in E8M0 or (scale == "F8_E4M3" and has_global)):
         return "e2m1"
-    if scale not in ("F32", "BF16", "F16", *(E8M0 if codes == "F8_E4M3" else ())):
+    known_scales = {"F32", "BF16", "F16"}
+    if codes == "F8_E4M3":
+        known_scales.update(E8M0)
+    if scale not in known_scales:
         return None
     return {"F8_E4M3": "e4m3", "I8": "int8", "I32": "int4"}.get(codes)
 
 
 def _block(size: int, count: int, candidates: _Sizes) -> int:
-    """Return how many of `size` indices share one of `count` scales; 0 where not one known size
-    fits.
+    """Return the number of indices that share a scale.
+
+    There are `size` indices and `count` scales; 0 unless exactly one known size fits.
     """
     if count == 1:
         return max(1, size)
@@ -463,4 +534,6 @@ def _block(size: int, count: int, candidates: _Sizes) -> int:
     fitting = {block for block in candidates.sizes if -(-size // block) == count}
     if not candidates.are_known:
         fitting = {block for block in fitting if size % block == 0}
-    return fitting.pop() if len(fitting) == 1 else 0
+    if len(fitting) != 1:
+        return 0
+    return fitting.pop()

@@ -1,4 +1,4 @@
-"""Quantizing: from values to codes and scales, block by block."""
+"""Quantization: from values to codes and scales, block by block."""
 
 from __future__ import annotations
 
@@ -20,32 +20,37 @@ from distckpt._quantization.quantized import (
 )
 
 _LARGEST_SCALE = 448.0
-"""The largest number of E4M3, for scales that have a scale themselves."""
+"""Largest number of E4M3, for scales that have a scale themselves."""
 
 
 def needs_maximum(quantized: QuantizedTensor) -> bool:
-    """Tell whether codes depend on the largest magnitude of the whole tensor."""
+    """Return whether codes depend on the largest magnitude of the tensor."""
     return "global_scale" in quantized.parts or math.prod(quantized.grid) == 1
 
 
 def cell(quantized: QuantizedTensor) -> tuple[int, ...]:
-    """Return the shape of the smallest regions that can be quantized by themselves."""
-    block = (1,) * len(quantized.shape) if math.prod(quantized.grid) == 1 else quantized.block
+    """Return the shape of the smallest regions to quantize by themselves."""
+    block = quantized.block
+    if math.prod(quantized.grid) == 1:
+        block = (1,) * len(quantized.shape)
     return (*block[:-1], math.lcm(block[-1], quantized.pack))
 
 
 def regions_to_encode(
-    quantized: QuantizedTensor, role: str, wanted: Region, max_elements: int
+    quantized: QuantizedTensor, role: str, part_region: Region, max_elements: int
 ) -> Iterator[Region]:
-    """Yield regions of the tensor, of whole cells, that make up a region of one of its parts."""
-    ndim, part = len(quantized.shape), quantized.parts[role]
+    """Yield regions of whole cells that make up a part's region."""
+    ndim = len(quantized.shape)
+    part = quantized.parts[role]
     if role == "codes":
-        covered = Region(wanted.offset[:ndim], wanted.shape[:ndim])
+        covered = Region(part_region.offset[:ndim], part_region.shape[:ndim])
         factors = (*(1,) * (ndim - 1), quantized.pack)
     elif role == "scale" and math.prod(part.shape) > 1:
-        covered, factors = wanted, quantized.block
+        covered = part_region
+        factors = quantized.block
     else:
-        covered, factors = whole((1,) * ndim), (1,) * ndim
+        covered = whole((1,) * ndim)
+        factors = (1,) * ndim
     region = _refined(covered, factors, quantized.shape)
     shape = cell(quantized)
     max_cells = max(1, max_elements // math.prod(shape))
@@ -54,7 +59,7 @@ def regions_to_encode(
 
 
 def _refined(blocks: Region, block: tuple[int, ...], shape: tuple[int, ...]) -> Region:
-    """Return the elements of blocks, of which the last ones may reach beyond the tensor."""
+    """Return the elements of blocks, cut at the end of the tensor."""
     first = tuple(o * size for o, size in zip(blocks.offset, block, strict=True))
     last = ((o + n) * size for o, n, size in zip(*blocks, block, strict=True))
     stops = map(min, last, shape)
@@ -68,7 +73,7 @@ def encode(
 
     Args:
         quantized: the tensor.
-        values: of the region as the tensor is stored, float32; overwritten.
+        values: values of the region in the order of storage, float32; overwritten.
         region: a region of the tensor.
         maximum: the largest magnitude in the whole tensor, where `needs_maximum`.
 
@@ -86,11 +91,13 @@ def encode(
         raise ValueError("some values are infinite or not a number")
     scale = quantized.parts["scale"]
     if "global_scale" in quantized.parts:
-        ratio = number.largest * _LARGEST_SCALE / maximum if maximum > 1e-30 else 1.0
+        ratio = 1.0
+        if maximum > 1e-30:
+            ratio = number.largest * _LARGEST_SCALE / maximum
         factor = torch.tensor(ratio, device="cpu")
         parts["global_scale"] = factor.reshape(quantized.parts["global_scale"].shape)
         stored = (maxima / number.largest * factor).to(FROM_NAME[scale.dtype])
-        # A scale cannot be zero: the smallest number takes its place.
+        # A scale cannot be zero: the smallest number replaces it.
         stored = stored.float()
         stored = torch.where(stored == 0, 2.0**-9, stored).to(FROM_NAME[scale.dtype])
         scales = stored.float() / factor
@@ -104,7 +111,8 @@ def encode(
         quantized, values, scales_of_rows(quantized, scales, region), region, torch.Tensor.div_
     )
     codes = number.pack(values.clamp_(-number.largest, number.largest))
-    parts["codes"], parts["scale"] = codes, stored
+    parts["codes"] = codes
+    parts["scale"] = stored
     if "shape" in quantized.parts:
         parts["shape"] = torch.tensor(
             quantized.shape, dtype=FROM_NAME[quantized.parts["shape"].dtype], device="cpu"
@@ -113,7 +121,10 @@ def encode(
 
 
 def _maxima(values: torch.Tensor, block: tuple[int, ...]) -> torch.Tensor:
-    """Return the largest magnitude of each block, of which the last ones may be smaller."""
+    """Return the largest magnitude of each block.
+
+    The last blocks may be smaller.
+    """
     magnitudes = values.abs()
     for axis in range(1, min(2, len(block)) + 1):
         size = block[-axis]
@@ -126,12 +137,11 @@ def _maxima(values: torch.Tensor, block: tuple[int, ...]) -> torch.Tensor:
 
 
 def _exponents(maxima: torch.Tensor, largest: float) -> torch.Tensor:
-    """Return exponents of two for scales: rounded up, so that nothing is cut off; 0 where all
-    values are zero.
+    """Return exponents of two for scales, 0 where all values are zero.
 
-    With codes of 4 bits the largest magnitude is rounded first, to the nearest power of two that a
-    code with its three bits would become: what is beyond the largest code by less than half a step
-    is cut off.
+    They are rounded up, so that nothing is cut off. With codes of 4 bits the largest magnitude is
+    rounded first, to the nearest power of two that a code with its three bits would become: a value
+    beyond the largest code by less than half a step is cut off.
     """
     if largest > 8:
         fractions, exponents = torch.frexp(maxima / largest)

@@ -1,5 +1,6 @@
-"""The formats that exports are quantized to: names, blocks and dtypes of the parts, and what
-config.json says.
+"""Formats that exports are quantized to.
+
+They define names, blocks and dtypes of the parts, and the fields of config.json.
 """
 
 from __future__ import annotations
@@ -43,13 +44,13 @@ class Format:
     Attributes:
         number: the number format of codes.
         codes_dtype: safetensors name of the dtype of codes.
-        scale_dtype: and of scales.
+        scale_dtype: safetensors name of the dtype of scales.
         block: rows and columns of a block, 0 for all of them.
-        names: endings that the parts have in the place of "weight" at the end of the name, after
-            the rest of it.
+        names: endings of the parts that replace "weight" at the end of the name.
         method: `quant_method` of the configuration.
-        details: other fields of it; for compressed-tensors those of the weights of a group.
-        form: of compressed-tensors, the name that it has for the form.
+        details: other fields of the configuration; for compressed-tensors, the fields of the
+            weights of a group.
+        form: for compressed-tensors, the name of the form.
         experts: whether it is for stacks of experts with the axes of transformers in memory
             (gpt-oss).
     """
@@ -155,12 +156,13 @@ FORMATS: dict[str, Format] = {
         form="nvfp4-pack-quantized",
     ),
 }
-"""By the name that `quantize` takes."""
+"""Formats by the name that `quantize` takes."""
 
 
 def takes(form: Format, name: str, shape: Sequence[int]) -> bool:
-    """Tell whether a tensor can be quantized to a format: by its name, its axes, and whole groups
-    of columns.
+    """Return whether a tensor can be quantized to a format.
+
+    Its name and axes decide, and whole groups of columns.
     """
     if 0 in shape:
         return False
@@ -172,37 +174,33 @@ def takes(form: Format, name: str, shape: Sequence[int]) -> bool:
 
 
 def quantized_as(form: Format, name: str, shape: tuple[int, ...], dtype: str) -> QuantizedTensor:
-    """Describe a tensor that the format takes, of a shape and dtype in the model, in its quantized
-    form.
+    """Describe the quantized form of a tensor that the format takes.
+
+    Its shape and dtype are the ones in the model.
     """
-    stem = name if form.experts else name.removesuffix("weight")
-    shape = (*shape[:-2], shape[-1], shape[-2]) if form.experts else shape
-    block = (
-        *(1,) * (len(shape) - 2),
-        *(size or whole for size, whole in zip(form.block, shape[-2:], strict=True)),
-    )
+    stem = name.removesuffix("weight")
+    if form.experts:
+        stem = name
+        shape = (*shape[:-2], shape[-1], shape[-2])
+    rows, columns = form.block
+    block = (*(1,) * (len(shape) - 2), rows or shape[-2], columns or shape[-1])
     grid = tuple(-(-size // step) for size, step in zip(shape, block, strict=True))
     per_item = NUMBERS[form.number].per_byte * ITEM_BYTES[form.codes_dtype]
     codes = (*shape[:-1], shape[-1] // per_item)
     if form.experts:
         group = form.block[1] // per_item
         codes = (*shape[:-1], codes[-1] // group, group)
-    shapes = {
-        "codes": codes,
-        "scale": (1,) if form.block == (0, 0) else grid,
-        "global_scale": (1,),
-        "shape": (2,),
-    }
+    scales = (1,) if form.block == (0, 0) else grid
+    shapes = {"codes": codes, "scale": scales, "global_scale": (1,), "shape": (2,)}
     dtypes = {
         "codes": form.codes_dtype,
         "scale": form.scale_dtype,
         "global_scale": "F32",
         "shape": "I32",
     }
-    parts = {
-        role: StoredPart(stem + ending, dtypes[role], shapes[role])
-        for role, ending in form.names.items()
-    }
+    parts = {}
+    for role, ending in form.names.items():
+        parts[role] = StoredPart(stem + ending, dtypes[role], shapes[role])
     return QuantizedTensor(
         shape,
         dtype,
@@ -215,10 +213,10 @@ def quantized_as(form: Format, name: str, shape: tuple[int, ...], dtype: str) ->
 
 
 def quantization_config(formats: Collection[Format], kept: Sequence[str]) -> dict[str, Any] | None:
-    """Return the `quantization_config` of a model, given the names of the weights that are not
-    quantized.
+    """Return a model's `quantization_config`.
 
-    None where no configuration can describe the formats together.
+    `kept` are the names of the weights that are not quantized. None where no configuration can
+    describe the formats together.
     """
     modules = [name.removesuffix(_LINEAR) for name in kept]
     first = next(iter(formats))

@@ -1,5 +1,6 @@
-"""What the names of stored tensors show: which hold codes, and which their scales, in whatever
-form.
+"""Names of stored tensors that hold codes, and of their scales.
+
+They may be of any form.
 """
 
 from __future__ import annotations
@@ -14,11 +15,11 @@ from distckpt._base.dtypes import ITEM_BYTES
 _SMALL_FLOATS = {name for name in ITEM_BYTES if name.startswith(("F8_", "F4"))}
 SMALL_CODES = frozenset({*_SMALL_FLOATS, "I8", "U8"})
 _PACKED_CODES = frozenset({"I32", "U32"})
-"""Several codes in an item. Such numbers may be anything else, unless names show that they are
-codes.
+"""Dtypes with several codes in an item. Such numbers may be anything else, unless names show that
+they are codes.
 """
 _INTEGER_WEIGHTS = _PACKED_CODES | {"I16", "U16"}
-"""Integers that no model has as weights."""
+"""Dtypes of integers that no model has as weights."""
 _SCALES = {
     "": ("_scale_inv", "_scale", "_scales", "_scale_2", ".scale", ".absmax"),
     "_blocks": ("_scales",),
@@ -32,7 +33,7 @@ _SCALES = {
     "_qdata": ("_scale",),
     "codes": ("scales",),
 }
-"""Ending of the key of codes -> what stands in its place in the keys of their scales."""
+"""Ending of a key of codes -> endings of their scales' keys."""
 _NAMES_OF_CODES = (
     ".qweight",
     ".qzeros",
@@ -44,40 +45,47 @@ _NAMES_OF_CODES = (
     "__nf4",
     "__fp4",
 )
-"""Endings that keys of nothing else have: those of AWQ and GPTQ, HQQ, compressed-tensors, quanto,
-torchao and so on.
+"""Endings of keys that only codes have. They are the ones of AWQ and GPTQ, HQQ, compressed-tensors,
+quanto, torchao and so on.
 """
 
 MARKER = "scaled_fp8"
-"""A key that says that all 8-bit floats are codes, as ComfyUI writes it."""
+"""Key that marks all 8-bit floats as codes, as ComfyUI writes it."""
 _NAMED_AS_SCALE = re.compile(
     r"(?<!logit_)(?<!layer_)scale|absmax|amax$|zero_?point|zeros$|quant_state|^SCB$", re.ASCII
 )
-"""Parts of keys by which scales and their like are named, whatever the program that wrote them.
-CLIP's `logit_scale` and the `layer_scale` of vision towers are parameters of models.
+"""Parts of keys that name scales and their like, in any program. CLIP's `logit_scale` and the
+`layer_scale` of vision towers are parameters of models.
 """
 
 
 def may_be_codes(dtype: str) -> bool:
-    """Tell whether tensors of a dtype (its safetensors name) may hold codes."""
+    """Return whether tensors of a dtype may hold codes.
+
+    The dtype is a safetensors name.
+    """
     return dtype in SMALL_CODES or dtype in _PACKED_CODES
 
 
 def is_named_as_codes(key: str) -> bool:
-    """Tell whether only codes have such a key."""
+    """Return whether only codes have such a key."""
     return key.endswith(_NAMES_OF_CODES)
 
 
 def are_integers_as_weights(key: str, dtype: str, is_matrix: bool) -> bool:
-    """Tell whether integers must be codes if the model has floating point values in their place:
-    those of 8 bits, matrices of a model, and what is named as a weight.
+    """Return whether integers must be codes where the model has floats.
+
+    Integers of 8 bits must be, matrices of a model, and tensors that are named as a weight.
     """
     is_weight = is_matrix or key.endswith("weight")
     return dtype in ("I8", "U8") or (dtype in _INTEGER_WEIGHTS and is_weight)
 
 
 def are_codes_beside_scales(key: str, dtype: str) -> bool:
-    """Tell whether a tensor must be codes if anything beside it is named like a scale."""
+    """Return whether a tensor must be codes if a scale is near.
+
+    A scale is any tensor next to it that is named like one.
+    """
     if _is_named_as_scale(key.rpartition(".")[2]):
         return False
     is_float = dtype in SMALL_CODES and dtype.startswith("F")
@@ -91,8 +99,10 @@ def _is_named_as_scale(part: str) -> bool:
 
 
 def places_of_scales(keys: Iterable[str]) -> dict[str, str]:
-    """Return where keys are that are named like scales: of each module that holds one, at any
-    depth, and of each key that one ends with, the first.
+    """Return the places of keys that are named like scales.
+
+    Places are the modules around such a key, at any depth, and the keys that it ends with. Each
+    place has the first such key.
     """
     places: dict[str, str] = {}
     for key in keys:
@@ -102,28 +112,34 @@ def places_of_scales(keys: Iterable[str]) -> dict[str, str]:
 
 
 def places_of(key: str) -> Iterator[str]:
-    """Yield the modules around a key that is named like a scale, and the keys that it ends with;
-    nothing for others.
+    """Yield the places of a key that is named like a scale.
+
+    They are the modules around it, and the keys that it ends with; there are none for other keys.
     """
     parts = key.split(".")
     if key == MARKER or not any(map(_is_named_as_scale, parts)):
         return
     yield from itertools.accumulate(parts[:-1], "{}.{}".format)
-    yield from (".".join(parts[begin:]) for begin in range(1, len(parts)))
+    for begin in range(1, len(parts)):
+        yield ".".join(parts[begin:])
     if len(parts) == 1:
         yield ""
 
 
 def scale_beside(key: str, places: dict[str, str]) -> str | None:
-    """Return a key that is named like a scale, in the module of `key` or with it in its name; None
-    if there is none.
+    """Return a key named like a scale near another key, or None.
+
+    It is in the module of `key`, or has `key` in its name.
     """
     return places.get(key.rpartition(".")[0]) or places.get(key)
 
 
 def scales_of(key: str, keys: Container[str]) -> list[str]:
-    """Find the keys of the scales that belong to the codes at `key`."""
-    fitting = [
-        (key[: len(key) - len(end)], others) for end, others in _SCALES.items() if key.endswith(end)
-    ]
-    return [stem + other for stem, others in fitting for other in others if stem + other in keys]
+    """Find the keys of the scales of the codes at `key`."""
+    scales = []
+    for ending, replacements in _SCALES.items():
+        if not key.endswith(ending):
+            continue
+        stem = key[: len(key) - len(ending)]
+        scales += [stem + other for other in replacements if stem + other in keys]
+    return scales

@@ -28,11 +28,11 @@ class Number:
         per_byte: codes in a byte; the first of two is in the lower half.
         largest: the largest value; scales are chosen so that the largest value of a block becomes
             this one.
-        factor: what unpacked values must be multiplied with.
-        dtype: of unpacked values, its safetensors name.
-        unpack: fill bits of shape (..., n * per_byte) with values from bytes of shape (..., n),
-            which it may overwrite.
-        pack: float32 values, within the range, to bytes.
+        factor: factor of unpacked values.
+        dtype: safetensors name of the dtype of unpacked values.
+        unpack: function that fills bits of shape (..., n * per_byte) with values from bytes of
+            shape (..., n), which it may overwrite.
+        pack: function from float32 values, within the range, to bytes.
     """
 
     per_byte: int
@@ -44,8 +44,9 @@ class Number:
 
 
 def scratch(purpose: str, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-    """Return a tensor in scratch memory of this thread: new memory costs more than the
-    arithmetic.
+    """Return a tensor in scratch memory of this thread.
+
+    New memory costs more than the arithmetic.
     """
     num_bytes = math.prod(shape) * dtype.itemsize
     return torch.from_numpy(bounce_buffer(purpose, num_bytes)).view(dtype).view(shape)
@@ -77,7 +78,10 @@ def _unpack_int4(codes: Bytes, bits: Bits) -> None:
 
 
 def _spread(codes: Bytes, bits: Bits) -> npt.NDArray[np.int32]:
-    """Put both halves of each byte at the high end of 16 bits, with others behind."""
+    """Put both halves of each byte at the top of 16 bits.
+
+    Other bits come behind them.
+    """
     words = bits.view(np.int32)
     np.copyto(words, codes)
     np.multiply(words, (1 << 12) + (1 << 24), out=words)
@@ -94,8 +98,8 @@ def _pack_halves(nibbles: torch.Tensor) -> torch.Tensor:
 
 
 def _pack_e2m1(values: torch.Tensor) -> torch.Tensor:
-    # The middle between neighbours goes to the even code: the one below for every second, just
-    # above it for others.
+    # The middle between neighbors goes to the even code: the one below for every second, just above
+    # it for the rest.
     middles = torch.tensor([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0], device="cpu")
     middles[1::2] = torch.nextafter(middles[1::2], torch.zeros(3, device="cpu"))
     return _pack_halves(torch.bucketize(values.abs(), middles) + 8 * values.signbit())
@@ -129,7 +133,10 @@ _POWERS = np.array([*(2.0**exponent for exponent in range(-127, 128)), math.nan]
 
 
 def unpack_exponents(codes: torch.Tensor) -> torch.Tensor:
-    """Convert bytes of E8M0, powers of two from 2^-127 on, to float32; all bits set means NaN."""
+    """Convert bytes of E8M0 to float32.
+
+    They are powers of two from 2^-127 on; all bits set means NaN.
+    """
     powers = torch.from_numpy(_POWERS)
     return powers.index_select(0, codes.view(torch.uint8).flatten().int()).view(codes.shape)
 

@@ -1,7 +1,6 @@
-"""A quantized tensor as one value: which stored tensors hold its codes and scales, and how values
-come from them.
+"""A quantized tensor as one value: codes, scales, and their product.
 
-All functions are over the tensor as it is stored: its codes are packed along the last axis. Where
+All functions are about the tensor in storage: its codes are packed along the last axis. Where
 `transposed` is set, the model has the last two axes the other way round.
 """
 
@@ -21,14 +20,14 @@ E8M0 = ("U8", "F8_E8M0")
 """Dtypes of scales that are powers of two, by safetensors name."""
 _CACHED_ELEMENTS = 1 << 20
 _LARGE = 2.0**100
-"""Scales beyond it are not multiplied by the factor of a number format: they could become infinite,
-small ones zero.
+"""Scales from which the factor of a number format is applied later: multiplied by it, they could
+become infinite, small ones zero.
 """
 
 
 @dataclass(frozen=True)
 class StoredPart:
-    """A stored tensor: its key, the safetensors name of its dtype, and its shape."""
+    """A stored tensor: key, safetensors name of the dtype, and shape."""
 
     key: str
     dtype: str
@@ -37,20 +36,21 @@ class StoredPart:
 
 @dataclass(frozen=True)
 class QuantizedTensor:
-    """A tensor that is stored as codes and scales: each value is a code times the scale of its
-    block.
+    """A tensor that is stored as codes and scales.
+
+    Each value is a code times the scale of its block.
 
     Attributes:
-        shape: as it is stored.
-        dtype: safetensors name of the dtype that the values have in the model.
+        shape: shape in storage.
+        dtype: safetensors name of the values' dtype in the model.
         number: the number format of the codes, a key of `NUMBERS`.
         block: the size of a block along each axis.
         parts: "codes" and "scale"; a scale of all scales is "global_scale", and "shape" holds the
             shape.
         transposed: whether the model has the last two axes the other way round.
         divided: whether the global scale divides instead of multiplying.
-        companions: keys of what only programs for quantized models need beside it, such as scales
-            of activations.
+        companions: keys of tensors that only programs for quantized models need, such as scales of
+            activations.
     """
 
     shape: tuple[int, ...]
@@ -73,21 +73,26 @@ class QuantizedTensor:
         return self.to_model(whole(self.shape)).shape
 
     def to_model(self, region: Region) -> Region:
-        """Put a region of the stored tensor into the order of the model's axes, or the other way
-        round.
+        """Put a stored region into the order of the model's axes.
+
+        Or the other way round.
         """
         if not self.transposed:
             return region
-        return Region(*((*values[:-2], values[-1], values[-2]) for values in region))
+        offset, shape = region
+        return Region((*offset[:-2], offset[-1], offset[-2]), (*shape[:-2], shape[-1], shape[-2]))
 
     @property
     def pack(self) -> int:
-        """Columns that share an item of the codes, or the last axis of theirs when they have one
-        more.
+        """Columns that share an item of the codes.
+
+        They share the last axis of the codes when these have one more.
         """
         codes = self.parts["codes"]
         per_item = NUMBERS[self.number].per_byte * ITEM_BYTES[codes.dtype]
-        return per_item * codes.shape[-1] if len(codes.shape) > len(self.shape) else per_item
+        if len(codes.shape) > len(self.shape):
+            return per_item * codes.shape[-1]
+        return per_item
 
     @property
     def grid(self) -> tuple[int, ...]:
@@ -96,7 +101,7 @@ class QuantizedTensor:
 
 
 def part_regions(quantized: QuantizedTensor, region: Region) -> dict[str, Region]:
-    """Return the region of each part that a region of the tensor is made of."""
+    """Return the region of each part that a region consists of."""
     regions = {role: whole(part.shape) for role, part in quantized.parts.items()}
     codes = coarsened(region, (*(1,) * (len(region.shape) - 1), quantized.pack))
     if len(quantized.parts["codes"].shape) > len(region.shape):
@@ -128,24 +133,31 @@ def decode(
     region: Region,
     target: torch.Tensor,
 ) -> None:
-    """Compute the values of a region, a few rows at a time so that they stay in cache.
+    """Compute the values of a region, a few rows at a time.
+
+    So they stay in cache.
 
     Args:
         quantized: the tensor.
-        parts: for each part, what `part_regions` names.
-        region: of the tensor as it is stored.
+        parts: the regions of `part_regions`, by part.
+        region: a region of the stored tensor.
         target: gets the values; of the shape of the region.
     """
-    number, (*lead, columns) = NUMBERS[quantized.number], region.shape
-    lead, target = (lead, target) if lead else ([1], target[None])
+    number = NUMBERS[quantized.number]
+    *lead, columns = region.shape
+    if not lead:
+        lead = [1]
+        target = target[None]
     codes = parts["codes"].view(torch.uint8).reshape(*lead, -1).numpy()
     skipped = region.offset[-1] % quantized.pack
     scales = combined_scales(quantized, parts)
     lowest, highest = scales.abs().aminmax()
-    is_moderate = float(highest) < _LARGE if number.factor >= 1 else float(lowest) > 1 / _LARGE
-    scales = scales_of_rows(
-        quantized, scales * number.factor if is_moderate else scales, region
-    ).reshape(*lead, -1)
+    is_moderate = float(lowest) > 1 / _LARGE
+    if number.factor >= 1:
+        is_moderate = float(highest) < _LARGE
+    if is_moderate:
+        scales = scales * number.factor
+    scales = scales_of_rows(quantized, scales, region).reshape(*lead, -1)
     width = codes.shape[-1] * number.per_byte
     num_rows = min(lead[-1], max(1, _CACHED_ELEMENTS // width))
     bits = scratch("bits", (num_rows, width), torch.int16)
@@ -159,36 +171,42 @@ def decode(
             rows: tuple[int | slice, ...] = (*index, slice(begin, begin + num_rows))
             goal = target[rows]
             number.unpack(codes[rows], bits_array[: len(goal)])
-            found = values[: len(goal)].copy_(unpacked[: len(goal)])
+            products = values[: len(goal)].copy_(unpacked[: len(goal)])
             if not is_moderate:
-                found.mul_(number.factor)
-            apply_scales(quantized, found, scales[rows], region, torch.Tensor.mul_)
-            goal.copy_(found if is_near else found.to(goal.dtype))
+                products.mul_(number.factor)
+            apply_scales(quantized, products, scales[rows], region, torch.Tensor.mul_)
+            if not is_near:
+                products = products.to(goal.dtype)
+            goal.copy_(products)
 
 
 def combined_scales(quantized: QuantizedTensor, parts: Mapping[str, torch.Tensor]) -> torch.Tensor:
-    """Return the scales of blocks, float32, with that of all scales in them."""
+    """Return the float32 scales of blocks, including the global scale."""
     scale = parts["scale"]
-    scales = unpack_exponents(scale) if quantized.parts["scale"].dtype in E8M0 else scale.float()
+    is_exponent = quantized.parts["scale"].dtype in E8M0
+    scales = unpack_exponents(scale) if is_exponent else scale.float()
     if "global_scale" in parts:
         # One, or one for each index of the first axis.
         factor = parts["global_scale"].float()
-        factor = (
-            factor.reshape(-1, *(1,) * (scales.ndim - 1))
-            if factor.numel() > 1
-            else factor.reshape(())
-        )
-        scales = scales / factor if quantized.divided else scales * factor
+        factor_shape: tuple[int, ...] = ()
+        if factor.numel() > 1:
+            factor_shape = (-1, *(1,) * (scales.ndim - 1))
+        factor = factor.reshape(factor_shape)
+        if quantized.divided:
+            return scales / factor
+        return scales * factor
     return scales
 
 
 def scales_of_rows(
     quantized: QuantizedTensor, scales: torch.Tensor, region: Region
 ) -> torch.Tensor:
-    """Give each row of a region the scales of its blocks, which are those that the region
-    touches.
+    """Give each row of a region the scales of its blocks.
+
+    They are the blocks that the region touches.
     """
-    lead, grid = region.shape[:-1], coarsened(region, quantized.block)
+    lead = region.shape[:-1]
+    grid = coarsened(region, quantized.block)
     if scales.numel() == 1:
         return scales.reshape((1,) * len(region.shape)).expand(*lead, 1)
     scales = scales.reshape(grid.shape)
@@ -206,11 +224,14 @@ def apply_scales(
     region: Region,
     operation: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
 ) -> None:
-    """Multiply or divide values of some rows of a region in place by the scales of these, see
-    `scales_of_rows`.
+    """Multiply or divide rows of a region in place by their scales.
+
+    See `scales_of_rows`.
     """
-    width, columns = quantized.block[-1], values.shape[-1]
-    first, num_groups = region.offset[-1] % width, scales.shape[-1]
+    width = quantized.block[-1]
+    columns = values.shape[-1]
+    first = region.offset[-1] % width
+    num_groups = scales.shape[-1]
     if num_groups == 1:
         operation(values, scales)
     elif first == 0 and columns % width == 0:

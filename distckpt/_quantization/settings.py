@@ -1,4 +1,4 @@
-"""What the manifest keeps of a configuration of quantized tensors."""
+"""Settings of quantized tensors that the manifest keeps."""
 
 from __future__ import annotations
 
@@ -7,10 +7,11 @@ from typing import Any
 
 
 def are_settings(value: object) -> bool:
-    """Tell whether a value is what `settings_of` returns for quantized tensors."""
+    """Return whether a value is a result of `settings_of`."""
     if not isinstance(value, dict):
         return False
-    blocks, bits = value.get("blocks"), value.get("num_bits")
+    blocks = value.get("blocks")
+    bits = value.get("num_bits")
     if not isinstance(blocks, list) or not isinstance(bits, list):
         return False
     if any(type(number) is not int for number in bits):
@@ -18,19 +19,25 @@ def are_settings(value: object) -> bool:
     shapes = value.get("shapes", {})
     if not isinstance(shapes, dict) or not all(map(is_shape, shapes.values())):
         return False
-    return all(isinstance(each, list) and block_of({"block_structure": each}) for each in blocks)
+    for block in blocks:
+        if not isinstance(block, list) or not block_of({"block_structure": block}):
+            return False
+    return True
 
 
 def is_shape(value: object) -> bool:
-    """Tell whether a value is the shape of a tensor that is not empty."""
+    """Return whether a value is the shape of a non-empty tensor."""
     return isinstance(value, list) and all(type(size) is int and size > 0 for size in value)
 
 
 def block_of(weights: Mapping[str, Any]) -> list[int] | None:
-    """Return the rows and columns that share a scale, as a configuration says; None if it says
-    something else.
+    """Return the rows and columns that share a scale, or None.
+
+    A configuration names them, or something else.
     """
-    named = weights.get("weight_block_size") or weights.get("block_structure")
-    block = named or [1, weights.get("group_size")]
-    is_pair = isinstance(block, list) and len(block) == 2
-    return block if is_pair and all(type(n) is int and n > 0 for n in block) else None
+    block = weights.get("weight_block_size") or weights.get("block_structure")
+    if not block:
+        block = [1, weights.get("group_size")]
+    if is_shape(block) and len(block) == 2:
+        return list(block)
+    return None

@@ -1,6 +1,4 @@
-"""Counting the exchanges that each rank of a process group has reached, so that errors can name a
-lost rank.
-"""
+"""Counts of the exchanges that ranks have reached, to name lost ranks."""
 
 from __future__ import annotations
 
@@ -15,12 +13,10 @@ from typing import Any, TypeVar
 from distckpt._base.errors import RankFailedError
 
 LATE_SECONDS = 2.0
-"""How late a rank may reach an exchange that another one has found broken without being called
-absent.
-"""
+"""Seconds by which a rank may be late at a broken exchange. After that it is called absent."""
 
 STORE_SECONDS = 5.0
-"""How long a store may take to answer: its host may be stopped, or cut off."""
+"""Seconds a store may take to answer: its host may be stopped, or cut off."""
 
 ABANDONED = "This save was abandoned: the process ends, or a rank is lost."
 
@@ -29,11 +25,14 @@ _Answer = TypeVar("_Answer")
 
 
 class NoAnswerError(RuntimeError):
-    """A store does not answer; further requests would wait for the answer to this one."""
+    """A store that does not answer.
+
+    Further requests would wait for the answer to this one.
+    """
 
 
 def answer_of(request: Callable[[], _Answer], seconds: float) -> _Answer:
-    """Return what a store answers to a request.
+    """Return the answer of a store to a request.
 
     torch waits without end for a store whose host is stopped or cut off, so another thread does it.
 
@@ -64,15 +63,16 @@ def lost_contact(failures: Mapping[int, BaseException], message: str) -> RankFai
 
 
 class AttendanceLog:
-    """The number of exchanges that each rank has reached, kept in the store through which the ranks
-    found each other.
+    """The number of exchanges that each rank has reached.
+
+    It is kept in the store through which the ranks met.
 
     A count is sent without waiting for an answer, which takes some microseconds. A store that is
-    gone, perhaps because the process that held it is dead, raises no error: then absent ranks are
-    unknown, as they are without a store.
+    lost, perhaps because its process is dead, raises no error: then absent ranks are unknown, as
+    they are without a store.
 
     Attributes:
-        num_exchanges: that this rank has reached.
+        num_exchanges: number of exchanges that this rank has reached.
     """
 
     def __init__(self, store: Any, rank: int, size: int) -> None:
@@ -84,8 +84,9 @@ class AttendanceLog:
         self._is_silent = False
 
     def record(self, call: str | None = None) -> None:
-        """Record that this rank has reached the next exchange, in a call; all ranks reach them in
-        the same order.
+        """Record that this rank has reached the next exchange, in a call.
+
+        All ranks reach them in the same order.
         """
         self.num_exchanges += 1
         self._call = call or self._call
@@ -94,10 +95,10 @@ class AttendanceLog:
                 self._store.set(str(self._rank), f"{self.num_exchanges} {self._call}")
 
     def absent_ranks(self) -> list[int]:
-        """Return the ranks that have reached fewer exchanges than others, after one has just failed
-        here.
+        """Return the ranks that have reached fewer exchanges than other ranks.
 
-        A broken connection shows at once, so ranks that are only late get some time.
+        It is called after an exchange has failed here. A broken connection shows at once, so ranks
+        that are only late get some time.
         """
         # A rank that finds the exchange broken leaves it, and counts once more. So ranks that died
         # during it are behind.
@@ -106,16 +107,17 @@ class AttendanceLog:
         while True:
             counts = self._counts()
             fewest = min(counts, default=0)
-            absent = [
-                rank for rank, count in enumerate(counts) if count == fewest < self.num_exchanges
-            ]
+            absent: list[int] = []
+            if fewest < self.num_exchanges:
+                absent = [rank for rank, count in enumerate(counts) if count == fewest]
             if not absent or time.monotonic() > deadline:
                 return absent
             time.sleep(0.02)
 
     def lost_contact(self, name: str, error: RuntimeError) -> RankFailedError:
-        """Return the error for an exchange that has just failed here; it names the ranks that did
-        not reach it.
+        """Return the error for an exchange that has just failed here.
+
+        It names the ranks that did not reach it.
         """
         absent = self.absent_ranks()
         who = ", ".join(f"rank {rank}" for rank in absent) or "another rank"
@@ -130,7 +132,10 @@ class AttendanceLog:
         )
 
     def wait_for_all(self) -> None:
-        """Wait until all ranks have reached their first exchange, with the timeout of the store."""
+        """Wait until all ranks have reached their first exchange.
+
+        The store has a timeout.
+        """
         if self._store is not None:
             self._store.wait(self._names)
 
@@ -139,21 +144,26 @@ class AttendanceLog:
         return [rank for rank, count in enumerate(self._counts()) if count < self.num_exchanges]
 
     def describe_wait(self, name: str) -> str:
-        """Return in words which ranks this one waits for in an exchange."""
+        """Describe the ranks that this one waits for in an exchange."""
         late = ", ".join(map(str, self.late_ranks()))
-        who = f"rank{'s' if ',' in late else ''} {late}" if late else "others"
+        who = "others"
+        if late:
+            who = f"rank{'s' if ',' in late else ''} {late}"
         return f"still waiting for {who} in {name!r}{self.different_calls()}"
 
     def different_calls(self) -> str:
-        """Return in words that the ranks which have come this far are in different calls; empty if
-        they are not.
+        """Describe the different calls of the ranks that came this far.
+
+        The text is empty if the calls are the same.
         """
         first_ranks: dict[str, int] = {}
         for rank, (count, call) in enumerate(self._records()):
             if count >= self.num_exchanges:
                 first_ranks.setdefault(call, rank)
+        if len(first_ranks) < 2:
+            return ""
         calls = ", ".join(f"rank {rank} calls {call}" for call, rank in first_ranks.items())
-        return f"; all ranks must make the same calls, but {calls}" if len(first_ranks) > 1 else ""
+        return f"; all ranks must make the same calls, but {calls}"
 
     def _counts(self) -> list[int]:
         return [count for count, _ in self._records()]
@@ -164,23 +174,27 @@ class AttendanceLog:
         with contextlib.suppress(RuntimeError, ValueError):
             if store is not None:
                 values = self._asked(lambda: _values(store, self._names))
-                texts = [value.decode() for value in values]
-                return [(int(text.split(" ")[0]), text.partition(" ")[2]) for text in texts]
+                records = []
+                for value in values:
+                    count, _, call = value.decode().partition(" ")
+                    records.append((int(count), call))
+                return records
         return []
 
     def _asked(self, request: Callable[[], _Answer]) -> _Answer:
         try:
             return answer_of(request, STORE_SECONDS)
         except NoAnswerError:
-            self._store, self._is_silent = None, True
+            self._store = None
+            self._is_silent = True
             raise
 
 
 def _values(store: Any, names: Sequence[str]) -> list[bytes]:
-    """Return what a store has under names, of ranks that may not have come yet.
+    """Return a store's values under names of ranks.
 
-    It would wait for those, so they are looked for first, half by half: two requests if all are
-    there.
+    The ranks may not have come yet. The store would wait for them, so they are looked for first,
+    half by half: two requests if all are there.
     """
     if store.check(names):
         return list(store.multi_get(names))

@@ -1,4 +1,4 @@
-"""Phases of several ranks: no phase ends before every rank knows the outcome of all others."""
+"""Phases of several ranks, which end with all outcomes known to all."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ from distckpt._ranks.outcomes import (
 logger = logging.getLogger(__name__)
 
 events = logging.getLogger("distckpt.events")
-"""The journal: one line of JSON for each phase on each rank. Only handlers that are added to this
-logger receive it.
+"""Journal with one line of JSON for each phase on each rank. Only handlers added to this logger
+receive it.
 """
 events.propagate = False
 
@@ -42,7 +42,9 @@ _Result = TypeVar("_Result")
 _Settings: TypeAlias = Mapping[str, object] | None
 
 Figures: TypeAlias = tuple[int, float, dict[str, float], int, int]
-"""Of a report: bytes and seconds, seconds by phase, the slowest rank and how many there are."""
+"""Figures of a report. They are bytes and seconds, seconds by phase, the slowest rank and the
+number of ranks.
+"""
 
 
 _TWO_NUMBERS = struct.Struct("<qq")
@@ -50,8 +52,9 @@ _TWO_NUMBERS = struct.Struct("<qq")
 
 @dataclass
 class Vote:
-    """What a rank says at the end of a phase, a number between -2**62 and 2**62; afterwards, what
-    all ranks have said.
+    """A rank's number at a phase's end, then the result of all.
+
+    The number lies between -2**62 and 2**62.
     """
 
     number: int = 0
@@ -61,13 +64,15 @@ class Vote:
 
 @dataclass
 class Told:
-    """What ranks tell the coordinator, and what it answers, see `Ranks.telling`.
+    """A phase's messages to the coordinator, and its answer.
+
+    See `Ranks.telling`.
 
     Attributes:
-        call: what this rank is doing.
-        payload: of this rank.
-        payloads: of all ranks, on the coordinator.
-        answer: of the coordinator, on every rank.
+        call: call and phase of this rank.
+        payload: payload of this rank.
+        payloads: payloads of all ranks, on the coordinator.
+        answer: answer of the coordinator, on every rank.
         is_decision: whether the body works on the coordinator on behalf of all.
         has_answer_each: whether ranks get different answers.
     """
@@ -80,10 +85,12 @@ class Told:
     has_answer_each: bool = False
 
 
-_FINE, _FAILED, _EXPLAIN = b"+", b"-", b"?"
-"""How messages begin. After the last one, which only the coordinator sends, every rank describes
-what it is doing and how that failed.
-"""
+_FINE = b"+"
+"""First byte of a message with a result."""
+_FAILED = b"-"
+"""First byte of a message with an error."""
+_EXPLAIN = b"?"
+"""Message of the coordinator alone: every rank describes its call and the failure of it."""
 
 
 class Ranks(Exchanges):
@@ -96,7 +103,9 @@ class Ranks(Exchanges):
 
     @classmethod
     def in_background(cls, process_group: Any, timeout: float) -> Ranks:
-        """Return the same ranks with a gloo group of their own, for use in another thread.
+        """Return the same ranks with a gloo group of their own.
+
+        It is for use in another thread.
 
         Collective operation: all ranks must call it. In the new group they wait up to `timeout`
         seconds for each other.
@@ -117,16 +126,15 @@ class Ranks(Exchanges):
         decision: bool = False,
         same: _Settings = None,
     ) -> Iterator[Vote]:
-        """Run the body, then exchange its outcome and vote; no rank leaves before all have reached
-        the end.
+        """Run the body, then exchange its outcome and vote.
 
-        The body must not contain an exchange that a failing rank could miss. `name` says in
-        messages what the ranks are doing; a `decision` is a body that works on the coordinator on
-        behalf of all. A CheckpointingException is raised as it is on every rank if it was the
-        coordinator's decision or all ranks failed with the same one; any other failure is a
-        RankFailedError on every rank, if there are several. Ranks that are in different calls or
-        phases, or have different values for settings that must be the `same`, all raise the same
-        CheckpointingException.
+        No rank leaves before all have reached the end. The body must not contain an exchange that a
+        failing rank could miss. `name` names the phase in messages; a `decision` is a body that
+        works on the coordinator on behalf of all. A CheckpointingException is raised as it is on
+        every rank if it was the coordinator's decision or all ranks failed with the same one; any
+        other failure is a RankFailedError on every rank, if there are several. Ranks that are in
+        different calls or phases, or have different values for settings that must be the `same`,
+        all raise the same CheckpointingException.
         """
         vote = Vote()
         with self.telling(name, decision=decision, same=same) as told:
@@ -148,11 +156,11 @@ class Ranks(Exchanges):
         same: _Settings = None,
         answer_each: bool = False,
     ) -> Iterator[Told]:
-        """Run the body, then tell the coordinator its outcome and a payload: the first half of a
-        phase, see there.
+        """Run the body, then send the coordinator its outcome and a payload.
 
-        The second half, `answering`, must follow at once; `answer_each` if that is given. Where
-        this rank or, on the coordinator, another one has failed, all raise it here or there.
+        This is the first half of a phase, see there. The second half, `answering`, must follow at
+        once; `answer_each` if that is given. Where this rank or, on the coordinator, another one
+        has failed, all raise it here or there.
         """
         if self.size == 1:
             told = Told({})
@@ -165,24 +173,25 @@ class Ranks(Exchanges):
         try:
             yield told
             if not decision:
-                # After a decision, what was done for all (perhaps a commit) must not be reported as
-                # a failure.
+                # After a decision, its effect for all (perhaps a commit) must not be reported as a
+                # failure.
                 interrupts.run_handlers()
         except BaseException as caught:
             error = caught
             self._log(error, name)
             if self.is_known_to_all(error) or interrupts.is_forced():
                 # All ranks have raised it together already, in a phase inside this one; or this
-                # rank leaves the others.
+                # rank leaves the other ranks.
                 raise
         self._tell(told, error, name)
 
     def _tell(self, told: Told, error: BaseException | None, name: str) -> None:
-        """Send the coordinator the outcome of a body and its payload; raise what it knows of."""
+        """Send the coordinator a body's outcome and payload; raise known errors."""
         code = digest_of(told.call)
-        messages = self.gather((_FAILED if error else _FINE) + code + told.payload, name)
-        told.payloads = [message[1 + len(code) :] for message in messages]
-        is_fine = error is None and all(each.startswith(_FINE + code) for each in messages)
+        start = (_FAILED if error else _FINE) + code
+        messages = self.gather(start + told.payload, name)
+        told.payloads = [message[len(start) :] for message in messages]
+        is_fine = error is None and all(message.startswith(_FINE + code) for message in messages)
         if not is_fine:
             if told.has_answer_each:
                 self.scatter([_EXPLAIN] * self.size, name)
@@ -192,10 +201,10 @@ class Ranks(Exchanges):
 
     @contextlib.contextmanager
     def answering(self, told: Told, name: str) -> Iterator[None]:
-        """Run the body, which works on the coordinator on behalf of all and sets the answer: the
-        second half of a phase.
+        """Run the body on the coordinator, which sets the answer for all.
 
-        Its errors are raised like those of a `decision`; elsewhere it must do nothing.
+        This is the second half of a phase. Its errors are raised like those of a `decision`;
+        elsewhere it must do nothing.
         """
         error: BaseException | None = None
         if self.size == 1:
@@ -208,15 +217,19 @@ class Ranks(Exchanges):
             self._log(error, name)
             if interrupts.is_forced():
                 raise
-        message = _FINE + told.answer if error is None else _describe(error)
+        message = _FINE + told.answer
+        if error is not None:
+            message = _describe(error)
         answer = self.broadcast(message, name)
         if answer == _EXPLAIN:
             self._raise_together_what_failed(told, None)
         told.answer = self._result(answer, name, error)
 
     def answer_each(self, told: Told, name: str, function: Callable[[], Sequence[bytes]]) -> bytes:
-        """Return what a function on the coordinator, which works on behalf of all, returns for this
-        rank: the second half of a phase whose ranks get different answers.
+        """Return this rank's result of a function on the coordinator.
+
+        The function works on behalf of all. This is the second half of a phase whose ranks get
+        different answers.
         """
         if self.size == 1:
             return function()[0]
@@ -229,8 +242,9 @@ class Ranks(Exchanges):
     @staticmethod
     @contextlib.contextmanager
     def part(name: str, *, decision: bool = False) -> Iterator[None]:
-        """Run one part of the body of a phase: its errors name it, and are raised as if it was a
-        phase.
+        """Run a part of a phase's body, which names it in errors.
+
+        They are raised as if the part was a phase.
         """
         try:
             yield
@@ -239,11 +253,14 @@ class Ranks(Exchanges):
             raise
 
     def _raise_together_what_failed(self, told: Told, error: BaseException | None) -> NoReturn:
-        """Raise on all ranks what has failed on one, or that they are not doing the same."""
+        """Raise one rank's failure on all ranks, or their difference.
+
+        They may be in different calls.
+        """
         sent = self.all_gather(json.dumps([told.call, describe_error(error)]).encode())
         calls, outcomes = zip(*map(json.loads, sent), strict=True)
         agreed: BaseException
-        if any(outcomes) and len({each["call"] for each in calls}) == 1:
+        if any(outcomes) and len({call["call"] for call in calls}) == 1:
             # A rank that has failed before the first phase does not know its name.
             agreed = error_to_raise(error, self.rank, outcomes, calls[0]["phase"], told.is_decision)
         else:
@@ -257,10 +274,10 @@ class Ranks(Exchanges):
             )
 
     def decide(self, name: str, function: Callable[[], bytes]) -> bytes:
-        """Call a function on the coordinator, as a decision (see `phase`); return its result on
-        every rank.
+        """Return the result of a function on the coordinator to every rank.
 
-        The ranks must be in the same call already: what is exchanged differs from other phases.
+        It is a decision, see `phase`. The ranks must be in the same call already: the messages
+        differ from other phases.
         """
         if self.size == 1:
             return function()
@@ -281,7 +298,10 @@ class Ranks(Exchanges):
     def _attempt(
         self, name: str, function: Callable[[], Sequence[bytes]]
     ) -> tuple[list[bytes], BaseException | None]:
-        """Return a message for each rank, with the coordinator's result or error; and the error."""
+        """Return the coordinator's message for each rank, and the error.
+
+        A message holds the result or the error.
+        """
         if not self.is_coordinator:
             return [b""] * self.size, None
         try:
@@ -300,15 +320,18 @@ class Ranks(Exchanges):
         self.raise_together(error_to_raise(error, self.rank, outcomes, name, True), error)
 
     def all_equal(self, number: int) -> bool:
-        """Tell whether every rank gave the same number, between -2**62 and 2**62."""
+        """Return whether every rank has the same number.
+
+        Numbers lie between -2**62 and 2**62.
+        """
         with self.phase("compare a number") as vote:
             vote.number = number
         return vote.are_equal
 
     def raise_together(self, agreed: BaseException, error: BaseException | None) -> NoReturn:
-        """Raise an error that all ranks raise, instead of one that they have raised together.
+        """Raise an agreed error on all ranks instead of an earlier one.
 
-        Collective operation: all ranks must call it.
+        They have raised the earlier one together. Collective operation: all ranks must call it.
         """
         if self.size == 1:
             raise agreed from error
@@ -328,10 +351,11 @@ def _given_group(*args: Any, process_group: Any = None, **kwargs: Any) -> Any:
 def collective(
     group_of: Callable[..., Any] = _given_group,
 ) -> Callable[[Callable[_Parameters, _Result]], Callable[_Parameters, _Result]]:
-    """Make a function an operation that all ranks call, see `interrupts.operation`.
+    """Make a function an operation that all ranks call.
 
-    The first exchange of each must be the end of a phase. If a rank fails before it, because of a
-    misspelled argument or a signal, the others are told there instead of waiting for it.
+    See `interrupts.operation`. The first exchange of each must be the end of a phase. If a rank
+    fails before it, because of a misspelled argument or a signal, the other ranks hear of it there
+    instead of waiting.
 
     Args:
         group_of: called with the arguments; returns the caller's process group.
@@ -357,13 +381,14 @@ def collective(
 
 
 def _tell_others(process_group: Any, error: BaseException) -> None:
-    """Raise an error on all ranks, which come to their first exchange; return if it can be raised
-    as it is.
+    """Raise an error on all ranks, at their first exchange.
+
+    Return if it can be raised as it is.
     """
     try:
         ranks = Ranks(process_group)
     except CheckpointingException:
-        # It is about the group itself.
+        # The error is about the group itself.
         return
     if ranks.size == 1:
         return
@@ -371,27 +396,34 @@ def _tell_others(process_group: Any, error: BaseException) -> None:
         with ranks.phase("check the arguments"):
             raise error
     except RankFailedError as agreed:
-        told = {(type(failure), str(failure)) for failure in agreed.failures.values()}
-        if len(agreed.failures) < ranks.size or len(told) > 1:
+        texts = {(type(failure), str(failure)) for failure in agreed.failures.values()}
+        if len(agreed.failures) < ranks.size or len(texts) > 1:
             raise
     mark_known(error, ranks._group)
 
 
 class PhaseTimer:
-    """Measures the phases of one call on this rank, and logs each to `events`."""
+    """Timer of the phases of one call on this rank.
+
+    It logs each phase to `events`.
+    """
 
     def __init__(self, verb: str, rank: int, location: str) -> None:
         self._started = time.perf_counter()
-        self._verb, self._rank, self.location = verb, rank, location
+        self._verb = verb
+        self._rank = rank
+        self.location = location
         self.phases: dict[str, float] = {}
         self._running: dict[str, float] = {}
 
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[dict[str, Any]]:
-        """Add the time that the body takes to a phase; yield further fields of its event, which the
-        body may add to.
+        """Add the body's duration to a phase.
+
+        Yield further fields of its event, which the body may add to.
         """
-        start, started = time.time(), time.perf_counter()
+        start = time.time()
+        started = time.perf_counter()
         details: dict[str, Any] = {}
         self._running[name] = started
         try:
@@ -417,19 +449,22 @@ class PhaseTimer:
 
     @property
     def seconds(self) -> float:
-        """Return how long the call has taken so far."""
+        """Return the duration of the call so far."""
         return time.perf_counter() - self._started
 
     def figures(self, num_bytes: int) -> bytes:
-        """Return what this rank has to say for a report; the phase that is running counts."""
+        """Return this rank's figures for a report.
+
+        The phase that is running counts.
+        """
         phases = {**self.phases, **self._seconds_of_running()}
         return np.array([num_bytes, self.seconds, *phases.values()]).tobytes()
 
     def united(self, figures: Sequence[bytes], moving: str) -> Figures:
-        """Return the fields of a report that follow the location from the `figures` of all ranks.
+        """Return the fields of a report from the `figures` of all ranks.
 
-        The slowest rank is the one that took longest in the phase `moving`. Phases that are running
-        now are those of this rank.
+        They follow the location. The slowest rank is the one that took longest in the phase
+        `moving`. Phases that are running now are those of this rank.
         """
         table = np.stack([np.frombuffer(row) for row in figures])
         longest = dict(zip(self.phases, table[:, 2:].max(axis=0).tolist(), strict=True))

@@ -1,7 +1,7 @@
-"""Exchanges of byte strings, numbers and tensors over gloo; only this module imports
-torch.distributed.
+"""Exchanges of byte strings, numbers and tensors over gloo.
 
-No payload is pickled, and the error of a broken exchange names the rank that was lost.
+Only this module imports torch.distributed. No payload is pickled, and the error of a broken
+exchange names the rank that was lost.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -42,53 +42,59 @@ else:
 logger = logging.getLogger(__name__)
 
 WAITING_LOG_SECONDS = 30.0
-"""How long a rank waits for others before it logs which ones it waits for."""
+"""Seconds after which a waiting rank logs the missing ones."""
 
 _POLL = timedelta(seconds=0.5)
-"""How long waiting may keep Python from handling signals."""
+"""Longest time that waiting keeps Python from handling signals."""
 
 _FRAME_BYTES = 512
-"""Of each message of a gather, scatter or broadcast: only what is longer takes a second one."""
+"""Size of the first message of a gather, scatter or broadcast. Only longer payloads take a second
+one.
+"""
 _BYTES_IN_FRAME = _FRAME_BYTES - 8
 
 _cpu_groups: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
-"""Process group of the caller -> gloo group of the same ranks, for groups that cannot move CPU
-tensors.
+"""Process group of the caller -> gloo group of the same ranks. It is for groups that cannot move
+CPU tensors.
 """
 
 _turns: weakref.WeakKeyDictionary[Any, threading.Lock] = weakref.WeakKeyDictionary()
-"""By process group of the caller: held by the thread that uses it, since exchanges of two threads
-could not be told apart.
+"""Process group of the caller -> lock of the thread that uses it. Exchanges of two threads could
+not be told apart.
 """
 
 FAN_OUT = 16
-"""Larger groups exchange messages along a tree. No rank has more than 15 others below it for each
-level, so that a rank of 65,536 has at most 61 connections."""
+"""Size of groups above which messages go along a tree. No rank has more than 15 other ranks below
+it for each level, so that a rank of 65,536 has at most 61 connections.
+"""
 
 _trees: weakref.WeakKeyDictionary[Any, list[Any]] = weakref.WeakKeyDictionary()
-"""By gloo group: those of its tree that this rank is in, from the leaves on."""
+"""Gloo group -> this rank's groups of its tree, leaves first."""
 
 _lone_groups: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
 """Default group -> the group of this process alone."""
 
 _attendance_logs: weakref.WeakKeyDictionary[Any, AttendanceLog] = weakref.WeakKeyDictionary()
-"""By gloo group: later calls with the same group continue the count."""
+"""Gloo group -> its count, which later calls with the group continue."""
 
 
 class Transfer(NamedTuple):
-    """Memory on its way to or from another rank; holding this keeps the memory alive."""
+    """Memory on its way to or from another rank.
+
+    Holding this keeps the memory alive.
+    """
 
     work: Any
     memory: torch.Tensor
 
 
 class Exchanges:
-    """What the processes of a group send each other; a process without a process group is the only
-    rank.
+    """Exchanges between the processes of a group.
 
-    `process_group` None is the default group, or this process alone if torch.distributed is not
-    initialized. A thread that waits for others gives up when `stop` is set. The coordinator is the
-    rank that plans and commits for all, rank 0 of the group.
+    A process without a process group is the only rank. `process_group` None is the default group,
+    or this process alone if torch.distributed is not initialized. A thread that waits for other
+    ranks gives up when `stop` is set. The coordinator is the rank that plans and commits for all,
+    rank 0 of the group.
     """
 
     _group: Any = None
@@ -106,8 +112,11 @@ class Exchanges:
                 )
             _warn_if_others_are_meant()
             return
-        group = dist.group.WORLD if process_group is None else process_group
-        self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
+        group = process_group
+        if group is None:
+            group = dist.group.WORLD
+        self.rank = dist.get_rank(group)
+        self.size = dist.get_world_size(group)
         if self.rank < 0:
             raise CheckpointingException(
                 f"Global rank {dist.get_rank()} is not a member of the given process_group: only "
@@ -115,20 +124,23 @@ class Exchanges:
             )
         self.is_coordinator = self.rank == 0
         if self.size > 1:
-            # From here on the others wait for this rank.
+            # From here on the other ranks wait for this one.
             interrupts.defer_signals()
             interrupts.hold(_turns.setdefault(group, threading.Lock()))
             self._group = _cpu_group(group)
 
     def use_group(self, group: Any) -> None:
-        """Go on in a group that `group_over` made, which is used by one thread."""
+        """Go on in a group of `group_over`, used by one thread."""
         self.stop = threading.Event()
-        self._group, self.rank, self.size = group, group.rank(), group.size()
+        self._group = group
+        self.rank = group.rank()
+        self.size = group.size()
         self.is_coordinator = self.rank == 0
 
     def use_new_group(self, timeout: float) -> None:
-        """Go on in a new gloo group of the same ranks, which wait up to `timeout` seconds for each
-        other there.
+        """Go on in a new gloo group of the same ranks.
+
+        There they wait up to `timeout` seconds for each other.
         """
         members = dist.get_process_group_ranks(self._group)
         with _contact(self._group, "make a process group"):
@@ -141,7 +153,7 @@ class Exchanges:
 
     @property
     def timeout(self) -> float:
-        """Return how many seconds the ranks wait for each other in an exchange."""
+        """Return the seconds that ranks wait for each other in an exchange."""
         # A backend of another program need not tell.
         with contextlib.suppress(AttributeError):
             if self._group is not None:
@@ -150,20 +162,25 @@ class Exchanges:
         return math.inf
 
     def is_known_to_all(self, error: BaseException) -> bool:
-        """Tell whether all ranks have raised this error, or one with the same cause, together."""
+        """Return whether all ranks have raised this error together.
+
+        An error with the same cause counts, too.
+        """
         return self._group is not None and getattr(error, "known_in", None) == _name_of(self._group)
 
     def are_in_step_after(self, error: BaseException) -> bool:
-        """Tell whether ranks may go on together after an error: all have raised it, and no rank was
-        lost.
+        """Return whether ranks may go on together after an error.
+
+        They may if all have raised it, and no rank was lost.
         """
         return self.size == 1 or (
             self.is_known_to_all(error) and not getattr(error, "is_lost_contact", False)
         )
 
     def gather(self, payload: bytes, name: str = "gather") -> list[bytes]:
-        """Send a payload to the coordinator; return the payloads of all ranks there, an empty list
-        elsewhere.
+        """Send a payload to the coordinator, and return all payloads there.
+
+        Other ranks get an empty list.
         """
         if self.size == 1:
             return [payload]
@@ -171,9 +188,9 @@ class Exchanges:
             return self._gather(payload, name)
 
     def gather_once(self, payloads: Sequence[bytes]) -> list[list[bytes]]:
-        """Gather several payloads, the same number from each rank; of ranks with an equal one, only
-        the first sends it.
+        """Gather payloads; identical ones are sent by one rank only.
 
+        Every rank has the same number of payloads, and the first rank with a payload sends it.
         Return for each of them the payloads of all ranks on the coordinator, an empty list
         elsewhere.
         """
@@ -196,8 +213,9 @@ class Exchanges:
         return [_each_of_same(senders[:, place].tolist(), parts) for place in range(len(payloads))]
 
     def scatter(self, payloads: Sequence[bytes], name: str = "scatter") -> bytes:
-        """Hand every rank its payload from the coordinator's list; the argument is ignored
-        elsewhere.
+        """Hand every rank its payload from the coordinator's list.
+
+        The argument is ignored elsewhere.
         """
         if self.size == 1:
             return payloads[0]
@@ -205,7 +223,10 @@ class Exchanges:
             return self._scatter(payloads, name)
 
     def broadcast(self, payload: bytes, name: str = "broadcast") -> bytes:
-        """Return the coordinator's payload on every rank; the argument is ignored elsewhere."""
+        """Return the coordinator's payload on every rank.
+
+        The argument is ignored elsewhere.
+        """
         if self.size == 1:
             return payload
         with _contact(self._group, name):
@@ -224,22 +245,23 @@ class Exchanges:
             return unpack_parts(self._broadcast_bytes(joined, name))
 
     def all_gather_numbers(self, numbers: Sequence[int]) -> IntArray:
-        """Return the numbers of every rank, the same count from each, on every rank; of shape
-        (ranks, numbers).
+        """Return the numbers of all ranks on every rank.
+
+        Their shape is (ranks, numbers). Each rank has the same count of numbers.
         """
         own = np.array(numbers, np.int64)
         gathered = self.all_gather(own.tobytes(), "all_gather_numbers")
         return np.frombuffer(b"".join(gathered), np.int64).reshape(self.size, len(numbers))
 
     def all_reduce_sum(self, numbers: IntArray, name: str) -> IntArray:
-        """Return the sum of the numbers that all ranks gave at each place, on every rank."""
+        """Return the sum of all ranks' numbers at each place, everywhere."""
         total = torch.from_numpy(numbers.copy())
         if self.size > 1:
             with _contact(self._group, name):
                 work = dist.all_reduce(total, group=self._group, async_op=True)
                 self._complete(work, name, [total], self._group)
-        summed: IntArray = total.numpy()
-        return summed
+        result: IntArray = total.numpy()
+        return result
 
     def start_transfer(
         self,
@@ -248,22 +270,29 @@ class Exchanges:
         tag: int,
         is_sent: bool,
     ) -> Transfer:
-        """Start to send contiguous bytes, or to fill them with those that a rank sends under the
-        same tag; see `finish`.
+        """Start to send contiguous bytes, or to receive them from a rank.
+
+        The sender uses the same tag; see `finish`.
         """
         with _contact(self._group, "exchange of tensors", of_all=False):
-            start = dist.isend if is_sent else dist.irecv
-            of_peer = {"group_dst" if is_sent else "group_src": peer}
-            return Transfer(start(memory, group=self._group, tag=tag, **of_peer), memory)
+            if is_sent:
+                work = dist.isend(memory, group=self._group, tag=tag, group_dst=peer)
+            else:
+                work = dist.irecv(memory, group=self._group, tag=tag, group_src=peer)
+            return Transfer(work, memory)
 
     def finish(self, transfer: Transfer) -> None:
-        """Wait for a transfer to end; until then its memory must not change."""
+        """Wait for a transfer to end.
+
+        Until then its memory must not change.
+        """
         with _contact(self._group, "exchange of tensors", of_all=False):
             transfer.work.wait()
 
     def broadcast_into(self, memory: npt.NDArray[np.uint8], src: int) -> None:
-        """Fill memory, of the same size on every rank, with the bytes that it holds on rank
-        `src`.
+        """Fill memory on every rank with the bytes on rank `src`.
+
+        It has the same size everywhere.
         """
         if self.size > 1 and len(memory):
             with _contact(self._group, "broadcast of a tensor"):
@@ -277,7 +306,9 @@ class Exchanges:
             gathered = self._gather_in(group, pack_parts(parts), name)
             if not gathered:
                 return []
-            parts = [part for message in gathered for part in unpack_parts(message)]
+            parts = []
+            for message in gathered:
+                parts += unpack_parts(message)
         return parts
 
     def _scatter(self, payloads: Sequence[bytes], name: str) -> bytes:
@@ -292,7 +323,9 @@ class Exchanges:
         return parts[0]
 
     def _broadcast_bytes(self, payload: bytes, name: str) -> bytes:
-        groups = [self._group] if self.size <= FAN_OUT else reversed(_tree_of(self._group))
+        groups: Iterable[Any] = [self._group]
+        if self.size > FAN_OUT:
+            groups = reversed(_tree_of(self._group))
         for group in groups:
             payload = self._broadcast_in(group, payload, name)
         return payload
@@ -311,8 +344,11 @@ class Exchanges:
         return [payload, *others]
 
     def _scatter_in(self, group: Any, payloads: Sequence[bytes], name: str) -> bytes:
-        own, is_first = _frame_of(b""), group.rank() == 0
-        frames = [_frame_of(payload) for payload in payloads] if is_first else None
+        own = _frame_of(b"")
+        is_first = group.rank() == 0
+        frames: list[torch.Tensor] | None = None
+        if is_first:
+            frames = [_frame_of(payload) for payload in payloads]
         work = dist.scatter(own, frames, group=group, group_src=0, async_op=True)
         self._complete(work, name, [own, *(frames or ())], group)
         if not is_first:
@@ -322,7 +358,8 @@ class Exchanges:
         return payloads[0]
 
     def _broadcast_in(self, group: Any, payload: bytes, name: str) -> bytes:
-        frame, is_first = _frame_of(payload), group.rank() == 0
+        frame = _frame_of(payload)
+        is_first = group.rank() == 0
         self._broadcast(frame, 0, name, group)
         size, start = _size_and_start(frame)
         if size == len(start):
@@ -331,7 +368,9 @@ class Exchanges:
         if is_first:
             rest = _as_tensor(payload[_BYTES_IN_FRAME:])
         self._broadcast(rest, 0, name, group)
-        return payload if is_first else start + rest.numpy().tobytes()
+        if is_first:
+            return payload
+        return start + rest.numpy().tobytes()
 
     def _broadcast(self, tensor: torch.Tensor, src: int, name: str, group: Any = None) -> None:
         group = group or self._group
@@ -339,7 +378,7 @@ class Exchanges:
         self._complete(work, name, [tensor], group)
 
     def _complete(self, work: Any, name: str, tensors: Sequence[torch.Tensor], group: Any) -> None:
-        """Wait for a collective; after a while, log once which ranks have not come to it."""
+        """Wait for a collective; after a while, log its absent ranks once."""
         log_at: float = time.monotonic() + WAITING_LOG_SECONDS
         with lent(group, work, tensors):
             while not work.is_completed():
@@ -359,9 +398,9 @@ class Exchanges:
 
 @contextlib.contextmanager
 def _contact(group: Any, name: str, *, of_all: bool = True) -> Iterator[None]:
-    """Turn a broken exchange, after a rank died or timed out, into an error that names the rank.
+    """Turn a broken exchange into an error that names the rank.
 
-    Every rank counts the exchanges that all take part in (`of_all`).
+    The rank died or timed out. Every rank counts the exchanges that all take part in (`of_all`).
     """
     log = _attendance_log_of(group)
     if of_all:
@@ -373,7 +412,7 @@ def _contact(group: Any, name: str, *, of_all: bool = True) -> Iterator[None]:
 
 
 def _content_of(group: Any, frame: torch.Tensor, source: int) -> bytes:
-    """Return the payload of a frame; what does not fit into it comes from the same rank."""
+    """Return a frame's payload, whose rest comes from the same rank."""
     size, start = _size_and_start(frame)
     return start + _receive(group, size - len(start), source)
 
@@ -393,7 +432,7 @@ def _receive(group: Any, size: int, source: int) -> bytes:
 
 
 def _frame_of(payload: bytes) -> torch.Tensor:
-    """Return a message of the size that all have: the length of a payload, and its beginning."""
+    """Return a message of the common size: a payload's length and beginning."""
     start = len(payload).to_bytes(8, "little") + payload[:_BYTES_IN_FRAME]
     return _as_tensor(start.ljust(_FRAME_BYTES, b"\0"))
 
@@ -424,19 +463,25 @@ def _digest_of(payload: bytes) -> bytes:
 
 
 def _each_of_same(senders: Sequence[int], parts: Sequence[Iterator[bytes]]) -> list[bytes]:
-    """Return the payload of each rank, given which rank has sent it, and what each has sent."""
-    sent = {rank: next(parts[rank]) for rank in sorted(set(senders))}
-    return [sent[rank] for rank in senders]
+    """Return the payload of each rank, given the senders.
+
+    `parts` are the payloads that each rank has sent.
+    """
+    payloads = {rank: next(parts[rank]) for rank in sorted(set(senders))}
+    return [payloads[rank] for rank in senders]
 
 
 def _first_of_same(rows: IntArray) -> IntArray:
-    """Return for each row the index of the first one that equals it."""
+    """Return for each row the index of its first equal row."""
     _, firsts, same = np.unique(rows, axis=0, return_index=True, return_inverse=True)
     return firsts[same.ravel()]
 
 
 def mark_known(error: BaseException, group: Any) -> BaseException:
-    """Note that the ranks of a group have raised an error together, or no longer can."""
+    """Note that a group's ranks have raised an error together.
+
+    The same holds for an error that they can no longer raise together.
+    """
     error.known_in = _name_of(group)  # type: ignore[attr-defined]
     return error
 
@@ -446,18 +491,18 @@ def _name_of(group: Any) -> str:
 
 
 OPEN_SECONDS = 5.0
-"""How much longer than its timeout torch may take to open a store: it tries again at first."""
+"""Seconds that torch may need beyond its timeout to open a store. It tries again at first."""
 _BACKLOG = 1024
 """Connections that may wait until a store accepts them."""
 
 
 def open_store(host: str, port: int, is_host: bool, timeout: float) -> Any:
-    """Open the store at an address, through which processes of any jobs find each other.
+    """Open the store at an address, where processes of any jobs meet.
 
     The host listens on this address alone; torch would listen on all addresses of the machine.
 
     Raises:
-        CheckpointingException: nobody hosts it within `timeout` seconds, or the port is taken.
+        CheckpointingException: no process hosts it within `timeout` seconds, or the port is taken.
     """
     if torch.__version__.startswith("2.6."):
         raise CheckpointingException(
@@ -481,19 +526,21 @@ def open_store(host: str, port: int, is_host: bool, timeout: float) -> Any:
     try:
         return answer_of(open_there, timeout + OPEN_SECONDS)
     except (RuntimeError, OSError) as error:
-        problem = "cannot be hosted here" if is_host else f"did not answer within {timeout:g} s"
+        problem = f"did not answer within {timeout:g} s"
+        if is_host:
+            problem = "cannot be hosted here"
         text = f"The store at {host}:{port} {problem}: {first_line(error)}"
         raise CheckpointingException(text) from error
 
 
 def _listener(host: str, port: int) -> int:
-    """Return the descriptor of a socket that listens on an address of this machine.
+    """Return the descriptor of a socket listening on this machine.
 
     Raises:
         OSError: none of the addresses of the host is one of this machine, or the port is taken.
     """
-    found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
-    for family, kind, protocol, _, address in found:
+    candidates = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    for family, kind, protocol, _, address in candidates:
         with contextlib.closing(socket.socket(family, kind, protocol)) as listener:
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             try:
@@ -504,7 +551,7 @@ def _listener(host: str, port: int) -> int:
                 continue
             _warn_of_loopback(host, str(address[0]))
             return listener.detach()
-    addresses = ", ".join(sorted({str(address[0]) for *_, address in found}))
+    addresses = ", ".join(sorted({str(address[0]) for *_, address in candidates}))
     if failure.errno != errno.EADDRNOTAVAIL:
         raise failure
     raise OSError(
@@ -514,7 +561,10 @@ def _listener(host: str, port: int) -> int:
 
 
 def _warn_of_loopback(host: str, address: str) -> None:
-    """Warn of a name that leads to this machine only here, as some systems set up its own name."""
+    """Warn of a name that leads to this machine only here.
+
+    Some systems set up their own name so.
+    """
     is_loopback = address == "::1" or address.startswith("127.")
     if is_loopback and host not in (address, "localhost"):
         logger.warning(
@@ -528,7 +578,7 @@ def _warn_of_loopback(host: str, address: str) -> None:
 def group_over(
     store: Any, number: int, rank: int, size: int, timeout: float, address: tuple[str, int]
 ) -> Any:
-    """Make a gloo group of processes of any jobs, which need no default group.
+    """Make a gloo group of processes of any jobs, without default group.
 
     Its connections use the interface that leads to `address`, unless GLOO_SOCKET_IFNAME names one.
     Collective operation: all `size` processes must call it, within `timeout` seconds.
@@ -539,8 +589,11 @@ def group_over(
     limit = timedelta(seconds=timeout)
 
     def connect() -> Any:
-        own = None if os.environ.get("GLOO_SOCKET_IFNAME") else _own_address(*address)
-        settings = limit if own is None else _gloo_options(own, limit)
+        settings = limit
+        if not os.environ.get("GLOO_SOCKET_IFNAME"):
+            own = _own_address(*address)
+            if own is not None:
+                settings = _gloo_options(own, limit)
         return dist.ProcessGroupGloo(shared, rank, size, settings)
 
     try:
@@ -552,7 +605,10 @@ def group_over(
 
 
 def forget_group(store: Any, number: int, size: int) -> None:
-    """Delete what the members of a group wrote to a store when they made it."""
+    """Delete the entries of a group's members in a store.
+
+    They wrote them when they made the group.
+    """
     prefix = _prefix_of(number)
     for rank in range(size):
         # The address that gloo listens on, and the count of exchanges.
@@ -564,7 +620,7 @@ def _gloo_options(own_address: str, limit: timedelta) -> Any:
     gloo = dist.ProcessGroupGloo
     options = gloo._Options()  # type: ignore[attr-defined]
     options._devices = [gloo.create_device(hostname=own_address)]
-    # As many as without options, for one device.
+    # The number that gloo uses without options, for one device.
     options._threads = 2
     options._timeout = limit
     return options
@@ -575,7 +631,7 @@ def _prefix_of(number: int) -> str:
 
 
 def _own_address(host: str, port: int) -> str | None:
-    """Return the address of this machine from which packets go to a host.
+    """Return this machine's address for packets to a host.
 
     None where the host is all addresses of this machine, or cannot be reached.
     """
@@ -594,10 +650,11 @@ def _own_address(host: str, port: int) -> str | None:
 
 @contextlib.contextmanager
 def gloo_group(rank: int, num_ranks: int, rendezvous: str) -> Iterator[None]:
-    """Make the default process group of processes of this machine that meet in the file
-    `rendezvous`.
+    """Make the default process group of processes of this machine.
+
+    They meet in the file `rendezvous`.
     """
-    # Whatever the name of this machine resolves to.
+    # The name of this machine may resolve to any address.
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     dist.init_process_group(
         "gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=num_ranks
@@ -609,8 +666,9 @@ def gloo_group(rank: int, num_ranks: int, rendezvous: str) -> Iterator[None]:
 
 
 def group_of(process_group: Any) -> Any:
-    """Return the process group, or the default one for None; None if torch.distributed is not
-    initialized.
+    """Return the process group, or the default one for None.
+
+    None if torch.distributed is not initialized.
     """
     if process_group is None and _is_initialized():
         return dist.group.WORLD
@@ -619,8 +677,12 @@ def group_of(process_group: Any) -> Any:
 
 @functools.cache
 def _warn_if_others_are_meant() -> None:
-    """Warn, once, of processes that a launcher has started together and that do not know it."""
-    rank, size = os.environ.get("RANK", ""), os.environ.get("WORLD_SIZE", "")
+    """Warn, once, of processes that a launcher has started together.
+
+    They do not know it.
+    """
+    rank = os.environ.get("RANK", "")
+    size = os.environ.get("WORLD_SIZE", "")
     if rank.isdecimal() and size.isdecimal() and int(size) > 1:
         logger.warning(
             "This process is rank %s of %s to its launcher, but torch.distributed is not "
@@ -632,37 +694,45 @@ def _warn_if_others_are_meant() -> None:
 
 
 def _is_initialized() -> bool:
-    # Who has made a process group has imported it.
+    # A program that has made a process group has imported it.
     return "torch.distributed" in sys.modules and dist.is_available() and dist.is_initialized()
 
 
 def num_exchanges(process_group: Any) -> int:
-    """Return how many exchanges of all ranks this one has reached, for a process group of a
-    caller.
+    """Return the number of a group's exchanges that this rank has reached.
+
+    The group is a caller's.
     """
     group = group_of(process_group)
     if not (group and isinstance(group, dist.ProcessGroup)):
         return 0
     log = _attendance_logs.get(_cpu_groups.get(group, group))
-    return log.num_exchanges if log else 0
+    if log is None:
+        return 0
+    return log.num_exchanges
 
 
 def own_rank() -> int:
-    """Return the rank of this process in the default group; 0 if there is none."""
-    return dist.get_rank() if _is_initialized() else 0
+    """Return this process's rank in the default group; 0 without one."""
+    if not _is_initialized():
+        return 0
+    return dist.get_rank()
 
 
 def group_number(process_group: Any) -> int:
-    """Return a number that tells disjoint groups apart, the lowest global rank of one; 0 for
-    None.
+    """Return a number that tells disjoint groups apart; 0 for None.
+
+    It is the lowest global rank of a group.
     """
-    return 0 if process_group is None else min(dist.get_process_group_ranks(process_group))
+    if process_group is None:
+        return 0
+    return min(dist.get_process_group_ranks(process_group))
 
 
 def lone_group() -> Any:
-    """Return a process group of this process alone; None if torch.distributed is not initialized.
+    """Return a process group of this process alone.
 
-    Not a collective operation.
+    None if torch.distributed is not initialized. Not a collective operation.
     """
     world = group_of(None)
     if world is not None and world not in _lone_groups:
@@ -673,7 +743,7 @@ def lone_group() -> Any:
 
 
 def _cpu_group(group: Any) -> Any:
-    # Such as "cpu:gloo,cuda:nccl"; what serves other devices does not matter.
+    # Such as "cpu:gloo,cuda:nccl"; backends of other devices do not matter.
     if "cpu:gloo" in str(dist.get_backend_config(group)).split(","):
         return group
     if group not in _cpu_groups:
@@ -685,9 +755,10 @@ def _cpu_group(group: Any) -> Any:
 
 
 def _new_gloo_group(members: Sequence[int], timeout: timedelta | None = None) -> Any:
-    """Make a gloo group, whose ranks connect when they first exchange something, if torch can.
+    """Make a gloo group whose ranks connect at their first exchange.
 
-    Collective operation: all members must call it. Otherwise every rank connects to all others.
+    Every rank connects to all other ranks if torch cannot do that. Collective operation: all
+    members must call it.
     """
     name = "TORCH_GLOO_LAZY_INIT"
     sets_it = len(members) >= FAN_OUT and name not in os.environ
@@ -707,23 +778,27 @@ def _new_gloo_group(members: Sequence[int], timeout: timedelta | None = None) ->
 
 
 def _tree_of(group: Any) -> list[Any]:
-    """Return the groups of a tree that this rank is in, from its leaves on: the first rank of each
-    is in the next one.
+    """Return the tree's groups with this rank, from its leaves on.
 
-    Collective operation when a group is first given: all its ranks must call it.
+    The first rank of each group is in the next one. Collective operation when a group is first
+    given: all its ranks must call it.
     """
     if group not in _trees:
         ranks = dist.get_process_group_ranks(group)
-        own, limit = dist.get_rank(), group._get_backend(torch.device("cpu")).options._timeout
+        own = dist.get_rank()
+        limit = group._get_backend(torch.device("cpu")).options._timeout
         _trees[group] = []
         while len(ranks) > 1:
             is_in = own in ranks
-            first = ranks.index(own) // FAN_OUT * FAN_OUT if is_in else 0
             # All ranks make as many groups, though some are of one rank: torch counts them, and
-            # names those of the same ranks by the count.
-            made = _new_gloo_group(ranks[first : first + FAN_OUT] if is_in else [own], limit)
+            # names groups of the same ranks by the count.
+            members = [own]
             if is_in:
-                _trees[group].append(made)
+                first = ranks.index(own) // FAN_OUT * FAN_OUT
+                members = ranks[first : first + FAN_OUT]
+            level = _new_gloo_group(members, limit)
+            if is_in:
+                _trees[group].append(level)
             ranks = ranks[::FAN_OUT]
     return _trees[group]
 
@@ -736,7 +811,7 @@ def _attendance_log_of(group: Any) -> AttendanceLog:
 
 
 def _store_of(group: Any) -> Any:
-    """Return the store through which the ranks of a group found each other."""
+    """Return the store through which a group's ranks have met."""
     # Groups of torch 2.6 do not tell their store.
     if hasattr(group, "get_group_store"):
         return group.get_group_store()

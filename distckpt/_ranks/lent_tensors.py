@@ -1,4 +1,4 @@
-"""The tensors that the threads of gloo still hold, although their collectives have returned.
+"""Tensors of returned collectives that gloo's threads still hold.
 
 A thread lets go of a tensor a little later, and needs the interpreter's lock for that. Python
 before 3.14 ends threads that wait for this lock while the process exits, which aborts the process.
@@ -19,10 +19,10 @@ from distckpt._base.lazy import torch
 from distckpt._base.libc import keep_for_ever
 
 SECONDS_TO_LET_GO = 5.0
-"""How long the exit waits, at most."""
+"""Longest time that the exit waits."""
 
 _lent: weakref.WeakKeyDictionary[Any, list[torch.Tensor]] = weakref.WeakKeyDictionary()
-"""By gloo group, whose threads end with it."""
+"""Gloo group, whose threads end with it -> tensors."""
 
 
 @contextlib.contextmanager
@@ -40,7 +40,10 @@ def lent(group: Any, work: Any, tensors: Sequence[torch.Tensor]) -> Iterator[Non
 
 
 def _is_held(tensor: torch.Tensor) -> bool:
-    """Tell whether anything but Python holds a tensor, as far as this version of torch says."""
+    """Return whether anything but Python holds a tensor.
+
+    Some versions of torch do not tell.
+    """
     return bool(getattr(tensor, "_use_count", lambda: 1)() > 1)
 
 

@@ -1,5 +1,4 @@
-"""What ranks tell each other at the end of a phase, as plain values: which call each is in, and its
-exception.
+"""Outcomes of a phase, exchanged as plain values: call and exception.
 
 Nothing that another rank sends is ever unpickled.
 """
@@ -16,7 +15,7 @@ from distckpt._base import errors
 from distckpt._base.errors import CheckpointingException, LoadMismatchError, RankFailedError
 
 Call: TypeAlias = dict[str, str]
-"""The "call" and "phase" that a rank is in, and the values of its settings by name."""
+"""The "call" and "phase" of a rank, and its settings by name."""
 
 _ADDRESS = re.compile(r" at 0x[0-9a-f]+")
 _PLAIN_ERRORS: dict[str, type[Exception]] = {
@@ -31,7 +30,7 @@ _PLAIN_ERRORS: dict[str, type[Exception]] = {
         AssertionError,
     )
 }
-"""Those of Python that are made again from their message."""
+"""Errors of Python that are made again from their message."""
 
 
 def describe_call(
@@ -39,7 +38,7 @@ def describe_call(
     phase: str,
     settings: Mapping[str, object],
 ) -> Call:
-    """Describe what a rank is doing, in words that are equal on all ranks that do the same."""
+    """Describe a rank's call in words that equal calls share."""
     # The location of a background save is left out: nodes may mount one file system in different
     # places.
     call = (operation or "").partition(" to ")[0]
@@ -53,12 +52,14 @@ def digest_of(call: Call) -> bytes:
 
 
 def describe_difference(calls: Sequence[Call]) -> str:
-    """Return the message about calls, by rank, that are not the same."""
+    """Return the message about calls, by rank, that differ."""
     name = _first_difference(calls)
     if name == "call":
         made = _by_rank(f"calls {call[name] or None}" for call in calls)
         return f"All ranks must make the same calls, but {made}."
-    where = f" in {calls[0]['call']!r}" if calls[0]["call"] else ""
+    where = ""
+    if calls[0]["call"]:
+        where = f" in {calls[0]['call']!r}"
     if name == "phase":
         reached = _by_rank(f"is at {call[name]!r}" for call in calls)
         return f"The ranks are out of step{where}: {reached}."
@@ -67,7 +68,10 @@ def describe_difference(calls: Sequence[Call]) -> str:
 
 
 def _first_difference(calls: Sequence[Call]) -> str:
-    """Return the name of what differs between calls: the call itself before anything else."""
+    """Return the name of the first difference between calls.
+
+    The call itself comes before anything else.
+    """
     for name in ("call", *calls[0]):
         if len({call.get(name) for call in calls}) > 1:
             return name
@@ -75,7 +79,7 @@ def _first_difference(calls: Sequence[Call]) -> str:
 
 
 def _by_rank(texts: Iterable[str]) -> str:
-    """List the different texts, each with the first rank that it is about."""
+    """List the different texts, each with its first rank."""
     first_ranks: dict[str, int] = {}
     for rank, text in enumerate(texts):
         first_ranks.setdefault(text, rank)
@@ -89,21 +93,22 @@ def error_to_raise(
     phase: str,
     decision: bool,
 ) -> BaseException:
-    """Return what this rank raises after a phase in which it or others failed, see `Ranks.phase`.
+    """Return this rank's error after a phase in which ranks failed.
 
-    `error` is its own; `outcomes` describes the error of each rank, None for success.
+    See `Ranks.phase`. `error` is its own; `outcomes` describes the error of each rank, None for
+    success.
     """
     if error is not None and not isinstance(error, Exception):
-        # KeyboardInterrupt and its like keep their meaning for this process; for the others, this
-        # rank has failed.
+        # KeyboardInterrupt and its like keep their meaning for this process; for the other ranks,
+        # this rank has failed.
         return error
     failures = _failures_by_rank(error, rank, outcomes)
     first = min(failures)
-    # The coordinator's own, which decides, has no outcome after a decision.
-    of_first = outcomes[first] or {}
-    name, is_decision = of_first.get("part") or (phase, decision)
+    # The coordinator's own error, which decides, has no outcome after a decision.
+    outcome = outcomes[first] or {}
+    name, is_decision = outcome.get("part") or (phase, decision)
     is_decided = is_decision and list(failures) == [0]
-    if of_first.get("is_ours") and (is_decided or _are_equal(outcomes)):
+    if outcome.get("is_ours") and (is_decided or _are_equal(outcomes)):
         return failures.get(rank, failures[first])
     return RankFailedError(failures, phase=name)
 
@@ -111,19 +116,24 @@ def error_to_raise(
 def _failures_by_rank(
     error: BaseException | None, rank: int, outcomes: Sequence[dict[str, Any] | None]
 ) -> dict[int, BaseException]:
-    """Return the errors of all ranks that failed: this rank's own, and copies of the others'."""
-    failures = {
-        number: _rebuild_error(outcome)
-        for number, outcome in enumerate(outcomes)
-        if outcome is not None
-    }
+    """Return the errors of all ranks that failed.
+
+    They are this rank's own, and copies of the other ranks' errors.
+    """
+    failures: dict[int, BaseException] = {}
+    for number, outcome in enumerate(outcomes):
+        if outcome is not None:
+            failures[number] = _rebuild_error(outcome)
     if error is not None:
         failures[rank] = error
     return failures
 
 
 def note_part(error: BaseException, name: str, decision: bool) -> None:
-    """Note in which part of a phase an error was raised, and whether that was a decision."""
+    """Note the phase's part in which an error was raised.
+
+    Note also whether that was a decision.
+    """
     if not hasattr(error, "part_of_phase"):
         error.part_of_phase = name, decision  # type: ignore[attr-defined]
 
@@ -133,22 +143,22 @@ def _are_equal(outcomes: Sequence[dict[str, Any] | None]) -> bool:
 
 
 def describe_error(error: BaseException | None) -> dict[str, Any] | None:
-    """Describe an exception in what JSON can hold; None for None."""
+    """Describe an exception in values of JSON; None for None."""
     if error is None:
         return None
-    described: dict[str, Any] = {
+    description: dict[str, Any] = {
         "type": type(error).__name__,
         "message": str(error),
         "is_ours": isinstance(error, CheckpointingException),
         "part": getattr(error, "part_of_phase", None),
     }
     if isinstance(error, LoadMismatchError):
-        described.update(missing=sorted(error.missing), unexpected=sorted(error.unexpected))
+        description.update(missing=sorted(error.missing), unexpected=sorted(error.unexpected))
     elif _is_of_system(error):
-        described.update(
+        description.update(
             errno=error.errno, strerror=error.strerror, filename=str(error.filename or "")
         )
-    return described
+    return description
 
 
 def _is_of_system(error: BaseException) -> TypeGuard[OSError]:
@@ -156,20 +166,25 @@ def _is_of_system(error: BaseException) -> TypeGuard[OSError]:
     return is_numbered and not isinstance(error, CheckpointingException)
 
 
-def _rebuild_error(described: dict[str, Any]) -> BaseException:
+def _rebuild_error(description: dict[str, Any]) -> BaseException:
     """Make an exception like the one that another rank has described."""
-    name, message = described["type"], described["message"]
+    name = description["type"]
+    message = description["message"]
     ours = getattr(errors, name, None)
     if ours is LoadMismatchError:
         return LoadMismatchError(
-            message, described.get("missing", ()), described.get("unexpected", ())
+            message, description.get("missing", ()), description.get("unexpected", ())
         )
     if ours is RankFailedError:
         return RankFailedError({}, message=message)
     if isinstance(ours, type) and issubclass(ours, CheckpointingException):
         return ours(message)
-    if "errno" in described:
-        return OSError(described["errno"], described["strerror"], described["filename"] or None)
+    if "errno" in description:
+        return OSError(
+            description["errno"], description["strerror"], description["filename"] or None
+        )
     if name in _PLAIN_ERRORS:
         return _PLAIN_ERRORS[name](message)
-    return CheckpointingException(f"{name}: {message}" if message else name)
+    if not message:
+        return CheckpointingException(name)
+    return CheckpointingException(f"{name}: {message}")

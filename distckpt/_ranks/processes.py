@@ -1,4 +1,7 @@
-"""Running a function in fresh processes of this machine that form a process group."""
+"""Runs of a function in fresh processes that form a process group.
+
+The processes are of this machine.
+"""
 
 from __future__ import annotations
 
@@ -17,11 +20,10 @@ from distckpt._ranks.exchanges import gloo_group
 
 
 def run_ranks(function: Callable[..., Any], num_ranks: int, *arguments: Any) -> Any:
-    """Call `function(rank, *arguments)` in processes that form a gloo group; return its result of
-    rank 0.
+    """Call `function(rank, *arguments)` in processes that form a gloo group.
 
-    If one of them fails, or this call is interrupted, all are ended. Function and arguments are
-    pickled.
+    Return its result of rank 0. If one of them fails, or this call is interrupted, all are ended.
+    Function and arguments are pickled.
     """
     results = get_context("spawn").SimpleQueue()
     result = None

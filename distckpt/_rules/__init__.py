@@ -1,1 +1,1 @@
-"""Rules that make tensors with new names and shapes from others, and rules of model families."""
+"""Rules that rename and reshape tensors, and rules of model families."""

@@ -1,9 +1,7 @@
-"""What the models of many families have in common: rules from Megatron Core's keys to the names of
-Hugging Face.
+"""Rules of common blocks: from Megatron Core's keys to Hugging Face's names.
 
-`forms` brings what Megatron stores in several ways (layers and experts stacked or not, norms fused
-or not) into one: a key for each layer and expert, and norms under their own names. The other rules
-begin there.
+`forms` turns Megatron's several forms (layers and experts stacked or not, norms fused or not) into
+one: a key for each layer and expert, and norms under their own names. The other rules begin there.
 """
 
 from __future__ import annotations
@@ -17,7 +15,8 @@ from distckpt._rules.pieces import Concat, Split, SplitQKV, Stack, Unstack
 from distckpt._rules.rule import Rule
 from distckpt._rules.rules import Add, Copy, Drop, Rename, Tie, Trim
 
-LAYER, HF_LAYER = "decoder.layers.*.", "model.layers.{0}."
+LAYER = "decoder.layers.*."
+HF_LAYER = "model.layers.{0}."
 _STACKS = ("self_attention", "mlp", "mixer", "norm", "input_layernorm", "pre_mlp_layernorm")
 _FUSED_NORMS = {
     "self_attention.linear_qkv.layer_norm_weight": "input_layernorm.weight",
@@ -28,39 +27,38 @@ _FUSED_NORMS = {
     "mlp.linear_fc1.layer_norm_weight": "pre_mlp_layernorm.weight",
 }
 MTP_NAMES = ("num_nextn_predict_layers", "mtp_num_hidden_layers")
-"""What configurations call the number of layers for multi-token prediction."""
+"""Names of the number of layers for multi-token prediction."""
 _MTP_LAYERS = ("deepseek_v3", "glm4_moe", "glm4_moe_lite", "glm_moe_dsa")
-"""Families whose layers for multi-token prediction follow the others on disk."""
+"""Families whose layers for multi-token prediction come last on disk."""
 _MTP_APART = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
 """Families that have such a layer under a name of its own."""
 _MAX_LAYERS = 10_000
-"""A limit, since there are rules for each layer."""
+"""Maximum number of layers, since there are rules for each layer."""
 _MAX_SIZE = 1 << 32
 
 
 class IncompleteConfigError(CheckpointingException):
-    """A configuration lacks a value."""
+    """A configuration that lacks a value."""
 
 
 class Config(NamedTuple):
-    """The configuration of a model, or of its text part if it has several."""
+    """The configuration of a model, or of its text part."""
 
     values: Mapping[str, Any]
 
     def __call__(self, *names: str, default: Any = None) -> Any:
-        """Return the first value of those names that is given and not null."""
-        found = next(
-            (self.values[name] for name in names if self.values.get(name) is not None), default
-        )
-        if found is None:
+        """Return the first value of some names that is not null."""
+        values = (self.values.get(name) for name in names)
+        value = next((value for value in values if value is not None), default)
+        if value is None:
             raise IncompleteConfigError(
                 f"The configuration of model_type {self.values.get('model_type')!r} does not say "
                 f"{names[0]!r}: add it."
             )
-        return found
+        return value
 
     def number_of(self, *names: str, default: int | None = None, most: int = _MAX_LAYERS) -> int:
-        """Return a number of layers or experts, or another one, which is at most `most`."""
+        """Return a number of layers, experts and so on, at most `most`."""
         value = self(*names, default=default)
         if type(value) is int and 0 <= value <= most:
             return value
@@ -70,14 +68,16 @@ class Config(NamedTuple):
 
     @property
     def layers(self) -> int:
-        """Number of layers, including those for multi-token prediction."""
+        """Number of layers, including the ones for multi-token prediction."""
         return self.number_of("num_hidden_layers") + self.mtp_layers
 
     @property
     def mtp_layers(self) -> int:
         """Number of layers for multi-token prediction, in families that have them."""
         known = self("model_type") in (*_MTP_LAYERS, *_MTP_APART)
-        return self.number_of(*MTP_NAMES, default=0) if known else 0
+        if not known:
+            return 0
+        return self.number_of(*MTP_NAMES, default=0)
 
     @property
     def heads(self) -> tuple[int, int, int]:
@@ -92,7 +92,7 @@ class Config(NamedTuple):
 
 
 def forms(config: Config, *, has_tower: bool = False) -> list[Rule]:
-    """Bring the forms of a Megatron checkpoint into one, and leave its optimizer out."""
+    """Turn the forms of a Megatron checkpoint into one, without its optimizer."""
     rules: list[Rule] = [Drop(key, optional=True) for key in ("optimizer.**", "chained_*.**")]
     if has_tower:
         rules.append(Rename("language_model.**", "{0}"))
@@ -112,13 +112,17 @@ def forms(config: Config, *, has_tower: bool = False) -> list[Rule]:
 
 
 def _single_layers(root: str, kinds: tuple[str, ...]) -> list[Rule]:
-    """Divide stacks of layers, and name norms that are stored with a linear layer on their own."""
+    """Divide stacks of layers, and separate norms from linear layers.
+
+    Norms may be stored with a linear layer.
+    """
     rules: list[Rule] = [
         Unstack(f"{root}{part}.**", f"{root}{{i}}.{part}.{{0}}", optional=True) for part in _STACKS
     ]
     for fused, own in _FUSED_NORMS.items():
         for kind in kinds:
-            old, new = fused.replace("weight", kind), own.replace("weight", kind)
+            old = fused.replace("weight", kind)
+            new = own.replace("weight", kind)
             rules.append(Rename(f"{root}*.{old}", f"{root}{{0}}.{new}", optional=True))
     return rules
 
@@ -135,7 +139,10 @@ def _joined_gates() -> list[Rule]:
 
 
 def outside_layers(config: Config, *, tied: bool = False) -> list[Rule]:
-    """Embedding, last norm and output layer; without the rows that pad the vocabulary."""
+    """Return the rules for embedding, last norm and output layer.
+
+    Rows that pad the vocabulary are cut off.
+    """
     names = {
         "embedding.word_embeddings.weight": "model.embed_tokens.weight",
         "output_layer.weight": "lm_head.weight",
@@ -144,7 +151,7 @@ def outside_layers(config: Config, *, tied: bool = False) -> list[Rule]:
     size = config.number_of("vocab_size", most=_MAX_SIZE)
     if config("tie_word_embeddings", default=tied):
         trim = Trim(output, axis=0, size=size, is_vocabulary=True, optional=True)
-        # Files may hold apart what the configuration ties.
+        # Files may hold apart the tensors that the configuration ties.
         rules: list[Rule] = [
             Tie(output, embedding, optional=True),
             trim,
@@ -158,8 +165,9 @@ def outside_layers(config: Config, *, tied: bool = False) -> list[Rule]:
 
 
 def token_prediction(config: Config) -> list[Rule]:
-    """What layers for multi-token prediction (MTP) have besides a layer like the others, and where
-    they are on disk.
+    """Return the rules for layers of multi-token prediction (MTP).
+
+    They are for the tensors that these have in addition to a usual layer, and place them on disk.
     """
     if not config.mtp_layers:
         return []
@@ -203,16 +211,16 @@ def _token_prediction_apart(config: Config) -> list[Rule]:
 def move(
     count: int, names: Mapping[str, str], shape: tuple[int | None, ...] | None = None
 ) -> list[Rule]:
-    """Rename tensors of `count` layers, each of them of the given shape."""
-    return [
-        Rename(LAYER + old, HF_LAYER + new, shape, count=count)
-        for old, new in names.items()
-        if count
-    ]
+    """Rename tensors of `count` layers, each of the given shape."""
+    rules: list[Rule] = []
+    if count:
+        for old, new in names.items():
+            rules.append(Rename(LAYER + old, HF_LAYER + new, shape, count=count))
+    return rules
 
 
 def norms(count: int) -> list[Rule]:
-    """The norms before attention and before the MLP."""
+    """Return the rules for the norms before attention and MLP."""
     names = {
         "input_layernorm.weight": "input_layernorm.weight",
         "pre_mlp_layernorm.weight": "post_attention_layernorm.weight",
@@ -228,17 +236,20 @@ def attention(
     out_bias: bool = False,
     qk_norm: bool | str = False,
 ) -> list[Rule]:
-    """Grouped-query attention, in all layers or `count` of them.
+    """Return the rules for grouped-query attention, in all layers or `count`.
 
-    `qk_norm` says whether queries and keys have norms: of each head, or "of all heads".
+    `qk_norm` tells whether queries and keys have norms: of each head, or "of all heads".
     """
-    count = config.layers if count is None else count
+    if count is None:
+        count = config.layers
     rules: list[Rule] = []
-    for kind in ("weight", "bias") if qkv_bias else ("weight",):
+    kinds = ("weight", "bias") if qkv_bias else ("weight",)
+    for kind in kinds:
         query, key, value = (f"{HF_LAYER}self_attn.{name}_proj.{kind}" for name in "qkv")
         old = f"{LAYER}self_attention.linear_qkv.{kind}"
         rules.append(SplitQKV(old, (query, key, value), *config.heads, count=count))
-    old, new = "self_attention.", "self_attn."
+    old = "self_attention."
+    new = "self_attn."
     num_heads, num_groups, size = config.heads
     # Wrong numbers of heads may fit the fused projection by chance.
     rules += move(
@@ -246,12 +257,12 @@ def attention(
     )
     if out_bias:
         rules += move(count, {f"{old}linear_proj.bias": f"{new}o_proj.bias"})
-    widths = (
-        {"q": num_heads * size, "k": num_groups * size}
-        if qk_norm == "of all heads"
-        else {"q": size, "k": size}
-    )
-    for name, width in widths.items() if qk_norm else ():
+    widths: dict[str, int] = {}
+    if qk_norm:
+        widths = {"q": size, "k": size}
+    if qk_norm == "of all heads":
+        widths = {"q": num_heads * size, "k": num_groups * size}
+    for name, width in widths.items():
         rules += move(
             count, {f"{old}{name}_layernorm.weight": f"{new}{name}_norm.weight"}, (width,)
         )
@@ -259,11 +270,13 @@ def attention(
 
 
 def gated_attention(config: Config, count: int) -> list[Rule]:
-    """Attention whose output has a gate, in `count` layers: query and gate of a head are neighbors
-    on disk.
+    """Return the rules for attention with a gated output, in `count` layers.
+
+    Query and gate of a head are neighbors on disk.
     """
     heads, groups, size = config.heads
-    own, new = f"{LAYER}self_attention.", f"{HF_LAYER}self_attn."
+    own = f"{LAYER}self_attention."
+    new = f"{HF_LAYER}self_attn."
     fused = heads // groups * size
     pieces = (f"{new}queries", f"{new}gates", f"{new}k_proj.weight", f"{new}v_proj.weight")
     sizes = (fused, fused, size, size)
@@ -282,23 +295,21 @@ def gated_attention(config: Config, count: int) -> list[Rule]:
 
 
 def gated_delta_net(config: Config, count: int, *, by_head: bool) -> list[Rule]:
-    """Linear attention, in `count` layers. On disk all parts of a key head lie together if
-    `by_head`, else all parts of a kind.
+    """Return the rules for linear attention, in `count` layers.
+
+    On disk all parts of a key head lie together if `by_head`, else all parts of a kind.
     """
-    own, new = f"{LAYER}self_attention.", f"{HF_LAYER}linear_attn."
+    own = f"{LAYER}self_attention."
+    new = f"{HF_LAYER}linear_attn."
     names = {"A_log": "A_log", "dt_bias": "dt_bias", "out_proj.weight": "out_proj.weight"}
     fused = {"qkv": ("query", "key", "value"), "z": ("z",), "b": ("beta",), "a": ("alpha",)}
     if by_head:
         fused = {"qkvz": ("query", "key", "value", "z"), "ba": ("beta", "alpha")}
     groups = config.number_of("linear_num_key_heads") if by_head else 1
-    rules: list[Rule] = [
-        Concat(
-            tuple(f"{own}in_proj.weight.{part}" for part in parts),
-            f"{new}in_proj_{name}.weight",
-            groups=groups,
-        )
-        for name, parts in fused.items()
-    ]
+    rules: list[Rule] = []
+    for name, parts in fused.items():
+        pieces = tuple(f"{own}in_proj.weight.{part}" for part in parts)
+        rules.append(Concat(pieces, f"{new}in_proj_{name}.weight", groups=groups))
     rules.append(
         Concat(
             tuple(f"{own}conv1d.weight.{part}" for part in ("query", "key", "value")),
@@ -309,7 +320,9 @@ def gated_delta_net(config: Config, count: int, *, by_head: bool) -> list[Rule]:
     rules.append(Add(f"{own}out_norm.weight", 1.0))
     names["out_norm.weight"] = "norm.weight"
     rules += [Rename(own + old, new + name) for old, name in names.items()]
-    return [replace(rule, count=count) for rule in rules] if count else []
+    if not count:
+        return []
+    return [replace(rule, count=count) for rule in rules]
 
 
 def gated_mlp(
@@ -319,9 +332,15 @@ def gated_mlp(
     *,
     bias: bool = False,
 ) -> list[Rule]:
-    """An MLP with gate and up projection, in `count` layers."""
+    """Return the rules for an MLP with gate and up projection.
+
+    It is in `count` layers.
+    """
     rules: list[Rule] = []
-    for kind in (("weight", "bias") if bias else ("weight",)) if count else ():
+    if not count:
+        return []
+    kinds = ("weight", "bias") if bias else ("weight",)
+    for kind in kinds:
         pieces = tuple(f"{HF_LAYER}{new}.{name}_proj.{kind}" for name in ("gate", "up"))
         rules.append(Split(f"{LAYER}{old}.linear_fc1.{kind}", pieces, count=count))
         rules += move(count, {f"{old}.linear_fc2.{kind}": f"{new}.down_proj.{kind}"})
@@ -329,7 +348,10 @@ def gated_mlp(
 
 
 def latent_attention(config: Config) -> list[Rule]:
-    """Multi-head latent attention (MLA), with queries of low rank or not."""
+    """Return the rules for multi-head latent attention (MLA).
+
+    Queries may be of low rank or not.
+    """
     names = {
         "linear_kv_down_proj.weight": "kv_a_proj_with_mqa.weight",
         "linear_kv_up_proj.weight": "kv_b_proj.weight",
@@ -355,8 +377,9 @@ def experts(
     block: str = "mlp",
     names: tuple[str, ...] = ("gate_proj", "up_proj", "down_proj"),
 ) -> list[Rule]:
-    """Router and experts of `count` layers, one tensor for each expert on disk. With two names,
-    experts have no gate.
+    """Return the rules for router and experts of `count` layers.
+
+    There is one tensor for each expert on disk. With two names, experts have no gate.
     """
     own = "mlp.experts.experts."
     rules: list[Rule] = []
@@ -373,25 +396,29 @@ def experts(
 
 
 def mamba(count: int) -> list[Rule]:
-    """Mamba 2, in `count` layers."""
-    own, new = f"{LAYER}mixer.", f"{HF_LAYER}mixer."
-    parts = {"in_proj.weight": ("z", "x", "B", "C", "dt")} | {
-        f"conv1d.{kind}": "xBC" for kind in ("weight", "bias")
+    """Return the rules for Mamba 2, in `count` layers."""
+    own = f"{LAYER}mixer."
+    new = f"{HF_LAYER}mixer."
+    parts = {
+        "in_proj.weight": ("z", "x", "B", "C", "dt"),
+        "conv1d.weight": ("x", "B", "C"),
+        "conv1d.bias": ("x", "B", "C"),
     }
     rules: list[Rule] = [
         Rename(f"{own}conv1d_*.*", "decoder.layers.{0}.mixer.conv1d.{1}.{2}", optional=True)
     ]
-    for name, pieces in parts.items() if count else ():
-        rules.append(
-            Concat(tuple(f"{own}{name}.{piece}" for piece in pieces), new + name, count=count)
-        )
+    if count:
+        for name, pieces in parts.items():
+            joined = tuple(f"{own}{name}.{piece}" for piece in pieces)
+            rules.append(Concat(joined, new + name, count=count))
     names = ("A_log", "D", "dt_bias", "norm.weight", "out_proj.weight")
     return rules + move(count, {f"mixer.{name}": f"mixer.{name}" for name in names})
 
 
 def stacked_experts(count: int, num_experts: int, names: Mapping[str, str]) -> list[Rule]:
-    """Bring the experts of `count` layers into one tensor for each layer, as some families have
-    them on disk.
+    """Stack the experts of `count` layers, one tensor for each layer.
+
+    Some families have them so on disk.
     """
     own = "mlp.experts.experts."
     rules: list[Rule] = []
@@ -403,17 +430,16 @@ def stacked_experts(count: int, num_experts: int, names: Mapping[str, str]) -> l
 
 
 def joined_experts(block: str, num_experts: int) -> list[Rule]:
-    """Bring single experts into two tensors for each layer: gate and up projections, and down
-    projections.
+    """Join single experts into two tensors for each layer.
 
-    `block` is the pattern of their layers on disk, with one wildcard.
+    They are gate and up projections, and down projections. `block` is the pattern of their layers
+    on disk, with one wildcard.
     """
-    own, to = f"{block}.experts.", f"{block.replace('*', '{0}')}.experts."
+    own = f"{block}.experts."
+    to = f"{block.replace('*', '{0}')}.experts."
     both = (f"{own}*.gate_proj.weight", f"{own}*.up_proj.weight")
-    return [
-        Concat(both, f"{to}{{1}}.gate_up_proj.weight", optional=True),
-        *(
-            Stack(f"{own}*.{name}.weight", to + name, axis=0, size=num_experts, optional=True)
-            for name in ("gate_up_proj", "down_proj")
-        ),
-    ]
+    rules: list[Rule] = [Concat(both, f"{to}{{1}}.gate_up_proj.weight", optional=True)]
+    for name in ("gate_up_proj", "down_proj"):
+        old = f"{own}*.{name}.weight"
+        rules.append(Stack(old, to + name, axis=0, size=num_experts, optional=True))
+    return rules

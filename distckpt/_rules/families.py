@@ -1,4 +1,4 @@
-"""The rules of a family of models. `distckpt.families` is the public path."""
+"""The rules of a family of models; `distckpt.families` is the public path."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _MAX_CONFIG_BYTES = 16 << 20
 Shapes: TypeAlias = Mapping[str, tuple[int, ...]]
 
 Source: TypeAlias = Literal["megatron", "transformers"]
-"""Whose names the tensors have in memory, or in the checkpoint."""
+"""Program whose names tensors have in memory, or in the checkpoint."""
 
 _MEGATRON_KEY = re.compile(
     # Models of transformers have such layers, too, with decoder.layers.0.mlp.fc1.
@@ -38,7 +38,7 @@ _MTP_KEY = re.compile(r"(?:^|\.)mtp\.layers\.(\d+)\.")
 
 
 def rules(config: Any, source: Source) -> list[Rule]:
-    """Make the rules from the names in memory to the names in a Hugging Face directory.
+    """Return the rules from names in memory to a Hugging Face directory's.
 
         rules = distckpt.families.rules("Qwen3-30B-A3B/config.json", source="megatron")
         distckpt.load(model.sharded_state_dict(), "Qwen3-30B-A3B", rules=rules)
@@ -48,7 +48,7 @@ def rules(config: Any, source: Source) -> list[Rule]:
             URL of one, or of its directory.
         source: "megatron" for the keys of Megatron Core's `sharded_state_dict`, whether layers and
             experts are stacked or not; "transformers" for the names of a model in memory, which
-            differ from what `save_pretrained` writes (`experts.gate_up_proj`, for one).
+            differ from the names of `save_pretrained` (`experts.gate_up_proj`, for one).
             transformers knows them, and must be installed.
 
     Raises:
@@ -57,7 +57,8 @@ def rules(config: Any, source: Source) -> list[Rule]:
             contradicts itself.
     """
     check_choice("source", source, ("megatron", "transformers"))
-    config = config.to_dict() if hasattr(config, "to_dict") else config
+    if hasattr(config, "to_dict"):
+        config = config.to_dict()
     values = dict(config) if isinstance(config, Mapping) else read_config(config)
     if not isinstance(values.get("model_type"), str):
         raise CheckpointingException(
@@ -75,8 +76,9 @@ def rules(config: Any, source: Source) -> list[Rule]:
 
 
 def read_config(path: str | os.PathLike[str]) -> dict[str, Any]:
-    """Read a `config.json`, given the path or URL of it, of its directory, or of a safetensors file
-    there.
+    """Read a `config.json`.
+
+    It is given by its path or URL, or the one of its directory, or of a safetensors file there.
     """
     location = locations.normalize(path)
     if location.endswith(".safetensors"):
@@ -104,17 +106,19 @@ def read_config(path: str | os.PathLike[str]) -> dict[str, Any]:
 
 
 def _decode_float(values: dict[str, Any]) -> Any:
-    """Undo transformers' way to write infinities, `{"__float__": "Infinity"}`."""
-    return float(values["__float__"]) if values.keys() == {"__float__"} else values
+    """Undo transformers' form of infinities, `{"__float__": "Infinity"}`."""
+    if values.keys() != {"__float__"}:
+        return values
+    return float(values["__float__"])
 
 
 def config_for(
     family: str | os.PathLike[str] | None, directory: str | None
 ) -> dict[str, Any] | None:
-    """Read the configuration that `family=` of an operation names; None without it.
+    """Read the configuration that `family=` of an operation names, or None.
 
     Args:
-        family: "auto" for the configuration in `directory`; or where it is; or None.
+        family: "auto" for the configuration in `directory`; or its path; or None.
         directory: a Hugging Face directory.
     """
     check_path("family", family)
@@ -125,19 +129,22 @@ def config_for(
             "family='auto' reads the config.json of `like`: give it, or the path of a config.json "
             "as family."
         )
-    return read_config(directory if family == "auto" and directory is not None else family)
+    if family == "auto" and directory is not None:
+        return read_config(directory)
+    return read_config(family)
 
 
 def rules_for(
     config: dict[str, Any] | None, keys: Iterable[str], on_disk: Shapes | None = None
 ) -> list[Rule]:
-    """Return the rules for `family=` of an operation, if it is given. The names of the tensors tell
-    the source.
+    """Return the rules for `family=` of an operation, if it is given.
+
+    The names of the tensors tell the source.
 
     Args:
         config: the configuration; it is changed to fit the checkpoint.
-        keys: of the tensors in memory or in the checkpoint.
-        on_disk: shapes of what the Hugging Face directory holds, by name.
+        keys: keys of the tensors in memory or in the checkpoint.
+        on_disk: shapes of the tensors in the Hugging Face directory, by name.
     """
     if config is None:
         return []
@@ -151,12 +158,18 @@ def rules_for(
 
 
 def _count_token_prediction(config: dict[str, Any], keys: Iterable[str]) -> None:
-    """Make the configuration say how many layers for multi-token prediction there are: often they
-    are not trained.
+    """Set the number of multi-token prediction layers in the configuration.
+
+    Often such layers are not trained.
     """
-    numbers = [int(found[1]) for found in map(_MTP_KEY.search, keys) if found]
+    numbers = []
+    for key in keys:
+        match = _MTP_KEY.search(key)
+        if match is not None:
+            numbers.append(int(match[1]))
     for part in (config, config.get("text_config")):
-        if isinstance(part, dict) and not (
-            numbers and any(part.get(name) is not None for name in MTP_NAMES)
-        ):
+        if not isinstance(part, dict):
+            continue
+        has_number = any(part.get(name) is not None for name in MTP_NAMES)
+        if not (numbers and has_number):
             part[MTP_NAMES[0]] = max(numbers, default=-1) + 1

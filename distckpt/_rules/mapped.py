@@ -1,9 +1,8 @@
-"""Tensors that are pieced together from regions of other tensors: values and pure functions, no
-data.
+"""Tensors pieced together from regions of other tensors, without data.
 
-A mapped tensor names, for every element of a *target* tensor, the element of a *source* tensor that
-it is a copy of. It does so in regions, so that any region of the target can be read from regions of
-the sources alone.
+All are values and pure functions. A mapped tensor names, for every element of a *target* tensor,
+the element of a *source* tensor that it is a copy of. It does so in regions, so that any region of
+the target can be read from regions of the sources alone.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -35,23 +34,23 @@ from distckpt._geometry.region import (
 )
 
 _FEW_PARTS = 8
-"""Up to this number, intersecting one by one is faster than as arrays."""
+"""Number of parts up to which intersecting one by one is faster."""
 
 
 class RegionCopy(NamedTuple):
-    """A region `target` of a target tensor that is a copy of the region `source` of the source
-    tensor `key`.
+    """A region of a target tensor that copies a source's region.
 
-    To get the target: take the source, put its axes in the order `order`, then drop and add axes of
-    size 1 until it has the shape of the target.
+    The region `target` of the target tensor is a copy of the region `source` of the source tensor
+    `key`. To get the target: take the source, put its axes in the order `order`, then drop and add
+    axes of size 1 until it has the shape of the target.
 
     Attributes:
         order: all source axes, in the order in which they appear in the target. Axes along which
             the source has size 1 stand anywhere. `(0, 1, ..., n-1)` when no axis moves.
-        target_step: how far the elements of the target region lie apart along each axis; () for 1
-            along all.
-        source_step: the same for the source region.
-        add: what is added to the elements.
+        target_step: distance of the elements of the target region along each axis; () for 1 along
+            all.
+        source_step: distance of the elements of the source region.
+        add: number that is added to the elements.
     """
 
     target: Region
@@ -65,7 +64,7 @@ class RegionCopy(NamedTuple):
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """A tensor without its data: its global `shape`, and the safetensors name of its `dtype`."""
+    """A tensor without its data: global `shape` and safetensors name of `dtype`."""
 
     shape: tuple[int, ...]
     dtype: str
@@ -73,10 +72,10 @@ class TensorSpec:
 
 @dataclass(frozen=True)
 class MappedTensor:
-    """A target tensor that is pieced together from regions of source tensors.
+    """A target tensor that is pieced together from source regions.
 
     Attributes:
-        shape: of the target tensor.
+        shape: shape of the target tensor.
         dtype: safetensors name of the dtype, the same in all of its sources.
         parts: together with `padding` they tile the target; a target without elements has none.
         trimmed: source regions `(key, region)` that a rule cut off as padding, carried along for
@@ -100,8 +99,9 @@ class MappedTensor:
 
     @cached_property
     def target_arrays(self) -> tuple[IntArray, IntArray]:
-        """Offsets and shapes of the parts in the target, arrays of shape (number of parts, number
-        of axes).
+        """Offsets and shapes of the parts in the target.
+
+        They are arrays of shape (number of parts, number of axes).
         """
         return regions_to_arrays(
             [covering(part.target, part.target_step) for part in self.parts], len(self.shape)
@@ -110,13 +110,16 @@ class MappedTensor:
 
 def identity(key: str, info: TensorSpec) -> MappedTensor:
     """Map a tensor to itself."""
-    shape, region = tuple(info.shape), whole(info.shape)
-    parts = () if 0 in shape else (RegionCopy(region, key, region, tuple(range(len(shape)))),)
+    shape = tuple(info.shape)
+    region = whole(info.shape)
+    parts: tuple[RegionCopy, ...] = ()
+    if 0 not in shape:
+        parts = (RegionCopy(region, key, region, tuple(range(len(shape)))),)
     return MappedTensor(shape, info.dtype, parts)
 
 
 def resolve(mapped: MappedTensor, region: Region) -> list[tuple[Region, RegionCopy]]:
-    """Find what a region of a target tensor is made of.
+    """Find the source regions of a region of a target tensor.
 
     Returns:
         Pairs `(place, part)`: `part` is cut down to the region, and `place` is its target, with its
@@ -133,34 +136,41 @@ def resolve(mapped: MappedTensor, region: Region) -> list[tuple[Region, RegionCo
 
 
 def _cut(mapped: MappedTensor, region: Region) -> list[tuple[RegionCopy, Region]]:
-    """Return the parts that have elements in a region, with the part of their targets in it."""
+    """Return the parts with elements in a region.
+
+    Each comes with the part of its target in the region.
+    """
     _check_inside(region, mapped.shape)
-    found = []
+    overlaps = []
     for part, target in _common_with(mapped, region):
         if part.target_step:
             target = _on_steps(part, target)
         if target.num_elements:
-            found.append((part, target))
-    return found
+            overlaps.append((part, target))
+    return overlaps
 
 
 def _common_with(mapped: MappedTensor, region: Region) -> list[tuple[RegionCopy, Region]]:
-    """Return the parts that cover elements of a region, with what they cover of it."""
+    """Return the parts that cover elements of a region.
+
+    Each comes with the elements that it covers.
+    """
     if len(mapped.parts) > _FEW_PARTS:
         rows, offsets, shapes = intersect_many(*mapped.target_arrays, *region)
         regions = map(Region, map(tuple, offsets.tolist()), map(tuple, shapes.tolist()))
         return [(mapped.parts[row], common) for row, common in zip(rows, regions, strict=True)]
-    found = []
+    overlaps = []
     for part in mapped.parts:
         common = intersect(covering(part.target, part.target_step), region)
         if common is not None:
-            found.append((part, common))
-    return found
+            overlaps.append((part, common))
+    return overlaps
 
 
 def resolve_padding(mapped: MappedTensor, region: Region) -> list[Region]:
-    """Find the regions inside a region of a target tensor that are filled with zeros, see
-    `resolve`.
+    """Find the zero-filled regions inside a region of a target.
+
+    See `resolve`.
     """
     _check_inside(region, mapped.shape)
     common = (intersect(region, padding) for padding in mapped.padding)
@@ -168,8 +178,9 @@ def resolve_padding(mapped: MappedTensor, region: Region) -> list[Region]:
 
 
 def _on_steps(part: RegionCopy, common: Region) -> Region:
-    """Return the elements of a part inside a region that cuts what it covers."""
-    offset, shape = [], []
+    """Return the elements of a part in a region of its cover."""
+    offset = []
+    shape = []
     for first, step, low, num in zip(part.target.offset, part.target_step, *common, strict=True):
         start = low + (first - low) % step
         offset.append(start)
@@ -178,11 +189,10 @@ def _on_steps(part: RegionCopy, common: Region) -> Region:
 
 
 def target_view(tensor: torch.Tensor, place: Region, part: RegionCopy) -> torch.Tensor:
-    """View the memory of a tensor at the place that `resolve` found for a part, with the shape and
-    axes of its source.
+    """View a tensor's memory at a part's place, with its source's axes.
 
-    Writing to the view writes to `tensor`. ValueError if `place` does not have the shape of the
-    part, or lies outside the tensor.
+    `resolve` returns the place. Writing to the view writes to `tensor`. ValueError if `place` does
+    not have the shape of the part, or lies outside the tensor.
     """
     view = tensor[place.slices(part.target_step)]
     if tuple(view.shape) != part.target.shape:
@@ -192,15 +202,27 @@ def target_view(tensor: torch.Tensor, place: Region, part: RegionCopy) -> torch.
     if part.source.shape == part.target.shape and part.order == tuple(range(view.dim())):
         return view
     pairs = _axis_pairs(part)
-    without_unit_axes = view[tuple(0 if size == 1 else slice(None) for size in part.target.shape)]
+    without_unit_axes = view[_index_of_axes(part.target.shape, 0)]
     in_source_order = without_unit_axes.permute(
         sorted(range(len(pairs)), key=lambda axis: pairs[axis][1])
     )
-    return in_source_order[tuple(None if size == 1 else slice(None) for size in part.source.shape)]
+    return in_source_order[_index_of_axes(part.source.shape, None)]
+
+
+def _index_of_axes(shape: tuple[int, ...], unit_index: int | None) -> tuple[Any, ...]:
+    """Return an index of all axes, `unit_index` for unit axes."""
+    index: list[Any] = [slice(None)] * len(shape)
+    for axis, size in enumerate(shape):
+        if size == 1:
+            index[axis] = unit_index
+    return tuple(index)
 
 
 def crop(mapped: MappedTensor, region: Region) -> MappedTensor:
-    """Keep a region of a target tensor only. What was trimmed before is not carried over."""
+    """Return a region of a target tensor only.
+
+    Earlier trimmed regions are not carried over.
+    """
     parts = tuple(
         _restrict(part, target, target.relative_to(region.offset))
         for part, target in _cut(mapped, region)
@@ -209,15 +231,19 @@ def crop(mapped: MappedTensor, region: Region) -> MappedTensor:
 
 
 def crop_axis(mapped: MappedTensor, axis: int, start: int, stop: int) -> MappedTensor:
-    """Keep the indices [start, stop) of one axis."""
-    origin, shape = mapped.origin, mapped.shape
+    """Return the indices [start, stop) of one axis."""
+    origin = mapped.origin
+    shape = mapped.shape
     return crop(
         mapped, Region(with_item(origin, axis, start), with_item(shape, axis, stop - start))
     )
 
 
 def trim_axis(mapped: MappedTensor, axis: int, size: int) -> MappedTensor:
-    """Keep the first `size` indices of an axis; note the source regions behind the others."""
+    """Return the first `size` indices of an axis; note the trimmed regions.
+
+    These are the source regions behind the others.
+    """
     cut = tuple(
         (part.key, part.source) for part in crop_axis(mapped, axis, size, mapped.shape[axis]).parts
     )
@@ -225,8 +251,9 @@ def trim_axis(mapped: MappedTensor, axis: int, size: int) -> MappedTensor:
 
 
 def permute(mapped: MappedTensor, order: Sequence[int]) -> MappedTensor:
-    """Put the axes of a target tensor in another order: axis `j` of the result is axis
-    `order[j]`.
+    """Put the axes of a target tensor in another order.
+
+    Axis `j` of the result is axis `order[j]`.
     """
     parts = []
     for part in mapped.parts:
@@ -239,31 +266,32 @@ def permute(mapped: MappedTensor, order: Sequence[int]) -> MappedTensor:
 
 def drop_axis(mapped: MappedTensor, axis: int) -> MappedTensor:
     """Take out an axis of size 1."""
-    kept = [a for a in range(len(mapped.shape)) if a != axis]
-    parts = tuple(_with_axes(part, kept) for part in mapped.parts)
-    return MappedTensor(_pick(mapped.shape, kept), mapped.dtype, parts, mapped.trimmed)
+    axes = [other for other in range(len(mapped.shape)) if other != axis]
+    parts = tuple(_with_axes(part, axes) for part in mapped.parts)
+    return MappedTensor(_pick(mapped.shape, axes), mapped.dtype, parts, mapped.trimmed)
 
 
 def reshape(mapped: MappedTensor, shape: Sequence[int]) -> MappedTensor:
-    """Give a target tensor another shape of as many elements, which keep their order (row-major).
+    """Give a target tensor another shape of the same size.
 
-    Where axes are merged or divided, each index along the outer ones becomes a part of its own.
+    Elements keep their order (row-major). Where axes are merged or divided, each index along the
+    outer ones becomes a part of its own.
     """
-    parts = tuple(
-        _restrict(part, old, new)
-        for part in _single_rows(mapped)
-        for old, new in reshaped_regions(part.target, mapped.shape, tuple(shape))
-    )
-    return MappedTensor(tuple(shape), mapped.dtype, parts, mapped.trimmed)
+    parts = []
+    for part in _single_rows(mapped):
+        for old, new in reshaped_regions(part.target, mapped.shape, tuple(shape)):
+            parts.append(_restrict(part, old, new))
+    return MappedTensor(tuple(shape), mapped.dtype, tuple(parts), mapped.trimmed)
 
 
 def interleave(mapped: MappedTensor, axis: int, num: int) -> MappedTensor:
-    """Let the rows of `num` pieces that follow one another along an axis take turns."""
+    """Interleave the rows of `num` consecutive pieces of an axis."""
     rows = mapped.shape[axis] // num
     parts: list[RegionCopy] = []
     for index in range(num):
         for part in crop_axis(mapped, axis, index * rows, index * rows + rows).parts:
-            (offset, shape), step = part.target, part.target_step or (1,) * len(mapped.shape)
+            offset, shape = part.target
+            step = part.target_step or (1,) * len(mapped.shape)
             target = Region(with_item(offset, axis, offset[axis] * num + index), shape)
             parts.append(
                 part._replace(target=target, target_step=with_item(step, axis, step[axis] * num))
@@ -278,7 +306,7 @@ def add(mapped: MappedTensor, value: float) -> MappedTensor:
 
 
 def _single_rows(mapped: MappedTensor) -> Iterator[RegionCopy]:
-    """Cut parts whose elements lie apart into ones whose elements do not."""
+    """Cut parts with separate elements into parts of adjacent elements."""
     for part in mapped.parts:
         apart = [axis for axis, step in enumerate(part.target_step) if step > 1]
         if apart:
@@ -288,9 +316,12 @@ def _single_rows(mapped: MappedTensor) -> Iterator[RegionCopy]:
 
 
 def _rows_of(part: RegionCopy, apart: Sequence[int]) -> Iterator[RegionCopy]:
-    """Cut a part into one for each combination of indices along some axes."""
-    (first, shape), steps = part.target, part.target_step
-    row_shape = tuple(1 if axis in apart else size for axis, size in enumerate(shape))
+    """Cut a part by combinations of indices along some axes."""
+    first, shape = part.target
+    steps = part.target_step
+    row_shape = shape
+    for axis in apart:
+        row_shape = with_item(row_shape, axis, 1)
     for index in itertools.product(*(range(shape[axis]) for axis in apart)):
         offset = first
         for axis, number in zip(apart, index, strict=True):
@@ -300,11 +331,16 @@ def _rows_of(part: RegionCopy, apart: Sequence[int]) -> Iterator[RegionCopy]:
 
 
 def compose(mapped: MappedTensor, sources: Mapping[str, MappedTensor]) -> MappedTensor:
-    """Trace a target back: `mapped` is made of `sources`, which are targets themselves."""
+    """Trace a target back through its sources.
+
+    `mapped` is made of `sources`, which are targets themselves.
+    """
     parts: list[RegionCopy] = []
     for part in _single_rows(mapped):
         if (key := _same_as(sources[part.key])) is not None:
-            parts.append(part if key == part.key else part._replace(key=key))
+            if key != part.key:
+                part = part._replace(key=key)
+            parts.append(part)
             continue
         piece = permute(crop(sources[part.key], part.source), part.order)
         for inner in reshape(piece, part.target.shape).parts:
@@ -314,35 +350,40 @@ def compose(mapped: MappedTensor, sources: Mapping[str, MappedTensor]) -> Mapped
             parts.append(
                 inner._replace(target=Region(offset, inner.target.shape), add=inner.add + part.add)
             )
-    trimmed = tuple(
-        cut
-        for key in dict.fromkeys(part.key for part in mapped.parts)
-        for cut in sources[key].trimmed
-    )
+    trimmed: tuple[tuple[str, Region], ...] = ()
+    for key in dict.fromkeys(part.key for part in mapped.parts):
+        trimmed += sources[key].trimmed
     return MappedTensor(mapped.shape, mapped.dtype, tuple(parts), trimmed)
 
 
 def _same_as(mapped: MappedTensor) -> str | None:
-    """Return the key of the tensor that a target is a copy of as a whole, under whatever name."""
+    """Return the key of the one tensor that a target copies whole.
+
+    The name may be another one.
+    """
     if len(mapped.parts) != 1 or mapped.trimmed or mapped.padding:
         return None
     part = mapped.parts[0]
     is_whole = part.source == part.target and part.target.shape == mapped.shape
-    return (
-        part.key
-        if is_whole and not part.add and part.order == tuple(range(len(mapped.shape)))
-        else None
-    )
+    has_order = part.order == tuple(range(len(mapped.shape)))
+    if is_whole and has_order and not part.add:
+        return part.key
+    return None
 
 
 def join(pieces: Sequence[MappedTensor], axis: int) -> MappedTensor:
-    """Join targets that agree in dtype and in all other axes along an axis."""
+    """Join targets along an axis.
+
+    They agree in dtype and in all other axes.
+    """
     parts: list[RegionCopy] = []
+    trimmed: tuple[tuple[str, Region], ...] = ()
     end = 0
     for piece in pieces:
-        parts.extend(_moved(part, axis, end) if end else part for part in piece.parts)
+        for part in piece.parts:
+            parts.append(_moved(part, axis, end) if end else part)
         end += piece.shape[axis]
-    trimmed = tuple(cut for piece in pieces for cut in piece.trimmed)
+        trimmed += piece.trimmed
     return MappedTensor(
         with_item(pieces[0].shape, axis, end), pieces[0].dtype, tuple(parts), trimmed
     )
@@ -356,12 +397,13 @@ def _moved(part: RegionCopy, axis: int, distance: int) -> RegionCopy:
 def invert(
     mapped: Mapping[str, MappedTensor], tensors: Mapping[str, TensorSpec]
 ) -> dict[str, MappedTensor]:
-    """Invert a mapping: make the source tensors `tensors` of the target tensors that `apply_rules`
-    made of them.
+    """Invert a mapping: from targets to source tensors.
+
+    `apply_rules` made the targets of the source tensors `tensors`.
 
     Returns:
-        Source tensors by key; the parts refer to names of targets. What was trimmed is padding.
-        Keys of which no target holds anything (they were dropped) are left out.
+        Source tensors by key; the parts refer to names of targets. Trimmed regions are padding.
+        Keys without elements in any target (they were dropped) are left out.
 
     Raises:
         InvalidShardingError: some elements of a source tensor, not all, are in no target, or some
@@ -382,16 +424,15 @@ def invert(
             f"The mapping reads {summarize_keys(unknown)}, which `tensors` does not name: give the "
             "tensors that the rules were applied to."
         )
-    inverse = {
-        key: MappedTensor(
-            tuple(info.shape),
-            info.dtype,
-            tuple(sorted(parts[key], key=lambda part: part.target.offset)),
-            padding=tuple(sorted(padding[key])),
-        )
-        for key, info in tensors.items()
-        if key in parts or key in padding or 0 in info.shape
-    }
+    inverse = {}
+    for key, info in tensors.items():
+        if key in parts or key in padding or 0 in info.shape:
+            inverse[key] = MappedTensor(
+                tuple(info.shape),
+                info.dtype,
+                tuple(sorted(parts[key], key=lambda part: part.target.offset)),
+                padding=tuple(sorted(padding[key])),
+            )
     _check_tiled(inverse)
     return inverse
 
@@ -411,7 +452,7 @@ def _check_tiled(mapped: Mapping[str, MappedTensor]) -> None:
 
 
 def _regions(key: str, mapped: MappedTensor) -> list[Region]:
-    """Return the regions of a target: of its parts and of its padding."""
+    """Return the regions of a target: of its parts and its padding."""
     regions = [*(part.target for part in _single_rows(mapped)), *mapped.padding]
     for region in regions:
         _check_inside(region, mapped.shape, key)
@@ -441,8 +482,9 @@ def _check_inside(region: Region, shape: tuple[int, ...], key: str | None = None
 
 
 def _axis_pairs(part: RegionCopy) -> list[tuple[int, int]]:
-    """Pair the axes that are the same in target and source, in target order, without axes of
-    size 1.
+    """Pair the equal axes of target and source, in target order.
+
+    Axes of size 1 are left out.
     """
     target_axes = [axis for axis, size in enumerate(part.target.shape) if size != 1]
     source_axes = [axis for axis in part.order if part.source.shape[axis] != 1]
@@ -450,8 +492,9 @@ def _axis_pairs(part: RegionCopy) -> list[tuple[int, int]]:
 
 
 def _complete_order(ndim: int, moved: list[int]) -> tuple[int, ...]:
-    """Add the axes of size 1 to an order of the others, so that an order that moves nothing is the
-    identity.
+    """Add the axes of size 1 to an order of the rest.
+
+    An order that moves nothing becomes the identity.
     """
     if moved == sorted(moved):
         return tuple(range(ndim))
@@ -459,14 +502,20 @@ def _complete_order(ndim: int, moved: list[int]) -> tuple[int, ...]:
 
 
 def _restrict(part: RegionCopy, target: Region, place: Region) -> RegionCopy:
-    """Cut a part down to a region inside its target, and move that to `place`."""
+    """Cut a part to a region of its target, moved to `place`."""
     if target == part.target:
-        return part if place == target else part._replace(target=place)
-    offset, shape = list(part.source.offset), list(part.source.shape)
+        if place == target:
+            return part
+        return part._replace(target=place)
+    offset = list(part.source.offset)
+    shape = list(part.source.shape)
+    ones = (1,) * max(len(part.target.shape), len(shape))
+    target_step = part.target_step or ones
+    source_step = part.source_step or ones
     for target_axis, source_axis in _axis_pairs(part):
         index = target.offset[target_axis] - part.target.offset[target_axis]
-        index //= part.target_step[target_axis] if part.target_step else 1
-        offset[source_axis] += index * (part.source_step[source_axis] if part.source_step else 1)
+        index //= target_step[target_axis]
+        offset[source_axis] += index * source_step[source_axis]
         shape[source_axis] = target.shape[target_axis]
     order = _complete_order(len(shape), [axis for axis in part.order if shape[axis] != 1])
     source = Region(tuple(offset), tuple(shape))

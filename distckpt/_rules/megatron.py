@@ -1,4 +1,4 @@
-"""The families whose Megatron Core keys are known, by the `model_type` of their configuration."""
+"""Families whose Megatron Core keys are known, by their `model_type`."""
 
 from __future__ import annotations
 
@@ -37,15 +37,18 @@ _UNKNOWN = {
 
 
 def megatron_rules(config: Mapping[str, Any]) -> list[Rule]:
-    """Make the rules from Megatron Core's keys to Hugging Face's names."""
+    """Return the rules from Megatron Core's keys to Hugging Face's names."""
     values = Config(config)
-    model_type, composed = values("model_type"), COMPOSED.get(values("model_type"))
+    model_type = values("model_type")
+    composed = COMPOSED.get(values("model_type"))
     if why := _UNKNOWN.get(model_type):
         raise CheckpointingException(
             f"The Megatron keys of model_type {model_type!r} are not known: {why}."
         )
     try:
-        text = text_part(values, composed.text) if composed else values
+        text = values
+        if composed:
+            text = text_part(values, composed.text)
         family = FAMILIES.get(text("model_type"))
         if family is None:
             raise CheckpointingException(
@@ -58,7 +61,9 @@ def megatron_rules(config: Mapping[str, Any]) -> list[Rule]:
             *family(text),
             *token_prediction(text),
         ]
-        return [*rules, *composed.tower(values)] if composed else rules
+        if composed:
+            rules += composed.tower(values)
+        return rules
     except (ValueError, TypeError, ArithmeticError, AttributeError) as error:
         raise CheckpointingException(
             f"No model has this configuration of model_type {model_type!r}: {error!s:.300}"
@@ -76,8 +81,9 @@ def _llama(config: Config) -> list[Rule]:
 
 
 def _all_biases(config: Config) -> bool:
-    """Tell whether all linear layers have biases; Megatron has no models in which only attention
-    does.
+    """Return whether all linear layers have biases.
+
+    Megatron has no models in which only attention has them.
     """
     in_attention, in_mlp = (config(name, default=False) for name in ("attention_bias", "mlp_bias"))
     if in_attention != in_mlp:
@@ -139,18 +145,24 @@ def _qwen2_moe(config: Config) -> list[Rule]:
 
 
 def _qwen3_next(config: Config) -> list[Rule]:
-    """Trained with layernorm_zero_centered_gamma, as Hugging Face has its norms."""
+    """Return the rules for models trained with layernorm_zero_centered_gamma.
+
+    Hugging Face has their norms so.
+    """
     every = config.number_of("full_attention_interval", default=4)
     num = config.number_of("num_hidden_layers")
-    usual = ["full_attention" if n % every == 0 else "linear_attention" for n in range(1, num + 1)]
+    usual = []
+    for number in range(1, num + 1):
+        usual.append("full_attention" if number % every == 0 else "linear_attention")
     num_linear = config("layer_types", default=usual).count("linear_attention")
     is_dense = config("model_type") == "qwen3_5_text"
+    mlps = gated_mlp(config.layers) if is_dense else _with_gated_shared_expert(config)
     return [
         *outside_layers(config),
         *norms(config.layers),
         *gated_attention(config, config.layers - num_linear),
         *gated_delta_net(config, num_linear, by_head=config("model_type") == "qwen3_next"),
-        *(gated_mlp(config.layers) if is_dense else _with_gated_shared_expert(config)),
+        *mlps,
     ]
 
 
@@ -165,23 +177,23 @@ def _with_gated_shared_expert(config: Config) -> list[Rule]:
 
 
 def _after_dense(config: Config) -> list[Rule]:
-    """MLPs of models whose first layers are dense; the others have shared experts and a bias of the
-    router.
+    """Return the rules for MLPs of models whose first layers are dense.
+
+    The other layers have shared experts and a bias of the router.
     """
     kinds = config("mlp_layer_types", default=())
-    num_dense = (
-        kinds.count("dense") if kinds else config.number_of("first_k_dense_replace", default=0)
-    )
+    num_dense = kinds.count("dense")
+    if not kinds:
+        num_dense = config.number_of("first_k_dense_replace", default=0)
     num_sparse = config.layers - num_dense
+    shared: list[Rule] = []
+    if config("n_shared_experts"):
+        shared = gated_mlp(num_sparse, "mlp.shared_experts", "mlp.shared_experts")
     return [
         *gated_mlp(num_dense),
         *experts(num_sparse, config.number_of("n_routed_experts", "num_local_experts")),
         *move(num_sparse, {"mlp.router.expert_bias": "mlp.gate.e_score_correction_bias"}),
-        *(
-            gated_mlp(num_sparse, "mlp.shared_experts", "mlp.shared_experts")
-            if config("n_shared_experts")
-            else []
-        ),
+        *shared,
     ]
 
 
@@ -195,14 +207,16 @@ def _deepseek_v3(config: Config) -> list[Rule]:
 
 
 def _glm5(config: Config) -> list[Rule]:
-    """The layer that selects keys rotates the first numbers of a head, as in Megatron Core since
-    0.17.
+    """Return the rules for DeepSeek's layers with an indexer.
+
+    The layer that selects keys rotates the first numbers of a head, as in Megatron Core since 0.17.
     """
     kinds = list(config("indexer_types", default=()))
     num = kinds.count("full") + config.layers - len(kinds)
     indexer = {f"linear_{name}.weight": f"{name}.weight" for name in ("wq_b", "wk", "weights_proj")}
     indexer |= {f"k_norm.{kind}": f"k_norm.{kind}" for kind in ("weight", "bias")}
-    own, new = "self_attention.core_attention.indexer.", "self_attn.indexer."
+    own = "self_attention.core_attention.indexer."
+    new = "self_attn.indexer."
     return [
         *_deepseek_v3(config),
         *move(num, {own + old: new + name for old, name in indexer.items()}),
@@ -210,7 +224,8 @@ def _glm5(config: Config) -> list[Rule]:
 
 
 def _glm4_moe(config: Config) -> list[Rule]:
-    bias, qk_norm = config("attention_bias", default=False), config("use_qk_norm", default=False)
+    bias = config("attention_bias", default=False)
+    qk_norm = config("use_qk_norm", default=False)
     return [
         *outside_layers(config),
         *norms(config.layers),
@@ -220,7 +235,10 @@ def _glm4_moe(config: Config) -> list[Rule]:
 
 
 def _gemma3(config: Config) -> list[Rule]:
-    """Trained with layernorm_zero_centered_gamma, as Hugging Face has its norms."""
+    """Return the rules for models trained with layernorm_zero_centered_gamma.
+
+    Hugging Face has their norms so.
+    """
     names = {
         "input_layernorm.weight": "input_layernorm.weight",
         "self_attention.linear_proj.post_layernorm.weight": "post_attention_layernorm.weight",
@@ -236,7 +254,8 @@ def _gemma3(config: Config) -> list[Rule]:
 
 
 def _minimax_m2(config: Config) -> list[Rule]:
-    block, count = "block_sparse_moe", config.layers
+    block = "block_sparse_moe"
+    count = config.layers
     return [
         *outside_layers(config),
         *norms(count),
@@ -264,7 +283,9 @@ def _gpt_oss(config: Config) -> list[Rule]:
         "linear_fc2.weight": "mlp.experts.down_proj_rows",
         "linear_fc2.bias": "mlp.experts.down_proj_bias",
     }
-    own, new, count = "model.layers.*.mlp.experts.", "model.layers.{0}.mlp.experts.", config.layers
+    own = "model.layers.*.mlp.experts."
+    new = "model.layers.{0}.mlp.experts."
+    count = config.layers
     return [
         *outside_layers(config),
         *norms(count),
@@ -303,7 +324,8 @@ def _granitemoe(config: Config) -> list[Rule]:
 def _llama4(config: Config) -> list[Rule]:
     num_sparse = len(config("moe_layers"))
     block = "feed_forward."
-    own, new = f"model.layers.*.{block}experts.", f"model.layers.{{0}}.{block}experts."
+    own = f"model.layers.*.{block}experts."
+    new = f"model.layers.{{0}}.{block}experts."
     names = {
         "linear_fc1.weight": f"{block}experts.gate_up_rows",
         "linear_fc2.weight": f"{block}experts.down_rows",
@@ -374,7 +396,7 @@ def _nemotron_layers(config: Config) -> tuple[int, int, int, int]:
 
 
 def _nemotron_sparse(config: Config, count: int, plain: Mapping[str, str]) -> list[Rule]:
-    """What sparse layers have besides their experts."""
+    """Return the rules for sparse layers, without their experts."""
     shared = "mlp.shared_experts."
     names = {"mlp.router.expert_bias": "mlp.gate.e_score_correction_bias"}
     names |= {f"{shared}{old}": f"{shared}{new}" for old, new in plain.items()}

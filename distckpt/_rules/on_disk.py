@@ -1,5 +1,6 @@
-"""Forms of Hugging Face directories that differ from what `save_pretrained` writes for the same
-configuration.
+"""Forms of Hugging Face directories that `save_pretrained` does not write.
+
+It writes another form for the same configuration.
 """
 
 from __future__ import annotations
@@ -17,18 +18,21 @@ _TOWER = "vision_tower.vision_model."
 
 
 def forms_on_disk(config: Config, shapes: Mapping[str, tuple[int, ...]]) -> list[Rule]:
-    """Make rules from what `save_pretrained` writes to what a directory holds, given its shapes by
-    name.
+    """Return the rules from the form of `save_pretrained` to a directory's.
+
+    The shapes of the directory's tensors are given by name.
     """
     rules: list[Rule] = []
-    fused = {
-        f"{found[1]}*{found[2]}": found for name in shapes if (found := _FUSED.fullmatch(name))
-    }
-    for block, found in fused.items():
-        rules += joined_experts(block, shapes[found[0]][0])
-        if config("model_type") == "qwen3_vl_moe" and _are_transposed(config, found[0], shapes):
-            for name in ("gate_up_proj", "down_proj"):
-                old = f"{block}.experts.{name}"
+    fused: dict[str, str] = {}
+    for name in shapes:
+        match = _FUSED.fullmatch(name)
+        if match is not None:
+            fused[f"{match[1]}*{match[2]}"] = name
+    for block, name in fused.items():
+        rules += joined_experts(block, shapes[name][0])
+        if config("model_type") == "qwen3_vl_moe" and _are_transposed(config, name, shapes):
+            for part in ("gate_up_proj", "down_proj"):
+                old = f"{block}.experts.{part}"
                 aside = f"{old}.transposed"
                 rules.append(
                     Transpose(old, aside.replace("*", "{0}"), order=(0, 2, 1), optional=True)
@@ -36,10 +40,8 @@ def forms_on_disk(config: Config, shapes: Mapping[str, tuple[int, ...]]) -> list
                 rules.append(Rename(aside, old.replace("*", "{0}"), optional=True))
     if any(name.startswith(_TOWER) for name in shapes):
         parts = ("embeddings", "pre_layrnorm", "encoder", "post_layernorm")
-        rules += [
-            Rename(f"vision_tower.{part}.**", f"{_TOWER}{part}.{{0}}", optional=True)
-            for part in parts
-        ]
+        for part in parts:
+            rules.append(Rename(f"vision_tower.{part}.**", f"{_TOWER}{part}.{{0}}", optional=True))
     return rules
 
 
@@ -48,12 +50,12 @@ def _are_transposed(
     name: str,
     shapes: Mapping[str, tuple[int, ...]],
 ) -> bool:
-    """Tell whether experts are stored as the model was published; one of both matrices at least is
-    not square.
+    """Return whether experts are stored as the model was published.
+
+    At least one of both matrices is not square.
     """
     text = text_part(config, "")
-    hidden, inner = (
-        text.number_of(size, most=1 << 32) for size in ("hidden_size", "moe_intermediate_size")
-    )
+    hidden = text.number_of("hidden_size", most=1 << 32)
+    inner = text.number_of("moe_intermediate_size", most=1 << 32)
     down = shapes.get(name.replace("gate_up_proj", "down_proj"))
     return (shapes[name][1:], down and down[1:]) == ((hidden, 2 * inner), (inner, hidden))

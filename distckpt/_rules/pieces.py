@@ -1,4 +1,4 @@
-"""Rules that divide tensors into others, or make one of several."""
+"""Rules that divide tensors, or join several into one."""
 
 from __future__ import annotations
 
@@ -36,7 +36,9 @@ from distckpt._rules.rule import (
 
 @dataclass(frozen=True)
 class Unstack(OneKeyRule):
-    """Divide a stack: one tensor for each index of an axis, without that axis.
+    """Divide a stack into one tensor for each index of an axis.
+
+    The tensors lack that axis.
 
     Attributes:
         pattern: which tensors.
@@ -70,7 +72,9 @@ class Unstack(OneKeyRule):
 
 @dataclass(frozen=True)
 class Split(OneKeyRule):
-    """Cut a tensor into pieces along an axis, such as a fused gate and up projection.
+    """Cut a tensor into pieces along an axis.
+
+    An example is a fused gate and up projection.
 
     Attributes:
         pattern: which tensors.
@@ -102,18 +106,19 @@ class Split(OneKeyRule):
         num = tensor.shape[axis]
         sizes = self.sizes or (num // self.groups // len(self.to),) * len(self.to)
         if sum(sizes) * self.groups != num:
-            wanted = f"sizes {sizes}" if self.sizes else f"{len(self.to)} equal pieces"
+            pieces = f"sizes {sizes}" if self.sizes else f"{len(self.to)} equal pieces"
             groups = f" in each of {self.groups} groups" if self.groups > 1 else ""
-            raise misfit(self, key, tensor, f"axis {axis} cannot be cut into {wanted}{groups}")
+            raise misfit(self, key, tensor, f"axis {axis} cannot be cut into {pieces}{groups}")
         return _split(self.to, tensor, captures, axis, sizes, self.groups)
 
 
 @dataclass(frozen=True)
 class SplitQKV(OneKeyRule):
-    """Divide a fused query-key-value projection along axis 0, its weight or its bias.
+    """Divide a fused query-key-value projection along axis 0.
 
-    The fused axis runs over key-value groups; a group is its `num_heads / num_kv_heads` query
-    heads, then its key head, then its value head, each `head_dim` rows (the layout of Megatron).
+    It may be the weight or the bias. The fused axis runs over key-value groups; a group is its
+    `num_heads / num_kv_heads` query heads, then its key head, then its value head, each `head_dim`
+    rows (the layout of Megatron).
 
     Attributes:
         pattern: which tensors.
@@ -180,28 +185,28 @@ class Concat(Rule):
         return self.patterns
 
     def steps(self, tensors: Mapping[str, MappedTensor]) -> Iterator[Step]:
-        found = [
-            {captures: key for key, captures in find_matches(pattern, tensors)}
-            for pattern in self.patterns
-        ]
-        for captures in dict.fromkeys(itertools.chain(*found)):
-            if not all(captures in keys for keys in found):
-                raise self._incomplete(captures, found, tensors)
-            keys = tuple(matches[captures] for matches in found)
+        matches = []
+        for pattern in self.patterns:
+            pairs = find_matches(pattern, tensors)
+            matches.append({captures: key for key, captures in pairs})
+        for captures in dict.fromkeys(itertools.chain(*matches)):
+            if not all(captures in keys for keys in matches):
+                raise self._incomplete(captures, matches, tensors)
+            keys = tuple(matching[captures] for matching in matches)
             joined = self._join(keys, [tensors[key] for key in keys])
             yield Step(keys, ((fill_name(self.to, captures), joined),))
 
     def _incomplete(
         self,
         captures: Captures,
-        found: Sequence[Mapping[Captures, str]],
+        matches: Sequence[Mapping[Captures, str]],
         tensors: Mapping[str, MappedTensor],
     ) -> LoadMismatchError:
-        wanted = zip(self.patterns, found, strict=True)
+        pairs = zip(self.patterns, matches, strict=True)
         missing = [
-            fill_captures(pattern, captures) for pattern, keys in wanted if captures not in keys
+            fill_captures(pattern, captures) for pattern, keys in pairs if captures not in keys
         ]
-        present = next(keys[captures] for keys in found if captures in keys)
+        present = next(keys[captures] for keys in matches if captures in keys)
         return LoadMismatchError(
             f"{self}: {missing[0]!r} is missing{did_you_mean(missing[0], tensors)}, it belongs to "
             f"{present!r}. Correct the patterns, or the checkpoint is incomplete.",
@@ -214,19 +219,19 @@ class Concat(Rule):
             self._check_like(keys[0], tensors[0], key, tensor, axis)
         if self.groups == 1:
             return join(tensors, axis)
-        sizes = [tensor.shape[axis] // self.groups for tensor in tensors]
-        parts = [
-            crop_axis(tensor, axis, group * size, group * size + size)
-            for group in range(self.groups)
-            for tensor, size in zip(tensors, sizes, strict=True)
-        ]
-        trimmed = tuple(cut for tensor in tensors for cut in tensor.trimmed)
+        parts = []
+        for group in range(self.groups):
+            for tensor in tensors:
+                size = tensor.shape[axis] // self.groups
+                parts.append(crop_axis(tensor, axis, group * size, group * size + size))
+        trimmed = tuple(itertools.chain.from_iterable(tensor.trimmed for tensor in tensors))
         return replace(join(parts, axis), trimmed=trimmed)
 
     def _check_like(
         self, first_key: str, first: MappedTensor, key: str, tensor: MappedTensor, axis: int
     ) -> None:
-        shape, first_shape = list(tensor.shape), list(first.shape)
+        shape = list(tensor.shape)
+        first_shape = list(first.shape)
         if len(shape) == len(first_shape):
             shape[axis] = first_shape[axis]
         if shape != first_shape:
@@ -241,13 +246,15 @@ class Concat(Rule):
 
 @dataclass(frozen=True)
 class Stack(Rule):
-    """Stack tensors along a new axis, such as the experts of a layer. `Unstack` undoes this.
+    """Stack tensors along a new axis, undone by `Unstack`.
+
+    An example are the experts of a layer.
 
     Attributes:
         pattern: which tensors; its last wildcard matches their numbers, from 0 on.
         to: name of the stack, without the last wildcard.
         axis: the new axis.
-        size: how many tensors belong together.
+        size: number of tensors that belong together.
     """
 
     pattern: str
@@ -272,18 +279,18 @@ class Stack(Rule):
         present: dict[Captures, list[str]] = {}
         for key, captures in find_matches(self.pattern, tensors):
             present.setdefault(captures[:-1], []).append(key)
-        for captures, found in present.items():
+        for captures, stored_keys in present.items():
             keys = [fill_captures(self.pattern, (*captures, str(n))) for n in range(self.size)]
-            if not self.optional and set(found) != set(keys):
-                raise self._incomplete(keys, found)
+            if not self.optional and set(stored_keys) != set(keys):
+                raise self._incomplete(keys, stored_keys)
             stack = self._stack(keys, tensors)
-            yield Step(tuple(found), ((fill_name(self.to, (*captures, "")), stack),))
+            yield Step(tuple(stored_keys), ((fill_name(self.to, (*captures, "")), stack),))
 
-    def _incomplete(self, keys: Sequence[str], found: Sequence[str]) -> LoadMismatchError:
-        missing = [key for key in keys if key not in found]
+    def _incomplete(self, keys: Sequence[str], stored_keys: Sequence[str]) -> LoadMismatchError:
+        missing = [key for key in keys if key not in stored_keys]
         return LoadMismatchError(
             f"{self} needs the numbers from 0 to {self.size - 1}: "
-            f"{summarize_keys(missing or found)} {'missing' if missing else 'found'}. The "
+            f"{summarize_keys(missing or stored_keys)} {'missing' if missing else 'found'}. The "
             "checkpoint is incomplete, or the rule is for other models.",
             unexpected=missing,
         )
@@ -311,14 +318,15 @@ class Stack(Rule):
 
 @dataclass(frozen=True)
 class Interleave(OneKeyRule):
-    """Let the rows of pieces that lie behind one another take turns, such as the rows of a gate and
-    an up projection.
+    """Interleave the rows of consecutive pieces.
+
+    An example are the rows of a gate and an up projection.
 
     Attributes:
         pattern: which tensors.
         to: new name.
         axis: the axis along which they lie.
-        num: how many pieces of equal size.
+        num: number of pieces of equal size.
     """
 
     to: str
@@ -348,8 +356,12 @@ def _split(
     sizes: Sequence[int],
     groups: int,
 ) -> list[tuple[str, MappedTensor]]:
-    """Cut each group of an axis into pieces of given sizes; join the parts of each piece."""
-    width, pieces = sum(sizes), []
+    """Cut each group of an axis into pieces; join each piece's parts.
+
+    Sizes are given.
+    """
+    width = sum(sizes)
+    pieces = []
     for start, size in zip(itertools.accumulate((0, *sizes[:-1])), sizes, strict=True):
         starts = range(start, groups * width + start, width) if width else (0,)
         pieces.append(
@@ -361,8 +373,11 @@ def _split(
 def _name_pieces(
     names: Sequence[str], tensor: MappedTensor, pieces: Sequence[MappedTensor]
 ) -> list[tuple[str, MappedTensor]]:
-    """Pair names with the pieces of a tensor; the record of what was trimmed from it goes to the
-    first of them.
+    """Pair names with the pieces of a tensor.
+
+    The record of its trimmed regions goes to the first of them.
     """
-    first = replace(pieces[0], trimmed=tensor.trimmed) if tensor.trimmed else pieces[0]
+    first = pieces[0]
+    if tensor.trimmed:
+        first = replace(first, trimmed=tensor.trimmed)
     return list(zip(names, (first, *pieces[1:]), strict=True))

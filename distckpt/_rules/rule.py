@@ -1,4 +1,4 @@
-"""The base of rules: patterns of keys, and a function from matching tensors to new ones."""
+"""The base of rules: patterns of keys, and conversions of tensors."""
 
 from __future__ import annotations
 
@@ -14,15 +14,16 @@ from distckpt._base.errors import InvalidShardingError
 from distckpt._rules.mapped import MappedTensor
 
 Captures: TypeAlias = tuple[str, ...]
-"""The text that each wildcard of a pattern matches in a key, in order."""
+"""Text that each wildcard of a pattern matches, in order."""
 
 _WILDCARD = re.compile(r"(\*\*?)")
 _PLACEHOLDER = re.compile(r"\{(\w+)(?:\+(\d+))?\}")
 
 
 class Step(NamedTuple):
-    """One application of a rule: the keys `consumed` go, the pairs (name, tensor) in `produced`
-    come.
+    """One application of a rule.
+
+    The keys `consumed` go, the pairs (name, tensor) in `produced` come.
     """
 
     consumed: tuple[str, ...]
@@ -35,8 +36,9 @@ class Rule(ABC):
 
     Attributes:
         optional: whether the rule may match nothing, which is an error otherwise.
-        count: how often the rule must match in an export, where it is known beforehand (the number
-            of layers, say). A load, whose ranks may hold parts of the model, does not count.
+        count: number of matches that the rule must have in an export, where it is known beforehand
+            (the number of layers, say). A load, whose ranks may hold parts of the model, does not
+            count.
     """
 
     optional: bool = field(default=False, kw_only=True, repr=False)
@@ -75,10 +77,10 @@ class OneKeyRule(Rule):
 
 @lru_cache(maxsize=1024)
 def _matcher(pattern: str) -> Callable[[str], Captures | None]:
-    """Return the function that matches a key; each wildcard, from the first one on, takes as much
-    as it can.
+    """Return the function that matches a key.
 
-    A regular expression is fast where it has one way to go back; else it could take forever.
+    Each wildcard, from the first one on, takes as much as it can. A regular expression is fast
+    where it has one way to go back; else it could take forever.
     """
     pieces = _WILDCARD.split(pattern)
     if pieces.count("**") > 1 or any(
@@ -89,19 +91,25 @@ def _matcher(pattern: str) -> Callable[[str], Captures | None]:
     regex = re.compile(
         "".join(groups.get(piece) or re.escape(piece) for piece in pieces), re.DOTALL
     )
-    return lambda key: match.groups() if (match := regex.fullmatch(key)) else None
+
+    def match_key(key: str) -> Captures | None:
+        match = regex.fullmatch(key)
+        return match.groups() if match is not None else None
+
+    return match_key
 
 
 def _match(pieces: Sequence[str], key: str) -> Captures | None:
-    """Match in time that grows with the number of pieces times the length of the key."""
-    # For each piece, and each position where it may begin: where it ends, so that the rest matches;
-    # -1 for nowhere.
+    """Match in time that grows with pieces times the key's length."""
+    # For each piece, and each position where it may begin: the end at which the rest still matches;
+    # -1 for none.
     tables: list[list[int]] = []
     following = [-1] * len(key) + [len(key)]
     for piece in reversed(pieces):
         tables.append(_ends_of(piece, key, following))
         following = tables[-1]
-    position, captures = 0, []
+    position = 0
+    captures = []
     for piece, ends in zip(pieces, reversed(tables), strict=True):
         end = ends[position]
         if end < 0:
@@ -124,7 +132,8 @@ def _ends_of(piece: str, key: str, following: Sequence[int]) -> list[int]:
 
 def _ends_of_wildcard(piece: str, key: str, following: Sequence[int]) -> list[int]:
     size = len(key)
-    ends, last = [-1] * (size + 1), size if following[size] >= 0 else -1
+    ends = [-1] * (size + 1)
+    last = size if following[size] >= 0 else -1
     for start in range(size - 1, -1, -1):
         is_dot = piece == "*" and key[start] == "."
         if not is_dot:
@@ -136,14 +145,15 @@ def _ends_of_wildcard(piece: str, key: str, following: Sequence[int]) -> list[in
 
 
 def find_matches(pattern: str, keys: Mapping[str, object]) -> Iterator[tuple[str, Captures]]:
-    """Find the keys that a pattern matches, with the text that its wildcards match in each."""
+    """Find the keys that a pattern matches, with the wildcards' texts."""
     if not count_wildcards(pattern):
         if pattern in keys:
             yield pattern, ()
         return
-    match, end = _matcher(pattern), pattern.rpartition("*")[2]
+    match = _matcher(pattern)
+    end = pattern.rpartition("*")[2]
     for key in keys:
-        # Most keys end differently, which is faster to see.
+        # Most keys end differently, which is faster to notice.
         if key.endswith(end) and (captures := match(key)) is not None:
             yield key, captures
 
@@ -160,22 +170,30 @@ def fill_captures(pattern: str, captures: Captures) -> str:
 
 
 def fill_name(name: str, captures: Captures, index: int | None = None) -> str:
-    """Replace {0}, {1}, ... by `captures` and {i} by `index`; {0+3} adds 3 to a number."""
+    """Replace {0}, {1}, ... by `captures` and {i} by `index`.
+
+    {0+3} adds 3 to a number.
+    """
 
     def value_of(match: re.Match[str]) -> str:
         value = str(index) if match[1] == "i" else captures[int(match[1])]
-        return value if match[2] is None else str(int(value) + int(match[2]))
+        if match[2] is None:
+            return value
+        return str(int(value) + int(match[2]))
 
     return _PLACEHOLDER.sub(value_of, name)
 
 
 def check_names(rule: Rule, names: Sequence[str], *, has_index: bool = False) -> None:
-    """Raise ValueError for new names that use what the pattern does not provide."""
+    """Raise ValueError for names that use unknown placeholders.
+
+    The pattern does not provide them.
+    """
     if isinstance(names, str):
         raise ValueError(f"{rule}: give a tuple of names, not the string {names!r}")
-    known = {str(number) for number in range(count_wildcards(rule.reads[0]))} | (
-        {"i"} if has_index else set()
-    )
+    known = {str(number) for number in range(count_wildcards(rule.reads[0]))}
+    if has_index:
+        known.add("i")
     for name in names:
         used = {placeholder for placeholder, _ in _PLACEHOLDER.findall(name)}
         if used - known:
@@ -201,7 +219,10 @@ def check_packed(
     *,
     moves_last_axis: bool,
 ) -> None:
-    """Refuse to separate elements that share a byte (4-bit types pack them along the last axis)."""
+    """Refuse to separate elements that share a byte.
+
+    4-bit types pack them along the last axis.
+    """
     if moves_last_axis and tensor.dtype in PACKED_PER_ITEM:
         raise misfit(
             rule, key, tensor, "the elements along its last axis share bytes and must stay together"
@@ -209,7 +230,7 @@ def check_packed(
 
 
 def misfit(rule: Rule, key: str, tensor: MappedTensor, why: str) -> InvalidShardingError:
-    """Make the error for a rule that cannot be applied to a tensor."""
+    """Return the error for a rule that does not fit a tensor."""
     return InvalidShardingError(
         f"{rule} does not fit {key!r} of shape {tensor.shape} and dtype {tensor.dtype}: {why}. "
         "Correct the rule."

@@ -1,7 +1,11 @@
-"""Rules for whole tensors, and their application. `distckpt.rules` is the public path."""
+"""Rules for whole tensors, and their application.
+
+`distckpt.rules` is the public path.
+"""
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -90,9 +94,9 @@ class Transpose(OneKeyRule):
 
 @dataclass(frozen=True)
 class Copy(OneKeyRule):
-    """Give tensors a second name, under which they are exported too. A load reads the first only.
+    """Give tensors a second name, under which they are exported too.
 
-    Later rules must leave the copies alone.
+    A load reads the first only. Later rules must leave the copies alone.
 
     Attributes:
         pattern: which tensors; they keep their names.
@@ -112,7 +116,7 @@ class Copy(OneKeyRule):
 
 @dataclass(frozen=True)
 class Drop(OneKeyRule):
-    """Leave tensors out. They are missing on the way back, too."""
+    """Leave tensors out; they are missing on the way back, too."""
 
     def convert(
         self, key: str, tensor: MappedTensor, captures: Captures
@@ -122,7 +126,9 @@ class Drop(OneKeyRule):
 
 @dataclass(frozen=True)
 class Trim(OneKeyRule):
-    """Cut padding off the end of an axis, such as a vocabulary's. The way back fills in zeros.
+    """Cut padding off the end of an axis.
+
+    An example is the padding of a vocabulary. The way back fills in zeros.
 
     Attributes:
         pattern: which tensors; they keep their names.
@@ -154,8 +160,9 @@ class Trim(OneKeyRule):
 
 @dataclass(frozen=True)
 class Add(OneKeyRule):
-    """Add a number to all elements, where two programs understand a weight differently (a norm that
-    counts from 1, say).
+    """Add a number to all elements of a tensor.
+
+    It is for weights that two programs understand differently (a norm that counts from 1, say).
 
     Attributes:
         pattern: which tensors; they keep their names.
@@ -176,12 +183,13 @@ class Add(OneKeyRule):
 
 @dataclass(frozen=True)
 class Assemble(Rule):
-    """Make tensors of regions of others, listed one by one: what another program's conversion comes
-    down to.
+    """Make tensors of regions of other tensors, listed one by one.
+
+    The conversion of another program comes down to this.
 
     Attributes:
-        tensors: the new tensors by name; they get the dtypes of their sources, whatever theirs.
-        sources: shapes of the tensors that they are made of.
+        tensors: the new tensors by name; they get the dtypes of their sources.
+        sources: shapes of the source tensors.
     """
 
     tensors: Mapping[str, MappedTensor] = field(repr=False)
@@ -193,21 +201,22 @@ class Assemble(Rule):
 
     @cached_property
     def _groups(self) -> list[tuple[list[str], list[str]]]:
-        """Sources and new tensors that belong together, since one tensor is made of several sources
-        or several tensors of one.
+        """Sources and new tensors that belong together.
+
+        One tensor is made of several sources, or several tensors of one.
         """
-        group_of: dict[str, tuple[list[str], list[str]]] = {
-            key: ([key], []) for key in self.sources
-        }
+        groups: dict[str, tuple[list[str], list[str]]] = {}
+        for key in self.sources:
+            groups[key] = ([key], [])
         for name, mapped in self.tensors.items():
             keys = list(dict.fromkeys(part.key for part in mapped.parts))
-            group = group_of[keys[0]]
-            for other in [group_of[key] for key in keys if group_of[key] is not group]:
+            group = groups[keys[0]]
+            for other in [groups[key] for key in keys if groups[key] is not group]:
                 group[0].extend(other[0])
                 group[1].extend(other[1])
-                group_of.update(dict.fromkeys(other[0], group))
+                groups.update(dict.fromkeys(other[0], group))
             group[1].append(name)
-        return list({id(group): group for group in group_of.values()}.values())
+        return list({id(group): group for group in groups.values()}.values())
 
     def steps(self, tensors: Mapping[str, MappedTensor]) -> Iterator[Step]:
         for keys, names in self._groups:
@@ -223,10 +232,11 @@ class Assemble(Rule):
                     unexpected=missing,
                 )
             dtype = self._check_sources(keys, tensors)
-            made = [
-                (name, replace(compose(self.tensors[name], tensors), dtype=dtype)) for name in names
-            ]
-            yield Step(tuple(keys), tuple(made))
+            produced = []
+            for name in names:
+                tensor = compose(self.tensors[name], tensors)
+                produced.append((name, replace(tensor, dtype=dtype)))
+            yield Step(tuple(keys), tuple(produced))
 
     def _check_sources(self, keys: list[str], tensors: Mapping[str, MappedTensor]) -> str:
         """Check the tensors that belong together; return their dtype."""
@@ -242,7 +252,9 @@ class Assemble(Rule):
 
 @dataclass(frozen=True)
 class Tie(Rule):
-    """Take two names for the same tensor, of which the second is stored (tied embeddings, say).
+    """Take two names for the same tensor, of which one is stored.
+
+    Tied embeddings are an example.
 
     Attributes:
         key: the name that is left out of an export, and that a load fills with the other tensor.
@@ -258,7 +270,10 @@ class Tie(Rule):
 
     def steps(self, tensors: Mapping[str, MappedTensor]) -> Iterator[Step]:
         if self.key in tensors:
-            yield Step((self.key,), () if self.to in tensors else ((self.to, tensors[self.key]),))
+            produced: tuple[tuple[str, MappedTensor], ...] = ()
+            if self.to not in tensors:
+                produced = ((self.to, tensors[self.key]),)
+            yield Step((self.key,), produced)
 
 
 def check_rules(rules: object) -> None:
@@ -267,10 +282,10 @@ def check_rules(rules: object) -> None:
     Raises:
         TypeError: it is no list or tuple of rules.
     """
-    listed = rules if isinstance(rules, list | tuple) else [rules]
-    wrong = [each for each in listed if not isinstance(each, Rule)]
-    if wrong:
-        raise TypeError(f"rules is a list of rules, see distckpt.rules, got {wrong[0]!r:.100}")
+    rules = rules if isinstance(rules, list | tuple) else [rules]
+    for rule in rules:
+        if not isinstance(rule, Rule):
+            raise TypeError(f"rules is a list of rules, see distckpt.rules, got {rule!r:.100}")
 
 
 def apply_rules(
@@ -279,8 +294,8 @@ def apply_rules(
     """Apply rules, in order, to the tensors of a checkpoint.
 
     Args:
-        rules: the changes; each sees what those before it made.
-        tensors: what the checkpoint holds, by key.
+        rules: the changes; each applies to the results of the earlier ones.
+        tensors: the tensors of the checkpoint, by key.
         strict: whether every tensor must be matched by a rule. Otherwise tensors that are not
             matched keep name and shape.
 
@@ -309,7 +324,7 @@ def apply_rules(
 
 
 def matched_rules(rules: Iterable[Rule], tensors: Mapping[str, TensorSpec]) -> list[bool]:
-    """Whether each rule, applied in order, matches some tensor."""
+    """Return whether each rule, applied in order, matches some tensor."""
     current = {key: identity(key, info) for key, info in tensors.items()}
     origins: dict[str, tuple[Rule, Step]] = {}
     matched = []
@@ -323,8 +338,9 @@ def matched_rules(rules: Iterable[Rule], tensors: Mapping[str, TensorSpec]) -> l
 def _apply(
     rule: Rule, tensors: dict[str, MappedTensor], origins: dict[str, tuple[Rule, Step]]
 ) -> None:
-    """Apply one rule in place; `origins` holds, for each tensor that a rule made, how it came
-    about.
+    """Apply one rule in place.
+
+    `origins` holds the rule and step of each tensor that a rule made.
     """
     steps = list(rule.steps(tensors))
     _check_count(rule, steps, tensors)
@@ -364,9 +380,10 @@ def _check_count(
             unexpected=rule.reads,
         )
     if steps and rule.count not in (None, len(steps)):
+        consumed = itertools.chain.from_iterable(step.consumed for step in steps)
         raise LoadMismatchError(
             f"{rule} should match {rule.count} times and matches {len(steps)} times, "
-            f"{summarize_keys(key for step in steps for key in step.consumed)}: the checkpoint is "
+            f"{summarize_keys(consumed)}: the checkpoint is "
             "incomplete, or the rule is for another model.",
             unexpected=rule.reads,
         )

@@ -1,5 +1,6 @@
-"""Vision towers as Megatron Bridge and Megatron Core have them, besides text models of known
-families.
+"""Vision towers of Megatron Bridge and Megatron Core.
+
+They accompany text models of known families.
 """
 
 from __future__ import annotations
@@ -15,8 +16,10 @@ from distckpt._rules.rules import Rename, Transpose
 
 
 class Composed(NamedTuple):
-    """What a model with a tower is made of: the family of its text part (None if the configuration
-    names it), and the rules that come after the rules of that family.
+    """The parts of a model with a tower.
+
+    They are the family of its text part (None if the configuration names it), and the rules that
+    come after the rules of that family.
     """
 
     text: str | None
@@ -24,12 +27,16 @@ class Composed(NamedTuple):
 
 
 def text_part(config: Config, model_type: str | None) -> Config:
-    """Return the configuration of the text part, which older configurations do not separate."""
+    """Return the configuration of the text part.
+
+    Older configurations do not separate it.
+    """
     values = config.values.get("text_config") or config.values
     tied = config("tie_word_embeddings", default=model_type == "gemma3_text")
-    return Config(
-        {**values, "tie_word_embeddings": tied} | ({"model_type": model_type} if model_type else {})
-    )
+    settings = {**values, "tie_word_embeddings": tied}
+    if model_type:
+        settings["model_type"] = model_type
+    return Config(settings)
 
 
 def _qwen2_5(config: Config) -> list[Rule]:
@@ -39,7 +46,8 @@ def _qwen2_5(config: Config) -> list[Rule]:
 
 def _qwen3(config: Config) -> list[Rule]:
     vision = Config(config("vision_config"))
-    depth, heads = vision.number_of("depth"), vision.number_of("num_heads")
+    depth = vision.number_of("depth")
+    heads = vision.number_of("num_heads")
     num_mergers = len(vision("deepstack_visual_indexes", default=()))
     tower = "model.visual."
     return [
@@ -52,7 +60,8 @@ def _qwen3(config: Config) -> list[Rule]:
 
 
 def _qwen3_blocks(depth: int, heads: int) -> list[Rule]:
-    own, new = "vision_model.decoder.layers.*.", "model.visual.blocks.{0}."
+    own = "vision_model.decoder.layers.*."
+    new = "model.visual.blocks.{0}."
     rules: list[Rule] = []
     for kind in ("weight", "bias"):
         pieces = tuple(f"{new}attn.{name}.{kind}" for name in "qkv")
@@ -77,7 +86,8 @@ def _qwen3_blocks(depth: int, heads: int) -> list[Rule]:
 def _qwen3_mergers(count: int) -> list[Rule]:
     if not count:
         return []
-    old, new = "vision_model.decoder.deepstack_merger_list.", "model.visual.deepstack_merger_list."
+    old = "vision_model.decoder.deepstack_merger_list."
+    new = "model.visual.deepstack_merger_list."
     return [
         Rename(f"{old}*.patch_norm.*", f"{new}{{0}}.norm.{{1}}", count=2 * count),
         Rename(f"{old}**", f"{new}{{0}}", count=4 * count),
@@ -93,8 +103,9 @@ def _qwen3_moe(config: Config) -> list[Rule]:
 
 
 def _gemma3(config: Config) -> list[Rule]:
-    """SigLIP with the names of transformers; the projection is Megatron's, which multiplies from
-    the other side.
+    """Return the rules for SigLIP with the names of transformers.
+
+    The projection is Megatron's, which multiplies from the other side.
     """
     depth = Config(config("vision_config")).number_of("num_hidden_layers")
     projector = "multi_modal_projector."
@@ -109,7 +120,7 @@ def _gemma3(config: Config) -> list[Rule]:
 
 
 def _llava(config: Config) -> list[Rule]:
-    """Megatron Core's CLIP."""
+    """Return the rules for Megatron Core's CLIP."""
     heads = Config(config("vision_config")).number_of("num_attention_heads")
     depth = _llava_depth(config)
     num_biases = 1 + bool(config("multimodal_projector_bias", default=True))
@@ -131,24 +142,29 @@ def _llava(config: Config) -> list[Rule]:
 
 
 def _llava_depth(config: Config) -> int:
-    """Return the number of layers. Megatron Core's CLIP ends with the layer whose output the
-    projector gets; those after it are not used.
+    """Return the number of layers of Megatron Core's CLIP.
+
+    It ends with the layer whose output the projector gets; later layers are not used.
     """
-    vision, chosen = Config(config("vision_config")), config("vision_feature_layer", default=-2)
+    vision = Config(config("vision_config"))
+    feature_layer = config("vision_feature_layer", default=-2)
     num = vision.number_of("num_hidden_layers")
-    depth = num + 1 + chosen if type(chosen) is int and chosen < 0 else chosen
+    depth = feature_layer
+    if type(feature_layer) is int and feature_layer < 0:
+        depth = num + 1 + feature_layer
     is_possible = type(depth) is int and 0 < depth <= num
     if not is_possible or vision("model_type") != "clip_vision_model":
         raise CheckpointingException(
-            f"Megatron Core has no LLaVA with vision_feature_layer {chosen!r} of {num} layers of a "
-            f"{vision('model_type')!r:.99}: its projector gets the output of the last layer of a "
-            "clip_vision_model."
+            f"Megatron Core has no LLaVA with vision_feature_layer {feature_layer!r} of {num} "
+            f"layers of a {vision('model_type')!r:.99}: its projector gets the output of the last "
+            "layer of a clip_vision_model."
         )
     return int(depth)
 
 
 def _llava_layers(depth: int, heads: int) -> list[Rule]:
-    own, new = "vision_model.decoder.layers.*.", "vision_tower.encoder.layers.{0}."
+    own = "vision_model.decoder.layers.*."
+    new = "vision_tower.encoder.layers.{0}."
     rules: list[Rule] = []
     for kind in ("weight", "bias"):
         pieces = tuple(f"{new}self_attn.{name}_proj.{kind}" for name in "qkv")

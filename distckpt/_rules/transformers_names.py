@@ -1,7 +1,8 @@
-"""Names and shapes of transformers' models, in memory and on disk, from its own conversion.
+"""Names and shapes of transformers' models, in memory and on disk.
 
-The conversion that `save_pretrained` makes is run on tensors without data that record where each
-element comes from, so what transformers knows of a new family is known here.
+They come from transformers' own conversion. The conversion that `save_pretrained` makes is run on
+tensors without data that record the source of each element, so every family that transformers knows
+is known here.
 """
 
 from __future__ import annotations
@@ -29,8 +30,9 @@ from distckpt._rules.rules import Assemble, Tie
 
 
 def transformers_rules(config: Mapping[str, Any]) -> list[Rule]:
-    """Make the rules from the names that transformers has in memory to what `save_pretrained`
-    writes.
+    """Return the rules from transformers' names in memory to its files.
+
+    `save_pretrained` writes the files.
     """
     if importlib.util.find_spec("transformers") is None:
         raise CheckpointingException(
@@ -41,14 +43,17 @@ def transformers_rules(config: Mapping[str, Any]) -> list[Rule]:
     shapes = _shapes(model)
     tied = _tied(model, shapes)
     own: dict[str, MappedTensor] = {}
-    of_tied: dict[str, MappedTensor] = {}
+    tied_targets: dict[str, MappedTensor] = {}
     for name, mapped in _converted(model, shapes, config["model_type"]).items():
         is_tied = all(part.key in tied for part in mapped.parts)
-        (of_tied if is_tied else own)[name] = mapped
+        if is_tied:
+            tied_targets[name] = mapped
+        else:
+            own[name] = mapped
     return [
         *(Tie(key, to, optional=True) for key, to in tied.items()),
-        # Files may hold apart what the configuration ties.
-        Assemble(of_tied, {key: shapes[key] for key in tied}, optional=True),
+        # Files may hold apart the tensors that the configuration ties.
+        Assemble(tied_targets, {key: shapes[key] for key in tied}, optional=True),
         Assemble(own, {key: shape for key, shape in shapes.items() if key not in tied}),
     ]
 
@@ -60,7 +65,7 @@ def _shapes(model: Any) -> dict[str, tuple[int, ...]]:
 
 
 def _tied(model: Any, shapes: Mapping[str, Any]) -> dict[str, str]:
-    """Return the names that are not stored, and the names that stand for them."""
+    """Return names that are not stored -> their stored names."""
     tied = dict(model.all_tied_weights_keys)
     return {key: to for key, to in tied.items() if {key, to} <= shapes.keys() and to not in tied}
 
@@ -68,7 +73,7 @@ def _tied(model: Any, shapes: Mapping[str, Any]) -> dict[str, str]:
 def _converted(
     model: Any, sources: Mapping[str, tuple[int, ...]], model_type: str
 ) -> dict[str, MappedTensor]:
-    """Return the tensors that transformers makes of others when it saves a model."""
+    """Return the tensors that transformers makes when it saves a model."""
     core_model_loading = importlib.import_module("transformers.core_model_loading")
     recorders = {
         key: _Recorder.make(identity(key, TensorSpec(shape, "F32")))
@@ -100,7 +105,7 @@ def _make_model(config: Mapping[str, Any]) -> Any:
             return transformers.AutoModelForCausalLM.from_config(
                 settings, attn_implementation="eager"
             )
-    except Exception as error:  # of any class, by the model and by what validates its configuration
+    except Exception as error:  # of any class, by the model and by the checks of its configuration
         raise CheckpointingException(
             f"transformers {transformers.__version__} makes no model of type {model_type!r}, "
             f"architectures {config.get('architectures')!r}: {error!s:.300}"
@@ -108,14 +113,14 @@ def _make_model(config: Mapping[str, Any]) -> Any:
 
 
 def with_defaults(config: Mapping[str, Any]) -> dict[str, Any] | None:
-    """Add to the parts of a configuration the defaults of transformers, which they leave out; None
-    if that fails.
+    """Add the defaults of transformers to the parts of a configuration.
+
+    Parts leave them out. None if that fails.
     """
-    parts = {
-        name: part
-        for name, part in config.items()
-        if name.endswith("_config") and isinstance(part, Mapping)
-    }
+    parts = {}
+    for name, part in config.items():
+        if name.endswith("_config") and isinstance(part, Mapping):
+            parts[name] = part
     parts.pop("quantization_config", None)
     if not parts or importlib.util.find_spec("transformers") is None:
         return None
@@ -126,10 +131,11 @@ def with_defaults(config: Mapping[str, Any]) -> dict[str, Any] | None:
     except Exception:  # of any class
         return None
     values = made.to_dict()
-    return {
-        **config,
-        **{name: {**values[name], **part} for name, part in parts.items() if values.get(name)},
-    }
+    completed = dict(config)
+    for name, part in parts.items():
+        if values.get(name):
+            completed[name] = {**values[name], **part}
+    return completed
 
 
 def _recorded(tensors: Mapping[str, Any]) -> dict[str, MappedTensor]:
@@ -142,8 +148,9 @@ def _recorded(tensors: Mapping[str, Any]) -> dict[str, MappedTensor]:
 
 
 class _Recorder(torch.Tensor):
-    """A tensor without data that knows what it is made of. It can be cut, joined, permuted and
-    reshaped.
+    """A tensor without data that knows its source regions.
+
+    It can be cut, joined, permuted and reshaped.
     """
 
     mapped: MappedTensor
@@ -180,7 +187,9 @@ def _split(
     num = tensor.shape[dim]
     if isinstance(sizes, int):
         sizes = [min(sizes, num - start) for start in range(0, num, sizes)]
-    pieces, start, axis = [], 0, dim % tensor.ndim
+    pieces = []
+    start = 0
+    axis = dim % tensor.ndim
     for size in sizes:
         pieces.append(_Recorder.make(crop_axis(tensor.mapped, axis, start, start + size)))
         start += size
@@ -208,7 +217,8 @@ def _permute(tensor: _Recorder, *dims: Any) -> _Recorder:
 
 def _transpose(tensor: _Recorder, dim0: int, dim1: int) -> _Recorder:
     order = list(range(tensor.ndim))
-    order[dim0], order[dim1] = order[dim1], order[dim0]
+    order[dim0] = dim1 % tensor.ndim
+    order[dim1] = dim0 % tensor.ndim
     return _permute(tensor, order)
 
 
@@ -219,8 +229,12 @@ def _reshape(tensor: _Recorder, *shape: Any) -> _Recorder:
 
 def _squeeze(tensor: _Recorder, dim: int | None = None) -> _Recorder:
     mapped = tensor.mapped
-    for axis in reversed(range(tensor.ndim) if dim is None else [dim % tensor.ndim]):
-        mapped = drop_axis(mapped, axis) if tensor.shape[axis] == 1 else mapped
+    axes = range(tensor.ndim)
+    if dim is not None:
+        axes = range(dim % tensor.ndim, dim % tensor.ndim + 1)
+    for axis in reversed(axes):
+        if tensor.shape[axis] == 1:
+            mapped = drop_axis(mapped, axis)
     return _Recorder.make(mapped)
 
 

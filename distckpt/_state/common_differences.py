@@ -1,4 +1,4 @@
-"""Comparing common state between ranks, where hashes of it differ."""
+"""Comparison of common state between ranks, where hashes of it differ."""
 
 from __future__ import annotations
 
@@ -23,19 +23,21 @@ from distckpt._state.drift import Difference, compare_samples, largest_of
 logger = logging.getLogger(__name__)
 
 _Hashes: TypeAlias = Mapping[str, Sequence[Any]]
-"""For each leaf by path, its hash, and whether it has tensors."""
+"""Path of a leaf -> its hash, and whether it has tensors."""
 _Samples: TypeAlias = Mapping[str, Sequence[str]]
-"""For each tensor by path, its dtype, shape, and elements in hexadecimal."""
+"""Path of a tensor -> its dtype, shape, and elements in hexadecimal."""
 MAX_SAMPLES = 256
-"""Tensors that differ of which samples are compared, one for each rank at least."""
+"""Maximum of differing tensors with compared samples, at least one per rank."""
 SAMPLED_ELEMENTS = 256
 
 
 def check_differences(ranks: Ranks, common: CommonStateDict, digest: int, warns: bool) -> None:
-    """Compare common state: ranks exchange hashes, and look at single entries only if those differ.
+    """Compare common state between ranks, and warn of differences.
 
-    Collective operation: all ranks must call it. Values that differ are warned about, and so are
-    tensors that have drifted apart; the coordinator's are saved.
+    Ranks exchange hashes, and look at single entries only if those differ.
+
+    Collective operation: all ranks must call it. Tensors that have drifted apart are warned about,
+    too; the coordinator's values are saved.
 
     Raises:
         InvalidShardingError: on all ranks, if tensors have nothing in common, unless `warns`. Most
@@ -46,7 +48,9 @@ def check_differences(ranks: Ranks, common: CommonStateDict, digest: int, warns:
     own = _hashes(common)
     gathered = [json.loads(text) for text in ranks.gather(json.dumps(own).encode())]
     paths = ranks.decide_json("compare common state", lambda: _differing_tensors(gathered))
-    samples = ranks.gather(json.dumps(_samples(common, paths)).encode()) if paths else []
+    samples: list[bytes] = []
+    if paths:
+        samples = ranks.gather(json.dumps(_samples(common, paths)).encode())
     with ranks.phase("compare common state", decision=True):
         if ranks.is_coordinator:
             decoded = [json.loads(text) for text in samples] or [{}] * ranks.size
@@ -56,7 +60,10 @@ def check_differences(ranks: Ranks, common: CommonStateDict, digest: int, warns:
 
 
 class _Pairs(NamedTuple):
-    """Common state of the coordinator and of another rank: hashes, and samples of tensors."""
+    """Common state of two ranks, as hashes and samples of tensors.
+
+    The first one is the coordinator.
+    """
 
     first: _Hashes
     other: _Hashes
@@ -65,8 +72,9 @@ class _Pairs(NamedTuple):
 
 
 def _hashes(common: CommonStateDict) -> dict[str, tuple[str, bool]]:
-    """Return, for each leaf by path, its hash, and whether it has tensors: whether it has another
-    hash without them.
+    """Return, for each leaf by path, its hash and tensor flag.
+
+    A leaf has tensors if it has another hash without them.
     """
     with_tensors = codec.fingerprints(_plain(common, with_tensors=True))
     without = codec.fingerprints(_plain(common, with_tensors=False))
@@ -74,13 +82,18 @@ def _hashes(common: CommonStateDict) -> dict[str, tuple[str, bool]]:
 
 
 def _differing_tensors(gathered: Sequence[_Hashes]) -> list[str]:
-    """Return the paths of tensors whose samples are compared: evenly of those in which a rank
-    differs from the coordinator, and one at least for each such rank.
+    """Return the paths of the tensors whose samples are compared.
+
+    They are evenly selected from the tensors in which a rank differs from the coordinator, at least
+    one for each such rank.
     """
     first, *others = gathered
-    of_ranks = {tuple(_tensors(first, other)) for other in others}
-    share = max(1, MAX_SAMPLES // len(of_ranks))
-    return sorted({path for paths in of_ranks for path in paths[:: 1 + len(paths) // share]})
+    lists_of_ranks = {tuple(_tensors(first, other)) for other in others}
+    share = max(1, MAX_SAMPLES // len(lists_of_ranks))
+    selected: set[str] = set()
+    for paths in lists_of_ranks:
+        selected.update(paths[:: 1 + len(paths) // share])
+    return sorted(selected)
 
 
 def _tensors(first: _Hashes, other: _Hashes) -> list[str]:
@@ -92,22 +105,23 @@ def _differing(first: _Hashes, other: _Hashes) -> list[str]:
 
 
 def _samples(common: CommonStateDict, paths: Sequence[str]) -> dict[str, tuple[str, str, str]]:
-    """Return the dtype and shape, and elements in hexadecimal, of those leaves that are tensors."""
+    """Return dtype, shape and hexadecimal elements of leaves that are tensors."""
     by_path = codec.leaves(_plain(common, with_tensors=True))
-    found = {}
+    samples = {}
     for path in paths:
         _, leaf = by_path.get(path, ("", None))
         if isinstance(leaf, torch.Tensor) and leaf.dtype in TO_NAME:
             elements = leaf.detach().flatten()
             sample = elements[:: 1 + len(elements) // SAMPLED_ELEMENTS].cpu().resolve_conj()
             content = tensor_bytes(sample.resolve_neg().contiguous())
-            found[path] = TO_NAME[leaf.dtype], str(tuple(leaf.shape)), bytes(content).hex()
-    return found
+            samples[path] = TO_NAME[leaf.dtype], str(tuple(leaf.shape)), bytes(content).hex()
+    return samples
 
 
 def _compare(rank: int, pairs: _Pairs, sampled: Sequence[str], warns: bool) -> None:
-    """Compare a rank with rank 0: warn of differences, and refuse tensors that have nothing in
-    common, before anything is lost, unless `warns`.
+    """Compare a rank with rank 0, and warn of differences.
+
+    Unless `warns`, refuse tensors that have nothing in common, before anything is lost.
     """
     paths = _differing(pairs.first, pairs.other)
     tensors = _tensors(pairs.first, pairs.other)
@@ -130,9 +144,12 @@ def _compare_tensors(
     rank: int, paths: Sequence[str], pairs: _Pairs, sampled: Sequence[str], warns: bool
 ) -> None:
     compared = sorted({*paths} & {*sampled})
-    found = [_difference(pairs, path) for path in compared]
-    differences = [difference for difference in found if difference is not None]
-    are_alike = len(differences) == len(found)
+    differences = []
+    for path in compared:
+        difference = _difference(pairs, path)
+        if difference is not None:
+            differences.append(difference)
+    are_alike = len(differences) == len(compared)
     is_drift = are_alike and not any(difference.is_unrelated for difference in differences)
     if not (is_drift or warns):
         raise InvalidShardingError(
@@ -140,12 +157,16 @@ def _compare_tensors(
             "are neither shards nor part of an object: one rank's would be saved, the others "
             f"lost. {_WAY_OUT}"
         )
+    contrast = ""
+    if not are_alike:
+        contrast = " in shape or dtype, or are on one of them alone"
+    if differences:
+        contrast += f", by {largest_of(differences)}"
     logger.warning(
-        "the tensors %s differ between rank 0 and rank %d%s%s; the checkpoint gets rank 0's. %s",
+        "the tensors %s differ between rank 0 and rank %d%s; the checkpoint gets rank 0's. %s",
         summarize_keys(paths),
         rank,
-        "" if are_alike else " in shape or dtype, or are on one of them alone",
-        f", by {largest_of(differences)}" if differences else "",
+        contrast,
         _WAY_OUT,
     )
 
@@ -159,8 +180,9 @@ _WAY_OUT = (
 
 
 def _difference(pairs: _Pairs, path: str) -> Difference | None:
-    """Compare the samples of two tensors; None if they have no elements to compare."""
-    first, other = pairs.first_samples.get(path), pairs.other_samples.get(path)
+    """Compare the samples of two tensors; None without common elements."""
+    first = pairs.first_samples.get(path)
+    other = pairs.other_samples.get(path)
     if first is None or other is None or first[:2] != other[:2]:
         return None
     return compare_samples(first[0], bytes.fromhex(first[2]), bytes.fromhex(other[2]))
@@ -171,8 +193,9 @@ def _have_tensors(gathered: Iterable[_Hashes], path: str) -> bool:
 
 
 def _plain(common: Any, with_tensors: bool) -> Any:
-    """Return a tree with dicts for what is a leaf for the codec and may hold tensors, and holes for
-    tensors if they are left out.
+    """Return a tree with dicts for leaves that may hold tensors.
+
+    They are leaves for the codec. Tensors become holes if they are left out.
     """
 
     def plain(_: Position, node: Any) -> Any:
@@ -180,6 +203,8 @@ def _plain(common: Any, with_tensors: bool) -> Any:
             return HOLE
         if isinstance(node, tuple | deque) and len(node):
             return dict(enumerate(node))
-        return dict(node) if isinstance(node, dict) else node
+        if isinstance(node, dict):
+            return dict(node)
+        return node
 
     return map_nodes(plain, common, is_plain_container)

@@ -25,11 +25,16 @@ CONTENT_METADATA = "content_metadata"
 
 def object_text(key: str) -> str:
     """Name an object at the beginning of a message."""
-    return "Common state" if key == COMMON_KEY else f"The object {key!r:.300}"
+    if key == COMMON_KEY:
+        return "Common state"
+    return f"The object {key!r:.300}"
 
 
 def storable_metadata(metadata: dict[str, Any] | None) -> dict[str, Any] | None:
-    """Return a copy of content metadata without the process group, which cannot be stored."""
+    """Return a copy of content metadata that can be stored.
+
+    It lacks the process group.
+    """
     if metadata is None:
         return None
     return {name: value for name, value in metadata.items() if name != "dp_cp_group"}
@@ -38,8 +43,9 @@ def storable_metadata(metadata: dict[str, Any] | None) -> dict[str, Any] | None:
 def comparable(
     common: CommonStateDict, preprocess: Callable[[CommonStateDict], StateDict] | None
 ) -> CommonStateDict:
-    """Prepare common state for comparison. The caller's function gets a copy, so it cannot change
-    what is saved.
+    """Prepare common state for comparison.
+
+    The caller's function gets a copy, so it cannot change the values that are saved.
     """
     if preprocess is None:
         return common
@@ -47,26 +53,28 @@ def comparable(
 
 
 def encoded(key: str, value: Any, leaves_out: bool) -> bytes:
-    """Encode an object, without what cannot be stored of it if that is to be left out.
+    """Encode an object, perhaps without values that cannot be stored.
+
+    They are left out if `leaves_out`.
 
     Raises:
-        UnsupportedObjectError: it holds something that cannot be stored.
+        UnsupportedObjectError: it holds a value that cannot be stored.
     """
     try:
         return codec.encode(value, refuses_left_out=True)
     except UnsupportedObjectError as error:
         if not leaves_out:
             raise UnsupportedObjectError(f"{object_text(key)} cannot be saved: {error}") from error
-    kept, problems = codec.without_unsupported(value)
+    storable, problems = codec.without_unsupported(value)
     logger.warning(
         "%s is stored without %d of its values, which cannot be stored: %s",
         object_text(key),
         len(problems),
         "; ".join(problems),
     )
-    return codec.encode(kept)
+    return codec.encode(storable)
 
 
 def digest(common: CommonStateDict) -> int:
-    """Return a hash of common state, of 61 bits, for `check_differences`."""
+    """Return a 61-bit hash of common state, for `check_differences`."""
     return checksum(codec.encode(common)) >> 3

@@ -1,4 +1,4 @@
-"""How much two copies of a tensor differ: by drift, or because they have nothing in common."""
+"""Difference of two copies of a tensor: drift, or nothing in common."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ import torch
 from distckpt._base.dtypes import FROM_NAME, to_numpy
 
 UNRELATED_SHARE = 0.5
-"""Two tensors are unrelated if their difference has at least this share of the energy of both (it
-is 1 for independent values around 0), or if more than this share of their integers differ.
+"""Share of difference from which two tensors are unrelated. It is the share of the energy of both
+(1 for independent values around 0), or of their integers.
 """
 
 
 class Difference(NamedTuple):
-    """How much two samples differ.
+    """The difference of two samples.
 
     Attributes:
         absolute: the largest difference of two elements; infinite or NaN next to a number count
@@ -33,14 +33,16 @@ class Difference(NamedTuple):
 
 
 def largest_of(differences: Iterable[Difference]) -> str:
-    """Say how much some samples differ at most."""
-    absolute, relative = (max(column) for column in list(zip(*differences, strict=True))[:2])
+    """Describe the largest difference of some samples."""
+    absolute = max(difference.absolute for difference in differences)
+    relative = max(difference.relative for difference in differences)
     return f"up to {absolute:.3g} ({relative:.3g} of the largest element), in samples of them"
 
 
 def compare_samples(dtype: str, first: bytes, second: bytes) -> Difference:
     """Compare the elements of two samples; `dtype` is a safetensors name."""
-    one, other = _numbers(dtype, first), _numbers(dtype, second)
+    one = _numbers(dtype, first)
+    other = _numbers(dtype, second)
     differs = (one != other) & ~(np.isnan(one) & np.isnan(other))
     if not differs.any():
         return Difference(0.0, 0.0, False)
@@ -49,15 +51,20 @@ def compare_samples(dtype: str, first: bytes, second: bytes) -> Difference:
         absolute = float(np.where(np.isnan(distance), np.inf, distance)[differs].max())
     numbers = np.abs(np.concatenate((one, other)))
     largest = float(numbers.max(where=np.isfinite(numbers), initial=0.0))
-    relative = absolute / largest if np.isfinite(absolute) else np.inf
+    relative = np.inf
+    if np.isfinite(absolute):
+        relative = absolute / largest
     is_exact = not FROM_NAME[dtype].is_floating_point and not FROM_NAME[dtype].is_complex
-    are_unrelated = differs.mean() > UNRELATED_SHARE if is_exact else _are_unrelated(one, other)
-    return Difference(absolute, relative, bool(are_unrelated))
+    if is_exact:
+        return Difference(absolute, relative, bool(differs.mean() > UNRELATED_SHARE))
+    return Difference(absolute, relative, _are_unrelated(one, other))
 
 
 def _numbers(dtype: str, sample: bytes) -> npt.NDArray[np.float64]:
     items = torch.frombuffer(bytearray(sample), dtype=FROM_NAME[dtype])
-    array: npt.NDArray[Any] = to_numpy(torch.view_as_real(items) if items.is_complex() else items)
+    if items.is_complex():
+        items = torch.view_as_real(items)
+    array: npt.NDArray[Any] = to_numpy(items)
     return array.ravel().astype(np.float64)
 
 
@@ -67,5 +74,6 @@ def _are_unrelated(one: npt.NDArray[np.float64], other: npt.NDArray[np.float64])
     are_finite = np.isfinite(one) & np.isfinite(other)
     if (are_finite | are_equal).mean() < UNRELATED_SHARE:
         return True
-    one, other = one[are_finite], other[are_finite]
+    one = one[are_finite]
+    other = other[are_finite]
     return bool(((one - other) ** 2).sum() >= UNRELATED_SHARE * (one**2 + other**2).sum())

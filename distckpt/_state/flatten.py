@@ -1,8 +1,8 @@
-"""Flattening a sharded state dict, and filling it with loaded values.
+"""Flattening of a sharded state dict, and filling with loaded values.
 
-The caller's dict is not changed here. Dicts, lists and tuples are containers here. What is stored
-elsewhere (shards) or not at all (local objects) leaves a `HOLE` in its container, so positions in
-lists stay the same.
+The caller's dict is not changed here. Dicts, lists and tuples are containers here. A value that is
+stored elsewhere (shards) or not at all (local objects) leaves a `HOLE` in its container, so
+positions in lists stay the same.
 """
 
 from __future__ import annotations
@@ -79,9 +79,9 @@ _NEVER_FOREIGN = (ShardedTensor, *CONTAINERS)
 class SplitState(NamedTuple):
     """A flattened state dict.
 
-    `shards` are its sharded leaves, including what factories build; `common` is the rest of the
-    tree with holes for everything else; `skeleton` is the tree with marks for shards, local objects
-    and factories, and holes for the rest.
+    `shards` are its sharded leaves, including the ones that factories build; `common` is the rest
+    of the tree with holes for everything else; `skeleton` is the tree with marks for shards, local
+    objects and factories, and holes for the rest.
     """
 
     shards: list[Shard]
@@ -92,9 +92,11 @@ class SplitState(NamedTuple):
 # --- Taking a state dict apart --------------------------------------------------------------------
 
 
-class _Found(NamedTuple):
-    """The shards found so far, what is stored for them, which a save does not know, and what is
-    wrong with tensors that are left out, None where these are refused.
+class _Collector(NamedTuple):
+    """The collected shards, stored entries, and problems of a flattening.
+
+    A save does not know stored entries. `problems` are about tensors that are left out; it is None
+    where these are refused.
     """
 
     shards: list[Shard]
@@ -107,55 +109,57 @@ def split(
     entries: Mapping[str, StoredEntry] = MappingProxyType({}),
     problems: list[str] | None = None,
 ) -> SplitState:
-    """Flatten a sharded state dict into its shards, its common state and its structure.
+    """Flatten a sharded state dict into shards, common state and structure.
 
-    With the `entries` of a checkpoint, shards are requested in the form in which it stores them.
-    With `problems`, tensors that cannot be stored are left out, and what is wrong is added there.
+    With the `entries` of a checkpoint, shards are requested in their stored form. With `problems`,
+    tensors that cannot be stored are left out, and their problems are added there.
     """
     if not isinstance(state_dict, dict):
         raise CheckpointingException(
             f"A sharded state dict is a dict, such as {{'model': model, 'step': 100}}, got "
             f"{type(state_dict).__name__}."
         )
-    found = _Found([], entries, problems)
-    skeleton, common = _take_apart(state_dict, found, inside_factory=False)
-    return SplitState(found.shards, {} if common is HOLE else common, skeleton)
+    collector = _Collector([], entries, problems)
+    skeleton, common = _take_apart(state_dict, collector, inside_factory=False)
+    if common is HOLE:
+        common = {}
+    return SplitState(collector.shards, common, skeleton)
 
 
-def _take_apart(tree: Any, found: _Found, inside_factory: bool) -> tuple[Any, Any]:
-    """Return the skeleton and common state of a part of a state dict; collect its shards."""
+def _take_apart(tree: Any, collector: _Collector, inside_factory: bool) -> tuple[Any, Any]:
+    """Return the skeleton and common state of a part; collect shards."""
 
     def take(node: Any) -> tuple[Any, Any]:
         # By far the most frequent types first; isinstance is slow for an abstract class.
         if type(node) not in _NEVER_FOREIGN:
             node = adopt(node)
         if isinstance(node, ShardedTensor):
-            node = _stored_form(node, found)
+            node = _stored_form(node, collector)
         if type(node) is ShardedTensor or isinstance(node, ShardedTensor | ShardedObject):
-            found.shards.append(node)
-            return _Slot(len(found.shards) - 1), HOLE
-        return _take_other(node, found, inside_factory)
+            collector.shards.append(node)
+            return _Slot(len(collector.shards) - 1), HOLE
+        return _take_other(node, collector, inside_factory)
 
     parts: tuple[Any, Any] = fold(take, _join, tree, _is_walked)
     return parts
 
 
-def _stored_form(tensor: ShardedTensor, found: _Found) -> Any:
+def _stored_form(tensor: ShardedTensor, collector: _Collector) -> Any:
     try:
-        return stored_form(tensor, found.entries.get(tensor.key))
+        return stored_form(tensor, collector.entries.get(tensor.key))
     except UnsupportedObjectError as error:
-        if found.problems is None:
+        if collector.problems is None:
             raise
         if is_main_replica(tensor.replica_id):
-            found.problems.append(str(error))
+            collector.problems.append(str(error))
         return LocalNonpersistentObject(None)
 
 
-def _take_other(node: Any, found: _Found, inside_factory: bool) -> tuple[Any, Any]:
+def _take_other(node: Any, collector: _Collector, inside_factory: bool) -> tuple[Any, Any]:
     if isinstance(node, ShardedTensorFactory):
         with _naming(node, "build_fn"):
             shards_and_more = node.build()
-        built, _ = _take_apart(shards_and_more, found, inside_factory=True)
+        built, _ = _take_apart(shards_and_more, collector, inside_factory=True)
         return _Merge(node, built), HOLE
     if isinstance(node, ShardedBase):
         raise UnsupportedObjectError(
@@ -164,13 +168,15 @@ def _take_other(node: Any, found: _Found, inside_factory: bool) -> tuple[Any, An
         )
     if isinstance(node, LocalNonpersistentObject):
         return _Local(node.unwrap()), HOLE
-    # What a factory builds besides shards, it builds again for loading.
-    return (_Local(node), HOLE) if inside_factory else (HOLE, node)
+    # Other values that a factory builds, it builds again for loading.
+    if inside_factory:
+        return _Local(node), HOLE
+    return HOLE, node
 
 
 @contextlib.contextmanager
 def _naming(factory: ShardedTensorFactory, function: str) -> Iterator[None]:
-    """Let errors of a factory's function say which factory it is."""
+    """Name the factory in errors of its function."""
     try:
         yield
     except CheckpointingException:
@@ -183,25 +189,29 @@ def _naming(factory: ShardedTensorFactory, function: str) -> Iterator[None]:
 
 
 def _join(container: Any, parts: list[tuple[Any, Any]]) -> tuple[Any, Any]:
-    skeleton = rebuilt(container, [part for part, _ in parts])
-    return skeleton, _common_of(container, [part for _, part in parts])
+    skeletons = [skeleton for skeleton, _ in parts]
+    commons = [common for _, common in parts]
+    return rebuilt(container, skeletons), _common_of(container, commons)
 
 
 def _common_of(container: Any, children: list[Any]) -> Any:
-    """Return the common state of a container. Lists and tuples keep their holes, so that positions
-    stay the same.
+    """Return the common state of a container.
+
+    Lists and tuples keep their holes, so that positions stay the same.
     """
     common = without_holes(container, children)
     if common is HOLE or isinstance(container, dict):
         return common
-    # A named tuple becomes a plain one: its class need not be known to whoever reads the common
-    # state.
-    return tuple(children) if isinstance(container, tuple) else children
+    # A named tuple becomes a plain one: readers of the common state need not know its class.
+    if isinstance(container, tuple):
+        return tuple(children)
+    return children
 
 
 def _is_walked(node: Any) -> bool:
-    """Tell whether a value is a container here. Instances of subclasses (OrderedDict, named tuple)
-    are plain values unless they hold shards.
+    """Return whether a value is a container here.
+
+    Instances of subclasses (OrderedDict, named tuple) are plain values unless they hold shards.
     """
     if type(node) in CONTAINERS:
         return True
@@ -216,8 +226,10 @@ def _is_part(leaf: Any) -> bool:
 
 
 def check_keys_are_different(split: SplitState, modules: Collection[Position]) -> None:
-    """Refuse two tensors of this rank that claim one place under one key, such as tensors of two
-    models of one class; `modules` are the paths of those in the state dict.
+    """Refuse two tensors of this rank with one place under one key.
+
+    They may be tensors of two models of one class; `modules` are the paths of the modules in the
+    state dict.
     """
     counts = Counter(shard.key for shard in split.shards)
     first_pointers: dict[Any, int] = {}
@@ -229,23 +241,23 @@ def check_keys_are_different(split: SplitState, modules: Collection[Position]) -
 
 
 def _place_of(shard: ShardedTensor) -> tuple[Any, ...]:
-    offset, shape = tuple(shard.global_offset), tuple(shard.local_shape)
+    offset = tuple(shard.global_offset)
+    shape = tuple(shard.local_shape)
     return shard.key, shard.replica_id, offset, shape, str(shard.flattened_range)
 
 
 def _same_key_twice(
     split: SplitState, shard: ShardedTensor, modules: Collection[Position]
 ) -> InvalidShardingError:
-    same = {
-        number
-        for number, other in enumerate(split.shards)
-        if isinstance(other, ShardedTensor) and _place_of(other) == _place_of(shard)
-    }
-    names = [
-        repr(dotted(next((path for path in modules if position[: len(path)] == path), position)))
-        for position, mark in leaves(split.skeleton)
-        if not same.isdisjoint(_numbers_of(mark))
-    ]
+    numbers = set()
+    for number, other in enumerate(split.shards):
+        if isinstance(other, ShardedTensor) and _place_of(other) == _place_of(shard):
+            numbers.add(number)
+    names = []
+    for position, mark in leaves(split.skeleton):
+        if not numbers.isdisjoint(_numbers_of(mark)):
+            inside = (path for path in modules if position[: len(path)] == path)
+            names.append(repr(dotted(next(inside, position))))
     text = (
         f"The same key twice: {shard.key!r} is the key of several tensors, at "
         f"{' and at '.join(names)} of the state dict, all at the offset "
@@ -263,44 +275,57 @@ def _same_key_twice(
 
 
 def _numbers_of(mark: Any) -> set[int]:
-    """Return the numbers of the shard, or of those of the factory, of which a mark is the place."""
+    """Return the numbers of a mark's shards.
+
+    The mark stands for a shard, or a factory of shards.
+    """
     if isinstance(mark, _Slot):
         return {mark.number}
-    built = leaves(mark.built) if isinstance(mark, _Merge) else ()
-    return set[int]().union(*(_numbers_of(inner) for _, inner in built))
+    numbers: set[int] = set()
+    if isinstance(mark, _Merge):
+        for _, inner in leaves(mark.built):
+            numbers |= _numbers_of(inner)
+    return numbers
 
 
 # --- Putting a state dict together ----------------------------------------------------------------
 
 
 def put_together(skeleton: Any, values: Sequence[Any], common: Any) -> dict[Any, Any]:
-    """Fill a skeleton from `split`: with a value (or `HOLE`) for each shard, and with common values
-    at other places.
+    """Fill a skeleton from `split` with values of shards and common values.
 
-    Places that nothing fills are dropped, and lists close up. What only `common` has is added.
-    Objects of unknown classes are an error where the skeleton has a value, and a warning beside the
-    values of a container that it has.
+    There is a value (or `HOLE`) for each shard; common values are for other places. Places without
+    a value are dropped, and lists close up. Values of `common` alone are added. Objects of unknown
+    classes are an error where the skeleton has a value, and a warning next to the values of a
+    container that it has.
     """
     if next(unknown_objects(common), None) is not None:
         refuse_unknown(common, lambda position: _asks_for(skeleton, position))
         _warn_of_unknown(skeleton, common)
 
     def fill(mark: Any, value: Any) -> Any:
-        filling = values[mark.number] if type(mark) is _Slot else _value_of(mark, values)
+        if type(mark) is _Slot:
+            filling = values[mark.number]
+        elif mark is HOLE:
+            filling = HOLE
+        else:
+            filling = _value_of(mark, values)
         # A container that was stored empty is empty, whatever was in the requested one.
-        return compacted(value) if filling is HOLE else filling
+        if filling is HOLE:
+            return compacted(value)
+        return filling
 
-    found = filled(fill, skeleton, common)
-    return {} if found is HOLE else found
+    result = filled(fill, skeleton, common)
+    return {} if result is HOLE else result
 
 
 def _asks_for(skeleton: Any, position: Position) -> bool:
-    found = list(on_the_way(skeleton, position))
-    return len(found) > len(position) or any(node is HOLE for node in found)
+    values = list(on_the_way(skeleton, position))
+    return len(values) > len(position) or any(value is HOLE for value in values)
 
 
 def _warn_of_unknown(skeleton: Any, common: Any) -> None:
-    """Name objects of unknown classes that are put into containers of the request."""
+    """Name objects of unknown classes in containers of the request."""
     for position, unknown in unknown_objects(common):
         if len(position) > 1 and len(list(on_the_way(skeleton, position))) > 1:
             logger.warning(
@@ -328,6 +353,6 @@ def _value_of(mark: Any, values: Sequence[Any]) -> Any:
 
 
 def compact(tree: dict[Any, Any]) -> dict[Any, Any]:
-    """Drop all holes; lists close up."""
-    found = compacted(tree)
-    return {} if found is HOLE else found
+    """Drop all holes, so that lists close up."""
+    result = compacted(tree)
+    return {} if result is HOLE else result

@@ -1,8 +1,9 @@
-"""Values of a state dict that was given to `load`, changed in place to what was loaded.
+"""In-place changes of the state dict given to `load`.
 
-A dict or list that holds no shards and no objects is one value: it gets exactly the stored items.
-One that holds some gets the stored values of its own keys. The values that `load` returns have no
-list, dict or tensor in common with them: the next load does not change what this one returned.
+They turn its values into the loaded values. A dict or list that holds no shards and no objects is
+one value: it gets exactly the stored items. A container with shards or objects gets the stored
+values of its own keys. The values that `load` returns have no list, dict or tensor in common with
+them: the next load does not change the result of this one.
 """
 
 from __future__ import annotations
@@ -38,16 +39,18 @@ _PLAIN_TENSORS = (torch.Tensor, torch.nn.Parameter)
 
 @dataclass
 class Changes:
-    """What to change in a given state dict. Nothing is changed before `apply`, which cannot fail.
+    """Changes to make in a given state dict.
+
+    Nothing is changed before `apply`, which cannot fail.
 
     Attributes:
         tensors: pairs of a tensor to fill and its values.
         filled: positions of these tensors.
-        items: triples of a dict or list, a key or index, and what takes the place there.
-        contents: pairs of a dict or list and all that it will hold.
+        items: triples of a dict or list, a key or index, and its new value.
+        contents: pairs of a dict or list and its new content.
         fixed: positions of values in containers that cannot be changed.
-        not_filled: positions of tensors that keep their values, since what is stored there does not
-            fit into them.
+        not_filled: positions of tensors that keep their values, since the stored values do not fit
+            into them.
     """
 
     tensors: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)
@@ -57,11 +60,11 @@ class Changes:
     fixed: list[str] = field(default_factory=list)
     not_filled: list[str] = field(default_factory=list)
     neighbors: Mapping[int, Sequence[torch.Tensor]] = field(default_factory=dict)
-    """The tensors that each tensor has elements in common with, by its `id()`."""
+    """`id()` of a tensor -> the tensors with common elements."""
     taken: dict[int, torch.Tensor] = field(default_factory=dict)
-    """The values that tensors have or get, by their `id()`."""
+    """`id()` of a tensor -> the values that it has or gets."""
     _values: dict[Any, Any] = field(default_factory=dict)
-    """What is stored for each container, by its identity."""
+    """Identity of a container -> its stored value."""
 
     @torch.no_grad()
     def apply(self) -> None:
@@ -72,34 +75,40 @@ class Changes:
             container.clear()
             if isinstance(container, _LISTS):
                 container.extend(new)
-            for key in new if isinstance(container, dict) else ():
-                container[key] = new[key]
+            if isinstance(container, dict):
+                for key in new:
+                    container[key] = new[key]
         for container, key, value in self.items:
             container[key] = value
 
     def is_first(self, identity: Any, value: Any) -> bool | None:
-        """Tell whether a container is met for the first time: None if it has been, and another
-        value is stored there.
+        """Return whether a container comes for the first time.
+
+        None if it came before, and another value is stored there.
         """
         if identity not in self._values:
             self._values[identity] = value
             return True
         first = self._values[identity]
         is_same = first is value or codec.encode(first) == codec.encode(value)
-        return False if is_same else None
+        if is_same:
+            return False
+        return None
 
 
 def changes_of(given: Any, values: Any, loaded: Any) -> Changes:
-    """Find what is to be changed in a state dict.
+    """Find the changes to make in a state dict.
 
     Args:
         given: the state dict.
-        values: the same without its shards and objects, see `flatten.SplitState.common`.
-        loaded: what was loaded in its place.
+        values: the state dict without its shards and objects, see `flatten.SplitState.common`.
+        loaded: the loaded values in its places.
     """
-    # An object of a registered class is one value, whatever is in it.
-    found = nodes(values)
-    tensors = [(position, node) for position, node in found if isinstance(node, torch.Tensor)]
+    # An object of a registered class is one value with all its content.
+    tensors: list[tuple[Position, torch.Tensor]] = []
+    for position, node in nodes(values):
+        if isinstance(node, torch.Tensor):
+            tensors.append((position, node))
     changes = _with_neighbors([tensor for _, tensor in tensors], loaded)
     _change_holder(changes, (), given, values, loaded)
     changes.not_filled = [dotted(place) for place, _ in tensors if place not in changes.filled]
@@ -107,7 +116,7 @@ def changes_of(given: Any, values: Any, loaded: Any) -> Changes:
 
 
 def _with_neighbors(given: Sequence[torch.Tensor], loaded: Any) -> Changes:
-    """Find which tensors share memory with others, or with ones that are filled."""
+    """Find the tensors that share memory with other or filled ones."""
     changes = Changes()
     targets = list(filter(_has_memory, given))
     if not targets:
@@ -132,7 +141,7 @@ def _has_memory(value: Any) -> bool:
 def _change_holder(
     changes: Changes, position: Position, given: Any, values: Any, loaded: Any
 ) -> None:
-    """Find what is to be changed in a container of shards and objects."""
+    """Find the changes in a container of shards and objects."""
     if not _are_alike(given, values, loaded):
         if isinstance(values, list | tuple) and any(value is not HOLE for value in values):
             changes.fixed.append(dotted(position))
@@ -142,7 +151,8 @@ def _change_holder(
         new = _item(loaded, key)
         if value is HOLE or new is HOLE:
             continue
-        old, place = given[key], (*position, key)
+        old = given[key]
+        place = (*position, key)
         if not _is_value(old, value):
             _change_holder(changes, place, old, value, new)
             continue
@@ -154,8 +164,9 @@ def _change_holder(
 
 
 def _are_alike(given: Any, values: Any, loaded: Any) -> bool:
-    """Tell whether all have their items at the same positions: a list closes up where something is
-    not stored.
+    """Return whether three containers have their items at the same positions.
+
+    A list closes up where a value is not stored.
     """
     if isinstance(given, dict):
         return isinstance(values, dict) and isinstance(loaded, dict)
@@ -164,30 +175,36 @@ def _are_alike(given: Any, values: Any, loaded: Any) -> bool:
 
 
 def _item(container: Any, key: Any) -> Any:
-    return container.get(key, HOLE) if isinstance(container, dict) else container[key]
+    if isinstance(container, dict):
+        return container.get(key, HOLE)
+    return container[key]
 
 
 def _is_value(given: Any, value: Any) -> bool:
-    """Tell whether nothing in a part of a state dict is a shard or an object, all of which are
-    missing, or something else, among its values.
+    """Return whether a part of a state dict lacks shards and objects.
+
+    Shards and objects are missing, or other values, among its values.
     """
     if given is value:
         return True
     if not is_plain_container(given) or type(given) is not type(value) or len(given) != len(value):
         return False
     pairs = zip(children_of(given), children_of(value), strict=True)
-    return all(key == other and _is_value(old, kept) for (key, old), (other, kept) in pairs)
+    return all(key == other and _is_value(old, new) for (key, old), (other, new) in pairs)
 
 
 def _changed(changes: Changes, position: Position, given: Any, new: Any) -> Any:
-    """Return what takes the place of a value: the given container or tensor, with other contents,
-    or else the new value.
+    """Return the replacement of a value.
+
+    It is the given container or tensor, with other contents, or else the new value.
     """
     if isinstance(given, torch.Tensor):
         return _changed_tensor(changes, position, given, new)
     if _is_rebuilt(given) and type(given) is type(new):
         items = list(_changed_items(changes, position, given, new).values())
-        return given if [*map(id, given)] == [*map(id, items)] else rebuilt(given, items)
+        if [*map(id, given)] == [*map(id, items)]:
+            return given
+        return rebuilt(given, items)
     if not _takes_contents(given, new):
         return _own(new)
     is_first = changes.is_first(id(given), new)
@@ -195,14 +212,19 @@ def _changed(changes: Changes, position: Position, given: Any, new: Any) -> Any:
         return _own(new)
     if is_first:
         contents = _changed_items(changes, position, given, new)
-        is_list = isinstance(given, _LISTS)
-        changes.contents.append((given, list(contents.values()) if is_list else contents))
+        if isinstance(given, _LISTS):
+            changes.contents.append((given, list(contents.values())))
+        else:
+            changes.contents.append((given, contents))
     return given
 
 
 def _changed_items(changes: Changes, position: Position, given: Any, new: Any) -> dict[Any, Any]:
+    changed = {}
     pairs = zip(children_of(new), _counterparts(given, new), strict=True)
-    return {key: _changed(changes, (*position, key), old, item) for (key, item), old in pairs}
+    for (key, item), old in pairs:
+        changed[key] = _changed(changes, (*position, key), old, item)
+    return changed
 
 
 def _is_rebuilt(container: Any) -> bool:
@@ -212,7 +234,7 @@ def _is_rebuilt(container: Any) -> bool:
 
 
 def _counterparts(given: Any, new: Any) -> list[Any]:
-    """Return what a given container has in the place of each item of the new one."""
+    """Return a given container's counterpart for each item of a new one."""
     if isinstance(given, dict):
         return [given.get(key, HOLE) for key in new]
     return [*given, *[HOLE] * (len(new) - len(given))][: len(new)]
@@ -228,22 +250,28 @@ def _changed_tensor(changes: Changes, position: Position, given: torch.Tensor, n
 
 
 def _takes_values(given: torch.Tensor, new: Any) -> bool:
-    """Tell whether a tensor can be filled: one whose elements share memory cannot, for example."""
+    """Return whether a tensor can be filled.
+
+    A tensor whose elements share memory cannot, for example.
+    """
     if not _has_memory(given) or given.is_inference() or not isinstance(new, torch.Tensor):
         return False
     return (given.shape, given.dtype) == (new.shape, new.dtype) and not repeats_memory(given)
 
 
 def _is_free(changes: Changes, given: torch.Tensor, new: torch.Tensor) -> bool:
-    """Tell whether a tensor can be filled without changing another one."""
-    others = [other for other in changes.neighbors.get(id(given), ()) if id(other) in changes.taken]
-    return all(_agree(given, new, other, changes.taken[id(other)]) for other in others)
+    """Return whether a tensor can be filled without changing another one."""
+    for other in changes.neighbors.get(id(given), ()):
+        values = changes.taken.get(id(other))
+        if values is not None and not _agree(given, new, other, values):
+            return False
+    return True
 
 
 def _agree(
     first: torch.Tensor, its_values: torch.Tensor, second: torch.Tensor, others: torch.Tensor
 ) -> bool:
-    """Tell whether two tensors with elements in common have equal values there."""
+    """Return whether two tensors with elements in common have equal values there."""
     if first.dtype != second.dtype or first.is_conj() != second.is_conj():
         return False
     places = addresses(first), addresses(second)
@@ -262,8 +290,9 @@ def _takes_contents(given: Any, new: Any) -> bool:
 
 
 def _is_changeable(container: Any) -> bool:
-    """Tell whether the items of a dict, list or deque can be replaced: classes derived from these
-    may be frozen, or do something of their own.
+    """Return whether items of a dict, list or deque can be replaced.
+
+    Derived classes may be frozen, or have behavior of their own.
     """
     return getattr(type(container), "__setitem__", None) in _SETTERS
 

@@ -1,8 +1,7 @@
-"""Sharded state dicts made of Megatron Core's objects: each is converted to its equivalent in
-distckpt.
+"""Conversion of sharded state dicts of Megatron Core's objects.
 
-Objects are recognized by their structure, so Megatron need not be installed, and every version and
-copy of it will do.
+Each object is converted to its equivalent in distckpt. Objects are recognized by their structure,
+so Megatron need not be installed, and every version and copy of it will do.
 """
 
 from __future__ import annotations
@@ -28,11 +27,14 @@ register_object_type(io.BytesIO, "io.BytesIO", to_state=io.BytesIO.getvalue, fro
 
 
 def adopt(node: Any) -> Any:
-    """Convert an object of Megatron to its equivalent in distckpt; return other values as they
-    are.
+    """Convert an object of Megatron to its equivalent in distckpt.
+
+    Other values are returned as they are.
     """
     convert = _converter_of(type(node))  # type: ignore[arg-type]  # Classes are hashable.
-    return node if convert is None else convert(node)
+    if convert is None:
+        return node
+    return convert(node)
 
 
 def _adopt_tensor(node: Any) -> ShardedTensor:

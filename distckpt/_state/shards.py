@@ -1,7 +1,8 @@
-"""Tables that describe the shards of ranks, without data: the input of validation and planning.
+"""Tables of the shards of ranks, without data.
 
-Flat shards appear as the regions that their range consists of, objects as single cells of their
-grid, so that everything after this point is about regions only.
+They are the input of validation and planning. Flat shards appear as the regions that their range
+consists of, objects as single cells of their grid, so that everything after this point is about
+regions only.
 """
 
 from __future__ import annotations
@@ -86,14 +87,15 @@ class ShardTable(NamedTuple):
         )
 
     def to_messages(self) -> tuple[bytes, bytes]:
-        """Encode for sending: the keys with their kinds, which are the same on many ranks, and the
-        rows.
+        """Encode the table for sending: keys with their kinds, and rows.
+
+        Keys and kinds are the same on many ranks.
         """
         rows = pack(self.exchange_group, {name: getattr(self, name) for name in _ROW_COLUMNS})
         return self.kinds_to_bytes(), compress(rows)
 
     def kinds_to_bytes(self) -> bytes:
-        """Encode the keys with their kinds: the first of the messages."""
+        """Encode the keys with their kinds, the first of the messages."""
         kinds = json.dumps([self.keys, self.dtypes, self.global_shapes], separators=(",", ":"))
         return compress(kinds.encode())
 
@@ -103,15 +105,16 @@ class ShardTable(NamedTuple):
         kinds: Sequence[bytes],
         rows: Sequence[bytes],
     ) -> list[ShardTable]:
-        """Decode what `to_messages` made on all ranks: equal messages once, so that tables share
-        what they hold.
+        """Decode the messages of all ranks, see `to_messages`.
+
+        Equal messages are decoded once, so that tables share their columns.
         """
         parse = functools.cache(_parse_kinds)
         read = functools.cache(lambda data: unpack(decompress(data)))
         tables = []
-        for of_keys, of_rows in zip(kinds, rows, strict=True):
-            exchange_group, columns = read(of_rows)
-            keys, dtypes, shapes = parse(of_keys)
+        for message, row_message in zip(kinds, rows, strict=True):
+            exchange_group, columns = read(row_message)
+            keys, dtypes, shapes = parse(message)
             tables.append(cls(keys, dtypes, shapes, exchange_group=exchange_group, **columns))
         return tables
 
@@ -122,8 +125,9 @@ def _parse_kinds(data: bytes) -> tuple[list[str], list[str], list[tuple[int, ...
 
 
 def shard_regions(shard: Shard) -> list[Region]:
-    """Return the regions of the global tensor that a shard holds, even empty ones, in the order of
-    its data.
+    """Return the regions of a shard, in the order of its data.
+
+    They are regions of the global tensor, even empty ones.
     """
     offset = tuple(shard.global_offset)
     if not isinstance(shard, ShardedTensor):
@@ -133,44 +137,49 @@ def shard_regions(shard: Shard) -> list[Region]:
     if shard.flattened_range is None:
         return [Region(offset, prepended + local_shape)]
     runs = flat_range_regions(local_shape, *flat_bounds(shard.flattened_range, local_shape))
-    return [
-        Region(
-            tuple(map(int.__add__, offset, (0,) * len(prepended) + run.offset)),
-            prepended + run.shape,
-        )
-        for run in runs
-    ]
+    lead = (0,) * len(prepended)
+    regions = []
+    for run in runs:
+        run_offset = tuple(map(int.__add__, offset, lead + run.offset))
+        regions.append(Region(run_offset, prepended + run.shape))
+    return regions
 
 
 def region_view(shard: ShardedTensor, region: Region) -> torch.Tensor:
-    """Return the part of a shard's data that holds `region` (of the global tensor), as a view of
-    that shape.
+    """Return the view of a shard's data with a region.
+
+    The region is one of the global tensor; the view has its shape.
     """
     assert shard.data is not None
-    data = shard.data.detach() if shard.data.requires_grad else shard.data
+    data = shard.data
+    if data.requires_grad:
+        data = data.detach()
     if region.shape == data.shape and shard.flattened_range is None:
         return data
     local = region.relative_to(tuple(shard.global_offset))
     prepended = shard.prepend_axis_num
     if shard.flattened_range is None:
-        return data[(None,) * prepended][local.slices()] if region.offset else data
+        if not region.offset:
+            return data
+        return data[(None,) * prepended][local.slices()]
     inner = Region(local.offset[prepended:], local.shape[prepended:])
-    start = (
-        flat_start(shard.local_shape, inner)
-        - flat_bounds(shard.flattened_range, shard.local_shape)[0]
-    )
+    first = flat_bounds(shard.flattened_range, shard.local_shape)[0]
+    start = flat_start(shard.local_shape, inner) - first
     return data[start : start + inner.num_elements].view(region.shape)
 
 
 def shard_table(shards: Sequence[Shard], ties: Mapping[int, int] | None = None) -> ShardTable:
-    """Return the table of this rank's shards, which must fit their global tensors and agree with
-    one another. `ties` are what `find_ties` has found among them, if it was asked before.
+    """Return the table of this rank's shards.
+
+    They must fit their global tensors and agree with one another. `ties` are the result of
+    `find_ties` for them, if it was called before.
     """
     key_index: dict[str, int] = {}
     kinds: list[_Kind] = []
     rows: list[tuple[int, int, int, bool, int, bool]] = []
     regions: list[Region] = []
-    ties = find_ties(shards) if ties is None else ties
+    if ties is None:
+        ties = find_ties(shards)
     for shard_id, shard in enumerate(shards):
         key_id = _key_id(shard, key_index, kinds)
         row = (key_id, shard_id, ties.get(shard_id, shard_id), *_copy_kind(shard.replica_id))
@@ -200,14 +209,17 @@ def shard_table(shards: Sequence[Shard], ties: Mapping[int, int] | None = None) 
 
 
 def _copy_kind(replica: ReplicaId) -> tuple[bool, int, bool]:
-    """Return `is_main`, `open_ranks` and `is_buffer` of a copy, see `ShardTable`."""
+    """Return `is_main`, `open_ranks` and `is_buffer` of a copy.
+
+    See `ShardTable`.
+    """
     if not isinstance(replica, OpenReplicaId):
         return is_main_replica(replica), 0, False
     return False, 1 + any(replica[:1]), isinstance(replica, BufferReplicaId)
 
 
 def _key_id(shard: Shard, key_index: dict[str, int], kinds: list[_Kind]) -> int:
-    """Return the number of a shard's key; a new key is added to both."""
+    """Return the number of a shard's key; new keys are added."""
     kind = (_dtype_name(shard), tuple(map(int, shard.global_shape)))
     key_id = key_index.setdefault(shard.key, len(kinds))
     if key_id == len(kinds):
@@ -234,9 +246,10 @@ def _check_inside(table: ShardTable) -> None:
 
 
 class GlobalTable(NamedTuple):
-    """The shards of all ranks: a `ShardTable` with a `ranks` column, keys numbered over all ranks.
+    """The shards of all ranks: a `ShardTable` with a `ranks` column.
 
-    `global_shapes` is (t, max ndim), padded with 1; `ndims` is (t,).
+    Keys are numbered over all ranks. `global_shapes` is (t, max ndim), padded with 1; `ndims` is
+    (t,).
     """
 
     keys: list[str]
@@ -266,7 +279,10 @@ class GlobalTable(NamedTuple):
 
 
 def merge_tables(tables: Sequence[ShardTable]) -> GlobalTable:
-    """Join the tables of all ranks, which must agree on the dtype and global shape of every key."""
+    """Join the tables of all ranks.
+
+    They must agree on the dtype and global shape of every key.
+    """
     key_index, kinds, id_maps = _number_keys(tables)
     ndim = max((len(shape) for _, shape in kinds), default=0)
 
@@ -295,7 +311,10 @@ def merge_tables(tables: Sequence[ShardTable]) -> GlobalTable:
 
 
 def choose_main_replicas(table: GlobalTable, open_ranks: npt.NDArray[np.uint8]) -> None:
-    """Choose the main replica, in place, of each region for which it was not named."""
+    """Choose the main replica, in place, of each region without one.
+
+    That is a region for which it was not named.
+    """
     if not open_ranks.any():
         return
     # Named ones come first, then by rank: the table lists rows in this order.
@@ -305,28 +324,29 @@ def choose_main_replicas(table: GlobalTable, open_ranks: npt.NDArray[np.uint8]) 
         [column[candidates] for column in (table.key_ids, *table.offsets.T, *table.shapes.T)]
     )
     _, first = np.unique(identity, return_index=True)
-    chosen = candidates[np.sort(first)]
-    table.is_main[chosen] = True
+    mains = candidates[np.sort(first)]
+    table.is_main[mains] = True
     # One tensor under several layouts (tied weights of stages that are divided differently): the
     # first of overlapping regions.
-    sizes = np.prod(table.shapes[chosen], axis=1, dtype=np.float64)
-    held = np.bincount(table.key_ids[chosen], sizes, len(table.keys))
+    sizes = np.prod(table.shapes[mains], axis=1, dtype=np.float64)
+    main_sizes = np.bincount(table.key_ids[mains], sizes, len(table.keys))
     global_sizes = np.prod(table.global_shapes, axis=1, dtype=np.float64)
-    for key_id in np.flatnonzero(held > global_sizes).tolist():
-        kept: list[Region] = []
-        for row in chosen[table.key_ids[chosen] == key_id].tolist():
+    for key_id in np.flatnonzero(main_sizes > global_sizes).tolist():
+        regions: list[Region] = []
+        for row in mains[table.key_ids[mains] == key_id].tolist():
             region = table.row_region(row)
-            if open_ranks[row] and any(intersect(region, other) for other in kept):
+            if open_ranks[row] and any(intersect(region, other) for other in regions):
                 table.is_main[row] = False
             else:
-                kept.append(region)
+                regions.append(region)
 
 
 def _number_keys(
     tables: Sequence[ShardTable],
 ) -> tuple[dict[str, int], list[_Kind], list[IntArray]]:
-    """Number the keys of all tables. Return key -> id, the kind of each id, and for each table the
-    ids of its keys.
+    """Number the keys of all tables.
+
+    Return key -> id, the kind of each id, and for each table the ids of its keys.
     """
     # The keys of one table differ.
     key_index = {key: key_id for key_id, key in enumerate(tables[0].keys)}
@@ -360,15 +380,16 @@ def _number_keys(
 def number_kinds(kinds: Sequence[bytes]) -> tuple[list[str], list[_Kind], list[IntArray]]:
     """Number the keys of all ranks, see `ShardTable.kinds_to_bytes`.
 
-    Return them, the kind of each, and the numbers of the keys of each rank: of equal messages the
-    same array.
+    Return the keys, the kind of each, and the numbers of the keys of each rank: the same array for
+    equal messages.
     """
-    parse, without_rows = functools.cache(_parse_kinds), shard_table([])
+    parse = functools.cache(_parse_kinds)
+    without_rows = shard_table([])
     tables = []
     for keys, dtypes, shapes in map(parse, kinds):
         tables.append(without_rows._replace(keys=keys, dtypes=dtypes, global_shapes=shapes))
-    key_index, found, id_maps = _number_keys(tables)
-    return list(key_index), found, id_maps
+    key_index, all_kinds, id_maps = _number_keys(tables)
+    return list(key_index), all_kinds, id_maps
 
 
 def _identity_of_keys(table: ShardTable) -> tuple[int, ...]:
@@ -402,18 +423,20 @@ def _dtype_name(shard: Shard) -> str:
 
 
 def find_ties(shards: Sequence[Shard]) -> dict[int, int]:
-    """Find the shards that are the same part of the same memory as an earlier one: the index of
-    each -> the index of the first.
+    """Find the shards that are the same memory as an earlier one.
+
+    Return the index of each -> the index of the first. The memory is the same part of the same
+    memory.
     """
     pointers = _pointers(shards)
-    held = [pointer for pointer in pointers if pointer]
-    if len(set(held)) == len(held):
+    addresses = [pointer for pointer in pointers if pointer]
+    if len(set(addresses)) == len(addresses):
         return {}
-    num_at = Counter(held)
+    num_at = Counter(addresses)
     first: dict[Any, int] = {}
     ties: dict[int, int] = {}
     for index, pointer in enumerate(pointers):
-        # Hardly any tensors begin at the same address; the others need no closer look.
+        # Hardly any tensors begin at the same address; the rest need no closer look.
         if num_at[pointer] > 1:
             identity = _memory_identity(shards[index])
             if identity is not None and first.setdefault(identity, index) != index:
@@ -422,21 +445,28 @@ def find_ties(shards: Sequence[Shard]) -> dict[int, int]:
 
 
 def _pointers(shards: Sequence[Shard]) -> list[int]:
-    """Return the address at which the data of each shard begins, 0 without memory."""
-    return [
-        shard.data.data_ptr() if isinstance(shard, ShardedTensor) and shard.data is not None else 0
-        for shard in shards
-    ]
+    """Return the address of each shard's data, 0 without memory."""
+    pointers = []
+    for shard in shards:
+        pointer = 0
+        if isinstance(shard, ShardedTensor) and shard.data is not None:
+            pointer = shard.data.data_ptr()
+        pointers.append(pointer)
+    return pointers
 
 
 def _memory_identity(shard: Shard) -> Any:
-    """Return what only shards of the same part of the same memory have in common, None if the shard
-    is empty.
+    """Return a value that shards of the same memory share.
+
+    They are the same part of it. None if the shard is empty.
     """
     data = shard.data
     if not isinstance(shard, ShardedTensor) or data is None or not data.numel():
         return None
+    bounds = None
     flat = shard.flattened_range
+    if flat is not None:
+        bounds = (flat.start, flat.stop)
     return (
         data.device,
         data.data_ptr(),
@@ -448,17 +478,19 @@ def _memory_identity(shard: Shard) -> Any:
         tuple(shard.global_shape),
         tuple(shard.global_offset),
         tuple(shard.local_shape),
-        (flat.start, flat.stop) if flat is not None else None,
+        bounds,
     )
 
 
 def _contradiction(key: str, first: _Kind, second: _Kind, where: str) -> KeyFault:
-    named = [
-        f"an object grid {shape}" if dtype == OBJECT else f"{dtype} of {shape}"
-        for dtype, shape in (first, second)
-    ]
+    names = []
+    for dtype, shape in (first, second):
+        if dtype == OBJECT:
+            names.append(f"an object grid {shape}")
+        else:
+            names.append(f"{dtype} of {shape}")
     text = (
-        f" has two meanings {where}: {named[0]} and {named[1]}. "
+        f" has two meanings {where}: {names[0]} and {names[1]}. "
         "Give different tensors different keys, and one tensor the same dtype and global shape "
         "everywhere."
     )
@@ -466,6 +498,5 @@ def _contradiction(key: str, first: _Kind, second: _Kind, where: str) -> KeyFaul
 
 
 def _sharding_error(faults: Sequence[KeyFault]) -> InvalidShardingError:
-    return InvalidShardingError(
-        "\n".join(line[0].upper() + line[1:] for line in summarize_faults(faults))
-    )
+    lines = [line[0].upper() + line[1:] for line in summarize_faults(faults)]
+    return InvalidShardingError("\n".join(lines))

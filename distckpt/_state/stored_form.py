@@ -1,9 +1,8 @@
-"""Tensors that are stored in another form than a rank holds them in: complex numbers, and
-subclasses of tensors.
+"""Tensors with another form in storage: complex numbers, and subclasses.
 
 safetensors files hold neither complex32, bcomplex32 nor complex128: these become pairs of real
-numbers along one more axis. A tensor that is made of others (one with `__tensor_flatten__`, such as
-torchao's) is stored as these.
+numbers along one more axis. A tensor that is made of other tensors (one with `__tensor_flatten__`,
+such as torchao's) is stored as these.
 """
 
 from __future__ import annotations
@@ -22,24 +21,19 @@ from distckpt._mapping.base import flat_bounds, unsuitable
 from distckpt._mapping.sharded_tensor import ShardedTensor
 from distckpt._mapping.wrappers import ShardedObject, ShardedTensorFactory, is_main_replica
 
-_PARTS_OF = {
-    getattr(torch, name): part
-    for name, part in (
-        ("complex32", torch.float16),
-        ("bcomplex32", torch.bfloat16),
-        ("complex128", torch.float64),
-    )
-    if hasattr(torch, name)
-}
-"""Complex dtypes that become pairs, and the dtype of the numbers in these. Old releases of torch
-lack some.
+_PARTS_OF: dict[torch.dtype, torch.dtype] = {torch.complex128: torch.float64}
+if hasattr(torch, "complex32"):
+    _PARTS_OF[torch.complex32] = torch.float16
+if hasattr(torch, "bcomplex32"):
+    _PARTS_OF[torch.bcomplex32] = torch.bfloat16
+"""Complex dtype that becomes pairs -> dtype of the pairs' numbers. Old releases of torch lack some.
 """
 
 
 class StoredEntry(NamedTuple):
-    """A key of a checkpoint: the dtype of its tensor, None for an object, and the global shape.
+    """A key of a checkpoint: dtype and global shape of its tensor.
 
-    `parts` are the keys of the codes and scales that a quantized tensor is stored as.
+    The dtype is None for an object. `parts` are the keys of a quantized tensor's codes and scales.
     """
 
     dtype: torch.dtype | None
@@ -48,17 +42,18 @@ class StoredEntry(NamedTuple):
 
 
 def is_stored_as_pairs(dtype: torch.dtype) -> bool:
-    """Tell whether complex numbers of a dtype are stored as pairs of real numbers."""
+    """Return whether a dtype's complex numbers are stored as real pairs."""
     return dtype in _PARTS_OF
 
 
 def stored_form(
     shard: ShardedTensor, entry: StoredEntry | None = None
 ) -> ShardedTensor | ShardedTensorFactory:
-    """Return a factory for a shard that is stored in another form, and any other as it is. A load
-    says what is stored under the key, since complex numbers are loaded from either form.
+    """Return a factory for a shard with another form in storage.
 
-    UnsupportedObjectError names the key of a tensor whose elements cannot be read or written.
+    Any other shard is returned as it is. A load passes the stored entry of the key, since complex
+    numbers are loaded from either form. UnsupportedObjectError names the key of a tensor whose
+    elements cannot be read or written.
     """
     data: Any = shard.data
     kind = type(data)
@@ -71,11 +66,14 @@ def stored_form(
         return _factory(
             shard, built, lambda loaded: _check_type(shard, built["type"].data, loaded["type"])
         )
-    if problem := data is not None and unsuitable(data):
+    problem = data is not None and unsuitable(data)
+    if problem:
         raise UnsupportedObjectError(
             f"Key {shard.key!r} at offset {shard.global_offset} {problem}."
         )
-    return _complex_form(shard, entry) if shard.dtype.is_complex else shard
+    if not shard.dtype.is_complex:
+        return shard
+    return _complex_form(shard, entry)
 
 
 def _factory(
@@ -90,26 +88,32 @@ def _factory(
 
 
 def may_be_complex(shards: Iterable[ShardedTensor | ShardedObject]) -> bool:
-    """Tell whether the form that a shard is requested in depends on the form in which it is
-    stored, given results of `stored_form` or what they have built.
+    """Return whether a shard's requested form depends on its stored form.
+
+    The shards are results of `stored_form`, or were built by them.
     """
     tensors = [shard for shard in shards if isinstance(shard, ShardedTensor)]
-    dtypes = {tensor.dtype for tensor in tensors}
-    if any(dtype.is_complex for dtype in dtypes):
-        return True
-    of_pairs = dtypes.intersection(_PARTS_OF.values())
-    return bool(of_pairs) and any(
-        tensor.dtype in of_pairs and tuple(tensor.global_shape[-1:]) == (2,) for tensor in tensors
-    )
+    part_dtypes = set(_PARTS_OF.values())
+    for tensor in tensors:
+        if tensor.dtype.is_complex:
+            return True
+        if tensor.dtype in part_dtypes and tuple(tensor.global_shape[-1:]) == (2,):
+            return True
+    return False
 
 
 def _complex_form(
     shard: ShardedTensor, entry: StoredEntry | None
 ) -> ShardedTensor | ShardedTensorFactory:
-    stored, shape = (entry.dtype, entry.shape) if entry is not None else (None, ())
+    stored = None
+    shape: tuple[int, ...] = ()
+    if entry is not None:
+        stored = entry.dtype
+        shape = entry.shape
     if shard.dtype == torch.complex128 and stored == torch.complex64:
-        own = shard.data
-        memory = None if own is None else torch.empty_like(own, dtype=torch.complex64)
+        memory = None
+        if shard.data is not None:
+            memory = torch.empty_like(shard.data, dtype=torch.complex64)
         narrow = replace(shard, data=memory, dtype=torch.complex64)
         return _factory(shard, narrow, lambda loaded: _put(shard, loaded))
     are_pairs = stored in _PARTS_OF.values() and shape == (*shard.global_shape, 2)
@@ -120,7 +124,7 @@ def _complex_form(
 
 
 def _put(shard: ShardedTensor, values: torch.Tensor) -> torch.Tensor:
-    """Return values in the dtype of a shard, in its tensor if it has one."""
+    """Return values in a shard's dtype, in its tensor if possible."""
     if shard.data is None:
         return values.to(shard.dtype)
     fill(shard.key, shard.data, values)
@@ -128,28 +132,32 @@ def _put(shard: ShardedTensor, values: torch.Tensor) -> torch.Tensor:
 
 
 def _pairs(shard: ShardedTensor) -> ShardedTensor:
-    flat, data = shard.flattened_range, shard.data
+    flat = shard.flattened_range
+    data = shard.data
+    fragmentations = shard.axis_fragmentations
+    if fragmentations is not None:
+        fragmentations = (*fragmentations, 1)
     if flat is not None:
         start, stop = flat_bounds(flat, shard.local_shape)
         flat = slice(2 * start, 2 * stop)
     if data is not None:
         data = torch.view_as_real(data.detach().resolve_conj().resolve_neg())
+        if flat is not None:
+            data = data.flatten()
     return replace(
         shard,
-        data=data if data is None or flat is None else data.flatten(),
+        data=data,
         dtype=_part_of(shard),
         local_shape=(*shard.local_shape, 2),
         global_shape=(*shard.global_shape, 2),
         global_offset=(*shard.global_offset, 0),
-        axis_fragmentations=None
-        if shard.axis_fragmentations is None
-        else (*shard.axis_fragmentations, 1),
+        axis_fragmentations=fragmentations,
         flattened_range=flat,
     )
 
 
 def _part_of(shard: ShardedTensor) -> torch.dtype:
-    """Return the dtype of the real numbers of a complex one."""
+    """Return the dtype of a complex dtype's real numbers."""
     if shard.dtype == torch.complex64:
         return torch.float32
     if shard.dtype not in _PARTS_OF:
@@ -168,14 +176,16 @@ def _complex(
     target = shard.data
     if target is not None and _is_filled_through(pairs, target):
         return target
-    numbers = loaded if shard.flattened_range is None else loaded.view(-1, 2)
+    numbers = loaded
+    if shard.flattened_range is not None:
+        numbers = loaded.view(-1, 2)
     # torch.view_as_complex does not make bcomplex32.
     values = numbers.contiguous().view(shard.dtype).squeeze(-1)
     return _put(shard, values)
 
 
 def _is_filled_through(pairs: ShardedTensor, target: torch.Tensor) -> bool:
-    """Tell whether what is loaded into pairs of real numbers is in a complex tensor thereby."""
+    """Return whether loading pairs of numbers fills a complex tensor."""
     is_same_memory = pairs.data is not None and pairs.data.data_ptr() == target.data_ptr()
     return is_same_memory and not target.is_conj()
 
@@ -184,8 +194,9 @@ def _is_filled_through(pairs: ShardedTensor, target: torch.Tensor) -> bool:
 
 
 def _inner_tensors(shard: ShardedTensor, data: Any) -> dict[str, Any]:
-    """Describe the tensors that a tensor is made of, and as text what else belongs to it: a load
-    compares it.
+    """Describe the tensors that a tensor is made of.
+
+    All else that belongs to it becomes a text, which a load compares.
     """
     names, context = data.__tensor_flatten__()
     text = f"{type(data).__module__}.{type(data).__qualname__} {context!r}"
@@ -198,18 +209,21 @@ def _inner_tensors(shard: ShardedTensor, data: Any) -> dict[str, Any]:
 
 
 def _type_object(shard: ShardedTensor, text: str) -> ShardedObject:
-    """Describe the text about a tensor: one for all its parts."""
+    """Describe the text about a tensor, one for all its parts."""
     prepended = shard.prepend_axis_num
-    grid, place = shard.global_shape[:prepended] or (1,), shard.global_offset[:prepended] or (0,)
+    grid = shard.global_shape[:prepended] or (1,)
+    place = shard.global_offset[:prepended] or (0,)
     is_main = is_main_replica(shard.replica_id) and not any(shard.global_offset[prepended:])
-    return ShardedObject(f"{shard.key}.tensor_type", text, grid, place, 0 if is_main else 1)
+    return ShardedObject(f"{shard.key}.tensor_type", text, grid, place, int(not is_main))
 
 
 def _inner_shard(shard: ShardedTensor, data: Any, name: str) -> ShardedTensor:
-    """Describe one of the tensors that a tensor is made of: it is whole, or has one element for
-    each block of the tensor's elements.
+    """Describe one of the tensors that a tensor is made of.
+
+    It is whole, or has one element for each block of the tensor's elements.
     """
-    inner, sizes = getattr(data, name), shard.global_shape[shard.prepend_axis_num :]
+    inner = getattr(data, name)
+    sizes = shard.global_shape[shard.prepend_axis_num :]
     if shard.flattened_range is None and shard.local_shape == sizes:
         place = [(size, 0, 1) for size in inner.shape]
     else:
@@ -222,9 +236,15 @@ def _place_by_blocks(
     data: Any,
     name: str,
 ) -> list[tuple[int, int, int]]:
-    """Return the place, as in `shard_at`, of an inner tensor that is divided as its tensor is."""
-    prepended, local, shape = shard.prepend_axis_num, shard.local_shape, getattr(data, name).shape
-    sizes, offset = shard.global_shape[prepended:], shard.global_offset[prepended:]
+    """Return the place of an inner tensor divided like its tensor.
+
+    See `shard_at`.
+    """
+    prepended = shard.prepend_axis_num
+    local = shard.local_shape
+    shape = getattr(data, name).shape
+    sizes = shard.global_shape[prepended:]
+    offset = shard.global_offset[prepended:]
     if shard.flattened_range is not None or len(shape) != len(local):
         raise _unknown_place(shard, data, name)
     if not _is_cut_alike(data, name, tuple(shape), sizes):
@@ -241,11 +261,15 @@ def _place_by_blocks(
 def shard_at(
     shard: ShardedTensor, key: str, data: torch.Tensor, place: Sequence[tuple[int, int, int]]
 ) -> ShardedTensor:
-    """Give a shard other data. Its `place` is, for each axis, `(global size, offset, number of
-    parts)`.
+    """Return a shard with other data, at a place.
+
+    The `place` is, for each axis, `(global size, offset, number of parts)`.
     """
     prepended = shard.prepend_axis_num
     lead = shard.global_shape[:prepended]
+    fragmentations = None
+    if shard.axis_fragmentations is not None:
+        fragmentations = lead + tuple(parts for _, _, parts in place)
     return replace(
         shard,
         key=key,
@@ -254,9 +278,7 @@ def shard_at(
         local_shape=tuple(data.shape),
         global_shape=lead + tuple(size for size, _, _ in place),
         global_offset=shard.global_offset[:prepended] + tuple(start for _, start, _ in place),
-        axis_fragmentations=None
-        if shard.axis_fragmentations is None
-        else lead + tuple(parts for _, _, parts in place),
+        axis_fragmentations=fragmentations,
     )
 
 
@@ -266,8 +288,9 @@ def _is_cut_alike(
     shape: tuple[int, ...],
     sizes: tuple[int, ...],
 ) -> bool:
-    """Tell whether a part of a tensor consists of the same part of an inner tensor, along all
-    divided axes.
+    """Return whether an inner tensor is cut along with its tensor.
+
+    A part of a tensor must consist of the same part of the inner tensor, along all divided axes.
     """
     for axis, (n, own, size) in enumerate(zip(data.shape, shape, sizes, strict=True)):
         if own == 0 or n % own:
@@ -276,7 +299,7 @@ def _is_cut_alike(
             continue
         try:
             cut = getattr(data.narrow(axis, 0, n // own), name)
-        except Exception:  # Subclasses raise what they like where they lack an operation.
+        except Exception:  # Subclasses raise any error where they lack an operation.
             return False
         if tuple(cut.shape) != with_item(shape, axis, 1):
             return False

@@ -1,4 +1,4 @@
-"""How a load treats keys that only the checkpoint or only the request has.
+"""Treatment of keys that only the checkpoint or only the request has.
 
 `distckpt.megatron.validation` is the public path.
 """
@@ -16,16 +16,16 @@ logger = logging.getLogger(__name__)
 
 
 class StrictHandling(Enum):
-    """What a load does with keys that only the checkpoint or only the request has (Megatron's names
-    and meaning).
+    """Reaction of a load to keys that only one side has.
 
-    *Unexpected* keys are requested and not in the checkpoint. *Missing* keys are in the checkpoint
-    and requested by no rank.
+    The sides are the checkpoint and the request; names and meaning are Megatron's. *Unexpected*
+    keys are requested and not in the checkpoint. *Missing* keys are in the checkpoint and requested
+    by no rank.
     """
 
     ASSUME_OK_UNEXPECTED = "assume_ok_unexpected"
-    """Unexpected keys are an error while loading; missing ones are ignored, except below a module
-    in the request.
+    """Unexpected keys are an error while loading; missing ones are ignored. This does not hold
+    below a module in the request.
     """
     LOG_UNEXPECTED = "log_unexpected"
     """Unexpected keys are left out with a warning; missing ones are ignored."""
@@ -36,7 +36,7 @@ class StrictHandling(Enum):
     RAISE_ALL = "raise_all"
     """Unexpected and missing keys are errors."""
     RETURN_UNEXPECTED = "return_unexpected"
-    """`load` returns `(state_dict, missing, unexpected)`, without unexpected keys in the first."""
+    """`load` returns `(state_dict, missing, unexpected)`. The first lacks the unexpected keys."""
     RETURN_ALL = "return_all"
     """The same, and missing keys are looked for."""
     IGNORE_ALL = "ignore_all"
@@ -44,12 +44,12 @@ class StrictHandling(Enum):
 
     @staticmethod
     def requires_explicit_ckpt_mismatch_check(val: StrictHandling) -> bool:
-        """Tell whether the keys of the checkpoint must be known."""
+        """Return whether the keys of the checkpoint must be known."""
         return parse_strict_flag(val) != StrictHandling.ASSUME_OK_UNEXPECTED
 
     @staticmethod
     def requires_global_app_metadata(val: StrictHandling) -> bool:
-        """Tell whether the keys that all ranks request must be known."""
+        """Return whether the keys that all ranks request must be known."""
         return parse_strict_flag(val) in (
             StrictHandling.LOG_ALL,
             StrictHandling.RAISE_ALL,
@@ -59,7 +59,7 @@ class StrictHandling(Enum):
 
     @staticmethod
     def requires_returning_mismatch_keys(val: StrictHandling) -> bool:
-        """Tell whether `load` returns the differing keys."""
+        """Return whether `load` returns the differing keys."""
         return parse_strict_flag(val) in (
             StrictHandling.RETURN_UNEXPECTED,
             StrictHandling.RETURN_ALL,
@@ -67,7 +67,7 @@ class StrictHandling(Enum):
 
 
 def parse_strict_flag(strict: str | StrictHandling) -> StrictHandling:
-    """Turn the name of a mode, or Megatron's enum of the same name, into the mode.
+    """Return the mode of a name, or of Megatron's enum.
 
     Raises:
         ValueError: no such mode.
@@ -76,11 +76,15 @@ def parse_strict_flag(strict: str | StrictHandling) -> StrictHandling:
         return strict
     is_megatrons = type(strict).__name__ == StrictHandling.__name__
     try:
-        return StrictHandling(getattr(strict, "value", None) if is_megatrons else strict)
+        if is_megatrons:
+            return StrictHandling(getattr(strict, "value", None))
+        return StrictHandling(strict)
     except ValueError:
         names = [mode.value for mode in StrictHandling]
-        meant = f" (torch's {strict} is {'raise_all' if strict else 'log_all'!r} here)"
-        hint = meant if isinstance(strict, bool) else did_you_mean(str(strict), names)
+        hint = did_you_mean(str(strict), names)
+        if isinstance(strict, bool):
+            mode = "raise_all" if strict else "log_all"
+            hint = f" (torch's {strict} is {mode!r} here)"
         raise ValueError(
             f"Invalid strict flag: {strict!r}{hint}. Use a StrictHandling or one of "
             f"{', '.join(map(repr, names))}."
@@ -90,8 +94,9 @@ def parse_strict_flag(strict: str | StrictHandling) -> StrictHandling:
 def _mismatch_message(
     missing: Iterable[str], unexpected: Iterable[str], known: Iterable[str], location: str
 ) -> str:
-    """Describe differing keys: grouped by pattern, with the nearest names in the checkpoint."""
-    missing, unexpected = sorted(missing), sorted(unexpected)
+    """Describe differing keys by pattern, with near names in the checkpoint."""
+    missing = sorted(missing)
+    unexpected = sorted(unexpected)
     lines = [f"The requested keys and those in the checkpoint {location!r} differ."]
     if unexpected:
         hint = nearest_names(unexpected, known)
@@ -113,8 +118,9 @@ def handle_mismatch(
     known: Iterable[str],
     location: str,
 ) -> None:
-    """Raise LoadMismatchError, log a warning or do nothing about differing keys, as `strict`
-    says.
+    """Raise an error, warn or do nothing about differing keys.
+
+    `strict` decides; the error is a LoadMismatchError.
     """
     if strict in (StrictHandling.RAISE_UNEXPECTED, StrictHandling.LOG_UNEXPECTED):
         missing = ()

@@ -1,4 +1,4 @@
-"""Checks of what all ranks hold, before anything is written.
+"""Checks of the shards of all ranks, before anything is written.
 
 Each element has one main replica, and replicas agree.
 """
@@ -25,13 +25,14 @@ from distckpt._geometry.region import (
 from distckpt._state.shards import GlobalTable, ShardTable
 
 MAX_COMPARED = 256
-"""About as many regions a save whose plan is known compares with their replicas."""
+"""Approximate number of regions that a repeated save compares with replicas. Its plan is known."""
 
 
 def validate_shards(table: GlobalTable, *, allow_gaps: bool = False) -> None:
-    """Check that main replicas cover every global tensor and object grid exactly once.
+    """Check that main replicas tile every global tensor and object grid.
 
-    With `allow_gaps`, elements that no rank holds are accepted; they will not be in the checkpoint.
+    They must cover it exactly once. With `allow_gaps`, elements that no rank holds are accepted;
+    they will not be in the checkpoint.
     """
     faults: list[tuple[int, tuple[int, ...]]] = []
     is_checked = ~_is_trivial(table, allow_gaps)
@@ -50,14 +51,16 @@ def validate_shards(table: GlobalTable, *, allow_gaps: bool = False) -> None:
             table.global_shapes[keys, :ndim],
         )
         faults.extend((int(keys[fault.tensor]), fault.element) for fault in wrong)
-    found = _explain_faults(table, faults, allow_gaps)
-    if found:
-        raise _invalid(found)
+    key_faults = _explain_faults(table, faults, allow_gaps)
+    if key_faults:
+        raise _invalid(key_faults)
 
 
 def validate_part(table: GlobalTable) -> None:
-    """Check what one process requests, which may be a part that another rank has, or its copy of
-    one: no two main replicas hold the same element.
+    """Check the request of one process, which may be a part.
+
+    Another rank may have that part, or it is a copy of one. No two main replicas hold the same
+    element.
     """
     validate_shards(table, allow_gaps=True)
 
@@ -67,8 +70,10 @@ def _invalid(faults: Sequence[KeyFault]) -> InvalidShardingError:
 
 
 def _is_trivial(table: GlobalTable, allow_gaps: bool) -> npt.NDArray[np.bool_]:
-    """Mark keys with nothing to check: one main region is the whole tensor or, if gaps are allowed,
-    one shard has all main regions, since its own never overlap.
+    """Mark keys with nothing to check.
+
+    One main region is the whole tensor or, if gaps are allowed, one shard has all main regions,
+    since its own never overlap.
     """
     if allow_gaps:
         is_next = (np.diff(table.ranks) != 0) | (np.diff(table.shard_ids) != 0)
@@ -82,8 +87,10 @@ def _is_trivial(table: GlobalTable, allow_gaps: bool) -> npt.NDArray[np.bool_]:
 
 
 def _are_in_line(table: GlobalTable, rows: IntArray) -> npt.NDArray[np.bool_]:
-    """Mark keys of which some rows, divided along one axis, follow one another without a gap from
-    one end of the tensor to the other. What is divided in another way takes a closer look.
+    """Mark keys whose rows follow one another without a gap.
+
+    The rows are divided along one axis, and go from one end of the tensor to the other. Tensors
+    divided in another way take a closer look.
     """
     proven = np.zeros(len(table.keys), np.bool_)
     rows = rows[(table.shapes[rows] > 0).all(axis=1)]
@@ -95,11 +102,13 @@ def _are_in_line(table: GlobalTable, rows: IntArray) -> npt.NDArray[np.bool_]:
     keys = key_ids[begins]
     is_divided = np.logical_or.reduceat(table.shapes[rows] != table.global_shapes[key_ids], begins)
     axes = np.argmax(is_divided, axis=1)
-    of_row = np.repeat(axes, np.diff(begins, append=len(rows)))
-    low, size = table.offsets[rows, of_row], table.shapes[rows, of_row]
+    row_axes = np.repeat(axes, np.diff(begins, append=len(rows)))
+    low = table.offsets[rows, row_axes]
+    size = table.shapes[rows, row_axes]
     if (np.delete(np.diff(low), begins[1:] - 1) < 0).any():
         order = np.lexsort((low, key_ids))
-        low, size = low[order], size[order]
+        low = low[order]
+        size = size[order]
     high = low + size
     expected = np.append(0, high[:-1])
     expected[begins] = 0
@@ -122,33 +131,32 @@ def _check_sizes(table: GlobalTable) -> None:
 def _explain_faults(
     table: GlobalTable, faults: Sequence[tuple[int, tuple[int, ...]]], allow_gaps: bool
 ) -> list[KeyFault]:
-    """Say what is wrong with some keys, at an element of each."""
+    """Describe the faults of some keys, at an element of each."""
     if not faults:
         return []
     # One sort: where a rank is missing, there may be a fault in every key.
     by_key = np.argsort(table.key_ids, kind="stable")
     starts = np.searchsorted(table.key_ids[by_key], np.arange(len(table.keys) + 1))
-    texts = [
-        (
-            key_id,
-            _explain_fault(
-                table, key_id, by_key[starts[key_id] : starts[key_id + 1]], element, allow_gaps
-            ),
-        )
-        for key_id, element in faults
-    ]
-    return [KeyFault(table.keys[key_id], text, text) for key_id, text in texts if text]
+    key_faults = []
+    for key_id, element in faults:
+        rows = by_key[starts[key_id] : starts[key_id + 1]]
+        text = _explain_fault(table, key_id, rows, element, allow_gaps)
+        if text:
+            key_faults.append(KeyFault(table.keys[key_id], text, text))
+    return key_faults
 
 
 def _explain_fault(
     table: GlobalTable, key_id: int, rows: IntArray, element: tuple[int, ...], allow_gaps: bool
 ) -> str:
-    """Say what is wrong with a key, whose shards are in `rows`; "" for a gap if gaps are
-    allowed.
+    """Describe the fault of a key, whose shards are in `rows`.
+
+    It is "" for a gap if gaps are allowed.
     """
     ndim = int(table.ndims[key_id])
     point = np.array(element, np.int64)
-    low, high = table.offsets[rows, :ndim], table.offsets[rows, :ndim] + table.shapes[rows, :ndim]
+    low = table.offsets[rows, :ndim]
+    high = low + table.shapes[rows, :ndim]
     holders = rows[((low <= point) & (point < high)).all(axis=1)]
     mains = holders[table.is_main[holders]]
     if allow_gaps and len(mains) == 0:
@@ -158,9 +166,10 @@ def _explain_fault(
             return ""
         mains = main_rows[list(pair)]
     if len(mains) > 1:
+        where = "" if allow_gaps else f" {element}"
         return (
             f"{_shape_of(table, key_id)}: {len(mains)} main replicas hold the same element"
-            f"{'' if allow_gaps else f' {element}'}: {_places(table, mains)}. If they are copies, "
+            f"{where}: {_places(table, mains)}. If they are copies, "
             "number them with replica_id (one has 0); if they are different tensors, such as "
             "experts counted from 0 on every rank, give them different keys or offsets."
         )
@@ -197,7 +206,9 @@ def _places(table: GlobalTable, rows: IntArray) -> str:
 def find_overlap(offsets: IntArray, shapes: IntArray) -> tuple[int, int] | None:
     """Find two regions that share an element, sweeping along the first axis."""
     if offsets.shape[1] == 0:
-        return (0, 1) if len(offsets) > 1 else None
+        if len(offsets) < 2:
+            return None
+        return 0, 1
     rows = np.flatnonzero((shapes > 0).all(axis=1))
     rows = rows[np.argsort(offsets[rows, 0], kind="stable")]
     low = offsets[rows]
@@ -212,11 +223,13 @@ def find_overlap(offsets: IntArray, shapes: IntArray) -> tuple[int, int] | None:
 
 
 class ReplicaDifferences(NamedTuple):
-    """Rows that have another content than the first row of the same region, by their digests.
+    """Rows whose content differs from the main replica of their region.
+
+    Digests are compared.
 
     Attributes:
-        rows: (n,), of a global table.
-        firsts: (n,), what each of them is compared with: the main replica of its region.
+        rows: (n,), rows of a global table.
+        firsts: (n,), the first row of each one's region, which is the main replica.
     """
 
     rows: IntArray
@@ -240,7 +253,7 @@ def different_replicas_error(
     table: GlobalTable, differences: ReplicaDifferences
 ) -> InvalidShardingError:
     """Return the error about replicas that differ."""
-    found = []
+    faults = []
     for row, first in zip(differences.rows.tolist(), differences.firsts.tolist(), strict=True):
         ranks = int(table.ranks[first]), int(table.ranks[row])
         text = (
@@ -250,13 +263,14 @@ def different_replicas_error(
             "on its own under different keys, or in a distckpt.PerRank. validate_replicas=False "
             "compares nothing."
         )
-        found.append(KeyFault(table.keys[table.key_ids[row]], text, ranks))
-    return _invalid(found)
+        faults.append(KeyFault(table.keys[table.key_ids[row]], text, ranks))
+    return _invalid(faults)
 
 
 def keep_whole(table: GlobalTable, differences: ReplicaDifferences) -> None:
-    """Mark regions of which replicas differ, in place: the main replica alone is written, as that
-    of a buffer.
+    """Mark regions with differing replicas, in place.
+
+    The main replica alone is written, as for a buffer.
     """
     if len(differences.rows):
         rows, firsts = _replicas(table, np.arange(len(table.key_ids)))
@@ -264,10 +278,10 @@ def keep_whole(table: GlobalTable, differences: ReplicaDifferences) -> None:
 
 
 def replica_factors(table: GlobalTable) -> IntArray:
-    """Return a factor for each row. Those of the replicas of a region add up to 0: 1 for all but
-    one of them.
+    """Return a factor for each row, which add up to 0.
 
-    A factor is 0 for what only one rank has or what may differ.
+    The factors of the replicas of a region do: they are 1 for all but one of them. A factor is 0
+    for regions that only one rank has, or that may differ.
     """
     is_tensor = np.array([dtype != OBJECT for dtype in table.dtypes], np.bool_)
     compared = rows_with_copies(table)
@@ -280,43 +294,52 @@ def replica_factors(table: GlobalTable) -> IntArray:
 
 
 def num_replicated(factors: IntArray) -> int:
-    """Return how many regions have replicas, by the factors of all ranks."""
+    """Return the number of regions with replicas.
+
+    The factors are of all ranks.
+    """
     return int((factors < 0).sum())
 
 
 def stride_of(num_regions: int) -> int:
-    """Return the `stride` for so many regions with replicas, see `replica_weights`: 0 without
-    any.
+    """Return the `stride` for regions with replicas, 0 without any.
+
+    See `replica_weights`.
     """
-    return 1 + num_regions // MAX_COMPARED if num_regions else 0
+    if not num_regions:
+        return 0
+    return 1 + num_regions // MAX_COMPARED
 
 
 def replica_weights(
     table: ShardTable, factors: IntArray, stride: int = 1
 ) -> npt.NDArray[np.uint64]:
-    """Return a weight for each row of one rank, given its factors. The weights of the replicas of a
-    region, on all ranks, add up to 0, modulo 2**64.
+    """Return a weight for each row of one rank, given its factors.
 
-    Of `stride` regions all but one have the weight 0, as rows have whose factor is 0.
+    The weights of the replicas of a region, on all ranks, add up to 0, modulo 2**64. Of `stride`
+    regions all but one have the weight 0, as rows have whose factor is 0.
     """
     weights = np.zeros(len(factors), np.uint64)
     rows = np.flatnonzero(factors)
     if len(rows):
         hashes = _hashes_of_regions(table, rows)
-        is_chosen = (hashes >> np.uint64(1)) % np.uint64(stride) == 0
-        weights[rows] = np.where(is_chosen, hashes * factors[rows].astype(np.uint64), np.uint64(0))
+        is_selected = (hashes >> np.uint64(1)) % np.uint64(stride) == 0
+        weights[rows] = np.where(
+            is_selected, hashes * factors[rows].astype(np.uint64), np.uint64(0)
+        )
     return weights
 
 
 def _hashes_of_regions(table: ShardTable, rows: IntArray) -> npt.NDArray[np.uint64]:
-    """Return odd numbers that are the same on all ranks, which number keys in their own ways and
-    pad regions to different numbers of axes.
+    """Return odd hashes of regions that are equal on all ranks.
+
+    Ranks number keys in their own ways and pad regions to different numbers of axes.
     """
     key_ids = table.key_ids[rows]
     used = np.unique(key_ids)
-    of_keys = np.zeros(len(table.keys), np.uint64)
-    of_keys[used] = [checksum(table.keys[key_id].encode()) for key_id in used.tolist()]
-    hashes = of_keys[key_ids]
+    key_hashes = np.zeros(len(table.keys), np.uint64)
+    key_hashes[used] = [checksum(table.keys[key_id].encode()) for key_id in used.tolist()]
+    hashes = key_hashes[key_ids]
     spans = zip(table.offsets[rows].T, table.shapes[rows].T, strict=True)
     for axis, (offsets, shapes) in enumerate(spans):
         own = row_hashes([np.full(len(rows), axis), offsets, shapes])
@@ -325,8 +348,9 @@ def _hashes_of_regions(table: ShardTable, rows: IntArray) -> npt.NDArray[np.uint
 
 
 def rows_with_copies(table: GlobalTable) -> IntArray:
-    """Return the rows of keys of which some shards are copies. Main replicas alone are all
-    different, since they cover a tensor once.
+    """Return the rows of keys with copies among their shards.
+
+    Main replicas alone are all different, since they cover a tensor once.
     """
     is_copied = np.zeros(len(table.keys), np.bool_)
     is_copied[table.key_ids[~table.is_main]] = True
@@ -334,12 +358,15 @@ def rows_with_copies(table: GlobalTable) -> IntArray:
 
 
 def _replicas(table: GlobalTable, rows: IntArray) -> tuple[IntArray, IntArray]:
-    """Order rows, which ascend, by region. Return them, and for each the first one of the same
-    region, which is the main replica if it is among them.
+    """Order rows, which ascend, by region.
+
+    Return them, and for each the first one of the same region, which is the main replica if it is
+    among them.
     """
     columns = (table.key_ids, *table.offsets.T, *table.shapes.T)
     identity = row_hashes([column[rows] for column in columns])
     order = np.lexsort((~table.is_main[rows], identity))
-    rows, identity = rows[order], identity[order]
+    rows = rows[order]
+    identity = identity[order]
     is_first = np.append(True, identity[1:] != identity[:-1])[: len(rows)]
     return rows, rows[np.maximum.accumulate(np.where(is_first, np.arange(len(rows)), 0))]

@@ -39,11 +39,11 @@ logger = logging.getLogger(__name__)
 
 _MAX_PARTS = 10_000
 _MAX_REMOVED = 1000
-"""Objects that one request may remove."""
+"""Maximum number of objects that one request removes."""
 _ATTEMPTS = 8
 """Attempts at a request, unless AWS_MAX_ATTEMPTS says otherwise."""
 _ATTEMPTS_WHILE_BUSY = 20
-"""The same where the store says that it gets too many, say of thousands of ranks."""
+"""Attempts at a request that the store refuses as too many."""
 _REQUEST_LIMIT = timedelta(minutes=2)
 
 _REPLACED_SETTINGS: dict[str, dict[str, tuple[str, ...]]] = {
@@ -65,15 +65,15 @@ _REPLACED_SETTINGS: dict[str, dict[str, tuple[str, ...]]] = {
         ("AZURE_STORAGE_CONNECTION_STRING", "AZURE_STORAGE_ACCOUNT_NAME"),
     ),
 }
-"""Settings of fsspec that decide where data goes, and on whose behalf -> the environment variables
-that decide it here.
+"""Settings of fsspec about data's place and owner -> their replacements. The settings are ignored,
+and environment variables replace them.
 """
 
 _CONTAINER = re.compile(r"[A-Za-z0-9._-]+(@[A-Za-z0-9.-]+)?")
 
 
 class CloudLocation(RemoteLocation):
-    """An object, or a prefix of objects, of S3, Google Cloud Storage or Azure."""
+    """An object, or a prefix of objects, of a cloud store."""
 
     def __init__(self, location: str) -> None:
         super().__init__(location)
@@ -92,15 +92,13 @@ class CloudLocation(RemoteLocation):
     def kind(self) -> Literal["file", "directory"] | None:
         if self._path and self._head() is not None:
             return "file"
-        return (
-            "directory"
-            if self._request(lambda: next(self._store.list(self._path, chunk_size=1), ()))
-            else None
-        )
+        if self._request(lambda: next(self._store.list(self._path, chunk_size=1), ())):
+            return "directory"
+        return None
 
     def list_names(self) -> list[str]:
-        found = self._request(lambda: self._store.list_with_delimiter(self._path))
-        names = [*found["common_prefixes"], *(entry["path"] for entry in found["objects"])]
+        listing = self._request(lambda: self._store.list_with_delimiter(self._path))
+        names = [*listing["common_prefixes"], *(entry["path"] for entry in listing["objects"])]
         if not names:
             raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), self.location)
         return sorted(name.rstrip("/").rpartition("/")[2] for name in names)
@@ -119,10 +117,11 @@ class CloudLocation(RemoteLocation):
 
     def list_states(self) -> dict[str, FileState]:
         entries = self._request(lambda: self._store.list(self._path).collect())
-        return {
-            entry["path"].removeprefix(self._path).lstrip("/"): _state_of(entry)
-            for entry in entries
-        }
+        states = {}
+        for entry in entries:
+            name = entry["path"].removeprefix(self._path).lstrip("/")
+            states[name] = _state_of(entry)
+        return states
 
     def read(self, max_bytes: int | None = None) -> bytes:
         def fetch() -> Any:
@@ -177,13 +176,16 @@ class CloudLocation(RemoteLocation):
             self._request(lambda: streams.put(self._path, pieces(), use_multipart=True, **options))
         except OSError as error:
             if failures and failures[-1] is not error:
-                # This is about the attempt to abort the upload.
+                # This error is about the attempt to abort the upload.
                 raise failures[-1] from error
             if not self._was_completed(error, num_bytes):
                 raise
 
     def _was_completed(self, error: OSError, num_bytes: int) -> bool:
-        """Tell whether an attempt whose answer was lost has completed an upload that is gone."""
+        """Return whether a lost attempt has completed an upload that is missing.
+
+        The answer to that attempt was lost.
+        """
         if not isinstance(error, FileNotFoundError) or error.filename != self.location:
             return False
         head = self._head()
@@ -214,12 +216,14 @@ class CloudLocation(RemoteLocation):
 
     def version(self) -> Any:
         head = self._head()
-        return head and {
-            name: head[name] for name in ("e_tag", "version") if head[name] is not None
-        }
+        if not head:
+            return head
+        return {name: head[name] for name in ("e_tag", "version") if head[name] is not None}
 
     def _put_if(self, known_version: Any, data: bytes) -> bool:
-        mode = "create" if known_version is None else known_version
+        mode = known_version
+        if known_version is None:
+            mode = "create"
         num_attempts = 0
 
         def put() -> None:
@@ -248,30 +252,39 @@ class CloudLocation(RemoteLocation):
         return True
 
     def list_uploads(self) -> list[Upload]:
-        client, bucket = self._connection.s3_client, self._connection.container
+        client = self._connection.s3_client
+        bucket = self._connection.container
         if client is None:
             return []
         pages = client.get_paginator("list_multipart_uploads").paginate(
             Bucket=bucket, Prefix=self._path
         )
+
+        def fetch() -> list[Any]:
+            items: list[Any] = []
+            for page in pages:
+                items += page.get("Uploads", [])
+            return items
+
         try:
-            found = self._request(
-                lambda: [item for page in pages for item in page.get("Uploads", [])]
-            )
+            items = self._request(fetch)
         except OSError as error:
             self._warn_of_uploads("listed", "s3:ListBucketMultipartUploads", error)
             return []
-        keys = [(item["Key"], item["UploadId"]) for item in found]
-        prefix = f"{self._path}/" if self._path else ""
+        prefix = f"{self._path}/"
+        if not self._path:
+            prefix = ""
         root = self.location.removesuffix(self._path).rstrip("/")
-        return [
-            Upload(f"{root}/{key}", id)
-            for key, id in keys
-            if key == self._path or key.startswith(prefix)
-        ]
+        uploads = []
+        for item in items:
+            key = item["Key"]
+            if key == self._path or key.startswith(prefix):
+                uploads.append(Upload(f"{root}/{key}", item["UploadId"]))
+        return uploads
 
     def abort(self, upload: Upload) -> None:
-        client, bucket = self._connection.s3_client, self._connection.container
+        client = self._connection.s3_client
+        bucket = self._connection.container
         key = upload.location.partition("://")[2].partition("/")[2]
         try:
             self._request(
@@ -283,7 +296,10 @@ class CloudLocation(RemoteLocation):
             self._warn_of_uploads("aborted", "s3:AbortMultipartUpload", error)
 
     def _warn_of_uploads(self, action: str, permission: str, error: OSError) -> None:
-        """Say once that unfinished uploads stay in a bucket; no save or removal fails for that."""
+        """Warn once about uploads that stay; no save fails for that.
+
+        No removal does, either.
+        """
         connection = self._connection
         if action in connection.warned:
             return
@@ -303,7 +319,9 @@ class CloudLocation(RemoteLocation):
             return None
 
     def _attempts_after(self, error: Exception) -> int:
-        return _num_attempts(_ATTEMPTS_WHILE_BUSY) if is_busy(error) else self.num_attempts
+        if is_busy(error):
+            return _num_attempts(_ATTEMPTS_WHILE_BUSY)
+        return self.num_attempts
 
     def _is_temporary(self, error: Exception) -> bool:
         return is_temporary(error)
@@ -316,7 +334,8 @@ class _Writer:
     """An object that is written in one stream."""
 
     def __init__(self, location: CloudLocation, file: Any) -> None:
-        self._location, self._file = location.location, file
+        self._location = location.location
+        self._file = file
 
     def write(self, data: bytes | memoryview) -> None:
         self._call(self._file.write, data)
@@ -339,7 +358,7 @@ class _Connection(NamedTuple):
 
     `store` makes each request once, and `RemoteLocation` repeats it; so does boto3's `s3_client`,
     which is None for other stores and if nothing is signed. `streams` itself repeats the requests
-    of multipart uploads, one by one. `warned` holds what was said about unfinished uploads.
+    of multipart uploads, one by one. `warned` holds the warnings about unfinished uploads.
     """
 
     obstore: Any
@@ -374,14 +393,16 @@ def _settings_of(provider: str) -> dict[str, Any]:
 
 
 def _check_settings(provider: str) -> None:
-    """Refuse settings of fsspec without which data would go elsewhere, unless the environment
-    replaces them.
+    """Refuse settings of fsspec that decide the destination of data.
+
+    They are fine if the environment replaces them.
     """
     settings = _settings_of(provider)
-    of_client = settings.get("client_kwargs")
-    settings |= of_client if isinstance(of_client, dict) else {}
+    client_settings = settings.get("client_kwargs")
+    if isinstance(client_settings, dict):
+        settings |= client_settings
     for name, variables in _REPLACED_SETTINGS[provider].items():
-        if settings.get(name) and not any(os.environ.get(variable) for variable in variables):
+        if settings.get(name) and not any(map(os.environ.get, variables)):
             raise ValueError(
                 f"fsspec's setting {name!r} is not read for this URL: set {' or '.join(variables)} "
                 "in the environment"
@@ -392,9 +413,11 @@ def _check_settings(provider: str) -> None:
 def _connection_in(
     environment: tuple[tuple[str, str], ...], scheme: str, container: str
 ) -> _Connection:
-    """Connect as the environment says; a change of it makes a new connection."""
-    obstore, stores = importlib.import_module("obstore"), importlib.import_module("obstore.store")
-    provider, client = PROVIDERS[scheme], None
+    """Connect by the environment's settings; a change makes a new connection."""
+    obstore = importlib.import_module("obstore")
+    stores = importlib.import_module("obstore.store")
+    provider = PROVIDERS[scheme]
+    client = None
     if _settings_of(provider):
         logger.warning(
             "fsspec's settings of %s:// are not read: use the environment instead", scheme
@@ -412,7 +435,8 @@ def _connection_in(
                 "credential_provider": lambda: {"token": "none", "expires_at": None},
             }
     else:
-        kind, name = stores.AzureStore, container.partition("@")[0]
+        kind = stores.AzureStore
+        name = container.partition("@")[0]
         config = _azure_config(container)
 
     def store(num_attempts: int) -> Any:
@@ -426,7 +450,7 @@ def _connection_in(
             },
         )
 
-    # That the store is reached, its first requests have shown.
+    # The first requests of the store have shown that it is reached.
     streams = store(_num_attempts(_ATTEMPTS_WHILE_BUSY))
     return _Connection(obstore, store(1), streams, container, client, set())
 
@@ -439,7 +463,10 @@ def _num_attempts(default: int = _ATTEMPTS) -> int:
 
 
 def _s3_config(bucket: str) -> tuple[dict[str, Any], Any]:
-    """Return obstore's configuration for S3, and boto3's client; None if nothing is signed."""
+    """Return obstore's configuration for S3, and boto3's client.
+
+    The client is None if nothing is signed.
+    """
     session = importlib.import_module("boto3").session.Session()
     retries = importlib.import_module("botocore.config").Config(retries={"total_max_attempts": 1})
     client = session.client("s3", config=retries)
@@ -447,7 +474,9 @@ def _s3_config(bucket: str) -> tuple[dict[str, Any], Any]:
     endpoint = client.meta.endpoint_url
     if not endpoint.endswith((".amazonaws.com", ".amazonaws.com.cn")):
         is_virtual = (client.meta.config.s3 or {}).get("addressing_style") == "virtual"
-        config["endpoint"] = endpoint.replace("://", f"://{bucket}.", 1) if is_virtual else endpoint
+        if is_virtual:
+            endpoint = endpoint.replace("://", f"://{bucket}.", 1)
+        config["endpoint"] = endpoint
         config["virtual_hosted_style_request"] = is_virtual
     if session.region_name is not None:
         config["region"] = session.region_name
@@ -466,11 +495,17 @@ def _s3_config(bucket: str) -> tuple[dict[str, Any], Any]:
 
 
 def _azure_config(container: str) -> dict[str, str]:
-    """Return the settings in AZURE_STORAGE_CONNECTION_STRING and in a container such as
-    `container@account.dfs.core.windows.net`; obstore reads the other variables itself.
+    """Return the settings in AZURE_STORAGE_CONNECTION_STRING and in a container.
+
+    A container may be `container@account.dfs.core.windows.net`; obstore reads the other variables
+    itself.
     """
     text = os.environ.get("AZURE_STORAGE_CONNECTION_STRING", "")
-    values = dict(item.split("=", 1) for item in text.split(";") if "=" in item)
+    values: dict[str, str] = {}
+    for item in text.split(";"):
+        name, is_setting, value = item.partition("=")
+        if is_setting:
+            values[name] = value
     account, _, suffix = container.partition("@")[2].partition(".dfs.")
     if account:
         values["AccountName"] = account

@@ -1,4 +1,4 @@
-"""What exceptions of obstore and boto3 mean, in terms of errors of files."""
+"""Errors of obstore and boto3, translated to errors of files."""
 
 from __future__ import annotations
 
@@ -15,13 +15,14 @@ _ERRNOS = {
     416: errno.ESPIPE,
     501: errno.ENOSYS,
 }
-"""HTTP status -> what it means for a file; EIO for others."""
+"""HTTP status -> errno of a file; EIO for other statuses."""
 _NO_CONTAINER = re.compile(r"NoSuchBucket|ContainerNotFound|bucket does not exist")
 
 
 def os_error(error: Exception, location: str) -> Exception:
-    """Return an error that names the location in place of an error of the libraries; other errors
-    as they are.
+    """Return a library's error as an error that names the location.
+
+    Other errors are returned as they are.
     """
     if _NO_CONTAINER.search(str(error)) and (
         _is_of_library(error) or isinstance(error, FileNotFoundError)
@@ -41,7 +42,7 @@ def os_error(error: Exception, location: str) -> Exception:
 
 
 def is_temporary(error: Exception) -> bool:
-    """Tell whether a request that failed may succeed if it is made again."""
+    """Return whether a request that failed may succeed if repeated."""
     # obstore has already repeated the requests of streams, except for answers that were cut off.
     status = _status_of(error)
     may_end = _is_of_library(error) and (status == 0 or status in _TEMPORARY_STATUSES)
@@ -49,7 +50,7 @@ def is_temporary(error: Exception) -> bool:
 
 
 def is_busy(error: Exception) -> bool:
-    """Tell whether a store has refused a request since it gets too many."""
+    """Return whether a store has refused a request as too many."""
     return _is_of_library(error) and _status_of(error) in _BUSY_STATUSES
 
 
@@ -65,13 +66,15 @@ def _status_of(error: Exception) -> int:
     if isinstance(response, dict):
         return int(response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0))
     if "Wanted range starting at" in str(error):
-        # obstore has found this out itself, from an answer without an error.
+        # obstore has detected this itself, from an answer without an error.
         return http.HTTPStatus.REQUESTED_RANGE_NOT_SATISFIABLE
     # obstore gives it only in its message.
     match = re.search(r"status code: (\d{3})", str(error))
-    return int(match[1]) if match else 0
+    if match is None:
+        return 0
+    return int(match[1])
 
 
 def text_of(error: Exception) -> str:
-    """Return what an error says, without obstore's dump of the values inside."""
+    """Return an error's message, without obstore's dump of the values inside."""
     return str(error).partition("\n\nDebug source:")[0]

@@ -1,4 +1,4 @@
-"""Telling files apart that have one name, one after the other."""
+"""States of files, to notice that another file has taken a name."""
 
 from __future__ import annotations
 
@@ -13,15 +13,16 @@ _LOOK_AGAIN_SECONDS = 0.001
 
 
 class FileState(NamedTuple):
-    """What tells a file from one that has taken its place, without reading it.
+    """The properties that tell a file from its replacement without reading.
 
     Attributes:
-        num_bytes: its size.
-        modified: when it was written, in seconds since 1970; None if that is unknown.
-        etag: of an object.
-        inode: of a local file.
-        changed: when the content, name or attributes of a local file last changed, in nanoseconds.
-        attributes: its links, mode and owners.
+        num_bytes: size of the file.
+        modified: time of the last write, in seconds since 1970; None if that is unknown.
+        etag: tag of an object.
+        inode: inode of a local file.
+        changed: time of the last change to the content, name or attributes of a local file, in
+            nanoseconds.
+        attributes: number of links, mode and owners.
     """
 
     num_bytes: int
@@ -43,7 +44,7 @@ class FileState(NamedTuple):
         )
 
     def is_same(self, other: FileState) -> bool:
-        """Tell whether nothing shows that this is another content than an earlier one."""
+        """Return whether nothing shows another content than before."""
         if self.num_bytes != other.num_bytes:
             return False
         if self.etag is not None and other.etag is not None:
@@ -53,19 +54,20 @@ class FileState(NamedTuple):
         if self.changed == other.changed:
             # Some network file systems number files anew.
             return True
-        # What was moved to this place with its old time has another inode. What was written in
-        # place, and given its old time again, shows only in `changed`; so do links and modes.
+        # A file that was moved to this place with its old time has another inode. One that was
+        # written in place, and given its old time again, shows only in `changed`; so do links and
+        # modes.
         return self.inode == other.inode and self.attributes != other.attributes
 
 
 def has_changed(
     before: FileState, now: FileState | None, look: Callable[[], FileState | None]
 ) -> bool:
-    """Tell whether a file shows another content `now` than `before`; None if it is missing. `look`
-    returns its state once more.
+    """Return whether a file shows another content `now` than `before`.
 
-    Linux sets the time of a change before the links or the mode that change: who looks in between
-    sees what a write would show.
+    None stands for a missing file. `look` returns the file's state once more. Linux sets the time
+    of a change before the links or the mode that change: a look in between finds the same as after
+    a write.
     """
     if now is None or now.is_same(before):
         return now is None
@@ -77,7 +79,7 @@ def has_changed(
 
 
 def written_to(location: str) -> CheckpointingException:
-    """Return the error that a file has changed while a checkpoint was read."""
+    """Return the error that a file has changed during a read."""
     return CheckpointingException(
         f"{location!r} was replaced or written to after it was opened (sizes or times of files "
         "have changed): what was read is given up. Try again when nothing writes there."

@@ -1,4 +1,4 @@
-"""URLs of fsspec's file systems, such as `memory://`, and of file systems that users register."""
+"""URLs of fsspec's file systems, such as `memory://`, including users' own."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _TEMPORARY_ERRNOS = {
     getattr(errno, "EREMOTEIO", errno.EIO),
 }
 _TEMPORARY_STATUSES = {"408", "429", "500", "502", "503", "504"}
-"""Of HTTP: busy, or broken for a moment."""
+"""HTTP statuses of a store that is busy or temporarily broken."""
 _TEMPORARY_CLASSES = {
     "ConnectionError",
     "TimeoutError",
@@ -45,31 +45,31 @@ _TEMPORARY_CLASSES = {
     "ServiceRequestError",
     "ServiceResponseError",
 }
-"""By name, wherever they are defined: file systems of fsspec bring their own, which are not
-imported here.
+"""Names of temporary errors, wherever they are defined. File systems of fsspec bring their own
+classes, which are not imported here.
 """
 
 _WITHOUT_BUCKETS = {"sftp", "ssh", "ftp"}
-"""Protocols of file systems all of whose folders can be made."""
+"""Protocols of file systems whose folders can all be made."""
 
 _lock = threading.Lock()
-"""Conditional writes take turns."""
+"""Lock under which conditional writes take turns."""
 
 
 def settings_of(protocols: Iterable[str]) -> dict[str, Any]:
-    """Return what the user has configured in fsspec for a file system with these names."""
-    of_protocols = (fsspec.config.conf.get(protocol) for protocol in protocols)
-    return {
-        name: value
-        for settings in of_protocols
-        if isinstance(settings, dict)
-        for name, value in settings.items()
-    }
+    """Return the user's fsspec settings for a file system's names."""
+    settings: dict[str, Any] = {}
+    for protocol in protocols:
+        configured = fsspec.config.conf.get(protocol)
+        if isinstance(configured, dict):
+            settings.update(configured)
+    return settings
 
 
 class FsspecLocation(RemoteLocation):
-    """A URL that fsspec serves; ImportError if the library that its file system needs is not
-    installed.
+    """A URL that fsspec serves.
+
+    ImportError if the library that its file system needs is not installed.
     """
 
     def __init__(self, location: str) -> None:
@@ -88,7 +88,7 @@ class FsspecLocation(RemoteLocation):
                 "this URL is another name of a directory: give its path or URL",
                 location,
             )
-        # One process has this one to itself; nothing is said about others.
+        # A memory file system belongs to one process; other file systems promise nothing.
         self.has_conditions = isinstance(self._uncached, MemoryFileSystem)
 
     @property
@@ -101,7 +101,9 @@ class FsspecLocation(RemoteLocation):
             info = self._request(lambda: self._fs.info(self._path))
         except FileNotFoundError:
             return None
-        return "directory" if info["type"] == "directory" else "file"
+        if info["type"] == "directory":
+            return "directory"
+        return "file"
 
     def list_names(self) -> list[str]:
         entries = self._request(lambda: self._fs.ls(self._path, detail=False))
@@ -113,8 +115,9 @@ class FsspecLocation(RemoteLocation):
         return sorted(name[len(start) :] for name in names if name.startswith(start))
 
     def _walk(self, start: str) -> Iterator[str]:
-        """Yield the paths of all files below a prefix. `fs.find` would silently leave out what it
-        could not list.
+        """Yield the paths of all files below a prefix.
+
+        `fs.find` would silently leave out folders that it could not list.
         """
         with contextlib.suppress(FileNotFoundError):
             for entry in self._fs.ls(start, detail=True):
@@ -145,10 +148,12 @@ class FsspecLocation(RemoteLocation):
             content: Bytes = np.frombuffer(data, np.uint8)
             return content
 
-        return self._request(fetch) if num_bytes else NO_BYTES
+        if not num_bytes:
+            return NO_BYTES
+        return self._request(fetch)
 
     def _check_range(self, start: int, num_bytes: int, num_received: int) -> None:
-        """Check that what came is what was requested, up to the end of the file."""
+        """Check that the request was answered, up to the file's end."""
         expected = max(0, min(num_bytes, self._fs.size(self._path) - start))
         if num_received > expected:
             raise OSError(
@@ -170,7 +175,7 @@ class FsspecLocation(RemoteLocation):
         self._request(lambda: self._with_parents(lambda: self._fs.pipe_file(self._path, data)))
 
     def _with_parents(self, put: Callable[[], _Result]) -> _Result:
-        """Put a file; if the folder for it is missing, make that and put it again."""
+        """Put a file; if its folder is missing, make that and repeat."""
         try:
             return put()
         except Exception:
@@ -179,10 +184,13 @@ class FsspecLocation(RemoteLocation):
         return put()
 
     def _make_parents(self) -> bool:
-        """Make the folder of the file and those above it; False if none was missing, or they cannot
-        be made. The first one may be a bucket, which is not made by accident.
+        """Make the missing folders above the file.
+
+        False if none was missing, or they cannot be made. The first one may be a bucket, which is
+        not made by accident.
         """
-        fs, parent = self._fs, self._fs._parent(self._path)
+        fs = self._fs
+        parent = fs._parent(self._path)
         names = parent.strip("/").split("/")
         root = parent[: parent.index(names[0]) + len(names[0])]
         if fs.exists(parent) or not (self._has_no_buckets or fs.exists(root)):
@@ -198,18 +206,23 @@ class FsspecLocation(RemoteLocation):
     @property
     def _has_no_buckets(self) -> bool:
         protocol = self._uncached.protocol
-        names = {protocol} if isinstance(protocol, str) else set(protocol)
+        names = set(protocol)
+        if isinstance(protocol, str):
+            names = {protocol}
         return not names.isdisjoint(_WITHOUT_BUCKETS)
 
     def remove_empty_folders(self) -> None:
         is_bucket = "/" not in self._path.strip("/")
         if self._has_no_buckets or not is_bucket:
-            # Others may put files there: a folder with files stays.
+            # Other programs may put files there: a folder with files stays.
             with contextlib.suppress(Exception):
                 self._remove_if_empty(self._path)
 
     def _remove_if_empty(self, path: str) -> bool:
-        """Remove a folder if nothing but empty folders is in it; return whether it is gone."""
+        """Remove a folder with nothing but empty folders in it.
+
+        Return whether it is removed.
+        """
         entries = self._fs.ls(path, detail=True)
         folders = [entry["name"] for entry in entries if entry["type"] == "directory"]
         are_gone = [self._remove_if_empty(folder) for folder in folders]
@@ -236,7 +249,7 @@ class FsspecLocation(RemoteLocation):
             except BaseException as error:
                 _discard(stream)
                 if isinstance(error, FileNotFoundError) and error.filename is None:
-                    # The upload is gone: the file system has repeated a request that had been
+                    # The upload is missing: the file system has repeated a request that had been
                     # carried out.
                     raise OSError(errno.EIO, str(error)) from error
                 raise
@@ -246,7 +259,7 @@ class FsspecLocation(RemoteLocation):
     def open_for_writing(self) -> Any:
         self._check_writable()
         if self._has_no_buckets:
-            # The stream may find out too late that its folder is missing.
+            # The stream may notice too late that its folder is missing.
             self._make_parents()
         return self._with_parents(lambda: self._fs.open(self._path, "wb"))
 
@@ -271,9 +284,9 @@ class FsspecLocation(RemoteLocation):
             return True
         # HTTP libraries have the status of an answer under these names.
         statuses = {str(getattr(error, name, "")) for name in ("status", "status_code", "code")}
-        return not statuses.isdisjoint(_TEMPORARY_STATUSES) or any(
-            kind.__name__ in _TEMPORARY_CLASSES for kind in type(error).__mro__
-        )
+        if not statuses.isdisjoint(_TEMPORARY_STATUSES):
+            return True
+        return any(kind.__name__ in _TEMPORARY_CLASSES for kind in type(error).__mro__)
 
     def _translated(self, error: Exception) -> Exception:
         if isinstance(error, OSError) and error.filename is not None:
@@ -281,9 +294,9 @@ class FsspecLocation(RemoteLocation):
         if isinstance(error, FileNotFoundError):
             return FileNotFoundError(errno.ENOENT, str(error), self.location)
         if isinstance(error, OSError):
-            number = error.errno or (
-                errno.EACCES if isinstance(error, PermissionError) else errno.EIO
-            )
+            number = error.errno or errno.EIO
+            if isinstance(error, PermissionError):
+                number = error.errno or errno.EACCES
             return OSError(number, error.strerror or str(error), self.location)
         if type(error).__module__.partition(".")[0] in ("builtins", "distckpt"):
             # A bug, or an error of the content.
@@ -292,12 +305,13 @@ class FsspecLocation(RemoteLocation):
 
 
 def _discard(stream: Any) -> None:
-    """Give up what is being written, if possible without making a file of it."""
+    """Give up a stream, if possible without making a file of it."""
     with contextlib.suppress(Exception):
         if isinstance(stream, fsspec.spec.AbstractBufferedFile):
-            # The garbage collector would close it later, over what has been put there by then.
+            # The garbage collector would close it later, over an object that has been put there by
+            # then.
             stream.closed = True
         stream.discard()
     with contextlib.suppress(Exception):
-        # Of files that cannot be discarded. Those that were are closed.
+        # For files that cannot be discarded. Discarded ones are closed already.
         stream.close()

@@ -1,7 +1,8 @@
-"""Files and directories at locations: local paths through `os`, URLs through `object_store`.
+"""Files and directories at locations: local paths and URLs.
 
-A location is a `str`: a local path or a URL such as `s3://bucket/run/step_10`. The bytes of tensors
-on local disks do not pass through here, see `_io`.
+Local paths go through `os`, URLs through `object_store`. A location is a `str`: a local path or a
+URL such as `s3://bucket/run/step_10`. The bytes of tensors on local disks do not pass through here,
+see `_io`.
 """
 
 from __future__ import annotations
@@ -34,15 +35,19 @@ _SCHEME = re.compile(r"^[A-Za-z][A-Za-z0-9+.-]*://")
 
 
 def normalize(location: str | os.PathLike[str]) -> str:
-    """Return the location as a `str`: an absolute path for local files, else an unchanged URL.
+    """Return the location as a `str`: an absolute path or a URL.
+
+    A path is local; a URL stays as it is.
 
     Raises:
-        ValueError: it is empty, begins with a tilde, or is a URL that names nothing or has lost its
+        ValueError: it is empty, begins with a tilde, or is a URL without a name or without its
             second slash, which `pathlib` removes.
     """
     if not isinstance(location, str | bytes | os.PathLike):
         is_state = isinstance(location, Mapping) or hasattr(location, "state_dict")
-        got = f"a {type(location).__name__}" if is_state else f"{location!r:.100}"
+        got = f"{location!r:.100}"
+        if is_state:
+            got = f"a {type(location).__name__}"
         hint = " The state dict comes first: save(state, 'checkpoints/step_100')." * is_state
         raise TypeError(f"A location is a path or a URL, got {got}.{hint}")
     text = os.fspath(location)
@@ -56,7 +61,9 @@ def normalize(location: str | os.PathLike[str]) -> str:
             f"{text!r} is no complete URL: write a str such as 's3://bucket/run', since pathlib "
             f"removes a slash. If a local directory is meant, write './{text}'."
         )
-    return _absolute(text) if is_local(text) else text.rstrip("/")
+    if not is_local(text):
+        return text.rstrip("/")
+    return _absolute(text)
 
 
 def _absolute(path: str) -> str:
@@ -74,14 +81,15 @@ def _absolute(path: str) -> str:
 
 
 def is_inner_name(name: str, max_parts: int) -> bool:
-    """Tell whether a name from a checkpoint can only be the name of a file inside of it, on every
-    system.
+    """Return whether a name can only be a file inside its checkpoint.
+
+    This holds for every operating system.
     """
     # Most names are of this kind, and a manifest has one for each rank.
     if _ORDINARY_NAME.fullmatch(name):
         return name.count("/") < max_parts
     parts = name.split("/")
-    return len(parts) <= max_parts and all(_is_plain_part(part) for part in parts)
+    return len(parts) <= max_parts and all(map(_is_plain_part, parts))
 
 
 def _is_plain_part(part: str) -> bool:
@@ -89,15 +97,13 @@ def _is_plain_part(part: str) -> bool:
         num_bytes = len(os.fsencode(part))
     except UnicodeEncodeError:
         return False
-    return (
-        part not in ("", ".", "..")
-        and num_bytes <= _MAX_NAME_BYTES
-        and not any(c in part for c in "\0\\")
-    )
+    if part in ("", ".", "..") or num_bytes > _MAX_NAME_BYTES:
+        return False
+    return "\0" not in part and "\\" not in part
 
 
 def is_local(location: str) -> bool:
-    """Tell whether a location is a path of this machine's file system rather than a URL."""
+    """Return whether a location is a path of this machine, no URL."""
     return "://" not in location
 
 
@@ -105,7 +111,9 @@ def join(base: str, *names: str) -> str:
     """Append path components to a location."""
     if is_local(base):
         return os.path.join(base, *names)
-    return (base if base.endswith("://") else base.rstrip("/") + "/") + "/".join(names)
+    if not base.endswith("://"):
+        base = base.rstrip("/") + "/"
+    return base + "/".join(names)
 
 
 def split(location: str) -> tuple[str, str]:
@@ -113,18 +121,23 @@ def split(location: str) -> tuple[str, str]:
     if is_local(location):
         return os.path.split(location)
     parent, _, name = location.rpartition("/")
-    return (f"{parent}/" if parent.endswith(":/") else parent), name
+    if parent.endswith(":/"):
+        parent += "/"
+    return parent, name
 
 
 def exists(location: str) -> bool:
-    """Tell whether a file or directory is there (listings are never cached)."""
+    """Return whether a file or directory is there (listings are never cached)."""
     if is_local(location):
         return _mode_of(location, follow_symlinks=False) is not None
     return object_store.at(location).kind() is not None
 
 
 def isdir(location: str) -> bool:
-    """Tell whether a location is a directory, or a non-empty prefix of an object store."""
+    """Return whether a location is a directory, or a non-empty prefix.
+
+    Prefixes are of an object store.
+    """
     if is_local(location):
         mode = _mode_of(location, follow_symlinks=True)
         return mode is not None and stat.S_ISDIR(mode)
@@ -132,27 +145,36 @@ def isdir(location: str) -> bool:
 
 
 def isfile(location: str) -> bool:
-    """Tell whether a location is an object, or on a disk anything but a directory, such as a link
-    that leads nowhere.
+    """Return whether a location is an object, or no directory.
+
+    On a disk, a link that leads nowhere counts, too.
     """
     if is_local(location):
         mode = _mode_of(location, follow_symlinks=True)
-        return os.path.islink(location) if mode is None else not stat.S_ISDIR(mode)
+        if mode is None:
+            return os.path.islink(location)
+        return not stat.S_ISDIR(mode)
     return object_store.at(location).kind() == "file"
 
 
 def _mode_of(path: str, *, follow_symlinks: bool) -> int | None:
-    """Return the mode of what a path names, None if nothing is there. A disk that does not answer
-    is an error.
+    """Return the mode of a path, None if nothing is there.
+
+    A disk that does not answer is an error.
     """
     try:
-        return (os.stat if follow_symlinks else os.lstat)(path).st_mode
+        if follow_symlinks:
+            return os.stat(path).st_mode
+        return os.lstat(path).st_mode
     except (FileNotFoundError, NotADirectoryError):
         return None
 
 
 def mount_points_within(path: str) -> list[str]:
-    """Return the mount points at a local path or below it, as far as the system lists them."""
+    """Return the mount points at or below a local path.
+
+    The system may not list all of them.
+    """
     points = [point for point, _ in _mounts()]
     if not points and os.path.ismount(path):
         return [path]
@@ -160,14 +182,14 @@ def mount_points_within(path: str) -> list[str]:
 
 
 def is_on_overlay(path: str) -> bool:
-    """Tell whether a local path is on a file system of several layers, as far as the system lists
-    them.
+    """Return whether a local path is on an overlay.
+
+    An overlay is a file system of several layers; the system may not list it.
     """
-    above = [
-        (len(point), index, kind)
-        for index, (point, kind) in enumerate(_mounts())
-        if _is_within(path, point)
-    ]
+    above = []
+    for index, (point, kind) in enumerate(_mounts()):
+        if _is_within(path, point):
+            above.append((len(point), index, kind))
     return "overlay" in max(above, default=(0, 0, ""))[2]
 
 
@@ -176,20 +198,21 @@ def _is_within(path: str, directory: str) -> bool:
 
 
 def _mounts() -> list[tuple[str, str]]:
-    """Return the mount points of this process and the types of the file systems there; nothing if
-    they are unknown.
+    """Return this process's mount points with the types of file systems.
+
+    The list is empty if they are unknown.
     """
     try:
         with open("/proc/self/mountinfo", "rb") as file:
             fields = [line.split(b" ") for line in file]
     except OSError:
         return []
-    points = [
-        re.sub(rb"\\([0-7]{3})", lambda octal: bytes([int(octal[1], 8)]), field[4])
-        for field in fields
-    ]
-    kinds = [field[field.index(b"-") + 1].decode() for field in fields]
-    return list(zip(map(os.fsdecode, points), kinds, strict=True))
+    mounts = []
+    for field in fields:
+        point = re.sub(rb"\\([0-7]{3})", lambda octal: bytes([int(octal[1], 8)]), field[4])
+        kind = field[field.index(b"-") + 1].decode()
+        mounts.append((os.fsdecode(point), kind))
+    return mounts
 
 
 def list_names(location: str) -> list[str]:
@@ -200,8 +223,9 @@ def list_names(location: str) -> list[str]:
 
 
 def file_size(location: str) -> int:
-    """Return the size of a file; OSError with errno EINVAL for pipes and devices, which might never
-    open.
+    """Return the size of a file.
+
+    OSError with errno EINVAL for pipes and devices, which might never open.
     """
     if is_local(location):
         return _status_of_file(location).st_size
@@ -219,37 +243,43 @@ def _status_of_file(path: str) -> os.stat_result:
 
 
 def file_state(location: str) -> FileState:
-    """Return what tells a file from one that takes its place; errors as in `file_size`."""
+    """Return the state that tells a file from its replacement.
+
+    Errors are the ones of `file_size`.
+    """
     if is_local(location):
         return FileState.of_local(_status_of_file(location))
     return object_store.at(location).state()
 
 
 def listed_states(location: str) -> dict[str, FileState]:
-    """Return the same for all objects below a prefix of a store that lists them together, by their
-    locations.
+    """Return the states of all objects below a prefix, by location.
+
+    There are none if the store does not list them together.
     """
     if is_local(location):
         return {}
-    found = object_store.at(location).list_states()
-    return {join(location, name): each for name, each in found.items()}
+    states = object_store.at(location).list_states()
+    return {join(location, name): state for name, state in states.items()}
 
 
 def modified_time(location: str) -> float | None:
-    """Return when a file was written, in seconds since 1970; None if that is unknown."""
+    """Return a file's time of writing, in seconds since 1970, or None.
+
+    None if it is unknown.
+    """
     try:
-        return (
-            os.stat(location).st_mtime
-            if is_local(location)
-            else object_store.at(location).modified_time()
-        )
+        if is_local(location):
+            return os.stat(location).st_mtime
+        return object_store.at(location).modified_time()
     except OSError:
         return None
 
 
 def read_bytes(location: str, max_bytes: int | None = None) -> bytes:
-    """Return the content of a small file; OSError with errno EFBIG if it has more than `max_bytes`,
-    EINVAL as in `file_size`.
+    """Return the content of a small file.
+
+    OSError with errno EFBIG if it has more than `max_bytes`, EINVAL as in `file_size`.
     """
     if not is_local(location):
         return object_store.at(location).read(max_bytes)
@@ -261,7 +291,7 @@ def read_bytes(location: str, max_bytes: int | None = None) -> bytes:
 
 
 def read_range(location: str, start: int, stop: int) -> bytes:
-    """Return bytes [start, stop) of a file, fewer if the file is shorter."""
+    """Return bytes [start, stop) of a file, fewer if it is shorter."""
     if is_local(location):
         # A buffered read goes on after a short one.
         with naming(location), open(location, "rb") as file:
@@ -271,8 +301,9 @@ def read_range(location: str, start: int, stop: int) -> bytes:
 
 
 def write_bytes(location: str, data: bytes, durable: bool = True, mode: int = 0o666) -> None:
-    """Write a small file that is there completely or not at all; if durable, it is on disk on
-    return. A local one has at most the mode that is given.
+    """Write a small file, which appears completely or not at all.
+
+    If durable, it is on disk on return. A local one has at most the given mode.
     """
     if not is_local(location):
         object_store.at(location).write(data)
@@ -295,16 +326,18 @@ def write_bytes(location: str, data: bytes, durable: bool = True, mode: int = 0o
 
 
 def temporary_beside(location: str) -> str:
-    """Return the path that a local file is written at before it gets its name: a hidden one beside
-    it.
+    """Return the temporary path of a local file that is written.
+
+    It is a hidden name in the same directory.
     """
     parent, name = os.path.split(location)
     return os.path.join(parent, f".{name}.{secrets.token_hex(8)}")
 
 
 def create_bytes(location: str, data: bytes, durable: bool = True) -> bool:
-    """Write a small file like `write_bytes`; False if a remote one is there with other content, or
-    the store cannot tell.
+    """Write a small file like `write_bytes`.
+
+    False if a remote one is there with other content, or the store cannot tell.
     """
     if not is_local(location):
         return object_store.at(location).create(data)
@@ -313,8 +346,9 @@ def create_bytes(location: str, data: bytes, durable: bool = True) -> bool:
 
 
 def make_directories(location: str, durable: bool = True) -> None:
-    """Create a directory and its missing parents, each recorded on disk if durable; does nothing on
-    an object store.
+    """Create a directory and its missing parents.
+
+    Each is recorded on disk if durable. Does nothing on an object store.
     """
     if not is_local(location) or isdir(location):
         return
@@ -327,8 +361,9 @@ def make_directories(location: str, durable: bool = True) -> None:
 
 
 def sync_directory(location: str) -> None:
-    """Make the names in a local directory durable: creations and renames need this besides the
-    fsync of files.
+    """Make the names in a local directory durable.
+
+    Creations and renames need this as well as the fsync of files.
     """
     if not is_local(location):
         return
@@ -356,7 +391,7 @@ def only_logging(doing: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def naming(location: str) -> Iterator[None]:
-    """Name a file in system errors of the body that know only its descriptor."""
+    """Name a file in errors of its descriptor in the body."""
     try:
         yield
     except OSError as error:
@@ -383,8 +418,9 @@ def remove_file(location: str) -> None:
 
 
 def remove_tree(location: str) -> None:
-    """Remove a file, or a directory with everything in it. What is already gone is fine, and what
-    cannot be removed stays.
+    """Remove a file, or a directory with everything in it.
+
+    A missing file is fine, and files that cannot be removed stay.
     """
     if is_local(location):
         with contextlib.suppress(OSError):
@@ -401,26 +437,34 @@ def remove_tree(location: str) -> None:
 
 
 def take_over_access(source: str, target: str) -> None:
-    """Give a new local directory or file the mode of another one, and its group and owner as far as
-    that is allowed. Another program may have removed that one meanwhile.
+    """Give a new local directory or file another one's access rights.
+
+    They are its mode, and its group and owner as far as that is allowed. Another program may have
+    removed the other one meanwhile.
     """
     try:
-        wanted = os.stat(source)
+        source_status = os.stat(source)
     except FileNotFoundError:
         return
-    found = os.stat(target)
-    if (wanted.st_uid, wanted.st_gid) != (found.st_uid, found.st_gid):
+    target_status = os.stat(target)
+    if (source_status.st_uid, source_status.st_gid) != (target_status.st_uid, target_status.st_gid):
+        owner = -1
+        if os.geteuid() == 0:
+            owner = source_status.st_uid
         with contextlib.suppress(PermissionError):
-            os.chown(target, wanted.st_uid if os.geteuid() == 0 else -1, wanted.st_gid)
-    # Changing the owner clears some bits; what is still written into must stay accessible.
-    mode = stat.S_IMODE(wanted.st_mode) | (stat.S_IRWXU if stat.S_ISDIR(wanted.st_mode) else 0)
+            os.chown(target, owner, source_status.st_gid)
+    # Changing the owner clears some bits; a directory that is still written must stay accessible.
+    mode = stat.S_IMODE(source_status.st_mode)
+    if stat.S_ISDIR(source_status.st_mode):
+        mode |= stat.S_IRWXU
     if stat.S_IMODE(os.stat(target).st_mode) != mode:
         os.chmod(target, mode)
 
 
 def link_tree(source: str, target: str) -> None:
-    """Give local files a second name, directories recursively; copy them if the file system has no
-    hard links.
+    """Give local files a second name, directories recursively.
+
+    They are copied if the file system has no hard links.
     """
     if isdir(source) and not os.path.islink(source):
         os.mkdir(target)
@@ -441,7 +485,7 @@ def link_tree(source: str, target: str) -> None:
 
 
 def move_tree(source: str, target: str) -> None:
-    """Move a local file over another one, or all files of a directory into another one."""
+    """Move a local file, or all files of a directory, over another."""
     if isdir(source) and not os.path.islink(source) and isdir(target):
         for name in os.listdir(source):
             move_tree(os.path.join(source, name), os.path.join(target, name))
@@ -451,8 +495,9 @@ def move_tree(source: str, target: str) -> None:
 
 
 def rename(source: str, target: str, durable: bool = True) -> None:
-    """Rename a local directory and make the change durable, or undo it. An empty directory at
-    `target` is replaced.
+    """Rename a local directory and make the change durable, or undo it.
+
+    An empty directory at `target` is replaced.
     """
     os.rename(source, target)
     if durable:
@@ -461,8 +506,9 @@ def rename(source: str, target: str, durable: bool = True) -> None:
 
 
 def replace_file(source: str, target: str) -> None:
-    """Put a local file in the place of another one, which is removed, and make the change durable,
-    or undo it if possible.
+    """Replace a local file by another one, durably.
+
+    The change is undone if possible when it fails. The replaced file is removed.
     """
     if not exists(target):
         rename(source, target)
@@ -474,10 +520,9 @@ def replace_file(source: str, target: str) -> None:
 
 
 def exchange(first: str, second: str, durable: bool = True) -> bool:
-    """Swap two local directories or files in one atomic step and make the change durable, or undo
-    it.
+    """Swap two local directories or files in one atomic step.
 
-    Returns False where the file system cannot.
+    The change is made durable, or undone. Returns False where the file system cannot.
     """
     if not swap_names(first, second):
         return False
@@ -489,7 +534,10 @@ def exchange(first: str, second: str, durable: bool = True) -> bool:
 
 @contextlib.contextmanager
 def undone_by(undo: Callable[[], object]) -> Iterator[None]:
-    """Undo a change if the body fails: after an error, callers rely on what was there before."""
+    """Undo a change if the body fails.
+
+    After an error, callers rely on the state before it.
+    """
     try:
         yield
     except BaseException:

@@ -1,4 +1,7 @@
-"""Access to URLs: S3, Google Cloud Storage and Azure through obstore, all others through fsspec."""
+"""Access to URLs: cloud stores through obstore, all others through fsspec.
+
+The cloud stores are S3, Google Cloud Storage and Azure.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +21,7 @@ PROVIDERS = {
     "abfs": "azure",
     "abfss": "azure",
 }
-"""The object store that each scheme of URLs is for. All other schemes are fsspec's."""
+"""Scheme of URLs -> object store. All other schemes are fsspec's."""
 
 _CLOUD = ("distckpt._storage.cloud", "CloudLocation")
 _FSSPEC = ("distckpt._storage.fsspec_urls", "FsspecLocation")
@@ -27,9 +30,11 @@ _FSSPEC = ("distckpt._storage.fsspec_urls", "FsspecLocation")
 
 def at(location: str) -> RemoteLocation:
     """Return the interface to a URL."""
-    module, name = _CLOUD if location.partition("://")[0] in PROVIDERS else _FSSPEC
-    made: RemoteLocation = getattr(importlib.import_module(module), name)(location)
-    return made
+    module, name = _FSSPEC
+    if location.partition("://")[0] in PROVIDERS:
+        module, name = _CLOUD
+    remote: RemoteLocation = getattr(importlib.import_module(module), name)(location)
+    return remote
 
 
 def remove_all(locations: Iterable[str]) -> None:
@@ -40,7 +45,7 @@ def remove_all(locations: Iterable[str]) -> None:
 
 
 def abort_uploads_to(location: str, paths: Collection[str]) -> None:
-    """Abort the unfinished uploads to some objects, which are below a prefix."""
+    """Abort the unfinished uploads to some objects below a prefix."""
     remote = at(location)
     for upload in remote.list_uploads():
         if upload.location in paths:

@@ -1,5 +1,6 @@
-"""Local files: kept open for reading, since opening one costs a round trip on a network file
-system.
+"""Local files that stay open for reading.
+
+Opening a file costs a round trip on a network file system.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from distckpt._storage.file_state import FileState, has_changed, written_to
 from distckpt._storage.locations import naming
 
 MAX_OPEN = 16
-"""Unused files that are kept open; a checkpoint may have more files than a process may open."""
+"""Maximum of unused open files: a checkpoint may have more files than a process may open."""
 _MOST_OPEN = 1024
 
 
@@ -29,8 +30,8 @@ class _Opened:
 class OpenFiles:
     """Local files that several threads read; closed when the context ends.
 
-    No two threads read through one descriptor at a time: the system reads ahead for each of them,
-    and less far where it sees reads at two places by turns.
+    No two threads read through one descriptor at a time: the system reads ahead for each
+    descriptor, and less far where reads alternate between two places.
     """
 
     def __init__(self, max_open: int = MAX_OPEN) -> None:
@@ -43,8 +44,9 @@ class OpenFiles:
 
     @classmethod
     def for_many_reads(cls) -> OpenFiles:
-        """Return files for many reads that come back to the same ones: more of them stay open, as
-        far as the system allows.
+        """Return files for many reads that come back to the same ones.
+
+        More of them stay open, as far as the system allows.
         """
         limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
         if limit == resource.RLIM_INFINITY:
@@ -60,13 +62,14 @@ class OpenFiles:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        # What is put back later is closed at once.
+        # A file that is put back later is closed at once.
         self._max_open = 0
         self._close_unused(self._num_unused)
 
     def check_once(self, file: str, check: Callable[[], None]) -> None:
-        """Check a file, perhaps a remote one, unless that has been done; others wait for the thread
-        that does it.
+        """Check a file, perhaps a remote one, unless that has been done.
+
+        Other threads wait for the one that does it.
         """
         with self._lock:
             lock = self._checks.setdefault(file, threading.Lock())
@@ -77,10 +80,10 @@ class OpenFiles:
 
     @contextlib.contextmanager
     def open(self, file: str, state: FileState | None = None) -> Iterator[int]:
-        """Yield a descriptor of a file; errors of the system in the body name the file.
+        """Yield a descriptor of a file; the body's system errors name it.
 
         A file that is not in the given state any more, when it is opened, is refused: its name may
-        stand for another one now, and for the first one again when somebody looks next.
+        stand for another one now, and for the first one again at the next look.
         """
         opened = self._take(file) or _Opened(self._open(file))
         try:
@@ -93,7 +96,7 @@ class OpenFiles:
             self._put_back(file, opened)
 
     def _take(self, file: str) -> _Opened | None:
-        """Return a descriptor that nobody uses, if there is one."""
+        """Return an unused descriptor, or None."""
         with self._lock:
             unused = self._unused.get(file)
             if not unused:
@@ -103,7 +106,7 @@ class OpenFiles:
 
     def _put_back(self, file: str, opened: _Opened) -> None:
         with self._lock:
-            # Those that were used longest ago come first.
+            # The files that were used longest ago come first.
             self._unused[file] = [*self._unused.pop(file, ()), opened]
             self._num_unused += 1
         self._close_unused(self._num_unused - self._max_open)
@@ -121,13 +124,13 @@ class OpenFiles:
         try:
             return os.open(file, flags)
         except OSError as error:
-            # The program may have opened many others meanwhile.
+            # The program may have opened many other files meanwhile.
             if error.errno != errno.EMFILE or not self._close_unused(self._num_unused):
                 raise
             return os.open(file, flags)
 
     def _close_unused(self, max_closed: int) -> int:
-        """Close files that were used longest ago, and return how many there were."""
+        """Close the files that were used longest ago; return their number."""
         if max_closed <= 0:
             # Nearly always, so without the lock.
             return 0
@@ -143,6 +146,7 @@ class OpenFiles:
 
 
 def _close(fd: int) -> None:
-    # What was read has been compared already: an error of closing says nothing about it.
+    # The bytes that were read have been compared already: an error of closing says nothing about
+    # them.
     with contextlib.suppress(OSError):
         os.close(fd)

@@ -1,4 +1,4 @@
-"""The interface to URLs, which object stores and the file systems of fsspec share."""
+"""The interface to URLs of object stores and of fsspec's file systems."""
 
 from __future__ import annotations
 
@@ -21,11 +21,13 @@ logger = logging.getLogger(__name__)
 
 _MAX_PART_BYTES = 128 << 20
 _NUM_REMOVALS = 10
-"""Removals at the same time."""
+"""Number of simultaneous removals."""
 RETRY_SECONDS = 180
-"""After this time a request is no longer repeated."""
-_FIRST_DELAY, _LONGEST_DELAY = 0.2, 15.0
+"""Seconds after which a request is no longer repeated."""
+_FIRST_DELAY = 0.2
 """Seconds before the second attempt. They double before each further one, less a random half."""
+_LONGEST_DELAY = 15.0
+"""Maximum of seconds before an attempt."""
 
 NO_BYTES: Bytes = np.zeros(0, np.uint8)
 
@@ -33,16 +35,17 @@ _Result = TypeVar("_Result")
 
 
 class RefusedError(PermissionError):
-    """The store has refused a request, and has certainly not carried it out."""
+    """Refusal of a request, which the store certainly has not carried out."""
 
 
 class NoConditionsError(OSError):
-    """The store has answered to a conditional put that it has none."""
+    """Answer to a conditional put that the store has no conditions."""
 
 
 class Upload(NamedTuple):
-    """A multipart upload that has been neither completed nor aborted; until then, its parts are
-    stored and cost money.
+    """A multipart upload that was neither completed nor aborted.
+
+    Until then, its parts are stored and cost money.
     """
 
     location: str
@@ -50,7 +53,7 @@ class Upload(NamedTuple):
 
 
 class RemoteLocation(ABC):
-    """An object, or a prefix of objects. Listings are never cached.
+    """An object, or a prefix of objects; listings are never cached.
 
     Methods raise FileNotFoundError if nothing is there, else OSError, and both name the location.
     By then, requests whose failure may be temporary have been repeated.
@@ -58,14 +61,17 @@ class RemoteLocation(ABC):
 
     num_attempts = 4
     has_conditions: bool = True
-    """Whether `create` and `replace` are atomic, so that only one of two programs can succeed."""
+    """Whether only one of two competing `create` or `replace` can succeed."""
 
     def __init__(self, location: str) -> None:
         self.location = location
 
     @abstractmethod
     def kind(self) -> Literal["file", "directory"] | None:
-        """Return None if nothing is there; a store that does not answer is an error."""
+        """Return the kind of the object, None if nothing is there.
+
+        A store that does not answer is an error.
+        """
 
     @abstractmethod
     def list_names(self) -> list[str]:
@@ -73,8 +79,9 @@ class RemoteLocation(ABC):
 
     @abstractmethod
     def list_files(self) -> list[str]:
-        """Return the sorted names of all objects below the prefix, relative to it, such as
-        `tensors/x`.
+        """Return the sorted names of all objects below the prefix.
+
+        Names are relative to it, such as `tensors/x`.
         """
 
     @abstractmethod
@@ -83,29 +90,38 @@ class RemoteLocation(ABC):
 
     @abstractmethod
     def modified_time(self) -> float | None:
-        """Return when the object was written, in seconds since 1970; None if the store does not
-        tell.
+        """Return the object's time of writing, in seconds since 1970, or None.
+
+        None if the store does not tell.
         """
 
     def state(self) -> FileState:
-        """Return the state of the object, in one request where the store tells all at once."""
+        """Return the state of the object.
+
+        It takes one request where the store tells all at once.
+        """
         return FileState(self.size(), self.modified_time())
 
     def list_states(self) -> dict[str, FileState]:
-        """Return the states of all objects below the prefix, by the names of `list_files`; an empty
-        dict if a listing does not tell them.
+        """Return the states of all objects below the prefix, by name.
+
+        Names are the ones of `list_files`; the dict is empty if a listing does not tell states.
         """
         return {}
 
     @abstractmethod
     def read(self, max_bytes: int | None = None) -> bytes:
-        """Return the content of the object; OSError with errno EFBIG if it has more than
-        `max_bytes`.
+        """Return the content of the object.
+
+        OSError with errno EFBIG if it has more than `max_bytes`.
         """
 
     @abstractmethod
     def read_range(self, start: int, num_bytes: int) -> Bytes:
-        """Return bytes from a position of the object on, fewer if it ends before that."""
+        """Return bytes from a position of the object on.
+
+        There are fewer if it ends before that.
+        """
 
     @abstractmethod
     def write(self, data: bytes) -> None:
@@ -119,18 +135,18 @@ class RemoteLocation(ABC):
         num_requests: int,
         part_bytes: int,
     ) -> None:
-        """Put a large object of `num_bytes` bytes; it becomes visible when it is complete, or not
-        at all.
+        """Put a large object of `num_bytes` bytes.
 
-        `content` returns its pieces, and is called again if all of them must be sent again. What it
-        raises is passed on as it is. If the store lets us choose, requests have `part_bytes`, more
-        if there would be too many.
+        It becomes visible when it is complete, or not at all. `content` returns its pieces, and is
+        called again if all of them must be sent again. Its exceptions are passed on as they are. If
+        the store lets us choose, requests have `part_bytes`, more if there would be too many.
         """
 
     @abstractmethod
     def open_for_writing(self) -> Any:
-        """Open the object for a stream of writes, which are not repeated. It becomes visible when
-        it is closed.
+        """Open the object for a stream of writes, which are not repeated.
+
+        It becomes visible when it is closed.
         """
 
     @abstractmethod
@@ -138,25 +154,29 @@ class RemoteLocation(ABC):
         """Remove the object; one that is not there is fine."""
 
     def remove_many(self, locations: Sequence[str]) -> None:
-        """Remove objects of the same store, in few requests or several at a time."""
+        """Remove objects of the same store, in few or simultaneous requests."""
         with Pool(_NUM_REMOVALS, thread_name_prefix="distckpt-remove") as pool:
             list(pool.map(lambda location: type(self)(location).remove(), locations))
 
     def remove_empty_folders(self) -> None:
-        """Remove folders below the prefix that are empty, and its own, where there are folders.
+        """Remove empty folders below the prefix, and its own.
 
-        Whatever else happens there is no error: nothing depends on them.
+        This concerns stores with folders. Failures are no errors: nothing depends on the folders.
         """
         return
 
     @abstractmethod
     def version(self) -> Any:
-        """Return a value that changes whenever the object does; None if there is no object."""
+        """Return a value that changes whenever the object does, or None.
+
+        None if there is no object.
+        """
 
     def create(self, data: bytes) -> bool:
-        """Put an object where there is none; False if there is one, unless it has this very
-        content: then an earlier attempt was carried out, and its answer was lost. Also False if
-        the store has no conditional writes.
+        """Put an object where there is none.
+
+        False if there is one, unless it has this very content: then an earlier attempt was carried
+        out, and its answer was lost. Also False if the store has no conditional writes.
         """
         try:
             return self.replace(data, None)
@@ -164,11 +184,11 @@ class RemoteLocation(ABC):
             return False
 
     def replace(self, data: bytes, known_version: Any) -> bool:
-        """Put an object in the place of a known version; False if the object has changed since, see
-        `create`.
+        """Replace a known version of the object.
 
-        A `RefusedError` means that it was not put; after other errors, that is unknown. No other
-        request than the conditional put raises a `NoConditionsError`.
+        False if the object has changed since, see `create`. A `RefusedError` means that it was not
+        put; after other errors, that is unknown. No other request than the conditional put raises a
+        `NoConditionsError`.
         """
         if self._put_if(known_version, data):
             return True
@@ -179,25 +199,32 @@ class RemoteLocation(ABC):
 
     @abstractmethod
     def _put_if(self, known_version: Any, data: bytes) -> bool:
-        """Put the object if its version is the known one (None: there is no object); False if it
-        is not.
+        """Put the object if its version is the known one.
+
+        Return False if it is not. None is the version of an absent object.
         """
 
     def list_uploads(self) -> list[Upload]:
-        """Return the unfinished multipart uploads to this object or below this prefix; none, with a
-        warning, where the store does not list them.
+        """Return the unfinished uploads to this object or below this prefix.
+
+        There are none, with a warning, where the store does not list them.
         """
         return []
 
     def abort(self, upload: Upload) -> None:
-        """Give up an upload; one that is already gone is fine. A failure is a warning."""
+        """Give up an upload; one that is missing already is fine.
+
+        A failure is a warning.
+        """
         raise NotImplementedError
 
     def _request(self, make: Callable[[], _Result]) -> _Result:
-        """Make a request, and make it again after a while as long as its failure may be
-        temporary.
+        """Make a request, and repeat it while its failure may be temporary.
+
+        There is a delay before each attempt.
         """
-        attempt, started = 1, time.monotonic()
+        attempt = 1
+        started = time.monotonic()
         num_failures: Counter[int] = Counter()
         while True:
             try:
@@ -219,30 +246,30 @@ class RemoteLocation(ABC):
             attempt += 1
 
     def _attempts_after(self, error: Exception) -> int:
-        """Return how often a request may be made that has failed with an error."""
+        """Return the number of attempts at a request with an error."""
         return self.num_attempts
 
     @abstractmethod
     def _is_temporary(self, error: Exception) -> bool:
-        """Tell whether a request that failed may succeed if it is made again."""
+        """Return whether a request that failed may succeed if repeated."""
 
     @abstractmethod
     def _translated(self, error: Exception) -> Exception:
-        """Return an OSError that names the location in place of an error of a library; other errors
-        as they are.
+        """Return a library's error as an OSError that names the location.
+
+        Other errors are returned as they are.
         """
 
 
 def part_bytes_of(num_bytes: int, max_part_bytes: int) -> int:
-    """Return the size of the parts of an object: a 64th of it within limits, so that there are
-    neither too many requests nor too few.
+    """Return the size of an object's parts: a 64th, within limits.
 
-    It is at most `max_part_bytes`, since parts are in memory while they are sent, but never less
-    than `PART_BYTES`.
+    So there are neither too many requests nor too few. It is at most `max_part_bytes`, since parts
+    are in memory while they are sent, but never less than `PART_BYTES`.
     """
     return max(PART_BYTES, min(num_bytes // 64, _MAX_PART_BYTES, max_part_bytes))
 
 
 def too_large(max_bytes: int, location: str) -> OSError:
-    """Return the error about an object that is larger than it can be."""
+    """Return the error about an object that is too large."""
     return OSError(errno.EFBIG, f"more than {max_bytes} bytes", location)

@@ -1,4 +1,4 @@
-"""Uploading files whose bytes come in units, with several requests at the same time."""
+"""Uploads of files in units, with several requests at a time."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from distckpt._storage.remote import part_bytes_of
 
 
 class OutgoingFile(NamedTuple):
-    """A file for an object store: `header`, followed by units of `unit_bytes` bytes.
+    """A file for an object store: `header`, then units of `unit_bytes`.
 
     `read` returns the bytes of a unit, given its number. They belong to the calling thread until it
     calls again. It may ask for a unit several times.
@@ -34,11 +34,11 @@ def upload_files(
     max_part_bytes: int,
     progress: Callable[[int], None] | None = None,
 ) -> None:
-    """Upload files with `num_requests` requests at a time; nothing of a file that failed stays
-    behind.
+    """Upload files with `num_requests` requests at a time.
 
-    Each request has a part of an object (see `part_bytes_of`) and a unit in memory. `progress` is
-    called with numbers of bytes as they are handed over, from several threads.
+    Nothing of a failed file stays behind. Each request has a part of an object (see
+    `part_bytes_of`) and a unit in memory. `progress` is called with numbers of bytes as they are
+    handed over, from several threads.
     """
     num_at_once = min(num_requests, len(files))
     stop = threading.Event()
@@ -58,13 +58,15 @@ def upload_files(
             # end.
             if not all(future.done() for future in running):
                 stop.set()
-    errors = list(filter(None, (future.exception() for future in running)))
-    if errors:
-        raise next((error for error in errors if not isinstance(error, _Stopped)), errors[0])
+    errors = [future.exception() for future in running]
+    failures = [error for error in errors if error is not None]
+    failures.sort(key=lambda error: isinstance(error, _Stopped))
+    if failures:
+        raise failures[0]
 
 
 class _Stopped(Exception):
-    """Ends an upload because another one has failed."""
+    """End of an upload because another one has failed."""
 
 
 class _Upload:
@@ -77,8 +79,11 @@ class _Upload:
         stop: threading.Event,
         progress: Callable[[int], None] | None,
     ) -> None:
-        self._file, self._num_requests, self._max_part_bytes = file, num_requests, max_part_bytes
-        self._readers, self._stop = readers, stop
+        self._file = file
+        self._num_requests = num_requests
+        self._max_part_bytes = max_part_bytes
+        self._readers = readers
+        self._stop = stop
         self._progress = progress or (lambda num_bytes: None)
         self._num_reported = 0
 
@@ -88,21 +93,21 @@ class _Upload:
         remote = object_store.at(self._file.location)
         if num_bytes <= PART_BYTES:
             self._check()
-            remote.write(
-                self._file.header + b"".join(self._read(number) for number in range(num_units))
-            )
+            remote.write(self._file.header + b"".join(map(self._read, range(num_units))))
             self._progress(sum(self._file.unit_bytes))
         else:
             part_bytes = part_bytes_of(num_bytes, self._max_part_bytes)
             remote.write_stream(self._pieces, num_bytes, self._num_requests, part_bytes)
 
     def _pieces(self) -> Iterator[bytes]:
-        """Yield the header and the units; with several requests at a time, more units are read
-        ahead.
+        """Yield the header and the units.
+
+        With several requests at a time, more units are read ahead.
         """
         yield self._file.header
         ahead: deque[Future[bytes]] = deque()
-        num_units, num_ahead = len(self._file.unit_bytes), self._num_requests - 1
+        num_units = len(self._file.unit_bytes)
+        num_ahead = self._num_requests - 1
         for number in range(num_units + num_ahead):
             if number < num_units:
                 ahead.append(self._readers.submit(self._read, number))

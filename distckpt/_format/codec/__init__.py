@@ -1,5 +1,6 @@
-"""Objects as bytes, without pickle: one safetensors blob for whatever a state dict holds besides
-global tensors.
+"""Objects as bytes, without pickle, in one safetensors blob.
+
+The objects are all that a state dict holds in addition to global tensors.
 
 The blob's `__metadata__` holds `codec_version` and `tree`, a JSON text. Its U8 entries hold the raw
 bytes of tensors, numpy arrays and large byte strings, in the order in which the tree refers to
@@ -9,7 +10,7 @@ bool, int, finite floats, str, list and dict with str keys are themselves; anyth
 `{"$<kind>": <payload>}`. Integers that need more than 64 bits are tagged; JSON readers other than
 Python's may round those beyond 2**53.
 
-What to expect:
+Properties:
 
 - Supported: None, bool, int, float, complex, str, bytes, bytearray, list, tuple, dict, OrderedDict,
   Counter, deque, defaultdict with a builtin type as its factory, set, frozenset, slice, range,
@@ -78,8 +79,8 @@ logger = logging.getLogger(__name__)
 CODEC_VERSION = "1"
 
 _MAX_TREE_CHARS = 1 << 24
-"""A longer tree becomes an entry, which keeps the header well under the size that safetensors
-readers accept.
+"""Length from which a tree becomes an entry. The header then stays well under the size that
+safetensors readers accept.
 """
 _TREE_ENTRY = "tree"
 
@@ -90,7 +91,7 @@ def encode(obj: object, *, refuses_left_out: bool = False) -> bytes:
     """Encode an object as a complete safetensors file.
 
     Raises:
-        UnsupportedObjectError: it holds something that cannot be stored; the message names it. With
+        UnsupportedObjectError: it holds a value that cannot be stored; the message names it. With
             `refuses_left_out`, also the place of a value that an earlier save has left out.
     """
     writer = Writer()
@@ -110,15 +111,19 @@ def encode(obj: object, *, refuses_left_out: bool = False) -> bytes:
 
 
 def without_unsupported(tree: object) -> tuple[object, list[str]]:
-    """Return a tree with an `UnknownObject` in the place of each leaf that cannot be encoded, and
-    of each entry of a dict whose key cannot be, and what is wrong with these.
+    """Return a tree with placeholders for values that cannot be encoded.
+
+    An `UnknownObject` replaces each leaf that cannot be, and each entry of a dict whose key cannot
+    be. Their problems are returned, too.
     """
     problems: list[str] = []
 
     def noted(position: Position, node: object, fault: str) -> UnknownObject:
         if not isinstance(node, UnknownObject):
             node = _left_out(node, fault)
-        why = node.state if node.name.startswith(NOT_STORED) else fault
+        why: object = fault
+        if node.name.startswith(NOT_STORED):
+            why = node.state
         problems.append(f"{dotted(position)!r}: {why}")
         return node
 
@@ -128,16 +133,20 @@ def without_unsupported(tree: object) -> tuple[object, list[str]]:
             if faults and all(faults):
                 return noted(position, node, faults[0])
             numbered = enumerate(zip(faults, node.items(), strict=True))
-            # What takes the place of an entry is noted when its turn comes.
+            # The replacement of an entry is noted when its turn comes.
             return dict(_entry(number, *item, fault) for number, (fault, item) in numbered)
-        fault = "" if is_plain_container(node) else _fault_of(node)
-        return noted(position, node, fault) if fault else node
+        if is_plain_container(node):
+            return node
+        fault = _fault_of(node)
+        if not fault:
+            return node
+        return noted(position, node, fault)
 
     return map_nodes(storable, without_cycles(tree), is_plain_container), problems
 
 
 def _fault_of(value: object) -> str:
-    """Say why a value cannot be stored; "" if it can."""
+    """Return why a value cannot be stored; "" if it can."""
     try:
         encode(value, refuses_left_out=True)
     except UnsupportedObjectError as error:
@@ -146,7 +155,10 @@ def _fault_of(value: object) -> str:
 
 
 def _entry(number: int, key: object, value: object, fault: str) -> tuple[object, object]:
-    """Return an entry of a dict, or what takes its place where there is a fault in its key."""
+    """Return an entry of a dict, or its replacement.
+
+    It is replaced where its key has a fault.
+    """
     if not fault:
         return key, value
     return f"<key {number} of type {type_name(type(key))}>", _left_out(key, fault)
@@ -157,8 +169,9 @@ def _left_out(value: object, fault: str) -> UnknownObject:
 
 
 def without_cycles(tree: object) -> object:
-    """Return a tree with an `UnknownObject` in the place of each container that holds itself, or is
-    nested too deeply.
+    """Return a tree with placeholders for cyclic or too deep containers.
+
+    An `UnknownObject` replaces each.
     """
     enclosing: list[int] = []
 
@@ -178,10 +191,10 @@ def without_cycles(tree: object) -> object:
 
 
 def decode(blob: bytes | bytearray | memoryview, *, placeholders: bool = False) -> object:
-    """Decode what `encode` made. Tensors and arrays are copies, which may be written to.
+    """Decode a result of `encode`.
 
-    Objects of classes that are not registered are an error; with `placeholders`, they become
-    `UnknownObject`s.
+    Tensors and arrays are copies, which may be written to. Objects of classes that are not
+    registered are an error; with `placeholders`, they become `UnknownObject`s.
     """
     view = memoryview(blob).cast("B")
     try:
@@ -192,9 +205,9 @@ def decode(blob: bytes | bytearray | memoryview, *, placeholders: bool = False) 
         # Sizes are checked against the blob, so a lack of memory is no sign of damage.
         raise
     except Exception as error:
-        what = f"{type(error).__name__}: {error}"
+        problem = f"{type(error).__name__}: {error}"
         raise CorruptCheckpointError(
-            f"An encoded object of {len(view)} bytes is damaged ({what[:500]}). "
+            f"An encoded object of {len(view)} bytes is damaged ({problem[:500]}). "
             "Load another checkpoint, or restore the file that holds it from a copy."
         ) from error
     if entries.has_unknown and not placeholders:
@@ -205,8 +218,10 @@ def decode(blob: bytes | bytearray | memoryview, *, placeholders: bool = False) 
 def refuse_unknown(
     obj: object, is_wanted: Callable[[tuple[object, ...]], bool] = lambda path: True
 ) -> None:
-    """Raise UnsupportedObjectError if a decoded object has one of an unknown class in a place that
-    is wanted.
+    """Refuse a decoded object that holds a requested unknown object.
+
+    An object of an unknown class in a place that is not requested is fine. The error is an
+    UnsupportedObjectError.
     """
     for path, unknown in unknown_objects(obj):
         if is_wanted(path):
@@ -217,28 +232,27 @@ def refuse_unknown(
 
 
 def fingerprints(obj: object) -> dict[str, str]:
-    """Hash every leaf (anything but a non-empty dict or list), to find which entries of two objects
-    differ.
+    """Hash every leaf, to find the differing entries of two objects.
 
-    Returns path -> xxh3-64 of the encoded leaf, as 16 hex digits. Paths read `rng[2]` for items of
-    lists, `args.lr` or `state.0` (int key) for those of dicts; other keys are encoded:
-    `args["a.b"]`, `args[null]`. Different places have different paths, the same on every rank. The
-    path of `obj` itself is `""`.
+    A leaf is anything but a non-empty dict or list. Returns path -> xxh3-64 of the encoded leaf, as
+    16 hex digits. Paths read `rng[2]` for items of lists, `args.lr` or `state.0` (int key) for
+    those of dicts; other keys are encoded: `args["a.b"]`, `args[null]`. Different places have
+    different paths, the same on every rank. The path of `obj` itself is `""`.
     """
     return {path: digest for path, (digest, _) in leaves(obj).items()}
 
 
 def leaves(obj: object) -> dict[str, tuple[str, object]]:
     """Return path -> hash and value of each leaf, see `fingerprints`."""
-    found: dict[str, tuple[str, object]] = {}
+    hashes: dict[str, tuple[str, object]] = {}
     writer = Writer()
     try:
-        collect_fingerprints(obj, "", writer, found)
+        collect_fingerprints(obj, "", writer, hashes)
     except RecursionError as error:
         raise writer.unsupported(
             obj, "the call stack is too deep here", "Nest containers less deeply."
         ) from error
-    return found
+    return hashes
 
 
 def register_object_type(
@@ -248,7 +262,7 @@ def register_object_type(
     to_state: Callable[[Any], object] | None = None,
     from_state: Callable[[Any], object] | None = None,
 ) -> _Class:
-    """Register a class, so that its objects can be saved and are made again by a load.
+    """Register a class, so that its objects can be saved and loaded.
 
         @distckpt.register_object_type
         @dataclasses.dataclass
@@ -283,7 +297,8 @@ def register_object_type(
             "its own: give name=, such as register_object_type(%s, %r).",
             cls.__qualname__, type_name(cls), cls.__qualname__, f"my_project.{cls.__qualname__}",
         )  # fmt: skip
-    name = type_name(cls) if name is None else name
+    if name is None:
+        name = type_name(cls)
     _check_is_free(cls, name)
     _register(Registration(cls, name, to_state, from_state))
     return cls
@@ -304,7 +319,8 @@ def _check_is_registrable(cls: type, to_state: object, from_state: object) -> No
 
 def _check_is_free(cls: type, name: str) -> None:
     """Check that neither the name nor the class is registered otherwise."""
-    by_name, by_class = REGISTERED_NAMES.get(name), REGISTERED.get(cls)
+    by_name = REGISTERED_NAMES.get(name)
+    by_class = REGISTERED.get(cls)
     if by_name is not None and by_name.cls is not cls:
         raise ValueError(
             f"the name {name!r} is registered for another class, {by_name.cls!r}; give another "
@@ -316,7 +332,7 @@ def _check_is_free(cls: type, name: str) -> None:
         )
 
 
-# By name, as classes of programs: an earlier release that reads them says what is missing.
+# By name, as classes of programs: an earlier release that reads them names the missing class.
 _register(Registration(Counter, "collections.Counter", dict, Counter))
 _register(
     Registration(
@@ -343,7 +359,7 @@ def _join_blob(tree: str, writer: Writer) -> bytes:
 
 def _split_blob(blob: memoryview) -> tuple[str, Entries]:
     header_bytes = safetensors_file.header_length(blob[:8], len(blob))
-    metadata, described = safetensors_file.parse_header(blob[:header_bytes], len(blob))
+    metadata, layout = safetensors_file.parse_header(blob[:header_bytes], len(blob))
     version = metadata.get("codec_version")
     if version != CODEC_VERSION and str(version).isdecimal():
         raise CorruptCheckpointError(
@@ -355,12 +371,13 @@ def _split_blob(blob: memoryview) -> tuple[str, Entries]:
         f"codec version {version!r:.50}, this distckpt reads {CODEC_VERSION!r}",
     )
     require(
-        all(entry.dtype == "U8" and len(entry.shape) == 1 for entry in described),
+        all(entry.dtype == "U8" and len(entry.shape) == 1 for entry in layout),
         "an entry is not of bytes",
     )
-    entries = Entries(
-        (each.name, blob[each.first_byte : each.first_byte + each.num_bytes]) for each in described
-    )
+    entries = Entries()
+    for entry in layout:
+        entries[entry.name] = blob[entry.first_byte : entry.first_byte + entry.num_bytes]
     entries.orders = safetensors_file.parse_json(metadata.get("orders", "{}"))
-    tree = str(entries.pop(_TREE_ENTRY), "utf-8") if "tree_entry" in metadata else metadata["tree"]
-    return tree, entries
+    if "tree_entry" in metadata:
+        return str(entries.pop(_TREE_ENTRY), "utf-8"), entries
+    return metadata["tree"], entries

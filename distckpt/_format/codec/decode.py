@@ -1,4 +1,7 @@
-"""Reading side of the codec: a tree and its entries become an object, of the types listed here."""
+"""Reading side of the codec: a tree and entries become an object.
+
+The object has the types listed here.
+"""
 
 from __future__ import annotations
 
@@ -41,19 +44,21 @@ _MAX_COLLISIONS = 1024
 
 
 class Entries(dict[str, memoryview]):
-    """Entries of a blob that the tree has not referred to yet. Each can be used only once, so that
-    a small blob cannot make a large object.
+    """Entries of a blob that the tree has not referred to yet.
+
+    Each can be used only once, so that a small blob cannot make a large object.
     """
 
     has_unknown = False
     """Whether the tree holds objects of unknown classes."""
     orders: Mapping[str, Any] = MappingProxyType({})
-    """The order of the axes of transposed tensors in memory, by the number of the entry."""
+    """Entry number -> order of its transposed tensor's axes in memory."""
 
 
 def decode_node(node: Json, entries: Entries, depth: int) -> Any:
-    """Return the object of a tree that lies `depth` levels deep in the JSON; what it refers to is
-    taken out of `entries`.
+    """Return the object of a tree, `depth` levels deep in the JSON.
+
+    The entries that it refers to are taken out of `entries`.
     """
     # One call per level of JSON: a container takes up to four levels, a leaf inside it up to three.
     require(depth <= 4 * MAX_DEPTH + 3, f"more than {MAX_DEPTH} containers in one another")
@@ -84,7 +89,9 @@ def decode_node(node: Json, entries: Entries, depth: int) -> Any:
 
 
 def _take(number: object, entries: Entries) -> memoryview:
-    raw = entries.pop(entry_name(number), None) if type(number) is int else None
+    raw = None
+    if type(number) is int:
+        raw = entries.pop(entry_name(number), None)
     if raw is None:
         raise ValueError(
             f"the tree refers to the entry {number!r:.50}, which is missing or used before"
@@ -100,7 +107,8 @@ def _decode_bytes(payload: object, entries: Entries) -> bytes:
 
 def _decode_tensor(payload: Any, entries: Entries) -> torch.Tensor:
     name, shape, number = payload
-    dtype, raw = _find_dtype(name, TENSOR_DTYPES), _take(number, entries)
+    dtype = _find_dtype(name, TENSOR_DTYPES)
+    raw = _take(number, entries)
     _check_size(shape, dtype.itemsize, raw)
     flat = torch.empty(len(raw), dtype=torch.uint8, device="cpu")
     flat.numpy()[:] = raw
@@ -115,7 +123,8 @@ def _decode_tensor(payload: Any, entries: Entries) -> torch.Tensor:
 
 def _decode_array(payload: Any, entries: Entries) -> npt.NDArray[Any]:
     name, shape, number = payload
-    dtype, raw = _find_plain_dtype(name), _take(number, entries)
+    dtype = _find_plain_dtype(name)
+    raw = _take(number, entries)
     _check_size(shape, dtype.itemsize, raw)
     array: npt.NDArray[Any] = np.empty(shape, dtype)
     array.reshape(-1).view(np.uint8)[:] = raw
@@ -204,7 +213,7 @@ def _decode_path(payload: list[Any]) -> object:
 def _decode_registered(payload: Any, entries: Entries) -> object:
     name, state = payload
     registration = registration_named(name)
-    # What a class makes of a state that holds unknown objects could not be saved again as it was
+    # The result of a class from a state with unknown objects could not be saved again as it was
     # stored.
     if registration is None or (entries.has_unknown and any(unknown_objects(state))):
         require(type(name) is str, f"a class named {name!r:.50}")

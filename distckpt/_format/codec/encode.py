@@ -1,4 +1,7 @@
-"""Writing side of the codec: an object becomes a tree and the entries that the tree refers to."""
+"""Writing side of the codec: an object becomes a tree and entries.
+
+The tree refers to the entries.
+"""
 
 from __future__ import annotations
 
@@ -41,7 +44,11 @@ from distckpt._format.codec.tree import (
 )
 
 _INLINE_BYTES = 256
-_ITEM, _ATTRIBUTE, _ELEMENT, _KEY, _SAME = "[{}]", ".{}", "<element>", "<key>", ""
+_ITEM = "[{}]"
+_ATTRIBUTE = ".{}"
+_ELEMENT = "<element>"
+_KEY = "<key>"
+_SAME = ""
 
 
 class Writer:
@@ -52,7 +59,7 @@ class Writer:
             leads into it.
         enclosing: ids of these containers, to find cycles.
         entries: bytes that lie outside the tree, so far.
-        orders: of the axes of transposed tensors in memory, by the number of the entry.
+        orders: order of the axes of transposed tensors in memory, by the number of the entry.
         unregistered: by class that is not registered the place of the first object and its error;
             None to raise that at once.
         inline: whether bytes stay in the tree, as they do in keys and sets: otherwise the arbitrary
@@ -88,7 +95,10 @@ class Writer:
         self.enclosing.discard(id(container))
 
     def unsupported(self, obj: object, reason: str, advice: str) -> UnsupportedObjectError:
-        """Return the error that says where `obj` is, why it cannot be stored and what to do."""
+        """Return the error that an object cannot be stored.
+
+        It names the place, the reason and the way out.
+        """
         return UnsupportedObjectError(
             f"Cannot store {self.where()} of type {type_name(type(obj))}: {reason}. {advice}"
         )
@@ -99,7 +109,10 @@ class Writer:
         return steps or "the object"
 
     def add_entry(self, obj: object, raw: Raw) -> int:
-        """Keep the bytes of `obj` outside the tree; return the number of their entry."""
+        """Store the bytes of an object outside the tree.
+
+        Return the number of their entry.
+        """
         if self.inline:
             raise self.unsupported(
                 obj, "it is in a set or in a dict key", "Keep it in a list or a dict value."
@@ -112,23 +125,24 @@ _Encoder = Callable[[Any, Writer], Json]
 
 
 def encode_node(obj: object, writer: Writer) -> Json:
-    """Return the tree of an object; bytes outside it are added to `writer.entries`."""
+    """Return the tree of an object; other bytes go to `writer.entries`."""
     return _encoder_of(obj, writer)(obj, writer)
 
 
 def encode_all(obj: object, writer: Writer) -> Json:
-    """Return the tree of an object, see `encode_node`; the error about a class that is not
-    registered names all of them.
+    """Return the tree of an object, see `encode_node`.
+
+    The error about a class that is not registered names all such classes.
     """
-    found: dict[type, tuple[str, UnsupportedObjectError]] = {}
-    writer.unregistered = found
+    refusals: dict[type, tuple[str, UnsupportedObjectError]] = {}
+    writer.unregistered = refusals
     tree = encode_node(obj, writer)
-    if not found:
+    if not refusals:
         return tree
-    if len(found) == 1:
-        raise next(iter(found.values()))[1]
-    places = ", ".join(f"{where} of type {type_name(cls)}" for cls, (where, _) in found.items())
-    calls = "; ".join(map(_registration, found))
+    if len(refusals) == 1:
+        raise next(iter(refusals.values()))[1]
+    places = ", ".join(f"{where} of type {type_name(cls)}" for cls, (where, _) in refusals.items())
+    calls = "; ".join(map(_registration, refusals))
     raise UnsupportedObjectError(
         f"Cannot store {places}: their classes are not registered. Register them before saving and "
         f"before loading: {calls}."
@@ -148,7 +162,10 @@ def _encoder_of(obj: object, writer: Writer) -> _Encoder:
 
 
 def _note_unregistered(obj: object, writer: Writer) -> Json:
-    """Refuse an object, or note that it is to be refused and look for others in it."""
+    """Refuse an object, or note its refusal and continue inside it.
+
+    Other objects to refuse may be in it.
+    """
     refusal = _refusal_of_kind(obj)
     if refusal is not None:
         raise writer.unsupported(obj, *refusal)
@@ -156,8 +173,9 @@ def _note_unregistered(obj: object, writer: Writer) -> Json:
     if writer.unregistered is None:
         raise error
     writer.unregistered.setdefault(type(obj), (writer.where(), error))
-    # What is in it would be refused next; it may also hold what is not stored at all.
-    depth, enclosing = len(writer.path), set(writer.enclosing)
+    # Its content would be refused next; it may also hold values that are not stored at all.
+    depth = len(writer.path)
+    enclosing = set(writer.enclosing)
     with contextlib.suppress(UnsupportedObjectError):
         attributes = getattr(obj, "__dict__", {})
         _encode_children(obj, ((_ATTRIBUTE, *item) for item in attributes.items()), writer)
@@ -177,7 +195,7 @@ def _registration(cls: type) -> str:
 
 
 def _refusal_of_kind(obj: object) -> tuple[str, str] | None:
-    """Say why an object cannot be stored even if its class is registered; None if it can."""
+    """Return why an object is refused, registered or not; else None."""
     if is_object_of_state(obj):
         return (
             "it is in a container in which no objects are looked for",
@@ -200,7 +218,10 @@ def _refusal_of_kind(obj: object) -> tuple[str, str] | None:
 
 
 def is_object_of_state(obj: object) -> bool:
-    """Whether an object has a state of its own, as modules do, or is sharded."""
+    """Return whether an object has its own state, or is sharded.
+
+    Modules have one.
+    """
     if isinstance(obj, type) or type(obj) in encoders() or type(obj) in REGISTERED:
         return False
     methods = (getattr(obj, name, None) for name in ("state_dict", "load_state_dict"))
@@ -232,7 +253,8 @@ def _encode_children(
 
 
 def _encode_inline(owner: Iterable[object], template: str, writer: Writer) -> list[Json]:
-    outer, writer.inline = writer.inline, True
+    outer = writer.inline
+    writer.inline = True
     nodes = _encode_children(owner, ((template, child, child) for child in owner), writer)
     writer.inline = outer
     return nodes
@@ -247,7 +269,10 @@ def _encode_dict(obj: Mapping[Any, object], writer: Writer, template: str = _ITE
     if all(type(key) is str and _is_unicode(key) for key in obj) and not is_tagged(obj):
         return dict(zip(obj, values, strict=True))
     pairs = zip(_encode_inline(obj, _KEY, writer), values, strict=True)
-    return {"$dict": [node for pair in pairs for node in pair]}
+    flat: list[Json] = []
+    for pair in pairs:
+        flat += pair
+    return {"$dict": flat}
 
 
 def _encode_defaultdict(obj: collections.defaultdict[Any, object], writer: Writer) -> Json:
@@ -263,11 +288,15 @@ def _encode_set(obj: Iterable[object], writer: Writer) -> Json:
 
 
 def _encode_int(obj: int, writer: Writer) -> Json:
-    return obj if -(2**63) <= obj < 2**64 else {"$int": hex(obj)}
+    if -(2**63) <= obj < 2**64:
+        return obj
+    return {"$int": hex(obj)}
 
 
 def _encode_float(obj: float, writer: Writer) -> Json:
-    return obj if math.isfinite(obj) else {"$float": struct.pack(">d", obj).hex()}
+    if math.isfinite(obj):
+        return obj
+    return {"$float": struct.pack(">d", obj).hex()}
 
 
 def _encode_str(obj: str, writer: Writer) -> Json:
@@ -337,12 +366,15 @@ def _encode_as(name: str, obj: object, state: object, writer: Writer) -> Json:
 
 
 NOT_STORED = "not stored: "
-"""Begins the name of an `UnknownObject` in the place of a value that a save has left out."""
+"""Beginning of the name of an `UnknownObject` for a left-out value. A save has left the value out.
+"""
 
 
 class UnknownObject:
-    """A stored object of a class that this program has not registered under the stored name, or
-    whose `from_state` does not take the stored state.
+    """A stored object that this program cannot make.
+
+    Its class is not registered under the stored name, or its `from_state` does not take the stored
+    state.
 
     It can only be saved again, as it was stored. Any other use raises an error that names the
     class.
@@ -354,7 +386,9 @@ class UnknownObject:
     """
 
     def __init__(self, name: str, state: object, fault: str = "") -> None:
-        self.name, self.state, self.fault = name, state, fault
+        self.name = name
+        self.state = state
+        self.fault = fault
 
     def __repr__(self) -> str:
         return f"<object of an unknown class, registered as {self.name!r}>"
@@ -379,7 +413,7 @@ class UnknownObject:
     def _refuse(self, *_: object) -> NoReturn:
         raise UnsupportedObjectError(f"{self!r} was used: {how_to_register(self)}")
 
-    # What enums and named tuples can do. By name, since Python looks these up in the class.
+    # The operations of enums and named tuples. By name, since Python looks these up in the class.
     __bool__ = __int__ = __float__ = __index__ = __len__ = __iter__ = __getitem__ = _refuse
     __lt__ = __le__ = __gt__ = __ge__ = __add__ = __radd__ = _refuse
 
@@ -387,7 +421,10 @@ class UnknownObject:
 def nodes(
     obj: object, path: tuple[object, ...] = ()
 ) -> Iterator[tuple[tuple[object, ...], object]]:
-    """Yield an object and all that it holds, each after the keys and positions that lead to it."""
+    """Yield an object and its content, each after its path.
+
+    The path consists of the keys and positions that lead to it.
+    """
     yield path, obj
     if isinstance(obj, dict):
         for key, value in obj.items():
@@ -411,7 +448,10 @@ _WALKED = (dict, list, tuple, collections.deque)
 def nodes_of_any(
     obj: object, path: tuple[object, ...] = ()
 ) -> Iterator[tuple[tuple[object, ...], object]]:
-    """Yield an object and all that it holds, see `nodes`, also in objects of registered classes."""
+    """Yield an object and its content, including registered objects' states.
+
+    See `nodes`.
+    """
     for place, node in nodes(obj, path):
         yield place, node
         if type(node) in REGISTERED and not isinstance(node, _WALKED):
@@ -423,8 +463,9 @@ def nodes_of_any(
 
 
 def unknown_objects(obj: object) -> Iterator[tuple[tuple[object, ...], UnknownObject]]:
-    """Yield the objects of unknown classes in a decoded object, each after the keys and positions
-    that lead to it.
+    """Yield the unknown objects in a decoded object, with their paths.
+
+    Paths consist of the keys and positions that lead to them.
     """
     for path, node in nodes(obj):
         if isinstance(node, UnknownObject):
@@ -442,7 +483,10 @@ def _encode_unknown(obj: UnknownObject, writer: Writer) -> Json:
 
 
 def how_to_register(unknown: UnknownObject) -> str:
-    """Say what to register so that an object of an unknown class is decoded."""
+    """Return advice to register the class of an unknown object.
+
+    It would be decoded then.
+    """
     while inner := next(unknown_objects(unknown.state), None):
         _, unknown = inner
     name = unknown.name
@@ -470,7 +514,7 @@ def how_to_register(unknown: UnknownObject) -> str:
 
 
 def _encode_state(kind: str, to_state: Callable[[Any], object]) -> _Encoder:
-    """Return an encoder for a type that is stored as a state of simpler types."""
+    """Return an encoder for a type stored as a simpler state."""
     return lambda obj, writer: {f"${kind}": encode_node(to_state(obj), writer)}
 
 
@@ -484,7 +528,8 @@ def _datetime_state(obj: datetime.datetime) -> dict[str, object]:
 
 
 def _timezone_state(obj: datetime.timezone) -> list[object]:
-    offset, name = obj.utcoffset(None), obj.tzname(None)
+    offset = obj.utcoffset(None)
+    name = obj.tzname(None)
     return [offset] if datetime.timezone(offset).tzname(None) == name else [offset, name]
 
 
@@ -539,7 +584,10 @@ def encoders() -> dict[type, _Encoder]:
 def collect_fingerprints(
     obj: object, name: str, writer: Writer, found: dict[str, tuple[str, object]]
 ) -> None:
-    """Add the leaves of `obj`, whose path is `name`, and their hashes to `found`, by path."""
+    """Add the leaves of `obj` and their hashes to a dict.
+
+    The dict is by path; `name` is the path of `obj`.
+    """
     if type(obj) not in (dict, list) or not obj:
         writer.entries.clear()
         digest = xxhash.xxh3_64(to_text(encode_node(obj, writer)).encode())
@@ -573,7 +621,7 @@ def _dtype_name(dtype: torch.dtype) -> str:
 
 
 def _is_unicode(text: str) -> bool:
-    """Tell whether a text has no lone surrogates."""
+    """Return whether a text has no lone surrogates."""
     return text.isascii() or not re.search("[\ud800-\udfff]", text)
 
 

@@ -69,7 +69,10 @@ TENSOR_DTYPES: Mapping[str, torch.dtype] = LazyTable(
 
 
 def is_plain_dtype(dtype: np.dtype[Any]) -> bool:
-    """Tell whether items mean the same on every machine, and `dtype.str` describes them fully."""
+    """Return whether items mean the same on every machine.
+
+    `dtype.str` must describe them fully.
+    """
     ordinary = (
         dtype.kind in "biufcSUVmM"
         and dtype.char not in "gG"
@@ -93,28 +96,29 @@ def entry_name(number: object) -> str:
 
 
 def is_tagged(node: Mapping[str, object]) -> bool:
-    """Tell whether a JSON object is `{"$<kind>": <payload>}`; dicts that look so are stored as
+    """Return whether a JSON object is `{"$<kind>": <payload>}`; dicts that look so are stored as
     pairs.
     """
     return len(node) == 1 and next(iter(node)).startswith("$")
 
 
 def type_name(cls: type) -> str:
-    """Return the name of a class with its module, which builtin classes go without."""
-    return (
-        cls.__qualname__ if cls.__module__ == "builtins" else f"{cls.__module__}.{cls.__qualname__}"
-    )
+    """Return the name of a class with its module, unless builtin."""
+    if cls.__module__ == "builtins":
+        return cls.__qualname__
+    return f"{cls.__module__}.{cls.__qualname__}"
 
 
-def require(condition: bool, what: str) -> None:
+def require(condition: bool, message: str) -> None:
     """Raise ValueError, which `decode` reports as damage, unless a condition holds."""
     if not condition:
-        raise ValueError(what)
+        raise ValueError(message)
 
 
 class Registration(NamedTuple):
-    """A registered class, its name in checkpoints, and the functions that turn its objects into
-    states and back.
+    """A registered class, its stored name, and its conversion functions.
+
+    The functions turn its objects into states and back.
     """
 
     cls: type
@@ -154,8 +158,9 @@ def registration_named(name: Any) -> Registration | None:
 
 
 def _imported(name: Any) -> Any:
-    """Return a class that needs no registration from a module that the program has imported; None
-    if it is not there.
+    """Return a class that needs no registration, from an imported module.
+
+    None if there is none.
     """
     parts = name.split(".") if type(name) is str else []
     for count in range(len(parts) - 1, 0, -1):
@@ -229,7 +234,7 @@ def _functions_of_fields(
     defaults: Mapping[str, Callable[[], object]],
     rebuild: Callable[[dict[str, object]], object],
 ) -> _Functions:
-    """Return to_state and from_state of a class whose objects are stored by their fields."""
+    """Return to_state and from_state of a class stored by fields."""
 
     def to_state(obj: object) -> object:
         return types.SimpleNamespace(**{name: getattr(obj, name) for name in names})
@@ -242,8 +247,9 @@ def _functions_of_fields(
             not unknown and not missing,
             f"stored fields without a place: {unknown}; not stored: {missing}",
         )
-        return rebuild(
-            {name: stored[name] if name in stored else defaults[name]() for name in names}
-        )
+        fields = {}
+        for name in names:
+            fields[name] = stored[name] if name in stored else defaults[name]()
+        return rebuild(fields)
 
     return to_state, from_state
