@@ -163,7 +163,7 @@ def merge(parser: ArgumentParser) -> None:
 
 
 def contradiction(arguments: Namespace) -> str:
-    """Say what is wrong with arguments that are right one by one; an empty text if nothing is."""
+    """Return a contradiction between the arguments, or an empty string."""
     return (
         _contradiction_of_pages(arguments)
         or _contradiction_of_parts(arguments)
@@ -427,7 +427,7 @@ def add_writing(parser: ArgumentParser) -> None:
 
 
 def add_parts(parser: ArgumentParser) -> None:
-    """Declare `--part` and what goes with it."""
+    """Declare `--part` and its companions."""
     group = parser.add_argument_group("in parts", "by processes that know nothing of each other")
     what = group.add_mutually_exclusive_group()
     part = "do part K of N, from 0, or the one that Slurm, Kubernetes (auto/N) or torchrun says"
@@ -452,7 +452,7 @@ def _add_reading_parts(parser: ArgumentParser) -> None:
 
 
 def is_in_parts(arguments: Namespace) -> bool:
-    """Tell whether work in parts was asked for."""
+    """Whether work in parts was asked for."""
     return bool(arguments.part or arguments.status or arguments.finish or arguments.abandon)
 
 

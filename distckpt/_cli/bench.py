@@ -30,7 +30,10 @@ TITLES = {
     "cold_load": "cold load",
 }
 STORE_TITLES = {"save": "save", "warm_load": "load"}
-"""On an object store what was put is durable, and nothing is in the page cache."""
+"""Titles of the cases on an object store.
+
+A put is always durable there, and nothing is in the page cache.
+"""
 RANK_BYTES = 500_000_000
 """Memory of a process that has imported torch."""
 
@@ -136,15 +139,16 @@ def _remove(scratch: str) -> None:
 
 @contextlib.contextmanager
 def scratch_folder(folder: str) -> Iterator[str]:
-    """Make a folder below a directory or URL that is removed afterwards, even if Ctrl-C is pressed
-    again.
+    """Make a temporary folder below a directory or URL.
+
+    It is removed afterwards, even if Ctrl-C is pressed again.
     """
     scratch = locations.join(folder, f"distckpt-bench-{secrets.token_hex(8)}")
     try:
         if locations.is_local(folder):
             os.mkdir(scratch)
         else:
-            # Before the ranks start, and before a job finds out after all bytes are uploaded.
+            # Before the ranks start, rather than after a job has uploaded all its bytes.
             _warn_of_races(folder, try_requests(scratch))
         yield scratch
     finally:

@@ -39,16 +39,19 @@ from distckpt._state.common_state import COMMON_KEY
 from distckpt._storage import locations
 
 _SUMMARIZED = 1000
-"""Of tensors with more elements only the edges are read and printed, as numpy prints them."""
+"""Largest number of elements that is read and printed in full.
+
+Of larger tensors only the edges are read and printed, as numpy prints them.
+"""
 _EDGE = 3
 _MAX_LISTED = 100
-"""Of longer lists in objects only the ends are printed."""
+"""Longest list in an object that is printed in full; of longer ones only the ends are."""
 _WINDOW_ELEMENTS = 4 << 20
 _WIDTH = 120
 
 
 def run(arguments: Namespace, output: Output) -> int:
-    """Print or save values, once it is sure that nothing has replaced them meanwhile."""
+    """Print or save values, unless the checkpoint is replaced meanwhile."""
     with opened(Ranks.alone(), locations.normalize(arguments.path)) as stored:
         _show(stored, arguments, output)
     return 0
@@ -81,8 +84,9 @@ def _show(stored: StoredCheckpoint, arguments: Namespace, output: Output) -> Non
 
 
 def split_key(stored: StoredCheckpoint, text: str) -> tuple[str, str | None]:
-    """Divide `key[slice]` into the key and what is between the brackets. Keys may contain brackets
-    themselves.
+    """Divide `key[slice]` into the key and the text between the brackets.
+
+    Keys may contain brackets themselves.
     """
     known = stored.manifest.key_index
     if text in known or (text == COMMON_KEY and holds_objects(stored)):
@@ -106,12 +110,12 @@ def split_key(stored: StoredCheckpoint, text: str) -> tuple[str, str | None]:
 
 
 def printed(tensor: StoredTensor, selection: Selection) -> str:
-    """Print values as numpy does, reading only what is printed."""
+    """Print values as numpy does, reading only the printed ones."""
     region = selection.region
     if region.num_elements <= _SUMMARIZED:
         array = to_numpy(tensor.read(region)).reshape(selection.shape)
         return np.array2string(array, separator=", ", max_line_width=_WIDTH)
-    # Along each long axis the first and the last indices, and one in between for the others.
+    # Along each long axis the first and the last indices, and one in between for the rest.
     short = tuple(min(size, 2 * _EDGE + 1) for size in region.shape)
     array = np.zeros(short, _numpy_dtype(tensor.dtype))
     for source, place in _corners(region, short):
@@ -123,9 +127,7 @@ def printed(tensor: StoredTensor, selection: Selection) -> str:
 
 
 def _corners(region: Region, short: tuple[int, ...]) -> Iterator[tuple[Region, Region]]:
-    """Yield the parts of a region that lie at its corners, each with its place in the shortened
-    tensor.
-    """
+    """Yield a region's corners, and their places in the shortened tensor."""
     pairs = [(Region((), ()), Region((), ()))]
     for start, size, kept in zip(region.offset, region.shape, short, strict=True):
         spans = (
@@ -169,7 +171,7 @@ def _save(
 
 
 def _npy_parts(tensor: StoredTensor, selection: Selection) -> Iterator[tuple[bytes, int]]:
-    """Yield the bytes of a .npy file, and how many bytes of values are complete with them."""
+    """Yield the bytes of a .npy file and the progress in bytes."""
     header = io.BytesIO()
     saved = _numpy_dtype(tensor.dtype)
     fields = {

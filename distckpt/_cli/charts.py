@@ -17,8 +17,9 @@ from distckpt._cli.output import COLORS
 logger = logging.getLogger(__name__)
 
 _TOP, _BOTTOM = 10, 24
-"""Pixels above and below what is drawn. Across, a picture is as wide as the window lets it be, and
-places are parts of 100.
+"""Pixels above and below the drawing.
+
+Across, a picture is as wide as the window lets it be, and places are parts of 100.
 """
 _STYLE = """
 .chart { display: grid; grid-template-columns: minmax(64px, 16%) minmax(0, 1fr); gap: 8px; }
@@ -44,14 +45,14 @@ section h2 { margin: 0 0 10px; }
 
 
 _MAX_COLUMN_LABELS = 6
-"""Below a heat map, so that they do not touch on a phone."""
+"""Pixels below a heat map, which separate two on a phone."""
 
 
 _FIGURES = ('<meta name="distckpt-figures" content="', '">')
 
 
 class Point(NamedTuple):
-    """A place on a chart, and what is said about it."""
+    """A place on a chart, and the text about it."""
 
     x: float
     y: float
@@ -59,7 +60,7 @@ class Point(NamedTuple):
 
 
 class Bar(NamedTuple):
-    """A stretch of a row, from one place to another, in the color of its kind."""
+    """A stretch of a row in the color of its kind."""
 
     row: str
     start: float
@@ -76,14 +77,16 @@ def write_static_page(
     sections: Sequence[tuple[str, str]],
     figures: Mapping[str, Any] | None = None,
 ) -> None:
-    """Write a page that stands alone. A program that reads it meanwhile sees the earlier one.
+    """Write a page that stands alone.
+
+    A program that reads it meanwhile sees the earlier one.
 
     Args:
         path: of the file.
         title: of the page.
         lines: texts below it.
         sections: headings, and HTML below each.
-        figures: what the next page at this path may use again, see `figures_in`; JSON values.
+        figures: JSON values that the next page at this path may reuse, see `figures_in`.
     """
     template = importlib.resources.files("distckpt._cli").joinpath("page.html").read_text("utf-8")
     style = template.partition("<style>")[2].partition("</style>")[0]
@@ -111,8 +114,9 @@ def write_static_page(
 
 
 def figures_in(path: str) -> dict[str, Any]:
-    """Return the figures in the page that is at a path; none if it has none, and with a warning if
-    they are damaged.
+    """Return the figures in the page at a path.
+
+    There are none if it has none and, with a warning, if they are damaged.
     """
     try:
         with open(path, encoding="utf-8", errors="replace") as file:
@@ -126,7 +130,7 @@ def figures_in(path: str) -> dict[str, Any]:
 
 
 def tiles(pairs: Iterable[tuple[str, str]]) -> str:
-    """Return tiles, of a number and what it counts."""
+    """Return tiles, each a number and the thing it counts."""
     cells = (
         f'<div class="tile"><b>{escape(a)}</b><span>{escape(b)}</span></div>' for a, b in pairs
     )
@@ -151,8 +155,9 @@ def _cells_of(heads: Sequence[str], row: Sequence[str]) -> str:
 
 
 def line_chart(points: Sequence[Point], ends: tuple[float, float], height: int = 150) -> str:
-    """Return a curve through points, with its smallest and largest value; the axis across goes from
-    one of the ends to the other.
+    """Return a curve through points, with its smallest and largest value.
+
+    The axis across goes from one of the ends to the other.
     """
     ys = [point.y for point in points]
     bottom = height - _BOTTOM
@@ -172,7 +177,10 @@ def line_chart(points: Sequence[Point], ends: tuple[float, float], height: int =
 
 
 def _apart(first: float, second: float) -> tuple[str, str]:
-    """Two numbers with as many digits as it takes to tell them apart; integers have all."""
+    """Format two numbers with as many digits as distinguish them.
+
+    Integers have all digits.
+    """
     if isinstance(first, int) and isinstance(second, int):
         return str(first), str(second)
     digits = 4
@@ -190,7 +198,7 @@ def _curve(places: Sequence[tuple[float, float]], height: float) -> str:
 
 
 def timeline(bars: Sequence[Bar], unit: str = "s") -> str:
-    """Return a row for each name with its bars; what lies between them is gray."""
+    """Return a row of bars for each name; gaps between them are gray."""
     rows: dict[str, list[Bar]] = {}
     for bar in bars:
         rows.setdefault(bar.row, []).append(bar)
@@ -226,7 +234,7 @@ def _row_parts(
     colors: Mapping[str, str],
     top_and_height: tuple[float, float],
 ) -> Iterator[str]:
-    """Yield what is drawn in a row: how long it waits, and above that its bars."""
+    """Yield the parts of a row: its waiting time, and above it its bars."""
     top, height = top_and_height
     begin, end = at(min(bar.start for bar in bars)), at(max(bar.stop for bar in bars))
     yield _rect(begin, top, end - begin, height, 'class="wait"', f"{row}: waits")
@@ -237,7 +245,10 @@ def _row_parts(
 
 
 def heat_map(columns: Sequence[str], rows: Mapping[str, Sequence[tuple[float | None, str]]]) -> str:
-    """Return a grid of values between 0 and 1, each with a text; None is a value that is bad."""
+    """Return a grid of values between 0 and 1 with their texts.
+
+    None is a bad value.
+    """
     pitch = max(14, min(22, 900 // max(1, len(rows))))
     width = 100 / max(1, len(columns))
     height = _TOP + pitch * len(rows) + _BOTTOM
@@ -256,7 +267,7 @@ def heat_map(columns: Sequence[str], rows: Mapping[str, Sequence[tuple[float | N
 
 
 def ramp(low: str, high: str, bad: str) -> str:
-    """Return the legend of a heat map: what its palest, its darkest and its bad cells mean."""
+    """Return the legend of a heat map: the meaning of its palest, darkest and bad cells."""
     shades = ", ".join(_shade(part / 4) for part in range(5))
     gradient = f'<i class="ramp" style="background:linear-gradient(90deg, {shades})"></i>'
     dot = '<i class="dot" style="background:var(--bad)"></i>'
@@ -267,7 +278,7 @@ def ramp(low: str, high: str, bad: str) -> str:
 
 
 def _color_of(number: int) -> str:
-    """Return the color of a kind: never red, which means that something is wrong."""
+    """Return the color of a kind: never red, which stands for a problem."""
     colors = [color for color in COLORS if color != "#e15759"]
     return colors[number % len(colors)]
 

@@ -74,7 +74,7 @@ def _in_parts(
     options: ExportOptions,
     output: Output,
 ) -> int:
-    """Do what was asked for of work in parts."""
+    """Run, show, finish or abandon work in parts, as the arguments say."""
     where = {"output_dir": output_dir, "overwrite": arguments.overwrite, "options": options}
     show = partial(_print_report, output_dir)
     return run_parts(arguments, output, verb, {**given, **where}, output_dir, show)
@@ -120,7 +120,7 @@ def _print_left_out(left_out: Sequence[str], output: Output) -> None:
 
 
 def _show_plan(plan: ExportPlan, output: Output) -> None:
-    """Print each tensor of an export, and the regions that it is made of."""
+    """Print each tensor of an export, with its regions."""
     sources = {tensor.name: _sources_of(tensor, plan) for tensor in plan.outputs}
     output.json(
         {

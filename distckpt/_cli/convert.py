@@ -1,6 +1,4 @@
-"""`distckpt convert`: convert a checkpoint that PyTorch or Megatron Core wrote, or make one for
-them.
-"""
+"""`distckpt convert`: convert checkpoints from or for PyTorch or Megatron Core."""
 
 from __future__ import annotations
 

@@ -46,7 +46,7 @@ def run(arguments: Namespace, output: Output) -> int:
 def _show(arguments: Namespace, report: DiffReport, output: Output) -> int:
     output.json(_as_json(report))
     if arguments.html:
-        # Imported when it is asked for, which is rare.
+        # Imported only for this option, which is rare.
         page = importlib.import_module("distckpt._cli.diff_page")
         page.write_diff_page(arguments.html, report, arguments.keys, dict(arguments.rename))
         output.message(f"wrote {arguments.html}")
@@ -68,8 +68,9 @@ def _as_json(report: DiffReport) -> dict[str, Any]:
 
 
 def _print_differences(report: DiffReport, output: Output, is_folding: bool) -> None:
-    """Print the differences, those of the model first; if `is_folding`, those of optimizers as one
-    line.
+    """Print the differences, of models before optimizers.
+
+    If `is_folding`, the differences of optimizers become one line.
     """
     of_model, of_optimizers = divided_by_owner(report)
     if is_folding:

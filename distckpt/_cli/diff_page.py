@@ -18,7 +18,7 @@ from distckpt._ranks.collectives import Ranks
 def write_diff_page(
     path: str, report: DiffReport, keys: Sequence[str] | None, rename: Mapping[str, str]
 ) -> None:
-    """Write a page about the differences that `diff` found with these keys and names."""
+    """Write a page about the differences between two checkpoints."""
     a, b = (open_undisturbed(Ranks.alone(), location) for location in (report.a, report.b))
     names = {renamed(key, rename): key for key in _tensors_of(a, keys)}
     changes = {tensor.key: _change(tensor) for tensor in report.tensors}
@@ -65,7 +65,7 @@ def _title(report: DiffReport) -> str:
 
 
 def _change(tensor: TensorDifference) -> dict[str, Any]:
-    """Return what the page says about a tensor that is not the same."""
+    """Return the entry of the page for a tensor that differs."""
     text = changes_of([tensor])
     if not tensor.num_different:
         return {"rate": None, "text": text}

@@ -18,12 +18,13 @@ from distckpt._state.common_state import COMMON_KEY
 
 @dataclass(frozen=True)
 class DifferenceGroup:
-    """Tensors whose keys differ in numbers only, and that differ in the same way, as cells of a
-    table.
+    """A row of the table: tensors that differ in the same way.
+
+    Their keys differ in numbers only.
 
     Attributes:
         pattern: their keys.
-        changes: what differs.
+        changes: the kinds of difference, such as shape or values.
         largest: the largest absolute difference, if values differ.
         relative: the largest relative difference, if values differ.
         place: where the values of a single tensor differ.
@@ -37,12 +38,12 @@ class DifferenceGroup:
 
     @property
     def cells(self) -> list[str]:
-        """Its line of the table."""
+        """The cells of its row."""
         return [self.pattern, self.changes, self.largest, self.relative, self.place]
 
 
 def divided_by_owner(report: DiffReport) -> tuple[DiffReport, DiffReport]:
-    """Return the differences of the tensors of models, and those of optimizers."""
+    """Divide the differences into models and optimizers."""
     names = report.optimizer_keys
 
     def part(is_wanted: Callable[[str], bool]) -> DiffReport:
@@ -57,7 +58,7 @@ def divided_by_owner(report: DiffReport) -> tuple[DiffReport, DiffReport]:
 
 
 def optimizer_text(report: DiffReport) -> str:
-    """Sum up the differences of optimizers in one line; an empty text if there are none."""
+    """Sum up the differences of optimizers in one line, perhaps empty."""
     counts = {
         "differ": len(report.tensors),
         "only in A": len(report.only_in_a),
@@ -74,7 +75,7 @@ def optimizer_text(report: DiffReport) -> str:
 def group_differences(report: DiffReport) -> list[DifferenceGroup]:
     """Group the tensors that differ, with the largest relative difference first.
 
-    Those whose values are not compared, or that only one side has, come last.
+    Tensors whose values are not compared, or that only one side has, come last.
     """
     alike: dict[object, list[TensorDifference]] = {}
     for tensor in report.tensors:
@@ -121,7 +122,7 @@ def _largest(numbers: Iterable[float]) -> float:
 
 
 def changes_of(members: Sequence[TensorDifference]) -> str:
-    """Say what differs in all of these tensors: their shapes, dtypes, and the number of values."""
+    """Format the common difference of some tensors: shapes, dtypes and number of values."""
     first, parts = members[0], []
     if first.shapes[0] != first.shapes[1]:
         parts.append("shape {} / {}".format(*map(shape_text, first.shapes)))
@@ -137,7 +138,7 @@ def changes_of(members: Sequence[TensorDifference]) -> str:
 
 
 def place_of(tensor: TensorDifference) -> str:
-    """Say where the values of a tensor differ; an empty string if they do everywhere."""
+    """Return the place where a tensor differs; an empty string for everywhere."""
     if tensor.num_different == 1 or not tensor.region:
         return json.dumps(tensor.first_index)
     return "" if tensor.region == str(whole(tensor.shapes[0])) else tensor.region

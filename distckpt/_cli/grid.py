@@ -18,8 +18,9 @@ _TEXT_WIDTH, _TEXT_HEIGHT = 64, 16
 
 @dataclass(frozen=True)
 class Chunk:
-    """A piece of a tensor on disk; `owner` is the rank that wrote it, or the file if its name
-    contains no rank.
+    """A piece of a tensor on disk.
+
+    `owner` is the rank that wrote it, or the file if its name contains no rank.
     """
 
     offset: tuple[int, ...]
@@ -48,8 +49,9 @@ def chunks_of(stored: StoredCheckpoint, key: str) -> list[Chunk]:
 
 
 def drawn_axes(shape: tuple[int, ...], chunks: Sequence[Chunk]) -> tuple[int, ...] | None:
-    """Choose the axes of a picture, which the tensor is divided along; None if it is divided along
-    more than two.
+    """Choose the axes of a picture, along which the tensor is divided.
+
+    None if there are more than two.
     """
     if not chunks or math.prod(shape) == 0:
         return None
@@ -70,8 +72,9 @@ def drawn_axes(shape: tuple[int, ...], chunks: Sequence[Chunk]) -> tuple[int, ..
 def text_picture(
     shape: tuple[int, ...], chunks: Sequence[Chunk], axes: tuple[int, ...], in_color: bool
 ) -> Iterator[str]:
-    """Yield the lines of a picture: one character or colored cell per part of the tensor, and a
-    legend.
+    """Yield the lines of a picture and its legend.
+
+    There is one character or colored cell per part of the tensor.
     """
     owners = _owners(chunks)
     rows, columns = _extent(shape, axes)
@@ -91,8 +94,9 @@ def text_picture(
 
 
 def _owners(chunks: Sequence[Chunk]) -> dict[str, int]:
-    """Return the number of each owner: its rank, or its place if the names of files contain no
-    ranks.
+    """Return the number of each owner.
+
+    It is its rank, or its place if the names of files contain no ranks.
     """
     owners = sorted(
         {chunk.owner: chunk.rank for chunk in chunks}.items(),
@@ -108,7 +112,7 @@ def _extent(shape: tuple[int, ...], axes: tuple[int, ...]) -> tuple[int, int]:
 
 
 def _rectangle(chunk: Chunk, axes: tuple[int, ...]) -> tuple[int, int, int, int]:
-    """Return first row, first column, rows and columns of a chunk in the picture."""
+    """Return first row, first column, rows and columns of a drawn chunk."""
     offsets, sizes = [chunk.offset[axis] for axis in axes], [chunk.shape[axis] for axis in axes]
     row, column = [0] * (2 - len(axes)) + offsets
     num_rows, num_columns = [1] * (2 - len(axes)) + sizes

@@ -1,4 +1,4 @@
-"""Groups of the keys of a checkpoint, and the tree of its modules."""
+"""The keys of a checkpoint as groups and as a tree."""
 
 from __future__ import annotations
 
@@ -19,17 +19,18 @@ from distckpt._state.common_state import COMMON_KEY
 
 @dataclass(frozen=True)
 class Group:
-    """Keys that differ in numbers only and have one dtype and shape; or a module, whose tensors
-    have several, with an empty dtype and shape.
+    """Keys that differ in numbers only, with one dtype and shape.
+
+    It may be a module instead, whose tensors have several: then dtype and shape are empty.
 
     Attributes:
         pattern: the keys, with ranges of numbers.
         dtype: the safetensors name of their dtype.
         shape: their shape.
-        num_keys: how many there are.
+        num_keys: their number.
         num_bytes: the size of their data.
-        num_chunks: how many pieces they are stored in.
-        ranks: those that wrote them, in order.
+        num_chunks: the number of pieces they are stored in.
+        ranks: the ranks that wrote them, in order.
     """
 
     pattern: str
@@ -42,8 +43,9 @@ class Group:
 
 
 def group_keys(manifest: Manifest, is_merging: bool = True) -> list[Group]:
-    """Group keys that differ in numbers only, such as `layers.0.weight` and `layers.1.weight`; or
-    without merging, return each key as a group.
+    """Group keys that differ in numbers only: `layers.0.weight` and `layers.1.weight`.
+
+    Without merging, return each key as a group.
     """
     members: dict[tuple[object, str, tuple[int, ...]], list[int]] = defaultdict(list)
     for key_id in sorted(range(len(manifest.keys)), key=lambda i: natural_order(manifest.keys[i])):
@@ -69,8 +71,9 @@ def group_keys(manifest: Manifest, is_merging: bool = True) -> list[Group]:
 def _ranks_of_groups(
     manifest: Manifest, members: Sequence[Sequence[int]]
 ) -> Iterator[tuple[int, ...]]:
-    """Yield the ranks that wrote each of some groups of keys. Equal ones are one tuple: thousands
-    of ranks write each of thousands of keys.
+    """Yield the ranks that wrote each group of keys.
+
+    Equal ones are one tuple: thousands of ranks write each of thousands of keys.
     """
     group_of, num_files = np.zeros(len(manifest.keys), np.int64), len(manifest.files)
     for group, ids in enumerate(members):
@@ -101,7 +104,7 @@ def _ranks_of_groups(
 
 @dataclass(frozen=True)
 class _Branch:
-    """What begins with a name in a tree: each group with the rest of its segments."""
+    """A name in a tree: its groups, each with the rest of its segments."""
 
     name: str
     members: Sequence[tuple[list[str], Group]]
@@ -113,12 +116,12 @@ class _Branch:
 
     @property
     def deeper(self) -> list[tuple[list[str], Group]]:
-        """Those that do not."""
+        """The groups that go on below."""
         return [(rest, group) for rest, group in self.members if rest]
 
     @property
     def total(self) -> Group:
-        """A module of all of them."""
+        """The module of all groups."""
         groups = [group for _, group in self.members]
         return Group(
             pattern=self.name,
@@ -133,7 +136,10 @@ class _Branch:
 def tree_lines(
     groups: Sequence[Group], depth: int | None, is_by_size: bool
 ) -> list[tuple[str, Group]]:
-    """Return the lines of a tree of modules, each with its total, down to `depth` levels."""
+    """Return the lines of a tree of modules, down to `depth` levels.
+
+    Each has its total.
+    """
     members = [(_segments(group.pattern), group) for group in groups if group.pattern != COMMON_KEY]
     return list(_tree(members, depth or sys.maxsize, is_by_size))
 

@@ -1,4 +1,4 @@
-"""`distckpt inspect`: show the content of a checkpoint and which ranks wrote it."""
+"""`distckpt inspect`: show the content of a checkpoint and the ranks that wrote it."""
 
 from __future__ import annotations
 
@@ -30,8 +30,9 @@ _BAR_WIDTH = 30
 
 
 def run(arguments: Namespace, output: Output) -> int:
-    """Print the summary of a checkpoint, or the chunks of one key; return 1 if files are missing or
-    damaged.
+    """Print the summary of a checkpoint, or the chunks of one key.
+
+    Return 1 if files are missing or damaged.
     """
     with opened(Ranks.alone(), locations.normalize(arguments.path)) as stored:
         file_ids = range(len(stored.manifest.files))
@@ -68,7 +69,7 @@ def _show_all(
         }
     )
     if arguments.html:
-        # Imported when it is asked for, which is rare.
+        # Imported only for this option, which is rare.
         page = importlib.import_module("distckpt._cli.inspect_page")
         page.write_inspect_page(arguments.html, stored, facts, problems)
         output.message(f"wrote {arguments.html}")
@@ -107,8 +108,9 @@ def _show(
 
 
 def _show_writers(writers: list[dict[str, Any]], output: Output) -> None:
-    """Draw a bar for the bytes of each rank, or of each file whose name contains no rank. If there
-    is just one, name it.
+    """Draw a bar for the bytes of each rank.
+
+    A file whose name contains no rank has a bar of its own. A single writer is only named.
     """
     if len(writers) == 1:
         output.line(_only_writer(writers[0]))

@@ -20,9 +20,7 @@ from distckpt._operations.verify import Problem
 def write_inspect_page(
     path: str, stored: StoredCheckpoint, facts: dict[str, Any], problems: Sequence[Problem]
 ) -> None:
-    """Write a page about a checkpoint, with the facts of `summarize` and what is wrong with its
-    files.
-    """
+    """Write a page about a checkpoint: its facts, and the problems of its files."""
     texts = (facts["location"], save_text(facts), objects_text(facts))
     head = {
         "title": stored.location.rstrip("/").rpartition("/")[2],

@@ -12,7 +12,7 @@ from distckpt._manager.listing import CheckpointInfo, list_checkpoints
 
 
 def run(arguments: Namespace, output: Output) -> int:
-    """Print a line for each checkpoint, and why some are not whole."""
+    """Print a line for each checkpoint, with its problem if any."""
     found = list_checkpoints(arguments.root)
     output.json([vars(info) for info in found])
     if arguments.html is not None:
@@ -45,7 +45,7 @@ def time_text(seconds: float | None) -> str:
 
 
 def state_text(info: CheckpointInfo) -> str:
-    """Say what is known about a checkpoint."""
+    """Describe the state of a checkpoint."""
     words = {
         "not whole": info.problem is not None,
         "newest": info.is_newest,
@@ -55,7 +55,7 @@ def state_text(info: CheckpointInfo) -> str:
 
 
 def _write_page(arguments: Namespace, found: Sequence[CheckpointInfo]) -> None:
-    # Imported when it is asked for, which is rare.
+    # Imported only for this option, which is rare.
     page = importlib.import_module("distckpt._cli.run_page")
     chosen = (arguments.changes, arguments.keys, arguments.recompute)
     page.write_run_page(arguments.html, arguments.root, found, *chosen)

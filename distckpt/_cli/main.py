@@ -63,8 +63,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _import_verb(module: str) -> ModuleType:
-    """Import a verb, and with most of them torch. That takes seconds, and more if the garbage
-    collector went over all of it.
+    """Import a verb, and with most of them torch.
+
+    That takes seconds, and more if the garbage collector went over all of it.
     """
     was_enabled = gc.isenabled()
     gc.disable()
@@ -77,7 +78,7 @@ def _import_verb(module: str) -> ModuleType:
 
 @contextlib.contextmanager
 def _signals_raise() -> Iterator[None]:
-    """Let Ctrl-C and SIGTERM raise exceptions while a verb runs, which then cleans up."""
+    """Let Ctrl-C and SIGTERM raise exceptions, so that a verb cleans up."""
     before = {signal.SIGTERM: signal.signal(signal.SIGTERM, _terminate)}
     if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:
         before[signal.SIGINT] = signal.signal(signal.SIGINT, signal.default_int_handler)

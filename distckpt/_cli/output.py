@@ -1,4 +1,4 @@
-"""Print results to stdout and everything else to stderr, in color on terminals."""
+"""Print results to stdout and messages to stderr, in color on terminals."""
 
 from __future__ import annotations
 
@@ -43,8 +43,9 @@ _BLOCK = "\u2588"
 
 
 class Output:
-    """Prints the results and messages of a verb; with `as_json` the result is just one JSON
-    value.
+    """The printer of results and messages of a verb.
+
+    With `as_json` the result is just one JSON value.
 
     Attributes:
         as_json: see above.
@@ -92,9 +93,10 @@ class Output:
         Args:
             heads: names of the columns.
             rows: their cells.
-            num_text: the first columns that hold text; the others hold numbers, aligned right.
+            num_text: number of columns with text, from the left; the rest holds numbers, aligned
+                right.
             drop: names of columns, separated by spaces.
-            swatches: for each row the ranks whose colors it ends with, if the result has colors.
+            swatches: for each row the ranks whose colors end it, if the result has colors.
         """
         if self.as_json:
             return
@@ -124,8 +126,9 @@ class Output:
 
     @contextlib.contextmanager
     def progress(self, label: str) -> Iterator[Callable[[int, int], object]]:
-        """Show progress on a terminal; yield a function to call with the bytes done and their
-        total.
+        """Show progress on a terminal.
+
+        Yield a function to call with the bytes done and their total.
         """
         if not sys.stderr.isatty():
             yield lambda done, total: None
@@ -137,7 +140,7 @@ class Output:
 
 
 class _Progress:
-    """Rewrites one line of a terminal a few times per second."""
+    """A line of a terminal, rewritten a few times per second."""
 
     def __init__(self, label: str) -> None:
         self._label = label
@@ -172,8 +175,9 @@ def swatch(rank: int, letter: str = " ") -> str:
 
 
 def printable(text: str) -> str:
-    """Escape characters that control a terminal or cannot be printed, since names come from files
-    that others wrote.
+    """Escape characters that control a terminal or cannot be printed.
+
+    Names come from files of unknown origin.
     """
     if text.isprintable():
         return text
@@ -183,7 +187,7 @@ def printable(text: str) -> str:
 
 
 def encodable(text: str) -> str:
-    """Escape characters that the encoding of stdout does not have."""
+    """Escape characters that the encoding of stdout lacks."""
     encoding = sys.stdout.encoding or "utf-8"
     return text.encode(encoding, "backslashreplace").decode(encoding)
 

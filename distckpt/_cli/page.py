@@ -1,8 +1,7 @@
-"""A page of HTML about a checkpoint, or about the differences between two, from the template
-`page.html`.
+"""A page about a checkpoint or a comparison, from the template `page.html`.
 
-All that comes from a checkpoint is in one compressed block of JSON, which its texts cannot break
-out of, and which the page shows as text.
+Everything from a checkpoint is in one compressed block of JSON. Its texts cannot break out of it,
+and the page shows them as text.
 """
 
 from __future__ import annotations
@@ -38,12 +37,12 @@ def write_page(
         path: of the file.
         stored: the checkpoint.
         names: the tensors to show, as name on the page -> key.
-        head: about the whole: `title`, `lines` (pairs of a label and a text), `tiles` (pairs of a
-            number and what it counts), `common` (a text), `problems` (texts, if there are any); for
+        head: facts about the whole: `title`, `lines` (pairs of a label and a text), `tiles` (pairs
+            of a number and its name), `common` (a text), `problems` (texts, if there are any); for
             a comparison also `same`, and `objects` (place, value in A, in B).
         changes: for a comparison the differences by name: `text`, `rate` (rel L2, None if no values
             differ), and if some do, `max`, `different`, `elements` and `where`.
-        other: for a comparison the other checkpoint, and the keys that it alone has.
+        other: for a comparison the other checkpoint, and the keys that only it has.
     """
     files = list_files(stored.manifest)
     writers = list_writers(files)
@@ -82,8 +81,10 @@ def _describe(
     places: Mapping[str, int] | None,
     changes: Mapping[str, Any],
 ) -> list[Any]:
-    """Return name, dtype, shape, bytes, chunks (place of the owner, offset, shape, bytes), tied
-    tensor, difference.
+    """Return the row of a tensor, as the template expects it.
+
+    It has name, dtype, shape, bytes, chunks (place of the owner, offset, shape, bytes), tied tensor
+    and difference.
     """
     found = chunks_of(stored, key)
     chunks = [[places[c.owner], c.offset, c.shape, c.num_bytes] for c in found] if places else []

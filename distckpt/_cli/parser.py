@@ -1,7 +1,8 @@
 """The verbs of the command line and its parser.
 
 To add a verb, list it in `VERBS`, declare its arguments in `arguments.py`, and define
-`run(arguments, output)` in its module, which is imported when the verb runs, and torch with it.
+`run(arguments, output)` in its module. The module, and torch with it, is imported when the verb
+runs.
 """
 
 from __future__ import annotations
@@ -114,18 +115,18 @@ _ELSEWHERE = {
     "tree": "inspect PATH --tree",
     "watch": "ls ROOT --html FILE",
 }
-"""Names that other commands have for verbs."""
+"""Aliases of verbs that other commands use."""
 
 
 class _Parser(argparse.ArgumentParser):
-    """Says what is wrong with the arguments in one line."""
+    """A parser that reports a mistake in one line."""
 
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"{self.prog}: error: {message}; see {self.prog} --help\n")
 
 
 def parse(words: Sequence[str]) -> argparse.Namespace | None:
-    """Parse the command line; without any words print help and return None."""
+    """Parse the command line; without any words, print help and return None."""
     parser = make_parser()
     if not words:
         parser.print_help()

@@ -28,14 +28,14 @@ def run(
     place: str,
     show: Callable[[Any, Output], int],
 ) -> int:
-    """Do what was asked for.
+    """Carry out the option for work in parts.
 
     Args:
         arguments: of the command line.
         output: prints.
-        verb: what is done in parts.
+        verb: the verb that is run in parts.
         given: its arguments.
-        place: where the output appears, or the verb in the directory of its journal.
+        place: the path of the output, or the verb in the directory of its journal.
         show: prints the report of the verb, and returns the exit code.
     """
     place = posix.resolve(place)
@@ -106,7 +106,7 @@ def _wait_for_begin(place: str, output: Output) -> Sequence[PartsStatus]:
 
 
 def _watch(place: str, found: Sequence[PartsStatus], output: Output) -> Sequence[PartsStatus]:
-    """Show the progress of all parts in one bar until all work is complete, or abandoned."""
+    """Show the progress of all parts until the work ends."""
     with output.progress("all parts") as progress:
         while any(not status.is_complete for status in found):
             done = sum(status.bytes_whole + status.bytes_running for status in found)

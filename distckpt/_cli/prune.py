@@ -1,6 +1,4 @@
-"""`distckpt prune`: remove the checkpoints of a manager that its retention does not keep, and
-leftovers.
-"""
+"""`distckpt prune`: remove the checkpoints that a manager does not retain, and leftovers."""
 
 from __future__ import annotations
 
@@ -24,21 +22,22 @@ from distckpt._parts.journal import Journal
 from distckpt._storage import locations
 
 _MINUTES, _MINUTES_OF_PARTS = 60, 7 * 24 * 60
-"""What interrupted processes have left is removed when nothing was written there for so long; parts
-may wait in a queue for days.
+"""Minutes without a write before leftovers, or work in parts, are removed.
+
+Parts may wait in a queue for days.
 """
 
 
 @dataclass(frozen=True)
 class _Pruning:
-    """What is removed from a directory, and what is kept.
+    """The checkpoints and leftovers of a directory, to remove or to keep.
 
     Attributes:
         root: the directory.
         saved: all steps that a manager has saved.
-        surplus: those to remove.
-        leftovers: names of what interrupted saves and removals have left.
-        live: names of what a save may still be writing.
+        surplus: the steps to remove.
+        leftovers: names of the remains of interrupted saves and removals.
+        live: names that a save may still be writing.
     """
 
     root: str
@@ -49,12 +48,12 @@ class _Pruning:
 
     @property
     def names(self) -> list[str]:
-        """The names of all that is to be removed."""
+        """The names of everything to remove."""
         return [*(step_name(item.step) for item in self.surplus), *self.leftovers]
 
 
 def run(arguments: Namespace, output: Output) -> int:
-    """Remove checkpoints and leftovers, and print what was removed."""
+    """Remove checkpoints and leftovers, and list them."""
     pruning = _plan(arguments)
     problems: dict[str, str] = {}
     if not arguments.dry_run:
@@ -105,7 +104,7 @@ def _plan(arguments: Namespace) -> _Pruning:
 
 
 def _remove(pruning: _Pruning) -> tuple[_Pruning, dict[str, str]]:
-    """Remove steps and leftovers; return what was to be removed, and by name why it was not."""
+    """Remove steps and leftovers; return them, and the reason by name for each that remained."""
     root = pruning.root
     problems = removal.remove_steps(root, pruning.surplus)
     still_there = [
@@ -122,7 +121,7 @@ def _remove(pruning: _Pruning) -> tuple[_Pruning, dict[str, str]]:
 
 
 def _is_in_use(root: str, name: str) -> bool:
-    """Tell whether a save has locked what looked like a leftover, or has ended and removed it."""
+    """Whether an apparent leftover belongs to a save: locked, or since removed."""
     location = locations.join(root, name)
     with hidden_directories.claimed(location) as has_ended:
         return has_ended is False or not locations.exists(location)
@@ -141,7 +140,7 @@ def _outcome(pruning: _Pruning, problems: dict[str, str]) -> dict[str, Any]:
 
 
 def _removable(root: str, saved: list[Saved], policy: Retention) -> list[Saved]:
-    """Return the steps to remove, if any of them all is complete."""
+    """Return the steps to remove, if any step is complete."""
     if policy.keep_last is None:
         return []
     complete = (item.step for item in reversed(saved) if not steps.problem_with(root, item.step))
@@ -156,9 +155,7 @@ def _removable(root: str, saved: list[Saved], policy: Retention) -> list[Saved]:
 
 
 def _leftovers(root: str, abandoned_after: int | None) -> tuple[list[str], list[str]]:
-    """Return the leftovers of interrupted saves and removals, and those that a save may still be
-    writing.
-    """
+    """Return leftovers, and names that a save may still be writing."""
     is_local = locations.is_local(root)
     names = [
         name
@@ -183,7 +180,7 @@ def _minutes_for(root: str, name: str) -> int:
 
 
 def _is_dead(root: str, name: str, latest: float) -> bool:
-    """Tell whether a save has ended: on this machine, or by having changed nothing since a time."""
+    """Whether a save has ended: on this machine, or without a write since a time."""
     location = locations.join(root, name)
     with hidden_directories.claimed(location) as has_ended:
         if has_ended is not None:
@@ -193,8 +190,9 @@ def _is_dead(root: str, name: str, latest: float) -> bool:
 
 
 def _clock_of(root: str) -> float:
-    """Return the time by the clock that file times in a directory come from, which may be a
-    server's.
+    """Return the current time by the clock of a directory's file times.
+
+    It may be a server's clock.
     """
     with contextlib.suppress(OSError), tempfile.TemporaryFile(dir=root) as probe:
         return os.fstat(probe.fileno()).st_mtime

@@ -1,6 +1,4 @@
-"""`distckpt reshard` and `distckpt import`: write a checkpoint as some number of ranks would have
-saved it.
-"""
+"""`distckpt reshard` and `distckpt import`: write a checkpoint for a number of ranks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How the layers of a run change from step to step, for the page of `distckpt ls --html`."""
+"""The changes of a run's layers by step, for `distckpt ls --html`."""
 
 from __future__ import annotations
 
@@ -22,8 +22,10 @@ from distckpt._ranks.collectives import Ranks
 
 
 class _Layer(NamedTuple):
-    """A layer at one step: the norm of its tensors, that of their change since the step before if
-    tensors were read, and how many of its values are NaN.
+    """A layer at one step.
+
+    It has the norm of its tensors, the norm of their change since the step before if tensors were
+    read, and the number of NaN among its values.
     """
 
     norm: float
@@ -45,8 +47,10 @@ def figures_of_layers(
     known: Mapping[str, Any],
     is_reading: bool = False,
 ) -> dict[str, Any]:
-    """Return the figures of the layers of each step, in its order: those that the save has stored,
-    unless `is_reading`, or else those of the tensors, where they are not known already.
+    """Return the figures of the layers of each step, in its order.
+
+    The save may have stored them. With `is_reading`, or where it has not, they are computed from
+    the tensors, unless they are known already.
     """
     figures = {}
     for before, info in zip([None, *found], found, strict=False):
@@ -63,9 +67,7 @@ def figures_of_layers(
 def _name_of(
     info: CheckpointInfo, before: CheckpointInfo | None, keys: Sequence[str] | None, is_read: bool
 ) -> str:
-    """Return a text that is another one when the step, the one before, the keys or the source of
-    the figures are others.
-    """
+    """Return a cache key for the figures of a step."""
     steps = [[each.location, each.saved_at, each.num_bytes] for each in (before, info) if each]
     return json.dumps([*steps, keys, is_read])
 
@@ -73,7 +75,7 @@ def _name_of(
 def changes_of_layers(
     found: Sequence[CheckpointInfo], figures: Mapping[str, Any]
 ) -> Iterator[tuple[str, str]]:
-    """Yield what the figures of steps say about their layers."""
+    """Yield the charts about the layers of the steps."""
     steps = [f"{info.step:,}" for info in found]
     of_steps: list[_Layers] = [
         {name: _Layer(*layer) for name, layer in layers.items()} for layers in figures.values()
@@ -93,7 +95,7 @@ def changes_of_layers(
 
 
 class _Drawn(NamedTuple):
-    """What maps show: the name of the change, and the layers of each step."""
+    """The contents of maps: the name of the change, and the layers of each step."""
 
     what: str
     names: Sequence[str]
@@ -109,7 +111,10 @@ def _drawn(names: Sequence[str], steps: Sequence[str], of_steps: Sequence[_Layer
 
 
 def _with_changes_of_norms(of_steps: Sequence[_Layers]) -> list[_Layers]:
-    """Return the layers with the changes of their norms, which need no tensors, as changes."""
+    """Return the layers with the changes of their norms.
+
+    No tensors are read for these.
+    """
     changed: list[_Layers] = []
     for before, layers in zip([_NO_LAYERS, *of_steps], of_steps, strict=False):
         norms = {name: before[name].norm for name in layers if name in before}
@@ -142,7 +147,7 @@ def _map_of_norms(drawn: _Drawn) -> str:
 
 
 def _saved_layers(location: str, keys: Sequence[str] | None) -> dict[str, _Layer] | None:
-    """Return the layers of a checkpoint as its save has stored them; None if it has not."""
+    """Return the layers that a save stored with its checkpoint, or None."""
     with opened(Ranks.alone(), location) as stored:
         if stored.manifest.stats is None:
             return None
@@ -155,7 +160,7 @@ def _saved_layers(location: str, keys: Sequence[str] | None) -> dict[str, _Layer
 def _read_layers(
     info: CheckpointInfo, before: CheckpointInfo | None, keys: Sequence[str] | None
 ) -> dict[str, _Layer]:
-    """Return the layers of a checkpoint, in its order, of the tensors themselves."""
+    """Return the layers of a checkpoint, in order, computed from its tensors."""
     with opened(Ranks.alone(), info.location) as stored:
         if _has_none(stored, keys):
             return {}
@@ -184,14 +189,14 @@ def _by_layer(
 
 
 def _all_but_optimizers(stored: StoredCheckpoint) -> list[str] | None:
-    """Return patterns that leave out the tensors of optimizers; None where there are none."""
+    """Return patterns that leave out optimizers' tensors, or None without any."""
     keys = (key for key in optimizer_keys(stored) if not stored.is_object(key))
     parts = (key.partition(".state.") for key in keys)
     return sorted({f"!{entry}{state}" for entry, state, _ in parts}) or None
 
 
 def _layer(tensors: Sequence[TensorStats], distances: Mapping[str, float] | None) -> _Layer:
-    """Put the tensors of a layer together; `distances` has those that have changed."""
+    """Combine the tensors of a layer; `distances` holds the changed ones."""
     change = None
     if distances is not None:
         change = math.hypot(*(distances.get(each.key, 0.0) for each in tensors))
@@ -201,14 +206,14 @@ def _layer(tensors: Sequence[TensorStats], distances: Mapping[str, float] | None
 
 
 def _layer_of(key: str) -> str:
-    """Return the part of a key up to its first number, or the module."""
+    """Return a key up to its first number, or its module."""
     names = key.split(".")
     numbers = [place for place, name in enumerate(names) if name.isdecimal()]
     return ".".join(names[: numbers[0] + 1] if numbers else names[:-1] or names)
 
 
 def _beginning_of_nan(steps: Sequence[str], of_steps: Sequence[_Layers], name: str) -> list[str]:
-    """Return a row that says when NaN began, an empty one if there is none."""
+    """Return a row with the first NaN step, or an empty one."""
     for step, layers in zip(steps, of_steps, strict=True):
         if name in layers and layers[name].num_nan:
             return [name, f"{step} ({count_text(layers[name].num_nan, 'value')})"]
@@ -258,7 +263,7 @@ def _norm_in(layers: _Layers, name: str) -> float:
 def _cells(
     drawn: _Drawn, value_of: Callable[[str, _Layer], float | None]
 ) -> dict[str, list[tuple[float | None, str]]]:
-    """Return for each layer the value and the text of each step."""
+    """Return the values and texts of each layer, step by step."""
     rows: dict[str, list[tuple[float | None, str]]] = {name: [] for name in drawn.names}
     for name, cells in rows.items():
         for step, layers in zip(drawn.steps, drawn.of_steps, strict=True):
@@ -275,5 +280,5 @@ def _cells(
 
 
 def _count_of_nan(layer: _Layer) -> str:
-    """Say how many values are NaN, if some are."""
+    """Format the number of NaN among the values; an empty string for none."""
     return f", {count_text(layer.num_nan, 'value')} NaN" if layer.num_nan else ""

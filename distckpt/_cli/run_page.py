@@ -24,11 +24,12 @@ def write_run_page(
     keys: Sequence[str] | None,
     is_reading: bool,
 ) -> None:
-    """Write a page about the checkpoints of a run; with `num_changes`, about the layers of so many
-    of the newest ones that are whole.
+    """Write a page about the checkpoints of a run.
 
-    The tensors of those are read whose saves have stored no statistics, of all of them with
-    `is_reading`, except for those that an earlier page at this path is about.
+    With `num_changes`, it is also about the layers of so many of the newest whole ones.
+
+    The tensors are read where a save has stored no statistics, or everywhere with `is_reading`,
+    except for steps that an earlier page at this path covers.
     """
     of_steps = [info for info in found if info.step is not None]
     sections = [("", tiles(_tiles(found)))]
@@ -39,7 +40,7 @@ def write_run_page(
     figures = None
     if num_changes:
         whole = [info for info in of_steps if info.problem is None]
-        # Imported when it is asked for.
+        # Imported only for this option.
         changes = importlib.import_module("distckpt._cli.run_changes")
         known = figures_in(path)
         figures = changes.figures_of_layers(whole[-num_changes:], keys, known, is_reading)
@@ -94,7 +95,7 @@ def _sizes_and_times(
 def _chart_in(
     title: str, points: Sequence[Point], ends: tuple[int, int], units: Mapping[str, float]
 ) -> tuple[str, str]:
-    """Return a chart in the largest of the units that its largest value reaches."""
+    """Return a chart in the largest unit that its largest value reaches."""
     most = max(point.y for point in points)
     unit = next((name for name, size in units.items() if most >= size), [*units][-1])
     scaled = [point._replace(y=point.y / units[unit]) for point in points]
@@ -102,7 +103,7 @@ def _chart_in(
 
 
 def _waits(found: Sequence[CheckpointInfo]) -> Iterator[Point]:
-    """Yield how long after the step before each step was committed."""
+    """Yield the time from the commit of each step to the next."""
     timed = [(info, info.saved_at) for info in found if info.saved_at is not None]
     for (_, before), (info, at) in itertools.pairwise(timed):
         yield Point(info.step or 0, at - before, f"{info.name}: {(at - before) / 60:.1f} minutes")

@@ -13,9 +13,7 @@ from distckpt._storage import locations
 
 
 def given(arguments: Namespace, *names: str) -> dict[str, Any]:
-    """Return the named arguments that were given; the called function has defaults for the
-    others.
-    """
+    """Return the named arguments that were given. The called function has defaults for the rest."""
     return {name: value for name in names if (value := getattr(arguments, name)) is not None}
 
 
@@ -27,8 +25,8 @@ def run_parts(
     place: str,
     show: Callable[[Any, Output], int],
 ) -> int:
-    """Do what was asked for of work in parts, see `_cli.parts`."""
-    # Imported when it is asked for.
+    """Carry out the option for work in parts, see `_cli.parts`."""
+    # Imported only for this option.
     parts = importlib.import_module("distckpt._cli.parts")
     code: int = parts.run(arguments, output, verb, given, place, show)
     return code
@@ -41,7 +39,7 @@ def run_parts_of_check(
     given: Mapping[str, Any],
     show: Callable[[Any, Output], int],
 ) -> int:
-    """Do what was asked for of a verb that writes nothing but its journal."""
+    """Run a verb in parts that writes nothing but its journal."""
     place = locations.join(arguments.journal, verb)
     chosen = {**given, "journal": arguments.journal}
     return run_parts(arguments, output, verb, chosen, place, show)
@@ -53,12 +51,12 @@ def dtype_option(given: Sequence[tuple[str, torch.dtype]] | None) -> Any:
         return None
     if len(given) == 1 and not given[0][0]:
         return given[0][1]
-    # The first matching pattern counts: the one for all others comes last.
+    # The first matching pattern counts: the one for all tensors comes last.
     return {pattern or "*": dtype for pattern, dtype in sorted(given, key=lambda pair: not pair[0])}
 
 
 def warn_of_overflows(overflows: Mapping[str, int], output: Output) -> None:
-    """Warn about values that did not fit the dtype they were converted to."""
+    """Warn about values that exceeded the range of their new dtype."""
     for name, count in overflows.items():
         output.message(
             f"warning: {count} values of {name!r} did not fit the dtype they were converted to"

@@ -26,7 +26,10 @@ _HEADS = ["tensor", "keys", "norm", "mean", "min", "max", "zeros", "NaN", "Inf",
 
 
 def run(arguments: Namespace, output: Output) -> int:
-    """Print a line for the tensors of each name, or for each tensor; return 1 if there is a NaN."""
+    """Print a line for each name, or for each tensor.
+
+    Return 1 if there is a NaN.
+    """
     location = locations.normalize(arguments.path)
     if is_in_parts(arguments):
         return _run_part(location, arguments, output)
@@ -54,8 +57,9 @@ def _run_part(location: str, arguments: Namespace, output: Output) -> int:
 
 
 class _Report(NamedTuple):
-    """Statistics, and where they are from: the tensors, read in some seconds if that is known, or
-    the save.
+    """Statistics and their source.
+
+    It is the tensors, with the seconds of reading them if known, or the save.
     """
 
     location: str
@@ -64,7 +68,7 @@ class _Report(NamedTuple):
     is_saved: bool = False
 
     def source(self) -> str:
-        """Say where the statistics are from."""
+        """Describe the source of the statistics."""
         if self.is_saved:
             return "as stored by the save, nothing was read (--recompute reads the tensors)"
         num_bytes = sum(math.prod(each.shape) * ITEM_BYTES[each.dtype] for each in self.found)
@@ -105,7 +109,7 @@ def _print_groups(
 
 
 def _grouped(tensors: Sequence[TensorStats]) -> list[list[TensorStats]]:
-    """Put tensors together whose keys differ in numbers only, and that have one dtype and shape."""
+    """Group tensors of one dtype and shape by key without numbers."""
     groups = defaultdict(list)
     for tensor in tensors:
         groups[without_numbers(tensor.key), tensor.dtype, tensor.shape].append(tensor)
@@ -113,7 +117,7 @@ def _grouped(tensors: Sequence[TensorStats]) -> list[list[TensorStats]]:
 
 
 def _cells(group: Sequence[TensorStats], bars: str) -> list[str]:
-    """Format the statistics of all values of a group; those of one tensor have a histogram."""
+    """Format the statistics of all values of a group; a single tensor has a histogram."""
     totals = (
         sum(tensor.num_zero for tensor in group),
         sum(tensor.num_nan for tensor in group),
@@ -129,8 +133,8 @@ def _cells(group: Sequence[TensorStats], bars: str) -> list[str]:
 
 
 def _of_all(group: Sequence[TensorStats]) -> tuple[float, float, float, float]:
-    """Return norm, mean, minimum and maximum of the finite values of a group."""
-    # What has no finite values has none of these.
+    """Return norm, mean, minimum and maximum of a group's finite values."""
+    # A tensor without finite values has none of these.
     members = [tensor for tensor in group if _num_finite(tensor)] or group[:1]
     number = sum(_num_finite(tensor) for tensor in members) or 1
     means = (tensor.mean * (_num_finite(tensor) / number) for tensor in members)

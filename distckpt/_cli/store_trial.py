@@ -1,4 +1,4 @@
-"""The requests that saves make, tried on a store before a job depends on them."""
+"""Try a save's requests on a store, before jobs depend on it."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ _Request = Callable[[str], object]
 
 
 def try_requests(folder: str) -> str:
-    """Make each request of a save once, below a URL at which nothing is.
+    """Make each request of a save once, below an unused URL.
 
     Returns:
-        Why two programs that save to one place at the same time are not kept apart; nothing if
-        they are.
+        The reason why two programs that save to one place at the same time are not kept apart;
+        an empty string if they are.
 
     Raises:
         CheckpointingException: a request fails that saves, or the removal of steps, need.
@@ -47,7 +47,7 @@ def try_requests(folder: str) -> str:
         except OSError as error:
             raise _failed(folder, action, permissions, error) from error
     reason = _lacks_conditions(locations.join(folder, "marker"))
-    # What cannot be listed or aborted is a warning there.
+    # A failure to list or abort is a warning there.
     object_store.abort_uploads(folder)
     _remove(folder)
     return reason
@@ -119,7 +119,7 @@ _REQUESTS: Mapping[str, tuple[_Request, Permissions]] = {
 
 
 def _lacks_conditions(marker: str) -> str:
-    """Return why conditional puts keep nobody apart; nothing if they do."""
+    """Return the reason why conditional puts fail, or an empty string."""
     file = object_store.at(marker)
     if not file.has_conditions:
         return "no conditional writes"
@@ -130,7 +130,7 @@ def _lacks_conditions(marker: str) -> str:
 
 
 def _are_checked(file: RemoteLocation) -> bool:
-    """Tell whether the store refuses a put whose condition is not met."""
+    """Whether the store refuses a put whose condition is not met."""
     if not file.replace(b"1", None):
         raise CheckpointingException(f"{file.location!r} is there already")
     version = file.version()

@@ -1,4 +1,4 @@
-"""Facts about a whole checkpoint, and how to say them."""
+"""Facts about a whole checkpoint, and their texts."""
 
 from __future__ import annotations
 
@@ -27,7 +27,10 @@ _MAX_NAMES = 12
 
 
 def summarize(stored: StoredCheckpoint) -> dict[str, Any]:
-    """Count the tensors, each tied one by its name, objects, chunks and files of a checkpoint."""
+    """Count the tensors, objects, chunks and files of a checkpoint.
+
+    Each name of a tied tensor counts.
+    """
     manifest = stored.manifest
     is_tensor = np.array([dtype != OBJECT for dtype in manifest.dtypes], bool)
     sizes = manifest.sums.bytes_of_keys
@@ -55,8 +58,10 @@ def summarize(stored: StoredCheckpoint) -> dict[str, Any]:
 
 
 def _of_the_save(stored: StoredCheckpoint) -> dict[str, Any]:
-    """Return what the marker and common state say: the time, the step, the format, the names in
-    common state, and the values that the save left out of it.
+    """Return facts from the marker and common state.
+
+    These are the time, the step, the format, the names in common state, and the values that the
+    save left out of it.
     """
     path = locations.join(stored.location, CONFIG_FNAME)
     origin = stored.manifest.origin
@@ -72,7 +77,7 @@ def _of_the_save(stored: StoredCheckpoint) -> dict[str, Any]:
 
 
 def _of_common_state(stored: StoredCheckpoint) -> dict[str, list[str]]:
-    """Return the names in common state; none if it cannot be read."""
+    """Return the names in common state, or none if it is unreadable."""
     common: dict[Any, Any] = {}
     with contextlib.suppress(CheckpointingException, OSError):
         common = load_common_state(stored) if holds_objects(stored) else {}
@@ -85,7 +90,7 @@ def _of_common_state(stored: StoredCheckpoint) -> dict[str, list[str]]:
 
 
 def save_text(facts: dict[str, Any]) -> str:
-    """Say when and in which format a checkpoint was saved, in one line."""
+    """Describe the time and format of a save in one line."""
     parts = ["" if facts["step"] is None else f"step {facts['step']}", f"format {facts['format']}"]
     if (written := facts["saved_at"]) is not None:
         # It is not called the time of the save, because copying a checkpoint changes it.
@@ -95,7 +100,10 @@ def save_text(facts: dict[str, Any]) -> str:
 
 
 def objects_text(facts: dict[str, Any]) -> str:
-    """Count the objects and name what is in common state, in one line, which may be empty."""
+    """Count objects and name the values of common state in one line.
+
+    It may be empty.
+    """
     if not facts["object_bytes"]:
         return ""
     names = facts["common_state"]

@@ -13,10 +13,11 @@ def table_lines(
     drop: Sequence[str] = (),
     width: int | None = None,
 ) -> list[str]:
-    """Lay out a table as lines whose columns are separated by two spaces; see `Output.table` for
-    what a `width` does.
+    """Lay out a table as lines, with two spaces between columns.
 
-    The line of a row whose first cell is broken has several lines.
+    See `Output.table` for the effect of a `width`. A row whose first cell is broken has several
+    lines.
+
     """
     columns = [list(column) for column in zip(heads, *rows, strict=True)]
     widths = _widths(columns, drop, width)
@@ -62,8 +63,9 @@ def _taken(widths: Mapping[str, int]) -> int:
 
 
 def _broken(name: str, width: int) -> list[str]:
-    """Break a name after dots into lines of at most this width, or of one part; `{0..3}` stays
-    whole.
+    """Break a name after dots into lines of at most this width.
+
+    A line may hold one longer part; `{0..3}` stays whole.
     """
     indent = " " * (len(name) - len(name.lstrip()) + 2)
     lines = [""]

@@ -26,7 +26,7 @@ class Selection:
 
 
 def parse_index(text: str, shape: tuple[int, ...]) -> Selection:
-    """Parse what stands between the brackets as numpy would, without steps.
+    """Parse the text between the brackets as numpy would, without steps.
 
     Raises:
         ValueError: it is not an index of a tensor of this shape.
@@ -57,7 +57,7 @@ def _complete(text: str, shape: tuple[int, ...]) -> Sequence[str]:
 
 
 def _span(text: str, axis: int, item: str, size: int) -> tuple[int, int]:
-    """Return where an item starts and stops."""
+    """Return the start and stop of an item."""
     if _INTEGER.fullmatch(item):
         start = int(item) + (size if int(item) < 0 else 0)
         if not 0 <= start < size:

@@ -1,4 +1,4 @@
-"""The page that `distckpt trace --html` writes: the phases of each call, a row for each rank."""
+"""The page that `distckpt trace --html` writes: the phases of each call, by rank."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from distckpt._cli.output import count_text, size_text
 _Event: TypeAlias = Mapping[str, Any]
 
 _MAX_CALLS = 50
-"""The latest calls, which are drawn."""
+"""Number of the latest calls that are drawn."""
 
 
 def write_trace_page(path: str, events: Sequence[_Event]) -> None:
@@ -27,7 +27,7 @@ def write_trace_page(path: str, events: Sequence[_Event]) -> None:
 
 
 def calls_of(events: Sequence[_Event]) -> list[list[_Event]]:
-    """Put the phases of each call together, of all ranks, in the order in which calls began.
+    """Group the phases of all ranks by call, in order.
 
     Calls of one function with one checkpoint follow one another: the next one begins when a rank
     comes to a phase for the second time.
@@ -76,7 +76,7 @@ def _text(event: _Event) -> str:
 
 
 def _longest(call: Sequence[_Event]) -> str:
-    """Return for each phase the rank that took longest in it."""
+    """Name for each phase the rank that took longest."""
     rows = []
     for phase in dict.fromkeys(event["phase"] for event in call):
         own = [event for event in call if event["phase"] == phase]

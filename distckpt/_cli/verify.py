@@ -58,7 +58,7 @@ def describe(problem: Problem) -> str:
 
 
 def strays_text(strays: Sequence[str]) -> str:
-    """Name the files that do not belong to a checkpoint in one line."""
+    """Name in one line the files foreign to a checkpoint."""
     names = ", ".join([*strays[:_MAX_NAMED], *["..."] * (len(strays) > _MAX_NAMED)])
     return (
         f"note: {len(strays)} more files, left by interrupted saves or being written by a save in "

@@ -1,4 +1,4 @@
-"""Which ranks wrote the files of a checkpoint."""
+"""The ranks that wrote the files of a checkpoint."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from distckpt._format.manifest import Manifest
 
 
 def rank_of_file(name: str) -> int | None:
-    """Return the rank that wrote a file, from its name; None if the name does not contain it."""
+    """Return the rank in the name of a file, or None."""
     pattern = r"(?:.*/)?(?:shard|rank)-(\d+)(?:-model-\d+-of-\d+)?\.(?:safetensors|checksums)"
     match = re.fullmatch(pattern, name)
     return int(match[1]) - 1 if match else None
 
 
 def owner_of(rank: int | None, file: str) -> str:
-    """Return what to call the writer of a file: its rank, or else the file itself."""
+    """Return a name for the writer of a file: its rank, or the file itself."""
     return file if rank is None else f"rank {rank}"
 
 
 def list_files(manifest: Manifest) -> list[dict[str, Any]]:
-    """List the files, each with the rank in its name, if any, and the size of its data."""
+    """List the files with their size and the rank in their name."""
     return [
         {
             "name": file.name,
@@ -36,8 +36,9 @@ def list_files(manifest: Manifest) -> list[dict[str, Any]]:
 
 
 def list_writers(files: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Sum up files by the rank that wrote them; a file without a rank in its name stands for
-    itself.
+    """Sum up files by the rank that wrote them.
+
+    A file without a rank in its name stands for itself.
     """
     writers: dict[Any, dict[str, Any]] = {}
     for file in files:

@@ -1,5 +1,5 @@
-"""Hugging Face checkpoints: consolidation under the names of torch and NeMo Automodel, file names
-and the index.
+"""Hugging Face checkpoints: consolidation as torch and NeMo Automodel name it, file names, the
+index.
 
 `consolidate_safetensors_files` and `consolidate_safetensors_files_on_every_rank` take the arguments
 of torch's and NeMo Automodel's functions of these names; change the import. `distckpt.consolidate`
@@ -94,17 +94,17 @@ def consolidate_safetensors_files(
     cast_dtype: torch.dtype | None = None,
     fqn_to_dtype_mapping: Mapping[str, str] | None = None,
 ) -> None:
-    """Merge a folder of shard files into output files, in this process alone.
+    """Merge a folder of shard files into output files, in this process.
 
     Args:
         input_dir: path or URL of the folder that `HuggingFaceStorageWriter(save_distributed=True)`
             wrote, or of the `tensors` folder of a distckpt checkpoint.
         output_dir: path or URL; an export that is there is replaced, other files stay.
-        fqn_to_index_mapping: key -> number of its output file, from 0 or 1; of all keys, and of no
-            others. None: all in `model.safetensors`.
+        fqn_to_index_mapping: key -> number of its output file, from 0 or 1; all keys, and no
+            further ones. None: all in `model.safetensors`.
         num_threads: number of threads that read and write.
-        use_staging: of NeMo Automodel, which writes elsewhere first. Files are always written
-            beside `output_dir`, where they appear in one step.
+        use_staging: of NeMo Automodel, which writes elsewhere first. Files are always written next
+            to `output_dir`, where they appear in one step.
         staging_dir: likewise; not used.
         cast_dtype: convert floating point tensors of 16 bits and more, except those for which
             `fqn_to_dtype_mapping` has float32.
@@ -132,11 +132,11 @@ def consolidate_safetensors_files_on_every_rank(
     cast_dtype: torch.dtype | None = None,
     fqn_to_dtype_mapping: Mapping[str, str] | None = None,
 ) -> None:
-    """Merge a folder of shard files, the output files divided among the ranks.
+    """Merge a folder of shard files, dividing output files among ranks.
 
     Collective operation: all ranks must call it; without torch.distributed, this process does all.
 
-    Args not described here are those of `consolidate_safetensors_files`.
+    All further arguments are as in `consolidate_safetensors_files`.
 
     Args:
         num_threads: number of threads per rank.
@@ -152,7 +152,7 @@ def consolidate_safetensors_files_on_every_rank(
 
 
 class _Conversions(NamedTuple):
-    """What NeMo Automodel's functions have beyond those of torch."""
+    """The dtypes to convert to, which only NeMo Automodel's functions take."""
 
     use_staging: bool
     staging_dir: str | None
@@ -207,7 +207,7 @@ def _check_arguments(
 
 
 def _check_all_are_stored(stored: StoredCheckpoint, file_numbers: Mapping[str, int]) -> None:
-    """Refuse a mapping with keys that no shard has: nothing else shows that a tensor was lost."""
+    """Refuse a mapping with keys of no shard, which may be lost."""
     absent = set(file_numbers).difference(stored.manifest.key_index)
     if absent:
         raise CorruptCheckpointError(
@@ -267,12 +267,12 @@ def _with_dtype(
 
 
 def _is_ordinary(dtype: torch.dtype) -> bool:
-    """Tell whether a dtype is floating point of 16 bits or more."""
+    """Whether a dtype is floating point of 16 bits or more."""
     return dtype.is_floating_point and dtype.itemsize > 1
 
 
 def _open_shards(ranks: Ranks, location: str) -> StoredCheckpoint:
-    """Open a folder all of whose files must be shards, of which positions are known."""
+    """Open a folder of shards, all of which must have positions."""
     for attempt in read_attempts(ranks, location):
         with attempt:
             read = partial(_describe_shards, location, attempt.states)

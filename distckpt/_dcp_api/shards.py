@@ -1,7 +1,7 @@
 """Convert state dicts of torch.distributed.checkpoint to sharded state dicts.
 
-They hold less information: which ranks have copies of a tensor, and which ranks have a value at
-all, is only known once all ranks are compared.
+They hold less information: the ranks that have copies of a tensor, or have a value at all, are only
+known once all ranks are compared.
 """
 
 from __future__ import annotations
@@ -39,10 +39,12 @@ _MAIN, _EVERYWHERE = 1, 2
 
 
 def sharded(state_dict: Mapping[Any, Any], ranks: Ranks) -> ShardedStateDict:
-    """Convert a state dict whose tensors are plain, DTensors or PyTorch's sharded tensors.
+    """Convert the tensors of a state dict to shards.
+
+    Tensors are plain, DTensors or PyTorch's sharded tensors.
 
     The result is the same nested dict. Values that all ranks have stay as they are, to become
-    common state; those that only some ranks have become sharded objects. Collective operation: all
+    common state; values that only some ranks have become sharded objects. Collective operation: all
     ranks must call it. It compares a hash of the keys, and the keys themselves only where they
     differ.
 
@@ -71,7 +73,7 @@ def sharded(state_dict: Mapping[Any, Any], ranks: Ranks) -> ShardedStateDict:
 
 
 def shards_of(key: str, value: Any, rank: int) -> list[ShardedBase]:
-    """Describe the part of a value that this rank holds; anything but a tensor is an object.
+    """Describe this rank's part of a value; anything but a tensor is an object.
 
     Replica ids are zero for main copies if rank 0 has the value. `rank` distinguishes copies of
     values that carry no information about copies.
@@ -88,7 +90,7 @@ def shards_of(key: str, value: Any, rank: int) -> list[ShardedBase]:
 
 
 def _is_torch_sharded(value: Any) -> bool:
-    """Tell whether a tensor is of the class ShardedTensor of PyTorch, as FSDP1 makes them."""
+    """Whether a tensor is PyTorch's ShardedTensor, which FSDP1 makes."""
     return hasattr(type(value), "local_shards") and hasattr(type(value), "sharding_spec")
 
 
@@ -127,8 +129,7 @@ def _copy_number(shard: ShardedBase) -> tuple[int, ...]:
 
 
 def _compare(ranks: Ranks, copies: Sequence[tuple[str, tuple[int, ...]]]) -> dict[str, int]:
-    """Return the flags of this rank's keys, given each key with the number of the copy that this
-    rank holds.
+    """Return the flags of this rank's keys, from their copy numbers.
 
     The lowest number on any rank is the main copy. Collective operation: all ranks must call it.
     """
@@ -149,9 +150,7 @@ def _compare(ranks: Ranks, copies: Sequence[tuple[str, tuple[int, ...]]]) -> dic
 
 
 def _flags(tables: Sequence[Sequence[tuple[str, list[int]]]]) -> list[bytes]:
-    """Return, for each rank, the flags of its keys, given the keys and copy numbers of all
-    ranks.
-    """
+    """Return the flags of each rank's keys, from all copy numbers."""
     lowest: dict[str, list[int]] = {}
     for key, number in (entry for table in tables for entry in table):
         lowest[key] = min(lowest.get(key, number), number)

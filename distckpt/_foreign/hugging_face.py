@@ -86,7 +86,7 @@ class _Files(NamedTuple):
         names: of the files.
         weight_map: from the index, the name of the file that holds each key; None without an index.
         index_name: of the index.
-        others: names of files at the top level that it does not name.
+        others: names of files at the top level that the index does not name.
         is_alone: whether a single file was given as the checkpoint.
     """
 
@@ -130,7 +130,7 @@ def _read_files(found: _Files) -> list[_ReadFile]:
 def _pieces_in(
     found: _Files, read: Sequence[_ReadFile], without_info: Sequence[str]
 ) -> tuple[list[StoredPiece], dict[str, list[str]]]:
-    """The pieces that the index names, and the tensors of each file that it has forgotten."""
+    """Return the pieces that the index names, and forgotten tensors by file."""
     pieces = [piece for each in read for piece in each.pieces]
     if found.weight_map is not None:
         forgotten = _forgotten(found, read, found.weight_map)
@@ -162,8 +162,9 @@ def _find_files(location: str) -> _Files:
 
 
 def _index_among(names: Sequence[str]) -> str | None:
-    """Return the name of the index, which other programs call differently; None without one, or
-    where there are several of equal rank.
+    """Return the name of the index, or None if it is unclear.
+
+    Other programs give it other names.
     """
     if INDEX_NAME in names:
         return INDEX_NAME
@@ -176,8 +177,9 @@ def _index_among(names: Sequence[str]) -> str | None:
 
 
 def _index_of_variant(names: Sequence[str]) -> str | None:
-    """Return the name of an index such as `model.safetensors.index.fp16.json`, where there are
-    files of this variant only.
+    """Return the name of an index such as `model.safetensors.index.fp16.json`.
+
+    It counts only where there are files of this variant alone.
     """
     matches = list(filter(None, map(_VARIANT_INDEX.fullmatch, names)))
     variants = {match.group(1) for match in matches}
@@ -190,7 +192,7 @@ def _index_of_variant(names: Sequence[str]) -> str | None:
 
 
 def _is_single_file(location: str) -> bool:
-    """Tell whether a location is a safetensors file, not a directory."""
+    """Whether a location is a safetensors file, not a directory."""
     if not location.endswith(SUFFIX):
         return False
     return locations.isfile(location)
@@ -216,7 +218,7 @@ def _no_sharding_info(path: str) -> CorruptCheckpointError:
 def _fields(
     found: _Files, pieces: Sequence[StoredPiece], forgotten: Mapping[str, Sequence[str]]
 ) -> dict[str, Any]:
-    """Return what the manifest notes of the format."""
+    """Return the fields of the manifest that belong to this format."""
     fields: dict[str, Any] = {}
     if found.is_alone:
         fields["is_file"] = True
@@ -230,7 +232,7 @@ def _fields(
 
 
 def _with_shapes(location: str, manifest: Manifest) -> Manifest:
-    """Note the shapes that are stored beside packed codes, where these do not show them."""
+    """Note the shapes stored with packed codes that do not show them."""
     settings = manifest.quantization or {}
     columns = zip(manifest.keys, manifest.global_shapes, manifest.dtypes, strict=True)
     tensors = {key: TensorSpec(shape, dtype) for key, shape, dtype in columns}
@@ -249,7 +251,7 @@ def _with_shapes(location: str, manifest: Manifest) -> Manifest:
 
 
 def _read_shapes(stored: StoredCheckpoint, keys: Sequence[str]) -> dict[str, list[int]]:
-    """Read the shapes in some tensors, without those that are none."""
+    """Read the shapes in some tensors; skip tensors that hold none."""
     chunks = [chunk for key in keys for chunk in stored.chunks_of(key)]
     shapes: dict[str, list[int]] = {}
     for key, content in zip(keys, read_chunks(stored, chunks), strict=True):
@@ -261,8 +263,9 @@ def _read_shapes(stored: StoredCheckpoint, keys: Sequence[str]) -> dict[str, lis
 
 
 def _check_all_are_there(location: str, names: Sequence[str]) -> None:
-    """Refuse a directory without an index that lacks one of its numbered files, or holds more than
-    one checkpoint.
+    """Refuse a directory without an index that is not one whole checkpoint.
+
+    It may lack one of its numbered files, or hold more than one checkpoint.
     """
     others = [name for name in names if name != SINGLE_NAME]
     if others and SINGLE_NAME in names:
@@ -281,8 +284,9 @@ def _check_all_are_there(location: str, names: Sequence[str]) -> None:
 
 
 def _read_quantization(location: str) -> dict[str, Any] | None:
-    """Return what the files beside the tensors say about quantized ones, see `settings_of`; None if
-    they say nothing.
+    """Return the settings of quantized tensors, see `settings_of`, or None.
+
+    They are in files next to the tensors.
     """
     configs = {}
     for name in CONFIG_NAMES:
@@ -301,7 +305,7 @@ def _read_quantization(location: str) -> dict[str, Any] | None:
 
 
 def _read_index(location: str, index: str) -> dict[str, str]:
-    """Return the name of the file that holds each key, from the index."""
+    """Return the file of each key, from the index."""
     path = locations.join(location, index)
     try:
         weight_map = safetensors_file.parse_json(read_file(path, MAX_TABLE_BYTES))["weight_map"]
@@ -325,7 +329,7 @@ def _read_index(location: str, index: str) -> dict[str, str]:
 
 
 class _ReadFile(NamedTuple):
-    """A file by its header: whether that says where its entries lie, and its pieces."""
+    """A file by its header: its pieces, and whether it gives their positions."""
 
     file: ShardFile
     has_info: bool
@@ -353,8 +357,9 @@ def _read_file(found: _Files, name: str) -> _ReadFile:
 
 
 def _without_variants(files: Sequence[_ReadFile]) -> list[_ReadFile]:
-    """Leave out files with the same tensors in another precision, such as
-    `diffusion_pytorch_model.fp16.safetensors`.
+    """Leave out files with the same tensors in another precision.
+
+    `diffusion_pytorch_model.fp16.safetensors` is an example.
     """
     keys: dict[str, set[str]] = {}
     for each in files:
@@ -370,9 +375,11 @@ def _without_variants(files: Sequence[_ReadFile]) -> list[_ReadFile]:
 
 
 def _has_same_headers(stored: StoredCheckpoint) -> bool:
-    """Tell whether the headers, which are not parsed again, and the index are known to be the same.
+    """Whether the headers and the index are known to be unchanged.
 
-    What quantized checkpoints mean depends on other files, too.
+    Headers are not parsed again.
+
+    The meaning of quantized checkpoints depends on other files, too.
     """
     manifest = stored.manifest
     if manifest.quantization is not None:
@@ -394,7 +401,7 @@ def _has_same_headers(stored: StoredCheckpoint) -> bool:
 
 
 def _weight_map_of(manifest: Manifest, names: Sequence[str]) -> dict[str, str]:
-    """Return which file holds each key."""
+    """Return the file of each key."""
     pairs = zip(manifest.key_ids[:].tolist(), manifest.file_ids[:].tolist(), strict=True)
     return {manifest.keys[key]: names[file] for key, file in pairs}
 
@@ -408,7 +415,7 @@ def _pieces_of_tensors(file: str, header: Header) -> list[StoredPiece]:
 
 
 def _pieces_of_shards(file: str, header: Header) -> list[StoredPiece]:
-    """Return the pieces of a file whose metadata says where its entries lie."""
+    """Return the pieces of a file whose metadata has their positions."""
     info = json.loads(header.metadata[safetensors_file.SHARDING_INFO])
     shapes = json.loads(header.metadata.get(safetensors_file.GLOBAL_SHAPES, "{}"))
     pieces = []
@@ -421,7 +428,7 @@ def _pieces_of_shards(file: str, header: Header) -> list[StoredPiece]:
 
 
 def _counts(entry: safetensors_file.Entry, values: Any) -> tuple[int, ...]:
-    """Check an offset or a shape from the metadata, which is not trusted, and return it."""
+    """Check and return an offset or a shape from untrusted metadata."""
     is_fitting = type(values) is list and len(values) == len(entry.shape)
     if is_fitting and all(type(number) is int and 0 <= number < _MAX_ELEMENTS for number in values):
         return tuple(values)
@@ -434,7 +441,7 @@ def _counts(entry: safetensors_file.Entry, values: Any) -> tuple[int, ...]:
 def _indexed(
     found: _Files, pieces: Sequence[StoredPiece], weight_map: Mapping[str, str]
 ) -> list[StoredPiece]:
-    """Return the pieces that the index names, all of which must be there."""
+    """Return the pieces that the index names; all must exist."""
     kept = [piece for piece in pieces if weight_map.get(piece.key) == piece.file]
     absent = sorted(set(weight_map) - {piece.key for piece in kept})
     if absent:
@@ -451,9 +458,11 @@ def _indexed(
 def _forgotten(
     found: _Files, read: Sequence[_ReadFile], weight_map: Mapping[str, str]
 ) -> dict[str, list[str]]:
-    """Return the tensors that the index does not name, by their file, with a warning.
+    """Return the tensors that the index does not name, by file.
 
-    Looked for in the files that it names, and in those that are named like them.
+    A warning lists them.
+
+    They are looked for in the files that the index names, and in files with similar names.
     """
     forgotten = {
         each.file.name: [
@@ -479,7 +488,7 @@ def _forgotten(
 
 
 def _keys_of_other(found: _Files, name: str, weight_map: Mapping[str, str]) -> list[str]:
-    """Return the tensors that only a file which the index does not name has."""
+    """Return the tensors that only a file outside the index has."""
     try:
         pieces = _read_file(found, name).pieces
     except CorruptCheckpointError as error:

@@ -1,4 +1,4 @@
-"""List the checkpoints in a directory, with what their markers say and whether they are whole."""
+"""List the checkpoints in a directory, with their facts and problems."""
 
 from __future__ import annotations
 
@@ -59,8 +59,9 @@ class CheckpointInfo:
 
 
 def list_checkpoints(root: str | os.PathLike[str]) -> list[CheckpointInfo]:
-    """List the checkpoints in a directory, whether a `CheckpointManager` saved them or not, by
-    step; those without one come first.
+    """List the checkpoints in a directory, whatever program saved them.
+
+    They come in order of their steps, after the ones without a step.
 
         newest = next(info for info in distckpt.list_checkpoints("checkpoints") if info.is_newest)
         distckpt.load(state, newest.location)
@@ -80,7 +81,7 @@ def list_checkpoints(root: str | os.PathLike[str]) -> list[CheckpointInfo]:
 
 
 def _describe_all(root: str) -> tuple[list[str], list[CheckpointInfo]]:
-    """Return the names in a directory, and what is known about those that are checkpoints.
+    """Return the names in a directory, and the checkpoints among them.
 
     Begins again when some were removed meanwhile, perhaps for newer ones that are not listed.
     """
@@ -99,7 +100,7 @@ def _visible_names(root: str) -> list[str]:
 
 
 def _is_unfinished(names: Sequence[str], found: Sequence[CheckpointInfo]) -> bool:
-    """Tell whether what is in a directory are parts of a checkpoint without a marker."""
+    """Whether a directory holds the parts of a checkpoint without a marker."""
     if "tensors" not in names:
         return False
     return all(info.name in posix.SUBDIRECTORIES and info.saved_at is None for info in found)
@@ -121,7 +122,7 @@ def _naming_newest(ordered: Sequence[CheckpointInfo]) -> list[CheckpointInfo]:
 
 @dataclass(frozen=True)
 class _Files:
-    """What the files of a checkpoint say: the content of its marker, their size, and a problem."""
+    """The facts in the files of a checkpoint: its marker, their size, a problem."""
 
     marker: Mapping[str, Any] | None
     num_bytes: int
@@ -129,7 +130,7 @@ class _Files:
 
     @property
     def seconds(self) -> float | None:
-        """How long the marker says the save took, if it does."""
+        """The duration of the save in the marker, if it is there."""
         seconds = (self.marker or {}).get("seconds")
         with contextlib.suppress(TypeError, ValueError):
             return float(seconds)  # type: ignore[arg-type]
@@ -137,13 +138,13 @@ class _Files:
 
     @property
     def noted_step(self) -> Any:
-        """The step that the marker says a manager saved, if any."""
+        """The step that the marker notes, if a manager saved it."""
         note = (self.marker or {}).get(steps.NOTE)
         return note.get("step") if isinstance(note, dict) else None
 
 
 def _describe(root: str, name: str) -> CheckpointInfo | None:
-    """Describe what has a name; return None if it is not a checkpoint."""
+    """Describe a directory; return None if it is not a checkpoint."""
     location = locations.join(root, name)
     files = _look(location, steps.parse_step(name))
     if files is None or (files.problem is not None and not locations.exists(location)):
@@ -166,8 +167,9 @@ def _describe(root: str, name: str) -> CheckpointInfo | None:
 
 
 def _look(location: str, step: int | None) -> _Files | None:
-    """Look at the files at a location, named after a step or not; return None if they are not a
-    checkpoint.
+    """Return the facts of a checkpoint's files, or None without a checkpoint.
+
+    Its name may be a step's.
     """
     marker: dict[str, Any] | None = None
     try:

@@ -1,4 +1,4 @@
-"""What a manager has seen in its directory."""
+"""The steps that a manager has seen in its directory."""
 
 from __future__ import annotations
 
@@ -16,12 +16,13 @@ from distckpt._storage import locations
 
 
 class SeenSteps:
-    """What a manager has seen in its directory. It removes nothing else, since other programs may
-    save there, too.
+    """The steps that a manager has seen in its directory.
+
+    It removes nothing else, since other programs may save there, too.
     """
 
     def __init__(self, root: str, patience: float, removes_steps: bool) -> None:
-        """Look at nothing yet.
+        """Start without a look at the directory.
 
         Args:
             root: the directory.
@@ -60,14 +61,16 @@ class SeenSteps:
         return name
 
     def knows(self, saved: Saved) -> bool:
-        """Tell whether a step was there at the first look, or saved by this manager. All others may
-        be in use.
+        """Whether a step was there at the first look, or saved here.
+
+        All other steps may be in use.
         """
         return (saved.step, saved.save) in (self._saves or ())
 
     def is_abandoned(self, location: str) -> bool:
-        """Tell whether an unfinished save has not changed since a look long ago, by the clock of
-        this process.
+        """Whether an unfinished save has not changed for long.
+
+        Time counts from an earlier look, by the clock of this process.
         """
         found, now = changes_in(location), time.monotonic()
         before, since = self._unfinished.get(location, (None, now))
@@ -78,7 +81,7 @@ class SeenSteps:
 
 
 def _saved_in(root: str) -> list[Saved]:
-    """Return the saves in a directory, with those that are being overwritten or removed."""
+    """Return the saves in a directory, also ones being overwritten or removed."""
     found = []
     for name in steps.list_root(root):
         step = steps.step_in(name)
@@ -88,8 +91,9 @@ def _saved_in(root: str) -> list[Saved]:
 
 
 def changes_in(location: str) -> dict[str, tuple[int, float]]:
-    """Return the size and the time of the last change of each file and directory of a save, by
-    path.
+    """Return size and last change of a save's files, by path.
+
+    Directories are among them.
     """
     if not locations.is_local(location):
         return dict.fromkeys(conditional_put.unfinished_files(location), (0, 0.0))

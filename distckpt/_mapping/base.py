@@ -1,5 +1,6 @@
-"""The base of what a sharded state dict holds. `distckpt.mapping` is the public path and defines
-the words.
+"""The base of the values in a sharded state dict.
+
+`distckpt.mapping` is the public path and defines the words.
 """
 
 from __future__ import annotations
@@ -17,11 +18,11 @@ from distckpt._mapping.kinds import ShardedMeta, megatron_counterpart
 ReplicaId: TypeAlias = int | tuple[int, ...]
 
 INTEGERS = (int, Integral)
-"""Classes of integers, of which `int` is by far the most frequent and the fastest to find."""
+"""Classes of integers; `int` is the most frequent and the fastest to find."""
 
 
 class OpenReplicaId(tuple[int, ...]):
-    """A replica id that leaves open which copy of a shard is the main one.
+    """A replica id that leaves the main copy of a shard open.
 
     A copy with the plain replica id 0 is the main one if there is one. Otherwise it is the copy of
     the lowest rank, among copies whose first number is 0 if there are any.
@@ -29,13 +30,14 @@ class OpenReplicaId(tuple[int, ...]):
 
 
 class BufferReplicaId(OpenReplicaId):
-    """An open replica id of a buffer, whose copies may differ (running statistics): only the main
-    replica is written.
+    """An open replica id of a buffer, whose copies may differ.
+
+    Running statistics are an example. Only the main replica is written.
     """
 
 
 class ShardedBase(metaclass=ShardedMeta):
-    """Base of the parts of global tensors and objects in a sharded state dict.
+    """Base of the parts of global tensors and objects.
 
     Two of them are equal when they are of one class, describe the same thing and hold the very same
     `data` object. Values are not compared, since `==` of two tensors is a tensor and not an answer.
@@ -90,14 +92,18 @@ def fail(kind: type, key: str, problem: str) -> NoReturn:
 
 
 def flat_bounds(flattened_range: slice, local_shape: tuple[int, ...]) -> tuple[int, int]:
-    """Return the first and last + 1 element of a flat shard inside its flattened local tensor."""
+    """Return the bounds of a flat shard inside its flattened local tensor.
+
+    They are the first element, and the last + 1.
+    """
     start, stop, _ = flattened_range.indices(math.prod(local_shape))
     return start, max(start, stop)
 
 
 def integers(kind: type, key: str, attribute: str, values: Any) -> tuple[int, ...]:
-    """Return `values` as Python integers; InvalidShardingError that names the attribute when they
-    are not integers.
+    """Return `values` as Python integers.
+
+    Otherwise raise InvalidShardingError, naming the attribute.
     """
     try:
         return tuple(map(index, values))
@@ -106,8 +112,9 @@ def integers(kind: type, key: str, attribute: str, values: Any) -> tuple[int, ..
 
 
 def unsuitable(data: Any) -> str:
-    """Say why the elements of a tensor cannot be saved or loaded, and the way out; "" for ordinary
-    tensors.
+    """Return the problem with a tensor's elements, and the way out.
+
+    "" for ordinary tensors.
     """
     is_plain = type(data) in (torch.Tensor, torch.nn.Parameter) and data.layout is torch.strided
     if is_plain and data.data_ptr() and not (data.is_nested or data.is_quantized):

@@ -79,8 +79,7 @@ class ShardedTensor(ShardedBase):
         return self.axis_fragmentations is not None
 
     def validate_metadata_integrity(self) -> None:
-        """Check that the attributes agree with one another and with `data`, else raise
-        InvalidShardingError.
+        """Check that the attributes and `data` agree, else raise InvalidShardingError.
 
         The class checks itself when it is made; call this after assigning to attributes.
         """
@@ -153,7 +152,7 @@ class ShardedTensor(ShardedBase):
             )
 
     def _flat_bounds(self) -> tuple[int, int]:
-        """Return the first and last + 1 of the held elements in the flattened local tensor."""
+        """Return the bounds of the held elements in the flattened local tensor."""
         if self.flattened_range is None:
             self._fail(
                 "flattened_range is not set; use global_slice() for a shard that is not flat"
@@ -169,8 +168,9 @@ class ShardedTensor(ShardedBase):
         )
 
     def global_slice(self) -> tuple[int | slice, ...]:
-        """Return the index of the local tensor in the global tensor: an int for a prepended axis, a
-        slice for another.
+        """Return the index of the local tensor in the global tensor.
+
+        It has an int for a prepended axis, a slice for another.
 
         `global_tensor[shard.global_slice()]` has the shape `local_shape`. A flattened_range is not
         taken into account, see `global_coordinates`.
@@ -182,7 +182,7 @@ class ShardedTensor(ShardedBase):
         )
 
     def local_coordinates(self) -> tuple[npt.NDArray[np.intp], ...]:
-        """Return where in the local tensor the elements of a flat shard lie.
+        """Return the local coordinates of the elements of a flat shard.
 
         One index array per axis of `local_shape`, each with one entry per element, in order.
         InvalidShardingError if the shard is not flat.
@@ -193,7 +193,7 @@ class ShardedTensor(ShardedBase):
         return tuple(np.unravel_index(np.arange(start, stop), self.local_shape))
 
     def global_coordinates(self) -> tuple[npt.NDArray[np.intp] | int, ...]:
-        """Return where in the global tensor the elements of a flat shard lie.
+        """Return the global coordinates of the elements of a flat shard.
 
         One entry per global axis: an int for a prepended axis, an index array for another, so that
         `global_tensor[shard.global_coordinates()]` are the elements in order.
@@ -204,8 +204,9 @@ class ShardedTensor(ShardedBase):
         return (*prepended, *(coords + off for coords, off in zip(local, offsets, strict=True)))
 
     def local_chunk_offset_in_global(self) -> tuple[int, ...]:
-        """Return the index in the grid of shards per global axis; 0 on an axis along which the
-        local tensor is empty.
+        """Return the index in the grid of shards, per global axis.
+
+        It is 0 on an axis along which the local tensor is empty.
 
         Raises:
             InvalidShardingError: the offset is not a multiple of the local size on some axis.
@@ -222,7 +223,7 @@ class ShardedTensor(ShardedBase):
         )
 
     def max_allowed_chunks(self) -> tuple[int, ...]:
-        """Return the shape of one cell of the grid of shards, prepended axes included.
+        """Return the shape of one cell of the grid, prepended axes included.
 
         Raises:
             InvalidShardingError: the grid is not regular, or an axis does not divide evenly (which
@@ -253,7 +254,7 @@ class ShardedTensor(ShardedBase):
         flattened_range: None = None,
         **init_kwargs: Any,
     ) -> ShardedTensor:
-        """Make a shard of a global tensor that is divided evenly among ranks.
+        """Make a shard of a global tensor that is divided evenly.
 
         A matrix split by rows over 4 ranks, as seen by rank 1:
 
@@ -417,7 +418,7 @@ def _check_tensor(cls: type, key: str, data: object) -> None:
     if not isinstance(data, torch.Tensor):
         fail(cls, key, f"data must be a torch.Tensor, got {type(data).__name__}")
     if data.is_nested or is_lazy(data):
-        # Others have a shape, and are refused when they are saved or loaded.
+        # All other tensors have a shape, and are refused when they are saved or loaded.
         fail(cls, key, unsuitable(data))
 
 
@@ -427,7 +428,10 @@ def grid_from_ranks(
     rank_offsets: Iterable[Sequence[int]],
     prepend_axis_num: int,
 ) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
-    """Return global shape, global offset and axis fragmentations of a shard on a regular grid."""
+    """Return shape, offset and fragmentations of a shard on a regular grid.
+
+    Shape and offset are global.
+    """
     full_shape = (1,) * prepend_axis_num + local_shape
     shape, offset, fragmentations = list(full_shape), [0] * len(full_shape), [1] * len(full_shape)
     seen = set()

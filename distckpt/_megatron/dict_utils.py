@@ -93,7 +93,10 @@ def _diff_common(
     common: Iterable[tuple[Any, Any, Any]],
     prefix: Position,
 ) -> DiffResult:
-    """Add the differences between values on both sides, given as (key, left, right)."""
+    """Add the differences between values on both sides.
+
+    They are given as (key, left, right).
+    """
     mismatch: list[Any] = []
     for key, left_value, right_value in common:
         left, right, differing = diff(left_value, right_value, (*prefix, key))
@@ -149,8 +152,9 @@ def _differ(x1: Any, x2: Any) -> bool:
 
 
 def inspect_types(x: Any, prefix: Position = (), indent: int = 4) -> None:
-    """Print the nesting of a value and the types of its leaves, indented by `indent` spaces for
-    each item of `prefix`.
+    """Print the nesting of a value and the types of its leaves.
+
+    They are indented by `indent` spaces for each item of `prefix`.
     """
     if isinstance(x, (dict, list)):
         print()
@@ -172,7 +176,7 @@ def nested_values(x: dict[Any, Any] | list[Any]) -> Iterator[Any]:
 
 
 def dict_map(f: Callable[[Any], Any], d: dict[Any, Any]) -> None:
-    """Replace each leaf of `d`, nested dicts and lists, by `f(leaf)`, in place."""
+    """Replace each leaf of nested dicts and lists by `f(leaf)`, in place."""
     for container, key, value in nested_items_iter(d):
         container[key] = f(value)
 
@@ -184,8 +188,9 @@ def dict_map_with_key(f: Callable[[Any, Any], Any], d: dict[Any, Any]) -> None:
 
 
 def dict_list_map_inplace(f: Callable[[Any], Any], x: Any) -> Any:
-    """Replace each leaf of nested dicts and lists by `f(leaf)`, in place. What `f` returns is not
-    walked through.
+    """Replace each leaf of nested dicts and lists by `f(leaf)`, in place.
+
+    The results of `f` are not walked through.
 
     Returns:
         `x` itself when it is a container, else `f(x)`.
@@ -197,8 +202,9 @@ def dict_list_map_inplace(f: Callable[[Any], Any], x: Any) -> Any:
 
 
 def dict_list_map_outplace(f: Callable[[Any], Any], x: Any) -> Any:
-    """Copy nested dicts and lists, as plain ones, with `f(leaf)` in the place of each leaf; `f(x)`
-    when `x` is a leaf.
+    """Copy nested dicts and lists with `f(leaf)` for each leaf.
+
+    The copies are plain ones. If `x` is a leaf, return `f(x)`.
     """
     return fold(f, new_like, x, _is_nested)
 
@@ -244,8 +250,9 @@ def map_reduce(
     value_fn: Callable[[Any], Any] = lambda x: x,
     reduce_fn: Callable[[list[Any]], Any] = lambda x: x,
 ) -> dict[Any, Any]:
-    """Group items by `key_fn`, and return `reduce_fn(values)` of each group, in the order in which
-    groups first appear.
+    """Group items by `key_fn`, and return `reduce_fn(values)` of each group.
+
+    Groups are in the order in which they first appear.
 
     The values of a group are the results of `value_fn`, in the order of its items.
     """

@@ -1,5 +1,6 @@
-"""Megatron's ways to look into a checkpoint; distckpt's is `distckpt.open`. Any rank may call,
-alone.
+"""Megatron's ways to look into a checkpoint; distckpt's is `distckpt.open`.
+
+Any rank may call, alone.
 """
 
 from __future__ import annotations
@@ -44,7 +45,9 @@ _Strategy: TypeAlias = LoadShardedStrategy | tuple[str, int]
 
 
 def load_common_state_dict(checkpoint_dir: str | os.PathLike[str]) -> StateDict:
-    """Return the common state of a checkpoint: everything that was saved without being sharded.
+    """Return the common state of a checkpoint.
+
+    It is everything that was saved without being sharded.
 
     Any rank may call, alone. An object of a class that is not registered comes back as an
     `UnknownObject`.
@@ -65,8 +68,9 @@ def load_common_state_dict(checkpoint_dir: str | os.PathLike[str]) -> StateDict:
 def load_tensors_metadata(
     checkpoint_dir: str | os.PathLike[str], sharded_strategy: _Strategy | None = None
 ) -> dict[str, ShardedTensor]:
-    """Describe the tensors of a checkpoint: for each key a `ShardedTensor` without data that is the
-    whole tensor.
+    """Describe the tensors of a checkpoint.
+
+    Each key has a `ShardedTensor` without data that is the whole tensor.
 
     Any rank may call, alone. With `init_data` the result can be passed to `load`.
 
@@ -84,7 +88,9 @@ def load_tensors_metadata(
 def load_sharded_metadata(
     checkpoint_dir: str | os.PathLike[str], sharded_strategy: _Strategy | None = None
 ) -> CkptShardedMetadata:
-    """Describe the tensors (by key) and objects (by unique key) of a checkpoint, without data.
+    """Describe the tensors and objects of a checkpoint, without data.
+
+    Tensors have their key, objects their unique key.
 
     Any rank may call, alone.
 
@@ -103,8 +109,9 @@ def load_sharded_metadata(
 def load_plain_tensors(
     checkpoint_dir: str | os.PathLike[str], *, keys: Collection[str] | None = None
 ) -> dict[str, torch.Tensor]:
-    """Load tensors of a checkpoint whole, by key, onto the CPU. Common state and objects are not
-    included.
+    """Load tensors of a checkpoint whole, by key, onto the CPU.
+
+    Common state and objects are not included.
 
     Any rank may call, alone.
 
@@ -170,11 +177,12 @@ def load_content_metadata(
 
 
 def remove_sharded_tensors(checkpoint_dir: str | os.PathLike[str], key_prefix: str) -> None:
-    """Remove the tensors whose keys begin with a prefix, optimizer state for example, and give
-    their space back.
+    """Remove the tensors under a key prefix, and free their space.
 
-    One rank calls. The checkpoint is complete at every moment: what remains is put together beside
-    it and takes its place in one step.
+    The prefix of optimizer state is an example.
+
+    One rank calls. The checkpoint is complete at every moment: the remaining tensors are written
+    next to it, and the result takes its place in one step.
 
     Raises:
         CheckpointNotFoundError: no complete checkpoint is there.
@@ -201,7 +209,7 @@ def remove_sharded_tensors(checkpoint_dir: str | os.PathLike[str], key_prefix: s
 
 
 class _OpenStrategy(LoadShardedStrategy):
-    """The built-in strategy with a checkpoint that is open: each query opens it once."""
+    """The built-in strategy with an open checkpoint, which queries share."""
 
     def __init__(self, stored: StoredCheckpoint) -> None:
         self._stored = stored
@@ -223,7 +231,7 @@ class _OpenStrategy(LoadShardedStrategy):
 def _strategy_that_reads(
     location: str, attempt: ReadAttempt, given: _Strategy | None = None
 ) -> LoadShardedStrategy:
-    """Return the strategy to ask about a checkpoint: the caller's, or the one that wrote it."""
+    """Return the strategy for questions about a checkpoint: the caller's or its own."""
     found = find_checkpoint(Ranks.alone(), location, attempt=attempt)
     if given is not None:
         strategy, _ = choose_load_strategy(given)

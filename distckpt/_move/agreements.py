@@ -1,4 +1,4 @@
-"""What ranks have agreed on, kept so that the same descriptions need not be sent again."""
+"""Agreements between ranks, cached so that equal descriptions are sent only once."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ _MAX_KEPT = 16
 
 
 class Agreement(NamedTuple):
-    """What the coordinator has decided for this rank.
+    """A decision of the coordinator for this rank.
 
     Attributes:
         number: the same on all ranks, and different for each agreement.
         result: for this rank.
-        descriptions: on the coordinator, those of all ranks.
+        descriptions: on the coordinator, the descriptions from all ranks.
     """
 
     number: int
@@ -27,7 +27,7 @@ class Agreement(NamedTuple):
 
 
 class Agreements:
-    """The agreements of one rank, by what it described; the ones used last."""
+    """The latest agreements of one rank, by its description."""
 
     def __init__(self) -> None:
         self._kept: dict[bytes, Agreement] = {}
@@ -39,8 +39,7 @@ class Agreements:
         description: bytes,
         decide: Callable[[Sequence[bytes]], Sequence[bytes]],
     ) -> Agreement:
-        """Let the coordinator decide from the descriptions of all ranks, unless it has done so
-        before.
+        """Let the coordinator decide from all descriptions, unless it already has.
 
         Collective operation: all ranks must call it. When nothing has changed on any of them, one
         number is exchanged. `decide` returns a result for each rank.

@@ -1,4 +1,4 @@
-"""Comparing what has arrived with what was sent, by fingerprints."""
+"""Comparing received values with sent ones, by fingerprints."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from distckpt._ranks.collectives import Ranks
 def check_arrival(
     ranks: Ranks, plan: RankPlan, sources: Pieces, targets: Pieces, views: Sequence[torch.Tensor]
 ) -> None:
-    """Compare for each rank and tensor what the rank got with what others have in memory.
+    """Compare the values that each rank received with their givers' values.
 
-    Collective operation: all ranks must call it. They exchange one number for each. `views` are the
-    memory of the targets that was filled.
+    Collective operation: all ranks must call it. They exchange one number for each tensor and rank.
+    `views` are the filled memory of the targets.
 
     Raises:
         CheckpointingException: they differ, on all ranks.
@@ -75,8 +75,9 @@ def _place(
 
 
 def _one_nan(values: torch.Tensor) -> torch.Tensor:
-    """Give all NaN the same bits: which ones a conversion makes depends on where an element lies in
-    memory.
+    """Give all NaN the same bits.
+
+    A conversion makes different ones at different places in memory.
     """
     if not values.dtype.is_floating_point:
         return values

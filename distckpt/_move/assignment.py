@@ -1,4 +1,7 @@
-"""Who gives what in a move: a giver for every element that a rank takes. Pure functions."""
+"""The giver of every element that a rank takes in a move.
+
+Pure functions.
+"""
 
 from __future__ import annotations
 
@@ -18,14 +21,14 @@ from distckpt._move.pieces import Kind
 
 
 class MoveSettings(NamedTuple):
-    """What a plan depends on besides what is given and taken.
+    """The settings of a plan, apart from the pieces.
 
     Attributes:
         hosts: a number for each rank; ranks with equal ones share memory.
         bucket_bytes: the size of a buffer.
         allow_dtype_cast: convert values to dtypes that change them.
-        has_fallback: what no rank holds comes from elsewhere.
-        compares: what arrives is compared with what is sent.
+        has_fallback: elements that no rank holds come from elsewhere.
+        compares: arriving values are compared with sent ones.
     """
 
     hosts: Sequence[int]
@@ -37,8 +40,10 @@ class MoveSettings(NamedTuple):
 
 @dataclass(slots=True)
 class Unit:
-    """A region that a rank packs: the `row` of its piece, and `takes`: the rank, its row, and the
-    region that it takes.
+    """A region that a rank packs.
+
+    `row` is the row of its piece. `takes` has the ranks that take it, each with its row and the
+    region it takes.
     """
 
     key: str
@@ -54,18 +59,20 @@ class Unit:
         return self.region.num_elements * self.item_bytes
 
     def machines(self, hosts: Sequence[int]) -> set[int]:
-        """Return the machines other than the giver's that take it."""
+        """Return the machines that take it, without the giver's."""
         return {hosts[rank] for rank, _, _ in self.takes} - {hosts[self.giver]}
 
 
 _Hit: TypeAlias = tuple[tuple[bool, int], int, int, Region]
-"""How far a giver is: on another machine or not, and how much it gives; the giver, the row of its
-piece, and what it has of a region.
+"""A giver for a region, in order of preference.
+
+It has whether the giver is on another machine, how much it gives, the giver, the row of its piece,
+and its part of the region.
 """
 
 
 class Wanted(NamedTuple):
-    """A region that a rank takes: of the `row` of its piece."""
+    """A region that a rank takes, and the `row` of its piece."""
 
     key: str
     rank: int
@@ -74,7 +81,7 @@ class Wanted(NamedTuple):
 
 
 class Assignment:
-    """Finds for each target the units that fill it; those on a machine do for all its ranks."""
+    """The units that fill each target. One unit per machine serves all of its ranks."""
 
     def __init__(self, held: Held, settings: MoveSettings) -> None:
         self.held, self.settings = held, settings
@@ -86,7 +93,7 @@ class Assignment:
         self._of_host: defaultdict[tuple[int, str], list[Unit]] = defaultdict(list)
 
     def fill(self, key: str, kind: Kind, rank: int, row: int, region: Region) -> None:
-        """Find what fills the region of a piece that a rank takes."""
+        """Assign givers for the region of a piece that a rank takes."""
         holders = self.held.by_key.get(key)
         if holders is None:
             self.gaps.append(Wanted(key, rank, row, region))
@@ -104,7 +111,7 @@ class Assignment:
     def _from_holders(
         self, holders: Holders, rank: int, row: int, left: list[Region]
     ) -> list[Region]:
-        """Take regions from whoever has them, the nearest first; return what nobody has."""
+        """Take regions from their holders, the nearest first; return the rest."""
         key, hosts = holders.kind.key, self.settings.hosts
         host = hosts[rank]
         own, others = self._found(holders, rank, left[0])
@@ -122,7 +129,7 @@ class Assignment:
         return left
 
     def _found(self, holders: Holders, rank: int, wanted: Region) -> tuple[list[_Hit], list[_Hit]]:
-        """Find who has elements of a region: this rank, and others."""
+        """Return the holders of elements of a region: this rank, and other ranks."""
         hosts = self.settings.hosts
         places, offsets, shapes = intersect_many(holders.offsets, holders.shapes, *wanted)
         own: list[_Hit] = []
@@ -147,8 +154,10 @@ class Assignment:
         return unit
 
     def gifts(self) -> Iterator[tuple[int, int, tuple[int, str, int, Region]]]:
-        """Yield all that is given: who gives it, and the row of its piece; who takes it, its key,
-        the row of the piece there, and the region.
+        """Yield all regions that are given.
+
+        With each come the giver and the row of its piece, the taker, its key, the row of its piece,
+        and the region.
         """
         for rank, key, source, row, region in self.copies:
             yield rank, source, (rank, key, row, region)
@@ -157,7 +166,7 @@ class Assignment:
                 yield unit.giver, unit.row, (rank, unit.key, row, region)
 
     def check_gaps(self) -> None:
-        """Refuse what no rank holds, unless it comes from elsewhere."""
+        """Refuse elements that no rank holds, unless they come from elsewhere."""
         if not self.gaps or self.settings.has_fallback:
             return
         faults = [KeyFault(gap.key, text, text) for gap in self.gaps for text in [self._lack(gap)]]
@@ -185,7 +194,7 @@ class Assignment:
 
 
 def divide(left: Iterable[Region], region: Region) -> tuple[list[Region], list[Region]]:
-    """Divide regions into what they have in common with another one, and the rest."""
+    """Divide regions into their intersections with another one, and the rest."""
     taken: list[Region] = []
     rest: list[Region] = []
     for part in left:

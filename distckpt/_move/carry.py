@@ -28,10 +28,10 @@ def carry(
     """Fill the targets of all ranks.
 
     Collective operation: all ranks must call it. No rank starts a round before all have done the
-    one before, so that each buffer holds what others expect, and none waits for a rank that has
-    failed. Within a round no transfer waits for another one: what is sent was there when the round
-    began, and every rank starts all of its transfers before it waits for one. So ranks that pass
-    units on, whatever to whom, do not wait for each other in a circle.
+    one before. So each buffer holds the units that its readers expect, and no rank waits for one
+    that has failed. Within a round no transfer waits for another one: a unit that is sent was there
+    when the round began, and every rank starts all of its transfers before it waits for one. So
+    ranks that pass units on, whatever to whom, do not wait for each other in a circle.
     """
     carrier = _Carrier(ranks, plan, memory, sources, targets)
     num_rounds = plan.num_waves + 1 + (plan.sent_bytes > 0)
@@ -41,7 +41,7 @@ def carry(
 
 
 class _Carrier:
-    """What one rank does in each round of a move."""
+    """The work of one rank in each round of a move."""
 
     def __init__(
         self,
@@ -59,8 +59,9 @@ class _Carrier:
         self._receives = _by_wave(plan.receives)
 
     def do_round(self, number: int) -> None:
-        """Pack a wave; send and take what was packed before, and pass on and take what was received
-        before.
+        """Pack a wave, transfer the one before, and pass on received units.
+
+        Units are taken in the round in which they are sent or passed on.
         """
         transfers = self._start_transfers(number - 1)
         try:
@@ -70,7 +71,7 @@ class _Carrier:
             self._take(number - 1, is_landed=False)
             self._take(number - 2, is_landed=True)
         finally:
-            # The others wait for them, whatever has failed here.
+            # The other ranks wait for them, even if something has failed here.
             for transfer in transfers:
                 self._ranks.finish(transfer)
 
@@ -124,13 +125,16 @@ def _by_wave(rows: IntArray) -> dict[int, list[list[int]]]:
 
 
 def _split(numbers: list[int], count: int) -> list[list[int]]:
-    """Divide a list into `count` ones of the same length."""
+    """Divide a list into `count` lists of the same length."""
     length = len(numbers) // count
     return [numbers[i * length : (i + 1) * length] for i in range(count)]
 
 
 def _part(view: torch.Tensor, offset: Sequence[int], shape: Sequence[int]) -> torch.Tensor:
-    """Return a region of a tensor; the region may have further axes, of one index."""
+    """Return a region of a tensor.
+
+    The region may have further axes, of one index.
+    """
     region = Region(tuple(offset[: view.ndim]), tuple(shape[: view.ndim]))
     return view if region.shape == tuple(view.shape) else view[region.slices()]
 
@@ -142,5 +146,5 @@ def _unit(buffer: torch.Tensor, dtype: torch.dtype, shape: Sequence[int]) -> tor
 
 
 def _moved(view: torch.Tensor, add: float) -> torch.Tensor:
-    """Return the values that are moved for those in memory."""
+    """Return the values to move for values in memory."""
     return view - add if add else view

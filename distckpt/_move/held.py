@@ -1,4 +1,7 @@
-"""What all ranks give, checked and sorted by tensor. Pure functions."""
+"""The pieces that all ranks give, checked and sorted by tensor.
+
+Pure functions.
+"""
 
 from __future__ import annotations
 
@@ -18,8 +21,9 @@ Flags = npt.NDArray[np.bool_]
 
 
 class Holders(NamedTuple):
-    """The pieces of one tensor on all ranks: their `ranks`, `rows` in the tables of these, and
-    regions; by rank.
+    """The pieces of one tensor on all ranks.
+
+    They have their `ranks`, `rows` in the tables of these, and regions, in order of rank.
     """
 
     kind: Kind
@@ -30,7 +34,7 @@ class Holders(NamedTuple):
 
 
 class Held(NamedTuple):
-    """All that ranks give, by key."""
+    """All pieces that ranks give, by key."""
 
     by_key: dict[str, Holders]
     num_ranks: int
@@ -66,7 +70,7 @@ class Held(NamedTuple):
 
 
 class _Joined(NamedTuple):
-    """The pieces of all ranks that have elements, sorted by key and rank."""
+    """The nonempty pieces of all ranks, sorted by key and rank."""
 
     key_ids: IntArray
     ranks: IntArray
@@ -115,7 +119,7 @@ def _one_kind_per_key(tables: Sequence[PieceTable]) -> dict[str, Kind]:
 
 
 def _first_of_buffers(joined: _Joined, rows: IntArray) -> IntArray:
-    """Leave out copies of buffers, which may differ: those of the first rank count."""
+    """Leave out copies of buffers, which may differ: the first rank's count."""
     buffers = joined.is_buffer[rows]
     if not buffers.any():
         return rows
@@ -126,7 +130,7 @@ def _first_of_buffers(joined: _Joined, rows: IntArray) -> IntArray:
 
 
 def _overlaps(holders: Holders, is_main: Flags) -> Iterator[KeyFault]:
-    """Find elements of a tensor that several ranks give as main replicas of different shards."""
+    """Find elements that several ranks give as main replicas of different shards."""
     mains = np.flatnonzero(is_main)
     if len(mains) < 2:
         return

@@ -1,4 +1,4 @@
-"""What one rank gives or takes: regions of named tensors, and the memory that holds them."""
+"""The regions of tensors that a rank gives or takes, with memory."""
 
 from __future__ import annotations
 
@@ -26,8 +26,10 @@ _COLUMNS = ("kind_ids", "is_main", "is_buffer", "offsets", "shapes")
 
 
 class Kind(NamedTuple):
-    """A tensor as one side of a move knows it: `dtype` is its safetensors name. With `may_differ`,
-    the other side may have another shape (padding).
+    """A tensor as one side of a move knows it.
+
+    `dtype` is its safetensors name. With `may_differ`, the other side may have another shape
+    (padding).
     """
 
     key: str
@@ -37,9 +39,10 @@ class Kind(NamedTuple):
 
 
 class PieceTable(NamedTuple):
-    """The pieces of one rank, without memory: `kind_ids`, `is_main` (replica), `is_buffer` (only
-    the first replica counts) of shape (n,); `offsets`, `shapes` of shape (n, max ndim), padded with
-    0 and 1.
+    """The pieces of one rank, without memory.
+
+    `kind_ids`, `is_main` (replica) and `is_buffer` (only the first replica counts) have shape (n,).
+    `offsets` and `shapes` have shape (n, max ndim), padded with 0 and 1.
     """
 
     kinds: list[Kind]
@@ -62,7 +65,7 @@ class PieceTable(NamedTuple):
 
     @classmethod
     def from_bytes(cls, data: bytes) -> PieceTable:
-        """Decode what `to_bytes` made."""
+        """Decode the result of `to_bytes`."""
         kinds, columns = unpack(decompress(data))
         return cls([Kind(key, dtype, tuple(shape), m) for key, dtype, shape, m in kinds], **columns)
 
@@ -71,10 +74,10 @@ class Pieces(NamedTuple):
     """The pieces of one rank.
 
     Attributes:
-        table: where they lie in their tensors.
+        table: their places in their tensors.
         views: the memory of each, shaped as its region; of any strides, device and dtype.
-        adds: what the values in memory have in addition to those that are moved.
-        padding: memory for which the other side has nothing: zeros.
+        adds: the surplus of the values in memory over the moved values.
+        padding: memory without a counterpart on the other side: zeros.
     """
 
     table: PieceTable
@@ -86,8 +89,9 @@ class Pieces(NamedTuple):
 def pieces_of(
     shards: Sequence[ShardedTensor], rules: Sequence[Rule], *, drops: bool = False
 ) -> Pieces:
-    """Return the pieces that shards consist of, under the names that rules give them. With `drops`,
-    those that rules leave out are left out.
+    """Return the pieces of shards, under the names that rules give them.
+
+    With `drops`, shards that rules leave out are left out here, too.
 
     Raises:
         InvalidShardingError: a shard has no data.
@@ -140,14 +144,14 @@ def _pieces(found: Translated, owners: Sequence[ShardedTensor]) -> Pieces:
 
 
 def _copy_kind(shard: ShardedTensor) -> tuple[bool, bool]:
-    """Tell whether a shard is named as a main replica, and whether it is of a buffer."""
+    """Whether a shard is a main replica, and whether a buffer's. Its replica id says so."""
     replica = shard.replica_id
     is_main = not isinstance(replica, OpenReplicaId) and is_main_replica(replica)
     return is_main, isinstance(replica, BufferReplicaId)
 
 
 def _single_steps(request: Request, view: torch.Tensor) -> Iterator[tuple[Region, torch.Tensor]]:
-    """Cut a piece whose elements lie apart into ones whose elements do not."""
+    """Cut a piece whose elements lie apart into contiguous ones."""
     apart = [axis for axis, step in enumerate(request.step) if step > 1]
     if not apart:
         yield request.region, view

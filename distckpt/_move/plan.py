@@ -1,9 +1,11 @@
-"""Planning a move: which rank gives which part of which tensor to whom, and when. Pure functions.
+"""Planning a move: the giver, taker and time of each part of each tensor.
 
-What a rank holds itself it copies. Everything else is a *unit*: a region that one rank, its giver,
-packs into a buffer, from which the ranks of its machine take what they want. Every other machine
-that wants it gets it once, from the giver or another machine, into a buffer of one rank there, and
-its ranks take it from that.
+Pure functions.
+
+A rank copies elements that it holds itself. Everything else is a *unit*: a region that one rank,
+its giver, packs into a buffer, from which the ranks of its machine take their parts. Every other
+machine that wants it gets it once, from the giver or another machine, into a buffer of one rank
+there, and its ranks take it from that.
 """
 
 from __future__ import annotations
@@ -31,13 +33,13 @@ from distckpt._quantization.names import (
 def plan_moves(
     sources: Sequence[PieceTable], targets: Sequence[PieceTable], settings: MoveSettings
 ) -> list[RankPlan]:
-    """Find for every element that a rank takes the rank that gives it; return a plan for each rank.
+    """Find a giver for every element that is taken; return a plan per rank.
 
     Raises:
         InvalidShardingError: ranks give one element as main replicas of different shards, or
             describe one tensor differently.
-        LoadMismatchError: no rank holds what is taken, or values would change in the dtype of a
-            target.
+        LoadMismatchError: no rank holds elements that are taken, or values would change in the
+            dtype of a target.
     """
     held = Held.of(sources)
     assignment = Assignment(held, settings)
@@ -64,7 +66,7 @@ def _wanted(
 
 
 def _check_kinds(held: Held, targets: Sequence[PieceTable], settings: MoveSettings) -> None:
-    """Refuse targets whose shape or dtype does not fit what is held."""
+    """Refuse targets whose shape or dtype does not fit the given tensors."""
     scales: dict[str, str] | None = None
     for rank, table in enumerate(targets):
         for kind in table.kinds:
@@ -98,8 +100,9 @@ def _check_kind(given: Kind, taken: Kind, rank: int, settings: MoveSettings) -> 
 
 
 def _check_codes(given: Kind, taken: Kind, rank: int, scales: dict[str, str]) -> None:
-    """Refuse to convert codes of a quantized tensor, whose scales are given as well, as if they
-    were values.
+    """Refuse to convert a quantized tensor's codes as if they were values.
+
+    Codes are recognized by their scales, which are given as well.
     """
     beside = scale_beside(given.key, scales)
     if beside is None or not are_codes_beside_scales(given.key, given.dtype):

@@ -1,4 +1,6 @@
-"""When each unit of a move is packed, sent and taken, and where in the buffers. Pure functions.
+"""The time of each unit's packing, sending and taking, and its places.
+
+Pure functions.
 
 Units are packed in *waves*, and land in the same wave; units that are passed on land in a later
 one. Buffers are used again every second wave.
@@ -21,29 +23,29 @@ from distckpt._move.pieces import Kind, PieceTable
 from distckpt._move.rank_plan import TABLES, RankPlan
 
 UNITS_PER_BUCKET = 4
-"""The largest unit is this part of a buffer, so that little of it stays empty."""
+"""Number of largest units per buffer, so that little stays empty."""
 
 
 class Tables(NamedTuple):
-    """What all ranks give and take."""
+    """The pieces that all ranks give and take."""
 
     sources: Sequence[PieceTable]
     targets: Sequence[PieceTable]
 
     @property
     def kinds(self) -> Iterator[Kind]:
-        """What all ranks know of tensors."""
+        """The tensors as every rank knows them."""
         for table in (*self.sources, *self.targets):
             yield from table.kinds
 
     @property
     def ndim(self) -> int:
-        """The number of axes of the tensor that has most."""
+        """The largest number of axes of a tensor."""
         return max((len(kind.shape) for kind in self.kinds), default=0)
 
 
 class Schedule:
-    """Gives every unit a wave and a place in the buffers that it passes."""
+    """The wave of every unit, and its places in buffers."""
 
     def __init__(self, assignment: Assignment, tables: Tables) -> None:
         self._assignment, self._tables, self._ndim = assignment, tables, tables.ndim
@@ -102,7 +104,7 @@ class Schedule:
         )
 
     def _add_comparisons(self) -> None:
-        """Let takers add up all that they want, whoever gives it, and givers what they give."""
+        """Let takers and givers sum all the values they take and give."""
         for key, rank, row, region in self._assignment.wanted:
             slot = self._slots.setdefault((rank, key), len(self._slots))
             is_cast = self._taken_as(rank, row) != self._assignment.held.by_key[key].kind.dtype
@@ -168,7 +170,7 @@ class Schedule:
         self._rows["takes", rank].append([*numbers, *row, *self._wide(unit_shape, 1)])
 
     def _wave_of(self, giver: int, hops: Sequence[Hop], size: int, item: int) -> int:
-        """Return the first wave in which there is room for a unit in all buffers that it passes."""
+        """Return the first wave with room in all buffers of a unit."""
         buffers = [(giver, False, 0), *((hop.receiver, True, hop.step - 1) for hop in hops)]
         wave = self._first_wave[giver]
         while any(
@@ -182,7 +184,7 @@ class Schedule:
         return wave
 
     def _end(self, rank: int, is_landed: bool, wave: int, item: int) -> int:
-        """Return the first place behind what a buffer holds at which an item may begin."""
+        """Return the first place in a buffer where an item may begin."""
         return -(-self._used[rank, is_landed, wave] // item) * item
 
     def _reserve(self, rank: int, is_landed: bool, wave: int, size: int, item: int) -> int:
@@ -191,7 +193,7 @@ class Schedule:
         return start
 
     def _send(self, wave: int, hop: Hop, start: int, at: int, size: int) -> None:
-        """Add a message to the plans of both ranks, or lengthen the last one."""
+        """Add a message to both ranks' plans, or extend the last one."""
         sender, receiver, step = hop
         is_given, places = step == 1, (start, at)
         self._sent_bytes += size
@@ -235,13 +237,13 @@ class Schedule:
 
 
 class _Message(NamedTuple):
-    """The rows of a message in the plans of the ranks that send and receive it."""
+    """The rows of a message in its sender's and receiver's plans."""
 
     sent: list[int]
     received: list[int]
 
     def ends_at(self, places: tuple[int, int]) -> bool:
-        """Tell whether it ends at these places in the buffers of both."""
+        """Whether it ends at these places in both buffers."""
         return all(row[2] + row[3] == place for row, place in zip(self, places, strict=True))
 
     def lengthen(self, num_bytes: int) -> None:

@@ -1,5 +1,6 @@
-"""Memory that targets are filled in: their own, or other memory whose values are copied at the
-end.
+"""The memory in which targets are filled: their own, or copies.
+
+Copies give the targets their values at the end.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ class Staged(NamedTuple):
     """The targets of a rank.
 
     Attributes:
-        targets: as they were given.
+        targets: as the caller gave them.
         views: the memory to fill for each: its own, or a copy.
     """
 
@@ -50,8 +51,10 @@ class Staged(NamedTuple):
 
     @torch.no_grad()
     def commit(self, pairs: Iterable[tuple[int, int]] = ()) -> list[tuple[int, int]]:
-        """Give the targets their values; return which of `pairs` (first, second) the second of has
-        changed elements of the first.
+        """Give the targets their values.
+
+        Return the pairs (first, second) among `pairs` whose second target changed elements of the
+        first.
         """
         earlier: dict[int, list[int]] = {}
         for first, second in pairs:
@@ -74,7 +77,7 @@ class Staged(NamedTuple):
         return [as_integers(view.resolve_conj().resolve_neg().clone()) for view in views]
 
     def _complete(self) -> None:
-        """Write what is not moved."""
+        """Write the values that are not moved."""
         for padding in self.targets.padding:
             padding.zero_()
         # Once, if several targets are the same memory.
@@ -91,7 +94,7 @@ _DENSE = torch.contiguous_format
 
 
 def _refuse_repeated_memory(targets: Pieces) -> None:
-    """Refuse targets several of whose elements are one in memory, as in expanded tensors."""
+    """Refuse targets with several elements at one address, as in expanded tensors."""
     for row, view in enumerate(targets.views):
         if repeats_memory(view):
             key = targets.table.kinds[targets.table.kind_ids[row]].key
@@ -103,7 +106,7 @@ def _refuse_repeated_memory(targets: Pieces) -> None:
 
 
 def _share_memory(views: Sequence[torch.Tensor], others: Sequence[torch.Tensor]) -> list[bool]:
-    """Tell for each tensor whether its memory may overlap that of others."""
+    """Return for each tensor whether its memory may overlap another one's."""
     ends: list[tuple[int, int]] = []
     for start, stop in sorted(map(_extent, others)):
         if ends and start <= ends[-1][1]:
@@ -120,6 +123,6 @@ def _share_memory(views: Sequence[torch.Tensor], others: Sequence[torch.Tensor])
 
 
 def _extent(view: torch.Tensor) -> tuple[int, int]:
-    """Return the addresses of the first byte of a tensor, and of the one behind its last."""
+    """Return the addresses where a tensor's bytes begin and end."""
     size = num_bytes_spanned(view)
     return (view.data_ptr(), view.data_ptr() + size) if size else (0, 0)

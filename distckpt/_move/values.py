@@ -1,4 +1,4 @@
-"""Values that ranks give, as one dict for all of them."""
+"""The values that ranks give, united in one dict."""
 
 from __future__ import annotations
 
@@ -15,9 +15,7 @@ logger = logging.getLogger(__name__)
 
 
 def united_values(of_ranks: Mapping[int, Any]) -> Any:
-    """Unite nested dicts of values: where several ranks give one, that of the first of them is
-    taken.
-    """
+    """Unite nested dicts of values; the first rank that gives a value counts."""
     united: Any = {}
     for values in of_ranks.values():
         united = _united(united, values)
@@ -36,7 +34,7 @@ def _united(first: Any, other: Any) -> Any:
 
 
 def warn_of_differences(of_ranks: Mapping[int, Any]) -> None:
-    """Warn of values that ranks give and that differ."""
+    """Warn of values that differ between ranks."""
     given: dict[str, tuple[int, str]] = {}
     differing: dict[tuple[int, int], list[str]] = {}
     for rank, values in of_ranks.items():

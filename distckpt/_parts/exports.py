@@ -52,7 +52,7 @@ def consolidation(
     overwrite: bool = False,
     options: ExportOptions,
 ) -> Work:
-    """Return what `consolidate` does with these arguments."""
+    """Return the work of `consolidate` with these arguments."""
     check_export_options(options)
     located = locate_sources([checkpoint], options)
     opened = open_sources(Ranks.alone(), located, options.verify)
@@ -69,7 +69,7 @@ def merger(
     overwrite: bool = False,
     options: ExportOptions,
 ) -> Work:
-    """Return what `merge` does with these arguments."""
+    """Return the work of `merge` with these arguments."""
     check_export_options(options)
     sources, factors = check_terms(checkpoints, weights, ema)
     located = locate_sources(sources, options)
@@ -199,8 +199,9 @@ class _ExportWork(Work):
 
 
 def remove_others(directory: str, names: Container[str]) -> None:
-    """Remove what an interrupted attempt to complete an output has left in its directory, but files
-    of these names: another process may be about to let them appear.
+    """Remove the remains of an interrupted completion from an output directory.
+
+    Files with these names stay: another process may be about to let them appear.
     """
     for name in locations.list_names(directory):
         if name not in names:
@@ -210,7 +211,7 @@ def remove_others(directory: str, names: Container[str]) -> None:
 def other_files(
     directory: str, sizes: Mapping[str, int], headers: Mapping[str, bytes]
 ) -> list[str]:
-    """Return the files that are longer than planned, or begin with another header."""
+    """Return the files that are longer than planned, or have another header."""
     others = []
     for name, header in headers.items():
         path = locations.join(directory, name)
@@ -230,8 +231,10 @@ def add_up(counts: Iterable[Mapping[str, int]]) -> dict[str, int]:
 
 
 def proof_of(directory: str, marker: str, names: Iterable[str]) -> Any:
-    """Return what tells a complete output in a directory from any other: the time of its last file,
-    and the sizes of all that are there; None without its last file.
+    """Return a proof that identifies the complete output in a directory.
+
+    It is the time of its last file, and the sizes of all files that are there; None without its
+    last file.
     """
     paths = {locations.join(directory, *name.split("/")): name for name in [*names, marker]}
     states = states_of(list(paths), locations.listed_states(directory))

@@ -1,7 +1,9 @@
-"""Checks and comparisons in parts: `verify`, `stats` and `diff`, which write nothing but a journal.
+"""Checks and comparisons in parts: `verify`, `stats` and `diff`.
 
-Their pieces are runs of what one process goes through in the same order, so that reports put
-together from the results are those of one process.
+They write nothing but a journal.
+
+Their pieces are runs of the items that one process goes through in the same order, so that reports
+put together from the results equal a single process's.
 """
 
 from __future__ import annotations
@@ -73,16 +75,16 @@ from distckpt._storage.open_files import OpenFiles
 
 
 def place_of(verb: str, journal: str | os.PathLike[str]) -> str:
-    """Return the location that the journal of a verb is beside, in a directory for journals."""
+    """Return the location next to a verb's journal in a directory."""
     return locations.join(posix.resolve(journal), verb)
 
 
 _Step: TypeAlias = Callable[[StoredCheckpoint, range, Callable[[int], None]], Any]
-"""Does a run of what a check goes through."""
+"""The function that does a run of a check's items."""
 
 
 def runs_of(sizes: Sequence[int]) -> list[range]:
-    """Divide a sequence of items into runs of about as many bytes as a piece has."""
+    """Divide a sequence of items into runs of about a piece's size."""
     limit, runs, first, filled = piece_bytes(sum(sizes)), [], 0, 0
     for number, size in enumerate(sizes):
         if filled and filled + size > limit:
@@ -95,19 +97,19 @@ def runs_of(sizes: Sequence[int]) -> list[range]:
 def pieces_of(
     runs: Sequence[range], sizes: Sequence[int], name_of: Callable[[int], str]
 ) -> list[Piece]:
-    """Return a piece for each run of items of some sizes, named after its first item."""
+    """Return a piece for each run, named after its first item."""
     return [Piece(name_of(run.start), 0, sum(sizes[run.start : run.stop])) for run in runs]
 
 
 def bytes_of_window(tensors: Sequence[StoredTensor], window: Window) -> int:
-    """Return the size of a window of one of some tensors."""
+    """Return the size of a window of a tensor."""
     return window.region.num_elements * ITEM_BYTES[tensors[window.tensor].dtype]
 
 
 def by_tensor(
     tensors: Sequence[StoredTensor], windows: Sequence[Window], results: Iterable[Iterable[Any]]
 ) -> list[list[Any]]:
-    """Return the results of the windows of each tensor, given those of each piece."""
+    """Return the results of each tensor's windows, from the results of pieces."""
     found: list[list[Any]] = [[] for _ in tensors]
     for window, result in zip(windows, itertools.chain.from_iterable(results), strict=True):
         found[window.tensor].append(result)
@@ -124,7 +126,7 @@ def verification(
     journal: str | os.PathLike[str],
     num_threads: int | None = None,
 ) -> Work:
-    """Return what `verify` does with these arguments."""
+    """Return the work of `verify` with these arguments."""
     check_choice("mode", mode, ("fast", "full"))
     if num_threads is not None:
         check_count("num_threads", num_threads)
@@ -136,7 +138,7 @@ def verification(
 
 
 class _Unopened(Work):
-    """A checkpoint that cannot be opened, about which there is nothing more to do."""
+    """A checkpoint that cannot be opened, which leaves nothing more to do."""
 
     verb = "verify"
     pieces = ()
@@ -156,7 +158,7 @@ class _Unopened(Work):
 
 
 class _VerifyWork(Work):
-    """A checkpoint whose files, then blocks, are checked, then tensors that have fingerprints."""
+    """A verification: files first, then blocks, then tensors that have fingerprints."""
 
     verb = "verify"
 
@@ -196,8 +198,10 @@ class _VerifyWork(Work):
         return list_blocks(self._stored, file_ids, self._num_threads, keeps_checksums=True)
 
     def _units_in(self, number: int) -> IntArray:
-        """Return the units of a range of files, as rows: the number of the range, the first of its
-        blocks and the one behind the last, how many bytes, and in which file.
+        """Return the units of a range of files, as rows.
+
+        A row has the number of the range, the first block and the one behind the last, the number
+        of bytes, and the file.
         """
         blocks = self._blocks_in(number)
         units = list(units_of_blocks(blocks, self._stored.location))
@@ -206,7 +210,7 @@ class _VerifyWork(Work):
         return np.stack([0 * sizes + number, firsts, stops, sizes, blocks.file_ids[firsts]], axis=1)
 
     def _file_of(self, unit: int) -> str:
-        """Return the file that a unit is in."""
+        """Return the file of a unit."""
         return self._stored.manifest.files[int(self._units[unit, 4])].name
 
     def _key_of(self, window: int) -> str:
@@ -247,8 +251,9 @@ class _VerifyWork(Work):
     def _compute_numbers(
         self, stored: StoredCheckpoint, run: range, add_bytes: Callable[[int], None]
     ) -> tuple[list[int], str | None]:
-        """Return what windows add to fingerprints; or why they cannot be read, which matters only
-        if all blocks are whole.
+        """Return the terms that windows add to fingerprints, and any error.
+
+        An error of reading matters only if all blocks are whole.
         """
         windows = self._windows[run.start : run.stop]
         tensors = [tensor._replace(stored=stored) for tensor in self._tensors]
@@ -299,7 +304,7 @@ class _VerifyWork(Work):
 
 
 class _WindowWork(Work):
-    """Something that is computed of each window of some tensors of one checkpoint or of two.
+    """A value per window of the tensors of one checkpoint or two.
 
     Attributes:
         checkpoints: one for each side.
@@ -320,7 +325,7 @@ class _WindowWork(Work):
         return self.sides[0][self._windows[window].tensor].key
 
     def compute(self, window: Window, *values: torch.Tensor) -> Any:
-        """Return the result of a window, given its values on each side."""
+        """Return the result of a window from its values on each side."""
         raise NotImplementedError
 
     def encoded(self, result: Any) -> Any:
@@ -328,7 +333,7 @@ class _WindowWork(Work):
         return result
 
     def decoded(self, result: Any) -> Any:
-        """Return what `encoded` was given."""
+        """Return the argument of `encoded`."""
         raise NotImplementedError
 
     def run(
@@ -352,7 +357,7 @@ class _WindowWork(Work):
 
 
 def _differences(add_bytes: Callable[[int], None]) -> Callable[[int, int], None]:
-    """Return a function that is called with sums and passes on by how much they grow."""
+    """Return a function that takes sums and passes on their growth."""
     before = 0
 
     def report(done: int, total: int) -> None:
@@ -372,7 +377,7 @@ def measurement(
     journal: str | os.PathLike[str],
     keys: Sequence[str] | None = None,
 ) -> Work:
-    """Return what `distckpt stats` does with these arguments."""
+    """Return the work of `distckpt stats` with these arguments."""
     stored = open_undisturbed(Ranks.alone(), locations.normalize(checkpoint_dir))
     return _StatsWork(stored, place_of("stats", journal), keys)
 
@@ -415,7 +420,7 @@ def comparison(
     atol: float = 0.0,
     rtol: float = 0.0,
 ) -> Work:
-    """Return what `diff` does with these arguments."""
+    """Return the work of `diff` with these arguments."""
     check_arguments(keys, rename, atol, rtol)
     ranks = Ranks.alone()
     first, second = (open_undisturbed(ranks, locations.normalize(each)) for each in (a, b))

@@ -1,4 +1,4 @@
-"""Doing work in parts: which pieces are missing, doing those of a part, and completing the work."""
+"""Doing work in parts: finding and doing the missing pieces, and completing the work."""
 
 from __future__ import annotations
 
@@ -25,19 +25,19 @@ from distckpt._storage import locations, object_store
 
 @dataclass(frozen=True)
 class PartReport:
-    """What a call has done for some work, and how far the work is.
+    """The outcome of a call, and the progress of the work.
 
     Attributes:
-        part: which part it was, such as `3/16`.
-        journal: where it is noted what is whole.
+        part: the part that was done, such as `3/16`.
+        journal: the directory with the notes of whole pieces.
         num_pieces: pieces that this call has done.
         num_bytes: size of these.
         num_whole: pieces of all parts that are whole.
         num_total: pieces of all parts.
         seconds: duration of the call.
         is_complete: whether all is done, and the output has appeared.
-        report: what the verb returns, when all is done; its `seconds` are those of all parts
-            together. None before.
+        report: the report of the verb, when all is done; its `seconds` are the sum over all parts.
+            None before.
     """
 
     part: str
@@ -53,7 +53,7 @@ class PartReport:
 
 @operation
 def run_part(work: Work, part: Part, progress: Progress | None = None) -> PartReport:
-    """Do the pieces of a part that are missing, and complete the work if no others are.
+    """Do a part's missing pieces; complete the work after the last one.
 
     Raises:
         CheckpointingException: other work, which is not complete, has a journal for the same
@@ -75,7 +75,7 @@ def _run_part(work: Work, journal: Journal, part: Part, progress: Progress | Non
             for number in _run(work, journal, part, mine, progress):
                 num_pieces, num_bytes = num_pieces + 1, num_bytes + work.pieces[number].num_bytes
         except OSError as error:
-            # Others may have done the same meanwhile, and completed the work.
+            # Another process may have done the same meanwhile, and completed the work.
             if not is_complete(work, journal):
                 _check_is_there(journal, error)
                 raise
@@ -96,7 +96,7 @@ def _run_part(work: Work, journal: Journal, part: Part, progress: Progress | Non
 
 @operation
 def finish(work: Work) -> Any:
-    """Complete work of which all pieces are whole, and return the report of the verb.
+    """Complete work whose pieces are all whole, and return the verb's report.
 
     Raises:
         CheckpointingException: pieces are missing.
@@ -111,7 +111,7 @@ def finish(work: Work) -> Any:
 
 @contextlib.contextmanager
 def _naming_owner(location: str) -> Iterator[None]:
-    """Say whose a journal is where access to it is denied."""
+    """Name the owner of a journal where access to it is denied."""
     try:
         yield
     except PermissionError as error:
@@ -126,7 +126,7 @@ def _naming_owner(location: str) -> Iterator[None]:
 
 
 def _other_owner(location: str) -> int | None:
-    """Return the user that a local directory belongs to; None where that is this one."""
+    """Return a local directory's owner, or None if it is this user."""
     if not locations.is_local(location) or not os.path.lexists(location):
         return None
     owner = os.stat(location).st_uid
@@ -134,7 +134,7 @@ def _other_owner(location: str) -> int | None:
 
 
 def _check_is_there(journal: Journal, error: OSError) -> None:
-    """Say so when something is missing because all was abandoned while this part was at work."""
+    """Raise a clear error if all was abandoned during this part."""
     if isinstance(error, FileNotFoundError) and not journal.is_begun():
         text = "the work was abandoned while this part was at it; run the part again"
         raise FileNotFoundError(errno.ENOENT, text, journal.location) from error
@@ -153,10 +153,10 @@ def _check_is_all(work: Work, journal: Journal) -> None:
 
 
 def is_complete(work: Work, journal: Journal) -> bool:
-    """Tell whether the output of some work is in its place.
+    """Whether the output of some work is in its place.
 
     Raises:
-        CheckpointingException: it was, and something else is there now, or nothing.
+        CheckpointingException: it was, and other files are there now, or none.
     """
     if not journal.is_done():
         return False
@@ -179,7 +179,7 @@ def is_complete(work: Work, journal: Journal) -> bool:
 
 
 def _difference(journal: Journal, proof: Any) -> str:
-    """Name a file of an output that is missing, or has another size than when it was complete."""
+    """Name a file that is missing, or changed since completion. Sizes are compared."""
     if proof is None:
         return ""
     now = dict(proof["sizes"])
@@ -210,7 +210,7 @@ def _open(work: Work, journal: Journal) -> None:
 
 
 def _check_others(work: Work, journal: Journal) -> None:
-    """Refuse to begin beside other work that is not complete, for the same output."""
+    """Refuse to begin while other work for the same output is incomplete."""
     for other in journals_beside(work.place):
         if other.attempt == journal.attempt or other.is_done():
             continue
@@ -225,7 +225,7 @@ def _check_others(work: Work, journal: Journal) -> None:
 
 
 def _differences(work: Work, header: dict[str, Any]) -> str:
-    """Say what other work differs in."""
+    """Describe the differences between this work and another one."""
     theirs = header["facts"]
     if header["verb"] != work.verb:
         return f"it is {header['verb']}, this is {work.verb}"
@@ -269,8 +269,9 @@ def _run(
 
 @contextlib.contextmanager
 def _in_sight(directory: str) -> Iterator[Callable[[], None]]:
-    """Yield a function that raises an error when a local directory was removed or renamed; what
-    is no directory stays.
+    """Yield a function that fails once a local directory is removed. Renaming counts, too.
+
+    For anything else than a local directory it does nothing.
     """
     if not (locations.is_local(directory) and locations.isdir(directory)):
         yield lambda: None
@@ -286,7 +287,7 @@ def _in_sight(directory: str) -> Iterator[Callable[[], None]]:
 
 
 def _missing(work: Work, journal: Journal, mine: Iterable[int], note: Note) -> Iterator[int]:
-    """Yield the pieces that nobody else has done meanwhile, when their turn comes."""
+    """Yield the pieces that are still missing when their turn comes."""
     files = set(work.files(journal.attempt))
     of_file = defaultdict(list)
     for number, piece in enumerate(work.pieces):
@@ -301,21 +302,22 @@ def _missing(work: Work, journal: Journal, mine: Iterable[int], note: Note) -> I
 
 
 def _forget_removed(work: Work, journal: Journal, name: str, numbers: Sequence[int]) -> None:
-    """If a file was removed, of which pieces were whole, let parts write these again: made anew for
-    the next piece, it would have zeros in their place.
+    """Let parts repeat whole pieces whose file was removed.
+
+    The file is made anew for the next piece, and would have zeros in their place.
     """
     directory = work.directory(journal.attempt)
     path = locations.join(directory, name)
     if not locations.is_local(path):
         return
-    # Looked at first: another process may make the file at any time.
+    # Read first: another process may make the file at any time.
     whole = [number for number in numbers if journal.has_record(number)]
     if whole and locations.isdir(directory) and not locations.exists(path):
         journal.forget(whole)
 
 
 def _finish(work: Work, journal: Journal) -> Any:
-    """Complete the work unless that is done; return the report of the verb."""
+    """Complete the work unless it is complete; return the report of the verb."""
     results, seconds = _results(work, journal)
     if not is_complete(work, journal):
         try:
@@ -324,8 +326,8 @@ def _finish(work: Work, journal: Journal) -> Any:
         except (OSError, CheckpointingException) as error:
             damaged = work.damaged(journal.attempt)
             lost = _lost(work, journal, damaged)
-            # Where there are no locks, others may have done the same meanwhile, and have moved the
-            # files whose sizes were just asked for.
+            # Where there are no locks, another process may have done the same meanwhile, and have
+            # moved the files whose sizes were just read.
             if not is_complete(work, journal):
                 if lost:
                     _cut(work, journal, damaged)
@@ -378,7 +380,7 @@ def _again(
 
 
 def _lost(work: Work, journal: Journal, damaged: Sequence[str]) -> list[int]:
-    """Return the pieces whose files were removed, cut or damaged since they were whole."""
+    """Return whole pieces whose files were removed, cut or damaged since."""
     if not work.is_begun(journal.attempt):
         return []
     directory = work.directory(journal.attempt)
@@ -414,7 +416,7 @@ def _size_of(path: str) -> int:
 
 
 def _abort_uploads(place: str, files: Sequence[str]) -> None:
-    """Abort what processes that were killed have left of uploads to files that are whole."""
+    """Abort uploads of killed processes to files that are whole."""
     if files and not locations.is_local(place):
         object_store.abort_uploads_to(place, [locations.join(place, name) for name in files])
 
@@ -422,7 +424,7 @@ def _abort_uploads(place: str, files: Sequence[str]) -> None:
 def _complete(work: Work, journal: Journal, results: Sequence[Any]) -> None:
     if is_complete(work, journal):
         return
-    # What this notes is true when the output has appeared.
+    # The note is true when the output has appeared.
     work.complete(journal.attempt, results)
     journal.note_done(work.proof(journal.attempt, work.directory(journal.attempt)))
     work.commit(journal.attempt, results)
@@ -443,18 +445,18 @@ def _alone(journal: Journal) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class PartsStatus:
-    """How far work in parts is.
+    """The progress of work in parts.
 
     Attributes:
-        journal: where it is noted what is whole.
-        verb: what is done.
-        sources: from what.
+        journal: the directory with the notes of whole pieces.
+        verb: the verb that is run.
+        sources: the locations it reads.
         num_whole: pieces that are whole.
         num_total: all pieces.
         bytes_whole: size of the pieces that are whole.
-        bytes_running: how much is done of pieces that are not whole, by processes at work.
-        bytes_total: size of all.
-        missing: names of what has pieces that are not whole.
+        bytes_running: bytes that processes at work have done of pieces that are not whole.
+        bytes_total: size of all pieces.
+        missing: names of files or tensors that have pieces that are not whole.
         workers: processes that are at work, or were killed.
         is_complete: whether the output has appeared.
     """
@@ -473,8 +475,9 @@ class PartsStatus:
 
 
 def statuses(place: str) -> list[PartsStatus]:
-    """Return how far all work in parts is whose output appears at a location; reads nothing but
-    journals.
+    """Return the progress of all work in parts for an output location.
+
+    Only journals are read.
     """
     found = [(journal, journal.header()) for journal in journals_beside(place)]
     return [_status(journal, header) for journal, header in found if header is not None]
@@ -485,7 +488,7 @@ def _status(journal: Journal, header: dict[str, Any]) -> PartsStatus:
     sizes = [stop - start for _, start, stop in pieces]
     missing = [name for i, (name, _, _) in enumerate(pieces) if i not in recorded]
     workers = journal.workers()
-    # Several may do the same piece.
+    # Several processes may do the same piece.
     running = {
         worker.number: worker.piece_bytes
         for worker in sorted(workers, key=attrgetter("piece_bytes"))
@@ -519,14 +522,16 @@ def _abandon_uploaded(
 
 
 def abandon(place: str, remove_output: Callable[[str, str, Sequence[str]], None]) -> list[str]:
-    """Remove the journals of all work in parts whose output appears at a location, with what it has
-    written unless it is complete; return where they were.
+    """Remove the journals of all work in parts for an output location.
 
-    Nobody may be at work there. On an object store, where files are in their final place already,
-    `remove_output` is called with the place, the nonce and the names of files.
+    The files it has written go as well, unless they are complete. Return the locations of the
+    journals.
+
+    No process may be at work there. On an object store, where files are in their final place
+    already, `remove_output` is called with the place, the nonce and the names of files.
 
     Raises:
-        OSError: a journal could not be removed; the others were.
+        OSError: a journal could not be removed; the rest was.
     """
     removed: list[str] = []
     left: list[str] = []

@@ -34,7 +34,7 @@ def exporting(
     *,
     overwrite: bool = False,
 ) -> Work:
-    """Return what `torch_dist.export` does with these arguments."""
+    """Return the work of `torch_dist.export` with these arguments."""
     location, target = locations.normalize(checkpoint_dir), posix.resolve(output_dir)
     check_place(location, target)
     return _TorchDistWork(open_undisturbed(Ranks.alone(), location), target, overwrite)
@@ -123,7 +123,7 @@ class _TorchDistWork(Work):
 
 
 def _groups(stored: StoredCheckpoint) -> list[list[tuple[str, int]]]:
-    """Divide chunks into runs of at most so many bytes as a piece has, or one chunk."""
+    """Divide chunks into runs of a piece's size, or of one chunk."""
     limit = piece_bytes(int(stored.manifest.sums.bytes_of_keys.sum()))
     groups: list[list[tuple[str, int]]] = [[]]
     room = limit

@@ -1,4 +1,4 @@
-"""What is known of a memory while a loader runs: which stored elements it will hold, and where."""
+"""The contents of a memory while a loader runs: its stored elements and their places."""
 
 from __future__ import annotations
 
@@ -12,8 +12,9 @@ from distckpt._geometry.region import Region, intersect
 from distckpt._recording.layout import Layout, boxes, without
 
 Step = tuple[str, torch.dtype]
-"""What happens to elements on their way: ("to", dtype) converts them, ("as", dtype) takes their
-bits for another dtype.
+"""A change to elements on their way.
+
+("to", dtype) converts them, ("as", dtype) takes their bits for another dtype.
 """
 
 
@@ -23,8 +24,8 @@ class Read(NamedTuple):
     Attributes:
         stored: the memory of a stored tensor; None for values of the loader's own.
         layout: which elements of it.
-        steps: what happened to them.
-        partner: the part of what goes along with the view, of the same shape as `layout`.
+        steps: the changes to them.
+        partner: the matching part of the view's partner, of the same shape as `layout`.
     """
 
     stored: Memory | None
@@ -34,7 +35,7 @@ class Read(NamedTuple):
 
 
 class Piece(NamedTuple):
-    """A box of a memory, and what it holds, see `Read`."""
+    """A box of a memory, and the values it holds, see `Read`."""
 
     region: Region
     stored: Memory | None
@@ -44,14 +45,14 @@ class Piece(NamedTuple):
 
 @dataclass(eq=False)
 class Memory:
-    """A row-major memory: a stored tensor, one that the loader made of such, or a real one.
+    """A row-major memory: a stored tensor, a copy of such, or a real tensor.
 
     Attributes:
-        shape: of the stored tensor; else one whose rows are those of the views.
+        shape: the shape of the stored tensor; otherwise one whose rows fit the views.
         dtype: of its elements.
         key: the name of a stored tensor.
         tensor: one tensor of a real memory, whose strides do not matter.
-        pieces: what was written, in this order; later ones count where they overlap.
+        pieces: everything written, in this order; later ones count where they overlap.
     """
 
     shape: tuple[int, ...]
@@ -87,7 +88,7 @@ class Memory:
         self.write([Read(None, Layout(0, view.shape, (0,) * len(view.shape)), (), view)])
 
     def settle(self) -> None:
-        """Cut what was overwritten out of the pieces."""
+        """Cut overwritten elements out of the pieces."""
         if not self.is_settled:
             self.pieces = _last_written(self.pieces)
             self.is_settled = True
@@ -108,7 +109,7 @@ class Memory:
 
 
 def _last_written(pieces: Sequence[Piece]) -> list[Piece]:
-    """Return disjoint pieces: of each element, the one that was written last."""
+    """Return disjoint pieces: the last one written for each element."""
     later: dict[int, list[Region]] = {}
     for one, other in overlaps([piece.region for piece in pieces]):
         later.setdefault(min(one, other), []).append(pieces[max(one, other)].region)
@@ -131,7 +132,7 @@ def _narrowed(piece: Piece, region: Region) -> Piece:
 
 
 def overlaps(regions: Sequence[Region]) -> Iterator[tuple[int, int]]:
-    """Yield the pairs of regions that share elements, going along the first axis."""
+    """Yield the pairs of regions that share elements, along the first axis."""
     spans = [next(zip(*region, strict=True), (0, 1)) for region in regions]
     active: list[int] = []
     for number in sorted(range(len(regions)), key=spans.__getitem__):

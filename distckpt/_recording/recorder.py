@@ -1,9 +1,9 @@
-"""Run a weight loader on tensors without storage, and note what it copies where.
+"""Run a weight loader on tensors without storage, and record its copies.
 
 A stored tensor is a `Recorded`: a meta tensor goes through the same views as it, so that torch
 itself says which elements a view has. Copies are written down instead of made. Operations on real
-tensors run as ever, and are watched: what reads memory that should hold stored elements must be a
-copy, too.
+tensors run as ever, and are watched: an operation that reads memory that should hold stored
+elements must be a copy, too.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _WRITES = {aten.copy_, aten.fill_, aten.zero_}
 
 
 class Recorded(torch.Tensor):
-    """A stored tensor, or a view or copy of stored tensors, without storage."""
+    """A stored tensor, or a view or copy of some, without storage."""
 
     recording: Recording
     memory: Memory
@@ -66,11 +66,11 @@ class Recorded(torch.Tensor):
         return made
 
     def __repr__(self) -> str:  # type: ignore[override]
-        """Say what it stands for."""
+        """Name the stored tensors whose elements it has."""
         return f"<recorded {', '.join(self.memory.names())} {tuple(self.shape)} {self.dtype}>"
 
     def numpy(self, *_: Any, **__: Any) -> NoReturn:
-        """Refuse to give values, of which torch's dispatcher would not know."""
+        """Refuse to give values, which torch's dispatcher would not see."""
         self.recording.refuse("numpy", [self])
 
     def tolist(self) -> NoReturn:
@@ -85,21 +85,22 @@ class Recorded(torch.Tensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
     ) -> Any:
-        """Note an operation, also one of a thread that the loader has started."""
+        """Record an operation, also in a thread that the loader has started."""
         recorded = next(each for each in tree_leaves((args, kwargs)) if isinstance(each, Recorded))
         return recorded.recording.run(func, args, kwargs or {})
 
 
 class Recording(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """What a loader does with stored tensors, while this is entered.
+    """The record of a loader's operations on stored tensors, while entered.
 
     Attributes:
         stored: the memories of stored tensors, by name.
         real: the memories of real tensors that the loader has written to.
         current: the stored tensor that the loader has taken last.
-        written_by_threads: those of them that a thread which the loader has started has copied
-            stored elements to. What that thread does with real tensors afterwards is not seen.
-        refusal: the first error about what cannot be recorded; the loader may catch it.
+        written_by_threads: the real memories that a thread started by the loader has copied stored
+            elements to. Later operations of that thread on real tensors are not seen.
+        refusal: the first error about an operation that cannot be recorded; the loader may catch
+            it.
     """
 
     def __init__(self, specs: Mapping[str, tuple[tuple[int, ...], torch.dtype]]) -> None:
@@ -113,7 +114,7 @@ class Recording(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._thread = threading.get_ident()
 
     def tensors(self) -> Iterator[tuple[str, Recorded]]:
-        """Yield the names of stored tensors with tensors that stand for them."""
+        """Yield the names of stored tensors, each with its stand-in."""
         for key, memory in self.stored.items():
             self.current = key
             meta = torch.empty(memory.shape, dtype=memory.dtype, device="meta")
@@ -122,11 +123,11 @@ class Recording(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
     ) -> Any:
-        """Note an operation of the thread that has entered this."""
+        """Record an operation of the thread that has entered this."""
         return self.run(func, args, kwargs or {})
 
     def run(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """Run an operation, or note what it would copy."""
+        """Run an operation, or record its copy."""
         with self._lock:
             packet = func.overloadpacket
             if packet in _WRITES:
@@ -173,7 +174,7 @@ class Recording(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return tree_map(lambda meta: Recorded(self, source.memory, meta), seen)
 
     def _copy(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """Make a tensor of its own of one or several."""
+        """Make a new tensor from one or several."""
         sources = [each for each in tree_leaves(args) if _is_tensor(each)]
         make = self._made if _has_recorded(sources) else _called
         made = make(func, args, kwargs)
@@ -184,7 +185,7 @@ class Recording(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return made
 
     def _made(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Recorded:
-        """Make a new tensor without storage, of the shape and strides of a result."""
+        """Make a new tensor without storage, with the layout of a result."""
         kwargs = {name: value for name, value in kwargs.items() if name != "device"}
         meta = func(*tree_map(_meta_of, args), **kwargs)
         shape = factored(meta.numel(), meta.stride())
@@ -208,7 +209,10 @@ class Recording(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return target
 
     def _zero(self, target: Recorded) -> Recorded:
-        """Take zeros in the place of a stored tensor, as ranks do on which another one adds it."""
+        """Take zeros instead of a stored tensor.
+
+        Ranks do so where another rank adds it.
+        """
         if target.numel() != math.prod(target.memory.shape):
             self.refuse(aten.zero_, [target])
         target.memory = Memory(target.memory.shape, target.memory.dtype)
@@ -229,7 +233,7 @@ class Recording(TorchDispatchMode):  # type: ignore[no-untyped-call]
         reads = self._reads(source, value, target, func)
         steps = [*_taken_as(source.dtype, value.dtype), ("to", target.dtype)]
         if not isinstance(value, Recorded):
-            memory.fill(place)  # with what is not stored
+            memory.fill(place)  # with values that are not stored
         elif memory.tensor is not None:
             _zero_what_is_not_stored(memory.tensor, reads)
         memory.write(reads, (*steps, *_taken_as(target.dtype, memory.dtype)))
@@ -237,7 +241,10 @@ class Recording(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _reads(
         self, source: Memory, value: torch.Tensor, target: torch.Tensor, func: Any
     ) -> list[Read]:
-        """Return what a tensor gets of a memory; all of it must be known."""
+        """Return the reads that fill a tensor from a memory.
+
+        All of it must be known.
+        """
         meta = _meta_of(value).expand(target.shape)
         reads = list(source.read(Layout.of(meta), Layout.of(_meta_of(target))))
         num_read = sum(math.prod(read.layout.shape) for read in reads)
@@ -246,14 +253,14 @@ class Recording(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return reads
 
     def _names(self, tensor: torch.Tensor) -> list[str]:
-        """Name the stored tensors that have elements in a tensor, or in the memory around it."""
+        """Name the stored tensors with elements in a tensor or its memory."""
         if isinstance(tensor, Recorded):
             return tensor.memory.names() or ["?"]
         memory = self.memory_of(tensor)
         return [] if memory is None else memory.names()
 
     def memory_of(self, tensor: torch.Tensor) -> Memory | None:
-        """Return what is known of the memory of a real tensor, None where nothing is."""
+        """Return the known contents of a real tensor's memory, or None."""
         return self.real.get(_identity(tensor))
 
     def _memory(self, tensor: torch.Tensor) -> Memory:
@@ -273,7 +280,7 @@ class Recording(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return self.real[place]
 
     def refuse(self, func: Any, tensors: Sequence[torch.Tensor]) -> NoReturn:
-        """Raise an error about a call that cannot be recorded, and keep it."""
+        """Raise an error about an unrecordable call, and remember it."""
         names = [name for each in tensors for name in self._names(each)]
         self.refusal = self.refusal or InvalidShardingError(
             f"The loader calls {func} on the stored tensor {summarize_keys(dict.fromkeys(names))} "
@@ -292,7 +299,7 @@ def _zero_what_is_not_stored(tensor: torch.Tensor, reads: Iterable[Read]) -> Non
 
 
 def is_recorded(tensor: torch.Tensor) -> bool:
-    """Tell whether a tensor stands for a stored one, also where `tensor.data` was assigned."""
+    """Whether a tensor stands for a stored one, even behind `tensor.data`."""
     if isinstance(tensor, Recorded):
         return True
     try:
@@ -307,7 +314,10 @@ def _is_tensor(value: object) -> TypeGuard[torch.Tensor]:
 
 
 def _is_view_of(view: torch.Tensor, meta: torch.Tensor) -> bool:
-    """Tell whether a meta tensor has elements of another one, which have the same size in both."""
+    """Whether a meta tensor has elements of another one.
+
+    Elements have the same size in both.
+    """
     storages = view.untyped_storage(), meta.untyped_storage()
     return storages[0]._cdata == storages[1]._cdata and view.itemsize == meta.itemsize
 
@@ -325,7 +335,7 @@ def _meta_of(value: Any) -> Any:
 
 
 def _identity(tensor: torch.Tensor) -> tuple[Any, ...]:
-    """Tell the memory of a real tensor from others."""
+    """Return a key that identifies the memory of a real tensor."""
     return tensor.device, tensor.untyped_storage().data_ptr(), tensor.dtype.itemsize
 
 
@@ -336,7 +346,7 @@ def _taken_as(given: torch.dtype, wanted: torch.dtype) -> list[Step]:
 def _parts(
     packet: Any, made: torch.Tensor, sources: Sequence[torch.Tensor], dim: int
 ) -> list[torch.Tensor]:
-    """Return the views of a result that have the elements of each of its sources."""
+    """Return the views of a result, one for each of its sources."""
     meta = _meta_of(made)
     parts: Sequence[torch.Tensor] = [meta]
     if packet is aten.cat:

@@ -1,4 +1,4 @@
-"""Checkpoints of what an Accelerator has prepared."""
+"""Checkpoints of the objects that an Accelerator has prepared."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _HAVE_OWN_CHECKPOINTS = (DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM)
 
 
 def training_state(accelerator: Any) -> dict[str, Any]:
-    """Return what `accelerator.save_state` saves, for distckpt to save and load.
+    """Return the state that `accelerator.save_state` saves, for distckpt to save and load.
 
         model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
         state = {**training_state(accelerator), "step": 0}
@@ -34,7 +34,7 @@ def training_state(accelerator: Any) -> dict[str, Any]:
     Returns:
         By name: the models, optimizers and schedulers that are prepared, registered objects, data
         loaders with a state (`model` is the first one, `model_1` the second), the scaler, the
-        random number generators, and what the accelerator counts: epochs of data loaders, batches
+        random number generators, and the accelerator's counters: epochs of data loaders, batches
         whose gradients are accumulated.
 
     Raises:
@@ -69,7 +69,7 @@ def _numbered(name: str, objects: Sequence[Any]) -> dict[str, Any]:
 
 
 class _Counters:
-    """What an accelerator counts, which are the same on all ranks."""
+    """The counters of an accelerator, which are the same on all ranks."""
 
     def __init__(self, accelerator: Any) -> None:
         self._accelerator = accelerator

@@ -22,15 +22,16 @@ __all__ = ["Checkpoints"]
 
 
 class Checkpoints(lightning.Callback):
-    """Save what `Trainer.fit` has reached, and resume from the newest step.
+    """Save the progress of `Trainer.fit`, and resume from the newest step.
 
         callback = Checkpoints("checkpoints", every_n_train_steps=1000, keep_last=3)
         trainer = lightning.Trainer(callbacks=[callback], enable_checkpointing=False)
         trainer.fit(model, data)
 
     A step is named after `trainer.global_step`. It has the model, all optimizers and schedulers,
-    the progress of the loops, the states of callbacks, of the data module and of data loaders, what
-    `on_save_checkpoint` adds, and the random number generators. Any number of processes resumes it.
+    the progress of the loops, the states of callbacks, of the data module and of data loaders, the
+    additions of `on_save_checkpoint`, and the random number generators. Any number of processes
+    resumes it.
 
     Args:
         root: the directory of the steps, a path or URL.
@@ -51,7 +52,7 @@ class Checkpoints(lightning.Callback):
         self._saver = _Saver(self, every_n_train_steps, every_n_epochs)
 
     def state_of(self, trainer: Any) -> dict[str, Any]:
-        """Return what is saved and loaded: objects by name, to which a subclass may add."""
+        """Return the state to save and load: objects by name, to which a subclass may add."""
         progress = Progress(trainer)
         state = {"model": trainer.model, "rng": RngState(), "trainer": progress}
         state |= {f"optimizer_{number}": each for number, each in enumerate(trainer.optimizers)}
@@ -74,7 +75,7 @@ class Checkpoints(lightning.Callback):
 
 
 class _Saver(Checkpoint):
-    """The last of all callbacks: what the others change at a step is saved with it."""
+    """The last of all callbacks: it saves the changes that all other ones make at a step."""
 
     best_model_path = ""  # Trainer.test(ckpt_path="best") says that there is none
     resumes = resumes_loaders = False
@@ -93,7 +94,7 @@ class _Saver(Checkpoint):
             # The last batch of a rank is not the last one where there are fewer.
             if state["trainer"].num_ranks == trainer.world_size or is_in_mid_epoch(trainer):
                 self._loaders = [*state.get("data", ())]
-            # A validation of the sanity check would change what was loaded.
+            # A validation of the sanity check would change the loaded state.
             self._num_sanity_steps, trainer.num_sanity_val_steps = trainer.num_sanity_val_steps, 0
         self._random = RngState().state_dict() if self.resumes else None
         self.resumes_loaders, self._last_step = False, trainer.global_step
@@ -101,7 +102,7 @@ class _Saver(Checkpoint):
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         if self.resumes:
             trainer.num_sanity_val_steps = self._num_sanity_steps
-        if self.resumes and trainer.ckpt_path:  # which not all strategies have set earlier
+        if self.resumes and trainer.ckpt_path:  # Not all strategies have set this earlier.
             raise ValueError(
                 f"Trainer.fit is told to resume from ckpt_path={trainer.ckpt_path!r}, and "
                 f"{self._owner.manager.root!r} has steps to resume from: leave out ckpt_path, or "
@@ -145,7 +146,7 @@ class _Saver(Checkpoint):
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
         # The next fit of this process may look for the step that is being saved.
-        with contextlib.suppress(Exception):  # which the manager has logged
+        with contextlib.suppress(Exception):  # the manager has logged it
             self._owner.manager.wait()
 
     def _save(self, trainer: Any, metrics: dict[str, Any]) -> None:

@@ -1,5 +1,5 @@
-"""Saving, loading and reading metadata, under the names of Megatron Core's
-`dist_checkpointing.serialization`.
+"""Saving, loading and reading metadata, under Megatron Core's `dist_checkpointing.serialization`
+names.
 """
 
 import logging

@@ -53,8 +53,9 @@ _loggers: ContextVar[tuple[logging.Logger, ...]] = ContextVar("distckpt_debug_lo
 
 
 def zip_strict(*args: Iterable[Any]) -> Iterator[tuple[Any, ...]]:
-    """Zip iterables of the same length; a ValueError gives all lengths when they differ, before any
-    tuple comes.
+    """Zip iterables of the same length.
+
+    A ValueError gives all lengths when they differ, before any tuple comes.
     """
     columns = [list(arg) for arg in args]
     lengths = [len(column) for column in columns]
@@ -67,8 +68,9 @@ def zip_strict(*args: Iterable[Any]) -> Iterator[tuple[Any, ...]]:
 def logger_stack(
     name: str | None = None, current_logger: logging.Logger | None = None
 ) -> Iterator[tuple[str, logging.Logger]]:
-    """Enter a named scope for debug logging, for this thread; None takes the name or logger of the
-    scope around it.
+    """Enter a named scope for debug logging, for this thread.
+
+    None takes the name or logger of the scope around it.
 
     Yields:
         The names of the scopes around, joined by dots, and the logger.
@@ -90,7 +92,9 @@ def debug_time(
     threshold: float = float("-inf"),
     level: int | None = None,
 ) -> Iterator[None]:
-    """Log how long the body takes, also when it raises, in a scope as of `logger_stack`.
+    """Log the duration of the body, in a scope as of `logger_stack`.
+
+    It is logged also when the body raises.
 
     Args:
         threshold: shortest time to log, in seconds.
@@ -109,6 +113,9 @@ def debug_time(
 
 
 def debug_msg(msg: str) -> None:
-    """Log a message at level DEBUG, after the names of the scopes around, see `logger_stack`."""
+    """Log a message at level DEBUG, with its scopes.
+
+    The names of the scopes around come before it, see `logger_stack`.
+    """
     with logger_stack() as (full_name, scope_logger):
         scope_logger.debug("%s %s", full_name, msg)

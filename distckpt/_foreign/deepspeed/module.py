@@ -1,6 +1,4 @@
-"""What DeepSpeed stores of a module beside the optimizer: buffers, frozen parameters, and the names
-of tied tensors.
-"""
+"""The stored module without the optimizer: buffers, frozen parameters, tied names."""
 
 from __future__ import annotations
 
@@ -19,7 +17,7 @@ logger = logging.getLogger(__name__)
 
 
 class _Frozen(NamedTuple):
-    """The frozen parameters of ZeRO-3: their shapes, and the shares in the file of each rank."""
+    """The frozen parameters of ZeRO-3: their shapes, and each rank's shares."""
 
     shapes: dict[str, Shape]
     shares: list[tuple[StateFile, Mapping[str, TensorView]]]
@@ -41,7 +39,7 @@ class _Frozen(NamedTuple):
 def module_contents(
     models: Sequence[StateFile], trained: Iterable[str]
 ) -> tuple[list[StoredPiece], dict[str, str]]:
-    """Return the pieces of a module that are not trained, and the aliases of its tied tensors."""
+    """Return the untrained pieces of a module, and its tied tensors' aliases."""
     model = models[0]
     frozen = _frozen_parameters(models)
     tied = model.content.get("shared_params") or {}
@@ -71,14 +69,14 @@ def _frozen_parameters(models: Sequence[StateFile]) -> _Frozen:
 
 
 def _checked_module(model: StateFile) -> Mapping[str, Any]:
-    """Check the state dict of the module against the rest of the file, and return it."""
+    """Check a module's state dict against its file, and return it."""
     stored: Mapping[str, Any] = model.content.get("module") or {}
     if absent := set(model.content.get("buffer_names") or ()) - stored.keys():
         raise model.damaged(f"the module lacks {summarize_keys(absent)} of buffer_names")
     for group in model.shapes("param_shapes"):
         for name, shape in group.items():
             view = stored.get(name)
-            # ZeRO-3 leaves an empty tensor in the place of each parameter.
+            # ZeRO-3 leaves an empty tensor instead of each parameter.
             if type(view) is TensorView and view.shape not in ((0,), shape):
                 raise model.damaged(
                     f"{name!r} has shape {view.shape} in the module, {tuple(shape)} in param_shapes"
@@ -91,7 +89,7 @@ def _views(
     stored: Mapping[str, Any],
     known: Set[str],
 ) -> dict[str, TensorView]:
-    """Return the tensors of the module other than `known`, which lie elsewhere."""
+    """Return the tensors of the module without the `known` ones."""
     rest = {name: value for name, value in stored.items() if name not in known}
     views = {name: value for name, value in rest.items() if type(value) is TensorView}
     if odd := rest.keys() - views.keys():
@@ -112,11 +110,11 @@ def _check_are_there(model: StateFile, views: Mapping[str, TensorView]) -> None:
 def _needed_aliases(
     model: StateFile, aliases: Mapping[str, str], known: Set[str]
 ) -> dict[str, str]:
-    """Return the aliases whose tensors are not stored under their own names as well."""
+    """Return the aliases whose tensors are not stored under their own names."""
     needed = {alias: name for alias, name in aliases.items() if alias not in known}
     dangling = [alias for alias, name in needed.items() if name not in known]
-    # Without frozen_param_shapes, frozen parameters were left out of the save, including those that
-    # others are tied to.
+    # Without frozen_param_shapes, frozen parameters were left out of the save, including those to
+    # which other names are tied.
     if dangling and model.content.get("frozen_param_shapes") is not None:
         raise model.damaged(
             f"shared_params ties {summarize_keys(dangling)} to tensors that are not there"

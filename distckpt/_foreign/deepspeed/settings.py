@@ -59,7 +59,7 @@ def _values(
     state: Mapping[str, Any],
     tensors: Sequence[str],
 ) -> dict[str, Any]:
-    """Return what a state holds besides `tensors`, with the step as PyTorch counts it."""
+    """Return a state without `tensors`, with the step as PyTorch counts it."""
     values = {
         name: file.values(value, name) for name, value in state.items() if name not in tensors
     }
@@ -72,6 +72,6 @@ def _values(
 
 
 def step_of(file: StateFile, state: Mapping[str, Any]) -> float | None:
-    """Return the step of a state, None if it has none."""
+    """Return the step of a state, or None if it has none."""
     step = file.values(state.get("step"), "step")
     return None if step is None else float(step)

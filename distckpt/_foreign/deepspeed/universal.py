@@ -1,4 +1,4 @@
-"""Universal checkpoints: a folder for each parameter, with files for its weights and its states."""
+"""Universal checkpoints: a folder per parameter, with files of weights and states."""
 
 from __future__ import annotations
 
@@ -34,7 +34,10 @@ _OPTIMIZER_NAME = "optimizer_state.pt"
 
 
 class _Parameter(NamedTuple):
-    """The tensors of a parameter by state, each with its file, and the step if it lies beside."""
+    """The tensors of a parameter by state, and its step if stored.
+
+    Each tensor comes with its file.
+    """
 
     tensors: dict[str, tuple[StateFile, TensorView]]
     step: float | None
@@ -45,7 +48,7 @@ _Groups = Sequence[dict[str, Shape]]
 
 
 def universal_contents(location: str, states: States) -> Contents:
-    """Find what a Universal checkpoint holds, whatever layout it was made from."""
+    """Return the contents of a Universal checkpoint, whatever its first layout."""
     folder = f"{states.folder}zero"
     [optimizer] = read_states(location, [f"{folder}/{_OPTIMIZER_NAME}"])
     models, others = read_save(location, states)
@@ -107,12 +110,12 @@ def _states_of_groups(
     shapes: _Groups,
     parameters: Mapping[str, _Parameter],
 ) -> dict[int, dict[str, Any]]:
-    """Return the states of each group, which all of its parameters have in common."""
+    """Return the states of each group, which all its parameters share."""
     for options in optimizer.content["param_groups"]:
         # ZeRO-3 divides the parameters of a group further.
         names = [name for number in options["params"] for name in shapes[number]]
         _check_same_states(folder, names, parameters)
-    # ZeRO-3 keeps the steps there, ZeRO-1 and 2 beside each parameter.
+    # ZeRO-3 keeps the steps there, ZeRO-1 and 2 with each parameter.
     stored = optimizer.content.get("optimizer_state_dict", {}).get("state", {})
     states: dict[int, dict[str, Any]] = {}
     for number, group in enumerate(shapes):
@@ -158,7 +161,10 @@ def _read_parameter(
     shape: Shape,
     is_slice: bool,
 ) -> _Parameter:
-    """Read the folder of a parameter; with `is_slice`, it may be larger than `shape`."""
+    """Read the folder of a parameter.
+
+    With `is_slice`, it may be larger than `shape`.
+    """
     path = join(location, folder)
     present = locations.list_names(path) if locations.isdir(path) else []
     names = sorted({f"{WEIGHT}.pt", *(name for name in present if name.endswith(".pt"))})

@@ -1,4 +1,4 @@
-"""Where in the flat vectors of DeepSpeed a tensor lies, and the tensors that are stored as such."""
+"""The places of tensors in DeepSpeed's flat vectors, and tensors stored singly."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class FlatVector(NamedTuple):
     Attributes:
         dtype: of its elements.
         runs: file and first byte of each stretch of it.
-        ends: where in the vector each stretch ends.
+        ends: the end of each stretch in the vector.
     """
 
     dtype: torch.dtype
@@ -33,7 +33,10 @@ class FlatVector(NamedTuple):
 
 
 def flat_vector(runs: Sequence[tuple[StateFile, TensorView, int]]) -> FlatVector:
-    """Join one-dimensional tensors, each given with its file and how many of its elements count."""
+    """Join one-dimensional tensors, each with its file and length.
+
+    Elements past that length do not count.
+    """
     dtype = runs[0][1].dtype
     for file, view, size in runs:
         is_flat = len(view.shape) == 1 and is_contiguous(view)
@@ -47,7 +50,9 @@ def flat_vector(runs: Sequence[tuple[StateFile, TensorView, int]]) -> FlatVector
 def pieces_in_vectors(
     key: str, shape: Shape, vectors: Sequence[FlatVector], at: int
 ) -> Iterator[StoredPiece]:
-    """Yield the pieces of a tensor of which each vector holds an equal share from element `at` on.
+    """Yield the pieces of a tensor that vectors hold in equal shares.
+
+    Each share begins at element `at`.
 
     The shares of the last vectors may be cut off.
     """
@@ -72,7 +77,7 @@ def pieces_in_vectors(
 def _stretches(
     vector: FlatVector, first: int, last: int, at: int
 ) -> Iterator[tuple[int, int, str, int]]:
-    """Yield where the elements [first, last) of a tensor lie, the first at position `at`.
+    """Yield the places of elements [first, last) from position `at` on.
 
     Each stretch is given as its range of elements, its file and its first byte.
     """
@@ -86,7 +91,7 @@ def _stretches(
 
 
 def pieces_of_view(key: str, file: StateFile, view: TensorView) -> Iterator[StoredPiece]:
-    """Yield the pieces of a tensor that a file holds as it is."""
+    """Yield the pieces of a tensor that is stored as it is."""
     byte, item = file.first_byte(view), view.dtype.itemsize
     name = TO_NAME[view.dtype]
     for region, start in contiguous_runs(view, whole(view.shape)):

@@ -1,6 +1,6 @@
-"""Checkpoints without ZeRO: the model's file has the optimizer, which numbers its parameters.
+"""Checkpoints without ZeRO: the model's file has the optimizer, by number.
 
-With 16-bit weights, the optimizer keeps those of 32 bits: a tensor for each parameter, or with
+With 16-bit weights, the optimizer keeps 32-bit ones: a tensor for each parameter, or with
 DeepSpeed's FusedAdam one flat vector for each group. Names are found by content: rounded, they are
 the weights of the module.
 """
@@ -31,8 +31,9 @@ _SAMPLE = 256
 
 
 class _Master(NamedTuple):
-    """A tensor of 32-bit weights: its number in the optimizer, its group, and whether it is flat,
-    of several parameters.
+    """A tensor of 32-bit weights in the optimizer.
+
+    It has its number, its group, and whether it is flat, of several parameters.
     """
 
     number: int
@@ -77,7 +78,10 @@ def contents_without_zero(models: Sequence[StateFile]) -> Contents:
 
 
 def _masters(optimizer: Mapping[str, Any]) -> list[_Master]:
-    """Return the 32-bit weights of an optimizer, none where the module has all there is."""
+    """Return the 32-bit weights of an optimizer, or none.
+
+    There are none where the module has all weights.
+    """
     found: list[_Master] = []
     flat = optimizer.get("fp32_groups_flat")
     groups = optimizer.get("fp32_groups") if flat is None else [[view] for view in flat]
@@ -87,7 +91,7 @@ def _masters(optimizer: Mapping[str, Any]) -> list[_Master]:
 
 
 def _parameters(file: StateFile) -> tuple[dict[str, TensorView], dict[str, str]]:
-    """Return the parameters of the module, and further names of those that are tied."""
+    """Return the parameters of the module, and aliases of tied ones."""
     parameters: dict[str, TensorView] = {}
     tied: dict[str, str] = {}
     first: dict[TensorView, str] = {}
@@ -108,7 +112,10 @@ def _parameters(file: StateFile) -> tuple[dict[str, TensorView], dict[str, str]]
 def _places(
     file: StateFile, masters: Sequence[_Master], parameters: Mapping[str, TensorView]
 ) -> dict[str, _Place]:
-    """Return the place of each trained parameter; nothing if some place is not certain."""
+    """Return the place of each trained parameter.
+
+    The result is empty if some place is not certain.
+    """
     left = _samples(file, parameters)
     groups: dict[Any, set[int]] = defaultdict(set)
     places: dict[str, _Place] = {}
@@ -121,7 +128,8 @@ def _places(
             places[name] = _Place(master, start)
             start += math.prod(parameters[name].shape)
             groups[parameters[name].shape, left.pop(name)].add(master.group)
-    # Groups keep the order of the module. Which of two equal parameters is in which is not known.
+    # Groups keep the order of the module. If two parameters are equal, it is unknown which is in
+    # which.
     return {} if any(len(each) > 1 for each in groups.values()) else places
 
 
@@ -145,7 +153,7 @@ def _name_at(
     parameters: Mapping[str, TensorView],
     left: Mapping[str, bytes],
 ) -> str | None:
-    """Return which of the parameters that are left a tensor has at an element, None if none."""
+    """Return the parameter left for an element of a tensor, or None."""
     values = _elements(file, master.view, start, _SAMPLE)
     for name, sample in left.items():
         view = parameters[name]
@@ -176,7 +184,7 @@ def _pieces_of(
     parameters: Mapping[str, TensorView],
     states: Mapping[int, Mapping[str, Any]],
 ) -> tuple[list[StoredPiece], dict[int, dict[str, Any]]]:
-    """Return the pieces of the weights and states, and of the states what is read."""
+    """Return the pieces of weights and states, and the other states' values."""
     pieces: list[StoredPiece] = []
     kept: dict[int, dict[str, Any]] = {}
     unread: set[str] = set()
@@ -201,7 +209,7 @@ def _pieces_of(
 def _pieces_at(
     file: StateFile, key: str, shape: Shape, view: TensorView, start: int
 ) -> Iterator[StoredPiece]:
-    """Yield the pieces of a tensor from an element of another one on."""
+    """Yield the pieces of a tensor from an element of another on."""
     if not is_contiguous(view):
         raise file.damaged(f"{key!r} is not a contiguous tensor")
     size = math.prod(view.shape)

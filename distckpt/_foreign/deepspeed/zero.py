@@ -1,8 +1,7 @@
-"""ZeRO checkpoints: where in the flat vectors of the ranks each parameter and its optimizer state
-lie.
+"""ZeRO checkpoints: the places of parameters and states in the flat vectors of ranks.
 
 ZeRO-1 and ZeRO-2 flatten the parameters of a group into one vector and divide it among the ranks.
-ZeRO-3 divides each parameter among the ranks and flattens what a rank has of a group.
+ZeRO-3 divides each parameter among the ranks and flattens a rank's shares of a group.
 """
 
 from __future__ import annotations
@@ -41,15 +40,15 @@ _Groups = Sequence[Mapping[str, Shape]]
 
 @dataclass(frozen=True)
 class _RankState:
-    """What one rank has of the optimizer.
+    """The optimizer's part on one rank.
 
     Attributes:
-        file: where it lies.
-        fields: what the file says of the optimizer.
+        file: its file.
+        fields: the content of the file about the optimizer.
         is_stage_3: whether ZeRO-3 wrote it.
         states: states of the flat parameters by number.
         groups: `param_groups` of the optimizer.
-        paddings: how many elements of each group, at the end, are none of a parameter.
+        paddings: the number of elements of each group, at the end, that belong to no parameter.
         vectors: for each group, which ZeRO-3 calls a sub-group, its weights and states by name.
     """
 
@@ -62,18 +61,21 @@ class _RankState:
     vectors: list[dict[str, TensorView]]
 
     def num_elements(self, group: int) -> int:
-        """Return how many weights of a group the rank has."""
+        """Return the number of a group's weights on the rank."""
         return self.vectors[group][WEIGHT].shape[0]
 
     def has_elements(self, group: int, state: str) -> bool:
-        """Tell whether a state of a group has an element for each weight of the rank."""
+        """Whether a state of a group has an element for each weight.
+
+        Only the weights of the rank count.
+        """
         size = math.prod(self.vectors[group][state].shape)
         # Only the weights are stored without the padding at the end.
         return size - self.num_elements(group) in (0, self.paddings[group])
 
 
 def zero_contents(location: str, states: States) -> Contents:
-    """Return the contents of a checkpoint of ZeRO-1, 2 or 3, or without ZeRO."""
+    """Return the contents of a ZeRO checkpoint, or one without ZeRO."""
     models, optims = read_save(location, states)
     shapes = models[0].shapes("param_shapes")
     if not shapes and not states.optim:
@@ -119,7 +121,7 @@ def _rank_state(file: StateFile) -> _RankState:
 
 
 def _check_ranks(states: States, ranks: Sequence[_RankState], path: str) -> None:
-    """Check that there is one file of each rank, all of one save."""
+    """Check that each rank has one file, all of one save."""
     if not ranks:
         raise CorruptCheckpointError(
             f"{path!r} holds no *_optim_states.pt, where ZeRO keeps the weights: restore them."
@@ -143,7 +145,7 @@ def _of_different_saves(rank: _RankState, other: _RankState) -> CorruptCheckpoin
 
 
 def _check_all_are_there(states: States, rank: _RankState, path: str) -> None:
-    """Check that there are as many files as the file of a rank says."""
+    """Check that there are as many files as a rank's file says."""
     counts = rank.fields.get("partition_count")
     distinct = set(counts if isinstance(counts, list) else [counts])
     if len(distinct) > 1:
@@ -160,12 +162,15 @@ def _check_all_are_there(states: States, rank: _RankState, path: str) -> None:
 
 
 def _holders(ranks: Sequence[_RankState], group: int) -> Sequence[_RankState]:
-    """Return the ranks that have weights of a group; of an empty one, all."""
+    """Return the ranks with weights of a group, or all without any."""
     return [rank for rank in ranks if rank.num_elements(group)] or ranks
 
 
 def _traits(rank: _RankState, group: int) -> Any:
-    """Return what is the same of a group on all ranks of a save that have weights of it."""
+    """Return the traits of a group that its ranks must share.
+
+    Only ranks with weights of the group count.
+    """
     step = step_of(rank.file, rank.states.get(group, {}))
     return rank.is_stage_3, set(rank.vectors[group]), step
 
@@ -189,7 +194,10 @@ def _check_model(model: StateFile, ranks: Sequence[_RankState], shapes: _Groups)
 def _pieces_of_group(
     ranks: Sequence[_RankState], number: int, shapes: Mapping[str, Shape]
 ) -> tuple[list[StoredPiece], set[str]]:
-    """Return the pieces of the weights and states of a group, and the states that are not read."""
+    """Return a group's pieces, and the names of states without pieces.
+
+    These are not read from vectors.
+    """
     paddings = _paddings_of_group(ranks[0], number, len(shapes))
     holders = _holders(ranks, number)
     pieces: list[StoredPiece] = []
@@ -220,7 +228,7 @@ def _pieces_of_state(
     shapes: Mapping[str, Shape],
     paddings: Sequence[int],
 ) -> Iterator[StoredPiece]:
-    """Yield the pieces of the weights of a group, or of a state with an element for each."""
+    """Yield the pieces of a group's weights, or of an elementwise state."""
     vectors = _vectors_of_group(ranks, number, state)
     end = 0
     for (name, shape), padding in zip(shapes.items(), paddings, strict=True):
@@ -238,7 +246,7 @@ def _pieces_of_wholes(
 ) -> list[StoredPiece] | None:
     """Return the pieces of a state that ranks hold for whole parameters.
 
-    Under ZeRO-1 and 2, Muon has it on each rank that has weights of a parameter. None if it is of
+    Under ZeRO-1 and 2, Muon has it on each rank that has weights of a parameter. None if it has
     another form.
     """
     if ranks[0].is_stage_3:
@@ -287,7 +295,7 @@ def _paddings_of_group(
     number: int,
     num_parameters: int,
 ) -> Sequence[int]:
-    """Return how many elements stand behind each parameter of a group."""
+    """Return the padding behind each parameter of a group."""
     by_group = rank.fields.get("param_alignment_paddings") or {number: [0] * num_parameters}
     paddings: Sequence[int] = by_group[number]
     if len(paddings) != num_parameters:
@@ -302,7 +310,10 @@ def _vectors_of_group(
     number: int,
     state: str,
 ) -> list[FlatVector]:
-    """Return the vector of each rank, or the one vector that all ranks share in ZeRO-1 and 2."""
+    """Return the vector of each rank, or the one they share.
+
+    They share one in ZeRO-1 and 2.
+    """
     runs = [
         (rank.file, rank.vectors[number][state], rank.num_elements(number))
         for rank in ranks
@@ -324,9 +335,9 @@ def _check_end(
 
 
 def _notes_places(rank: _RankState, paddings: Sequence[int]) -> bool:
-    """Tell whether the places that DeepSpeed notes are those it uses.
+    """Whether the places that DeepSpeed notes are the ones it uses.
 
-    They are others where it reorders parameters, and were where it pads them.
+    They differ where it reorders parameters, and did where it pads them.
     """
     config = rank.file.content.get("ds_config") or {}
     zero = config.get("zero_optimization") or {}
@@ -338,7 +349,7 @@ def _check_slices(
     number: int,
     shapes: Mapping[str, Shape],
 ) -> None:
-    """Compare the slices that ZeRO-1 and 2 note in each file with what its rank must hold."""
+    """Compare the slices that ZeRO-1 and 2 note with those expected."""
     first = 0
     for rank in ranks:
         last = first + rank.num_elements(number)
@@ -362,7 +373,9 @@ def _check_slices(
 def _slices_between(
     shapes: Mapping[str, Shape], paddings: Sequence[int], first: int, last: int
 ) -> dict[str, tuple[int, int]]:
-    """Return start and size of the parameters in the elements [first, last) of a group."""
+    """Return start and size of parameters in elements [first, last). They are elements of one
+    group.
+    """
     slices = {}
     end = 0
     for (name, shape), padding in zip(shapes.items(), paddings, strict=True):

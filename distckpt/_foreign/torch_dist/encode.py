@@ -1,5 +1,6 @@
-"""Writing archives as `torch.save` does, and pickles, by the table that reading has: neither torch
-nor pickle is called.
+"""Writing archives as `torch.save` does, and pickles, without torch or pickle.
+
+Both follow the table that reading has.
 
 Only instructions of protocol 2 are written, which all unpicklers of torch read, the restricted one
 included.
@@ -42,8 +43,9 @@ class Global(NamedTuple):
 
 
 class Call(NamedTuple):
-    """An object that a pickle makes by calling a function, or with `is_new` as a new object of a
-    class, and then gives a state.
+    """An object that a pickle makes by calling a function.
+
+    With `is_new`, it is a new object of a class. It then gets a state.
     """
 
     function: Global
@@ -53,7 +55,7 @@ class Call(NamedTuple):
 
 
 class Pairs(NamedTuple):
-    """A dict, given as keys and values, whose keys need not be hashable here."""
+    """A dict as keys and values, whose keys need not be hashable."""
 
     items: list[tuple[Any, Any]]
 
@@ -117,7 +119,7 @@ def _write_archive(
 
 
 class _RestOfFile:
-    """The rest of a file as a file of its own, which is all that `zipfile` needs."""
+    """The rest of a file as its own file, for `zipfile`."""
 
     def __init__(self, file: BinaryIO, start: int) -> None:
         self._file, self._start = file, start
@@ -140,7 +142,7 @@ def _raw(tensor: torch.Tensor) -> Any:
 
 
 def encode_pickle(obj: Any) -> tuple[bytes, list[Any]]:
-    """Return the pickle of an object, and the tensors in it in the order of their storages."""
+    """Return the pickle of an object, and its tensors in storage order."""
     encoder = _Encoder()
     encoder.add(obj)
     return b"\x80\x02" + b"".join(encoder.instructions) + b".", encoder.tensors
@@ -211,7 +213,7 @@ class _Encoder:
             self.instructions.append(b"b")
 
     def add_tensor(self, obj: Any) -> None:
-        """Add a tensor, dense as `torch.save` stores it, and remember it for its bytes."""
+        """Add a tensor, dense as `torch.save` stores it, and remember its bytes."""
         dtype, shape = obj.dtype, tuple(obj.shape)
         strides = [int(np.prod(shape[axis + 1 :], dtype=np.int64)) for axis in range(len(shape))]
         stored = _Stored(len(self.tensors), TensorRecord(dtype, shape))
@@ -270,7 +272,9 @@ def _formless(obj: Any) -> str:
 
 
 def refuse_formless(obj: Any, name: str, way_out: str = "") -> None:
-    """Refuse an object, of the name `name`, that holds values that have no form in such files.
+    """Refuse an object with values that have no form in such files.
+
+    `name` is the name of the object.
 
     Raises:
         UnsupportedObjectError: with the places and classes of all.

@@ -1,5 +1,4 @@
-"""Checkpoints of torch.distributed.checkpoint, as PyTorch writes them and as Megatron Core does
-(`torch_dist`).
+"""Checkpoints of torch.distributed.checkpoint, from PyTorch and Megatron Core (`torch_dist`).
 
 `distckpt.load` and `distckpt.consolidate` read such directories as they are, whatever number of
 ranks wrote them:
@@ -45,8 +44,9 @@ def export(
     process_group: Any = None,
     progress: Progress | None = None,
 ) -> None:
-    """Write a checkpoint as Megatron Core's `torch_dist`, which `torch.distributed.checkpoint.load`
-    reads as well.
+    """Write a checkpoint as Megatron Core's `torch_dist`.
+
+    `torch.distributed.checkpoint.load` reads it as well.
 
         torch_dist.export("checkpoints/iter_0001000", "megatron/iter_0001000")
 
@@ -58,7 +58,7 @@ def export(
     Collective operation: all ranks of the process group must call it.
 
     Args:
-        checkpoint_dir: a path or URL of what `distckpt.load` can read.
+        checkpoint_dir: a path or URL of any checkpoint that `distckpt.load` reads.
         output_dir: a path; it must hold no checkpoint.
         overwrite: replace a checkpoint that is there.
         process_group: the ranks that export together; None for the default group, or for this
@@ -136,7 +136,10 @@ def _chunks_of_rank(
     rank: int,
     num_ranks: int,
 ) -> list[tuple[str, int]]:
-    """Return the keys and chunks of one rank: a run of about as many bytes as the others have."""
+    """Return the keys and chunks of one rank.
+
+    They are a run with an equal share of the bytes.
+    """
     chunks = chunks_to_write(stored)
     ends = np.cumsum([int(stored.manifest.num_bytes[chunk]) + 1 for _, chunk in chunks])
     shares = (ends - 1) * num_ranks // max(1, int(ends[-1]) if chunks else 1)

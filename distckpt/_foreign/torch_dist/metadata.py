@@ -1,6 +1,4 @@
-"""The `.metadata` file of torch.distributed.checkpoint: which item of which file holds which chunk
-of which tensor.
-"""
+"""The `.metadata` file of torch.distributed.checkpoint: the places of all chunks."""
 
 from __future__ import annotations
 
@@ -25,7 +23,7 @@ from distckpt._format.marker import read_file
 from distckpt._geometry.region import MAX_NDIM, Region
 
 _MAX_DEPTH = 256
-"""Of nested containers."""
+"""Greatest depth of nested containers."""
 
 _DCP = "torch.distributed.checkpoint"
 _SHARDED = "torch.distributed._shard"
@@ -43,7 +41,7 @@ _RECORDS: dict[str, tuple[str, ...]] = {
     f"{_SHARDED}.sharded_tensor.metadata": ("TensorProperties", "MEM_FORMAT_ENCODING"),
     _MEGATRON: ("MCoreMetadata", "MCoreSavePlan"),
 }  # fmt: skip
-"""Classes whose objects are read as records, as PyTorch 2.x and Megatron Core name them."""
+"""Classes that are read as records, in PyTorch 2.x and Megatron Core."""
 
 
 def _join_path(*parts: Any) -> str:
@@ -101,12 +99,13 @@ class TensorEntry(NamedTuple):
 
 
 _Path = tuple[str | int, ...]
-"""Keys and positions that lead to a place in nested dicts and lists."""
+"""Keys and positions of a place in nested dicts and lists."""
 
 
 class Metadata(NamedTuple):
-    """The content of a `.metadata` file: tensors, objects by name, and where both belong in the
-    state dict.
+    """The content of a `.metadata` file.
+
+    It has tensors, objects by name, and the places of both in the state dict.
     """
 
     tensors: list[TensorEntry]
@@ -139,7 +138,7 @@ def read_metadata(path: str) -> Metadata:
 
 
 def _interpret(root: Any, num_bytes: int) -> Metadata:
-    """Interpret what a pickle of `num_bytes` holds."""
+    """Interpret the content of a pickle of `num_bytes`."""
     is_metadata = _is_record(root, "Metadata") or _is_record(root, "MCoreMetadata")
     _require(is_metadata, "it holds no Metadata")
     stored = _stored_items(_dict(root.get("storage_data")))
@@ -173,7 +172,7 @@ def _stored_items(storage_data: Mapping[Any, Any]) -> _StoredItems:
 
 
 def _stored_item(name: Any, info: Record) -> StoredItem:
-    """Return where the item of a name lies."""
+    """Return the place of the item with a name."""
     file, first, count = info.get("relative_path"), info.get("offset"), info.get("length")
     _require(type(name) is str and type(file) is str, "a name that is not a string")
     _require(_is_count(first) and _is_count(count), f"the place of {name!r} is not a number")
@@ -226,7 +225,7 @@ def _region(key: str, chunk: Record, shape: tuple[int, ...]) -> Region:
 
 
 def _paths(planner_data: Any, max_chars: int) -> dict[str, _Path]:
-    """Return the paths that lead from names of items to places in the state dict."""
+    """Return the places of named items in the state dict."""
     paths: dict[str, _Path] = {}
     for name, path in planner_data.items() if isinstance(planner_data, dict) else ():
         _require(type(name) is str and _is_path(path), f"{name!r:.100} has no path")

@@ -1,5 +1,4 @@
-"""Archives that `torch.save` wrote, read as data: where the bytes of tensors lie, and objects of
-plain types.
+"""Archives of `torch.save` read as data: the places of tensors, and plain objects.
 
 Such an archive is a zip file with the entries `<name>/data.pkl`, a pickle that refers to storages,
 and `<name>/data/<n>`, the bytes of a storage.
@@ -43,9 +42,9 @@ from distckpt._format.codec.tree import (
 from distckpt._geometry.region import MAX_NDIM
 
 _MAX_READ_BYTES = 16 << 20
-"""Limit of the directory and of the pickle of an archive that holds one tensor."""
+"""Limit of an archive's directory, and of the pickle of one tensor."""
 _EXTRA_VALUES = 1_000_000
-"""An object may amount to this many values, and to four more for each byte of its archive."""
+"""Most values of an object, plus four per byte of its archive."""
 
 
 class _Storage(NamedTuple):
@@ -66,7 +65,7 @@ class TensorView(NamedTuple):
 
 
 def locate_tensor(read_range: ReadRange, size: int) -> tuple[TensorView, int]:
-    """Find the one tensor in an archive of `size` bytes, and its first byte.
+    """Find the one tensor in an archive, and its first byte.
 
     Raises:
         ValueError: the archive holds something else.
@@ -87,7 +86,7 @@ def locate_tensor(read_range: ReadRange, size: int) -> tuple[TensorView, int]:
 
 
 def first_byte_of(archive: Archive, view: TensorView, size: int) -> int:
-    """Return where in an archive of `size` bytes a tensor begins.
+    """Return a tensor's first byte in an archive of `size` bytes.
 
     Raises:
         ValueError: it reaches outside its storage.
@@ -108,7 +107,7 @@ def first_byte_of(archive: Archive, view: TensorView, size: int) -> int:
 
 
 def read_views(archive: Archive) -> Any:
-    """Return the object that an archive holds, with a `TensorView` for each tensor.
+    """Return the object in an archive, with a `TensorView` for each tensor.
 
     Objects of other than plain types become `Record`s, whose kind is the name of the class.
 
@@ -181,7 +180,7 @@ STORAGE_DTYPES: Mapping[str, torch.dtype] = LazyTable(
         "ComplexDouble": torch.complex128,
     }
 )
-"""Dtypes whose storages have classes of their own, by the beginning of the class name."""
+"""Dtypes whose storages have classes, by the prefix of the class name."""
 
 
 def _never(*args: Any) -> Any:
@@ -195,7 +194,10 @@ _TENSOR_TYPES = {
 
 
 def _tensor_table(finish: Callable[[TensorView], Any]) -> dict[GlobalName, Any]:
-    """Return what the pickle of a tensor may name; it gets what `finish` makes of the view."""
+    """Return the names allowed in a tensor's pickle, with their functions.
+
+    `finish` makes the result of the view.
+    """
 
     # After the strides come the requirement of a gradient and the hooks.
     def of_typed(
@@ -366,7 +368,7 @@ _OBJECTS: dict[GlobalName, Any] = {
 
 
 class _Table(dict[GlobalName, Any]):
-    """What the pickle of an object may name: given functions, and registered classes."""
+    """The names allowed in an object's pickle: given functions, registered classes."""
 
     def __missing__(self, name: GlobalName) -> Any:
         full_name = ".".join(name)
@@ -379,7 +381,10 @@ class _Table(dict[GlobalName, Any]):
 
 
 class _AnyTable(dict[GlobalName, Any]):
-    """Given functions that a pickle may name; objects of all other classes are read as records."""
+    """The functions that a pickle may name, for objects read as records.
+
+    Objects of all other classes become records.
+    """
 
     def __missing__(self, name: GlobalName) -> Any:
         full_name = ".".join(name)
@@ -387,7 +392,10 @@ class _AnyTable(dict[GlobalName, Any]):
 
 
 def _maker_of(cls: Any) -> Callable[..., Any] | None:
-    """Return what pickles call in the place of a registered class, None if they may not name it."""
+    """Return the replacement of a registered class in pickles.
+
+    None if they may not name it.
+    """
     if issubclass(cls, enum.Enum):
         return lambda *value: cls(*value)
     if issubclass(cls, tuple) and hasattr(cls, "_make"):
@@ -413,7 +421,7 @@ def _set_state(obj: Any, state: Any) -> Any:
     if isinstance(obj, Record):
         obj.state = state
     if isinstance(obj, (collections.OrderedDict, torch.Tensor, Record)):
-        # For the first two, the state is what torch notes beside the items, and is not stored.
+        # For the first two, the state is torch's own note about the items, and is not stored.
         return obj
     raise ValueError(f"a state for a {type(obj).__name__}")
 

@@ -1,5 +1,5 @@
-"""Reader of torch.distributed.checkpoint's checkpoints, which PyTorch and Megatron Core
-(`torch_dist`) write.
+"""Reader of torch.distributed.checkpoint's checkpoints, from PyTorch and Megatron Core
+(`torch_dist`).
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _MAX_LIST = 1 << 20
 
 
 class TorchDistReader(Reader):
-    """Reads directories with a `.metadata` file, or with a marker that names `torch_dist`."""
+    """Reads directories with a `.metadata` file, or a `torch_dist` marker."""
 
     name = TORCH_DIST.name
 
@@ -46,8 +46,9 @@ class TorchDistReader(Reader):
         ]
 
     def load_common_state(self, stored: StoredCheckpoint) -> Any:
-        """Load Megatron's common state, which is one object, or join PyTorch's, of which each value
-        is stored by itself.
+        """Load Megatron's common state, or join the values of PyTorch's.
+
+        Megatron's is one object; PyTorch stores each value by itself.
         """
         if COMMON_KEY not in stored.manifest.key_index:
             return _extra_values(stored)
@@ -72,8 +73,9 @@ class TorchDistReader(Reader):
 
 
 def _extra_values(stored: StoredCheckpoint) -> dict[Any, Any]:
-    """Load what Lightning stores beside the state dicts; with a warning nothing, if that holds
-    objects of other classes than can be read.
+    """Load the values that Lightning stores next to state dicts.
+
+    If there are objects of unreadable classes, the result is empty, with a warning.
     """
     name = (stored.manifest.origin or {}).get("extra")
     if name is None:
@@ -98,8 +100,9 @@ def _extra_values(stored: StoredCheckpoint) -> dict[Any, Any]:
 
 
 def _paths(stored: StoredCheckpoint) -> Any:
-    """Return where each value of PyTorch's common state belongs in the state dict; None for
-    Megatron's common state.
+    """Return the path of each value of PyTorch's common state.
+
+    None for Megatron's common state.
     """
     return (stored.manifest.origin or {}).get("paths")
 
@@ -136,8 +139,9 @@ def _decode(stored: StoredCheckpoint, chunk: int, blob: bytes) -> Any:
 
 
 def _put(tree: dict[Any, Any], path: Sequence[Any], value: Any, location: str) -> int:
-    """Put a value into nested dicts (for names) and lists (for numbers); return how many items were
-    added to lists.
+    """Put a value into nested dicts (for names) and lists (for numbers).
+
+    Return the number of items added to lists.
     """
     node: Any = tree
     num_added = 0

@@ -1,4 +1,4 @@
-"""Regions of a stored tensor whose elements follow one another in its file."""
+"""Regions of a stored tensor that are contiguous in its file."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from distckpt._foreign.torch_dist.objects import TensorView
 from distckpt._geometry.region import Region, flat_range_regions
 
 _MAX_RUNS = 1 << 20
-"""A stored tensor is divided into at most this many regions."""
+"""Most regions that a stored tensor is divided into."""
 
 _Shape = tuple[int, ...]
 
@@ -39,7 +39,7 @@ def contiguous_runs(stored: TensorView, region: Region) -> Iterator[tuple[Region
 
 
 def _axes_of_runs(shape: _Shape, strides: _Shape) -> set[int]:
-    """Return the axes along which the elements of a stored tensor follow one another."""
+    """Return the axes along which a stored tensor is contiguous."""
     # The axes from `outer` on lie as in a contiguous tensor; an axis of size 1 may have any stride.
     outer, step = len(shape), 1
     while outer and (shape[outer - 1] == 1 or strides[outer - 1] == step):
@@ -55,7 +55,7 @@ def _axes_of_runs(shape: _Shape, strides: _Shape) -> set[int]:
 def unflattened_runs(
     stored: TensorView, region: Region, shape: _Shape, original: _Shape
 ) -> Iterator[tuple[Region, int]]:
-    """Divide the region that a flattened shard holds into regions of the original tensor.
+    """Divide the region of a flattened shard into regions of the original.
 
     Such a tensor is stored as an array of `shape`, with one axis more than `original`: the first
     axes number the shards of a regular grid, and the last one counts the elements of each,
@@ -79,7 +79,10 @@ def unflattened_runs(
 
 
 def _shape_of_shards(shape: _Shape, original: _Shape) -> _Shape | None:
-    """Return the shape of the shards of a flattened tensor; None if `original` has no such grid."""
+    """Return the shape of a flattened tensor's shards.
+
+    None if `original` has no such grid.
+    """
     grid, flat_size = shape[:-1], shape[-1]
     if len(grid) != len(original):
         return None

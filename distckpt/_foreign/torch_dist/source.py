@@ -1,8 +1,8 @@
 """Checkpoints of torch.distributed.checkpoint as manifests, for everything that reads chunks.
 
-Two kinds, both with a `.metadata` file beside their `.distcp` files: those that PyTorch wrote, and
-those that Megatron Core wrote with its `torch_dist` strategy, which has a marker beside them and in
-most versions a `common.pt`.
+There are two kinds, both with a `.metadata` file next to their `.distcp` files: from PyTorch, and
+from Megatron Core's `torch_dist` strategy, which also have a marker and in most versions a
+`common.pt`.
 """
 
 from __future__ import annotations
@@ -37,14 +37,19 @@ from distckpt._storage import locations
 METADATA_NAME = TORCH_DIST.marker
 COMMON_NAME = "common.pt"
 EXTRA_NAME = "meta.pt"
-"""The file in which Lightning keeps what is no state dict of a module or optimizer."""
+"""The file of Lightning's values outside state dicts.
+
+Modules and optimizers have the state dicts.
+"""
 
 _MEGATRON_COMMON_KEY = "common_state"
 
 
 class _Cell(NamedTuple):
-    """A cell of an object's grid: the key of the object, the place of the cell, the shape of the
-    grid, and the item that holds it.
+    """A cell of an object's grid.
+
+    It has the key of the object, the place of the cell, the shape of the grid, and the item that
+    holds it.
     """
 
     key: str
@@ -90,7 +95,7 @@ def read_directory(location: str, format_name: str) -> Manifest:
 
 
 def _look_up_files(location: str, items: Sequence[tuple[str, StoredItem]]) -> dict[str, ShardFile]:
-    """Look up the files that `.metadata` names, and check that its items fit into them."""
+    """Look up the files named in `.metadata`, and check the items' bounds."""
     files: dict[str, ShardFile] = {}
     in_file: Counter[str] = Counter()
     for key, item in items:
@@ -156,7 +161,10 @@ def _check_dtypes(location: str, entries: Sequence[TensorEntry]) -> None:
 def _pieces_of_chunk(
     location: str, entry: TensorEntry, region: Region, item: StoredItem
 ) -> Iterator[StoredPiece]:
-    """Yield the pieces of the chunk that an item holds."""
+    """Return the cells of Megatron's objects.
+
+    Their names end in `/shard_<offset>_<shape>`; in later versions common state is one.
+    """
     path = locations.join(location, *item.file.split("/"))
 
     def read_range(start: int, stop: int) -> bytes:
@@ -209,7 +217,10 @@ def _megatron_objects(location: str, objects: Mapping[str, StoredItem]) -> list[
 
 
 def _check_is_not_of_megatron(location: str, names: Iterable[str]) -> None:
-    """Refuse a checkpoint with Megatron's objects and without the marker that it writes last."""
+    """Refuse a checkpoint of Megatron without the marker that it writes last.
+
+    Its objects show where it comes from.
+    """
     name = next(filter(_is_of_megatron, names), None)
     if name is not None:
         raise CorruptCheckpointError(
@@ -220,7 +231,7 @@ def _check_is_not_of_megatron(location: str, names: Iterable[str]) -> None:
 
 
 def _is_of_megatron(name: str) -> bool:
-    """Tell whether an object has a name that Megatron gives."""
+    """Whether an object has a name of Megatron's form."""
     try:
         ShardedObject.empty_from_unique_key(name)
     except InvalidShardingError:
@@ -231,7 +242,7 @@ def _is_of_megatron(name: str) -> bool:
 def _common_file(
     location: str, marker: Mapping[str, Any], files: dict[str, ShardFile]
 ) -> Iterator[_Cell]:
-    """Yield the cell of the file in which most versions of Megatron store common state."""
+    """Yield the cell of Megatron's file of common state, where it exists."""
     path = locations.join(location, COMMON_NAME)
     if locations.exists(path):
         files[COMMON_NAME] = look_up_file(location, COMMON_NAME, COMMON_KEY)

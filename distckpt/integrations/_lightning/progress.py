@@ -1,4 +1,4 @@
-"""The state of Lightning's Trainer besides tensors of the model and optimizers."""
+"""The state of Lightning's Trainer without the tensors of model and optimizers."""
 
 from __future__ import annotations
 
@@ -22,7 +22,10 @@ _LOADERS = "combined_loader"
 
 
 class DataLoaders:
-    """The states of this rank's data loaders, which Trainer takes once it has made these."""
+    """The states of this rank's data loaders.
+
+    Trainer takes them once it has made the loaders.
+    """
 
     def __init__(self, states: Any) -> None:
         self.states = states
@@ -63,7 +66,8 @@ class Progress:
         for callback in trainer.callbacks:
             callback.on_save_checkpoint(trainer, self._module, checkpoint)
         self._module.on_save_checkpoint(checkpoint)
-        # Callbacks that average weights put the average into "state_dict", and these elsewhere.
+        # Callbacks that average weights put the average into "state_dict", and the weights
+        # elsewhere.
         places = [name for name, value in checkpoint.items() if value is weights]
         rest = {name: value for name, value in checkpoint.items() if name not in places}
         return {**rest, "places_of_weights": places, "has_loaders": bool(self.loaders.states)}
@@ -92,14 +96,14 @@ class Progress:
 
 
 def restore_callbacks(trainer: Any, checkpoint: dict[str, Any]) -> None:
-    """Give callbacks the states that a checkpoint has of them."""
+    """Give callbacks their states from a checkpoint."""
     for callback in trainer.callbacks:
         if state := checkpoint["callbacks"].get(callback.state_key):
             callback.load_state_dict(copy.deepcopy(state))
 
 
 def is_in_mid_epoch(trainer: Any) -> bool:
-    """Return whether the epoch that the training has reached has further batches."""
+    """Return whether the current epoch has further batches."""
     batches = trainer.fit_loop.epoch_loop.batch_progress
     return batches.current.ready > 0 and not batches.is_last_batch
 
@@ -111,8 +115,8 @@ def restore_loaders(trainer: Any, states: Sequence[Any], random: Any) -> None:
 
     Args:
         trainer: which has made the loaders.
-        states: of those that have one.
-        random: the state of the random numbers that the run had.
+        states: states of the loaders that have one.
+        random: the state of the run's random numbers.
     """
     loop = trainer.fit_loop
     if is_in_mid_epoch(trainer) and _has_wrapped_sampler(loop._combined_loader.flattened):
@@ -142,6 +146,9 @@ def _has_wrapped_sampler(loaders: Iterable[Any]) -> bool:
 
 
 def start_at_first_batch(trainer: Any) -> bool:
-    """Return whether iterators of loaders are generators, which do nothing until a batch is due."""
+    """Return whether iterators of loaders are lazy until a batch is due.
+
+    Such iterators are generators.
+    """
     loaders = CombinedLoader(trainer.train_dataloader).flattened
     return any(inspect.isgeneratorfunction(type(each).__iter__) for each in loaders)
