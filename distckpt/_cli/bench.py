@@ -62,7 +62,8 @@ def run(arguments: Namespace, output: Output) -> int:
             "figures": figures,
         }
     )
-    ranks, rounds = count_text(task.num_ranks, "rank"), count_text(task.num_runs, "round")
+    ranks = count_text(task.num_ranks, "rank")
+    rounds = count_text(task.num_runs, "round")
     output.line(f"{size_text(task.num_bytes)} in tensors of 16 MiB on {ranks}, median of {rounds}")
     output.line()
     columns = ("median_seconds", "gb_per_second", "raw_gb_per_second", "of_raw")

@@ -16,8 +16,9 @@ from distckpt._cli.output import COLORS
 
 logger = logging.getLogger(__name__)
 
-_TOP, _BOTTOM = 10, 24
-"""Pixels above and below the drawing.
+_TOP = 10
+_BOTTOM = 24
+"""Pixels below the drawing, and above it (`_TOP`).
 
 Across, a picture is as wide as the window lets it be, and places are parts of 100.
 """
@@ -161,7 +162,8 @@ def line_chart(points: Sequence[Point], ends: tuple[float, float], height: int =
     """
     ys = [point.y for point in points]
     bottom = height - _BOTTOM
-    at_x, at_y = _scale(*ends, 0, 100), _scale(min(ys), max(ys), bottom, _TOP)
+    at_x = _scale(*ends, 0, 100)
+    at_y = _scale(min(ys), max(ys), bottom, _TOP)
     places = [(at_x(point.x), at_y(point.y)) for point in points]
     dots = "".join(
         f'<circle class="dot" cx="{x:.2f}%" cy="{y:.1f}" r="4"><title>{escape(point.text)}</title>'
@@ -202,7 +204,8 @@ def timeline(bars: Sequence[Bar], unit: str = "s") -> str:
     rows: dict[str, list[Bar]] = {}
     for bar in bars:
         rows.setdefault(bar.row, []).append(bar)
-    first, last = min(bar.start for bar in bars), max(bar.stop for bar in bars)
+    first = min(bar.start for bar in bars)
+    last = max(bar.stop for bar in bars)
     pitch = 20 if len(rows) <= 64 else 6
     height = _TOP + pitch * len(rows) + _BOTTOM
     at = _scale(first, last, 0, 100)
@@ -236,7 +239,8 @@ def _row_parts(
 ) -> Iterator[str]:
     """Yield the parts of a row: its waiting time, and above it its bars."""
     top, height = top_and_height
-    begin, end = at(min(bar.start for bar in bars)), at(max(bar.stop for bar in bars))
+    begin = at(min(bar.start for bar in bars))
+    end = at(max(bar.stop for bar in bars))
     yield _rect(begin, top, end - begin, height, 'class="wait"', f"{row}: waits")
     for bar in bars:
         look = 'class="bad"' if bar.is_bad else f'fill="{colors[bar.kind]}"'
@@ -285,7 +289,8 @@ def _color_of(number: int) -> str:
 
 def _shade(value: float) -> str:
     """Return a color between pale and dark."""
-    low, high = (222, 233, 247), (16, 64, 140)
+    low = (222, 233, 247)
+    high = (16, 64, 140)
     red, green, blue = (round(a + (b - a) * value) for a, b in zip(low, high, strict=True))
     return f"rgb({red},{green},{blue})"
 

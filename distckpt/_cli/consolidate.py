@@ -43,7 +43,8 @@ def run(arguments: Namespace, output: Output) -> int:
 
 
 def _merge(arguments: Namespace, options: ExportOptions, output: Output) -> int:
-    checkpoints, output_dir = arguments.checkpoints, arguments.output_dir
+    checkpoints = arguments.checkpoints
+    output_dir = arguments.output_dir
     if output_dir is None:
         *checkpoints, output_dir = checkpoints
     if arguments.dry_run:

@@ -123,7 +123,8 @@ def _largest(numbers: Iterable[float]) -> float:
 
 def changes_of(members: Sequence[TensorDifference]) -> str:
     """Format the common difference of some tensors: shapes, dtypes and number of values."""
-    first, parts = members[0], []
+    first = members[0]
+    parts = []
     if first.shapes[0] != first.shapes[1]:
         parts.append("shape {} / {}".format(*map(shape_text, first.shapes)))
     if first.dtypes[0] != first.dtypes[1]:
@@ -149,7 +150,8 @@ def place_of(tensor: TensorDifference) -> str:
 
 def describe_object(difference: ObjectDifference) -> str:
     """Format the difference of an object as one line."""
-    place, (a, b) = place_of_object(difference), difference.values
+    place = place_of_object(difference)
+    a, b = difference.values
     if difference.where != "both":
         value = a or b
         return f"{place}: only in {difference.where.upper()}" + (f" ({value})" if value else "")
@@ -181,7 +183,8 @@ def counts_of(report: DiffReport) -> dict[str, int]:
 def outcome(report: DiffReport) -> str:
     """Format how the checkpoints compare as one line."""
     counts = counts_of(report)
-    num_equal, num_different = counts.pop("equal"), counts.pop("differ")
+    num_equal = counts.pop("equal")
+    num_different = counts.pop("differ")
     rest = [f"{count:,} {name}" for name, count in counts.items() if count]
     if report.objects:
         differences = count_text(len(report.objects), "difference")

@@ -13,7 +13,8 @@ from distckpt._cli.writers import owner_of, rank_of_file
 from distckpt._format.stored_checkpoint import StoredCheckpoint
 
 _LETTERS = "0123456789abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ"
-_TEXT_WIDTH, _TEXT_HEIGHT = 64, 16
+_TEXT_WIDTH = 64
+_TEXT_HEIGHT = 16
 
 
 @dataclass(frozen=True)
@@ -34,7 +35,8 @@ class Chunk:
 
 def chunks_of(stored: StoredCheckpoint, key: str) -> list[Chunk]:
     """List the chunks of a key."""
-    manifest, rows = stored.manifest, stored.chunks_of(key)
+    manifest = stored.manifest
+    rows = stored.chunks_of(key)
     ndim = len(stored.global_shape(key))
     table = manifest.rows(np.arange(rows.start, rows.stop))
     regions = table.offsets[:, :ndim].tolist(), table.shapes[:, :ndim].tolist()
@@ -78,7 +80,8 @@ def text_picture(
     """
     owners = _owners(chunks)
     rows, columns = _extent(shape, axes)
-    height, width = min(_TEXT_HEIGHT, rows), min(_TEXT_WIDTH, columns)
+    height = min(_TEXT_HEIGHT, rows)
+    width = min(_TEXT_WIDTH, columns)
     rectangles = [(*_rectangle(chunk, axes), owners[chunk.owner]) for chunk in chunks]
     for line in range(height):
         at_row = (2 * line + 1) * rows // (2 * height)
@@ -113,7 +116,8 @@ def _extent(shape: tuple[int, ...], axes: tuple[int, ...]) -> tuple[int, int]:
 
 def _rectangle(chunk: Chunk, axes: tuple[int, ...]) -> tuple[int, int, int, int]:
     """Return first row, first column, rows and columns of a drawn chunk."""
-    offsets, sizes = [chunk.offset[axis] for axis in axes], [chunk.shape[axis] for axis in axes]
+    offsets = [chunk.offset[axis] for axis in axes]
+    sizes = [chunk.shape[axis] for axis in axes]
     row, column = [0] * (2 - len(axes)) + offsets
     num_rows, num_columns = [1] * (2 - len(axes)) + sizes
     return row, column, num_rows, num_columns

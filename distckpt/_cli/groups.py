@@ -52,7 +52,8 @@ def group_keys(manifest: Manifest, is_merging: bool = True) -> list[Group]:
         key = manifest.keys[key_id]
         pattern = without_numbers(key) if is_merging else key
         members[pattern, manifest.dtypes[key_id], manifest.global_shapes[key_id]].append(key_id)
-    sizes, counts = manifest.sums.bytes_of_keys, np.diff(manifest.key_starts)
+    sizes = manifest.sums.bytes_of_keys
+    counts = np.diff(manifest.key_starts)
     ranks = _ranks_of_groups(manifest, list(members.values()))
     return [
         Group(
@@ -75,7 +76,8 @@ def _ranks_of_groups(
 
     Equal ones are one tuple: thousands of ranks write each of thousands of keys.
     """
-    group_of, num_files = np.zeros(len(manifest.keys), np.int64), len(manifest.files)
+    group_of = np.zeros(len(manifest.keys), np.int64)
+    num_files = len(manifest.files)
     for group, ids in enumerate(members):
         group_of[ids] = group
     found: list[IntArray] = [np.zeros(0, np.int64)] * len(members)
@@ -87,7 +89,8 @@ def _ranks_of_groups(
         pairs = pairs[np.diff(pairs, prepend=-1) != 0]
         starts = np.flatnonzero(np.diff(pairs // num_files, prepend=-1))
         for each in np.split(pairs, starts)[1:]:
-            group, file_ids = int(each[0]) // num_files, each % num_files
+            group = int(each[0]) // num_files
+            file_ids = each % num_files
             if len(found[group]):
                 file_ids = np.union1d(found[group], file_ids)
             found[group] = known.setdefault(file_ids.tobytes(), file_ids)
@@ -153,7 +156,8 @@ def _tree(
 ) -> Iterator[tuple[str, Group]]:
     for branch in _branches(members, is_by_size):
         label = "  " * level + parent + branch.name
-        leaves, deeper = branch.leaves, branch.deeper
+        leaves = branch.leaves
+        deeper = branch.deeper
         for group in leaves:
             yield label, group
         if not leaves and len({rest[0] for rest, _ in deeper}) == 1:

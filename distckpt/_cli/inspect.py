@@ -55,7 +55,8 @@ def _show_all(
     stored: StoredCheckpoint, arguments: Namespace, problems: Sequence[Problem], output: Output
 ) -> None:
     manifest = stored.manifest
-    groups, files = group_keys(manifest, is_merging=not arguments.tree), list_files(manifest)
+    groups = group_keys(manifest, is_merging=not arguments.tree)
+    files = list_files(manifest)
     facts = summarize(stored)
     strays = stray_files(stored.location, {file.name for file in manifest.files})
     output.json(
@@ -163,7 +164,8 @@ def _show_key(
     if key not in known:
         near = did_you_mean(key, known) or other_prefix([key], known)
         raise LoadMismatchError(f"{stored.location!r} has no key {key!r}{near}")
-    shape, dtype = stored.global_shape(key), stored.dtype_name(key)
+    shape = stored.global_shape(key)
+    dtype = stored.dtype_name(key)
     stored_key = stored.manifest.keys[known[key]]
     chunks = grid.chunks_of(stored, key)
     facts = {"key": key, "stored_as": stored_key, "dtype": dtype, "shape": shape}

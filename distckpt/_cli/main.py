@@ -17,7 +17,9 @@ from types import ModuleType
 from distckpt._cli.output import Output
 from distckpt._cli.parser import parse
 
-EXIT_ERROR, EXIT_INTERRUPTED, EXIT_TERMINATED = 1, 130, 143
+EXIT_ERROR = 1
+EXIT_INTERRUPTED = 130
+EXIT_TERMINATED = 143
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -20,8 +20,10 @@ from distckpt._cli.table import table_lines
 MAX_LISTED = 50
 """Findings that a verb lists without --json."""
 
-DIM, BOLD, RED = "2", "1", "31"
-"""Styles, see `Output.styled`."""
+# Styles, see `Output.styled`.
+DIM = "2"
+BOLD = "1"
+RED = "31"
 
 _SECONDS_BETWEEN = 0.2
 _BAR_WIDTH = 30

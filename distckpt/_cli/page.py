@@ -89,5 +89,6 @@ def _describe(
     found = chunks_of(stored, key)
     chunks = [[places[c.owner], c.offset, c.shape, c.num_bytes] for c in found] if places else []
     size = sum(chunk.num_bytes for chunk in found)
-    shape, tied = stored.global_shape(key), stored.manifest.aliases.get(key)
+    shape = stored.global_shape(key)
+    tied = stored.manifest.aliases.get(key)
     return [name, stored.dtype_name(key), shape, size, chunks, tied, changes.get(name)]

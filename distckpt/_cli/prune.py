@@ -21,11 +21,10 @@ from distckpt._manager.steps import Saved, step_name
 from distckpt._parts.journal import Journal
 from distckpt._storage import locations
 
-_MINUTES, _MINUTES_OF_PARTS = 60, 7 * 24 * 60
-"""Minutes without a write before leftovers, or work in parts, are removed.
-
-Parts may wait in a queue for days.
-"""
+_MINUTES = 60
+"""Minutes without a write before leftovers are removed."""
+_MINUTES_OF_PARTS = 7 * 24 * 60
+"""The same for work in parts, which may wait in a queue for days."""
 
 
 @dataclass(frozen=True)
@@ -67,7 +66,8 @@ def run(arguments: Namespace, output: Output) -> int:
         output.line(f"kept {name}: {_why_kept(name)}")
     outcome = _outcome(pruning, problems)
     output.json({"root": pruning.root, "dry_run": arguments.dry_run, **outcome})
-    num_kept, num_saved = len(outcome["kept"]), len(pruning.saved)
+    num_kept = len(outcome["kept"])
+    num_saved = len(pruning.saved)
     all_are_kept = "" if arguments.keep_last else ": without --keep-last all are"
     output.line(f"{num_kept} of {num_saved} checkpoints kept in {pruning.root}{all_are_kept}")
     return 1 if problems else 0

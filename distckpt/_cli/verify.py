@@ -68,7 +68,9 @@ def strays_text(strays: Sequence[str]) -> str:
 
 def summary(report: VerifyReport) -> str:
     """Format the outcome as one line."""
-    verdict, rate, note = "OK", "", ""
+    verdict = "OK"
+    rate = ""
+    note = ""
     if not report.is_whole:
         verdict = f"DAMAGED ({count_text(len(report.problems), 'problem')})"
     if report.mode == "full":
@@ -80,7 +82,8 @@ def summary(report: VerifyReport) -> str:
     if report.num_fingerprints:
         compared = count_text(report.num_fingerprints, "tensor")
         note += f"; {compared} compared with the fingerprints of the save"
-    tensors, files = count_text(report.num_tensors, "tensor"), count_text(report.num_files, "file")
+    tensors = count_text(report.num_tensors, "tensor")
+    files = count_text(report.num_files, "file")
     return (
         f"{verdict}: {report.location}, {tensors} in {files}, {report.mode}: "
         f"{size_text(report.num_bytes)} read in {report.seconds:.2f} s{rate}{note}"

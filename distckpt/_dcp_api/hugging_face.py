@@ -254,7 +254,8 @@ def _with_dtype(
     kept: list[str],
 ) -> OutputTensor:
     """Return a tensor in its dtype; append its name to `kept` where another one does not apply."""
-    wanted, stored = named.get(output.name), FROM_NAME[output.dtype]
+    wanted = named.get(output.name)
+    stored = FROM_NAME[output.dtype]
     if cast_dtype is not None and wanted != torch.float32:
         wanted = cast_dtype
     if wanted is None or not _is_ordinary(stored):

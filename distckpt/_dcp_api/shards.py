@@ -34,8 +34,10 @@ from distckpt._models.dtensor import (
 )
 from distckpt._ranks.collectives import Ranks
 
-_MAIN, _EVERYWHERE = 1, 2
-"""Flags of a key on a rank: it has the main copy; all ranks have the key."""
+_MAIN = 1
+"""Flag of a key on a rank: it has the main copy."""
+_EVERYWHERE = 2
+"""Flag of a key on a rank: all ranks have the key."""
 
 
 def sharded(state_dict: Mapping[Any, Any], ranks: Ranks) -> ShardedStateDict:
@@ -105,7 +107,8 @@ def _shards_of_parts(key: str, value: Any, rank: int) -> list[ShardedBase]:
 def _shards_of_torch(key: str, value: Any) -> Iterator[ShardedTensor]:
     shape = tuple(value.metadata().size)
     for shard in value.local_shards():
-        local, place = shard.tensor, shard.metadata
+        local = shard.tensor
+        place = shard.metadata
         if is_dtensor(local) or _is_torch_sharded(local):
             raise InvalidShardingError(
                 f"Key {key!r} is a sharded tensor of sharded tensors, as FSDP1 makes of what "

@@ -79,7 +79,8 @@ def _grouped(tensors: Iterable[TensorInfo], max_bytes: int) -> Iterator[list[str
         size = math.prod(tensor.shape) * tensor.dtype.itemsize
         if group and filled + size > max_bytes:
             yield group
-            group, filled = [], 0
+            group = []
+            filled = 0
         group.append(tensor.key)
         filled += size
     if group:
@@ -118,7 +119,8 @@ class _OpenBucket:
     """A bucket that is being filled."""
 
     def __init__(self, max_bytes: int) -> None:
-        self.max_bytes, self.entries = max_bytes, list[BucketEntry]()
+        self.max_bytes = max_bytes
+        self.entries = list[BucketEntry]()
         self._data = torch.empty(0, dtype=torch.uint8)
 
     def _start(self) -> int:

@@ -72,7 +72,8 @@ class SeenSteps:
 
         Time counts from an earlier look, by the clock of this process.
         """
-        found, now = changes_in(location), time.monotonic()
+        found = changes_in(location)
+        now = time.monotonic()
         before, since = self._unfinished.get(location, (None, now))
         if before != found:
             self._unfinished[location] = found, now

@@ -118,7 +118,8 @@ def is_free_to_remove(name: str) -> bool:
 
 def write_tracker(root: str, step: int, durable: bool) -> None:
     """Write the number of a step into the tracker file."""
-    path, content = locations.join(root, TRACKER), str(step).encode()
+    path = locations.join(root, TRACKER)
+    content = str(step).encode()
     try:
         locations.write_bytes(path, content, durable)
     except FileNotFoundError:
@@ -182,7 +183,8 @@ def problem_with(root: str, step: int) -> str | None:
     location = locations.join(root, step_name(step))
     problem = problem_at(location, step)
     for _ in range(MAX_READS):
-        last, problem = problem, problem and problem_at(location, step)
+        last = problem
+        problem = problem and problem_at(location, step)
         if problem == last:
             break
     return problem

@@ -80,7 +80,8 @@ class ShardedBase(metaclass=ShardedMeta):
     def __eq__(self, other: object) -> bool:
         if type(self) is not type(other):
             return NotImplemented
-        mine, theirs = dict(vars(self)), dict(vars(other))
+        mine = dict(vars(self))
+        theirs = dict(vars(other))
         return mine.pop("data") is theirs.pop("data") and mine == theirs
 
     __hash__ = None  # type: ignore[assignment]

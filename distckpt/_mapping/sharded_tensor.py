@@ -112,7 +112,8 @@ class ShardedTensor(ShardedBase):
                 )
 
     def _check_numbers_of_axes(self) -> None:
-        prepended, fragmentations = self.prepend_axis_num, self.axis_fragmentations
+        prepended = self.prepend_axis_num
+        fragmentations = self.axis_fragmentations
         if not isinstance(prepended, INTEGERS) or prepended < 0:
             self._fail("prepend_axis_num must be an integer of at least 0")
         if len(self.global_shape) != len(self.global_offset):
@@ -357,13 +358,15 @@ class ShardedTensor(ShardedBase):
         if not -len(self.local_shape) <= dim < len(self.local_shape):
             self._fail(f"narrow: local_shape has no axis {dim}")
         dim %= len(self.local_shape)
-        size, axis = self.local_shape[dim], dim + self.prepend_axis_num
+        size = self.local_shape[dim]
+        axis = dim + self.prepend_axis_num
         if start < 0 or length < 0 or start + length > size:
             self._fail(
                 f"narrow: start {start} and length {length} do not lie within axis {dim} of "
                 "local_shape"
             )
-        global_size, global_offset = self.global_shape[axis], self.global_offset[axis]
+        global_size = self.global_shape[axis]
+        global_offset = self.global_offset[axis]
         if (global_size % size or global_offset % size) if size else global_size:
             self._fail(
                 f"narrow: needs shards of one size along axis {dim}, but not all have size {size} "
@@ -395,12 +398,14 @@ class ShardedTensor(ShardedBase):
         # narrowing keeps one run of each, and the kept runs in sequence are the flattened narrowed
         # tensor.
         inner = math.prod(self.local_shape[dim + 1 :])
-        row, kept_row = self.local_shape[dim] * inner, scaled.local_shape[dim] * inner
+        row = self.local_shape[dim] * inner
+        kept_row = scaled.local_shape[dim] * inner
         first, end = self._flat_bounds()
         shards = []
         for i in range(first // max(row, 1), -(-end // max(row, 1))):
             kept_first = i * row + start * inner
-            lo, hi = max(first, kept_first), min(end, kept_first + kept_row)
+            lo = max(first, kept_first)
+            hi = min(end, kept_first + kept_row)
             if lo < hi:
                 data = None if self.data is None else self.data[lo - first : hi - first]
                 moved = i * kept_row - kept_first
@@ -433,7 +438,9 @@ def grid_from_ranks(
     Shape and offset are global.
     """
     full_shape = (1,) * prepend_axis_num + local_shape
-    shape, offset, fragmentations = list(full_shape), [0] * len(full_shape), [1] * len(full_shape)
+    shape = list(full_shape)
+    offset = [0] * len(full_shape)
+    fragmentations = [1] * len(full_shape)
     seen = set()
     for entry in rank_offsets:
         triple = integers(ShardedTensor, key, "each of rank_offsets", entry)

@@ -94,7 +94,8 @@ class ShardedObject(ShardedBase):
                 `empty_from_unique_key`.
         """
         self._check_identity()
-        shape, offset = self.global_shape, self.global_offset
+        shape = self.global_shape
+        offset = self.global_offset
         if len(shape) != len(offset):
             self._fail(
                 f"global_shape {shape} and global_offset {offset} must have the same number of axes"
@@ -145,7 +146,9 @@ class ShardedObject(ShardedBase):
                 for text in (offset_text, shape_text)
             )
         except ValueError:
-            tag, offset, shape = "", (), ()
+            tag = ""
+            offset = ()
+            shape = ()
         if not slash or tag != "shard":
             fail(cls, unique_key, "a unique key has the form <key>/shard_<offset>_<shape>")
         if len(shape) + 1 == len(offset):

@@ -130,7 +130,8 @@ def _diff_tensors(x1: torch.Tensor, x2: torch.Tensor) -> tuple[Any, ...] | None:
     if x1.shape != x2.shape:
         return x1.shape, x2.shape
     if x1.device != x2.device:
-        x1, x2 = x1.cpu(), x2.cpu()
+        x1 = x1.cpu()
+        x2 = x2.cpu()
     try:
         unequal = x1 != x2
         count = unequal.sum()

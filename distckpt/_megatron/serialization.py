@@ -40,7 +40,8 @@ def take_common_strategy(
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> _Result:
         if len(args) > 3 and not isinstance(args[3], bool | int):
-            kwargs["common_strategy"], args = args[3], args[:3] + args[4:]
+            kwargs["common_strategy"] = args[3]
+            args = args[:3] + args[4:]
         return function(*args, **kwargs)
 
     return call

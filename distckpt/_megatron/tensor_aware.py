@@ -29,5 +29,6 @@ def __getattr__(name: str) -> Any:
             fill = taking_ours(super().to_state_dict, f"{name}.to_state_dict")
             return fill(*args, **kwargs)
 
-    MCoreTensorAwareStateDict.__module__, MCoreTensorAwareStateDict.__qualname__ = __name__, name
+    MCoreTensorAwareStateDict.__module__ = __name__
+    MCoreTensorAwareStateDict.__qualname__ = name
     return MCoreTensorAwareStateDict

@@ -125,7 +125,8 @@ def validate_integrity_and_strict_load(
         InvalidShardingError: shards do not cover their tensors exactly once.
         LoadMismatchError: keys differ and the mode raises.
     """
-    missing, unexpected = set[str](), set[str]()
+    missing = set[str]()
+    unexpected = set[str]()
     if StrictHandling.requires_explicit_ckpt_mismatch_check(strict):
         if ckpt_sharded_metadata is None:
             raise CheckpointingException("Cannot compare keys: ckpt_sharded_metadata is None.")

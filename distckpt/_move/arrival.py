@@ -68,7 +68,8 @@ def _place(
 ) -> tuple[Region, torch.Tensor]:
     """Return a region of a piece in its tensor, and its values."""
     of_piece = table.region(row)
-    ndim, half = len(of_piece.shape), len(place) // 2
+    ndim = len(of_piece.shape)
+    half = len(place) // 2
     within = Region(tuple(place[:ndim]), tuple(place[half : half + ndim]))
     offset = tuple(map(int.__add__, of_piece.offset, within.offset))
     return Region(offset, within.shape), view[within.slices()] if ndim else view

@@ -84,7 +84,8 @@ class Assignment:
     """The units that fill each target. One unit per machine serves all of its ranks."""
 
     def __init__(self, held: Held, settings: MoveSettings) -> None:
-        self.held, self.settings = held, settings
+        self.held = held
+        self.settings = settings
         self.units: dict[tuple[str, int, int, Region], Unit] = {}
         self.copies: list[tuple[int, str, int, int, Region]] = []
         self.gaps: list[Wanted] = []
@@ -112,7 +113,8 @@ class Assignment:
         self, holders: Holders, rank: int, row: int, left: list[Region]
     ) -> list[Region]:
         """Take regions from their holders, the nearest first; return the rest."""
-        key, hosts = holders.kind.key, self.settings.hosts
+        key = holders.kind.key
+        hosts = self.settings.hosts
         host = hosts[rank]
         own, others = self._found(holders, rank, left[0])
         for _, _, row_of_giver, region in own:

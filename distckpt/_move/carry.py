@@ -51,11 +51,15 @@ class _Carrier:
         sources: Pieces,
         targets: Sequence[torch.Tensor],
     ) -> None:
-        self._ranks, self._plan, self._memory = ranks, plan, memory
-        self._sources, self._targets = sources, targets
+        self._ranks = ranks
+        self._plan = plan
+        self._memory = memory
+        self._sources = sources
+        self._targets = targets
         self._packs = _by_wave(plan.packs)
         self._takes = _by_wave(plan.takes)
-        self._sends, self._forwards = _by_wave(plan.sends), _by_wave(plan.forwards)
+        self._sends = _by_wave(plan.sends)
+        self._forwards = _by_wave(plan.forwards)
         self._receives = _by_wave(plan.receives)
 
     def do_round(self, number: int) -> None:

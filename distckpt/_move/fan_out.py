@@ -45,7 +45,9 @@ class FanOut:
     """
 
     def __init__(self, units: Sequence[Unit], hosts: Sequence[int], stretch_bytes: int) -> None:
-        self._units, self._hosts, self._stretch_bytes = units, hosts, stretch_bytes
+        self._units = units
+        self._hosts = hosts
+        self._stretch_bytes = stretch_bytes
         self._overloaded = overloaded_machines(units, hosts)
         self._received: defaultdict[int, int] = defaultdict(int)
         # By the ranks that take, of each machine.

@@ -106,14 +106,16 @@ def _shared(
     host = ranks.rank if descriptor is None else host_number()
     numbers = [host, os.getpid(), -1 if descriptor is None else descriptor, token]
     table = ranks.all_gather_numbers(numbers).tolist()
-    hosts, memory = [row[0] for row in table], {ranks.rank: own}
+    hosts = [row[0] for row in table]
+    memory = {ranks.rank: own}
     with ranks.phase("share memory") as vote:
         for rank, (other, *place) in enumerate(table):
             if other == host and rank != ranks.rank:
                 vote.number |= not _open(memory, rank, place, len(own))
     if vote.largest:
         # For example containers on one machine, which do not see each other's processes.
-        hosts, memory = list(range(ranks.size)), {ranks.rank: own}
+        hosts = list(range(ranks.size))
+        memory = {ranks.rank: own}
     return HostMemory(table[0][-1], hosts, bucket_bytes, memory)
 
 

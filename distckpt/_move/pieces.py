@@ -156,9 +156,12 @@ def _single_steps(request: Request, view: torch.Tensor) -> Iterator[tuple[Region
     if not apart:
         yield request.region, view
         return
-    (offset, shape), step = request.region, request.step
+    offset, shape = request.region
+    step = request.step
     for index in itertools.product(*(range(shape[axis]) for axis in apart)):
-        first, size, place = list(offset), list(shape), [slice(None)] * len(shape)
+        first = list(offset)
+        size = list(shape)
+        place = [slice(None)] * len(shape)
         for axis, number in zip(apart, index, strict=True):
             first[axis] += number * step[axis]
             size[axis] = 1

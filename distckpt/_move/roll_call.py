@@ -36,7 +36,8 @@ MAX_TARGETS = 4096
 """Most targets that may ask for a version."""
 _POLL_SECONDS = 0.005
 _MAX_POLL_SECONDS = 0.04
-_SOURCE, _TARGET = "source rank", "target"
+_SOURCE = "source rank"
+_TARGET = "target"
 _TARGET_NAME = re.compile(rf"{_TARGET} -?\d{{1,19}}")
 
 _HOST = "distckpt"
@@ -104,7 +105,8 @@ def _release() -> str:
 
 def _found(store: Any, key: str, seconds: float) -> bytes:
     """Wait for a key."""
-    deadline, step = time.monotonic() + seconds, _POLL_SECONDS
+    deadline = time.monotonic() + seconds
+    step = _POLL_SECONDS
     # Not by `wait` of the store: torch prints a warning whenever that ends without the key.
     while not store.check([key]):
         if time.monotonic() > deadline:
@@ -144,7 +146,9 @@ class Message(NamedTuple):
     value: int | None
 
 
-_ASK, _HERE, _LEFT = "ask", "here", "left"
+_ASK = "ask"
+_HERE = "here"
+_LEFT = "left"
 _AGAIN = Start(0, [], 0)
 """A start without members, after which all ask again."""
 
@@ -162,7 +166,8 @@ class Member:
 
     def __init__(self, store: Any, kind: str, number: int, timeout: float) -> None:
         # The leader may come late, and wait for other members then.
-        self._store, self._timeout = store, timeout
+        self._store = store
+        self._timeout = timeout
         self._limit = 2 * (timeout + ANSWER_SECONDS)
         self.name = f"{kind} {number}"
         self._num_sent = 0
@@ -206,7 +211,8 @@ class Member:
     def _answer(self, types: list[type], kind: str, value: int | None) -> list[Any]:
         """Send a message, and wait for the answer."""
         self._send(kind, value, self._timeout)
-        key, limit = _key_of_answer(self.name, self._num_sent), self._limit
+        key = _key_of_answer(self.name, self._num_sent)
+        limit = self._limit
         found = answer_of(lambda: _found(self._store, key, limit), limit + ANSWER_SECONDS)
         return _values(found, types, key)
 
@@ -247,7 +253,8 @@ class Leader:
     """Calls the members of each version together."""
 
     def __init__(self, store: Any, num_sources: int, num_targets: int, timeout: float) -> None:
-        self._store, self._timeout = store, timeout
+        self._store = store
+        self._timeout = timeout
         self._sources = [f"{_SOURCE} {rank}" for rank in range(num_sources)]
         self._num_targets = num_targets
         self._asks: dict[str, Message] = {}
@@ -357,7 +364,8 @@ class Leader:
         while not is_over:
             time.sleep(_POLL_SECONDS)
             self._read_inbox()
-            now, asking = time.monotonic(), self._asking(version)
+            now = time.monotonic()
+            asking = self._asking(version)
             there = self._ahead.union(asking)
             absent = self._expected.union(self._sources[1:]).difference(there)
             num_targets = len(there.difference(self._sources))
@@ -438,7 +446,8 @@ class Leader:
     def _read_inbox(self) -> None:
         """Act on all messages that have come."""
         text = self._store.get(_INBOX)
-        lines, others = text[self._num_read :].splitlines(), []
+        lines = text[self._num_read :].splitlines()
+        others = []
         self._num_read = len(text)
         # The inbox is emptied unless something was appended meanwhile.
         if text and not self._store.compare_set(_INBOX, text, ""):

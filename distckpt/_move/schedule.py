@@ -48,8 +48,11 @@ class Schedule:
     """The wave of every unit, and its places in buffers."""
 
     def __init__(self, assignment: Assignment, tables: Tables) -> None:
-        self._assignment, self._tables, self._ndim = assignment, tables, tables.ndim
-        self._hosts, self._bucket = assignment.settings.hosts, assignment.settings.bucket_bytes
+        self._assignment = assignment
+        self._tables = tables
+        self._ndim = tables.ndim
+        self._hosts = assignment.settings.hosts
+        self._bucket = assignment.settings.bucket_bytes
         self._dtypes = sorted({kind.dtype for kind in tables.kinds})
         num_ranks = assignment.held.num_ranks
         # By rank, whether it is for units that have landed, and wave.
@@ -130,7 +133,8 @@ class Schedule:
                 self._place_piece(unit, piece, takes)
 
     def _place_piece(self, unit: Unit, piece: Region, takes: list[tuple[int, int, Region]]) -> None:
-        giver, item = unit.giver, unit.item_bytes
+        giver = unit.giver
+        item = unit.item_bytes
         size = piece.num_elements * item
         by_host: defaultdict[int, list[tuple[int, int, Region]]] = defaultdict(list)
         for take in takes:
@@ -195,7 +199,8 @@ class Schedule:
     def _send(self, wave: int, hop: Hop, start: int, at: int, size: int) -> None:
         """Add a message to both ranks' plans, or extend the last one."""
         sender, receiver, step = hop
-        is_given, places = step == 1, (start, at)
+        is_given = step == 1
+        places = (start, at)
         self._sent_bytes += size
         last = self._last_messages.get((wave, sender, receiver, is_given))
         if last is not None and last.ends_at(places):

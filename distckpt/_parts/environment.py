@@ -38,7 +38,8 @@ def part_of_environment(variables: Mapping[str, str], count: int | None = None) 
     Raises:
         ValueError: the environment does not say it, or not all of it.
     """
-    jobs, processes = _job(variables, count), _first(variables, _PROCESSES, None)
+    jobs = _job(variables, count)
+    processes = _first(variables, _PROCESSES, None)
     known = jobs or processes
     if count is not None and known is not None and known.count != count:
         raise ValueError(
@@ -50,7 +51,8 @@ def part_of_environment(variables: Mapping[str, str], count: int | None = None) 
             "--part auto finds no SLURM_ARRAY_TASK_ID, JOB_COMPLETION_INDEX, "
             "AWS_BATCH_JOB_ARRAY_INDEX or RANK in the environment: write --part K/N."
         )
-    outer, inner = jobs or Part(0, 1), processes or Part(0, 1)
+    outer = jobs or Part(0, 1)
+    inner = processes or Part(0, 1)
     return Part(outer.index * inner.count + inner.index, outer.count * inner.count)
 
 

@@ -93,11 +93,16 @@ class _ExportWork(Work):
         options: ExportOptions,
         more: Mapping[str, Any] | None = None,
     ) -> None:
-        self._plan, self._options, self._overwrite = plan, options, overwrite
-        self._located, self._opened = located, opened.all
+        self._plan = plan
+        self._options = options
+        self._overwrite = overwrite
+        self._located = located
+        self._opened = opened.all
         self._files = {file.name: file for file in plan.files}
         self._sizes = {file.name: file.file_bytes for file in plan.files}
-        self.verb, self.place, self.sources = verb, posix.resolve(output_dir), located.all
+        self.verb = verb
+        self.place = posix.resolve(output_dir)
+        self.sources = located.all
         self._is_local = locations.is_local(self.place)
         self.pieces: Sequence[Piece] = cut_files(self._sizes, divides=self._is_local)
         chosen = {field.name: getattr(options, field.name) for field in fields(options)}
@@ -165,7 +170,8 @@ class _ExportWork(Work):
         self, source: TensorSource, directory: str, piece: Piece, settings: WriteSettings
     ) -> dict[str, int]:
         """Write a piece; return the overflows in it, by tensor."""
-        file, path = self._files[piece.name], locations.join(directory, piece.name)
+        file = self._files[piece.name]
+        path = locations.join(directory, piece.name)
         overflows: dict[str, int] = {}
         new_file = output_file(source, file, path, overflows)
         if not self._is_local:

@@ -24,7 +24,8 @@ _VERSION = 2
 Processes of another version do not go on with them.
 """
 _MAX_TEXT = 200
-_CONFIG, _MAX_CONFIG = "config.json", 1 << 28
+_CONFIG = "config.json"
+_MAX_CONFIG = 1 << 28
 _UNIMPORTANT = ("max_inflight_bytes", "progress")
 """Options that do not change the output."""
 _PLANNED = ("rules", "fqn_to_index_mapping")

@@ -6,7 +6,7 @@ Processes note in it which pieces are whole.
     .NAME.parts-NONCE/piece-000012.json     the result of a piece whose bytes are on disk
     .NAME.parts-NONCE/part-NONCE.json       a process that is at work
     .NAME.parts-NONCE/done-HASH.json        files of the output, once it is complete, and their hash
-    .NAME.parts-NONCE/lock                  locked while a process completes the work, on local disks
+    .NAME.parts-NONCE/lock                  locked while the work is completed, on local disks
     .NAME.parts-NONCE/.NAME.tmp-NONCE/      the output until then, on local disks
 
 The nonce is a hash of everything that the result depends on, so all processes that do the same find
@@ -37,7 +37,8 @@ from distckpt._storage import locations
 
 logger = logging.getLogger(__name__)
 
-HEADER, LOCK = "header.json", "lock"
+HEADER = "header.json"
+LOCK = "lock"
 _DONE = re.compile(r"done-[0-9a-f]{16}\.json")
 _RECORD = re.compile(r"piece-(\d{6,})\.json")
 _NOTE = re.compile(r"part-[0-9a-f]{16}\.json")
@@ -287,14 +288,18 @@ class Note:
     """The note of a process about its progress."""
 
     def __init__(self, path: str, fields: Mapping[str, Any]) -> None:
-        self._path, self._fields = path, fields
-        self._piece, self._number = "", -1
+        self._path = path
+        self._fields = fields
+        self._piece = ""
+        self._number = -1
         self._num_bytes = self._bytes_before = 0
         self._written = -_SECONDS_BETWEEN
 
     def begin(self, number: int, piece: Piece) -> None:
         """Note the next piece."""
-        self._piece, self._number, self._bytes_before = piece.name, number, self._num_bytes
+        self._piece = piece.name
+        self._number = number
+        self._bytes_before = self._num_bytes
         self._write()
 
     def report(self, num_bytes: int, total: int) -> None:

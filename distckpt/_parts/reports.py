@@ -85,11 +85,15 @@ _Step: TypeAlias = Callable[[StoredCheckpoint, range, Callable[[int], None]], An
 
 def runs_of(sizes: Sequence[int]) -> list[range]:
     """Divide a sequence of items into runs of about a piece's size."""
-    limit, runs, first, filled = piece_bytes(sum(sizes)), [], 0, 0
+    limit = piece_bytes(sum(sizes))
+    runs = []
+    first = 0
+    filled = 0
     for number, size in enumerate(sizes):
         if filled and filled + size > limit:
             runs.append(range(first, number))
-            first, filled = number, 0
+            first = number
+            filled = 0
         filled += size
     return [*runs, range(first, len(sizes))] if sizes else runs
 
@@ -130,7 +134,8 @@ def verification(
     check_choice("mode", mode, ("fast", "full"))
     if num_threads is not None:
         check_count("num_threads", num_threads)
-    location, place = locations.normalize(checkpoint_dir), place_of("verify", journal)
+    location = locations.normalize(checkpoint_dir)
+    place = place_of("verify", journal)
     stored = open_or_describe(location, marker_of(location))
     if isinstance(stored, Problem):
         return _Unopened(location, place, mode, stored)
@@ -144,9 +149,11 @@ class _Unopened(Work):
     pieces = ()
 
     def __init__(self, location: str, place: str, mode: str, problem: Problem) -> None:
-        self.place, self.sources = place, [location]
+        self.place = place
+        self.sources = [location]
         self.facts = {"mode": mode, "the problem": problem.message}
-        self._mode, self._problem = mode, problem
+        self._mode = mode
+        self._problem = problem
 
     def run(
         self, attempt: Attempt, assigned: Iterable[int], add_bytes: Callable[[int], None]
@@ -165,14 +172,18 @@ class _VerifyWork(Work):
     def __init__(
         self, stored: StoredCheckpoint, place: str, mode: str, num_threads: int | None
     ) -> None:
-        self._stored, self._mode, self._num_threads = stored, mode, num_threads
-        self.place, self.sources = place, [stored.location]
+        self._stored = stored
+        self._mode = mode
+        self._num_threads = num_threads
+        self.place = place
+        self.sources = [stored.location]
         is_full = mode == "full"
         self._headers = [file.header_bytes for file in stored.manifest.files]
         self._ranges = stored.manifest.ranges_of_files() if is_full else []
         # Pieces follow one another within a range.
         self._blocks_in = functools.lru_cache(maxsize=1)(self._list_blocks)
-        self._first_blocks, self._units = [0], np.zeros((0, 5), np.int64)
+        self._first_blocks = [0]
+        self._units = np.zeros((0, 5), np.int64)
         self._unread: list[Problem] = []
         for number in range(len(self._ranges)):
             self._units = np.concatenate([self._units, self._units_in(number)])
@@ -184,7 +195,8 @@ class _VerifyWork(Work):
         unit_bytes: list[int] = self._units[:, 3].tolist()
         window_bytes = [bytes_of_window(self._tensors, window) for window in self._windows]
         self._of_files = runs_of([size + 1 for size in self._headers])
-        self._of_units, self._of_windows = runs_of(unit_bytes), runs_of(window_bytes)
+        self._of_units = runs_of(unit_bytes)
+        self._of_windows = runs_of(window_bytes)
         self.pieces: Sequence[Piece] = [
             *pieces_of(self._of_files, self._headers, lambda _: "headers"),
             *pieces_of(self._of_units, unit_bytes, self._file_of),
@@ -239,9 +251,12 @@ class _VerifyWork(Work):
     def _check_units(
         self, stored: StoredCheckpoint, run: range, add_bytes: Callable[[int], None]
     ) -> tuple[Any, int]:
-        units, bad, num_read = self._units[run.start : run.stop].tolist(), [], 0
+        units = self._units[run.start : run.stop].tolist()
+        bad = []
+        num_read = 0
         for number, here in itertools.groupby(units, operator.itemgetter(0)):
-            blocks, first = self._blocks_in(number), self._first_blocks[number]
+            blocks = self._blocks_in(number)
+            first = self._first_blocks[number]
             of_range = [range(*unit[1:3]) for unit in here]
             found = check_units(stored, blocks, of_range, self._num_threads, add_bytes)
             bad += [BadBlock(first + each.number, each.message) for each in found[0]]
@@ -386,7 +401,8 @@ class _StatsWork(_WindowWork):
     verb = "stats"
 
     def __init__(self, stored: StoredCheckpoint, place: str, keys: Sequence[str] | None) -> None:
-        self.place, self.checkpoints = place, [stored]
+        self.place = place
+        self.checkpoints = [stored]
         self._tensors = tensors_to_measure(stored, keys)
         self.sides = [self._tensors]
         self.facts = {**facts_of({"keys": keys}, [stored]), **facts_of_copies([stored])}
@@ -433,15 +449,18 @@ class _DiffWork(_WindowWork):
     verb = "diff"
 
     def __init__(self, compared: Compared, place: str, options: Mapping[str, Any]) -> None:
-        self.place, self.checkpoints = place, [compared.first, compared.second]
-        self._compared, self._options = compared, options
+        self.place = place
+        self.checkpoints = [compared.first, compared.second]
+        self._compared = compared
+        self._options = options
         self.sides = compared.sides
         copies = facts_of_copies(self.checkpoints)
         self.facts = {**facts_of(options, self.checkpoints), **copies}
         self._divide()
 
     def compute(self, window: Window, *values: torch.Tensor) -> Change | None:
-        atol, rtol = self._options["atol"], self._options["rtol"]
+        atol = self._options["atol"]
+        rtol = self._options["rtol"]
         return compare_window(window, *values, atol=atol, rtol=rtol)
 
     def decoded(self, result: Any) -> Change | None:

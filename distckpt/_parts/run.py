@@ -66,14 +66,16 @@ def run_part(work: Work, part: Part, progress: Progress | None = None) -> PartRe
 
 def _run_part(work: Work, journal: Journal, part: Part, progress: Progress | None) -> PartReport:
     started = time.perf_counter()
-    num_pieces, num_bytes = 0, 0
+    num_pieces = 0
+    num_bytes = 0
     if not is_complete(work, journal):
         try:
             _open(work, journal)
             recorded = journal.recorded()
             mine = [number for number in share(work.costs(), part) if number not in recorded]
             for number in _run(work, journal, part, mine, progress):
-                num_pieces, num_bytes = num_pieces + 1, num_bytes + work.pieces[number].num_bytes
+                num_pieces += 1
+                num_bytes += work.pieces[number].num_bytes
         except OSError as error:
             # Another process may have done the same meanwhile, and completed the work.
             if not is_complete(work, journal):
@@ -484,7 +486,8 @@ def statuses(place: str) -> list[PartsStatus]:
 
 
 def _status(journal: Journal, header: dict[str, Any]) -> PartsStatus:
-    recorded, pieces = journal.recorded(), header["pieces"]
+    recorded = journal.recorded()
+    pieces = header["pieces"]
     sizes = [stop - start for _, start, stop in pieces]
     missing = [name for i, (name, _, _) in enumerate(pieces) if i not in recorded]
     workers = journal.workers()

@@ -35,7 +35,8 @@ def exporting(
     overwrite: bool = False,
 ) -> Work:
     """Return the work of `torch_dist.export` with these arguments."""
-    location, target = locations.normalize(checkpoint_dir), posix.resolve(output_dir)
+    location = locations.normalize(checkpoint_dir)
+    target = posix.resolve(output_dir)
     check_place(location, target)
     return _TorchDistWork(open_undisturbed(Ranks.alone(), location), target, overwrite)
 
@@ -46,8 +47,10 @@ class _TorchDistWork(Work):
     verb = "convert"
 
     def __init__(self, stored: StoredCheckpoint, target: str, overwrite: bool) -> None:
-        self._stored, self._overwrite = stored, overwrite
-        self.place, self.sources = target, [stored.location]
+        self._stored = stored
+        self._overwrite = overwrite
+        self.place = target
+        self.sources = [stored.location]
         self._chunks = _groups(stored)
         sizes = [
             sum(int(stored.manifest.num_bytes[chunk]) for _, chunk in group)

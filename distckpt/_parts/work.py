@@ -162,7 +162,9 @@ def share(costs: Sequence[int], part: Part) -> list[int]:
     They are a run with an equal share of the work, given the cost of each piece.
     """
     sizes = [cost + 1 for cost in costs]
-    total, end, numbers = sum(sizes), 0, []
+    total = sum(sizes)
+    end = 0
+    numbers = []
     for number, size in enumerate(sizes):
         # By its middle; in halves, so that numbers stay integers.
         owner = (2 * end + size) * part.count // (2 * total)

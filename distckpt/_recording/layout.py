@@ -164,13 +164,16 @@ def without(region: Region, hole: Region) -> Iterator[Region]:
 
     The results are disjoint regions.
     """
-    offset, shape = list(region.offset), list(region.shape)
+    offset = list(region.offset)
+    shape = list(region.shape)
     for axis, (low, num) in enumerate(zip(hole.offset, hole.shape, strict=True)):
         end = offset[axis] + shape[axis]
         for first, last in ((offset[axis], low), (low + num, end)):
             if first < last:
-                at, size = [*offset], [*shape]
-                at[axis], size[axis] = first, last - first
+                at = [*offset]
+                size = [*shape]
+                at[axis] = first
+                size[axis] = last - first
                 yield Region(tuple(at), tuple(size))
         high = min(end, low + num)
         offset[axis] = max(offset[axis], low)

@@ -62,7 +62,9 @@ class Recorded(torch.Tensor):
             dtype=meta.dtype,
             device=torch.device("cpu"),
         )
-        made.recording, made.memory, made.meta = recording, memory, meta
+        made.recording = recording
+        made.memory = memory
+        made.meta = meta
         return made
 
     def __repr__(self) -> str:  # type: ignore[override]
@@ -193,7 +195,8 @@ class Recording(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _write(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Copy one tensor into another, or fill it."""
-        target, value = args[0], args[1] if len(args) > 1 else None
+        target = args[0]
+        value = args[1] if len(args) > 1 else None
         if func.overloadpacket is aten.zero_ and isinstance(target, Recorded):
             return self._zero(target)
         if isinstance(target, Recorded) and target.memory.key is not None:
@@ -229,7 +232,8 @@ class Recording(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return
         if threading.get_ident() != self._thread and not isinstance(target, Recorded):
             self.written_by_threads.append(memory)
-        source, place = self._memory(value), Layout.of(_meta_of(target))
+        source = self._memory(value)
+        place = Layout.of(_meta_of(target))
         reads = self._reads(source, value, target, func)
         steps = [*_taken_as(source.dtype, value.dtype), ("to", target.dtype)]
         if not isinstance(value, Recorded):

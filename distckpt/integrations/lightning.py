@@ -81,7 +81,9 @@ class _Saver(Checkpoint):
     resumes = resumes_loaders = False
 
     def __init__(self, owner: Checkpoints, every_steps: int, every_epochs: int) -> None:
-        self._owner, self._every_steps, self._every_epochs = owner, every_steps, every_epochs
+        self._owner = owner
+        self._every_steps = every_steps
+        self._every_epochs = every_epochs
         self._last_step = self._validated_step = 0
         self._random: dict[str, Any] | None = None
         self._is_due = False
@@ -95,9 +97,11 @@ class _Saver(Checkpoint):
             if state["trainer"].num_ranks == trainer.world_size or is_in_mid_epoch(trainer):
                 self._loaders = [*state.get("data", ())]
             # A validation of the sanity check would change the loaded state.
-            self._num_sanity_steps, trainer.num_sanity_val_steps = trainer.num_sanity_val_steps, 0
+            self._num_sanity_steps = trainer.num_sanity_val_steps
+            trainer.num_sanity_val_steps = 0
         self._random = RngState().state_dict() if self.resumes else None
-        self.resumes_loaders, self._last_step = False, trainer.global_step
+        self.resumes_loaders = False
+        self._last_step = trainer.global_step
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         if self.resumes:
@@ -150,7 +154,8 @@ class _Saver(Checkpoint):
             self._owner.manager.wait()
 
     def _save(self, trainer: Any, metrics: dict[str, Any]) -> None:
-        step, numbers = trainer.global_step, {name: float(each) for name, each in metrics.items()}
+        step = trainer.global_step
+        numbers = {name: float(each) for name, each in metrics.items()}
         if step != self._last_step:  # batches whose gradients are accumulated have the same one
             # A step that is there already is one that the resumed run passed over.
             state = self._owner.state_of(trainer)

@@ -75,7 +75,8 @@ def logger_stack(
     Yields:
         The names of the scopes around, joined by dots, and the logger.
     """
-    names, loggers = _names.get(), _loggers.get()
+    names = _names.get()
+    loggers = _loggers.get()
     names_token = _names.set((*names, name) if name else names)
     loggers_token = _loggers.set((*loggers, current_logger) if current_logger else loggers)
     try:

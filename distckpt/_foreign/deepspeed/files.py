@@ -62,10 +62,12 @@ def is_checkpoint(location: str) -> bool:
 
 def find_states(location: str) -> States:
     """Find a checkpoint's files, in its folder or the `latest` one."""
-    names, folder = locations.list_names(location), ""
+    names = locations.list_names(location)
+    folder = ""
     if not any(map(_STATES.fullmatch, names)):
         tag = _latest_tag(location, names)
-        names, folder = locations.list_names(join(location, tag)), f"{tag}/"
+        names = locations.list_names(join(location, tag))
+        folder = f"{tag}/"
     states = States(folder, "zero" in names, {}, {}, [])
     path = join(location, folder.rstrip("/"))
     for name in sorted(names):
@@ -253,7 +255,8 @@ def _check_is_whole(file: StateFile, num_files: int) -> None:
 def _check_is_same_save(file: StateFile, other: StateFile) -> None:
     """Compare the values that are equal in all files of a save."""
     for field in file.content.keys() & other.content.keys() & _SAME_IN_A_SAVE:
-        found, expected = file.content[field], other.content[field]
+        found = file.content[field]
+        expected = other.content[field]
         if found != expected:
             raise CorruptCheckpointError(
                 f"{file.path!r} and {other.path!r} are of different saves ({field} is "

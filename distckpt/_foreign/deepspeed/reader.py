@@ -39,7 +39,8 @@ class DeepSpeedReader(Reader):
         if settings:
             # They come from several files, so they are kept here.
             fields["settings"] = base64.b64encode(codec.encode(settings)).decode()
-            one, file = Region((0,), (1,)), pieces[0].file
+            one = Region((0,), (1,))
+            file = pieces[0].file
             pieces.append(StoredPiece("optimizer.settings", OBJECT, one, (1,), file, 0, 0))
         return build_manifest(self.name, location, pieces, None, fields, aliases)
 

@@ -130,7 +130,8 @@ def _check_same_states(
 ) -> None:
     """Check that some parameters have the same states and the same step."""
     for name in names:
-        first, other = parameters[names[0]], parameters[name]
+        first = parameters[names[0]]
+        other = parameters[name]
         if (first.tensors.keys(), first.step) != (other.tensors.keys(), other.step):
             raise CorruptCheckpointError(
                 f"{join(folder, name)!r} has other states or another step than those of "

@@ -56,17 +56,20 @@ def pieces_in_vectors(
 
     The shares of the last vectors may be cut off.
     """
-    total, dtype = math.prod(shape), vectors[0].dtype
+    total = math.prod(shape)
+    dtype = vectors[0].dtype
     if odd := [vector for vector in vectors if vector.dtype != dtype]:
         raise CorruptCheckpointError(
             f"{odd[0].runs[0][0]!r} has {key!r} as {odd[0].dtype}, not {dtype}: restore it."
         )
-    name, item_bytes = TO_NAME[dtype], dtype.itemsize
+    name = TO_NAME[dtype]
+    item_bytes = dtype.itemsize
     if not total:
         yield StoredPiece(key, name, whole(shape), shape, *vectors[0].runs[0], 0)
     share = -(-total // len(vectors))
     for rank, vector in enumerate(vectors):
-        first, last = min(rank * share, total), min(rank * share + share, total)
+        first = min(rank * share, total)
+        last = min(rank * share + share, total)
         for start, stop, file, byte in _stretches(vector, first, last, at):
             for region in flat_range_regions(shape, start, stop):
                 num_bytes = region.num_elements * item_bytes
@@ -81,19 +84,24 @@ def _stretches(
 
     Each stretch is given as its range of elements, its file and its first byte.
     """
-    run, position = bisect.bisect_right(vector.ends, at), at
+    run = bisect.bisect_right(vector.ends, at)
+    position = at
     while first < last and run < len(vector.ends):
         file, byte = vector.runs[run]
         run_start = vector.ends[run - 1] if run else 0
         size = min(last - first, vector.ends[run] - position)
         yield first, first + size, file, byte + (position - run_start) * vector.dtype.itemsize
-        first, position, run = first + size, position + size, run + 1
+        first += size
+        position += size
+        run += 1
 
 
 def pieces_of_view(key: str, file: StateFile, view: TensorView) -> Iterator[StoredPiece]:
     """Yield the pieces of a tensor that is stored as it is."""
-    byte, item = file.first_byte(view), view.dtype.itemsize
+    byte = file.first_byte(view)
+    item = view.dtype.itemsize
     name = TO_NAME[view.dtype]
     for region, start in contiguous_runs(view, whole(view.shape)):
-        first_byte, num_bytes = byte + start * item, region.num_elements * item
+        first_byte = byte + start * item
+        num_bytes = region.num_elements * item
         yield StoredPiece(key, name, region, view.shape, file.name, first_byte, num_bytes)

@@ -120,7 +120,8 @@ def _places(
     groups: dict[Any, set[int]] = defaultdict(set)
     places: dict[str, _Place] = {}
     for master in masters:
-        start, size = 0, math.prod(master.view.shape)
+        start = 0
+        size = math.prod(master.view.shape)
         while start < size:
             name = _name_at(file, master, start, parameters, left)
             if name is None:
@@ -189,7 +190,8 @@ def _pieces_of(
     kept: dict[int, dict[str, Any]] = {}
     unread: set[str] = set()
     for name, place in places.items():
-        master, shape = place.master, parameters[name].shape
+        master = place.master
+        shape = parameters[name].shape
         state = states.get(master.number, {})
         arrays = {WEIGHT: master.view, **{n: v for n, v in state.items() if is_array(v)}}
         alike = {n: v for n, v in arrays.items() if v.shape == master.view.shape}

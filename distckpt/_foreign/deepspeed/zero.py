@@ -107,7 +107,8 @@ def _rank_state(file: StateFile) -> _RankState:
         is_stage_3 = "fp32_flat_groups" in fields
         flat = fields["fp32_flat_groups" if is_stage_3 else "single_partition_of_fp32_groups"]
         base = fields["optimizer_state_dict" if is_stage_3 else "base_optimizer_state"]
-        states, groups = dict(base["state"]), list(base["param_groups"])
+        states = dict(base["state"])
+        groups = list(base["param_groups"])
         paddings = list(fields.get("group_paddings") or [0] * len(flat))
         vectors = []
         for weights, number in zip(flat, range(len(paddings)), strict=True):
@@ -379,8 +380,10 @@ def _slices_between(
     slices = {}
     end = 0
     for (name, shape), padding in zip(shapes.items(), paddings, strict=True):
-        begin, end = end, end + math.prod(shape)
-        start, stop = max(begin, first), min(end, last)
+        begin = end
+        end += math.prod(shape)
+        start = max(begin, first)
+        stop = min(end, last)
         if start < stop:
             slices[name] = (start - first, stop - start)
         end += padding

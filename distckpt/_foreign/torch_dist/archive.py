@@ -80,7 +80,8 @@ def _windowed(read_range: ReadRange, size: int) -> ReadRange:
     if size <= 2 * _WINDOW_BYTES:
         whole = read_range(0, size)
         return lambda start, stop: whole[start:stop]
-    head, tail_start = read_range(0, _WINDOW_BYTES), size - _WINDOW_BYTES
+    head = read_range(0, _WINDOW_BYTES)
+    tail_start = size - _WINDOW_BYTES
     tail = read_range(tail_start, size)
 
     def read(start: int, stop: int) -> bytes:
@@ -97,7 +98,9 @@ class _RangeFile:
     """A file for zipfile that reads only requested bytes."""
 
     def __init__(self, read_range: ReadRange, size: int) -> None:
-        self._read_range, self._size, self._position = read_range, size, 0
+        self._read_range = read_range
+        self._size = size
+        self._position = 0
 
     def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
         base = {io.SEEK_SET: 0, io.SEEK_CUR: self._position, io.SEEK_END: self._size}[whence]

@@ -122,8 +122,10 @@ class _RestOfFile:
     """The rest of a file as its own file, for `zipfile`."""
 
     def __init__(self, file: BinaryIO, start: int) -> None:
-        self._file, self._start = file, start
-        self.write, self.flush = file.write, file.flush
+        self._file = file
+        self._start = start
+        self.write = file.write
+        self.flush = file.flush
 
     def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
         if whence == io.SEEK_SET:
@@ -214,7 +216,8 @@ class _Encoder:
 
     def add_tensor(self, obj: Any) -> None:
         """Add a tensor, dense as `torch.save` stores it, and remember its bytes."""
-        dtype, shape = obj.dtype, tuple(obj.shape)
+        dtype = obj.dtype
+        shape = tuple(obj.shape)
         strides = [int(np.prod(shape[axis + 1 :], dtype=np.int64)) for axis in range(len(shape))]
         stored = _Stored(len(self.tensors), TensorRecord(dtype, shape))
         self.tensors.append(obj)
@@ -222,13 +225,15 @@ class _Encoder:
         args: tuple[Any, ...] = (stored, 0, shape, tuple(strides), False, hooks)
         version = "v2"
         if dtype not in _STORAGE_NAMES:
-            version, args = "v3", (*args, dtype)
+            version = "v3"
+            args = (*args, dtype)
         self.add(Call(Global("torch._utils", f"_rebuild_tensor_{version}"), args))
 
     def add_stored(self, obj: _Stored) -> None:
         name = _STORAGE_NAMES.get(obj.tensor.dtype)
         if name is None:
-            kind, count = Global("torch.storage", "UntypedStorage"), obj.tensor.num_bytes
+            kind = Global("torch.storage", "UntypedStorage")
+            count = obj.tensor.num_bytes
         else:
             kind = Global("torch", f"{name}Storage")
             count = obj.tensor.num_bytes // obj.tensor.dtype.itemsize

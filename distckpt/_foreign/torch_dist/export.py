@@ -75,7 +75,8 @@ def export(
     """
     ranks = Ranks(process_group)
     with ranks.phase("check the arguments", decision=True):
-        location, target = locations.normalize(checkpoint_dir), posix.resolve(output_dir)
+        location = locations.normalize(checkpoint_dir)
+        target = posix.resolve(output_dir)
         check_place(location, target)
         if ranks.is_coordinator:
             posix.check_target(target, overwrite, os.fspath(output_dir))

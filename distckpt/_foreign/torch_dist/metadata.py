@@ -165,7 +165,8 @@ def _stored_items(storage_data: Mapping[Any, Any]) -> _StoredItems:
     for index, info in storage_data.items():
         _require(_is_record(index, "MetadataIndex"), "a place without a name")
         _require(_is_record(info, "_StorageInfo"), "a name without a place")
-        name, offset = index.get("fqn"), index.get("offset")
+        name = index.get("fqn")
+        offset = index.get("offset")
         item = _stored_item(name, info)
         found[name, None if offset is None else _counts(offset)] = item
     return found
@@ -173,7 +174,9 @@ def _stored_items(storage_data: Mapping[Any, Any]) -> _StoredItems:
 
 def _stored_item(name: Any, info: Record) -> StoredItem:
     """Return the place of the item with a name."""
-    file, first, count = info.get("relative_path"), info.get("offset"), info.get("length")
+    file = info.get("relative_path")
+    first = info.get("offset")
+    count = info.get("length")
     _require(type(name) is str and type(file) is str, "a name that is not a string")
     _require(_is_count(first) and _is_count(count), f"the place of {name!r} is not a number")
     if extensions := info.get("transform_descriptors"):

@@ -108,7 +108,8 @@ def _paths(stored: StoredCheckpoint) -> Any:
 
 
 def _decode(stored: StoredCheckpoint, chunk: int, blob: bytes) -> Any:
-    key, first = stored.key_of(chunk), int(stored.manifest.first_bytes[chunk])
+    key = stored.key_of(chunk)
+    first = int(stored.manifest.first_bytes[chunk])
     where = (
         f"{object_text(key)} in {stored.path_of(chunk)!r}, bytes {first} to {first + len(blob)},"
     )

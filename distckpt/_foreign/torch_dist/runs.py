@@ -21,7 +21,8 @@ def contiguous_runs(stored: TensorView, region: Region) -> Iterator[tuple[Region
 
     Each comes with the position of its first element, counted from the first of the tensor.
     """
-    shape, strides = region.shape, stored.strides
+    shape = region.shape
+    strides = stored.strides
     inner = _axes_of_runs(shape, strides)
     if region.num_elements == 0 or len(inner) == len(shape):
         yield region, 0
@@ -41,7 +42,8 @@ def contiguous_runs(stored: TensorView, region: Region) -> Iterator[tuple[Region
 def _axes_of_runs(shape: _Shape, strides: _Shape) -> set[int]:
     """Return the axes along which a stored tensor is contiguous."""
     # The axes from `outer` on lie as in a contiguous tensor; an axis of size 1 may have any stride.
-    outer, step = len(shape), 1
+    outer = len(shape)
+    step = 1
     while outer and (shape[outer - 1] == 1 or strides[outer - 1] == step):
         outer -= 1
         step *= shape[outer]
@@ -83,7 +85,8 @@ def _shape_of_shards(shape: _Shape, original: _Shape) -> _Shape | None:
 
     None if `original` has no such grid.
     """
-    grid, flat_size = shape[:-1], shape[-1]
+    grid = shape[:-1]
+    flat_size = shape[-1]
     if len(grid) != len(original):
         return None
     if not all(g and n % g == 0 for n, g in zip(original, grid, strict=True)):

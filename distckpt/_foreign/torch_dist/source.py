@@ -176,15 +176,18 @@ def _pieces_of_chunk(
             f"it is {stored.dtype} {stored.shape}, {METADATA_NAME} says {entry.dtype} "
             f"{region.shape}"
         )
-    dtype, item_bytes = TO_NAME[entry.dtype], entry.dtype.itemsize
+    dtype = TO_NAME[entry.dtype]
+    item_bytes = entry.dtype.itemsize
     first = item.first_byte + first_byte
     if entry.original_shape is None:
-        shape, runs = entry.shape, contiguous_runs(stored, region)
+        shape = entry.shape
+        runs = contiguous_runs(stored, region)
     else:
         shape = entry.original_shape
         runs = unflattened_runs(stored, region, entry.shape, shape)
     for run, position in runs:
-        start, num_bytes = first + position * item_bytes, run.num_elements * item_bytes
+        start = first + position * item_bytes
+        num_bytes = run.num_elements * item_bytes
         yield StoredPiece(entry.key, dtype, run, shape, item.file, start, num_bytes)
 
 

@@ -121,7 +121,8 @@ def check_size(obj: Any, limit: int) -> int:
         ValueError: it contains itself, or the same parts so often that it amounts to more than
             `limit` values.
     """
-    stack, count = [(obj, 0)], 0
+    stack = [(obj, 0)]
+    count = 0
     while stack:
         node, depth = stack.pop()
         count += 1 + _extent(node)
@@ -257,7 +258,8 @@ class _Machine:
         self.push(found)
 
     def reduce(self) -> None:
-        args, function = self.pop(), self.pop()
+        args = self.pop()
+        function = self.pop()
         if type(function) is not Made or type(args) is not tuple:
             raise ValueError(f"a call of a {type(function).__name__}")
         if args:
@@ -282,7 +284,8 @@ class _Machine:
         self.reduce()
 
     def build(self) -> None:
-        state, obj = self.pop(), self.pop()
+        state = self.pop()
+        obj = self.pop()
         if type(state) is tuple:
             # The content of an array is copied.
             self.work -= sum(len(item) for item in state if isinstance(item, (bytes, bytearray)))

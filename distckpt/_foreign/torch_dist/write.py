@@ -66,7 +66,9 @@ def write_chunks(
 
     Return their places.
     """
-    manifest, written, start = stored.manifest, [], 0
+    manifest = stored.manifest
+    written = []
+    start = 0
     num_bytes_of = {chunk: int(manifest.num_bytes[chunk]) for _, chunk in chunks}
     of_tensors = [chunk for key, chunk in chunks if not stored.is_object(key)]
     counter = ProgressCounter(progress, sum(num_bytes_of[chunk] for chunk in of_tensors))
@@ -181,7 +183,8 @@ def _tensor_entry(stored: StoredCheckpoint, key: str, regions: Sequence[Region])
 
 
 def _chunk(region: Region) -> Call:
-    offsets, sizes = torch.Size(region.offset), torch.Size(region.shape)
+    offsets = torch.Size(region.offset)
+    sizes = torch.Size(region.shape)
     return record(_METADATA, "ChunkStorageMetadata", offsets=offsets, sizes=sizes)
 
 

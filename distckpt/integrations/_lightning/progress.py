@@ -44,13 +44,15 @@ class Progress:
     """The state of a Trainer without its model, optimizers and schedulers."""
 
     def __init__(self, trainer: Any) -> None:
-        self._trainer, self._module = trainer, trainer.lightning_module
+        self._trainer = trainer
+        self._module = trainer.lightning_module
         self._loops = trainer.fit_loop.state_dict()
         self.loaders = DataLoaders(self._loops["state_dict"].pop(_LOADERS, []))
         self.num_ranks = trainer.world_size
 
     def state_dict(self) -> dict[str, Any]:
-        trainer, weights = self._trainer, self._module.state_dict()
+        trainer = self._trainer
+        weights = self._module.state_dict()
         checkpoint: dict[str, Any] = {
             "state_dict": weights,
             "loops": {"fit_loop": self._loops},
@@ -73,7 +75,8 @@ class Progress:
         return {**rest, "places_of_weights": places, "has_loaders": bool(self.loaders.states)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        trainer, weights = self._trainer, self._module.state_dict()
+        trainer = self._trainer
+        weights = self._module.state_dict()
         self.num_ranks = state["num_ranks"]
         checkpoint = {**state, **dict.fromkeys(state["places_of_weights"], weights)}
         self._module.on_load_checkpoint(checkpoint)
