@@ -155,8 +155,8 @@ def merge(parser: ArgumentParser) -> None:
     parser.add_argument("-o", "--output", dest="output_dir", metavar="DIR", help=output)
     _add_export(parser)
     how = parser.add_mutually_exclusive_group()
-    each = "one for each checkpoint, behind all paths (default: equal)"
-    how.add_argument("--weights", nargs="+", type=_weight, metavar="W", help=each)
+    weights = "one for each checkpoint, behind all paths (default: equal)"
+    how.add_argument("--weights", nargs="+", type=_weight, metavar="W", help=weights)
     how.add_argument(
         "--ema", type=_decay, metavar="DECAY", help="moving average, from the oldest to the newest"
     )
@@ -429,15 +429,15 @@ def add_writing(parser: ArgumentParser) -> None:
 def add_parts(parser: ArgumentParser) -> None:
     """Declare `--part` and its companions."""
     group = parser.add_argument_group("in parts", "by processes that know nothing of each other")
-    what = group.add_mutually_exclusive_group()
+    action = group.add_mutually_exclusive_group()
     part = "do part K of N, from 0, or the one that Slurm, Kubernetes (auto/N) or torchrun says"
-    what.add_argument("--part", metavar="K/N|auto", type=_part, help=part)
-    what.add_argument(
+    action.add_argument("--part", metavar="K/N|auto", type=_part, help=part)
+    action.add_argument(
         "--status", action="store_true", help="say what is whole, missing and being done"
     )
     finish = "complete the output, which the last part does by itself"
-    what.add_argument("--finish", action="store_true", help=finish)
-    what.add_argument(
+    action.add_argument("--finish", action="store_true", help=finish)
+    action.add_argument(
         "--abandon", action="store_true", help="remove what parts have written so far"
     )
     group.add_argument(

@@ -114,11 +114,11 @@ def _check_resources(task: Task) -> None:
         needs.append(
             ("disk space", shutil.disk_usage(task.folder).free, round(1.1 * task.num_bytes))
         )
-    for what, available, needed in needs:
+    for resource, available, needed in needs:
         if available < needed:
             raise CheckpointingException(
-                f"{size_text(needed)} of {what} are needed, {size_text(available)} are available: "
-                "use a smaller --gb"
+                f"{size_text(needed)} of {resource} are needed, {size_text(available)} are "
+                "available: use a smaller --gb"
             )
 
 

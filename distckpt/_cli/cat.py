@@ -129,9 +129,11 @@ def printed(tensor: StoredTensor, selection: Selection) -> str:
 def _corners(region: Region, short: tuple[int, ...]) -> Iterator[tuple[Region, Region]]:
     """Yield a region's corners, and their places in the shortened tensor."""
     pairs = [(Region((), ()), Region((), ()))]
-    for start, size, kept in zip(region.offset, region.shape, short, strict=True):
+    for start, size, length in zip(region.offset, region.shape, short, strict=True):
         spans = (
-            [(0, 0, size)] if size == kept else [(0, 0, _EDGE), (size - _EDGE, kept - _EDGE, _EDGE)]
+            [(0, 0, size)]
+            if size == length
+            else [(0, 0, _EDGE), (size - _EDGE, length - _EDGE, _EDGE)]
         )
         pairs = [
             (

@@ -140,7 +140,7 @@ def tiles(pairs: Iterable[tuple[str, str]]) -> str:
 
 def html_table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     """Return a table of texts; on a phone, its rows are cards."""
-    head = "".join(f"<th>{escape(each)}</th>" for each in heads)
+    head = "".join(f"<th>{escape(head_text)}</th>" for head_text in heads)
     body = "".join(f"<tr>{_cells_of(heads, row)}</tr>" for row in rows)
     table = f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
     return f'<div class="cards">{table}</div>'

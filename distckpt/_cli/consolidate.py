@@ -30,8 +30,8 @@ def run(arguments: Namespace, output: Output) -> int:
         _show_plan(plan_consolidation(arguments.checkpoint, options), output)
         return 0
     if is_in_parts(arguments):
-        given = {"checkpoint": arguments.checkpoint}
-        return _in_parts(arguments, "consolidate", given, arguments.output_dir, options, output)
+        values = {"checkpoint": arguments.checkpoint}
+        return _run_parts(arguments, "consolidate", values, arguments.output_dir, options, output)
     with output.progress("writing") as progress:
         report = consolidate(
             arguments.checkpoint,
@@ -53,8 +53,8 @@ def _merge(arguments: Namespace, options: ExportOptions, output: Output) -> int:
         return 0
     if is_in_parts(arguments):
         how = {"weights": arguments.weights, "ema": arguments.ema}
-        given = {"checkpoints": checkpoints, **how}
-        return _in_parts(arguments, "merge", given, output_dir, options, output)
+        values = {"checkpoints": checkpoints, **how}
+        return _run_parts(arguments, "merge", values, output_dir, options, output)
     with output.progress("writing") as progress:
         report = merge(
             checkpoints,
@@ -67,10 +67,10 @@ def _merge(arguments: Namespace, options: ExportOptions, output: Output) -> int:
     return _print_report(output_dir, report, output)
 
 
-def _in_parts(
+def _run_parts(
     arguments: Namespace,
     verb: str,
-    given: Mapping[str, Any],
+    values: Mapping[str, Any],
     output_dir: str,
     options: ExportOptions,
     output: Output,
@@ -78,7 +78,7 @@ def _in_parts(
     """Run, show, finish or abandon work in parts, as the arguments say."""
     where = {"output_dir": output_dir, "overwrite": arguments.overwrite, "options": options}
     show = partial(_print_report, output_dir)
-    return run_parts(arguments, output, verb, {**given, **where}, output_dir, show)
+    return run_parts(arguments, output, verb, {**values, **where}, output_dir, show)
 
 
 def _options(arguments: Namespace) -> ExportOptions:

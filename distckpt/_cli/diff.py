@@ -27,7 +27,7 @@ _HEADS = ("tensor", "differs", "max", "rel L2", "where")
 
 def run(arguments: Namespace, output: Output) -> int:
     """Compare, list the differences, return 1 if there are any."""
-    given = {
+    values = {
         "a": arguments.a,
         "b": arguments.b,
         "keys": arguments.keys,
@@ -37,9 +37,9 @@ def run(arguments: Namespace, output: Output) -> int:
     }
     show = partial(_show, arguments)
     if is_in_parts(arguments):
-        return run_parts_of_check(arguments, output, "diff", given, show)
+        return run_parts_of_check(arguments, output, "diff", values, show)
     with output.progress("comparing") as progress:
-        report = diff(**given, progress=progress)
+        report = diff(**values, progress=progress)
     return show(report, output)
 
 
@@ -62,9 +62,9 @@ def _as_json(report: DiffReport) -> dict[str, Any]:
         {**vars(item), "relative_difference": item.relative_difference} for item in report.tensors
     ]
     objects = [vars(item) for item in report.objects]
-    listed = {"tensors": tensors, "objects": objects}
+    lists = {"tensors": tensors, "objects": objects}
     optimizer_keys = sorted(report.optimizer_keys, key=natural_order)
-    return {**vars(report), "is_same": report.is_same, **listed, "optimizer_keys": optimizer_keys}
+    return {**vars(report), "is_same": report.is_same, **lists, "optimizer_keys": optimizer_keys}
 
 
 def _print_differences(report: DiffReport, output: Output, is_folding: bool) -> None:
@@ -72,15 +72,15 @@ def _print_differences(report: DiffReport, output: Output, is_folding: bool) -> 
 
     If `is_folding`, the differences of optimizers become one line.
     """
-    of_model, of_optimizers = divided_by_owner(report)
+    models, optimizers = divided_by_owner(report)
     if is_folding:
-        groups = group_differences(of_model)
+        groups = group_differences(models)
     else:
-        groups = [*group_differences(of_model), *group_differences(of_optimizers)]
+        groups = [*group_differences(models), *group_differences(optimizers)]
     if groups:
         _print_table(groups, output)
         output.line()
-    if is_folding and (text := optimizer_text(of_optimizers)):
+    if is_folding and (text := optimizer_text(optimizers)):
         output.line(text)
     for item in report.objects[:MAX_LISTED]:
         output.line(describe_object(item))

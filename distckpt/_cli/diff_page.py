@@ -28,8 +28,8 @@ def write_diff_page(
 
 
 def _tensors_of(stored: StoredCheckpoint, keys: Sequence[str] | None) -> list[str]:
-    found = [key for key in stored.manifest.key_index if not stored.is_object(key)]
-    return found if keys is None else [key for key in found if matches(key, keys)]
+    tensors = [key for key in stored.manifest.key_index if not stored.is_object(key)]
+    return tensors if keys is None else [key for key in tensors if matches(key, keys)]
 
 
 def _head(report: DiffReport) -> dict[str, Any]:

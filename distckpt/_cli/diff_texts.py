@@ -117,8 +117,8 @@ def _groups_on_one_side(side: str, keys: Iterable[str]) -> list[DifferenceGroup]
 
 def _largest(numbers: Iterable[float]) -> float:
     """Return the largest number, or NaN if there is one."""
-    found = list(numbers)
-    return math.nan if any(map(math.isnan, found)) else max(found)
+    values = list(numbers)
+    return math.nan if any(map(math.isnan, values)) else max(values)
 
 
 def changes_of(members: Sequence[TensorDifference]) -> str:

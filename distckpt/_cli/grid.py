@@ -41,13 +41,13 @@ def chunks_of(stored: StoredCheckpoint, key: str) -> list[Chunk]:
     table = manifest.rows(np.arange(rows.start, rows.stop))
     regions = table.offsets[:, :ndim].tolist(), table.shapes[:, :ndim].tolist()
     places = (table.file_ids.tolist(), table.first_bytes.tolist(), table.num_bytes.tolist())
-    found = []
+    chunks = []
     for offset, shape, file_id, first_byte, num_bytes in zip(*regions, *places, strict=True):
         file = manifest.files[file_id].name
         rank = rank_of_file(file)
         owner = owner_of(rank, file)
-        found.append(Chunk(tuple(offset), tuple(shape), owner, rank, file, first_byte, num_bytes))
-    return found
+        chunks.append(Chunk(tuple(offset), tuple(shape), owner, rank, file, first_byte, num_bytes))
+    return chunks
 
 
 def drawn_axes(shape: tuple[int, ...], chunks: Sequence[Chunk]) -> tuple[int, ...] | None:

@@ -63,9 +63,9 @@ def group_keys(manifest: Manifest, is_merging: bool = True) -> list[Group]:
             num_keys=len(ids),
             num_bytes=int(sizes[ids].sum()),
             num_chunks=int(counts[ids].sum()),
-            ranks=of_group,
+            ranks=group_ranks,
         )
-        for ((_, dtype, shape), ids), of_group in zip(members.items(), ranks, strict=True)
+        for ((_, dtype, shape), ids), group_ranks in zip(members.items(), ranks, strict=True)
     ]
 
 
@@ -80,7 +80,7 @@ def _ranks_of_groups(
     num_files = len(manifest.files)
     for group, ids in enumerate(members):
         group_of[ids] = group
-    found: list[IntArray] = [np.zeros(0, np.int64)] * len(members)
+    ranks_by_group: list[IntArray] = [np.zeros(0, np.int64)] * len(members)
     known: dict[bytes, IntArray] = {}
     for chunks in manifest.parts():
         pairs = group_of[chunks.key_ids] * num_files + chunks.file_ids
@@ -88,18 +88,18 @@ def _ranks_of_groups(
         pairs.sort(kind="stable")
         pairs = pairs[np.diff(pairs, prepend=-1) != 0]
         starts = np.flatnonzero(np.diff(pairs // num_files, prepend=-1))
-        for each in np.split(pairs, starts)[1:]:
-            group = int(each[0]) // num_files
-            file_ids = each % num_files
-            if len(found[group]):
-                file_ids = np.union1d(found[group], file_ids)
-            found[group] = known.setdefault(file_ids.tobytes(), file_ids)
+        for section in np.split(pairs, starts)[1:]:
+            group = int(section[0]) // num_files
+            file_ids = section % num_files
+            if len(ranks_by_group[group]):
+                file_ids = np.union1d(ranks_by_group[group], file_ids)
+            ranks_by_group[group] = known.setdefault(file_ids.tobytes(), file_ids)
     ranks = [rank_of_file(file.name) for file in manifest.files]
     tuples = {
         key: tuple(sorted({ranks[i] for i in file_ids.tolist()} - {None}))
         for key, file_ids in known.items()
     }
-    return (tuples.get(each.tobytes(), ()) for each in found)
+    return (tuples.get(section.tobytes(), ()) for section in ranks_by_group)
 
 
 # --- The tree -------------------------------------------------------------------------------------

@@ -169,8 +169,10 @@ def _show_key(
     stored_key = stored.manifest.keys[known[key]]
     chunks = grid.chunks_of(stored, key)
     facts = {"key": key, "stored_as": stored_key, "dtype": dtype, "shape": shape}
-    listed = [vars(chunk) for chunk in chunks]
-    output.json({**facts, "chunks": listed, "problems": [vars(each) for each in problems]})
+    chunk_fields = [vars(chunk) for chunk in chunks]
+    output.json(
+        {**facts, "chunks": chunk_fields, "problems": [vars(problem) for problem in problems]}
+    )
     tied = "" if stored_key == key else f", tied to {stored_key}"
     output.line(f"{key}: {shape_text(shape)} {dtype}, {count_text(len(chunks), 'chunk')}{tied}")
     rows = [

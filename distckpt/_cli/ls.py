@@ -13,11 +13,11 @@ from distckpt._manager.listing import CheckpointInfo, list_checkpoints
 
 def run(arguments: Namespace, output: Output) -> int:
     """Print a line for each checkpoint, with its problem if any."""
-    found = list_checkpoints(arguments.root)
-    output.json([vars(info) for info in found])
+    infos = list_checkpoints(arguments.root)
+    output.json([vars(info) for info in infos])
     if arguments.html is not None:
-        _write_page(arguments, found)
-    if not found:
+        _write_page(arguments, infos)
+    if not infos:
         output.line(f"there are no checkpoints in {arguments.root}")
         return 0
     rows = [
@@ -28,12 +28,12 @@ def run(arguments: Namespace, output: Output) -> int:
             state_text(info),
             size_text(info.num_bytes) if info.num_bytes else "",
         ]
-        for info in found
+        for info in infos
     ]
     output.table(
         ["checkpoint", "saved", "metrics", "state", "size"], rows, num_text=4, drop="metrics saved"
     )
-    for info in found:
+    for info in infos:
         if info.problem:
             output.line(f"{info.name}: {info.problem}")
     return 0
@@ -54,8 +54,8 @@ def state_text(info: CheckpointInfo) -> str:
     return ", ".join(word for word, applies in words.items() if applies)
 
 
-def _write_page(arguments: Namespace, found: Sequence[CheckpointInfo]) -> None:
+def _write_page(arguments: Namespace, infos: Sequence[CheckpointInfo]) -> None:
     # Imported only for this option, which is rare.
     page = importlib.import_module("distckpt._cli.run_page")
-    chosen = (arguments.changes, arguments.keys, arguments.recompute)
-    page.write_run_page(arguments.html, arguments.root, found, *chosen)
+    options = (arguments.changes, arguments.keys, arguments.recompute)
+    page.write_run_page(arguments.html, arguments.root, infos, *options)

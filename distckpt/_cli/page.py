@@ -86,9 +86,11 @@ def _describe(
     It has name, dtype, shape, bytes, chunks (place of the owner, offset, shape, bytes), tied tensor
     and difference.
     """
-    found = chunks_of(stored, key)
-    chunks = [[places[c.owner], c.offset, c.shape, c.num_bytes] for c in found] if places else []
-    size = sum(chunk.num_bytes for chunk in found)
+    chunks_of_key = chunks_of(stored, key)
+    chunks = (
+        [[places[c.owner], c.offset, c.shape, c.num_bytes] for c in chunks_of_key] if places else []
+    )
+    size = sum(chunk.num_bytes for chunk in chunks_of_key)
     shape = stored.global_shape(key)
     tied = stored.manifest.aliases.get(key)
     return [name, stored.dtype_name(key), shape, size, chunks, tied, changes.get(name)]

@@ -168,13 +168,13 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"distckpt {__version__}")
     verbs = parser.add_subparsers(title="verbs", metavar="VERB")
     for verb in VERBS:
-        one = verbs.add_parser(
+        verb_parser = verbs.add_parser(
             verb.name, aliases=verb.aliases, help=verb.summary, description=verb.summary
         )
-        getattr(arguments, verb.arguments or verb.module)(one)
-        one.add_argument("--json", action="store_true", help="print the result as JSON")
-        one.add_argument(
+        getattr(arguments, verb.arguments or verb.module)(verb_parser)
+        verb_parser.add_argument("--json", action="store_true", help="print the result as JSON")
+        verb_parser.add_argument(
             "--debug", action="store_true", help="show a traceback when something fails"
         )
-        one.set_defaults(module=verb.module, error_code=verb.error_code, parser=one)
+        verb_parser.set_defaults(module=verb.module, error_code=verb.error_code, parser=verb_parser)
     return parser

@@ -24,7 +24,7 @@ def run(
     arguments: Namespace,
     output: Output,
     verb: str,
-    given: Mapping[str, Any],
+    values: Mapping[str, Any],
     place: str,
     show: Callable[[Any, Output], int],
 ) -> int:
@@ -44,10 +44,10 @@ def run(
     if arguments.abandon:
         return _abandon(place, output)
     if arguments.finish:
-        return show(finish(make_work(verb, given)), output)
+        return show(finish(make_work(verb, values)), output)
     part = _part(arguments.part)
     with output.progress(f"part {part}") as progress:
-        report = run_part(make_work(verb, given), part, progress)
+        report = run_part(make_work(verb, values), part, progress)
     _show_part(report, output)
     return show(report.report, output) if report.is_complete else 0
 
@@ -85,14 +85,14 @@ def _abandon(place: str, output: Output) -> int:
 
 
 def _show_status(place: str, watch: bool, output: Output) -> int:
-    found: Sequence[PartsStatus] = statuses(place)
-    if not found and not watch:
+    all_statuses: Sequence[PartsStatus] = statuses(place)
+    if not all_statuses and not watch:
         raise CheckpointNotFoundError(f"No work in parts was begun for {place!r}.")
     if watch:
-        found = found or _wait_for_begin(place, output)
-        found = _watch(place, found, output)
-    output.json([_as_json(status) for status in found])
-    for status in found:
+        all_statuses = all_statuses or _wait_for_begin(place, output)
+        all_statuses = _watch(place, all_statuses, output)
+    output.json([_as_json(status) for status in all_statuses])
+    for status in all_statuses:
         _print_status(status, output)
     return 0
 
@@ -100,20 +100,22 @@ def _show_status(place: str, watch: bool, output: Output) -> int:
 def _wait_for_begin(place: str, output: Output) -> Sequence[PartsStatus]:
     """Wait for the first part, which may still be in a queue."""
     output.message(f"No work in parts was begun for {place!r} yet: waiting for the first part.")
-    while not (found := statuses(place)):
+    while not (all_statuses := statuses(place)):
         time.sleep(_SECONDS_BETWEEN)
-    return found
+    return all_statuses
 
 
-def _watch(place: str, found: Sequence[PartsStatus], output: Output) -> Sequence[PartsStatus]:
+def _watch(
+    place: str, all_statuses: Sequence[PartsStatus], output: Output
+) -> Sequence[PartsStatus]:
     """Show the progress of all parts until the work ends."""
     with output.progress("all parts") as progress:
-        while any(not status.is_complete for status in found):
-            done = sum(status.bytes_whole + status.bytes_running for status in found)
-            progress(done, sum(status.bytes_total for status in found))
+        while any(not status.is_complete for status in all_statuses):
+            done = sum(status.bytes_whole + status.bytes_running for status in all_statuses)
+            progress(done, sum(status.bytes_total for status in all_statuses))
             time.sleep(_SECONDS_BETWEEN)
-            found = statuses(place)
-    return found
+            all_statuses = statuses(place)
+    return all_statuses
 
 
 def _as_json(status: PartsStatus) -> dict[str, Any]:

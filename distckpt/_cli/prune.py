@@ -59,9 +59,11 @@ def run(arguments: Namespace, output: Output) -> int:
         pruning, problems = _remove(pruning)
     doing = "would remove" if arguments.dry_run else "removed"
     for name in pruning.names:
-        what = f"{name}{_origin_of(name)}" if name in pruning.leftovers else name
+        target = f"{name}{_origin_of(name)}" if name in pruning.leftovers else name
         problem = problems.get(name)
-        output.line(f"{doing} {what}" if problem is None else f"cannot remove {what}: {problem}")
+        output.line(
+            f"{doing} {target}" if problem is None else f"cannot remove {target}: {problem}"
+        )
     for name in pruning.live:
         output.line(f"kept {name}: {_why_kept(name)}")
     outcome = _outcome(pruning, problems)
@@ -148,10 +150,10 @@ def _removable(root: str, saved: list[Saved], policy: Retention) -> list[Saved]:
     if newest is None:
         return []
     # Steps newer than the newest complete one are damaged. It is up to the user to repair them.
-    found = surplus(root, policy, [item for item in saved if item.step <= newest], newest)
+    steps_to_remove = surplus(root, policy, [item for item in saved if item.step <= newest], newest)
     # After going back, the job goes on from an earlier one.
     last = steps.read_tracker(root)
-    return [item for item in found if item.step != last]
+    return [item for item in steps_to_remove if item.step != last]
 
 
 def _leftovers(root: str, abandoned_after: int | None) -> tuple[list[str], list[str]]:

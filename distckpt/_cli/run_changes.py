@@ -42,7 +42,7 @@ _NOTE = (
 
 
 def figures_of_layers(
-    found: Sequence[CheckpointInfo],
+    infos: Sequence[CheckpointInfo],
     keys: Sequence[str] | None,
     known: Mapping[str, Any],
     is_reading: bool = False,
@@ -53,7 +53,7 @@ def figures_of_layers(
     the tensors, unless they are known already.
     """
     figures = {}
-    for before, info in zip([None, *found], found, strict=False):
+    for before, info in zip([None, *infos], infos, strict=False):
         layers = None if is_reading else _saved_layers(info.location, keys)
         name = _name_of(info, before, keys, layers is None)
         if layers is None:
@@ -68,55 +68,59 @@ def _name_of(
     info: CheckpointInfo, before: CheckpointInfo | None, keys: Sequence[str] | None, is_read: bool
 ) -> str:
     """Return a cache key for the figures of a step."""
-    steps = [[each.location, each.saved_at, each.num_bytes] for each in (before, info) if each]
+    steps = [
+        [one_info.location, one_info.saved_at, one_info.num_bytes]
+        for one_info in (before, info)
+        if one_info
+    ]
     return json.dumps([*steps, keys, is_read])
 
 
 def changes_of_layers(
-    found: Sequence[CheckpointInfo], figures: Mapping[str, Any]
+    infos: Sequence[CheckpointInfo], figures: Mapping[str, Any]
 ) -> Iterator[tuple[str, str]]:
     """Yield the charts about the layers of the steps."""
-    steps = [f"{info.step:,}" for info in found]
-    of_steps: list[_Layers] = [
+    steps = [f"{info.step:,}" for info in infos]
+    layers_by_step: list[_Layers] = [
         {name: _Layer(*layer) for name, layer in layers.items()} for layers in figures.values()
     ]
-    names = list(dict.fromkeys(itertools.chain.from_iterable(of_steps)))
+    names = list(dict.fromkeys(itertools.chain.from_iterable(layers_by_step)))
     if not names:
         yield "Changes", "<p>These steps have no tensors.</p>"
         return
-    began = list(filter(None, (_beginning_of_nan(steps, of_steps, name) for name in names)))
+    began = list(filter(None, (_beginning_of_nan(steps, layers_by_step, name) for name in names)))
     if began:
         yield "NaN", html_table(["layer", "first seen at step"], began)
-    drawn = _drawn(names, steps, of_steps)
-    if len(found) > 1:
+    drawn = _drawn(names, steps, layers_by_step)
+    if len(infos) > 1:
         yield "Most changed", _most_changed(drawn)
-        yield f"{drawn.what.capitalize()} since the step before", _map_of_changes(drawn)
+        yield f"{drawn.title.capitalize()} since the step before", _map_of_changes(drawn)
     yield "Norm, relative to the largest of the layer", _map_of_norms(drawn)
 
 
 class _Drawn(NamedTuple):
     """The contents of maps: the name of the change, and the layers of each step."""
 
-    what: str
+    title: str
     names: Sequence[str]
     steps: Sequence[str]
-    of_steps: Sequence[_Layers]
+    layers_by_step: Sequence[_Layers]
 
 
-def _drawn(names: Sequence[str], steps: Sequence[str], of_steps: Sequence[_Layers]) -> _Drawn:
-    if any(layer.change is None for layers in of_steps[1:] for layer in layers.values()):
-        changes = _with_changes_of_norms(of_steps)
+def _drawn(names: Sequence[str], steps: Sequence[str], layers_by_step: Sequence[_Layers]) -> _Drawn:
+    if any(layer.change is None for layers in layers_by_step[1:] for layer in layers.values()):
+        changes = _with_changes_of_norms(layers_by_step)
         return _Drawn("relative change of the norm", names, steps, changes)
-    return _Drawn("relative change", names, steps, of_steps)
+    return _Drawn("relative change", names, steps, layers_by_step)
 
 
-def _with_changes_of_norms(of_steps: Sequence[_Layers]) -> list[_Layers]:
+def _with_changes_of_norms(layers_by_step: Sequence[_Layers]) -> list[_Layers]:
     """Return the layers with the changes of their norms.
 
     No tensors are read for these.
     """
     changed: list[_Layers] = []
-    for before, layers in zip([_NO_LAYERS, *of_steps], of_steps, strict=False):
+    for before, layers in zip([_NO_LAYERS, *layers_by_step], layers_by_step, strict=False):
         norms = {name: before[name].norm for name in layers if name in before}
         changed.append(
             {
@@ -130,18 +134,20 @@ def _with_changes_of_norms(of_steps: Sequence[_Layers]) -> list[_Layers]:
 
 
 def _map_of_changes(drawn: _Drawn) -> str:
-    later = drawn._replace(steps=drawn.steps[1:], of_steps=drawn.of_steps[1:])
-    ratios = [_ratio(layer) for layers in later.of_steps for layer in layers.values()]
+    later = drawn._replace(steps=drawn.steps[1:], layers_by_step=drawn.layers_by_step[1:])
+    ratios = [_ratio(layer) for layers in later.layers_by_step for layer in layers.values()]
     shade = _Shade.of([ratio for ratio in ratios if ratio])
     cells = _cells(later, lambda _, layer: shade(_ratio(layer)))
     legend = ramp(f"{shade.least:.2g}", f"{shade.most:.2g}", "NaN or infinite")
-    note = "" if drawn.what == "relative change" else _NOTE
+    note = "" if drawn.title == "relative change" else _NOTE
     return heat_map(later.steps, cells) + legend + note
 
 
 def _map_of_norms(drawn: _Drawn) -> str:
-    of_steps = drawn.of_steps
-    largest = {name: max(_norm_in(layers, name) for layers in of_steps) for name in drawn.names}
+    layers_by_step = drawn.layers_by_step
+    largest = {
+        name: max(_norm_in(layers, name) for layers in layers_by_step) for name in drawn.names
+    }
     cells = _cells(drawn, lambda name, layer: layer.norm / (largest[name] or 1.0))
     return heat_map(drawn.steps, cells) + ramp("0", "1", "NaN")
 
@@ -164,13 +170,13 @@ def _read_layers(
     with opened(Ranks.alone(), info.location) as stored:
         if _has_none(stored, keys):
             return {}
-        chosen = keys or _all_but_optimizers(stored)
+        patterns = keys or _all_but_optimizers(stored)
         computing = importlib.import_module("distckpt._operations.stats")
-        stats = list(computing.compute_stats(stored, chosen))
+        stats = list(computing.compute_stats(stored, patterns))
     distances: dict[str, float] | None = None
     if before is not None:
         comparing = importlib.import_module("distckpt._operations.diff")
-        report = comparing.diff(before.location, info.location, keys=chosen)
+        report = comparing.diff(before.location, info.location, keys=patterns)
         distances = {tensor.key: tensor.difference_norm for tensor in report.tensors}
     return _by_layer(stats, distances)
 
@@ -199,9 +205,9 @@ def _layer(tensors: Sequence[TensorStats], distances: Mapping[str, float] | None
     """Combine the tensors of a layer; `distances` holds the changed ones."""
     change = None
     if distances is not None:
-        change = math.hypot(*(distances.get(each.key, 0.0) for each in tensors))
-    finite = [each.norm for each in tensors if math.isfinite(each.norm)]
-    num_nan = sum(each.num_nan for each in tensors)
+        change = math.hypot(*(distances.get(tensor.key, 0.0) for tensor in tensors))
+    finite = [tensor.norm for tensor in tensors if math.isfinite(tensor.norm)]
+    num_nan = sum(tensor.num_nan for tensor in tensors)
     return _Layer(norm=math.hypot(*finite), change=change, num_nan=num_nan)
 
 
@@ -212,18 +218,20 @@ def _layer_of(key: str) -> str:
     return ".".join(names[: numbers[0] + 1] if numbers else names[:-1] or names)
 
 
-def _beginning_of_nan(steps: Sequence[str], of_steps: Sequence[_Layers], name: str) -> list[str]:
+def _beginning_of_nan(
+    steps: Sequence[str], layers_by_step: Sequence[_Layers], name: str
+) -> list[str]:
     """Return a row with the first NaN step, or an empty one."""
-    for step, layers in zip(steps, of_steps, strict=True):
+    for step, layers in zip(steps, layers_by_step, strict=True):
         if name in layers and layers[name].num_nan:
             return [name, f"{step} ({count_text(layers[name].num_nan, 'value')})"]
     return []
 
 
 def _most_changed(drawn: _Drawn) -> str:
-    ordered = sorted(drawn.of_steps[-1].items(), key=lambda item: -(_ratio(item[1]) or 0.0))
+    ordered = sorted(drawn.layers_by_step[-1].items(), key=lambda item: -(_ratio(item[1]) or 0.0))
     rows = [[name, _ratio_text(layer)] for name, layer in ordered[:5]]
-    return html_table(["layer", f"{drawn.what} at step {drawn.steps[-1]}"], rows)
+    return html_table(["layer", f"{drawn.title} at step {drawn.steps[-1]}"], rows)
 
 
 def _ratio(layer: _Layer) -> float | None:
@@ -266,14 +274,14 @@ def _cells(
     """Return the values and texts of each layer, step by step."""
     rows: dict[str, list[tuple[float | None, str]]] = {name: [] for name in drawn.names}
     for name, cells in rows.items():
-        for step, layers in zip(drawn.steps, drawn.of_steps, strict=True):
+        for step, layers in zip(drawn.steps, drawn.layers_by_step, strict=True):
             layer = layers.get(name)
             if layer is None:
                 cells.append((0.0, f"{name} is not in step {step}"))
                 continue
             text = f"{name}, step {step}: norm {layer.norm:.4g}"
             if layer.change is not None:
-                text += f", {drawn.what} {_ratio_text(layer)}"
+                text += f", {drawn.title} {_ratio_text(layer)}"
             bad = value_of(name, layer) if not layer.num_nan else None
             cells.append((bad, text + _count_of_nan(layer)))
     return rows

@@ -19,7 +19,7 @@ _SECONDS = {"hours": 3600, "minutes": 60, "seconds": 1}
 def write_run_page(
     path: str,
     root: str,
-    found: Sequence[CheckpointInfo],
+    infos: Sequence[CheckpointInfo],
     num_changes: int | None,
     keys: Sequence[str] | None,
     is_reading: bool,
@@ -31,38 +31,38 @@ def write_run_page(
     The tensors are read where a save has stored no statistics, or everywhere with `is_reading`,
     except for steps that an earlier page at this path covers.
     """
-    of_steps = [info for info in found if info.step is not None]
-    sections = [("", tiles(_tiles(found)))]
-    if len(of_steps) > 1:
-        ends = (of_steps[0].step or 0, of_steps[-1].step or 0)
-        sections += [(name, line_chart(points, ends)) for name, points in _metrics(of_steps)]
-        sections += _sizes_and_times(of_steps, ends)
+    steps = [info for info in infos if info.step is not None]
+    sections = [("", tiles(_tiles(infos)))]
+    if len(steps) > 1:
+        ends = (steps[0].step or 0, steps[-1].step or 0)
+        sections += [(name, line_chart(points, ends)) for name, points in _metrics(steps)]
+        sections += _sizes_and_times(steps, ends)
     figures = None
     if num_changes:
-        whole = [info for info in of_steps if info.problem is None]
+        whole = [info for info in steps if info.problem is None]
         # Imported only for this option.
         changes = importlib.import_module("distckpt._cli.run_changes")
         known = figures_in(path)
         figures = changes.figures_of_layers(whole[-num_changes:], keys, known, is_reading)
         sections += changes.changes_of_layers(whole[-num_changes:], figures)
-    sections.append(("Checkpoints", _table(found)))
+    sections.append(("Checkpoints", _table(infos)))
     title = root.rstrip("/").rpartition("/")[2] or root
     write_static_page(path, title, [root], sections, figures)
 
 
-def _tiles(found: Sequence[CheckpointInfo]) -> Iterator[tuple[str, str]]:
-    yield f"{len(found):,}", "checkpoints"
-    yield from ((info.name, "newest") for info in found if info.is_newest)
-    yield size_text(sum(info.num_bytes for info in found)), "in all"
-    num_bad = sum(info.problem is not None for info in found)
+def _tiles(infos: Sequence[CheckpointInfo]) -> Iterator[tuple[str, str]]:
+    yield f"{len(infos):,}", "checkpoints"
+    yield from ((info.name, "newest") for info in infos if info.is_newest)
+    yield size_text(sum(info.num_bytes for info in infos)), "in all"
+    num_bad = sum(info.problem is not None for info in infos)
     if num_bad:
         yield f"{num_bad:,}", "not whole"
 
 
-def _metrics(found: Sequence[CheckpointInfo]) -> Iterator[tuple[str, list[Point]]]:
-    names = dict.fromkeys(name for info in found for name in info.metrics)
+def _metrics(infos: Sequence[CheckpointInfo]) -> Iterator[tuple[str, list[Point]]]:
+    names = dict.fromkeys(name for info in infos for name in info.metrics)
     for name in names:
-        values = [(info, info.metrics[name]) for info in found if name in info.metrics]
+        values = [(info, info.metrics[name]) for info in infos if name in info.metrics]
         points = [
             Point(info.step or 0, value, f"{info.name}: {name} {value:.6g}")
             for info, value in values
@@ -73,21 +73,21 @@ def _metrics(found: Sequence[CheckpointInfo]) -> Iterator[tuple[str, list[Point]
 
 
 def _sizes_and_times(
-    found: Sequence[CheckpointInfo], ends: tuple[int, int]
+    infos: Sequence[CheckpointInfo], ends: tuple[int, int]
 ) -> Iterator[tuple[str, str]]:
     sizes = [
         Point(info.step or 0, info.num_bytes, f"{info.name}: {size_text(info.num_bytes)}")
-        for info in found
+        for info in infos
     ]
     yield _chart_in("Size", sizes, ends, _BYTES)
     durations = [
         Point(info.step or 0, info.seconds, f"{info.name}: {info.seconds:.3f} s")
-        for info in found
+        for info in infos
         if info.seconds is not None
     ]
     if durations:
         yield _chart_in("Duration of the save", durations, ends, _SECONDS)
-    waits = list(_waits(found))
+    waits = list(_waits(infos))
     if waits:
         yield _chart_in("Time since the step before was committed", waits, ends, _SECONDS)
 
@@ -102,14 +102,14 @@ def _chart_in(
     return f"{title}, {unit}", line_chart(scaled, ends, 110)
 
 
-def _waits(found: Sequence[CheckpointInfo]) -> Iterator[Point]:
+def _waits(infos: Sequence[CheckpointInfo]) -> Iterator[Point]:
     """Yield the time from the commit of each step to the next."""
-    timed = [(info, info.saved_at) for info in found if info.saved_at is not None]
+    timed = [(info, info.saved_at) for info in infos if info.saved_at is not None]
     for (_, before), (info, at) in itertools.pairwise(timed):
         yield Point(info.step or 0, at - before, f"{info.name}: {(at - before) / 60:.1f} minutes")
 
 
-def _table(found: Sequence[CheckpointInfo]) -> str:
+def _table(infos: Sequence[CheckpointInfo]) -> str:
     rows = [
         [
             info.name,
@@ -118,6 +118,6 @@ def _table(found: Sequence[CheckpointInfo]) -> str:
             ": ".join(filter(None, [state_text(info), info.problem])),
             size_text(info.num_bytes) if info.num_bytes else "",
         ]
-        for info in reversed(found)
+        for info in reversed(infos)
     ]
     return html_table(["checkpoint", "saved", "metrics", "state", "size"], rows)

@@ -34,25 +34,25 @@ def run(arguments: Namespace, output: Output) -> int:
     if is_in_parts(arguments):
         return _run_part(location, arguments, output)
     with opened(Ranks.alone(), location) as stored:
-        found = None if arguments.recompute else saved_stats(stored, arguments.keys)
-        if found is not None:
-            return _print_stats(_Report(location, found, is_saved=True), arguments.tree, output)
+        tensors = None if arguments.recompute else saved_stats(stored, arguments.keys)
+        if tensors is not None:
+            return _print_stats(_Report(location, tensors, is_saved=True), arguments.tree, output)
         computing = importlib.import_module("distckpt._operations.stats")
         started = time.perf_counter()
         with output.progress("reading") as progress:
-            found = list(computing.compute_stats(stored, arguments.keys, progress))
+            tensors = list(computing.compute_stats(stored, arguments.keys, progress))
     seconds = time.perf_counter() - started
-    return _print_stats(_Report(location, found, seconds), arguments.tree, output)
+    return _print_stats(_Report(location, tensors, seconds), arguments.tree, output)
 
 
 def _run_part(location: str, arguments: Namespace, output: Output) -> int:
-    def show(found: Sequence[TensorStats], output: Output) -> int:
+    def show(tensors: Sequence[TensorStats], output: Output) -> int:
         # Other processes have read most of it.
-        return _print_stats(_Report(location, found), arguments.tree, output)
+        return _print_stats(_Report(location, tensors), arguments.tree, output)
 
     parts = importlib.import_module("distckpt._cli.selection")
-    given = {"checkpoint_dir": arguments.path, "keys": arguments.keys}
-    code: int = parts.run_parts_of_check(arguments, output, "stats", given, show)
+    values = {"checkpoint_dir": arguments.path, "keys": arguments.keys}
+    code: int = parts.run_parts_of_check(arguments, output, "stats", values, show)
     return code
 
 
@@ -63,7 +63,7 @@ class _Report(NamedTuple):
     """
 
     location: str
-    found: Sequence[TensorStats]
+    tensors: Sequence[TensorStats]
     seconds: float | None = None
     is_saved: bool = False
 
@@ -71,7 +71,9 @@ class _Report(NamedTuple):
         """Describe the source of the statistics."""
         if self.is_saved:
             return "as stored by the save, nothing was read (--recompute reads the tensors)"
-        num_bytes = sum(math.prod(each.shape) * ITEM_BYTES[each.dtype] for each in self.found)
+        num_bytes = sum(
+            math.prod(tensor.shape) * ITEM_BYTES[tensor.dtype] for tensor in self.tensors
+        )
         if self.seconds is None:
             return f"{size_text(num_bytes)} read"
         speed = size_text(num_bytes / self.seconds)
@@ -79,19 +81,19 @@ class _Report(NamedTuple):
 
 
 def _print_stats(report: _Report, is_listing: bool, output: Output) -> int:
-    found = report.found
+    tensors = report.tensors
     output.json(
         {
             "location": report.location,
             "from_save": report.is_saved,
-            "tensors": [vars(tensor) for tensor in found],
+            "tensors": [vars(tensor) for tensor in tensors],
         }
     )
-    groups = [[tensor] for tensor in found] if is_listing else _grouped(found)
+    groups = [[tensor] for tensor in tensors] if is_listing else _grouped(tensors)
     _print_groups(groups, not report.is_saved, output)
-    with_nan = [tensor.key for tensor in found if tensor.num_nan]
+    with_nan = [tensor.key for tensor in tensors if tensor.num_nan]
     output.line(
-        f"{count_text(len(found), 'tensor')}, {len(with_nan):,} with NaN; {report.source()}"
+        f"{count_text(len(tensors), 'tensor')}, {len(with_nan):,} with NaN; {report.source()}"
     )
     if with_nan:
         output.line(f"NaN in {summarize_keys(with_nan)}")
@@ -126,13 +128,13 @@ def _cells(group: Sequence[TensorStats], bars: str) -> list[str]:
     return [
         key_pattern([tensor.key for tensor in group]),
         str(len(group)),
-        *(f"{value:.3g}" for value in _of_all(group)),
+        *(f"{value:.3g}" for value in _totals(group)),
         *(f"{count:,}" if count else "" for count in totals),
         _histogram(group[0], bars) if len(group) == 1 else "",
     ]
 
 
-def _of_all(group: Sequence[TensorStats]) -> tuple[float, float, float, float]:
+def _totals(group: Sequence[TensorStats]) -> tuple[float, float, float, float]:
     """Return norm, mean, minimum and maximum of a group's finite values."""
     # A tensor without finite values has none of these.
     members = [tensor for tensor in group if _num_finite(tensor)] or group[:1]

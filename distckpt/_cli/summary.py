@@ -53,11 +53,11 @@ def summarize(stored: StoredCheckpoint) -> dict[str, Any]:
         "num_files": len(manifest.files),
         "has_checksums": manifest.has_checksums,
         "tied": manifest.aliases,
-        **_of_the_save(stored),
+        **_save_facts(stored),
     }
 
 
-def _of_the_save(stored: StoredCheckpoint) -> dict[str, Any]:
+def _save_facts(stored: StoredCheckpoint) -> dict[str, Any]:
     """Return facts from the marker and common state.
 
     These are the time, the step, the format, the names in common state, and the values that the
@@ -72,11 +72,11 @@ def _of_the_save(stored: StoredCheckpoint) -> dict[str, Any]:
         "saved_at": locations.modified_time(path) if marker else None,
         "step": note.get("step") if isinstance(note, dict) else None,
         "format": (origin or {}).get("format") or own_format,
-        **_of_common_state(stored),
+        **_common_state_names(stored),
     }
 
 
-def _of_common_state(stored: StoredCheckpoint) -> dict[str, list[str]]:
+def _common_state_names(stored: StoredCheckpoint) -> dict[str, list[str]]:
     """Return the names in common state, or none if it is unreadable."""
     common: dict[Any, Any] = {}
     with contextlib.suppress(CheckpointingException, OSError):

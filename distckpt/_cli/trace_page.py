@@ -35,7 +35,7 @@ def calls_of(events: Sequence[_Event]) -> list[list[_Event]]:
     calls: list[list[_Event]] = []
     open_calls: dict[tuple[Any, ...], list[_Event]] = {}
     seen: dict[tuple[Any, ...], int] = {}
-    for event in sorted(events, key=lambda each: float(each["start"])):
+    for event in sorted(events, key=lambda item: float(item["start"])):
         name = (event["verb"], event["checkpoint"])
         phase = (*name, event["rank"], event["phase"])
         seen[phase] = seen.get(phase, 0) + 1
@@ -54,7 +54,7 @@ def _title(call: Sequence[_Event]) -> str:
 
 
 def _bars(call: Sequence[_Event]) -> list[Bar]:
-    in_order = sorted(call, key=lambda event: (event["rank"], event["start"]))
+    events = sorted(call, key=lambda event: (event["rank"], event["start"]))
     return [
         Bar(
             row=f"rank {event['rank']}",
@@ -64,7 +64,7 @@ def _bars(call: Sequence[_Event]) -> list[Bar]:
             text=_text(event),
             is_bad=bool(event.get("error")),
         )
-        for event in in_order
+        for event in events
     ]
 
 

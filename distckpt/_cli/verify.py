@@ -19,8 +19,8 @@ def run(arguments: Namespace, output: Output) -> int:
     """Verify, list the problems, return 1 if there are any."""
     mode: Literal["fast", "full"] = "fast" if arguments.fast else "full"
     if is_in_parts(arguments):
-        given = {"checkpoint_dir": arguments.path, "mode": mode, "num_threads": arguments.jobs}
-        return run_parts_of_check(arguments, output, "verify", given, _print_report)
+        values = {"checkpoint_dir": arguments.path, "mode": mode, "num_threads": arguments.jobs}
+        return run_parts_of_check(arguments, output, "verify", values, _print_report)
     with output.progress("verifying") as progress:
         report = verify(arguments.path, mode, num_threads=arguments.jobs, progress=progress)
     return _print_report(report, output)

@@ -44,12 +44,12 @@ def list_writers(files: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     for file in files:
         rank = file["rank"]
         name = file["name"] if rank is None else None
-        found = writers.setdefault(
+        writer = writers.setdefault(
             name if rank is None else rank,
             {"rank": rank, "file": name, "num_files": 0, "data_bytes": 0},
         )
-        found["num_files"] += 1
-        found["data_bytes"] += file["data_bytes"]
+        writer["num_files"] += 1
+        writer["data_bytes"] += file["data_bytes"]
     return sorted(writers.values(), key=_order)
 
 

@@ -225,13 +225,15 @@ def _converted(
 ) -> ExportPlan:
     """Give the tensors of a plan their dtypes."""
     named = {key: _dtype_named(key, name) for key, name in (conversions.dtype_names or {}).items()}
-    kept: list[str] = []
-    outputs = [_with_dtype(each, conversions.cast_dtype, named, kept) for each in plan.outputs]
-    if kept and logs_warnings:
+    unchanged: list[str] = []
+    outputs = [
+        _with_dtype(output, conversions.cast_dtype, named, unchanged) for output in plan.outputs
+    ]
+    if unchanged and logs_warnings:
         logger.warning(
             "fqn_to_dtype_mapping has dtypes of integers or codes for tensors that are stored as "
             "floating point, and stay so: %s",
-            summarize_keys(kept),
+            summarize_keys(unchanged),
         )
     check_codes(stored, outputs)
     return replace(plan, outputs=outputs, files=plan_files(outputs, _UNLIMITED, None))
@@ -251,20 +253,23 @@ def _with_dtype(
     output: OutputTensor,
     cast_dtype: torch.dtype | None,
     named: Mapping[str, torch.dtype],
-    kept: list[str],
+    unchanged: list[str],
 ) -> OutputTensor:
-    """Return a tensor in its dtype; append its name to `kept` where another one does not apply."""
-    wanted = named.get(output.name)
+    """Return a tensor in its dtype.
+
+    Append its name to `unchanged` where another one does not apply.
+    """
+    target = named.get(output.name)
     stored = FROM_NAME[output.dtype]
-    if cast_dtype is not None and wanted != torch.float32:
-        wanted = cast_dtype
-    if wanted is None or not _is_ordinary(stored):
+    if cast_dtype is not None and target != torch.float32:
+        target = cast_dtype
+    if target is None or not _is_ordinary(stored):
         return output
-    if not _is_ordinary(wanted):
-        kept.append(output.name)
+    if not _is_ordinary(target):
+        unchanged.append(output.name)
         return output
-    num_bytes = output.num_elements * wanted.itemsize
-    return output._replace(dtype=TO_NAME[wanted], num_bytes=num_bytes)
+    num_bytes = output.num_elements * target.itemsize
+    return output._replace(dtype=TO_NAME[target], num_bytes=num_bytes)
 
 
 def _is_ordinary(dtype: torch.dtype) -> bool:

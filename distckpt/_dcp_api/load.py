@@ -141,8 +141,8 @@ class _Content:
 
     def find_in_common(self, leaf: state_dicts.Leaf) -> Any:
         """Return a leaf's value in common state, or `HOLE` without one."""
-        found = state_dicts.find(self.common, leaf.path)
-        return self.common_by_key.get(leaf.key, HOLE) if found is HOLE else found
+        value = state_dicts.find(self.common, leaf.path)
+        return self.common_by_key.get(leaf.key, HOLE) if value is HOLE else value
 
 
 @dataclass(frozen=True)
@@ -229,8 +229,8 @@ def _refuse_missing(
     """
     if ranks.all_equal(len(missing)) and not missing:
         return
-    of_all = map(json.loads, ranks.all_gather(json.dumps(missing).encode()))
-    requested = sorted(set().union(*of_all))
+    keys_of_ranks = map(json.loads, ranks.all_gather(json.dumps(missing).encode()))
+    requested = sorted(set().union(*keys_of_ranks))
     about_index = forgotten(stored, requested)
     advice = f"{about_index} Correct" if about_index else "Correct"
     raise LoadMismatchError(

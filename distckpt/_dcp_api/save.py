@@ -58,10 +58,10 @@ def save(
         RankFailedError: raised on all ranks when any rank failed; nothing is committed.
     """
     arguments.check_planner(planner, "DefaultSavePlanner")
-    given = _save_arguments(
+    converted = _save_arguments(
         state_dict, checkpoint_id, storage_writer, process_group, no_dist, use_collectives
     )
-    return save_now(**given)
+    return save_now(**converted)
 
 
 @collective(arguments.group_of)

@@ -56,7 +56,7 @@ def sharded(state_dict: Mapping[Any, Any], ranks: Ranks) -> ShardedStateDict:
     with ranks.phase("describe the state dict"):
         leaves = state_dicts.leaves(state_dict)
         shards = {leaf.key: shards_of(leaf.key, leaf.value, ranks.rank) for leaf in leaves}
-        copies = [(key, _copy_number(held[0])) for key, held in shards.items() if held]
+        copies = [(key, _copy_number(parts[0])) for key, parts in shards.items() if parts]
     flags = _compare(ranks, copies)
     places = {leaf.path: leaf for leaf in leaves}
 
@@ -97,10 +97,10 @@ def _is_torch_sharded(value: Any) -> bool:
 
 
 def _shards_of_parts(key: str, value: Any, rank: int) -> list[ShardedBase]:
-    described = shard_of_parts(key, value, (), 0, OpenReplicaId((0, rank)))
-    if isinstance(described, ShardedTensor):
-        return [described]
-    shards: Any = described.build()
+    shard = shard_of_parts(key, value, (), 0, OpenReplicaId((0, rank)))
+    if isinstance(shard, ShardedTensor):
+        return [shard]
+    shards: Any = shard.build()
     return list(shards)
 
 

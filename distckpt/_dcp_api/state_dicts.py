@@ -53,16 +53,16 @@ def leaves(state_dict: Mapping[Any, Any]) -> list[Leaf]:
     Raises:
         InvalidShardingError: two values have one key, as in `{"a": {"b": 1}, "a.b": 2}`.
     """
-    found: dict[str, Leaf] = {}
+    leaves_by_key: dict[str, Leaf] = {}
     for path, value in tree.leaves(state_dict, _is_flattened):
         key = dotted(path)
-        if key in found:
+        if key in leaves_by_key:
             raise InvalidShardingError(
-                f"Two values have the key {key!r}, those at {list(found[key].path)} and at "
+                f"Two values have the key {key!r}, those at {list(leaves_by_key[key].path)} and at "
                 f"{list(path)}: rename one."
             )
-        found[key] = Leaf(key, path, value)
-    return list(found.values())
+        leaves_by_key[key] = Leaf(key, path, value)
+    return list(leaves_by_key.values())
 
 
 def with_leaves(state_dict: Any, replace: Callable[[Position, Any], Any]) -> Any:
@@ -104,7 +104,7 @@ def by_key(common: Any) -> dict[str, Any]:
     PyTorch compares keys, so that state dicts may be flat when saved and nested when loaded, and
     its format turns all keys of dicts into text.
     """
-    found: dict[str, Any] = {}
+    values: dict[str, Any] = {}
     for path, value in tree.leaves(common, _is_flattened):
-        found.setdefault(dotted(path), compacted(value))
-    return found
+        values.setdefault(dotted(path), compacted(value))
+    return values

@@ -72,9 +72,9 @@ class RouteEngine:
         self._receiver = None
 
 
-def _refuse(what: str) -> None:
+def _refuse(problem: str) -> None:
     raise InvalidShardingError(
-        f"This vLLM {what}, so its parameters cannot be filled in place: give the tensors to a "
+        f"This vLLM {problem}, so its parameters cannot be filled in place: give the tensors to a "
         "backend of vLLM that calls load_weights."
     )
 

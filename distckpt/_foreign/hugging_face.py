@@ -104,39 +104,39 @@ def read_directory(location: str, *, require_sharding_info: bool = False) -> Man
     With `require_sharding_info`, files without the positions of their entries in the global tensors
     are refused.
     """
-    found = _find_files(location)
-    if not found.names:
+    directory = _find_files(location)
+    if not directory.names:
         state = f"holds no {SUFFIX} files" if locations.exists(location) else "does not exist"
         raise CheckpointNotFoundError(f"{location!r} {state}.")
-    read = _read_files(found)
-    without_info = [each.file.name for each in read if not each.has_info]
+    read = _read_files(directory)
+    without_info = [file.file.name for file in read if not file.has_info]
     if without_info and (require_sharding_info or len(without_info) < len(read)):
-        raise _no_sharding_info(locations.join(found.folder, without_info[0]))
-    pieces, forgotten = _pieces_in(found, read, without_info)
-    fields = _fields(found, pieces, forgotten)
-    files = [each.file for each in read]
-    manifest = build_manifest(HuggingFaceReader.name, found.folder, pieces, files, fields)
+        raise _no_sharding_info(locations.join(directory.folder, without_info[0]))
+    pieces, forgotten = _pieces_in(directory, read, without_info)
+    fields = _fields(directory, pieces, forgotten)
+    files = [file.file for file in read]
+    manifest = build_manifest(HuggingFaceReader.name, directory.folder, pieces, files, fields)
     return _with_shapes(location, manifest)
 
 
-def _read_files(found: _Files) -> list[_ReadFile]:
+def _read_files(files: _Files) -> list[_ReadFile]:
     """Read the headers, without variants in another precision."""
-    read = [_read_file(found, name) for name in found.names]
-    if found.weight_map is None and not found.is_alone:
+    read = [_read_file(files, name) for name in files.names]
+    if files.weight_map is None and not files.is_alone:
         return _without_variants(read)
     return read
 
 
 def _pieces_in(
-    found: _Files, read: Sequence[_ReadFile], without_info: Sequence[str]
+    files: _Files, read: Sequence[_ReadFile], without_info: Sequence[str]
 ) -> tuple[list[StoredPiece], dict[str, list[str]]]:
     """Return the pieces that the index names, and forgotten tensors by file."""
-    pieces = [piece for each in read for piece in each.pieces]
-    if found.weight_map is not None:
-        forgotten = _forgotten(found, read, found.weight_map)
-        return _indexed(found, pieces, found.weight_map), forgotten
-    if not found.is_alone:
-        _check_all_are_there(found.folder, without_info)
+    pieces = [piece for file in read for piece in file.pieces]
+    if files.weight_map is not None:
+        forgotten = _forgotten(files, read, files.weight_map)
+        return _indexed(files, pieces, files.weight_map), forgotten
+    if not files.is_alone:
+        _check_all_are_there(files.folder, without_info)
     return pieces, {}
 
 
@@ -168,12 +168,12 @@ def _index_among(names: Sequence[str]) -> str | None:
     """
     if INDEX_NAME in names:
         return INDEX_NAME
-    found = sorted((name for name in names if name.endswith(INDEX_SUFFIX)), key=len)
+    candidates = sorted((name for name in names if name.endswith(INDEX_SUFFIX)), key=len)
     # Those of variants have names such as diffusion_pytorch_model.fp16.safetensors.index.json.
-    if not found:
+    if not candidates:
         return _index_of_variant(names)
-    beginning = found[0].removesuffix(INDEX_SUFFIX) + "."
-    return found[0] if all(name.startswith(beginning) for name in found) else None
+    beginning = candidates[0].removesuffix(INDEX_SUFFIX) + "."
+    return candidates[0] if all(name.startswith(beginning) for name in candidates) else None
 
 
 def _index_of_variant(names: Sequence[str]) -> str | None:
@@ -216,16 +216,16 @@ def _no_sharding_info(path: str) -> CorruptCheckpointError:
 
 
 def _fields(
-    found: _Files, pieces: Sequence[StoredPiece], forgotten: Mapping[str, Sequence[str]]
+    files: _Files, pieces: Sequence[StoredPiece], forgotten: Mapping[str, Sequence[str]]
 ) -> dict[str, Any]:
     """Return the fields of the manifest that belong to this format."""
     fields: dict[str, Any] = {}
-    if found.is_alone:
+    if files.is_alone:
         fields["is_file"] = True
-    if found.weight_map is not None:
+    if files.weight_map is not None:
         fields["has_index"] = True
     if any(may_be_codes(piece.dtype) for piece in pieces):
-        fields["quantization"] = _read_quantization(found.folder)
+        fields["quantization"] = _read_quantization(files.folder)
     if forgotten:
         fields["forgotten"] = forgotten
     return fields
@@ -275,10 +275,10 @@ def _check_all_are_there(location: str, names: Sequence[str]) -> None:
             "of the file to read, or move the others elsewhere."
         )
     matches = filter(None, map(_NUMBERED.fullmatch, names))
-    for (start, end, total), there in Counter(match.groups() for match in matches).items():
-        if there < int(total):
+    for (start, end, total), count in Counter(match.groups() for match in matches).items():
+        if count < int(total):
             raise CorruptCheckpointError(
-                f"{location!r} holds {there} of the {total} files {f'{start}*{end}'!r}: copy the "
+                f"{location!r} holds {count} of the {total} files {f'{start}*{end}'!r}: copy the "
                 "others, and their index, or give the location of one file to read that alone."
             )
 
@@ -336,15 +336,15 @@ class _ReadFile(NamedTuple):
     pieces: list[StoredPiece]
 
 
-def _read_file(found: _Files, name: str) -> _ReadFile:
-    path = locations.join(found.folder, *name.split("/"))
+def _read_file(files: _Files, name: str) -> _ReadFile:
+    path = locations.join(files.folder, *name.split("/"))
     try:
         header = read_header(path)
         has_info = safetensors_file.SHARDING_INFO in header.metadata
         pieces = (_pieces_of_shards if has_info else _pieces_of_tensors)(name, header)
     except FileNotFoundError as error:
         raise CorruptCheckpointError(
-            f"{path!r} is missing, but {found.index_name} or the directory names it: restore it "
+            f"{path!r} is missing, but {files.index_name} or the directory names it: restore it "
             "(what a link points to as well), or finish copying the directory."
         ) from error
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
@@ -362,16 +362,16 @@ def _without_variants(files: Sequence[_ReadFile]) -> list[_ReadFile]:
     `diffusion_pytorch_model.fp16.safetensors` is an example.
     """
     keys: dict[str, set[str]] = {}
-    for each in files:
-        stem = derive_base_prefix_from_path(each.file.name)
-        keys.setdefault(stem, set()).update(piece.key for piece in each.pieces)
+    for file in files:
+        stem = derive_base_prefix_from_path(file.file.name)
+        keys.setdefault(stem, set()).update(piece.key for piece in file.pieces)
     variants = {
         stem
         for stem in keys
         for plain in [stem.rpartition(".")[0]]
         if plain in keys and keys[stem] <= keys[plain]
     }
-    return [each for each in files if derive_base_prefix_from_path(each.file.name) not in variants]
+    return [file for file in files if derive_base_prefix_from_path(file.file.name) not in variants]
 
 
 def _has_same_headers(stored: StoredCheckpoint) -> bool:
@@ -384,15 +384,15 @@ def _has_same_headers(stored: StoredCheckpoint) -> bool:
     manifest = stored.manifest
     if manifest.quantization is not None:
         return False
-    found = _find_files(stored.location)
+    files = _find_files(stored.location)
     names = [file.name for file in manifest.files]
     has_index = "has_index" in (manifest.origin or {})
     weight_map = _weight_map_of(manifest, names) if has_index else None
-    if (found.names, found.weight_map) != (names, weight_map):
+    if (files.names, files.weight_map) != (names, weight_map):
         return False
     for file in manifest.files:
         try:
-            size, header = read_header_bytes(locations.join(found.folder, file.name))
+            size, header = read_header_bytes(locations.join(files.folder, file.name))
         except (OSError, ValueError):
             return False
         if (size, checksum(header)) != (file.num_bytes, file.header_checksum):
@@ -439,24 +439,24 @@ def _counts(entry: safetensors_file.Entry, values: Any) -> tuple[int, ...]:
 
 
 def _indexed(
-    found: _Files, pieces: Sequence[StoredPiece], weight_map: Mapping[str, str]
+    files: _Files, pieces: Sequence[StoredPiece], weight_map: Mapping[str, str]
 ) -> list[StoredPiece]:
     """Return the pieces that the index names; all must exist."""
-    kept = [piece for piece in pieces if weight_map.get(piece.key) == piece.file]
-    absent = sorted(set(weight_map) - {piece.key for piece in kept})
+    indexed_pieces = [piece for piece in pieces if weight_map.get(piece.key) == piece.file]
+    absent = sorted(set(weight_map) - {piece.key for piece in indexed_pieces})
     if absent:
-        in_file = [piece.key for piece in pieces if piece.file == weight_map[absent[0]]]
-        index = locations.join(found.folder, found.index_name)
+        keys_of_file = [piece.key for piece in pieces if piece.file == weight_map[absent[0]]]
+        index = locations.join(files.folder, files.index_name)
         raise CorruptCheckpointError(
             f"{index!r} says that {weight_map[absent[0]]!r} "
-            f"holds {absent[0]!r}, which is not there{did_you_mean(absent[0], in_file)}: file and "
-            "index are of different exports."
+            f"holds {absent[0]!r}, which is not there{did_you_mean(absent[0], keys_of_file)}: "
+            "file and index are of different exports."
         )
-    return kept
+    return indexed_pieces
 
 
 def _forgotten(
-    found: _Files, read: Sequence[_ReadFile], weight_map: Mapping[str, str]
+    files: _Files, read: Sequence[_ReadFile], weight_map: Mapping[str, str]
 ) -> dict[str, list[str]]:
     """Return the tensors that the index does not name, by file.
 
@@ -465,33 +465,33 @@ def _forgotten(
     They are looked for in the files that the index names, and in files with similar names.
     """
     forgotten = {
-        each.file.name: [
-            piece.key for piece in each.pieces if weight_map.get(piece.key) != each.file.name
+        file.file.name: [
+            piece.key for piece in file.pieces if weight_map.get(piece.key) != file.file.name
         ]
-        for each in read
+        for file in read
     }
-    beginnings = tuple(f"{derive_base_prefix_from_path(name)}-" for name in found.names)
-    for name in found.others:
+    beginnings = tuple(f"{derive_base_prefix_from_path(name)}-" for name in files.names)
+    for name in files.others:
         if name.startswith(beginnings):
-            forgotten[name] = _keys_of_other(found, name, weight_map)
+            forgotten[name] = _keys_of_other(files, name, weight_map)
     forgotten = {name: keys for name, keys in forgotten.items() if keys}
     for name, keys in forgotten.items():
         logger.warning(
             "%s: not in the index and therefore ignored: %s, in %r. Add them to %s if they belong "
             "to the model",
-            found.folder,
+            files.folder,
             summarize_keys(keys),
             name,
-            found.index_name,
+            files.index_name,
         )
     return forgotten
 
 
-def _keys_of_other(found: _Files, name: str, weight_map: Mapping[str, str]) -> list[str]:
+def _keys_of_other(files: _Files, name: str, weight_map: Mapping[str, str]) -> list[str]:
     """Return the tensors that only a file outside the index has."""
     try:
-        pieces = _read_file(found, name).pieces
+        pieces = _read_file(files, name).pieces
     except CorruptCheckpointError as error:
-        logger.warning("not in the index %s and therefore ignored: %s", found.index_name, error)
+        logger.warning("not in the index %s and therefore ignored: %s", files.index_name, error)
         return []
     return [piece.key for piece in pieces if piece.key not in weight_map]

@@ -42,7 +42,9 @@ def is_damage_of(location: str, error: BaseException) -> bool:
     a request that does not fit this checkpoint does not fit another one, either.
     """
     if isinstance(error, RankFailedError):
-        return bool(error.failures) and _is_each(error, lambda each: is_damage_of(location, each))
+        return bool(error.failures) and _is_each(
+            error, lambda failure: is_damage_of(location, failure)
+        )
     if isinstance(error, CorruptCheckpointError | CheckpointNotFoundError):
         return True
     return isinstance(error, FileNotFoundError) and str(error.filename).startswith(location)

@@ -74,10 +74,10 @@ def list_checkpoints(root: str | os.PathLike[str]) -> list[CheckpointInfo]:
         CheckpointingException: it is a checkpoint itself.
     """
     root = posix.resolve(root)
-    names, found = _describe_all(root)
-    if _is_unfinished(names, found) or not (names or locations.isdir(root)):
+    names, infos = _describe_all(root)
+    if _is_unfinished(names, infos) or not (names or locations.isdir(root)):
         raise CheckpointNotFoundError(absence(root))
-    return _naming_newest(sorted(found, key=_order))
+    return _naming_newest(sorted(infos, key=_order))
 
 
 def _describe_all(root: str) -> tuple[list[str], list[CheckpointInfo]]:
@@ -87,23 +87,23 @@ def _describe_all(root: str) -> tuple[list[str], list[CheckpointInfo]]:
     """
     names = _visible_names(root)
     for _ in range(MAX_READS):
-        described = [_describe(root, name) for name in names]
+        infos = [_describe(root, name) for name in names]
         now = _visible_names(root)
         if set(names) <= set(now):
             break
         names = now
-    return names, [info for info in described if info is not None]
+    return names, [info for info in infos if info is not None]
 
 
 def _visible_names(root: str) -> list[str]:
     return [name for name in steps.list_root(root) if not name.startswith(".")]
 
 
-def _is_unfinished(names: Sequence[str], found: Sequence[CheckpointInfo]) -> bool:
+def _is_unfinished(names: Sequence[str], infos: Sequence[CheckpointInfo]) -> bool:
     """Whether a directory holds the parts of a checkpoint without a marker."""
     if "tensors" not in names:
         return False
-    return all(info.name in posix.SUBDIRECTORIES and info.saved_at is None for info in found)
+    return all(info.name in posix.SUBDIRECTORIES and info.saved_at is None for info in infos)
 
 
 def _order(info: CheckpointInfo) -> tuple[bool, int, float, str]:
@@ -115,8 +115,8 @@ def _order(info: CheckpointInfo) -> tuple[bool, int, float, str]:
 def _naming_newest(ordered: Sequence[CheckpointInfo]) -> list[CheckpointInfo]:
     whole = [info for info in ordered if info.problem is None]
     # To a manager other names are not steps, whatever their number.
-    of_managers = [info for info in whole if steps.parse_step(info.name) is not None]
-    newest = (of_managers or whole)[-1:]
+    managed = [info for info in whole if steps.parse_step(info.name) is not None]
+    newest = (managed or whole)[-1:]
     return [replace(info, is_newest=info in newest) for info in ordered]
 
 
@@ -150,8 +150,8 @@ def _describe(root: str, name: str) -> CheckpointInfo | None:
     if files is None or (files.problem is not None and not locations.exists(location)):
         # No checkpoint, or another program has removed it meanwhile.
         return None
-    noted = files.noted_step
-    saved = steps.saved_at(location, noted) if isinstance(noted, int) else None
+    step = files.noted_step
+    saved = steps.saved_at(location, step) if isinstance(step, int) else None
     return CheckpointInfo(
         name=name,
         location=location,

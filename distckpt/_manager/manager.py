@@ -219,7 +219,7 @@ class CheckpointManager(SaysOtherNames):
         Collective operation: all ranks must call it. Pointless with `async_save=False`.
         """
         request = self._request
-        return reserve_for(state_dict, _of_running_job(request) if self._has_planned else request)
+        return reserve_for(state_dict, _with_warnings(request) if self._has_planned else request)
 
     def _start_or_log(
         self,
@@ -249,21 +249,21 @@ class CheckpointManager(SaysOtherNames):
         note: bytes,
         request: SaveRequest,
     ) -> SaveHandle:
-        with ranks.telling("describe the step") as told:
-            told.payload = note
-        with ranks.answering(told, "check the target step"):
+        with ranks.telling("describe the step") as messages:
+            messages.payload = note
+        with ranks.answering(messages, "check the target step"):
             if ranks.is_coordinator:
                 # Its findings count for all ranks.
-                request = self._begin(step, told.payloads, request)
-            told.answer = bytes([self._has_planned])
-        if any(told.answer):
-            request = _of_running_job(request)
+                request = self._begin(step, messages.payloads, request)
+            messages.answer = bytes([self._has_planned])
+        if any(messages.answer):
+            request = _with_warnings(request)
         write = partial(self._write, step)
         if self._is_async:
-            in_background = background_save.in_background(request)
-            planned = plan_save(ranks, state_dict, in_background.request)
+            background = background_save.in_background(request)
+            planned = plan_save(ranks, state_dict, background.request)
             self._has_planned = True
-            save = background_save.prepare(ranks, in_background, planned, write)
+            save = background_save.prepare(ranks, background, planned, write)
             return background_save.start(ranks, save)
         planned = plan_save(ranks, state_dict, request)
         self._has_planned = True
@@ -284,8 +284,8 @@ class CheckpointManager(SaysOtherNames):
 
     def _warn_about_newer(self, step: int) -> None:
         """Name, once, the steps that a restart would prefer to this one."""
-        there = map(steps.parse_step, steps.list_root(self.root))
-        newer = {other for other in there if other is not None and other > step}
+        existing = map(steps.parse_step, steps.list_root(self.root))
+        newer = {other for other in existing if other is not None and other > step}
         if newer - self._named_newer:
             self._named_newer |= newer
             logger.warning(
@@ -354,8 +354,8 @@ class CheckpointManager(SaysOtherNames):
             steps.write_tracker(self.root, step, self._request.options.durable)
         with locations.only_logging(f"remove old checkpoints from {self.root}"):
             saved = steps.own_steps(self.root) if self._policy.keep_last is not None else []
-            found = surplus(self.root, self._policy, saved, step)
-            known = [old for old in found if self._seen.knows(old)]
+            surplus_steps = surplus(self.root, self._policy, saved, step)
+            known = [old for old in surplus_steps if self._seen.knows(old)]
             self.not_removed = removal.remove_steps(self.root, known)
 
     # --- Load
@@ -524,7 +524,7 @@ class CheckpointManager(SaysOtherNames):
         return Ranks(self._request.process_group)
 
 
-def _of_running_job(request: SaveRequest) -> SaveRequest:
+def _with_warnings(request: SaveRequest) -> SaveRequest:
     """Return a request that warns of values that cannot be stored.
 
     An error would cost its job a checkpoint.

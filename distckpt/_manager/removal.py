@@ -43,8 +43,8 @@ def remove_step(root: str, step: int, save: str) -> bool:
     location = locations.join(root, step_name(step))
 
     def is_that_save(place: str) -> bool:
-        found = steps.saved_at(place, step)
-        return found is not None and found.save == save
+        saved = steps.saved_at(place, step)
+        return saved is not None and saved.save == save
 
     if not locations.is_local(root):
         return conditional_put.remove_checkpoint(location, is_that_save)

@@ -71,8 +71,10 @@ def surplus(root: str, policy: Retention, saved: Sequence[Saved], last: int) -> 
     if has_metrics and (problem := unknown_metric(policy.best_metric, metric_names(saved))):
         logger.warning("nothing is removed from %s: %s", root, problem)
         return []
-    kept = _newest(root, policy.keep_last, saved, last) | _best(policy, saved)
-    return [item for item in saved if item.step not in kept and not policy.keeps_always(item)]
+    steps_to_keep = _newest(root, policy.keep_last, saved, last) | _best(policy, saved)
+    return [
+        item for item in saved if item.step not in steps_to_keep and not policy.keeps_always(item)
+    ]
 
 
 def metric_names(saved: Iterable[Saved]) -> set[str]:
@@ -91,15 +93,15 @@ def unknown_metric(metric: str | None, names: Collection[str]) -> str | None:
 
 def _newest(root: str, keep_last: int, saved: Sequence[Saved], last: int) -> set[int]:
     """Return the newest steps until `keep_last` are complete, and the last save."""
-    found = {last}
+    newest = {last}
     num_complete = 0
     for item in reversed(saved):
         if num_complete >= keep_last:
             break
         # One that is incomplete, or cannot be read today, stays as well.
-        found.add(item.step)
+        newest.add(item.step)
         num_complete += item.step == last or steps.problem_with(root, item.step) is None
-    return found
+    return newest
 
 
 def _best(policy: Retention, saved: Sequence[Saved]) -> set[int]:

@@ -72,23 +72,23 @@ class SeenSteps:
 
         Time counts from an earlier look, by the clock of this process.
         """
-        found = changes_in(location)
+        changes = changes_in(location)
         now = time.monotonic()
         before, since = self._unfinished.get(location, (None, now))
-        if before != found:
-            self._unfinished[location] = found, now
+        if before != changes:
+            self._unfinished[location] = changes, now
             return False
         return now - since >= self._patience
 
 
 def _saved_in(root: str) -> list[Saved]:
     """Return the saves in a directory, also ones being overwritten or removed."""
-    found = []
+    saves = []
     for name in steps.list_root(root):
         step = steps.step_in(name)
         if step is not None:
-            found.append(steps.saved_at(locations.join(root, name), step))
-    return [saved for saved in found if saved is not None]
+            saves.append(steps.saved_at(locations.join(root, name), step))
+    return [saved for saved in saves if saved is not None]
 
 
 def changes_in(location: str) -> dict[str, tuple[int, float]]:
@@ -98,10 +98,10 @@ def changes_in(location: str) -> dict[str, tuple[int, float]]:
     """
     if not locations.is_local(location):
         return dict.fromkeys(conditional_put.unfinished_files(location), (0, 0.0))
-    found = {}
+    changes = {}
     for directory, _, names in os.walk(location):
         for path in (directory, *(os.path.join(directory, name) for name in names)):
             with contextlib.suppress(FileNotFoundError):
                 status = os.lstat(path)
-                found[path] = status.st_size, status.st_mtime
-    return found
+                changes[path] = status.st_size, status.st_mtime
+    return changes

@@ -197,9 +197,9 @@ def problem_at(location: str, step: int | None) -> str | None:
         if marker is None:
             return _why_unfinished(location)
         backend = parse_config(marker, location).sharded_backend
-        noted = marker.get(NOTE)
-        if isinstance(noted, dict) and noted.get("step") != step:
-            return f"the marker says that this is step {noted.get('step')!r}"
+        note = marker.get(NOTE)
+        if isinstance(note, dict) and note.get("step") != step:
+            return f"the marker says that this is step {note.get('step')!r}"
         problems = verify(location, "fast").problems if backend == BACKEND else ()
     except (CheckpointingException, OSError) as error:
         return f"{type(error).__name__}: {error}"
@@ -268,23 +268,21 @@ def newest_complete_step(
     looks again.
     """
     problems = dict(known_problems)
-    listed = all_steps(root)
+    steps = all_steps(root)
     while True:
-        newest = _first_without_problem(root, listed, problems)
-        skipped = [step for step in listed if newest is None or step > newest]
-        now = all_steps(root) if skipped else listed
+        newest = _first_without_problem(root, steps, problems)
+        skipped = [step for step in steps if newest is None or step > newest]
+        now = all_steps(root) if skipped else steps
         gone = set(skipped).difference(now, known_problems)
         problems.update(dict.fromkeys(gone, REMOVED))
-        if now[-1:] <= listed[-1:]:
+        if now[-1:] <= steps[-1:]:
             return newest, {step: problems[step] for step in reversed(skipped)}
-        listed = now
+        steps = now
 
 
-def _first_without_problem(
-    root: str, listed: Sequence[int], problems: dict[int, str]
-) -> int | None:
+def _first_without_problem(root: str, steps: Sequence[int], problems: dict[int, str]) -> int | None:
     """Return the newest complete step; `problems` gets newer ones'."""
-    for step in reversed(listed):
+    for step in reversed(steps):
         problem = problems.get(step) or problem_with(root, step)
         if problem is None:
             return step
@@ -297,8 +295,8 @@ def own_steps(root: str) -> list[Saved]:
 
     A step counts only if its marker says so, so links and the files of other programs do not.
     """
-    found = (saved_at(locations.join(root, step_name(step)), step) for step in all_steps(root))
-    return [saved for saved in found if saved is not None]
+    saves = (saved_at(locations.join(root, step_name(step)), step) for step in all_steps(root))
+    return [saved for saved in saves if saved is not None]
 
 
 # --- The note in the marker -----------------------------------------------------------------------
@@ -329,10 +327,10 @@ def saved_at(location: str, step: int) -> Saved | None:
 
     None means that no manager has saved it.
     """
-    noted = _note_at(location)
-    if noted.get("step") != step:
+    note = _note_at(location)
+    if note.get("step") != step:
         return None
-    metrics = noted.get("metrics", {})
+    metrics = note.get("metrics", {})
     numbers: dict[str, float] = {}
     with contextlib.suppress(TypeError):
         numbers = finite_numbers(metrics)
@@ -344,9 +342,9 @@ def saved_at(location: str, step: int) -> Saved | None:
             location,
             metrics,
         )
-    pinned = is_odd or noted.get("pinned", False) is not False
+    pinned = is_odd or note.get("pinned", False) is not False
     # Earlier versions gave saves no names.
-    return Saved(step, str(noted.get("save")), numbers, pinned)
+    return Saved(step, str(note.get("save")), numbers, pinned)
 
 
 def _note_at(location: str) -> dict[str, Any]:
@@ -356,5 +354,5 @@ def _note_at(location: str) -> dict[str, Any]:
         marker = read_marker(location) or {}
     except (CheckpointingException, OSError):
         return {}
-    noted = marker.get(NOTE)
-    return noted if isinstance(noted, dict) else {}
+    note = marker.get(NOTE)
+    return note if isinstance(note, dict) else {}

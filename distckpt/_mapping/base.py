@@ -80,9 +80,9 @@ class ShardedBase(metaclass=ShardedMeta):
     def __eq__(self, other: object) -> bool:
         if type(self) is not type(other):
             return NotImplemented
-        mine = dict(vars(self))
+        ours = dict(vars(self))
         theirs = dict(vars(other))
-        return mine.pop("data") is theirs.pop("data") and mine == theirs
+        return ours.pop("data") is theirs.pop("data") and ours == theirs
 
     __hash__ = None  # type: ignore[assignment]
 

@@ -44,7 +44,7 @@ def get_default_load_sharded_strategy(
     if checkpoint_dir is None:
         return TorchDistLoadShardedStrategy()
     location = locations.normalize(checkpoint_dir)
-    found = find_checkpoint(Ranks.alone(), location)
-    if found.stored is not None:
+    checkpoint = find_checkpoint(Ranks.alone(), location)
+    if checkpoint.stored is not None:
         return TorchDistLoadShardedStrategy()
-    return registered_strategy(location, found.marker)
+    return registered_strategy(location, checkpoint.marker)

@@ -81,25 +81,25 @@ def taking_ours(function: Callable[..., Any], name: str) -> Callable[..., Any]:
 
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
-        given = [*args, *kwargs.values()]
-        theirs = [_as_megatron(value, name) for value in given]
+        values = [*args, *kwargs.values()]
+        theirs = [_as_megatron(value, name) for value in values]
         named = dict(zip(kwargs, theirs[len(args) :], strict=True))
         with _own_errors():
             result = function(*theirs[: len(args)], **named)
         if result is None:
             # It works in place.
-            for value, changed in zip(given, theirs, strict=True):
+            for value, changed in zip(values, theirs, strict=True):
                 _put_back(value, changed)
         return result
 
     return call
 
 
-def _put_back(given: Any, changed: Any) -> None:
+def _put_back(container: Any, changed: Any) -> None:
     """Put the results of a conversion back into its state dict."""
-    if given is not changed and isinstance(given, dict):
-        given.clear()
-        given.update(dict_list_map_outplace(adopt, changed))
+    if container is not changed and isinstance(container, dict):
+        container.clear()
+        container.update(dict_list_map_outplace(adopt, changed))
 
 
 @contextlib.contextmanager

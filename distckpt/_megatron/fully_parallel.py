@@ -98,7 +98,7 @@ class FullyParallelSaveStrategyWrapper(AsyncSaveShardedStrategy):
 
         `distckpt.save` does not need it: it divides replicas among the ranks that hold them.
         """
-        _of_megatron(self, "apply_saving_parallelization")(sharded_state_dict)
+        _megatron_method(self, "apply_saving_parallelization")(sharded_state_dict)
 
 
 class FullyParallelLoadStrategyWrapper(LoadShardedStrategy):
@@ -157,7 +157,7 @@ class FullyParallelLoadStrategyWrapper(LoadShardedStrategy):
 
         `distckpt.load` does not need it: it chooses itself the rank that reads data for several.
         """
-        return _of_megatron(self, "apply_loading_parallelization")(sharded_state_dict)
+        return _megatron_method(self, "apply_loading_parallelization")(sharded_state_dict)
 
     def load_tensors_metadata(
         self, checkpoint_dir: str | os.PathLike[str]
@@ -200,7 +200,7 @@ def _engine_within_group(wrapper: _Wrapper, kind: type[_Wrapper]) -> EngineSetti
     return replace(engine, exchange_group=wrapper.parallelization_group)
 
 
-def _of_megatron(wrapper: Any, method: str) -> Any:
+def _megatron_method(wrapper: Any, method: str) -> Any:
     """Return a method of Megatron's own wrapper of the same group."""
     name = type(wrapper).__name__
     kind = installed("strategies.fully_parallel", name)

@@ -81,8 +81,8 @@ def load_tensors_metadata(
     for attempt in read_attempts(Ranks.alone(), location):
         with attempt:
             strategy = _strategy_that_reads(location, attempt, sharded_strategy)
-            described = strategy.load_tensors_metadata(location)
-    return described
+            metadata = strategy.load_tensors_metadata(location)
+    return metadata
 
 
 def load_sharded_metadata(
@@ -101,8 +101,8 @@ def load_sharded_metadata(
     for attempt in read_attempts(Ranks.alone(), location):
         with attempt:
             strategy = _strategy_that_reads(location, attempt, sharded_strategy)
-            described = strategy.load_sharded_metadata(location)
-    return {name: shard for name, shard in described.items() if shard.key != COMMON_KEY}
+            metadata = strategy.load_sharded_metadata(location)
+    return {name: shard for name, shard in metadata.items() if shard.key != COMMON_KEY}
 
 
 @operation
@@ -129,15 +129,15 @@ def load_plain_tensors(
         with attempt:
             strategy = _strategy_that_reads(location, attempt)
             stored = strategy.load_tensors_metadata(location)
-            wanted = stored if keys is None else _chosen(stored, keys, location)
-            tensors = strategy.load(wanted, location)
+            requests = stored if keys is None else _chosen(stored, keys, location)
+            tensors = strategy.load(requests, location)
     return tensors
 
 
 def _check_keys(keys: Any) -> None:
-    listed = () if keys is None else keys
-    is_list = isinstance(listed, Collection) and not isinstance(listed, str)
-    if not is_list or not all(isinstance(key, str) for key in listed):
+    names = () if keys is None else keys
+    is_list = isinstance(names, Collection) and not isinstance(names, str)
+    if not is_list or not all(isinstance(key, str) for key in names):
         hint = f"; for one tensor, keys={[keys]!r}" if isinstance(keys, str) else ""
         raise TypeError(f"keys is a list of whole keys, not of patterns, got {keys!r:.200}{hint}.")
 
@@ -191,16 +191,16 @@ def remove_sharded_tensors(checkpoint_dir: str | os.PathLike[str], key_prefix: s
     location = locations.normalize(checkpoint_dir)
     for attempt in read_attempts(Ranks.alone(), location):
         with attempt:
-            found = find_checkpoint(Ranks.alone(), location, attempt=attempt)
-    if found.stored is None:
-        registered = registered_strategy(location, found.marker)
+            checkpoint = find_checkpoint(Ranks.alone(), location, attempt=attempt)
+    if checkpoint.stored is None:
+        registered = registered_strategy(location, checkpoint.marker)
         registered.remove_sharded_tensors(location, key_prefix)
         return
-    if not found.stored.manifest.has_checksums:
+    if not checkpoint.stored.manifest.has_checksums:
         raise CheckpointingException(f"{location!r} was not written by distckpt: convert it first.")
     config = CheckpointingConfig(BUILT_IN, 1)
-    with reading(Ranks.alone(), [found.stored]):
-        stored = replace(found.stored, location=posix.resolve(location))
+    with reading(Ranks.alone(), [checkpoint.stored]):
+        stored = replace(checkpoint.stored, location=posix.resolve(location))
         removed = remove_tensors(stored, key_prefix, config)
     if not removed:
         logger.warning(
@@ -229,17 +229,17 @@ class _OpenStrategy(LoadShardedStrategy):
 
 
 def _strategy_that_reads(
-    location: str, attempt: ReadAttempt, given: _Strategy | None = None
+    location: str, attempt: ReadAttempt, own_strategy: _Strategy | None = None
 ) -> LoadShardedStrategy:
     """Return the strategy for questions about a checkpoint: the caller's or its own."""
-    found = find_checkpoint(Ranks.alone(), location, attempt=attempt)
-    if given is not None:
-        strategy, _ = choose_load_strategy(given)
+    checkpoint = find_checkpoint(Ranks.alone(), location, attempt=attempt)
+    if own_strategy is not None:
+        strategy, _ = choose_load_strategy(own_strategy)
         if strategy is not None:
             return strategy
-    if found.stored is not None:
-        return _OpenStrategy(found.stored)
-    return registered_strategy(location, found.marker)
+    if checkpoint.stored is not None:
+        return _OpenStrategy(checkpoint.stored)
+    return registered_strategy(location, checkpoint.marker)
 
 
 def registered_strategy(location: str, marker: Mapping[str, Any]) -> LoadShardedStrategy:

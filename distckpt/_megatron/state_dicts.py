@@ -71,6 +71,6 @@ def filter_out_empty_flatten_tensor(sharded_state_dict: ShardedStateDict) -> Sha
         flat = getattr(value, "flattened_range", None) if isinstance(value, ShardedTensor) else None
         return flat is None or flat.start != flat.stop
 
-    kept: ShardedStateDict
-    kept, _ = extract_matching_values(sharded_state_dict, holds_elements)
-    return kept
+    rest: ShardedStateDict
+    rest, _ = extract_matching_values(sharded_state_dict, holds_elements)
+    return rest

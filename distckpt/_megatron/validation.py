@@ -58,11 +58,11 @@ def determine_global_metadata(
     Returns:
         `(mine, all)`: the shards of this rank without data, and every rank's by rank.
     """
-    mine = [shard.without_data() for shard in _sharded_leaves(sharded_state_dict)]
+    local_shards = [shard.without_data() for shard in _sharded_leaves(sharded_state_dict)]
     texts = Ranks(process_group).all_gather(
-        json.dumps([_to_json(shard) for shard in mine]).encode()
+        json.dumps([_to_json(shard) for shard in local_shards]).encode()
     )
-    return mine, [[_from_json(fields) for fields in json.loads(text)] for text in texts]
+    return local_shards, [[_from_json(fields) for fields in json.loads(text)] for text in texts]
 
 
 def _to_json(shard: Shard) -> dict[str, Any]:
@@ -161,13 +161,13 @@ def adjust_non_strict_load(
 
     Shards, objects and factories are left out.
     """
-    kept: ShardedStateDict = fold(
+    rest: ShardedStateDict = fold(
         lambda leaf: HOLE if _has_key(leaf, sharded_keys_to_remove) else leaf,
         _without_holes,
         sharded_state_dict,
         _is_nested,
     )
-    return kept
+    return rest
 
 
 def maybe_report_missing_and_unexpected_keys(
@@ -217,8 +217,8 @@ def _is_nested(node: Any) -> bool:
 
 
 def _without_holes(container: Any, children: list[Any]) -> Any:
-    kept = without_holes(container, children)
-    return type(container)() if kept is HOLE else kept
+    rest = without_holes(container, children)
+    return type(container)() if rest is HOLE else rest
 
 
 def _has_key(node: Any, keys: set[str]) -> bool:

@@ -67,11 +67,11 @@ def _place(
     table: PieceTable, row: int, view: torch.Tensor, place: Sequence[int]
 ) -> tuple[Region, torch.Tensor]:
     """Return a region of a piece in its tensor, and its values."""
-    of_piece = table.region(row)
-    ndim = len(of_piece.shape)
+    region = table.region(row)
+    ndim = len(region.shape)
     half = len(place) // 2
     within = Region(tuple(place[:ndim]), tuple(place[half : half + ndim]))
-    offset = tuple(map(int.__add__, of_piece.offset, within.offset))
+    offset = tuple(map(int.__add__, region.offset, within.offset))
     return Region(offset, within.shape), view[within.slices()] if ndim else view
 
 

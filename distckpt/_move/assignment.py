@@ -99,14 +99,14 @@ class Assignment:
         if holders is None:
             self.gaps.append(Wanted(key, rank, row, region))
             return
-        wanted = region
+        whole_region = region
         if kind.may_differ:
             clipped = intersect(region, Region((0,) * len(region.shape), holders.kind.shape))
             if clipped is None:
                 return
-            wanted = clipped
-        self.wanted.append(Wanted(key, rank, row, wanted))
-        left = self._from_holders(holders, rank, row, [wanted])
+            whole_region = clipped
+        self.wanted.append(Wanted(key, rank, row, whole_region))
+        left = self._from_holders(holders, rank, row, [whole_region])
         self.gaps += [Wanted(key, rank, row, gap) for gap in left]
 
     def _from_holders(
@@ -118,22 +118,22 @@ class Assignment:
         host = hosts[rank]
         own, others = self._found(holders, rank, left[0])
         for _, _, row_of_giver, region in own:
-            taken, left = divide(left, region)
-            self.copies += [(rank, key, row_of_giver, row, part) for part in taken]
+            common, left = divide(left, region)
+            self.copies += [(rank, key, row_of_giver, row, part) for part in common]
         for unit in self._of_host[host, key] if left else ():
-            taken, left = divide(left, unit.region)
-            unit.takes += [(rank, row, part) for part in taken]
+            common, left = divide(left, unit.region)
+            unit.takes += [(rank, row, part) for part in common]
         for _, giver, row_of_giver, region in sorted(others) if left else ():
-            taken, left = divide(left, region)
-            for part in taken:
+            common, left = divide(left, region)
+            for part in common:
                 unit = self._unit(key, giver, row_of_giver, part, host)
                 unit.takes.append((rank, row, part))
         return left
 
-    def _found(self, holders: Holders, rank: int, wanted: Region) -> tuple[list[_Hit], list[_Hit]]:
+    def _found(self, holders: Holders, rank: int, region: Region) -> tuple[list[_Hit], list[_Hit]]:
         """Return the holders of elements of a region: this rank, and other ranks."""
         hosts = self.settings.hosts
-        places, offsets, shapes = intersect_many(holders.offsets, holders.shapes, *wanted)
+        places, offsets, shapes = intersect_many(holders.offsets, holders.shapes, *region)
         own: list[_Hit] = []
         others: list[_Hit] = []
         for place, offset, shape in zip(
@@ -197,13 +197,13 @@ class Assignment:
 
 def divide(left: Iterable[Region], region: Region) -> tuple[list[Region], list[Region]]:
     """Divide regions into their intersections with another one, and the rest."""
-    taken: list[Region] = []
+    inside: list[Region] = []
     rest: list[Region] = []
     for part in left:
         common = intersect(part, region)
         if common is None:
             rest.append(part)
             continue
-        taken.append(common)
+        inside.append(common)
         rest += subtract(part, common)
-    return taken, rest
+    return inside, rest

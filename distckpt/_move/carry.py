@@ -81,13 +81,13 @@ class _Carrier:
 
     def _start_transfers(self, wave: int) -> list[Transfer]:
         started = []
-        for messages, is_sent, is_landed, of_wave in (
+        for messages, is_sent, is_landed, buffer_wave in (
             (self._sends, True, False, wave),
             (self._forwards, True, True, wave - 1),
             (self._receives, False, True, wave),
         ):
             for _, peer, start, num_bytes, tag in messages.get(wave, ()):
-                buffer = self._memory.buffer(self._ranks.rank, is_landed, of_wave)
+                buffer = self._memory.buffer(self._ranks.rank, is_landed, buffer_wave)
                 part = buffer[start : start + num_bytes]
                 started.append(self._ranks.start_transfer(part, peer, tag, is_sent))
         return started

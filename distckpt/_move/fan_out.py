@@ -139,9 +139,9 @@ def _joined(
     by_piece: defaultdict[tuple[str, int, int], list[Unit]] = defaultdict(list)
     for unit in units:
         by_piece[unit.key, unit.giver, unit.row].append(unit)
-    for of_piece in by_piece.values():
-        is_overloaded = hosts[of_piece[0].giver] in overloaded
-        yield from _parts(of_piece) if is_overloaded and _overlap(of_piece) else of_piece
+    for piece_units in by_piece.values():
+        is_overloaded = hosts[piece_units[0].giver] in overloaded
+        yield from _parts(piece_units) if is_overloaded and _overlap(piece_units) else piece_units
 
 
 def _overlap(units: Sequence[Unit]) -> bool:

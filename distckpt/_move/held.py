@@ -97,9 +97,9 @@ def _joined(tables: Sequence[PieceTable], keys: Sequence[str]) -> _Joined:
         for rank, table in enumerate(tables)
     ]
     joined = _Joined(*map(np.concatenate, zip(*columns, strict=True)))
-    kept = np.flatnonzero((joined.shapes > 0).all(axis=1))
-    kept = kept[np.argsort(joined.key_ids[kept], kind="stable")]
-    return _Joined(*[column[kept] for column in joined])  # type: ignore[arg-type]
+    nonempty = np.flatnonzero((joined.shapes > 0).all(axis=1))
+    nonempty = nonempty[np.argsort(joined.key_ids[nonempty], kind="stable")]
+    return _Joined(*[column[nonempty] for column in joined])  # type: ignore[arg-type]
 
 
 def _one_kind_per_key(tables: Sequence[PieceTable]) -> dict[str, Kind]:
@@ -137,12 +137,12 @@ def _overlaps(holders: Holders, is_main: Flags) -> Iterator[KeyFault]:
     places = np.column_stack([holders.ranks, holders.offsets, holders.shapes])[mains]
     # Tied tensors of one rank are the same memory.
     mains = mains[np.sort(np.unique(places, axis=0, return_index=True)[1])]
-    found = find_overlap(holders.offsets[mains], holders.shapes[mains])
-    if found is None:
+    overlap = find_overlap(holders.offsets[mains], holders.shapes[mains])
+    if overlap is None:
         return
     both = " and ".join(
         f"{_region(holders, place)} on rank {int(holders.ranks[place])}"
-        for place in mains[list(found)].tolist()
+        for place in mains[list(overlap)].tolist()
     )
     text = (
         f": two main replicas hold the same elements, {both}. If they are copies, number them "

@@ -63,10 +63,10 @@ class KeptMemory:
 
         A rank without suitable buffers gets a number of its own.
         """
-        kept = None if ranks.size == 1 else self._kept.pop(ranks.group, None)
-        if kept is None or kept.bucket_bytes != bucket_bytes:
+        cached = None if ranks.size == 1 else self._kept.pop(ranks.group, None)
+        if cached is None or cached.bucket_bytes != bucket_bytes:
             return HostMemory(-1 - ranks.rank, [], 0, {})
-        return kept
+        return cached
 
     def keep(self, ranks: Ranks, memory: HostMemory) -> None:
         """Keep the buffers of a successful move; nothing more arrives in them."""

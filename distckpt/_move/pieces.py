@@ -107,23 +107,23 @@ def pieces_of(
     requests = [request_of(shards[number], region) for number, region in pieces]
     views = [region_view(shards[number], region) for number, region in pieces]
     if rules:
-        found = translate(rules, requests, views, drops=drops)
+        translated = translate(rules, requests, views, drops=drops)
     else:
-        found = _untranslated(requests, views)
-    return _pieces(found, [shards[pieces[number][0]] for number in found.numbers])
+        translated = _untranslated(requests, views)
+    return _pieces(translated, [shards[pieces[number][0]] for number in translated.numbers])
 
 
 def _untranslated(requests: list[Request], views: list[torch.Tensor]) -> Translated:
     return Translated(list(range(len(requests))), requests, views, [0.0] * len(requests), [])
 
 
-def _pieces(found: Translated, owners: Sequence[ShardedTensor]) -> Pieces:
+def _pieces(translated: Translated, owners: Sequence[ShardedTensor]) -> Pieces:
     kinds: dict[Kind, int] = {}
     rows: list[tuple[int, bool, bool]] = []
     regions: list[Region] = []
     views: list[torch.Tensor] = []
     adds: list[float] = []
-    for request, view, add, owner in zip(*found[1:4], owners, strict=True):
+    for request, view, add, owner in zip(*translated[1:4], owners, strict=True):
         dtype = TO_NAME[view.dtype]
         kind = Kind(request.key, dtype, request.global_shape, request.allow_shape_mismatch)
         row = (kinds.setdefault(kind, len(kinds)), *_copy_kind(owner))
@@ -140,7 +140,7 @@ def _pieces(found: Translated, owners: Sequence[ShardedTensor]) -> Pieces:
         columns[2].astype(np.bool_),
         *regions_to_arrays(regions),
     )
-    return Pieces(table, views, adds, found.padding)
+    return Pieces(table, views, adds, translated.padding)
 
 
 def _copy_kind(shard: ShardedTensor) -> tuple[bool, bool]:

@@ -43,9 +43,9 @@ def plan_moves(
     """
     held = Held.of(sources)
     assignment = Assignment(held, settings)
-    wanted = _wanted(targets, settings.hosts)
+    rows_by_host = _wanted(targets, settings.hosts)
     _check_kinds(held, targets, settings)
-    for (_, key), rows in sorted(wanted.items(), key=lambda item: item[0][1]):
+    for (_, key), rows in sorted(rows_by_host.items(), key=lambda item: item[0][1]):
         for rank, row in rows:
             table = targets[rank]
             assignment.fill(key, table.kinds[table.kind_ids[row]], rank, row, table.region(row))
@@ -57,12 +57,12 @@ def _wanted(
     targets: Sequence[PieceTable], hosts: Sequence[int]
 ) -> dict[tuple[int, str], list[tuple[int, int]]]:
     """Return the pieces that are taken, `(rank, row)`, by machine and key."""
-    wanted: defaultdict[tuple[int, str], list[tuple[int, int]]] = defaultdict(list)
+    rows_by_host: defaultdict[tuple[int, str], list[tuple[int, int]]] = defaultdict(list)
     for rank, table in enumerate(targets):
         for row in np.flatnonzero((table.shapes > 0).all(axis=1)).tolist():
             key = table.kinds[table.kind_ids[row]].key
-            wanted[hosts[rank], key].append((rank, row))
-    return wanted
+            rows_by_host[hosts[rank], key].append((rank, row))
+    return rows_by_host
 
 
 def _check_kinds(held: Held, targets: Sequence[PieceTable], settings: MoveSettings) -> None:
@@ -72,46 +72,46 @@ def _check_kinds(held: Held, targets: Sequence[PieceTable], settings: MoveSettin
         for kind in table.kinds:
             if kind.key not in held.by_key:
                 continue
-            given = held.by_key[kind.key].kind
-            _check_kind(given, kind, rank, settings)
-            if given.dtype != kind.dtype and may_be_codes(given.dtype):
+            source = held.by_key[kind.key].kind
+            _check_kind(source, kind, rank, settings)
+            if source.dtype != kind.dtype and may_be_codes(source.dtype):
                 scales = places_of_scales(held.by_key) if scales is None else scales
-                _check_codes(given, kind, rank, scales)
+                _check_codes(source, kind, rank, scales)
 
 
-def _check_kind(given: Kind, taken: Kind, rank: int, settings: MoveSettings) -> None:
-    may_differ = taken.may_differ and len(taken.shape) == len(given.shape)
-    if given.shape != taken.shape and not may_differ:
+def _check_kind(source: Kind, target: Kind, rank: int, settings: MoveSettings) -> None:
+    may_differ = target.may_differ and len(target.shape) == len(source.shape)
+    if source.shape != target.shape and not may_differ:
         raise LoadMismatchError(
-            f"Key {taken.key!r} is given with the global shape {given.shape}, and rank {rank} "
-            f"takes it with {taken.shape}: correct one of the state dicts, or set "
+            f"Key {target.key!r} is given with the global shape {source.shape}, and rank {rank} "
+            f"takes it with {target.shape}: correct one of the state dicts, or set "
             "allow_shape_mismatch=True on the ShardedTensor that takes it if it is padded.",
-            unexpected=[taken.key],
+            unexpected=[target.key],
         )
-    dtypes = FROM_NAME[given.dtype], FROM_NAME[taken.dtype]
+    dtypes = FROM_NAME[source.dtype], FROM_NAME[target.dtype]
     fits = is_convertible if settings.allow_dtype_cast else is_lossless_cast
     if not fits(*dtypes):
         way_out = ", or pass allow_dtype_cast=True" if is_convertible(*dtypes) else ""
         raise LoadMismatchError(
-            f"Key {taken.key!r} is given as {dtypes[0]}, and rank {rank} takes it as {dtypes[1]}, "
+            f"Key {target.key!r} is given as {dtypes[0]}, and rank {rank} takes it as {dtypes[1]}, "
             f"which would change values: take the dtype that is given or a wider one{way_out}.",
-            unexpected=[taken.key],
+            unexpected=[target.key],
         )
 
 
-def _check_codes(given: Kind, taken: Kind, rank: int, scales: dict[str, str]) -> None:
+def _check_codes(source: Kind, target: Kind, rank: int, scales: dict[str, str]) -> None:
     """Refuse to convert a quantized tensor's codes as if they were values.
 
     Codes are recognized by their scales, which are given as well.
     """
-    beside = scale_beside(given.key, scales)
-    if beside is None or not are_codes_beside_scales(given.key, given.dtype):
+    beside = scale_beside(source.key, scales)
+    if beside is None or not are_codes_beside_scales(source.key, source.dtype):
         return
-    dtypes = FROM_NAME[given.dtype], FROM_NAME[taken.dtype]
+    dtypes = FROM_NAME[source.dtype], FROM_NAME[target.dtype]
     raise LoadMismatchError(
-        f"Key {given.key!r} is given as {dtypes[0]}, and rank {rank} takes it as {dtypes[1]}, but "
+        f"Key {source.key!r} is given as {dtypes[0]}, and rank {rank} takes it as {dtypes[1]}, but "
         f"its values are codes of a quantized tensor, as {beside!r} beside it shows: converted "
         f"without scales they would be wrong weights. Take it as {dtypes[0]}, with its scales, or "
         "give its values.",
-        unexpected=[given.key],
+        unexpected=[source.key],
     )

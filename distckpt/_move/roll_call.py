@@ -63,8 +63,8 @@ def check_host(store: Any, address: str, timeout: float) -> int:
     """
     try:
         with _reaching_leader(AbsentKeyError):
-            found = answer_of(lambda: _found(store, _HOST, timeout), timeout + ANSWER_SECONDS)
-        number, release = _values(found, [int, str], _HOST)
+            text = answer_of(lambda: _found(store, _HOST, timeout), timeout + ANSWER_SECONDS)
+        number, release = _values(text, [int, str], _HOST)
     except (AbsentKeyError, _OtherFormError) as error:
         raise CheckpointingException(
             f"What answers at {address} is not the trainer of a Route ({first_line(error)}): give "
@@ -213,8 +213,8 @@ class Member:
         self._send(kind, value, self._timeout)
         key = _key_of_answer(self.name, self._num_sent)
         limit = self._limit
-        found = answer_of(lambda: _found(self._store, key, limit), limit + ANSWER_SECONDS)
-        return _values(found, types, key)
+        answer = answer_of(lambda: _found(self._store, key, limit), limit + ANSWER_SECONDS)
+        return _values(answer, types, key)
 
     def _send(self, kind: str, value: int | None, seconds: float) -> None:
         self._num_sent += 1
@@ -366,9 +366,9 @@ class Leader:
             self._read_inbox()
             now = time.monotonic()
             asking = self._asking(version)
-            there = self._ahead.union(asking)
-            absent = self._expected.union(self._sources[1:]).difference(there)
-            num_targets = len(there.difference(self._sources))
+            present = self._ahead.union(asking)
+            absent = self._expected.union(self._sources[1:]).difference(present)
+            num_targets = len(present.difference(self._sources))
             has_enough = num_targets >= self._fewest_targets or now > deadline
             is_over = has_enough and (not absent or now > self._limit(absent, soon, deadline))
         self._leave_out(sorted(absent, key=_order), num_targets, version)
@@ -405,13 +405,13 @@ class Leader:
         self._ahead = set()
         asking = []
         for name, ask in list(self._asks.items()):
-            wanted = version if ask.value is None else ask.value
-            if wanted == version:
+            requested = version if ask.value is None else ask.value
+            if requested == version:
                 asking.append(name)
-            elif is_again and wanted > version:
+            elif is_again and requested > version:
                 self._ahead.add(name)
             else:
-                self._answer(self._asks.pop(name), 0, self._refusal(name, wanted, version))
+                self._answer(self._asks.pop(name), 0, self._refusal(name, requested, version))
         return sorted(asking, key=_order)
 
     def _is_again(self, version: int) -> bool:
@@ -419,15 +419,15 @@ class Leader:
         has_begun = self._start.number > 0
         return has_begun and not self._start.names and version == self._start.version
 
-    def _refusal(self, name: str, wanted: int, version: int) -> str:
+    def _refusal(self, name: str, requested: int, version: int) -> str:
         text = (
-            f"{name} asks for version {wanted}, and version {version} is moved: pass the same to "
-            "route.run on both sides, or None to take what comes."
+            f"{name} asks for version {requested}, and version {version} is moved: pass the same "
+            "to route.run on both sides, or None to take what comes."
         )
-        if wanted != self._start.version or not self._start.number:
+        if requested != self._start.version or not self._start.number:
             return text
         return (
-            f"{text} Version {wanted} is over: if {name} lost contact at its end, with a member "
+            f"{text} Version {requested} is over: if {name} lost contact at its end, with a member "
             "that died, it may have a part of it only, and needs the next version."
         )
 
@@ -502,15 +502,15 @@ class Leader:
         self._store.set(key, json.dumps(values))
 
     def _forget(self, name: str) -> None:
-        told = self._told.pop(name, None)
-        if told is not None:
-            self._store.delete_key(told.key)
+        answer = self._told.pop(name, None)
+        if answer is not None:
+            self._store.delete_key(answer.key)
 
     def _forget_unread(self) -> None:
         """Forget the answers to members that do not read them any more."""
         now = time.monotonic()
-        for name, told in list(self._told.items()):
-            if told.deadline < now:
+        for name, answer in list(self._told.items()):
+            if answer.deadline < now:
                 self._forget(name)
 
 

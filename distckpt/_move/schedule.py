@@ -73,11 +73,11 @@ class Schedule:
         for unit in self._fan_out.units():
             self._place(unit)
         for rank, key, source, row, region in self._assignment.copies:
-            places = self._in_source(rank, source, region), self._in_target(rank, row, region)
+            places = self._source_place(rank, source, region), self._target_place(rank, row, region)
             self._add("copies", rank, [source, row], *places, shapes=[region.shape])
             self._num_bytes[rank] += region.num_elements * self._item_bytes(key)
         for gap in self._assignment.gaps:
-            place = self._in_target(gap.rank, gap.row, gap.region)
+            place = self._target_place(gap.rank, gap.row, gap.region)
             self._add("gaps", gap.rank, [gap.row], place, shapes=[gap.region.shape])
         if self._assignment.settings.compares:
             self._add_comparisons()
@@ -111,12 +111,12 @@ class Schedule:
         for key, rank, row, region in self._assignment.wanted:
             slot = self._slots.setdefault((rank, key), len(self._slots))
             is_cast = self._taken_as(rank, row) != self._assignment.held.by_key[key].kind.dtype
-            place = self._in_target(rank, row, region)
+            place = self._target_place(rank, row, region)
             self._add("arrived", rank, [slot, row, int(is_cast)], place, shapes=[region.shape])
         for giver, source, (rank, key, row, region) in self._assignment.gifts():
             dtype = self._dtypes.index(self._taken_as(rank, row))
             numbers = [self._slots[rank, key], source, dtype]
-            place = self._in_source(giver, source, region)
+            place = self._source_place(giver, source, region)
             self._add("sent", giver, numbers, place, shapes=[region.shape])
 
     def _taken_as(self, rank: int, row: int) -> str:
@@ -144,20 +144,20 @@ class Schedule:
         hops = self._fan_out.hops(giver, others, size)
         wave = self._wave_of(giver, hops, size, item)
         start = self._reserve(giver, False, wave, size, item)
-        place = self._in_source(giver, unit.row, piece)
+        place = self._source_place(giver, unit.row, piece)
         self._add("packs", giver, [wave, start, unit.row], place, shapes=[piece.shape])
-        found = {own_host: (wave, giver, 0, start)}
+        place_by_host = {own_host: (wave, giver, 0, start)}
         for hop in hops:
             landed = wave + hop.step - 1
             at = self._reserve(hop.receiver, True, landed, size, item)
-            *_, sent_from = found[self._hosts[hop.sender]]
+            *_, sent_from = place_by_host[self._hosts[hop.sender]]
             self._send(landed, hop, sent_from, at, size)
-            found[self._hosts[hop.receiver]] = (landed, hop.receiver, 1, at)
+            place_by_host[self._hosts[hop.receiver]] = (landed, hop.receiver, 1, at)
         dtype = self._dtypes.index(self._assignment.held.by_key[unit.key].kind.dtype)
-        for host, of_host in by_host.items():
-            for rank, row, part in of_host:
-                numbers = [*found[host], dtype, row]
-                places = self._in_target(rank, row, part), part.relative_to(piece.offset).offset
+        for host, host_takes in by_host.items():
+            for rank, row, part in host_takes:
+                numbers = [*place_by_host[host], dtype, row]
+                places = self._target_place(rank, row, part), part.relative_to(piece.offset).offset
                 self._take(rank, numbers, places, part.shape, piece.shape)
                 self._num_bytes[rank] += part.num_elements * item
 
@@ -169,8 +169,8 @@ class Schedule:
         shape: tuple[int, ...],
         unit_shape: tuple[int, ...],
     ) -> None:
-        in_target, in_unit = places
-        row = [*self._wide(in_target, 0), *self._wide(shape, 1), *self._wide(in_unit, 0)]
+        target_place, unit_place = places
+        row = [*self._wide(target_place, 0), *self._wide(shape, 1), *self._wide(unit_place, 0)]
         self._rows["takes", rank].append([*numbers, *row, *self._wide(unit_shape, 1)])
 
     def _wave_of(self, giver: int, hops: Sequence[Hop], size: int, item: int) -> int:
@@ -234,10 +234,10 @@ class Schedule:
     def _item_bytes(self, key: str) -> int:
         return FROM_NAME[self._assignment.held.by_key[key].kind.dtype].itemsize
 
-    def _in_source(self, rank: int, row: int, region: Region) -> tuple[int, ...]:
+    def _source_place(self, rank: int, row: int, region: Region) -> tuple[int, ...]:
         return region.relative_to(self._tables.sources[rank].region(row).offset).offset
 
-    def _in_target(self, rank: int, row: int, region: Region) -> tuple[int, ...]:
+    def _target_place(self, rank: int, row: int, region: Region) -> tuple[int, ...]:
         return region.relative_to(self._tables.targets[rank].region(row).offset).offset
 
 

@@ -114,12 +114,12 @@ def _share_memory(views: Sequence[torch.Tensor], others: Sequence[torch.Tensor])
         else:
             ends.append((start, stop))
     starts = [start for start, _ in ends]
-    found = []
+    overlaps = []
     for view in views:
         start, stop = _extent(view)
         place = bisect.bisect_left(starts, stop) - 1
-        found.append(start < stop and place >= 0 and ends[place][1] > start)
-    return found
+        overlaps.append(start < stop and place >= 0 and ends[place][1] > start)
+    return overlaps
 
 
 def _extent(view: torch.Tensor) -> tuple[int, int]:

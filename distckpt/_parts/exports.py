@@ -105,9 +105,9 @@ class _ExportWork(Work):
         self.sources = located.all
         self._is_local = locations.is_local(self.place)
         self.pieces: Sequence[Piece] = cut_files(self._sizes, divides=self._is_local)
-        chosen = {field.name: getattr(options, field.name) for field in fields(options)}
+        option_values = {field.name: getattr(options, field.name) for field in fields(options)}
         self.facts = {
-            **facts_of({**chosen, **(more or {})}, self._opened, plan.outputs),
+            **facts_of({**option_values, **(more or {})}, self._opened, plan.outputs),
             **facts_of_extra_files(plan.extra_files),
         }
 
@@ -231,8 +231,8 @@ def other_files(
 def add_up(counts: Iterable[Mapping[str, int]]) -> dict[str, int]:
     """Return the counts of all pieces together, by name."""
     total: Counter[str] = Counter()
-    for each in counts:
-        total.update(each)
+    for counter in counts:
+        total.update(counter)
     return dict(total)
 
 

@@ -47,8 +47,8 @@ def facts_of(
         checkpoints: the checkpoints to read.
         outputs: the tensors to write.
     """
-    chosen = {
-        name: _short(_in_order(value) if name == "keys" else value)
+    option_texts = {
+        name: _short(_sorted_patterns(value) if name == "keys" else value)
         for name, value in options.items()
         if name not in (*_UNIMPORTANT, *_PLANNED)
     }
@@ -57,7 +57,7 @@ def facts_of(
         "the version of distckpt": importlib.import_module("distckpt").__version__,
         "the version of journals": f"{_VERSION}, format {FORMAT_VERSION}",
     }
-    facts = {**versions, **chosen, **facts_of_sources(checkpoints)}
+    facts = {**versions, **option_texts, **facts_of_sources(checkpoints)}
     return {**facts, "the plan (rules, names, shapes)": _digest_of_plan(outputs)}
 
 
@@ -97,8 +97,8 @@ def check_sources(facts: Mapping[str, str], checkpoints: Sequence[StoredCheckpoi
         CheckpointNotFoundError: one was removed.
         CheckpointingException: one has changed.
     """
-    found = facts_of_sources(checkpoints)
-    for (name, fact), stored in zip(found.items(), checkpoints, strict=True):
+    facts_now = facts_of_sources(checkpoints)
+    for (name, fact), stored in zip(facts_now.items(), checkpoints, strict=True):
         check_is_unchanged(stored)
         if facts[name] != fact:
             raise CheckpointingException(
@@ -141,13 +141,13 @@ def _digest_of_plan(outputs: Iterable[OutputTensor]) -> str:
 
 
 def _digest(texts: Iterable[bytes]) -> str:
-    found = hashlib.sha256()
+    digest = hashlib.sha256()
     for text in texts:
-        found.update(text)
-    return found.hexdigest()[:16]
+        digest.update(text)
+    return digest.hexdigest()[:16]
 
 
-def _in_order(patterns: str | Sequence[str] | None) -> list[str] | None:
+def _sorted_patterns(patterns: str | Sequence[str] | None) -> list[str] | None:
     """Return the patterns in an order independent of the caller's."""
     if patterns is None:
         return None

@@ -171,8 +171,8 @@ class Journal:
 
     def recorded(self) -> set[int]:
         """Return the numbers of the pieces that are whole."""
-        found = map(_RECORD.fullmatch, self._names())
-        return {int(match[1]) for match in found if match}
+        matches = map(_RECORD.fullmatch, self._names())
+        return {int(match[1]) for match in matches if match}
 
     def has_record(self, number: int) -> bool:
         """Whether a piece is whole."""
@@ -244,8 +244,8 @@ class Journal:
 
     def proofs(self) -> list[Any]:
         """Return the proofs of the output that can be read."""
-        found = [self._read_if_whole(name, _DONE_FORM) for name in self._done_names()]
-        return [each["proof"] for each in found if each is not None]
+        notes = [self._read_if_whole(name, _DONE_FORM) for name in self._done_names()]
+        return [note["proof"] for note in notes if note is not None]
 
     def has_appeared(self) -> bool:
         """Whether the output has appeared: it was complete, and is not in the journal."""
@@ -274,14 +274,14 @@ class Journal:
 
     def workers(self) -> list[Worker]:
         """Return the processes that are at work, or were killed."""
-        found = []
+        workers = []
         for name in filter(_NOTE.fullmatch, self._names()):
             note = self._read_if_whole(name, _NOTE_FORM)
             written = locations.modified_time(self._path(name))
             if note is not None and written is not None:
                 fields = {name: note[name] for name in _NOTE_FORM}
-                found.append(Worker(**fields, seconds=max(0.0, time.time() - written)))
-        return found
+                workers.append(Worker(**fields, seconds=max(0.0, time.time() - written)))
+        return workers
 
 
 class Note:
@@ -353,9 +353,9 @@ def journals_beside(place: str) -> list[Journal]:
         names = locations.list_names(parent)
     except (FileNotFoundError, NotADirectoryError):
         return []
-    hidden = [(each, hidden_directories.parse(each)) for each in names]
+    hidden = [(item, hidden_directories.parse(item)) for item in names]
     return [
-        Journal(locations.join(parent, each))
-        for each, parts in hidden
+        Journal(locations.join(parent, item))
+        for item, parts in hidden
         if parts is not None and (parts.name, parts.kind) == (name, "parts")
     ]

@@ -114,10 +114,10 @@ def by_tensor(
     tensors: Sequence[StoredTensor], windows: Sequence[Window], results: Iterable[Iterable[Any]]
 ) -> list[list[Any]]:
     """Return the results of each tensor's windows, from the results of pieces."""
-    found: list[list[Any]] = [[] for _ in tensors]
+    results_by_tensor: list[list[Any]] = [[] for _ in tensors]
     for window, result in zip(windows, itertools.chain.from_iterable(results), strict=True):
-        found[window.tensor].append(result)
-    return found
+        results_by_tensor[window.tensor].append(result)
+    return results_by_tensor
 
 
 # --- verify ---------------------------------------------------------------------------------------
@@ -257,10 +257,10 @@ class _VerifyWork(Work):
         for number, here in itertools.groupby(units, operator.itemgetter(0)):
             blocks = self._blocks_in(number)
             first = self._first_blocks[number]
-            of_range = [range(*unit[1:3]) for unit in here]
-            found = check_units(stored, blocks, of_range, self._num_threads, add_bytes)
-            bad += [BadBlock(first + each.number, each.message) for each in found[0]]
-            num_read += found[1]
+            ranges = [range(*unit[1:3]) for unit in here]
+            results = check_units(stored, blocks, ranges, self._num_threads, add_bytes)
+            bad += [BadBlock(first + block.number, block.message) for block in results[0]]
+            num_read += results[1]
         return bad, num_read
 
     def _compute_numbers(
@@ -274,8 +274,8 @@ class _VerifyWork(Work):
         tensors = [tensor._replace(stored=stored) for tensor in self._tensors]
         counter = ProgressCounter(_differences(add_bytes), 0)
         try:
-            found = map_some_windows([tensors], windows, window_number, counter)
-            return [number for _, number in found], None
+            numbers = map_some_windows([tensors], windows, window_number, counter)
+            return [number for _, number in numbers], None
         except (CorruptCheckpointError, OSError) as error:
             return [], str(error)
 
@@ -283,18 +283,22 @@ class _VerifyWork(Work):
         check_sources(self.facts, [self._stored])
 
     def report(self, results: Sequence[Any], seconds: float) -> VerifyReport:
-        found = iter(results)
-        of_files = list(itertools.islice(found, len(self._of_files)))
-        of_units = list(itertools.islice(found, len(self._of_units)))
-        problems = [Problem(**each) for problems, _ in of_files for each in problems]
-        bad = [BadBlock(*block) for blocks, _ in of_units for block in blocks]
+        remaining = iter(results)
+        file_results = list(itertools.islice(remaining, len(self._of_files)))
+        unit_results = list(itertools.islice(remaining, len(self._of_units)))
+        problems = [
+            Problem(**fields_of_problem)
+            for problems, _ in file_results
+            for fields_of_problem in problems
+        ]
+        bad = [BadBlock(*block) for blocks, _ in unit_results for block in blocks]
         problems += not_in(problems, self._unread)
         problems += self._describe(bad)
-        num_bytes = sum(num_read for _, num_read in [*of_files, *of_units])
+        num_bytes = sum(num_read for _, num_read in [*file_results, *unit_results])
         checked = Checked(problems, num_bytes)
         if self._tensors and not problems:
             num_bytes += sum(tensor.num_bytes for tensor in self._tensors)
-            checked = Checked(self._compare(list(found)), num_bytes, len(self._tensors))
+            checked = Checked(self._compare(list(remaining)), num_bytes, len(self._tensors))
         return report_of_verify(self._stored, self._mode, checked, seconds)
 
     def _describe(self, bad: Sequence[BadBlock]) -> list[Problem]:
@@ -311,7 +315,9 @@ class _VerifyWork(Work):
         errors = [error for _, error in results if error is not None]
         if errors:
             return [Problem(self._stored.location, error) for error in errors]
-        numbers = by_tensor(self._tensors, self._windows, [found for found, _ in results])
+        numbers = by_tensor(
+            self._tensors, self._windows, [window_numbers for window_numbers, _ in results]
+        )
         return describe_fingerprints(self._stored, fingerprints_of(self._tensors, numbers))
 
 
@@ -359,16 +365,19 @@ class _WindowWork(Work):
                 run = self._runs[number]
                 counter = ProgressCounter(_differences(add_bytes), self.pieces[number].num_bytes)
                 windows = self._windows[run.start : run.stop]
-                found = map_some_windows(self.sides, windows, self.compute, counter)
-                yield number, [self.encoded(result) for _, result in found]
+                values = map_some_windows(self.sides, windows, self.compute, counter)
+                yield number, [self.encoded(result) for _, result in values]
 
     def complete(self, attempt: Attempt, results: Sequence[Any]) -> None:
         check_sources(self.facts, self.checkpoints)
 
     def decoded_by_tensor(self, results: Sequence[Any]) -> list[list[Any]]:
         """Return the results of the windows of each tensor."""
-        found = by_tensor(self.sides[0], self._windows, results)
-        return [[self.decoded(result) for result in of_tensor] for of_tensor in found]
+        results_by_tensor = by_tensor(self.sides[0], self._windows, results)
+        return [
+            [self.decoded(result) for result in tensor_results]
+            for tensor_results in results_by_tensor
+        ]
 
 
 def _differences(add_bytes: Callable[[int], None]) -> Callable[[int, int], None]:
@@ -419,8 +428,8 @@ class _StatsWork(_WindowWork):
         return WindowStats([BlockStats(*part) for part in parts], np.array(sample, np.float64))
 
     def report(self, results: Sequence[Any], seconds: float) -> list[TensorStats]:
-        found = self.decoded_by_tensor(results)
-        return [stats_of_windows(*each) for each in zip(self._tensors, found, strict=True)]
+        values = self.decoded_by_tensor(results)
+        return [stats_of_windows(*pair) for pair in zip(self._tensors, values, strict=True)]
 
 
 # --- diff -----------------------------------------------------------------------------------------
@@ -439,7 +448,7 @@ def comparison(
     """Return the work of `diff` with these arguments."""
     check_arguments(keys, rename, atol, rtol)
     ranks = Ranks.alone()
-    first, second = (open_undisturbed(ranks, locations.normalize(each)) for each in (a, b))
+    first, second = (open_undisturbed(ranks, locations.normalize(location)) for location in (a, b))
     compared = plan_diff(first, second, keys, rename or {})
     options = {"keys": keys, "rename": rename, "atol": atol, "rtol": rtol}
     return _DiffWork(compared, place_of("diff", journal), options)

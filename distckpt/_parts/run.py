@@ -72,8 +72,8 @@ def _run_part(work: Work, journal: Journal, part: Part, progress: Progress | Non
         try:
             _open(work, journal)
             recorded = journal.recorded()
-            mine = [number for number in share(work.costs(), part) if number not in recorded]
-            for number in _run(work, journal, part, mine, progress):
+            numbers = [number for number in share(work.costs(), part) if number not in recorded]
+            for number in _run(work, journal, part, numbers, progress):
                 num_pieces += 1
                 num_bytes += work.pieces[number].num_bytes
         except OSError as error:
@@ -243,21 +243,21 @@ def _differences(work: Work, header: dict[str, Any]) -> str:
 
 
 def _run(
-    work: Work, journal: Journal, part: Part, mine: Sequence[int], progress: Progress | None
+    work: Work, journal: Journal, part: Part, numbers: Sequence[int], progress: Progress | None
 ) -> Iterator[int]:
     """Do pieces; yield the number of each that is whole now."""
-    if not mine:
+    if not numbers:
         return
     directory = work.directory(journal.attempt)
-    with journal.at_work(part) as note, _in_sight(directory) as check:
+    with journal.at_work(part) as note, _existence_check(directory) as check:
 
         def report(done: int, total: int) -> None:
             note.report(done, total)
             if progress is not None:
                 progress(done, total)
 
-        counter = ProgressCounter(report, sum(work.pieces[i].num_bytes for i in mine))
-        assigned = _missing(work, journal, mine, note)
+        counter = ProgressCounter(report, sum(work.pieces[i].num_bytes for i in numbers))
+        assigned = _missing(work, journal, numbers, note)
         before = time.perf_counter()
         for number, result in work.run(journal.attempt, assigned, counter.add):
             now = time.perf_counter()
@@ -270,7 +270,7 @@ def _run(
 
 
 @contextlib.contextmanager
-def _in_sight(directory: str) -> Iterator[Callable[[], None]]:
+def _existence_check(directory: str) -> Iterator[Callable[[], None]]:
     """Yield a function that fails once a local directory is removed. Renaming counts, too.
 
     For anything else than a local directory it does nothing.
@@ -288,17 +288,17 @@ def _in_sight(directory: str) -> Iterator[Callable[[], None]]:
         yield check
 
 
-def _missing(work: Work, journal: Journal, mine: Iterable[int], note: Note) -> Iterator[int]:
+def _missing(work: Work, journal: Journal, candidates: Iterable[int], note: Note) -> Iterator[int]:
     """Yield the pieces that are still missing when their turn comes."""
     files = set(work.files(journal.attempt))
-    of_file = defaultdict(list)
+    numbers_by_file = defaultdict(list)
     for number, piece in enumerate(work.pieces):
-        of_file[piece.name].append(number)
-    for number in mine:
+        numbers_by_file[piece.name].append(number)
+    for number in candidates:
         name = work.pieces[number].name
         if not journal.has_record(number):
-            if name in files and len(of_file[name]) > 1:
-                _forget_removed(work, journal, name, of_file[name])
+            if name in files and len(numbers_by_file[name]) > 1:
+                _forget_removed(work, journal, name, numbers_by_file[name])
             note.begin(number, work.pieces[number])
             yield number
 
@@ -435,10 +435,10 @@ def _complete(work: Work, journal: Journal, results: Sequence[Any]) -> None:
 
 @contextlib.contextmanager
 def _alone(journal: Journal) -> Iterator[None]:
-    with contextlib.ExitStack() as held:
+    with contextlib.ExitStack() as stack:
         if locations.is_local(journal.location):
             path = locations.join(journal.location, LOCK)
-            held.enter_context(hidden_directories.locked_if_offered(path))
+            stack.enter_context(hidden_directories.locked_if_offered(path))
         yield
 
 
@@ -481,8 +481,8 @@ def statuses(place: str) -> list[PartsStatus]:
 
     Only journals are read.
     """
-    found = [(journal, journal.header()) for journal in journals_beside(place)]
-    return [_status(journal, header) for journal, header in found if header is not None]
+    headers = [(journal, journal.header()) for journal in journals_beside(place)]
+    return [_status(journal, header) for journal, header in headers if header is not None]
 
 
 def _status(journal: Journal, header: dict[str, Any]) -> PartsStatus:

@@ -116,12 +116,12 @@ def _with_location(name: str, value: Any) -> Any:
     if name in _LOCATIONS:
         return locations.normalize(value)
     if name == "checkpoints":
-        return [locations.normalize(each) for each in value]
+        return [locations.normalize(item) for item in value]
     if isinstance(value, ExportOptions):
-        given = {each: getattr(value, each) for each in _LOCATIONS_OF_OPTIONS}
+        values = {item: getattr(value, item) for item in _LOCATIONS_OF_OPTIONS}
         absolute: dict[str, Any] = {
-            each: locations.normalize(path)
-            for each, path in given.items()
+            item: locations.normalize(path)
+            for item, path in values.items()
             if path not in (None, "auto")
         }
         return replace(value, **absolute)
@@ -151,9 +151,9 @@ def consolidate(
     Args:
         num_tasks: number of tasks. It may change when incomplete work is resumed.
     """
-    chosen = with_changes(consolidate, ExportOptions, options, changes)
+    all_options = with_changes(consolidate, ExportOptions, options, changes)
     arguments = {"checkpoint": checkpoint, "output_dir": output_dir, "overwrite": overwrite}
-    return make_tasks("consolidate", num_tasks, {**arguments, "options": chosen})
+    return make_tasks("consolidate", num_tasks, {**arguments, "options": all_options})
 
 
 def merge(
@@ -168,8 +168,8 @@ def merge(
     **changes: Any,
 ) -> list[Task]:
     """Divide a call of `distckpt.merge` into tasks, see `consolidate`."""
-    chosen = with_changes(merge, ExportOptions, options, changes)
-    how = {"weights": weights, "ema": ema, "overwrite": overwrite, "options": chosen}
+    all_options = with_changes(merge, ExportOptions, options, changes)
+    how = {"weights": weights, "ema": ema, "overwrite": overwrite, "options": all_options}
     arguments = {"checkpoints": list(checkpoints), "output_dir": output_dir, **how}
     return make_tasks("merge", num_tasks, arguments)
 

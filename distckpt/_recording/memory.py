@@ -97,8 +97,8 @@ class Memory:
         """Count the elements of a view that were written."""
         self.settle()
         regions = [box.region for box in boxes(self.shape, view, view)]
-        found = (intersect(one.region, other) for one in self.pieces for other in regions)
-        return sum(common.num_elements for common in found if common is not None)
+        overlap = (intersect(piece.region, other) for piece in self.pieces for other in regions)
+        return sum(common.num_elements for common in overlap if common is not None)
 
     def names(self) -> list[str]:
         """Name the stored tensors that have elements here."""
@@ -111,15 +111,15 @@ class Memory:
 def _last_written(pieces: Sequence[Piece]) -> list[Piece]:
     """Return disjoint pieces: the last one written for each element."""
     later: dict[int, list[Region]] = {}
-    for one, other in overlaps([piece.region for piece in pieces]):
-        later.setdefault(min(one, other), []).append(pieces[max(one, other)].region)
-    kept: list[Piece] = []
+    for first, other in overlaps([piece.region for piece in pieces]):
+        later.setdefault(min(first, other), []).append(pieces[max(first, other)].region)
+    result: list[Piece] = []
     for number, piece in enumerate(pieces):
         left = [piece.region]
         for hole in later.get(number, ()):
             left = [rest for region in left for rest in _outside(region, hole)]
-        kept.extend(_narrowed(piece, region) for region in left)
-    return kept
+        result.extend(_narrowed(piece, region) for region in left)
+    return result
 
 
 def _outside(region: Region, hole: Region) -> list[Region]:

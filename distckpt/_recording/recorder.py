@@ -88,7 +88,7 @@ class Recorded(torch.Tensor):
         cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
     ) -> Any:
         """Record an operation, also in a thread that the loader has started."""
-        recorded = next(each for each in tree_leaves((args, kwargs)) if isinstance(each, Recorded))
+        recorded = next(leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Recorded))
         return recorded.recording.run(func, args, kwargs or {})
 
 
@@ -155,13 +155,13 @@ class Recording(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _known(self, arguments: Any) -> list[torch.Tensor]:
         """Return the tensors among arguments that have stored elements."""
-        tensors = (each for each in tree_leaves(arguments) if _is_tensor(each))
-        return [each for each in tensors if self._names(each)]
+        tensors = (leaf for leaf in tree_leaves(arguments) if _is_tensor(leaf))
+        return [leaf for leaf in tensors if self._names(leaf)]
 
     def _repeat(self, source: torch.Tensor, repeats: Sequence[int]) -> torch.Tensor:
         """Copy several times, as views and a copy do it."""
         shape = (1,) * (len(repeats) - source.ndim) + tuple(source.shape)
-        apart = [size for each in shape for size in (1, each)]
+        apart = [size for length in shape for size in (1, length)]
         repeated = [size for pair in zip(repeats, shape, strict=True) for size in pair]
         sizes = [num * size for num, size in zip(repeats, shape, strict=True)]
         return source.reshape(apart).expand(repeated).reshape(sizes)
@@ -177,7 +177,7 @@ class Recording(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _copy(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Make a new tensor from one or several."""
-        sources = [each for each in tree_leaves(args) if _is_tensor(each)]
+        sources = [leaf for leaf in tree_leaves(args) if _is_tensor(leaf)]
         make = self._made if _has_recorded(sources) else _called
         made = make(func, args, kwargs)
         dim = args[1] if len(args) > 1 else kwargs.get("dim", 0)
@@ -285,7 +285,7 @@ class Recording(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def refuse(self, func: Any, tensors: Sequence[torch.Tensor]) -> NoReturn:
         """Raise an error about an unrecordable call, and remember it."""
-        names = [name for each in tensors for name in self._names(each)]
+        names = [name for tensor in tensors for name in self._names(tensor)]
         self.refusal = self.refusal or InvalidShardingError(
             f"The loader calls {func} on the stored tensor {summarize_keys(dict.fromkeys(names))} "
             f"(while it loads {self.current!r}), and only views, conversions and copies can be "
@@ -331,7 +331,7 @@ def _called(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
 
 
 def _has_recorded(tensors: Sequence[torch.Tensor]) -> bool:
-    return any(isinstance(each, Recorded) for each in tensors)
+    return any(isinstance(tensor, Recorded) for tensor in tensors)
 
 
 def _meta_of(value: Any) -> Any:
@@ -343,8 +343,8 @@ def _identity(tensor: torch.Tensor) -> tuple[Any, ...]:
     return tensor.device, tensor.untyped_storage().data_ptr(), tensor.dtype.itemsize
 
 
-def _taken_as(given: torch.dtype, wanted: torch.dtype) -> list[Step]:
-    return [] if given == wanted else [("as", wanted)]
+def _taken_as(source: torch.dtype, target: torch.dtype) -> list[Step]:
+    return [] if source == target else [("as", target)]
 
 
 def _parts(
@@ -354,7 +354,7 @@ def _parts(
     meta = _meta_of(made)
     parts: Sequence[torch.Tensor] = [meta]
     if packet is aten.cat:
-        parts = meta.split([each.shape[dim] for each in sources], dim)
+        parts = meta.split([source.shape[dim] for source in sources], dim)
     elif packet is aten.stack:
         parts = meta.unbind(dim)
     if not isinstance(made, Recorded):

@@ -51,7 +51,7 @@ def training_state(accelerator: Any) -> dict[str, Any]:
             "The accelerator has prepared no model, so none would be saved: call training_state "
             "after accelerator.prepare."
         )
-    loaders = [each for each in accelerator._dataloaders if each.use_stateful_dataloader]
+    loaders = [loader for loader in accelerator._dataloaders if loader.use_stateful_dataloader]
     return {
         **_numbered("model", accelerator._models),
         **_numbered("optimizer", accelerator._optimizers),
@@ -65,7 +65,7 @@ def training_state(accelerator: Any) -> dict[str, Any]:
 
 
 def _numbered(name: str, objects: Sequence[Any]) -> dict[str, Any]:
-    return {f"{name}_{number}" if number else name: each for number, each in enumerate(objects)}
+    return {f"{name}_{number}" if number else name: item for number, item in enumerate(objects)}
 
 
 class _Counters:
@@ -87,7 +87,7 @@ class _Counters:
                 "training_state was called (%d objects): call it again, once all is prepared",
                 added,
             )
-        epochs = [each.iteration for each in self._accelerator._dataloaders]
+        epochs = [loader.iteration for loader in self._accelerator._dataloaders]
         return {"step": self._accelerator.step, "epochs": epochs}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

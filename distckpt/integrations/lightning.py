@@ -55,7 +55,9 @@ class Checkpoints(lightning.Callback):
         """Return the state to save and load: objects by name, to which a subclass may add."""
         progress = Progress(trainer)
         state = {"model": trainer.model, "rng": RngState(), "trainer": progress}
-        state |= {f"optimizer_{number}": each for number, each in enumerate(trainer.optimizers)}
+        state |= {
+            f"optimizer_{number}": optimizer for number, optimizer in enumerate(trainer.optimizers)
+        }
         state["schedulers"] = [config.scheduler for config in trainer.lr_scheduler_configs]
         if progress.loaders.states or self._saver.resumes_loaders:
             state["data"] = progress.loaders
@@ -112,13 +114,13 @@ class _Saver(Checkpoint):
                 f"{self._owner.manager.root!r} has steps to resume from: leave out ckpt_path, or "
                 "give Checkpoints a directory without steps."
             )
-        in_middle = is_in_mid_epoch(trainer)
+        is_in_middle = is_in_mid_epoch(trainer)
         if self._loaders:
             restore_loaders(trainer, self._loaders, self._random)
-        if self._random and in_middle:
+        if self._random and is_in_middle:
             # New iterators of loaders have drawn seeds, which the run did long ago.
             RngState().load_state_dict(self._random)
-        has_more = in_middle and start_at_first_batch(trainer)
+        has_more = is_in_middle and start_at_first_batch(trainer)
         self._random = self._random if has_more else None
 
     def on_train_batch_start(self, trainer: Any, *args: Any) -> None:
@@ -155,7 +157,7 @@ class _Saver(Checkpoint):
 
     def _save(self, trainer: Any, metrics: dict[str, Any]) -> None:
         step = trainer.global_step
-        numbers = {name: float(each) for name, each in metrics.items()}
+        numbers = {name: float(value) for name, value in metrics.items()}
         if step != self._last_step:  # batches whose gradients are accumulated have the same one
             # A step that is there already is one that the resumed run passed over.
             state = self._owner.state_of(trainer)

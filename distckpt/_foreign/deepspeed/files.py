@@ -137,10 +137,10 @@ class StateFile(NamedTuple):
     archive: Archive
     content: Any
 
-    def damaged(self, what: object) -> CorruptCheckpointError:
+    def damaged(self, problem: object) -> CorruptCheckpointError:
         """Return an error that names the file."""
         return CorruptCheckpointError(
-            f"{self.path!r} is damaged or of an unknown form ({what!s:.300})."
+            f"{self.path!r} is damaged or of an unknown form ({problem!s:.300})."
         )
 
     def first_byte(self, view: TensorView) -> int:
@@ -203,14 +203,14 @@ def read_states(location: str, names: Iterable[str]) -> list[StateFile]:
 
     Several are read at once, as most time is latency.
     """
-    found = dict.fromkeys(names)
+    files = dict.fromkeys(names)
 
     def read(name: str) -> None:
         path = join(location, name)
         try:
             size = file_size(path)
             archive = Archive(partial(locations.read_range, path), size)
-            found[name] = StateFile(path, name, size, archive, read_views(archive))
+            files[name] = StateFile(path, name, size, archive, read_views(archive))
         except FileNotFoundError as error:
             raise CorruptCheckpointError(
                 f"{path!r} is missing: restore it, or finish copying the directory."
@@ -221,8 +221,8 @@ def read_states(location: str, names: Iterable[str]) -> list[StateFile]:
                 "was run: restore it from a copy."
             ) from error
 
-    run_threads(read, list(found))
-    return [file for file in found.values() if file is not None]
+    run_threads(read, list(files))
+    return [file for file in files.values() if file is not None]
 
 
 def read_save(location: str, states: States) -> tuple[list[StateFile], list[StateFile]]:
@@ -255,12 +255,12 @@ def _check_is_whole(file: StateFile, num_files: int) -> None:
 def _check_is_same_save(file: StateFile, other: StateFile) -> None:
     """Compare the values that are equal in all files of a save."""
     for field in file.content.keys() & other.content.keys() & _SAME_IN_A_SAVE:
-        found = file.content[field]
+        value = file.content[field]
         expected = other.content[field]
-        if found != expected:
+        if value != expected:
             raise CorruptCheckpointError(
                 f"{file.path!r} and {other.path!r} are of different saves ({field} is "
-                f"{found!r:.100} and {expected!r:.100}): copy the files of one save again."
+                f"{value!r:.100} and {expected!r:.100}): copy the files of one save again."
             )
 
 

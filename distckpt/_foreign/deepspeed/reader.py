@@ -39,9 +39,9 @@ class DeepSpeedReader(Reader):
         if settings:
             # They come from several files, so they are kept here.
             fields["settings"] = base64.b64encode(codec.encode(settings)).decode()
-            one = Region((0,), (1,))
+            cell = Region((0,), (1,))
             file = pieces[0].file
-            pieces.append(StoredPiece("optimizer.settings", OBJECT, one, (1,), file, 0, 0))
+            pieces.append(StoredPiece("optimizer.settings", OBJECT, cell, (1,), file, 0, 0))
         return build_manifest(self.name, location, pieces, None, fields, aliases)
 
     def load_objects(self, stored: StoredCheckpoint, chunks: Sequence[int]) -> list[Any]:

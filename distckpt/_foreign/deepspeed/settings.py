@@ -50,8 +50,8 @@ def _options(file: StateFile, group: Mapping[str, Any]) -> Any:
     if group.get("bias_correction") is True:
         # An option of DeepSpeed's own Adam, which PyTorch's always applies.
         left_out.add("bias_correction")
-    kept = {name: value for name, value in group.items() if name not in left_out}
-    return file.values(kept, "param_groups")
+    options = {name: value for name, value in group.items() if name not in left_out}
+    return file.values(options, "param_groups")
 
 
 def _values(

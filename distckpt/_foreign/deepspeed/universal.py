@@ -146,14 +146,14 @@ def _read_parameters(
     location: str, folder: str, shapes: _Groups, *, are_slices: bool
 ) -> dict[str, _Parameter]:
     """Read the folders of all parameters, several at once."""
-    found: dict[str, _Parameter] = {}
+    parameters: dict[str, _Parameter] = {}
 
     def read(item: tuple[str, Shape]) -> None:
         name, shape = item
-        found[name] = _read_parameter(location, f"{folder}/{name}", shape, are_slices)
+        parameters[name] = _read_parameter(location, f"{folder}/{name}", shape, are_slices)
 
     run_threads(read, [item for group in shapes for item in group.items()])
-    return found
+    return parameters
 
 
 def _read_parameter(

@@ -82,12 +82,12 @@ def _masters(optimizer: Mapping[str, Any]) -> list[_Master]:
 
     There are none where the module has all weights.
     """
-    found: list[_Master] = []
+    masters: list[_Master] = []
     flat = optimizer.get("fp32_groups_flat")
     groups = optimizer.get("fp32_groups") if flat is None else [[view] for view in flat]
     for group, views in enumerate(groups or ()):
-        found += [_Master(0, group, view, flat is not None) for view in views]
-    return [master._replace(number=number) for number, master in enumerate(found)]
+        masters += [_Master(0, group, view, flat is not None) for view in views]
+    return [master._replace(number=number) for number, master in enumerate(masters)]
 
 
 def _parameters(file: StateFile) -> tuple[dict[str, TensorView], dict[str, str]]:
@@ -131,20 +131,20 @@ def _places(
             groups[parameters[name].shape, left.pop(name)].add(master.group)
     # Groups keep the order of the module. If two parameters are equal, it is unknown which is in
     # which.
-    return {} if any(len(each) > 1 for each in groups.values()) else places
+    return {} if any(len(group) > 1 for group in groups.values()) else places
 
 
 def _samples(file: StateFile, parameters: Mapping[str, TensorView]) -> dict[str, bytes]:
     """Return the first elements of parameters, read several at once."""
-    found = dict.fromkeys(parameters, b"")
+    samples = dict.fromkeys(parameters, b"")
 
     def read(name: str) -> None:
         view = parameters[name]
         if is_contiguous(view):
-            found[name] = _bytes_of(_elements(file, view, 0, _SAMPLE))
+            samples[name] = _bytes_of(_elements(file, view, 0, _SAMPLE))
 
     run_threads(read, list(parameters))
-    return {name: sample for name, sample in found.items() if sample}
+    return {name: sample for name, sample in samples.items() if sample}
 
 
 def _name_at(
@@ -187,7 +187,7 @@ def _pieces_of(
 ) -> tuple[list[StoredPiece], dict[int, dict[str, Any]]]:
     """Return the pieces of weights and states, and the other states' values."""
     pieces: list[StoredPiece] = []
-    kept: dict[int, dict[str, Any]] = {}
+    values: dict[int, dict[str, Any]] = {}
     unread: set[str] = set()
     for name, place in places.items():
         master = place.master
@@ -198,14 +198,14 @@ def _pieces_of(
         for key, view in alike.items():
             pieces.extend(_pieces_at(file, key_of(key, name), shape, view, place.start))
         unread |= arrays.keys() - alike.keys()
-        kept[master.number] = {n: v for n, v in state.items() if n not in arrays.keys() - alike}
+        values[master.number] = {n: v for n, v in state.items() if n not in arrays.keys() - alike}
     if unread:
         logger.warning(
             "%s: of the optimizer, %s is not read: no element for each weight",
             file.path,
             summarize_keys(unread),
         )
-    return pieces, kept
+    return pieces, values
 
 
 def _pieces_at(

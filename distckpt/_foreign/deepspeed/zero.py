@@ -87,14 +87,14 @@ def zero_contents(location: str, states: States) -> Contents:
         (rank.file, view) for rank in ranks for vectors in rank.vectors for view in vectors.values()
     )
     pieces: list[StoredPiece] = []
-    kept: dict[int, dict[str, Any]] = {}
+    values: dict[int, dict[str, Any]] = {}
     for number, group in enumerate(shapes):
-        found, unread = _pieces_of_group(ranks, number, group)
-        pieces.extend(found)
+        group_pieces, unread = _pieces_of_group(ranks, number, group)
+        pieces.extend(group_pieces)
         state = _holders(ranks, number)[0].states.get(number, {})
-        kept[number] = {name: value for name, value in state.items() if name not in unread}
+        values[number] = {name: value for name, value in state.items() if name not in unread}
     others, aliases = module_contents(models, list(itertools.chain.from_iterable(shapes)))
-    settings = settings_of(ranks[0].file, ranks[0].groups, kept, shapes)
+    settings = settings_of(ranks[0].file, ranks[0].groups, values, shapes)
     return Contents([*pieces, *others], aliases, settings)
 
 
@@ -130,15 +130,15 @@ def _check_ranks(states: States, ranks: Sequence[_RankState], path: str) -> None
     for rank in ranks:
         _check_all_are_there(states, rank, path)
         if len(rank.vectors) != len(ranks[0].vectors):
-            raise _of_different_saves(rank, ranks[0])
+            raise _different_saves_error(rank, ranks[0])
     for number in range(len(ranks[0].vectors)):
         first, *others = _holders(ranks, number)
         for rank in others:
             if _traits(rank, number) != _traits(first, number):
-                raise _of_different_saves(rank, first)
+                raise _different_saves_error(rank, first)
 
 
-def _of_different_saves(rank: _RankState, other: _RankState) -> CorruptCheckpointError:
+def _different_saves_error(rank: _RankState, other: _RankState) -> CorruptCheckpointError:
     return CorruptCheckpointError(
         f"{rank.file.path!r} and {other.file.path!r} are of different saves (their groups, states "
         "or steps differ): copy the files of one save again."
@@ -206,8 +206,10 @@ def _pieces_of_group(
     for state in holders[0].vectors[number]:
         if all(rank.has_elements(number, state) for rank in holders):
             pieces.extend(_pieces_of_state(ranks, number, state, shapes, paddings))
-        elif (of_wholes := _pieces_of_wholes(ranks, number, state, shapes, paddings)) is not None:
-            pieces.extend(of_wholes)
+        elif (
+            whole_pieces := _pieces_of_wholes(ranks, number, state, shapes, paddings)
+        ) is not None:
+            pieces.extend(whole_pieces)
         else:
             unread.add(state)
     if _notes_places(ranks[0], paddings):
@@ -252,21 +254,23 @@ def _pieces_of_wholes(
     """
     if ranks[0].is_stage_3:
         return None
-    found: dict[str, list[StoredPiece]] = {}
+    pieces_by_name: dict[str, list[StoredPiece]] = {}
     first = 0
     for rank in ranks:
         last = first + rank.num_elements(number)
-        held = {name: shapes[name] for name in _slices_between(shapes, paddings, first, last)}
-        wholes = _wholes_of_rank(rank, number, state, held)
+        rank_shapes = {
+            name: shapes[name] for name in _slices_between(shapes, paddings, first, last)
+        }
+        wholes = _wholes_of_rank(rank, number, state, rank_shapes)
         if wholes is None:
             return None
         # Several ranks have a parameter that is divided: the first one's is read.
         for name, pieces in wholes.items():
-            found.setdefault(name, pieces)
+            pieces_by_name.setdefault(name, pieces)
         first = last
-    if shapes.keys() - found.keys():
+    if shapes.keys() - pieces_by_name.keys():
         return None
-    return list(itertools.chain.from_iterable(found.values()))
+    return list(itertools.chain.from_iterable(pieces_by_name.values()))
 
 
 def _wholes_of_rank(
@@ -283,12 +287,12 @@ def _wholes_of_rank(
     if view is None or math.prod(view.shape) != count:
         return None
     vectors = [flat_vector([(rank.file, view, count)])]
-    found = {}
+    pieces_by_name = {}
     end = 0
     for name, shape in shapes.items():
-        found[name] = list(pieces_in_vectors(key_of(state, name), shape, vectors, end))
+        pieces_by_name[name] = list(pieces_in_vectors(key_of(state, name), shape, vectors, end))
         end += math.prod(shape)
-    return found
+    return pieces_by_name
 
 
 def _paddings_of_group(
@@ -354,18 +358,18 @@ def _check_slices(
     first = 0
     for rank in ranks:
         last = first + rank.num_elements(number)
-        noted = rank.fields.get("param_slice_mappings") or []
+        mappings = rank.fields.get("param_slice_mappings") or []
         # Parameters of which a rank has nothing are noted as well.
-        found = {
+        slices = {
             str(name): (place.get("start"), place.get("numel"))
-            for name, place in dict(*noted[number : number + 1]).items()
+            for name, place in dict(*mappings[number : number + 1]).items()
         }
-        held = {name: place for name, place in found.items() if place[1]}
+        nonempty = {name: place for name, place in slices.items() if place[1]}
         expected = _slices_between(shapes, [0] * len(shapes), first, last)
-        if noted and held != expected:
+        if mappings and nonempty != expected:
             raise CorruptCheckpointError(
                 f"{rank.file.path!r} is not the file of its rank, or of another model "
-                f"(param_slice_mappings[{number}] is {found!s:.150}, its place has "
+                f"(param_slice_mappings[{number}] is {slices!s:.150}, its place has "
                 f"{expected!s:.150}): copy the files of one save again."
             )
         first = last

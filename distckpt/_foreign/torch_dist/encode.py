@@ -247,9 +247,9 @@ def _int32(number: int) -> bytes:
 
 def _registered(obj: Any) -> Call:
     """Describe an object of a registered class as Python pickles it."""
-    if (described := _described(obj)) is None:
+    if (description := _described(obj)) is None:
         raise UnsupportedObjectError(f"A value {_formless(obj)}")
-    return described
+    return description
 
 
 def _described(obj: Any) -> Call | None:

@@ -94,19 +94,19 @@ def _write(
 ) -> None:
     with ranks.phase("read the common state", decision=True):
         common = common_state_to_write(stored) if ranks.is_coordinator else {}
-    mine = _chunks_of_rank(stored, ranks.rank, ranks.size)
-    num_bytes = sum(int(stored.manifest.num_bytes[chunk]) for _, chunk in mine)
+    chunks = _chunks_of_rank(stored, ranks.rank, ranks.size)
+    num_bytes = sum(int(stored.manifest.num_bytes[chunk]) for _, chunk in chunks)
     settings = OutputSettings(num_bytes=num_bytes, overwrite=overwrite)
     with new_output(ranks, target, settings) as output, output.being_written():
-        with ranks.telling("write the export") as told:
+        with ranks.telling("write the export") as messages:
             output.check_is_seen()
             name = f"__{ranks.rank}_0.distcp"
-            written = write_chunks(stored, mine, output.location, name, progress)
-            told.payload = json.dumps(written).encode()
-        with ranks.answering(told, "commit the export"):
+            written = write_chunks(stored, chunks, output.location, name, progress)
+            messages.payload = json.dumps(written).encode()
+        with ranks.answering(messages, "commit the export"):
             if ranks.is_coordinator:
-                of_all = [json.loads(entries) for entries in told.payloads]
-                write_metadata(stored, common, of_all, output.location)
+                entries_of_ranks = [json.loads(entries) for entries in messages.payloads]
+                write_metadata(stored, common, entries_of_ranks, output.location)
                 if not stored.manifest.has_checksums:
                     check_is_unchanged(stored)
                 output.commit(None)

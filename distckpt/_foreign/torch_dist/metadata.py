@@ -161,15 +161,15 @@ def _interpret(root: Any, num_bytes: int) -> Metadata:
 
 
 def _stored_items(storage_data: Mapping[Any, Any]) -> _StoredItems:
-    found = {}
+    items = {}
     for index, info in storage_data.items():
         _require(_is_record(index, "MetadataIndex"), "a place without a name")
         _require(_is_record(info, "_StorageInfo"), "a name without a place")
         name = index.get("fqn")
         offset = index.get("offset")
         item = _stored_item(name, info)
-        found[name, None if offset is None else _counts(offset)] = item
-    return found
+        items[name, None if offset is None else _counts(offset)] = item
+    return items
 
 
 def _stored_item(name: Any, info: Record) -> StoredItem:
@@ -271,6 +271,6 @@ def _dict(value: Any) -> dict[Any, Any]:
     return value  # type: ignore[no-any-return]
 
 
-def _require(condition: bool, what: str) -> None:
+def _require(condition: bool, problem: str) -> None:
     if not condition:
-        raise ValueError(what)
+        raise ValueError(problem)

@@ -200,12 +200,12 @@ def _tensor_table(finish: Callable[[TensorView], Any]) -> dict[GlobalName, Any]:
     """
 
     # After the strides come the requirement of a gradient and the hooks.
-    def of_typed(
+    def make_typed(
         storage: Any, offset: Any, shape: Any, strides: Any, _: Any, __: Any, flags: Any = None
     ) -> Any:
-        return of_untyped(storage, offset, shape, strides, _, __, storage.dtype, flags)
+        return make_untyped(storage, offset, shape, strides, _, __, storage.dtype, flags)
 
-    def of_untyped(
+    def make_untyped(
         storage: Any, offset: Any, shape: Any, strides: Any, _: Any, __: Any, dtype: Any,
         flags: Any = None,
     ) -> Any:  # fmt: skip
@@ -228,8 +228,8 @@ def _tensor_table(finish: Callable[[TensorView], Any]) -> dict[GlobalName, Any]:
         return function.make(*args)
 
     functions: dict[GlobalName, Callable[..., Any]] = {
-        ("torch._utils", "_rebuild_tensor_v2"): of_typed,
-        ("torch._utils", "_rebuild_tensor_v3"): of_untyped,
+        ("torch._utils", "_rebuild_tensor_v2"): make_typed,
+        ("torch._utils", "_rebuild_tensor_v3"): make_untyped,
         ("torch._utils", "_rebuild_parameter"): lambda data, grad, hooks: data,
         ("torch._utils", "_rebuild_parameter_with_state"): lambda data, grad, hooks, state: data,
         ("torch._tensor", "_rebuild_from_type_v2"): of_type,
@@ -409,7 +409,7 @@ def _set_state(obj: Any, state: Any) -> Any:
         return _array(state)
     if isinstance(obj, np.dtype):
         # (version, byte order, ...): the order is the one thing that its name does not say.
-        return _in_byte_order(obj, state[1])
+        return _with_byte_order(obj, state[1])
     if isinstance(obj, io.BytesIO):
         return io.BytesIO(memoryview(state[0]))
     if type(obj) in (argparse.Namespace, types.SimpleNamespace) and _are_texts(state):
@@ -426,7 +426,7 @@ def _set_state(obj: Any, state: Any) -> Any:
     raise ValueError(f"a state for a {type(obj).__name__}")
 
 
-def _in_byte_order(dtype: np.dtype[Any], order: Any) -> np.dtype[Any]:
+def _with_byte_order(dtype: np.dtype[Any], order: Any) -> np.dtype[Any]:
     return dtype if order in ("|", "=") else dtype.newbyteorder(order)
 
 

@@ -82,7 +82,7 @@ def _extra_values(stored: StoredCheckpoint) -> dict[Any, Any]:
         return {}
     path = locations.join(stored.location, name)
     try:
-        found = read_object(read_file(path, MAX_TABLE_BYTES))
+        extra = read_object(read_file(path, MAX_TABLE_BYTES))
     except RefusedGlobalError as error:
         logger.warning(
             "%s is not read, and nothing of it was run: it needs %r. If this is an Enum class, a "
@@ -96,7 +96,7 @@ def _extra_values(stored: StoredCheckpoint) -> dict[Any, Any]:
         raise CorruptCheckpointError(
             f"{path!r} is damaged or of an unknown form ({error!s:.300}): restore it from a copy."
         ) from error
-    return found if isinstance(found, dict) else {}
+    return extra if isinstance(extra, dict) else {}
 
 
 def _paths(stored: StoredCheckpoint) -> Any:

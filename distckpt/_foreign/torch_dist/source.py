@@ -97,7 +97,7 @@ def read_directory(location: str, format_name: str) -> Manifest:
 def _look_up_files(location: str, items: Sequence[tuple[str, StoredItem]]) -> dict[str, ShardFile]:
     """Look up the files named in `.metadata`, and check the items' bounds."""
     files: dict[str, ShardFile] = {}
-    in_file: Counter[str] = Counter()
+    items_by_file: Counter[str] = Counter()
     for key, item in items:
         if item.file not in files:
             files[item.file] = look_up_file(location, item.file, key)
@@ -107,8 +107,8 @@ def _look_up_files(location: str, items: Sequence[tuple[str, StoredItem]]) -> di
                 f"but {METADATA_NAME} says that {key!r} lies in it up to byte "
                 f"{item.first_byte + item.num_bytes}: the file was cut off. Restore it from a copy."
             )
-        in_file[item.file] += item.num_bytes
-        if in_file[item.file] > files[item.file].num_bytes:
+        items_by_file[item.file] += item.num_bytes
+        if items_by_file[item.file] > files[item.file].num_bytes:
             raise CorruptCheckpointError(
                 f"{METADATA_NAME} of {location!r} places {key!r} in {item.file!r} where other "
                 "items lie: it is damaged. Restore it from a copy."
@@ -122,12 +122,12 @@ def _look_up_files(location: str, items: Sequence[tuple[str, StoredItem]]) -> di
 def _tensor_pieces(location: str, entries: Sequence[TensorEntry]) -> list[StoredPiece]:
     _check_dtypes(location, entries)
     chunks = [(entry, region, item) for entry in entries for region, item in entry.chunks]
-    found: dict[int, list[StoredPiece]] = {}
+    pieces_by_chunk: dict[int, list[StoredPiece]] = {}
 
     def read(number: int) -> None:
         entry, region, item = chunks[number]
         try:
-            found[number] = list(_pieces_of_chunk(location, entry, region, item))
+            pieces_by_chunk[number] = list(_pieces_of_chunk(location, entry, region, item))
         except ValueError as error:
             reason = str(error)
             if isinstance(error, RefusedGlobalError):
@@ -140,7 +140,7 @@ def _tensor_pieces(location: str, entries: Sequence[TensorEntry]) -> list[Stored
 
     # Each takes two small reads, which take mostly latency on a network file system.
     run_threads(read, range(len(chunks)))
-    pieces = [piece for number in range(len(chunks)) for piece in found[number]]
+    pieces = [piece for number in range(len(chunks)) for piece in pieces_by_chunk[number]]
     without = {entry.key for entry in entries} - {piece.key for piece in pieces}
     if without:
         raise CorruptCheckpointError(

@@ -252,10 +252,10 @@ class _Machine:
         if type(module) is not str or type(name) is not str:
             raise ValueError("a global whose name is not a string")
         try:
-            found = self.table[module, name]
+            value = self.table[module, name]
         except KeyError:
             raise RefusedGlobalError(f"{module}.{name}") from None
-        self.push(found)
+        self.push(value)
 
     def reduce(self) -> None:
         args = self.pop()

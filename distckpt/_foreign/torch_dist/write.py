@@ -70,8 +70,8 @@ def write_chunks(
     written = []
     start = 0
     num_bytes_of = {chunk: int(manifest.num_bytes[chunk]) for _, chunk in chunks}
-    of_tensors = [chunk for key, chunk in chunks if not stored.is_object(key)]
-    counter = ProgressCounter(progress, sum(num_bytes_of[chunk] for chunk in of_tensors))
+    tensor_chunks = [chunk for key, chunk in chunks if not stored.is_object(key)]
+    counter = ProgressCounter(progress, sum(num_bytes_of[chunk] for chunk in tensor_chunks))
     path = locations.join(directory, name)
     with (
         locations.naming(path),

@@ -60,11 +60,11 @@ class Progress:
             "global_step": trainer.global_step,
             "num_ranks": self.num_ranks,
             "pytorch-lightning_version": lightning.__version__,
-            "callbacks": {each.state_key: each.state_dict() for each in trainer.callbacks},
+            "callbacks": {plugin.state_key: plugin.state_dict() for plugin in trainer.callbacks},
         }
-        for each in self._plugins():
-            if own := each.state_dict():
-                checkpoint[type(each).__qualname__] = own
+        for plugin in self._plugins():
+            if own := plugin.state_dict():
+                checkpoint[type(plugin).__qualname__] = own
         for callback in trainer.callbacks:
             callback.on_save_checkpoint(trainer, self._module, checkpoint)
         self._module.on_save_checkpoint(checkpoint)
@@ -80,9 +80,9 @@ class Progress:
         self.num_ranks = state["num_ranks"]
         checkpoint = {**state, **dict.fromkeys(state["places_of_weights"], weights)}
         self._module.on_load_checkpoint(checkpoint)
-        for each in self._plugins():
-            if own := checkpoint.get(type(each).__qualname__):
-                each.load_state_dict(own)
+        for plugin in self._plugins():
+            if own := checkpoint.get(type(plugin).__qualname__):
+                plugin.load_state_dict(own)
         for callback in trainer.callbacks:
             callback.on_load_checkpoint(trainer, self._module, checkpoint)
         restore_callbacks(trainer, checkpoint)
@@ -95,7 +95,7 @@ class Progress:
 
     def _plugins(self) -> list[Any]:
         plugins = (self._trainer.datamodule, self._trainer.precision_plugin)
-        return [each for each in plugins if each is not None]
+        return [plugin for plugin in plugins if plugin is not None]
 
 
 def restore_callbacks(trainer: Any, checkpoint: dict[str, Any]) -> None:
@@ -128,7 +128,7 @@ def restore_loaders(trainer: Any, states: Sequence[Any], random: Any) -> None:
             "sampler of a data loader for its ranks, and the state of the loader does not have its "
             "order. Give the loader a DistributedSampler, whose order depends on its seed and epoch"
         )
-    loaders = [each for each in loop._combined_loader.flattened if hasattr(each, "state_dict")]
+    loaders = [item for item in loop._combined_loader.flattened if hasattr(item, "state_dict")]
     for loader, state in zip(loaders, states, strict=True):
         _set_sampler_epoch(loader, loop.epoch_progress.current.processed)
         loader.load_state_dict(state)
@@ -143,7 +143,7 @@ def _has_wrapped_sampler(loaders: Iterable[Any]) -> bool:
     for loader in loaders:
         batches = getattr(loader, "batch_sampler", None)
         samplers = getattr(loader, "sampler", None), getattr(batches, "sampler", None)
-        if any(isinstance(each, DistributedSamplerWrapper) for each in samplers):
+        if any(isinstance(sampler, DistributedSamplerWrapper) for sampler in samplers):
             return True
     return False
 
@@ -154,4 +154,4 @@ def start_at_first_batch(trainer: Any) -> bool:
     Such iterators are generators.
     """
     loaders = CombinedLoader(trainer.train_dataloader).flattened
-    return any(inspect.isgeneratorfunction(type(each).__iter__) for each in loaders)
+    return any(inspect.isgeneratorfunction(type(loader).__iter__) for loader in loaders)
