@@ -49,11 +49,10 @@ def run(arguments: Namespace, output: Output) -> int:
     with scratch_folder(folder) as scratch:
         seconds = run_ranks(measure, task.num_ranks, task._replace(folder=scratch))
     titles = TITLES if locations.is_local(folder) else STORE_TITLES
-    figures = [
-        _figure(case, titles[case], task.num_bytes, seconds[case])
-        for case in titles
-        if case in seconds
-    ]
+    figures = []
+    for case in titles:
+        if case in seconds:
+            figures.append(_figure(case, titles[case], task.num_bytes, seconds[case]))
     output.json(
         {
             "location": folder,
@@ -67,9 +66,9 @@ def run(arguments: Namespace, output: Output) -> int:
     output.line(f"{size_text(task.num_bytes)} in tensors of 16 MiB on {ranks}, median of {rounds}")
     output.line()
     columns = ("median_seconds", "gb_per_second", "raw_gb_per_second", "of_raw")
-    rows = [
-        [figure["title"], *(f"{figure[column]:.3f}" for column in columns)] for figure in figures
-    ]
+    rows = []
+    for figure in figures:
+        rows.append([figure["title"], *(f"{figure[column]:.3f}" for column in columns)])
     output.table(["", "seconds", "GB/s", "raw GB/s", "of raw"], rows)
     if len(figures) < len(titles):
         output.line(
@@ -153,10 +152,9 @@ def scratch_folder(folder: str) -> Iterator[str]:
             _warn_of_races(folder, try_requests(scratch))
         yield scratch
     finally:
-        before = {
-            number: signal.signal(number, signal.SIG_IGN)
-            for number in (signal.SIGINT, signal.SIGTERM)
-        }
+        before = {}
+        for number in (signal.SIGINT, signal.SIGTERM):
+            before[number] = signal.signal(number, signal.SIG_IGN)
         with contextlib.suppress(OSError):
             locations.remove_tree(scratch)
         # A store may still carry out a request of a rank that was killed: look again.

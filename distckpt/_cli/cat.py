@@ -204,7 +204,9 @@ def _facts(tensor: StoredTensor, selection: Selection) -> dict[str, Any]:
 
 
 def _title(tensor: StoredTensor, selection: Selection) -> str:
-    region = str(selection.region) if tensor.shape else ""
+    region = ""
+    if tensor.shape:
+        region = str(selection.region)
     return f"{tensor.key}{region}: {'x'.join(map(str, selection.shape)) or '()'} {tensor.dtype}"
 
 
@@ -214,7 +216,9 @@ def _title(tensor: StoredTensor, selection: Selection) -> str:
 def _show_object(stored: StoredCheckpoint, key: str, output: Output) -> None:
     parts = sorted(read_encoded(stored, key).items())
     decoded = {offset: codec.decode(blob, placeholders=True) for offset, blob in parts}
-    limit = {"max_elements": math.inf} if output.as_json else {}
+    limit = {}
+    if output.as_json:
+        limit = {"max_elements": math.inf}
     values = {offset: plain(value, **limit) for offset, value in decoded.items()}
     check_files(stored)
     output.json(

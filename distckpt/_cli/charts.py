@@ -122,7 +122,9 @@ def figures_in(path: str) -> dict[str, Any]:
     try:
         with open(path, encoding="utf-8", errors="replace") as file:
             text = file.read().partition(_FIGURES[0])[2].partition(_FIGURES[1])[0]
-        return unsealed(unescape(text), {}) if text else {}
+        if text:
+            return unsealed(unescape(text), {})
+        return {}
     except OSError:
         return {}
     except ValueError as error:
@@ -209,7 +211,9 @@ def timeline(bars: Sequence[Bar], unit: str = "s") -> str:
     pitch = 20 if len(rows) <= 64 else 6
     height = _TOP + pitch * len(rows) + _BOTTOM
     at = _scale(first, last, 0, 100)
-    colors = {kind: _color_of(number) for number, kind in enumerate(_kinds(bars))}
+    colors = {}
+    for number, kind in enumerate(_kinds(bars)):
+        colors[kind] = _color_of(number)
     parts: list[str] = []
     labels: list[str] = []
     for number, (row, own) in enumerate(rows.items()):

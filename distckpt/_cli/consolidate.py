@@ -150,14 +150,20 @@ def _facts(tensor: OutputTensor, sources: Sequence[str]) -> dict[str, object]:
 
 
 def _line_of(tensor: OutputTensor, sources: Sequence[str]) -> str:
-    first = sources[0] if sources else "empty"
-    more = f" and {len(sources) - 1:,} more" if len(sources) > 1 else ""
+    first = "empty"
+    if sources:
+        first = sources[0]
+    more = ""
+    if len(sources) > 1:
+        more = f" and {len(sources) - 1:,} more"
     return f"{tensor.name}  {tensor.dtype} {shape_text(tensor.shape)}  <- {first}{more}"
 
 
 def _sources_of(tensor: OutputTensor, plan: ExportPlan) -> list[str]:
     regions = []
     for part in tensor.mapped.parts:
-        added = f" + {part.add:g}" if part.add else ""
+        added = ""
+        if part.add:
+            added = f" + {part.add:g}"
         regions.append(f"{part.key} {part.source}{added}")
     return [*regions, *plan.source.keys_besides(tensor)]

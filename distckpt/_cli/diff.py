@@ -52,15 +52,17 @@ def _show(arguments: Namespace, report: DiffReport, output: Output) -> int:
         output.message(f"wrote {arguments.html}")
     _print_differences(report, output, arguments.keys is None)
     output.line(f"{'SAME' if report.is_same else 'DIFFERENT'}: {outcome(report)}")
-    note = "" if report.objects_compared else "; objects and common state were not compared"
+    note = ""
+    if not report.objects_compared:
+        note = "; objects and common state were not compared"
     output.line(_reading(report) + note)
     return 0 if report.is_same else 1
 
 
 def _as_json(report: DiffReport) -> dict[str, Any]:
-    tensors = [
-        {**vars(item), "relative_difference": item.relative_difference} for item in report.tensors
-    ]
+    tensors = []
+    for item in report.tensors:
+        tensors.append({**vars(item), "relative_difference": item.relative_difference})
     objects = [vars(item) for item in report.objects]
     lists = {"tensors": tensors, "objects": objects}
     optimizer_keys = sorted(report.optimizer_keys, key=natural_order)

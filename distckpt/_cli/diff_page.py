@@ -29,14 +29,16 @@ def write_diff_page(
 
 def _tensors_of(stored: StoredCheckpoint, keys: Sequence[str] | None) -> list[str]:
     tensors = [key for key in stored.manifest.key_index if not stored.is_object(key)]
-    return tensors if keys is None else [key for key in tensors if matches(key, keys)]
+    if keys is None:
+        return tensors
+    return [key for key in tensors if matches(key, keys)]
 
 
 def _head(report: DiffReport) -> dict[str, Any]:
     note = "" if report.objects_compared else "Objects and common state were not compared."
-    objects = [
-        [place_of_object(item), *(value or "" for value in item.values)] for item in report.objects
-    ]
+    objects = []
+    for item in report.objects:
+        objects.append([place_of_object(item), *(value or "" for value in item.values)])
     return {
         "title": "No differences" if report.is_same else _title(report),
         "lines": [("A", report.a), ("B", report.b), ("", note)],
@@ -49,7 +51,11 @@ def _head(report: DiffReport) -> dict[str, Any]:
 def _tiles(report: DiffReport) -> list[tuple[str, str]]:
     always = {"equal", "differ"}
     counts = {"tensors compared": report.num_compared, **counts_of(report)}
-    return [(f"{count:,}", name) for name, count in counts.items() if count or name in always]
+    tiles = []
+    for name, count in counts.items():
+        if count or name in always:
+            tiles.append((f"{count:,}", name))
+    return tiles
 
 
 def _title(report: DiffReport) -> str:
@@ -58,7 +64,9 @@ def _title(report: DiffReport) -> str:
     num_different = counts.pop("differ")
     parts = [f"{count:,} {name}" for name, count in counts.items() if count]
     if num_different:
-        verb = "differs" if num_different == 1 else "differ"
+        verb = "differ"
+        if num_different == 1:
+            verb = "differs"
         compared = count_text(report.num_compared, "tensor")
         parts.insert(0, f"{num_different:,} of {compared} {verb}")
     return ", ".join(parts) or "All tensors are equal, but not all objects or common state"

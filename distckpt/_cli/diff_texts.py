@@ -68,7 +68,9 @@ def optimizer_text(report: DiffReport) -> str:
     if not parts:
         return ""
     rates = [tensor.relative_difference for tensor in report.tensors if tensor.num_different]
-    largest = f", largest rel L2 {_largest(rates):.1e}" if rates else ""
+    largest = ""
+    if rates:
+        largest = f", largest rel L2 {_largest(rates):.1e}"
     return f"optimizer: {', '.join(parts)}{largest} (--keys lists them)"
 
 
@@ -91,7 +93,9 @@ def group_differences(report: DiffReport) -> list[DifferenceGroup]:
 
 def _order(members: Sequence[TensorDifference]) -> float:
     relative = _largest(tensor.relative_difference for tensor in members)
-    return -relative if math.isfinite(relative) else -math.inf
+    if math.isfinite(relative):
+        return -relative
+    return -math.inf
 
 
 def _group_of(members: Sequence[TensorDifference]) -> DifferenceGroup:
@@ -118,7 +122,9 @@ def _groups_on_one_side(side: str, keys: Iterable[str]) -> list[DifferenceGroup]
 def _largest(numbers: Iterable[float]) -> float:
     """Return the largest number, or NaN if there is one."""
     values = list(numbers)
-    return math.nan if any(map(math.isnan, values)) else max(values)
+    if any(map(math.isnan, values)):
+        return math.nan
+    return max(values)
 
 
 def changes_of(members: Sequence[TensorDifference]) -> str:
@@ -142,7 +148,9 @@ def place_of(tensor: TensorDifference) -> str:
     """Return the place where a tensor differs; an empty string for everywhere."""
     if tensor.num_different == 1 or not tensor.region:
         return json.dumps(tensor.first_index)
-    return "" if tensor.region == str(whole(tensor.shapes[0])) else tensor.region
+    if tensor.region == str(whole(tensor.shapes[0])):
+        return ""
+    return tensor.region
 
 
 # --- Objects --------------------------------------------------------------------------------------
@@ -155,13 +163,17 @@ def describe_object(difference: ObjectDifference) -> str:
     if difference.where != "both":
         value = a or b
         return f"{place}: only in {difference.where.upper()}" + (f" ({value})" if value else "")
-    return f"{place} differs" if a == b else f"{place}: {a} -> {b}"
+    if a == b:
+        return f"{place} differs"
+    return f"{place}: {a} -> {b}"
 
 
 def place_of_object(difference: ObjectDifference) -> str:
     """Name the place of a difference."""
     part = "" if difference.offset in (None, (0,)) else f" part {json.dumps(difference.offset)}"
-    name = "common state" if difference.key == COMMON_KEY else difference.key
+    name = difference.key
+    if difference.key == COMMON_KEY:
+        name = "common state"
     return f"{name}{part}" + (f": {difference.path}" if difference.path else "")
 
 
@@ -190,6 +202,10 @@ def outcome(report: DiffReport) -> str:
         differences = count_text(len(report.objects), "difference")
         rest.append(f"{differences} in common state and objects")
     compared = count_text(report.num_compared, "tensor")
-    verb = "differs" if num_different == 1 else "differ"
+    verb = "differ"
+    if num_different == 1:
+        verb = "differs"
     text = f"{compared} compared: {num_equal:,} equal, {num_different:,} {verb}"
-    return "; ".join([text, ", ".join(rest)]) if rest else text
+    if rest:
+        return "; ".join([text, ", ".join(rest)])
+    return text

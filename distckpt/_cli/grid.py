@@ -57,11 +57,10 @@ def drawn_axes(shape: tuple[int, ...], chunks: Sequence[Chunk]) -> tuple[int, ..
     """
     if not chunks or math.prod(shape) == 0:
         return None
-    divided = [
-        axis
-        for axis, size in enumerate(shape)
-        if any(chunk.shape[axis] != size for chunk in chunks)
-    ]
+    divided = []
+    for axis, size in enumerate(shape):
+        if any(chunk.shape[axis] != size for chunk in chunks):
+            divided.append(axis)
     if len(divided) > 2:
         return None
     # The last axes fill up: an undivided matrix is drawn as a rectangle.
@@ -85,10 +84,9 @@ def text_picture(
     rectangles = [(*_rectangle(chunk, axes), owners[chunk.owner]) for chunk in chunks]
     for line in range(height):
         at_row = (2 * line + 1) * rows // (2 * height)
-        cells = [
-            _owner_at(rectangles, at_row, (2 * i + 1) * columns // (2 * width))
-            for i in range(width)
-        ]
+        cells = []
+        for i in range(width):
+            cells.append(_owner_at(rectangles, at_row, (2 * i + 1) * columns // (2 * width)))
         yield "".join(_cell(owner, in_color) for owner in cells)
     for owner, index in owners.items():
         yield f"{_cell(index, in_color)} {printable(owner)}"
@@ -136,4 +134,6 @@ def _cell(owner: int | None, in_color: bool) -> str:
     if owner is None:
         return "."  # not stored
     letter = _LETTERS[owner % len(_LETTERS)]
-    return swatch(owner, letter) if in_color else letter
+    if in_color:
+        return swatch(owner, letter)
+    return letter

@@ -50,23 +50,27 @@ def group_keys(manifest: Manifest, is_merging: bool = True) -> list[Group]:
     members: dict[tuple[object, str, tuple[int, ...]], list[int]] = defaultdict(list)
     for key_id in sorted(range(len(manifest.keys)), key=lambda i: natural_order(manifest.keys[i])):
         key = manifest.keys[key_id]
-        pattern = without_numbers(key) if is_merging else key
+        pattern = key
+        if is_merging:
+            pattern = without_numbers(key)
         members[pattern, manifest.dtypes[key_id], manifest.global_shapes[key_id]].append(key_id)
     sizes = manifest.sums.bytes_of_keys
     counts = np.diff(manifest.key_starts)
     ranks = _ranks_of_groups(manifest, list(members.values()))
-    return [
-        Group(
-            pattern=key_pattern([manifest.keys[i] for i in ids]),
-            dtype=dtype,
-            shape=shape,
-            num_keys=len(ids),
-            num_bytes=int(sizes[ids].sum()),
-            num_chunks=int(counts[ids].sum()),
-            ranks=group_ranks,
+    groups = []
+    for ((_, dtype, shape), ids), group_ranks in zip(members.items(), ranks, strict=True):
+        groups.append(
+            Group(
+                pattern=key_pattern([manifest.keys[i] for i in ids]),
+                dtype=dtype,
+                shape=shape,
+                num_keys=len(ids),
+                num_bytes=int(sizes[ids].sum()),
+                num_chunks=int(counts[ids].sum()),
+                ranks=group_ranks,
+            )
         )
-        for ((_, dtype, shape), ids), group_ranks in zip(members.items(), ranks, strict=True)
-    ]
+    return groups
 
 
 def _ranks_of_groups(

@@ -118,17 +118,22 @@ def _show_writers(writers: list[dict[str, Any]], output: Output) -> None:
         return
     shown = writers[:_MAX_WRITERS]
     largest = max((writer["data_bytes"] for writer in writers), default=0) or 1
-    bar = "\u2588" if output.in_color and output.draws_blocks else "#"
-    rows = [
-        [
-            owner_of(writer["rank"], writer["file"]),
-            bar * round(_BAR_WIDTH * writer["data_bytes"] / largest),
-            str(writer["num_files"]),
-            size_text(writer["data_bytes"]),
-        ]
-        for writer in shown
-    ]
-    swatches = [[] if writer["rank"] is None else [writer["rank"]] for writer in shown]
+    bar = "#"
+    if output.in_color and output.draws_blocks:
+        bar = "\u2588"
+    rows = []
+    for writer in shown:
+        rows.append(
+            [
+                owner_of(writer["rank"], writer["file"]),
+                bar * round(_BAR_WIDTH * writer["data_bytes"] / largest),
+                str(writer["num_files"]),
+                size_text(writer["data_bytes"]),
+            ]
+        )
+    swatches = []
+    for writer in shown:
+        swatches.append([] if writer["rank"] is None else [writer["rank"]])
     heads = ["owner", "share", "files", "data"]
     output.table(heads, rows, num_text=2, drop="files share", swatches=swatches)
     if len(writers) > len(shown):
@@ -144,7 +149,9 @@ def _only_writer(writer: dict[str, Any]) -> str:
 
 
 def _group_cells(group: Group) -> tuple[str, ...]:
-    shape = shape_text(group.shape) if group.dtype else ""
+    shape = ""
+    if group.dtype:
+        shape = shape_text(group.shape)
     return (
         shape,
         group.dtype,
@@ -173,12 +180,21 @@ def _show_key(
     output.json(
         {**facts, "chunks": chunk_fields, "problems": [vars(problem) for problem in problems]}
     )
-    tied = "" if stored_key == key else f", tied to {stored_key}"
+    tied = ""
+    if stored_key != key:
+        tied = f", tied to {stored_key}"
     output.line(f"{key}: {shape_text(shape)} {dtype}, {count_text(len(chunks), 'chunk')}{tied}")
-    rows = [
-        [str(Region(c.offset, c.shape)), c.owner, c.file, f"{c.first_byte:,}", f"{c.num_bytes:,}"]
-        for c in chunks
-    ]
+    rows = []
+    for c in chunks:
+        rows.append(
+            [
+                str(Region(c.offset, c.shape)),
+                c.owner,
+                c.file,
+                f"{c.first_byte:,}",
+                f"{c.num_bytes:,}",
+            ]
+        )
     heads = ["region", "owner", "file", "begins", "bytes"]
     output.table(heads, rows, num_text=3, drop="begins bytes owner")
     if not output.as_json:

@@ -35,13 +35,17 @@ def write_inspect_page(
 
 def _common_state_text(stored: StoredCheckpoint) -> str:
     values = plain(load_common_state(stored))
-    return json.dumps(finite(values), indent=2, ensure_ascii=False) if values else ""
+    if values:
+        return json.dumps(finite(values), indent=2, ensure_ascii=False)
+    return ""
 
 
 def _tiles(stored: StoredCheckpoint, facts: dict[str, Any]) -> list[tuple[str, ...]]:
     writers = list_writers(list_files(stored.manifest))
     num_ranks = sum(writer["rank"] is not None for writer in writers)
-    written = f", written by {count_text(num_ranks, 'rank')}" if num_ranks else ""
+    written = ""
+    if num_ranks:
+        written = f", written by {count_text(num_ranks, 'rank')}"
     files = count_text(facts["num_files"], "file") + written
     return [
         tuple(count_text(facts["num_tensors"], "tensor").split(" ")),

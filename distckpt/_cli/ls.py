@@ -41,7 +41,9 @@ def run(arguments: Namespace, output: Output) -> int:
 
 def time_text(seconds: float | None) -> str:
     """Format a time by the clock of this machine; an empty string for None."""
-    return "" if seconds is None else time.strftime("%Y-%m-%d %H:%M", time.localtime(seconds))
+    if seconds is None:
+        return ""
+    return time.strftime("%Y-%m-%d %H:%M", time.localtime(seconds))
 
 
 def state_text(info: CheckpointInfo) -> str:

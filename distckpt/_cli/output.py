@@ -108,12 +108,16 @@ class Output:
         print(self.styled(head, DIM), self.styled(rule, DIM), sep="\n")
         for line, ranks in itertools.zip_longest(lines, swatches if self.in_color else ()):
             first, *more = line.split("\n")
-            colors = "  " + "".join(map(swatch, ranks[:_MAX_SWATCHES])) if ranks else ""
+            colors = ""
+            if ranks:
+                colors = "  " + "".join(map(swatch, ranks[:_MAX_SWATCHES]))
             print(first.ljust(len(rule)) + colors if colors else first, *more, sep="\n")
 
     def styled(self, text: str, style: str) -> str:
         """Return text in a style, if the result has colors."""
-        return f"\x1b[{style}m{text}\x1b[0m" if self.in_color else text
+        if self.in_color:
+            return f"\x1b[{style}m{text}\x1b[0m"
+        return text
 
     def message(self, text: str) -> None:
         """Print a message to stderr."""
@@ -205,7 +209,9 @@ def _is_nested(value: Any) -> bool:
 
 def _finite(_: Position, value: Any) -> Any:
     if isinstance(value, float) and not math.isfinite(value):
-        return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
+        if math.isnan(value):
+            return "NaN"
+        return "Infinity" if value > 0 else "-Infinity"
     return value
 
 
@@ -225,13 +231,17 @@ def shape_text(shape: Sequence[int]) -> str:
 
 def count_text(number: int, noun: str) -> str:
     """Format a count: `1 file`, `2,000 files`."""
-    return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"
+    if number == 1:
+        return f"{number:,} {noun}"
+    return f"{number:,} {noun}s"
 
 
 def size_text(num_bytes: float) -> str:
     """Format a number of bytes: `1.23 GB`."""
     for unit in ("B", "kB", "MB", "GB"):
         if num_bytes < 1000:
-            return f"{num_bytes:.0f} B" if unit == "B" else f"{num_bytes:.2f} {unit}"
+            if unit == "B":
+                return f"{num_bytes:.0f} B"
+            return f"{num_bytes:.2f} {unit}"
         num_bytes /= 1000
     return f"{num_bytes:.2f} TB"

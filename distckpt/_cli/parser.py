@@ -142,7 +142,10 @@ def parse(words: Sequence[str]) -> argparse.Namespace | None:
 
 
 def _check_verb(parser: argparse.ArgumentParser, word: str) -> None:
-    verbs = [name for verb in VERBS for name in (verb.name, *verb.aliases)]
+    verbs = []
+    for verb in VERBS:
+        for name in (verb.name, *verb.aliases):
+            verbs.append(name)
     if not word.startswith("-") and word not in verbs:
         near = f": use {_ELSEWHERE[word]}" if word in _ELSEWHERE else did_you_mean(word, verbs)
         near = near or f": choose from {', '.join(verbs)}"
@@ -150,9 +153,14 @@ def _check_verb(parser: argparse.ArgumentParser, word: str) -> None:
 
 
 def _refuse(parser: argparse.ArgumentParser, word: str) -> None:
-    options = [option for action in parser._actions for option in action.option_strings]
+    options = []
+    for action in parser._actions:
+        for option in action.option_strings:
+            options.append(option)
     near = did_you_mean(word, options)
-    kind = "has no option" if word.startswith("-") else "does not take"
+    kind = "does not take"
+    if word.startswith("-"):
+        kind = "has no option"
     verb = parser.prog.rpartition(" ")[2]
     parser.error(f"{verb} {kind} {word!r}{near}")
 

@@ -49,7 +49,9 @@ def run(
     with output.progress(f"part {part}") as progress:
         report = run_part(make_work(verb, values), part, progress)
     _show_part(report, output)
-    return show(report.report, output) if report.is_complete else 0
+    if report.is_complete:
+        return show(report.report, output)
+    return 0
 
 
 def _part(text: str) -> Part:
@@ -124,14 +126,18 @@ def _as_json(status: PartsStatus) -> dict[str, Any]:
 
 
 def _print_status(status: PartsStatus, output: Output) -> None:
-    state = "complete" if status.is_complete else "not complete"
+    state = "not complete"
+    if status.is_complete:
+        state = "complete"
     output.line(f"{status.verb} of {', '.join(status.sources)}: {state} ({status.journal})")
     output.line(
         f"  {status.num_whole:,} of {count_text(status.num_total, 'piece')} whole, "
         f"{size_text(status.bytes_whole)} of {size_text(status.bytes_total)}"
     )
     for worker in status.workers:
-        state = "running" if worker.is_running else f"silent for {worker.seconds:.0f} s"
+        state = "running"
+        if not worker.is_running:
+            state = f"silent for {worker.seconds:.0f} s"
         output.line(
             f"  part {worker.part} on {worker.host} (process {worker.pid}), at {worker.piece}: "
             f"{state}"

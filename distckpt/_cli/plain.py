@@ -41,7 +41,9 @@ def plain(value: Any, max_elements: float = _MAX_ELEMENTS) -> Any:
         return value
     # Last, since it may import torch, which most pages do without.
     is_tensor = isinstance(value, torch.Tensor)
-    return _plain_array(value, max_elements) if is_tensor else _text(value)
+    if is_tensor:
+        return _plain_array(value, max_elements)
+    return _text(value)
 
 
 def without_middle(values: Sequence[Any]) -> list[Any]:
@@ -63,7 +65,9 @@ def _plain_array(array: torch.Tensor | np.ndarray[Any, Any], max_elements: float
 
 
 def _name(key: object) -> str:
-    return key if isinstance(key, str) else _text(key)
+    if isinstance(key, str):
+        return key
+    return _text(key)
 
 
 def _is_json(value: object) -> bool:
@@ -72,7 +76,9 @@ def _is_json(value: object) -> bool:
 
 
 def _text(value: object) -> str:
-    return hex(value) if _is_long(value) else repr(value)
+    if _is_long(value):
+        return hex(value)
+    return repr(value)
 
 
 def _is_long(value: object) -> TypeGuard[int]:

@@ -57,9 +57,13 @@ def run(arguments: Namespace, output: Output) -> int:
     problems: dict[str, str] = {}
     if not arguments.dry_run:
         pruning, problems = _remove(pruning)
-    doing = "would remove" if arguments.dry_run else "removed"
+    doing = "removed"
+    if arguments.dry_run:
+        doing = "would remove"
     for name in pruning.names:
-        target = f"{name}{_origin_of(name)}" if name in pruning.leftovers else name
+        target = name
+        if name in pruning.leftovers:
+            target = f"{name}{_origin_of(name)}"
         problem = problems.get(name)
         output.line(
             f"{doing} {target}" if problem is None else f"cannot remove {target}: {problem}"
@@ -70,7 +74,9 @@ def run(arguments: Namespace, output: Output) -> int:
     output.json({"root": pruning.root, "dry_run": arguments.dry_run, **outcome})
     num_kept = len(outcome["kept"])
     num_saved = len(pruning.saved)
-    all_are_kept = "" if arguments.keep_last else ": without --keep-last all are"
+    all_are_kept = ""
+    if not arguments.keep_last:
+        all_are_kept = ": without --keep-last all are"
     output.line(f"{num_kept} of {num_saved} checkpoints kept in {pruning.root}{all_are_kept}")
     return 1 if problems else 0
 
@@ -109,11 +115,10 @@ def _remove(pruning: _Pruning) -> tuple[_Pruning, dict[str, str]]:
     """Remove steps and leftovers; return them, and the reason by name for each that remained."""
     root = pruning.root
     problems = removal.remove_steps(root, pruning.surplus)
-    still_there = [
-        name
-        for name in pruning.leftovers
-        if not removal.clear_leftover(root, name, locations.exists)
-    ]
+    still_there = []
+    for name in pruning.leftovers:
+        if not removal.clear_leftover(root, name, locations.exists):
+            still_there.append(name)
     # A save had made its directory, and had not locked it yet, when leftovers were looked for.
     live = [name for name in still_there if _is_in_use(root, name)]
     others = [name for name in pruning.leftovers if name not in live]
@@ -159,18 +164,17 @@ def _removable(root: str, saved: list[Saved], policy: Retention) -> list[Saved]:
 def _leftovers(root: str, abandoned_after: int | None) -> tuple[list[str], list[str]]:
     """Return leftovers, and names that a save may still be writing."""
     is_local = locations.is_local(root)
-    names = [
-        name
-        for name in steps.list_root(root)
-        if steps.is_leftover(name) or (is_local and steps.is_journal_of_parts(name))
-    ]
+    names = []
+    for name in steps.list_root(root):
+        if steps.is_leftover(name) or (is_local and steps.is_journal_of_parts(name)):
+            names.append(name)
     now = _clock_of(root)
-    dead = [
-        name
-        for name in names
-        if steps.is_free_to_remove(name)
-        or _is_dead(root, name, now - 60 * (abandoned_after or _minutes_for(root, name)))
-    ]
+    dead = []
+    for name in names:
+        if steps.is_free_to_remove(name) or _is_dead(
+            root, name, now - 60 * (abandoned_after or _minutes_for(root, name))
+        ):
+            dead.append(name)
     return dead, [name for name in names if name not in dead]
 
 
@@ -178,7 +182,9 @@ def _minutes_for(root: str, name: str) -> int:
     if not steps.is_journal_of_parts(name):
         return _MINUTES
     is_complete = Journal(locations.join(root, name)).has_appeared()
-    return _MINUTES if is_complete else _MINUTES_OF_PARTS
+    if is_complete:
+        return _MINUTES
+    return _MINUTES_OF_PARTS
 
 
 def _is_dead(root: str, name: str, latest: float) -> bool:

@@ -54,7 +54,9 @@ def figures_of_layers(
     """
     figures = {}
     for before, info in zip([None, *infos], infos, strict=False):
-        layers = None if is_reading else _saved_layers(info.location, keys)
+        layers = None
+        if not is_reading:
+            layers = _saved_layers(info.location, keys)
         name = _name_of(info, before, keys, layers is None)
         if layers is None:
             layers = known.get(name)
@@ -68,11 +70,10 @@ def _name_of(
     info: CheckpointInfo, before: CheckpointInfo | None, keys: Sequence[str] | None, is_read: bool
 ) -> str:
     """Return a cache key for the figures of a step."""
-    steps = [
-        [one_info.location, one_info.saved_at, one_info.num_bytes]
-        for one_info in (before, info)
-        if one_info
-    ]
+    steps = []
+    for one_info in (before, info):
+        if one_info:
+            steps.append([one_info.location, one_info.saved_at, one_info.num_bytes])
     return json.dumps([*steps, keys, is_read])
 
 
@@ -81,9 +82,9 @@ def changes_of_layers(
 ) -> Iterator[tuple[str, str]]:
     """Yield the charts about the layers of the steps."""
     steps = [f"{info.step:,}" for info in infos]
-    layers_by_step: list[_Layers] = [
-        {name: _Layer(*layer) for name, layer in layers.items()} for layers in figures.values()
-    ]
+    layers_by_step: list[_Layers] = []
+    for layers in figures.values():
+        layers_by_step.append({name: _Layer(*layer) for name, layer in layers.items()})
     names = list(dict.fromkeys(itertools.chain.from_iterable(layers_by_step)))
     if not names:
         yield "Changes", "<p>These steps have no tensors.</p>"
@@ -139,7 +140,9 @@ def _map_of_changes(drawn: _Drawn) -> str:
     shade = _Shade.of([ratio for ratio in ratios if ratio])
     cells = _cells(later, lambda _, layer: shade(_ratio(layer)))
     legend = ramp(f"{shade.least:.2g}", f"{shade.most:.2g}", "NaN or infinite")
-    note = "" if drawn.title == "relative change" else _NOTE
+    note = ""
+    if drawn.title != "relative change":
+        note = _NOTE
     return heat_map(later.steps, cells) + legend + note
 
 
@@ -160,7 +163,9 @@ def _saved_layers(location: str, keys: Sequence[str] | None) -> dict[str, _Layer
         if _has_none(stored, keys):
             return {}
         stats = saved_stats(stored, keys or _all_but_optimizers(stored))
-    return None if stats is None else _by_layer(stats, None)
+    if stats is None:
+        return None
+    return _by_layer(stats, None)
 
 
 def _read_layers(
@@ -237,12 +242,16 @@ def _most_changed(drawn: _Drawn) -> str:
 def _ratio(layer: _Layer) -> float | None:
     """Return the change relative to the norm; None if it is not a number."""
     ratio = (layer.change or 0.0) / layer.norm if layer.norm else 0.0
-    return ratio if math.isfinite(ratio) and not layer.num_nan else None
+    if math.isfinite(ratio) and not layer.num_nan:
+        return ratio
+    return None
 
 
 def _ratio_text(layer: _Layer) -> str:
     ratio = _ratio(layer)
-    return "NaN or infinite" if ratio is None else f"{ratio:.3g}"
+    if ratio is None:
+        return "NaN or infinite"
+    return f"{ratio:.3g}"
 
 
 class _Shade(NamedTuple):
@@ -265,7 +274,9 @@ class _Shade(NamedTuple):
 
 
 def _norm_in(layers: _Layers, name: str) -> float:
-    return layers[name].norm if name in layers else 0.0
+    if name in layers:
+        return layers[name].norm
+    return 0.0
 
 
 def _cells(
@@ -282,11 +293,15 @@ def _cells(
             text = f"{name}, step {step}: norm {layer.norm:.4g}"
             if layer.change is not None:
                 text += f", {drawn.title} {_ratio_text(layer)}"
-            bad = value_of(name, layer) if not layer.num_nan else None
+            bad = None
+            if not layer.num_nan:
+                bad = value_of(name, layer)
             cells.append((bad, text + _count_of_nan(layer)))
     return rows
 
 
 def _count_of_nan(layer: _Layer) -> str:
     """Format the number of NaN among the values; an empty string for none."""
-    return f", {count_text(layer.num_nan, 'value')} NaN" if layer.num_nan else ""
+    if layer.num_nan:
+        return f", {count_text(layer.num_nan, 'value')} NaN"
+    return ""

@@ -63,11 +63,10 @@ def _metrics(infos: Sequence[CheckpointInfo]) -> Iterator[tuple[str, list[Point]
     names = dict.fromkeys(name for info in infos for name in info.metrics)
     for name in names:
         values = [(info, info.metrics[name]) for info in infos if name in info.metrics]
-        points = [
-            Point(info.step or 0, value, f"{info.name}: {name} {value:.6g}")
-            for info, value in values
-            if math.isfinite(value)
-        ]
+        points = []
+        for info, value in values:
+            if math.isfinite(value):
+                points.append(Point(info.step or 0, value, f"{info.name}: {name} {value:.6g}"))
         if points:
             yield name, points
 
@@ -75,16 +74,18 @@ def _metrics(infos: Sequence[CheckpointInfo]) -> Iterator[tuple[str, list[Point]
 def _sizes_and_times(
     infos: Sequence[CheckpointInfo], ends: tuple[int, int]
 ) -> Iterator[tuple[str, str]]:
-    sizes = [
-        Point(info.step or 0, info.num_bytes, f"{info.name}: {size_text(info.num_bytes)}")
-        for info in infos
-    ]
+    sizes = []
+    for info in infos:
+        sizes.append(
+            Point(info.step or 0, info.num_bytes, f"{info.name}: {size_text(info.num_bytes)}")
+        )
     yield _chart_in("Size", sizes, ends, _BYTES)
-    durations = [
-        Point(info.step or 0, info.seconds, f"{info.name}: {info.seconds:.3f} s")
-        for info in infos
-        if info.seconds is not None
-    ]
+    durations = []
+    for info in infos:
+        if info.seconds is not None:
+            durations.append(
+                Point(info.step or 0, info.seconds, f"{info.name}: {info.seconds:.3f} s")
+            )
     if durations:
         yield _chart_in("Duration of the save", durations, ends, _SECONDS)
     waits = list(_waits(infos))

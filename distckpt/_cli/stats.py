@@ -103,7 +103,9 @@ def _print_stats(report: _Report, is_listing: bool, output: Output) -> int:
 def _print_groups(
     groups: Sequence[Sequence[TensorStats]], has_histograms: bool, output: Output
 ) -> None:
-    bars = _BARS if output.draws_blocks else _ASCII_BARS
+    bars = _ASCII_BARS
+    if output.draws_blocks:
+        bars = _BARS
     # Saves store no histograms.
     num_columns = len(_HEADS) - (not has_histograms)
     rows = [_cells(group, bars)[:num_columns] for group in groups]

@@ -126,12 +126,11 @@ def _wait_for_all(ranks: Ranks) -> None:
 def _distckpt(rank: int, task: Task) -> Contestant:
     """Save a checkpoint, and load it into existing tensors, verifying checksums."""
     keys = [f"layers.{i}.weight" for i in range(task.num_tensors)]
-    shards = {
-        key: ShardedTensor.from_rank_offsets(
+    shards = {}
+    for key in keys:
+        shards[key] = ShardedTensor.from_rank_offsets(
             key, torch.randn(TENSOR_SHAPE), (0, rank, task.num_ranks)
         )
-        for key in keys
-    }
     location = locations.join(task.folder, "checkpoint")
     return Contestant(
         lambda durable: save(dict(shards), location, durable=durable),
@@ -161,7 +160,9 @@ def _raw_file(num_bytes: int, path: str) -> Contestant:
             _check(function(fd, [request], start), len(request))
 
         # More threads keep a disk busy; copies from and to the page cache do not become faster.
-        num_threads = NUM_THREADS if is_direct else 1
+        num_threads = 1
+        if is_direct:
+            num_threads = NUM_THREADS
         with _opened(path, flags, is_direct) as fd, ThreadPoolExecutor(num_threads) as pool:
             list(pool.map(move_request, range(0, num_bytes, REQUEST_BYTES)))
             if is_durable:
@@ -177,10 +178,9 @@ def _raw_file(num_bytes: int, path: str) -> Contestant:
 def _raw_objects(num_bytes: int, prefix: str) -> Contestant:
     """Put and get objects of 64 MiB, a few at a time."""
     block = np.random.default_rng().bytes(OBJECT_BYTES)
-    contents = {
-        f"{prefix}-{start}": block[: num_bytes - start]
-        for start in range(0, num_bytes, OBJECT_BYTES)
-    }
+    contents = {}
+    for start in range(0, num_bytes, OBJECT_BYTES):
+        contents[f"{prefix}-{start}"] = block[: num_bytes - start]
 
     def get(url: str) -> None:
         _check(len(locations.read_bytes(url)), len(contents[url]))
@@ -217,7 +217,10 @@ def drop_from_page_cache(folder: str) -> bool:
 
     Return False where that cannot be done.
     """
-    paths = [os.path.join(place, name) for place, _, names in os.walk(folder) for name in names]
+    paths = []
+    for place, _, names in os.walk(folder):
+        for name in names:
+            paths.append(os.path.join(place, name))
     return hasattr(os, "posix_fadvise") and all([_drop_file(path) for path in paths])
 
 

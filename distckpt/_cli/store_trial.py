@@ -57,7 +57,9 @@ def _failed(
     folder: str, action: str, permissions: Permissions, error: OSError
 ) -> CheckpointingException:
     provider = object_store.PROVIDERS.get(folder.partition("://")[0])
-    advice = f" Allow {getattr(permissions, provider)} there." if provider else ""
+    advice = ""
+    if provider:
+        advice = f" Allow {getattr(permissions, provider)} there."
     return CheckpointingException(f"{folder!r}: cannot {action}: {error}.{advice}")
 
 
@@ -124,7 +126,9 @@ def _lacks_conditions(marker: str) -> str:
     if not file.has_conditions:
         return "no conditional writes"
     try:
-        return "" if _are_checked(file) else "conditional writes that it accepts and ignores"
+        if _are_checked(file):
+            return ""
+        return "conditional writes that it accepts and ignores"
     except NoConditionsError:
         return "no conditional writes"
 

@@ -34,11 +34,10 @@ def summarize(stored: StoredCheckpoint) -> dict[str, Any]:
     manifest = stored.manifest
     is_tensor = np.array([dtype != OBJECT for dtype in manifest.dtypes], bool)
     sizes = manifest.sums.bytes_of_keys
-    items = [
-        math.prod(shape) * PACKED_PER_ITEM.get(dtype, 1)
-        for shape, dtype in zip(manifest.global_shapes, manifest.dtypes, strict=True)
-        if dtype != OBJECT
-    ]
+    items = []
+    for shape, dtype in zip(manifest.global_shapes, manifest.dtypes, strict=True):
+        if dtype != OBJECT:
+            items.append(math.prod(shape) * PACKED_PER_ITEM.get(dtype, 1))
     return {
         "location": stored.location,
         "num_tensors": manifest.num_tensors,
@@ -80,12 +79,13 @@ def _common_state_names(stored: StoredCheckpoint) -> dict[str, list[str]]:
     """Return the names in common state, or none if it is unreadable."""
     common: dict[Any, Any] = {}
     with contextlib.suppress(CheckpointingException, OSError):
-        common = load_common_state(stored) if holds_objects(stored) else {}
-    left_out = [
-        dotted(position)
-        for position, unknown in unknown_objects(common)
-        if unknown.name.startswith(NOT_STORED)
-    ]
+        common = {}
+        if holds_objects(stored):
+            common = load_common_state(stored)
+    left_out = []
+    for position, unknown in unknown_objects(common):
+        if unknown.name.startswith(NOT_STORED):
+            left_out.append(dotted(position))
     return {"common_state": [str(name) for name in common], "left_out": left_out}
 
 
@@ -107,10 +107,18 @@ def objects_text(facts: dict[str, Any]) -> str:
     if not facts["object_bytes"]:
         return ""
     names = facts["common_state"]
-    more = f", ... ({len(names)})" if len(names) > _MAX_NAMES else ""
-    common = f"common state ({', '.join(names[:_MAX_NAMES])}{more})" if names else ""
+    more = ""
+    if len(names) > _MAX_NAMES:
+        more = f", ... ({len(names)})"
+    common = ""
+    if names:
+        common = f"common state ({', '.join(names[:_MAX_NAMES])}{more})"
     if facts["left_out"]:
         common += f" without {summarize_keys(facts['left_out'])}, which the save left out"
-    objects = count_text(facts["num_objects"], "object") if facts["num_objects"] else ""
+    objects = ""
+    if facts["num_objects"]:
+        objects = count_text(facts["num_objects"], "object")
     parts = list(filter(None, [objects, common]))
-    return f"{' and '.join(parts)}, {size_text(facts['object_bytes'])}" if parts else ""
+    if parts:
+        return f"{' and '.join(parts)}, {size_text(facts['object_bytes'])}"
+    return ""

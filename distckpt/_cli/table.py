@@ -23,11 +23,10 @@ def table_lines(
     widths = _widths(columns, drop, width)
     names = [_broken(name, widths[heads[0]]) for name in columns[0][1:]]
     columns[0][1:] = [lines[0] for lines in names]
-    shown = [
-        _aligned(column, widths[column[0]], is_text=place < num_text)
-        for place, column in enumerate(columns)
-        if column[0] in widths
-    ]
+    shown = []
+    for place, column in enumerate(columns):
+        if column[0] in widths:
+            shown.append(_aligned(column, widths[column[0]], is_text=place < num_text))
     head, rule, *lines = ["  ".join(cells).rstrip() for cells in zip(*shown, strict=True)]
     whole = ["\n".join([line, *name[1:]]) for line, name in zip(lines, names, strict=True)]
     return [head, rule, *whole]
@@ -48,7 +47,10 @@ def _widths(
         return widths
     names = columns[0]
     longest = widths.pop(names[0])
-    parts = [len(line) for name in names for line in _broken(name, 1)]
+    parts = []
+    for name in names:
+        for line in _broken(name, 1):
+            parts.append(len(line))
     least = min(longest, max(2 * width // 5, *parts))
     for head in drop:
         if least + _taken(widths) > width:

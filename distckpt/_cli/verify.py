@@ -17,7 +17,9 @@ _MAX_NAMED = 3
 
 def run(arguments: Namespace, output: Output) -> int:
     """Verify, list the problems, return 1 if there are any."""
-    mode: Literal["fast", "full"] = "fast" if arguments.fast else "full"
+    mode: Literal["fast", "full"] = "full"
+    if arguments.fast:
+        mode = "fast"
     if is_in_parts(arguments):
         values = {"checkpoint_dir": arguments.path, "mode": mode, "num_threads": arguments.jobs}
         return run_parts_of_check(arguments, output, "verify", values, _print_report)
@@ -50,7 +52,9 @@ def describe(problem: Problem) -> str:
     if problem.first_byte is not None:
         text += f"; bytes {problem.first_byte} to {problem.stop_byte}"
     if problem.key is not None:
-        name = "common state" if problem.key == COMMON_KEY else f"key {problem.key!r}"
+        name = "common state"
+        if problem.key != COMMON_KEY:
+            name = f"key {problem.key!r}"
         text += f"; {name}"
         if problem.region is not None and problem.key != COMMON_KEY:
             text += f", region {problem.region}"

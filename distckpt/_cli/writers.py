@@ -14,25 +14,31 @@ def rank_of_file(name: str) -> int | None:
     """Return the rank in the name of a file, or None."""
     pattern = r"(?:.*/)?(?:shard|rank)-(\d+)(?:-model-\d+-of-\d+)?\.(?:safetensors|checksums)"
     match = re.fullmatch(pattern, name)
-    return int(match[1]) - 1 if match else None
+    if match:
+        return int(match[1]) - 1
+    return None
 
 
 def owner_of(rank: int | None, file: str) -> str:
     """Return a name for the writer of a file: its rank, or the file itself."""
-    return file if rank is None else f"rank {rank}"
+    if rank is None:
+        return file
+    return f"rank {rank}"
 
 
 def list_files(manifest: Manifest) -> list[dict[str, Any]]:
     """List the files with their size and the rank in their name."""
-    return [
-        {
-            "name": file.name,
-            "rank": rank_of_file(file.name),
-            "bytes": file.num_bytes,
-            "data_bytes": int(size),
-        }
-        for file, size in zip(manifest.files, manifest.sums.bytes_in_files, strict=True)
-    ]
+    rows = []
+    for file, size in zip(manifest.files, manifest.sums.bytes_in_files, strict=True):
+        rows.append(
+            {
+                "name": file.name,
+                "rank": rank_of_file(file.name),
+                "bytes": file.num_bytes,
+                "data_bytes": int(size),
+            }
+        )
+    return rows
 
 
 def list_writers(files: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
