@@ -130,19 +130,16 @@ def _corners(region: Region, short: tuple[int, ...]) -> Iterator[tuple[Region, R
     """Yield a region's corners, and their places in the shortened tensor."""
     pairs = [(Region((), ()), Region((), ()))]
     for start, size, length in zip(region.offset, region.shape, short, strict=True):
-        spans = (
-            [(0, 0, size)]
-            if size == length
-            else [(0, 0, _EDGE), (size - _EDGE, length - _EDGE, _EDGE)]
-        )
-        pairs = [
-            (
-                Region((*source.offset, start + at), (*source.shape, extent)),
-                Region((*place.offset, to), (*place.shape, extent)),
-            )
-            for source, place in pairs
-            for at, to, extent in spans
-        ]
+        spans = [(0, 0, size)]
+        if size != length:
+            spans = [(0, 0, _EDGE), (size - _EDGE, length - _EDGE, _EDGE)]
+        longer = []
+        for source, place in pairs:
+            for at, to, extent in spans:
+                further_source = Region((*source.offset, start + at), (*source.shape, extent))
+                further_place = Region((*place.offset, to), (*place.shape, extent))
+                longer.append((further_source, further_place))
+        pairs = longer
     yield from pairs
 
 

@@ -149,12 +149,13 @@ def html_table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 def _cells_of(heads: Sequence[str], row: Sequence[str]) -> str:
-    first, *others = (escape(cell) for cell in row)
-    named = (
-        f'<td class="text" data-name="{escape(head)}">{cell}</td>' if cell else "<td></td>"
-        for head, cell in zip(heads[1:], others, strict=True)
-    )
-    return f'<td class="text">{first}</td>{"".join(named)}'
+    html = f'<td class="text">{escape(row[0])}</td>'
+    for head, cell in zip(heads[1:], row[1:], strict=True):
+        if cell:
+            html += f'<td class="text" data-name="{escape(head)}">{escape(cell)}</td>'
+        else:
+            html += "<td></td>"
+    return html
 
 
 def line_chart(points: Sequence[Point], ends: tuple[float, float], height: int = 150) -> str:

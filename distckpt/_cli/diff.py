@@ -93,9 +93,14 @@ def _print_differences(report: DiffReport, output: Output, is_folding: bool) -> 
 
 def _print_table(groups: Sequence[DifferenceGroup], output: Output) -> None:
     rows = [group.cells for group in groups]
-    shown = [place for place in range(len(_HEADS)) if any(row[place] for row in rows)]
+    shown = []
+    for place in range(len(_HEADS)):
+        if any(row[place] for row in rows):
+            shown.append(place)
     heads = [_HEADS[place] for place in shown]
-    cells = [[row[place] for place in shown] for row in rows[:MAX_LISTED]]
+    cells = []
+    for row in rows[:MAX_LISTED]:
+        cells.append([row[place] for place in shown])
     output.table(heads, cells, num_text=2, drop="where max")
 
 

@@ -103,7 +103,10 @@ def _owners(chunks: Sequence[Chunk]) -> dict[str, int]:
         {chunk.owner: chunk.rank for chunk in chunks}.items(),
         key=lambda item: (len(item[0]), item[0]),
     )
-    return {owner: place if rank is None else rank for place, (owner, rank) in enumerate(owners)}
+    numbers = {}
+    for place, (owner, rank) in enumerate(owners):
+        numbers[owner] = place if rank is None else rank
+    return numbers
 
 
 def _extent(shape: tuple[int, ...], axes: tuple[int, ...]) -> tuple[int, int]:

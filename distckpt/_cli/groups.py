@@ -50,9 +50,7 @@ def group_keys(manifest: Manifest, is_merging: bool = True) -> list[Group]:
     members: dict[tuple[object, str, tuple[int, ...]], list[int]] = defaultdict(list)
     for key_id in sorted(range(len(manifest.keys)), key=lambda i: natural_order(manifest.keys[i])):
         key = manifest.keys[key_id]
-        pattern = key
-        if is_merging:
-            pattern = without_numbers(key)
+        pattern = without_numbers(key) if is_merging else key
         members[pattern, manifest.dtypes[key_id], manifest.global_shapes[key_id]].append(key_id)
     sizes = manifest.sums.bytes_of_keys
     counts = np.diff(manifest.key_starts)
@@ -99,10 +97,9 @@ def _ranks_of_groups(
                 file_ids = np.union1d(ranks_by_group[group], file_ids)
             ranks_by_group[group] = known.setdefault(file_ids.tobytes(), file_ids)
     ranks = [rank_of_file(file.name) for file in manifest.files]
-    tuples = {
-        key: tuple(sorted({ranks[i] for i in file_ids.tolist()} - {None}))
-        for key, file_ids in known.items()
-    }
+    tuples = {}
+    for key, ids_of_files in known.items():
+        tuples[key] = tuple(sorted({ranks[i] for i in ids_of_files.tolist()} - {None}))
     return (tuples.get(section.tobytes(), ()) for section in ranks_by_group)
 
 

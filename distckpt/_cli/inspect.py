@@ -98,8 +98,11 @@ def _show(
     if objects := objects_text(facts):
         output.line(objects)
     output.line()
-    rows = [[label, *_group_cells(group)] for label, group in lines]
-    swatches = [group.ranks if group.dtype else () for _, group in lines]
+    rows = []
+    swatches: list[Sequence[int]] = []
+    for label, group in lines:
+        rows.append([label, *_group_cells(group)])
+        swatches.append(group.ranks if group.dtype else ())
     heads = ["key", "shape", "dtype", "keys", "chunks", "size"]
     output.table(heads, rows, num_text=3, drop="chunks keys dtype shape", swatches=swatches)
     for alias, key in facts["tied"].items():
@@ -122,6 +125,7 @@ def _show_writers(writers: list[dict[str, Any]], output: Output) -> None:
     if output.in_color and output.draws_blocks:
         bar = "\u2588"
     rows = []
+    swatches: list[list[int]] = []
     for writer in shown:
         rows.append(
             [
@@ -131,8 +135,6 @@ def _show_writers(writers: list[dict[str, Any]], output: Output) -> None:
                 size_text(writer["data_bytes"]),
             ]
         )
-    swatches = []
-    for writer in shown:
         swatches.append([] if writer["rank"] is None else [writer["rank"]])
     heads = ["owner", "share", "files", "data"]
     output.table(heads, rows, num_text=2, drop="files share", swatches=swatches)

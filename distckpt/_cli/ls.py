@@ -20,16 +20,11 @@ def run(arguments: Namespace, output: Output) -> int:
     if not infos:
         output.line(f"there are no checkpoints in {arguments.root}")
         return 0
-    rows = [
-        [
-            info.name,
-            time_text(info.saved_at),
-            " ".join(f"{name}={value:.4g}" for name, value in info.metrics.items()),
-            state_text(info),
-            size_text(info.num_bytes) if info.num_bytes else "",
-        ]
-        for info in infos
-    ]
+    rows = []
+    for info in infos:
+        state = state_text(info)
+        size = size_text(info.num_bytes) if info.num_bytes else ""
+        rows.append([info.name, time_text(info.saved_at), metrics_text(info), state, size])
     output.table(
         ["checkpoint", "saved", "metrics", "state", "size"], rows, num_text=4, drop="metrics saved"
     )
@@ -44,6 +39,11 @@ def time_text(seconds: float | None) -> str:
     if seconds is None:
         return ""
     return time.strftime("%Y-%m-%d %H:%M", time.localtime(seconds))
+
+
+def metrics_text(info: CheckpointInfo) -> str:
+    """Format the metrics of a step in one line."""
+    return " ".join(f"{name}={value:.4g}" for name, value in info.metrics.items())
 
 
 def state_text(info: CheckpointInfo) -> str:

@@ -103,7 +103,9 @@ class Output:
         if self.as_json:
             return
         width = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
-        shown = [[encodable(printable(cell)) for cell in row] for row in rows]
+        shown = []
+        for row in rows:
+            shown.append([encodable(printable(cell)) for cell in row])
         head, rule, *lines = table_lines(heads, shown, num_text, drop.split(), width)
         print(self.styled(head, DIM), self.styled(rule, DIM), sep="\n")
         for line, ranks in itertools.zip_longest(lines, swatches if self.in_color else ()):
@@ -187,9 +189,13 @@ def printable(text: str) -> str:
     """
     if text.isprintable():
         return text
-    return "".join(
-        char if char.isprintable() or char in "\n\t" else repr(char)[1:-1] for char in text
-    )
+    escaped = ""
+    for char in text:
+        if char.isprintable() or char in "\n\t":
+            escaped += char
+        else:
+            escaped += repr(char)[1:-1]
+    return escaped
 
 
 def encodable(text: str) -> str:

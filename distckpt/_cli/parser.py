@@ -144,8 +144,7 @@ def parse(words: Sequence[str]) -> argparse.Namespace | None:
 def _check_verb(parser: argparse.ArgumentParser, word: str) -> None:
     verbs = []
     for verb in VERBS:
-        for name in (verb.name, *verb.aliases):
-            verbs.append(name)
+        verbs.extend((verb.name, *verb.aliases))
     if not word.startswith("-") and word not in verbs:
         near = f": use {_ELSEWHERE[word]}" if word in _ELSEWHERE else did_you_mean(word, verbs)
         near = near or f": choose from {', '.join(verbs)}"
@@ -155,8 +154,7 @@ def _check_verb(parser: argparse.ArgumentParser, word: str) -> None:
 def _refuse(parser: argparse.ArgumentParser, word: str) -> None:
     options = []
     for action in parser._actions:
-        for option in action.option_strings:
-            options.append(option)
+        options.extend(action.option_strings)
     near = did_you_mean(word, options)
     kind = "does not take"
     if word.startswith("-"):

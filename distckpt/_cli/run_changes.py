@@ -109,9 +109,10 @@ class _Drawn(NamedTuple):
 
 
 def _drawn(names: Sequence[str], steps: Sequence[str], layers_by_step: Sequence[_Layers]) -> _Drawn:
-    if any(layer.change is None for layers in layers_by_step[1:] for layer in layers.values()):
-        changes = _with_changes_of_norms(layers_by_step)
-        return _Drawn("relative change of the norm", names, steps, changes)
+    for layers in layers_by_step[1:]:
+        if any(layer.change is None for layer in layers.values()):
+            changes = _with_changes_of_norms(layers_by_step)
+            return _Drawn("relative change of the norm", names, steps, changes)
     return _Drawn("relative change", names, steps, layers_by_step)
 
 
@@ -122,21 +123,19 @@ def _with_changes_of_norms(layers_by_step: Sequence[_Layers]) -> list[_Layers]:
     """
     changed: list[_Layers] = []
     for before, layers in zip([_NO_LAYERS, *layers_by_step], layers_by_step, strict=False):
-        norms = {name: before[name].norm for name in layers if name in before}
-        changed.append(
-            {
-                name: layer._replace(
-                    change=abs(layer.norm - norms[name]) if name in norms else None
-                )
-                for name, layer in layers.items()
-            }
-        )
+        with_changes = {}
+        for name, layer in layers.items():
+            change = abs(layer.norm - before[name].norm) if name in before else None
+            with_changes[name] = layer._replace(change=change)
+        changed.append(with_changes)
     return changed
 
 
 def _map_of_changes(drawn: _Drawn) -> str:
     later = drawn._replace(steps=drawn.steps[1:], layers_by_step=drawn.layers_by_step[1:])
-    ratios = [_ratio(layer) for layers in later.layers_by_step for layer in layers.values()]
+    ratios: list[float | None] = []
+    for layers in later.layers_by_step:
+        ratios.extend(map(_ratio, layers.values()))
     shade = _Shade.of([ratio for ratio in ratios if ratio])
     cells = _cells(later, lambda _, layer: shade(_ratio(layer)))
     legend = ramp(f"{shade.least:.2g}", f"{shade.most:.2g}", "NaN or infinite")
@@ -148,9 +147,9 @@ def _map_of_changes(drawn: _Drawn) -> str:
 
 def _map_of_norms(drawn: _Drawn) -> str:
     layers_by_step = drawn.layers_by_step
-    largest = {
-        name: max(_norm_in(layers, name) for layers in layers_by_step) for name in drawn.names
-    }
+    largest = {}
+    for key in drawn.names:
+        largest[key] = max(_norm_in(layers, key) for layers in layers_by_step)
     cells = _cells(drawn, lambda name, layer: layer.norm / (largest[name] or 1.0))
     return heat_map(drawn.steps, cells) + ramp("0", "1", "NaN")
 

@@ -8,7 +8,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 
 from distckpt._cli.charts import Point, figures_in, html_table, line_chart, tiles, write_static_page
-from distckpt._cli.ls import state_text, time_text
+from distckpt._cli.ls import metrics_text, state_text, time_text
 from distckpt._cli.output import size_text
 from distckpt._manager.listing import CheckpointInfo
 
@@ -60,7 +60,9 @@ def _tiles(infos: Sequence[CheckpointInfo]) -> Iterator[tuple[str, str]]:
 
 
 def _metrics(infos: Sequence[CheckpointInfo]) -> Iterator[tuple[str, list[Point]]]:
-    names = dict.fromkeys(name for info in infos for name in info.metrics)
+    names: dict[str, None] = {}
+    for info in infos:
+        names.update(dict.fromkeys(info.metrics))
     for name in names:
         values = [(info, info.metrics[name]) for info in infos if name in info.metrics]
         points = []
@@ -111,14 +113,9 @@ def _waits(infos: Sequence[CheckpointInfo]) -> Iterator[Point]:
 
 
 def _table(infos: Sequence[CheckpointInfo]) -> str:
-    rows = [
-        [
-            info.name,
-            time_text(info.saved_at),
-            " ".join(f"{name}={value:.4g}" for name, value in info.metrics.items()),
-            ": ".join(filter(None, [state_text(info), info.problem])),
-            size_text(info.num_bytes) if info.num_bytes else "",
-        ]
-        for info in reversed(infos)
-    ]
+    rows = []
+    for info in reversed(infos):
+        state = ": ".join(filter(None, [state_text(info), info.problem]))
+        size = size_text(info.num_bytes) if info.num_bytes else ""
+        rows.append([info.name, time_text(info.saved_at), metrics_text(info), state, size])
     return html_table(["checkpoint", "saved", "metrics", "state", "size"], rows)

@@ -122,18 +122,13 @@ def _grouped(tensors: Sequence[TensorStats]) -> list[list[TensorStats]]:
 
 def _cells(group: Sequence[TensorStats], bars: str) -> list[str]:
     """Format the statistics of all values of a group; a single tensor has a histogram."""
-    totals = (
-        sum(tensor.num_zero for tensor in group),
-        sum(tensor.num_nan for tensor in group),
-        sum(tensor.num_infinite for tensor in group),
-    )
-    return [
-        key_pattern([tensor.key for tensor in group]),
-        str(len(group)),
-        *(f"{value:.3g}" for value in _totals(group)),
-        *(f"{count:,}" if count else "" for count in totals),
-        _histogram(group[0], bars) if len(group) == 1 else "",
-    ]
+    cells = [key_pattern([tensor.key for tensor in group]), str(len(group))]
+    cells += [f"{value:.3g}" for value in _totals(group)]
+    for field in ("num_zero", "num_nan", "num_infinite"):
+        count = sum(getattr(tensor, field) for tensor in group)
+        cells.append(f"{count:,}" if count else "")
+    cells.append(_histogram(group[0], bars) if len(group) == 1 else "")
+    return cells
 
 
 def _totals(group: Sequence[TensorStats]) -> tuple[float, float, float, float]:

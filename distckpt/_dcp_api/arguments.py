@@ -18,7 +18,9 @@ _CLASSES = {
 
 def group_of(*args: Any, process_group: Any = None, no_dist: bool = False, **kwargs: Any) -> Any:
     """Return the process group whose ranks make such a call together."""
-    return lone_group() if no_dist else process_group
+    if no_dist:
+        return lone_group()
+    return process_group
 
 
 def location_in(

@@ -224,11 +224,13 @@ def _converted(
     plan: ExportPlan, stored: StoredCheckpoint, conversions: _Conversions, logs_warnings: bool
 ) -> ExportPlan:
     """Give the tensors of a plan their dtypes."""
-    named = {key: _dtype_named(key, name) for key, name in (conversions.dtype_names or {}).items()}
+    named = {}
+    for key, name in (conversions.dtype_names or {}).items():
+        named[key] = _dtype_named(key, name)
     unchanged: list[str] = []
-    outputs = [
-        _with_dtype(output, conversions.cast_dtype, named, unchanged) for output in plan.outputs
-    ]
+    outputs = []
+    for output in plan.outputs:
+        outputs.append(_with_dtype(output, conversions.cast_dtype, named, unchanged))
     if unchanged and logs_warnings:
         logger.warning(
             "fqn_to_dtype_mapping has dtypes of integers or codes for tensors that are stored as "

@@ -142,7 +142,9 @@ class _Content:
     def find_in_common(self, leaf: state_dicts.Leaf) -> Any:
         """Return a leaf's value in common state, or `HOLE` without one."""
         value = state_dicts.find(self.common, leaf.path)
-        return self.common_by_key.get(leaf.key, HOLE) if value is HOLE else value
+        if value is HOLE:
+            return self.common_by_key.get(leaf.key, HOLE)
+        return value
 
 
 @dataclass(frozen=True)
@@ -232,7 +234,9 @@ def _refuse_missing(
     keys_of_ranks = map(json.loads, ranks.all_gather(json.dumps(missing).encode()))
     requested = sorted(set().union(*keys_of_ranks))
     about_index = forgotten(stored, requested)
-    advice = f"{about_index} Correct" if about_index else "Correct"
+    advice = "Correct"
+    if about_index:
+        advice = f"{about_index} Correct"
     raise LoadMismatchError(
         f"Not in the checkpoint {content.location!r}: "
         f"{summarize_keys(requested)}{did_you_mean(requested[0], content.keys)}. {advice} the "

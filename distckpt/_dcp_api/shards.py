@@ -83,7 +83,9 @@ def shards_of(key: str, value: Any, rank: int) -> list[ShardedBase]:
     if not isinstance(value, torch.Tensor):
         return [ShardedObject(key, value, (1,), (0,), rank)]
     if is_dtensor(value):
-        return [shard_of_dtensor(key, value, (), 0, None)] if is_in_mesh(value) else []
+        if is_in_mesh(value):
+            return [shard_of_dtensor(key, value, (), 0, None)]
+        return []
     if _is_torch_sharded(value):
         return list(_shards_of_torch(key, value))
     if has_parts(value):
@@ -128,7 +130,9 @@ def _shards_of_torch(key: str, value: Any) -> Iterator[ShardedTensor]:
 
 def _copy_number(shard: ShardedBase) -> tuple[int, ...]:
     number = shard.replica_id
-    return (number,) if isinstance(number, int) else tuple(number)
+    if isinstance(number, int):
+        return (number,)
+    return tuple(number)
 
 
 def _compare(ranks: Ranks, copies: Sequence[tuple[str, tuple[int, ...]]]) -> dict[str, int]:
@@ -142,9 +146,12 @@ def _compare(ranks: Ranks, copies: Sequence[tuple[str, tuple[int, ...]]]) -> dic
         # Equal keys on all ranks do not imply that rank 0 has the main copies then.
         digest = -1
     if ranks.all_equal(digest):
-        return {
-            key: _EVERYWHERE | (_MAIN if is_main_replica(number) else 0) for key, number in copies
-        }
+        own_flags = {}
+        for key, number in copies:
+            own_flags[key] = _EVERYWHERE
+            if is_main_replica(number):
+                own_flags[key] |= _MAIN
+        return own_flags
     tables = ranks.gather(json.dumps(copies).encode())
     flags = ranks.decide_each(
         "compare keys", lambda: _flags([json.loads(table) for table in tables])
@@ -155,14 +162,18 @@ def _compare(ranks: Ranks, copies: Sequence[tuple[str, tuple[int, ...]]]) -> dic
 def _flags(tables: Sequence[Sequence[tuple[str, list[int]]]]) -> list[bytes]:
     """Return the flags of each rank's keys, from all copy numbers."""
     lowest: dict[str, list[int]] = {}
-    for key, number in (entry for table in tables for entry in table):
-        lowest[key] = min(lowest.get(key, number), number)
-    held_by = Counter(key for table in tables for key, _ in table)
-    return [
-        bytes(
-            (_MAIN if number == lowest[key] else 0)
-            | (_EVERYWHERE if held_by[key] == len(tables) else 0)
-            for key, number in table
-        )
-        for table in tables
-    ]
+    num_ranks = Counter[str]()
+    for table in tables:
+        num_ranks.update(key for key, _ in table)
+        for key, number in table:
+            lowest[key] = min(lowest.get(key, number), number)
+    flags_of_ranks = []
+    for table in tables:
+        flags = bytearray()
+        for key, number in table:
+            flag = _EVERYWHERE if num_ranks[key] == len(tables) else 0
+            if number == lowest[key]:
+                flag |= _MAIN
+            flags.append(flag)
+        flags_of_ranks.append(bytes(flags))
+    return flags_of_ranks

@@ -25,8 +25,13 @@ def unwrap_stateful(state_dict: Mapping[str, Any], *, in_order: bool = False) ->
             f"state_dict is a {type(state_dict).__name__} and must be a dict, such as "
             + '{"model": model}.'
         )
-    values = ((key, state_dict[key]) for key in (sorted(state_dict) if in_order else state_dict))
-    return {key: value.state_dict() if is_stateful(value) else value for key, value in values}
+    unwrapped = {}
+    for key in sorted(state_dict) if in_order else state_dict:
+        value = state_dict[key]
+        if is_stateful(value):
+            value = value.state_dict()
+        unwrapped[key] = value
+    return unwrapped
 
 
 def is_stateful(value: Any) -> bool:

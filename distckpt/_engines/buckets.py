@@ -124,7 +124,9 @@ class _OpenBucket:
         self._data = torch.empty(0, dtype=torch.uint8)
 
     def _start(self) -> int:
-        end = self.entries[-1].end_idx if self.entries else 0
+        end = 0
+        if self.entries:
+            end = self.entries[-1].end_idx
         return -(-end // _ALIGNMENT) * _ALIGNMENT
 
     def has_room(self, tensor: torch.Tensor) -> bool:
@@ -153,10 +155,12 @@ def unpack_bucket(bucket: Bucket) -> list[tuple[str, torch.Tensor]]:
 
     model.load_weights(distckpt.engines.unpack_bucket(bucket))
     """
-    return [
-        (
-            entry.name,
-            bucket.data[entry.start_idx : entry.end_idx].view(entry.dtype).view(entry.shape),
+    tensors = []
+    for entry in bucket.entries:
+        tensors.append(
+            (
+                entry.name,
+                bucket.data[entry.start_idx : entry.end_idx].view(entry.dtype).view(entry.shape),
+            )
         )
-        for entry in bucket.entries
-    ]
+    return tensors

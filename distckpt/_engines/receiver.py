@@ -66,7 +66,9 @@ class Receiver:
     """
 
     def __init__(self, model: torch.nn.Module, info: RouteInfo) -> None:
-        stored = None if isinstance(info.tensors, dict) else _opened(info.tensors)
+        stored = None
+        if not isinstance(info.tensors, dict):
+            stored = _opened(info.tensors)
         specs = _specs_of(info.tensors) if isinstance(info.tensors, dict) else stored
         load_weights: Any = model.load_weights
         self.info = info
@@ -108,11 +110,10 @@ def _specs_of(tensors: dict[str, list[Any]]) -> dict[str, tuple[tuple[int, ...],
 
 def _check_equal(target: LoaderTarget, stored: Checkpoint) -> None:
     """Refuse a model whose memory differs from its loader's result."""
-    different = {
-        shard.key
-        for shard in target.values()
-        if not _holds(shard.data, stored.read(shard.key, _slices(shard)))
-    }
+    different = set()
+    for shard in target.values():
+        if not _holds(shard.data, stored.read(shard.key, _slices(shard))):
+            different.add(shard.key)
     if different:
         raise LoadMismatchError(
             f"The engine does not hold {summarize_keys(sorted(different))} as its loader has put "

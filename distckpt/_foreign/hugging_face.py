@@ -131,7 +131,9 @@ def _pieces_in(
     files: _Files, read: Sequence[_ReadFile], without_info: Sequence[str]
 ) -> tuple[list[StoredPiece], dict[str, list[str]]]:
     """Return the pieces that the index names, and forgotten tensors by file."""
-    pieces = [piece for file in read for piece in file.pieces]
+    pieces = []
+    for file in read:
+        pieces.extend(file.pieces)
     if files.weight_map is not None:
         forgotten = _forgotten(files, read, files.weight_map)
         return _indexed(files, pieces, files.weight_map), forgotten
@@ -173,7 +175,9 @@ def _index_among(names: Sequence[str]) -> str | None:
     if not candidates:
         return _index_of_variant(names)
     beginning = candidates[0].removesuffix(INDEX_SUFFIX) + "."
-    return candidates[0] if all(name.startswith(beginning) for name in candidates) else None
+    if all(name.startswith(beginning) for name in candidates):
+        return candidates[0]
+    return None
 
 
 def _index_of_variant(names: Sequence[str]) -> str | None:
@@ -182,11 +186,10 @@ def _index_of_variant(names: Sequence[str]) -> str | None:
     It counts only where there are files of this variant alone.
     """
     matches = list(filter(None, map(_VARIANT_INDEX.fullmatch, names)))
-    variants = {match.group(1) for match in matches}
-    files = [name for name in names if name.endswith(SUFFIX)]
-    if len(matches) != 1 or not all(
-        f".{variant}" in file for variant in variants for file in files
-    ):
+    if len(matches) != 1:
+        return None
+    mark = f".{matches[0].group(1)}"
+    if not all(mark in name for name in names if name.endswith(SUFFIX)):
         return None
     return matches[0].string
 
@@ -199,7 +202,9 @@ def _is_single_file(location: str) -> bool:
 
 
 def _names(location: str) -> list[str]:
-    return locations.list_names(location) if locations.isdir(location) else []
+    if locations.isdir(location):
+        return locations.list_names(location)
+    return []
 
 
 def _safetensors_names(present: Sequence[str]) -> list[str]:
@@ -237,11 +242,10 @@ def _with_shapes(location: str, manifest: Manifest) -> Manifest:
     columns = zip(manifest.keys, manifest.global_shapes, manifest.dtypes, strict=True)
     tensors = {key: TensorSpec(shape, dtype) for key, shape, dtype in columns}
     # Integers of any shape may have such a name.
-    keys = [
-        key
-        for key in unclear_shapes(tensors, settings)
-        if tensors[key].dtype in ("I32", "I64") and math.prod(tensors[key].shape) <= _MAX_AXES
-    ]
+    keys = []
+    for key in unclear_shapes(tensors, settings):
+        if tensors[key].dtype in ("I32", "I64") and math.prod(tensors[key].shape) <= _MAX_AXES:
+            keys.append(key)
     if not keys:
         return manifest
     shapes = _read_shapes(StoredCheckpoint(location, manifest), keys)
@@ -252,7 +256,9 @@ def _with_shapes(location: str, manifest: Manifest) -> Manifest:
 
 def _read_shapes(stored: StoredCheckpoint, keys: Sequence[str]) -> dict[str, list[int]]:
     """Read the shapes in some tensors; skip tensors that hold none."""
-    chunks = [chunk for key in keys for chunk in stored.chunks_of(key)]
+    chunks = []
+    for key in keys:
+        chunks.extend(stored.chunks_of(key))
     shapes: dict[str, list[int]] = {}
     for key, content in zip(keys, read_chunks(stored, chunks), strict=True):
         dtype = FROM_NAME[stored.dtype_name(key)]
@@ -365,12 +371,11 @@ def _without_variants(files: Sequence[_ReadFile]) -> list[_ReadFile]:
     for file in files:
         stem = derive_base_prefix_from_path(file.file.name)
         keys.setdefault(stem, set()).update(piece.key for piece in file.pieces)
-    variants = {
-        stem
-        for stem in keys
-        for plain in [stem.rpartition(".")[0]]
-        if plain in keys and keys[stem] <= keys[plain]
-    }
+    variants = set()
+    for stem in keys:
+        plain = stem.rpartition(".")[0]
+        if plain in keys and keys[stem] <= keys[plain]:
+            variants.add(stem)
     return [file for file in files if derive_base_prefix_from_path(file.file.name) not in variants]
 
 
@@ -387,7 +392,9 @@ def _has_same_headers(stored: StoredCheckpoint) -> bool:
     files = _find_files(stored.location)
     names = [file.name for file in manifest.files]
     has_index = "has_index" in (manifest.origin or {})
-    weight_map = _weight_map_of(manifest, names) if has_index else None
+    weight_map = None
+    if has_index:
+        weight_map = _weight_map_of(manifest, names)
     if (files.names, files.weight_map) != (names, weight_map):
         return False
     for file in manifest.files:
@@ -408,10 +415,10 @@ def _weight_map_of(manifest: Manifest, names: Sequence[str]) -> dict[str, str]:
 
 def _pieces_of_tensors(file: str, header: Header) -> list[StoredPiece]:
     """Return the pieces of a file of whole tensors."""
-    return [
-        StoredPiece(name, dtype, whole(shape), shape, file, first_byte, num_bytes)
-        for name, dtype, shape, num_bytes, first_byte in header.entries
-    ]
+    pieces = []
+    for name, dtype, shape, num_bytes, first_byte in header.entries:
+        pieces.append(StoredPiece(name, dtype, whole(shape), shape, file, first_byte, num_bytes))
+    return pieces
 
 
 def _pieces_of_shards(file: str, header: Header) -> list[StoredPiece]:
@@ -464,12 +471,11 @@ def _forgotten(
 
     They are looked for in the files that the index names, and in files with similar names.
     """
-    forgotten = {
-        file.file.name: [
+    forgotten = {}
+    for file in read:
+        forgotten[file.file.name] = [
             piece.key for piece in file.pieces if weight_map.get(piece.key) != file.file.name
         ]
-        for file in read
-    }
     beginnings = tuple(f"{derive_base_prefix_from_path(name)}-" for name in files.names)
     for name in files.others:
         if name.startswith(beginnings):

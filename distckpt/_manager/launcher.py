@@ -74,4 +74,6 @@ def _command_of_parent() -> list[str]:
         return []
     names = ("torchrun", "torch.distributed.run", "torch.distributed.launch")
     is_torchrun = any(word.rpartition("/")[2] in names for word in words)
-    return words if is_torchrun else []
+    if is_torchrun:
+        return words
+    return []

@@ -140,7 +140,9 @@ class _Files:
     def noted_step(self) -> Any:
         """The step that the marker notes, if a manager saved it."""
         note = (self.marker or {}).get(steps.NOTE)
-        return note.get("step") if isinstance(note, dict) else None
+        if isinstance(note, dict):
+            return note.get("step")
+        return None
 
 
 def _describe(root: str, name: str) -> CheckpointInfo | None:
@@ -151,7 +153,9 @@ def _describe(root: str, name: str) -> CheckpointInfo | None:
         # No checkpoint, or another program has removed it meanwhile.
         return None
     step = files.noted_step
-    saved = steps.saved_at(location, step) if isinstance(step, int) else None
+    saved = None
+    if isinstance(step, int):
+        saved = steps.saved_at(location, step)
     return CheckpointInfo(
         name=name,
         location=location,
@@ -183,13 +187,17 @@ def _look(location: str, step: int | None) -> _Files | None:
     files = _Files(marker, sum(file.num_bytes for file in manifest.files), None)
     if manifest.origin is not None and marker is None:
         return files
-    expected = files.noted_step if step is None else step
+    expected = step
+    if step is None:
+        expected = files.noted_step
     return replace(files, problem=steps.problem_at(location, expected))
 
 
 def _number_in(name: str) -> int | None:
     digits = re.search(r"\d{1,18}$", name)
-    return None if digits is None else int(digits[0])
+    if digits is None:
+        return None
+    return int(digits[0])
 
 
 def _time_of(location: str) -> float | None:

@@ -353,7 +353,9 @@ class CheckpointManager(SaysOtherNames):
         with locations.only_logging(f"write {steps.TRACKER}"):
             steps.write_tracker(self.root, step, self._request.options.durable)
         with locations.only_logging(f"remove old checkpoints from {self.root}"):
-            saved = steps.own_steps(self.root) if self._policy.keep_last is not None else []
+            saved = []
+            if self._policy.keep_last is not None:
+                saved = steps.own_steps(self.root)
             surplus_steps = surplus(self.root, self._policy, saved, step)
             known = [old for old in surplus_steps if self._seen.knows(old)]
             self.not_removed = removal.remove_steps(self.root, known)
@@ -418,7 +420,9 @@ class CheckpointManager(SaysOtherNames):
                 options=options,
             )
 
-        return self._load_newest(ranks, read) if step is None else read(step)
+        if step is None:
+            return self._load_newest(ranks, read)
+        return read(step)
 
     def _load_newest(self, ranks: Ranks, read: Callable[[int], StateDict]) -> StateDict:
         self.skipped = {}
@@ -436,7 +440,9 @@ class CheckpointManager(SaysOtherNames):
                     raise
                 # It was complete when it was found.
                 is_gone = isinstance(error, CheckpointNotFoundError)
-                reason = steps.REMOVED if is_gone else f"{type(error).__name__}: {error}"
+                reason = steps.REMOVED
+                if not is_gone:
+                    reason = f"{type(error).__name__}: {error}"
                 self.skipped[newest] = reason
             is_partly_filled = True
             if ranks.is_coordinator:

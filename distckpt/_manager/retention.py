@@ -72,14 +72,19 @@ def surplus(root: str, policy: Retention, saved: Sequence[Saved], last: int) -> 
         logger.warning("nothing is removed from %s: %s", root, problem)
         return []
     steps_to_keep = _newest(root, policy.keep_last, saved, last) | _best(policy, saved)
-    return [
-        item for item in saved if item.step not in steps_to_keep and not policy.keeps_always(item)
-    ]
+    surplus_steps = []
+    for item in saved:
+        if item.step not in steps_to_keep and not policy.keeps_always(item):
+            surplus_steps.append(item)
+    return surplus_steps
 
 
 def metric_names(saved: Iterable[Saved]) -> set[str]:
     """Return the names of all metrics of some steps."""
-    return {name for item in saved for name in item.metrics}
+    names = set()
+    for item in saved:
+        names.update(item.metrics)
+    return names
 
 
 def unknown_metric(metric: str | None, names: Collection[str]) -> str | None:

@@ -72,7 +72,9 @@ def parse_step(name: str) -> int | None:
         return None
     step = int(match[1])
     # Other programs may write more zeros.
-    return step if step_name(step) == name else None
+    if step_name(step) == name:
+        return step
+    return None
 
 
 def is_leftover(name: str) -> bool:
@@ -99,13 +101,17 @@ def _hidden_step(name: str, *kinds: str) -> int | None:
     """Return the step of a hidden directory of these kinds, or None."""
     hidden = hidden_directories.parse(name)
     match = None if hidden is None else _STEP.fullmatch(hidden.name)
-    return int(match[1]) if match and hidden and hidden.kind in kinds else None
+    if match and hidden and hidden.kind in kinds:
+        return int(match[1])
+    return None
 
 
 def step_in(name: str) -> int | None:
     """Return the step of a directory, also one being overwritten or removed."""
     step = parse_step(name)
-    return replaced_step(name) if step is None else step
+    if step is None:
+        return replaced_step(name)
+    return step
 
 
 def is_free_to_remove(name: str) -> bool:
@@ -159,9 +165,11 @@ def all_steps(root: str) -> list[int]:
 
 def committed_steps(root: str) -> list[int]:
     """Return the steps with a marker or an unreadable directory, ascending."""
-    return [
-        step for step in all_steps(root) if _may_be_committed(locations.join(root, step_name(step)))
-    ]
+    committed = []
+    for step in all_steps(root):
+        if _may_be_committed(locations.join(root, step_name(step))):
+            committed.append(step)
+    return committed
 
 
 def _may_be_committed(location: str) -> bool:
@@ -205,7 +213,9 @@ def problem_at(location: str, step: int | None) -> str | None:
         return f"{type(error).__name__}: {error}"
     if not problems:
         return None
-    more = f" (and {len(problems) - 1} more problems)" if len(problems) > 1 else ""
+    more = ""
+    if len(problems) > 1:
+        more = f" (and {len(problems) - 1} more problems)"
     return f"{problems[0].file}: {problems[0].message}{more}"
 
 
@@ -272,7 +282,9 @@ def newest_complete_step(
     while True:
         newest = _first_without_problem(root, steps, problems)
         skipped = [step for step in steps if newest is None or step > newest]
-        now = all_steps(root) if skipped else steps
+        now = steps
+        if skipped:
+            now = all_steps(root)
         gone = set(skipped).difference(now, known_problems)
         problems.update(dict.fromkeys(gone, REMOVED))
         if now[-1:] <= steps[-1:]:
@@ -355,4 +367,6 @@ def _note_at(location: str) -> dict[str, Any]:
     except (CheckpointingException, OSError):
         return {}
     note = marker.get(NOTE)
-    return note if isinstance(note, dict) else {}
+    if isinstance(note, dict):
+        return note
+    return {}

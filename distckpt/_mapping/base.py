@@ -67,7 +67,9 @@ class ShardedBase(metaclass=ShardedMeta):
     def _check_identity(self) -> None:
         if not isinstance(self.key, str):
             self._fail(f"the key must be a string, got {type(self.key).__name__}")
-        numbers = (self.replica_id,) if isinstance(self.replica_id, INTEGERS) else self.replica_id
+        numbers = self.replica_id
+        if isinstance(self.replica_id, INTEGERS):
+            numbers = (self.replica_id,)
         if min(integers(type(self), self.key, "replica_id", numbers), default=0) < 0:
             self._fail(
                 f"replica_id {self.replica_id} must not be negative; count copies from 0, the main "

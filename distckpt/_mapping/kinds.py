@@ -83,4 +83,6 @@ def megatron_counterpart(cls: type) -> Any:
     theirs = sys.modules.get("megatron.core.dist_checkpointing.mapping")
     # While that is imported it has no class yet.
     is_complete = hasattr(theirs, "ShardedTensorFactory")
-    return _counterpart(cls, theirs) if is_complete else None
+    if is_complete:
+        return _counterpart(cls, theirs)
+    return None

@@ -161,7 +161,9 @@ class ShardedTensor(ShardedBase):
         return flat_bounds(self.flattened_range, self.local_shape)
 
     def _fail(self, problem: str) -> NoReturn:
-        flat = "" if self.flattened_range is None else f", flattened_range {self.flattened_range}"
+        flat = ""
+        if self.flattened_range is not None:
+            flat = f", flattened_range {self.flattened_range}"
         super()._fail(
             f"{problem} (local_shape {self.local_shape}, prepend_axis_num {self.prepend_axis_num}, "
             f"global_shape {self.global_shape}, global_offset {self.global_offset}, "
@@ -215,13 +217,10 @@ class ShardedTensor(ShardedBase):
         prepended, offsets = self._split_axes(self.global_offset)
         if any(size and off % size for off, size in zip(offsets, self.local_shape, strict=True)):
             self._fail("not on a regular grid: global_offset is not a multiple of local_shape")
-        return (
-            *prepended,
-            *(
-                off // size if size else 0
-                for off, size in zip(offsets, self.local_shape, strict=True)
-            ),
-        )
+        index = list(prepended)
+        for off, size in zip(offsets, self.local_shape, strict=True):
+            index.append(off // size if size else 0)
+        return tuple(index)
 
     def max_allowed_chunks(self) -> tuple[int, ...]:
         """Return the shape of one cell of the grid, prepended axes included.
@@ -407,7 +406,9 @@ class ShardedTensor(ShardedBase):
             lo = max(first, kept_first)
             hi = min(end, kept_first + kept_row)
             if lo < hi:
-                data = None if self.data is None else self.data[lo - first : hi - first]
+                data = None
+                if self.data is not None:
+                    data = self.data[lo - first : hi - first]
                 moved = i * kept_row - kept_first
                 shards.append(
                     replace(scaled, data=data, flattened_range=slice(lo + moved, hi + moved))

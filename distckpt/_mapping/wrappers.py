@@ -141,10 +141,8 @@ class ShardedObject(ShardedBase):
         key, slash, place = unique_key.rpartition("/")
         try:
             tag, offset_text, shape_text = place.split("_")
-            offset, shape = (
-                tuple(int(number) for number in text.split(".") if text)
-                for text in (offset_text, shape_text)
-            )
+            offset = _numbers(offset_text)
+            shape = _numbers(shape_text)
         except ValueError:
             tag = ""
             offset = ()
@@ -160,6 +158,12 @@ FactoryBuildFn: TypeAlias = Callable[
     [str, "torch.Tensor", ReplicaId, slice | None], ShardedStateDict
 ]
 FactoryMergeFn: TypeAlias = Callable[[StateDict], "torch.Tensor"]
+
+
+def _numbers(text: str) -> tuple[int, ...]:
+    if not text:
+        return ()
+    return tuple(map(int, text.split(".")))
 
 
 @dataclass(eq=False)

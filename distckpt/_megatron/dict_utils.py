@@ -122,8 +122,12 @@ def _diff_leaves(x1: Any, x2: Any, prefix: Position) -> list[tuple[Any, ...]]:
     kinds = (prefix, type(x1), type(x2))
     if isinstance(x1, torch.Tensor) and isinstance(x2, torch.Tensor):
         details = _diff_tensors(x1, x2)
-        return [] if details is None else [kinds + details]
-    return [kinds] if _differ(x1, x2) else []
+        if details is None:
+            return []
+        return [kinds + details]
+    if _differ(x1, x2):
+        return [kinds]
+    return []
 
 
 def _diff_tensors(x1: torch.Tensor, x2: torch.Tensor) -> tuple[Any, ...] | None:
@@ -160,7 +164,9 @@ def inspect_types(x: Any, prefix: Position = (), indent: int = 4) -> None:
     if isinstance(x, (dict, list)):
         print()
         for key, value in children_of(x):
-            bullet = ">" if isinstance(x, dict) else "-"
+            bullet = "-"
+            if isinstance(x, dict):
+                bullet = ">"
             print(f"{' ' * (indent * len(prefix))}{bullet} {key}: ", end="")
             inspect_types(value, (*prefix, key), indent)
     elif isinstance(x, torch.Tensor):

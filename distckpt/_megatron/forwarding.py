@@ -73,7 +73,9 @@ def installed(path: str, name: str) -> Any:
             f"not have it: {error}. Install a version of megatron-core that has it, with the "
             "packages that it needs."
         ) from error
-    return taking_ours(value, f"{path}.{name}") if inspect.isfunction(value) else value
+    if inspect.isfunction(value):
+        return taking_ours(value, f"{path}.{name}")
+    return value
 
 
 def taking_ours(function: Callable[..., Any], name: str) -> Callable[..., Any]:

@@ -61,7 +61,9 @@ def _is_converted(node: Any) -> bool:
 
 def _join(container: Any, children: list[Any]) -> Any:
     converted = new_like(container, children)
-    return converted if is_plain_container(container) else type(container)(converted)
+    if is_plain_container(container):
+        return converted
+    return type(container)(converted)
 
 
 def register_types() -> list[type]:
@@ -92,8 +94,8 @@ def _classes_of(name: str) -> list[type]:
         module = importlib.import_module(name)
     except ImportError:
         return []
-    return [
-        value
-        for value in vars(module).values()
-        if isinstance(value, type) and value.__module__ == name
-    ]
+    classes = []
+    for value in vars(module).values():
+        if isinstance(value, type) and value.__module__ == name:
+            classes.append(value)
+    return classes

@@ -129,7 +129,9 @@ def load_plain_tensors(
         with attempt:
             strategy = _strategy_that_reads(location, attempt)
             stored = strategy.load_tensors_metadata(location)
-            requests = stored if keys is None else _chosen(stored, keys, location)
+            requests = stored
+            if keys is not None:
+                requests = _chosen(stored, keys, location)
             tensors = strategy.load(requests, location)
     return tensors
 
@@ -138,7 +140,9 @@ def _check_keys(keys: Any) -> None:
     names = () if keys is None else keys
     is_list = isinstance(names, Collection) and not isinstance(names, str)
     if not is_list or not all(isinstance(key, str) for key in names):
-        hint = f"; for one tensor, keys={[keys]!r}" if isinstance(keys, str) else ""
+        hint = ""
+        if isinstance(keys, str):
+            hint = f"; for one tensor, keys={[keys]!r}"
         raise TypeError(f"keys is a list of whole keys, not of patterns, got {keys!r:.200}{hint}.")
 
 

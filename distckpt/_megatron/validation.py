@@ -62,7 +62,10 @@ def determine_global_metadata(
     texts = Ranks(process_group).all_gather(
         json.dumps([_to_json(shard) for shard in local_shards]).encode()
     )
-    return local_shards, [[_from_json(fields) for fields in json.loads(text)] for text in texts]
+    shards_of_ranks = []
+    for text in texts:
+        shards_of_ranks.append(list(map(_from_json, json.loads(text))))
+    return local_shards, shards_of_ranks
 
 
 def _to_json(shard: Shard) -> dict[str, Any]:
@@ -75,9 +78,11 @@ def _to_json(shard: Shard) -> dict[str, Any]:
 
 
 def _from_json(fields: dict[str, Any]) -> Shard:
-    plain: dict[str, Any] = {
-        name: tuple(value) if isinstance(value, list) else value for name, value in fields.items()
-    }
+    plain: dict[str, Any] = {}
+    for name, value in fields.items():
+        if isinstance(value, list):
+            value = tuple(value)
+        plain[name] = value
     if "dtype" not in plain:
         return ShardedObject(data=None, **plain)
     flat = plain.pop("flattened_range")
@@ -218,7 +223,9 @@ def _is_nested(node: Any) -> bool:
 
 def _without_holes(container: Any, children: list[Any]) -> Any:
     rest = without_holes(container, children)
-    return type(container)() if rest is HOLE else rest
+    if rest is HOLE:
+        return type(container)()
+    return rest
 
 
 def _has_key(node: Any, keys: set[str]) -> bool:

@@ -34,9 +34,12 @@ def check_arrival(
         sums = sums_of(regions, 2 * len(plan.compared))
     totals = sum_over_ranks(ranks, sums)
     pairs = zip(plan.compared, totals[::2], totals[1::2], strict=True)
-    bad = [(rank, key) for (rank, key), sent, arrived in pairs if (sent - arrived) % PRIME]
-    if bad:
-        faults = [KeyFault(key, text, text) for rank, key in bad for text in [f" on rank {rank}"]]
+    faults = []
+    for (rank, key), sent, arrived in pairs:
+        if (sent - arrived) % PRIME:
+            text = f" on rank {rank}"
+            faults.append(KeyFault(key, text, text))
+    if faults:
         lines = "\n- ".join(summarize_faults(faults))
         raise CheckpointingException(
             f"What has arrived is not what was sent:\n- {lines}\nEither was changed during the "
@@ -49,9 +52,13 @@ def _sent(plan: RankPlan, sources: Pieces) -> Iterator[LiveRegion]:
     for slot, row, dtype, *place in plan.sent.tolist():
         region, view = _place(sources.table, row, sources.views[row], place)
         add = sources.adds[row]
-        moved = view - add if add else view
+        moved = view
+        if add:
+            moved = view - add
         taken_as = FROM_NAME[plan.dtypes[dtype]]
-        values = moved if moved.dtype == taken_as else _one_nan(moved.to(taken_as))
+        values = moved
+        if moved.dtype != taken_as:
+            values = _one_nan(moved.to(taken_as))
         yield LiveRegion(2 * slot, region, values)
 
 
@@ -82,5 +89,7 @@ def _one_nan(values: torch.Tensor) -> torch.Tensor:
     """
     if not values.dtype.is_floating_point:
         return values
-    wide = values if values.dtype.itemsize == 8 else values.float()
+    wide = values
+    if values.dtype.itemsize != 8:
+        wide = values.float()
     return torch.where(wide.isnan(), torch.nan, wide).to(values.dtype)

@@ -171,16 +171,21 @@ class Assignment:
         """Refuse elements that no rank holds, unless they come from elsewhere."""
         if not self.gaps or self.settings.has_fallback:
             return
-        faults = [KeyFault(gap.key, text, text) for gap in self.gaps for text in [self._lack(gap)]]
+        faults = []
+        for gap in self.gaps:
+            text = self._lack(gap)
+            faults.append(KeyFault(gap.key, text, text))
         lines = "\n- ".join(summarize_faults(faults))
         keys = {gap.key for gap in self.gaps}
         prefix = other_prefix(sorted(keys - self.held.by_key.keys()), self.held.by_key, "given")
         way_out = (
             "Describe it on the rank that has it, or name a checkpoint that has it as fallback."
-            if not prefix
-            else f"Names differ{prefix}: give modules on both sides at the same place, or state "
-            "dicts on both, or rename what is given with rules=."
         )
+        if prefix:
+            way_out = (
+                f"Names differ{prefix}: give modules on both sides at the same place, or state "
+                "dicts on both, or rename what is given with rules=."
+            )
         raise LoadMismatchError(f"Not held by any rank:\n- {lines}\n{way_out}", unexpected=keys)
 
     def _lack(self, gap: Wanted) -> str:

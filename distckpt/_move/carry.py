@@ -140,7 +140,9 @@ def _part(view: torch.Tensor, offset: Sequence[int], shape: Sequence[int]) -> to
     The region may have further axes, of one index.
     """
     region = Region(tuple(offset[: view.ndim]), tuple(shape[: view.ndim]))
-    return view if region.shape == tuple(view.shape) else view[region.slices()]
+    if region.shape == tuple(view.shape):
+        return view
+    return view[region.slices()]
 
 
 def _unit(buffer: torch.Tensor, dtype: torch.dtype, shape: Sequence[int]) -> torch.Tensor:
@@ -151,4 +153,6 @@ def _unit(buffer: torch.Tensor, dtype: torch.dtype, shape: Sequence[int]) -> tor
 
 def _moved(view: torch.Tensor, add: float) -> torch.Tensor:
     """Return the values to move for values in memory."""
-    return view - add if add else view
+    if add:
+        return view - add
+    return view

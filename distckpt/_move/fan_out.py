@@ -89,7 +89,9 @@ class FanOut:
         receivers, is_second, left = stretch
         self._stretches[machines] = stretch._replace(num_left=left - num_bytes)
         self._leads[receivers] += -num_bytes if is_second else num_bytes
-        return receivers[::-1] if is_second else receivers
+        if is_second:
+            return receivers[::-1]
+        return receivers
 
 
 class _Stretch(NamedTuple):
@@ -119,10 +121,10 @@ def overloaded_machines(units: Iterable[Unit], hosts: Sequence[int]) -> set[int]
 def _tree(giver: int, receivers: Sequence[int]) -> list[Hop]:
     """Return the way along a binary tree; its first half sends."""
     senders = [giver, *(rank for rank in receivers for _ in range(2))]
-    return [
-        Hop(sender, receiver, number.bit_length())
-        for number, (sender, receiver) in enumerate(zip(senders, receivers, strict=False), 1)
-    ]
+    hops = []
+    for number, (sender, receiver) in enumerate(zip(senders, receivers, strict=False), 1):
+        hops.append(Hop(sender, receiver, number.bit_length()))
+    return hops
 
 
 # --- Different layouts ----------------------------------------------------------------------------
@@ -141,13 +143,16 @@ def _joined(
         by_piece[unit.key, unit.giver, unit.row].append(unit)
     for piece_units in by_piece.values():
         is_overloaded = hosts[piece_units[0].giver] in overloaded
-        yield from _parts(piece_units) if is_overloaded and _overlap(piece_units) else piece_units
+        if is_overloaded and _overlap(piece_units):
+            piece_units = _parts(piece_units)
+        yield from piece_units
 
 
 def _overlap(units: Sequence[Unit]) -> bool:
     if len(units) == 1:
         return False
-    offsets, shapes = (np.array([unit.region[i] for unit in units]) for i in (0, 1))
+    offsets = np.array([unit.region.offset for unit in units])
+    shapes = np.array([unit.region.shape for unit in units])
     return find_overlap(offsets, shapes) is not None
 
 

@@ -84,18 +84,19 @@ class _Joined(NamedTuple):
 def _joined(tables: Sequence[PieceTable], keys: Sequence[str]) -> _Joined:
     numbers = {key: number for number, key in enumerate(keys)}
     ndim = max((table.offsets.shape[1] for table in tables), default=0)
-    columns = [
-        _Joined(
-            np.array([numbers[kind.key] for kind in table.kinds], np.int64)[table.kind_ids],
-            np.full(len(table.kind_ids), rank),
-            np.arange(len(table.kind_ids)),
-            table.is_main,
-            table.is_buffer,
-            widen(table.offsets, ndim, 0),
-            widen(table.shapes, ndim, 1),
+    columns = []
+    for rank, table in enumerate(tables):
+        columns.append(
+            _Joined(
+                np.array([numbers[kind.key] for kind in table.kinds], np.int64)[table.kind_ids],
+                np.full(len(table.kind_ids), rank),
+                np.arange(len(table.kind_ids)),
+                table.is_main,
+                table.is_buffer,
+                widen(table.offsets, ndim, 0),
+                widen(table.shapes, ndim, 1),
+            )
         )
-        for rank, table in enumerate(tables)
-    ]
     joined = _Joined(*map(np.concatenate, zip(*columns, strict=True)))
     nonempty = np.flatnonzero((joined.shapes > 0).all(axis=1))
     nonempty = nonempty[np.argsort(joined.key_ids[nonempty], kind="stable")]

@@ -103,7 +103,9 @@ def _shared(
     """Let the ranks of a machine open each other's memory."""
     token = int.from_bytes(os.urandom(7), "big")
     own[:8] = torch.from_numpy(np.array([token]).view(np.uint8))
-    host = ranks.rank if descriptor is None else host_number()
+    host = ranks.rank
+    if descriptor is not None:
+        host = host_number()
     numbers = [host, os.getpid(), -1 if descriptor is None else descriptor, token]
     table = ranks.all_gather_numbers(numbers).tolist()
     hosts = [row[0] for row in table]

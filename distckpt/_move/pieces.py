@@ -101,9 +101,10 @@ def pieces_of(
         raise InvalidShardingError(
             f"Key {without.key!r} has no data: give each ShardedTensor the memory that is moved."
         )
-    pieces = [
-        (number, region) for number, shard in enumerate(shards) for region in shard_regions(shard)
-    ]
+    pieces = []
+    for number, shard in enumerate(shards):
+        for region in shard_regions(shard):
+            pieces.append((number, region))
     requests = [request_of(shards[number], region) for number, region in pieces]
     views = [region_view(shards[number], region) for number, region in pieces]
     if rules:

@@ -89,9 +89,13 @@ def _check_kind(source: Kind, target: Kind, rank: int, settings: MoveSettings) -
             unexpected=[target.key],
         )
     dtypes = FROM_NAME[source.dtype], FROM_NAME[target.dtype]
-    fits = is_convertible if settings.allow_dtype_cast else is_lossless_cast
+    fits = is_lossless_cast
+    if settings.allow_dtype_cast:
+        fits = is_convertible
     if not fits(*dtypes):
-        way_out = ", or pass allow_dtype_cast=True" if is_convertible(*dtypes) else ""
+        way_out = ""
+        if is_convertible(*dtypes):
+            way_out = ", or pass allow_dtype_cast=True"
         raise LoadMismatchError(
             f"Key {target.key!r} is given as {dtypes[0]}, and rank {rank} takes it as {dtypes[1]}, "
             f"which would change values: take the dtype that is given or a wider one{way_out}.",

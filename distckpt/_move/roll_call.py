@@ -376,12 +376,16 @@ class Leader:
 
     def _limit(self, absent: set[str], soon: float, deadline: float) -> float:
         """Return the time until which absent members are waited for."""
-        return soon if absent <= self._doubtful else deadline
+        if absent <= self._doubtful:
+            return soon
+        return deadline
 
     @property
     def _fewest_targets(self) -> int:
         """The first version needs all targets, later ones any."""
-        return 1 if self._num_rounds else self._num_targets
+        if self._num_rounds:
+            return 1
+        return self._num_targets
 
     def _leave_out(self, absent: list[str], num_targets: int, version: int) -> None:
         """Go on without absent members; refuse where the rest cannot."""
@@ -390,7 +394,9 @@ class Leader:
         fewest = self._fewest_targets
         text = f"{', '.join(absent)} did not come to version {version}"
         if num_targets < fewest:
-            first = text if absent else f"More targets are needed for version {version}"
+            first = text
+            if not absent:
+                first = f"More targets are needed for version {version}"
             raise lost_contact({}, f"{first}: {num_targets} are there, of {fewest}.")
         if absent:
             logger.warning("%s: left out until it does", text)

@@ -92,10 +92,11 @@ class Schedule:
             "sent": 3 + 2 * self._ndim,
             "arrived": 3 + 2 * self._ndim,
         }
-        columns = {
-            name: np.array(self._rows[name, rank], np.int64).reshape(-1, num_columns.get(name, 5))
-            for name in TABLES
-        }
+        columns = {}
+        for name in TABLES:
+            columns[name] = np.array(self._rows[name, rank], np.int64).reshape(
+                -1, num_columns.get(name, 5)
+            )
         return RankPlan(
             num_waves=self._num_waves,
             sent_bytes=self._sent_bytes,
@@ -140,7 +141,10 @@ class Schedule:
         for take in takes:
             by_host[self._hosts[take[0]]].append(take)
         own_host = self._hosts[giver]
-        others = [{r for r, _, _ in by_host[host]} for host in by_host if host != own_host]
+        others = []
+        for host in by_host:
+            if host != own_host:
+                others.append({r for r, _, _ in by_host[host]})
         hops = self._fan_out.hops(giver, others, size)
         wave = self._wave_of(giver, hops, size, item)
         start = self._reserve(giver, False, wave, size, item)

@@ -43,7 +43,11 @@ class Staged(NamedTuple):
             shared = _share_memory(targets.views, sources.views)
             shared = [is_shared or row in fresh for row, is_shared in enumerate(shared)]
         staged = zip(targets.views, shared, strict=True)
-        views = [torch.empty_like(v, memory_format=_DENSE) if s else v for v, s in staged]
+        views = []
+        for view, is_staged in staged:
+            if is_staged:
+                view = torch.empty_like(view, memory_format=_DENSE)
+            views.append(view)
         for row, kind in enumerate(targets.table.kind_ids.tolist()):
             if targets.table.kinds[kind].may_differ:
                 views[row].detach().zero_()
@@ -81,10 +85,9 @@ class Staged(NamedTuple):
         for padding in self.targets.padding:
             padding.zero_()
         # Once, if several targets are the same memory.
-        adds = {
-            (view.data_ptr(), view.shape, view.stride()): (view, add)
-            for view, add in zip(self.targets.views, self.targets.adds, strict=True)
-        }
+        adds = {}
+        for view, add in zip(self.targets.views, self.targets.adds, strict=True):
+            adds[(view.data_ptr(), view.shape, view.stride())] = (view, add)
         for view, add in adds.values():
             if add:
                 view.add_(add)
@@ -125,4 +128,6 @@ def _share_memory(views: Sequence[torch.Tensor], others: Sequence[torch.Tensor])
 def _extent(view: torch.Tensor) -> tuple[int, int]:
     """Return the addresses where a tensor's bytes begin and end."""
     size = num_bytes_spanned(view)
-    return (view.data_ptr(), view.data_ptr() + size) if size else (0, 0)
+    if size:
+        return (view.data_ptr(), view.data_ptr() + size)
+    return (0, 0)

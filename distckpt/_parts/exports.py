@@ -197,7 +197,9 @@ class _ExportWork(Work):
 
     def proof(self, attempt: Attempt, directory: str) -> Any:
         is_single = [*self._files] == [SINGLE_NAME]
-        last = SINGLE_NAME if is_single else INDEX_NAME
+        last = INDEX_NAME
+        if is_single:
+            last = SINGLE_NAME
         return proof_of(directory, last, self.files(attempt))
 
     def report(self, results: Sequence[Any], seconds: float) -> ExportReport:

@@ -47,11 +47,13 @@ def facts_of(
         checkpoints: the checkpoints to read.
         outputs: the tensors to write.
     """
-    option_texts = {
-        name: _short(_sorted_patterns(value) if name == "keys" else value)
-        for name, value in options.items()
-        if name not in (*_UNIMPORTANT, *_PLANNED)
-    }
+    option_texts = {}
+    for name, value in options.items():
+        if name in (*_UNIMPORTANT, *_PLANNED):
+            continue
+        if name == "keys":
+            value = _sorted_patterns(value)
+        option_texts[name] = _short(value)
     # Two versions may compute different values from the same input.
     versions = {
         "the version of distckpt": importlib.import_module("distckpt").__version__,
@@ -64,19 +66,19 @@ def facts_of(
 def facts_of_extra_files(extra: ExtraFiles) -> dict[str, str]:
     """Return texts that identify the files next to the weights, by name."""
     contents = {locations.split(path)[1]: locations.read_bytes(path) for path in extra.copied}
-    return {
-        f"the extra file {name}": _digest([content])
-        for name, content in {**contents, **extra.written}.items()
-    }
+    facts = {}
+    for name, content in {**contents, **extra.written}.items():
+        facts[f"the extra file {name}"] = _digest([content])
+    return facts
 
 
 def facts_of_sources(checkpoints: Sequence[StoredCheckpoint]) -> dict[str, str]:
     """Return a text that identifies the content of each source."""
-    many = len(checkpoints) > 1
-    return {
-        f"the source {number}" if many else "the source": _content_of(stored)
-        for number, stored in enumerate(checkpoints)
-    }
+    facts = {}
+    for number, stored in enumerate(checkpoints):
+        name = f"the source {number}" if len(checkpoints) > 1 else "the source"
+        facts[name] = _content_of(stored)
+    return facts
 
 
 def facts_of_copies(checkpoints: Sequence[StoredCheckpoint]) -> dict[str, str]:
@@ -84,10 +86,12 @@ def facts_of_copies(checkpoints: Sequence[StoredCheckpoint]) -> dict[str, str]:
 
     It serves reports on the files themselves.
     """
-    return {
-        f"the files of the source {number}": f"{stored.location} {_digest([_looks_of(stored)])}"
-        for number, stored in enumerate(checkpoints)
-    }
+    facts = {}
+    for number, stored in enumerate(checkpoints):
+        facts[f"the files of the source {number}"] = (
+            f"{stored.location} {_digest([_looks_of(stored)])}"
+        )
+    return facts
 
 
 def check_sources(facts: Mapping[str, str], checkpoints: Sequence[StoredCheckpoint]) -> None:
@@ -123,8 +127,13 @@ def _configs_of(stored: StoredCheckpoint) -> list[bytes]:
     They define how values are read: their quantization, or the scaling of an adapter.
     """
     location = stored.location
-    names = locations.list_names(location) if locations.isdir(location) else []
-    paths = [locations.join(location, name) for name in sorted(names) if name.endswith(_CONFIG)]
+    names = []
+    if locations.isdir(location):
+        names = locations.list_names(location)
+    paths = []
+    for name in sorted(names):
+        if name.endswith(_CONFIG):
+            paths.append(locations.join(location, name))
     return [locations.read_bytes(path, _MAX_CONFIG) for path in paths]
 
 
@@ -156,4 +165,6 @@ def _sorted_patterns(patterns: str | Sequence[str] | None) -> list[str] | None:
 
 def _short(value: Any) -> str:
     text = repr(os.fspath(value) if isinstance(value, os.PathLike) else value)
-    return text if len(text) <= _MAX_TEXT else f"{text[:_MAX_TEXT]}... {_digest([text.encode()])}"
+    if len(text) <= _MAX_TEXT:
+        return text
+    return f"{text[:_MAX_TEXT]}... {_digest([text.encode()])}"

@@ -172,7 +172,11 @@ class Journal:
     def recorded(self) -> set[int]:
         """Return the numbers of the pieces that are whole."""
         matches = map(_RECORD.fullmatch, self._names())
-        return {int(match[1]) for match in matches if match}
+        numbers = set()
+        for match in matches:
+            if match:
+                numbers.add(int(match[1]))
+        return numbers
 
     def has_record(self, number: int) -> bool:
         """Whether a piece is whole."""
@@ -228,7 +232,11 @@ class Journal:
             locations.remove_file(self._path(name))
 
     def _done_names(self) -> list[str]:
-        return [name for name in self._names() if _DONE.fullmatch(name)]
+        names = []
+        for name in self._names():
+            if _DONE.fullmatch(name):
+                names.append(name)
+        return names
 
     def is_done(self) -> bool:
         """Whether the work ended, unless it was killed just before."""
@@ -257,7 +265,11 @@ class Journal:
             locations.remove_tree(self._path(name))
 
     def _outputs(self) -> list[str]:
-        return [name for name in self._names() if hidden_directories.parse(name) is not None]
+        names = []
+        for name in self._names():
+            if hidden_directories.parse(name) is not None:
+                names.append(name)
+        return names
 
     # --- Who is at work
 
@@ -354,8 +366,8 @@ def journals_beside(place: str) -> list[Journal]:
     except (FileNotFoundError, NotADirectoryError):
         return []
     hidden = [(item, hidden_directories.parse(item)) for item in names]
-    return [
-        Journal(locations.join(parent, item))
-        for item, parts in hidden
-        if parts is not None and (parts.name, parts.kind) == (name, "parts")
-    ]
+    journals = []
+    for item, parts in hidden:
+        if parts is not None and (parts.name, parts.kind) == (name, "parts"):
+            journals.append(Journal(locations.join(parent, item)))
+    return journals

@@ -95,7 +95,9 @@ def runs_of(sizes: Sequence[int]) -> list[range]:
             first = number
             filled = 0
         filled += size
-    return [*runs, range(first, len(sizes))] if sizes else runs
+    if sizes:
+        return [*runs, range(first, len(sizes))]
+    return runs
 
 
 def pieces_of(
@@ -189,7 +191,9 @@ class _VerifyWork(Work):
             self._units = np.concatenate([self._units, self._units_in(number)])
             self._first_blocks.append(self._first_blocks[-1] + len(self._blocks_in(number).starts))
             self._unread += self._blocks_in(number).unread
-        keys = keys_with_fingerprints(stored) if is_full else []
+        keys = []
+        if is_full:
+            keys = keys_with_fingerprints(stored)
         self._tensors = [StoredTensor(stored, key) for key in keys]
         self._windows = list(windows_of(self._tensors))
         unit_bytes: list[int] = self._units[:, 3].tolist()
@@ -286,12 +290,12 @@ class _VerifyWork(Work):
         remaining = iter(results)
         file_results = list(itertools.islice(remaining, len(self._of_files)))
         unit_results = list(itertools.islice(remaining, len(self._of_units)))
-        problems = [
-            Problem(**fields_of_problem)
-            for problems, _ in file_results
-            for fields_of_problem in problems
-        ]
-        bad = [BadBlock(*block) for blocks, _ in unit_results for block in blocks]
+        problems = []
+        for list_of_fields, _ in file_results:
+            problems += [Problem(**fields) for fields in list_of_fields]
+        bad = []
+        for blocks, _ in unit_results:
+            bad += [BadBlock(*block) for block in blocks]
         problems += not_in(problems, self._unread)
         problems += self._describe(bad)
         num_bytes = sum(num_read for _, num_read in [*file_results, *unit_results])
@@ -338,7 +342,9 @@ class _WindowWork(Work):
     def _divide(self) -> None:
         self.sources = [stored.location for stored in self.checkpoints]
         self._windows = list(windows_of(self.sides[0]))
-        sizes = [sum(bytes_of_window(side, w) for side in self.sides) for w in self._windows]
+        sizes = []
+        for w in self._windows:
+            sizes.append(sum(bytes_of_window(side, w) for side in self.sides))
         self._runs = runs_of(sizes)
         self.pieces = pieces_of(self._runs, sizes, self._key_of)
 
@@ -374,10 +380,10 @@ class _WindowWork(Work):
     def decoded_by_tensor(self, results: Sequence[Any]) -> list[list[Any]]:
         """Return the results of the windows of each tensor."""
         results_by_tensor = by_tensor(self.sides[0], self._windows, results)
-        return [
-            [self.decoded(result) for result in tensor_results]
-            for tensor_results in results_by_tensor
-        ]
+        decoded = []
+        for tensor_results in results_by_tensor:
+            decoded.append([self.decoded(result) for result in tensor_results])
+        return decoded
 
 
 def _differences(add_bytes: Callable[[int], None]) -> Callable[[int, int], None]:

@@ -72,7 +72,10 @@ def _run_part(work: Work, journal: Journal, part: Part, progress: Progress | Non
         try:
             _open(work, journal)
             recorded = journal.recorded()
-            numbers = [number for number in share(work.costs(), part) if number not in recorded]
+            numbers = []
+            for number in share(work.costs(), part):
+                if number not in recorded:
+                    numbers.append(number)
             for number in _run(work, journal, part, numbers, progress):
                 num_pieces += 1
                 num_bytes += work.pieces[number].num_bytes
@@ -132,7 +135,9 @@ def _other_owner(location: str) -> int | None:
     if not locations.is_local(location) or not os.path.lexists(location):
         return None
     owner = os.stat(location).st_uid
-    return None if owner == os.geteuid() else owner
+    if owner == os.geteuid():
+        return None
+    return owner
 
 
 def _check_is_there(journal: Journal, error: OSError) -> None:
@@ -144,7 +149,10 @@ def _check_is_there(journal: Journal, error: OSError) -> None:
 
 def _check_is_all(work: Work, journal: Journal) -> None:
     recorded = journal.recorded()
-    missing = [i for i in range(len(work.pieces)) if i not in recorded]
+    missing = []
+    for i in range(len(work.pieces)):
+        if i not in recorded:
+            missing.append(i)
     if missing:
         name = work.pieces[missing[0]].name
         raise CheckpointingException(
@@ -231,14 +239,13 @@ def _differences(work: Work, header: dict[str, Any]) -> str:
     theirs = header["facts"]
     if header["verb"] != work.verb:
         return f"it is {header['verb']}, this is {work.verb}"
-    named = {
-        name: (theirs.get(name), work.facts.get(name))
-        for name in theirs | dict(work.facts)
-        if theirs.get(name) != work.facts.get(name)
-    }
-    texts = [
-        f"{name} was {before!s:.100} and is {now!s:.100}" for name, (before, now) in named.items()
-    ]
+    named = {}
+    for name in theirs | dict(work.facts):
+        if theirs.get(name) != work.facts.get(name):
+            named[name] = (theirs.get(name), work.facts.get(name))
+    texts = []
+    for name, (before, now) in named.items():
+        texts.append(f"{name} was {before!s:.100} and is {now!s:.100}")
     return "; ".join(texts) or "the division into pieces is another"
 
 
@@ -349,7 +356,10 @@ def _results(work: Work, journal: Journal) -> tuple[list[Any], float]:
     """
     records, fault = journal.records(len(work.pieces))
     if fault:
-        absent = [i for i, record in enumerate(records) if record is None]
+        absent = []
+        for i, record in enumerate(records):
+            if record is None:
+                absent.append(i)
         raise _without_records(work, journal, absent, fault)
     whole = [record for record in records if record is not None]
     return [record["result"] for record in whole], sum(record["seconds"] for record in whole)
@@ -386,13 +396,15 @@ def _lost(work: Work, journal: Journal, damaged: Sequence[str]) -> list[int]:
     if not work.is_begun(journal.attempt):
         return []
     directory = work.directory(journal.attempt)
-    sizes = {
-        name: _size_of(locations.join(directory, name)) for name in work.files(journal.attempt)
-    }
+    sizes = {}
+    for name in work.files(journal.attempt):
+        sizes[name] = _size_of(locations.join(directory, name))
     sizes.update(dict.fromkeys(damaged, 0))
-    return [
-        i for i, piece in enumerate(work.pieces) if sizes.get(piece.name, math.inf) < piece.stop
-    ]
+    lost = []
+    for i, piece in enumerate(work.pieces):
+        if sizes.get(piece.name, math.inf) < piece.stop:
+            lost.append(i)
+    return lost
 
 
 def _cut(work: Work, journal: Journal, names: Iterable[str]) -> None:
@@ -489,14 +501,16 @@ def _status(journal: Journal, header: dict[str, Any]) -> PartsStatus:
     recorded = journal.recorded()
     pieces = header["pieces"]
     sizes = [stop - start for _, start, stop in pieces]
-    missing = [name for i, (name, _, _) in enumerate(pieces) if i not in recorded]
+    missing = []
+    for i, (name, _, _) in enumerate(pieces):
+        if i not in recorded:
+            missing.append(name)
     workers = journal.workers()
     # Several processes may do the same piece.
-    running = {
-        worker.number: worker.piece_bytes
-        for worker in sorted(workers, key=attrgetter("piece_bytes"))
-        if worker.is_running and worker.number not in recorded
-    }
+    running = {}
+    for worker in sorted(workers, key=attrgetter("piece_bytes")):
+        if worker.is_running and worker.number not in recorded:
+            running[worker.number] = worker.piece_bytes
     return PartsStatus(
         journal.location,
         header["verb"],

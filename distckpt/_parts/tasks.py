@@ -101,7 +101,10 @@ def make_tasks(verb: str, num_tasks: int, arguments: Mapping[str, Any]) -> list[
     """Divide the work of a verb with these arguments into tasks."""
     check_count("num_tasks", num_tasks)
     located = _located(arguments)
-    return [Task(verb, located, index, num_tasks) for index in range(num_tasks)]
+    tasks = []
+    for index in range(num_tasks):
+        tasks.append(Task(verb, located, index, num_tasks))
+    return tasks
 
 
 def _located(arguments: Mapping[str, Any]) -> dict[str, Any]:
@@ -109,7 +112,10 @@ def _located(arguments: Mapping[str, Any]) -> dict[str, Any]:
 
     Processes may have other working directories.
     """
-    return {name: _with_location(name, value) for name, value in arguments.items()}
+    located = {}
+    for name, value in arguments.items():
+        located[name] = _with_location(name, value)
+    return located
 
 
 def _with_location(name: str, value: Any) -> Any:
@@ -119,11 +125,10 @@ def _with_location(name: str, value: Any) -> Any:
         return [locations.normalize(item) for item in value]
     if isinstance(value, ExportOptions):
         values = {item: getattr(value, item) for item in _LOCATIONS_OF_OPTIONS}
-        absolute: dict[str, Any] = {
-            item: locations.normalize(path)
-            for item, path in values.items()
-            if path not in (None, "auto")
-        }
+        absolute: dict[str, Any] = {}
+        for item, path in values.items():
+            if path not in (None, "auto"):
+                absolute[item] = locations.normalize(path)
         return replace(value, **absolute)
     return value
 

@@ -52,10 +52,9 @@ class _TorchDistWork(Work):
         self.place = target
         self.sources = [stored.location]
         self._chunks = _groups(stored)
-        sizes = [
-            sum(int(stored.manifest.num_bytes[chunk]) for _, chunk in group)
-            for group in self._chunks
-        ]
+        sizes = []
+        for group in self._chunks:
+            sizes.append(sum(int(stored.manifest.num_bytes[chunk]) for _, chunk in group))
         self.pieces: Sequence[Piece] = [
             Piece(f"__{number}_0.distcp", 0, size) for number, size in enumerate(sizes)
         ]
@@ -109,9 +108,9 @@ class _TorchDistWork(Work):
         remove_others(directory, self.files(attempt))
         common = common_state_to_write(self._stored)
         write_metadata(self._stored, common, results, directory)
-        ends = [
-            max((start + size for _, _, start, size in written), default=0) for written in results
-        ]
+        ends = []
+        for written in results:
+            ends.append(max((start + size for _, _, start, size in written), default=0))
         names = [piece.name for piece in self.pieces]
         self._output(attempt).check_files(list(zip(names, ends, strict=True)))
 

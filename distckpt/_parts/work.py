@@ -150,7 +150,9 @@ def cut_files(sizes: Mapping[str, int], *, divides: bool) -> list[Piece]:
     limit = piece_bytes(sum(sizes.values()))
     pieces = []
     for name, size in sizes.items():
-        count = max(1, -(-size // limit)) if divides else 1
+        count = 1
+        if divides:
+            count = max(1, -(-size // limit))
         edges = [i * size // count // _ALIGNMENT * _ALIGNMENT for i in range(count)]
         pieces += [Piece(name, *edge) for edge in itertools.pairwise([*edges, size])]
     return pieces

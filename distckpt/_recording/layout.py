@@ -104,7 +104,9 @@ def _merged(axes: Sequence[_Axis]) -> tuple[_Axis, ...]:
     """Join axes where both views continue into the next one."""
     merged: list[_Axis] = []
     for axis in axes:
-        last = merged[-1] if merged else None
+        last = None
+        if merged:
+            last = merged[-1]
         ends = (axis.size * axis.step, axis.size * axis.partner_step)
         if last is not None and (last.step, last.partner_step) == ends:
             merged[-1] = axis._replace(size=last.size * axis.size)
@@ -118,7 +120,9 @@ def _placed(shape: tuple[int, ...], steps: tuple[int, ...], pair: _Pair) -> Iter
 
     An axis that fits none is cut until it does.
     """
-    start = [pair.offset // step % size for size, step in zip(shape, steps, strict=True)]
+    start = []
+    for size, step in zip(shape, steps, strict=True):
+        start.append(pair.offset // step % size)
     places: dict[int, _Axis] = {}
     for number, axis in enumerate(pair.axes):
         place = _place(shape, steps, axis.step)
@@ -131,7 +135,9 @@ def _placed(shape: tuple[int, ...], steps: tuple[int, ...], pair: _Pair) -> Iter
                 yield from _placed(shape, steps, smaller)
             return
         places[place] = axis
-    axes = [places.get(number, _ONE_ELEMENT) for number in range(len(shape))]
+    axes = []
+    for number in range(len(shape)):
+        axes.append(places.get(number, _ONE_ELEMENT))
     sizes = tuple(axis.size for axis in axes)
     strides = tuple(axis.partner_step for axis in axes)
     yield Box(Region(tuple(start), sizes), Layout(pair.partner_offset, sizes, strides))

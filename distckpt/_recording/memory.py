@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -97,8 +98,13 @@ class Memory:
         """Count the elements of a view that were written."""
         self.settle()
         regions = [box.region for box in boxes(self.shape, view, view)]
-        overlap = (intersect(piece.region, other) for piece in self.pieces for other in regions)
-        return sum(common.num_elements for common in overlap if common is not None)
+        num_elements = 0
+        for piece in self.pieces:
+            for region in regions:
+                common = intersect(piece.region, region)
+                if common is not None:
+                    num_elements += common.num_elements
+        return num_elements
 
     def names(self) -> list[str]:
         """Name the stored tensors that have elements here."""
@@ -117,13 +123,15 @@ def _last_written(pieces: Sequence[Piece]) -> list[Piece]:
     for number, piece in enumerate(pieces):
         left = [piece.region]
         for hole in later.get(number, ()):
-            left = [rest for region in left for rest in _outside(region, hole)]
+            left = list(itertools.chain.from_iterable(_outside(region, hole) for region in left))
         result.extend(_narrowed(piece, region) for region in left)
     return result
 
 
 def _outside(region: Region, hole: Region) -> list[Region]:
-    return [region] if intersect(region, hole) is None else list(without(region, hole))
+    if intersect(region, hole) is None:
+        return [region]
+    return list(without(region, hole))
 
 
 def _narrowed(piece: Piece, region: Region) -> Piece:
@@ -133,7 +141,9 @@ def _narrowed(piece: Piece, region: Region) -> Piece:
 
 def overlaps(regions: Sequence[Region]) -> Iterator[tuple[int, int]]:
     """Yield the pairs of regions that share elements, along the first axis."""
-    spans = [next(zip(*region, strict=True), (0, 1)) for region in regions]
+    spans = []
+    for region in regions:
+        spans.append(next(zip(*region, strict=True), (0, 1)))
     active: list[int] = []
     for number in sorted(range(len(regions)), key=spans.__getitem__):
         active = [other for other in active if sum(spans[other]) > spans[number][0]]

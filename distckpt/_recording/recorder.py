@@ -161,8 +161,12 @@ class Recording(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _repeat(self, source: torch.Tensor, repeats: Sequence[int]) -> torch.Tensor:
         """Copy several times, as views and a copy do it."""
         shape = (1,) * (len(repeats) - source.ndim) + tuple(source.shape)
-        apart = [size for length in shape for size in (1, length)]
-        repeated = [size for pair in zip(repeats, shape, strict=True) for size in pair]
+        apart = []
+        for length in shape:
+            apart.extend((1, length))
+        repeated = []
+        for pair in zip(repeats, shape, strict=True):
+            repeated.extend(pair)
         sizes = [num * size for num, size in zip(repeats, shape, strict=True)]
         return source.reshape(apart).expand(repeated).reshape(sizes)
 
@@ -178,7 +182,9 @@ class Recording(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _copy(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Make a new tensor from one or several."""
         sources = [leaf for leaf in tree_leaves(args) if _is_tensor(leaf)]
-        make = self._made if _has_recorded(sources) else _called
+        make = _called
+        if _has_recorded(sources):
+            make = self._made
         made = make(func, args, kwargs)
         dim = args[1] if len(args) > 1 else kwargs.get("dim", 0)
         parts = _parts(func.overloadpacket, made, sources, dim)
@@ -196,7 +202,9 @@ class Recording(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _write(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Copy one tensor into another, or fill it."""
         target = args[0]
-        value = args[1] if len(args) > 1 else None
+        value = None
+        if len(args) > 1:
+            value = args[1]
         if func.overloadpacket is aten.zero_ and isinstance(target, Recorded):
             return self._zero(target)
         if isinstance(target, Recorded) and target.memory.key is not None:
@@ -261,7 +269,9 @@ class Recording(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if isinstance(tensor, Recorded):
             return tensor.memory.names() or ["?"]
         memory = self.memory_of(tensor)
-        return [] if memory is None else memory.names()
+        if memory is None:
+            return []
+        return memory.names()
 
     def memory_of(self, tensor: torch.Tensor) -> Memory | None:
         """Return the known contents of a real tensor's memory, or None."""
@@ -285,7 +295,9 @@ class Recording(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def refuse(self, func: Any, tensors: Sequence[torch.Tensor]) -> NoReturn:
         """Raise an error about an unrecordable call, and remember it."""
-        names = [name for tensor in tensors for name in self._names(tensor)]
+        names = []
+        for tensor in tensors:
+            names.extend(self._names(tensor))
         self.refusal = self.refusal or InvalidShardingError(
             f"The loader calls {func} on the stored tensor {summarize_keys(dict.fromkeys(names))} "
             f"(while it loads {self.current!r}), and only views, conversions and copies can be "
@@ -335,7 +347,9 @@ def _has_recorded(tensors: Sequence[torch.Tensor]) -> bool:
 
 
 def _meta_of(value: Any) -> Any:
-    return value.meta if isinstance(value, Recorded) else value
+    if isinstance(value, Recorded):
+        return value.meta
+    return value
 
 
 def _identity(tensor: torch.Tensor) -> tuple[Any, ...]:
@@ -344,7 +358,9 @@ def _identity(tensor: torch.Tensor) -> tuple[Any, ...]:
 
 
 def _taken_as(source: torch.dtype, target: torch.dtype) -> list[Step]:
-    return [] if source == target else [("as", target)]
+    if source == target:
+        return []
+    return [("as", target)]
 
 
 def _parts(
@@ -359,4 +375,7 @@ def _parts(
         parts = meta.unbind(dim)
     if not isinstance(made, Recorded):
         return list(parts)
-    return [Recorded(made.recording, made.memory, part) for part in parts]
+    views: list[torch.Tensor] = []
+    for part in parts:
+        views.append(Recorded(made.recording, made.memory, part))
+    return views

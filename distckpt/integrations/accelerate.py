@@ -51,7 +51,10 @@ def training_state(accelerator: Any) -> dict[str, Any]:
             "The accelerator has prepared no model, so none would be saved: call training_state "
             "after accelerator.prepare."
         )
-    loaders = [loader for loader in accelerator._dataloaders if loader.use_stateful_dataloader]
+    loaders = []
+    for loader in accelerator._dataloaders:
+        if loader.use_stateful_dataloader:
+            loaders.append(loader)
     return {
         **_numbered("model", accelerator._models),
         **_numbered("optimizer", accelerator._optimizers),
@@ -65,7 +68,11 @@ def training_state(accelerator: Any) -> dict[str, Any]:
 
 
 def _numbered(name: str, objects: Sequence[Any]) -> dict[str, Any]:
-    return {f"{name}_{number}" if number else name: item for number, item in enumerate(objects)}
+    numbered = {}
+    for number, item in enumerate(objects):
+        key = f"{name}_{number}" if number else name
+        numbered[key] = item
+    return numbered
 
 
 class _Counters:

@@ -67,7 +67,10 @@ class Checkpoints(lightning.Callback):
         """Give callbacks the states that some use in `on_fit_start`."""
         if stage != "fit" or trainer.fast_dev_run:
             return
-        others = [callback for callback in trainer.callbacks if callback is not self._saver]
+        others = []
+        for callback in trainer.callbacks:
+            if callback is not self._saver:
+                others.append(callback)
         trainer.callbacks = [*others, self._saver]
         self._saver.resumes = bool(self.manager.steps())
         if self._saver.resumes:

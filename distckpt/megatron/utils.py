@@ -102,7 +102,9 @@ def debug_time(
         level: logging level; None takes WARNING when there is a threshold, else DEBUG.
     """
     if level is None:
-        level = logging.DEBUG if threshold == float("-inf") else logging.WARNING
+        level = logging.WARNING
+        if threshold == float("-inf"):
+            level = logging.DEBUG
     with logger_stack(name, logger) as (full_name, scope_logger):
         start = time.perf_counter()
         try:

@@ -20,4 +20,6 @@ class Contents(NamedTuple):
 
 def key_of(state: str, name: str) -> str:
     """Return the key of a parameter or of its optimizer state."""
-    return name if state == WEIGHT else f"optimizer.state.{state}.{name}"
+    if state == WEIGHT:
+        return name
+    return f"optimizer.state.{state}.{name}"

@@ -56,7 +56,9 @@ class States(NamedTuple):
 
 def is_checkpoint(location: str) -> bool:
     """Whether DeepSpeed wrote one save there, or several with a `latest` file."""
-    names = locations.list_names(location) if locations.isdir(location) else []
+    names = []
+    if locations.isdir(location):
+        names = locations.list_names(location)
     return any(map(_STATES.fullmatch, names)) or not set(_POINTERS).isdisjoint(names)
 
 
@@ -182,10 +184,12 @@ class StateFile(NamedTuple):
         It is the order of their values.
         """
         groups = self.content.get(field) or []
-        return [
-            {str(n): torch.Size(s) for n, s in g.items()}
-            for g in ([groups] if isinstance(groups, dict) else groups)
-        ]
+        if isinstance(groups, dict):
+            groups = [groups]
+        shapes: list[dict[str, Shape]] = []
+        for group in groups:
+            shapes.append({str(name): torch.Size(shape) for name, shape in group.items()})
+        return shapes
 
 
 def is_array(value: Any) -> bool:

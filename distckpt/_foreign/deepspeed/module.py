@@ -24,7 +24,11 @@ class _Frozen(NamedTuple):
 
     def views(self) -> list[tuple[StateFile, TensorView]]:
         """Return all shares with their files."""
-        return [(file, share[name]) for file, share in self.shares for name in self.shapes]
+        views = []
+        for file, share in self.shares:
+            for name in self.shapes:
+                views.append((file, share[name]))
+        return views
 
     def pieces(self) -> list[StoredPiece]:
         """Return the pieces of all parameters."""
@@ -48,7 +52,9 @@ def module_contents(
     stored = _checked_module(model)
     views = _views(model, stored, {*known, *aliases})
     locate_views([*frozen.views(), *((model, view) for view in views.values())])
-    pieces = [piece for name, view in views.items() for piece in pieces_of_view(name, model, view)]
+    pieces = []
+    for name, view in views.items():
+        pieces.extend(pieces_of_view(name, model, view))
     pieces += frozen.pieces()
     return pieces, _needed_aliases(model, aliases, known | views.keys())
 
@@ -57,7 +63,9 @@ def _frozen_parameters(models: Sequence[StateFile]) -> _Frozen:
     model = models[0]
     groups = model.shapes("frozen_param_shapes")
     is_stage_3 = model.name.rpartition("/")[2].startswith("zero_pp_rank")
-    shapes = {name: shape for group in groups for name, shape in group.items()}
+    shapes = {}
+    for group in groups:
+        shapes.update(group)
     if not is_stage_3 or not shapes:
         # ZeRO-1 and ZeRO-2 keep them in the module.
         return _Frozen({}, [])

@@ -50,7 +50,10 @@ def _options(file: StateFile, group: Mapping[str, Any]) -> Any:
     if group.get("bias_correction") is True:
         # An option of DeepSpeed's own Adam, which PyTorch's always applies.
         left_out.add("bias_correction")
-    options = {name: value for name, value in group.items() if name not in left_out}
+    options = {}
+    for name, value in group.items():
+        if name not in left_out:
+            options[name] = value
     return file.values(options, "param_groups")
 
 
@@ -60,9 +63,10 @@ def _values(
     tensors: Sequence[str],
 ) -> dict[str, Any]:
     """Return a state without `tensors`, with the step as PyTorch counts it."""
-    values = {
-        name: file.values(value, name) for name, value in state.items() if name not in tensors
-    }
+    values = {}
+    for name, value in state.items():
+        if name not in tensors:
+            values[name] = file.values(value, name)
     if values["step"] is None:
         del values["step"]
     else:
@@ -74,4 +78,6 @@ def _values(
 def step_of(file: StateFile, state: Mapping[str, Any]) -> float | None:
     """Return the step of a state, or None if it has none."""
     step = file.values(state.get("step"), "step")
-    return None if step is None else float(step)
+    if step is None:
+        return None
+    return float(step)

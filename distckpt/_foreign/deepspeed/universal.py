@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import math
 from collections.abc import Mapping, Sequence, Set
@@ -113,7 +114,9 @@ def _states_of_groups(
     """Return the states of each group, which all its parameters share."""
     for options in optimizer.content["param_groups"]:
         # ZeRO-3 divides the parameters of a group further.
-        names = [name for number in options["params"] for name in shapes[number]]
+        names = []
+        for number in options["params"]:
+            names.extend(shapes[number])
         _check_same_states(folder, names, parameters)
     # ZeRO-3 keeps the steps there, ZeRO-1 and 2 with each parameter.
     stored = optimizer.content.get("optimizer_state_dict", {}).get("state", {})
@@ -152,7 +155,7 @@ def _read_parameters(
         name, shape = item
         parameters[name] = _read_parameter(location, f"{folder}/{name}", shape, are_slices)
 
-    run_threads(read, [item for group in shapes for item in group.items()])
+    run_threads(read, list(itertools.chain.from_iterable(group.items() for group in shapes)))
     return parameters
 
 
@@ -167,7 +170,9 @@ def _read_parameter(
     With `is_slice`, it may be larger than `shape`.
     """
     path = join(location, folder)
-    present = locations.list_names(path) if locations.isdir(path) else []
+    present = []
+    if locations.isdir(path):
+        present = locations.list_names(path)
     names = sorted({f"{WEIGHT}.pt", *(name for name in present if name.endswith(".pt"))})
     files = read_states(location, [f"{folder}/{name}" for name in names])
     tensors: dict[str, tuple[StateFile, TensorView]] = {}
@@ -191,7 +196,9 @@ def _read_parameter(
 
 
 def _value_in(file: StateFile) -> Any:
-    return file.content.get("param") if isinstance(file.content, dict) else file.content
+    if isinstance(file.content, dict):
+        return file.content.get("param")
+    return file.content
 
 
 def _step_in(file: StateFile) -> float:

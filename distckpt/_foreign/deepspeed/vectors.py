@@ -88,7 +88,9 @@ def _stretches(
     position = at
     while first < last and run < len(vector.ends):
         file, byte = vector.runs[run]
-        run_start = vector.ends[run - 1] if run else 0
+        run_start = 0
+        if run:
+            run_start = vector.ends[run - 1]
         size = min(last - first, vector.ends[run] - position)
         yield first, first + size, file, byte + (position - run_start) * vector.dtype.itemsize
         first += size

@@ -53,7 +53,9 @@ def contents_without_zero(models: Sequence[StateFile]) -> Contents:
     """Return the contents of a checkpoint without ZeRO."""
     file = models[0]
     optimizer = file.content.get("optimizer")
-    masters = _masters(optimizer) if isinstance(optimizer, dict) else []
+    masters = []
+    if isinstance(optimizer, dict):
+        masters = _masters(optimizer)
     if not masters:
         return Contents(*module_contents(models, ()), [])
     trained, tied = _parameters(file)
@@ -131,7 +133,9 @@ def _places(
             groups[parameters[name].shape, left.pop(name)].add(master.group)
     # Groups keep the order of the module. If two parameters are equal, it is unknown which is in
     # which.
-    return {} if any(len(group) > 1 for group in groups.values()) else places
+    if any(len(group) > 1 for group in groups.values()):
+        return {}
+    return places
 
 
 def _samples(file: StateFile, parameters: Mapping[str, TensorView]) -> dict[str, bytes]:

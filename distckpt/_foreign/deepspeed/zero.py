@@ -83,9 +83,11 @@ def zero_contents(location: str, states: States) -> Contents:
     ranks = [_rank_state(file) for file in optims]
     _check_ranks(states, ranks, join(location, states.folder))
     _check_model(models[0], ranks, shapes)
-    locate_views(
-        (rank.file, view) for rank in ranks for vectors in rank.vectors for view in vectors.values()
-    )
+    views = []
+    for rank in ranks:
+        for vectors in rank.vectors:
+            views += [(rank.file, view) for view in vectors.values()]
+    locate_views(views)
     pieces: list[StoredPiece] = []
     values: dict[int, dict[str, Any]] = {}
     for number, group in enumerate(shapes):
@@ -258,9 +260,9 @@ def _pieces_of_wholes(
     first = 0
     for rank in ranks:
         last = first + rank.num_elements(number)
-        rank_shapes = {
-            name: shapes[name] for name in _slices_between(shapes, paddings, first, last)
-        }
+        rank_shapes = {}
+        for name in _slices_between(shapes, paddings, first, last):
+            rank_shapes[name] = shapes[name]
         wholes = _wholes_of_rank(rank, number, state, rank_shapes)
         if wholes is None:
             return None
@@ -319,12 +321,13 @@ def _vectors_of_group(
 
     They share one in ZeRO-1 and 2.
     """
-    runs = [
-        (rank.file, rank.vectors[number][state], rank.num_elements(number))
-        for rank in ranks
-        if state in rank.vectors[number]
-    ]
-    return [flat_vector([run]) for run in runs] if ranks[0].is_stage_3 else [flat_vector(runs)]
+    runs = []
+    for rank in ranks:
+        if state in rank.vectors[number]:
+            runs.append((rank.file, rank.vectors[number][state], rank.num_elements(number)))
+    if ranks[0].is_stage_3:
+        return [flat_vector([run]) for run in runs]
+    return [flat_vector(runs)]
 
 
 def _check_end(
@@ -332,7 +335,9 @@ def _check_end(
 ) -> None:
     """Check that the vectors of a group end where its parameters do."""
     # The optimizer of bfloat16 keeps the padding, which is less than two elements for each rank.
-    slack = 1 if ranks[0].is_stage_3 else 2 * len(ranks)
+    slack = 1
+    if not ranks[0].is_stage_3:
+        slack = 2 * len(ranks)
     if not all(end <= vector.ends[-1] < end + slack for vector in vectors):
         raise ranks[0].file.damaged(
             f"group {number} has {vectors[0].ends[-1]} elements, its parameters {end}"
@@ -360,10 +365,9 @@ def _check_slices(
         last = first + rank.num_elements(number)
         mappings = rank.fields.get("param_slice_mappings") or []
         # Parameters of which a rank has nothing are noted as well.
-        slices = {
-            str(name): (place.get("start"), place.get("numel"))
-            for name, place in dict(*mappings[number : number + 1]).items()
-        }
+        slices = {}
+        for name, place in dict(*mappings[number : number + 1]).items():
+            slices[str(name)] = (place.get("start"), place.get("numel"))
         nonempty = {name: place for name, place in slices.items() if place[1]}
         expected = _slices_between(shapes, [0] * len(shapes), first, last)
         if mappings and nonempty != expected:

@@ -113,7 +113,9 @@ class _RangeFile:
         return self._position
 
     def read(self, size: int = -1) -> bytes:
-        count = self._size if size < 0 else size
+        count = size
+        if size < 0:
+            count = self._size
         stop = max(self._position, min(self._position + count, self._size))
         data = self._read_range(self._position, stop)
         self._position += len(data)

@@ -140,7 +140,9 @@ class _RestOfFile:
 
 
 def _raw(tensor: torch.Tensor) -> Any:
-    return flat_bytes(tensor.cpu()).numpy().data if tensor.numel() else b""
+    if tensor.numel():
+        return flat_bytes(tensor.cpu()).numpy().data
+    return b""
 
 
 def encode_pickle(obj: Any) -> tuple[bytes, list[Any]]:
@@ -296,7 +298,9 @@ def refuse_formless(obj: Any, name: str, way_out: str = "") -> None:
 
 
 def _numpy_dtype(dtype: np.dtype[Any]) -> Call:
-    order = "|" if dtype.itemsize == 1 else dtype.str[0]
+    order = "|"
+    if dtype.itemsize != 1:
+        order = dtype.str[0]
     return Call(
         Global("numpy", "dtype"),
         (dtype.str[1:], False, True),

@@ -93,7 +93,9 @@ def _write(
     progress: Progress | None,
 ) -> None:
     with ranks.phase("read the common state", decision=True):
-        common = common_state_to_write(stored) if ranks.is_coordinator else {}
+        common = {}
+        if ranks.is_coordinator:
+            common = common_state_to_write(stored)
     chunks = _chunks_of_rank(stored, ranks.rank, ranks.size)
     num_bytes = sum(int(stored.manifest.num_bytes[chunk]) for _, chunk in chunks)
     settings = OutputSettings(num_bytes=num_bytes, overwrite=overwrite)
@@ -124,12 +126,12 @@ def check_place(location: str, target: str) -> None:
 
 def chunks_to_write(stored: StoredCheckpoint) -> list[tuple[str, int]]:
     """Return the keys and chunks of tensors and objects."""
-    return [
-        (key, chunk)
-        for key in stored.manifest.key_index
-        if key != COMMON_KEY
-        for chunk in stored.chunks_of(key)
-    ]
+    chunks = []
+    for key in stored.manifest.key_index:
+        if key != COMMON_KEY:
+            for chunk in stored.chunks_of(key):
+                chunks.append((key, chunk))
+    return chunks
 
 
 def _chunks_of_rank(

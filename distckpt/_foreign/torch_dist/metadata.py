@@ -48,24 +48,24 @@ def _join_path(*parts: Any) -> str:
     return "/".join(str(part) for part in parts)
 
 
-_TABLE: Mapping[GlobalName, Any] = LazyTable(
-    lambda: {
-        **{
-            (module, name): record(f"{module}.{name}")
-            for module, names in _RECORDS.items()
-            for name in names
-        },
-        **{("torch", name): dtype for name, dtype in DTYPES.items()},
+def _make_table() -> dict[GlobalName, Any]:
+    table: dict[GlobalName, Any] = {
         ("torch", "Size"): Made("torch.Size", lambda sizes=(): _counts(sizes)),
         ("torch.serialization", "_get_layout"): Made("torch.serialization._get_layout", str),
         ("collections", "OrderedDict"): Made("collections.OrderedDict", dict),
-        **{
-            (module, name): Made(f"{module}.{name}", _join_path)
-            for module in ("pathlib", "pathlib._local")
-            for name in ("PosixPath", "WindowsPath", "PurePosixPath", "PureWindowsPath")
-        },
     }
-)
+    for module, names in _RECORDS.items():
+        for name in names:
+            table[module, name] = record(f"{module}.{name}")
+    for name, dtype in DTYPES.items():
+        table["torch", name] = dtype
+    for module in ("pathlib", "pathlib._local"):
+        for name in ("PosixPath", "WindowsPath", "PurePosixPath", "PureWindowsPath"):
+            table[module, name] = Made(f"{module}.{name}", _join_path)
+    return table
+
+
+_TABLE: Mapping[GlobalName, Any] = LazyTable(_make_table)
 
 
 class StoredItem(NamedTuple):
@@ -212,7 +212,9 @@ def _tensor_entry(
             raise ValueError(f"nothing says where {region} of {key!r} lies")
         chunks[region] = stored[key, region.offset]
     original = (mcore or {}).get("nd_reformulated_orig_global_shape")
-    original_shape = None if original is None else _counts(original)
+    original_shape = None
+    if original is not None:
+        original_shape = _counts(original)
     return TensorEntry(key, dtype, shape, list(chunks.items()), original_shape)
 
 

@@ -304,7 +304,9 @@ def _bytearray(*args: Any) -> bytearray:
 
 
 def _defaultdict(factory: Any = None) -> Any:
-    name = factory.name.rpartition(".")[2] if type(factory) is Made else factory
+    name = factory
+    if type(factory) is Made:
+        name = factory.name.rpartition(".")[2]
     # Protocol 2 gives two types the names they had in Python 2.
     return collections.defaultdict(FACTORIES[{"unicode": "str", "long": "int"}.get(name, name)])
 
@@ -336,17 +338,7 @@ _NUMPY: dict[GlobalName, Callable[..., Any]] = {
         (1, shape, dtype, order == "F", bytes(raw))
     ),
 }
-_OTHERS: dict[GlobalName, Callable[..., Any]] = {
-    **{
-        (module, name): make
-        for module in ("builtins", "__builtin__")
-        for name, make in _BUILTINS.items()
-    },
-    **{
-        (f"numpy.{core}.{at}", name): make
-        for core in ("core", "_core")
-        for (at, name), make in _NUMPY.items()
-    },
+_MAKERS: dict[GlobalName, Callable[..., Any]] = {
     ("numpy", "ndarray"): _never,
     ("numpy", "dtype"): _plain_dtype,
     ("_codecs", "encode"): _bytes_of_text,
@@ -356,15 +348,28 @@ _OTHERS: dict[GlobalName, Callable[..., Any]] = {
     ("_io", "BytesIO"): io.BytesIO,
     ("io", "BytesIO"): io.BytesIO,
     ("torch", "device"): lambda *arguments: torch.device(*arguments),
-    **{
-        ("datetime", name): getattr(datetime, name)
-        for name in ("date", "datetime", "timedelta", "timezone")
-    },
-    **{(module, name): _path(name) for module in ("pathlib", "pathlib._local") for name in PATHS},
+    ("datetime", "date"): datetime.date,
+    ("datetime", "datetime"): datetime.datetime,
+    ("datetime", "timedelta"): datetime.timedelta,
+    ("datetime", "timezone"): datetime.timezone,
 }
-_OBJECTS: dict[GlobalName, Any] = {
-    name: Made(".".join(name), make) for name, make in _OTHERS.items()
-}
+
+
+def _make_objects() -> dict[GlobalName, Any]:
+    makers = dict(_MAKERS)
+    for module in ("builtins", "__builtin__"):
+        for name, make in _BUILTINS.items():
+            makers[module, name] = make
+    for core in ("core", "_core"):
+        for (submodule, name), make in _NUMPY.items():
+            makers[f"numpy.{core}.{submodule}", name] = make
+    for module in ("pathlib", "pathlib._local"):
+        for name in PATHS:
+            makers[module, name] = _path(name)
+    return {name: Made(".".join(name), make) for name, make in makers.items()}
+
+
+_OBJECTS = _make_objects()
 
 
 class _Table(dict[GlobalName, Any]):
@@ -400,7 +405,9 @@ def _maker_of(cls: Any) -> Callable[..., Any] | None:
         return lambda *value: cls(*value)
     if issubclass(cls, tuple) and hasattr(cls, "_make"):
         return lambda *values: cls._make(values)
-    return (lambda: object.__new__(cls)) if hasattr(cls, "__dataclass_fields__") else None
+    if hasattr(cls, "__dataclass_fields__"):
+        return lambda: object.__new__(cls)
+    return None
 
 
 def _set_state(obj: Any, state: Any) -> Any:
@@ -427,7 +434,9 @@ def _set_state(obj: Any, state: Any) -> Any:
 
 
 def _with_byte_order(dtype: np.dtype[Any], order: Any) -> np.dtype[Any]:
-    return dtype if order in ("|", "=") else dtype.newbyteorder(order)
+    if order in ("|", "="):
+        return dtype
+    return dtype.newbyteorder(order)
 
 
 def _are_texts(names: Iterable[Any]) -> bool:

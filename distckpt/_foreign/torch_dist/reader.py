@@ -41,9 +41,10 @@ class TorchDistReader(Reader):
         return read_directory(location, self.name)
 
     def load_objects(self, stored: StoredCheckpoint, chunks: Sequence[int]) -> list[Any]:
-        return [
-            _decode(stored, *pair) for pair in zip(chunks, read_chunks(stored, chunks), strict=True)
-        ]
+        values = []
+        for pair in zip(chunks, read_chunks(stored, chunks), strict=True):
+            values.append(_decode(stored, *pair))
+        return values
 
     def load_common_state(self, stored: StoredCheckpoint) -> Any:
         """Load Megatron's common state, or join the values of PyTorch's.
@@ -96,7 +97,9 @@ def _extra_values(stored: StoredCheckpoint) -> dict[Any, Any]:
         raise CorruptCheckpointError(
             f"{path!r} is damaged or of an unknown form ({error!s:.300}): restore it from a copy."
         ) from error
-    return extra if isinstance(extra, dict) else {}
+    if isinstance(extra, dict):
+        return extra
+    return {}
 
 
 def _paths(stored: StoredCheckpoint) -> Any:
@@ -150,7 +153,9 @@ def _put(tree: dict[Any, Any], path: Sequence[Any], value: Any, location: str) -
         if following is None:
             fresh: Any = value
         else:
-            fresh = [] if type(following) is int else {}
+            fresh = {}
+            if type(following) is int:
+                fresh = []
         if isinstance(node, list) and type(step) is int and 0 <= step < _MAX_LIST:
             num_added += max(0, step + 1 - len(node))
             node.extend([HOLE] * (step + 1 - len(node)))

@@ -27,8 +27,11 @@ def contiguous_runs(stored: TensorView, region: Region) -> Iterator[tuple[Region
     if region.num_elements == 0 or len(inner) == len(shape):
         yield region, 0
         return
-    extent = tuple(n if axis in inner else 1 for axis, n in enumerate(shape))
-    counts = tuple(1 if axis in inner else n for axis, n in enumerate(shape))
+    extent = [1] * len(shape)
+    counts = list(shape)
+    for axis in inner:
+        extent[axis] = shape[axis]
+        counts[axis] = 1
     if math.prod(counts) > _MAX_RUNS:
         raise ValueError(
             f"it is stored with strides {strides}, in more than {_MAX_RUNS} runs; save contiguous "
@@ -36,7 +39,7 @@ def contiguous_runs(stored: TensorView, region: Region) -> Iterator[tuple[Region
         )
     for index in itertools.product(*map(range, counts)):
         offset = tuple(map(operator.add, region.offset, index))
-        yield Region(offset, extent), sum(map(operator.mul, index, strides))
+        yield Region(offset, tuple(extent)), sum(map(operator.mul, index, strides))
 
 
 def _axes_of_runs(shape: _Shape, strides: _Shape) -> set[int]:
@@ -50,7 +53,9 @@ def _axes_of_runs(shape: _Shape, strides: _Shape) -> set[int]:
     # A transposed tensor has its runs along another axis.
     for axis in range(outer):
         if strides[axis] == 1 and shape[axis] > 1:
-            return {axis} if shape[axis] > step else set(range(outer, len(shape)))
+            if shape[axis] > step:
+                return {axis}
+            return set(range(outer, len(shape)))
     return set(range(outer, len(shape)))
 
 
@@ -92,4 +97,6 @@ def _shape_of_shards(shape: _Shape, original: _Shape) -> _Shape | None:
     if not all(g and n % g == 0 for n, g in zip(original, grid, strict=True)):
         return None
     local = tuple(n // g for n, g in zip(original, grid, strict=True))
-    return local if math.prod(local) == flat_size else None
+    if math.prod(local) == flat_size:
+        return local
+    return None

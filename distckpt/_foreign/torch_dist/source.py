@@ -67,7 +67,10 @@ def read_directory(location: str, format_name: str) -> Manifest:
     """
     marker = read_marker(location)
     metadata = read_metadata(locations.join(location, METADATA_NAME))
-    items = [(entry.key, item) for entry in metadata.tensors for _, item in entry.chunks]
+    items = []
+    for entry in metadata.tensors:
+        for _, item in entry.chunks:
+            items.append((entry.key, item))
     files = _look_up_files(location, [*items, *metadata.objects.items()])
     pieces = _tensor_pieces(location, metadata.tensors)
     fields: dict[str, Any] = {}
@@ -79,10 +82,9 @@ def read_directory(location: str, format_name: str) -> Manifest:
         _check_is_not_of_megatron(location, metadata.objects)
         names = sorted(metadata.objects)
         fields["paths"] = [metadata.paths.get(name, (name,)) for name in names]
-        cells = [
-            _Cell(COMMON_KEY, (i,), (len(names),), metadata.objects[name])
-            for i, name in enumerate(names)
-        ]
+        cells = []
+        for i, name in enumerate(names):
+            cells.append(_Cell(COMMON_KEY, (i,), (len(names),), metadata.objects[name]))
         if locations.exists(locations.join(location, EXTRA_NAME)):
             fields["extra"] = EXTRA_NAME
     for cell in cells:
@@ -121,7 +123,9 @@ def _look_up_files(location: str, items: Sequence[tuple[str, StoredItem]]) -> di
 
 def _tensor_pieces(location: str, entries: Sequence[TensorEntry]) -> list[StoredPiece]:
     _check_dtypes(location, entries)
-    chunks = [(entry, region, item) for entry in entries for region, item in entry.chunks]
+    chunks = []
+    for entry in entries:
+        chunks += [(entry, region, item) for region, item in entry.chunks]
     pieces_by_chunk: dict[int, list[StoredPiece]] = {}
 
     def read(number: int) -> None:
@@ -140,7 +144,9 @@ def _tensor_pieces(location: str, entries: Sequence[TensorEntry]) -> list[Stored
 
     # Each takes two small reads, which take mostly latency on a network file system.
     run_threads(read, range(len(chunks)))
-    pieces = [piece for number in range(len(chunks)) for piece in pieces_by_chunk[number]]
+    pieces = []
+    for number in range(len(chunks)):
+        pieces += pieces_by_chunk[number]
     without = {entry.key for entry in entries} - {piece.key for piece in pieces}
     if without:
         raise CorruptCheckpointError(
@@ -208,15 +214,23 @@ def _megatron_objects(location: str, objects: Mapping[str, StoredItem]) -> list[
                 f"The {METADATA_NAME} of {location!r} holds an object {name!r}, which is not a "
                 "name that Megatron gives."
             ) from error
-        key = COMMON_KEY if shard.key == _MEGATRON_COMMON_KEY else shard.key
+        key = shard.key
+        if shard.key == _MEGATRON_COMMON_KEY:
+            key = COMMON_KEY
         cells.append(_Cell(key, shard.global_offset, shard.global_shape, item))
-        last = shard.global_offset[-1] if shard.global_offset else 0
+        last = 0
+        if shard.global_offset:
+            last = shard.global_offset[-1]
         last_sizes[key] = max(last_sizes.get(key, 1), last + 1)
     # Old names lack the last size.
-    return [
-        cell._replace(shape=tuple(last_sizes[cell.key] if n < 0 else n for n in cell.shape))
-        for cell in cells
-    ]
+    complete = []
+    for cell in cells:
+        shape = list(cell.shape)
+        for axis, size in enumerate(shape):
+            if size < 0:
+                shape[axis] = last_sizes[cell.key]
+        complete.append(cell._replace(shape=tuple(shape)))
+    return complete
 
 
 def _check_is_not_of_megatron(location: str, names: Iterable[str]) -> None:

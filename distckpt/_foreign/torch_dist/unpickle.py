@@ -66,7 +66,9 @@ class Record:
 
     def get(self, name: str, default: Any = None) -> Any:
         """Return an attribute."""
-        return self.state.get(name, default) if isinstance(self.state, dict) else default
+        if isinstance(self.state, dict):
+            return self.state.get(name, default)
+        return default
 
 
 def record(name: str) -> Made:

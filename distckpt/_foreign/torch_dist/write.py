@@ -125,9 +125,10 @@ def write_metadata(
     with locations.naming(path), open(path, "w+b") as file:
         write_object(file, common)
         os.fsync(file.fileno())
-    places = {
-        chunk: (name, start, size) for entries in written for chunk, name, start, size in entries
-    }
+    places = {}
+    for entries in written:
+        for chunk, name, start, size in entries:
+            places[chunk] = (name, start, size)
     data, _ = encode_pickle(_metadata(stored, places))
     locations.write_bytes(locations.join(directory, ".metadata"), data)
     locations.write_bytes(locations.join(directory, CONFIG_FNAME), json.dumps(_MARKER).encode())

@@ -70,8 +70,14 @@ class Progress:
         self._module.on_save_checkpoint(checkpoint)
         # Callbacks that average weights put the average into "state_dict", and the weights
         # elsewhere.
-        places = [name for name, value in checkpoint.items() if value is weights]
-        rest = {name: value for name, value in checkpoint.items() if name not in places}
+        places = []
+        for name, value in checkpoint.items():
+            if value is weights:
+                places.append(name)
+        rest = {}
+        for name, value in checkpoint.items():
+            if name not in places:
+                rest[name] = value
         return {**rest, "places_of_weights": places, "has_loaders": bool(self.loaders.states)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -128,7 +134,10 @@ def restore_loaders(trainer: Any, states: Sequence[Any], random: Any) -> None:
             "sampler of a data loader for its ranks, and the state of the loader does not have its "
             "order. Give the loader a DistributedSampler, whose order depends on its seed and epoch"
         )
-    loaders = [item for item in loop._combined_loader.flattened if hasattr(item, "state_dict")]
+    loaders = []
+    for item in loop._combined_loader.flattened:
+        if hasattr(item, "state_dict"):
+            loaders.append(item)
     for loader, state in zip(loaders, states, strict=True):
         _set_sampler_epoch(loader, loop.epoch_progress.current.processed)
         loader.load_state_dict(state)
