@@ -92,7 +92,9 @@ def split_key(stored: StoredCheckpoint, text: str) -> tuple[str, str | None]:
     if text in known or (text == COMMON_KEY and holds_objects(stored)):
         return text, None
     match = re.fullmatch(r"(.*)\[([^\[\]]*)\]", text, re.DOTALL)
-    key = match[1] if match else text
+    key = text
+    if match:
+        key = match[1]
     if key not in known:
         if key == COMMON_KEY:
             raise LoadMismatchError(f"There is no common state in {stored.location!r}: name a key")
@@ -212,11 +214,15 @@ def _title(tensor: StoredTensor, selection: Selection) -> str:
 
 def _show_object(stored: StoredCheckpoint, key: str, output: Output) -> None:
     parts = sorted(read_encoded(stored, key).items())
-    decoded = {offset: codec.decode(blob, placeholders=True) for offset, blob in parts}
+    decoded = {}
+    for offset, blob in parts:
+        decoded[offset] = codec.decode(blob, placeholders=True)
     limit = {}
     if output.as_json:
         limit = {"max_elements": math.inf}
-    values = {offset: plain(value, **limit) for offset, value in decoded.items()}
+    values = {}
+    for offset, value in decoded.items():
+        values[offset] = plain(value, **limit)
     check_files(stored)
     output.json(
         {
@@ -239,4 +245,4 @@ def _shortened(value: Any) -> Any:
     is_flat = not any(isinstance(item, list | dict) for item in value)
     if is_flat and len(value) > _MAX_LISTED:
         return without_middle(value)
-    return [_shortened(item) for item in value]
+    return list(map(_shortened, value))

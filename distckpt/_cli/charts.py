@@ -167,14 +167,18 @@ def line_chart(points: Sequence[Point], ends: tuple[float, float], height: int =
     bottom = height - _BOTTOM
     at_x = _scale(*ends, 0, 100)
     at_y = _scale(min(ys), max(ys), bottom, _TOP)
-    places = [(at_x(point.x), at_y(point.y)) for point in points]
+    places = []
+    for point in points:
+        places.append((at_x(point.x), at_y(point.y)))
     dots = "".join(
         f'<circle class="dot" cx="{x:.2f}%" cy="{y:.1f}" r="4"><title>{escape(point.text)}</title>'
         "</circle>"
         for (x, y), point in zip(places, points, strict=True)
     )
     limits = dict(zip(_apart(max(ys), min(ys)), (max(ys), min(ys)), strict=True))
-    labels = [_label(at_y(limit) + 4, text) for text, limit in limits.items()]
+    labels = []
+    for text, limit in limits.items():
+        labels.append(_label(at_y(limit) + 4, text))
     first, last = _apart(*ends)
     below = [_text(0, height - 4, first, "start"), _text(100, height - 4, last, "end")]
     axis = f'<line class="axis" x1="0" y1="{bottom}" x2="100%" y2="{bottom}"/>'
@@ -209,7 +213,9 @@ def timeline(bars: Sequence[Bar], unit: str = "s") -> str:
         rows.setdefault(bar.row, []).append(bar)
     first = min(bar.start for bar in bars)
     last = max(bar.stop for bar in bars)
-    pitch = 20 if len(rows) <= 64 else 6
+    pitch = 6
+    if len(rows) <= 64:
+        pitch = 20
     height = _TOP + pitch * len(rows) + _BOTTOM
     at = _scale(first, last, 0, 100)
     colors = {}
@@ -248,7 +254,9 @@ def _row_parts(
     end = at(max(bar.stop for bar in bars))
     yield _rect(begin, top, end - begin, height, 'class="wait"', f"{row}: waits")
     for bar in bars:
-        look = 'class="bad"' if bar.is_bad else f'fill="{colors[bar.kind]}"'
+        look = 'class="bad"'
+        if not bar.is_bad:
+            look = f'fill="{colors[bar.kind]}"'
         width = max(at(bar.stop) - at(bar.start), 0.1)
         yield _rect(at(bar.start), top, width, height, look, bar.text)
 
@@ -267,7 +275,9 @@ def heat_map(columns: Sequence[str], rows: Mapping[str, Sequence[tuple[float | N
         top = _TOP + pitch * number
         labels.append(_label(top + pitch - 5, name))
         for column, (value, text) in enumerate(cells):
-            shade = 'class="cell bad"' if value is None else f'class="cell" fill="{_shade(value)}"'
+            shade = 'class="cell bad"'
+            if value is not None:
+                shade = f'class="cell" fill="{_shade(value)}"'
             parts.append(_rect(column * width, top, width, pitch, shade, text))
     step = max(1, math.ceil(len(columns) / _MAX_COLUMN_LABELS))
     for column in range(0, len(columns), step):
@@ -288,7 +298,10 @@ def ramp(low: str, high: str, bad: str) -> str:
 
 def _color_of(number: int) -> str:
     """Return the color of a kind: never red, which stands for a problem."""
-    colors = [color for color in COLORS if color != "#e15759"]
+    colors = []
+    for color in COLORS:
+        if color != "#e15759":
+            colors.append(color)
     return colors[number % len(colors)]
 
 
@@ -336,6 +349,8 @@ def _label(y: float, text: str) -> str:
 
 
 def _text(x: float, y: float, text: str, anchor: str, most: int = 40) -> str:
-    short = text if len(text) <= most else f"\u2026{text[1 - most :]}"
+    short = text
+    if len(text) > most:
+        short = f"\u2026{text[1 - most :]}"
     place = f'x="{x:.2f}%" y="{y:.1f}" text-anchor="{anchor}"'
     return f"<text {place}>{escape(short)}<title>{escape(text)}</title></text>"

@@ -122,7 +122,9 @@ def _print_left_out(left_out: Sequence[str], output: Output) -> None:
 
 def _show_plan(plan: ExportPlan, output: Output) -> None:
     """Print each tensor of an export, with its regions."""
-    sources = {tensor.name: _sources_of(tensor, plan) for tensor in plan.outputs}
+    sources = {}
+    for tensor in plan.outputs:
+        sources[tensor.name] = _sources_of(tensor, plan)
     output.json(
         {
             "tensors": [_facts(tensor, sources[tensor.name]) for tensor in plan.outputs],

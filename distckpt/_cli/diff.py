@@ -56,14 +56,16 @@ def _show(arguments: Namespace, report: DiffReport, output: Output) -> int:
     if not report.objects_compared:
         note = "; objects and common state were not compared"
     output.line(_reading(report) + note)
-    return 0 if report.is_same else 1
+    if report.is_same:
+        return 0
+    return 1
 
 
 def _as_json(report: DiffReport) -> dict[str, Any]:
     tensors = []
     for item in report.tensors:
         tensors.append({**vars(item), "relative_difference": item.relative_difference})
-    objects = [vars(item) for item in report.objects]
+    objects = list(map(vars, report.objects))
     lists = {"tensors": tensors, "objects": objects}
     optimizer_keys = sorted(report.optimizer_keys, key=natural_order)
     return {**vars(report), "is_same": report.is_same, **lists, "optimizer_keys": optimizer_keys}

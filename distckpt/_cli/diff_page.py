@@ -20,8 +20,12 @@ def write_diff_page(
 ) -> None:
     """Write a page about the differences between two checkpoints."""
     a, b = (open_undisturbed(Ranks.alone(), location) for location in (report.a, report.b))
-    names = {renamed(key, rename): key for key in _tensors_of(a, keys)}
-    changes = {tensor.key: _change(tensor) for tensor in report.tensors}
+    names = {}
+    for key in _tensors_of(a, keys):
+        names[renamed(key, rename)] = key
+    changes = {}
+    for tensor in report.tensors:
+        changes[tensor.key] = _change(tensor)
     for side, only in (("A", report.only_in_a), ("B", report.only_in_b)):
         changes |= {name: {"rate": None, "text": f"only in {side}"} for name in only}
     write_page(path, a, names, _head(report), changes, (b, report.only_in_b))
@@ -35,7 +39,9 @@ def _tensors_of(stored: StoredCheckpoint, keys: Sequence[str] | None) -> list[st
 
 
 def _head(report: DiffReport) -> dict[str, Any]:
-    note = "" if report.objects_compared else "Objects and common state were not compared."
+    note = ""
+    if not report.objects_compared:
+        note = "Objects and common state were not compared."
     objects = []
     for item in report.objects:
         objects.append([place_of_object(item), *(value or "" for value in item.values)])

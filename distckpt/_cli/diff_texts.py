@@ -67,7 +67,10 @@ def optimizer_text(report: DiffReport) -> str:
     parts = [f"{count:,} {name}" for name, count in counts.items() if count]
     if not parts:
         return ""
-    rates = [tensor.relative_difference for tensor in report.tensors if tensor.num_different]
+    rates = []
+    for tensor in report.tensors:
+        if tensor.num_different:
+            rates.append(tensor.relative_difference)
     largest = ""
     if rates:
         largest = f", largest rel L2 {_largest(rates):.1e}"
@@ -116,7 +119,10 @@ def _groups_on_one_side(side: str, keys: Iterable[str]) -> list[DifferenceGroup]
     alike: dict[object, list[str]] = {}
     for key in keys:
         alike.setdefault(without_numbers(key), []).append(key)
-    return [DifferenceGroup(key_pattern(names), f"only in {side}") for names in alike.values()]
+    groups = []
+    for names in alike.values():
+        groups.append(DifferenceGroup(key_pattern(names), f"only in {side}"))
+    return groups
 
 
 def _largest(numbers: Iterable[float]) -> float:
@@ -170,7 +176,9 @@ def describe_object(difference: ObjectDifference) -> str:
 
 def place_of_object(difference: ObjectDifference) -> str:
     """Name the place of a difference."""
-    part = "" if difference.offset in (None, (0,)) else f" part {json.dumps(difference.offset)}"
+    part = ""
+    if difference.offset not in (None, (0,)):
+        part = f" part {json.dumps(difference.offset)}"
     name = difference.key
     if difference.key == COMMON_KEY:
         name = "common state"

@@ -81,7 +81,9 @@ def text_picture(
     rows, columns = _extent(shape, axes)
     height = min(_TEXT_HEIGHT, rows)
     width = min(_TEXT_WIDTH, columns)
-    rectangles = [(*_rectangle(chunk, axes), owners[chunk.owner]) for chunk in chunks]
+    rectangles = []
+    for chunk in chunks:
+        rectangles.append((*_rectangle(chunk, axes), owners[chunk.owner]))
     for line in range(height):
         at_row = (2 * line + 1) * rows // (2 * height)
         cells = []

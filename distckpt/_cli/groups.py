@@ -144,7 +144,10 @@ def tree_lines(
 
     Each has its total.
     """
-    members = [(_segments(group.pattern), group) for group in groups if group.pattern != COMMON_KEY]
+    members = []
+    for group in groups:
+        if group.pattern != COMMON_KEY:
+            members.append((_segments(group.pattern), group))
     return list(_tree(members, depth or sys.maxsize, is_by_size))
 
 
@@ -175,7 +178,9 @@ def _branches(members: Sequence[tuple[list[str], Group]], is_by_size: bool) -> l
     by_first: dict[str, list[tuple[list[str], Group]]] = defaultdict(list)
     for (first, *rest), group in members:
         by_first[first].append((rest, group))
-    branches = [_Branch(first, below) for first, below in by_first.items()]
+    branches = []
+    for first, below in by_first.items():
+        branches.append(_Branch(first, below))
     if is_by_size:
         branches.sort(key=lambda branch: -branch.total.num_bytes)
     return branches

@@ -48,7 +48,9 @@ def run(arguments: Namespace, output: Output) -> int:
             _show_key(stored, arguments.key, problems, output)
         else:
             _show_all(stored, arguments, problems, output)
-    return 1 if problems else 0
+    if problems:
+        return 1
+    return 0
 
 
 def _show_all(
@@ -62,11 +64,11 @@ def _show_all(
     output.json(
         {
             **facts,
-            "groups": [vars(group) for group in groups],
+            "groups": list(map(vars, groups)),
             "files": files,
             "writers": list_writers(files),
             "strays": strays,
-            "problems": [vars(problem) for problem in problems],
+            "problems": list(map(vars, problems)),
         }
     )
     if arguments.html:
@@ -178,10 +180,8 @@ def _show_key(
     stored_key = stored.manifest.keys[known[key]]
     chunks = grid.chunks_of(stored, key)
     facts = {"key": key, "stored_as": stored_key, "dtype": dtype, "shape": shape}
-    chunk_fields = [vars(chunk) for chunk in chunks]
-    output.json(
-        {**facts, "chunks": chunk_fields, "problems": [vars(problem) for problem in problems]}
-    )
+    chunk_fields = list(map(vars, chunks))
+    output.json({**facts, "chunks": chunk_fields, "problems": list(map(vars, problems))})
     tied = ""
     if stored_key != key:
         tied = f", tied to {stored_key}"

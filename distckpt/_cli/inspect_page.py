@@ -25,11 +25,14 @@ def write_inspect_page(
     head = {
         "title": stored.location.rstrip("/").rpartition("/")[2],
         "lines": [("", text) for text in texts if text],
-        "problems": [describe(problem) for problem in problems],
+        "problems": list(map(describe, problems)),
         "common": _common_state_text(stored) if facts["common_state"] else "",
         "tiles": _tiles(stored, facts),
     }
-    names = {key: key for key in stored.manifest.key_index if not stored.is_object(key)}
+    names = {}
+    for key in stored.manifest.key_index:
+        if not stored.is_object(key):
+            names[key] = key
     write_page(path, stored, names, head)
 
 

@@ -14,7 +14,7 @@ from distckpt._manager.listing import CheckpointInfo, list_checkpoints
 def run(arguments: Namespace, output: Output) -> int:
     """Print a line for each checkpoint, with its problem if any."""
     infos = list_checkpoints(arguments.root)
-    output.json([vars(info) for info in infos])
+    output.json(list(map(vars, infos)))
     if arguments.html is not None:
         _write_page(arguments, infos)
     if not infos:
@@ -23,7 +23,9 @@ def run(arguments: Namespace, output: Output) -> int:
     rows = []
     for info in infos:
         state = state_text(info)
-        size = size_text(info.num_bytes) if info.num_bytes else ""
+        size = ""
+        if info.num_bytes:
+            size = size_text(info.num_bytes)
         rows.append([info.name, time_text(info.saved_at), metrics_text(info), state, size])
     output.table(
         ["checkpoint", "saved", "metrics", "state", "size"], rows, num_text=4, drop="metrics saved"

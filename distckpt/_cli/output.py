@@ -102,7 +102,9 @@ class Output:
         """
         if self.as_json:
             return
-        width = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
+        width = None
+        if sys.stdout.isatty():
+            width = shutil.get_terminal_size().columns
         shown = []
         for row in rows:
             shown.append([encodable(printable(cell)) for cell in row])
@@ -161,7 +163,9 @@ class _Progress:
             return
         self._shown = now
         rate = done / max(now - self._started, 1e-9)
-        left = f"{(total - done) / rate:.0f} s" if rate else "unknown"
+        left = "unknown"
+        if rate:
+            left = f"{(total - done) / rate:.0f} s"
         text = f"{size_text(done)} of {size_text(total)}, {size_text(rate)}/s, {left} left"
         room = shutil.get_terminal_size().columns - len(self._label) - len(text) - 3
         bar = _bar(done / max(total, 1), min(_BAR_WIDTH, room))
@@ -217,7 +221,9 @@ def _finite(_: Position, value: Any) -> Any:
     if isinstance(value, float) and not math.isfinite(value):
         if math.isnan(value):
             return "NaN"
-        return "Infinity" if value > 0 else "-Infinity"
+        if value > 0:
+            return "Infinity"
+        return "-Infinity"
     return value
 
 

@@ -47,8 +47,12 @@ def write_page(
     files = list_files(stored.manifest)
     writers = list_writers(files)
     owners = [owner_of(writer["rank"], writer["file"]) for writer in writers]
-    places = {owner: place for place, owner in enumerate(owners)}
-    tensors = [_describe(stored, name, key, places, changes or {}) for name, key in names.items()]
+    places = {}
+    for place, owner in enumerate(owners):
+        places[owner] = place
+    tensors = []
+    for name, key in names.items():
+        tensors.append(_describe(stored, name, key, places, changes or {}))
     if other is not None:
         tensors += [_describe(other[0], key, key, None, changes or {}) for key in other[1]]
     content = {

@@ -17,7 +17,7 @@ from distckpt._base.messages import did_you_mean
 from distckpt._cli import arguments
 
 _EXAMPLES = """examples:
-  distckpt inspect checkpoints/step_100                     what is in it, and who wrote it
+  distckpt inspect checkpoints/step_100                     its content, and the ranks that wrote it
   distckpt diff checkpoints/step_100 checkpoints/step_200   which tensors differ, and by how much
   distckpt export checkpoints/step_100 exports/step_100     one Hugging Face directory of all shards
 
@@ -142,7 +142,7 @@ def parse(words: Sequence[str]) -> argparse.Namespace | None:
 
 
 def _check_verb(parser: argparse.ArgumentParser, word: str) -> None:
-    verbs = []
+    verbs: list[str] = []
     for verb in VERBS:
         verbs.extend((verb.name, *verb.aliases))
     if not word.startswith("-") and word not in verbs:
@@ -152,7 +152,7 @@ def _check_verb(parser: argparse.ArgumentParser, word: str) -> None:
 
 
 def _refuse(parser: argparse.ArgumentParser, word: str) -> None:
-    options = []
+    options: list[str] = []
     for action in parser._actions:
         options.extend(action.option_strings)
     near = did_you_mean(word, options)

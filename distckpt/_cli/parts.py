@@ -93,7 +93,7 @@ def _show_status(place: str, watch: bool, output: Output) -> int:
     if watch:
         all_statuses = all_statuses or _wait_for_begin(place, output)
         all_statuses = _watch(place, all_statuses, output)
-    output.json([_as_json(status) for status in all_statuses])
+    output.json(list(map(_as_json, all_statuses)))
     for status in all_statuses:
         _print_status(status, output)
     return 0
@@ -121,7 +121,9 @@ def _watch(
 
 
 def _as_json(status: PartsStatus) -> dict[str, Any]:
-    workers = [{**asdict(worker), "is_running": worker.is_running} for worker in status.workers]
+    workers = []
+    for worker in status.workers:
+        workers.append({**asdict(worker), "is_running": worker.is_running})
     return {**asdict(status), "workers": workers}
 
 

@@ -78,7 +78,9 @@ def run(arguments: Namespace, output: Output) -> int:
     if not arguments.keep_last:
         all_are_kept = ": without --keep-last all are"
     output.line(f"{num_kept} of {num_saved} checkpoints kept in {pruning.root}{all_are_kept}")
-    return 1 if problems else 0
+    if problems:
+        return 1
+    return 0
 
 
 def _origin_of(name: str) -> str:
@@ -120,9 +122,17 @@ def _remove(pruning: _Pruning) -> tuple[_Pruning, dict[str, str]]:
         if not removal.clear_leftover(root, name, locations.exists):
             still_there.append(name)
     # A save had made its directory, and had not locked it yet, when leftovers were looked for.
-    live = [name for name in still_there if _is_in_use(root, name)]
-    others = [name for name in pruning.leftovers if name not in live]
-    by_name = {step_name(step): problem for step, problem in problems.items()}
+    live = []
+    for name in still_there:
+        if _is_in_use(root, name):
+            live.append(name)
+    others = []
+    for name in pruning.leftovers:
+        if name not in live:
+            others.append(name)
+    by_name = {}
+    for step, problem in problems.items():
+        by_name[step_name(step)] = problem
     by_name |= {name: "it is still there" for name in still_there if name not in live}
     return replace(pruning, leftovers=others, live=[*pruning.live, *live]), by_name
 
@@ -136,7 +146,10 @@ def _is_in_use(root: str, name: str) -> bool:
 
 def _outcome(pruning: _Pruning, problems: dict[str, str]) -> dict[str, Any]:
     steps_to_remove = [item.step for item in pruning.surplus]
-    removed = [step for step in steps_to_remove if step_name(step) not in problems]
+    removed = []
+    for step in steps_to_remove:
+        if step_name(step) not in problems:
+            removed.append(step)
     return {
         "kept": [item.step for item in pruning.saved if item.step not in removed],
         "removed": removed,

@@ -125,7 +125,9 @@ def _with_changes_of_norms(layers_by_step: Sequence[_Layers]) -> list[_Layers]:
     for before, layers in zip([_NO_LAYERS, *layers_by_step], layers_by_step, strict=False):
         with_changes = {}
         for name, layer in layers.items():
-            change = abs(layer.norm - before[name].norm) if name in before else None
+            change = None
+            if name in before:
+                change = abs(layer.norm - before[name].norm)
             with_changes[name] = layer._replace(change=change)
         changed.append(with_changes)
     return changed
@@ -195,7 +197,10 @@ def _by_layer(
     members = defaultdict(list)
     for tensor in stats:
         members[_layer_of(tensor.key)].append(tensor)
-    return {name: _layer(tensors, distances) for name, tensors in members.items()}
+    layers = {}
+    for name, tensors in members.items():
+        layers[name] = _layer(tensors, distances)
+    return layers
 
 
 def _all_but_optimizers(stored: StoredCheckpoint) -> list[str] | None:
@@ -210,7 +215,10 @@ def _layer(tensors: Sequence[TensorStats], distances: Mapping[str, float] | None
     change = None
     if distances is not None:
         change = math.hypot(*(distances.get(tensor.key, 0.0) for tensor in tensors))
-    finite = [tensor.norm for tensor in tensors if math.isfinite(tensor.norm)]
+    finite = []
+    for tensor in tensors:
+        if math.isfinite(tensor.norm):
+            finite.append(tensor.norm)
     num_nan = sum(tensor.num_nan for tensor in tensors)
     return _Layer(norm=math.hypot(*finite), change=change, num_nan=num_nan)
 
@@ -218,7 +226,10 @@ def _layer(tensors: Sequence[TensorStats], distances: Mapping[str, float] | None
 def _layer_of(key: str) -> str:
     """Return a key up to its first number, or its module."""
     names = key.split(".")
-    numbers = [place for place, name in enumerate(names) if name.isdecimal()]
+    numbers = []
+    for place, name in enumerate(names):
+        if name.isdecimal():
+            numbers.append(place)
     return ".".join(names[: numbers[0] + 1] if numbers else names[:-1] or names)
 
 
@@ -234,7 +245,9 @@ def _beginning_of_nan(
 
 def _most_changed(drawn: _Drawn) -> str:
     ordered = sorted(drawn.layers_by_step[-1].items(), key=lambda item: -(_ratio(item[1]) or 0.0))
-    rows = [[name, _ratio_text(layer)] for name, layer in ordered[:5]]
+    rows = []
+    for name, layer in ordered[:5]:
+        rows.append([name, _ratio_text(layer)])
     return html_table(["layer", f"{drawn.title} at step {drawn.steps[-1]}"], rows)
 
 

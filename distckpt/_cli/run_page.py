@@ -39,7 +39,10 @@ def write_run_page(
         sections += _sizes_and_times(steps, ends)
     figures = None
     if num_changes:
-        whole = [info for info in steps if info.problem is None]
+        whole = []
+        for info in steps:
+            if info.problem is None:
+                whole.append(info)
         # Imported only for this option.
         changes = importlib.import_module("distckpt._cli.run_changes")
         known = figures_in(path)
@@ -64,7 +67,10 @@ def _metrics(infos: Sequence[CheckpointInfo]) -> Iterator[tuple[str, list[Point]
     for info in infos:
         names.update(dict.fromkeys(info.metrics))
     for name in names:
-        values = [(info, info.metrics[name]) for info in infos if name in info.metrics]
+        values = []
+        for info in infos:
+            if name in info.metrics:
+                values.append((info, info.metrics[name]))
         points = []
         for info, value in values:
             if math.isfinite(value):
@@ -101,13 +107,18 @@ def _chart_in(
     """Return a chart in the largest unit that its largest value reaches."""
     most = max(point.y for point in points)
     unit = next((name for name, size in units.items() if most >= size), [*units][-1])
-    scaled = [point._replace(y=point.y / units[unit]) for point in points]
+    scaled = []
+    for point in points:
+        scaled.append(point._replace(y=point.y / units[unit]))
     return f"{title}, {unit}", line_chart(scaled, ends, 110)
 
 
 def _waits(infos: Sequence[CheckpointInfo]) -> Iterator[Point]:
     """Yield the time from the commit of each step to the next."""
-    timed = [(info, info.saved_at) for info in infos if info.saved_at is not None]
+    timed = []
+    for info in infos:
+        if info.saved_at is not None:
+            timed.append((info, info.saved_at))
     for (_, before), (info, at) in itertools.pairwise(timed):
         yield Point(info.step or 0, at - before, f"{info.name}: {(at - before) / 60:.1f} minutes")
 
@@ -116,6 +127,8 @@ def _table(infos: Sequence[CheckpointInfo]) -> str:
     rows = []
     for info in reversed(infos):
         state = ": ".join(filter(None, [state_text(info), info.problem]))
-        size = size_text(info.num_bytes) if info.num_bytes else ""
+        size = ""
+        if info.num_bytes:
+            size = size_text(info.num_bytes)
         rows.append([info.name, time_text(info.saved_at), metrics_text(info), state, size])
     return html_table(["checkpoint", "saved", "metrics", "state", "size"], rows)

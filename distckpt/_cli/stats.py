@@ -86,18 +86,23 @@ def _print_stats(report: _Report, is_listing: bool, output: Output) -> int:
         {
             "location": report.location,
             "from_save": report.is_saved,
-            "tensors": [vars(tensor) for tensor in tensors],
+            "tensors": list(map(vars, tensors)),
         }
     )
     groups = [[tensor] for tensor in tensors] if is_listing else _grouped(tensors)
     _print_groups(groups, not report.is_saved, output)
-    with_nan = [tensor.key for tensor in tensors if tensor.num_nan]
+    with_nan = []
+    for tensor in tensors:
+        if tensor.num_nan:
+            with_nan.append(tensor.key)
     output.line(
         f"{count_text(len(tensors), 'tensor')}, {len(with_nan):,} with NaN; {report.source()}"
     )
     if with_nan:
         output.line(f"NaN in {summarize_keys(with_nan)}")
-    return 1 if with_nan else 0
+    if with_nan:
+        return 1
+    return 0
 
 
 def _print_groups(
@@ -108,7 +113,9 @@ def _print_groups(
         bars = _BARS
     # Saves store no histograms.
     num_columns = len(_HEADS) - (not has_histograms)
-    rows = [_cells(group, bars)[:num_columns] for group in groups]
+    rows = []
+    for group in groups:
+        rows.append(_cells(group, bars)[:num_columns])
     output.table(_HEADS[:num_columns], rows, drop="values zeros keys mean Inf min max")
 
 

@@ -125,7 +125,9 @@ def _wait_for_all(ranks: Ranks) -> None:
 
 def _distckpt(rank: int, task: Task) -> Contestant:
     """Save a checkpoint, and load it into existing tensors, verifying checksums."""
-    keys = [f"layers.{i}.weight" for i in range(task.num_tensors)]
+    keys = []
+    for i in range(task.num_tensors):
+        keys.append(f"layers.{i}.weight")
     shards = {}
     for key in keys:
         shards[key] = ShardedTensor.from_rank_offsets(
@@ -221,7 +223,7 @@ def drop_from_page_cache(folder: str) -> bool:
     for place, _, names in os.walk(folder):
         for name in names:
             paths.append(os.path.join(place, name))
-    return hasattr(os, "posix_fadvise") and all([_drop_file(path) for path in paths])
+    return hasattr(os, "posix_fadvise") and all(list(map(_drop_file, paths)))
 
 
 def _drop_file(path: str) -> bool:

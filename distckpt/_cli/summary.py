@@ -86,7 +86,7 @@ def _common_state_names(stored: StoredCheckpoint) -> dict[str, list[str]]:
     for position, unknown in unknown_objects(common):
         if unknown.name.startswith(NOT_STORED):
             left_out.append(dotted(position))
-    return {"common_state": [str(name) for name in common], "left_out": left_out}
+    return {"common_state": list(map(str, common)), "left_out": left_out}
 
 
 def save_text(facts: dict[str, Any]) -> str:

@@ -21,7 +21,9 @@ def table_lines(
     """
     columns = [list(column) for column in zip(heads, *rows, strict=True)]
     widths = _widths(columns, drop, width)
-    names = [_broken(name, widths[heads[0]]) for name in columns[0][1:]]
+    names = []
+    for name in columns[0][1:]:
+        names.append(_broken(name, widths[heads[0]]))
     columns[0][1:] = [lines[0] for lines in names]
     shown = []
     for place, column in enumerate(columns):
@@ -35,14 +37,19 @@ def table_lines(
 def _aligned(column: Sequence[str], width: int, is_text: bool) -> list[str]:
     head, *cells = column
     align = str.ljust if is_text else str.rjust
-    return [align(cell, width) for cell in (head, "-" * width, *cells)]
+    lines = []
+    for cell in (head, "-" * width, *cells):
+        lines.append(align(cell, width))
+    return lines
 
 
 def _widths(
     columns: Sequence[Sequence[str]], drop: Sequence[str], width: int | None
 ) -> Mapping[str, int]:
     """Return the width of each column that is shown, by its head."""
-    widths = {column[0]: max(map(len, column)) for column in columns}
+    widths = {}
+    for column in columns:
+        widths[column[0]] = max(map(len, column))
     if width is None:
         return widths
     names = columns[0]

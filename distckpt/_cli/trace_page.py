@@ -19,7 +19,9 @@ def write_trace_page(path: str, events: Sequence[_Event]) -> None:
     """Write a page about the events of a journal."""
     calls = calls_of(events)
     shown = calls[-_MAX_CALLS:]
-    sections = [(_title(call), timeline(_bars(call)) + _longest(call)) for call in reversed(shown)]
+    sections = []
+    for call in reversed(shown):
+        sections.append((_title(call), timeline(_bars(call)) + _longest(call)))
     counted = count_text(len(calls), "call")
     if len(shown) < len(calls):
         counted += f", the last {len(shown)} of which are shown"

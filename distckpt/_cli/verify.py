@@ -29,13 +29,15 @@ def run(arguments: Namespace, output: Output) -> int:
 
 
 def _print_report(report: VerifyReport, output: Output) -> int:
-    problems = [vars(problem) for problem in report.problems]
+    problems = list(map(vars, report.problems))
     output.json({**vars(report), "is_whole": report.is_whole, "problems": problems})
     list_problems(report.problems, output)
     if report.strays:
         output.line(strays_text(report.strays))
     output.line(summary(report))
-    return 0 if report.is_whole else 1
+    if report.is_whole:
+        return 0
+    return 1
 
 
 def list_problems(problems: Sequence[Problem], output: Output) -> None:

@@ -49,7 +49,9 @@ def list_writers(files: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     writers: dict[Any, dict[str, Any]] = {}
     for file in files:
         rank = file["rank"]
-        name = file["name"] if rank is None else None
+        name = None
+        if rank is None:
+            name = file["name"]
         writer = writers.setdefault(
             name if rank is None else rank,
             {"rank": rank, "file": name, "num_files": 0, "data_bytes": 0},
@@ -65,7 +67,10 @@ def _order(writer: dict[str, Any]) -> tuple[bool, int]:
 
 def balance_text(writers: Sequence[dict[str, Any]]) -> str:
     """Compare the bytes of ranks in a sentence; an empty string for fewer than two."""
-    sizes = [writer["data_bytes"] for writer in writers if writer["rank"] is not None]
+    sizes = []
+    for writer in writers:
+        if writer["rank"] is not None:
+            sizes.append(writer["data_bytes"])
     if len(sizes) < 2 or not sum(sizes):
         return ""
     ratio = max(sizes) * len(sizes) / sum(sizes)

@@ -256,7 +256,7 @@ def _with_shapes(location: str, manifest: Manifest) -> Manifest:
 
 def _read_shapes(stored: StoredCheckpoint, keys: Sequence[str]) -> dict[str, list[int]]:
     """Read the shapes in some tensors; skip tensors that hold none."""
-    chunks = []
+    chunks: list[int] = []
     for key in keys:
         chunks.extend(stored.chunks_of(key))
     shapes: dict[str, list[int]] = {}
@@ -315,7 +315,7 @@ def _read_index(location: str, index: str) -> dict[str, str]:
     path = locations.join(location, index)
     try:
         weight_map = safetensors_file.parse_json(read_file(path, MAX_TABLE_BYTES))["weight_map"]
-        names = [str(name) for name in weight_map.values()]
+        names = list(map(str, weight_map.values()))
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise CorruptCheckpointError(
             f"The index {path!r} is damaged ({error}): restore it from a copy."
@@ -376,7 +376,11 @@ def _without_variants(files: Sequence[_ReadFile]) -> list[_ReadFile]:
         plain = stem.rpartition(".")[0]
         if plain in keys and keys[stem] <= keys[plain]:
             variants.add(stem)
-    return [file for file in files if derive_base_prefix_from_path(file.file.name) not in variants]
+    full_files = []
+    for file in files:
+        if derive_base_prefix_from_path(file.file.name) not in variants:
+            full_files.append(file)
+    return full_files
 
 
 def _has_same_headers(stored: StoredCheckpoint) -> bool:
@@ -449,10 +453,16 @@ def _indexed(
     files: _Files, pieces: Sequence[StoredPiece], weight_map: Mapping[str, str]
 ) -> list[StoredPiece]:
     """Return the pieces that the index names; all must exist."""
-    indexed_pieces = [piece for piece in pieces if weight_map.get(piece.key) == piece.file]
+    indexed_pieces = []
+    for piece in pieces:
+        if weight_map.get(piece.key) == piece.file:
+            indexed_pieces.append(piece)
     absent = sorted(set(weight_map) - {piece.key for piece in indexed_pieces})
     if absent:
-        keys_of_file = [piece.key for piece in pieces if piece.file == weight_map[absent[0]]]
+        keys_of_file = []
+        for piece in pieces:
+            if piece.file == weight_map[absent[0]]:
+                keys_of_file.append(piece.key)
         index = locations.join(files.folder, files.index_name)
         raise CorruptCheckpointError(
             f"{index!r} says that {weight_map[absent[0]]!r} "

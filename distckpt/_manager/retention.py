@@ -81,7 +81,7 @@ def surplus(root: str, policy: Retention, saved: Sequence[Saved], last: int) -> 
 
 def metric_names(saved: Iterable[Saved]) -> set[str]:
     """Return the names of all metrics of some steps."""
-    names = set()
+    names: set[str] = set()
     for item in saved:
         names.update(item.metrics)
     return names

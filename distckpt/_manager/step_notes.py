@@ -31,7 +31,7 @@ def encode_note(metrics: Mapping[str, Any], pinned: bool) -> bytes:
     Raises:
         TypeError: a metric is not a number.
     """
-    names = [str(name) for name in metrics]
+    names = list(map(str, metrics))
     return json.dumps([finite_numbers(metrics), names, bool(pinned)]).encode()
 
 

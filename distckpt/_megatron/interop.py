@@ -85,7 +85,7 @@ def register_types() -> list[type]:
     classes += [
         cls for cls in _classes_of(_SETTINGS_MODULE) if cls.__name__.endswith("OptimizerConfig")
     ]
-    return [register_object_type(cls) for cls in classes]
+    return list(map(register_object_type, classes))
 
 
 def _classes_of(name: str) -> list[type]:

@@ -59,9 +59,7 @@ def determine_global_metadata(
         `(mine, all)`: the shards of this rank without data, and every rank's by rank.
     """
     local_shards = [shard.without_data() for shard in _sharded_leaves(sharded_state_dict)]
-    texts = Ranks(process_group).all_gather(
-        json.dumps([_to_json(shard) for shard in local_shards]).encode()
-    )
+    texts = Ranks(process_group).all_gather(json.dumps(list(map(_to_json, local_shards))).encode())
     shards_of_ranks = []
     for text in texts:
         shards_of_ranks.append(list(map(_from_json, json.loads(text))))
@@ -107,7 +105,7 @@ def validate_sharding_integrity(
     """
     del common_state_dict
     leaves = [_sharded_leaves(list(shards)) for shards in global_metadata]
-    validate_shards(merge_tables([shard_table(shards) for shards in leaves]))
+    validate_shards(merge_tables(list(map(shard_table, leaves))))
 
 
 def validate_integrity_and_strict_load(

@@ -120,7 +120,9 @@ def overloaded_machines(units: Iterable[Unit], hosts: Sequence[int]) -> set[int]
 
 def _tree(giver: int, receivers: Sequence[int]) -> list[Hop]:
     """Return the way along a binary tree; its first half sends."""
-    senders = [giver, *(rank for rank in receivers for _ in range(2))]
+    senders = [giver]
+    for rank in receivers:
+        senders += [rank, rank]
     hops = []
     for number, (sender, receiver) in enumerate(zip(senders, receivers, strict=False), 1):
         hops.append(Hop(sender, receiver, number.bit_length()))

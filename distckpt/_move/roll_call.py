@@ -90,7 +90,7 @@ def _values(text: bytes, types: list[type], key: str) -> list[Any]:
     """Return the values of these types in a JSON list."""
     with contextlib.suppress(ValueError, RecursionError):
         values = json.loads(text)
-        if isinstance(values, list) and [type(value) for value in values] == types:
+        if isinstance(values, list) and list(map(type, values)) == types:
             return values
     raise _OtherFormError(
         f"The store of this Route holds {text[:60]!r} under {key!r}, which no Route writes there: "

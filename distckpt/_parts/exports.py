@@ -105,7 +105,9 @@ class _ExportWork(Work):
         self.sources = located.all
         self._is_local = locations.is_local(self.place)
         self.pieces: Sequence[Piece] = cut_files(self._sizes, divides=self._is_local)
-        option_values = {field.name: getattr(options, field.name) for field in fields(options)}
+        option_values = {}
+        for field in fields(options):
+            option_values[field.name] = getattr(options, field.name)
         self.facts = {
             **facts_of({**option_values, **(more or {})}, self._opened, plan.outputs),
             **facts_of_extra_files(plan.extra_files),
@@ -116,7 +118,9 @@ class _ExportWork(Work):
         for file in self._plan.files:
             tensors, header = file.laid_out
             # Scales are small, and as much work as the codes of the same values.
-            sizes = [[t.num_bytes, max(t.num_bytes, math.prod(t.mapped.shape))] for t in tensors]
+            sizes = []
+            for t in tensors:
+                sizes.append([t.num_bytes, max(t.num_bytes, math.prod(t.mapped.shape))])
             edges[file.name] = np.cumsum([[0, 0], [len(header)] * 2, *sizes], axis=0).T
         return [
             int(np.diff(np.interp([piece.start, piece.stop], *edges[piece.name]))[0])
@@ -244,7 +248,9 @@ def proof_of(directory: str, marker: str, names: Iterable[str]) -> Any:
     It is the time of its last file, and the sizes of all files that are there; None without its
     last file.
     """
-    paths = {locations.join(directory, *name.split("/")): name for name in [*names, marker]}
+    paths = {}
+    for name in [*names, marker]:
+        paths[locations.join(directory, *name.split("/"))] = name
     states = states_of(list(paths), locations.listed_states(directory))
     last = states.get(locations.join(directory, marker))
     if last is None:

@@ -65,7 +65,9 @@ def facts_of(
 
 def facts_of_extra_files(extra: ExtraFiles) -> dict[str, str]:
     """Return texts that identify the files next to the weights, by name."""
-    contents = {locations.split(path)[1]: locations.read_bytes(path) for path in extra.copied}
+    contents = {}
+    for path in extra.copied:
+        contents[locations.split(path)[1]] = locations.read_bytes(path)
     facts = {}
     for name, content in {**contents, **extra.written}.items():
         facts[f"the extra file {name}"] = _digest([content])

@@ -252,8 +252,12 @@ class Journal:
 
     def proofs(self) -> list[Any]:
         """Return the proofs of the output that can be read."""
-        notes = [self._read_if_whole(name, _DONE_FORM) for name in self._done_names()]
-        return [note["proof"] for note in notes if note is not None]
+        proofs = []
+        for name in self._done_names():
+            note = self._read_if_whole(name, _DONE_FORM)
+            if note is not None:
+                proofs.append(note["proof"])
+        return proofs
 
     def has_appeared(self) -> bool:
         """Whether the output has appeared: it was complete, and is not in the journal."""
@@ -365,9 +369,9 @@ def journals_beside(place: str) -> list[Journal]:
         names = locations.list_names(parent)
     except (FileNotFoundError, NotADirectoryError):
         return []
-    hidden = [(item, hidden_directories.parse(item)) for item in names]
     journals = []
-    for item, parts in hidden:
+    for item in names:
+        parts = hidden_directories.parse(item)
         if parts is not None and (parts.name, parts.kind) == (name, "parts"):
             journals.append(Journal(locations.join(parent, item)))
     return journals

@@ -104,7 +104,10 @@ def pieces_of(
     runs: Sequence[range], sizes: Sequence[int], name_of: Callable[[int], str]
 ) -> list[Piece]:
     """Return a piece for each run, named after its first item."""
-    return [Piece(name_of(run.start), 0, sum(sizes[run.start : run.stop])) for run in runs]
+    pieces = []
+    for run in runs:
+        pieces.append(Piece(name_of(run.start), 0, sum(sizes[run.start : run.stop])))
+    return pieces
 
 
 def bytes_of_window(tensors: Sequence[StoredTensor], window: Window) -> int:
@@ -197,7 +200,9 @@ class _VerifyWork(Work):
         self._tensors = [StoredTensor(stored, key) for key in keys]
         self._windows = list(windows_of(self._tensors))
         unit_bytes: list[int] = self._units[:, 3].tolist()
-        window_bytes = [bytes_of_window(self._tensors, window) for window in self._windows]
+        window_bytes = []
+        for window in self._windows:
+            window_bytes.append(bytes_of_window(self._tensors, window))
         self._of_files = runs_of([size + 1 for size in self._headers])
         self._of_units = runs_of(unit_bytes)
         self._of_windows = runs_of(window_bytes)
@@ -250,7 +255,7 @@ class _VerifyWork(Work):
         self, stored: StoredCheckpoint, run: range, add_bytes: Callable[[int], None]
     ) -> tuple[Any, int]:
         problems = check_files(stored, run, self._num_threads)
-        return [vars(problem) for problem in problems], sum(self._headers[run.start : run.stop])
+        return list(map(vars, problems)), sum(self._headers[run.start : run.stop])
 
     def _check_units(
         self, stored: StoredCheckpoint, run: range, add_bytes: Callable[[int], None]
@@ -309,7 +314,10 @@ class _VerifyWork(Work):
         """Describe blocks by their numbers among all, which ascend."""
         problems = []
         for number, (first, stop) in enumerate(itertools.pairwise(self._first_blocks)):
-            here = [BadBlock(n - first, message) for n, message in bad if first <= n < stop]
+            here = []
+            for n, message in bad:
+                if first <= n < stop:
+                    here.append(BadBlock(n - first, message))
             if here:
                 problems += describe_blocks(self._stored, self._blocks_in(number), here)
         return problems

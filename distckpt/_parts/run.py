@@ -493,8 +493,12 @@ def statuses(place: str) -> list[PartsStatus]:
 
     Only journals are read.
     """
-    headers = [(journal, journal.header()) for journal in journals_beside(place)]
-    return [_status(journal, header) for journal, header in headers if header is not None]
+    status_list = []
+    for journal in journals_beside(place):
+        header = journal.header()
+        if header is not None:
+            status_list.append(_status(journal, header))
+    return status_list
 
 
 def _status(journal: Journal, header: dict[str, Any]) -> PartsStatus:

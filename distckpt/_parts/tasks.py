@@ -124,7 +124,9 @@ def _with_location(name: str, value: Any) -> Any:
     if name == "checkpoints":
         return [locations.normalize(item) for item in value]
     if isinstance(value, ExportOptions):
-        values = {item: getattr(value, item) for item in _LOCATIONS_OF_OPTIONS}
+        values = {}
+        for item in _LOCATIONS_OF_OPTIONS:
+            values[item] = getattr(value, item)
         absolute: dict[str, Any] = {}
         for item, path in values.items():
             if path not in (None, "auto"):

@@ -153,7 +153,9 @@ def cut_files(sizes: Mapping[str, int], *, divides: bool) -> list[Piece]:
         count = 1
         if divides:
             count = max(1, -(-size // limit))
-        edges = [i * size // count // _ALIGNMENT * _ALIGNMENT for i in range(count)]
+        edges = []
+        for i in range(count):
+            edges.append(i * size // count // _ALIGNMENT * _ALIGNMENT)
         pieces += [Piece(name, *edge) for edge in itertools.pairwise([*edges, size])]
     return pieces
 

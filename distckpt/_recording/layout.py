@@ -82,7 +82,9 @@ def factored(num_elements: int, strides: Sequence[int]) -> tuple[int, ...]:
     for stride in sorted(set(strides)):
         if stride > rows[-1] and stride % rows[-1] == 0:
             rows.append(stride)
-    inner = [large // small for small, large in itertools.pairwise(rows)]
+    inner = []
+    for small, large in itertools.pairwise(rows):
+        inner.append(large // small)
     return (-(-num_elements // rows[-1]), *reversed(inner))
 
 

@@ -97,7 +97,9 @@ class Memory:
     def num_written(self, view: Layout) -> int:
         """Count the elements of a view that were written."""
         self.settle()
-        regions = [box.region for box in boxes(self.shape, view, view)]
+        regions = []
+        for box in boxes(self.shape, view, view):
+            regions.append(box.region)
         num_elements = 0
         for piece in self.pieces:
             for region in regions:
@@ -110,8 +112,11 @@ class Memory:
         """Name the stored tensors that have elements here."""
         if self.key is not None:
             return [self.key]
-        keys = (piece.stored.key for piece in self.pieces if piece.stored is not None)
-        return [key for key in dict.fromkeys(keys) if key is not None]
+        keys: dict[str, None] = {}
+        for piece in self.pieces:
+            if piece.stored is not None and piece.stored.key is not None:
+                keys[piece.stored.key] = None
+        return list(keys)
 
 
 def _last_written(pieces: Sequence[Piece]) -> list[Piece]:

@@ -155,19 +155,20 @@ class Recording(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _known(self, arguments: Any) -> list[torch.Tensor]:
         """Return the tensors among arguments that have stored elements."""
-        tensors = (leaf for leaf in tree_leaves(arguments) if _is_tensor(leaf))
-        return [leaf for leaf in tensors if self._names(leaf)]
+        return [leaf for leaf in tree_leaves(arguments) if _is_tensor(leaf) and self._names(leaf)]
 
     def _repeat(self, source: torch.Tensor, repeats: Sequence[int]) -> torch.Tensor:
         """Copy several times, as views and a copy do it."""
         shape = (1,) * (len(repeats) - source.ndim) + tuple(source.shape)
-        apart = []
+        apart: list[int] = []
         for length in shape:
             apart.extend((1, length))
-        repeated = []
+        repeated: list[int] = []
         for pair in zip(repeats, shape, strict=True):
             repeated.extend(pair)
-        sizes = [num * size for num, size in zip(repeats, shape, strict=True)]
+        sizes = []
+        for num, size in zip(repeats, shape, strict=True):
+            sizes.append(num * size)
         return source.reshape(apart).expand(repeated).reshape(sizes)
 
     def _view(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:

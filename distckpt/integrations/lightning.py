@@ -104,7 +104,9 @@ class _Saver(Checkpoint):
             # A validation of the sanity check would change the loaded state.
             self._num_sanity_steps = trainer.num_sanity_val_steps
             trainer.num_sanity_val_steps = 0
-        self._random = RngState().state_dict() if self.resumes else None
+        self._random = None
+        if self.resumes:
+            self._random = RngState().state_dict()
         self.resumes_loaders = False
         self._last_step = trainer.global_step
 
@@ -124,7 +126,8 @@ class _Saver(Checkpoint):
             # New iterators of loaders have drawn seeds, which the run did long ago.
             RngState().load_state_dict(self._random)
         has_more = is_in_middle and start_at_first_batch(trainer)
-        self._random = self._random if has_more else None
+        if not has_more:
+            self._random = None
 
     def on_train_batch_start(self, trainer: Any, *args: Any) -> None:
         if self._random:

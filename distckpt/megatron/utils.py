@@ -57,8 +57,8 @@ def zip_strict(*args: Iterable[Any]) -> Iterator[tuple[Any, ...]]:
 
     A ValueError gives all lengths when they differ, before any tuple comes.
     """
-    columns = [list(arg) for arg in args]
-    lengths = [len(column) for column in columns]
+    columns = list(map(list, args))
+    lengths = list(map(len, columns))
     if len(set(lengths)) > 1:
         raise ValueError(f"tried to zip iterables of unequal lengths {lengths}")
     return zip(*columns, strict=True)

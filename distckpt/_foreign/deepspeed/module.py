@@ -35,7 +35,9 @@ class _Frozen(NamedTuple):
         pieces: list[StoredPiece] = []
         for name, shape in self.shapes.items():
             shares = [(file, share[name]) for file, share in self.shares]
-            vectors = [flat_vector([(file, view, math.prod(view.shape))]) for file, view in shares]
+            vectors = []
+            for file, view in shares:
+                vectors.append(flat_vector([(file, view, math.prod(view.shape))]))
             pieces.extend(pieces_in_vectors(name, shape, vectors, 0))
         return pieces
 
@@ -52,7 +54,7 @@ def module_contents(
     stored = _checked_module(model)
     views = _views(model, stored, {*known, *aliases})
     locate_views([*frozen.views(), *((model, view) for view in views.values())])
-    pieces = []
+    pieces: list[StoredPiece] = []
     for name, view in views.items():
         pieces.extend(pieces_of_view(name, model, view))
     pieces += frozen.pieces()
@@ -69,7 +71,9 @@ def _frozen_parameters(models: Sequence[StateFile]) -> _Frozen:
     if not is_stage_3 or not shapes:
         # ZeRO-1 and ZeRO-2 keep them in the module.
         return _Frozen({}, [])
-    shares = [(file, file.content.get("frozen_param_fragments") or {}) for file in models]
+    shares = []
+    for file in models:
+        shares.append((file, file.content.get("frozen_param_fragments") or {}))
     for file, share in shares:
         if missing := shapes.keys() - share.keys():
             raise file.damaged(f"frozen_param_fragments lacks {summarize_keys(missing)}")
@@ -98,8 +102,14 @@ def _views(
     known: Set[str],
 ) -> dict[str, TensorView]:
     """Return the tensors of the module without the `known` ones."""
-    rest = {name: value for name, value in stored.items() if name not in known}
-    views = {name: value for name, value in rest.items() if type(value) is TensorView}
+    rest = {}
+    for name, value in stored.items():
+        if name not in known:
+            rest[name] = value
+    views = {}
+    for name, value in rest.items():
+        if type(value) is TensorView:
+            views[name] = value
     if odd := rest.keys() - views.keys():
         logger.warning(
             "%s: %s of the module is not read, as it is no tensor", model.path, summarize_keys(odd)

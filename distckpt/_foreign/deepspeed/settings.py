@@ -30,7 +30,10 @@ def settings_of(
             state = states.get(number, {})
             tensors = sorted(name for name, value in state.items() if is_array(value))
             values = _values(file, {"step": group.get("step"), **state}, tensors)
-            scalars = {name: v.dtype for name, v in values.items() if isinstance(v, torch.Tensor)}
+            scalars = {}
+            for name, v in values.items():
+                if isinstance(v, torch.Tensor):
+                    scalars[name] = v.dtype
             values |= {name: values[name].item() for name in scalars}
             settings.append(
                 {

@@ -89,7 +89,10 @@ def _masters(optimizer: Mapping[str, Any]) -> list[_Master]:
     groups = optimizer.get("fp32_groups") if flat is None else [[view] for view in flat]
     for group, views in enumerate(groups or ()):
         masters += [_Master(0, group, view, flat is not None) for view in views]
-    return [master._replace(number=number) for number, master in enumerate(masters)]
+    numbered = []
+    for number, master in enumerate(masters):
+        numbered.append(master._replace(number=number))
+    return numbered
 
 
 def _parameters(file: StateFile) -> tuple[dict[str, TensorView], dict[str, str]]:
@@ -198,7 +201,10 @@ def _pieces_of(
         shape = parameters[name].shape
         state = states.get(master.number, {})
         arrays = {WEIGHT: master.view, **{n: v for n, v in state.items() if is_array(v)}}
-        alike = {n: v for n, v in arrays.items() if v.shape == master.view.shape}
+        alike = {}
+        for n, v in arrays.items():
+            if v.shape == master.view.shape:
+                alike[n] = v
         for key, view in alike.items():
             pieces.extend(_pieces_at(file, key_of(key, name), shape, view, place.start))
         unread |= arrays.keys() - alike.keys()

@@ -80,7 +80,7 @@ def zero_contents(location: str, states: States) -> Contents:
     shapes = models[0].shapes("param_shapes")
     if not shapes and not states.optim:
         return contents_without_zero(models)
-    ranks = [_rank_state(file) for file in optims]
+    ranks = list(map(_rank_state, optims))
     _check_ranks(states, ranks, join(location, states.folder))
     _check_model(models[0], ranks, shapes)
     views = []
@@ -368,7 +368,10 @@ def _check_slices(
         slices = {}
         for name, place in dict(*mappings[number : number + 1]).items():
             slices[str(name)] = (place.get("start"), place.get("numel"))
-        nonempty = {name: place for name, place in slices.items() if place[1]}
+        nonempty = {}
+        for name, place in slices.items():
+            if place[1]:
+                nonempty[name] = place
         expected = _slices_between(shapes, [0] * len(shapes), first, last)
         if mappings and nonempty != expected:
             raise CorruptCheckpointError(

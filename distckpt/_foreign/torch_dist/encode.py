@@ -13,6 +13,7 @@ import collections
 import datetime
 import enum
 import io
+import itertools
 import pathlib
 import struct
 import types
@@ -198,7 +199,7 @@ class _Encoder:
 
     def add_pairs(self, pairs: Iterable[tuple[Any, Any]]) -> None:
         self.instructions.append(b"}")
-        self.add_items((obj for pair in pairs for obj in pair), b"u")
+        self.add_items(itertools.chain.from_iterable(pairs), b"u")
 
     def add_global(self, obj: Global) -> None:
         known = self._memo.get(obj)
@@ -351,7 +352,7 @@ _FORMS: dict[type, Callable[[_Encoder, Any], None]] = {
     slice: _call("__builtin__", "slice", lambda obj: (obj.start, obj.stop, obj.step)),
     range: _call("__builtin__", "range", lambda obj: (obj.start, obj.stop, obj.step)),
     collections.OrderedDict: _call(
-        "collections", "OrderedDict", lambda obj: ([list(pair) for pair in obj.items()],)
+        "collections", "OrderedDict", lambda obj: (list(map(list, obj.items())),)
     ),
     argparse.Namespace: lambda encoder, obj: encoder.add_call(
         record("argparse", "Namespace", **vars(obj))

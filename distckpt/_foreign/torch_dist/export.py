@@ -146,4 +146,8 @@ def _chunks_of_rank(
     chunks = chunks_to_write(stored)
     ends = np.cumsum([int(stored.manifest.num_bytes[chunk]) + 1 for _, chunk in chunks])
     shares = (ends - 1) * num_ranks // max(1, int(ends[-1]) if chunks else 1)
-    return [pair for pair, share in zip(chunks, shares.tolist(), strict=True) if share == rank]
+    chunks_of_rank = []
+    for pair, share in zip(chunks, shares.tolist(), strict=True):
+        if share == rank:
+            chunks_of_rank.append(pair)
+    return chunks_of_rank

@@ -242,7 +242,7 @@ class _Machine:
             target[hashable(key)] = value
 
     def add_to_set(self) -> None:
-        items = [hashable(item) for item in self.pop_to_mark()]
+        items = list(map(hashable, self.pop_to_mark()))
         self.top(set).update(items)
 
     def extend_list(self, items: list[Any]) -> None:

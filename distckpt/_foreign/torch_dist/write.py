@@ -69,8 +69,13 @@ def write_chunks(
     manifest = stored.manifest
     written = []
     start = 0
-    num_bytes_of = {chunk: int(manifest.num_bytes[chunk]) for _, chunk in chunks}
-    tensor_chunks = [chunk for key, chunk in chunks if not stored.is_object(key)]
+    num_bytes_of = {}
+    for _, chunk in chunks:
+        num_bytes_of[chunk] = int(manifest.num_bytes[chunk])
+    tensor_chunks = []
+    for key, chunk in chunks:
+        if not stored.is_object(key):
+            tensor_chunks.append(chunk)
     counter = ProgressCounter(progress, sum(num_bytes_of[chunk] for chunk in tensor_chunks))
     path = locations.join(directory, name)
     with (
@@ -179,7 +184,7 @@ def _tensor_entry(stored: StoredCheckpoint, key: str, regions: Sequence[Region])
         "TensorStorageMetadata",
         properties=_properties(FROM_NAME[stored.dtype_name(key)]),
         size=torch.Size(stored.global_shape(key)),
-        chunks=[_chunk(region) for region in regions],
+        chunks=list(map(_chunk, regions)),
     )
 
 

@@ -93,7 +93,8 @@ class Progress:
             callback.on_load_checkpoint(trainer, self._module, checkpoint)
         restore_callbacks(trainer, checkpoint)
         loops = checkpoint["loops"]["fit_loop"]
-        loops["state_dict"] |= {_LOADERS: self.loaders.states} if self.loaders.states else {}
+        if self.loaders.states:
+            loops["state_dict"] |= {_LOADERS: self.loaders.states}
         trainer.fit_loop.load_state_dict(loops)
         if not is_in_mid_epoch(trainer):
             # Trainer takes any run with `max_steps` for one that goes on in its epoch.
