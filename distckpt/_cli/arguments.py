@@ -362,7 +362,7 @@ def bench(parser: ArgumentParser) -> None:
         "--gb",
         type=not_negative,
         default=2.0,
-        help="size of the whole state (default: 2); 0 tries the requests of saves, and measures nothing",
+        help="size of the whole state (default: 2); 0 only tries the requests of saves",
     )
     parser.add_argument(
         "--ranks", type=positive, default=2, help="number of processes (default: %(default)s)"

@@ -1,5 +1,6 @@
-"""Hugging Face checkpoints: consolidation as torch and NeMo Automodel name it, file names, the
-index.
+"""Hugging Face checkpoints, under the names of torch and NeMo Automodel.
+
+These are consolidation, file names and the index.
 
 `consolidate_safetensors_files` and `consolidate_safetensors_files_on_every_rank` take the arguments
 of torch's and NeMo Automodel's functions of these names; change the import. `distckpt.consolidate`

@@ -213,8 +213,9 @@ class CheckpointManager(SaysOtherNames):
     @collective(_group_of)
     @paused_garbage_collection()
     def reserve_staging_memory(self, state_dict: ShardedStateDict) -> Future[int]:
-        """Prepare the first `save` with this manager's options, see
-        `distckpt.reserve_staging_memory`.
+        """Prepare the first `save` with this manager's options.
+
+        See `distckpt.reserve_staging_memory`.
 
         Collective operation: all ranks must call it. Pointless with `async_save=False`.
         """

@@ -297,8 +297,9 @@ class ShardedTensor(ShardedBase):
         prepend_axis_num: int = 0,
         **init_kwargs: Any,
     ) -> ShardedTensor:
-        """Make a flat shard: a run of elements of a local tensor, with the grid of
-        `from_rank_offsets`.
+        """Make a flat shard: a run of elements of a local tensor.
+
+        The grid is as for `from_rank_offsets`.
 
         Args:
             key: name of the global tensor.

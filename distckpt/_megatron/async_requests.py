@@ -59,8 +59,9 @@ class AsyncRequest(NamedTuple):
         self.finalize_fns.append(fn)
 
     def execute_sync(self) -> None:
-        """Do everything now. Collective operation: all ranks of the default process group must call
-        it.
+        """Do everything now.
+
+        Collective operation: all ranks of the default process group must call it.
         """
         with Ranks().phase("execute a request"):
             self._with_preloaded()._call()

@@ -1,5 +1,6 @@
-"""Megatron's functions over nested dicts and lists. `distckpt.megatron.dict_utils` is the public
-path.
+"""Megatron's functions over nested dicts and lists.
+
+`distckpt.megatron.dict_utils` is the public path.
 """
 
 from __future__ import annotations

@@ -85,8 +85,9 @@ class FullyParallelSaveStrategyWrapper(AsyncSaveShardedStrategy):
         checkpoint_dir: str | os.PathLike[str],
         async_strategy: str = "nvrx",
     ) -> AsyncRequest:
-        """Return a request that saves a state dict. Collective operation: all ranks must call
-        it.
+        """Return a request that saves a state dict.
+
+        Collective operation: all ranks must call it.
         """
         del async_strategy
         request = save(sharded_state_dict, checkpoint_dir, self, async_sharded_save=True)

@@ -79,8 +79,9 @@ class TorchDistSaveShardedStrategy(AsyncSaveShardedStrategy):
     def save(
         self, sharded_state_dict: ShardedStateDict, checkpoint_dir: str | os.PathLike[str]
     ) -> None:
-        """Save a state dict, as `distckpt.save` does. Collective operation: all ranks must call
-        it.
+        """Save a state dict, as `distckpt.save` does.
+
+        Collective operation: all ranks must call it.
         """
         save(sharded_state_dict, checkpoint_dir, self)
 
@@ -90,8 +91,9 @@ class TorchDistSaveShardedStrategy(AsyncSaveShardedStrategy):
         checkpoint_dir: str | os.PathLike[str],
         async_strategy: str = "nvrx",
     ) -> AsyncRequest:
-        """Return a request that saves a state dict. Collective operation: all ranks must call
-        it.
+        """Return a request that saves a state dict.
+
+        Collective operation: all ranks must call it.
         """
         del async_strategy
         request = save(sharded_state_dict, checkpoint_dir, self, async_sharded_save=True)
@@ -133,8 +135,9 @@ class TorchDistLoadShardedStrategy(LoadShardedStrategy):
         checkpoint_dir: str | os.PathLike[str],
         async_strategy: str = "mcore",
     ) -> Any:
-        """Load a state dict, as `distckpt.load` does. Collective operation: all ranks must call
-        it.
+        """Load a state dict, as `distckpt.load` does.
+
+        Collective operation: all ranks must call it.
         """
         del async_strategy
         return load(sharded_state_dict, checkpoint_dir, self)

@@ -100,7 +100,7 @@ class Work(ABC):
         return []
 
     def damaged(self, attempt: Attempt) -> list[str]:
-        """Return the files whose content does not come from the pieces."""
+        """Return the files that differ from the output of the pieces."""
         del attempt
         return []
 

@@ -1,5 +1,6 @@
-"""Extract parts of sharded state dicts, and rename the keys in them; Megatron's helpers for
-debugging.
+"""Extract parts of sharded state dicts, and rename the keys in them.
+
+Megatron's helpers for debugging are here, too.
 """
 
 from __future__ import annotations

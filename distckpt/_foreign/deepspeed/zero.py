@@ -385,8 +385,9 @@ def _check_slices(
 def _slices_between(
     shapes: Mapping[str, Shape], paddings: Sequence[int], first: int, last: int
 ) -> dict[str, tuple[int, int]]:
-    """Return start and size of parameters in elements [first, last). They are elements of one
-    group.
+    """Return start and size of parameters in elements [first, last).
+
+    They are elements of one group.
     """
     slices = {}
     end = 0

@@ -1,5 +1,6 @@
-"""Reader of torch.distributed.checkpoint's checkpoints, from PyTorch and Megatron Core
-(`torch_dist`).
+"""Reader of torch.distributed.checkpoint's checkpoints.
+
+PyTorch and Megatron Core (`torch_dist`) write them.
 """
 
 from __future__ import annotations

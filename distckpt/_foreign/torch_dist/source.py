@@ -167,10 +167,7 @@ def _check_dtypes(location: str, entries: Sequence[TensorEntry]) -> None:
 def _pieces_of_chunk(
     location: str, entry: TensorEntry, region: Region, item: StoredItem
 ) -> Iterator[StoredPiece]:
-    """Return the cells of Megatron's objects.
-
-    Their names end in `/shard_<offset>_<shape>`; in later versions common state is one.
-    """
+    """Yield the pieces of the chunk that an item holds."""
     path = locations.join(location, *item.file.split("/"))
 
     def read_range(start: int, stop: int) -> bytes:
@@ -201,8 +198,9 @@ def _pieces_of_chunk(
 
 
 def _megatron_objects(location: str, objects: Mapping[str, StoredItem]) -> list[_Cell]:
-    """Return the cells of Megatron's objects, whose names end in `/shard_<offset>_<shape>`; in
-    later versions its common state is one.
+    """Return the cells of Megatron's objects.
+
+    Their names end in `/shard_<offset>_<shape>`; in later versions common state is one.
     """
     cells: list[_Cell] = []
     last_sizes: dict[str, int] = {}
