@@ -131,7 +131,7 @@ def load_plain_tensors(
             stored = strategy.load_tensors_metadata(location)
             requests = stored
             if keys is not None:
-                requests = _chosen(stored, keys, location)
+                requests = _select(stored, keys, location)
             tensors = strategy.load(requests, location)
     return tensors
 
@@ -146,7 +146,7 @@ def _check_keys(keys: Any) -> None:
         raise TypeError(f"keys is a list of whole keys, not of patterns, got {keys!r:.200}{hint}.")
 
 
-def _chosen(
+def _select(
     stored: Mapping[str, ShardedTensor], keys: Collection[str], location: str
 ) -> dict[str, ShardedTensor]:
     unknown = [key for key in keys if key not in stored]

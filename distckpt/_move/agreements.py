@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from distckpt._ranks.collectives import Ranks
 
-_MAX_KEPT = 16
+_MAX_LATEST = 16
 
 
 class Agreement(NamedTuple):
@@ -30,7 +30,7 @@ class Agreements:
     """The latest agreements of one rank, by its description."""
 
     def __init__(self) -> None:
-        self._kept: dict[bytes, Agreement] = {}
+        self._latest: dict[bytes, Agreement] = {}
 
     def reach(
         self,
@@ -46,13 +46,13 @@ class Agreements:
         """
         settings = f"{name} {ranks.rank} {ranks.size} ".encode()
         key = hashlib.blake2b(settings + description, digest_size=16).digest()
-        known = self._kept.pop(key, None)
+        known = self._latest.pop(key, None)
         is_kept = ranks.all_equal(-1 - ranks.rank if known is None else known.number)
         if known is None or not is_kept:
             known = _reached(ranks, name, description, decide)
-        self._kept[key] = known
-        while len(self._kept) > _MAX_KEPT:
-            del self._kept[next(iter(self._kept))]
+        self._latest[key] = known
+        while len(self._latest) > _MAX_LATEST:
+            del self._latest[next(iter(self._latest))]
         return known
 
 

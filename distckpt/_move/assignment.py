@@ -116,7 +116,7 @@ class Assignment:
         key = holders.kind.key
         hosts = self.settings.hosts
         host = hosts[rank]
-        own, others = self._found(holders, rank, left[0])
+        own, others = self._find_holders(holders, rank, left[0])
         for _, _, row_of_giver, region in own:
             common, left = divide(left, region)
             self.copies += [(rank, key, row_of_giver, row, part) for part in common]
@@ -130,7 +130,9 @@ class Assignment:
                 unit.takes.append((rank, row, part))
         return left
 
-    def _found(self, holders: Holders, rank: int, region: Region) -> tuple[list[_Hit], list[_Hit]]:
+    def _find_holders(
+        self, holders: Holders, rank: int, region: Region
+    ) -> tuple[list[_Hit], list[_Hit]]:
         """Return the holders of elements of a region: this rank, and other ranks."""
         hosts = self.settings.hosts
         places, offsets, shapes = intersect_many(holders.offsets, holders.shapes, *region)

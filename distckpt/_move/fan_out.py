@@ -59,7 +59,7 @@ class FanOut:
         """Return the units to move, some of them cut into parts."""
         if not self._overloaded:
             return self._units
-        return _joined(self._units, self._hosts, self._overloaded)
+        return _join_overlaps(self._units, self._hosts, self._overloaded)
 
     def hops(self, giver: int, takers: Sequence[Collection[int]], num_bytes: int) -> list[Hop]:
         """Return a unit's way to the other machines that take it."""
@@ -132,7 +132,7 @@ def _tree(giver: int, receivers: Sequence[int]) -> list[Hop]:
 # --- Different layouts ----------------------------------------------------------------------------
 
 
-def _joined(
+def _join_overlaps(
     units: Iterable[Unit], hosts: Sequence[int], overloaded: Container[int]
 ) -> Iterator[Unit]:
     """Cut overlapping units, so that common parts become units of their own.

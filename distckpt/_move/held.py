@@ -48,7 +48,7 @@ class Held(NamedTuple):
                 as main replicas of different shards.
         """
         kinds = _one_kind_per_key(tables)
-        joined = _joined(tables, list(kinds))
+        joined = _join(tables, list(kinds))
         edges = np.searchsorted(joined.key_ids, np.arange(len(kinds) + 1))
         by_key: dict[str, Holders] = {}
         faults: list[KeyFault] = []
@@ -69,7 +69,7 @@ class Held(NamedTuple):
         return cls(by_key, len(tables))
 
 
-class _Joined(NamedTuple):
+class _Columns(NamedTuple):
     """The nonempty pieces of all ranks, sorted by key and rank."""
 
     key_ids: IntArray
@@ -81,13 +81,13 @@ class _Joined(NamedTuple):
     shapes: IntArray
 
 
-def _joined(tables: Sequence[PieceTable], keys: Sequence[str]) -> _Joined:
+def _join(tables: Sequence[PieceTable], keys: Sequence[str]) -> _Columns:
     numbers = {key: number for number, key in enumerate(keys)}
     ndim = max((table.offsets.shape[1] for table in tables), default=0)
     columns = []
     for rank, table in enumerate(tables):
         columns.append(
-            _Joined(
+            _Columns(
                 np.array([numbers[kind.key] for kind in table.kinds], np.int64)[table.kind_ids],
                 np.full(len(table.kind_ids), rank),
                 np.arange(len(table.kind_ids)),
@@ -97,10 +97,10 @@ def _joined(tables: Sequence[PieceTable], keys: Sequence[str]) -> _Joined:
                 widen(table.shapes, ndim, 1),
             )
         )
-    joined = _Joined(*map(np.concatenate, zip(*columns, strict=True)))
+    joined = _Columns(*map(np.concatenate, zip(*columns, strict=True)))
     nonempty = np.flatnonzero((joined.shapes > 0).all(axis=1))
     nonempty = nonempty[np.argsort(joined.key_ids[nonempty], kind="stable")]
-    return _Joined(*[column[nonempty] for column in joined])  # type: ignore[arg-type]
+    return _Columns(*[column[nonempty] for column in joined])  # type: ignore[arg-type]
 
 
 def _one_kind_per_key(tables: Sequence[PieceTable]) -> dict[str, Kind]:
@@ -119,7 +119,7 @@ def _one_kind_per_key(tables: Sequence[PieceTable]) -> dict[str, Kind]:
     return kinds
 
 
-def _first_of_buffers(joined: _Joined, rows: IntArray) -> IntArray:
+def _first_of_buffers(joined: _Columns, rows: IntArray) -> IntArray:
     """Leave out copies of buffers, which may differ: the first rank's count."""
     buffers = joined.is_buffer[rows]
     if not buffers.any():

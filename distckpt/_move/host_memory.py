@@ -56,23 +56,23 @@ class KeptMemory:
     """
 
     def __init__(self) -> None:
-        self._kept: weakref.WeakKeyDictionary[Any, HostMemory] = weakref.WeakKeyDictionary()
+        self._cached: weakref.WeakKeyDictionary[Any, HostMemory] = weakref.WeakKeyDictionary()
 
     def take(self, ranks: Ranks, bucket_bytes: int) -> HostMemory:
         """Return the cached buffers, if their number is equal on all ranks.
 
         A rank without suitable buffers gets a number of its own.
         """
-        cached = None if ranks.size == 1 else self._kept.pop(ranks.group, None)
+        cached = None if ranks.size == 1 else self._cached.pop(ranks.group, None)
         if cached is None or cached.bucket_bytes != bucket_bytes:
             return HostMemory(-1 - ranks.rank, [], 0, {})
         return cached
 
     def keep(self, ranks: Ranks, memory: HostMemory) -> None:
         """Keep the buffers of a successful move; nothing more arrives in them."""
-        self._kept.clear()
+        self._cached.clear()
         if ranks.size > 1:
-            self._kept[ranks.group] = memory
+            self._cached[ranks.group] = memory
 
 
 def bucket_bytes_of(options: MoveOptions) -> int:

@@ -43,7 +43,7 @@ def plan_moves(
     """
     held = Held.of(sources)
     assignment = Assignment(held, settings)
-    rows_by_host = _wanted(targets, settings.hosts)
+    rows_by_host = _rows_by_host(targets, settings.hosts)
     _check_kinds(held, targets, settings)
     for (_, key), rows in sorted(rows_by_host.items(), key=lambda item: item[0][1]):
         for rank, row in rows:
@@ -53,7 +53,7 @@ def plan_moves(
     return Schedule(assignment, Tables(sources, targets)).plans()
 
 
-def _wanted(
+def _rows_by_host(
     targets: Sequence[PieceTable], hosts: Sequence[int]
 ) -> dict[tuple[int, str], list[tuple[int, int]]]:
     """Return the pieces that are taken, `(rank, row)`, by machine and key."""

@@ -63,7 +63,7 @@ def check_host(store: Any, address: str, timeout: float) -> int:
     """
     try:
         with _reaching_leader(AbsentKeyError):
-            text = answer_of(lambda: _found(store, _HOST, timeout), timeout + ANSWER_SECONDS)
+            text = answer_of(lambda: _wait_for_key(store, _HOST, timeout), timeout + ANSWER_SECONDS)
         number, release = _values(text, [int, str], _HOST)
     except (AbsentKeyError, _OtherFormError) as error:
         raise CheckpointingException(
@@ -103,7 +103,7 @@ def _release() -> str:
     return release
 
 
-def _found(store: Any, key: str, seconds: float) -> bytes:
+def _wait_for_key(store: Any, key: str, seconds: float) -> bytes:
     """Wait for a key."""
     deadline = time.monotonic() + seconds
     step = _POLL_SECONDS
@@ -213,7 +213,7 @@ class Member:
         self._send(kind, value, self._timeout)
         key = _key_of_answer(self.name, self._num_sent)
         limit = self._limit
-        answer = answer_of(lambda: _found(self._store, key, limit), limit + ANSWER_SECONDS)
+        answer = answer_of(lambda: _wait_for_key(self._store, key, limit), limit + ANSWER_SECONDS)
         return _values(answer, types, key)
 
     def _send(self, kind: str, value: int | None, seconds: float) -> None:
@@ -242,7 +242,7 @@ def _reaching_leader(*passed: type[RuntimeError]) -> Iterator[None]:
         ) from error
 
 
-class _Told(NamedTuple):
+class _Answer(NamedTuple):
     """An answer in the store until its member has read it."""
 
     key: str
@@ -259,7 +259,7 @@ class Leader:
         self._num_targets = num_targets
         self._asks: dict[str, Message] = {}
         self._called: dict[str, Message | None] = {}
-        self._told: dict[str, _Told] = {}
+        self._answers: dict[str, _Answer] = {}
         self._expected: set[str] = set()
         self._doubtful: set[str] = set()
         self._ahead: set[str] = set()
@@ -504,18 +504,18 @@ class Leader:
         key = _key_of_answer(message.name, message.number)
         # A member waits no longer, if it has the same timeout.
         deadline = time.monotonic() + 2 * (self._timeout + ANSWER_SECONDS)
-        self._told[message.name] = _Told(key, deadline)
+        self._answers[message.name] = _Answer(key, deadline)
         self._store.set(key, json.dumps(values))
 
     def _forget(self, name: str) -> None:
-        answer = self._told.pop(name, None)
+        answer = self._answers.pop(name, None)
         if answer is not None:
             self._store.delete_key(answer.key)
 
     def _forget_unread(self) -> None:
         """Forget the answers to members that do not read them any more."""
         now = time.monotonic()
-        for name, answer in list(self._told.items()):
+        for name, answer in list(self._answers.items()):
             if answer.deadline < now:
                 self._forget(name)
 

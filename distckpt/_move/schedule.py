@@ -111,16 +111,18 @@ class Schedule:
         """Let takers and givers sum all the values they take and give."""
         for key, rank, row, region in self._assignment.wanted:
             slot = self._slots.setdefault((rank, key), len(self._slots))
-            is_cast = self._taken_as(rank, row) != self._assignment.held.by_key[key].kind.dtype
+            is_cast = (
+                self._dtype_of_target(rank, row) != self._assignment.held.by_key[key].kind.dtype
+            )
             place = self._target_place(rank, row, region)
             self._add("arrived", rank, [slot, row, int(is_cast)], place, shapes=[region.shape])
         for giver, source, (rank, key, row, region) in self._assignment.gifts():
-            dtype = self._dtypes.index(self._taken_as(rank, row))
+            dtype = self._dtypes.index(self._dtype_of_target(rank, row))
             numbers = [self._slots[rank, key], source, dtype]
             place = self._source_place(giver, source, region)
             self._add("sent", giver, numbers, place, shapes=[region.shape])
 
-    def _taken_as(self, rank: int, row: int) -> str:
+    def _dtype_of_target(self, rank: int, row: int) -> str:
         table = self._tables.targets[rank]
         kind: Kind = table.kinds[table.kind_ids[row]]
         return kind.dtype

@@ -106,7 +106,7 @@ class Journal:
     @classmethod
     def of(cls, work: Work) -> Journal:
         """Return the journal of some work, which need not exist."""
-        text = json.dumps({"facts": dict(work.facts), "pieces": _listed(work.pieces)})
+        text = json.dumps({"facts": dict(work.facts), "pieces": _as_lists(work.pieces)})
         nonce = hashlib.sha256(text.encode()).hexdigest()[:16]
         return cls(_beside(work.place, nonce))
 
@@ -164,7 +164,7 @@ class Journal:
             "verb": work.verb,
             "sources": list(work.sources),
             "facts": dict(work.facts),
-            "pieces": _listed(work.pieces),
+            "pieces": _as_lists(work.pieces),
             "files": work.files(self.attempt),
         }
         self._write(HEADER, content)
@@ -350,7 +350,7 @@ def _done_name(proof: Any) -> str:
     return f"done-{digest}.json"
 
 
-def _listed(pieces: Sequence[Piece]) -> list[list[Any]]:
+def _as_lists(pieces: Sequence[Piece]) -> list[list[Any]]:
     return [[piece.name, piece.start, piece.stop] for piece in pieces]
 
 

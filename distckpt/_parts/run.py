@@ -236,13 +236,13 @@ def _check_others(work: Work, journal: Journal) -> None:
 
 def _differences(work: Work, header: dict[str, Any]) -> str:
     """Describe the differences between this work and another one."""
-    theirs = header["facts"]
+    other_facts = header["facts"]
     if header["verb"] != work.verb:
         return f"it is {header['verb']}, this is {work.verb}"
     named = {}
-    for name in theirs | dict(work.facts):
-        if theirs.get(name) != work.facts.get(name):
-            named[name] = (theirs.get(name), work.facts.get(name))
+    for name in other_facts | dict(work.facts):
+        if other_facts.get(name) != work.facts.get(name):
+            named[name] = (other_facts.get(name), work.facts.get(name))
     texts = []
     for name, (before, now) in named.items():
         texts.append(f"{name} was {before!s:.100} and is {now!s:.100}")

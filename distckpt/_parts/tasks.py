@@ -93,21 +93,21 @@ def make_work(verb: str, arguments: Mapping[str, Any]) -> Work:
     """Plan the work of a verb with these arguments."""
     module, function = _MAKERS[verb]
     make = getattr(importlib.import_module(f"distckpt._parts.{module}"), function)
-    work: Work = make(**_located(arguments))
+    work: Work = make(**_with_absolute_paths(arguments))
     return work
 
 
 def make_tasks(verb: str, num_tasks: int, arguments: Mapping[str, Any]) -> list[Task]:
     """Divide the work of a verb with these arguments into tasks."""
     check_count("num_tasks", num_tasks)
-    located = _located(arguments)
+    located = _with_absolute_paths(arguments)
     tasks = []
     for index in range(num_tasks):
         tasks.append(Task(verb, located, index, num_tasks))
     return tasks
 
 
-def _located(arguments: Mapping[str, Any]) -> dict[str, Any]:
+def _with_absolute_paths(arguments: Mapping[str, Any]) -> dict[str, Any]:
     """Return arguments with absolute paths.
 
     Processes may have other working directories.

@@ -134,7 +134,7 @@ class Recording(TorchDispatchMode):  # type: ignore[no-untyped-call]
             packet = func.overloadpacket
             if packet in _WRITES:
                 return self._write(func, args, kwargs)
-            known = self._known((args, kwargs))
+            known = self._stored_tensors((args, kwargs))
             if not known:
                 return func(*args, **kwargs)
             with self:
@@ -153,7 +153,7 @@ class Recording(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 return self._repeat(*args)
             return self.refuse(func, known)
 
-    def _known(self, arguments: Any) -> list[torch.Tensor]:
+    def _stored_tensors(self, arguments: Any) -> list[torch.Tensor]:
         """Return the tensors among arguments that have stored elements."""
         return [leaf for leaf in tree_leaves(arguments) if _is_tensor(leaf) and self._names(leaf)]
 
@@ -185,7 +185,7 @@ class Recording(TorchDispatchMode):  # type: ignore[no-untyped-call]
         sources = [leaf for leaf in tree_leaves(args) if _is_tensor(leaf)]
         make = _called
         if _has_recorded(sources):
-            make = self._made
+            make = self._make
         made = make(func, args, kwargs)
         dim = args[1] if len(args) > 1 else kwargs.get("dim", 0)
         parts = _parts(func.overloadpacket, made, sources, dim)
@@ -193,7 +193,7 @@ class Recording(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._note(part, source, func)
         return made
 
-    def _made(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Recorded:
+    def _make(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Recorded:
         """Make a new tensor without storage, with the layout of a result."""
         kwargs = {name: value for name, value in kwargs.items() if name != "device"}
         meta = func(*tree_map(_meta_of, args), **kwargs)
@@ -244,12 +244,12 @@ class Recording(TorchDispatchMode):  # type: ignore[no-untyped-call]
         source = self._memory(value)
         place = Layout.of(_meta_of(target))
         reads = self._reads(source, value, target, func)
-        steps = [*_taken_as(source.dtype, value.dtype), ("to", target.dtype)]
+        steps = [*_bit_steps(source.dtype, value.dtype), ("to", target.dtype)]
         if not isinstance(value, Recorded):
             memory.fill(place)  # with values that are not stored
         elif memory.tensor is not None:
             _zero_what_is_not_stored(memory.tensor, reads)
-        memory.write(reads, (*steps, *_taken_as(target.dtype, memory.dtype)))
+        memory.write(reads, (*steps, *_bit_steps(target.dtype, memory.dtype)))
 
     def _reads(
         self, source: Memory, value: torch.Tensor, target: torch.Tensor, func: Any
@@ -358,7 +358,7 @@ def _identity(tensor: torch.Tensor) -> tuple[Any, ...]:
     return tensor.device, tensor.untyped_storage().data_ptr(), tensor.dtype.itemsize
 
 
-def _taken_as(source: torch.dtype, target: torch.dtype) -> list[Step]:
+def _bit_steps(source: torch.dtype, target: torch.dtype) -> list[Step]:
     if source == target:
         return []
     return [("as", target)]

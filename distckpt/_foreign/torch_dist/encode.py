@@ -250,12 +250,12 @@ def _int32(number: int) -> bytes:
 
 def _registered(obj: Any) -> Call:
     """Describe an object of a registered class as Python pickles it."""
-    if (description := _described(obj)) is None:
+    if (description := _description_of(obj)) is None:
         raise UnsupportedObjectError(f"A value {_formless(obj)}")
     return description
 
 
-def _described(obj: Any) -> Call | None:
+def _description_of(obj: Any) -> Call | None:
     cls: Any = type(obj)
     if registration_of(cls) is None:
         return None
@@ -290,7 +290,7 @@ def refuse_formless(obj: Any, name: str, way_out: str = "") -> None:
     faults = []
     for path, node in nodes(obj):
         has_form = type(node) in _FORMS or isinstance(node, torch.Tensor | np.generic)
-        if not has_form and _described(node) is None:
+        if not has_form and _description_of(node) is None:
             text = f" {_formless(node)}"
             faults.append(KeyFault(dotted(path), text, text))
     if faults:
