@@ -16,7 +16,7 @@ from distckpt._base.dtypes import FROM_NAME
 from distckpt._base.errors import LoadMismatchError
 from distckpt._base.messages import KeyFault, did_you_mean, other_prefix, summarize_faults
 from distckpt._geometry.region import Region, intersect, intersect_many, subtract
-from distckpt._move.held import Held, Holders
+from distckpt._move.held import Holders, SourcePieces
 from distckpt._move.pieces import Kind
 
 
@@ -71,7 +71,7 @@ and its part of the region.
 """
 
 
-class Wanted(NamedTuple):
+class TargetRegion(NamedTuple):
     """A region that a rank takes, and the `row` of its piece."""
 
     key: str
@@ -83,31 +83,30 @@ class Wanted(NamedTuple):
 class Assignment:
     """The units that fill each target. One unit per machine serves all of its ranks."""
 
-    def __init__(self, held: Held, settings: MoveSettings) -> None:
-        self.held = held
+    def __init__(self, sources: SourcePieces, settings: MoveSettings) -> None:
+        self.sources = sources
         self.settings = settings
         self.units: dict[tuple[str, int, int, Region], Unit] = {}
         self.copies: list[tuple[int, str, int, int, Region]] = []
-        self.gaps: list[Wanted] = []
-        self.wanted: list[Wanted] = []
-        self.given = [0] * held.num_ranks
-        self._of_host: defaultdict[tuple[int, str], list[Unit]] = defaultdict(list)
+        self.gaps: list[TargetRegion] = []
+        self.target_regions: list[TargetRegion] = []
+        self.given_bytes = [0] * sources.num_ranks
+        self._units_by_host: defaultdict[tuple[int, str], list[Unit]] = defaultdict(list)
 
     def fill(self, key: str, kind: Kind, rank: int, row: int, region: Region) -> None:
         """Assign givers for the region of a piece that a rank takes."""
-        holders = self.held.by_key.get(key)
+        holders = self.sources.by_key.get(key)
         if holders is None:
-            self.gaps.append(Wanted(key, rank, row, region))
+            self.gaps.append(TargetRegion(key, rank, row, region))
             return
-        whole_region = region
         if kind.may_differ:
             clipped = intersect(region, Region((0,) * len(region.shape), holders.kind.shape))
             if clipped is None:
                 return
-            whole_region = clipped
-        self.wanted.append(Wanted(key, rank, row, whole_region))
-        left = self._from_holders(holders, rank, row, [whole_region])
-        self.gaps += [Wanted(key, rank, row, gap) for gap in left]
+            region = clipped
+        self.target_regions.append(TargetRegion(key, rank, row, region))
+        left = self._from_holders(holders, rank, row, [region])
+        self.gaps += [TargetRegion(key, rank, row, gap) for gap in left]
 
     def _from_holders(
         self, holders: Holders, rank: int, row: int, left: list[Region]
@@ -120,7 +119,7 @@ class Assignment:
         for _, _, row_of_giver, region in own:
             common, left = divide(left, region)
             self.copies += [(rank, key, row_of_giver, row, part) for part in common]
-        for unit in self._of_host[host, key] if left else ():
+        for unit in self._units_by_host[host, key] if left else ():
             common, left = divide(left, unit.region)
             unit.takes += [(rank, row, part) for part in common]
         for _, giver, row_of_giver, region in sorted(others) if left else ():
@@ -142,7 +141,7 @@ class Assignment:
             places.tolist(), offsets.tolist(), shapes.tolist(), strict=True
         ):
             giver = int(holders.ranks[place])
-            distance = (hosts[giver] != hosts[rank], self.given[giver])
+            distance = (hosts[giver] != hosts[rank], self.given_bytes[giver])
             hit = (distance, giver, int(holders.rows[place]), Region(tuple(offset), tuple(shape)))
             (own if giver == rank else others).append(hit)
         return own, others
@@ -150,11 +149,11 @@ class Assignment:
     def _unit(self, key: str, giver: int, row: int, region: Region, host: int) -> Unit:
         identity = (key, giver, row, region)
         if identity not in self.units:
-            item = FROM_NAME[self.held.by_key[key].kind.dtype].itemsize
+            item = FROM_NAME[self.sources.by_key[key].kind.dtype].itemsize
             self.units[identity] = Unit(*identity, item)
-            self.given[giver] += self.units[identity].num_bytes
+            self.given_bytes[giver] += self.units[identity].num_bytes
         unit = self.units[identity]
-        self._of_host[host, key].append(unit)
+        self._units_by_host[host, key].append(unit)
         return unit
 
     def gifts(self) -> Iterator[tuple[int, int, tuple[int, str, int, Region]]]:
@@ -179,7 +178,9 @@ class Assignment:
             faults.append(KeyFault(gap.key, text, text))
         lines = "\n- ".join(summarize_faults(faults))
         keys = {gap.key for gap in self.gaps}
-        prefix = other_prefix(sorted(keys - self.held.by_key.keys()), self.held.by_key, "given")
+        prefix = other_prefix(
+            sorted(keys - self.sources.by_key.keys()), self.sources.by_key, "given"
+        )
         way_out = (
             "Describe it on the rank that has it, or name a checkpoint that has it as fallback."
         )
@@ -190,10 +191,10 @@ class Assignment:
             )
         raise LoadMismatchError(f"Not held by any rank:\n- {lines}\n{way_out}", unexpected=keys)
 
-    def _lack(self, gap: Wanted) -> str:
-        holders = self.held.by_key.get(gap.key)
+    def _lack(self, gap: TargetRegion) -> str:
+        holders = self.sources.by_key.get(gap.key)
         if holders is None:
-            hint = did_you_mean(gap.key, self.held.by_key)
+            hint = did_you_mean(gap.key, self.sources.by_key)
             return f": rank {gap.rank} takes region {gap.region}, and no rank has this key{hint}"
         who = ", ".join(map(str, np.unique(holders.ranks).tolist()))
         return (

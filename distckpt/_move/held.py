@@ -33,14 +33,14 @@ class Holders(NamedTuple):
     shapes: IntArray
 
 
-class Held(NamedTuple):
+class SourcePieces(NamedTuple):
     """All pieces that ranks give, by key."""
 
     by_key: dict[str, Holders]
     num_ranks: int
 
     @classmethod
-    def of(cls, tables: Sequence[PieceTable]) -> Held:
+    def of(cls, tables: Sequence[PieceTable]) -> SourcePieces:
         """Join the tables of all ranks.
 
         Raises:

@@ -18,7 +18,7 @@ import numpy as np
 from distckpt._base.dtypes import FROM_NAME, is_convertible, is_lossless_cast
 from distckpt._base.errors import LoadMismatchError
 from distckpt._move.assignment import Assignment, MoveSettings
-from distckpt._move.held import Held
+from distckpt._move.held import SourcePieces
 from distckpt._move.pieces import Kind, PieceTable
 from distckpt._move.rank_plan import RankPlan
 from distckpt._move.schedule import Schedule, Tables
@@ -41,10 +41,10 @@ def plan_moves(
         LoadMismatchError: no rank holds elements that are taken, or values would change in the
             dtype of a target.
     """
-    held = Held.of(sources)
-    assignment = Assignment(held, settings)
+    source_pieces = SourcePieces.of(sources)
+    assignment = Assignment(source_pieces, settings)
     rows_by_host = _rows_by_host(targets, settings.hosts)
-    _check_kinds(held, targets, settings)
+    _check_kinds(source_pieces, targets, settings)
     for (_, key), rows in sorted(rows_by_host.items(), key=lambda item: item[0][1]):
         for rank, row in rows:
             table = targets[rank]
@@ -65,17 +65,19 @@ def _rows_by_host(
     return rows_by_host
 
 
-def _check_kinds(held: Held, targets: Sequence[PieceTable], settings: MoveSettings) -> None:
+def _check_kinds(
+    source_pieces: SourcePieces, targets: Sequence[PieceTable], settings: MoveSettings
+) -> None:
     """Refuse targets whose shape or dtype does not fit the given tensors."""
     scales: dict[str, str] | None = None
     for rank, table in enumerate(targets):
         for kind in table.kinds:
-            if kind.key not in held.by_key:
+            if kind.key not in source_pieces.by_key:
                 continue
-            source = held.by_key[kind.key].kind
+            source = source_pieces.by_key[kind.key].kind
             _check_kind(source, kind, rank, settings)
             if source.dtype != kind.dtype and may_be_codes(source.dtype):
-                scales = places_of_scales(held.by_key) if scales is None else scales
+                scales = places_of_scales(source_pieces.by_key) if scales is None else scales
                 _check_codes(source, kind, rank, scales)
 
 

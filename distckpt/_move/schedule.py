@@ -54,7 +54,7 @@ class Schedule:
         self._hosts = assignment.settings.hosts
         self._bucket = assignment.settings.bucket_bytes
         self._dtypes = sorted({kind.dtype for kind in tables.kinds})
-        num_ranks = assignment.held.num_ranks
+        num_ranks = assignment.sources.num_ranks
         # By rank, whether it is for units that have landed, and wave.
         self._used: defaultdict[tuple[int, bool, int], int] = defaultdict(int)
         self._first_wave = [0] * num_ranks
@@ -81,7 +81,7 @@ class Schedule:
             self._add("gaps", gap.rank, [gap.row], place, shapes=[gap.region.shape])
         if self._assignment.settings.compares:
             self._add_comparisons()
-        return [self._plan_of(rank) for rank in range(self._assignment.held.num_ranks)]
+        return [self._plan_of(rank) for rank in range(self._assignment.sources.num_ranks)]
 
     def _plan_of(self, rank: int) -> RankPlan:
         num_columns = {
@@ -109,10 +109,10 @@ class Schedule:
 
     def _add_comparisons(self) -> None:
         """Let takers and givers sum all the values they take and give."""
-        for key, rank, row, region in self._assignment.wanted:
+        for key, rank, row, region in self._assignment.target_regions:
             slot = self._slots.setdefault((rank, key), len(self._slots))
             is_cast = (
-                self._dtype_of_target(rank, row) != self._assignment.held.by_key[key].kind.dtype
+                self._dtype_of_target(rank, row) != self._assignment.sources.by_key[key].kind.dtype
             )
             place = self._target_place(rank, row, region)
             self._add("arrived", rank, [slot, row, int(is_cast)], place, shapes=[region.shape])
@@ -159,7 +159,7 @@ class Schedule:
             *_, sent_from = place_by_host[self._hosts[hop.sender]]
             self._send(landed, hop, sent_from, at, size)
             place_by_host[self._hosts[hop.receiver]] = (landed, hop.receiver, 1, at)
-        dtype = self._dtypes.index(self._assignment.held.by_key[unit.key].kind.dtype)
+        dtype = self._dtypes.index(self._assignment.sources.by_key[unit.key].kind.dtype)
         for host, host_takes in by_host.items():
             for rank, row, part in host_takes:
                 numbers = [*place_by_host[host], dtype, row]
@@ -238,7 +238,7 @@ class Schedule:
         return [*values, *[fill] * (self._ndim - len(values))]
 
     def _item_bytes(self, key: str) -> int:
-        return FROM_NAME[self._assignment.held.by_key[key].kind.dtype].itemsize
+        return FROM_NAME[self._assignment.sources.by_key[key].kind.dtype].itemsize
 
     def _source_place(self, rank: int, row: int, region: Region) -> tuple[int, ...]:
         return region.relative_to(self._tables.sources[rank].region(row).offset).offset
