@@ -24,7 +24,7 @@ from distckpt._storage import locations
 _MINUTES = 60
 """Minutes without a write before leftovers are removed."""
 _MINUTES_OF_PARTS = 7 * 24 * 60
-"""The same for work in parts, which may wait in a queue for days."""
+"""The same for work in parts, which may queue for days."""
 
 
 @dataclass(frozen=True)
