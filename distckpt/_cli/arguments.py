@@ -59,7 +59,7 @@ def inspect(parser: ArgumentParser) -> None:
 
 def ls(parser: ArgumentParser) -> None:
     parser.add_argument(
-        "root", help="a directory that holds checkpoints, such as that of a manager: a path or URL"
+        "root", help="a directory that holds checkpoints, such as a manager's: a path or URL"
     )
     add_html(parser)
     parser.add_argument(
@@ -155,15 +155,15 @@ def merge(parser: ArgumentParser) -> None:
     parser.add_argument("-o", "--output", dest="output_dir", metavar="DIR", help=output)
     _add_export(parser)
     how = parser.add_mutually_exclusive_group()
-    each = "one for each checkpoint, behind all paths (default: equal)"
-    how.add_argument("--weights", nargs="+", type=_weight, metavar="W", help=each)
+    weights = "one for each checkpoint, behind all paths (default: equal)"
+    how.add_argument("--weights", nargs="+", type=_weight, metavar="W", help=weights)
     how.add_argument(
         "--ema", type=_decay, metavar="DECAY", help="moving average, from the oldest to the newest"
     )
 
 
 def contradiction(arguments: Namespace) -> str:
-    """Say what is wrong with arguments that are right one by one; an empty text if nothing is."""
+    """Return a contradiction between the arguments, or an empty string."""
     return (
         _contradiction_of_pages(arguments)
         or _contradiction_of_parts(arguments)
@@ -221,7 +221,7 @@ def _add_export(parser: ArgumentParser) -> None:
     parser.add_argument(
         "--dry-run",
         action="store_true",
-        help="list what would be exported and from where, and stop",
+        help="list the tensors of the export and their sources, and stop",
     )
     which = parser.add_mutually_exclusive_group()
     add_keys(which)
@@ -248,7 +248,7 @@ def _add_export(parser: ArgumentParser) -> None:
         action="append",
         type=_format,
         metavar="[PATTERN=]FORMAT",
-        help="quantize what models usually quantize, or tensors by pattern, to one of "
+        help="quantize the usual weights of models, or tensors by pattern, to one of "
         f"{', '.join(FORMATS)}; can be repeated",
     )
     parser.add_argument(
@@ -292,10 +292,7 @@ def convert(parser: ArgumentParser) -> None:
         help="a checkpoint, a directory with a .metadata file, or a Hugging Face directory",
     )
     parser.add_argument("checkpoint", help="the new checkpoint: a path or URL")
-    to = (
-        "format of the new checkpoint; torch_dist is that of Megatron Core, which PyTorch reads as "
-        "well"
-    )
+    to = "format of the new checkpoint; torch_dist is Megatron Core's, which PyTorch reads as well"
     parser.add_argument("--to", choices=("distckpt", "torch_dist"), default="distckpt", help=to)
     parser.add_argument("--overwrite", action="store_true", help="replace an existing checkpoint")
     parser.add_argument(
@@ -353,7 +350,7 @@ def prune(parser: ArgumentParser) -> None:
     parser.add_argument(
         "--dry-run",
         action="store_true",
-        help="list what would be removed, without removing anything",
+        help="list the checkpoints to remove, without removing anything",
     )
 
 
@@ -365,7 +362,7 @@ def bench(parser: ArgumentParser) -> None:
         "--gb",
         type=not_negative,
         default=2.0,
-        help="size of the whole state (default: 2); 0 tries what saves need, and measures nothing",
+        help="size of the whole state (default: 2); 0 only tries the requests of saves",
     )
     parser.add_argument(
         "--ranks", type=positive, default=2, help="number of processes (default: %(default)s)"
@@ -427,18 +424,18 @@ def add_writing(parser: ArgumentParser) -> None:
 
 
 def add_parts(parser: ArgumentParser) -> None:
-    """Declare `--part` and what goes with it."""
+    """Declare `--part` and its companions."""
     group = parser.add_argument_group("in parts", "by processes that know nothing of each other")
-    what = group.add_mutually_exclusive_group()
+    action = group.add_mutually_exclusive_group()
     part = "do part K of N, from 0, or the one that Slurm, Kubernetes (auto/N) or torchrun says"
-    what.add_argument("--part", metavar="K/N|auto", type=_part, help=part)
-    what.add_argument(
-        "--status", action="store_true", help="say what is whole, missing and being done"
+    action.add_argument("--part", metavar="K/N|auto", type=_part, help=part)
+    action.add_argument(
+        "--status", action="store_true", help="list the whole, missing and running pieces"
     )
     finish = "complete the output, which the last part does by itself"
-    what.add_argument("--finish", action="store_true", help=finish)
-    what.add_argument(
-        "--abandon", action="store_true", help="remove what parts have written so far"
+    action.add_argument("--finish", action="store_true", help=finish)
+    action.add_argument(
+        "--abandon", action="store_true", help="remove the files of the parts so far"
     )
     group.add_argument(
         "--watch", action="store_true", help="with --status: show the progress of all parts"
@@ -447,12 +444,12 @@ def add_parts(parser: ArgumentParser) -> None:
 
 def _add_reading_parts(parser: ArgumentParser) -> None:
     add_parts(parser)
-    text = "with --part: a directory, which is made, for what the parts find out"
+    text = "with --part: a directory, which is made, for the findings of the parts"
     parser.add_argument("--journal", metavar="DIR", help=text)
 
 
 def is_in_parts(arguments: Namespace) -> bool:
-    """Tell whether work in parts was asked for."""
+    """Whether work in parts was asked for."""
     return bool(arguments.part or arguments.status or arguments.finish or arguments.abandon)
 
 

@@ -30,7 +30,10 @@ TITLES = {
     "cold_load": "cold load",
 }
 STORE_TITLES = {"save": "save", "warm_load": "load"}
-"""On an object store what was put is durable, and nothing is in the page cache."""
+"""Titles of the cases on an object store.
+
+A put is always durable there, and nothing is in the page cache.
+"""
 RANK_BYTES = 500_000_000
 """Memory of a process that has imported torch."""
 
@@ -46,11 +49,10 @@ def run(arguments: Namespace, output: Output) -> int:
     with scratch_folder(folder) as scratch:
         seconds = run_ranks(measure, task.num_ranks, task._replace(folder=scratch))
     titles = TITLES if locations.is_local(folder) else STORE_TITLES
-    figures = [
-        _figure(case, titles[case], task.num_bytes, seconds[case])
-        for case in titles
-        if case in seconds
-    ]
+    figures = []
+    for case in titles:
+        if case in seconds:
+            figures.append(_figure(case, titles[case], task.num_bytes, seconds[case]))
     output.json(
         {
             "location": folder,
@@ -59,13 +61,14 @@ def run(arguments: Namespace, output: Output) -> int:
             "figures": figures,
         }
     )
-    ranks, rounds = count_text(task.num_ranks, "rank"), count_text(task.num_runs, "round")
+    ranks = count_text(task.num_ranks, "rank")
+    rounds = count_text(task.num_runs, "round")
     output.line(f"{size_text(task.num_bytes)} in tensors of 16 MiB on {ranks}, median of {rounds}")
     output.line()
     columns = ("median_seconds", "gb_per_second", "raw_gb_per_second", "of_raw")
-    rows = [
-        [figure["title"], *(f"{figure[column]:.3f}" for column in columns)] for figure in figures
-    ]
+    rows = []
+    for figure in figures:
+        rows.append([figure["title"], *(f"{figure[column]:.3f}" for column in columns)])
     output.table(["", "seconds", "GB/s", "raw GB/s", "of raw"], rows)
     if len(figures) < len(titles):
         output.line(
@@ -110,11 +113,11 @@ def _check_resources(task: Task) -> None:
         needs.append(
             ("disk space", shutil.disk_usage(task.folder).free, round(1.1 * task.num_bytes))
         )
-    for what, available, needed in needs:
+    for resource, available, needed in needs:
         if available < needed:
             raise CheckpointingException(
-                f"{size_text(needed)} of {what} are needed, {size_text(available)} are available: "
-                "use a smaller --gb"
+                f"{size_text(needed)} of {resource} are needed, {size_text(available)} are "
+                "available: use a smaller --gb"
             )
 
 
@@ -136,22 +139,22 @@ def _remove(scratch: str) -> None:
 
 @contextlib.contextmanager
 def scratch_folder(folder: str) -> Iterator[str]:
-    """Make a folder below a directory or URL that is removed afterwards, even if Ctrl-C is pressed
-    again.
+    """Make a temporary folder below a directory or URL.
+
+    It is removed afterwards, even if Ctrl-C is pressed again.
     """
     scratch = locations.join(folder, f"distckpt-bench-{secrets.token_hex(8)}")
     try:
         if locations.is_local(folder):
             os.mkdir(scratch)
         else:
-            # Before the ranks start, and before a job finds out after all bytes are uploaded.
+            # Before the ranks start, rather than after a job has uploaded all its bytes.
             _warn_of_races(folder, try_requests(scratch))
         yield scratch
     finally:
-        before = {
-            number: signal.signal(number, signal.SIG_IGN)
-            for number in (signal.SIGINT, signal.SIGTERM)
-        }
+        before = {}
+        for number in (signal.SIGINT, signal.SIGTERM):
+            before[number] = signal.signal(number, signal.SIG_IGN)
         with contextlib.suppress(OSError):
             locations.remove_tree(scratch)
         # A store may still carry out a request of a rank that was killed: look again.

@@ -39,16 +39,19 @@ from distckpt._state.common_state import COMMON_KEY
 from distckpt._storage import locations
 
 _SUMMARIZED = 1000
-"""Of tensors with more elements only the edges are read and printed, as numpy prints them."""
+"""Largest number of elements that is read and printed in full.
+
+Of larger tensors only the edges are read and printed, as numpy prints them.
+"""
 _EDGE = 3
 _MAX_LISTED = 100
-"""Of longer lists in objects only the ends are printed."""
+"""Longest list in an object that is printed in full; of longer ones only the ends are."""
 _WINDOW_ELEMENTS = 4 << 20
 _WIDTH = 120
 
 
 def run(arguments: Namespace, output: Output) -> int:
-    """Print or save values, once it is sure that nothing has replaced them meanwhile."""
+    """Print or save values, unless the checkpoint is replaced meanwhile."""
     with opened(Ranks.alone(), locations.normalize(arguments.path)) as stored:
         _show(stored, arguments, output)
     return 0
@@ -81,14 +84,17 @@ def _show(stored: StoredCheckpoint, arguments: Namespace, output: Output) -> Non
 
 
 def split_key(stored: StoredCheckpoint, text: str) -> tuple[str, str | None]:
-    """Divide `key[slice]` into the key and what is between the brackets. Keys may contain brackets
-    themselves.
+    """Divide `key[slice]` into the key and the text between the brackets.
+
+    Keys may contain brackets themselves.
     """
     known = stored.manifest.key_index
     if text in known or (text == COMMON_KEY and holds_objects(stored)):
         return text, None
     match = re.fullmatch(r"(.*)\[([^\[\]]*)\]", text, re.DOTALL)
-    key = match[1] if match else text
+    key = text
+    if match:
+        key = match[1]
     if key not in known:
         if key == COMMON_KEY:
             raise LoadMismatchError(f"There is no common state in {stored.location!r}: name a key")
@@ -106,12 +112,12 @@ def split_key(stored: StoredCheckpoint, text: str) -> tuple[str, str | None]:
 
 
 def printed(tensor: StoredTensor, selection: Selection) -> str:
-    """Print values as numpy does, reading only what is printed."""
+    """Print values as numpy does, reading only the printed ones."""
     region = selection.region
     if region.num_elements <= _SUMMARIZED:
         array = to_numpy(tensor.read(region)).reshape(selection.shape)
         return np.array2string(array, separator=", ", max_line_width=_WIDTH)
-    # Along each long axis the first and the last indices, and one in between for the others.
+    # Along each long axis the first and the last indices, and one in between for the rest.
     short = tuple(min(size, 2 * _EDGE + 1) for size in region.shape)
     array = np.zeros(short, _numpy_dtype(tensor.dtype))
     for source, place in _corners(region, short):
@@ -123,22 +129,19 @@ def printed(tensor: StoredTensor, selection: Selection) -> str:
 
 
 def _corners(region: Region, short: tuple[int, ...]) -> Iterator[tuple[Region, Region]]:
-    """Yield the parts of a region that lie at its corners, each with its place in the shortened
-    tensor.
-    """
+    """Yield a region's corners, and their places in the shortened tensor."""
     pairs = [(Region((), ()), Region((), ()))]
-    for start, size, kept in zip(region.offset, region.shape, short, strict=True):
-        spans = (
-            [(0, 0, size)] if size == kept else [(0, 0, _EDGE), (size - _EDGE, kept - _EDGE, _EDGE)]
-        )
-        pairs = [
-            (
-                Region((*source.offset, start + at), (*source.shape, extent)),
-                Region((*place.offset, to), (*place.shape, extent)),
-            )
-            for source, place in pairs
-            for at, to, extent in spans
-        ]
+    for start, size, length in zip(region.offset, region.shape, short, strict=True):
+        spans = [(0, 0, size)]
+        if size != length:
+            spans = [(0, 0, _EDGE), (size - _EDGE, length - _EDGE, _EDGE)]
+        longer = []
+        for source, place in pairs:
+            for at, to, extent in spans:
+                further_source = Region((*source.offset, start + at), (*source.shape, extent))
+                further_place = Region((*place.offset, to), (*place.shape, extent))
+                longer.append((further_source, further_place))
+        pairs = longer
     yield from pairs
 
 
@@ -169,7 +172,7 @@ def _save(
 
 
 def _npy_parts(tensor: StoredTensor, selection: Selection) -> Iterator[tuple[bytes, int]]:
-    """Yield the bytes of a .npy file, and how many bytes of values are complete with them."""
+    """Yield the bytes of a .npy file and the progress in bytes."""
     header = io.BytesIO()
     saved = _numpy_dtype(tensor.dtype)
     fields = {
@@ -200,7 +203,9 @@ def _facts(tensor: StoredTensor, selection: Selection) -> dict[str, Any]:
 
 
 def _title(tensor: StoredTensor, selection: Selection) -> str:
-    region = str(selection.region) if tensor.shape else ""
+    region = ""
+    if tensor.shape:
+        region = str(selection.region)
     return f"{tensor.key}{region}: {'x'.join(map(str, selection.shape)) or '()'} {tensor.dtype}"
 
 
@@ -209,9 +214,15 @@ def _title(tensor: StoredTensor, selection: Selection) -> str:
 
 def _show_object(stored: StoredCheckpoint, key: str, output: Output) -> None:
     parts = sorted(read_encoded(stored, key).items())
-    decoded = {offset: codec.decode(blob, placeholders=True) for offset, blob in parts}
-    limit = {"max_elements": math.inf} if output.as_json else {}
-    values = {offset: plain(value, **limit) for offset, value in decoded.items()}
+    decoded = {}
+    for offset, blob in parts:
+        decoded[offset] = codec.decode(blob, placeholders=True)
+    limit = {}
+    if output.as_json:
+        limit = {"max_elements": math.inf}
+    values = {}
+    for offset, value in decoded.items():
+        values[offset] = plain(value, **limit)
     check_files(stored)
     output.json(
         {
@@ -234,4 +245,4 @@ def _shortened(value: Any) -> Any:
     is_flat = not any(isinstance(item, list | dict) for item in value)
     if is_flat and len(value) > _MAX_LISTED:
         return without_middle(value)
-    return [_shortened(item) for item in value]
+    return list(map(_shortened, value))

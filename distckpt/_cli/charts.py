@@ -16,9 +16,11 @@ from distckpt._cli.output import COLORS
 
 logger = logging.getLogger(__name__)
 
-_TOP, _BOTTOM = 10, 24
-"""Pixels above and below what is drawn. Across, a picture is as wide as the window lets it be, and
-places are parts of 100.
+_TOP = 10
+_BOTTOM = 24
+"""Pixels below the drawing, and above it (`_TOP`).
+
+Across, a picture is as wide as the window lets it be, and places are parts of 100.
 """
 _STYLE = """
 .chart { display: grid; grid-template-columns: minmax(64px, 16%) minmax(0, 1fr); gap: 8px; }
@@ -44,14 +46,14 @@ section h2 { margin: 0 0 10px; }
 
 
 _MAX_COLUMN_LABELS = 6
-"""Below a heat map, so that they do not touch on a phone."""
+"""Pixels below a heat map, which separate two on a phone."""
 
 
 _FIGURES = ('<meta name="distckpt-figures" content="', '">')
 
 
 class Point(NamedTuple):
-    """A place on a chart, and what is said about it."""
+    """A place on a chart, and the text about it."""
 
     x: float
     y: float
@@ -59,7 +61,7 @@ class Point(NamedTuple):
 
 
 class Bar(NamedTuple):
-    """A stretch of a row, from one place to another, in the color of its kind."""
+    """A stretch of a row in the color of its kind."""
 
     row: str
     start: float
@@ -76,14 +78,16 @@ def write_static_page(
     sections: Sequence[tuple[str, str]],
     figures: Mapping[str, Any] | None = None,
 ) -> None:
-    """Write a page that stands alone. A program that reads it meanwhile sees the earlier one.
+    """Write a page that stands alone.
+
+    A program that reads it meanwhile sees the earlier one.
 
     Args:
         path: of the file.
         title: of the page.
         lines: texts below it.
         sections: headings, and HTML below each.
-        figures: what the next page at this path may use again, see `figures_in`; JSON values.
+        figures: JSON values that the next page at this path may reuse, see `figures_in`.
     """
     template = importlib.resources.files("distckpt._cli").joinpath("page.html").read_text("utf-8")
     style = template.partition("<style>")[2].partition("</style>")[0]
@@ -111,13 +115,16 @@ def write_static_page(
 
 
 def figures_in(path: str) -> dict[str, Any]:
-    """Return the figures in the page that is at a path; none if it has none, and with a warning if
-    they are damaged.
+    """Return the figures in the page at a path.
+
+    There are none if it has none and, with a warning, if they are damaged.
     """
     try:
         with open(path, encoding="utf-8", errors="replace") as file:
             text = file.read().partition(_FIGURES[0])[2].partition(_FIGURES[1])[0]
-        return unsealed(unescape(text), {}) if text else {}
+        if text:
+            return unsealed(unescape(text), {})
+        return {}
     except OSError:
         return {}
     except ValueError as error:
@@ -126,7 +133,7 @@ def figures_in(path: str) -> dict[str, Any]:
 
 
 def tiles(pairs: Iterable[tuple[str, str]]) -> str:
-    """Return tiles, of a number and what it counts."""
+    """Return tiles, each a number and the thing it counts."""
     cells = (
         f'<div class="tile"><b>{escape(a)}</b><span>{escape(b)}</span></div>' for a, b in pairs
     )
@@ -135,36 +142,43 @@ def tiles(pairs: Iterable[tuple[str, str]]) -> str:
 
 def html_table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     """Return a table of texts; on a phone, its rows are cards."""
-    head = "".join(f"<th>{escape(each)}</th>" for each in heads)
+    head = "".join(f"<th>{escape(head_text)}</th>" for head_text in heads)
     body = "".join(f"<tr>{_cells_of(heads, row)}</tr>" for row in rows)
     table = f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
     return f'<div class="cards">{table}</div>'
 
 
 def _cells_of(heads: Sequence[str], row: Sequence[str]) -> str:
-    first, *others = (escape(cell) for cell in row)
-    named = (
-        f'<td class="text" data-name="{escape(head)}">{cell}</td>' if cell else "<td></td>"
-        for head, cell in zip(heads[1:], others, strict=True)
-    )
-    return f'<td class="text">{first}</td>{"".join(named)}'
+    html = f'<td class="text">{escape(row[0])}</td>'
+    for head, cell in zip(heads[1:], row[1:], strict=True):
+        if cell:
+            html += f'<td class="text" data-name="{escape(head)}">{escape(cell)}</td>'
+        else:
+            html += "<td></td>"
+    return html
 
 
 def line_chart(points: Sequence[Point], ends: tuple[float, float], height: int = 150) -> str:
-    """Return a curve through points, with its smallest and largest value; the axis across goes from
-    one of the ends to the other.
+    """Return a curve through points, with its smallest and largest value.
+
+    The axis across goes from one of the ends to the other.
     """
     ys = [point.y for point in points]
     bottom = height - _BOTTOM
-    at_x, at_y = _scale(*ends, 0, 100), _scale(min(ys), max(ys), bottom, _TOP)
-    places = [(at_x(point.x), at_y(point.y)) for point in points]
+    at_x = _scale(*ends, 0, 100)
+    at_y = _scale(min(ys), max(ys), bottom, _TOP)
+    places = []
+    for point in points:
+        places.append((at_x(point.x), at_y(point.y)))
     dots = "".join(
         f'<circle class="dot" cx="{x:.2f}%" cy="{y:.1f}" r="4"><title>{escape(point.text)}</title>'
         "</circle>"
         for (x, y), point in zip(places, points, strict=True)
     )
     limits = dict(zip(_apart(max(ys), min(ys)), (max(ys), min(ys)), strict=True))
-    labels = [_label(at_y(limit) + 4, text) for text, limit in limits.items()]
+    labels = []
+    for text, limit in limits.items():
+        labels.append(_label(at_y(limit) + 4, text))
     first, last = _apart(*ends)
     below = [_text(0, height - 4, first, "start"), _text(100, height - 4, last, "end")]
     axis = f'<line class="axis" x1="0" y1="{bottom}" x2="100%" y2="{bottom}"/>'
@@ -172,7 +186,10 @@ def line_chart(points: Sequence[Point], ends: tuple[float, float], height: int =
 
 
 def _apart(first: float, second: float) -> tuple[str, str]:
-    """Two numbers with as many digits as it takes to tell them apart; integers have all."""
+    """Format two numbers with as many digits as distinguish them.
+
+    Integers have all digits.
+    """
     if isinstance(first, int) and isinstance(second, int):
         return str(first), str(second)
     digits = 4
@@ -190,15 +207,20 @@ def _curve(places: Sequence[tuple[float, float]], height: float) -> str:
 
 
 def timeline(bars: Sequence[Bar], unit: str = "s") -> str:
-    """Return a row for each name with its bars; what lies between them is gray."""
+    """Return a row of bars for each name; gaps between them are gray."""
     rows: dict[str, list[Bar]] = {}
     for bar in bars:
         rows.setdefault(bar.row, []).append(bar)
-    first, last = min(bar.start for bar in bars), max(bar.stop for bar in bars)
-    pitch = 20 if len(rows) <= 64 else 6
+    first = min(bar.start for bar in bars)
+    last = max(bar.stop for bar in bars)
+    pitch = 6
+    if len(rows) <= 64:
+        pitch = 20
     height = _TOP + pitch * len(rows) + _BOTTOM
     at = _scale(first, last, 0, 100)
-    colors = {kind: _color_of(number) for number, kind in enumerate(_kinds(bars))}
+    colors = {}
+    for number, kind in enumerate(_kinds(bars)):
+        colors[kind] = _color_of(number)
     parts: list[str] = []
     labels: list[str] = []
     for number, (row, own) in enumerate(rows.items()):
@@ -226,18 +248,24 @@ def _row_parts(
     colors: Mapping[str, str],
     top_and_height: tuple[float, float],
 ) -> Iterator[str]:
-    """Yield what is drawn in a row: how long it waits, and above that its bars."""
+    """Yield the parts of a row: its waiting time, and above it its bars."""
     top, height = top_and_height
-    begin, end = at(min(bar.start for bar in bars)), at(max(bar.stop for bar in bars))
+    begin = at(min(bar.start for bar in bars))
+    end = at(max(bar.stop for bar in bars))
     yield _rect(begin, top, end - begin, height, 'class="wait"', f"{row}: waits")
     for bar in bars:
-        look = 'class="bad"' if bar.is_bad else f'fill="{colors[bar.kind]}"'
+        look = 'class="bad"'
+        if not bar.is_bad:
+            look = f'fill="{colors[bar.kind]}"'
         width = max(at(bar.stop) - at(bar.start), 0.1)
         yield _rect(at(bar.start), top, width, height, look, bar.text)
 
 
 def heat_map(columns: Sequence[str], rows: Mapping[str, Sequence[tuple[float | None, str]]]) -> str:
-    """Return a grid of values between 0 and 1, each with a text; None is a value that is bad."""
+    """Return a grid of values between 0 and 1 with their texts.
+
+    None is a bad value.
+    """
     pitch = max(14, min(22, 900 // max(1, len(rows))))
     width = 100 / max(1, len(columns))
     height = _TOP + pitch * len(rows) + _BOTTOM
@@ -247,7 +275,9 @@ def heat_map(columns: Sequence[str], rows: Mapping[str, Sequence[tuple[float | N
         top = _TOP + pitch * number
         labels.append(_label(top + pitch - 5, name))
         for column, (value, text) in enumerate(cells):
-            shade = 'class="cell bad"' if value is None else f'class="cell" fill="{_shade(value)}"'
+            shade = 'class="cell bad"'
+            if value is not None:
+                shade = f'class="cell" fill="{_shade(value)}"'
             parts.append(_rect(column * width, top, width, pitch, shade, text))
     step = max(1, math.ceil(len(columns) / _MAX_COLUMN_LABELS))
     for column in range(0, len(columns), step):
@@ -256,7 +286,7 @@ def heat_map(columns: Sequence[str], rows: Mapping[str, Sequence[tuple[float | N
 
 
 def ramp(low: str, high: str, bad: str) -> str:
-    """Return the legend of a heat map: what its palest, its darkest and its bad cells mean."""
+    """Return the legend of a heat map: the meaning of its palest, darkest and bad cells."""
     shades = ", ".join(_shade(part / 4) for part in range(5))
     gradient = f'<i class="ramp" style="background:linear-gradient(90deg, {shades})"></i>'
     dot = '<i class="dot" style="background:var(--bad)"></i>'
@@ -267,14 +297,18 @@ def ramp(low: str, high: str, bad: str) -> str:
 
 
 def _color_of(number: int) -> str:
-    """Return the color of a kind: never red, which means that something is wrong."""
-    colors = [color for color in COLORS if color != "#e15759"]
+    """Return the color of a kind: never red, which stands for a problem."""
+    colors = []
+    for color in COLORS:
+        if color != "#e15759":
+            colors.append(color)
     return colors[number % len(colors)]
 
 
 def _shade(value: float) -> str:
     """Return a color between pale and dark."""
-    low, high = (222, 233, 247), (16, 64, 140)
+    low = (222, 233, 247)
+    high = (16, 64, 140)
     red, green, blue = (round(a + (b - a) * value) for a, b in zip(low, high, strict=True))
     return f"rgb({red},{green},{blue})"
 
@@ -315,6 +349,8 @@ def _label(y: float, text: str) -> str:
 
 
 def _text(x: float, y: float, text: str, anchor: str, most: int = 40) -> str:
-    short = text if len(text) <= most else f"\u2026{text[1 - most :]}"
+    short = text
+    if len(text) > most:
+        short = f"\u2026{text[1 - most :]}"
     place = f'x="{x:.2f}%" y="{y:.1f}" text-anchor="{anchor}"'
     return f"<text {place}>{escape(short)}<title>{escape(text)}</title></text>"

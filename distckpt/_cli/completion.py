@@ -1,6 +1,4 @@
-"""`distckpt completion`: print a script with which a shell completes verbs, options and file
-names.
-"""
+"""`distckpt completion`: print a script for completion in a shell."""
 
 from __future__ import annotations
 
@@ -40,7 +38,7 @@ def script_for(parser: ArgumentParser, shell: str) -> str:
 
 
 def _actions(parser: ArgumentParser) -> Iterator[Action]:
-    """Yield the arguments of a parser and of the parsers of its verbs."""
+    """Yield the arguments of a parser and of its verbs."""
     for action in parser._actions:
         yield action
         if isinstance(action, _SubParsersAction):

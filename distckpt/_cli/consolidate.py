@@ -30,8 +30,8 @@ def run(arguments: Namespace, output: Output) -> int:
         _show_plan(plan_consolidation(arguments.checkpoint, options), output)
         return 0
     if is_in_parts(arguments):
-        given = {"checkpoint": arguments.checkpoint}
-        return _in_parts(arguments, "consolidate", given, arguments.output_dir, options, output)
+        values = {"checkpoint": arguments.checkpoint}
+        return _run_parts(arguments, "consolidate", values, arguments.output_dir, options, output)
     with output.progress("writing") as progress:
         report = consolidate(
             arguments.checkpoint,
@@ -43,7 +43,8 @@ def run(arguments: Namespace, output: Output) -> int:
 
 
 def _merge(arguments: Namespace, options: ExportOptions, output: Output) -> int:
-    checkpoints, output_dir = arguments.checkpoints, arguments.output_dir
+    checkpoints = arguments.checkpoints
+    output_dir = arguments.output_dir
     if output_dir is None:
         *checkpoints, output_dir = checkpoints
     if arguments.dry_run:
@@ -52,8 +53,8 @@ def _merge(arguments: Namespace, options: ExportOptions, output: Output) -> int:
         return 0
     if is_in_parts(arguments):
         how = {"weights": arguments.weights, "ema": arguments.ema}
-        given = {"checkpoints": checkpoints, **how}
-        return _in_parts(arguments, "merge", given, output_dir, options, output)
+        values = {"checkpoints": checkpoints, **how}
+        return _run_parts(arguments, "merge", values, output_dir, options, output)
     with output.progress("writing") as progress:
         report = merge(
             checkpoints,
@@ -66,18 +67,18 @@ def _merge(arguments: Namespace, options: ExportOptions, output: Output) -> int:
     return _print_report(output_dir, report, output)
 
 
-def _in_parts(
+def _run_parts(
     arguments: Namespace,
     verb: str,
-    given: Mapping[str, Any],
+    values: Mapping[str, Any],
     output_dir: str,
     options: ExportOptions,
     output: Output,
 ) -> int:
-    """Do what was asked for of work in parts."""
+    """Run, show, finish or abandon work in parts, as the arguments say."""
     where = {"output_dir": output_dir, "overwrite": arguments.overwrite, "options": options}
     show = partial(_print_report, output_dir)
-    return run_parts(arguments, output, verb, {**given, **where}, output_dir, show)
+    return run_parts(arguments, output, verb, {**values, **where}, output_dir, show)
 
 
 def _options(arguments: Namespace) -> ExportOptions:
@@ -120,8 +121,10 @@ def _print_left_out(left_out: Sequence[str], output: Output) -> None:
 
 
 def _show_plan(plan: ExportPlan, output: Output) -> None:
-    """Print each tensor of an export, and the regions that it is made of."""
-    sources = {tensor.name: _sources_of(tensor, plan) for tensor in plan.outputs}
+    """Print each tensor of an export, with its regions."""
+    sources = {}
+    for tensor in plan.outputs:
+        sources[tensor.name] = _sources_of(tensor, plan)
     output.json(
         {
             "tensors": [_facts(tensor, sources[tensor.name]) for tensor in plan.outputs],
@@ -149,14 +152,20 @@ def _facts(tensor: OutputTensor, sources: Sequence[str]) -> dict[str, object]:
 
 
 def _line_of(tensor: OutputTensor, sources: Sequence[str]) -> str:
-    first = sources[0] if sources else "empty"
-    more = f" and {len(sources) - 1:,} more" if len(sources) > 1 else ""
+    first = "empty"
+    if sources:
+        first = sources[0]
+    more = ""
+    if len(sources) > 1:
+        more = f" and {len(sources) - 1:,} more"
     return f"{tensor.name}  {tensor.dtype} {shape_text(tensor.shape)}  <- {first}{more}"
 
 
 def _sources_of(tensor: OutputTensor, plan: ExportPlan) -> list[str]:
     regions = []
     for part in tensor.mapped.parts:
-        added = f" + {part.add:g}" if part.add else ""
+        added = ""
+        if part.add:
+            added = f" + {part.add:g}"
         regions.append(f"{part.key} {part.source}{added}")
     return [*regions, *plan.source.keys_besides(tensor)]

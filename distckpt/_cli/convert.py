@@ -1,6 +1,4 @@
-"""`distckpt convert`: convert a checkpoint that PyTorch or Megatron Core wrote, or make one for
-them.
-"""
+"""`distckpt convert`: convert checkpoints from or for PyTorch or Megatron Core."""
 
 from __future__ import annotations
 
@@ -23,16 +21,16 @@ def run(arguments: Namespace, output: Output) -> int:
         megatron.register_types()
     if arguments.to == "torch_dist":
         return _export(arguments, output)
-    chosen: dict[str, Any] = {
+    options: dict[str, Any] = {
         "source_dir": arguments.source,
         "checkpoint_dir": arguments.checkpoint,
         "common_state": {} if arguments.without_common_state else None,
         "overwrite": arguments.overwrite,
     }
     if is_in_parts(arguments):
-        return run_parts(arguments, output, "reshard", chosen, arguments.checkpoint, _print_report)
+        return run_parts(arguments, output, "reshard", options, arguments.checkpoint, _print_report)
     with output.progress("converting") as progress:
-        report = reshard(**chosen, progress=progress)
+        report = reshard(**options, progress=progress)
     return _print_report(report, output)
 
 
@@ -51,16 +49,18 @@ def _export(arguments: Namespace, output: Output) -> int:
         raise CheckpointingException(
             "--without-common-state is not available with --to torch_dist."
         )
-    chosen: dict[str, Any] = {
+    options: dict[str, Any] = {
         "checkpoint_dir": arguments.source,
         "output_dir": arguments.checkpoint,
         "overwrite": arguments.overwrite,
     }
     show = partial(_print_export, arguments.checkpoint)
     if is_in_parts(arguments):
-        return run_parts(arguments, output, "export_torch_dist", chosen, arguments.checkpoint, show)
+        return run_parts(
+            arguments, output, "export_torch_dist", options, arguments.checkpoint, show
+        )
     with output.progress("exporting") as progress:
-        export(**chosen, progress=progress)
+        export(**options, progress=progress)
     return show(None, output)
 
 

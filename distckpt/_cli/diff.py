@@ -27,7 +27,7 @@ _HEADS = ("tensor", "differs", "max", "rel L2", "where")
 
 def run(arguments: Namespace, output: Output) -> int:
     """Compare, list the differences, return 1 if there are any."""
-    given = {
+    values = {
         "a": arguments.a,
         "b": arguments.b,
         "keys": arguments.keys,
@@ -37,49 +37,54 @@ def run(arguments: Namespace, output: Output) -> int:
     }
     show = partial(_show, arguments)
     if is_in_parts(arguments):
-        return run_parts_of_check(arguments, output, "diff", given, show)
+        return run_parts_of_check(arguments, output, "diff", values, show)
     with output.progress("comparing") as progress:
-        report = diff(**given, progress=progress)
+        report = diff(**values, progress=progress)
     return show(report, output)
 
 
 def _show(arguments: Namespace, report: DiffReport, output: Output) -> int:
     output.json(_as_json(report))
     if arguments.html:
-        # Imported when it is asked for, which is rare.
+        # Imported only for this option, which is rare.
         page = importlib.import_module("distckpt._cli.diff_page")
         page.write_diff_page(arguments.html, report, arguments.keys, dict(arguments.rename))
         output.message(f"wrote {arguments.html}")
     _print_differences(report, output, arguments.keys is None)
     output.line(f"{'SAME' if report.is_same else 'DIFFERENT'}: {outcome(report)}")
-    note = "" if report.objects_compared else "; objects and common state were not compared"
+    note = ""
+    if not report.objects_compared:
+        note = "; objects and common state were not compared"
     output.line(_reading(report) + note)
-    return 0 if report.is_same else 1
+    if report.is_same:
+        return 0
+    return 1
 
 
 def _as_json(report: DiffReport) -> dict[str, Any]:
-    tensors = [
-        {**vars(item), "relative_difference": item.relative_difference} for item in report.tensors
-    ]
-    objects = [vars(item) for item in report.objects]
-    listed = {"tensors": tensors, "objects": objects}
+    tensors = []
+    for item in report.tensors:
+        tensors.append({**vars(item), "relative_difference": item.relative_difference})
+    objects = list(map(vars, report.objects))
+    lists = {"tensors": tensors, "objects": objects}
     optimizer_keys = sorted(report.optimizer_keys, key=natural_order)
-    return {**vars(report), "is_same": report.is_same, **listed, "optimizer_keys": optimizer_keys}
+    return {**vars(report), "is_same": report.is_same, **lists, "optimizer_keys": optimizer_keys}
 
 
 def _print_differences(report: DiffReport, output: Output, is_folding: bool) -> None:
-    """Print the differences, those of the model first; if `is_folding`, those of optimizers as one
-    line.
+    """Print the differences, of models before optimizers.
+
+    If `is_folding`, the differences of optimizers become one line.
     """
-    of_model, of_optimizers = divided_by_owner(report)
+    models, optimizers = divided_by_owner(report)
     if is_folding:
-        groups = group_differences(of_model)
+        groups = group_differences(models)
     else:
-        groups = [*group_differences(of_model), *group_differences(of_optimizers)]
+        groups = [*group_differences(models), *group_differences(optimizers)]
     if groups:
         _print_table(groups, output)
         output.line()
-    if is_folding and (text := optimizer_text(of_optimizers)):
+    if is_folding and (text := optimizer_text(optimizers)):
         output.line(text)
     for item in report.objects[:MAX_LISTED]:
         output.line(describe_object(item))
@@ -90,9 +95,14 @@ def _print_differences(report: DiffReport, output: Output, is_folding: bool) -> 
 
 def _print_table(groups: Sequence[DifferenceGroup], output: Output) -> None:
     rows = [group.cells for group in groups]
-    shown = [place for place in range(len(_HEADS)) if any(row[place] for row in rows)]
+    shown = []
+    for place in range(len(_HEADS)):
+        if any(row[place] for row in rows):
+            shown.append(place)
     heads = [_HEADS[place] for place in shown]
-    cells = [[row[place] for place in shown] for row in rows[:MAX_LISTED]]
+    cells = []
+    for row in rows[:MAX_LISTED]:
+        cells.append([row[place] for place in shown])
     output.table(heads, cells, num_text=2, drop="where max")
 
 

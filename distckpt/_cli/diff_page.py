@@ -18,25 +18,33 @@ from distckpt._ranks.collectives import Ranks
 def write_diff_page(
     path: str, report: DiffReport, keys: Sequence[str] | None, rename: Mapping[str, str]
 ) -> None:
-    """Write a page about the differences that `diff` found with these keys and names."""
+    """Write a page about the differences between two checkpoints."""
     a, b = (open_undisturbed(Ranks.alone(), location) for location in (report.a, report.b))
-    names = {renamed(key, rename): key for key in _tensors_of(a, keys)}
-    changes = {tensor.key: _change(tensor) for tensor in report.tensors}
+    names = {}
+    for key in _tensors_of(a, keys):
+        names[renamed(key, rename)] = key
+    changes = {}
+    for tensor in report.tensors:
+        changes[tensor.key] = _change(tensor)
     for side, only in (("A", report.only_in_a), ("B", report.only_in_b)):
         changes |= {name: {"rate": None, "text": f"only in {side}"} for name in only}
     write_page(path, a, names, _head(report), changes, (b, report.only_in_b))
 
 
 def _tensors_of(stored: StoredCheckpoint, keys: Sequence[str] | None) -> list[str]:
-    found = [key for key in stored.manifest.key_index if not stored.is_object(key)]
-    return found if keys is None else [key for key in found if matches(key, keys)]
+    tensors = [key for key in stored.manifest.key_index if not stored.is_object(key)]
+    if keys is None:
+        return tensors
+    return [key for key in tensors if matches(key, keys)]
 
 
 def _head(report: DiffReport) -> dict[str, Any]:
-    note = "" if report.objects_compared else "Objects and common state were not compared."
-    objects = [
-        [place_of_object(item), *(value or "" for value in item.values)] for item in report.objects
-    ]
+    note = ""
+    if not report.objects_compared:
+        note = "Objects and common state were not compared."
+    objects = []
+    for item in report.objects:
+        objects.append([place_of_object(item), *(value or "" for value in item.values)])
     return {
         "title": "No differences" if report.is_same else _title(report),
         "lines": [("A", report.a), ("B", report.b), ("", note)],
@@ -49,7 +57,11 @@ def _head(report: DiffReport) -> dict[str, Any]:
 def _tiles(report: DiffReport) -> list[tuple[str, str]]:
     always = {"equal", "differ"}
     counts = {"tensors compared": report.num_compared, **counts_of(report)}
-    return [(f"{count:,}", name) for name, count in counts.items() if count or name in always]
+    tiles = []
+    for name, count in counts.items():
+        if count or name in always:
+            tiles.append((f"{count:,}", name))
+    return tiles
 
 
 def _title(report: DiffReport) -> str:
@@ -58,14 +70,16 @@ def _title(report: DiffReport) -> str:
     num_different = counts.pop("differ")
     parts = [f"{count:,} {name}" for name, count in counts.items() if count]
     if num_different:
-        verb = "differs" if num_different == 1 else "differ"
+        verb = "differ"
+        if num_different == 1:
+            verb = "differs"
         compared = count_text(report.num_compared, "tensor")
         parts.insert(0, f"{num_different:,} of {compared} {verb}")
     return ", ".join(parts) or "All tensors are equal, but not all objects or common state"
 
 
 def _change(tensor: TensorDifference) -> dict[str, Any]:
-    """Return what the page says about a tensor that is not the same."""
+    """Return the entry of the page for a tensor that differs."""
     text = changes_of([tensor])
     if not tensor.num_different:
         return {"rate": None, "text": text}

@@ -18,12 +18,13 @@ from distckpt._state.common_state import COMMON_KEY
 
 @dataclass(frozen=True)
 class DifferenceGroup:
-    """Tensors whose keys differ in numbers only, and that differ in the same way, as cells of a
-    table.
+    """A row of the table: tensors that differ in the same way.
+
+    Their keys differ in numbers only.
 
     Attributes:
         pattern: their keys.
-        changes: what differs.
+        changes: the kinds of difference, such as shape or values.
         largest: the largest absolute difference, if values differ.
         relative: the largest relative difference, if values differ.
         place: where the values of a single tensor differ.
@@ -37,12 +38,12 @@ class DifferenceGroup:
 
     @property
     def cells(self) -> list[str]:
-        """Its line of the table."""
+        """The cells of its row."""
         return [self.pattern, self.changes, self.largest, self.relative, self.place]
 
 
 def divided_by_owner(report: DiffReport) -> tuple[DiffReport, DiffReport]:
-    """Return the differences of the tensors of models, and those of optimizers."""
+    """Divide the differences into models and optimizers."""
     names = report.optimizer_keys
 
     def part(is_wanted: Callable[[str], bool]) -> DiffReport:
@@ -57,7 +58,7 @@ def divided_by_owner(report: DiffReport) -> tuple[DiffReport, DiffReport]:
 
 
 def optimizer_text(report: DiffReport) -> str:
-    """Sum up the differences of optimizers in one line; an empty text if there are none."""
+    """Sum up the differences of optimizers in one line, perhaps empty."""
     counts = {
         "differ": len(report.tensors),
         "only in A": len(report.only_in_a),
@@ -66,15 +67,20 @@ def optimizer_text(report: DiffReport) -> str:
     parts = [f"{count:,} {name}" for name, count in counts.items() if count]
     if not parts:
         return ""
-    rates = [tensor.relative_difference for tensor in report.tensors if tensor.num_different]
-    largest = f", largest rel L2 {_largest(rates):.1e}" if rates else ""
+    rates = []
+    for tensor in report.tensors:
+        if tensor.num_different:
+            rates.append(tensor.relative_difference)
+    largest = ""
+    if rates:
+        largest = f", largest rel L2 {_largest(rates):.1e}"
     return f"optimizer: {', '.join(parts)}{largest} (--keys lists them)"
 
 
 def group_differences(report: DiffReport) -> list[DifferenceGroup]:
     """Group the tensors that differ, with the largest relative difference first.
 
-    Those whose values are not compared, or that only one side has, come last.
+    Tensors whose values are not compared, or that only one side has, come last.
     """
     alike: dict[object, list[TensorDifference]] = {}
     for tensor in report.tensors:
@@ -90,7 +96,9 @@ def group_differences(report: DiffReport) -> list[DifferenceGroup]:
 
 def _order(members: Sequence[TensorDifference]) -> float:
     relative = _largest(tensor.relative_difference for tensor in members)
-    return -relative if math.isfinite(relative) else -math.inf
+    if math.isfinite(relative):
+        return -relative
+    return -math.inf
 
 
 def _group_of(members: Sequence[TensorDifference]) -> DifferenceGroup:
@@ -111,18 +119,24 @@ def _groups_on_one_side(side: str, keys: Iterable[str]) -> list[DifferenceGroup]
     alike: dict[object, list[str]] = {}
     for key in keys:
         alike.setdefault(without_numbers(key), []).append(key)
-    return [DifferenceGroup(key_pattern(names), f"only in {side}") for names in alike.values()]
+    groups = []
+    for names in alike.values():
+        groups.append(DifferenceGroup(key_pattern(names), f"only in {side}"))
+    return groups
 
 
 def _largest(numbers: Iterable[float]) -> float:
     """Return the largest number, or NaN if there is one."""
-    found = list(numbers)
-    return math.nan if any(map(math.isnan, found)) else max(found)
+    values = list(numbers)
+    if any(map(math.isnan, values)):
+        return math.nan
+    return max(values)
 
 
 def changes_of(members: Sequence[TensorDifference]) -> str:
-    """Say what differs in all of these tensors: their shapes, dtypes, and the number of values."""
-    first, parts = members[0], []
+    """Format the common difference of some tensors: shapes, dtypes and number of values."""
+    first = members[0]
+    parts = []
     if first.shapes[0] != first.shapes[1]:
         parts.append("shape {} / {}".format(*map(shape_text, first.shapes)))
     if first.dtypes[0] != first.dtypes[1]:
@@ -137,10 +151,12 @@ def changes_of(members: Sequence[TensorDifference]) -> str:
 
 
 def place_of(tensor: TensorDifference) -> str:
-    """Say where the values of a tensor differ; an empty string if they do everywhere."""
+    """Return the place where a tensor differs; an empty string for everywhere."""
     if tensor.num_different == 1 or not tensor.region:
         return json.dumps(tensor.first_index)
-    return "" if tensor.region == str(whole(tensor.shapes[0])) else tensor.region
+    if tensor.region == str(whole(tensor.shapes[0])):
+        return ""
+    return tensor.region
 
 
 # --- Objects --------------------------------------------------------------------------------------
@@ -148,17 +164,24 @@ def place_of(tensor: TensorDifference) -> str:
 
 def describe_object(difference: ObjectDifference) -> str:
     """Format the difference of an object as one line."""
-    place, (a, b) = place_of_object(difference), difference.values
+    place = place_of_object(difference)
+    a, b = difference.values
     if difference.where != "both":
         value = a or b
         return f"{place}: only in {difference.where.upper()}" + (f" ({value})" if value else "")
-    return f"{place} differs" if a == b else f"{place}: {a} -> {b}"
+    if a == b:
+        return f"{place} differs"
+    return f"{place}: {a} -> {b}"
 
 
 def place_of_object(difference: ObjectDifference) -> str:
     """Name the place of a difference."""
-    part = "" if difference.offset in (None, (0,)) else f" part {json.dumps(difference.offset)}"
-    name = "common state" if difference.key == COMMON_KEY else difference.key
+    part = ""
+    if difference.offset not in (None, (0,)):
+        part = f" part {json.dumps(difference.offset)}"
+    name = difference.key
+    if difference.key == COMMON_KEY:
+        name = "common state"
     return f"{name}{part}" + (f": {difference.path}" if difference.path else "")
 
 
@@ -180,12 +203,17 @@ def counts_of(report: DiffReport) -> dict[str, int]:
 def outcome(report: DiffReport) -> str:
     """Format how the checkpoints compare as one line."""
     counts = counts_of(report)
-    num_equal, num_different = counts.pop("equal"), counts.pop("differ")
+    num_equal = counts.pop("equal")
+    num_different = counts.pop("differ")
     rest = [f"{count:,} {name}" for name, count in counts.items() if count]
     if report.objects:
         differences = count_text(len(report.objects), "difference")
         rest.append(f"{differences} in common state and objects")
     compared = count_text(report.num_compared, "tensor")
-    verb = "differs" if num_different == 1 else "differ"
+    verb = "differ"
+    if num_different == 1:
+        verb = "differs"
     text = f"{compared} compared: {num_equal:,} equal, {num_different:,} {verb}"
-    return "; ".join([text, ", ".join(rest)]) if rest else text
+    if rest:
+        return "; ".join([text, ", ".join(rest)])
+    return text

@@ -1,4 +1,4 @@
-"""Groups of the keys of a checkpoint, and the tree of its modules."""
+"""The keys of a checkpoint as groups and as a tree."""
 
 from __future__ import annotations
 
@@ -19,17 +19,18 @@ from distckpt._state.common_state import COMMON_KEY
 
 @dataclass(frozen=True)
 class Group:
-    """Keys that differ in numbers only and have one dtype and shape; or a module, whose tensors
-    have several, with an empty dtype and shape.
+    """Keys that differ in numbers only, with one dtype and shape.
+
+    It may be a module instead, whose tensors have several: then dtype and shape are empty.
 
     Attributes:
         pattern: the keys, with ranges of numbers.
         dtype: the safetensors name of their dtype.
         shape: their shape.
-        num_keys: how many there are.
+        num_keys: their number.
         num_bytes: the size of their data.
-        num_chunks: how many pieces they are stored in.
-        ranks: those that wrote them, in order.
+        num_chunks: the number of pieces they are stored in.
+        ranks: the ranks that wrote them, in order.
     """
 
     pattern: str
@@ -42,40 +43,46 @@ class Group:
 
 
 def group_keys(manifest: Manifest, is_merging: bool = True) -> list[Group]:
-    """Group keys that differ in numbers only, such as `layers.0.weight` and `layers.1.weight`; or
-    without merging, return each key as a group.
+    """Group keys that differ in numbers only: `layers.0.weight` and `layers.1.weight`.
+
+    Without merging, return each key as a group.
     """
     members: dict[tuple[object, str, tuple[int, ...]], list[int]] = defaultdict(list)
     for key_id in sorted(range(len(manifest.keys)), key=lambda i: natural_order(manifest.keys[i])):
         key = manifest.keys[key_id]
         pattern = without_numbers(key) if is_merging else key
         members[pattern, manifest.dtypes[key_id], manifest.global_shapes[key_id]].append(key_id)
-    sizes, counts = manifest.sums.bytes_of_keys, np.diff(manifest.key_starts)
+    sizes = manifest.sums.bytes_of_keys
+    counts = np.diff(manifest.key_starts)
     ranks = _ranks_of_groups(manifest, list(members.values()))
-    return [
-        Group(
-            pattern=key_pattern([manifest.keys[i] for i in ids]),
-            dtype=dtype,
-            shape=shape,
-            num_keys=len(ids),
-            num_bytes=int(sizes[ids].sum()),
-            num_chunks=int(counts[ids].sum()),
-            ranks=of_group,
+    groups = []
+    for ((_, dtype, shape), ids), group_ranks in zip(members.items(), ranks, strict=True):
+        groups.append(
+            Group(
+                pattern=key_pattern([manifest.keys[i] for i in ids]),
+                dtype=dtype,
+                shape=shape,
+                num_keys=len(ids),
+                num_bytes=int(sizes[ids].sum()),
+                num_chunks=int(counts[ids].sum()),
+                ranks=group_ranks,
+            )
         )
-        for ((_, dtype, shape), ids), of_group in zip(members.items(), ranks, strict=True)
-    ]
+    return groups
 
 
 def _ranks_of_groups(
     manifest: Manifest, members: Sequence[Sequence[int]]
 ) -> Iterator[tuple[int, ...]]:
-    """Yield the ranks that wrote each of some groups of keys. Equal ones are one tuple: thousands
-    of ranks write each of thousands of keys.
+    """Yield the ranks that wrote each group of keys.
+
+    Equal ones are one tuple: thousands of ranks write each of thousands of keys.
     """
-    group_of, num_files = np.zeros(len(manifest.keys), np.int64), len(manifest.files)
+    group_of = np.zeros(len(manifest.keys), np.int64)
+    num_files = len(manifest.files)
     for group, ids in enumerate(members):
         group_of[ids] = group
-    found: list[IntArray] = [np.zeros(0, np.int64)] * len(members)
+    ranks_by_group: list[IntArray] = [np.zeros(0, np.int64)] * len(members)
     known: dict[bytes, IntArray] = {}
     for chunks in manifest.parts():
         pairs = group_of[chunks.key_ids] * num_files + chunks.file_ids
@@ -83,17 +90,17 @@ def _ranks_of_groups(
         pairs.sort(kind="stable")
         pairs = pairs[np.diff(pairs, prepend=-1) != 0]
         starts = np.flatnonzero(np.diff(pairs // num_files, prepend=-1))
-        for each in np.split(pairs, starts)[1:]:
-            group, file_ids = int(each[0]) // num_files, each % num_files
-            if len(found[group]):
-                file_ids = np.union1d(found[group], file_ids)
-            found[group] = known.setdefault(file_ids.tobytes(), file_ids)
+        for section in np.split(pairs, starts)[1:]:
+            group = int(section[0]) // num_files
+            file_ids = section % num_files
+            if len(ranks_by_group[group]):
+                file_ids = np.union1d(ranks_by_group[group], file_ids)
+            ranks_by_group[group] = known.setdefault(file_ids.tobytes(), file_ids)
     ranks = [rank_of_file(file.name) for file in manifest.files]
-    tuples = {
-        key: tuple(sorted({ranks[i] for i in file_ids.tolist()} - {None}))
-        for key, file_ids in known.items()
-    }
-    return (tuples.get(each.tobytes(), ()) for each in found)
+    tuples = {}
+    for key, ids_of_files in known.items():
+        tuples[key] = tuple(sorted({ranks[i] for i in ids_of_files.tolist()} - {None}))
+    return (tuples.get(section.tobytes(), ()) for section in ranks_by_group)
 
 
 # --- The tree -------------------------------------------------------------------------------------
@@ -101,7 +108,7 @@ def _ranks_of_groups(
 
 @dataclass(frozen=True)
 class _Branch:
-    """What begins with a name in a tree: each group with the rest of its segments."""
+    """A name in a tree: its groups, each with the rest of its segments."""
 
     name: str
     members: Sequence[tuple[list[str], Group]]
@@ -113,12 +120,12 @@ class _Branch:
 
     @property
     def deeper(self) -> list[tuple[list[str], Group]]:
-        """Those that do not."""
+        """The groups that go on below."""
         return [(rest, group) for rest, group in self.members if rest]
 
     @property
     def total(self) -> Group:
-        """A module of all of them."""
+        """The module of all groups."""
         groups = [group for _, group in self.members]
         return Group(
             pattern=self.name,
@@ -133,8 +140,14 @@ class _Branch:
 def tree_lines(
     groups: Sequence[Group], depth: int | None, is_by_size: bool
 ) -> list[tuple[str, Group]]:
-    """Return the lines of a tree of modules, each with its total, down to `depth` levels."""
-    members = [(_segments(group.pattern), group) for group in groups if group.pattern != COMMON_KEY]
+    """Return the lines of a tree of modules, down to `depth` levels.
+
+    Each has its total.
+    """
+    members = []
+    for group in groups:
+        if group.pattern != COMMON_KEY:
+            members.append((_segments(group.pattern), group))
     return list(_tree(members, depth or sys.maxsize, is_by_size))
 
 
@@ -147,7 +160,8 @@ def _tree(
 ) -> Iterator[tuple[str, Group]]:
     for branch in _branches(members, is_by_size):
         label = "  " * level + parent + branch.name
-        leaves, deeper = branch.leaves, branch.deeper
+        leaves = branch.leaves
+        deeper = branch.deeper
         for group in leaves:
             yield label, group
         if not leaves and len({rest[0] for rest, _ in deeper}) == 1:
@@ -164,7 +178,9 @@ def _branches(members: Sequence[tuple[list[str], Group]], is_by_size: bool) -> l
     by_first: dict[str, list[tuple[list[str], Group]]] = defaultdict(list)
     for (first, *rest), group in members:
         by_first[first].append((rest, group))
-    branches = [_Branch(first, below) for first, below in by_first.items()]
+    branches = []
+    for first, below in by_first.items():
+        branches.append(_Branch(first, below))
     if is_by_size:
         branches.sort(key=lambda branch: -branch.total.num_bytes)
     return branches

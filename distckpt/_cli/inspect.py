@@ -1,4 +1,4 @@
-"""`distckpt inspect`: show the content of a checkpoint and which ranks wrote it."""
+"""`distckpt inspect`: show the content of a checkpoint and the ranks that wrote it."""
 
 from __future__ import annotations
 
@@ -30,8 +30,9 @@ _BAR_WIDTH = 30
 
 
 def run(arguments: Namespace, output: Output) -> int:
-    """Print the summary of a checkpoint, or the chunks of one key; return 1 if files are missing or
-    damaged.
+    """Print the summary of a checkpoint, or the chunks of one key.
+
+    Return 1 if files are missing or damaged.
     """
     with opened(Ranks.alone(), locations.normalize(arguments.path)) as stored:
         file_ids = range(len(stored.manifest.files))
@@ -47,28 +48,31 @@ def run(arguments: Namespace, output: Output) -> int:
             _show_key(stored, arguments.key, problems, output)
         else:
             _show_all(stored, arguments, problems, output)
-    return 1 if problems else 0
+    if problems:
+        return 1
+    return 0
 
 
 def _show_all(
     stored: StoredCheckpoint, arguments: Namespace, problems: Sequence[Problem], output: Output
 ) -> None:
     manifest = stored.manifest
-    groups, files = group_keys(manifest, is_merging=not arguments.tree), list_files(manifest)
+    groups = group_keys(manifest, is_merging=not arguments.tree)
+    files = list_files(manifest)
     facts = summarize(stored)
     strays = stray_files(stored.location, {file.name for file in manifest.files})
     output.json(
         {
             **facts,
-            "groups": [vars(group) for group in groups],
+            "groups": list(map(vars, groups)),
             "files": files,
             "writers": list_writers(files),
             "strays": strays,
-            "problems": [vars(problem) for problem in problems],
+            "problems": list(map(vars, problems)),
         }
     )
     if arguments.html:
-        # Imported when it is asked for, which is rare.
+        # Imported only for this option, which is rare.
         page = importlib.import_module("distckpt._cli.inspect_page")
         page.write_inspect_page(arguments.html, stored, facts, problems)
         output.message(f"wrote {arguments.html}")
@@ -96,8 +100,11 @@ def _show(
     if objects := objects_text(facts):
         output.line(objects)
     output.line()
-    rows = [[label, *_group_cells(group)] for label, group in lines]
-    swatches = [group.ranks if group.dtype else () for _, group in lines]
+    rows = []
+    swatches: list[Sequence[int]] = []
+    for label, group in lines:
+        rows.append([label, *_group_cells(group)])
+        swatches.append(group.ranks if group.dtype else ())
     heads = ["key", "shape", "dtype", "keys", "chunks", "size"]
     output.table(heads, rows, num_text=3, drop="chunks keys dtype shape", swatches=swatches)
     for alias, key in facts["tied"].items():
@@ -107,25 +114,30 @@ def _show(
 
 
 def _show_writers(writers: list[dict[str, Any]], output: Output) -> None:
-    """Draw a bar for the bytes of each rank, or of each file whose name contains no rank. If there
-    is just one, name it.
+    """Draw a bar for the bytes of each rank.
+
+    A file whose name contains no rank has a bar of its own. A single writer is only named.
     """
     if len(writers) == 1:
         output.line(_only_writer(writers[0]))
         return
     shown = writers[:_MAX_WRITERS]
     largest = max((writer["data_bytes"] for writer in writers), default=0) or 1
-    bar = "\u2588" if output.in_color and output.draws_blocks else "#"
-    rows = [
-        [
-            owner_of(writer["rank"], writer["file"]),
-            bar * round(_BAR_WIDTH * writer["data_bytes"] / largest),
-            str(writer["num_files"]),
-            size_text(writer["data_bytes"]),
-        ]
-        for writer in shown
-    ]
-    swatches = [[] if writer["rank"] is None else [writer["rank"]] for writer in shown]
+    bar = "#"
+    if output.in_color and output.draws_blocks:
+        bar = "\u2588"
+    rows = []
+    swatches: list[list[int]] = []
+    for writer in shown:
+        rows.append(
+            [
+                owner_of(writer["rank"], writer["file"]),
+                bar * round(_BAR_WIDTH * writer["data_bytes"] / largest),
+                str(writer["num_files"]),
+                size_text(writer["data_bytes"]),
+            ]
+        )
+        swatches.append([] if writer["rank"] is None else [writer["rank"]])
     heads = ["owner", "share", "files", "data"]
     output.table(heads, rows, num_text=2, drop="files share", swatches=swatches)
     if len(writers) > len(shown):
@@ -141,7 +153,9 @@ def _only_writer(writer: dict[str, Any]) -> str:
 
 
 def _group_cells(group: Group) -> tuple[str, ...]:
-    shape = shape_text(group.shape) if group.dtype else ""
+    shape = ""
+    if group.dtype:
+        shape = shape_text(group.shape)
     return (
         shape,
         group.dtype,
@@ -161,18 +175,28 @@ def _show_key(
     if key not in known:
         near = did_you_mean(key, known) or other_prefix([key], known)
         raise LoadMismatchError(f"{stored.location!r} has no key {key!r}{near}")
-    shape, dtype = stored.global_shape(key), stored.dtype_name(key)
+    shape = stored.global_shape(key)
+    dtype = stored.dtype_name(key)
     stored_key = stored.manifest.keys[known[key]]
     chunks = grid.chunks_of(stored, key)
     facts = {"key": key, "stored_as": stored_key, "dtype": dtype, "shape": shape}
-    listed = [vars(chunk) for chunk in chunks]
-    output.json({**facts, "chunks": listed, "problems": [vars(each) for each in problems]})
-    tied = "" if stored_key == key else f", tied to {stored_key}"
+    chunk_fields = list(map(vars, chunks))
+    output.json({**facts, "chunks": chunk_fields, "problems": list(map(vars, problems))})
+    tied = ""
+    if stored_key != key:
+        tied = f", tied to {stored_key}"
     output.line(f"{key}: {shape_text(shape)} {dtype}, {count_text(len(chunks), 'chunk')}{tied}")
-    rows = [
-        [str(Region(c.offset, c.shape)), c.owner, c.file, f"{c.first_byte:,}", f"{c.num_bytes:,}"]
-        for c in chunks
-    ]
+    rows = []
+    for c in chunks:
+        rows.append(
+            [
+                str(Region(c.offset, c.shape)),
+                c.owner,
+                c.file,
+                f"{c.first_byte:,}",
+                f"{c.num_bytes:,}",
+            ]
+        )
     heads = ["region", "owner", "file", "begins", "bytes"]
     output.table(heads, rows, num_text=3, drop="begins bytes owner")
     if not output.as_json:

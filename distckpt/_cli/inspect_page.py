@@ -20,30 +20,35 @@ from distckpt._operations.verify import Problem
 def write_inspect_page(
     path: str, stored: StoredCheckpoint, facts: dict[str, Any], problems: Sequence[Problem]
 ) -> None:
-    """Write a page about a checkpoint, with the facts of `summarize` and what is wrong with its
-    files.
-    """
+    """Write a page about a checkpoint: its facts, and the problems of its files."""
     texts = (facts["location"], save_text(facts), objects_text(facts))
     head = {
         "title": stored.location.rstrip("/").rpartition("/")[2],
         "lines": [("", text) for text in texts if text],
-        "problems": [describe(problem) for problem in problems],
+        "problems": list(map(describe, problems)),
         "common": _common_state_text(stored) if facts["common_state"] else "",
         "tiles": _tiles(stored, facts),
     }
-    names = {key: key for key in stored.manifest.key_index if not stored.is_object(key)}
+    names = {}
+    for key in stored.manifest.key_index:
+        if not stored.is_object(key):
+            names[key] = key
     write_page(path, stored, names, head)
 
 
 def _common_state_text(stored: StoredCheckpoint) -> str:
     values = plain(load_common_state(stored))
-    return json.dumps(finite(values), indent=2, ensure_ascii=False) if values else ""
+    if values:
+        return json.dumps(finite(values), indent=2, ensure_ascii=False)
+    return ""
 
 
 def _tiles(stored: StoredCheckpoint, facts: dict[str, Any]) -> list[tuple[str, ...]]:
     writers = list_writers(list_files(stored.manifest))
     num_ranks = sum(writer["rank"] is not None for writer in writers)
-    written = f", written by {count_text(num_ranks, 'rank')}" if num_ranks else ""
+    written = ""
+    if num_ranks:
+        written = f", written by {count_text(num_ranks, 'rank')}"
     files = count_text(facts["num_files"], "file") + written
     return [
         tuple(count_text(facts["num_tensors"], "tensor").split(" ")),

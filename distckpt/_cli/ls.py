@@ -12,28 +12,25 @@ from distckpt._manager.listing import CheckpointInfo, list_checkpoints
 
 
 def run(arguments: Namespace, output: Output) -> int:
-    """Print a line for each checkpoint, and why some are not whole."""
-    found = list_checkpoints(arguments.root)
-    output.json([vars(info) for info in found])
+    """Print a line for each checkpoint, with its problem if any."""
+    infos = list_checkpoints(arguments.root)
+    output.json(list(map(vars, infos)))
     if arguments.html is not None:
-        _write_page(arguments, found)
-    if not found:
+        _write_page(arguments, infos)
+    if not infos:
         output.line(f"there are no checkpoints in {arguments.root}")
         return 0
-    rows = [
-        [
-            info.name,
-            time_text(info.saved_at),
-            " ".join(f"{name}={value:.4g}" for name, value in info.metrics.items()),
-            state_text(info),
-            size_text(info.num_bytes) if info.num_bytes else "",
-        ]
-        for info in found
-    ]
+    rows = []
+    for info in infos:
+        state = state_text(info)
+        size = ""
+        if info.num_bytes:
+            size = size_text(info.num_bytes)
+        rows.append([info.name, time_text(info.saved_at), metrics_text(info), state, size])
     output.table(
         ["checkpoint", "saved", "metrics", "state", "size"], rows, num_text=4, drop="metrics saved"
     )
-    for info in found:
+    for info in infos:
         if info.problem:
             output.line(f"{info.name}: {info.problem}")
     return 0
@@ -41,11 +38,18 @@ def run(arguments: Namespace, output: Output) -> int:
 
 def time_text(seconds: float | None) -> str:
     """Format a time by the clock of this machine; an empty string for None."""
-    return "" if seconds is None else time.strftime("%Y-%m-%d %H:%M", time.localtime(seconds))
+    if seconds is None:
+        return ""
+    return time.strftime("%Y-%m-%d %H:%M", time.localtime(seconds))
+
+
+def metrics_text(info: CheckpointInfo) -> str:
+    """Format the metrics of a step in one line."""
+    return " ".join(f"{name}={value:.4g}" for name, value in info.metrics.items())
 
 
 def state_text(info: CheckpointInfo) -> str:
-    """Say what is known about a checkpoint."""
+    """Describe the state of a checkpoint."""
     words = {
         "not whole": info.problem is not None,
         "newest": info.is_newest,
@@ -54,8 +58,8 @@ def state_text(info: CheckpointInfo) -> str:
     return ", ".join(word for word, applies in words.items() if applies)
 
 
-def _write_page(arguments: Namespace, found: Sequence[CheckpointInfo]) -> None:
-    # Imported when it is asked for, which is rare.
+def _write_page(arguments: Namespace, infos: Sequence[CheckpointInfo]) -> None:
+    # Imported only for this option, which is rare.
     page = importlib.import_module("distckpt._cli.run_page")
-    chosen = (arguments.changes, arguments.keys, arguments.recompute)
-    page.write_run_page(arguments.html, arguments.root, found, *chosen)
+    options = (arguments.changes, arguments.keys, arguments.recompute)
+    page.write_run_page(arguments.html, arguments.root, infos, *options)

@@ -17,7 +17,9 @@ from types import ModuleType
 from distckpt._cli.output import Output
 from distckpt._cli.parser import parse
 
-EXIT_ERROR, EXIT_INTERRUPTED, EXIT_TERMINATED = 1, 130, 143
+EXIT_ERROR = 1
+EXIT_INTERRUPTED = 130
+EXIT_TERMINATED = 143
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -63,8 +65,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _import_verb(module: str) -> ModuleType:
-    """Import a verb, and with most of them torch. That takes seconds, and more if the garbage
-    collector went over all of it.
+    """Import a verb, and with most of them torch.
+
+    That takes seconds, and more if the garbage collector went over all of it.
     """
     was_enabled = gc.isenabled()
     gc.disable()
@@ -77,7 +80,7 @@ def _import_verb(module: str) -> ModuleType:
 
 @contextlib.contextmanager
 def _signals_raise() -> Iterator[None]:
-    """Let Ctrl-C and SIGTERM raise exceptions while a verb runs, which then cleans up."""
+    """Let Ctrl-C and SIGTERM raise exceptions, so that a verb cleans up."""
     before = {signal.SIGTERM: signal.signal(signal.SIGTERM, _terminate)}
     if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:
         before[signal.SIGINT] = signal.signal(signal.SIGINT, signal.default_int_handler)

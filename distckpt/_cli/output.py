@@ -1,4 +1,4 @@
-"""Print results to stdout and everything else to stderr, in color on terminals."""
+"""Print results to stdout and messages to stderr, in color on terminals."""
 
 from __future__ import annotations
 
@@ -20,8 +20,10 @@ from distckpt._cli.table import table_lines
 MAX_LISTED = 50
 """Findings that a verb lists without --json."""
 
-DIM, BOLD, RED = "2", "1", "31"
-"""Styles, see `Output.styled`."""
+# Styles, see `Output.styled`.
+DIM = "2"
+BOLD = "1"
+RED = "31"
 
 _SECONDS_BETWEEN = 0.2
 _BAR_WIDTH = 30
@@ -43,8 +45,9 @@ _BLOCK = "\u2588"
 
 
 class Output:
-    """Prints the results and messages of a verb; with `as_json` the result is just one JSON
-    value.
+    """The printer of results and messages of a verb.
+
+    With `as_json` the result is just one JSON value.
 
     Attributes:
         as_json: see above.
@@ -92,24 +95,33 @@ class Output:
         Args:
             heads: names of the columns.
             rows: their cells.
-            num_text: the first columns that hold text; the others hold numbers, aligned right.
+            num_text: number of columns with text, from the left; the rest holds numbers, aligned
+                right.
             drop: names of columns, separated by spaces.
-            swatches: for each row the ranks whose colors it ends with, if the result has colors.
+            swatches: for each row the ranks whose colors end it, if the result has colors.
         """
         if self.as_json:
             return
-        width = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
-        shown = [[encodable(printable(cell)) for cell in row] for row in rows]
+        width = None
+        if sys.stdout.isatty():
+            width = shutil.get_terminal_size().columns
+        shown = []
+        for row in rows:
+            shown.append([encodable(printable(cell)) for cell in row])
         head, rule, *lines = table_lines(heads, shown, num_text, drop.split(), width)
         print(self.styled(head, DIM), self.styled(rule, DIM), sep="\n")
         for line, ranks in itertools.zip_longest(lines, swatches if self.in_color else ()):
             first, *more = line.split("\n")
-            colors = "  " + "".join(map(swatch, ranks[:_MAX_SWATCHES])) if ranks else ""
+            colors = ""
+            if ranks:
+                colors = "  " + "".join(map(swatch, ranks[:_MAX_SWATCHES]))
             print(first.ljust(len(rule)) + colors if colors else first, *more, sep="\n")
 
     def styled(self, text: str, style: str) -> str:
         """Return text in a style, if the result has colors."""
-        return f"\x1b[{style}m{text}\x1b[0m" if self.in_color else text
+        if self.in_color:
+            return f"\x1b[{style}m{text}\x1b[0m"
+        return text
 
     def message(self, text: str) -> None:
         """Print a message to stderr."""
@@ -124,8 +136,9 @@ class Output:
 
     @contextlib.contextmanager
     def progress(self, label: str) -> Iterator[Callable[[int, int], object]]:
-        """Show progress on a terminal; yield a function to call with the bytes done and their
-        total.
+        """Show progress on a terminal.
+
+        Yield a function to call with the bytes done and their total.
         """
         if not sys.stderr.isatty():
             yield lambda done, total: None
@@ -137,7 +150,7 @@ class Output:
 
 
 class _Progress:
-    """Rewrites one line of a terminal a few times per second."""
+    """A line of a terminal, rewritten a few times per second."""
 
     def __init__(self, label: str) -> None:
         self._label = label
@@ -150,7 +163,9 @@ class _Progress:
             return
         self._shown = now
         rate = done / max(now - self._started, 1e-9)
-        left = f"{(total - done) / rate:.0f} s" if rate else "unknown"
+        left = "unknown"
+        if rate:
+            left = f"{(total - done) / rate:.0f} s"
         text = f"{size_text(done)} of {size_text(total)}, {size_text(rate)}/s, {left} left"
         room = shutil.get_terminal_size().columns - len(self._label) - len(text) - 3
         bar = _bar(done / max(total, 1), min(_BAR_WIDTH, room))
@@ -172,18 +187,23 @@ def swatch(rank: int, letter: str = " ") -> str:
 
 
 def printable(text: str) -> str:
-    """Escape characters that control a terminal or cannot be printed, since names come from files
-    that others wrote.
+    """Escape characters that control a terminal or cannot be printed.
+
+    Names come from files of unknown origin.
     """
     if text.isprintable():
         return text
-    return "".join(
-        char if char.isprintable() or char in "\n\t" else repr(char)[1:-1] for char in text
-    )
+    escaped = ""
+    for char in text:
+        if char.isprintable() or char in "\n\t":
+            escaped += char
+        else:
+            escaped += repr(char)[1:-1]
+    return escaped
 
 
 def encodable(text: str) -> str:
-    """Escape characters that the encoding of stdout does not have."""
+    """Escape characters that the encoding of stdout lacks."""
     encoding = sys.stdout.encoding or "utf-8"
     return text.encode(encoding, "backslashreplace").decode(encoding)
 
@@ -199,7 +219,11 @@ def _is_nested(value: Any) -> bool:
 
 def _finite(_: Position, value: Any) -> Any:
     if isinstance(value, float) and not math.isfinite(value):
-        return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
+        if math.isnan(value):
+            return "NaN"
+        if value > 0:
+            return "Infinity"
+        return "-Infinity"
     return value
 
 
@@ -219,13 +243,17 @@ def shape_text(shape: Sequence[int]) -> str:
 
 def count_text(number: int, noun: str) -> str:
     """Format a count: `1 file`, `2,000 files`."""
-    return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"
+    if number == 1:
+        return f"{number:,} {noun}"
+    return f"{number:,} {noun}s"
 
 
 def size_text(num_bytes: float) -> str:
     """Format a number of bytes: `1.23 GB`."""
     for unit in ("B", "kB", "MB", "GB"):
         if num_bytes < 1000:
-            return f"{num_bytes:.0f} B" if unit == "B" else f"{num_bytes:.2f} {unit}"
+            if unit == "B":
+                return f"{num_bytes:.0f} B"
+            return f"{num_bytes:.2f} {unit}"
         num_bytes /= 1000
     return f"{num_bytes:.2f} TB"

@@ -1,8 +1,7 @@
-"""A page of HTML about a checkpoint, or about the differences between two, from the template
-`page.html`.
+"""A page about a checkpoint or a comparison, from the template `page.html`.
 
-All that comes from a checkpoint is in one compressed block of JSON, which its texts cannot break
-out of, and which the page shows as text.
+Everything from a checkpoint is in one compressed block of JSON. Its texts cannot break out of it,
+and the page shows them as text.
 """
 
 from __future__ import annotations
@@ -38,18 +37,22 @@ def write_page(
         path: of the file.
         stored: the checkpoint.
         names: the tensors to show, as name on the page -> key.
-        head: about the whole: `title`, `lines` (pairs of a label and a text), `tiles` (pairs of a
-            number and what it counts), `common` (a text), `problems` (texts, if there are any); for
+        head: facts about the whole: `title`, `lines` (pairs of a label and a text), `tiles` (pairs
+            of a number and its name), `common` (a text), `problems` (texts, if there are any); for
             a comparison also `same`, and `objects` (place, value in A, in B).
         changes: for a comparison the differences by name: `text`, `rate` (rel L2, None if no values
             differ), and if some do, `max`, `different`, `elements` and `where`.
-        other: for a comparison the other checkpoint, and the keys that it alone has.
+        other: for a comparison the other checkpoint, and the keys that only it has.
     """
     files = list_files(stored.manifest)
     writers = list_writers(files)
     owners = [owner_of(writer["rank"], writer["file"]) for writer in writers]
-    places = {owner: place for place, owner in enumerate(owners)}
-    tensors = [_describe(stored, name, key, places, changes or {}) for name, key in names.items()]
+    places = {}
+    for place, owner in enumerate(owners):
+        places[owner] = place
+    tensors = []
+    for name, key in names.items():
+        tensors.append(_describe(stored, name, key, places, changes or {}))
     if other is not None:
         tensors += [_describe(other[0], key, key, None, changes or {}) for key in other[1]]
     content = {
@@ -82,11 +85,16 @@ def _describe(
     places: Mapping[str, int] | None,
     changes: Mapping[str, Any],
 ) -> list[Any]:
-    """Return name, dtype, shape, bytes, chunks (place of the owner, offset, shape, bytes), tied
-    tensor, difference.
+    """Return the row of a tensor, as the template expects it.
+
+    It has name, dtype, shape, bytes, chunks (place of the owner, offset, shape, bytes), tied tensor
+    and difference.
     """
-    found = chunks_of(stored, key)
-    chunks = [[places[c.owner], c.offset, c.shape, c.num_bytes] for c in found] if places else []
-    size = sum(chunk.num_bytes for chunk in found)
-    shape, tied = stored.global_shape(key), stored.manifest.aliases.get(key)
+    chunks_of_key = chunks_of(stored, key)
+    chunks = (
+        [[places[c.owner], c.offset, c.shape, c.num_bytes] for c in chunks_of_key] if places else []
+    )
+    size = sum(chunk.num_bytes for chunk in chunks_of_key)
+    shape = stored.global_shape(key)
+    tied = stored.manifest.aliases.get(key)
     return [name, stored.dtype_name(key), shape, size, chunks, tied, changes.get(name)]

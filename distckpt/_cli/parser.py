@@ -1,7 +1,8 @@
 """The verbs of the command line and its parser.
 
 To add a verb, list it in `VERBS`, declare its arguments in `arguments.py`, and define
-`run(arguments, output)` in its module, which is imported when the verb runs, and torch with it.
+`run(arguments, output)` in its module. The module, and torch with it, is imported when the verb
+runs.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from distckpt._base.messages import did_you_mean
 from distckpt._cli import arguments
 
 _EXAMPLES = """examples:
-  distckpt inspect checkpoints/step_100                     what is in it, and who wrote it
+  distckpt inspect checkpoints/step_100                     its content, and the ranks that wrote it
   distckpt diff checkpoints/step_100 checkpoints/step_200   which tensors differ, and by how much
   distckpt export checkpoints/step_100 exports/step_100     one Hugging Face directory of all shards
 
@@ -114,18 +115,18 @@ _ELSEWHERE = {
     "tree": "inspect PATH --tree",
     "watch": "ls ROOT --html FILE",
 }
-"""Names that other commands have for verbs."""
+"""Aliases of verbs that other commands use."""
 
 
 class _Parser(argparse.ArgumentParser):
-    """Says what is wrong with the arguments in one line."""
+    """A parser that reports a mistake in one line."""
 
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"{self.prog}: error: {message}; see {self.prog} --help\n")
 
 
 def parse(words: Sequence[str]) -> argparse.Namespace | None:
-    """Parse the command line; without any words print help and return None."""
+    """Parse the command line; without any words, print help and return None."""
     parser = make_parser()
     if not words:
         parser.print_help()
@@ -141,7 +142,9 @@ def parse(words: Sequence[str]) -> argparse.Namespace | None:
 
 
 def _check_verb(parser: argparse.ArgumentParser, word: str) -> None:
-    verbs = [name for verb in VERBS for name in (verb.name, *verb.aliases)]
+    verbs: list[str] = []
+    for verb in VERBS:
+        verbs.extend((verb.name, *verb.aliases))
     if not word.startswith("-") and word not in verbs:
         near = f": use {_ELSEWHERE[word]}" if word in _ELSEWHERE else did_you_mean(word, verbs)
         near = near or f": choose from {', '.join(verbs)}"
@@ -149,9 +152,13 @@ def _check_verb(parser: argparse.ArgumentParser, word: str) -> None:
 
 
 def _refuse(parser: argparse.ArgumentParser, word: str) -> None:
-    options = [option for action in parser._actions for option in action.option_strings]
+    options: list[str] = []
+    for action in parser._actions:
+        options.extend(action.option_strings)
     near = did_you_mean(word, options)
-    kind = "has no option" if word.startswith("-") else "does not take"
+    kind = "does not take"
+    if word.startswith("-"):
+        kind = "has no option"
     verb = parser.prog.rpartition(" ")[2]
     parser.error(f"{verb} {kind} {word!r}{near}")
 
@@ -167,13 +174,13 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"distckpt {__version__}")
     verbs = parser.add_subparsers(title="verbs", metavar="VERB")
     for verb in VERBS:
-        one = verbs.add_parser(
+        verb_parser = verbs.add_parser(
             verb.name, aliases=verb.aliases, help=verb.summary, description=verb.summary
         )
-        getattr(arguments, verb.arguments or verb.module)(one)
-        one.add_argument("--json", action="store_true", help="print the result as JSON")
-        one.add_argument(
+        getattr(arguments, verb.arguments or verb.module)(verb_parser)
+        verb_parser.add_argument("--json", action="store_true", help="print the result as JSON")
+        verb_parser.add_argument(
             "--debug", action="store_true", help="show a traceback when something fails"
         )
-        one.set_defaults(module=verb.module, error_code=verb.error_code, parser=one)
+        verb_parser.set_defaults(module=verb.module, error_code=verb.error_code, parser=verb_parser)
     return parser

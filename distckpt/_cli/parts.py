@@ -24,18 +24,18 @@ def run(
     arguments: Namespace,
     output: Output,
     verb: str,
-    given: Mapping[str, Any],
+    values: Mapping[str, Any],
     place: str,
     show: Callable[[Any, Output], int],
 ) -> int:
-    """Do what was asked for.
+    """Carry out the option for work in parts.
 
     Args:
         arguments: of the command line.
         output: prints.
-        verb: what is done in parts.
+        verb: the verb that is run in parts.
         given: its arguments.
-        place: where the output appears, or the verb in the directory of its journal.
+        place: the path of the output, or the verb in the directory of its journal.
         show: prints the report of the verb, and returns the exit code.
     """
     place = posix.resolve(place)
@@ -44,12 +44,14 @@ def run(
     if arguments.abandon:
         return _abandon(place, output)
     if arguments.finish:
-        return show(finish(make_work(verb, given)), output)
+        return show(finish(make_work(verb, values)), output)
     part = _part(arguments.part)
     with output.progress(f"part {part}") as progress:
-        report = run_part(make_work(verb, given), part, progress)
+        report = run_part(make_work(verb, values), part, progress)
     _show_part(report, output)
-    return show(report.report, output) if report.is_complete else 0
+    if report.is_complete:
+        return show(report.report, output)
+    return 0
 
 
 def _part(text: str) -> Part:
@@ -85,14 +87,14 @@ def _abandon(place: str, output: Output) -> int:
 
 
 def _show_status(place: str, watch: bool, output: Output) -> int:
-    found: Sequence[PartsStatus] = statuses(place)
-    if not found and not watch:
+    all_statuses: Sequence[PartsStatus] = statuses(place)
+    if not all_statuses and not watch:
         raise CheckpointNotFoundError(f"No work in parts was begun for {place!r}.")
     if watch:
-        found = found or _wait_for_begin(place, output)
-        found = _watch(place, found, output)
-    output.json([_as_json(status) for status in found])
-    for status in found:
+        all_statuses = all_statuses or _wait_for_begin(place, output)
+        all_statuses = _watch(place, all_statuses, output)
+    output.json(list(map(_as_json, all_statuses)))
+    for status in all_statuses:
         _print_status(status, output)
     return 0
 
@@ -100,36 +102,44 @@ def _show_status(place: str, watch: bool, output: Output) -> int:
 def _wait_for_begin(place: str, output: Output) -> Sequence[PartsStatus]:
     """Wait for the first part, which may still be in a queue."""
     output.message(f"No work in parts was begun for {place!r} yet: waiting for the first part.")
-    while not (found := statuses(place)):
+    while not (all_statuses := statuses(place)):
         time.sleep(_SECONDS_BETWEEN)
-    return found
+    return all_statuses
 
 
-def _watch(place: str, found: Sequence[PartsStatus], output: Output) -> Sequence[PartsStatus]:
-    """Show the progress of all parts in one bar until all work is complete, or abandoned."""
+def _watch(
+    place: str, all_statuses: Sequence[PartsStatus], output: Output
+) -> Sequence[PartsStatus]:
+    """Show the progress of all parts until the work ends."""
     with output.progress("all parts") as progress:
-        while any(not status.is_complete for status in found):
-            done = sum(status.bytes_whole + status.bytes_running for status in found)
-            progress(done, sum(status.bytes_total for status in found))
+        while any(not status.is_complete for status in all_statuses):
+            done = sum(status.bytes_whole + status.bytes_running for status in all_statuses)
+            progress(done, sum(status.bytes_total for status in all_statuses))
             time.sleep(_SECONDS_BETWEEN)
-            found = statuses(place)
-    return found
+            all_statuses = statuses(place)
+    return all_statuses
 
 
 def _as_json(status: PartsStatus) -> dict[str, Any]:
-    workers = [{**asdict(worker), "is_running": worker.is_running} for worker in status.workers]
+    workers = []
+    for worker in status.workers:
+        workers.append({**asdict(worker), "is_running": worker.is_running})
     return {**asdict(status), "workers": workers}
 
 
 def _print_status(status: PartsStatus, output: Output) -> None:
-    state = "complete" if status.is_complete else "not complete"
+    state = "not complete"
+    if status.is_complete:
+        state = "complete"
     output.line(f"{status.verb} of {', '.join(status.sources)}: {state} ({status.journal})")
     output.line(
         f"  {status.num_whole:,} of {count_text(status.num_total, 'piece')} whole, "
         f"{size_text(status.bytes_whole)} of {size_text(status.bytes_total)}"
     )
     for worker in status.workers:
-        state = "running" if worker.is_running else f"silent for {worker.seconds:.0f} s"
+        state = "running"
+        if not worker.is_running:
+            state = f"silent for {worker.seconds:.0f} s"
         output.line(
             f"  part {worker.part} on {worker.host} (process {worker.pid}), at {worker.piece}: "
             f"{state}"

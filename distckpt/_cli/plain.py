@@ -12,17 +12,20 @@ from distckpt._base.lazy import torch
 from distckpt._format.codec.encode import UnknownObject
 
 _MAX_ELEMENTS = 1000
-"""Of tensors all of whose values are shown."""
+"""Largest number of elements of a tensor that is shown in full."""
 _NUM_AT_EDGE = 3
 _MAX_DECIMAL_BITS = 1 << 12
-"""Python prints longer integers as decimals slowly, and those over 4300 digits not at all; they are
-shown in hex.
+"""Show longer integers in hex.
+
+Python prints them as decimals slowly, and over 4300 digits not at all.
 """
 
 
 def plain(value: Any, max_elements: float = _MAX_ELEMENTS) -> Any:
-    """Convert an object to JSON values: other types become text, and tensors and arrays what they
-    are and their values; the first and last of these where there are more than `max_elements`.
+    """Convert an object to JSON values.
+
+    Other types become text. Tensors and arrays become a description and their values, or the first
+    and last of them where there are more than `max_elements`.
     """
     if isinstance(value, Mapping):
         return {_name(key): plain(item, max_elements) for key, item in value.items()}
@@ -38,7 +41,9 @@ def plain(value: Any, max_elements: float = _MAX_ELEMENTS) -> Any:
         return value
     # Last, since it may import torch, which most pages do without.
     is_tensor = isinstance(value, torch.Tensor)
-    return _plain_array(value, max_elements) if is_tensor else _text(value)
+    if is_tensor:
+        return _plain_array(value, max_elements)
+    return _text(value)
 
 
 def without_middle(values: Sequence[Any]) -> list[Any]:
@@ -60,7 +65,9 @@ def _plain_array(array: torch.Tensor | np.ndarray[Any, Any], max_elements: float
 
 
 def _name(key: object) -> str:
-    return key if isinstance(key, str) else _text(key)
+    if isinstance(key, str):
+        return key
+    return _text(key)
 
 
 def _is_json(value: object) -> bool:
@@ -69,7 +76,9 @@ def _is_json(value: object) -> bool:
 
 
 def _text(value: object) -> str:
-    return hex(value) if _is_long(value) else repr(value)
+    if _is_long(value):
+        return hex(value)
+    return repr(value)
 
 
 def _is_long(value: object) -> TypeGuard[int]:

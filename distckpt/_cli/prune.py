@@ -1,6 +1,4 @@
-"""`distckpt prune`: remove the checkpoints of a manager that its retention does not keep, and
-leftovers.
-"""
+"""`distckpt prune`: remove the checkpoints that a manager does not retain, and leftovers."""
 
 from __future__ import annotations
 
@@ -23,22 +21,22 @@ from distckpt._manager.steps import Saved, step_name
 from distckpt._parts.journal import Journal
 from distckpt._storage import locations
 
-_MINUTES, _MINUTES_OF_PARTS = 60, 7 * 24 * 60
-"""What interrupted processes have left is removed when nothing was written there for so long; parts
-may wait in a queue for days.
-"""
+_MINUTES = 60
+"""Minutes without a write before leftovers are removed."""
+_MINUTES_OF_PARTS = 7 * 24 * 60
+"""The same for work in parts, which may queue for days."""
 
 
 @dataclass(frozen=True)
 class _Pruning:
-    """What is removed from a directory, and what is kept.
+    """The checkpoints and leftovers of a directory, to remove or to keep.
 
     Attributes:
         root: the directory.
         saved: all steps that a manager has saved.
-        surplus: those to remove.
-        leftovers: names of what interrupted saves and removals have left.
-        live: names of what a save may still be writing.
+        surplus: the steps to remove.
+        leftovers: names of the remains of interrupted saves and removals.
+        live: names that a save may still be writing.
     """
 
     root: str
@@ -49,29 +47,40 @@ class _Pruning:
 
     @property
     def names(self) -> list[str]:
-        """The names of all that is to be removed."""
+        """The names of everything to remove."""
         return [*(step_name(item.step) for item in self.surplus), *self.leftovers]
 
 
 def run(arguments: Namespace, output: Output) -> int:
-    """Remove checkpoints and leftovers, and print what was removed."""
+    """Remove checkpoints and leftovers, and list them."""
     pruning = _plan(arguments)
     problems: dict[str, str] = {}
     if not arguments.dry_run:
         pruning, problems = _remove(pruning)
-    doing = "would remove" if arguments.dry_run else "removed"
+    doing = "removed"
+    if arguments.dry_run:
+        doing = "would remove"
     for name in pruning.names:
-        what = f"{name}{_origin_of(name)}" if name in pruning.leftovers else name
+        target = name
+        if name in pruning.leftovers:
+            target = f"{name}{_origin_of(name)}"
         problem = problems.get(name)
-        output.line(f"{doing} {what}" if problem is None else f"cannot remove {what}: {problem}")
+        output.line(
+            f"{doing} {target}" if problem is None else f"cannot remove {target}: {problem}"
+        )
     for name in pruning.live:
         output.line(f"kept {name}: {_why_kept(name)}")
     outcome = _outcome(pruning, problems)
     output.json({"root": pruning.root, "dry_run": arguments.dry_run, **outcome})
-    num_kept, num_saved = len(outcome["kept"]), len(pruning.saved)
-    all_are_kept = "" if arguments.keep_last else ": without --keep-last all are"
+    num_kept = len(outcome["kept"])
+    num_saved = len(pruning.saved)
+    all_are_kept = ""
+    if not arguments.keep_last:
+        all_are_kept = ": without --keep-last all are"
     output.line(f"{num_kept} of {num_saved} checkpoints kept in {pruning.root}{all_are_kept}")
-    return 1 if problems else 0
+    if problems:
+        return 1
+    return 0
 
 
 def _origin_of(name: str) -> str:
@@ -105,24 +114,31 @@ def _plan(arguments: Namespace) -> _Pruning:
 
 
 def _remove(pruning: _Pruning) -> tuple[_Pruning, dict[str, str]]:
-    """Remove steps and leftovers; return what was to be removed, and by name why it was not."""
+    """Remove steps and leftovers; return them, and the reason by name for each that remained."""
     root = pruning.root
     problems = removal.remove_steps(root, pruning.surplus)
-    still_there = [
-        name
-        for name in pruning.leftovers
-        if not removal.clear_leftover(root, name, locations.exists)
-    ]
+    still_there = []
+    for name in pruning.leftovers:
+        if not removal.clear_leftover(root, name, locations.exists):
+            still_there.append(name)
     # A save had made its directory, and had not locked it yet, when leftovers were looked for.
-    live = [name for name in still_there if _is_in_use(root, name)]
-    others = [name for name in pruning.leftovers if name not in live]
-    by_name = {step_name(step): problem for step, problem in problems.items()}
+    live = []
+    for name in still_there:
+        if _is_in_use(root, name):
+            live.append(name)
+    others = []
+    for name in pruning.leftovers:
+        if name not in live:
+            others.append(name)
+    by_name = {}
+    for step, problem in problems.items():
+        by_name[step_name(step)] = problem
     by_name |= {name: "it is still there" for name in still_there if name not in live}
     return replace(pruning, leftovers=others, live=[*pruning.live, *live]), by_name
 
 
 def _is_in_use(root: str, name: str) -> bool:
-    """Tell whether a save has locked what looked like a leftover, or has ended and removed it."""
+    """Whether an apparent leftover belongs to a save: locked, or since removed."""
     location = locations.join(root, name)
     with hidden_directories.claimed(location) as has_ended:
         return has_ended is False or not locations.exists(location)
@@ -130,7 +146,10 @@ def _is_in_use(root: str, name: str) -> bool:
 
 def _outcome(pruning: _Pruning, problems: dict[str, str]) -> dict[str, Any]:
     steps_to_remove = [item.step for item in pruning.surplus]
-    removed = [step for step in steps_to_remove if step_name(step) not in problems]
+    removed = []
+    for step in steps_to_remove:
+        if step_name(step) not in problems:
+            removed.append(step)
     return {
         "kept": [item.step for item in pruning.saved if item.step not in removed],
         "removed": removed,
@@ -141,7 +160,7 @@ def _outcome(pruning: _Pruning, problems: dict[str, str]) -> dict[str, Any]:
 
 
 def _removable(root: str, saved: list[Saved], policy: Retention) -> list[Saved]:
-    """Return the steps to remove, if any of them all is complete."""
+    """Return the steps to remove, if any step is complete."""
     if policy.keep_last is None:
         return []
     complete = (item.step for item in reversed(saved) if not steps.problem_with(root, item.step))
@@ -149,29 +168,26 @@ def _removable(root: str, saved: list[Saved], policy: Retention) -> list[Saved]:
     if newest is None:
         return []
     # Steps newer than the newest complete one are damaged. It is up to the user to repair them.
-    found = surplus(root, policy, [item for item in saved if item.step <= newest], newest)
+    steps_to_remove = surplus(root, policy, [item for item in saved if item.step <= newest], newest)
     # After going back, the job goes on from an earlier one.
     last = steps.read_tracker(root)
-    return [item for item in found if item.step != last]
+    return [item for item in steps_to_remove if item.step != last]
 
 
 def _leftovers(root: str, abandoned_after: int | None) -> tuple[list[str], list[str]]:
-    """Return the leftovers of interrupted saves and removals, and those that a save may still be
-    writing.
-    """
+    """Return leftovers, and names that a save may still be writing."""
     is_local = locations.is_local(root)
-    names = [
-        name
-        for name in steps.list_root(root)
-        if steps.is_leftover(name) or (is_local and steps.is_journal_of_parts(name))
-    ]
+    names = []
+    for name in steps.list_root(root):
+        if steps.is_leftover(name) or (is_local and steps.is_journal_of_parts(name)):
+            names.append(name)
     now = _clock_of(root)
-    dead = [
-        name
-        for name in names
-        if steps.is_free_to_remove(name)
-        or _is_dead(root, name, now - 60 * (abandoned_after or _minutes_for(root, name)))
-    ]
+    dead = []
+    for name in names:
+        if steps.is_free_to_remove(name) or _is_dead(
+            root, name, now - 60 * (abandoned_after or _minutes_for(root, name))
+        ):
+            dead.append(name)
     return dead, [name for name in names if name not in dead]
 
 
@@ -179,11 +195,13 @@ def _minutes_for(root: str, name: str) -> int:
     if not steps.is_journal_of_parts(name):
         return _MINUTES
     is_complete = Journal(locations.join(root, name)).has_appeared()
-    return _MINUTES if is_complete else _MINUTES_OF_PARTS
+    if is_complete:
+        return _MINUTES
+    return _MINUTES_OF_PARTS
 
 
 def _is_dead(root: str, name: str, latest: float) -> bool:
-    """Tell whether a save has ended: on this machine, or by having changed nothing since a time."""
+    """Whether a save has ended: on this machine, or without a write since a time."""
     location = locations.join(root, name)
     with hidden_directories.claimed(location) as has_ended:
         if has_ended is not None:
@@ -193,8 +211,9 @@ def _is_dead(root: str, name: str, latest: float) -> bool:
 
 
 def _clock_of(root: str) -> float:
-    """Return the time by the clock that file times in a directory come from, which may be a
-    server's.
+    """Return the current time by the clock of a directory's file times.
+
+    It may be a server's clock.
     """
     with contextlib.suppress(OSError), tempfile.TemporaryFile(dir=root) as probe:
         return os.fstat(probe.fileno()).st_mtime

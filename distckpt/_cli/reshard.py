@@ -1,6 +1,4 @@
-"""`distckpt reshard` and `distckpt import`: write a checkpoint as some number of ranks would have
-saved it.
-"""
+"""`distckpt reshard` and `distckpt import`: write a checkpoint for a number of ranks."""
 
 from __future__ import annotations
 
@@ -16,18 +14,18 @@ from distckpt._operations.reshard import ReshardReport, reshard
 def run(arguments: Namespace, output: Output) -> int:
     """Reshard, or import, and print a summary."""
     is_import = "hf_dir" in arguments
-    chosen = {
+    options = {
         "source_dir": arguments.hf_dir if is_import else arguments.source,
         "checkpoint_dir": arguments.checkpoint,
         "num_ranks": arguments.ranks,
         "overwrite": arguments.overwrite,
-        **(_of_import(arguments) if is_import else _of_reshard(arguments)),
+        **(_import_arguments(arguments) if is_import else _reshard_arguments(arguments)),
         **given(arguments, "max_inflight_bytes"),
     }
     if is_in_parts(arguments):
-        return run_parts(arguments, output, "reshard", chosen, arguments.checkpoint, _print_report)
+        return run_parts(arguments, output, "reshard", options, arguments.checkpoint, _print_report)
     with output.progress("importing" if is_import else "resharding") as progress:
-        report = reshard(**chosen, progress=progress)
+        report = reshard(**options, progress=progress)
     return _print_report(report, output)
 
 
@@ -43,7 +41,7 @@ def _print_report(report: ReshardReport, output: Output) -> int:
     return 0
 
 
-def _of_import(arguments: Namespace) -> dict[str, Any]:
+def _import_arguments(arguments: Namespace) -> dict[str, Any]:
     return {
         "keys": arguments.keys,
         "rename": dict(arguments.rename),
@@ -51,5 +49,5 @@ def _of_import(arguments: Namespace) -> dict[str, Any]:
     }
 
 
-def _of_reshard(arguments: Namespace) -> dict[str, Any]:
+def _reshard_arguments(arguments: Namespace) -> dict[str, Any]:
     return {"grids": dict(arguments.grid), "verify": arguments.verify}

@@ -8,7 +8,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 
 from distckpt._cli.charts import Point, figures_in, html_table, line_chart, tiles, write_static_page
-from distckpt._cli.ls import state_text, time_text
+from distckpt._cli.ls import metrics_text, state_text, time_text
 from distckpt._cli.output import size_text
 from distckpt._manager.listing import CheckpointInfo
 
@@ -19,74 +19,84 @@ _SECONDS = {"hours": 3600, "minutes": 60, "seconds": 1}
 def write_run_page(
     path: str,
     root: str,
-    found: Sequence[CheckpointInfo],
+    infos: Sequence[CheckpointInfo],
     num_changes: int | None,
     keys: Sequence[str] | None,
     is_reading: bool,
 ) -> None:
-    """Write a page about the checkpoints of a run; with `num_changes`, about the layers of so many
-    of the newest ones that are whole.
+    """Write a page about the checkpoints of a run.
 
-    The tensors of those are read whose saves have stored no statistics, of all of them with
-    `is_reading`, except for those that an earlier page at this path is about.
+    With `num_changes`, it is also about the layers of so many of the newest whole ones.
+
+    The tensors are read where a save has stored no statistics, or everywhere with `is_reading`,
+    except for steps that an earlier page at this path covers.
     """
-    of_steps = [info for info in found if info.step is not None]
-    sections = [("", tiles(_tiles(found)))]
-    if len(of_steps) > 1:
-        ends = (of_steps[0].step or 0, of_steps[-1].step or 0)
-        sections += [(name, line_chart(points, ends)) for name, points in _metrics(of_steps)]
-        sections += _sizes_and_times(of_steps, ends)
+    steps = [info for info in infos if info.step is not None]
+    sections = [("", tiles(_tiles(infos)))]
+    if len(steps) > 1:
+        ends = (steps[0].step or 0, steps[-1].step or 0)
+        sections += [(name, line_chart(points, ends)) for name, points in _metrics(steps)]
+        sections += _sizes_and_times(steps, ends)
     figures = None
     if num_changes:
-        whole = [info for info in of_steps if info.problem is None]
-        # Imported when it is asked for.
+        whole = []
+        for info in steps:
+            if info.problem is None:
+                whole.append(info)
+        # Imported only for this option.
         changes = importlib.import_module("distckpt._cli.run_changes")
         known = figures_in(path)
         figures = changes.figures_of_layers(whole[-num_changes:], keys, known, is_reading)
         sections += changes.changes_of_layers(whole[-num_changes:], figures)
-    sections.append(("Checkpoints", _table(found)))
+    sections.append(("Checkpoints", _table(infos)))
     title = root.rstrip("/").rpartition("/")[2] or root
     write_static_page(path, title, [root], sections, figures)
 
 
-def _tiles(found: Sequence[CheckpointInfo]) -> Iterator[tuple[str, str]]:
-    yield f"{len(found):,}", "checkpoints"
-    yield from ((info.name, "newest") for info in found if info.is_newest)
-    yield size_text(sum(info.num_bytes for info in found)), "in all"
-    num_bad = sum(info.problem is not None for info in found)
+def _tiles(infos: Sequence[CheckpointInfo]) -> Iterator[tuple[str, str]]:
+    yield f"{len(infos):,}", "checkpoints"
+    yield from ((info.name, "newest") for info in infos if info.is_newest)
+    yield size_text(sum(info.num_bytes for info in infos)), "in all"
+    num_bad = sum(info.problem is not None for info in infos)
     if num_bad:
         yield f"{num_bad:,}", "not whole"
 
 
-def _metrics(found: Sequence[CheckpointInfo]) -> Iterator[tuple[str, list[Point]]]:
-    names = dict.fromkeys(name for info in found for name in info.metrics)
+def _metrics(infos: Sequence[CheckpointInfo]) -> Iterator[tuple[str, list[Point]]]:
+    names: dict[str, None] = {}
+    for info in infos:
+        names.update(dict.fromkeys(info.metrics))
     for name in names:
-        values = [(info, info.metrics[name]) for info in found if name in info.metrics]
-        points = [
-            Point(info.step or 0, value, f"{info.name}: {name} {value:.6g}")
-            for info, value in values
-            if math.isfinite(value)
-        ]
+        values = []
+        for info in infos:
+            if name in info.metrics:
+                values.append((info, info.metrics[name]))
+        points = []
+        for info, value in values:
+            if math.isfinite(value):
+                points.append(Point(info.step or 0, value, f"{info.name}: {name} {value:.6g}"))
         if points:
             yield name, points
 
 
 def _sizes_and_times(
-    found: Sequence[CheckpointInfo], ends: tuple[int, int]
+    infos: Sequence[CheckpointInfo], ends: tuple[int, int]
 ) -> Iterator[tuple[str, str]]:
-    sizes = [
-        Point(info.step or 0, info.num_bytes, f"{info.name}: {size_text(info.num_bytes)}")
-        for info in found
-    ]
+    sizes = []
+    for info in infos:
+        sizes.append(
+            Point(info.step or 0, info.num_bytes, f"{info.name}: {size_text(info.num_bytes)}")
+        )
     yield _chart_in("Size", sizes, ends, _BYTES)
-    durations = [
-        Point(info.step or 0, info.seconds, f"{info.name}: {info.seconds:.3f} s")
-        for info in found
-        if info.seconds is not None
-    ]
+    durations = []
+    for info in infos:
+        if info.seconds is not None:
+            durations.append(
+                Point(info.step or 0, info.seconds, f"{info.name}: {info.seconds:.3f} s")
+            )
     if durations:
         yield _chart_in("Duration of the save", durations, ends, _SECONDS)
-    waits = list(_waits(found))
+    waits = list(_waits(infos))
     if waits:
         yield _chart_in("Time since the step before was committed", waits, ends, _SECONDS)
 
@@ -94,29 +104,31 @@ def _sizes_and_times(
 def _chart_in(
     title: str, points: Sequence[Point], ends: tuple[int, int], units: Mapping[str, float]
 ) -> tuple[str, str]:
-    """Return a chart in the largest of the units that its largest value reaches."""
+    """Return a chart in the largest unit that its largest value reaches."""
     most = max(point.y for point in points)
     unit = next((name for name, size in units.items() if most >= size), [*units][-1])
-    scaled = [point._replace(y=point.y / units[unit]) for point in points]
+    scaled = []
+    for point in points:
+        scaled.append(point._replace(y=point.y / units[unit]))
     return f"{title}, {unit}", line_chart(scaled, ends, 110)
 
 
-def _waits(found: Sequence[CheckpointInfo]) -> Iterator[Point]:
-    """Yield how long after the step before each step was committed."""
-    timed = [(info, info.saved_at) for info in found if info.saved_at is not None]
+def _waits(infos: Sequence[CheckpointInfo]) -> Iterator[Point]:
+    """Yield the time from the commit of each step to the next."""
+    timed = []
+    for info in infos:
+        if info.saved_at is not None:
+            timed.append((info, info.saved_at))
     for (_, before), (info, at) in itertools.pairwise(timed):
         yield Point(info.step or 0, at - before, f"{info.name}: {(at - before) / 60:.1f} minutes")
 
 
-def _table(found: Sequence[CheckpointInfo]) -> str:
-    rows = [
-        [
-            info.name,
-            time_text(info.saved_at),
-            " ".join(f"{name}={value:.4g}" for name, value in info.metrics.items()),
-            ": ".join(filter(None, [state_text(info), info.problem])),
-            size_text(info.num_bytes) if info.num_bytes else "",
-        ]
-        for info in reversed(found)
-    ]
+def _table(infos: Sequence[CheckpointInfo]) -> str:
+    rows = []
+    for info in reversed(infos):
+        state = ": ".join(filter(None, [state_text(info), info.problem]))
+        size = ""
+        if info.num_bytes:
+            size = size_text(info.num_bytes)
+        rows.append([info.name, time_text(info.saved_at), metrics_text(info), state, size])
     return html_table(["checkpoint", "saved", "metrics", "state", "size"], rows)

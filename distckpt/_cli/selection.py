@@ -13,9 +13,7 @@ from distckpt._storage import locations
 
 
 def given(arguments: Namespace, *names: str) -> dict[str, Any]:
-    """Return the named arguments that were given; the called function has defaults for the
-    others.
-    """
+    """Return the named arguments that were given. The called function has defaults for the rest."""
     return {name: value for name in names if (value := getattr(arguments, name)) is not None}
 
 
@@ -23,14 +21,14 @@ def run_parts(
     arguments: Namespace,
     output: Output,
     verb: str,
-    given: Mapping[str, Any],
+    values: Mapping[str, Any],
     place: str,
     show: Callable[[Any, Output], int],
 ) -> int:
-    """Do what was asked for of work in parts, see `_cli.parts`."""
-    # Imported when it is asked for.
+    """Carry out the option for work in parts, see `_cli.parts`."""
+    # Imported only for this option.
     parts = importlib.import_module("distckpt._cli.parts")
-    code: int = parts.run(arguments, output, verb, given, place, show)
+    code: int = parts.run(arguments, output, verb, values, place, show)
     return code
 
 
@@ -38,27 +36,27 @@ def run_parts_of_check(
     arguments: Namespace,
     output: Output,
     verb: str,
-    given: Mapping[str, Any],
+    values: Mapping[str, Any],
     show: Callable[[Any, Output], int],
 ) -> int:
-    """Do what was asked for of a verb that writes nothing but its journal."""
+    """Run a verb in parts that writes nothing but its journal."""
     place = locations.join(arguments.journal, verb)
-    chosen = {**given, "journal": arguments.journal}
-    return run_parts(arguments, output, verb, chosen, place, show)
+    with_journal = {**values, "journal": arguments.journal}
+    return run_parts(arguments, output, verb, with_journal, place, show)
 
 
-def dtype_option(given: Sequence[tuple[str, torch.dtype]] | None) -> Any:
+def dtype_option(pairs: Sequence[tuple[str, torch.dtype]] | None) -> Any:
     """Convert the values of `--dtype` to the `dtype` argument of functions."""
-    if given is None:
+    if pairs is None:
         return None
-    if len(given) == 1 and not given[0][0]:
-        return given[0][1]
-    # The first matching pattern counts: the one for all others comes last.
-    return {pattern or "*": dtype for pattern, dtype in sorted(given, key=lambda pair: not pair[0])}
+    if len(pairs) == 1 and not pairs[0][0]:
+        return pairs[0][1]
+    # The first matching pattern counts: the one for all tensors comes last.
+    return {pattern or "*": dtype for pattern, dtype in sorted(pairs, key=lambda pair: not pair[0])}
 
 
 def warn_of_overflows(overflows: Mapping[str, int], output: Output) -> None:
-    """Warn about values that did not fit the dtype they were converted to."""
+    """Warn about values that exceeded the range of their new dtype."""
     for name, count in overflows.items():
         output.message(
             f"warning: {count} values of {name!r} did not fit the dtype they were converted to"

@@ -26,48 +26,54 @@ _HEADS = ["tensor", "keys", "norm", "mean", "min", "max", "zeros", "NaN", "Inf",
 
 
 def run(arguments: Namespace, output: Output) -> int:
-    """Print a line for the tensors of each name, or for each tensor; return 1 if there is a NaN."""
+    """Print a line for each name, or for each tensor.
+
+    Return 1 if there is a NaN.
+    """
     location = locations.normalize(arguments.path)
     if is_in_parts(arguments):
         return _run_part(location, arguments, output)
     with opened(Ranks.alone(), location) as stored:
-        found = None if arguments.recompute else saved_stats(stored, arguments.keys)
-        if found is not None:
-            return _print_stats(_Report(location, found, is_saved=True), arguments.tree, output)
+        tensors = None if arguments.recompute else saved_stats(stored, arguments.keys)
+        if tensors is not None:
+            return _print_stats(_Report(location, tensors, is_saved=True), arguments.tree, output)
         computing = importlib.import_module("distckpt._operations.stats")
         started = time.perf_counter()
         with output.progress("reading") as progress:
-            found = list(computing.compute_stats(stored, arguments.keys, progress))
+            tensors = list(computing.compute_stats(stored, arguments.keys, progress))
     seconds = time.perf_counter() - started
-    return _print_stats(_Report(location, found, seconds), arguments.tree, output)
+    return _print_stats(_Report(location, tensors, seconds), arguments.tree, output)
 
 
 def _run_part(location: str, arguments: Namespace, output: Output) -> int:
-    def show(found: Sequence[TensorStats], output: Output) -> int:
+    def show(tensors: Sequence[TensorStats], output: Output) -> int:
         # Other processes have read most of it.
-        return _print_stats(_Report(location, found), arguments.tree, output)
+        return _print_stats(_Report(location, tensors), arguments.tree, output)
 
     parts = importlib.import_module("distckpt._cli.selection")
-    given = {"checkpoint_dir": arguments.path, "keys": arguments.keys}
-    code: int = parts.run_parts_of_check(arguments, output, "stats", given, show)
+    values = {"checkpoint_dir": arguments.path, "keys": arguments.keys}
+    code: int = parts.run_parts_of_check(arguments, output, "stats", values, show)
     return code
 
 
 class _Report(NamedTuple):
-    """Statistics, and where they are from: the tensors, read in some seconds if that is known, or
-    the save.
+    """Statistics and their source.
+
+    It is the tensors, with the seconds of reading them if known, or the save.
     """
 
     location: str
-    found: Sequence[TensorStats]
+    tensors: Sequence[TensorStats]
     seconds: float | None = None
     is_saved: bool = False
 
     def source(self) -> str:
-        """Say where the statistics are from."""
+        """Describe the source of the statistics."""
         if self.is_saved:
             return "as stored by the save, nothing was read (--recompute reads the tensors)"
-        num_bytes = sum(math.prod(each.shape) * ITEM_BYTES[each.dtype] for each in self.found)
+        num_bytes = sum(
+            math.prod(tensor.shape) * ITEM_BYTES[tensor.dtype] for tensor in self.tensors
+        )
         if self.seconds is None:
             return f"{size_text(num_bytes)} read"
         speed = size_text(num_bytes / self.seconds)
@@ -75,37 +81,46 @@ class _Report(NamedTuple):
 
 
 def _print_stats(report: _Report, is_listing: bool, output: Output) -> int:
-    found = report.found
+    tensors = report.tensors
     output.json(
         {
             "location": report.location,
             "from_save": report.is_saved,
-            "tensors": [vars(tensor) for tensor in found],
+            "tensors": list(map(vars, tensors)),
         }
     )
-    groups = [[tensor] for tensor in found] if is_listing else _grouped(found)
+    groups = [[tensor] for tensor in tensors] if is_listing else _grouped(tensors)
     _print_groups(groups, not report.is_saved, output)
-    with_nan = [tensor.key for tensor in found if tensor.num_nan]
+    with_nan = []
+    for tensor in tensors:
+        if tensor.num_nan:
+            with_nan.append(tensor.key)
     output.line(
-        f"{count_text(len(found), 'tensor')}, {len(with_nan):,} with NaN; {report.source()}"
+        f"{count_text(len(tensors), 'tensor')}, {len(with_nan):,} with NaN; {report.source()}"
     )
     if with_nan:
         output.line(f"NaN in {summarize_keys(with_nan)}")
-    return 1 if with_nan else 0
+    if with_nan:
+        return 1
+    return 0
 
 
 def _print_groups(
     groups: Sequence[Sequence[TensorStats]], has_histograms: bool, output: Output
 ) -> None:
-    bars = _BARS if output.draws_blocks else _ASCII_BARS
+    bars = _ASCII_BARS
+    if output.draws_blocks:
+        bars = _BARS
     # Saves store no histograms.
     num_columns = len(_HEADS) - (not has_histograms)
-    rows = [_cells(group, bars)[:num_columns] for group in groups]
+    rows = []
+    for group in groups:
+        rows.append(_cells(group, bars)[:num_columns])
     output.table(_HEADS[:num_columns], rows, drop="values zeros keys mean Inf min max")
 
 
 def _grouped(tensors: Sequence[TensorStats]) -> list[list[TensorStats]]:
-    """Put tensors together whose keys differ in numbers only, and that have one dtype and shape."""
+    """Group tensors of one dtype and shape by key without numbers."""
     groups = defaultdict(list)
     for tensor in tensors:
         groups[without_numbers(tensor.key), tensor.dtype, tensor.shape].append(tensor)
@@ -113,24 +128,19 @@ def _grouped(tensors: Sequence[TensorStats]) -> list[list[TensorStats]]:
 
 
 def _cells(group: Sequence[TensorStats], bars: str) -> list[str]:
-    """Format the statistics of all values of a group; those of one tensor have a histogram."""
-    totals = (
-        sum(tensor.num_zero for tensor in group),
-        sum(tensor.num_nan for tensor in group),
-        sum(tensor.num_infinite for tensor in group),
-    )
-    return [
-        key_pattern([tensor.key for tensor in group]),
-        str(len(group)),
-        *(f"{value:.3g}" for value in _of_all(group)),
-        *(f"{count:,}" if count else "" for count in totals),
-        _histogram(group[0], bars) if len(group) == 1 else "",
-    ]
+    """Format the statistics of all values of a group; a single tensor has a histogram."""
+    cells = [key_pattern([tensor.key for tensor in group]), str(len(group))]
+    cells += [f"{value:.3g}" for value in _totals(group)]
+    for field in ("num_zero", "num_nan", "num_infinite"):
+        count = sum(getattr(tensor, field) for tensor in group)
+        cells.append(f"{count:,}" if count else "")
+    cells.append(_histogram(group[0], bars) if len(group) == 1 else "")
+    return cells
 
 
-def _of_all(group: Sequence[TensorStats]) -> tuple[float, float, float, float]:
-    """Return norm, mean, minimum and maximum of the finite values of a group."""
-    # What has no finite values has none of these.
+def _totals(group: Sequence[TensorStats]) -> tuple[float, float, float, float]:
+    """Return norm, mean, minimum and maximum of a group's finite values."""
+    # A tensor without finite values has none of these.
     members = [tensor for tensor in group if _num_finite(tensor)] or group[:1]
     number = sum(_num_finite(tensor) for tensor in members) or 1
     means = (tensor.mean * (_num_finite(tensor) / number) for tensor in members)

@@ -1,4 +1,4 @@
-"""Time saves and loads on a storage, beside raw writes and reads of as many bytes."""
+"""Time saves and loads on a storage against raw writes and reads."""
 
 from __future__ import annotations
 
@@ -26,12 +26,13 @@ OBJECT_BYTES = 64 << 20
 NUM_THREADS = 4
 TENSOR_SHAPE = (1024, 4096)
 TENSOR_BYTES = 16 << 20
-"""Of what one rank holds of a tensor."""
+"""Bytes of a tensor that one rank holds."""
 
 
 class Task(NamedTuple):
-    """A measurement: `num_runs` rounds of saves and loads in a folder, of `num_tensors` tensors in
-    each rank.
+    """A measurement: `num_runs` rounds of saves and loads in a folder.
+
+    Each rank has `num_tensors` tensors.
     """
 
     folder: str
@@ -46,8 +47,9 @@ class Task(NamedTuple):
 
 
 class Contestant(NamedTuple):
-    """A way to save and load: `save(durable)` returns when all is on disk if durable, `load(cold)`
-    reads it again.
+    """A way to save and load.
+
+    `save(durable)` returns when all is on disk if durable, `load(cold)` reads it again.
     """
 
     save: Callable[[bool], object]
@@ -72,7 +74,8 @@ def measure(rank: int, task: Task) -> dict[str, dict[str, list[float]]]:
                 file=sys.stderr,
                 flush=True,
             )
-        # Each goes first by turns: the disk may still be busy with what the other has deleted.
+        # Each goes first by turns: the disk may still be busy with the files that the other has
+        # deleted.
         for name in sorted(contestants, reverse=number % 2 == 1):
             for case, took in _measure_cases(contestants[name], Ranks(), task.folder):
                 if number:
@@ -83,7 +86,7 @@ def measure(rank: int, task: Task) -> dict[str, dict[str, list[float]]]:
 def _measure_cases(
     contestant: Contestant, ranks: Ranks, folder: str
 ) -> Iterator[tuple[str, float]]:
-    """Yield each case that this storage has, and the seconds that it took."""
+    """Yield each case of this storage, with its seconds."""
     is_local = locations.is_local(folder)
     if is_local:
         yield "save_unsynced", _time(ranks, lambda: contestant.save(False))
@@ -100,7 +103,7 @@ def _measure_cases(
 
 
 def _time(ranks: Ranks, function: Callable[[], object]) -> float:
-    """Return the seconds from a barrier to the moment when the last rank is done."""
+    """Return the seconds from a barrier until the last rank is done."""
     gc.collect()
     _wait_for_all(ranks)
     start = time.monotonic_ns()  # of the same clock in all processes of a machine
@@ -121,16 +124,15 @@ def _wait_for_all(ranks: Ranks) -> None:
 
 
 def _distckpt(rank: int, task: Task) -> Contestant:
-    """Save a checkpoint, and load it with checksums verified into tensors that are there
-    already.
-    """
-    keys = [f"layers.{i}.weight" for i in range(task.num_tensors)]
-    shards = {
-        key: ShardedTensor.from_rank_offsets(
+    """Save a checkpoint, and load it into existing tensors, verifying checksums."""
+    keys = []
+    for i in range(task.num_tensors):
+        keys.append(f"layers.{i}.weight")
+    shards = {}
+    for key in keys:
+        shards[key] = ShardedTensor.from_rank_offsets(
             key, torch.randn(TENSOR_SHAPE), (0, rank, task.num_ranks)
         )
-        for key in keys
-    }
     location = locations.join(task.folder, "checkpoint")
     return Contestant(
         lambda durable: save(dict(shards), location, durable=durable),
@@ -139,8 +141,9 @@ def _distckpt(rank: int, task: Task) -> Contestant:
 
 
 def _raw_file(num_bytes: int, path: str) -> Contestant:
-    """Write and read one file: durable writes and cold reads go around the page cache, others
-    through it.
+    """Write and read one file.
+
+    Durable writes and cold reads go around the page cache, the rest through it.
     """
     memory = np.empty(num_bytes + 4096, np.uint8)
     memory = memory[-memory.ctypes.data % 4096 :][:num_bytes]  # aligned as direct I/O needs it
@@ -159,7 +162,9 @@ def _raw_file(num_bytes: int, path: str) -> Contestant:
             _check(function(fd, [request], start), len(request))
 
         # More threads keep a disk busy; copies from and to the page cache do not become faster.
-        num_threads = NUM_THREADS if is_direct else 1
+        num_threads = 1
+        if is_direct:
+            num_threads = NUM_THREADS
         with _opened(path, flags, is_direct) as fd, ThreadPoolExecutor(num_threads) as pool:
             list(pool.map(move_request, range(0, num_bytes, REQUEST_BYTES)))
             if is_durable:
@@ -173,12 +178,11 @@ def _raw_file(num_bytes: int, path: str) -> Contestant:
 
 
 def _raw_objects(num_bytes: int, prefix: str) -> Contestant:
-    """Put and get objects of 64 MiB, a few at the same time."""
+    """Put and get objects of 64 MiB, a few at a time."""
     block = np.random.default_rng().bytes(OBJECT_BYTES)
-    contents = {
-        f"{prefix}-{start}": block[: num_bytes - start]
-        for start in range(0, num_bytes, OBJECT_BYTES)
-    }
+    contents = {}
+    for start in range(0, num_bytes, OBJECT_BYTES):
+        contents[f"{prefix}-{start}"] = block[: num_bytes - start]
 
     def get(url: str) -> None:
         _check(len(locations.read_bytes(url)), len(contents[url]))
@@ -194,7 +198,7 @@ def _raw_objects(num_bytes: int, prefix: str) -> Contestant:
 
 @contextlib.contextmanager
 def _opened(path: str, flags: int, is_direct: bool) -> Iterator[int]:
-    """Open a file, around the page cache where that is wanted and the file system allows it."""
+    """Open a file, around the page cache if `is_direct` and possible."""
     try:
         fd = os.open(path, flags | (getattr(os, "O_DIRECT", 0) if is_direct else 0), 0o666)
     except OSError:
@@ -211,11 +215,15 @@ def _check(num_moved: int, num_bytes: int) -> None:
 
 
 def drop_from_page_cache(folder: str) -> bool:
-    """Drop all files in a folder, which are on disk, from the page cache; False where that cannot
-    be done.
+    """Drop the files of a folder on disk from the page cache.
+
+    Return False where that cannot be done.
     """
-    paths = [os.path.join(place, name) for place, _, names in os.walk(folder) for name in names]
-    return hasattr(os, "posix_fadvise") and all([_drop_file(path) for path in paths])
+    paths = []
+    for place, _, names in os.walk(folder):
+        for name in names:
+            paths.append(os.path.join(place, name))
+    return hasattr(os, "posix_fadvise") and all(list(map(_drop_file, paths)))
 
 
 def _drop_file(path: str) -> bool:

@@ -1,4 +1,4 @@
-"""The requests that saves make, tried on a store before a job depends on them."""
+"""Try a save's requests on a store, before jobs depend on it."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ _Request = Callable[[str], object]
 
 
 def try_requests(folder: str) -> str:
-    """Make each request of a save once, below a URL at which nothing is.
+    """Make each request of a save once, below an unused URL.
 
     Returns:
-        Why two programs that save to one place at the same time are not kept apart; nothing if
-        they are.
+        The reason why two programs that save to one place at the same time are not kept apart;
+        an empty string if they are.
 
     Raises:
         CheckpointingException: a request fails that saves, or the removal of steps, need.
@@ -47,7 +47,7 @@ def try_requests(folder: str) -> str:
         except OSError as error:
             raise _failed(folder, action, permissions, error) from error
     reason = _lacks_conditions(locations.join(folder, "marker"))
-    # What cannot be listed or aborted is a warning there.
+    # A failure to list or abort is a warning there.
     object_store.abort_uploads(folder)
     _remove(folder)
     return reason
@@ -57,7 +57,9 @@ def _failed(
     folder: str, action: str, permissions: Permissions, error: OSError
 ) -> CheckpointingException:
     provider = object_store.PROVIDERS.get(folder.partition("://")[0])
-    advice = f" Allow {getattr(permissions, provider)} there." if provider else ""
+    advice = ""
+    if provider:
+        advice = f" Allow {getattr(permissions, provider)} there."
     return CheckpointingException(f"{folder!r}: cannot {action}: {error}.{advice}")
 
 
@@ -119,18 +121,20 @@ _REQUESTS: Mapping[str, tuple[_Request, Permissions]] = {
 
 
 def _lacks_conditions(marker: str) -> str:
-    """Return why conditional puts keep nobody apart; nothing if they do."""
+    """Return the reason why conditional puts fail, or an empty string."""
     file = object_store.at(marker)
     if not file.has_conditions:
         return "no conditional writes"
     try:
-        return "" if _are_checked(file) else "conditional writes that it accepts and ignores"
+        if _are_checked(file):
+            return ""
+        return "conditional writes that it accepts and ignores"
     except NoConditionsError:
         return "no conditional writes"
 
 
 def _are_checked(file: RemoteLocation) -> bool:
-    """Tell whether the store refuses a put whose condition is not met."""
+    """Whether the store refuses a put whose condition is not met."""
     if not file.replace(b"1", None):
         raise CheckpointingException(f"{file.location!r} is there already")
     version = file.version()

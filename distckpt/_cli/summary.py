@@ -1,4 +1,4 @@
-"""Facts about a whole checkpoint, and how to say them."""
+"""Facts about a whole checkpoint, and their texts."""
 
 from __future__ import annotations
 
@@ -27,15 +27,17 @@ _MAX_NAMES = 12
 
 
 def summarize(stored: StoredCheckpoint) -> dict[str, Any]:
-    """Count the tensors, each tied one by its name, objects, chunks and files of a checkpoint."""
+    """Count the tensors, objects, chunks and files of a checkpoint.
+
+    Each name of a tied tensor counts.
+    """
     manifest = stored.manifest
     is_tensor = np.array([dtype != OBJECT for dtype in manifest.dtypes], bool)
     sizes = manifest.sums.bytes_of_keys
-    items = [
-        math.prod(shape) * PACKED_PER_ITEM.get(dtype, 1)
-        for shape, dtype in zip(manifest.global_shapes, manifest.dtypes, strict=True)
-        if dtype != OBJECT
-    ]
+    items = []
+    for shape, dtype in zip(manifest.global_shapes, manifest.dtypes, strict=True):
+        if dtype != OBJECT:
+            items.append(math.prod(shape) * PACKED_PER_ITEM.get(dtype, 1))
     return {
         "location": stored.location,
         "num_tensors": manifest.num_tensors,
@@ -50,13 +52,15 @@ def summarize(stored: StoredCheckpoint) -> dict[str, Any]:
         "num_files": len(manifest.files),
         "has_checksums": manifest.has_checksums,
         "tied": manifest.aliases,
-        **_of_the_save(stored),
+        **_save_facts(stored),
     }
 
 
-def _of_the_save(stored: StoredCheckpoint) -> dict[str, Any]:
-    """Return what the marker and common state say: the time, the step, the format, the names in
-    common state, and the values that the save left out of it.
+def _save_facts(stored: StoredCheckpoint) -> dict[str, Any]:
+    """Return facts from the marker and common state.
+
+    These are the time, the step, the format, the names in common state, and the values that the
+    save left out of it.
     """
     path = locations.join(stored.location, CONFIG_FNAME)
     origin = stored.manifest.origin
@@ -67,25 +71,26 @@ def _of_the_save(stored: StoredCheckpoint) -> dict[str, Any]:
         "saved_at": locations.modified_time(path) if marker else None,
         "step": note.get("step") if isinstance(note, dict) else None,
         "format": (origin or {}).get("format") or own_format,
-        **_of_common_state(stored),
+        **_common_state_names(stored),
     }
 
 
-def _of_common_state(stored: StoredCheckpoint) -> dict[str, list[str]]:
-    """Return the names in common state; none if it cannot be read."""
+def _common_state_names(stored: StoredCheckpoint) -> dict[str, list[str]]:
+    """Return the names in common state, or none if it is unreadable."""
     common: dict[Any, Any] = {}
     with contextlib.suppress(CheckpointingException, OSError):
-        common = load_common_state(stored) if holds_objects(stored) else {}
-    left_out = [
-        dotted(position)
-        for position, unknown in unknown_objects(common)
-        if unknown.name.startswith(NOT_STORED)
-    ]
-    return {"common_state": [str(name) for name in common], "left_out": left_out}
+        common = {}
+        if holds_objects(stored):
+            common = load_common_state(stored)
+    left_out = []
+    for position, unknown in unknown_objects(common):
+        if unknown.name.startswith(NOT_STORED):
+            left_out.append(dotted(position))
+    return {"common_state": list(map(str, common)), "left_out": left_out}
 
 
 def save_text(facts: dict[str, Any]) -> str:
-    """Say when and in which format a checkpoint was saved, in one line."""
+    """Describe the time and format of a save in one line."""
     parts = ["" if facts["step"] is None else f"step {facts['step']}", f"format {facts['format']}"]
     if (written := facts["saved_at"]) is not None:
         # It is not called the time of the save, because copying a checkpoint changes it.
@@ -95,14 +100,25 @@ def save_text(facts: dict[str, Any]) -> str:
 
 
 def objects_text(facts: dict[str, Any]) -> str:
-    """Count the objects and name what is in common state, in one line, which may be empty."""
+    """Count objects and name the values of common state in one line.
+
+    It may be empty.
+    """
     if not facts["object_bytes"]:
         return ""
     names = facts["common_state"]
-    more = f", ... ({len(names)})" if len(names) > _MAX_NAMES else ""
-    common = f"common state ({', '.join(names[:_MAX_NAMES])}{more})" if names else ""
+    more = ""
+    if len(names) > _MAX_NAMES:
+        more = f", ... ({len(names)})"
+    common = ""
+    if names:
+        common = f"common state ({', '.join(names[:_MAX_NAMES])}{more})"
     if facts["left_out"]:
         common += f" without {summarize_keys(facts['left_out'])}, which the save left out"
-    objects = count_text(facts["num_objects"], "object") if facts["num_objects"] else ""
+    objects = ""
+    if facts["num_objects"]:
+        objects = count_text(facts["num_objects"], "object")
     parts = list(filter(None, [objects, common]))
-    return f"{' and '.join(parts)}, {size_text(facts['object_bytes'])}" if parts else ""
+    if parts:
+        return f"{' and '.join(parts)}, {size_text(facts['object_bytes'])}"
+    return ""

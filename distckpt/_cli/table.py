@@ -13,20 +13,22 @@ def table_lines(
     drop: Sequence[str] = (),
     width: int | None = None,
 ) -> list[str]:
-    """Lay out a table as lines whose columns are separated by two spaces; see `Output.table` for
-    what a `width` does.
+    """Lay out a table as lines, with two spaces between columns.
 
-    The line of a row whose first cell is broken has several lines.
+    See `Output.table` for the effect of a `width`. A row whose first cell is broken has several
+    lines.
+
     """
     columns = [list(column) for column in zip(heads, *rows, strict=True)]
     widths = _widths(columns, drop, width)
-    names = [_broken(name, widths[heads[0]]) for name in columns[0][1:]]
+    names = []
+    for name in columns[0][1:]:
+        names.append(_broken(name, widths[heads[0]]))
     columns[0][1:] = [lines[0] for lines in names]
-    shown = [
-        _aligned(column, widths[column[0]], is_text=place < num_text)
-        for place, column in enumerate(columns)
-        if column[0] in widths
-    ]
+    shown = []
+    for place, column in enumerate(columns):
+        if column[0] in widths:
+            shown.append(_aligned(column, widths[column[0]], is_text=place < num_text))
     head, rule, *lines = ["  ".join(cells).rstrip() for cells in zip(*shown, strict=True)]
     whole = ["\n".join([line, *name[1:]]) for line, name in zip(lines, names, strict=True)]
     return [head, rule, *whole]
@@ -35,19 +37,27 @@ def table_lines(
 def _aligned(column: Sequence[str], width: int, is_text: bool) -> list[str]:
     head, *cells = column
     align = str.ljust if is_text else str.rjust
-    return [align(cell, width) for cell in (head, "-" * width, *cells)]
+    lines = []
+    for cell in (head, "-" * width, *cells):
+        lines.append(align(cell, width))
+    return lines
 
 
 def _widths(
     columns: Sequence[Sequence[str]], drop: Sequence[str], width: int | None
 ) -> Mapping[str, int]:
     """Return the width of each column that is shown, by its head."""
-    widths = {column[0]: max(map(len, column)) for column in columns}
+    widths = {}
+    for column in columns:
+        widths[column[0]] = max(map(len, column))
     if width is None:
         return widths
     names = columns[0]
     longest = widths.pop(names[0])
-    parts = [len(line) for name in names for line in _broken(name, 1)]
+    parts = []
+    for name in names:
+        for line in _broken(name, 1):
+            parts.append(len(line))
     least = min(longest, max(2 * width // 5, *parts))
     for head in drop:
         if least + _taken(widths) > width:
@@ -62,8 +72,9 @@ def _taken(widths: Mapping[str, int]) -> int:
 
 
 def _broken(name: str, width: int) -> list[str]:
-    """Break a name after dots into lines of at most this width, or of one part; `{0..3}` stays
-    whole.
+    """Break a name after dots into lines of at most this width.
+
+    A line may hold one longer part; `{0..3}` stays whole.
     """
     indent = " " * (len(name) - len(name.lstrip()) + 2)
     lines = [""]

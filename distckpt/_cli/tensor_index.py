@@ -26,17 +26,16 @@ class Selection:
 
 
 def parse_index(text: str, shape: tuple[int, ...]) -> Selection:
-    """Parse what stands between the brackets as numpy would, without steps.
+    """Parse the text between the brackets as numpy would, without steps.
 
     Raises:
         ValueError: it is not an index of a tensor of this shape.
     """
     items = _complete(text, shape)
     dropped = tuple(axis for axis, item in enumerate(items) if _INTEGER.fullmatch(item))
-    spans = [
-        _span(text, axis, item, size)
-        for axis, (item, size) in enumerate(zip(items, shape, strict=True))
-    ]
+    spans = []
+    for axis, (item, size) in enumerate(zip(items, shape, strict=True)):
+        spans.append(_span(text, axis, item, size))
     offset = tuple(start for start, _ in spans)
     extent = tuple(max(0, stop - start) for start, stop in spans)
     return Selection(Region(offset, extent), dropped)
@@ -44,7 +43,9 @@ def parse_index(text: str, shape: tuple[int, ...]) -> Selection:
 
 def _complete(text: str, shape: tuple[int, ...]) -> Sequence[str]:
     """Return an item for each axis."""
-    items = [item.strip() for item in text.split(",")] if text.strip() else []
+    items = []
+    if text.strip():
+        items = [item.strip() for item in text.split(",")]
     num_ellipses = items.count("...")
     if num_ellipses > 1 or len(items) - num_ellipses > len(shape):
         raise ValueError(
@@ -57,7 +58,7 @@ def _complete(text: str, shape: tuple[int, ...]) -> Sequence[str]:
 
 
 def _span(text: str, axis: int, item: str, size: int) -> tuple[int, int]:
-    """Return where an item starts and stops."""
+    """Return the start and stop of an item."""
     if _INTEGER.fullmatch(item):
         start = int(item) + (size if int(item) < 0 else 0)
         if not 0 <= start < size:
@@ -68,6 +69,8 @@ def _span(text: str, axis: int, item: str, size: int) -> tuple[int, int]:
         raise ValueError(
             f"[{text}]: {item!r} is neither an index nor start:stop (steps are not supported)"
         )
-    bounds = [None if bound is None else int(bound) for bound in match.groups()]
+    bounds = []
+    for bound in match.groups():
+        bounds.append(None if bound is None else int(bound))
     start, stop, _ = slice(*bounds).indices(size)
     return start, stop

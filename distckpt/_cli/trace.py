@@ -1,5 +1,6 @@
-"""`distckpt trace`: turn a journal of phases into a page, or a trace that Perfetto and
-chrome://tracing show.
+"""`distckpt trace`: turn a journal of phases into a page or a trace.
+
+Perfetto and chrome://tracing show the trace.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ def run(arguments: Namespace, output: Output) -> int:
     """Write the trace."""
     events: list[Mapping[str, Any]] = []
     for path in arguments.journals:
-        # What is no text is an error that names the line.
+        # An undecodable byte becomes an error that names the line.
         with open(path, encoding="utf-8", errors="replace") as file:
             events += [
                 _parsed(line, f"{path}:{number}")
@@ -57,7 +58,7 @@ def _parsed(line: str, place: str) -> Mapping[str, Any]:
 
 
 def _trace_events(events: Iterable[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """Return complete events, a process for each rank, and the names of threads."""
+    """Return complete events, one process per rank, and the names of threads."""
     threads: dict[tuple[Any, str], int] = {}
     traced: list[Mapping[str, Any]] = []
     for event in events:

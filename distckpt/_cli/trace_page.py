@@ -1,4 +1,4 @@
-"""The page that `distckpt trace --html` writes: the phases of each call, a row for each rank."""
+"""The page that `distckpt trace --html` writes: the phases of each call, by rank."""
 
 from __future__ import annotations
 
@@ -12,14 +12,16 @@ from distckpt._cli.output import count_text, size_text
 _Event: TypeAlias = Mapping[str, Any]
 
 _MAX_CALLS = 50
-"""The latest calls, which are drawn."""
+"""Number of the latest calls that are drawn."""
 
 
 def write_trace_page(path: str, events: Sequence[_Event]) -> None:
     """Write a page about the events of a journal."""
     calls = calls_of(events)
     shown = calls[-_MAX_CALLS:]
-    sections = [(_title(call), timeline(_bars(call)) + _longest(call)) for call in reversed(shown)]
+    sections = []
+    for call in reversed(shown):
+        sections.append((_title(call), timeline(_bars(call)) + _longest(call)))
     counted = count_text(len(calls), "call")
     if len(shown) < len(calls):
         counted += f", the last {len(shown)} of which are shown"
@@ -27,7 +29,7 @@ def write_trace_page(path: str, events: Sequence[_Event]) -> None:
 
 
 def calls_of(events: Sequence[_Event]) -> list[list[_Event]]:
-    """Put the phases of each call together, of all ranks, in the order in which calls began.
+    """Group the phases of all ranks by call, in order.
 
     Calls of one function with one checkpoint follow one another: the next one begins when a rank
     comes to a phase for the second time.
@@ -35,7 +37,7 @@ def calls_of(events: Sequence[_Event]) -> list[list[_Event]]:
     calls: list[list[_Event]] = []
     open_calls: dict[tuple[Any, ...], list[_Event]] = {}
     seen: dict[tuple[Any, ...], int] = {}
-    for event in sorted(events, key=lambda each: float(each["start"])):
+    for event in sorted(events, key=lambda item: float(item["start"])):
         name = (event["verb"], event["checkpoint"])
         phase = (*name, event["rank"], event["phase"])
         seen[phase] = seen.get(phase, 0) + 1
@@ -54,7 +56,7 @@ def _title(call: Sequence[_Event]) -> str:
 
 
 def _bars(call: Sequence[_Event]) -> list[Bar]:
-    in_order = sorted(call, key=lambda event: (event["rank"], event["start"]))
+    events = sorted(call, key=lambda event: (event["rank"], event["start"]))
     return [
         Bar(
             row=f"rank {event['rank']}",
@@ -64,7 +66,7 @@ def _bars(call: Sequence[_Event]) -> list[Bar]:
             text=_text(event),
             is_bad=bool(event.get("error")),
         )
-        for event in in_order
+        for event in events
     ]
 
 
@@ -76,7 +78,7 @@ def _text(event: _Event) -> str:
 
 
 def _longest(call: Sequence[_Event]) -> str:
-    """Return for each phase the rank that took longest in it."""
+    """Name for each phase the rank that took longest."""
     rows = []
     for phase in dict.fromkeys(event["phase"] for event in call):
         own = [event for event in call if event["phase"] == phase]

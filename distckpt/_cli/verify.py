@@ -17,23 +17,27 @@ _MAX_NAMED = 3
 
 def run(arguments: Namespace, output: Output) -> int:
     """Verify, list the problems, return 1 if there are any."""
-    mode: Literal["fast", "full"] = "fast" if arguments.fast else "full"
+    mode: Literal["fast", "full"] = "full"
+    if arguments.fast:
+        mode = "fast"
     if is_in_parts(arguments):
-        given = {"checkpoint_dir": arguments.path, "mode": mode, "num_threads": arguments.jobs}
-        return run_parts_of_check(arguments, output, "verify", given, _print_report)
+        values = {"checkpoint_dir": arguments.path, "mode": mode, "num_threads": arguments.jobs}
+        return run_parts_of_check(arguments, output, "verify", values, _print_report)
     with output.progress("verifying") as progress:
         report = verify(arguments.path, mode, num_threads=arguments.jobs, progress=progress)
     return _print_report(report, output)
 
 
 def _print_report(report: VerifyReport, output: Output) -> int:
-    problems = [vars(problem) for problem in report.problems]
+    problems = list(map(vars, report.problems))
     output.json({**vars(report), "is_whole": report.is_whole, "problems": problems})
     list_problems(report.problems, output)
     if report.strays:
         output.line(strays_text(report.strays))
     output.line(summary(report))
-    return 0 if report.is_whole else 1
+    if report.is_whole:
+        return 0
+    return 1
 
 
 def list_problems(problems: Sequence[Problem], output: Output) -> None:
@@ -50,7 +54,9 @@ def describe(problem: Problem) -> str:
     if problem.first_byte is not None:
         text += f"; bytes {problem.first_byte} to {problem.stop_byte}"
     if problem.key is not None:
-        name = "common state" if problem.key == COMMON_KEY else f"key {problem.key!r}"
+        name = "common state"
+        if problem.key != COMMON_KEY:
+            name = f"key {problem.key!r}"
         text += f"; {name}"
         if problem.region is not None and problem.key != COMMON_KEY:
             text += f", region {problem.region}"
@@ -58,7 +64,7 @@ def describe(problem: Problem) -> str:
 
 
 def strays_text(strays: Sequence[str]) -> str:
-    """Name the files that do not belong to a checkpoint in one line."""
+    """Name in one line the files foreign to a checkpoint."""
     names = ", ".join([*strays[:_MAX_NAMED], *["..."] * (len(strays) > _MAX_NAMED)])
     return (
         f"note: {len(strays)} more files, left by interrupted saves or being written by a save in "
@@ -68,7 +74,9 @@ def strays_text(strays: Sequence[str]) -> str:
 
 def summary(report: VerifyReport) -> str:
     """Format the outcome as one line."""
-    verdict, rate, note = "OK", "", ""
+    verdict = "OK"
+    rate = ""
+    note = ""
     if not report.is_whole:
         verdict = f"DAMAGED ({count_text(len(report.problems), 'problem')})"
     if report.mode == "full":
@@ -80,7 +88,8 @@ def summary(report: VerifyReport) -> str:
     if report.num_fingerprints:
         compared = count_text(report.num_fingerprints, "tensor")
         note += f"; {compared} compared with the fingerprints of the save"
-    tensors, files = count_text(report.num_tensors, "tensor"), count_text(report.num_files, "file")
+    tensors = count_text(report.num_tensors, "tensor")
+    files = count_text(report.num_files, "file")
     return (
         f"{verdict}: {report.location}, {tensors} in {files}, {report.mode}: "
         f"{size_text(report.num_bytes)} read in {report.seconds:.2f} s{rate}{note}"

@@ -1,4 +1,4 @@
-"""Which ranks wrote the files of a checkpoint."""
+"""The ranks that wrote the files of a checkpoint."""
 
 from __future__ import annotations
 
@@ -11,44 +11,53 @@ from distckpt._format.manifest import Manifest
 
 
 def rank_of_file(name: str) -> int | None:
-    """Return the rank that wrote a file, from its name; None if the name does not contain it."""
+    """Return the rank in the name of a file, or None."""
     pattern = r"(?:.*/)?(?:shard|rank)-(\d+)(?:-model-\d+-of-\d+)?\.(?:safetensors|checksums)"
     match = re.fullmatch(pattern, name)
-    return int(match[1]) - 1 if match else None
+    if match:
+        return int(match[1]) - 1
+    return None
 
 
 def owner_of(rank: int | None, file: str) -> str:
-    """Return what to call the writer of a file: its rank, or else the file itself."""
-    return file if rank is None else f"rank {rank}"
+    """Return a name for the writer of a file: its rank, or the file itself."""
+    if rank is None:
+        return file
+    return f"rank {rank}"
 
 
 def list_files(manifest: Manifest) -> list[dict[str, Any]]:
-    """List the files, each with the rank in its name, if any, and the size of its data."""
-    return [
-        {
-            "name": file.name,
-            "rank": rank_of_file(file.name),
-            "bytes": file.num_bytes,
-            "data_bytes": int(size),
-        }
-        for file, size in zip(manifest.files, manifest.sums.bytes_in_files, strict=True)
-    ]
+    """List the files with their size and the rank in their name."""
+    rows = []
+    for file, size in zip(manifest.files, manifest.sums.bytes_in_files, strict=True):
+        rows.append(
+            {
+                "name": file.name,
+                "rank": rank_of_file(file.name),
+                "bytes": file.num_bytes,
+                "data_bytes": int(size),
+            }
+        )
+    return rows
 
 
 def list_writers(files: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Sum up files by the rank that wrote them; a file without a rank in its name stands for
-    itself.
+    """Sum up files by the rank that wrote them.
+
+    A file without a rank in its name stands for itself.
     """
     writers: dict[Any, dict[str, Any]] = {}
     for file in files:
         rank = file["rank"]
-        name = file["name"] if rank is None else None
-        found = writers.setdefault(
+        name = None
+        if rank is None:
+            name = file["name"]
+        writer = writers.setdefault(
             name if rank is None else rank,
             {"rank": rank, "file": name, "num_files": 0, "data_bytes": 0},
         )
-        found["num_files"] += 1
-        found["data_bytes"] += file["data_bytes"]
+        writer["num_files"] += 1
+        writer["data_bytes"] += file["data_bytes"]
     return sorted(writers.values(), key=_order)
 
 
@@ -58,7 +67,10 @@ def _order(writer: dict[str, Any]) -> tuple[bool, int]:
 
 def balance_text(writers: Sequence[dict[str, Any]]) -> str:
     """Compare the bytes of ranks in a sentence; an empty string for fewer than two."""
-    sizes = [writer["data_bytes"] for writer in writers if writer["rank"] is not None]
+    sizes = []
+    for writer in writers:
+        if writer["rank"] is not None:
+            sizes.append(writer["data_bytes"])
     if len(sizes) < 2 or not sum(sizes):
         return ""
     ratio = max(sizes) * len(sizes) / sum(sizes)

@@ -1,3 +1,4 @@
-"""The interfaces of torch.distributed.checkpoint; `distckpt.dcp` and `distckpt.hf` are the public
-paths.
+"""The interfaces of torch.distributed.checkpoint.
+
+`distckpt.dcp` and `distckpt.hf` are the public paths.
 """

@@ -17,14 +17,19 @@ _CLASSES = {
 
 
 def group_of(*args: Any, process_group: Any = None, no_dist: bool = False, **kwargs: Any) -> Any:
-    """Return the process group whose ranks make a call with these arguments together."""
-    return lone_group() if no_dist else process_group
+    """Return the process group whose ranks make such a call together."""
+    if no_dist:
+        return lone_group()
+    return process_group
 
 
 def location_in(
     checkpoint_id: str | os.PathLike[str] | None, storage: Any, argument: str
 ) -> str | os.PathLike[str]:
-    """Return the location to save to or load from, given a `storage_writer` or `storage_reader`."""
+    """Return the location to save to or load from.
+
+    A `storage_writer` or `storage_reader` may give it.
+    """
     classes = _CLASSES[argument]
     if storage is not None and not _is_of_torch(storage, classes):
         raise CheckpointingException(
@@ -41,7 +46,7 @@ def location_in(
 
 
 def check_planner(planner: Any, name: str) -> None:
-    """Refuse a planner that is not PyTorch's default one, the class called `name`."""
+    """Refuse a planner other than PyTorch's default one, the class `name`."""
     if planner is not None and not _is_of_torch(planner, (name,)):
         raise CheckpointingException(
             f"planner is a {type(planner).__name__}, which distckpt does not follow: it must be "

@@ -1,5 +1,6 @@
-"""Hugging Face checkpoints: consolidation under the names of torch and NeMo Automodel, file names
-and the index.
+"""Hugging Face checkpoints, under the names of torch and NeMo Automodel.
+
+These are consolidation, file names and the index.
 
 `consolidate_safetensors_files` and `consolidate_safetensors_files_on_every_rank` take the arguments
 of torch's and NeMo Automodel's functions of these names; change the import. `distckpt.consolidate`
@@ -94,17 +95,17 @@ def consolidate_safetensors_files(
     cast_dtype: torch.dtype | None = None,
     fqn_to_dtype_mapping: Mapping[str, str] | None = None,
 ) -> None:
-    """Merge a folder of shard files into output files, in this process alone.
+    """Merge a folder of shard files into output files, in this process.
 
     Args:
         input_dir: path or URL of the folder that `HuggingFaceStorageWriter(save_distributed=True)`
             wrote, or of the `tensors` folder of a distckpt checkpoint.
         output_dir: path or URL; an export that is there is replaced, other files stay.
-        fqn_to_index_mapping: key -> number of its output file, from 0 or 1; of all keys, and of no
-            others. None: all in `model.safetensors`.
+        fqn_to_index_mapping: key -> number of its output file, from 0 or 1; all keys, and no
+            further ones. None: all in `model.safetensors`.
         num_threads: number of threads that read and write.
-        use_staging: of NeMo Automodel, which writes elsewhere first. Files are always written
-            beside `output_dir`, where they appear in one step.
+        use_staging: of NeMo Automodel, which writes elsewhere first. Files are always written next
+            to `output_dir`, where they appear in one step.
         staging_dir: likewise; not used.
         cast_dtype: convert floating point tensors of 16 bits and more, except those for which
             `fqn_to_dtype_mapping` has float32.
@@ -132,11 +133,11 @@ def consolidate_safetensors_files_on_every_rank(
     cast_dtype: torch.dtype | None = None,
     fqn_to_dtype_mapping: Mapping[str, str] | None = None,
 ) -> None:
-    """Merge a folder of shard files, the output files divided among the ranks.
+    """Merge a folder of shard files, dividing output files among ranks.
 
     Collective operation: all ranks must call it; without torch.distributed, this process does all.
 
-    Args not described here are those of `consolidate_safetensors_files`.
+    All further arguments are as in `consolidate_safetensors_files`.
 
     Args:
         num_threads: number of threads per rank.
@@ -152,7 +153,7 @@ def consolidate_safetensors_files_on_every_rank(
 
 
 class _Conversions(NamedTuple):
-    """What NeMo Automodel's functions have beyond those of torch."""
+    """The dtypes to convert to, which only NeMo Automodel's functions take."""
 
     use_staging: bool
     staging_dir: str | None
@@ -207,7 +208,7 @@ def _check_arguments(
 
 
 def _check_all_are_stored(stored: StoredCheckpoint, file_numbers: Mapping[str, int]) -> None:
-    """Refuse a mapping with keys that no shard has: nothing else shows that a tensor was lost."""
+    """Refuse a mapping with keys of no shard, which may be lost."""
     absent = set(file_numbers).difference(stored.manifest.key_index)
     if absent:
         raise CorruptCheckpointError(
@@ -224,14 +225,18 @@ def _converted(
     plan: ExportPlan, stored: StoredCheckpoint, conversions: _Conversions, logs_warnings: bool
 ) -> ExportPlan:
     """Give the tensors of a plan their dtypes."""
-    named = {key: _dtype_named(key, name) for key, name in (conversions.dtype_names or {}).items()}
-    kept: list[str] = []
-    outputs = [_with_dtype(each, conversions.cast_dtype, named, kept) for each in plan.outputs]
-    if kept and logs_warnings:
+    named = {}
+    for key, name in (conversions.dtype_names or {}).items():
+        named[key] = _dtype_named(key, name)
+    unchanged: list[str] = []
+    outputs = []
+    for output in plan.outputs:
+        outputs.append(_with_dtype(output, conversions.cast_dtype, named, unchanged))
+    if unchanged and logs_warnings:
         logger.warning(
             "fqn_to_dtype_mapping has dtypes of integers or codes for tensors that are stored as "
             "floating point, and stay so: %s",
-            summarize_keys(kept),
+            summarize_keys(unchanged),
         )
     check_codes(stored, outputs)
     return replace(plan, outputs=outputs, files=plan_files(outputs, _UNLIMITED, None))
@@ -251,28 +256,32 @@ def _with_dtype(
     output: OutputTensor,
     cast_dtype: torch.dtype | None,
     named: Mapping[str, torch.dtype],
-    kept: list[str],
+    unchanged: list[str],
 ) -> OutputTensor:
-    """Return a tensor in its dtype; append its name to `kept` where another one does not apply."""
-    wanted, stored = named.get(output.name), FROM_NAME[output.dtype]
-    if cast_dtype is not None and wanted != torch.float32:
-        wanted = cast_dtype
-    if wanted is None or not _is_ordinary(stored):
+    """Return a tensor in its dtype.
+
+    Append its name to `unchanged` where another one does not apply.
+    """
+    target = named.get(output.name)
+    stored = FROM_NAME[output.dtype]
+    if cast_dtype is not None and target != torch.float32:
+        target = cast_dtype
+    if target is None or not _is_ordinary(stored):
         return output
-    if not _is_ordinary(wanted):
-        kept.append(output.name)
+    if not _is_ordinary(target):
+        unchanged.append(output.name)
         return output
-    num_bytes = output.num_elements * wanted.itemsize
-    return output._replace(dtype=TO_NAME[wanted], num_bytes=num_bytes)
+    num_bytes = output.num_elements * target.itemsize
+    return output._replace(dtype=TO_NAME[target], num_bytes=num_bytes)
 
 
 def _is_ordinary(dtype: torch.dtype) -> bool:
-    """Tell whether a dtype is floating point of 16 bits or more."""
+    """Whether a dtype is floating point of 16 bits or more."""
     return dtype.is_floating_point and dtype.itemsize > 1
 
 
 def _open_shards(ranks: Ranks, location: str) -> StoredCheckpoint:
-    """Open a folder all of whose files must be shards, of which positions are known."""
+    """Open a folder of shards, all of which must have positions."""
     for attempt in read_attempts(ranks, location):
         with attempt:
             read = partial(_describe_shards, location, attempt.states)

@@ -57,8 +57,8 @@ def load(
 
     Args:
         state_dict: values to load into; changed in place.
-        checkpoint_id: a path or fsspec URL of what `distckpt.load` reads, checkpoints that PyTorch
-            wrote included.
+        checkpoint_id: a path or fsspec URL of any checkpoint that `distckpt.load` reads, PyTorch's
+            own included.
         storage_reader: a reader of PyTorch for files, whose path is used when `checkpoint_id` is
             not given.
         planner: None or a `DefaultLoadPlanner`; with its `allow_partial_load`, values that are not
@@ -102,7 +102,7 @@ def load(
 def _read(
     ranks: Ranks, stored: StoredCheckpoint, leaves: Sequence[state_dicts.Leaf], is_strict: bool
 ) -> dict[Position, Any]:
-    """Fill the tensors among some leaves from a checkpoint, and return the other values, by path.
+    """Fill the tensors among leaves, and return other values by path.
 
     Collective operation: all ranks must call it.
     """
@@ -124,7 +124,7 @@ def _read(
 
 @dataclass(frozen=True)
 class _Content:
-    """What a checkpoint holds: keys of tensors and objects, and the common state."""
+    """The content of a checkpoint: keys of tensors and objects, and common state."""
 
     location: str
     keys: Collection[str]
@@ -140,15 +140,19 @@ class _Content:
         return state_dicts.by_key(self.common)
 
     def find_in_common(self, leaf: state_dicts.Leaf) -> Any:
-        """Return the value of common state that a leaf asks for, `HOLE` when there is none."""
-        found = state_dicts.find(self.common, leaf.path)
-        return self.common_by_key.get(leaf.key, HOLE) if found is HOLE else found
+        """Return a leaf's value in common state, or `HOLE` without one."""
+        value = state_dicts.find(self.common, leaf.path)
+        if value is HOLE:
+            return self.common_by_key.get(leaf.key, HOLE)
+        return value
 
 
 @dataclass(frozen=True)
 class _Request:
-    """The request of one rank: shards to fill, objects to read and values of common state by path,
-    tensors to fill from those of common state, and missing keys.
+    """The request of one rank.
+
+    It has shards to fill, objects to read and values of common state by path, tensors to fill from
+    common state, and missing keys.
     """
 
     tensors: list[ShardedBase] = field(default_factory=list)
@@ -221,16 +225,18 @@ def _refuse_meta(leaf: state_dicts.Leaf) -> None:
 def _refuse_missing(
     ranks: Ranks, missing: Sequence[str], content: _Content, stored: StoredCheckpoint
 ) -> None:
-    """Raise the same error on all ranks when any of them requests keys that are not stored.
+    """Raise one error on all ranks if any requests missing keys.
 
     Collective operation: all ranks must call it.
     """
     if ranks.all_equal(len(missing)) and not missing:
         return
-    of_all = map(json.loads, ranks.all_gather(json.dumps(missing).encode()))
-    requested = sorted(set().union(*of_all))
+    keys_of_ranks = map(json.loads, ranks.all_gather(json.dumps(missing).encode()))
+    requested = sorted(set().union(*keys_of_ranks))
     about_index = forgotten(stored, requested)
-    advice = f"{about_index} Correct" if about_index else "Correct"
+    advice = "Correct"
+    if about_index:
+        advice = f"{about_index} Correct"
     raise LoadMismatchError(
         f"Not in the checkpoint {content.location!r}: "
         f"{summarize_keys(requested)}{did_you_mean(requested[0], content.keys)}. {advice} the "

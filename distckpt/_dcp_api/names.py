@@ -1,6 +1,4 @@
-"""Names of torch.distributed.checkpoint in `distckpt.dcp`: PyTorch's own, and those that are
-refused.
-"""
+"""Names of torch.distributed.checkpoint in `distckpt.dcp`: PyTorch's own, and refused ones."""
 
 from __future__ import annotations
 
@@ -59,15 +57,15 @@ _INSTEAD = {
         "each"
     ),
 }
-"""Names that do not exist here, and what to use in their place."""
+"""Names that do not exist here, with their replacement."""
 
 
 def torch_name(name: str) -> Any:
     """Look up a name of torch.distributed.checkpoint that `distckpt.dcp` does not define itself.
 
     Raises:
-        ImportError: it does not exist here, with what to use instead; `from ... import` would hide
-            the text of an AttributeError.
+        ImportError: it does not exist here, with the name to use instead; `from ... import` would
+            hide the text of an AttributeError.
         AttributeError: torch.distributed.checkpoint has no such name.
     """
     if name in _TORCH_NAMES:

@@ -48,7 +48,7 @@ def save(
         use_collectives: must be True.
 
     Returns:
-        What was saved and how long it took (PyTorch returns its metadata).
+        A report of the saved data and the time it took (PyTorch returns its metadata).
 
     Raises:
         InvalidShardingError: a DTensor is a partial sum, or two values have one key.
@@ -58,10 +58,10 @@ def save(
         RankFailedError: raised on all ranks when any rank failed; nothing is committed.
     """
     arguments.check_planner(planner, "DefaultSavePlanner")
-    given = _save_arguments(
+    converted = _save_arguments(
         state_dict, checkpoint_id, storage_writer, process_group, no_dist, use_collectives
     )
-    return save_now(**given)
+    return save_now(**converted)
 
 
 @collective(arguments.group_of)
@@ -81,18 +81,18 @@ def async_save(
 
         future = dcp.async_save(state, checkpoint_id="checkpoints/step_100")
         ...              # train on
-        future.result()  # raises what went wrong on any rank
+        future.result()  # raises an error of any rank
 
     Collective operation: all ranks of the process group must call it, unless `no_dist` is set.
 
-    Arguments that are not described here are those of `save`.
+    All further arguments are as in `save`.
 
     Args:
         async_checkpointer_type: accepted and ignored: no process is started.
         async_stager: must be None: tensors are copied before this returns.
 
     Returns:
-        The future of what `save` returns. When the save fails and the result is never read, the
+        The future of the result of `save`. When the save fails and the result is never read, the
         next save raises the error.
 
     Raises:
@@ -121,7 +121,7 @@ def _save_arguments(
     no_dist: bool,
     use_collectives: bool,
 ) -> dict[str, Any]:
-    """Convert the arguments to those of `distckpt.save`."""
+    """Convert the arguments to those for `distckpt.save`."""
     if not use_collectives:
         raise CheckpointingException(
             "use_collectives must be True: ranks agree on what is saved and commit it together. "

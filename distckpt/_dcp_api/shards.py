@@ -1,7 +1,7 @@
 """Convert state dicts of torch.distributed.checkpoint to sharded state dicts.
 
-They hold less information: which ranks have copies of a tensor, and which ranks have a value at
-all, is only known once all ranks are compared.
+They hold less information: the ranks that have copies of a tensor, or have a value at all, are only
+known once all ranks are compared.
 """
 
 from __future__ import annotations
@@ -34,15 +34,19 @@ from distckpt._models.dtensor import (
 )
 from distckpt._ranks.collectives import Ranks
 
-_MAIN, _EVERYWHERE = 1, 2
-"""Flags of a key on a rank: it has the main copy; all ranks have the key."""
+_MAIN = 1
+"""Flag of a key on a rank: it has the main copy."""
+_EVERYWHERE = 2
+"""Flag of a key on a rank: all ranks have the key."""
 
 
 def sharded(state_dict: Mapping[Any, Any], ranks: Ranks) -> ShardedStateDict:
-    """Convert a state dict whose tensors are plain, DTensors or PyTorch's sharded tensors.
+    """Convert the tensors of a state dict to shards.
+
+    Tensors are plain, DTensors or PyTorch's sharded tensors.
 
     The result is the same nested dict. Values that all ranks have stay as they are, to become
-    common state; those that only some ranks have become sharded objects. Collective operation: all
+    common state; values that only some ranks have become sharded objects. Collective operation: all
     ranks must call it. It compares a hash of the keys, and the keys themselves only where they
     differ.
 
@@ -52,7 +56,7 @@ def sharded(state_dict: Mapping[Any, Any], ranks: Ranks) -> ShardedStateDict:
     with ranks.phase("describe the state dict"):
         leaves = state_dicts.leaves(state_dict)
         shards = {leaf.key: shards_of(leaf.key, leaf.value, ranks.rank) for leaf in leaves}
-        copies = [(key, _copy_number(held[0])) for key, held in shards.items() if held]
+        copies = [(key, _copy_number(parts[0])) for key, parts in shards.items() if parts]
     flags = _compare(ranks, copies)
     places = {leaf.path: leaf for leaf in leaves}
 
@@ -71,7 +75,7 @@ def sharded(state_dict: Mapping[Any, Any], ranks: Ranks) -> ShardedStateDict:
 
 
 def shards_of(key: str, value: Any, rank: int) -> list[ShardedBase]:
-    """Describe the part of a value that this rank holds; anything but a tensor is an object.
+    """Describe this rank's part of a value; anything but a tensor is an object.
 
     Replica ids are zero for main copies if rank 0 has the value. `rank` distinguishes copies of
     values that carry no information about copies.
@@ -79,7 +83,9 @@ def shards_of(key: str, value: Any, rank: int) -> list[ShardedBase]:
     if not isinstance(value, torch.Tensor):
         return [ShardedObject(key, value, (1,), (0,), rank)]
     if is_dtensor(value):
-        return [shard_of_dtensor(key, value, (), 0, None)] if is_in_mesh(value) else []
+        if is_in_mesh(value):
+            return [shard_of_dtensor(key, value, (), 0, None)]
+        return []
     if _is_torch_sharded(value):
         return list(_shards_of_torch(key, value))
     if has_parts(value):
@@ -88,22 +94,23 @@ def shards_of(key: str, value: Any, rank: int) -> list[ShardedBase]:
 
 
 def _is_torch_sharded(value: Any) -> bool:
-    """Tell whether a tensor is of the class ShardedTensor of PyTorch, as FSDP1 makes them."""
+    """Whether a tensor is PyTorch's ShardedTensor, which FSDP1 makes."""
     return hasattr(type(value), "local_shards") and hasattr(type(value), "sharding_spec")
 
 
 def _shards_of_parts(key: str, value: Any, rank: int) -> list[ShardedBase]:
-    described = shard_of_parts(key, value, (), 0, OpenReplicaId((0, rank)))
-    if isinstance(described, ShardedTensor):
-        return [described]
-    shards: Any = described.build()
+    shard = shard_of_parts(key, value, (), 0, OpenReplicaId((0, rank)))
+    if isinstance(shard, ShardedTensor):
+        return [shard]
+    shards: Any = shard.build()
     return list(shards)
 
 
 def _shards_of_torch(key: str, value: Any) -> Iterator[ShardedTensor]:
     shape = tuple(value.metadata().size)
     for shard in value.local_shards():
-        local, place = shard.tensor, shard.metadata
+        local = shard.tensor
+        place = shard.metadata
         if is_dtensor(local) or _is_torch_sharded(local):
             raise InvalidShardingError(
                 f"Key {key!r} is a sharded tensor of sharded tensors, as FSDP1 makes of what "
@@ -123,12 +130,13 @@ def _shards_of_torch(key: str, value: Any) -> Iterator[ShardedTensor]:
 
 def _copy_number(shard: ShardedBase) -> tuple[int, ...]:
     number = shard.replica_id
-    return (number,) if isinstance(number, int) else tuple(number)
+    if isinstance(number, int):
+        return (number,)
+    return tuple(number)
 
 
 def _compare(ranks: Ranks, copies: Sequence[tuple[str, tuple[int, ...]]]) -> dict[str, int]:
-    """Return the flags of this rank's keys, given each key with the number of the copy that this
-    rank holds.
+    """Return the flags of this rank's keys, from their copy numbers.
 
     The lowest number on any rank is the main copy. Collective operation: all ranks must call it.
     """
@@ -138,9 +146,12 @@ def _compare(ranks: Ranks, copies: Sequence[tuple[str, tuple[int, ...]]]) -> dic
         # Equal keys on all ranks do not imply that rank 0 has the main copies then.
         digest = -1
     if ranks.all_equal(digest):
-        return {
-            key: _EVERYWHERE | (_MAIN if is_main_replica(number) else 0) for key, number in copies
-        }
+        own_flags = {}
+        for key, number in copies:
+            own_flags[key] = _EVERYWHERE
+            if is_main_replica(number):
+                own_flags[key] |= _MAIN
+        return own_flags
     tables = ranks.gather(json.dumps(copies).encode())
     flags = ranks.decide_each(
         "compare keys", lambda: _flags([json.loads(table) for table in tables])
@@ -149,18 +160,20 @@ def _compare(ranks: Ranks, copies: Sequence[tuple[str, tuple[int, ...]]]) -> dic
 
 
 def _flags(tables: Sequence[Sequence[tuple[str, list[int]]]]) -> list[bytes]:
-    """Return, for each rank, the flags of its keys, given the keys and copy numbers of all
-    ranks.
-    """
+    """Return the flags of each rank's keys, from all copy numbers."""
     lowest: dict[str, list[int]] = {}
-    for key, number in (entry for table in tables for entry in table):
-        lowest[key] = min(lowest.get(key, number), number)
-    held_by = Counter(key for table in tables for key, _ in table)
-    return [
-        bytes(
-            (_MAIN if number == lowest[key] else 0)
-            | (_EVERYWHERE if held_by[key] == len(tables) else 0)
-            for key, number in table
-        )
-        for table in tables
-    ]
+    num_ranks = Counter[str]()
+    for table in tables:
+        num_ranks.update(key for key, _ in table)
+        for key, number in table:
+            lowest[key] = min(lowest.get(key, number), number)
+    flags_of_ranks = []
+    for table in tables:
+        flags = bytearray()
+        for key, number in table:
+            flag = _EVERYWHERE if num_ranks[key] == len(tables) else 0
+            if number == lowest[key]:
+                flag |= _MAIN
+            flags.append(flag)
+        flags_of_ranks.append(bytes(flags))
+    return flags_of_ranks

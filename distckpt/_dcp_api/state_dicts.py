@@ -1,5 +1,6 @@
-"""Flatten state dicts as torch.distributed.checkpoint does: values with dotted keys, in nested
-dicts and lists.
+"""Flatten state dicts as torch.distributed.checkpoint does.
+
+Values have dotted keys, and lie in nested dicts and lists.
 """
 
 from __future__ import annotations
@@ -15,25 +16,34 @@ from distckpt._base.tree import HOLE, Position, at, compacted, dotted, map_leave
 
 
 def unwrap_stateful(state_dict: Mapping[str, Any], *, in_order: bool = False) -> dict[str, Any]:
-    """Replace the values at the top that have state dicts of their own by those; `in_order` calls
-    them by key.
+    """Replace stateful values at the top by their state dicts.
+
+    `in_order` calls them by key.
     """
     if not isinstance(state_dict, Mapping):
         raise CheckpointingException(
             f"state_dict is a {type(state_dict).__name__} and must be a dict, such as "
             + '{"model": model}.'
         )
-    values = ((key, state_dict[key]) for key in (sorted(state_dict) if in_order else state_dict))
-    return {key: value.state_dict() if is_stateful(value) else value for key, value in values}
+    unwrapped = {}
+    for key in sorted(state_dict) if in_order else state_dict:
+        value = state_dict[key]
+        if is_stateful(value):
+            value = value.state_dict()
+        unwrapped[key] = value
+    return unwrapped
 
 
 def is_stateful(value: Any) -> bool:
-    """Tell whether a value is saved and loaded through its own state dict."""
+    """Whether a value is saved and loaded through its own state dict."""
     return hasattr(value, "state_dict") and hasattr(value, "load_state_dict")
 
 
 class Leaf(NamedTuple):
-    """A value of a state dict with its path, and the path as text: the key."""
+    """A value of a state dict with its path.
+
+    The path as text is the key.
+    """
 
     key: str
     path: Position
@@ -46,24 +56,22 @@ def leaves(state_dict: Mapping[Any, Any]) -> list[Leaf]:
     Dicts are always flattened, lists only where they hold tensors or dicts, other containers never.
 
     Raises:
-        InvalidShardingError: two values have one key, such as those of `{"a": {"b": 1}, "a.b": 2}`.
+        InvalidShardingError: two values have one key, as in `{"a": {"b": 1}, "a.b": 2}`.
     """
-    found: dict[str, Leaf] = {}
+    leaves_by_key: dict[str, Leaf] = {}
     for path, value in tree.leaves(state_dict, _is_flattened):
         key = dotted(path)
-        if key in found:
+        if key in leaves_by_key:
             raise InvalidShardingError(
-                f"Two values have the key {key!r}, those at {list(found[key].path)} and at "
+                f"Two values have the key {key!r}, those at {list(leaves_by_key[key].path)} and at "
                 f"{list(path)}: rename one."
             )
-        found[key] = Leaf(key, path, value)
-    return list(found.values())
+        leaves_by_key[key] = Leaf(key, path, value)
+    return list(leaves_by_key.values())
 
 
 def with_leaves(state_dict: Any, replace: Callable[[Position, Any], Any]) -> Any:
-    """Copy the dicts and lists of a state dict, with each value replaced by `replace(path,
-    value)`.
-    """
+    """Copy a state dict with each value replaced by `replace(path, value)`."""
     return map_leaves(replace, state_dict, _is_flattened, join=new_like)
 
 
@@ -89,18 +97,19 @@ def put(state_dict: Any, path: Position, value: Any) -> None:
 
 
 def find(common: Any, path: Position) -> Any:
-    """Return the value at a path in common state, `HOLE` when there is none."""
+    """Return the value at a path in common state, or `HOLE`."""
     return compacted(at(common, path, HOLE))
 
 
 def by_key(common: Any) -> dict[str, Any]:
-    """Return the values of common state by key, which is less exact than a path: `a.b` may be
-    nested or not.
+    """Return the values of common state by key.
+
+    A key is less exact than a path: `a.b` may be nested or not.
 
     PyTorch compares keys, so that state dicts may be flat when saved and nested when loaded, and
     its format turns all keys of dicts into text.
     """
-    found: dict[str, Any] = {}
+    values: dict[str, Any] = {}
     for path, value in tree.leaves(common, _is_flattened):
-        found.setdefault(dotted(path), compacted(value))
-    return found
+        values.setdefault(dotted(path), compacted(value))
+    return values

@@ -1,1 +1,1 @@
-"""What inference engines are given: tensors in bounded memory, and buckets of bytes."""
+"""The exports for inference engines: tensors in bounded memory, and buckets of bytes."""

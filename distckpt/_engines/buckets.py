@@ -1,6 +1,4 @@
-"""Tensors for any engine: one after the other in bounded memory, or packed into buckets of
-bytes.
-"""
+"""Tensors for any engine: a stream in bounded memory, or buckets of bytes."""
 
 from __future__ import annotations
 
@@ -44,7 +42,7 @@ class Bucket(NamedTuple):
 
     Attributes:
         data: uint8, 1-D.
-        entries: what lies where in it, in order.
+        entries: the tensors in it, in order of their bytes.
     """
 
     data: torch.Tensor
@@ -54,15 +52,15 @@ class Bucket(NamedTuple):
 def stream_tensors(
     path: str | os.PathLike[str] | Checkpoint, *, max_bytes: int = DEFAULT_BUCKET_BYTES
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Read the tensors of a checkpoint in the order of their keys, for a weight loader.
+    """Read the tensors of a checkpoint by key, for a weight loader.
 
         model.load_weights(distckpt.engines.stream_tensors("exports/qwen3"))
 
     Any rank may call, alone. Quantized tensors come as they are stored.
 
     Args:
-        path: what `distckpt.open` opens, or an opened checkpoint.
-        max_bytes: so much is read at once; a larger tensor comes alone.
+        path: anything that `distckpt.open` opens, or an opened checkpoint.
+        max_bytes: bytes that are read at once; a larger tensor comes alone.
     """
     check_num_bytes("max_bytes", max_bytes)
     opened = path if isinstance(path, Checkpoint) else open_checkpoint(path, as_stored=True)
@@ -74,14 +72,15 @@ def stream_tensors(
 
 
 def _grouped(tensors: Iterable[TensorInfo], max_bytes: int) -> Iterator[list[str]]:
-    """Divide keys into groups of at most so many bytes, or of one key."""
+    """Divide keys into groups of at most `max_bytes`, or of one key."""
     group: list[str] = []
     filled = 0
     for tensor in tensors:
         size = math.prod(tensor.shape) * tensor.dtype.itemsize
         if group and filled + size > max_bytes:
             yield group
-            group, filled = [], 0
+            group = []
+            filled = 0
         group.append(tensor.key)
         filled += size
     if group:
@@ -120,19 +119,22 @@ class _OpenBucket:
     """A bucket that is being filled."""
 
     def __init__(self, max_bytes: int) -> None:
-        self.max_bytes, self.entries = max_bytes, list[BucketEntry]()
+        self.max_bytes = max_bytes
+        self.entries = list[BucketEntry]()
         self._data = torch.empty(0, dtype=torch.uint8)
 
     def _start(self) -> int:
-        end = self.entries[-1].end_idx if self.entries else 0
+        end = 0
+        if self.entries:
+            end = self.entries[-1].end_idx
         return -(-end // _ALIGNMENT) * _ALIGNMENT
 
     def has_room(self, tensor: torch.Tensor) -> bool:
-        """Tell whether a tensor still fits; the first one always does."""
+        """Whether a tensor still fits; the first one always does."""
         return not self.entries or self._start() + tensor.nbytes <= self.max_bytes
 
     def add(self, name: str, tensor: torch.Tensor) -> None:
-        """Copy a tensor behind the others."""
+        """Copy a tensor behind the earlier ones."""
         start = self._start()
         end = start + tensor.nbytes
         if not self.entries:
@@ -144,7 +146,7 @@ class _OpenBucket:
         self.entries.append(BucketEntry(name, shape, tensor.dtype, start, end, tensor.numel()))
 
     def close(self) -> Bucket:
-        """Return what was filled."""
+        """Return the filled bucket."""
         return Bucket(self._data[: self.entries[-1].end_idx], tuple(self.entries))
 
 
@@ -153,10 +155,12 @@ def unpack_bucket(bucket: Bucket) -> list[tuple[str, torch.Tensor]]:
 
     model.load_weights(distckpt.engines.unpack_bucket(bucket))
     """
-    return [
-        (
-            entry.name,
-            bucket.data[entry.start_idx : entry.end_idx].view(entry.dtype).view(entry.shape),
+    tensors = []
+    for entry in bucket.entries:
+        tensors.append(
+            (
+                entry.name,
+                bucket.data[entry.start_idx : entry.end_idx].view(entry.dtype).view(entry.shape),
+            )
         )
-        for entry in bucket.entries
-    ]
+    return tensors

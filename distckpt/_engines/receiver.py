@@ -22,22 +22,24 @@ from distckpt._operations.route import Route
 
 @dataclass(frozen=True)
 class RouteInfo:
-    """What an engine has to know to take versions from a trainer. All of it can be sent as JSON.
+    """The facts an engine needs to take versions from a trainer.
+
+    All of it can be sent as JSON.
 
         info = distckpt.engines.RouteInfo("trainer-0:29700", "models/qwen3")
 
     Attributes:
         address: of the trainer, see `distckpt.Route`.
-        tensors: what the trainer gives: the path of a directory or checkpoint that has tensors of
-            these names, shapes and dtypes, or `{name: [dtype, shape]}` with safetensors names of
-            dtypes, such as `{"norm.weight": ["BF16", [64]]}`.
-        check: of a path, compare the weights of the engine with what is stored there, and refuse an
-            engine that has changed them after loading. False for an engine that was started with
-            other weights.
+        tensors: the tensors that the trainer sends: the path of a directory or checkpoint that has
+            tensors of these names, shapes and dtypes, or `{name: [dtype, shape]}` with safetensors
+            names of dtypes, such as `{"norm.weight": ["BF16", [64]]}`.
+        check: with a path, compare the weights of the engine with the values stored there, and
+            refuse an engine that has changed them after loading. False for an engine that was
+            started with other weights.
         atomic: change weights only when all of a version has arrived. The same as on the trainer.
         allow_dtype_cast: see `MoveOptions`. The same as on the trainer.
-        verify: compare what has arrived with what was sent, see `Route.run`. The same as on the
-            trainer.
+        verify: compare the values that arrive with the values sent, see `Route.run`. The same as on
+            the trainer.
         timeout: seconds to wait for the trainer.
     """
 
@@ -51,7 +53,7 @@ class RouteInfo:
 
 
 class Receiver:
-    """Fills the parameters of a model.
+    """The parameters of a model as the target of a route.
 
     Args:
         model: has `load_weights` and parameters with memory.
@@ -60,11 +62,13 @@ class Receiver:
     Raises:
         InvalidShardingError: the loader computes, or the model does not keep weights as its loader
             puts them.
-        LoadMismatchError: its weights are not those of the checkpoint.
+        LoadMismatchError: its weights differ from the checkpoint.
     """
 
     def __init__(self, model: torch.nn.Module, info: RouteInfo) -> None:
-        stored = None if isinstance(info.tensors, dict) else _opened(info.tensors)
+        stored = None
+        if not isinstance(info.tensors, dict):
+            stored = _opened(info.tensors)
         specs = _specs_of(info.tensors) if isinstance(info.tensors, dict) else stored
         load_weights: Any = model.load_weights
         self.info = info
@@ -105,12 +109,11 @@ def _specs_of(tensors: dict[str, list[Any]]) -> dict[str, tuple[tuple[int, ...],
 
 
 def _check_equal(target: LoaderTarget, stored: Checkpoint) -> None:
-    """Refuse a model whose memory is not what its loader makes of a checkpoint."""
-    different = {
-        shard.key
-        for shard in target.values()
-        if not _holds(shard.data, stored.read(shard.key, _slices(shard)))
-    }
+    """Refuse a model whose memory differs from its loader's result."""
+    different = set()
+    for shard in target.values():
+        if not _holds(shard.data, stored.read(shard.key, _slices(shard))):
+            different.add(shard.key)
     if different:
         raise LoadMismatchError(
             f"The engine does not hold {summarize_keys(sorted(different))} as its loader has put "

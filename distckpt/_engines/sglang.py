@@ -1,4 +1,7 @@
-"""Receiving weights in SGLang, as a custom weight loader. Nothing of SGLang is imported."""
+"""Receiving weights in SGLang, as a custom weight loader.
+
+Nothing of SGLang is imported.
+"""
 
 from __future__ import annotations
 
@@ -14,11 +17,11 @@ from distckpt._engines.receiver import Receiver, RouteInfo
 
 _NAME = "distckpt.route"
 _ATTRIBUTE = "_distckpt_receiver"
-"""Of a model: its receiver, which lives as long as the model."""
+"""Name of the attribute of a model that holds its receiver."""
 
 
 def sglang_message(info: RouteInfo, version: int) -> list[tuple[str, torch.Tensor]]:
-    """Return what tells SGLang to take a version, in the place of its named tensors.
+    """Return the message that makes SGLang take a version. SGLang gets it instead of named tensors.
 
         message = distckpt.engines.sglang_message(info, step)
         engine.update_weights_from_tensor(message, load_format="distckpt.engines.sglang_loader")
@@ -35,21 +38,21 @@ def sglang_message(info: RouteInfo, version: int) -> list[tuple[str, torch.Tenso
 
 
 def sglang_loader(model: Any, named_tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
-    """Fill the model of an SGLang engine with a version, in each of its processes.
+    """Fill the model of an SGLang engine in each of its processes.
 
         python -m sglang.launch_server ... --custom-weight-loader distckpt.engines.sglang_loader
 
-    SGLang calls it. It gets what `sglang_message` makes, and records the loader of the model at the
-    first call.
+    SGLang calls it with the tensors of `sglang_message`. The first call records the loader of the
+    model.
 
     Args:
         model: of the engine.
-        named_tensors: what `sglang_message` returned.
+        named_tensors: the result of `sglang_message`.
 
     Raises:
         CheckpointingException: these are other tensors.
-        InvalidShardingError: the model quantizes weights, or computes others from them, after
-            loading.
+        InvalidShardingError: the model quantizes weights after loading, or derives tensors from
+            them.
     """
     received = list(named_tensors)
     if [name for name, _ in received] != [_NAME]:

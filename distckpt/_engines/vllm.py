@@ -1,5 +1,6 @@
-"""Receiving weights in vLLM, as a backend of its weight transfer. vLLM is imported when it is
-registered.
+"""Receiving weights in vLLM, as a backend of its weight transfer.
+
+vLLM is imported when the backend is registered.
 """
 
 from __future__ import annotations
@@ -16,13 +17,16 @@ _PACKAGE = "vllm.distributed.weight_transfer"
 
 @dataclass(frozen=True)
 class UpdateInfo:
-    """Which version is taken; None for the next one."""
+    """The version to take; None for the next one."""
 
     version: int | None = None
 
 
 class RouteEngine:
-    """What vLLM calls in each worker: `Route` in the methods of its `WeightTransferEngine`."""
+    """The backend that vLLM calls in each worker.
+
+    It is a `Route` in the methods of vLLM's `WeightTransferEngine`.
+    """
 
     init_info_cls = RouteInfo
     update_info_cls = UpdateInfo
@@ -68,9 +72,9 @@ class RouteEngine:
         self._receiver = None
 
 
-def _refuse(what: str) -> None:
+def _refuse(problem: str) -> None:
     raise InvalidShardingError(
-        f"This vLLM {what}, so its parameters cannot be filled in place: give the tensors to a "
+        f"This vLLM {problem}, so its parameters cannot be filled in place: give the tensors to a "
         "backend of vLLM that calls load_weights."
     )
 

@@ -86,7 +86,7 @@ class _Files(NamedTuple):
         names: of the files.
         weight_map: from the index, the name of the file that holds each key; None without an index.
         index_name: of the index.
-        others: names of files at the top level that it does not name.
+        others: names of files at the top level that the index does not name.
         is_alone: whether a single file was given as the checkpoint.
     """
 
@@ -104,39 +104,41 @@ def read_directory(location: str, *, require_sharding_info: bool = False) -> Man
     With `require_sharding_info`, files without the positions of their entries in the global tensors
     are refused.
     """
-    found = _find_files(location)
-    if not found.names:
+    directory = _find_files(location)
+    if not directory.names:
         state = f"holds no {SUFFIX} files" if locations.exists(location) else "does not exist"
         raise CheckpointNotFoundError(f"{location!r} {state}.")
-    read = _read_files(found)
-    without_info = [each.file.name for each in read if not each.has_info]
+    read = _read_files(directory)
+    without_info = [file.file.name for file in read if not file.has_info]
     if without_info and (require_sharding_info or len(without_info) < len(read)):
-        raise _no_sharding_info(locations.join(found.folder, without_info[0]))
-    pieces, forgotten = _pieces_in(found, read, without_info)
-    fields = _fields(found, pieces, forgotten)
-    files = [each.file for each in read]
-    manifest = build_manifest(HuggingFaceReader.name, found.folder, pieces, files, fields)
+        raise _no_sharding_info(locations.join(directory.folder, without_info[0]))
+    pieces, forgotten = _pieces_in(directory, read, without_info)
+    fields = _fields(directory, pieces, forgotten)
+    files = [file.file for file in read]
+    manifest = build_manifest(HuggingFaceReader.name, directory.folder, pieces, files, fields)
     return _with_shapes(location, manifest)
 
 
-def _read_files(found: _Files) -> list[_ReadFile]:
+def _read_files(files: _Files) -> list[_ReadFile]:
     """Read the headers, without variants in another precision."""
-    read = [_read_file(found, name) for name in found.names]
-    if found.weight_map is None and not found.is_alone:
+    read = [_read_file(files, name) for name in files.names]
+    if files.weight_map is None and not files.is_alone:
         return _without_variants(read)
     return read
 
 
 def _pieces_in(
-    found: _Files, read: Sequence[_ReadFile], without_info: Sequence[str]
+    files: _Files, read: Sequence[_ReadFile], without_info: Sequence[str]
 ) -> tuple[list[StoredPiece], dict[str, list[str]]]:
-    """The pieces that the index names, and the tensors of each file that it has forgotten."""
-    pieces = [piece for each in read for piece in each.pieces]
-    if found.weight_map is not None:
-        forgotten = _forgotten(found, read, found.weight_map)
-        return _indexed(found, pieces, found.weight_map), forgotten
-    if not found.is_alone:
-        _check_all_are_there(found.folder, without_info)
+    """Return the pieces that the index names, and forgotten tensors by file."""
+    pieces = []
+    for file in read:
+        pieces.extend(file.pieces)
+    if files.weight_map is not None:
+        forgotten = _forgotten(files, read, files.weight_map)
+        return _indexed(files, pieces, files.weight_map), forgotten
+    if not files.is_alone:
+        _check_all_are_there(files.folder, without_info)
     return pieces, {}
 
 
@@ -162,42 +164,47 @@ def _find_files(location: str) -> _Files:
 
 
 def _index_among(names: Sequence[str]) -> str | None:
-    """Return the name of the index, which other programs call differently; None without one, or
-    where there are several of equal rank.
+    """Return the name of the index, or None if it is unclear.
+
+    Other programs give it other names.
     """
     if INDEX_NAME in names:
         return INDEX_NAME
-    found = sorted((name for name in names if name.endswith(INDEX_SUFFIX)), key=len)
+    candidates = sorted((name for name in names if name.endswith(INDEX_SUFFIX)), key=len)
     # Those of variants have names such as diffusion_pytorch_model.fp16.safetensors.index.json.
-    if not found:
+    if not candidates:
         return _index_of_variant(names)
-    beginning = found[0].removesuffix(INDEX_SUFFIX) + "."
-    return found[0] if all(name.startswith(beginning) for name in found) else None
+    beginning = candidates[0].removesuffix(INDEX_SUFFIX) + "."
+    if all(name.startswith(beginning) for name in candidates):
+        return candidates[0]
+    return None
 
 
 def _index_of_variant(names: Sequence[str]) -> str | None:
-    """Return the name of an index such as `model.safetensors.index.fp16.json`, where there are
-    files of this variant only.
+    """Return the name of an index such as `model.safetensors.index.fp16.json`.
+
+    It counts only where there are files of this variant alone.
     """
     matches = list(filter(None, map(_VARIANT_INDEX.fullmatch, names)))
-    variants = {match.group(1) for match in matches}
-    files = [name for name in names if name.endswith(SUFFIX)]
-    if len(matches) != 1 or not all(
-        f".{variant}" in file for variant in variants for file in files
-    ):
+    if len(matches) != 1:
+        return None
+    mark = f".{matches[0].group(1)}"
+    if not all(mark in name for name in names if name.endswith(SUFFIX)):
         return None
     return matches[0].string
 
 
 def _is_single_file(location: str) -> bool:
-    """Tell whether a location is a safetensors file, not a directory."""
+    """Whether a location is a safetensors file, not a directory."""
     if not location.endswith(SUFFIX):
         return False
     return locations.isfile(location)
 
 
 def _names(location: str) -> list[str]:
-    return locations.list_names(location) if locations.isdir(location) else []
+    if locations.isdir(location):
+        return locations.list_names(location)
+    return []
 
 
 def _safetensors_names(present: Sequence[str]) -> list[str]:
@@ -214,32 +221,31 @@ def _no_sharding_info(path: str) -> CorruptCheckpointError:
 
 
 def _fields(
-    found: _Files, pieces: Sequence[StoredPiece], forgotten: Mapping[str, Sequence[str]]
+    files: _Files, pieces: Sequence[StoredPiece], forgotten: Mapping[str, Sequence[str]]
 ) -> dict[str, Any]:
-    """Return what the manifest notes of the format."""
+    """Return the fields of the manifest that belong to this format."""
     fields: dict[str, Any] = {}
-    if found.is_alone:
+    if files.is_alone:
         fields["is_file"] = True
-    if found.weight_map is not None:
+    if files.weight_map is not None:
         fields["has_index"] = True
     if any(may_be_codes(piece.dtype) for piece in pieces):
-        fields["quantization"] = _read_quantization(found.folder)
+        fields["quantization"] = _read_quantization(files.folder)
     if forgotten:
         fields["forgotten"] = forgotten
     return fields
 
 
 def _with_shapes(location: str, manifest: Manifest) -> Manifest:
-    """Note the shapes that are stored beside packed codes, where these do not show them."""
+    """Note the shapes stored with packed codes that do not show them."""
     settings = manifest.quantization or {}
     columns = zip(manifest.keys, manifest.global_shapes, manifest.dtypes, strict=True)
     tensors = {key: TensorSpec(shape, dtype) for key, shape, dtype in columns}
     # Integers of any shape may have such a name.
-    keys = [
-        key
-        for key in unclear_shapes(tensors, settings)
-        if tensors[key].dtype in ("I32", "I64") and math.prod(tensors[key].shape) <= _MAX_AXES
-    ]
+    keys = []
+    for key in unclear_shapes(tensors, settings):
+        if tensors[key].dtype in ("I32", "I64") and math.prod(tensors[key].shape) <= _MAX_AXES:
+            keys.append(key)
     if not keys:
         return manifest
     shapes = _read_shapes(StoredCheckpoint(location, manifest), keys)
@@ -249,8 +255,10 @@ def _with_shapes(location: str, manifest: Manifest) -> Manifest:
 
 
 def _read_shapes(stored: StoredCheckpoint, keys: Sequence[str]) -> dict[str, list[int]]:
-    """Read the shapes in some tensors, without those that are none."""
-    chunks = [chunk for key in keys for chunk in stored.chunks_of(key)]
+    """Read the shapes in some tensors; skip tensors that hold none."""
+    chunks: list[int] = []
+    for key in keys:
+        chunks.extend(stored.chunks_of(key))
     shapes: dict[str, list[int]] = {}
     for key, content in zip(keys, read_chunks(stored, chunks), strict=True):
         dtype = FROM_NAME[stored.dtype_name(key)]
@@ -261,8 +269,9 @@ def _read_shapes(stored: StoredCheckpoint, keys: Sequence[str]) -> dict[str, lis
 
 
 def _check_all_are_there(location: str, names: Sequence[str]) -> None:
-    """Refuse a directory without an index that lacks one of its numbered files, or holds more than
-    one checkpoint.
+    """Refuse a directory without an index that is not one whole checkpoint.
+
+    It may lack one of its numbered files, or hold more than one checkpoint.
     """
     others = [name for name in names if name != SINGLE_NAME]
     if others and SINGLE_NAME in names:
@@ -272,17 +281,18 @@ def _check_all_are_there(location: str, names: Sequence[str]) -> None:
             "of the file to read, or move the others elsewhere."
         )
     matches = filter(None, map(_NUMBERED.fullmatch, names))
-    for (start, end, total), there in Counter(match.groups() for match in matches).items():
-        if there < int(total):
+    for (start, end, total), count in Counter(match.groups() for match in matches).items():
+        if count < int(total):
             raise CorruptCheckpointError(
-                f"{location!r} holds {there} of the {total} files {f'{start}*{end}'!r}: copy the "
+                f"{location!r} holds {count} of the {total} files {f'{start}*{end}'!r}: copy the "
                 "others, and their index, or give the location of one file to read that alone."
             )
 
 
 def _read_quantization(location: str) -> dict[str, Any] | None:
-    """Return what the files beside the tensors say about quantized ones, see `settings_of`; None if
-    they say nothing.
+    """Return the settings of quantized tensors, see `settings_of`, or None.
+
+    They are in files next to the tensors.
     """
     configs = {}
     for name in CONFIG_NAMES:
@@ -301,11 +311,11 @@ def _read_quantization(location: str) -> dict[str, Any] | None:
 
 
 def _read_index(location: str, index: str) -> dict[str, str]:
-    """Return the name of the file that holds each key, from the index."""
+    """Return the file of each key, from the index."""
     path = locations.join(location, index)
     try:
         weight_map = safetensors_file.parse_json(read_file(path, MAX_TABLE_BYTES))["weight_map"]
-        names = [str(name) for name in weight_map.values()]
+        names = list(map(str, weight_map.values()))
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise CorruptCheckpointError(
             f"The index {path!r} is damaged ({error}): restore it from a copy."
@@ -325,22 +335,22 @@ def _read_index(location: str, index: str) -> dict[str, str]:
 
 
 class _ReadFile(NamedTuple):
-    """A file by its header: whether that says where its entries lie, and its pieces."""
+    """A file by its header: its pieces, and whether it gives their positions."""
 
     file: ShardFile
     has_info: bool
     pieces: list[StoredPiece]
 
 
-def _read_file(found: _Files, name: str) -> _ReadFile:
-    path = locations.join(found.folder, *name.split("/"))
+def _read_file(files: _Files, name: str) -> _ReadFile:
+    path = locations.join(files.folder, *name.split("/"))
     try:
         header = read_header(path)
         has_info = safetensors_file.SHARDING_INFO in header.metadata
         pieces = (_pieces_of_shards if has_info else _pieces_of_tensors)(name, header)
     except FileNotFoundError as error:
         raise CorruptCheckpointError(
-            f"{path!r} is missing, but {found.index_name} or the directory names it: restore it "
+            f"{path!r} is missing, but {files.index_name} or the directory names it: restore it "
             "(what a link points to as well), or finish copying the directory."
         ) from error
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
@@ -353,39 +363,47 @@ def _read_file(found: _Files, name: str) -> _ReadFile:
 
 
 def _without_variants(files: Sequence[_ReadFile]) -> list[_ReadFile]:
-    """Leave out files with the same tensors in another precision, such as
-    `diffusion_pytorch_model.fp16.safetensors`.
+    """Leave out files with the same tensors in another precision.
+
+    `diffusion_pytorch_model.fp16.safetensors` is an example.
     """
     keys: dict[str, set[str]] = {}
-    for each in files:
-        stem = derive_base_prefix_from_path(each.file.name)
-        keys.setdefault(stem, set()).update(piece.key for piece in each.pieces)
-    variants = {
-        stem
-        for stem in keys
-        for plain in [stem.rpartition(".")[0]]
-        if plain in keys and keys[stem] <= keys[plain]
-    }
-    return [each for each in files if derive_base_prefix_from_path(each.file.name) not in variants]
+    for file in files:
+        stem = derive_base_prefix_from_path(file.file.name)
+        keys.setdefault(stem, set()).update(piece.key for piece in file.pieces)
+    variants = set()
+    for stem in keys:
+        plain = stem.rpartition(".")[0]
+        if plain in keys and keys[stem] <= keys[plain]:
+            variants.add(stem)
+    full_files = []
+    for file in files:
+        if derive_base_prefix_from_path(file.file.name) not in variants:
+            full_files.append(file)
+    return full_files
 
 
 def _has_same_headers(stored: StoredCheckpoint) -> bool:
-    """Tell whether the headers, which are not parsed again, and the index are known to be the same.
+    """Whether the headers and the index are known to be unchanged.
 
-    What quantized checkpoints mean depends on other files, too.
+    Headers are not parsed again.
+
+    The meaning of quantized checkpoints depends on other files, too.
     """
     manifest = stored.manifest
     if manifest.quantization is not None:
         return False
-    found = _find_files(stored.location)
+    files = _find_files(stored.location)
     names = [file.name for file in manifest.files]
     has_index = "has_index" in (manifest.origin or {})
-    weight_map = _weight_map_of(manifest, names) if has_index else None
-    if (found.names, found.weight_map) != (names, weight_map):
+    weight_map = None
+    if has_index:
+        weight_map = _weight_map_of(manifest, names)
+    if (files.names, files.weight_map) != (names, weight_map):
         return False
     for file in manifest.files:
         try:
-            size, header = read_header_bytes(locations.join(found.folder, file.name))
+            size, header = read_header_bytes(locations.join(files.folder, file.name))
         except (OSError, ValueError):
             return False
         if (size, checksum(header)) != (file.num_bytes, file.header_checksum):
@@ -394,21 +412,21 @@ def _has_same_headers(stored: StoredCheckpoint) -> bool:
 
 
 def _weight_map_of(manifest: Manifest, names: Sequence[str]) -> dict[str, str]:
-    """Return which file holds each key."""
+    """Return the file of each key."""
     pairs = zip(manifest.key_ids[:].tolist(), manifest.file_ids[:].tolist(), strict=True)
     return {manifest.keys[key]: names[file] for key, file in pairs}
 
 
 def _pieces_of_tensors(file: str, header: Header) -> list[StoredPiece]:
     """Return the pieces of a file of whole tensors."""
-    return [
-        StoredPiece(name, dtype, whole(shape), shape, file, first_byte, num_bytes)
-        for name, dtype, shape, num_bytes, first_byte in header.entries
-    ]
+    pieces = []
+    for name, dtype, shape, num_bytes, first_byte in header.entries:
+        pieces.append(StoredPiece(name, dtype, whole(shape), shape, file, first_byte, num_bytes))
+    return pieces
 
 
 def _pieces_of_shards(file: str, header: Header) -> list[StoredPiece]:
-    """Return the pieces of a file whose metadata says where its entries lie."""
+    """Return the pieces of a file whose metadata has their positions."""
     info = json.loads(header.metadata[safetensors_file.SHARDING_INFO])
     shapes = json.loads(header.metadata.get(safetensors_file.GLOBAL_SHAPES, "{}"))
     pieces = []
@@ -421,7 +439,7 @@ def _pieces_of_shards(file: str, header: Header) -> list[StoredPiece]:
 
 
 def _counts(entry: safetensors_file.Entry, values: Any) -> tuple[int, ...]:
-    """Check an offset or a shape from the metadata, which is not trusted, and return it."""
+    """Check and return an offset or a shape from untrusted metadata."""
     is_fitting = type(values) is list and len(values) == len(entry.shape)
     if is_fitting and all(type(number) is int and 0 <= number < _MAX_ELEMENTS for number in values):
         return tuple(values)
@@ -432,57 +450,64 @@ def _counts(entry: safetensors_file.Entry, values: Any) -> tuple[int, ...]:
 
 
 def _indexed(
-    found: _Files, pieces: Sequence[StoredPiece], weight_map: Mapping[str, str]
+    files: _Files, pieces: Sequence[StoredPiece], weight_map: Mapping[str, str]
 ) -> list[StoredPiece]:
-    """Return the pieces that the index names, all of which must be there."""
-    kept = [piece for piece in pieces if weight_map.get(piece.key) == piece.file]
-    absent = sorted(set(weight_map) - {piece.key for piece in kept})
+    """Return the pieces that the index names; all must exist."""
+    indexed_pieces = []
+    for piece in pieces:
+        if weight_map.get(piece.key) == piece.file:
+            indexed_pieces.append(piece)
+    absent = sorted(set(weight_map) - {piece.key for piece in indexed_pieces})
     if absent:
-        in_file = [piece.key for piece in pieces if piece.file == weight_map[absent[0]]]
-        index = locations.join(found.folder, found.index_name)
+        keys_of_file = []
+        for piece in pieces:
+            if piece.file == weight_map[absent[0]]:
+                keys_of_file.append(piece.key)
+        index = locations.join(files.folder, files.index_name)
         raise CorruptCheckpointError(
             f"{index!r} says that {weight_map[absent[0]]!r} "
-            f"holds {absent[0]!r}, which is not there{did_you_mean(absent[0], in_file)}: file and "
-            "index are of different exports."
+            f"holds {absent[0]!r}, which is not there{did_you_mean(absent[0], keys_of_file)}: "
+            "file and index are of different exports."
         )
-    return kept
+    return indexed_pieces
 
 
 def _forgotten(
-    found: _Files, read: Sequence[_ReadFile], weight_map: Mapping[str, str]
+    files: _Files, read: Sequence[_ReadFile], weight_map: Mapping[str, str]
 ) -> dict[str, list[str]]:
-    """Return the tensors that the index does not name, by their file, with a warning.
+    """Return the tensors that the index does not name, by file.
 
-    Looked for in the files that it names, and in those that are named like them.
+    A warning lists them.
+
+    They are looked for in the files that the index names, and in files with similar names.
     """
-    forgotten = {
-        each.file.name: [
-            piece.key for piece in each.pieces if weight_map.get(piece.key) != each.file.name
+    forgotten = {}
+    for file in read:
+        forgotten[file.file.name] = [
+            piece.key for piece in file.pieces if weight_map.get(piece.key) != file.file.name
         ]
-        for each in read
-    }
-    beginnings = tuple(f"{derive_base_prefix_from_path(name)}-" for name in found.names)
-    for name in found.others:
+    beginnings = tuple(f"{derive_base_prefix_from_path(name)}-" for name in files.names)
+    for name in files.others:
         if name.startswith(beginnings):
-            forgotten[name] = _keys_of_other(found, name, weight_map)
+            forgotten[name] = _keys_of_other(files, name, weight_map)
     forgotten = {name: keys for name, keys in forgotten.items() if keys}
     for name, keys in forgotten.items():
         logger.warning(
             "%s: not in the index and therefore ignored: %s, in %r. Add them to %s if they belong "
             "to the model",
-            found.folder,
+            files.folder,
             summarize_keys(keys),
             name,
-            found.index_name,
+            files.index_name,
         )
     return forgotten
 
 
-def _keys_of_other(found: _Files, name: str, weight_map: Mapping[str, str]) -> list[str]:
-    """Return the tensors that only a file which the index does not name has."""
+def _keys_of_other(files: _Files, name: str, weight_map: Mapping[str, str]) -> list[str]:
+    """Return the tensors that only a file outside the index has."""
     try:
-        pieces = _read_file(found, name).pieces
+        pieces = _read_file(files, name).pieces
     except CorruptCheckpointError as error:
-        logger.warning("not in the index %s and therefore ignored: %s", found.index_name, error)
+        logger.warning("not in the index %s and therefore ignored: %s", files.index_name, error)
         return []
     return [piece.key for piece in pieces if piece.key not in weight_map]

@@ -14,7 +14,7 @@ from distckpt._ranks.collectives import Ranks
 
 
 def all_find(ranks: Ranks, error: BaseException, judge: Callable[[BaseException], bool]) -> bool:
-    """Tell whether all ranks have raised an error together and judge it alike.
+    """Whether all ranks have raised an error together and judge it alike.
 
     Collective operation if they have raised it together.
     """
@@ -24,8 +24,9 @@ def all_find(ranks: Ranks, error: BaseException, judge: Callable[[BaseException]
 
 
 def is_of_the_storage(error: BaseException) -> bool:
-    """Tell whether a later save may succeed, as it cannot after invalid arguments or shards, or a
-    lost rank.
+    """Whether a later save may succeed: the storage failed.
+
+    None can after invalid arguments or shards, or a lost rank.
     """
     if isinstance(error, RankFailedError):
         return not error.is_lost_contact and _is_each(error, is_of_the_storage)
@@ -35,13 +36,15 @@ def is_of_the_storage(error: BaseException) -> bool:
 
 
 def is_damage_of(location: str, error: BaseException) -> bool:
-    """Tell whether a checkpoint is damaged or gone, so that another one may load.
+    """Whether a checkpoint is damaged or gone, so that another may load.
 
     Other errors of the disk may be temporary, callbacks of users fail for reasons of their own, and
     a request that does not fit this checkpoint does not fit another one, either.
     """
     if isinstance(error, RankFailedError):
-        return bool(error.failures) and _is_each(error, lambda each: is_damage_of(location, each))
+        return bool(error.failures) and _is_each(
+            error, lambda failure: is_damage_of(location, failure)
+        )
     if isinstance(error, CorruptCheckpointError | CheckpointNotFoundError):
         return True
     return isinstance(error, FileNotFoundError) and str(error.filename).startswith(location)

@@ -1,4 +1,4 @@
-"""How long the launcher of this process lets it run on after a signal."""
+"""The time that this process's launcher grants after a signal."""
 
 from __future__ import annotations
 
@@ -10,18 +10,19 @@ import torch
 from torch.torch_version import TorchVersion
 
 _DEFAULT_SECONDS = 30
-"""Between SIGTERM and SIGKILL of torchrun."""
+"""Seconds between SIGTERM and SIGKILL of torchrun."""
 
 _SCHEDULERS = {"SLURM_JOB_ID": "Slurm", "KUBERNETES_SERVICE_HOST": "Kubernetes"}
 _SETTINGS = ("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "PET_SHUTDOWN_TIMEOUT")
 _OPTIONS = ("--shutdown-timeout", "--shutdown_timeout")
 _HAS_OPTION = "2.12"
-"""The first version of torch whose torchrun has it."""
+"""The first version of torch whose torchrun has this option."""
 
 
 def warning_of_launcher() -> str:
-    """Say what is wrong with the launcher of this process, once for all ranks; an empty text if
-    nothing is, or nothing can be seen.
+    """Describe the problem with this process's launcher, once for all ranks.
+
+    The text is empty if there is none, or none can be seen.
     """
     if os.environ.get("RANK") != "0":
         return ""
@@ -30,7 +31,7 @@ def warning_of_launcher() -> str:
 
 
 def judge(environment: Mapping[str, str], launcher: Sequence[str], has_option: bool) -> str:
-    """Say whether a launcher may kill before the scheduler does.
+    """Describe the risk that a launcher kills before the scheduler does.
 
     Args:
         environment: of this process.
@@ -56,17 +57,16 @@ def judge(environment: Mapping[str, str], launcher: Sequence[str], has_option: b
 
 
 def _is_set(environment: Mapping[str, str], launcher: Sequence[str]) -> bool:
-    """Tell whether someone has said how long torchrun waits, or might have where that cannot be
-    seen.
-    """
+    """Whether torchrun's waiting time is set, or may be set unseen."""
     if any(name in environment for name in _SETTINGS):
         return True
     return not launcher or any(word.partition("=")[0] in _OPTIONS for word in launcher)
 
 
 def _command_of_parent() -> list[str]:
-    """Return the command line of the process that started this one; empty if it cannot be read, or
-    is not torchrun's.
+    """Return the command line of this process's parent.
+
+    It is empty if it cannot be read, or is not torchrun's.
     """
     try:
         words = Path(f"/proc/{os.getppid()}/cmdline").read_text(errors="replace").split("\0")
@@ -74,4 +74,6 @@ def _command_of_parent() -> list[str]:
         return []
     names = ("torchrun", "torch.distributed.run", "torch.distributed.launch")
     is_torchrun = any(word.rpartition("/")[2] in names for word in words)
-    return words if is_torchrun else []
+    if is_torchrun:
+        return words
+    return []

@@ -1,4 +1,4 @@
-"""List the checkpoints in a directory, with what their markers say and whether they are whole."""
+"""List the checkpoints in a directory, with their facts and problems."""
 
 from __future__ import annotations
 
@@ -59,8 +59,9 @@ class CheckpointInfo:
 
 
 def list_checkpoints(root: str | os.PathLike[str]) -> list[CheckpointInfo]:
-    """List the checkpoints in a directory, whether a `CheckpointManager` saved them or not, by
-    step; those without one come first.
+    """List the checkpoints in a directory, whatever program saved them.
+
+    They come in order of their steps, after the ones without a step.
 
         newest = next(info for info in distckpt.list_checkpoints("checkpoints") if info.is_newest)
         distckpt.load(state, newest.location)
@@ -73,36 +74,36 @@ def list_checkpoints(root: str | os.PathLike[str]) -> list[CheckpointInfo]:
         CheckpointingException: it is a checkpoint itself.
     """
     root = posix.resolve(root)
-    names, found = _describe_all(root)
-    if _is_unfinished(names, found) or not (names or locations.isdir(root)):
+    names, infos = _describe_all(root)
+    if _is_unfinished(names, infos) or not (names or locations.isdir(root)):
         raise CheckpointNotFoundError(absence(root))
-    return _naming_newest(sorted(found, key=_order))
+    return _naming_newest(sorted(infos, key=_order))
 
 
 def _describe_all(root: str) -> tuple[list[str], list[CheckpointInfo]]:
-    """Return the names in a directory, and what is known about those that are checkpoints.
+    """Return the names in a directory, and the checkpoints among them.
 
     Begins again when some were removed meanwhile, perhaps for newer ones that are not listed.
     """
     names = _visible_names(root)
     for _ in range(MAX_READS):
-        described = [_describe(root, name) for name in names]
+        infos = [_describe(root, name) for name in names]
         now = _visible_names(root)
         if set(names) <= set(now):
             break
         names = now
-    return names, [info for info in described if info is not None]
+    return names, [info for info in infos if info is not None]
 
 
 def _visible_names(root: str) -> list[str]:
     return [name for name in steps.list_root(root) if not name.startswith(".")]
 
 
-def _is_unfinished(names: Sequence[str], found: Sequence[CheckpointInfo]) -> bool:
-    """Tell whether what is in a directory are parts of a checkpoint without a marker."""
+def _is_unfinished(names: Sequence[str], infos: Sequence[CheckpointInfo]) -> bool:
+    """Whether a directory holds the parts of a checkpoint without a marker."""
     if "tensors" not in names:
         return False
-    return all(info.name in posix.SUBDIRECTORIES and info.saved_at is None for info in found)
+    return all(info.name in posix.SUBDIRECTORIES and info.saved_at is None for info in infos)
 
 
 def _order(info: CheckpointInfo) -> tuple[bool, int, float, str]:
@@ -114,14 +115,14 @@ def _order(info: CheckpointInfo) -> tuple[bool, int, float, str]:
 def _naming_newest(ordered: Sequence[CheckpointInfo]) -> list[CheckpointInfo]:
     whole = [info for info in ordered if info.problem is None]
     # To a manager other names are not steps, whatever their number.
-    of_managers = [info for info in whole if steps.parse_step(info.name) is not None]
-    newest = (of_managers or whole)[-1:]
+    managed = [info for info in whole if steps.parse_step(info.name) is not None]
+    newest = (managed or whole)[-1:]
     return [replace(info, is_newest=info in newest) for info in ordered]
 
 
 @dataclass(frozen=True)
 class _Files:
-    """What the files of a checkpoint say: the content of its marker, their size, and a problem."""
+    """The facts in the files of a checkpoint: its marker, their size, a problem."""
 
     marker: Mapping[str, Any] | None
     num_bytes: int
@@ -129,7 +130,7 @@ class _Files:
 
     @property
     def seconds(self) -> float | None:
-        """How long the marker says the save took, if it does."""
+        """The duration of the save in the marker, if it is there."""
         seconds = (self.marker or {}).get("seconds")
         with contextlib.suppress(TypeError, ValueError):
             return float(seconds)  # type: ignore[arg-type]
@@ -137,20 +138,24 @@ class _Files:
 
     @property
     def noted_step(self) -> Any:
-        """The step that the marker says a manager saved, if any."""
+        """The step that the marker notes, if a manager saved it."""
         note = (self.marker or {}).get(steps.NOTE)
-        return note.get("step") if isinstance(note, dict) else None
+        if isinstance(note, dict):
+            return note.get("step")
+        return None
 
 
 def _describe(root: str, name: str) -> CheckpointInfo | None:
-    """Describe what has a name; return None if it is not a checkpoint."""
+    """Describe a directory; return None if it is not a checkpoint."""
     location = locations.join(root, name)
     files = _look(location, steps.parse_step(name))
     if files is None or (files.problem is not None and not locations.exists(location)):
         # No checkpoint, or another program has removed it meanwhile.
         return None
-    noted = files.noted_step
-    saved = steps.saved_at(location, noted) if isinstance(noted, int) else None
+    step = files.noted_step
+    saved = None
+    if isinstance(step, int):
+        saved = steps.saved_at(location, step)
     return CheckpointInfo(
         name=name,
         location=location,
@@ -166,8 +171,9 @@ def _describe(root: str, name: str) -> CheckpointInfo | None:
 
 
 def _look(location: str, step: int | None) -> _Files | None:
-    """Look at the files at a location, named after a step or not; return None if they are not a
-    checkpoint.
+    """Return the facts of a checkpoint's files, or None without a checkpoint.
+
+    Its name may be a step's.
     """
     marker: dict[str, Any] | None = None
     try:
@@ -181,13 +187,17 @@ def _look(location: str, step: int | None) -> _Files | None:
     files = _Files(marker, sum(file.num_bytes for file in manifest.files), None)
     if manifest.origin is not None and marker is None:
         return files
-    expected = files.noted_step if step is None else step
+    expected = step
+    if step is None:
+        expected = files.noted_step
     return replace(files, problem=steps.problem_at(location, expected))
 
 
 def _number_in(name: str) -> int | None:
     digits = re.search(r"\d{1,18}$", name)
-    return None if digits is None else int(digits[0])
+    if digits is None:
+        return None
+    return int(digits[0])
 
 
 def _time_of(location: str) -> float | None:

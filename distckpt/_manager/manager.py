@@ -40,7 +40,7 @@ logger = logging.getLogger(__name__)
 
 
 def _identity_of(directory: str) -> object:
-    """Return what tells a local directory from others that have its name."""
+    """Return a value that identifies a local directory, whatever its name."""
     with contextlib.suppress(OSError):
         status = os.stat(directory)
         return status.st_dev, status.st_ino
@@ -52,8 +52,9 @@ def _group_of(manager: CheckpointManager, *args: Any, **kwargs: Any) -> Any:
 
 
 class CheckpointManager(SaysOtherNames):
-    """Save, find and remove the checkpoints of a run: subdirectories of one directory, such as
-    `step_00000100`.
+    """Save, find and remove the checkpoints of a run.
+
+    They are subdirectories of one directory, such as `step_00000100`.
 
         with distckpt.CheckpointManager("checkpoints", keep_last=3) as manager:
             if manager.steps():
@@ -67,7 +68,7 @@ class CheckpointManager(SaysOtherNames):
     order. Rank 0 decides for all, so all load the same step. The other methods need no other rank.
 
     A step is kept if it is one of the newest, a multiple of `keep_every`, pinned, one of the best,
-    or chosen by `keep`. The others are removed in the background once the next save has been
+    or chosen by `keep`. All other steps are removed in the background once the next save has been
     committed, but only if a manager has saved them and no other program has meanwhile. Everything
     else in the directory is left alone.
 
@@ -144,7 +145,7 @@ class CheckpointManager(SaysOtherNames):
         self._is_closed = False
 
     def location(self, step: int) -> str:
-        """Return where a step is saved, whether it is there or not."""
+        """Return the location of a step, whether it exists or not."""
         return locations.join(self.root, steps.step_name(step))
 
     # --- Save
@@ -161,7 +162,7 @@ class CheckpointManager(SaysOtherNames):
         overwrite: bool = False,
         content_metadata: dict[str, Any] | None = None,
     ) -> SaveHandle:
-        """Save a step, in the background unless the manager was made with `async_save=False`.
+        """Save a step, in the background unless `async_save=False`.
 
         An incomplete checkpoint of this step is moved aside, or replaced on an object store, with a
         warning.
@@ -212,13 +213,14 @@ class CheckpointManager(SaysOtherNames):
     @collective(_group_of)
     @paused_garbage_collection()
     def reserve_staging_memory(self, state_dict: ShardedStateDict) -> Future[int]:
-        """Prepare the first `save`, see `distckpt.reserve_staging_memory`, with the options of this
-        manager.
+        """Prepare the first `save` with this manager's options.
+
+        See `distckpt.reserve_staging_memory`.
 
         Collective operation: all ranks must call it. Pointless with `async_save=False`.
         """
         request = self._request
-        return reserve_for(state_dict, _of_running_job(request) if self._has_planned else request)
+        return reserve_for(state_dict, _with_warnings(request) if self._has_planned else request)
 
     def _start_or_log(
         self,
@@ -248,21 +250,21 @@ class CheckpointManager(SaysOtherNames):
         note: bytes,
         request: SaveRequest,
     ) -> SaveHandle:
-        with ranks.telling("describe the step") as told:
-            told.payload = note
-        with ranks.answering(told, "check the target step"):
+        with ranks.telling("describe the step") as messages:
+            messages.payload = note
+        with ranks.answering(messages, "check the target step"):
             if ranks.is_coordinator:
                 # Its findings count for all ranks.
-                request = self._begin(step, told.payloads, request)
-            told.answer = bytes([self._has_planned])
-        if any(told.answer):
-            request = _of_running_job(request)
+                request = self._begin(step, messages.payloads, request)
+            messages.answer = bytes([self._has_planned])
+        if any(messages.answer):
+            request = _with_warnings(request)
         write = partial(self._write, step)
         if self._is_async:
-            in_background = background_save.in_background(request)
-            planned = plan_save(ranks, state_dict, in_background.request)
+            background = background_save.in_background(request)
+            planned = plan_save(ranks, state_dict, background.request)
             self._has_planned = True
-            save = background_save.prepare(ranks, in_background, planned, write)
+            save = background_save.prepare(ranks, background, planned, write)
             return background_save.start(ranks, save)
         planned = plan_save(ranks, state_dict, request)
         self._has_planned = True
@@ -270,7 +272,7 @@ class CheckpointManager(SaysOtherNames):
         return background_save.finished_handle(report.location, lambda: report)
 
     def _begin(self, step: int, notes: Sequence[bytes], request: SaveRequest) -> SaveRequest:
-        """Return the request with the notes of all ranks, after a look at what is there."""
+        """Return the request with all ranks' notes, after checking for the step."""
         self._warn_about_root(step)
         note = united_note(notes)
         name = self._seen.begin_save(step, note.names, self._policy.best_metric)
@@ -282,9 +284,9 @@ class CheckpointManager(SaysOtherNames):
         )
 
     def _warn_about_newer(self, step: int) -> None:
-        """Name, once, the steps that a restart would prefer to one that is about to be saved."""
-        there = map(steps.parse_step, steps.list_root(self.root))
-        newer = {other for other in there if other is not None and other > step}
+        """Name, once, the steps that a restart would prefer to this one."""
+        existing = map(steps.parse_step, steps.list_root(self.root))
+        newer = {other for other in existing if other is not None and other > step}
         if newer - self._named_newer:
             self._named_newer |= newer
             logger.warning(
@@ -298,8 +300,10 @@ class CheckpointManager(SaysOtherNames):
             )
 
     def _warn_about_root(self, step: int) -> None:
-        """Name, once, what a restart would find there instead of this run: steps that it would
-        prefer, another place of the same path, or what has replaced the directory.
+        """Name, once, the reasons why a restart would not find this run.
+
+        These are steps that it would prefer, another place of the same path, or a replaced
+        directory.
         """
         leads_to = posix.resolve(self._given)
         if leads_to not in (posix.resolve(self.root), self._named_elsewhere):
@@ -342,16 +346,19 @@ class CheckpointManager(SaysOtherNames):
         return report
 
     def _after_commit(self, step: int) -> None:
-        """Update the tracker file and remove what is not kept. An error here does not fail the
-        save.
+        """Update the tracker file and remove surplus steps.
+
+        An error here does not fail the save.
         """
         self._last_saved = step, _identity_of(self.root)
         with locations.only_logging(f"write {steps.TRACKER}"):
             steps.write_tracker(self.root, step, self._request.options.durable)
         with locations.only_logging(f"remove old checkpoints from {self.root}"):
-            saved = steps.own_steps(self.root) if self._policy.keep_last is not None else []
-            found = surplus(self.root, self._policy, saved, step)
-            known = [old for old in found if self._seen.knows(old)]
+            saved = []
+            if self._policy.keep_last is not None:
+                saved = steps.own_steps(self.root)
+            surplus_steps = surplus(self.root, self._policy, saved, step)
+            known = [old for old in surplus_steps if self._seen.knows(old)]
             self.not_removed = removal.remove_steps(self.root, known)
 
     # --- Load
@@ -371,7 +378,7 @@ class CheckpointManager(SaysOtherNames):
         """Load a step, or the newest one that loads. Waits first for the saves in progress.
 
         Without `step`, one that turns out to be damaged or is removed while it is read is passed
-        over on all ranks, as `latest` passes over those whose damage shows from outside. The log
+        over on all ranks, as `latest` passes over steps whose damage shows from outside. The log
         and `skipped` have the reasons. All other errors are raised: a step that does not match the
         request is not passed over.
 
@@ -379,14 +386,14 @@ class CheckpointManager(SaysOtherNames):
             state_dict: see `distckpt.load`. A step that is passed over may have been read partly;
                 the one that is loaded overwrites all that it holds.
             step: None for the newest one that loads.
-            strict: this and all others as in `distckpt.load`.
-            rules: how the requested tensors are made from stored ones.
+            strict: as in `distckpt.load`, like all further arguments.
+            rules: the way to make requested tensors from stored ones.
             family: afterwards, the rules of the model's family.
             options: further options.
             changes: options by keyword; see `LoadOptions` for all of them.
 
         Returns:
-            What `distckpt.load` returns.
+            The result of `distckpt.load`.
 
         Raises:
             CheckpointNotFoundError: the step is not there, or no step can be loaded, with the
@@ -414,7 +421,9 @@ class CheckpointManager(SaysOtherNames):
                 options=options,
             )
 
-        return self._load_newest(ranks, read) if step is None else read(step)
+        if step is None:
+            return self._load_newest(ranks, read)
+        return read(step)
 
     def _load_newest(self, ranks: Ranks, read: Callable[[int], StateDict]) -> StateDict:
         self.skipped = {}
@@ -432,7 +441,9 @@ class CheckpointManager(SaysOtherNames):
                     raise
                 # It was complete when it was found.
                 is_gone = isinstance(error, CheckpointNotFoundError)
-                reason = steps.REMOVED if is_gone else f"{type(error).__name__}: {error}"
+                reason = steps.REMOVED
+                if not is_gone:
+                    reason = f"{type(error).__name__}: {error}"
                 self.skipped[newest] = reason
             is_partly_filled = True
             if ranks.is_coordinator:
@@ -453,8 +464,9 @@ class CheckpointManager(SaysOtherNames):
         return CheckpointNotFoundError(f"No step in {self.root!r} can be loaded.{advice}{reasons}")
 
     def latest(self) -> int | None:
-        """Return the newest complete step, None if there is none; `skipped` gets the problems of
-        newer ones.
+        """Return the newest complete step, or None if there is none.
+
+        `skipped` gets the problems of newer ones.
 
         Checks the marker, the manifest, and the sizes and headers of all files. Saves in progress
         do not count. Each rank looks for itself: in a job, let one rank call this, or just call
@@ -466,9 +478,7 @@ class CheckpointManager(SaysOtherNames):
         return newest
 
     def _find_newest(self) -> tuple[int | None, list[tuple[int, str]]]:
-        """Return the newest complete step that is not in `skipped`, and the problems of it and of
-        newer ones.
-        """
+        """Return the newest complete step outside `skipped`, and newer ones' problems."""
         newest, problems = steps.newest_complete_step(self.root, self.skipped)
         for step, problem in problems.items():
             if step not in self.skipped:
@@ -479,9 +489,7 @@ class CheckpointManager(SaysOtherNames):
         logger.warning("step %d in %s is passed over: %s", step, self.root, reason)
 
     def steps(self) -> list[int]:
-        """Return the steps that were committed and are still there, in ascending order, without
-        checking them.
-        """
+        """Return the committed steps in ascending order, without checking them."""
         return steps.committed_steps(self.root)
 
     # --- End
@@ -490,8 +498,8 @@ class CheckpointManager(SaysOtherNames):
         """Wait until all saves have ended and old checkpoints are removed.
 
         Raises:
-            CheckpointingException: a save failed, and nobody has asked for its result yet; not with
-                `on_failure="log"`.
+            CheckpointingException: a save failed, and its result has not been asked for yet; not
+                with `on_failure="log"`.
         """
         for handle in self._handles:
             handle.error()
@@ -523,8 +531,11 @@ class CheckpointManager(SaysOtherNames):
         return Ranks(self._request.process_group)
 
 
-def _of_running_job(request: SaveRequest) -> SaveRequest:
-    """Return a request that warns of what cannot be stored: its job would lose a checkpoint."""
+def _with_warnings(request: SaveRequest) -> SaveRequest:
+    """Return a request that warns of values that cannot be stored.
+
+    An error would cost its job a checkpoint.
+    """
     if request.options.unsupported is not None:
         return request
     return replace(request, options=replace(request.options, unsupported="warn"))

@@ -17,7 +17,9 @@ logger = logging.getLogger(__name__)
 
 
 class PreemptionGuard:
-    """Catch a signal such as SIGTERM, so that all ranks can save and stop at the same step.
+    """Catch a signal such as SIGTERM, so that all ranks stop together.
+
+    They can save and stop at the same step.
 
         with distckpt.PreemptionGuard() as guard:
             for step in range(first_step, num_steps):
@@ -45,7 +47,9 @@ class PreemptionGuard:
         self._before: dict[int, Any] = {}
 
     def __enter__(self) -> PreemptionGuard:
-        """Install handlers for the signals, which Python allows only in the main thread.
+        """Install handlers for the signals.
+
+        Python allows that only in the main thread.
 
         Warns if torchrun would kill the ranks before a scheduler that sends SIGTERM does.
         """
@@ -68,14 +72,14 @@ class PreemptionGuard:
 
     @operation
     def should_stop(self) -> bool:
-        """Return True, on all ranks alike, when any rank has received a signal.
+        """Return True, on all ranks alike, once any has received a signal.
 
         Collective operation: all ranks must call it. It exchanges one number, so it can be called
         at every step.
         """
         own = int(self.received)
         stops = not Ranks(self._process_group).all_equal(own) or bool(own)
-        # Raised after the exchange, which the others would wait for.
+        # Raised after the exchange, which the other ranks would wait for.
         if not self._before:
             raise CheckpointingException(
                 "No signal is caught: use the PreemptionGuard in a `with` statement."

@@ -1,4 +1,4 @@
-"""Remove steps, and what interrupted saves and removals have left."""
+"""Remove steps, and the remains of interrupted saves and removals."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ logger = logging.getLogger(__name__)
 
 
 def remove_steps(root: str, surplus: Sequence[Saved]) -> dict[int, str]:
-    """Remove steps; return the reason why one is still there, by step."""
+    """Remove steps; return the reason for each that is still there."""
     problems = {}
     for saved in surplus:
         step = saved.step
@@ -36,14 +36,15 @@ def remove_steps(root: str, surplus: Sequence[Saved]) -> dict[int, str]:
 
 
 def remove_step(root: str, step: int, save: str) -> bool:
-    """Remove a step, which is never half deleted under its name; return False if it is not from
-    this save.
+    """Remove a step, unless it is from another save; return False then.
+
+    It is never half deleted under its name.
     """
     location = locations.join(root, step_name(step))
 
     def is_that_save(place: str) -> bool:
-        found = steps.saved_at(place, step)
-        return found is not None and found.save == save
+        saved = steps.saved_at(place, step)
+        return saved is not None and saved.save == save
 
     if not locations.is_local(root):
         return conditional_put.remove_checkpoint(location, is_that_save)
@@ -56,8 +57,9 @@ def remove_step(root: str, step: int, save: str) -> bool:
 
 
 def _take_away(location: str, is_meant: Callable[[str], bool]) -> bool:
-    """Remove a local step; return False if it is another one than was meant, or another manager was
-    faster.
+    """Remove a local step.
+
+    Return False if it is not the right one, or another manager was faster.
     """
     # If this is interrupted, the next manager puts a directory of this name back; other programs do
     # not remove it.
@@ -73,7 +75,10 @@ def _take_away(location: str, is_meant: Callable[[str], bool]) -> bool:
 
 
 def _check_removable(directory: str) -> None:
-    """Raise an error if this user cannot remove all files in a directory, before any is removed."""
+    """Raise an error if a directory has files this user cannot remove.
+
+    None is removed before this check.
+    """
     for inner, _, _ in os.walk(directory):
         if not os.access(inner, os.W_OK | os.X_OK, effective_ids=True):
             if os.statvfs(inner).f_flag & os.ST_RDONLY:
@@ -82,8 +87,9 @@ def _check_removable(directory: str) -> None:
 
 
 def _discard(directory: str) -> bool:
-    """Remove a local directory beside the steps; under its name it disappears in one step. Return
-    False if another program was faster.
+    """Remove a local directory next to the steps.
+
+    Under its name it disappears in one step. Return False if another program was faster.
     """
     trash = hidden_directories.beside(hidden_directories.target_of(directory), "trash")
     try:
@@ -101,8 +107,9 @@ def _discard(directory: str) -> bool:
 
 
 def clear_leftovers(root: str, seen: SeenSteps) -> None:
-    """Remove what interrupted saves and removals of earlier runs have left, and give a lost step
-    its name back.
+    """Remove the remains of earlier runs' interrupted saves and removals.
+
+    A lost step gets its name back.
     """
     for name in steps.list_root(root):
         replaced = steps.replaced_step(name)
@@ -116,7 +123,9 @@ def clear_leftovers(root: str, seen: SeenSteps) -> None:
 
 
 def clear_leftover(root: str, name: str, is_abandoned: Callable[[str], bool]) -> bool:
-    """Remove a leftover of an interrupted save or removal; return False if it is still there.
+    """Remove a leftover of an interrupted save or removal.
+
+    Return False if it is still there.
 
     `is_abandoned` is asked about saves that may be running on other machines.
     """

@@ -16,8 +16,9 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Retention:
-    """The conditions of `CheckpointManager`. A step that meets one of them is kept; without
-    `keep_last` all steps are.
+    """The conditions of `CheckpointManager`.
+
+    A step that meets one of them is kept; without `keep_last` all steps are.
     """
 
     keep_last: int | None = None
@@ -44,7 +45,7 @@ class Retention:
             )
 
     def keeps_always(self, saved: Saved) -> bool:
-        """Tell whether a step is kept however many newer and better ones there are."""
+        """Whether a step is kept whatever newer and better ones there are."""
         if saved.pinned:
             return True
         if self.keep_every is not None and saved.step % self.keep_every == 0:
@@ -59,9 +60,9 @@ def surplus(root: str, policy: Retention, saved: Sequence[Saved], last: int) -> 
 
     Args:
         root: their directory.
-        policy: what is kept.
+        policy: the conditions for keeping a step.
         saved: all steps, in ascending order.
-        last: the step that was saved last: it is complete, and kept, even if others are newer.
+        last: the step that was saved last: it is complete, and kept, even if there are newer ones.
     """
     if policy.keep_last is None:
         return []
@@ -70,17 +71,24 @@ def surplus(root: str, policy: Retention, saved: Sequence[Saved], last: int) -> 
     if has_metrics and (problem := unknown_metric(policy.best_metric, metric_names(saved))):
         logger.warning("nothing is removed from %s: %s", root, problem)
         return []
-    kept = _newest(root, policy.keep_last, saved, last) | _best(policy, saved)
-    return [item for item in saved if item.step not in kept and not policy.keeps_always(item)]
+    steps_to_keep = _newest(root, policy.keep_last, saved, last) | _best(policy, saved)
+    surplus_steps = []
+    for item in saved:
+        if item.step not in steps_to_keep and not policy.keeps_always(item):
+            surplus_steps.append(item)
+    return surplus_steps
 
 
 def metric_names(saved: Iterable[Saved]) -> set[str]:
     """Return the names of all metrics of some steps."""
-    return {name for item in saved for name in item.metrics}
+    names: set[str] = set()
+    for item in saved:
+        names.update(item.metrics)
+    return names
 
 
 def unknown_metric(metric: str | None, names: Collection[str]) -> str | None:
-    """Return a message if a metric is not among those that there are, or else None."""
+    """Return a message if a metric is unknown, or else None."""
     if metric is None or metric in names:
         return None
     return (
@@ -89,18 +97,16 @@ def unknown_metric(metric: str | None, names: Collection[str]) -> str | None:
 
 
 def _newest(root: str, keep_last: int, saved: Sequence[Saved], last: int) -> set[int]:
-    """Return the newest steps, `keep_last` of which are complete, and the one that was saved
-    last.
-    """
-    found = {last}
+    """Return the newest steps until `keep_last` are complete, and the last save."""
+    newest = {last}
     num_complete = 0
     for item in reversed(saved):
         if num_complete >= keep_last:
             break
         # One that is incomplete, or cannot be read today, stays as well.
-        found.add(item.step)
+        newest.add(item.step)
         num_complete += item.step == last or steps.problem_with(root, item.step) is None
-    return found
+    return newest
 
 
 def _best(policy: Retention, saved: Sequence[Saved]) -> set[int]:

@@ -1,4 +1,4 @@
-"""What a manager has seen in its directory."""
+"""The steps that a manager has seen in its directory."""
 
 from __future__ import annotations
 
@@ -16,12 +16,13 @@ from distckpt._storage import locations
 
 
 class SeenSteps:
-    """What a manager has seen in its directory. It removes nothing else, since other programs may
-    save there, too.
+    """The steps that a manager has seen in its directory.
+
+    It removes nothing else, since other programs may save there, too.
     """
 
     def __init__(self, root: str, patience: float, removes_steps: bool) -> None:
-        """Look at nothing yet.
+        """Start without a look at the directory.
 
         Args:
             root: the directory.
@@ -60,43 +61,47 @@ class SeenSteps:
         return name
 
     def knows(self, saved: Saved) -> bool:
-        """Tell whether a step was there at the first look, or saved by this manager. All others may
-        be in use.
+        """Whether a step was there at the first look, or saved here.
+
+        All other steps may be in use.
         """
         return (saved.step, saved.save) in (self._saves or ())
 
     def is_abandoned(self, location: str) -> bool:
-        """Tell whether an unfinished save has not changed since a look long ago, by the clock of
-        this process.
+        """Whether an unfinished save has not changed for long.
+
+        Time counts from an earlier look, by the clock of this process.
         """
-        found, now = changes_in(location), time.monotonic()
+        changes = changes_in(location)
+        now = time.monotonic()
         before, since = self._unfinished.get(location, (None, now))
-        if before != found:
-            self._unfinished[location] = found, now
+        if before != changes:
+            self._unfinished[location] = changes, now
             return False
         return now - since >= self._patience
 
 
 def _saved_in(root: str) -> list[Saved]:
-    """Return the saves in a directory, with those that are being overwritten or removed."""
-    found = []
+    """Return the saves in a directory, also ones being overwritten or removed."""
+    saves = []
     for name in steps.list_root(root):
         step = steps.step_in(name)
         if step is not None:
-            found.append(steps.saved_at(locations.join(root, name), step))
-    return [saved for saved in found if saved is not None]
+            saves.append(steps.saved_at(locations.join(root, name), step))
+    return [saved for saved in saves if saved is not None]
 
 
 def changes_in(location: str) -> dict[str, tuple[int, float]]:
-    """Return the size and the time of the last change of each file and directory of a save, by
-    path.
+    """Return size and last change of a save's files, by path.
+
+    Directories are among them.
     """
     if not locations.is_local(location):
         return dict.fromkeys(conditional_put.unfinished_files(location), (0, 0.0))
-    found = {}
+    changes = {}
     for directory, _, names in os.walk(location):
         for path in (directory, *(os.path.join(directory, name) for name in names)):
             with contextlib.suppress(FileNotFoundError):
                 status = os.lstat(path)
-                found[path] = status.st_size, status.st_mtime
-    return found
+                changes[path] = status.st_size, status.st_mtime
+    return changes

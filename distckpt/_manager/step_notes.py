@@ -1,4 +1,4 @@
-"""What ranks say about a step when they save it, and what its marker then notes."""
+"""The facts of ranks about a step, and the marker's note."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from distckpt._manager.steps import finite_numbers
 
 @dataclass(frozen=True)
 class StepNote:
-    """What a rank, or all ranks together, say about a step.
+    """The facts of a rank, or of all ranks, about a step.
 
     Attributes:
-        metrics: those that are finite numbers.
+        metrics: the metrics that are finite numbers.
         names: names of all metrics.
         pinned: whether the step is never removed.
     """
@@ -26,19 +26,17 @@ class StepNote:
 
 
 def encode_note(metrics: Mapping[str, Any], pinned: bool) -> bytes:
-    """Encode what this rank says about a step.
+    """Encode the facts of this rank about a step.
 
     Raises:
         TypeError: a metric is not a number.
     """
-    names = [str(name) for name in metrics]
+    names = list(map(str, metrics))
     return json.dumps([finite_numbers(metrics), names, bool(pinned)]).encode()
 
 
 def united_note(encoded: Sequence[bytes]) -> StepNote:
-    """Unite what all ranks say, in the order of their ranks: the lowest rank with a metric decides
-    about its value.
-    """
+    """Unite the facts of all ranks; the lowest rank with a metric counts."""
     metrics: dict[str, float] = {}
     names: set[str] = set()
     is_pinned = False

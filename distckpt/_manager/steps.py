@@ -21,13 +21,14 @@ from distckpt._operations.verify import verify
 from distckpt._storage import locations
 
 NOTE = "manager"
-"""Field of the marker that says which step a manager saved, its metrics, and whether it is
-pinned.
+"""Field of the marker with step, metrics and whether it is pinned.
+
+Only the saves of managers have it.
 """
 TRACKER = "latest_checkpointed_iteration.txt"
 
 REMOVED = "it was removed, by whatever limits how many checkpoints are kept, perhaps"
-"""The problem of a step that is there no more."""
+"""The problem of a step that no longer exists."""
 
 logger = logging.getLogger(__name__)
 
@@ -65,59 +66,66 @@ def step_name(step: int) -> str:
 
 
 def parse_step(name: str) -> int | None:
-    """Return the step of a directory, None if it has another kind of name."""
+    """Return the step of a directory, or None for other names."""
     match = _STEP.fullmatch(name)
     if match is None:
         return None
     step = int(match[1])
     # Other programs may write more zeros.
-    return step if step_name(step) == name else None
+    if step_name(step) == name:
+        return step
+    return None
 
 
 def is_leftover(name: str) -> bool:
-    """Tell whether an interrupted save or removal has left a directory of this name."""
+    """Whether a name belongs to the leftover of a save or removal."""
     is_of_tracker = _TRACKER_LEFTOVER.fullmatch(name) is not None
     return is_of_tracker or _hidden_step(name, "tmp", "trash") is not None
 
 
 def is_journal_of_parts(name: str) -> bool:
-    """Tell whether work in parts has its journal, and what it writes, in a directory of this
-    name.
+    """Whether a directory of this name belongs to work in parts.
+
+    It holds a journal and the files of the work.
     """
     hidden = hidden_directories.parse(name)
     return hidden is not None and hidden.kind == "parts"
 
 
 def replaced_step(name: str) -> int | None:
-    """Return the step of a directory that holds a checkpoint that is being overwritten, None for
-    any other.
-    """
+    """Return the step whose checkpoint is being overwritten there, or None."""
     return _hidden_step(name, "old")
 
 
 def _hidden_step(name: str, *kinds: str) -> int | None:
-    """Return the step of a directory of these kinds beside the steps, None for any other."""
+    """Return the step of a hidden directory of these kinds, or None."""
     hidden = hidden_directories.parse(name)
     match = None if hidden is None else _STEP.fullmatch(hidden.name)
-    return int(match[1]) if match and hidden and hidden.kind in kinds else None
+    if match and hidden and hidden.kind in kinds:
+        return int(match[1])
+    return None
 
 
 def step_in(name: str) -> int | None:
-    """Return the step of a directory, even if it is being overwritten or removed."""
+    """Return the step of a directory, also one being overwritten or removed."""
     step = parse_step(name)
-    return replaced_step(name) if step is None else step
+    if step is None:
+        return replaced_step(name)
+    return step
 
 
 def is_free_to_remove(name: str) -> bool:
-    """Tell whether a leftover of this name can be removed: it is not a directory of a save, which
-    may be running.
+    """Whether a leftover of this name can be removed.
+
+    It cannot if it is the directory of a save, which may be running.
     """
     return is_leftover(name) and ".tmp-" not in name
 
 
 def write_tracker(root: str, step: int, durable: bool) -> None:
     """Write the number of a step into the tracker file."""
-    path, content = locations.join(root, TRACKER), str(step).encode()
+    path = locations.join(root, TRACKER)
+    content = str(step).encode()
     try:
         locations.write_bytes(path, content, durable)
     except FileNotFoundError:
@@ -126,7 +134,7 @@ def write_tracker(root: str, step: int, durable: bool) -> None:
 
 
 def read_tracker(root: str) -> int | None:
-    """Return the step that the tracker file names, None if there is none that can be read."""
+    """Return the step in the tracker file, or None if unreadable."""
     try:
         return int(locations.read_bytes(locations.join(root, TRACKER), max_bytes=64))
     except (OSError, ValueError):
@@ -156,12 +164,12 @@ def all_steps(root: str) -> list[int]:
 
 
 def committed_steps(root: str) -> list[int]:
-    """Return the steps that have a marker, or a directory that cannot be read, in ascending
-    order.
-    """
-    return [
-        step for step in all_steps(root) if _may_be_committed(locations.join(root, step_name(step)))
-    ]
+    """Return the steps with a marker or an unreadable directory, ascending."""
+    committed = []
+    for step in all_steps(root):
+        if _may_be_committed(locations.join(root, step_name(step))):
+            committed.append(step)
+    return committed
 
 
 def _may_be_committed(location: str) -> bool:
@@ -173,8 +181,9 @@ def _may_be_committed(location: str) -> bool:
 
 
 def problem_with(root: str, step: int) -> str | None:
-    """Check the marker, the manifest, and the sizes and headers of the files of a step; return the
-    problem, if any.
+    """Check the marker, the manifest and the files of a step.
+
+    Of files, sizes and headers are checked. Return the problem, if any.
 
     A problem counts when it is found again: storage may fail for a moment, and if another program
     replaces the step meanwhile, parts of two checkpoints are checked.
@@ -182,33 +191,36 @@ def problem_with(root: str, step: int) -> str | None:
     location = locations.join(root, step_name(step))
     problem = problem_at(location, step)
     for _ in range(MAX_READS):
-        last, problem = problem, problem and problem_at(location, step)
+        last = problem
+        problem = problem and problem_at(location, step)
         if problem == last:
             break
     return problem
 
 
 def problem_at(location: str, step: int | None) -> str | None:
-    """Check the checkpoint of a step at a location, which need not be its own."""
+    """Check the checkpoint of a step at any location."""
     try:
         marker = read_marker(location)
         if marker is None:
             return _why_unfinished(location)
         backend = parse_config(marker, location).sharded_backend
-        noted = marker.get(NOTE)
-        if isinstance(noted, dict) and noted.get("step") != step:
-            return f"the marker says that this is step {noted.get('step')!r}"
+        note = marker.get(NOTE)
+        if isinstance(note, dict) and note.get("step") != step:
+            return f"the marker says that this is step {note.get('step')!r}"
         problems = verify(location, "fast").problems if backend == BACKEND else ()
     except (CheckpointingException, OSError) as error:
         return f"{type(error).__name__}: {error}"
     if not problems:
         return None
-    more = f" (and {len(problems) - 1} more problems)" if len(problems) > 1 else ""
+    more = ""
+    if len(problems) > 1:
+        more = f" (and {len(problems) - 1} more problems)"
     return f"{problems[0].file}: {problems[0].message}{more}"
 
 
 def is_file(location: str) -> bool:
-    """Whether a plain file of the disk has the name of a step."""
+    """Whether a plain file on disk has a step's name."""
     return locations.is_local(location) and os.path.isfile(location)
 
 
@@ -231,8 +243,9 @@ def _why_unfinished(location: str) -> str:
 
 
 def must_replace(root: str, step: int) -> bool:
-    """Move a damaged checkpoint of a step aside; return True if it can only be replaced, on an
-    object store.
+    """Move a damaged checkpoint of a step aside.
+
+    Return True if it can only be replaced, on an object store.
     """
     location = locations.join(root, step_name(step))
     if not locations.exists(locations.join(location, CONFIG_FNAME)):
@@ -259,29 +272,29 @@ def must_replace(root: str, step: int) -> bool:
 def newest_complete_step(
     root: str, known_problems: Mapping[int, str]
 ) -> tuple[int | None, dict[int, str]]:
-    """Return the newest complete step, if there is one, and the problem of each newer step.
+    """Return the newest complete step, if any, and newer ones' problems.
 
-    When newer steps were committed while others were passed over, which may have been removed for
-    them, looks again.
+    If newer steps were committed meanwhile, for which the passed ones may have been removed, it
+    looks again.
     """
     problems = dict(known_problems)
-    listed = all_steps(root)
+    steps = all_steps(root)
     while True:
-        newest = _first_without_problem(root, listed, problems)
-        skipped = [step for step in listed if newest is None or step > newest]
-        now = all_steps(root) if skipped else listed
+        newest = _first_without_problem(root, steps, problems)
+        skipped = [step for step in steps if newest is None or step > newest]
+        now = steps
+        if skipped:
+            now = all_steps(root)
         gone = set(skipped).difference(now, known_problems)
         problems.update(dict.fromkeys(gone, REMOVED))
-        if now[-1:] <= listed[-1:]:
+        if now[-1:] <= steps[-1:]:
             return newest, {step: problems[step] for step in reversed(skipped)}
-        listed = now
+        steps = now
 
 
-def _first_without_problem(
-    root: str, listed: Sequence[int], problems: dict[int, str]
-) -> int | None:
-    """Return the newest of some steps that is complete; `problems` gets those of newer ones."""
-    for step in reversed(listed):
+def _first_without_problem(root: str, steps: Sequence[int], problems: dict[int, str]) -> int | None:
+    """Return the newest complete step; `problems` gets newer ones'."""
+    for step in reversed(steps):
         problem = problems.get(step) or problem_with(root, step)
         if problem is None:
             return step
@@ -292,17 +305,20 @@ def _first_without_problem(
 def own_steps(root: str) -> list[Saved]:
     """Return the steps that a manager has saved, in ascending order.
 
-    Only those whose marker says so count, so links and what other programs have put there do not.
+    A step counts only if its marker says so, so links and the files of other programs do not.
     """
-    found = (saved_at(locations.join(root, step_name(step)), step) for step in all_steps(root))
-    return [saved for saved in found if saved is not None]
+    saves = (saved_at(locations.join(root, step_name(step)), step) for step in all_steps(root))
+    return [saved for saved in saves if saved is not None]
 
 
-# --- What the marker notes ------------------------------------------------------------------------
+# --- The note in the marker -----------------------------------------------------------------------
 
 
 def finite_numbers(metrics: Mapping[str, Any]) -> dict[str, float]:
-    """Return the metrics that JSON has numbers for. A step without them is never the best one."""
+    """Return the metrics that JSON has numbers for.
+
+    A step without them is never the best one.
+    """
     if not isinstance(metrics, Mapping):
         raise TypeError(f"Metrics are a dict of numbers, got {metrics!r:.100}")
     numbers = {str(name): _number(name, value) for name, value in metrics.items()}
@@ -319,11 +335,14 @@ def _number(name: object, value: Any) -> float:
 
 
 def saved_at(location: str, step: int) -> Saved | None:
-    """Return what the marker at a location says about a step, None if no manager has saved it."""
-    noted = _note_at(location)
-    if noted.get("step") != step:
+    """Return the step noted in the marker at a location, or None.
+
+    None means that no manager has saved it.
+    """
+    note = _note_at(location)
+    if note.get("step") != step:
         return None
-    metrics = noted.get("metrics", {})
+    metrics = note.get("metrics", {})
     numbers: dict[str, float] = {}
     with contextlib.suppress(TypeError):
         numbers = finite_numbers(metrics)
@@ -335,9 +354,9 @@ def saved_at(location: str, step: int) -> Saved | None:
             location,
             metrics,
         )
-    pinned = is_odd or noted.get("pinned", False) is not False
+    pinned = is_odd or note.get("pinned", False) is not False
     # Earlier versions gave saves no names.
-    return Saved(step, str(noted.get("save")), numbers, pinned)
+    return Saved(step, str(note.get("save")), numbers, pinned)
 
 
 def _note_at(location: str) -> dict[str, Any]:
@@ -347,5 +366,7 @@ def _note_at(location: str) -> dict[str, Any]:
         marker = read_marker(location) or {}
     except (CheckpointingException, OSError):
         return {}
-    noted = marker.get(NOTE)
-    return noted if isinstance(noted, dict) else {}
+    note = marker.get(NOTE)
+    if isinstance(note, dict):
+        return note
+    return {}

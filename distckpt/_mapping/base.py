@@ -1,5 +1,6 @@
-"""The base of what a sharded state dict holds. `distckpt.mapping` is the public path and defines
-the words.
+"""The base of the values in a sharded state dict.
+
+`distckpt.mapping` is the public path and defines the words.
 """
 
 from __future__ import annotations
@@ -17,11 +18,11 @@ from distckpt._mapping.kinds import ShardedMeta, megatron_counterpart
 ReplicaId: TypeAlias = int | tuple[int, ...]
 
 INTEGERS = (int, Integral)
-"""Classes of integers, of which `int` is by far the most frequent and the fastest to find."""
+"""Classes of integers; `int` is the most frequent and the fastest to find."""
 
 
 class OpenReplicaId(tuple[int, ...]):
-    """A replica id that leaves open which copy of a shard is the main one.
+    """A replica id that leaves the main copy of a shard open.
 
     A copy with the plain replica id 0 is the main one if there is one. Otherwise it is the copy of
     the lowest rank, among copies whose first number is 0 if there are any.
@@ -29,13 +30,14 @@ class OpenReplicaId(tuple[int, ...]):
 
 
 class BufferReplicaId(OpenReplicaId):
-    """An open replica id of a buffer, whose copies may differ (running statistics): only the main
-    replica is written.
+    """An open replica id of a buffer, whose copies may differ.
+
+    Running statistics are an example. Only the main replica is written.
     """
 
 
 class ShardedBase(metaclass=ShardedMeta):
-    """Base of the parts of global tensors and objects in a sharded state dict.
+    """Base of the parts of global tensors and objects.
 
     Two of them are equal when they are of one class, describe the same thing and hold the very same
     `data` object. Values are not compared, since `==` of two tensors is a tensor and not an answer.
@@ -65,7 +67,9 @@ class ShardedBase(metaclass=ShardedMeta):
     def _check_identity(self) -> None:
         if not isinstance(self.key, str):
             self._fail(f"the key must be a string, got {type(self.key).__name__}")
-        numbers = (self.replica_id,) if isinstance(self.replica_id, INTEGERS) else self.replica_id
+        numbers = self.replica_id
+        if isinstance(self.replica_id, INTEGERS):
+            numbers = (self.replica_id,)
         if min(integers(type(self), self.key, "replica_id", numbers), default=0) < 0:
             self._fail(
                 f"replica_id {self.replica_id} must not be negative; count copies from 0, the main "
@@ -78,8 +82,9 @@ class ShardedBase(metaclass=ShardedMeta):
     def __eq__(self, other: object) -> bool:
         if type(self) is not type(other):
             return NotImplemented
-        mine, theirs = dict(vars(self)), dict(vars(other))
-        return mine.pop("data") is theirs.pop("data") and mine == theirs
+        ours = dict(vars(self))
+        theirs = dict(vars(other))
+        return ours.pop("data") is theirs.pop("data") and ours == theirs
 
     __hash__ = None  # type: ignore[assignment]
 
@@ -90,14 +95,18 @@ def fail(kind: type, key: str, problem: str) -> NoReturn:
 
 
 def flat_bounds(flattened_range: slice, local_shape: tuple[int, ...]) -> tuple[int, int]:
-    """Return the first and last + 1 element of a flat shard inside its flattened local tensor."""
+    """Return the bounds of a flat shard inside its flattened local tensor.
+
+    They are the first element, and the last + 1.
+    """
     start, stop, _ = flattened_range.indices(math.prod(local_shape))
     return start, max(start, stop)
 
 
 def integers(kind: type, key: str, attribute: str, values: Any) -> tuple[int, ...]:
-    """Return `values` as Python integers; InvalidShardingError that names the attribute when they
-    are not integers.
+    """Return `values` as Python integers.
+
+    Otherwise raise InvalidShardingError, naming the attribute.
     """
     try:
         return tuple(map(index, values))
@@ -106,8 +115,9 @@ def integers(kind: type, key: str, attribute: str, values: Any) -> tuple[int, ..
 
 
 def unsuitable(data: Any) -> str:
-    """Say why the elements of a tensor cannot be saved or loaded, and the way out; "" for ordinary
-    tensors.
+    """Return the problem with a tensor's elements, and the way out.
+
+    "" for ordinary tensors.
     """
     is_plain = type(data) in (torch.Tensor, torch.nn.Parameter) and data.layout is torch.strided
     if is_plain and data.data_ptr() and not (data.is_nested or data.is_quantized):

@@ -24,14 +24,12 @@ _FIELDS = {
     "ShardedObject": {"key", "data", "global_shape", "global_offset", "replica_id"},
     "ShardedTensorFactory": {"key", "data", "build_fn", "merge_fn", "replica_id"},
 }
-"""Class name -> the fields that distinguish the class from others of that name."""
+"""Class name -> the fields that distinguish it from a namesake."""
 
 
 @functools.cache
 def kind_of(cls: type) -> str | None:
-    """Return the name of the sharded class that a class is, or is derived from; None for all
-    others.
-    """
+    """Return the name of a class's sharded base class, or None."""
     for base in cls.__mro__:
         fields = _FIELDS.get(base.__name__)
         if fields is not None and fields <= set(getattr(base, "__dataclass_fields__", ())):
@@ -42,14 +40,16 @@ def kind_of(cls: type) -> str | None:
 
 
 class ShardedMeta(ABCMeta):
-    """Metaclass of the sharded classes: objects of Megatron's class of the same name are instances
-    of them, so that a program need not know who made an object.
+    """Metaclass of the sharded classes, with Megatron's objects as instances.
+
+    They belong to Megatron's class of the same name, so that a program need not know who made an
+    object.
 
     Their classes are no subclasses.
     """
 
     def __instancecheck__(cls, instance: Any) -> bool:
-        """Tell whether an object is of the class, or of its counterpart."""
+        """Whether an object is of the class, or of its counterpart."""
         return _covers(cls, type(instance))  # type: ignore[arg-type]  # Classes are hashable.
 
 
@@ -58,14 +58,14 @@ def _covers(cls: type, other: type) -> bool:
     if issubclass(other, cls):
         return True
     kind = kind_of(other)  # type: ignore[arg-type]
-    # Not what a program derives from ours.
+    # Classes that a program derives from ours do not count.
     is_ours = cls.__module__.partition(".")[0] == __name__.partition(".")[0]
     return is_ours and (kind == cls.__name__ or (cls.__name__ == "ShardedBase" and kind in _FIELDS))
 
 
 @functools.cache
 def _counterpart(cls: type, theirs: Any) -> Any:
-    """Return Megatron's class of the same kind, for which objects of a class are instances now."""
+    """Return Megatron's class of the same kind, whose objects are instances now."""
     counterpart = getattr(theirs, str(kind_of(cls)), None)
     if isinstance(counterpart, ABCMeta):
         counterpart.register(cls)
@@ -73,7 +73,9 @@ def _counterpart(cls: type, theirs: Any) -> Any:
 
 
 def megatron_counterpart(cls: type) -> Any:
-    """Make Megatron's class of the same kind known to a class, whichever was imported first.
+    """Make Megatron's class of the same kind known to a class.
+
+    Either may be imported first.
 
     Objects of the class become instances of Megatron's where that is an abstract base class.
     Returns Megatron's class; None where Megatron has not been imported.
@@ -81,4 +83,6 @@ def megatron_counterpart(cls: type) -> Any:
     theirs = sys.modules.get("megatron.core.dist_checkpointing.mapping")
     # While that is imported it has no class yet.
     is_complete = hasattr(theirs, "ShardedTensorFactory")
-    return _counterpart(cls, theirs) if is_complete else None
+    if is_complete:
+        return _counterpart(cls, theirs)
+    return None

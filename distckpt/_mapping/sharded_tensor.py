@@ -79,8 +79,7 @@ class ShardedTensor(ShardedBase):
         return self.axis_fragmentations is not None
 
     def validate_metadata_integrity(self) -> None:
-        """Check that the attributes agree with one another and with `data`, else raise
-        InvalidShardingError.
+        """Check that the attributes and `data` agree, else raise InvalidShardingError.
 
         The class checks itself when it is made; call this after assigning to attributes.
         """
@@ -113,7 +112,8 @@ class ShardedTensor(ShardedBase):
                 )
 
     def _check_numbers_of_axes(self) -> None:
-        prepended, fragmentations = self.prepend_axis_num, self.axis_fragmentations
+        prepended = self.prepend_axis_num
+        fragmentations = self.axis_fragmentations
         if not isinstance(prepended, INTEGERS) or prepended < 0:
             self._fail("prepend_axis_num must be an integer of at least 0")
         if len(self.global_shape) != len(self.global_offset):
@@ -153,7 +153,7 @@ class ShardedTensor(ShardedBase):
             )
 
     def _flat_bounds(self) -> tuple[int, int]:
-        """Return the first and last + 1 of the held elements in the flattened local tensor."""
+        """Return the bounds of the held elements in the flattened local tensor."""
         if self.flattened_range is None:
             self._fail(
                 "flattened_range is not set; use global_slice() for a shard that is not flat"
@@ -161,7 +161,9 @@ class ShardedTensor(ShardedBase):
         return flat_bounds(self.flattened_range, self.local_shape)
 
     def _fail(self, problem: str) -> NoReturn:
-        flat = "" if self.flattened_range is None else f", flattened_range {self.flattened_range}"
+        flat = ""
+        if self.flattened_range is not None:
+            flat = f", flattened_range {self.flattened_range}"
         super()._fail(
             f"{problem} (local_shape {self.local_shape}, prepend_axis_num {self.prepend_axis_num}, "
             f"global_shape {self.global_shape}, global_offset {self.global_offset}, "
@@ -169,8 +171,9 @@ class ShardedTensor(ShardedBase):
         )
 
     def global_slice(self) -> tuple[int | slice, ...]:
-        """Return the index of the local tensor in the global tensor: an int for a prepended axis, a
-        slice for another.
+        """Return the index of the local tensor in the global tensor.
+
+        It has an int for a prepended axis, a slice for another.
 
         `global_tensor[shard.global_slice()]` has the shape `local_shape`. A flattened_range is not
         taken into account, see `global_coordinates`.
@@ -182,7 +185,7 @@ class ShardedTensor(ShardedBase):
         )
 
     def local_coordinates(self) -> tuple[npt.NDArray[np.intp], ...]:
-        """Return where in the local tensor the elements of a flat shard lie.
+        """Return the local coordinates of the elements of a flat shard.
 
         One index array per axis of `local_shape`, each with one entry per element, in order.
         InvalidShardingError if the shard is not flat.
@@ -193,7 +196,7 @@ class ShardedTensor(ShardedBase):
         return tuple(np.unravel_index(np.arange(start, stop), self.local_shape))
 
     def global_coordinates(self) -> tuple[npt.NDArray[np.intp] | int, ...]:
-        """Return where in the global tensor the elements of a flat shard lie.
+        """Return the global coordinates of the elements of a flat shard.
 
         One entry per global axis: an int for a prepended axis, an index array for another, so that
         `global_tensor[shard.global_coordinates()]` are the elements in order.
@@ -204,8 +207,9 @@ class ShardedTensor(ShardedBase):
         return (*prepended, *(coords + off for coords, off in zip(local, offsets, strict=True)))
 
     def local_chunk_offset_in_global(self) -> tuple[int, ...]:
-        """Return the index in the grid of shards per global axis; 0 on an axis along which the
-        local tensor is empty.
+        """Return the index in the grid of shards, per global axis.
+
+        It is 0 on an axis along which the local tensor is empty.
 
         Raises:
             InvalidShardingError: the offset is not a multiple of the local size on some axis.
@@ -213,16 +217,13 @@ class ShardedTensor(ShardedBase):
         prepended, offsets = self._split_axes(self.global_offset)
         if any(size and off % size for off, size in zip(offsets, self.local_shape, strict=True)):
             self._fail("not on a regular grid: global_offset is not a multiple of local_shape")
-        return (
-            *prepended,
-            *(
-                off // size if size else 0
-                for off, size in zip(offsets, self.local_shape, strict=True)
-            ),
-        )
+        index = list(prepended)
+        for off, size in zip(offsets, self.local_shape, strict=True):
+            index.append(off // size if size else 0)
+        return tuple(index)
 
     def max_allowed_chunks(self) -> tuple[int, ...]:
-        """Return the shape of one cell of the grid of shards, prepended axes included.
+        """Return the shape of one cell of the grid, prepended axes included.
 
         Raises:
             InvalidShardingError: the grid is not regular, or an axis does not divide evenly (which
@@ -253,7 +254,7 @@ class ShardedTensor(ShardedBase):
         flattened_range: None = None,
         **init_kwargs: Any,
     ) -> ShardedTensor:
-        """Make a shard of a global tensor that is divided evenly among ranks.
+        """Make a shard of a global tensor that is divided evenly.
 
         A matrix split by rows over 4 ranks, as seen by rank 1:
 
@@ -296,8 +297,9 @@ class ShardedTensor(ShardedBase):
         prepend_axis_num: int = 0,
         **init_kwargs: Any,
     ) -> ShardedTensor:
-        """Make a flat shard: a run of elements of a local tensor, with the grid of
-        `from_rank_offsets`.
+        """Make a flat shard: a run of elements of a local tensor.
+
+        The grid is as for `from_rank_offsets`.
 
         Args:
             key: name of the global tensor.
@@ -356,13 +358,15 @@ class ShardedTensor(ShardedBase):
         if not -len(self.local_shape) <= dim < len(self.local_shape):
             self._fail(f"narrow: local_shape has no axis {dim}")
         dim %= len(self.local_shape)
-        size, axis = self.local_shape[dim], dim + self.prepend_axis_num
+        size = self.local_shape[dim]
+        axis = dim + self.prepend_axis_num
         if start < 0 or length < 0 or start + length > size:
             self._fail(
                 f"narrow: start {start} and length {length} do not lie within axis {dim} of "
                 "local_shape"
             )
-        global_size, global_offset = self.global_shape[axis], self.global_offset[axis]
+        global_size = self.global_shape[axis]
+        global_offset = self.global_offset[axis]
         if (global_size % size or global_offset % size) if size else global_size:
             self._fail(
                 f"narrow: needs shards of one size along axis {dim}, but not all have size {size} "
@@ -394,14 +398,18 @@ class ShardedTensor(ShardedBase):
         # narrowing keeps one run of each, and the kept runs in sequence are the flattened narrowed
         # tensor.
         inner = math.prod(self.local_shape[dim + 1 :])
-        row, kept_row = self.local_shape[dim] * inner, scaled.local_shape[dim] * inner
+        row = self.local_shape[dim] * inner
+        kept_row = scaled.local_shape[dim] * inner
         first, end = self._flat_bounds()
         shards = []
         for i in range(first // max(row, 1), -(-end // max(row, 1))):
             kept_first = i * row + start * inner
-            lo, hi = max(first, kept_first), min(end, kept_first + kept_row)
+            lo = max(first, kept_first)
+            hi = min(end, kept_first + kept_row)
             if lo < hi:
-                data = None if self.data is None else self.data[lo - first : hi - first]
+                data = None
+                if self.data is not None:
+                    data = self.data[lo - first : hi - first]
                 moved = i * kept_row - kept_first
                 shards.append(
                     replace(scaled, data=data, flattened_range=slice(lo + moved, hi + moved))
@@ -417,7 +425,7 @@ def _check_tensor(cls: type, key: str, data: object) -> None:
     if not isinstance(data, torch.Tensor):
         fail(cls, key, f"data must be a torch.Tensor, got {type(data).__name__}")
     if data.is_nested or is_lazy(data):
-        # Others have a shape, and are refused when they are saved or loaded.
+        # All other tensors have a shape, and are refused when they are saved or loaded.
         fail(cls, key, unsuitable(data))
 
 
@@ -427,9 +435,14 @@ def grid_from_ranks(
     rank_offsets: Iterable[Sequence[int]],
     prepend_axis_num: int,
 ) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
-    """Return global shape, global offset and axis fragmentations of a shard on a regular grid."""
+    """Return shape, offset and fragmentations of a shard on a regular grid.
+
+    Shape and offset are global.
+    """
     full_shape = (1,) * prepend_axis_num + local_shape
-    shape, offset, fragmentations = list(full_shape), [0] * len(full_shape), [1] * len(full_shape)
+    shape = list(full_shape)
+    offset = [0] * len(full_shape)
+    fragmentations = [1] * len(full_shape)
     seen = set()
     for entry in rank_offsets:
         triple = integers(ShardedTensor, key, "each of rank_offsets", entry)

@@ -21,7 +21,7 @@ ShardedStateDict: TypeAlias = dict[str, Any]
 
 
 def is_main_replica(replica_id: ReplicaId) -> bool:
-    """Tell whether a copy of a shard is the one that counts.
+    """Whether a copy of a shard is the one that counts.
 
     Among the ranks that hold the same shard exactly one must have the main replica. The application
     numbers them, usually by data parallel rank: with a number, or a tuple of numbers for several
@@ -38,7 +38,7 @@ class LocalNonpersistentObject(metaclass=ShardedMeta):
     """A value of this rank that is not saved; `load` returns it as it is."""
 
     def __new__(cls, obj: Any) -> LocalNonpersistentObject:
-        """Make an object that is also one of Megatron, which has no abstract class for it."""
+        """Make an object that is also Megatron's, without an abstract class there."""
         theirs = megatron_counterpart(cls)
         kind: Any = cls
         if theirs is not None and not issubclass(cls, theirs):
@@ -87,14 +87,15 @@ class ShardedObject(ShardedBase):
         self.validate_metadata_integrity()
 
     def validate_metadata_integrity(self) -> None:
-        """Check that the offset is an index into an array of the global shape.
+        """Check that the offset is an index into the global shape.
 
         Raises:
             InvalidShardingError: it is not. A size of -1 means unknown, see
                 `empty_from_unique_key`.
         """
         self._check_identity()
-        shape, offset = self.global_shape, self.global_offset
+        shape = self.global_shape
+        offset = self.global_offset
         if len(shape) != len(offset):
             self._fail(
                 f"global_shape {shape} and global_offset {offset} must have the same number of axes"
@@ -114,8 +115,9 @@ class ShardedObject(ShardedBase):
 
     @property
     def unique_key(self) -> str:
-        """The key with the place in the global array: `<key>/shard_<offset>_<shape>`, numbers
-        joined by dots.
+        """The key with the place in the global array.
+
+        It is `<key>/shard_<offset>_<shape>`, with numbers joined by dots.
         """
         return f"{self.key}/shard_{dotted(self.global_offset)}_{dotted(self.global_shape)}"
 
@@ -139,12 +141,12 @@ class ShardedObject(ShardedBase):
         key, slash, place = unique_key.rpartition("/")
         try:
             tag, offset_text, shape_text = place.split("_")
-            offset, shape = (
-                tuple(int(number) for number in text.split(".") if text)
-                for text in (offset_text, shape_text)
-            )
+            offset = _numbers(offset_text)
+            shape = _numbers(shape_text)
         except ValueError:
-            tag, offset, shape = "", (), ()
+            tag = ""
+            offset = ()
+            shape = ()
         if not slash or tag != "shard":
             fail(cls, unique_key, "a unique key has the form <key>/shard_<offset>_<shape>")
         if len(shape) + 1 == len(offset):
@@ -158,10 +160,17 @@ FactoryBuildFn: TypeAlias = Callable[
 FactoryMergeFn: TypeAlias = Callable[[StateDict], "torch.Tensor"]
 
 
+def _numbers(text: str) -> tuple[int, ...]:
+    if not text:
+        return ()
+    return tuple(map(int, text.split(".")))
+
+
 @dataclass(eq=False)
 class ShardedTensorFactory(ShardedBase):
-    """A tensor that is stored in another form than the model holds it in, with a function for each
-    direction.
+    """A tensor that is stored in another form than the model's.
+
+    It has a function for each direction.
 
     An example is one fused parameter that is stored as two shards. The way depends only on the
     arguments of `build_fn`, so that the optimizer can apply it to its own states by replacing `key`
@@ -172,8 +181,8 @@ class ShardedTensorFactory(ShardedBase):
         data: the parameter as the model holds it. None once only merging is left to do.
         build_fn: called as `build_fn(key, data, replica_id, flattened_range)`; gives a
             `ShardedTensor`, or nested dicts and lists of them.
-        merge_fn: called with what `build_fn` gave, each shard replaced by its loaded tensor; gives
-            the parameter.
+        merge_fn: called with the result of `build_fn`, each shard replaced by its loaded tensor;
+            gives the parameter.
         replica_id: which copy this is, see `is_main_replica`.
         flattened_range: which elements of the flattened parameter `data` holds, None for all.
     """
@@ -200,14 +209,14 @@ class ShardedTensorFactory(ShardedBase):
 
 
 def apply_factories(sharded_state_dict: ShardedStateDict) -> None:
-    """Replace each factory in nested dicts and lists by what it builds, in place."""
+    """Replace each factory in nested containers by its shards, in place."""
     for container, key, value in nested_items_iter(sharded_state_dict):
         if isinstance(value, ShardedTensorFactory):
             container[key] = value.build()
 
 
 def apply_factory_merges(x1: Any, x2: Any, key: Position = ()) -> Any:
-    """Turn what factories built, now loaded, back into the form of the model, in place.
+    """Turn the loaded shards of factories into the model's form, in place.
 
     Args:
         x1: loaded state dict.

@@ -1,3 +1,4 @@
-"""Names that only programs written for Megatron Core use; the public modules of those names import
-them from here.
+"""Names that only programs for Megatron Core use.
+
+The public modules of those names import them from here.
 """

@@ -21,7 +21,7 @@ from distckpt._ranks.collectives import Ranks
 logger = logging.getLogger(__name__)
 
 _EXIT_TIMEOUT = 600.0
-"""Seconds that the end of the process waits for a request."""
+"""Seconds that the exiting process waits for a request."""
 
 
 class AsyncRequest(NamedTuple):
@@ -29,8 +29,8 @@ class AsyncRequest(NamedTuple):
 
     Attributes:
         finalize_fns: called one after the other when `async_fn` has returned on all ranks.
-        preload_fn: called first, before the request is scheduled; what it returns replaces the
-            second argument.
+        preload_fn: called first, before the request is scheduled; its result replaces the second
+            argument.
         is_frozen: True when no finalization functions can be added any more.
         call_idx: number of the request in its queue.
     """
@@ -44,7 +44,9 @@ class AsyncRequest(NamedTuple):
     call_idx: int = 0
 
     def add_finalize_fn(self, fn: Callable[[], Any]) -> None:
-        """Add a function to call, after those there are, when the request is done on all ranks.
+        """Add a function to call when all ranks are done.
+
+        It comes after those that are there.
 
         Raises:
             RuntimeError: the request is frozen.
@@ -57,8 +59,9 @@ class AsyncRequest(NamedTuple):
         self.finalize_fns.append(fn)
 
     def execute_sync(self) -> None:
-        """Do everything now. Collective operation: all ranks of the default process group must call
-        it.
+        """Do everything now.
+
+        Collective operation: all ranks of the default process group must call it.
         """
         with Ranks().phase("execute a request"):
             self._with_preloaded()._call()
@@ -136,7 +139,9 @@ class AsyncCallsQueue:
         ranks = Ranks.alone() if no_dist else Ranks()
         while self.async_calls:
             task, request = self.async_calls[0]
-            is_done = 1 if blocking else int(task.done())
+            is_done = 1
+            if not blocking:
+                is_done = int(task.done())
             if not (ranks.all_equal(is_done) and is_done):
                 break
             self.async_calls.popleft()
@@ -157,7 +162,7 @@ class AsyncCallsQueue:
         return len(self.async_calls)
 
     def close(self, abort: bool = False) -> None:
-        """Finalize all requests; or with `abort` forget them: what has not begun is not done.
+        """Finalize all requests; or with `abort` forget them and cancel those that have not begun.
 
         Collective operation, unless `abort`: all ranks must call it.
         """
@@ -182,15 +187,16 @@ class AsyncCallsQueue:
 
 
 class AsyncCaller:
-    """Does one request after the other in the background thread, and calls no finalization
-    functions.
+    """Runs requests one by one in the background thread.
+
+    No finalization functions are called.
     """
 
     def __init__(self) -> None:
         self._queue = AsyncCallsQueue()
 
     def __del__(self) -> None:
-        """Do nothing: what was scheduled goes on in the background thread."""
+        """Do nothing: scheduled requests go on in the background thread."""
 
     def schedule_async_call(self, async_req: AsyncRequest) -> None:
         """Start a request. Collective operation, see `AsyncCallsQueue.schedule_async_request`."""
@@ -201,7 +207,7 @@ class AsyncCaller:
         blocking: bool = False,
         no_dist: bool = False,
     ) -> bool:
-        """Tell whether all requests are done; see `AsyncCallsQueue.maybe_finalize_async_calls`."""
+        """Whether all requests are done, see `AsyncCallsQueue.maybe_finalize_async_calls`."""
         self._queue.maybe_finalize_async_calls(blocking, no_dist)
         return self._queue.get_num_unfinalized_calls() == 0
 
@@ -217,8 +223,9 @@ _disable_gc = paused_garbage_collection
 
 
 def _set_process_qos(cpu_priority: int | None, io_priority: int | None) -> None:
-    """Lower the priority of this process, for the processor (a nice value) and storage (a class of
-    `ionice`).
+    """Lower the priority of this process for processor and storage.
+
+    The processor's is a nice value, the storage's a class of `ionice`.
     """
     try:
         if cpu_priority is not None:

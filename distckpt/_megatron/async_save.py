@@ -30,13 +30,13 @@ def request_of(
     state_dict: ShardedStateDict,
     request: SaveRequest,
 ) -> AsyncRequest:
-    """Plan a save, and return a request that Megatron's queue of asynchronous calls can schedule.
+    """Plan a save, and return a request that Megatron's queue can schedule.
 
     Collective operation: all ranks must call it.
     """
-    in_background = background_save.in_background(replace(request, verb="async_save"))
-    planned = _without_limit_on_copies(plan_save(ranks, state_dict, in_background.request))
-    save = background_save.prepare(ranks, in_background, planned)
+    background = background_save.in_background(replace(request, verb="async_save"))
+    planned = _without_limit_on_copies(plan_save(ranks, state_dict, background.request))
+    save = background_save.prepare(ranks, background, planned)
     finalize: list[Callable[[], Any]] = [partial(_check_written, save)]
     return AsyncRequest(
         async_fn=_write_request,
@@ -48,8 +48,9 @@ def request_of(
 
 
 def _without_limit_on_copies(planned: PlannedSave) -> PlannedSave:
-    """Let everything be copied while the request is scheduled: programs change tensors after that,
-    since a queue has nothing like `SaveHandle.staged`.
+    """Let everything be copied while the request is scheduled.
+
+    Programs change tensors after that, since a queue has nothing like `SaveHandle.staged`.
     """
     options = replace(planned.request.options, max_inflight_bytes=None)
     return replace(planned, request=replace(planned.request, options=options))
@@ -63,8 +64,9 @@ def _stage_request(save: BackgroundSave, ranks: Ranks) -> bool:
 
 
 def _check_written(save: BackgroundSave) -> None:
-    """Raise when a queue has called the request in another process, where ranks cannot write
-    together.
+    """Raise when another process has called the request.
+
+    Ranks cannot write together there.
     """
     if save.planned is not None and save.ranks.size > 1:
         raise CheckpointingException(_OTHER_QUEUE.format(save.location))

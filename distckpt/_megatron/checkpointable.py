@@ -1,4 +1,4 @@
-"""Megatron's tensors for its own format, which are made of distckpt's shards as well."""
+"""Megatron's tensors for its own format, made from distckpt's shards too."""
 
 from __future__ import annotations
 

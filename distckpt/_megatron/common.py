@@ -1,5 +1,6 @@
-"""Megatron's functions and strategies for common state, which distckpt keeps with the sharded
-objects.
+"""Megatron's functions and strategies for common state.
+
+distckpt keeps it with the sharded objects.
 """
 
 from __future__ import annotations
@@ -35,14 +36,14 @@ def save_common(common_state_dict: StateDict, checkpoint_dir: str | os.PathLike[
 
 
 class TorchCommonLoadStrategy(LoadCommonStrategy):
-    """Load common state, and descriptions of what is stored."""
+    """Load common state, and descriptions of stored tensors and objects."""
 
     def load_common(self, checkpoint_dir: str | os.PathLike[str]) -> CommonStateDict:
         """Load common state, as `load_common_state_dict` does."""
         return load_common(checkpoint_dir)
 
     def load_sharded_metadata(self, checkpoint_dir: str | os.PathLike[str]) -> CkptShardedMetadata:
-        """Describe what is stored, as `load_sharded_metadata` does."""
+        """Describe the stored tensors and objects, as `load_sharded_metadata` does."""
         return load_sharded_metadata(checkpoint_dir)
 
 

@@ -1,4 +1,4 @@
-"""The strategies that Megatron's programs ask for by the name of a format or a checkpoint."""
+"""The strategies that Megatron's programs look up by format or checkpoint."""
 
 from __future__ import annotations
 
@@ -20,8 +20,9 @@ from distckpt.strategies.base import (
 def get_default_save_sharded_strategy(
     backend: str = BUILT_IN, version: int = 1
 ) -> SaveShardedStrategy:
-    """Return the strategy that saves in a format: distckpt's, which Megatron's "torch_dist" stands
-    for, too, or one that is registered.
+    """Return the strategy that saves in a format.
+
+    It is distckpt's, which Megatron's "torch_dist" stands for, too, or a registered one.
 
     Raises:
         CheckpointingException: there is none of this name and version.
@@ -34,8 +35,7 @@ def get_default_save_sharded_strategy(
 def get_default_load_sharded_strategy(
     checkpoint_dir: str | os.PathLike[str] | None = None,
 ) -> LoadShardedStrategy:
-    """Return the strategy that reads a checkpoint, or the one for distckpt's format if none is
-    given.
+    """Return the strategy that reads a checkpoint, by default distckpt's.
 
     Raises:
         CheckpointNotFoundError: no complete checkpoint is there.
@@ -44,7 +44,7 @@ def get_default_load_sharded_strategy(
     if checkpoint_dir is None:
         return TorchDistLoadShardedStrategy()
     location = locations.normalize(checkpoint_dir)
-    found = find_checkpoint(Ranks.alone(), location)
-    if found.stored is not None:
+    checkpoint = find_checkpoint(Ranks.alone(), location)
+    if checkpoint.stored is not None:
         return TorchDistLoadShardedStrategy()
-    return registered_strategy(location, found.marker)
+    return registered_strategy(location, checkpoint.marker)

@@ -1,5 +1,6 @@
-"""Megatron's functions over nested dicts and lists. `distckpt.megatron.dict_utils` is the public
-path.
+"""Megatron's functions over nested dicts and lists.
+
+`distckpt.megatron.dict_utils` is the public path.
 """
 
 from __future__ import annotations
@@ -93,7 +94,10 @@ def _diff_common(
     common: Iterable[tuple[Any, Any, Any]],
     prefix: Position,
 ) -> DiffResult:
-    """Add the differences between values on both sides, given as (key, left, right)."""
+    """Add the differences between values on both sides.
+
+    They are given as (key, left, right).
+    """
     mismatch: list[Any] = []
     for key, left_value, right_value in common:
         left, right, differing = diff(left_value, right_value, (*prefix, key))
@@ -119,15 +123,20 @@ def _diff_leaves(x1: Any, x2: Any, prefix: Position) -> list[tuple[Any, ...]]:
     kinds = (prefix, type(x1), type(x2))
     if isinstance(x1, torch.Tensor) and isinstance(x2, torch.Tensor):
         details = _diff_tensors(x1, x2)
-        return [] if details is None else [kinds + details]
-    return [kinds] if _differ(x1, x2) else []
+        if details is None:
+            return []
+        return [kinds + details]
+    if _differ(x1, x2):
+        return [kinds]
+    return []
 
 
 def _diff_tensors(x1: torch.Tensor, x2: torch.Tensor) -> tuple[Any, ...] | None:
     if x1.shape != x2.shape:
         return x1.shape, x2.shape
     if x1.device != x2.device:
-        x1, x2 = x1.cpu(), x2.cpu()
+        x1 = x1.cpu()
+        x2 = x2.cpu()
     try:
         unequal = x1 != x2
         count = unequal.sum()
@@ -149,13 +158,16 @@ def _differ(x1: Any, x2: Any) -> bool:
 
 
 def inspect_types(x: Any, prefix: Position = (), indent: int = 4) -> None:
-    """Print the nesting of a value and the types of its leaves, indented by `indent` spaces for
-    each item of `prefix`.
+    """Print the nesting of a value and the types of its leaves.
+
+    They are indented by `indent` spaces for each item of `prefix`.
     """
     if isinstance(x, (dict, list)):
         print()
         for key, value in children_of(x):
-            bullet = ">" if isinstance(x, dict) else "-"
+            bullet = "-"
+            if isinstance(x, dict):
+                bullet = ">"
             print(f"{' ' * (indent * len(prefix))}{bullet} {key}: ", end="")
             inspect_types(value, (*prefix, key), indent)
     elif isinstance(x, torch.Tensor):
@@ -172,7 +184,7 @@ def nested_values(x: dict[Any, Any] | list[Any]) -> Iterator[Any]:
 
 
 def dict_map(f: Callable[[Any], Any], d: dict[Any, Any]) -> None:
-    """Replace each leaf of `d`, nested dicts and lists, by `f(leaf)`, in place."""
+    """Replace each leaf of nested dicts and lists by `f(leaf)`, in place."""
     for container, key, value in nested_items_iter(d):
         container[key] = f(value)
 
@@ -184,8 +196,9 @@ def dict_map_with_key(f: Callable[[Any, Any], Any], d: dict[Any, Any]) -> None:
 
 
 def dict_list_map_inplace(f: Callable[[Any], Any], x: Any) -> Any:
-    """Replace each leaf of nested dicts and lists by `f(leaf)`, in place. What `f` returns is not
-    walked through.
+    """Replace each leaf of nested dicts and lists by `f(leaf)`, in place.
+
+    The results of `f` are not walked through.
 
     Returns:
         `x` itself when it is a container, else `f(x)`.
@@ -197,8 +210,9 @@ def dict_list_map_inplace(f: Callable[[Any], Any], x: Any) -> Any:
 
 
 def dict_list_map_outplace(f: Callable[[Any], Any], x: Any) -> Any:
-    """Copy nested dicts and lists, as plain ones, with `f(leaf)` in the place of each leaf; `f(x)`
-    when `x` is a leaf.
+    """Copy nested dicts and lists with `f(leaf)` for each leaf.
+
+    The copies are plain ones. If `x` is a leaf, return `f(x)`.
     """
     return fold(f, new_like, x, _is_nested)
 
@@ -244,8 +258,9 @@ def map_reduce(
     value_fn: Callable[[Any], Any] = lambda x: x,
     reduce_fn: Callable[[list[Any]], Any] = lambda x: x,
 ) -> dict[Any, Any]:
-    """Group items by `key_fn`, and return `reduce_fn(values)` of each group, in the order in which
-    groups first appear.
+    """Group items by `key_fn`, and return `reduce_fn(values)` of each group.
+
+    Groups are in the order in which they first appear.
 
     The values of a group are the results of `value_fn`, in the order of its items.
     """

@@ -27,9 +27,9 @@ def extract_sharded_tensors(
 ) -> tuple[ShardedStateDict, StateDict]:
     """Split a state dict into its `ShardedTensor`s and the rest.
 
-    This and the functions like it return two halves of nested dicts and lists: what they name, and
-    everything else. They keep the nesting, close gaps in lists, and do not change their argument;
-    see `dict_utils.extract_matching_values`.
+    This and the functions like it return two halves of nested dicts and lists: the values in their
+    names, and everything else. They keep the nesting, close gaps in lists, and do not change their
+    argument; see `dict_utils.extract_matching_values`.
     """
     return extract_matching_values(sharded_state_dict, lambda v: isinstance(v, ShardedTensor))
 
@@ -46,9 +46,7 @@ def extract_sharded_tensors_and_factories(
 def extract_sharded_tensors_or_nonpersistent(
     sharded_state_dict: ShardedStateDict,
 ) -> tuple[ShardedStateDict, StateDict]:
-    """Split a state dict into its `ShardedTensor`s, factories and `LocalNonpersistentObject`s, and
-    the rest.
-    """
+    """Split off `ShardedTensor`s, factories and `LocalNonpersistentObject`s from the rest."""
     return extract_matching_values(
         sharded_state_dict,
         lambda v: isinstance(v, ShardedTensor | ShardedTensorFactory | LocalNonpersistentObject),
@@ -58,7 +56,7 @@ def extract_sharded_tensors_or_nonpersistent(
 def extract_sharded_base(
     sharded_state_dict: ShardedStateDict,
 ) -> tuple[ShardedStateDict, StateDict]:
-    """Split a state dict into `ShardedBase` values (shards, objects, factories) and the rest."""
+    """Split off `ShardedBase` values (shards, objects, factories) from the rest."""
     return extract_matching_values(sharded_state_dict, lambda v: isinstance(v, ShardedBase))
 
 
@@ -72,8 +70,9 @@ def extract_nonpersistent(
 
 
 def add_prefix_for_sharding(sharded_state_dict: ShardedStateDict, prefix: str) -> None:
-    """Put a prefix before the key of every wrapped value (`ShardedBase.key`), in place; the keys of
-    dicts stay.
+    """Put a prefix before every wrapped value's key, in place.
+
+    The key is `ShardedBase.key`; the keys of dicts stay.
     """
     _rename_keys(sharded_state_dict, lambda key: prefix + key)
 
@@ -81,7 +80,7 @@ def add_prefix_for_sharding(sharded_state_dict: ShardedStateDict, prefix: str) -
 def replace_prefix_for_sharding(
     sharded_state_dict: ShardedStateDict, old_prefix: str, new_prefix: str
 ) -> None:
-    """Replace the prefix that the keys of all wrapped values have, in place.
+    """Replace the common prefix of all wrapped values' keys, in place.
 
     Raises:
         ValueError: a key does not start with `old_prefix`; nothing is changed then.
@@ -120,7 +119,7 @@ def _rename_keys(sharded_state_dict: ShardedStateDict, rename: Callable[[str], s
 
 
 def force_all_tensors_to_non_fp8(sharded_state_dict: ShardedStateDict) -> None:
-    """Replace the Transformer Engine Float8 tensors in a state dict by ordinary ones, in place.
+    """Replace Transformer Engine's Float8 tensors by ordinary ones, in place.
 
     Such a tensor pretends to be of a high precision type, but holds 8-bit numbers and scales.
     """

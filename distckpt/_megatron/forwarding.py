@@ -1,5 +1,4 @@
-"""Names that are taken from the installed Megatron Core: they concern its own files, or state dicts
-in memory.
+"""Names from the installed Megatron Core, for its files or state dicts.
 
 Nothing of Megatron is imported before such a name is used.
 """
@@ -26,8 +25,9 @@ from distckpt._state.strictness import StrictHandling
 
 
 def forward(path: str, *names: str) -> Callable[[str], Any]:
-    """Return a `__getattr__` for the module `distckpt.<path>` that takes some names from Megatron's
-    of that path.
+    """Return a `__getattr__` that takes some names from Megatron.
+
+    It is for the module `distckpt.<path>`, and Megatron's of that path.
     """
 
     def get(name: str) -> Any:
@@ -39,8 +39,9 @@ def forward(path: str, *names: str) -> Callable[[str], Any]:
 
 
 def import_submodules(package: str) -> Callable[[str], Any]:
-    """Return a `__getattr__` for a package whose modules are there without an import of each, as
-    those of Megatron are.
+    """Return a `__getattr__` for a package that imports its modules on use.
+
+    Megatron's modules are there without an import of each, too.
     """
 
     def get(name: str) -> Any:
@@ -72,38 +73,43 @@ def installed(path: str, name: str) -> Any:
             f"not have it: {error}. Install a version of megatron-core that has it, with the "
             "packages that it needs."
         ) from error
-    return taking_ours(value, f"{path}.{name}") if inspect.isfunction(value) else value
+    if inspect.isfunction(value):
+        return taking_ours(value, f"{path}.{name}")
+    return value
 
 
 def taking_ours(function: Callable[..., Any], name: str) -> Callable[..., Any]:
-    """Let a function of Megatron take objects of distckpt, and raise its errors."""
+    """Let a function of Megatron take distckpt's objects, raising distckpt's errors."""
 
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
-        given = [*args, *kwargs.values()]
-        theirs = [_as_megatron(value, name) for value in given]
+        values = [*args, *kwargs.values()]
+        theirs = [_as_megatron(value, name) for value in values]
         named = dict(zip(kwargs, theirs[len(args) :], strict=True))
         with _own_errors():
             result = function(*theirs[: len(args)], **named)
         if result is None:
             # It works in place.
-            for value, changed in zip(given, theirs, strict=True):
+            for value, changed in zip(values, theirs, strict=True):
                 _put_back(value, changed)
         return result
 
     return call
 
 
-def _put_back(given: Any, changed: Any) -> None:
-    """Make a state dict of what became of its conversion."""
-    if given is not changed and isinstance(given, dict):
-        given.clear()
-        given.update(dict_list_map_outplace(adopt, changed))
+def _put_back(container: Any, changed: Any) -> None:
+    """Put the results of a conversion back into its state dict."""
+    if container is not changed and isinstance(container, dict):
+        container.clear()
+        container.update(dict_list_map_outplace(adopt, changed))
 
 
 @contextlib.contextmanager
 def _own_errors() -> Iterator[None]:
-    """Raise errors of Megatron as errors of distckpt, which are those of Megatron, too."""
+    """Raise errors of Megatron as errors of distckpt.
+
+    These are also instances of Megatron's.
+    """
     try:
         yield
     except Exception as error:
@@ -113,8 +119,9 @@ def _own_errors() -> Iterator[None]:
 
 
 def _as_megatron(value: Any, name: str) -> Any:
-    """Return an argument of Megatron's function `name` with Megatron's objects in the place of
-    distckpt's; the same value if there are none.
+    """Return an argument with Megatron's objects instead of distckpt's.
+
+    `name` is Megatron's function. Without any such object, it is the same value.
 
     Raises:
         CheckpointingException: it holds flattened shards, which Megatron has no more.

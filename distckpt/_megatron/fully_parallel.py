@@ -1,4 +1,4 @@
-"""Megatron's wrappers that parallelise saving and loading within a group.
+"""Megatron's wrappers that parallelize saving and loading within a group.
 
 distckpt's strategies always spread the work over replicas. The wrappers are accepted so that
 programs written for Megatron run unchanged; they keep the sharing of work inside the given group.
@@ -85,8 +85,9 @@ class FullyParallelSaveStrategyWrapper(AsyncSaveShardedStrategy):
         checkpoint_dir: str | os.PathLike[str],
         async_strategy: str = "nvrx",
     ) -> AsyncRequest:
-        """Return a request that saves a state dict. Collective operation: all ranks must call
-        it.
+        """Return a request that saves a state dict.
+
+        Collective operation: all ranks must call it.
         """
         del async_strategy
         request = save(sharded_state_dict, checkpoint_dir, self, async_sharded_save=True)
@@ -94,15 +95,17 @@ class FullyParallelSaveStrategyWrapper(AsyncSaveShardedStrategy):
         return request
 
     def apply_saving_parallelization(self, sharded_state_dict: ShardedStateDict) -> None:
-        """Give the shards in a state dict the replica ids of Megatron's distribution of a save.
+        """Give shards the replica ids of Megatron's distribution of a save.
 
         `distckpt.save` does not need it: it divides replicas among the ranks that hold them.
         """
-        _of_megatron(self, "apply_saving_parallelization")(sharded_state_dict)
+        _megatron_method(self, "apply_saving_parallelization")(sharded_state_dict)
 
 
 class FullyParallelLoadStrategyWrapper(LoadShardedStrategy):
-    """Let ranks that request the same data share reading only with the ranks of a group.
+    """Share reads only between the ranks of a group.
+
+    Ranks that request the same data do so.
 
     `parallel_load` of `distckpt.load` decides whether they share; its default shares where that
     saves time.
@@ -112,7 +115,7 @@ class FullyParallelLoadStrategyWrapper(LoadShardedStrategy):
         parallelization_group: process group whose ranks may share reads; None for all ranks that
             load.
         do_cache_distribution: accepted, as all that follow: planning is cheap, ranks send each
-            other what they have read, and each reads the objects that it requests.
+            other the data they have read, and each reads the objects that it requests.
     """
 
     def __init__(
@@ -153,9 +156,9 @@ class FullyParallelLoadStrategyWrapper(LoadShardedStrategy):
     def apply_loading_parallelization(self, sharded_state_dict: ShardedStateDict) -> Any:
         """Return Megatron's distribution of the loads of a state dict.
 
-        `distckpt.load` does not need it: it decides itself which rank reads what several need.
+        `distckpt.load` does not need it: it chooses itself the rank that reads data for several.
         """
-        return _of_megatron(self, "apply_loading_parallelization")(sharded_state_dict)
+        return _megatron_method(self, "apply_loading_parallelization")(sharded_state_dict)
 
     def load_tensors_metadata(
         self, checkpoint_dir: str | os.PathLike[str]
@@ -186,9 +189,11 @@ def _configured(
 
 
 def _engine_within_group(wrapper: _Wrapper, kind: type[_Wrapper]) -> EngineSettings | None:
-    """Return how the engine shares work within the group only, if the wrapped strategy uses it.
+    """Return the engine's settings for sharing work within the group.
 
-    None for a class derived from a wrapper: its methods are to be called.
+    None if the wrapped strategy does not use it.
+
+    None for a class derived from a wrapper, too: its methods are to be called.
     """
     engine = wrapper.base_strategy.engine_settings()
     if engine is None or type(wrapper) is not kind:
@@ -196,7 +201,7 @@ def _engine_within_group(wrapper: _Wrapper, kind: type[_Wrapper]) -> EngineSetti
     return replace(engine, exchange_group=wrapper.parallelization_group)
 
 
-def _of_megatron(wrapper: Any, method: str) -> Any:
+def _megatron_method(wrapper: Any, method: str) -> Any:
     """Return a method of Megatron's own wrapper of the same group."""
     name = type(wrapper).__name__
     kind = installed("strategies.fully_parallel", name)

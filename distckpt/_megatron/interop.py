@@ -1,5 +1,6 @@
-"""Megatron Core's sharded state dicts and the classes that its checkpoints hold. Megatron Core
-itself is not needed.
+"""Megatron Core's sharded state dicts, and the classes in its checkpoints.
+
+Megatron Core itself is not needed.
 
 `distckpt.save` and `distckpt.load` take sharded state dicts of Megatron as they are:
 
@@ -32,10 +33,10 @@ _SETTINGS_MODULE = "megatron.core.optimizer.optimizer_config"
 
 
 def convert(sharded_state_dict: ShardedStateDict) -> ShardedStateDict:
-    """Return a sharded state dict of distckpt that means the same as one of Megatron Core.
+    """Convert a sharded state dict of Megatron Core to distckpt's classes.
 
     `save` and `load` do this themselves. Use it before functions that work on the objects, such as
-    those of `distckpt.megatron.utils`.
+    `distckpt.megatron.utils`.
 
     Args:
         sharded_state_dict: nested dicts, lists and tuples in which
@@ -60,17 +61,20 @@ def _is_converted(node: Any) -> bool:
 
 def _join(container: Any, children: list[Any]) -> Any:
     converted = new_like(container, children)
-    return converted if is_plain_container(container) else type(container)(converted)
+    if is_plain_container(container):
+        return converted
+    return type(container)(converted)
 
 
 def register_types() -> list[type]:
-    """Import the Enum classes and optimizer settings of Megatron Core that checkpoints of its
-    training scripts hold.
+    """Import the classes of Megatron Core that its scripts' checkpoints hold.
+
+    These are Enum classes and optimizer settings.
 
     Saving needs no call: Enum classes, dataclasses and namedtuple classes of Megatron's packages
     are stored without registration. They come back in programs that have imported them; a program
-    that has not calls this once, on every rank, before loading. What the installed Megatron lacks
-    is left out.
+    that has not calls this once, on every rank, before loading. Classes that the installed Megatron
+    lacks are left out.
 
     Returns:
         The classes that are registered now; `signal.Signals` is one of them.
@@ -81,17 +85,17 @@ def register_types() -> list[type]:
     classes += [
         cls for cls in _classes_of(_SETTINGS_MODULE) if cls.__name__.endswith("OptimizerConfig")
     ]
-    return [register_object_type(cls) for cls in classes]
+    return list(map(register_object_type, classes))
 
 
 def _classes_of(name: str) -> list[type]:
-    """Return the classes that a module defines; none when the module is not there."""
+    """Return the classes that a module defines, or none without the module."""
     try:
         module = importlib.import_module(name)
     except ImportError:
         return []
-    return [
-        value
-        for value in vars(module).values()
-        if isinstance(value, type) and value.__module__ == name
-    ]
+    classes = []
+    for value in vars(module).values():
+        if isinstance(value, type) and value.__module__ == name:
+            classes.append(value)
+    return classes

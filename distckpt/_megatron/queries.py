@@ -1,5 +1,6 @@
-"""Megatron's ways to look into a checkpoint; distckpt's is `distckpt.open`. Any rank may call,
-alone.
+"""Megatron's ways to look into a checkpoint; distckpt's is `distckpt.open`.
+
+Any rank may call, alone.
 """
 
 from __future__ import annotations
@@ -44,7 +45,9 @@ _Strategy: TypeAlias = LoadShardedStrategy | tuple[str, int]
 
 
 def load_common_state_dict(checkpoint_dir: str | os.PathLike[str]) -> StateDict:
-    """Return the common state of a checkpoint: everything that was saved without being sharded.
+    """Return the common state of a checkpoint.
+
+    It is everything that was saved without being sharded.
 
     Any rank may call, alone. An object of a class that is not registered comes back as an
     `UnknownObject`.
@@ -65,8 +68,9 @@ def load_common_state_dict(checkpoint_dir: str | os.PathLike[str]) -> StateDict:
 def load_tensors_metadata(
     checkpoint_dir: str | os.PathLike[str], sharded_strategy: _Strategy | None = None
 ) -> dict[str, ShardedTensor]:
-    """Describe the tensors of a checkpoint: for each key a `ShardedTensor` without data that is the
-    whole tensor.
+    """Describe the tensors of a checkpoint.
+
+    Each key has a `ShardedTensor` without data that is the whole tensor.
 
     Any rank may call, alone. With `init_data` the result can be passed to `load`.
 
@@ -77,14 +81,16 @@ def load_tensors_metadata(
     for attempt in read_attempts(Ranks.alone(), location):
         with attempt:
             strategy = _strategy_that_reads(location, attempt, sharded_strategy)
-            described = strategy.load_tensors_metadata(location)
-    return described
+            metadata = strategy.load_tensors_metadata(location)
+    return metadata
 
 
 def load_sharded_metadata(
     checkpoint_dir: str | os.PathLike[str], sharded_strategy: _Strategy | None = None
 ) -> CkptShardedMetadata:
-    """Describe the tensors (by key) and objects (by unique key) of a checkpoint, without data.
+    """Describe the tensors and objects of a checkpoint, without data.
+
+    Tensors have their key, objects their unique key.
 
     Any rank may call, alone.
 
@@ -95,16 +101,17 @@ def load_sharded_metadata(
     for attempt in read_attempts(Ranks.alone(), location):
         with attempt:
             strategy = _strategy_that_reads(location, attempt, sharded_strategy)
-            described = strategy.load_sharded_metadata(location)
-    return {name: shard for name, shard in described.items() if shard.key != COMMON_KEY}
+            metadata = strategy.load_sharded_metadata(location)
+    return {name: shard for name, shard in metadata.items() if shard.key != COMMON_KEY}
 
 
 @operation
 def load_plain_tensors(
     checkpoint_dir: str | os.PathLike[str], *, keys: Collection[str] | None = None
 ) -> dict[str, torch.Tensor]:
-    """Load tensors of a checkpoint whole, by key, onto the CPU. Common state and objects are not
-    included.
+    """Load tensors of a checkpoint whole, by key, onto the CPU.
+
+    Common state and objects are not included.
 
     Any rank may call, alone.
 
@@ -122,20 +129,24 @@ def load_plain_tensors(
         with attempt:
             strategy = _strategy_that_reads(location, attempt)
             stored = strategy.load_tensors_metadata(location)
-            wanted = stored if keys is None else _chosen(stored, keys, location)
-            tensors = strategy.load(wanted, location)
+            requests = stored
+            if keys is not None:
+                requests = _select(stored, keys, location)
+            tensors = strategy.load(requests, location)
     return tensors
 
 
 def _check_keys(keys: Any) -> None:
-    listed = () if keys is None else keys
-    is_list = isinstance(listed, Collection) and not isinstance(listed, str)
-    if not is_list or not all(isinstance(key, str) for key in listed):
-        hint = f"; for one tensor, keys={[keys]!r}" if isinstance(keys, str) else ""
+    names = () if keys is None else keys
+    is_list = isinstance(names, Collection) and not isinstance(names, str)
+    if not is_list or not all(isinstance(key, str) for key in names):
+        hint = ""
+        if isinstance(keys, str):
+            hint = f"; for one tensor, keys={[keys]!r}"
         raise TypeError(f"keys is a list of whole keys, not of patterns, got {keys!r:.200}{hint}.")
 
 
-def _chosen(
+def _select(
     stored: Mapping[str, ShardedTensor], keys: Collection[str], location: str
 ) -> dict[str, ShardedTensor]:
     unknown = [key for key in keys if key not in stored]
@@ -170,11 +181,12 @@ def load_content_metadata(
 
 
 def remove_sharded_tensors(checkpoint_dir: str | os.PathLike[str], key_prefix: str) -> None:
-    """Remove the tensors whose keys begin with a prefix, optimizer state for example, and give
-    their space back.
+    """Remove the tensors under a key prefix, and free their space.
 
-    One rank calls. The checkpoint is complete at every moment: what remains is put together beside
-    it and takes its place in one step.
+    The prefix of optimizer state is an example.
+
+    One rank calls. The checkpoint is complete at every moment: the remaining tensors are written
+    next to it, and the result takes its place in one step.
 
     Raises:
         CheckpointNotFoundError: no complete checkpoint is there.
@@ -183,16 +195,16 @@ def remove_sharded_tensors(checkpoint_dir: str | os.PathLike[str], key_prefix: s
     location = locations.normalize(checkpoint_dir)
     for attempt in read_attempts(Ranks.alone(), location):
         with attempt:
-            found = find_checkpoint(Ranks.alone(), location, attempt=attempt)
-    if found.stored is None:
-        registered = registered_strategy(location, found.marker)
+            checkpoint = find_checkpoint(Ranks.alone(), location, attempt=attempt)
+    if checkpoint.stored is None:
+        registered = registered_strategy(location, checkpoint.marker)
         registered.remove_sharded_tensors(location, key_prefix)
         return
-    if not found.stored.manifest.has_checksums:
+    if not checkpoint.stored.manifest.has_checksums:
         raise CheckpointingException(f"{location!r} was not written by distckpt: convert it first.")
     config = CheckpointingConfig(BUILT_IN, 1)
-    with reading(Ranks.alone(), [found.stored]):
-        stored = replace(found.stored, location=posix.resolve(location))
+    with reading(Ranks.alone(), [checkpoint.stored]):
+        stored = replace(checkpoint.stored, location=posix.resolve(location))
         removed = remove_tensors(stored, key_prefix, config)
     if not removed:
         logger.warning(
@@ -201,7 +213,7 @@ def remove_sharded_tensors(checkpoint_dir: str | os.PathLike[str], key_prefix: s
 
 
 class _OpenStrategy(LoadShardedStrategy):
-    """The built-in strategy with a checkpoint that is open: each query opens it once."""
+    """The built-in strategy with an open checkpoint, which queries share."""
 
     def __init__(self, stored: StoredCheckpoint) -> None:
         self._stored = stored
@@ -221,17 +233,17 @@ class _OpenStrategy(LoadShardedStrategy):
 
 
 def _strategy_that_reads(
-    location: str, attempt: ReadAttempt, given: _Strategy | None = None
+    location: str, attempt: ReadAttempt, own_strategy: _Strategy | None = None
 ) -> LoadShardedStrategy:
-    """Return the strategy to ask about a checkpoint: the caller's, or the one that wrote it."""
-    found = find_checkpoint(Ranks.alone(), location, attempt=attempt)
-    if given is not None:
-        strategy, _ = choose_load_strategy(given)
+    """Return the strategy for questions about a checkpoint: the caller's or its own."""
+    checkpoint = find_checkpoint(Ranks.alone(), location, attempt=attempt)
+    if own_strategy is not None:
+        strategy, _ = choose_load_strategy(own_strategy)
         if strategy is not None:
             return strategy
-    if found.stored is not None:
-        return _OpenStrategy(found.stored)
-    return registered_strategy(location, found.marker)
+    if checkpoint.stored is not None:
+        return _OpenStrategy(checkpoint.stored)
+    return registered_strategy(location, checkpoint.marker)
 
 
 def registered_strategy(location: str, marker: Mapping[str, Any]) -> LoadShardedStrategy:

@@ -30,8 +30,9 @@ _Result = TypeVar("_Result")
 def take_common_strategy(
     function: Callable[_Parameters, _Result],
 ) -> Callable[_Parameters, _Result]:
-    """Let the fourth positional argument be `common_strategy`, which it was in Megatron Core up to
-    0.18.
+    """Let the fourth positional argument be `common_strategy`.
+
+    It was that in Megatron Core up to 0.18.
 
     It is told from `validate_access_integrity`, which has that place since then, by its type.
     """
@@ -39,7 +40,8 @@ def take_common_strategy(
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> _Result:
         if len(args) > 3 and not isinstance(args[3], bool | int):
-            kwargs["common_strategy"], args = args[3], args[:3] + args[4:]
+            kwargs["common_strategy"] = args[3]
+            args = args[:3] + args[4:]
         return function(*args, **kwargs)
 
     return call
@@ -73,7 +75,7 @@ def save(
     process_group: Any = None,
     **changes: Any,
 ) -> AsyncRequest | None:
-    """Save a state dict whose tensors are distributed over the ranks, as `distckpt.save` does.
+    """Save a distributed state dict, as `distckpt.save` does.
 
     Collective operation: all ranks must call it.
 
@@ -87,7 +89,7 @@ def save(
             `distckpt.megatron.strategies.async_utils`: the request copies the tensors when it is
             scheduled, and writes them in the background. `distckpt.async_save` is simpler to use.
         preprocess_common_before_consistancy_check: called with a copy of the common state; returns
-            what ranks compare.
+            the value that ranks compare.
         content_metadata: describes the content, see `load_content_metadata`.
         async_strategy: accepted for compatibility.
         verify_integrity: accepted for compatibility: checksums are always written.
@@ -177,8 +179,9 @@ def load(
     family: str | os.PathLike[str] | None = None,
     **changes: Any,
 ) -> StateDict | tuple[StateDict, set[str], set[str]]:
-    """Load a checkpoint under the layout that a sharded state dict describes, as `distckpt.load`
-    does.
+    """Load a checkpoint into the layout of a sharded state dict.
+
+    It works as `distckpt.load` does.
 
     Collective operation: all ranks must call it.
 
@@ -189,9 +192,9 @@ def load(
             None for the one that the checkpoint was saved with.
         validate_access_integrity: see `LoadOptions`. True, the default here, also refuses a part of
             a tensor in one process, as Megatron does; False loads it.
-        strict: how to handle keys that only the checkpoint or only the request has; a
+        strict: the treatment of keys that only the checkpoint or only the request has; a
             `StrictHandling` or its value. By default, modules are loaded whole: one that lacks a
-            part of what was saved for it is an error; "raise_unexpected" loads what it has. With
+            part that was saved for it is an error; "raise_unexpected" loads the parts it has. With
             rules or a family there are only these two.
         verify_integrity: compare checksums, which is the default: this overrules `verify=False`.
         process_group: the ranks that load together; None for the default group, or for this process
@@ -204,7 +207,8 @@ def load(
             `LoadOptions` for all of them.
 
     Returns:
-        What `distckpt.load` does; when `strict` is one of the RETURN modes, a tuple `(state dict,
+        The result of `distckpt.load`; when `strict` is one of the RETURN modes, a tuple `(state
+        dict,
         missing keys, unexpected keys)`.
 
     Raises:

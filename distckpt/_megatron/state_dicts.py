@@ -1,5 +1,6 @@
-"""Megatron's preparation of state dicts. `distckpt.save` and `load` do not use it: they change no
-state dict.
+"""Megatron's preparation of state dicts.
+
+`distckpt.save` and `load` do not use it: they change no state dict.
 """
 
 from __future__ import annotations
@@ -29,7 +30,9 @@ def save_preprocess(
     preprocess_common_before_consistancy_check: Callable[[CommonStateDict], StateDict]
     | None = None,
 ) -> tuple[ShardedStateDict, StateDict]:
-    """Split a state dict into its sharded part, with factories applied in place, and common state.
+    """Split a state dict into its sharded part and common state.
+
+    Factories are applied in place.
 
     Collective operation with `validate_access_integrity`, which checks the shards of all ranks and
     warns where their common state differs: all must call it.
@@ -48,9 +51,7 @@ def save_preprocess(
 def load_preprocess(
     sharded_state_dict: ShardedStateDict,
 ) -> tuple[ShardedStateDict, StateDict, ShardedStateDict]:
-    """Return a copy of a state dict with factories applied, its local non-persistent values, and
-    the factories.
-    """
+    """Return a copy with factories applied, local non-persistent values, and the factories."""
     copied, _ = extract_matching_values(sharded_state_dict, lambda value: True)
     copied = filter_out_empty_flatten_tensor(copied)
     factories, _ = extract_matching_values(
@@ -70,6 +71,6 @@ def filter_out_empty_flatten_tensor(sharded_state_dict: ShardedStateDict) -> Sha
         flat = getattr(value, "flattened_range", None) if isinstance(value, ShardedTensor) else None
         return flat is None or flat.start != flat.stop
 
-    kept: ShardedStateDict
-    kept, _ = extract_matching_values(sharded_state_dict, holds_elements)
-    return kept
+    rest: ShardedStateDict
+    rest, _ = extract_matching_values(sharded_state_dict, holds_elements)
+    return rest

@@ -12,8 +12,9 @@ from distckpt.strategies.base import SaveShardedStrategy, StrategyBase
 
 
 class AsyncSaveShardedStrategy(SaveShardedStrategy):
-    """A strategy that gives its work as a request, as Megatron's do; it is done before `save`
-    returns.
+    """A strategy that returns its work as a request, as Megatron's do.
+
+    The work is done before `save` returns.
     """
 
     @abstractmethod

@@ -1,6 +1,4 @@
-"""Megatron's state dicts for local checkpoints, given state dicts in which some objects are
-distckpt's.
-"""
+"""Megatron's state dicts for local checkpoints, with distckpt's objects in them."""
 
 from __future__ import annotations
 
@@ -18,8 +16,8 @@ def __getattr__(name: str) -> Any:
     base = installed("tensor_aware_state_dict", name)
 
     class MCoreTensorAwareStateDict(base):  # type: ignore[misc, valid-type]
-        # Programs whose imports were replaced use objects of distckpt in what they save, and its
-        # enums and errors.
+        # Programs whose imports were replaced save objects of distckpt, and use its enums and
+        # errors.
         @classmethod
         def from_state_dict(cls, sharded_state_dict: Any, *args: Any, **kwargs: Any) -> Any:
             make = taking_ours(super().from_state_dict, f"{name}.from_state_dict")
@@ -31,5 +29,6 @@ def __getattr__(name: str) -> Any:
             fill = taking_ours(super().to_state_dict, f"{name}.to_state_dict")
             return fill(*args, **kwargs)
 
-    MCoreTensorAwareStateDict.__module__, MCoreTensorAwareStateDict.__qualname__ = __name__, name
+    MCoreTensorAwareStateDict.__module__ = __name__
+    MCoreTensorAwareStateDict.__qualname__ = name
     return MCoreTensorAwareStateDict

@@ -1,6 +1,4 @@
-"""Megatron's strategies of the format `torch_dist`, as names for distckpt's own format, and what
-saves them.
-"""
+"""Megatron's `torch_dist` strategies under its names, for distckpt's own format."""
 
 from __future__ import annotations
 
@@ -34,7 +32,9 @@ _FORWARDED = {
 
 
 class TorchDistSaveShardedStrategy(AsyncSaveShardedStrategy):
-    """Save in distckpt's format. The arguments are Megatron's, and none is needed.
+    """Save in distckpt's format.
+
+    The arguments are Megatron's, and none is needed.
 
     Args:
         backend: "torch_dist" or "safetensors".
@@ -79,8 +79,9 @@ class TorchDistSaveShardedStrategy(AsyncSaveShardedStrategy):
     def save(
         self, sharded_state_dict: ShardedStateDict, checkpoint_dir: str | os.PathLike[str]
     ) -> None:
-        """Save a state dict, as `distckpt.save` does. Collective operation: all ranks must call
-        it.
+        """Save a state dict, as `distckpt.save` does.
+
+        Collective operation: all ranks must call it.
         """
         save(sharded_state_dict, checkpoint_dir, self)
 
@@ -90,8 +91,9 @@ class TorchDistSaveShardedStrategy(AsyncSaveShardedStrategy):
         checkpoint_dir: str | os.PathLike[str],
         async_strategy: str = "nvrx",
     ) -> AsyncRequest:
-        """Return a request that saves a state dict. Collective operation: all ranks must call
-        it.
+        """Return a request that saves a state dict.
+
+        Collective operation: all ranks must call it.
         """
         del async_strategy
         request = save(sharded_state_dict, checkpoint_dir, self, async_sharded_save=True)
@@ -100,8 +102,9 @@ class TorchDistSaveShardedStrategy(AsyncSaveShardedStrategy):
 
 
 class TorchDistLoadShardedStrategy(LoadShardedStrategy):
-    """Load a checkpoint of any format that distckpt reads. The arguments are Megatron's, and none
-    is needed.
+    """Load a checkpoint of any format that distckpt reads.
+
+    The arguments are Megatron's, and none is needed.
     """
 
     def __init__(
@@ -132,8 +135,9 @@ class TorchDistLoadShardedStrategy(LoadShardedStrategy):
         checkpoint_dir: str | os.PathLike[str],
         async_strategy: str = "mcore",
     ) -> Any:
-        """Load a state dict, as `distckpt.load` does. Collective operation: all ranks must call
-        it.
+        """Load a state dict, as `distckpt.load` does.
+
+        Collective operation: all ranks must call it.
         """
         del async_strategy
         return load(sharded_state_dict, checkpoint_dir, self)
@@ -156,8 +160,9 @@ class TorchDistLoadShardedStrategy(LoadShardedStrategy):
 
 
 class _AsyncModules(dict[str, Any]):
-    """What `get_async_strategy` gives; Megatron's own writers and readers of its files are imported
-    when used.
+    """The result of `get_async_strategy`.
+
+    Megatron's own writers and readers of its files are imported when used.
     """
 
     def __missing__(self, name: str) -> Any:
@@ -167,12 +172,14 @@ class _AsyncModules(dict[str, Any]):
 
 
 def get_async_strategy(async_strategy: str = "nvrx", module: str | None = None) -> tuple[str, Any]:
-    """Return the classes for background saves: the name that was asked for, and the same classes
-    for both of Megatron's ways.
+    """Return the classes for background saves.
+
+    With them comes the name that was asked for; the classes are the same for both of Megatron's
+    ways.
 
     Args:
         async_strategy: "nvrx" or "mcore"; nvidia-resiliency-ext is not needed.
-        module: name of the one that is wanted; None for all.
+        module: name of a single module; None for all.
 
     Raises:
         TypeError: another `async_strategy`.

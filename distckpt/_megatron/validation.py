@@ -1,6 +1,4 @@
-"""Check that the shards of all ranks make complete tensors, and that a checkpoint and a request
-hold the same keys.
-"""
+"""Check that shards make complete tensors, and that keys match a checkpoint's."""
 
 from __future__ import annotations
 
@@ -29,8 +27,9 @@ from distckpt._storage import locations
 
 
 def verify_checkpoint(checkpoint_dir: str | os.PathLike[str]) -> dict[str, Any]:
-    """Check that a complete checkpoint of a readable format is there (its marker is; contents are
-    not read).
+    """Check that a complete checkpoint of a readable format is there.
+
+    It is complete if its marker is there; contents are not read.
 
     Returns:
         The fields of the marker.
@@ -57,13 +56,14 @@ def determine_global_metadata(
     Collective operation: all ranks of the group must call it; each sends its descriptions to all.
 
     Returns:
-        `(mine, all)`: the shards of this rank without data, and those of every rank by rank.
+        `(mine, all)`: the shards of this rank without data, and every rank's by rank.
     """
-    mine = [shard.without_data() for shard in _sharded_leaves(sharded_state_dict)]
-    texts = Ranks(process_group).all_gather(
-        json.dumps([_to_json(shard) for shard in mine]).encode()
-    )
-    return mine, [[_from_json(fields) for fields in json.loads(text)] for text in texts]
+    local_shards = [shard.without_data() for shard in _sharded_leaves(sharded_state_dict)]
+    texts = Ranks(process_group).all_gather(json.dumps(list(map(_to_json, local_shards))).encode())
+    shards_of_ranks = []
+    for text in texts:
+        shards_of_ranks.append(list(map(_from_json, json.loads(text))))
+    return local_shards, shards_of_ranks
 
 
 def _to_json(shard: Shard) -> dict[str, Any]:
@@ -76,9 +76,11 @@ def _to_json(shard: Shard) -> dict[str, Any]:
 
 
 def _from_json(fields: dict[str, Any]) -> Shard:
-    plain: dict[str, Any] = {
-        name: tuple(value) if isinstance(value, list) else value for name, value in fields.items()
-    }
+    plain: dict[str, Any] = {}
+    for name, value in fields.items():
+        if isinstance(value, list):
+            value = tuple(value)
+        plain[name] = value
     if "dtype" not in plain:
         return ShardedObject(data=None, **plain)
     flat = plain.pop("flattened_range")
@@ -91,7 +93,9 @@ def _from_json(fields: dict[str, Any]) -> Shard:
 def validate_sharding_integrity(
     global_metadata: Sequence[Iterable[ShardedBase]], common_state_dict: Any = None
 ) -> None:
-    """Check that the main replicas of all ranks cover each tensor and object grid exactly once.
+    """Check that main replicas cover each tensor and object grid exactly once.
+
+    The shards of all ranks count.
 
     `global_metadata` comes from `determine_global_metadata`; `common_state_dict` is accepted for
     compatibility: `save` compares common state itself.
@@ -101,7 +105,7 @@ def validate_sharding_integrity(
     """
     del common_state_dict
     leaves = [_sharded_leaves(list(shards)) for shards in global_metadata]
-    validate_shards(merge_tables([shard_table(shards) for shards in leaves]))
+    validate_shards(merge_tables(list(map(shard_table, leaves))))
 
 
 def validate_integrity_and_strict_load(
@@ -112,8 +116,9 @@ def validate_integrity_and_strict_load(
     global_metadata: Sequence[Sequence[ShardedBase]] | None = None,
     ckpt_sharded_metadata: dict[str, ShardedBase] | None = None,
 ) -> tuple[ShardedStateDict, set[str], set[str]]:
-    """Check shards of all ranks and apply a strictness mode, given all metadata (Megatron's
-    function).
+    """Check shards of all ranks and apply a strictness mode.
+
+    This is Megatron's function, and takes all metadata.
 
     Returns:
         `(sharded_state_dict without unexpected entries, missing keys, unexpected keys)`.
@@ -123,7 +128,8 @@ def validate_integrity_and_strict_load(
         InvalidShardingError: shards do not cover their tensors exactly once.
         LoadMismatchError: keys differ and the mode raises.
     """
-    missing, unexpected = set[str](), set[str]()
+    missing = set[str]()
+    unexpected = set[str]()
     if StrictHandling.requires_explicit_ckpt_mismatch_check(strict):
         if ckpt_sharded_metadata is None:
             raise CheckpointingException("Cannot compare keys: ckpt_sharded_metadata is None.")
@@ -154,14 +160,17 @@ def _keys_of_all(global_metadata: Sequence[Sequence[ShardedBase]] | None) -> set
 def adjust_non_strict_load(
     sharded_state_dict: ShardedStateDict, sharded_keys_to_remove: set[str]
 ) -> ShardedStateDict:
-    """Return a state dict without the shards, objects and factories of some keys."""
-    kept: ShardedStateDict = fold(
+    """Return a state dict without the entries of some keys.
+
+    Shards, objects and factories are left out.
+    """
+    rest: ShardedStateDict = fold(
         lambda leaf: HOLE if _has_key(leaf, sharded_keys_to_remove) else leaf,
         _without_holes,
         sharded_state_dict,
         _is_nested,
     )
-    return kept
+    return rest
 
 
 def maybe_report_missing_and_unexpected_keys(
@@ -173,7 +182,9 @@ def maybe_report_missing_and_unexpected_keys(
 
 
 def save_integrity_manifest(checkpoint_dir: str | os.PathLike[str]) -> None:
-    """Check that a checkpoint has checksums, which every save computes: there is nothing to add.
+    """Check that a checkpoint has checksums.
+
+    Every save computes them: there is nothing to add.
 
     Raises:
         CheckpointingException: it has none, since another program wrote it.
@@ -209,8 +220,10 @@ def _is_nested(node: Any) -> bool:
 
 
 def _without_holes(container: Any, children: list[Any]) -> Any:
-    kept = without_holes(container, children)
-    return type(container)() if kept is HOLE else kept
+    rest = without_holes(container, children)
+    if rest is HOLE:
+        return type(container)()
+    return rest
 
 
 def _has_key(node: Any, keys: set[str]) -> bool:

@@ -1,1 +1,1 @@
-"""Moving tensors between the memories of ranks: planning, shared memory, and carrying it out."""
+"""Moving tensors between the memories of ranks: planning, shared memory, and the transfers."""

@@ -1,4 +1,4 @@
-"""What ranks have agreed on, kept so that the same descriptions need not be sent again."""
+"""Agreements between ranks, cached so that equal descriptions are sent only once."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from typing import NamedTuple
 
 from distckpt._ranks.collectives import Ranks
 
-_MAX_KEPT = 16
+_MAX_LATEST = 16
 
 
 class Agreement(NamedTuple):
-    """What the coordinator has decided for this rank.
+    """A decision of the coordinator for this rank.
 
     Attributes:
         number: the same on all ranks, and different for each agreement.
         result: for this rank.
-        descriptions: on the coordinator, those of all ranks.
+        descriptions: on the coordinator, the descriptions from all ranks.
     """
 
     number: int
@@ -27,10 +27,10 @@ class Agreement(NamedTuple):
 
 
 class Agreements:
-    """The agreements of one rank, by what it described; the ones used last."""
+    """The latest agreements of one rank, by its description."""
 
     def __init__(self) -> None:
-        self._kept: dict[bytes, Agreement] = {}
+        self._latest: dict[bytes, Agreement] = {}
 
     def reach(
         self,
@@ -39,21 +39,20 @@ class Agreements:
         description: bytes,
         decide: Callable[[Sequence[bytes]], Sequence[bytes]],
     ) -> Agreement:
-        """Let the coordinator decide from the descriptions of all ranks, unless it has done so
-        before.
+        """Let the coordinator decide from all descriptions, unless it already has.
 
         Collective operation: all ranks must call it. When nothing has changed on any of them, one
         number is exchanged. `decide` returns a result for each rank.
         """
         settings = f"{name} {ranks.rank} {ranks.size} ".encode()
         key = hashlib.blake2b(settings + description, digest_size=16).digest()
-        known = self._kept.pop(key, None)
+        known = self._latest.pop(key, None)
         is_kept = ranks.all_equal(-1 - ranks.rank if known is None else known.number)
         if known is None or not is_kept:
             known = _reached(ranks, name, description, decide)
-        self._kept[key] = known
-        while len(self._kept) > _MAX_KEPT:
-            del self._kept[next(iter(self._kept))]
+        self._latest[key] = known
+        while len(self._latest) > _MAX_LATEST:
+            del self._latest[next(iter(self._latest))]
         return known
 
 

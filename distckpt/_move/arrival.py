@@ -1,4 +1,4 @@
-"""Comparing what has arrived with what was sent, by fingerprints."""
+"""Comparing received values with sent ones, by fingerprints."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from distckpt._ranks.collectives import Ranks
 def check_arrival(
     ranks: Ranks, plan: RankPlan, sources: Pieces, targets: Pieces, views: Sequence[torch.Tensor]
 ) -> None:
-    """Compare for each rank and tensor what the rank got with what others have in memory.
+    """Compare the values that each rank received with their givers' values.
 
-    Collective operation: all ranks must call it. They exchange one number for each. `views` are the
-    memory of the targets that was filled.
+    Collective operation: all ranks must call it. They exchange one number for each tensor and rank.
+    `views` are the filled memory of the targets.
 
     Raises:
         CheckpointingException: they differ, on all ranks.
@@ -34,9 +34,12 @@ def check_arrival(
         sums = sums_of(regions, 2 * len(plan.compared))
     totals = sum_over_ranks(ranks, sums)
     pairs = zip(plan.compared, totals[::2], totals[1::2], strict=True)
-    bad = [(rank, key) for (rank, key), sent, arrived in pairs if (sent - arrived) % PRIME]
-    if bad:
-        faults = [KeyFault(key, text, text) for rank, key in bad for text in [f" on rank {rank}"]]
+    faults = []
+    for (rank, key), sent, arrived in pairs:
+        if (sent - arrived) % PRIME:
+            text = f" on rank {rank}"
+            faults.append(KeyFault(key, text, text))
+    if faults:
         lines = "\n- ".join(summarize_faults(faults))
         raise CheckpointingException(
             f"What has arrived is not what was sent:\n- {lines}\nEither was changed during the "
@@ -49,9 +52,13 @@ def _sent(plan: RankPlan, sources: Pieces) -> Iterator[LiveRegion]:
     for slot, row, dtype, *place in plan.sent.tolist():
         region, view = _place(sources.table, row, sources.views[row], place)
         add = sources.adds[row]
-        moved = view - add if add else view
+        moved = view
+        if add:
+            moved = view - add
         taken_as = FROM_NAME[plan.dtypes[dtype]]
-        values = moved if moved.dtype == taken_as else _one_nan(moved.to(taken_as))
+        values = moved
+        if moved.dtype != taken_as:
+            values = _one_nan(moved.to(taken_as))
         yield LiveRegion(2 * slot, region, values)
 
 
@@ -67,18 +74,22 @@ def _place(
     table: PieceTable, row: int, view: torch.Tensor, place: Sequence[int]
 ) -> tuple[Region, torch.Tensor]:
     """Return a region of a piece in its tensor, and its values."""
-    of_piece = table.region(row)
-    ndim, half = len(of_piece.shape), len(place) // 2
+    region = table.region(row)
+    ndim = len(region.shape)
+    half = len(place) // 2
     within = Region(tuple(place[:ndim]), tuple(place[half : half + ndim]))
-    offset = tuple(map(int.__add__, of_piece.offset, within.offset))
+    offset = tuple(map(int.__add__, region.offset, within.offset))
     return Region(offset, within.shape), view[within.slices()] if ndim else view
 
 
 def _one_nan(values: torch.Tensor) -> torch.Tensor:
-    """Give all NaN the same bits: which ones a conversion makes depends on where an element lies in
-    memory.
+    """Give all NaN the same bits.
+
+    A conversion makes different ones at different places in memory.
     """
     if not values.dtype.is_floating_point:
         return values
-    wide = values if values.dtype.itemsize == 8 else values.float()
+    wide = values
+    if values.dtype.itemsize != 8:
+        wide = values.float()
     return torch.where(wide.isnan(), torch.nan, wide).to(values.dtype)

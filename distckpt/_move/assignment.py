@@ -1,4 +1,7 @@
-"""Who gives what in a move: a giver for every element that a rank takes. Pure functions."""
+"""The giver of every element that a rank takes in a move.
+
+Pure functions.
+"""
 
 from __future__ import annotations
 
@@ -13,19 +16,19 @@ from distckpt._base.dtypes import FROM_NAME
 from distckpt._base.errors import LoadMismatchError
 from distckpt._base.messages import KeyFault, did_you_mean, other_prefix, summarize_faults
 from distckpt._geometry.region import Region, intersect, intersect_many, subtract
-from distckpt._move.held import Held, Holders
+from distckpt._move.held import Holders, SourcePieces
 from distckpt._move.pieces import Kind
 
 
 class MoveSettings(NamedTuple):
-    """What a plan depends on besides what is given and taken.
+    """The settings of a plan, apart from the pieces.
 
     Attributes:
         hosts: a number for each rank; ranks with equal ones share memory.
         bucket_bytes: the size of a buffer.
         allow_dtype_cast: convert values to dtypes that change them.
-        has_fallback: what no rank holds comes from elsewhere.
-        compares: what arrives is compared with what is sent.
+        has_fallback: elements that no rank holds come from elsewhere.
+        compares: arriving values are compared with sent ones.
     """
 
     hosts: Sequence[int]
@@ -37,8 +40,10 @@ class MoveSettings(NamedTuple):
 
 @dataclass(slots=True)
 class Unit:
-    """A region that a rank packs: the `row` of its piece, and `takes`: the rank, its row, and the
-    region that it takes.
+    """A region that a rank packs.
+
+    `row` is the row of its piece. `takes` has the ranks that take it, each with its row and the
+    region it takes.
     """
 
     key: str
@@ -54,18 +59,20 @@ class Unit:
         return self.region.num_elements * self.item_bytes
 
     def machines(self, hosts: Sequence[int]) -> set[int]:
-        """Return the machines other than the giver's that take it."""
+        """Return the machines that take it, without the giver's."""
         return {hosts[rank] for rank, _, _ in self.takes} - {hosts[self.giver]}
 
 
 _Hit: TypeAlias = tuple[tuple[bool, int], int, int, Region]
-"""How far a giver is: on another machine or not, and how much it gives; the giver, the row of its
-piece, and what it has of a region.
+"""A giver for a region, in order of preference.
+
+It has whether the giver is on another machine, how much it gives, the giver, the row of its piece,
+and its part of the region.
 """
 
 
-class Wanted(NamedTuple):
-    """A region that a rank takes: of the `row` of its piece."""
+class TargetRegion(NamedTuple):
+    """A region that a rank takes, and the `row` of its piece."""
 
     key: str
     rank: int
@@ -74,64 +81,67 @@ class Wanted(NamedTuple):
 
 
 class Assignment:
-    """Finds for each target the units that fill it; those on a machine do for all its ranks."""
+    """The units that fill each target. One unit per machine serves all of its ranks."""
 
-    def __init__(self, held: Held, settings: MoveSettings) -> None:
-        self.held, self.settings = held, settings
+    def __init__(self, sources: SourcePieces, settings: MoveSettings) -> None:
+        self.sources = sources
+        self.settings = settings
         self.units: dict[tuple[str, int, int, Region], Unit] = {}
         self.copies: list[tuple[int, str, int, int, Region]] = []
-        self.gaps: list[Wanted] = []
-        self.wanted: list[Wanted] = []
-        self.given = [0] * held.num_ranks
-        self._of_host: defaultdict[tuple[int, str], list[Unit]] = defaultdict(list)
+        self.gaps: list[TargetRegion] = []
+        self.target_regions: list[TargetRegion] = []
+        self.given_bytes = [0] * sources.num_ranks
+        self._units_by_host: defaultdict[tuple[int, str], list[Unit]] = defaultdict(list)
 
     def fill(self, key: str, kind: Kind, rank: int, row: int, region: Region) -> None:
-        """Find what fills the region of a piece that a rank takes."""
-        holders = self.held.by_key.get(key)
+        """Assign givers for the region of a piece that a rank takes."""
+        holders = self.sources.by_key.get(key)
         if holders is None:
-            self.gaps.append(Wanted(key, rank, row, region))
+            self.gaps.append(TargetRegion(key, rank, row, region))
             return
-        wanted = region
         if kind.may_differ:
             clipped = intersect(region, Region((0,) * len(region.shape), holders.kind.shape))
             if clipped is None:
                 return
-            wanted = clipped
-        self.wanted.append(Wanted(key, rank, row, wanted))
-        left = self._from_holders(holders, rank, row, [wanted])
-        self.gaps += [Wanted(key, rank, row, gap) for gap in left]
+            region = clipped
+        self.target_regions.append(TargetRegion(key, rank, row, region))
+        left = self._from_holders(holders, rank, row, [region])
+        self.gaps += [TargetRegion(key, rank, row, gap) for gap in left]
 
     def _from_holders(
         self, holders: Holders, rank: int, row: int, left: list[Region]
     ) -> list[Region]:
-        """Take regions from whoever has them, the nearest first; return what nobody has."""
-        key, hosts = holders.kind.key, self.settings.hosts
+        """Take regions from their holders, the nearest first; return the rest."""
+        key = holders.kind.key
+        hosts = self.settings.hosts
         host = hosts[rank]
-        own, others = self._found(holders, rank, left[0])
+        own, others = self._find_holders(holders, rank, left[0])
         for _, _, row_of_giver, region in own:
-            taken, left = divide(left, region)
-            self.copies += [(rank, key, row_of_giver, row, part) for part in taken]
-        for unit in self._of_host[host, key] if left else ():
-            taken, left = divide(left, unit.region)
-            unit.takes += [(rank, row, part) for part in taken]
+            common, left = divide(left, region)
+            self.copies += [(rank, key, row_of_giver, row, part) for part in common]
+        for unit in self._units_by_host[host, key] if left else ():
+            common, left = divide(left, unit.region)
+            unit.takes += [(rank, row, part) for part in common]
         for _, giver, row_of_giver, region in sorted(others) if left else ():
-            taken, left = divide(left, region)
-            for part in taken:
+            common, left = divide(left, region)
+            for part in common:
                 unit = self._unit(key, giver, row_of_giver, part, host)
                 unit.takes.append((rank, row, part))
         return left
 
-    def _found(self, holders: Holders, rank: int, wanted: Region) -> tuple[list[_Hit], list[_Hit]]:
-        """Find who has elements of a region: this rank, and others."""
+    def _find_holders(
+        self, holders: Holders, rank: int, region: Region
+    ) -> tuple[list[_Hit], list[_Hit]]:
+        """Return the holders of elements of a region: this rank, and other ranks."""
         hosts = self.settings.hosts
-        places, offsets, shapes = intersect_many(holders.offsets, holders.shapes, *wanted)
+        places, offsets, shapes = intersect_many(holders.offsets, holders.shapes, *region)
         own: list[_Hit] = []
         others: list[_Hit] = []
         for place, offset, shape in zip(
             places.tolist(), offsets.tolist(), shapes.tolist(), strict=True
         ):
             giver = int(holders.ranks[place])
-            distance = (hosts[giver] != hosts[rank], self.given[giver])
+            distance = (hosts[giver] != hosts[rank], self.given_bytes[giver])
             hit = (distance, giver, int(holders.rows[place]), Region(tuple(offset), tuple(shape)))
             (own if giver == rank else others).append(hit)
         return own, others
@@ -139,16 +149,18 @@ class Assignment:
     def _unit(self, key: str, giver: int, row: int, region: Region, host: int) -> Unit:
         identity = (key, giver, row, region)
         if identity not in self.units:
-            item = FROM_NAME[self.held.by_key[key].kind.dtype].itemsize
+            item = FROM_NAME[self.sources.by_key[key].kind.dtype].itemsize
             self.units[identity] = Unit(*identity, item)
-            self.given[giver] += self.units[identity].num_bytes
+            self.given_bytes[giver] += self.units[identity].num_bytes
         unit = self.units[identity]
-        self._of_host[host, key].append(unit)
+        self._units_by_host[host, key].append(unit)
         return unit
 
     def gifts(self) -> Iterator[tuple[int, int, tuple[int, str, int, Region]]]:
-        """Yield all that is given: who gives it, and the row of its piece; who takes it, its key,
-        the row of the piece there, and the region.
+        """Yield all regions that are given.
+
+        With each come the giver and the row of its piece, the taker, its key, the row of its piece,
+        and the region.
         """
         for rank, key, source, row, region in self.copies:
             yield rank, source, (rank, key, row, region)
@@ -157,25 +169,32 @@ class Assignment:
                 yield unit.giver, unit.row, (rank, unit.key, row, region)
 
     def check_gaps(self) -> None:
-        """Refuse what no rank holds, unless it comes from elsewhere."""
+        """Refuse elements that no rank holds, unless they come from elsewhere."""
         if not self.gaps or self.settings.has_fallback:
             return
-        faults = [KeyFault(gap.key, text, text) for gap in self.gaps for text in [self._lack(gap)]]
+        faults = []
+        for gap in self.gaps:
+            text = self._lack(gap)
+            faults.append(KeyFault(gap.key, text, text))
         lines = "\n- ".join(summarize_faults(faults))
         keys = {gap.key for gap in self.gaps}
-        prefix = other_prefix(sorted(keys - self.held.by_key.keys()), self.held.by_key, "given")
+        prefix = other_prefix(
+            sorted(keys - self.sources.by_key.keys()), self.sources.by_key, "given"
+        )
         way_out = (
             "Describe it on the rank that has it, or name a checkpoint that has it as fallback."
-            if not prefix
-            else f"Names differ{prefix}: give modules on both sides at the same place, or state "
-            "dicts on both, or rename what is given with rules=."
         )
+        if prefix:
+            way_out = (
+                f"Names differ{prefix}: give modules on both sides at the same place, or state "
+                "dicts on both, or rename what is given with rules=."
+            )
         raise LoadMismatchError(f"Not held by any rank:\n- {lines}\n{way_out}", unexpected=keys)
 
-    def _lack(self, gap: Wanted) -> str:
-        holders = self.held.by_key.get(gap.key)
+    def _lack(self, gap: TargetRegion) -> str:
+        holders = self.sources.by_key.get(gap.key)
         if holders is None:
-            hint = did_you_mean(gap.key, self.held.by_key)
+            hint = did_you_mean(gap.key, self.sources.by_key)
             return f": rank {gap.rank} takes region {gap.region}, and no rank has this key{hint}"
         who = ", ".join(map(str, np.unique(holders.ranks).tolist()))
         return (
@@ -185,14 +204,14 @@ class Assignment:
 
 
 def divide(left: Iterable[Region], region: Region) -> tuple[list[Region], list[Region]]:
-    """Divide regions into what they have in common with another one, and the rest."""
-    taken: list[Region] = []
+    """Divide regions into their intersections with another one, and the rest."""
+    inside: list[Region] = []
     rest: list[Region] = []
     for part in left:
         common = intersect(part, region)
         if common is None:
             rest.append(part)
             continue
-        taken.append(common)
+        inside.append(common)
         rest += subtract(part, common)
-    return taken, rest
+    return inside, rest

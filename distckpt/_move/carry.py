@@ -28,10 +28,10 @@ def carry(
     """Fill the targets of all ranks.
 
     Collective operation: all ranks must call it. No rank starts a round before all have done the
-    one before, so that each buffer holds what others expect, and none waits for a rank that has
-    failed. Within a round no transfer waits for another one: what is sent was there when the round
-    began, and every rank starts all of its transfers before it waits for one. So ranks that pass
-    units on, whatever to whom, do not wait for each other in a circle.
+    one before. So each buffer holds the units that its readers expect, and no rank waits for one
+    that has failed. Within a round no transfer waits for another one: a unit that is sent was there
+    when the round began, and every rank starts all of its transfers before it waits for one. So
+    ranks that pass units on, whatever to whom, do not wait for each other in a circle.
     """
     carrier = _Carrier(ranks, plan, memory, sources, targets)
     num_rounds = plan.num_waves + 1 + (plan.sent_bytes > 0)
@@ -41,7 +41,7 @@ def carry(
 
 
 class _Carrier:
-    """What one rank does in each round of a move."""
+    """The work of one rank in each round of a move."""
 
     def __init__(
         self,
@@ -51,16 +51,21 @@ class _Carrier:
         sources: Pieces,
         targets: Sequence[torch.Tensor],
     ) -> None:
-        self._ranks, self._plan, self._memory = ranks, plan, memory
-        self._sources, self._targets = sources, targets
+        self._ranks = ranks
+        self._plan = plan
+        self._memory = memory
+        self._sources = sources
+        self._targets = targets
         self._packs = _by_wave(plan.packs)
         self._takes = _by_wave(plan.takes)
-        self._sends, self._forwards = _by_wave(plan.sends), _by_wave(plan.forwards)
+        self._sends = _by_wave(plan.sends)
+        self._forwards = _by_wave(plan.forwards)
         self._receives = _by_wave(plan.receives)
 
     def do_round(self, number: int) -> None:
-        """Pack a wave; send and take what was packed before, and pass on and take what was received
-        before.
+        """Pack a wave, transfer the one before, and pass on received units.
+
+        Units are taken in the round in which they are sent or passed on.
         """
         transfers = self._start_transfers(number - 1)
         try:
@@ -70,19 +75,19 @@ class _Carrier:
             self._take(number - 1, is_landed=False)
             self._take(number - 2, is_landed=True)
         finally:
-            # The others wait for them, whatever has failed here.
+            # The other ranks wait for them, even if something has failed here.
             for transfer in transfers:
                 self._ranks.finish(transfer)
 
     def _start_transfers(self, wave: int) -> list[Transfer]:
         started = []
-        for messages, is_sent, is_landed, of_wave in (
+        for messages, is_sent, is_landed, buffer_wave in (
             (self._sends, True, False, wave),
             (self._forwards, True, True, wave - 1),
             (self._receives, False, True, wave),
         ):
             for _, peer, start, num_bytes, tag in messages.get(wave, ()):
-                buffer = self._memory.buffer(self._ranks.rank, is_landed, of_wave)
+                buffer = self._memory.buffer(self._ranks.rank, is_landed, buffer_wave)
                 part = buffer[start : start + num_bytes]
                 started.append(self._ranks.start_transfer(part, peer, tag, is_sent))
         return started
@@ -124,15 +129,20 @@ def _by_wave(rows: IntArray) -> dict[int, list[list[int]]]:
 
 
 def _split(numbers: list[int], count: int) -> list[list[int]]:
-    """Divide a list into `count` ones of the same length."""
+    """Divide a list into `count` lists of the same length."""
     length = len(numbers) // count
     return [numbers[i * length : (i + 1) * length] for i in range(count)]
 
 
 def _part(view: torch.Tensor, offset: Sequence[int], shape: Sequence[int]) -> torch.Tensor:
-    """Return a region of a tensor; the region may have further axes, of one index."""
+    """Return a region of a tensor.
+
+    The region may have further axes, of one index.
+    """
     region = Region(tuple(offset[: view.ndim]), tuple(shape[: view.ndim]))
-    return view if region.shape == tuple(view.shape) else view[region.slices()]
+    if region.shape == tuple(view.shape):
+        return view
+    return view[region.slices()]
 
 
 def _unit(buffer: torch.Tensor, dtype: torch.dtype, shape: Sequence[int]) -> torch.Tensor:
@@ -142,5 +152,7 @@ def _unit(buffer: torch.Tensor, dtype: torch.dtype, shape: Sequence[int]) -> tor
 
 
 def _moved(view: torch.Tensor, add: float) -> torch.Tensor:
-    """Return the values that are moved for those in memory."""
-    return view - add if add else view
+    """Return the values to move for values in memory."""
+    if add:
+        return view - add
+    return view

@@ -1,9 +1,11 @@
-"""How what several machines want reaches all of them. Pure functions.
+"""The ways of units that several machines want.
 
-A giver sends it to each, unless its machine would send more than twice as much as any receives.
-Then it sends it once, to the first of them: that machine, and others after it, pass it on to two
-more each, along a binary tree. So `n` machines have it after `log2(n) + 1` steps at most, and each
-gets it once.
+Pure functions.
+
+A giver sends a unit to each machine, unless its own would send more than twice as much as any
+receives. Then it sends the unit once, to the first of them: that machine, and later ones, pass it
+on to two more each, along a binary tree. So `n` machines have it after `log2(n) + 1` steps at most,
+and each gets it once.
 """
 
 from __future__ import annotations
@@ -20,11 +22,14 @@ from distckpt._move.assignment import Unit, divide
 from distckpt._state.validation import find_overlap
 
 MAX_TIMES = 2
-"""A machine does not send more than so many times what any receives, if others can pass it on."""
+"""Most bytes a machine sends, as a multiple of the most received.
+
+Above it, other machines pass units on.
+"""
 
 
 class Hop(NamedTuple):
-    """A unit goes from one rank to another one, in the `step`th step after it was packed."""
+    """A unit's way between two ranks, in step `step` after packing."""
 
     sender: int
     receiver: int
@@ -32,30 +37,32 @@ class Hop(NamedTuple):
 
 
 class FanOut:
-    """Chooses for each unit the rank that receives it on each machine, and who sends it there.
+    """The receiver of each unit on each machine, and its sender.
 
-    Whoever receives a unit for a machine also passes it on. What goes to the same machines takes
-    two trees by turns. Machines that pass on in one of them do not in the other one, so that none
-    sends more than it receives, and about the same in each wave.
+    The rank that receives a unit for a machine also passes it on. Units for the same machines take
+    two trees by turns. Machines that pass on in one tree do not in the other, so that none sends
+    more than it receives, and about the same in each wave.
     """
 
     def __init__(self, units: Sequence[Unit], hosts: Sequence[int], stretch_bytes: int) -> None:
-        self._units, self._hosts, self._stretch_bytes = units, hosts, stretch_bytes
+        self._units = units
+        self._hosts = hosts
+        self._stretch_bytes = stretch_bytes
         self._overloaded = overloaded_machines(units, hosts)
         self._received: defaultdict[int, int] = defaultdict(int)
         # By the ranks that take, of each machine.
         self._stretches: dict[tuple[tuple[int, ...], ...], _Stretch] = {}
-        # By the ranks that receive: the bytes of the first tree less those of the second one.
+        # By the ranks that receive: the bytes of the first tree minus the bytes of the second one.
         self._leads: defaultdict[tuple[int, ...], int] = defaultdict(int)
 
     def units(self) -> Iterable[Unit]:
-        """Return the units to move, which may be parts of those that were given."""
+        """Return the units to move, some of them cut into parts."""
         if not self._overloaded:
             return self._units
-        return _joined(self._units, self._hosts, self._overloaded)
+        return _join_overlaps(self._units, self._hosts, self._overloaded)
 
     def hops(self, giver: int, takers: Sequence[Collection[int]], num_bytes: int) -> list[Hop]:
-        """Return the way of a unit to the machines whose ranks take it, the giver's left out."""
+        """Return a unit's way to the other machines that take it."""
         if len(takers) > MAX_TIMES and self._hosts[giver] in self._overloaded:
             hops = _tree(giver, self._receivers(takers, num_bytes))
         else:
@@ -68,8 +75,9 @@ class FanOut:
         return min(ranks, key=lambda rank: self._received[rank])
 
     def _receivers(self, takers: Sequence[Collection[int]], num_bytes: int) -> Sequence[int]:
-        """Return the ranks of a tree, in its order: that which the last unit took, if both are
-        small and become one message.
+        """Return the ranks of a tree, in its order.
+
+        It is the tree of the last unit if both units are small and become one message.
         """
         machines = tuple(tuple(sorted(ranks)) for ranks in takers)
         stretch = self._stretches.get(machines)
@@ -81,12 +89,16 @@ class FanOut:
         receivers, is_second, left = stretch
         self._stretches[machines] = stretch._replace(num_left=left - num_bytes)
         self._leads[receivers] += -num_bytes if is_second else num_bytes
-        return receivers[::-1] if is_second else receivers
+        if is_second:
+            return receivers[::-1]
+        return receivers
 
 
 class _Stretch(NamedTuple):
-    """Units that follow one another in one tree: its ranks, in the order of the first tree; whether
-    it is the second one; and how many bytes may follow.
+    """Consecutive units in one tree.
+
+    It has the ranks in the order of the first tree, whether it is the second one, and the number of
+    bytes that may follow.
     """
 
     receivers: tuple[int, ...]
@@ -95,7 +107,7 @@ class _Stretch(NamedTuple):
 
 
 def overloaded_machines(units: Iterable[Unit], hosts: Sequence[int]) -> set[int]:
-    """Return the machines that would send too much, if givers sent to all who take."""
+    """Return the machines that would send too much without passing on."""
     sent: Counter[int] = Counter()
     received: Counter[int] = Counter()
     for unit in units:
@@ -107,44 +119,47 @@ def overloaded_machines(units: Iterable[Unit], hosts: Sequence[int]) -> set[int]
 
 
 def _tree(giver: int, receivers: Sequence[int]) -> list[Hop]:
-    """Return the way along a binary tree: the first half of the receivers send, the others do
-    not.
-    """
-    senders = [giver, *(rank for rank in receivers for _ in range(2))]
-    return [
-        Hop(sender, receiver, number.bit_length())
-        for number, (sender, receiver) in enumerate(zip(senders, receivers, strict=False), 1)
-    ]
+    """Return the way along a binary tree; its first half sends."""
+    senders = [giver]
+    for rank in receivers:
+        senders += [rank, rank]
+    hops = []
+    for number, (sender, receiver) in enumerate(zip(senders, receivers, strict=False), 1):
+        hops.append(Hop(sender, receiver, number.bit_length()))
+    return hops
 
 
 # --- Different layouts ----------------------------------------------------------------------------
 
 
-def _joined(
+def _join_overlaps(
     units: Iterable[Unit], hosts: Sequence[int], overloaded: Container[int]
 ) -> Iterator[Unit]:
-    """Cut the units that overlap, so that what many machines want is one unit for all of them.
+    """Cut overlapping units, so that common parts become units of their own.
 
     Units overlap where a piece is wanted under different layouts. A machine that wants the whole of
-    a unit gets the parts that this is cut into. The takes of a part may exceed its region.
+    a unit gets all of its parts. The takes of a part may exceed its region.
     """
     by_piece: defaultdict[tuple[str, int, int], list[Unit]] = defaultdict(list)
     for unit in units:
         by_piece[unit.key, unit.giver, unit.row].append(unit)
-    for of_piece in by_piece.values():
-        is_overloaded = hosts[of_piece[0].giver] in overloaded
-        yield from _parts(of_piece) if is_overloaded and _overlap(of_piece) else of_piece
+    for piece_units in by_piece.values():
+        is_overloaded = hosts[piece_units[0].giver] in overloaded
+        if is_overloaded and _overlap(piece_units):
+            piece_units = _parts(piece_units)
+        yield from piece_units
 
 
 def _overlap(units: Sequence[Unit]) -> bool:
     if len(units) == 1:
         return False
-    offsets, shapes = (np.array([unit.region[i] for unit in units]) for i in (0, 1))
+    offsets = np.array([unit.region.offset for unit in units])
+    shapes = np.array([unit.region.shape for unit in units])
     return find_overlap(offsets, shapes) is not None
 
 
 def _parts(units: Iterable[Unit]) -> list[Unit]:
-    """Cut units into parts that do not overlap."""
+    """Cut units into disjoint parts."""
     parts: list[Unit] = []
     for unit in units:
         divided: list[Unit] = []

@@ -1,4 +1,7 @@
-"""What all ranks give, checked and sorted by tensor. Pure functions."""
+"""The pieces that all ranks give, checked and sorted by tensor.
+
+Pure functions.
+"""
 
 from __future__ import annotations
 
@@ -18,8 +21,9 @@ Flags = npt.NDArray[np.bool_]
 
 
 class Holders(NamedTuple):
-    """The pieces of one tensor on all ranks: their `ranks`, `rows` in the tables of these, and
-    regions; by rank.
+    """The pieces of one tensor on all ranks.
+
+    They have their `ranks`, `rows` in the tables of these, and regions, in order of rank.
     """
 
     kind: Kind
@@ -29,14 +33,14 @@ class Holders(NamedTuple):
     shapes: IntArray
 
 
-class Held(NamedTuple):
-    """All that ranks give, by key."""
+class SourcePieces(NamedTuple):
+    """All pieces that ranks give, by key."""
 
     by_key: dict[str, Holders]
     num_ranks: int
 
     @classmethod
-    def of(cls, tables: Sequence[PieceTable]) -> Held:
+    def of(cls, tables: Sequence[PieceTable]) -> SourcePieces:
         """Join the tables of all ranks.
 
         Raises:
@@ -44,7 +48,7 @@ class Held(NamedTuple):
                 as main replicas of different shards.
         """
         kinds = _one_kind_per_key(tables)
-        joined = _joined(tables, list(kinds))
+        joined = _join(tables, list(kinds))
         edges = np.searchsorted(joined.key_ids, np.arange(len(kinds) + 1))
         by_key: dict[str, Holders] = {}
         faults: list[KeyFault] = []
@@ -65,8 +69,8 @@ class Held(NamedTuple):
         return cls(by_key, len(tables))
 
 
-class _Joined(NamedTuple):
-    """The pieces of all ranks that have elements, sorted by key and rank."""
+class _Columns(NamedTuple):
+    """The nonempty pieces of all ranks, sorted by key and rank."""
 
     key_ids: IntArray
     ranks: IntArray
@@ -77,25 +81,26 @@ class _Joined(NamedTuple):
     shapes: IntArray
 
 
-def _joined(tables: Sequence[PieceTable], keys: Sequence[str]) -> _Joined:
+def _join(tables: Sequence[PieceTable], keys: Sequence[str]) -> _Columns:
     numbers = {key: number for number, key in enumerate(keys)}
     ndim = max((table.offsets.shape[1] for table in tables), default=0)
-    columns = [
-        _Joined(
-            np.array([numbers[kind.key] for kind in table.kinds], np.int64)[table.kind_ids],
-            np.full(len(table.kind_ids), rank),
-            np.arange(len(table.kind_ids)),
-            table.is_main,
-            table.is_buffer,
-            widen(table.offsets, ndim, 0),
-            widen(table.shapes, ndim, 1),
+    columns = []
+    for rank, table in enumerate(tables):
+        columns.append(
+            _Columns(
+                np.array([numbers[kind.key] for kind in table.kinds], np.int64)[table.kind_ids],
+                np.full(len(table.kind_ids), rank),
+                np.arange(len(table.kind_ids)),
+                table.is_main,
+                table.is_buffer,
+                widen(table.offsets, ndim, 0),
+                widen(table.shapes, ndim, 1),
+            )
         )
-        for rank, table in enumerate(tables)
-    ]
-    joined = _Joined(*map(np.concatenate, zip(*columns, strict=True)))
-    kept = np.flatnonzero((joined.shapes > 0).all(axis=1))
-    kept = kept[np.argsort(joined.key_ids[kept], kind="stable")]
-    return _Joined(*[column[kept] for column in joined])  # type: ignore[arg-type]
+    joined = _Columns(*map(np.concatenate, zip(*columns, strict=True)))
+    nonempty = np.flatnonzero((joined.shapes > 0).all(axis=1))
+    nonempty = nonempty[np.argsort(joined.key_ids[nonempty], kind="stable")]
+    return _Columns(*[column[nonempty] for column in joined])  # type: ignore[arg-type]
 
 
 def _one_kind_per_key(tables: Sequence[PieceTable]) -> dict[str, Kind]:
@@ -114,8 +119,8 @@ def _one_kind_per_key(tables: Sequence[PieceTable]) -> dict[str, Kind]:
     return kinds
 
 
-def _first_of_buffers(joined: _Joined, rows: IntArray) -> IntArray:
-    """Leave out copies of buffers, which may differ: those of the first rank count."""
+def _first_of_buffers(joined: _Columns, rows: IntArray) -> IntArray:
+    """Leave out copies of buffers, which may differ: the first rank's count."""
     buffers = joined.is_buffer[rows]
     if not buffers.any():
         return rows
@@ -126,19 +131,19 @@ def _first_of_buffers(joined: _Joined, rows: IntArray) -> IntArray:
 
 
 def _overlaps(holders: Holders, is_main: Flags) -> Iterator[KeyFault]:
-    """Find elements of a tensor that several ranks give as main replicas of different shards."""
+    """Find elements that several ranks give as main replicas of different shards."""
     mains = np.flatnonzero(is_main)
     if len(mains) < 2:
         return
     places = np.column_stack([holders.ranks, holders.offsets, holders.shapes])[mains]
     # Tied tensors of one rank are the same memory.
     mains = mains[np.sort(np.unique(places, axis=0, return_index=True)[1])]
-    found = find_overlap(holders.offsets[mains], holders.shapes[mains])
-    if found is None:
+    overlap = find_overlap(holders.offsets[mains], holders.shapes[mains])
+    if overlap is None:
         return
     both = " and ".join(
         f"{_region(holders, place)} on rank {int(holders.ranks[place])}"
-        for place in mains[list(found)].tolist()
+        for place in mains[list(overlap)].tolist()
     )
     text = (
         f": two main replicas hold the same elements, {both}. If they are copies, number them "

@@ -1,7 +1,7 @@
 """Buffers in memory that the ranks of a machine share.
 
-The memory has no name in any file system: other processes open it through the one that made it,
-nothing is left behind when processes are killed, and the size of /dev/shm does not matter.
+The memory has no name in any file system: other processes open it through its maker, nothing is
+left behind when processes are killed, and the size of /dev/shm does not matter.
 """
 
 from __future__ import annotations
@@ -22,20 +22,20 @@ from distckpt._io.shared_read import host_number
 from distckpt._ranks.collectives import Ranks
 
 NUM_BUFFERS = 4
-"""Of a rank: two for units that it packs, two for those that it receives."""
+"""Number of buffers of a rank: two for packed units, two for received ones."""
 _PAGE = 4096
 _HEADER_BYTES = _PAGE
 
 
 class HostMemory(NamedTuple):
-    """The buffers of a rank, and those of the ranks that share memory with it.
+    """The buffers of the ranks that share memory with this one.
 
     Attributes:
         number: the same on all ranks, and different for each time that they make buffers.
         hosts: for each rank the number of its machine; ranks that cannot share memory have
             different ones.
         bucket_bytes: the size of a buffer.
-        memory: by rank, all buffers of it.
+        memory: all buffers of a rank, by rank.
     """
 
     number: int
@@ -44,38 +44,39 @@ class HostMemory(NamedTuple):
     memory: dict[int, torch.Tensor]
 
     def buffer(self, rank: int, is_landed: bool, wave: int) -> torch.Tensor:
-        """Return the buffer that a rank uses in a wave, for units that it packs or receives."""
+        """Return a rank's buffer for a wave, for packed or received units."""
         start = _HEADER_BYTES + (2 * is_landed + wave % 2) * self.bucket_bytes
         return self.memory[rank][start : start + self.bucket_bytes]
 
 
 class KeptMemory:
-    """The buffers of the last move, for the next one in the same group: making them, and writing to
-    each of their pages for the first time, takes as long as the copies.
+    """The buffers of the last move, cached for the group's next one.
+
+    Making them, and writing to each of their pages for the first time, takes as long as the copies.
     """
 
     def __init__(self) -> None:
-        self._kept: weakref.WeakKeyDictionary[Any, HostMemory] = weakref.WeakKeyDictionary()
+        self._cached: weakref.WeakKeyDictionary[Any, HostMemory] = weakref.WeakKeyDictionary()
 
     def take(self, ranks: Ranks, bucket_bytes: int) -> HostMemory:
-        """Return what was kept: ranks can use it if its number is the same on all of them.
+        """Return the cached buffers, if their number is equal on all ranks.
 
-        A rank that has nothing that fits gets a number of its own.
+        A rank without suitable buffers gets a number of its own.
         """
-        kept = None if ranks.size == 1 else self._kept.pop(ranks.group, None)
-        if kept is None or kept.bucket_bytes != bucket_bytes:
+        cached = None if ranks.size == 1 else self._cached.pop(ranks.group, None)
+        if cached is None or cached.bucket_bytes != bucket_bytes:
             return HostMemory(-1 - ranks.rank, [], 0, {})
-        return kept
+        return cached
 
     def keep(self, ranks: Ranks, memory: HostMemory) -> None:
-        """Keep the buffers of a move that has not failed: nothing more arrives in them."""
-        self._kept.clear()
+        """Keep the buffers of a successful move; nothing more arrives in them."""
+        self._cached.clear()
         if ranks.size > 1:
-            self._kept[ranks.group] = memory
+            self._cached[ranks.group] = memory
 
 
 def bucket_bytes_of(options: MoveOptions) -> int:
-    """Return the size of the buffers that an option leaves room for."""
+    """Return the buffer size that an option leaves room for."""
     return max(options.max_inflight_bytes // NUM_BUFFERS // _PAGE * _PAGE, _PAGE)
 
 
@@ -102,22 +103,26 @@ def _shared(
     """Let the ranks of a machine open each other's memory."""
     token = int.from_bytes(os.urandom(7), "big")
     own[:8] = torch.from_numpy(np.array([token]).view(np.uint8))
-    host = ranks.rank if descriptor is None else host_number()
+    host = ranks.rank
+    if descriptor is not None:
+        host = host_number()
     numbers = [host, os.getpid(), -1 if descriptor is None else descriptor, token]
     table = ranks.all_gather_numbers(numbers).tolist()
-    hosts, memory = [row[0] for row in table], {ranks.rank: own}
+    hosts = [row[0] for row in table]
+    memory = {ranks.rank: own}
     with ranks.phase("share memory") as vote:
         for rank, (other, *place) in enumerate(table):
             if other == host and rank != ranks.rank:
                 vote.number |= not _open(memory, rank, place, len(own))
     if vote.largest:
-        # Such as containers on one machine, which do not see each other's processes.
-        hosts, memory = list(range(ranks.size)), {ranks.rank: own}
+        # For example containers on one machine, which do not see each other's processes.
+        hosts = list(range(ranks.size))
+        memory = {ranks.rank: own}
     return HostMemory(table[0][-1], hosts, bucket_bytes, memory)
 
 
 def _new_file(num_bytes: int) -> int | None:
-    """Return a new file in memory; None where the system has none."""
+    """Return a new file in memory, or None without such files."""
     if not hasattr(os, "memfd_create"):
         return None
     try:
@@ -148,7 +153,7 @@ def _mapped(descriptor: int | None, num_bytes: int) -> torch.Tensor:
 
 
 def _open(memory: dict[int, torch.Tensor], rank: int, place: Sequence[int], num_bytes: int) -> bool:
-    """Add the memory of another rank; tell whether that has worked."""
+    """Add the memory of another rank, and return whether that has worked."""
     pid, number, token = place
     try:
         descriptor = os.open(f"/proc/{pid}/fd/{number}", os.O_RDWR | os.O_CLOEXEC)

@@ -1,4 +1,4 @@
-"""What one rank gives or takes: regions of named tensors, and the memory that holds them."""
+"""The regions of tensors that a rank gives or takes, with memory."""
 
 from __future__ import annotations
 
@@ -26,8 +26,10 @@ _COLUMNS = ("kind_ids", "is_main", "is_buffer", "offsets", "shapes")
 
 
 class Kind(NamedTuple):
-    """A tensor as one side of a move knows it: `dtype` is its safetensors name. With `may_differ`,
-    the other side may have another shape (padding).
+    """A tensor as one side of a move knows it.
+
+    `dtype` is its safetensors name. With `may_differ`, the other side may have another shape
+    (padding).
     """
 
     key: str
@@ -37,9 +39,10 @@ class Kind(NamedTuple):
 
 
 class PieceTable(NamedTuple):
-    """The pieces of one rank, without memory: `kind_ids`, `is_main` (replica), `is_buffer` (only
-    the first replica counts) of shape (n,); `offsets`, `shapes` of shape (n, max ndim), padded with
-    0 and 1.
+    """The pieces of one rank, without memory.
+
+    `kind_ids`, `is_main` (replica) and `is_buffer` (only the first replica counts) have shape (n,).
+    `offsets` and `shapes` have shape (n, max ndim), padded with 0 and 1.
     """
 
     kinds: list[Kind]
@@ -62,7 +65,7 @@ class PieceTable(NamedTuple):
 
     @classmethod
     def from_bytes(cls, data: bytes) -> PieceTable:
-        """Decode what `to_bytes` made."""
+        """Decode the result of `to_bytes`."""
         kinds, columns = unpack(decompress(data))
         return cls([Kind(key, dtype, tuple(shape), m) for key, dtype, shape, m in kinds], **columns)
 
@@ -71,10 +74,10 @@ class Pieces(NamedTuple):
     """The pieces of one rank.
 
     Attributes:
-        table: where they lie in their tensors.
+        table: their places in their tensors.
         views: the memory of each, shaped as its region; of any strides, device and dtype.
-        adds: what the values in memory have in addition to those that are moved.
-        padding: memory for which the other side has nothing: zeros.
+        adds: the surplus of the values in memory over the moved values.
+        padding: memory without a counterpart on the other side: zeros.
     """
 
     table: PieceTable
@@ -86,8 +89,9 @@ class Pieces(NamedTuple):
 def pieces_of(
     shards: Sequence[ShardedTensor], rules: Sequence[Rule], *, drops: bool = False
 ) -> Pieces:
-    """Return the pieces that shards consist of, under the names that rules give them. With `drops`,
-    those that rules leave out are left out.
+    """Return the pieces of shards, under the names that rules give them.
+
+    With `drops`, shards that rules leave out are left out here, too.
 
     Raises:
         InvalidShardingError: a shard has no data.
@@ -97,29 +101,30 @@ def pieces_of(
         raise InvalidShardingError(
             f"Key {without.key!r} has no data: give each ShardedTensor the memory that is moved."
         )
-    pieces = [
-        (number, region) for number, shard in enumerate(shards) for region in shard_regions(shard)
-    ]
+    pieces = []
+    for number, shard in enumerate(shards):
+        for region in shard_regions(shard):
+            pieces.append((number, region))
     requests = [request_of(shards[number], region) for number, region in pieces]
     views = [region_view(shards[number], region) for number, region in pieces]
     if rules:
-        found = translate(rules, requests, views, drops=drops)
+        translated = translate(rules, requests, views, drops=drops)
     else:
-        found = _untranslated(requests, views)
-    return _pieces(found, [shards[pieces[number][0]] for number in found.numbers])
+        translated = _untranslated(requests, views)
+    return _pieces(translated, [shards[pieces[number][0]] for number in translated.numbers])
 
 
 def _untranslated(requests: list[Request], views: list[torch.Tensor]) -> Translated:
     return Translated(list(range(len(requests))), requests, views, [0.0] * len(requests), [])
 
 
-def _pieces(found: Translated, owners: Sequence[ShardedTensor]) -> Pieces:
+def _pieces(translated: Translated, owners: Sequence[ShardedTensor]) -> Pieces:
     kinds: dict[Kind, int] = {}
     rows: list[tuple[int, bool, bool]] = []
     regions: list[Region] = []
     views: list[torch.Tensor] = []
     adds: list[float] = []
-    for request, view, add, owner in zip(*found[1:4], owners, strict=True):
+    for request, view, add, owner in zip(*translated[1:4], owners, strict=True):
         dtype = TO_NAME[view.dtype]
         kind = Kind(request.key, dtype, request.global_shape, request.allow_shape_mismatch)
         row = (kinds.setdefault(kind, len(kinds)), *_copy_kind(owner))
@@ -136,25 +141,28 @@ def _pieces(found: Translated, owners: Sequence[ShardedTensor]) -> Pieces:
         columns[2].astype(np.bool_),
         *regions_to_arrays(regions),
     )
-    return Pieces(table, views, adds, found.padding)
+    return Pieces(table, views, adds, translated.padding)
 
 
 def _copy_kind(shard: ShardedTensor) -> tuple[bool, bool]:
-    """Tell whether a shard is named as a main replica, and whether it is of a buffer."""
+    """Whether a shard is a main replica, and whether a buffer's. Its replica id says so."""
     replica = shard.replica_id
     is_main = not isinstance(replica, OpenReplicaId) and is_main_replica(replica)
     return is_main, isinstance(replica, BufferReplicaId)
 
 
 def _single_steps(request: Request, view: torch.Tensor) -> Iterator[tuple[Region, torch.Tensor]]:
-    """Cut a piece whose elements lie apart into ones whose elements do not."""
+    """Cut a piece whose elements lie apart into contiguous ones."""
     apart = [axis for axis, step in enumerate(request.step) if step > 1]
     if not apart:
         yield request.region, view
         return
-    (offset, shape), step = request.region, request.step
+    offset, shape = request.region
+    step = request.step
     for index in itertools.product(*(range(shape[axis]) for axis in apart)):
-        first, size, place = list(offset), list(shape), [slice(None)] * len(shape)
+        first = list(offset)
+        size = list(shape)
+        place = [slice(None)] * len(shape)
         for axis, number in zip(apart, index, strict=True):
             first[axis] += number * step[axis]
             size[axis] = 1

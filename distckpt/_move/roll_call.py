@@ -1,12 +1,13 @@
-"""Who takes part in each version that moves between jobs which know only an address.
+"""The members of each version moved between jobs, called by a leader.
 
-The leader, rank 0 of the job that gives, hosts a store. All others append messages to one entry of
-it, the inbox, and each waits for an answer under a key of its own. For each version the leader
-calls those that have asked, and lets those begin that come: who asked and died since then is found
-here, and not in the middle of the move.
+The jobs know nothing but an address. The leader, rank 0 of the job that gives, hosts a store there.
+All other members append messages to one entry of it, the inbox, and each waits for an answer under
+a key of its own. For each version the leader calls the members that have asked, and starts those
+that come: a member that has died since it asked is noticed here, and not in the middle of the move.
 
-The store does not grow with versions: the leader empties the inbox, and deletes an answer when the
-next message of its member shows that it was read, or when nobody can be waiting for it any more.
+The store does not grow with versions. The leader empties the inbox, and deletes an answer when the
+next message of its member shows that it was read, or when its member cannot be waiting for it any
+more.
 """
 
 from __future__ import annotations
@@ -30,14 +31,13 @@ from distckpt._ranks.exchanges import forget_group
 logger = logging.getLogger(__name__)
 
 ANSWER_SECONDS = 5.0
-"""How long a member that waits for its call may take to answer it, and one with which contact was
-lost to come back.
-"""
+"""Seconds for a called member's answer, or a lost member's return."""
 MAX_TARGETS = 4096
-"""Targets that may ask for a version."""
+"""Most targets that may ask for a version."""
 _POLL_SECONDS = 0.005
 _MAX_POLL_SECONDS = 0.04
-_SOURCE, _TARGET = "source rank", "target"
+_SOURCE = "source rank"
+_TARGET = "target"
 _TARGET_NAME = re.compile(rf"{_TARGET} -?\d{{1,19}}")
 
 _HOST = "distckpt"
@@ -47,7 +47,7 @@ _INBOX = "inbox"
 
 
 def name_host(store: Any) -> int:
-    """Say in a store that a leader hosts it, and return a number for it."""
+    """Announce the leader of a store, and return a number for it."""
     number = secrets.randbits(61)
     store.set(_INBOX, "")
     store.set(_HOST, json.dumps([number, _release()]))
@@ -63,8 +63,8 @@ def check_host(store: Any, address: str, timeout: float) -> int:
     """
     try:
         with _reaching_leader(AbsentKeyError):
-            found = answer_of(lambda: _found(store, _HOST, timeout), timeout + ANSWER_SECONDS)
-        number, release = _values(found, [int, str], _HOST)
+            text = answer_of(lambda: _wait_for_key(store, _HOST, timeout), timeout + ANSWER_SECONDS)
+        number, release = _values(text, [int, str], _HOST)
     except (AbsentKeyError, _OtherFormError) as error:
         raise CheckpointingException(
             f"What answers at {address} is not the trainer of a Route ({first_line(error)}): give "
@@ -79,18 +79,18 @@ def check_host(store: Any, address: str, timeout: float) -> int:
 
 
 class AbsentKeyError(RuntimeError):
-    """A store has not got a key in time."""
+    """A store did not get a key in time."""
 
 
 class _OtherFormError(CheckpointingException):
-    """A store holds a value that no Route has put there."""
+    """A store holds a value that does not come from a Route."""
 
 
 def _values(text: bytes, types: list[type], key: str) -> list[Any]:
-    """Return the values that a JSON text lists, of these types."""
+    """Return the values of these types in a JSON list."""
     with contextlib.suppress(ValueError, RecursionError):
         values = json.loads(text)
-        if isinstance(values, list) and [type(value) for value in values] == types:
+        if isinstance(values, list) and list(map(type, values)) == types:
             return values
     raise _OtherFormError(
         f"The store of this Route holds {text[:60]!r} under {key!r}, which no Route writes there: "
@@ -103,9 +103,10 @@ def _release() -> str:
     return release
 
 
-def _found(store: Any, key: str, seconds: float) -> bytes:
+def _wait_for_key(store: Any, key: str, seconds: float) -> bytes:
     """Wait for a key."""
-    deadline, step = time.monotonic() + seconds, _POLL_SECONDS
+    deadline = time.monotonic() + seconds
+    step = _POLL_SECONDS
     # Not by `wait` of the store: torch prints a warning whenever that ends without the key.
     while not store.check([key]):
         if time.monotonic() > deadline:
@@ -117,7 +118,7 @@ def _found(store: Any, key: str, seconds: float) -> bytes:
 
 
 class Start(NamedTuple):
-    """The members of a move, by rank: those that give come first, the leader before all.
+    """The members of a move, by rank: the leader, other givers, then targets.
 
     `number` tells groups of members apart; a group stays as long as its members do.
     """
@@ -128,13 +129,15 @@ class Start(NamedTuple):
 
 
 class Message(NamedTuple):
-    """A line of the inbox.
+    """A message in the inbox.
+
+    It is one line.
 
     Attributes:
         name: of the member that sends it.
         number: counts the messages of a member.
         kind: "ask", "here" or "left".
-        value: the version that is asked for, None for any; the round that the member comes to.
+        value: the version that is asked for, None for any; or the round that the member comes to.
     """
 
     name: str
@@ -143,13 +146,15 @@ class Message(NamedTuple):
     value: int | None
 
 
-_ASK, _HERE, _LEFT = "ask", "here", "left"
+_ASK = "ask"
+_HERE = "here"
+_LEFT = "left"
 _AGAIN = Start(0, [], 0)
 """A start without members, after which all ask again."""
 
 
 def _message(line: bytes) -> Message | None:
-    """Return the message of a line; None if it is of another form."""
+    """Return the message of a line, or None for other forms."""
     for type_of_value in (int, NoneType):
         with contextlib.suppress(_OtherFormError):
             return Message(*_values(line, [str, int, str, type_of_value], _INBOX))
@@ -157,11 +162,12 @@ def _message(line: bytes) -> Message | None:
 
 
 class Member:
-    """One that asks to take part: a target, or a rank that gives other than the leader."""
+    """A member that asks to take part: a target, or a giver other than the leader."""
 
     def __init__(self, store: Any, kind: str, number: int, timeout: float) -> None:
-        # The leader may come late, and wait for others then.
-        self._store, self._timeout = store, timeout
+        # The leader may come late, and wait for other members then.
+        self._store = store
+        self._timeout = timeout
         self._limit = 2 * (timeout + ANSWER_SECONDS)
         self.name = f"{kind} {number}"
         self._num_sent = 0
@@ -174,7 +180,7 @@ class Member:
         return cls(store, _TARGET, number, timeout)
 
     def leave(self) -> None:
-        """Say that this member takes part no more, so that nobody waits for it."""
+        """Sign off, so that no member waits for this one."""
         with contextlib.suppress(RuntimeError):
             self._send(_LEFT, None, ANSWER_SECONDS)
 
@@ -184,7 +190,9 @@ class Member:
         return cls(store, _SOURCE, rank, timeout)
 
     def wait_for_start(self, version: int | None) -> Start:
-        """Ask to take part in a version, None for whichever is next, and wait for its start.
+        """Ask to take part in a version, and wait for its start.
+
+        None takes the next version, whichever it is.
 
         Raises:
             CheckpointingException: the leader moves another version, or has too many targets.
@@ -203,9 +211,10 @@ class Member:
     def _answer(self, types: list[type], kind: str, value: int | None) -> list[Any]:
         """Send a message, and wait for the answer."""
         self._send(kind, value, self._timeout)
-        key, limit = _key_of_answer(self.name, self._num_sent), self._limit
-        found = answer_of(lambda: _found(self._store, key, limit), limit + ANSWER_SECONDS)
-        return _values(found, types, key)
+        key = _key_of_answer(self.name, self._num_sent)
+        limit = self._limit
+        answer = answer_of(lambda: _wait_for_key(self._store, key, limit), limit + ANSWER_SECONDS)
+        return _values(answer, types, key)
 
     def _send(self, kind: str, value: int | None, seconds: float) -> None:
         self._num_sent += 1
@@ -219,7 +228,7 @@ def _key_of_answer(name: str, number: int) -> str:
 
 @contextlib.contextmanager
 def _reaching_leader(*passed: type[RuntimeError]) -> Iterator[None]:
-    """Turn the errors of a store, other than those that are `passed`, into one about the leader."""
+    """Turn errors of a store into one about the leader, unless `passed`."""
     try:
         yield
     except passed:
@@ -233,8 +242,8 @@ def _reaching_leader(*passed: type[RuntimeError]) -> Iterator[None]:
         ) from error
 
 
-class _Told(NamedTuple):
-    """An answer in the store, until its member has read it or cannot be waiting for it."""
+class _Answer(NamedTuple):
+    """An answer in the store until its member has read it."""
 
     key: str
     deadline: float
@@ -244,12 +253,13 @@ class Leader:
     """Calls the members of each version together."""
 
     def __init__(self, store: Any, num_sources: int, num_targets: int, timeout: float) -> None:
-        self._store, self._timeout = store, timeout
+        self._store = store
+        self._timeout = timeout
         self._sources = [f"{_SOURCE} {rank}" for rank in range(num_sources)]
         self._num_targets = num_targets
         self._asks: dict[str, Message] = {}
         self._called: dict[str, Message | None] = {}
-        self._told: dict[str, _Told] = {}
+        self._answers: dict[str, _Answer] = {}
         self._expected: set[str] = set()
         self._doubtful: set[str] = set()
         self._ahead: set[str] = set()
@@ -257,13 +267,13 @@ class Leader:
         self._start = self._group = self._last_group = _AGAIN
 
     def start(self, version: int) -> Start:
-        """Call all that ask for a version, and let them begin.
+        """Call all members that ask for a version, and let them begin.
 
         Raises:
             RankFailedError: a rank that gives does not come, or no target does.
             CheckpointingException: the store does not work any more.
         """
-        # Where contact was lost, others may notice only after the timeout.
+        # Where contact was lost, some members may notice only after the timeout.
         deadline = time.monotonic() + self._timeout + ANSWER_SECONDS
         try:
             self._forget_unread()
@@ -278,7 +288,7 @@ class Leader:
     def _started(self, version: int, deadline: float) -> Start:
         names = self._call(version, deadline)
         while len(names) == len(self._sources) and not self._ahead:
-            # All who take died after they had asked. The others ask again.
+            # All targets died after they had asked. The other members ask again.
             self._let_begin(_AGAIN)
             if time.monotonic() > deadline:
                 text = f"No target that asked for version {version} came when it was called."
@@ -294,12 +304,12 @@ class Leader:
         return self._start
 
     def _forget_group(self) -> None:
-        """Forget the group before the last: members may still be looking why the last one broke."""
+        """Forget the group before the last: members may still examine the last one."""
         forget_group(self._store, self._last_group.number, len(self._last_group.names))
         self._last_group = self._group
 
     def _call(self, version: int, deadline: float) -> list[str]:
-        """Call all that ask for a version; return who is there, by rank."""
+        """Call all members that ask for a version; return the ones present, by rank."""
         asking = self._wait_for_all(version, deadline)
         self._num_rounds += 1
         self._called = dict.fromkeys(asking)
@@ -314,14 +324,16 @@ class Leader:
         return names
 
     def _let_begin(self, start: Start) -> None:
-        """Answer all that came when they were called."""
+        """Answer all members that came when they were called."""
         for message in filter(None, self._called.values()):
             self._answer(message, start.number, "\n".join(start.names), start.version)
         self._called = {}
 
     def note_lost(self, ranks: Iterable[int]) -> None:
-        """Note that contact was lost with members of the last start, or that they were slow: those
-        that take are waited for shortly, and left out of what is moved again if they do not come.
+        """Note that contact with members of the last start was lost. Slow members count as lost.
+
+        The leader waits only shortly for those among them that take, and leaves them out of the
+        repeated move if they do not come.
         """
         lost = [self._start.names[rank] for rank in ranks]
         self._doubtful = self._expected.intersection(lost)
@@ -342,81 +354,91 @@ class Leader:
             )
 
     def _wait_for_all(self, version: int, deadline: float) -> list[str]:
-        """Return who asks for a version: all that are expected, unless the time is over."""
+        """Return the members that ask for a version.
+
+        These are all expected ones, unless the time is over.
+        """
         now = time.monotonic()
         soon = min(now + min(ANSWER_SECONDS, self._timeout), deadline)
         is_over = False
         while not is_over:
             time.sleep(_POLL_SECONDS)
             self._read_inbox()
-            now, asking = time.monotonic(), self._asking(version)
-            there = self._ahead.union(asking)
-            absent = self._expected.union(self._sources[1:]).difference(there)
-            num_targets = len(there.difference(self._sources))
+            now = time.monotonic()
+            asking = self._asking(version)
+            present = self._ahead.union(asking)
+            absent = self._expected.union(self._sources[1:]).difference(present)
+            num_targets = len(present.difference(self._sources))
             has_enough = num_targets >= self._fewest_targets or now > deadline
             is_over = has_enough and (not absent or now > self._limit(absent, soon, deadline))
         self._leave_out(sorted(absent, key=_order), num_targets, version)
         return asking
 
     def _limit(self, absent: set[str], soon: float, deadline: float) -> float:
-        """Return until when absent members are waited for."""
-        return soon if absent <= self._doubtful else deadline
+        """Return the time until which absent members are waited for."""
+        if absent <= self._doubtful:
+            return soon
+        return deadline
 
     @property
     def _fewest_targets(self) -> int:
         """The first version needs all targets, later ones any."""
-        return 1 if self._num_rounds else self._num_targets
+        if self._num_rounds:
+            return 1
+        return self._num_targets
 
     def _leave_out(self, absent: list[str], num_targets: int, version: int) -> None:
-        """Go on without those that are absent; refuse to where the others cannot."""
+        """Go on without absent members; refuse where the rest cannot."""
         self._refuse_absence([name for name in absent if name in self._sources], version)
         self._doubtful = set()
         fewest = self._fewest_targets
         text = f"{', '.join(absent)} did not come to version {version}"
         if num_targets < fewest:
-            first = text if absent else f"More targets are needed for version {version}"
+            first = text
+            if not absent:
+                first = f"More targets are needed for version {version}"
             raise lost_contact({}, f"{first}: {num_targets} are there, of {fewest}.")
         if absent:
             logger.warning("%s: left out until it does", text)
 
     def _asking(self, version: int) -> list[str]:
-        """Return who has asked for a version, by rank; refuse others.
+        """Return the members that have asked for a version, by rank; refuse other requests.
 
-        If contact was lost at the end of a version, which is moved again, some have all of it:
-        these are ahead, and wait for the next one.
+        If contact was lost at the end of a version, which is moved again, some members have all of
+        it: these are ahead, and wait for the next one.
         """
         is_again = self._is_again(version)
         self._ahead = set()
         asking = []
         for name, ask in list(self._asks.items()):
-            wanted = version if ask.value is None else ask.value
-            if wanted == version:
+            requested = version if ask.value is None else ask.value
+            if requested == version:
                 asking.append(name)
-            elif is_again and wanted > version:
+            elif is_again and requested > version:
                 self._ahead.add(name)
             else:
-                self._answer(self._asks.pop(name), 0, self._refusal(name, wanted, version))
+                self._answer(self._asks.pop(name), 0, self._refusal(name, requested, version))
         return sorted(asking, key=_order)
 
     def _is_again(self, version: int) -> bool:
-        """Tell whether a version was begun before, and contact was lost in it."""
+        """Whether a version was begun before, and lost contact with a member."""
         has_begun = self._start.number > 0
         return has_begun and not self._start.names and version == self._start.version
 
-    def _refusal(self, name: str, wanted: int, version: int) -> str:
+    def _refusal(self, name: str, requested: int, version: int) -> str:
         text = (
-            f"{name} asks for version {wanted}, and version {version} is moved: pass the same to "
-            "route.run on both sides, or None to take what comes."
+            f"{name} asks for version {requested}, and version {version} is moved: pass the same "
+            "to route.run on both sides, or None to take what comes."
         )
-        if wanted != self._start.version or not self._start.number:
+        if requested != self._start.version or not self._start.number:
             return text
         return (
-            f"{text} Version {wanted} is over: if {name} lost contact at its end, with a member "
+            f"{text} Version {requested} is over: if {name} lost contact at its end, with a member "
             "that died, it may have a part of it only, and needs the next version."
         )
 
     def _wait_for_called(self) -> None:
-        """Wait until all that are called have come, which takes those that live no time."""
+        """Wait until all called members have come. Members that are alive come at once."""
         deadline = time.monotonic() + min(ANSWER_SECONDS, self._timeout)
         while None in self._called.values() and time.monotonic() < deadline:
             time.sleep(_POLL_SECONDS)
@@ -424,13 +446,14 @@ class Leader:
         absent = [name for name, message in self._called.items() if message is None]
         if absent:
             logger.warning("%s asked to take part and is gone: left out", ", ".join(absent))
-        # Nobody waits for them, unless they ask again.
+        # No member waits for them, unless they ask again.
         self._expected.difference_update(absent)
 
     def _read_inbox(self) -> None:
         """Act on all messages that have come."""
         text = self._store.get(_INBOX)
-        lines, others = text[self._num_read :].splitlines(), []
+        lines = text[self._num_read :].splitlines()
+        others = []
         self._num_read = len(text)
         # The inbox is emptied unless something was appended meanwhile.
         if text and not self._store.compare_set(_INBOX, text, ""):
@@ -455,7 +478,7 @@ class Leader:
 
     def _take(self, message: Message) -> None:
         name = message.name
-        # It has read what it was told before.
+        # It has read the earlier answer.
         self._forget(name)
         if message.kind == _LEFT:
             self._asks.pop(name, None)
@@ -481,19 +504,19 @@ class Leader:
         key = _key_of_answer(message.name, message.number)
         # A member waits no longer, if it has the same timeout.
         deadline = time.monotonic() + 2 * (self._timeout + ANSWER_SECONDS)
-        self._told[message.name] = _Told(key, deadline)
+        self._answers[message.name] = _Answer(key, deadline)
         self._store.set(key, json.dumps(values))
 
     def _forget(self, name: str) -> None:
-        told = self._told.pop(name, None)
-        if told is not None:
-            self._store.delete_key(told.key)
+        answer = self._answers.pop(name, None)
+        if answer is not None:
+            self._store.delete_key(answer.key)
 
     def _forget_unread(self) -> None:
-        """Forget what was told to members that do not read it any more."""
+        """Forget the answers to members that do not read them any more."""
         now = time.monotonic()
-        for name, told in list(self._told.items()):
-            if told.deadline < now:
+        for name, answer in list(self._answers.items()):
+            if answer.deadline < now:
                 self._forget(name)
 
 

@@ -1,4 +1,6 @@
-"""When each unit of a move is packed, sent and taken, and where in the buffers. Pure functions.
+"""The time of each unit's packing, sending and taking, and its places.
+
+Pure functions.
 
 Units are packed in *waves*, and land in the same wave; units that are passed on land in a later
 one. Buffers are used again every second wave.
@@ -21,35 +23,38 @@ from distckpt._move.pieces import Kind, PieceTable
 from distckpt._move.rank_plan import TABLES, RankPlan
 
 UNITS_PER_BUCKET = 4
-"""The largest unit is this part of a buffer, so that little of it stays empty."""
+"""Number of largest units per buffer, so that little stays empty."""
 
 
 class Tables(NamedTuple):
-    """What all ranks give and take."""
+    """The pieces that all ranks give and take."""
 
     sources: Sequence[PieceTable]
     targets: Sequence[PieceTable]
 
     @property
     def kinds(self) -> Iterator[Kind]:
-        """What all ranks know of tensors."""
+        """The tensors as every rank knows them."""
         for table in (*self.sources, *self.targets):
             yield from table.kinds
 
     @property
     def ndim(self) -> int:
-        """The number of axes of the tensor that has most."""
+        """The largest number of axes of a tensor."""
         return max((len(kind.shape) for kind in self.kinds), default=0)
 
 
 class Schedule:
-    """Gives every unit a wave and a place in the buffers that it passes."""
+    """The wave of every unit, and its places in buffers."""
 
     def __init__(self, assignment: Assignment, tables: Tables) -> None:
-        self._assignment, self._tables, self._ndim = assignment, tables, tables.ndim
-        self._hosts, self._bucket = assignment.settings.hosts, assignment.settings.bucket_bytes
+        self._assignment = assignment
+        self._tables = tables
+        self._ndim = tables.ndim
+        self._hosts = assignment.settings.hosts
+        self._bucket = assignment.settings.bucket_bytes
         self._dtypes = sorted({kind.dtype for kind in tables.kinds})
-        num_ranks = assignment.held.num_ranks
+        num_ranks = assignment.sources.num_ranks
         # By rank, whether it is for units that have landed, and wave.
         self._used: defaultdict[tuple[int, bool, int], int] = defaultdict(int)
         self._first_wave = [0] * num_ranks
@@ -68,15 +73,15 @@ class Schedule:
         for unit in self._fan_out.units():
             self._place(unit)
         for rank, key, source, row, region in self._assignment.copies:
-            places = self._in_source(rank, source, region), self._in_target(rank, row, region)
+            places = self._source_place(rank, source, region), self._target_place(rank, row, region)
             self._add("copies", rank, [source, row], *places, shapes=[region.shape])
             self._num_bytes[rank] += region.num_elements * self._item_bytes(key)
         for gap in self._assignment.gaps:
-            place = self._in_target(gap.rank, gap.row, gap.region)
+            place = self._target_place(gap.rank, gap.row, gap.region)
             self._add("gaps", gap.rank, [gap.row], place, shapes=[gap.region.shape])
         if self._assignment.settings.compares:
             self._add_comparisons()
-        return [self._plan_of(rank) for rank in range(self._assignment.held.num_ranks)]
+        return [self._plan_of(rank) for rank in range(self._assignment.sources.num_ranks)]
 
     def _plan_of(self, rank: int) -> RankPlan:
         num_columns = {
@@ -87,10 +92,11 @@ class Schedule:
             "sent": 3 + 2 * self._ndim,
             "arrived": 3 + 2 * self._ndim,
         }
-        columns = {
-            name: np.array(self._rows[name, rank], np.int64).reshape(-1, num_columns.get(name, 5))
-            for name in TABLES
-        }
+        columns = {}
+        for name in TABLES:
+            columns[name] = np.array(self._rows[name, rank], np.int64).reshape(
+                -1, num_columns.get(name, 5)
+            )
         return RankPlan(
             num_waves=self._num_waves,
             sent_bytes=self._sent_bytes,
@@ -102,19 +108,21 @@ class Schedule:
         )
 
     def _add_comparisons(self) -> None:
-        """Let takers add up all that they want, whoever gives it, and givers what they give."""
-        for key, rank, row, region in self._assignment.wanted:
+        """Let takers and givers sum all the values they take and give."""
+        for key, rank, row, region in self._assignment.target_regions:
             slot = self._slots.setdefault((rank, key), len(self._slots))
-            is_cast = self._taken_as(rank, row) != self._assignment.held.by_key[key].kind.dtype
-            place = self._in_target(rank, row, region)
+            is_cast = (
+                self._dtype_of_target(rank, row) != self._assignment.sources.by_key[key].kind.dtype
+            )
+            place = self._target_place(rank, row, region)
             self._add("arrived", rank, [slot, row, int(is_cast)], place, shapes=[region.shape])
         for giver, source, (rank, key, row, region) in self._assignment.gifts():
-            dtype = self._dtypes.index(self._taken_as(rank, row))
+            dtype = self._dtypes.index(self._dtype_of_target(rank, row))
             numbers = [self._slots[rank, key], source, dtype]
-            place = self._in_source(giver, source, region)
+            place = self._source_place(giver, source, region)
             self._add("sent", giver, numbers, place, shapes=[region.shape])
 
-    def _taken_as(self, rank: int, row: int) -> str:
+    def _dtype_of_target(self, rank: int, row: int) -> str:
         table = self._tables.targets[rank]
         kind: Kind = table.kinds[table.kind_ids[row]]
         return kind.dtype
@@ -128,30 +136,34 @@ class Schedule:
                 self._place_piece(unit, piece, takes)
 
     def _place_piece(self, unit: Unit, piece: Region, takes: list[tuple[int, int, Region]]) -> None:
-        giver, item = unit.giver, unit.item_bytes
+        giver = unit.giver
+        item = unit.item_bytes
         size = piece.num_elements * item
         by_host: defaultdict[int, list[tuple[int, int, Region]]] = defaultdict(list)
         for take in takes:
             by_host[self._hosts[take[0]]].append(take)
         own_host = self._hosts[giver]
-        others = [{r for r, _, _ in by_host[host]} for host in by_host if host != own_host]
+        others = []
+        for host in by_host:
+            if host != own_host:
+                others.append({r for r, _, _ in by_host[host]})
         hops = self._fan_out.hops(giver, others, size)
         wave = self._wave_of(giver, hops, size, item)
         start = self._reserve(giver, False, wave, size, item)
-        place = self._in_source(giver, unit.row, piece)
+        place = self._source_place(giver, unit.row, piece)
         self._add("packs", giver, [wave, start, unit.row], place, shapes=[piece.shape])
-        found = {own_host: (wave, giver, 0, start)}
+        place_by_host = {own_host: (wave, giver, 0, start)}
         for hop in hops:
             landed = wave + hop.step - 1
             at = self._reserve(hop.receiver, True, landed, size, item)
-            *_, sent_from = found[self._hosts[hop.sender]]
+            *_, sent_from = place_by_host[self._hosts[hop.sender]]
             self._send(landed, hop, sent_from, at, size)
-            found[self._hosts[hop.receiver]] = (landed, hop.receiver, 1, at)
-        dtype = self._dtypes.index(self._assignment.held.by_key[unit.key].kind.dtype)
-        for host, of_host in by_host.items():
-            for rank, row, part in of_host:
-                numbers = [*found[host], dtype, row]
-                places = self._in_target(rank, row, part), part.relative_to(piece.offset).offset
+            place_by_host[self._hosts[hop.receiver]] = (landed, hop.receiver, 1, at)
+        dtype = self._dtypes.index(self._assignment.sources.by_key[unit.key].kind.dtype)
+        for host, host_takes in by_host.items():
+            for rank, row, part in host_takes:
+                numbers = [*place_by_host[host], dtype, row]
+                places = self._target_place(rank, row, part), part.relative_to(piece.offset).offset
                 self._take(rank, numbers, places, part.shape, piece.shape)
                 self._num_bytes[rank] += part.num_elements * item
 
@@ -163,12 +175,12 @@ class Schedule:
         shape: tuple[int, ...],
         unit_shape: tuple[int, ...],
     ) -> None:
-        in_target, in_unit = places
-        row = [*self._wide(in_target, 0), *self._wide(shape, 1), *self._wide(in_unit, 0)]
+        target_place, unit_place = places
+        row = [*self._wide(target_place, 0), *self._wide(shape, 1), *self._wide(unit_place, 0)]
         self._rows["takes", rank].append([*numbers, *row, *self._wide(unit_shape, 1)])
 
     def _wave_of(self, giver: int, hops: Sequence[Hop], size: int, item: int) -> int:
-        """Return the first wave in which there is room for a unit in all buffers that it passes."""
+        """Return the first wave with room in all buffers of a unit."""
         buffers = [(giver, False, 0), *((hop.receiver, True, hop.step - 1) for hop in hops)]
         wave = self._first_wave[giver]
         while any(
@@ -182,7 +194,7 @@ class Schedule:
         return wave
 
     def _end(self, rank: int, is_landed: bool, wave: int, item: int) -> int:
-        """Return the first place behind what a buffer holds at which an item may begin."""
+        """Return the first place in a buffer where an item may begin."""
         return -(-self._used[rank, is_landed, wave] // item) * item
 
     def _reserve(self, rank: int, is_landed: bool, wave: int, size: int, item: int) -> int:
@@ -191,9 +203,10 @@ class Schedule:
         return start
 
     def _send(self, wave: int, hop: Hop, start: int, at: int, size: int) -> None:
-        """Add a message to the plans of both ranks, or lengthen the last one."""
+        """Add a message to both ranks' plans, or extend the last one."""
         sender, receiver, step = hop
-        is_given, places = step == 1, (start, at)
+        is_given = step == 1
+        places = (start, at)
         self._sent_bytes += size
         last = self._last_messages.get((wave, sender, receiver, is_given))
         if last is not None and last.ends_at(places):
@@ -225,23 +238,23 @@ class Schedule:
         return [*values, *[fill] * (self._ndim - len(values))]
 
     def _item_bytes(self, key: str) -> int:
-        return FROM_NAME[self._assignment.held.by_key[key].kind.dtype].itemsize
+        return FROM_NAME[self._assignment.sources.by_key[key].kind.dtype].itemsize
 
-    def _in_source(self, rank: int, row: int, region: Region) -> tuple[int, ...]:
+    def _source_place(self, rank: int, row: int, region: Region) -> tuple[int, ...]:
         return region.relative_to(self._tables.sources[rank].region(row).offset).offset
 
-    def _in_target(self, rank: int, row: int, region: Region) -> tuple[int, ...]:
+    def _target_place(self, rank: int, row: int, region: Region) -> tuple[int, ...]:
         return region.relative_to(self._tables.targets[rank].region(row).offset).offset
 
 
 class _Message(NamedTuple):
-    """The rows of a message in the plans of the ranks that send and receive it."""
+    """The rows of a message in its sender's and receiver's plans."""
 
     sent: list[int]
     received: list[int]
 
     def ends_at(self, places: tuple[int, int]) -> bool:
-        """Tell whether it ends at these places in the buffers of both."""
+        """Whether it ends at these places in both buffers."""
         return all(row[2] + row[3] == place for row, place in zip(self, places, strict=True))
 
     def lengthen(self, num_bytes: int) -> None:

@@ -1,5 +1,6 @@
-"""Memory that targets are filled in: their own, or other memory whose values are copied at the
-end.
+"""The memory in which targets are filled: their own, or copies.
+
+Copies give the targets their values at the end.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ class Staged(NamedTuple):
     """The targets of a rank.
 
     Attributes:
-        targets: as they were given.
+        targets: as the caller gave them.
         views: the memory to fill for each: its own, or a copy.
     """
 
@@ -42,7 +43,11 @@ class Staged(NamedTuple):
             shared = _share_memory(targets.views, sources.views)
             shared = [is_shared or row in fresh for row, is_shared in enumerate(shared)]
         staged = zip(targets.views, shared, strict=True)
-        views = [torch.empty_like(v, memory_format=_DENSE) if s else v for v, s in staged]
+        views = []
+        for view, is_staged in staged:
+            if is_staged:
+                view = torch.empty_like(view, memory_format=_DENSE)
+            views.append(view)
         for row, kind in enumerate(targets.table.kind_ids.tolist()):
             if targets.table.kinds[kind].may_differ:
                 views[row].detach().zero_()
@@ -50,8 +55,10 @@ class Staged(NamedTuple):
 
     @torch.no_grad()
     def commit(self, pairs: Iterable[tuple[int, int]] = ()) -> list[tuple[int, int]]:
-        """Give the targets their values; return which of `pairs` (first, second) the second of has
-        changed elements of the first.
+        """Give the targets their values.
+
+        Return the pairs (first, second) among `pairs` whose second target changed elements of the
+        first.
         """
         earlier: dict[int, list[int]] = {}
         for first, second in pairs:
@@ -74,14 +81,13 @@ class Staged(NamedTuple):
         return [as_integers(view.resolve_conj().resolve_neg().clone()) for view in views]
 
     def _complete(self) -> None:
-        """Write what is not moved."""
+        """Write the values that are not moved."""
         for padding in self.targets.padding:
             padding.zero_()
         # Once, if several targets are the same memory.
-        adds = {
-            (view.data_ptr(), view.shape, view.stride()): (view, add)
-            for view, add in zip(self.targets.views, self.targets.adds, strict=True)
-        }
+        adds = {}
+        for view, add in zip(self.targets.views, self.targets.adds, strict=True):
+            adds[(view.data_ptr(), view.shape, view.stride())] = (view, add)
         for view, add in adds.values():
             if add:
                 view.add_(add)
@@ -91,7 +97,7 @@ _DENSE = torch.contiguous_format
 
 
 def _refuse_repeated_memory(targets: Pieces) -> None:
-    """Refuse targets several of whose elements are one in memory, as in expanded tensors."""
+    """Refuse targets with several elements at one address, as in expanded tensors."""
     for row, view in enumerate(targets.views):
         if repeats_memory(view):
             key = targets.table.kinds[targets.table.kind_ids[row]].key
@@ -103,7 +109,7 @@ def _refuse_repeated_memory(targets: Pieces) -> None:
 
 
 def _share_memory(views: Sequence[torch.Tensor], others: Sequence[torch.Tensor]) -> list[bool]:
-    """Tell for each tensor whether its memory may overlap that of others."""
+    """Return for each tensor whether its memory may overlap another one's."""
     ends: list[tuple[int, int]] = []
     for start, stop in sorted(map(_extent, others)):
         if ends and start <= ends[-1][1]:
@@ -111,15 +117,17 @@ def _share_memory(views: Sequence[torch.Tensor], others: Sequence[torch.Tensor])
         else:
             ends.append((start, stop))
     starts = [start for start, _ in ends]
-    found = []
+    overlaps = []
     for view in views:
         start, stop = _extent(view)
         place = bisect.bisect_left(starts, stop) - 1
-        found.append(start < stop and place >= 0 and ends[place][1] > start)
-    return found
+        overlaps.append(start < stop and place >= 0 and ends[place][1] > start)
+    return overlaps
 
 
 def _extent(view: torch.Tensor) -> tuple[int, int]:
-    """Return the addresses of the first byte of a tensor, and of the one behind its last."""
+    """Return the addresses where a tensor's bytes begin and end."""
     size = num_bytes_spanned(view)
-    return (view.data_ptr(), view.data_ptr() + size) if size else (0, 0)
+    if size:
+        return (view.data_ptr(), view.data_ptr() + size)
+    return (0, 0)

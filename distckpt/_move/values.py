@@ -1,4 +1,4 @@
-"""Values that ranks give, as one dict for all of them."""
+"""The values that ranks give, united in one dict."""
 
 from __future__ import annotations
 
@@ -14,12 +14,10 @@ from distckpt._format import codec
 logger = logging.getLogger(__name__)
 
 
-def united_values(of_ranks: Mapping[int, Any]) -> Any:
-    """Unite nested dicts of values: where several ranks give one, that of the first of them is
-    taken.
-    """
+def united_values(values_by_rank: Mapping[int, Any]) -> Any:
+    """Unite nested dicts of values; the first rank that gives a value counts."""
     united: Any = {}
-    for values in of_ranks.values():
+    for values in values_by_rank.values():
         united = _united(united, values)
     return united
 
@@ -29,21 +27,21 @@ def _united(first: Any, other: Any) -> Any:
         return other
     if not (isinstance(first, dict) and isinstance(other, dict)):
         return first
-    found = copy.copy(first)
+    united = copy.copy(first)
     for key, value in other.items():
-        found[key] = _united(found[key], value) if key in found else value
-    return found
+        united[key] = _united(united[key], value) if key in united else value
+    return united
 
 
-def warn_of_differences(of_ranks: Mapping[int, Any]) -> None:
-    """Warn of values that ranks give and that differ."""
-    given: dict[str, tuple[int, str]] = {}
+def warn_of_differences(values_by_rank: Mapping[int, Any]) -> None:
+    """Warn of values that differ between ranks."""
+    first_values: dict[str, tuple[int, str]] = {}
     differing: dict[tuple[int, int], list[str]] = {}
-    for rank, values in of_ranks.items():
+    for rank, values in values_by_rank.items():
         for path, (digest, value) in codec.leaves(values).items():
             if value is HOLE:
                 continue
-            first, digest_of_first = given.setdefault(path, (rank, digest))
+            first, digest_of_first = first_values.setdefault(path, (rank, digest))
             if digest != digest_of_first:
                 differing.setdefault((first, rank), []).append(path)
     for (first, rank), paths in differing.items():

@@ -1,4 +1,4 @@
-"""Which part a process does, from what its scheduler has put into the environment."""
+"""The part that a process does, according to its scheduler's environment."""
 
 from __future__ import annotations
 
@@ -10,8 +10,9 @@ _ARRAYS = (
     ("JOB_COMPLETION_INDEX", None),
     ("AWS_BATCH_JOB_ARRAY_INDEX", "AWS_BATCH_JOB_ARRAY_SIZE"),
 )
-"""The variables with the number and the count of jobs in an array: Kubernetes, which does not say
-how many there are, and AWS Batch.
+"""The variables with number and count of jobs in an array.
+
+They are of Kubernetes, which does not give the count, and AWS Batch.
 """
 _PROCESSES = (
     ("RANK", "WORLD_SIZE"),
@@ -19,14 +20,16 @@ _PROCESSES = (
     ("PMI_RANK", "PMI_SIZE"),
     ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS"),
 )
-"""The same of the processes of one job: torchrun, Open MPI, other MPIs, and srun. The first that is
-there counts.
+"""The variables with number and count of processes in a job.
+
+They are of torchrun, Open MPI, other MPIs, and srun. The first one that is set counts.
 """
 
 
 def part_of_environment(variables: Mapping[str, str], count: int | None = None) -> Part:
-    """Return the part of this process: that of its job in an array, divided further among the
-    processes of the job.
+    """Return the part of this process.
+
+    It is the part of its job in an array, divided further among the processes of the job.
 
     Args:
         variables: of the environment.
@@ -35,7 +38,8 @@ def part_of_environment(variables: Mapping[str, str], count: int | None = None) 
     Raises:
         ValueError: the environment does not say it, or not all of it.
     """
-    jobs, processes = _job(variables, count), _first(variables, _PROCESSES, None)
+    jobs = _job(variables, count)
+    processes = _first(variables, _PROCESSES, None)
     known = jobs or processes
     if count is not None and known is not None and known.count != count:
         raise ValueError(
@@ -47,15 +51,16 @@ def part_of_environment(variables: Mapping[str, str], count: int | None = None) 
             "--part auto finds no SLURM_ARRAY_TASK_ID, JOB_COMPLETION_INDEX, "
             "AWS_BATCH_JOB_ARRAY_INDEX or RANK in the environment: write --part K/N."
         )
-    outer, inner = jobs or Part(0, 1), processes or Part(0, 1)
+    outer = jobs or Part(0, 1)
+    inner = processes or Part(0, 1)
     return Part(outer.index * inner.count + inner.index, outer.count * inner.count)
 
 
 def _job(variables: Mapping[str, str], count: int | None) -> Part | None:
-    """Return which job of an array this is."""
+    """Return the number of this job in its array."""
     is_joined = variables.get("GROUP_WORLD_SIZE", "1") != "1"
     if is_joined and "JOB_COMPLETION_INDEX" in variables:
-        # torchrun has joined the pods of an indexed job: its ranks count those of all pods.
+        # torchrun has joined the pods of an indexed job: its ranks count the processes of all pods.
         return None
     return _slurm_array(variables) or _first(variables, _ARRAYS, count)
 
@@ -68,7 +73,8 @@ def _slurm_array(variables: Mapping[str, str]) -> Part | None:
         index, low, high, step = (int(variables[f"SLURM_ARRAY_TASK_{name}"]) for name in names)
     except (KeyError, ValueError) as error:
         raise ValueError(f"The variables of the Slurm array are incomplete ({error}).") from error
-    # An array such as 1-4,9 has gaps, of which nothing is known but that the numbers are few.
+    # An array such as 1-4,9 has gaps. All that is known is that the numbers are fewer than its
+    # range.
     num_tasks = int(variables.get("SLURM_ARRAY_TASK_COUNT", (high - low) // step + 1))
     if num_tasks != (high - low) // step + 1:
         raise ValueError(

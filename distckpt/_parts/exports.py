@@ -52,7 +52,7 @@ def consolidation(
     overwrite: bool = False,
     options: ExportOptions,
 ) -> Work:
-    """Return what `consolidate` does with these arguments."""
+    """Return the work of `consolidate` with these arguments."""
     check_export_options(options)
     located = locate_sources([checkpoint], options)
     opened = open_sources(Ranks.alone(), located, options.verify)
@@ -69,7 +69,7 @@ def merger(
     overwrite: bool = False,
     options: ExportOptions,
 ) -> Work:
-    """Return what `merge` does with these arguments."""
+    """Return the work of `merge` with these arguments."""
     check_export_options(options)
     sources, factors = check_terms(checkpoints, weights, ema)
     located = locate_sources(sources, options)
@@ -93,16 +93,23 @@ class _ExportWork(Work):
         options: ExportOptions,
         more: Mapping[str, Any] | None = None,
     ) -> None:
-        self._plan, self._options, self._overwrite = plan, options, overwrite
-        self._located, self._opened = located, opened.all
+        self._plan = plan
+        self._options = options
+        self._overwrite = overwrite
+        self._located = located
+        self._opened = opened.all
         self._files = {file.name: file for file in plan.files}
         self._sizes = {file.name: file.file_bytes for file in plan.files}
-        self.verb, self.place, self.sources = verb, posix.resolve(output_dir), located.all
+        self.verb = verb
+        self.place = posix.resolve(output_dir)
+        self.sources = located.all
         self._is_local = locations.is_local(self.place)
         self.pieces: Sequence[Piece] = cut_files(self._sizes, divides=self._is_local)
-        chosen = {field.name: getattr(options, field.name) for field in fields(options)}
+        option_values = {}
+        for field in fields(options):
+            option_values[field.name] = getattr(options, field.name)
         self.facts = {
-            **facts_of({**chosen, **(more or {})}, self._opened, plan.outputs),
+            **facts_of({**option_values, **(more or {})}, self._opened, plan.outputs),
             **facts_of_extra_files(plan.extra_files),
         }
 
@@ -111,7 +118,9 @@ class _ExportWork(Work):
         for file in self._plan.files:
             tensors, header = file.laid_out
             # Scales are small, and as much work as the codes of the same values.
-            sizes = [[t.num_bytes, max(t.num_bytes, math.prod(t.mapped.shape))] for t in tensors]
+            sizes = []
+            for t in tensors:
+                sizes.append([t.num_bytes, max(t.num_bytes, math.prod(t.mapped.shape))])
             edges[file.name] = np.cumsum([[0, 0], [len(header)] * 2, *sizes], axis=0).T
         return [
             int(np.diff(np.interp([piece.start, piece.stop], *edges[piece.name]))[0])
@@ -165,7 +174,8 @@ class _ExportWork(Work):
         self, source: TensorSource, directory: str, piece: Piece, settings: WriteSettings
     ) -> dict[str, int]:
         """Write a piece; return the overflows in it, by tensor."""
-        file, path = self._files[piece.name], locations.join(directory, piece.name)
+        file = self._files[piece.name]
+        path = locations.join(directory, piece.name)
         overflows: dict[str, int] = {}
         new_file = output_file(source, file, path, overflows)
         if not self._is_local:
@@ -191,7 +201,9 @@ class _ExportWork(Work):
 
     def proof(self, attempt: Attempt, directory: str) -> Any:
         is_single = [*self._files] == [SINGLE_NAME]
-        last = SINGLE_NAME if is_single else INDEX_NAME
+        last = INDEX_NAME
+        if is_single:
+            last = SINGLE_NAME
         return proof_of(directory, last, self.files(attempt))
 
     def report(self, results: Sequence[Any], seconds: float) -> ExportReport:
@@ -199,8 +211,9 @@ class _ExportWork(Work):
 
 
 def remove_others(directory: str, names: Container[str]) -> None:
-    """Remove what an interrupted attempt to complete an output has left in its directory, but files
-    of these names: another process may be about to let them appear.
+    """Remove the remains of an interrupted completion from an output directory.
+
+    Files with these names stay: another process may be about to let them appear.
     """
     for name in locations.list_names(directory):
         if name not in names:
@@ -210,7 +223,7 @@ def remove_others(directory: str, names: Container[str]) -> None:
 def other_files(
     directory: str, sizes: Mapping[str, int], headers: Mapping[str, bytes]
 ) -> list[str]:
-    """Return the files that are longer than planned, or begin with another header."""
+    """Return the files that are longer than planned, or have another header."""
     others = []
     for name, header in headers.items():
         path = locations.join(directory, name)
@@ -224,16 +237,20 @@ def other_files(
 def add_up(counts: Iterable[Mapping[str, int]]) -> dict[str, int]:
     """Return the counts of all pieces together, by name."""
     total: Counter[str] = Counter()
-    for each in counts:
-        total.update(each)
+    for counter in counts:
+        total.update(counter)
     return dict(total)
 
 
 def proof_of(directory: str, marker: str, names: Iterable[str]) -> Any:
-    """Return what tells a complete output in a directory from any other: the time of its last file,
-    and the sizes of all that are there; None without its last file.
+    """Return a proof that identifies the complete output in a directory.
+
+    It is the time of its last file, and the sizes of all files that are there; None without its
+    last file.
     """
-    paths = {locations.join(directory, *name.split("/")): name for name in [*names, marker]}
+    paths = {}
+    for name in [*names, marker]:
+        paths[locations.join(directory, *name.split("/"))] = name
     states = states_of(list(paths), locations.listed_states(directory))
     last = states.get(locations.join(directory, marker))
     if last is None:

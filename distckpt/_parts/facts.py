@@ -1,4 +1,4 @@
-"""What the result of some work depends on, as texts."""
+"""The facts on which the result of some work depends, as texts."""
 
 from __future__ import annotations
 
@@ -19,15 +19,20 @@ from distckpt._plan.export import OutputTensor
 from distckpt._storage import locations
 
 _VERSION = 2
-"""Of the division into pieces and of what journals hold; processes of another one do not go on with
-them.
+"""Version of the division into pieces and of the contents of journals.
+
+Processes of another version do not go on with them.
 """
 _MAX_TEXT = 200
-_CONFIG, _MAX_CONFIG = "config.json", 1 << 28
+_CONFIG = "config.json"
+_MAX_CONFIG = 1 << 28
 _UNIMPORTANT = ("max_inflight_bytes", "progress")
-"""Options that change nothing in what is written."""
+"""Options that do not change the output."""
 _PLANNED = ("rules", "fqn_to_index_mapping")
-"""Options that show in the plan, and may have no text that is the same in each process."""
+"""Options that show in the plan.
+
+Their text may differ from process to process.
+"""
 
 
 def facts_of(
@@ -35,53 +40,60 @@ def facts_of(
     checkpoints: Sequence[StoredCheckpoint],
     outputs: Iterable[OutputTensor] = (),
 ) -> dict[str, str]:
-    """Return what the result depends on, by name.
+    """Return the facts on which the result depends, by name.
 
     Args:
         options: of the call.
-        checkpoints: that are read.
-        outputs: tensors that are written.
+        checkpoints: the checkpoints to read.
+        outputs: the tensors to write.
     """
-    chosen = {
-        name: _short(_in_order(value) if name == "keys" else value)
-        for name, value in options.items()
-        if name not in (*_UNIMPORTANT, *_PLANNED)
-    }
-    # What two versions compute of the same values may differ.
+    option_texts = {}
+    for name, value in options.items():
+        if name in (*_UNIMPORTANT, *_PLANNED):
+            continue
+        if name == "keys":
+            value = _sorted_patterns(value)
+        option_texts[name] = _short(value)
+    # Two versions may compute different values from the same input.
     versions = {
         "the version of distckpt": importlib.import_module("distckpt").__version__,
         "the version of journals": f"{_VERSION}, format {FORMAT_VERSION}",
     }
-    facts = {**versions, **chosen, **facts_of_sources(checkpoints)}
+    facts = {**versions, **option_texts, **facts_of_sources(checkpoints)}
     return {**facts, "the plan (rules, names, shapes)": _digest_of_plan(outputs)}
 
 
 def facts_of_extra_files(extra: ExtraFiles) -> dict[str, str]:
-    """Return what tells the files beside the weights, by name."""
-    contents = {locations.split(path)[1]: locations.read_bytes(path) for path in extra.copied}
-    return {
-        f"the extra file {name}": _digest([content])
-        for name, content in {**contents, **extra.written}.items()
-    }
+    """Return texts that identify the files next to the weights, by name."""
+    contents = {}
+    for path in extra.copied:
+        contents[locations.split(path)[1]] = locations.read_bytes(path)
+    facts = {}
+    for name, content in {**contents, **extra.written}.items():
+        facts[f"the extra file {name}"] = _digest([content])
+    return facts
 
 
 def facts_of_sources(checkpoints: Sequence[StoredCheckpoint]) -> dict[str, str]:
-    """Return what tells the content of each source."""
-    many = len(checkpoints) > 1
-    return {
-        f"the source {number}" if many else "the source": _content_of(stored)
-        for number, stored in enumerate(checkpoints)
-    }
+    """Return a text that identifies the content of each source."""
+    facts = {}
+    for number, stored in enumerate(checkpoints):
+        name = f"the source {number}" if len(checkpoints) > 1 else "the source"
+        facts[name] = _content_of(stored)
+    return facts
 
 
 def facts_of_copies(checkpoints: Sequence[StoredCheckpoint]) -> dict[str, str]:
-    """Return what tells each source from its copies, and files from what replaces them: for reports
-    on the files themselves.
+    """Return a text that distinguishes each source from its copies and replacements.
+
+    It serves reports on the files themselves.
     """
-    return {
-        f"the files of the source {number}": f"{stored.location} {_digest([_looks_of(stored)])}"
-        for number, stored in enumerate(checkpoints)
-    }
+    facts = {}
+    for number, stored in enumerate(checkpoints):
+        facts[f"the files of the source {number}"] = (
+            f"{stored.location} {_digest([_looks_of(stored)])}"
+        )
+    return facts
 
 
 def check_sources(facts: Mapping[str, str], checkpoints: Sequence[StoredCheckpoint]) -> None:
@@ -91,8 +103,8 @@ def check_sources(facts: Mapping[str, str], checkpoints: Sequence[StoredCheckpoi
         CheckpointNotFoundError: one was removed.
         CheckpointingException: one has changed.
     """
-    found = facts_of_sources(checkpoints)
-    for (name, fact), stored in zip(found.items(), checkpoints, strict=True):
+    facts_now = facts_of_sources(checkpoints)
+    for (name, fact), stored in zip(facts_now.items(), checkpoints, strict=True):
         check_is_unchanged(stored)
         if facts[name] != fact:
             raise CheckpointingException(
@@ -103,26 +115,32 @@ def check_sources(facts: Mapping[str, str], checkpoints: Sequence[StoredCheckpoi
 
 
 def _content_of(stored: StoredCheckpoint) -> str:
-    """Return a text for the content of a checkpoint: another one has another text."""
+    """Return a text that identifies the content of a checkpoint."""
     manifest = stored.marker.get("manifest")
     if isinstance(manifest, dict):
         return str(manifest.get("checksum"))
-    # Without checksums, sizes and times have to tell.
+    # Without checksums, sizes and times have to do.
     return _digest([stored.manifest.to_bytes(), _looks_of(stored), *_configs_of(stored)])
 
 
 def _configs_of(stored: StoredCheckpoint) -> list[bytes]:
-    """Return what the configurations beside files of other programs hold, which say how values are
-    read: how they are quantized, or the scaling of an adapter.
+    """Return the contents of the configurations next to foreign files.
+
+    They define how values are read: their quantization, or the scaling of an adapter.
     """
     location = stored.location
-    names = locations.list_names(location) if locations.isdir(location) else []
-    paths = [locations.join(location, name) for name in sorted(names) if name.endswith(_CONFIG)]
+    names = []
+    if locations.isdir(location):
+        names = locations.list_names(location)
+    paths = []
+    for name in sorted(names):
+        if name.endswith(_CONFIG):
+            paths.append(locations.join(location, name))
     return [locations.read_bytes(path, _MAX_CONFIG) for path in paths]
 
 
 def _looks_of(stored: StoredCheckpoint) -> bytes:
-    """Return the sizes and times of the files of a checkpoint, as a text."""
+    """Return the sizes and times of a checkpoint's files, as JSON."""
     known = locations.listed_states(stored.location)
     states = states_of_files(stored.location, stored.manifest, known)
     # Sizes and times alone: modes and links may change between the parts, which can take days.
@@ -134,14 +152,14 @@ def _digest_of_plan(outputs: Iterable[OutputTensor]) -> str:
 
 
 def _digest(texts: Iterable[bytes]) -> str:
-    found = hashlib.sha256()
+    digest = hashlib.sha256()
     for text in texts:
-        found.update(text)
-    return found.hexdigest()[:16]
+        digest.update(text)
+    return digest.hexdigest()[:16]
 
 
-def _in_order(patterns: str | Sequence[str] | None) -> list[str] | None:
-    """Return the same patterns for each order in which they may be given."""
+def _sorted_patterns(patterns: str | Sequence[str] | None) -> list[str] | None:
+    """Return the patterns in an order independent of the caller's."""
     if patterns is None:
         return None
     return sorted({patterns} if isinstance(patterns, str) else set(patterns))
@@ -149,4 +167,6 @@ def _in_order(patterns: str | Sequence[str] | None) -> list[str] | None:
 
 def _short(value: Any) -> str:
     text = repr(os.fspath(value) if isinstance(value, os.PathLike) else value)
-    return text if len(text) <= _MAX_TEXT else f"{text[:_MAX_TEXT]}... {_digest([text.encode()])}"
+    if len(text) <= _MAX_TEXT:
+        return text
+    return f"{text[:_MAX_TEXT]}... {_digest([text.encode()])}"

@@ -1,16 +1,17 @@
-"""The journal of work in parts: a directory beside the output in which processes note what is
-whole.
+"""The journal of work in parts: a directory next to the output.
 
-    .NAME.parts-NONCE/header.json           what is done, from what, with which options
+Processes note in it which pieces are whole.
+
+    .NAME.parts-NONCE/header.json           the verb, its sources and its options
     .NAME.parts-NONCE/piece-000012.json     the result of a piece whose bytes are on disk
     .NAME.parts-NONCE/part-NONCE.json       a process that is at work
     .NAME.parts-NONCE/done-HASH.json        files of the output, once it is complete, and their hash
-    .NAME.parts-NONCE/lock                  locked by who completes the work, on local disks
+    .NAME.parts-NONCE/lock                  locked while the work is completed, on local disks
     .NAME.parts-NONCE/.NAME.tmp-NONCE/      the output until then, on local disks
 
 The nonce is a hash of everything that the result depends on, so all processes that do the same find
 the same journal. Every file of it is written in one step, has a checksum, and is never changed,
-but for the notes of processes.
+except for the notes of processes.
 """
 
 from __future__ import annotations
@@ -36,7 +37,8 @@ from distckpt._storage import locations
 
 logger = logging.getLogger(__name__)
 
-HEADER, LOCK = "header.json", "lock"
+HEADER = "header.json"
+LOCK = "lock"
 _DONE = re.compile(r"done-[0-9a-f]{16}\.json")
 _RECORD = re.compile(r"piece-(\d{6,})\.json")
 _NOTE = re.compile(r"part-[0-9a-f]{16}\.json")
@@ -53,25 +55,25 @@ _NOTE_FORM = {
     "num_bytes": int,
 }
 _SECONDS_BETWEEN = 5.0
-"""A process at work says so this often."""
+"""Seconds between two notes of a process at work."""
 SECONDS_SILENT = 60.0
-"""Who has said nothing for so long is not at work any more."""
+"""Seconds without a note after which a process counts as dead."""
 _MAX_BYTES = 1 << 28
 
 
 @dataclass(frozen=True)
 class Worker:
-    """A process that is doing a part, or that was killed while it did.
+    """A process that does a part, or was killed doing it.
 
     Attributes:
-        part: which part, such as `3/16`.
+        part: its part, such as `3/16`.
         host: name of its machine.
         pid: its process there.
-        piece: what it is doing.
+        piece: name of its current piece.
         number: of the piece.
-        piece_bytes: how much of the piece it has done.
-        num_bytes: how much of its part it has done.
-        seconds: since it last said so.
+        piece_bytes: bytes of the piece that are done.
+        num_bytes: bytes of its part that are done.
+        seconds: time since its last note.
     """
 
     part: str
@@ -85,7 +87,7 @@ class Worker:
 
     @property
     def is_running(self) -> bool:
-        """Tell whether it is at work, as far as can be told."""
+        """Whether it is at work, as far as can be known."""
         return self.seconds < SECONDS_SILENT
 
 
@@ -94,7 +96,7 @@ class Journal:
 
     Attributes:
         location: of its directory.
-        attempt: the same, with what stands for the facts of the work.
+        attempt: the same, with the hash of the work's facts.
     """
 
     def __init__(self, location: str) -> None:
@@ -103,8 +105,8 @@ class Journal:
 
     @classmethod
     def of(cls, work: Work) -> Journal:
-        """Return the journal of some work, which need not be there."""
-        text = json.dumps({"facts": dict(work.facts), "pieces": _listed(work.pieces)})
+        """Return the journal of some work, which need not exist."""
+        text = json.dumps({"facts": dict(work.facts), "pieces": _as_lists(work.pieces)})
         nonce = hashlib.sha256(text.encode()).hexdigest()[:16]
         return cls(_beside(work.place, nonce))
 
@@ -112,7 +114,7 @@ class Journal:
         return locations.join(self.location, name)
 
     def _read(self, name: str, form: Mapping[str, type]) -> dict[str, Any] | None:
-        """Return the content of a file, None where there is none.
+        """Return the content of a file, or None where there is none.
 
         Raises:
             CorruptCheckpointError: it is damaged.
@@ -129,8 +131,9 @@ class Journal:
             ) from error
 
     def _read_if_whole(self, name: str, form: Mapping[str, type]) -> dict[str, Any] | None:
-        """Return the content of a file; None where there is none, and with a warning where it is
-        damaged.
+        """Return the content of a file, or None where there is none.
+
+        A damaged file counts as none, and a warning says so.
         """
         try:
             return self._read(name, form)
@@ -141,14 +144,17 @@ class Journal:
     def _write(self, name: str, content: Mapping[str, Any]) -> None:
         locations.write_bytes(self._path(name), sealed(content).encode())
 
-    # --- What is done
+    # --- The work
 
     def header(self) -> dict[str, Any] | None:
-        """Return what the journal is of; None where there is none."""
+        """Return the description of the work; None where there is none."""
         return self._read(HEADER, _HEADER_FORM)
 
     def is_begun(self) -> bool:
-        """Tell whether there is a journal; a damaged header is made anew."""
+        """Whether there is a journal.
+
+        A damaged header is made anew.
+        """
         return self._read_if_whole(HEADER, _HEADER_FORM) is not None
 
     def begin(self, work: Work) -> None:
@@ -158,18 +164,22 @@ class Journal:
             "verb": work.verb,
             "sources": list(work.sources),
             "facts": dict(work.facts),
-            "pieces": _listed(work.pieces),
+            "pieces": _as_lists(work.pieces),
             "files": work.files(self.attempt),
         }
         self._write(HEADER, content)
 
     def recorded(self) -> set[int]:
         """Return the numbers of the pieces that are whole."""
-        found = map(_RECORD.fullmatch, self._names())
-        return {int(match[1]) for match in found if match}
+        matches = map(_RECORD.fullmatch, self._names())
+        numbers = set()
+        for match in matches:
+            if match:
+                numbers.add(int(match[1]))
+        return numbers
 
     def has_record(self, number: int) -> bool:
-        """Tell whether a piece is whole."""
+        """Whether a piece is whole."""
         return self._read_if_whole(_record_name(number), _RECORD_FORM) is not None
 
     def _names(self) -> list[str]:
@@ -188,8 +198,9 @@ class Journal:
             locations.remove_file(self._path(_record_name(number)))
 
     def records(self, count: int) -> tuple[list[dict[str, Any] | None], str]:
-        """Return the records of all pieces, None for those that are missing or damaged, and why the
-        first of these is.
+        """Return the records of all pieces, and the first bad one's fault.
+
+        The record is None where it is missing or damaged.
         """
         records: list[dict[str, Any] | None] = [None] * count
         damage: dict[int, str] = {}
@@ -211,7 +222,7 @@ class Journal:
         return records, damage.get(first, absence)
 
     def note_done(self, proof: Any) -> None:
-        """Note what tells the output that this work makes, if it is there."""
+        """Note a proof of this work's output, if there is one."""
         if proof is not None:
             self._write(_done_name(proof), {"proof": proof})
 
@@ -221,41 +232,54 @@ class Journal:
             locations.remove_file(self._path(name))
 
     def _done_names(self) -> list[str]:
-        return [name for name in self._names() if _DONE.fullmatch(name)]
+        names = []
+        for name in self._names():
+            if _DONE.fullmatch(name):
+                names.append(name)
+        return names
 
     def is_done(self) -> bool:
-        """Tell whether the work came to its end, if it was not killed just before."""
+        """Whether the work ended, unless it was killed just before."""
         return bool(self._done_names())
 
     def is_proof(self, proof: Any) -> bool:
-        """Tell whether something tells the output of this work: one of several where processes have
-        completed it at the same time, or were killed.
+        """Whether a proof identifies the output of this work.
+
+        There are several proofs where processes have completed it at the same time, or were killed.
         """
         # The name is enough, so damage inside of the file costs nothing.
         return _done_name(proof) in self._done_names()
 
     def proofs(self) -> list[Any]:
-        """Return what tells the output, as far as it can be read."""
-        found = [self._read_if_whole(name, _DONE_FORM) for name in self._done_names()]
-        return [each["proof"] for each in found if each is not None]
+        """Return the proofs of the output that can be read."""
+        proofs = []
+        for name in self._done_names():
+            note = self._read_if_whole(name, _DONE_FORM)
+            if note is not None:
+                proofs.append(note["proof"])
+        return proofs
 
     def has_appeared(self) -> bool:
-        """Tell whether the output has appeared: it was complete, and is not in the journal."""
+        """Whether the output has appeared: it was complete, and is not in the journal."""
         return self.is_done() and not self._outputs()
 
     def remove_output(self) -> None:
-        """Remove what a process that was late has begun again, when the output has appeared."""
+        """Remove a late process's new beginning once the output has appeared."""
         for name in self._outputs():
             locations.remove_tree(self._path(name))
 
     def _outputs(self) -> list[str]:
-        return [name for name in self._names() if hidden_directories.parse(name) is not None]
+        names = []
+        for name in self._names():
+            if hidden_directories.parse(name) is not None:
+                names.append(name)
+        return names
 
     # --- Who is at work
 
     @contextlib.contextmanager
     def at_work(self, part: Part) -> Iterator[Note]:
-        """Note that this process is doing a part as long as the body runs."""
+        """Note this process's work on a part while the body runs."""
         path = self._path(f"part-{secrets.token_hex(8)}.json")
         host = os.uname().nodename
         try:
@@ -265,38 +289,42 @@ class Journal:
                 locations.remove_file(path)
 
     def workers(self) -> list[Worker]:
-        """Return who is at work, or was killed."""
-        found = []
+        """Return the processes that are at work, or were killed."""
+        workers = []
         for name in filter(_NOTE.fullmatch, self._names()):
             note = self._read_if_whole(name, _NOTE_FORM)
             written = locations.modified_time(self._path(name))
             if note is not None and written is not None:
                 fields = {name: note[name] for name in _NOTE_FORM}
-                found.append(Worker(**fields, seconds=max(0.0, time.time() - written)))
-        return found
+                workers.append(Worker(**fields, seconds=max(0.0, time.time() - written)))
+        return workers
 
 
 class Note:
-    """What a process says of itself."""
+    """The note of a process about its progress."""
 
     def __init__(self, path: str, fields: Mapping[str, Any]) -> None:
-        self._path, self._fields = path, fields
-        self._piece, self._number = "", -1
+        self._path = path
+        self._fields = fields
+        self._piece = ""
+        self._number = -1
         self._num_bytes = self._bytes_before = 0
         self._written = -_SECONDS_BETWEEN
 
     def begin(self, number: int, piece: Piece) -> None:
-        """Say which piece comes next."""
-        self._piece, self._number, self._bytes_before = piece.name, number, self._num_bytes
+        """Note the next piece."""
+        self._piece = piece.name
+        self._number = number
+        self._bytes_before = self._num_bytes
         self._write()
 
     def report(self, num_bytes: int, total: int) -> None:
-        """Say how many bytes are done; one thread calls at a time."""
+        """Note how many bytes are done; one thread calls at a time."""
         self._num_bytes = num_bytes
         self._write()
 
     def _write(self) -> None:
-        """Write the note, unless that was done a short while ago."""
+        """Write the note, unless it was written a short while ago."""
         now = time.monotonic()
         if now - self._written < _SECONDS_BETWEEN:
             return
@@ -308,7 +336,7 @@ class Note:
             "piece_bytes": self._num_bytes - self._bytes_before,
             "num_bytes": self._num_bytes,
         }
-        # Nobody needs it after a power failure, nor when it cannot be written.
+        # It is not needed after a power failure, nor where it cannot be written.
         with contextlib.suppress(OSError):
             locations.write_bytes(self._path, sealed(content).encode(), durable=False)
 
@@ -322,11 +350,11 @@ def _done_name(proof: Any) -> str:
     return f"done-{digest}.json"
 
 
-def _listed(pieces: Sequence[Piece]) -> list[list[Any]]:
+def _as_lists(pieces: Sequence[Piece]) -> list[list[Any]]:
     return [[piece.name, piece.start, piece.stop] for piece in pieces]
 
 
-# --- Journals beside a location -------------------------------------------------------------------
+# --- Journals of a location -----------------------------------------------------------------------
 
 
 def _beside(place: str, nonce: str) -> str:
@@ -335,15 +363,15 @@ def _beside(place: str, nonce: str) -> str:
 
 
 def journals_beside(place: str) -> list[Journal]:
-    """Return the journals of work in parts whose output appears at a location."""
+    """Return the journals of work in parts for an output location."""
     parent, name = locations.split(place)
     try:
         names = locations.list_names(parent)
     except (FileNotFoundError, NotADirectoryError):
         return []
-    hidden = [(each, hidden_directories.parse(each)) for each in names]
-    return [
-        Journal(locations.join(parent, each))
-        for each, parts in hidden
-        if parts is not None and (parts.name, parts.kind) == (name, "parts")
-    ]
+    journals = []
+    for item in names:
+        parts = hidden_directories.parse(item)
+        if parts is not None and (parts.name, parts.kind) == (name, "parts"):
+            journals.append(Journal(locations.join(parent, item)))
+    return journals

@@ -1,7 +1,9 @@
-"""Checks and comparisons in parts: `verify`, `stats` and `diff`, which write nothing but a journal.
+"""Checks and comparisons in parts: `verify`, `stats` and `diff`.
 
-Their pieces are runs of what one process goes through in the same order, so that reports put
-together from the results are those of one process.
+They write nothing but a journal.
+
+Their pieces are runs of the items that one process goes through in the same order, so that reports
+put together from the results equal a single process's.
 """
 
 from __future__ import annotations
@@ -73,45 +75,54 @@ from distckpt._storage.open_files import OpenFiles
 
 
 def place_of(verb: str, journal: str | os.PathLike[str]) -> str:
-    """Return the location that the journal of a verb is beside, in a directory for journals."""
+    """Return the location next to a verb's journal in a directory."""
     return locations.join(posix.resolve(journal), verb)
 
 
 _Step: TypeAlias = Callable[[StoredCheckpoint, range, Callable[[int], None]], Any]
-"""Does a run of what a check goes through."""
+"""The function that does a run of a check's items."""
 
 
 def runs_of(sizes: Sequence[int]) -> list[range]:
-    """Divide a sequence of items into runs of about as many bytes as a piece has."""
-    limit, runs, first, filled = piece_bytes(sum(sizes)), [], 0, 0
+    """Divide a sequence of items into runs of about a piece's size."""
+    limit = piece_bytes(sum(sizes))
+    runs = []
+    first = 0
+    filled = 0
     for number, size in enumerate(sizes):
         if filled and filled + size > limit:
             runs.append(range(first, number))
-            first, filled = number, 0
+            first = number
+            filled = 0
         filled += size
-    return [*runs, range(first, len(sizes))] if sizes else runs
+    if sizes:
+        return [*runs, range(first, len(sizes))]
+    return runs
 
 
 def pieces_of(
     runs: Sequence[range], sizes: Sequence[int], name_of: Callable[[int], str]
 ) -> list[Piece]:
-    """Return a piece for each run of items of some sizes, named after its first item."""
-    return [Piece(name_of(run.start), 0, sum(sizes[run.start : run.stop])) for run in runs]
+    """Return a piece for each run, named after its first item."""
+    pieces = []
+    for run in runs:
+        pieces.append(Piece(name_of(run.start), 0, sum(sizes[run.start : run.stop])))
+    return pieces
 
 
 def bytes_of_window(tensors: Sequence[StoredTensor], window: Window) -> int:
-    """Return the size of a window of one of some tensors."""
+    """Return the size of a window of a tensor."""
     return window.region.num_elements * ITEM_BYTES[tensors[window.tensor].dtype]
 
 
 def by_tensor(
     tensors: Sequence[StoredTensor], windows: Sequence[Window], results: Iterable[Iterable[Any]]
 ) -> list[list[Any]]:
-    """Return the results of the windows of each tensor, given those of each piece."""
-    found: list[list[Any]] = [[] for _ in tensors]
+    """Return the results of each tensor's windows, from the results of pieces."""
+    results_by_tensor: list[list[Any]] = [[] for _ in tensors]
     for window, result in zip(windows, itertools.chain.from_iterable(results), strict=True):
-        found[window.tensor].append(result)
-    return found
+        results_by_tensor[window.tensor].append(result)
+    return results_by_tensor
 
 
 # --- verify ---------------------------------------------------------------------------------------
@@ -124,11 +135,12 @@ def verification(
     journal: str | os.PathLike[str],
     num_threads: int | None = None,
 ) -> Work:
-    """Return what `verify` does with these arguments."""
+    """Return the work of `verify` with these arguments."""
     check_choice("mode", mode, ("fast", "full"))
     if num_threads is not None:
         check_count("num_threads", num_threads)
-    location, place = locations.normalize(checkpoint_dir), place_of("verify", journal)
+    location = locations.normalize(checkpoint_dir)
+    place = place_of("verify", journal)
     stored = open_or_describe(location, marker_of(location))
     if isinstance(stored, Problem):
         return _Unopened(location, place, mode, stored)
@@ -136,15 +148,17 @@ def verification(
 
 
 class _Unopened(Work):
-    """A checkpoint that cannot be opened, about which there is nothing more to do."""
+    """A checkpoint that cannot be opened, which leaves nothing more to do."""
 
     verb = "verify"
     pieces = ()
 
     def __init__(self, location: str, place: str, mode: str, problem: Problem) -> None:
-        self.place, self.sources = place, [location]
+        self.place = place
+        self.sources = [location]
         self.facts = {"mode": mode, "the problem": problem.message}
-        self._mode, self._problem = mode, problem
+        self._mode = mode
+        self._problem = problem
 
     def run(
         self, attempt: Attempt, assigned: Iterable[int], add_bytes: Callable[[int], None]
@@ -156,33 +170,42 @@ class _Unopened(Work):
 
 
 class _VerifyWork(Work):
-    """A checkpoint whose files, then blocks, are checked, then tensors that have fingerprints."""
+    """A verification: files first, then blocks, then tensors that have fingerprints."""
 
     verb = "verify"
 
     def __init__(
         self, stored: StoredCheckpoint, place: str, mode: str, num_threads: int | None
     ) -> None:
-        self._stored, self._mode, self._num_threads = stored, mode, num_threads
-        self.place, self.sources = place, [stored.location]
+        self._stored = stored
+        self._mode = mode
+        self._num_threads = num_threads
+        self.place = place
+        self.sources = [stored.location]
         is_full = mode == "full"
         self._headers = [file.header_bytes for file in stored.manifest.files]
         self._ranges = stored.manifest.ranges_of_files() if is_full else []
         # Pieces follow one another within a range.
         self._blocks_in = functools.lru_cache(maxsize=1)(self._list_blocks)
-        self._first_blocks, self._units = [0], np.zeros((0, 5), np.int64)
+        self._first_blocks = [0]
+        self._units = np.zeros((0, 5), np.int64)
         self._unread: list[Problem] = []
         for number in range(len(self._ranges)):
             self._units = np.concatenate([self._units, self._units_in(number)])
             self._first_blocks.append(self._first_blocks[-1] + len(self._blocks_in(number).starts))
             self._unread += self._blocks_in(number).unread
-        keys = keys_with_fingerprints(stored) if is_full else []
+        keys = []
+        if is_full:
+            keys = keys_with_fingerprints(stored)
         self._tensors = [StoredTensor(stored, key) for key in keys]
         self._windows = list(windows_of(self._tensors))
         unit_bytes: list[int] = self._units[:, 3].tolist()
-        window_bytes = [bytes_of_window(self._tensors, window) for window in self._windows]
+        window_bytes = []
+        for window in self._windows:
+            window_bytes.append(bytes_of_window(self._tensors, window))
         self._of_files = runs_of([size + 1 for size in self._headers])
-        self._of_units, self._of_windows = runs_of(unit_bytes), runs_of(window_bytes)
+        self._of_units = runs_of(unit_bytes)
+        self._of_windows = runs_of(window_bytes)
         self.pieces: Sequence[Piece] = [
             *pieces_of(self._of_files, self._headers, lambda _: "headers"),
             *pieces_of(self._of_units, unit_bytes, self._file_of),
@@ -196,8 +219,10 @@ class _VerifyWork(Work):
         return list_blocks(self._stored, file_ids, self._num_threads, keeps_checksums=True)
 
     def _units_in(self, number: int) -> IntArray:
-        """Return the units of a range of files, as rows: the number of the range, the first of its
-        blocks and the one behind the last, how many bytes, and in which file.
+        """Return the units of a range of files, as rows.
+
+        A row has the number of the range, the first block and the one behind the last, the number
+        of bytes, and the file.
         """
         blocks = self._blocks_in(number)
         units = list(units_of_blocks(blocks, self._stored.location))
@@ -206,7 +231,7 @@ class _VerifyWork(Work):
         return np.stack([0 * sizes + number, firsts, stops, sizes, blocks.file_ids[firsts]], axis=1)
 
     def _file_of(self, unit: int) -> str:
-        """Return the file that a unit is in."""
+        """Return the file of a unit."""
         return self._stored.manifest.files[int(self._units[unit, 4])].name
 
     def _key_of(self, window: int) -> str:
@@ -230,32 +255,36 @@ class _VerifyWork(Work):
         self, stored: StoredCheckpoint, run: range, add_bytes: Callable[[int], None]
     ) -> tuple[Any, int]:
         problems = check_files(stored, run, self._num_threads)
-        return [vars(problem) for problem in problems], sum(self._headers[run.start : run.stop])
+        return list(map(vars, problems)), sum(self._headers[run.start : run.stop])
 
     def _check_units(
         self, stored: StoredCheckpoint, run: range, add_bytes: Callable[[int], None]
     ) -> tuple[Any, int]:
-        units, bad, num_read = self._units[run.start : run.stop].tolist(), [], 0
+        units = self._units[run.start : run.stop].tolist()
+        bad = []
+        num_read = 0
         for number, here in itertools.groupby(units, operator.itemgetter(0)):
-            blocks, first = self._blocks_in(number), self._first_blocks[number]
-            of_range = [range(*unit[1:3]) for unit in here]
-            found = check_units(stored, blocks, of_range, self._num_threads, add_bytes)
-            bad += [BadBlock(first + each.number, each.message) for each in found[0]]
-            num_read += found[1]
+            blocks = self._blocks_in(number)
+            first = self._first_blocks[number]
+            ranges = [range(*unit[1:3]) for unit in here]
+            results = check_units(stored, blocks, ranges, self._num_threads, add_bytes)
+            bad += [BadBlock(first + block.number, block.message) for block in results[0]]
+            num_read += results[1]
         return bad, num_read
 
     def _compute_numbers(
         self, stored: StoredCheckpoint, run: range, add_bytes: Callable[[int], None]
     ) -> tuple[list[int], str | None]:
-        """Return what windows add to fingerprints; or why they cannot be read, which matters only
-        if all blocks are whole.
+        """Return the terms that windows add to fingerprints, and any error.
+
+        An error of reading matters only if all blocks are whole.
         """
         windows = self._windows[run.start : run.stop]
         tensors = [tensor._replace(stored=stored) for tensor in self._tensors]
         counter = ProgressCounter(_differences(add_bytes), 0)
         try:
-            found = map_some_windows([tensors], windows, window_number, counter)
-            return [number for _, number in found], None
+            numbers = map_some_windows([tensors], windows, window_number, counter)
+            return [number for _, number in numbers], None
         except (CorruptCheckpointError, OSError) as error:
             return [], str(error)
 
@@ -263,25 +292,32 @@ class _VerifyWork(Work):
         check_sources(self.facts, [self._stored])
 
     def report(self, results: Sequence[Any], seconds: float) -> VerifyReport:
-        found = iter(results)
-        of_files = list(itertools.islice(found, len(self._of_files)))
-        of_units = list(itertools.islice(found, len(self._of_units)))
-        problems = [Problem(**each) for problems, _ in of_files for each in problems]
-        bad = [BadBlock(*block) for blocks, _ in of_units for block in blocks]
+        remaining = iter(results)
+        file_results = list(itertools.islice(remaining, len(self._of_files)))
+        unit_results = list(itertools.islice(remaining, len(self._of_units)))
+        problems = []
+        for list_of_fields, _ in file_results:
+            problems += [Problem(**fields) for fields in list_of_fields]
+        bad = []
+        for blocks, _ in unit_results:
+            bad += [BadBlock(*block) for block in blocks]
         problems += not_in(problems, self._unread)
         problems += self._describe(bad)
-        num_bytes = sum(num_read for _, num_read in [*of_files, *of_units])
+        num_bytes = sum(num_read for _, num_read in [*file_results, *unit_results])
         checked = Checked(problems, num_bytes)
         if self._tensors and not problems:
             num_bytes += sum(tensor.num_bytes for tensor in self._tensors)
-            checked = Checked(self._compare(list(found)), num_bytes, len(self._tensors))
+            checked = Checked(self._compare(list(remaining)), num_bytes, len(self._tensors))
         return report_of_verify(self._stored, self._mode, checked, seconds)
 
     def _describe(self, bad: Sequence[BadBlock]) -> list[Problem]:
         """Describe blocks by their numbers among all, which ascend."""
         problems = []
         for number, (first, stop) in enumerate(itertools.pairwise(self._first_blocks)):
-            here = [BadBlock(n - first, message) for n, message in bad if first <= n < stop]
+            here = []
+            for n, message in bad:
+                if first <= n < stop:
+                    here.append(BadBlock(n - first, message))
             if here:
                 problems += describe_blocks(self._stored, self._blocks_in(number), here)
         return problems
@@ -291,7 +327,9 @@ class _VerifyWork(Work):
         errors = [error for _, error in results if error is not None]
         if errors:
             return [Problem(self._stored.location, error) for error in errors]
-        numbers = by_tensor(self._tensors, self._windows, [found for found, _ in results])
+        numbers = by_tensor(
+            self._tensors, self._windows, [window_numbers for window_numbers, _ in results]
+        )
         return describe_fingerprints(self._stored, fingerprints_of(self._tensors, numbers))
 
 
@@ -299,7 +337,7 @@ class _VerifyWork(Work):
 
 
 class _WindowWork(Work):
-    """Something that is computed of each window of some tensors of one checkpoint or of two.
+    """A value per window of the tensors of one checkpoint or two.
 
     Attributes:
         checkpoints: one for each side.
@@ -312,7 +350,9 @@ class _WindowWork(Work):
     def _divide(self) -> None:
         self.sources = [stored.location for stored in self.checkpoints]
         self._windows = list(windows_of(self.sides[0]))
-        sizes = [sum(bytes_of_window(side, w) for side in self.sides) for w in self._windows]
+        sizes = []
+        for w in self._windows:
+            sizes.append(sum(bytes_of_window(side, w) for side in self.sides))
         self._runs = runs_of(sizes)
         self.pieces = pieces_of(self._runs, sizes, self._key_of)
 
@@ -320,7 +360,7 @@ class _WindowWork(Work):
         return self.sides[0][self._windows[window].tensor].key
 
     def compute(self, window: Window, *values: torch.Tensor) -> Any:
-        """Return the result of a window, given its values on each side."""
+        """Return the result of a window from its values on each side."""
         raise NotImplementedError
 
     def encoded(self, result: Any) -> Any:
@@ -328,7 +368,7 @@ class _WindowWork(Work):
         return result
 
     def decoded(self, result: Any) -> Any:
-        """Return what `encoded` was given."""
+        """Return the argument of `encoded`."""
         raise NotImplementedError
 
     def run(
@@ -339,20 +379,23 @@ class _WindowWork(Work):
                 run = self._runs[number]
                 counter = ProgressCounter(_differences(add_bytes), self.pieces[number].num_bytes)
                 windows = self._windows[run.start : run.stop]
-                found = map_some_windows(self.sides, windows, self.compute, counter)
-                yield number, [self.encoded(result) for _, result in found]
+                values = map_some_windows(self.sides, windows, self.compute, counter)
+                yield number, [self.encoded(result) for _, result in values]
 
     def complete(self, attempt: Attempt, results: Sequence[Any]) -> None:
         check_sources(self.facts, self.checkpoints)
 
     def decoded_by_tensor(self, results: Sequence[Any]) -> list[list[Any]]:
         """Return the results of the windows of each tensor."""
-        found = by_tensor(self.sides[0], self._windows, results)
-        return [[self.decoded(result) for result in of_tensor] for of_tensor in found]
+        results_by_tensor = by_tensor(self.sides[0], self._windows, results)
+        decoded = []
+        for tensor_results in results_by_tensor:
+            decoded.append([self.decoded(result) for result in tensor_results])
+        return decoded
 
 
 def _differences(add_bytes: Callable[[int], None]) -> Callable[[int, int], None]:
-    """Return a function that is called with sums and passes on by how much they grow."""
+    """Return a function that takes sums and passes on their growth."""
     before = 0
 
     def report(done: int, total: int) -> None:
@@ -372,7 +415,7 @@ def measurement(
     journal: str | os.PathLike[str],
     keys: Sequence[str] | None = None,
 ) -> Work:
-    """Return what `distckpt stats` does with these arguments."""
+    """Return the work of `distckpt stats` with these arguments."""
     stored = open_undisturbed(Ranks.alone(), locations.normalize(checkpoint_dir))
     return _StatsWork(stored, place_of("stats", journal), keys)
 
@@ -381,7 +424,8 @@ class _StatsWork(_WindowWork):
     verb = "stats"
 
     def __init__(self, stored: StoredCheckpoint, place: str, keys: Sequence[str] | None) -> None:
-        self.place, self.checkpoints = place, [stored]
+        self.place = place
+        self.checkpoints = [stored]
         self._tensors = tensors_to_measure(stored, keys)
         self.sides = [self._tensors]
         self.facts = {**facts_of({"keys": keys}, [stored]), **facts_of_copies([stored])}
@@ -398,8 +442,8 @@ class _StatsWork(_WindowWork):
         return WindowStats([BlockStats(*part) for part in parts], np.array(sample, np.float64))
 
     def report(self, results: Sequence[Any], seconds: float) -> list[TensorStats]:
-        found = self.decoded_by_tensor(results)
-        return [stats_of_windows(*each) for each in zip(self._tensors, found, strict=True)]
+        values = self.decoded_by_tensor(results)
+        return [stats_of_windows(*pair) for pair in zip(self._tensors, values, strict=True)]
 
 
 # --- diff -----------------------------------------------------------------------------------------
@@ -415,10 +459,10 @@ def comparison(
     atol: float = 0.0,
     rtol: float = 0.0,
 ) -> Work:
-    """Return what `diff` does with these arguments."""
+    """Return the work of `diff` with these arguments."""
     check_arguments(keys, rename, atol, rtol)
     ranks = Ranks.alone()
-    first, second = (open_undisturbed(ranks, locations.normalize(each)) for each in (a, b))
+    first, second = (open_undisturbed(ranks, locations.normalize(location)) for location in (a, b))
     compared = plan_diff(first, second, keys, rename or {})
     options = {"keys": keys, "rename": rename, "atol": atol, "rtol": rtol}
     return _DiffWork(compared, place_of("diff", journal), options)
@@ -428,15 +472,18 @@ class _DiffWork(_WindowWork):
     verb = "diff"
 
     def __init__(self, compared: Compared, place: str, options: Mapping[str, Any]) -> None:
-        self.place, self.checkpoints = place, [compared.first, compared.second]
-        self._compared, self._options = compared, options
+        self.place = place
+        self.checkpoints = [compared.first, compared.second]
+        self._compared = compared
+        self._options = options
         self.sides = compared.sides
         copies = facts_of_copies(self.checkpoints)
         self.facts = {**facts_of(options, self.checkpoints), **copies}
         self._divide()
 
     def compute(self, window: Window, *values: torch.Tensor) -> Change | None:
-        atol, rtol = self._options["atol"], self._options["rtol"]
+        atol = self._options["atol"]
+        rtol = self._options["rtol"]
         return compare_window(window, *values, atol=atol, rtol=rtol)
 
     def decoded(self, result: Any) -> Change | None:

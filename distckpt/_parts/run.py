@@ -1,4 +1,4 @@
-"""Doing work in parts: which pieces are missing, doing those of a part, and completing the work."""
+"""Doing work in parts: finding and doing the missing pieces, and completing the work."""
 
 from __future__ import annotations
 
@@ -25,19 +25,19 @@ from distckpt._storage import locations, object_store
 
 @dataclass(frozen=True)
 class PartReport:
-    """What a call has done for some work, and how far the work is.
+    """The outcome of a call, and the progress of the work.
 
     Attributes:
-        part: which part it was, such as `3/16`.
-        journal: where it is noted what is whole.
+        part: the part that was done, such as `3/16`.
+        journal: the directory with the notes of whole pieces.
         num_pieces: pieces that this call has done.
         num_bytes: size of these.
         num_whole: pieces of all parts that are whole.
         num_total: pieces of all parts.
         seconds: duration of the call.
         is_complete: whether all is done, and the output has appeared.
-        report: what the verb returns, when all is done; its `seconds` are those of all parts
-            together. None before.
+        report: the report of the verb, when all is done; its `seconds` are the sum over all parts.
+            None before.
     """
 
     part: str
@@ -53,7 +53,7 @@ class PartReport:
 
 @operation
 def run_part(work: Work, part: Part, progress: Progress | None = None) -> PartReport:
-    """Do the pieces of a part that are missing, and complete the work if no others are.
+    """Do a part's missing pieces; complete the work after the last one.
 
     Raises:
         CheckpointingException: other work, which is not complete, has a journal for the same
@@ -66,16 +66,21 @@ def run_part(work: Work, part: Part, progress: Progress | None = None) -> PartRe
 
 def _run_part(work: Work, journal: Journal, part: Part, progress: Progress | None) -> PartReport:
     started = time.perf_counter()
-    num_pieces, num_bytes = 0, 0
+    num_pieces = 0
+    num_bytes = 0
     if not is_complete(work, journal):
         try:
             _open(work, journal)
             recorded = journal.recorded()
-            mine = [number for number in share(work.costs(), part) if number not in recorded]
-            for number in _run(work, journal, part, mine, progress):
-                num_pieces, num_bytes = num_pieces + 1, num_bytes + work.pieces[number].num_bytes
+            numbers = []
+            for number in share(work.costs(), part):
+                if number not in recorded:
+                    numbers.append(number)
+            for number in _run(work, journal, part, numbers, progress):
+                num_pieces += 1
+                num_bytes += work.pieces[number].num_bytes
         except OSError as error:
-            # Others may have done the same meanwhile, and completed the work.
+            # Another process may have done the same meanwhile, and completed the work.
             if not is_complete(work, journal):
                 _check_is_there(journal, error)
                 raise
@@ -96,7 +101,7 @@ def _run_part(work: Work, journal: Journal, part: Part, progress: Progress | Non
 
 @operation
 def finish(work: Work) -> Any:
-    """Complete work of which all pieces are whole, and return the report of the verb.
+    """Complete work whose pieces are all whole, and return the verb's report.
 
     Raises:
         CheckpointingException: pieces are missing.
@@ -111,7 +116,7 @@ def finish(work: Work) -> Any:
 
 @contextlib.contextmanager
 def _naming_owner(location: str) -> Iterator[None]:
-    """Say whose a journal is where access to it is denied."""
+    """Name the owner of a journal where access to it is denied."""
     try:
         yield
     except PermissionError as error:
@@ -126,15 +131,17 @@ def _naming_owner(location: str) -> Iterator[None]:
 
 
 def _other_owner(location: str) -> int | None:
-    """Return the user that a local directory belongs to; None where that is this one."""
+    """Return a local directory's owner, or None if it is this user."""
     if not locations.is_local(location) or not os.path.lexists(location):
         return None
     owner = os.stat(location).st_uid
-    return None if owner == os.geteuid() else owner
+    if owner == os.geteuid():
+        return None
+    return owner
 
 
 def _check_is_there(journal: Journal, error: OSError) -> None:
-    """Say so when something is missing because all was abandoned while this part was at work."""
+    """Raise a clear error if all was abandoned during this part."""
     if isinstance(error, FileNotFoundError) and not journal.is_begun():
         text = "the work was abandoned while this part was at it; run the part again"
         raise FileNotFoundError(errno.ENOENT, text, journal.location) from error
@@ -142,7 +149,10 @@ def _check_is_there(journal: Journal, error: OSError) -> None:
 
 def _check_is_all(work: Work, journal: Journal) -> None:
     recorded = journal.recorded()
-    missing = [i for i in range(len(work.pieces)) if i not in recorded]
+    missing = []
+    for i in range(len(work.pieces)):
+        if i not in recorded:
+            missing.append(i)
     if missing:
         name = work.pieces[missing[0]].name
         raise CheckpointingException(
@@ -153,10 +163,10 @@ def _check_is_all(work: Work, journal: Journal) -> None:
 
 
 def is_complete(work: Work, journal: Journal) -> bool:
-    """Tell whether the output of some work is in its place.
+    """Whether the output of some work is in its place.
 
     Raises:
-        CheckpointingException: it was, and something else is there now, or nothing.
+        CheckpointingException: it was, and other files are there now, or none.
     """
     if not journal.is_done():
         return False
@@ -179,7 +189,7 @@ def is_complete(work: Work, journal: Journal) -> bool:
 
 
 def _difference(journal: Journal, proof: Any) -> str:
-    """Name a file of an output that is missing, or has another size than when it was complete."""
+    """Name a file that is missing, or changed since completion. Sizes are compared."""
     if proof is None:
         return ""
     now = dict(proof["sizes"])
@@ -210,7 +220,7 @@ def _open(work: Work, journal: Journal) -> None:
 
 
 def _check_others(work: Work, journal: Journal) -> None:
-    """Refuse to begin beside other work that is not complete, for the same output."""
+    """Refuse to begin while other work for the same output is incomplete."""
     for other in journals_beside(work.place):
         if other.attempt == journal.attempt or other.is_done():
             continue
@@ -225,37 +235,36 @@ def _check_others(work: Work, journal: Journal) -> None:
 
 
 def _differences(work: Work, header: dict[str, Any]) -> str:
-    """Say what other work differs in."""
-    theirs = header["facts"]
+    """Describe the differences between this work and another one."""
+    other_facts = header["facts"]
     if header["verb"] != work.verb:
         return f"it is {header['verb']}, this is {work.verb}"
-    named = {
-        name: (theirs.get(name), work.facts.get(name))
-        for name in theirs | dict(work.facts)
-        if theirs.get(name) != work.facts.get(name)
-    }
-    texts = [
-        f"{name} was {before!s:.100} and is {now!s:.100}" for name, (before, now) in named.items()
-    ]
+    named = {}
+    for name in other_facts | dict(work.facts):
+        if other_facts.get(name) != work.facts.get(name):
+            named[name] = (other_facts.get(name), work.facts.get(name))
+    texts = []
+    for name, (before, now) in named.items():
+        texts.append(f"{name} was {before!s:.100} and is {now!s:.100}")
     return "; ".join(texts) or "the division into pieces is another"
 
 
 def _run(
-    work: Work, journal: Journal, part: Part, mine: Sequence[int], progress: Progress | None
+    work: Work, journal: Journal, part: Part, numbers: Sequence[int], progress: Progress | None
 ) -> Iterator[int]:
     """Do pieces; yield the number of each that is whole now."""
-    if not mine:
+    if not numbers:
         return
     directory = work.directory(journal.attempt)
-    with journal.at_work(part) as note, _in_sight(directory) as check:
+    with journal.at_work(part) as note, _existence_check(directory) as check:
 
         def report(done: int, total: int) -> None:
             note.report(done, total)
             if progress is not None:
                 progress(done, total)
 
-        counter = ProgressCounter(report, sum(work.pieces[i].num_bytes for i in mine))
-        assigned = _missing(work, journal, mine, note)
+        counter = ProgressCounter(report, sum(work.pieces[i].num_bytes for i in numbers))
+        assigned = _missing(work, journal, numbers, note)
         before = time.perf_counter()
         for number, result in work.run(journal.attempt, assigned, counter.add):
             now = time.perf_counter()
@@ -268,9 +277,10 @@ def _run(
 
 
 @contextlib.contextmanager
-def _in_sight(directory: str) -> Iterator[Callable[[], None]]:
-    """Yield a function that raises an error when a local directory was removed or renamed; what
-    is no directory stays.
+def _existence_check(directory: str) -> Iterator[Callable[[], None]]:
+    """Yield a function that fails once a local directory is removed. Renaming counts, too.
+
+    For anything else than a local directory it does nothing.
     """
     if not (locations.is_local(directory) and locations.isdir(directory)):
         yield lambda: None
@@ -285,37 +295,38 @@ def _in_sight(directory: str) -> Iterator[Callable[[], None]]:
         yield check
 
 
-def _missing(work: Work, journal: Journal, mine: Iterable[int], note: Note) -> Iterator[int]:
-    """Yield the pieces that nobody else has done meanwhile, when their turn comes."""
+def _missing(work: Work, journal: Journal, candidates: Iterable[int], note: Note) -> Iterator[int]:
+    """Yield the pieces that are still missing when their turn comes."""
     files = set(work.files(journal.attempt))
-    of_file = defaultdict(list)
+    numbers_by_file = defaultdict(list)
     for number, piece in enumerate(work.pieces):
-        of_file[piece.name].append(number)
-    for number in mine:
+        numbers_by_file[piece.name].append(number)
+    for number in candidates:
         name = work.pieces[number].name
         if not journal.has_record(number):
-            if name in files and len(of_file[name]) > 1:
-                _forget_removed(work, journal, name, of_file[name])
+            if name in files and len(numbers_by_file[name]) > 1:
+                _forget_removed(work, journal, name, numbers_by_file[name])
             note.begin(number, work.pieces[number])
             yield number
 
 
 def _forget_removed(work: Work, journal: Journal, name: str, numbers: Sequence[int]) -> None:
-    """If a file was removed, of which pieces were whole, let parts write these again: made anew for
-    the next piece, it would have zeros in their place.
+    """Let parts repeat whole pieces whose file was removed.
+
+    The file is made anew for the next piece, and would have zeros in their place.
     """
     directory = work.directory(journal.attempt)
     path = locations.join(directory, name)
     if not locations.is_local(path):
         return
-    # Looked at first: another process may make the file at any time.
+    # Read first: another process may make the file at any time.
     whole = [number for number in numbers if journal.has_record(number)]
     if whole and locations.isdir(directory) and not locations.exists(path):
         journal.forget(whole)
 
 
 def _finish(work: Work, journal: Journal) -> Any:
-    """Complete the work unless that is done; return the report of the verb."""
+    """Complete the work unless it is complete; return the report of the verb."""
     results, seconds = _results(work, journal)
     if not is_complete(work, journal):
         try:
@@ -324,8 +335,8 @@ def _finish(work: Work, journal: Journal) -> Any:
         except (OSError, CheckpointingException) as error:
             damaged = work.damaged(journal.attempt)
             lost = _lost(work, journal, damaged)
-            # Where there are no locks, others may have done the same meanwhile, and have moved the
-            # files whose sizes were just asked for.
+            # Where there are no locks, another process may have done the same meanwhile, and have
+            # moved the files whose sizes were just read.
             if not is_complete(work, journal):
                 if lost:
                     _cut(work, journal, damaged)
@@ -345,7 +356,10 @@ def _results(work: Work, journal: Journal) -> tuple[list[Any], float]:
     """
     records, fault = journal.records(len(work.pieces))
     if fault:
-        absent = [i for i, record in enumerate(records) if record is None]
+        absent = []
+        for i, record in enumerate(records):
+            if record is None:
+                absent.append(i)
         raise _without_records(work, journal, absent, fault)
     whole = [record for record in records if record is not None]
     return [record["result"] for record in whole], sum(record["seconds"] for record in whole)
@@ -378,17 +392,19 @@ def _again(
 
 
 def _lost(work: Work, journal: Journal, damaged: Sequence[str]) -> list[int]:
-    """Return the pieces whose files were removed, cut or damaged since they were whole."""
+    """Return whole pieces whose files were removed, cut or damaged since."""
     if not work.is_begun(journal.attempt):
         return []
     directory = work.directory(journal.attempt)
-    sizes = {
-        name: _size_of(locations.join(directory, name)) for name in work.files(journal.attempt)
-    }
+    sizes = {}
+    for name in work.files(journal.attempt):
+        sizes[name] = _size_of(locations.join(directory, name))
     sizes.update(dict.fromkeys(damaged, 0))
-    return [
-        i for i, piece in enumerate(work.pieces) if sizes.get(piece.name, math.inf) < piece.stop
-    ]
+    lost = []
+    for i, piece in enumerate(work.pieces):
+        if sizes.get(piece.name, math.inf) < piece.stop:
+            lost.append(i)
+    return lost
 
 
 def _cut(work: Work, journal: Journal, names: Iterable[str]) -> None:
@@ -414,7 +430,7 @@ def _size_of(path: str) -> int:
 
 
 def _abort_uploads(place: str, files: Sequence[str]) -> None:
-    """Abort what processes that were killed have left of uploads to files that are whole."""
+    """Abort uploads of killed processes to files that are whole."""
     if files and not locations.is_local(place):
         object_store.abort_uploads_to(place, [locations.join(place, name) for name in files])
 
@@ -422,7 +438,7 @@ def _abort_uploads(place: str, files: Sequence[str]) -> None:
 def _complete(work: Work, journal: Journal, results: Sequence[Any]) -> None:
     if is_complete(work, journal):
         return
-    # What this notes is true when the output has appeared.
+    # The note is true when the output has appeared.
     work.complete(journal.attempt, results)
     journal.note_done(work.proof(journal.attempt, work.directory(journal.attempt)))
     work.commit(journal.attempt, results)
@@ -431,10 +447,10 @@ def _complete(work: Work, journal: Journal, results: Sequence[Any]) -> None:
 
 @contextlib.contextmanager
 def _alone(journal: Journal) -> Iterator[None]:
-    with contextlib.ExitStack() as held:
+    with contextlib.ExitStack() as stack:
         if locations.is_local(journal.location):
             path = locations.join(journal.location, LOCK)
-            held.enter_context(hidden_directories.locked_if_offered(path))
+            stack.enter_context(hidden_directories.locked_if_offered(path))
         yield
 
 
@@ -443,18 +459,18 @@ def _alone(journal: Journal) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class PartsStatus:
-    """How far work in parts is.
+    """The progress of work in parts.
 
     Attributes:
-        journal: where it is noted what is whole.
-        verb: what is done.
-        sources: from what.
+        journal: the directory with the notes of whole pieces.
+        verb: the verb that is run.
+        sources: the locations it reads.
         num_whole: pieces that are whole.
         num_total: all pieces.
         bytes_whole: size of the pieces that are whole.
-        bytes_running: how much is done of pieces that are not whole, by processes at work.
-        bytes_total: size of all.
-        missing: names of what has pieces that are not whole.
+        bytes_running: bytes that processes at work have done of pieces that are not whole.
+        bytes_total: size of all pieces.
+        missing: names of files or tensors that have pieces that are not whole.
         workers: processes that are at work, or were killed.
         is_complete: whether the output has appeared.
     """
@@ -473,24 +489,32 @@ class PartsStatus:
 
 
 def statuses(place: str) -> list[PartsStatus]:
-    """Return how far all work in parts is whose output appears at a location; reads nothing but
-    journals.
+    """Return the progress of all work in parts for an output location.
+
+    Only journals are read.
     """
-    found = [(journal, journal.header()) for journal in journals_beside(place)]
-    return [_status(journal, header) for journal, header in found if header is not None]
+    status_list = []
+    for journal in journals_beside(place):
+        header = journal.header()
+        if header is not None:
+            status_list.append(_status(journal, header))
+    return status_list
 
 
 def _status(journal: Journal, header: dict[str, Any]) -> PartsStatus:
-    recorded, pieces = journal.recorded(), header["pieces"]
+    recorded = journal.recorded()
+    pieces = header["pieces"]
     sizes = [stop - start for _, start, stop in pieces]
-    missing = [name for i, (name, _, _) in enumerate(pieces) if i not in recorded]
+    missing = []
+    for i, (name, _, _) in enumerate(pieces):
+        if i not in recorded:
+            missing.append(name)
     workers = journal.workers()
-    # Several may do the same piece.
-    running = {
-        worker.number: worker.piece_bytes
-        for worker in sorted(workers, key=attrgetter("piece_bytes"))
-        if worker.is_running and worker.number not in recorded
-    }
+    # Several processes may do the same piece.
+    running = {}
+    for worker in sorted(workers, key=attrgetter("piece_bytes")):
+        if worker.is_running and worker.number not in recorded:
+            running[worker.number] = worker.piece_bytes
     return PartsStatus(
         journal.location,
         header["verb"],
@@ -519,14 +543,16 @@ def _abandon_uploaded(
 
 
 def abandon(place: str, remove_output: Callable[[str, str, Sequence[str]], None]) -> list[str]:
-    """Remove the journals of all work in parts whose output appears at a location, with what it has
-    written unless it is complete; return where they were.
+    """Remove the journals of all work in parts for an output location.
 
-    Nobody may be at work there. On an object store, where files are in their final place already,
-    `remove_output` is called with the place, the nonce and the names of files.
+    The files it has written go as well, unless they are complete. Return the locations of the
+    journals.
+
+    No process may be at work there. On an object store, where files are in their final place
+    already, `remove_output` is called with the place, the nonce and the names of files.
 
     Raises:
-        OSError: a journal could not be removed; the others were.
+        OSError: a journal could not be removed; the rest was.
     """
     removed: list[str] = []
     left: list[str] = []

@@ -1,4 +1,4 @@
-"""Parts of work as values that any scheduler can send to other processes."""
+"""Parts of work as values that schedulers can send to processes."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _MAKERS = {
     "stats": ("reports", "measurement"),
     "diff": ("reports", "comparison"),
 }
-"""The module, and the function in it, that says what a verb does; imported when it is used."""
+"""The module and function that make each verb's work, imported on use."""
 _LOCATIONS = (
     "checkpoint",
     "output_dir",
@@ -44,13 +44,15 @@ _LOCATIONS_OF_OPTIONS = ("family", "like", "merge_adapter", "extra_files_from")
 
 @dataclass(frozen=True)
 class Task:
-    """A part of some work, which can be pickled and run in any process that sees the same storage.
+    """A part of some work, which can be pickled.
+
+    It runs in any process that sees the same storage.
 
     Attributes:
-        verb: what is done, such as "consolidate".
+        verb: the verb to run, such as "consolidate".
         arguments: of the verb.
-        index: which part, counted from 0.
-        count: of so many parts.
+        index: number of the part, counted from 0.
+        count: number of parts.
     """
 
     verb: str
@@ -59,24 +61,24 @@ class Task:
     count: int
 
     def run(self, progress: Progress | None = None) -> PartReport:
-        """Do what is missing of this part; complete the work if no other part is missing.
+        """Do the missing pieces of this part; complete the work after the last one.
 
         A task may be run again, also while it is running elsewhere, or with another `count`.
 
         Args:
-            progress: called with the bytes of the part that are done, and those that this call
+            progress: called with the bytes of the part that are done, and the bytes that this call
                 does.
 
         Raises:
             CheckpointingException: other work for the same output is not complete, or was begun
-                with other arguments. Otherwise what the verb raises.
+                with other arguments. Otherwise the errors of the verb.
         """
         return run_part(
             make_work(self.verb, self.arguments), Part(self.index, self.count), progress
         )
 
     def finish(self) -> Any:
-        """Complete the work, of which all parts are done, and return the report of the verb.
+        """Complete the work after all parts, and return the verb's report.
 
         The last part does that by itself, unless it is interrupted there.
 
@@ -88,37 +90,47 @@ class Task:
 
 @paused_garbage_collection()
 def make_work(verb: str, arguments: Mapping[str, Any]) -> Work:
-    """Plan what a verb does with these arguments."""
+    """Plan the work of a verb with these arguments."""
     module, function = _MAKERS[verb]
     make = getattr(importlib.import_module(f"distckpt._parts.{module}"), function)
-    work: Work = make(**_located(arguments))
+    work: Work = make(**_with_absolute_paths(arguments))
     return work
 
 
 def make_tasks(verb: str, num_tasks: int, arguments: Mapping[str, Any]) -> list[Task]:
-    """Divide what a verb does with these arguments into tasks."""
+    """Divide the work of a verb with these arguments into tasks."""
     check_count("num_tasks", num_tasks)
-    located = _located(arguments)
-    return [Task(verb, located, index, num_tasks) for index in range(num_tasks)]
+    located = _with_absolute_paths(arguments)
+    tasks = []
+    for index in range(num_tasks):
+        tasks.append(Task(verb, located, index, num_tasks))
+    return tasks
 
 
-def _located(arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """Return arguments with absolute paths: processes may have other working directories."""
-    return {name: _with_location(name, value) for name, value in arguments.items()}
+def _with_absolute_paths(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Return arguments with absolute paths.
+
+    Processes may have other working directories.
+    """
+    located = {}
+    for name, value in arguments.items():
+        located[name] = _with_location(name, value)
+    return located
 
 
 def _with_location(name: str, value: Any) -> Any:
     if name in _LOCATIONS:
         return locations.normalize(value)
     if name == "checkpoints":
-        return [locations.normalize(each) for each in value]
+        return [locations.normalize(item) for item in value]
     if isinstance(value, ExportOptions):
-        given = {each: getattr(value, each) for each in _LOCATIONS_OF_OPTIONS}
-        absolute: dict[str, Any] = {
-            each: locations.normalize(path)
-            for each, path in given.items()
-            if path not in (None, "auto")
-        }
+        values = {}
+        for item in _LOCATIONS_OF_OPTIONS:
+            values[item] = getattr(value, item)
+        absolute: dict[str, Any] = {}
+        for item, path in values.items():
+            if path not in (None, "auto"):
+                absolute[item] = locations.normalize(path)
         return replace(value, **absolute)
     return value
 
@@ -135,20 +147,20 @@ def consolidate(
     options: ExportOptions | None = None,
     **changes: Any,
 ) -> list[Task]:
-    """Divide a call of `distckpt.consolidate` into tasks, even in bytes.
+    """Divide a call of `distckpt.consolidate` into tasks of about equal bytes.
 
         for task in distckpt.tasks.consolidate("run/step_1000", "exports/step_1000", num_tasks=64):
             pool.submit(task.run)
 
-    Nothing is read yet. Arguments that are not described here are those of `consolidate`;
-    `progress` is an argument of `Task.run`.
+    Nothing is read yet. All other arguments go to `consolidate`; `progress` is an argument of
+    `Task.run`.
 
     Args:
-        num_tasks: how many. Another number may be used to go on with what was begun.
+        num_tasks: number of tasks. It may change when incomplete work is resumed.
     """
-    chosen = with_changes(consolidate, ExportOptions, options, changes)
+    all_options = with_changes(consolidate, ExportOptions, options, changes)
     arguments = {"checkpoint": checkpoint, "output_dir": output_dir, "overwrite": overwrite}
-    return make_tasks("consolidate", num_tasks, {**arguments, "options": chosen})
+    return make_tasks("consolidate", num_tasks, {**arguments, "options": all_options})
 
 
 def merge(
@@ -163,8 +175,8 @@ def merge(
     **changes: Any,
 ) -> list[Task]:
     """Divide a call of `distckpt.merge` into tasks, see `consolidate`."""
-    chosen = with_changes(merge, ExportOptions, options, changes)
-    how = {"weights": weights, "ema": ema, "overwrite": overwrite, "options": chosen}
+    all_options = with_changes(merge, ExportOptions, options, changes)
+    how = {"weights": weights, "ema": ema, "overwrite": overwrite, "options": all_options}
     arguments = {"checkpoints": list(checkpoints), "output_dir": output_dir, **how}
     return make_tasks("merge", num_tasks, arguments)
 
@@ -178,12 +190,12 @@ def reshard(
 ) -> list[Task]:
     """Divide a call of `distckpt.reshard` into tasks, see `consolidate`.
 
-    The new checkpoint cannot be in the place of the old one.
+    The new checkpoint cannot replace the old one.
 
     Args:
         source_dir: see `distckpt.reshard`.
         checkpoint_dir: likewise.
-        num_tasks: how many.
+        num_tasks: number of tasks.
         arguments: of `distckpt.reshard`; `num_ranks` is 1 unless it is given.
     """
     where = {"source_dir": source_dir, "checkpoint_dir": checkpoint_dir}
@@ -219,9 +231,9 @@ def verify(
     Args:
         checkpoint_dir: see `distckpt.verify`.
         mode: likewise.
-        journal: a directory, which is made, for what the tasks find out; not in the checkpoint.
-        num_tasks: how many.
-        num_threads: of each task, see `distckpt.verify`.
+        journal: a directory, which is made, for the findings of the tasks; not in the checkpoint.
+        num_tasks: number of tasks.
+        num_threads: threads of each task, see `distckpt.verify`.
     """
     arguments = {"checkpoint_dir": checkpoint_dir, "mode": mode, "journal": journal}
     return make_tasks("verify", num_tasks, {**arguments, "num_threads": num_threads})
@@ -235,11 +247,12 @@ def diff(
     num_tasks: int,
     **arguments: Any,
 ) -> list[Task]:
-    """Divide a call of `distckpt.diff` into tasks, see `verify`; `arguments` are those of
-    `distckpt.diff`.
+    """Divide a call of `distckpt.diff` into tasks, see `verify`.
 
-    Norms of tensors of which only some windows differ, and objects, are computed by whoever
-    completes the report.
+    `arguments` are further arguments of `distckpt.diff`.
+
+    The task that completes the report computes norms of tensors of which only some windows differ,
+    and compares objects.
     """
     return make_tasks("diff", num_tasks, {"a": a, "b": b, "journal": journal, **arguments})
 
@@ -248,8 +261,9 @@ def diff(
 
 
 def status(output_dir: str | os.PathLike[str]) -> list[PartsStatus]:
-    """Return how far the work in parts is whose output appears in a directory: one value for each
-    attempt. Nothing but journals is read.
+    """Return the progress of work in parts for an output, by attempt.
+
+    Only journals are read.
 
     Args:
         output_dir: of the work; for `verify` and `diff`, `journal/verify` and `journal/diff`.
@@ -258,8 +272,9 @@ def status(output_dir: str | os.PathLike[str]) -> list[PartsStatus]:
 
 
 def abandon(output_dir: str | os.PathLike[str]) -> list[str]:
-    """Remove what work in parts has written for an output that has not appeared, and the journals
-    of all work there; a complete output stays.
+    """Remove work in parts for an output that has not appeared.
+
+    The journals of all work there are removed, too; a complete output stays.
 
     No task of it may be running.
 
@@ -270,7 +285,7 @@ def abandon(output_dir: str | os.PathLike[str]) -> list[str]:
 
 
 def _remove_output(place: str, nonce: str, files: Sequence[str]) -> None:
-    """Remove what parts have written into its final place on an object store."""
+    """Remove the files of parts from their place on an object store."""
     is_there = locations.exists(locations.join(place, INDEX_NAME))
     if is_there or (marker_of(place) or {}).get(SAVE) == nonce:
         return  # complete, by a process that was killed before it could note that

@@ -34,8 +34,9 @@ def exporting(
     *,
     overwrite: bool = False,
 ) -> Work:
-    """Return what `torch_dist.export` does with these arguments."""
-    location, target = locations.normalize(checkpoint_dir), posix.resolve(output_dir)
+    """Return the work of `torch_dist.export` with these arguments."""
+    location = locations.normalize(checkpoint_dir)
+    target = posix.resolve(output_dir)
     check_place(location, target)
     return _TorchDistWork(open_undisturbed(Ranks.alone(), location), target, overwrite)
 
@@ -46,13 +47,14 @@ class _TorchDistWork(Work):
     verb = "convert"
 
     def __init__(self, stored: StoredCheckpoint, target: str, overwrite: bool) -> None:
-        self._stored, self._overwrite = stored, overwrite
-        self.place, self.sources = target, [stored.location]
+        self._stored = stored
+        self._overwrite = overwrite
+        self.place = target
+        self.sources = [stored.location]
         self._chunks = _groups(stored)
-        sizes = [
-            sum(int(stored.manifest.num_bytes[chunk]) for _, chunk in group)
-            for group in self._chunks
-        ]
+        sizes = []
+        for group in self._chunks:
+            sizes.append(sum(int(stored.manifest.num_bytes[chunk]) for _, chunk in group))
         self.pieces: Sequence[Piece] = [
             Piece(f"__{number}_0.distcp", 0, size) for number, size in enumerate(sizes)
         ]
@@ -106,9 +108,9 @@ class _TorchDistWork(Work):
         remove_others(directory, self.files(attempt))
         common = common_state_to_write(self._stored)
         write_metadata(self._stored, common, results, directory)
-        ends = [
-            max((start + size for _, _, start, size in written), default=0) for written in results
-        ]
+        ends = []
+        for written in results:
+            ends.append(max((start + size for _, _, start, size in written), default=0))
         names = [piece.name for piece in self.pieces]
         self._output(attempt).check_files(list(zip(names, ends, strict=True)))
 
@@ -123,7 +125,7 @@ class _TorchDistWork(Work):
 
 
 def _groups(stored: StoredCheckpoint) -> list[list[tuple[str, int]]]:
-    """Divide chunks into runs of at most so many bytes as a piece has, or one chunk."""
+    """Divide chunks into runs of a piece's size, or of one chunk."""
     limit = piece_bytes(int(stored.manifest.sums.bytes_of_keys.sum()))
     groups: list[list[tuple[str, int]]] = [[]]
     room = limit

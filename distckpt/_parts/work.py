@@ -1,7 +1,7 @@
-"""Work that is divided into pieces: pure functions, and what a verb defines.
+"""Work that is divided into pieces: pure functions, and the definition of a verb.
 
-A verb says what its pieces are, how one is done and how the results of all are put together. Who
-does which of them, and what is done already, is up to `run`.
+A verb defines its pieces, the way to do one, and the way to combine their results. The choice of
+the processes that do them, and the record of finished ones, is up to `run`.
 """
 
 from __future__ import annotations
@@ -13,16 +13,16 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 _ALIGNMENT = 1 << 20
-"""Files are divided at multiples of it, so that no two processes write into one page."""
+"""Divide files at multiples of a page, which only one process writes."""
 _MIN_PIECE_BYTES = 64 << 20
 _MAX_PIECE_BYTES = 1 << 30
 _NUM_PIECES = 1024
-"""Work is divided into about so many pieces, as far as these sizes allow."""
+"""Target number of pieces, as far as the sizes below allow."""
 
 
 @dataclass(frozen=True)
 class Piece:
-    """Bytes [start, stop) of something with a name, such as an output file."""
+    """Bytes [start, stop) of a named item, such as an output file."""
 
     name: str
     start: int
@@ -36,7 +36,7 @@ class Piece:
 
 @dataclass(frozen=True)
 class Part:
-    """Which part of some work a process does: `index` of `count`, counted from 0."""
+    """The part of some work that a process does: `index` of `count`, from 0."""
 
     index: int
     count: int
@@ -53,21 +53,21 @@ class Part:
 
 
 class Attempt(NamedTuple):
-    """An attempt at some work: the directory of its journal, and what stands for its facts."""
+    """An attempt at some work: its journal's directory, and a hash of its facts."""
 
     journal: str
     nonce: str
 
 
 class Work(ABC):
-    """What a verb does for some arguments, as pieces.
+    """The work of a verb with some arguments, as pieces.
 
     Attributes:
         verb: its name.
-        place: the journal is beside this location, and named after it.
-        facts: what the result depends on, by name: another value of one is other work.
-        sources: locations of what is read.
-        pieces: the same in each process that is given the same arguments.
+        place: location next to the journal, which is named after it.
+        facts: the facts on which the result depends, by name; another value is other work.
+        sources: locations of the checkpoints to read.
+        pieces: the same in each process with the same arguments.
     """
 
     verb: str
@@ -80,16 +80,17 @@ class Work(ABC):
     def run(
         self, attempt: Attempt, assigned: Iterable[int], add_bytes: Callable[[int], None]
     ) -> Iterator[tuple[int, Any]]:
-        """Do pieces one after the other; yield the number of each and its result, for JSON, when
-        what it writes is on disk.
+        """Do pieces one after the other.
+
+        Yield the number of each and its result, for JSON, when its output is on disk.
         """
 
     @abstractmethod
     def report(self, results: Sequence[Any], seconds: float) -> Any:
-        """Put the results of all pieces together; `seconds` is the time that all have taken."""
+        """Combine the results of all pieces; `seconds` is the sum of their times."""
 
     def costs(self) -> Sequence[int]:
-        """Return how much work each piece is, in bytes of output that is copied."""
+        """Return the cost of each piece, in bytes of copied output."""
         return [piece.num_bytes for piece in self.pieces]
 
     # Work that only reads has no output, and needs nothing of the following.
@@ -99,33 +100,37 @@ class Work(ABC):
         return []
 
     def damaged(self, attempt: Attempt) -> list[str]:
-        """Return the names of files that are there, and are not those that pieces have written."""
+        """Return the files that differ from the output of the pieces."""
         del attempt
         return []
 
     def check(self) -> None:
-        """Refuse to begin, for example because the target is there."""
+        """Refuse to begin, for example because the target exists."""
         return
 
     def begin(self, attempt: Attempt, is_new: bool) -> None:
-        """Make what the pieces are written into."""
+        """Make the files that the pieces are written into."""
         del attempt, is_new
 
     def is_begun(self, attempt: Attempt) -> bool:
-        """Tell whether what the pieces are written into is there."""
+        """Whether the files that the pieces are written into exist."""
         return True
 
     def complete(self, attempt: Attempt, results: Sequence[Any]) -> None:
-        """Check what the pieces have written, and add what is missing. May be called again."""
+        """Check the output of the pieces, and add the rest.
+
+        May be called again.
+        """
         del attempt, results
 
     def directory(self, attempt: Attempt) -> str:
-        """Return where the output is before it appears."""
+        """Return the directory of the output before it appears."""
         return self.place
 
     def proof(self, attempt: Attempt, directory: str) -> Any:
-        """Return what tells the complete output in a directory from any other, see
-        `exports.proof_of`; None where there is none.
+        """Return a proof that identifies the complete output, see `exports.proof_of`.
+
+        None where there is none.
         """
         return {"sizes": []}
 
@@ -135,30 +140,37 @@ class Work(ABC):
 
 
 def piece_bytes(total: int) -> int:
-    """Return how large the pieces of work of some size are, a multiple of a megabyte."""
+    """Return the size of some work's pieces, in multiples of a megabyte."""
     size = min(max(total // _NUM_PIECES, _MIN_PIECE_BYTES), _MAX_PIECE_BYTES)
     return -(-size // _ALIGNMENT) * _ALIGNMENT
 
 
 def cut_files(sizes: Mapping[str, int], *, divides: bool) -> list[Piece]:
-    """Return files as pieces, large ones divided into several."""
+    """Return files as pieces; large ones are divided into several."""
     limit = piece_bytes(sum(sizes.values()))
     pieces = []
     for name, size in sizes.items():
-        count = max(1, -(-size // limit)) if divides else 1
-        edges = [i * size // count // _ALIGNMENT * _ALIGNMENT for i in range(count)]
+        count = 1
+        if divides:
+            count = max(1, -(-size // limit))
+        edges = []
+        for i in range(count):
+            edges.append(i * size // count // _ALIGNMENT * _ALIGNMENT)
         pieces += [Piece(name, *edge) for edge in itertools.pairwise([*edges, size])]
     return pieces
 
 
 def share(costs: Sequence[int], part: Part) -> list[int]:
-    """Return the numbers of the pieces of a part: a run that is about as much work as the others,
-    given how much each piece is.
+    """Return the numbers of the pieces of a part.
+
+    They are a run with an equal share of the work, given the cost of each piece.
     """
     sizes = [cost + 1 for cost in costs]
-    total, end, numbers = sum(sizes), 0, []
+    total = sum(sizes)
+    end = 0
+    numbers = []
     for number, size in enumerate(sizes):
-        # By its middle; of halves, so that numbers stay whole.
+        # By its middle; in halves, so that numbers stay integers.
         owner = (2 * end + size) * part.count // (2 * total)
         end += size
         if owner == part.index:

@@ -1,1 +1,1 @@
-"""Where the weight loader of an engine puts the elements of stored tensors."""
+"""Recording the places where an engine's weight loader puts stored elements."""

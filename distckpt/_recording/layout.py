@@ -1,4 +1,4 @@
-"""Views as numbers: which elements of a memory they have, and which boxes these are."""
+"""Views as numbers: their elements of a memory, and the boxes of these."""
 
 from __future__ import annotations
 
@@ -15,7 +15,10 @@ from distckpt._geometry.region import Region
 
 @dataclass(frozen=True)
 class Layout:
-    """The elements of a view: at `index`, element `offset + sum(index * strides)` of its memory."""
+    """The elements of a view, as offset and strides in memory.
+
+    At `index` lies element `offset + sum(index * strides)`.
+    """
 
     offset: int
     shape: tuple[int, ...]
@@ -23,7 +26,7 @@ class Layout:
 
     @classmethod
     def of(cls, tensor: torch.Tensor) -> Layout:
-        """Describe a tensor of torch."""
+        """Return the layout of a torch tensor."""
         return cls(int(tensor.storage_offset()), tuple(tensor.shape), tuple(tensor.stride()))
 
     def part(self, region: Region) -> Layout:
@@ -33,7 +36,7 @@ class Layout:
 
 
 class Box(NamedTuple):
-    """A box of a memory, and the view of another memory whose elements belong to its elements."""
+    """A box of a memory, and the matching view of another memory."""
 
     region: Region
     partner: Layout
@@ -51,14 +54,17 @@ _ONE_ELEMENT = _Axis(1, 0, 0)
 
 
 class _Pair(NamedTuple):
-    """Two views of one shape, whose axes are in descending order of the steps of the first."""
+    """Two views of one shape.
+
+    The axes are in descending order of the steps of the first.
+    """
 
     offset: int
     partner_offset: int
     axes: tuple[_Axis, ...]
 
     def at(self, number: int, start: int, *axes: _Axis) -> _Pair:
-        """Begin at an index of an axis, and put others in the place of that axis."""
+        """Begin at an index of an axis, and replace that axis."""
         axis = self.axes[number]
         return _Pair(
             self.offset + start * axis.step,
@@ -68,23 +74,24 @@ class _Pair(NamedTuple):
 
 
 def factored(num_elements: int, strides: Sequence[int]) -> tuple[int, ...]:
-    """Return a shape in which a row-major memory has rows where a view of these strides has them.
+    """Return a row-major memory's shape whose rows fit a view's strides.
 
-    What the strides do not divide is taken as one row.
+    A rest that the strides do not divide is taken as one row.
     """
     rows = [1]
     for stride in sorted(set(strides)):
         if stride > rows[-1] and stride % rows[-1] == 0:
             rows.append(stride)
-    inner = [large // small for small, large in itertools.pairwise(rows)]
+    inner = []
+    for small, large in itertools.pairwise(rows):
+        inner.append(large // small)
     return (-(-num_elements // rows[-1]), *reversed(inner))
 
 
 def boxes(shape: tuple[int, ...], own: Layout, partner: Layout) -> Iterator[Box]:
-    """Cut a view of a row-major memory of `shape` into boxes, and a view of the same shape with
-    it.
+    """Cut a view of a row-major memory of `shape` into boxes. Its partner is cut along with it.
 
-    Of elements that the view has several times, as expanded ones have, there are several boxes.
+    Elements that the view has several times, as expanded ones do, are in several boxes.
     """
     if 0 in own.shape:
         return
@@ -96,10 +103,12 @@ def boxes(shape: tuple[int, ...], own: Layout, partner: Layout) -> Iterator[Box]
 
 
 def _merged(axes: Sequence[_Axis]) -> tuple[_Axis, ...]:
-    """Join axes along which both views go on where the next one ends."""
+    """Join axes where both views continue into the next one."""
     merged: list[_Axis] = []
     for axis in axes:
-        last = merged[-1] if merged else None
+        last = None
+        if merged:
+            last = merged[-1]
         ends = (axis.size * axis.step, axis.size * axis.partner_step)
         if last is not None and (last.step, last.partner_step) == ends:
             merged[-1] = axis._replace(size=last.size * axis.size)
@@ -109,8 +118,13 @@ def _merged(axes: Sequence[_Axis]) -> tuple[_Axis, ...]:
 
 
 def _placed(shape: tuple[int, ...], steps: tuple[int, ...], pair: _Pair) -> Iterator[Box]:
-    """Give each axis of a pair an axis of the memory, or cut it until it has one."""
-    start = [pair.offset // step % size for size, step in zip(shape, steps, strict=True)]
+    """Give each axis of a pair an axis of the memory.
+
+    An axis that fits none is cut until it does.
+    """
+    start = []
+    for size, step in zip(shape, steps, strict=True):
+        start.append(pair.offset // step % size)
     places: dict[int, _Axis] = {}
     for number, axis in enumerate(pair.axes):
         place = _place(shape, steps, axis.step)
@@ -123,7 +137,9 @@ def _placed(shape: tuple[int, ...], steps: tuple[int, ...], pair: _Pair) -> Iter
                 yield from _placed(shape, steps, smaller)
             return
         places[place] = axis
-    axes = [places.get(number, _ONE_ELEMENT) for number in range(len(shape))]
+    axes = []
+    for number in range(len(shape)):
+        axes.append(places.get(number, _ONE_ELEMENT))
     sizes = tuple(axis.size for axis in axes)
     strides = tuple(axis.partner_step for axis in axes)
     yield Box(Region(tuple(start), sizes), Layout(pair.partner_offset, sizes, strides))
@@ -138,7 +154,7 @@ def _place(shape: tuple[int, ...], steps: tuple[int, ...], step: int) -> int | N
 
 
 def _cut(pair: _Pair, number: int, start: int, size: int) -> list[_Pair]:
-    """Cut an axis that goes on from one row into the next: into whole rows, and what remains."""
+    """Cut an axis that crosses rows into whole rows and the remainder."""
     axis = pair.axes[number]
     num_rows, rest = divmod(axis.size, size)
     if start == 0 and rest == 0:
@@ -152,14 +168,20 @@ def _cut(pair: _Pair, number: int, start: int, size: int) -> list[_Pair]:
 
 
 def without(region: Region, hole: Region) -> Iterator[Region]:
-    """Yield what a region has outside another one that it intersects, as disjoint regions."""
-    offset, shape = list(region.offset), list(region.shape)
+    """Yield the part of a region outside a hole that it intersects.
+
+    The results are disjoint regions.
+    """
+    offset = list(region.offset)
+    shape = list(region.shape)
     for axis, (low, num) in enumerate(zip(hole.offset, hole.shape, strict=True)):
         end = offset[axis] + shape[axis]
         for first, last in ((offset[axis], low), (low + num, end)):
             if first < last:
-                at, size = [*offset], [*shape]
-                at[axis], size[axis] = first, last - first
+                at = [*offset]
+                size = [*shape]
+                at[axis] = first
+                size[axis] = last - first
                 yield Region(tuple(at), tuple(size))
         high = min(end, low + num)
         offset[axis] = max(offset[axis], low)

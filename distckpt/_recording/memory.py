@@ -1,7 +1,8 @@
-"""What is known of a memory while a loader runs: which stored elements it will hold, and where."""
+"""The contents of a memory while a loader runs: its stored elements and their places."""
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -12,8 +13,9 @@ from distckpt._geometry.region import Region, intersect
 from distckpt._recording.layout import Layout, boxes, without
 
 Step = tuple[str, torch.dtype]
-"""What happens to elements on their way: ("to", dtype) converts them, ("as", dtype) takes their
-bits for another dtype.
+"""A change to elements on their way.
+
+("to", dtype) converts them, ("as", dtype) takes their bits for another dtype.
 """
 
 
@@ -23,8 +25,8 @@ class Read(NamedTuple):
     Attributes:
         stored: the memory of a stored tensor; None for values of the loader's own.
         layout: which elements of it.
-        steps: what happened to them.
-        partner: the part of what goes along with the view, of the same shape as `layout`.
+        steps: the changes to them.
+        partner: the matching part of the view's partner, of the same shape as `layout`.
     """
 
     stored: Memory | None
@@ -34,7 +36,7 @@ class Read(NamedTuple):
 
 
 class Piece(NamedTuple):
-    """A box of a memory, and what it holds, see `Read`."""
+    """A box of a memory, and the values it holds, see `Read`."""
 
     region: Region
     stored: Memory | None
@@ -44,14 +46,14 @@ class Piece(NamedTuple):
 
 @dataclass(eq=False)
 class Memory:
-    """A row-major memory: a stored tensor, one that the loader made of such, or a real one.
+    """A row-major memory: a stored tensor, a copy of such, or a real tensor.
 
     Attributes:
-        shape: of the stored tensor; else one whose rows are those of the views.
+        shape: the shape of the stored tensor; otherwise one whose rows fit the views.
         dtype: of its elements.
         key: the name of a stored tensor.
         tensor: one tensor of a real memory, whose strides do not matter.
-        pieces: what was written, in this order; later ones count where they overlap.
+        pieces: everything written, in this order; later ones count where they overlap.
     """
 
     shape: tuple[int, ...]
@@ -87,7 +89,7 @@ class Memory:
         self.write([Read(None, Layout(0, view.shape, (0,) * len(view.shape)), (), view)])
 
     def settle(self) -> None:
-        """Cut what was overwritten out of the pieces."""
+        """Cut overwritten elements out of the pieces."""
         if not self.is_settled:
             self.pieces = _last_written(self.pieces)
             self.is_settled = True
@@ -95,34 +97,46 @@ class Memory:
     def num_written(self, view: Layout) -> int:
         """Count the elements of a view that were written."""
         self.settle()
-        regions = [box.region for box in boxes(self.shape, view, view)]
-        found = (intersect(one.region, other) for one in self.pieces for other in regions)
-        return sum(common.num_elements for common in found if common is not None)
+        regions = []
+        for box in boxes(self.shape, view, view):
+            regions.append(box.region)
+        num_elements = 0
+        for piece in self.pieces:
+            for region in regions:
+                common = intersect(piece.region, region)
+                if common is not None:
+                    num_elements += common.num_elements
+        return num_elements
 
     def names(self) -> list[str]:
         """Name the stored tensors that have elements here."""
         if self.key is not None:
             return [self.key]
-        keys = (piece.stored.key for piece in self.pieces if piece.stored is not None)
-        return [key for key in dict.fromkeys(keys) if key is not None]
+        keys: dict[str, None] = {}
+        for piece in self.pieces:
+            if piece.stored is not None and piece.stored.key is not None:
+                keys[piece.stored.key] = None
+        return list(keys)
 
 
 def _last_written(pieces: Sequence[Piece]) -> list[Piece]:
-    """Return disjoint pieces: of each element, the one that was written last."""
+    """Return disjoint pieces: the last one written for each element."""
     later: dict[int, list[Region]] = {}
-    for one, other in overlaps([piece.region for piece in pieces]):
-        later.setdefault(min(one, other), []).append(pieces[max(one, other)].region)
-    kept: list[Piece] = []
+    for first, other in overlaps([piece.region for piece in pieces]):
+        later.setdefault(min(first, other), []).append(pieces[max(first, other)].region)
+    result: list[Piece] = []
     for number, piece in enumerate(pieces):
         left = [piece.region]
         for hole in later.get(number, ()):
-            left = [rest for region in left for rest in _outside(region, hole)]
-        kept.extend(_narrowed(piece, region) for region in left)
-    return kept
+            left = list(itertools.chain.from_iterable(_outside(region, hole) for region in left))
+        result.extend(_narrowed(piece, region) for region in left)
+    return result
 
 
 def _outside(region: Region, hole: Region) -> list[Region]:
-    return [region] if intersect(region, hole) is None else list(without(region, hole))
+    if intersect(region, hole) is None:
+        return [region]
+    return list(without(region, hole))
 
 
 def _narrowed(piece: Piece, region: Region) -> Piece:
@@ -131,8 +145,10 @@ def _narrowed(piece: Piece, region: Region) -> Piece:
 
 
 def overlaps(regions: Sequence[Region]) -> Iterator[tuple[int, int]]:
-    """Yield the pairs of regions that share elements, going along the first axis."""
-    spans = [next(zip(*region, strict=True), (0, 1)) for region in regions]
+    """Yield the pairs of regions that share elements, along the first axis."""
+    spans = []
+    for region in regions:
+        spans.append(next(zip(*region, strict=True), (0, 1)))
     active: list[int] = []
     for number in sorted(range(len(regions)), key=spans.__getitem__):
         active = [other for other in active if sum(spans[other]) > spans[number][0]]

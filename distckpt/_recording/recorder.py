@@ -1,9 +1,9 @@
-"""Run a weight loader on tensors without storage, and note what it copies where.
+"""Run a weight loader on tensors without storage, and record its copies.
 
 A stored tensor is a `Recorded`: a meta tensor goes through the same views as it, so that torch
 itself says which elements a view has. Copies are written down instead of made. Operations on real
-tensors run as ever, and are watched: what reads memory that should hold stored elements must be a
-copy, too.
+tensors run as ever, and are watched: an operation that reads memory that should hold stored
+elements must be a copy, too.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _WRITES = {aten.copy_, aten.fill_, aten.zero_}
 
 
 class Recorded(torch.Tensor):
-    """A stored tensor, or a view or copy of stored tensors, without storage."""
+    """A stored tensor, or a view or copy of some, without storage."""
 
     recording: Recording
     memory: Memory
@@ -62,15 +62,17 @@ class Recorded(torch.Tensor):
             dtype=meta.dtype,
             device=torch.device("cpu"),
         )
-        made.recording, made.memory, made.meta = recording, memory, meta
+        made.recording = recording
+        made.memory = memory
+        made.meta = meta
         return made
 
     def __repr__(self) -> str:  # type: ignore[override]
-        """Say what it stands for."""
+        """Name the stored tensors whose elements it has."""
         return f"<recorded {', '.join(self.memory.names())} {tuple(self.shape)} {self.dtype}>"
 
     def numpy(self, *_: Any, **__: Any) -> NoReturn:
-        """Refuse to give values, of which torch's dispatcher would not know."""
+        """Refuse to give values, which torch's dispatcher would not see."""
         self.recording.refuse("numpy", [self])
 
     def tolist(self) -> NoReturn:
@@ -85,21 +87,22 @@ class Recorded(torch.Tensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
     ) -> Any:
-        """Note an operation, also one of a thread that the loader has started."""
-        recorded = next(each for each in tree_leaves((args, kwargs)) if isinstance(each, Recorded))
+        """Record an operation, also in a thread that the loader has started."""
+        recorded = next(leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Recorded))
         return recorded.recording.run(func, args, kwargs or {})
 
 
 class Recording(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """What a loader does with stored tensors, while this is entered.
+    """The record of a loader's operations on stored tensors, while entered.
 
     Attributes:
         stored: the memories of stored tensors, by name.
         real: the memories of real tensors that the loader has written to.
         current: the stored tensor that the loader has taken last.
-        written_by_threads: those of them that a thread which the loader has started has copied
-            stored elements to. What that thread does with real tensors afterwards is not seen.
-        refusal: the first error about what cannot be recorded; the loader may catch it.
+        written_by_threads: the real memories that a thread started by the loader has copied stored
+            elements to. Later operations of that thread on real tensors are not seen.
+        refusal: the first error about an operation that cannot be recorded; the loader may catch
+            it.
     """
 
     def __init__(self, specs: Mapping[str, tuple[tuple[int, ...], torch.dtype]]) -> None:
@@ -113,7 +116,7 @@ class Recording(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._thread = threading.get_ident()
 
     def tensors(self) -> Iterator[tuple[str, Recorded]]:
-        """Yield the names of stored tensors with tensors that stand for them."""
+        """Yield the names of stored tensors, each with its stand-in."""
         for key, memory in self.stored.items():
             self.current = key
             meta = torch.empty(memory.shape, dtype=memory.dtype, device="meta")
@@ -122,16 +125,16 @@ class Recording(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
     ) -> Any:
-        """Note an operation of the thread that has entered this."""
+        """Record an operation of the thread that has entered this."""
         return self.run(func, args, kwargs or {})
 
     def run(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """Run an operation, or note what it would copy."""
+        """Run an operation, or record its copy."""
         with self._lock:
             packet = func.overloadpacket
             if packet in _WRITES:
                 return self._write(func, args, kwargs)
-            known = self._known((args, kwargs))
+            known = self._stored_tensors((args, kwargs))
             if not known:
                 return func(*args, **kwargs)
             with self:
@@ -150,17 +153,22 @@ class Recording(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 return self._repeat(*args)
             return self.refuse(func, known)
 
-    def _known(self, arguments: Any) -> list[torch.Tensor]:
+    def _stored_tensors(self, arguments: Any) -> list[torch.Tensor]:
         """Return the tensors among arguments that have stored elements."""
-        tensors = (each for each in tree_leaves(arguments) if _is_tensor(each))
-        return [each for each in tensors if self._names(each)]
+        return [leaf for leaf in tree_leaves(arguments) if _is_tensor(leaf) and self._names(leaf)]
 
     def _repeat(self, source: torch.Tensor, repeats: Sequence[int]) -> torch.Tensor:
         """Copy several times, as views and a copy do it."""
         shape = (1,) * (len(repeats) - source.ndim) + tuple(source.shape)
-        apart = [size for each in shape for size in (1, each)]
-        repeated = [size for pair in zip(repeats, shape, strict=True) for size in pair]
-        sizes = [num * size for num, size in zip(repeats, shape, strict=True)]
+        apart: list[int] = []
+        for length in shape:
+            apart.extend((1, length))
+        repeated: list[int] = []
+        for pair in zip(repeats, shape, strict=True):
+            repeated.extend(pair)
+        sizes = []
+        for num, size in zip(repeats, shape, strict=True):
+            sizes.append(num * size)
         return source.reshape(apart).expand(repeated).reshape(sizes)
 
     def _view(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
@@ -173,9 +181,11 @@ class Recording(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return tree_map(lambda meta: Recorded(self, source.memory, meta), seen)
 
     def _copy(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """Make a tensor of its own of one or several."""
-        sources = [each for each in tree_leaves(args) if _is_tensor(each)]
-        make = self._made if _has_recorded(sources) else _called
+        """Make a new tensor from one or several."""
+        sources = [leaf for leaf in tree_leaves(args) if _is_tensor(leaf)]
+        make = _called
+        if _has_recorded(sources):
+            make = self._make
         made = make(func, args, kwargs)
         dim = args[1] if len(args) > 1 else kwargs.get("dim", 0)
         parts = _parts(func.overloadpacket, made, sources, dim)
@@ -183,8 +193,8 @@ class Recording(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._note(part, source, func)
         return made
 
-    def _made(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Recorded:
-        """Make a new tensor without storage, of the shape and strides of a result."""
+    def _make(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Recorded:
+        """Make a new tensor without storage, with the layout of a result."""
         kwargs = {name: value for name, value in kwargs.items() if name != "device"}
         meta = func(*tree_map(_meta_of, args), **kwargs)
         shape = factored(meta.numel(), meta.stride())
@@ -192,7 +202,10 @@ class Recording(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _write(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Copy one tensor into another, or fill it."""
-        target, value = args[0], args[1] if len(args) > 1 else None
+        target = args[0]
+        value = None
+        if len(args) > 1:
+            value = args[1]
         if func.overloadpacket is aten.zero_ and isinstance(target, Recorded):
             return self._zero(target)
         if isinstance(target, Recorded) and target.memory.key is not None:
@@ -208,7 +221,10 @@ class Recording(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return target
 
     def _zero(self, target: Recorded) -> Recorded:
-        """Take zeros in the place of a stored tensor, as ranks do on which another one adds it."""
+        """Take zeros instead of a stored tensor.
+
+        Ranks do so where another rank adds it.
+        """
         if target.numel() != math.prod(target.memory.shape):
             self.refuse(aten.zero_, [target])
         target.memory = Memory(target.memory.shape, target.memory.dtype)
@@ -225,19 +241,23 @@ class Recording(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return
         if threading.get_ident() != self._thread and not isinstance(target, Recorded):
             self.written_by_threads.append(memory)
-        source, place = self._memory(value), Layout.of(_meta_of(target))
+        source = self._memory(value)
+        place = Layout.of(_meta_of(target))
         reads = self._reads(source, value, target, func)
-        steps = [*_taken_as(source.dtype, value.dtype), ("to", target.dtype)]
+        steps = [*_bit_steps(source.dtype, value.dtype), ("to", target.dtype)]
         if not isinstance(value, Recorded):
-            memory.fill(place)  # with what is not stored
+            memory.fill(place)  # with values that are not stored
         elif memory.tensor is not None:
             _zero_what_is_not_stored(memory.tensor, reads)
-        memory.write(reads, (*steps, *_taken_as(target.dtype, memory.dtype)))
+        memory.write(reads, (*steps, *_bit_steps(target.dtype, memory.dtype)))
 
     def _reads(
         self, source: Memory, value: torch.Tensor, target: torch.Tensor, func: Any
     ) -> list[Read]:
-        """Return what a tensor gets of a memory; all of it must be known."""
+        """Return the reads that fill a tensor from a memory.
+
+        All of it must be known.
+        """
         meta = _meta_of(value).expand(target.shape)
         reads = list(source.read(Layout.of(meta), Layout.of(_meta_of(target))))
         num_read = sum(math.prod(read.layout.shape) for read in reads)
@@ -246,14 +266,16 @@ class Recording(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return reads
 
     def _names(self, tensor: torch.Tensor) -> list[str]:
-        """Name the stored tensors that have elements in a tensor, or in the memory around it."""
+        """Name the stored tensors with elements in a tensor or its memory."""
         if isinstance(tensor, Recorded):
             return tensor.memory.names() or ["?"]
         memory = self.memory_of(tensor)
-        return [] if memory is None else memory.names()
+        if memory is None:
+            return []
+        return memory.names()
 
     def memory_of(self, tensor: torch.Tensor) -> Memory | None:
-        """Return what is known of the memory of a real tensor, None where nothing is."""
+        """Return the known contents of a real tensor's memory, or None."""
         return self.real.get(_identity(tensor))
 
     def _memory(self, tensor: torch.Tensor) -> Memory:
@@ -273,8 +295,10 @@ class Recording(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return self.real[place]
 
     def refuse(self, func: Any, tensors: Sequence[torch.Tensor]) -> NoReturn:
-        """Raise an error about a call that cannot be recorded, and keep it."""
-        names = [name for each in tensors for name in self._names(each)]
+        """Raise an error about an unrecordable call, and remember it."""
+        names = []
+        for tensor in tensors:
+            names.extend(self._names(tensor))
         self.refusal = self.refusal or InvalidShardingError(
             f"The loader calls {func} on the stored tensor {summarize_keys(dict.fromkeys(names))} "
             f"(while it loads {self.current!r}), and only views, conversions and copies can be "
@@ -292,7 +316,7 @@ def _zero_what_is_not_stored(tensor: torch.Tensor, reads: Iterable[Read]) -> Non
 
 
 def is_recorded(tensor: torch.Tensor) -> bool:
-    """Tell whether a tensor stands for a stored one, also where `tensor.data` was assigned."""
+    """Whether a tensor stands for a stored one, even behind `tensor.data`."""
     if isinstance(tensor, Recorded):
         return True
     try:
@@ -307,7 +331,10 @@ def _is_tensor(value: object) -> TypeGuard[torch.Tensor]:
 
 
 def _is_view_of(view: torch.Tensor, meta: torch.Tensor) -> bool:
-    """Tell whether a meta tensor has elements of another one, which have the same size in both."""
+    """Whether a meta tensor has elements of another one.
+
+    Elements have the same size in both.
+    """
     storages = view.untyped_storage(), meta.untyped_storage()
     return storages[0]._cdata == storages[1]._cdata and view.itemsize == meta.itemsize
 
@@ -317,32 +344,39 @@ def _called(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
 
 
 def _has_recorded(tensors: Sequence[torch.Tensor]) -> bool:
-    return any(isinstance(each, Recorded) for each in tensors)
+    return any(isinstance(tensor, Recorded) for tensor in tensors)
 
 
 def _meta_of(value: Any) -> Any:
-    return value.meta if isinstance(value, Recorded) else value
+    if isinstance(value, Recorded):
+        return value.meta
+    return value
 
 
 def _identity(tensor: torch.Tensor) -> tuple[Any, ...]:
-    """Tell the memory of a real tensor from others."""
+    """Return a key that identifies the memory of a real tensor."""
     return tensor.device, tensor.untyped_storage().data_ptr(), tensor.dtype.itemsize
 
 
-def _taken_as(given: torch.dtype, wanted: torch.dtype) -> list[Step]:
-    return [] if given == wanted else [("as", wanted)]
+def _bit_steps(source: torch.dtype, target: torch.dtype) -> list[Step]:
+    if source == target:
+        return []
+    return [("as", target)]
 
 
 def _parts(
     packet: Any, made: torch.Tensor, sources: Sequence[torch.Tensor], dim: int
 ) -> list[torch.Tensor]:
-    """Return the views of a result that have the elements of each of its sources."""
+    """Return the views of a result, one for each of its sources."""
     meta = _meta_of(made)
     parts: Sequence[torch.Tensor] = [meta]
     if packet is aten.cat:
-        parts = meta.split([each.shape[dim] for each in sources], dim)
+        parts = meta.split([source.shape[dim] for source in sources], dim)
     elif packet is aten.stack:
         parts = meta.unbind(dim)
     if not isinstance(made, Recorded):
         return list(parts)
-    return [Recorded(made.recording, made.memory, part) for part in parts]
+    views: list[torch.Tensor] = []
+    for part in parts:
+        views.append(Recorded(made.recording, made.memory, part))
+    return views

@@ -1,4 +1,4 @@
-"""Checkpoints of what an Accelerator has prepared."""
+"""Checkpoints of the objects that an Accelerator has prepared."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _HAVE_OWN_CHECKPOINTS = (DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM)
 
 
 def training_state(accelerator: Any) -> dict[str, Any]:
-    """Return what `accelerator.save_state` saves, for distckpt to save and load.
+    """Return the state that `accelerator.save_state` saves, for distckpt to save and load.
 
         model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
         state = {**training_state(accelerator), "step": 0}
@@ -34,7 +34,7 @@ def training_state(accelerator: Any) -> dict[str, Any]:
     Returns:
         By name: the models, optimizers and schedulers that are prepared, registered objects, data
         loaders with a state (`model` is the first one, `model_1` the second), the scaler, the
-        random number generators, and what the accelerator counts: epochs of data loaders, batches
+        random number generators, and the accelerator's counters: epochs of data loaders, batches
         whose gradients are accumulated.
 
     Raises:
@@ -51,7 +51,10 @@ def training_state(accelerator: Any) -> dict[str, Any]:
             "The accelerator has prepared no model, so none would be saved: call training_state "
             "after accelerator.prepare."
         )
-    loaders = [each for each in accelerator._dataloaders if each.use_stateful_dataloader]
+    loaders = []
+    for loader in accelerator._dataloaders:
+        if loader.use_stateful_dataloader:
+            loaders.append(loader)
     return {
         **_numbered("model", accelerator._models),
         **_numbered("optimizer", accelerator._optimizers),
@@ -65,11 +68,15 @@ def training_state(accelerator: Any) -> dict[str, Any]:
 
 
 def _numbered(name: str, objects: Sequence[Any]) -> dict[str, Any]:
-    return {f"{name}_{number}" if number else name: each for number, each in enumerate(objects)}
+    numbered = {}
+    for number, item in enumerate(objects):
+        key = f"{name}_{number}" if number else name
+        numbered[key] = item
+    return numbered
 
 
 class _Counters:
-    """What an accelerator counts, which are the same on all ranks."""
+    """The counters of an accelerator, which are the same on all ranks."""
 
     def __init__(self, accelerator: Any) -> None:
         self._accelerator = accelerator
@@ -87,7 +94,7 @@ class _Counters:
                 "training_state was called (%d objects): call it again, once all is prepared",
                 added,
             )
-        epochs = [each.iteration for each in self._accelerator._dataloaders]
+        epochs = [loader.iteration for loader in self._accelerator._dataloaders]
         return {"step": self._accelerator.step, "epochs": epochs}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

@@ -22,15 +22,16 @@ __all__ = ["Checkpoints"]
 
 
 class Checkpoints(lightning.Callback):
-    """Save what `Trainer.fit` has reached, and resume from the newest step.
+    """Save the progress of `Trainer.fit`, and resume from the newest step.
 
         callback = Checkpoints("checkpoints", every_n_train_steps=1000, keep_last=3)
         trainer = lightning.Trainer(callbacks=[callback], enable_checkpointing=False)
         trainer.fit(model, data)
 
     A step is named after `trainer.global_step`. It has the model, all optimizers and schedulers,
-    the progress of the loops, the states of callbacks, of the data module and of data loaders, what
-    `on_save_checkpoint` adds, and the random number generators. Any number of processes resumes it.
+    the progress of the loops, the states of callbacks, of the data module and of data loaders, the
+    additions of `on_save_checkpoint`, and the random number generators. Any number of processes
+    resumes it.
 
     Args:
         root: the directory of the steps, a path or URL.
@@ -51,10 +52,12 @@ class Checkpoints(lightning.Callback):
         self._saver = _Saver(self, every_n_train_steps, every_n_epochs)
 
     def state_of(self, trainer: Any) -> dict[str, Any]:
-        """Return what is saved and loaded: objects by name, to which a subclass may add."""
+        """Return the state to save and load: objects by name, to which a subclass may add."""
         progress = Progress(trainer)
         state = {"model": trainer.model, "rng": RngState(), "trainer": progress}
-        state |= {f"optimizer_{number}": each for number, each in enumerate(trainer.optimizers)}
+        state |= {
+            f"optimizer_{number}": optimizer for number, optimizer in enumerate(trainer.optimizers)
+        }
         state["schedulers"] = [config.scheduler for config in trainer.lr_scheduler_configs]
         if progress.loaders.states or self._saver.resumes_loaders:
             state["data"] = progress.loaders
@@ -64,7 +67,10 @@ class Checkpoints(lightning.Callback):
         """Give callbacks the states that some use in `on_fit_start`."""
         if stage != "fit" or trainer.fast_dev_run:
             return
-        others = [callback for callback in trainer.callbacks if callback is not self._saver]
+        others = []
+        for callback in trainer.callbacks:
+            if callback is not self._saver:
+                others.append(callback)
         trainer.callbacks = [*others, self._saver]
         self._saver.resumes = bool(self.manager.steps())
         if self._saver.resumes:
@@ -74,13 +80,15 @@ class Checkpoints(lightning.Callback):
 
 
 class _Saver(Checkpoint):
-    """The last of all callbacks: what the others change at a step is saved with it."""
+    """The last of all callbacks: it saves the changes that all other ones make at a step."""
 
     best_model_path = ""  # Trainer.test(ckpt_path="best") says that there is none
     resumes = resumes_loaders = False
 
     def __init__(self, owner: Checkpoints, every_steps: int, every_epochs: int) -> None:
-        self._owner, self._every_steps, self._every_epochs = owner, every_steps, every_epochs
+        self._owner = owner
+        self._every_steps = every_steps
+        self._every_epochs = every_epochs
         self._last_step = self._validated_step = 0
         self._random: dict[str, Any] | None = None
         self._is_due = False
@@ -93,28 +101,33 @@ class _Saver(Checkpoint):
             # The last batch of a rank is not the last one where there are fewer.
             if state["trainer"].num_ranks == trainer.world_size or is_in_mid_epoch(trainer):
                 self._loaders = [*state.get("data", ())]
-            # A validation of the sanity check would change what was loaded.
-            self._num_sanity_steps, trainer.num_sanity_val_steps = trainer.num_sanity_val_steps, 0
-        self._random = RngState().state_dict() if self.resumes else None
-        self.resumes_loaders, self._last_step = False, trainer.global_step
+            # A validation of the sanity check would change the loaded state.
+            self._num_sanity_steps = trainer.num_sanity_val_steps
+            trainer.num_sanity_val_steps = 0
+        self._random = None
+        if self.resumes:
+            self._random = RngState().state_dict()
+        self.resumes_loaders = False
+        self._last_step = trainer.global_step
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         if self.resumes:
             trainer.num_sanity_val_steps = self._num_sanity_steps
-        if self.resumes and trainer.ckpt_path:  # which not all strategies have set earlier
+        if self.resumes and trainer.ckpt_path:  # Not all strategies have set this earlier.
             raise ValueError(
                 f"Trainer.fit is told to resume from ckpt_path={trainer.ckpt_path!r}, and "
                 f"{self._owner.manager.root!r} has steps to resume from: leave out ckpt_path, or "
                 "give Checkpoints a directory without steps."
             )
-        in_middle = is_in_mid_epoch(trainer)
+        is_in_middle = is_in_mid_epoch(trainer)
         if self._loaders:
             restore_loaders(trainer, self._loaders, self._random)
-        if self._random and in_middle:
+        if self._random and is_in_middle:
             # New iterators of loaders have drawn seeds, which the run did long ago.
             RngState().load_state_dict(self._random)
-        has_more = in_middle and start_at_first_batch(trainer)
-        self._random = self._random if has_more else None
+        has_more = is_in_middle and start_at_first_batch(trainer)
+        if not has_more:
+            self._random = None
 
     def on_train_batch_start(self, trainer: Any, *args: Any) -> None:
         if self._random:
@@ -145,11 +158,12 @@ class _Saver(Checkpoint):
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
         # The next fit of this process may look for the step that is being saved.
-        with contextlib.suppress(Exception):  # which the manager has logged
+        with contextlib.suppress(Exception):  # the manager has logged it
             self._owner.manager.wait()
 
     def _save(self, trainer: Any, metrics: dict[str, Any]) -> None:
-        step, numbers = trainer.global_step, {name: float(each) for name, each in metrics.items()}
+        step = trainer.global_step
+        numbers = {name: float(value) for name, value in metrics.items()}
         if step != self._last_step:  # batches whose gradients are accumulated have the same one
             # A step that is there already is one that the resumed run passed over.
             state = self._owner.state_of(trainer)

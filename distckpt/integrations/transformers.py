@@ -23,13 +23,13 @@ class Trainer(transformers.Trainer):
 
     In each `checkpoint-<step>` the model, the optimizer and the scheduler are one checkpoint of
     distckpt, `state`; the rest is as `transformers` writes it. With `save_only_model=True`, and
-    with DeepSpeed, checkpoints are those of `transformers`, which can be resumed and loaded, too.
+    with DeepSpeed, checkpoints have the form of `transformers`, and can be resumed and loaded, too.
 
     Another trainer gets it as its first base: `class MyTrainer(Trainer, SFTTrainer)`.
     """
 
     def training_state(self) -> dict[str, Any]:
-        """Return what is saved and loaded: objects by name, to which a subclass may add."""
+        """Return the state to save and load: objects by name, to which a subclass may add."""
         return {"model": self.model, "optimizer": self.optimizer, "scheduler": self.lr_scheduler}
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:

@@ -1,5 +1,4 @@
-"""Megatron Core's `dist_checkpointing`: its module paths, names and arguments, with distckpt behind
-them.
+"""Megatron Core's `dist_checkpointing`: its paths, names and arguments, with distckpt behind them.
 
 A program for Megatron Core changes one import and nothing else:
 

@@ -1,6 +1,4 @@
-"""Errors and the marker file of a checkpoint, under the names of Megatron Core's
-`dist_checkpointing.core`.
-"""
+"""Errors and the marker file, under Megatron Core's `dist_checkpointing.core` names."""
 
 from distckpt._base.errors import (
     CheckpointExistsError,

@@ -1,5 +1,6 @@
-"""Megatron's exchange of loaded shards between ranks; `distckpt.load(parallel_load=...)` needs none
-of it.
+"""Megatron's exchange of loaded shards between ranks.
+
+`distckpt.load(parallel_load=...)` needs none of it.
 """
 
 from distckpt._megatron.forwarding import forward

@@ -1,6 +1,4 @@
-"""Megatron's renaming of state dicts of hybrid models, so that they load checkpoints of GPT
-models.
-"""
+"""Megatron's renaming of hybrid models' state dicts, to load GPT checkpoints."""
 
 from distckpt._megatron.forwarding import forward
 

@@ -1,5 +1,6 @@
-"""Megatron Core's sharded state dicts and the classes that its checkpoints hold. Megatron Core
-itself is not needed.
+"""Megatron Core's sharded state dicts, and the classes in its checkpoints.
+
+Megatron Core itself is not needed.
 
 `distckpt.save` and `distckpt.load` take sharded state dicts of Megatron as they are:
 

@@ -1,6 +1,4 @@
-"""The classes of Megatron Core's `dist_checkpointing.mapping`, which are those of
-`distckpt.mapping`.
-"""
+"""Megatron Core's `dist_checkpointing.mapping`: the classes of `distckpt.mapping`."""
 
 import logging
 

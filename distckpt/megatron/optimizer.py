@@ -1,6 +1,4 @@
-"""The functions of Megatron Core's `dist_checkpointing.optimizer`, which are those of
-`distckpt.optimizer`.
-"""
+"""Megatron Core's `dist_checkpointing.optimizer`: the functions of `distckpt.optimizer`."""
 
 import logging
 

@@ -1,5 +1,6 @@
-"""Saving, loading and reading metadata, under the names of Megatron Core's
-`dist_checkpointing.serialization`.
+"""Saving, loading and reading metadata, as Megatron Core names them.
+
+The names belong to its `dist_checkpointing.serialization`.
 """
 
 import logging

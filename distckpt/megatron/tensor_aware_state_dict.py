@@ -1,3 +1,3 @@
-"""Megatron's state dicts for local checkpoints, which stay in memory or on the disk of a node."""
+"""Megatron's state dicts for checkpoints in memory or on local disks."""
 
 from distckpt._megatron.tensor_aware import __getattr__ as __getattr__

@@ -1,5 +1,6 @@
-"""Extract parts of sharded state dicts, and rename the keys in them; Megatron's helpers for
-debugging.
+"""Extract parts of sharded state dicts, and rename the keys in them.
+
+Megatron's helpers for debugging are here, too.
 """
 
 from __future__ import annotations
@@ -53,11 +54,12 @@ _loggers: ContextVar[tuple[logging.Logger, ...]] = ContextVar("distckpt_debug_lo
 
 
 def zip_strict(*args: Iterable[Any]) -> Iterator[tuple[Any, ...]]:
-    """Zip iterables of the same length; a ValueError gives all lengths when they differ, before any
-    tuple comes.
+    """Zip iterables of the same length.
+
+    A ValueError gives all lengths when they differ, before any tuple comes.
     """
-    columns = [list(arg) for arg in args]
-    lengths = [len(column) for column in columns]
+    columns = list(map(list, args))
+    lengths = list(map(len, columns))
     if len(set(lengths)) > 1:
         raise ValueError(f"tried to zip iterables of unequal lengths {lengths}")
     return zip(*columns, strict=True)
@@ -67,13 +69,15 @@ def zip_strict(*args: Iterable[Any]) -> Iterator[tuple[Any, ...]]:
 def logger_stack(
     name: str | None = None, current_logger: logging.Logger | None = None
 ) -> Iterator[tuple[str, logging.Logger]]:
-    """Enter a named scope for debug logging, for this thread; None takes the name or logger of the
-    scope around it.
+    """Enter a named scope for debug logging, for this thread.
+
+    None takes the name or logger of the scope around it.
 
     Yields:
         The names of the scopes around, joined by dots, and the logger.
     """
-    names, loggers = _names.get(), _loggers.get()
+    names = _names.get()
+    loggers = _loggers.get()
     names_token = _names.set((*names, name) if name else names)
     loggers_token = _loggers.set((*loggers, current_logger) if current_logger else loggers)
     try:
@@ -90,14 +94,18 @@ def debug_time(
     threshold: float = float("-inf"),
     level: int | None = None,
 ) -> Iterator[None]:
-    """Log how long the body takes, also when it raises, in a scope as of `logger_stack`.
+    """Log the duration of the body, in a scope as of `logger_stack`.
+
+    It is logged also when the body raises.
 
     Args:
         threshold: shortest time to log, in seconds.
         level: logging level; None takes WARNING when there is a threshold, else DEBUG.
     """
     if level is None:
-        level = logging.DEBUG if threshold == float("-inf") else logging.WARNING
+        level = logging.WARNING
+        if threshold == float("-inf"):
+            level = logging.DEBUG
     with logger_stack(name, logger) as (full_name, scope_logger):
         start = time.perf_counter()
         try:
@@ -109,6 +117,9 @@ def debug_time(
 
 
 def debug_msg(msg: str) -> None:
-    """Log a message at level DEBUG, after the names of the scopes around, see `logger_stack`."""
+    """Log a message at level DEBUG, with its scopes.
+
+    The names of the scopes around come before it, see `logger_stack`.
+    """
     with logger_stack() as (full_name, scope_logger):
         scope_logger.debug("%s %s", full_name, msg)

@@ -1,6 +1,4 @@
-"""Check that the shards of all ranks make complete tensors, and that a checkpoint and a request
-hold the same keys.
-"""
+"""Check that shards make complete tensors, and that keys match a checkpoint's."""
 
 import logging
 

@@ -1,4 +1,4 @@
-"""What the readers of both kinds of DeepSpeed checkpoints find, and the keys they give it."""
+"""The contents of both kinds of DeepSpeed checkpoints, and their keys."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ WEIGHT = "fp32"
 
 
 class Contents(NamedTuple):
-    """The tensors of a checkpoint, aliases for tied ones, and the settings of the optimizer."""
+    """The contents of a checkpoint: tensors, aliases for tied ones, optimizer settings."""
 
     pieces: list[StoredPiece]
     aliases: dict[str, str]
@@ -19,5 +19,7 @@ class Contents(NamedTuple):
 
 
 def key_of(state: str, name: str) -> str:
-    """Return the key of a parameter, or of a tensor in its optimizer state."""
-    return name if state == WEIGHT else f"optimizer.state.{state}.{name}"
+    """Return the key of a parameter or of its optimizer state."""
+    if state == WEIGHT:
+        return name
+    return f"optimizer.state.{state}.{name}"

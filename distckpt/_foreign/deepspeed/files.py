@@ -1,4 +1,4 @@
-"""The files of a DeepSpeed checkpoint, and what they hold besides the values of tensors."""
+"""The files of a DeepSpeed checkpoint, and their content without tensors."""
 
 from __future__ import annotations
 
@@ -55,17 +55,21 @@ class States(NamedTuple):
 
 
 def is_checkpoint(location: str) -> bool:
-    """Tell whether DeepSpeed wrote a save to a location, or several with a note of the latest."""
-    names = locations.list_names(location) if locations.isdir(location) else []
+    """Whether DeepSpeed wrote one save there, or several with a `latest` file."""
+    names = []
+    if locations.isdir(location):
+        names = locations.list_names(location)
     return any(map(_STATES.fullmatch, names)) or not set(_POINTERS).isdisjoint(names)
 
 
 def find_states(location: str) -> States:
-    """Find the files of a checkpoint, in its folder or in the one that `latest` names."""
-    names, folder = locations.list_names(location), ""
+    """Find a checkpoint's files, in its folder or the `latest` one."""
+    names = locations.list_names(location)
+    folder = ""
     if not any(map(_STATES.fullmatch, names)):
         tag = _latest_tag(location, names)
-        names, folder = locations.list_names(join(location, tag)), f"{tag}/"
+        names = locations.list_names(join(location, tag))
+        folder = f"{tag}/"
     states = States(folder, "zero" in names, {}, {}, [])
     path = join(location, folder.rstrip("/"))
     for name in sorted(names):
@@ -90,7 +94,7 @@ def _latest_tag(location: str, names: Collection[str]) -> str:
 
 
 def _add_file(states: States, path: str, name: str) -> None:
-    """Add a file in the folder of the save, `path`, unless it holds no states."""
+    """Add a file of the folder `path`, unless it holds no states."""
     match = _STATES.fullmatch(name)
     is_divided = match is not None and int(match[2]) > 0
     if (is_divided or _OTHERS.fullmatch(name)) and not states.is_universal:
@@ -135,14 +139,14 @@ class StateFile(NamedTuple):
     archive: Archive
     content: Any
 
-    def damaged(self, what: object) -> CorruptCheckpointError:
+    def damaged(self, problem: object) -> CorruptCheckpointError:
         """Return an error that names the file."""
         return CorruptCheckpointError(
-            f"{self.path!r} is damaged or of an unknown form ({what!s:.300})."
+            f"{self.path!r} is damaged or of an unknown form ({problem!s:.300})."
         )
 
     def first_byte(self, view: TensorView) -> int:
-        """Return where in the file a tensor begins."""
+        """Return the first byte of a tensor in the file."""
         try:
             return first_byte_of(self.archive, view, self.num_bytes)
         except ValueError as error:
@@ -175,34 +179,42 @@ class StateFile(NamedTuple):
         return node
 
     def shapes(self, field: str) -> list[dict[str, Shape]]:
-        """Return shapes of parameters by name for each group, in the order of their values."""
+        """Return the shapes of parameters by name for each group, in order.
+
+        It is the order of their values.
+        """
         groups = self.content.get(field) or []
-        return [
-            {str(n): torch.Size(s) for n, s in g.items()}
-            for g in ([groups] if isinstance(groups, dict) else groups)
-        ]
+        if isinstance(groups, dict):
+            groups = [groups]
+        shapes: list[dict[str, Shape]] = []
+        for group in groups:
+            shapes.append({str(name): torch.Size(shape) for name, shape in group.items()})
+        return shapes
 
 
 def is_array(value: Any) -> bool:
-    """Tell whether a value is a tensor with axes: numbers are stored as tensors without."""
+    """Whether a value is a tensor with axes: numbers are tensors without."""
     return type(value) is TensorView and bool(value.shape)
 
 
 def is_contiguous(view: TensorView) -> bool:
-    """Tell whether the elements of a tensor follow one another."""
+    """Whether the elements of a tensor are contiguous."""
     return torch.empty_strided(view.shape, view.strides, device="meta").is_contiguous()
 
 
 def read_states(location: str, names: Iterable[str]) -> list[StateFile]:
-    """Read the pickles of files, but no tensors; several at once, as most time is latency."""
-    found = dict.fromkeys(names)
+    """Read the pickles of files, but no tensors.
+
+    Several are read at once, as most time is latency.
+    """
+    files = dict.fromkeys(names)
 
     def read(name: str) -> None:
         path = join(location, name)
         try:
             size = file_size(path)
             archive = Archive(partial(locations.read_range, path), size)
-            found[name] = StateFile(path, name, size, archive, read_views(archive))
+            files[name] = StateFile(path, name, size, archive, read_views(archive))
         except FileNotFoundError as error:
             raise CorruptCheckpointError(
                 f"{path!r} is missing: restore it, or finish copying the directory."
@@ -213,13 +225,14 @@ def read_states(location: str, names: Iterable[str]) -> list[StateFile]:
                 "was run: restore it from a copy."
             ) from error
 
-    run_threads(read, list(found))
-    return [file for file in found.values() if file is not None]
+    run_threads(read, list(files))
+    return [file for file in files.values() if file is not None]
 
 
 def read_save(location: str, states: States) -> tuple[list[StateFile], list[StateFile]]:
-    """Read all model states, and those of the optimizer or `others`, and check that they belong
-    together.
+    """Read all files of model and optimizer states, and check their consistency.
+
+    The second list has the states of the optimizer, or of `others` in a Universal checkpoint.
     """
     model = [states.model[rank] for rank in sorted(states.model)]
     optim = [states.optim[rank] for rank in sorted(states.optim)]
@@ -231,7 +244,7 @@ def read_save(location: str, states: States) -> tuple[list[StateFile], list[Stat
 
 
 def _check_is_whole(file: StateFile, num_files: int) -> None:
-    """Check that a model is not split among more ranks than there are files of."""
+    """Check that no rank of a divided model lacks its file."""
     degrees = file.content.get("checkpoint_parallel_dimensions") or {}
     product = math.prod(degrees.get(name) or 1 for name in ("tp_degree", "pp_degree"))
     size = max(file.content.get("mp_world_size") or 1, product)
@@ -244,16 +257,20 @@ def _check_is_whole(file: StateFile, num_files: int) -> None:
 
 
 def _check_is_same_save(file: StateFile, other: StateFile) -> None:
-    """Compare what is the same in all files of a save."""
+    """Compare the values that are equal in all files of a save."""
     for field in file.content.keys() & other.content.keys() & _SAME_IN_A_SAVE:
-        found, expected = file.content[field], other.content[field]
-        if found != expected:
+        value = file.content[field]
+        expected = other.content[field]
+        if value != expected:
             raise CorruptCheckpointError(
                 f"{file.path!r} and {other.path!r} are of different saves ({field} is "
-                f"{found!r:.100} and {expected!r:.100}): copy the files of one save again."
+                f"{value!r:.100} and {expected!r:.100}): copy the files of one save again."
             )
 
 
 def locate_views(views: Iterable[tuple[StateFile, TensorView]]) -> None:
-    """Look up where tensors lie, several at once, so that `first_byte` need not read later."""
+    """Look up the places of tensors, several at once.
+
+    `first_byte` need not read later.
+    """
     run_threads(lambda pair: pair[0].first_byte(pair[1]), views)

@@ -1,6 +1,4 @@
-"""What DeepSpeed stores of a module beside the optimizer: buffers, frozen parameters, and the names
-of tied tensors.
-"""
+"""The stored module without the optimizer: buffers, frozen parameters, tied names."""
 
 from __future__ import annotations
 
@@ -19,21 +17,27 @@ logger = logging.getLogger(__name__)
 
 
 class _Frozen(NamedTuple):
-    """The frozen parameters of ZeRO-3: their shapes, and the shares in the file of each rank."""
+    """The frozen parameters of ZeRO-3: their shapes, and each rank's shares."""
 
     shapes: dict[str, Shape]
     shares: list[tuple[StateFile, Mapping[str, TensorView]]]
 
     def views(self) -> list[tuple[StateFile, TensorView]]:
         """Return all shares with their files."""
-        return [(file, share[name]) for file, share in self.shares for name in self.shapes]
+        views = []
+        for file, share in self.shares:
+            for name in self.shapes:
+                views.append((file, share[name]))
+        return views
 
     def pieces(self) -> list[StoredPiece]:
         """Return the pieces of all parameters."""
         pieces: list[StoredPiece] = []
         for name, shape in self.shapes.items():
             shares = [(file, share[name]) for file, share in self.shares]
-            vectors = [flat_vector([(file, view, math.prod(view.shape))]) for file, view in shares]
+            vectors = []
+            for file, view in shares:
+                vectors.append(flat_vector([(file, view, math.prod(view.shape))]))
             pieces.extend(pieces_in_vectors(name, shape, vectors, 0))
         return pieces
 
@@ -41,7 +45,7 @@ class _Frozen(NamedTuple):
 def module_contents(
     models: Sequence[StateFile], trained: Iterable[str]
 ) -> tuple[list[StoredPiece], dict[str, str]]:
-    """Return the pieces of a module that are not trained, and the aliases of its tied tensors."""
+    """Return the untrained pieces of a module, and its tied tensors' aliases."""
     model = models[0]
     frozen = _frozen_parameters(models)
     tied = model.content.get("shared_params") or {}
@@ -50,7 +54,9 @@ def module_contents(
     stored = _checked_module(model)
     views = _views(model, stored, {*known, *aliases})
     locate_views([*frozen.views(), *((model, view) for view in views.values())])
-    pieces = [piece for name, view in views.items() for piece in pieces_of_view(name, model, view)]
+    pieces: list[StoredPiece] = []
+    for name, view in views.items():
+        pieces.extend(pieces_of_view(name, model, view))
     pieces += frozen.pieces()
     return pieces, _needed_aliases(model, aliases, known | views.keys())
 
@@ -59,11 +65,15 @@ def _frozen_parameters(models: Sequence[StateFile]) -> _Frozen:
     model = models[0]
     groups = model.shapes("frozen_param_shapes")
     is_stage_3 = model.name.rpartition("/")[2].startswith("zero_pp_rank")
-    shapes = {name: shape for group in groups for name, shape in group.items()}
+    shapes = {}
+    for group in groups:
+        shapes.update(group)
     if not is_stage_3 or not shapes:
         # ZeRO-1 and ZeRO-2 keep them in the module.
         return _Frozen({}, [])
-    shares = [(file, file.content.get("frozen_param_fragments") or {}) for file in models]
+    shares = []
+    for file in models:
+        shares.append((file, file.content.get("frozen_param_fragments") or {}))
     for file, share in shares:
         if missing := shapes.keys() - share.keys():
             raise file.damaged(f"frozen_param_fragments lacks {summarize_keys(missing)}")
@@ -71,14 +81,14 @@ def _frozen_parameters(models: Sequence[StateFile]) -> _Frozen:
 
 
 def _checked_module(model: StateFile) -> Mapping[str, Any]:
-    """Check the state dict of the module against the rest of the file, and return it."""
+    """Check a module's state dict against its file, and return it."""
     stored: Mapping[str, Any] = model.content.get("module") or {}
     if absent := set(model.content.get("buffer_names") or ()) - stored.keys():
         raise model.damaged(f"the module lacks {summarize_keys(absent)} of buffer_names")
     for group in model.shapes("param_shapes"):
         for name, shape in group.items():
             view = stored.get(name)
-            # ZeRO-3 leaves an empty tensor in the place of each parameter.
+            # ZeRO-3 leaves an empty tensor instead of each parameter.
             if type(view) is TensorView and view.shape not in ((0,), shape):
                 raise model.damaged(
                     f"{name!r} has shape {view.shape} in the module, {tuple(shape)} in param_shapes"
@@ -91,9 +101,15 @@ def _views(
     stored: Mapping[str, Any],
     known: Set[str],
 ) -> dict[str, TensorView]:
-    """Return the tensors of the module other than `known`, which lie elsewhere."""
-    rest = {name: value for name, value in stored.items() if name not in known}
-    views = {name: value for name, value in rest.items() if type(value) is TensorView}
+    """Return the tensors of the module without the `known` ones."""
+    rest = {}
+    for name, value in stored.items():
+        if name not in known:
+            rest[name] = value
+    views = {}
+    for name, value in rest.items():
+        if type(value) is TensorView:
+            views[name] = value
     if odd := rest.keys() - views.keys():
         logger.warning(
             "%s: %s of the module is not read, as it is no tensor", model.path, summarize_keys(odd)
@@ -112,11 +128,11 @@ def _check_are_there(model: StateFile, views: Mapping[str, TensorView]) -> None:
 def _needed_aliases(
     model: StateFile, aliases: Mapping[str, str], known: Set[str]
 ) -> dict[str, str]:
-    """Return the aliases whose tensors are not stored under their own names as well."""
+    """Return the aliases whose tensors are not stored under their own names."""
     needed = {alias: name for alias, name in aliases.items() if alias not in known}
     dangling = [alias for alias, name in needed.items() if name not in known]
-    # Without frozen_param_shapes, frozen parameters were left out of the save, including those that
-    # others are tied to.
+    # Without frozen_param_shapes, frozen parameters were left out of the save, including those to
+    # which other names are tied.
     if dangling and model.content.get("frozen_param_shapes") is not None:
         raise model.damaged(
             f"shared_params ties {summarize_keys(dangling)} to tensors that are not there"

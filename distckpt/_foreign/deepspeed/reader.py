@@ -24,7 +24,7 @@ _NOT_COMMON = {
 
 
 class DeepSpeedReader(Reader):
-    """Reads the folder of one save, or a folder of several saves in which `latest` names one."""
+    """Reads the folder of one save, or of several with `latest`."""
 
     name = DEEPSPEED.name
 
@@ -39,16 +39,18 @@ class DeepSpeedReader(Reader):
         if settings:
             # They come from several files, so they are kept here.
             fields["settings"] = base64.b64encode(codec.encode(settings)).decode()
-            one, file = Region((0,), (1,)), pieces[0].file
-            pieces.append(StoredPiece("optimizer.settings", OBJECT, one, (1,), file, 0, 0))
+            cell = Region((0,), (1,))
+            file = pieces[0].file
+            pieces.append(StoredPiece("optimizer.settings", OBJECT, cell, (1,), file, 0, 0))
         return build_manifest(self.name, location, pieces, None, fields, aliases)
 
     def load_objects(self, stored: StoredCheckpoint, chunks: Sequence[int]) -> list[Any]:
         return [codec.decode(base64.b64decode(_fields_of(stored)["settings"])) for _ in chunks]
 
     def load_common_state(self, stored: StoredCheckpoint) -> Any:
-        """Load what belongs to neither the model nor the optimizer: counters, the state of the
-        scheduler, and what the program added.
+        """Load the values that belong to neither the model nor the optimizer.
+
+        These are counters, the state of the scheduler, and additions of the program.
         """
         [file] = read_states(stored.location, [_fields_of(stored)["common"]])
         return {
@@ -59,5 +61,5 @@ class DeepSpeedReader(Reader):
 
 
 def _fields_of(stored: StoredCheckpoint) -> Mapping[str, Any]:
-    """Return what `manifest` noted."""
+    """Return the fields that `manifest` noted."""
     return stored.manifest.origin or {}

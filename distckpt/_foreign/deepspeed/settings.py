@@ -30,7 +30,10 @@ def settings_of(
             state = states.get(number, {})
             tensors = sorted(name for name, value in state.items() if is_array(value))
             values = _values(file, {"step": group.get("step"), **state}, tensors)
-            scalars = {name: v.dtype for name, v in values.items() if isinstance(v, torch.Tensor)}
+            scalars = {}
+            for name, v in values.items():
+                if isinstance(v, torch.Tensor):
+                    scalars[name] = v.dtype
             values |= {name: values[name].item() for name in scalars}
             settings.append(
                 {
@@ -50,8 +53,11 @@ def _options(file: StateFile, group: Mapping[str, Any]) -> Any:
     if group.get("bias_correction") is True:
         # An option of DeepSpeed's own Adam, which PyTorch's always applies.
         left_out.add("bias_correction")
-    kept = {name: value for name, value in group.items() if name not in left_out}
-    return file.values(kept, "param_groups")
+    options = {}
+    for name, value in group.items():
+        if name not in left_out:
+            options[name] = value
+    return file.values(options, "param_groups")
 
 
 def _values(
@@ -59,10 +65,11 @@ def _values(
     state: Mapping[str, Any],
     tensors: Sequence[str],
 ) -> dict[str, Any]:
-    """Return what a state holds besides `tensors`, with the step as PyTorch counts it."""
-    values = {
-        name: file.values(value, name) for name, value in state.items() if name not in tensors
-    }
+    """Return a state without `tensors`, with the step as PyTorch counts it."""
+    values = {}
+    for name, value in state.items():
+        if name not in tensors:
+            values[name] = file.values(value, name)
     if values["step"] is None:
         del values["step"]
     else:
@@ -72,6 +79,8 @@ def _values(
 
 
 def step_of(file: StateFile, state: Mapping[str, Any]) -> float | None:
-    """Return the step of a state, None if it has none."""
+    """Return the step of a state, or None if it has none."""
     step = file.values(state.get("step"), "step")
-    return None if step is None else float(step)
+    if step is None:
+        return None
+    return float(step)

@@ -1,7 +1,8 @@
-"""Universal checkpoints: a folder for each parameter, with files for its weights and its states."""
+"""Universal checkpoints: a folder per parameter, with files of weights and states."""
 
 from __future__ import annotations
 
+import itertools
 import logging
 import math
 from collections.abc import Mapping, Sequence, Set
@@ -34,7 +35,10 @@ _OPTIMIZER_NAME = "optimizer_state.pt"
 
 
 class _Parameter(NamedTuple):
-    """The tensors of a parameter by state, each with its file, and the step if it lies beside."""
+    """The tensors of a parameter by state, and its step if stored.
+
+    Each tensor comes with its file.
+    """
 
     tensors: dict[str, tuple[StateFile, TensorView]]
     step: float | None
@@ -45,7 +49,7 @@ _Groups = Sequence[dict[str, Shape]]
 
 
 def universal_contents(location: str, states: States) -> Contents:
-    """Find what a Universal checkpoint holds, whatever layout it was made from."""
+    """Return the contents of a Universal checkpoint, whatever its first layout."""
     folder = f"{states.folder}zero"
     [optimizer] = read_states(location, [f"{folder}/{_OPTIMIZER_NAME}"])
     models, others = read_save(location, states)
@@ -107,12 +111,14 @@ def _states_of_groups(
     shapes: _Groups,
     parameters: Mapping[str, _Parameter],
 ) -> dict[int, dict[str, Any]]:
-    """Return the states of each group, which all of its parameters have in common."""
+    """Return the states of each group, which all its parameters share."""
     for options in optimizer.content["param_groups"]:
         # ZeRO-3 divides the parameters of a group further.
-        names = [name for number in options["params"] for name in shapes[number]]
+        names = []
+        for number in options["params"]:
+            names.extend(shapes[number])
         _check_same_states(folder, names, parameters)
-    # ZeRO-3 keeps the steps there, ZeRO-1 and 2 beside each parameter.
+    # ZeRO-3 keeps the steps there, ZeRO-1 and 2 with each parameter.
     stored = optimizer.content.get("optimizer_state_dict", {}).get("state", {})
     states: dict[int, dict[str, Any]] = {}
     for number, group in enumerate(shapes):
@@ -127,7 +133,8 @@ def _check_same_states(
 ) -> None:
     """Check that some parameters have the same states and the same step."""
     for name in names:
-        first, other = parameters[names[0]], parameters[name]
+        first = parameters[names[0]]
+        other = parameters[name]
         if (first.tensors.keys(), first.step) != (other.tensors.keys(), other.step):
             raise CorruptCheckpointError(
                 f"{join(folder, name)!r} has other states or another step than those of "
@@ -142,14 +149,14 @@ def _read_parameters(
     location: str, folder: str, shapes: _Groups, *, are_slices: bool
 ) -> dict[str, _Parameter]:
     """Read the folders of all parameters, several at once."""
-    found: dict[str, _Parameter] = {}
+    parameters: dict[str, _Parameter] = {}
 
     def read(item: tuple[str, Shape]) -> None:
         name, shape = item
-        found[name] = _read_parameter(location, f"{folder}/{name}", shape, are_slices)
+        parameters[name] = _read_parameter(location, f"{folder}/{name}", shape, are_slices)
 
-    run_threads(read, [item for group in shapes for item in group.items()])
-    return found
+    run_threads(read, list(itertools.chain.from_iterable(group.items() for group in shapes)))
+    return parameters
 
 
 def _read_parameter(
@@ -158,9 +165,14 @@ def _read_parameter(
     shape: Shape,
     is_slice: bool,
 ) -> _Parameter:
-    """Read the folder of a parameter; with `is_slice`, it may be larger than `shape`."""
+    """Read the folder of a parameter.
+
+    With `is_slice`, it may be larger than `shape`.
+    """
     path = join(location, folder)
-    present = locations.list_names(path) if locations.isdir(path) else []
+    present = []
+    if locations.isdir(path):
+        present = locations.list_names(path)
     names = sorted({f"{WEIGHT}.pt", *(name for name in present if name.endswith(".pt"))})
     files = read_states(location, [f"{folder}/{name}" for name in names])
     tensors: dict[str, tuple[StateFile, TensorView]] = {}
@@ -184,7 +196,9 @@ def _read_parameter(
 
 
 def _value_in(file: StateFile) -> Any:
-    return file.content.get("param") if isinstance(file.content, dict) else file.content
+    if isinstance(file.content, dict):
+        return file.content.get("param")
+    return file.content
 
 
 def _step_in(file: StateFile) -> float:

@@ -1,4 +1,4 @@
-"""Where in the flat vectors of DeepSpeed a tensor lies, and the tensors that are stored as such."""
+"""The places of tensors in DeepSpeed's flat vectors, and tensors stored singly."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class FlatVector(NamedTuple):
     Attributes:
         dtype: of its elements.
         runs: file and first byte of each stretch of it.
-        ends: where in the vector each stretch ends.
+        ends: the end of each stretch in the vector.
     """
 
     dtype: torch.dtype
@@ -33,7 +33,10 @@ class FlatVector(NamedTuple):
 
 
 def flat_vector(runs: Sequence[tuple[StateFile, TensorView, int]]) -> FlatVector:
-    """Join one-dimensional tensors, each given with its file and how many of its elements count."""
+    """Join one-dimensional tensors, each with its file and length.
+
+    Elements past that length do not count.
+    """
     dtype = runs[0][1].dtype
     for file, view, size in runs:
         is_flat = len(view.shape) == 1 and is_contiguous(view)
@@ -47,21 +50,26 @@ def flat_vector(runs: Sequence[tuple[StateFile, TensorView, int]]) -> FlatVector
 def pieces_in_vectors(
     key: str, shape: Shape, vectors: Sequence[FlatVector], at: int
 ) -> Iterator[StoredPiece]:
-    """Yield the pieces of a tensor of which each vector holds an equal share from element `at` on.
+    """Yield the pieces of a tensor that vectors hold in equal shares.
+
+    Each share begins at element `at`.
 
     The shares of the last vectors may be cut off.
     """
-    total, dtype = math.prod(shape), vectors[0].dtype
+    total = math.prod(shape)
+    dtype = vectors[0].dtype
     if odd := [vector for vector in vectors if vector.dtype != dtype]:
         raise CorruptCheckpointError(
             f"{odd[0].runs[0][0]!r} has {key!r} as {odd[0].dtype}, not {dtype}: restore it."
         )
-    name, item_bytes = TO_NAME[dtype], dtype.itemsize
+    name = TO_NAME[dtype]
+    item_bytes = dtype.itemsize
     if not total:
         yield StoredPiece(key, name, whole(shape), shape, *vectors[0].runs[0], 0)
     share = -(-total // len(vectors))
     for rank, vector in enumerate(vectors):
-        first, last = min(rank * share, total), min(rank * share + share, total)
+        first = min(rank * share, total)
+        last = min(rank * share + share, total)
         for start, stop, file, byte in _stretches(vector, first, last, at):
             for region in flat_range_regions(shape, start, stop):
                 num_bytes = region.num_elements * item_bytes
@@ -72,23 +80,30 @@ def pieces_in_vectors(
 def _stretches(
     vector: FlatVector, first: int, last: int, at: int
 ) -> Iterator[tuple[int, int, str, int]]:
-    """Yield where the elements [first, last) of a tensor lie, the first at position `at`.
+    """Yield the places of elements [first, last) from position `at` on.
 
     Each stretch is given as its range of elements, its file and its first byte.
     """
-    run, position = bisect.bisect_right(vector.ends, at), at
+    run = bisect.bisect_right(vector.ends, at)
+    position = at
     while first < last and run < len(vector.ends):
         file, byte = vector.runs[run]
-        run_start = vector.ends[run - 1] if run else 0
+        run_start = 0
+        if run:
+            run_start = vector.ends[run - 1]
         size = min(last - first, vector.ends[run] - position)
         yield first, first + size, file, byte + (position - run_start) * vector.dtype.itemsize
-        first, position, run = first + size, position + size, run + 1
+        first += size
+        position += size
+        run += 1
 
 
 def pieces_of_view(key: str, file: StateFile, view: TensorView) -> Iterator[StoredPiece]:
-    """Yield the pieces of a tensor that a file holds as it is."""
-    byte, item = file.first_byte(view), view.dtype.itemsize
+    """Yield the pieces of a tensor that is stored as it is."""
+    byte = file.first_byte(view)
+    item = view.dtype.itemsize
     name = TO_NAME[view.dtype]
     for region, start in contiguous_runs(view, whole(view.shape)):
-        first_byte, num_bytes = byte + start * item, region.num_elements * item
+        first_byte = byte + start * item
+        num_bytes = region.num_elements * item
         yield StoredPiece(key, name, region, view.shape, file.name, first_byte, num_bytes)

@@ -1,6 +1,6 @@
-"""Checkpoints without ZeRO: the model's file has the optimizer, which numbers its parameters.
+"""Checkpoints without ZeRO: the model's file has the optimizer, by number.
 
-With 16-bit weights, the optimizer keeps those of 32 bits: a tensor for each parameter, or with
+With 16-bit weights, the optimizer keeps 32-bit ones: a tensor for each parameter, or with
 DeepSpeed's FusedAdam one flat vector for each group. Names are found by content: rounded, they are
 the weights of the module.
 """
@@ -31,8 +31,9 @@ _SAMPLE = 256
 
 
 class _Master(NamedTuple):
-    """A tensor of 32-bit weights: its number in the optimizer, its group, and whether it is flat,
-    of several parameters.
+    """A tensor of 32-bit weights in the optimizer.
+
+    It has its number, its group, and whether it is flat, of several parameters.
     """
 
     number: int
@@ -52,7 +53,9 @@ def contents_without_zero(models: Sequence[StateFile]) -> Contents:
     """Return the contents of a checkpoint without ZeRO."""
     file = models[0]
     optimizer = file.content.get("optimizer")
-    masters = _masters(optimizer) if isinstance(optimizer, dict) else []
+    masters = []
+    if isinstance(optimizer, dict):
+        masters = _masters(optimizer)
     if not masters:
         return Contents(*module_contents(models, ()), [])
     trained, tied = _parameters(file)
@@ -77,17 +80,23 @@ def contents_without_zero(models: Sequence[StateFile]) -> Contents:
 
 
 def _masters(optimizer: Mapping[str, Any]) -> list[_Master]:
-    """Return the 32-bit weights of an optimizer, none where the module has all there is."""
-    found: list[_Master] = []
+    """Return the 32-bit weights of an optimizer, or none.
+
+    There are none where the module has all weights.
+    """
+    masters: list[_Master] = []
     flat = optimizer.get("fp32_groups_flat")
     groups = optimizer.get("fp32_groups") if flat is None else [[view] for view in flat]
     for group, views in enumerate(groups or ()):
-        found += [_Master(0, group, view, flat is not None) for view in views]
-    return [master._replace(number=number) for number, master in enumerate(found)]
+        masters += [_Master(0, group, view, flat is not None) for view in views]
+    numbered = []
+    for number, master in enumerate(masters):
+        numbered.append(master._replace(number=number))
+    return numbered
 
 
 def _parameters(file: StateFile) -> tuple[dict[str, TensorView], dict[str, str]]:
-    """Return the parameters of the module, and further names of those that are tied."""
+    """Return the parameters of the module, and aliases of tied ones."""
     parameters: dict[str, TensorView] = {}
     tied: dict[str, str] = {}
     first: dict[TensorView, str] = {}
@@ -108,12 +117,16 @@ def _parameters(file: StateFile) -> tuple[dict[str, TensorView], dict[str, str]]
 def _places(
     file: StateFile, masters: Sequence[_Master], parameters: Mapping[str, TensorView]
 ) -> dict[str, _Place]:
-    """Return the place of each trained parameter; nothing if some place is not certain."""
+    """Return the place of each trained parameter.
+
+    The result is empty if some place is not certain.
+    """
     left = _samples(file, parameters)
     groups: dict[Any, set[int]] = defaultdict(set)
     places: dict[str, _Place] = {}
     for master in masters:
-        start, size = 0, math.prod(master.view.shape)
+        start = 0
+        size = math.prod(master.view.shape)
         while start < size:
             name = _name_at(file, master, start, parameters, left)
             if name is None:
@@ -121,21 +134,24 @@ def _places(
             places[name] = _Place(master, start)
             start += math.prod(parameters[name].shape)
             groups[parameters[name].shape, left.pop(name)].add(master.group)
-    # Groups keep the order of the module. Which of two equal parameters is in which is not known.
-    return {} if any(len(each) > 1 for each in groups.values()) else places
+    # Groups keep the order of the module. If two parameters are equal, it is unknown which is in
+    # which.
+    if any(len(group) > 1 for group in groups.values()):
+        return {}
+    return places
 
 
 def _samples(file: StateFile, parameters: Mapping[str, TensorView]) -> dict[str, bytes]:
     """Return the first elements of parameters, read several at once."""
-    found = dict.fromkeys(parameters, b"")
+    samples = dict.fromkeys(parameters, b"")
 
     def read(name: str) -> None:
         view = parameters[name]
         if is_contiguous(view):
-            found[name] = _bytes_of(_elements(file, view, 0, _SAMPLE))
+            samples[name] = _bytes_of(_elements(file, view, 0, _SAMPLE))
 
     run_threads(read, list(parameters))
-    return {name: sample for name, sample in found.items() if sample}
+    return {name: sample for name, sample in samples.items() if sample}
 
 
 def _name_at(
@@ -145,7 +161,7 @@ def _name_at(
     parameters: Mapping[str, TensorView],
     left: Mapping[str, bytes],
 ) -> str | None:
-    """Return which of the parameters that are left a tensor has at an element, None if none."""
+    """Return the parameter left for an element of a tensor, or None."""
     values = _elements(file, master.view, start, _SAMPLE)
     for name, sample in left.items():
         view = parameters[name]
@@ -176,32 +192,36 @@ def _pieces_of(
     parameters: Mapping[str, TensorView],
     states: Mapping[int, Mapping[str, Any]],
 ) -> tuple[list[StoredPiece], dict[int, dict[str, Any]]]:
-    """Return the pieces of the weights and states, and of the states what is read."""
+    """Return the pieces of weights and states, and the other states' values."""
     pieces: list[StoredPiece] = []
-    kept: dict[int, dict[str, Any]] = {}
+    values: dict[int, dict[str, Any]] = {}
     unread: set[str] = set()
     for name, place in places.items():
-        master, shape = place.master, parameters[name].shape
+        master = place.master
+        shape = parameters[name].shape
         state = states.get(master.number, {})
         arrays = {WEIGHT: master.view, **{n: v for n, v in state.items() if is_array(v)}}
-        alike = {n: v for n, v in arrays.items() if v.shape == master.view.shape}
+        alike = {}
+        for n, v in arrays.items():
+            if v.shape == master.view.shape:
+                alike[n] = v
         for key, view in alike.items():
             pieces.extend(_pieces_at(file, key_of(key, name), shape, view, place.start))
         unread |= arrays.keys() - alike.keys()
-        kept[master.number] = {n: v for n, v in state.items() if n not in arrays.keys() - alike}
+        values[master.number] = {n: v for n, v in state.items() if n not in arrays.keys() - alike}
     if unread:
         logger.warning(
             "%s: of the optimizer, %s is not read: no element for each weight",
             file.path,
             summarize_keys(unread),
         )
-    return pieces, kept
+    return pieces, values
 
 
 def _pieces_at(
     file: StateFile, key: str, shape: Shape, view: TensorView, start: int
 ) -> Iterator[StoredPiece]:
-    """Yield the pieces of a tensor from an element of another one on."""
+    """Yield the pieces of a tensor from an element of another on."""
     if not is_contiguous(view):
         raise file.damaged(f"{key!r} is not a contiguous tensor")
     size = math.prod(view.shape)

@@ -1,8 +1,7 @@
-"""ZeRO checkpoints: where in the flat vectors of the ranks each parameter and its optimizer state
-lie.
+"""ZeRO checkpoints: the places of parameters and states in the flat vectors of ranks.
 
 ZeRO-1 and ZeRO-2 flatten the parameters of a group into one vector and divide it among the ranks.
-ZeRO-3 divides each parameter among the ranks and flattens what a rank has of a group.
+ZeRO-3 divides each parameter among the ranks and flattens a rank's shares of a group.
 """
 
 from __future__ import annotations
@@ -41,15 +40,15 @@ _Groups = Sequence[Mapping[str, Shape]]
 
 @dataclass(frozen=True)
 class _RankState:
-    """What one rank has of the optimizer.
+    """The optimizer's part on one rank.
 
     Attributes:
-        file: where it lies.
-        fields: what the file says of the optimizer.
+        file: its file.
+        fields: the content of the file about the optimizer.
         is_stage_3: whether ZeRO-3 wrote it.
         states: states of the flat parameters by number.
         groups: `param_groups` of the optimizer.
-        paddings: how many elements of each group, at the end, are none of a parameter.
+        paddings: the number of elements of each group, at the end, that belong to no parameter.
         vectors: for each group, which ZeRO-3 calls a sub-group, its weights and states by name.
     """
 
@@ -62,37 +61,42 @@ class _RankState:
     vectors: list[dict[str, TensorView]]
 
     def num_elements(self, group: int) -> int:
-        """Return how many weights of a group the rank has."""
+        """Return the number of a group's weights on the rank."""
         return self.vectors[group][WEIGHT].shape[0]
 
     def has_elements(self, group: int, state: str) -> bool:
-        """Tell whether a state of a group has an element for each weight of the rank."""
+        """Whether a state of a group has an element for each weight.
+
+        Only the weights of the rank count.
+        """
         size = math.prod(self.vectors[group][state].shape)
         # Only the weights are stored without the padding at the end.
         return size - self.num_elements(group) in (0, self.paddings[group])
 
 
 def zero_contents(location: str, states: States) -> Contents:
-    """Return the contents of a checkpoint of ZeRO-1, 2 or 3, or without ZeRO."""
+    """Return the contents of a ZeRO checkpoint, or one without ZeRO."""
     models, optims = read_save(location, states)
     shapes = models[0].shapes("param_shapes")
     if not shapes and not states.optim:
         return contents_without_zero(models)
-    ranks = [_rank_state(file) for file in optims]
+    ranks = list(map(_rank_state, optims))
     _check_ranks(states, ranks, join(location, states.folder))
     _check_model(models[0], ranks, shapes)
-    locate_views(
-        (rank.file, view) for rank in ranks for vectors in rank.vectors for view in vectors.values()
-    )
+    views = []
+    for rank in ranks:
+        for vectors in rank.vectors:
+            views += [(rank.file, view) for view in vectors.values()]
+    locate_views(views)
     pieces: list[StoredPiece] = []
-    kept: dict[int, dict[str, Any]] = {}
+    values: dict[int, dict[str, Any]] = {}
     for number, group in enumerate(shapes):
-        found, unread = _pieces_of_group(ranks, number, group)
-        pieces.extend(found)
+        group_pieces, unread = _pieces_of_group(ranks, number, group)
+        pieces.extend(group_pieces)
         state = _holders(ranks, number)[0].states.get(number, {})
-        kept[number] = {name: value for name, value in state.items() if name not in unread}
+        values[number] = {name: value for name, value in state.items() if name not in unread}
     others, aliases = module_contents(models, list(itertools.chain.from_iterable(shapes)))
-    settings = settings_of(ranks[0].file, ranks[0].groups, kept, shapes)
+    settings = settings_of(ranks[0].file, ranks[0].groups, values, shapes)
     return Contents([*pieces, *others], aliases, settings)
 
 
@@ -105,7 +109,8 @@ def _rank_state(file: StateFile) -> _RankState:
         is_stage_3 = "fp32_flat_groups" in fields
         flat = fields["fp32_flat_groups" if is_stage_3 else "single_partition_of_fp32_groups"]
         base = fields["optimizer_state_dict" if is_stage_3 else "base_optimizer_state"]
-        states, groups = dict(base["state"]), list(base["param_groups"])
+        states = dict(base["state"])
+        groups = list(base["param_groups"])
         paddings = list(fields.get("group_paddings") or [0] * len(flat))
         vectors = []
         for weights, number in zip(flat, range(len(paddings)), strict=True):
@@ -119,7 +124,7 @@ def _rank_state(file: StateFile) -> _RankState:
 
 
 def _check_ranks(states: States, ranks: Sequence[_RankState], path: str) -> None:
-    """Check that there is one file of each rank, all of one save."""
+    """Check that each rank has one file, all of one save."""
     if not ranks:
         raise CorruptCheckpointError(
             f"{path!r} holds no *_optim_states.pt, where ZeRO keeps the weights: restore them."
@@ -127,15 +132,15 @@ def _check_ranks(states: States, ranks: Sequence[_RankState], path: str) -> None
     for rank in ranks:
         _check_all_are_there(states, rank, path)
         if len(rank.vectors) != len(ranks[0].vectors):
-            raise _of_different_saves(rank, ranks[0])
+            raise _different_saves_error(rank, ranks[0])
     for number in range(len(ranks[0].vectors)):
         first, *others = _holders(ranks, number)
         for rank in others:
             if _traits(rank, number) != _traits(first, number):
-                raise _of_different_saves(rank, first)
+                raise _different_saves_error(rank, first)
 
 
-def _of_different_saves(rank: _RankState, other: _RankState) -> CorruptCheckpointError:
+def _different_saves_error(rank: _RankState, other: _RankState) -> CorruptCheckpointError:
     return CorruptCheckpointError(
         f"{rank.file.path!r} and {other.file.path!r} are of different saves (their groups, states "
         "or steps differ): copy the files of one save again."
@@ -143,7 +148,7 @@ def _of_different_saves(rank: _RankState, other: _RankState) -> CorruptCheckpoin
 
 
 def _check_all_are_there(states: States, rank: _RankState, path: str) -> None:
-    """Check that there are as many files as the file of a rank says."""
+    """Check that there are as many files as a rank's file says."""
     counts = rank.fields.get("partition_count")
     distinct = set(counts if isinstance(counts, list) else [counts])
     if len(distinct) > 1:
@@ -160,12 +165,15 @@ def _check_all_are_there(states: States, rank: _RankState, path: str) -> None:
 
 
 def _holders(ranks: Sequence[_RankState], group: int) -> Sequence[_RankState]:
-    """Return the ranks that have weights of a group; of an empty one, all."""
+    """Return the ranks with weights of a group, or all without any."""
     return [rank for rank in ranks if rank.num_elements(group)] or ranks
 
 
 def _traits(rank: _RankState, group: int) -> Any:
-    """Return what is the same of a group on all ranks of a save that have weights of it."""
+    """Return the traits of a group that its ranks must share.
+
+    Only ranks with weights of the group count.
+    """
     step = step_of(rank.file, rank.states.get(group, {}))
     return rank.is_stage_3, set(rank.vectors[group]), step
 
@@ -189,7 +197,10 @@ def _check_model(model: StateFile, ranks: Sequence[_RankState], shapes: _Groups)
 def _pieces_of_group(
     ranks: Sequence[_RankState], number: int, shapes: Mapping[str, Shape]
 ) -> tuple[list[StoredPiece], set[str]]:
-    """Return the pieces of the weights and states of a group, and the states that are not read."""
+    """Return a group's pieces, and the names of states without pieces.
+
+    These are not read from vectors.
+    """
     paddings = _paddings_of_group(ranks[0], number, len(shapes))
     holders = _holders(ranks, number)
     pieces: list[StoredPiece] = []
@@ -197,8 +208,10 @@ def _pieces_of_group(
     for state in holders[0].vectors[number]:
         if all(rank.has_elements(number, state) for rank in holders):
             pieces.extend(_pieces_of_state(ranks, number, state, shapes, paddings))
-        elif (of_wholes := _pieces_of_wholes(ranks, number, state, shapes, paddings)) is not None:
-            pieces.extend(of_wholes)
+        elif (
+            whole_pieces := _pieces_of_wholes(ranks, number, state, shapes, paddings)
+        ) is not None:
+            pieces.extend(whole_pieces)
         else:
             unread.add(state)
     if _notes_places(ranks[0], paddings):
@@ -220,7 +233,7 @@ def _pieces_of_state(
     shapes: Mapping[str, Shape],
     paddings: Sequence[int],
 ) -> Iterator[StoredPiece]:
-    """Yield the pieces of the weights of a group, or of a state with an element for each."""
+    """Yield the pieces of a group's weights, or of an elementwise state."""
     vectors = _vectors_of_group(ranks, number, state)
     end = 0
     for (name, shape), padding in zip(shapes.items(), paddings, strict=True):
@@ -238,26 +251,28 @@ def _pieces_of_wholes(
 ) -> list[StoredPiece] | None:
     """Return the pieces of a state that ranks hold for whole parameters.
 
-    Under ZeRO-1 and 2, Muon has it on each rank that has weights of a parameter. None if it is of
+    Under ZeRO-1 and 2, Muon has it on each rank that has weights of a parameter. None if it has
     another form.
     """
     if ranks[0].is_stage_3:
         return None
-    found: dict[str, list[StoredPiece]] = {}
+    pieces_by_name: dict[str, list[StoredPiece]] = {}
     first = 0
     for rank in ranks:
         last = first + rank.num_elements(number)
-        held = {name: shapes[name] for name in _slices_between(shapes, paddings, first, last)}
-        wholes = _wholes_of_rank(rank, number, state, held)
+        rank_shapes = {}
+        for name in _slices_between(shapes, paddings, first, last):
+            rank_shapes[name] = shapes[name]
+        wholes = _wholes_of_rank(rank, number, state, rank_shapes)
         if wholes is None:
             return None
         # Several ranks have a parameter that is divided: the first one's is read.
         for name, pieces in wholes.items():
-            found.setdefault(name, pieces)
+            pieces_by_name.setdefault(name, pieces)
         first = last
-    if shapes.keys() - found.keys():
+    if shapes.keys() - pieces_by_name.keys():
         return None
-    return list(itertools.chain.from_iterable(found.values()))
+    return list(itertools.chain.from_iterable(pieces_by_name.values()))
 
 
 def _wholes_of_rank(
@@ -274,12 +289,12 @@ def _wholes_of_rank(
     if view is None or math.prod(view.shape) != count:
         return None
     vectors = [flat_vector([(rank.file, view, count)])]
-    found = {}
+    pieces_by_name = {}
     end = 0
     for name, shape in shapes.items():
-        found[name] = list(pieces_in_vectors(key_of(state, name), shape, vectors, end))
+        pieces_by_name[name] = list(pieces_in_vectors(key_of(state, name), shape, vectors, end))
         end += math.prod(shape)
-    return found
+    return pieces_by_name
 
 
 def _paddings_of_group(
@@ -287,7 +302,7 @@ def _paddings_of_group(
     number: int,
     num_parameters: int,
 ) -> Sequence[int]:
-    """Return how many elements stand behind each parameter of a group."""
+    """Return the padding behind each parameter of a group."""
     by_group = rank.fields.get("param_alignment_paddings") or {number: [0] * num_parameters}
     paddings: Sequence[int] = by_group[number]
     if len(paddings) != num_parameters:
@@ -302,13 +317,17 @@ def _vectors_of_group(
     number: int,
     state: str,
 ) -> list[FlatVector]:
-    """Return the vector of each rank, or the one vector that all ranks share in ZeRO-1 and 2."""
-    runs = [
-        (rank.file, rank.vectors[number][state], rank.num_elements(number))
-        for rank in ranks
-        if state in rank.vectors[number]
-    ]
-    return [flat_vector([run]) for run in runs] if ranks[0].is_stage_3 else [flat_vector(runs)]
+    """Return the vector of each rank, or the one they share.
+
+    They share one in ZeRO-1 and 2.
+    """
+    runs = []
+    for rank in ranks:
+        if state in rank.vectors[number]:
+            runs.append((rank.file, rank.vectors[number][state], rank.num_elements(number)))
+    if ranks[0].is_stage_3:
+        return [flat_vector([run]) for run in runs]
+    return [flat_vector(runs)]
 
 
 def _check_end(
@@ -316,7 +335,9 @@ def _check_end(
 ) -> None:
     """Check that the vectors of a group end where its parameters do."""
     # The optimizer of bfloat16 keeps the padding, which is less than two elements for each rank.
-    slack = 1 if ranks[0].is_stage_3 else 2 * len(ranks)
+    slack = 1
+    if not ranks[0].is_stage_3:
+        slack = 2 * len(ranks)
     if not all(end <= vector.ends[-1] < end + slack for vector in vectors):
         raise ranks[0].file.damaged(
             f"group {number} has {vectors[0].ends[-1]} elements, its parameters {end}"
@@ -324,9 +345,9 @@ def _check_end(
 
 
 def _notes_places(rank: _RankState, paddings: Sequence[int]) -> bool:
-    """Tell whether the places that DeepSpeed notes are those it uses.
+    """Whether the places that DeepSpeed notes are the ones it uses.
 
-    They are others where it reorders parameters, and were where it pads them.
+    They differ where it reorders parameters, and did where it pads them.
     """
     config = rank.file.content.get("ds_config") or {}
     zero = config.get("zero_optimization") or {}
@@ -338,22 +359,24 @@ def _check_slices(
     number: int,
     shapes: Mapping[str, Shape],
 ) -> None:
-    """Compare the slices that ZeRO-1 and 2 note in each file with what its rank must hold."""
+    """Compare the slices that ZeRO-1 and 2 note with those expected."""
     first = 0
     for rank in ranks:
         last = first + rank.num_elements(number)
-        noted = rank.fields.get("param_slice_mappings") or []
+        mappings = rank.fields.get("param_slice_mappings") or []
         # Parameters of which a rank has nothing are noted as well.
-        found = {
-            str(name): (place.get("start"), place.get("numel"))
-            for name, place in dict(*noted[number : number + 1]).items()
-        }
-        held = {name: place for name, place in found.items() if place[1]}
+        slices = {}
+        for name, place in dict(*mappings[number : number + 1]).items():
+            slices[str(name)] = (place.get("start"), place.get("numel"))
+        nonempty = {}
+        for name, place in slices.items():
+            if place[1]:
+                nonempty[name] = place
         expected = _slices_between(shapes, [0] * len(shapes), first, last)
-        if noted and held != expected:
+        if mappings and nonempty != expected:
             raise CorruptCheckpointError(
                 f"{rank.file.path!r} is not the file of its rank, or of another model "
-                f"(param_slice_mappings[{number}] is {found!s:.150}, its place has "
+                f"(param_slice_mappings[{number}] is {slices!s:.150}, its place has "
                 f"{expected!s:.150}): copy the files of one save again."
             )
         first = last
@@ -362,12 +385,17 @@ def _check_slices(
 def _slices_between(
     shapes: Mapping[str, Shape], paddings: Sequence[int], first: int, last: int
 ) -> dict[str, tuple[int, int]]:
-    """Return start and size of the parameters in the elements [first, last) of a group."""
+    """Return start and size of parameters in elements [first, last).
+
+    They are elements of one group.
+    """
     slices = {}
     end = 0
     for (name, shape), padding in zip(shapes.items(), paddings, strict=True):
-        begin, end = end, end + math.prod(shape)
-        start, stop = max(begin, first), min(end, last)
+        begin = end
+        end += math.prod(shape)
+        start = max(begin, first)
+        stop = min(end, last)
         if start < stop:
             slices[name] = (start - first, stop - start)
         end += padding

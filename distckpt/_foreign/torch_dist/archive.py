@@ -1,5 +1,6 @@
-"""Archives that `torch.save` wrote: zip files without compression, of which any entry can be read
-without the others.
+"""Archives of `torch.save`: zip files without compression.
+
+Any entry can be read alone.
 """
 
 from __future__ import annotations
@@ -9,8 +10,9 @@ import zipfile
 from collections.abc import Callable
 
 _WINDOW_BYTES = 4096
-"""Read at once at either end of an archive: the pickle of a tensor is at one, the directory at the
-other.
+"""Bytes read at once at either end of an archive.
+
+The pickle of a tensor is at one end, the directory at the other.
 """
 _LOCAL_HEADER_BYTES = 30
 _ENCRYPTED = 1
@@ -20,7 +22,7 @@ ReadRange = Callable[[int, int], bytes]
 
 
 class Archive:
-    """A zip file without compression, of which only what is needed is read."""
+    """A zip file without compression, of which only necessary parts are read."""
 
     def __init__(self, read_range: ReadRange, size: int) -> None:
         self._read_range = _windowed(read_range, size)
@@ -48,7 +50,7 @@ class Archive:
             raise ValueError("it was written by a machine that stores the highest byte first")
 
     def span(self, name: str) -> tuple[int, int]:
-        """Return where the content of an entry begins and ends."""
+        """Return the begin and end of an entry's content."""
         if name in self._spans:
             return self._spans[name]
         entry = self._entries.get(name)
@@ -74,11 +76,12 @@ class Archive:
 
 
 def _windowed(read_range: ReadRange, size: int) -> ReadRange:
-    """Read both ends of an archive now, and the rest when it is needed."""
+    """Read both ends of an archive now, and the rest on demand."""
     if size <= 2 * _WINDOW_BYTES:
         whole = read_range(0, size)
         return lambda start, stop: whole[start:stop]
-    head, tail_start = read_range(0, _WINDOW_BYTES), size - _WINDOW_BYTES
+    head = read_range(0, _WINDOW_BYTES)
+    tail_start = size - _WINDOW_BYTES
     tail = read_range(tail_start, size)
 
     def read(start: int, stop: int) -> bytes:
@@ -92,10 +95,12 @@ def _windowed(read_range: ReadRange, size: int) -> ReadRange:
 
 
 class _RangeFile:
-    """A file for zipfile that reads only what is requested."""
+    """A file for zipfile that reads only requested bytes."""
 
     def __init__(self, read_range: ReadRange, size: int) -> None:
-        self._read_range, self._size, self._position = read_range, size, 0
+        self._read_range = read_range
+        self._size = size
+        self._position = 0
 
     def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
         base = {io.SEEK_SET: 0, io.SEEK_CUR: self._position, io.SEEK_END: self._size}[whence]
@@ -108,7 +113,9 @@ class _RangeFile:
         return self._position
 
     def read(self, size: int = -1) -> bytes:
-        count = self._size if size < 0 else size
+        count = size
+        if size < 0:
+            count = self._size
         stop = max(self._position, min(self._position + count, self._size))
         data = self._read_range(self._position, stop)
         self._position += len(data)

@@ -1,5 +1,6 @@
-"""Writing archives as `torch.save` does, and pickles, by the table that reading has: neither torch
-nor pickle is called.
+"""Writing archives as `torch.save` does, and pickles, without torch or pickle.
+
+Both follow the table that reading has.
 
 Only instructions of protocol 2 are written, which all unpicklers of torch read, the restricted one
 included.
@@ -12,6 +13,7 @@ import collections
 import datetime
 import enum
 import io
+import itertools
 import pathlib
 import struct
 import types
@@ -42,8 +44,9 @@ class Global(NamedTuple):
 
 
 class Call(NamedTuple):
-    """An object that a pickle makes by calling a function, or with `is_new` as a new object of a
-    class, and then gives a state.
+    """An object that a pickle makes by calling a function.
+
+    With `is_new`, it is a new object of a class. It then gets a state.
     """
 
     function: Global
@@ -53,7 +56,7 @@ class Call(NamedTuple):
 
 
 class Pairs(NamedTuple):
-    """A dict, given as keys and values, whose keys need not be hashable here."""
+    """A dict as keys and values, whose keys need not be hashable."""
 
     items: list[tuple[Any, Any]]
 
@@ -117,11 +120,13 @@ def _write_archive(
 
 
 class _RestOfFile:
-    """The rest of a file as a file of its own, which is all that `zipfile` needs."""
+    """The rest of a file as its own file, for `zipfile`."""
 
     def __init__(self, file: BinaryIO, start: int) -> None:
-        self._file, self._start = file, start
-        self.write, self.flush = file.write, file.flush
+        self._file = file
+        self._start = start
+        self.write = file.write
+        self.flush = file.flush
 
     def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
         if whence == io.SEEK_SET:
@@ -136,11 +141,13 @@ class _RestOfFile:
 
 
 def _raw(tensor: torch.Tensor) -> Any:
-    return flat_bytes(tensor.cpu()).numpy().data if tensor.numel() else b""
+    if tensor.numel():
+        return flat_bytes(tensor.cpu()).numpy().data
+    return b""
 
 
 def encode_pickle(obj: Any) -> tuple[bytes, list[Any]]:
-    """Return the pickle of an object, and the tensors in it in the order of their storages."""
+    """Return the pickle of an object, and its tensors in storage order."""
     encoder = _Encoder()
     encoder.add(obj)
     return b"\x80\x02" + b"".join(encoder.instructions) + b".", encoder.tensors
@@ -192,7 +199,7 @@ class _Encoder:
 
     def add_pairs(self, pairs: Iterable[tuple[Any, Any]]) -> None:
         self.instructions.append(b"}")
-        self.add_items((obj for pair in pairs for obj in pair), b"u")
+        self.add_items(itertools.chain.from_iterable(pairs), b"u")
 
     def add_global(self, obj: Global) -> None:
         known = self._memo.get(obj)
@@ -211,8 +218,9 @@ class _Encoder:
             self.instructions.append(b"b")
 
     def add_tensor(self, obj: Any) -> None:
-        """Add a tensor, dense as `torch.save` stores it, and remember it for its bytes."""
-        dtype, shape = obj.dtype, tuple(obj.shape)
+        """Add a tensor, dense as `torch.save` stores it, and remember its bytes."""
+        dtype = obj.dtype
+        shape = tuple(obj.shape)
         strides = [int(np.prod(shape[axis + 1 :], dtype=np.int64)) for axis in range(len(shape))]
         stored = _Stored(len(self.tensors), TensorRecord(dtype, shape))
         self.tensors.append(obj)
@@ -220,13 +228,15 @@ class _Encoder:
         args: tuple[Any, ...] = (stored, 0, shape, tuple(strides), False, hooks)
         version = "v2"
         if dtype not in _STORAGE_NAMES:
-            version, args = "v3", (*args, dtype)
+            version = "v3"
+            args = (*args, dtype)
         self.add(Call(Global("torch._utils", f"_rebuild_tensor_{version}"), args))
 
     def add_stored(self, obj: _Stored) -> None:
         name = _STORAGE_NAMES.get(obj.tensor.dtype)
         if name is None:
-            kind, count = Global("torch.storage", "UntypedStorage"), obj.tensor.num_bytes
+            kind = Global("torch.storage", "UntypedStorage")
+            count = obj.tensor.num_bytes
         else:
             kind = Global("torch", f"{name}Storage")
             count = obj.tensor.num_bytes // obj.tensor.dtype.itemsize
@@ -240,12 +250,12 @@ def _int32(number: int) -> bytes:
 
 def _registered(obj: Any) -> Call:
     """Describe an object of a registered class as Python pickles it."""
-    if (described := _described(obj)) is None:
+    if (description := _description_of(obj)) is None:
         raise UnsupportedObjectError(f"A value {_formless(obj)}")
-    return described
+    return description
 
 
-def _described(obj: Any) -> Call | None:
+def _description_of(obj: Any) -> Call | None:
     cls: Any = type(obj)
     if registration_of(cls) is None:
         return None
@@ -270,7 +280,9 @@ def _formless(obj: Any) -> str:
 
 
 def refuse_formless(obj: Any, name: str, way_out: str = "") -> None:
-    """Refuse an object, of the name `name`, that holds values that have no form in such files.
+    """Refuse an object with values that have no form in such files.
+
+    `name` is the name of the object.
 
     Raises:
         UnsupportedObjectError: with the places and classes of all.
@@ -278,7 +290,7 @@ def refuse_formless(obj: Any, name: str, way_out: str = "") -> None:
     faults = []
     for path, node in nodes(obj):
         has_form = type(node) in _FORMS or isinstance(node, torch.Tensor | np.generic)
-        if not has_form and _described(node) is None:
+        if not has_form and _description_of(node) is None:
             text = f" {_formless(node)}"
             faults.append(KeyFault(dotted(path), text, text))
     if faults:
@@ -287,7 +299,9 @@ def refuse_formless(obj: Any, name: str, way_out: str = "") -> None:
 
 
 def _numpy_dtype(dtype: np.dtype[Any]) -> Call:
-    order = "|" if dtype.itemsize == 1 else dtype.str[0]
+    order = "|"
+    if dtype.itemsize != 1:
+        order = dtype.str[0]
     return Call(
         Global("numpy", "dtype"),
         (dtype.str[1:], False, True),
@@ -338,7 +352,7 @@ _FORMS: dict[type, Callable[[_Encoder, Any], None]] = {
     slice: _call("__builtin__", "slice", lambda obj: (obj.start, obj.stop, obj.step)),
     range: _call("__builtin__", "range", lambda obj: (obj.start, obj.stop, obj.step)),
     collections.OrderedDict: _call(
-        "collections", "OrderedDict", lambda obj: ([list(pair) for pair in obj.items()],)
+        "collections", "OrderedDict", lambda obj: (list(map(list, obj.items())),)
     ),
     argparse.Namespace: lambda encoder, obj: encoder.add_call(
         record("argparse", "Namespace", **vars(obj))

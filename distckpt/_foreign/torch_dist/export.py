@@ -1,5 +1,4 @@
-"""Checkpoints of torch.distributed.checkpoint, as PyTorch writes them and as Megatron Core does
-(`torch_dist`).
+"""Checkpoints of torch.distributed.checkpoint, from PyTorch and Megatron Core (`torch_dist`).
 
 `distckpt.load` and `distckpt.consolidate` read such directories as they are, whatever number of
 ranks wrote them:
@@ -45,8 +44,9 @@ def export(
     process_group: Any = None,
     progress: Progress | None = None,
 ) -> None:
-    """Write a checkpoint as Megatron Core's `torch_dist`, which `torch.distributed.checkpoint.load`
-    reads as well.
+    """Write a checkpoint as Megatron Core's `torch_dist`.
+
+    `torch.distributed.checkpoint.load` reads it as well.
 
         torch_dist.export("checkpoints/iter_0001000", "megatron/iter_0001000")
 
@@ -58,7 +58,7 @@ def export(
     Collective operation: all ranks of the process group must call it.
 
     Args:
-        checkpoint_dir: a path or URL of what `distckpt.load` can read.
+        checkpoint_dir: a path or URL of any checkpoint that `distckpt.load` reads.
         output_dir: a path; it must hold no checkpoint.
         overwrite: replace a checkpoint that is there.
         process_group: the ranks that export together; None for the default group, or for this
@@ -75,7 +75,8 @@ def export(
     """
     ranks = Ranks(process_group)
     with ranks.phase("check the arguments", decision=True):
-        location, target = locations.normalize(checkpoint_dir), posix.resolve(output_dir)
+        location = locations.normalize(checkpoint_dir)
+        target = posix.resolve(output_dir)
         check_place(location, target)
         if ranks.is_coordinator:
             posix.check_target(target, overwrite, os.fspath(output_dir))
@@ -92,20 +93,22 @@ def _write(
     progress: Progress | None,
 ) -> None:
     with ranks.phase("read the common state", decision=True):
-        common = common_state_to_write(stored) if ranks.is_coordinator else {}
-    mine = _chunks_of_rank(stored, ranks.rank, ranks.size)
-    num_bytes = sum(int(stored.manifest.num_bytes[chunk]) for _, chunk in mine)
+        common = {}
+        if ranks.is_coordinator:
+            common = common_state_to_write(stored)
+    chunks = _chunks_of_rank(stored, ranks.rank, ranks.size)
+    num_bytes = sum(int(stored.manifest.num_bytes[chunk]) for _, chunk in chunks)
     settings = OutputSettings(num_bytes=num_bytes, overwrite=overwrite)
     with new_output(ranks, target, settings) as output, output.being_written():
-        with ranks.telling("write the export") as told:
+        with ranks.telling("write the export") as messages:
             output.check_is_seen()
             name = f"__{ranks.rank}_0.distcp"
-            written = write_chunks(stored, mine, output.location, name, progress)
-            told.payload = json.dumps(written).encode()
-        with ranks.answering(told, "commit the export"):
+            written = write_chunks(stored, chunks, output.location, name, progress)
+            messages.payload = json.dumps(written).encode()
+        with ranks.answering(messages, "commit the export"):
             if ranks.is_coordinator:
-                of_all = [json.loads(entries) for entries in told.payloads]
-                write_metadata(stored, common, of_all, output.location)
+                entries_of_ranks = [json.loads(entries) for entries in messages.payloads]
+                write_metadata(stored, common, entries_of_ranks, output.location)
                 if not stored.manifest.has_checksums:
                     check_is_unchanged(stored)
                 output.commit(None)
@@ -123,12 +126,12 @@ def check_place(location: str, target: str) -> None:
 
 def chunks_to_write(stored: StoredCheckpoint) -> list[tuple[str, int]]:
     """Return the keys and chunks of tensors and objects."""
-    return [
-        (key, chunk)
-        for key in stored.manifest.key_index
-        if key != COMMON_KEY
-        for chunk in stored.chunks_of(key)
-    ]
+    chunks = []
+    for key in stored.manifest.key_index:
+        if key != COMMON_KEY:
+            for chunk in stored.chunks_of(key):
+                chunks.append((key, chunk))
+    return chunks
 
 
 def _chunks_of_rank(
@@ -136,8 +139,15 @@ def _chunks_of_rank(
     rank: int,
     num_ranks: int,
 ) -> list[tuple[str, int]]:
-    """Return the keys and chunks of one rank: a run of about as many bytes as the others have."""
+    """Return the keys and chunks of one rank.
+
+    They are a run with an equal share of the bytes.
+    """
     chunks = chunks_to_write(stored)
     ends = np.cumsum([int(stored.manifest.num_bytes[chunk]) + 1 for _, chunk in chunks])
     shares = (ends - 1) * num_ranks // max(1, int(ends[-1]) if chunks else 1)
-    return [pair for pair, share in zip(chunks, shares.tolist(), strict=True) if share == rank]
+    chunks_of_rank = []
+    for pair, share in zip(chunks, shares.tolist(), strict=True):
+        if share == rank:
+            chunks_of_rank.append(pair)
+    return chunks_of_rank

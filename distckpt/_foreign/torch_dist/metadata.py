@@ -1,6 +1,4 @@
-"""The `.metadata` file of torch.distributed.checkpoint: which item of which file holds which chunk
-of which tensor.
-"""
+"""The `.metadata` file of torch.distributed.checkpoint: the places of all chunks."""
 
 from __future__ import annotations
 
@@ -25,7 +23,7 @@ from distckpt._format.marker import read_file
 from distckpt._geometry.region import MAX_NDIM, Region
 
 _MAX_DEPTH = 256
-"""Of nested containers."""
+"""Greatest depth of nested containers."""
 
 _DCP = "torch.distributed.checkpoint"
 _SHARDED = "torch.distributed._shard"
@@ -43,31 +41,31 @@ _RECORDS: dict[str, tuple[str, ...]] = {
     f"{_SHARDED}.sharded_tensor.metadata": ("TensorProperties", "MEM_FORMAT_ENCODING"),
     _MEGATRON: ("MCoreMetadata", "MCoreSavePlan"),
 }  # fmt: skip
-"""Classes whose objects are read as records, as PyTorch 2.x and Megatron Core name them."""
+"""Classes that are read as records, in PyTorch 2.x and Megatron Core."""
 
 
 def _join_path(*parts: Any) -> str:
     return "/".join(str(part) for part in parts)
 
 
-_TABLE: Mapping[GlobalName, Any] = LazyTable(
-    lambda: {
-        **{
-            (module, name): record(f"{module}.{name}")
-            for module, names in _RECORDS.items()
-            for name in names
-        },
-        **{("torch", name): dtype for name, dtype in DTYPES.items()},
+def _make_table() -> dict[GlobalName, Any]:
+    table: dict[GlobalName, Any] = {
         ("torch", "Size"): Made("torch.Size", lambda sizes=(): _counts(sizes)),
         ("torch.serialization", "_get_layout"): Made("torch.serialization._get_layout", str),
         ("collections", "OrderedDict"): Made("collections.OrderedDict", dict),
-        **{
-            (module, name): Made(f"{module}.{name}", _join_path)
-            for module in ("pathlib", "pathlib._local")
-            for name in ("PosixPath", "WindowsPath", "PurePosixPath", "PureWindowsPath")
-        },
     }
-)
+    for module, names in _RECORDS.items():
+        for name in names:
+            table[module, name] = record(f"{module}.{name}")
+    for name, dtype in DTYPES.items():
+        table["torch", name] = dtype
+    for module in ("pathlib", "pathlib._local"):
+        for name in ("PosixPath", "WindowsPath", "PurePosixPath", "PureWindowsPath"):
+            table[module, name] = Made(f"{module}.{name}", _join_path)
+    return table
+
+
+_TABLE: Mapping[GlobalName, Any] = LazyTable(_make_table)
 
 
 class StoredItem(NamedTuple):
@@ -101,12 +99,13 @@ class TensorEntry(NamedTuple):
 
 
 _Path = tuple[str | int, ...]
-"""Keys and positions that lead to a place in nested dicts and lists."""
+"""Keys and positions of a place in nested dicts and lists."""
 
 
 class Metadata(NamedTuple):
-    """The content of a `.metadata` file: tensors, objects by name, and where both belong in the
-    state dict.
+    """The content of a `.metadata` file.
+
+    It has tensors, objects by name, and the places of both in the state dict.
     """
 
     tensors: list[TensorEntry]
@@ -139,7 +138,7 @@ def read_metadata(path: str) -> Metadata:
 
 
 def _interpret(root: Any, num_bytes: int) -> Metadata:
-    """Interpret what a pickle of `num_bytes` holds."""
+    """Interpret the content of a pickle of `num_bytes`."""
     is_metadata = _is_record(root, "Metadata") or _is_record(root, "MCoreMetadata")
     _require(is_metadata, "it holds no Metadata")
     stored = _stored_items(_dict(root.get("storage_data")))
@@ -162,19 +161,22 @@ def _interpret(root: Any, num_bytes: int) -> Metadata:
 
 
 def _stored_items(storage_data: Mapping[Any, Any]) -> _StoredItems:
-    found = {}
+    items = {}
     for index, info in storage_data.items():
         _require(_is_record(index, "MetadataIndex"), "a place without a name")
         _require(_is_record(info, "_StorageInfo"), "a name without a place")
-        name, offset = index.get("fqn"), index.get("offset")
+        name = index.get("fqn")
+        offset = index.get("offset")
         item = _stored_item(name, info)
-        found[name, None if offset is None else _counts(offset)] = item
-    return found
+        items[name, None if offset is None else _counts(offset)] = item
+    return items
 
 
 def _stored_item(name: Any, info: Record) -> StoredItem:
-    """Return where the item of a name lies."""
-    file, first, count = info.get("relative_path"), info.get("offset"), info.get("length")
+    """Return the place of the item with a name."""
+    file = info.get("relative_path")
+    first = info.get("offset")
+    count = info.get("length")
     _require(type(name) is str and type(file) is str, "a name that is not a string")
     _require(_is_count(first) and _is_count(count), f"the place of {name!r} is not a number")
     if extensions := info.get("transform_descriptors"):
@@ -210,7 +212,9 @@ def _tensor_entry(
             raise ValueError(f"nothing says where {region} of {key!r} lies")
         chunks[region] = stored[key, region.offset]
     original = (mcore or {}).get("nd_reformulated_orig_global_shape")
-    original_shape = None if original is None else _counts(original)
+    original_shape = None
+    if original is not None:
+        original_shape = _counts(original)
     return TensorEntry(key, dtype, shape, list(chunks.items()), original_shape)
 
 
@@ -226,7 +230,7 @@ def _region(key: str, chunk: Record, shape: tuple[int, ...]) -> Region:
 
 
 def _paths(planner_data: Any, max_chars: int) -> dict[str, _Path]:
-    """Return the paths that lead from names of items to places in the state dict."""
+    """Return the places of named items in the state dict."""
     paths: dict[str, _Path] = {}
     for name, path in planner_data.items() if isinstance(planner_data, dict) else ():
         _require(type(name) is str and _is_path(path), f"{name!r:.100} has no path")
@@ -269,6 +273,6 @@ def _dict(value: Any) -> dict[Any, Any]:
     return value  # type: ignore[no-any-return]
 
 
-def _require(condition: bool, what: str) -> None:
+def _require(condition: bool, problem: str) -> None:
     if not condition:
-        raise ValueError(what)
+        raise ValueError(problem)

@@ -1,5 +1,4 @@
-"""Archives that `torch.save` wrote, read as data: where the bytes of tensors lie, and objects of
-plain types.
+"""Archives of `torch.save` read as data: the places of tensors, and plain objects.
 
 Such an archive is a zip file with the entries `<name>/data.pkl`, a pickle that refers to storages,
 and `<name>/data/<n>`, the bytes of a storage.
@@ -43,9 +42,9 @@ from distckpt._format.codec.tree import (
 from distckpt._geometry.region import MAX_NDIM
 
 _MAX_READ_BYTES = 16 << 20
-"""Limit of the directory and of the pickle of an archive that holds one tensor."""
+"""Limit of an archive's directory, and of the pickle of one tensor."""
 _EXTRA_VALUES = 1_000_000
-"""An object may amount to this many values, and to four more for each byte of its archive."""
+"""Most values of an object, plus four per byte of its archive."""
 
 
 class _Storage(NamedTuple):
@@ -66,7 +65,7 @@ class TensorView(NamedTuple):
 
 
 def locate_tensor(read_range: ReadRange, size: int) -> tuple[TensorView, int]:
-    """Find the one tensor in an archive of `size` bytes, and its first byte.
+    """Find the one tensor in an archive, and its first byte.
 
     Raises:
         ValueError: the archive holds something else.
@@ -87,7 +86,7 @@ def locate_tensor(read_range: ReadRange, size: int) -> tuple[TensorView, int]:
 
 
 def first_byte_of(archive: Archive, view: TensorView, size: int) -> int:
-    """Return where in an archive of `size` bytes a tensor begins.
+    """Return a tensor's first byte in an archive of `size` bytes.
 
     Raises:
         ValueError: it reaches outside its storage.
@@ -108,7 +107,7 @@ def first_byte_of(archive: Archive, view: TensorView, size: int) -> int:
 
 
 def read_views(archive: Archive) -> Any:
-    """Return the object that an archive holds, with a `TensorView` for each tensor.
+    """Return the object in an archive, with a `TensorView` for each tensor.
 
     Objects of other than plain types become `Record`s, whose kind is the name of the class.
 
@@ -181,7 +180,7 @@ STORAGE_DTYPES: Mapping[str, torch.dtype] = LazyTable(
         "ComplexDouble": torch.complex128,
     }
 )
-"""Dtypes whose storages have classes of their own, by the beginning of the class name."""
+"""Dtypes whose storages have classes, by the prefix of the class name."""
 
 
 def _never(*args: Any) -> Any:
@@ -195,15 +194,18 @@ _TENSOR_TYPES = {
 
 
 def _tensor_table(finish: Callable[[TensorView], Any]) -> dict[GlobalName, Any]:
-    """Return what the pickle of a tensor may name; it gets what `finish` makes of the view."""
+    """Return the names allowed in a tensor's pickle, with their functions.
+
+    `finish` makes the result of the view.
+    """
 
     # After the strides come the requirement of a gradient and the hooks.
-    def of_typed(
+    def make_typed(
         storage: Any, offset: Any, shape: Any, strides: Any, _: Any, __: Any, flags: Any = None
     ) -> Any:
-        return of_untyped(storage, offset, shape, strides, _, __, storage.dtype, flags)
+        return make_untyped(storage, offset, shape, strides, _, __, storage.dtype, flags)
 
-    def of_untyped(
+    def make_untyped(
         storage: Any, offset: Any, shape: Any, strides: Any, _: Any, __: Any, dtype: Any,
         flags: Any = None,
     ) -> Any:  # fmt: skip
@@ -226,8 +228,8 @@ def _tensor_table(finish: Callable[[TensorView], Any]) -> dict[GlobalName, Any]:
         return function.make(*args)
 
     functions: dict[GlobalName, Callable[..., Any]] = {
-        ("torch._utils", "_rebuild_tensor_v2"): of_typed,
-        ("torch._utils", "_rebuild_tensor_v3"): of_untyped,
+        ("torch._utils", "_rebuild_tensor_v2"): make_typed,
+        ("torch._utils", "_rebuild_tensor_v3"): make_untyped,
         ("torch._utils", "_rebuild_parameter"): lambda data, grad, hooks: data,
         ("torch._utils", "_rebuild_parameter_with_state"): lambda data, grad, hooks, state: data,
         ("torch._tensor", "_rebuild_from_type_v2"): of_type,
@@ -302,7 +304,9 @@ def _bytearray(*args: Any) -> bytearray:
 
 
 def _defaultdict(factory: Any = None) -> Any:
-    name = factory.name.rpartition(".")[2] if type(factory) is Made else factory
+    name = factory
+    if type(factory) is Made:
+        name = factory.name.rpartition(".")[2]
     # Protocol 2 gives two types the names they had in Python 2.
     return collections.defaultdict(FACTORIES[{"unicode": "str", "long": "int"}.get(name, name)])
 
@@ -334,17 +338,7 @@ _NUMPY: dict[GlobalName, Callable[..., Any]] = {
         (1, shape, dtype, order == "F", bytes(raw))
     ),
 }
-_OTHERS: dict[GlobalName, Callable[..., Any]] = {
-    **{
-        (module, name): make
-        for module in ("builtins", "__builtin__")
-        for name, make in _BUILTINS.items()
-    },
-    **{
-        (f"numpy.{core}.{at}", name): make
-        for core in ("core", "_core")
-        for (at, name), make in _NUMPY.items()
-    },
+_MAKERS: dict[GlobalName, Callable[..., Any]] = {
     ("numpy", "ndarray"): _never,
     ("numpy", "dtype"): _plain_dtype,
     ("_codecs", "encode"): _bytes_of_text,
@@ -354,19 +348,32 @@ _OTHERS: dict[GlobalName, Callable[..., Any]] = {
     ("_io", "BytesIO"): io.BytesIO,
     ("io", "BytesIO"): io.BytesIO,
     ("torch", "device"): lambda *arguments: torch.device(*arguments),
-    **{
-        ("datetime", name): getattr(datetime, name)
-        for name in ("date", "datetime", "timedelta", "timezone")
-    },
-    **{(module, name): _path(name) for module in ("pathlib", "pathlib._local") for name in PATHS},
+    ("datetime", "date"): datetime.date,
+    ("datetime", "datetime"): datetime.datetime,
+    ("datetime", "timedelta"): datetime.timedelta,
+    ("datetime", "timezone"): datetime.timezone,
 }
-_OBJECTS: dict[GlobalName, Any] = {
-    name: Made(".".join(name), make) for name, make in _OTHERS.items()
-}
+
+
+def _make_objects() -> dict[GlobalName, Any]:
+    makers = dict(_MAKERS)
+    for module in ("builtins", "__builtin__"):
+        for name, make in _BUILTINS.items():
+            makers[module, name] = make
+    for core in ("core", "_core"):
+        for (submodule, name), make in _NUMPY.items():
+            makers[f"numpy.{core}.{submodule}", name] = make
+    for module in ("pathlib", "pathlib._local"):
+        for name in PATHS:
+            makers[module, name] = _path(name)
+    return {name: Made(".".join(name), make) for name, make in makers.items()}
+
+
+_OBJECTS = _make_objects()
 
 
 class _Table(dict[GlobalName, Any]):
-    """What the pickle of an object may name: given functions, and registered classes."""
+    """The names allowed in an object's pickle: given functions, registered classes."""
 
     def __missing__(self, name: GlobalName) -> Any:
         full_name = ".".join(name)
@@ -379,7 +386,10 @@ class _Table(dict[GlobalName, Any]):
 
 
 class _AnyTable(dict[GlobalName, Any]):
-    """Given functions that a pickle may name; objects of all other classes are read as records."""
+    """The functions that a pickle may name, for objects read as records.
+
+    Objects of all other classes become records.
+    """
 
     def __missing__(self, name: GlobalName) -> Any:
         full_name = ".".join(name)
@@ -387,12 +397,17 @@ class _AnyTable(dict[GlobalName, Any]):
 
 
 def _maker_of(cls: Any) -> Callable[..., Any] | None:
-    """Return what pickles call in the place of a registered class, None if they may not name it."""
+    """Return the replacement of a registered class in pickles.
+
+    None if they may not name it.
+    """
     if issubclass(cls, enum.Enum):
         return lambda *value: cls(*value)
     if issubclass(cls, tuple) and hasattr(cls, "_make"):
         return lambda *values: cls._make(values)
-    return (lambda: object.__new__(cls)) if hasattr(cls, "__dataclass_fields__") else None
+    if hasattr(cls, "__dataclass_fields__"):
+        return lambda: object.__new__(cls)
+    return None
 
 
 def _set_state(obj: Any, state: Any) -> Any:
@@ -401,7 +416,7 @@ def _set_state(obj: Any, state: Any) -> Any:
         return _array(state)
     if isinstance(obj, np.dtype):
         # (version, byte order, ...): the order is the one thing that its name does not say.
-        return _in_byte_order(obj, state[1])
+        return _with_byte_order(obj, state[1])
     if isinstance(obj, io.BytesIO):
         return io.BytesIO(memoryview(state[0]))
     if type(obj) in (argparse.Namespace, types.SimpleNamespace) and _are_texts(state):
@@ -413,13 +428,15 @@ def _set_state(obj: Any, state: Any) -> Any:
     if isinstance(obj, Record):
         obj.state = state
     if isinstance(obj, (collections.OrderedDict, torch.Tensor, Record)):
-        # For the first two, the state is what torch notes beside the items, and is not stored.
+        # For the first two, the state is torch's own note about the items, and is not stored.
         return obj
     raise ValueError(f"a state for a {type(obj).__name__}")
 
 
-def _in_byte_order(dtype: np.dtype[Any], order: Any) -> np.dtype[Any]:
-    return dtype if order in ("|", "=") else dtype.newbyteorder(order)
+def _with_byte_order(dtype: np.dtype[Any], order: Any) -> np.dtype[Any]:
+    if order in ("|", "="):
+        return dtype
+    return dtype.newbyteorder(order)
 
 
 def _are_texts(names: Iterable[Any]) -> bool:

@@ -1,5 +1,6 @@
-"""Reader of torch.distributed.checkpoint's checkpoints, which PyTorch and Megatron Core
-(`torch_dist`) write.
+"""Reader of torch.distributed.checkpoint's checkpoints.
+
+PyTorch and Megatron Core (`torch_dist`) write them.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ _MAX_LIST = 1 << 20
 
 
 class TorchDistReader(Reader):
-    """Reads directories with a `.metadata` file, or with a marker that names `torch_dist`."""
+    """Reads directories with a `.metadata` file, or a `torch_dist` marker."""
 
     name = TORCH_DIST.name
 
@@ -41,13 +42,15 @@ class TorchDistReader(Reader):
         return read_directory(location, self.name)
 
     def load_objects(self, stored: StoredCheckpoint, chunks: Sequence[int]) -> list[Any]:
-        return [
-            _decode(stored, *pair) for pair in zip(chunks, read_chunks(stored, chunks), strict=True)
-        ]
+        values = []
+        for pair in zip(chunks, read_chunks(stored, chunks), strict=True):
+            values.append(_decode(stored, *pair))
+        return values
 
     def load_common_state(self, stored: StoredCheckpoint) -> Any:
-        """Load Megatron's common state, which is one object, or join PyTorch's, of which each value
-        is stored by itself.
+        """Load Megatron's common state, or join the values of PyTorch's.
+
+        Megatron's is one object; PyTorch stores each value by itself.
         """
         if COMMON_KEY not in stored.manifest.key_index:
             return _extra_values(stored)
@@ -72,15 +75,16 @@ class TorchDistReader(Reader):
 
 
 def _extra_values(stored: StoredCheckpoint) -> dict[Any, Any]:
-    """Load what Lightning stores beside the state dicts; with a warning nothing, if that holds
-    objects of other classes than can be read.
+    """Load the values that Lightning stores next to state dicts.
+
+    If there are objects of unreadable classes, the result is empty, with a warning.
     """
     name = (stored.manifest.origin or {}).get("extra")
     if name is None:
         return {}
     path = locations.join(stored.location, name)
     try:
-        found = read_object(read_file(path, MAX_TABLE_BYTES))
+        extra = read_object(read_file(path, MAX_TABLE_BYTES))
     except RefusedGlobalError as error:
         logger.warning(
             "%s is not read, and nothing of it was run: it needs %r. If this is an Enum class, a "
@@ -94,18 +98,22 @@ def _extra_values(stored: StoredCheckpoint) -> dict[Any, Any]:
         raise CorruptCheckpointError(
             f"{path!r} is damaged or of an unknown form ({error!s:.300}): restore it from a copy."
         ) from error
-    return found if isinstance(found, dict) else {}
+    if isinstance(extra, dict):
+        return extra
+    return {}
 
 
 def _paths(stored: StoredCheckpoint) -> Any:
-    """Return where each value of PyTorch's common state belongs in the state dict; None for
-    Megatron's common state.
+    """Return the path of each value of PyTorch's common state.
+
+    None for Megatron's common state.
     """
     return (stored.manifest.origin or {}).get("paths")
 
 
 def _decode(stored: StoredCheckpoint, chunk: int, blob: bytes) -> Any:
-    key, first = stored.key_of(chunk), int(stored.manifest.first_bytes[chunk])
+    key = stored.key_of(chunk)
+    first = int(stored.manifest.first_bytes[chunk])
     where = (
         f"{object_text(key)} in {stored.path_of(chunk)!r}, bytes {first} to {first + len(blob)},"
     )
@@ -136,8 +144,9 @@ def _decode(stored: StoredCheckpoint, chunk: int, blob: bytes) -> Any:
 
 
 def _put(tree: dict[Any, Any], path: Sequence[Any], value: Any, location: str) -> int:
-    """Put a value into nested dicts (for names) and lists (for numbers); return how many items were
-    added to lists.
+    """Put a value into nested dicts (for names) and lists (for numbers).
+
+    Return the number of items added to lists.
     """
     node: Any = tree
     num_added = 0
@@ -145,7 +154,9 @@ def _put(tree: dict[Any, Any], path: Sequence[Any], value: Any, location: str) -
         if following is None:
             fresh: Any = value
         else:
-            fresh = [] if type(following) is int else {}
+            fresh = {}
+            if type(following) is int:
+                fresh = []
         if isinstance(node, list) and type(step) is int and 0 <= step < _MAX_LIST:
             num_added += max(0, step + 1 - len(node))
             node.extend([HOLE] * (step + 1 - len(node)))

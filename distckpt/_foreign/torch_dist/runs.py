@@ -1,4 +1,4 @@
-"""Regions of a stored tensor whose elements follow one another in its file."""
+"""Regions of a stored tensor that are contiguous in its file."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from distckpt._foreign.torch_dist.objects import TensorView
 from distckpt._geometry.region import Region, flat_range_regions
 
 _MAX_RUNS = 1 << 20
-"""A stored tensor is divided into at most this many regions."""
+"""Most regions that a stored tensor is divided into."""
 
 _Shape = tuple[int, ...]
 
@@ -21,13 +21,17 @@ def contiguous_runs(stored: TensorView, region: Region) -> Iterator[tuple[Region
 
     Each comes with the position of its first element, counted from the first of the tensor.
     """
-    shape, strides = region.shape, stored.strides
+    shape = region.shape
+    strides = stored.strides
     inner = _axes_of_runs(shape, strides)
     if region.num_elements == 0 or len(inner) == len(shape):
         yield region, 0
         return
-    extent = tuple(n if axis in inner else 1 for axis, n in enumerate(shape))
-    counts = tuple(1 if axis in inner else n for axis, n in enumerate(shape))
+    extent = [1] * len(shape)
+    counts = list(shape)
+    for axis in inner:
+        extent[axis] = shape[axis]
+        counts[axis] = 1
     if math.prod(counts) > _MAX_RUNS:
         raise ValueError(
             f"it is stored with strides {strides}, in more than {_MAX_RUNS} runs; save contiguous "
@@ -35,27 +39,30 @@ def contiguous_runs(stored: TensorView, region: Region) -> Iterator[tuple[Region
         )
     for index in itertools.product(*map(range, counts)):
         offset = tuple(map(operator.add, region.offset, index))
-        yield Region(offset, extent), sum(map(operator.mul, index, strides))
+        yield Region(offset, tuple(extent)), sum(map(operator.mul, index, strides))
 
 
 def _axes_of_runs(shape: _Shape, strides: _Shape) -> set[int]:
-    """Return the axes along which the elements of a stored tensor follow one another."""
+    """Return the axes along which a stored tensor is contiguous."""
     # The axes from `outer` on lie as in a contiguous tensor; an axis of size 1 may have any stride.
-    outer, step = len(shape), 1
+    outer = len(shape)
+    step = 1
     while outer and (shape[outer - 1] == 1 or strides[outer - 1] == step):
         outer -= 1
         step *= shape[outer]
     # A transposed tensor has its runs along another axis.
     for axis in range(outer):
         if strides[axis] == 1 and shape[axis] > 1:
-            return {axis} if shape[axis] > step else set(range(outer, len(shape)))
+            if shape[axis] > step:
+                return {axis}
+            return set(range(outer, len(shape)))
     return set(range(outer, len(shape)))
 
 
 def unflattened_runs(
     stored: TensorView, region: Region, shape: _Shape, original: _Shape
 ) -> Iterator[tuple[Region, int]]:
-    """Divide the region that a flattened shard holds into regions of the original tensor.
+    """Divide the region of a flattened shard into regions of the original.
 
     Such a tensor is stored as an array of `shape`, with one axis more than `original`: the first
     axes number the shards of a regular grid, and the last one counts the elements of each,
@@ -79,11 +86,17 @@ def unflattened_runs(
 
 
 def _shape_of_shards(shape: _Shape, original: _Shape) -> _Shape | None:
-    """Return the shape of the shards of a flattened tensor; None if `original` has no such grid."""
-    grid, flat_size = shape[:-1], shape[-1]
+    """Return the shape of a flattened tensor's shards.
+
+    None if `original` has no such grid.
+    """
+    grid = shape[:-1]
+    flat_size = shape[-1]
     if len(grid) != len(original):
         return None
     if not all(g and n % g == 0 for n, g in zip(original, grid, strict=True)):
         return None
     local = tuple(n // g for n, g in zip(original, grid, strict=True))
-    return local if math.prod(local) == flat_size else None
+    if math.prod(local) == flat_size:
+        return local
+    return None

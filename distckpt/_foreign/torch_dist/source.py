@@ -1,8 +1,8 @@
 """Checkpoints of torch.distributed.checkpoint as manifests, for everything that reads chunks.
 
-Two kinds, both with a `.metadata` file beside their `.distcp` files: those that PyTorch wrote, and
-those that Megatron Core wrote with its `torch_dist` strategy, which has a marker beside them and in
-most versions a `common.pt`.
+There are two kinds, both with a `.metadata` file next to their `.distcp` files: from PyTorch, and
+from Megatron Core's `torch_dist` strategy, which also have a marker and in most versions a
+`common.pt`.
 """
 
 from __future__ import annotations
@@ -37,14 +37,19 @@ from distckpt._storage import locations
 METADATA_NAME = TORCH_DIST.marker
 COMMON_NAME = "common.pt"
 EXTRA_NAME = "meta.pt"
-"""The file in which Lightning keeps what is no state dict of a module or optimizer."""
+"""The file of Lightning's values outside state dicts.
+
+Modules and optimizers have the state dicts.
+"""
 
 _MEGATRON_COMMON_KEY = "common_state"
 
 
 class _Cell(NamedTuple):
-    """A cell of an object's grid: the key of the object, the place of the cell, the shape of the
-    grid, and the item that holds it.
+    """A cell of an object's grid.
+
+    It has the key of the object, the place of the cell, the shape of the grid, and the item that
+    holds it.
     """
 
     key: str
@@ -62,7 +67,10 @@ def read_directory(location: str, format_name: str) -> Manifest:
     """
     marker = read_marker(location)
     metadata = read_metadata(locations.join(location, METADATA_NAME))
-    items = [(entry.key, item) for entry in metadata.tensors for _, item in entry.chunks]
+    items = []
+    for entry in metadata.tensors:
+        for _, item in entry.chunks:
+            items.append((entry.key, item))
     files = _look_up_files(location, [*items, *metadata.objects.items()])
     pieces = _tensor_pieces(location, metadata.tensors)
     fields: dict[str, Any] = {}
@@ -74,10 +82,9 @@ def read_directory(location: str, format_name: str) -> Manifest:
         _check_is_not_of_megatron(location, metadata.objects)
         names = sorted(metadata.objects)
         fields["paths"] = [metadata.paths.get(name, (name,)) for name in names]
-        cells = [
-            _Cell(COMMON_KEY, (i,), (len(names),), metadata.objects[name])
-            for i, name in enumerate(names)
-        ]
+        cells = []
+        for i, name in enumerate(names):
+            cells.append(_Cell(COMMON_KEY, (i,), (len(names),), metadata.objects[name]))
         if locations.exists(locations.join(location, EXTRA_NAME)):
             fields["extra"] = EXTRA_NAME
     for cell in cells:
@@ -90,9 +97,9 @@ def read_directory(location: str, format_name: str) -> Manifest:
 
 
 def _look_up_files(location: str, items: Sequence[tuple[str, StoredItem]]) -> dict[str, ShardFile]:
-    """Look up the files that `.metadata` names, and check that its items fit into them."""
+    """Look up the files named in `.metadata`, and check the items' bounds."""
     files: dict[str, ShardFile] = {}
-    in_file: Counter[str] = Counter()
+    items_by_file: Counter[str] = Counter()
     for key, item in items:
         if item.file not in files:
             files[item.file] = look_up_file(location, item.file, key)
@@ -102,8 +109,8 @@ def _look_up_files(location: str, items: Sequence[tuple[str, StoredItem]]) -> di
                 f"but {METADATA_NAME} says that {key!r} lies in it up to byte "
                 f"{item.first_byte + item.num_bytes}: the file was cut off. Restore it from a copy."
             )
-        in_file[item.file] += item.num_bytes
-        if in_file[item.file] > files[item.file].num_bytes:
+        items_by_file[item.file] += item.num_bytes
+        if items_by_file[item.file] > files[item.file].num_bytes:
             raise CorruptCheckpointError(
                 f"{METADATA_NAME} of {location!r} places {key!r} in {item.file!r} where other "
                 "items lie: it is damaged. Restore it from a copy."
@@ -116,13 +123,15 @@ def _look_up_files(location: str, items: Sequence[tuple[str, StoredItem]]) -> di
 
 def _tensor_pieces(location: str, entries: Sequence[TensorEntry]) -> list[StoredPiece]:
     _check_dtypes(location, entries)
-    chunks = [(entry, region, item) for entry in entries for region, item in entry.chunks]
-    found: dict[int, list[StoredPiece]] = {}
+    chunks = []
+    for entry in entries:
+        chunks += [(entry, region, item) for region, item in entry.chunks]
+    pieces_by_chunk: dict[int, list[StoredPiece]] = {}
 
     def read(number: int) -> None:
         entry, region, item = chunks[number]
         try:
-            found[number] = list(_pieces_of_chunk(location, entry, region, item))
+            pieces_by_chunk[number] = list(_pieces_of_chunk(location, entry, region, item))
         except ValueError as error:
             reason = str(error)
             if isinstance(error, RefusedGlobalError):
@@ -135,7 +144,9 @@ def _tensor_pieces(location: str, entries: Sequence[TensorEntry]) -> list[Stored
 
     # Each takes two small reads, which take mostly latency on a network file system.
     run_threads(read, range(len(chunks)))
-    pieces = [piece for number in range(len(chunks)) for piece in found[number]]
+    pieces = []
+    for number in range(len(chunks)):
+        pieces += pieces_by_chunk[number]
     without = {entry.key for entry in entries} - {piece.key for piece in pieces}
     if without:
         raise CorruptCheckpointError(
@@ -168,15 +179,18 @@ def _pieces_of_chunk(
             f"it is {stored.dtype} {stored.shape}, {METADATA_NAME} says {entry.dtype} "
             f"{region.shape}"
         )
-    dtype, item_bytes = TO_NAME[entry.dtype], entry.dtype.itemsize
+    dtype = TO_NAME[entry.dtype]
+    item_bytes = entry.dtype.itemsize
     first = item.first_byte + first_byte
     if entry.original_shape is None:
-        shape, runs = entry.shape, contiguous_runs(stored, region)
+        shape = entry.shape
+        runs = contiguous_runs(stored, region)
     else:
         shape = entry.original_shape
         runs = unflattened_runs(stored, region, entry.shape, shape)
     for run, position in runs:
-        start, num_bytes = first + position * item_bytes, run.num_elements * item_bytes
+        start = first + position * item_bytes
+        num_bytes = run.num_elements * item_bytes
         yield StoredPiece(entry.key, dtype, run, shape, item.file, start, num_bytes)
 
 
@@ -184,8 +198,9 @@ def _pieces_of_chunk(
 
 
 def _megatron_objects(location: str, objects: Mapping[str, StoredItem]) -> list[_Cell]:
-    """Return the cells of Megatron's objects, whose names end in `/shard_<offset>_<shape>`; in
-    later versions its common state is one.
+    """Return the cells of Megatron's objects.
+
+    Their names end in `/shard_<offset>_<shape>`; in later versions common state is one.
     """
     cells: list[_Cell] = []
     last_sizes: dict[str, int] = {}
@@ -197,19 +212,30 @@ def _megatron_objects(location: str, objects: Mapping[str, StoredItem]) -> list[
                 f"The {METADATA_NAME} of {location!r} holds an object {name!r}, which is not a "
                 "name that Megatron gives."
             ) from error
-        key = COMMON_KEY if shard.key == _MEGATRON_COMMON_KEY else shard.key
+        key = shard.key
+        if shard.key == _MEGATRON_COMMON_KEY:
+            key = COMMON_KEY
         cells.append(_Cell(key, shard.global_offset, shard.global_shape, item))
-        last = shard.global_offset[-1] if shard.global_offset else 0
+        last = 0
+        if shard.global_offset:
+            last = shard.global_offset[-1]
         last_sizes[key] = max(last_sizes.get(key, 1), last + 1)
     # Old names lack the last size.
-    return [
-        cell._replace(shape=tuple(last_sizes[cell.key] if n < 0 else n for n in cell.shape))
-        for cell in cells
-    ]
+    complete = []
+    for cell in cells:
+        shape = list(cell.shape)
+        for axis, size in enumerate(shape):
+            if size < 0:
+                shape[axis] = last_sizes[cell.key]
+        complete.append(cell._replace(shape=tuple(shape)))
+    return complete
 
 
 def _check_is_not_of_megatron(location: str, names: Iterable[str]) -> None:
-    """Refuse a checkpoint with Megatron's objects and without the marker that it writes last."""
+    """Refuse a checkpoint of Megatron without the marker that it writes last.
+
+    Its objects show where it comes from.
+    """
     name = next(filter(_is_of_megatron, names), None)
     if name is not None:
         raise CorruptCheckpointError(
@@ -220,7 +246,7 @@ def _check_is_not_of_megatron(location: str, names: Iterable[str]) -> None:
 
 
 def _is_of_megatron(name: str) -> bool:
-    """Tell whether an object has a name that Megatron gives."""
+    """Whether an object has a name of Megatron's form."""
     try:
         ShardedObject.empty_from_unique_key(name)
     except InvalidShardingError:
@@ -231,7 +257,7 @@ def _is_of_megatron(name: str) -> bool:
 def _common_file(
     location: str, marker: Mapping[str, Any], files: dict[str, ShardFile]
 ) -> Iterator[_Cell]:
-    """Yield the cell of the file in which most versions of Megatron store common state."""
+    """Yield the cell of Megatron's file of common state, where it exists."""
     path = locations.join(location, COMMON_NAME)
     if locations.exists(path):
         files[COMMON_NAME] = look_up_file(location, COMMON_NAME, COMMON_KEY)

@@ -1,11 +1,12 @@
-"""Reading the pickles of other programs as data, on a machine that imports nothing and calls only
-what it was given.
+"""Reading the pickles of other programs as data.
 
-A pickle is a program whose instructions name functions and say what to call them with. Here, names
-are only looked up in a table of the caller, which has functions of this package that make plain
-values. A name that is not in the table is refused before anything is made of it. The pickle itself
-bounds all sizes: no instruction allocates more memory than it has bytes, nothing is copied again
-and again, and `check_size` finds small pickles that amount to large objects.
+The machine imports nothing and calls only given functions.
+
+A pickle is a program whose instructions name functions and the arguments to call them with. Here,
+names are only looked up in a table of the caller, which has functions of this package that make
+plain values. A name that is not in the table is refused before anything is made of it. The pickle
+itself bounds all sizes: no instruction allocates more memory than it has bytes, nothing is copied
+again and again, and `check_size` finds small pickles that amount to large objects.
 
 A subclass of `pickle.Unpickler`, with a `find_class` that looks names up in the table, would be a
 quarter as long, but `find_class` is the only hook of that machine. Whatever it returns, REDUCE,
@@ -35,7 +36,7 @@ _EXTRA_WORK = 100_000
 
 
 class RefusedGlobalError(ValueError):
-    """A pickle names a function or class that is not in the table; `name` includes the module."""
+    """A pickle names a global outside the table; `name` includes the module."""
 
     def __init__(self, name: str) -> None:
         super().__init__(
@@ -52,8 +53,9 @@ class Made(NamedTuple):
 
 
 class Record:
-    """Stands for an object that is not built: the name of its class, and its state, which is mostly
-    attributes by name.
+    """Stands for an object that is not built.
+
+    It has the name of its class, and its state, which is mostly attributes by name.
     """
 
     __slots__ = ("kind", "state")
@@ -64,11 +66,13 @@ class Record:
 
     def get(self, name: str, default: Any = None) -> Any:
         """Return an attribute."""
-        return self.state.get(name, default) if isinstance(self.state, dict) else default
+        if isinstance(self.state, dict):
+            return self.state.get(name, default)
+        return default
 
 
 def record(name: str) -> Made:
-    """Return a table entry for a class whose objects are read as records."""
+    """Return a table entry for a class read as records."""
     kind = name.rpartition(".")[2]
     return Made(name, lambda *args: Record(kind))
 
@@ -102,7 +106,7 @@ def read_pickle(
         RefusedGlobalError: the pickle names another global.
         ValueError: it is damaged, or has unusual instructions.
     """
-    # Limits what functions are given in all, as each could copy, hash or print it.
+    # Limits the arguments of functions in total, as each could copy, hash or print them.
     machine = _Machine(table, persistent, set_state, work=4 * len(data) + _EXTRA_WORK)
     try:
         return machine.run(data)
@@ -111,14 +115,16 @@ def read_pickle(
 
 
 def check_size(obj: Any, limit: int) -> int:
-    """Count the values in an object; texts, byte strings, arrays and tensors count by characters or
-    bytes.
+    """Count the values in an object.
+
+    Texts, byte strings, arrays and tensors count by characters or bytes.
 
     Raises:
         ValueError: it contains itself, or the same parts so often that it amounts to more than
             `limit` values.
     """
-    stack, count = [(obj, 0)], 0
+    stack = [(obj, 0)]
+    count = 0
     while stack:
         node, depth = stack.pop()
         count += 1 + _extent(node)
@@ -150,8 +156,9 @@ def _children(node: Any) -> Iterable[Any]:
 
 
 def hashable(key: Any) -> Any:
-    """Return a key, or raise ValueError unless it is simple: hashing deeply nested tuples would
-    exhaust the C stack.
+    """Return a key, or raise ValueError unless it is simple.
+
+    Hashing deeply nested tuples would exhaust the C stack.
     """
     parts = key if isinstance(key, tuple) else (key,)
     for part in parts:
@@ -171,7 +178,7 @@ class _Machine:
     stack: list[Any] = field(default_factory=list)
     memo: dict[int, Any] = field(default_factory=dict)
     places: dict[int, int] = field(default_factory=dict)
-    """Places in the memo of the objects that a state may replace, by their ids."""
+    """Memo places of the objects that a state may replace, by id."""
 
     def run(self, data: bytes) -> Any:
         for instruction, operand, position in pickletools.genops(data):
@@ -235,7 +242,7 @@ class _Machine:
             target[hashable(key)] = value
 
     def add_to_set(self) -> None:
-        items = [hashable(item) for item in self.pop_to_mark()]
+        items = list(map(hashable, self.pop_to_mark()))
         self.top(set).update(items)
 
     def extend_list(self, items: list[Any]) -> None:
@@ -247,13 +254,14 @@ class _Machine:
         if type(module) is not str or type(name) is not str:
             raise ValueError("a global whose name is not a string")
         try:
-            found = self.table[module, name]
+            value = self.table[module, name]
         except KeyError:
             raise RefusedGlobalError(f"{module}.{name}") from None
-        self.push(found)
+        self.push(value)
 
     def reduce(self) -> None:
-        args, function = self.pop(), self.pop()
+        args = self.pop()
+        function = self.pop()
         if type(function) is not Made or type(args) is not tuple:
             raise ValueError(f"a call of a {type(function).__name__}")
         if args:
@@ -278,7 +286,8 @@ class _Machine:
         self.reduce()
 
     def build(self) -> None:
-        state, obj = self.pop(), self.pop()
+        state = self.pop()
+        obj = self.pop()
         if type(state) is tuple:
             # The content of an array is copied.
             self.work -= sum(len(item) for item in state if isinstance(item, (bytes, bytearray)))
@@ -296,9 +305,9 @@ class _Machine:
 
 
 _KEPT = {Record, Made, str, bytes, int, tuple, list, dict}
-"""Types of objects that a state does not replace by others."""
+"""Types of objects that a state changes in place."""
 
-# All instructions except those of protocols 0 and 1, extension codes and out-of-band buffers.
+# All instructions except the ones of protocols 0 and 1, extension codes and out-of-band buffers.
 _VALUES = (
     "BININT", "BININT1", "BININT2", "LONG1", "LONG4", "BINFLOAT",
     "BINUNICODE", "SHORT_BINUNICODE", "BINUNICODE8",

@@ -1,6 +1,4 @@
-"""Writing the files of a `torch_dist` directory: chunks, their metadata, common state and the
-marker.
-"""
+"""Writing a `torch_dist` directory: chunks, metadata, common state and the marker."""
 
 from __future__ import annotations
 
@@ -45,16 +43,16 @@ _MARKER = {
 }
 
 _PIECE_BYTES = 64 << 20
-"""So much of a chunk is in memory at a time."""
+"""Bytes of a chunk in memory at a time."""
 _OTHER_COMMON_STATE = (
     "\nOr leave these values out: distckpt.reshard(checkpoint, another, common_state={...}) makes "
     "a checkpoint with another common state, which can be exported."
 )
 
 Written = tuple[int, str, int, int]
-"""A chunk, and the file, first byte and number of bytes of its archive."""
+"""A chunk with the file, first byte and size of its archive."""
 _Place = tuple[str, int, int]
-"""The same of a known chunk."""
+"""The file, first byte and size of a known chunk's archive."""
 
 
 def write_chunks(
@@ -64,11 +62,21 @@ def write_chunks(
     name: str,
     progress: Progress | None,
 ) -> list[Written]:
-    """Write chunks into one file, each as an archive of torch; return where they are."""
-    manifest, written, start = stored.manifest, [], 0
-    num_bytes_of = {chunk: int(manifest.num_bytes[chunk]) for _, chunk in chunks}
-    of_tensors = [chunk for key, chunk in chunks if not stored.is_object(key)]
-    counter = ProgressCounter(progress, sum(num_bytes_of[chunk] for chunk in of_tensors))
+    """Write chunks into one file, each as an archive of torch.
+
+    Return their places.
+    """
+    manifest = stored.manifest
+    written = []
+    start = 0
+    num_bytes_of = {}
+    for _, chunk in chunks:
+        num_bytes_of[chunk] = int(manifest.num_bytes[chunk])
+    tensor_chunks = []
+    for key, chunk in chunks:
+        if not stored.is_object(key):
+            tensor_chunks.append(chunk)
+    counter = ProgressCounter(progress, sum(num_bytes_of[chunk] for chunk in tensor_chunks))
     path = locations.join(directory, name)
     with (
         locations.naming(path),
@@ -122,9 +130,10 @@ def write_metadata(
     with locations.naming(path), open(path, "w+b") as file:
         write_object(file, common)
         os.fsync(file.fileno())
-    places = {
-        chunk: (name, start, size) for entries in written for chunk, name, start, size in entries
-    }
+    places = {}
+    for entries in written:
+        for chunk, name, start, size in entries:
+            places[chunk] = (name, start, size)
     data, _ = encode_pickle(_metadata(stored, places))
     locations.write_bytes(locations.join(directory, ".metadata"), data)
     locations.write_bytes(locations.join(directory, CONFIG_FNAME), json.dumps(_MARKER).encode())
@@ -132,7 +141,7 @@ def write_metadata(
 
 
 def _metadata(stored: StoredCheckpoint, places: Mapping[int, _Place]) -> Call:
-    """Return the content of `.metadata`, given where the archives of all chunks lie."""
+    """Return the content of `.metadata`, from the places of all chunks."""
     entries: dict[str, Call] = {}
     storage: list[tuple[Call, Call]] = []
     for key in stored.manifest.key_index:
@@ -161,7 +170,7 @@ def _metadata(stored: StoredCheckpoint, places: Mapping[int, _Place]) -> Call:
 def _names_of_items(
     stored: StoredCheckpoint, key: str, regions: Sequence[Region]
 ) -> list[tuple[str, torch.Size | None]]:
-    """Return the name and the offset under which each chunk of a key is stored."""
+    """Return the stored name and offset of each chunk of a key."""
     if not stored.is_object(key):
         return [(key, torch.Size(region.offset)) for region in regions]
     shape = stored.global_shape(key)
@@ -175,12 +184,13 @@ def _tensor_entry(stored: StoredCheckpoint, key: str, regions: Sequence[Region])
         "TensorStorageMetadata",
         properties=_properties(FROM_NAME[stored.dtype_name(key)]),
         size=torch.Size(stored.global_shape(key)),
-        chunks=[_chunk(region) for region in regions],
+        chunks=list(map(_chunk, regions)),
     )
 
 
 def _chunk(region: Region) -> Call:
-    offsets, sizes = torch.Size(region.offset), torch.Size(region.shape)
+    offsets = torch.Size(region.offset)
+    sizes = torch.Size(region.shape)
     return record(_METADATA, "ChunkStorageMetadata", offsets=offsets, sizes=sizes)
 
 

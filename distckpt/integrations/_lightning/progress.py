@@ -1,4 +1,4 @@
-"""The state of Lightning's Trainer besides tensors of the model and optimizers."""
+"""The state of Lightning's Trainer without the tensors of model and optimizers."""
 
 from __future__ import annotations
 
@@ -22,7 +22,10 @@ _LOADERS = "combined_loader"
 
 
 class DataLoaders:
-    """The states of this rank's data loaders, which Trainer takes once it has made these."""
+    """The states of this rank's data loaders.
+
+    Trainer takes them once it has made the loaders.
+    """
 
     def __init__(self, states: Any) -> None:
         self.states = states
@@ -41,13 +44,15 @@ class Progress:
     """The state of a Trainer without its model, optimizers and schedulers."""
 
     def __init__(self, trainer: Any) -> None:
-        self._trainer, self._module = trainer, trainer.lightning_module
+        self._trainer = trainer
+        self._module = trainer.lightning_module
         self._loops = trainer.fit_loop.state_dict()
         self.loaders = DataLoaders(self._loops["state_dict"].pop(_LOADERS, []))
         self.num_ranks = trainer.world_size
 
     def state_dict(self) -> dict[str, Any]:
-        trainer, weights = self._trainer, self._module.state_dict()
+        trainer = self._trainer
+        weights = self._module.state_dict()
         checkpoint: dict[str, Any] = {
             "state_dict": weights,
             "loops": {"fit_loop": self._loops},
@@ -55,32 +60,41 @@ class Progress:
             "global_step": trainer.global_step,
             "num_ranks": self.num_ranks,
             "pytorch-lightning_version": lightning.__version__,
-            "callbacks": {each.state_key: each.state_dict() for each in trainer.callbacks},
+            "callbacks": {plugin.state_key: plugin.state_dict() for plugin in trainer.callbacks},
         }
-        for each in self._plugins():
-            if own := each.state_dict():
-                checkpoint[type(each).__qualname__] = own
+        for plugin in self._plugins():
+            if own := plugin.state_dict():
+                checkpoint[type(plugin).__qualname__] = own
         for callback in trainer.callbacks:
             callback.on_save_checkpoint(trainer, self._module, checkpoint)
         self._module.on_save_checkpoint(checkpoint)
-        # Callbacks that average weights put the average into "state_dict", and these elsewhere.
-        places = [name for name, value in checkpoint.items() if value is weights]
-        rest = {name: value for name, value in checkpoint.items() if name not in places}
+        # Callbacks that average weights put the average into "state_dict", and the weights
+        # elsewhere.
+        places = []
+        for name, value in checkpoint.items():
+            if value is weights:
+                places.append(name)
+        rest = {}
+        for name, value in checkpoint.items():
+            if name not in places:
+                rest[name] = value
         return {**rest, "places_of_weights": places, "has_loaders": bool(self.loaders.states)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        trainer, weights = self._trainer, self._module.state_dict()
+        trainer = self._trainer
+        weights = self._module.state_dict()
         self.num_ranks = state["num_ranks"]
         checkpoint = {**state, **dict.fromkeys(state["places_of_weights"], weights)}
         self._module.on_load_checkpoint(checkpoint)
-        for each in self._plugins():
-            if own := checkpoint.get(type(each).__qualname__):
-                each.load_state_dict(own)
+        for plugin in self._plugins():
+            if own := checkpoint.get(type(plugin).__qualname__):
+                plugin.load_state_dict(own)
         for callback in trainer.callbacks:
             callback.on_load_checkpoint(trainer, self._module, checkpoint)
         restore_callbacks(trainer, checkpoint)
         loops = checkpoint["loops"]["fit_loop"]
-        loops["state_dict"] |= {_LOADERS: self.loaders.states} if self.loaders.states else {}
+        if self.loaders.states:
+            loops["state_dict"] |= {_LOADERS: self.loaders.states}
         trainer.fit_loop.load_state_dict(loops)
         if not is_in_mid_epoch(trainer):
             # Trainer takes any run with `max_steps` for one that goes on in its epoch.
@@ -88,18 +102,18 @@ class Progress:
 
     def _plugins(self) -> list[Any]:
         plugins = (self._trainer.datamodule, self._trainer.precision_plugin)
-        return [each for each in plugins if each is not None]
+        return [plugin for plugin in plugins if plugin is not None]
 
 
 def restore_callbacks(trainer: Any, checkpoint: dict[str, Any]) -> None:
-    """Give callbacks the states that a checkpoint has of them."""
+    """Give callbacks their states from a checkpoint."""
     for callback in trainer.callbacks:
         if state := checkpoint["callbacks"].get(callback.state_key):
             callback.load_state_dict(copy.deepcopy(state))
 
 
 def is_in_mid_epoch(trainer: Any) -> bool:
-    """Return whether the epoch that the training has reached has further batches."""
+    """Return whether the current epoch has further batches."""
     batches = trainer.fit_loop.epoch_loop.batch_progress
     return batches.current.ready > 0 and not batches.is_last_batch
 
@@ -111,8 +125,8 @@ def restore_loaders(trainer: Any, states: Sequence[Any], random: Any) -> None:
 
     Args:
         trainer: which has made the loaders.
-        states: of those that have one.
-        random: the state of the random numbers that the run had.
+        states: states of the loaders that have one.
+        random: the state of the run's random numbers.
     """
     loop = trainer.fit_loop
     if is_in_mid_epoch(trainer) and _has_wrapped_sampler(loop._combined_loader.flattened):
@@ -121,7 +135,10 @@ def restore_loaders(trainer: Any, states: Sequence[Any], random: Any) -> None:
             "sampler of a data loader for its ranks, and the state of the loader does not have its "
             "order. Give the loader a DistributedSampler, whose order depends on its seed and epoch"
         )
-    loaders = [each for each in loop._combined_loader.flattened if hasattr(each, "state_dict")]
+    loaders = []
+    for item in loop._combined_loader.flattened:
+        if hasattr(item, "state_dict"):
+            loaders.append(item)
     for loader, state in zip(loaders, states, strict=True):
         _set_sampler_epoch(loader, loop.epoch_progress.current.processed)
         loader.load_state_dict(state)
@@ -136,12 +153,15 @@ def _has_wrapped_sampler(loaders: Iterable[Any]) -> bool:
     for loader in loaders:
         batches = getattr(loader, "batch_sampler", None)
         samplers = getattr(loader, "sampler", None), getattr(batches, "sampler", None)
-        if any(isinstance(each, DistributedSamplerWrapper) for each in samplers):
+        if any(isinstance(sampler, DistributedSamplerWrapper) for sampler in samplers):
             return True
     return False
 
 
 def start_at_first_batch(trainer: Any) -> bool:
-    """Return whether iterators of loaders are generators, which do nothing until a batch is due."""
+    """Return whether iterators of loaders are lazy until a batch is due.
+
+    Such iterators are generators.
+    """
     loaders = CombinedLoader(trainer.train_dataloader).flattened
-    return any(inspect.isgeneratorfunction(type(each).__iter__) for each in loaders)
+    return any(inspect.isgeneratorfunction(type(loader).__iter__) for loader in loaders)

@@ -1,5 +1,6 @@
-"""The classes of Megatron Core's `dist_checkpointing.strategies.base`: those of
-`distckpt.strategies.base`, and those that only programs for Megatron use.
+"""Megatron Core's `dist_checkpointing.strategies.base`.
+
+Its classes come from `distckpt.strategies.base`; some serve only programs for Megatron.
 """
 
 from distckpt._base.public import set_public_home

@@ -1,5 +1,6 @@
-"""Megatron's reader of metadata in its own format, for programs that read it; distckpt does not use
-it.
+"""Megatron's reader of metadata in its own format.
+
+It is for programs that read it; distckpt does not use it.
 """
 
 from distckpt._megatron.forwarding import forward

@@ -1,4 +1,4 @@
-"""Megatron's wrappers that parallelise saving and loading within a group."""
+"""Megatron's wrappers that parallelize saving and loading within a group."""
 
 from distckpt._base.public import set_public_home
 from distckpt._megatron.forwarding import forward

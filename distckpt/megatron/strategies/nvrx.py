@@ -1,5 +1,6 @@
-"""Megatron's helpers for background saves by nvidia-resiliency-ext, which distckpt does not
-need.
+"""Megatron's helpers for background saves by nvidia-resiliency-ext.
+
+distckpt does not need them.
 """
 
 from distckpt._megatron.forwarding import forward

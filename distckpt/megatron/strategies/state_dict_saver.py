@@ -1,5 +1,6 @@
-"""Megatron's planning of saves in its own format, for programs that write it; distckpt does not use
-it.
+"""Megatron's planning of saves in its own format.
+
+It is for programs that write it; distckpt does not use it.
 """
 
 from distckpt._megatron.forwarding import forward

@@ -1,5 +1,6 @@
-"""Megatron's strategies of the format `torch_dist`; here they save in distckpt's format and load
-all formats.
+"""Megatron's strategies of the format `torch_dist`.
+
+Here they save in distckpt's format and load all formats.
 """
 
 from distckpt._base.public import set_public_home
