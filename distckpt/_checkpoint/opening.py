@@ -5,7 +5,6 @@ reader.
 from __future__ import annotations
 
 import contextlib
-import importlib
 import json
 import os
 from collections.abc import Iterator, Mapping
@@ -14,6 +13,7 @@ from functools import cache
 from typing import Any
 
 from distckpt._base.errors import CheckpointingException, CorruptCheckpointError
+from distckpt._base.wings import wing
 from distckpt._checkpoint.consistent_read import (
     ReadAttempt,
     check_files,
@@ -44,8 +44,8 @@ _RESERVED_NAMES = {*FORMATS, BACKEND, "distckpt"}
 
 @cache
 def _built_in(name: str) -> Reader:
-    module, reader = FORMATS[name].reader
-    made: Reader = getattr(importlib.import_module(module), reader)()
+    known = FORMATS[name]
+    made: Reader = getattr(wing(known.name), known.reader)()
     return made
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 from argparse import Namespace
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -29,9 +28,9 @@ def run_parts(
 ) -> int:
     """Do what was asked for of work in parts, see `_cli.parts`."""
     # Imported when it is asked for.
-    parts = importlib.import_module("distckpt._cli.parts")
-    code: int = parts.run(arguments, output, verb, given, place, show)
-    return code
+    from distckpt._cli import parts
+
+    return parts.run(arguments, output, verb, given, place, show)
 
 
 def run_parts_of_check(

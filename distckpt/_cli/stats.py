@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import math
 import time
 from argparse import Namespace
@@ -34,10 +33,11 @@ def run(arguments: Namespace, output: Output) -> int:
         found = None if arguments.recompute else saved_stats(stored, arguments.keys)
         if found is not None:
             return _print_stats(_Report(location, found, is_saved=True), arguments.tree, output)
-        computing = importlib.import_module("distckpt._operations.stats")
+        from distckpt._operations.stats import compute_stats
+
         started = time.perf_counter()
         with output.progress("reading") as progress:
-            found = list(computing.compute_stats(stored, arguments.keys, progress))
+            found = list(compute_stats(stored, arguments.keys, progress))
     seconds = time.perf_counter() - started
     return _print_stats(_Report(location, found, seconds), arguments.tree, output)
 
@@ -47,10 +47,10 @@ def _run_part(location: str, arguments: Namespace, output: Output) -> int:
         # Other processes have read most of it.
         return _print_stats(_Report(location, found), arguments.tree, output)
 
-    parts = importlib.import_module("distckpt._cli.selection")
+    from distckpt._cli.selection import run_parts_of_check
+
     given = {"checkpoint_dir": arguments.path, "keys": arguments.keys}
-    code: int = parts.run_parts_of_check(arguments, output, "stats", given, show)
-    return code
+    return run_parts_of_check(arguments, output, "stats", given, show)
 
 
 class _Report(NamedTuple):

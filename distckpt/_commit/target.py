@@ -5,7 +5,6 @@ others, which stay.
 from __future__ import annotations
 
 import errno
-import importlib
 import os
 import re
 from collections.abc import Callable
@@ -146,8 +145,9 @@ def check_no_model(location: str) -> None:
     hide.
     """
     # Imported when it is needed: what is there is looked at only where something is.
-    hf_names = importlib.import_module("distckpt._format.hf_names")
-    name = next(filter(hf_names.is_model_name, names_in(location)), None)
+    from distckpt._format.hf_names import is_model_name
+
+    name = next(filter(is_model_name, names_in(location)), None)
     if name is not None:
         raise CheckpointExistsError(
             f"{location!r} holds a Hugging Face model ({name!r}), of which distckpt.load would "

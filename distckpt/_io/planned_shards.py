@@ -6,11 +6,11 @@ from __future__ import annotations
 
 import copy
 import enum
-import importlib
 import json
 import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from types import ModuleType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -440,9 +440,11 @@ def _plan_divided(
     return whole, share
 
 
-def _divided_plan() -> Any:
+def _divided_plan() -> ModuleType:
     # Imported when it is needed: few jobs have as many shards.
-    return importlib.import_module("distckpt._io.divided_plan")
+    from distckpt._io import divided_plan
+
+    return divided_plan
 
 
 def _plan_for_all(tables: list[ShardTable], options: SaveOptions) -> _WholePlan:
@@ -489,9 +491,11 @@ def _different_replicas(
     return differing
 
 
-def _replica_differences() -> Any:
+def _replica_differences() -> ModuleType:
     # Imported when it is needed: replicas rarely differ.
-    return importlib.import_module("distckpt._io.replica_differences")
+    from distckpt._io import replica_differences
+
+    return replica_differences
 
 
 def _lay_out(

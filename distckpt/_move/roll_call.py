@@ -12,7 +12,6 @@ next message of its member shows that it was read, or when nobody can be waiting
 from __future__ import annotations
 
 import contextlib
-import importlib
 import json
 import logging
 import re
@@ -24,6 +23,7 @@ from typing import Any, NamedTuple
 
 from distckpt._base.errors import CheckpointingException
 from distckpt._base.messages import first_line
+from distckpt._base.version import __version__
 from distckpt._ranks.attendance import answer_of, lost_contact
 from distckpt._ranks.exchanges import forget_group
 
@@ -99,8 +99,7 @@ def _values(text: bytes, types: list[type], key: str) -> list[Any]:
 
 
 def _release() -> str:
-    release: str = importlib.import_module("distckpt").__version__
-    return release
+    return __version__
 
 
 def _found(store: Any, key: str, seconds: float) -> bytes:

@@ -2,34 +2,25 @@
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Collection, Iterable
 from typing import TYPE_CHECKING
+
+from distckpt._storage.schemes import PROVIDERS
 
 if TYPE_CHECKING:
     from distckpt._storage.remote import RemoteLocation
 
-PROVIDERS = {
-    "s3": "s3",
-    "s3a": "s3",
-    "gs": "gcs",
-    "gcs": "gcs",
-    "az": "azure",
-    "abfs": "azure",
-    "abfss": "azure",
-}
-"""The object store that each scheme of URLs is for. All other schemes are fsspec's."""
-
-_CLOUD = ("distckpt._storage.cloud", "CloudLocation")
-_FSSPEC = ("distckpt._storage.fsspec_urls", "FsspecLocation")
-"""Module and class, imported when a URL is used: most programs have local paths only."""
-
 
 def at(location: str) -> RemoteLocation:
     """Return the interface to a URL."""
-    module, name = _CLOUD if location.partition("://")[0] in PROVIDERS else _FSSPEC
-    made: RemoteLocation = getattr(importlib.import_module(module), name)(location)
-    return made
+    # Imported when a URL is used: most programs have local paths only.
+    if location.partition("://")[0] in PROVIDERS:
+        from distckpt._storage.cloud import CloudLocation
+
+        return CloudLocation(location)
+    from distckpt._storage.fsspec_urls import FsspecLocation
+
+    return FsspecLocation(location)
 
 
 def remove_all(locations: Iterable[str]) -> None:
