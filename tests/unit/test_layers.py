@@ -254,6 +254,51 @@ def all_imports_of(module: str) -> list[str]:
 
 @pytest.mark.parametrize(("library", "sole_importer"), SOLE_IMPORTERS.items())
 def test_what_is_known_in_one_place_only(library, sole_importer):
+    importers = {
+        module
+        for module in MODULES
+        if any(f"{name}.".startswith(f"{library}.") for name in all_imports_of(module))
+    }
+    assert importers == {sole_importer}
+
+
+@pytest.mark.parametrize(
+    "library", ["pickle", "cPickle", "dill", "cloudpickle", "marshal", "shelve"]
+)
+def test_no_code_is_ever_loaded(library):
+    importers = [
+        module
+        for module in MODULES
+        if any(name.split(".")[0] == library for name in all_imports_of(module))
+    ]
+    assert importers == []
+
+
+def test_torch_load_and_save_are_not_used():
+    for module in MODULES:
+        used = [
+            node.lineno
+            for node in nodes_of(module)
+            if isinstance(node, ast.Attribute)
+            and isinstance(node.value, ast.Name)
+            and (node.value.id, node.attr)
+            in {("torch", "load"), ("torch", "save"), ("torch", "package")}
+        ]
+        assert used == [], module
+
+
+def test_the_byte_layout_of_safetensors_is_known_in_one_place():
+    """Its length field is packed as a little-endian number of 64 bits."""
+    users = {
+        module
+        for module in MODULES
+        for node in nodes_of(module)
+        if isinstance(node, ast.Constant) and node.value == "<Q"
+    }
+    assert users == {"_format.safetensors_file"}
+
+
+def test_the_core_imports_no_foreign_format():
     core = [module for module in MODULES if layer_of(module) < layer_of("_megatron")]
     assert {
         module
