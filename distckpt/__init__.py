@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     )
     from distckpt._base.options import ExportOptions, LoadOptions, MoveOptions, SaveOptions
     from distckpt._base.reports import LoadReport, MoveReport, SaveReport
+    from distckpt._base.version import __version__ as __version__
     from distckpt._format.codec import register_object_type
     from distckpt._format.codec.encode import UnknownObject
     from distckpt._format.fingerprint import Fingerprint
@@ -61,8 +62,6 @@ if _sys.platform == "win32":
         "distckpt does not run on Windows: use it on Linux, or in WSL (the Windows Subsystem for "
         "Linux)"
     )
-
-__version__ = "0.1.0"
 
 __all__ = [
     "Checkpoint",
@@ -118,6 +117,7 @@ __all__ = [
 ]
 
 _HOMES = {
+    "__version__": "_base.version",
     "CheckpointExistsError": "_base.errors",
     "CheckpointNotFoundError": "_base.errors",
     "CheckpointingException": "_base.errors",
@@ -175,11 +175,13 @@ if not TYPE_CHECKING:  # else a type checker believes that the package has every
 
     def __getattr__(name: str) -> Any:
         if name in _HOMES:
-            garbage = importlib.import_module("distckpt._base.garbage")
-            with garbage.paused_garbage_collection():
+            from distckpt._base.garbage import paused_garbage_collection
+            from distckpt._base.public import give_home
+
+            with paused_garbage_collection():
                 module = importlib.import_module(f"{__name__}.{_HOMES[name]}")
             globals()[name] = value = getattr(module, name)
-            importlib.import_module("distckpt._base.public").give_home(value, __name__)
+            give_home(value, __name__)
             return value
         full_name = f"{__name__}.{name}"
         try:
@@ -187,8 +189,9 @@ if not TYPE_CHECKING:  # else a type checker believes that the package has every
         except ModuleNotFoundError as error:
             if error.name != full_name:
                 raise
-        near = importlib.import_module("distckpt._base.other_names").used_here(name)
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}{near}")
+        from distckpt._base.other_names import used_here
+
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}{used_here(name)}")
 
     def __dir__() -> list[str]:
         return sorted({*globals(), *__all__})

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import signal
 
 
@@ -14,8 +13,9 @@ def main() -> int:
         # While a verb runs Ctrl-C raises, see `distckpt.cli`. Before and after there is nothing to
         # clean up.
         signal.signal(signal.SIGINT, signal.SIG_DFL)
-    code: int = importlib.import_module("distckpt.cli").main()
-    return code
+    from distckpt import cli
+
+    return cli.main()
 
 
 if __name__ == "__main__":

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import importlib
 import json
 import os
 from collections.abc import Iterator, Mapping
@@ -12,6 +11,7 @@ from functools import cache
 from typing import Any
 
 from distckpt._base.errors import CheckpointingException, CorruptCheckpointError
+from distckpt._base.wings import wing
 from distckpt._checkpoint.consistent_read import (
     ReadAttempt,
     check_files,
@@ -42,8 +42,8 @@ _RESERVED_NAMES = {*FORMATS, BACKEND, "distckpt"}
 
 @cache
 def _built_in(name: str) -> Reader:
-    module, class_name = FORMATS[name].reader
-    reader: Reader = getattr(importlib.import_module(module), class_name)()
+    known = FORMATS[name]
+    reader: Reader = getattr(wing(known.name), known.reader)()
     return reader
 
 

@@ -89,7 +89,7 @@ def write_static_page(
         sections: headings, and HTML below each.
         figures: JSON values that the next page at this path may reuse, see `figures_in`.
     """
-    template = importlib.resources.files("distckpt._cli").joinpath("page.html").read_text("utf-8")
+    template = importlib.resources.files(__package__).joinpath("page.html").read_text("utf-8")
     style = template.partition("<style>")[2].partition("</style>")[0]
     head = "".join(f"<p class=soft>{escape(line)}</p>" for line in lines)
     body = "".join(

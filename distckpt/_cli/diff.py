@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 from argparse import Namespace
 from collections.abc import Sequence
 from functools import partial
@@ -47,8 +46,9 @@ def _show(arguments: Namespace, report: DiffReport, output: Output) -> int:
     output.json(_as_json(report))
     if arguments.html:
         # Imported only for this option, which is rare.
-        page = importlib.import_module("distckpt._cli.diff_page")
-        page.write_diff_page(arguments.html, report, arguments.keys, dict(arguments.rename))
+        from distckpt._cli.diff_page import write_diff_page
+
+        write_diff_page(arguments.html, report, arguments.keys, dict(arguments.rename))
         output.message(f"wrote {arguments.html}")
     _print_differences(report, output, arguments.keys is None)
     output.line(f"{'SAME' if report.is_same else 'DIFFERENT'}: {outcome(report)}")

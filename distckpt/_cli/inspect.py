@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 from argparse import Namespace
 from collections.abc import Sequence
 from typing import Any
@@ -73,8 +72,9 @@ def _show_all(
     )
     if arguments.html:
         # Imported only for this option, which is rare.
-        page = importlib.import_module("distckpt._cli.inspect_page")
-        page.write_inspect_page(arguments.html, stored, facts, problems)
+        from distckpt._cli.inspect_page import write_inspect_page
+
+        write_inspect_page(arguments.html, stored, facts, problems)
         output.message(f"wrote {arguments.html}")
     elif not output.as_json:
         lines = tree_lines(groups, arguments.depth, is_by_size=arguments.sort == "size")

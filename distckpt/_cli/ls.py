@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import importlib
-import time
 from argparse import Namespace
 from collections.abc import Sequence
 
-from distckpt._cli.output import Output, size_text
+from distckpt._cli.output import Output, metrics_text, size_text, state_text, time_text
 from distckpt._manager.listing import CheckpointInfo, list_checkpoints
 
 
@@ -36,30 +34,9 @@ def run(arguments: Namespace, output: Output) -> int:
     return 0
 
 
-def time_text(seconds: float | None) -> str:
-    """Format a time by the clock of this machine; an empty string for None."""
-    if seconds is None:
-        return ""
-    return time.strftime("%Y-%m-%d %H:%M", time.localtime(seconds))
-
-
-def metrics_text(info: CheckpointInfo) -> str:
-    """Format the metrics of a step in one line."""
-    return " ".join(f"{name}={value:.4g}" for name, value in info.metrics.items())
-
-
-def state_text(info: CheckpointInfo) -> str:
-    """Describe the state of a checkpoint."""
-    words = {
-        "not whole": info.problem is not None,
-        "newest": info.is_newest,
-        "pinned": info.pinned,
-    }
-    return ", ".join(word for word, applies in words.items() if applies)
-
-
 def _write_page(arguments: Namespace, infos: Sequence[CheckpointInfo]) -> None:
     # Imported only for this option, which is rare.
-    page = importlib.import_module("distckpt._cli.run_page")
+    from distckpt._cli.run_page import write_run_page
+
     options = (arguments.changes, arguments.keys, arguments.recompute)
-    page.write_run_page(arguments.html, arguments.root, infos, *options)
+    write_run_page(arguments.html, arguments.root, infos, *options)

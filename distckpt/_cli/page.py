@@ -68,7 +68,7 @@ def write_page(
         "tensors": sorted(tensors, key=lambda tensor: natural_order(tensor[0])),
     }
     data = gzip.compress(json.dumps(finite(content), separators=(",", ":")).encode(), mtime=0)
-    template = importlib.resources.files("distckpt._cli").joinpath("page.html").read_text("utf-8")
+    template = importlib.resources.files(__package__).joinpath("page.html").read_text("utf-8")
     try:
         with open(path, "w", encoding="utf-8") as file:
             file.write(template.replace("@DATA@", base64.b64encode(data).decode()))

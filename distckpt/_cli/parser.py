@@ -12,8 +12,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NoReturn
 
-from distckpt import __version__
 from distckpt._base.messages import did_you_mean
+from distckpt._base.version import __version__
 from distckpt._cli import arguments
 
 _EXAMPLES = """examples:

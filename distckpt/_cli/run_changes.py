@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import itertools
 import json
 import math
@@ -177,12 +176,14 @@ def _read_layers(
         if _has_none(stored, keys):
             return {}
         patterns = keys or _all_but_optimizers(stored)
-        computing = importlib.import_module("distckpt._operations.stats")
-        stats = list(computing.compute_stats(stored, patterns))
+        from distckpt._operations.stats import compute_stats
+
+        stats = list(compute_stats(stored, patterns))
     distances: dict[str, float] | None = None
     if before is not None:
-        comparing = importlib.import_module("distckpt._operations.diff")
-        report = comparing.diff(before.location, info.location, keys=patterns)
+        from distckpt._operations.diff import diff
+
+        report = diff(before.location, info.location, keys=patterns)
         distances = {tensor.key: tensor.difference_norm for tensor in report.tensors}
     return _by_layer(stats, distances)
 

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import importlib
 import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
 
 from distckpt._cli.charts import Point, figures_in, html_table, line_chart, tiles, write_static_page
-from distckpt._cli.ls import metrics_text, state_text, time_text
-from distckpt._cli.output import size_text
+from distckpt._cli.output import metrics_text, size_text, state_text, time_text
 from distckpt._manager.listing import CheckpointInfo
 
 _BYTES = {"TB": 1e12, "GB": 1e9, "MB": 1e6, "kB": 1e3}
@@ -44,10 +42,11 @@ def write_run_page(
             if info.problem is None:
                 whole.append(info)
         # Imported only for this option.
-        changes = importlib.import_module("distckpt._cli.run_changes")
+        from distckpt._cli.run_changes import changes_of_layers, figures_of_layers
+
         known = figures_in(path)
-        figures = changes.figures_of_layers(whole[-num_changes:], keys, known, is_reading)
-        sections += changes.changes_of_layers(whole[-num_changes:], figures)
+        figures = figures_of_layers(whole[-num_changes:], keys, known, is_reading)
+        sections += changes_of_layers(whole[-num_changes:], figures)
     sections.append(("Checkpoints", _table(infos)))
     title = root.rstrip("/").rpartition("/")[2] or root
     write_static_page(path, title, [root], sections, figures)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 from argparse import Namespace
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -27,9 +26,9 @@ def run_parts(
 ) -> int:
     """Carry out the option for work in parts, see `_cli.parts`."""
     # Imported only for this option.
-    parts = importlib.import_module("distckpt._cli.parts")
-    code: int = parts.run(arguments, output, verb, values, place, show)
-    return code
+    from distckpt._cli import parts
+
+    return parts.run(arguments, output, verb, values, place, show)
 
 
 def run_parts_of_check(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import math
 import time
 from argparse import Namespace
@@ -37,10 +36,11 @@ def run(arguments: Namespace, output: Output) -> int:
         tensors = None if arguments.recompute else saved_stats(stored, arguments.keys)
         if tensors is not None:
             return _print_stats(_Report(location, tensors, is_saved=True), arguments.tree, output)
-        computing = importlib.import_module("distckpt._operations.stats")
+        from distckpt._operations.stats import compute_stats
+
         started = time.perf_counter()
         with output.progress("reading") as progress:
-            tensors = list(computing.compute_stats(stored, arguments.keys, progress))
+            tensors = list(compute_stats(stored, arguments.keys, progress))
     seconds = time.perf_counter() - started
     return _print_stats(_Report(location, tensors, seconds), arguments.tree, output)
 
@@ -50,10 +50,10 @@ def _run_part(location: str, arguments: Namespace, output: Output) -> int:
         # Other processes have read most of it.
         return _print_stats(_Report(location, tensors), arguments.tree, output)
 
-    parts = importlib.import_module("distckpt._cli.selection")
+    from distckpt._cli.selection import run_parts_of_check
+
     values = {"checkpoint_dir": arguments.path, "keys": arguments.keys}
-    code: int = parts.run_parts_of_check(arguments, output, "stats", values, show)
-    return code
+    return run_parts_of_check(arguments, output, "stats", values, show)
 
 
 class _Report(NamedTuple):

@@ -10,6 +10,7 @@ from distckpt._base.errors import CheckpointingException
 from distckpt._base.threads import PART_BYTES
 from distckpt._storage import locations, object_store
 from distckpt._storage.remote import NoConditionsError, RemoteLocation
+from distckpt._storage.schemes import PROVIDERS
 
 _DATA = b"written by distckpt bench"
 
@@ -56,7 +57,7 @@ def try_requests(folder: str) -> str:
 def _failed(
     folder: str, action: str, permissions: Permissions, error: OSError
 ) -> CheckpointingException:
-    provider = object_store.PROVIDERS.get(folder.partition("://")[0])
+    provider = PROVIDERS.get(folder.partition("://")[0])
     advice = ""
     if provider:
         advice = f" Allow {getattr(permissions, provider)} there."

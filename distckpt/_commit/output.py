@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import importlib
 import json
 import os
 import secrets
@@ -192,8 +191,9 @@ class Output:
     def _begin(self) -> None:
         settings = self._settings
         # Imported when it is needed: most programs save to local paths only.
-        conditional_put = importlib.import_module("distckpt._commit.conditional_put")
-        self._transaction = conditional_put.Transaction(
+        from distckpt._commit.conditional_put import Transaction
+
+        self._transaction = Transaction(
             self._target,
             self._made.nonce,
             settings.overwrite,

@@ -6,7 +6,6 @@ Files of saves are replaced by a new one; files of other programs stay.
 from __future__ import annotations
 
 import errno
-import importlib
 import os
 import re
 from collections.abc import Callable
@@ -152,8 +151,9 @@ def check_no_model(location: str) -> None:
     A checkpoint would hide it.
     """
     # Imported when it is needed: the content is looked at only where there is one.
-    hf_names = importlib.import_module("distckpt._format.hf_names")
-    name = next(filter(hf_names.is_model_name, names_in(location)), None)
+    from distckpt._format.hf_names import is_model_name
+
+    name = next(filter(is_model_name, names_in(location)), None)
     if name is not None:
         raise CheckpointExistsError(
             f"{location!r} holds a Hugging Face model ({name!r}), of which distckpt.load would "

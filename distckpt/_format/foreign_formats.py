@@ -6,6 +6,7 @@ The code of a format is in `_foreign`; nothing else names one.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -14,8 +15,8 @@ class ForeignFormat:
 
     Attributes:
         name: its name in manifests.
-        reader: module and class of its reader, which is imported when a location is not a
-            checkpoint of distckpt.
+        reader: class of its reader, which is imported when a location is not a checkpoint of
+            distckpt; `_base/wings.py` names the module.
         program: the program that writes it, in messages.
         marker: the file that every complete directory has; "" if there is none.
         data_suffix: suffix of the names of the files with data, if it tells the format; else "".
@@ -25,8 +26,8 @@ class ForeignFormat:
             format then.
     """
 
-    name: str
-    reader: tuple[str, str]
+    name: Literal["deepspeed", "huggingface", "torch_dist"]
+    reader: str
     program: str
     marker: str = ""
     data_suffix: str = ""
@@ -37,7 +38,7 @@ class ForeignFormat:
 
 TORCH_DIST = ForeignFormat(
     name="torch_dist",
-    reader=("distckpt._foreign.torch_dist.reader", "TorchDistReader"),
+    reader="TorchDistReader",
     program="torch",
     marker=".metadata",
     data_suffix=".distcp",
@@ -46,7 +47,7 @@ TORCH_DIST = ForeignFormat(
 )
 HUGGING_FACE = ForeignFormat(
     name="huggingface",
-    reader=("distckpt._foreign.hugging_face", "HuggingFaceReader"),
+    reader="HuggingFaceReader",
     program="transformers",
     marker="model.safetensors.index.json",
     names=(".safetensors", ".safetensors.index.json", "config.json"),
@@ -54,12 +55,14 @@ HUGGING_FACE = ForeignFormat(
 )
 DEEPSPEED = ForeignFormat(
     name="deepspeed",
-    reader=("distckpt._foreign.deepspeed.reader", "DeepSpeedReader"),
+    reader="DeepSpeedReader",
     program="DeepSpeed",
     names=("latest", "latest_universal", ".pt"),
 )
 
-FORMATS = {known.name: known for known in (HUGGING_FACE, TORCH_DIST, DEEPSPEED)}
+FORMATS: dict[str, ForeignFormat] = {
+    known.name: known for known in (HUGGING_FACE, TORCH_DIST, DEEPSPEED)
+}
 """Formats by name, in the order in which their readers look."""
 
 MARKED = tuple(known for known in FORMATS.values() if known.marker)

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import importlib
 import itertools
 import math
 import re
@@ -409,24 +408,25 @@ class Manifest:
     def scales_key(self) -> str | None:
         """A key of scales that belong to codes, None if there is no such key."""
         # Imported when it is needed: few checkpoints hold codes.
-        names = importlib.import_module("distckpt._quantization.names")
+        from distckpt._quantization import names
+
         dtypes = zip(self.keys, self.dtypes, strict=True)
         codes = [(key, dtype) for key, dtype in dtypes if names.may_be_codes(dtype)]
         for key, dtype in codes:
             if scales := names.scales_of(key, self.key_index):
-                return str(scales[0])
+                return scales[0]
             if not names.are_codes_beside_scales(key, dtype):
                 continue
             if beside := names.scale_beside(key, self.scale_places):
-                return str(beside)
+                return beside
         return names.MARKER if names.MARKER in self.key_index else None
 
     @functools.cached_property
     def scale_places(self) -> dict[str, str]:
         """Where keys are that are named like scales, see `places_of_scales`."""
-        names = importlib.import_module("distckpt._quantization.names")
-        places: dict[str, str] = names.places_of_scales(self.key_index)
-        return places
+        from distckpt._quantization.names import places_of_scales
+
+        return places_of_scales(self.key_index)
 
     def chunk_rows(self, key_id: int) -> slice:
         """Return the rows of the chunk table that belong to a key."""
@@ -614,9 +614,10 @@ class Manifest:
         require(keys.isdisjoint(self.aliases), "an alias has the name of a key")
         require(self.origin is None or isinstance(self.origin, dict), "its origin is not described")
         if self.quantization is not None:
-            settings = importlib.import_module("distckpt._quantization.settings")
+            from distckpt._quantization.settings import are_settings
+
             require(
-                settings.are_settings(self.quantization),
+                are_settings(self.quantization),
                 "what it says of quantized tensors is not a setting",
             )
         if isinstance(self.files, list):
@@ -750,11 +751,9 @@ def files_in(fields: Mapping[str, Any], columns: Mapping[str, Column]) -> Files:
     if FILE_PATTERNS not in fields:
         return list(map(ShardFile._make, fields["files"]))
     # Imported when it is needed: few checkpoints are so large.
-    file_table = importlib.import_module("distckpt._format.file_table")
-    files: FileTable = file_table.FileTable.from_columns(
-        fields[FILE_PATTERNS], columns, MAX_TABLE_BYTES
-    )
-    return files
+    from distckpt._format.file_table import FileTable
+
+    return FileTable.from_columns(fields[FILE_PATTERNS], columns, MAX_TABLE_BYTES)
 
 
 def _field_of_files(files: Files) -> dict[str, Any]:
@@ -851,9 +850,9 @@ def _stats_of(columns: Mapping[str, Column], num_keys: int) -> StatsColumns | No
     if not of_stats:
         return None
     # Imported when it is needed: few saves store statistics.
-    tensor_stats = importlib.import_module("distckpt._format.tensor_stats")
-    found: StatsColumns | None = tensor_stats.StatsColumns.from_columns(of_stats, num_keys)
-    return found
+    from distckpt._format.tensor_stats import StatsColumns
+
+    return StatsColumns.from_columns(of_stats, num_keys)
 
 
 def _read_chunks(

@@ -9,7 +9,6 @@ from typing import Any
 from distckpt._base.dtypes import FROM_NAME
 from distckpt._base.lazy import torch
 from distckpt._format.manifest import OBJECT, Manifest
-from distckpt._quantization.quantized import QuantizedTensor
 from distckpt._storage import locations
 from distckpt._storage.file_state import FileState
 from distckpt._storage.open_files import OpenFiles
@@ -26,7 +25,8 @@ class StoredCheckpoint:
         manifest: manifest of any format; the reader of another format makes one.
         verify: whether each block that is read, even in part, is compared with its checksum.
         marker: the fields of the marker; for another format, the fields that it would have.
-        quantized: chunks of a view that are computed from other chunks, see `_plan.decoded`.
+        quantized: chunks of a view that are computed from other chunks, each a `QuantizedTensor`,
+            see `_plan.decoded`.
         files: files that stay open from one read to the next; None if each read opens its own.
         states: for another format, the states of its files when the rank that described it did so,
             by location; empty on other ranks.
@@ -38,7 +38,7 @@ class StoredCheckpoint:
     manifest: Manifest
     verify: bool = True
     marker: Mapping[str, Any] = field(default_factory=dict)
-    quantized: Mapping[int, QuantizedTensor] = field(default_factory=dict)
+    quantized: Mapping[int, Any] = field(default_factory=dict)
     files: OpenFiles | None = None
     states: Mapping[str, FileState] = field(default_factory=dict)
     compares_headers: bool = False

@@ -17,7 +17,7 @@ from distckpt._format.fingerprint import PRIME, region_number
 from distckpt._format.manifest import FINGERPRINTS, NO_FINGERPRINT, Manifest
 from distckpt._geometry.region import Region
 from distckpt._geometry.units import cut_region
-from distckpt._io.save_shards import OwnedChunk
+from distckpt._io.prepared_save import OwnedChunk
 from distckpt._ranks.collectives import Ranks
 
 WINDOW_ELEMENTS = 1 << 22

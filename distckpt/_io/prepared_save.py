@@ -5,9 +5,12 @@ from __future__ import annotations
 import json
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
+
+import torch
 
 from distckpt._io.write import NewFile
+from distckpt._plan.layout import PlannedChunk
 from distckpt._ranks.collectives import Ranks
 
 
@@ -16,6 +19,15 @@ class FileCopies(Protocol):
 
     def copy(self, files: Sequence[NewFile]) -> Sequence[NewFile]:
         """Return files to write in the place of others, whose data they have in copies."""
+
+
+class OwnedChunk(NamedTuple):
+    """A chunk of a tensor that this rank would write, and the values of its pieces, which are views
+    of the tensors of the state dict.
+    """
+
+    chunk: PlannedChunk
+    values: list[torch.Tensor]
 
 
 class PreparedSave(ABC):

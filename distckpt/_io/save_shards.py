@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import importlib
 import secrets
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from types import ModuleType
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -30,7 +30,7 @@ from distckpt._io.planned_shards import (
     encoded_objects,
     plan_of,
 )
-from distckpt._io.prepared_save import FileCopies, PreparedSave
+from distckpt._io.prepared_save import FileCopies, OwnedChunk, PreparedSave
 from distckpt._io.write import NewFile, WriteSettings, file_of_tensors, in_folder, write_files
 from distckpt._mapping.sharded_tensor import ShardedTensor
 from distckpt._plan.layout import (
@@ -72,7 +72,7 @@ def plan_shards(ranks: Ranks, ready: ReadyShards, verdict: PlanVerdict) -> Shard
     if not verdict.reuses_plan:
         num_bytes = plan.tensor_bytes + sum(map(len, encoded.values()))
     measured = {}
-    for name, (option, _) in _MEASURES.items():
+    for name, option in _MEASURES.items():
         if getattr(ready.settings.options, option):
             with ranks.phase(f"compute {name}"):
                 measured[name] = _measure(name).numbers_of(_owned_chunks(plan, shards))
@@ -87,25 +87,19 @@ def plan_shards(ranks: Ranks, ready: ReadyShards, verdict: PlanVerdict) -> Shard
     )
 
 
-_MEASURES = {
-    "fingerprints": ("fingerprint", "distckpt._io.fingerprints"),
-    "statistics": ("stats", "distckpt._io.save_stats"),
-}
-"""What is computed from values, the option that asks for it, and the module that does it."""
+_MEASURES = {"fingerprints": "fingerprint", "statistics": "stats"}
+"""What is computed from values, and the option that asks for it."""
 
 
-def _measure(name: str) -> Any:
+def _measure(name: str) -> ModuleType:
     # Imported when it is needed, by few saves.
-    return importlib.import_module(_MEASURES[name][1])
+    if name == "fingerprints":
+        from distckpt._io import fingerprints
 
+        return fingerprints
+    from distckpt._io import save_stats
 
-class OwnedChunk(NamedTuple):
-    """A chunk of a tensor that this rank would write, and the values of its pieces, which are views
-    of the tensors of the state dict.
-    """
-
-    chunk: PlannedChunk
-    values: list[torch.Tensor]
+    return save_stats
 
 
 def plan_chunks(
@@ -242,11 +236,6 @@ def report_of_written(
     return report_of([*objects.files, file], objects.num_bytes, checksums[:0])
 
 
-def _file_table() -> Any:
-    # Imported when it is needed: few checkpoints are so large.
-    return importlib.import_module("distckpt._format.file_table")
-
-
 def tensor_files_of(
     files: Sequence[PlannedFile], shards: Sequence[Shard]
 ) -> Callable[[], list[NewFile]]:
@@ -291,7 +280,10 @@ def write_manifest(
         chunks = chunks._replace(files=named)
     sizes = [(file.name, file.num_bytes) for file in chunks.files]
     if parts:
-        chunks = chunks._replace(files=_file_table().FileTable.of(chunks.files))
+        # Imported when it is needed: few checkpoints are so large.
+        from distckpt._format.file_table import FileTable
+
+        chunks = chunks._replace(files=FileTable.of(chunks.files))
     data = planned.manifest.to_bytes(chunks, columns)
     name = MANIFEST_NAME
     if not locations.create_bytes(locations.join(checkpoint_dir, name), data, durable):

@@ -15,7 +15,7 @@ from distckpt._format.manifest import OBJECT, Manifest
 from distckpt._format.tensor_stats import StatsColumns
 from distckpt._io.block_stats import BlockStats, block_stats, blocks_of, sums_of_rows
 from distckpt._io.fingerprints import LiveRegion, regions_of, windows_of
-from distckpt._io.save_shards import OwnedChunk
+from distckpt._io.prepared_save import OwnedChunk
 
 _NUM_FIGURES = len(BlockStats._fields)
 

@@ -9,7 +9,6 @@ failed.
 
 from __future__ import annotations
 
-import importlib
 import socket
 import time
 from collections import defaultdict, deque
@@ -178,10 +177,11 @@ def _plan_together(
     if all(payload[:1] == _FAST for payload in payloads):
         return [b""] * len(payloads)
     # Imported when it is needed: most loads share nothing.
-    share_out = importlib.import_module("distckpt._plan.share_out")
+    from distckpt._plan.share_out import plan_shares
+
     messages = [payload[1:] for payload in payloads]
     held_bytes = sharing.max_inflight_bytes // HELD_SHARE
-    return list(share_out.plan_shares(messages, costs, held_bytes))
+    return list(plan_shares(messages, costs, held_bytes))
 
 
 class _Pieces(NamedTuple):

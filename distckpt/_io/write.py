@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import importlib
 import itertools
 import os
 import re
@@ -156,12 +155,11 @@ def _write_units(outputs: Sequence[_Output], settings: WriteSettings) -> None:
 
 def _upload(outputs: Sequence[_Output], settings: WriteSettings) -> None:
     # Imported when it is needed: most programs write to local paths only.
-    uploads = importlib.import_module("distckpt._storage.uploads")
-    uploads.upload_files(
+    from distckpt._storage.uploads import OutgoingFile, upload_files
+
+    upload_files(
         [
-            uploads.OutgoingFile(
-                output.file.location, output.file.header, output.sizes, output.buffers_of
-            )
+            OutgoingFile(output.file.location, output.file.header, output.sizes, output.buffers_of)
             for output in outputs
         ],
         settings.num_requests,

@@ -12,7 +12,6 @@ pipeline may be a list.
 
 from __future__ import annotations
 
-import importlib
 import itertools
 import json
 from collections.abc import Callable, Mapping, Sequence
@@ -134,8 +133,9 @@ class Described:
         stateful = [place for place in self.places if place.kind is Kind.STATEFUL]
         if not stateful:
             return {}
-        name_class = importlib.import_module("distckpt._models.schedulers").scheduler_class
-        classes = {place.name: name_class(place.value) for place in stateful}
+        from distckpt._models.schedulers import scheduler_class
+
+        classes = {place.name: scheduler_class(place.value) for place in stateful}
         return {name: text for name, text in classes.items() if text}
 
     @property
@@ -256,8 +256,9 @@ class _Walk:
         module, prefix = bare_module(place.value), place.prefix and f"{place.prefix}."
         if self.materialize is not None:
             # Imported when it is needed: most modules have memory.
-            materializing = importlib.import_module("distckpt._models.materialize")
-            self.made += materializing.materialize_module(module, self.materialize)
+            from distckpt._models.materialize import materialize_module
+
+            self.made += materialize_module(module, self.materialize)
         # Its own method is called here, unlike by sharded_state_dict.
         has_own = callable(getattr(module, "sharded_state_dict", None))
         return (sharded_state_dict_default if has_own else sharded_state_dict)(module, prefix)

@@ -13,7 +13,6 @@ more.
 from __future__ import annotations
 
 import contextlib
-import importlib
 import json
 import logging
 import re
@@ -25,6 +24,7 @@ from typing import Any, NamedTuple
 
 from distckpt._base.errors import CheckpointingException
 from distckpt._base.messages import first_line
+from distckpt._base.version import __version__
 from distckpt._ranks.attendance import answer_of, lost_contact
 from distckpt._ranks.exchanges import forget_group
 
@@ -99,8 +99,7 @@ def _values(text: bytes, types: list[type], key: str) -> list[Any]:
 
 
 def _release() -> str:
-    release: str = importlib.import_module("distckpt").__version__
-    return release
+    return __version__
 
 
 def _wait_for_key(store: Any, key: str, seconds: float) -> bytes:

@@ -27,7 +27,6 @@ from distckpt._geometry.region import Region, whole
 from distckpt._io.load_shards import ReadSettings, load_tensors
 from distckpt._mapping.sharded_tensor import ShardedTensor
 from distckpt._mapping.wrappers import StateDict
-from distckpt._operations.on_demand import on_demand
 from distckpt._plan.codes import AS_STORED
 from distckpt._plan.decoded import decoded
 from distckpt._ranks.collectives import Ranks
@@ -183,13 +182,12 @@ class Checkpoint(SaysOtherNames):
                 "stored: open it with as_stored=True."
             )
         found = list(self.tensors) if keys is None else [each.key for each in self._find(keys)]
-        verbs = on_demand("fingerprint")
+        from distckpt._operations.fingerprint import computed_fingerprints, saved_fingerprints
+
         if stored:
-            saved: dict[str, Fingerprint] = verbs.saved_fingerprints(self._stored, found)
-            return saved
+            return saved_fingerprints(self._stored, found)
         with reading_unchanged(Ranks.alone(), [self._stored]):
-            computed: dict[str, Fingerprint] = verbs.computed_fingerprints(self._stored, found)
-        return computed
+            return computed_fingerprints(self._stored, found)
 
     def _find(self, keys: Collection[str]) -> list[TensorInfo]:
         unknown = [key for key in keys if key not in self.tensors]

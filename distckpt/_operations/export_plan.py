@@ -15,6 +15,7 @@ import torch
 from distckpt._base.errors import CheckpointingException, CheckpointNotFoundError
 from distckpt._base.messages import natural_order, summarize_keys
 from distckpt._base.options import ExportOptions
+from distckpt._base.wings import wing
 from distckpt._checkpoint.model_keys import beside_model, cut_off, left_out
 from distckpt._checkpoint.opening import holds_checkpoint, open_export
 from distckpt._format.stored_checkpoint import StoredCheckpoint
@@ -22,7 +23,6 @@ from distckpt._io.export import differing
 from distckpt._io.extra_files import ExtraFiles, adapt_config, list_extra_files
 from distckpt._io.tensor_source import TensorSource
 from distckpt._operations.export_request import OpenedSources
-from distckpt._operations.on_demand import on_demand
 from distckpt._plan.codes import CONFIG_NAMES
 from distckpt._plan.decoded import decoded, find, hidden_keys
 from distckpt._plan.export import (
@@ -303,9 +303,10 @@ def _model(options: ExportOptions, selected: Mapping[str, TensorSpec]) -> _Model
         return _Model(reference, None, ())
     location = None if reference is None else reference.location
     shapes = None if reference is None else reference.manifest.shapes_by_key
-    families = on_demand("families")
-    config = families.config_for(options.family, location)
-    rules = families.rules_for(config, selected, shapes)
+    from distckpt._rules.families import config_for, rules_for
+
+    config = config_for(options.family, location)
+    rules = rules_for(config, selected, shapes)
     if shapes is not None:
         given = {key: spec.shape for key, spec in selected.items()}
         rules = without_ties(options.rules, rules, given, shapes)
@@ -328,7 +329,9 @@ def _check_is_no_checkpoint(directory: str) -> None:
 def _config_beside(stored: StoredCheckpoint) -> dict[str, Any] | None:
     """Read the configuration of a model in its directory, None where there is none."""
     path = locations.join(stored.location, CONFIG_NAMES[0])
-    return on_demand("families").read_config(path) if locations.exists(path) else None
+    from distckpt._rules.families import read_config
+
+    return read_config(path) if locations.exists(path) else None
 
 
 # --- Tensors --------------------------------------------------------------------------------------
@@ -343,7 +346,7 @@ def _outputs(
     """Return the tensors of the export with the values that are stored."""
     of_model = model.rules
     if any(_OF_LORA in key for key in selected):
-        of_model = on_demand("peft_names").with_peft_names(of_model, selected, model.config)
+        of_model = wing("computed").rules_of_adapters(of_model, selected, model.config)
     outputs = plan_tensors(
         selected,
         [*options.rules, *of_model],
@@ -368,9 +371,9 @@ def _computed(
         stored = planned.source.stored
         config = model.config or _config_beside(model.reference or stored)
         tied = set(stored.manifest.aliases.values()) if options.tied == "drop" else set()
-        planned = on_demand("merge_adapter").adapted(planned, adapter, config, tied)
+        planned = wing("computed").adapted(planned, adapter, config, tied)
     if options.quantize:
-        planned = on_demand("quantize").quantized(planned, options.quantize, model.reference)
+        planned = wing("computed").quantized(planned, options.quantize, model.reference)
     return planned
 
 

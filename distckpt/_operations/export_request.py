@@ -10,13 +10,13 @@ from dataclasses import dataclass, field
 from distckpt._base.errors import CheckpointExistsError, CheckpointingException
 from distckpt._base.messages import check_choice, check_file_bytes, check_num_bytes, check_path
 from distckpt._base.options import ExportOptions, check_options, check_switch
+from distckpt._base.wings import wing
 from distckpt._checkpoint.opening import holds_checkpoint, open_undisturbed
 from distckpt._commit import posix
 from distckpt._commit.target import check_replaceable, names_in
 from distckpt._format.hf_names import belongs_to_export
 from distckpt._format.stored_checkpoint import StoredCheckpoint
 from distckpt._io.export import num_export_threads
-from distckpt._operations.on_demand import on_demand
 from distckpt._ranks.collectives import Ranks
 from distckpt._rules.rules import check_rules
 from distckpt._storage import locations
@@ -121,7 +121,7 @@ def check_export_options(options: ExportOptions) -> None:
     if not isinstance(numbers, Mapping | None):
         raise TypeError(f"fqn_to_index_mapping is a dict of names -> numbers, got {numbers!r:.200}")
     if options.quantize is not None:
-        on_demand("quantize").formats_by_pattern(options.quantize)
+        wing("computed").check_formats(options.quantize)
 
 
 def locate_sources(
@@ -174,7 +174,7 @@ def open_sources(ranks: Ranks, sources: SourceLocations, verify: bool) -> Opened
     """
     adapter = None
     if sources.adapter is not None:
-        on_demand("merge_adapter").check_is_adapter(ranks, sources.adapter)
+        wing("computed").check_is_adapter(ranks, sources.adapter)
         adapter = open_undisturbed(ranks, sources.adapter, verify=verify)
     checkpoints = [
         open_undisturbed(ranks, location, verify=verify) for location in sources.checkpoints

@@ -34,7 +34,6 @@ from distckpt._move.plan import plan_moves
 from distckpt._move.rank_plan import RankPlan
 from distckpt._move.staging import Staged
 from distckpt._move.values import united_values, warn_of_differences
-from distckpt._operations.on_demand import on_demand
 from distckpt._operations.shard_source import FamilyName, ShardSource
 from distckpt._ranks.collectives import Ranks
 from distckpt._rules.rule import Rule
@@ -88,8 +87,9 @@ def _described(
     cells = {shard.unique_key: shard for shard in shards if isinstance(shard, ShardedObject)}
     if family is not None and tensors:
         keys = [shard.key for shard in tensors]
-        families = on_demand("families")
-        of_family = families.rules_for(families.config_for(family, at), keys)
+        from distckpt._rules.families import config_for, rules_for
+
+        of_family = rules_for(config_for(family, at), keys)
         rules = [*rules, *_of_tied(of_family, tensors)]
     pieces = pieces_of(tensors, rules, drops=True)
     kinds = {cell.key: cell.global_shape for cell in cells.values()}
@@ -267,7 +267,8 @@ class LiveSource(ShardSource):
             self.fallback.read(gaps, ())
         carry(ranks, plan, memory, self.given.pieces, staged.views)
         if plan.compared:
-            check_arrival = on_demand("arrival").check_arrival
+            from distckpt._move.arrival import check_arrival
+
             check_arrival(ranks, plan, self.given.pieces, targets, staged.views)
         self._warn_of_overflows(targets, staged)
         _warn_of_differences(targets, staged.commit(apart))

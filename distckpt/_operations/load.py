@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import importlib
 import json
 import logging
 import os
@@ -231,7 +230,9 @@ def _putting_back(request: LoadRequest) -> Iterator[None]:
         yield
     except BaseException:
         if request.made:
-            importlib.import_module("distckpt._models.materialize").put_back(request.made)
+            from distckpt._models.materialize import put_back
+
+            put_back(request.made)
             request.made.clear()
         raise
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 import logging
 import os
@@ -443,9 +442,9 @@ def _without_values(
     """Return the absent keys of tensors that got memory for this load."""
     if not (request.made and absent):
         return []
-    materializing = importlib.import_module("distckpt._models.materialize")
-    keys: list[str] = materializing.keys_without_values(targets.split.shards, absent, request.made)
-    return keys
+    from distckpt._models.materialize import keys_without_values
+
+    return keys_without_values(targets.split.shards, absent, request.made)
 
 
 def _refuse_garbage(keys: frozenset[str], location: str) -> None:

@@ -13,7 +13,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from distckpt._operations.on_demand import on_demand
 from distckpt._operations.planned_save import SaveRequest
 from distckpt._ranks import exchanges
 from distckpt._ranks.collectives import Ranks
@@ -89,7 +88,9 @@ def _has_failed(ranks: Ranks, saves: GroupSaves) -> bool:
     state = saves.state
     if ranks.all_equal(state) and state == FINE:
         return False
-    on_demand("background").wait_for_all()
+    from distckpt._io.background import wait_for_all
+
+    wait_for_all()
     if OUT_OF_STEP in ranks.all_gather_numbers([saves.state]):
         # The groups are left as they are: a group made in the place of a destroyed one would get
         # its name, and meet its traces in the store.

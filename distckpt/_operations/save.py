@@ -31,7 +31,6 @@ from distckpt._io.prepared_save import PreparedSave
 from distckpt._io.save_shards import plan_shards, prepare_shards
 from distckpt._mapping.wrappers import CommonStateDict, ShardedObject, ShardedStateDict, StateDict
 from distckpt._models import objects
-from distckpt._operations.on_demand import on_demand
 from distckpt._operations.pending_saves import raising_pending_errors
 from distckpt._operations.planned_save import (
     PlannedSave,
@@ -329,7 +328,9 @@ def _chosen_strategy(request: SaveRequest) -> tuple[SaveShardedStrategy | None, 
     used with the settings.
     """
     options = request.options
-    strategy, engine = on_demand("strategies").choose_save_strategy(options.strategy)
+    from distckpt.strategies.base import choose_save_strategy
+
+    strategy, engine = choose_save_strategy(options.strategy)
     if strategy is not None and (options.fingerprint or options.stats):
         name = "fingerprint" if options.fingerprint else "stats"
         raise ValueError(f"{name}=True is for the built-in format: a strategy stores none.")
@@ -354,8 +355,9 @@ def _united(ranks: Ranks, own: _LocalSave, request: SaveRequest) -> _LocalSave:
     with ranks.phase("flatten the state dict"):
         state = _flatten(ranks, with_objects, request)
     if _compares(ranks, request):
-        differences = on_demand("common_differences")
-        differences.check_differences(ranks, state.compared, state.digest, warns)
+        from distckpt._state.common_differences import check_differences
+
+        check_differences(ranks, state.compared, state.digest, warns)
     return _LocalSave(own.target, with_objects, state, None)
 
 
@@ -417,5 +419,6 @@ def _prepare(ranks: Ranks, own: _LocalSave, verdict: PlanVerdict) -> PreparedSav
     if own.target.strategy is None:
         return prepare_shards(ranks, shards, own.target.settings)
     by_name = {str(number): shard for number, shard in enumerate(shards)}
-    prepared: PreparedSave = on_demand("strategies").prepare_save(own.target.strategy, by_name)
-    return prepared
+    from distckpt.strategies.base import prepare_save
+
+    return prepare_save(own.target.strategy, by_name)

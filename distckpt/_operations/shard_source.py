@@ -6,7 +6,7 @@ import os
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from distckpt._base.dtypes import FROM_NAME, TO_NAME
 from distckpt._base.errors import CheckpointingException
@@ -16,22 +16,20 @@ from distckpt._checkpoint.opening import FoundCheckpoint
 from distckpt._checkpoint.shards import describe_quantized, load_shards
 from distckpt._checkpoint.stored_values import has_equal_cells, load_objects
 from distckpt._format.manifest import OBJECT
+from distckpt._format.marker import BUILT_IN
 from distckpt._format.stored_checkpoint import StoredCheckpoint
 from distckpt._io.load_shards import ReadSettings
 from distckpt._mapping.sharded_tensor import ShardedTensor
 from distckpt._mapping.wrappers import ShardedObject
 from distckpt._models.objects import Described
-from distckpt._operations.on_demand import on_demand
 from distckpt._ranks.collectives import Ranks
 from distckpt._rules.rule import Rule
 from distckpt._state.common_state import COMMON_KEY
 from distckpt._state.shards import Shard
 from distckpt._state.stored_form import StoredEntry
-from distckpt.strategies.base import (
-    EngineSettings,
-    LoadShardedStrategy,
-    choose_load_strategy,
-)
+
+if TYPE_CHECKING:
+    from distckpt.strategies.base import LoadShardedStrategy
 
 FamilyName: TypeAlias = str | os.PathLike[str] | None
 """See `family` of `load`."""
@@ -90,10 +88,9 @@ class ShardSource(ABC):
 
     def rules_of_family(self, family: FamilyName, location: str, keys: Sequence[str]) -> list[Rule]:
         """Return the rules from the names of requested tensors to those of this source."""
-        families = on_demand("families")
-        config = families.config_for(family, location)
-        rules: list[Rule] = families.rules_for(config, keys, self.shapes())
-        return rules
+        from distckpt._rules.families import config_for, rules_for
+
+        return rules_for(config_for(family, location), keys, self.shapes())
 
     def shapes(self) -> Mapping[str, tuple[int, ...]] | None:
         """Return the shapes of what is stored by key, where they are known without reading."""
@@ -113,7 +110,7 @@ def source_of(
         CheckpointingException: what `options.strategy` gives is no strategy, or none that reads
             this checkpoint is registered.
     """
-    strategy, engine = _choose(location, options.strategy, found.marker)
+    strategy, exchange_group = _choose(location, options.strategy, found)
     if strategy is not None:
         configured = strategy.configure(options, process_group)
         return _UserStrategy(ranks, configured, location, found.marker)
@@ -122,18 +119,28 @@ def source_of(
             f"{location!r} was written by the strategy {found.marker['sharded_backend']!r}, which "
             "the built-in one does not read: pass that strategy."
         )
-    return _OpenCheckpoint(ranks, found.stored, options, engine)
+    return _OpenCheckpoint(ranks, found.stored, options, exchange_group)
 
 
 def _choose(
-    location: str, given: Any, marker: Mapping[str, Any]
-) -> tuple[LoadShardedStrategy | None, EngineSettings]:
+    location: str, given: Any, found: FoundCheckpoint
+) -> tuple[LoadShardedStrategy | None, Any]:
+    """Return the strategy of the user, None for the built-in one, and the group of ranks within
+    which replicas share work.
+    """
     if given is None:
-        given = (marker["sharded_backend"], marker.get("sharded_backend_version", 1))
+        backend = found.marker["sharded_backend"]
+        version = found.marker.get("sharded_backend_version", 1)
+        if found.stored is not None and (backend, version) == (BUILT_IN, 1):
+            return None, None
+        given = (backend, version)
+    from distckpt.strategies.base import choose_load_strategy
+
     try:
-        return choose_load_strategy(given)
+        strategy, engine = choose_load_strategy(given)
     except CheckpointingException as error:
         raise CheckpointingException(f"Cannot read {location!r}: {error}") from error
+    return strategy, engine.exchange_group
 
 
 @dataclass(frozen=True)
@@ -141,6 +148,7 @@ class _OpenCheckpoint(ShardSource):
     """A checkpoint of distckpt, or of a format that has a reader.
 
     Attributes:
+        exchange_group: process group within which replicas share work; None for all ranks.
         settings: objects that are read already, by key.
         hidden: keys that were read for them.
     """
@@ -148,7 +156,7 @@ class _OpenCheckpoint(ShardSource):
     ranks: Ranks
     stored: StoredCheckpoint
     options: LoadOptions
-    engine: EngineSettings
+    exchange_group: Any
     overwritten: set[str] = field(default_factory=set)
     settings: Mapping[str, Any] = field(default_factory=dict)
     hidden: Collection[str] = ()
@@ -164,16 +172,18 @@ class _OpenCheckpoint(ShardSource):
         return {key: entry for key, entry in entries.items() if key not in self.hidden}
 
     def for_objects(self, described: Described, has_optimizers: bool) -> ShardSource:
-        names = on_demand("state_dict_names")
-        found = names.translated(self.ranks, self.stored, described, has_optimizers)
+        from distckpt._operations.state_dict_names import translated
+
+        found = translated(self.ranks, self.stored, described, has_optimizers)
         return replace(self, stored=found.stored, settings=found.settings, hidden=found.hidden)
 
     def optimizer_keys(self) -> set[str]:
-        keys: set[str] = on_demand("model_keys").optimizer_keys(self.stored)
-        return keys
+        from distckpt._checkpoint.model_keys import optimizer_keys
+
+        return optimizer_keys(self.stored)
 
     def read(self, shards: Sequence[Shard], rules: Sequence[Rule]) -> list[Any]:
-        settings = ReadSettings(self.options, rules, self.engine.exchange_group, self.overwritten)
+        settings = ReadSettings(self.options, rules, self.exchange_group, self.overwritten)
         asked = [shard for shard in shards if shard.key not in self.settings]
         return self._with_settings(shards, load_shards(self.ranks, self.stored, asked, settings))
 

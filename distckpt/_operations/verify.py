@@ -25,6 +25,7 @@ from distckpt._base.memory import Bytes, bounce_buffer
 from distckpt._base.messages import check_choice, check_count
 from distckpt._base.options import Progress
 from distckpt._base.threads import NUM_REQUESTS, Pool, ProgressCounter, run_threads
+from distckpt._base.wings import wing
 from distckpt._checkpoint.consistent_read import ReadAttempt, read_attempts
 from distckpt._checkpoint.opening import identify, open_checkpoint
 from distckpt._checkpoint.stored_values import StoredTensor
@@ -37,7 +38,6 @@ from distckpt._format.stored_checkpoint import StoredCheckpoint
 from distckpt._geometry.region import IntArray
 from distckpt._io.read import PIECE_BYTES, num_threads_at, unit_bytes_at
 from distckpt._mapping.wrappers import ShardedStateDict
-from distckpt._operations.on_demand import on_demand
 from distckpt._ranks.collectives import PhaseTimer, Ranks
 from distckpt._storage import locations
 from distckpt._storage.open_files import OpenFiles
@@ -167,8 +167,7 @@ def verify(
         check_count("num_threads", num_threads)
     location = locations.normalize(checkpoint_dir)
     if live is not None:
-        compare = on_demand("verify_live").compare_with_memory
-        found: VerifyReport = compare(
+        found: VerifyReport = wing("memory").compare_with_memory(
             location, live, process_group=process_group, num_threads=num_threads, progress=progress
         )
         return found
@@ -311,13 +310,17 @@ def keys_with_fingerprints(stored: StoredCheckpoint) -> list[str]:
 def _check_fingerprints(
     stored: StoredCheckpoint, keys: Sequence[str], add_bytes: Callable[[int], None]
 ) -> list[Problem]:
-    found = on_demand("fingerprint").computed_fingerprints(stored, keys, add_bytes)
+    from distckpt._operations.fingerprint import computed_fingerprints
+
+    found = computed_fingerprints(stored, keys, add_bytes)
     return describe_fingerprints(stored, found)
 
 
 def describe_fingerprints(stored: StoredCheckpoint, found: Mapping[str, Any]) -> list[Problem]:
     """Say which tensors do not have the fingerprints that were stored, given those they have."""
-    saved = on_demand("fingerprint").saved_fingerprints(stored, list(found))
+    from distckpt._operations.fingerprint import saved_fingerprints
+
+    saved = saved_fingerprints(stored, list(found))
     text = "the tensor is not the one that was in memory when it was saved: fingerprint mismatch"
     return [Problem(stored.location, text, key) for key in found if found[key] != saved[key]]
 

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import hashlib
-import importlib
 import json
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from distckpt._base import version
 from distckpt._base.errors import CheckpointingException
 from distckpt._checkpoint.file_states import states_of_files
 from distckpt._checkpoint.opening import check_is_unchanged
@@ -56,7 +56,7 @@ def facts_of(
         option_texts[name] = _short(value)
     # Two versions may compute different values from the same input.
     versions = {
-        "the version of distckpt": importlib.import_module("distckpt").__version__,
+        "the version of distckpt": version.__version__,
         "the version of journals": f"{_VERSION}, format {FORMAT_VERSION}",
     }
     facts = {**versions, **option_texts, **facts_of_sources(checkpoints)}

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import importlib
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -20,16 +19,6 @@ from distckpt._parts.run import abandon as abandon_all
 from distckpt._parts.work import Part, Work
 from distckpt._storage import locations, object_store
 
-_MAKERS = {
-    "consolidate": ("exports", "consolidation"),
-    "merge": ("exports", "merger"),
-    "reshard": ("checkpoints", "resharding"),
-    "export_torch_dist": ("torch_dist", "exporting"),
-    "verify": ("reports", "verification"),
-    "stats": ("reports", "measurement"),
-    "diff": ("reports", "comparison"),
-}
-"""The module and function that make each verb's work, imported on use."""
 _LOCATIONS = (
     "checkpoint",
     "output_dir",
@@ -91,10 +80,31 @@ class Task:
 @paused_garbage_collection()
 def make_work(verb: str, arguments: Mapping[str, Any]) -> Work:
     """Plan the work of a verb with these arguments."""
-    module, function = _MAKERS[verb]
-    make = getattr(importlib.import_module(f"distckpt._parts.{module}"), function)
-    work: Work = make(**_with_absolute_paths(arguments))
-    return work
+    return _maker(verb)(**_with_absolute_paths(arguments))
+
+
+def _maker(verb: str) -> Callable[..., Work]:
+    """Return the function that plans the work of a verb; its module is imported on use."""
+    if verb in ("consolidate", "merge"):
+        from distckpt._parts import exports
+
+        return exports.consolidation if verb == "consolidate" else exports.merger
+    if verb == "reshard":
+        from distckpt._parts.checkpoints import resharding
+
+        return resharding
+    if verb == "export_torch_dist":
+        from distckpt._parts.torch_dist import exporting
+
+        return exporting
+    from distckpt._parts import reports
+
+    checks: dict[str, Callable[..., Work]] = {
+        "verify": reports.verification,
+        "stats": reports.measurement,
+        "diff": reports.comparison,
+    }
+    return checks[verb]
 
 
 def make_tasks(verb: str, num_tasks: int, arguments: Mapping[str, Any]) -> list[Task]:

@@ -24,7 +24,6 @@ from distckpt._base.threads import PART_BYTES
 from distckpt._storage.cloud_errors import is_busy, is_temporary, os_error, text_of
 from distckpt._storage.file_state import FileState
 from distckpt._storage.fsspec_urls import settings_of
-from distckpt._storage.object_store import PROVIDERS
 from distckpt._storage.remote import (
     NO_BYTES,
     RETRY_SECONDS,
@@ -34,6 +33,7 @@ from distckpt._storage.remote import (
     Upload,
     too_large,
 )
+from distckpt._storage.schemes import PROVIDERS
 
 logger = logging.getLogger(__name__)
 

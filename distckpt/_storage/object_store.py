@@ -5,36 +5,25 @@ The cloud stores are S3, Google Cloud Storage and Azure.
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Collection, Iterable
 from typing import TYPE_CHECKING
+
+from distckpt._storage.schemes import PROVIDERS
 
 if TYPE_CHECKING:
     from distckpt._storage.remote import RemoteLocation
 
-PROVIDERS = {
-    "s3": "s3",
-    "s3a": "s3",
-    "gs": "gcs",
-    "gcs": "gcs",
-    "az": "azure",
-    "abfs": "azure",
-    "abfss": "azure",
-}
-"""Scheme of URLs -> object store. All other schemes are fsspec's."""
-
-_CLOUD = ("distckpt._storage.cloud", "CloudLocation")
-_FSSPEC = ("distckpt._storage.fsspec_urls", "FsspecLocation")
-"""Module and class, imported when a URL is used: most programs have local paths only."""
-
 
 def at(location: str) -> RemoteLocation:
     """Return the interface to a URL."""
-    module, name = _FSSPEC
+    # Imported when a URL is used: most programs have local paths only.
     if location.partition("://")[0] in PROVIDERS:
-        module, name = _CLOUD
-    remote: RemoteLocation = getattr(importlib.import_module(module), name)(location)
-    return remote
+        from distckpt._storage.cloud import CloudLocation
+
+        return CloudLocation(location)
+    from distckpt._storage.fsspec_urls import FsspecLocation
+
+    return FsspecLocation(location)
 
 
 def remove_all(locations: Iterable[str]) -> None:

@@ -7,7 +7,6 @@ given is used, never replaced.
 
 from __future__ import annotations
 
-import importlib
 from abc import ABC, abstractmethod
 from collections import defaultdict
 from collections.abc import Mapping
@@ -195,6 +194,9 @@ class ConsolidationStrategy(StrategyBase):
         """Write the merged files; may return a report."""
 
 
+BUILT_IN_STRATEGIES: dict[StrategyAction, StrategyBase] = {}
+"""Those of `distckpt.strategies.safetensors`, which the package imports."""
+
 _registry: dict[StrategyAction, dict[tuple[str, int], StrategyBase]] = defaultdict(dict)
 
 
@@ -254,10 +256,7 @@ def is_built_in(action: StrategyAction, backend: str, version: int) -> bool:
 def _built_in(action: StrategyAction, backend: str, version: int) -> StrategyBase | None:
     if not is_built_in(action, backend, version):
         return None
-    # It imports what reads and what writes, of which most calls need one.
-    module = importlib.import_module("distckpt.strategies.safetensors")
-    made: StrategyBase = module.DEFAULTS[action]
-    return made
+    return BUILT_IN_STRATEGIES[action]
 
 
 def choose_save_strategy(given: Any) -> tuple[SaveShardedStrategy | None, EngineSettings]:

@@ -29,6 +29,7 @@ from distckpt._plan.layout import PlanCache
 from distckpt._ranks.collectives import Ranks
 from distckpt._storage import locations
 from distckpt.strategies.base import (
+    BUILT_IN_STRATEGIES,
     EngineSettings,
     LoadShardedStrategy,
     SaveShardedStrategy,
@@ -174,7 +175,5 @@ def _open_alone(checkpoint_dir: str | os.PathLike[str]) -> StoredCheckpoint:
     return open_undisturbed(Ranks.alone(), locations.normalize(checkpoint_dir))
 
 
-DEFAULTS = {
-    StrategyAction.SAVE_SHARDED: SafetensorsSaveStrategy(),
-    StrategyAction.LOAD_SHARDED: SafetensorsLoadStrategy(),
-}
+BUILT_IN_STRATEGIES[StrategyAction.SAVE_SHARDED] = SafetensorsSaveStrategy()
+BUILT_IN_STRATEGIES[StrategyAction.LOAD_SHARDED] = SafetensorsLoadStrategy()

@@ -185,7 +185,7 @@ def test_another_version_does_not_go_on(source, tmp_path, monkeypatch):
     first, second = tasks.consolidate(source, tmp_path / "out", num_tasks=2, **MANY)
     first.run()
     with monkeypatch.context() as patch:
-        patch.setattr(distckpt, "__version__", "99.9")
+        patch.setattr("distckpt._base.version.__version__", "99.9")
         with pytest.raises(
             CheckpointingException, match=r"the version of distckpt was \S+ and is 99\.9"
         ):

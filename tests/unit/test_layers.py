@@ -186,16 +186,59 @@ def test_no_cycles():
     assert set(order) == set(MODULES)
 
 
-def test_imports_stand_at_the_top():
-    inside = [
+def functions_of(module: str) -> list[ast.FunctionDef | ast.AsyncFunctionDef]:
+    kinds = ast.FunctionDef | ast.AsyncFunctionDef
+    return [node for node in nodes_of(module) if isinstance(node, kinds)]
+
+
+def test_imports_inside_functions_are_of_the_package_and_come_first():
+    """They are for what few calls need, and stand where a reader looks for imports."""
+    foreign = [
         f"distckpt.{module} line {node.lineno}"
         for module in MODULES
-        for function in nodes_of(module)
-        if isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
+        for function in functions_of(module)
         for node in ast.walk(function)
-        if isinstance(node, ast.Import | ast.ImportFrom)
+        if isinstance(node, ast.Import)
+        or (isinstance(node, ast.ImportFrom) and node.module.split(".")[0] != "distckpt")
     ]
-    assert inside == []
+    assert foreign == []
+
+
+IMPORTED_BY_A_STRING = {
+    # Modules of the package.
+    "__init__",
+    "_base.wings",
+    "_cli.main",
+    "_megatron.forwarding",
+    # Modules of other libraries.
+    "_base.lazy",
+    "_dcp_api.names",
+    "_engines.vllm",
+    "_megatron.interop",
+}
+
+
+def test_few_modules_are_imported_by_a_string():
+    """No editor, type checker or test here follows such imports."""
+    computed = {
+        module
+        for module in MODULES
+        for node in nodes_of(module)
+        if isinstance(node, ast.Call) and ast.unparse(node.func) == "importlib.import_module"
+        if not isinstance(node.args[0], ast.Constant)
+    }
+    assert computed == IMPORTED_BY_A_STRING
+    private = {f"distckpt.{module}" for module in MODULES if "_" in module}
+    named = {
+        module: {node.value for node in nodes_of(module) if isinstance(node, ast.Constant)}
+        for module in MODULES
+    }
+    tables = {module: names & private for module, names in named.items() if names & private}
+    assert tables.keys() == {"_base.wings"}
+    assert len(tables["_base.wings"]) == 5
+
+
+def test_no_module_calls_import():
     called = {
         node.func.id
         for module in MODULES
@@ -211,6 +254,51 @@ def all_imports_of(module: str) -> list[str]:
 
 @pytest.mark.parametrize(("library", "sole_importer"), SOLE_IMPORTERS.items())
 def test_what_is_known_in_one_place_only(library, sole_importer):
+    importers = {
+        module
+        for module in MODULES
+        if any(f"{name}.".startswith(f"{library}.") for name in all_imports_of(module))
+    }
+    assert importers == {sole_importer}
+
+
+@pytest.mark.parametrize(
+    "library", ["pickle", "cPickle", "dill", "cloudpickle", "marshal", "shelve"]
+)
+def test_no_code_is_ever_loaded(library):
+    importers = [
+        module
+        for module in MODULES
+        if any(name.split(".")[0] == library for name in all_imports_of(module))
+    ]
+    assert importers == []
+
+
+def test_torch_load_and_save_are_not_used():
+    for module in MODULES:
+        used = [
+            node.lineno
+            for node in nodes_of(module)
+            if isinstance(node, ast.Attribute)
+            and isinstance(node.value, ast.Name)
+            and (node.value.id, node.attr)
+            in {("torch", "load"), ("torch", "save"), ("torch", "package")}
+        ]
+        assert used == [], module
+
+
+def test_the_byte_layout_of_safetensors_is_known_in_one_place():
+    """Its length field is packed as a little-endian number of 64 bits."""
+    users = {
+        module
+        for module in MODULES
+        for node in nodes_of(module)
+        if isinstance(node, ast.Constant) and node.value == "<Q"
+    }
+    assert users == {"_format.safetensors_file"}
+
+
+def test_the_core_imports_no_foreign_format():
     core = [module for module in MODULES if layer_of(module) < layer_of("_megatron")]
     assert {
         module

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NamedTuple, TypeAlias
 
@@ -253,8 +252,9 @@ def optimizer_targets(
                 targets.add(path, place, param, shard, tensors)
     names = targets.own.names.values()
     # Imported when it is needed: no save does.
-    classes = importlib.import_module("distckpt._models.optimizer.classes")
-    classes.check_class(described.optimizer, described.prefix, settings, names)
+    from distckpt._models.optimizer.classes import check_class
+
+    check_class(described.optimizer, described.prefix, settings, names)
     targets["settings"] = LocalNonpersistentObject(settings)
     return targets
 

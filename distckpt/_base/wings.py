@@ -1,0 +1,23 @@
+"""The wings that the kernel calls, by name: it imports none of them, and works without them."""
+
+from __future__ import annotations
+
+import importlib
+from types import ModuleType
+from typing import Literal, TypeAlias
+
+Wing: TypeAlias = Literal["computed", "deepspeed", "huggingface", "memory", "torch_dist"]
+
+_WINGS: dict[Wing, str] = {
+    "computed": "distckpt._operations.computed",
+    "deepspeed": "distckpt._foreign.deepspeed.reader",
+    "huggingface": "distckpt._foreign.hugging_face",
+    "memory": "distckpt._operations.verify_live",
+    "torch_dist": "distckpt._foreign.torch_dist.reader",
+}
+"""Readers of formats, by the names of these, and modules behind an option of a verb."""
+
+
+def wing(name: Wing) -> ModuleType:
+    """Import a wing."""
+    return importlib.import_module(_WINGS[name])
