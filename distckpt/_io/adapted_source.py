@@ -1,4 +1,4 @@
-"""Tensors with the changes of an adapter of PEFT, from the values of another source."""
+"""Tensors of another source, with the changes of a PEFT adapter."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from distckpt._storage.open_files import OpenFiles
 
 
 class AdaptedSource(TensorSource):
-    """Values of another source, of which an adapter changes some, by the name of the tensor."""
+    """Another source's values, with an adapter's changes to some tensors."""
 
     def __init__(
         self, values: TensorSource, adapter: StoredCheckpoint, changes: Mapping[str, Change]
@@ -68,7 +68,7 @@ class AdaptedSource(TensorSource):
         view: torch.Tensor,
         factor: float,
     ) -> None:
-        """Change a region of a tensor as the adapter says."""
+        """Apply the adapter's change to a region of a tensor."""
         if change.replacement is not None:
             view.copy_(self._read_adapter(change.replacement, region, view.dtype))
         product = change.product

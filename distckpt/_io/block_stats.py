@@ -1,4 +1,4 @@
-"""Statistics of blocks of values that fit a cache, and of several blocks together."""
+"""Statistics of blocks of values that fit a cache, and their combination."""
 
 from __future__ import annotations
 
@@ -16,19 +16,18 @@ from distckpt._quantization.numbers import scratch
 
 BLOCK_ELEMENTS = 1 << 18
 _ROW = 1024
-"""So many squares are added with the precision of the numbers, sums of them with that of
-float64.
-"""
+"""Squares per row: they are added in the numbers' precision, and the sums of rows in float64."""
 _SAFE = (1e-15, 1e15)
-"""Squares of float32 numbers between these neither vanish nor overflow."""
+"""Range of float32 numbers whose squares neither vanish nor overflow."""
 
 StatsRows = npt.NDArray[np.float64]
-"""A `BlockStats` in each row: counts are exact below 2**53."""
+"""Rows of `BlockStats`. Counts are exact below 2**53."""
 
 
 class BlockStats(NamedTuple):
-    """A block of values: how many are finite, NaN, infinite and zero, and of the finite ones their
-    mean and so on.
+    """Counts and statistics of a block of values.
+
+    The statistics are of the finite values.
     """
 
     num_finite: int
@@ -47,7 +46,7 @@ def blocks_of(values: torch.Tensor) -> Sequence[torch.Tensor]:
 
 
 def block_stats(values: torch.Tensor) -> BlockStats:
-    """Return the statistics of a block of values, which may be on an accelerator."""
+    """Return the statistics of a block, which may be on an accelerator."""
     if values.dtype.itemsize == 1:
         return _stats_of_codes(values)
     if values.device.type != "cpu":
@@ -73,7 +72,7 @@ def block_stats(values: torch.Tensor) -> BlockStats:
 
 
 def stats_on_device(values: torch.Tensor) -> BlockStats:
-    """Return the statistics of a block of values, computed where they are."""
+    """Return the statistics of a block, computed on its device."""
     real = torch.view_as_real(values) if values.is_complex() else values
     numbers = real.reshape(-1).double()
     num_all, num_nan = numbers.numel(), int(numbers.isnan().sum())
@@ -97,8 +96,9 @@ def stats_on_device(values: torch.Tensor) -> BlockStats:
 
 
 def _stats_of_codes(values: torch.Tensor) -> BlockStats:
-    """Count how often each of 256 values is there, which takes less time than to convert them
-    all.
+    """Return the statistics of 8-bit values.
+
+    Counting the occurrences of 256 values takes less time than converting all of them.
     """
     codes = values.view(torch.uint8)
     table = item_values(values.dtype).astype(np.float64)
@@ -120,15 +120,16 @@ def _stats_of_codes(values: torch.Tensor) -> BlockStats:
 
 
 def _sum(numbers: torch.Tensor, largest: float) -> float:
-    """Return the sum of finite numbers, that of large ones by way of smaller ones."""
+    """Return the sum of finite numbers; large numbers are scaled first."""
     if largest < 1e30:
         return float(numbers.sum())
     return largest * float((numbers.double() / largest).sum())
 
 
 def together(parts: Sequence[BlockStats]) -> BlockStats:
-    """Return the statistics of all blocks together, at least one; NaN where there is no finite
-    number.
+    """Combine the statistics of one or more blocks.
+
+    Statistics are NaN without any finite number.
     """
     if len(parts) == 1:
         return parts[0]
@@ -137,8 +138,9 @@ def together(parts: Sequence[BlockStats]) -> BlockStats:
 
 
 def sums_of_rows(rows: StatsRows, slots: IntArray, num_slots: int) -> StatsRows:
-    """Return the statistics of the rows of each slot together, of shape (`num_slots`, 8); NaN where
-    there is no finite number.
+    """Combine the statistics of the rows of each slot.
+
+    The result has shape (`num_slots`, 8). Statistics are NaN without any finite number.
 
     Args:
         rows: of shape (n, 8).
@@ -163,7 +165,7 @@ def sums_of_rows(rows: StatsRows, slots: IntArray, num_slots: int) -> StatsRows:
 
 
 def _norms_of_rows(norms: StatsRows, slots: IntArray, num_slots: int) -> StatsRows:
-    """Return the norm of the norms of each slot, by way of squares of numbers up to 1."""
+    """Combine the norms of each slot, scaling them first."""
     largest = np.zeros(num_slots)
     np.maximum.at(largest, slots, norms)
     scales = np.where((largest > 0) & np.isfinite(largest), largest, 1.0)
@@ -176,8 +178,9 @@ def _added_up(column: StatsRows, slots: IntArray, num_slots: int) -> StatsRows:
 
 
 def real_numbers(values: torch.Tensor) -> torch.Tensor:
-    """Return a block of values as a line of float32 or float64, in scratch memory where those are
-    other ones.
+    """Return a block of values as flat float32 or float64.
+
+    Converted values are in scratch memory.
     """
     values = (torch.view_as_real(values) if values.is_complex() else values).reshape(-1)
     if values.dtype in (torch.float32, torch.float64):
@@ -189,7 +192,7 @@ def real_numbers(values: torch.Tensor) -> torch.Tensor:
 
 
 def extremes(numbers: torch.Tensor) -> tuple[float, float]:
-    """Return the smallest and the largest number: NaN if there is one, or no number."""
+    """Return the smallest and largest number; NaN if any is, or without numbers."""
     if not numbers.numel():
         return math.nan, math.nan
     # numpy takes half of the time of torch.aminmax.
@@ -199,8 +202,9 @@ def extremes(numbers: torch.Tensor) -> tuple[float, float]:
 
 
 def norm(numbers: torch.Tensor, largest: float | None = None) -> float:
-    """Return the L2 norm of a block of real numbers, of which the largest absolute value may be
-    known.
+    """Return the L2 norm of a block of real numbers.
+
+    `largest` is the largest absolute value, if it is known.
     """
     if largest is None:
         largest = max(map(abs, extremes(numbers)))

@@ -1,5 +1,6 @@
-"""Tensors that are quantized when they are written: their codes and scales, from the values of
-another source.
+"""Tensors that are quantized when they are written.
+
+Their codes and scales are computed from another source's values.
 """
 
 from __future__ import annotations
@@ -21,11 +22,11 @@ from distckpt._quantization.quantized import part_regions
 from distckpt._storage.open_files import OpenFiles
 
 _ENCODED_AT_ONCE = 1 << 20
-"""Elements."""
+"""Elements that are encoded at a time."""
 
 
 class EncodedSource(TensorSource):
-    """Values of another source, and parts of the quantized form of some of them."""
+    """Another source's values, and quantized parts of some of them."""
 
     def __init__(self, values: TensorSource, parts: Mapping[str, EncodedPart]) -> None:
         super().__init__(values.stored)
@@ -67,7 +68,7 @@ class EncodedSource(TensorSource):
         wanted: Region,
         view: torch.Tensor,
     ) -> None:
-        """Quantize what a region of a part is made of."""
+        """Quantize the values that a region of a part encodes."""
         quantized, role = part.quantized, part.role
         maximum = self._maximum_of(part) if needs_maximum(quantized) else 0.0
         for region in regions_to_encode(quantized, role, wanted, _ENCODED_AT_ONCE):
@@ -96,8 +97,9 @@ class EncodedSource(TensorSource):
         return self._maxima[key]
 
     def _read_values(self, part: EncodedPart, region: Region) -> torch.Tensor:
-        """Read a region of a tensor that is to be quantized, with the axes of the quantized form,
-        as float32.
+        """Read a region of a tensor to quantize, as float32.
+
+        Its axes are in the order of the quantized form.
         """
         quantized = part.quantized
         values = scratch("to encode", region.shape, torch.float32)

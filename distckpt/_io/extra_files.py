@@ -1,5 +1,6 @@
-"""Files beside the tensors of a model, such as config and tokenizer, which an export takes over
-from a directory.
+"""Extra files of an export, such as config and tokenizer.
+
+They are taken over from a directory of the same model.
 """
 
 from __future__ import annotations
@@ -38,12 +39,12 @@ _WEIGHT_SUFFIXES = (
     ".msgpack",
 )
 _INDEX = re.compile(r".+\.index(\.[^.]+)?\.json")
-"""Names of indexes, also of variants, such as `model.safetensors.index.fp16.json`."""
+"""Index names, also of variants such as `model.safetensors.index.fp16.json`."""
 
 
 @dataclass(frozen=True)
 class ExtraFiles:
-    """Locations of files to copy, and the content of others by name."""
+    """Locations of files to copy, and content of files to write."""
 
     copied: Sequence[str] = ()
     written: Mapping[str, bytes] = field(default_factory=dict)
@@ -112,12 +113,14 @@ def _check(path: str, directory: str) -> None:
 
 
 def write_extra_files(files: ExtraFiles, target: str) -> None:
-    """Copy and write files into a directory, in the place of those that an interrupted attempt has
-    left; copies on local disks have the modes of the originals.
+    """Copy and write extra files into a directory.
+
+    They replace files that an interrupted attempt has left. Copies on local disks have the modes of
+    the originals.
     """
     for path in files.copied:
         copy = locations.join(target, locations.split(path)[1])
-        # As `cp` does: open to no more users than the original is, nor than the umask lets in.
+        # As `cp` does: at most as open as the original file and the umask allow.
         mode = os.stat(path).st_mode & 0o777 if locations.is_local(path) else 0o666
         locations.write_bytes(copy, locations.read_bytes(path, _MAX_BYTES), mode=mode)
     for name, content in files.written.items():
@@ -131,14 +134,14 @@ def adapt_config(
     quantization: Mapping[str, Any] | None,
     dtype: torch.dtype | Mapping[str, torch.dtype] | None,
 ) -> ExtraFiles:
-    """Let the configuration say what is exported.
+    """Adapt the configuration to the exported tensors.
 
     Args:
-        paths: of the files to copy.
+        paths: paths of the files to copy.
         outputs: tensors of the export.
         quantization: the `quantization_config` of tensors that are quantized now.
-        dtype: of all other tensors, where one was given; else it follows the tensors, if they have
-            one in common.
+        dtype: dtype of all other tensors, if the caller chose one; else the tensors' common dtype,
+            if they have one.
 
     Raises:
         CheckpointingException: tensors are quantized, and the configuration is not a JSON object.
@@ -169,8 +172,9 @@ def _by_name(paths: Sequence[str]) -> dict[str, str]:
 
 
 def _read_config(path: str | None, must_be_read: bool) -> dict[str, Any] | None:
-    """Read the configuration, an empty one without a path; None when it is not readable and need
-    not be.
+    """Read the configuration; an empty one without a path.
+
+    Return None when it is not readable and need not be.
     """
     if path is None:
         return {}
@@ -185,7 +189,7 @@ def _read_config(path: str | None, must_be_read: bool) -> dict[str, Any] | None:
 
 
 def _replace_quantization(config: dict[str, Any], quantization: Mapping[str, Any] | None) -> None:
-    """Let a configuration say of quantized tensors what is said here, or nothing."""
+    """Replace, or remove, a configuration's description of its quantization."""
     for part in parts_of(config):
         for name in FIELDS:
             part.pop(name, None)
@@ -194,14 +198,14 @@ def _replace_quantization(config: dict[str, Any], quantization: Mapping[str, Any
 
 
 def _common_dtype(outputs: Sequence[OutputTensor]) -> torch.dtype | None:
-    """Return the dtype of all tensors of floating point numbers, if they have the same."""
+    """Return the dtype that all floating-point tensors have in common, or None."""
     dtypes = {FROM_NAME[name] for name in {output.dtype for output in outputs}}
     floats = [dtype for dtype in dtypes if dtype.is_floating_point]
     return floats[0] if len(floats) == 1 else None
 
 
 def _name_dtype(config: Mapping[str, Any], dtype: torch.dtype | None) -> None:
-    """Put a dtype, if there is one, into a configuration, wherever it names one."""
+    """Put a dtype into a configuration, wherever it names one."""
     for part in parts_of(config) if dtype is not None else ():
         for name in ("dtype", "torch_dtype"):
             if name in part:

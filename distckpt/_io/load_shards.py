@@ -1,4 +1,4 @@
-"""The engine of loads: read exactly the requested regions of tensors, in place."""
+"""The engine of loads: reads exactly the requested regions, in place."""
 
 from __future__ import annotations
 
@@ -42,14 +42,14 @@ from distckpt._storage.open_files import OpenFiles
 
 @dataclass(frozen=True)
 class ReadSettings:
-    """How tensors are read.
+    """Settings for reading tensors.
 
     Attributes:
-        options: of the caller.
-        rules: how the requested tensors are made from the stored ones.
+        options: options of the caller.
+        rules: rules that make the requested tensors from the stored ones.
         exchange_group: process group whose ranks may share reads; None for all ranks.
-        overwritten: filled with the keys of tensors whose values are lost, since those of others
-            are in the same memory.
+        overwritten: filled with the keys of lost tensors, whose memory holds the values of other
+            tensors.
     """
 
     options: LoadOptions
@@ -60,13 +60,13 @@ class ReadSettings:
 
 @dataclass(frozen=True)
 class _Requests:
-    """What is read into which tensors.
+    """The requests of a load, and the tensors that they fill.
 
     Attributes:
-        shards: with their tensors, which are allocated if the caller gave none.
+        shards: shards with their tensors, which are allocated if the caller gave none.
         requests: regions of the checkpoint, one for each target.
         targets: views of the tensors of the shards.
-        copies: what to read from which chunk; nothing yet for requests whose elements lie apart.
+        copies: regions to read, by chunk; none for requests whose elements lie apart.
         additions: values to add to targets after reading.
     """
 
@@ -83,7 +83,7 @@ def load_tensors(
     shards: Sequence[ShardedTensor],
     settings: ReadSettings,
 ) -> list[torch.Tensor | None]:
-    """Fill the tensors of shards, and return them; allocate those that have none.
+    """Fill the tensors of shards, and return them; allocate missing tensors.
 
     Collective operation: all ranks must call it.
 
@@ -100,9 +100,9 @@ def load_tensors(
         num_bytes = sum(target.nbytes for target in separated.targets)
         vote.number = num_bytes
     counter = ProgressCounter(options.progress, num_bytes)
-    # To count what was useful of each piece takes time.
+    # Counting the useful bytes of each piece takes time.
     progress = counter.add if options.progress is not None else None
-    # Some of what follows is copied by other threads, whose streams know nothing of this thread's.
+    # Other threads do some of the following copies, on streams of their own.
     Copier(separated.targets).wait_for_queued()
     sharing = Sharing(
         ranks=ranks,
@@ -139,7 +139,7 @@ def load_tensors(
 
 
 def _num_threads(stored: StoredCheckpoint, max_bytes: int) -> int:
-    """Return how many threads may read, if so much may be on its way."""
+    """Return the number of threads that a memory limit allows."""
     if locations.is_local(stored.location):
         return num_threads_within(max_bytes)
     return num_requests_within(max_bytes)
@@ -148,12 +148,12 @@ def _num_threads(stored: StoredCheckpoint, max_bytes: int) -> int:
 def _plan_requests(
     stored: StoredCheckpoint, shards: Sequence[ShardedTensor], settings: ReadSettings
 ) -> _Requests:
-    """Find out what to read into which tensors; `stored` is a view, see `decoded`."""
+    """Plan the requests and the tensors that they fill. `stored` is a view, see `decoded`."""
     pieces = _pieces_of(shards)
     requests = [request_of(shards[number], region) for number, region in pieces]
     copies: list[Copy] = []
     if not settings.rules:
-        # Before memory is allocated: what is not stored may be of any size.
+        # Before memory is allocated: a tensor that is not stored may be of any size.
         dtypes = [_dtype_of(shards[number]) for number, _ in pieces]
         requests, copies = _plan_copies(stored, requests, dtypes, settings)
     filled = [_with_memory(shard) for shard in shards]
@@ -168,7 +168,7 @@ def _plan_requests(
 
 
 def _pieces_of(shards: Sequence[ShardedTensor]) -> list[tuple[int, Region]]:
-    """Return the regions that shards consist of, each after the number of its shard."""
+    """Return the regions of shards, each with its shard's number."""
     return [
         (number, region) for number, shard in enumerate(shards) for region in shard_regions(shard)
     ]
@@ -179,7 +179,7 @@ def _translated(
     planned: _Requests,
     settings: ReadSettings,
 ) -> _Requests:
-    """Request what the rules make the tensors from."""
+    """Request the tensors that the rules read."""
     found = translate(settings.rules, planned.requests, planned.targets)
     for padding in found.padding:
         padding.zero_()
@@ -209,8 +209,9 @@ def _plan_copies(
     dtypes: Sequence[torch.dtype],
     settings: ReadSettings,
 ) -> tuple[list[Request], list[Copy]]:
-    """Find what fills the requests, whose targets have the given dtypes; requests get the names
-    that the view has.
+    """Find the copies that fill the requests, given the targets' dtypes.
+
+    Requests get the names that the view has.
     """
     if stored.quantized:
         requests = [
@@ -227,7 +228,7 @@ def _plan_copies(
 
 
 def _add(additions: Sequence[tuple[torch.Tensor, float]]) -> None:
-    """Add values to targets, but only once if several of them are the same memory."""
+    """Add values to targets, once per memory."""
     places = {(t.data_ptr(), t.shape, t.stride()): (t, value) for t, value in additions}
     with torch.no_grad():
         for target, value in places.values():

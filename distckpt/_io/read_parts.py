@@ -1,7 +1,7 @@
-"""Dividing what is to be read into parts: which bytes of a chunk are read, and where they go.
+"""Division of reads into parts: ranges of bytes, and their targets.
 
-Where checksums are compared, parts begin and end between blocks: no byte is used of a block that is
-not verified.
+Where checksums are compared, parts begin and end between blocks: no byte of an unverified block is
+used.
 """
 
 from __future__ import annotations
@@ -27,29 +27,28 @@ from distckpt._geometry.units import cut_region
 from distckpt._plan.load import Copy
 
 REACH_BYTES = 2 << 20
-"""Rows of a local file that begin further apart than half of this are read separately, without
-what lies between them.
-"""
+"""Twice the distance from which on local rows are read separately."""
 LONG_RUN_BYTES = 128 << 10
-"""Runs at least this long are read as parts of their own."""
+"""Read runs at least this long as parts of their own."""
 PITCH_BYTES = 8 << 10
-"""Mean distance between the beginnings of runs. Closer runs take less time with the gaps between
-them.
+"""Mean distance from which on runs are read one by one. Closer runs take less time with the gaps
+between them.
 """
 NOT_PLAIN = -1
 """The `lead` of parts that are not copied as bytes."""
 
 
 class ReadPart(NamedTuple):
-    """Bytes [start, stop) of a chunk, and where they go.
+    """Bytes [start, stop) of a chunk, and their target.
 
     Attributes:
-        target: what the part fills: a tensor, or an array of bytes.
+        target: the tensor, or array of bytes, that the part fills.
         lead: the memory of `target` holds the very bytes from `start + lead` on; `NOT_PLAIN` if
             values are converted or scattered. The bytes around those are only needed to verify
             them.
-        region: of the chunk, of the shape of `target`; only parts that are `NOT_PLAIN` have it.
-        is_sparse: the region is read run by run, without what lies between its runs.
+        region: region of the chunk, in the shape of `target`; only parts that are `NOT_PLAIN` have
+            it.
+        is_sparse: the region is read run by run, without the gaps between its runs.
     """
 
     chunk: int
@@ -72,9 +71,9 @@ def parts_of(
 ) -> list[ReadPart]:
     """Divide copies into parts.
 
-    `targets` are what the requests of the copies fill. With `exact`, nothing is read that lies
-    between the runs of a region if they are long or far apart. Otherwise only rows are separate of
-    which `reach_bytes` hold no two.
+    `targets` has the tensor of each request. With `exact`, gaps between the runs of a region are
+    not read if the runs are long or far apart. Otherwise rows are only separate if no `reach_bytes`
+    hold two of them.
     """
     manifest = stored.manifest
     chunks = np.array([copy.chunk for copy in copies], np.int64)
@@ -110,10 +109,10 @@ def _sparse_parts(
 def _dense_parts(
     stored: StoredCheckpoint, copy: Copy, goal: torch.Tensor, copier: Copier, reach_bytes: int
 ) -> Iterator[ReadPart]:
-    """Yield parts that hold what lies between the runs of a region, if any does."""
+    """Yield parts that include the gaps between a region's runs."""
     shape = stored.manifest.chunk_region(copy.chunk).shape
     dtype, size = stored.dtype_of(copy.chunk), int(stored.manifest.num_bytes[copy.chunk])
-    # Blocks of which a part is wanted are read whole.
+    # Blocks are read whole, even if only a part of them is requested.
     margin = stored.manifest.block_bytes if stored.verifies else 1
     num_axes = _num_separate_axes(shape, copy.source, dtype.itemsize, reach_bytes, margin)
     for piece in step_over(copy.source, num_axes):
@@ -126,7 +125,7 @@ def _dense_parts(
 
 
 def _is_sparse(shape: tuple[int, ...], region: Region, item: int) -> bool:
-    """Tell whether short runs of a region are so far apart that they are read without the gaps."""
+    """Whether the runs of a region are short and far apart. Such runs are read without the gaps."""
     outer = num_outer_axes(shape, region)
     num_runs = math.prod(region.shape[:outer])
     run = math.prod(region.shape[outer:]) * item
@@ -137,9 +136,7 @@ def _is_sparse(shape: tuple[int, ...], region: Region, item: int) -> bool:
 
 
 def _byte_range(shape: tuple[int, ...], region: Region, item: int) -> tuple[int, int]:
-    """Return where in a row-major tensor the first element of a region begins and the last one
-    ends.
-    """
+    """Return the byte range that covers a region of a row-major tensor."""
     first = flat_start(shape, region) * item
     return first, first + covering_elements(shape, region) * item
 
@@ -147,9 +144,9 @@ def _byte_range(shape: tuple[int, ...], region: Region, item: int) -> tuple[int,
 def _num_separate_axes(
     shape: tuple[int, ...], region: Region, item: int, reach_bytes: int, margin: int
 ) -> int:
-    """Count the leading axes along which each index is read separately, without what lies between.
+    """Count the leading axes along which each index is read separately.
 
-    These are all axes if runs, each with `margin` more bytes, are long and far apart; else those
+    These are all axes if runs, each with `margin` more bytes, are long and far apart; else the axes
     whose rows are so far apart that no read would hold two.
     """
     outer = num_outer_axes(shape, region)

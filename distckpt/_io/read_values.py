@@ -1,4 +1,4 @@
-"""Reading regions of tensors, and the values of quantized ones."""
+"""Reading of tensor regions, and of the values of quantized tensors."""
 
 from __future__ import annotations
 
@@ -32,8 +32,9 @@ def read_values(
     num_threads: int = NUM_THREADS,
     progress: Callable[[int], None] | None = None,
 ) -> None:
-    """Fill requested regions, see `read_copies`; regions of quantized tensors too, in pieces that
-    stay in cache.
+    """Fill requested regions, also of quantized tensors.
+
+    Quantized tensors are decoded in pieces that stay in cache; see `read_copies`.
     """
     if not stored.quantized:
         read_copies(stored, copies, targets, num_threads, progress)
@@ -60,8 +61,9 @@ def read_apart(
     num_threads: int,
     progress: Callable[[int], None] | None = None,
 ) -> None:
-    """Fill the targets of requests whose elements lie apart, in pieces; what lies between the
-    elements of a piece is read with them.
+    """Fill the targets of requests whose elements lie apart.
+
+    They are read in pieces, together with the gaps between their elements.
     """
     pieces = [
         (request, target, piece)
@@ -87,8 +89,10 @@ def read_apart(
 
 
 def warn_of_overflows(filled: Iterable[tuple[str, torch.dtype | None, torch.Tensor]]) -> None:
-    """Warn about tensors with infinities or NaN that were converted to a floating-point dtype with
-    a smaller range. Each has its key, the dtype that it had, None if none, and its values now.
+    """Warn about tensors that became infinite or NaN through conversion.
+
+    Only conversions to a floating-point dtype with a smaller range count. Each tensor has its key,
+    its dtype before (None if it has none), and its values now.
     """
     counts: Counter[str] = Counter()
     for key, dtype, target in filled:

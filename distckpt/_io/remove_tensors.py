@@ -1,5 +1,6 @@
-"""Removing tensors from a checkpoint: a new checkpoint of what remains, put in the place of the old
-one.
+"""Removal of tensors from a checkpoint.
+
+A new checkpoint of the remaining tensors replaces the old one.
 """
 
 from __future__ import annotations
@@ -40,11 +41,11 @@ from distckpt._storage import locations
 def remove_tensors(
     stored: StoredCheckpoint, key_prefix: str, config: CheckpointingConfig
 ) -> list[str]:
-    """Remove the tensors whose keys begin with a prefix; returns the removed keys, and changes
-    nothing without any.
+    """Remove the tensors whose keys begin with a prefix.
 
-    Files without such tensors are linked, the others written anew, verified while they are copied:
-    when one has a checksum mismatch the checkpoint stays as it was.
+    Return the removed keys; without any, nothing changes. Files without such tensors are linked,
+    and other files are written anew and verified while they are copied: on a checksum mismatch the
+    checkpoint stays as it was.
     """
     location, manifest = stored.location, stored.manifest
     removed = [
@@ -59,7 +60,7 @@ def remove_tensors(
             f"Tensors can be removed on local file systems only, not from {location!r}."
         )
     names = _names_after(manifest, set(removed))
-    # Of a checkpoint that was copied from an object store the folders have names of their own.
+    # A checkpoint that was copied from an object store has folders of its own names.
     folders = {file.name.rpartition("/")[0] for file in manifest.files} - {""}
     folders.update(posix.SUBDIRECTORIES)
     settings = OutputSettings(folders=sorted(folders), overwrite=True, has_marker=True)
@@ -80,11 +81,11 @@ def remove_tensors(
 
 @dataclass(frozen=True)
 class _Names:
-    """What becomes of the keys.
+    """The names of the keys after a removal.
 
     Attributes:
-        new: the new name of each stored key, None when it goes.
-        aliases: those that stay.
+        new: the new name of each stored key; None if it is removed.
+        aliases: the aliases that stay.
         stays: for each stored key, whether it stays.
         changes: for each stored key, whether it goes or has another name.
     """
@@ -96,8 +97,9 @@ class _Names:
 
 
 def _names_after(manifest: Manifest, removed: set[str]) -> _Names:
-    """Return the names after a removal; a tied tensor stays under the name of its first alias when
-    its own goes.
+    """Return the names after a removal.
+
+    A tied tensor whose own name is removed gets the name of its first alias.
     """
     tied: dict[str, list[str]] = {key: [key] for key in manifest.keys}
     for alias, target in manifest.aliases.items():
@@ -121,7 +123,7 @@ def _write_remaining(
     manifest: Manifest,
     names: _Names,
 ) -> Manifest:
-    """Write or link the files with what stays, and return their manifest."""
+    """Write or link the files that remain, and return their manifest."""
     first_bytes, file_ids = manifest.chunks.first_bytes.copy(), manifest.chunks.file_ids
     stays, changes = names.stays[manifest.chunks.key_ids], names.changes[manifest.chunks.key_ids]
     files: dict[int, ShardFile] = {}
@@ -164,8 +166,9 @@ def _rewrite(
     rows: IntArray,
     names: Sequence[str | None],
 ) -> tuple[ShardFile, IntArray]:
-    """Write a file with some of its chunks; returns also where each of `rows`, which ascend, begins
-    in it.
+    """Write a file with some of its chunks.
+
+    Return it, and the first byte of each of `rows`, which ascend.
     """
     chunks, shapes = [], {}
     row_of: dict[str, int] = {}

@@ -1,4 +1,4 @@
-"""How much replicas differ: drift that a save reports, or tensors that have nothing in common."""
+"""Differences between replicas: drift that a save reports, or unrelated tensors."""
 
 from __future__ import annotations
 
@@ -24,12 +24,13 @@ from distckpt._state.validation import (
 logger = logging.getLogger(__name__)
 
 MAX_PAIRS = 1024
-"""Pairs of samples that the coordinator compares, of at most 1 KiB each."""
+"""Sample pairs, of at most 1 KiB each, that the coordinator compares."""
 
 
 class Pair(NamedTuple):
-    """A replica and the main replica of its region; both are named by their rank and their place
-    in `rows_of_ranks`.
+    """A replica, and the main replica of its region.
+
+    Both are named by their rank and their place in `rows_of_ranks`.
     """
 
     key: str
@@ -41,14 +42,14 @@ class Pair(NamedTuple):
 
 @dataclass(frozen=True)
 class ReplicasToCompare:
-    """Replicas that differ, and a selection of them whose samples are compared.
+    """Replicas that differ, and a selection to compare.
 
     Attributes:
-        keys: of all that differ.
-        ranks: that hold one which differs from the main replica.
-        pairs: the selection.
+        keys: keys of all replicas that differ.
+        ranks: ranks whose replica differs from the main replica.
+        pairs: the selected replicas, whose samples are compared.
         rows_of_ranks: for each rank, the rows of its own table whose samples are needed.
-        error: about all that differ.
+        error: the error about all replicas that differ.
     """
 
     keys: list[str] = field(default_factory=list)
@@ -61,9 +62,9 @@ class ReplicasToCompare:
 def select_pairs(
     table: GlobalTable, differences: ReplicaDifferences, starts: Sequence[int]
 ) -> ReplicasToCompare:
-    """Select replicas that differ evenly over all of them: of equal ones, one is enough.
+    """Select different replicas, evenly over all of them.
 
-    `starts` has the first row of each rank in the table.
+    Of equal replicas, one is enough. `starts` has the first row of each rank in the table.
     """
     rows, firsts = differences
     contents = np.column_stack((firsts, table.digests[rows].astype(np.int64)))
@@ -91,7 +92,7 @@ def select_pairs(
 def keep_different_whole(
     table: GlobalTable, differences: ReplicaDifferences, starts: Sequence[int], are_errors: bool
 ) -> ReplicasToCompare:
-    """See to it that one rank writes each of the replicas that differ whole; see `select_pairs`.
+    """Let one rank write each different replica whole; see `select_pairs`.
 
     Raises:
         InvalidShardingError: `are_errors`.
@@ -103,13 +104,16 @@ def keep_different_whole(
 
 
 def differences_to_json(compared: ReplicasToCompare) -> Any:
-    """Return what `join_differences` takes of the replicas that one planner has found."""
+    """Encode the replicas that one planner has compared, for `join_differences`."""
     num_rows = {str(i): len(rows) for i, rows in enumerate(compared.rows_of_ranks) if rows}
     return [compared.keys, compared.ranks, compared.pairs, num_rows, str(compared.error)]
 
 
 def join_differences(parts: Sequence[Any]) -> ReplicasToCompare:
-    """Join what several planners have found. Samples of a rank are in the order of the planners."""
+    """Join the differences that several planners have found.
+
+    Samples of a rank are in the order of the planners.
+    """
     num_before: Counter[int] = Counter()
     keys, ranks, pairs = list[str](), set[int](), list[Pair]()
     for keys_of_part, ranks_of_part, pairs_of_part, num_rows, _ in parts:
@@ -140,7 +144,7 @@ def samples_to_bytes(samples: Sequence[bytes]) -> bytes:
 
 
 def samples_from_bytes(data: bytes) -> list[bytes]:
-    """Decode what `samples_to_bytes` made."""
+    """Decode the samples that `samples_to_bytes` made."""
     _, columns = unpack(data)
     return [columns[str(i)].tobytes() for i in range(len(columns))]
 
@@ -152,8 +156,8 @@ def report_differences(
 ) -> None:
     """Warn of replicas that differ.
 
-    `samples` are, by rank, those of `rows_of_ranks`. Tensors that have nothing in common are no
-    drift but a mistake; `warns` stores them all the same.
+    `samples` are by rank, in the order of `rows_of_ranks`. Tensors that have nothing in common are
+    no drift but a mistake; `warns` stores them all the same.
 
     Raises:
         InvalidShardingError: most of the elements that differ are of tensors which have nothing in

@@ -1,5 +1,6 @@
-"""Statistics that a save stores: each rank measures what it writes, and the coordinator puts that
-together.
+"""Statistics that a save stores.
+
+Each rank measures its own chunks, and the coordinator puts the results together.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ _NUM_FIGURES = len(BlockStats._fields)
 
 
 def numbers_of(owned: Iterable[OwnedChunk]) -> bytes:
-    """Return the statistics of what a rank owns of each key, for `columns_of`."""
+    """Return the statistics of this rank's values by key, for `columns_of`."""
     windows = [window for each in regions_of(owned) for window in windows_of(each)]
     found: list[list[BlockStats]] = [[] for _ in windows]
 
@@ -41,7 +42,9 @@ def numbers_of(owned: Iterable[OwnedChunk]) -> bytes:
 
 
 def columns_of(manifest: Manifest, numbers: Sequence[bytes]) -> dict[str, npt.NDArray[np.generic]]:
-    """Put the statistics of all ranks together; return columns of the manifest.
+    """Put the statistics of all ranks together; return manifest columns.
+
+    Return columns of the manifest.
 
     A tensor has none if some of its elements are not saved.
     """
@@ -57,7 +60,7 @@ def columns_of(manifest: Manifest, numbers: Sequence[bytes]) -> dict[str, npt.ND
 
 
 def _numbers_of_values(manifest: Manifest) -> npt.NDArray[np.int64]:
-    """Return how many values each key has, two for a complex number; -1 for objects."""
+    """Return the number of values of each key. A complex number has two; objects have -1."""
     per_item = {"C64": 2}
     return np.array(
         [

@@ -1,5 +1,6 @@
-"""Writing files from tensors that come one at a time: on local disks in any order, on object stores
-in order.
+"""Writing of files from tensors that come one at a time.
+
+Local disks take them in any order, object stores in order.
 """
 
 from __future__ import annotations
@@ -24,8 +25,10 @@ from distckpt._storage import object_store
 
 
 class StreamLayout(NamedTuple):
-    """The layout of all files: header and size of each, and by name the file and entry of each
-    tensor, in order.
+    """The layout of all files.
+
+    It has the header and size of each file, and by name the file and entry of each tensor, in
+    order.
     """
 
     headers: list[bytes]
@@ -47,8 +50,9 @@ def lay_out(groups: Sequence[Sequence[Entry]], metadata: Mapping[str, str]) -> S
 
 
 def _aligned(entries: Sequence[Entry]) -> Sequence[Entry]:
-    """Keep the order of the announcement, in which tensors mostly come, unless items would be
-    unaligned.
+    """Keep the announced order, unless items would be unaligned.
+
+    Tensors mostly come in this order.
     """
     position = 0
     for entry in entries:
@@ -59,7 +63,7 @@ def _aligned(entries: Sequence[Entry]) -> Sequence[Entry]:
 
 
 class LocalFiles:
-    """Local files of known layout; tensors are written at their places, in any order."""
+    """Local files of known layout, whose tensors come in any order."""
 
     def __init__(self, locations: Sequence[str], layout: StreamLayout) -> None:
         self._locations, self._layout = locations, layout
@@ -68,8 +72,9 @@ class LocalFiles:
         self._open_file, self._fd = -1, -1
 
     def create(self) -> None:
-        """Create every file at its full size, so that a full disk is found before the first tensor
-        comes.
+        """Create every file at its full size.
+
+        A full disk is found before the first tensor comes.
         """
         headers, sizes = self._layout.headers, self._layout.num_bytes
         for location, header, num_bytes in zip(self._locations, headers, sizes, strict=True):

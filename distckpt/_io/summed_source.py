@@ -1,4 +1,4 @@
-"""Weighted sums of the tensors of several checkpoints, computed in float64 and rounded once."""
+"""Weighted sums of several checkpoints' tensors, computed in float64 and rounded once."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ from distckpt._quantization.numbers import scratch
 from distckpt._storage.open_files import OpenFiles
 
 _TERMS_BYTES = 2 * UNIT_BYTES
-"""Size of what is read from all checkpoints together before it is summed."""
+"""Size of the values of all checkpoints that are summed together."""
 _SUMMED_AT_ONCE = 1 << 17
-"""Number of elements. Their sums stay in the cache that the processors share; with fewer, calls
-would cost as much as additions.
+"""Elements that are summed at a time. Their sums stay in the cache that the processors share; with
+fewer, calls would cost as much as additions.
 """
 
 
@@ -43,8 +43,9 @@ class SummedSource(TensorSource):
         weights: Sequence[float],
         decay: float = 1.0,
     ) -> None:
-        """Take the view that describes the sums, the checkpoints with the weight of each, and what
-        a sum is multiplied with before each further term.
+        """Sum the checkpoints in `terms`, times their weights.
+
+        `view` describes the sums. A sum is multiplied with `decay` before each further term.
         """
         super().__init__(view)
         self._terms = terms
@@ -100,7 +101,7 @@ def _batches(
     requests: Sequence[Request],
     targets: Sequence[torch.Tensor],
 ) -> Iterator[tuple[list[torch.dtype], list[tuple[Request, torch.Tensor]]]]:
-    """Divide requests into batches that need little memory; yield the dtypes of a batch with it."""
+    """Divide requests into batches that need little memory. Yield each batch with its dtypes."""
     batch: list[tuple[Request, torch.Tensor]] = []
     room, kind = 0, None
     dtypes: list[torch.dtype] = []
@@ -129,9 +130,7 @@ def _batches(
 
 
 def _term_dtype(source: StoredCheckpoint, key: str) -> torch.dtype:
-    """Return the dtype to read: values of codes are more precise than the dtype in which the model
-    has them.
-    """
+    """Return the dtype to read. Values of codes are more precise than the model's dtype."""
     is_quantized = any(chunk in source.quantized for chunk in source.chunks_of(key)[:1])
     return torch.float32 if is_quantized else FROM_NAME[source.dtype_name(key)]
 
@@ -141,8 +140,9 @@ def _read_terms(
     dtypes: Sequence[torch.dtype],
     requests: Sequence[Request],
 ) -> list[torch.Tensor]:
-    """Return the values of each checkpoint, those of one request after the other, in scratch
-    memory.
+    """Return the values of each checkpoint, in scratch memory.
+
+    They are flat, one request after the other.
     """
     count = sum(request.region.num_elements for request in requests)
     starts = list(
@@ -159,7 +159,7 @@ def _read_terms(
 
 
 def _divided(values: torch.Tensor, requests: Sequence[Request]) -> list[torch.Tensor]:
-    """View flat memory as the regions of requests, one after the other."""
+    """View flat memory as the regions of requests, in order."""
     ends = itertools.accumulate(request.region.num_elements for request in requests)
     return [
         values[end - request.region.num_elements : end].view(request.region.shape)

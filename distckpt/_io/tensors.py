@@ -1,8 +1,7 @@
-"""Building blocks that handle one tensor at a time, with bounded memory: measure, divide, move,
-gather and broadcast.
+"""Functions that handle one tensor at a time, with bounded memory.
 
-Everything here works without a process group. DTensors are recognized by their methods, so nothing
-here depends on `torch.distributed`.
+They measure, divide, move, gather and broadcast tensors. Everything here works without a process
+group. DTensors are recognized by their methods, so nothing here depends on `torch.distributed`.
 """
 
 from __future__ import annotations
@@ -29,24 +28,25 @@ from distckpt._ranks.collectives import Ranks
 logger = logging.getLogger(__name__)
 
 TensorFunction: TypeAlias = Callable[[torch.Tensor], torch.Tensor]
-"""Takes a tensor and returns it placed, gathered or otherwise changed."""
+"""Function that returns a tensor placed, gathered or otherwise changed."""
 
 _GCS_SCHEME = "gs://"
 
 
 class TensorSource(Protocol):
-    """Something that gives tensors by key, as an open safetensors file does."""
+    """Source of tensors by key, such as an open safetensors file."""
 
     def get_tensor(self, name: str, /) -> torch.Tensor:
         """Return a tensor."""
 
 
 def chunk_tensor_by_memory(tensor: torch.Tensor, memory_limit: int) -> list[torch.Tensor]:
-    """Divide a tensor of any strides and device into views of at most `memory_limit` bytes.
+    """Divide a tensor into views of at most `memory_limit` bytes.
 
-    They have the same number of axes as `tensor`, and are in row-major order: their flattened
-    values, one after the other, are the flattened tensor. They are runs of rows; rows larger than
-    the limit are divided along later axes.
+    The tensor may have any strides and be on any device. The views have the same number of axes as
+    `tensor`, and are in row-major order: their flattened values, one after the other, are the
+    flattened tensor. They are runs of rows; rows larger than the limit are divided along later
+    axes.
 
     Raises:
         ValueError: the limit is smaller than one element.
@@ -63,9 +63,7 @@ def chunk_tensor_by_memory(tensor: torch.Tensor, memory_limit: int) -> list[torc
 
 
 def to_plain_memory(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a tensor whose bytes in CPU memory are the values of `tensor`: itself when it is one,
-    else a copy.
-    """
+    """Return a tensor with plain CPU memory: itself, or a copy."""
     return (
         tensor
         if is_plain_memory(tensor)
@@ -79,7 +77,7 @@ def to_host(
     mesh: Any = None,
     cpu_offload: bool = True,
 ) -> torch.Tensor:
-    """Cast a tensor where it is, gather it if it is distributed, then move it to CPU memory.
+    """Cast a tensor, gather it, then move it to the CPU.
 
     Collective operation for a DTensor: all ranks of its mesh must call it.
 
@@ -104,12 +102,14 @@ def to_host(
 
 
 def reshard(x: torch.Tensor, target_sharding: Any) -> torch.Tensor:
-    """Change how a tensor is distributed. Collective operation: all ranks of the mesh must call it.
+    """Change how a tensor is distributed.
+
+    Collective operation: all ranks of the mesh must call it.
 
     Args:
         x: a DTensor, or a plain tensor that all ranks hold, which becomes one.
-        target_sharding: placements, one for each axis of the mesh, or `(mesh, placements)`, or
-            None to return `x` as it is.
+        target_sharding: placements, one for each axis of the mesh, or `(mesh, placements)`, or None
+            to return `x` as it is.
 
     Raises:
         TypeError: `x` is a plain tensor, and no mesh is given.
@@ -185,8 +185,7 @@ def read_process_array(
 
 
 def flatten_for_broadcast(state: Mapping[Any, Any]) -> dict[Position, Any]:
-    """Flatten nested dicts and lists, so that all ranks can walk through the leaves in the same
-    order.
+    """Flatten nested dicts and lists, in the same order on all ranks.
 
     Returns:
         Position (the tuple of dict keys and list indices that leads to a leaf) -> leaf, in the
@@ -198,8 +197,7 @@ def flatten_for_broadcast(state: Mapping[Any, Any]) -> dict[Position, Any]:
 def unflatten_from_broadcast(
     flat: Mapping[Position, Any], like: Mapping[Any, Any]
 ) -> dict[Any, Any]:
-    """Put leaves, given by position, into new nested dicts and lists of the same structure as
-    `like`, such as the state that was flattened.
+    """Put leaves into new nested dicts and lists structured like `like`.
 
     Raises:
         ValueError: `like` has leaves at other positions.
@@ -231,7 +229,7 @@ def apply_gather_functions(
             functions, nested as in `state` or by position (see `flatten_for_broadcast`).
         mismatch_allowed: whether leaves may lack a function (then they stay as they are), and
             functions a leaf.
-        verbose: whether to log what was gathered.
+        verbose: whether to log the number of gathered leaves.
 
     Returns:
         A state of the same nesting.
@@ -296,7 +294,7 @@ def broadcast_tensor(
     src: int = 0,
     process_group: Any = None,
 ) -> torch.Tensor:
-    """Give every rank the values that a tensor has on one of them, piece by piece.
+    """Give every rank the values of one rank's tensor, piece by piece.
 
     Collective operation: all ranks of the group must call it. They exchange descriptions and the
     values, through CPU memory.
@@ -304,7 +302,7 @@ def broadcast_tensor(
     Args:
         tensor: of the same shape and dtype on every rank, on any device and with any strides. It is
             overwritten except on `src`.
-        memory_limit_bytes: the most memory that a rank may use besides the tensor. The smallest
+        memory_limit_bytes: the most memory that a rank may use on top of the tensor. The smallest
             limit of all ranks counts.
         target_sharding: how to distribute the result, see `reshard`; None leaves it whole on every
             rank.
@@ -343,7 +341,7 @@ def broadcast_tensor(
 
 
 def is_gcs_path(path: str | os.PathLike[str]) -> bool:
-    """Tell whether a path is in Google Cloud Storage (`gs://...`)."""
+    """Whether a path is in Google Cloud Storage (`gs://...`)."""
     return str(path).startswith(_GCS_SCHEME)
 
 
