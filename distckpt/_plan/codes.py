@@ -1,4 +1,4 @@
-"""Refusing to convert codes as if they were values."""
+"""Refusal to convert codes as if they were values."""
 
 from __future__ import annotations
 
@@ -22,14 +22,12 @@ from distckpt._quantization.names import (
 )
 
 CONFIG_NAMES = ("config.json", "hf_quant_config.json")
-"""Files that may say how the tensors beside them are quantized; NVIDIA ModelOpt writes the second
-one.
+"""Files that may describe the quantization of tensors in their directory; NVIDIA ModelOpt writes
+the second one.
 """
 
 AS_STORED = " (as stored)"
-"""What a view of a checkpoint adds to the keys of tensors that are stored only as parts of
-quantized ones.
-"""
+"""Suffix, in a view, of keys that are parts of quantized tensors."""
 
 
 def check_cast(stored: StoredCheckpoint, key: str, requested: torch.dtype) -> None:
@@ -61,7 +59,7 @@ def check_cast(stored: StoredCheckpoint, key: str, requested: torch.dtype) -> No
 
 
 def _why_codes(stored: StoredCheckpoint, key: str, requested: torch.dtype) -> str | None:
-    """Return what says that a tensor holds codes; None if nothing does."""
+    """Return the reason why a tensor holds codes, or None."""
     manifest, name = stored.manifest, stored.dtype_name(key)
     config, scales = manifest.quantization or {}, scales_of(key, manifest.key_index)
     is_small = name in SMALL_CODES
@@ -81,14 +79,14 @@ def _why_codes(stored: StoredCheckpoint, key: str, requested: torch.dtype) -> st
 
 
 def _key_of_scales(stored: StoredCheckpoint) -> str | None:
-    """Return the key of any scales that are stored; None if there are none."""
+    """Return the key of any stored scales, or None."""
     parts = (each.parts["scale"].key for each in stored.quantized.values())
     key = next(parts, stored.manifest.scales_key)
     return key and key.removesuffix(AS_STORED)
 
 
 def check_integers(stored: StoredCheckpoint, key: str, requested: torch.dtype) -> None:
-    """Refuse to load integers into floating point values where they can only be codes.
+    """Refuse to load integers as floating-point values where they are codes.
 
     Raises:
         LoadMismatchError: `key` holds such integers.
@@ -110,8 +108,9 @@ def check_integers(stored: StoredCheckpoint, key: str, requested: torch.dtype) -
 
 
 def check_scales_cast(stored: StoredCheckpoint, casts: Mapping[str, torch.dtype]) -> None:
-    """Refuse to convert codes, or their scales alone, to other dtypes; `casts` has a dtype for each
-    stored key.
+    """Refuse to convert codes, or their scales alone, to other dtypes.
+
+    `casts` has a dtype for each stored key.
 
     Raises:
         LoadMismatchError: a key holds codes or scales.
@@ -134,7 +133,7 @@ def check_scales_cast(stored: StoredCheckpoint, casts: Mapping[str, torch.dtype]
 def _check_scales_beside(
     stored: StoredCheckpoint, codes: Sequence[str], casts: Mapping[str, torch.dtype]
 ) -> None:
-    """Refuse to convert what is named like a scale beside codes."""
+    """Refuse to convert tensors with names of scales for codes."""
     at = {place: key for key in codes for place in (key, key.rpartition(".")[0])}
     for scales in casts:
         for place in places_of(scales):
@@ -155,8 +154,9 @@ def _scales_alone(
 
 
 def undecoded(stored: StoredCheckpoint, key: str) -> str:
-    """Return a sentence about a tensor of which only codes are stored, in a form that is not
-    decoded; "" for others.
+    """Return a sentence about a tensor with codes that cannot be decoded.
+
+    It is empty for other tensors.
     """
     known, module = stored.manifest.key_index, key[: key.rfind(".") + 1]
     in_module = ("qweight", "W_q", "_weight_qdata", "compressed")
@@ -179,7 +179,7 @@ def undecoded(stored: StoredCheckpoint, key: str) -> str:
 
 
 def _facts_of(config: Mapping[str, Any]) -> list[str]:
-    """Return what a configuration says that is not decoded."""
+    """Return a configuration's properties that distckpt does not decode."""
     transformed = config.get("transformed")
     facts = ["symmetric: false"] if config.get("asymmetric") else []
     if transformed:

@@ -1,8 +1,7 @@
-"""Planning reads of quantized tensors: a view of the checkpoint with them, and which parts a region
-is made of.
+"""Planning of reads of quantized tensors.
 
-In the view each quantized tensor is one chunk under the key of the model. What it is stored as has
-other names there.
+In a view of the checkpoint, each quantized tensor is one chunk under the key of the model. Its
+stored parts have other names there.
 """
 
 from __future__ import annotations
@@ -27,11 +26,11 @@ from distckpt._quantization.quantized import QuantizedTensor, part_regions
 from distckpt._rules.mapped import TensorSpec
 
 PIECE_ELEMENTS = 8 << 20
-"""Number of values whose codes are read at a time."""
+"""Values whose codes are read at a time."""
 
 
 def find(stored: StoredCheckpoint) -> dict[str, QuantizedTensor]:
-    """Find the quantized tensors of a checkpoint, by the key of the model."""
+    """Find the quantized tensors of a checkpoint, by the model's key."""
     manifest = stored.manifest
     if not any(map(may_be_codes, set(manifest.dtypes))):
         return {}
@@ -41,8 +40,9 @@ def find(stored: StoredCheckpoint) -> dict[str, QuantizedTensor]:
 
 
 def decoded(stored: StoredCheckpoint) -> StoredCheckpoint:
-    """Return a view of a checkpoint with its quantized tensors as they are in the model; a view
-    stays as it is.
+    """Return a view of a checkpoint with its quantized tensors decoded.
+
+    A view stays as it is.
     """
     found = {} if stored.quantized else find(stored)
     if not found:
@@ -68,7 +68,7 @@ def decoded(stored: StoredCheckpoint) -> StoredCheckpoint:
 def _aliases_in_view(
     aliases: Mapping[str, str], found: Collection[str], names: Mapping[str, str]
 ) -> dict[str, str]:
-    """Return the aliases of a view, which has `names` for what is stored under other ones."""
+    """Return the aliases of a view, given its new `names` of parts."""
     in_view = {alias: key for alias, key in aliases.items() if key in found or key not in names}
     for alias, key in aliases.items():
         if key in names:
@@ -77,14 +77,14 @@ def _aliases_in_view(
 
 
 def _with_names(quantized: QuantizedTensor, names: Mapping[str, str]) -> QuantizedTensor:
-    """Return a quantized tensor whose parts have other keys."""
+    """Return a quantized tensor with other keys for its parts."""
     parts = {role: replace(part, key=names[part.key]) for role, part in quantized.parts.items()}
     companions = tuple(names[key] for key in quantized.companions)
     return replace(quantized, parts=parts, companions=companions)
 
 
 def _with_chunks(manifest: Manifest, tensors: Sequence[QuantizedTensor]) -> ChunkTable | LazyChunks:
-    """Add a chunk for each tensor, whose key follows those of the manifest."""
+    """Add a chunk for each tensor; their keys follow the manifest's."""
     ndim, first_key = manifest.offsets.shape[1], len(manifest.keys)
     shapes = np.ones((len(tensors), ndim), np.int64)
     for row, quantized in enumerate(tensors):
@@ -93,7 +93,7 @@ def _with_chunks(manifest: Manifest, tensors: Sequence[QuantizedTensor]) -> Chun
     added = ChunkTable.empty()._replace(
         key_ids=np.arange(first_key, first_key + len(tensors)),
         file_ids=np.zeros(len(tensors), np.int64),
-        # Nowhere, and each elsewhere.
+        # They are stored nowhere, each at another position.
         first_bytes=np.arange(-len(tensors), 0),
         num_bytes=np.prod(shapes, axis=1) * items,
         offsets=np.zeros((len(tensors), ndim), np.int64),
@@ -103,8 +103,9 @@ def _with_chunks(manifest: Manifest, tensors: Sequence[QuantizedTensor]) -> Chun
 
 
 def name_in_view(view: StoredCheckpoint, key: str, dtype: torch.dtype) -> str:
-    """Return the name under which a view has what is requested: what is stored, where that has the
-    dtype.
+    """Return a view's name for a requested key and dtype.
+
+    It is the name of the stored tensor if that has the dtype.
     """
     as_stored = key + AS_STORED
     if as_stored not in view.manifest.key_index:
@@ -114,17 +115,16 @@ def name_in_view(view: StoredCheckpoint, key: str, dtype: torch.dtype) -> str:
 
 
 def hidden_keys(view: StoredCheckpoint) -> set[str]:
-    """Return the keys of a view that are stored only for its quantized tensors."""
+    """Return the keys of a view that only its quantized tensors use."""
     hidden = {key for quantized in view.quantized.values() for key in quantized.keys}
     return hidden | {alias for alias, key in view.manifest.aliases.items() if key in hidden}
 
 
 class Piece(NamedTuple):
-    """Values to compute: a region of a quantized tensor as it is stored, of which request, and what
-    it is made of.
+    """A region of a quantized tensor to compute, with its parts.
 
-    `parts` has for each part its role, the stored region, and the copies of which it consists;
-    their requests count from 0.
+    `region` is in the stored layout, and `copy` has the request. `parts` has the stored region of
+    each role, and `copies` their reads, whose requests count from 0.
     """
 
     quantized: QuantizedTensor
@@ -136,15 +136,16 @@ class Piece(NamedTuple):
 
 
 def plan_decoding(view: StoredCheckpoint, copies: Sequence[Copy]) -> list[Piece]:
-    """Divide copies out of quantized tensors into pieces, and find the parts that each piece is
-    made of.
+    """Divide copies out of quantized tensors into pieces.
+
+    Each piece has the parts to read.
     """
     pieces: list[Piece] = []
     requests: list[Request] = []
     owners: list[tuple[int, int]] = []
     for copy in copies:
         quantized = view.quantized[copy.chunk]
-        # Of narrow slices, items are read that hold more codes than those of the slice.
+        # Items of a narrow slice hold more codes than the slice.
         source = quantized.to_model(copy.source)
         for region in cut_region(
             source, max(1, PIECE_ELEMENTS // -(-quantized.pack // source.shape[-1]))
@@ -165,7 +166,7 @@ def plan_decoding(view: StoredCheckpoint, copies: Sequence[Copy]) -> list[Piece]
 
 
 def target_of(piece: Piece, targets: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Return the view of a target that a piece fills, with the axes as they are stored."""
+    """Return the view that a piece fills, in the stored layout."""
     copy, quantized = piece.copy, piece.quantized
     goal = targets[copy.request][copy.target.slices()]
     goal = goal.transpose(-2, -1) if quantized.transposed else goal

@@ -1,5 +1,6 @@
-"""Planning an export: which tensors it holds, what they are made of, and which files they go to.
-Pure functions.
+"""Planning of exports: tensors, their sources, and the files they go to.
+
+All functions here are pure.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ from distckpt._rules.rule import Rule
 from distckpt._rules.rules import apply_rules
 
 MAX_FILES = 99_999
-"""Names of files have five digits."""
+"""Largest number of files: their names have five digits."""
 
 _ROUTER_BIAS = "e_score_correction_bias"
 
@@ -48,11 +49,11 @@ class OutputTensor(NamedTuple):
     """A tensor of an export.
 
     Attributes:
-        name: in the export.
+        name: name in the export.
         dtype: safetensors name of the dtype in the export.
-        shape: in the export.
+        shape: shape in the export.
         num_bytes: size in the export.
-        mapped: what of the checkpoint its values are made of.
+        mapped: the parts of the checkpoint that make up its values.
     """
 
     name: str
@@ -81,7 +82,7 @@ class OutputFile:
 
     @cached_property
     def laid_out(self) -> tuple[list[OutputTensor], bytes]:
-        """The tensors in the order in which the file has them, and its header."""
+        """The tensors in the order of the file, and its header."""
         entries = [Entry(t.name, t.dtype, t.shape, t.num_bytes) for t in self.tensors]
         order = layout_order(entries)
         header, _ = build_header([entries[i] for i in order], {"format": "pt"})
@@ -105,15 +106,15 @@ def plan_tensors(
     keep_unmatched: bool = False,
     tied: Collection[str] = (),
 ) -> list[OutputTensor]:
-    """Apply rules to tensors in natural order, then give each its name and dtype in the export.
+    """Apply rules to tensors; give each tensor its export name and dtype.
 
     Args:
         tensors: stored tensors, in natural order.
         rules: changes of names and shapes.
-        rename: afterwards, old prefixes of names -> new ones; the first that fits counts.
-        dtype: for all floating point tensors of 16 bits and more, or by pattern of new names; other
-            tensors (integers, 8-bit floats) are converted only by a pattern without wildcards that
-            is their name.
+        rename: old prefixes of names after the rules -> new ones; the first that fits counts.
+        dtype: dtype of all floating-point tensors of 16 bits and more, or dtypes by pattern of new
+            names; other tensors (integers, 8-bit floats) are converted only by a pattern without
+            wildcards that is their name.
         keep_unmatched: whether tensors that no rule matches keep name and shape, instead of being
             an error.
         tied: further names, which are not written, that `rename` may fit.
@@ -191,8 +192,9 @@ def _converted(
     wanted: torch.dtype,
     is_named: bool,
 ) -> torch.dtype:
-    """Return the dtype of a tensor in an export, which its name or another pattern converts to a
-    wanted one.
+    """Return the dtype of a tensor in an export.
+
+    The tensor's name, or a pattern, converts it to a dtype.
     """
     is_ordinary = stored.is_floating_point and stored.itemsize > 1
     target = wanted if is_ordinary or is_named else stored
@@ -208,7 +210,7 @@ def _converted(
 
 
 def _check_names(outputs: Sequence[OutputTensor]) -> None:
-    """Refuse names that no safetensors file can hold, and such that are not unique."""
+    """Refuse duplicate names, and names that no safetensors file can hold."""
     names = [tensor.name for tensor in outputs]
     for tensor in outputs:
         name = tensor.name
@@ -227,7 +229,10 @@ def _check_names(outputs: Sequence[OutputTensor]) -> None:
 
 
 def check_have_axes(outputs: Iterable[OutputTensor]) -> None:
-    """Refuse packed tensors without axes: files count their elements along the last one."""
+    """Refuse packed tensors without axes.
+
+    Files count their elements along the last axis.
+    """
     packed = (tensor for tensor in outputs if tensor.dtype in PACKED_PER_ITEM and not tensor.shape)
     tensor = next(packed, None)
     if tensor is not None:
@@ -239,7 +244,7 @@ def check_have_axes(outputs: Iterable[OutputTensor]) -> None:
 
 
 def _is_text(name: str) -> bool:
-    """Tell whether a name can be encoded; half a surrogate pair cannot."""
+    """Whether a name can be encoded; half a surrogate pair cannot."""
     return name.isascii() or name.encode(errors="ignore").decode() == name
 
 
@@ -257,15 +262,14 @@ def _check_patterns_are_used(
 
 
 def is_for_all(dtype: torch.dtype | Mapping[str, torch.dtype] | None) -> bool:
-    """Tell whether a dtype is given for all tensors, so that those stored as codes are exported as
-    values.
-    """
+    """Whether a dtype is for all tensors, so that codes become values."""
     return isinstance(dtype, torch.dtype) or "*" in (dtype or ())
 
 
 def keep_precise(output: OutputTensor) -> OutputTensor:
-    """Leave a tensor in float32 that all programs keep so: the bias by which routers balance their
-    experts.
+    """Keep router biases, which balance experts, in float32.
+
+    All programs keep them so.
     """
     if output.mapped.dtype != "F32" or not output.name.endswith(_ROUTER_BIAS):
         return output
@@ -278,16 +282,15 @@ def keep_precise(output: OutputTensor) -> OutputTensor:
 def check_codes(
     stored: StoredCheckpoint, outputs: Sequence[OutputTensor], computed: Collection[str] = ()
 ) -> None:
-    """Refuse outputs in which codes of quantized tensors are used as if they were values, or lack
-    their scales.
+    """Refuse outputs that use codes as values, or lack their scales.
 
     Args:
         stored: the checkpoint.
         outputs: tensors of the export.
-        computed: names of those that are computed from the values of what is stored.
+        computed: names of outputs that are computed from stored values.
 
     Raises:
-        LoadMismatchError: an output is one of these.
+        LoadMismatchError: an output is refused.
     """
     casts: dict[str, torch.dtype] = {}
     for output in outputs:
@@ -336,10 +339,10 @@ def _without_scales(
 def plan_files(
     outputs: Sequence[OutputTensor], max_file_bytes: int, file_numbers: Mapping[str, int] | None
 ) -> list[OutputFile]:
-    """Divide tensors, in natural order, among files of at most `max_file_bytes`; larger ones have
-    files of their own.
+    """Divide tensors among files of at most `max_file_bytes`.
 
-    Or by `file_numbers`: name -> number of its file, from 1. Names that are not exported are
+    The tensors are in natural order; larger ones have files of their own. With `file_numbers` (name
+    -> number of its file, from 1) the tensors go to these files. Names that are not exported are
     ignored there (the index of a model with tied weights lists both).
     """
     if file_numbers is not None:
@@ -359,8 +362,9 @@ def plan_files(
 def number_files(
     outputs: Sequence[OutputTensor], file_numbers: Mapping[str, int], lowest: int = 1
 ) -> list[OutputFile]:
-    """Divide tensors among files of given numbers, not below the lowest one, with the names that
-    torch gives them: a single file has its number as well.
+    """Divide tensors among numbered files, named as torch names them.
+
+    A single file has its number as well.
     """
     by_name = {tensor.name: tensor for tensor in outputs}
     groups = _numbered_groups(by_name, file_numbers, lowest)
@@ -374,7 +378,7 @@ def number_files(
 def _numbered_groups(
     names: Collection[str], file_numbers: Mapping[str, int], lowest: int
 ) -> list[list[str]]:
-    """Return the names of the tensors of each file, from the lowest number that is allowed."""
+    """Return the names of the tensors of each file, from `lowest` on."""
     unmapped = [name for name in names if name not in file_numbers]
     if unmapped:
         raise CheckpointingException(
@@ -395,7 +399,10 @@ def _numbered_groups(
 
 
 def assign_files(files: Sequence[OutputFile], num_ranks: int) -> list[list[int]]:
-    """Give each file to a rank, the largest first to the rank with the least to write."""
+    """Give each file to a rank, balancing the bytes to write.
+
+    The largest file comes first, to the rank with the fewest bytes.
+    """
     loads = [0] * num_ranks
     assigned: list[list[int]] = [[] for _ in range(num_ranks)]
     for index in sorted(range(len(files)), key=lambda i: -files[i].num_bytes):

@@ -1,4 +1,4 @@
-"""A view of several checkpoints, in which each tensor is the weighted sum of those of its key."""
+"""A view of several checkpoints, whose tensors are weighted sums."""
 
 from __future__ import annotations
 
@@ -38,10 +38,10 @@ def merged(
     left_out: Sequence[Set[str]],
     write_tied: bool,
 ) -> MergedView:
-    """Return the view of the tensors that match `keys`, which must be in all checkpoints, with the
-    same shapes. `left_out` are further keys to leave out, of each checkpoint.
+    """Return the view of the tensors that match `keys`.
 
-    Names are tied that are tied in all.
+    They must be in all checkpoints, with the same shapes. `left_out` are further keys to leave out,
+    of each checkpoint. Names are tied if they are tied in all checkpoints.
 
     Raises:
         LoadMismatchError: a tensor is missing in one of the checkpoints, or has another shape
@@ -62,7 +62,7 @@ def merged(
 
 
 def _tied_in_all(names: Sequence[str], ids: Sequence[Mapping[str, int]]) -> dict[str, str]:
-    """Return the names that are tied to an earlier one in all checkpoints, with that one."""
+    """Return the names that all checkpoints tie to an earlier name."""
     firsts: dict[tuple[int, ...], str] = {}
     aliases = {}
     for name in names:
@@ -118,8 +118,9 @@ def _not_found_everywhere(
 
 
 def _dtype_of_sum(name: str, terms: Sequence[StoredCheckpoint]) -> str:
-    """Return the dtype of a merged tensor: one that holds the values of all, 8-bit floats beside
-    others aside.
+    """Return the dtype of a merged tensor, which holds all values.
+
+    8-bit floats next to other dtypes do not count.
     """
     shapes = {term.location: term.global_shape(name) for term in terms}
     if len(set(shapes.values())) > 1:

@@ -1,4 +1,4 @@
-"""Planning what is quantized when it is written: tensors of an export become codes and scales."""
+"""Planning of quantization: tensors of an export become codes and scales."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from distckpt._quantization.formats import (
 from distckpt._quantization.quantized import QuantizedTensor
 
 _USUAL = ""
-"""The pattern for what models usually quantize."""
+"""Pattern for the tensors that models usually quantize."""
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class EncodedPart:
     """A part of the quantized form of a tensor.
 
     Attributes:
-        tensor: what is quantized.
+        tensor: the tensor that is quantized.
         quantized: its form.
         role: codes, scales and so on, see `QuantizedTensor`.
     """
@@ -46,11 +46,11 @@ class EncodedPart:
 
 @dataclass(frozen=True)
 class QuantizedOutputs:
-    """The tensors of an export, with parts in the place of what is quantized.
+    """The tensors of an export, with quantized tensors replaced by parts.
 
     Attributes:
         outputs: all tensors.
-        parts: those of them that are parts, by name.
+        parts: parts among the outputs, by name.
         config: the `quantization_config` of the model.
     """
 
@@ -60,7 +60,9 @@ class QuantizedOutputs:
 
 
 def formats_by_pattern(quantize: str | Mapping[str, str]) -> dict[str, str]:
-    """Return the names of formats by pattern; one format is for what models usually quantize.
+    """Return the names of formats by pattern.
+
+    A single format is for the tensors that models usually quantize.
 
     Raises:
         TypeError: these are not names.
@@ -91,8 +93,8 @@ def quantize_outputs(
     Args:
         outputs: tensors of the export.
         formats: pattern of names -> name of a format; the first that matches counts. With the
-            pattern "", the format is for those tensors that models usually quantize.
-        model: names of the tensors to quantize, where a model says them.
+            pattern "", the format is for the tensors that models usually quantize.
+        model: names of the tensors to quantize, if the model lists them.
 
     Raises:
         CheckpointingException: a format is for no tensor, no configuration can describe the

@@ -1,4 +1,4 @@
-"""Which tensors of a checkpoint are meant: patterns of keys, and changes of their prefixes."""
+"""Selection of tensors: patterns of keys, and changes of their prefixes."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ _SPECIAL = frozenset("*?[")
 
 
 def matches(key: str, patterns: str | Sequence[str]) -> bool:
-    """Tell whether a key matches a pattern: with `*`, `?` or `[` as in file names, else by its
-    prefix.
+    """Whether a key matches a pattern.
 
-    Patterns behind a `!` name what is left out; if there are no others, all else matches.
+    Patterns with `*`, `?` or `[` match as in file names, others by prefix. Patterns behind a `!`
+    exclude keys; if there are no other patterns, all other keys match.
     """
     wanted, unwanted = divided(patterns)
     if any(_fits(key, pattern) for pattern in unwanted):
@@ -31,7 +31,7 @@ def matches(key: str, patterns: str | Sequence[str]) -> bool:
 
 
 def divided(patterns: str | Sequence[str]) -> tuple[list[str], list[str]]:
-    """Return the patterns of what is wanted, and those of what is to be left out."""
+    """Return the patterns to include, and the patterns to exclude."""
     listed = [patterns] if isinstance(patterns, str) else patterns
     wanted, unwanted = [], []
     for pattern in listed:
@@ -79,8 +79,9 @@ def check_all_match(
     rename: Iterable[str] = (),
     where: str = "",
 ) -> None:
-    """Refuse patterns and old prefixes that match none of the names; warn about patterns of what is
-    to be left out.
+    """Refuse patterns and old prefixes that match none of the names.
+
+    For patterns that exclude keys, this only warns.
 
     Raises:
         LoadMismatchError: one matches nothing.
@@ -104,7 +105,7 @@ def _without_match(patterns: Iterable[str], names: Collection[str]) -> list[str]
 
 
 def renamed(name: str, rename: Mapping[str, str]) -> str:
-    """Replace the prefix of a name: the first of the old prefixes that it begins with counts."""
+    """Replace the prefix of a name; the first of the old prefixes that it begins with counts."""
     for old, new in rename.items():
         if name.startswith(old):
             return new + name[len(old) :]
@@ -121,11 +122,11 @@ def select_tensors(
     """Return the stored tensors that match, in natural order.
 
     Args:
-        manifest: what is stored.
+        manifest: manifest of the checkpoint.
         keys: see `matches`; None for all.
         write_tied: whether to return all tied tensors that match; else only the first of them.
         hidden: keys that are no tensors of the model, such as scales.
-        left_out: further keys to leave out, those of optimizers.
+        left_out: further keys to leave out, such as an optimizer's.
 
     Raises:
         LoadMismatchError: nothing matches, or nothing matches one of the patterns.
@@ -161,7 +162,7 @@ def _nothing_chosen(
 
 
 def _besides(names: Iterable[str], left_out: Set[str]) -> str:
-    """Name the tensors of optimizers, which an export leaves out unless they are selected."""
+    """Name the optimizers' tensors, which an export leaves out by default."""
     besides = [name for name in names if name in left_out]
     if not besides:
         return ""
@@ -176,7 +177,7 @@ def _first_of_tied(names: Iterable[str], key_index: Mapping[str, int]) -> list[s
 
 
 def _names_of_tensors(manifest: Manifest) -> list[str]:
-    """Return all names of tensors, those of tied ones at the end."""
+    """Return all names of tensors, tied ones at the end."""
     key_index, dtypes = manifest.key_index, manifest.dtypes
     all_names = (*manifest.keys, *manifest.aliases)
     return [name for name in all_names if dtypes[key_index[name]] != OBJECT]

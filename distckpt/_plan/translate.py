@@ -1,4 +1,4 @@
-"""Translating requests through rules: from the model's tensors to those of the checkpoint."""
+"""Translation of requests through rules, from model to checkpoint tensors."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from distckpt._rules.rules import Tie, apply_rules, matched_rules
 def _of_other_ranks(
     stored: Mapping[str, MappedTensor], infos: Mapping[str, TensorSpec]
 ) -> dict[str, TensorSpec]:
-    """Describe the tensors that rules name beside those of this rank: other members of a stack."""
+    """Describe tensors of other ranks that rules name, such as stack members."""
     parts = [
         (tensor, part)
         for tensor in stored.values()
@@ -51,15 +51,15 @@ def decide_ties(
     shared: Mapping[str, str],
     stored: Collection[str],
 ) -> list[Rule]:
-    """Let a checkpoint decide which names of a model stand for one tensor, not the configuration.
+    """Let the checkpoint, not the configuration, decide which names are tied.
 
     Names that are stored apart are read apart; of others, one that is stored stands for all.
 
     Args:
-        rules: of the user, which come first and stay as they are.
-        of_model: those of the family.
-        shapes: of the requested tensors by key.
-        shared: requested keys with the same memory as another one, and that one.
+        rules: rules of the user, which come first and stay as they are.
+        of_model: rules of the family.
+        shapes: shapes of the requested tensors by key.
+        shared: requested keys -> other keys with the same memory.
         stored: names of the tensors in the checkpoint.
     """
     before, ties, after = _around_ties(rules, of_model)
@@ -79,7 +79,7 @@ def without_ties(
     shapes: Mapping[str, tuple[int, ...]],
     stored: Collection[str],
 ) -> list[Rule]:
-    """Leave those ties out of the rules of a model whose tensors are both given, and both stored.
+    """Leave out ties whose tensors are both given and both stored.
 
     See `decide_ties`; `shapes` are of all tensors that are given.
     """
@@ -95,7 +95,7 @@ def without_ties(
 def _around_ties(
     rules: Sequence[Rule], of_model: Sequence[Rule]
 ) -> tuple[list[Rule], dict[str, str], list[Rule]]:
-    """Return the rules before the first tie of a model, its ties, and its other rules."""
+    """Return the rules before a model's ties, its ties, and later rules."""
     first = next((n for n, rule in enumerate(of_model) if isinstance(rule, Tie)), 0)
     after = [rule for rule in of_model[first:] if not isinstance(rule, Tie)]
     return [*rules, *of_model[:first]], _ties(of_model), after
@@ -104,7 +104,7 @@ def _around_ties(
 def _shapes_after(
     rules: Sequence[Rule], shapes: Mapping[str, tuple[int, ...]]
 ) -> dict[str, tuple[int, ...]]:
-    """Return the shapes of what rules make, by name."""
+    """Return the shapes of the tensors that rules make, by name."""
     made = _apply_some(rules, {key: TensorSpec(shape, "F32") for key, shape in shapes.items()})
     return {name: tensor.shape for name, tensor in made.items()}
 
@@ -115,7 +115,7 @@ def _decided(
     shapes: Mapping[str, tuple[int, ...]],
     stored: Collection[str],
 ) -> list[Rule]:
-    """Return ties of the names that are not stored to one that is."""
+    """Return ties of names that are not stored to a stored name."""
     there = _stored_ones(ties, rules, shapes, stored)
     stand_ins = {to: to for to in ties.values()}
     for key, to in ties.items():
@@ -131,7 +131,7 @@ def _stored_ones(
     shapes: Mapping[str, tuple[int, ...]],
     stored: Collection[str],
 ) -> set[str]:
-    """Return which names of tied tensors are stored."""
+    """Return the names of tied tensors that are stored."""
     specs = {}
     for key, to in ties.items():
         shape = shapes.get(key, shapes.get(to))
@@ -152,15 +152,16 @@ def _apply_some(
 
 
 def stored_names(rules: Sequence[Rule], shapes: Mapping[str, tuple[int, ...]]) -> set[str]:
-    """Return the keys of a checkpoint that are read for tensors of the model; not all rules need
-    match.
+    """Return the checkpoint's keys for tensors of the model.
+
+    Not all rules need match.
     """
     infos = _infos(rules, shapes)
     return set(_apply_some(rules, infos))
 
 
 def match_flags(rules: Sequence[Rule], shapes: Mapping[str, tuple[int, ...]]) -> bytes:
-    """One byte for each rule: whether it matches a tensor of the model on this rank."""
+    """Return a byte per rule: does it match a tensor on this rank?"""
     flags = matched_rules(rules, _infos(rules, shapes))
     are_ties = [isinstance(rule, Tie) and rule.key in shapes for rule in rules]
     return bytes(map(max, flags, are_ties))
@@ -175,10 +176,10 @@ class Translated(NamedTuple):
     """Requests in terms of the checkpoint.
 
     Attributes:
-        numbers: for each view, the number of the request that it is a part of.
-        requests: for each view.
-        views: of the tensors of the model, shaped as the stored regions.
-        adds: what the values of the model have in addition to the stored ones, for each view.
+        numbers: for each view, the number of its original request.
+        requests: the request of each view.
+        views: views of the tensors of the model, shaped as the stored regions.
+        adds: for each view, the number that is added to the stored values.
         padding: views of elements for which the checkpoint has nothing: zeros.
     """
 
@@ -196,11 +197,11 @@ def translate(
     *,
     drops: bool = False,
 ) -> Translated:
-    """Turn requests for tensors of the model into requests for the tensors that rules make of them.
+    """Translate requests for the model's tensors into requests for stored tensors.
 
     A rank that holds only a part of the model need not match all rules. `tensors` has for each
-    request a view of its region's shape. What rules leave out is kept under its name, where a
-    message about unknown keys names it, unless `drops` is set.
+    request a view of its region's shape. Requests without a stored tensor stay under their names,
+    for a message about unknown keys, unless `drops` is set.
     """
     ties = _ties(rules)
     requests = [request._replace(key=ties.get(request.key, request.key)) for request in requests]
