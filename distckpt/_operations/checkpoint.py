@@ -1,4 +1,4 @@
-"""A checkpoint that is open for reading, without a state dict. Any rank may read, alone."""
+"""Checkpoints that are open for reading, without a state dict. Any rank may read, alone."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class TensorInfo:
     Attributes:
         key: its name.
         shape: its global shape.
-        dtype: that it is stored in; of a quantized tensor, that of its values.
+        dtype: its stored dtype; for a quantized tensor, the dtype of its values.
     """
 
     key: str
@@ -54,13 +54,13 @@ class TensorInfo:
 class Checkpoint(SaysOtherNames):
     """A checkpoint that is open for reading, see `distckpt.open`.
 
-    It stays on the checkpoint that it has opened: when that one is replaced or removed, reads raise
-    an error. It can be sent to other processes, which open it there: pickles and copies hold where
-    it is, and nothing of its content.
+    It stays on the checkpoint that it has opened: reads raise an error after that was replaced or
+    removed. It can be sent to other processes, which open it there: pickles and copies hold its
+    location, and nothing of its content.
 
     Attributes:
         location: path or URL.
-        tensors: of each tensor its name, shape and dtype, by key.
+        tensors: name, shape and dtype of each tensor, by key.
         objects: the number of parts along each axis of each sharded object, by key.
         common_state: everything that was saved without being sharded. An object of a class that is
             not registered is an `UnknownObject`.
@@ -78,7 +78,7 @@ class Checkpoint(SaysOtherNames):
         return _open_again, (self.location, self._as_stored, marker)
 
     def __repr__(self) -> str:
-        """Name the location, and count what is there."""
+        """Name the location, and count tensors and sharded objects."""
         counts = f"{len(self.tensors)} tensors, {len(self.objects)} sharded objects"
         return f"<Checkpoint {self.location!r}: {counts}>"
 
@@ -96,7 +96,7 @@ class Checkpoint(SaysOtherNames):
 
     @cached_property
     def objects(self) -> Mapping[str, tuple[int, ...]]:
-        """Return the number of parts along each axis of each sharded object, by key."""
+        """Return each sharded object's number of parts per axis, by key."""
         stored = self._stored
         keys = filter(stored.is_object, stored.manifest.key_index)
         shapes = {key: stored.global_shape(key) for key in keys if key != COMMON_KEY}
@@ -104,8 +104,9 @@ class Checkpoint(SaysOtherNames):
 
     @cached_property
     def common_state(self) -> StateDict:
-        """Return everything that was saved without being sharded; read once. Copy what you change
-        in it.
+        """Return everything that was saved without being sharded.
+
+        It is read once. Copy values before you change them.
         """
         with reading_unchanged(Ranks.alone(), [self._stored]):
             compacted: StateDict = flatten.compact(load_common_state(self._stored))
@@ -123,7 +124,7 @@ class Checkpoint(SaysOtherNames):
             rows = checkpoint.read("embedding.weight", (slice(0, 8),))
 
         Args:
-            key: of the tensor.
+            key: key of the tensor.
             region: a slice without a step for each of the first axes; the others are read whole.
                 Negative numbers count from the end, as usual. None for the whole tensor.
 
@@ -138,12 +139,12 @@ class Checkpoint(SaysOtherNames):
         return self._read([_requested(tensor, _region_of(self.location, tensor, region))])[0]
 
     def read_tensors(self, keys: Collection[str] | None = None) -> dict[str, torch.Tensor]:
-        """Read tensors whole onto the CPU, all of them in one pass over the files.
+        """Read tensors whole onto the CPU, in one pass over the files.
 
             weights = distckpt.open("checkpoints/step_100").read_tensors()
 
         Args:
-            keys: of the tensors; None for all.
+            keys: keys of the tensors; None for all.
 
         Raises:
             LoadMismatchError: there are no tensors of some keys.
@@ -165,9 +166,9 @@ class Checkpoint(SaysOtherNames):
             assert distckpt.open("checkpoints/step_100").fingerprints() == live
 
         Args:
-            keys: of the tensors; None for all.
-            stored: return those of the tensors that were in memory when they were saved with
-                `fingerprint=True`, and read nothing.
+            keys: keys of the tensors; None for all.
+            stored: return the fingerprints that `fingerprint=True` has stored at the save, from the
+                tensors in memory, and read nothing.
 
         Raises:
             LoadMismatchError: there are no tensors of some keys.
@@ -214,7 +215,9 @@ class Checkpoint(SaysOtherNames):
 
 @operation
 def open(path: str | os.PathLike[str], *, as_stored: bool = False) -> Checkpoint:
-    """Open a checkpoint to look at what it holds, and to read tensors of it without a state dict.
+    """Open a checkpoint, to inspect it and to read tensors.
+
+    No state dict is needed.
 
         checkpoint = distckpt.open("checkpoints/step_100")
         checkpoint.tensors["embedding.weight"].shape
@@ -225,7 +228,7 @@ def open(path: str | os.PathLike[str], *, as_stored: bool = False) -> Checkpoint
     close.
 
     Args:
-        path: a path or fsspec URL of whatever `distckpt.load` reads.
+        path: a path or fsspec URL of anything that `distckpt.load` reads.
         as_stored: with True, quantized tensors are the codes and scales that they are stored as,
             else values.
 
@@ -298,7 +301,7 @@ def _checked_slices(given: object) -> tuple[slice, ...]:
 
 
 def _is_within(each: slice, size: int) -> bool:
-    """Tell whether an axis of a size has all indices that a slice names, and it has no step."""
+    """Whether a slice without a step lies inside an axis."""
     selected = range(size)[each]
     ends = [end for end in (each.start, each.stop) if end is not None]
     is_inside = all(-size <= end <= size for end in ends)

@@ -1,6 +1,4 @@
-"""The plan of an export: which tensors it holds, what they are made of, and which files they go
-to.
-"""
+"""The plan of an export: its tensors, their sources, and its files."""
 
 from __future__ import annotations
 
@@ -49,20 +47,20 @@ from distckpt._storage import locations
 logger = logging.getLogger(__name__)
 
 _OF_LORA = ".adapter."
-"""In the keys of LoRA of Megatron Bridge."""
+"""Part of keys of LoRA of Megatron Bridge."""
 
 Pairs = Sequence[tuple[OutputTensor, OutputTensor]]
 
 
 @dataclass(frozen=True)
 class PlannedTensors:
-    """The tensors of an export, and where their values come from.
+    """The tensors of an export, and the source of their values.
 
     Attributes:
         source: reads the values.
         outputs: the tensors, with the regions that they are made of.
-        made_of: names of those that are computed, and of the tensors that they are computed from.
-        quantization: the `quantization_config` of what is quantized.
+        made_of: names of computed tensors -> names of the tensors that they are computed from.
+        quantization: the `quantization_config` of the quantized tensors.
     """
 
     source: TensorSource
@@ -73,7 +71,7 @@ class PlannedTensors:
 
 @dataclass(frozen=True)
 class ExportPlan:
-    """What an export will hold.
+    """The planned content of an export.
 
     Attributes:
         source: reads the values of its tensors.
@@ -93,14 +91,17 @@ class ExportPlan:
 
     @property
     def dropped(self) -> list[str]:
-        """Keys that were selected and of which nothing is exported."""
+        """Selected keys of which nothing is exported."""
         used = {part.key for output in self.outputs for part in output.mapped.parts}
         stored = [key for key, info in self.selected.items() if 0 not in info.shape]
         return [key for key in stored if key not in used]
 
 
 def stored_source(stored: StoredCheckpoint, options: ExportOptions) -> TensorSource:
-    """Return the source of what one checkpoint stores; of values, where options change tensors."""
+    """Return the source of a checkpoint's values.
+
+    Quantized tensors are decoded if options change tensors.
+    """
     has_rules = bool(options.rules) or options.family is not None
     changes = options.quantize or options.merge_adapter is not None or is_for_all(options.dtype)
     return TensorSource(decoded(stored) if has_rules or changes else stored)
@@ -109,10 +110,9 @@ def stored_source(stored: StoredCheckpoint, options: ExportOptions) -> TensorSou
 def plan_export(
     ranks: Ranks, opened: OpenedSources, source: TensorSource, options: ExportOptions
 ) -> ExportPlan:
-    """Decide what is exported from a source, which reads the opened checkpoints, with an adapter
-    merged into it.
+    """Plan the export of a source that reads the opened checkpoints.
 
-    Collective operation: all ranks must call it.
+    An adapter is merged into it. Collective operation: all ranks must call it.
 
     Raises:
         LoadMismatchError: `keys` or a rule matches nothing, or no rule matches some tensor.
@@ -141,7 +141,7 @@ def plan_export(
 def _select(
     stored: StoredCheckpoint, options: ExportOptions
 ) -> tuple[dict[str, TensorSpec], _Model]:
-    """Select tensors, and read what is known of their model."""
+    """Select tensors, and read the facts about their model."""
     selected = select_tensors(
         stored.manifest,
         options.keys,
@@ -187,7 +187,7 @@ def _plan(
 
 
 def _left_out(checkpoints: Iterable[StoredCheckpoint], options: ExportOptions) -> list[str]:
-    """Return the tensors of optimizers that are left out, in natural order."""
+    """Return the optimizers' tensors that are left out, in natural order."""
     keys = {
         key
         for stored in checkpoints
@@ -200,7 +200,7 @@ def _left_out(checkpoints: Iterable[StoredCheckpoint], options: ExportOptions) -
 def _warn_of_codes(
     stored: StoredCheckpoint, outputs: Iterable[OutputTensor], requested: torch.dtype
 ) -> None:
-    """Warn of quantized tensors that stay codes although another dtype is requested for all."""
+    """Warn of tensors that stay codes though all get another dtype."""
     index = stored.manifest.key_index
     codes = [
         output.name
@@ -221,7 +221,7 @@ def _warn_of_codes(
 def _warn_of_cut_off(
     stored: StoredCheckpoint, options: ExportOptions, selected: Collection[str]
 ) -> None:
-    """Warn of tensors of the model that a prefix leaves out, perhaps by mistake."""
+    """Warn of tensors of the model that a prefix leaves out."""
     if absent := cut_off(stored, options.keys, selected):
         logger.warning(
             "keys=%r leaves out a part of the model that was saved: %s. Without `keys`, the whole "
@@ -234,7 +234,7 @@ def _warn_of_cut_off(
 def _warn_of_others(
     stored: StoredCheckpoint, options: ExportOptions, selected: Collection[str]
 ) -> None:
-    """Warn of tensors that were saved beside the model, such as an average of its weights."""
+    """Warn of tensors that were saved with the model, such as averages."""
     if others := beside_model(stored, options.keys, selected):
         entry = others[0].partition(".")[0]
         logger.warning(
@@ -252,8 +252,9 @@ def _files(
     planned: PlannedTensors,
     logs_warnings: bool,
 ) -> list[OutputFile]:
-    """Divide the tensors of an export among files. The export's `values` are those before they are
-    quantized.
+    """Divide the tensors of an export among files.
+
+    `values` are the tensors before they are quantized.
     """
     numbers = None
     if model.reference is not None:
@@ -277,14 +278,14 @@ def _files(
 
 @dataclass(frozen=True)
 class _Model:
-    """What is known of the model that is exported.
+    """Facts about the model that is exported.
 
     Attributes:
-        reference: the directory that the export is to be like.
+        reference: the directory that the export follows.
         config: the configuration of the family.
-        rules: those of the family.
-        tied_keys: of stored tensors that the rules tie to others, which may have either name in the
-            reference.
+        rules: the rules of the family.
+        tied_keys: keys of stored tensors that the rules tie to other tensors; they may have either
+            name in the reference.
     """
 
     reference: StoredCheckpoint | None
@@ -313,7 +314,7 @@ def _model(options: ExportOptions, selected: Mapping[str, TensorSpec]) -> _Model
 
 
 def _check_is_no_checkpoint(directory: str) -> None:
-    """Refuse a directory that is to be a reference for exports, and is no such."""
+    """Refuse a reference directory that is a checkpoint, or does not exist."""
     if holds_checkpoint(directory):
         raise CheckpointingException(
             f"like is a Hugging Face directory, and {directory!r} is a checkpoint: give the "
@@ -326,7 +327,7 @@ def _check_is_no_checkpoint(directory: str) -> None:
 
 
 def _config_beside(stored: StoredCheckpoint) -> dict[str, Any] | None:
-    """Read the configuration of a model in its directory, None where there is none."""
+    """Read the configuration in a model's directory, None if there is none."""
     path = locations.join(stored.location, CONFIG_NAMES[0])
     return on_demand("families").read_config(path) if locations.exists(path) else None
 
@@ -340,7 +341,7 @@ def _outputs(
     model: _Model,
     aliases: Mapping[str, str],
 ) -> list[OutputTensor]:
-    """Return the tensors of the export with the values that are stored."""
+    """Return the tensors of the export with their stored values."""
     of_model = model.rules
     if any(_OF_LORA in key for key in selected):
         of_model = on_demand("peft_names").with_peft_names(of_model, selected, model.config)
@@ -363,7 +364,7 @@ def _computed(
     model: _Model,
     adapter: StoredCheckpoint | None,
 ) -> PlannedTensors:
-    """Put what computes values around the source of those that are stored."""
+    """Put sources that compute values around the source of stored values."""
     if adapter is not None:
         stored = planned.source.stored
         config = model.config or _config_beside(model.reference or stored)
@@ -386,8 +387,8 @@ def _ties(
 ) -> tuple[Pairs, set[str]]:
     """Find tensors that the model ties and the checkpoint holds twice.
 
-    Return them in pairs, and the keys of all tensors that rules of the model tie. `rules` are those
-    that come before.
+    Return them in pairs, and the keys of all tensors that rules of the model tie. `rules` come
+    before the rules of the model.
     """
     ties = [rule for rule in of_model if isinstance(rule, Tie)]
     if not ties:
@@ -420,11 +421,11 @@ def _file_numbers(
     planned: PlannedTensors,
     logs_warnings: bool,
 ) -> dict[str, int]:
-    """Number the files of a reference directory, after checking that it holds tensors of the same
-    shapes.
+    """Number the files as in a reference directory.
 
-    Where the reference or the export is quantized and the other is not, codes and scales go where
-    the values are. The export's `values` are those before they are quantized.
+    Shapes of the tensors are compared with the reference. Where the reference or the export is
+    quantized and the other is not, codes and scales go to the files of their values. `values` are
+    the tensors before they are quantized.
     """
     quantized = find(reference)
     numbers = _numbers_of(reference, quantized)
@@ -449,7 +450,7 @@ def _file_numbers(
 def _numbers_of(
     reference: StoredCheckpoint, quantized: Mapping[str, QuantizedTensor]
 ) -> dict[str, int]:
-    """Return the number of the file of each tensor, and of the values of quantized ones."""
+    """Return the file number of each tensor, also of quantized tensors' values."""
     manifest = reference.manifest
     numbers = {}
     for key, key_id in manifest.key_index.items():
@@ -473,8 +474,9 @@ def _warn_of_absent(
 def _expected_shape(
     reference: StoredCheckpoint, quantized: Mapping[str, QuantizedTensor], tensor: OutputTensor
 ) -> tuple[int, ...] | None:
-    """Return the shape of a tensor in the reference directory: that of the values, where only these
-    can be meant.
+    """Return the shape of a tensor in the reference directory.
+
+    It is the shape of the values, unless the tensor has the reference's codes.
     """
     shape = reference.manifest.shapes_by_key.get(tensor.name)
     if tensor.name not in quantized:
@@ -487,9 +489,7 @@ def _expected_shape(
 
 
 def _extra_files(options: ExportOptions, planned: PlannedTensors) -> ExtraFiles:
-    """Choose the files that go beside the tensors: those of a directory, with a configuration that
-    fits the export.
-    """
+    """Choose the extra files: a directory's, with a configuration for the export."""
     directory = options.extra_files_from
     if directory is None and options.family is not None:
         directory = options.like

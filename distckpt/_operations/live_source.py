@@ -1,4 +1,4 @@
-"""Where a move gets tensors from: the memories of all ranks, and a checkpoint for the rest."""
+"""Sources of a move: the memories of all ranks, and a checkpoint."""
 
 from __future__ import annotations
 
@@ -49,12 +49,12 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class GivenState:
-    """What this rank gives.
+    """The tensors and values that this rank gives.
 
     Attributes:
-        pieces: of tensors, under the names under which they are moved.
-        values: objects by unique key, and what is no shard, encoded; empty if there is nothing.
-        description: of all this, without values.
+        pieces: pieces of tensors, under the names of the move.
+        values: objects by unique key, and values that are no shards, encoded; empty without any.
+        description: description of both, without values.
     """
 
     pieces: Pieces
@@ -65,7 +65,7 @@ class GivenState:
 def describe_given(
     ranks: Ranks, state_dict: ShardedStateDict, rules: Sequence[Rule], family: FamilyName, at: str
 ) -> GivenState:
-    """Describe what a rank gives, under the names that rules or a family give it.
+    """Describe this rank's state, under the names of rules or a family.
 
     Collective operation: all ranks must call it.
     """
@@ -99,7 +99,7 @@ def _described(
 
 
 def _of_tied(rules: Sequence[Rule], tensors: Sequence[ShardedTensor]) -> list[Rule]:
-    """Leave out the ties of tensors that are both given and have memory of their own."""
+    """Leave out ties of tensors that all have memory of their own."""
     firsts = find_ties(tensors)
     memory = {tensor.key: firsts.get(n, n) for n, tensor in enumerate(tensors)}
     kept = []
@@ -111,13 +111,13 @@ def _of_tied(rules: Sequence[Rule], tensors: Sequence[ShardedTensor]) -> list[Ru
 
 
 def _encoded(cells: Mapping[str, ShardedObject], common: Any) -> bytes:
-    """Encode values while all ranks can still learn of one that cannot be."""
+    """Encode values while all ranks can still learn of an error."""
     items = [(key, cell.data) for key, cell in cells.items()]
     return codec.encode([items, codec.encode(common)]) if items or common else b""
 
 
 def _tied(pieces: Pieces) -> list[tuple[int, int]]:
-    """Return the pieces of different tensors that are one memory, each with the first of them."""
+    """Return pieces of different tensors in one memory, with the first."""
     starts = [view.data_ptr() for view in pieces.views]
     if len(set(starts)) == len(starts):
         return []
@@ -135,7 +135,7 @@ def _keys_of(pieces: Pieces, rows: Sequence[int]) -> list[str]:
 
 
 def with_shards(state_dict: ShardedStateDict, rank: int) -> ShardedStateDict:
-    """Describe the plain tensors of a state dict: each is whole, and a copy of that of others."""
+    """Describe a state dict's plain tensors as whole replicas."""
 
     def described(path: tuple[Any, ...], leaf: Any) -> Any:
         if type(leaf) not in (torch.Tensor, torch.nn.Parameter) or has_parts(leaf):
@@ -148,7 +148,10 @@ def with_shards(state_dict: ShardedStateDict, rank: int) -> ShardedStateDict:
 
 
 def _is_walked(node: Any) -> bool:
-    """Tell whether the plain tensors in a container are moved, as those of `state_dict()` are."""
+    """Whether the plain tensors in a container are moved.
+
+    Containers are walked as in `state_dict()`.
+    """
     return isinstance(node, CONTAINERS) and not isinstance(node, OptimizerState | BoundState)
 
 
@@ -157,14 +160,14 @@ class LiveSource(ShardSource):
     """The memories of all ranks.
 
     Attributes:
-        ranks: who gives and takes.
-        given: by this rank.
-        fallback: has what no rank gives; None if nothing has.
-        options: of the caller.
-        agreements: of earlier moves.
+        ranks: the ranks that give and take.
+        given: the state that this rank gives.
+        fallback: source of the tensors that no rank gives, or None.
+        options: options of the caller.
+        agreements: agreements of earlier moves.
         memory: buffers that the ranks share.
-        compares: what arrives is compared with what is sent.
-        plan: of this rank, once `read` has filled the targets.
+        compares: whether values that arrive are compared with the values that were sent.
+        plan: plan of this rank, once `read` has filled the targets.
     """
 
     ranks: Ranks
@@ -179,7 +182,7 @@ class LiveSource(ShardSource):
     marker: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        """Agree on what all ranks give."""
+        """Agree on the keys that all ranks give."""
         self._held = self.agreements.reach(
             self.ranks, "compare what is given", self.given.description, _join
         )
@@ -225,7 +228,7 @@ class LiveSource(ShardSource):
         ]
 
     def _all_values(self) -> dict[str, Any]:
-        """Return the objects and the common state of all ranks, by unique key."""
+        """Return all ranks' objects and common state, by unique key."""
         if self._values is None:
             self._values = {}
             first_with: dict[bytes, int] = {}
@@ -245,7 +248,7 @@ class LiveSource(ShardSource):
         return self._values
 
     def _fill(self, targets: Pieces) -> None:
-        """Fill targets with what ranks hold, and with what the checkpoint has."""
+        """Fill targets from ranks, and from the checkpoint."""
         ranks, options, memory = self.ranks, self.options, self.memory
         settings = MoveSettings(
             memory.hosts,
@@ -257,7 +260,7 @@ class LiveSource(ShardSource):
         self.plan = plan = self._agree_on_plan(targets, settings)
         with ranks.phase("prepare the targets"):
             apart = self._to_compare(targets)
-            # With `compares`, those with different values are found as errors where they are
+            # With `compares`, targets with different values are found as errors where they are
             # filled.
             fresh = {row for _, row in apart if not self.compares}
             staged = Staged.of(self.given.pieces, targets, options.atomic, fresh)
@@ -298,8 +301,9 @@ class LiveSource(ShardSource):
                 )
 
     def _to_compare(self, targets: Pieces) -> list[tuple[int, int]]:
-        """Return the targets that share memory (first, second), unless they are one tensor on the
-        side that gives, too.
+        """Return the targets (first, second) that share memory.
+
+        Targets that are one tensor on the giving side, too, are left out.
         """
         tied = {pair for pair in _tied(targets) if _keys_of(targets, pair) in self._ties}
         return sorted(set(overlapping(targets.views)) - tied, key=lambda pair: pair[::-1])
@@ -331,7 +335,7 @@ def _table_of(description: bytes) -> PieceTable:
 
 
 def _join(descriptions: Sequence[bytes]) -> list[bytes]:
-    """Name all that ranks give, with dtypes and shapes; the same for each rank."""
+    """Return all given keys with dtypes and shapes, for each rank."""
     found: dict[str, tuple[str | None, Sequence[int]]] = {}
     has_values, ties = False, []
     for description in descriptions:
@@ -356,7 +360,7 @@ def _read_joined(agreed: Agreement) -> tuple[dict[str, StoredEntry], bool, list[
 def _warn_of_untaken(
     sources: Sequence[PieceTable], targets: Sequence[PieceTable], ties: Sequence[Sequence[str]]
 ) -> None:
-    """Warn of tensors that are given and that no rank takes, under any of their names."""
+    """Warn of given tensors that no rank takes under any name."""
     taken = {kind.key for table in targets for kind in table.kinds}
     for pair in ties:
         taken.update(pair if taken.intersection(pair) else ())
@@ -371,7 +375,7 @@ def _warn_of_untaken(
 
 
 def _warn_of_differences(targets: Pieces, pairs: Sequence[tuple[int, int]]) -> None:
-    """Warn of tensors with different values that were to be one, or have memory in common."""
+    """Warn of tensors with different values for one memory."""
     for pair in pairs:
         first, last = _keys_of(targets, pair)
         logger.warning(

@@ -1,4 +1,4 @@
-"""What a load asks of a checkpoint, compared between the ranks and with what is stored."""
+"""Requests of a load, compared between ranks and with the checkpoint."""
 
 from __future__ import annotations
 
@@ -42,24 +42,24 @@ logger = logging.getLogger(__name__)
 
 _MODES_WITH_RULES = (StrictHandling.ASSUME_OK_UNEXPECTED, StrictHandling.RAISE_UNEXPECTED)
 _MODES_OF_ALL = (*_MODES_WITH_RULES, StrictHandling.RAISE_ALL)
-"""Modes in which nothing that is requested may be left out."""
+"""Modes in which no requested key may be left out."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class LoadRequest:
-    """How to load a state dict.
+    """The request to load a state dict.
 
     Attributes:
-        path: of the checkpoint.
-        mode: how keys that only the checkpoint or only the request has are handled.
-        strict: the same in the caller's words, if these are others.
-        rules: how the requested tensors are made from those of the checkpoint.
+        path: path of the checkpoint.
+        mode: handling of keys that only the checkpoint or only the request has.
+        strict: the caller's word for `mode`, if it is another one.
+        rules: rules that make the requested tensors from the stored ones.
         family: afterwards, the rules of the model's family.
         process_group: the ranks that load together.
         warns_of_values: warn of plain values for which nothing is stored, whatever the mode:
-            Megatron leaves them out of what it returns.
-        fills_values: put what is loaded for plain values into the state dict that was given.
-        options: of the caller.
+            Megatron leaves them out of its result.
+        fills_values: put loaded plain values into the caller's state dict.
+        options: options of the caller.
         made: is filled: places of modules that got memory, and have no values before the load.
     """
 
@@ -76,7 +76,7 @@ class LoadRequest:
 
     @property
     def asks_for_all(self) -> bool:
-        """Tell whether nothing that is requested may be left out."""
+        """Whether no requested key may be left out."""
         return self.mode in _MODES_OF_ALL
 
     def check(self) -> None:
@@ -98,7 +98,7 @@ class LoadRequest:
             )
 
     def of_all_ranks(self) -> dict[str, object]:
-        """Return what must be the same on all ranks."""
+        """Return the settings that must be equal on all ranks."""
         options = self.options
         return {
             "strategy": options.strategy,
@@ -114,17 +114,17 @@ class LoadRequest:
 
 @dataclass(frozen=True)
 class Targets:
-    """What this rank wants of a checkpoint.
+    """The targets that this rank fills from a checkpoint.
 
     Attributes:
         described: the state dict with its objects described.
-        resolved: the same, with what the checkpoint has of them.
+        resolved: the same, with the entries that the checkpoint has for them.
         split: the flattened state dict.
-        entries: of the checkpoint by key; empty when they are not needed.
-        stored: those that the request is compared with.
-        ties: shards that are not stored, and the numbers of those whose values they get.
-        table: its shards, without data; None where they are not compared between ranks.
-        rules: from the keys of the request to those of the checkpoint.
+        entries: entries of the checkpoint by key; empty when they are not needed.
+        stored: entries that the request is compared with.
+        ties: numbers of shards that are not stored -> numbers of the shards whose values they get.
+        table: shards without data; None where they are not compared between ranks.
+        rules: rules from the keys of the request to the keys of the checkpoint.
     """
 
     described: objects.Described
@@ -138,7 +138,7 @@ class Targets:
 
     @property
     def requested(self) -> set[str]:
-        """Keys of the shards that are looked for in the checkpoint."""
+        """Keys of the shards that the checkpoint is searched for."""
         return {s.key for number, s in enumerate(self.split.shards) if number not in self.ties}
 
     @property
@@ -153,10 +153,10 @@ class Differences:
     """Keys that only the checkpoint or only the request has.
 
     Attributes:
-        missing: only the checkpoint has them; the same on all ranks.
-        left_out: of them, where keys are not compared, what objects do not take.
-        unexpected: this rank requests them.
-        unexpected_of_all: some rank requests them.
+        missing: keys that only the checkpoint has; the same on all ranks.
+        left_out: stored keys that objects do not take, where keys are not compared.
+        unexpected: keys that this rank requests.
+        unexpected_of_all: keys that some rank requests.
     """
 
     missing: frozenset[str] = frozenset()
@@ -205,7 +205,7 @@ def describe_targets(
 
 
 def _check_modules_are_different(described: objects.Described, split: flatten.SplitState) -> None:
-    """Refuse modules of a list that would all get the tensors of one.
+    """Refuse modules of a list that would all get the same tensors.
 
     Lists hold stages, which may have copies of a tensor, but not of all.
     """
@@ -225,7 +225,7 @@ def _rules(
     ties: Mapping[int, int],
     source: ShardSource,
 ) -> Sequence[Rule]:
-    """Return the rules from the names of the request to those of the source."""
+    """Return the rules from the request's names to the source's names."""
     shapes = {
         shard.key: tuple(shard.global_shape) for shard in shards if isinstance(shard, ShardedTensor)
     }
@@ -241,8 +241,10 @@ def _rules(
 
 
 def _how_much_is_needed(described: objects.Described, mode: StrictHandling, depends: bool) -> int:
-    """Return 0 when the keys of the checkpoint need not be known, 2 when stored settings are needed
-    as well. `depends` tells whether what the shards are depends on the keys.
+    """Return 2, 1 or 0: which stored data this rank needs.
+
+    With 0 the keys of the checkpoint need not be known; with 2 stored settings are needed as well.
+    `depends` says whether the shards depend on the keys.
     """
     of_objects = objects.needs_stored(described)
     compares = StrictHandling.requires_explicit_ckpt_mismatch_check(mode)
@@ -258,7 +260,7 @@ def _look_up(
 ) -> tuple[ShardSource, Mapping[str, StoredEntry], StateDict]:
     """Return the source for the objects, its entries, and their stored settings.
 
-    `needed` is that of `_how_much_is_needed`, the largest of all ranks.
+    `needed` is the largest `_how_much_is_needed` of all ranks.
     """
     if not needed:
         return source, {}, {}
@@ -289,7 +291,10 @@ def _stored_settings(
 def _without_skipped(
     entries: Mapping[str, StoredEntry], described: objects.Described, resolved: objects.Described
 ) -> dict[str, StoredEntry]:
-    """Leave out states of another number of ranks, of which no shard is requested or missing."""
+    """Leave out states of another number of ranks.
+
+    No shard of them is requested or missing.
+    """
     kept = {(place.name, place.kind) for place in resolved.places}
     skipped = {place.name for place in described.places if (place.name, place.kind) not in kept}
     return {key: entry for key, entry in entries.items() if key not in skipped}
@@ -298,7 +303,7 @@ def _without_skipped(
 def check_targets(
     ranks: Ranks, request: LoadRequest, location: str, source: ShardSource, targets: Targets
 ) -> Differences:
-    """Refuse requests that contradict each other or ask for parts of objects; compare keys.
+    """Refuse contradicting requests and parts of objects; compare keys.
 
     Collective operation: all ranks must call it.
 
@@ -332,7 +337,10 @@ def check_targets(
 
 
 def _warn_of_unmatched(rules: Sequence[Rule], flags: Sequence[bytes]) -> None:
-    """Name rules without a tensor on any rank, on the coordinator: others get no `flags`."""
+    """Warn of rules without a tensor on any rank.
+
+    Only the coordinator gets `flags`.
+    """
     for rule, *matched in zip(rules, *flags, strict=False) if flags else ():
         if not any(matched) and not rule.optional:
             logger.warning(
@@ -343,15 +351,17 @@ def _warn_of_unmatched(rules: Sequence[Rule], flags: Sequence[bytes]) -> None:
 
 
 def _messages_of_all(ranks: Ranks, table: ShardTable | None) -> Sequence[list[bytes]]:
-    """Gather the tables of several ranks on the coordinator; nothing where there is one rank."""
+    """Gather the ranks' tables on the coordinator; nothing with one rank."""
     if table is None or ranks.size == 1:
         return ()
     return ranks.gather_once(table.to_messages())
 
 
 def _validate(table: ShardTable, messages: Sequence[list[bytes]], *, whole: bool) -> None:
-    """Validate the tables of all ranks, `messages`, or that of the only one: it may ask for parts
-    unless it must ask for the `whole`.
+    """Validate the tables of all ranks, or of the only one.
+
+    `messages` are the tables of all ranks. A single rank may request parts, unless the request must
+    be `whole`.
     """
     tables, validate = [table], validate_shards if whole else validate_part
     if messages:
@@ -373,8 +383,9 @@ def _coverage(
     compared: Collection[str],
     source: ShardSource,
 ) -> Coverage:
-    """Find what the objects leave out; through rules, what they surely should have is what a
-    configuration says.
+    """Find the parts of a checkpoint that objects leave out.
+
+    Through rules, an object should surely have the tensors that a configuration names.
     """
     rules = targets.rules
     find = partial(
@@ -400,8 +411,9 @@ def _coverage(
 def absent_ties(
     shards: Sequence[Shard], ties: Mapping[int, int], stored: Collection[str]
 ) -> dict[int, int]:
-    """Return the shards that are not stored but tied to one that is, whose number is the value:
-    export stores one.
+    """Return shards that are not stored, with their stored tie.
+
+    An export stores one name of tied tensors. The keys and values are numbers of shards.
     """
     by_first: dict[int, list[int]] = {}
     for tie, first in (ties if stored else {}).items():
@@ -422,7 +434,7 @@ def _compare_keys(
     targets: Targets,
     location: str,
 ) -> Differences:
-    """Find keys that differ, and do what the mode says."""
+    """Find keys that differ, and handle them as the mode says."""
     mode, stored = request.mode, frozenset(targets.stored)
     own_garbage = _without_values(request, targets, requested - stored)
     sent = ranks.all_gather(json.dumps([sorted(requested), own_garbage]).encode())
@@ -459,10 +471,10 @@ def _refuse_garbage(keys: frozenset[str], location: str) -> None:
 
 
 def _missing(entries: Mapping[str, StoredEntry], requested: frozenset[str]) -> frozenset[str]:
-    """Return the stored keys that no rank requests, neither themselves nor as parts of others."""
+    """Return stored keys that no rank requests, also not in parts."""
     taken = set(requested)
     for key in requested & entries.keys():
         taken.update(entries[key].parts)
-    # What is only computed from its parts is not missing: they are.
+    # A tensor that is only computed from its parts is not missing: its parts are.
     of_their_own = (key for key, entry in entries.items() if not entry.parts or key in entry.parts)
     return frozenset(of_their_own) - taken

@@ -1,4 +1,7 @@
-"""Merge an adapter of PEFT into an export; imported when an export asks for it."""
+"""Merging of a PEFT adapter into an export.
+
+The module is imported when an export asks for it.
+"""
 
 from __future__ import annotations
 
@@ -18,11 +21,11 @@ from distckpt._rules.families import read_config
 from distckpt._storage import locations
 
 _MAX_PROBED = 100
-"""Number of entries of a directory in which adapters are looked for, to name them in an error."""
+"""Entries of a directory that are searched for adapters, for an error."""
 
 
 def check_is_adapter(ranks: Ranks, location: str) -> None:
-    """Check that a directory has the files of an adapter, if it exists.
+    """Check that a directory, if it exists, has an adapter's files.
 
     Collective operation: all ranks must call it; rank 0 looks.
 
@@ -65,7 +68,7 @@ def adapted(
     model: Mapping[str, Any] | None,
     tied: Collection[str],
 ) -> PlannedTensors:
-    """Return the tensors with what an adapter changes in them.
+    """Return the tensors with the changes of an adapter.
 
     Args:
         planned: tensors of the export.

@@ -1,4 +1,4 @@
-"""Moving a state dict between the memories of ranks: the part that all such verbs share."""
+"""Moves of a state dict between the memories of ranks."""
 
 from __future__ import annotations
 
@@ -29,18 +29,18 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True)
 class MoveRequest:
-    """How to move a state dict.
+    """The request to move a state dict.
 
     Attributes:
-        rules: from the names of what this rank gives to those of what is moved.
-        target_rules: from the names of what this rank takes to those of what is moved.
+        rules: rules from the names of this rank's state to the names of the move.
+        target_rules: rules from the names of this rank's targets to the names of the move.
         family: afterwards, the rules of the model's family, for both.
         process_group: the ranks that move together.
-        fallback: where the checkpoint is that has what no rank gives.
-        options: of the caller.
-        place: between what tensors are moved, for reports.
-        version: of what is moved.
-        compares: what arrives is compared with what is sent.
+        fallback: location of a checkpoint with the tensors that no rank gives.
+        options: options of the caller.
+        place: name of the route, for reports.
+        version: version of the state.
+        compares: whether values that arrive are compared with the values that were sent.
         verb: name of the call in the journal.
     """
 
@@ -75,7 +75,7 @@ class MoveRequest:
             raise ValueError(f"family='auto'{auto} the path of a config.json as family.")
 
     def of_all_ranks(self) -> dict[str, object]:
-        """Return what must be the same on all ranks."""
+        """Return the settings that must be equal on all ranks."""
         options = asdict(replace(self.options, on_report=None))
         has_fallback = self.fallback is not None
         return {"has_fallback": has_fallback, "verify": self.compares, **options}
@@ -87,7 +87,7 @@ class MoveRequest:
 
     @property
     def as_load(self) -> LoadRequest:
-        """The request for what this rank takes."""
+        """The request for this rank's targets."""
         options = LoadOptions(
             validate_access_integrity=False,
             allow_dtype_cast=self.options.allow_dtype_cast,
@@ -111,9 +111,9 @@ def run_move(
     agreements: Agreements,
     memory: HostMemory,
 ) -> MoveReport:
-    """Fill a state dict from that of all ranks, see `redistribute`.
+    """Fill a state dict from the states of all ranks.
 
-    Collective operation: all ranks must call it.
+    See `redistribute`. Collective operation: all ranks must call it.
     """
     timer = PhaseTimer(request.verb, ranks.rank, request.place)
     load, directory = request.as_load, request.directory
@@ -142,7 +142,7 @@ def run_move(
 
 
 def _fallback(ranks: Ranks, request: LoadRequest, location: str) -> ShardSource | None:
-    """Return the checkpoint that has what no rank holds.
+    """Return the checkpoint with tensors that no rank holds.
 
     Collective operation: all ranks must call it.
     """

@@ -1,4 +1,4 @@
-"""What few calls need is imported when one asks for it."""
+"""Modules that few calls need, imported when a call asks for one."""
 
 from __future__ import annotations
 
@@ -37,5 +37,5 @@ _MODULES: dict[_Name, str] = {
 
 
 def on_demand(name: _Name) -> Any:
-    """Return the module for something that few calls need."""
+    """Return a module that few calls need."""
     return importlib.import_module(_MODULES[name])

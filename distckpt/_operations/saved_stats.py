@@ -1,4 +1,4 @@
-"""Statistics that a save has stored with its tensors, which takes no torch to return."""
+"""Statistics that a save has stored, returned without importing torch."""
 
 from __future__ import annotations
 
@@ -14,8 +14,9 @@ from distckpt._plan.selection import matches
 def saved_stats(
     stored: StoredCheckpoint, keys: Sequence[str] | None = None
 ) -> list[TensorStats] | None:
-    """Return the statistics of each tensor that matches, as the save has stored them; None if it
-    has not for all of them.
+    """Return the stored statistics of each tensor that matches.
+
+    Return None if some of them have none.
 
     Raises:
         LoadMismatchError: no tensor matches.

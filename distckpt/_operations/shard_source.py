@@ -1,4 +1,4 @@
-"""Where a load gets shards from: a checkpoint that is open, or a strategy of the user."""
+"""Sources of a load: an open checkpoint, or a user's strategy."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from distckpt.strategies.base import (
 )
 
 FamilyName: TypeAlias = str | os.PathLike[str] | None
-"""See `family` of `load`."""
+"""Model family, see `family` of `load`."""
 
 
 class ShardSource(ABC):
@@ -42,9 +42,9 @@ class ShardSource(ABC):
 
     Attributes:
         marker: the fields of its marker.
-        overwritten: keys that were read in vain, since the tensors of others have their memory.
-        is_live: it is memory of ranks, and targets may be anything that it can fill: overlapping,
-            of several dtypes.
+        overwritten: keys that were read in vain, since other keys' tensors have their memory.
+        is_live: whether it is memory of ranks, which can fill any targets: overlapping ones, and
+            several dtypes.
     """
 
     marker: Mapping[str, Any]
@@ -52,21 +52,21 @@ class ShardSource(ABC):
     overwritten: Collection[str] = frozenset()
 
     def for_objects(self, described: Described, has_optimizers: bool) -> ShardSource:
-        """Return the source under the names of the described objects, if it has others for them;
-        some rank `has_optimizers`, or none.
+        """Return the source under the names of the described objects.
 
-        Collective operation: all ranks must call it.
+        It is another one if the source has other names for them; some rank `has_optimizers`, or
+        none. Collective operation: all ranks must call it.
         """
         del described, has_optimizers
         return self
 
     def optimizer_keys(self) -> set[str]:
-        """Return the keys of optimizers, where they are known without a request."""
+        """Return the optimizers' keys, if they are known without a request."""
         return set()
 
     @abstractmethod
     def entries(self) -> dict[str, StoredEntry]:
-        """Return what is stored, without common state, by key.
+        """Return the stored entries by key, without common state.
 
         Collective operation: all ranks must call it.
         """
@@ -80,23 +80,27 @@ class ShardSource(ABC):
 
     @abstractmethod
     def read_objects(self, shards: Sequence[ShardedObject]) -> list[Any]:
-        """Decode objects, the same ones on all ranks, which must all call it."""
+        """Decode objects, which must be the same on all ranks.
+
+        Collective operation: all ranks must call it.
+        """
 
     def shared_value(self, key: str) -> Any:
-        """Return the object that several ranks have stored, if it is known that all have stored the
-        same; else `HOLE`.
+        """Return an object that several ranks have stored equally.
+
+        Return `HOLE` if it is not known that all have stored the same.
         """
         return HOLE
 
     def rules_of_family(self, family: FamilyName, location: str, keys: Sequence[str]) -> list[Rule]:
-        """Return the rules from the names of requested tensors to those of this source."""
+        """Return the rules from requested names to names of this source."""
         families = on_demand("families")
         config = families.config_for(family, location)
         rules: list[Rule] = families.rules_for(config, keys, self.shapes())
         return rules
 
     def shapes(self) -> Mapping[str, tuple[int, ...]] | None:
-        """Return the shapes of what is stored by key, where they are known without reading."""
+        """Return stored shapes by key, if known without reading."""
         return None
 
 
@@ -107,11 +111,11 @@ def source_of(
     options: LoadOptions,
     process_group: Any,
 ) -> ShardSource:
-    """Return what a load reads the checkpoint at a location from.
+    """Return the source of a load for the checkpoint at a location.
 
     Raises:
-        CheckpointingException: what `options.strategy` gives is no strategy, or none that reads
-            this checkpoint is registered.
+        CheckpointingException: `options.strategy` gives no strategy, or none that reads this
+            checkpoint is registered.
     """
     strategy, engine = _choose(location, options.strategy, found.marker)
     if strategy is not None:
@@ -142,7 +146,7 @@ class _OpenCheckpoint(ShardSource):
 
     Attributes:
         settings: objects that are read already, by key.
-        hidden: keys that were read for them.
+        hidden: keys that were read for the settings.
     """
 
     ranks: Ranks
@@ -182,7 +186,7 @@ class _OpenCheckpoint(ShardSource):
         return self._with_settings(shards, load_objects(self.stored, asked))
 
     def _with_settings(self, shards: Sequence[Shard], read: Iterable[Any]) -> list[Any]:
-        """Return the values of all shards, given those that were read now."""
+        """Return the values of all shards, given the values read now."""
         values = iter(read)
         return [
             self.settings[shard.key] if shard.key in self.settings else next(values)
@@ -200,7 +204,7 @@ class _OpenCheckpoint(ShardSource):
 
 
 def entries_of(stored: StoredCheckpoint) -> dict[str, StoredEntry]:
-    """Return what is stored, without common state, by key."""
+    """Return the stored entries by key, without common state."""
     manifest = stored.manifest
     entries = {}
     for key, number in manifest.key_index.items():

@@ -1,4 +1,4 @@
-"""Names of PyTorch's state dicts, translated for the objects that a load fills.
+"""Translation of names in PyTorch's state dicts for objects of a load.
 
 `torch.distributed.checkpoint` stores a module at `model` with the prefix `model.`, the state of an
 optimizer at `optim` as `optim.state.<parameter>.<state>`, and its options as `optim.param_groups`.
@@ -49,24 +49,24 @@ _LIKE_PARAMETERS = {
     *("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer", "square_avg", "exp_inf"),
     *("acc_delta", "grad_avg", "prev", "step_size", "sum", "ax", "variance"),
 }
-"""Names of states that have the shape of their parameter in all optimizers of torch."""
+"""Names of states that have their parameter's shape in torch's optimizers."""
 _WRAPPERS = {"module", "_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"}
-"""Parts of the names that parameters have in wrappers of their module."""
+"""Parts that wrappers of a module add to parameters' names."""
 
 
 @dataclass
 class _Optimizer:
-    """An optimizer of the request that a state dict is stored for.
+    """A requested optimizer for which a state dict is stored.
 
     Attributes:
-        path: in the state dict.
-        prefix: of its keys here.
-        params: its parameters: by key, their names there, and their numbers.
-        count: of its parameters.
-        own_names: the keys of its parameters, by the names that it was given with them.
-        is_of_torch: its states have the shapes that torch's optimizers give them.
-        by_number: whether parameters go by number there.
-        states: the stored keys, by key of the parameter and name of the state.
+        path: path in the state dict.
+        prefix: prefix of its keys here.
+        params: names (as stored) and numbers of its parameters, by key.
+        count: number of its parameters.
+        own_names: keys of its parameters, by the names that were given to the optimizer.
+        is_of_torch: whether its states have the shapes that torch's optimizers give them.
+        by_number: whether parameters are stored by number.
+        states: stored keys, by key of the parameter and name of the state.
     """
 
     path: tuple[Any, ...]
@@ -80,11 +80,11 @@ class _Optimizer:
 
     @property
     def beginning(self) -> str:
-        """What its keys begin with there."""
+        """Beginning of its stored keys."""
         return f"{dotted(self.path)}." if self.path else ""
 
     def number(self, numbers: Mapping[str, int]) -> None:
-        """Number the parameters, by their keys, as they are there."""
+        """Set the stored numbers of the parameters, by key."""
         for key, (name, _) in self.params.items():
             self.params[key] = name, numbers[key]
 
@@ -94,8 +94,8 @@ class Translation:
     """A checkpoint under the names of a request.
 
     Attributes:
-        stored: a view of it.
-        settings: of optimizers, by key.
+        stored: a view of the checkpoint.
+        settings: settings of optimizers, by key.
         hidden: keys whose values are in the settings.
     """
 
@@ -143,7 +143,10 @@ def translated(
 
 
 def _may_hold_state_dicts(stored: StoredCheckpoint, has_optimizers: bool) -> bool:
-    """Tell whether a checkpoint may hold state dicts of PyTorch: it was not made of objects."""
+    """Whether a checkpoint may hold state dicts of PyTorch.
+
+    Checkpoints that were made of objects hold none.
+    """
     manifest = stored.manifest
     if names_of_module(stored.marker) or is_export((manifest.origin or {}).get("format")):
         return False
@@ -158,7 +161,7 @@ def _may_hold_state_dicts(stored: StoredCheckpoint, has_optimizers: bool) -> boo
 def _list_objects(
     ranks: Ranks, stored: StoredCheckpoint, described: Described
 ) -> tuple[bool, list[_Optimizer]]:
-    """Gather whether `model` has its prefix there, and all ranks' optimizers.
+    """Gather all ranks' optimizers, and whether `model` is a stored prefix.
 
     Collective operation: all ranks must call it.
     """
@@ -172,7 +175,7 @@ def _list_objects(
 
 
 def _has_model_prefix(stored: StoredCheckpoint, described: Described) -> bool:
-    """Tell whether the module at `model` is stored with that prefix."""
+    """Whether the module at `model` is stored with that prefix."""
     known = stored.manifest.key_index
     for place in described.places:
         if place.is_model and place.path:
@@ -216,7 +219,7 @@ def _named_params(
 
 
 def _united(optimizers: Iterable[_Optimizer]) -> list[_Optimizer]:
-    """Return the optimizers of all ranks, by place, with the parameters of all."""
+    """Return all ranks' optimizers, by place, with all parameters."""
     united: dict[tuple[Any, ...], _Optimizer] = {}
     for each in optimizers:
         first = united.setdefault(tuple(each.path), replace(each, path=tuple(each.path)))
@@ -229,14 +232,16 @@ def _united(optimizers: Iterable[_Optimizer]) -> list[_Optimizer]:
 
 
 def _names_of_module(stored: StoredCheckpoint) -> dict[str, str]:
-    """Return the names of the module at `model` here, by those there."""
+    """Return the keys of the module at `model`, by stored key."""
     known = stored.manifest.key_index
     names = {key: key.removeprefix(_MODEL) for key in known if key.startswith(_MODEL)}
     return {key: name for key, name in names.items() if name not in known}
 
 
 def _settings(stored: StoredCheckpoint, optimizers: Sequence[_Optimizer]) -> list[Any]:
-    """Return for each optimizer where its state dict is, whether parameters go by number, and the
+    """Return for each optimizer its stored settings.
+
+    These are the place of its state dict, whether parameters are stored by number, and the
     settings; None where no state dict is stored.
     """
     known = parameter_groups(_names_of_values(stored))
@@ -254,20 +259,23 @@ def _settings(stored: StoredCheckpoint, optimizers: Sequence[_Optimizer]) -> lis
 
 
 def _names_of_values(stored: StoredCheckpoint) -> Iterable[str]:
-    """Return the dotted paths of the values beside the tensors."""
+    """Return the dotted paths of the values other than tensors."""
     if _has_common_file(stored):
         return (dotted(path) for path, _ in leaves(load_common_state(stored)))
     return names_of_values(stored)
 
 
 def _has_common_file(stored: StoredCheckpoint) -> bool:
-    """Tell whether common state is in a file, as in exports and Megatron Core's checkpoints."""
+    """Whether common state is in a file of its own.
+
+    So it is in exports and Megatron Core's checkpoints.
+    """
     origin = stored.manifest.origin or {}
     return origin.get("format") == TORCH_DIST.name and not origin.get("paths")
 
 
 def _has_states_of_others(stored: StoredCheckpoint, optimizer: _Optimizer) -> bool:
-    """Tell whether Megatron Core has stored states, which are not those of one parameter."""
+    """Whether Megatron Core has stored states of several parameters together."""
     start = f"{optimizer.beginning}state."
     has_states = any(key.startswith(start) for key in stored.manifest.key_index)
     return has_states and not optimizer.states and _has_common_file(stored)
@@ -276,11 +284,13 @@ def _has_states_of_others(stored: StoredCheckpoint, optimizer: _Optimizer) -> bo
 def _settings_of(
     stored: StoredCheckpoint, optimizer: _Optimizer, tree: Any
 ) -> tuple[Sequence[Any], bool, dict[str, int], list[str], list[Entry]] | None:
-    """Return where an optimizer is, whether parameters go by number, their numbers by key, the keys
-    of tensors in the settings, and these; None where its states are in another order, as in
+    """Return the stored settings of an optimizer.
+
+    These are its place, whether parameters are stored by number, their numbers by key, the keys of
+    tensors in the settings, and the settings; None where its states are in another order, as in
     Megatron Core's checkpoints.
 
-    `tree` has what is stored of it besides tensors.
+    `tree` has its stored values other than tensors.
     """
     scalars = _scalars_of(stored, optimizer)
     groups = _groups(tree, optimizer, scalars)
@@ -318,7 +328,10 @@ def _entries_of_groups(
 def _warn_of_nested(
     optimizer: _Optimizer, pairs: Iterable[tuple[dict[str, Any], Sequence[ParamState]]]
 ) -> None:
-    """Warn of lists and dicts that are told by names alone: an own name may have dots, too."""
+    """Warn of lists and dicts that only names with dots indicate.
+
+    A single name may have dots, too.
+    """
     states = itertools.chain.from_iterable(of_group for _, of_group in pairs)
     names: set[str] = set()
     for state in states:
@@ -355,8 +368,9 @@ def _find_states(
 def _number_by_name(
     optimizer: _Optimizer, groups: Sequence[Mapping[str, Any]], numbers: Sequence[Any]
 ) -> bool:
-    """Give parameters the numbers that were stored with their names; return whether there are any.
-    A parameter without a stored name gets -1.
+    """Set the numbers that were stored with names of parameters.
+
+    Return whether there are any. A parameter without a stored name gets -1.
     """
     stored = _numbers_of_names(groups, numbers)
     of_model = {_without_wrappers(name): key for key, (name, _) in optimizer.params.items()}
@@ -378,8 +392,9 @@ def _number_by_name(
 def _numbers_of_names(
     groups: Sequence[Mapping[str, Any]], numbers: Sequence[Any]
 ) -> dict[str, Any]:
-    """Return the numbers of parameters by the names that an optimizer was given with them, if it
-    was.
+    """Return parameters' numbers by the names given to the optimizer.
+
+    It is empty without such names.
     """
     names = [name for group in groups for name in group.get("param_names") or ()]
     if len(names) != len(numbers):
@@ -392,7 +407,7 @@ def _without_wrappers(name: str) -> str:
 
 
 def _states_of(stored: StoredCheckpoint, optimizer: _Optimizer) -> dict[str, dict[str, str]]:
-    """Return which keys hold the states of the parameters of an optimizer."""
+    """Return the keys that hold the states of an optimizer's parameters."""
     found: dict[str, dict[str, str]] = {}
     keys = {str(pair[optimizer.by_number]): key for key, pair in optimizer.params.items()}
     start = f"{optimizer.beginning}state."
@@ -411,9 +426,7 @@ def _is_scalar(stored: StoredCheckpoint, key: str) -> bool:
 
 
 def _scalars_of(stored: StoredCheckpoint, optimizer: _Optimizer) -> dict[str, torch.Tensor]:
-    """Read the options of an optimizer that are tensors, and the tensors without axes of its
-    states, by key.
-    """
+    """Read tensors among options, and states without axes, by key."""
     start = f"{optimizer.beginning}state."
     known = stored.manifest.key_index
     keys = [key for key in known if key.startswith(start) and _is_scalar(stored, key)]
@@ -432,8 +445,9 @@ def _read(stored: StoredCheckpoint, keys: Sequence[str]) -> dict[str, torch.Tens
 def _rest_of(
     stored: StoredCheckpoint, optimizer: _Optimizer, tree: Any, groups: Iterable[Any]
 ) -> tuple[dict[Any, Any], list[str]]:
-    """Return the values that belong to no parameter, of a state dict by number, and the keys of
-    those that are tensors.
+    """Return values that belong to no parameter, and keys of tensors.
+
+    They are from a state dict by number.
     """
     numbers = {str(number) for group in groups for number in group["params"]}
     kept = {key: value for key, value in tree.items() if key not in ("state", "param_groups")}
@@ -462,7 +476,10 @@ def _keys_of_rest(
 def _groups(
     tree: Any, optimizer: _Optimizer, scalars: Mapping[str, torch.Tensor]
 ) -> list[dict[str, Any]]:
-    """Return parameter groups; where options are stored for each parameter, one for each."""
+    """Return parameter groups.
+
+    Where options are stored for each parameter, each one has a group.
+    """
     start = f"{optimizer.beginning}param_groups."
     options = {key.removeprefix(start): v for key, v in scalars.items() if key.startswith(start)}
     if isinstance(tree.get("param_groups"), list):
@@ -478,7 +495,7 @@ def _groups(
 
 
 def _options(values: Mapping[str, Any], name: str) -> dict[str, Any]:
-    """Return the values whose keys are a name and one more, by the latter."""
+    """Return the values below a name, by their last name."""
     pairs = ((key.rpartition("."), value) for key, value in values.items())
     return {last: value for (first, _, last), value in pairs if first == name}
 
@@ -490,7 +507,7 @@ def _state_of(
     key: str,
     scalars: Mapping[str, torch.Tensor],
 ) -> ParamState:
-    """Return the state of a parameter, without the values of tensors that have axes."""
+    """Return a parameter's state, without values of tensors with axes."""
     keys = optimizer.states.get(key, {})
     own: dict[str, torch.Tensor] = {}
     tensors: dict[str, torch.Tensor] = {}
@@ -511,12 +528,12 @@ def _state_of(
 
 
 def _is_setting(stored: StoredCheckpoint, state: str, key: str) -> bool:
-    """Tell whether a state is a tensor without axes that is in no list or dict."""
+    """Whether a state is a tensor without axes, outside of containers."""
     return _is_scalar(stored, key) and "." not in state
 
 
 def _values_of(tree: Any, name: str | int) -> dict[str, Any]:
-    """Return the values of the state of a parameter that are no tensors."""
+    """Return the values of a parameter's state that are no tensors."""
     values = _options({k: v for k, v in tree.items() if k.startswith("state.")}, f"state.{name}")
     states = _states_in(tree)
     # torch turns the keys of dicts into text.
@@ -526,7 +543,7 @@ def _values_of(tree: Any, name: str | int) -> dict[str, Any]:
 
 def _states_in(tree: Any) -> dict[Any, Any]:
     states = tree.get("state", {})
-    # Where the numbers of parameters were taken for places.
+    # The numbers of parameters may have been taken for places.
     return dict(enumerate(states)) if isinstance(states, list) else states
 
 
@@ -535,7 +552,7 @@ def _dtype(stored: StoredCheckpoint, key: str) -> torch.dtype:
 
 
 def _check_numbers(optimizer: _Optimizer, count: int) -> None:
-    """Check that an optimizer has as many parameters as were numbered."""
+    """Check that an optimizer has as many parameters as were stored."""
     numbers = {number for _, number in optimizer.params.values()}
     if count != optimizer.count or len(numbers) != len(optimizer.params):
         raise LoadMismatchError(
@@ -546,8 +563,10 @@ def _check_numbers(optimizer: _Optimizer, count: int) -> None:
 
 
 def _check_shapes(stored: StoredCheckpoint, optimizer: _Optimizer) -> None:
-    """Check that states have the shapes of their parameters, or size 1 along some axes. Optimizers
-    that are not torch's may have others under the same names: then a warning says so.
+    """Check that states have the shapes of their parameters.
+
+    Size 1 along some axes is allowed. Optimizers that are not torch's may have other shapes under
+    the same names: then a warning says so.
     """
     for key, states in optimizer.states.items():
         shape = _shape_of(stored, key)
@@ -585,8 +604,9 @@ def _shape_of(stored: StoredCheckpoint, key: str) -> tuple[int, ...] | None:
 def _names_of_states(
     stored: StoredCheckpoint, optimizer: _Optimizer, hidden: set[str]
 ) -> dict[str, str]:
-    """Return the names of an optimizer's tensors here, by those there; add keys to `hidden` whose
-    values are in the settings.
+    """Return the names of an optimizer's tensors here, by stored key.
+
+    Keys whose values are in the settings are added to `hidden`.
     """
     names = {}
     for key, states in _states_of(stored, optimizer).items():

@@ -1,4 +1,7 @@
-"""Lists and dicts of PyTorch's state dicts, whose tensors are stored by names with dots."""
+"""Lists and dicts of PyTorch's state dicts.
+
+Their tensors are stored under names with dots.
+"""
 
 from __future__ import annotations
 
@@ -9,13 +12,13 @@ from distckpt._base.errors import LoadMismatchError
 
 
 def nested_by_name(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return values by name as dicts in dicts, one for each part of a name.
+    """Return values by name as nested dicts, one per name part.
 
     Raises:
         LoadMismatchError: a name is the beginning of another one.
     """
     nested: dict[str, Any] = {}
-    # A name comes before those that begin with it.
+    # Shorter names come before names that begin with them.
     for name in sorted(values):
         *outer, last = name.split(".")
         node = nested
@@ -28,14 +31,14 @@ def nested_by_name(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def joined_value(value: Any, parts: Mapping[str, Any], what: str) -> Any:
-    """Return a list or dict with the tensors that were stored apart from it.
+    """Return a list or dict with its separately stored tensors.
 
-    torch names the items of lists by their places, and those of dicts by their keys as text.
+    torch names the items of lists by their places, and the items of dicts by their keys as text.
 
     Args:
-        value: the items that are no tensors; None if nothing else is known.
+        value: the items that are no tensors; None without any.
         parts: the tensors, see `nested_by_name`.
-        what: it is, for an error.
+        what: name of the value, for an error.
 
     Raises:
         LoadMismatchError: it is a dict whose keys are no text.
@@ -62,7 +65,7 @@ def _key_of(name: str) -> str | int:
 
 
 def unknown_keys_error(what: str) -> LoadMismatchError:
-    """Return the error about a dict whose keys the names of its tensors do not tell."""
+    """Return the error about a dict whose keys cannot be known."""
     return LoadMismatchError(
         f"The {what} has tensors in a dict whose keys are no text, which their names do not tell. "
         "Load the state dict itself, with `optimizer.state_dict()` in the place of the optimizer, "

@@ -1,8 +1,7 @@
-"""Write safetensors files from tensors that come one at a time: one tensor in memory, however large
-the model is.
+"""Writing of safetensors files from tensors that come one at a time.
 
-Names, dtypes and shapes are announced before, so that every byte has its place before the first
-tensor comes.
+One tensor is in memory, however large the model is. Names, dtypes and shapes are announced before,
+so that every byte has its place before the first tensor comes.
 """
 
 from __future__ import annotations
@@ -33,22 +32,21 @@ DTYPE_TO_SAFETENSORS: dict[torch.dtype | str, str] = {
     for dtype, name in TO_NAME.items()
     for spelling in (dtype, str(dtype), str(dtype).removeprefix("torch."), name, name.lower())
 }
-"""dtype in any of its spellings (torch.bfloat16, "torch.bfloat16", "bfloat16", "BF16", "bf16") ->
-safetensors name.
+"""Safetensors name of a dtype in any of its spellings.
+
+These are torch.bfloat16, "torch.bfloat16", "bfloat16", "BF16" and "bf16", for example.
 """
 
 DTYPE_ELEMENT_SIZE: dict[str, int] = {name: dtype.itemsize for name, dtype in FROM_NAME.items()}
-"""safetensors name -> bytes of one item of a tensor of torch (F4 packs two elements into it)."""
+"""Bytes per item by safetensors dtype (F4 packs two elements)."""
 
 StateDictMetaItem: TypeAlias = tuple[str, torch.dtype | str, Sequence[int]]
-"""Name, dtype in any spelling, and shape of a tensor that will come."""
+"""Name, dtype in any spelling, and shape of an announced tensor."""
 StateDictMeta: TypeAlias = Iterable[StateDictMetaItem]
 
 
 class TensorMeta(NamedTuple):
-    """Describe a tensor in advance: its name, its dtype as safetensors names it, and its shape as
-    torch counts.
-    """
+    """Name, safetensors dtype and torch shape of an announced tensor."""
 
     name: str
     dtype: str
@@ -80,19 +78,18 @@ def save_safetensors_streaming(
         tensor_iter: gives `(name, tensor)`, each announced tensor once, in any order; of any device
             and strides. A tensor is let go before the next is asked for.
         filepath: the file to write, or a URL. An object store takes tensors only in the order of
-            the announcement (or, where that would leave items unaligned, those of larger items
+            the announcement (or, where that would leave items unaligned, tensors of larger items
             first), and no file that exists.
         state_dict_meta: `(name, dtype, shape)` of every tensor that will come.
         rename: whether to put the file in its place; otherwise the caller renames the temporary
-            file beside it, `<filepath>.tmp`, which must not be written to by another call
-            meanwhile.
-        metadata: texts for the header, besides `format: pt`.
+            file `<filepath>.tmp`, which must not be written to by another call meanwhile.
+        metadata: texts for the header, in addition to `format: pt`.
 
     Returns:
         `filepath`, or with `rename=False` the path of the complete temporary file.
 
     Raises:
-        ValueError: tensors that come are not those announced, a dtype is not one of safetensors, or
+        ValueError: the tensors differ from the announcement, a dtype is not one of safetensors, or
             the announcement contradicts itself.
         CheckpointExistsError: an object store has such a file, or a directory of that name is
             there.
@@ -111,7 +108,7 @@ def save_safetensors_streaming(
     _refuse([location] if os.path.isdir(location) else [])
     temporary = locations.temporary_beside(location)
     if not rename:
-        # Where programs look for it; one of an earlier call is replaced.
+        # Programs look for it there; a file of an earlier call is replaced.
         temporary = f"{location}.tmp"
         locations.remove_file(temporary)
     with new_files([temporary], layout) as files:
@@ -129,13 +126,13 @@ def save_safetensors_streaming_sharded(
     max_file_bytes: int = 5_000_000_000,
     metadata: Mapping[str, str] | None = None,
 ) -> list[str]:
-    """Write a Hugging Face directory of weights from tensors that come one at a time.
+    """Write a Hugging Face directory, one tensor after the other.
 
     Tensors are divided into `model-00001-of-0000n.safetensors` in the order of the announcement,
-    with an index; what fits one file becomes `model.safetensors` without. Everything is written
-    beside the directory and put in its place
-    in one step: an earlier export there stays until then, other files there stay. On an object
-    store files are written in place, the index last.
+    with an index; tensors that fit one file become `model.safetensors` without an index. Everything
+    is written next to the directory and put in its place in one step: an earlier export there stays
+    until then, other files there stay. On an object store files are written in place, the index
+    last.
 
     Args:
         tensor_iter: gives `(name, tensor)`, see `save_safetensors_streaming`.
@@ -143,7 +140,7 @@ def save_safetensors_streaming_sharded(
         state_dict_meta: `(name, dtype, shape)` of every tensor that will come.
         max_file_bytes: size of the tensors of a file at most; a larger tensor gets a file of its
             own.
-        metadata: texts for the headers, besides `format: pt`.
+        metadata: texts for the headers, in addition to `format: pt`.
 
     Returns:
         The paths of the files with tensors, in order.

@@ -1,4 +1,4 @@
-"""Comparing a checkpoint with the tensors that the ranks of a job have in memory."""
+"""Comparison of a checkpoint with the tensors in ranks' memory."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ _NOT_STORED = "the checkpoint has no such tensor"
 
 
 class _Window(NamedTuple):
-    """A region of a tensor that is in memory, and its values there."""
+    """A region of a tensor in memory, and its values."""
 
     key: str
     region: Region
@@ -50,7 +50,7 @@ class _Window(NamedTuple):
 
 
 class _Fault(NamedTuple):
-    """How a tensor in memory, or a region of it, differs from what is stored."""
+    """A difference between a tensor in memory and its stored values."""
 
     key: str
     text: str
@@ -62,13 +62,12 @@ _Extents: TypeAlias = set[tuple[tuple[int, ...], tuple[int, ...]]]
 
 
 class _Found(NamedTuple):
-    """What a rank, or all of them, have found.
+    """The results of a comparison on one rank, or on all.
 
     Attributes:
-        held: by the name of each tensor in memory, the regions of it that were compared; none are
-            noted of plain tensors.
-        problems: what differs.
-        num_bytes: that were read.
+        held: compared regions by the name of the tensor in memory; empty for plain tensors.
+        problems: the differences.
+        num_bytes: number of bytes that were read.
     """
 
     held: dict[str, _Extents]
@@ -85,7 +84,7 @@ def compare_with_memory(
     num_threads: int | None,
     progress: Progress | None = None,
 ) -> VerifyReport:
-    """Compare what each rank holds with a checkpoint, see `verify`.
+    """Compare each rank's tensors with a checkpoint, see `verify`.
 
     Collective operation: all ranks must call it.
     """
@@ -126,7 +125,7 @@ def compare_with_memory(
 
 
 def _of_all_ranks(ranks: Ranks, own: _Found) -> _Found:
-    """Collect what all ranks have found.
+    """Collect the results of all ranks.
 
     Collective operation: all ranks must call it.
     """
@@ -143,7 +142,10 @@ def _of_all_ranks(ranks: Ranks, own: _Found) -> _Found:
 
 
 def _held_in_part(ranks: Ranks, stored: StoredCheckpoint, found: _Found) -> list[Problem]:
-    """Name tensors of which several ranks together have a part; one process may have one."""
+    """Name tensors of which the ranks together have only a part.
+
+    A single process may have a part.
+    """
     problems = []
     differing = {problem.key for problem in found.problems}
     for key, regions in found.held.items() if ranks.size > 1 else ():
@@ -198,7 +200,7 @@ def _compare(
             continue
         shape = stored.global_shape(shard.key)
         if shard.allow_shape_mismatch:
-            # Which ranks have what is stored, and which only padding, is not looked at.
+            # It is not checked which ranks have stored values, and which only padding.
             regions.add(((0,) * len(shape), shape))
         for region, within in _compared_regions(shard, shape):
             regions.add((within.offset, within.shape))
@@ -222,8 +224,9 @@ def _compare(
 
 
 def _compare_plain(stored: StoredCheckpoint, common: Any) -> tuple[set[str], list[_Fault]]:
-    """Compare plain tensors; return the names of those that the checkpoint has, and what
-    differs.
+    """Compare plain tensors with the checkpoint.
+
+    Return the names of tensors that the checkpoint has, and the differences.
     """
     plain = [pair for pair in leaves(common) if isinstance(pair[1], torch.Tensor)]
     stored_common = load_common_state(stored) if plain else {}
@@ -244,13 +247,13 @@ def _compare_plain(stored: StoredCheckpoint, common: Any) -> tuple[set[str], lis
 def _without_absent_ties(
     stored: StoredCheckpoint, held: Sequence[ShardedTensor]
 ) -> list[ShardedTensor]:
-    """Leave out other names of tensors that are stored under one name, as exports store them."""
+    """Leave out further names of tensors that exports store once."""
     absent = absent_ties(held, find_ties(held), stored.manifest.key_index)
     return [shard for number, shard in enumerate(held) if number not in absent]
 
 
 def _fault_of(stored: StoredCheckpoint, shard: ShardedTensor) -> str | None:
-    """Return why a shard cannot be compared."""
+    """Return the reason why a shard cannot be compared, or None."""
     if shard.key not in stored.manifest.key_index or stored.is_object(shard.key):
         return _NOT_STORED
     if shard.data is None:
@@ -258,7 +261,7 @@ def _fault_of(stored: StoredCheckpoint, shard: ShardedTensor) -> str | None:
     shape = stored.global_shape(shard.key)
     in_memory = tuple(shard.global_shape)
     if shard.allow_shape_mismatch and len(shape) == len(in_memory):
-        # What only one of the two has is padding.
+        # Elements that only one of the two has are padding.
         in_memory = shape
     kinds = (_name_of(shard.dtype), in_memory), (stored.dtype_name(shard.key), shape)
     return _difference_of_kinds(*kinds)
@@ -281,7 +284,7 @@ def _difference_of_kinds(
 def _compared_regions(
     shard: ShardedTensor, stored_shape: tuple[int, ...]
 ) -> Iterator[tuple[Region, Region]]:
-    """Yield the regions of a shard, each with what is stored of it."""
+    """Yield the regions of a shard, each with its stored part."""
     for region in shard_regions(shard):
         within = intersect(region, whole(stored_shape))
         if within is not None:
@@ -297,7 +300,7 @@ def _windows_of(shard: ShardedTensor, region: Region, within: Region) -> Iterato
 
 
 def _fault_of_window(stored: StoredCheckpoint, window: _Window) -> str | None:
-    """Read a window; return how the values in memory differ from it."""
+    """Read a window, and describe how the values in memory differ."""
     dtype = FROM_NAME[stored.dtype_name(window.key)]
     content = scratch("stored window", window.region.shape, dtype)
     request = Request(window.key, stored.global_shape(window.key), window.region)
@@ -311,8 +314,9 @@ def _fault_of_window(stored: StoredCheckpoint, window: _Window) -> str | None:
 def _difference(
     content: torch.Tensor, values: torch.Tensor, offset: tuple[int, ...] | None = None
 ) -> str | None:
-    """Return how values in memory differ from what is stored; they begin at `offset` of their
-    tensor.
+    """Describe how values in memory differ from stored values, or None.
+
+    The values begin at `offset` of their tensor.
     """
     differs = (_item_bytes(content) != _item_bytes(values.detach().cpu())).any(dim=1)
     count = int(differs.sum())

@@ -1,6 +1,4 @@
-"""Going over the values of tensors: several threads read windows of them, and compute on what is in
-their caches.
-"""
+"""Windows of tensors, which threads read and compute on in cache."""
 
 from __future__ import annotations
 
@@ -21,16 +19,16 @@ from distckpt._plan.load import Request, plan_load
 from distckpt._quantization.numbers import scratch
 
 WINDOW_ELEMENTS = 1 << 22
-"""A thread reads so many of each side at a time, of one tensor or of many small ones."""
+"""Elements per side that a thread reads at a time, from several tensors."""
 _BATCH_WINDOWS = 256
 _GROUP_BATCHES = 128
-"""So many batches are in work together, and their results in memory."""
+"""Batches that are in work together, with their results in memory."""
 
 _Result = TypeVar("_Result")
 
 
 class Window(NamedTuple):
-    """A region of the tensor with this number on its side."""
+    """A region of a tensor, which has this number on its side."""
 
     tensor: int
     region: Region
@@ -41,10 +39,12 @@ def map_windows(
     compute: Callable[..., _Result],
     counter: ProgressCounter,
 ) -> Iterator[list[_Result]]:
-    """Yield for each tensor the results of `compute(window, *values)` for its windows, in order.
+    """Yield for each tensor its windows' results, in order.
 
-    Each side has tensors of one checkpoint, the first of them of the same shape as the first of the
-    other side, and so on. `values`, of each side, are in memory that is used again.
+    The results are `compute(window, *values)`.
+
+    Each side has tensors of one checkpoint; the tensors at one place of both sides have the same
+    shape. `values`, one for each side, are in memory that is used again.
     """
     results = map_some_windows(sides, windows_of(sides[0]), compute, counter)
     for _, found in itertools.groupby(results, operator.itemgetter(0)):
@@ -64,7 +64,10 @@ def map_some_windows(
     compute: Callable[..., _Result],
     counter: ProgressCounter,
 ) -> Iterator[tuple[int, _Result]]:
-    """Yield the number of its tensor and the result for each of some windows, see `map_windows`."""
+    """Yield a tensor's number and a result for each of some windows.
+
+    See `map_windows`.
+    """
     return _results(sides, _batches(iter(windows)), compute, counter)
 
 
@@ -74,7 +77,7 @@ def window_regions(shape: tuple[int, ...]) -> Iterator[Region]:
 
 
 def _batches(windows: Iterator[Window]) -> Iterator[list[Window]]:
-    """Put windows together that are read at once."""
+    """Group windows that are read together."""
     batch: list[Window] = []
     room = 0
     for window in windows:
@@ -111,7 +114,7 @@ def _results(
 def _read(
     purpose: str, tensors: Sequence[StoredTensor], batch: Sequence[Window]
 ) -> list[torch.Tensor]:
-    """Read windows of a checkpoint into scratch memory of this thread for a purpose."""
+    """Read windows of a checkpoint into this thread's scratch memory."""
     dtypes = [FROM_NAME[tensors[window.tensor].dtype] for window in batch]
     sizes = [
         window.region.num_elements * dtype.itemsize
