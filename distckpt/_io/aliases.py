@@ -90,7 +90,8 @@ def join(requests: Sequence[Request], separated: Separated, location: str) -> se
         earlier[second].append(first)
     lost: set[str] = set()
     for second, firsts in earlier.items():
-        target, values = separated.given[second], separated.targets[second]
+        target = separated.given[second]
+        values = separated.targets[second]
         others = [(requests[n].key, separated.given[n]) for n in firsts]
         lost |= _put(requests[second].key, target, values, others, location)
     return lost

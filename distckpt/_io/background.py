@@ -51,7 +51,9 @@ class Task(concurrent.futures.Future[_Result]):
         super().__init__()
         self.set_running_or_notify_cancel()  # it cannot be cancelled
         self._function: Callable[[], _Result] | None = function
-        self.name, self.location, self.exit_timeout = name, location, exit_timeout
+        self.name = name
+        self.location = location
+        self.exit_timeout = exit_timeout
         self.is_abandoned = is_abandoned or threading.Event()
 
     def disown(self) -> None:
@@ -77,7 +79,8 @@ class Task(concurrent.futures.Future[_Result]):
     def run(self) -> None:
         """Run the task, in the background thread."""
         # The function's references are of no use afterwards, and may be large.
-        function, self._function = self._function, None
+        function = self._function
+        self._function = None
         try:
             if self.is_abandoned.is_set():
                 raise CheckpointingException(f"{self.name} was abandoned before it began.")

@@ -52,13 +52,15 @@ def block_stats(values: torch.Tensor) -> BlockStats:
     if values.device.type != "cpu":
         return stats_on_device(values)
     numbers = real_numbers(values)
-    num_all, num_nan = numbers.numel(), 0
+    num_all = numbers.numel()
+    num_nan = 0
     low, high = extremes(numbers)
     if not math.isfinite(low + high) and num_all:
         num_nan = int(numbers.isnan().sum())
         numbers = numbers[numbers.isfinite()]
         low, high = extremes(numbers)
-    num_finite, largest = numbers.numel(), max(abs(low), abs(high))
+    num_finite = numbers.numel()
+    largest = max(abs(low), abs(high))
     return BlockStats(
         num_finite,
         num_nan,
@@ -75,7 +77,8 @@ def stats_on_device(values: torch.Tensor) -> BlockStats:
     """Return the statistics of a block, computed on its device."""
     real = torch.view_as_real(values) if values.is_complex() else values
     numbers = real.reshape(-1).double()
-    num_all, num_nan = numbers.numel(), int(numbers.isnan().sum())
+    num_all = numbers.numel()
+    num_nan = int(numbers.isnan().sum())
     numbers = numbers[numbers.isfinite()]
     num_finite = numbers.numel()
     low, high = (float(each) for each in numbers.aminmax()) if num_finite else (math.nan, math.nan)
@@ -104,8 +107,10 @@ def _stats_of_codes(values: torch.Tensor) -> BlockStats:
     table = item_values(values.dtype).astype(np.float64)
     times = torch.bincount(codes, minlength=256).cpu().numpy()
     is_there = np.isfinite(table) & (times > 0)
-    numbers, weights = table[is_there], times[is_there]
-    num_finite, num_nan = int(weights.sum()), int(times[np.isnan(table)].sum())
+    numbers = table[is_there]
+    weights = times[is_there]
+    num_finite = int(weights.sum())
+    num_nan = int(times[np.isnan(table)].sum())
     low, high = extremes(torch.from_numpy(numbers))
     return BlockStats(
         num_finite,
@@ -155,7 +160,8 @@ def sums_of_rows(rows: StatsRows, slots: IntArray, num_slots: int) -> StatsRows:
     shares = num_finite / counts[0][slots]
     means = _added_up(means * shares, slots, num_slots)
     norms = _norms_of_rows(norms, slots, num_slots)
-    low, high = np.full(num_slots, np.inf), np.full(num_slots, -np.inf)
+    low = np.full(num_slots, np.inf)
+    high = np.full(num_slots, -np.inf)
     np.minimum.at(low, slots, lows)
     np.maximum.at(high, slots, highs)
     has_none = counts[0] == 0

@@ -19,7 +19,8 @@ def cast_and_count(values: torch.Tensor, target: torch.Tensor) -> int:
     """Convert flat values; return the number that do not fit."""
     overflows = 0
     for low in range(0, len(values), _COUNTED_AT_ONCE):
-        window, place = values[low : low + _COUNTED_AT_ONCE], target[low : low + _COUNTED_AT_ONCE]
+        window = values[low : low + _COUNTED_AT_ONCE]
+        place = target[low : low + _COUNTED_AT_ONCE]
         round_once(window, place)
         overflows += _count_overflows(window, place)
     return overflows
@@ -34,7 +35,8 @@ def round_once(values: torch.Tensor, target: torch.Tensor) -> None:
     """
     is_narrow = target.dtype.is_floating_point and target.dtype.itemsize < 4
     if values.dtype == torch.float64 and is_narrow:
-        bits, cut = values.view(torch.int64).numpy(), (1 << 40) - 1
+        bits = values.view(torch.int64).numpy()
+        cut = (1 << 40) - 1
         rest = np.bitwise_and(bits, cut, out=scratch("product", bits.shape, torch.int64).numpy())
         np.bitwise_or(bits, np.add(rest, cut, out=rest), out=bits)
         np.bitwise_and(bits, ~cut, out=bits)

@@ -69,7 +69,8 @@ class EncodedSource(TensorSource):
         view: torch.Tensor,
     ) -> None:
         """Quantize the values that a region of a part encodes."""
-        quantized, role = part.quantized, part.role
+        quantized = part.quantized
+        role = part.role
         maximum = self._maximum_of(part) if needs_maximum(quantized) else 0.0
         for region in regions_to_encode(quantized, role, wanted, _ENCODED_AT_ONCE):
             values = self._read_values(part, region)

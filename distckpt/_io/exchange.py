@@ -105,7 +105,8 @@ def exchange(
     for message in sorted(messages, key=lambda message: message.order):
         tag = tags[message.peer, message.is_sent]
         tags[message.peer, message.is_sent] += 1
-        memory, buffer = _straight_memory(message), None
+        memory = _straight_memory(message)
+        buffer = None
         while len(under_way) >= MAX_UNDER_WAY or (memory is None and not buffers):
             _finish(ranks, under_way.popleft(), buffers, problems)
         if memory is None:
@@ -161,5 +162,6 @@ def copy_values(source: torch.Tensor, target: torch.Tensor) -> None:
         return
     is_plain = not any(tensor.is_conj() or tensor.is_neg() for tensor in (source, target))
     if is_plain and source.element_size() <= 8:
-        source, target = as_integers(source), as_integers(target)
+        source = as_integers(source)
+        target = as_integers(target)
     target.copy_(source)

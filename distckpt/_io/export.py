@@ -181,7 +181,8 @@ def _divide(
     for span in unit:
         memory = filled[begin : begin + span.num_bytes]
         begin += len(memory)
-        tensor, chunk = tensors[span.chunk], chunks[span.chunk]
+        tensor = tensors[span.chunk]
+        chunk = chunks[span.chunk]
         if chunk is not None and len(memory) == tensor.num_bytes:
             ranges.chunks.append(chunk)
             ranges.places.append(memory)
@@ -197,14 +198,16 @@ def _complete_chunks(source: TensorSource, tensors: Sequence[OutputTensor]) -> l
 
     The entry is None if no chunk does.
     """
-    stored, manifest = source.stored, source.stored.manifest
+    stored = source.stored
+    manifest = source.stored.manifest
     keys = [_copied_key(source, tensor) for tensor in tensors]
     copied = [(i, manifest.key_index[key]) for i, key in enumerate(keys) if key is not None]
     # All at once: thousands of lookups in arrays take longer.
     places, key_ids = np.array(copied, np.int64).reshape(-1, 2).T
     chunks = manifest.key_starts[key_ids]
     is_alone = manifest.key_starts[key_ids + 1] == chunks + 1
-    places, chunks = places[is_alone], chunks[is_alone]
+    places = places[is_alone]
+    chunks = chunks[is_alone]
     found: list[int | None] = [None] * len(tensors)
     rows = zip(places.tolist(), chunks.tolist(), manifest.num_bytes[chunks].tolist(), strict=True)
     for place, chunk, num_bytes in rows:
@@ -266,8 +269,10 @@ def _read_and_cast(
         targets: list[torch.Tensor] = []
         begin = 0
         for span in unit:
-            (tensor, first, target), dtype = ranges[span.chunk], dtypes[span.chunk]
-            start, stop = span.start // dtype.itemsize, span.stop // dtype.itemsize
+            (tensor, first, target) = ranges[span.chunk]
+            dtype = dtypes[span.chunk]
+            start = span.start // dtype.itemsize
+            stop = span.stop // dtype.itemsize
             targets.append(target[start:stop])
             values = memory[begin : begin + span.num_bytes].view(dtype)[: len(targets[-1])]
             wide.append(_Range(tensor, first + start, values))

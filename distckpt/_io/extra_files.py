@@ -96,7 +96,8 @@ def _is_checkpoint(directory: str) -> bool:
 
 def _check(path: str, directory: str) -> None:
     if locations.is_local(path):
-        root, target = os.path.realpath(directory), os.path.realpath(path)
+        root = os.path.realpath(directory)
+        target = os.path.realpath(path)
         parent, name = os.path.split(os.path.dirname(root))
         # The cache of huggingface_hub has links in snapshots/<commit> to files in blobs.
         allowed = [root, os.path.join(parent, "blobs")] if name == "snapshots" else [root]

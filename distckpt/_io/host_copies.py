@@ -263,7 +263,8 @@ class HostCopies:
 
     def release(self) -> None:
         """Give the memory back, after the save or when it is abandoned."""
-        buffers, self._buffers = self._buffers, None
+        buffers = self._buffers
+        self._buffers = None
         if buffers is not None:
             self._memory.give_back(buffers, self.needed[1])
         self.staged.set()

@@ -140,7 +140,8 @@ def read_in_pieces(stored: StoredCheckpoint, chunk: int, piece_bytes: int) -> It
     The memory of a piece is used again for the next one.
     """
     check_files(stored, [chunk])
-    size, block_bytes = int(stored.manifest.num_bytes[chunk]), stored.manifest.block_bytes
+    size = int(stored.manifest.num_bytes[chunk])
+    block_bytes = stored.manifest.block_bytes
     step = max(1, piece_bytes // block_bytes) * block_bytes
     memory = np.empty(min(step, size), np.uint8)
     with _open_files(stored) as files:
@@ -181,7 +182,8 @@ def _in_file_order(stored: StoredCheckpoint, parts: Sequence[ReadPart]) -> _Part
     manifest = stored.manifest
     chunks = np.array([part.chunk for part in parts], np.int64)
     starts = np.array([part.start for part in parts], np.int64)
-    files, positions = manifest.file_ids[chunks], manifest.first_bytes[chunks] + starts
+    files = manifest.file_ids[chunks]
+    positions = manifest.first_bytes[chunks] + starts
     order = np.lexsort((positions, files))
     return _Parts([parts[i] for i in order.tolist()], files[order], positions[order])
 
@@ -253,7 +255,9 @@ class _Reading:
                 stop = max(stop, end)
             else:
                 groups.append([unit])
-                file, start, stop = self.file_of(unit), first, end
+                file = self.file_of(unit)
+                start = first
+                stop = end
         return groups
 
     def read(self, unit: list[Span]) -> None:
@@ -380,7 +384,8 @@ def _goals_of(reading: _Reading, unit: list[Span]) -> tuple[list[_Goal], list[tu
     begin = after = -1
     end = 0
     for span in unit:
-        start, end = end, end + span.stop - span.start
+        start = end
+        end = end + span.stop - span.start
         part = reading.parts[span.chunk]
         if part.lead == NOT_PLAIN:
             runs = _long_runs(reading, span, start)
@@ -389,16 +394,19 @@ def _goals_of(reading: _Reading, unit: list[Span]) -> tuple[list[_Goal], list[tu
                 values.append((span, start))
             continue
         if part.lead == span.start == 0:
-            low, high = 0, min(span.stop, part.target.nbytes)
+            low = 0
+            high = min(span.stop, part.target.nbytes)
         else:
             low, high = _bytes_of_target(part, span)
-        address, place = _address(part.target) + low, start + part.lead + low - span.start
+        address = _address(part.target) + low
+        place = start + part.lead + low - span.start
         if address == after and place == begin:
             last = goals.pop()
             goals.append(_Goal(last.address, last.place, last.num_bytes + high - low))
         else:
             goals.append(_Goal(address, place, high - low))
-        after, begin = address + high - low, place + high - low
+        after = address + high - low
+        begin = place + high - low
     return goals, values
 
 
@@ -409,7 +417,8 @@ def _long_runs(reading: _Reading, span: Span, place: int) -> list[_Goal]:
     values are converted.
     """
     part = reading.parts[span.chunk]
-    target, dtype = part.target, reading.stored.dtype_of(part.chunk)
+    target = part.target
+    dtype = reading.stored.dtype_of(part.chunk)
     is_long = target.nbytes >= LONG_RUN_BYTES and target.dtype == dtype
     if not is_long or reading.copier.is_away(target):
         return []
@@ -485,7 +494,8 @@ def _regions_within(reading: _Reading, span: Span) -> Iterator[Region]:
     part = reading.parts[span.chunk]
     shape = reading.stored.manifest.chunk_region(part.chunk).shape
     item = reading.stored.dtype_of(part.chunk).itemsize
-    start, stop = (part.start + span.start) // item, (part.start + span.stop) // item
+    start = (part.start + span.start) // item
+    stop = (part.start + span.stop) // item
     for run in flat_range_regions(shape, start, stop):
         region = intersect(run, part.region)
         if region is not None:
@@ -509,10 +519,13 @@ def _read_runs(reading: _Reading, part: ReadPart) -> None:
 
     Runs go straight to their target if their memory is contiguous there.
     """
-    stored, copier = reading.stored, reading.copier
-    region, target = part.region, part.target
+    stored = reading.stored
+    copier = reading.copier
+    region = part.region
+    target = part.target
     shape = stored.manifest.chunk_region(part.chunk).shape
-    dtype, outer = stored.dtype_of(part.chunk), num_outer_axes(shape, region)
+    dtype = stored.dtype_of(part.chunk)
+    outer = num_outer_axes(shape, region)
     goal = target
     has_runs = target.dtype == dtype and is_plain_memory(target[(0,) * outer])
     if not has_runs or copier.is_away(target):
@@ -540,7 +553,8 @@ def _copy(source: torch.Tensor, target: torch.Tensor, copier: Copier) -> None:
     `copier.wait`.
     """
     if target.dtype == source.dtype and not (target.is_conj() or target.is_neg()):
-        source, target = as_integers(source), as_integers(target)
+        source = as_integers(source)
+        target = as_integers(target)
     copier.copy(target, source)
 
 
@@ -552,7 +566,8 @@ def pieces_of(buffers: Sequence[Bytes], max_bytes: int) -> Iterator[tuple[list[B
     piece: list[Bytes] = []
     room = max_bytes
     for buffer in buffers:
-        start, size = 0, len(buffer)
+        start = 0
+        size = len(buffer)
         while start < size:
             stop = min(start + room, size)
             piece.append(buffer[start:stop])
@@ -560,7 +575,8 @@ def pieces_of(buffers: Sequence[Bytes], max_bytes: int) -> Iterator[tuple[list[B
             start = stop
             if not room:
                 yield piece, max_bytes
-                piece, room = [], max_bytes
+                piece = []
+                room = max_bytes
     if piece:
         yield piece, max_bytes - room
 
@@ -570,7 +586,8 @@ def _fill(buffers: Sequence[Bytes], data: Bytes) -> int:
     rest = data
     for buffer in buffers:
         count = min(len(buffer), len(rest))
-        buffer[:count], rest = rest[:count], rest[count:]
+        buffer[:count] = rest[:count]
+        rest = rest[count:]
     return len(data) - len(rest)
 
 
@@ -589,7 +606,8 @@ def _verify(reading: _Reading, unit: list[Span], filled: Iterable[Bytes]) -> Non
 
 def _expected_checksums(stored: StoredCheckpoint, in_order: _Parts) -> tuple[Checksums, IntArray]:
     """Return all parts' stored block checksums, and where each part begins."""
-    manifest, block = stored.manifest, stored.manifest.block_bytes
+    manifest = stored.manifest
+    block = stored.manifest.block_bytes
     fetch_checksums(stored, in_order.files)
     table = [(part.chunk, part.start, part.stop) for part in in_order.parts]
     chunks, starts, stops = np.array(table, np.int64).reshape(-1, 3).T
@@ -604,7 +622,8 @@ def _expected_checksums(stored: StoredCheckpoint, in_order: _Parts) -> tuple[Che
 
 def _mismatch(reading: _Reading, unit: list[Span], number: int) -> CorruptCheckpointError:
     """Return the error about the damaged block of a unit."""
-    stored, manifest = reading.stored, reading.stored.manifest
+    stored = reading.stored
+    manifest = reading.stored.manifest
     block = manifest.block_bytes
     starts = [(span.chunk, start) for span in unit for start in range(*span[1:], block)]
     part = reading.parts[starts[number][0]]
@@ -665,7 +684,8 @@ def _check_file_once(stored: StoredCheckpoint, file_id: int) -> None:
 
 
 def _check_file(stored: StoredCheckpoint, file_id: int) -> None:
-    path, expected = stored.path_of_file(file_id), stored.manifest.files[file_id].num_bytes
+    path = stored.path_of_file(file_id)
+    expected = stored.manifest.files[file_id].num_bytes
     try:
         actual = file_size(path)
     except FileNotFoundError as error:

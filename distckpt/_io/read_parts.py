@@ -77,10 +77,12 @@ def parts_of(
     """
     manifest = stored.manifest
     chunks = np.array([copy.chunk for copy in copies], np.int64)
-    sizes, key_ids = manifest.num_bytes[chunks].tolist(), manifest.key_ids[chunks].tolist()
+    sizes = manifest.num_bytes[chunks].tolist()
+    key_ids = manifest.key_ids[chunks].tolist()
     parts: list[ReadPart] = []
     for copy, size, key_id in zip(copies, sizes, key_ids, strict=True):
-        target, dtype = targets[copy.request], FROM_NAME[manifest.dtypes[key_id]]
+        target = targets[copy.request]
+        dtype = FROM_NAME[manifest.dtypes[key_id]]
         goal = target if copy.target.shape == target.shape else target[copy.target.slices()]
         if goal.nbytes == size and goal.dtype == dtype and copier.is_plain(goal):
             parts.append(ReadPart(copy.chunk, 0, size, goal, 0))
@@ -111,14 +113,16 @@ def _dense_parts(
 ) -> Iterator[ReadPart]:
     """Yield parts that include the gaps between a region's runs."""
     shape = stored.manifest.chunk_region(copy.chunk).shape
-    dtype, size = stored.dtype_of(copy.chunk), int(stored.manifest.num_bytes[copy.chunk])
+    dtype = stored.dtype_of(copy.chunk)
+    size = int(stored.manifest.num_bytes[copy.chunk])
     # Blocks are read whole, even if only a part of them is requested.
     margin = stored.manifest.block_bytes if stored.verifies else 1
     num_axes = _num_separate_axes(shape, copy.source, dtype.itemsize, reach_bytes, margin)
     for piece in step_over(copy.source, num_axes):
         place = goal[piece.relative_to(copy.source.offset).slices()] if shape else goal
         first, last = _byte_range(shape, piece, dtype.itemsize)
-        start, stop = first // margin * margin, min(-(-last // margin) * margin, size)
+        start = first // margin * margin
+        stop = min(-(-last // margin) * margin, size)
         is_run = num_outer_axes(shape, piece) == 0 and place.dtype == dtype
         lead = first - start if is_run and copier.is_plain(place) else NOT_PLAIN
         yield ReadPart(copy.chunk, start, stop, place, lead, piece)

@@ -47,7 +47,8 @@ def remove_tensors(
     and other files are written anew and verified while they are copied: on a checksum mismatch the
     checkpoint stays as it was.
     """
-    location, manifest = stored.location, stored.manifest
+    location = stored.location
+    manifest = stored.manifest
     removed = [
         key
         for key, key_id in manifest.key_index.items()
@@ -124,11 +125,14 @@ def _write_remaining(
     names: _Names,
 ) -> Manifest:
     """Write or link the files that remain, and return their manifest."""
-    first_bytes, file_ids = manifest.chunks.first_bytes.copy(), manifest.chunks.file_ids
-    stays, changes = names.stays[manifest.chunks.key_ids], names.changes[manifest.chunks.key_ids]
+    first_bytes = manifest.chunks.first_bytes.copy()
+    file_ids = manifest.chunks.file_ids
+    stays = names.stays[manifest.chunks.key_ids]
+    changes = names.changes[manifest.chunks.key_ids]
     files: dict[int, ShardFile] = {}
     for file_id in sorted(set(file_ids[stays].tolist())):
-        file, in_file = manifest.files[file_id], file_ids == file_id
+        file = manifest.files[file_id]
+        in_file = file_ids == file_id
         if changes[in_file].any():
             rows = np.flatnonzero(in_file & stays)
             files[file_id], first_bytes[rows] = _rewrite(
@@ -170,13 +174,15 @@ def _rewrite(
 
     Return it, and the first byte of each of `rows`, which ascend.
     """
-    chunks, shapes = [], {}
+    chunks = []
+    shapes = {}
     row_of: dict[str, int] = {}
     for row in rows.tolist():
         key_id = int(manifest.key_ids[row])
         name = names[key_id]
         assert name is not None
-        region, num_bytes = manifest.chunk_region(row), int(manifest.num_bytes[row])
+        region = manifest.chunk_region(row)
+        num_bytes = int(manifest.num_bytes[row])
         chunks.append(PlannedChunk(key_id, name, manifest.dtypes[key_id], region, num_bytes))
         row_of[name] = row
         shapes[name] = manifest.global_shapes[key_id]

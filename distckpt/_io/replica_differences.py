@@ -115,7 +115,9 @@ def join_differences(parts: Sequence[Any]) -> ReplicasToCompare:
     Samples of a rank are in the order of the planners.
     """
     num_before: Counter[int] = Counter()
-    keys, ranks, pairs = list[str](), set[int](), list[Pair]()
+    keys = list[str]()
+    ranks = set[int]()
+    pairs = list[Pair]()
     for keys_of_part, ranks_of_part, pairs_of_part, num_rows, _ in parts:
         keys += keys_of_part
         ranks.update(ranks_of_part)

@@ -55,7 +55,8 @@ def columns_of(manifest: Manifest, numbers: Sequence[bytes]) -> dict[str, npt.ND
     is_whole = counts[:, :3].sum(axis=1) == _numbers_of_values(manifest)
     mean, norm, low, high = sums[:, 4:].T
     values = np.stack([norm, mean, low, high], axis=1)
-    counts[~is_whole], values[~is_whole] = 0, math.nan
+    counts[~is_whole] = 0
+    values[~is_whole] = math.nan
     return StatsColumns(np.ascontiguousarray(counts[:, 1:]), values).columns()
 
 

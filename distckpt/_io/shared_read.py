@@ -53,7 +53,8 @@ HELD_SHARE = 8
 """Share of the in-flight memory, 1 / 8, for other ranks' values. These are the values that do not
 lie in a target. Two waves are under way at a time.
 """
-_FAST, _SLOW = b"+", b"-"
+_FAST = b"+"
+_SLOW = b"-"
 """First byte of a rank's message: did it read its sample fast?"""
 
 Read: TypeAlias = Callable[[Sequence[Copy], Sequence[torch.Tensor], int], None]
@@ -105,7 +106,8 @@ def read_shared(
         costs = ReadCosts(stored.manifest, sharing.is_local and not stored.verifies)
         divided, table = _describe(sharing, costs, copies, targets)
         pieces = _Pieces(copies, divided)
-        left, is_fast = np.arange(len(divided.units)), False
+        left = np.arange(len(divided.units))
+        is_fast = False
         if sharing.is_auto:
             with ranks.part("read"):
                 left, is_fast = _read_sample(sharing, pieces, table.num_bytes, targets, read)
@@ -237,7 +239,8 @@ def _read_in_waves(
 
     `read` fills the regions of a wave, within a limit of memory.
     """
-    ranks, num_waves = sharing.ranks, own.plan.num_waves
+    ranks = sharing.ranks
+    num_waves = own.plan.num_waves
     problems: list[Exception] = []
     with Pool(1, thread_name_prefix="distckpt-share") as background:
         for number in range(num_waves):

@@ -66,17 +66,20 @@ class LocalFiles:
     """Local files of known layout, whose tensors come in any order."""
 
     def __init__(self, locations: Sequence[str], layout: StreamLayout) -> None:
-        self._locations, self._layout = locations, layout
+        self._locations = locations
+        self._layout = layout
         self._created: list[str] = []
         # One file at a time is open: there may be more than a process may open.
-        self._open_file, self._fd = -1, -1
+        self._open_file = -1
+        self._fd = -1
 
     def create(self) -> None:
         """Create every file at its full size.
 
         A full disk is found before the first tensor comes.
         """
-        headers, sizes = self._layout.headers, self._layout.num_bytes
+        headers = self._layout.headers
+        sizes = self._layout.num_bytes
         for location, header, num_bytes in zip(self._locations, headers, sizes, strict=True):
             create_file(location, header, num_bytes)
             self._created.append(location)
@@ -85,10 +88,8 @@ class LocalFiles:
         """Write a tensor."""
         if self._open_file != file:
             self._close()
-            self._fd, self._open_file = (
-                os.open(self._locations[file], os.O_WRONLY | os.O_CLOEXEC),
-                file,
-            )
+            self._fd = os.open(self._locations[file], os.O_WRONLY | os.O_CLOEXEC)
+            self._open_file = file
         position = entry.first_byte
         with storage_locations.naming(self._locations[file]):
             for window in _windows(tensor):
@@ -115,7 +116,8 @@ class LocalFiles:
 
     def _close(self) -> None:
         # A descriptor is free whatever its closing reports.
-        number, self._open_file = self._open_file, -1
+        number = self._open_file
+        self._open_file = -1
         if number >= 0:
             with storage_locations.naming(self._locations[number]):
                 os.close(self._fd)
@@ -125,7 +127,8 @@ class RemoteFiles:
     """Files of an object store, which are written from beginning to end."""
 
     def __init__(self, locations: Sequence[str], layout: StreamLayout) -> None:
-        self._locations, self._layout = locations, layout
+        self._locations = locations
+        self._layout = layout
         self._next_places = iter(layout.places.values())
         self._created: list[str] = []
         self._file: Any = None
@@ -171,7 +174,8 @@ class RemoteFiles:
         self._file.write(self._layout.headers[len(self._created) - 1])
 
     def _close(self) -> None:
-        file, self._file = self._file, None
+        file = self._file
+        self._file = None
         if file is not None:
             file.close()
 
@@ -235,7 +239,8 @@ def _check(
             "not dense"
         )
     _, entry = layout.places[name]
-    dtype, shape = TO_NAME.get(tensor.dtype, str(tensor.dtype)), tuple(tensor.shape)
+    dtype = TO_NAME.get(tensor.dtype, str(tensor.dtype))
+    shape = tuple(tensor.shape)
     if (dtype, shape) != (entry.dtype, entry.shape):
         raise ValueError(
             f"the tensor {name!r} came as {dtype} {shape}, but was announced as {entry.dtype} "

@@ -103,7 +103,8 @@ def _batches(
 ) -> Iterator[tuple[list[torch.dtype], list[tuple[Request, torch.Tensor]]]]:
     """Divide requests into batches that need little memory. Yield each batch with its dtypes."""
     batch: list[tuple[Request, torch.Tensor]] = []
-    room, kind = 0, None
+    room = 0
+    kind = None
     dtypes: list[torch.dtype] = []
     for request, target in zip(requests, targets, strict=True):
         count = request.region.num_elements
@@ -117,7 +118,10 @@ def _batches(
             if piece.num_elements * size > room or next_kind != kind:
                 if batch:
                     yield dtypes, batch
-                batch, room, kind, dtypes = [], _TERMS_BYTES, next_kind, next_dtypes
+                batch = []
+                room = _TERMS_BYTES
+                kind = next_kind
+                dtypes = next_dtypes
             batch.append(
                 (
                     request._replace(region=piece),
@@ -181,7 +185,8 @@ def _fill_with_sum(
             total = scratch("sum", place.shape, torch.float64)
             product = scratch("product", place.shape, torch.float64)
             for index, (values, weight) in enumerate(zip(terms, weights, strict=True)):
-                part, goal = values[low : low + _SUMMED_AT_ONCE], product if index else total
+                part = values[low : low + _SUMMED_AT_ONCE]
+                goal = product if index else total
                 # Torch widens float16 fast to float32 only. Not `total.add_(part, alpha=weight)`,
                 # which rounds products or not, depending on where they are.
                 goal.copy_(part.float() if part.dtype == torch.float16 else part)

@@ -274,7 +274,8 @@ def _check_same(
     expected: Iterable[Position],
     problem: str,
 ) -> None:
-    lacking, extra = set(expected) - set(found), set(found) - set(expected)
+    lacking = set(expected) - set(found)
+    extra = set(found) - set(expected)
     if lacking or extra:
         names = [
             summarize_keys(".".join(map(str, position)) for position in side)

@@ -47,7 +47,9 @@ class OwnUnits(NamedTuple):
 
         Regions that no target holds go into `held`, bytes.
         """
-        plan, unit_in, sizes = self.plan, self._unit_in(), self.held_bytes().tolist()
+        plan = self.plan
+        unit_in = self._unit_in()
+        sizes = self.held_bytes().tolist()
         found: dict[int, ReadRegion] = {}
         end = 0
         numbers = np.flatnonzero(plan.read_waves == wave)
@@ -64,7 +66,8 @@ class OwnUnits(NamedTuple):
                 source = self.units[unit].source
                 found[number] = ReadRegion(sample.chunk, source, self.target(unit), unit)
                 continue
-            ndim, target = len(sample.source.shape), self.targets[sample.request]
+            ndim = len(sample.source.shape)
+            target = self.targets[sample.request]
             region = Region(tuple(offset[:ndim]), tuple(shape[:ndim]))
             num_bytes = region.num_elements * target.itemsize
             memory = held[end : end + num_bytes].view(target.dtype).view(region.shape)
@@ -126,7 +129,8 @@ class Wave:
 
     def fill_own(self) -> None:
         """Fill this rank's other units from the regions it has read."""
-        own, plan = self._own, self._own.plan
+        own = self._own
+        plan = self._own.plan
         mine = np.flatnonzero((plan.waves == self._number) & (plan.unit_reads >= 0))
         others = mine[plan.read_units[plan.unit_reads[mine]] != mine]
         for unit in others.tolist():
@@ -135,7 +139,8 @@ class Wave:
 
     def messages(self, rank: int) -> list[Message]:
         """Put together the messages between this rank and each peer."""
-        own, plan = self._own, self._own.plan
+        own = self._own
+        plan = self._own.plan
         by_peer: dict[tuple[int, bool], list[tuple[int, torch.Tensor]]] = defaultdict(list)
         for peer, sequence, view in self._sent_views():
             by_peer[peer, True].append((sequence, view))

@@ -268,7 +268,8 @@ class _Output:
 
         A block that begins before the span is a unit of its own.
         """
-        begin, block_bytes = len(self.file.header), self._settings.block_bytes
+        begin = len(self.file.header)
+        block_bytes = self._settings.block_bytes
         start, stop = (max(0, edge - begin) for edge in self._span)
         spans = spans_within(self.file.chunk_bytes, start, stop, block_bytes)
         if not spans:
@@ -353,19 +354,23 @@ class _Output:
 
     def _own_part(self, number: int) -> tuple[int, int]:
         """Return the range of a unit's bytes that is in the span."""
-        start, (first, last) = self._starts[number], self._span
+        start = self._starts[number]
+        (first, last) = self._span
         return max(0, first - start), min(self.sizes[number], last - start)
 
     def _write_directly(self, number: int) -> None:
         """Write through an aligned window. Its unaligned edges go through the page cache."""
-        position, num_bytes = self._starts[number], self.sizes[number]
+        position = self._starts[number]
+        num_bytes = self.sizes[number]
         memory = bounce_buffer("write", self._unit_bytes + ALIGNMENT, self.file.device)
         phase = position % ALIGNMENT
         window = memory[phase : phase + num_bytes]
         copy_into(window, self.file.fill(self.units[number], window))
         self._keep_checksums(number, [window])
         low, high = self._own_part(number)
-        window, position, num_bytes = window[low:high], position + low, high - low
+        window = window[low:high]
+        position = position + low
+        num_bytes = high - low
         first = min(-position % ALIGNMENT, num_bytes)
         last = max(first, num_bytes - (position + num_bytes) % ALIGNMENT)
         written = first + write_aligned(self._direct_fd, window[first:last], position + first)
@@ -379,7 +384,8 @@ def _sizes_of(unit: Sequence[Span]) -> list[int]:
 
 def cut_buffers(buffers: Sequence[Bytes], start: int, stop: int) -> list[Bytes]:
     """Return bytes [start, stop) of consecutive buffers."""
-    cut, begin = [], 0
+    cut = []
+    begin = 0
     for buffer in buffers:
         cut.append(buffer[max(0, start - begin) : max(0, stop - begin)])
         begin += len(buffer)
@@ -440,11 +446,13 @@ def _bytes_of(
         begin = 0
         for tensor in contents[span.chunk]:
             size = tensor.nbytes
-            low, high = max(span.start - begin, 0), min(span.stop - begin, size)
+            low = max(span.start - begin, 0)
+            high = min(span.stop - begin, size)
             begin += size
             if low >= high:
                 continue
-            start, end = end, end + high - low
+            start = end
+            end = end + high - low
             if not copier.is_plain(tensor):
                 _copy_range(tensor, low, high, scratch[start:end], copier)
             elif high - low < SMALL_BYTES:
@@ -469,7 +477,8 @@ def _copy_range(
     item = tensor.element_size()
     values = torch.from_numpy(target).view(tensor.dtype)
     if not (tensor.is_conj() or tensor.is_neg()):
-        tensor, values = as_integers(tensor), as_integers(values)
+        tensor = as_integers(tensor)
+        values = as_integers(values)
     filled = 0
     for region in flat_range_regions(tuple(tensor.shape), start // item, stop // item):
         place = values[filled : filled + region.num_elements].view(region.shape)

@@ -52,7 +52,8 @@ from distckpt._ranks.collectives import Ranks
 from distckpt._storage import locations
 
 _NOTHING = ("", None)
-_MAX_TEXT, _MAX_BITS = 60, 128
+_MAX_TEXT = 60
+_MAX_BITS = 128
 
 
 @dataclass(frozen=True)
@@ -295,7 +296,10 @@ def report_of_diff(
 
     Objects, which are not compared in windows, are compared here.
     """
-    first, second, of_a, of_b = compared.first, compared.second, compared.of_a, compared.of_b
+    first = compared.first
+    second = compared.second
+    of_a = compared.of_a
+    of_b = compared.of_b
     has_objects = holds_objects(first) and holds_objects(second)
     objects_compared = not compared.has_keys and has_objects
     return DiffReport(
@@ -408,7 +412,8 @@ def _join(
     key: str, a: StoredTensor, b: StoredTensor, windows: Sequence[Change | None] | None
 ) -> TensorDifference | None:
     """Join the changes in a tensor's windows; None for different shapes."""
-    shapes, dtypes = (a.shape, b.shape), (a.dtype, b.dtype)
+    shapes = (a.shape, b.shape)
+    dtypes = (a.dtype, b.dtype)
     if windows is None:
         return TensorDifference(key, shapes, dtypes)
     num_elements = math.prod(a.shape)
@@ -462,7 +467,9 @@ def compare_window(
     blocks = list(zip(blocks_of(left), blocks_of(right), strict=True))
     if left.dtype == right.dtype and all(_has_equal_bytes(*block) for block in blocks):
         return None
-    places, norms, largest = [], [], []
+    places = []
+    norms = []
+    largest = []
     for block in blocks:
         a, b = map(to_numpy, block)
         differs, distance = _compare(a, b, atol, rtol)
@@ -495,7 +502,8 @@ def _compare(
         unclear = np.isnan(distance)
         if unclear.any():
             # NaN on one side or both, or equal infinities.
-            x, y = a[unclear], b[unclear]
+            x = a[unclear]
+            y = b[unclear]
             distance[unclear] = np.where((x == y) | ((x != x) & (y != y)), 0.0, np.inf)
         differs = (
             (distance > atol + rtol * np.abs(b)) | np.isinf(distance)
@@ -510,7 +518,8 @@ def _compare_integers(
 ) -> tuple[npt.NDArray[np.bool_], npt.NDArray[np.uint64]]:
     """Compare exactly: float64 is too coarse for large integers."""
     with np.errstate(all="ignore"):
-        x, y = a.astype(np.uint64), b.astype(np.uint64)
+        x = a.astype(np.uint64)
+        y = b.astype(np.uint64)
         # Modulo 2**64, which is right for negative numbers, too.
         distance = np.where(a > b, x - y, y - x)
         bound = atol + rtol * np.abs(b.astype(np.float64))
@@ -543,12 +552,14 @@ def _place(
 
 
 def _diff_objects(a: StoredCheckpoint, b: StoredCheckpoint) -> Iterator[ObjectDifference]:
-    keys_a, keys_b = set(object_keys(a)), set(object_keys(b))
+    keys_a = set(object_keys(a))
+    keys_b = set(object_keys(b))
     for key in sorted(keys_a | keys_b, key=natural_order):
         if (where := _where(key, keys_a, keys_b)) != "both":
             yield ObjectDifference(key, None, "", where)
             continue
-        cells_a, cells_b = read_encoded(a, key), read_encoded(b, key)
+        cells_a = read_encoded(a, key)
+        cells_b = read_encoded(b, key)
         for offset in sorted(cells_a | cells_b):
             if (where := _where(offset, cells_a, cells_b)) != "both":
                 yield ObjectDifference(key, offset, "", where)

@@ -264,7 +264,8 @@ def _files(
             if all(part.key in model.tied_keys for part in tensor.mapped.parts):
                 numbers.setdefault(tensor.name, last)
     elif options.fqn_to_index_mapping is not None:
-        mapping, names = options.fqn_to_index_mapping, {tensor.name for tensor in planned.outputs}
+        mapping = options.fqn_to_index_mapping
+        names = {tensor.name for tensor in planned.outputs}
         absent = set(mapping).difference(names, planned.source.stored.manifest.aliases)
         if absent and logs_warnings:
             text = "fqn_to_index_mapping names tensors that are not exported: %s"

@@ -249,7 +249,9 @@ class LiveSource(ShardSource):
 
     def _fill(self, targets: Pieces) -> None:
         """Fill targets from ranks, and from the checkpoint."""
-        ranks, options, memory = self.ranks, self.options, self.memory
+        ranks = self.ranks
+        options = self.options
+        memory = self.memory
         settings = MoveSettings(
             memory.hosts,
             memory.bucket_bytes,
@@ -337,7 +339,8 @@ def _table_of(description: bytes) -> PieceTable:
 def _join(descriptions: Sequence[bytes]) -> list[bytes]:
     """Return all given keys with dtypes and shapes, for each rank."""
     found: dict[str, tuple[str | None, Sequence[int]]] = {}
-    has_values, ties = False, []
+    has_values = False
+    ties = []
     for description in descriptions:
         cells, has_common, tied = json.loads(description.partition(b"\n")[0])
         has_values |= bool(cells) or has_common
@@ -392,8 +395,10 @@ def _gaps(plan: RankPlan, targets: Pieces, staged: Staged) -> list[ShardedTensor
     shards = []
     for row, *place in plan.gaps.tolist():
         kind = targets.table.kinds[targets.table.kind_ids[row]]
-        ndim, region = len(kind.shape), targets.table.region(row)
-        at, shape = place[:ndim], tuple(place[len(place) // 2 :][:ndim])
+        ndim = len(kind.shape)
+        region = targets.table.region(row)
+        at = place[:ndim]
+        shape = tuple(place[len(place) // 2 :][:ndim])
         view = staged.views[row]
         part = view[tuple(slice(a, a + n) for a, n in zip(at, shape, strict=True))]
         offset = tuple(map(int.__add__, region.offset, at))

@@ -306,7 +306,8 @@ def restore(
 
     `moving` is the phase in which the bytes came. Collective operation: all ranks must call it.
     """
-    targets, loaded = read.targets, read.loaded
+    targets = read.targets
+    loaded = read.loaded
     absent_of_all = _report_absent_values(ranks, request, targets, loaded)
     with ranks.telling("restore the objects of the state dict") as told:
         schedulers = schedulers_of(read.source.marker)
@@ -345,7 +346,8 @@ def _read(
     ranks: Ranks, source: ShardSource, targets: Targets, absent: Mapping[str, Any]
 ) -> tuple[list[Any], Any]:
     """Return the values of all shards, and the common state."""
-    shards, ties = targets.split.shards, targets.ties
+    shards = targets.split.shards
+    ties = targets.ties
     wanted = [
         number
         for number, shard in enumerate(shards)

@@ -363,9 +363,11 @@ def _validate(table: ShardTable, messages: Sequence[list[bytes]], *, whole: bool
     `messages` are the tables of all ranks. A single rank may request parts, unless the request must
     be `whole`.
     """
-    tables, validate = [table], validate_shards if whole else validate_part
+    tables = [table]
+    validate = validate_shards if whole else validate_part
     if messages:
-        tables, validate = ShardTable.all_from_messages(*messages), validate_shards
+        tables = ShardTable.all_from_messages(*messages)
+        validate = validate_shards
     try:
         validate(merge_tables(tables))
     except InvalidShardingError as error:
@@ -435,7 +437,8 @@ def _compare_keys(
     location: str,
 ) -> Differences:
     """Find keys that differ, and handle them as the mode says."""
-    mode, stored = request.mode, frozenset(targets.stored)
+    mode = request.mode
+    stored = frozenset(targets.stored)
     own_garbage = _without_values(request, targets, requested - stored)
     sent = ranks.all_gather(json.dumps([sorted(requested), own_garbage]).encode())
     # Every rank compares the keys of all, so that all raise the same error.

@@ -116,7 +116,8 @@ def run_move(
     See `redistribute`. Collective operation: all ranks must call it.
     """
     timer = PhaseTimer(request.verb, ranks.rank, request.place)
-    load, directory = request.as_load, request.directory
+    load = request.as_load
+    directory = request.directory
     with timer.phase("plan"):
         given = describe_given(ranks, old_state, request.rules, request.family, directory)
         fallback = _fallback(ranks, load, directory)

@@ -71,7 +71,8 @@ def raising_pending_errors(ranks: Ranks, request: SaveRequest) -> Iterator[None]
     if saves is None or not _has_failed(ranks, saves):
         yield
         return
-    failed, saves.unreported = saves.unreported, []
+    failed = saves.unreported
+    saves.unreported = []
     try:
         yield
     except BaseException:

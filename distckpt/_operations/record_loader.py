@@ -92,7 +92,8 @@ def record_loader(
     _refuse_copies_of_threads(tensors.values(), recording)
     target = LoaderTarget(_state_of(recording))
     filled = {name for name, each in tensors.items() if recording.memory_of(each) is not None}
-    target.module, target.memory = module, {name: tensors[name].detach() for name in filled}
+    target.module = module
+    target.memory = {name: tensors[name].detach() for name in filled}
     target.unused = frozenset(recording.stored) - {shard.key for shard in target.values()}
     target.unfilled = _unfilled(tensors, recording)
     _log(target)
@@ -145,7 +146,8 @@ def _spec_of(name: str | None, entry: Any) -> tuple[str, tuple[tuple[int, ...], 
     if isinstance(entry, tuple) and len(entry) == 2:
         shape, dtype = entry
     else:
-        shape, dtype = entry.shape, entry.dtype
+        shape = entry.shape
+        dtype = entry.dtype
     key = name if name is not None else getattr(entry, "name", None) or entry.key
     return key, (tuple(shape), dtype)
 
@@ -217,7 +219,8 @@ def _typed(tensor: torch.Tensor, stored: Memory, steps: Iterable[Step]) -> torch
 
     InvalidShardingError where one conversion differs from the loader's conversions.
     """
-    dtypes, kinds = [stored.dtype], set()
+    dtypes = [stored.dtype]
+    kinds = set()
     for kind, dtype in steps:
         if dtype != dtypes[-1]:
             kinds.add(kind)

@@ -108,7 +108,8 @@ class Route:
             raise ValueError(f"num_targets is at most {MAX_TARGETS}, got {num_targets!r:.100}")
         self._address = host, port = _split(address)
         self._timeout = timeout
-        self._source, self._target = source or {}, target or {}
+        self._source = source or {}
+        self._target = target or {}
         self._request = MoveRequest(
             rules=() if source is None else rules,
             target_rules=rules if source is None else (),
@@ -251,8 +252,10 @@ def _opened_together(
     Return the rank, the number of ranks and the store. Collective operation: all ranks that give
     must call it, so that none joins another job.
     """
-    ranks, address = Ranks(process_group), f"{host}:{port}"
-    store, number = None, 0
+    ranks = Ranks(process_group)
+    address = f"{host}:{port}"
+    store = None
+    number = 0
     with ranks.phase("host the route", decision=True):
         if ranks.is_coordinator:
             store = open_store(host, port, True, timeout)

@@ -27,7 +27,8 @@ def saved_stats(
     found: list[TensorStats] = []
     for name in chosen_names(stored, keys):
         key_id = manifest.key_index[name]
-        dtype, shape = manifest.dtypes[key_id], manifest.global_shapes[key_id]
+        dtype = manifest.dtypes[key_id]
+        shape = manifest.global_shapes[key_id]
         stats = manifest.stats.of_key(key_id, name, dtype, shape)
         if stats is None:
             return None
@@ -51,7 +52,8 @@ def chosen_names(stored: StoredCheckpoint, keys: Sequence[str] | None) -> list[s
         return names
     chosen = [name for name in names if matches(name, keys)]
     if not chosen:
-        patterns, there = ", ".join(map(repr, keys)), summarize_keys(names)
+        patterns = ", ".join(map(repr, keys))
+        there = summarize_keys(names)
         raise LoadMismatchError(
             f"No tensor of {stored.location!r} matches {patterns}; there are {there}."
         )

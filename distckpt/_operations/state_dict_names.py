@@ -515,7 +515,8 @@ def _state_of(
         if _is_setting(stored, state, there):
             own[state] = scalars[there]
             continue
-        shape, dtype = stored.global_shape(there), _dtype(stored, there)
+        shape = stored.global_shape(there)
+        dtype = _dtype(stored, there)
         tensors[state] = torch.empty(shape, dtype=dtype, device="meta")
     values = _values_of(tree, optimizer.params[key][optimizer.by_number])
     nested = nested_by_name({state: HOLE for state in tensors})

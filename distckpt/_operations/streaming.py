@@ -94,7 +94,8 @@ def save_safetensors_streaming(
         CheckpointExistsError: an object store has such a file, or a directory of that name is
             there.
     """
-    destination, location = os.fspath(filepath), locations.normalize(filepath)
+    destination = os.fspath(filepath)
+    location = locations.normalize(filepath)
     layout = _lay_out([_read_meta(state_dict_meta)], metadata)
     if not locations.is_local(location):
         if not rename:

@@ -216,7 +216,8 @@ def report_of_verify(
     stored: StoredCheckpoint, mode: str, checked: Checked, seconds: float
 ) -> VerifyReport:
     """Return the report of a checkpoint that was checked."""
-    manifest, location = stored.manifest, stored.location
+    manifest = stored.manifest
+    location = stored.location
     return VerifyReport(
         location,
         mode,
@@ -336,7 +337,8 @@ def check_files(
 
 
 def _check_file(stored: StoredCheckpoint, file_id: int) -> Problem | None:
-    expected, path = stored.manifest.files[file_id], stored.path_of_file(file_id)
+    expected = stored.manifest.files[file_id]
+    path = stored.path_of_file(file_id)
     try:
         num_bytes = file_size(path)
         if num_bytes != expected.num_bytes:
@@ -425,7 +427,8 @@ def list_blocks(
         num_threads: number of threads that read files of checksums.
         keeps_checksums: whether the manifest keeps the checksums for later reads.
     """
-    manifest, block_bytes = stored.manifest, stored.manifest.block_bytes
+    manifest = stored.manifest
+    block_bytes = stored.manifest.block_bytes
     rows, chunks = manifest.in_file_order(np.array(file_ids))
     counts = -(-chunks.num_bytes // block_bytes)
     places = np.repeat(np.arange(len(rows)), counts)
@@ -510,7 +513,8 @@ def _cut(blocks: Blocks, numbers: range, max_bytes: int) -> Iterator[range]:
     Each spans at most `max_bytes`, or is one block.
     """
     within = slice(numbers.start, numbers.stop)
-    file_ids, starts = blocks.file_ids[within].tolist(), blocks.starts[within].tolist()
+    file_ids = blocks.file_ids[within].tolist()
+    starts = blocks.starts[within].tolist()
     stops = blocks.stops[within].tolist()
     first = 0
     for index in range(1, len(numbers) + 1):
@@ -585,7 +589,8 @@ def describe_blocks(
     problems: list[Problem] = []
     for number, message in bad:
         chunk = int(blocks.chunks[number])
-        start, stop = int(blocks.starts[number]), int(blocks.stops[number])
+        start = int(blocks.starts[number])
+        stop = int(blocks.stops[number])
         region = str(stored.manifest.chunk_region(chunk))
         problem = Problem(stored.path_of(chunk), message, stored.key_of(chunk), region, start, stop)
         last = problems[-1] if problems else None

@@ -233,7 +233,8 @@ def _compare_plain(stored: StoredCheckpoint, common: Any) -> tuple[set[str], lis
     names: set[str] = set()
     faults = []
     for path, values in plain:
-        name, content = dotted(path), at(stored_common, path)
+        name = dotted(path)
+        content = at(stored_common, path)
         text: str | None = _NOT_STORED
         if isinstance(content, torch.Tensor):
             names.add(name)

@@ -246,7 +246,8 @@ def _products(
     module = matrix["module"].removeprefix(PREFIX)
     block = module.replace(".base_layer", "")
     parameters = adapter.names_of("target_parameters")
-    b, a = matrix.string, _partner(matrix)
+    b = matrix.string
+    a = _partner(matrix)
     if parameters and f"{block}.weight" not in exported:
         return _expert_products(adapter, block, b, a, exported)
     weight = f"{module}.weight"

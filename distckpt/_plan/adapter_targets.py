@@ -204,7 +204,8 @@ def _layer_number(module: str) -> int:
 def _first_shared_layer(model: Mapping[str, Any]) -> int | None:
     """Return the first layer that shares keys and values with another."""
     text = inner if isinstance(inner := model.get("text_config"), dict) else model
-    num_layers, num_shared = text.get("num_hidden_layers"), text.get("num_kv_shared_layers")
+    num_layers = text.get("num_hidden_layers")
+    num_shared = text.get("num_kv_shared_layers")
     if type(num_layers) is int and type(num_shared) is int and num_shared:
         return max(0, num_layers - num_shared)
     return None

@@ -60,8 +60,10 @@ def check_cast(stored: StoredCheckpoint, key: str, requested: torch.dtype) -> No
 
 def _why_codes(stored: StoredCheckpoint, key: str, requested: torch.dtype) -> str | None:
     """Return the reason why a tensor holds codes, or None."""
-    manifest, name = stored.manifest, stored.dtype_name(key)
-    config, scales = manifest.quantization or {}, scales_of(key, manifest.key_index)
+    manifest = stored.manifest
+    name = stored.dtype_name(key)
+    config = manifest.quantization or {}
+    scales = scales_of(key, manifest.key_index)
     is_small = name in SMALL_CODES
     if config.get("transformed") is True:
         return f"the transform_config of its {config['file']} changes weights besides"
@@ -158,7 +160,8 @@ def undecoded(stored: StoredCheckpoint, key: str) -> str:
 
     It is empty for other tensors.
     """
-    known, module = stored.manifest.key_index, key[: key.rfind(".") + 1]
+    known = stored.manifest.key_index
+    module = key[: key.rfind(".") + 1]
     in_module = ("qweight", "W_q", "_weight_qdata", "compressed")
     names = [
         *(key + end for end in ("_packed", "_blocks", "._data")),

@@ -47,7 +47,8 @@ def decoded(stored: StoredCheckpoint) -> StoredCheckpoint:
     found = {} if stored.quantized else find(stored)
     if not found:
         return stored
-    manifest, tensors = stored.manifest, list(found.values())
+    manifest = stored.manifest
+    tensors = list(found.values())
     names = {key: key + AS_STORED for each in tensors for key in each.keys}
     view = Manifest(
         [*(names.get(key, key) for key in manifest.keys), *found],
@@ -85,7 +86,8 @@ def _with_names(quantized: QuantizedTensor, names: Mapping[str, str]) -> Quantiz
 
 def _with_chunks(manifest: Manifest, tensors: Sequence[QuantizedTensor]) -> ChunkTable | LazyChunks:
     """Add a chunk for each tensor; their keys follow the manifest's."""
-    ndim, first_key = manifest.offsets.shape[1], len(manifest.keys)
+    ndim = manifest.offsets.shape[1]
+    first_key = len(manifest.keys)
     shapes = np.ones((len(tensors), ndim), np.int64)
     for row, quantized in enumerate(tensors):
         shapes[row, : len(quantized.shape)] = quantized.model_shape
@@ -167,7 +169,8 @@ def plan_decoding(view: StoredCheckpoint, copies: Sequence[Copy]) -> list[Piece]
 
 def target_of(piece: Piece, targets: Sequence[torch.Tensor]) -> torch.Tensor:
     """Return the view that a piece fills, in the stored layout."""
-    copy, quantized = piece.copy, piece.quantized
+    copy = piece.copy
+    quantized = piece.quantized
     goal = targets[copy.request][copy.target.slices()]
     goal = goal.transpose(-2, -1) if quantized.transposed else goal
     return goal[piece.region.relative_to(quantized.to_model(copy.source).offset).slices()]

@@ -307,7 +307,8 @@ def check_codes(
 def _check_scales_are_there(
     stored: StoredCheckpoint, of_codes: Sequence[OutputTensor], names: Collection[str]
 ) -> None:
-    index, unexplained = stored.manifest.key_index, []
+    index = stored.manifest.key_index
+    unexplained = []
     keys = [(output.name, part.key) for output in of_codes for part in output.mapped.parts]
     for name, key in keys:
         scales = scales_of(key, index)

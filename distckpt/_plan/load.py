@@ -325,7 +325,8 @@ def _intersect_chunks(
         stop = max(start + 1, int(np.searchsorted(ends, done + MAX_PAIRS, "right")))
         rows = np.repeat(np.arange(start, stop), counts[start:stop])
         chunks = first_chunks[rows] + np.arange(done, int(ends[stop - 1])) - (ends - counts)[rows]
-        in_tensor, requested = manifest.offsets[chunks], offsets[rows]
+        in_tensor = manifest.offsets[chunks]
+        requested = offsets[rows]
         hits, low, extent = intersect_many(
             in_tensor, manifest.shapes[chunks], requested, shapes[rows]
         )
@@ -372,7 +373,8 @@ def _find_fault(common: _Intersections, extents: IntArray) -> TilingFault | None
     is_suspect = is_divided | (num_found != np.prod(extents, axis=1))
     if not is_suspect.any():
         return None
-    suspects, rows = np.flatnonzero(is_suspect), np.flatnonzero(is_suspect[common.requests])
+    suspects = np.flatnonzero(is_suspect)
+    rows = np.flatnonzero(is_suspect[common.requests])
     faults = find_tiling_faults(
         np.searchsorted(suspects, common.requests[rows]),
         common.in_requests[rows],

@@ -25,7 +25,8 @@ from distckpt._rules.pieces import SplitQKV
 from distckpt._rules.rule import Rule
 from distckpt._rules.rules import Assemble, apply_rules
 
-_IN, _OUT = ".linear_in.weight", ".linear_out.weight"
+_IN = ".linear_in.weight"
+_OUT = ".linear_out.weight"
 _BRIDGE = re.compile(
     r"(?P<module>.+)\.adapter(?:\.adapter_(?P<part>q|k|v|gate|up))?\.linear_out\.weight"
 )
@@ -183,7 +184,8 @@ def _check_widths(
     """Refuse matrices that do not fit each other, or the configuration."""
     hidden = _hidden_size(module, config)
     for key in module.keys.values():
-        a, b = tensors[key + _IN].shape, tensors[key + _OUT].shape
+        a = tensors[key + _IN].shape
+        b = tensors[key + _OUT].shape
         if a[-2:-1] != b[-1:]:
             raise LoadMismatchError(
                 f"The ranks of {key + _OUT!r} and linear_in.weight beside it differ: {b} and {a}."
@@ -243,7 +245,8 @@ def _weight_of(
 ) -> TensorSpec:
     """Describe the weight that LoRA is for."""
     first = module.keys.get(None) or next(iter(module.keys.values()))
-    a, b = tensors[first + _IN], tensors[first + _OUT]
+    a = tensors[first + _IN]
+    b = tensors[first + _OUT]
     rows = b.shape[-2]
     if not module.is_whole:
         rows = _rows_of_qkv(module, rules) if "linear_qkv" in module.name else 2 * rows

@@ -126,7 +126,8 @@ def _format_for(
     output: OutputTensor, formats: Mapping[str, str], model: Set[str] | None
 ) -> str | None:
     """Return the name of the format of a tensor; None when it is not quantized."""
-    name, dtype = output.name, FROM_NAME[output.mapped.dtype]
+    name = output.name
+    dtype = FROM_NAME[output.mapped.dtype]
     fitting = (pattern for pattern in formats if pattern != _USUAL and matches(name, pattern))
     pattern = next(fitting, _USUAL)
     if pattern == _USUAL and (_USUAL not in formats or not _is_usual(name, model)):

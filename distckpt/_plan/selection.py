@@ -33,7 +33,8 @@ def matches(key: str, patterns: str | Sequence[str]) -> bool:
 def divided(patterns: str | Sequence[str]) -> tuple[list[str], list[str]]:
     """Return the patterns to include, and the patterns to exclude."""
     listed = [patterns] if isinstance(patterns, str) else patterns
-    wanted, unwanted = [], []
+    wanted = []
+    unwanted = []
     for pattern in listed:
         if pattern.startswith("!"):
             unwanted.append(pattern[1:])
@@ -178,6 +179,7 @@ def _first_of_tied(names: Iterable[str], key_index: Mapping[str, int]) -> list[s
 
 def _names_of_tensors(manifest: Manifest) -> list[str]:
     """Return all names of tensors, tied ones at the end."""
-    key_index, dtypes = manifest.key_index, manifest.dtypes
+    key_index = manifest.key_index
+    dtypes = manifest.dtypes
     all_names = (*manifest.keys, *manifest.aliases)
     return [name for name in all_names if dtypes[key_index[name]] != OBJECT]

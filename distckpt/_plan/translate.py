@@ -222,7 +222,8 @@ def translate(
         for padding in resolve_padding(mapped[request.key], request.region):
             found.padding.append(tensor[padding.slices()])
         for place, part in resolve(mapped[request.key], request.region):
-            shape, may_differ = stored[part.key].shape, request.allow_shape_mismatch
+            shape = stored[part.key].shape
+            may_differ = request.allow_shape_mismatch
             translated = Request(part.key, shape, part.source, may_differ, part.source_step)
             found.numbers.append(number)
             found.requests.append(translated)
