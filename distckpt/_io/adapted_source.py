@@ -44,14 +44,18 @@ class AdaptedSource(TensorSource):
         if tensor.name not in self._changes:
             return dtype
         # Torch does not promote 8-bit floats.
-        return torch.promote_types(dtype, torch.float32) if dtype.itemsize > 1 else torch.float32
+        if dtype.itemsize > 1:
+            return torch.promote_types(dtype, torch.float32)
+        return torch.float32
 
     def converts(self, tensor: OutputTensor) -> bool:
         return tensor.name not in self._changes and self._values.converts(tensor)
 
     def keys_besides(self, tensor: OutputTensor) -> list[str]:
         change = self._changes.get(tensor.name)
-        keys = [] if change is None else [f"{key} of the adapter" for key in change.keys]
+        keys = []
+        if change is not None:
+            keys = [f"{key} of the adapter" for key in change.keys]
         return [*self._values.keys_besides(tensor), *keys]
 
     def read(self, wanted: Sequence[Wanted], factor: float = 1.0) -> None:
@@ -74,7 +78,8 @@ class AdaptedSource(TensorSource):
         product = change.product
         if product is None:
             return
-        view = view.T if product.transposed else view
+        if product.transposed:
+            view = view.T
         row, column = region.offset[::-1] if product.transposed else region.offset
         num = max(product.num_experts, 1)
         rank = self._adapter.global_shape(product.a)[0]

@@ -65,7 +65,9 @@ def separate(
 
 def _own_memory(request: Request, target: torch.Tensor) -> torch.Tensor:
     memory = torch.empty(target.shape, dtype=target.dtype, device="cpu")
-    return memory.zero_() if request.allow_shape_mismatch else memory
+    if request.allow_shape_mismatch:
+        return memory.zero_()
+    return memory
 
 
 def _sources_of(

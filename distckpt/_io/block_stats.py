@@ -75,7 +75,9 @@ def block_stats(values: torch.Tensor) -> BlockStats:
 
 def stats_on_device(values: torch.Tensor) -> BlockStats:
     """Return the statistics of a block, computed on its device."""
-    real = torch.view_as_real(values) if values.is_complex() else values
+    real = values
+    if values.is_complex():
+        real = torch.view_as_real(values)
     numbers = real.reshape(-1).double()
     num_all = numbers.numel()
     num_nan = int(numbers.isnan().sum())

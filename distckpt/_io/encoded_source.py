@@ -45,7 +45,9 @@ class EncodedSource(TensorSource):
 
     def dtype_of(self, tensor: OutputTensor) -> torch.dtype:
         is_part = tensor.name in self._parts
-        return FROM_NAME[tensor.dtype] if is_part else self._values.dtype_of(tensor)
+        if is_part:
+            return FROM_NAME[tensor.dtype]
+        return self._values.dtype_of(tensor)
 
     def converts(self, tensor: OutputTensor) -> bool:
         return tensor.name in self._parts or self._values.converts(tensor)
@@ -71,7 +73,9 @@ class EncodedSource(TensorSource):
         """Quantize the values that a region of a part encodes."""
         quantized = part.quantized
         role = part.role
-        maximum = self._maximum_of(part) if needs_maximum(quantized) else 0.0
+        maximum = 0.0
+        if needs_maximum(quantized):
+            maximum = self._maximum_of(part)
         for region in regions_to_encode(quantized, role, wanted, _ENCODED_AT_ONCE):
             values = self._read_values(part, region)
             try:
@@ -104,6 +108,8 @@ class EncodedSource(TensorSource):
         """
         quantized = part.quantized
         values = scratch("to encode", region.shape, torch.float32)
-        view = values.transpose(-2, -1) if quantized.transposed else values
+        view = values
+        if quantized.transposed:
+            view = values.transpose(-2, -1)
         self._values.read([Wanted(part.tensor, quantized.to_model(region), view)])
         return values

@@ -224,7 +224,9 @@ def _copied_key(source: TensorSource, tensor: OutputTensor) -> str | None:
         return None
     part = mapped.parts[0]
     is_moved = part.order != tuple(range(len(part.order)))
-    return None if part.add or is_moved or part.target.shape != mapped.shape else part.key
+    if part.add or is_moved or part.target.shape != mapped.shape:
+        return None
+    return part.key
 
 
 def _read_ranges(

@@ -122,7 +122,9 @@ def write_extra_files(files: ExtraFiles, target: str) -> None:
     for path in files.copied:
         copy = locations.join(target, locations.split(path)[1])
         # As `cp` does: at most as open as the original file and the umask allow.
-        mode = os.stat(path).st_mode & 0o777 if locations.is_local(path) else 0o666
+        mode = 0o666
+        if locations.is_local(path):
+            mode = os.stat(path).st_mode & 0o777
         locations.write_bytes(copy, locations.read_bytes(path, _MAX_BYTES), mode=mode)
     for name, content in files.written.items():
         locations.write_bytes(locations.join(target, name), content)
@@ -202,7 +204,9 @@ def _common_dtype(outputs: Sequence[OutputTensor]) -> torch.dtype | None:
     """Return the dtype that all floating-point tensors have in common, or None."""
     dtypes = {FROM_NAME[name] for name in {output.dtype for output in outputs}}
     floats = [dtype for dtype in dtypes if dtype.is_floating_point]
-    return floats[0] if len(floats) == 1 else None
+    if len(floats) == 1:
+        return floats[0]
+    return None
 
 
 def _name_dtype(config: Mapping[str, Any], dtype: torch.dtype | None) -> None:

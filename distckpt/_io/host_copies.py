@@ -113,7 +113,9 @@ class HostMemory:
                 self._touch_pages(buffers, is_abandoned)
         finally:
             with self._changed:
-                self._idle = [] if buffers is None else [_Set(buffers, layer is not None)]
+                self._idle = []
+                if buffers is not None:
+                    self._idle = [_Set(buffers, layer is not None)]
                 self._is_reserving = False
                 self._changed.notify_all()
 
@@ -390,7 +392,9 @@ class _Copies(NamedTuple):
         index = bisect.bisect_right(self.ends, start) - 1
         begin, end = self.ends[index : index + 2]
         found = self.buffers[index][start - begin : stop - begin]
-        return [found] if stop <= end else [found, *self.between(end, stop)]
+        if stop <= end:
+            return [found]
+        return [found, *self.between(end, stop)]
 
     def of_span(self, span: Span) -> list[Bytes]:
         """Return the bytes of a span of a copied chunk."""

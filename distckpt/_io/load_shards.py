@@ -190,7 +190,9 @@ def _translated(
 
 
 def _dtype_of(shard: ShardedTensor) -> torch.dtype:
-    return shard.dtype if shard.data is None else shard.data.dtype
+    if shard.data is None:
+        return shard.dtype
+    return shard.data.dtype
 
 
 def _with_memory(shard: ShardedTensor) -> ShardedTensor:

@@ -154,7 +154,9 @@ def read_in_pieces(stored: StoredCheckpoint, chunk: int, piece_bytes: int) -> It
 
 def _open_files(stored: StoredCheckpoint) -> AbstractContextManager[OpenFiles]:
     """Return the checkpoint's open files, or new ones for the context."""
-    return contextlib.nullcontext(stored.files) if stored.files else OpenFiles()
+    if stored.files:
+        return contextlib.nullcontext(stored.files)
+    return OpenFiles()
 
 
 def unit_bytes_at(location: str) -> int:

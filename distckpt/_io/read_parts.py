@@ -83,7 +83,9 @@ def parts_of(
     for copy, size, key_id in zip(copies, sizes, key_ids, strict=True):
         target = targets[copy.request]
         dtype = FROM_NAME[manifest.dtypes[key_id]]
-        goal = target if copy.target.shape == target.shape else target[copy.target.slices()]
+        goal = target
+        if copy.target.shape != target.shape:
+            goal = target[copy.target.slices()]
         if goal.nbytes == size and goal.dtype == dtype and copier.is_plain(goal):
             parts.append(ReadPart(copy.chunk, 0, size, goal, 0))
             continue
@@ -119,12 +121,16 @@ def _dense_parts(
     margin = stored.manifest.block_bytes if stored.verifies else 1
     num_axes = _num_separate_axes(shape, copy.source, dtype.itemsize, reach_bytes, margin)
     for piece in step_over(copy.source, num_axes):
-        place = goal[piece.relative_to(copy.source.offset).slices()] if shape else goal
+        place = goal
+        if shape:
+            place = goal[piece.relative_to(copy.source.offset).slices()]
         first, last = _byte_range(shape, piece, dtype.itemsize)
         start = first // margin * margin
         stop = min(-(-last // margin) * margin, size)
         is_run = num_outer_axes(shape, piece) == 0 and place.dtype == dtype
-        lead = first - start if is_run and copier.is_plain(place) else NOT_PLAIN
+        lead = NOT_PLAIN
+        if is_run and copier.is_plain(place):
+            lead = first - start
         yield ReadPart(copy.chunk, start, stop, place, lead, piece)
 
 

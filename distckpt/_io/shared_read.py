@@ -151,7 +151,9 @@ def _may_pay(sharing: Sharing, targets: Sequence[torch.Tensor]) -> bool:
 
 def _place_of(sharing: Sharing) -> int:
     """Return a number that is equal for ranks which never share."""
-    return host_number() if sharing.is_auto and sharing.is_local else sharing.ranks.rank
+    if sharing.is_auto and sharing.is_local:
+        return host_number()
+    return sharing.ranks.rank
 
 
 def host_number() -> int:

@@ -136,7 +136,9 @@ def _batches(
 def _term_dtype(source: StoredCheckpoint, key: str) -> torch.dtype:
     """Return the dtype to read. Values of codes are more precise than the model's dtype."""
     is_quantized = any(chunk in source.quantized for chunk in source.chunks_of(key)[:1])
-    return torch.float32 if is_quantized else FROM_NAME[source.dtype_name(key)]
+    if is_quantized:
+        return torch.float32
+    return FROM_NAME[source.dtype_name(key)]
 
 
 def _read_terms(

@@ -64,11 +64,9 @@ def chunk_tensor_by_memory(tensor: torch.Tensor, memory_limit: int) -> list[torc
 
 def to_plain_memory(tensor: torch.Tensor) -> torch.Tensor:
     """Return a tensor with plain CPU memory: itself, or a copy."""
-    return (
-        tensor
-        if is_plain_memory(tensor)
-        else torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu").copy_(tensor)
-    )
+    if is_plain_memory(tensor):
+        return tensor
+    return torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu").copy_(tensor)
 
 
 def to_host(
@@ -98,7 +96,9 @@ def to_host(
     x = _cast_floats(x.detach(), float_dtype)
     if hasattr(x, "full_tensor"):
         x = x.full_tensor()
-    return x.cpu() if cpu_offload else x
+    if cpu_offload:
+        return x.cpu()
+    return x
 
 
 def reshard(x: torch.Tensor, target_sharding: Any) -> torch.Tensor:
@@ -137,7 +137,9 @@ def _cast_floats(
     if not target.is_floating_point:
         raise ValueError(f"floating tensors are not cast to {target}: give a floating dtype")
     is_cast = tensor.is_floating_point() and tensor.element_size() > 1
-    return tensor.to(target) if is_cast else tensor
+    if is_cast:
+        return tensor.to(target)
+    return tensor
 
 
 def read_process_array(
@@ -261,7 +263,9 @@ def _functions_by_position(
         chosen = flat if gather_fns else {}
         return {place: gather for place, leaf in chosen.items() if hasattr(leaf, "full_tensor")}
     is_flat = any(isinstance(key, tuple) for key in gather_fns)
-    given = gather_fns if is_flat else flatten_for_broadcast(gather_fns)
+    given = gather_fns
+    if not is_flat:
+        given = flatten_for_broadcast(gather_fns)
     return {place: function for place, function in given.items() if function is not None}
 
 

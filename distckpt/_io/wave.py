@@ -31,7 +31,9 @@ class OwnUnits(NamedTuple):
         """Return the part of its target that a unit fills."""
         _, _, request, region = self.units[unit]
         target = self.targets[request]
-        return target if region.shape == tuple(target.shape) else target[region.slices()]
+        if region.shape == tuple(target.shape):
+            return target
+        return target[region.slices()]
 
     def held_bytes(self) -> IntArray:
         """Return the memory to hold each region that this rank reads.

@@ -183,8 +183,12 @@ def in_folder(name: str, suffix: str) -> str:
     See `PreparedSave.folder_suffix`. With a suffix, a folder has the files of `FOLDER_RANKS` ranks.
     """
     folder, _, file = name.partition("/")
-    rank = _RANK.match(file) if suffix else None
-    number = (int(rank[1]) - 1) // FOLDER_RANKS if rank else 0
+    rank = None
+    if suffix:
+        rank = _RANK.match(file)
+    number = 0
+    if rank:
+        number = (int(rank[1]) - 1) // FOLDER_RANKS
     return f"{folder}{suffix}{f'-{number}' if number else ''}/{file}"
 
 

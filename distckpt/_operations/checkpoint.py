@@ -74,7 +74,9 @@ class Checkpoint(SaysOtherNames):
 
     def __reduce__(self) -> tuple[Callable[..., Checkpoint], tuple[Any, ...]]:
         """Open the same checkpoint again where it is unpickled."""
-        marker = self._stored.marker if self._stored.manifest.has_checksums else None
+        marker = None
+        if self._stored.manifest.has_checksums:
+            marker = self._stored.marker
         return _open_again, (self.location, self._as_stored, marker)
 
     def __repr__(self) -> str:
@@ -263,7 +265,9 @@ def _check_keys(keys: Collection[str] | None) -> None:
         return
     is_listed = isinstance(keys, Collection) and not isinstance(keys, str)
     if not is_listed or any(not isinstance(key, str) for key in keys):
-        hint = f"; for one tensor, keys={[keys]!r}" if isinstance(keys, str) else ""
+        hint = ""
+        if isinstance(keys, str):
+            hint = f"; for one tensor, keys={[keys]!r}"
         raise TypeError(f"keys is a list of whole keys, not of patterns, got {keys!r:.200}{hint}.")
 
 

@@ -420,7 +420,9 @@ def _join(
     changes = [change for change in windows if change is not None and change.num_different]
     if not changes:
         cast = TensorDifference(key, shapes, dtypes, num_elements)
-        return None if a.dtype == b.dtype else cast
+        if a.dtype == b.dtype:
+            return None
+        return cast
     norm_a, norm_b, distance = _norms(a, windows)
     return TensorDifference(
         key,
@@ -505,11 +507,10 @@ def _compare(
             x = a[unclear]
             y = b[unclear]
             distance[unclear] = np.where((x == y) | ((x != x) & (y != y)), 0.0, np.inf)
-        differs = (
-            (distance > atol + rtol * np.abs(b)) | np.isinf(distance)
-            if atol or rtol
-            else distance > 0
-        )
+        if atol or rtol:
+            differs = (distance > atol + rtol * np.abs(b)) | np.isinf(distance)
+        else:
+            differs = distance > 0
     return differs, distance
 
 
@@ -568,7 +569,11 @@ def _diff_objects(a: StoredCheckpoint, b: StoredCheckpoint) -> Iterator[ObjectDi
 
 
 def _where(name: Any, a: Container[Any], b: Container[Any]) -> str:
-    return "both" if name in a and name in b else "a" if name in a else "b"
+    if name in a and name in b:
+        return "both"
+    if name in a:
+        return "a"
+    return "b"
 
 
 def _diff_leaves(
@@ -587,7 +592,9 @@ def _short_text(value: object) -> str:
         return f"an integer of {value.bit_length():,} bits"
     if value is None or isinstance(value, bool | int | float | str | dict | list):
         text = repr(value[:_MAX_TEXT] if isinstance(value, str) else value)
-        return f"{text[: _MAX_TEXT - 3]}..." if len(text) > _MAX_TEXT else text
+        if len(text) > _MAX_TEXT:
+            return f"{text[: _MAX_TEXT - 3]}..."
+        return text
     kind = type(value).__name__
     if isinstance(value, torch.Tensor | np.ndarray):
         dtype = str(value.dtype).removeprefix("torch.")

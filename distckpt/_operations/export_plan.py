@@ -303,8 +303,12 @@ def _model(options: ExportOptions, selected: Mapping[str, TensorSpec]) -> _Model
         reference = open_export(directory)
     if options.family is None:
         return _Model(reference, None, ())
-    location = None if reference is None else reference.location
-    shapes = None if reference is None else reference.manifest.shapes_by_key
+    location = None
+    if reference is not None:
+        location = reference.location
+    shapes = None
+    if reference is not None:
+        shapes = reference.manifest.shapes_by_key
     families = on_demand("families")
     config = families.config_for(options.family, location)
     rules = families.rules_for(config, selected, shapes)
@@ -483,7 +487,9 @@ def _expected_shape(
     if tensor.name not in quantized:
         return shape
     is_code = shape is not None and tensor.mapped.dtype == reference.dtype_name(tensor.name)
-    return shape if is_code else quantized[tensor.name].model_shape
+    if is_code:
+        return shape
+    return quantized[tensor.name].model_shape
 
 
 # --- Other files ----------------------------------------------------------------------------------

@@ -163,4 +163,6 @@ def saved_number(manifest: Manifest, key: str) -> int | None:
     if manifest.fingerprints is None:
         return None
     number = int(manifest.fingerprints[manifest.key_index[key]])
-    return None if number == NO_FINGERPRINT else number
+    if number == NO_FINGERPRINT:
+        return None
+    return number

@@ -73,7 +73,9 @@ def describe_given(
         described = objects.describe_objects(ranks, with_shards(state_dict, ranks.rank))
         # Names of modules, which may differ, matter to checkpoints only.
         has_more = bool(described.settings) or described.has_stateful
-        vote.number = described.digest() if has_more else 0
+        vote.number = 0
+        if has_more:
+            vote.number = described.digest()
     if not vote.are_equal:
         described = objects.united(ranks, described, first_has_all=False)
     with ranks.phase("describe what is given"):
@@ -113,7 +115,9 @@ def _of_tied(rules: Sequence[Rule], tensors: Sequence[ShardedTensor]) -> list[Ru
 def _encoded(cells: Mapping[str, ShardedObject], common: Any) -> bytes:
     """Encode values while all ranks can still learn of an error."""
     items = [(key, cell.data) for key, cell in cells.items()]
-    return codec.encode([items, codec.encode(common)]) if items or common else b""
+    if items or common:
+        return codec.encode([items, codec.encode(common)])
+    return b""
 
 
 def _tied(pieces: Pieces) -> list[tuple[int, int]]:
@@ -190,7 +194,9 @@ class LiveSource(ShardSource):
         self._values: dict[str, Any] | None = None
 
     def entries(self) -> dict[str, StoredEntry]:
-        others = {} if self.fallback is None else self.fallback.entries()
+        others = {}
+        if self.fallback is not None:
+            others = self.fallback.entries()
         return {**others, **self._entries}
 
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
@@ -232,7 +238,9 @@ class LiveSource(ShardSource):
         if self._values is None:
             self._values = {}
             first_with: dict[bytes, int] = {}
-            sent = self.ranks.all_gather(self.given.values) if self._has_values else []
+            sent = []
+            if self._has_values:
+                sent = self.ranks.all_gather(self.given.values)
             for rank, data in enumerate(sent):
                 if not data:
                     continue

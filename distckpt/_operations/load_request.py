@@ -199,8 +199,12 @@ def describe_targets(
             split = flatten.split(resolved.state_dict, {} if rules else entries)
             ties = find_ties(split.shards)
         stored = _without_skipped(entries, described, resolved)
-        absent = absent_ties(split.shards, ties, stored) if not rules else {}
-        table = None if source.is_live else shard_table(split.shards, ties)
+        absent = {}
+        if not rules:
+            absent = absent_ties(split.shards, ties, stored)
+        table = None
+        if not source.is_live:
+            table = shard_table(split.shards, ties)
     return source, Targets(described, resolved, split, entries, stored, absent, table, rules)
 
 
@@ -232,7 +236,9 @@ def _rules(
     of_family: Sequence[Rule] = ()
     if request.family is not None:
         of_family = source.rules_of_family(request.family, location, list(shapes))
-    stored = source.shapes() if request.rules or of_family else None
+    stored = None
+    if request.rules or of_family:
+        stored = source.shapes()
     if stored is None:
         return (*request.rules, *of_family)
     pairs = ((shards[tie].key, shards[first].key) for tie, first in ties.items())
@@ -267,7 +273,9 @@ def _look_up(
     if request.family is None and not request.rules:
         source = source.for_objects(described, needed > 1)
     entries = source.entries()
-    settings = _stored_settings(ranks, source, described, entries) if needed > 1 else {}
+    settings = {}
+    if needed > 1:
+        settings = _stored_settings(ranks, source, described, entries)
     return source, entries, settings
 
 
@@ -312,7 +320,9 @@ def check_targets(
         LoadMismatchError: keys differ, and the mode of the request raises.
     """
     validates = request.options.validate_access_integrity
-    table = targets.table if validates is not False else None
+    table = None
+    if validates is not False:
+        table = targets.table
     messages = _messages_of_all(ranks, table)
     requested = targets.requested
     with ranks.phase("check the requested shards", decision=True) as vote:
@@ -320,7 +330,9 @@ def check_targets(
             _validate(table, messages, whole=bool(validates))
         is_lenient = request.mode is StrictHandling.ASSUME_OK_UNEXPECTED
         compared = targets.stored if is_lenient else ()
-        flags = match_flags(request.rules, targets.shapes) if request.rules else b""
+        flags = b""
+        if request.rules:
+            flags = match_flags(request.rules, targets.shapes)
         coverage = _coverage(targets, requested, compared, source)
         vote.number = len(coverage.of_modules | coverage.of_optimizers | coverage.unclaimed)
     # The members of a move may have rules of their own.

@@ -71,7 +71,8 @@ class MoveRequest:
         if self.family == "auto" and self.fallback is None:
             # A Route has no fallback.
             auto = " reads the config.json of `fallback`: give it, or"
-            auto = auto if self.verb == "redistribute" else " has no directory to read here: give"
+            if self.verb != "redistribute":
+                auto = " has no directory to read here: give"
             raise ValueError(f"family='auto'{auto} the path of a config.json as family.")
 
     def of_all_ranks(self) -> dict[str, object]:

@@ -24,7 +24,9 @@ def quantized(
 
     `quantize` says which tensors to quantize, or a reference directory has them quantized.
     """
-    model = set(find(reference)) if reference is not None else None
+    model = None
+    if reference is not None:
+        model = set(find(reference))
     made = quantize_outputs(planned.outputs, formats_by_pattern(quantize), model)
     made_of = {name: part.tensor.name for name, part in made.parts.items()}
     return replace(

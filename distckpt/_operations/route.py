@@ -214,7 +214,9 @@ class Route:
         if version is None and self._leader is not None:
             raise ValueError("The side that gives names the version: route.run(version=step).")
         try:
-            return None if version is None else operator.index(version)
+            if version is None:
+                return None
+            return operator.index(version)
         except TypeError:
             raise TypeError(f"version is a whole number, got {version!r:.100}") from None
 
@@ -227,7 +229,9 @@ class Route:
         return self._member.wait_for_start(version)
 
     def _move(self, start: Start, request: MoveRequest) -> MoveReport:
-        rank = 0 if self._member is None else start.names.index(self._member.name)
+        rank = 0
+        if self._member is not None:
+            rank = start.names.index(self._member.name)
         ranks = Ranks.alone()
         if self._group is None or self._group[0] != start.number:
             # The old one first: its connections end.

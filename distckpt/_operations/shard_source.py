@@ -209,7 +209,9 @@ def entries_of(stored: StoredCheckpoint) -> dict[str, StoredEntry]:
     entries = {}
     for key, number in manifest.key_index.items():
         dtype = manifest.dtypes[number]
-        tensor_dtype = None if dtype == OBJECT else FROM_NAME[dtype]
+        tensor_dtype = None
+        if dtype != OBJECT:
+            tensor_dtype = FROM_NAME[dtype]
         entries[key] = StoredEntry(tensor_dtype, manifest.global_shapes[number])
     entries.pop(COMMON_KEY, None)
     for key, (shard, parts) in describe_quantized(stored).items():
@@ -253,4 +255,6 @@ class _UserStrategy(ShardSource):
 
 
 def _dtype_name(shard: Shard) -> str | None:
-    return TO_NAME[shard.dtype] if isinstance(shard, ShardedTensor) else None
+    if isinstance(shard, ShardedTensor):
+        return TO_NAME[shard.dtype]
+    return None

@@ -81,7 +81,9 @@ class _Optimizer:
     @property
     def beginning(self) -> str:
         """Beginning of its stored keys."""
-        return f"{dotted(self.path)}." if self.path else ""
+        if self.path:
+            return f"{dotted(self.path)}."
+        return ""
 
     def number(self, numbers: Mapping[str, int]) -> None:
         """Set the stored numbers of the parameters, by key."""
@@ -123,7 +125,9 @@ def translated(
     def settings_of_all() -> bytes:
         return codec.encode(_settings(stored, united))
 
-    names = _names_of_module(stored) if has_model_prefix else {}
+    names = {}
+    if has_model_prefix:
+        names = _names_of_module(stored)
     if not names and not united:
         return Translation(stored)
     encoded = ranks.decide("read the settings of optimizers", settings_of_all)
@@ -539,7 +543,9 @@ def _values_of(tree: Any, name: str | int) -> dict[str, Any]:
     states = _states_in(tree)
     # torch turns the keys of dicts into text.
     kept = states.get(name, states.get(str(name)))
-    return {**values, **kept} if isinstance(kept, dict) else values
+    if isinstance(kept, dict):
+        return {**values, **kept}
+    return values
 
 
 def _states_in(tree: Any) -> dict[Any, Any]:
@@ -596,7 +602,9 @@ def _shape_of(stored: StoredCheckpoint, key: str) -> tuple[int, ...] | None:
     """Return the shape of a parameter, if it is stored."""
     known = stored.manifest.key_index
     name = next((each for each in (key, f"{_MODEL}{key}") if each in known), None)
-    return None if name is None else stored.global_shape(name)
+    if name is None:
+        return None
+    return stored.global_shape(name)
 
 
 # --- The view -------------------------------------------------------------------------------------

@@ -48,7 +48,9 @@ def joined_value(value: Any, parts: Mapping[str, Any], what: str) -> Any:
     for name, inner in parts.items():
         key = keys.get(name, _key_of(name))
         is_nested = isinstance(inner, dict)
-        items[key] = joined_value(items.get(key), inner, what) if is_nested else inner
+        items[key] = inner
+        if is_nested:
+            items[key] = joined_value(items.get(key), inner, what)
     if not isinstance(value, dict) and items.keys() == {*range(len(items))}:
         return [items[place] for place in range(len(items))]
     if int in map(type, items.keys() - keys.values()):
@@ -57,7 +59,9 @@ def joined_value(value: Any, parts: Mapping[str, Any], what: str) -> Any:
 
 
 def _items_of(value: Any) -> dict[Any, Any]:
-    return dict(enumerate(value)) if isinstance(value, list) else dict(value or {})
+    if isinstance(value, list):
+        return dict(enumerate(value))
+    return dict(value or {})
 
 
 def _key_of(name: str) -> str | int:

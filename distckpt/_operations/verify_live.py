@@ -229,7 +229,9 @@ def _compare_plain(stored: StoredCheckpoint, common: Any) -> tuple[set[str], lis
     Return the names of tensors that the checkpoint has, and the differences.
     """
     plain = [pair for pair in leaves(common) if isinstance(pair[1], torch.Tensor)]
-    stored_common = load_common_state(stored) if plain else {}
+    stored_common = {}
+    if plain:
+        stored_common = load_common_state(stored)
     names: set[str] = set()
     faults = []
     for path, values in plain:

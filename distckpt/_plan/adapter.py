@@ -421,7 +421,9 @@ def _check_tied(
 
 def _possible_embeddings(outputs: Mapping[str, OutputTensor], model: Mapping[str, Any]) -> set[str]:
     """Return the names of possible embeddings that are also the output layer."""
-    text = inner if isinstance(inner := model.get("text_config"), dict) else model
+    text = model
+    if isinstance(inner := model.get("text_config"), dict):
+        text = inner
     if model.get("tie_word_embeddings", text.get("tie_word_embeddings")) is False:
         return set()
     counts = collections.Counter(output.shape for output in outputs.values())
@@ -473,4 +475,6 @@ def _shape_of(adapter: Adapter, output: OutputTensor, product: Product) -> tuple
         return output.shape
     (*rows, rank), (inner, *columns) = map(adapter.stored.global_shape, (product.b, product.a))
     shape = (*rows, *columns) if rank == inner else (*rows, rank, inner, *columns)
-    return shape[::-1] if product.transposed else shape
+    if product.transposed:
+        return shape[::-1]
+    return shape

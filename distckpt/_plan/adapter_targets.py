@@ -126,7 +126,9 @@ def _is_in_layers(module: str, config: Mapping[str, Any]) -> bool:
     if layers is None or layers == []:
         return True
     match = _layer_of(module, config.get("layers_pattern"))
-    numbers = layers if isinstance(layers, list) else [layers]
+    numbers = layers
+    if not isinstance(layers, list):
+        numbers = [layers]
     return match is not None and int(match["number"]) in numbers
 
 
@@ -203,7 +205,9 @@ def _layer_number(module: str) -> int:
 
 def _first_shared_layer(model: Mapping[str, Any]) -> int | None:
     """Return the first layer that shares keys and values with another."""
-    text = inner if isinstance(inner := model.get("text_config"), dict) else model
+    text = model
+    if isinstance(inner := model.get("text_config"), dict):
+        text = inner
     num_layers = text.get("num_hidden_layers")
     num_shared = text.get("num_kv_shared_layers")
     if type(num_layers) is int and type(num_shared) is int and num_shared:

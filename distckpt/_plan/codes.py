@@ -76,8 +76,12 @@ def _why_codes(stored: StoredCheckpoint, key: str, requested: torch.dtype) -> st
         return f"its {config['file']} says that it is quantized"
     if is_named_as_codes(key.removesuffix(AS_STORED)):
         return "no other tensors have such names"
-    other = _key_of_scales(stored) if is_small and requested.is_floating_point else None
-    return f"other tensors there are, as {other!r} shows" if other else None
+    other = None
+    if is_small and requested.is_floating_point:
+        other = _key_of_scales(stored)
+    if other:
+        return f"other tensors there are, as {other!r} shows"
+    return None
 
 
 def _key_of_scales(stored: StoredCheckpoint) -> str | None:
@@ -184,7 +188,9 @@ def undecoded(stored: StoredCheckpoint, key: str) -> str:
 def _facts_of(config: Mapping[str, Any]) -> list[str]:
     """Return a configuration's properties that distckpt does not decode."""
     transformed = config.get("transformed")
-    facts = ["symmetric: false"] if config.get("asymmetric") else []
+    facts = []
+    if config.get("asymmetric"):
+        facts = ["symmetric: false"]
     if transformed:
         facts.append(transformed if isinstance(transformed, str) else "a transform")
     return facts + [f"num_bits: {bits}" for bits in dict.fromkeys(config.get("num_bits", ()))]

@@ -44,7 +44,9 @@ def decoded(stored: StoredCheckpoint) -> StoredCheckpoint:
 
     A view stays as it is.
     """
-    found = {} if stored.quantized else find(stored)
+    found = {}
+    if not stored.quantized:
+        found = find(stored)
     if not found:
         return stored
     manifest = stored.manifest
@@ -113,7 +115,9 @@ def name_in_view(view: StoredCheckpoint, key: str, dtype: torch.dtype) -> str:
     if as_stored not in view.manifest.key_index:
         return key
     is_model_key = key in view.manifest.key_index
-    return key if is_model_key and FROM_NAME[view.dtype_name(as_stored)] != dtype else as_stored
+    if is_model_key and FROM_NAME[view.dtype_name(as_stored)] != dtype:
+        return key
+    return as_stored
 
 
 def hidden_keys(view: StoredCheckpoint) -> set[str]:
@@ -172,5 +176,6 @@ def target_of(piece: Piece, targets: Sequence[torch.Tensor]) -> torch.Tensor:
     copy = piece.copy
     quantized = piece.quantized
     goal = targets[copy.request][copy.target.slices()]
-    goal = goal.transpose(-2, -1) if quantized.transposed else goal
+    if quantized.transposed:
+        goal = goal.transpose(-2, -1)
     return goal[piece.region.relative_to(quantized.to_model(copy.source).offset).slices()]

@@ -197,11 +197,15 @@ def _converted(
     The tensor's name, or a pattern, converts it to a dtype.
     """
     is_ordinary = stored.is_floating_point and stored.itemsize > 1
-    target = wanted if is_ordinary or is_named else stored
+    target = stored
+    if is_ordinary or is_named:
+        target = wanted
     has_fractions = target.is_floating_point or target.is_complex
     is_cut = is_ordinary and not is_named and not has_fractions
     if is_cut or not is_convertible(stored, target):
-        why = " without its fractions, except under a pattern that is its name" if is_cut else ""
+        why = ""
+        if is_cut:
+            why = " without its fractions, except under a pattern that is its name"
         raise CheckpointingException(
             f"Tensor {name!r} is {stored} and cannot be converted to {target}{why}: give another "
             "dtype for it."
@@ -316,7 +320,9 @@ def _check_scales_are_there(
             raise _without_scales(stored, key, name, scales)
         if not scales and are_codes_beside_scales(key, stored.dtype_name(key)):
             unexplained.append((name, key))
-    places = places_of_scales(names) if unexplained else {}
+    places = {}
+    if unexplained:
+        places = places_of_scales(names)
     for name, key in unexplained:
         beside = scale_beside(key, stored.manifest.scale_places)
         if beside is not None and scale_beside(name, places) is None:
@@ -349,7 +355,9 @@ def plan_files(
     if file_numbers is not None:
         numbered = number_files(outputs, file_numbers)
         is_single = len(numbered) == 1 and max(file_numbers[o.name] for o in outputs) == 1
-        return [OutputFile(SINGLE_NAME, numbered[0].tensors)] if is_single else numbered
+        if is_single:
+            return [OutputFile(SINGLE_NAME, numbered[0].tensors)]
+        return numbered
     by_name = {tensor.name: tensor for tensor in outputs}
     sizes = {tensor.name: tensor.num_bytes for tensor in outputs}
     groups = group_keys_by_bytes(sizes, max_file_bytes)

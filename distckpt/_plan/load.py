@@ -339,11 +339,9 @@ def _intersect_chunks(
     if not batches:
         none = np.zeros(0, np.int64)
         return _Intersections(none, none, offsets, offsets, shapes)
-    return (
-        _Intersections(*map(np.concatenate, zip(*batches, strict=True)))
-        if len(batches) > 1
-        else batches[0]
-    )
+    if len(batches) > 1:
+        return _Intersections(*map(np.concatenate, zip(*batches, strict=True)))
+    return batches[0]
 
 
 def _to_copies(common: _Intersections, ndims: Sequence[int]) -> list[Copy]:
@@ -381,7 +379,9 @@ def _find_fault(common: _Intersections, extents: IntArray) -> TilingFault | None
         common.shapes[rows],
         extents[suspects],
     )
-    return faults[0]._replace(tensor=int(suspects[faults[0].tensor])) if faults else None
+    if faults:
+        return faults[0]._replace(tensor=int(suspects[faults[0].tensor]))
+    return None
 
 
 def _stored_extents(
@@ -394,7 +394,8 @@ def _stored_extents(
     extents = shapes
     for row, request in enumerate(requests):
         if request.allow_shape_mismatch:
-            extents = shapes.copy() if extents is shapes else extents
+            if extents is shapes:
+                extents = shapes.copy()
             spans = zip(*request.region, stored.global_shape(request.key), strict=True)
             inside = [max(min(o + n, size) - o, 0) for o, n, size in spans]
             extents[row, : len(inside)] = inside

@@ -228,7 +228,9 @@ def _pairs(
     ).items():
         _check_is_plain(module, name, mapped, weight)
         name = name.removesuffix(".weight")
-        part = None if module.is_whole else name.rpartition(".")[2].removesuffix("_proj")
+        part = None
+        if not module.is_whole:
+            part = name.rpartition(".")[2].removesuffix("_proj")
         if part in module.keys:
             pairs[name] = _pair(module.keys[part], name, mapped, tensors, module.is_whole)
             used.add(part)

@@ -134,11 +134,15 @@ def _format_for(
         return None
     is_float = dtype.is_floating_point and dtype.itemsize > 1
     chosen = formats[pattern]
-    return chosen if is_float and takes(FORMATS[chosen], name, output.shape) else None
+    if is_float and takes(FORMATS[chosen], name, output.shape):
+        return chosen
+    return None
 
 
 def _is_usual(name: str, model: Set[str] | None) -> bool:
-    return name in model if model else not matches(name, NOT_QUANTIZED)
+    if model:
+        return name in model
+    return not matches(name, NOT_QUANTIZED)
 
 
 def _config(

@@ -32,7 +32,9 @@ def matches(key: str, patterns: str | Sequence[str]) -> bool:
 
 def divided(patterns: str | Sequence[str]) -> tuple[list[str], list[str]]:
     """Return the patterns to include, and the patterns to exclude."""
-    listed = [patterns] if isinstance(patterns, str) else patterns
+    listed = patterns
+    if isinstance(patterns, str):
+        listed = [patterns]
     wanted = []
     unwanted = []
     for pattern in listed:
@@ -135,7 +137,9 @@ def select_tensors(
     check_patterns(keys)
     names = _names_of_tensors(manifest)
     visible = [name for name in names if name not in hidden and name not in left_out]
-    chosen = visible if keys is None else [name for name in visible if matches(name, keys)]
+    chosen = visible
+    if keys is not None:
+        chosen = [name for name in visible if matches(name, keys)]
     if not chosen:
         raise _nothing_chosen(keys, visible, _besides(names, left_out))
     check_all_match(names, keys)

@@ -279,7 +279,9 @@ def choose_save_strategy(given: Any) -> tuple[SaveShardedStrategy | None, Engine
     if not isinstance(strategy, SaveShardedStrategy):
         raise _not_a("SaveShardedStrategy", given)
     engine = strategy.engine_settings()
-    return (strategy, EngineSettings()) if engine is None else (None, engine)
+    if engine is None:
+        return (strategy, EngineSettings())
+    return (None, engine)
 
 
 def choose_load_strategy(given: Any) -> tuple[LoadShardedStrategy | None, EngineSettings]:
@@ -290,7 +292,9 @@ def choose_load_strategy(given: Any) -> tuple[LoadShardedStrategy | None, Engine
     if not isinstance(strategy, LoadShardedStrategy):
         raise _not_a("LoadShardedStrategy", given)
     engine = strategy.engine_settings()
-    return (strategy, EngineSettings()) if engine is None else (None, engine)
+    if engine is None:
+        return (strategy, EngineSettings())
+    return (None, engine)
 
 
 def _named(action: StrategyAction, given: Any) -> Any:
@@ -300,7 +304,9 @@ def _named(action: StrategyAction, given: Any) -> Any:
     """
     if given == (BUILT_IN, 1):
         return None
-    return get_default_strategy(action, *given) if isinstance(given, tuple) else given
+    if isinstance(given, tuple):
+        return get_default_strategy(action, *given)
+    return given
 
 
 def _not_a(kind: str, given: Any) -> CheckpointingException:
